@@ -1,0 +1,76 @@
+#pragma once
+// Launching an exchange of blocks, and waiting for it. Nothing else talks to
+// c10d but this folder.
+
+#include "group.h"
+
+#include <functional>
+#include <memory>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <vector>
+
+namespace deepsp {
+
+using Work = c10::intrusive_ptr<c10d::Work>;
+
+// An exchange that is on its way into a buffer, and all that must live until it
+// has arrived. It belongs to the buffer's block (pool.h), so a buffer that
+// nobody waits for takes it along when it goes.
+struct Flight {
+  // Point to point: one entry an exchange, its works by source rank.
+  std::vector<std::vector<Work>> receives;
+  std::vector<Work> sends;
+  // Any other backend.
+  Work collective;
+  std::vector<at::Tensor> holds;  // what is being sent
+  // heads_to_seq: this rank's own block lies in these inputs, not in the buffer;
+  // each input was sent on its own.
+  std::vector<at::Tensor> own;
+  bool split = false;
+  // Waited for, and so without `own`: to be waited for no more.
+  bool landed = false;
+
+  void wait_receive(int64_t source);
+  void wait_sends();
+  void wait_all();
+};
+
+struct Bytes {
+  char* data = nullptr;
+  int64_t size = 0;
+};
+
+// An uninitialised tensor for blocks that travel, or that are made of them.
+at::Tensor empty_buffer(at::IntArrayRef sizes, const at::Tensor& like);
+
+// One exchange, point to point: receives are posted first, then each block is
+// produced and sent in turn. `receive(p)` says where p's block goes, `send(p)`
+// produces the block for p; empty: nothing travels. This rank's own block
+// doesn't. The caller keeps the memory until the flight has landed.
+void exchange_point_to_point(
+    const Group& group,
+    const std::function<Bytes(int64_t)>& receive,
+    const std::function<Bytes(int64_t)>& send,
+    Flight& flight);
+
+// One exchange as a collective of one-dimensional tensors; counts in elements.
+Work exchange_all_to_all(
+    const Group& group,
+    const at::Tensor& received,
+    const at::Tensor& sent,
+    const std::vector<int64_t>& receive_counts,
+    const std::vector<int64_t>& send_counts);
+
+// Asynchronous; `out` holds every rank's `in`, in rank order.
+Work all_gather(const Group& group, const at::Tensor& out, const at::Tensor& in);
+// Asynchronous, in place: the sum over the group.
+Work all_reduce_sum(const Group& group, const at::Tensor& tensor);
+
+// Ties `flight`, or on a GPU the work, to the buffer that it fills.
+void launch_into(const at::Tensor& buffer, std::unique_ptr<Flight> flight);
+void launch_into(const at::Tensor& buffer, const Work& work, const at::Tensor& sent);
+// The flight into the buffer, null where nothing is on its way or what is has
+// arrived (on a GPU: in the order of the current stream).
+std::unique_ptr<Flight> flight_into(const at::Tensor& buffer);
+
+}  // namespace deepsp

@@ -1,0 +1,23 @@
+#pragma once
+// A process group by name, and the few things that its backend decides.
+
+#include <ATen/core/Tensor.h>
+
+#include <string_view>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+namespace deepsp {
+
+struct Group {
+  c10::intrusive_ptr<c10d::ProcessGroup> pg;
+  int64_t rank;
+  int64_t size;
+  // Blocks travel by irecv and isend: steady on gloo, where all-to-all isn't.
+  bool point_to_point;
+};
+
+// ValueError if no group of that name exists, or if this process is not `rank`
+// of `size` in it.
+Group resolve_group(std::string_view name, int64_t rank, int64_t size, c10::Device device);
+
+}  // namespace deepsp

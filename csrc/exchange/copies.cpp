@@ -1,0 +1,87 @@
+#include "copies.h"
+
+#include <ATen/Parallel.h>
+
+#ifdef DEEPSP_CUDA
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
+
+namespace deepsp {
+namespace {
+
+// Bytes that are worth a thread of their own.
+constexpr int64_t kGrainBytes = 64 << 10;
+
+int64_t grain_rows(int64_t row_bytes) {
+  return std::max<int64_t>(1, kGrainBytes / std::max<int64_t>(1, row_bytes));
+}
+
+}  // namespace
+
+StridedCopy copy_of(const View& from, const View& to, const int64_t (&n)[kCopyDims], int64_t item) {
+  StridedCopy copy{from.data, to.data, {}, {}, {}, item};
+  for (int d = 0; d < kCopyDims; ++d) {
+    copy.n[d] = n[d];
+    copy.src_stride[d] = from.stride[d] * item;
+    copy.dst_stride[d] = to.stride[d] * item;
+  }
+  return coalesce(copy);
+}
+
+void run(const std::vector<StridedCopy>& copies, c10::Device device) {
+  if (device.is_cpu()) {
+    for (const StridedCopy& copy : copies) {
+      at::parallel_for(
+          0, copy.rows(), grain_rows(copy.row_bytes), [&](int64_t begin, int64_t end) {
+            copy_rows_cpu(copy, begin, end);
+          });
+    }
+    return;
+  }
+#ifdef DEEPSP_CUDA
+  c10::cuda::CUDAGuard guard(device);
+  C10_CUDA_CHECK(copy_rows_cuda(copies, c10::cuda::getCurrentCUDAStream(device.index())));
+#endif
+}
+
+void run(const std::vector<StridedSum>& sums, c10::Device device) {
+  if (device.is_cpu()) {
+    for (const StridedSum& sum : sums) {
+      const int64_t row_bytes = sum.n[kSumDims - 1] * static_cast<int64_t>(sum.sources.size()) * 4;
+      at::parallel_for(0, sum.rows(), grain_rows(row_bytes), [&](int64_t begin, int64_t end) {
+        sum_rows_cpu(sum, begin, end);
+      });
+    }
+    return;
+  }
+#ifdef DEEPSP_CUDA
+  c10::cuda::CUDAGuard guard(device);
+  for (const StridedSum& sum : sums) {
+    C10_CUDA_CHECK(sum_rows_cuda(sum, c10::cuda::getCurrentCUDAStream(device.index())));
+  }
+#endif
+}
+
+Float float_type(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kDouble:
+      return Float::f64;
+    case at::kFloat:
+      return Float::f32;
+    case at::kBFloat16:
+      return Float::bf16;
+    case at::kHalf:
+      return Float::f16;
+    default:
+      TORCH_CHECK_VALUE(
+          false,
+          "inputs are ",
+          dtype,
+          ", and several ranks contribute to one kv head; only float64, float32, bfloat16 and "
+          "float16 can be summed");
+  }
+}
+
+}  // namespace deepsp

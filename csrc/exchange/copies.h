@@ -1,0 +1,29 @@
+#pragma once
+// Runs the kernels on the tensors' device, under a name that profilers show.
+
+#include "../kernels/copy.h"
+#include "../kernels/sum.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+namespace deepsp {
+
+// A [tokens, batch, heads, head_dim] view of memory: where its first element
+// lies, and strides in elements in that order.
+struct View {
+  char* data;
+  int64_t stride[kCopyDims];
+};
+
+// Copies of n = {tokens, batch, heads, head_dim} elements of `item` bytes.
+StridedCopy copy_of(const View& from, const View& to, const int64_t (&n)[kCopyDims], int64_t item);
+
+void run(const std::vector<StridedCopy>& copies, c10::Device device);
+void run(const std::vector<StridedSum>& sums, c10::Device device);
+
+// ValueError for dtypes that have no sum here.
+Float float_type(at::ScalarType dtype);
+
+}  // namespace deepsp

@@ -1,0 +1,166 @@
+// Shapes and strides of the exchange, without data or a process group; and how
+// functionalization sees the wait that returns views.
+
+#include "checks.h"
+#include "ops.h"
+
+#include <ATen/FunctionalTensorWrapper.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+namespace deepsp {
+namespace {
+
+std::vector<at::Tensor> views_by_heads(
+    const at::Tensor& buffer, const SymBlockLayout& layout, int64_t chunk) {
+  const c10::SymInt columns = layout.columns(layout.rank, chunk);
+  std::vector<at::Tensor> views;
+  for (size_t i = 0; i < layout.heads.tensors(); ++i) {
+    const c10::SymInt dim = layout.head_dims[i];
+    views.push_back(buffer.as_strided_symint(
+        {layout.batch,
+         layout.token(layout.parts()),
+         c10::SymInt(layout.heads.range(i, layout.rank, chunk).size()),
+         dim},
+        {columns, layout.batch * columns, dim, 1},
+        buffer.sym_storage_offset() + layout.column(i, layout.rank, chunk)));
+  }
+  return views;
+}
+
+std::vector<at::Tensor> outputs_by_tokens(const SymBlockLayout& layout, const at::Tensor& like) {
+  std::vector<at::Tensor> outputs;
+  for (size_t i = 0; i < layout.heads.tensors(); ++i) {
+    outputs.push_back(at::empty_symint(
+        {layout.batch,
+         layout.seq_lens[layout.rank],
+         c10::SymInt(layout.heads.num_heads(i)),
+         layout.head_dims[i]},
+        like.options()));
+  }
+  return outputs;
+}
+
+std::vector<at::Tensor> seq_to_heads_meta(
+    at::TensorList inputs,
+    c10::SymIntArrayRef seq_lens,
+    int64_t rank,
+    std::string_view /*group_name*/) {
+  const SymBlockLayout layout = check_by_tokens(inputs, seq_lens, 1, 1, rank);
+  return views_by_heads(
+      at::empty_symint({layout.elements_by_heads(0)}, inputs[0].options()), layout, 0);
+}
+
+std::vector<at::Tensor> heads_to_seq_meta(
+    at::TensorList inputs,
+    c10::SymIntArrayRef num_heads,
+    c10::SymIntArrayRef seq_lens,
+    int64_t rank,
+    std::string_view /*group_name*/) {
+  return outputs_by_tokens(check_by_heads(inputs, num_heads, seq_lens, 0, 1, 1, rank), inputs[0]);
+}
+
+std::vector<at::Tensor> seq_to_heads_start_meta(
+    at::TensorList inputs,
+    c10::SymIntArrayRef seq_lens,
+    int64_t chunks,
+    int64_t unit,
+    int64_t rank,
+    std::string_view /*group_name*/) {
+  const SymBlockLayout layout = check_by_tokens(inputs, seq_lens, chunks, unit, rank);
+  std::vector<at::Tensor> buffers;
+  for (int64_t chunk = 0; chunk < layout.heads.chunks(); ++chunk) {
+    buffers.push_back(at::empty_symint({buffer_elements(layout, chunk)}, inputs[0].options()));
+  }
+  return buffers;
+}
+
+std::vector<at::Tensor> seq_to_heads_wait_meta(
+    const at::Tensor& buffer,
+    c10::SymIntArrayRef num_heads,
+    c10::SymIntArrayRef head_dims,
+    c10::SymInt batch,
+    c10::SymIntArrayRef seq_lens,
+    int64_t chunk,
+    int64_t chunks,
+    int64_t unit,
+    int64_t rank,
+    std::string_view /*group_name*/) {
+  return views_by_heads(
+      buffer,
+      check_wait(buffer, num_heads, head_dims, batch, seq_lens, chunk, chunks, unit, rank),
+      chunk);
+}
+
+at::Tensor heads_to_seq_start_meta(
+    at::TensorList inputs,
+    c10::SymIntArrayRef num_heads,
+    c10::SymIntArrayRef seq_lens,
+    int64_t chunk,
+    int64_t chunks,
+    int64_t unit,
+    int64_t rank,
+    std::string_view /*group_name*/) {
+  const SymBlockLayout layout = check_by_heads(inputs, num_heads, seq_lens, chunk, chunks, unit, rank);
+  return at::empty_symint({buffer_elements(layout, chunk)}, inputs[0].options());
+}
+
+std::vector<at::Tensor> heads_to_seq_wait_meta(
+    at::TensorList buffers,
+    c10::SymIntArrayRef num_heads,
+    c10::SymIntArrayRef head_dims,
+    c10::SymInt batch,
+    c10::SymIntArrayRef seq_lens,
+    int64_t unit,
+    int64_t rank,
+    std::string_view /*group_name*/) {
+  const int64_t chunks = static_cast<int64_t>(buffers.size());
+  return outputs_by_tokens(
+      check_wait(buffers, num_heads, head_dims, batch, seq_lens, 0, chunks, unit, rank), buffers[0]);
+}
+
+// Cuts the alias: a wait consumes its buffer, so nobody sees the difference.
+std::vector<at::Tensor> seq_to_heads_wait_functionalize(
+    const at::Tensor& buffer,
+    c10::SymIntArrayRef num_heads,
+    c10::SymIntArrayRef head_dims,
+    c10::SymInt batch,
+    c10::SymIntArrayRef seq_lens,
+    int64_t chunk,
+    int64_t chunks,
+    int64_t unit,
+    int64_t rank,
+    std::string_view group_name) {
+  namespace functional = at::functionalization::impl;
+  at::Tensor inner = buffer;
+  if (functional::isFunctionalTensor(buffer)) {
+    functional::sync(buffer);
+    inner = functional::from_functional_tensor(buffer);
+  }
+  std::vector<at::Tensor> views;
+  {
+    at::AutoDispatchSkipFunctionalize guard;
+    views = seq_to_heads_wait(
+        inner, num_heads, head_dims, std::move(batch), seq_lens, chunk, chunks, unit, rank, group_name);
+  }
+  return functional::isFunctionalTensor(buffer)
+      ? functional::to_functional_tensor(at::TensorList(views))
+      : views;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(deepsp, Meta, m) {
+  m.impl("seq_to_heads", seq_to_heads_meta);
+  m.impl("heads_to_seq", heads_to_seq_meta);
+  m.impl("seq_to_heads_start", seq_to_heads_start_meta);
+  m.impl("seq_to_heads_wait", seq_to_heads_wait_meta);
+  m.impl("heads_to_seq_start", heads_to_seq_start_meta);
+  m.impl("heads_to_seq_wait", heads_to_seq_wait_meta);
+}
+
+TORCH_LIBRARY_IMPL(deepsp, Functionalize, m) {
+  m.impl("seq_to_heads_wait", seq_to_heads_wait_functionalize);
+}
+
+}  // namespace deepsp

@@ -1,0 +1,91 @@
+#include "copy.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace deepsp {
+
+StridedCopy coalesce(const StridedCopy& copy) {
+  StridedCopy out = copy;
+  int64_t n[kCopyDims], src[kCopyDims], dst[kCopyDims];
+  int dims = 0;  // innermost first
+  for (int d = kCopyDims - 1; d >= 0; --d) {
+    if (copy.n[d] == 1) {
+      continue;
+    }
+    if (dims == 0 && copy.src_stride[d] == out.row_bytes && copy.dst_stride[d] == out.row_bytes) {
+      out.row_bytes *= copy.n[d];
+    } else if (
+        dims > 0 && copy.src_stride[d] == n[dims - 1] * src[dims - 1] &&
+        copy.dst_stride[d] == n[dims - 1] * dst[dims - 1]) {
+      n[dims - 1] *= copy.n[d];
+    } else {
+      n[dims] = copy.n[d];
+      src[dims] = copy.src_stride[d];
+      dst[dims] = copy.dst_stride[d];
+      ++dims;
+    }
+  }
+  for (int d = 0; d < kCopyDims; ++d) {
+    const int from = kCopyDims - 1 - d;
+    out.n[d] = from < dims ? n[from] : 1;
+    out.src_stride[d] = from < dims ? src[from] : 0;
+    out.dst_stride[d] = from < dims ? dst[from] : 0;
+  }
+  return out;
+}
+
+namespace {
+
+// ROW: the row's bytes where they are known at compile time, else 0.
+template <int ROW>
+void copy_range(const StridedCopy& c, int64_t begin, int64_t end) {
+  int64_t i[kCopyDims];
+  int64_t rest = begin;
+  for (int d = kCopyDims - 1; d >= 0; --d) {
+    i[d] = rest % c.n[d];
+    rest /= c.n[d];
+  }
+  constexpr int kInner = kCopyDims - 1;
+  for (int64_t row = begin; row < end;) {
+    const char* src = c.src;
+    char* dst = c.dst;
+    for (int d = 0; d < kCopyDims; ++d) {
+      src += i[d] * c.src_stride[d];
+      dst += i[d] * c.dst_stride[d];
+    }
+    const int64_t run = std::min(c.n[kInner] - i[kInner], end - row);
+    for (int64_t k = 0; k < run; ++k) {
+      std::memcpy(dst, src, ROW ? ROW : c.row_bytes);
+      src += c.src_stride[kInner];
+      dst += c.dst_stride[kInner];
+    }
+    row += run;
+    i[kInner] += run;
+    for (int d = kInner; d > 0 && i[d] == c.n[d]; --d) {
+      i[d] = 0;
+      ++i[d - 1];
+    }
+  }
+}
+
+}  // namespace
+
+void copy_rows_cpu(const StridedCopy& copy, int64_t begin, int64_t end) {
+  switch (copy.row_bytes) {
+    case 1:
+      return copy_range<1>(copy, begin, end);
+    case 2:
+      return copy_range<2>(copy, begin, end);
+    case 4:
+      return copy_range<4>(copy, begin, end);
+    case 8:
+      return copy_range<8>(copy, begin, end);
+    case 16:
+      return copy_range<16>(copy, begin, end);
+    default:
+      return copy_range<0>(copy, begin, end);
+  }
+}
+
+}  // namespace deepsp

@@ -1,0 +1,66 @@
+#pragma once
+// Who owns which heads. Pure integer arithmetic.
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace deepsp {
+
+struct Range {
+  int64_t begin = 0;
+  int64_t end = 0;
+  int64_t size() const { return end - begin; }
+};
+
+// Where a run of heads of one tensor is read: by one rank, or (a kv head that
+// several ranks' query heads share) by several.
+struct HeadSegment {
+  Range heads;
+  std::vector<int64_t> readers;  // ranks, ascending
+  std::vector<int64_t> chunks;   // the chunk in which that rank reads it
+};
+
+// The part of [0, total) that `index` of `parts` gets: like torch.tensor_split,
+// the first `total % parts` get one more.
+Range split_range(int64_t total, int64_t parts, int64_t index);
+
+// The head layout of tensors that travel together. Tensor 0 is q: its heads are
+// split over the ranks; head j of q reads head j / (H_0 / H_i) of tensor i. A
+// rank's heads are further cut into chunks, at borders of kv groups and at
+// multiples of `unit` query heads: attention's output travels by the same chunks
+// as the k and v that it was made of.
+class HeadLayout {
+ public:
+  // num_heads: global, one per tensor; each divides num_heads[0].
+  HeadLayout(
+      std::vector<int64_t> num_heads, int64_t parts, int64_t chunks = 1, int64_t unit = 1);
+
+  // The heads of tensor `i` that `rank` holds in `chunk`.
+  Range range(size_t i, int64_t rank, int64_t chunk) const;
+  // The same over all chunks.
+  Range range(size_t i, int64_t rank) const;
+
+  size_t tensors() const { return num_heads_.size(); }
+  int64_t num_heads(size_t i) const { return num_heads_[i]; }
+  int64_t parts() const { return parts_; }
+  // The chunk count in force: what was asked for, at most max_chunks().
+  int64_t chunks() const { return chunks_; }
+  // The most chunks in which every rank still has a head in every chunk.
+  int64_t max_chunks() const;
+
+  // Tensor i's heads cut into runs that the same ranks read in the same chunks.
+  std::vector<HeadSegment> segments(size_t i) const;
+
+ private:
+  Range query_range(int64_t rank, int64_t chunk) const;
+  // The units that `rank` touches: chunks are made of whole ones.
+  Range units(int64_t rank) const;
+
+  std::vector<int64_t> num_heads_;
+  int64_t parts_;
+  int64_t unit_;  // query heads
+  int64_t chunks_;
+};
+
+}  // namespace deepsp

@@ -1,0 +1,196 @@
+// Every op of the library. Shapes: B batch, S tokens of the whole sequence, S_r
+// those of rank r, H_i and D_i heads and head dimension of tensor i, h_i the
+// heads of it that this rank holds.
+//
+// Arguments that recur:
+//   seq_lens    tokens on each rank; its length is the group's size
+//   num_heads   H_i of each tensor
+//   rank        this process's rank in the group
+//   group_name  the group as c10d knows it
+//   chunks      into how many consecutive parts each rank's own heads are cut
+//   unit        query heads that no such cut divides, besides those that read one
+//               head of another tensor: for attention's output, H_q / H_kv
+// Wrong arguments raise ValueError before anything is sent.
+
+#include "collectives/pool.h"
+#include "layout/heads.h"
+
+#include <Python.h>
+#include <torch/library.h>
+
+namespace deepsp {
+namespace {
+
+std::vector<c10::SymInt> token_split(const c10::SymInt& total, int64_t parts) {
+  TORCH_CHECK_VALUE(parts > 0, "parts is ", parts, "; at least 1 is right");
+  TORCH_CHECK_VALUE(total >= 0, "total is ", total, "; a length can't be negative");
+  std::vector<c10::SymInt> lengths;
+  for (int64_t p = 0; p < parts; ++p) {
+    lengths.push_back((total + (parts - 1 - p)) / parts);
+  }
+  return lengths;
+}
+
+HeadLayout head_layout(
+    int64_t num_heads, int64_t num_kv_heads, int64_t parts, int64_t chunks, int64_t unit) {
+  TORCH_CHECK_VALUE(parts > 0, "parts is ", parts, "; at least 1 is right");
+  TORCH_CHECK_VALUE(chunks > 0, "chunks is ", chunks, "; at least 1 is right");
+  TORCH_CHECK_VALUE(unit > 0, "unit is ", unit, "; at least 1 is right");
+  TORCH_CHECK_VALUE(
+      num_heads >= parts,
+      "num_heads is ", num_heads, ", fewer than the ", parts,
+      " ranks of the group; use a group of at most ", num_heads, " ranks");
+  TORCH_CHECK_VALUE(
+      num_kv_heads > 0 && num_heads % num_kv_heads == 0,
+      "num_kv_heads is ", num_kv_heads, ", which doesn't divide num_heads, ", num_heads);
+  return HeadLayout({num_heads, num_kv_heads}, parts, chunks, unit);
+}
+
+std::vector<int64_t> head_split(
+    int64_t num_heads,
+    int64_t num_kv_heads,
+    int64_t parts,
+    int64_t rank,
+    int64_t chunk,
+    int64_t chunks,
+    int64_t unit) {
+  const HeadLayout layout = head_layout(num_heads, num_kv_heads, parts, chunks, unit);
+  TORCH_CHECK_VALUE(
+      rank >= 0 && rank < parts,
+      "rank is ", rank, ", but there are ", parts, " ranks; 0 to ", parts - 1, " is right");
+  TORCH_CHECK_VALUE(
+      chunk >= 0 && chunk < layout.chunks(),
+      "chunk is ", chunk, ", but there are ", layout.chunks(), " chunks");
+  const Range q = layout.range(0, rank, chunk);
+  const Range kv = layout.range(1, rank, chunk);
+  return {q.begin, q.end, kv.begin, kv.end};
+}
+
+int64_t head_chunks(
+    int64_t num_heads, int64_t num_kv_heads, int64_t parts, int64_t chunks, int64_t unit) {
+  return head_layout(num_heads, num_kv_heads, parts, chunks, unit).chunks();
+}
+
+}  // namespace
+
+TORCH_LIBRARY(deepsp, m) {
+  const std::vector<at::Tag> pure = {at::Tag::pt2_compliant_tag};
+  // A collective that waits inside can't be captured in a CUDA graph.
+  const std::vector<at::Tag> collective = {
+      at::Tag::pt2_compliant_tag, at::Tag::cudagraph_unsafe};
+
+  // --- layout: pure integer functions
+
+  // Tokens of each rank when `total` are split like torch.tensor_split.
+  m.def("token_split(SymInt total, int parts) -> SymInt[]", pure);
+  // [q_begin, q_end, kv_begin, kv_end]: the query heads of a rank (and chunk),
+  // and the kv heads that they read.
+  m.def(
+      "head_split(int num_heads, int num_kv_heads, int parts, int rank, int chunk=0, "
+      "int chunks=1, int unit=1) -> int[]",
+      pure);
+  // The number of chunks in force when `chunks` are asked for.
+  m.def("head_chunks(int num_heads, int num_kv_heads, int parts, int chunks, "
+      "int unit=1) -> int",
+      pure);
+
+  // --- exchange
+
+  // inputs[i] [B, S_rank, H_i, D_i] -> [B, S, h_i, D_i]: views, with the last
+  // two dimensions contiguous, of one fresh buffer. inputs[0] is q, whose heads
+  // are split like torch.tensor_split; head j of q reads head j / (H_0 / H_i).
+  m.def(
+      "seq_to_heads(Tensor[] inputs, SymInt[] seq_lens, int rank, str group_name) -> Tensor[]",
+      collective);
+  // Its adjoint: inputs[i] [B, S, h_i, D_i] -> [B, S_rank, H_i, D_i], fresh and
+  // contiguous. What several ranks say of one head is summed, in rank order, in
+  // float32 (float64 for float64).
+  m.def(
+      "heads_to_seq(Tensor[] inputs, SymInt[] num_heads, SymInt[] seq_lens, int rank, "
+      "str group_name) -> Tensor[]",
+      collective);
+  // The same in two halves. What a start returns is on its way: nobody may read
+  // it, and nobody may write to the inputs, until it was waited for, once. A wait
+  // consumes its buffer. (Anomaly mode reads gradients between the halves, so it
+  // may report NaN where none is.)
+  // One buffer a chunk; fewer than asked for where the heads don't allow as many.
+  m.def(
+      "seq_to_heads_start(Tensor[] inputs, SymInt[] seq_lens, int chunks, int unit, "
+      "int rank, str group_name) -> Tensor[]",
+      collective);
+  m.def(
+      "seq_to_heads_wait(Tensor(a -> *) buffer, SymInt[] num_heads, SymInt[] head_dims, "
+      "SymInt batch, SymInt[] seq_lens, int chunk, int chunks, int unit, int rank, "
+      "str group_name) -> Tensor(a)[]",
+      collective);
+  // The heads of one chunk.
+  m.def(
+      "heads_to_seq_start(Tensor[] inputs, SymInt[] num_heads, SymInt[] seq_lens, int chunk, "
+      "int chunks, int unit, int rank, str group_name) -> Tensor",
+      collective);
+  // The buffers of all chunks, in order.
+  m.def(
+      "heads_to_seq_wait(Tensor[] buffers, SymInt[] num_heads, SymInt[] head_dims, "
+      "SymInt batch, SymInt[] seq_lens, int unit, int rank, str group_name) -> Tensor[]",
+      collective);
+
+  // --- attention
+
+  // q [B, S_rank, Hq, D], k [B, S_rank, Hkv, D], v [B, S_rank, Hkv, Dv] ->
+  // [B, S_rank, Hq, Dv]: scaled_dot_product_attention over the whole sequence.
+  // Masks are global. chunks: the exchange of one chunk of heads is in flight
+  // while attention works on another.
+  m.def(
+      "distributed_attention(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, float dropout_p, "
+      "bool is_causal, float? scale, bool enable_gqa, int chunks, SymInt[] seq_lens, int rank, "
+      "str group_name) -> Tensor",
+      collective);
+  // k or v of this rank (and chunk) with each head repeated for its query heads,
+  // where their numbers differ from head to head; else x itself.
+  m.def(
+      "expand_kv_heads(Tensor(a) x, int num_heads, int num_kv_heads, int chunk, int chunks, "
+      "int rank, int parts) -> Tensor(a)",
+      pure);
+
+  // --- what else crosses the sequence group
+
+  // The sum over the group, the same on every rank. Every rank is taken to go on
+  // with it alike: the gradient passes through, times grad_scale.
+  m.def(
+      "all_reduce(Tensor input, float grad_scale, int rank, int size, str group_name) -> Tensor",
+      collective);
+  // All shards along dim, in rank order. Every rank is taken to go on with the
+  // whole alike: the gradient is this rank's slice.
+  m.def(
+      "unshard(Tensor input, int dim, SymInt[] seq_lens, int rank, str group_name) -> Tensor",
+      collective);
+  // In place: each tensor becomes its sum over the group.
+  m.def(
+      "sum_gradients_(Tensor(a!)[] gradients, int rank, int size, str group_name) -> ()",
+      collective);
+
+  // --- the CPU buffer pool
+
+  m.def("pool_idle_bytes() -> int");
+  m.def("pool_limit() -> int");
+  m.def("pool_set_limit(int bytes) -> ()");
+  m.def("pool_clear() -> ()");
+}
+
+TORCH_LIBRARY_IMPL(deepsp, CompositeImplicitAutograd, m) {
+  m.impl("token_split", [](c10::SymInt total, int64_t parts) { return token_split(total, parts); });
+  m.impl("head_split", head_split);
+  m.impl("head_chunks", head_chunks);
+  m.impl("pool_idle_bytes", pool_idle_bytes);
+  m.impl("pool_limit", pool_limit);
+  m.impl("pool_set_limit", pool_set_limit);
+  m.impl("pool_clear", pool_clear);
+}
+
+}  // namespace deepsp
+
+// Loading this module is what registers the ops; it has nothing of its own.
+PyMODINIT_FUNC PyInit__C(void) {
+  static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr};
+  return PyModule_Create(&module);
+}

@@ -1,0 +1,39 @@
+"""Sequence-parallel attention for PyTorch.
+
+Every rank of a process group holds a part of the tokens of one long sequence; deepsp exchanges
+them for a part of the heads around attention, exactly, and lets autograd and torch.compile see
+what it does. The ops are ``torch.ops.deepsp.*``; this package declares, checks and wires.
+"""
+
+from deepsp import _load  # noqa: F401  (first: it registers the ops)
+from deepsp import buffers
+from deepsp.attention import DistributedAttention, distributed_attention
+from deepsp.data import shard, shard_batch, unshard
+from deepsp.gradients import sync_gradients
+from deepsp.layout import local_heads, seq_lens
+from deepsp.loss import cross_entropy
+from deepsp.ops import (
+    Pending,
+    heads_to_seq,
+    heads_to_seq_start,
+    seq_to_heads,
+    seq_to_heads_start,
+)
+
+__all__ = [
+    "DistributedAttention",
+    "Pending",
+    "buffers",
+    "cross_entropy",
+    "distributed_attention",
+    "heads_to_seq",
+    "heads_to_seq_start",
+    "local_heads",
+    "seq_lens",
+    "seq_to_heads",
+    "seq_to_heads_start",
+    "shard",
+    "shard_batch",
+    "sync_gradients",
+    "unshard",
+]

@@ -1,0 +1,23 @@
+"""Loads the extension, or says why it can't be."""
+
+import torch
+
+try:
+    from deepsp._built_for import TORCH as _BUILT_FOR
+except ImportError:
+    raise ImportError(
+        "deepsp's extension isn't built. Install it against the torch that you use: "
+        "pip install --no-build-isolation ."
+    ) from None
+
+if _BUILT_FOR != torch.__version__:
+    raise ImportError(
+        f"deepsp was built for torch {_BUILT_FOR}, but this is torch {torch.__version__}. "
+        "Rebuild it against this one: pip install --no-build-isolation --force-reinstall "
+        "--no-deps ."
+    )
+
+from deepsp import _C  # noqa: E402, F401
+from deepsp.compile import decompositions  # noqa: E402
+
+decompositions.install()

@@ -1,0 +1,61 @@
+"""Process groups as the ops take them: by rank, size and name."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+Group = dist.ProcessGroup | DeviceMesh | None
+"""What public functions take: a group, a mesh of one dimension, or None, the default group."""
+
+
+class Member(NamedTuple):
+    """This process's place in a group."""
+
+    rank: int
+    size: int
+    name: str
+
+
+@torch.compiler.assume_constant_result
+def member_of(group: Group) -> Member:
+    """This process's place in ``group``.
+
+    Raises:
+        ValueError: there is no default group yet, the mesh has more than one dimension, or this
+            process isn't in the group.
+    """
+    if isinstance(group, Member):
+        return group
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group is a mesh of {group.ndim} dimensions; one dimension of it is right: "
+                "mesh['name']"
+            )
+        group = group.get_group()
+    if not dist.is_initialized():
+        raise ValueError(
+            "group: there is no process group yet; call torch.distributed.init_process_group first"
+        )
+    if group is None:
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(
+                f"group: this process (rank {dist.get_rank()}) isn't in it; "
+                "call this on its members only"
+            )
+        raise ValueError(
+            f"group is {group!r}; a ProcessGroup, a DeviceMesh of one dimension or None is right"
+        )
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError(
+            f"group: this process (rank {dist.get_rank()}) isn't in it; "
+            "call this on its members only"
+        )
+    return Member(rank, dist.get_world_size(group), group.group_name)

@@ -1,0 +1,47 @@
+"""Builds the C++ (and, where torch has CUDA, the CUDA) extension against the torch installed."""
+
+import os
+from pathlib import Path
+
+import torch
+from setuptools import setup
+from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
+
+CSRC = Path("csrc")
+WITH_CUDA = torch.version.cuda is not None and CUDA_HOME is not None
+
+
+def sources(suffix: str) -> list[str]:
+    return sorted(str(path) for path in CSRC.rglob(f"*{suffix}"))
+
+
+def extension():
+    # -fopenmp for the header-only parallel_for; nothing of OpenMP is linked, so
+    # that torch's own runtime, with its thread count, serves us too.
+    # -g0 -O2: half the build time and a tenth of the size of the defaults.
+    cxx = ["-O2", "-g0", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas"]
+    if not WITH_CUDA:
+        return CppExtension("deepsp._C", sources(".cpp"), extra_compile_args={"cxx": cxx})
+    return CUDAExtension(
+        "deepsp._C",
+        sources(".cpp") + sources(".cu"),
+        extra_compile_args={
+            "cxx": [*cxx, "-DDEEPSP_CUDA"],
+            "nvcc": ["-O3", "-DDEEPSP_CUDA", "--expt-relaxed-constexpr"],
+        },
+    )
+
+
+class Build(BuildExtension):
+    """Also leaves a note of the torch that the extension was built for."""
+
+    def run(self):
+        super().run()
+        root = Path("." if self.inplace else self.build_lib)
+        note = root / "deepsp" / "_built_for.py"
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.write_text(f'TORCH = "{torch.__version__}"\n')
+
+
+os.environ.setdefault("MAX_JOBS", str(os.cpu_count()))
+setup(ext_modules=[extension()], cmdclass={"build_ext": Build})
