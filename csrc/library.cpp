@@ -99,6 +99,7 @@ TORCH_LIBRARY(deepsp, m) {
   // inputs[i] [B, S_rank, H_i, D_i] -> [B, S, h_i, D_i]: views, with the last
   // two dimensions contiguous, of one fresh buffer. inputs[0] is q, whose heads
   // are split like torch.tensor_split; head j of q reads head j / (H_0 / H_i).
+  // Composite: the start and the wait below.
   m.def(
       "seq_to_heads(Tensor[] inputs, SymInt[] seq_lens, int rank, str group_name) -> Tensor[]",
       collective);
@@ -111,8 +112,7 @@ TORCH_LIBRARY(deepsp, m) {
       collective);
   // The same in two halves. What a start returns is on its way: nobody may read
   // it, and nobody may write to the inputs, until it was waited for, once. A wait
-  // consumes its buffer. (Anomaly mode reads gradients between the halves, so it
-  // may report NaN where none is.)
+  // consumes its buffer.
   // One buffer a chunk; fewer than asked for where the heads don't allow as many.
   m.def(
       "seq_to_heads_start(Tensor[] inputs, SymInt[] seq_lens, int chunks, int unit, "

@@ -73,25 +73,6 @@ variable_list with_undefined(variable_list gradients, size_t others) {
   return gradients;
 }
 
-struct SeqToHeads : Function<SeqToHeads> {
-  static variable_list forward(
-      AutogradContext* ctx,
-      at::TensorList inputs,
-      c10::SymIntArrayRef seq_lens,
-      int64_t rank,
-      std::string_view group_name) {
-    Shapes(inputs, seq_lens, rank, group_name).save(ctx);
-    at::AutoDispatchBelowADInplaceOrView guard;
-    return seq_to_heads(inputs, seq_lens, rank, group_name);
-  }
-
-  static variable_list backward(AutogradContext* ctx, variable_list gradients) {
-    const Shapes s(ctx);
-    return with_undefined(
-        heads_to_seq(gradients, s.num_heads, s.seq_lens, s.rank, s.group_name), 3);
-  }
-};
-
 struct HeadsToSeq : Function<HeadsToSeq> {
   static variable_list forward(
       AutogradContext* ctx,
@@ -236,12 +217,18 @@ struct HeadsToSeqWait : Function<HeadsToSeqWait> {
 
 // ------------------------------------------------------------------- as kernels
 
-std::vector<at::Tensor> seq_to_heads_autograd(
+// Not an op of its own below autograd: its outputs share a buffer, and only a
+// wait's schema can say so.
+std::vector<at::Tensor> seq_to_heads_composite(
     at::TensorList inputs,
     c10::SymIntArrayRef seq_lens,
     int64_t rank,
     std::string_view group_name) {
-  return SeqToHeads::apply(inputs, seq_lens, rank, group_name);
+  const Shapes s(inputs, seq_lens, rank, group_name);
+  const std::vector<at::Tensor> buffers =
+      seq_to_heads_start(inputs, seq_lens, 1, 1, rank, group_name);
+  return seq_to_heads_wait(
+      buffers[0], s.num_heads, s.head_dims, s.batch, seq_lens, 0, 1, 1, rank, group_name);
 }
 
 std::vector<at::Tensor> heads_to_seq_autograd(
@@ -305,8 +292,11 @@ std::vector<at::Tensor> heads_to_seq_wait_autograd(
 
 }  // namespace
 
+TORCH_LIBRARY_IMPL(deepsp, CompositeImplicitAutograd, m) {
+  m.impl("seq_to_heads", seq_to_heads_composite);
+}
+
 TORCH_LIBRARY_IMPL(deepsp, Autograd, m) {
-  m.impl("seq_to_heads", seq_to_heads_autograd);
   m.impl("heads_to_seq", heads_to_seq_autograd);
   m.impl("seq_to_heads_start", seq_to_heads_start_autograd);
   m.impl("seq_to_heads_wait", seq_to_heads_wait_autograd);

@@ -17,13 +17,14 @@ std::vector<at::Tensor> views_by_heads(
   std::vector<at::Tensor> views;
   for (size_t i = 0; i < layout.heads.tensors(); ++i) {
     const c10::SymInt dim = layout.head_dims[i];
+    const c10::SymInt step = buffer.sym_stride(0);
     views.push_back(buffer.as_strided_symint(
         {layout.batch,
          layout.token(layout.parts()),
          c10::SymInt(layout.heads.range(i, layout.rank, chunk).size()),
          dim},
-        {columns, layout.batch * columns, dim, 1},
-        buffer.sym_storage_offset() + layout.column(i, layout.rank, chunk)));
+        {step * columns, step * layout.batch * columns, step * dim, step},
+        buffer.sym_storage_offset() + step * layout.column(i, layout.rank, chunk)));
   }
   return views;
 }
@@ -39,16 +40,6 @@ std::vector<at::Tensor> outputs_by_tokens(const SymBlockLayout& layout, const at
         like.options()));
   }
   return outputs;
-}
-
-std::vector<at::Tensor> seq_to_heads_meta(
-    at::TensorList inputs,
-    c10::SymIntArrayRef seq_lens,
-    int64_t rank,
-    std::string_view /*group_name*/) {
-  const SymBlockLayout layout = check_by_tokens(inputs, seq_lens, 1, 1, rank);
-  return views_by_heads(
-      at::empty_symint({layout.elements_by_heads(0)}, inputs[0].options()), layout, 0);
 }
 
 std::vector<at::Tensor> heads_to_seq_meta(
@@ -141,17 +132,23 @@ std::vector<at::Tensor> seq_to_heads_wait_functionalize(
   {
     at::AutoDispatchSkipFunctionalize guard;
     views = seq_to_heads_wait(
-        inner, num_heads, head_dims, std::move(batch), seq_lens, chunk, chunks, unit, rank, group_name);
+        inner,
+        num_heads,
+        head_dims,
+        std::move(batch),
+        seq_lens,
+        chunk,
+        chunks,
+        unit,
+        rank,
+        group_name);
   }
-  return functional::isFunctionalTensor(buffer)
-      ? functional::to_functional_tensor(at::TensorList(views))
-      : views;
+  return functional::to_functional_tensor(at::TensorList(views));
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(deepsp, Meta, m) {
-  m.impl("seq_to_heads", seq_to_heads_meta);
   m.impl("heads_to_seq", heads_to_seq_meta);
   m.impl("seq_to_heads_start", seq_to_heads_start_meta);
   m.impl("seq_to_heads_wait", seq_to_heads_wait_meta);

@@ -6,6 +6,7 @@
 #include "copies.h"
 
 #include <ATen/record_function.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/library.h>
 
 namespace deepsp {
@@ -172,6 +173,7 @@ void launch_to_heads(
 std::vector<at::Tensor> views_by_heads(
     const at::Tensor& buffer, const Layout& layout, int64_t chunk) {
   const int64_t columns = layout.columns(layout.rank, chunk);
+  const int64_t step = buffer.stride(0);  // 1, but for a buffer that never travelled
   std::vector<at::Tensor> views;
   for (size_t i = 0; i < layout.heads.tensors(); ++i) {
     const int64_t dim = layout.head_dims[i];
@@ -180,8 +182,8 @@ std::vector<at::Tensor> views_by_heads(
          layout.token(layout.parts()),
          layout.heads.range(i, layout.rank, chunk).size(),
          dim},
-        {columns, layout.batch * columns, dim, 1},
-        buffer.storage_offset() + layout.column(i, layout.rank, chunk)));
+        {step * columns, step * layout.batch * columns, step * dim, step},
+        buffer.storage_offset() + step * layout.column(i, layout.rank, chunk)));
   }
   return views;
 }
@@ -219,7 +221,8 @@ bool travels_split(const Layout& layout, int64_t item) {
   for (size_t i = 0; i < layout.heads.tensors(); ++i) {
     per_token += layout.heads.num_heads(i) * layout.head_dims[i];
   }
-  return layout.heads.tensors() > 1 && layout.batch == 1 &&
+  return !torch::autograd::AnomalyMode::is_enabled() && layout.heads.tensors() > 1 &&
+      layout.batch == 1 &&
       layout.token(layout.parts()) * per_token * item / layout.heads.chunks() >= kSplitBytes;
 }
 
@@ -302,10 +305,10 @@ void launch_to_seq(
   const int64_t item = item_of(inputs[0]);
   char* const arrivals = data_of(buffer);
 
-  if (device.is_cpu() && (group == nullptr || group->point_to_point)) {
+  if (group != nullptr && group->point_to_point) {
     auto flight = std::make_unique<Flight>();
     flight->own = inputs.vec();
-    flight->split = group != nullptr && travels_split(layout, item);
+    flight->split = travels_split(layout, item);
     const auto receive = [&](size_t first) {
       return [&, first](int64_t p) {
         const Arrival at = arrival_of(layout, chunk, p, first, flight->split);
@@ -318,7 +321,7 @@ void launch_to_seq(
       for (size_t i = 0; i < inputs.size(); ++i) {
         send_by_heads(inputs.slice(i, 1), layout, *group, receive(i), *flight);
       }
-    } else if (group != nullptr) {
+    } else {
       send_by_heads(inputs, layout, *group, receive(0), *flight);
     }
     launch_into(buffer, std::move(flight));
@@ -351,7 +354,8 @@ void launch_to_seq(
 }
 
 // Merges what arrived, chunk by chunk and rank by rank, as it arrives.
-std::vector<at::Tensor> merge_by_tokens(at::TensorList buffers, const Layout& layout) {
+std::vector<at::Tensor> merge_by_tokens(
+    const std::vector<at::Tensor>& buffers, const Layout& layout) {
   const c10::Device device = buffers[0].device();
   const int64_t item = item_of(buffers[0]);
   const int64_t chunks = layout.heads.chunks();
@@ -437,6 +441,46 @@ std::vector<at::Tensor> merge_by_tokens(at::TensorList buffers, const Layout& la
   return outputs;
 }
 
+// Anomaly mode looks for NaN in every gradient, in buffers on their way too: for
+// it, an exchange arrives before its start returns.
+void settle_if_watched(const at::Tensor& buffer, const Layout& layout, int64_t chunk) {
+  if (!torch::autograd::AnomalyMode::is_enabled()) {
+    return;
+  }
+  const auto flight = flight_into(buffer);
+  if (!flight) {
+    return;
+  }
+  flight->wait_all();
+  if (flight->own.empty()) {
+    return;
+  }
+  // A packed block of our own, as if it had travelled.
+  const int64_t item = item_of(buffer);
+  std::vector<StridedCopy> copies;
+  for (size_t i = 0; i < flight->own.size(); ++i) {
+    const Arrival at = arrival_of(layout, chunk, layout.rank, i, false);
+    const int64_t dim = layout.head_dims[i];
+    copies.push_back(copy_of(
+        view_of(flight->own[i], layout.token(layout.rank), 0),
+        block_view(
+            data_of(buffer) + at.offset * item, layout.batch, at.columns, 0, dim, item),
+        {layout.seq_lens[layout.rank], layout.batch, flight->own[i].size(2), dim},
+        item));
+  }
+  run(copies, buffer.device());
+}
+
+// A buffer for an exchange, of the size that both directions have.
+at::Tensor buffer_for(const SymBlockLayout& shapes, int64_t chunk, const at::Tensor& like) {
+  const int64_t elements = buffer_elements(shapes, chunk).expect_int();
+  const at::Tensor buffer = empty_buffer({elements}, like);
+  if (torch::autograd::AnomalyMode::is_enabled()) {
+    buffer.zero_();  // it may be larger than what arrives
+  }
+  return buffer;
+}
+
 // ----------------------------------------------------------------------- kernels
 
 // Null where there is nobody to talk to.
@@ -449,21 +493,6 @@ std::unique_ptr<Group> group_of(
       resolve_group(name, layout.rank, layout.parts(), like.device()));
 }
 
-std::vector<at::Tensor> seq_to_heads_kernel(
-    at::TensorList inputs,
-    c10::SymIntArrayRef seq_lens,
-    int64_t rank,
-    std::string_view group_name) {
-  const Layout layout = concrete(check_by_tokens(inputs, seq_lens, 1, 1, rank));
-  const auto group = group_of(group_name, layout, inputs[0]);
-  const at::Tensor buffer = empty_buffer({layout.elements_by_heads(0)}, inputs[0]);
-  launch_to_heads(inputs, layout, 0, group.get(), buffer);
-  if (auto flight = flight_into(buffer)) {
-    flight->wait_all();
-  }
-  return views_by_heads(buffer, layout, 0);
-}
-
 std::vector<at::Tensor> heads_to_seq_kernel(
     at::TensorList inputs,
     c10::SymIntArrayRef num_heads,
@@ -473,7 +502,14 @@ std::vector<at::Tensor> heads_to_seq_kernel(
   const Layout layout = concrete(check_by_heads(inputs, num_heads, seq_lens, 0, 1, 1, rank));
   const auto group = group_of(group_name, layout, inputs[0]);
   const at::Tensor buffer = empty_buffer({layout.elements_by_tokens(0)}, inputs[0]);
-  launch_to_seq(inputs, layout, 0, group.get(), buffer);
+  if (group == nullptr && buffer.is_cpu()) {
+    // Straight from the inputs to the outputs.
+    auto flight = std::make_unique<Flight>();
+    flight->own = inputs.vec();
+    launch_into(buffer, std::move(flight));
+  } else {
+    launch_to_seq(inputs, layout, 0, group.get(), buffer);
+  }
   return merge_by_tokens({buffer}, layout);
 }
 
@@ -489,9 +525,9 @@ std::vector<at::Tensor> seq_to_heads_start_kernel(
   const auto group = group_of(group_name, layout, inputs[0]);
   std::vector<at::Tensor> buffers;
   for (int64_t chunk = 0; chunk < layout.heads.chunks(); ++chunk) {
-    buffers.push_back(
-        empty_buffer({buffer_elements(shapes, chunk).expect_int()}, inputs[0]));
+    buffers.push_back(buffer_for(shapes, chunk, inputs[0]));
     launch_to_heads(inputs, layout, chunk, group.get(), buffers.back());
+    settle_if_watched(buffers.back(), layout, chunk);
   }
   return buffers;
 }
@@ -528,9 +564,9 @@ at::Tensor heads_to_seq_start_kernel(
       check_by_heads(inputs, num_heads, seq_lens, chunk, chunks, unit, rank);
   const Layout layout = concrete(shapes);
   const auto group = group_of(group_name, layout, inputs[0]);
-  const at::Tensor buffer =
-      empty_buffer({buffer_elements(shapes, chunk).expect_int()}, inputs[0]);
+  const at::Tensor buffer = buffer_for(shapes, chunk, inputs[0]);
   launch_to_seq(inputs, layout, chunk, group.get(), buffer);
+  settle_if_watched(buffer, layout, chunk);
   return buffer;
 }
 
@@ -546,11 +582,14 @@ std::vector<at::Tensor> heads_to_seq_wait_kernel(
   const Layout layout = concrete(check_wait(
       buffers, num_heads, head_dims, batch, seq_lens, 0, static_cast<int64_t>(buffers.size()),
       unit, rank));
-  return merge_by_tokens(buffers, layout);
+  std::vector<at::Tensor> dense;
+  for (const at::Tensor& buffer : buffers) {
+    dense.push_back(buffer.contiguous());  // itself, but for one that never travelled
+  }
+  return merge_by_tokens(dense, layout);
 }
 
 void register_kernels(torch::Library& m) {
-  m.impl("seq_to_heads", seq_to_heads_kernel);
   m.impl("heads_to_seq", heads_to_seq_kernel);
   m.impl("seq_to_heads_start", seq_to_heads_start_kernel);
   m.impl("seq_to_heads_wait", seq_to_heads_wait_kernel);

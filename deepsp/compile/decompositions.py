@@ -246,15 +246,6 @@ def _heads_to_seq_wait(buffers, num_heads, head_dims, batch, seq_lens, unit, ran
     return _merge(flats, blocks)
 
 
-def _seq_to_heads(inputs, seq_lens, rank, group_name):
-    (buffer,) = _seq_to_heads_start(inputs, seq_lens, 1, 1, rank, group_name)
-    heads = [x.size(2) for x in inputs]
-    dims = [x.size(3) for x in inputs]
-    return _seq_to_heads_wait(
-        buffer, heads, dims, inputs[0].size(0), seq_lens, 0, 1, 1, rank, group_name
-    )
-
-
 def _heads_to_seq(inputs, num_heads, seq_lens, rank, group_name):
     buffer = _heads_to_seq_start(inputs, num_heads, seq_lens, 0, 1, 1, rank, group_name)
     dims = [x.size(3) for x in inputs]
@@ -289,7 +280,6 @@ def _unshard(input, dim, seq_lens, rank, group_name):
 
 
 _DECOMPOSITIONS = {
-    "seq_to_heads": _seq_to_heads,
     "heads_to_seq": _heads_to_seq,
     "seq_to_heads_start": _seq_to_heads_start,
     "seq_to_heads_wait": _seq_to_heads_wait,
