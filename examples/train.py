@@ -40,6 +40,9 @@ VOCAB, DIM, LAYERS, HEADS, KV_HEADS, HIDDEN = 256, 256, 4, 8, 2, 704
 HEAD_DIM = DIM // HEADS
 
 # The largest differences that rounding explains: of losses, and (relative) of gradient norms.
+# Measured on the CPU in 40 to 120 steps, 2 and 3 ranks: float64 9e-16 and 2e-15, float32 1e-6
+# and 9e-6, bfloat16 6e-4 and 3e-3. A position, a label or a gradient gone wrong shows as 1e-3 and
+# more; much longer runs may drift further apart.
 TOLERANCES = {"float64": (1e-9, 1e-9), "float32": (1e-4, 1e-3), "bfloat16": (1e-2, 5e-2)}
 
 # Maps q [B, S, Hq, D] and k, v [B, S, Hkv, D] to the output [B, S, Hq, D].
@@ -285,7 +288,8 @@ def plot(
     upper.plot(sharded, color="darkred", linestyle="--", label=f"{ranks} ranks, deepsp")
     upper.set_ylabel("loss (nats per byte)")
     upper.legend()
-    lower.semilogy(differences, "k.")
+    lower.plot(differences, "k.")
+    lower.set_yscale("log" if any(differences) else "linear")
     lower.set_ylabel("|difference|")
     lower.set_xlabel("step")
     figure.savefig(file, dpi=150)

@@ -3,6 +3,10 @@
 #include <algorithm>
 #include <cstring>
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 namespace deepsp {
 
 StridedCopy coalesce(const StridedCopy& copy) {
@@ -37,7 +41,47 @@ StridedCopy coalesce(const StridedCopy& copy) {
 
 namespace {
 
-// ROW: the row's bytes where they are known at compile time, else 0.
+// From here on, what is written won't be in the cache when it is read, and
+// stores that bypass it save reading every line first.
+constexpr int64_t kStreamBytes = int64_t(4) << 20;
+// Shorter rows don't fill whole lines often enough.
+constexpr int64_t kStreamRowBytes = 256;
+
+#if defined(__SSE2__)
+void stream_row(char* dst, const char* src, int64_t bytes) {
+  const int64_t head = -reinterpret_cast<intptr_t>(dst) & 15;
+  std::memcpy(dst, src, head);
+  int64_t at = head;
+  for (; at + 64 <= bytes; at += 64) {
+    const auto* from = reinterpret_cast<const __m128i*>(src + at);
+    auto* to = reinterpret_cast<__m128i*>(dst + at);
+    const __m128i a = _mm_loadu_si128(from);
+    const __m128i b = _mm_loadu_si128(from + 1);
+    const __m128i c = _mm_loadu_si128(from + 2);
+    const __m128i d = _mm_loadu_si128(from + 3);
+    _mm_stream_si128(to, a);
+    _mm_stream_si128(to + 1, b);
+    _mm_stream_si128(to + 2, c);
+    _mm_stream_si128(to + 3, d);
+  }
+  std::memcpy(dst + at, src + at, bytes - at);
+}
+
+void finish_streaming() {
+  _mm_sfence();
+}
+#else
+void stream_row(char* dst, const char* src, int64_t bytes) {
+  std::memcpy(dst, src, bytes);
+}
+
+void finish_streaming() {}
+#endif
+
+constexpr int kAnyRow = 0;
+constexpr int kStream = -1;
+
+// ROW: the row's bytes where they are known at compile time, or one of the above.
 template <int ROW>
 void copy_range(const StridedCopy& c, int64_t begin, int64_t end) {
   int64_t i[kCopyDims];
@@ -56,7 +100,11 @@ void copy_range(const StridedCopy& c, int64_t begin, int64_t end) {
     }
     const int64_t run = std::min(c.n[kInner] - i[kInner], end - row);
     for (int64_t k = 0; k < run; ++k) {
-      std::memcpy(dst, src, ROW ? ROW : c.row_bytes);
+      if constexpr (ROW == kStream) {
+        stream_row(dst, src, c.row_bytes);
+      } else {
+        std::memcpy(dst, src, ROW == kAnyRow ? c.row_bytes : ROW);
+      }
       src += c.src_stride[kInner];
       dst += c.dst_stride[kInner];
     }
@@ -84,7 +132,13 @@ void copy_rows_cpu(const StridedCopy& copy, int64_t begin, int64_t end) {
     case 16:
       return copy_range<16>(copy, begin, end);
     default:
-      return copy_range<0>(copy, begin, end);
+      break;
+  }
+  if (copy.row_bytes >= kStreamRowBytes && copy.bytes() >= kStreamBytes) {
+    copy_range<kStream>(copy, begin, end);
+    finish_streaming();
+  } else {
+    copy_range<kAnyRow>(copy, begin, end);
   }
 }
 

@@ -1,0 +1,121 @@
+"""Real process groups for tests: spawned once per group size, reused by every test.
+
+``on_ranks(P, function, *args)`` calls ``function(*args)`` on each of P ranks of a gloo group, one
+thread each. ``function`` is a module-level function; what it asserts is asserted on every rank. The
+results come back as a list, by rank.
+"""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+GROUP_TIMEOUT = 60.0
+CALL_TIMEOUT = 240.0
+
+
+def _serve(rank: int, size: int, path: str, timeout: float, pipe) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{path}",
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=timeout),
+    )
+    while True:
+        task = pipe.recv()
+        if task is None:
+            break
+        function, args = task
+        try:
+            answer = (True, function(*args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        pipe.send(answer)
+    dist.destroy_process_group()
+
+
+class Workers:
+    """A group of processes that wait for something to do."""
+
+    def __init__(self, size: int, timeout: float = GROUP_TIMEOUT):
+        self.size = size
+        spawn = multiprocessing.get_context("spawn")
+        self.folder = tempfile.TemporaryDirectory()
+        path = os.path.join(self.folder.name, "store")
+        self.pipes, self.processes = [], []
+        for rank in range(size):
+            mine, theirs = spawn.Pipe()
+            process = spawn.Process(
+                target=_serve, args=(rank, size, path, timeout, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self.pipes.append(mine)
+            self.processes.append(process)
+
+    def call(self, function: Callable, *args) -> list[tuple[bool, Any]]:
+        """What each rank answers: (True, result), or (False, why not)."""
+        for pipe in self.pipes:
+            pipe.send((function, args))
+        answers: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + CALL_TIMEOUT
+        while len(answers) < self.size and time.monotonic() < deadline:
+            for rank, pipe in enumerate(self.pipes):
+                if rank in answers or not pipe.poll(0.002):
+                    continue
+                try:
+                    answers[rank] = pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    answers[rank] = (False, "the process died")
+                if not answers[rank][0]:
+                    # The others may wait for this one: not for much longer.
+                    deadline = min(deadline, time.monotonic() + 10)
+        return [answers.get(rank, (False, "no answer in time")) for rank in range(self.size)]
+
+    def stop(self) -> None:
+        for pipe in self.pipes:
+            try:
+                pipe.send(None)
+            except OSError:
+                pass
+        for process in self.processes:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self.folder.cleanup()
+
+
+_workers: dict[int, Workers] = {}
+
+
+def on_ranks(size: int, function: Callable, *args) -> list[Any]:
+    """Calls ``function(*args)`` on every rank of a group of ``size``; AssertionError if any of
+    them fails, with the tracebacks of those that do."""
+    if size not in _workers:
+        _workers[size] = Workers(size)
+    answers = _workers[size].call(function, *args)
+    if not all(fine for fine, _ in answers):
+        _workers.pop(size).stop()  # nobody knows what state it is in
+        raise AssertionError(
+            "\n".join(f"rank {r} of {size}: {what}" for r, (ok, what) in enumerate(answers) if not ok)
+        )
+    return [result for _, result in answers]
+
+
+@atexit.register
+def stop_all() -> None:
+    while _workers:
+        _workers.popitem()[1].stop()

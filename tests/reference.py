@@ -1,0 +1,93 @@
+"""One process, the whole sequence, plain PyTorch: what everything is compared with."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, **kwargs) -> Tensor:
+    """[B, S, H, D] in and out; kv heads are repeated."""
+    readers = q.size(2) // k.size(2)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    k, v = (x.repeat_interleave(readers, 1) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, **kwargs).transpose(1, 2)
+
+
+def heads_of(rank: int, size: int, num_heads: int, num_kv_heads: int) -> tuple[list, list]:
+    """The query heads of a rank and the kv heads that they read, from the definition."""
+    mine = torch.arange(num_heads).tensor_split(size)[rank].tolist()
+    readers = num_heads // num_kv_heads
+    return mine, sorted({j // readers for j in mine})
+
+
+def lens_of(kind: str, total: int, size: int) -> list[int]:
+    """Tokens of each rank: "split" like tensor_split, "skewed", or "empty": one has none."""
+    lens = [len(x) for x in torch.arange(total).tensor_split(size)]
+    if kind == "skewed" and size > 1:
+        moved = lens[0] // 2
+        lens[0] -= moved
+        lens[-1] += moved
+    if kind == "empty" and size > 1:
+        lens[-1] += lens[size // 2 - 1]
+        lens[size // 2 - 1] = 0
+    return lens
+
+
+def draw(*shape: int, dtype=torch.float64, seed: int = 0) -> Tensor:
+    """The same numbers on every rank."""
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, dtype=torch.float64, generator=generator).to(dtype)
+
+
+# Test-only helpers that make a sharded function global: every rank holds the whole input and
+# sees the whole output. Each is the other's adjoint.
+
+
+class Take(torch.autograd.Function):
+    """This rank's part of a tensor that every rank holds whole."""
+
+    @staticmethod
+    def forward(ctx, whole, lens, dim):
+        ctx.lens, ctx.dim = lens, dim
+        return whole.split(lens, dim)[dist.get_rank()].clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Whole.apply(grad, ctx.lens, ctx.dim), None, None
+
+
+class Whole(torch.autograd.Function):
+    """All ranks' parts, one after another, on every rank."""
+
+    @staticmethod
+    def forward(ctx, part, lens, dim):
+        ctx.lens, ctx.dim = lens, dim
+        parts = []
+        for rank, length in enumerate(lens):
+            shape = list(part.shape)
+            shape[dim] = length
+            mine = rank == dist.get_rank()
+            parts.append(part.detach().clone().contiguous() if mine else part.new_empty(shape))
+            dist.broadcast(parts[-1], rank)
+        return torch.cat(parts, dim)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Take.apply(grad, ctx.lens, ctx.dim), None, None
+
+
+def events(call: Callable[[], object]) -> list:
+    """What the profiler sees of a call, in order of its start."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call()
+    return sorted(profile.events(), key=lambda event: event.time_range.start)
+
+
+def names(call: Callable[[], object]) -> Counter:
+    return Counter(event.name for event in events(call))

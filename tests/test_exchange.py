@@ -1,0 +1,415 @@
+"""The exchange moves every element to where the definition says, and back to its adjoint."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import on_ranks
+from hypothesis import given
+from hypothesis import strategies as st
+from reference import Take, Whole, draw, heads_of, lens_of, names
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+
+import deepsp
+
+RANKS = [1, 2, 3, 4]
+
+
+def _layouts(x, layout):
+    """The same values with other strides."""
+    if layout == "bhsd":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "sbhd":
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+    if layout == "dfirst":
+        return x.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0)
+    if layout == "slices":
+        wide = x.new_zeros(*x.shape[:3], 2 * x.size(3))
+        wide[..., ::2] = x
+        return wide[..., ::2]
+    return x
+
+
+def _values(batch, total, heads, kv_heads, dims, dtype, layout, kind):
+    """Both directions against indexing on the whole tensors, in any dtype: bit for bit."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    lens = lens_of(kind, total, size)
+    counts = [heads, kv_heads, kv_heads]
+    whole = []
+    for i, (h, d) in enumerate(zip(counts, dims, strict=True)):
+        numbers = draw(batch, total, h, d, seed=i) * 10
+        whole.append(numbers.to(dtype) if dtype != torch.bool else numbers > 0)
+    mine = [_layouts(x.split(lens, 1)[rank], layout) for x in whole]
+    there = deepsp.seq_to_heads(mine, seq_lens=lens)
+    q_heads, my_kv_heads = heads_of(rank, size, heads, kv_heads)
+    for x, y, hs in zip(whole, there, [q_heads, my_kv_heads, my_kv_heads], strict=True):
+        assert torch.equal(y, x[:, :, hs]), (layout, kind)
+        assert y.stride(3) == 1 or y.size(3) <= 1
+    # Back: q alone, whose heads have one owner each, is what it was.
+    (back,) = deepsp.heads_to_seq([_layouts(there[0], layout)], [heads], seq_lens=lens)
+    assert torch.equal(back, mine[0]) and back.is_contiguous()
+    if not dtype.is_floating_point:
+        return
+    # All three: shared kv heads come back as often as they are read.
+    backs = deepsp.heads_to_seq([_layouts(x, layout) for x in there], counts, seq_lens=lens)
+    read = torch.zeros(kv_heads)
+    for p in range(size):
+        for j in heads_of(p, size, heads, kv_heads)[1]:
+            read[j] += 1
+    times = read.to(dtype)[:, None]
+    expected = [mine[0], *((x.double() * times.double()).to(dtype) for x in mine[1:])]
+    for x, y in zip(expected, backs, strict=True):
+        assert torch.equal(x, y) and y.is_contiguous()
+
+
+@st.composite
+def _cases(draw_):
+    kv_heads = draw_(st.integers(1, 6))
+    return (
+        draw_(st.integers(0, 3)),
+        draw_(st.integers(0, 13)),
+        kv_heads * draw_(st.integers(max(1, -(-4 // kv_heads)), 5)),
+        kv_heads,
+        draw_(st.tuples(*[st.integers(1, 9)] * 3)),
+        draw_(
+            st.sampled_from(
+                [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64,
+                 torch.uint8, torch.bool]
+            )
+        ),
+        draw_(st.sampled_from(["bshd", "bhsd", "sbhd", "dfirst", "slices"])),
+        draw_(st.sampled_from(["split", "skewed", "empty"])),
+    )
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@given(case=_cases())
+def test_values(ranks, case):
+    on_ranks(ranks, _values, *case)
+
+
+def test_large_and_streamed():
+    """Past every threshold: streaming stores, unpacked gradients, several pool blocks."""
+    on_ranks(2, _values, 1, 8192, 8, 4, (64, 64, 64), torch.float32, "bshd", "skewed")
+    on_ranks(2, _values, 1, 8192, 8, 4, (64, 64, 64), torch.float32, "bhsd", "split")
+    on_ranks(3, _values, 1, 6000, 6, 2, (67, 67, 67), torch.float32, "bshd", "empty")
+
+
+def _expanded():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    row = draw(1, 4, 1, 6).expand(2, 4, 4, 6)
+    (y,) = deepsp.seq_to_heads([row])
+    assert torch.equal(y, draw(1, 4, 1, 6).expand(2, 4, 4 // size, 6).repeat(1, size, 1, 1))
+    assert names(lambda: deepsp.seq_to_heads([row]))["aten::copy_"] == 0
+    del rank
+
+
+def test_expanded_inputs_are_not_copied_first():
+    on_ranks(2, _expanded)
+
+
+def _sum_is_wide(dtype):
+    """Sums of shared heads are taken in float32 and rounded once."""
+    size = dist.get_world_size()
+    numbers = [torch.tensor(1.0), *[torch.tensor(2.0**-9)] * (size - 1)]
+    x = numbers[dist.get_rank()].to(dtype).expand(1, 4 * size, 1, 8)
+    q = torch.zeros(1, 4 * size, 1, 8, dtype=dtype)
+    _, k = deepsp.heads_to_seq([q, x], [size, 1])
+    expected = sum(n.to(dtype).float() for n in numbers).to(dtype)
+    assert torch.equal(k, expected.expand_as(k)), (k.flatten()[0], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_shared_heads_are_summed_in_float32(dtype):
+    on_ranks(4, _sum_is_wide, dtype)
+
+
+def _fresh():
+    x = draw(2, 4, 4, 3)
+    y = deepsp.seq_to_heads([x, x])
+    z = deepsp.heads_to_seq(y, [4, 4])
+    storages = {t.untyped_storage().data_ptr() for t in (x, y[0], *z)}
+    assert len(storages) == 4
+    y[0].zero_()
+    assert torch.equal(y[1], z[1] if dist.get_world_size() == 1 else y[1])
+    assert torch.equal(z[0], x) and torch.equal(z[1], x)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_outputs_are_fresh(ranks):
+    on_ranks(ranks, _fresh)
+
+
+# ------------------------------------------------------------------------------ gradients
+
+
+def _there(lens, counts):
+    """Global: whole tensors in, every rank's heads side by side out."""
+
+    def function(*whole):
+        size = dist.get_world_size()
+        out = deepsp.seq_to_heads([Take.apply(x, lens, 1) for x in whole], seq_lens=lens)
+        wholes = []
+        for i, y in enumerate(out):
+            held = [len(heads_of(p, size, counts[0], counts[i])[1]) for p in range(size)]
+            wholes.append(Whole.apply(y, held, 2))
+        return tuple(wholes)
+
+    return function
+
+
+def _back(lens, counts, pair):
+    def function(*whole):
+        size = dist.get_world_size()
+        parts = []
+        for i, x in enumerate(whole):
+            held = [len(heads_of(p, size, counts[0], counts[i])[1]) for p in range(size)]
+            parts.append(Take.apply(x, held, 2))
+        op = deepsp.heads_to_seq_start if pair else deepsp.heads_to_seq
+        out = op(parts, counts, seq_lens=lens)
+        out = out.wait() if pair else out
+        return tuple(Whole.apply(y, lens, 1) for y in out)
+
+    return function
+
+
+def _gradients(pair):
+    size = dist.get_world_size()
+    lens = lens_of("skewed", 5, size)
+    counts = [6, 2]
+    x = [draw(2, 5, 6, 2, seed=1), draw(2, 5, 2, 3, seed=2)]
+    x = [t.requires_grad_() for t in x]
+    forward = _there(lens, counts)
+    gradcheck(forward, x, fast_mode=True)
+    gradgradcheck(forward, x, fast_mode=True)
+    held = [sum(len(heads_of(p, size, 6, c)[1]) for p in range(size)) for c in counts]
+    y = [draw(2, 5, held[0], 2, seed=3), draw(2, 5, held[1], 3, seed=4)]
+    y = [t.requires_grad_() for t in y]
+    backward = _back(lens, counts, pair)
+    gradcheck(backward, y, fast_mode=True)
+    gradgradcheck(backward, y, fast_mode=True)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("pair", [False, True])
+def test_gradcheck(ranks, pair):
+    on_ranks(ranks, _gradients, pair)
+
+
+def _adjoint(heads, kv_heads, total):
+    """<A x, y> summed over ranks is <x, A' y>: across every kind of layout at once."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    lens = lens_of("skewed", total, size)
+    counts = [heads, kv_heads]
+    x = [draw(2, total, h, 4, seed=i).split(lens, 1)[rank] for i, h in enumerate(counts)]
+    ax = deepsp.seq_to_heads(x, seq_lens=lens)
+    y = [draw(*t.shape, seed=10 + rank) for t in ax]
+    ay = deepsp.heads_to_seq(y, counts, seq_lens=lens)
+    products = torch.stack([sum((a * b).sum() for a, b in zip(p, q, strict=True))
+                            for p, q in ((ax, y), (x, ay))])
+    dist.all_reduce(products)
+    torch.testing.assert_close(products[0], products[1], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("heads", [(4, 1), (8, 2), (9, 3), (12, 4), (7, 7)])
+def test_directions_are_adjoint(ranks, heads):
+    on_ranks(ranks, _adjoint, *heads, 9)
+
+
+def _undefined():
+    """A gradient that nobody asked for travels as zeros."""
+    x = [draw(1, 2, 4, 3, seed=i).requires_grad_() for i in range(3)]
+    y = deepsp.seq_to_heads(x)
+    q, k, v = torch.autograd.grad(y[1].sum(), x)
+    assert torch.equal(k, torch.ones_like(k))
+    assert not q.any() and not v.any()
+
+
+def test_undefined_gradients():
+    on_ranks(2, _undefined)
+
+
+def _modes():
+    x = draw(1, 2, 4, 3).requires_grad_()
+    with torch.no_grad():
+        (y,) = deepsp.seq_to_heads([x])
+        assert not y.requires_grad
+    with torch.inference_mode():
+        (z,) = deepsp.seq_to_heads([x])
+        (back,) = deepsp.heads_to_seq([z], [4])
+    assert z.is_inference() and torch.equal(y, z) and torch.equal(back, x)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward|jvp"):
+        deepsp.seq_to_heads([forward_ad.make_dual(x, torch.ones_like(x))])
+    batch = torch.stack([x.detach(), x.detach()])
+    try:
+        out = torch.vmap(lambda t: deepsp.seq_to_heads([t])[0])(batch)
+    except RuntimeError:
+        pass
+    else:
+        assert torch.equal(out, torch.stack([y, y]))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_grad_inference_forward_ad_vmap(ranks):
+    on_ranks(ranks, _modes)
+
+
+def _anomaly():
+    with torch.autograd.detect_anomaly(check_nan=True):
+        for _ in range(3):
+            # Pool blocks full of NaN: what no exchange wrote would be seen.
+            poison = [torch.ops.deepsp.heads_to_seq([torch.full((1, 7, n, 16), float("nan"))],
+                      [n], [7], 0, "alone") for n in (2, 4, 8)]
+            del poison
+            x = draw(1, 4 if dist.get_rank() else 3, 8, 16, dtype=torch.float32).requires_grad_()
+            out = deepsp.distributed_attention(x, x, x, seq_lens=[3, 4], chunks=2)
+            out.sum().backward()
+
+
+def test_anomaly_mode_sees_no_nan_in_buffers_on_their_way():
+    on_ranks(2, _anomaly)
+
+
+# -------------------------------------------------------------------------------- the pairs
+
+
+def _pairs():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    lens = lens_of("split", 7, size)
+    x = [draw(2, 7, h, 3, seed=h).split(lens, 1)[rank] for h in (6, 2)]
+    first = deepsp.seq_to_heads_start(x, seq_lens=lens)
+    second = deepsp.seq_to_heads_start(x[::-1][1:], seq_lens=lens)  # two at once
+    got, other = first.wait(), second.wait()
+    for a, b in zip(deepsp.seq_to_heads(x, seq_lens=lens), got, strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(other[0], got[0])
+    with pytest.raises(RuntimeError, match="waited for already"):
+        first.wait()
+    back = deepsp.heads_to_seq_start(got, [6, 2], seq_lens=lens).wait()
+    for a, b in zip(deepsp.heads_to_seq(got, [6, 2], seq_lens=lens), back, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_pairs_equal_the_whole(ranks):
+    on_ranks(ranks, _pairs)
+
+
+def _waited_twice():
+    x = draw(1, 4, 4, 3)
+    name, rank = dist.group.WORLD.group_name, dist.get_rank()
+    op = torch.ops.deepsp
+    (y,) = deepsp.seq_to_heads([x])
+    buffer = op.heads_to_seq_start([y], [4], [4, 4], 0, 1, 1, rank, name)
+    op.heads_to_seq_wait([buffer], [4], [3], 1, [4, 4], 1, rank, name)
+    with pytest.raises(ValueError, match="waited for already"):
+        op.heads_to_seq_wait([buffer], [4], [3], 1, [4, 4], 1, rank, name)
+
+
+def test_waiting_twice_raises():
+    on_ranks(2, _waited_twice)
+
+
+def _dropped():
+    """Nobody waits (an exception came between, say): the group stays usable, memory returns."""
+    x = draw(1, 64, 4, 32)
+    deepsp.buffers.clear()
+    for _ in range(3):
+        deepsp.seq_to_heads_start([x])
+        (y,) = deepsp.seq_to_heads([x])
+        deepsp.heads_to_seq_start([y], [4])
+        del y
+    assert deepsp.buffers.idle_bytes() > 0
+    (y,) = deepsp.seq_to_heads([x])
+    assert torch.equal(deepsp.heads_to_seq([y], [4])[0], x)
+
+
+def test_a_start_without_a_wait():
+    on_ranks(2, _dropped)
+
+
+# ------------------------------------------------------------------------------- what it costs
+
+
+def _train(x, attention, chunks, lens=None):
+    module = deepsp.DistributedAttention(attention, chunks=chunks)
+    out = module(*x, seq_lens=lens)
+    grad = torch.ones_like(out)
+    return out, lambda: torch.autograd.grad(out, x, grad)
+
+
+class _Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v):
+        ctx.shapes = q.shape, k.shape, v.shape
+        return torch.ones(q.shape, dtype=q.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return tuple(torch.ones(shape, dtype=grad.dtype) for shape in ctx.shapes)
+
+
+def _costs(batch, tokens, expected_forward, expected_backward):
+    heads, dim = 8, 64
+    x = [torch.ones(batch, tokens, h, dim, requires_grad=True) for h in (heads, 4, 4)]
+    kept = []
+    forward = names(lambda: kept.append(_train(x, _Nothing.apply, 1)))
+    backward = names(kept[0][1])
+    keys = ("deepsp::exchange", "deepsp::pack", "deepsp::merge")
+    assert tuple(forward[k] for k in keys) == expected_forward
+    assert tuple(backward[k] for k in keys) == expected_backward
+    for seen in (forward, backward):
+        for other in ("aten::copy_", "aten::clone", "aten::contiguous", "aten::cat"):
+            assert seen[other] == 0, other
+
+
+def test_collectives_and_copies():
+    """Exchanges, packs, merges. A pack or a merge is one copy of all that travels together."""
+    # Small: gradients go packed. B = 1: the output needs no packing (it lies by tokens).
+    on_ranks(2, _costs, 1, 256, (2, 1, 1), (2, 2, 1))
+    # Large, B = 1: dq, dk and dv go as they are.
+    on_ranks(2, _costs, 1, 8192, (2, 1, 1), (4, 1, 1))
+    # B > 1 and an attention that returns [B, S, h, D]: its output is packed, too.
+    on_ranks(2, _costs, 2, 256, (2, 2, 1), (2, 2, 1))
+
+
+def _sdpa_needs_no_copy():
+    for batch in (1, 2):
+        x = [torch.ones(batch, 256, h, 64, requires_grad=True) for h in (8, 2, 2)]
+        kept = []
+
+        def forward(x=x, kept=kept):
+            kept.append(deepsp.distributed_attention(*x, is_causal=True, enable_gqa=True))
+
+        forward()
+        kept.clear()
+        seen = names(forward)
+        assert (seen["deepsp::exchange"], seen["deepsp::pack"], seen["deepsp::merge"]) == (2, 1, 1)
+        assert seen["aten::copy_"] == seen["aten::clone"] == 0
+        grad = torch.ones_like(kept[0])
+        seen = names(lambda kept=kept, grad=grad, x=x: torch.autograd.grad(kept[0], x, grad))
+        assert (seen["deepsp::exchange"], seen["deepsp::pack"], seen["deepsp::merge"]) == (2, 2, 1)
+
+
+def test_sdpa_works_on_the_views():
+    """Attention's output of our views lies by tokens, at any batch size: it is never packed."""
+    on_ranks(2, _sdpa_needs_no_copy)
+
+
+# ------------------------------------------------------------------------------ meta, P = 1024
+
+
+def test_shapes_without_a_group():
+    op = torch.ops.deepsp
+    lens = [1000] * 1023 + [7]
+    rank = 1023
+    q = torch.empty(2, 7, 2048, 128, device="meta", dtype=torch.bfloat16)
+    k = torch.empty(2, 7, 256, 128, device="meta", dtype=torch.bfloat16)
+    there = op.seq_to_heads([q, k, k], lens, rank, "none")
+    assert [tuple(y.shape) for y in there] == [(2, 1023007, 2, 128)] + [(2, 1023007, 1, 128)] * 2
+    assert there[1].stride() == (512, 1024, 128, 1)
+    back = op.heads_to_seq(there, [2048, 256, 256], lens, rank, "none")
+    assert [y.shape for y in back] == [q.shape, k.shape, k.shape]
+    out = op.distributed_attention(
+        q, k, k, None, 0.0, True, None, True, 1, lens, rank, "none")
+    assert out.shape == q.shape and out.stride() == q.stride()
