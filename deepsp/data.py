@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepsp.groups import Group, member_of
+from deepsp.layout import lens_or_equal
 from deepsp.layout import seq_lens as lens_of
 
 
@@ -36,7 +37,8 @@ def unshard(
         mine = torch.zeros(size, dtype=torch.int64, device=tensor.device)
         mine[rank] = tensor.size(dim)
         seq_lens = torch.ops.deepsp.all_reduce(mine, 1.0, rank, size, name).tolist()
-    return torch.ops.deepsp.unshard(tensor, dim, list(seq_lens), rank, name)
+    lens = lens_or_equal(seq_lens, tensor.size(dim), size)
+    return torch.ops.deepsp.unshard(tensor, dim, lens, rank, name)
 
 
 def shard_batch(

@@ -43,4 +43,9 @@ def lens_or_equal(lens, length, size: int) -> list[int]:
     """``lens``; where it is None, the same ``length`` on each of ``size`` ranks."""
     if lens is None:
         return [length] * size
+    if len(lens) != size:
+        raise ValueError(
+            f"seq_lens has {len(lens)} entries, but the group has {size} ranks; one entry for each "
+            "is right"
+        )
     return list(lens)

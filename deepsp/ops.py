@@ -56,7 +56,7 @@ def seq_to_heads(
     The sharding is that of DeepSpeed-Ulysses (Jacobs et al., 2023, arXiv:2309.14509).
     """
     rank, size, name = member_of(group)
-    lens = lens_or_equal(seq_lens, inputs[0].size(1), size)
+    lens = lens_or_equal(seq_lens, _length(inputs), size)
     return torch.ops.deepsp.seq_to_heads(inputs, lens, rank, name)
 
 
@@ -82,7 +82,7 @@ def heads_to_seq(
         ValueError: inputs that don't fit each other or the group.
     """
     rank, size, name = member_of(group)
-    lens = _lens_of_whole(seq_lens, inputs[0].size(1), size)
+    lens = _lens_of_whole(seq_lens, _length(inputs), size)
     return torch.ops.deepsp.heads_to_seq(inputs, list(num_heads), lens, rank, name)
 
 
@@ -92,7 +92,7 @@ def seq_to_heads_start(
     """:func:`seq_to_heads` in two halves: launched here, finished by ``.wait()``. Differentiable;
     in backward, the exchange back is in flight during the backward of whatever stood between."""
     rank, size, name = member_of(group)
-    lens = lens_or_equal(seq_lens, inputs[0].size(1), size)
+    lens = lens_or_equal(seq_lens, _length(inputs), size)
     num_heads = [x.size(2) for x in inputs]
     head_dims = [x.size(3) for x in inputs]
     batch = inputs[0].size(0)
@@ -112,7 +112,7 @@ def heads_to_seq_start(
 ) -> Pending:
     """:func:`heads_to_seq` in two halves: launched here, finished by ``.wait()``."""
     rank, size, name = member_of(group)
-    lens = _lens_of_whole(seq_lens, inputs[0].size(1), size)
+    lens = _lens_of_whole(seq_lens, _length(inputs), size)
     heads = list(num_heads)
     head_dims = [x.size(3) for x in inputs]
     batch = inputs[0].size(0)
@@ -122,6 +122,12 @@ def heads_to_seq_start(
             [buffer], heads, head_dims, batch, lens, 1, rank, name
         )
     )
+
+
+def _length(inputs: Sequence[Tensor]) -> int:
+    if len(inputs) == 0:
+        raise ValueError("inputs is empty; at least one tensor is needed")
+    return inputs[0].size(1)
 
 
 def _lens_of_whole(lens: Sequence[int] | None, total: int, size: int) -> list[int]:

@@ -188,8 +188,8 @@ def train(
 
 
 def load_text(path: Path | None) -> Tensor:
-    """The bytes to learn: a file, or the modules of Python's standard library."""
-    files = [path] if path else sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    """The bytes to learn: a file, or the public modules of Python's standard library."""
+    files = [path] if path else sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-z]*.py"))
     return torch.frombuffer(bytearray().join(f.read_bytes() for f in files), dtype=torch.uint8)
 
 
@@ -238,13 +238,15 @@ def report(args: argparse.Namespace, ranks: int, reference: dict, sharded: dict)
     steps = f"{args.steps} steps of {args.seq_len} tokens"
     table = Table(title=f"{steps}, {args.dtype}, one torch thread per process")
     memory = "peak RSS" if args.device == "cpu" else "peak GPU memory"
-    for header in ("", "first loss", "final loss", "median tokens/s", f"{memory} per rank"):
+    # Sequences differ in difficulty; a median of the last losses says more than the last one.
+    final = "final loss (median of 10)"
+    for header in ("", "first loss", final, "median tokens/s", f"{memory} per rank"):
         table.add_column(header, justify="right")
     for name, run in (("one process", reference), (f"{ranks} ranks", sharded)):
         table.add_row(
             name,
             f"{run['losses'][0]:.6f}",
-            f"{run['losses'][-1]:.6f}",
+            f"{statistics.median(run['losses'][-10:]):.6f}",
             f"{run['tokens_per_second']:,.0f}",
             f"{run['peak_memory_mib']:,.0f} MiB",
         )
@@ -254,8 +256,8 @@ def report(args: argparse.Namespace, ranks: int, reference: dict, sharded: dict)
         list(zip(reference[name], sharded[name], strict=True))
         for name in ("losses", "gradient_norms")
     )
-    differences = [abs(a - b) for a, b in losses]
-    loss_difference, loss_relative = max(differences), max(abs(a - b) / a for a, b in losses)
+    loss_difference = max(abs(a - b) for a, b in losses)
+    loss_relative = max(abs(a - b) / a for a, b in losses)
     norm_relative = max(abs(a - b) / a for a, b in norms)
     loss_tolerance, norm_tolerance = TOLERANCES[args.dtype]
     print(f"largest difference of losses: {loss_difference:.1e} (accepted: {loss_tolerance:.0e})")
@@ -264,7 +266,7 @@ def report(args: argparse.Namespace, ranks: int, reference: dict, sharded: dict)
 
     args.output.mkdir(parents=True, exist_ok=True)
     plot_file, json_file = args.output / "losses.png", args.output / "losses.json"
-    plot(plot_file, ranks, reference["losses"], sharded["losses"], differences)
+    plot(plot_file, ranks, losses, loss_tolerance)
     settings = vars(args) | {"ranks": ranks}
     results = {"settings": settings, "one_process": reference, "sharded": sharded}
     json_file.write_text(json.dumps(results, indent=1, default=str))
@@ -273,9 +275,7 @@ def report(args: argparse.Namespace, ranks: int, reference: dict, sharded: dict)
         sys.exit("FAILED: the two runs differ by more than rounding explains")
 
 
-def plot(
-    file: Path, ranks: int, reference: list[float], sharded: list[float], differences: list[float]
-) -> None:
+def plot(file: Path, ranks: int, losses: list[tuple[float, float]], tolerance: float) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -284,13 +284,16 @@ def plot(
     figure, (upper, lower) = plt.subplots(
         2, sharex=True, figsize=(8, 6), height_ratios=(2, 1), layout="constrained"
     )
+    reference, sharded = zip(*losses, strict=True)
+    differences = [abs(a - b) for a, b in losses]
     upper.plot(reference, color="lightsteelblue", linewidth=6, label="one process")
     upper.plot(sharded, color="darkred", linestyle="--", label=f"{ranks} ranks, deepsp")
     upper.set_ylabel("loss (nats per byte)")
     upper.legend()
-    lower.plot(differences, "k.")
-    lower.set_yscale("log" if any(differences) else "linear")
+    lower.axhline(tolerance, color="gray", linestyle=":", label="accepted")
+    lower.semilogy(differences, "k.", label="measured (no dot: none at all)")
     lower.set_ylabel("|difference|")
+    lower.legend()
     lower.set_xlabel("step")
     figure.savefig(file, dpi=150)
 
@@ -309,7 +312,7 @@ def parse_args() -> argparse.Namespace:
     add("--dtype", choices=tuple(TOLERANCES), default="float32", help="bfloat16 means autocast")
     add("--data", type=Path, help="text to learn; None: the modules of Python's standard library")
     add("--lr", type=float, default=1e-3, help="AdamW's learning rate")
-    add("--seed", type=int, default=0, help="seed of the parameters and of the data's order")
+    add("--seed", type=int, default=1, help="seed of the parameters and of the data's order")
     add("--output", type=Path, default=Path("demo-output"), help="folder for plot and losses")
     args = parser.parse_args()
     if not 1 <= args.ranks <= HEADS:

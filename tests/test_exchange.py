@@ -258,8 +258,8 @@ def _anomaly():
     with torch.autograd.detect_anomaly(check_nan=True):
         for _ in range(3):
             # Pool blocks full of NaN: what no exchange wrote would be seen.
-            poison = [torch.ops.deepsp.heads_to_seq([torch.full((1, 7, n, 16), float("nan"))],
-                      [n], [7], 0, "alone") for n in (2, 4, 8)]
+            poison = [deepsp.seq_to_heads([torch.full((1, n, 8, 16), float("nan"))])
+                      for n in (3, 4, 5, 7)]
             del poison
             x = draw(1, 4 if dist.get_rank() else 3, 8, 16, dtype=torch.float32).requires_grad_()
             out = deepsp.distributed_attention(x, x, x, seq_lens=[3, 4], chunks=2)

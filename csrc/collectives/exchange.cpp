@@ -53,14 +53,31 @@ at::Tensor unowned(Bytes bytes) {
   return tensor;
 }
 
-void wait(Work& work) {
-  if (work) {
-    work->wait();
-    work.reset();
+}  // namespace
+
+Flight::~Flight() {
+  if (failed_) {
+    return;
+  }
+  try {
+    wait_all();
+  } catch (const std::exception&) {
+    // Whoever uses the group next is told.
   }
 }
 
-}  // namespace
+void Flight::wait(Work& work) {
+  if (!work) {
+    return;
+  }
+  try {
+    work->wait();
+  } catch (...) {
+    failed_ = true;
+    throw;
+  }
+  work.reset();
+}
 
 void Flight::wait_receive(int64_t source) {
   for (std::vector<Work>& by_source : receives) {

@@ -30,9 +30,20 @@ struct Flight {
   // Waited for, and so without `own`: to be waited for no more.
   bool landed = false;
 
+  Flight() = default;
+  Flight(const Flight&) = delete;
+  Flight& operator=(const Flight&) = delete;
+  // Waits, if nobody has: what is on its way must not write into memory that
+  // somebody else has by then, nor leave the group halfway.
+  ~Flight();
+
   void wait_receive(int64_t source);
   void wait_sends();
   void wait_all();
+
+ private:
+  void wait(Work& work);
+  bool failed_ = false;  // a wait threw: the group is broken
 };
 
 struct Bytes {

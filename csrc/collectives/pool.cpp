@@ -117,16 +117,7 @@ Pool& pool() {
 
 void release(void* context) {
   Block* block = static_cast<Block*>(context);
-  // An exchange that nobody waited for (an exception came between) must not
-  // write into memory that somebody else has by now, nor leave the group halfway.
-  if (block->flight) {
-    try {
-      block->flight->wait_all();
-    } catch (const std::exception&) {
-      // The group is broken; whoever uses it next is told.
-    }
-    block->flight.reset();
-  }
+  block->flight.reset();  // waits
   pool().give(block);
 }
 

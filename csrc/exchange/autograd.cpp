@@ -224,6 +224,7 @@ std::vector<at::Tensor> seq_to_heads_composite(
     c10::SymIntArrayRef seq_lens,
     int64_t rank,
     std::string_view group_name) {
+  TORCH_CHECK_VALUE(!inputs.empty(), "inputs is empty; at least one tensor is needed");
   const Shapes s(inputs, seq_lens, rank, group_name);
   const std::vector<at::Tensor> buffers =
       seq_to_heads_start(inputs, seq_lens, 1, 1, rank, group_name);

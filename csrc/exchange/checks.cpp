@@ -44,6 +44,23 @@ void check_alike(at::TensorList inputs, const char* const* names) {
   }
 }
 
+bool has_sum(at::ScalarType dtype) {
+  return dtype == at::kDouble || dtype == at::kFloat || dtype == at::kBFloat16 ||
+      dtype == at::kHalf;
+}
+
+// A head that several ranks hold comes back as a sum.
+void check_sums(const HeadLayout& heads, at::ScalarType dtype) {
+  for (size_t i = 0; !has_sum(dtype) && i < heads.tensors(); ++i) {
+    for (int64_t p = 0; p + 1 < heads.parts(); ++p) {
+      TORCH_CHECK_VALUE(
+          heads.range(i, p).end <= heads.range(i, p + 1).begin,
+          "inputs are ", dtype, ", and several ranks hold the same head of inputs[", i,
+          "]; only float64, float32, bfloat16 and float16 can be summed");
+    }
+  }
+}
+
 void check_chunk(const HeadLayout& heads, int64_t chunk) {
   TORCH_CHECK_VALUE(
       chunk >= 0 && chunk < heads.chunks(),
@@ -133,6 +150,7 @@ SymBlockLayout check_by_heads(
   SymBlockLayout layout{
       HeadLayout(heads, parts, chunks, unit), head_dims, inputs[0].sym_size(0), seq_lens.vec(), rank};
   check_chunk(layout.heads, chunk);
+  check_sums(layout.heads, inputs[0].scalar_type());
   TORCH_CHECK_VALUE(
       inputs[0].sym_size(1) == layout.token(parts),
       "inputs[0] has sequence length ", inputs[0].sym_size(1), ", but seq_lens add up to ",

@@ -77,10 +77,9 @@ Float float_type(at::ScalarType dtype) {
     default:
       TORCH_CHECK_VALUE(
           false,
-          "inputs are ",
+          "a head that several ranks hold can't be summed in ",
           dtype,
-          ", and several ranks contribute to one kv head; only float64, float32, bfloat16 and "
-          "float16 can be summed");
+          "; float64, float32, bfloat16 or float16 is right");
   }
 }
 

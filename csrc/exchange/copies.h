@@ -23,7 +23,6 @@ StridedCopy copy_of(const View& from, const View& to, const int64_t (&n)[kCopyDi
 void run(const std::vector<StridedCopy>& copies, c10::Device device);
 void run(const std::vector<StridedSum>& sums, c10::Device device);
 
-// ValueError for dtypes that have no sum here.
 Float float_type(at::ScalarType dtype);
 
 }  // namespace deepsp

@@ -486,11 +486,9 @@ at::Tensor buffer_for(const SymBlockLayout& shapes, int64_t chunk, const at::Ten
 // Null where there is nobody to talk to.
 std::unique_ptr<Group> group_of(
     std::string_view name, const Layout& layout, const at::Tensor& like) {
-  if (layout.parts() == 1) {
-    return nullptr;
-  }
-  return std::make_unique<Group>(
-      resolve_group(name, layout.rank, layout.parts(), like.device()));
+  auto group =
+      std::make_unique<Group>(resolve_group(name, layout.rank, layout.parts(), like.device()));
+  return layout.parts() == 1 ? nullptr : std::move(group);
 }
 
 std::vector<at::Tensor> heads_to_seq_kernel(

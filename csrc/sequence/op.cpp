@@ -31,9 +31,10 @@ at::Tensor all_reduce_kernel(
     int64_t rank,
     int64_t size,
     std::string_view group_name) {
+  const Group group = resolve_group(group_name, rank, size, input.device());
   at::Tensor out = input.clone(at::MemoryFormat::Contiguous);
   if (size > 1) {
-    all_reduce_sum(resolve_group(group_name, rank, size, input.device()), out)->wait();
+    all_reduce_sum(group, out)->wait();
   }
   return out;
 }
@@ -46,10 +47,10 @@ at::Tensor unshard_kernel(
     std::string_view group_name) {
   dim = check_unshard(input, dim, c10::fromIntArrayRefSlow(seq_lens), rank);
   const int64_t parts = static_cast<int64_t>(seq_lens.size());
+  const Group group = resolve_group(group_name, rank, parts, input.device());
   if (parts == 1) {
     return input.clone(at::MemoryFormat::Contiguous);
   }
-  const Group group = resolve_group(group_name, rank, parts, input.device());
   // Not every backend gathers unequal shards: pad to the longest.
   const int64_t longest = *std::max_element(seq_lens.begin(), seq_lens.end());
   std::vector<int64_t> padding(2 * (input.dim() - dim), 0);

@@ -106,9 +106,9 @@ def _land(buffer: Tensor, gets, pad, rank: int) -> Tensor:
 def _pack_by_tokens(inputs: list[Tensor], b: _Blocks) -> list[Tensor]:
     """One flat block [S_r, B, X_p] for every rank p."""
     even = all(
-        end - begin == first_end - first_begin and begin == p * (end - begin)
+        begin == p * (end - begin) and (end - begin) * b.parts == x.size(2)
         for p, of_rank in enumerate(b.ranges)
-        for (begin, end), (first_begin, first_end) in zip(of_rank, b.ranges[0], strict=True)
+        for x, (begin, end) in zip(inputs, of_rank, strict=True)
     )
     if even:
         # All at once: [B, S_r, P, h, D] -> [P, S_r, B, X].

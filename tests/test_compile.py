@@ -1,0 +1,280 @@
+"""What tracing sees is what eager does: opcheck, fullgraph, dynamic lengths, Inductor's graph."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import on_ranks
+from reference import attention, draw, lens_of
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.library import opcheck
+
+import deepsp
+
+op = torch.ops.deepsp
+
+
+def _leaf(*shape, seed=0):
+    return draw(*shape, seed=seed, dtype=torch.float32).requires_grad_()
+
+
+def _opcheck(name):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.group.WORLD.group_name
+    lens = lens_of("skewed", 4 * size, size)
+    q, k = _leaf(2, lens[rank], 8, 6), _leaf(2, lens[rank], 2, 6, seed=1)
+    held = [x.detach().requires_grad_() for x in op.seq_to_heads([q, k], lens, rank, group)]
+    shape = ([8, 2], [6, 6], 2)
+
+    def landed(buffers):
+        return [b.detach().requires_grad_() for b in buffers]
+
+    # opcheck reads, copies and compares what is on its way: in anomaly mode, a start returns when
+    # everything has arrived.
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        arriving = landed(op.seq_to_heads_start([q, k], lens, 2, 1, rank, group))
+        leaving = landed([op.heads_to_seq_start(held, [8, 2], lens, 0, 1, 1, rank, group)])
+        chunks = len(arriving)
+        args = {
+            "seq_to_heads": ([q, k], lens, rank, group),
+            "heads_to_seq": (held, [8, 2], lens, rank, group),
+            "seq_to_heads_start": ([q, k], lens, 2, 1, rank, group),
+            "seq_to_heads_wait": (arriving[0], *shape, lens, 0, chunks, 1, rank, group),
+            "heads_to_seq_start": (held, [8, 2], lens, 0, 1, 1, rank, group),
+            "heads_to_seq_wait": (leaving, *shape, lens, 1, rank, group),
+            "distributed_attention": (q, k, k, None, 0.0, True, None, True, 1, lens, rank, group),
+            "chunked": (q, k, k, None, 0.0, False, 0.5, True, 2, lens, rank, group),
+            "expand_kv_heads": (held[1], 8, 2, 0, 1, rank, size),
+            "all_reduce": (_leaf(3, 4), 2.0, rank, size, group),
+            "unshard": (q, 1, lens, rank, group),
+            "sum_gradients_": ([torch.ones(3), torch.ones(2, 2)], rank, size, group),
+            "token_split": (13, size),
+            "head_split": (8, 2, size, rank),
+            "head_chunks": (8, 2, size, 4),
+        }[name]
+        overload = getattr(op, "distributed_attention" if name == "chunked" else name).default
+        opcheck(overload, args)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "name",
+    ["seq_to_heads", "heads_to_seq", "seq_to_heads_start", "seq_to_heads_wait",
+     "heads_to_seq_start", "heads_to_seq_wait", "distributed_attention", "chunked",
+     "expand_kv_heads", "all_reduce", "unshard", "sum_gradients_", "token_split", "head_split",
+     "head_chunks"],
+)  # fmt: skip
+def test_opcheck(ranks, name):
+    on_ranks(ranks, _opcheck, name)
+
+
+def test_every_op_is_checked():
+    checked = set(test_opcheck.pytestmark[0].args[1]) - {"chunked"}
+    pool = {"pool_idle_bytes", "pool_limit", "pool_set_limit", "pool_clear"}
+    ours = {n.split("::")[1] for n in torch._C._dispatch_get_all_op_names()
+            if n.startswith("deepsp::")}
+    assert ours == checked | pool
+
+
+# ------------------------------------------------------------------------------ whole layers
+
+
+def _causal(q, k, v):
+    return attention(q, k, v, is_causal=True)
+
+
+OFFSETS = {"even": (0, 0, 0), "uneven": (0, 3, 1)}  # tokens of rank r over those of rank 0
+
+
+def _compiled(backend, lengths, heads, kv_heads, chunks, kind, local):
+    """lengths "marked": S is dynamic from the start, seq_lens come from shapes. "listed": seq_lens
+    are a list of ints, which Dynamo takes for constants until they change."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch._dynamo.reset()
+    offsets = OFFSETS[kind][:size]
+    module = deepsp.DistributedAttention(_causal if local else None, chunks=chunks)
+    causal = {} if local else {"is_causal": True, "enable_gqa": True}
+
+    def layer(q, k, v, lens=None):
+        if lens is None and kind == "uneven":
+            lens = [q.size(1) + offsets[p] - offsets[rank] for p in range(size)]
+        return module((q * 1.5).cos(), k + 1, v * 2, seq_lens=lens, **causal).sin()
+
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    for base in (12, 9, 20, 17):
+        lens = [base + offset for offset in offsets]
+        whole = [draw(2, sum(lens), h, 8, seed=i)
+                 for i, h in enumerate((heads, kv_heads, kv_heads))]
+        full = [x.clone().requires_grad_() for x in whole]
+        mine = [x.split(lens, 1)[rank].clone().requires_grad_() for x in whole]
+        expected = _causal((full[0] * 1.5).cos(), full[1] + 1, full[2] * 2).sin()
+        grad = draw(*expected.shape, seed=5)
+        gradients = torch.autograd.grad(expected, full, grad)
+        if lengths == "marked":
+            for x in mine:
+                torch._dynamo.mark_dynamic(x, 1)
+            out = compiled(*mine)
+        else:
+            out = compiled(*mine, lens)
+        ours = torch.autograd.grad(out, mine, grad.split(lens, 1)[rank])
+        for a, b in zip([out, *ours], [expected, *gradients], strict=True):
+            torch.testing.assert_close(a, b.split(lens, 1)[rank], rtol=1e-10, atol=1e-11)
+        if lengths == "static":
+            break
+    assert counter.frame_count == {"static": 1, "marked": 1, "listed": 2}[lengths]
+
+
+CASES = [(8, 2, 1, "even"), (9, 3, 2, "uneven")]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("lengths", ["static", "marked", "listed"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_fullgraph(backend, lengths, case):
+    on_ranks(2, _compiled, backend, lengths, *case, False)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_fullgraph_on_three_ranks_around_a_users_attention(backend):
+    on_ranks(3, _compiled, backend, "static", 8, 4, 2, "uneven", True)
+
+
+def test_fullgraph_in_a_group_of_one():
+    on_ranks(1, _compiled, "inductor", "static", 8, 4, 2, "even", False)
+
+
+def _functions():
+    """The functions, with a group to resolve, under fullgraph; layout functions, too."""
+    torch._dynamo.reset()
+    group = dist.group.WORLD
+
+    def step(q, k, labels):
+        there = deepsp.seq_to_heads([q, k], group=group)
+        back = deepsp.heads_to_seq(there, [q.size(2), k.size(2)], group=group)
+        pending = deepsp.seq_to_heads_start([q])
+        extra = (q * 2).sum()
+        (again,) = pending.wait()
+        heads = deepsp.local_heads(q.size(2))
+        loss = deepsp.cross_entropy(back[0].flatten(2), labels, group=group)
+        return loss + again.square().sum() * 1e-3 + extra * 0.1 + heads.start
+
+    rank = dist.get_rank()
+    q, k = _leaf(2, 4, 8, 6), _leaf(2, 4, 2, 6, seed=1)
+    labels = torch.arange(8).view(2, 4) + rank
+    expected = step(q, k, labels)
+    g_expected = torch.autograd.grad(expected, [q])
+    for backend in ("aot_eager", "inductor"):
+        out = torch.compile(step, fullgraph=True, backend=backend)(q, k, labels)
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(torch.autograd.grad(out, [q]), g_expected)
+
+
+def test_functions_compile():
+    on_ranks(2, _functions)
+
+
+def _views_escape():
+    """A compiled function may return the views; writing to one leaves the others alone."""
+    torch._dynamo.reset()
+    x = [draw(2, 4, h, 6, seed=h) for h in (8, 2)]
+
+    def function(q, k):
+        a, b = deepsp.seq_to_heads([q, k])
+        a.mul_(2)
+        return a, b, b + 1
+
+    expected = function(*x)
+    for backend in ("aot_eager", "inductor"):
+        for a, b in zip(torch.compile(function, fullgraph=True, backend=backend)(*x), expected,
+                        strict=True):
+            assert torch.equal(a, b)
+
+
+def test_views_that_leave_the_graph():
+    on_ranks(2, _views_escape)
+
+
+def _post_grad():
+    """Inductor's own graph: asynchronous collectives, launched, then compute, then waited for."""
+    torch._dynamo.reset()
+    graphs = []
+    x = [_leaf(1, 16, 8, 8, seed=i) for i in range(3)]
+
+    def layer(q, k, v):
+        return deepsp.distributed_attention(q, k, v, is_causal=True, chunks=2)
+
+    with torch._inductor.config.patch(
+        post_grad_custom_post_pass=lambda graph: graphs.append(
+            [str(n.target) for n in graph.nodes if n.op == "call_function"]
+        ),
+        force_disable_caches=True,
+    ):
+        torch.compile(layer, fullgraph=True)(*x).sum().backward()
+    assert len(graphs) == 2  # forward, backward
+    for graph in graphs:
+        assert not any("deepsp" in target for target in graph), graph
+        marks = "".join(
+            "x" if "all_to_all_single" in t else "w" if "wait_tensor" in t
+            else "A" if "scaled_dot_product" in t else "" for t in graph)
+        assert marks.count("x") == marks.count("w") == 4, marks
+        # Both chunks' exchanges are launched before anything is waited for; the first chunk's
+        # attention runs before the second's arrival is waited for, and so on.
+        assert marks == "xxwAxwAxww", marks
+
+
+def test_inductors_graph():
+    on_ranks(2, _post_grad)
+
+
+# ------------------------------------------------------------------- export, import, tables
+
+_EXPORT = """
+import torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+import deepsp
+
+class Layer(torch.nn.Module):
+    def __init__(self, chunks):
+        super().__init__()
+        self.attention = deepsp.DistributedAttention(chunks=chunks)
+        self.norm = torch.nn.LayerNorm(16)
+
+    def forward(self, x):
+        x = self.norm(x)
+        return self.attention(x, x[:, :, :4], x[:, :, :4], is_causal=True, enable_gqa=True)
+
+for chunks in (1, 2):
+    layer, x = Layer(chunks), torch.randn(2, 12, 8, 16)
+    seq = torch.export.Dim("seq", min=2, max=1024)
+    for strict in (False, True):
+        program = torch.export.export(layer, (x,), dynamic_shapes=({1: seq},), strict=strict)
+        assert any("deepsp" in str(n.target) for n in program.graph.nodes), program.graph
+        out = program.module()(torch.randn(2, 20, 8, 16))
+        assert out.shape == (2, 20, 8, 16)
+print("exported")
+"""
+
+_IMPORT = """
+import sys, torch
+import deepsp
+assert "torch._inductor.decomposition" not in sys.modules, "import deepsp drags Inductor in"
+from torch._inductor import decomposition
+from deepsp.compile import decompositions
+op = torch.ops.deepsp.seq_to_heads_start.default
+assert op in decomposition.decompositions
+decompositions.uninstall()
+assert op not in decomposition.decompositions
+decompositions.install()
+assert op in decomposition.decompositions
+print("imported")
+"""
+
+
+@pytest.mark.parametrize(("script", "word"), [(_EXPORT, "exported"), (_IMPORT, "imported")])
+def test_in_a_process_of_its_own(script, word):
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0 and word in done.stdout, done.stderr[-3000:]
