@@ -104,7 +104,7 @@ def _compiled(backend, lengths, heads, kv_heads, chunks, kind, local):
 
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(layer, fullgraph=True, backend=counter)
-    for base in (12, 9, 20, 17):
+    for base in (40, 33, 61, 50):
         lens = [base + offset for offset in offsets]
         whole = [draw(2, sum(lens), h, 8, seed=i)
                  for i, h in enumerate((heads, kv_heads, kv_heads))]

@@ -65,12 +65,13 @@ class _Blocks:
         # Both directions' buffers have the size of the larger one: they are each other's
         # gradients. The difference travels from this rank to itself, behind its own block.
         heads, tokens = sum(self.by_heads), sum(self.by_tokens)
-        size = torch.sym_max(heads, tokens)
-        self.pad_by_heads = size - heads
-        self.pad_by_tokens = size - tokens
+        larger_by_heads = bool(heads >= tokens)  # one question, lest two answers make a third
+        self.pad_by_heads = 0 if larger_by_heads else tokens - heads
+        self.pad_by_tokens = heads - tokens if larger_by_heads else 0
 
 
 def _is_zero(size) -> bool:
+    # Not size == 0: that would tie the graph to lengths where the two happen to be equal.
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(size == 0)
