@@ -263,6 +263,7 @@ def work(rank: int, ranks: int, path: str, args, queue) -> None:
             deepsp.buffers.clear()
             if rank == 0:
                 queue.put(rows)
+    dist.barrier()
     dist.destroy_process_group()
 
 

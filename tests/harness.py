@@ -43,6 +43,8 @@ def _serve(rank: int, size: int, path: str, timeout: float, pipe) -> None:
         except BaseException:
             answer = (False, traceback.format_exc())
         pipe.send(answer)
+    # Gloo's threads may hold Python tensors for a moment longer; exiting then kills the process.
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -1,0 +1,43 @@
+"""What a user meets before the first op."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+PACKAGE = Path(importlib.util.find_spec("deepsp").origin).parent
+
+
+def _import_with(note: str | None, tmp_path: Path) -> str:
+    copy = tmp_path / "deepsp"
+    copy.mkdir()
+    for name in ("__init__.py", "_load.py"):
+        (copy / name).write_text((PACKAGE / name).read_text())
+    if note is not None:
+        (copy / "_built_for.py").write_text(f'TORCH = "{note}"\n')
+    done = subprocess.run(
+        [sys.executable, "-c", "import deepsp"], capture_output=True, text=True, cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode != 0
+    return done.stderr
+
+
+def test_another_torch_is_named(tmp_path):
+    error = _import_with("1.2.3", tmp_path)
+    assert "ImportError" in error and "built for torch 1.2.3" in error
+    assert torch.__version__ in error and "pip install --no-build-isolation" in error
+
+
+def test_an_extension_that_was_never_built(tmp_path):
+    error = _import_with(None, tmp_path)
+    assert "ImportError" in error and "isn't built" in error
+
+
+def test_public_names():
+    import deepsp
+
+    for name in deepsp.__all__:
+        assert getattr(deepsp, name).__doc__, name
