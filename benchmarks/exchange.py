@@ -218,7 +218,7 @@ def copy_speed(seconds: float) -> list[dict]:
     one, where seq_to_heads is nothing but the pack."""
     results = []
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    name = dist.group.WORLD.group_name
+    group = dist.group.WORLD.group_name
     for heads, kv_heads, d in ((4, 4, 64), (16, 4, 128), (8, 8, 128)):
         for dtype in (torch.float32, torch.bfloat16):
             s = (32 << 20) // ((heads + 2 * kv_heads) * d * dtype.itemsize)
@@ -226,7 +226,7 @@ def copy_speed(seconds: float) -> list[dict]:
             warm = [torch.empty_like(x) for x in inputs]
 
             def pack(inputs=inputs, s=s):
-                torch.ops.deepsp.seq_to_heads(inputs, [s], 0, name)
+                torch.ops.deepsp.seq_to_heads(inputs, [s], 0, group)
 
             def plain(inputs=inputs, warm=warm):
                 for to, x in zip(warm, inputs, strict=True):

@@ -29,8 +29,10 @@ class Pool {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       // A block up to a quarter too large is better than a new one.
-      const auto found = by_size_.lower_bound(rounded);
+      auto found = by_size_.lower_bound(rounded);
       if (found != by_size_.end() && found->first <= rounded + rounded / 4) {
+        // Of that size, the one that was given back last: it may still be cached.
+        found = std::prev(by_size_.upper_bound(found->first));
         const auto entry = found->second;
         Block* block = entry->release();
         by_size_.erase(found);

@@ -43,7 +43,7 @@ namespace {
 
 // From here on, what is written won't be in the cache when it is read, and
 // stores that bypass it save reading every line first.
-constexpr int64_t kStreamBytes = int64_t(4) << 20;
+constexpr int64_t kStreamBytes = int64_t(1) << 20;
 // Shorter rows don't fill whole lines often enough.
 constexpr int64_t kStreamRowBytes = 256;
 
