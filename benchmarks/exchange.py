@@ -156,8 +156,10 @@ def floor(shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], None]:
 def contenders(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Callable[[], None]]:
     b, s, heads, kv_heads, d = shape
     mine = deepsp.seq_lens(s)[dist.get_rank()]
-    q, k, v = (torch.randn(b, mine, h, d, dtype=dtype).requires_grad_()
-               for h in (heads, kv_heads, kv_heads))
+    q, k, v = (
+        torch.randn(b, mine, h, d, dtype=dtype).requires_grad_()
+        for h in (heads, kv_heads, kv_heads)
+    )
     grad = torch.randn(b, mine, heads, d, dtype=dtype)
     attention = do_nothing({})
     ours = deepsp.DistributedAttention(attention)
@@ -197,8 +199,18 @@ def measure(shape, dtype, seconds: float) -> list[Row]:
         slowest = torch.tensor(taken)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         ms = [t * 1e3 for t in slowest.tolist()]
-        rows.append(Row(dist.get_world_size(), shape, str(dtype).removeprefix("torch."), mib, name,
-                        min(ms), statistics.median(ms), *counts[name]))
+        rows.append(
+            Row(
+                dist.get_world_size(),
+                shape,
+                str(dtype).removeprefix("torch."),
+                mib,
+                name,
+                min(ms),
+                statistics.median(ms),
+                *counts[name],
+            )
+        )
     return rows
 
 
@@ -240,15 +252,19 @@ def copy_speed(seconds: float) -> list[dict]:
                     call()
                     taken[name].append(time.perf_counter() - start)
             gib = 2 * sum(x.nbytes for x in inputs) / 2**30
-            results.append({
-                "heads": heads, "kv_heads": kv_heads, "head_dim": d,
-                "dtype": str(dtype).removeprefix("torch."),
-                "pack_gib_s": gib / statistics.median(taken["pack"]),
-                "plain_gib_s": gib / statistics.median(taken["plain"]),
-                "ratio_median": statistics.median(taken["plain"])
-                / statistics.median(taken["pack"]),
-                "ratio_min": min(taken["plain"]) / min(taken["pack"]),
-            })
+            results.append(
+                {
+                    "heads": heads,
+                    "kv_heads": kv_heads,
+                    "head_dim": d,
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "pack_gib_s": gib / statistics.median(taken["pack"]),
+                    "plain_gib_s": gib / statistics.median(taken["plain"]),
+                    "ratio_median": statistics.median(taken["plain"])
+                    / statistics.median(taken["pack"]),
+                    "ratio_min": min(taken["plain"]) / min(taken["pack"]),
+                }
+            )
     dist.destroy_process_group()
     return results
 
@@ -272,27 +288,58 @@ def show(rows: list[Row], speeds: list[dict]) -> None:
     from rich.table import Table
 
     console = Console(width=120)
-    table = Table("P", "B,S,H,Hkv,D", "dtype", "MiB", "", "min ms", "median ms",
-                  "× floor min", "× floor median", "collectives", "copies",
-                  title="exchange, forward + backward")
+    table = Table(
+        "P",
+        "B,S,H,Hkv,D",
+        "dtype",
+        "MiB",
+        "",
+        "min ms",
+        "median ms",
+        "× floor min",
+        "× floor median",
+        "collectives",
+        "copies",
+        title="exchange, forward + backward",
+    )
     for key, group in itertools.groupby(rows, lambda r: (r.ranks, r.size, r.dtype)):
         by_name = {row.contender: row for row in group}
         base = by_name["floor"]
         for row in by_name.values():
-            table.add_row(str(key[0]), ",".join(map(str, key[1])), key[2], f"{row.mib:.0f}",
-                          row.contender, f"{row.min_ms:.2f}", f"{row.median_ms:.2f}",
-                          f"{row.min_ms / base.min_ms:.2f}",
-                          f"{row.median_ms / base.median_ms:.2f}",
-                          str(row.collectives), str(row.copies))
+            table.add_row(
+                str(key[0]),
+                ",".join(map(str, key[1])),
+                key[2],
+                f"{row.mib:.0f}",
+                row.contender,
+                f"{row.min_ms:.2f}",
+                f"{row.median_ms:.2f}",
+                f"{row.min_ms / base.min_ms:.2f}",
+                f"{row.median_ms / base.median_ms:.2f}",
+                str(row.collectives),
+                str(row.copies),
+            )
         table.add_section()
     console.print(table)
     if speeds:
-        table = Table("heads, kv, D", "dtype", "pack GiB/s", "plain copy GiB/s", "median ratio",
-                      "min ratio", title="pack kernel against a plain copy (read + write)")
+        table = Table(
+            "heads, kv, D",
+            "dtype",
+            "pack GiB/s",
+            "plain copy GiB/s",
+            "median ratio",
+            "min ratio",
+            title="pack kernel against a plain copy (read + write)",
+        )
         for s in speeds:
-            table.add_row(f"{s['heads']},{s['kv_heads']},{s['head_dim']}", s["dtype"],
-                          f"{s['pack_gib_s']:.1f}", f"{s['plain_gib_s']:.1f}",
-                          f"{s['ratio_median']:.2f}", f"{s['ratio_min']:.2f}")
+            table.add_row(
+                f"{s['heads']},{s['kv_heads']},{s['head_dim']}",
+                s["dtype"],
+                f"{s['pack_gib_s']:.1f}",
+                f"{s['plain_gib_s']:.1f}",
+                f"{s['ratio_median']:.2f}",
+                f"{s['ratio_min']:.2f}",
+            )
         console.print(table)
 
 
@@ -305,7 +352,8 @@ def size(text: str) -> tuple[int, ...]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="group sizes")
     parser.add_argument("--sizes", type=size, nargs="+", default=SIZES, metavar="B,S,H,Hkv,D")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
@@ -323,8 +371,9 @@ def main() -> None:
         for ranks in args.ranks:
             queue = spawn.SimpleQueue()
             with tempfile.TemporaryDirectory() as folder:
-                group = mp.spawn(work, (ranks, os.path.join(folder, "store"), args, queue),
-                                 ranks, join=False)
+                group = mp.spawn(
+                    work, (ranks, os.path.join(folder, "store"), args, queue), ranks, join=False
+                )
                 for _ in range(len(args.sizes) * len(args.dtypes)):
                     while queue.empty():
                         if group.join(timeout=0.05):
@@ -337,10 +386,20 @@ def main() -> None:
     show(rows, speeds)
     if args.json:
         with open(args.json, "w") as file:
-            json.dump({
-                "machine": {"cpus": os.cpu_count(), "processor": platform.processor(),
-                            "load": os.getloadavg(), "torch": torch.__version__},
-                "exchange": [asdict(row) for row in rows], "pack": speeds}, file, indent=1)
+            json.dump(
+                {
+                    "machine": {
+                        "cpus": os.cpu_count(),
+                        "processor": platform.processor(),
+                        "load": os.getloadavg(),
+                        "torch": torch.__version__,
+                    },
+                    "exchange": [asdict(row) for row in rows],
+                    "pack": speeds,
+                },
+                file,
+                indent=1,
+            )
 
 
 if __name__ == "__main__":

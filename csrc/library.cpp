@@ -37,12 +37,11 @@ HeadLayout head_layout(
   TORCH_CHECK_VALUE(chunks > 0, "chunks is ", chunks, "; at least 1 is right");
   TORCH_CHECK_VALUE(unit > 0, "unit is ", unit, "; at least 1 is right");
   TORCH_CHECK_VALUE(
-      num_heads >= parts,
-      "num_heads is ", num_heads, ", fewer than the ", parts,
+      num_heads >= parts, "num_heads is ", num_heads, ", fewer than the ", parts,
       " ranks of the group; use a group of at most ", num_heads, " ranks");
   TORCH_CHECK_VALUE(
-      num_kv_heads > 0 && num_heads % num_kv_heads == 0,
-      "num_kv_heads is ", num_kv_heads, ", which doesn't divide num_heads, ", num_heads);
+      num_kv_heads > 0 && num_heads % num_kv_heads == 0, "num_kv_heads is ", num_kv_heads,
+      ", which doesn't divide num_heads, ", num_heads);
   return HeadLayout({num_heads, num_kv_heads}, parts, chunks, unit);
 }
 
@@ -56,11 +55,11 @@ std::vector<int64_t> head_split(
     int64_t unit) {
   const HeadLayout layout = head_layout(num_heads, num_kv_heads, parts, chunks, unit);
   TORCH_CHECK_VALUE(
-      rank >= 0 && rank < parts,
-      "rank is ", rank, ", but there are ", parts, " ranks; 0 to ", parts - 1, " is right");
+      rank >= 0 && rank < parts, "rank is ", rank, ", but there are ", parts, " ranks; 0 to ",
+      parts - 1, " is right");
   TORCH_CHECK_VALUE(
-      chunk >= 0 && chunk < layout.chunks(),
-      "chunk is ", chunk, ", but there are ", layout.chunks(), " chunks");
+      chunk >= 0 && chunk < layout.chunks(), "chunk is ", chunk, ", but there are ",
+      layout.chunks(), " chunks");
   const Range q = layout.range(0, rank, chunk);
   const Range kv = layout.range(1, rank, chunk);
   return {q.begin, q.end, kv.begin, kv.end};
@@ -76,8 +75,7 @@ int64_t head_chunks(
 TORCH_LIBRARY(deepsp, m) {
   const std::vector<at::Tag> pure = {at::Tag::pt2_compliant_tag};
   // A collective that waits inside can't be captured in a CUDA graph.
-  const std::vector<at::Tag> collective = {
-      at::Tag::pt2_compliant_tag, at::Tag::cudagraph_unsafe};
+  const std::vector<at::Tag> collective = {at::Tag::pt2_compliant_tag, at::Tag::cudagraph_unsafe};
 
   // --- layout: pure integer functions
 
@@ -90,7 +88,8 @@ TORCH_LIBRARY(deepsp, m) {
       "int chunks=1, int unit=1) -> int[]",
       pure);
   // The number of chunks in force when `chunks` are asked for.
-  m.def("head_chunks(int num_heads, int num_kv_heads, int parts, int chunks, "
+  m.def(
+      "head_chunks(int num_heads, int num_kv_heads, int parts, int chunks, "
       "int unit=1) -> int",
       pure);
 

@@ -5,8 +5,10 @@ them for a part of the heads around attention, exactly, and lets autograd and to
 what it does. The ops are ``torch.ops.deepsp.*``; this package declares, checks and wires.
 """
 
-from deepsp import _load  # noqa: F401  (first: it registers the ops)
-from deepsp import buffers
+from deepsp import (
+    _load,  # noqa: F401  (first: it registers the ops)
+    buffers,
+)
 from deepsp.attention import DistributedAttention, distributed_attention
 from deepsp.data import shard, shard_batch, unshard
 from deepsp.gradients import sync_gradients

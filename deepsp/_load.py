@@ -10,14 +10,14 @@ except ImportError:
         "pip install --no-build-isolation ."
     ) from None
 
-if _BUILT_FOR != torch.__version__:
+if torch.__version__ != _BUILT_FOR:
     raise ImportError(
         f"deepsp was built for torch {_BUILT_FOR}, but this is torch {torch.__version__}. "
         "Rebuild it against this one: pip install --no-build-isolation --force-reinstall "
         "--no-deps ."
     )
 
-from deepsp import _C  # noqa: E402, F401
-from deepsp.compile import decompositions  # noqa: E402
+from deepsp import _C  # noqa: F401
+from deepsp.compile import decompositions
 
 decompositions.install()

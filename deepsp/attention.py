@@ -117,9 +117,7 @@ class DistributedAttention(nn.Module):
         num_kv_heads = k.size(2)
         shape = ([num_heads, num_kv_heads, v.size(2)], [q.size(3), k.size(3), v.size(3)], batch)
 
-        arriving = torch.ops.deepsp.seq_to_heads_start(
-            [q, k, v], lens, self.chunks, 1, rank, name
-        )
+        arriving = torch.ops.deepsp.seq_to_heads_start([q, k, v], lens, self.chunks, 1, rank, name)
         chunks = len(arriving)  # as many as the heads allow
         unit = num_heads // num_kv_heads  # the output is cut where k and v are
         leaving = []

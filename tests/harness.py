@@ -8,6 +8,7 @@ results come back as a list, by rank.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import datetime
 import multiprocessing
 import os
@@ -88,10 +89,8 @@ class Workers:
 
     def stop(self) -> None:
         for pipe in self.pipes:
-            try:
+            with contextlib.suppress(OSError):
                 pipe.send(None)
-            except OSError:
-                pass
         for process in self.processes:
             process.join(timeout=5)
             if process.is_alive():
@@ -111,9 +110,8 @@ def on_ranks(size: int, function: Callable, *args) -> list[Any]:
     answers = _workers[size].call(function, *args)
     if not all(fine for fine, _ in answers):
         _workers.pop(size).stop()  # nobody knows what state it is in
-        raise AssertionError(
-            "\n".join(f"rank {r} of {size}: {what}" for r, (ok, what) in enumerate(answers) if not ok)
-        )
+        failures = [(rank, what) for rank, (fine, what) in enumerate(answers) if not fine]
+        raise AssertionError("\n".join(f"rank {r} of {size}: {what}" for r, what in failures))
     return [result for _, result in answers]
 
 

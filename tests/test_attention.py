@@ -50,7 +50,8 @@ def _sdpa(batch, total, heads, kv_heads, dims, causal, chunks, kind, scale):
         _qkv(batch, total, heads, kv_heads, *dims),
         lens,
         lambda q, k, v: deepsp.distributed_attention(
-            q, k, v, is_causal=causal, scale=scale, enable_gqa=gqa, seq_lens=lens, chunks=chunks),
+            q, k, v, is_causal=causal, scale=scale, enable_gqa=gqa, seq_lens=lens, chunks=chunks
+        ),
         lambda q, k, v: attention(q, k, v, is_causal=causal, scale=scale),
     )
 
@@ -94,25 +95,36 @@ def _masks(kind, chunks):
     size = dist.get_world_size()
     total, heads = 9, 8
     lens = lens_of("skewed", total, size)
-    shape = {"SS": (total, total), "B1SS": (2, 1, total, total), "BHSS": (2, heads, total, total),
-             "HSS": (heads, total, total), "1H1S": (1, heads, 1, total)}[kind[1]]
+    shape = {
+        "SS": (total, total),
+        "B1SS": (2, 1, total, total),
+        "BHSS": (2, heads, total, total),
+        "HSS": (heads, total, total),
+        "1H1S": (1, heads, 1, total),
+    }[kind[1]]
     numbers = draw(*shape, seed=7)
     whole = _qkv(2, total, heads, 2, 8, 8)
     if kind[0] == "bool":
         mask = numbers > -0.5
         mask[..., 0] = True
         _compare(
-            whole, lens,
+            whole,
+            lens,
             lambda q, k, v: deepsp.distributed_attention(
-                q, k, v, mask, enable_gqa=True, seq_lens=lens, chunks=chunks),
-            lambda q, k, v: attention(q, k, v, attn_mask=mask))
+                q, k, v, mask, enable_gqa=True, seq_lens=lens, chunks=chunks
+            ),
+            lambda q, k, v: attention(q, k, v, attn_mask=mask),
+        )
     else:  # additive, learned: it has a gradient, too
         _compare(
-            whole, lens,
+            whole,
+            lens,
             lambda q, k, v, m: deepsp.distributed_attention(
-                q, k, v, m, enable_gqa=True, seq_lens=lens, chunks=chunks),
+                q, k, v, m, enable_gqa=True, seq_lens=lens, chunks=chunks
+            ),
             lambda q, k, v, m: attention(q, k, v, attn_mask=m),
-            extra=[numbers.requires_grad_()])
+            extra=[numbers.requires_grad_()],
+        )
 
 
 @pytest.mark.parametrize("dtype", ["bool", "additive"])
@@ -131,8 +143,12 @@ def _global_gradcheck():
         from reference import Whole
 
         out = deepsp.distributed_attention(
-            *(Take.apply(t, lens, 1) for t in x), is_causal=True, enable_gqa=True, seq_lens=lens,
-            chunks=2)
+            *(Take.apply(t, lens, 1) for t in x),
+            is_causal=True,
+            enable_gqa=True,
+            seq_lens=lens,
+            chunks=2,
+        )
         return Whole.apply(out, lens, 1)
 
     gradcheck(function, whole, fast_mode=False)
@@ -151,7 +167,8 @@ def _chunks_agree():
     for chunks in (1, 2, 3, 100):
         x = [t.clone().requires_grad_() for t in whole]
         out = deepsp.distributed_attention(
-            *x, is_causal=True, enable_gqa=True, seq_lens=lens, chunks=chunks)
+            *x, is_causal=True, enable_gqa=True, seq_lens=lens, chunks=chunks
+        )
         out.square().sum().backward()
         results.append([out, *(t.grad for t in x)])
     for other in results[1:]:
@@ -165,9 +182,12 @@ def test_any_chunk_count_gives_the_same(ranks):
 
 
 MARKS = {
-    "deepsp::seq_to_heads_start": "S", "deepsp::seq_to_heads_wait": "W",
-    "deepsp::heads_to_seq_start": "s", "deepsp::heads_to_seq_wait": "w",
-    "deepsp::exchange": "x", "aten::scaled_dot_product_attention": "A",
+    "deepsp::seq_to_heads_start": "S",
+    "deepsp::seq_to_heads_wait": "W",
+    "deepsp::heads_to_seq_start": "s",
+    "deepsp::heads_to_seq_wait": "w",
+    "deepsp::exchange": "x",
+    "aten::scaled_dot_product_attention": "A",
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": "A",
 }
 
@@ -223,7 +243,8 @@ def _wrapped(heads, kv_heads, chunks):
     mine = deepsp.local_heads(heads)
     q_heads, kv = deepsp.local_heads(heads, num_kv_heads=kv_heads)
     assert mine == q_heads and [list(q_heads), list(kv)] == list(
-        heads_of(rank, size, heads, kv_heads))
+        heads_of(rank, size, heads, kv_heads)
+    )
     seen = []
 
     def local(q, k, v, slopes):
@@ -238,8 +259,9 @@ def _wrapped(heads, kv_heads, chunks):
         _qkv(2, 10, heads, kv_heads, 8, 6),
         lens,
         lambda q, k, v: module(q, k, v, slopes=slopes[mine.start : mine.stop], seq_lens=lens),
-        lambda q, k, v: attention(q, k, v, is_causal=True) if chunks > 1
-        else _alibi(q, k, v, slopes),
+        lambda q, k, v: (
+            attention(q, k, v, is_causal=True) if chunks > 1 else _alibi(q, k, v, slopes)
+        ),
     )
     assert all(shape[1] == 10 for shape, _ in seen) and "chunks" in repr(module)
 
@@ -274,7 +296,8 @@ def _flex():
     with torch.no_grad():  # FlexAttention has no backward on the CPU
         out = module(*(x.split(lens, 1)[rank] for x in whole), seq_lens=lens)
     torch.testing.assert_close(
-        out, attention(*whole, attn_mask=mask).split(lens, 1)[rank], rtol=1e-5, atol=1e-5)
+        out, attention(*whole, attn_mask=mask).split(lens, 1)[rank], rtol=1e-5, atol=1e-5
+    )
 
 
 def test_flex_attention_with_a_global_block_mask():
@@ -300,7 +323,8 @@ def _low(dtype):
     whole = _qkv(2, 33, 8, 2, 16, 16, dtype)
     rank = dist.get_rank()
     out = deepsp.distributed_attention(
-        *(x.split(lens, 1)[rank] for x in whole), is_causal=True, enable_gqa=True, seq_lens=lens)
+        *(x.split(lens, 1)[rank] for x in whole), is_causal=True, enable_gqa=True, seq_lens=lens
+    )
     assert out.dtype == dtype
     expected = attention(*(x.double() for x in whole), is_causal=True).split(lens, 1)[rank]
     torch.testing.assert_close(out.double(), expected, rtol=3e-2, atol=3e-2)
@@ -346,7 +370,8 @@ def _groups():
     expected = attention(*whole, is_causal=True).split(lens, 1)[place]
     for group in (mesh["seq"], mesh["seq"].get_group()):
         out = deepsp.distributed_attention(
-            *mine, is_causal=True, enable_gqa=True, group=group, seq_lens=lens)
+            *mine, is_causal=True, enable_gqa=True, group=group, seq_lens=lens
+        )
         torch.testing.assert_close(out, expected, **TIGHT)
     assert deepsp.local_heads(4, mesh["seq"]) == range(2 * place, 2 * place + 2)
     assert deepsp.local_heads(4) == range(dist.get_rank(), dist.get_rank() + 1)

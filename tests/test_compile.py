@@ -73,8 +73,9 @@ def test_opcheck(ranks, name):
 def test_every_op_is_checked():
     checked = set(test_opcheck.pytestmark[0].args[1]) - {"chunked"}
     pool = {"pool_idle_bytes", "pool_limit", "pool_set_limit", "pool_clear"}
-    ours = {n.split("::")[1] for n in torch._C._dispatch_get_all_op_names()
-            if n.startswith("deepsp::")}
+    ours = {
+        n.split("::")[1] for n in torch._C._dispatch_get_all_op_names() if n.startswith("deepsp::")
+    }
     assert ours == checked | pool
 
 
@@ -106,8 +107,9 @@ def _compiled(backend, lengths, heads, kv_heads, chunks, kind, local):
     compiled = torch.compile(layer, fullgraph=True, backend=counter)
     for base in (40, 33, 61, 50):
         lens = [base + offset for offset in offsets]
-        whole = [draw(2, sum(lens), h, 8, seed=i)
-                 for i, h in enumerate((heads, kv_heads, kv_heads))]
+        whole = [
+            draw(2, sum(lens), h, 8, seed=i) for i, h in enumerate((heads, kv_heads, kv_heads))
+        ]
         full = [x.clone().requires_grad_() for x in whole]
         mine = [x.split(lens, 1)[rank].clone().requires_grad_() for x in whole]
         expected = _causal((full[0] * 1.5).cos(), full[1] + 1, full[2] * 2).sin()
@@ -188,8 +190,9 @@ def _views_escape():
 
     expected = function(*x)
     for backend in ("aot_eager", "inductor"):
-        for a, b in zip(torch.compile(function, fullgraph=True, backend=backend)(*x), expected,
-                        strict=True):
+        for a, b in zip(
+            torch.compile(function, fullgraph=True, backend=backend)(*x), expected, strict=True
+        ):
             assert torch.equal(a, b)
 
 
@@ -217,8 +220,15 @@ def _post_grad():
     for graph in graphs:
         assert not any("deepsp" in target for target in graph), graph
         marks = "".join(
-            "x" if "all_to_all_single" in t else "w" if "wait_tensor" in t
-            else "A" if "scaled_dot_product" in t else "" for t in graph)
+            "x"
+            if "all_to_all_single" in t
+            else "w"
+            if "wait_tensor" in t
+            else "A"
+            if "scaled_dot_product" in t
+            else ""
+            for t in graph
+        )
         assert marks.count("x") == marks.count("w") == 4, marks
         # Both chunks' exchanges are launched before anything is waited for; the first chunk's
         # attention runs before the second's arrival is waited for, and so on.

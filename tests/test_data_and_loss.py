@@ -69,10 +69,12 @@ def _batch():
 
     # [S, B] and [S]
     mine, _ = deepsp.shard_batch(
-        {"input_ids": ids.T, "labels": ids.T + 100, "position_ids": positions}, dim=0)
+        {"input_ids": ids.T, "labels": ids.T + 100, "position_ids": positions}, dim=0
+    )
     assert torch.equal(mine["shift_labels"], part(cut.T, 0))
     mine, _ = deepsp.shard_batch(
-        {"input_ids": ids[0], "labels": ids[0] + 100, "position_ids": positions}, dim=0)
+        {"input_ids": ids[0], "labels": ids[0] + 100, "position_ids": positions}, dim=0
+    )
     assert torch.equal(mine["shift_labels"], part(cut[0], 0))
 
     # Already shifted: never again.
@@ -82,7 +84,8 @@ def _batch():
     # Padded, when asked for.
     mine, lens = deepsp.shard_batch(batch, pad_to=12)
     assert sum(lens) == 12 and torch.equal(
-        mine["shift_labels"], part(F.pad(expected, (0, 1), value=-100)))
+        mine["shift_labels"], part(F.pad(expected, (0, 1), value=-100))
+    )
     assert torch.equal(mine["input_ids"], part(F.pad(ids, (0, 1))))
     assert torch.equal(mine["attention_mask"], F.pad(mask, (0, 1)))
     mine, _ = deepsp.shard_batch({"input_ids": ids}, pad_to=12)
@@ -97,8 +100,10 @@ def _batch():
         ({"input_ids": ids, "labels": ids, "shift_labels": ids}, "both labels and shift_labels"),
         ({"input_ids": ids, "labels": ids[:, :5]}, r"batch\['labels'\] has shape \(2, 5\)"),
         ({"input_ids": ids, "temperature": torch.tensor(1.0)}, r"batch\['temperature'\]"),
-        ({"input_ids": ids, "labels": ids, "position_ids": positions.expand(3, 2, 11)},
-         "pass shift_labels"),
+        (
+            {"input_ids": ids, "labels": ids, "position_ids": positions.expand(3, 2, 11)},
+            "pass shift_labels",
+        ),
     ]:
         with pytest.raises(ValueError, match=message):
             deepsp.shard_batch(wrong)
@@ -124,17 +129,22 @@ def _loss(reduction, smoothing, ignored, kind):
     if ignored == "a rank's" and size > 1:
         labels.split(lens, 1)[0].fill_(-100)  # a view
     expected = F.cross_entropy(
-        logits.flatten(0, 1), labels.flatten(), reduction=reduction, label_smoothing=smoothing)
+        logits.flatten(0, 1), labels.flatten(), reduction=reduction, label_smoothing=smoothing
+    )
     (full,) = torch.autograd.grad(expected, logits)
     mine = logits.detach().split(lens, 1)[rank].clone().requires_grad_()
     mine_labels = labels.split(lens, 1)[rank]
     for average, factor in ((False, 1), (True, size)):
-        loss = deepsp.cross_entropy(mine, mine_labels, reduction=reduction,
-                                    label_smoothing=smoothing, average_gradients=average)
+        loss = deepsp.cross_entropy(
+            mine,
+            mine_labels,
+            reduction=reduction,
+            label_smoothing=smoothing,
+            average_gradients=average,
+        )
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
         (grad,) = torch.autograd.grad(loss, mine)
-        torch.testing.assert_close(
-            grad, factor * full.split(lens, 1)[rank], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(grad, factor * full.split(lens, 1)[rank], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -173,8 +183,13 @@ def _loss_gradcheck():
     logits = draw(2, 3, 4).requires_grad_()
     size = dist.get_world_size()
     gradcheck(
-        lambda x: deepsp.cross_entropy(x, labels, average_gradients=True) if size > 1
-        else deepsp.cross_entropy(x, labels), (logits,))
+        lambda x: (
+            deepsp.cross_entropy(x, labels, average_gradients=True)
+            if size > 1
+            else deepsp.cross_entropy(x, labels)
+        ),
+        (logits,),
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -187,14 +202,18 @@ def test_loss_gradcheck(ranks):
 
 def _sync():
     rank, size = dist.get_rank(), dist.get_world_size()
-    module = torch.nn.ModuleDict({
-        "a": torch.nn.Linear(3, 4), "b": torch.nn.Linear(2, 2).double(),
-        "large": torch.nn.Linear(2048, 4096), "unused": torch.nn.Linear(2, 2),
-        "frozen": torch.nn.Linear(2, 2).requires_grad_(False), "first": torch.nn.Linear(5, 1),
-    })
+    module = torch.nn.ModuleDict(
+        {
+            "a": torch.nn.Linear(3, 4),
+            "b": torch.nn.Linear(2, 2).double(),
+            "large": torch.nn.Linear(2048, 4096),
+            "unused": torch.nn.Linear(2, 2),
+            "frozen": torch.nn.Linear(2, 2).requires_grad_(False),
+            "first": torch.nn.Linear(5, 1),
+        }
+    )
     module["tied"] = module["a"]
-    for p in [*module["a"].parameters(), *module["b"].parameters(),
-              *module["large"].parameters()]:
+    for p in [*module["a"].parameters(), *module["b"].parameters(), *module["large"].parameters()]:
         p.grad = torch.full_like(p, rank + 1.0)
     module["a"].weight.grad = torch.full((3, 4), rank + 1.0).T  # not contiguous
     if rank == 0:

@@ -94,16 +94,26 @@ def _op_errors():
         (lambda: op.heads_to_seq([y[:, :7]], [4], [4, 4], rank, name), "add up to 8"),
         (lambda: op.heads_to_seq([y, y], [4, 3], [4, 4], rank, name), r"inputs\[1\] has 3 heads"),
         (lambda: op.heads_to_seq_start([y], [4], [4, 4], 1, 1, 1, rank, name), "chunk is 1"),
-        (lambda: op.seq_to_heads_wait(buffer, [4], [5], 1, [4, 4], 0, 1, 1, rank, name),
-         "the buffer has shape"),
-        (lambda: op.seq_to_heads_wait(buffer, [4], [6, 6], 1, [4, 4], 0, 1, 1, rank, name),
-         "head_dims 2"),
-        (lambda: op.seq_to_heads_wait(buffer, [4], [-6], -1, [4, 4], 0, 1, 1, rank, name),
-         "negative"),
-        (lambda: op.heads_to_seq_wait([buffer] * 3, [4], [6], 1, [4, 4], 1, rank, name),
-         "the buffer|chunk"),
-        (lambda: op.heads_to_seq([y.int(), y.int()[:, :, :1]], [4, 1], [4, 4], rank, name),
-         "only float64"),
+        (
+            lambda: op.seq_to_heads_wait(buffer, [4], [5], 1, [4, 4], 0, 1, 1, rank, name),
+            "the buffer has shape",
+        ),
+        (
+            lambda: op.seq_to_heads_wait(buffer, [4], [6, 6], 1, [4, 4], 0, 1, 1, rank, name),
+            "head_dims 2",
+        ),
+        (
+            lambda: op.seq_to_heads_wait(buffer, [4], [-6], -1, [4, 4], 0, 1, 1, rank, name),
+            "negative",
+        ),
+        (
+            lambda: op.heads_to_seq_wait([buffer] * 3, [4], [6], 1, [4, 4], 1, rank, name),
+            "the buffer|chunk",
+        ),
+        (
+            lambda: op.heads_to_seq([y.int(), y.int()[:, :, :1]], [4, 1], [4, 4], rank, name),
+            "only float64",
+        ),
         (lambda: op.unshard(x, 4, [4, 4], rank, name), "dim is 4"),
         (lambda: op.unshard(x, 1, [4, 5] if rank else [5, 4], rank, name), "seq_lens"),
         (lambda: op.pool_set_limit(-1), "bytes must not be negative"),
@@ -123,9 +133,11 @@ def _not_a_member():
     group = dist.new_group([0, 1])
     x = torch.zeros(1, 4, 4, 6)
     if dist.get_rank() == 2:
-        for call in (lambda: deepsp.distributed_attention(x, x, x, group=group),
-                     lambda: deepsp.DistributedAttention(group=group),
-                     lambda: deepsp.shard(x, 1, group)):
+        for call in (
+            lambda: deepsp.distributed_attention(x, x, x, group=group),
+            lambda: deepsp.DistributedAttention(group=group),
+            lambda: deepsp.shard(x, 1, group),
+        ):
             with pytest.raises(ValueError, match="isn't in it"):
                 call()
     else:

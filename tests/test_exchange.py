@@ -72,8 +72,15 @@ def _cases(draw_):
         draw_(st.tuples(*[st.integers(1, 9)] * 3)),
         draw_(
             st.sampled_from(
-                [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64,
-                 torch.uint8, torch.bool]
+                [
+                    torch.float64,
+                    torch.float32,
+                    torch.bfloat16,
+                    torch.float16,
+                    torch.int64,
+                    torch.uint8,
+                    torch.bool,
+                ]
             )
         ),
         draw_(st.sampled_from(["bshd", "bhsd", "sbhd", "dfirst", "slices"])),
@@ -204,8 +211,9 @@ def _adjoint(heads, kv_heads, total):
     ax = deepsp.seq_to_heads(x, seq_lens=lens)
     y = [draw(*t.shape, seed=10 + rank) for t in ax]
     ay = deepsp.heads_to_seq(y, counts, seq_lens=lens)
-    products = torch.stack([sum((a * b).sum() for a, b in zip(p, q, strict=True))
-                            for p, q in ((ax, y), (x, ay))])
+    products = torch.stack(
+        [sum((a * b).sum() for a, b in zip(p, q, strict=True)) for p, q in ((ax, y), (x, ay))]
+    )
     dist.all_reduce(products)
     torch.testing.assert_close(products[0], products[1], rtol=1e-12, atol=1e-12)
 
@@ -238,7 +246,7 @@ def _modes():
         (z,) = deepsp.seq_to_heads([x])
         (back,) = deepsp.heads_to_seq([z], [4])
     assert z.is_inference() and torch.equal(y, z) and torch.equal(back, x)
-    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward|jvp"):
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match=r"forward|jvp"):
         deepsp.seq_to_heads([forward_ad.make_dual(x, torch.ones_like(x))])
     batch = torch.stack([x.detach(), x.detach()])
     try:
@@ -258,8 +266,9 @@ def _anomaly():
     with torch.autograd.detect_anomaly(check_nan=True):
         for _ in range(3):
             # Pool blocks full of NaN: what no exchange wrote would be seen.
-            poison = [deepsp.seq_to_heads([torch.full((1, n, 8, 16), float("nan"))])
-                      for n in (3, 4, 5, 7)]
+            poison = [
+                deepsp.seq_to_heads([torch.full((1, n, 8, 16), float("nan"))]) for n in (3, 4, 5, 7)
+            ]
             del poison
             x = draw(1, 4 if dist.get_rank() else 3, 8, 16, dtype=torch.float32).requires_grad_()
             out = deepsp.distributed_attention(x, x, x, seq_lens=[3, 4], chunks=2)
@@ -410,6 +419,5 @@ def test_shapes_without_a_group():
     assert there[1].stride() == (512, 1024, 128, 1)
     back = op.heads_to_seq(there, [2048, 256, 256], lens, rank, "none")
     assert [y.shape for y in back] == [q.shape, k.shape, k.shape]
-    out = op.distributed_attention(
-        q, k, k, None, 0.0, True, None, True, 1, lens, rank, "none")
+    out = op.distributed_attention(q, k, k, None, 0.0, True, None, True, 1, lens, rank, "none")
     assert out.shape == q.shape and out.stride() == q.stride()

@@ -18,7 +18,10 @@ def _import_with(note: str | None, tmp_path: Path) -> str:
     if note is not None:
         (copy / "_built_for.py").write_text(f'TORCH = "{note}"\n')
     done = subprocess.run(
-        [sys.executable, "-c", "import deepsp"], capture_output=True, text=True, cwd=tmp_path,
+        [sys.executable, "-c", "import deepsp"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
         check=False,
     )
     assert done.returncode != 0

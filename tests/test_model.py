@@ -84,8 +84,8 @@ def _same(chunks, compiled):
     module = deepsp.DistributedAttention(chunks=chunks)
     torch.manual_seed(0)
     model = Model(
-        lambda q, k, v, lens: module(
-            q, k, v, is_causal=True, enable_gqa=True, seq_lens=lens)).double()
+        lambda q, k, v, lens: module(q, k, v, is_causal=True, enable_gqa=True, seq_lens=lens)
+    ).double()
     if compiled:
         torch._dynamo.reset()
         model.compile(fullgraph=True)

@@ -23,13 +23,13 @@ void check_mask(
   const c10::SymInt whole[] = {batch, heads, tokens, tokens};
   constexpr const char* dims[] = {"batch", "heads", "sequence (queries)", "sequence (keys)"};
   TORCH_CHECK_VALUE(
-      mask.dim() >= 2 && mask.dim() <= 4,
-      "attn_mask has ", mask.dim(), " dimensions; 2 to 4 are right: [[batch,] heads,] S, S");
+      mask.dim() >= 2 && mask.dim() <= 4, "attn_mask has ", mask.dim(),
+      " dimensions; 2 to 4 are right: [[batch,] heads,] S, S");
   for (int64_t d = 0; d < mask.dim(); ++d) {
     const int64_t at = 4 - mask.dim() + d;
     TORCH_CHECK_VALUE(
-        mask.sym_size(d) == 1 || mask.sym_size(d) == whole[at],
-        "attn_mask has size ", mask.sym_size(d), " in dimension ", d, " (", dims[at],
+        mask.sym_size(d) == 1 || mask.sym_size(d) == whole[at], "attn_mask has size ",
+        mask.sym_size(d), " in dimension ", d, " (", dims[at],
         "); masks are global, as without sharding: 1 or ", whole[at], " is right");
   }
 }
@@ -37,7 +37,7 @@ void check_mask(
 // The rows of a global mask that belong to these query heads.
 at::Tensor mask_of(const at::Tensor& mask, const Range& heads) {
   return mask.dim() >= 3 && mask.sym_size(-3) != 1 ? mask.narrow(-3, heads.begin, heads.size())
-                                                    : mask;
+                                                   : mask;
 }
 
 // k or v with one head for each query head, where this rank's query heads don't
@@ -56,14 +56,13 @@ at::Tensor expand_kv_heads(
   const Range q = layout.range(0, rank, chunk);
   const Range kv = layout.range(1, rank, chunk);
   TORCH_CHECK_VALUE(
-      x.dim() == 4 && x.sym_size(2) == kv.size(),
-      "x has shape ", x.sym_sizes(), ", but rank ", rank, " of ", parts, " reads ", kv.size(),
-      " kv heads; [batch, sequence, ", kv.size(), ", head_dim] is right");
+      x.dim() == 4 && x.sym_size(2) == kv.size(), "x has shape ", x.sym_sizes(), ", but rank ",
+      rank, " of ", parts, " reads ", kv.size(), " kv heads; [batch, sequence, ", kv.size(),
+      ", head_dim] is right");
   const int64_t readers = num_heads / num_kv_heads;
   std::vector<int64_t> repeats;
   for (int64_t head = kv.begin; head < kv.end; ++head) {
-    repeats.push_back(
-        std::min(q.end, (head + 1) * readers) - std::max(q.begin, head * readers));
+    repeats.push_back(std::min(q.end, (head + 1) * readers) - std::max(q.begin, head * readers));
   }
   if (std::all_of(
           repeats.begin(), repeats.end(), [&](int64_t n) { return n == repeats.front(); })) {
@@ -74,8 +73,9 @@ at::Tensor expand_kv_heads(
   const std::vector<at::Tensor> heads = x.unbind(2);
   std::vector<at::Tensor> repeated;
   for (size_t i = 0; i < heads.size(); ++i) {
-    repeated.push_back(heads[i].unsqueeze(2).expand_symint(
-        {x.sym_size(0), x.sym_size(1), c10::SymInt(repeats[i]), x.sym_size(3)}));
+    repeated.push_back(
+        heads[i].unsqueeze(2).expand_symint(
+            {x.sym_size(0), x.sym_size(1), c10::SymInt(repeats[i]), x.sym_size(3)}));
   }
   return at::cat(repeated, 2);
 }
@@ -94,12 +94,7 @@ struct Attention {
       int64_t rank) const {
     const auto expand = [&](const at::Tensor& x) {
       return expand_kv_heads(
-                 x,
-                 layout.num_heads(0),
-                 layout.num_heads(1),
-                 chunk,
-                 layout.chunks(),
-                 rank,
+                 x, layout.num_heads(0), layout.num_heads(1), chunk, layout.chunks(), rank,
                  layout.parts())
           .transpose(1, 2);
     };
@@ -111,8 +106,7 @@ struct Attention {
       mine = mask_of(*mask, layout.range(0, rank, chunk));
     }
     const bool grouped = q.sym_size(1) != k.sym_size(1);
-    return at::scaled_dot_product_attention(
-               q, k, v, mine, dropout_p, is_causal, scale, grouped)
+    return at::scaled_dot_product_attention(q, k, v, mine, dropout_p, is_causal, scale, grouped)
         .transpose(1, 2);
   }
 };
@@ -133,22 +127,20 @@ at::Tensor distributed_attention(
   const SymBlockLayout layout = check_by_tokens({q, k, v}, seq_lens, chunks, 1, rank, kNames);
   const HeadLayout& heads = layout.heads;
   TORCH_CHECK_VALUE(
-      heads.num_heads(1) == heads.num_heads(2),
-      "k has ", heads.num_heads(1), " heads, but v has ", heads.num_heads(2),
-      "; they must be the same");
+      heads.num_heads(1) == heads.num_heads(2), "k has ", heads.num_heads(1), " heads, but v has ",
+      heads.num_heads(2), "; they must be the same");
   TORCH_CHECK_VALUE(
-      enable_gqa || heads.num_heads(0) == heads.num_heads(1),
-      "q has ", heads.num_heads(0), " heads, but k and v have ", heads.num_heads(1),
+      enable_gqa || heads.num_heads(0) == heads.num_heads(1), "q has ", heads.num_heads(0),
+      " heads, but k and v have ", heads.num_heads(1),
       "; pass enable_gqa=True if several query heads are meant to read one kv head");
   TORCH_CHECK_VALUE(
-      q.sym_size(3) == k.sym_size(3),
-      "q has head_dim ", q.sym_size(3), ", but k has ", k.sym_size(3), "; they must be the same");
+      q.sym_size(3) == k.sym_size(3), "q has head_dim ", q.sym_size(3), ", but k has ",
+      k.sym_size(3), "; they must be the same");
   TORCH_CHECK_VALUE(
-      q.is_floating_point(),
-      "q is ", q.scalar_type(), "; attention needs a floating-point dtype");
+      q.is_floating_point(), "q is ", q.scalar_type(), "; attention needs a floating-point dtype");
   TORCH_CHECK_VALUE(
-      dropout_p >= 0 && dropout_p <= 1,
-      "dropout_p is ", dropout_p, "; a probability from 0 to 1 is right");
+      dropout_p >= 0 && dropout_p <= 1, "dropout_p is ", dropout_p,
+      "; a probability from 0 to 1 is right");
   const c10::SymInt tokens = layout.token(layout.parts());
   if (attn_mask.has_value()) {
     TORCH_CHECK_VALUE(
@@ -175,24 +167,10 @@ at::Tensor distributed_attention(
   std::vector<at::Tensor> leaving;
   for (int64_t chunk = 0; chunk < heads.chunks(); ++chunk) {
     const std::vector<at::Tensor> qkv = seq_to_heads_wait(
-        arriving[chunk],
-        qkv_heads,
-        layout.head_dims,
-        layout.batch,
-        seq_lens,
-        chunk,
-        heads.chunks(),
-        1,
-        rank,
-        group_name);
+        arriving[chunk], qkv_heads, layout.head_dims, layout.batch, seq_lens, chunk, heads.chunks(),
+        1, rank, group_name);
     leaving.push_back(heads_to_seq_start(
-        {attend(qkv, heads, chunk, rank)},
-        {num_heads},
-        seq_lens,
-        chunk,
-        heads.chunks(),
-        unit,
-        rank,
+        {attend(qkv, heads, chunk, rank)}, {num_heads}, seq_lens, chunk, heads.chunks(), unit, rank,
         group_name));
   }
   return heads_to_seq_wait(
@@ -227,18 +205,8 @@ at::Tensor distributed_attention_autocast(
   }
   static const auto op = find_op<decltype(distributed_attention)>("deepsp::distributed_attention");
   return op.call(
-      cast(q),
-      cast(k),
-      cast(v),
-      mask,
-      dropout_p,
-      is_causal,
-      scale,
-      enable_gqa,
-      chunks,
-      seq_lens,
-      rank,
-      group_name);
+      cast(q), cast(k), cast(v), mask, dropout_p, is_causal, scale, enable_gqa, chunks, seq_lens,
+      rank, group_name);
 }
 
 }  // namespace

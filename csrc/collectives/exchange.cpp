@@ -45,10 +45,8 @@ int next_tag(const c10::intrusive_ptr<c10d::ProcessGroup>& pg) {
 // to the block, would keep itself alive.
 at::Tensor unowned(Bytes bytes) {
   at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(
-          c10::Storage::use_byte_size_t(), bytes.size, at::DataPtr(bytes.data, at::kCPU)),
-      c10::DispatchKeySet(c10::DispatchKey::CPU),
-      c10::scalarTypeToTypeMeta(at::kByte));
+      c10::Storage(c10::Storage::use_byte_size_t(), bytes.size, at::DataPtr(bytes.data, at::kCPU)),
+      c10::DispatchKeySet(c10::DispatchKey::CPU), c10::scalarTypeToTypeMeta(at::kByte));
   tensor.unsafeGetTensorImpl()->set_sizes_contiguous({bytes.size});
   return tensor;
 }

@@ -21,29 +21,15 @@ Group resolve_group(std::string_view name, int64_t rank, int64_t size, c10::Devi
     pg = c10d::resolve_process_group(std::string(name));
   } catch (const c10::Error&) {
     TORCH_CHECK_VALUE(
-        false,
-        "group_name: no process group is named '",
-        name,
+        false, "group_name: no process group is named '", name,
         "'; pass the group_name of a group that exists in this process");
   }
   TORCH_CHECK_VALUE(
-      pg->getSize() == size,
-      "seq_lens has ",
-      size,
-      " entries, but the group '",
-      name,
-      "' has ",
-      pg->getSize(),
-      " ranks; one entry for each is right");
+      pg->getSize() == size, "seq_lens has ", size, " entries, but the group '", name, "' has ",
+      pg->getSize(), " ranks; one entry for each is right");
   TORCH_CHECK_VALUE(
-      pg->getRank() == rank,
-      "rank is ",
-      rank,
-      ", but this process is rank ",
-      pg->getRank(),
-      " of the group '",
-      name,
-      "'");
+      pg->getRank() == rank, "rank is ", rank, ", but this process is rank ", pg->getRank(),
+      " of the group '", name, "'");
   const bool point_to_point = device.is_cpu() && is_gloo(*pg, device.type());
   return {std::move(pg), rank, size, point_to_point};
 }

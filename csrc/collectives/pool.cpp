@@ -135,9 +135,7 @@ at::Tensor pool_empty(at::IntArrayRef sizes, at::ScalarType dtype) {
   const size_t bytes = c10::multiply_integers(sizes) * type.itemsize();
   Block* block = pool().take(bytes);
   c10::Storage storage(
-      c10::Storage::use_byte_size_t(),
-      bytes,
-      at::DataPtr(block->data, block, &release, at::kCPU),
+      c10::Storage::use_byte_size_t(), bytes, at::DataPtr(block->data, block, &release, at::kCPU),
       /*allocator=*/nullptr,
       /*resizable=*/false);
   at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(

@@ -175,16 +175,8 @@ struct HeadsToSeqStart : Function<HeadsToSeqStart> {
     const Shapes s(ctx);
     return with_undefined(
         seq_to_heads_wait(
-            buffers[0],
-            s.num_heads,
-            s.head_dims,
-            s.batch,
-            s.seq_lens,
-            s.chunk,
-            s.chunks,
-            s.unit,
-            s.rank,
-            s.group_name),
+            buffers[0], s.num_heads, s.head_dims, s.batch, s.seq_lens, s.chunk, s.chunks, s.unit,
+            s.rank, s.group_name),
         7);
   }
 };
@@ -205,7 +197,8 @@ struct HeadsToSeqWait : Function<HeadsToSeqWait> {
     s.unit = unit;
     s.save(ctx);
     at::AutoDispatchBelowADInplaceOrView guard;
-    return heads_to_seq_wait(buffers, num_heads, head_dims, batch, seq_lens, unit, rank, group_name);
+    return heads_to_seq_wait(
+        buffers, num_heads, head_dims, batch, seq_lens, unit, rank, group_name);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list gradients) {

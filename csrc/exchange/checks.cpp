@@ -23,30 +23,26 @@ void check_alike(at::TensorList inputs, const char* const* names) {
     const auto name = [&] { return name_of(names, i); };
     const auto of_first = [&] { return name_of(names, 0); };
     TORCH_CHECK_VALUE(
-        x.dim() == 4,
-        name(), " has ", x.dim(), " dimensions; four are right: [batch, sequence, heads, head_dim]");
+        x.dim() == 4, name(), " has ", x.dim(),
+        " dimensions; four are right: [batch, sequence, heads, head_dim]");
     TORCH_CHECK_VALUE(
-        x.sym_size(0) == first.sym_size(0),
-        name(), " has batch size ", x.sym_size(0), ", but ", of_first(), " has ",
-        first.sym_size(0), "; they must be the same");
+        x.sym_size(0) == first.sym_size(0), name(), " has batch size ", x.sym_size(0), ", but ",
+        of_first(), " has ", first.sym_size(0), "; they must be the same");
     TORCH_CHECK_VALUE(
-        x.sym_size(1) == first.sym_size(1),
-        name(), " has sequence length ", x.sym_size(1), ", but ", of_first(), " has ",
-        first.sym_size(1), "; they must be the same");
+        x.sym_size(1) == first.sym_size(1), name(), " has sequence length ", x.sym_size(1),
+        ", but ", of_first(), " has ", first.sym_size(1), "; they must be the same");
     TORCH_CHECK_VALUE(
-        x.scalar_type() == first.scalar_type(),
-        name(), " is ", x.scalar_type(), ", but ", of_first(), " is ", first.scalar_type(),
-        "; they must have the same dtype");
+        x.scalar_type() == first.scalar_type(), name(), " is ", x.scalar_type(), ", but ",
+        of_first(), " is ", first.scalar_type(), "; they must have the same dtype");
     TORCH_CHECK_VALUE(
-        x.device() == first.device(),
-        name(), " is on ", x.device(), ", but ", of_first(), " is on ", first.device(),
-        "; they must be on the same device");
+        x.device() == first.device(), name(), " is on ", x.device(), ", but ", of_first(),
+        " is on ", first.device(), "; they must be on the same device");
   }
 }
 
 bool has_sum(at::ScalarType dtype) {
   return dtype == at::kDouble || dtype == at::kFloat || dtype == at::kBFloat16 ||
-      dtype == at::kHalf;
+         dtype == at::kHalf;
 }
 
 // A head that several ranks hold comes back as a sum.
@@ -54,8 +50,8 @@ void check_sums(const HeadLayout& heads, at::ScalarType dtype) {
   for (size_t i = 0; !has_sum(dtype) && i < heads.tensors(); ++i) {
     for (int64_t p = 0; p + 1 < heads.parts(); ++p) {
       TORCH_CHECK_VALUE(
-          heads.range(i, p).end <= heads.range(i, p + 1).begin,
-          "inputs are ", dtype, ", and several ranks hold the same head of inputs[", i,
+          heads.range(i, p).end <= heads.range(i, p + 1).begin, "inputs are ", dtype,
+          ", and several ranks hold the same head of inputs[", i,
           "]; only float64, float32, bfloat16 and float16 can be summed");
     }
   }
@@ -63,8 +59,8 @@ void check_sums(const HeadLayout& heads, at::ScalarType dtype) {
 
 void check_chunk(const HeadLayout& heads, int64_t chunk) {
   TORCH_CHECK_VALUE(
-      chunk >= 0 && chunk < heads.chunks(),
-      "chunk is ", chunk, ", but this exchange has ", heads.chunks(), " chunks");
+      chunk >= 0 && chunk < heads.chunks(), "chunk is ", chunk, ", but this exchange has ",
+      heads.chunks(), " chunks");
 }
 
 }  // namespace
@@ -74,8 +70,7 @@ void check_seq_lens(c10::SymIntArrayRef seq_lens, int64_t rank) {
   TORCH_CHECK_VALUE(
       parts > 0, "seq_lens is empty; it says how many tokens each rank of the group holds");
   TORCH_CHECK_VALUE(
-      rank >= 0 && rank < parts,
-      "rank is ", rank, ", but seq_lens has ", parts,
+      rank >= 0 && rank < parts, "rank is ", rank, ", but seq_lens has ", parts,
       " entries, one for each rank of the group; a rank from 0 to ", parts - 1, " is right");
   for (int64_t p = 0; p < parts; ++p) {
     TORCH_CHECK_VALUE(
@@ -86,14 +81,13 @@ void check_seq_lens(c10::SymIntArrayRef seq_lens, int64_t rank) {
 void check_num_heads(
     const std::vector<int64_t>& num_heads, int64_t parts, const char* const* names) {
   TORCH_CHECK_VALUE(
-      num_heads[0] >= parts,
-      name_of(names, 0), " has ", num_heads[0], " heads, fewer than the ", parts,
-      " ranks of the group; use a group of at most ", num_heads[0], " ranks");
+      num_heads[0] >= parts, name_of(names, 0), " has ", num_heads[0], " heads, fewer than the ",
+      parts, " ranks of the group; use a group of at most ", num_heads[0], " ranks");
   for (size_t i = 1; i < num_heads.size(); ++i) {
     TORCH_CHECK_VALUE(
-        num_heads[i] > 0 && num_heads[0] % num_heads[i] == 0,
-        name_of(names, i), " has ", num_heads[i], " heads, which don't divide the ", num_heads[0],
-        " of ", name_of(names, 0), "; each of its heads must serve the same number of them");
+        num_heads[i] > 0 && num_heads[0] % num_heads[i] == 0, name_of(names, i), " has ",
+        num_heads[i], " heads, which don't divide the ", num_heads[0], " of ", name_of(names, 0),
+        "; each of its heads must serve the same number of them");
   }
 }
 
@@ -107,9 +101,9 @@ SymBlockLayout check_by_tokens(
   check_seq_lens(seq_lens, rank);
   check_alike(inputs, names);
   TORCH_CHECK_VALUE(
-      inputs[0].sym_size(1) == seq_lens[rank],
-      name_of(names, 0), " has sequence length ", inputs[0].sym_size(1), ", but seq_lens[", rank,
-      "] of this rank is ", seq_lens[rank], "; they must be the same");
+      inputs[0].sym_size(1) == seq_lens[rank], name_of(names, 0), " has sequence length ",
+      inputs[0].sym_size(1), ", but seq_lens[", rank, "] of this rank is ", seq_lens[rank],
+      "; they must be the same");
   TORCH_CHECK_VALUE(chunks >= 1, "chunks is ", chunks, "; at least 1 is right");
   TORCH_CHECK_VALUE(unit >= 1, "unit is ", unit, "; at least 1 is right");
   std::vector<int64_t> num_heads;
@@ -121,7 +115,8 @@ SymBlockLayout check_by_tokens(
   const int64_t parts = static_cast<int64_t>(seq_lens.size());
   check_num_heads(num_heads, parts, names);
   return {
-      HeadLayout(num_heads, parts, chunks, unit), head_dims, inputs[0].sym_size(0), seq_lens.vec(), rank};
+      HeadLayout(num_heads, parts, chunks, unit), head_dims, inputs[0].sym_size(0), seq_lens.vec(),
+      rank};
 }
 
 SymBlockLayout check_by_heads(
@@ -135,9 +130,8 @@ SymBlockLayout check_by_heads(
   check_seq_lens(seq_lens, rank);
   check_alike(inputs, nullptr);
   TORCH_CHECK_VALUE(
-      num_heads.size() == inputs.size(),
-      "num_heads has ", num_heads.size(), " entries, but there are ", inputs.size(),
-      " inputs; one for each is right");
+      num_heads.size() == inputs.size(), "num_heads has ", num_heads.size(),
+      " entries, but there are ", inputs.size(), " inputs; one for each is right");
   TORCH_CHECK_VALUE(chunks >= 1, "chunks is ", chunks, "; at least 1 is right");
   TORCH_CHECK_VALUE(unit >= 1, "unit is ", unit, "; at least 1 is right");
   const int64_t parts = static_cast<int64_t>(seq_lens.size());
@@ -148,20 +142,20 @@ SymBlockLayout check_by_heads(
     head_dims.push_back(x.sym_size(3));
   }
   SymBlockLayout layout{
-      HeadLayout(heads, parts, chunks, unit), head_dims, inputs[0].sym_size(0), seq_lens.vec(), rank};
+      HeadLayout(heads, parts, chunks, unit), head_dims, inputs[0].sym_size(0), seq_lens.vec(),
+      rank};
   check_chunk(layout.heads, chunk);
   check_sums(layout.heads, inputs[0].scalar_type());
   TORCH_CHECK_VALUE(
-      inputs[0].sym_size(1) == layout.token(parts),
-      "inputs[0] has sequence length ", inputs[0].sym_size(1), ", but seq_lens add up to ",
-      layout.token(parts), "; they must be the same");
+      inputs[0].sym_size(1) == layout.token(parts), "inputs[0] has sequence length ",
+      inputs[0].sym_size(1), ", but seq_lens add up to ", layout.token(parts),
+      "; they must be the same");
   for (size_t i = 0; i < inputs.size(); ++i) {
     const int64_t mine = layout.heads.range(i, rank, chunk).size();
     TORCH_CHECK_VALUE(
-        inputs[i].sym_size(2) == mine,
-        "inputs[", i, "] has ", inputs[i].sym_size(2), " heads, but rank ", rank, " of ", parts,
-        " holds ", mine, " of num_heads[", i, "] = ", heads[i], " heads",
-        layout.heads.chunks() > 1 ? " in this chunk" : "");
+        inputs[i].sym_size(2) == mine, "inputs[", i, "] has ", inputs[i].sym_size(2),
+        " heads, but rank ", rank, " of ", parts, " holds ", mine, " of num_heads[", i,
+        "] = ", heads[i], " heads", layout.heads.chunks() > 1 ? " in this chunk" : "");
   }
   return layout;
 }
@@ -178,8 +172,8 @@ SymBlockLayout check_wait(
     int64_t rank) {
   check_seq_lens(seq_lens, rank);
   TORCH_CHECK_VALUE(
-      !num_heads.empty() && num_heads.size() == head_dims.size(),
-      "num_heads has ", num_heads.size(), " entries and head_dims ", head_dims.size(),
+      !num_heads.empty() && num_heads.size() == head_dims.size(), "num_heads has ",
+      num_heads.size(), " entries and head_dims ", head_dims.size(),
       "; one each for every tensor that travels is right");
   const int64_t parts = static_cast<int64_t>(seq_lens.size());
   const std::vector<int64_t> heads = ints(num_heads);
@@ -203,9 +197,9 @@ SymBlockLayout check_wait(
         "; they must be alike");
     const c10::SymInt elements = buffer_elements(layout, chunk + static_cast<int64_t>(n));
     TORCH_CHECK_VALUE(
-        buffers[n].dim() == 1 && buffers[n].sym_size(0) == elements,
-        "the buffer has shape ", buffers[n].sym_sizes(), ", but the exchange described has [",
-        elements, "]; pass what the start returned, and the same sizes");
+        buffers[n].dim() == 1 && buffers[n].sym_size(0) == elements, "the buffer has shape ",
+        buffers[n].sym_sizes(), ", but the exchange described has [", elements,
+        "]; pass what the start returned, and the same sizes");
   }
   return layout;
 }
@@ -219,11 +213,8 @@ c10::SymInt buffer_elements(const SymBlockLayout& layout, int64_t chunk) {
 
 BlockLayout<int64_t> concrete(const SymBlockLayout& layout) {
   return {
-      layout.heads,
-      ints(layout.head_dims),
-      layout.batch.guard_int(__FILE__, __LINE__),
-      ints(layout.seq_lens),
-      layout.rank};
+      layout.heads, ints(layout.head_dims), layout.batch.guard_int(__FILE__, __LINE__),
+      ints(layout.seq_lens), layout.rank};
 }
 
 }  // namespace deepsp

@@ -17,7 +17,8 @@ using SymBlockLayout = BlockLayout<c10::SymInt>;
 void check_seq_lens(c10::SymIntArrayRef seq_lens, int64_t rank);
 // As many ranks as query heads at most, and every count divides the first.
 // `names(i)` is what messages call the count of tensor i.
-void check_num_heads(const std::vector<int64_t>& num_heads, int64_t parts, const char* const* names);
+void check_num_heads(
+    const std::vector<int64_t>& num_heads, int64_t parts, const char* const* names);
 
 // Inputs [B, S_rank, H_i, D_i], alike but for H and D.
 SymBlockLayout check_by_tokens(

@@ -33,10 +33,9 @@ StridedCopy copy_of(const View& from, const View& to, const int64_t (&n)[kCopyDi
 void run(const std::vector<StridedCopy>& copies, c10::Device device) {
   if (device.is_cpu()) {
     for (const StridedCopy& copy : copies) {
-      at::parallel_for(
-          0, copy.rows(), grain_rows(copy.row_bytes), [&](int64_t begin, int64_t end) {
-            copy_rows_cpu(copy, begin, end);
-          });
+      at::parallel_for(0, copy.rows(), grain_rows(copy.row_bytes), [&](int64_t begin, int64_t end) {
+        copy_rows_cpu(copy, begin, end);
+      });
     }
     return;
   }
@@ -76,9 +75,7 @@ Float float_type(at::ScalarType dtype) {
       return Float::f16;
     default:
       TORCH_CHECK_VALUE(
-          false,
-          "a head that several ranks hold can't be summed in ",
-          dtype,
+          false, "a head that several ranks hold can't be summed in ", dtype,
           "; float64, float32, bfloat16 or float16 is right");
   }
 }

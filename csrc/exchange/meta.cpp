@@ -19,10 +19,8 @@ std::vector<at::Tensor> views_by_heads(
     const c10::SymInt dim = layout.head_dims[i];
     const c10::SymInt step = buffer.sym_stride(0);
     views.push_back(buffer.as_strided_symint(
-        {layout.batch,
-         layout.token(layout.parts()),
-         c10::SymInt(layout.heads.range(i, layout.rank, chunk).size()),
-         dim},
+        {layout.batch, layout.token(layout.parts()),
+         c10::SymInt(layout.heads.range(i, layout.rank, chunk).size()), dim},
         {step * columns, step * layout.batch * columns, step * dim, step},
         buffer.sym_storage_offset() + step * layout.column(i, layout.rank, chunk)));
   }
@@ -32,12 +30,11 @@ std::vector<at::Tensor> views_by_heads(
 std::vector<at::Tensor> outputs_by_tokens(const SymBlockLayout& layout, const at::Tensor& like) {
   std::vector<at::Tensor> outputs;
   for (size_t i = 0; i < layout.heads.tensors(); ++i) {
-    outputs.push_back(at::empty_symint(
-        {layout.batch,
-         layout.seq_lens[layout.rank],
-         c10::SymInt(layout.heads.num_heads(i)),
-         layout.head_dims[i]},
-        like.options()));
+    outputs.push_back(
+        at::empty_symint(
+            {layout.batch, layout.seq_lens[layout.rank], c10::SymInt(layout.heads.num_heads(i)),
+             layout.head_dims[i]},
+            like.options()));
   }
   return outputs;
 }
@@ -78,8 +75,7 @@ std::vector<at::Tensor> seq_to_heads_wait_meta(
     int64_t rank,
     std::string_view /*group_name*/) {
   return views_by_heads(
-      buffer,
-      check_wait(buffer, num_heads, head_dims, batch, seq_lens, chunk, chunks, unit, rank),
+      buffer, check_wait(buffer, num_heads, head_dims, batch, seq_lens, chunk, chunks, unit, rank),
       chunk);
 }
 
@@ -92,7 +88,8 @@ at::Tensor heads_to_seq_start_meta(
     int64_t unit,
     int64_t rank,
     std::string_view /*group_name*/) {
-  const SymBlockLayout layout = check_by_heads(inputs, num_heads, seq_lens, chunk, chunks, unit, rank);
+  const SymBlockLayout layout =
+      check_by_heads(inputs, num_heads, seq_lens, chunk, chunks, unit, rank);
   return at::empty_symint({buffer_elements(layout, chunk)}, inputs[0].options());
 }
 
@@ -107,7 +104,8 @@ std::vector<at::Tensor> heads_to_seq_wait_meta(
     std::string_view /*group_name*/) {
   const int64_t chunks = static_cast<int64_t>(buffers.size());
   return outputs_by_tokens(
-      check_wait(buffers, num_heads, head_dims, batch, seq_lens, 0, chunks, unit, rank), buffers[0]);
+      check_wait(buffers, num_heads, head_dims, batch, seq_lens, 0, chunks, unit, rank),
+      buffers[0]);
 }
 
 // Cuts the alias: a wait consumes its buffer, so nobody sees the difference.
@@ -132,15 +130,7 @@ std::vector<at::Tensor> seq_to_heads_wait_functionalize(
   {
     at::AutoDispatchSkipFunctionalize guard;
     views = seq_to_heads_wait(
-        inner,
-        num_heads,
-        head_dims,
-        std::move(batch),
-        seq_lens,
-        chunk,
-        chunks,
-        unit,
-        rank,
+        inner, num_heads, head_dims, std::move(batch), seq_lens, chunk, chunks, unit, rank,
         group_name);
   }
   return functional::to_functional_tensor(at::TensorList(views));

@@ -47,7 +47,8 @@ std::vector<at::Tensor> seq_to_heads_wait(
     std::string_view group_name) {
   static const auto op = find_op<decltype(seq_to_heads_wait)>("deepsp::seq_to_heads_wait");
   return op.call(
-      buffer, num_heads, head_dims, std::move(batch), seq_lens, chunk, chunks, unit, rank, group_name);
+      buffer, num_heads, head_dims, std::move(batch), seq_lens, chunk, chunks, unit, rank,
+      group_name);
 }
 
 at::Tensor heads_to_seq_start(
@@ -73,8 +74,7 @@ std::vector<at::Tensor> heads_to_seq_wait(
     int64_t rank,
     std::string_view group_name) {
   static const auto op = find_op<decltype(heads_to_seq_wait)>("deepsp::heads_to_seq_wait");
-  return op.call(
-      buffers, num_heads, head_dims, std::move(batch), seq_lens, unit, rank, group_name);
+  return op.call(buffers, num_heads, head_dims, std::move(batch), seq_lens, unit, rank, group_name);
 }
 
 }  // namespace deepsp

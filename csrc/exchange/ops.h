@@ -10,10 +10,7 @@
 namespace deepsp {
 
 std::vector<at::Tensor> seq_to_heads(
-    at::TensorList inputs,
-    c10::SymIntArrayRef seq_lens,
-    int64_t rank,
-    std::string_view group_name);
+    at::TensorList inputs, c10::SymIntArrayRef seq_lens, int64_t rank, std::string_view group_name);
 
 std::vector<at::Tensor> heads_to_seq(
     at::TensorList inputs,

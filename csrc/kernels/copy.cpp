@@ -75,7 +75,8 @@ void stream_row(char* dst, const char* src, int64_t bytes) {
   std::memcpy(dst, src, bytes);
 }
 
-void finish_streaming() {}
+void finish_streaming() {
+}
 #endif
 
 constexpr int kAnyRow = 0;

@@ -62,9 +62,10 @@ __device__ void copy_rows(const StridedCopy& c, int64_t begin, int64_t end, int 
     for (int d = kCopyDims - 1; d >= 0; --d) {
       const int64_t n = c.n[d];
       if (n > 1) {
-        const int64_t next = rest <= 0xffffffffll && n <= 0xffffffffll
-            ? static_cast<int64_t>(static_cast<uint32_t>(rest) / static_cast<uint32_t>(n))
-            : rest / n;
+        const int64_t next =
+            rest <= 0xffffffffll && n <= 0xffffffffll
+                ? static_cast<int64_t>(static_cast<uint32_t>(rest) / static_cast<uint32_t>(n))
+                : rest / n;
         const int64_t i = rest - next * n;
         src += i * c.src_stride[d];
         dst += i * c.dst_stride[d];
@@ -76,8 +77,7 @@ __device__ void copy_rows(const StridedCopy& c, int64_t begin, int64_t end, int 
 }
 
 __global__ void __launch_bounds__(kThreads) copy_kernel(const __grid_constant__ Batch batch) {
-  const int64_t warp =
-      (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
+  const int64_t warp = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
   const int lane = threadIdx.x % kWarp;
   if (warp >= batch.first_warp[batch.count]) {
     return;
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kThreads) copy_kernel(const __grid_constant__ 
 
 int widest_access(const StridedCopy& c) {
   uint64_t bits = reinterpret_cast<uint64_t>(c.src) | reinterpret_cast<uint64_t>(c.dst) |
-      static_cast<uint64_t>(c.row_bytes) | 16;
+                  static_cast<uint64_t>(c.row_bytes) | 16;
   for (int d = 0; d < kCopyDims; ++d) {
     if (c.n[d] > 1) {
       bits |= static_cast<uint64_t>(c.src_stride[d]) | static_cast<uint64_t>(c.dst_stride[d]);

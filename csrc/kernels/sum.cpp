@@ -7,14 +7,30 @@
 namespace deepsp {
 namespace {
 
-inline float load(float x) { return x; }
-inline double load(double x) { return x; }
-inline float load(BFloat16 x) { return BFloat16::load(x); }
-inline float load(Float16 x) { return Float16::load(x); }
-inline void store(float* to, float x) { *to = x; }
-inline void store(double* to, double x) { *to = x; }
-inline void store(BFloat16* to, float x) { *to = BFloat16::store(x); }
-inline void store(Float16* to, float x) { *to = Float16::store(x); }
+inline float load(float x) {
+  return x;
+}
+inline double load(double x) {
+  return x;
+}
+inline float load(BFloat16 x) {
+  return BFloat16::load(x);
+}
+inline float load(Float16 x) {
+  return Float16::load(x);
+}
+inline void store(float* to, float x) {
+  *to = x;
+}
+inline void store(double* to, double x) {
+  *to = x;
+}
+inline void store(BFloat16* to, float x) {
+  *to = BFloat16::store(x);
+}
+inline void store(Float16* to, float x) {
+  *to = Float16::store(x);
+}
 
 template <class T>
 void sum_range(const StridedSum& s, int64_t begin, int64_t end) {

@@ -20,14 +20,30 @@ struct Params {
 
 static_assert(sizeof(Params) <= 32764, "kernel parameters hold no more");
 
-__device__ float load(float x) { return x; }
-__device__ double load(double x) { return x; }
-__device__ float load(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ float load(__half x) { return __half2float(x); }
-__device__ void store(float* to, float x) { *to = x; }
-__device__ void store(double* to, double x) { *to = x; }
-__device__ void store(__nv_bfloat16* to, float x) { *to = __float2bfloat16_rn(x); }
-__device__ void store(__half* to, float x) { *to = __float2half_rn(x); }
+__device__ float load(float x) {
+  return x;
+}
+__device__ double load(double x) {
+  return x;
+}
+__device__ float load(__nv_bfloat16 x) {
+  return __bfloat162float(x);
+}
+__device__ float load(__half x) {
+  return __half2float(x);
+}
+__device__ void store(float* to, float x) {
+  *to = x;
+}
+__device__ void store(double* to, double x) {
+  *to = x;
+}
+__device__ void store(__nv_bfloat16* to, float x) {
+  *to = __float2bfloat16_rn(x);
+}
+__device__ void store(__half* to, float x) {
+  *to = __float2half_rn(x);
+}
 
 template <class T>
 __global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ Params p) {

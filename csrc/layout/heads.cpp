@@ -12,8 +12,7 @@ Range split_range(int64_t total, int64_t parts, int64_t index) {
   return {begin, begin + each + (index < more ? 1 : 0)};
 }
 
-HeadLayout::HeadLayout(
-    std::vector<int64_t> num_heads, int64_t parts, int64_t chunks, int64_t unit)
+HeadLayout::HeadLayout(std::vector<int64_t> num_heads, int64_t parts, int64_t chunks, int64_t unit)
     : num_heads_(std::move(num_heads)), parts_(parts), unit_(unit) {
   for (const int64_t heads : num_heads_) {
     unit_ = std::lcm(unit_, num_heads_[0] / heads);

@@ -33,8 +33,7 @@ Range split_range(int64_t total, int64_t parts, int64_t index);
 class HeadLayout {
  public:
   // num_heads: global, one per tensor; each divides num_heads[0].
-  HeadLayout(
-      std::vector<int64_t> num_heads, int64_t parts, int64_t chunks = 1, int64_t unit = 1);
+  HeadLayout(std::vector<int64_t> num_heads, int64_t parts, int64_t chunks = 1, int64_t unit = 1);
 
   // The heads of tensor `i` that `rank` holds in `chunk`.
   Range range(size_t i, int64_t rank, int64_t chunk) const;

@@ -81,8 +81,7 @@ struct Unshard : Function<Unshard> {
   static variable_list backward(AutogradContext* ctx, variable_list gradients) {
     return {
         gradients[0].narrow_symint(
-            ctx->saved_data["dim"].toInt(),
-            ctx->saved_data["begin"].toSymInt(),
+            ctx->saved_data["dim"].toInt(), ctx->saved_data["begin"].toSymInt(),
             ctx->saved_data["length"].toSymInt()),
         {},
         {},

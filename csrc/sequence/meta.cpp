@@ -34,7 +34,8 @@ void sum_gradients_meta(
     at::TensorList /*gradients*/,
     int64_t /*rank*/,
     int64_t /*size*/,
-    std::string_view /*group_name*/) {}
+    std::string_view /*group_name*/) {
+}
 
 }  // namespace
 

@@ -13,13 +13,13 @@ int64_t check_unshard(
     const at::Tensor& input, int64_t dim, c10::SymIntArrayRef seq_lens, int64_t rank) {
   check_seq_lens(seq_lens, rank);
   TORCH_CHECK_VALUE(
-      dim >= -input.dim() && dim < input.dim(),
-      "dim is ", dim, ", but the tensor has ", input.dim(), " dimensions");
+      dim >= -input.dim() && dim < input.dim(), "dim is ", dim, ", but the tensor has ",
+      input.dim(), " dimensions");
   dim = dim < 0 ? dim + input.dim() : dim;
   TORCH_CHECK_VALUE(
-      input.sym_size(dim) == seq_lens[rank],
-      "the tensor has size ", input.sym_size(dim), " in dimension ", dim, ", but seq_lens[", rank,
-      "] of this rank is ", seq_lens[rank], "; they must be the same");
+      input.sym_size(dim) == seq_lens[rank], "the tensor has size ", input.sym_size(dim),
+      " in dimension ", dim, ", but seq_lens[", rank, "] of this rank is ", seq_lens[rank],
+      "; they must be the same");
   return dim;
 }
 
@@ -85,11 +85,11 @@ void sum_gradients_kernel(
   std::vector<Bucket> buckets;
   for (const at::Tensor& gradient : gradients) {
     TORCH_CHECK_VALUE(
-        gradient.layout() == at::kStrided,
-        "gradients: a gradient is ", gradient.layout(), "; only dense gradients can be summed");
+        gradient.layout() == at::kStrided, "gradients: a gradient is ", gradient.layout(),
+        "; only dense gradients can be summed");
     const bool fits = !buckets.empty() && buckets.back().bytes < kBucketBytes &&
-        buckets.back().members[0].options().type_equal(gradient.options()) &&
-        buckets.back().members[0].device() == gradient.device();
+                      buckets.back().members[0].options().type_equal(gradient.options()) &&
+                      buckets.back().members[0].device() == gradient.device();
     if (!fits) {
       buckets.emplace_back();
     }
@@ -102,8 +102,8 @@ void sum_gradients_kernel(
       flat.push_back(gradient.reshape({-1}));
     }
     bucket.flat = at::cat(flat);
-    bucket.work = all_reduce_sum(
-        resolve_group(group_name, rank, size, bucket.flat.device()), bucket.flat);
+    bucket.work =
+        all_reduce_sum(resolve_group(group_name, rank, size, bucket.flat.device()), bucket.flat);
   }
   for (Bucket& bucket : buckets) {
     bucket.work->wait();

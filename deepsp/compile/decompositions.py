@@ -207,7 +207,11 @@ def _seq_to_heads_start(inputs, seq_lens, chunks, unit, rank, group_name):
         b = _Blocks(heads, dims, inputs[0].size(0), seq_lens, chunk, chunks, unit, rank)
         buffers.append(
             _launch(
-                _pack_by_tokens(inputs, b), b.by_heads, b.by_tokens, b.pad_by_heads, rank,
+                _pack_by_tokens(inputs, b),
+                b.by_heads,
+                b.by_tokens,
+                b.pad_by_heads,
+                rank,
                 group_name,
             )
         )
@@ -275,9 +279,7 @@ def _unshard(input, dim, seq_lens, rank, group_name):
     gathered = _c10d.wait_tensor(
         _c10d.all_gather_into_tensor(shard.view(-1), parts, group_name)
     ).view(parts, *shard.shape)
-    return torch.cat(
-        [gathered.select(0, p).narrow(dim, 0, seq_lens[p]) for p in range(parts)], dim
-    )
+    return torch.cat([gathered.select(0, p).narrow(dim, 0, seq_lens[p]) for p in range(parts)], dim)
 
 
 _DECOMPOSITIONS = {

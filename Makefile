@@ -1,0 +1,83 @@
+# make demo      sets everything up and trains a model on a sharded sequence
+# make test      sets everything up and runs the test suite
+# make lint      ruff and clang-format
+# make cuda-check    compiles every .cu without a GPU, where there is an nvcc
+# make gpu-test  on a machine with a GPU: builds against its torch and tests there
+# make bench     the exchange against its floor
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := 2.13.0
+NVCC ?= $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
+ARCHS := 80 90 100
+CPP := $(shell find csrc -name '*.cpp' -o -name '*.h')
+CU := $(wildcard csrc/kernels/*.cu)
+CUDA_HOSTS := $(shell grep -l DEEPSP_CUDA -r csrc --include=*.cpp)
+
+.PHONY: demo test lint format cuda-check gpu-test bench clean
+
+# torch first, and by version: any other way of asking may bring a larger one.
+$(VENV)/ready: pyproject.toml Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q torch==$(TORCH)
+	$(BIN)/pip install -q "setuptools>=77" wheel ninja
+	$(BIN)/pip install -q $$($(BIN)/python -c 'import tomllib; \
+		extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
+		print(*sorted({x for e in ("demo", "test", "lint") for x in extras[e]}))')
+	touch $@
+
+$(VENV)/built: $(VENV)/ready setup.py $(CPP)
+	$(BIN)/pip install -q --no-build-isolation --no-deps -e .
+	touch $@
+
+demo: $(VENV)/built
+	$(BIN)/python examples/train.py
+
+test: $(VENV)/built
+	$(BIN)/python -m pytest
+
+bench: $(VENV)/built
+	$(BIN)/python benchmarks/exchange.py
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(CPP) $(CU)
+
+format: $(VENV)/ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP) $(CU)
+
+# The vector kernels must move 16 bytes at a time: PTX shows it.
+cuda-check: $(VENV)/ready
+ifeq ($(NVCC),)
+	@echo "cuda-check: skipped, there is no nvcc"
+else
+	@mkdir -p build/cuda-check
+	@for cu in $(CU); do for arch in $(ARCHS); do \
+		echo "nvcc sm_$$arch $$cu" && \
+		$(NVCC) -std=c++17 -O3 -DDEEPSP_CUDA -Werror all-warnings \
+			-gencode arch=compute_$$arch,code=sm_$$arch -c $$cu -o build/cuda-check/out.o || exit 1; \
+	done; done
+	@$(NVCC) -std=c++17 -O3 -DDEEPSP_CUDA -arch=compute_90 -ptx csrc/kernels/copy.cu \
+		-o build/cuda-check/copy.ptx
+	@grep -q 'ld.global.*v4' build/cuda-check/copy.ptx && grep -q 'st.global.*v4' build/cuda-check/copy.ptx \
+		&& echo "copy.cu: 16-byte loads and stores" || { echo "copy.cu: no 16-byte accesses"; exit 1; }
+	@for cpp in $(CUDA_HOSTS); do echo "g++ with CUDA $$cpp" && \
+		$(CXX) -std=c++20 -fsyntax-only -DDEEPSP_CUDA -DC10_CUDA_NO_CMAKE_CONFIGURE_FILE \
+			$$($(BIN)/python -c 'from torch.utils.cpp_extension import include_paths as i; \
+			import sysconfig; print(*["-I" + p for p in [*i(), sysconfig.get_path("include")]])') \
+			-I$(dir $(NVCC))../include $$cpp || exit 1; done
+endif
+
+# Uses the machine's own python and torch, and leaves nothing installed.
+gpu-test:
+	rm -rf build/gpu && mkdir -p build/gpu
+	TORCH_CUDA_ARCH_LIST="$$($(PYTHON) -c 'import torch; print("%d.%d" % torch.cuda.get_device_capability())')" \
+		$(PYTHON) setup.py -q build_ext --build-temp build/gpu/temp --inplace
+	PYTHONPATH=. $(PYTHON) tests/gpu/run.py
+
+clean:
+	rm -rf build dist *.egg-info deepsp/*.so deepsp/_built_for.py $(VENV)/built

@@ -1,0 +1,291 @@
+"""All that needs a GPU, in one command: ``make gpu-test``. Prints one summary.
+
+Ops on CUDA tensors over gloo with two ranks on one GPU, over NCCL with one rank, opcheck and
+Inductor on CUDA, and the kernels' speed against a copy of the same bytes.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+import tempfile
+import time
+import traceback
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch.library import opcheck
+
+import deepsp
+
+op = torch.ops.deepsp
+TIGHT = {"rtol": 1e-9, "atol": 1e-9}
+
+
+def attention(q, k, v, **kwargs):
+    readers = q.size(2) // k.size(2)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    k, v = (x.repeat_interleave(readers, 1) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, **kwargs).transpose(1, 2)
+
+
+def draw(*shape, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, dtype=torch.float64, generator=generator).to("cuda", dtype)
+
+
+def uneven(total):
+    lens = deepsp.seq_lens(total)
+    if len(lens) > 1:
+        lens[0] -= 2
+        lens[-1] += 2
+    return lens
+
+
+def exchange_values():
+    """Every dtype and stride against indexing, both ways, bit for bit."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64,
+                  torch.uint8, torch.bool):  # fmt: skip
+        for dims in ((8, 8, 8), (64, 64, 128), (7, 5, 3), (65, 1, 33)):
+            for layout in ("bshd", "bhsd", "slices"):
+                lens = uneven(13)
+                counts = (6, 2, 2)
+                whole = [
+                    (draw(2, 13, h, d, seed=i) * 10).to(dtype)
+                    for i, (h, d) in enumerate(zip(counts, dims, strict=True))
+                ]
+                mine = [x.split(lens, 1)[rank] for x in whole]
+                if layout == "bhsd":
+                    mine = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in mine]
+                if layout == "slices":
+                    mine = [torch.stack([x, x], -1).flatten(3)[..., ::2] for x in mine]
+                there = deepsp.seq_to_heads(mine, seq_lens=lens)
+                q, kv = deepsp.local_heads(6, num_kv_heads=2)
+                for x, y, h in zip(whole, there, (q, kv, kv), strict=True):
+                    assert torch.equal(y, x[:, :, h.start : h.stop]), (dtype, dims, layout)
+                (back,) = deepsp.heads_to_seq(there[:1], [6], seq_lens=lens)
+                assert torch.equal(back, mine[0]), (dtype, dims, layout)
+                if dtype.is_floating_point:
+                    _, k, _ = deepsp.heads_to_seq(there, counts, seq_lens=lens)
+                    reads = torch.zeros(2, device="cuda", dtype=torch.float64)
+                    for p in range(size):
+                        begin, end = op.head_split(6, 2, size, p)[2:]
+                        reads[begin:end] += 1
+                    expected = (mine[1].double() * reads[:, None]).to(dtype)
+                    assert torch.equal(k, expected), (dtype, dims, layout)
+
+
+def attention_gradients():
+    """Output and gradients against one process on the whole sequence, float64."""
+    rank = dist.get_rank()
+    for heads, kv_heads, chunks in ((8, 8, 1), (8, 2, 1), (6, 3, 2), (9, 3, 3)):
+        lens = uneven(17)
+        shapes = (heads, kv_heads, kv_heads)
+        whole = [draw(2, 17, h, 16, seed=i) for i, h in enumerate(shapes)]
+        full = [x.clone().requires_grad_() for x in whole]
+        mine = [x.split(lens, 1)[rank].clone().requires_grad_() for x in whole]
+        expected = attention(*full, is_causal=True)
+        out = deepsp.distributed_attention(
+            *mine, is_causal=True, enable_gqa=True, seq_lens=lens, chunks=chunks
+        )
+        grad = draw(*expected.shape, seed=9)
+        g_expected = torch.autograd.grad(expected, full, grad)
+        g_out = torch.autograd.grad(out, mine, grad.split(lens, 1)[rank])
+        for a, b in zip([out, *g_out], [expected, *g_expected], strict=True):
+            torch.testing.assert_close(a, b.split(lens, 1)[rank], **TIGHT)
+
+
+def sixteen_bits():
+    lens = uneven(64)
+    rank = dist.get_rank()
+    for dtype in (torch.bfloat16, torch.float16):
+        whole = [draw(1, 64, h, 64, seed=h, dtype=dtype) for h in (8, 2)]
+        q, k = (x.split(lens, 1)[rank] for x in whole)
+        out = deepsp.distributed_attention(q, k, k, is_causal=True, enable_gqa=True, seq_lens=lens)
+        expected = attention(*(x.double() for x in (*whole, whole[1])), is_causal=True)
+        torch.testing.assert_close(
+            out.double(), expected.split(lens, 1)[rank], rtol=3e-2, atol=3e-2
+        )
+
+
+def loss_and_rest():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    lens = uneven(9)
+    logits = draw(2, 9, 5).requires_grad_()
+    labels = torch.arange(18, device="cuda").view(2, 9) % 5
+    labels[:, 2] = -100
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    (full,) = torch.autograd.grad(expected, logits)
+    mine = logits.detach().split(lens, 1)[rank].clone().requires_grad_()
+    loss = deepsp.cross_entropy(mine, labels.split(lens, 1)[rank])
+    torch.testing.assert_close(loss, expected, **TIGHT)
+    (grad,) = torch.autograd.grad(loss, mine)
+    torch.testing.assert_close(grad, full.split(lens, 1)[rank], **TIGHT)
+    assert torch.equal(deepsp.unshard(mine.detach(), 1, seq_lens=lens), logits.detach())
+    module = torch.nn.Linear(3, 4, device="cuda")
+    for p in module.parameters():
+        p.grad = torch.full_like(p, rank + 1.0)
+    deepsp.sync_gradients(module)
+    assert (module.weight.grad == size * (size + 1) / 2).all()
+
+
+def op_checks():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    name = dist.group.WORLD.group_name
+    lens = uneven(4 * size)
+    q = draw(2, lens[rank], 8, 6, dtype=torch.float32).requires_grad_()
+    k = draw(2, lens[rank], 2, 6, dtype=torch.float32).requires_grad_()
+    held = [x.detach().requires_grad_() for x in op.seq_to_heads([q, k], lens, rank, name)]
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):  # see tests/test_compile.py
+        arriving = op.seq_to_heads_start([q, k], lens, 2, 1, rank, name)
+        leaving = op.heads_to_seq_start(held, [8, 2], lens, 0, 1, 1, rank, name)
+        arriving = [x.detach().requires_grad_() for x in arriving]
+        leaving = leaving.detach().requires_grad_()
+        shape = ([8, 2], [6, 6], 2)
+        opcheck(op.seq_to_heads.default, ([q, k], lens, rank, name))
+        opcheck(op.heads_to_seq.default, (held, [8, 2], lens, rank, name))
+        opcheck(op.seq_to_heads_start.default, ([q, k], lens, 2, 1, rank, name))
+        opcheck(op.seq_to_heads_wait.default,
+                (arriving[0], *shape, lens, 0, len(arriving), 1, rank, name))  # fmt: skip
+        opcheck(op.heads_to_seq_start.default, (held, [8, 2], lens, 0, 1, 1, rank, name))
+        opcheck(op.heads_to_seq_wait.default, ([leaving], *shape, lens, 1, rank, name))
+        opcheck(op.distributed_attention.default,
+                (q, k, k, None, 0.0, True, None, True, 1, lens, rank, name))  # fmt: skip
+        opcheck(op.all_reduce.default, (q.detach()[:, :1].clone(), 1.0, rank, size, name))
+        opcheck(op.unshard.default, (q, 1, lens, rank, name))
+
+
+def inductor():
+    rank = dist.get_rank()
+    lens = uneven(32)
+    for chunks in (1, 2):
+        torch._dynamo.reset()
+
+        def layer(q, k, v, chunks=chunks):
+            return deepsp.distributed_attention(
+                q * 1.5, k + 1, v, is_causal=True, enable_gqa=True, seq_lens=lens, chunks=chunks
+            ).sin()
+
+        x = [draw(2, lens[rank], h, 16, seed=h + rank, dtype=torch.float32).requires_grad_()
+             for h in (8, 4, 4)]  # fmt: skip
+        expected = layer(*x)
+        grad = torch.randn_like(expected)
+        g_expected = torch.autograd.grad(expected, x, grad)
+        out = torch.compile(layer, fullgraph=True)(*x)
+        g_out = torch.autograd.grad(out, x, grad)
+        for a, b in zip([out, *g_out], [expected, *g_expected], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def kernel_bandwidth():
+    """GB/s, read and written, of the pack (a group of one: nothing but the pack) and of a plain
+    copy of the same bytes."""
+    name = dist.group.WORLD.group_name
+    lines = []
+    for heads, kv_heads, d, dtype in (
+        (32, 8, 128, torch.bfloat16), (8, 8, 64, torch.bfloat16), (32, 32, 128, torch.float32),
+        (8, 8, 65, torch.bfloat16),
+    ):  # fmt: skip
+        s = (256 << 20) // ((heads + 2 * kv_heads) * d * dtype.itemsize)
+        x = [torch.randn(1, s, h, d, device="cuda").to(dtype) for h in (heads, kv_heads, kv_heads)]
+        flat = torch.cat([t.flatten() for t in x])
+        to = torch.empty_like(flat)
+
+        def timed(call):
+            for _ in range(3):
+                call()
+            times = []
+            for _ in range(20):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                call()
+                end.record()
+                end.synchronize()
+                times.append(start.elapsed_time(end) * 1e-3)
+            return sorted(times)[len(times) // 2]
+
+        plain = timed(lambda to=to, flat=flat: to.copy_(flat))
+        pack = timed(lambda x=x, s=s: op.seq_to_heads(x, [s], 0, name))
+        gb = 2 * flat.nbytes / 1e9
+        lines.append(
+            f"pack {heads},{kv_heads},{d} {dtype}: {gb / pack:.0f} GB/s, "
+            f"plain copy {gb / plain:.0f}, ratio {plain / pack:.2f}"
+        )
+    return lines
+
+
+GLOO_2 = [exchange_values, attention_gradients, sixteen_bits, loss_and_rest, op_checks, inductor]
+NCCL_1 = [*GLOO_2, kernel_bandwidth]
+
+
+def work(rank: int, size: int, backend: str, path: str, queue) -> None:
+    torch.cuda.set_device(0)
+    dist.init_process_group(
+        backend, init_method=f"file://{path}", rank=rank, world_size=size,
+        timeout=datetime.timedelta(seconds=90),
+    )  # fmt: skip
+    for test in NCCL_1 if backend == "nccl" else GLOO_2:
+        start, error, lines = time.perf_counter(), None, None
+        try:
+            lines = test()
+        except Exception:
+            error = traceback.format_exc()
+        queue.put((backend, size, rank, test.__name__, time.perf_counter() - start, error, lines))
+        if error:
+            break  # the ranks are out of step
+    else:
+        dist.barrier()
+        dist.destroy_process_group()
+    queue.close()
+    queue.join_thread()
+    os._exit(0)  # threads of a broken group must not keep the process
+
+
+def main() -> None:
+    if not torch.cuda.is_available():
+        sys.exit("gpu-test: there is no GPU here")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    spawn = mp.get_context("spawn")
+    passed = failed = 0
+    for backend, size in (("gloo", 2), ("nccl", 1)):
+        queue = spawn.Queue()
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "store")
+            group = [
+                spawn.Process(target=work, args=(rank, size, backend, path, queue))
+                for rank in range(size)
+            ]
+            for process in group:
+                process.start()
+            open_ranks = set(range(size))
+            count = len(NCCL_1 if backend == "nccl" else GLOO_2)
+            seen = dict.fromkeys(range(size), 0)
+            while open_ranks:
+                try:
+                    _, _, rank, name, seconds, error, lines = queue.get(timeout=200)
+                except Exception:
+                    print(f"FAILED {backend} x {size}: no answer from ranks {open_ranks}")
+                    failed += len(open_ranks)
+                    break
+                seen[rank] += 1
+                if error or seen[rank] == count:
+                    open_ranks.discard(rank)
+                failed, passed = failed + bool(error), passed + (not error)
+                word = "FAILED" if error else "passed"
+                print(f"{word} {backend} x {size} rank {rank} {name} {seconds:.1f} s", flush=True)
+                for line in [error] if error else lines or []:
+                    print(line, flush=True)
+            for process in group:
+                process.join(timeout=10)
+                if process.is_alive():
+                    process.kill()
+    print(f"{passed} passed, {failed} failed")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
