@@ -69,7 +69,7 @@ else
 		$(CXX) -std=c++20 -fsyntax-only -DDEEPSP_CUDA -DC10_CUDA_NO_CMAKE_CONFIGURE_FILE \
 			$$($(BIN)/python -c 'from torch.utils.cpp_extension import include_paths as i; \
 			import sysconfig; print(*["-I" + p for p in [*i(), sysconfig.get_path("include")]])') \
-			-I$(dir $(NVCC))../include $$cpp || exit 1; done
+			-I$$($(NVCC) --dryrun x.cu 2>&1 | sed -n 's/^#$$ TOP=//p')/include $$cpp || exit 1; done
 endif
 
 # Uses the machine's own python and torch, and leaves nothing installed.
