@@ -21,7 +21,7 @@ CUDA_HOSTS := $(shell grep -l DEEPSP_CUDA -r csrc --include=*.cpp)
 $(VENV)/ready: pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q torch==$(TORCH)
-	$(BIN)/pip install -q "setuptools>=77" wheel ninja
+	$(BIN)/pip install -q "setuptools>=64" wheel ninja
 	$(BIN)/pip install -q $$($(BIN)/python -c 'import tomllib; \
 		extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
 		print(*sorted({x for e in ("demo", "test", "lint") for x in extras[e]}))')
@@ -61,10 +61,10 @@ else
 		$(NVCC) -std=c++17 -O3 -DDEEPSP_CUDA -Werror all-warnings \
 			-gencode arch=compute_$$arch,code=sm_$$arch -c $$cu -o build/cuda-check/out.o || exit 1; \
 	done; done
-	@$(NVCC) -std=c++17 -O3 -DDEEPSP_CUDA -arch=compute_90 -ptx csrc/kernels/copy.cu \
+	@$(NVCC) -std=c++17 -O3 -DDEEPSP_CUDA -arch=compute_90 -ptx csrc/kernels/copy_cuda.cu \
 		-o build/cuda-check/copy.ptx
 	@grep -q 'ld.global.*v4' build/cuda-check/copy.ptx && grep -q 'st.global.*v4' build/cuda-check/copy.ptx \
-		&& echo "copy.cu: 16-byte loads and stores" || { echo "copy.cu: no 16-byte accesses"; exit 1; }
+		&& echo "copy_cuda.cu: 16-byte loads and stores" || { echo "copy_cuda.cu: no 16-byte accesses"; exit 1; }
 	@for cpp in $(CUDA_HOSTS); do echo "g++ with CUDA $$cpp" && \
 		$(CXX) -std=c++20 -fsyntax-only -DDEEPSP_CUDA -DC10_CUDA_NO_CMAKE_CONFIGURE_FILE \
 			$$($(BIN)/python -c 'from torch.utils.cpp_extension import include_paths as i; \
