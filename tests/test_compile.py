@@ -276,7 +276,9 @@ from torch._inductor import decomposition
 from deepsp.compile import decompositions
 op = torch.ops.deepsp.seq_to_heads_start.default
 assert op in decomposition.decompositions
+assert "deepsp-" in torch.compiler.config.cache_key_tag
 decompositions.uninstall()
+assert "deepsp-" not in torch.compiler.config.cache_key_tag
 assert op not in decomposition.decompositions
 decompositions.install()
 assert op in decomposition.decompositions

@@ -10,12 +10,15 @@ importing deepsp: entries are added when, and only if, somebody else imports it.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import sys
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 
 import torch
+import torch.compiler.config
 from torch import Tensor
 
 _TABLE = "torch._inductor.decomposition"
@@ -293,7 +296,14 @@ _DECOMPOSITIONS = {
 }
 
 
+# Compiled graphs are cached on disk under a key that knows the graph before decomposition, but not
+# what our decompositions made of it: this is what a later version's must not be taken for.
+_CACHE_TAG = "deepsp-" + hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+
+
 def _fill() -> None:
+    if _CACHE_TAG not in torch.compiler.config.cache_key_tag:
+        torch.compiler.config.cache_key_tag += _CACHE_TAG
     table = sys.modules[_TABLE].decompositions
     for name, function in _DECOMPOSITIONS.items():
         table[getattr(torch.ops.deepsp, name).default] = function
@@ -330,6 +340,8 @@ def install() -> None:
 def uninstall() -> None:
     """Undoes :func:`install`: Inductor then calls the C++ kernels, as other backends do."""
     sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, _FillAfterImport)]
+    tag = torch.compiler.config.cache_key_tag
+    torch.compiler.config.cache_key_tag = tag.replace(_CACHE_TAG, "")
     if _TABLE in sys.modules:
         for name in _DECOMPOSITIONS:
             sys.modules[_TABLE].decompositions.pop(getattr(torch.ops.deepsp, name).default, None)
