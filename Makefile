@@ -76,8 +76,8 @@ endif
 gpu-test:
 	rm -rf build/gpu && mkdir -p build/gpu
 	TORCH_CUDA_ARCH_LIST="$$($(PYTHON) -c 'import torch; print("%d.%d" % torch.cuda.get_device_capability())')" \
-		$(PYTHON) setup.py -q build_ext --build-temp build/gpu/temp --inplace
-	PYTHONPATH=. $(PYTHON) tests/gpu/run.py
+		$(PYTHON) setup.py -q build --build-base build/gpu --build-lib build/gpu/lib
+	PYTHONPATH=build/gpu/lib $(PYTHON) tests/gpu/run.py
 
 clean:
 	rm -rf build dist *.egg-info deepsp/*.so deepsp/_built_for.py $(VENV)/built

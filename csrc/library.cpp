@@ -111,7 +111,7 @@ TORCH_LIBRARY(deepsp, m) {
       collective);
   // The same in two halves. What a start returns is on its way: nobody may read
   // it, and nobody may write to the inputs, until it was waited for, once. A wait
-  // consumes its buffer.
+  // consumes its buffer. Both halves run in eager code, or both in compiled code.
   // One buffer a chunk; fewer than asked for where the heads don't allow as many.
   m.def(
       "seq_to_heads_start(Tensor[] inputs, SymInt[] seq_lens, int chunks, int unit, "

@@ -76,6 +76,9 @@ class DistributedAttention(nn.Module):
         group: the sequence group.
         chunks: as in :func:`distributed_attention`; ``local_attention`` is called once a chunk.
 
+    Each call of a local attention returns memory of its own: what it returned before may still be
+    on its way. Under autocast, q, k and v travel as they are given.
+
     Whatever a local attention knows per head (slopes, sinks, a block mask) it takes for this rank's
     heads: :func:`deepsp.local_heads`.
     """
@@ -94,7 +97,8 @@ class DistributedAttention(nn.Module):
         self.chunks = chunks
 
     def extra_repr(self) -> str:
-        return f"rank={self.member.rank}, size={self.member.size}, chunks={self.chunks}"
+        rank, size, _ = self.member
+        return f"rank={rank}, size={size}, chunks={self.chunks}"
 
     def forward(
         self,
@@ -110,6 +114,17 @@ class DistributedAttention(nn.Module):
         if self.local_attention is None:
             return distributed_attention(
                 q, k, v, *args, group=self.member, seq_lens=seq_lens, chunks=self.chunks, **kwargs
+            )
+        for x, of in ((q, "q"), (k, "k"), (v, "v")):
+            if x.dim() != 4:
+                raise ValueError(
+                    f"{of} has {x.dim()} dimensions; four are right: [batch, sequence, heads, "
+                    "head_dim]"
+                )
+        if k.size(2) != v.size(2) or k.size(2) == 0 or q.size(2) % k.size(2) != 0:
+            raise ValueError(
+                f"q, k and v have {q.size(2)}, {k.size(2)} and {v.size(2)} heads; k and v need the "
+                "same number, which divides that of q"
             )
         rank, size, name = self.member
         lens = lens_or_equal(seq_lens, q.size(1), size)

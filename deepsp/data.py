@@ -75,6 +75,10 @@ def shard_batch(
         ValueError: no sequence, both ``labels`` and ``shift_labels``, a tensor without S elements
             along ``dim``, ``pad_to`` shorter than S.
     """
+    if dim < 0:
+        raise ValueError(
+            f"dim is {dim}; counted from the front is right: tensors may differ in rank"
+        )
     batch = dict(batch)
     named = next((name for name in ("input_ids", "inputs_embeds") if name in batch), None)
     if named is None:
@@ -138,6 +142,10 @@ def _shift(labels: Tensor, restarts: Tensor | None, dim: int, ignore_index: int)
     return shifted
 
 
+def _is_binary(mask: Tensor) -> bool:
+    return bool(((mask == 0) | (mask == 1)).all())
+
+
 def _pad(
     batch: dict[str, Any], named: str, dim: int, length: int, pad_to: int, ignore_index: int
 ) -> None:
@@ -146,7 +154,7 @@ def _pad(
     if "attention_mask" not in batch and pad_to > length:
         shape = batch[named].shape
         batch["attention_mask"] = torch.ones(
-            (*shape[:dim], length), dtype=torch.int64, device=batch[named].device
+            shape[:2], dtype=torch.int64, device=batch[named].device
         )
     for name, value in batch.items():
         if not isinstance(value, Tensor):
@@ -157,7 +165,16 @@ def _pad(
             batch[name] = torch.cat([value, more], dim=-1)
             continue
         fill = ignore_index if name == "shift_labels" else 0
-        at = value.dim() - 1 if name == "attention_mask" else dim
-        padding = [0] * (2 * (value.dim() - at))
+        if name == "attention_mask" and (
+            value.dim() <= dim
+            or value.size(dim) != length
+            or value.dim() > 2
+            or (value.is_floating_point() and not _is_binary(value))
+        ):
+            raise ValueError(
+                f"batch['attention_mask'] has shape {tuple(value.shape)} and dtype {value.dtype}; "
+                "only one of 0 and 1 for each token can be padded: pad any other yourself"
+            )
+        padding = [0] * (2 * (value.dim() - dim))
         padding[-1] = pad_to - length
         batch[name] = F.pad(value, padding, value=fill)

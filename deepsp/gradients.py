@@ -22,15 +22,22 @@ def sync_gradients(module: nn.Module, group: Group = None) -> None:
     parameters = [p for p in module.parameters() if p.requires_grad]
     if size == 1 or not parameters:
         return
-    for n, p in module.named_parameters():
-        if p.grad is not None and p.grad.layout != torch.strided:
-            raise ValueError(
-                f"module: the gradient of {n} is {p.grad.layout}; only dense ones can be summed"
-            )
+    sparse = size + 1  # no sum of ones reaches it
     present = torch.tensor(
-        [p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device
+        [
+            0 if p.grad is None else 1 if p.grad.layout == torch.strided else sparse
+            for p in parameters
+        ],
+        dtype=torch.int64,
+        device=parameters[0].device,
     )
     somewhere = torch.ops.deepsp.all_reduce(present, 1.0, rank, size, name).tolist()
+    names = {id(p): n for n, p in module.named_parameters()}
+    for p, ranks in zip(parameters, somewhere, strict=True):
+        if ranks >= sparse:  # known to every rank by now
+            raise ValueError(
+                f"module: the gradient of {names[id(p)]} is sparse; only dense ones can be summed"
+            )
     gradients = []
     for p, ranks in zip(parameters, somewhere, strict=True):
         if ranks > 0:

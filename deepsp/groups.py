@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,23 +10,20 @@ Group = dist.ProcessGroup | DeviceMesh | None
 """What public functions take: a group, a mesh of one dimension, or None, the default group."""
 
 
-class Member(NamedTuple):
-    """This process's place in a group."""
-
-    rank: int
-    size: int
-    name: str
+Member = tuple[int, int, str]
+"""This process's place in a group: rank, size and the group's name. A plain tuple: Dynamo of torch
+2.11 can't unpack a named one that is a constant."""
 
 
 @torch.compiler.assume_constant_result
-def member_of(group: Group) -> Member:
+def member_of(group: Group | Member) -> Member:
     """This process's place in ``group``.
 
     Raises:
         ValueError: there is no default group yet, the mesh has more than one dimension, or this
             process isn't in the group.
     """
-    if isinstance(group, Member):
+    if isinstance(group, tuple):
         return group
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
@@ -58,4 +53,4 @@ def member_of(group: Group) -> Member:
             f"group: this process (rank {dist.get_rank()}) isn't in it; "
             "call this on its members only"
         )
-    return Member(rank, dist.get_world_size(group), group.group_name)
+    return rank, dist.get_world_size(group), group.group_name

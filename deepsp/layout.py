@@ -10,7 +10,8 @@ from deepsp.groups import Group, member_of
 def seq_lens(total: int, group: Group = None) -> list[int]:
     """Tokens of each rank when ``total`` are split over ``group``, like ``torch.tensor_split``:
     the first ``total % P`` ranks get one more."""
-    return list(torch.ops.deepsp.token_split(total, member_of(group).size))
+    _, size, _ = member_of(group)
+    return list(torch.ops.deepsp.token_split(total, size))
 
 
 def local_heads(

@@ -17,7 +17,8 @@ from deepsp.layout import lens_or_equal
 
 class Pending:
     """An exchange on its way. ``wait()`` gives its tensors; call it once, and don't write to what
-    was sent before."""
+    was sent before. Start and wait stand on the same side of ``torch.compile``: both in eager code,
+    or both in compiled code, where buffers are laid out in another way."""
 
     def __init__(self, wait: Callable[[], list[Tensor]]):
         self._wait = wait
@@ -127,6 +128,12 @@ def heads_to_seq_start(
 def _length(inputs: Sequence[Tensor]) -> int:
     if len(inputs) == 0:
         raise ValueError("inputs is empty; at least one tensor is needed")
+    for i, x in enumerate(inputs):
+        if x.dim() != 4:
+            raise ValueError(
+                f"inputs[{i}] has {x.dim()} dimensions; four are right: [batch, sequence, heads, "
+                "head_dim]"
+            )
     return inputs[0].size(1)
 
 

@@ -149,6 +149,9 @@ at::Tensor distributed_attention(
         attn_mask->scalar_type() == at::kBool || attn_mask->scalar_type() == q.scalar_type(),
         "attn_mask is ", attn_mask->scalar_type(), "; bool or q's dtype, ", q.scalar_type(),
         ", is right");
+    TORCH_CHECK_VALUE(
+        attn_mask->device() == q.device(), "attn_mask is on ", attn_mask->device(),
+        ", but q is on ", q.device(), "; they must be on the same device");
     check_mask(*attn_mask, layout.batch, q.sym_size(2), tokens);
   }
 

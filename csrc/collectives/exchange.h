@@ -17,16 +17,16 @@ using Work = c10::intrusive_ptr<c10d::Work>;
 // has arrived. It belongs to the buffer's block (pool.h), so a buffer that
 // nobody waits for takes it along when it goes.
 struct Flight {
+  // Declared before the works, which must end before what they send goes.
+  std::vector<at::Tensor> holds;  // what is being sent
+  // heads_to_seq: this rank's own block lies in these inputs, not in the buffer.
+  std::vector<at::Tensor> own;
+  bool split = false;  // each input was sent on its own
   // Point to point: one entry an exchange, its works by source rank.
   std::vector<std::vector<Work>> receives;
   std::vector<Work> sends;
   // Any other backend.
   Work collective;
-  std::vector<at::Tensor> holds;  // what is being sent
-  // heads_to_seq: this rank's own block lies in these inputs, not in the buffer;
-  // each input was sent on its own.
-  std::vector<at::Tensor> own;
-  bool split = false;
   // Waited for, and so without `own`: to be waited for no more.
   bool landed = false;
 
@@ -83,5 +83,7 @@ void launch_into(const at::Tensor& buffer, const Work& work, const at::Tensor& s
 // The flight into the buffer, null where nothing is on its way or what is has
 // arrived (on a GPU: in the order of the current stream).
 std::unique_ptr<Flight> flight_into(const at::Tensor& buffer);
+// From now on flight_into(buffer) raises: a buffer is waited for once.
+void mark_landed(const at::Tensor& buffer);
 
 }  // namespace deepsp

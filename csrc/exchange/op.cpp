@@ -89,6 +89,7 @@ std::vector<at::Tensor> seq_to_heads_wait_kernel(
       check_wait(buffer, num_heads, head_dims, batch, seq_lens, chunk, chunks, unit, rank));
   if (auto flight = flight_into(buffer)) {
     flight->wait_all();
+    mark_landed(buffer);
   }
   return views_by_heads(buffer, layout, chunk);
 }

@@ -1,5 +1,4 @@
 #include <ATen/record_function.h>
-#include <torch/csrc/autograd/anomaly_mode.h>
 
 #include "transport.h"
 
@@ -56,8 +55,7 @@ bool travels_split(const Layout& layout, int64_t item) {
   for (size_t i = 0; i < layout.heads.tensors(); ++i) {
     per_token += layout.heads.num_heads(i) * layout.head_dims[i];
   }
-  return !torch::autograd::AnomalyMode::is_enabled() && layout.heads.tensors() > 1 &&
-         layout.batch == 1 &&
+  return layout.heads.tensors() > 1 && layout.batch == 1 &&
          layout.token(layout.parts()) * per_token * item / layout.heads.chunks() >= kSplitBytes;
 }
 
@@ -264,9 +262,7 @@ std::vector<at::Tensor> merge_by_tokens(
   for (int64_t chunk = 0; chunk < chunks; ++chunk) {
     if (flights[chunk]) {
       flights[chunk]->wait_sends();
-      auto landed = std::make_unique<Flight>();
-      landed->landed = true;
-      launch_into(buffers[chunk], std::move(landed));
+      mark_landed(buffers[chunk]);
     }
   }
   return outputs;
@@ -281,11 +277,11 @@ void settle(const at::Tensor& buffer, const Layout& layout, int64_t chunk) {
   if (flight->own.empty()) {
     return;
   }
-  // A packed block of our own, as if it had travelled.
+  // A block of our own, as if it had travelled.
   const int64_t item = item_of(buffer);
   std::vector<StridedCopy> copies;
   for (size_t i = 0; i < flight->own.size(); ++i) {
-    const Arrival at = arrival_of(layout, chunk, layout.rank, i, false);
+    const Arrival at = arrival_of(layout, chunk, layout.rank, i, flight->split);
     const int64_t dim = layout.head_dims[i];
     copies.push_back(copy_of(
         view_of(flight->own[i], layout.token(layout.rank), 0),
@@ -293,6 +289,10 @@ void settle(const at::Tensor& buffer, const Layout& layout, int64_t chunk) {
         {layout.seq_lens[layout.rank], layout.batch, flight->own[i].size(2), dim}, item));
   }
   run(copies, buffer.device());
+  // Nothing is on its way any more, but a wait must know how the buffer is laid out.
+  auto settled = std::make_unique<Flight>();
+  settled->split = flight->split;
+  launch_into(buffer, std::move(settled));
 }
 
 }  // namespace deepsp

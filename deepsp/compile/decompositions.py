@@ -233,7 +233,6 @@ def _heads_to_seq_start(inputs, num_heads, seq_lens, chunk, chunks, unit, rank, 
     b = _Blocks(num_heads, dims, inputs[0].size(0), seq_lens, chunk, chunks, unit, rank)
     (packed,) = _pack_by_heads(inputs, b)
     if _is_zero(b.pad_by_tokens):
-        blocks = [packed]
         if b.parts == 1:
             return packed.clone()
         return _c10d.all_to_all_single(packed, b.by_tokens, b.by_heads, group_name)

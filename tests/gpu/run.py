@@ -1,7 +1,8 @@
 """All that needs a GPU, in one command: ``make gpu-test``. Prints one summary.
 
-Ops on CUDA tensors over gloo with two ranks on one GPU, over NCCL with one rank, opcheck and
-Inductor on CUDA, and the kernels' speed against a copy of the same bytes.
+Ops on CUDA tensors over gloo with two ranks on one GPU; in an NCCL group of one rank (all but
+the exchange itself: there is nobody to talk to); opcheck and Inductor on CUDA, and the kernels'
+speed against a copy of the same bytes.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def exchange_values():
         for dims in ((8, 8, 8), (64, 64, 128), (7, 5, 3), (65, 1, 33)):
             for layout in ("bshd", "bhsd", "slices"):
                 lens = uneven(13)
-                counts = (6, 2, 2)
+                counts = (6, 3, 3)
                 whole = [
                     (draw(2, 13, h, d, seed=i) * 10).to(dtype)
                     for i, (h, d) in enumerate(zip(counts, dims, strict=True))
@@ -64,16 +65,16 @@ def exchange_values():
                 if layout == "slices":
                     mine = [torch.stack([x, x], -1).flatten(3)[..., ::2] for x in mine]
                 there = deepsp.seq_to_heads(mine, seq_lens=lens)
-                q, kv = deepsp.local_heads(6, num_kv_heads=2)
+                q, kv = deepsp.local_heads(6, num_kv_heads=3)
                 for x, y, h in zip(whole, there, (q, kv, kv), strict=True):
                     assert torch.equal(y, x[:, :, h.start : h.stop]), (dtype, dims, layout)
                 (back,) = deepsp.heads_to_seq(there[:1], [6], seq_lens=lens)
                 assert torch.equal(back, mine[0]), (dtype, dims, layout)
                 if dtype.is_floating_point:
                     _, k, _ = deepsp.heads_to_seq(there, counts, seq_lens=lens)
-                    reads = torch.zeros(2, device="cuda", dtype=torch.float64)
+                    reads = torch.zeros(3, device="cuda", dtype=torch.float64)
                     for p in range(size):
-                        begin, end = op.head_split(6, 2, size, p)[2:]
+                        begin, end = op.head_split(6, 3, size, p)[2:]
                         reads[begin:end] += 1
                     expected = (mine[1].double() * reads[:, None]).to(dtype)
                     assert torch.equal(k, expected), (dtype, dims, layout)
