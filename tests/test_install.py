@@ -10,6 +10,14 @@ import torch
 PACKAGE = Path(importlib.util.find_spec("deepsp").origin).parent
 
 
+# Without the finder of an editable install, which would find the real package's parts.
+_IMPORT = """
+import sys
+sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in repr(f).lower()]
+import deepsp
+"""
+
+
 def _import_with(note: str | None, tmp_path: Path) -> str:
     copy = tmp_path / "deepsp"
     copy.mkdir()
@@ -18,7 +26,7 @@ def _import_with(note: str | None, tmp_path: Path) -> str:
     if note is not None:
         (copy / "_built_for.py").write_text(f'TORCH = "{note}"\n')
     done = subprocess.run(
-        [sys.executable, "-c", "import deepsp"],
+        [sys.executable, "-c", _IMPORT],
         capture_output=True,
         text=True,
         cwd=tmp_path,
