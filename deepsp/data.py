@@ -152,10 +152,8 @@ def _pad(
     if pad_to < length:
         raise ValueError(f"pad_to is {pad_to}, but the sequence has {length} tokens already")
     if "attention_mask" not in batch and pad_to > length:
-        shape = batch[named].shape
-        batch["attention_mask"] = torch.ones(
-            shape[:2], dtype=torch.int64, device=batch[named].device
-        )
+        shape = batch[named].shape if named == "input_ids" else batch[named].shape[:-1]
+        batch["attention_mask"] = torch.ones(shape, dtype=torch.int64, device=batch[named].device)
     for name, value in batch.items():
         if not isinstance(value, Tensor):
             continue

@@ -38,19 +38,17 @@ void launch_to_heads(
   const auto gives = counts_by_tokens(layout, chunk);
   const auto gets = counts_by_heads(layout, chunk);
   const auto got_at = prefix_sums(gets);
+  const auto sent_at = prefix_sums(gives);
   char* const arrivals = data_of(buffer);
   std::vector<StridedCopy> copies;
 
-  // On a GPU with one rank, too: the block is made where it would arrive.
   if (group == nullptr || group->point_to_point) {
-    char* const own = arrivals + got_at[layout.rank] * item;
+    RECORD_FUNCTION("deepsp::pack", {});
     if (group != nullptr) {
       auto flight = std::make_unique<Flight>();
-      const auto sent_at = prefix_sums(gives);
       const at::Tensor sent = empty_buffer({sent_at.back() - gives[layout.rank]}, inputs[0]);
       flight->holds.push_back(sent);
       char* next = data_of(sent);
-      RECORD_FUNCTION("deepsp::pack", {});
       exchange_point_to_point(
           *group, [&](int64_t p) { return Bytes{arrivals + got_at[p] * item, gets[p] * item}; },
           [&](int64_t p) {
@@ -63,18 +61,15 @@ void launch_to_heads(
           },
           *flight);
       launch_into(buffer, std::move(flight));
-      copies.clear();
-      block_by_tokens(inputs, layout, chunk, layout.rank, own, copies);
-      run(copies, device);
-    } else {
-      RECORD_FUNCTION("deepsp::pack", {});
-      block_by_tokens(inputs, layout, chunk, layout.rank, own, copies);
-      run(copies, device);
     }
+    // This rank's own block is made where it would arrive.
+    char* const own = arrivals + got_at[layout.rank] * item;
+    copies.clear();
+    block_by_tokens(inputs, layout, chunk, layout.rank, own, copies);
+    run(copies, device);
     return;
   }
 
-  const auto sent_at = prefix_sums(gives);
   const at::Tensor sent = empty_buffer({sent_at.back()}, inputs[0]);
   {
     RECORD_FUNCTION("deepsp::pack", {});

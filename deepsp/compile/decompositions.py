@@ -147,11 +147,11 @@ def _views_by_heads(flat: Tensor, b: _Blocks) -> list[Tensor]:
     return views
 
 
-def _pack_by_heads(inputs: list[Tensor], b: _Blocks) -> list[Tensor]:
-    """One flat block [S_p, B, X_r] for every rank p: all of them lie one after another."""
+def _pack_by_heads(inputs: list[Tensor]) -> Tensor:
+    """The flat blocks [S_p, B, X_r] for every rank p, one after another."""
     parts = [x.transpose(0, 1).flatten(2) for x in inputs]
     packed = torch.cat(parts, 2) if len(parts) > 1 else parts[0]
-    return [packed.reshape(-1)]
+    return packed.reshape(-1)
 
 
 def _merge(flats: list[Tensor], blocks: list[_Blocks]) -> list[Tensor]:
@@ -231,12 +231,9 @@ def _seq_to_heads_wait(
 def _heads_to_seq_start(inputs, num_heads, seq_lens, chunk, chunks, unit, rank, group_name):
     dims = [x.size(3) for x in inputs]
     b = _Blocks(num_heads, dims, inputs[0].size(0), seq_lens, chunk, chunks, unit, rank)
-    (packed,) = _pack_by_heads(inputs, b)
-    if _is_zero(b.pad_by_tokens):
-        if b.parts == 1:
-            return packed.clone()
-        return _c10d.all_to_all_single(packed, b.by_tokens, b.by_heads, group_name)
-    blocks = list(packed.split(b.by_heads))
+    packed = _pack_by_heads(inputs)
+    # Padding goes behind this rank's own block: only for it are the blocks told apart.
+    blocks = [packed] if _is_zero(b.pad_by_tokens) else list(packed.split(b.by_heads))
     return _launch(blocks, b.by_tokens, b.by_heads, b.pad_by_tokens, rank, group_name)
 
 
