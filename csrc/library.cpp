@@ -7,9 +7,8 @@
 //   num_heads   H_i of each tensor
 //   rank        this process's rank in the group
 //   group_name  the group as c10d knows it
-//   chunks      into how many consecutive parts each rank's own heads are cut
-//   unit        query heads that no such cut divides, besides those that read one
-//               head of another tensor: for attention's output, H_q / H_kv
+//   chunks      into how many consecutive parts each rank's own query heads are cut; a
+//               head of another tensor travels with the first part that reads it
 // Wrong arguments raise ValueError before anything is sent.
 
 #include "collectives/pool.h"
@@ -31,18 +30,16 @@ std::vector<c10::SymInt> token_split(const c10::SymInt& total, int64_t parts) {
   return lengths;
 }
 
-HeadLayout head_layout(
-    int64_t num_heads, int64_t num_kv_heads, int64_t parts, int64_t chunks, int64_t unit) {
+HeadLayout head_layout(int64_t num_heads, int64_t num_kv_heads, int64_t parts, int64_t chunks) {
   TORCH_CHECK_VALUE(parts > 0, "parts is ", parts, "; at least 1 is right");
   TORCH_CHECK_VALUE(chunks > 0, "chunks is ", chunks, "; at least 1 is right");
-  TORCH_CHECK_VALUE(unit > 0, "unit is ", unit, "; at least 1 is right");
   TORCH_CHECK_VALUE(
       num_heads >= parts, "num_heads is ", num_heads, ", fewer than the ", parts,
       " ranks of the group; use a group of at most ", num_heads, " ranks");
   TORCH_CHECK_VALUE(
       num_kv_heads > 0 && num_heads % num_kv_heads == 0, "num_kv_heads is ", num_kv_heads,
       ", which doesn't divide num_heads, ", num_heads);
-  return HeadLayout({num_heads, num_kv_heads}, parts, chunks, unit);
+  return HeadLayout({num_heads, num_kv_heads}, parts, chunks);
 }
 
 std::vector<int64_t> head_split(
@@ -51,9 +48,8 @@ std::vector<int64_t> head_split(
     int64_t parts,
     int64_t rank,
     int64_t chunk,
-    int64_t chunks,
-    int64_t unit) {
-  const HeadLayout layout = head_layout(num_heads, num_kv_heads, parts, chunks, unit);
+    int64_t chunks) {
+  const HeadLayout layout = head_layout(num_heads, num_kv_heads, parts, chunks);
   TORCH_CHECK_VALUE(
       rank >= 0 && rank < parts, "rank is ", rank, ", but there are ", parts, " ranks; 0 to ",
       parts - 1, " is right");
@@ -65,9 +61,8 @@ std::vector<int64_t> head_split(
   return {q.begin, q.end, kv.begin, kv.end};
 }
 
-int64_t head_chunks(
-    int64_t num_heads, int64_t num_kv_heads, int64_t parts, int64_t chunks, int64_t unit) {
-  return head_layout(num_heads, num_kv_heads, parts, chunks, unit).chunks();
+int64_t head_chunks(int64_t num_heads, int64_t parts, int64_t chunks) {
+  return head_layout(num_heads, num_heads, parts, chunks).chunks();
 }
 
 }  // namespace
@@ -82,16 +77,14 @@ TORCH_LIBRARY(deepsp, m) {
   // Tokens of each rank when `total` are split like torch.tensor_split.
   m.def("token_split(SymInt total, int parts) -> SymInt[]", pure);
   // [q_begin, q_end, kv_begin, kv_end]: the query heads of a rank (and chunk),
-  // and the kv heads that they read.
+  // and the kv heads that travel with them.
   m.def(
       "head_split(int num_heads, int num_kv_heads, int parts, int rank, int chunk=0, "
-      "int chunks=1, int unit=1) -> int[]",
+      "int chunks=1) -> int[]",
       pure);
-  // The number of chunks in force when `chunks` are asked for.
-  m.def(
-      "head_chunks(int num_heads, int num_kv_heads, int parts, int chunks, "
-      "int unit=1) -> int",
-      pure);
+  // The number of chunks in force when `chunks` are asked for: every rank has a
+  // query head in each.
+  m.def("head_chunks(int num_heads, int parts, int chunks) -> int", pure);
 
   // --- exchange
 
@@ -113,25 +106,68 @@ TORCH_LIBRARY(deepsp, m) {
   // it, and nobody may write to the inputs, until it was waited for, once. A wait
   // consumes its buffer. Both halves run in eager code, or both in compiled code.
   // One buffer a chunk; fewer than asked for where the heads don't allow as many.
+  // last_first: the last chunk leaves first, as backward wants it.
   m.def(
-      "seq_to_heads_start(Tensor[] inputs, SymInt[] seq_lens, int chunks, int unit, "
+      "seq_to_heads_start(Tensor[] inputs, SymInt[] seq_lens, int chunks, bool last_first, "
       "int rank, str group_name) -> Tensor[]",
       collective);
   m.def(
       "seq_to_heads_wait(Tensor(a -> *) buffer, SymInt[] num_heads, SymInt[] head_dims, "
-      "SymInt batch, SymInt[] seq_lens, int chunk, int chunks, int unit, int rank, "
+      "SymInt batch, SymInt[] seq_lens, int chunk, int chunks, int rank, "
       "str group_name) -> Tensor(a)[]",
       collective);
   // The heads of one chunk.
   m.def(
       "heads_to_seq_start(Tensor[] inputs, SymInt[] num_heads, SymInt[] seq_lens, int chunk, "
-      "int chunks, int unit, int rank, str group_name) -> Tensor",
+      "int chunks, int rank, str group_name) -> Tensor",
       collective);
   // The buffers of all chunks, in order.
   m.def(
       "heads_to_seq_wait(Tensor[] buffers, SymInt[] num_heads, SymInt[] head_dims, "
-      "SymInt batch, SymInt[] seq_lens, int unit, int rank, str group_name) -> Tensor[]",
+      "SymInt batch, SymInt[] seq_lens, int rank, str group_name) -> Tensor[]",
       collective);
+
+  // --- linear layers around the exchange
+
+  // x [B, S_rank, dim] through linear layers weights[i] [H_i·D_i, dim], biases[i]
+  // [H_i·D_i] (or none at all), then exchanged: [B, S, h_i, D_i], as seq_to_heads
+  // returns them. A single weight (and bias) for several num_heads is a fused one.
+  // Composite: start and wait. While one rank's part travels, the next is computed.
+  m.def(
+      "project_to_heads(Tensor x, Tensor[] weights, Tensor[] biases, SymInt[] num_heads, "
+      "SymInt[] seq_lens, int rank, str group_name) -> Tensor[]",
+      collective);
+  // input [B, S, h, D], exchanged to this rank's tokens of all heads, then through a
+  // linear layer: weight [dim, H·D], bias [dim] -> [B, S_rank, dim]. Composite.
+  m.def(
+      "heads_to_output(Tensor input, Tensor weight, Tensor? bias, SymInt num_heads, "
+      "SymInt[] seq_lens, int rank, str group_name) -> Tensor",
+      collective);
+  // The halves that compute; seq_to_heads_wait and heads_to_seq_start are the others.
+  // Products are written into what is sent, and taken from what arrived: nothing is
+  // packed or merged. Sums of 16-bit products are taken in float32.
+  m.def(
+      "project_to_heads_start(Tensor x, Tensor[] weights, Tensor[] biases, "
+      "SymInt[] num_heads, SymInt[] seq_lens, int chunks, bool last_first, int rank, "
+      "str group_name) -> Tensor[]",
+      collective);
+  // The buffers of all chunks, in order.
+  m.def(
+      "heads_to_output_wait(Tensor[] buffers, Tensor weight, Tensor? bias, SymInt num_heads, "
+      "SymInt batch, SymInt[] seq_lens, int rank, str group_name) -> Tensor",
+      collective);
+  // What their backwards need. `wanted`: whether for x, each weight, each bias; the
+  // gradients wanted come in that order. They have no derivative.
+  m.def(
+      "project_to_heads_backward(Tensor[] buffers, Tensor? x, Tensor[] weights, "
+      "SymInt[] num_heads, SymInt batch, SymInt[] seq_lens, int[] wanted, int rank, "
+      "str group_name) -> Tensor[]",
+      collective);
+  // From the buffers that heads_to_output_wait has waited for.
+  m.def(
+      "heads_to_output_weight_grad(Tensor grad, Tensor[] buffers, SymInt num_heads, "
+      "SymInt head_dim, SymInt[] seq_lens, int rank, str group_name) -> Tensor",
+      pure);
 
   // --- attention
 
@@ -144,11 +180,19 @@ TORCH_LIBRARY(deepsp, m) {
       "bool is_causal, float? scale, bool enable_gqa, int chunks, SymInt[] seq_lens, int rank, "
       "str group_name) -> Tensor",
       collective);
-  // k or v of this rank (and chunk) with each head repeated for its query heads,
-  // where their numbers differ from head to head; else x itself.
+  // What a chunk's query heads read of k or v: `received` is what each wait so far
+  // has given, [B, S, h, D], the first chunk's first. Each head is repeated for its
+  // query heads where their numbers differ from head to head; else a view.
   m.def(
-      "expand_kv_heads(Tensor(a) x, int num_heads, int num_kv_heads, int chunk, int chunks, "
-      "int rank, int parts) -> Tensor(a)",
+      "kv_of_chunk(Tensor(a)[] received, int num_heads, int num_kv_heads, int chunk, "
+      "int chunks, int rank, int parts) -> Tensor(a)",
+      pure);
+  // scaled_dot_product_attention of a chunk's heads, [B, S, h, D]: k and v as
+  // kv_of_chunk gives them, the mask that of all num_heads heads.
+  m.def(
+      "attention_of_chunk(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, float dropout_p, "
+      "bool is_causal, float? scale, int num_heads, int chunk, int chunks, int rank, "
+      "int parts) -> Tensor",
       pure);
 
   // --- what else crosses the sequence group

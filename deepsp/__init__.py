@@ -12,6 +12,7 @@ from deepsp import (
 from deepsp.attention import DistributedAttention, distributed_attention
 from deepsp.data import shard, shard_batch, unshard
 from deepsp.gradients import sync_gradients
+from deepsp.layer import SequenceParallelAttention
 from deepsp.layout import local_heads, seq_lens
 from deepsp.loss import cross_entropy
 from deepsp.ops import (
@@ -25,6 +26,7 @@ from deepsp.ops import (
 __all__ = [
     "DistributedAttention",
     "Pending",
+    "SequenceParallelAttention",
     "buffers",
     "cross_entropy",
     "distributed_attention",

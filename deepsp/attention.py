@@ -38,7 +38,8 @@ def distributed_attention(
         group: the sequence group.
         seq_lens: tokens of each rank, zero too; None: all hold as many as this one.
         chunks: into how many parts each rank's heads are cut; while attention works on one, the
-            exchange of the others is in flight. Cut down to what the kv heads allow.
+            exchange of the others is in flight. At most as many as leave every rank a query head in
+            each.
 
     Returns:
         [B, S_r, Hq, Dv], contiguous.
@@ -132,19 +133,20 @@ class DistributedAttention(nn.Module):
         num_kv_heads = k.size(2)
         shape = ([num_heads, num_kv_heads, v.size(2)], [q.size(3), k.size(3), v.size(3)], batch)
 
-        arriving = torch.ops.deepsp.seq_to_heads_start([q, k, v], lens, self.chunks, 1, rank, name)
+        arriving = torch.ops.deepsp.seq_to_heads_start(
+            [q, k, v], lens, self.chunks, False, rank, name
+        )
         chunks = len(arriving)  # as many as the heads allow
-        unit = num_heads // num_kv_heads  # the output is cut where k and v are
-        leaving = []
+        leaving, ks, vs = [], [], []
         for chunk in range(chunks):
             q_all, k_all, v_all = torch.ops.deepsp.seq_to_heads_wait(
-                arriving[chunk], *shape, lens, chunk, chunks, 1, rank, name
+                arriving[chunk], *shape, lens, chunk, chunks, rank, name
             )
+            ks.append(k_all)
+            vs.append(v_all)
             k_all, v_all = (
-                torch.ops.deepsp.expand_kv_heads(
-                    x, num_heads, num_kv_heads, chunk, chunks, rank, size
-                )
-                for x in (k_all, v_all)
+                torch.ops.deepsp.kv_of_chunk(x, num_heads, num_kv_heads, chunk, chunks, rank, size)
+                for x in (ks, vs)
             )
             out = self.local_attention(q_all, k_all, v_all, *args, **kwargs)
             if out.dim() != 4 or out.shape[:3] != q_all.shape[:3]:
@@ -154,9 +156,9 @@ class DistributedAttention(nn.Module):
                 )
             leaving.append(
                 torch.ops.deepsp.heads_to_seq_start(
-                    [out], [num_heads], lens, chunk, chunks, unit, rank, name
+                    [out], [num_heads], lens, chunk, chunks, rank, name
                 )
             )
         return torch.ops.deepsp.heads_to_seq_wait(
-            leaving, [num_heads], [out.size(3)], batch, lens, unit, rank, name
+            leaving, [num_heads], [out.size(3)], batch, lens, rank, name
         )[0]

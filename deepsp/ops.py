@@ -97,10 +97,10 @@ def seq_to_heads_start(
     num_heads = [x.size(2) for x in inputs]
     head_dims = [x.size(3) for x in inputs]
     batch = inputs[0].size(0)
-    (buffer,) = torch.ops.deepsp.seq_to_heads_start(inputs, lens, 1, 1, rank, name)
+    (buffer,) = torch.ops.deepsp.seq_to_heads_start(inputs, lens, 1, False, rank, name)
     return Pending(
         lambda: torch.ops.deepsp.seq_to_heads_wait(
-            buffer, num_heads, head_dims, batch, lens, 0, 1, 1, rank, name
+            buffer, num_heads, head_dims, batch, lens, 0, 1, rank, name
         )
     )
 
@@ -117,10 +117,10 @@ def heads_to_seq_start(
     heads = list(num_heads)
     head_dims = [x.size(3) for x in inputs]
     batch = inputs[0].size(0)
-    buffer = torch.ops.deepsp.heads_to_seq_start(inputs, heads, lens, 0, 1, 1, rank, name)
+    buffer = torch.ops.deepsp.heads_to_seq_start(inputs, heads, lens, 0, 1, rank, name)
     return Pending(
         lambda: torch.ops.deepsp.heads_to_seq_wait(
-            [buffer], heads, head_dims, batch, lens, 1, rank, name
+            [buffer], heads, head_dims, batch, lens, rank, name
         )
     )
 

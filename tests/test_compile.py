@@ -27,6 +27,8 @@ def _opcheck(name):
     q, k = _leaf(2, lens[rank], 8, 6), _leaf(2, lens[rank], 2, 6, seed=1)
     held = [x.detach().requires_grad_() for x in op.seq_to_heads([q, k], lens, rank, group)]
     shape = ([8, 2], [6, 6], 2)
+    x, weights = _leaf(2, lens[rank], 5), [_leaf(48, 5), _leaf(12, 5)]
+    biases, output = [_leaf(48), _leaf(12)], _leaf(7, 48)
 
     def landed(buffers):
         return [b.detach().requires_grad_() for b in buffers]
@@ -34,25 +36,42 @@ def _opcheck(name):
     # opcheck reads, copies and compares what is on its way: in anomaly mode, a start returns when
     # everything has arrived.
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
-        arriving = landed(op.seq_to_heads_start([q, k], lens, 2, 1, rank, group))
-        leaving = landed([op.heads_to_seq_start(held, [8, 2], lens, 0, 1, 1, rank, group)])
+        arriving = landed(op.seq_to_heads_start([q, k], lens, 2, False, rank, group))
+        out = landed([op.heads_to_seq_start(held[:1], [8], lens, 0, 1, rank, group)])
+        leaving = landed([op.heads_to_seq_start(held, [8, 2], lens, 0, 1, rank, group)])
         chunks = len(arriving)
         args = {
             "seq_to_heads": ([q, k], lens, rank, group),
             "heads_to_seq": (held, [8, 2], lens, rank, group),
-            "seq_to_heads_start": ([q, k], lens, 2, 1, rank, group),
-            "seq_to_heads_wait": (arriving[0], *shape, lens, 0, chunks, 1, rank, group),
-            "heads_to_seq_start": (held, [8, 2], lens, 0, 1, 1, rank, group),
-            "heads_to_seq_wait": (leaving, *shape, lens, 1, rank, group),
+            "seq_to_heads_start": ([q, k], lens, 2, False, rank, group),
+            "seq_to_heads_wait": (arriving[0], *shape, lens, 0, chunks, rank, group),
+            "heads_to_seq_start": (held, [8, 2], lens, 0, 1, rank, group),
+            "heads_to_seq_wait": (leaving, *shape, lens, rank, group),
+            "project_to_heads": (x, weights, biases, [8, 2], lens, rank, group),
+            "heads_to_output": (held[0], output, _leaf(7), 8, lens, rank, group),
+            "project_to_heads_start": (*(x, weights, biases, [8, 2], lens, 2, False, rank, group),),
+            "project_to_heads_backward": (
+                *([b.detach() for b in leaving], x.detach(), [w.detach() for w in weights]),
+                *([8, 2], 2, lens, [1, 1, 0, 0, 1], rank, group),
+            ),
+            "heads_to_output_wait": (out, output, _leaf(7), 8, 2, lens, rank, group),
+            "heads_to_output_weight_grad": (
+                *(draw(2, lens[rank], 7, dtype=torch.float32), [b.detach() for b in out]),
+                *(8, 6, lens, rank, group),
+            ),
             "distributed_attention": (q, k, k, None, 0.0, True, None, True, 1, lens, rank, group),
             "chunked": (q, k, k, None, 0.0, False, 0.5, True, 2, lens, rank, group),
-            "expand_kv_heads": (held[1], 8, 2, 0, 1, rank, size),
+            "kv_of_chunk": ([held[1]], 8, 2, 0, 1, rank, size),
+            "attention_of_chunk": (
+                *(held[0], held[1], held[1], None, 0.0, True, None),
+                *(8, 0, 1, rank, size),
+            ),
             "all_reduce": (_leaf(3, 4), 2.0, rank, size, group),
             "unshard": (q, 1, lens, rank, group),
             "sum_gradients_": ([torch.ones(3), torch.ones(2, 2)], rank, size, group),
             "token_split": (13, size),
             "head_split": (8, 2, size, rank),
-            "head_chunks": (8, 2, size, 4),
+            "head_chunks": (8, size, 4),
         }[name]
         overload = getattr(op, "distributed_attention" if name == "chunked" else name).default
         opcheck(overload, args)
@@ -62,9 +81,11 @@ def _opcheck(name):
 @pytest.mark.parametrize(
     "name",
     ["seq_to_heads", "heads_to_seq", "seq_to_heads_start", "seq_to_heads_wait",
-     "heads_to_seq_start", "heads_to_seq_wait", "distributed_attention", "chunked",
-     "expand_kv_heads", "all_reduce", "unshard", "sum_gradients_", "token_split", "head_split",
-     "head_chunks"],
+     "heads_to_seq_start", "heads_to_seq_wait", "project_to_heads", "heads_to_output",
+     "project_to_heads_start", "project_to_heads_backward", "heads_to_output_wait",
+     "heads_to_output_weight_grad", "distributed_attention", "chunked",
+     "kv_of_chunk", "attention_of_chunk", "all_reduce", "unshard", "sum_gradients_",
+     "token_split", "head_split", "head_chunks"],
 )  # fmt: skip
 def test_opcheck(ranks, name):
     on_ranks(ranks, _opcheck, name)

@@ -84,7 +84,7 @@ def _op_errors():
     rank, name = dist.get_rank(), dist.group.WORLD.group_name
     x = torch.zeros(1, 4, 4, 6)
     (y,) = op.seq_to_heads([x], [4, 4], rank, name)
-    (buffer,) = op.seq_to_heads_start([x], [4, 4], 1, 1, rank, name)
+    (buffer,) = op.seq_to_heads_start([x], [4, 4], 1, False, rank, name)
     cases = [
         (lambda: op.seq_to_heads([], [4, 4], rank, name), "inputs is empty"),
         (lambda: op.seq_to_heads([x], [4], 0, name), "seq_lens has 1 entries.*2 ranks"),
@@ -92,26 +92,25 @@ def _op_errors():
         (lambda: op.seq_to_heads([x], [4, 4], rank, "nobody"), "no process group.*'nobody'"),
         (lambda: op.seq_to_heads([x], [4, 4], 1 - rank, name), "rank is .*but this process is"),
         (lambda: op.seq_to_heads([x], [4, 4], 2, name), "rank is 2"),
-        (lambda: op.seq_to_heads_start([x], [4, 4], 1, 0, rank, name), "unit is 0"),
         (lambda: op.heads_to_seq([y], [4, 4], [4, 4], rank, name), "num_heads has 2 entries"),
         (lambda: op.heads_to_seq([y], [6], [4, 4], rank, name), "holds 3 of"),
         (lambda: op.heads_to_seq([y[:, :7]], [4], [4, 4], rank, name), "add up to 8"),
         (lambda: op.heads_to_seq([y, y], [4, 3], [4, 4], rank, name), r"inputs\[1\] has 3 heads"),
-        (lambda: op.heads_to_seq_start([y], [4], [4, 4], 1, 1, 1, rank, name), "chunk is 1"),
+        (lambda: op.heads_to_seq_start([y], [4], [4, 4], 1, 1, rank, name), "chunk is 1"),
         (
-            lambda: op.seq_to_heads_wait(buffer, [4], [5], 1, [4, 4], 0, 1, 1, rank, name),
+            lambda: op.seq_to_heads_wait(buffer, [4], [5], 1, [4, 4], 0, 1, rank, name),
             "the buffer has shape",
         ),
         (
-            lambda: op.seq_to_heads_wait(buffer, [4], [6, 6], 1, [4, 4], 0, 1, 1, rank, name),
+            lambda: op.seq_to_heads_wait(buffer, [4], [6, 6], 1, [4, 4], 0, 1, rank, name),
             "head_dims 2",
         ),
         (
-            lambda: op.seq_to_heads_wait(buffer, [4], [-6], -1, [4, 4], 0, 1, 1, rank, name),
+            lambda: op.seq_to_heads_wait(buffer, [4], [-6], -1, [4, 4], 0, 1, rank, name),
             "negative",
         ),
         (
-            lambda: op.heads_to_seq_wait([buffer] * 3, [4], [6], 1, [4, 4], 1, rank, name),
+            lambda: op.heads_to_seq_wait([buffer] * 3, [4], [6], 1, [4, 4], rank, name),
             "the buffer|chunk",
         ),
         (
@@ -125,7 +124,7 @@ def _op_errors():
     _all_raise(cases)
     with pytest.raises(NotImplementedError, match="non-empty list"):  # PyTorch's own
         op.heads_to_seq([], [], [4, 4], rank, name)
-    op.seq_to_heads_wait(buffer, [4], [6], 1, [4, 4], 0, 1, 1, rank, name)
+    op.seq_to_heads_wait(buffer, [4], [6], 1, [4, 4], 0, 1, rank, name)
     dist.barrier()
 
 

@@ -308,10 +308,10 @@ def _waited_twice():
     name, rank = dist.group.WORLD.group_name, dist.get_rank()
     op = torch.ops.deepsp
     (y,) = deepsp.seq_to_heads([x])
-    buffer = op.heads_to_seq_start([y], [4], [4, 4], 0, 1, 1, rank, name)
-    op.heads_to_seq_wait([buffer], [4], [3], 1, [4, 4], 1, rank, name)
+    buffer = op.heads_to_seq_start([y], [4], [4, 4], 0, 1, rank, name)
+    op.heads_to_seq_wait([buffer], [4], [3], 1, [4, 4], rank, name)
     with pytest.raises(ValueError, match="waited for already"):
-        op.heads_to_seq_wait([buffer], [4], [3], 1, [4, 4], 1, rank, name)
+        op.heads_to_seq_wait([buffer], [4], [3], 1, [4, 4], rank, name)
 
 
 def test_waiting_twice_raises():
@@ -322,10 +322,10 @@ def _started_twice_waited():
     """Both waits of the pair, twice: never a silently wrong gradient."""
     rank, name = dist.get_rank(), dist.group.WORLD.group_name
     op = torch.ops.deepsp
-    (buffer,) = op.seq_to_heads_start([draw(1, 4, 4, 3)], [4, 4], 1, 1, rank, name)
-    op.seq_to_heads_wait(buffer, [4], [3], 1, [4, 4], 0, 1, 1, rank, name)
+    (buffer,) = op.seq_to_heads_start([draw(1, 4, 4, 3)], [4, 4], 1, False, rank, name)
+    op.seq_to_heads_wait(buffer, [4], [3], 1, [4, 4], 0, 1, rank, name)
     with pytest.raises(ValueError, match="waited for already"):
-        op.seq_to_heads_wait(buffer, [4], [3], 1, [4, 4], 0, 1, 1, rank, name)
+        op.seq_to_heads_wait(buffer, [4], [3], 1, [4, 4], 0, 1, rank, name)
 
 
 def test_views_are_waited_for_once():

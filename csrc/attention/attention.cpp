@@ -40,11 +40,28 @@ at::Tensor mask_of(const at::Tensor& mask, const Range& heads) {
                                                    : mask;
 }
 
-// k or v with one head for each query head, where this rank's query heads don't
-// read its kv heads in equal numbers (which is what attention functions assume);
-// else as it is.
-at::Tensor expand_kv_heads(
-    const at::Tensor& x,
+// The query heads of a chunk, and how many of them read each kv head from `kv.begin` on.
+struct Readers {
+  Range q;
+  Range kv;
+  std::vector<int64_t> counts;
+
+  Readers(const HeadLayout& layout, int64_t rank, int64_t chunk)
+      : q(layout.range(0, rank, chunk)), kv(layout.reads(1, rank, chunk)) {
+    const int64_t each = layout.num_heads(0) / layout.num_heads(1);
+    for (int64_t head = kv.begin; head < kv.end; ++head) {
+      counts.push_back(std::min(q.end, (head + 1) * each) - std::max(q.begin, head * each));
+    }
+  }
+
+  bool uniform() const {
+    return std::all_of(
+        counts.begin(), counts.end(), [&](int64_t n) { return n == counts.front(); });
+  }
+};
+
+at::Tensor kv_of_chunk(
+    at::TensorList received,
     int64_t num_heads,
     int64_t num_kv_heads,
     int64_t chunk,
@@ -53,63 +70,82 @@ at::Tensor expand_kv_heads(
     int64_t parts) {
   check_num_heads({num_heads, num_kv_heads}, parts, kNames);
   const HeadLayout layout({num_heads, num_kv_heads}, parts, chunks);
-  const Range q = layout.range(0, rank, chunk);
-  const Range kv = layout.range(1, rank, chunk);
   TORCH_CHECK_VALUE(
-      x.dim() == 4 && x.sym_size(2) == kv.size(), "x has shape ", x.sym_sizes(), ", but rank ",
-      rank, " of ", parts, " reads ", kv.size(), " kv heads; [batch, sequence, ", kv.size(),
-      ", head_dim] is right");
-  const int64_t readers = num_heads / num_kv_heads;
-  std::vector<int64_t> repeats;
-  for (int64_t head = kv.begin; head < kv.end; ++head) {
-    repeats.push_back(std::min(q.end, (head + 1) * readers) - std::max(q.begin, head * readers));
+      chunk >= 0 && chunk < layout.chunks() && static_cast<int64_t>(received.size()) > chunk,
+      "chunk is ", chunk, ", but there are ", layout.chunks(), " chunks and ", received.size(),
+      " of them received");
+  const Readers readers(layout, rank, chunk);
+  std::vector<at::Tensor> pieces;  // the heads read, in order
+  for (int64_t c = 0; c <= chunk; ++c) {
+    const Range came = layout.range(1, rank, c);
+    const at::Tensor& x = received[c];
+    TORCH_CHECK_VALUE(
+        x.dim() == 4 && x.sym_size(2) == came.size(), "received[", c, "] has shape ", x.sym_sizes(),
+        ", but ", came.size(), " kv heads came to rank ", rank, " of ", parts, " with chunk ", c,
+        "; [batch, sequence, ", came.size(), ", head_dim] is right");
+    const Range used = {std::max(came.begin, readers.kv.begin), std::min(came.end, readers.kv.end)};
+    if (used.size() > 0) {
+      pieces.push_back(
+          used.size() == came.size() ? x : x.narrow(2, used.begin - came.begin, used.size()));
+    }
   }
-  if (std::all_of(
-          repeats.begin(), repeats.end(), [&](int64_t n) { return n == repeats.front(); })) {
-    return x;
+  if (readers.uniform()) {
+    return pieces.size() == 1 ? pieces[0] : at::cat(pieces, 2);
   }
   // Not an index tensor: that would be a constant in a traced graph, and a copy
   // to the device.
-  const std::vector<at::Tensor> heads = x.unbind(2);
   std::vector<at::Tensor> repeated;
-  for (size_t i = 0; i < heads.size(); ++i) {
-    repeated.push_back(
-        heads[i].unsqueeze(2).expand_symint(
-            {x.sym_size(0), x.sym_size(1), c10::SymInt(repeats[i]), x.sym_size(3)}));
+  for (const at::Tensor& piece : pieces) {
+    for (const at::Tensor& head : piece.unbind(2)) {
+      repeated.push_back(head.unsqueeze(2).expand_symint(
+          {head.sym_size(0), head.sym_size(1), c10::SymInt(readers.counts[repeated.size()]),
+           head.sym_size(2)}));
+    }
   }
   return at::cat(repeated, 2);
 }
 
-struct Attention {
-  const std::optional<at::Tensor>& mask;
-  double dropout_p;
-  bool is_causal;
-  std::optional<double> scale;
-
-  // All tokens, some heads: [B, S, h, D] in and out.
-  at::Tensor operator()(
-      const std::vector<at::Tensor>& qkv,
-      const HeadLayout& layout,
-      int64_t chunk,
-      int64_t rank) const {
-    const auto expand = [&](const at::Tensor& x) {
-      return expand_kv_heads(
-                 x, layout.num_heads(0), layout.num_heads(1), chunk, layout.chunks(), rank,
-                 layout.parts())
-          .transpose(1, 2);
-    };
-    const at::Tensor q = qkv[0].transpose(1, 2);
-    const at::Tensor k = expand(qkv[1]);
-    const at::Tensor v = expand(qkv[2]);
-    std::optional<at::Tensor> mine;
-    if (mask.has_value()) {
-      mine = mask_of(*mask, layout.range(0, rank, chunk));
-    }
-    const bool grouped = q.sym_size(1) != k.sym_size(1);
-    return at::scaled_dot_product_attention(q, k, v, mine, dropout_p, is_causal, scale, grouped)
-        .transpose(1, 2);
+at::Tensor attention_of_chunk(
+    const at::Tensor& q,
+    const at::Tensor& k,
+    const at::Tensor& v,
+    const std::optional<at::Tensor>& attn_mask,
+    double dropout_p,
+    bool is_causal,
+    std::optional<double> scale,
+    int64_t num_heads,
+    int64_t chunk,
+    int64_t chunks,
+    int64_t rank,
+    int64_t parts) {
+  check_num_heads({num_heads}, parts, kNames);
+  const HeadLayout layout({num_heads}, parts, chunks);
+  TORCH_CHECK_VALUE(
+      chunk >= 0 && chunk < layout.chunks(), "chunk is ", chunk, ", but there are ",
+      layout.chunks(), " chunks");
+  const Range heads = layout.range(0, rank, chunk);
+  TORCH_CHECK_VALUE(
+      q.dim() == 4 && k.dim() == 4 && v.dim() == 4 && q.sym_size(2) == heads.size(),
+      "q, k and v have shapes ", q.sym_sizes(), ", ", k.sym_sizes(), " and ", v.sym_sizes(),
+      "; [batch, sequence, heads, head_dim] is right, with the ", heads.size(),
+      " query heads of this chunk");
+  std::optional<at::Tensor> mask;
+  if (attn_mask.has_value()) {
+    TORCH_CHECK_VALUE(
+        !is_causal, "attn_mask is given and is_causal is True; only one of them can be");
+    TORCH_CHECK_VALUE(
+        attn_mask->scalar_type() == at::kBool || attn_mask->scalar_type() == q.scalar_type(),
+        "attn_mask is ", attn_mask->scalar_type(), "; bool or q's dtype, ", q.scalar_type(),
+        ", is right");
+    check_mask(*attn_mask, q.sym_size(0), num_heads, q.sym_size(1));
+    mask = mask_of(*attn_mask, heads);
   }
-};
+  const bool grouped = q.sym_size(2) != k.sym_size(2);
+  return at::scaled_dot_product_attention(
+             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, dropout_p, is_causal,
+             scale, grouped)
+      .transpose(1, 2);
+}
 
 at::Tensor distributed_attention(
     const at::Tensor& q,
@@ -124,7 +160,7 @@ at::Tensor distributed_attention(
     c10::SymIntArrayRef seq_lens,
     int64_t rank,
     std::string_view group_name) {
-  const SymBlockLayout layout = check_by_tokens({q, k, v}, seq_lens, chunks, 1, rank, kNames);
+  const SymBlockLayout layout = check_by_tokens({q, k, v}, seq_lens, chunks, rank, kNames);
   const HeadLayout& heads = layout.heads;
   TORCH_CHECK_VALUE(
       heads.num_heads(1) == heads.num_heads(2), "k has ", heads.num_heads(1), " heads, but v has ",
@@ -155,29 +191,42 @@ at::Tensor distributed_attention(
     check_mask(*attn_mask, layout.batch, q.sym_size(2), tokens);
   }
 
-  const Attention attend{attn_mask, dropout_p, is_causal, scale};
   const c10::SymInt num_heads = q.sym_size(2);
+  const int64_t counts[] = {heads.num_heads(0), heads.num_heads(1)};
+  const int64_t parts = heads.parts();
+  std::vector<at::Tensor> ks, vs;
+  const auto attend = [&](const std::vector<at::Tensor>& qkv, int64_t chunk) {
+    ks.push_back(qkv[1]);
+    vs.push_back(qkv[2]);
+    const auto read = [&](at::TensorList received) {
+      return kv_of_chunk(received, counts[0], counts[1], chunk, heads.chunks(), rank, parts);
+    };
+    return attention_of_chunk(
+        qkv[0], read(ks), read(vs), attn_mask, dropout_p, is_causal, scale, counts[0], chunk,
+        heads.chunks(), rank, parts);
+  };
   if (heads.chunks() == 1) {
-    const at::Tensor out =
-        attend(seq_to_heads({q, k, v}, seq_lens, rank, group_name), heads, 0, rank);
+    const at::Tensor out = attend(seq_to_heads({q, k, v}, seq_lens, rank, group_name), 0);
     return heads_to_seq({out}, {num_heads}, seq_lens, rank, group_name)[0];
   }
   const c10::SymInt qkv_heads[] = {num_heads, k.sym_size(2), v.sym_size(2)};
   const std::vector<at::Tensor> arriving =
-      seq_to_heads_start({q, k, v}, seq_lens, heads.chunks(), 1, rank, group_name);
-  // The output is cut where k and v are.
-  const int64_t unit = heads.num_heads(0) / heads.num_heads(1);
+      seq_to_heads_start({q, k, v}, seq_lens, heads.chunks(), false, rank, group_name);
   std::vector<at::Tensor> leaving;
   for (int64_t chunk = 0; chunk < heads.chunks(); ++chunk) {
     const std::vector<at::Tensor> qkv = seq_to_heads_wait(
         arriving[chunk], qkv_heads, layout.head_dims, layout.batch, seq_lens, chunk, heads.chunks(),
-        1, rank, group_name);
+        rank, group_name);
     leaving.push_back(heads_to_seq_start(
-        {attend(qkv, heads, chunk, rank)}, {num_heads}, seq_lens, chunk, heads.chunks(), unit, rank,
-        group_name));
+        {attend(qkv, chunk)}, {num_heads}, seq_lens, chunk, heads.chunks(), rank, group_name));
   }
   return heads_to_seq_wait(
-      leaving, {num_heads}, {v.sym_size(3)}, layout.batch, seq_lens, unit, rank, group_name)[0];
+      leaving, {num_heads}, {v.sym_size(3)}, layout.batch, seq_lens, rank, group_name)[0];
+}
+
+template <class Cast>
+std::optional<at::Tensor> cast_mask(const std::optional<at::Tensor>& mask, const Cast& cast) {
+  return mask.has_value() && mask->is_floating_point() ? cast(*mask) : mask;
 }
 
 // Under autocast attention computes in the lower precision: cast before the
@@ -202,29 +251,53 @@ at::Tensor distributed_attention_autocast(
   const auto cast = [&](const at::Tensor& x) {
     return at::autocast::cached_cast(dtype, x, device);
   };
-  std::optional<at::Tensor> mask = attn_mask;
-  if (mask.has_value() && mask->is_floating_point()) {
-    mask = cast(*mask);
-  }
   static const auto op = find_op<decltype(distributed_attention)>("deepsp::distributed_attention");
   return op.call(
-      cast(q), cast(k), cast(v), mask, dropout_p, is_causal, scale, enable_gqa, chunks, seq_lens,
-      rank, group_name);
+      cast(q), cast(k), cast(v), cast_mask(attn_mask, cast), dropout_p, is_causal, scale,
+      enable_gqa, chunks, seq_lens, rank, group_name);
+}
+
+template <c10::DeviceType device>
+at::Tensor attention_of_chunk_autocast(
+    const at::Tensor& q,
+    const at::Tensor& k,
+    const at::Tensor& v,
+    const std::optional<at::Tensor>& attn_mask,
+    double dropout_p,
+    bool is_causal,
+    std::optional<double> scale,
+    int64_t num_heads,
+    int64_t chunk,
+    int64_t chunks,
+    int64_t rank,
+    int64_t parts) {
+  c10::impl::ExcludeDispatchKeyGuard guard(
+      c10::DispatchKeySet(at::autocast::get_autocast_dispatch_key_from_device_type(device)));
+  const auto dtype = at::autocast::get_autocast_dtype(device);
+  const auto cast = [&](const at::Tensor& x) {
+    return at::autocast::cached_cast(dtype, x, device);
+  };
+  return attention_of_chunk(
+      cast(q), cast(k), cast(v), cast_mask(attn_mask, cast), dropout_p, is_causal, scale, num_heads,
+      chunk, chunks, rank, parts);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(deepsp, CompositeImplicitAutograd, m) {
   m.impl("distributed_attention", distributed_attention);
-  m.impl("expand_kv_heads", expand_kv_heads);
+  m.impl("kv_of_chunk", kv_of_chunk);
+  m.impl("attention_of_chunk", attention_of_chunk);
 }
 
 TORCH_LIBRARY_IMPL(deepsp, AutocastCPU, m) {
   m.impl("distributed_attention", distributed_attention_autocast<at::kCPU>);
+  m.impl("attention_of_chunk", attention_of_chunk_autocast<at::kCPU>);
 }
 
 TORCH_LIBRARY_IMPL(deepsp, AutocastCUDA, m) {
   m.impl("distributed_attention", distributed_attention_autocast<at::kCUDA>);
+  m.impl("attention_of_chunk", attention_of_chunk_autocast<at::kCUDA>);
 }
 
 }  // namespace deepsp

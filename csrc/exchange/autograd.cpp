@@ -23,7 +23,6 @@ struct Shapes {
   std::vector<c10::SymInt> seq_lens;
   int64_t chunk = 0;
   int64_t chunks = 1;
-  int64_t unit = 1;
   int64_t rank = 0;
   std::string group_name;
 
@@ -35,7 +34,6 @@ struct Shapes {
     data["seq_lens"] = c10::SymIntArrayRef(seq_lens);
     data["chunk"] = chunk;
     data["chunks"] = chunks;
-    data["unit"] = unit;
     data["rank"] = rank;
     data["group_name"] = group_name;
   }
@@ -48,7 +46,6 @@ struct Shapes {
     seq_lens = data["seq_lens"].toSymIntVector();
     chunk = data["chunk"].toInt();
     chunks = data["chunks"].toInt();
-    unit = data["unit"].toInt();
     rank = data["rank"].toInt();
     group_name = data["group_name"].toStringRef();
   }
@@ -98,21 +95,20 @@ struct SeqToHeadsStart : Function<SeqToHeadsStart> {
       at::TensorList inputs,
       c10::SymIntArrayRef seq_lens,
       int64_t chunks,
-      int64_t unit,
+      bool last_first,
       int64_t rank,
       std::string_view group_name) {
     Shapes s(inputs, seq_lens, rank, group_name);
-    s.unit = unit;
     s.save(ctx);
     at::AutoDispatchBelowADInplaceOrView guard;
-    return seq_to_heads_start(inputs, seq_lens, chunks, unit, rank, group_name);
+    return seq_to_heads_start(inputs, seq_lens, chunks, last_first, rank, group_name);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list buffers) {
     const Shapes s(ctx);
     return with_undefined(
         heads_to_seq_wait(
-            buffers, s.num_heads, s.head_dims, s.batch, s.seq_lens, s.unit, s.rank, s.group_name),
+            buffers, s.num_heads, s.head_dims, s.batch, s.seq_lens, s.rank, s.group_name),
         5);
   }
 };
@@ -127,26 +123,24 @@ struct SeqToHeadsWait : Function<SeqToHeadsWait> {
       c10::SymIntArrayRef seq_lens,
       int64_t chunk,
       int64_t chunks,
-      int64_t unit,
       int64_t rank,
       std::string_view group_name) {
     Shapes s({}, seq_lens, rank, group_name);
     s.num_heads = num_heads.vec();
     s.chunk = chunk;
     s.chunks = chunks;
-    s.unit = unit;
     s.save(ctx);
     at::AutoDispatchBelowADInplaceOrView guard;
     return seq_to_heads_wait(
-        buffer, num_heads, head_dims, batch, seq_lens, chunk, chunks, unit, rank, group_name);
+        buffer, num_heads, head_dims, batch, seq_lens, chunk, chunks, rank, group_name);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list gradients) {
     const Shapes s(ctx);
     return with_undefined(
         {heads_to_seq_start(
-            gradients, s.num_heads, s.seq_lens, s.chunk, s.chunks, s.unit, s.rank, s.group_name)},
-        9);
+            gradients, s.num_heads, s.seq_lens, s.chunk, s.chunks, s.rank, s.group_name)},
+        8);
   }
 };
 
@@ -158,26 +152,24 @@ struct HeadsToSeqStart : Function<HeadsToSeqStart> {
       c10::SymIntArrayRef seq_lens,
       int64_t chunk,
       int64_t chunks,
-      int64_t unit,
       int64_t rank,
       std::string_view group_name) {
     Shapes s(inputs, seq_lens, rank, group_name);
     s.num_heads = num_heads.vec();
     s.chunk = chunk;
     s.chunks = chunks;
-    s.unit = unit;
     s.save(ctx);
     at::AutoDispatchBelowADInplaceOrView guard;
-    return heads_to_seq_start(inputs, num_heads, seq_lens, chunk, chunks, unit, rank, group_name);
+    return heads_to_seq_start(inputs, num_heads, seq_lens, chunk, chunks, rank, group_name);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list buffers) {
     const Shapes s(ctx);
     return with_undefined(
         seq_to_heads_wait(
-            buffers[0], s.num_heads, s.head_dims, s.batch, s.seq_lens, s.chunk, s.chunks, s.unit,
-            s.rank, s.group_name),
-        7);
+            buffers[0], s.num_heads, s.head_dims, s.batch, s.seq_lens, s.chunk, s.chunks, s.rank,
+            s.group_name),
+        6);
   }
 };
 
@@ -189,22 +181,20 @@ struct HeadsToSeqWait : Function<HeadsToSeqWait> {
       c10::SymIntArrayRef head_dims,
       const c10::SymInt& batch,
       c10::SymIntArrayRef seq_lens,
-      int64_t unit,
       int64_t rank,
       std::string_view group_name) {
     Shapes s({}, seq_lens, rank, group_name);
     s.chunks = static_cast<int64_t>(buffers.size());
-    s.unit = unit;
     s.save(ctx);
     at::AutoDispatchBelowADInplaceOrView guard;
-    return heads_to_seq_wait(
-        buffers, num_heads, head_dims, batch, seq_lens, unit, rank, group_name);
+    return heads_to_seq_wait(buffers, num_heads, head_dims, batch, seq_lens, rank, group_name);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list gradients) {
     const Shapes s(ctx);
     return with_undefined(
-        seq_to_heads_start(gradients, s.seq_lens, s.chunks, s.unit, s.rank, s.group_name), 7);
+        // The last chunk first: autograd asks for it first.
+        seq_to_heads_start(gradients, s.seq_lens, s.chunks, true, s.rank, s.group_name), 6);
   }
 };
 
@@ -220,9 +210,9 @@ std::vector<at::Tensor> seq_to_heads_composite(
   TORCH_CHECK_VALUE(!inputs.empty(), "inputs is empty; at least one tensor is needed");
   const Shapes s(inputs, seq_lens, rank, group_name);
   const std::vector<at::Tensor> buffers =
-      seq_to_heads_start(inputs, seq_lens, 1, 1, rank, group_name);
+      seq_to_heads_start(inputs, seq_lens, 1, false, rank, group_name);
   return seq_to_heads_wait(
-      buffers[0], s.num_heads, s.head_dims, s.batch, seq_lens, 0, 1, 1, rank, group_name);
+      buffers[0], s.num_heads, s.head_dims, s.batch, seq_lens, 0, 1, rank, group_name);
 }
 
 std::vector<at::Tensor> heads_to_seq_autograd(
@@ -238,10 +228,10 @@ std::vector<at::Tensor> seq_to_heads_start_autograd(
     at::TensorList inputs,
     c10::SymIntArrayRef seq_lens,
     int64_t chunks,
-    int64_t unit,
+    bool last_first,
     int64_t rank,
     std::string_view group_name) {
-  return SeqToHeadsStart::apply(inputs, seq_lens, chunks, unit, rank, group_name);
+  return SeqToHeadsStart::apply(inputs, seq_lens, chunks, last_first, rank, group_name);
 }
 
 std::vector<at::Tensor> seq_to_heads_wait_autograd(
@@ -252,11 +242,10 @@ std::vector<at::Tensor> seq_to_heads_wait_autograd(
     c10::SymIntArrayRef seq_lens,
     int64_t chunk,
     int64_t chunks,
-    int64_t unit,
     int64_t rank,
     std::string_view group_name) {
   return SeqToHeadsWait::apply(
-      buffer, num_heads, head_dims, batch, seq_lens, chunk, chunks, unit, rank, group_name);
+      buffer, num_heads, head_dims, batch, seq_lens, chunk, chunks, rank, group_name);
 }
 
 at::Tensor heads_to_seq_start_autograd(
@@ -265,10 +254,9 @@ at::Tensor heads_to_seq_start_autograd(
     c10::SymIntArrayRef seq_lens,
     int64_t chunk,
     int64_t chunks,
-    int64_t unit,
     int64_t rank,
     std::string_view group_name) {
-  return HeadsToSeqStart::apply(inputs, num_heads, seq_lens, chunk, chunks, unit, rank, group_name);
+  return HeadsToSeqStart::apply(inputs, num_heads, seq_lens, chunk, chunks, rank, group_name);
 }
 
 std::vector<at::Tensor> heads_to_seq_wait_autograd(
@@ -277,11 +265,9 @@ std::vector<at::Tensor> heads_to_seq_wait_autograd(
     c10::SymIntArrayRef head_dims,
     c10::SymInt batch,
     c10::SymIntArrayRef seq_lens,
-    int64_t unit,
     int64_t rank,
     std::string_view group_name) {
-  return HeadsToSeqWait::apply(
-      buffers, num_heads, head_dims, batch, seq_lens, unit, rank, group_name);
+  return HeadsToSeqWait::apply(buffers, num_heads, head_dims, batch, seq_lens, rank, group_name);
 }
 
 }  // namespace

@@ -95,7 +95,6 @@ SymBlockLayout check_by_tokens(
     at::TensorList inputs,
     c10::SymIntArrayRef seq_lens,
     int64_t chunks,
-    int64_t unit,
     int64_t rank,
     const char* const* names) {
   check_seq_lens(seq_lens, rank);
@@ -105,7 +104,6 @@ SymBlockLayout check_by_tokens(
       inputs[0].sym_size(1), ", but seq_lens[", rank, "] of this rank is ", seq_lens[rank],
       "; they must be the same");
   TORCH_CHECK_VALUE(chunks >= 1, "chunks is ", chunks, "; at least 1 is right");
-  TORCH_CHECK_VALUE(unit >= 1, "unit is ", unit, "; at least 1 is right");
   std::vector<int64_t> num_heads;
   std::vector<c10::SymInt> head_dims;
   for (const at::Tensor& x : inputs) {
@@ -115,8 +113,7 @@ SymBlockLayout check_by_tokens(
   const int64_t parts = static_cast<int64_t>(seq_lens.size());
   check_num_heads(num_heads, parts, names);
   return {
-      HeadLayout(num_heads, parts, chunks, unit), head_dims, inputs[0].sym_size(0), seq_lens.vec(),
-      rank};
+      HeadLayout(num_heads, parts, chunks), head_dims, inputs[0].sym_size(0), seq_lens.vec(), rank};
 }
 
 SymBlockLayout check_by_heads(
@@ -125,7 +122,6 @@ SymBlockLayout check_by_heads(
     c10::SymIntArrayRef seq_lens,
     int64_t chunk,
     int64_t chunks,
-    int64_t unit,
     int64_t rank) {
   check_seq_lens(seq_lens, rank);
   check_alike(inputs, nullptr);
@@ -133,7 +129,6 @@ SymBlockLayout check_by_heads(
       num_heads.size() == inputs.size(), "num_heads has ", num_heads.size(),
       " entries, but there are ", inputs.size(), " inputs; one for each is right");
   TORCH_CHECK_VALUE(chunks >= 1, "chunks is ", chunks, "; at least 1 is right");
-  TORCH_CHECK_VALUE(unit >= 1, "unit is ", unit, "; at least 1 is right");
   const int64_t parts = static_cast<int64_t>(seq_lens.size());
   const std::vector<int64_t> heads = ints(num_heads);
   check_num_heads(heads, parts, nullptr);
@@ -142,8 +137,7 @@ SymBlockLayout check_by_heads(
     head_dims.push_back(x.sym_size(3));
   }
   SymBlockLayout layout{
-      HeadLayout(heads, parts, chunks, unit), head_dims, inputs[0].sym_size(0), seq_lens.vec(),
-      rank};
+      HeadLayout(heads, parts, chunks), head_dims, inputs[0].sym_size(0), seq_lens.vec(), rank};
   check_chunk(layout.heads, chunk);
   check_sums(layout.heads, inputs[0].scalar_type());
   TORCH_CHECK_VALUE(
@@ -168,7 +162,6 @@ SymBlockLayout check_wait(
     c10::SymIntArrayRef seq_lens,
     int64_t chunk,
     int64_t chunks,
-    int64_t unit,
     int64_t rank) {
   check_seq_lens(seq_lens, rank);
   TORCH_CHECK_VALUE(
@@ -179,9 +172,8 @@ SymBlockLayout check_wait(
   const std::vector<int64_t> heads = ints(num_heads);
   check_num_heads(heads, parts, nullptr);
   TORCH_CHECK_VALUE(chunks >= 1, "chunks is ", chunks, "; at least 1 is right");
-  TORCH_CHECK_VALUE(unit >= 1, "unit is ", unit, "; at least 1 is right");
   SymBlockLayout layout{
-      HeadLayout(heads, parts, chunks, unit), head_dims.vec(), batch, seq_lens.vec(), rank};
+      HeadLayout(heads, parts, chunks), head_dims.vec(), batch, seq_lens.vec(), rank};
   TORCH_CHECK_VALUE(batch >= 0, "batch is ", batch, "; a size can't be negative");
   for (size_t i = 0; i < head_dims.size(); ++i) {
     TORCH_CHECK_VALUE(

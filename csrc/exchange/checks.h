@@ -25,7 +25,6 @@ SymBlockLayout check_by_tokens(
     at::TensorList inputs,
     c10::SymIntArrayRef seq_lens,
     int64_t chunks,
-    int64_t unit,
     int64_t rank,
     const char* const* names = nullptr);
 
@@ -36,7 +35,6 @@ SymBlockLayout check_by_heads(
     c10::SymIntArrayRef seq_lens,
     int64_t chunk,
     int64_t chunks,
-    int64_t unit,
     int64_t rank);
 
 // What a wait says of the buffer that it is given.
@@ -48,7 +46,6 @@ SymBlockLayout check_wait(
     c10::SymIntArrayRef seq_lens,
     int64_t chunk,
     int64_t chunks,
-    int64_t unit,
     int64_t rank);
 
 // Elements of the buffer that an exchange of `chunk` goes into. The same both

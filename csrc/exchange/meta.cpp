@@ -45,17 +45,17 @@ std::vector<at::Tensor> heads_to_seq_meta(
     c10::SymIntArrayRef seq_lens,
     int64_t rank,
     std::string_view /*group_name*/) {
-  return outputs_by_tokens(check_by_heads(inputs, num_heads, seq_lens, 0, 1, 1, rank), inputs[0]);
+  return outputs_by_tokens(check_by_heads(inputs, num_heads, seq_lens, 0, 1, rank), inputs[0]);
 }
 
 std::vector<at::Tensor> seq_to_heads_start_meta(
     at::TensorList inputs,
     c10::SymIntArrayRef seq_lens,
     int64_t chunks,
-    int64_t unit,
+    bool /*last_first*/,
     int64_t rank,
     std::string_view /*group_name*/) {
-  const SymBlockLayout layout = check_by_tokens(inputs, seq_lens, chunks, unit, rank);
+  const SymBlockLayout layout = check_by_tokens(inputs, seq_lens, chunks, rank);
   std::vector<at::Tensor> buffers;
   for (int64_t chunk = 0; chunk < layout.heads.chunks(); ++chunk) {
     buffers.push_back(at::empty_symint({buffer_elements(layout, chunk)}, inputs[0].options()));
@@ -71,11 +71,10 @@ std::vector<at::Tensor> seq_to_heads_wait_meta(
     c10::SymIntArrayRef seq_lens,
     int64_t chunk,
     int64_t chunks,
-    int64_t unit,
     int64_t rank,
     std::string_view /*group_name*/) {
   return views_by_heads(
-      buffer, check_wait(buffer, num_heads, head_dims, batch, seq_lens, chunk, chunks, unit, rank),
+      buffer, check_wait(buffer, num_heads, head_dims, batch, seq_lens, chunk, chunks, rank),
       chunk);
 }
 
@@ -85,11 +84,9 @@ at::Tensor heads_to_seq_start_meta(
     c10::SymIntArrayRef seq_lens,
     int64_t chunk,
     int64_t chunks,
-    int64_t unit,
     int64_t rank,
     std::string_view /*group_name*/) {
-  const SymBlockLayout layout =
-      check_by_heads(inputs, num_heads, seq_lens, chunk, chunks, unit, rank);
+  const SymBlockLayout layout = check_by_heads(inputs, num_heads, seq_lens, chunk, chunks, rank);
   return at::empty_symint({buffer_elements(layout, chunk)}, inputs[0].options());
 }
 
@@ -99,13 +96,11 @@ std::vector<at::Tensor> heads_to_seq_wait_meta(
     c10::SymIntArrayRef head_dims,
     c10::SymInt batch,
     c10::SymIntArrayRef seq_lens,
-    int64_t unit,
     int64_t rank,
     std::string_view /*group_name*/) {
   const int64_t chunks = static_cast<int64_t>(buffers.size());
   return outputs_by_tokens(
-      check_wait(buffers, num_heads, head_dims, batch, seq_lens, 0, chunks, unit, rank),
-      buffers[0]);
+      check_wait(buffers, num_heads, head_dims, batch, seq_lens, 0, chunks, rank), buffers[0]);
 }
 
 // Cuts the alias: a wait consumes its buffer, so nobody sees the difference.
@@ -117,7 +112,6 @@ std::vector<at::Tensor> seq_to_heads_wait_functionalize(
     c10::SymIntArrayRef seq_lens,
     int64_t chunk,
     int64_t chunks,
-    int64_t unit,
     int64_t rank,
     std::string_view group_name) {
   namespace functional = at::functionalization::impl;
@@ -130,8 +124,7 @@ std::vector<at::Tensor> seq_to_heads_wait_functionalize(
   {
     at::AutoDispatchSkipFunctionalize guard;
     views = seq_to_heads_wait(
-        inner, num_heads, head_dims, std::move(batch), seq_lens, chunk, chunks, unit, rank,
-        group_name);
+        inner, num_heads, head_dims, std::move(batch), seq_lens, chunk, chunks, rank, group_name);
   }
   return functional::to_functional_tensor(at::TensorList(views));
 }

@@ -1,6 +1,6 @@
 // The exchange's kernels, the same for CPU and CUDA.
 
-#include <torch/csrc/autograd/anomaly_mode.h>
+#include <ATen/record_function.h>
 #include <torch/library.h>
 
 #include "checks.h"
@@ -9,39 +9,13 @@
 namespace deepsp {
 namespace {
 
-// A buffer for an exchange, of the size that both directions have.
-at::Tensor buffer_for(const SymBlockLayout& shapes, int64_t chunk, const at::Tensor& like) {
-  const int64_t elements = buffer_elements(shapes, chunk).expect_int();
-  const at::Tensor buffer = empty_buffer({elements}, like);
-  if (torch::autograd::AnomalyMode::is_enabled()) {
-    buffer.zero_();  // it may be larger than what arrives
-  }
-  return buffer;
-}
-
-// Anomaly mode looks for NaN in every gradient, in buffers on their way too: for
-// it, an exchange arrives before its start returns.
-void settle_if_watched(const at::Tensor& buffer, const Layout& layout, int64_t chunk) {
-  if (torch::autograd::AnomalyMode::is_enabled()) {
-    settle(buffer, layout, chunk);
-  }
-}
-
-// Null where there is nobody to talk to.
-std::unique_ptr<Group> group_of(
-    std::string_view name, const Layout& layout, const at::Tensor& like) {
-  auto group =
-      std::make_unique<Group>(resolve_group(name, layout.rank, layout.parts(), like.device()));
-  return layout.parts() == 1 ? nullptr : std::move(group);
-}
-
 std::vector<at::Tensor> heads_to_seq_kernel(
     at::TensorList inputs,
     c10::SymIntArrayRef num_heads,
     c10::SymIntArrayRef seq_lens,
     int64_t rank,
     std::string_view group_name) {
-  const Layout layout = concrete(check_by_heads(inputs, num_heads, seq_lens, 0, 1, 1, rank));
+  const Layout layout = concrete(check_by_heads(inputs, num_heads, seq_lens, 0, 1, rank));
   const auto group = group_of(group_name, layout, inputs[0]);
   const at::Tensor buffer = empty_buffer({layout.elements_by_tokens(0)}, inputs[0]);
   if (group == nullptr && buffer.is_cpu()) {
@@ -59,17 +33,23 @@ std::vector<at::Tensor> seq_to_heads_start_kernel(
     at::TensorList inputs,
     c10::SymIntArrayRef seq_lens,
     int64_t chunks,
-    int64_t unit,
+    bool last_first,
     int64_t rank,
     std::string_view group_name) {
-  const SymBlockLayout shapes = check_by_tokens(inputs, seq_lens, chunks, unit, rank);
+  const SymBlockLayout shapes = check_by_tokens(inputs, seq_lens, chunks, rank);
   const Layout layout = concrete(shapes);
   const auto group = group_of(group_name, layout, inputs[0]);
-  std::vector<at::Tensor> buffers;
-  for (int64_t chunk = 0; chunk < layout.heads.chunks(); ++chunk) {
-    buffers.push_back(buffer_for(shapes, chunk, inputs[0]));
-    launch_to_heads(inputs, layout, chunk, group.get(), buffers.back());
-    settle_if_watched(buffers.back(), layout, chunk);
+  const int64_t count = layout.heads.chunks();
+  std::vector<at::Tensor> buffers(count);
+  for (int64_t n = 0; n < count; ++n) {
+    const int64_t chunk = last_first ? count - 1 - n : n;
+    buffers[chunk] = buffer_for(shapes, chunk, inputs[0]);
+    RECORD_FUNCTION("deepsp::pack", {});
+    const auto make = [&](c10::ArrayRef<Place> places) {
+      pack_by_tokens(inputs, layout, chunk, places);
+    };
+    make(launch_to_heads(make, layout, chunk, group.get(), buffers[chunk]));
+    settle_if_watched(buffers[chunk], layout, chunk);
   }
   return buffers;
 }
@@ -82,11 +62,10 @@ std::vector<at::Tensor> seq_to_heads_wait_kernel(
     c10::SymIntArrayRef seq_lens,
     int64_t chunk,
     int64_t chunks,
-    int64_t unit,
     int64_t rank,
     std::string_view /*group_name*/) {
-  const Layout layout = concrete(
-      check_wait(buffer, num_heads, head_dims, batch, seq_lens, chunk, chunks, unit, rank));
+  const Layout layout =
+      concrete(check_wait(buffer, num_heads, head_dims, batch, seq_lens, chunk, chunks, rank));
   if (auto flight = flight_into(buffer)) {
     flight->wait_all();
     mark_landed(buffer);
@@ -100,11 +79,9 @@ at::Tensor heads_to_seq_start_kernel(
     c10::SymIntArrayRef seq_lens,
     int64_t chunk,
     int64_t chunks,
-    int64_t unit,
     int64_t rank,
     std::string_view group_name) {
-  const SymBlockLayout shapes =
-      check_by_heads(inputs, num_heads, seq_lens, chunk, chunks, unit, rank);
+  const SymBlockLayout shapes = check_by_heads(inputs, num_heads, seq_lens, chunk, chunks, rank);
   const Layout layout = concrete(shapes);
   const auto group = group_of(group_name, layout, inputs[0]);
   const at::Tensor buffer = buffer_for(shapes, chunk, inputs[0]);
@@ -119,17 +96,12 @@ std::vector<at::Tensor> heads_to_seq_wait_kernel(
     c10::SymIntArrayRef head_dims,
     c10::SymInt batch,
     c10::SymIntArrayRef seq_lens,
-    int64_t unit,
     int64_t rank,
     std::string_view /*group_name*/) {
   const Layout layout = concrete(check_wait(
-      buffers, num_heads, head_dims, batch, seq_lens, 0, static_cast<int64_t>(buffers.size()), unit,
+      buffers, num_heads, head_dims, batch, seq_lens, 0, static_cast<int64_t>(buffers.size()),
       rank));
-  std::vector<at::Tensor> dense;
-  for (const at::Tensor& buffer : buffers) {
-    dense.push_back(buffer.contiguous());  // itself, but for one that never travelled
-  }
-  return merge_by_tokens(dense, layout);
+  return merge_by_tokens(dense(buffers), layout);
 }
 
 void register_kernels(torch::Library& m) {

@@ -27,11 +27,11 @@ std::vector<at::Tensor> seq_to_heads_start(
     at::TensorList inputs,
     c10::SymIntArrayRef seq_lens,
     int64_t chunks,
-    int64_t unit,
+    bool last_first,
     int64_t rank,
     std::string_view group_name) {
   static const auto op = find_op<decltype(seq_to_heads_start)>("deepsp::seq_to_heads_start");
-  return op.call(inputs, seq_lens, chunks, unit, rank, group_name);
+  return op.call(inputs, seq_lens, chunks, last_first, rank, group_name);
 }
 
 std::vector<at::Tensor> seq_to_heads_wait(
@@ -42,13 +42,11 @@ std::vector<at::Tensor> seq_to_heads_wait(
     c10::SymIntArrayRef seq_lens,
     int64_t chunk,
     int64_t chunks,
-    int64_t unit,
     int64_t rank,
     std::string_view group_name) {
   static const auto op = find_op<decltype(seq_to_heads_wait)>("deepsp::seq_to_heads_wait");
   return op.call(
-      buffer, num_heads, head_dims, std::move(batch), seq_lens, chunk, chunks, unit, rank,
-      group_name);
+      buffer, num_heads, head_dims, std::move(batch), seq_lens, chunk, chunks, rank, group_name);
 }
 
 at::Tensor heads_to_seq_start(
@@ -57,11 +55,10 @@ at::Tensor heads_to_seq_start(
     c10::SymIntArrayRef seq_lens,
     int64_t chunk,
     int64_t chunks,
-    int64_t unit,
     int64_t rank,
     std::string_view group_name) {
   static const auto op = find_op<decltype(heads_to_seq_start)>("deepsp::heads_to_seq_start");
-  return op.call(inputs, num_heads, seq_lens, chunk, chunks, unit, rank, group_name);
+  return op.call(inputs, num_heads, seq_lens, chunk, chunks, rank, group_name);
 }
 
 std::vector<at::Tensor> heads_to_seq_wait(
@@ -70,11 +67,10 @@ std::vector<at::Tensor> heads_to_seq_wait(
     c10::SymIntArrayRef head_dims,
     c10::SymInt batch,
     c10::SymIntArrayRef seq_lens,
-    int64_t unit,
     int64_t rank,
     std::string_view group_name) {
   static const auto op = find_op<decltype(heads_to_seq_wait)>("deepsp::heads_to_seq_wait");
-  return op.call(buffers, num_heads, head_dims, std::move(batch), seq_lens, unit, rank, group_name);
+  return op.call(buffers, num_heads, head_dims, std::move(batch), seq_lens, rank, group_name);
 }
 
 }  // namespace deepsp

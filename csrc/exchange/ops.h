@@ -23,7 +23,7 @@ std::vector<at::Tensor> seq_to_heads_start(
     at::TensorList inputs,
     c10::SymIntArrayRef seq_lens,
     int64_t chunks,
-    int64_t unit,
+    bool last_first,
     int64_t rank,
     std::string_view group_name);
 
@@ -35,7 +35,6 @@ std::vector<at::Tensor> seq_to_heads_wait(
     c10::SymIntArrayRef seq_lens,
     int64_t chunk,
     int64_t chunks,
-    int64_t unit,
     int64_t rank,
     std::string_view group_name);
 
@@ -45,7 +44,6 @@ at::Tensor heads_to_seq_start(
     c10::SymIntArrayRef seq_lens,
     int64_t chunk,
     int64_t chunks,
-    int64_t unit,
     int64_t rank,
     std::string_view group_name);
 
@@ -55,7 +53,6 @@ std::vector<at::Tensor> heads_to_seq_wait(
     c10::SymIntArrayRef head_dims,
     c10::SymInt batch,
     c10::SymIntArrayRef seq_lens,
-    int64_t unit,
     int64_t rank,
     std::string_view group_name);
 

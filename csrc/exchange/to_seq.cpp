@@ -268,6 +268,27 @@ std::vector<at::Tensor> merge_by_tokens(
   return outputs;
 }
 
+namespace {
+
+// This rank's own block, as if it had travelled.
+void place_own(
+    const Flight& flight, const at::Tensor& buffer, const Layout& layout, int64_t chunk) {
+  RECORD_FUNCTION("deepsp::own", {});
+  const int64_t item = item_of(buffer);
+  std::vector<StridedCopy> copies;
+  for (size_t i = 0; i < flight.own.size(); ++i) {
+    const Arrival at = arrival_of(layout, chunk, layout.rank, i, flight.split);
+    const int64_t dim = layout.head_dims[i];
+    copies.push_back(copy_of(
+        view_of(flight.own[i], layout.token(layout.rank), 0),
+        block_view(data_of(buffer) + at.offset * item, layout.batch, at.columns, 0, dim, item),
+        {layout.seq_lens[layout.rank], layout.batch, flight.own[i].size(2), dim}, item));
+  }
+  run(copies, buffer.device());
+}
+
+}  // namespace
+
 void settle(const at::Tensor& buffer, const Layout& layout, int64_t chunk) {
   const auto flight = flight_into(buffer);
   if (!flight) {
@@ -277,22 +298,65 @@ void settle(const at::Tensor& buffer, const Layout& layout, int64_t chunk) {
   if (flight->own.empty()) {
     return;
   }
-  // A block of our own, as if it had travelled.
-  const int64_t item = item_of(buffer);
-  std::vector<StridedCopy> copies;
-  for (size_t i = 0; i < flight->own.size(); ++i) {
-    const Arrival at = arrival_of(layout, chunk, layout.rank, i, flight->split);
-    const int64_t dim = layout.head_dims[i];
-    copies.push_back(copy_of(
-        view_of(flight->own[i], layout.token(layout.rank), 0),
-        block_view(data_of(buffer) + at.offset * item, layout.batch, at.columns, 0, dim, item),
-        {layout.seq_lens[layout.rank], layout.batch, flight->own[i].size(2), dim}, item));
-  }
-  run(copies, buffer.device());
+  place_own(*flight, buffer, layout, chunk);
   // Nothing is on its way any more, but a wait must know how the buffer is laid out.
   auto settled = std::make_unique<Flight>();
   settled->split = flight->split;
   launch_into(buffer, std::move(settled));
+}
+
+Arrivals::Arrivals(const at::Tensor& buffer, const Layout& layout, int64_t chunk)
+    : buffer_(buffer), layout_(layout), chunk_(chunk), flight_(flight_into(buffer)) {
+  split_ = flight_ && flight_->split;
+  if (flight_ && !flight_->own.empty()) {
+    place_own(*flight_, buffer_, layout_, chunk_);
+    flight_->own.clear();
+  }
+}
+
+void Arrivals::wait(int64_t p) {
+  if (flight_) {
+    flight_->wait_receive(p);
+  }
+}
+
+at::Tensor Arrivals::part(size_t i, int64_t p, Range heads) const {
+  const Arrival at = arrival_of(layout_, chunk_, p, i, split_);
+  const int64_t dim = layout_.head_dims[i];
+  const int64_t first = layout_.heads.range(i, p, chunk_).begin;
+  return buffer_.as_strided(
+      {layout_.seq_lens[layout_.rank] * layout_.batch, heads.size() * dim}, {at.columns, 1},
+      buffer_.storage_offset() + at.offset + (heads.begin - first) * dim);
+}
+
+void Arrivals::finish() {
+  if (flight_) {
+    flight_->wait_all();
+    mark_landed(buffer_);
+  }
+}
+
+at::Tensor block_of(const at::Tensor& buffer, const Layout& layout, int64_t chunk, int64_t p) {
+  const Arrival at = arrival_of(layout, chunk, p, 0, false);
+  return buffer.as_strided(
+      {layout.seq_lens[layout.rank] * layout.batch, at.columns}, {at.columns, 1},
+      buffer.storage_offset() + at.offset);
+}
+
+at::Tensor sum_of(const std::vector<at::Tensor>& parts) {
+  RECORD_FUNCTION("deepsp::sum", {});
+  const at::Tensor out = empty_buffer(parts[0].sizes(), parts[0]);
+  StridedSum sum{
+      float_type(out.scalar_type()),
+      data_of(out),
+      {1, 1, out.size(0), out.size(1)},
+      {0, 0, out.stride(0), 1},
+      {}};
+  for (const at::Tensor& part : parts) {
+    sum.sources.push_back({data_of(part), {0, 0, part.stride(0), 1}});
+  }
+  run(std::vector<StridedSum>{sum}, out.device());
+  return out;
 }
 
 }  // namespace deepsp

@@ -5,21 +5,47 @@
 
 #include "../collectives/exchange.h"
 #include "../layout/blocks.h"
+#include "checks.h"
 #include "copies.h"
 
 namespace deepsp {
 
 using Layout = BlockLayout<int64_t>;
 
-// `group` is null where there is nobody to talk to.
+// A buffer for an exchange, of the size that both directions have.
+at::Tensor buffer_for(const SymBlockLayout& shapes, int64_t chunk, const at::Tensor& like);
 
-// Sends inputs [B, S_rank, H_i, D_i] off; [S, B, X_rank] arrives in the buffer.
-void launch_to_heads(
-    at::TensorList inputs,
+// The group to talk to; null where there is nobody.
+std::unique_ptr<Group> group_of(
+    std::string_view name, const Layout& layout, const at::Tensor& like);
+
+// The buffers themselves, but for those that never travelled and have other strides.
+std::vector<at::Tensor> dense(at::TensorList buffers);
+
+// Anomaly mode looks for NaN in every gradient, in buffers on their way too: for
+// it, an exchange arrives before its start returns.
+void settle_if_watched(const at::Tensor& buffer, const Layout& layout, int64_t chunk);
+
+// Where the block [S_rank, B, X_p] for rank p is to be made.
+struct Place {
+  int64_t p;
+  char* block;
+};
+using MakeBlocks = std::function<void(c10::ArrayRef<Place>)>;
+
+// Sends blocks off, each as soon as it is made; [S, B, X_rank] arrives in the
+// buffer. Empty, or the place of this rank's own block, which is left to the
+// caller to make: nobody else waits for it.
+std::vector<Place> launch_to_heads(
+    const MakeBlocks& make,
     const Layout& layout,
     int64_t chunk,
     const Group* group,
     const at::Tensor& buffer);
+
+// The copies that make blocks of inputs [B, S_rank, H_i, D_i].
+void pack_by_tokens(
+    at::TensorList inputs, const Layout& layout, int64_t chunk, c10::ArrayRef<Place> places);
 
 // Views [B, S, h_i, D_i] of what arrived.
 std::vector<at::Tensor> views_by_heads(
@@ -32,6 +58,34 @@ void launch_to_seq(
     int64_t chunk,
     const Group* group,
     const at::Tensor& buffer);
+
+// What a heads_to_seq exchange brings, block by block as it arrives.
+class Arrivals {
+ public:
+  // Puts this rank's own block where it would have arrived.
+  Arrivals(const at::Tensor& buffer, const Layout& layout, int64_t chunk);
+  // Waits for rank p's block.
+  void wait(int64_t p);
+  // Of rank p's block, `heads` of tensor i: [S_rank·B, heads·D_i].
+  at::Tensor part(size_t i, int64_t p, Range heads) const;
+  // Whether blocks are whole: not, where tensors travelled one by one.
+  bool whole() const { return !split_; }
+  // Waits for what is left. A buffer is waited for once.
+  void finish();
+
+ private:
+  at::Tensor buffer_;
+  const Layout& layout_;
+  int64_t chunk_;
+  bool split_;
+  std::unique_ptr<Flight> flight_;
+};
+
+// Rank p's whole block in a buffer where it has arrived: [S_rank·B, X_p].
+at::Tensor block_of(const at::Tensor& buffer, const Layout& layout, int64_t chunk, int64_t p);
+
+// The sum of matrices, taken as heads_to_seq takes it.
+at::Tensor sum_of(const std::vector<at::Tensor>& parts);
 
 // Waits for the buffers of all chunks, and merges them to [B, S_rank, H_i, D_i].
 std::vector<at::Tensor> merge_by_tokens(

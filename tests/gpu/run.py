@@ -142,18 +142,18 @@ def op_checks():
     k = draw(2, lens[rank], 2, 6, dtype=torch.float32).requires_grad_()
     held = [x.detach().requires_grad_() for x in op.seq_to_heads([q, k], lens, rank, name)]
     with torch.autograd.set_detect_anomaly(True, check_nan=False):  # see tests/test_compile.py
-        arriving = op.seq_to_heads_start([q, k], lens, 2, 1, rank, name)
-        leaving = op.heads_to_seq_start(held, [8, 2], lens, 0, 1, 1, rank, name)
+        arriving = op.seq_to_heads_start([q, k], lens, 2, False, rank, name)
+        leaving = op.heads_to_seq_start(held, [8, 2], lens, 0, 1, rank, name)
         arriving = [x.detach().requires_grad_() for x in arriving]
         leaving = leaving.detach().requires_grad_()
         shape = ([8, 2], [6, 6], 2)
         opcheck(op.seq_to_heads.default, ([q, k], lens, rank, name))
         opcheck(op.heads_to_seq.default, (held, [8, 2], lens, rank, name))
-        opcheck(op.seq_to_heads_start.default, ([q, k], lens, 2, 1, rank, name))
+        opcheck(op.seq_to_heads_start.default, ([q, k], lens, 2, False, rank, name))
         opcheck(op.seq_to_heads_wait.default,
-                (arriving[0], *shape, lens, 0, len(arriving), 1, rank, name))  # fmt: skip
-        opcheck(op.heads_to_seq_start.default, (held, [8, 2], lens, 0, 1, 1, rank, name))
-        opcheck(op.heads_to_seq_wait.default, ([leaving], *shape, lens, 1, rank, name))
+                (arriving[0], *shape, lens, 0, len(arriving), rank, name))  # fmt: skip
+        opcheck(op.heads_to_seq_start.default, (held, [8, 2], lens, 0, 1, rank, name))
+        opcheck(op.heads_to_seq_wait.default, ([leaving], *shape, lens, rank, name))
         opcheck(op.distributed_attention.default,
                 (q, k, k, None, 0.0, True, None, True, 1, lens, rank, name))  # fmt: skip
         opcheck(op.all_reduce.default, (q.detach()[:, :1].clone(), 1.0, rank, size, name))
