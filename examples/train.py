@@ -10,8 +10,9 @@ is checked, and the script exits with an error if they don't.
     python examples/train.py --ranks 3 --seq-len 4099  # shards of unequal length
     torchrun --nproc-per-node 2 examples/train.py      # the launcher brings the ranks
 
-All that sharding takes is in `train_sharded`: `shard_batch`, `DistributedAttention`,
-`cross_entropy` and `sync_gradients`. The model itself doesn't know about ranks.
+All that sharding takes is in `train_sharded`: `shard_batch`, `DistributedAttention` (or, with
+`--overlap`, `SequenceParallelAttention` in place of the whole attention layer), `cross_entropy` and
+`sync_gradients`. The model itself doesn't know about ranks.
 """
 
 import argparse
@@ -38,6 +39,7 @@ import deepsp
 
 VOCAB, DIM, LAYERS, HEADS, KV_HEADS, HIDDEN = 256, 256, 4, 8, 2, 704
 HEAD_DIM = DIM // HEADS
+ROPE_THETA = 10000.0
 
 # The largest differences that rounding explains: of losses, and (relative) of gradient norms.
 # Measured on the CPU, up to 50 steps, 2 and 3 ranks: float64 2e-15 and 6e-16, float32 1e-6 and
@@ -45,8 +47,8 @@ HEAD_DIM = DIM // HEADS
 # label show as about 1e-3 with 1024 tokens: float32 and float64 catch them, bfloat16 doesn't.
 TOLERANCES = {"float64": (1e-9, 1e-9), "float32": (1e-4, 1e-3), "bfloat16": (1e-2, 5e-2)}
 
-# Maps q [B, S, Hq, D] and k, v [B, S, Hkv, D] to the output [B, S, Hq, D].
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+# What a block does with its normalised input h [B, S, DIM]: attention, with its projections.
+Attend = Callable[["Block", Tensor], Tensor]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -68,18 +70,24 @@ class Block(nn.Module):
         self.up_proj = nn.Linear(DIM, HIDDEN, bias=False)
         self.down_proj = nn.Linear(HIDDEN, DIM, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
-        h = self.attention_norm(x)
+    def qkv(self, h: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        # A shard doesn't start at position 0: angles come from the positions in the sequence.
+        wide = torch.float64 if h.dtype == torch.float64 else torch.float32
+        channel = torch.arange(0, HEAD_DIM, 2, device=h.device, dtype=wide) / HEAD_DIM
+        angles = position_ids[..., None, None] * ROPE_THETA**-channel  # [B, S, 1, D / 2]
+        cos, sin = angles.cos(), angles.sin()
         q = rotate(self.q_proj(h).unflatten(-1, (HEADS, HEAD_DIM)), cos, sin)
         k = rotate(self.k_proj(h).unflatten(-1, (KV_HEADS, HEAD_DIM)), cos, sin)
-        v = self.v_proj(h).unflatten(-1, (KV_HEADS, HEAD_DIM))
-        x = x + self.o_proj(attention(q, k, v).flatten(-2))
+        return q, k, self.v_proj(h).unflatten(-1, (KV_HEADS, HEAD_DIM))
+
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+        x = x + attend(self, self.attention_norm(x))
         h = self.mlp_norm(x)
         return x + self.down_proj(F.silu(self.gate_proj(h)) * self.up_proj(h))
 
 
 class ByteTransformer(nn.Module):
-    """One class for both runs: what differs between them, the attention, is an argument."""
+    """One class for all runs: what differs between them, attention, is an argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,14 +96,10 @@ class ByteTransformer(nn.Module):
         self.norm = nn.RMSNorm(DIM)
         self.head = nn.Linear(DIM, VOCAB, bias=False)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, attention: Attention) -> Tensor:
+    def forward(self, input_ids: Tensor, attend: Attend) -> Tensor:
         x = self.embedding(input_ids)
-        # A shard doesn't start at position 0: angles come from the positions in the sequence.
-        channel = torch.arange(0, HEAD_DIM, 2, device=x.device) / HEAD_DIM
-        angles = position_ids[..., None, None] * 10000.0**-channel  # [B, S, 1, D / 2]
-        cos, sin = angles.cos().type_as(x), angles.sin().type_as(x)
         for block in self.blocks:
-            x = block(x, cos, sin, attention)
+            x = block(x, attend)
         return self.head(self.norm(x))
 
 
@@ -104,13 +108,13 @@ def train_one_process(args: argparse.Namespace) -> dict:
     device = torch.device(args.device)
     position_ids = torch.arange(args.seq_len, device=device)[None]
 
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    def attend(block: Block, h: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in block.qkv(h, position_ids))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return out.transpose(1, 2)
+        return block.o_proj(out.transpose(1, 2).flatten(-2))
 
     def compute_loss(model: ByteTransformer, ids: Tensor) -> Tensor:
-        logits = model(ids, position_ids, attention)
+        logits = model(ids, attend)
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
     return train(args, device, compute_loss, description="one process")
@@ -119,16 +123,30 @@ def train_one_process(args: argparse.Namespace) -> dict:
 def train_sharded(args: argparse.Namespace, device: torch.device) -> dict:
     """The same training, each rank of the default process group on its share of the tokens."""
     distributed_attention = deepsp.DistributedAttention(chunks=args.chunks)
+    layers: dict[Block, deepsp.SequenceParallelAttention] = {}
 
     def compute_loss(model: ByteTransformer, ids: Tensor) -> Tensor:
         batch, seq_lens = deepsp.shard_batch({"input_ids": ids, "labels": ids}, dim=1)
 
-        def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return distributed_attention(
-                q, k, v, seq_lens=seq_lens, is_causal=True, enable_gqa=True
-            )
+        def attend(block: Block, h: Tensor) -> Tensor:
+            q, k, v = block.qkv(h, batch["position_ids"])
+            out = distributed_attention(q, k, v, seq_lens=seq_lens, is_causal=True, enable_gqa=True)
+            return block.o_proj(out.flatten(-2))
 
-        logits = model(batch["input_ids"], batch["position_ids"], attention)
+        def attend_overlapped(block: Block, h: Tensor) -> Tensor:
+            if block not in layers:
+                layers[block] = deepsp.SequenceParallelAttention.from_projections(
+                    block.q_proj,
+                    block.k_proj,
+                    block.v_proj,
+                    block.o_proj,
+                    HEADS,
+                    rope_theta=ROPE_THETA,
+                    chunks=args.chunks,
+                )
+            return layers[block](h, seq_lens=seq_lens, is_causal=True)
+
+        logits = model(batch["input_ids"], attend_overlapped if args.overlap else attend)
         return deepsp.cross_entropy(logits, batch["shift_labels"])
 
     return train(
@@ -308,6 +326,7 @@ def parse_args() -> argparse.Namespace:
     add("--seq-len", type=int, default=4096, help="tokens (bytes) of the sequence in each step")
     add("--steps", type=int, default=40, help="optimizer steps of each run")
     add("--chunks", type=int, default=1, help="head chunks of the attention's exchange")
+    add("--overlap", action="store_true", help="hide exchanges behind the layers' own compute")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where to train")
     add("--dtype", choices=tuple(TOLERANCES), default="float32", help="bfloat16 means autocast")
     add("--data", type=Path, help="text to learn; None: the modules of Python's standard library")

@@ -225,6 +225,36 @@ def test_order_of_launches_and_waits():
     on_ranks(2, _order)
 
 
+def _sizes():
+    """A kv head travels once, with the first chunk that reads it; backward, the last chunk leaves
+    first."""
+    size = dist.get_world_size()
+    q = draw(1, 16, 8, 16, dtype=torch.float32).requires_grad_()
+    k = draw(1, 16, 2, 16, dtype=torch.float32).requires_grad_()
+    kept = []
+
+    def sent(call):
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
+        ) as profile:
+            call()
+        found = sorted(profile.events(), key=lambda event: event.time_range.start)
+        return [e.input_shapes[0][0] for e in found if e.name == "gloo:send"]
+
+    def forward():
+        kept.append(deepsp.distributed_attention(q, k, k, enable_gqa=True, chunks=3))
+
+    head = 16 * 16 * 4  # bytes
+    # Each rank has 4 query heads, cut 2, 1, 1, and one kv head.
+    assert sent(forward) == [4 * head, head, head, 2 * head, head, head]
+    assert sent(lambda: kept[-1].sum().backward()) == [head, head, 2 * head, head, head, 4 * head]
+    assert size == 2
+
+
+def test_what_travels_with_which_chunk():
+    on_ranks(2, _sizes)
+
+
 # ------------------------------------------------------------------------- a local attention
 
 

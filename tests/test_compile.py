@@ -221,6 +221,21 @@ def test_views_that_leave_the_graph():
     on_ranks(2, _views_escape)
 
 
+def _marks(targets):
+    marks = {
+        "all_to_all_single": "x",
+        "wait_tensor": "w",
+        "scaled_dot_product": "A",
+        "aten.mm": "m",
+        "aten.addmm": "m",
+        "extern_kernels.mm(": "m",
+        "extern_kernels.addmm(": "m",
+    }
+    return "".join(
+        next((mark for part, mark in marks.items() if part in target), "") for target in targets
+    )
+
+
 def _post_grad():
     """Inductor's own graph: asynchronous collectives, launched, then compute, then waited for."""
     torch._dynamo.reset()
@@ -240,24 +255,99 @@ def _post_grad():
     assert len(graphs) == 2  # forward, backward
     for graph in graphs:
         assert not any("deepsp" in target for target in graph), graph
-        marks = "".join(
-            "x"
-            if "all_to_all_single" in t
-            else "w"
-            if "wait_tensor" in t
-            else "A"
-            if "scaled_dot_product" in t
-            else ""
-            for t in graph
-        )
-        assert marks.count("x") == marks.count("w") == 4, marks
         # Both chunks' exchanges are launched before anything is waited for; the first chunk's
         # attention runs before the second's arrival is waited for, and so on.
-        assert marks == "xxwAxwAxww", marks
+        assert _marks(graph) == "xxwAxwAxww"
 
 
 def test_inductors_graph():
     on_ranks(2, _post_grad)
+
+
+# What Inductor's schedule must be, forward and backward, two chunks on two ranks. Forward: q, k and
+# v of chunk 0 for both ranks (6 products), sent; those of chunk 1, sent; each chunk's attention
+# while the others travel; the output projection of chunk 0 while chunk 1 travels. Backward: dO of
+# the last chunk, sent; of the first, sent; the output weight's gradient (4) while they travel;
+# attention; dX and dW of the last chunk (12) while the first chunk's gradient travels.
+_FORWARD = "mmmmmmxmmmmmmxwAxwAxwmmwmm"
+_BACKWARD = "mmxmmxmmmmwAxwAxwmmmmmmmmmmmmwmmmmmmmmmmmm"
+
+
+class _Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(32)
+        self.attention = deepsp.SequenceParallelAttention(
+            32, 8, bias=True, rope_theta=1e4, chunks=2
+        )
+
+    def forward(self, x):
+        return x + self.attention(self.norm(x), is_causal=True)
+
+
+def _schedule(layers):
+    """The order of the code that Inductor writes, not only of the graph that it is given."""
+    from torch._inductor.utils import run_fw_bw_and_get_code
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[_Block() for _ in range(layers)])
+    x = _leaf(1, 16, 32)
+    compiled = torch.compile(model, fullgraph=True)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        _, codes = run_fw_bw_and_get_code(lambda: compiled(x))
+    calls = [code[code.index("def call") :].splitlines() for code in codes]
+    # Comments and assertions mention kernels, too; attention has a line before its call.
+    calls = [[x for x in lines if "(" in x.split("#")[0] and "assert_" not in x] for lines in calls]
+    forwards, backwards = (_marks(lines).replace("AA", "A") for lines in calls)
+    assert forwards == _FORWARD * layers, forwards
+    assert backwards == _BACKWARD * layers, backwards
+    expected = torch.autograd.grad(model(x).sum(), [x, *model.parameters()])
+    ours = torch.autograd.grad(compiled(x).sum(), [x, *model.parameters()])
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_inductors_schedule_keeps_the_overlap(layers):
+    on_ranks(2, _schedule, layers)
+
+
+def _compiled_layer(backend, case, norms, lengths):
+    """The whole layer, uneven, with dynamic lengths, against one process in float64."""
+    from test_layer import compare
+
+    heads, kv_heads, chunks, offsets = case
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layer = deepsp.SequenceParallelAttention(
+        12, heads, kv_heads, head_dim=6, bias=True, rope_theta=100.0, rope_interleaved=True,
+        q_norm=torch.nn.RMSNorm(6) if norms else None, chunks=chunks,
+    ).double()  # fmt: skip
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(layer.forward, fullgraph=True, backend=counter)
+    layer.forward = compiled
+    for base in lengths:
+        lens = [base + offset for offset in offsets[:size]]
+        compare(layer, draw(2, sum(lens), 12), lens, {"is_causal": True})
+    assert counter.frame_count <= 2, counter.frame_count
+    assert rank < size
+
+
+@pytest.mark.parametrize(
+    ("backend", "case"),
+    [("aot_eager", (9, 3, 2, (0, 3, 1))), ("aot_eager", (4, 1, 1, (0, 1, 2))),
+     ("inductor", (7, 1, 2, (0, 3, 1)))],
+)  # fmt: skip
+def test_the_layer_compiles(backend, case):
+    if backend == "inductor":  # whose C++ compiler takes its time
+        on_ranks(2, _compiled_layer, backend, case, False, (20,))
+    else:
+        on_ranks(3, _compiled_layer, backend, case, True, (20, 13, 31))
+
+
+def test_the_layer_compiles_in_a_group_of_one():
+    on_ranks(1, _compiled_layer, "inductor", (4, 2, 2, (0,)), False, (20,))
 
 
 # ------------------------------------------------------------------- export, import, tables
@@ -298,7 +388,19 @@ from deepsp.compile import decompositions
 op = torch.ops.deepsp.seq_to_heads_start.default
 assert op in decomposition.decompositions
 assert "deepsp-" in torch.compiler.config.cache_key_tag
+from deepsp.compile.overlap import KeepOverlap
+from torch._inductor import config
+assert isinstance(config.post_grad_custom_post_pass, KeepOverlap)
+assert config.post_grad_custom_post_pass.uuid()
 decompositions.uninstall()
+assert config.post_grad_custom_post_pass is None
+theirs = []
+config.post_grad_custom_post_pass = theirs.append
+decompositions.install()  # after a pass of the user's
+config.post_grad_custom_post_pass(torch.fx.Graph())
+assert len(theirs) == 1 and config.post_grad_custom_post_pass.uuid() is None
+decompositions.uninstall()
+assert config.post_grad_custom_post_pass == theirs.append
 assert "deepsp-" not in torch.compiler.config.cache_key_tag
 assert op not in decomposition.decompositions
 decompositions.install()

@@ -455,7 +455,7 @@ def _sixteen_bit_sums():
     exact = F.linear(tokens.double(), weight.double())
     one = (F.linear(tokens, weight).double() - exact).abs().mean()
     ours = (y.double() - exact).abs().mean()
-    assert ours < 2 * one, (ours, one)  # 1.6; summed in bfloat16: 2.9
+    assert ours < 2 * one, (ours, one)  # 1.7; summed in bfloat16: 3.2
 
 
 def test_sixteen_bit_sums():

@@ -200,11 +200,14 @@ std::vector<at::Tensor> project_to_heads(
     std::string_view group_name) {
   const variable_list each = split_fused(weights, num_heads, "weights");
   const variable_list each_bias = split_fused(biases, num_heads, "biases");
-  const SymBlockLayout layout = check_project(x, each, each_bias, num_heads, seq_lens, 1, rank);
   const variable_list buffers =
       project_to_heads_start(x, each, each_bias, num_heads, seq_lens, 1, false, rank, group_name);
+  std::vector<c10::SymInt> head_dims;  // the start has checked them
+  for (size_t i = 0; i < each.size(); ++i) {
+    head_dims.push_back(each[i].sym_size(0) / num_heads[i]);
+  }
   return seq_to_heads_wait(
-      buffers[0], num_heads, layout.head_dims, layout.batch, seq_lens, 0, 1, rank, group_name);
+      buffers[0], num_heads, head_dims, x.sym_size(0), seq_lens, 0, 1, rank, group_name);
 }
 
 at::Tensor heads_to_output(

@@ -16,6 +16,8 @@ namespace {
 // time at 40, 1.7 at 20; none at 64): then the weights of all tensors in a block
 // are put together first.
 constexpr int64_t kNarrow = 64;
+// Products that are added up read and write the sum each time: there, fewer than this.
+constexpr int64_t kNarrowSum = 256;
 
 // x [B, S_rank, dim] as a matrix [S_rank·B, dim] that BLAS takes as it is: rows in
 // the order of the blocks. A copy only for B > 1 or odd strides.
@@ -54,9 +56,9 @@ std::vector<Piece> pieces_of(const Layout& layout, int64_t p, int64_t chunk) {
   return pieces;
 }
 
-bool narrow(const std::vector<Piece>& pieces) {
-  return pieces.size() > 1 && std::any_of(pieces.begin(), pieces.end(), [](const Piece& piece) {
-           return piece.columns.size() < kNarrow;
+bool narrow(const std::vector<Piece>& pieces, int64_t width) {
+  return pieces.size() > 1 && std::any_of(pieces.begin(), pieces.end(), [&](const Piece& piece) {
+           return piece.columns.size() < width;
          });
 }
 
@@ -95,7 +97,7 @@ struct Projection {
     const std::vector<Piece> pieces = pieces_of(layout, place.p, chunk);
     const int64_t columns = layout.columns(place.p, chunk);
     const at::Tensor block = at::from_blob(place.block, {rows.size(0), columns}, rows.options());
-    if (narrow(pieces)) {
+    if (narrow(pieces, kNarrow)) {
       write(
           block, rows_for(weights, layout, pieces),
           biases.empty() ? at::Tensor() : rows_for(biases, layout, pieces));
@@ -295,7 +297,7 @@ std::vector<at::Tensor> project_to_heads_backward_kernel(
   }
   for (size_t i = 0; i < n; ++i) {
     if (wanted[1 + i]) {
-      gradients.weight[i] = at::empty(weights[i].sizes(), weights[i].options());
+      gradients.weight[i] = empty_buffer(weights[i].sizes(), weights[i]);
       gradients.rows = gradients.rows.defined() ? gradients.rows : rows_of(*x);
     }
     if (wanted[1 + n + i]) {
@@ -316,7 +318,7 @@ std::vector<at::Tensor> project_to_heads_backward_kernel(
   Landing arrivals(arriving, layout, true);
   arrivals.in_order([&](int64_t chunk, int64_t p) {
     const std::vector<Piece> pieces = pieces_of(layout, p, chunk);
-    if (!shared && arrivals[chunk].whole() && narrow(pieces)) {
+    if (!shared && arrivals[chunk].whole() && narrow(pieces, kNarrowSum)) {
       if (gradients.x.has_value()) {
         gradients.x->add_product(
             block_of(arriving[chunk], layout, chunk, p), rows_for(weights, layout, pieces));
@@ -402,8 +404,7 @@ at::Tensor heads_to_output_weight_grad_kernel(
   const at::Tensor rows = rows_of(grad);
   const std::vector<at::Tensor> arrived = dense(buffers);
   const int64_t dim = layout.head_dims[0];
-  const at::Tensor result =
-      at::empty({grad.size(2), layout.heads.num_heads(0) * dim}, grad.options());
+  const at::Tensor result = empty_buffer({grad.size(2), layout.heads.num_heads(0) * dim}, grad);
   for (int64_t chunk = 0; chunk < layout.heads.chunks(); ++chunk) {
     for (int64_t p = 0; p < layout.parts(); ++p) {
       const Range heads = layout.heads.range(0, p, chunk);
