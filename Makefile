@@ -4,6 +4,7 @@
 # make cuda-check    compiles every .cu without a GPU, where there is an nvcc
 # make gpu-test  on a machine with a GPU: builds against its torch and tests there
 # make bench     the exchange against its floor
+# make overlap   what the layer hides, on a link of a set speed (root, iproute2)
 
 PYTHON ?= python3
 VENV := .venv
@@ -15,7 +16,7 @@ CPP := $(shell find csrc -name '*.cpp' -o -name '*.h')
 CU := $(wildcard csrc/kernels/*.cu)
 CUDA_HOSTS := $(shell grep -l DEEPSP_CUDA -r csrc --include=*.cpp)
 
-.PHONY: demo test lint format cuda-check gpu-test bench clean
+.PHONY: demo test lint format cuda-check gpu-test bench overlap clean
 
 # torch first, and by version: any other way of asking may bring a larger one.
 $(VENV)/ready: pyproject.toml Makefile
@@ -39,6 +40,9 @@ test: $(VENV)/built
 
 bench: $(VENV)/built
 	$(BIN)/python benchmarks/exchange.py
+
+overlap: $(VENV)/built
+	$(BIN)/python benchmarks/overlap.py
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -346,7 +346,8 @@ class SequenceParallelAttention(nn.Module):
                 )
             return picked
         most = torch.ops.deepsp.head_chunks(self.num_heads, size, self.num_heads)
-        parameters = [p for p in self.parameters() if p.requires_grad] if trains else []
+        used = [p for m in self._used() if m is not None for p in m.parameters()]
+        parameters = [p for p in used if p.requires_grad] if trains else []
 
         def run(chunks: int) -> None:
             mine = x.detach().requires_grad_(trains)

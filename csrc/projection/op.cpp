@@ -96,7 +96,10 @@ struct Projection {
   void operator()(int64_t chunk, const Place& place) const {
     const std::vector<Piece> pieces = pieces_of(layout, place.p, chunk);
     const int64_t columns = layout.columns(place.p, chunk);
-    const at::Tensor block = at::from_blob(place.block, {rows.size(0), columns}, rows.options());
+    const at::Tensor block = at::for_blob(place.block, {rows.size(0), columns})
+                                 .target_device(rows.device())
+                                 .options(rows.options())
+                                 .make_tensor();
     if (narrow(pieces, kNarrow)) {
       write(
           block, rows_for(weights, layout, pieces),

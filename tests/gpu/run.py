@@ -182,6 +182,170 @@ def inductor():
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
+def plain_layer(layer, x):
+    """The layer on the whole sequence, with its parameters and nothing else of it."""
+    q, k, v = (
+        p(x).unflatten(-1, (heads, -1))
+        for p, heads in (
+            (layer.q_proj, layer.num_heads),
+            (layer.k_proj, layer.num_kv_heads),
+            (layer.v_proj, layer.num_kv_heads),
+        )
+    )
+    return layer.o_proj(attention(q, k, v, is_causal=True).flatten(2))
+
+
+def layer_gradients():
+    """The whole layer: output and every gradient against one process, float64."""
+    rank = dist.get_rank()
+    for heads, kv_heads, chunks, overlap in (
+        (8, 8, 1, True), (8, 2, 2, True), (6, 3, 3, True), (8, 4, 1, False),
+    ):  # fmt: skip
+        lens = uneven(17)
+        torch.manual_seed(0)
+        layer = deepsp.SequenceParallelAttention(
+            24, heads, kv_heads, head_dim=16, bias=True, chunks=chunks, overlap=overlap,
+            device="cuda", dtype=torch.float64,
+        )  # fmt: skip
+        x = draw(2, 17, 24).requires_grad_()
+        mine = x.detach().split(lens, 1)[rank].clone().requires_grad_()
+        grad = draw(2, 17, 24, seed=4)
+        expected = plain_layer(layer, x)
+        theirs = torch.autograd.grad(expected, [x, *layer.parameters()], grad)
+        out = layer(mine, seq_lens=lens, is_causal=True)
+        ours = torch.autograd.grad(out, [mine, *layer.parameters()], grad.split(lens, 1)[rank])
+        torch.testing.assert_close(out, expected.split(lens, 1)[rank], **TIGHT)
+        torch.testing.assert_close(ours[0], theirs[0].split(lens, 1)[rank], **TIGHT)
+        for a, b in zip(ours[1:], theirs[1:], strict=True):
+            a = a.clone()
+            dist.all_reduce(a)
+            torch.testing.assert_close(a, b, **TIGHT)
+
+
+def layer_checks():
+    """opcheck of the projections; autocast; Inductor."""
+    rank, name = dist.get_rank(), dist.group.WORLD.group_name
+    lens = uneven(8)
+    x = draw(2, lens[rank], 5, dtype=torch.float32).requires_grad_()
+    weights = [draw(n, 5, dtype=torch.float32).requires_grad_() for n in (48, 12)]
+    biases = [draw(n, dtype=torch.float32).requires_grad_() for n in (48, 12)]
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        opcheck(op.project_to_heads_start.default,
+                (x, weights, biases, [8, 2], lens, 2, False, rank, name))  # fmt: skip
+        held = op.seq_to_heads([draw(2, lens[rank], 8, 6, dtype=torch.float32)], lens, rank, name)
+        leaving = op.heads_to_seq_start(held, [8], lens, 0, 1, rank, name)
+        leaving = leaving.detach().requires_grad_()
+        output = draw(7, 48, dtype=torch.float32).requires_grad_()
+        opcheck(op.heads_to_output_wait.default,
+                ([leaving], output, None, 8, 2, lens, rank, name))  # fmt: skip
+    torch.manual_seed(0)
+    layer = deepsp.SequenceParallelAttention(64, 8, 4, rope_theta=1e4, chunks=2, device="cuda")
+    torch._dynamo.reset()
+    for dtype, tolerance in ((torch.float32, 1e-3), (torch.bfloat16, 5e-2)):
+        y = draw(1, lens[rank], 64, dtype=torch.float32).requires_grad_()
+        with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+            out = layer(y, seq_lens=lens, is_causal=True)
+            compiled = torch.compile(layer, fullgraph=True)(y, seq_lens=lens, is_causal=True)
+        assert out.dtype == dtype
+        torch.testing.assert_close(compiled, out, rtol=tolerance, atol=tolerance)
+        for a, b in zip(
+            torch.autograd.grad(compiled.sum(), [y, *layer.parameters()]),
+            torch.autograd.grad(out.sum(), [y, *layer.parameters()]),
+            strict=True,
+        ):
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * 4)
+
+
+def _union(spans):
+    """Disjoint spans of the same points."""
+    merged = []
+    for begin, end in sorted(spans):
+        if merged and begin <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], end)
+        else:
+            merged.append([begin, end])
+    return merged
+
+
+def overlap_profile():
+    """Milliseconds in which something travels, in which the GPU computes, and in which both
+    happen, from the profiler's trace of one forward and backward."""
+    rank = dist.get_rank()
+    layer = deepsp.SequenceParallelAttention(
+        4096, 32, 8, chunks=4, device="cuda", dtype=torch.bfloat16
+    )
+    x = torch.randn(1, 8192, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def step():
+        y = layer(x, is_causal=True)
+        torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))
+
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    dist.barrier()
+    with torch.profiler.profile() as profile:
+        step()
+        torch.cuda.synchronize()
+    travels, computes = [], []
+    for event in profile.events():
+        span = (event.time_range.start, event.time_range.end)
+        name = event.name.lower()
+        if name.startswith("gloo:") or ("nccl" in name and "kernel" in name):
+            travels.append(span)
+        elif event.device_type == torch.autograd.DeviceType.CUDA and "mem" not in name:
+            computes.append(span)
+    travels, computes = _union(travels), _union(computes)
+    both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in travels for b in computes)
+    lengths = [sum(end - begin for begin, end in spans) / 1e3 for spans in (travels, computes)]
+    return [
+        f"rank {rank}: travelling {lengths[0]:.1f} ms, computing {lengths[1]:.1f} ms, "
+        f"both at once {both / 1e3:.1f} ms"
+    ]
+
+
+def projection_speed():
+    """Products written into blocks, against one product and a pack."""
+    name = dist.group.WORLD.group_name
+    lines, tokens = [], 8192
+    for hidden, heads, kv_heads, chunks in ((4096, 32, 8, 1), (4096, 32, 8, 4), (2048, 16, 16, 8)):
+        x = torch.randn(1, tokens, hidden, device="cuda", dtype=torch.bfloat16)
+        counts = [heads, kv_heads, kv_heads]
+        weights = [
+            torch.randn(h * 128, hidden, device="cuda", dtype=torch.bfloat16) for h in counts
+        ]
+        fused = torch.cat(weights)
+
+        def blocks(x=x, weights=weights, counts=counts, chunks=chunks):
+            op.project_to_heads_start(x, weights, [], counts, [tokens], chunks, False, 0, name)
+
+        def one_and_pack(x=x, fused=fused, counts=counts, chunks=chunks):
+            qkv = F.linear(x, fused).unflatten(-1, (-1, 128)).split(counts, 2)
+            op.seq_to_heads_start(qkv, [tokens], chunks, False, 0, name)
+
+        times = [timed(call) * 1e3 for call in (blocks, one_and_pack)]
+        lines.append(
+            f"project {hidden} to {heads},{kv_heads} in {chunks} chunks: {times[0]:.2f} ms, "
+            f"one product and a pack {times[1]:.2f} ms"
+        )
+    return lines
+
+
+def timed(call):
+    """Median seconds on the GPU."""
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(20):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e-3)
+    return sorted(times)[len(times) // 2]
+
+
 def kernel_bandwidth():
     """GB/s, read and written, of the pack (a group of one: nothing but the pack) and of a plain
     copy of the same bytes."""
@@ -196,19 +360,6 @@ def kernel_bandwidth():
         flat = torch.cat([t.flatten() for t in x])
         to = torch.empty_like(flat)
 
-        def timed(call):
-            for _ in range(3):
-                call()
-            times = []
-            for _ in range(20):
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                call()
-                end.record()
-                end.synchronize()
-                times.append(start.elapsed_time(end) * 1e-3)
-            return sorted(times)[len(times) // 2]
-
         plain = timed(lambda to=to, flat=flat: to.copy_(flat))
         pack = timed(lambda x=x, s=s: op.seq_to_heads(x, [s], 0, name))
         gb = 2 * flat.nbytes / 1e9
@@ -219,8 +370,18 @@ def kernel_bandwidth():
     return lines
 
 
-GLOO_2 = [exchange_values, attention_gradients, sixteen_bits, loss_and_rest, op_checks, inductor]
-NCCL_1 = [*GLOO_2, kernel_bandwidth]
+GLOO_2 = [
+    exchange_values,
+    attention_gradients,
+    sixteen_bits,
+    loss_and_rest,
+    op_checks,
+    inductor,
+    layer_gradients,
+    layer_checks,
+    overlap_profile,
+]
+NCCL_1 = [*GLOO_2, kernel_bandwidth, projection_speed]
 
 
 def work(rank: int, size: int, backend: str, path: str, queue) -> None:
