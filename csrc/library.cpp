@@ -132,7 +132,7 @@ TORCH_LIBRARY(deepsp, m) {
   // x [B, S_rank, dim] through linear layers weights[i] [H_i·D_i, dim], biases[i]
   // [H_i·D_i] (or none at all), then exchanged: [B, S, h_i, D_i], as seq_to_heads
   // returns them. A single weight (and bias) for several num_heads is a fused one.
-  // Composite: start and wait. While one rank's part travels, the next is computed.
+  // Composite: start and wait. On gloo, while one rank's part travels the next is computed.
   m.def(
       "project_to_heads(Tensor x, Tensor[] weights, Tensor[] biases, SymInt[] num_heads, "
       "SymInt[] seq_lens, int rank, str group_name) -> Tensor[]",
@@ -163,7 +163,7 @@ TORCH_LIBRARY(deepsp, m) {
       "SymInt[] num_heads, SymInt batch, SymInt[] seq_lens, int[] wanted, int rank, "
       "str group_name) -> Tensor[]",
       collective);
-  // From the buffers that heads_to_output_wait has waited for.
+  // From the buffers of heads_to_output_wait, which may have waited for them.
   m.def(
       "heads_to_output_weight_grad(Tensor grad, Tensor[] buffers, SymInt num_heads, "
       "SymInt head_dim, SymInt[] seq_lens, int rank, str group_name) -> Tensor",
@@ -193,6 +193,12 @@ TORCH_LIBRARY(deepsp, m) {
       "attention_of_chunk(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, float dropout_p, "
       "bool is_causal, float? scale, int num_heads, int chunk, int chunks, int rank, "
       "int parts) -> Tensor",
+      pure);
+
+  // Raises what attention_of_chunk would, for callers that send before they attend.
+  m.def(
+      "check_attention(Tensor? attn_mask, float dropout_p, bool is_causal, ScalarType dtype, "
+      "SymInt batch, SymInt num_heads, SymInt tokens) -> ()",
       pure);
 
   // --- what else crosses the sequence group

@@ -77,8 +77,9 @@ class DistributedAttention(nn.Module):
         group: the sequence group.
         chunks: as in :func:`distributed_attention`; ``local_attention`` is called once a chunk.
 
-    Each call of a local attention returns memory of its own: what it returned before may still be
-    on its way. Under autocast, q, k and v travel as they are given.
+    Each call of a local attention returns memory of its own, since what it returned before may
+    still be on its way, and doesn't write to k and v, which chunks may share. Under autocast, q, k
+    and v travel as they are given.
 
     Whatever a local attention knows per head (slopes, sinks, a block mask) it takes for this rank's
     heads: :func:`deepsp.local_heads`.

@@ -19,11 +19,6 @@ def forget() -> None:
     _picked.clear()
 
 
-def remembered(key: Hashable) -> int | None:
-    """What was picked for this shape, if anything was."""
-    return _picked.get(key)
-
-
 def pick(
     key: Hashable, most: int, run: Callable[[int], None], member: Member, device: torch.device
 ) -> int:

@@ -12,6 +12,8 @@ from deepsp import rope
 from deepsp.groups import Group, member_of
 from deepsp.layout import lens_or_equal
 
+_NAMES = ("q_proj", "k_proj", "v_proj", "o_proj")
+
 
 class SequenceParallelAttention(nn.Module):
     """Projections, rotary embedding, attention over the whole sequence and output projection, of
@@ -35,11 +37,12 @@ class SequenceParallelAttention(nn.Module):
             embedding; their gradients are summed over the group like all others.
         local_attention: called as ``local_attention(q, k, v, *args, **kwargs)`` with
             q [B, S, h, D], k and v [B, S, h_kv, D], once a chunk, as by
-            :class:`DistributedAttention`. None: ``scaled_dot_product_attention``.
+            :class:`DistributedAttention`; it doesn't write to k and v, which chunks may share.
+            None: ``scaled_dot_product_attention``.
         chunks: into how many parts each rank's heads are cut; at most as many as leave every rank
             a query head in each. "auto": measured on the first call with a shape, by forward and
             backward passes of this layer (forward alone without gradients) with 1, 2, 4, ...
-            chunks; the same on every rank.
+            chunks; the same on every rank. Compiled code takes what was picked last.
         overlap: False: projections, one exchange, attention, one exchange, projection, one after
             another; for comparison.
         group: the sequence group.
@@ -151,7 +154,7 @@ class SequenceParallelAttention(nn.Module):
         overlap=True,
         group=None,
     ) -> None:
-        projections = dict(zip(("q_proj", "k_proj", "v_proj", "o_proj"), projections, strict=True))
+        projections = dict(zip(_NAMES, projections, strict=True))
         for name, linear in projections.items():
             _check_linear(name, linear)
         self.member = member_of(group)
@@ -173,6 +176,7 @@ class SequenceParallelAttention(nn.Module):
         self.rope_interleaved = rope_interleaved
         self.local_attention = local_attention
         self.chunks = chunks
+        self.picked: int | None = None  # what "auto" has found last
         self.overlap = overlap
         modules = {**projections, "q_norm": q_norm, "k_norm": k_norm}
         if register:
@@ -218,7 +222,11 @@ class SequenceParallelAttention(nn.Module):
             raise ValueError(
                 f"x has {x.dim()} dimensions; three are right: [batch, sequence, hidden_size]"
             )
+        for name, linear in zip(_NAMES, self._used()[:4], strict=True):
+            _check_linear(name, linear)  # they may have changed
         lens = lens_or_equal(seq_lens, x.size(1), self.member[1])
+        if self.local_attention is None:
+            _check_sdpa(x, sum(lens), self.num_heads, *args, **kwargs)
         turn = self._angles(x, lens, position_ids)
         if not self.overlap:
             return self._one_after_another(x, lens, turn, args, kwargs)
@@ -256,6 +264,8 @@ class SequenceParallelAttention(nn.Module):
             ks.append(k)
             vs.append(v)
             out = self._attend(q, ks, vs, chunk, chunks, args, kwargs)
+            if torch.is_autocast_enabled(out.device.type):  # as a linear layer would, but earlier
+                out = out.to(torch.get_autocast_dtype(out.device.type))
             leaving.append(
                 ops.heads_to_seq_start([out], heads[:1], lens, chunk, chunks, rank, name)
             )
@@ -290,7 +300,11 @@ class SequenceParallelAttention(nn.Module):
         total = sum(lens)
         if position_ids is None:
             position_ids = torch.arange(total, device=x.device)
-        elif position_ids.dim() not in (1, 2) or position_ids.size(-1) != total:
+        elif (
+            position_ids.dim() not in (1, 2)
+            or position_ids.size(-1) != total
+            or (position_ids.dim() == 2 and position_ids.size(0) not in (1, x.size(0)))
+        ):
             raise ValueError(
                 f"position_ids has shape {tuple(position_ids.shape)}; positions are those of the "
                 f"whole sequence: [{total}] or [batch, {total}] is right "
@@ -330,37 +344,34 @@ class SequenceParallelAttention(nn.Module):
         return out
 
     def _pick_chunks(self, x, lens, turn, args, kwargs) -> int:
+        if torch.compiler.is_compiling():
+            if self.picked is None:
+                raise ValueError(
+                    'chunks is "auto", and nothing was measured yet: call the module once before '
+                    "it is compiled, or pass a number"
+                )
+            return self.picked
         _, size, name = self.member
         trains = torch.is_grad_enabled()
         autocast = torch.is_autocast_enabled(x.device.type)
         key = (
             name, self.num_heads, self.num_kv_heads, self.head_dim, self.v_head_dim,
-            tuple(int(n) for n in lens), x.size(0), x.size(2), x.dtype, x.device, trains, autocast,
+            tuple(lens), x.size(0), x.size(2), x.dtype, x.device, trains, autocast,
         )  # fmt: skip
-        if torch.compiler.is_compiling():
-            picked = _remembered(key)
-            if picked is None:
-                raise ValueError(
-                    'chunks is "auto", and nothing was measured yet for this shape: call the '
-                    "module once before it is compiled, or pass a number"
-                )
-            return picked
         most = torch.ops.deepsp.head_chunks(self.num_heads, size, self.num_heads)
         used = [p for m in self._used() if m is not None for p in m.parameters()]
         parameters = [p for p in used if p.requires_grad] if trains else []
 
         def run(chunks: int) -> None:
             mine = x.detach().requires_grad_(trains)
-            y = self._overlapped(mine, lens, turn, chunks, args, kwargs)
+            # Hooks of our own, lest a checkpoint around us counts what is saved here.
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+                y = self._overlapped(mine, lens, turn, chunks, args, kwargs)
             if trains:
                 torch.autograd.grad(y, [mine, *parameters], torch.ones_like(y), allow_unused=True)
 
-        return auto_chunks.pick(key, most, run, self.member, x.device)
-
-
-@torch.compiler.assume_constant_result
-def _remembered(key) -> int | None:
-    return auto_chunks.remembered(key)
+        self.picked = auto_chunks.pick(key, most, run, self.member, x.device)
+        return self.picked
 
 
 def _sdpa(
@@ -368,6 +379,18 @@ def _sdpa(
 ) -> Tensor:
     return torch.ops.deepsp.attention_of_chunk(
         q, k, v, attn_mask, dropout_p, is_causal, scale, *where
+    )
+
+
+def _check_sdpa(
+    x, tokens, num_heads, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None
+) -> None:
+    """Raises before anything is sent."""
+    dtype = x.dtype
+    if attn_mask is not None and torch.is_autocast_enabled(x.device.type):
+        dtype = attn_mask.dtype  # it will be cast
+    torch.ops.deepsp.check_attention(
+        attn_mask, dropout_p, is_causal, dtype, x.size(0), num_heads, tokens
     )
 
 
@@ -383,7 +406,14 @@ def _check_linear(name: str, linear: nn.Module) -> None:
             f"{name} is a {type(linear).__name__}; an nn.Linear is right (its weight is used, its "
             "forward isn't called)"
         )
-    if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks:
+    if "forward" in vars(linear):
+        raise ValueError(f"{name} has a forward of its own, which would not be called")
+    if (
+        linear._forward_hooks
+        or linear._forward_pre_hooks
+        or linear._backward_hooks
+        or linear._backward_pre_hooks
+    ):
         raise ValueError(
             f"{name} has hooks, which would not run: its weight is used, its forward isn't called"
         )

@@ -56,19 +56,19 @@ def _layer(*args, seed=0, dtype=torch.float64, **kwargs):
     return layer
 
 
-def compare(layer, x, lens, arguments=None, theirs=None, rtol=1e-10, atol=1e-10, kind=None):
+def compare(layer, x, lens, arguments=None):
     """Output and all gradients of this rank's part against those of the plain layer."""
     rank = dist.get_rank()
     arguments = arguments or {}
     full = x.clone().requires_grad_()
     mine = x.split(lens, 1)[rank].clone().requires_grad_()
     parameters = {n: p for n, p in layer.named_parameters() if p.requires_grad}
-    expected = plain(layer, full, **(arguments if theirs is None else theirs))
+    expected = plain(layer, full, **arguments)
     grad = draw(*expected.shape, seed=99).to(expected.dtype)
     g_expected = torch.autograd.grad(expected, [full, *parameters.values()], grad)
     out = layer(mine, seq_lens=lens, **arguments)
     g_out = torch.autograd.grad(out, [mine, *parameters.values()], grad.split(lens, 1)[rank])
-    close = {"rtol": rtol, "atol": atol}
+    close = {"rtol": 1e-10, "atol": 1e-10}
     torch.testing.assert_close(out, expected.split(lens, 1)[rank], **close)
     torch.testing.assert_close(g_out[0], g_expected[0].split(lens, 1)[rank], **close)
     for name, a, b in zip(parameters, g_out[1:], g_expected[1:], strict=True):
@@ -388,6 +388,62 @@ def _checkpointed(reentrant):
         assert torch.equal(a.grad, b)
 
 
+def _compiled_checkpoint(backend):
+    """A graph that computes the forward again drops what it doesn't use of it."""
+    torch._dynamo.reset()
+    lens = lens_of("skewed", 9, dist.get_world_size())
+    layer = _layer(8, 4, 2, chunks=2, bias=True)
+    mine = draw(1, 9, 8).split(lens, 1)[dist.get_rank()].clone().requires_grad_()
+
+    def inner(x):
+        return layer(x, seq_lens=lens, is_causal=True)
+
+    leaves = [mine, *layer.parameters()]
+    expected = torch.autograd.grad(inner(mine).square().sum(), leaves)
+    deepsp.buffers.clear()
+    compiled = torch.compile(
+        lambda x: checkpoint(inner, x, use_reentrant=False).square(),
+        fullgraph=True,
+        backend=backend,
+    )
+    ours = torch.autograd.grad(compiled(mine).sum(), leaves)
+    torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_checkpointing_compiled():
+    on_ranks(2, _compiled_checkpoint, "aot_eager")
+
+
+def _again():
+    """The same graph backward twice; a chunk that needs no gradient; anomaly mode."""
+    lens = lens_of("split", 6, dist.get_world_size())
+    layer = _layer(8, 4, chunks=2)
+    mine = draw(1, 6, 8).split(lens, 1)[dist.get_rank()].clone().requires_grad_()
+    leaves = [mine, *layer.parameters()]
+    loss = layer(mine, seq_lens=lens).square().sum()
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    for a, b in zip(torch.autograd.grad(loss, leaves), first, strict=True):
+        assert torch.equal(a, b)
+    with torch.autograd.set_detect_anomaly(True):
+        watched = torch.autograd.grad(layer(mine, seq_lens=lens).square().sum(), leaves)
+    torch.testing.assert_close(watched, first, rtol=1e-12, atol=1e-12)
+    for chunk in (0, 1):
+        calls = []
+
+        def half(q, k, v, chunk=chunk, calls=calls):
+            calls.append(1)
+            out = attention(q, k, v)
+            return out.detach() if len(calls) - 1 == chunk else out
+
+        layer.local_attention = half
+        (grad,) = torch.autograd.grad(layer(mine, seq_lens=lens).square().sum(), mine)
+        assert grad.any(), chunk
+
+
+def test_backward_again():
+    on_ranks(2, _again)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing(reentrant):
     on_ranks(2, _checkpointed, reentrant)
@@ -432,6 +488,36 @@ def _autocast():
 
 def test_autocast():
     on_ranks(2, _autocast)
+
+
+def _autocast_elsewhere():
+    """Backward inside autocast of a forward outside; a local attention that returns float32."""
+    lens = lens_of("split", 24, dist.get_world_size())
+    layer = _layer(32, 8, 4, dtype=torch.float32, chunks=2)
+    mine = draw(1, 24, 32, dtype=torch.float32).split(lens, 1)[dist.get_rank()].clone()
+    leaves = [mine.requires_grad_(), *layer.parameters()]
+    expected = torch.autograd.grad(layer(mine, seq_lens=lens).square().sum(), leaves)
+    deepsp.buffers.clear()  # lest memory still holds what is right
+    loss = layer(mine, seq_lens=lens).square().sum()
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = torch.autograd.grad(loss, leaves)
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+    layer.local_attention = lambda q, k, v: attention(q.float(), k.float(), v.float())
+    deepsp.buffers.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(mine, seq_lens=lens)
+        assert y.dtype == torch.bfloat16
+        wide = torch.autograd.grad(y.float().square().sum(), leaves)
+        group = dist.group.WORLD.group_name
+        held = torch.randn(1, 24, 8 // len(lens), 4)
+        y = op.heads_to_output(held, layer.o_proj.weight, None, 8, lens, dist.get_rank(), group)
+        assert y.dtype == torch.bfloat16
+    for a, b in zip(wide, expected, strict=True):
+        assert (a - b).norm() < 5e-2 * b.norm()
+
+
+def test_autocast_on_one_side():
+    on_ranks(2, _autocast_elsewhere)
 
 
 def _sixteen_bit_sums():
@@ -521,10 +607,14 @@ def _auto():
     torch._dynamo.reset()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), y)
+    longer = draw(1, 6, 8)  # in compiled code, the last pick serves all
+    assert compiled(longer).shape == longer.shape
     auto_chunks.forget()
-    torch._dynamo.reset()
+    y = checkpoint(layer, x, use_reentrant=False)  # measures inside a checkpoint
+    torch.autograd.grad(y.sum(), x)
+    fresh = _layer(8, 4, chunks="auto")
     with pytest.raises(Exception, match="nothing was measured yet"):
-        compiled(x)
+        torch.compile(fresh, backend="eager", fullgraph=True)(x)
     return picked
 
 
@@ -542,7 +632,6 @@ def test_auto_picks_alike():
 
 
 def _wrong(kind):
-    rank, size = dist.get_rank(), dist.get_world_size()
     make = deepsp.SequenceParallelAttention
     if kind == "sizes":
         for arguments, options, message in [
@@ -568,9 +657,19 @@ def _wrong(kind):
         ]:
             with pytest.raises(ValueError, match=message):
                 make.from_projections(*p[: changed[0]], changed[1], *p[changed[0] + 1 :], 4)
-        p[2].register_forward_hook(lambda *_: None)
-        with pytest.raises(ValueError, match="v_proj has hooks"):
-            make.from_projections(*p, 4)
+        layer = make.from_projections(*p, 4)
+        handle = p[2].register_forward_hook(lambda *_: None)
+        for call in (lambda: make.from_projections(*p, 4), lambda: layer(torch.zeros(1, 3, 8))):
+            with pytest.raises(ValueError, match="v_proj has hooks"):
+                call()
+        handle.remove()
+        p[1].forward = lambda x: x
+        with pytest.raises(ValueError, match="k_proj has a forward of its own"):
+            layer(torch.zeros(1, 3, 8))
+        del p[1].forward
+        layer.q_proj = nn.Sequential(p[0])  # an adapter around it, say
+        with pytest.raises(ValueError, match="q_proj is a Sequential"):
+            layer(torch.zeros(1, 3, 8))
     else:
         layer = make(8, 4, rope_theta=10.0, dtype=torch.float64)
         x = draw(1, 3, 8)
@@ -583,10 +682,18 @@ def _wrong(kind):
             (lambda: layer(draw(1, 3, 7)), "weights.0. takes 8"),
             (lambda: make(8, 4)(x, position_ids=torch.arange(6)), "rope_theta is None"),
             (lambda: layer(x, is_causal=True, attn_mask=torch.ones(6, 6).bool()), "attn_mask"),
+            (lambda: layer(x, attn_mask=torch.ones(5, 6).bool()), "attn_mask has size 5"),
+            (lambda: layer(x, attn_mask=torch.ones(6, 6)), "attn_mask is Float"),
+            (lambda: layer(x, dropout_p=2.0), "dropout_p is 2"),
+            (lambda: layer(x, position_ids=torch.zeros(2, 6)), "whole sequence"),
+            (lambda: op.kv_of_chunk([x[None]], 4, 4, 0, 1, 0, 0), "parts is 0"),
         ]:
-            with pytest.raises(ValueError, match=message):
-                call()
-    assert size == 2 and rank in (0, 1)
+
+            def raises(call=call, message=message):
+                with pytest.raises(ValueError, match=message):
+                    call()
+
+            assert names(raises)["deepsp::exchange"] == 0, message  # nothing was sent
     layer = _layer(8, 4)  # and the group is in order
     compare(layer, draw(1, 6, 8), [3, 3])
 

@@ -105,6 +105,28 @@ at::Tensor kv_of_chunk(
   return at::cat(repeated, 2);
 }
 
+void check_attention(
+    const std::optional<at::Tensor>& attn_mask,
+    double dropout_p,
+    bool is_causal,
+    at::ScalarType dtype,
+    c10::SymInt batch,
+    c10::SymInt num_heads,
+    c10::SymInt tokens) {
+  TORCH_CHECK_VALUE(
+      dropout_p >= 0 && dropout_p <= 1, "dropout_p is ", dropout_p,
+      "; a probability from 0 to 1 is right");
+  if (!attn_mask.has_value()) {
+    return;
+  }
+  TORCH_CHECK_VALUE(
+      !is_causal, "attn_mask is given and is_causal is True; only one of them can be");
+  TORCH_CHECK_VALUE(
+      attn_mask->scalar_type() == at::kBool || attn_mask->scalar_type() == dtype, "attn_mask is ",
+      attn_mask->scalar_type(), "; bool or q's dtype, ", dtype, ", is right");
+  check_mask(*attn_mask, batch, num_heads, tokens);
+}
+
 at::Tensor attention_of_chunk(
     const at::Tensor& q,
     const at::Tensor& k,
@@ -129,15 +151,10 @@ at::Tensor attention_of_chunk(
       "q, k and v have shapes ", q.sym_sizes(), ", ", k.sym_sizes(), " and ", v.sym_sizes(),
       "; [batch, sequence, heads, head_dim] is right, with the ", heads.size(),
       " query heads of this chunk");
+  check_attention(
+      attn_mask, dropout_p, is_causal, q.scalar_type(), q.sym_size(0), num_heads, q.sym_size(1));
   std::optional<at::Tensor> mask;
   if (attn_mask.has_value()) {
-    TORCH_CHECK_VALUE(
-        !is_causal, "attn_mask is given and is_causal is True; only one of them can be");
-    TORCH_CHECK_VALUE(
-        attn_mask->scalar_type() == at::kBool || attn_mask->scalar_type() == q.scalar_type(),
-        "attn_mask is ", attn_mask->scalar_type(), "; bool or q's dtype, ", q.scalar_type(),
-        ", is right");
-    check_mask(*attn_mask, q.sym_size(0), num_heads, q.sym_size(1));
     mask = mask_of(*attn_mask, heads);
   }
   const bool grouped = q.sym_size(2) != k.sym_size(2);
@@ -174,23 +191,12 @@ at::Tensor distributed_attention(
       k.sym_size(3), "; they must be the same");
   TORCH_CHECK_VALUE(
       q.is_floating_point(), "q is ", q.scalar_type(), "; attention needs a floating-point dtype");
+  check_attention(
+      attn_mask, dropout_p, is_causal, q.scalar_type(), layout.batch, q.sym_size(2),
+      layout.token(layout.parts()));
   TORCH_CHECK_VALUE(
-      dropout_p >= 0 && dropout_p <= 1, "dropout_p is ", dropout_p,
-      "; a probability from 0 to 1 is right");
-  const c10::SymInt tokens = layout.token(layout.parts());
-  if (attn_mask.has_value()) {
-    TORCH_CHECK_VALUE(
-        !is_causal, "attn_mask is given and is_causal is True; only one of them can be");
-    TORCH_CHECK_VALUE(
-        attn_mask->scalar_type() == at::kBool || attn_mask->scalar_type() == q.scalar_type(),
-        "attn_mask is ", attn_mask->scalar_type(), "; bool or q's dtype, ", q.scalar_type(),
-        ", is right");
-    TORCH_CHECK_VALUE(
-        attn_mask->device() == q.device(), "attn_mask is on ", attn_mask->device(),
-        ", but q is on ", q.device(), "; they must be on the same device");
-    check_mask(*attn_mask, layout.batch, q.sym_size(2), tokens);
-  }
-
+      !attn_mask.has_value() || attn_mask->device() == q.device(), "attn_mask is on ",
+      attn_mask->device(), ", but q is on ", q.device(), "; they must be on the same device");
   const c10::SymInt num_heads = q.sym_size(2);
   const int64_t counts[] = {heads.num_heads(0), heads.num_heads(1)};
   const int64_t parts = heads.parts();
@@ -288,6 +294,7 @@ TORCH_LIBRARY_IMPL(deepsp, CompositeImplicitAutograd, m) {
   m.impl("distributed_attention", distributed_attention);
   m.impl("kv_of_chunk", kv_of_chunk);
   m.impl("attention_of_chunk", attention_of_chunk);
+  m.impl("check_attention", check_attention);
 }
 
 TORCH_LIBRARY_IMPL(deepsp, AutocastCPU, m) {

@@ -197,6 +197,19 @@ void mark_landed(const at::Tensor& buffer) {
   set_flight(buffer, std::move(landed));
 }
 
+bool has_landed(const at::Tensor& buffer) {
+  if (!buffer.is_cpu()) {
+    return false;
+  }
+  auto flight = take_flight(buffer);
+  if (!flight) {
+    return false;
+  }
+  const bool landed = flight->landed;
+  set_flight(buffer, std::move(flight));
+  return landed;
+}
+
 std::unique_ptr<Flight> flight_into(const at::Tensor& buffer) {
   if (!buffer.is_cpu()) {
     c10d::wait_tensor(buffer);

@@ -85,5 +85,7 @@ void launch_into(const at::Tensor& buffer, const Work& work, const at::Tensor& s
 std::unique_ptr<Flight> flight_into(const at::Tensor& buffer);
 // From now on flight_into(buffer) raises: a buffer is waited for once.
 void mark_landed(const at::Tensor& buffer);
+// Whether it was marked so.
+bool has_landed(const at::Tensor& buffer);
 
 }  // namespace deepsp

@@ -80,6 +80,7 @@ void check_seq_lens(c10::SymIntArrayRef seq_lens, int64_t rank) {
 
 void check_num_heads(
     const std::vector<int64_t>& num_heads, int64_t parts, const char* const* names) {
+  TORCH_CHECK_VALUE(parts >= 1, "parts is ", parts, "; at least 1 is right");
   TORCH_CHECK_VALUE(
       num_heads[0] >= parts, name_of(names, 0), " has ", num_heads[0], " heads, fewer than the ",
       parts, " ranks of the group; use a group of at most ", num_heads[0], " ranks");

@@ -336,6 +336,12 @@ void Arrivals::finish() {
   }
 }
 
+void ensure_landed(const at::Tensor& buffer, const Layout& layout, int64_t chunk) {
+  if (!has_landed(buffer)) {
+    Arrivals(buffer, layout, chunk).finish();
+  }
+}
+
 at::Tensor block_of(const at::Tensor& buffer, const Layout& layout, int64_t chunk, int64_t p) {
   const Arrival at = arrival_of(layout, chunk, p, 0, false);
   return buffer.as_strided(

@@ -84,6 +84,10 @@ class Arrivals {
 // Rank p's whole block in a buffer where it has arrived: [S_rank·B, X_p].
 at::Tensor block_of(const at::Tensor& buffer, const Layout& layout, int64_t chunk, int64_t p);
 
+// Waits for a buffer by tokens that nobody has waited for; one that was waited for is
+// left as it is.
+void ensure_landed(const at::Tensor& buffer, const Layout& layout, int64_t chunk);
+
 // The sum of matrices, taken as heads_to_seq takes it.
 at::Tensor sum_of(const std::vector<at::Tensor>& parts);
 

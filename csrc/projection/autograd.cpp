@@ -19,6 +19,12 @@ using torch::autograd::Function;
 using torch::autograd::Variable;
 using torch::autograd::variable_list;
 
+// Gradients have the dtype of what they are gradients of, also where backward runs
+// inside autocast: a cast would read what is on its way.
+struct NoAutocast {
+  c10::impl::ExcludeDispatchKeyGuard guard{c10::autocast_dispatch_keyset};
+};
+
 struct ProjectToHeadsStart : Function<ProjectToHeadsStart> {
   static variable_list forward(
       AutogradContext* ctx,
@@ -51,6 +57,7 @@ struct ProjectToHeadsStart : Function<ProjectToHeadsStart> {
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list buffers) {
+    const NoAutocast guard;
     auto& data = ctx->saved_data;
     const size_t n = data["weights"].toInt();
     const size_t n_biases = data["biases"].toInt();
@@ -108,6 +115,7 @@ struct HeadsToOutputWait : Function<HeadsToOutputWait> {
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const NoAutocast guard;
     auto& data = ctx->saved_data;
     const at::Tensor& grad = grads[0];
     const size_t chunks = data["chunks"].toInt();
@@ -119,7 +127,11 @@ struct HeadsToOutputWait : Function<HeadsToOutputWait> {
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor& weight = saved[0];
     variable_list gradients(chunks + 2 + 5);
-    if (ctx->needs_input_grad(0)) {
+    bool some_chunk = false;
+    for (size_t chunk = 0; chunk < chunks; ++chunk) {
+      some_chunk = some_chunk || ctx->needs_input_grad(chunk);
+    }
+    if (some_chunk) {
       const at::Tensor by_head = weight.t();
       // The last chunk first: autograd asks for it first.
       const variable_list buffers = project_to_heads_start(
@@ -258,7 +270,7 @@ std::vector<at::Tensor> project_to_heads_autocast(
 
 // What is on its way can't be cast any more: the weight follows it.
 template <c10::DeviceType device>
-at::Tensor heads_to_output_autocast(
+at::Tensor heads_to_output_wait_autocast(
     at::TensorList buffers,
     const at::Tensor& weight,
     const std::optional<at::Tensor>& bias,
@@ -280,9 +292,24 @@ at::Tensor heads_to_output_autocast(
 }
 
 template <c10::DeviceType device>
+at::Tensor heads_to_output_autocast(
+    const at::Tensor& input,
+    const at::Tensor& weight,
+    const std::optional<at::Tensor>& bias,
+    c10::SymInt num_heads,
+    c10::SymIntArrayRef seq_lens,
+    int64_t rank,
+    std::string_view group_name) {
+  const auto dtype = at::autocast::get_autocast_dtype(device);
+  const at::Tensor cast = at::autocast::cached_cast(dtype, input, device);
+  return heads_to_output(cast, weight, bias, std::move(num_heads), seq_lens, rank, group_name);
+}
+
+template <c10::DeviceType device>
 void register_autocast(torch::Library& m) {
   m.impl("project_to_heads_start", project_to_heads_autocast<device>);
-  m.impl("heads_to_output_wait", heads_to_output_autocast<device>);
+  m.impl("heads_to_output", heads_to_output_autocast<device>);
+  m.impl("heads_to_output_wait", heads_to_output_wait_autocast<device>);
 }
 
 }  // namespace

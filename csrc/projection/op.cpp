@@ -409,6 +409,8 @@ at::Tensor heads_to_output_weight_grad_kernel(
   const int64_t dim = layout.head_dims[0];
   const at::Tensor result = empty_buffer({grad.size(2), layout.heads.num_heads(0) * dim}, grad);
   for (int64_t chunk = 0; chunk < layout.heads.chunks(); ++chunk) {
+    // A graph that computes the forward again has no use for its output, nor a wait.
+    ensure_landed(arrived[chunk], layout, chunk);
     for (int64_t p = 0; p < layout.parts(); ++p) {
       const Range heads = layout.heads.range(0, p, chunk);
       at::Tensor out = result.narrow(1, heads.begin * dim, heads.size() * dim);

@@ -64,17 +64,21 @@ class KeepOverlap(CustomGraphPass):
     def __init__(self, before):
         self.before = before
 
+    def _others(self) -> list:
+        if self.before is None:
+            return []
+        return list(self.before) if isinstance(self.before, (list, tuple)) else [self.before]
+
     def __call__(self, graph: fx.Graph) -> None:
-        if self.before is not None:
-            self.before(graph)
+        for other in self._others():
+            other(graph)
         keep_overlap(graph)
 
     def uuid(self):
-        own = get_hash_for_files((__file__,))
-        if self.before is None:
-            return own
-        before = self.before.uuid() if isinstance(self.before, CustomGraphPass) else None
-        return before and (own, before)  # None: Inductor doesn't cache
+        others = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self._others()]
+        if not all(others):
+            return None  # Inductor doesn't cache
+        return (get_hash_for_files((__file__,)), *others)
 
 
 def install() -> None:
