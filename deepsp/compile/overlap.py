@@ -1,13 +1,18 @@
-"""Keeps the order start, compute, wait in Inductor's schedule.
+"""Brings the order start, compute, wait into Inductor's schedule, and keeps it there.
 
-Traced graphs have it: our ops launch as early and wait as late as data allows. But Inductor sorts
-kernels anew, for peak memory, and knows no reason to launch an exchange before a product that
-doesn't need it. This pass gives it one: what computes between an exchange and its wait comes after
-the first and before the second, and so does every exchange that is launched between them. It adds
-no memory to what the traced order needs, and leaves the order of collectives alone.
+Traced graphs mostly have it: our ops launch as early and wait as late as data allows. Two things
+undo it. What a checkpoint computes again, AOTAutograd puts where it is needed, wait behind start:
+so starts are moved up, with what they are computed from, as far as the collective before them, and
+waits down to what uses them. And Inductor sorts kernels anew, for peak memory, and knows no reason
+to launch an exchange before a product that doesn't need it: so what computes between an exchange
+and its wait is tied behind the first and before the second, and so is an exchange launched between.
+
+The order of collectives is left alone, and so many bytes at most are brought into flight:
 """
 
 from __future__ import annotations
+
+import operator
 
 import torch
 from torch import fx
@@ -27,6 +32,22 @@ _COMPUTE = {
 }
 
 
+_VIEWS = {
+    operator.getitem,
+    _aten.view.default,
+    _aten.slice.Tensor,
+    _aten.select.int,
+    _aten.permute.default,
+    _aten.transpose.int,
+    _aten.as_strided.default,
+    _aten.expand.default,
+    _aten.unsqueeze.default,
+    _aten.squeeze.dim,
+    _aten.split_with_sizes.default,
+}
+MAX_IN_FLIGHT = 1 << 30
+
+
 def _computes(node: fx.Node) -> bool:
     return node.target in _COMPUTE or (
         node.op == "call_function" and "scaled_dot_product" in str(node.target)
@@ -38,8 +59,71 @@ def _is_ours(node: fx.Node) -> bool:
     return getattr(node.meta.get("original_aten"), "namespace", None) == "deepsp"
 
 
+def _is_collective(node: fx.Node) -> bool:
+    return getattr(node.target, "namespace", None) == "_c10d_functional" and node.target != _WAIT
+
+
+def _bytes(node: fx.Node) -> int:
+    value = node.meta["val"]
+    count = value.numel()
+    return value.element_size() * (count if isinstance(count, int) else count.node.hint or 0)
+
+
+def raise_starts(graph: fx.Graph) -> None:
+    """Moves each exchange of ours, with what it is computed from, to behind the collective before
+    it, or behind the wait that it needs, unless too much would be in flight there."""
+    for start in [n for n in graph.nodes if n.target is _START and _is_ours(n)]:
+        nodes = list(graph.nodes)
+        place = {node: i for i, node in enumerate(nodes)}
+        needed, stack = set(), [start]
+        while stack:
+            node = stack.pop()
+            if node not in needed:
+                needed.add(node)
+                stack += node.all_input_nodes
+        barriers = [
+            n
+            for n in nodes[: place[start]]
+            if n.op == "placeholder"
+            or _is_collective(n)
+            or (n in needed and n.target is _WAIT)
+            or n.is_impure()
+        ]
+        if not barriers:
+            continue
+        after = barriers[-1]
+        moved = [n for n in nodes[place[after] + 1 : place[start]] if n in needed]
+        passed = [n for n in nodes[place[after] + 1 : place[start]] if n not in needed]
+        if not any(_computes(n) or n.target is _WAIT for n in passed):
+            continue
+        waited = {n.args[0] for n in nodes[: place[after] + 1] if n.target is _WAIT}
+        flying = [n for n in nodes[: place[after] + 1] if n.target is _START and n not in waited]
+        if sum(_bytes(n) for n in [*flying, start]) > MAX_IN_FLIGHT:
+            continue
+        for node in [*moved, start]:
+            after.append(node)
+            after = node
+
+
+def sink_waits(graph: fx.Graph) -> None:
+    """Moves each wait of ours, and the views of what it gives, to its first use."""
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    views = {n for n in graph.nodes if n.target is _WAIT and n.args[0].target is _START}
+    views = {n for n in views if _is_ours(n.args[0])}
+    for node in graph.nodes:
+        if node.target in _VIEWS and node.args[0] in views:
+            views.add(node)
+    for node in reversed(list(graph.nodes)):
+        if node in views and node.users:
+            first = min(node.users, key=place.__getitem__)
+            first.prepend(node)
+            place[node] = place[first] - 0.5
+
+
 def keep_overlap(graph: fx.Graph) -> None:
     """A post-grad pass; changes graphs only that hold exchanges of ours."""
+    raise_starts(graph)
+    sink_waits(graph)
     place = {node: i for i, node in enumerate(graph.nodes)}
     nodes = list(place)
     starts = [n for n in nodes if n.target is _START and _is_ours(n)]
