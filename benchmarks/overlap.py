@@ -448,6 +448,7 @@ def show_step(console, title: str, times: dict, fill: float) -> dict:
     shorter = min(of["layer exchange"], of["layer compute"])
     hidable = demo.LAYERS * min(of["layer exchange"] * (1 - fill), of["layer compute"])
     gain = of["off"] - of["on"]
+    exposed = (of["layer on"] - of["layer compute"]) / of["layer exchange"]
     t = table(title, ["", "min ms", "median ms"])
     for name, calls in times.items():
         if name != "bytes":
@@ -457,11 +458,12 @@ def show_step(console, title: str, times: dict, fill: float) -> dict:
         f"on is {of['off'] / of['on']:.2f} times as fast as off. {demo.LAYERS} layers' exchange "
         f"(or compute, if shorter) is {demo.LAYERS * shorter:.0f} ms; without the pipeline's fill "
         f"({fill:.0%} of the bytes) {hidable:.0f} ms can be hidden; {gain:.0f} ms are gained: "
-        f"{gain / hidable:.2f}"
+        f"{gain / hidable:.2f}. A layer's exposed communication is {exposed:.2f}."
     )
     return of | {
         "speedup": of["off"] / of["on"],
         "gain_ms": gain,
+        "exposed": exposed,
         "fill": fill,
         "hidable_ms": hidable,
         "gain_of_hidable": gain / hidable,

@@ -1,7 +1,10 @@
 """The attention layer against plain PyTorch in one process, float64: output, every gradient."""
 
+import argparse
 import copy
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -392,21 +395,30 @@ def _compiled_checkpoint(backend):
     """A graph that computes the forward again drops what it doesn't use of it."""
     torch._dynamo.reset()
     lens = lens_of("skewed", 9, dist.get_world_size())
-    layer = _layer(8, 4, 2, chunks=2, bias=True)
+    layers = nn.ModuleList([_layer(8, 4, 2, chunks=2, bias=True, seed=n) for n in (1, 2)])
     mine = draw(1, 9, 8).split(lens, 1)[dist.get_rank()].clone().requires_grad_()
 
-    def inner(x):
-        return layer(x, seq_lens=lens, is_causal=True)
+    def model(x, again):
+        for layer in layers:
+            if again:
+                x = checkpoint(
+                    lambda x, layer=layer: layer(x, seq_lens=lens, is_causal=True),
+                    x,
+                    use_reentrant=False,
+                )
+            else:
+                x = layer(x, seq_lens=lens, is_causal=True)
+        return x
 
-    leaves = [mine, *layer.parameters()]
-    expected = torch.autograd.grad(inner(mine).square().sum(), leaves)
+    leaves = [mine, *layers.parameters()]
+    expected = torch.autograd.grad(model(mine, False).square().sum(), leaves)
+    y = torch.compile(model, fullgraph=True, backend=backend)(mine, True)
+    # Memory that holds what was right in forward must not do for backward.
     deepsp.buffers.clear()
-    compiled = torch.compile(
-        lambda x: checkpoint(inner, x, use_reentrant=False).square(),
-        fullgraph=True,
-        backend=backend,
-    )
-    ours = torch.autograd.grad(compiled(mine).sum(), leaves)
+    poison = [torch.full((1, 64, 4, 64), float("nan")) for _ in range(4)]
+    for x in poison:
+        deepsp.seq_to_heads([x])
+    ours = torch.autograd.grad(y.square().sum(), leaves)
     torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10)
 
 
@@ -629,6 +641,28 @@ def _counting(q, k, v):
 def test_auto_picks_alike():
     picked = on_ranks(2, _auto)
     assert picked[0] == picked[1]
+
+
+def _training(chunk_counts):
+    """The example's model trains alike with and without overlap, whatever the chunks."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    import train
+
+    curves = []
+    for overlap, chunks in [(False, 1), *((True, n) for n in chunk_counts)]:
+        args = argparse.Namespace(
+            steps=4, seq_len=65, dtype="float64", lr=1e-3, seed=1, data=Path(train.__file__),
+            device="cpu", overlap=overlap, chunks=chunks,
+        )  # fmt: skip
+        result = train.train_sharded(args, torch.device("cpu"))
+        curves.append([*result["losses"], *result["gradient_norms"]])
+    for other in curves[1:]:
+        torch.testing.assert_close(other, curves[0], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_training_is_the_same(ranks):
+    on_ranks(ranks, _training, (1, 2, 4))
 
 
 def _wrong(kind):
