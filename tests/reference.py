@@ -91,3 +91,13 @@ def events(call: Callable[[], object]) -> list:
 
 def names(call: Callable[[], object]) -> Counter:
     return Counter(event.name for event in events(call))
+
+
+def sent(call: Callable[[], object]) -> list[int]:
+    """The bytes of each message that a call sends over gloo, in order."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
+    ) as profile:
+        call()
+    found = sorted(profile.events(), key=lambda event: event.time_range.start)
+    return [event.input_shapes[0][0] for event in found if event.name == "gloo:send"]

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from harness import on_ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import Take, attention, draw, events, heads_of, lens_of
+from reference import Take, attention, draw, events, heads_of, lens_of, sent
 from torch.autograd import gradcheck
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -231,14 +231,6 @@ def _sizes():
     q = draw(1, 16, 8, 16, dtype=torch.float32).requires_grad_()
     k = draw(1, 16, 2, 16, dtype=torch.float32).requires_grad_()
     kept = []
-
-    def sent(call):
-        with torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
-        ) as profile:
-            call()
-        found = sorted(profile.events(), key=lambda event: event.time_range.start)
-        return [e.input_shapes[0][0] for e in found if e.name == "gloo:send"]
 
     def forward():
         kept.append(deepsp.distributed_attention(q, k, k, enable_gqa=True, chunks=3))

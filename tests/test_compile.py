@@ -282,7 +282,7 @@ class _Block(torch.nn.Module):
         super().__init__()
         self.norm = torch.nn.LayerNorm(32)
         self.attention = deepsp.SequenceParallelAttention(
-            32, 8, bias=True, rope_theta=1e4, chunks=2
+            32, 8, 4, bias=True, rope_theta=1e4, chunks=2
         )
 
     def forward(self, x):

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from harness import on_ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import Take, Whole, attention, draw, events, heads_of, lens_of, names
+from reference import Take, Whole, attention, draw, events, heads_of, lens_of, names, sent
 from torch import nn
 from torch.autograd import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -293,6 +293,24 @@ def _order():
 
 def test_order():
     on_ranks(2, _order)
+
+
+def _leaving():
+    """Chunks leave in the order in which they are needed: backward, the last one first."""
+    layer = _layer(16, 8, 2, head_dim=16, chunks=3, dtype=torch.float32)
+    x = draw(1, 16, 16, dtype=torch.float32).requires_grad_()
+    kept = []
+
+    def forward():
+        kept.append(layer(x))
+
+    head = 16 * 16 * 4  # bytes; each rank has 4 query heads, cut 2, 1, 1, and one kv head
+    assert sent(forward) == [4 * head, head, head, 2 * head, head, head]
+    assert sent(lambda: kept[-1].sum().backward()) == [head, head, 2 * head, head, head, 4 * head]
+
+
+def test_the_order_in_which_chunks_leave():
+    on_ranks(2, _leaving)
 
 
 # ------------------------------------------------------------------------- what users do with it
