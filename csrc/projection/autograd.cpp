@@ -146,7 +146,7 @@ struct HeadsToOutputWait : Function<HeadsToOutputWait> {
           grad, arrived, num_heads, weight.sym_size(1) / num_heads, seq_lens, rank, group_name);
     }
     if (has_bias && ctx->needs_input_grad(chunks + 1)) {
-      gradients[chunks + 1] = grad.sum({0, 1});
+      gradients[chunks + 1] = grad.sum(at::IntArrayRef{0, 1});
     }
     return gradients;
   }

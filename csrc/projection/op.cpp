@@ -267,7 +267,7 @@ struct ProjectionGradients {
     }
     if (bias[i].defined()) {
       at::Tensor out = mine(bias[i]);
-      at::sum_out(out, grad, {0});
+      at::sum_out(out, grad, at::IntArrayRef{0});
     }
   }
 
