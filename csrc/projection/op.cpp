@@ -158,8 +158,8 @@ std::vector<at::Tensor> project_to_heads_start_kernel(
 
 // ------------------------------------------------------------------- sums of parts
 
-// A matrix that is summed from products. Each would be rounded to 16 bits; the sum
-// is taken in float32 instead, and rounded once.
+// A matrix that is summed from products. 16-bit products are added up in float32,
+// and their sum is rounded once.
 class Sum {
  public:
   Sum(at::IntArrayRef sizes, const at::Tensor& like) : sizes_(sizes.vec()), like_(like) {
