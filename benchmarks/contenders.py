@@ -188,7 +188,7 @@ def measure_sleep(shape: dict, chunks: list, repeats: int, seconds: list[float])
     return timed(contenders, repeats)
 
 
-def measure_step(seq: int, chunks: int | str, repeats: int, dtype: str = "float32") -> dict:
+def measure_step(seq: int, chunks: int, repeats: int) -> dict:
     """The demo's training step: forward, backward, gradient sync, optimizer."""
     torch.manual_seed(0)
     model = demo.ByteTransformer()

@@ -56,6 +56,12 @@ def mbit(ms: float, size: int) -> float:
     return size * 8 / ms / 1e3
 
 
+def equal_rate(ranks: Ranks, shape: dict) -> str:
+    """The rate at which a layer's exchange takes as long as its compute, as tc writes it."""
+    times = ranks(measure_layer, shape, [], 3)
+    return f"{mbit(median(total(times['compute'])), 2 * times['bytes']):.0f}mbit"
+
+
 def total(times: dict) -> list[float]:
     return [sum(each) for each in zip(*times.values(), strict=True)]
 
@@ -231,9 +237,7 @@ def main() -> None:
     if shaped:
         with Netlink(RANKS, None) as link, Ranks(link) as ranks:
             if "layer" in args.parts:
-                times = ranks(measure_layer, shape, [], 3)
-                equal = mbit(median(total(times["compute"])), 2 * times["bytes"])
-                for rate in args.rates or [f"{equal:.0f}mbit"]:
+                for rate in args.rates or [equal_rate(ranks, shape)]:
                     link.set_rate(rate)
                     times = ranks(measure_layer, shape, args.chunks, args.repeats)
                     title = f"one layer, {rate}, {times['bytes'] / 2**20:.1f} MiB each way"
@@ -252,12 +256,11 @@ def main() -> None:
                 link.set_rate(None)
                 bar.update()
             if "timeline" in args.parts:
-                times = ranks(measure_layer, shape, [], 3)
-                equal = mbit(median(total(times["compute"])), 2 * times["bytes"])
-                link.set_rate(f"{equal:.0f}mbit")
+                rate = equal_rate(ranks, shape)
+                link.set_rate(rate)
                 recorded = ranks(record_layer, shape, max(args.chunks), link.interface)
                 file = args.output / "overlap_timeline.png"
-                title = f"One attention layer, rank 0 of {RANKS}, {equal:.0f} Mbit/s"
+                title = f"One attention layer, rank 0 of {RANKS}, {rate}/s"
                 timeline.draw(file, title, recorded)
                 console.print(f"timeline: {file}")
                 link.set_rate(None)

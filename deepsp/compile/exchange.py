@@ -160,12 +160,13 @@ def _merge(flats: list[Tensor], blocks: list[Blocks]) -> list[Tensor]:
             for begin, end, part in runs:
                 for head in range(begin, end):
                     by_head[head].append(part.select(2, head - begin))
-            out = torch.stack([_sum(parts) for parts in by_head], 2)
+            out = torch.stack([sum_parts(parts) for parts in by_head], 2)
         outputs.append(out.transpose(0, 1).contiguous())
     return outputs
 
 
-def _sum(parts: list[Tensor]) -> Tensor:
+def sum_parts(parts: list[Tensor]) -> Tensor:
+    """What several ranks say of a head, added up as the kernels do."""
     if len(parts) == 1:
         return parts[0]
     wide = torch.float64 if parts[0].dtype == torch.float64 else torch.float32

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepsp.compile.exchange import Blocks, land, launch
+from deepsp.compile.exchange import Blocks, land, launch, sum_parts
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -131,12 +131,10 @@ def project_to_heads_backward(
                         add(i, head, head + 1, one)
                     else:
                         shared_heads[i].setdefault(head, []).append((p, one))
-    wide = torch.float64 if of_x.dtype == torch.float64 else torch.float32
     for i, shared in enumerate(shared_heads):
         for head, parts in sorted(shared.items()):
-            # In rank order, as the kernels sum.
-            first, *others = [part.to(wide) for _, part in sorted(parts, key=lambda p: p[0])]
-            add(i, head, head + 1, sum(others, first).to(of_x.dtype))
+            in_rank_order = [part for _, part in sorted(parts, key=lambda p: p[0])]
+            add(i, head, head + 1, sum_parts(in_rank_order))
 
     def whole(parts: dict) -> Tensor:
         return torch.cat([parts[begin] for begin in sorted(parts)])
