@@ -5,6 +5,7 @@
 # make gpu-test  on a machine with a GPU: builds against its torch and tests there
 # make bench     the exchange against its floor
 # make overlap   what the layer hides, on a link of a set speed (root, iproute2)
+# make bench-gather  weights cast before they are gathered, and the training step (root, iproute2)
 
 PYTHON ?= python3
 VENV := .venv
@@ -16,7 +17,7 @@ CPP := $(shell find csrc -name '*.cpp' -o -name '*.h')
 CU := $(wildcard csrc/kernels/*.cu)
 CUDA_HOSTS := $(shell grep -l DEEPSP_CUDA -r csrc --include=*.cpp)
 
-.PHONY: demo test lint format cuda-check gpu-test bench overlap clean
+.PHONY: demo test lint format cuda-check gpu-test bench overlap bench-gather clean
 
 # torch first, and by version: any other way of asking may bring a larger one.
 $(VENV)/ready: pyproject.toml Makefile
@@ -43,6 +44,9 @@ bench: $(VENV)/built
 
 overlap: $(VENV)/built
 	$(BIN)/python benchmarks/overlap.py
+
+bench-gather: $(VENV)/built
+	$(BIN)/python benchmarks/gather_cast.py
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

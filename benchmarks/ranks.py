@@ -54,7 +54,7 @@ class Ranks:
             first, *_ = [pipe.recv() for pipe in self.pipes]
             return first
         except EOFError:
-            raise SystemExit("overlap: a rank died; its message is above") from None
+            raise SystemExit("a rank died; its message is above") from None
 
     def __exit__(self, *error) -> None:
         for pipe in self.pipes:

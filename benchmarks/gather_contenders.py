@@ -1,0 +1,311 @@
+"""What benchmarks/gather_cast.py compares on single tensors and lists of them, as its ranks run it.
+
+A contender is a call that returns what it gathered (or reduced), so that it is alive while memory
+is counted and can be checked, and is freed outside the clock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import itertools
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import deepsp
+
+# torch 2.13 renames them.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+FLOAT, HALF = torch.float32, torch.bfloat16
+FIRST = {"gather": "gather, then cast", "reduce": "upcast, then reduce-scatter"}
+
+# 100 parameters: 70 biases and 30 small matrices, one in five of them gathered as float32.
+BIASES = [(64,), (128,), (256,), (512,), (1024,), (2048,), (4096,)]
+MATRICES = [(64, 64), (128, 64), (64, 256), (16, 512), (128, 128)] * 6
+SHAPES = [shape for i in range(10) for shape in BIASES + MATRICES[3 * i : 3 * i + 3]]
+MIXED = [(shape, FLOAT if i % 5 == 4 else HALF) for i, shape in enumerate(SHAPES)]
+
+
+def single(mib: float) -> list:
+    """One matrix of so many MiB in float32."""
+    return [((int(mib * 2**18) // 1024, 1024), HALF)]
+
+
+# ------------------------------------------------------------------ what a process has used
+
+
+def trim() -> None:
+    """Gives idle memory back, so that what comes next is counted from the start."""
+    deepsp.buffers.clear()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def memory(field: str) -> int:
+    """Bytes: VmRSS is what is resident, VmHWM the most since `reset_peak`."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{field}:\s+(\d+)", status)[1]) << 10
+
+
+def reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def sent_bytes(interface: str | None) -> int:
+    """What an interface of this rank's namespace has sent, headers included; 0 without one."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, fields = line.partition(":")
+        if name.strip() == interface:
+            return int(fields.split()[8])
+    return 0
+
+
+def largest(*values: float) -> list[float]:
+    """Each value's largest over the ranks."""
+    tensor = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return tensor.tolist()
+
+
+def account(call: Callable[[], object], interface: str | None) -> tuple[object, dict]:
+    """A call's result; the bytes that it put on the wire, and by how much memory grew at most."""
+    trim()
+    dist.barrier()
+    wire = sent_bytes(interface)
+    reset_peak()
+    before = memory("VmRSS")
+    result = call()
+    peak = memory("VmHWM") - before
+    dist.barrier()  # the peers have received
+    wire, peak = largest(sent_bytes(interface) - wire, peak)
+    return result, {"wire": int(wire), "peak": int(peak)}
+
+
+# ------------------------------------------------------------------------------ contenders
+
+
+class Holder(nn.Module):
+    def __init__(self, wholes: list[Tensor]):
+        super().__init__()
+        self.wholes = nn.ParameterList(wholes)
+
+
+def fsdp(wholes: list[Tensor], dtypes: list[torch.dtype]) -> tuple[Callable, Callable]:
+    """FSDP2's unshard and reshard: a group of parameters for each dtype."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    holders, where = {}, []
+    for dtype in dict.fromkeys(dtypes):
+        of_dtype = [w for w, d in zip(wholes, dtypes, strict=True) if d == dtype]
+        holders[dtype] = Holder([w.clone() for w in of_dtype])
+        fully_shard(holders[dtype], mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    seen = dict.fromkeys(dtypes, 0)
+    for dtype in dtypes:
+        where.append((dtype, seen[dtype]))
+        seen[dtype] += 1
+
+    def unshard() -> list[Tensor]:
+        for holder in holders.values():
+            holder.unshard()
+        return [holders[dtype].wholes[i] for dtype, i in where]
+
+    def reshard() -> None:
+        for holder in holders.values():
+            holder.reshard()
+
+    return unshard, reshard
+
+
+def floor(bytes_each: int) -> Callable[[], list]:
+    """One message of so many bytes to every other rank, on warm buffers."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    # Each its own: two ranks' blocks may travel at once.
+    sent, received = (
+        {p: torch.ones(bytes_each, dtype=torch.uint8) for p in range(size) if p != rank}
+        for _ in range(2)
+    )
+    # From the next rank on, so that not all send to the same one.
+    peers = [(rank + i) % size for i in range(1, size)]
+
+    def run() -> list:
+        arriving = [dist.irecv(received[p], p) for p in reversed(peers)]
+        leaving = [dist.isend(sent[p], p) for p in peers]
+        for work in leaving + arriving:
+            work.wait()
+        return []
+
+    return run
+
+
+def op(name: str) -> Callable | None:
+    return getattr(torch.ops.deepsp, name, None)
+
+
+def shards_of(parameters: list) -> tuple[list[Tensor], list[Tensor]]:
+    """Float32 parameters, the same on every rank, and this rank's shards of them."""
+    generator = torch.Generator().manual_seed(0)
+    wholes = [torch.randn(shape, generator=generator) for shape, _ in parameters]
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return wholes, [w.chunk(size)[rank].clone() for w in wholes]
+
+
+def gathers(parameters: list) -> tuple[dict[str, tuple[Callable, Callable]], Callable]:
+    """Contenders by name, each with what cleans up after it; and the check of a result."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.group.WORLD.group_name
+    dtypes = [dtype for _, dtype in parameters]
+    wholes, shards = shards_of(parameters)
+    rows = [[s.size(0)] * size for s in shards]
+    flat = [n for each in rows for n in each]
+
+    def gathered(shard: Tensor) -> Tensor:
+        whole = shard.new_empty(size * shard.size(0), *shard.shape[1:])
+        all_gather(whole, shard)
+        return whole
+
+    def nothing() -> None: ...
+
+    pairs = list(zip(shards, dtypes, strict=True))
+    found = {
+        FIRST["gather"]: (lambda: [gathered(s).to(d) for s, d in pairs], nothing),
+        "cast, then gather": (lambda: [gathered(s.to(d)) for s, d in pairs], nothing),
+        "FSDP2 unshard": fsdp(wholes, dtypes),
+    }
+    if one := op("gather_cast"):
+        found["ours, one by one" if len(shards) > 1 else "ours"] = (
+            lambda: [one(s, n, d, rank, group) for (s, d), n in zip(pairs, rows, strict=True)],
+            nothing,
+        )
+    if len(shards) > 1 and (all_at_once := op("gather_cast_coalesced")):
+        found["ours, coalesced"] = (
+            lambda: all_at_once(shards, flat, dtypes, rank, group),
+            nothing,
+        )
+    found["floor"] = (floor(sum(s.numel() * d.itemsize for s, d in pairs)), nothing)
+    expected = [w.to(d) for w, d in zip(wholes, dtypes, strict=True)]
+
+    def check(result: list[Tensor]) -> None:
+        for got, want in zip(result, expected, strict=True):
+            torch.testing.assert_close(got.detach(), want, rtol=0, atol=0)
+
+    return found, check
+
+
+def reductions(parameters: list) -> tuple[dict[str, tuple[Callable, Callable]], Callable]:
+    """The way back: gradients in the gathered dtypes, summed over the ranks in float32."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.group.WORLD.group_name
+    of_ranks = []
+    for p in range(size):
+        generator = torch.Generator().manual_seed(p)
+        drawn = [torch.randn(shape, generator=generator).to(d) for shape, d in parameters]
+        # Only its own gradients are kept whole.
+        if p == rank:
+            grads = drawn
+        of_ranks.append([g.chunk(size)[rank].float() for g in drawn])
+    expected = [sum(parts) for parts in zip(*of_ranks, strict=True)]
+    rows = [[g.size(0) // size] * size for g in grads]
+    flat = [n for each in rows for n in each]
+
+    def scattered(grad: Tensor) -> Tensor:
+        shard = grad.new_empty(grad.size(0) // size, *grad.shape[1:])
+        reduce_scatter(shard, grad)
+        return shard
+
+    def exchanged(grad: Tensor) -> Tensor:
+        received = torch.empty_like(grad)
+        dist.all_to_all_single(received, grad)
+        return received.unflatten(0, (size, -1)).sum(0, dtype=FLOAT)
+
+    def nothing() -> None: ...
+
+    found = {
+        FIRST["reduce"]: (lambda: [scattered(g.float()) for g in grads], nothing),
+        "all-to-all, then sum": (lambda: [exchanged(g) for g in grads], nothing),
+    }
+    if one := op("reduce_scatter_cast"):
+        found["ours, one by one" if len(grads) > 1 else "ours"] = (
+            lambda: [one(g, n, FLOAT, rank, group) for g, n in zip(grads, rows, strict=True)],
+            nothing,
+        )
+    if len(grads) > 1 and (all_at_once := op("reduce_scatter_cast_coalesced")):
+        found["ours, coalesced"] = (
+            lambda: all_at_once(grads, flat, [FLOAT] * len(grads), rank, group),
+            nothing,
+        )
+    found["floor"] = (floor(sum(g.nbytes // size for g in grads)), nothing)
+
+    def check(result: list[Tensor]) -> None:
+        for got, want in zip(result, expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-5)  # another order of sums
+
+    return found, check
+
+
+# ------------------------------------------------------------------------- tasks of the ranks
+
+
+def missing_ops() -> list[str]:
+    names = ("gather_cast", "reduce_scatter_cast")
+    return [n for name in names for n in (name, f"{name}_coalesced") if op(n) is None]
+
+
+def calls_in_a_row(parameters: list, interface: str | None) -> int:
+    """On a link of a set speed so many that a time is the link's: after a pause it lets 256 KiB
+    pass at once."""
+    if interface is None:
+        return 1
+    if len(parameters) > 1:
+        return 4
+    ((rows, columns), _), *_ = parameters
+    return max(1, (16 << 20) // (4 * rows * columns))
+
+
+@torch.no_grad()
+def measure(
+    interface: str | None, direction: str, parameters: list, seconds: float, repeats: tuple
+) -> dict[str, dict]:
+    """By contender: milliseconds of the slowest rank, bytes on the wire, peak of memory."""
+    contenders, check = (gathers if direction == "gather" else reductions)(parameters)
+    found = {}
+    for name, (call, after) in contenders.items():
+        result, found[name] = account(call, interface)
+        if name != "floor":
+            check(result)
+        del result
+        after()
+    taken = {name: [] for name in contenders}
+    in_a_row = calls_in_a_row(parameters, interface)
+    begin = time.perf_counter()
+    for repeat in itertools.count(-1):  # the first is a warm-up
+        late = time.perf_counter() - begin > seconds and repeat >= repeats[0]
+        done = torch.tensor([late or repeat >= repeats[1]])
+        dist.broadcast(done, 0)  # every rank stops at the same repeat
+        if done:
+            break
+        for name, (call, after) in contenders.items():
+            took = 0.0
+            dist.barrier()
+            for _ in range(in_a_row if repeat >= 0 else 1):
+                start = time.perf_counter()
+                result = call()
+                took += time.perf_counter() - start
+                del result
+                after()
+            if repeat >= 0:
+                taken[name].append(1e3 * took / in_a_row)
+    for name, times in taken.items():
+        found[name]["ms"] = largest(*times)
+    del contenders, check
+    gc.collect()  # FSDP2's modules are cycles
+    trim()
+    return found
