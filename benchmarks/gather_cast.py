@@ -13,7 +13,8 @@ gather:
   floor                bare irecv and isend of the same bfloat16 bytes, on warm buffers
 
 reduce: gradients in bfloat16 to float32 sums of the rank's rows:
-  upcast, then reduce-scatter    .to(float32), then reduce_scatter_tensor
+  upcast, then reduce-scatter    .to(float32), then reduce_scatter_tensor (gloo's is an all-reduce:
+                                 twice the bytes)
   all-to-all, then sum           all_to_all_single in bfloat16, then a sum in float32
   ours, floor                    deepsp::reduce_scatter_cast; as above
 
@@ -140,9 +141,9 @@ def main() -> None:
         help="writes gather_cast.md, .json and .png there, too")  # fmt: skip
     args = parser.parse_args()
     for size in args.ranks:
-        if any(rows % size for mib in args.sizes for (rows, _), _ in single(mib)) or 64 % size:
+        if any(rows % size for mib in args.sizes for (rows, _), _ in single(mib)) or 16 % size:
             parser.error(f"--ranks {size}: torch alone gathers shards of one size only; take ranks "
-                         "that divide 64 and the sizes' rows of 4 KiB")  # fmt: skip
+                         "that divide 16 and the sizes' rows of 4 KiB")  # fmt: skip
 
     from rich.console import Console
 
