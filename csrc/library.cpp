@@ -218,6 +218,81 @@ TORCH_LIBRARY(deepsp, m) {
       "sum_gradients_(Tensor(a!)[] gradients, int rank, int size, str group_name) -> ()",
       collective);
 
+  // --- sharded weights
+
+  // Rows of dimension 0 are shared out: sizes[p] of them lie on rank p, any number, zero
+  // too. The shard is cast, then gathered: [sum of sizes, ...] in `dtype`, a view of a
+  // fresh buffer. The gradient is reduce_scatter_cast of the output's, which has `dtype`;
+  // its sum is kept in reduce_dtype (None: float32, and float64 for float64), in rank
+  // order, and becomes the shard's dtype. Composite: start and wait.
+  m.def(
+      "gather_cast(Tensor shard, SymInt[] sizes, ScalarType dtype, int rank, str group_name, *, "
+      "ScalarType? reduce_dtype=None) -> Tensor",
+      collective);
+  // In two halves; a wait consumes its buffer. row_shape: the shard's shape without
+  // dimension 0.
+  m.def(
+      "gather_cast_start(Tensor shard, SymInt[] sizes, ScalarType dtype, int rank, "
+      "str group_name, *, ScalarType? reduce_dtype=None) -> Tensor",
+      collective);
+  m.def(
+      "gather_cast_wait(Tensor(a) buffer, SymInt[] sizes, SymInt[] row_shape, ScalarType dtype, "
+      "int rank, str group_name) -> Tensor(a)",
+      collective);
+  // Many at once, each with a dtype of its own: as few messages as pay. sizes: those of
+  // the first shard on every rank, then those of the second, ... Large ones arrive in
+  // place, small ones share a message and are copied out once.
+  m.def(
+      "gather_cast_coalesced(Tensor[] shards, SymInt[] sizes, ScalarType[] dtypes, int rank, "
+      "str group_name, *, ScalarType? reduce_dtype=None) -> Tensor[]",
+      collective);
+  m.def(
+      "gather_cast_coalesced_start(Tensor[] shards, SymInt[] sizes, ScalarType[] dtypes, "
+      "int rank, str group_name, *, ScalarType? reduce_dtype=None) -> Tensor",
+      collective);
+  // row_shapes: the shapes without dimension 0, one after another; row_dims: how many
+  // entries of it each tensor has.
+  m.def(
+      "gather_cast_coalesced_wait(Tensor(a -> *) buffer, SymInt[] sizes, SymInt[] row_shapes, "
+      "int[] row_dims, ScalarType[] dtypes, int rank, str group_name) -> Tensor(a)[]",
+      collective);
+  // The adjoint: input [sum of sizes, ...] travels in the dtype that it has; the sum over
+  // ranks of this rank's rows, fresh, in `dtype`. The same bytes as the gather.
+  m.def(
+      "reduce_scatter_cast(Tensor input, SymInt[] sizes, ScalarType dtype, int rank, "
+      "str group_name, *, ScalarType? reduce_dtype=None) -> Tensor",
+      collective);
+  m.def(
+      "reduce_scatter_cast_coalesced(Tensor[] inputs, SymInt[] sizes, ScalarType[] dtypes, "
+      "int rank, str group_name, *, ScalarType? reduce_dtype=None) -> Tensor[]",
+      collective);
+  m.def(
+      "reduce_scatter_cast_coalesced_start(Tensor[] inputs, SymInt[] sizes, int rank, "
+      "str group_name) -> Tensor",
+      collective);
+  m.def(
+      "reduce_scatter_cast_coalesced_wait(Tensor buffer, SymInt[] sizes, SymInt[] row_shapes, "
+      "int[] row_dims, ScalarType[] wire_dtypes, ScalarType[] dtypes, ScalarType? reduce_dtype, "
+      "int rank, str group_name) -> Tensor[]",
+      collective);
+  // Gathered in float8_e4m3fn or float8_e5m2: data times inv_scale is the weight. A
+  // tensor is scaled so that its largest magnitude on any rank is the largest float8. No
+  // derivative: autograd would cast it to float8.
+  m.def(
+      "gather_cast_float8(Tensor shard, SymInt[] sizes, ScalarType dtype, int rank, "
+      "str group_name) -> (Tensor data, Tensor inv_scale)",
+      collective);
+  m.def(
+      "gather_cast_float8_coalesced(Tensor[] shards, SymInt[] sizes, ScalarType dtype, int rank, "
+      "str group_name) -> (Tensor[] data, Tensor inv_scales)",
+      collective);
+  // For training: gathered in float8_dtype, returned in `dtype`; the gradient is
+  // reduce_scatter_cast's, as if nothing had been rounded.
+  m.def(
+      "gather_through_float8(Tensor[] shards, SymInt[] sizes, ScalarType float8_dtype, "
+      "ScalarType dtype, int rank, str group_name, *, ScalarType? reduce_dtype=None) -> Tensor[]",
+      collective);
+
   // --- the CPU buffer pool
 
   m.def("pool_idle_bytes() -> int");

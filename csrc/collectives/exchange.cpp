@@ -169,11 +169,24 @@ Work all_gather(const Group& group, const at::Tensor& out, const at::Tensor& in)
 #endif
 }
 
-Work all_reduce_sum(const Group& group, const at::Tensor& tensor) {
+namespace {
+
+Work all_reduce(const Group& group, const at::Tensor& tensor, c10d::ReduceOp::RedOpType op) {
   std::vector<at::Tensor> tensors{tensor};
   c10d::AllreduceOptions options;
+  options.reduceOp = op;
   options.asyncOp = true;
   return group.pg->allreduce(tensors, options);
+}
+
+}  // namespace
+
+Work all_reduce_sum(const Group& group, const at::Tensor& tensor) {
+  return all_reduce(group, tensor, c10d::ReduceOp::SUM);
+}
+
+Work all_reduce_max(const Group& group, const at::Tensor& tensor) {
+  return all_reduce(group, tensor, c10d::ReduceOp::MAX);
 }
 
 void launch_into(const at::Tensor& buffer, std::unique_ptr<Flight> flight) {

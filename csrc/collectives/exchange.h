@@ -74,8 +74,9 @@ Work exchange_all_to_all(
 
 // Asynchronous; `out` holds every rank's `in`, in rank order.
 Work all_gather(const Group& group, const at::Tensor& out, const at::Tensor& in);
-// Asynchronous, in place: the sum over the group.
+// Asynchronous, in place: the sum, or the largest, over the group.
 Work all_reduce_sum(const Group& group, const at::Tensor& tensor);
+Work all_reduce_max(const Group& group, const at::Tensor& tensor);
 
 // Ties `flight`, or on a GPU the work, to the buffer that it fills.
 void launch_into(const at::Tensor& buffer, std::unique_ptr<Flight> flight);

@@ -15,7 +15,8 @@ bool is_gloo(c10d::ProcessGroup& pg, c10::DeviceType device) {
 
 }  // namespace
 
-Group resolve_group(std::string_view name, int64_t rank, int64_t size, c10::Device device) {
+Group resolve_group(
+    std::string_view name, int64_t rank, int64_t size, c10::Device device, const char* sizes) {
   c10::intrusive_ptr<c10d::ProcessGroup> pg;
   try {
     pg = c10d::resolve_process_group(std::string(name));
@@ -25,7 +26,7 @@ Group resolve_group(std::string_view name, int64_t rank, int64_t size, c10::Devi
         "'; pass the group_name of a group that exists in this process");
   }
   TORCH_CHECK_VALUE(
-      pg->getSize() == size, "seq_lens has ", size, " entries, but the group '", name, "' has ",
+      pg->getSize() == size, sizes, " has ", size, " entries, but the group '", name, "' has ",
       pg->getSize(), " ranks; one entry for each is right");
   TORCH_CHECK_VALUE(
       pg->getRank() == rank, "rank is ", rank, ", but this process is rank ", pg->getRank(),

@@ -17,7 +17,12 @@ struct Group {
 };
 
 // ValueError if no group of that name exists, or if this process is not `rank`
-// of `size` in it.
-Group resolve_group(std::string_view name, int64_t rank, int64_t size, c10::Device device);
+// of `size` in it; `sizes` is the argument that says so.
+Group resolve_group(
+    std::string_view name,
+    int64_t rank,
+    int64_t size,
+    c10::Device device,
+    const char* sizes = "seq_lens");
 
 }  // namespace deepsp

@@ -63,6 +63,13 @@ void run(const std::vector<StridedSum>& sums, c10::Device device) {
 #endif
 }
 
+#ifdef DEEPSP_CUDA
+void run(const std::vector<Cast>& casts, c10::Device device) {
+  c10::cuda::CUDAGuard guard(device);
+  C10_CUDA_CHECK(cast_cuda(casts, c10::cuda::getCurrentCUDAStream(device.index())));
+}
+#endif
+
 Float float_type(at::ScalarType dtype) {
   switch (dtype) {
     case at::kDouble:

@@ -1,6 +1,7 @@
 #pragma once
 // Runs the kernels on the tensors' device, under a name that profilers show.
 
+#include "../kernels/cast.h"
 #include "../kernels/copy.h"
 #include "../kernels/sum.h"
 
@@ -9,6 +10,14 @@
 #include <vector>
 
 namespace deepsp {
+
+inline int64_t item_of(const at::Tensor& x) {
+  return static_cast<int64_t>(x.element_size());
+}
+
+inline char* data_of(const at::Tensor& x) {
+  return static_cast<char*>(const_cast<void*>(x.const_data_ptr()));
+}
 
 // A [tokens, batch, heads, head_dim] view of memory: where its first element
 // lies, and strides in elements in that order.
@@ -22,6 +31,9 @@ StridedCopy copy_of(const View& from, const View& to, const int64_t (&n)[kCopyDi
 
 void run(const std::vector<StridedCopy>& copies, c10::Device device);
 void run(const std::vector<StridedSum>& sums, c10::Device device);
+#ifdef DEEPSP_CUDA
+void run(const std::vector<Cast>& casts, c10::Device device);
+#endif
 
 Float float_type(at::ScalarType dtype);
 

@@ -227,7 +227,8 @@ std::vector<at::Tensor> merge_by_tokens(
         copies[chunk * layout.parts() + p].push_back(
             copy_of(source(i, p, chunk, segment.heads.begin), to, n, item));
       } else {
-        StridedSum sum{float_type(buffers[0].scalar_type()), to.data, {}, {}, {}};
+        const Float dtype = float_type(buffers[0].scalar_type());
+        StridedSum sum{dtype, dtype, wide(dtype), to.data, {}, {}, {}};
         std::copy_n(n, kSumDims, sum.n);
         std::copy_n(to.stride, kSumDims, sum.dst_stride);
         for (size_t r = 0; r < segment.readers.size(); ++r) {
@@ -352,12 +353,14 @@ at::Tensor block_of(const at::Tensor& buffer, const Layout& layout, int64_t chun
 at::Tensor sum_of(const std::vector<at::Tensor>& parts) {
   RECORD_FUNCTION("deepsp::sum", {});
   const at::Tensor out = empty_buffer(parts[0].sizes(), parts[0]);
-  StridedSum sum{
-      float_type(out.scalar_type()),
-      data_of(out),
-      {1, 1, out.size(0), out.size(1)},
-      {0, 0, out.stride(0), 1},
-      {}};
+  const Float dtype = float_type(out.scalar_type());
+  StridedSum sum{dtype,
+                 dtype,
+                 wide(dtype),
+                 data_of(out),
+                 {1, 1, out.size(0), out.size(1)},
+                 {0, 0, out.stride(0), 1},
+                 {}};
   for (const at::Tensor& part : parts) {
     sum.sources.push_back({data_of(part), {0, 0, part.stride(0), 1}});
   }

@@ -100,14 +100,6 @@ void settle(const at::Tensor& buffer, const Layout& layout, int64_t chunk);
 
 // ---- how blocks lie in memory
 
-inline int64_t item_of(const at::Tensor& x) {
-  return static_cast<int64_t>(x.element_size());
-}
-
-inline char* data_of(const at::Tensor& x) {
-  return static_cast<char*>(const_cast<void*>(x.const_data_ptr()));
-}
-
 // x [B, S, H, D] from (token, head) on.
 inline View view_of(const at::Tensor& x, int64_t token, int64_t head) {
   return {

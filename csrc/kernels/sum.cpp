@@ -32,11 +32,62 @@ inline void store(Float16* to, float x) {
   *to = Float16::store(x);
 }
 
-template <class T>
+// Rounds to what the sum is kept in.
+inline void round_to(Float within, float* total, int64_t count) {
+  if (within == Float::bf16) {
+    for (int64_t e = 0; e < count; ++e) {
+      total[e] = BFloat16::load(BFloat16::store(total[e]));
+    }
+  } else if (within == Float::f16) {
+    for (int64_t e = 0; e < count; ++e) {
+      total[e] = Float16::load(Float16::store(total[e]));
+    }
+  }
+}
+inline void round_to(Float, double*, int64_t) {
+}
+
+template <class T, class A>
+void add(A* total, const T* src, int64_t step, int64_t count) {
+  if (step == 1) {  // so that it's vectorised
+    for (int64_t e = 0; e < count; ++e) {
+      total[e] += static_cast<A>(load(src[e]));
+    }
+    return;
+  }
+  for (int64_t e = 0; e < count; ++e) {
+    total[e] += static_cast<A>(load(src[e * step]));
+  }
+}
+
+template <class O, class A>
+void put(void* dst, int64_t at, int64_t step, const A* total, int64_t count) {
+  O* to = static_cast<O*>(dst) + at;
+  for (int64_t e = 0; e < count; ++e) {
+    store(to + e * step, static_cast<decltype(load(O{}))>(total[e]));
+  }
+}
+
+template <class A>
+void put(Float dtype, void* dst, int64_t at, int64_t step, const A* total, int64_t count) {
+  switch (dtype) {
+    case Float::f64:
+      return put<double>(dst, at, step, total, count);
+    case Float::f32:
+      return put<float>(dst, at, step, total, count);
+    case Float::bf16:
+      return put<BFloat16>(dst, at, step, total, count);
+    case Float::f16:
+      return put<Float16>(dst, at, step, total, count);
+  }
+}
+
+// A: float or double.
+template <class T, class A>
 void sum_range(const StridedSum& s, int64_t begin, int64_t end) {
   constexpr int kInner = kSumDims - 1;
   constexpr int64_t kBlock = 256;
-  decltype(load(T{})) total[kBlock];
+  A total[kBlock];
   for (int64_t row = begin; row < end; ++row) {
     int64_t index[kInner];
     int64_t rest = row;
@@ -44,28 +95,31 @@ void sum_range(const StridedSum& s, int64_t begin, int64_t end) {
       index[d] = rest % s.n[d];
       rest /= s.n[d];
     }
-    T* dst = static_cast<T*>(s.dst);
+    int64_t dst = 0;
     for (int d = 0; d < kInner; ++d) {
       dst += index[d] * s.dst_stride[d];
     }
     for (int64_t first = 0; first < s.n[kInner]; first += kBlock) {
       const int64_t count = std::min(kBlock, s.n[kInner] - first);
-      std::fill_n(total, count, 0);
+      std::fill_n(total, count, A(0));
       for (const SumSource& source : s.sources) {
         const int64_t step = source.stride[kInner];
         const T* src = static_cast<const T*>(source.data) + first * step;
         for (int d = 0; d < kInner; ++d) {
           src += index[d] * source.stride[d];
         }
-        for (int64_t e = 0; e < count; ++e) {
-          total[e] += load(src[e * step]);
-        }
+        add(total, src, step, count);
+        round_to(s.within, total, count);
       }
-      for (int64_t e = 0; e < count; ++e) {
-        store(dst + (first + e) * s.dst_stride[kInner], total[e]);
-      }
+      const int64_t step = s.dst_stride[kInner];
+      put(s.to, s.dst, dst + first * step, step, total, count);
     }
   }
+}
+
+template <class T>
+void sum_in(const StridedSum& s, int64_t begin, int64_t end) {
+  s.within == Float::f64 ? sum_range<T, double>(s, begin, end) : sum_range<T, float>(s, begin, end);
 }
 
 }  // namespace
@@ -73,13 +127,13 @@ void sum_range(const StridedSum& s, int64_t begin, int64_t end) {
 void sum_rows_cpu(const StridedSum& sum, int64_t begin, int64_t end) {
   switch (sum.dtype) {
     case Float::f64:
-      return sum_range<double>(sum, begin, end);
+      return sum_in<double>(sum, begin, end);
     case Float::f32:
-      return sum_range<float>(sum, begin, end);
+      return sum_in<float>(sum, begin, end);
     case Float::bf16:
-      return sum_range<BFloat16>(sum, begin, end);
+      return sum_in<BFloat16>(sum, begin, end);
     case Float::f16:
-      return sum_range<Float16>(sum, begin, end);
+      return sum_in<Float16>(sum, begin, end);
   }
 }
 

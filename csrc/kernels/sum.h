@@ -1,6 +1,6 @@
 #pragma once
-// The sum of several strided blocks into one: how contributions to a shared kv
-// head meet. Accumulates in float32 (float64 for float64), in the order given.
+// The sum of several strided blocks into one, in the order given: how contributions
+// to a shared kv head, or to the gradient of a shard, meet.
 
 #include <cstdint>
 #include <vector>
@@ -21,9 +21,16 @@ struct SumSource {
   int64_t stride[kSumDims];  // in elements
 };
 
+// What a sum of 16-bit numbers is accumulated in unless somebody asks otherwise.
+inline Float wide(Float dtype) {
+  return dtype == Float::f64 ? Float::f64 : Float::f32;
+}
+
 // dst[i] = Σ_k sources[k][i] for every index i < n; dimension 0 is outermost.
 struct StridedSum {
-  Float dtype;
+  Float dtype;   // of the sources
+  Float to;      // of dst
+  Float within;  // the sum is rounded to this dtype after every step
   void* dst;
   int64_t n[kSumDims];
   int64_t dst_stride[kSumDims];  // in elements

@@ -12,6 +12,8 @@ constexpr int kThreads = 256;
 
 struct Params {
   void* dst;
+  Float to;
+  Float within;
   int64_t n[kSumDims];
   int64_t dst_stride[kSumDims];
   int count;
@@ -32,20 +34,37 @@ __device__ float load(__nv_bfloat16 x) {
 __device__ float load(__half x) {
   return __half2float(x);
 }
-__device__ void store(float* to, float x) {
-  *to = x;
-}
-__device__ void store(double* to, double x) {
-  *to = x;
-}
-__device__ void store(__nv_bfloat16* to, float x) {
-  *to = __float2bfloat16_rn(x);
-}
-__device__ void store(__half* to, float x) {
-  *to = __float2half_rn(x);
+
+template <class A>
+__device__ void store(Float dtype, void* dst, int64_t at, A x) {
+  switch (dtype) {
+    case Float::f64:
+      static_cast<double*>(dst)[at] = static_cast<double>(x);
+      break;
+    case Float::f32:
+      static_cast<float*>(dst)[at] = static_cast<float>(x);
+      break;
+    case Float::bf16:
+      static_cast<__nv_bfloat16*>(dst)[at] = __float2bfloat16_rn(static_cast<float>(x));
+      break;
+    case Float::f16:
+      static_cast<__half*>(dst)[at] = __float2half_rn(static_cast<float>(x));
+      break;
+  }
 }
 
-template <class T>
+template <class A>
+__device__ A round_to(Float within, A x) {
+  if (within == Float::bf16) {
+    return static_cast<A>(__bfloat162float(__float2bfloat16_rn(static_cast<float>(x))));
+  }
+  if (within == Float::f16) {
+    return static_cast<A>(__half2float(__float2half_rn(static_cast<float>(x))));
+  }
+  return x;
+}
+
+template <class T, class A>
 __global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ Params p) {
   const int64_t total = p.n[0] * p.n[1] * p.n[2] * p.n[3];
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
@@ -58,28 +77,33 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ P
       index[d] = rest % p.n[d];
       rest /= p.n[d];
     }
-    decltype(load(T{})) sum = 0;
+    A sum = 0;
     for (int s = 0; s < p.count; ++s) {
       int64_t at = 0;
 #pragma unroll
       for (int d = 0; d < kSumDims; ++d) {
         at += index[d] * p.sources[s].stride[d];
       }
-      sum += load(static_cast<const T*>(p.sources[s].data)[at]);
+      sum = round_to(
+          p.within, sum + static_cast<A>(load(static_cast<const T*>(p.sources[s].data)[at])));
     }
     int64_t to = 0;
 #pragma unroll
     for (int d = 0; d < kSumDims; ++d) {
       to += index[d] * p.dst_stride[d];
     }
-    store(static_cast<T*>(p.dst) + to, sum);
+    store(p.to, p.dst, to, sum);
   }
 }
 
 template <class T>
 void launch(const Params& params, int64_t elements, cudaStream_t stream) {
   const int64_t blocks = std::min<int64_t>((elements + kThreads - 1) / kThreads, 1 << 16);
-  sum_kernel<T><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params);
+  if (params.within == Float::f64) {
+    sum_kernel<T, double><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params);
+  } else {
+    sum_kernel<T, float><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params);
+  }
 }
 
 }  // namespace
@@ -93,6 +117,8 @@ cudaError_t sum_rows_cuda(const StridedSum& sum, cudaStream_t stream) {
   }
   Params params = {};
   params.dst = sum.dst;
+  params.to = sum.to;
+  params.within = sum.within;
   std::copy_n(sum.n, kSumDims, params.n);
   std::copy_n(sum.dst_stride, kSumDims, params.dst_stride);
   params.count = static_cast<int>(sum.sources.size());

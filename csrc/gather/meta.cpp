@@ -1,0 +1,140 @@
+// Shapes of what is gathered and scattered, without data or a process group; and how
+// functionalization sees the wait that returns views.
+
+#include "checks.h"
+#include "ops.h"
+
+#include <ATen/FunctionalTensorWrapper.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+namespace deepsp {
+namespace {
+
+at::Tensor buffer_of(
+    const SymShardLayout& layout, Dtypes dtypes, const at::TensorOptions& options) {
+  return at::empty_symint({buffer_elements(layout, dtypes)}, options.dtype(buffer_dtype(dtypes)));
+}
+
+at::Tensor gather_start_meta(
+    at::TensorList shards,
+    c10::SymIntArrayRef sizes,
+    Dtypes dtypes,
+    int64_t rank,
+    std::string_view /*group_name*/,
+    std::optional<at::ScalarType> reduce_dtype) {
+  const SymShardLayout layout = check_shards(shards, sizes, dtypes, rank);
+  if (reduce_dtype) {
+    check_float(*reduce_dtype, "reduce_dtype");
+  }
+  return buffer_of(layout, dtypes, shards[0].options());
+}
+
+std::vector<at::Tensor> gather_wait_meta(
+    const at::Tensor& buffer,
+    c10::SymIntArrayRef sizes,
+    c10::SymIntArrayRef row_shapes,
+    at::IntArrayRef row_dims,
+    Dtypes dtypes,
+    int64_t rank,
+    std::string_view /*group_name*/) {
+  const SymShardLayout layout = check_wait(buffer, sizes, row_shapes, row_dims, dtypes, rank);
+  std::vector<at::Tensor> results;
+  for (size_t i = 0; i < layout.tensors(); ++i) {
+    results.push_back(
+        at::empty_symint(
+            shape_of(layout.row(i, layout.parts()), row_shapes, row_dims, i),
+            buffer.options().dtype(dtypes[i])));
+  }
+  return results;
+}
+
+// Cuts the alias: a wait consumes its buffer, so nobody sees the difference.
+std::vector<at::Tensor> gather_wait_functionalize(
+    const at::Tensor& buffer,
+    c10::SymIntArrayRef sizes,
+    c10::SymIntArrayRef row_shapes,
+    at::IntArrayRef row_dims,
+    Dtypes dtypes,
+    int64_t rank,
+    std::string_view group_name) {
+  namespace functional = at::functionalization::impl;
+  at::Tensor inner = buffer;
+  if (functional::isFunctionalTensor(buffer)) {
+    functional::sync(buffer);
+    inner = functional::from_functional_tensor(buffer);
+  }
+  std::vector<at::Tensor> views;
+  {
+    at::AutoDispatchSkipFunctionalize guard;
+    views =
+        gather_cast_coalesced_wait(inner, sizes, row_shapes, row_dims, dtypes, rank, group_name);
+  }
+  return functional::to_functional_tensor(at::TensorList(views));
+}
+
+at::Tensor scatter_start_meta(
+    at::TensorList inputs,
+    c10::SymIntArrayRef sizes,
+    int64_t rank,
+    std::string_view /*group_name*/) {
+  const SymShardLayout layout = check_whole(inputs, sizes, rank);
+  return buffer_of(layout, dtypes_of(inputs), inputs[0].options());
+}
+
+std::vector<at::Tensor> scatter_wait_meta(
+    const at::Tensor& buffer,
+    c10::SymIntArrayRef sizes,
+    c10::SymIntArrayRef row_shapes,
+    at::IntArrayRef row_dims,
+    Dtypes wire_dtypes,
+    Dtypes dtypes,
+    std::optional<at::ScalarType> reduce_dtype,
+    int64_t rank,
+    std::string_view /*group_name*/) {
+  const SymShardLayout layout = check_wait(buffer, sizes, row_shapes, row_dims, wire_dtypes, rank);
+  check_results(dtypes, reduce_dtype, layout.tensors());
+  std::vector<at::Tensor> results;
+  for (size_t i = 0; i < layout.tensors(); ++i) {
+    results.push_back(
+        at::empty_symint(
+            shape_of(layout.sizes[i][rank], row_shapes, row_dims, i),
+            buffer.options().dtype(dtypes[i])));
+  }
+  return results;
+}
+
+std::tuple<std::vector<at::Tensor>, at::Tensor> float8_meta(
+    at::TensorList shards,
+    c10::SymIntArrayRef sizes,
+    at::ScalarType dtype,
+    int64_t rank,
+    std::string_view /*group_name*/) {
+  const SymShardLayout layout = check_float8(shards, sizes, dtype, rank);
+  const RowShapes rows(shards);
+  std::vector<at::Tensor> data;
+  for (size_t i = 0; i < layout.tensors(); ++i) {
+    data.push_back(
+        at::empty_symint(
+            shape_of(layout.row(i, layout.parts()), rows.shapes, rows.dims, i),
+            shards[i].options().dtype(dtype)));
+  }
+  return {
+      data, at::empty({static_cast<int64_t>(data.size())}, shards[0].options().dtype(at::kFloat))};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(deepsp, Meta, m) {
+  m.impl("gather_cast_coalesced_start", gather_start_meta);
+  m.impl("gather_cast_coalesced_wait", gather_wait_meta);
+  m.impl("reduce_scatter_cast_coalesced_start", scatter_start_meta);
+  m.impl("reduce_scatter_cast_coalesced_wait", scatter_wait_meta);
+  m.impl("gather_cast_float8_coalesced", float8_meta);
+}
+
+TORCH_LIBRARY_IMPL(deepsp, Functionalize, m) {
+  m.impl("gather_cast_coalesced_wait", gather_wait_functionalize);
+}
+
+}  // namespace deepsp
