@@ -16,6 +16,7 @@ MIXED = "100 mixed"
 # The share of gather-then-cast's time and bytes, of one by one, of FSDP2's step.
 AIMS = {"time": 0.55, "bytes": 0.5, "coalesced": 0.3, "step": 1.0}
 ROUNDING = 2**-8  # of bfloat16
+STYLES = {"ours": {"color": "crimson"}, "floor": {"color": "black", "linestyle": ":"}}
 
 ABOUT = """`python benchmarks/gather_cast.py --results benchmarks/results`: ms, min / median, of the
 slowest rank, contenders interleaved; gloo, one thread a rank, {cpus} cores, load {load:.2f} at the
@@ -219,7 +220,7 @@ def draw(file: Path, found: dict) -> bool:
                 share(c["contenders"][name]["ms"], c["contenders"][FIRST[part]]["ms"])
                 for c in cases
             ]
-            axis.plot(sizes, shares, marker=".", label=name)
+            axis.plot(sizes, shares, marker=".", label=name, **STYLES.get(name, {}))
         axis.set_xscale("log", base=2)
         axis.set_xticks(sizes, [f"{size:g}" for size in sizes])
         axis.set_ylim(0, 1.6)
