@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.compiler.config
 
-from deepsp.compile import exchange, projection, sequence
+from deepsp.compile import exchange, gather, projection, sequence
 
 _TABLE = "torch._inductor.decomposition"
 
@@ -34,6 +34,10 @@ _DECOMPOSITIONS = {
     "project_to_heads_backward": projection.project_to_heads_backward,
     "heads_to_output_wait": projection.heads_to_output_wait,
     "heads_to_output_weight_grad": projection.heads_to_output_weight_grad,
+    "gather_cast_coalesced_start": gather.gather_cast_coalesced_start,
+    "gather_cast_coalesced_wait": gather.gather_cast_coalesced_wait,
+    "reduce_scatter_cast_coalesced_start": gather.reduce_scatter_cast_coalesced_start,
+    "reduce_scatter_cast_coalesced_wait": gather.reduce_scatter_cast_coalesced_wait,
     "all_reduce": sequence.all_reduce,
     "unshard": sequence.unshard,
 }
