@@ -37,6 +37,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
+import sys
 import time
 from pathlib import Path
 
@@ -154,6 +156,7 @@ def main() -> None:
     begin, load = time.perf_counter(), os.getloadavg()
     measured = run(args)
     found = {
+        "command": shlex.join(["python", *sys.argv]),
         "settings": vars(args),
         "machine": {"cpus": os.cpu_count(), "load": load, "torch": torch.__version__},
         "minutes": (time.perf_counter() - begin) / 60,
@@ -163,7 +166,7 @@ def main() -> None:
     gather_report.show(console, found)
     if args.results:
         gather_report.write(args.results, found)
-        console.print(f"written: {args.results}/gather_cast.md, .json, .png")
+        console.print(f"written: {args.results}/gather_cast.*")
 
 
 if __name__ == "__main__":

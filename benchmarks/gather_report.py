@@ -18,10 +18,11 @@ AIMS = {"time": 0.55, "bytes": 0.5, "coalesced": 0.3, "step": 1.0}
 ROUNDING = 2**-8  # of bfloat16
 STYLES = {"ours": {"color": "crimson"}, "floor": {"color": "black", "linestyle": ":"}}
 
-ABOUT = """`python benchmarks/gather_cast.py --results benchmarks/results`: ms, min / median, of the
-slowest rank, contenders interleaved; gloo, one thread a rank, {cpus} cores, load {load:.2f} at the
-start, torch {torch}; {minutes:.1f} minutes in all. What the contenders are, and what is counted:
-`--help`.
+ABOUT = """`{command}`
+
+ms, min / median, of the slowest rank, contenders interleaved; gloo, one thread a rank, {cpus}
+cores, load {load:.2f} at the start, torch {torch}; {minutes:.1f} minutes in all. What the
+contenders are, and what is counted: `--help`.
 """
 
 
@@ -238,7 +239,7 @@ def write(folder: Path, found: dict) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "gather_cast.json").write_text(json.dumps(found, indent=1, default=str) + "\n")
     machine = found["machine"] | {"load": found["machine"]["load"][0]}
-    parts = ["# Cast, then gather\n", ABOUT.format(minutes=found["minutes"], **machine)]
+    parts = ["# Cast, then gather\n", ABOUT.format(**found | machine)]
     parts += [f"{line}\n" for line in notes(found)]
     parts.append(targets(found).markdown())
     if draw(folder / "gather_cast.png", found):
