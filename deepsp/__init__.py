@@ -22,22 +22,32 @@ from deepsp.ops import (
     seq_to_heads,
     seq_to_heads_start,
 )
+from deepsp.sharding import (
+    clip_grad_norm_,
+    full_state_dict,
+    load_full_state_dict,
+    shard_parameters,
+)
 
 __all__ = [
     "DistributedAttention",
     "Pending",
     "SequenceParallelAttention",
     "buffers",
+    "clip_grad_norm_",
     "cross_entropy",
     "distributed_attention",
+    "full_state_dict",
     "heads_to_seq",
     "heads_to_seq_start",
+    "load_full_state_dict",
     "local_heads",
     "seq_lens",
     "seq_to_heads",
     "seq_to_heads_start",
     "shard",
     "shard_batch",
+    "shard_parameters",
     "sync_gradients",
     "unshard",
 ]

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from deepsp.groups import Group, member_of
+from deepsp.sharding import sharded_parameters
 
 
 def sync_gradients(module: nn.Module, group: Group = None) -> None:
@@ -13,13 +14,15 @@ def sync_gradients(module: nn.Module, group: Group = None) -> None:
 
     For people without DDP, FSDP or DeepSpeed, which do it themselves. All-reduces flat buckets; a
     parameter without a gradient on some ranks only counts as zero there, one without a gradient on
-    any rank keeps none.
+    any rank keeps none. Parameters of :func:`deepsp.shard_parameters` are left alone: their
+    gradients are sums already.
 
     Raises:
         ValueError: a gradient is sparse.
     """
     rank, size, name = member_of(group)
-    parameters = [p for p in module.parameters() if p.requires_grad]
+    sharded = {p for _, p, _, _ in sharded_parameters(module)}
+    parameters = [p for p in module.parameters() if p.requires_grad and p not in sharded]
     if size == 1 or not parameters:
         return
     sparse = size + 1  # no sum of ones reaches it

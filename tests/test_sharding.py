@@ -1,0 +1,465 @@
+"""shard_parameters against the same module, whole, in one process."""
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness import on_ranks
+from reference import attention, draw, events, sent
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import deepsp
+from deepsp.gathering import Order, Use
+from deepsp.sharding import sharded_parameters
+
+f64 = torch.float64
+
+
+class Block(nn.Module):
+    def __init__(self, dim, checkpointed):
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, 3 * dim + 1)
+        self.down = nn.Linear(3 * dim + 1, dim, bias=False)
+        self.scale = nn.Parameter(torch.tensor(0.7))  # no dimensions
+        self.checkpointed = checkpointed
+
+    def compute(self, x):
+        return x + self.scale * self.down(F.gelu(self.up(self.norm(x))))
+
+    def forward(self, x):
+        if self.checkpointed is None:
+            return self.compute(x)
+        return checkpoint(self.compute, x, use_reentrant=self.checkpointed == "reentrant")
+
+
+class Model(nn.Module):
+    """Tied embedding and head, a frozen layer, rows that don't divide by the ranks."""
+
+    def __init__(self, dim=6, vocab=11, layers=3, checkpointed=None):
+        super().__init__()
+        self.embed = nn.Embedding(vocab, dim)
+        self.blocks = nn.ModuleList(Block(dim, checkpointed) for _ in range(layers))
+        self.frozen = nn.Linear(dim, dim).requires_grad_(False)
+        self.head = nn.Linear(dim, vocab, bias=False)
+        self.head.weight = self.embed.weight
+        self.few = nn.Parameter(torch.ones(2, dim))  # fewer rows than ranks
+        self.skipped: set[int] = set()
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for n, block in enumerate(self.blocks):
+            if n not in self.skipped:
+                x = block(x)
+        return self.head(self.frozen(x) * self.few.sum(0))
+
+
+def _model(dtype=f64, **kwargs):
+    torch.manual_seed(3)
+    return Model(**kwargs).to(dtype)
+
+
+def _ids(step, rank=0):
+    return torch.randint(0, 11, (2, 7), generator=torch.Generator().manual_seed(50 * step + rank))
+
+
+def _loss(model, ids):
+    return F.cross_entropy(model(ids).flatten(0, 1), ids.flatten().roll(-1))
+
+
+def _whole(model, **kwargs):
+    return deepsp.shard_parameters(model, dtype=f64, reduce_dtype=f64, **kwargs)
+
+
+def _compare_parameters(model, reference, **tolerance):
+    full = deepsp.full_state_dict(model)
+    expected = reference.state_dict()
+    assert list(full) and set(full) == set(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            full[name], value, msg=lambda m, n=name: f"{n}: {m}", **tolerance
+        )
+
+
+def _train(checkpointed, reduction, prefetch, reshard, micro):
+    """Five steps of AdamW with clipping; every rank has data of its own."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    reference, model = _model(), _model(checkpointed=checkpointed)
+    _whole(
+        model,
+        gradient_reduction=reduction,
+        prefetch_bytes=prefetch,
+        reshard_after_forward=reshard,
+    )
+    trained = [p for p in model.parameters() if p.requires_grad]
+    rows = sum(p.numel() for p in model.parameters())
+    assert rows <= sum(p.numel() for p in reference.parameters()) / size + 80
+    ours = torch.optim.AdamW(trained, lr=1e-2)
+    theirs = torch.optim.AdamW([p for p in reference.parameters() if p.requires_grad], lr=1e-2)
+    factor = 1 / size if reduction == "mean" else 1.0
+    for step in range(5):
+        whole = [
+            _loss(reference, _ids(10 * step + m, r)) for m in range(micro) for r in range(size)
+        ]
+        (sum(whole) * factor).backward()
+        losses = [_loss(model, _ids(10 * step + m, rank)) for m in range(micro)]
+        for m, loss in enumerate(losses):  # all forwards, then all backwards
+            torch.testing.assert_close(loss, whole[m * size + rank], rtol=1e-11, atol=1e-12)
+            loss.backward()
+        kind = 2.0 if step % 2 else float("inf")
+        a = deepsp.clip_grad_norm_(model, 0.5, kind)
+        b = nn.utils.clip_grad_norm_(reference.parameters(), 0.5, kind)
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=0)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        _compare_parameters(model, reference, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("checkpointed", [None, "reentrant", "not reentrant"])
+def test_training_is_that_of_one_process(ranks, checkpointed):
+    on_ranks(ranks, _train, checkpointed, "sum", 1 << 20, True, 1)
+
+
+@pytest.mark.parametrize("prefetch", [0, 600, 1 << 20])
+@pytest.mark.parametrize("micro", [1, 2])
+def test_training_however_far_it_looks_ahead(prefetch, micro):
+    on_ranks(2, _train, None, "mean", prefetch, True, micro)
+
+
+def test_training_without_resharding():
+    on_ranks(3, _train, None, "mean", 1 << 20, False, 1)
+
+
+def _bitwise():
+    """The same data on two ranks: their mean is each one's, to the bit."""
+    reference, model = _model(), _model()
+    _whole(model, gradient_reduction="mean")
+    for step in range(3):
+        losses = [_loss(m, _ids(step)) for m in (model, reference)]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+        with torch.no_grad():
+            for m in (model, reference):
+                for p in m.parameters():
+                    if p.grad is not None:
+                        p.sub_(p.grad, alpha=0.1)
+                        p.grad = None
+        _compare_parameters(model, reference, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_float64_is_exact(ranks):
+    on_ranks(ranks, _bitwise)
+
+
+def _autocast():
+    """Matrices gathered in bfloat16 are what autocast makes of float32 ones."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(
+        nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 32), nn.Linear(32, 4)
+    )
+    model = copy.deepcopy(reference)
+    deepsp.shard_parameters(
+        model,
+        dtype=lambda name, p: torch.bfloat16 if p.dim() > 1 else torch.float32,
+        gradient_reduction="mean",
+    )
+    x = torch.randn(8, 16)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (reference, model)]
+    for _ in range(5):
+        losses = []
+        for m, optimizer in zip((reference, model), optimizers, strict=True):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = m(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        # The forward is the same to the bit, and gradients but for bfloat16 on the wire.
+        torch.testing.assert_close(*losses, rtol=4e-3, atol=0)
+    return torch.equal(*losses)
+
+
+def test_autocast():
+    on_ranks(2, _autocast)
+
+
+def _alive(model):
+    shards = next(sharded_parameters(model))[2]
+    return sum(not reference.expired() for reference, _ in shards._gathered.values())
+
+
+def _memory(reshard):
+    model = _whole(_model(), reshard_after_forward=reshard)
+    for step in range(3):
+        loss = _loss(model, _ids(step))
+        assert (_alive(model) == 0) == reshard
+        loss.backward()
+        del loss
+        assert _alive(model) == 0
+        with torch.no_grad():
+            model(_ids(step))
+        assert _alive(model) == 0
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_nothing_gathered_outlives_its_use(reshard):
+    on_ranks(2, _memory, reshard)
+
+
+def _ahead():
+    """From the second step on, gathers are few, and leave before what they serve."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(512, 512) for _ in range(8)]
+    model = nn.Sequential(*layers).requires_grad_()
+    deepsp.shard_parameters(model, dtype=torch.float32)  # 1 MiB each
+    x = torch.randn(4, 512)
+    first, second = (events(lambda: model(x).sum().backward()) for _ in range(2))
+
+    def kinds(found):
+        return [
+            {"gloo:send": "s", "aten::addmm": "c", "aten::mm": "c"}.get(e.name)
+            for e in found
+            if e.name in ("gloo:send", "aten::addmm", "aten::mm")
+        ]
+
+    first, second = ("".join(kinds(found)) for found in (first, second))
+    # One gather a parameter, and what it serves behind it.
+    assert first.startswith("ssc" * 8)
+    # Three MiB-and-a-bit in the first bucket: the second leaves before the first is used.
+    assert second.index("c") > second.count("s") // 3
+    return first, second
+
+
+def test_it_looks_ahead():
+    on_ranks(2, _ahead)
+
+
+def _limit(prefetch, expected):
+    """``expected``: how many parameters were launched by each use, from the second step on."""
+    started, landed = [], []
+
+    def start(uses):
+        started.extend(uses)
+        return lambda: landed.extend(uses) or [lambda: torch.zeros(()) for _ in uses]
+
+    order = Order(start, lambda index: 100, prefetch)
+    uses = [Use(n, False) for n in (0, 1, 0, 2, 3, 4, 5, 0)] + [Use(6, True), Use(7, False)]
+    for _ in range(3):
+        started.clear()
+        landed.clear()
+        order.begin()
+        order.look_ahead()
+        counts = [len(started)]
+        for use in uses:
+            order.take(use)
+            counts.append(len(started))
+        assert sorted(started) == sorted(landed)
+    assert counts == expected
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "expected"),
+    # Buckets of two: 0 1, 2 3, 4 5, 0 (again, since it had gone), 6 (autograd sees it), 7.
+    [
+        (250, [2, 4, 4, 4, 6, 6, 8, 8, 9, 9, 9]),
+        (0, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
+        (10_000, [8] * 11),
+    ],
+)
+def test_the_limit_holds(prefetch, expected):
+    _limit(prefetch, expected)
+
+
+def _other_order():
+    """Steps that differ are computed as they come."""
+    reference, model = _model(), _model()
+    _whole(model, gradient_reduction="mean")
+    for step, skipped in enumerate([set(), {1}, {1}, {0, 2}, set(), set()]):
+        gradients = []
+        for m in (model, reference):
+            m.skipped = skipped
+            m.zero_grad()
+            _loss(m, _ids(step)).backward()
+            m.skipped = set()
+        for name, p, shards, index in sharded_parameters(model):
+            whole = reference.get_parameter(name).grad
+            if p.grad is None or whole is None:
+                assert p.grad is None and whole is None, name
+                continue
+            expected = shards.rows_of(index, whole)
+            torch.testing.assert_close(p.grad, expected, rtol=1e-11, atol=1e-12)
+            gradients.append(p)
+        assert gradients
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_steps_that_differ(ranks):
+    on_ranks(ranks, _other_order)
+
+
+def _state():
+    reference, model = _model(), _model()
+    _whole(model)
+    _compare_parameters(model, reference, rtol=0, atol=0)
+    assert model.embed.weight.shape == (11, 6)  # gathered on request
+    with torch.no_grad():
+        for p in reference.parameters():
+            p.mul_(3).add_(1)
+    deepsp.load_full_state_dict(model, reference.state_dict())
+    _compare_parameters(model, reference, rtol=0, atol=0)
+    assert (
+        model.head.parametrizations.weight.original is model.embed.parametrizations.weight.original
+    )
+    torch.testing.assert_close(_loss(model, _ids(0)), _loss(reference, _ids(0)))
+    # Shards as any other state.
+    again = _whole(_model())
+    again.load_state_dict(model.state_dict())
+    _compare_parameters(again, reference, rtol=0, atol=0)
+    with torch.no_grad():
+        model.frozen.weight = torch.full((6, 6), 2.0, dtype=f64)  # assigned whole
+    assert torch.equal(model.frozen.weight, torch.full((6, 6), 2.0, dtype=f64))
+    with pytest.raises(ValueError, match=r"frozen\.weight is to be set .* \(6, 6\)"):
+        model.frozen.weight = torch.zeros(5, 5, dtype=f64)
+    with pytest.raises(ValueError, match=r"few'\] has shape \(3,\)"):
+        deepsp.load_full_state_dict(model, {**reference.state_dict(), "few": torch.zeros(3)})
+    with pytest.raises(RuntimeError, match="Missing key"):
+        deepsp.load_full_state_dict(model, {})
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_state_dict(ranks):
+    on_ranks(ranks, _state)
+
+
+def _left_alone():
+    """What isn't sharded is summed by sync_gradients, and sharded ones are left as they are."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    reference, model = _model(), _model()
+    _whole(model, min_numel=10, skip=lambda name, p: name.startswith("blocks.1"))
+    names = {name for name, _, _, _ in sharded_parameters(model)}
+    assert "blocks.1.up.weight" not in names and "blocks.0.scale" not in names
+    assert {"blocks.0.up.weight", "embed.weight", "head.weight"} <= names
+    sum(_loss(reference, _ids(0, r)) for r in range(size)).backward()
+    _loss(model, _ids(0, rank)).backward()
+    deepsp.sync_gradients(model)
+    for name, p in reference.named_parameters():
+        mine = dict((n, (q, s, i)) for n, q, s, i in sharded_parameters(model)).get(name)
+        if mine is not None and p.grad is not None:
+            expected, grad = mine[1].rows_of(mine[2], p.grad), mine[0].grad
+        elif p.grad is not None:
+            expected, grad = p.grad, model.get_parameter(name).grad
+        else:
+            continue
+        torch.testing.assert_close(grad, expected, rtol=1e-11, atol=1e-12)
+    a = deepsp.clip_grad_norm_(model, 0.1)
+    b = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+    torch.testing.assert_close(a, b, rtol=1e-11, atol=0)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_parameters_left_alone(ranks):
+    on_ranks(ranks, _left_alone)
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            deepsp.SequenceParallelAttention(16, 4, num_kv_heads=2, chunks=2, dtype=f64)
+            for _ in range(2)
+        )
+
+    def forward(self, x, lens):
+        for layer in self.layers:
+            x = x + layer(x, is_causal=True, seq_lens=lens)
+        return x
+
+
+def _with_sequence(lens):
+    """Parameters and the sequence sharded over the same group; one process has all of both."""
+    rank = dist.get_rank()
+    torch.manual_seed(1)
+    model = Attending()
+    weights = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+    deepsp.shard_parameters(model, dtype=f64, reduce_dtype=f64)
+    for step in range(3):
+        x = draw(2, sum(lens), 16, seed=step)
+        y = x
+        for n in range(2):
+            q, k, v = (
+                F.linear(y, weights[f"layers.{n}.{name}_proj.weight"]).unflatten(-1, (-1, 4))
+                for name in "qkv"
+            )
+            a = attention(q, k, v, is_causal=True).flatten(2)
+            y = y + F.linear(a, weights[f"layers.{n}.o_proj.weight"])
+        expected = dict(
+            zip(weights, torch.autograd.grad(y.square().sum(), [*weights.values()]), strict=True)
+        )
+        model.zero_grad()
+        out = model(x.split(lens, 1)[rank], lens)
+        torch.testing.assert_close(out, y.split(lens, 1)[rank], rtol=1e-11, atol=1e-11)
+        out.square().sum().backward()
+        for name, p, shards, index in sharded_parameters(model):
+            torch.testing.assert_close(
+                p.grad, shards.rows_of(index, expected[name]), rtol=1e-10, atol=1e-10
+            )
+
+
+@pytest.mark.parametrize("lens", [[9], [5, 4], [3, 6, 1]])
+def test_with_a_sharded_sequence(lens):
+    on_ranks(len(lens), _with_sequence, lens)
+
+
+def _bytes():
+    """bfloat16 travels, both ways; nothing else."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64, bias=False)
+    deepsp.shard_parameters(model)
+    x = torch.randn(3, 64, dtype=torch.bfloat16, requires_grad=True)
+    out = []
+    forward = sum(sent(lambda: out.append(model(x))))
+    backward = sum(sent(lambda: out[0].sum().backward()))
+    assert forward == 32 * 64 * 2
+    assert backward == 2 * 32 * 64 * 2  # the weight again, and its gradient
+    grad = model.parametrizations.weight.original.grad
+    assert grad.dtype == torch.float32 and grad.shape == (32, 64)
+
+
+def test_bytes_on_the_wire():
+    on_ranks(2, _bytes)
+
+
+def _errors():
+    rank = dist.get_rank()
+    linear = functools.partial(nn.Linear, 4, 4)
+    shard = deepsp.shard_parameters
+    with pytest.raises(ValueError, match=r"weight is torch\.complex64; float64"):
+        shard(linear(dtype=torch.complex64))
+    with pytest.raises(ValueError, match=r"dtype of weight is torch\.int8"):
+        shard(linear(), dtype=torch.int8)
+    with pytest.raises(ValueError, match='"sum" or "mean"'):
+        shard(linear(), gradient_reduction="avg")
+    with pytest.raises(ValueError, match="prefetch_bytes is -1"):
+        shard(linear(), prefetch_bytes=-1)
+    with pytest.raises(ValueError, match="parametrized already"):
+        shard(shard(linear()))
+    with_grad = linear()
+    with_grad(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(ValueError, match="weight has a gradient"):
+        shard(with_grad)
+    with pytest.raises(
+        ValueError, match=r"rank 0 has weight: .*\[4, 4\].*; rank 1 has weight: .*\[5, 4\]"
+    ):
+        shard(nn.Linear(4, 4 + rank))
+
+
+def test_errors():
+    on_ranks(2, _errors)
