@@ -54,14 +54,10 @@ class Blocks:
         filled = 0
         for i, x in enumerate(tensors):
             flat = x.reshape(-1)
-            parts.append(flat if self.alike else flat.view(torch.uint8))
-            padding = self.piece(i, p) - self.length(i, p)
-            if padding != 0:
-                parts.append(parts[-1].new_zeros(padding))
+            flat = flat if self.alike else flat.view(torch.uint8)
+            parts.append(_pad(flat, self.piece(i, p) - self.length(i, p)))
             filled = filled + self.piece(i, p)
-        if self.slot != filled:
-            parts.append(parts[0].new_zeros(self.slot - filled))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return _pad(parts[0] if len(parts) == 1 else torch.cat(parts), self.slot - filled)
 
     def unpack(self, slot: Tensor, i: int, p: int) -> Tensor:
         """Rank p's rows of tensor i in its slot."""
@@ -75,6 +71,12 @@ class Blocks:
 
     def as_units(self, buffer: Tensor) -> Tensor:
         return buffer if self.alike else buffer.view(torch.uint8)
+
+
+def _pad(flat: Tensor, padding) -> Tensor:
+    # Not cat with zeros: where there is nothing but padding, no trace of `flat` would be left, and
+    # two such exchanges would be taken for one and the same, on this rank alone.
+    return flat if padding == 0 else torch.constant_pad_nd(flat, [0, padding])
 
 
 def _shapes(row_shapes, row_dims) -> list[list]:

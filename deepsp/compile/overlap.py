@@ -12,6 +12,7 @@ The order of collectives is left alone, and so many bytes at most are brought in
 
 from __future__ import annotations
 
+import itertools
 import operator
 
 import torch
@@ -138,6 +139,11 @@ def keep_overlap(graph: fx.Graph) -> None:
         launched = [n for n in starts if place[start] < place[n] < place[wait]]
         if between or launched:
             after.setdefault(wait, OrderedSet()).update([*between, *launched[-1:]])
+    launches = [n for n in nodes if _is_collective(n)]
+    if any(map(_is_ours, launches)):
+        # Ranks with uneven shards have other sizes, and Inductor would sort by them.
+        for first, second in itertools.pairwise(launches):
+            after.setdefault(second, OrderedSet()).add(first)
     in_order = sorted(after, key=place.__getitem__)
     preserve_node_ordering(graph, {node: after[node] for node in in_order})
 
