@@ -69,10 +69,14 @@ else
 		$(NVCC) -std=c++17 -O3 -DDEEPSP_CUDA -Werror all-warnings \
 			-gencode arch=compute_$$arch,code=sm_$$arch -c $$cu -o build/cuda-check/out.o || exit 1; \
 	done; done
-	@$(NVCC) -std=c++17 -O3 -DDEEPSP_CUDA -arch=compute_90 -ptx csrc/kernels/copy_cuda.cu \
-		-o build/cuda-check/copy.ptx
-	@grep -q 'ld.global.*v4' build/cuda-check/copy.ptx && grep -q 'st.global.*v4' build/cuda-check/copy.ptx \
-		&& echo "copy_cuda.cu: 16-byte loads and stores" || { echo "copy_cuda.cu: no 16-byte accesses"; exit 1; }
+	@for cu in copy_cuda cast_cuda; do \
+		$(NVCC) -std=c++17 -O3 -DDEEPSP_CUDA -arch=compute_90 -ptx csrc/kernels/$$cu.cu \
+			-o build/cuda-check/out.ptx || exit 1; \
+		grep -q 'ld.global.*v4' build/cuda-check/out.ptx && \
+			grep -q 'st.global.*v4' build/cuda-check/out.ptx && \
+			echo "$$cu.cu: 16-byte loads and stores" || \
+			{ echo "$$cu.cu: no 16-byte accesses"; exit 1; }; \
+	done
 	@for cpp in $(CUDA_HOSTS); do echo "g++ with CUDA $$cpp" && \
 		$(CXX) -std=c++20 -fsyntax-only -DDEEPSP_CUDA -DC10_CUDA_NO_CMAKE_CONFIGURE_FILE \
 			$$($(BIN)/python -c 'from torch.utils.cpp_extension import include_paths as i; \

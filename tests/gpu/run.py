@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from common import TIGHT, draw, timed
+from gather import cast_bandwidth, gathered, sharded_training
 from torch.library import opcheck
 
 import deepsp
 
 op = torch.ops.deepsp
-TIGHT = {"rtol": 1e-9, "atol": 1e-9}
 
 
 def attention(q, k, v, **kwargs):
@@ -31,11 +32,6 @@ def attention(q, k, v, **kwargs):
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(readers, 1) for x in (k, v))
     return F.scaled_dot_product_attention(q, k, v, **kwargs).transpose(1, 2)
-
-
-def draw(*shape, seed=0, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(*shape, dtype=torch.float64, generator=generator).to("cuda", dtype)
 
 
 def uneven(total):
@@ -331,21 +327,6 @@ def projection_speed():
     return lines
 
 
-def timed(call):
-    """Median seconds on the GPU."""
-    for _ in range(3):
-        call()
-    times = []
-    for _ in range(20):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e-3)
-    return sorted(times)[len(times) // 2]
-
-
 def kernel_bandwidth():
     """GB/s, read and written, of the pack (a group of one: nothing but the pack) and of a plain
     copy of the same bytes."""
@@ -380,8 +361,10 @@ GLOO_2 = [
     layer_gradients,
     layer_checks,
     overlap_profile,
+    gathered,
+    sharded_training,
 ]
-NCCL_1 = [*GLOO_2, kernel_bandwidth, projection_speed]
+NCCL_1 = [*GLOO_2, kernel_bandwidth, projection_speed, cast_bandwidth]
 
 
 def work(rank: int, size: int, backend: str, path: str, queue) -> None:
