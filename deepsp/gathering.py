@@ -64,6 +64,10 @@ class Order:
         self._launched = 0  # buckets
         self._following = False
 
+    def __getstate__(self):
+        # A copy has nothing on its way, and records anew.
+        return Order(self._start, self._size, self._prefetch_bytes).__dict__
+
     def begin(self) -> None:
         """A step begins: what the last one did is what is expected."""
         if self._seen and self._seen != self.uses:

@@ -100,13 +100,18 @@ class Shards:
         self._hooks = None
 
         def order() -> Order:
-            return Order(self._start, lambda index: self.wholes[index].bytes, prefetch_bytes)
+            return Order(self._start, self._bytes_of, prefetch_bytes)
 
         self.forward_order = {True: order(), False: order()}  # with and without autograd
         self.backward_order = order()
         self._forward = self.forward_order[True]
         # Storages that gathered parameters lie in -> where in them, while they live.
         self._gathered: dict[int, tuple[StorageWeakRef, list[tuple[int, int]]]] = {}
+
+    def __getstate__(self):
+        # A copy of the module (an average of weights, say) gathers for itself: what is gathered
+        # now, and the references to it, aren't copied.
+        return {**self.__dict__, "_gathered": {}, "_depth": 0, "_hooks": None}
 
     # ---- which rows are whose
 
@@ -154,6 +159,9 @@ class Shards:
             shard, info.sizes, info.dtype, rank, name, reduce_dtype=self.reduce_dtype
         )
         return whole.view(info.shape)
+
+    def _bytes_of(self, index: int) -> int:
+        return self.wholes[index].bytes
 
     def _start(self, uses) -> Wait:
         rank, _, name = self.member

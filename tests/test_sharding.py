@@ -339,6 +339,28 @@ def test_state_dict(ranks):
     on_ranks(ranks, _state)
 
 
+def _copied():
+    """A copy, made between forward and backward, lives on its own."""
+    reference, model = _model(), _model()
+    _whole(model, reshard_after_forward=False)
+    loss = _loss(model, _ids(0))
+    other = copy.deepcopy(model)
+    assert not next(sharded_parameters(other))[2]._gathered  # weak references, freed once
+    loss.backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1)
+    for step in range(3):
+        torch.testing.assert_close(_loss(other, _ids(step)), _loss(reference, _ids(step)))
+    with torch.inference_mode():
+        torch.testing.assert_close(_loss(other, _ids(3)), _loss(reference, _ids(3)))
+    _compare_parameters(other, reference, rtol=0, atol=0)
+
+
+def test_a_copy():
+    on_ranks(2, _copied)
+
+
 def _left_alone():
     """What isn't sharded is summed by sync_gradients, and sharded ones are left as they are."""
     rank, size = dist.get_rank(), dist.get_world_size()
