@@ -18,21 +18,22 @@ import operator
 import torch
 from torch import fx
 from torch._inductor import config
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.utils._ordered_set import OrderedSet
+
+from deepsp.compile.graphs import (
+    bytes_of,
+    computes,
+    is_collective,
+    passes,
+    tensor_of,
+    tie,
+    uuid_after,
+)
 
 _aten = torch.ops.aten
 _START = torch.ops._c10d_functional.all_to_all_single.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
-_COMPUTE = {
-    _aten.mm.default,
-    _aten.addmm.default,
-    _aten.bmm.default,
-    _aten.baddbmm.default,
-}
-
-
 _VIEWS = {
     operator.getitem,
     _aten.view.default,
@@ -49,25 +50,9 @@ _VIEWS = {
 MAX_IN_FLIGHT = 1 << 30
 
 
-def _computes(node: fx.Node) -> bool:
-    return node.target in _COMPUTE or (
-        node.op == "call_function" and "scaled_dot_product" in str(node.target)
-    )
-
-
 def _is_ours(node: fx.Node) -> bool:
     """Whether the node was made by a decomposition of ours."""
     return getattr(node.meta.get("original_aten"), "namespace", None) == "deepsp"
-
-
-def _is_collective(node: fx.Node) -> bool:
-    return getattr(node.target, "namespace", None) == "_c10d_functional" and node.target != _WAIT
-
-
-def _bytes(node: fx.Node) -> int:
-    value = node.meta["val"]
-    count = value.numel()
-    return value.element_size() * (count if isinstance(count, int) else count.node.hint or 0)
 
 
 def raise_starts(graph: fx.Graph) -> None:
@@ -86,7 +71,7 @@ def raise_starts(graph: fx.Graph) -> None:
             n
             for n in nodes[: place[start]]
             if n.op == "placeholder"
-            or _is_collective(n)
+            or is_collective(n)
             or (n in needed and n.target is _WAIT)
             or n.is_impure()
         ]
@@ -95,11 +80,11 @@ def raise_starts(graph: fx.Graph) -> None:
         after = barriers[-1]
         moved = [n for n in nodes[place[after] + 1 : place[start]] if n in needed]
         passed = [n for n in nodes[place[after] + 1 : place[start]] if n not in needed]
-        if not any(_computes(n) or n.target is _WAIT for n in passed):
+        if not any(computes(n) or n.target is _WAIT for n in passed):
             continue
         waited = {n.args[0] for n in nodes[: place[after] + 1] if n.target is _WAIT}
         flying = [n for n in nodes[: place[after] + 1] if n.target is _START and n not in waited]
-        if sum(_bytes(n) for n in [*flying, start]) > MAX_IN_FLIGHT:
+        if sum(bytes_of(n) for n in [*flying, start]) > MAX_IN_FLIGHT:
             continue
         for node in [*moved, start]:
             after.append(node)
@@ -133,42 +118,34 @@ def keep_overlap(graph: fx.Graph) -> None:
         start = wait.args[0]
         if start not in starts:
             continue
-        between = [n for n in nodes[place[start] + 1 : place[wait]] if _computes(n)]
+        between = [n for n in nodes[place[start] + 1 : place[wait]] if computes(n)]
         for node in between:
             after.setdefault(node, OrderedSet()).add(start)
         launched = [n for n in starts if place[start] < place[n] < place[wait]]
         if between or launched:
             after.setdefault(wait, OrderedSet()).update([*between, *launched[-1:]])
-    launches = [n for n in nodes if _is_collective(n)]
+    launches = [n for n in nodes if is_collective(n)]
     if any(map(_is_ours, launches)):
         # Ranks with uneven shards have other sizes, and Inductor would sort by them.
         for first, second in itertools.pairwise(launches):
-            after.setdefault(second, OrderedSet()).add(first)
-    in_order = sorted(after, key=place.__getitem__)
-    preserve_node_ordering(graph, {node: after[node] for node in in_order})
+            after.setdefault(second, OrderedSet()).add(tensor_of(first))
+    tie(graph, after)
 
 
 class KeepOverlap(CustomGraphPass):
-    """:func:`keep_overlap` after whatever pass was configured before."""
+    """:func:`keep_overlap` after whatever pass was configured before. It ties collectives to each
+    other: passes that move them come first."""
 
     def __init__(self, before):
         self.before = before
 
-    def _others(self) -> list:
-        if self.before is None:
-            return []
-        return list(self.before) if isinstance(self.before, (list, tuple)) else [self.before]
-
     def __call__(self, graph: fx.Graph) -> None:
-        for other in self._others():
+        for other in passes(self.before):
             other(graph)
         keep_overlap(graph)
 
     def uuid(self):
-        others = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self._others()]
-        if not all(others):
-            return None  # Inductor doesn't cache
-        return (get_hash_for_files((__file__,)), *others)
+        return uuid_after(self.before, "keep_overlap")
 
 
 def install() -> None:

@@ -1,0 +1,125 @@
+"""All-gathers in a graph, ``_c10d_functional``'s and ours, and what is made of their tensors."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+from torch import fx
+from torch._inductor.fx_passes.control_dependencies import control_deps
+
+from deepsp.compile.graphs import (
+    VIEWS,
+    WAIT,
+    bytes_of,
+    c10d,
+    is_op,
+    moves,
+    only_user,
+    tensor_inputs,
+)
+
+GATHER = c10d.all_gather_into_tensor.default
+GATHER_COALESCED = c10d.all_gather_into_tensor_coalesced.default
+
+
+@dataclass
+class Gather:
+    """One all-gather of one or several shards: ``nodes`` from the launch to the tensors."""
+
+    start: fx.Node
+    shards: list[fx.Node]
+    outputs: list[fx.Node]  # what is gathered, arrived; None where nobody asks for it
+    nodes: list[fx.Node]
+    ranks: int
+    ours: bool
+
+    @property
+    def bytes(self) -> int:
+        """What is in flight: all that is gathered."""
+        return bytes_of(self.start)
+
+    @property
+    def wires(self) -> int:
+        """What arrives from other ranks, in bytes."""
+        return self.bytes // self.ranks * (self.ranks - 1)
+
+
+def _by_index(node: fx.Node, number: int) -> list[fx.Node | None] | None:
+    """The items of a list that somebody takes; None if it is used otherwise."""
+    items: list[fx.Node | None] = [None] * number
+    for user in node.users:
+        if user.target is not operator.getitem or items[user.args[1]] is not None:
+            return None
+        items[user.args[1]] = user
+    return items
+
+
+def _gather(start: fx.Node) -> Gather | None:
+    if start.target is GATHER:
+        wait = only_user(start, WAIT)
+        if wait is None:
+            return None
+        return Gather(start, [start.args[0]], [wait], [start, wait], start.args[1], False)
+    if start.target is GATHER_COALESCED:
+        items = _by_index(start, len(start.args[0]))
+        if items is None:
+            return None
+        waits = [item and only_user(item, WAIT) for item in items]
+        if [w is None for w in waits] != [i is None for i in items]:
+            return None
+        there = [n for pair in zip(items, waits, strict=True) for n in pair if n is not None]
+        return Gather(start, list(start.args[0]), waits, [start, *there], start.args[1], False)
+    if start.target is control_deps:
+        return None
+    if is_op(start, "gather_cast_start"):
+        waits = list(start.users)
+        if len(waits) != 1 or not is_op(waits[0], "gather_cast_wait"):
+            return None
+        return Gather(start, [start.args[0]], waits, [start, *waits], len(start.args[1]), True)
+    if is_op(start, "gather_cast_coalesced_start"):
+        waits = list(start.users)
+        if len(waits) != 1 or not is_op(waits[0], "gather_cast_coalesced_wait"):
+            return None
+        shards = list(start.args[0])
+        items = _by_index(waits[0], len(shards))
+        if items is None:
+            return None
+        there = [item for item in items if item is not None]
+        ranks = len(start.args[1]) // len(shards)
+        return Gather(start, shards, items, [start, waits[0], *there], ranks, True)
+    return None
+
+
+def find_gathers(graph: fx.Graph) -> list[Gather]:
+    """All-gathers, ours and c10d's, in the order of their launches, but for those that are used
+    before they are waited for, or that are tied already."""
+    return [g for node in graph.nodes if (g := _gather(node)) is not None]
+
+
+def moved(root: fx.Node) -> list[fx.Node]:
+    """What holds nothing but elements of a node, in order; the node itself is the first."""
+    found, stack = {root}, [root]
+    while stack:
+        for user in stack.pop().users:
+            if user not in found and moves(user) and found.issuperset(tensor_inputs(user)):
+                found.add(user)
+                stack.append(user)
+    return sorted(found)
+
+
+def uses_of(root: fx.Node) -> list[fx.Node]:
+    """What uses a gathered tensor, or a view or copy of it, for something else."""
+    inside = moved(root)
+    return [user for node in inside for user in node.users if user not in inside]
+
+
+def views_of(root: fx.Node) -> list[fx.Node]:
+    """What shares a node's memory; the node itself is the first."""
+    found, stack = {root: None}, [root]
+    while stack:
+        for user in stack.pop().users:
+            if user not in found and user.target in VIEWS:
+                found[user] = None
+                stack.append(user)
+    return list(found)
