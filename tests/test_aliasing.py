@@ -1,12 +1,16 @@
 """Buffers under Inductor: what a wrong schema does to data, and that ours don't."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
 from harness import on_ranks
 from reference import draw
+from torch import nn
 from torch.library import opcheck
 
+import deepsp
 from deepsp.compile import decompositions
 
 op = torch.ops.deepsp
@@ -81,3 +85,49 @@ def _ours(decomposed):
 @pytest.mark.parametrize("decomposed", [True, False])
 def test_ours_under_the_same_graph(ranks, decomposed):
     on_ranks(ranks, _ours, decomposed)
+
+
+def _steps(rows, dtype):
+    """200 compiled steps: gathers combined, launched early, let go of, and made again in backward;
+    against the module in one process."""
+    from torch._inductor import config
+
+    from deepsp.compile import FuseGatherCast, RegatherInBackward
+
+    torch._dynamo.reset()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    torch.manual_seed(0)
+    layers = [m for n in range(4) for m in (nn.Linear(rows, rows), nn.Tanh())]
+    reference = nn.Sequential(*layers).to(wide)
+    model = copy.deepcopy(reference)
+    deepsp.shard_parameters(model, dtype=dtype, reduce_dtype=wide, gradient_reduction="mean")
+    post = FuseGatherCast(config.post_grad_custom_post_pass, prefetch_bytes=1 << 20)
+    with config.patch(post_grad_custom_post_pass=post, joint_custom_pre_pass=RegatherInBackward()):
+        compiled = torch.compile(lambda x: model(x).square().mean(), fullgraph=True)
+        data = [draw(4, rows, seed=r).to(dtype) for r in range(size)]
+        ours = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
+        theirs = torch.optim.SGD(reference.parameters(), lr=0.3, momentum=0.5)
+        for _ in range(200):
+            loss = compiled(data[rank])
+            loss.backward()
+            expected = [reference(x.to(wide)).square().mean() for x in data]
+            (sum(expected) / size).backward()
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+            assert loss.isfinite()
+            exact = dtype == torch.float64
+            torch.testing.assert_close(
+                loss.to(wide),
+                expected[rank],
+                rtol=1e-9 if exact else 0.1,
+                atol=1e-12 if exact else 1e-3,
+            )
+    assert expected[rank] < 1e-2  # it learnt
+
+
+@pytest.mark.parametrize("rows", [8, 9])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_two_hundred_compiled_steps(rows, dtype):
+    on_ranks(2, _steps, rows, dtype)
