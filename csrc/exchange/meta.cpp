@@ -1,10 +1,10 @@
 // Shapes and strides of the exchange, without data or a process group; and how
 // functionalization sees the wait that returns views.
 
+#include "../functionalize.h"
 #include "checks.h"
 #include "ops.h"
 
-#include <ATen/FunctionalTensorWrapper.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -103,7 +103,6 @@ std::vector<at::Tensor> heads_to_seq_wait_meta(
       check_wait(buffers, num_heads, head_dims, batch, seq_lens, 0, chunks, rank), buffers[0]);
 }
 
-// Cuts the alias: a wait consumes its buffer, so nobody sees the difference.
 std::vector<at::Tensor> seq_to_heads_wait_functionalize(
     const at::Tensor& buffer,
     c10::SymIntArrayRef num_heads,
@@ -114,19 +113,10 @@ std::vector<at::Tensor> seq_to_heads_wait_functionalize(
     int64_t chunks,
     int64_t rank,
     std::string_view group_name) {
-  namespace functional = at::functionalization::impl;
-  at::Tensor inner = buffer;
-  if (functional::isFunctionalTensor(buffer)) {
-    functional::sync(buffer);
-    inner = functional::from_functional_tensor(buffer);
-  }
-  std::vector<at::Tensor> views;
-  {
-    at::AutoDispatchSkipFunctionalize guard;
-    views = seq_to_heads_wait(
-        inner, num_heads, head_dims, std::move(batch), seq_lens, chunk, chunks, rank, group_name);
-  }
-  return functional::to_functional_tensor(at::TensorList(views));
+  return cut_alias(buffer, [&](const at::Tensor& inner) {
+    return seq_to_heads_wait(
+        inner, num_heads, head_dims, batch, seq_lens, chunk, chunks, rank, group_name);
+  });
 }
 
 }  // namespace

@@ -1,10 +1,10 @@
 // Shapes of what is gathered and scattered, without data or a process group; and how
 // functionalization sees the wait that returns views.
 
+#include "../functionalize.h"
 #include "checks.h"
 #include "ops.h"
 
-#include <ATen/FunctionalTensorWrapper.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -49,7 +49,6 @@ std::vector<at::Tensor> gather_wait_meta(
   return results;
 }
 
-// Cuts the alias: a wait consumes its buffer, so nobody sees the difference.
 std::vector<at::Tensor> gather_wait_functionalize(
     const at::Tensor& buffer,
     c10::SymIntArrayRef sizes,
@@ -58,19 +57,9 @@ std::vector<at::Tensor> gather_wait_functionalize(
     Dtypes dtypes,
     int64_t rank,
     std::string_view group_name) {
-  namespace functional = at::functionalization::impl;
-  at::Tensor inner = buffer;
-  if (functional::isFunctionalTensor(buffer)) {
-    functional::sync(buffer);
-    inner = functional::from_functional_tensor(buffer);
-  }
-  std::vector<at::Tensor> views;
-  {
-    at::AutoDispatchSkipFunctionalize guard;
-    views =
-        gather_cast_coalesced_wait(inner, sizes, row_shapes, row_dims, dtypes, rank, group_name);
-  }
-  return functional::to_functional_tensor(at::TensorList(views));
+  return cut_alias(buffer, [&](const at::Tensor& inner) {
+    return gather_cast_coalesced_wait(inner, sizes, row_shapes, row_dims, dtypes, rank, group_name);
+  });
 }
 
 at::Tensor scatter_start_meta(

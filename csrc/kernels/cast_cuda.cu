@@ -1,9 +1,8 @@
 #include "cast.h"
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
+
+#include "float_cuda.h"
 
 namespace deepsp {
 namespace {
@@ -28,33 +27,6 @@ struct Batch {
 constexpr int kAligned = 16;
 
 static_assert(sizeof(Batch) <= 32764, "kernel parameters hold no more");
-
-__device__ float load(float x) {
-  return x;
-}
-__device__ double load(double x) {
-  return x;
-}
-__device__ float load(__nv_bfloat16 x) {
-  return __bfloat162float(x);
-}
-__device__ float load(__half x) {
-  return __half2float(x);
-}
-
-// By way of float32, as Tensor.to goes.
-template <class To, class X>
-__device__ To round_to(X x) {
-  if constexpr (sizeof(To) == 2) {
-    if constexpr (std::is_same_v<To, __half>) {
-      return __float2half_rn(static_cast<float>(x));
-    } else {
-      return __float2bfloat16_rn(static_cast<float>(x));
-    }
-  } else {
-    return static_cast<To>(x);
-  }
-}
 
 // 16 bytes at a time, whatever the dtype: a struct of bfloat16 would be stored by fours.
 template <class T>

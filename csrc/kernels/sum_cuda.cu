@@ -1,9 +1,8 @@
 #include "sum.h"
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
+
+#include "float_cuda.h"
 
 namespace deepsp {
 namespace {
@@ -22,44 +21,31 @@ struct Params {
 
 static_assert(sizeof(Params) <= 32764, "kernel parameters hold no more");
 
-__device__ float load(float x) {
-  return x;
-}
-__device__ double load(double x) {
-  return x;
-}
-__device__ float load(__nv_bfloat16 x) {
-  return __bfloat162float(x);
-}
-__device__ float load(__half x) {
-  return __half2float(x);
-}
-
 template <class A>
 __device__ void store(Float dtype, void* dst, int64_t at, A x) {
   switch (dtype) {
     case Float::f64:
-      static_cast<double*>(dst)[at] = static_cast<double>(x);
+      static_cast<double*>(dst)[at] = round_to<double>(x);
       break;
     case Float::f32:
-      static_cast<float*>(dst)[at] = static_cast<float>(x);
+      static_cast<float*>(dst)[at] = round_to<float>(x);
       break;
     case Float::bf16:
-      static_cast<__nv_bfloat16*>(dst)[at] = __float2bfloat16_rn(static_cast<float>(x));
+      static_cast<__nv_bfloat16*>(dst)[at] = round_to<__nv_bfloat16>(x);
       break;
     case Float::f16:
-      static_cast<__half*>(dst)[at] = __float2half_rn(static_cast<float>(x));
+      static_cast<__half*>(dst)[at] = round_to<__half>(x);
       break;
   }
 }
 
 template <class A>
-__device__ A round_to(Float within, A x) {
+__device__ A kept_in(Float within, A x) {
   if (within == Float::bf16) {
-    return static_cast<A>(__bfloat162float(__float2bfloat16_rn(static_cast<float>(x))));
+    return static_cast<A>(load(round_to<__nv_bfloat16>(x)));
   }
   if (within == Float::f16) {
-    return static_cast<A>(__half2float(__float2half_rn(static_cast<float>(x))));
+    return static_cast<A>(load(round_to<__half>(x)));
   }
   return x;
 }
@@ -84,7 +70,7 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ P
       for (int d = 0; d < kSumDims; ++d) {
         at += index[d] * p.sources[s].stride[d];
       }
-      sum = round_to(
+      sum = kept_in(
           p.within, sum + static_cast<A>(load(static_cast<const T*>(p.sources[s].data)[at])));
     }
     int64_t to = 0;
