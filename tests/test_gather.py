@@ -8,10 +8,10 @@ import torch.distributed as dist
 from harness import on_ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import Take, Whole, draw, events, names, sent
+from reference import Take, Whole, draw, events, flat, names, sent
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
-import deepsp
+import deepsp  # noqa: F401  (it registers the ops)
 
 op = torch.ops.deepsp
 RANKS = [1, 2, 3, 4]
@@ -61,7 +61,7 @@ class Case:
         self.rank, self.group = _here()
         self.size = dist.get_world_size()
         self.rows = [list(rows[: self.size]) for rows, *_ in specs]
-        self.sizes = sum(self.rows, [])
+        self.sizes = flat(self.rows)
         self.dtypes = [spec[3] for spec in specs]
         self.layouts = [spec[4] for spec in specs]
         self.pieces = [
@@ -108,7 +108,7 @@ class Case:
         buffer = op.gather_cast_coalesced_start(shards, self.sizes, self.dtypes, *where)
         dims = [len(shape) for shape in shapes]
         return op.gather_cast_coalesced_wait(
-            buffer, self.sizes, sum(shapes, []), dims, self.dtypes, *where
+            buffer, self.sizes, flat(shapes), dims, self.dtypes, *where
         )
 
 
@@ -291,7 +291,7 @@ def _derivatives():
 
     def gather(*whole):
         mine = [Take.apply(x, rows, 0) for x, rows in zip(whole, sizes, strict=True)]
-        a, b = op.gather_cast_coalesced(mine, sum(sizes, []), [f64, f64], rank, group)
+        a, b = op.gather_cast_coalesced(mine, flat(sizes), [f64, f64], rank, group)
         a = a * op.gather_cast(mine[0], sizes[0], f64, rank, group)
         used = [a * (rank + 1) + a.sin(), b * b * (2 - rank) + a.sum()]
         return tuple(
@@ -300,7 +300,7 @@ def _derivatives():
 
     def scatter(*whole):
         mine = [Take.apply(x, [n] * size, 0) for x, n in zip(whole, totals, strict=True)]
-        a, b = op.reduce_scatter_cast_coalesced(mine, sum(sizes, []), [f64, f64], rank, group)
+        a, b = op.reduce_scatter_cast_coalesced(mine, flat(sizes), [f64, f64], rank, group)
         a = a * op.reduce_scatter_cast(mine[0], sizes[0], f64, rank, group)
         return tuple(
             Whole.apply(x * x, rows, 0) for x, rows in zip((a, b), sizes, strict=True)
@@ -327,7 +327,7 @@ def _scatters_gradient():
     x = [draw(sum(rows), 3).to(dtype).requires_grad_()
          for rows, dtype in zip(sizes, (torch.bfloat16, torch.float64), strict=True)]  # fmt: skip
     out = op.reduce_scatter_cast_coalesced(
-        x, sum(sizes, []), [torch.float32, torch.float16], rank, group
+        x, flat(sizes), [torch.float32, torch.float16], rank, group
     )
     asked = [[draw(n, 3, seed=9 + p).to(y.dtype) for p, n in enumerate(rows)]
              for rows, y in zip(sizes, out, strict=True)]  # fmt: skip
@@ -404,14 +404,14 @@ def _costs():
     rank, group = _here()
     w = draw(64, 512).float().requires_grad_()
     many = [draw(4 + i, 512).float().requires_grad_() for i in range(6)]
-    sizes = sum(([len(x)] * 2 for x in many), [])
+    sizes = flat([len(x)] * 2 for x in many)
 
     def costs(gather):
         kept = []
         forward = names(lambda: kept.append(gather()))
-        flat = kept[0] if isinstance(kept[0], list) else [kept[0]]
-        grads = [torch.ones_like(y) for y in flat]
-        backward = names(lambda: torch.autograd.backward(flat, grads))
+        outputs = kept[0] if isinstance(kept[0], list) else [kept[0]]
+        grads = [torch.ones_like(y) for y in outputs]
+        backward = names(lambda: torch.autograd.backward(outputs, grads))
         # Nothing is copied but by the cast, and packed at most once.
         assert backward["aten::copy_"] == backward["aten::clone"] == forward["aten::clone"] == 0
         keys = ("deepsp::exchange", "deepsp::pack", "aten::copy_")

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import on_ranks
-from reference import draw
+from reference import draw, flat
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import deepsp  # noqa: F401  (it registers the ops)
@@ -32,7 +32,7 @@ def _functions(rows, specs, within=None):
     """Called on shards: gathered, in one go and in halves; summed."""
     rank, group = dist.get_rank(), dist.group.WORLD.group_name
     where = (rank, group)
-    sizes, wire = sum(rows, []), [spec[3] for spec in specs]
+    sizes, wire = flat(rows), [spec[3] for spec in specs]
     shapes = [list(spec[1]) for spec in specs]
 
     def gather(*shards):
@@ -48,7 +48,7 @@ def _functions(rows, specs, within=None):
         )
         more = [x + 1 for x in shards]
         dims = [len(shape) for shape in shapes]
-        whole = op.gather_cast_coalesced_wait(buffer, sizes, sum(shapes, []), dims, wire, *where)
+        whole = op.gather_cast_coalesced_wait(buffer, sizes, flat(shapes), dims, wire, *where)
         return (*whole, *more)
 
     def scatter(*shards):

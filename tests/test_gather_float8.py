@@ -8,7 +8,7 @@ import torch.distributed as dist
 from harness import on_ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import draw, names, sent
+from reference import draw, flat, names, sent
 
 import deepsp  # noqa: F401  (it registers the ops)
 
@@ -43,7 +43,7 @@ def _values(specs, dtype):
     ]
     shards = [x.split(lens)[rank] for x, lens in zip(whole, rows, strict=True)]
     shards[0] = shards[0].transpose(0, -1).contiguous().transpose(0, -1)
-    sizes = sum(rows, [])
+    sizes = flat(rows)
     data, inv_scales = op.gather_cast_float8_coalesced(shards, sizes, dtype, rank, group)
     assert inv_scales.dtype == f32 and inv_scales.shape == (len(specs),)
     one, one_inv = op.gather_cast_float8(shards[0], rows[0], dtype, rank, group)
@@ -142,7 +142,7 @@ def _gradients(reduce_dtype, source):
     """As if nothing had been rounded: reduce_scatter_cast of the output's gradient."""
     rank, size, group = _here()
     rows = [[3, 0, 2][:size], [1, 1, 1][:size]]
-    sizes = sum(rows, [])
+    sizes = flat(rows)
     x = [draw(lens[rank], 5, seed=rank).to(source).requires_grad_() for lens in rows]
     within = {"reduce_dtype": reduce_dtype}
     y = op.gather_through_float8(x, sizes, torch.float8_e5m2, bf16, rank, group, **within)

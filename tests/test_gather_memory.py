@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import on_ranks
-from reference import draw
+from reference import draw, flat
 
 import deepsp
 
@@ -132,7 +132,7 @@ def _poisoned(anomaly):
     rank, size, group = _here()
     deepsp.buffers.clear()
     rows = [[700, 1, 130][:size], [3, 0, 1][:size], [0, 5, 400][:size]]
-    sizes, dtypes = sum(rows, []), [bf16, f32, torch.float64]
+    sizes, dtypes = flat(rows), [bf16, f32, torch.float64]
     shapes = [[513], [7], [9, 50]]
     with torch.autograd.set_detect_anomaly(anomaly, check_nan=anomaly):
         for _ in range(3):
