@@ -39,6 +39,11 @@ def lens_of(kind: str, total: int, size: int) -> list[int]:
     return lens
 
 
+def flat(lists) -> list:
+    """One list of several."""
+    return [x for inner in lists for x in inner]
+
+
 def draw(*shape: int, dtype=torch.float64, seed: int = 0) -> Tensor:
     """The same numbers on every rank."""
     generator = torch.Generator().manual_seed(seed + sum(shape))

@@ -1,0 +1,435 @@
+"""Shards are cast and gathered, gradients summed and scattered, exactly as one process does it."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import on_ranks
+from hypothesis import given
+from hypothesis import strategies as st
+from reference import Take, Whole, draw, events, flat, names, sent
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+
+import deepsp  # noqa: F401  (it registers the ops)
+
+op = torch.ops.deepsp
+RANKS = [1, 2, 3, 4]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+IN_PLACE = 512 << 10  # bytes of a rank's piece from which on it travels on its own
+
+
+def _here():
+    return dist.get_rank(), dist.group.WORLD.group_name
+
+
+def same(a, b):
+    """Bit for bit, so that zeros have signs; any NaN is like any other."""
+    assert a.dtype == b.dtype and a.shape == b.shape, (a.dtype, b.dtype, a.shape, b.shape)
+    bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}[a.dtype.itemsize]
+    equal = a.contiguous().view(bits) == b.contiguous().view(bits)
+    return bool((equal | (a.isnan() & b.isnan())).all())
+
+
+def summed(parts, dtype, within=None):
+    """One after another; the total is kept in `within`."""
+    within = within or (torch.float64 if parts[0].dtype == torch.float64 else torch.float32)
+    wide = torch.float64 if within == torch.float64 else torch.float32
+    total = torch.zeros(parts[0].shape, dtype=wide)
+    for part in parts:
+        total = (total + part.to(wide)).to(within).to(wide)
+    return total.to(dtype)
+
+
+def laid(x, layout):
+    """Other strides; "expanded" has other values, too."""
+    if layout == "transposed":
+        return x.transpose(0, -1).contiguous().transpose(0, -1)
+    if layout == "strided":
+        wide = x.new_full((*x.shape[:-1], 2 * x.size(-1)), float("nan"))
+        wide[..., ::2] = x
+        return wide[..., ::2]
+    if layout == "expanded":
+        return x[:1].expand(x.shape)
+    return x
+
+
+class Case:
+    """Shards of several tensors, on every rank: rows, trailing shape, dtypes, layout of each."""
+
+    def __init__(self, specs):
+        self.rank, self.group = _here()
+        self.size = dist.get_world_size()
+        self.rows = [list(rows[: self.size]) for rows, *_ in specs]
+        self.sizes = flat(self.rows)
+        self.dtypes = [spec[3] for spec in specs]
+        self.layouts = [spec[4] for spec in specs]
+        self.pieces = [
+            [laid(draw(n, *shape, seed=7 * i + p).mul(10).to(source), layout)
+             for p, n in enumerate(rows)]
+            for i, ((_, shape, source, _, layout), rows)
+            in enumerate(zip(specs, self.rows, strict=True))
+        ]  # fmt: skip
+        self.full = [
+            torch.cat([x.to(dtype) for x in pieces])
+            for pieces, dtype in zip(self.pieces, self.dtypes, strict=True)
+        ]
+
+    def shards(self):
+        return [pieces[self.rank].detach().requires_grad_() for pieces in self.pieces]
+
+    def gradients(self, p):
+        """What rank p's loss says of the gathered tensors."""
+        return [
+            laid(draw(*y.shape, seed=50 + 3 * p + i).to(y.dtype), layout)
+            for i, (y, layout) in enumerate(zip(self.full, self.layouts, strict=True))
+        ]
+
+    def scattered(self, within=None, dtypes=None):
+        """This rank's rows of the sum of all ranks' gradients."""
+        everyone = [self.gradients(p) for p in range(self.size)]
+        dtypes = dtypes or [pieces[0].dtype for pieces in self.pieces]
+        return [
+            summed([g[i] for g in everyone], dtype, within).split(self.rows[i])[self.rank]
+            for i, dtype in enumerate(dtypes)
+        ]
+
+    def gather(self, shards, within=None):
+        return op.gather_cast_coalesced(
+            shards, self.sizes, self.dtypes, self.rank, self.group, reduce_dtype=within
+        )
+
+    def halves(self, shards):
+        shapes = [list(x.shape[1:]) for x in shards]
+        where = (self.rank, self.group)
+        if len(shards) == 1:
+            buffer = op.gather_cast_start(shards[0], self.sizes, self.dtypes[0], *where)
+            return [op.gather_cast_wait(buffer, self.sizes, shapes[0], self.dtypes[0], *where)]
+        buffer = op.gather_cast_coalesced_start(shards, self.sizes, self.dtypes, *where)
+        dims = [len(shape) for shape in shapes]
+        return op.gather_cast_coalesced_wait(
+            buffer, self.sizes, flat(shapes), dims, self.dtypes, *where
+        )
+
+
+def _equals_one_process(specs, within, frozen):
+    case = Case(specs)
+    for gather in (case.gather, case.halves):
+        for y, expected in zip(gather(case.shards()), case.full, strict=True):
+            assert same(y, expected) and y.is_contiguous()
+    if len(specs) == 1:
+        y = op.gather_cast(
+            case.shards()[0], case.sizes, case.dtypes[0], case.rank, case.group, reduce_dtype=within
+        )
+        assert same(y, case.full[0])
+    shards = case.shards()
+    shards[0].requires_grad_(not frozen)
+    outputs = case.gather(shards, within)
+    grads = case.gradients(case.rank)
+    expected = case.scattered(within)
+    if shards[-1].requires_grad:
+        for _ in range(2):
+            for x in shards:
+                x.grad = None
+            torch.autograd.backward(outputs, grads, retain_graph=True)
+            for x, g in zip(shards, expected, strict=True):
+                assert torch.equal(x.grad, g) if x.requires_grad else x.grad is None
+    # The adjoint itself, and a single one of it.
+    dtypes = [x.dtype for x in shards]
+    where = (case.rank, case.group)
+    ours = op.reduce_scatter_cast_coalesced(grads, case.sizes, dtypes, *where, reduce_dtype=within)
+    for x, g, dtype in zip(ours, expected, dtypes, strict=True):
+        assert torch.equal(x, g) and x.dtype == dtype and x.is_contiguous()
+    for i, rows in enumerate(case.rows):
+        x = op.reduce_scatter_cast(grads[i], rows, dtypes[i], *where, reduce_dtype=within)
+        assert torch.equal(x, expected[i])
+
+
+@st.composite
+def _specs(draw_):
+    rows = st.sampled_from(["any", "one rank", "few"])
+
+    def spec():
+        kind = draw_(rows)
+        counts = [draw_(st.integers(0, 1 if kind == "few" else 7)) for _ in range(4)]
+        if kind == "one rank":
+            kept = draw_(st.integers(0, 3))
+            counts = [n if p == kept else 0 for p, n in enumerate(counts)]
+        return (
+            tuple(counts),
+            tuple(draw_(st.lists(st.sampled_from([1, 2, 3, 5, 0]), max_size=4))),
+            draw_(st.sampled_from(DTYPES)),
+            draw_(st.sampled_from(DTYPES)),
+            draw_(st.sampled_from(["plain", "transposed", "strided", "expanded"])),
+        )
+
+    return (
+        [spec() for _ in range(draw_(st.integers(1, 4)))],
+        draw_(st.sampled_from([None, *DTYPES])),
+        draw_(st.booleans()),
+    )
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@given(case=_specs())
+def test_values_and_gradients(ranks, case):
+    on_ranks(ranks, _equals_one_process, *case)
+
+
+# Ties and neighbours of every limit, as float64.
+_NUMBERS = [
+    math.nan, math.inf, -math.inf, 0.0, -0.0, 5e-324, -5e-324, 1e-310, 2.0**-126, 2.0**-149,
+    2.0**-150, 1.5 * 2.0**-149, 2.0**-133, -(2.0**-134), 2.0**-14, 2.0**-24, 2.0**-25, 3 * 2.0**-25,
+    65504.0, 65519.0, 65520.0, -65536.0, 3.3895313892515355e38, 3.395e38, 3.4028234663852886e38,
+    3.4028235677973366e38, 1e39, -1e300, 1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-11,
+    1 + 3 * 2.0**-11, 1 + 2.0**-24, 1 + 3 * 2.0**-24, 1 + 2.0**-8 + 2.0**-40, math.pi,
+]  # fmt: skip
+
+
+def _special():
+    rank, group = _here()
+    size = dist.get_world_size()
+    sizes = [5, 0, 3, 9][:size]
+    numbers = torch.tensor(_NUMBERS, dtype=torch.float64)
+    for source in DTYPES:
+        pieces = [numbers.roll(p).repeat(n, 1).to(source) for p, n in enumerate(sizes)]
+        full = {dtype: torch.cat([x.to(dtype) for x in pieces]) for dtype in DTYPES}
+        for dtype in DTYPES:
+            assert same(op.gather_cast(pieces[rank], sizes, dtype, rank, group), full[dtype])
+            # Sums follow the same rules: infinity, NaN, overflow, subnormals.
+            parts = [full[dtype].roll(p, 1) for p in range(size)]
+            summed_here = op.reduce_scatter_cast(parts[rank], sizes, source, rank, group)
+            expected = summed(parts, source).split(sizes)[rank]
+            assert same(summed_here + 0, expected + 0), (dtype, source)
+        ours = op.gather_cast_coalesced([pieces[rank]] * 4, sizes * 4, DTYPES, rank, group)
+        for dtype, y in zip(DTYPES, ours, strict=True):
+            assert same(y, full[dtype])
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_special_numbers(ranks):
+    on_ranks(ranks, _special)
+
+
+def _large():
+    """A list of large and small ones, and of both sides of the border. Large ones are views of
+    the buffer where they arrived; the others are copied out of it."""
+    border = IN_PLACE // 2
+    f32, bf16 = torch.float32, torch.bfloat16
+    specs = [
+        ((3, 2, 4, 1), (5, 7), f32, bf16, "plain"),
+        ((1, 0, 1, 1), (border,), f32, bf16, "plain"),
+        ((1, 1, 0, 1), (border - 1,), f32, bf16, "plain"),
+        ((300, 700, 0, 513), (513,), f32, f32, "transposed"),
+        ((2, 0, 1, 0), (3,), torch.float64, torch.float64, "strided"),
+        ((90000, 1, 70000, 5), (2,), bf16, torch.float64, "plain"),
+    ]
+    large = [False, True, False, True, False, True]
+    size = dist.get_world_size()
+    for some in (slice(None), slice(3, 4), slice(1, 2), slice(0, 3), slice(3, None)):
+        _equals_one_process(specs[some], None, False)
+    case = Case(specs)
+    outputs = case.gather(case.shards())
+    places = [y.untyped_storage().data_ptr() for y in outputs]
+    assert [place == places[1] for place in places] == large
+    assert len(set(places)) == 4
+
+    # And what goes on the wire: one message of what is small, one of each that is large.
+    def pieces(p):
+        return [rows[p] * math.prod(spec[1]) * spec[3].itemsize
+                for rows, spec in zip(case.rows, specs, strict=True)]  # fmt: skip
+
+    mine = pieces(case.rank)
+    small = sum(-(-n // 16) * 16 for n, is_large in zip(mine, large, strict=True) if not is_large)
+    messages = [small, *(n for n, is_large in zip(mine, large, strict=True) if is_large)]
+    expected = [n for n in messages for _ in range(size - 1) if n]
+    forward, grads = [], case.gradients(case.rank)
+    assert sent(lambda: forward.append(case.gather(case.shards()))) == expected
+    # Back, a rank sends each of the others its rows: what that one has sent.
+    others = [pieces((case.rank + step) % size) for step in range(1, size)]
+    back = [
+        sum(-(-n // 16) * 16 for n, is_large in zip(other, large, strict=True) if not is_large)
+        for other in others
+    ]
+    back += [other[i] for i in range(len(specs)) if large[i] for other in others]
+    assert sent(lambda: torch.autograd.backward(forward[0], grads)) == [n for n in back if n]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_large_ones_arrive_in_place(ranks):
+    on_ranks(ranks, _large)
+
+
+# -------------------------------------------------------------------------------- gradients
+
+
+def _undefined():
+    """A gradient that nobody asked for travels as zeros."""
+    rank, group = _here()
+    size = dist.get_world_size()
+    x = [draw(2, 3, seed=i).float().requires_grad_() for i in range(3)]
+    y = op.gather_cast_coalesced(x, [2] * size * 3, [torch.bfloat16] * 3, rank, group)
+    # Another one on every rank: all send the same bytes.
+    a, b, c = torch.autograd.grad(y[rank].sum(), x)
+    for i, g in enumerate((a, b, c)):
+        assert g.dtype == torch.float32
+        assert torch.equal(g, torch.full((2, 3), 1.0 if i < size else 0.0))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_undefined_gradients(ranks):
+    on_ranks(ranks, _undefined)
+
+
+def _derivatives():
+    """On the global function: every rank uses the gathered tensors in its own way."""
+    rank, group = _here()
+    size = dist.get_world_size()
+    sizes = [[2, 0, 1][:size], [1, 3, 0][:size]]
+    totals = [sum(rows) for rows in sizes]
+    f64 = torch.float64
+
+    def gather(*whole):
+        mine = [Take.apply(x, rows, 0) for x, rows in zip(whole, sizes, strict=True)]
+        a, b = op.gather_cast_coalesced(mine, flat(sizes), [f64, f64], rank, group)
+        a = a * op.gather_cast(mine[0], sizes[0], f64, rank, group)
+        used = [a * (rank + 1) + a.sin(), b * b * (2 - rank) + a.sum()]
+        return tuple(
+            Whole.apply(x, [n] * size, 0) for x, n in zip(used, totals, strict=True)
+        )  # fmt: skip
+
+    def scatter(*whole):
+        mine = [Take.apply(x, [n] * size, 0) for x, n in zip(whole, totals, strict=True)]
+        a, b = op.reduce_scatter_cast_coalesced(mine, flat(sizes), [f64, f64], rank, group)
+        a = a * op.reduce_scatter_cast(mine[0], sizes[0], f64, rank, group)
+        return tuple(
+            Whole.apply(x * x, rows, 0) for x, rows in zip((a, b), sizes, strict=True)
+        )  # fmt: skip
+
+    x = [draw(n, 2, seed=i).requires_grad_() for i, n in enumerate(totals)]
+    y = [draw(n * size, 2, seed=5 + i).requires_grad_() for i, n in enumerate(totals)]
+    for function, inputs in ((gather, x), (scatter, y)):
+        gradcheck(function, inputs, fast_mode=True)
+        gradgradcheck(function, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_gradcheck(ranks):
+    on_ranks(ranks, _derivatives)
+
+
+def _scatters_gradient():
+    """The gradient of reduce_scatter_cast is the gather of what each rank asks for, cast to the
+    dtype that travelled."""
+    rank, group = _here()
+    size = dist.get_world_size()
+    sizes = [[3, 1, 0, 2][:size], [0, 2, 2, 1][:size]]
+    x = [draw(sum(rows), 3).to(dtype).requires_grad_()
+         for rows, dtype in zip(sizes, (torch.bfloat16, torch.float64), strict=True)]  # fmt: skip
+    out = op.reduce_scatter_cast_coalesced(
+        x, flat(sizes), [torch.float32, torch.float16], rank, group
+    )
+    asked = [[draw(n, 3, seed=9 + p).to(y.dtype) for p, n in enumerate(rows)]
+             for rows, y in zip(sizes, out, strict=True)]  # fmt: skip
+    ours = torch.autograd.grad(out, x, [grads[rank] for grads in asked])
+    for g, t, grads in zip(ours, x, asked, strict=True):
+        assert same(g, torch.cat([a.to(t.dtype) for a in grads]))
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_the_gradient_of_a_sum_is_a_gather(ranks):
+    on_ranks(ranks, _scatters_gradient)
+
+
+def _modes():
+    rank, group = _here()
+    size = dist.get_world_size()
+    x = draw(2, 3).float().requires_grad_()
+    args = ([2] * size, torch.bfloat16, rank, group)
+    full = op.gather_cast(x, *args)
+    assert full.requires_grad and not full.is_leaf
+    with torch.no_grad():
+        assert not op.gather_cast(x, *args).requires_grad
+    with torch.inference_mode():
+        y = op.gather_cast(x, *args)
+        z = op.reduce_scatter_cast(y, [2] * size, torch.float32, rank, group)
+    assert y.is_inference() and same(y, full.detach())
+    assert torch.equal(z, x.detach().bfloat16().float() * size)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match=r"forward|jvp"):
+        op.gather_cast(forward_ad.make_dual(x, torch.ones_like(x)), *args)
+    # A view that is to be negated when it is read.
+    lazy = torch.view_as_complex(draw(2, 3, 2)).conj().imag
+    assert lazy.is_neg()
+    got = op.gather_cast(lazy, [2] * size, torch.float64, rank, group)
+    assert torch.equal(got[2 * rank : 2 * rank + 2], lazy.clone())
+    full.mul_(2)  # the output may be written to: it is nobody's view
+    full.sum().backward()
+    assert torch.equal(x.grad, torch.full((2, 3), 2.0 * size))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_modes(ranks):
+    on_ranks(ranks, _modes)
+
+
+# ------------------------------------------------------------------------------ what it costs
+
+
+def _order():
+    """Compute between start and wait has its backward between the reverse start and wait."""
+    rank, group = _here()
+    w = draw(64, 128).float().requires_grad_()
+    a, x = draw(32, 128).float().requires_grad_(), draw(16, 32).float().requires_grad_()
+    kept = []
+
+    def forward():
+        buffer = op.gather_cast_start(w, [64, 64], torch.float32, rank, group)
+        h = x @ a
+        full = op.gather_cast_wait(buffer, [64, 64], [128], torch.float32, rank, group)
+        kept.append((h @ full).sum())
+
+    def seen(call):
+        marks = {"deepsp::exchange": "x", "deepsp::land": "w", "deepsp::sum": "w", "aten::mm": "m"}
+        return "".join(marks.get(event.name, "") for event in events(call))
+
+    assert seen(forward) == "xmwm"
+    assert seen(lambda: kept[0].backward()) == "mmxmmw"
+
+
+def test_order():
+    on_ranks(2, _order)
+
+
+def _costs():
+    rank, group = _here()
+    w = draw(64, 512).float().requires_grad_()
+    many = [draw(4 + i, 512).float().requires_grad_() for i in range(6)]
+    sizes = flat([len(x)] * 2 for x in many)
+
+    def costs(gather):
+        kept = []
+        forward = names(lambda: kept.append(gather()))
+        outputs = kept[0] if isinstance(kept[0], list) else [kept[0]]
+        grads = [torch.ones_like(y) for y in outputs]
+        backward = names(lambda: torch.autograd.backward(outputs, grads))
+        # Nothing is copied but by the cast, and packed at most once.
+        assert backward["aten::copy_"] == backward["aten::clone"] == forward["aten::clone"] == 0
+        keys = ("deepsp::exchange", "deepsp::pack", "aten::copy_")
+        return [forward[key] for key in keys] + [backward[key] for key in keys[:2]]
+
+    def one():
+        return op.gather_cast(w, [64, 64], torch.bfloat16, rank, group)
+
+    def all_of_them(dtype=torch.bfloat16):
+        return op.gather_cast_coalesced(many, sizes, [dtype] * 6, rank, group)
+
+    assert costs(one) == [1, 0, 1, 1, 0]
+    assert costs(all_of_them) == [1, 0, 6, 1, 1]
+    half = sent(all_of_them)
+    assert half == [sum(x.numel() for x in many) * 2]
+    assert sent(lambda: all_of_them(torch.float32)) == [2 * half[0]]
+    assert sent(one) == [w.numel() * 2]
+
+
+def test_messages_and_copies():
+    on_ranks(2, _costs)

@@ -1,0 +1,193 @@
+"""Sharded weights' ops under torch.compile: the same numbers as eager, and Inductor's own graph."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import on_ranks
+from reference import draw, flat
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import deepsp  # noqa: F401  (it registers the ops)
+
+op = torch.ops.deepsp
+f64, f32, bf16, f16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
+
+# Shards: (rows of ranks 0, 1, 2, trailing shape, dtype, dtype on the wire).
+_CASES = {
+    "even": [((4, 4, 4), (6,), f32, bf16)],
+    "uneven": [((4, 0, 3), (5,), f32, bf16)],
+    "several": [((4, 1, 0), (5,), f32, bf16), ((2, 2, 2), (3, 3), f32, bf16)],
+    "mixed": [
+        ((3, 2, 4), (5,), f32, bf16),
+        ((2, 2, 2), (), f64, f64),
+        ((1, 0, 0), (7,), bf16, f32),
+        ((0, 3, 1), (1, 3), f32, f16),
+    ],
+    "empty": [((4, 4, 4), (0,), f32, bf16), ((0, 0, 0), (3,), f32, bf16)],
+    "nothing": [((4, 4, 4), (0,), f32, bf16)],
+}
+
+
+def _functions(rows, specs, within=None):
+    """Called on shards: gathered, in one go and in halves; summed."""
+    rank, group = dist.get_rank(), dist.group.WORLD.group_name
+    where = (rank, group)
+    sizes, wire = flat(rows), [spec[3] for spec in specs]
+    shapes = [list(spec[1]) for spec in specs]
+
+    def gather(*shards):
+        shards = [x * 2 for x in shards]
+        if len(shards) == 1:
+            first = op.gather_cast(shards[0], sizes, wire[0], *where, reduce_dtype=within)
+            return (first,)
+        return op.gather_cast_coalesced(shards, sizes, wire, *where, reduce_dtype=within)
+
+    def halves(*shards):
+        buffer = op.gather_cast_coalesced_start(
+            [x * 2 for x in shards], sizes, wire, *where, reduce_dtype=within
+        )
+        more = [x + 1 for x in shards]
+        dims = [len(shape) for shape in shapes]
+        whole = op.gather_cast_coalesced_wait(buffer, sizes, flat(shapes), dims, wire, *where)
+        return (*whole, *more)
+
+    def scatter(*shards):
+        whole = op.gather_cast_coalesced([x * 2 for x in shards], sizes, wire, *where)
+        dtypes = [x.dtype for x in shards]
+        return op.reduce_scatter_cast_coalesced(
+            [y * 2 for y in whole], sizes, dtypes, *where, reduce_dtype=within
+        )
+
+    return gather, halves, scatter
+
+
+def _equals_eager(backend, name, within):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    # Inductor leaves out roundings between fused steps, unless what is rounded travels.
+    exact = backend != "inductor" or (size > 1 and within not in (bf16, f16))
+    specs = _CASES[name]
+    rows = [list(spec[0][:size]) for spec in specs]
+    shards = [draw(lens[rank], *spec[1], seed=rank).to(spec[2]).requires_grad_()
+              for lens, spec in zip(rows, specs, strict=True)]  # fmt: skip
+    for function in _functions(rows, specs, within):
+        torch._dynamo.reset()
+        expected = function(*shards)
+        grads = [draw(*y.shape, seed=rank + 5).to(y.dtype) for y in expected]
+        g_expected = torch.autograd.grad(expected, shards, grads)
+        ours = torch.compile(function, fullgraph=True, backend=backend)(*shards)
+        g_ours = torch.autograd.grad(ours, shards, grads)
+        for a, b in zip([*ours, *g_ours], [*expected, *g_expected], strict=True):
+            assert a.dtype == b.dtype and a.is_contiguous()
+            if exact:
+                assert torch.equal(a, b), (function.__name__, (a - b).abs().max())
+            else:
+                torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", _CASES)
+def test_equals_eager_under_aot_eager(name):
+    on_ranks(2, _equals_eager, "aot_eager", name, None)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name", "within"),
+    [(2, "uneven", None), (2, "several", None), (2, "nothing", None), (1, "mixed", None),
+     (3, "mixed", None), (3, "even", f64), (3, "even", bf16)],
+)  # fmt: skip
+def test_equals_eager_under_inductor(ranks, name, within):
+    on_ranks(ranks, _equals_eager, "inductor", name, within)
+
+
+def _dynamic(backend, offsets):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.group.WORLD.group_name
+    torch._dynamo.reset()
+
+    def function(x, y):
+        sizes = [x.size(0) + offsets[p] - offsets[rank] for p in range(size)]
+        a = op.gather_cast(x * 2, sizes, bf16, rank, group)
+        b, c = op.gather_cast_coalesced([x, y], [*sizes, *[3] * size], [f32, bf16], rank, group)
+        return a, b, c
+
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(function, fullgraph=True, backend=counter)
+    for base in (5, 12, 9):
+        rows = base + offsets[rank]
+        x = draw(rows, 6, seed=rank).float().requires_grad_()
+        y = draw(3, 2).float().requires_grad_()
+        torch._dynamo.mark_dynamic(x, 0)
+        expected, ours = function(x, y), compiled(x, y)
+        grads = [draw(*t.shape, seed=rank).to(t.dtype) for t in expected]
+        for a, b in zip(ours, expected, strict=True):
+            assert torch.equal(a, b)
+        pairs = [torch.autograd.grad(out, (x, y), grads) for out in (ours, expected)]
+        for a, b in zip(*pairs, strict=True):
+            torch.testing.assert_close(a, b)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize(
+    ("backend", "offsets"), [("aot_eager", (0, 0)), ("aot_eager", (0, 3)), ("inductor", (0, 3))]
+)
+def test_dynamic_rows(backend, offsets):
+    on_ranks(2, _dynamic, backend, offsets)
+
+
+def _float8(backend):
+    rank, group = dist.get_rank(), dist.group.WORLD.group_name
+    torch._dynamo.reset()
+    x = draw(4, 3, seed=rank).float().requires_grad_()
+
+    def through(x):
+        (y,) = op.gather_through_float8([x * 2], [4, 4], torch.float8_e4m3fn, bf16, rank, group)
+        return y
+
+    def raw(x):
+        data, inv = op.gather_cast_float8(x * 2, [4, 4], torch.float8_e5m2, rank, group)
+        return data.float() * inv
+
+    expected, ours = through(x), torch.compile(through, fullgraph=True, backend=backend)(x)
+    assert torch.equal(ours, expected)
+    grad = draw(8, 3, seed=rank).to(bf16)
+    assert torch.equal(*(torch.autograd.grad(y, x, grad)[0] for y in (ours, expected)))
+    with torch.no_grad():
+        assert torch.equal(torch.compile(raw, fullgraph=True, backend=backend)(x), raw(x))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_float8(backend):
+    on_ranks(2, _float8, backend)
+
+
+def _post_grad():
+    """Inductor's own graphs: bf16 on the wire, compute between launch and wait in both."""
+    rank, group = dist.get_rank(), dist.group.WORLD.group_name
+    torch._dynamo.reset()
+    graphs = []
+    w, a, x = (draw(*shape).float().requires_grad_() for shape in ((8, 16), (8, 16), (4, 8)))
+
+    def layer(w, a, x):
+        buffer = op.gather_cast_start(w, [8, 8], bf16, rank, group)
+        h = x @ a
+        return h @ op.gather_cast_wait(buffer, [8, 8], [16], bf16, rank, group).float()
+
+    def note(graph):
+        nodes = [n for n in graph.nodes if n.op == "call_function"]
+        graphs.append([(str(n.target), n.meta["val"].dtype) for n in nodes])
+
+    with torch._inductor.config.patch(post_grad_custom_post_pass=note, force_disable_caches=True):
+        torch.compile(layer, fullgraph=True)(w, a, x).sum().backward()
+    forward, backward = graphs
+    for graph, collective in (
+        (forward, "all_gather_into_tensor"), (backward, "all_to_all_single")
+    ):  # fmt: skip
+        targets = [target for target, _ in graph]
+        assert not any("deepsp" in target for target in targets), targets
+        (launch,) = (n for n, target in enumerate(targets) if collective in target)
+        (wait,) = (n for n, target in enumerate(targets) if "wait_tensor" in target)
+        assert graph[launch][1] == graph[wait][1] == bf16
+        assert any(".mm." in target for target in targets[launch:wait]), targets
+
+
+def test_inductors_graph():
+    on_ranks(2, _post_grad)
