@@ -46,10 +46,8 @@ def _functions(rows, specs, within=None):
         buffer = op.gather_cast_coalesced_start(
             [x * 2 for x in shards], sizes, wire, *where, reduce_dtype=within
         )
-        more = [x + 1 for x in shards]
         dims = [len(shape) for shape in shapes]
-        whole = op.gather_cast_coalesced_wait(buffer, sizes, flat(shapes), dims, wire, *where)
-        return (*whole, *more)
+        return op.gather_cast_coalesced_wait(buffer, sizes, flat(shapes), dims, wire, *where)
 
     def scatter(*shards):
         whole = op.gather_cast_coalesced([x * 2 for x in shards], sizes, wire, *where)
@@ -69,7 +67,8 @@ def _equals_eager(backend, name, within):
     rows = [list(spec[0][:size]) for spec in specs]
     shards = [draw(lens[rank], *spec[1], seed=rank).to(spec[2]).requires_grad_()
               for lens, spec in zip(rows, specs, strict=True)]  # fmt: skip
-    for function in _functions(rows, specs, within):
+    functions = _functions(rows, specs, within)
+    for function in functions if backend == "aot_eager" or len(rows) == 1 else functions[1:]:
         torch._dynamo.reset()
         expected = function(*shards)
         grads = [draw(*y.shape, seed=rank + 5).to(y.dtype) for y in expected]

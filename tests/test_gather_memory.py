@@ -25,7 +25,7 @@ def _storage(x):
 def _fresh():
     rank, size, group = _here()
     where = (rank, group)
-    for rows in (2, 70000):
+    for rows in (2, 140_000):
         x, y = torch.full((rows, 2), float(rank)), torch.ones(rows)
         sizes = [rows] * size
         whole = op.gather_cast(x, sizes, f32, *where)

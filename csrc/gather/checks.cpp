@@ -160,6 +160,9 @@ SymShardLayout check_wait(
   TORCH_CHECK_VALUE(
       dims == static_cast<int64_t>(row_shapes.size()), "row_shapes has ", row_shapes.size(),
       " entries, but row_dims speak of ", dims);
+  for (const c10::SymInt& n : row_shapes) {
+    TORCH_CHECK_VALUE(n >= 0, "row_shapes holds ", n, "; a size can't be negative");
+  }
   std::vector<c10::SymInt> row_bytes;
   for (size_t i = 0; i < row_dims.size(); ++i) {
     check_float(dtypes[i], name_of("dtype", i, false));

@@ -34,7 +34,8 @@ at::Tensor scales_of(at::TensorList shards, at::ScalarType dtype, const Group& g
         shard.numel() == 0 ? at::zeros({}, shard.options().dtype(at::kFloat))
                            : shard.abs().max().to(at::kFloat));
   }
-  const at::Tensor amax = at::stack(magnitudes).nan_to_num(std::numeric_limits<double>::infinity());
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  const at::Tensor amax = at::stack(magnitudes).nan_to_num(kInfinity, kInfinity);
   if (group.size > 1) {
     all_reduce_max(group, amax)->wait();
   }
@@ -52,6 +53,8 @@ std::tuple<std::vector<at::Tensor>, at::Tensor> float8_kernel(
   const auto layout = concrete(check_float8(shards, sizes, dtype, rank));
   const c10::Device device = shards[0].device();
   const Group group = group_of(group_name, layout, device);
+  const std::vector<at::ScalarType> dtypes(shards.size(), dtype);
+  check_ranks_agree(group, "gather_cast_float8", "shard", shards, layout, dtypes);
   const Plan plan = plan_of(layout, group, device);
   const at::Tensor scales = scales_of(shards, dtype, group);
   const at::Tensor buffer = buffer_for(layout, dtype, shards[0].options());
@@ -70,7 +73,6 @@ std::tuple<std::vector<at::Tensor>, at::Tensor> float8_kernel(
     shapes.push_back(shards[i].sizes().vec());
     shapes.back()[0] = layout.row(i, layout.parts());
   }
-  const std::vector<at::ScalarType> dtypes(shards.size(), dtype);
   // Several views of one buffer would be outputs that alias.
   const bool fresh = shards.size() > 1;
   return {land_gather(buffer, plan, shapes, dtypes, fresh), scales.reciprocal()};
@@ -105,6 +107,17 @@ TORCH_LIBRARY_IMPL(deepsp, CompositeExplicitAutograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(deepsp, CPU, m) {
+  m.impl("gather_cast_float8_coalesced", float8_kernel);
+}
+
+// Tensors that the kernel refuses, in words.
+TORCH_LIBRARY_IMPL(deepsp, QuantizedCPU, m) {
+  m.impl("gather_cast_float8_coalesced", float8_kernel);
+}
+TORCH_LIBRARY_IMPL(deepsp, SparseCPU, m) {
+  m.impl("gather_cast_float8_coalesced", float8_kernel);
+}
+TORCH_LIBRARY_IMPL(deepsp, SparseCsrCPU, m) {
   m.impl("gather_cast_float8_coalesced", float8_kernel);
 }
 

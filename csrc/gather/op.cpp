@@ -1,14 +1,11 @@
 // The kernels of gather_cast and reduce_scatter_cast, the same for CPU and CUDA.
 
-#include "../collectives/agreement.h"
 #include "ops.h"
 #include "transport.h"
 
 #include <ATen/ops/from_blob.h>
 #include <ATen/record_function.h>
 #include <torch/library.h>
-
-#include <sstream>
 
 namespace deepsp {
 namespace {
@@ -19,27 +16,6 @@ std::vector<int64_t> ints(const std::vector<c10::SymInt>& values) {
     result.push_back(value.guard_int(__FILE__, __LINE__));
   }
   return result;
-}
-
-void check_ranks_agree(
-    const Group& group,
-    const char* op,
-    const char* name,
-    at::TensorList tensors,
-    const ShardLayout<int64_t>& layout,
-    Dtypes dtypes) {
-  if (!debugging()) {
-    return;
-  }
-  std::vector<std::string> arguments;
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    std::ostringstream text;
-    text << name << "s[" << i << "] " << tensors[i].scalar_type() << " with rows of "
-         << tensors[i].sizes().slice(1) << ", sizes " << at::IntArrayRef(layout.sizes[i])
-         << " and dtype " << dtypes[i];
-    arguments.push_back(text.str());
-  }
-  check_agreement(group, tensors[0].device(), op, arguments);
 }
 
 void cast(at::TensorList shards, Dtypes dtypes, const std::vector<Piece>& pieces) {
@@ -189,6 +165,17 @@ void register_kernels(torch::Library& m) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(deepsp, CPU, m) {
+  register_kernels(m);
+}
+
+// Tensors that the kernels refuse, in words.
+TORCH_LIBRARY_IMPL(deepsp, QuantizedCPU, m) {
+  register_kernels(m);
+}
+TORCH_LIBRARY_IMPL(deepsp, SparseCPU, m) {
+  register_kernels(m);
+}
+TORCH_LIBRARY_IMPL(deepsp, SparseCsrCPU, m) {
   register_kernels(m);
 }
 

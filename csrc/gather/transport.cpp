@@ -1,10 +1,13 @@
 #include "transport.h"
 
+#include "../collectives/agreement.h"
 #include "../collectives/pool.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
+
+#include <sstream>
 
 namespace deepsp {
 namespace {
@@ -45,6 +48,27 @@ at::Tensor empty_result(at::IntArrayRef sizes, const at::TensorOptions& options)
 
 Group group_of(std::string_view name, const ShardLayout<int64_t>& layout, c10::Device device) {
   return resolve_group(name, layout.rank, layout.parts(), device, "sizes, for each tensor,");
+}
+
+void check_ranks_agree(
+    const Group& group,
+    const char* op,
+    const char* name,
+    at::TensorList tensors,
+    const ShardLayout<int64_t>& layout,
+    Dtypes dtypes) {
+  if (!debugging()) {
+    return;
+  }
+  std::vector<std::string> arguments;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    std::ostringstream text;
+    text << name << "s[" << i << "] " << tensors[i].scalar_type() << " with rows of "
+         << tensors[i].sizes().slice(1) << ", sizes " << at::IntArrayRef(layout.sizes[i])
+         << " and dtype " << dtypes[i];
+    arguments.push_back(text.str());
+  }
+  check_agreement(group, tensors[0].device(), op, arguments);
 }
 
 Plan plan_of(const ShardLayout<int64_t>& layout, const Group& group, c10::Device device) {

@@ -15,6 +15,14 @@ at::Tensor empty_result(at::IntArrayRef sizes, const at::TensorOptions& options)
 
 // The group to talk to.
 Group group_of(std::string_view name, const ShardLayout<int64_t>& layout, c10::Device device);
+// With DEEPSP_DEBUG=1: ValueError on every rank unless all pass tensors that fit together.
+void check_ranks_agree(
+    const Group& group,
+    const char* op,
+    const char* name,
+    at::TensorList tensors,
+    const ShardLayout<int64_t>& layout,
+    Dtypes dtypes);
 // How pieces lie in a buffer on that device.
 Plan plan_of(const ShardLayout<int64_t>& layout, const Group& group, c10::Device device);
 
