@@ -172,7 +172,7 @@ def _post_grad():
 
     def note(graph):
         nodes = [n for n in graph.nodes if n.op == "call_function"]
-        graphs.append([(str(n.target), n.meta["val"].dtype) for n in nodes])
+        graphs.append([(str(n.target), getattr(n.meta["val"], "dtype", None)) for n in nodes])
 
     with torch._inductor.config.patch(post_grad_custom_post_pass=note, force_disable_caches=True):
         torch.compile(layer, fullgraph=True)(w, a, x).sum().backward()

@@ -18,6 +18,7 @@ std::vector<at::Tensor> gather_cast_coalesced(
     int64_t rank,
     std::string_view group_name,
     ReduceDtype reduce_dtype) {
+  check_shards(shards, sizes, dtypes, rank);
   const at::Tensor buffer =
       gather_cast_coalesced_start(shards, sizes, dtypes, rank, group_name, reduce_dtype);
   const RowShapes rows(shards);

@@ -19,6 +19,13 @@ bool watched() {
   return torch::autograd::AnomalyMode::is_enabled();
 }
 
+// Anomaly mode looks for NaN in whole buffers, between pieces and behind them, too.
+void clear_if_watched(const at::Tensor& buffer) {
+  if (watched()) {
+    buffer.zero_();
+  }
+}
+
 StridedCopy copy_of_bytes(const char* from, char* to, int64_t bytes) {
   return {from, to, {1, 1, 1, 1}, {}, {}, bytes};
 }
@@ -80,9 +87,7 @@ at::Tensor buffer_for(
   const int64_t elements = layout.buffer_bytes() / static_cast<int64_t>(c10::elementSize(dtype));
   const at::Tensor buffer = options.device().is_cpu() ? pool_empty({elements}, dtype)
                                                       : at::empty({elements}, options.dtype(dtype));
-  if (watched()) {
-    buffer.zero_();  // it may be larger than what arrives
-  }
+  clear_if_watched(buffer);
   return buffer;
 }
 
@@ -210,6 +215,7 @@ void launch_scatter(
     if (plan.any_packed()) {
       RECORD_FUNCTION("deepsp::pack", {});
       sent = at::empty_like(buffer);
+      clear_if_watched(sent);
       std::vector<StridedCopy> copies;
       for (int64_t p = 0; p < group.size; ++p) {
         add_block(p, data_of(sent) + p * slot, copies);
@@ -233,6 +239,7 @@ void launch_scatter(
       bytes += p == group.rank ? 0 : plan.packed_bytes(p);
     }
     const at::Tensor sent = pool_empty({bytes}, at::kByte);
+    clear_if_watched(sent);
     flight->holds.push_back(sent);
     char* next = data_of(sent);
     exchange_point_to_point(

@@ -101,7 +101,7 @@ void sum_range(const StridedSum& s, int64_t begin, int64_t end) {
     }
     for (int64_t first = 0; first < s.n[kInner]; first += kBlock) {
       const int64_t count = std::min(kBlock, s.n[kInner] - first);
-      std::fill_n(total, count, A(0));
+      std::fill_n(total, count, A(-0.0));  // unlike 0, it leaves -0 as it is
       for (const SumSource& source : s.sources) {
         const int64_t step = source.stride[kInner];
         const T* src = static_cast<const T*>(source.data) + first * step;

@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ P
       index[d] = rest % p.n[d];
       rest /= p.n[d];
     }
-    A sum = 0;
+    A sum = -0.0;  // unlike 0, it leaves -0 as it is
     for (int s = 0; s < p.count; ++s) {
       int64_t at = 0;
 #pragma unroll

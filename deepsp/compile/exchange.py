@@ -49,7 +49,7 @@ class Blocks:
         self.pad_by_tokens = heads - tokens if larger_by_heads else 0
 
 
-def _is_zero(size) -> bool:
+def is_zero(size) -> bool:
     # Not size == 0: that would tie the graph to lengths where the two happen to be equal.
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -59,7 +59,7 @@ def _is_zero(size) -> bool:
 def launch(blocks: list[Tensor], gets, gives, pad, rank: int, group_name: str) -> Tensor:
     """One all-to-all of flat blocks, with ``pad`` elements more for this rank itself."""
     gets, gives = list(gets), list(gives)
-    if not _is_zero(pad):
+    if not is_zero(pad):
         gets[rank] = gets[rank] + pad
         gives[rank] = gives[rank] + pad
         blocks = [
@@ -76,7 +76,7 @@ def launch(blocks: list[Tensor], gets, gives, pad, rank: int, group_name: str) -
 def land(buffer: Tensor, gets, pad, rank: int) -> Tensor:
     """What arrived, without the padding."""
     whole = buffer if len(gets) == 1 else _c10d.wait_tensor(buffer)
-    if _is_zero(pad):
+    if is_zero(pad):
         return whole
     end = sum(gets[: rank + 1])
     rest = sum(gets[rank + 1 :])
@@ -201,7 +201,7 @@ def heads_to_seq_start(inputs, num_heads, seq_lens, chunk, chunks, rank, group_n
     b = Blocks(num_heads, dims, inputs[0].size(0), seq_lens, chunk, chunks, rank)
     packed = _pack_by_heads(inputs)
     # Padding goes behind this rank's own block: only for it are the blocks told apart.
-    blocks = [packed] if _is_zero(b.pad_by_tokens) else list(packed.split(b.by_heads))
+    blocks = [packed] if is_zero(b.pad_by_tokens) else list(packed.split(b.by_heads))
     return launch(blocks, b.by_tokens, b.by_heads, b.pad_by_tokens, rank, group_name)
 
 

@@ -11,6 +11,8 @@ import math
 import torch
 from torch import Tensor
 
+from deepsp.compile.exchange import is_zero
+
 _c10d = torch.ops._c10d_functional
 
 
@@ -76,7 +78,7 @@ class Blocks:
 def _pad(flat: Tensor, padding) -> Tensor:
     # Not cat with zeros: where there is nothing but padding, no trace of `flat` would be left, and
     # two such exchanges would be taken for one and the same, on this rank alone.
-    return flat if padding == 0 else torch.constant_pad_nd(flat, [0, padding])
+    return flat if is_zero(padding) else torch.constant_pad_nd(flat, [0, padding])
 
 
 def _shapes(row_shapes, row_dims) -> list[list]:
@@ -105,7 +107,7 @@ def gather_cast_coalesced_wait(buffer, sizes, row_shapes, row_dims, dtypes, rank
     results = []
     for i in range(b.count):
         if b.count == 1 and all(n == b.sizes[0][0] for n in b.sizes[0]):
-            results.append(slots.view(-1, *b.row_shapes[0]))
+            results.append(slots.view(sum(b.sizes[0]), *b.row_shapes[0]))
         else:
             results.append(torch.cat([b.unpack(slots.select(0, p), i, p) for p in range(b.parts)]))
     return results
@@ -131,10 +133,11 @@ def reduce_scatter_cast_coalesced_wait(
     results = []
     for i, dtype in enumerate(dtypes):
         wire = wire_dtypes[i]
-        wide = reduce_dtype or (torch.float64 if wire == torch.float64 else torch.float32)
-        total = b.unpack(slots.select(0, 0), i, rank).to(wide)
+        kept = reduce_dtype or (torch.float64 if wire == torch.float64 else torch.float32)
+        within = torch.float64 if kept == torch.float64 else torch.float32
+        total = b.unpack(slots.select(0, 0), i, rank).to(within).to(kept)
         for p in range(1, b.parts):
-            total = total + b.unpack(slots.select(0, p), i, rank).to(wide)
+            total = (total.to(within) + b.unpack(slots.select(0, p), i, rank).to(within)).to(kept)
         # Fresh, also where nothing was summed or cast.
         results.append(total.to(dtype).clone() if b.parts == 1 else total.to(dtype))
     return results
