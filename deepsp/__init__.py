@@ -11,7 +11,7 @@ from deepsp import (
 )
 from deepsp.attention import DistributedAttention, distributed_attention
 from deepsp.data import shard, shard_batch, unshard
-from deepsp.gradients import sync_gradients
+from deepsp.gradients import clip_grad_norm_, sync_gradients
 from deepsp.layer import SequenceParallelAttention
 from deepsp.layout import local_heads, seq_lens
 from deepsp.loss import cross_entropy
@@ -22,12 +22,8 @@ from deepsp.ops import (
     seq_to_heads,
     seq_to_heads_start,
 )
-from deepsp.sharding import (
-    clip_grad_norm_,
-    full_state_dict,
-    load_full_state_dict,
-    shard_parameters,
-)
+from deepsp.sharding import shard_parameters
+from deepsp.state import full_state_dict, load_full_state_dict
 
 __all__ = [
     "DistributedAttention",

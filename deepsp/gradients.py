@@ -1,11 +1,13 @@
-"""Parameter gradients over the sequence group."""
+"""Parameter gradients over a group: their sums, and their norm."""
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+import math
 
-from deepsp.groups import Group, member_of
+import torch
+from torch import Tensor, nn
+
+from deepsp.groups import Group, Member, member_of
 from deepsp.sharding import sharded_parameters
 
 
@@ -49,3 +51,41 @@ def sync_gradients(module: nn.Module, group: Group = None) -> None:
             gradients.append(p.grad)
     with torch.no_grad():
         torch.ops.deepsp.sum_gradients_(gradients, rank, size, name)
+
+
+def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """``torch.nn.utils.clip_grad_norm_`` of a module with sharded parameters: the norm is that of
+    the whole gradient, the same on every rank.
+
+    Parameters that are not sharded count once: every rank is taken to have the same gradient of
+    them (:func:`deepsp.sync_gradients`).
+
+    Returns:
+        The norm before clipping, a tensor of no dimensions.
+    """
+    sharded = {p: shards.member for _, p, shards, _ in sharded_parameters(module)}
+    local: dict[Member, list[Tensor]] = {}
+    whole = []
+    for parameter in module.parameters():
+        if parameter in sharded:
+            # Also without a gradient: every rank makes the same calls.
+            of_group = local.setdefault(sharded[parameter], [])
+            if parameter.grad is not None and parameter.numel() > 0:
+                of_group.append(parameter.grad)
+        elif parameter.grad is not None:
+            whole.append(parameter.grad)
+    norms = [torch.nn.utils.get_total_norm(whole, norm_type)] if whole else []
+    for (rank, size, name), gradients in local.items():
+        norm = torch.nn.utils.get_total_norm(gradients, norm_type)
+        device = next(p.device for p in sharded)
+        norm = norm.reshape(1).to(device)
+        norms.append(torch.ops.deepsp.unshard(norm, 0, [1] * size, rank, name))
+    total = torch.linalg.vector_norm(
+        torch.cat([x.reshape(-1) for x in norms]) if norms else torch.zeros(1), norm_type
+    )
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    if math.isfinite(max_norm):
+        for gradient in gradients:
+            gradient.mul_(factor.to(gradient.device, gradient.dtype))
+    return total

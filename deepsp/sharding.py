@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -387,87 +386,3 @@ def sharded_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, S
                 whole = f"{prefix}.{name}" if prefix else name
                 shard = parametrizations[0]
                 yield whole, parametrizations.original, shard.shards, shard.index
-
-
-def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
-    """``module.state_dict()`` as it would be without sharding: whole tensors under the names that
-    they had, in the dtype of the shards. Every rank makes the call, and gets them all."""
-    shards = {}
-    for name, _, owner, index in sharded_parameters(module):
-        shards[_shard_key(name)] = (name, owner, index)
-    result = {}
-    gathered: dict[int, Tensor] = {}
-    for key, value in module.state_dict().items():
-        if key not in shards:
-            result[key] = value
-            continue
-        name, owner, index = shards[key]
-        parameter = owner.parameters[index]
-        if id(parameter) not in gathered:
-            gathered[id(parameter)] = owner.gather(index, parameter.dtype)
-        result[name] = gathered[id(parameter)]
-    return result
-
-
-def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
-    """Loads what :func:`full_state_dict`, or the module before it was sharded, gave: each rank
-    takes its rows.
-
-    Raises:
-        ValueError: a tensor has another shape than the parameter.
-        RuntimeError: names are missing or left over, as ``load_state_dict`` raises.
-    """
-    own = dict(state_dict)
-    for name, _, owner, index in sharded_parameters(module):
-        if name in own:
-            whole = own.pop(name)
-            if whole.shape != owner.wholes[index].shape:
-                raise ValueError(
-                    f"state_dict[{name!r}] has shape {tuple(whole.shape)}; "
-                    f"{tuple(owner.wholes[index].shape)} is right"
-                )
-            own[_shard_key(name)] = owner.rows_of(index, whole)
-    module.load_state_dict(own)
-
-
-def _shard_key(name: str) -> str:
-    prefix, _, leaf = name.rpartition(".")
-    return f"{prefix}.parametrizations.{leaf}.original".removeprefix(".")
-
-
-def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` of a module with sharded parameters: the norm is that of
-    the whole gradient, the same on every rank.
-
-    Parameters that are not sharded count once: every rank is taken to have the same gradient of
-    them (:func:`deepsp.sync_gradients`).
-
-    Returns:
-        The norm before clipping, a tensor of no dimensions.
-    """
-    sharded = {p: shards.member for _, p, shards, _ in sharded_parameters(module)}
-    local: dict[Member, list[Tensor]] = {}
-    whole = []
-    for parameter in module.parameters():
-        if parameter in sharded:
-            # Also without a gradient: every rank makes the same calls.
-            of_group = local.setdefault(sharded[parameter], [])
-            if parameter.grad is not None and parameter.numel() > 0:
-                of_group.append(parameter.grad)
-        elif parameter.grad is not None:
-            whole.append(parameter.grad)
-    norms = [torch.nn.utils.get_total_norm(whole, norm_type)] if whole else []
-    for (rank, size, name), gradients in local.items():
-        norm = torch.nn.utils.get_total_norm(gradients, norm_type)
-        device = next(p.device for p in sharded)
-        norm = norm.reshape(1).to(device)
-        norms.append(_op.unshard(norm, 0, [1] * size, rank, name))
-    total = torch.linalg.vector_norm(
-        torch.cat([x.reshape(-1) for x in norms]) if norms else torch.zeros(1), norm_type
-    )
-    gradients = [p.grad for p in module.parameters() if p.grad is not None]
-    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    if math.isfinite(max_norm):
-        for gradient in gradients:
-            gradient.mul_(factor.to(gradient.device, gradient.dtype))
-    return total
