@@ -257,7 +257,8 @@ TORCH_LIBRARY(deepsp, m) {
       "int[] row_dims, ScalarType[] dtypes, int rank, str group_name) -> Tensor(a)[]",
       collective);
   // The adjoint: input [sum of sizes, ...] travels in the dtype that it has; the sum over
-  // ranks of this rank's rows, fresh, in `dtype`. The same bytes as the gather.
+  // ranks of this rank's rows, fresh, in `dtype`. The same bytes as the gather. By all-to-all
+  // and a local sum on every backend: NCCL's own reduce-scatter has another order.
   m.def(
       "reduce_scatter_cast(Tensor input, SymInt[] sizes, ScalarType dtype, int rank, "
       "str group_name, *, ScalarType? reduce_dtype=None) -> Tensor",

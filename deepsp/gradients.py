@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -78,11 +79,12 @@ def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) 
     for (rank, size, name), gradients in local.items():
         norm = torch.nn.utils.get_total_norm(gradients, norm_type)
         device = next(p.device for p in sharded)
-        norm = norm.reshape(1).to(device)
+        # One dtype on every rank, whatever shards it has.
+        norm = norm.to(device, torch.float64).reshape(1)
         norms.append(torch.ops.deepsp.unshard(norm, 0, [1] * size, rank, name))
-    total = torch.linalg.vector_norm(
-        torch.cat([x.reshape(-1) for x in norms]) if norms else torch.zeros(1), norm_type
-    )
+    dtype = functools.reduce(torch.promote_types, (p.dtype for p in module.parameters()))
+    every = [x.reshape(-1).double() for x in norms] or [torch.zeros(1)]
+    total = torch.linalg.vector_norm(torch.cat(every), norm_type).to(dtype)
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     if math.isfinite(max_norm):

@@ -94,8 +94,9 @@ class Shards:
         self._divisor = member[1] if mean else 1
         self.wholes: list[_Whole] = []
         self.parameters: list[nn.Parameter] = []
+        self.owners: list[parametrize.ParametrizationList] = []
         self._reshard = reshard_after_forward
-        self._depth = 0  # of calls to the root module
+        self._inside = False  # the root module's forward
         self._hooks = None
 
         def order() -> Order:
@@ -110,7 +111,7 @@ class Shards:
     def __getstate__(self):
         # A copy of the module (an average of weights, say) gathers for itself: what is gathered
         # now, and the references to it, aren't copied.
-        return {**self.__dict__, "_gathered": {}, "_depth": 0, "_hooks": None}
+        return {**self.__dict__, "_gathered": {}, "_inside": False, "_hooks": None}
 
     # ---- which rows are whose
 
@@ -131,8 +132,14 @@ class Shards:
         # A copy: a view would keep the whole alive.
         return rows.narrow(0, sum(info.sizes[:rank]), info.sizes[rank]).clone()
 
+    def refresh(self) -> None:
+        """Takes the parameters that the module has now: ``load_state_dict(assign=True)`` and
+        ``functional_call`` put others in their place."""
+        self.parameters = [owner._parameters["original"] for owner in self.owners]
+
     def gather(self, index: int, dtype: torch.dtype) -> Tensor:
         """The whole parameter in any dtype, without autograd."""
+        self.refresh()
         info, (rank, _, name) = self.wholes[index], self.member
         with torch.no_grad():
             whole = _op.gather_cast(self.parameters[index], info.sizes, dtype, rank, name)
@@ -143,10 +150,12 @@ class Shards:
     def use(self, index: int, shard: Tensor) -> Tensor:
         if torch.compiler.is_compiling():  # passes over the graph combine and look ahead
             return self._gather_alone(index, shard)
+        if shard is not self.parameters[index]:  # somebody has put another in its place
+            return self._gather_alone(index, shard)
         use = Use(index, torch.is_grad_enabled() and shard.requires_grad)
         if _in_backward():  # a checkpoint computes again
             return self.backward_order.take(use)
-        if self._depth > 0:
+        if self._inside:
             return self._forward.take(use)
         return self._gather_alone(index, shard)
 
@@ -200,22 +209,26 @@ class Shards:
     def enter(self, *_) -> None:
         if torch.compiler.is_compiling() or _in_backward():
             return
-        self._depth += 1
-        if self._depth > 1:
-            return
+        if self._inside:  # an interrupt (Ctrl-C) has left it
+            self.leave()
+        self._inside = True
+        self.refresh()
         self._forward = self.forward_order[torch.is_grad_enabled()]
         self._forward.begin()
         self._forward.look_ahead()
         self.backward_order.begin()
-        if self._reshard and torch.is_grad_enabled():
+        # Where hooks are around us, a checkpoint's, say, they handle what is saved: it must be the
+        # same when the module is computed again, in backward.
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if self._reshard and torch.is_grad_enabled() and outer is None:
             self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
             self._hooks.__enter__()
 
     def leave(self, *_) -> None:
         if torch.compiler.is_compiling() or _in_backward():
             return
-        self._depth -= 1
-        if self._depth == 0 and self._hooks is not None:
+        self._inside = False
+        if self._hooks is not None:
             self._hooks.__exit__()
             self._hooks = None
 
@@ -229,22 +242,29 @@ class Shards:
 
     def _pack(self, tensor: Tensor):
         """Saves, instead of a view of a gathered parameter, which view of which it is."""
+        return self._view(tensor) or _Kept(tensor, _version(tensor))
+
+    def _view(self, tensor: Tensor) -> _View | None:
         if tensor.layout != torch.strided or not self._gathered:
-            return tensor
+            return None
         known = self._gathered.get(tensor.untyped_storage()._cdata)
-        if known is None:
-            return tensor
+        if known is None or _version(tensor) != 0:  # written to: a gather wouldn't give it again
+            return None
         at = tensor.storage_offset() * tensor.element_size()
         for begin, index in known[1]:
             info = self.wholes[index]
             if begin <= at < begin + info.bytes and tensor.dtype == info.dtype:
                 offset = (at - begin) // tensor.element_size()
-                return _View(index, tensor.size(), tensor.stride(), offset)
-        return tensor
+                version = _version(self.parameters[index])
+                return _View(index, tensor.size(), tensor.stride(), offset, version)
+        return None
 
-    def _unpack(self, saved) -> Tensor:
-        if not isinstance(saved, _View):
-            return saved
+    def _unpack(self, saved: _View | _Kept) -> Tensor:
+        # PyTorch itself compares versions only where there are no hooks.
+        if isinstance(saved, _Kept):
+            _check_version(_version(saved.tensor), saved.version)
+            return saved.tensor
+        _check_version(_version(self.parameters[saved.index]), saved.version)
         whole = self.backward_order.take(Use(saved.index, False))
         return whole.as_strided(saved.size, saved.stride, whole.storage_offset() + saved.offset)
 
@@ -255,6 +275,25 @@ class _View:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int  # elements from the parameter's first
+    version: int  # of the shard
+
+
+@dataclass
+class _Kept:
+    tensor: Tensor
+    version: int
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _check_version(now: int, then: int) -> None:
+    if now != then:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: it is at version {now}; expected version {then} instead"
+        )
 
 
 def _in_backward() -> bool:
@@ -286,7 +325,7 @@ def shard_parameters(
     Every rank makes the same calls in the same order, and holds the same parameters before.
 
     Args:
-        module: any module; a parameter that several submodules share is sharded once.
+        module: any module but RNNs; a parameter that several submodules share is sharded once.
         group: whose ranks share the parameters.
         dtype: of the gathered parameters; or a function of name and parameter that gives it.
         reduce_dtype: in which gradients, which travel in ``dtype``, are summed.
@@ -302,8 +341,8 @@ def shard_parameters(
         ``module``.
 
     Raises:
-        ValueError: a parameter is not floating, has a gradient or is parametrized already; ranks
-            disagree about the parameters.
+        ValueError: a parameter is not floating, has a gradient, is parametrized already, or belongs
+            to an RNN or an Embedding with max_norm; ranks disagree about the parameters.
 
     The sharding is that of ZeRO-3 (Rajbhandari et al., 2020, arXiv:1910.02054).
     """
@@ -332,13 +371,25 @@ def shard_parameters(
                 f"module: {names[parameter]} is parametrized already ({name} of a "
                 "ParametrizationList); remove the parametrization, or skip it"
             )
+        if isinstance(owner, nn.RNNBase):
+            raise ValueError(
+                f"module: {names[parameter]} belongs to an {type(owner).__name__}, which keeps its "
+                "weights in a list of its own; skip its parameters"
+            )
+        if isinstance(owner, nn.Embedding) and owner.max_norm is not None:
+            raise ValueError(
+                f"module: {names[parameter]} belongs to an Embedding with max_norm, which writes "
+                "to its weight; skip it"
+            )
     _check_ranks_agree(member, [(names[p], p, d) for p, d in chosen.items()])
     mean = gradient_reduction == "mean"
     shards = Shards(member, reduce_dtype, mean, reshard_after_forward, prefetch_bytes)
     indices = {p: shards.add(names[p], p, d) for p, d in chosen.items()}
+    shards.owners = [None] * len(indices)
     for owner, name, parameter in owners:
         shard = Shard(shards, indices[parameter])
         parametrize.register_parametrization(owner, name, shard, unsafe=True)
+        shards.owners[indices[parameter]] = owner.parametrizations[name]
     module.register_forward_pre_hook(shards.enter, prepend=True)
     module.register_forward_hook(shards.leave, always_call=True)
     return module

@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
 import deepsp
+from deepsp.compile.graphs import target_of
 from deepsp.compile.overlap import keep_overlap
 
 op = torch.ops.deepsp
@@ -372,7 +373,7 @@ def _compiled_checkpoint():
     def note(name):
         def take(graph):
             graphs.setdefault(name, []).append(
-                [str(n.target) for n in graph.nodes if n.op == "call_function"]
+                [str(target_of(n)) for n in graph.nodes if n.op == "call_function"]
             )
 
         return take

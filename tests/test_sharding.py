@@ -361,6 +361,111 @@ def test_a_copy():
     on_ranks(2, _copied)
 
 
+def _checkpoint_around(reentrant):
+    """A checkpoint around the sharded module, whose own tensors it saves and computes again."""
+    torch.manual_seed(2)
+    reference = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).to(f64)
+    model = deepsp.shard_parameters(
+        copy.deepcopy(reference), dtype=f64, reduce_dtype=f64, gradient_reduction="mean"
+    )
+    for rows in (6, 4):
+        x = draw(rows, 6).requires_grad_()
+
+        def outer(x, module):
+            return torch.tanh(x) * module(x)
+
+        for m in (model, reference):
+            m.zero_grad()
+        checkpoint(outer, x, model, use_reentrant=reentrant).square().sum().backward()
+        mine, x.grad = x.grad, None
+        outer(x, reference).square().sum().backward()
+        torch.testing.assert_close(mine, x.grad, rtol=1e-11, atol=1e-12)
+        for (_, p, shards, index), q in zip(
+            sharded_parameters(model), reference.parameters(), strict=True
+        ):
+            expected = shards.rows_of(index, q.grad)
+            torch.testing.assert_close(p.grad, expected, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_around_the_module(reentrant):
+    on_ranks(2, _checkpoint_around, reentrant)
+
+
+def _replaced():
+    """What takes a parameter's place is what is gathered; what is written to is noticed."""
+    reference, model = _model(), _model()
+    _whole(model)
+    state = {k: torch.zeros_like(v) for k, v in model.state_dict().items()}
+    _loss(model, _ids(0))
+    _loss(model, _ids(0))
+    out = torch.func.functional_call(model, state, (_ids(0),), tie_weights=False)
+    assert not out.any()
+    torch.testing.assert_close(model(_ids(0)), reference(_ids(0)))
+    loss = _loss(model, _ids(0))
+    with torch.no_grad():
+        next(model.parameters()).mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    y = model(_ids(0)).sigmoid()
+    y.mul_(2)
+    model_output = y.sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model_output.backward()
+    model.load_state_dict(state, assign=True)
+    assert not model(_ids(0)).any() and not deepsp.full_state_dict(model)["embed.weight"].any()
+
+
+def test_parameters_that_are_replaced_or_written_to():
+    on_ranks(2, _replaced)
+
+
+def _interrupted():
+    """Ctrl-C in a forward leaves nothing behind."""
+    reference, model = _model(), _model()
+    _whole(model, gradient_reduction="mean")
+    _loss(model, _ids(0)).backward()
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    handle = model.blocks[1].register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        model(_ids(0))
+    handle.remove()
+    for step in range(2):
+        model.zero_grad()
+        reference.zero_grad()
+        for m in (model, reference):
+            _loss(m, _ids(step)).backward()
+        name, p, shards, index = next(sharded_parameters(model))
+        expected = shards.rows_of(index, reference.get_parameter(name).grad)
+        torch.testing.assert_close(p.grad, expected)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_an_interrupt():
+    on_ranks(2, _interrupted)
+
+
+def _few_rows(kind):
+    """A rank without a row of anything takes part in the norm, in the same dtype."""
+    torch.manual_seed(0)
+    reference = nn.Linear(8, 1, bias=False, dtype=kind)
+    model = deepsp.shard_parameters(copy.deepcopy(reference), dtype=kind, gradient_reduction="mean")
+    x = draw(3, 8).to(kind)
+    for m in (model, reference):
+        m(x).sum().backward()
+    norms = [deepsp.clip_grad_norm_(model, 0.1)]
+    norms.append(nn.utils.clip_grad_norm_(reference.parameters(), 0.1))
+    torch.testing.assert_close(*norms)
+
+
+@pytest.mark.parametrize("kind", [f64, torch.bfloat16])
+def test_the_norm_where_a_rank_has_no_rows(kind):
+    on_ranks(3, _few_rows, kind)
+
+
 def _left_alone():
     """What isn't sharded is summed by sync_gradients, and sharded ones are left as they are."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -473,6 +578,10 @@ def _errors():
         shard(linear(), prefetch_bytes=-1)
     with pytest.raises(ValueError, match="parametrized already"):
         shard(shard(linear()))
+    with pytest.raises(ValueError, match="belongs to an LSTM"):
+        shard(nn.LSTM(3, 3))
+    with pytest.raises(ValueError, match="Embedding with max_norm"):
+        shard(nn.Embedding(3, 3, max_norm=1.0))
     with_grad = linear()
     with_grad(torch.ones(1, 4)).sum().backward()
     with pytest.raises(ValueError, match="weight has a gradient"):

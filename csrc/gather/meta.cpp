@@ -4,6 +4,7 @@
 #include "../functionalize.h"
 #include "checks.h"
 #include "ops.h"
+#include "plan.h"
 
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -14,6 +15,18 @@ namespace {
 at::Tensor buffer_of(
     const SymShardLayout& layout, Dtypes dtypes, const at::TensorOptions& options) {
   return at::empty_symint({buffer_elements(layout, dtypes)}, options.dtype(buffer_dtype(dtypes)));
+}
+
+// Where pieces lie, unless sizes are symbolic.
+std::optional<Plan> plan_if_known(const SymShardLayout& layout) {
+  for (size_t i = 0; i < layout.tensors(); ++i) {
+    for (const c10::SymInt& rows : layout.sizes[i]) {
+      if (rows.is_symbolic() || layout.row_bytes[i].is_symbolic()) {
+        return std::nullopt;
+      }
+    }
+  }
+  return Plan(concrete(layout), /*point_to_point=*/true);
 }
 
 at::Tensor gather_start_meta(
@@ -39,12 +52,22 @@ std::vector<at::Tensor> gather_wait_meta(
     int64_t rank,
     std::string_view /*group_name*/) {
   const SymShardLayout layout = check_wait(buffer, sizes, row_shapes, row_dims, dtypes, rank);
+  // As point to point has it; where blocks are padded, uneven ones are copied out.
+  const std::optional<Plan> plan = plan_if_known(layout);
   std::vector<at::Tensor> results;
   for (size_t i = 0; i < layout.tensors(); ++i) {
-    results.push_back(
-        at::empty_symint(
-            shape_of(layout.row(i, layout.parts()), row_shapes, row_dims, i),
-            buffer.options().dtype(dtypes[i])));
+    const c10::SymInt rows = layout.row(i, layout.parts());
+    const auto shape = shape_of(rows, row_shapes, row_dims, i);
+    if (layout.tensors() == 1) {
+      const c10::SymInt elements = rows * layout.row_bytes[i] / buffer.element_size();
+      results.push_back(buffer.narrow_symint(0, 0, elements).view_symint(shape));
+    } else if (plan && plan->in_place[i]) {
+      const at::Tensor bytes =
+          buffer.view(at::kByte).narrow_symint(0, plan->gathered(i, 0), rows * layout.row_bytes[i]);
+      results.push_back(bytes.view(dtypes[i]).view_symint(shape));
+    } else {
+      results.push_back(at::empty_symint(shape, buffer.options().dtype(dtypes[i])));
+    }
   }
   return results;
 }

@@ -76,6 +76,11 @@ class _Plan:
                     uses = [self.slot[u] for n in inside for u in n.users if u not in inside]
                     self.needs[root] = min(uses, default=len(self.anchors))
                     self.floating.update(inside)
+                    if any(self.slot[root] <= at < self.needs[root] for at in self.writers):
+                        # What is written to may be the shard: it must have been sent.
+                        self.needs[root] = self.slot[root]
+                        self.floating.difference_update([*gather.nodes, *inside])
+                        self.floating.add(gather.start)
         self._choose(limit)
 
     def _calm(self, node: fx.Node, *users: fx.Node) -> bool:

@@ -120,7 +120,12 @@ def _fuse_our_reduce_scatter(start: fx.Node, wait: fx.Node, report) -> None:
     places = {a.name: i for i, a in enumerate(wait.target._schema.arguments)}
     inputs, wires = list(start.args[0]), list(wait.args[places["wire_dtypes"]])
     reduce_dtype = wait.args[places["reduce_dtype"]]
-    widened = {i: found for i, x in enumerate(inputs) if (found := _widened(x))}
+    widened = {
+        i: found
+        for i, x in enumerate(inputs)
+        # By default, sums of float64 are taken in float64, of anything narrower in float32.
+        if not (reduce_dtype is None and wires[i] == torch.float64) and (found := _widened(x))
+    }
     if not widened or reduce_dtype not in (None, torch.float32, torch.float64):
         return
     before = bytes_of(start)
