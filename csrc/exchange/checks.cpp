@@ -1,18 +1,12 @@
 #include "checks.h"
 
+#include "../symints.h"
+
 namespace deepsp {
 namespace {
 
 std::string name_of(const char* const* names, size_t i) {
   return names ? names[i] : "inputs[" + std::to_string(i) + "]";
-}
-
-std::vector<int64_t> ints(c10::SymIntArrayRef values) {
-  std::vector<int64_t> result;
-  for (const c10::SymInt& value : values) {
-    result.push_back(value.guard_int(__FILE__, __LINE__));
-  }
-  return result;
 }
 
 void check_alike(at::TensorList inputs, const char* const* names) {

@@ -1,5 +1,7 @@
 #include "checks.h"
 
+#include "../symints.h"
+
 namespace deepsp {
 namespace {
 
@@ -220,13 +222,6 @@ c10::SymInt buffer_elements(const SymShardLayout& layout, Dtypes dtypes) {
 }
 
 ShardLayout<int64_t> concrete(const SymShardLayout& layout) {
-  const auto ints = [](const std::vector<c10::SymInt>& values) {
-    std::vector<int64_t> result;
-    for (const c10::SymInt& value : values) {
-      result.push_back(value.guard_int(__FILE__, __LINE__));
-    }
-    return result;
-  };
   ShardLayout<int64_t> result{{}, ints(layout.row_bytes), layout.rank};
   for (const std::vector<c10::SymInt>& of_tensor : layout.sizes) {
     result.sizes.push_back(ints(of_tensor));

@@ -1,5 +1,6 @@
 // The kernels of gather_cast and reduce_scatter_cast, the same for CPU and CUDA.
 
+#include "../symints.h"
 #include "ops.h"
 #include "transport.h"
 
@@ -9,14 +10,6 @@
 
 namespace deepsp {
 namespace {
-
-std::vector<int64_t> ints(const std::vector<c10::SymInt>& values) {
-  std::vector<int64_t> result;
-  for (const c10::SymInt& value : values) {
-    result.push_back(value.guard_int(__FILE__, __LINE__));
-  }
-  return result;
-}
 
 void cast(at::TensorList shards, Dtypes dtypes, const std::vector<Piece>& pieces) {
 #ifdef DEEPSP_CUDA
