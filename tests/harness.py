@@ -99,6 +99,13 @@ class Workers:
         self.folder.cleanup()
 
 
+def _error_of(traceback_: str) -> str:
+    """The first line of the error at a traceback's end."""
+    lines = [line for line in traceback_.splitlines() if line and not line.startswith(" ")]
+    at = next((i for i, line in enumerate(lines) if line.startswith("Traceback")), -1)
+    return next((line for line in lines[at + 1 :] if ":" in line or "Error" in line), lines[-1])
+
+
 _workers: dict[int, Workers] = {}
 
 
@@ -111,7 +118,9 @@ def on_ranks(size: int, function: Callable, *args) -> list[Any]:
     if not all(fine for fine, _ in answers):
         _workers.pop(size).stop()  # nobody knows what state it is in
         failures = [(rank, what) for rank, (fine, what) in enumerate(answers) if not fine]
-        raise AssertionError("\n".join(f"rank {r} of {size}: {what}" for r, what in failures))
+        # pytest's summary has room for one line: what each rank's error says.
+        short = "; ".join(f"rank {r} of {size}: {_error_of(what)}" for r, what in failures)
+        raise AssertionError("\n".join([short, *(f"rank {r}: {what}" for r, what in failures)]))
     return [result for _, result in answers]
 
 
