@@ -218,6 +218,29 @@ TORCH_LIBRARY(deepsp, m) {
       "sum_gradients_(Tensor(a!)[] gradients, int rank, int size, str group_name) -> ()",
       collective);
 
+  // --- what every rank holds whole and uses for its own tokens
+
+  // Forward, the tensors themselves; backward, the gradients, each rank's share, become their
+  // sum over the group: launched where replicate_wait stands, waited for where replicate_start
+  // does. Composite. The tensors of one call have one dtype and travel in one message.
+  m.def(
+      "replicate_start(Tensor(a)[] tensors, int rank, int size, str group_name) -> "
+      "(Tensor(a)[] tensors, Tensor token)",
+      pure);
+  m.def(
+      "replicate_wait(Tensor(a)[] tensors, Tensor token, int rank, int size, str group_name) -> "
+      "Tensor(a)[]",
+      pure);
+  // Their backwards: one flat buffer on its way; views of it. shapes: one after another, dims:
+  // how many sizes each tensor has. They have no derivative.
+  m.def("sum_start(Tensor[] inputs, int rank, int size, str group_name) -> Tensor", collective);
+  m.def(
+      "sum_wait(Tensor(a -> *) buffer, SymInt[] shapes, int[] dims, int rank, int size, "
+      "str group_name) -> Tensor(a)[]",
+      collective);
+  // The tensor itself; its gradient times scale. Composite.
+  m.def("scale_gradient(Tensor(a) input, float scale) -> Tensor(a)", pure);
+
   // --- sharded weights
 
   // Rows of dimension 0 are shared out: sizes[p] of them lie on rank p, any number, zero

@@ -10,6 +10,7 @@ from deepsp import (
     buffers,
 )
 from deepsp.attention import DistributedAttention, distributed_attention
+from deepsp.compile.inputs import prepare_inputs
 from deepsp.data import shard, shard_batch, unshard
 from deepsp.gradients import clip_grad_norm_, sync_gradients
 from deepsp.layer import SequenceParallelAttention
@@ -38,6 +39,7 @@ __all__ = [
     "heads_to_seq_start",
     "load_full_state_dict",
     "local_heads",
+    "prepare_inputs",
     "seq_lens",
     "seq_to_heads",
     "seq_to_heads_start",

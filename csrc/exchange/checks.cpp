@@ -194,8 +194,8 @@ SymBlockLayout check_wait(
 c10::SymInt buffer_elements(const SymBlockLayout& layout, int64_t chunk) {
   const c10::SymInt by_heads = layout.elements_by_heads(chunk);
   const c10::SymInt by_tokens = layout.elements_by_tokens(chunk);
-  // Not max(): a graph is for one of the two, and its shapes stay polynomials.
-  return by_heads >= by_tokens ? by_heads : by_tokens;
+  // Not a comparison: a graph is for both.
+  return by_heads.max(by_tokens);
 }
 
 BlockLayout<int64_t> concrete(const SymBlockLayout& layout) {

@@ -40,6 +40,8 @@ _DECOMPOSITIONS = {
     "reduce_scatter_cast_coalesced_wait": gather.reduce_scatter_cast_coalesced_wait,
     "all_reduce": sequence.all_reduce,
     "unshard": sequence.unshard,
+    "sum_start": sequence.sum_start,
+    "sum_wait": sequence.sum_wait,
 }
 
 

@@ -1,0 +1,45 @@
+"""What people read when a graph can't be sharded: the op, the reason, and their own line."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import fx
+
+
+class CannotShard(ValueError):
+    """Something in a graph can't be sharded over the sequence."""
+
+    def __init__(self, reason: str, node: fx.Node | None = None):
+        self.reason, self.node = reason, node
+        super().__init__(self._text())
+
+    def at(self, node: fx.Node) -> CannotShard:
+        return CannotShard(self.reason, node)
+
+    def _text(self) -> str:
+        if self.node is None:
+            return f"deepsp can't shard this model: {self.reason}"
+        line = line_of(self.node)
+        return f"deepsp can't shard {where(self.node)} over the sequence: {self.reason}" + (
+            f"\n  {line}" if line else ""
+        )
+
+
+def where(node: fx.Node) -> str:
+    """The op's name as people write it."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return f"{target.namespace}.{target._opname}"
+    return getattr(target, "__name__", str(target))
+
+
+def line_of(node: fx.Node) -> str:
+    """The line of the user's code that a node comes from: the last frame outside of torch."""
+    trace = node.meta.get("stack_trace") or ""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in ([^\n]+)\n\s*([^\n]*)', trace)
+    for file, line, function, code in reversed(frames):
+        if "/torch/" not in file:
+            return f"{file}:{line}, in {function}: {code.strip()}"
+    return ""

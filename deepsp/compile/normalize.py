@@ -1,0 +1,44 @@
+"""What Dynamo captured, as few canonical aten ops: still differentiable, attention and losses still
+one op each, sizes still symbolic, every op with the line of the user's code that it comes from."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.traceback import preserve_node_meta
+
+
+def fake_inputs(gm: fx.GraphModule, example_inputs) -> tuple[list, FakeTensorMode]:
+    """What stands for each placeholder while tracing, and the mode that it belongs to."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    # Dynamo hands real tensors to backends; what stands for them, sizes symbolic, is noted here.
+    noted = [n.meta.get("example_value", n.meta.get("val")) for n in placeholders]
+    given = [x if y is None else y for x, y in zip(example_inputs, noted, strict=True)]
+    mode = next((x.fake_mode for x in given if isinstance(x, FakeTensor)), None)
+    if mode is None:
+        mode = FakeTensorMode()
+        given = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in given]
+    return given, mode
+
+
+def normalize(gm: fx.GraphModule, inputs: list, mode: FakeTensorMode) -> fx.GraphModule:
+    """A graph of aten ops with ``inputs``, fake tensors and sizes, for placeholders."""
+
+    def run(*args):
+        # Without it nodes would lose their stack traces, which messages need.
+        with preserve_node_meta():
+            return fx.Interpreter(gm).run(*args)
+
+    with mode:
+        traced = make_fx(run, pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True)(
+            *inputs
+        )
+    for new, old in zip(
+        traced.graph.find_nodes(op="placeholder"),
+        gm.graph.find_nodes(op="placeholder"),
+        strict=True,
+    ):
+        new.meta = {**old.meta, "val": new.meta["val"]}
+    return traced

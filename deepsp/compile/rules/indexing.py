@@ -1,0 +1,103 @@
+"""Lookups, and ops along another dimension than the sequence."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from deepsp.compile.rules import Call, broadcast, overloads, refused, rule
+from deepsp.compile.rules.views import broadcast_but
+from deepsp.compile.tokens import Tokens
+
+aten = torch.ops.aten
+
+_AMONG = "along the sequence it depends on all tokens in front, or on all of them"
+refused("nonzero masked_select unique _unique2 bincount histc searchsorted", _AMONG)
+refused(
+    "scaled_dot_product_attention",
+    "it has no rule for this form",
+)
+
+
+@rule(aten.embedding.default)
+def embedding(call: Call) -> Tokens:
+    weight, index = call.node.args[:2]
+    call.only(index)
+    call.want(weight, None)
+    return call.one_of()
+
+
+@rule(aten.one_hot.default)
+def one_hot(call: Call) -> Tokens:
+    if call["num_classes"] == -1:
+        call.refuse("num_classes is -1, the largest index of all tokens; pass the number")
+    return call.one_of()
+
+
+@rule(
+    *overloads(
+        "softmax _softmax log_softmax _log_softmax softmin cumsum cumprod logcumsumexp cummax "
+        "cummin sort argsort topk kthvalue argmax argmin glu"
+    )
+)
+def along(call: Call):
+    """Along another dimension; one result or several, of the same shape but for that dimension."""
+    x, tokens = call.node.args[0], call.one_of()
+    dim = call["dim"]
+    if dim is None or dim % len(call.shape(x)) == tokens.dim:
+        call.refuse(
+            "it goes over the tokens: attention written by hand is to be "
+            "torch.nn.functional.scaled_dot_product_attention"
+            if "softmax" in call.target._opname
+            else _AMONG
+        )
+    keeps = "keepdim" not in call.named or call["keepdim"]
+    place = tokens.at(tokens.dim - (not keeps and dim % len(call.shape(x)) < tokens.dim))
+    value = call.node.meta["val"]
+    return [place for _ in value] if isinstance(value, (list, tuple)) else place
+
+
+@rule(*overloads("gather take_along_dim scatter scatter_add scatter_reduce"))
+def by_index(call: Call) -> Tokens:
+    """Along another dimension, every operand is cut alike."""
+    nodes = [n for n in call.operands]
+    dim = call["dim"]
+    if dim is None:
+        call.refuse(_AMONG)
+    tokens = broadcast_but(call, nodes, dim)
+    if tokens.dim == dim % len(call.out):
+        call.refuse(_AMONG)
+    return tokens
+
+
+@rule(aten.index_select.default)
+def index_select(call: Call) -> Tokens:
+    x, dim, index = call.node.args
+    tokens, chosen = call.tokens(x), call.tokens(index)
+    dim %= len(call.shape(x))
+    if chosen is not None and tokens is None:
+        return chosen.at(dim)
+    if chosen is not None or tokens.dim == dim:
+        call.refuse("it takes tokens by their place in the sequence")
+    return tokens
+
+
+@rule(aten.index.Tensor)
+def index(call: Call) -> Tokens:
+    """A table looked up by tokens; or tokens of which another dimension is indexed."""
+    x, indices = call.node.args[:2]
+    chosen = [n for n in indices if isinstance(n, fx.Node)]
+    at = [i for i, n in enumerate(indices) if isinstance(n, fx.Node)]
+    if any(n.meta["val"].dtype in (torch.bool, torch.uint8) for n in chosen):
+        call.refuse("it takes as many tokens as a mask says, which other ranks don't know")
+    if at != list(range(at[0], at[-1] + 1)):
+        call.refuse("its indices are not next to each other")
+    ndim = max(len(call.shape(n)) for n in chosen)
+    tokens = call.tokens(x)
+    if tokens is not None:
+        if tokens.dim in at or any(call.tokens(n) is not None for n in chosen):
+            call.refuse("it takes tokens by their place in the sequence")
+        return tokens.at(tokens.dim + (ndim - len(at)) * (at[0] < tokens.dim))
+    out = call.out[at[0] : at[0] + ndim]
+    tokens = broadcast(call, chosen, out)
+    return tokens.at(tokens.dim + at[0])

@@ -1,0 +1,124 @@
+"""Where the tokens of a sequence are in a tensor, and in which part of it those of a rank.
+
+A tensor that has a sequence in dimension ``dim`` has ``outer * S * inner`` elements there: other
+dimensions may have been merged with it, as ``view(-1, C)`` does. A rank's part has
+``outer * S_r * inner``, and all other dimensions whole. Sizes are ints, or sympy expressions of
+the symbols that sizes were given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as List
+from dataclasses import dataclass, replace
+
+import sympy
+import torch
+from torch.utils._sympy.functions import FloorDiv, Max, Min
+
+Size = int | sympy.Expr
+
+
+def size_of(value) -> Size:
+    """A size as an int or an expression."""
+    if isinstance(value, torch.SymInt):
+        expr = value.node.expr
+        return int(expr) if expr.is_number else expr
+    if isinstance(value, sympy.Expr):
+        return int(value) if value.is_number else value
+    return int(value)
+
+
+def product(sizes) -> Size:
+    result: Size = 1
+    for size in sizes:
+        result = result * size
+    return size_of(result)
+
+
+def same(a: Size, b: Size) -> bool:
+    """Whether two sizes are known to be one."""
+    return a == b or sympy.expand(sympy.sympify(a) - sympy.sympify(b)) == 0
+
+
+def quotient(a: Size, b: Size) -> Size | None:
+    """``a / b`` if that is known to be a whole number."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a // b if b and a % b == 0 else None
+    if same(a, b):
+        return 1
+    ratio = sympy.cancel(sympy.sympify(a) / sympy.sympify(b))
+    numerator, denominator = sympy.fraction(ratio)
+    if denominator != 1 or not all(c.is_integer for c in numerator.as_coefficients_dict().values()):
+        return None
+    return size_of(ratio)
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """A sequence and how many tokens of it each rank has: consecutive ones, in rank order."""
+
+    lens: tuple[Size, ...]
+
+    @staticmethod
+    def split(length: Size, ranks: int) -> Sequence:
+        """Like ``torch.tensor_split``: the first ``length % ranks`` ranks get one more."""
+        if isinstance(length, int):
+            return Sequence(tuple((length + ranks - 1 - r) // ranks for r in range(ranks)))
+        return Sequence(tuple(FloorDiv(length + ranks - 1 - r, ranks) for r in range(ranks)))
+
+    def begin(self, rank: int) -> Size:
+        return size_of(sympy.Add(*self.lens[:rank])) if rank else 0
+
+    def window(self, begin: Size, end: Size) -> Sequence:
+        """The tokens from ``begin`` to ``end``, each where it was."""
+        lens = []
+        for rank, length in enumerate(self.lens):
+            first = self.begin(rank)
+            inside = Min(first + length, end) - Max(first, begin)
+            lens.append(size_of(sympy.sympify(Max(inside, 0))))
+        return Sequence(tuple(lens))
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A sequence of ``length`` tokens is in dimension ``dim``, which has
+    ``outer * length * inner`` elements."""
+
+    dim: int
+    length: Size
+    sequence: Sequence
+    outer: Size = 1
+    inner: Size = 1
+
+    def at(self, dim: int) -> Tokens:
+        return replace(self, dim=dim)
+
+    def local(self, rank: int) -> Size:
+        """The size of the dimension in a rank's part."""
+        return size_of(self.outer * self.sequence.lens[rank] * self.inner)
+
+    @property
+    def whole(self) -> Size:
+        return size_of(self.outer * self.length * self.inner)
+
+    @property
+    def alone(self) -> bool:
+        """Whether the sequence is a dimension of its own."""
+        return same(self.outer, 1) and same(self.inner, 1)
+
+    def part(self, shape: List[Size], rank: int) -> list[Size]:
+        """The shape of a rank's part of a tensor of ``shape``."""
+        return [self.local(rank) if d == self.dim else n for d, n in enumerate(shape)]
+
+    def reshaped(self, old: List[Size], new: List[Size]) -> Tokens | None:
+        """Where the tokens are when a tensor of shape ``old`` is viewed as ``new``, row-major;
+        None where a part of the view isn't a view of the part."""
+        stride = product([self.inner, *old[self.dim + 1 :]])  # elements from token to token
+        behind: Size = 1  # elements from one index of a dimension to the next
+        for dim in reversed(range(len(new))):
+            inner = quotient(stride, behind)
+            if inner is not None:
+                outer = quotient(new[dim], size_of(self.length * inner))
+                if outer is not None:
+                    return replace(self, dim=dim, outer=outer, inner=inner)
+            behind = size_of(behind * new[dim])
+        return None
