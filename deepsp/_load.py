@@ -17,7 +17,8 @@ if torch.__version__ != _BUILT_FOR:
         "--no-deps ."
     )
 
-from deepsp import _C  # noqa: F401
+from deepsp import _C, integrations  # noqa: F401
 from deepsp.compile import decompositions
 
 decompositions.install()
+integrations.install()

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 import torch
 import torch.compiler.config
 
+from deepsp._after_import import after_import, forget
 from deepsp.compile import exchange, gather, projection, sequence
 
 _TABLE = "torch._inductor.decomposition"
@@ -50,7 +49,7 @@ _DECOMPOSITIONS = {
 _CACHE_TAG = (
     "deepsp-"
     + hashlib.sha256(
-        b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+        b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py")))
     ).hexdigest()[:12]
 )
 
@@ -66,38 +65,15 @@ def _fill() -> None:
     overlap.install()
 
 
-class _FillAfterImport(MetaPathFinder, Loader):
-    """Lets the usual machinery import the table, and fills it then."""
-
-    def find_spec(self, fullname, path=None, target=None) -> ModuleSpec | None:
-        if fullname != _TABLE:
-            return None
-        spec = PathFinder.find_spec(fullname, path, target)
-        self._loader, spec.loader = spec.loader, self
-        return spec
-
-    def create_module(self, spec):
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module):
-        module.__spec__.loader = module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        sys.meta_path.remove(self)
-        _fill()
-
-
 def install() -> None:
     """Adds the decompositions to Inductor's table, and the pass that keeps their order, now or
     when Inductor is imported."""
-    if _TABLE in sys.modules:
-        _fill()
-    elif not any(isinstance(finder, _FillAfterImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _FillAfterImport())
+    after_import(_TABLE, _fill)
 
 
 def uninstall() -> None:
     """Undoes :func:`install`: Inductor then calls the C++ kernels, as other backends do."""
-    sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, _FillAfterImport)]
+    forget(_TABLE)
     tag = torch.compiler.config.cache_key_tag
     torch.compiler.config.cache_key_tag = tag.replace(_CACHE_TAG, "")
     if _TABLE in sys.modules:

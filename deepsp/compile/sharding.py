@@ -158,7 +158,11 @@ class Parallelizer:
         for known, sequence in self.lengths.items():
             if same(known, length):
                 return sequence
-        return self.lengths.setdefault(length, Sequence.split(length, self.size))
+        # Two graphs at most: lengths that divide by the ranks need no padding anywhere.
+        even = isinstance(length, int) or self.mode.shape_env.evaluate_expr(
+            sympy.Eq(sympy.Mod(length, self.size), 0)
+        )
+        return self.lengths.setdefault(length, Sequence.split(length, self.size, bool(even)))
 
     # ------------------------------------------------------------------- forms of a value
 
@@ -466,14 +470,16 @@ class Parallelizer:
         """A write in place, done out of place where nobody sees the difference."""
         target = node.args[0]
         packet, overload = node.target._opname, node.target._overloadname
-        if all(v.tokens is None for v in (self.values[n] for n in node.all_input_nodes)):
-            aliases = [n for n in self._aliases(target) if self.values[n].tokens]
-            if not aliases:
-                self.values[node] = Value(self._emit_whole(node, node.target))
-                self.parts.clear()
-                return
+        aliases = self._aliases(target)
+        if all(self.values[n].whole is not None for n in (*aliases, *node.all_input_nodes)):
+            # Done to the whole; parts are cut from it anew.
+            self.values[node] = Value(self._emit_whole(node, node.target))
+            for n in aliases:
+                self.values[n].mine = self.values[n].tokens = None
+            self.parts.clear()
+            return
         functional = getattr(getattr(_aten, packet.removesuffix("_"), None), overload, None)
-        seen = [n for n in self._aliases(target) if n is not target and self._used_behind(n, node)]
+        seen = [n for n in aliases if n is not target and self._used_behind(n, node)]
         if not packet.endswith("_") or functional is None or seen or target.op == "placeholder":
             raise CannotShard("it writes into a tensor that others see, too", node)
         result = self._op(node, functional)

@@ -59,10 +59,13 @@ class Sequence:
     lens: tuple[Size, ...]
 
     @staticmethod
-    def split(length: Size, ranks: int) -> Sequence:
-        """Like ``torch.tensor_split``: the first ``length % ranks`` ranks get one more."""
+    def split(length: Size, ranks: int, even: bool) -> Sequence:
+        """Like ``torch.tensor_split``: the first ``length % ranks`` ranks get one more. ``even``:
+        there are none."""
         if isinstance(length, int):
             return Sequence(tuple((length + ranks - 1 - r) // ranks for r in range(ranks)))
+        if even:
+            return Sequence((FloorDiv(length, ranks),) * ranks)
         return Sequence(tuple(FloorDiv(length + ranks - 1 - r, ranks) for r in range(ranks)))
 
     def begin(self, rank: int) -> Size:

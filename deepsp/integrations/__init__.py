@@ -1,0 +1,19 @@
+"""What other libraries need replaced in memory to take deepsp by a word in their own config.
+
+Each integration is one file, installed when both deepsp and that library are imported, in either
+order; neither import makes the other happen.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from deepsp._after_import import after_import
+
+
+def install() -> None:
+    """Installs each integration now, or when the library it is for is imported."""
+    # By its name: nothing of it is imported without DeepSpeed.
+    after_import(
+        "deepspeed", lambda: importlib.import_module("deepsp.integrations.deepspeed").install()
+    )

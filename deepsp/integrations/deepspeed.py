@@ -1,0 +1,298 @@
+"""DeepSpeed's config takes ``"compile": {"deepcompile": true, "passes": ["deepsp"]}``.
+
+``engine.compile()`` then hands Dynamo's graph to :func:`deepsp.compile.parallelize`, where
+``"autosp"`` hands it to DeepSpeed's own pass; all else stays DeepSpeed's. Written for 0.19 (tried
+with 0.19.8). Nothing on disk is edited. Replaced in memory, and nothing else:
+
+- ``deepspeed.runtime.config.CompileConfig``, by a subclass: the names that ``passes`` may hold are
+  a closed ``Literal``, and there is no way to register one.
+- ``DeepSpeedConfig.__init__``: checks, before DeepSpeed reads the config, what can't work with this
+  pass. It is the first place inside ``deepspeed.initialize`` that sees config, ``mpu`` and mesh;
+  ``initialize`` itself may be bound elsewhere already (``from deepspeed import initialize``).
+- ``DeepSpeedEngine.deepspeed_io``: checks that the data loader gives the ranks of one sequence the
+  same samples; DeepSpeed's default sampler gives each rank its own.
+- ``DeepSpeedEngine.uses_parallelization_pass_only``: says yes to this pass as to ``"autosp"``.
+  DeepSpeed takes every other DeepCompile graph for one that reduces gradients itself through the
+  DeepCompile C++ library: it would load that, and skip its own reduction.
+- ``DeepSpeedEngine.get_deepspeed_compile_backend``: gives ``engine.compile`` our backend.
+
+Gradients: without ``mpu`` and mesh, which are refused, DeepSpeed's data-parallel group is the
+whole world, and it averages gradients over all of it: D data ranks x P sequence ranks. A rank's
+share of its sequence's gradient therefore has to count P times (``gradients="mean"``); the average
+is then the mean over the D sequences of their full gradients. ZeRO 1 and 2 average over the same
+group, outside the graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Literal, get_args
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+PASS = "deepsp"
+_VERSION = (0, 19)
+
+_OWN_OPTIONS = (
+    "free_activation",
+    "offload_activation",
+    "offload_opt_states",
+    "offload_parameters",
+    "symmetric_memory",
+)
+"""What only DeepSpeed's own ZeRO passes read, in the config's section ``compile``."""
+
+_groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
+"""Per default group, so that none outlives it: this rank's sequence group by its size."""
+
+
+def install() -> None:
+    """Makes DeepSpeed, which is imported already, take the pass. Again: nothing happens."""
+    import deepspeed
+    from deepspeed.runtime import config as ds_config
+
+    config_class = ds_config.DeepSpeedConfig
+    if getattr(config_class.__init__, "_deepsp", False):
+        return
+    if (deepspeed.__version_major__, deepspeed.__version_minor__) != _VERSION:
+        _refuse_version(config_class, deepspeed.__version__)
+        return
+    _take_name(ds_config)
+    _check_config(config_class)
+    _take_engine(deepspeed.DeepSpeedEngine)
+
+
+def _asks(section) -> bool:
+    passes = section.get("passes") if isinstance(section, dict) else None
+    return isinstance(passes, (list, tuple)) and PASS in passes
+
+
+def _refuse_version(config_class: type, version: str) -> None:
+    """Says why the pass isn't there, to those who ask for it only: the rest of another DeepSpeed
+    is none of our business."""
+    original = config_class.__init__
+
+    @functools.wraps(original)
+    def __init__(self, config, *args, **kwargs):
+        if isinstance(config, dict) and _asks(config.get("compile")):
+            raise RuntimeError(
+                f'compile.passes holds "{PASS}", but DeepSpeed {version} is installed, and deepsp '
+                f"knows how to add a pass to DeepSpeed {_VERSION[0]}.{_VERSION[1]} only. Install "
+                f"that, or leave compile.deepcompile and compile.passes out and call "
+                'engine.compile(backend="deepsp", compile_kwargs={"dynamic": True, "options": '
+                '{"group": group, "gradients": "mean"}}), which needs nothing of DeepSpeed'
+            )
+        original(self, config, *args, **kwargs)
+
+    __init__._deepsp = True
+    config_class.__init__ = __init__
+
+
+def _take_name(ds_config) -> None:
+    base = ds_config.CompileConfig
+    (names,) = (
+        inner
+        for option in get_args(base.model_fields["passes"].annotation)
+        for inner in get_args(option)
+    )
+
+    class CompileConfig(base):
+        __doc__ = base.__doc__
+
+        passes: list[Literal[(*get_args(names), PASS)]] | None = None
+
+    CompileConfig.__qualname__ = base.__qualname__
+    ds_config.CompileConfig = CompileConfig
+
+
+def _check_config(config_class: type) -> None:
+    original = config_class.__init__
+
+    @functools.wraps(original)
+    def __init__(self, config, mpu=None, mesh_device=None):
+        # deepspeed.initialize has read a path or a base64 string by now.
+        if isinstance(config, dict) and _asks(config.get("compile")):
+            _check(config, mpu, mesh_device)
+        original(self, config, mpu, mesh_device)
+
+    __init__._deepsp = True
+    config_class.__init__ = __init__
+
+
+def _check(config: dict, mpu, mesh_device) -> None:
+    """Raises ValueError for what can't work with the pass, with what to do instead."""
+    section = config["compile"]
+    passes = section["passes"]
+    if len(passes) > 1:
+        raise ValueError(
+            f'compile.passes is {list(passes)}: "{PASS}" shards the whole graph by itself and runs '
+            f'with no other pass. Leave ["{PASS}"]'
+        )
+    deepcompile = section.get("deepcompile", False)
+    if not deepcompile:
+        raise ValueError(
+            f"compile.deepcompile is {deepcompile!r}: DeepSpeed would not run compile.passes "
+            f"{list(passes)}, and every rank would compute the whole sequence. Set it to true"
+        )
+    for key in _OWN_OPTIONS:
+        if section.get(key, False):
+            raise ValueError(
+                f"compile.{key} is {section[key]!r}: only DeepSpeed's own ZeRO passes read it, and "
+                f'with "{PASS}" it would do nothing. Remove it'
+            )
+    _check_stage(config)
+    _check_mesh(config, mpu, mesh_device)
+
+
+def _check_stage(config: dict) -> None:
+    zero = config.get("zero_optimization")
+    stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
+    if stage not in (0, 1, 2):
+        raise ValueError(
+            f'zero_optimization.stage is {stage!r}: "{PASS}" needs whole parameters in the graph, '
+            "and stage 3 gathers them by hooks that can't be in it. Take stage 0, 1 or 2; to shard "
+            "the parameters too, deepsp.shard_parameters does so without DeepSpeed"
+        )
+
+
+def _check_mesh(config: dict, mpu, mesh_device) -> None:
+    size = config.get("sequence_parallel_size")
+    advice = "Set it to the number of ranks that share one sequence"
+    if size is None:
+        raise ValueError(
+            f'sequence_parallel_size is missing, with compile.passes ["{PASS}"]. {advice}'
+        )
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ValueError(f"sequence_parallel_size is {size!r}. {advice}, at least 1")
+    world = dist.get_world_size() if dist.is_initialized() else None
+    if world is not None and world % size:
+        raise ValueError(
+            f"sequence_parallel_size is {size}, and the {world} ranks don't make groups of {size}. "
+            f"{advice}, a divisor of {world}"
+        )
+    if mesh_device is not None:
+        key = "data_parallel_size" if "data_parallel_size" in config else "mesh_param"
+        given = config.get("data_parallel_size", "given to deepspeed.initialize")
+        raise ValueError(
+            f"{key} is {given!r}: with a mesh DeepSpeed averages gradients over the data ranks "
+            "only, and the ranks of a sequence, which hold a share each, would drift apart. Leave "
+            f"it out: it follows from sequence_parallel_size, {size}"
+        )
+    if mpu is not None:
+        raise ValueError(
+            f'mpu is {type(mpu).__name__}: "{PASS}" makes its sequence groups from '
+            "sequence_parallel_size, of consecutive ranks, and needs gradients averaged over all "
+            "ranks, which an mpu (pipeline modules bring one) changes. Leave it out"
+        )
+    tensor = config.get("tensor_parallel")
+    autotp = tensor.get("autotp_size", 0) if isinstance(tensor, dict) else 0
+    if isinstance(autotp, int) and autotp > 1:
+        raise ValueError(
+            f"tensor_parallel.autotp_size is {autotp}: tensor-parallel ranks would be taken for "
+            f'those of a sequence. "{PASS}" runs without tensor parallelism: remove it'
+        )
+
+
+def _take_engine(engine_class: type) -> None:
+    replaced = (_deepspeed_io, _uses_parallelization_pass_only, _get_deepspeed_compile_backend)
+    for replacement in replaced:
+        name = replacement.__name__.removeprefix("_")
+        original = getattr(engine_class, name)
+        setattr(engine_class, name, functools.wraps(original)(replacement(original)))
+
+
+def _runs(engine) -> bool:
+    return PASS in (engine._config.compile_config.passes or ())
+
+
+def _size(engine) -> int:
+    return engine._config._param_dict["sequence_parallel_size"]
+
+
+def _deepspeed_io(original):
+    signature = inspect.signature(original)
+
+    def deepspeed_io(self, *args, **kwargs):
+        given = signature.bind(self, *args, **kwargs).arguments
+        size = _size(self) if _runs(self) else 1
+        own_sampler = given.get("data_sampler") is not None
+        if size > 1 and (not own_sampler or self.curriculum_learning_enabled()):
+            raise ValueError(
+                "training_data (or engine.deepspeed_io): DeepSpeed's sampler gives every rank "
+                f"samples of its own, and the {size} ranks of a sequence (sequence_parallel_size) "
+                "need the same. Make the DataLoader yourself, with DistributedSampler(dataset, "
+                f"num_replicas=dist.get_world_size() // {size}, rank=dist.get_rank() // {size})"
+            )
+        return original(self, *args, **kwargs)
+
+    return deepspeed_io
+
+
+def _uses_parallelization_pass_only(original):
+    def uses_parallelization_pass_only(self):
+        return _runs(self) or original(self)
+
+    return uses_parallelization_pass_only
+
+
+def _get_deepspeed_compile_backend(original):
+    def get_deepspeed_compile_backend(self, backend, compile_kwargs, schedule):
+        if not _runs(self):
+            return original(self, backend, compile_kwargs, schedule)
+        if schedule is not None:
+            raise ValueError(
+                f'engine.compile: schedule is {schedule!r}, and "{PASS}" runs once, on the whole '
+                "graph. Leave it out"
+            )
+        _check_average(self)
+        options = compile_kwargs.get("options") or {}
+        return _backend(_sequence_group(_size(self)), backend, options), None
+
+    return get_deepspeed_compile_backend
+
+
+def _check_average(engine) -> None:
+    """The mesh and ``mpu`` of DeepSpeed are process-wide: those of an engine before this one hold
+    for this one too, whatever its own config says."""
+    ranks, world = dist.get_world_size(engine.seq_data_parallel_group), dist.get_world_size()
+    if ranks != world or engine.sequence_parallel_size != 1:
+        raise RuntimeError(
+            f"DeepSpeed averages gradients over {ranks} of the {world} ranks here, times "
+            f"{engine.sequence_parallel_size}, by a mesh or mpu that an engine before this one set "
+            f'for the whole process. "{PASS}" needs the average over all ranks: run that engine in '
+            "a process of its own"
+        )
+
+
+def _sequence_group(size: int) -> dist.ProcessGroup:
+    """This rank's group of ``size`` consecutive ranks: the one that ``"autosp"`` would take. All
+    ranks call it, in the same order, from ``engine.compile``."""
+    groups = _groups.setdefault(dist.group.WORLD, {})
+    if size not in groups:
+        groups[size] = dist.new_subgroups(size)[0]
+    return groups[size]
+
+
+def _backend(group: dist.ProcessGroup, inner: str, options: dict):
+    """What ``torch.compile`` takes as backend: ours, with what DeepSpeed's config decides.
+
+    ``options``: ``engine.compile``'s ``compile_kwargs["options"]``.
+    """
+    fixed = {"group": "sequence_parallel_size", "gradients": 'DeepSpeed\'s average, so "mean"'}
+    for key, why in fixed.items():
+        if key in options:
+            raise ValueError(
+                f"engine.compile: compile_kwargs['options'] has {key!r}, which follows from {why}, "
+                "with DeepSpeed. Leave it out"
+            )
+
+    from deepsp.compile import backend
+
+    decided = {"inner": inner, "group": group, "gradients": "mean"}
+
+    def deepsp(gm, example_inputs, *, options=None, **kwargs):
+        return backend.deepsp(gm, example_inputs, options=decided | (options or {}), **kwargs)
+
+    return deepsp

@@ -1,0 +1,317 @@
+"""Models for the compile pass: written for one device, none knows of a group."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+VOCAB, DIM, HEADS, MAX = 50, 24, 4, 64
+
+
+def heads_of(x, heads):
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def merged(x):
+    return x.transpose(1, 2).flatten(2)
+
+
+class Attention(nn.Module):
+    def __init__(self, dim=DIM, heads=HEADS, kv_heads=None):
+        super().__init__()
+        self.heads, self.kv_heads = heads, kv_heads or heads
+        self.q = nn.Linear(dim, dim)
+        self.kv = nn.Linear(dim, 2 * dim // heads * self.kv_heads)
+        self.out = nn.Linear(dim, dim)
+
+    def forward(self, x, memory=None, mask=None, causal=True):
+        k, v = self.kv(x if memory is None else memory).chunk(2, -1)
+        q, k, v = heads_of(self.q(x), self.heads), *(heads_of(y, self.kv_heads) for y in (k, v))
+        gqa = self.heads != self.kv_heads
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal and mask is None, enable_gqa=gqa
+        )
+        return self.out(merged(y))
+
+
+class MLP(nn.Sequential):
+    def __init__(self, dim=DIM):
+        super().__init__(nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim))
+
+
+class Experts(nn.Module):
+    """The best two of four experts for each token, all computed."""
+
+    def __init__(self, dim=DIM, experts=4):
+        super().__init__()
+        self.gate = nn.Linear(dim, experts)
+        self.up = nn.Parameter(torch.randn(experts, dim, 2 * dim) / dim**0.5)
+        self.down = nn.Parameter(torch.randn(experts, 2 * dim, dim) / dim**0.5)
+
+    def forward(self, x):
+        weight, chosen = self.gate(x).softmax(-1).topk(2, -1)
+        weight = torch.zeros_like(self.gate(x)).scatter(-1, chosen, weight / weight.sum(-1, True))
+        y = torch.einsum("bsd,edf->bsef", x, self.up).relu()
+        return torch.einsum("bsef,efd,bse->bsd", y, self.down, weight)
+
+
+class Block(nn.Module):
+    def __init__(self, post=False, kv_heads=None, mlp=MLP, dropout=0.0):
+        super().__init__()
+        self.attention, self.mlp = Attention(kv_heads=kv_heads), mlp()
+        self.norms = nn.ModuleList(nn.LayerNorm(DIM) for _ in range(2))
+        self.post, self.dropout = post, dropout
+
+    def forward(self, x, mask=None, causal=True):
+        for norm, layer in zip(self.norms, (self._attend, self.mlp), strict=True):
+            self.arguments = (mask, causal)
+            if self.post:
+                x = norm(x + layer(x))
+            else:
+                x = x + F.dropout(layer(norm(x)), self.dropout, self.training)
+        return x
+
+    def _attend(self, x):
+        mask, causal = self.arguments
+        return self.attention(x, mask=mask, causal=causal)
+
+
+class LM(nn.Module):
+    """Learned positions, tied embeddings; the loss is shifted inside."""
+
+    def __init__(self, outside=False, **block):
+        super().__init__()
+        self.embed, self.position = nn.Embedding(VOCAB, DIM), nn.Embedding(MAX, DIM)
+        self.blocks = nn.ModuleList(Block(**block) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+        self.outside = outside
+
+    def mask(self, ids):
+        return None
+
+    def forward(self, ids, labels):
+        x = self.embed(ids) + self.position(torch.arange(ids.size(1), device=ids.device))
+        mask = self.mask(ids)
+        for block in self.blocks:
+            x = block(x, mask)
+        logits = self.head(self.norm(x))
+        if self.outside:
+            return logits
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class PositionTable(LM):
+    """The first rows of a parameter, added."""
+
+    def forward(self, ids, labels):
+        x = self.embed(ids) + self.position.weight[: ids.size(1)]
+        for block in self.blocks:
+            x = block(x)
+        labels = F.pad(labels, (0, 1), value=-100)[:, 1:]
+        return F.cross_entropy(self.head(self.norm(x)).transpose(1, 2), labels)
+
+
+class Alibi(LM):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("slopes", 2.0 ** -torch.arange(1, HEADS + 1).double())
+
+    def mask(self, ids):
+        place = torch.arange(ids.size(1), device=ids.device)
+        distance = place[None, :] - place[:, None]
+        bias = self.slopes[:, None, None] * distance
+        return bias.masked_fill(distance > 0, float("-inf")).unsqueeze(0)
+
+
+class RelativeBias(LM):
+    """A learned bias for each head and distance."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Embedding(9, HEADS)
+
+    def mask(self, ids):
+        place = torch.arange(ids.size(1), device=ids.device)
+        distance = (place[None, :] - place[:, None]).clamp(-4, 4) + 4
+        return self.bias(distance).permute(2, 0, 1).unsqueeze(0)
+
+
+class Packed(LM):
+    """Documents in one row: a token sees those of its own document only."""
+
+    def mask(self, ids):
+        document = (ids == 0).cumsum(1)
+        same = document[:, None, :, None] == document[:, None, None, :]
+        return same & torch.ones(ids.size(1), ids.size(1), dtype=torch.bool).tril()
+
+
+class EncoderDecoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, DIM)
+        self.encoder, self.decoder = Block(), Block()
+        self.cross = Attention()
+        self.head = nn.Linear(DIM, VOCAB)
+
+    def forward(self, ids, labels, source):
+        memory = self.encoder(self.embed(source), causal=False)
+        x = self.decoder(self.embed(ids))
+        x = x + self.cross(x, memory, causal=False)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class Classifier(LM):
+    """One answer for a whole sequence: the tokens' mean, or one of them."""
+
+    def __init__(self, pool):
+        super().__init__()
+        self.pool, self.answer = pool, nn.Linear(DIM, VOCAB)
+
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x, causal=False)
+        pooled = {
+            "mean": lambda: x.mean(1),
+            "masked": lambda: (x * (ids > 0)[..., None]).sum(1) / (ids > 0).sum(1, True),
+            "first": lambda: x[:, 0],
+            "last": lambda: x[:, -1],
+        }[self.pool]()
+        gate = torch.sigmoid(self.answer(pooled)).mean(1)[:, None, None]
+        token_loss = F.cross_entropy(self.head(x * gate).flatten(0, 1), labels.flatten())
+        return F.cross_entropy(self.answer(pooled), labels[:, 0]) + token_loss
+
+
+class Written(LM):
+    """In place: what a model may do to tensors of its own."""
+
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        x = x * 2
+        x += 1
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        labels = labels.clone()
+        labels[:, :3] = -100
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
+
+
+class Weighted(LM):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("weight", torch.rand(VOCAB).double() + 0.5)
+
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        each = F.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), weight=self.weight, reduction="none"
+        )
+        mean = F.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), weight=self.weight, label_smoothing=0.2
+        )
+        return (each.view(labels.shape) * (labels > 3)).sum() / (labels > 3).sum() + mean
+
+
+MODELS = {
+    "pre-norm": lambda: LM(),
+    "post-norm": lambda: LM(post=True),
+    "grouped": lambda: LM(kv_heads=2),
+    "logits": lambda: LM(outside=True),
+    "position table": PositionTable,
+    "alibi": Alibi,
+    "relative bias": RelativeBias,
+    "packed": Packed,
+    "encoder-decoder": EncoderDecoder,
+    "experts": lambda: LM(mlp=Experts),
+    "mean": lambda: Classifier("mean"),
+    "masked mean": lambda: Classifier("masked"),
+    "first": lambda: Classifier("first"),
+    "last": lambda: Classifier("last"),
+    "in place": Written,
+    "weighted": Weighted,
+}
+
+
+class Changed(LM):
+    """Refused: something that isn't the same on a part of the tokens."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+        self.conv = nn.Conv1d(DIM, DIM, 3, padding=1, groups=DIM)
+        self.norm1d = nn.BatchNorm1d(DIM)
+
+    def forward(self, ids, labels):
+        x = getattr(self, self.change)(self.embed(ids))
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+    def depthwise(self, x):
+        return self.conv(x.transpose(1, 2)).transpose(1, 2)
+
+    def cumulative(self, x):
+        return x.cumsum(1)
+
+    def scan(self, x):  # h[t] = a[t] h[t - 1] + x[t], as state-space models have it
+        decay = torch.sigmoid(x).cumprod(1)
+        return decay * (x / decay).cumsum(1)
+
+    def batch(self, x):
+        return self.norm1d(x.transpose(1, 2)).transpose(1, 2)
+
+    def by_hand(self, x):
+        return (x @ x.transpose(1, 2)).softmax(-1) @ x
+
+    def rolled(self, x):
+        return x + x.roll(1, 1)
+
+    def shifted(self, x):
+        return torch.cat([x[:, 1:] - x[:, :-1], x[:, :1]], 1)
+
+    def differences(self, x):
+        return F.pad(x[:, 1:] - x[:, :-1], (0, 0, 1, 0))
+
+    def sorted_(self, x):
+        return x.sort(1).values
+
+    def prefixed(self, x):
+        return torch.cat([self.position.weight[:1].expand(x.size(0), -1, -1), x], 1)[:, 1:]
+
+    def softmaxed(self, x):
+        return x.softmax(1)
+
+    def biggest(self, x):
+        return x * x.amax(1, keepdim=True)
+
+    def halves(self, x):
+        return x.reshape(x.size(0), 2, -1, x.size(2)).flip(2).reshape(x.shape)
+
+    def every_second(self, x):
+        return x[:, ::2].repeat_interleave(2, 1)[:, : x.size(1)]
+
+    def mixed(self, x):
+        weight = self.position.weight[: x.size(1), :1]
+        return x * torch.einsum("bsd,sk->bdk", x, weight).transpose(1, 2)
+
+
+# The method, and what the message must say of it.
+REFUSED = {
+    "depthwise": "conv1d.*borders",
+    "cumulative": "cumsum.*all tokens in front",
+    "batch": "batch_norm.*statistics",
+    "by_hand": "matmul.*scaled_dot_product_attention",
+    "rolled": "roll.*moves tokens",
+    "shifted": "cat|sub",
+    "differences": "sub.*not the same ones",
+    "sorted_": "sort",
+    "prefixed": "cat.*in front",
+    "softmaxed": "softmax.*scaled_dot_product_attention",
+    "biggest": "amax.*all of them",
+    "halves": "reshape.*pieces",
+    "every_second": "slice.*2th",
+    "mixed": "einsum.*sums over tokens",
+    "scan": "cumprod.*all tokens in front",
+}
