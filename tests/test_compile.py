@@ -107,6 +107,11 @@ def _opcheck(name):
                 *([y.detach() for y in shards], lens * 2, e5m2, rank, group),
             ),
             "gather_through_float8": (shards, lens * 2, e5m2, bf16, rank, group),
+            "replicate_start": ([_leaf(3, 4), _leaf(5)], rank, size, group),
+            "replicate_wait": ([_leaf(3, 4), _leaf(5)], _leaf(17), rank, size, group),
+            "sum_start": ([torch.ones(3, 4), torch.ones(5)], rank, size, group),
+            "sum_wait": (torch.ones(17), [3, 4, 5], [2, 1], rank, size, group),
+            "scale_gradient": (_leaf(3, 4), 2.0),
             "token_split": (13, size),
             "head_split": (8, 2, size, rank),
             "head_chunks": (8, size, 4),
@@ -131,6 +136,7 @@ def _opcheck(name):
      "reduce_scatter_cast", "reduce_scatter_cast_coalesced",
      "reduce_scatter_cast_coalesced_start", "reduce_scatter_cast_coalesced_wait",
      "gather_cast_float8", "gather_cast_float8_coalesced", "gather_through_float8",
+     "replicate_start", "replicate_wait", "sum_start", "sum_wait", "scale_gradient",
      "token_split", "head_split", "head_chunks"],
 )  # fmt: skip
 def test_opcheck(ranks, name):

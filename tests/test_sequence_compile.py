@@ -2,6 +2,8 @@
 
 import copy
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from harness import on_ranks
 from zoo import MODELS, REFUSED, VOCAB, Changed
 
 import deepsp
+from deepsp.compile import explain, parallelize, rule
 
 BACKEND = {"backend": "deepsp", "fullgraph": True}
 
@@ -103,3 +106,269 @@ def _refused(change):
 @pytest.mark.parametrize("change", REFUSED)
 def test_refused(change):
     on_ranks(2, _refused, change)
+
+
+# -------------------------------------------------------------------------- the two contracts
+
+
+def _contracts(kind):
+    compare(MODELS["grouped"], (13, 14), "", "aot_eager", kind)
+    compare(MODELS["mean"], (13,), "mean", "aot_eager", kind)  # some weights see no tokens
+    compare(MODELS["relative bias"], (13,), "", "aot_eager", kind)
+
+
+@pytest.mark.parametrize("kind, ranks", [("sum", 1), ("sum", 4), ("local", 2), ("mean", 2)])
+def test_gradients(kind, ranks):
+    on_ranks(ranks, _contracts, kind)
+
+
+def _local_outputs():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    reference = MODELS["logits"]().double()
+    model = copy.deepcopy(reference)
+    options = {"inner": "aot_eager", "outputs": "local"}
+    compiled = torch.compile(model, options=options, **BACKEND)
+    inputs = batch(13)
+    shifted = F.pad(inputs["labels"], (0, 1), value=-100)[:, 1:]
+    expected = F.cross_entropy(reference(**inputs).flatten(0, 1), shifted.flatten())
+    expected.backward()
+    logits = compiled(**deepsp.prepare_inputs(inputs))
+    assert logits.size(1) == deepsp.seq_lens(13)[rank] and size > 1
+    loss = deepsp.cross_entropy(logits, deepsp.shard(shifted, 1))
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_local_outputs():
+    on_ranks(3, _local_outputs)
+
+
+def _trained(inner):
+    """Plain optimizers, five steps, two forward calls in each: one process's parameters."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    reference = MODELS["pre-norm"]().double()
+    model = copy.deepcopy(reference)
+    compiled = torch.compile(model, options={"inner": inner}, **BACKEND)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, reference)]
+    for step in range(5):
+        for part in range(2):
+            inputs = batch(12 + 2 * part, seed=10 * step + part)
+            reference(**inputs).backward()
+            compiled(**deepsp.prepare_inputs(inputs)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-8, atol=1e-10)
+        others = [torch.empty_like(p) for _ in range(dist.get_world_size())]
+        dist.all_gather(others, p.detach())
+        assert all(torch.equal(other, p) for other in others)
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_training(inner):
+    on_ranks(2, _trained, inner)
+
+
+def _one_graph():
+    torch._dynamo.utils.counters.clear()
+    assert compare(MODELS["pre-norm"], (13, 17, 23)) == 1
+    torch._dynamo.utils.counters.clear()
+    assert compare(MODELS["pre-norm"], (12, 16, 24, 13, 15)) == 2  # those that divide, the others
+
+
+def test_lengths_share_a_graph():
+    on_ranks(2, _one_graph)
+
+
+# ---------------------------------------------------------------------------------- in use
+
+
+def _modes():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    reference = MODELS["logits"]()
+    model = copy.deepcopy(reference)
+    compiled = torch.compile(model, options={"inner": "aot_eager"}, **BACKEND)
+    inputs = batch(13)
+    marked = deepsp.prepare_inputs(dict(inputs))
+    for m in (model, reference):
+        m.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(**marked), reference(**inputs))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, expected = compiled(**marked), reference(**inputs)
+    assert out.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(out, expected, rtol=0.05, atol=0.1)
+    total(out, inputs["labels"]).backward()
+    total(expected, inputs["labels"]).backward()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        scale = q.grad.abs().max().item()
+        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=0.05 * scale)
+
+
+def test_modes():
+    on_ranks(2, _modes)
+
+
+class _Dropped(torch.nn.Module):
+    """Random numbers: on tokens each rank draws its own, on what is whole all have the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCAB, 8)
+
+    def forward(self, ids, labels):
+        x = F.dropout(self.embed(ids), 0.5)
+        pooled = F.dropout(x.mean(1), 0.5)
+        return x, pooled
+
+
+def _random():
+    torch._dynamo.reset()
+    torch.manual_seed(dist.get_rank())  # as they should be, for their tokens' sake
+    model = _Dropped().double()
+    for p in model.parameters():
+        dist.broadcast(p.data, 0)
+    compiled = torch.compile(model, options={"inner": "aot_eager"}, **BACKEND)
+    x, pooled = compiled(**deepsp.prepare_inputs(batch(13)))
+    others = [torch.empty_like(pooled) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, pooled.detach())
+    assert all(torch.equal(other, pooled) for other in others)
+    kept = pooled != 0
+    assert 0 < kept.sum() < kept.numel()
+    torch.testing.assert_close(pooled[kept], 2 * x.mean(1)[kept])
+
+
+def test_random_numbers():
+    on_ranks(2, _random)
+
+
+def _meshes():
+    """Two sequences, each on a group of its own."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
+    reference = MODELS["pre-norm"]().double()
+    model = copy.deepcopy(reference)
+    options = {"inner": "aot_eager", "group": mesh["sequence"], "gradients": "mean"}
+    compiled = torch.compile(model, options=options, **BACKEND)
+    losses = [reference(**batch(13, seed=s)) for s in range(2)]
+    (sum(losses) / 2).backward()
+    compiled(**deepsp.prepare_inputs(batch(13, seed=dist.get_rank() // 2))).backward()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        dist.all_reduce(p.grad)  # as DDP averages
+        torch.testing.assert_close(p.grad / 4, q.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_data_and_sequence():
+    on_ranks(4, _meshes)
+
+
+def _own_backend():
+    seen = []
+
+    def backend(gm, example_inputs):
+        new = parallelize(gm, example_inputs)
+        seen.append([str(n.target) for n in new.graph.nodes])
+        return new
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = MODELS["grouped"]().double()
+    inputs = batch(12)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    torch.testing.assert_close(compiled(**deepsp.prepare_inputs(inputs)), model(**inputs))
+    (targets,) = seen
+    # Two layers' attention, the loss and its count, one bucket of gradients, and nothing else.
+    assert targets.count("deepsp.distributed_attention.default") == 2
+    assert targets.count("deepsp.all_reduce.default") == 2
+    assert targets.count("deepsp.replicate_start.default") == 1
+    assert not any("unshard" in t or "gather" in t for t in targets)
+
+    text = str(explain(model, **deepsp.prepare_inputs(batch(12))))
+    assert "distributed attention" in text and "zoo.py" in text and "2 all_reduce" in text, text
+    refused = explain(Changed("rolled").double(), **deepsp.prepare_inputs(batch(12)))
+    assert "moves tokens" in refused.refused and "rolled" in str(refused)
+
+
+def test_an_own_backend_and_explain():
+    on_ranks(2, _own_backend)
+
+
+def _own_rule():
+    torch._dynamo.reset()
+    library = torch.library.Library("zoo_ops", "FRAGMENT")
+    library.define("double(Tensor x) -> Tensor")
+    library.impl("double", lambda x: x * 2, "CompositeExplicitAutograd")
+    op = torch.ops.zoo_ops.double.default
+
+    def model(ids, labels):
+        return op(F.one_hot(ids, VOCAB).double() @ weight).sum()
+
+    weight = torch.nn.Parameter(torch.ones(VOCAB, 3).double())
+    compiled = torch.compile(model, options={"inner": "aot_eager"}, **BACKEND)
+    with torch.no_grad():
+        with pytest.raises(Exception, match=r"zoo_ops.double.*no rule.*deepsp.compile.rule"):
+            compiled(**deepsp.prepare_inputs(batch(12)))
+
+        @rule(op)
+        def double(call):
+            return call.one_of()
+
+        torch._dynamo.reset()
+        assert compiled(**deepsp.prepare_inputs(batch(12))) == 2 * 3 * 2 * 12
+    with pytest.raises(ValueError, match=r"an overload, such as torch.ops.aten.relu.default"):
+        rule(torch.relu)
+    del library
+
+
+def test_own_rules():
+    on_ranks(2, _own_rule)
+
+
+def _wrong():
+    inputs = batch(12)
+    model = MODELS["pre-norm"]().double()
+    with pytest.raises(Exception, match=r"no input of this graph is known.*prepare_inputs"):
+        torch.compile(model, **BACKEND)(**inputs)
+    torch._dynamo.reset()
+    marked = deepsp.prepare_inputs(inputs)
+    for options, message in (
+        ({"gradients": "all"}, "gradients is 'all'; 'sum', 'local' or 'mean'"),
+        ({"outputs": "all"}, "outputs is 'all'; 'whole' or 'local'"),
+        ({"inner_": "all"}, "options has .*inner_"),
+    ):
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match=message):
+            torch.compile(model, options=options, **BACKEND)(**marked)
+    with pytest.raises(ValueError, match=r"labels has shape .*12 tokens in dimension 1"):
+        deepsp.prepare_inputs(torch.ones(2, 12), torch.ones(2, 11))
+    with pytest.raises(ValueError, match=r"input_ids has shape .*no dimension 1"):
+        deepsp.prepare_inputs(torch.ones(12))
+
+    def broken(ids, labels):
+        x = model.embed(ids)
+        torch._dynamo.graph_break()
+        return model.head(x).sum()
+
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="no input of this graph is known"):
+        torch.compile(broken, backend="deepsp", options={"inner": "aot_eager"})(**marked)
+
+
+def test_wrong_input():
+    on_ranks(2, _wrong)
+
+
+def test_the_backend_is_known_without_an_import():
+    code = "import torch; print('deepsp' in torch._dynamo.list_backends())"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "True" in out.stdout

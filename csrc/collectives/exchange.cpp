@@ -8,11 +8,17 @@
 
 #include <map>
 #include <mutex>
+#include <torch/csrc/autograd/anomaly_mode.h>
 
 // torch 2.13 gave single-tensor collectives names without an underscore.
 #define DEEPSP_TORCH_BEFORE_2_13 (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13)
 
 namespace deepsp {
+
+bool watched() {
+  return torch::autograd::AnomalyMode::is_enabled();
+}
+
 namespace {
 
 // Our tags lie in the upper half of what gloo takes, away from users' own.

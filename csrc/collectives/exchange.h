@@ -78,6 +78,9 @@ Work all_gather(const Group& group, const at::Tensor& out, const at::Tensor& in)
 Work all_reduce_sum(const Group& group, const at::Tensor& tensor);
 Work all_reduce_max(const Group& group, const at::Tensor& tensor);
 
+// Whether anomaly mode looks at what ops return: what is launched then lands at once.
+bool watched();
+
 // Ties `flight`, or on a GPU the work, to the buffer that it fills.
 void launch_into(const at::Tensor& buffer, std::unique_ptr<Flight> flight);
 void launch_into(const at::Tensor& buffer, const Work& work, const at::Tensor& sent);

@@ -1,13 +1,11 @@
 #include "transport.h"
 
-#include <torch/csrc/autograd/anomaly_mode.h>
-
 namespace deepsp {
 
 at::Tensor buffer_for(const SymBlockLayout& shapes, int64_t chunk, const at::Tensor& like) {
   const int64_t elements = buffer_elements(shapes, chunk).expect_int();
   const at::Tensor buffer = empty_buffer({elements}, like);
-  if (torch::autograd::AnomalyMode::is_enabled()) {
+  if (watched()) {
     buffer.zero_();  // it may be larger than what arrives
   }
   return buffer;
@@ -22,7 +20,7 @@ std::vector<at::Tensor> dense(at::TensorList buffers) {
 }
 
 void settle_if_watched(const at::Tensor& buffer, const Layout& layout, int64_t chunk) {
-  if (torch::autograd::AnomalyMode::is_enabled()) {
+  if (watched()) {
     settle(buffer, layout, chunk);
   }
 }

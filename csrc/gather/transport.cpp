@@ -5,7 +5,6 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/record_function.h>
-#include <torch/csrc/autograd/anomaly_mode.h>
 
 #include <sstream>
 
@@ -14,10 +13,6 @@ namespace {
 
 // Smaller ones aren't worth a block of the pool: malloc has them at hand.
 constexpr int64_t kPoolBytes = int64_t(256) << 10;
-
-bool watched() {
-  return torch::autograd::AnomalyMode::is_enabled();
-}
 
 // Anomaly mode looks for NaN in whole buffers, between pieces and behind them, too.
 void clear_if_watched(const at::Tensor& buffer) {

@@ -47,8 +47,7 @@ std::vector<std::vector<c10::SymInt>> check_sum_wait(
   }
   TORCH_CHECK_VALUE(
       at == shapes.size() && buffer.dim() == 1 && buffer.sym_numel() == elements,
-      "shapes and dims say ", elements, " elements, but the buffer has shape ",
-      buffer.sym_sizes());
+      "shapes and dims say ", elements, " elements, but the buffer has shape ", buffer.sym_sizes());
   return result;
 }
 
@@ -81,6 +80,9 @@ at::Tensor sum_start_kernel(
   at::cat_out(buffer, flat);
   if (size > 1 && elements > 0) {
     launch_into(buffer, all_reduce_sum(group, buffer), buffer);
+    if (watched() && buffer.is_cpu()) {
+      flight_into(buffer)->wait_all();
+    }
   }
   return buffer;
 }

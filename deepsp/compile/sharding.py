@@ -321,9 +321,8 @@ class Parallelizer:
                     self.symbols[symbol] = self.call(_aten.sym_size.int, node, dim)
         if not marked:
             raise CannotShard(
-                "no input of this graph is known to hold tokens; pass what deepsp.prepare_inputs "
-                "returns, and see that the model is captured as one graph "
-                "(torch.compile(..., fullgraph=True) names what breaks it)"
+                "no input of this graph is known to hold tokens. Pass what deepsp.prepare_inputs "
+                "returns, to a model that is captured as one graph" + _break_of(self.gm)
             )
         for node, (name, dim) in marked:
             shape = self.shape_of(node)
@@ -568,6 +567,16 @@ class Parallelizer:
                 self.report.collectives[name] = self.report.collectives.get(name, 0) + 1
 
 
+def _break_of(gm: fx.GraphModule) -> str:
+    """Why Dynamo cut the user's code here."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return "; torch.compile(..., fullgraph=True) says where it isn't"
+    at = reason.user_stack[-1] if reason.user_stack else None
+    place = f"\n  {at.filename}:{at.lineno}, in {at.name}: {at.line}" if at else ""
+    return f". The graph ends with a break: {reason.reason.splitlines()[0]}{place}"
+
+
 def _behind(node: fx.Node):
     node = node.next
     while node.op != "root":
@@ -648,10 +657,12 @@ def parallelize(
     if outputs not in OUTPUTS:
         raise ValueError(f"outputs is {outputs!r}; 'whole' or 'local' is right")
     member = member_of(group)
-    if member[1] == 1:
+    does_nothing = all(n.op in ("placeholder", "output") for n in gm.graph.nodes)
+    if member[1] == 1 or does_nothing:
         return gm
     inputs, mode = fake_inputs(gm, example_inputs)
     normal = normalize(gm, inputs, mode)
+    normal.compile_subgraph_reason = getattr(gm, "compile_subgraph_reason", None)
     walk = Parallelizer(normal, inputs, mode, member, gradients, outputs)
     if report is not None:
         walk.report = report

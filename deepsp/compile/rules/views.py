@@ -135,7 +135,11 @@ def slice_(call: Call) -> Tokens:
         return tokens
     if call["step"] not in (None, 1):
         call.refuse(f"it takes every {call['step']}th token; a step of 1 is right")
+    if call.graph.values[x].whole is not None:
+        call.refuse("it takes some tokens of what every rank has whole")
     begin = _index(call, call["start"] if call["start"] is not None else 0, shape[dim])
+    if same(out[dim], 1):
+        return _one_token(call, x, tokens, begin, keepdim=True)
     new, call.lower = window(call, x, tokens, begin, size_of(begin + out[dim]))
     return new
 
@@ -150,24 +154,26 @@ def _index(call: Call, value, length):
     return value
 
 
-@rule(aten.select.int)
-def select(call: Call) -> Tokens | None:
-    """One token: whoever has it says so to the others."""
-    x, tokens = call.node.args[0], call.one_of()
-    dim = call["dim"] % len(call.shape(x))
-    if dim != tokens.dim:
-        return tokens.at(tokens.dim - (dim < tokens.dim))
-    begin = _index(call, call["index"], call.shape(x)[dim])
+def _one_token(call: Call, x, tokens: Tokens, begin, keepdim: bool) -> None:
+    """Whoever has it says so to the others."""
     _, cut = window(call, x, tokens, begin, size_of(begin + 1))
     graph = call.graph
 
     def lower():
         dtype = call.node.meta["val"].dtype
-        mine = graph.call(aten.sum.dim_IntList, cut(), [dim], False, dtype=dtype)
+        mine = graph.call(aten.sum.dim_IntList, cut(), [tokens.dim], keepdim, dtype=dtype)
         return graph.all_reduce(mine)
 
     call.lower, call.said = lower, "one token, sent to all ranks"
-    return None
+
+
+@rule(aten.select.int)
+def select(call: Call) -> Tokens | None:
+    x, tokens = call.node.args[0], call.one_of()
+    dim = call["dim"] % len(call.shape(x))
+    if dim != tokens.dim:
+        return tokens.at(tokens.dim - (dim < tokens.dim))
+    return _one_token(call, x, tokens, _index(call, call["index"], call.shape(x)[dim]), False)
 
 
 @rule(*overloads("split split_with_sizes chunk unbind tensor_split unsafe_split unsafe_chunk"))
