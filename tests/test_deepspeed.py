@@ -133,9 +133,10 @@ def _trains(stage, config):
     engine = engine_of(model, zero_optimization={"stage": stage}, **config)
     if "compile" in config:
         options = {"gradients": "mean", "inner": "aot_eager"}
-        engine.compile(backend="deepsp", compile_kwargs={"dynamic": True, "options": options})
+        engine.compile(backend="deepsp", compile_kwargs={"options": options})
     else:
-        engine.compile(backend="aot_eager", compile_kwargs={"dynamic": True})
+        # Where Python's floats become symbols, too, Dynamo calls the backend twice: slow.
+        engine.compile(backend="aot_eager", compile_kwargs={"dynamic": True} if not stage else {})
     for step in range(STEPS):
         ids, labels = batch(step, mine)
         inputs = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
