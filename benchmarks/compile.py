@@ -404,7 +404,8 @@ def main() -> None:
     from tqdm import tqdm
 
     begin, load = time.perf_counter(), os.getloadavg()
-    total = 5 * len(args.seqs) * ("speed" in args.parts) + 4 * len(args.cases) * (
+    total = 5 * len(args.seqs) * ("speed" in args.parts)
+    total += 4 * len(args.cases) * ("right" in args.parts)
         "right" in args.parts
     )
     with tqdm(total=total, unit="run") as bar:
