@@ -406,8 +406,6 @@ def main() -> None:
     begin, load = time.perf_counter(), os.getloadavg()
     total = 5 * len(args.seqs) * ("speed" in args.parts)
     total += 4 * len(args.cases) * ("right" in args.parts)
-        "right" in args.parts
-    )
     with tqdm(total=total, unit="run") as bar:
         measured = {
             "speed": {s: speed(args, s, bar) for s in args.seqs} if "speed" in args.parts else {},
