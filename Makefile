@@ -6,6 +6,7 @@
 # make bench     the exchange against its floor
 # make overlap   what the layer hides, on a link of a set speed (root, iproute2)
 # make bench-gather  weights cast before they are gathered, and the training step (root, iproute2)
+# make bench-compile models sharded by the compile pass, next to DeepSpeed's AutoSP
 
 PYTHON ?= python3
 VENV := .venv
@@ -17,14 +18,15 @@ CPP := $(shell find csrc -name '*.cpp' -o -name '*.h')
 CU := $(wildcard csrc/kernels/*.cu)
 CUDA_HOSTS := $(shell grep -l DEEPSP_CUDA -r csrc --include=*.cpp)
 
-.PHONY: demo test lint format cuda-check gpu-test bench overlap bench-gather clean
+.PHONY: demo test lint format cuda-check gpu-test bench overlap bench-gather bench-compile clean
 
-# torch first, and by version: any other way of asking may bring a larger one.
+# torch first, and by version: any other way of asking may bring a larger one. DeepSpeed's setup
+# imports torch, and needs telling that no ops are to be built.
 $(VENV)/ready: pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q torch==$(TORCH)
 	$(BIN)/pip install -q "setuptools>=64" wheel ninja
-	$(BIN)/pip install -q $$($(BIN)/python -c 'import tomllib; \
+	DS_BUILD_OPS=0 $(BIN)/pip install -q --no-build-isolation $$($(BIN)/python -c 'import tomllib; \
 		extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
 		print(*sorted({x for e in ("demo", "test", "lint") for x in extras[e]}))')
 	touch $@
@@ -47,6 +49,9 @@ overlap: $(VENV)/built
 
 bench-gather: $(VENV)/built
 	$(BIN)/python benchmarks/gather_cast.py
+
+bench-compile: $(VENV)/built
+	$(BIN)/python benchmarks/compile.py
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

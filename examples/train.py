@@ -163,8 +163,9 @@ def train_sharded(args: argparse.Namespace, device: torch.device) -> dict:
 def train(
     args: argparse.Namespace,
     device: torch.device,
-    compute_loss: Callable[[ByteTransformer, Tensor], Tensor],
+    compute_loss: Callable[[nn.Module, Tensor], Tensor],
     *,
+    make: Callable[[], nn.Module] = ByteTransformer,
     sync_gradients: Callable[[nn.Module], None] = lambda model: None,
     description: str,
     quiet: bool = False,
@@ -175,7 +176,7 @@ def train(
     # bfloat16 is mixed precision: the parameters and the optimizer stay in float32.
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
     param_dtype = torch.float64 if args.dtype == "float64" else torch.float32
-    model = ByteTransformer().to(device, param_dtype)
+    model = make().to(device, param_dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     text = load_text(args.data)
     starts = torch.randint(len(text) - args.seq_len + 1, (args.steps,)).tolist()
@@ -217,12 +218,19 @@ def peak_memory_mib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
-def reference_worker(_: int, args: argparse.Namespace, result_file: Path) -> None:
-    result_file.write_text(json.dumps(train_one_process(args)))
+def reference_worker(
+    _: int, run: Callable[..., dict], args: argparse.Namespace, result_file: Path
+) -> None:
+    result_file.write_text(json.dumps(run(args)))
 
 
 def sharded_worker(
-    rank: int, args: argparse.Namespace, ranks: int, init_method: str, result_file: Path
+    rank: int,
+    run: Callable[..., dict],
+    args: argparse.Namespace,
+    ranks: int,
+    init_method: str,
+    result_file: Path,
 ) -> None:
     """One rank of the sharded run; rank 0 writes the result."""
     backend, device = "gloo", torch.device("cpu")
@@ -237,7 +245,7 @@ def sharded_worker(
     dist.init_process_group(
         backend, init_method=init_method, rank=rank, world_size=ranks, timeout=timeout
     )
-    result = train_sharded(args, device)
+    result = run(args, device)
     peak = torch.tensor(result["peak_memory_mib"], device=device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     if rank == 0:
@@ -316,23 +324,24 @@ def plot(file: Path, ranks: int, losses: list[tuple[float, float]], tolerance: f
     figure.savefig(file, dpi=150)
 
 
-def parse_args() -> argparse.Namespace:
+def parser_of(description: str) -> argparse.ArgumentParser:
+    """With what all examples can vary."""
     parser = argparse.ArgumentParser(
-        description="Train a small language model in one process and sharded, and compare.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
+    parser.set_defaults(device="cpu", dtype="float32")
     add = parser.add_argument
     add("--ranks", type=int, default=2, help="processes of the sharded run (not with torchrun)")
     add("--seq-len", type=int, default=4096, help="tokens (bytes) of the sequence in each step")
     add("--steps", type=int, default=40, help="optimizer steps of each run")
-    add("--chunks", type=int, default=1, help="head chunks of the attention's exchange")
-    add("--overlap", action="store_true", help="hide exchanges behind the layers' own compute")
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="where to train")
-    add("--dtype", choices=tuple(TOLERANCES), default="float32", help="bfloat16 means autocast")
     add("--data", type=Path, help="text to learn; None: the modules of Python's standard library")
     add("--lr", type=float, default=1e-3, help="AdamW's learning rate")
     add("--seed", type=int, default=1, help="seed of the parameters and of the data's order")
     add("--output", type=Path, default=Path("demo-output"), help="folder for plot and losses")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     args = parser.parse_args()
     if not 1 <= args.ranks <= HEADS:
         parser.error(f"--ranks must be between 1 and {HEADS}, the model's number of query heads")
@@ -345,8 +354,12 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def main() -> None:
-    args = parse_args()
+def compare(
+    args: argparse.Namespace,
+    run_one_process: Callable[[argparse.Namespace], dict],
+    run_sharded: Callable[[argparse.Namespace, torch.device], dict],
+) -> None:
+    """Runs both, each in processes of its own, and reports. Under torchrun: on its processes."""
     under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     rank = int(os.environ["RANK"]) if under_torchrun else 0
     ranks = int(os.environ["WORLD_SIZE"]) if under_torchrun else args.ranks
@@ -354,17 +367,28 @@ def main() -> None:
         reference_file, sharded_file = Path(folder, "reference"), Path(folder, "sharded")
         if rank == 0:
             # In a process of its own, so that its peak memory is its own as well.
-            mp.spawn(reference_worker, (args, reference_file), nprocs=1)
+            mp.spawn(reference_worker, (run_one_process, args, reference_file), nprocs=1)
         if under_torchrun:
-            sharded_worker(rank, args, ranks, "env://", sharded_file)
+            sharded_worker(rank, run_sharded, args, ranks, "env://", sharded_file)
         else:
             init_method = f"file://{folder}/store"
-            mp.spawn(sharded_worker, (args, ranks, init_method, sharded_file), nprocs=ranks)
+            job = (run_sharded, args, ranks, init_method, sharded_file)
+            mp.spawn(sharded_worker, job, nprocs=ranks)
         if rank == 0:
             reference, sharded = (
                 json.loads(file.read_text()) for file in (reference_file, sharded_file)
             )
             report(args, ranks, reference, sharded)
+
+
+def main() -> None:
+    parser = parser_of("Train a small language model in one process and sharded, and compare.")
+    add = parser.add_argument
+    add("--chunks", type=int, default=1, help="head chunks of the attention's exchange")
+    add("--overlap", action="store_true", help="hide exchanges behind the layers' own compute")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="where to train")
+    add("--dtype", choices=tuple(TOLERANCES), default="float32", help="bfloat16 means autocast")
+    compare(parse(parser), train_one_process, train_sharded)
 
 
 if __name__ == "__main__":

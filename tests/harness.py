@@ -106,22 +106,30 @@ def _error_of(traceback_: str) -> str:
     return next((line for line in lines[at + 1 :] if ":" in line or "Error" in line), lines[-1])
 
 
-_workers: dict[int, Workers] = {}
+_workers: dict[tuple[int, str], Workers] = {}
 
 
-def on_ranks(size: int, function: Callable, *args) -> list[Any]:
+def on_ranks(size: int, function: Callable, *args, apart: str = "") -> list[Any]:
     """Calls ``function(*args)`` on every rank of a group of ``size``; AssertionError if any of
-    them fails, with the tracebacks of those that do."""
-    if size not in _workers:
-        _workers[size] = Workers(size)
-    answers = _workers[size].call(function, *args)
+    them fails, with the tracebacks of those that do. ``apart``: on processes that only calls with
+    the same word share, for what changes a process for good."""
+    key = size, apart
+    if key not in _workers:
+        _workers[key] = Workers(size)
+    answers = _workers[key].call(function, *args)
     if not all(fine for fine, _ in answers):
-        _workers.pop(size).stop()  # nobody knows what state it is in
+        _workers.pop(key).stop()  # nobody knows what state it is in
         failures = [(rank, what) for rank, (fine, what) in enumerate(answers) if not fine]
         # pytest's summary has room for one line: what each rank's error says.
         short = "; ".join(f"rank {r} of {size}: {_error_of(what)}" for r, what in failures)
         raise AssertionError("\n".join([short, *(f"rank {r}: {what}" for r, what in failures)]))
     return [result for _, result in answers]
+
+
+def stop(apart: str) -> None:
+    """Ends the processes that were kept ``apart``."""
+    for key in [key for key in _workers if key[1] == apart]:
+        _workers.pop(key).stop()
 
 
 @atexit.register
