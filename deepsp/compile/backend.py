@@ -19,11 +19,11 @@ def deepsp(gm: fx.GraphModule, example_inputs, *, options=None, **kwargs):
     options = dict(options or {})
     inner = options.pop("inner", "inductor")
     group: Group = options.pop("group", None)
-    known = {"gradients", "outputs"}
+    known = {"gradients", "outputs", "memory_budget"}
     if set(options) - known:
         raise ValueError(
-            f"options has {sorted(set(options) - known)}; group, inner, gradients and outputs are "
-            "right"
+            f"options has {sorted(set(options) - known)}; group, inner, gradients, outputs and "
+            "memory_budget are right"
         )
     new = parallelize(gm, example_inputs, group, **options)
     compiler = lookup_backend(inner) if isinstance(inner, str) else inner

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-from deepsp.compile import rules
+from deepsp.compile import checkpointing, rules
 from deepsp.compile.inputs import role_of
 from deepsp.compile.messages import CannotShard, line_of, where
 from deepsp.compile.normalize import fake_inputs, normalize
@@ -630,6 +630,7 @@ def parallelize(
     group: Group = None,
     gradients: str = "sum",
     outputs: str = "whole",
+    memory_budget: float | None = None,
     report: Report | None = None,
 ) -> fx.GraphModule:
     """Turns a graph for one device into this rank's share of it, over the sequence.
@@ -643,6 +644,9 @@ def parallelize(
             of it; "mean": its share times the group's size, for wrappers that average.
         outputs: "whole": what is sharded is gathered before it is returned; "local": returned as
             it is.
+        memory_budget: 0 to 1: what backward may find kept of each token's own computation, of its
+            bytes; attention and what was exchanged is kept always, the rest computed again. None:
+            as the inner compiler decides.
         report: takes what was decided.
 
     Returns:
@@ -656,9 +660,11 @@ def parallelize(
         raise ValueError(f"gradients is {gradients!r}; 'sum', 'local' or 'mean' is right")
     if outputs not in OUTPUTS:
         raise ValueError(f"outputs is {outputs!r}; 'whole' or 'local' is right")
+    if memory_budget is not None and not 0 <= memory_budget <= 1:
+        raise ValueError(f"memory_budget is {memory_budget}; from 0 to 1, or None, is right")
     member = member_of(group)
     does_nothing = all(n.op in ("placeholder", "output") for n in gm.graph.nodes)
-    if member[1] == 1 or does_nothing:
+    if (member[1] == 1 and memory_budget is None) or does_nothing:
         return gm
     inputs, mode = fake_inputs(gm, example_inputs)
     normal = normalize(gm, inputs, mode)
@@ -668,4 +674,6 @@ def parallelize(
         walk.report = report
     with mode:
         graph = walk.run()
+    if memory_budget is not None and memory_budget < 1:
+        checkpointing.tag(graph, memory_budget)
     return fx.GraphModule(normal, graph)
