@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import on_ranks
-from zoo import MODELS, REFUSED, VOCAB, Changed
+from zoo import EQUAL_CASES, MODELS, REFUSED, REFUSED_CASES, VOCAB, Case, Changed
 
 import deepsp
 from deepsp.compile import explain, parallelize, rule
@@ -92,20 +92,36 @@ def test_models(name, ranks):
     on_ranks(ranks, _model, name)
 
 
-def _refused(change):
+def _equal_case(case):
+    torch.manual_seed(dist.get_rank())
+    for kind in ("sum", "mean") if case == "first_used_without_gradients" else ("sum",):
+        compare(lambda: Case(case), (14,), inner="aot_eager", kind=kind)
+
+
+@pytest.mark.parametrize("case", EQUAL_CASES)
+def test_cases(case):
+    on_ranks(2, _equal_case, case)
+
+
+def _refused(make, change, message):
     torch._dynamo.reset()
-    model = Changed(change).double()
+    model = make(change).double()
     compiled = torch.compile(model, **BACKEND)
     with pytest.raises(Exception) as caught:
         compiled(**deepsp.prepare_inputs(batch(12)))
     text = str(caught.value)
-    assert re.search(REFUSED[change], text, re.DOTALL), text
+    assert re.search(message, text, re.DOTALL), text
     assert "zoo.py" in text and change in text, text
 
 
 @pytest.mark.parametrize("change", REFUSED)
 def test_refused(change):
-    on_ranks(2, _refused, change)
+    on_ranks(2, _refused, Changed, change, REFUSED[change])
+
+
+@pytest.mark.parametrize("case", REFUSED_CASES)
+def test_refused_cases(case):
+    on_ranks(2, _refused, Case, case, REFUSED_CASES[case])
 
 
 # -------------------------------------------------------------------------- the two contracts

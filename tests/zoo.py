@@ -216,6 +216,19 @@ class Weighted(LM):
         return (each.view(labels.shape) * (labels > 3)).sum() / (labels > 3).sum() + mean
 
 
+class Measured(LM):
+    """Something is computed without gradients first, from what is trained."""
+
+    def forward(self, ids, labels):
+        with torch.no_grad():
+            scale = self.embed(ids).abs().mean() + self.head(self.norm(self.embed(ids))).std(-1)
+        x = self.embed(ids) * scale[..., None].detach()
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
 MODELS = {
     "pre-norm": lambda: LM(),
     "post-norm": lambda: LM(post=True),
@@ -233,6 +246,142 @@ MODELS = {
     "last": lambda: Classifier("last"),
     "in place": Written,
     "weighted": Weighted,
+    "no grad": Measured,
+}
+
+
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def repeated(x, times):
+    return x[:, :, None].expand(-1, -1, times, -1, -1).flatten(1, 2)
+
+
+class Case(LM):
+    """One small thing each, of which a first version was silently wrong: all right or refused."""
+
+    def __init__(self, case):
+        super().__init__()
+        self.case = case
+        self.q, self.k, self.aux = (nn.Linear(DIM, DIM) for _ in range(3))
+        self.p = nn.Parameter(torch.randn(DIM))
+        self.counted = nn.Embedding(VOCAB, DIM, scale_grad_by_freq=True)
+
+    def loss(self, x, labels):
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+    def forward(self, ids, labels):
+        return getattr(self, self.case)(self.embed(ids), ids, labels)
+
+    def first_used_without_gradients(self, x, ids, labels):
+        with torch.no_grad():
+            a = self.aux(x.detach() * 0 + 1).mean() + (x * self.p.exp()).mean()
+        return self.loss(self.aux(self.q(x)) * self.p.exp(), labels) + a + (self.p * self.p).sum()
+
+    def windows(self, x, ids, labels):
+        x = self.aux(x)
+        half = x[:, -(ids.size(1) // 2) :].pow(2).mean() + x[:, -100:-1].pow(2).sum()
+        return self.loss(x, labels) + half + x[:, 1:-1].mean() + x[:, -(ids.size(1) // 2)].sum()
+
+    def repeated_then_written(self, x, ids, labels):
+        q, k = heads_of(self.q(x), 4), heads_of(self.k(x), 4)[:, :2] * 1.5
+        repeated_k, v = repeated(k, 2), repeated(k + 1, 2)
+        k.mul_(30)
+        y = F.scaled_dot_product_attention(q, repeated_k, v, is_causal=True)
+        return self.loss(merged(y), labels) + k.mean()
+
+    def drawn_once(self, x, ids, labels):
+        keep = torch.rand_like(ids.double()) < 0.5
+        x = self.embed(torch.where(keep, ids, 0))
+        kept = (x - self.embed.weight[0]).abs().sum(-1) > 1e-9
+        labels = torch.where(keep, -100, ids)
+        again = torch.cat([labels[:, :-1], labels[:, -1:]], 1)
+        return (kept.to(x.dtype) * again.ne(-100)).sum() + 0 * self.loss(x, labels)
+
+    def dead(self, x, ids, labels):
+        self.aux(x)
+        return self.loss(x + self.q(x).detach(), labels)
+
+    def ignored_out_of_range(self, x, ids, labels):
+        labels = labels.masked_fill(labels < 9, 1000)
+        weight = self.embed.weight[:, 0].detach().abs()
+        logits = self.head(x).flatten(0, 1)
+        return F.cross_entropy(logits, labels.flatten(), weight=weight, ignore_index=1000)
+
+    def cross_bias(self, x, ids, labels):
+        memory, n = x[:, :-2], ids.size(1)
+        distance = (torch.arange(n)[:, None] - torch.arange(n - 2)[None]).clamp(-3, 3) + 3
+        q, k, v = (heads_of(y, 4) for y in (self.q(x), self.k(memory), memory))
+        bias = self.embed.weight[distance][..., :4].permute(2, 0, 1)
+        return self.loss(merged(F.scaled_dot_product_attention(q, k, v, attn_mask=bias)), labels)
+
+    def ids_written(self, x, ids, labels):
+        ids = ids.clone()
+        ids.masked_fill_(ids == 3, 4)
+        return self.loss(self.aux(self.embed(ids)), labels)
+
+    def dtype_of(self, x, ids, labels):
+        return self.loss(x * self.p.type_as(x), labels)
+
+    # Refused:
+
+    def function(self, x, ids, labels):
+        return self.loss(StraightThrough.apply(self.aux(x) * 3), labels)
+
+    def hook(self, x, ids, labels):
+        x = self.aux(x)
+        x.register_hook(lambda gradient: gradient * 2)
+        return self.loss(x, labels)
+
+    def checkpoint(self, x, ids, labels):
+        x = torch.utils.checkpoint.checkpoint(self.aux, x, use_reentrant=False)
+        return self.loss(x, labels)
+
+    def channels_dropped(self, x, ids, labels):
+        return self.loss(F.dropout1d(x.transpose(1, 2), 0.5, True).transpose(1, 2), labels)
+
+    def broadcast_loss(self, x, ids, labels):
+        return F.poisson_nll_loss(x[..., :1], self.aux(x).detach().abs())
+
+    def short_index(self, x, ids, labels):
+        return x.gather(2, torch.zeros(2, 6, 3, dtype=torch.long)).sum()
+
+    def written_and_used(self, x, ids, labels):
+        t = self.p * 2
+        u = t.to(torch.float32)
+        t.mul_(3)
+        return self.loss(x + u, labels)
+
+    def counts(self, x, ids, labels):
+        return self.loss(self.counted(ids % 3), labels)
+
+    def parameter_written(self, x, ids, labels):
+        c = torch.zeros(ids.size(1), DIM, dtype=x.dtype)
+        c[ids.size(1) // 2 :] = self.p
+        return self.loss(x + c, labels)
+
+
+EQUAL_CASES = [
+    "first_used_without_gradients", "windows", "repeated_then_written", "drawn_once", "dead",
+    "ignored_out_of_range", "cross_bias", "ids_written", "dtype_of",
+]  # fmt: skip
+REFUSED_CASES = {
+    "function": "backward of a torch.autograd.Function",
+    "hook": "a hook on its gradient",
+    "checkpoint": "memory_budget",
+    "channels_dropped": "feature_dropout.*drops channels",
+    "broadcast_loss": "poisson_nll_loss.*expand them",
+    "short_index": "gather.*tokens in dimension 1 are needed",
+    "written_and_used": "mul_.*writes into what is differentiated",
+    "counts": "embedding.*scale_grad_by_freq",
+    "parameter_written": "copy_.*writes into what is differentiated",
 }
 
 

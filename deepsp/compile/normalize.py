@@ -9,6 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
+from deepsp.compile.messages import CannotShard
+
 
 def fake_inputs(gm: fx.GraphModule, example_inputs) -> tuple[list, FakeTensorMode]:
     """What stands for each placeholder while tracing, and the mode that it belongs to."""
@@ -21,6 +23,29 @@ def fake_inputs(gm: fx.GraphModule, example_inputs) -> tuple[list, FakeTensorMod
         mode = FakeTensorMode()
         given = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in given]
     return given, mode
+
+
+_WHY = {
+    "autograd_function_apply": "the backward of a torch.autograd.Function can't be followed; make "
+    "it an op with torch.library.custom_op, and register a rule for it",
+    "tag_activation_checkpoint": "checkpoints inside the model are not taken over; use the "
+    "backend's option memory_budget instead",
+    "flex_attention": "FlexAttention isn't supported; use scaled_dot_product_attention",
+}
+
+
+def check_supported(gm: fx.GraphModule) -> None:
+    """Refuses what would lose its meaning: ops that hold code of their own, and hooks.
+
+    Raises:
+        CannotShard: there is one.
+    """
+    for node in gm.graph.nodes:
+        name = getattr(node.target, "__name__", str(node.target))
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            raise CannotShard(_WHY.get(name, "it holds code that can't be followed"), node)
+        if node.op != "placeholder" and "hook" in name:
+            raise CannotShard("a hook on its gradient can't be followed", node)
 
 
 def normalize(gm: fx.GraphModule, inputs: list, mode: FakeTensorMode) -> fx.GraphModule:

@@ -31,7 +31,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 from deepsp.compile import checkpointing, rules
 from deepsp.compile.inputs import role_of
 from deepsp.compile.messages import CannotShard, line_of, where
-from deepsp.compile.normalize import fake_inputs, normalize
+from deepsp.compile.normalize import check_supported, fake_inputs, normalize
 from deepsp.compile.tokens import Sequence, Size, Tokens, same, size_of
 from deepsp.groups import Group, member_of
 
@@ -70,6 +70,7 @@ class Value:
     mine: Any = None
     tokens: Tokens | list[Tokens | None] | None = None
     of_parameter: bool = False
+    of_data: bool = False  # made of what prepare_inputs has marked
 
 
 @dataclass
@@ -108,6 +109,7 @@ class Parallelizer:
         self.unscaled: dict[fx.Node, fx.Node] = {}
         self.parameters: dict[fx.Node, fx.Node] = {}  # what stands for a parameter's share: its
         self.lengths: dict[Size, Sequence] = {}
+        self.rebound: set[fx.Node] = set()  # of the old graph: written to, so now something else
         self.report = Report()
         self.current: fx.Node | None = None
 
@@ -123,8 +125,12 @@ class Parallelizer:
                 if key in self.current.meta:
                     node.meta[key] = self.current.meta[key]
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.env.__getitem__)
-        with self.mode:
-            value = node.target(*args, **kwargs)
+        try:
+            with self.mode:
+                value = node.target(*args, **kwargs)
+        except (RuntimeError, ValueError, IndexError) as error:
+            self.new.erase_node(node)
+            raise CannotShard(str(error).splitlines()[0], self.current) from error
         self.env[node] = value
         node.meta["val"] = tree_map(
             lambda x: x.detach() if isinstance(x, torch.Tensor) else x, value
@@ -147,6 +153,19 @@ class Parallelizer:
         for node in self.new.nodes if last is None else _behind(last):
             self._run(node)
         return result.node if isinstance(result, fx.Proxy) else int(result)
+
+    def holds(self, relation) -> bool:
+        """Whether a relation of sizes holds; the graph is then for sizes of which it does."""
+        if isinstance(relation, bool) or relation in (sympy.true, sympy.false):
+            return bool(relation)
+        return bool(self.mode.shape_env.evaluate_expr(relation))
+
+    def equal(self, a: Size, b: Size) -> bool:
+        """Whether two sizes are one. Only asked of what should be."""
+        if same(a, b):
+            return True
+        a, b = sympy.sympify(a), sympy.sympify(b)
+        return not (a.is_number and b.is_number) and self.holds(sympy.Eq(a, b))
 
     def shape(self, sizes) -> list:
         return [self.int_(n) for n in sizes]
@@ -177,7 +196,8 @@ class Parallelizer:
             raise CannotShard(
                 f"it needs all of {node.name}, of which each rank has its tokens only", self.current
             )
-        if self.gradients == "local" and value.whole in self.parameters_of_group:
+        local = self.gradients == "local" and torch.is_grad_enabled()
+        if local and value.whole in self.parameters_of_group:
             if value.whole not in self.scaled:
                 scaled = self.call(_ours.scale_gradient.default, value.whole, 1 / self.size)
                 self.scaled[value.whole] = scaled
@@ -196,7 +216,9 @@ class Parallelizer:
 
     def share(self, whole: fx.Node):
         value = self.env[whole]
-        if not isinstance(value, torch.Tensor) or not value.requires_grad or self.size == 1:
+        differentiated = isinstance(value, torch.Tensor) and value.requires_grad
+        # Under no_grad there is nothing to sum, and what is made there must not be used elsewhere.
+        if not differentiated or not torch.is_grad_enabled() or self.size == 1:
             return whole
         if whole in self.shared:
             return self.shared[whole]
@@ -237,9 +259,16 @@ class Parallelizer:
                 "be the same ones",
                 self.current,
             )
-        key = (value.whole, tokens)
+        shape = self.shape_of(node)
+        if not 0 <= tokens.dim < len(shape) or not self.equal(shape[tokens.dim], tokens.whole):
+            raise CannotShard(
+                f"{node.name} has shape {tuple(shape)} where {tokens.whole} tokens in dimension "
+                f"{tokens.dim} are needed",
+                self.current,
+            )
+        key = (value.whole, tokens, torch.is_grad_enabled())
         if key not in self.parts:
-            self.parts[key] = self._cut(self.share(value.whole), self.shape_of(node), tokens)
+            self.parts[key] = self._cut(self.share(value.whole), shape, tokens)
         return self.parts[key]
 
     def _cut(self, whole: fx.Node, shape: list[Size], tokens: Tokens) -> fx.Node:
@@ -283,6 +312,8 @@ class Parallelizer:
             elif node.op == "output":
                 self.new.output(fx.node.map_arg(node.args[0], self._output))
         self.current = None
+        self.new.eliminate_dead_code(is_impure_node=_is_impure)
+        self._drop_shares_without_gradient()
         self._bucket_parameters()
         self.new.eliminate_dead_code(is_impure_node=_is_impure)
         self.new.lint()
@@ -332,7 +363,7 @@ class Parallelizer:
                 continue  # one for all tokens
             tokens = Tokens(dim, length, self.sequence(length))
             value = self.values[node]
-            value.tokens = tokens
+            value.tokens, value.of_data = tokens, True
             # Cut at the end of the walk's first use would do as well; here it is at hand.
             value.mine = self._cut(self.share(value.whole), shape, tokens)
             if value.mine is not None and self.env[value.whole].requires_grad:
@@ -388,36 +419,40 @@ class Parallelizer:
         ]
         if tokens is None and take[1] is not None and take[0] is None:
             take = [take[1], None]
-        self.values[node] = Value(take[0], take[1], tokens, source.of_parameter)
+        self.values[node] = Value(take[0], take[1], tokens, source.of_parameter, source.of_data)
 
     def _op(self, node: fx.Node, target) -> Value:
         operands = [n for n in node.all_input_nodes if _is_tensor_like(n.meta.get("val"))]
         values = [self.values[n] for n in operands]
-        of_parameter = any(v.of_parameter for v in values)
+        flags = {
+            "of_parameter": any(v.of_parameter for v in values),
+            "of_data": any(v.of_data for v in values),
+        }
         only_mine = any(v.whole is None for v in values)
-        if not any(v.tokens for v in values) and not only_mine:
-            mine = None
-            if not operands:
-                mine = self._factory(node, target)
-            return Value(self._emit_whole(node, target), *(mine or ()), of_parameter=of_parameter)
+        random = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+        if not only_mine and (random or not any(v.tokens for v in values)):
+            # What is random is drawn once: parts are cut from what every rank has.
+            mine = None if operands else self._factory(node, target)
+            return Value(self._emit_whole(node, target), *(mine or ()), **flags)
         call = rules.Call(self, node, target)
         try:
             tokens = rules.find(call)(call)
+            if not tokens and not only_mine:  # a reduction of what is whole as well
+                return Value(self._emit_whole(node, target), **flags)
+            mine = call.lower()
         except CannotShard as error:
-            if only_mine:
-                raise error.at(node) from None
-            return Value(self._emit_whole(node, target), of_parameter=of_parameter)
-        if not tokens and not only_mine:  # a reduction of what is whole as well
-            return Value(self._emit_whole(node, target), of_parameter=of_parameter)
-        mine = call.lower()
+            # What parameters make of tokens is never computed whole, on every rank, in silence.
+            if only_mine or all(flags.values()):
+                raise error.at(node) from error.__cause__
+            return Value(self._emit_whole(node, target), **flags)
         if not tokens:
             self._note(node, call.said or "all ranks have the result")
-            return Value(mine, of_parameter=True)
+            return Value(mine, of_parameter=True, of_data=True)
         self._check(node, mine, tokens)
-        if only_mine or of_parameter:
+        if only_mine or all(flags.values()):
             self._note(node, call.said or _places(tokens))
-            return Value(None, mine, tokens)
-        return Value(self._emit_whole(node, target), mine, tokens)
+            return Value(None, mine, tokens, **flags)
+        return Value(self._emit_whole(node, target), mine, tokens, **flags)
 
     def _factory(self, node: fx.Node, target):
         """What is made of sizes alone may be made for this rank's tokens alone: an arange, or
@@ -449,15 +484,20 @@ class Parallelizer:
         parts = [self.env[mine]] if one else list(self.env[mine])
         for whole, part, place in zip(wholes, parts, [tokens] if one else tokens, strict=True):
             shape = [size_of(n) for n in whole.shape]
+            if place is not None:
+                fits = 0 <= place.dim < len(shape) and self.equal(shape[place.dim], place.whole)
+                if not fits or not self.equal(sum(place.sequence.lens), place.length):
+                    raise CannotShard(
+                        f"its tokens were taken to be {_places(place)}, but it has shape "
+                        f"{tuple(shape)}; this is a fault of deepsp's rule for it",
+                        node,
+                    )
             expected = place.part(shape, self.rank) if place else shape
             got = [size_of(n) for n in part.shape]
             if (
                 part.dtype != whole.dtype
                 or len(got) != len(expected)
-                or not all(
-                    same(a, b) or _equal_by_hint(self, a, b)
-                    for a, b in zip(got, expected, strict=True)
-                )
+                or not all(self.equal(a, b) for a, b in zip(got, expected, strict=True))
             ):
                 raise CannotShard(
                     f"its part came out as {tuple(got)} {part.dtype}, not as "
@@ -471,11 +511,19 @@ class Parallelizer:
         packet, overload = node.target._opname, node.target._overloadname
         aliases = self._aliases(target)
         if all(self.values[n].whole is not None for n in (*aliases, *node.all_input_nodes)):
-            # Done to the whole; parts are cut from it anew.
+            touched = [self.env[self.values[n].whole] for n in node.all_input_nodes]
+            differentiated = any(_is_tensor(x) and x.requires_grad for x in touched)
+            if differentiated and torch.is_grad_enabled():
+                raise CannotShard(
+                    "it writes into what is differentiated; write x = x.op(...)", node
+                )
             self.values[node] = Value(self._emit_whole(node, node.target))
-            for n in aliases:
-                self.values[n].mine = self.values[n].tokens = None
             self.parts.clear()
+            for n in (*aliases, node):  # parts are cut anew
+                value, tokens = self.values[n], self.values[n].tokens
+                if isinstance(tokens, Tokens):
+                    value.mine = self._cut(value.whole, self.shape_of(n), tokens)
+            self.values[node] = self.values[target]
             return
         functional = getattr(getattr(_aten, packet.removesuffix("_"), None), overload, None)
         seen = [n for n in aliases if n is not target and self._used_behind(n, node)]
@@ -483,6 +531,7 @@ class Parallelizer:
             raise CannotShard("it writes into a tensor that others see, too", node)
         result = self._op(node, functional)
         self.values[node] = self.values[target] = result
+        self.rebound.add(target)
 
     def _aliases(self, node: fx.Node) -> list[fx.Node]:
         storage = StorageWeakRef(node.meta["val"].untyped_storage())
@@ -499,16 +548,31 @@ class Parallelizer:
     def _output(self, node: fx.Node):
         value = self.values[node]
         if value.whole is not None:
-            whole = value.whole
             if self.outputs == "local" and value.tokens and value.mine is not None:
                 return value.mine
-            return whole
+            return self.whole(node)
         if self.outputs == "local":
             return value.mine
         self._note(node, "an output: gathered")
         return self.unshard(value.mine, self.shape_of(node), value.tokens)
 
     # ------------------------------------------------------------------------- parameters
+
+    def _drop_shares_without_gradient(self) -> None:
+        """Parameters that no output is differentiated by get no gradient, as in one process."""
+        reached, stack = set(), [self.new.output_node()]
+        while stack:
+            for node in stack.pop().all_input_nodes:
+                leaves = tree_leaves(self.env[node])
+                if node not in reached and any(_is_tensor(x) and x.requires_grad for x in leaves):
+                    reached.add(node)
+                    stack.append(node)
+        there = set(self.new.nodes)
+        for share, whole in list(self.parameters.items()):
+            if share not in reached:
+                if share in there:
+                    share.replace_all_uses_with(whole)
+                del self.parameters[share]
 
     def _bucket_parameters(self) -> None:
         """Gives parameters that are used with tokens the gradients that were asked for."""
@@ -606,14 +670,6 @@ def _is_impure(node: fx.Node) -> bool:
     )  # fmt: skip
 
 
-def _equal_by_hint(graph: Parallelizer, a: Size, b: Size) -> bool:
-    """Sizes that the shape environment knows to be one."""
-    env = graph.mode.shape_env
-    if env is None or (isinstance(a, int) and isinstance(b, int)):
-        return False
-    return bool(env.evaluate_expr(sympy.Eq(sympy.sympify(a), sympy.sympify(b))))
-
-
 def _places(tokens) -> str:
     def one(t: Tokens | None) -> str:
         if t is None:
@@ -666,6 +722,7 @@ def parallelize(
     does_nothing = all(n.op in ("placeholder", "output") for n in gm.graph.nodes)
     if (member[1] == 1 and memory_budget is None) or does_nothing:
         return gm
+    check_supported(gm)
     inputs, mode = fake_inputs(gm, example_inputs)
     normal = normalize(gm, inputs, mode)
     normal.compile_subgraph_reason = getattr(gm, "compile_subgraph_reason", None)

@@ -70,7 +70,7 @@ def _to_whole(call: Call, q, k, v) -> Tokens:
     return tokens
 
 
-def _once(node: fx.Node, values) -> tuple[fx.Node, int]:
+def _once(node: fx.Node, values, rebound) -> tuple[fx.Node, int]:
     """A tensor of which each head is repeated, before that, and how often; else itself and 1."""
 
     def behind(n, *targets):
@@ -81,15 +81,17 @@ def _once(node: fx.Node, values) -> tuple[fx.Node, int]:
         return n if n.target in targets else None
 
     shape = node.meta["val"].shape
-    if node.target is aten.repeat_interleave.self_int and node.args[2] in (1, -3):
-        return node.args[0], node.args[1]
+    if len(shape) != 4:
+        return node, 1
     merged = behind(node, aten.reshape.default, aten.view.default, aten._unsafe_view.default)
     wide = merged and behind(merged.args[0], aten.expand.default)
     one = wide and behind(wide.args[0], aten.unsqueeze.default)
-    if not one or one.args[1] not in (2, -3) or len(shape) != 4:
+    if not one or one.args[1] not in (2, -3) or rebound & {node, merged, wide, one, one.args[0]}:
         return node, 1
     x, times = one.args[0], wide.meta["val"].shape[2]
     old = x.meta["val"].shape
+    if len(old) != 4:
+        return node, 1
     fits = (old[0], old[2], old[3]) == (shape[0], shape[2], shape[3])
     if not fits or not isinstance(times, int) or old[1] * times != shape[1]:
         return node, 1
@@ -122,7 +124,7 @@ def _mask(call: Call, mask):
 
 def _distributed(call: Call, q, k, v, mask, of_q: Tokens, of_k: Tokens) -> fx.Node:
     graph, gqa = call.graph, call["enable_gqa"]
-    (k1, times), (v1, again) = (_once(x, graph.values) for x in (k, v))
+    (k1, times), (v1, again) = (_once(x, graph.values, graph.rebound) for x in (k, v))
     if times == again and times > 1 and not gqa:
         # What travels is each head once.
         k, v, gqa = k1, v1, True
@@ -163,18 +165,15 @@ def _cross(call: Call, q, k, v, mask, of_q: Tokens, of_k: Tokens) -> fx.Node:
         *where,
     )
     take = [graph.call(operator.getitem, x, i) for x, i in ((q_all, 0), (kv_all, 0), (kv_all, 1))]
-    out = graph.call(
-        ours.attention_of_chunk.default,
-        *take,
-        _mask(call, mask),
-        call["dropout_p"] or 0.0,
-        False,
-        call["scale"],
-        heads,
-        0,
-        1,
-        graph.rank,
-        graph.size,
-    )
+    by_heads = [graph.call(aten.transpose.int, x, 1, 2) for x in take]
+    mask = _mask(call, mask)
+    shape = [] if mask is None else graph.env[mask].shape
+    if len(shape) > 2 and shape[-3] != 1:  # a mask for each head: this rank's
+        begin, end, _, _ = ours.head_split(heads, heads, graph.size, graph.rank)
+        mask = graph.call(aten.narrow.default, mask, -3, begin, end - begin)
+    dropout = call["dropout_p"] or 0.0
+    args = (*by_heads, mask, dropout, False)
+    out = graph.call(aten.scaled_dot_product_attention.default, *args, scale=call["scale"])
+    out = graph.call(aten.transpose.int, out, 1, 2)
     out = graph.call(ours.heads_to_seq.default, [out], [heads], graph.lens(of_q), *where)
     return _back(call, graph.call(operator.getitem, out, 0))

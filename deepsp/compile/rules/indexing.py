@@ -23,6 +23,8 @@ refused(
 def embedding(call: Call) -> Tokens:
     weight, index = call.node.args[:2]
     call.only(index)
+    if call["scale_grad_by_freq"] or call["sparse"]:
+        call.refuse("scale_grad_by_freq and sparse gradients need all tokens' indices at once")
     call.want(weight, None)
     return call.one_of()
 

@@ -11,6 +11,14 @@ aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2
 
 
+def _summed(call: Call):
+    """This rank's losses added up: 16-bit ones in float32, lest the sum overflows."""
+    if call.node.meta["val"].dtype not in (torch.float16, torch.bfloat16):
+        return call.replaced(reduction=_SUM)
+    each = call.replaced(reduction=_NONE)
+    return call.graph.call(aten.sum.default, each, dtype=torch.float32)
+
+
 @rule(aten.cross_entropy_loss.default)
 def cross_entropy(call: Call) -> Tokens | None:
     """Classes are the logits' second dimension, or their only one."""
@@ -30,23 +38,23 @@ def cross_entropy(call: Call) -> Tokens | None:
     graph = call.graph
 
     def lower():
-        local = graph.all_reduce(call.replaced(reduction=_SUM))
-        if call["reduction"] == _SUM:
-            return local
         dtype = call.node.meta["val"].dtype
+        local = graph.all_reduce(_summed(call))
+        if call["reduction"] == _SUM:
+            return graph.call(aten.to.dtype, local, dtype)
         if soft:
             count = graph.int_(product(n for d, n in enumerate(shape) if d != 1))
-            return graph.call(aten.div.Scalar, local, count)
+            return graph.call(aten.to.dtype, graph.call(aten.div.Scalar, local, count), dtype)
         mine = call.given(target)
         counts = graph.call(aten.ne.Scalar, mine, call["ignore_index"])
         if call["weight"] is not None:
-            classes = graph.call(aten.clamp_min.default, mine, 0)
+            classes = graph.call(aten.mul.Tensor, mine, counts)  # ignored ones may be any number
             weights = graph.call(aten.index.Tensor, call.given(call["weight"]), [classes])
             counts = graph.call(aten.mul.Tensor, weights, counts)
         # Counts of tokens are exact in float64.
         counts = graph.call(aten.sum.default, counts, dtype=torch.float64)
-        count = graph.call(aten.to.dtype, graph.all_reduce(counts), dtype)
-        return graph.call(aten.div.Tensor, local, count)
+        count = graph.call(aten.to.dtype, graph.all_reduce(counts), graph.env[local].dtype)
+        return graph.call(aten.to.dtype, graph.call(aten.div.Tensor, local, count), dtype)
 
     call.lower, call.said = lower, "the loss of all ranks' tokens"
     return None
@@ -59,18 +67,20 @@ def cross_entropy(call: Call) -> Tokens | None:
     )
 )
 def elementwise(call: Call) -> Tokens | None:
-    # Its tensors are alike; broadcasting them is deprecated.
-    out = max((call.shape(n) for n in call.operands), key=len)
+    first, *others = [call.shape(n) for n in call.operands]
+    out = first
+    if any(other != out for other in others):
+        call.refuse(f"its tensors have shapes {first} and {others}; expand them to one")
     tokens = broadcast(call, call.operands, out)
     if call["reduction"] == _NONE:
         return tokens
     graph = call.graph
 
     def lower():
-        result = graph.all_reduce(call.replaced(reduction=_SUM))
+        result = graph.all_reduce(_summed(call))
         if call["reduction"] == _MEAN:
             result = graph.call(aten.div.Scalar, result, graph.int_(product(out)))
-        return result
+        return graph.call(aten.to.dtype, result, call.node.meta["val"].dtype)
 
     call.lower, call.said = lower, "the loss of all ranks' tokens"
     return None

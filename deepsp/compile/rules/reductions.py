@@ -43,12 +43,14 @@ def total(call: Call) -> Tokens | None:
         dtype = call.node.meta["val"].dtype
         keepdim = bool(call["keepdim"])
         mine = call.given(x)
-        mine = graph.call(aten.sum.dim_IntList, mine, dims, keepdim, dtype=dtype)
+        # 16-bit sums are taken in float32, lest they overflow before they are divided.
+        wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+        mine = graph.call(aten.sum.dim_IntList, mine, dims, keepdim, dtype=wide)
         result = graph.all_reduce(mine)
         if mean:
             count = graph.int_(product(shape[d] for d in dims))
             result = graph.call(aten.div.Scalar, result, count)
-        return result
+        return result if wide == dtype else graph.call(aten.to.dtype, result, dtype)
 
     call.lower, call.said = lower, "summed over the ranks"
     return None

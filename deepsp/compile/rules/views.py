@@ -145,13 +145,16 @@ def slice_(call: Call) -> Tokens:
 
 
 def _index(call: Call, value, length):
+    """A place in the sequence, counted from the front, inside of it."""
     if not isinstance(value, int):
         value = size_of(value.meta["val"])
-    if isinstance(value, int) and value < 0:
-        return size_of(length + value)
     if isinstance(value, int) and value >= sys.maxsize:
         return length
-    return value
+    if call.graph.holds(value < 0):
+        value = size_of(value + length)
+    if call.graph.holds(value < 0):
+        return 0
+    return length if call.graph.holds(value > length) else value
 
 
 def _one_token(call: Call, x, tokens: Tokens, begin, keepdim: bool) -> None:
@@ -263,7 +266,7 @@ def like_nothing(call: Call) -> None:
 @rule(aten.tril.default, aten.triu.default, aten.diagonal.default)
 def triangle(call: Call) -> Tokens:
     tokens, ndim = call.one_of(), len(call.shape(call.node.args[0]))
-    dims = (call["dim1"] or 0, call["dim2"] or 1) if "dim1" in call.named else (-2, -1)
+    dims = (call["dim1"], call["dim2"]) if "dim1" in call.named else (-2, -1)
     if tokens.dim in [d % ndim for d in dims]:
         call.refuse("it takes each token's place in the sequence for an index")
     return tokens
