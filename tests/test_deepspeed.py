@@ -25,8 +25,13 @@ on_ranks = functools.partial(harness.on_ranks, apart="deepspeed")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def ended():
-    yield
+def ended(tmp_path_factory):
+    # DeepSpeed builds an extension when it starts on a CPU: here, where nobody who was killed while
+    # building has left a lock; with this environment's ninja.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("extensions")))
+        patch.setenv("PATH", os.path.join(sys.prefix, "bin"), prepend=os.pathsep)
+        yield
     harness.stop("deepspeed")
 
 
