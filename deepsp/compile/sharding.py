@@ -232,21 +232,24 @@ class Parallelizer:
                 whole.target, self.share(whole.args[0]), *whole.args[1:], **whole.kwargs
             )
         else:
-            (share,) = self._replicate([whole])
+            (share,) = self._replicate_wait(*self._replicate_start([whole]))
         self.shared[whole] = share
         return share
 
     def _tensors_of(self, node: fx.Node) -> list[fx.Node]:
         return [n for n in node.all_input_nodes if _is_tensor_like(self.env[n])]
 
-    def _replicate(self, tensors: list[fx.Node]) -> list[fx.Node]:
+    def _replicate_start(self, tensors: list[fx.Node]) -> tuple[list[fx.Node], fx.Node]:
         where_ = (self.rank, self.size, self.name)
         start = self.call(_ours.replicate_start.default, tensors, *where_)
         passed = self.call(operator.getitem, start, 0)
         passed = [self.call(operator.getitem, passed, i) for i in range(len(tensors))]
-        token = self.call(operator.getitem, start, 1)
+        return passed, self.call(operator.getitem, start, 1)
+
+    def _replicate_wait(self, passed: list[fx.Node], token: fx.Node) -> list[fx.Node]:
+        where_ = (self.rank, self.size, self.name)
         wait = self.call(_ours.replicate_wait.default, passed, token, *where_)
-        return [self.call(operator.getitem, wait, i) for i in range(len(tensors))]
+        return [self.call(operator.getitem, wait, i) for i in range(len(passed))]
 
     def part(self, node: fx.Node, tokens: Tokens):
         """This rank's part of an old node's value."""
@@ -432,7 +435,7 @@ class Parallelizer:
         random = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
         if not only_mine and (random or not any(v.tokens for v in values)):
             # What is random is drawn once: parts are cut from what every rank has.
-            mine = None if operands else self._factory(node, target)
+            mine = None if operands or random else self._factory(node, target)
             return Value(self._emit_whole(node, target), *(mine or ()), **flags)
         call = rules.Call(self, node, target)
         try:
@@ -457,8 +460,6 @@ class Parallelizer:
     def _factory(self, node: fx.Node, target):
         """What is made of sizes alone may be made for this rank's tokens alone: an arange, or
         something filled."""
-        if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
-            return None
         shape = self.shape_of(node)
         found = [
             (d, length) for d, n in enumerate(shape) for length in self.lengths if same(n, length)
@@ -601,19 +602,12 @@ class Parallelizer:
             self._replace(bucket)
 
     def _replace(self, shares: list[fx.Node]) -> None:
-        where_ = (self.rank, self.size, self.name)
         last = self.new.find_nodes(op="placeholder")[-1]
         with self.new.inserting_before(last.next):
-            start = self.call(
-                _ours.replicate_start.default, [self.parameters[s] for s in shares], *where_
-            )
-            passed = self.call(operator.getitem, start, 0)
-            passed = [self.call(operator.getitem, passed, i) for i in range(len(shares))]
-            token = self.call(operator.getitem, start, 1)
+            started = self._replicate_start([self.parameters[s] for s in shares])
         with self.new.inserting_before(shares[0]):
-            wait = self.call(_ours.replicate_wait.default, passed, token, *where_)
-            for i, share in enumerate(shares):
-                share.replace_all_uses_with(self.call(operator.getitem, wait, i))
+            for share, summed in zip(shares, self._replicate_wait(*started), strict=True):
+                share.replace_all_uses_with(summed)
 
     # ----------------------------------------------------------------------------- report
 

@@ -26,6 +26,10 @@ from torch import fx
 from deepsp.compile.messages import CannotShard
 from deepsp.compile.tokens import Size, Tokens, same
 
+BY_HAND = (
+    "every token meets every other: attention written by hand is to be "
+    "torch.nn.functional.scaled_dot_product_attention"
+)
 _RULES: dict[Any, Callable] = {}
 _REASONS: dict[Any, str] = {}
 _FAMILIES = ("pointwise", "views", "products", "indexing", "reductions", "attention", "losses")
@@ -187,31 +191,23 @@ class Call:
             self.refuse("its operands have their tokens in different places")
         return found.pop()
 
-    def dim(self, name: str, node: fx.Node) -> int:
-        """A dimension, counted from the front."""
-        ndim = len(self.shape(node))
-        return self.named[name] % ndim if ndim else 0
-
 
 def broadcast(call: Call, nodes, out: list[Size]) -> Tokens:
     """Aligns operands from the right, as broadcasting does, and wants each so; returns where the
     tokens are in the result."""
-    found: dict[Tokens, fx.Node] = {}
+    found, fixed = set(), set()
     for node in nodes:
         tokens = call.tokens(node)
         if tokens is not None:
-            found.setdefault(tokens.at(tokens.dim + len(out) - len(call.shape(node))), node)
-    # What is only there in parts decides; the rest can be cut as needed.
-    fixed = {t for t, n in found.items() if call.graph.values[n].whole is None}
-    for node in nodes:
-        tokens = call.tokens(node)
-        if tokens is not None and call.graph.values[node].whole is None:
-            fixed.add(tokens.at(tokens.dim + len(out) - len(call.shape(node))))
+            aligned = tokens.at(tokens.dim + len(out) - len(call.shape(node)))
+            found.add(aligned)
+            # What is only there in parts decides; the rest can be cut as needed.
+            if call.graph.values[node].whole is None:
+                fixed.add(aligned)
     if len(fixed) > 1 or (not fixed and len(found) > 1):
         dims = {t.dim for t in (fixed or found)}
         call.refuse(
-            "every token meets every other: attention written by hand is to be "
-            "torch.nn.functional.scaled_dot_product_attention"
+            BY_HAND
             if len(dims) > 1
             else "tokens meet that are not the same ones, as when a sequence is shifted"
         )

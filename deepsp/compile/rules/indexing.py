@@ -13,10 +13,6 @@ aten = torch.ops.aten
 
 _AMONG = "along the sequence it depends on all tokens in front, or on all of them"
 refused("nonzero masked_select unique _unique2 bincount histc searchsorted", _AMONG)
-refused(
-    "scaled_dot_product_attention",
-    "it has no rule for this form",
-)
 
 
 @rule(aten.embedding.default)
@@ -62,7 +58,7 @@ def along(call: Call):
 @rule(*overloads("gather take_along_dim scatter scatter_add scatter_reduce"))
 def by_index(call: Call) -> Tokens:
     """Along another dimension, every operand is cut alike."""
-    nodes = [n for n in call.operands]
+    nodes = call.operands
     dim = call["dim"]
     if dim is None:
         call.refuse(_AMONG)

@@ -19,7 +19,7 @@ def _summed(call: Call):
     return call.graph.call(aten.sum.default, each, dtype=torch.float32)
 
 
-@rule(aten.cross_entropy_loss.default)
+@rule(aten.cross_entropy_loss.default, aten.nll_loss.default, aten.nll_loss_nd.default)
 def cross_entropy(call: Call) -> Tokens | None:
     """Classes are the logits' second dimension, or their only one."""
     logits, target = call.node.args[:2]
@@ -84,8 +84,3 @@ def elementwise(call: Call) -> Tokens | None:
 
     call.lower, call.said = lower, "the loss of all ranks' tokens"
     return None
-
-
-@rule(aten.nll_loss.default, aten.nll_loss_nd.default)
-def nll_loss(call: Call) -> Tokens | None:
-    return cross_entropy(call)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from deepsp.compile.rules import Call, broadcast, refused, rule
+from deepsp.compile.rules import BY_HAND, Call, broadcast, refused, rule
 from deepsp.compile.tokens import Tokens
 
 aten = torch.ops.aten
@@ -59,10 +59,7 @@ def product(call: Call, a, b) -> Tokens:
     columns = tb is not None and tb.dim == len(right) - 1
     ndim = len(call.out)
     if (rows and tb is not None) or (columns and ta is not None):
-        call.refuse(
-            "every token meets every other: attention written by hand is to be "
-            "torch.nn.functional.scaled_dot_product_attention"
-        )
+        call.refuse(BY_HAND)
     if rows:
         return ta.at(ndim - 2 if len(right) > 1 else ndim - 1)
     if columns:
@@ -84,10 +81,7 @@ def einsum(call: Call) -> Tokens:
         if tokens is not None:
             found.add((letters[tokens.dim], tokens.at(0)))
     if len(found) != 1:
-        call.refuse(
-            "every token meets every other: attention written by hand is to be "
-            "torch.nn.functional.scaled_dot_product_attention"
-        )
+        call.refuse(BY_HAND)
     ((letter, tokens),) = found
     if letter not in out:
         call.refuse(_MIXED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import torch
+from torch.utils._sympy.functions import Max, Min
 
 from deepsp.compile.rules import Call, overloads, refused, rule
 from deepsp.compile.tokens import Tokens, same, size_of
@@ -114,8 +115,6 @@ def window(call: Call, x, tokens: Tokens, begin, end):
 
     def lower():
         # What is left out in front lies on this rank where the window begins behind its first.
-        from deepsp.compile.tokens import Max, Min
-
         skip = Min(Max(begin - tokens.sequence.begin(rank), 0), tokens.sequence.lens[rank])
         start, length = graph.int_(size_of(skip)), graph.int_(new.sequence.lens[rank])
         return graph.call(aten.narrow.default, call.given(x), tokens.dim, start, length)
