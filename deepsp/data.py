@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepsp.groups import Group, member_of
+from deepsp.groups import Group, member_of, on_all_ranks
 from deepsp.layout import lens_or_equal
 from deepsp.layout import seq_lens as lens_of
 
@@ -34,9 +34,7 @@ def unshard(
     """
     rank, size, name = member_of(group)
     if seq_lens is None:
-        mine = torch.zeros(size, dtype=torch.int64, device=tensor.device)
-        mine[rank] = tensor.size(dim)
-        seq_lens = torch.ops.deepsp.all_reduce(mine, 1.0, rank, size, name).tolist()
+        seq_lens = [n for (n,) in on_all_ranks([tensor.size(dim)], group, tensor.device)]
     lens = lens_or_equal(seq_lens, tensor.size(dim), size)
     return torch.ops.deepsp.unshard(tensor, dim, lens, rank, name)
 

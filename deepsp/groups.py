@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -54,3 +56,12 @@ def member_of(group: Group | Member) -> Member:
             "call this on its members only"
         )
     return rank, dist.get_world_size(group), group.group_name
+
+
+def on_all_ranks(values: Sequence[int], group: Group, device: torch.device) -> list[list[int]]:
+    """What every rank of the group says, by rank: equally many numbers of each (one small
+    collective on ``device``)."""
+    rank, size, name = member_of(group)
+    said = torch.zeros(size, len(values), dtype=torch.int64, device=device)
+    said[rank] = torch.tensor(values, device=device)
+    return torch.ops.deepsp.all_reduce(said, 1.0, rank, size, name).tolist()

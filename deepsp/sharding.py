@@ -162,7 +162,7 @@ class Shards:
     def _gather_alone(self, index: int, shard: Tensor) -> Tensor:
         info, (rank, _, name) = self.wholes[index], self.member
         if self._divisor != 1 and shard.requires_grad:
-            shard = _Gate.apply(shard, self._divisor, [True], 0)
+            shard = _op.scale_gradient(shard, 1 / self._divisor)
         whole = _op.gather_cast(
             shard, info.sizes, info.dtype, rank, name, reduce_dtype=self.reduce_dtype
         )

@@ -288,6 +288,153 @@ def test_data_and_sequence():
     on_ranks(4, _meshes)
 
 
+def _sharded_inputs():
+    """Every rank has some tokens, as many as it likes."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    reference = MODELS["encoder-decoder"]().double()
+    model = copy.deepcopy(reference)
+    compiled = torch.compile(model, options={"inner": "aot_eager"}, **BACKEND)
+    inputs = batch(13, "encoder-decoder")
+    lens = {"ids": [2, 11, 0], "labels": [2, 11, 0], "source": [0, 8, 9]}
+    if size == 2:
+        lens = {"ids": [2, 11], "labels": [2, 11], "source": [8, 9]}
+    mine = {name: x.split(lens[name], 1)[rank] for name, x in inputs.items()}
+    prepared = deepsp.prepare_inputs(mine, sharded_inputs=True)
+    assert all(torch.equal(prepared[name], x) for name, x in inputs.items())
+    expected = reference(**inputs)
+    expected.backward()
+    out = compiled(**prepared)
+    out.backward()
+    torch.testing.assert_close(out, expected)
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
+
+    # Embeddings, with a gradient.
+    x = torch.randn(2, 13, 4).double().requires_grad_()
+    part = x.detach().split(lens["ids"], 1)[rank].requires_grad_()
+    embedded, labels, _, _ = deepsp.prepare_inputs(part, mine["labels"], sharded_inputs=True)
+    weight = torch.randn(4, VOCAB).double()
+
+    def loss(x, labels):
+        return F.cross_entropy((x @ weight).flatten(0, 1), labels.flatten())
+
+    torch._dynamo.reset()
+    torch.compile(loss, options={"inner": "aot_eager"}, **BACKEND)(embedded, labels).backward()
+    loss(x, inputs["labels"]).backward()
+    torch.testing.assert_close(part.grad, x.grad.split(lens["ids"], 1)[rank])
+
+    other = torch.zeros(2, 5, dtype=torch.int64 if rank else torch.int32)
+    with pytest.raises(ValueError, match=rf"ranks \[{'0' if rank else '1'}.* of the group pass"):
+        deepsp.prepare_inputs(other, sharded_inputs=True)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sharded_inputs(ranks):
+    on_ranks(ranks, _sharded_inputs)
+
+
+def _chunks():
+    def graphs(gm, example_inputs):
+        seen.extend(n.args for n in gm.graph.nodes if "distributed_attention" in str(n.target))
+        return gm
+
+    seen = []
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    reference = MODELS["pre-norm"]().double()
+    model = copy.deepcopy(reference)
+    options = {"inner": graphs, "chunks": 2}
+    compiled = torch.compile(model, options=options, **BACKEND)
+    compiled(**deepsp.prepare_inputs(batch(13))).backward()
+    reference(**batch(13)).backward()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
+    assert [args[8] for args in seen] == [2, 2]
+
+
+def test_chunks():
+    on_ranks(2, _chunks)
+
+
+# ------------------------------------------------------------------- weights that are sharded
+
+
+def _sharded_weights(groups, kind, reduction):
+    """Gradients of shards are those of their rows, summed over the data ranks, or their mean."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    size = dist.get_world_size()
+    data = 2 if groups != "sequence" else 1
+    names = ("data", "sequence")
+    mesh = init_device_mesh("cpu", (data, size // data), mesh_dim_names=names)
+    over = {"world": None, "data": mesh["data"], "sequence": mesh["sequence"]}[groups]
+    reference = MODELS["pre-norm"]().double()
+    model = copy.deepcopy(reference)
+    f64 = torch.float64
+    deepsp.shard_parameters(
+        model, group=over, dtype=f64, reduce_dtype=f64, gradient_reduction=reduction
+    )
+    options = {"inner": "aot_eager", "group": mesh["sequence"], "gradients": kind}
+    compiled = torch.compile(model, options=options, **BACKEND)
+    sum(reference(**batch(13, seed=s)) for s in range(data)).backward()
+    compiled(**deepsp.prepare_inputs(batch(13, seed=mesh["data"].get_local_rank()))).backward()
+    member = deepsp.groups.member_of(over)
+    shards = dict(model.named_parameters())
+    wholes = [(n, p) for n, p in reference.named_parameters() if p.grad is not None]
+    assert len(wholes) > 10
+    for n, p in wholes:
+        path, _, last = n.rpartition(".")
+        mine = shards[f"{path}.parametrizations.{last}.original"]
+        rows = torch.ops.deepsp.token_split(p.size(0), member[1])
+        expected = p.grad.split(list(rows))[member[0]]
+        divisor = member[1] if reduction == "mean" else 1
+        torch.testing.assert_close(
+            mine.grad * divisor, expected, rtol=1e-9, atol=1e-12, msg=lambda m, n=n: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize(
+    "groups, ranks, kind, reduction",
+    [
+        ("sequence", 3, "sum", "sum"),
+        ("sequence", 2, "local", "mean"),
+        ("world", 4, "sum", "mean"),
+        ("data", 4, "sum", "sum"),
+    ],
+)
+def test_sharded_weights(groups, ranks, kind, reduction):
+    on_ranks(ranks, _sharded_weights, groups, kind, reduction)
+
+
+def _fused_gathers():
+    from torch._inductor import compile_fx, config
+
+    def compiler(gm, example_inputs, config_patches=None):
+        given.append(config_patches)
+        return gm
+
+    given, original = [], compile_fx.compile_fx
+    compile_fx.compile_fx = compiler
+    for shard in (deepsp.shard_parameters, lambda model: model):
+        torch._dynamo.reset()
+        model = shard(MODELS["logits"]())
+        torch.compile(model, **BACKEND)(**deepsp.prepare_inputs(batch(13)))
+    compile_fx.compile_fx = original
+    fuse, none = given
+    assert none is None
+    (fuse,) = fuse.values()
+    assert isinstance(fuse, deepsp.compile.FuseGatherCast)
+    assert fuse.before is config.post_grad_custom_post_pass
+
+
+def test_gathers_are_fused():
+    on_ranks(2, _fused_gathers)
+
+
 def _own_backend():
     seen = []
 

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 VOCAB, DIM, HEADS, MAX = 50, 24, 4, 64
 
@@ -330,6 +331,14 @@ class Case(LM):
     def dtype_of(self, x, ids, labels):
         return self.loss(x * self.p.type_as(x), labels)
 
+    def checkpointed(self, x, ids, labels):
+        def block(x):
+            return x + F.dropout(self.aux(x), 0.0) * x.mean(1, keepdim=True)
+
+        for _ in range(2):
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.loss(x, labels)
+
     # Refused:
 
     def function(self, x, ids, labels):
@@ -340,8 +349,11 @@ class Case(LM):
         x.register_hook(lambda gradient: gradient * 2)
         return self.loss(x, labels)
 
-    def checkpoint(self, x, ids, labels):
-        x = torch.utils.checkpoint.checkpoint(self.aux, x, use_reentrant=False)
+    def selective(self, x, ids, labels):
+        def contexts():
+            return create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
+
+        x = checkpoint(self.aux, x, use_reentrant=False, context_fn=contexts)
         return self.loss(x, labels)
 
     def channels_dropped(self, x, ids, labels):
@@ -370,12 +382,12 @@ class Case(LM):
 
 EQUAL_CASES = [
     "first_used_without_gradients", "windows", "repeated_then_written", "drawn_once", "dead",
-    "ignored_out_of_range", "cross_bias", "ids_written", "dtype_of",
+    "ignored_out_of_range", "cross_bias", "ids_written", "dtype_of", "checkpointed",
 ]  # fmt: skip
 REFUSED_CASES = {
     "function": "backward of a torch.autograd.Function",
     "hook": "a hook on its gradient",
-    "checkpoint": "memory_budget",
+    "selective": "context_fn",
     "channels_dropped": "feature_dropout.*drops channels",
     "broadcast_loss": "poisson_nll_loss.*expand them",
     "short_index": "gather.*tokens in dimension 1 are needed",

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from torch import fx
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._dynamo.symbolic_convert import TensorifyState
 
 from deepsp.compile.sharding import parallelize
+from deepsp.compile.weights import GATHERS
 from deepsp.groups import Group
 
 
@@ -19,12 +22,45 @@ def deepsp(gm: fx.GraphModule, example_inputs, *, options=None, **kwargs):
     options = dict(options or {})
     inner = options.pop("inner", "inductor")
     group: Group = options.pop("group", None)
-    known = {"gradients", "outputs", "memory_budget"}
+    known = {"gradients", "outputs", "memory_budget", "chunks"}
     if set(options) - known:
         raise ValueError(
-            f"options has {sorted(set(options) - known)}; group, inner, gradients, outputs and "
-            "memory_budget are right"
+            f"options has {sorted(set(options) - known)}; group, inner, gradients, outputs, "
+            "memory_budget and chunks are right"
         )
+    _settle_floats(gm)
     new = parallelize(gm, example_inputs, group, **options)
     compiler = lookup_backend(inner) if isinstance(inner, str) else inner
+    if inner == "inductor" and any(node.target in GATHERS for node in new.graph.nodes):
+        kwargs["config_patches"] = _fuse_gathers(kwargs.get("config_patches"))
     return compiler(new, example_inputs, **kwargs)
+
+
+def _fuse_gathers(patches: dict | None) -> dict:
+    """Weights that are gathered in the graph are gathered narrow, together and early."""
+    from torch._inductor import config
+
+    from deepsp.compile.gather_cast import FuseGatherCast
+
+    name = "post_grad_custom_post_pass"
+    patches = dict(patches or {})
+    before = patches.get(name, getattr(config, name))
+    if not isinstance(before, FuseGatherCast):
+        patches[name] = FuseGatherCast(before)
+    return patches
+
+
+def _settle_floats(gm: fx.GraphModule) -> None:
+    """Makes a module's floats (an epsilon, a scale) constants. With ``dynamic=True`` they are
+    inputs, until AOTAutograd, late, asks Dynamo to begin again without those that are used as
+    numbers: asked for now, nothing is done twice but Dynamo's part."""
+    names = set()
+    for node in gm.graph.find_nodes(op="placeholder"):
+        number = getattr(node.meta.get("example_value"), "item_memo", None)
+        source = getattr(node.meta.get("grapharg"), "source", None)
+        if number is not None and source.guard_source.is_unspecialized_nn_module():
+            names.add(number.node._expr.name)
+    if any(not TensorifyState.should_specialize(name) for name in names):
+        for name in names:
+            TensorifyState.specialize(name)
+        raise TensorifyScalarRestartAnalysis

@@ -64,9 +64,18 @@ def _is_view(node: fx.Node) -> bool:
     return schema is not None and any(r.alias_info is not None for r in schema.returns)
 
 
-def tag(graph: fx.Graph, budget: float) -> None:
-    """Tags what backward computes again. ``budget``: the part of what each token's own computation
-    produces, in bytes, that may be kept: products first, since they cost most to do again."""
+def keep_exchanged(graph: fx.Graph) -> None:
+    """Of what ``torch.utils.checkpoint`` in the model would compute again, keeps what others would
+    have to send again, attention, and what is random."""
+    for node in graph.nodes:
+        if "recompute" in node.meta and _must_stay(node):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def tag(graph: fx.Graph, budget: float, differentiated: set[fx.Node]) -> None:
+    """Tags what backward computes again, of what is ``differentiated``: a mask has no part in the
+    budget. ``budget``: the part of what each token's own computation produces, in bytes, that may
+    be kept: products first, since they cost most to do again."""
     stretch, candidates = 0, []
     for node in graph.nodes:
         if node.op != "call_function":
@@ -75,7 +84,7 @@ def tag(graph: fx.Graph, budget: float) -> None:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
             node.meta["ac_graph_id"] = stretch
             stretch += node.target in _ATTENTION
-        elif _is_tensor(node):
+        elif node in differentiated:
             node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
             node.meta["ac_graph_id"] = stretch
             if not _is_view(node):

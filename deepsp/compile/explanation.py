@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from deepsp.compile.messages import CannotShard
-from deepsp.compile.sharding import Decision, Report, parallelize
+from deepsp.compile.report import Decision, Report
+from deepsp.compile.sharding import parallelize
 from deepsp.groups import Group
 
 

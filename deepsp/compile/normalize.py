@@ -3,11 +3,14 @@ one op each, sizes still symbolic, every op with the line of the user's code tha
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
+from torch.utils.checkpoint import CheckpointPolicy
 
 from deepsp.compile.messages import CannotShard
 
@@ -28,10 +31,9 @@ def fake_inputs(gm: fx.GraphModule, example_inputs) -> tuple[list, FakeTensorMod
 _WHY = {
     "autograd_function_apply": "the backward of a torch.autograd.Function can't be followed; make "
     "it an op with torch.library.custom_op, and register a rule for it",
-    "tag_activation_checkpoint": "checkpoints inside the model are not taken over; use the "
-    "backend's option memory_budget instead",
     "flex_attention": "FlexAttention isn't supported; use scaled_dot_product_attention",
 }
+_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
 def check_supported(gm: fx.GraphModule) -> None:
@@ -42,10 +44,35 @@ def check_supported(gm: fx.GraphModule) -> None:
     """
     for node in gm.graph.nodes:
         name = getattr(node.target, "__name__", str(node.target))
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
+        if node.target is _CHECKPOINT:
+            body = getattr(gm, node.args[0].target)
+            if "_checkpoint_context_fn" in body.meta:
+                raise CannotShard(
+                    "a checkpoint's context_fn, which selects what is kept, can't be followed; "
+                    "leave it out",
+                    node,
+                )
+            check_supported(body)
+        elif isinstance(node.target, torch._ops.HigherOrderOperator):
             raise CannotShard(_WHY.get(name, "it holds code that can't be followed"), node)
         if node.op != "placeholder" and "hook" in name:
             raise CannotShard("a hook on its gradient can't be followed", node)
+
+
+class _Inline(fx.Interpreter):
+    """Runs what ``torch.utils.checkpoint`` holds as if it stood there, its nodes tagged for
+    AOTAutograd's partitioner: computed again in backward."""
+
+    _regions = itertools.count()
+
+    def call_function(self, target, args, kwargs):
+        if target is not _CHECKPOINT:
+            return super().call_function(target, args, kwargs)
+        body, *inputs = args
+        tags = {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": next(self._regions)}
+        for node in body.graph.nodes:
+            node.meta.update(tags)
+        return _Inline(body).run(*inputs)
 
 
 def normalize(gm: fx.GraphModule, inputs: list, mode: FakeTensorMode) -> fx.GraphModule:
@@ -54,7 +81,7 @@ def normalize(gm: fx.GraphModule, inputs: list, mode: FakeTensorMode) -> fx.Grap
     def run(*args):
         # Without it nodes would lose their stack traces, which messages need.
         with preserve_node_meta():
-            return fx.Interpreter(gm).run(*args)
+            return _Inline(gm).run(*args)
 
     with mode:
         traced = make_fx(run, pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True)(

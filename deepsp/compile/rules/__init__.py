@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from deepsp.compile.messages import CannotShard
+from deepsp.compile.nodes import has_tensor
 from deepsp.compile.tokens import Size, Tokens, same
 
 BY_HAND = (
@@ -129,7 +130,7 @@ class Call:
     @property
     def operands(self) -> list[fx.Node]:
         """The nodes of tensors, each once."""
-        return [n for n in self.node.all_input_nodes if _has_tensor(n)]
+        return [n for n in self.node.all_input_nodes if has_tensor(n.meta.get("val"))]
 
     def tokens(self, node) -> Tokens | None:
         """Where an operand's tokens are; None where it has none."""
@@ -243,11 +244,4 @@ def agree(graph, node: fx.Node, target, args, kwargs, new: fx.Node) -> fx.Node:
         graph.call(aten.mul.Tensor, args[0], drawn)
         if drawn is not new and (target is aten.dropout.default)
         else drawn
-    )
-
-
-def _has_tensor(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) or (
-        isinstance(value, (list, tuple)) and any(isinstance(x, torch.Tensor) for x in value)
     )

@@ -137,7 +137,7 @@ def _distributed(call: Call, q, k, v, mask, of_q: Tokens, of_k: Tokens) -> fx.No
         bool(call["is_causal"]),
         call["scale"],
         bool(gqa),
-        1,
+        graph.chunks,
         graph.lens(of_q),
         graph.rank,
         graph.name,
