@@ -14,6 +14,7 @@ import math
 
 import torch
 from torch import fx
+from torch._higher_order_ops.flex_attention import flex_attention
 from torch.fx.experimental import symbolic_shapes
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -21,6 +22,7 @@ _ATTENTION = {
     torch.ops.deepsp.distributed_attention.default,
     torch.ops.deepsp.attention_of_chunk.default,
     torch.ops.aten.scaled_dot_product_attention.default,
+    flex_attention,
 }
 
 

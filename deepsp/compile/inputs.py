@@ -123,7 +123,8 @@ def _gathered(batch: Mapping[str, Any], dims: dict[str, int], group: Group) -> d
 def _mark(tensor: Tensor, role: str, dim: int) -> None:
     tensor.tag = f"{_PREFIX}:{role}:{dim}"
     if tensor.size(dim) > 1:
-        torch._dynamo.mark_dynamic(tensor, dim)
+        # Maybe: a block mask that FlexAttention is given holds the length that it was made for.
+        torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 def role_of(node: fx.Node) -> tuple[str, int] | None:

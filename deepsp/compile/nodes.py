@@ -28,6 +28,20 @@ def has_tensor(value) -> bool:
     return any(is_tensor(x) for x in tree_leaves(value))
 
 
+def values_of(target, args, kwargs):
+    """What a node has, of fake values. How an op that holds functions is differentiated is left to
+    whoever compiles it: here it matters that it is."""
+    if not isinstance(target, torch._ops.HigherOrderOperator):
+        return target(*args, **kwargs)
+    leaves = tree_leaves((args, kwargs))
+    differentiated = any(is_tensor(x) and x.requires_grad for x in leaves)
+    with torch._C._AutoDispatchBelowAutograd():
+        values = target(*args, **kwargs)
+    if differentiated and torch.is_grad_enabled():
+        tree_map(lambda x: x.requires_grad_(), values)
+    return values
+
+
 class Nodes:
     """A new graph, and what is known of it while it grows."""
 
@@ -50,7 +64,7 @@ class Nodes:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.env.__getitem__)
         try:
             with self.mode:
-                value = node.target(*args, **kwargs)
+                value = values_of(node.target, args, kwargs)
         except (RuntimeError, ValueError, IndexError) as error:
             self.new.erase_node(node)
             raise CannotShard(str(error).splitlines()[0], self.current) from error

@@ -31,6 +31,7 @@ class Report:
 
     def note(self, node: fx.Node, what: str) -> None:
         value = node.meta.get("val")
+        value = value[0] if isinstance(value, tuple) else value
         shape = ", ".join(str(n) for n in value.shape) if is_tensor(value) else ""
         self.decisions.append(Decision(node.name, where(node), f"[{shape}]", what, line_of(node)))
 

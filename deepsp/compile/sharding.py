@@ -161,13 +161,25 @@ class Parallelizer(Forms):
     def _item(self, node: fx.Node) -> None:
         source, index = self.values[node.args[0]], node.args[1]
         tokens = source.tokens[index] if isinstance(source.tokens, list) else None
-        take = [
-            None if x is None else self.call(operator.getitem, x, index)
-            for x in (source.whole, source.mine)
-        ]
+        take = [None if x is None else self.item(x, index) for x in (source.whole, source.mine)]
         if tokens is None and take[1] is not None and take[0] is None:
             take = [take[1], None]
         self.values[node] = Value(take[0], take[1], tokens, source.of_parameter, source.of_data)
+
+    def item(self, node: fx.Node, index: int) -> fx.Node:
+        """One of a node's results. What is no more than put together is used as it is: what nobody
+        uses of it can be dropped."""
+        put_together = node.target is tuple
+        return node.args[0][index] if put_together else self.call(operator.getitem, node, index)
+
+    def module(self, module: fx.GraphModule, name: str) -> fx.Node:
+        """A new module for the new graph, for an op that holds a function."""
+        while hasattr(self.gm, name):
+            name += "_"
+        self.gm.add_submodule(name, module)
+        new = self.new.get_attr(name)
+        self.env[new] = module
+        return new
 
     def _op(self, node: fx.Node, target) -> Value:
         operands = [n for n in node.all_input_nodes if has_tensor(n.meta.get("val"))]

@@ -33,7 +33,9 @@ BY_HAND = (
 )
 _RULES: dict[Any, Callable] = {}
 _REASONS: dict[Any, str] = {}
-_FAMILIES = ("pointwise", "views", "products", "indexing", "reductions", "attention", "losses")
+_FAMILIES = (
+    "pointwise", "views", "products", "indexing", "reductions", "attention", "flex", "losses",
+)  # fmt: skip
 
 
 def rule(*ops) -> Callable:
@@ -45,7 +47,7 @@ def rule(*ops) -> Callable:
         ValueError: an op isn't an ``OpOverload``, such as ``torch.ops.aten.relu.default``.
     """
     for op in ops:
-        if not isinstance(op, torch._ops.OpOverload):
+        if not isinstance(op, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
             raise ValueError(
                 f"rule for {op!r}: an overload, such as torch.ops.aten.relu.default, is right"
             )
