@@ -71,7 +71,7 @@ class Model(nn.Module):
             "documents": of_documents(torch.arange(ids.numel()).view_as(ids) // 5),
             "heads": of_heads(self.reach),
         }
-        return mods.get(self.name, None if self.name in ("plain", "cross whole") else causal)
+        return mods.get(self.name, None if self.name == "cross whole" else causal)
 
     def attend(self, x, memory, mask):
         q, kv = (
@@ -136,7 +136,7 @@ def checked(gm, inputs):
     return Checked(gm).run
 
 
-def compare(name, heads, kv_heads, lengths, inner="aot_eager"):
+def compare(name, heads, kv_heads, lengths, inner):
     torch._dynamo.reset()
     torch.manual_seed(0)
     flex._validate_device = lambda *args: None
@@ -177,32 +177,28 @@ def compare(name, heads, kv_heads, lengths, inner="aot_eager"):
     assert Checked.seen == (len(lengths) if inner is checked else 0)
 
 
+# Heads, lengths, groups. A bias that is learned has its gradient in eager mode only: what
+# AOTAutograd keeps of it for backward doesn't require one, and the products on the CPU ask.
 CASES = {
-    "plain": (4, 4),
-    "causal": (4, 2),
-    "window": (5, 5),
-    "documents": (6, 2),
-    "learned": (4, 2),
-    "heads": (8, 2),
-    "statistics": (4, 4),
-    "checkpointed": (4, 4),
-    "cross": (6, 6),
-    "cross whole": (8, 2),
-    "inside": (4, 4),
+    "causal": (4, 2, (13, 12), "aot_eager", (2,)),
+    "grouped": (4, 2, (13,), "aot_eager", (3,)),
+    "window": (5, 5, (13,), "aot_eager", (2, 3)),
+    "documents": (6, 2, (12,), "aot_eager", (2, 3)),
+    "learned": (4, 2, (13,), "checked", (2, 3)),
+    "heads": (8, 2, (13,), "checked", (2, 3)),
+    "statistics": (4, 4, (13,), "checked", (2,)),
+    "checkpointed": (4, 4, (13,), "aot_eager", (2,)),
+    "cross": (6, 6, (13,), "aot_eager", (3,)),
+    "cross whole": (8, 2, (13,), "aot_eager", (3,)),
+    "inside": (4, 4, (13,), "aot_eager", (2,)),
 }
 
 
-def _case(name, *args):
-    compare(name, *CASES[name], *args)
-
-
-# A bias that is learned has its gradient in eager mode only: what AOTAutograd saves of it for
-# backward doesn't require one, and the products on the CPU ask.
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name, ranks", [(name, ranks) for name, case in CASES.items() for ranks in case[-1]]
+)
 def test_cases(name, ranks):
-    inner = "checked" if name in ("learned", "statistics", "heads") else "aot_eager"
-    on_ranks(ranks, _case, name, (13,), inner)
+    on_ranks(ranks, compare, name, *CASES[name][:-1])
 
 
 def _explained():
