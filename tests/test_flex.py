@@ -71,7 +71,7 @@ class Model(nn.Module):
             "documents": of_documents(torch.arange(ids.numel()).view_as(ids) // 5),
             "heads": of_heads(self.reach),
         }
-        return mods.get(self.name, None if self.name == "cross whole" else causal)
+        return mods.get(self.name, None if self.name in ("cross whole", "checkpointed") else causal)
 
     def attend(self, x, memory, mask):
         q, kv = (

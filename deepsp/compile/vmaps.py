@@ -3,6 +3,7 @@ what it stands for, ops on tensors that have one more dimension."""
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
@@ -11,12 +12,21 @@ _STEP = {"_vmap_increment_nesting": 1, "_vmap_decrement_nesting": -1}
 
 
 def flatten_vmaps(gm: fx.GraphModule, mode) -> fx.GraphModule:
-    """``gm`` itself, or a copy in which no vmap is left."""
-    if not any(_name(n) in _STEP for n in gm.graph.nodes):
+    """``gm`` itself, or a copy in which no vmap is left, nor in the checkpoints that it holds."""
+    bodies = {
+        n.args[0].target: getattr(gm, n.args[0].target)
+        for n in gm.graph.nodes
+        if n.target is torch.ops.higher_order.tag_activation_checkpoint
+    }
+    flat = {name: flatten_vmaps(body, mode) for name, body in bodies.items()}
+    there = any(_name(n) in _STEP for n in gm.graph.nodes)
+    if not there and all(flat[name] is body for name, body in bodies.items()):
         return gm
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     new = fx.GraphModule(gm, graph)
+    for name, body in flat.items():
+        setattr(new, name, body)
     depth, region = 0, []
     for node in list(new.graph.nodes):
         depth += _STEP.get(_name(node), 0)
