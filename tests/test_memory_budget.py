@@ -8,6 +8,7 @@ from functorch.compile import min_cut_rematerialization_partition
 from harness import on_ranks
 from test_sequence_compile import batch
 from torch._dynamo.backends.common import aot_autograd
+from torch.utils.checkpoint import checkpoint
 from zoo import LM
 
 import deepsp
@@ -65,6 +66,39 @@ def _budgets(dropout):
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_less_budget_keeps_less(dropout):
     on_ranks(2, _budgets, dropout)
+
+
+class _Checkpointed(LM):
+    """Layers in checkpoints, or the same without."""
+
+    def __init__(self, checkpointed):
+        super().__init__(dropout=0.3)
+        self.checkpointed = checkpointed
+
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return self.head(self.norm(x)).square().mean()
+
+
+def _checkpoints():
+    kept = {}
+    for checkpointed in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        compiled, seen = _compiled(_Checkpointed(checkpointed), None)
+        compiled(**deepsp.prepare_inputs(batch(16))).backward()
+        kept[checkpointed] = int(seen["kept"])
+        calls = seen["backward"]
+        assert sum("seq_to_heads_start" in c for c in calls) == 2  # backward's own
+        assert not any("_for_cpu.default" in c or "dropout.default" in c for c in calls), calls
+        assert any("addmm" in c for c in calls) == checkpointed
+    assert kept[True] < 0.7 * kept[False], kept
+
+
+def test_checkpoints_in_the_model():
+    on_ranks(2, _checkpoints)
 
 
 def _wrong():

@@ -410,6 +410,74 @@ def test_sharded_weights(groups, ranks, kind, reduction):
     on_ranks(ranks, _sharded_weights, groups, kind, reduction)
 
 
+class _Gathered(torch.nn.Module):
+    """A weight gathered by whatever is given; used with tokens, and by itself."""
+
+    def __init__(self, gather):
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCAB, 4)
+        self.weight = torch.nn.Parameter(torch.randn(6, 4))
+        self.gather = gather
+
+    def forward(self, ids, labels):
+        weight = self.gather(self.weight)
+        return (self.embed(ids) @ weight.t()).square().mean() + weight.exp().sum()
+
+
+def _own_gathers(kind):
+    from torch.distributed._functional_collectives import all_gather_tensor_autograd
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    name = dist.group.WORLD.group_name
+    rows = [6 // size] * size
+    for gather in (
+        lambda shard: all_gather_tensor_autograd(shard, 0, dist.group.WORLD),
+        lambda shard: torch.ops.deepsp.gather_cast_coalesced(
+            [shard, shard * 0], [*rows, *rows], [shard.dtype] * 2, rank, name
+        )[0],
+    ):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        reference = _Gathered(lambda weight: weight).double()
+        model = copy.deepcopy(reference)
+        model.gather = gather
+        model.weight = torch.nn.Parameter(reference.weight.detach().split(rows)[rank].clone())
+        options = {"inner": "aot_eager", "gradients": kind}
+        compiled = torch.compile(model, options=options, **BACKEND)
+        compiled(**deepsp.prepare_inputs(batch(13))).backward()
+        reference(**batch(13)).backward()
+        expected = reference.weight.grad.split(rows)[rank]
+        torch.testing.assert_close(model.weight.grad, expected, rtol=1e-9, atol=1e-12)
+        gradients = gradients_of(model, kind)["embed.weight"]
+        torch.testing.assert_close(gradients, reference.embed.weight.grad)
+
+
+@pytest.mark.parametrize("kind, ranks", [("sum", 3), ("local", 2), ("mean", 2)])
+def test_gathers_in_the_model(kind, ranks):
+    on_ranks(ranks, _own_gathers, kind)
+
+
+def _some_of_the_ranks():
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2])]
+    mine = groups[dist.get_rank() // 2]
+    name, parts = mine.group_name, mine.size()
+    rows, rank = [2] * parts, dist.get_rank(mine)
+    torch._dynamo.reset()
+
+    def gather(shard):
+        return torch.ops.deepsp.gather_cast(shard[:2], rows, shard.dtype, rank, name)
+
+    compiled = torch.compile(_Gathered(gather), **BACKEND)
+    # Rank 2 gathers alone, which is right by itself; the others say what isn't.
+    if dist.get_rank() < 2:
+        with pytest.raises(Exception, match=r"ranks \[0, 1\], some but not all .*\[0, 1, 2\]"):
+            compiled(**deepsp.prepare_inputs(batch(13)))
+
+
+def test_gathers_over_some_ranks():
+    on_ranks(3, _some_of_the_ranks)
+
+
 def _fused_gathers():
     from torch._inductor import compile_fx, config
 

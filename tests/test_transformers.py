@@ -37,11 +37,13 @@ def _make(name):
     return model.double()
 
 
-def _compared(name, given, length):
+def _compared(name, given, length, checkpointed=False):
     torch._dynamo.reset()
     torch.manual_seed(0)
     reference = _make(name)
     model = copy.deepcopy(reference)
+    if checkpointed:
+        model.gradient_checkpointing_enable()
     compiled = torch.compile(model, backend="deepsp", options={"inner": "aot_eager"})
     ids = torch.randint(0, VOCAB, (2, length))
     labels = ids.clone()
@@ -70,12 +72,20 @@ def _compared(name, given, length):
         )
 
 
-@pytest.mark.parametrize("given", ["labels", "labels attention_mask", "position_ids"])
+def _all_compared(name, length, *kinds):
+    for given in kinds:
+        _compared(name, given, length)
+
+
+ALL = "labels attention_mask position_ids"
+
+
 @pytest.mark.parametrize("name", ["Llama", "Qwen3", "Mistral", "GPT2", "Gemma"])
-def test_models(name, given):
-    on_ranks(2, _compared, name, given, 13)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_models(name, ranks):
+    kinds = ["labels", "labels attention_mask", "position_ids"] if ranks == 2 else [ALL]
+    on_ranks(ranks, _all_compared, name, 11 + ranks, *kinds)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Mistral"])
-def test_three_ranks(name):
-    on_ranks(3, _compared, name, "labels attention_mask position_ids", 14)
+def test_checkpointed():
+    on_ranks(2, _compared, "Llama", "labels", 13, True)

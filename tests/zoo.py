@@ -63,17 +63,15 @@ class Block(nn.Module):
         self.post, self.dropout = post, dropout
 
     def forward(self, x, mask=None, causal=True):
-        for norm, layer in zip(self.norms, (self._attend, self.mlp), strict=True):
-            self.arguments = (mask, causal)
+        def attend(x):
+            return self.attention(x, mask=mask, causal=causal)
+
+        for norm, layer in zip(self.norms, (attend, self.mlp), strict=True):
             if self.post:
                 x = norm(x + layer(x))
             else:
                 x = x + F.dropout(layer(norm(x)), self.dropout, self.training)
         return x
-
-    def _attend(self, x):
-        mask, causal = self.arguments
-        return self.attention(x, mask=mask, causal=causal)
 
 
 class LM(nn.Module):

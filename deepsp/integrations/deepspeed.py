@@ -17,10 +17,10 @@ with 0.19.8). Nothing on disk is edited. Replaced in memory, and nothing else:
 - ``DeepSpeedEngine.get_deepspeed_compile_backend``: gives ``engine.compile`` our backend.
 
 Gradients: without ``mpu`` and mesh, which are refused, DeepSpeed's data-parallel group is the
-whole world, and it averages gradients over all of it: D data ranks x P sequence ranks. A rank's
-share of its sequence's gradient therefore has to count P times (``gradients="mean"``); the average
-is then the mean over the D sequences of their full gradients. ZeRO 1 and 2 average over the same
-group, outside the graph.
+whole world, and it averages gradients over all of it: D data ranks x P sequence ranks. So a rank's
+share of its sequence's gradient counts P times (``gradients="mean"``): the average is then the mean
+over the D sequences of their full gradients. (Full gradients on every rank, ``"sum"``, would give
+the same, and be sent twice.) ZeRO 1 and 2 average over the same group, outside the graph.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def _get_deepspeed_compile_backend(original):
             )
         _check_average(self)
         options = compile_kwargs.get("options") or {}
-        return _backend(_sequence_group(_size(self)), backend, options), None
+        return _backend(sequence_group(_size(self)), backend, options), None
 
     return get_deepspeed_compile_backend
 
@@ -266,9 +266,11 @@ def _check_average(engine) -> None:
         )
 
 
-def _sequence_group(size: int) -> dist.ProcessGroup:
-    """This rank's group of ``size`` consecutive ranks: the one that ``"autosp"`` would take. All
-    ranks call it, in the same order, from ``engine.compile``."""
+def sequence_group(size: int) -> dist.ProcessGroup:
+    """This rank's group of ``size`` consecutive ranks, ``sequence_parallel_size``: the one that the
+    pass takes (and ``"autosp"`` would). All ranks call it, in the same order, as ``engine.compile``
+    does; again, it is the same one. ``prepare_inputs(..., sharded_inputs=True)`` needs it where
+    there are data ranks, too."""
     groups = _groups.setdefault(dist.group.WORLD, {})
     if size not in groups:
         groups[size] = dist.new_subgroups(size)[0]
