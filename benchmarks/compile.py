@@ -397,7 +397,7 @@ def main() -> None:
     add("--steps", type=int, default=8, help="of each contender (default: 8)")
     add("--inner", default="inductor", help="compiler behind each pass (default: inductor)")
     add("--quick", action="store_true", help="one layer, S 128, 3 steps, eager: does it run?")
-    add("--results", type=Path, metavar="FOLDER", help="writes compile.md and .json there, too")
+    add("--results", type=Path, metavar="FOLDER", help="writes compile_(parts).md and .json")
     args = parser.parse_args()
     if args.quick:
         args.layers, args.seqs, args.right_seq, args.steps = 1, [128], 64, 3
@@ -436,9 +436,10 @@ def main() -> None:
         console.print(table)
     if args.results:
         args.results.mkdir(parents=True, exist_ok=True)
-        (args.results / "compile.json").write_text(json.dumps(found, indent=1, default=str) + "\n")
-        (args.results / "compile.md").write_text(markdown(found))
-        console.print(f"written: {args.results}/compile.*")
+        file = args.results / "_".join(["compile", *args.parts])
+        file.with_suffix(".json").write_text(json.dumps(found, indent=1, default=str) + "\n")
+        file.with_suffix(".md").write_text(markdown(found))
+        console.print(f"written: {file}.*")
 
 
 if __name__ == "__main__":

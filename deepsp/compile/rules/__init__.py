@@ -230,20 +230,14 @@ def broadcast(call: Call, nodes, out: list[Size]) -> Tokens:
 def agree(graph, node: fx.Node, target, args, kwargs, new: fx.Node) -> fx.Node:
     """A random value that every rank holds whole must be the same on each: rank 0's."""
     aten = torch.ops.aten
-    if target is aten.dropout.default:
+    dropout, drawn = target is aten.dropout.default, new
+    if dropout:
         if not args[2] or args[1] == 0:
             return new
         ones = graph.call(aten.ones_like.default, args[0])
         drawn = graph.call(aten.dropout.default, graph.call(aten.detach.default, ones), *args[1:])
-    else:
-        drawn = new
     value = graph.env[drawn]
     if not isinstance(value, torch.Tensor) or value.requires_grad:
         raise CannotShard("it is random, and every rank would have other numbers", node)
-    mine = graph.call(aten.mul.Scalar, drawn, int(graph.rank == 0))
-    drawn = graph.all_reduce(mine)
-    return (
-        graph.call(aten.mul.Tensor, args[0], drawn)
-        if drawn is not new and (target is aten.dropout.default)
-        else drawn
-    )
+    drawn = graph.all_reduce(graph.call(aten.mul.Scalar, drawn, int(graph.rank == 0)))
+    return graph.call(aten.mul.Tensor, args[0], drawn) if dropout else drawn
