@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import deepsp
+from deepsp.integrations.deepspeed import sequence_group
 
 VOCAB, DIM, HEADS, LR, STEPS = 64, 32, 4, 0.5, 5
 ON = {"deepcompile": True, "passes": ["deepsp"]}
@@ -130,7 +131,7 @@ def own_loss(model, ids, labels):
     return model(input_ids=ids, labels=labels).loss
 
 
-def _trains(stage, config):
+def _trains(stage, config, sharded_inputs=False):
     start = llama()
     model, reference = copy.deepcopy(start), copy.deepcopy(start)
     expected = train_one_process(reference, own_loss, dist.get_world_size() // 2)
@@ -140,12 +141,17 @@ def _trains(stage, config):
         options = {"gradients": "mean", "inner": "aot_eager"}
         engine.compile(backend="deepsp", compile_kwargs={"options": options})
     else:
-        # Where Python's floats become symbols, too, Dynamo calls the backend twice: slow.
+        # Where Python's floats become symbols, too, Dynamo traces twice: slower.
         engine.compile(backend="aot_eager", compile_kwargs={"dynamic": True} if not stage else {})
     for step in range(STEPS):
         ids, labels = batch(step, mine)
         inputs = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
-        loss = engine(**deepsp.prepare_inputs(inputs)).loss
+        given = {}
+        if sharded_inputs:
+            given = {"sharded_inputs": True, "group": sequence_group(2)}
+            part = dist.get_rank() % 2
+            inputs = {name: x.tensor_split(2, 1)[part].clone() for name, x in inputs.items()}
+        loss = engine(**deepsp.prepare_inputs(inputs, **given)).loss
         assert abs(loss.item() - expected[step][mine]) < 1e-5, step
         engine.backward(loss)
         engine.step()
@@ -163,7 +169,7 @@ def test_without_the_config():
 
 
 def test_data_and_sequence_parallel():
-    on_ranks(4, _trains, 1, {})
+    on_ranks(4, _trains, 1, {}, True)
 
 
 class Attending(nn.Module):
@@ -338,6 +344,7 @@ deepspeed.__version__, deepspeed.__version_minor__ = "0.20.0", 20
 original = c.DeepSpeedConfig.__init__
 c.DeepSpeedConfig.__init__ = lambda self, config, mpu=None, mesh_device=None: None
 import deepsp
+from deepsp.integrations.deepspeed import sequence_group
 c.DeepSpeedConfig({"compile": {"passes": ["autosp"]}})
 c.DeepSpeedConfig({})
 with pytest.raises(RuntimeError, match="DeepSpeed 0.20.0 is installed.*0.19 only.*backend="):

@@ -425,13 +425,17 @@ class _Gathered(torch.nn.Module):
 
 
 def _own_gathers(kind):
-    from torch.distributed._functional_collectives import all_gather_tensor_autograd
+    from torch.distributed._functional_collectives import (
+        all_gather_into_tensor_coalesced,
+        all_gather_tensor_autograd,
+    )
 
     rank, size = dist.get_rank(), dist.get_world_size()
     name = dist.group.WORLD.group_name
     rows = [6 // size] * size
     for gather in (
         lambda shard: all_gather_tensor_autograd(shard, 0, dist.group.WORLD),
+        lambda shard: all_gather_into_tensor_coalesced([shard], dist.group.WORLD)[0],
         lambda shard: torch.ops.deepsp.gather_cast_coalesced(
             [shard, shard * 0], [*rows, *rows], [shard.dtype] * 2, rank, name
         )[0],
@@ -476,6 +480,86 @@ def _some_of_the_ranks():
 
 def test_gathers_over_some_ranks():
     on_ranks(3, _some_of_the_ranks)
+
+
+def _wrong_gathers():
+    """Whose gradients would be wrong."""
+    from torch.distributed import _functional_collectives as collectives
+
+    size, world = dist.get_world_size(), dist.group.WORLD
+
+    def gather(x):
+        return collectives.all_gather_tensor_autograd(x, 0, world)
+
+    def also_alone(model, x):
+        return gather(model.weight).sum() + model.weight.square().sum()
+
+    def of_two(model, x):
+        return gather(model.weight * model.scale).sum()
+
+    def of_random(model, x):
+        return gather(F.dropout(model.weight, 0.5)).sum()
+
+    def summed(model, x):
+        return collectives.all_reduce(model.scale, "sum", world).sum()
+
+    def exchanged(model, x):
+        rank, name = dist.get_rank(), world.group_name
+        return torch.ops.deepsp.unshard(model.weight, 0, [2] * size, rank, name).sum()
+
+    model = torch.nn.Embedding(VOCAB, 4)
+    model.weight_of_all = model.weight
+    model.weight, model.scale = (torch.nn.Parameter(torch.ones(2, 4)) for _ in range(2))
+    for wrong, why in (
+        (also_alone, "a shard that is gathered elsewhere; use what was gathered"),
+        (of_two, "a parameter's shard, cast or viewed, is right"),
+        (of_random, "a parameter's shard, cast or viewed, is right"),
+        (summed, "communicates with other ranks of the sequence by itself"),
+        (exchanged, "communicates with other ranks of the sequence by itself"),
+    ):
+
+        def loss(ids, wrong=wrong):
+            x = F.embedding(ids, model.weight_of_all)
+            return x.square().mean() + wrong(model, x)
+
+        torch._dynamo.reset()
+        ids = deepsp.prepare_inputs(batch(12))["ids"]
+        with pytest.raises(Exception, match=why):
+            torch.compile(loss, options={"inner": "aot_eager"}, **BACKEND)(ids)
+
+
+def test_wrong_gathers():
+    on_ranks(2, _wrong_gathers)
+
+
+class _Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.scale = torch.nn.Embedding(VOCAB, 4), 1.0
+        self.norm = torch.nn.LayerNorm(4)
+
+    def forward(self, ids):
+        return self.norm(self.embed(ids) * self.scale).exp().mean() * self.scale
+
+
+def _floats_that_change():
+    for dynamic in (None, True):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        torch.manual_seed(0)
+        model = _Scaled().double()
+        options = {"inner": "aot_eager"}
+        compiled = torch.compile(model, dynamic=dynamic, options=options, **BACKEND)
+        ids = batch(12)["ids"]
+        deepsp.prepare_inputs(ids)
+        for step in range(5):
+            model.scale = 1.0 + 0.1 * step
+            torch.testing.assert_close(compiled(ids), model(ids))
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+def test_floats_that_change():
+    on_ranks(2, _floats_that_change)
 
 
 def _fused_gathers():

@@ -354,6 +354,9 @@ class Case(LM):
         x = checkpoint(self.aux, x, use_reentrant=False, context_fn=contexts)
         return self.loss(x, labels)
 
+    def mapped(self, x, ids, labels):
+        return self.loss(torch.vmap(self.aux)(x), labels)
+
     def channels_dropped(self, x, ids, labels):
         return self.loss(F.dropout1d(x.transpose(1, 2), 0.5, True).transpose(1, 2), labels)
 
@@ -386,6 +389,7 @@ REFUSED_CASES = {
     "function": "backward of a torch.autograd.Function",
     "hook": "a hook on its gradient",
     "selective": "context_fn",
+    "mapped": "torch.vmap of what is differentiated",
     "channels_dropped": "feature_dropout.*drops channels",
     "broadcast_loss": "poisson_nll_loss.*expand them",
     "short_index": "gather.*tokens in dimension 1 are needed",

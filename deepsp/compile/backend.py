@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from torch import fx
+from torch._dynamo import config
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import TensorifyState
+from torch._guards import CompileContext
 
 from deepsp.compile.sharding import parallelize
 from deepsp.compile.weights import GATHERS
@@ -33,27 +35,33 @@ def deepsp(gm: fx.GraphModule, example_inputs, *, options=None, **kwargs):
     compiler = lookup_backend(inner) if isinstance(inner, str) else inner
     if inner == "inductor" and any(node.target in GATHERS for node in new.graph.nodes):
         kwargs["config_patches"] = _fuse_gathers(kwargs.get("config_patches"))
-    return compiler(new, example_inputs, **kwargs)
+    compiled = compiler(new, example_inputs, **kwargs)
+    # Names of floats are counted anew by each compilation: those of this one mean others there.
+    TensorifyState.clear()
+    return compiled
 
 
 def _fuse_gathers(patches: dict | None) -> dict:
     """Weights that are gathered in the graph are gathered narrow, together and early."""
-    from torch._inductor import config
+    from torch._inductor import config as inductor_config
 
     from deepsp.compile.gather_cast import FuseGatherCast
 
     name = "post_grad_custom_post_pass"
     patches = dict(patches or {})
-    before = patches.get(name, getattr(config, name))
+    before = patches.get(name, getattr(inductor_config, name))
     if not isinstance(before, FuseGatherCast):
         patches[name] = FuseGatherCast(before)
     return patches
 
 
 def _settle_floats(gm: fx.GraphModule) -> None:
-    """Makes a module's floats (an epsilon, a scale) constants. With ``dynamic=True`` they are
-    inputs, until AOTAutograd, late, asks Dynamo to begin again without those that are used as
-    numbers: asked for now, nothing is done twice but Dynamo's part."""
+    """Makes a module's floats (an epsilon, a scale) constants, until one changes. With
+    ``dynamic=True`` they are inputs, and AOTAutograd, late, asks Dynamo to begin again without
+    those that are used as numbers: asked for now, nothing is done twice but Dynamo's part."""
+    compilation = CompileContext.current_compile_id()
+    if config.assume_static_by_default or compilation is None or compilation.frame_compile_id:
+        return
     names = set()
     for node in gm.graph.find_nodes(op="placeholder"):
         number = getattr(node.meta.get("example_value"), "item_memo", None)

@@ -25,6 +25,8 @@ _ATTENTION = {
     flex_attention,
 }
 
+_COMMUNICATES = ("deepsp", "_c10d_functional", "_c10d_functional_autograd")
+
 
 def _hint(size) -> int:
     if isinstance(size, int):
@@ -43,7 +45,7 @@ def _must_stay(node: fx.Node) -> bool:
     target = node.target
     return (
         target in _ATTENTION
-        or getattr(target, "namespace", "") == "deepsp"
+        or getattr(target, "namespace", "") in _COMMUNICATES
         or torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
     )
 

@@ -63,8 +63,10 @@ class Forms(Nodes):
         self.scaled: dict[fx.Node, fx.Node] = {}
         self.unscaled: dict[fx.Node, fx.Node] = {}
         self.parameters_of_group: set[fx.Node] = set()
-        self.parameters: dict[fx.Node, fx.Node] = {}  # what stands for a parameter's share: its
-        self.shares: set[fx.Node] = set()  # whose gradients are summed by what they were made by
+        # What stands for the share of a parameter -> the parameter.
+        self.parameters: dict[fx.Node, fx.Node] = {}
+        # Wholes whose gradients are shares already: a gather sums them.
+        self.shares: set[fx.Node] = set()
 
     def sequence(self, length: Size) -> Sequence:
         for known, sequence in self.lengths.items():
@@ -80,7 +82,7 @@ class Forms(Nodes):
         """The whole shape of a node of the old graph."""
         return [size_of(n) for n in node.meta["val"].shape]
 
-    def _all_of(self, node: fx.Node) -> fx.Node:
+    def all_of(self, node: fx.Node) -> fx.Node:
         whole = self.values[node].whole
         if whole is None:
             raise CannotShard(
@@ -90,7 +92,7 @@ class Forms(Nodes):
 
     def whole(self, node: fx.Node):
         """The whole of an old node's value, for ops on whole values."""
-        whole = self._all_of(node)
+        whole = self.all_of(node)
         local = self.gradients == "local" and whole in self.parameters_of_group
         if (local or whole in self.shares) and self._differentiated(whole):
             if whole not in self.scaled:
@@ -102,7 +104,7 @@ class Forms(Nodes):
 
     def for_part(self, node: fx.Node):
         """The whole of an old node's value, for ops on parts: its gradient becomes a sum."""
-        return self.share(self._all_of(node))
+        return self.share(self.all_of(node))
 
     def _differentiated(self, node: fx.Node) -> bool:
         # Under no_grad there is nothing to sum, and what is made there must not be used elsewhere.

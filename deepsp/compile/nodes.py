@@ -42,6 +42,13 @@ def values_of(target, args, kwargs):
     return values
 
 
+def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
+    """The same modules with a graph of its own."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    return fx.GraphModule(gm, graph)
+
+
 class Nodes:
     """A new graph, and what is known of it while it grows."""
 

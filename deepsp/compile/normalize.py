@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointPolicy
 
 from deepsp.compile.messages import CannotShard
-from deepsp.compile.nodes import values_of
+from deepsp.compile.nodes import copy_of, values_of
 from deepsp.compile.vmaps import flatten_vmaps
 
 
@@ -78,7 +78,7 @@ class _Inline(fx.Interpreter):
             return _one_op(target, args)
         if target is not _CHECKPOINT:
             return super().call_function(target, args, kwargs)
-        body, *inputs = args
+        body, *inputs = copy_of(args[0]), *args[1:]
         tags = {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": next(self._regions)}
         for node in body.graph.nodes:
             node.meta.update(tags)

@@ -47,7 +47,9 @@ class Parallelizer(Forms):
         self.gm, self.old = gm, gm.graph
         self.inputs, self.outputs, self.chunks = inputs, outputs, chunks
         self.rebound: set[fx.Node] = set()  # of the old graph: written to, so now something else
-        self.gathers = summed_by_gathers(self.old, self.name)
+        placeholders = zip(self.old.find_nodes(op="placeholder"), inputs, strict=True)
+        differentiated = {n for n, x in placeholders if is_tensor(x) and x.requires_grad}
+        self.gathers = summed_by_gathers(self.old, self.name, differentiated)
         self.report = Report()
 
     def run(self) -> fx.Graph:
@@ -140,7 +142,7 @@ class Parallelizer(Forms):
         if isinstance(value, int) or not free_symbols(value) - set(self.symbols):
             self.values[node] = Value(self.int_(size_of(value)))
             return
-        new = self.call(node.target, *self._map(node.args, self.whole))
+        new = self.call(node.target, *self.mapped(node.args, self.whole))
         self.know(value, new)
         self.values[node] = Value(new)
 
@@ -148,10 +150,10 @@ class Parallelizer(Forms):
         """No tensor comes out: modes that are entered and left, and asserts."""
         if "assert" in str(node.target) or "constrain" in str(node.target):
             return
-        args, kwargs = self._map((node.args, node.kwargs), self.whole)
+        args, kwargs = self.mapped((node.args, node.kwargs), self.whole)
         self.values[node] = Value(self.call(node.target, *args, **kwargs))
 
-    def _map(self, args, function):
+    def mapped(self, args, function):
         return fx.node.map_arg(args, lambda n: self._as_size(n, function))
 
     def _as_size(self, node: fx.Node, function):
@@ -228,8 +230,9 @@ class Parallelizer(Forms):
         return self.cut(self._emit_whole(node, target), shape, tokens), tokens
 
     def _emit_whole(self, node: fx.Node, target) -> fx.Node:
-        form = self._all_of if node in self.gathers else self.whole
-        args, kwargs = self._map((node.args, node.kwargs), form)
+        # What is summed by a gather has its gradient there, whatever form others need.
+        form = self.all_of if node in self.gathers else self.whole
+        args, kwargs = self.mapped((node.args, node.kwargs), form)
         tags = getattr(target, "tags", ())
         new = self.call(target, *args, **kwargs)
         if torch.Tag.nondeterministic_seeded in tags and self.size > 1:
@@ -381,7 +384,7 @@ def parallelize(
         raise ValueError(f"outputs is {outputs!r}; 'whole' or 'local' is right")
     if memory_budget is not None and not 0 <= memory_budget <= 1:
         raise ValueError(f"memory_budget is {memory_budget}; from 0 to 1, or None, is right")
-    if not isinstance(chunks, int) or chunks < 1:
+    if type(chunks) is not int or chunks < 1:
         raise ValueError(f"chunks is {chunks!r}; a number, at least 1, is right")
     member = member_of(group)
     does_nothing = all(n.op in ("placeholder", "output") for n in gm.graph.nodes)

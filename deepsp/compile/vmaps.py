@@ -7,6 +7,10 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
+from torch.utils._pytree import tree_leaves
+
+from deepsp.compile.messages import CannotShard
+from deepsp.compile.nodes import copy_of, is_tensor
 
 _STEP = {"_vmap_increment_nesting": 1, "_vmap_decrement_nesting": -1}
 
@@ -22,9 +26,7 @@ def flatten_vmaps(gm: fx.GraphModule, mode) -> fx.GraphModule:
     there = any(_name(n) in _STEP for n in gm.graph.nodes)
     if not there and all(flat[name] is body for name, body in bodies.items()):
         return gm
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    new = fx.GraphModule(gm, graph)
+    new = copy_of(gm)
     for name, body in flat.items():
         setattr(new, name, body)
     depth, region = 0, []
@@ -35,7 +37,6 @@ def flatten_vmaps(gm: fx.GraphModule, mode) -> fx.GraphModule:
         if region and not depth:
             _flatten(new, region, mode)
             region = []
-    new.graph.eliminate_dead_code()
     new.recompile()
     return new
 
@@ -60,6 +61,8 @@ def _flatten(gm: fx.GraphModule, region: list[fx.Node], mode) -> None:
             return interpreter.run(*args)
 
     values = [x.meta["example_value"] for x in given]
+    if any(x.requires_grad for x in tree_leaves(values) if is_tensor(x)):
+        raise CannotShard("torch.vmap of what is differentiated can't be followed", region[0])
     with mode:
         flat = make_fx(run, tracing_mode="real", _allow_non_fake_inputs=True)(*values)
     names = dict(zip(flat.graph.find_nodes(op="placeholder"), given, strict=True))

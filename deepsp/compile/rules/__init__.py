@@ -168,7 +168,7 @@ class Call:
         return self.graph.for_part(node) if tokens is None else self.graph.part(node, tokens)
 
     def arguments(self) -> tuple[tuple, dict]:
-        return self.graph._map((self.node.args, self.node.kwargs), self.given)
+        return self.graph.mapped((self.node.args, self.node.kwargs), self.given)
 
     def same_op(self):
         args, kwargs = self.arguments()
@@ -180,7 +180,7 @@ class Call:
         for argument in self.target._schema.arguments:
             value = new.get(argument.name, self.named[argument.name])
             if argument.name not in new:
-                value = self.graph._map(value, self.given)
+                value = self.graph.mapped(value, self.given)
             if argument.kwarg_only:
                 kwargs[argument.name] = value
             else:

@@ -10,7 +10,7 @@ from torch import fx
 from torch._higher_order_ops.flex_attention import flex_attention as op
 from torch.utils._pytree import tree_leaves
 
-from deepsp.compile.nodes import has_tensor
+from deepsp.compile.nodes import copy_of, has_tensor
 from deepsp.compile.rules import Call, rule
 from deepsp.compile.tokens import Tokens, same
 
@@ -68,8 +68,8 @@ def _distributed(call: Call, of_q: Tokens, of_kv: Tokens | None) -> fx.Node:
             *(_blocks(call, x, heads, begin, end) for x in sizes_and_blocks),
             _of_heads(call, mask_mod, 1, begin),
         ),
-        *graph._map((scale, options), graph.whole),
-        *graph._map(tuple(read), graph.for_part),
+        *graph.mapped((scale, options), graph.whole),
+        *graph.mapped(tuple(read), graph.for_part),
     )
     # The output, and what softmax summed and saw at most: dropped where nobody asks for it.
     results = [
@@ -135,7 +135,7 @@ def _back(call: Call, x: fx.Node, tokens: Tokens, heads: int) -> fx.Node:
 def _blocks(call: Call, x, heads: int, begin: int, end: int):
     """What a block mask holds, for this rank's heads where it differs from head to head."""
     if not isinstance(x, fx.Node) or not has_tensor(x.meta.get("val")):
-        return call.graph._map(x, call.graph.whole)
+        return call.graph.mapped(x, call.graph.whole)
     shape = call.shape(x)
     whole = call.graph.for_part(x)
     if len(shape) < 3 or same(shape[1], 1):
@@ -149,9 +149,8 @@ def _of_heads(call: Call, node: fx.Node, argument: int, begin: int) -> fx.Node:
     """A score_mod or mask_mod whose head, its ``argument``, is counted from the whole's first."""
     graph = call.graph
     whole = graph.values[node].whole
-    module = graph.env[whole]
-    copied = fx.Graph()
-    copied.output(copied.graph_copy(module.graph, {}))
+    module = copy_of(graph.env[whole])
+    copied = module.graph
     head = copied.find_nodes(op="placeholder")[argument]
     users = list(head.users)
     if not begin or not users:
@@ -161,4 +160,5 @@ def _of_heads(call: Call, node: fx.Node, argument: int, begin: int) -> fx.Node:
     shifted.meta = dict(head.meta)
     for user in users:
         user.replace_input_with(head, shifted)
-    return graph.module(fx.GraphModule(module, copied), node.name)
+    module.recompile()
+    return graph.module(module, node.name)
