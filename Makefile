@@ -7,6 +7,7 @@
 # make overlap   what the layer hides, on a link of a set speed (root, iproute2)
 # make bench-gather  weights cast before they are gathered, and the training step (root, iproute2)
 # make bench-compile models sharded by the compile pass, next to DeepSpeed's AutoSP
+# make bench-memory  memory and time over the compile pass's memory_budget
 
 PYTHON ?= python3
 VENV := .venv
@@ -18,7 +19,7 @@ CPP := $(shell find csrc -name '*.cpp' -o -name '*.h')
 CU := $(wildcard csrc/kernels/*.cu)
 CUDA_HOSTS := $(shell grep -l DEEPSP_CUDA -r csrc --include=*.cpp)
 
-.PHONY: demo test lint format cuda-check gpu-test bench overlap bench-gather bench-compile clean
+.PHONY: demo test lint format cuda-check gpu-test bench overlap bench-gather bench-compile bench-memory clean
 
 # torch first, and by version: any other way of asking may bring a larger one. DeepSpeed's setup
 # imports torch, and needs telling that no ops are to be built.
@@ -52,6 +53,9 @@ bench-gather: $(VENV)/built
 
 bench-compile: $(VENV)/built
 	$(BIN)/python benchmarks/compile.py
+
+bench-memory: $(VENV)/built
+	$(BIN)/python benchmarks/memory_budget.py
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
