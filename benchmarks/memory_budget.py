@@ -173,9 +173,10 @@ def draw(found: dict[str, dict], file: Path) -> None:
             continue
         place = (x["mib"], x["step_ms"])
         axes.annotate(label, place, xytext=shift, textcoords="offset points")
-    axes.set(xlabel="peak memory of a step, MiB", ylabel="step, ms", ylim=(0, None), xlim=(0, None))
+    right, top = (1.15 * max(x[key] for x in found.values()) for key in ("mib", "step_ms"))
+    axes.set(xlabel="peak memory of a step, MiB", ylabel="step, ms", xlim=(0, right), ylim=(0, top))
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(loc="lower left")
     figure.savefig(file, dpi=110)
 
 
