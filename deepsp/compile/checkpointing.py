@@ -18,14 +18,15 @@ from torch._higher_order_ops.flex_attention import flex_attention
 from torch.fx.experimental import symbolic_shapes
 from torch.utils.checkpoint import CheckpointPolicy
 
+from deepsp.compile.nodes import is_random, is_tensor
+from deepsp.compile.weights import COMMUNICATE
+
 _ATTENTION = {
     torch.ops.deepsp.distributed_attention.default,
     torch.ops.deepsp.attention_of_chunk.default,
     torch.ops.aten.scaled_dot_product_attention.default,
     flex_attention,
 }
-
-_COMMUNICATES = ("deepsp", "_c10d_functional", "_c10d_functional_autograd")
 
 
 def _hint(size) -> int:
@@ -44,9 +45,7 @@ def _must_stay(node: fx.Node) -> bool:
     """Collectives, attention, and what is random: computed again it would be something else."""
     target = node.target
     return (
-        target in _ATTENTION
-        or getattr(target, "namespace", "") in _COMMUNICATES
-        or torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+        target in _ATTENTION or getattr(target, "namespace", "") in COMMUNICATE or is_random(target)
     )
 
 
@@ -54,13 +53,9 @@ def _work(node: fx.Node) -> int:
     """Multiplications for each element of the result."""
     name = getattr(node.target, "_opname", "")
     if name in ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"):
-        operands = [n.meta["val"] for n in node.all_input_nodes if _is_tensor(n)]
-        return max((_hint(x.shape[-1]) for x in operands if x.dim()), default=1)
+        operands = [n.meta.get("val") for n in node.all_input_nodes]
+        return max((_hint(x.shape[-1]) for x in operands if is_tensor(x) and x.dim()), default=1)
     return 1
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _is_view(node: fx.Node) -> bool:

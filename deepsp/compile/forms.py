@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from deepsp.compile.messages import CannotShard
-from deepsp.compile.nodes import Nodes, has_tensor, is_tensor
+from deepsp.compile.nodes import Nodes, has_tensor, is_differentiated
 from deepsp.compile.tokens import Sequence, Size, Tokens, same, size_of
 
 _aten, _ours = torch.ops.aten, torch.ops.deepsp
@@ -108,8 +108,7 @@ class Forms(Nodes):
 
     def _differentiated(self, node: fx.Node) -> bool:
         # Under no_grad there is nothing to sum, and what is made there must not be used elsewhere.
-        value = self.env[node]
-        return is_tensor(value) and value.requires_grad and torch.is_grad_enabled()
+        return is_differentiated(self.env[node]) and torch.is_grad_enabled()
 
     def share(self, whole: fx.Node):
         """What has the value of a whole, and as its gradient this rank's share of the whole's."""

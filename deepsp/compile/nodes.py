@@ -28,13 +28,21 @@ def has_tensor(value) -> bool:
     return any(is_tensor(x) for x in tree_leaves(value))
 
 
+def is_differentiated(value) -> bool:
+    return is_tensor(value) and value.requires_grad
+
+
+def is_random(target) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+
+
 def values_of(target, args, kwargs):
     """What a node has, of fake values. How an op that holds functions is differentiated is left to
     whoever compiles it: here it matters that it is."""
     if not isinstance(target, torch._ops.HigherOrderOperator):
         return target(*args, **kwargs)
     leaves = tree_leaves((args, kwargs))
-    differentiated = any(is_tensor(x) and x.requires_grad for x in leaves)
+    differentiated = any(is_differentiated(x) for x in leaves)
     with torch._C._AutoDispatchBelowAutograd():
         values = target(*args, **kwargs)
     if differentiated and torch.is_grad_enabled():

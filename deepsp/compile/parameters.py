@@ -7,7 +7,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from deepsp.compile.forms import Forms
-from deepsp.compile.nodes import is_tensor
+from deepsp.compile.nodes import is_differentiated
 
 BUCKET_BYTES = 25 << 20
 _ours = torch.ops.deepsp
@@ -19,7 +19,7 @@ def drop_unused(forms: Forms) -> None:
     while stack:
         for node in stack.pop().all_input_nodes:
             leaves = tree_leaves(forms.env[node])
-            if node not in reached and any(is_tensor(x) and x.requires_grad for x in leaves):
+            if node not in reached and any(is_differentiated(x) for x in leaves):
                 reached.add(node)
                 stack.append(node)
     there = set(forms.new.nodes)

@@ -26,7 +26,7 @@ from deepsp.compile import checkpointing, parameters, rules
 from deepsp.compile.forms import Forms, Value
 from deepsp.compile.inputs import role_of
 from deepsp.compile.messages import CannotShard
-from deepsp.compile.nodes import has_tensor, is_tensor
+from deepsp.compile.nodes import has_tensor, is_differentiated, is_random, is_tensor
 from deepsp.compile.normalize import check_supported, fake_inputs, normalize
 from deepsp.compile.report import Report, places
 from deepsp.compile.tokens import Tokens, same, size_of
@@ -48,7 +48,7 @@ class Parallelizer(Forms):
         self.inputs, self.outputs, self.chunks = inputs, outputs, chunks
         self.rebound: set[fx.Node] = set()  # of the old graph: written to, so now something else
         placeholders = zip(self.old.find_nodes(op="placeholder"), inputs, strict=True)
-        differentiated = {n for n, x in placeholders if is_tensor(x) and x.requires_grad}
+        differentiated = {n for n, x in placeholders if is_differentiated(x)}
         self.gathers = summed_by_gathers(self.old, self.name, differentiated)
         self.report = Report()
 
@@ -191,7 +191,7 @@ class Parallelizer(Forms):
             "of_data": any(v.of_data for v in values),
         }
         only_mine = any(v.whole is None for v in values)
-        random = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+        random = is_random(target)
         if not only_mine and (random or not any(v.tokens for v in values)):
             # What is random is drawn once: parts are cut from what every rank has.
             mine = None if operands or random else self._factory(node, target)
@@ -233,9 +233,8 @@ class Parallelizer(Forms):
         # What is summed by a gather has its gradient there, whatever form others need.
         form = self.all_of if node in self.gathers else self.whole
         args, kwargs = self.mapped((node.args, node.kwargs), form)
-        tags = getattr(target, "tags", ())
         new = self.call(target, *args, **kwargs)
-        if torch.Tag.nondeterministic_seeded in tags and self.size > 1:
+        if is_random(target) and self.size > 1:
             return rules.agree(self, node, target, args, kwargs, new)
         return new
 
@@ -274,7 +273,7 @@ class Parallelizer(Forms):
         aliases = self._aliases(target)
         if all(self.values[n].whole is not None for n in (*aliases, *node.all_input_nodes)):
             touched = [self.env[self.values[n].whole] for n in node.all_input_nodes]
-            differentiated = any(is_tensor(x) and x.requires_grad for x in touched)
+            differentiated = any(is_differentiated(x) for x in touched)
             if differentiated and torch.is_grad_enabled():
                 raise CannotShard(
                     "it writes into what is differentiated; write x = x.op(...)", node
@@ -401,6 +400,6 @@ def parallelize(
         graph = walk.run()
     checkpointing.keep_exchanged(graph)
     if memory_budget is not None and memory_budget < 1:
-        differentiated = {n for n, x in walk.env.items() if is_tensor(x) and x.requires_grad}
+        differentiated = {n for n, x in walk.env.items() if is_differentiated(x)}
         checkpointing.tag(graph, memory_budget, differentiated)
     return fx.GraphModule(normal, graph)

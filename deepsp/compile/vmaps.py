@@ -10,7 +10,7 @@ from torch.fx.traceback import preserve_node_meta
 from torch.utils._pytree import tree_leaves
 
 from deepsp.compile.messages import CannotShard
-from deepsp.compile.nodes import copy_of, is_tensor
+from deepsp.compile.nodes import copy_of, is_differentiated
 
 _STEP = {"_vmap_increment_nesting": 1, "_vmap_decrement_nesting": -1}
 
@@ -61,7 +61,7 @@ def _flatten(gm: fx.GraphModule, region: list[fx.Node], mode) -> None:
             return interpreter.run(*args)
 
     values = [x.meta["example_value"] for x in given]
-    if any(x.requires_grad for x in tree_leaves(values) if is_tensor(x)):
+    if any(is_differentiated(x) for x in tree_leaves(values)):
         raise CannotShard("torch.vmap of what is differentiated can't be followed", region[0])
     with mode:
         flat = make_fx(run, tracing_mode="real", _allow_non_fake_inputs=True)(*values)

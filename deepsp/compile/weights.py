@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import fx
 
 from deepsp.compile.messages import CannotShard
-from deepsp.compile.nodes import has_tensor
+from deepsp.compile.nodes import has_tensor, is_random
 
 _ours, _c10d = torch.ops.deepsp, torch.ops._c10d_functional
-_NAMESPACES = ("deepsp", "c10d", "_c10d_functional", "_c10d_functional_autograd")
+COMMUNICATE = ("deepsp", "c10d", "_c10d_functional", "_c10d_functional_autograd")
 GATHERS = {
     _ours.gather_cast.default,
     _ours.gather_cast_coalesced.default,
@@ -34,7 +34,7 @@ _PASSED = {operator.getitem, _c10d.wait_tensor.default}
 
 def _group_of(node: fx.Node) -> str | None:
     """The name of the group that an op communicates in."""
-    if getattr(node.target, "namespace", "") not in _NAMESPACES:
+    if getattr(node.target, "namespace", "") not in COMMUNICATE:
         return None
     for i, argument in enumerate(node.target._schema.arguments):
         if argument.name == "group_name":
@@ -101,9 +101,7 @@ def _made_of(shard: fx.Node, gather: fx.Node, differentiated: set[fx.Node]) -> s
             behind.append(node)
             stack += node.all_input_nodes
     parameters = [n for n in behind if n in differentiated]
-    random = [
-        n for n in behind if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())
-    ]
+    random = [n for n in behind if is_random(n.target)]
     if len(parameters) > 1 or random:
         names = ", ".join(n.name for n in (parameters if len(parameters) > 1 else random))
         raise CannotShard(
