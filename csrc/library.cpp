@@ -201,21 +201,103 @@ TORCH_LIBRARY(deepsp, m) {
       "SymInt batch, SymInt num_heads, SymInt tokens) -> ()",
       pure);
 
-  // --- what else crosses the sequence group
+  // --- collectives along a dimension, and sums
 
-  // The sum over the group, the same on every rank. Every rank is taken to go on
-  // with it alike: the gradient passes through, times grad_scale.
+  // sizes: size along dim on each rank, any number, zero too. grad, of what becomes whole:
+  // "replicated" where every rank goes on with it alike, so that each has its whole gradient;
+  // "partial" where the ranks' gradients are shares, to be summed. 16-bit floats travel as they
+  // are and are summed in reduce_dtype (None: float32), in rank order.
+
+  // The ranks' parts along dim, one after another. The gradient of a part: its slice of the
+  // whole's ("replicated"), or of their sum ("partial"). Composite: start and wait.
   m.def(
-      "all_reduce(Tensor input, float grad_scale, int rank, int size, str group_name) -> Tensor",
+      "all_gather(Tensor input, int dim, SymInt[] sizes, str grad, int rank, str group_name, *, "
+      "ScalarType? reduce_dtype=None) -> Tensor",
       collective);
-  // All shards along dim, in rank order. Every rank is taken to go on with the
-  // whole alike: the gradient is this rank's slice.
+  // This rank's part along dim of the sum. The gradient is the all-gather of the parts'. Composite.
   m.def(
-      "unshard(Tensor input, int dim, SymInt[] seq_lens, int rank, str group_name) -> Tensor",
+      "reduce_scatter(Tensor input, int dim, SymInt[] sizes, int rank, str group_name, *, "
+      "ScalarType? reduce_dtype=None) -> Tensor",
+      collective);
+  // This rank's part along dim of what every rank has: nothing travels. Its gradient is the
+  // all-gather of the parts' ("replicated"), or zero beside the part ("partial"). Composite.
+  m.def(
+      "scatter(Tensor input, int dim, SymInt[] sizes, str grad, int rank, str group_name) -> "
+      "Tensor",
+      collective);
+  // In halves, as above: what a start returns is on its way; a wait consumes it. shape: the
+  // whole's. A buffer is [ranks, the largest part's elements].
+  m.def(
+      "all_gather_start(Tensor input, int dim, SymInt[] sizes, str grad, int rank, "
+      "str group_name, *, ScalarType? reduce_dtype=None) -> Tensor",
+      collective);
+  m.def(
+      "all_gather_wait(Tensor(a -> *) buffer, int dim, SymInt[] sizes, SymInt[] shape, str grad, "
+      "int rank, str group_name) -> Tensor(a)[]",
+      collective);
+  m.def(
+      "reduce_scatter_start(Tensor input, int dim, SymInt[] sizes, int rank, str group_name) -> "
+      "Tensor",
+      collective);
+  m.def(
+      "reduce_scatter_wait(Tensor buffer, int dim, SymInt[] sizes, SymInt[] shape, int rank, "
+      "str group_name, *, ScalarType? reduce_dtype=None) -> Tensor",
+      collective);
+  // For "replicated" gradients.
+  m.def(
+      "scatter_start(Tensor input, int dim, SymInt[] sizes, int rank, str group_name) -> Tensor",
+      pure);
+  m.def(
+      "scatter_wait(Tensor(a -> *) buffer, int dim, SymInt[] sizes, SymInt[] shape, int rank, "
+      "str group_name) -> Tensor(a)[]",
+      pure);
+
+  // The sum over the group, on every rank. The gradient passes through ("replicated"), or is
+  // summed in turn ("partial").
+  m.def(
+      "all_reduce(Tensor input, str grad, int rank, int size, str group_name, *, "
+      "ScalarType? reduce_dtype=None) -> Tensor",
+      collective);
+  // The tensors of one call have one dtype and travel in one message: one flat buffer on its way;
+  // views of it. shapes: one after another, dims: how many sizes each tensor has.
+  m.def(
+      "all_reduce_start(Tensor[] inputs, str grad, int rank, int size, str group_name, *, "
+      "ScalarType? reduce_dtype=None) -> Tensor",
+      collective);
+  m.def(
+      "all_reduce_wait(Tensor(a -> *) buffer, SymInt[] shapes, int[] dims, str grad, int rank, "
+      "int size, str group_name, *, ScalarType? reduce_dtype=None) -> Tensor(a)[]",
       collective);
   // In place: each tensor becomes its sum over the group.
   m.def(
       "sum_gradients_(Tensor(a!)[] gradients, int rank, int size, str group_name) -> ()",
+      collective);
+
+  // --- linear layers around them
+
+  // input [.., n, .., K], dim not its last, weight [M, K], bias [M]. The input's parts of all ranks
+  // along dim, by this rank's columns of a weight: on gloo, a part is multiplied while the next
+  // travels. The gradients of what was gathered are shares, to be summed ("partial").
+  m.def(
+      "all_gather_matmul(Tensor input, Tensor weight, Tensor? bias, int dim, SymInt[] sizes, "
+      "int rank, str group_name, *, ScalarType? reduce_dtype=None) -> Tensor",
+      collective);
+  // This rank's part along dim of the sum of the ranks' products, and the bias: on gloo, a part
+  // travels while the next is computed.
+  m.def(
+      "matmul_reduce_scatter(Tensor input, Tensor weight, Tensor? bias, int dim, SymInt[] sizes, "
+      "int rank, str group_name, *, ScalarType? reduce_dtype=None) -> Tensor",
+      collective);
+  // What their backwards need. wanted: whether for input, weight, bias; the gradients wanted come
+  // in that order. They have no derivative.
+  m.def(
+      "all_gather_matmul_backward(Tensor grad, Tensor input, Tensor weight, int dim, "
+      "SymInt[] sizes, int[] wanted, int rank, str group_name, *, "
+      "ScalarType? reduce_dtype=None) -> Tensor[]",
+      collective);
+  m.def(
+      "matmul_reduce_scatter_backward(Tensor grad, Tensor input, Tensor weight, int dim, "
+      "SymInt[] sizes, int[] wanted, int rank, str group_name) -> Tensor[]",
       collective);
 
   // --- what every rank holds whole and uses for its own tokens
@@ -231,13 +313,6 @@ TORCH_LIBRARY(deepsp, m) {
       "replicate_wait(Tensor(a)[] tensors, Tensor token, int rank, int size, str group_name) -> "
       "Tensor(a)[]",
       pure);
-  // Their backwards: one flat buffer on its way; views of it. shapes: one after another, dims:
-  // how many sizes each tensor has. They have no derivative.
-  m.def("sum_start(Tensor[] inputs, int rank, int size, str group_name) -> Tensor", collective);
-  m.def(
-      "sum_wait(Tensor(a -> *) buffer, SymInt[] shapes, int[] dims, int rank, int size, "
-      "str group_name) -> Tensor(a)[]",
-      collective);
   // The tensor itself; its gradient times scale. Composite.
   m.def("scale_gradient(Tensor(a) input, float scale) -> Tensor(a)", pure);
 

@@ -10,6 +10,19 @@ from deepsp import (
     buffers,
 )
 from deepsp.attention import DistributedAttention, distributed_attention
+from deepsp.collectives import (
+    all_gather,
+    all_gather_matmul,
+    all_gather_start,
+    all_reduce,
+    all_reduce_start,
+    matmul_reduce_scatter,
+    reduce_scatter,
+    reduce_scatter_start,
+    replicate,
+    scatter,
+    scatter_start,
+)
 from deepsp.compile.inputs import prepare_inputs
 from deepsp.data import shard, shard_batch, unshard
 from deepsp.gradients import clip_grad_norm_, sync_gradients
@@ -30,6 +43,11 @@ __all__ = [
     "DistributedAttention",
     "Pending",
     "SequenceParallelAttention",
+    "all_gather",
+    "all_gather_matmul",
+    "all_gather_start",
+    "all_reduce",
+    "all_reduce_start",
     "buffers",
     "clip_grad_norm_",
     "cross_entropy",
@@ -39,7 +57,13 @@ __all__ = [
     "heads_to_seq_start",
     "load_full_state_dict",
     "local_heads",
+    "matmul_reduce_scatter",
     "prepare_inputs",
+    "reduce_scatter",
+    "reduce_scatter_start",
+    "replicate",
+    "scatter",
+    "scatter_start",
     "seq_lens",
     "seq_to_heads",
     "seq_to_heads_start",

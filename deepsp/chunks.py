@@ -42,7 +42,7 @@ def pick(
                     best[i] = min(best[i], time.perf_counter() - begin)
     rank, size, name = member
     seconds = torch.tensor(best, dtype=torch.float64, device=device)
-    means = torch.ops.deepsp.all_reduce(seconds, 1.0, rank, size, name).tolist()
+    means = torch.ops.deepsp.all_reduce(seconds, "replicated", rank, size, name).tolist()
     _picked[key] = counts[means.index(min(means))]
     return _picked[key]
 

@@ -36,7 +36,7 @@ def unshard(
     if seq_lens is None:
         seq_lens = [n for (n,) in on_all_ranks([tensor.size(dim)], group, tensor.device)]
     lens = lens_or_equal(seq_lens, tensor.size(dim), size)
-    return torch.ops.deepsp.unshard(tensor, dim, lens, rank, name)
+    return torch.ops.deepsp.all_gather(tensor, dim, lens, "replicated", rank, name)
 
 
 def shard_batch(

@@ -37,7 +37,7 @@ def sync_gradients(module: nn.Module, group: Group = None) -> None:
         dtype=torch.int64,
         device=parameters[0].device,
     )
-    somewhere = torch.ops.deepsp.all_reduce(present, 1.0, rank, size, name).tolist()
+    somewhere = torch.ops.deepsp.all_reduce(present, "replicated", rank, size, name).tolist()
     names = {id(p): n for n, p in module.named_parameters()}
     for p, ranks in zip(parameters, somewhere, strict=True):
         if ranks >= sparse:  # known to every rank by now
@@ -81,7 +81,7 @@ def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) 
         device = next(p.device for p in sharded)
         # One dtype on every rank, whatever shards it has.
         norm = norm.to(device, torch.float64).reshape(1)
-        norms.append(torch.ops.deepsp.unshard(norm, 0, [1] * size, rank, name))
+        norms.append(torch.ops.deepsp.all_gather(norm, 0, [1] * size, "replicated", rank, name))
     dtype = functools.reduce(torch.promote_types, (p.dtype for p in module.parameters()))
     every = [x.reshape(-1).double() for x in norms] or [torch.zeros(1)]
     total = torch.linalg.vector_norm(torch.cat(every), norm_type).to(dtype)

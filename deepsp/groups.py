@@ -64,4 +64,4 @@ def on_all_ranks(values: Sequence[int], group: Group, device: torch.device) -> l
     rank, size, name = member_of(group)
     said = torch.zeros(size, len(values), dtype=torch.int64, device=device)
     said[rank] = torch.tensor(values, device=device)
-    return torch.ops.deepsp.all_reduce(said, 1.0, rank, size, name).tolist()
+    return torch.ops.deepsp.all_reduce(said, "replicated", rank, size, name).tolist()

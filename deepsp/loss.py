@@ -59,9 +59,9 @@ def cross_entropy(
     valid = (shifted_labels != ignore_index).sum()
     # In float64, sums of losses and counts of tokens are as good as exact.
     mine = torch.stack([local_sum.double(), valid.double()])
-    loss, count = torch.ops.deepsp.all_reduce(
-        mine, float(size) if average_gradients else 1.0, rank, size, name
-    ).unbind()
+    if average_gradients:
+        mine = torch.ops.deepsp.scale_gradient(mine, float(size))
+    loss, count = torch.ops.deepsp.all_reduce(mine, "replicated", rank, size, name).unbind()
     if reduction == "mean":
         loss = loss / count.clamp(min=1)
     return loss.to(logits.dtype)

@@ -7,6 +7,7 @@ dimension of tensor i, h_i the heads of it that this rank holds. Any dtype.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,17 +15,19 @@ from torch import Tensor
 from deepsp.groups import Group, member_of
 from deepsp.layout import lens_or_equal
 
+Arriving = TypeVar("Arriving")
 
-class Pending:
-    """An exchange on its way. ``wait()`` gives its tensors; call it once, and don't write to what
+
+class Pending(Generic[Arriving]):
+    """An exchange on its way. ``wait()`` gives what arrives; call it once, and don't write to what
     was sent before. Start and wait stand on the same side of ``torch.compile``: both in eager code,
     or both in compiled code, where buffers are laid out in another way."""
 
-    def __init__(self, wait: Callable[[], list[Tensor]]):
+    def __init__(self, wait: Callable[[], Arriving]):
         self._wait = wait
 
-    def wait(self) -> list[Tensor]:
-        """The tensors that arrived.
+    def wait(self) -> Arriving:
+        """What arrived.
 
         Raises:
             RuntimeError: it was waited for already.
@@ -89,7 +92,7 @@ def heads_to_seq(
 
 def seq_to_heads_start(
     inputs: Sequence[Tensor], group: Group = None, seq_lens: Sequence[int] | None = None
-) -> Pending:
+) -> Pending[list[Tensor]]:
     """:func:`seq_to_heads` in two halves: launched here, finished by ``.wait()``. Differentiable;
     in backward, the exchange back is in flight during the backward of whatever stood between."""
     rank, size, name = member_of(group)
@@ -110,7 +113,7 @@ def heads_to_seq_start(
     num_heads: Sequence[int],
     group: Group = None,
     seq_lens: Sequence[int] | None = None,
-) -> Pending:
+) -> Pending[list[Tensor]]:
     """:func:`heads_to_seq` in two halves: launched here, finished by ``.wait()``."""
     rank, size, name = member_of(group)
     lens = _lens_of_whole(seq_lens, _length(inputs), size)

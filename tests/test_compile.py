@@ -41,6 +41,7 @@ def _opcheck(name):
     whole = [_leaf(sum(lens), 5), _leaf(sum(lens), 8, 6).detach().to(bf16).requires_grad_()]
     rows = [[5, 8, 6], [1, 2]]
     biases, output = [_leaf(48), _leaf(12)], _leaf(7, 48)
+    whole_q, slots = [2, sum(lens), 8, 6], _leaf(size, 2 * max(lens) * 8 * 6)
 
     def landed(buffers):
         return [b.detach().requires_grad_() for b in buffers]
@@ -87,8 +88,30 @@ def _opcheck(name):
                 *(8, 0, 1, rank, size),
             ),
             "check_attention": (*(torch.ones(8, 8).bool(), 0.0, False, torch.float32, 2, 8, 8),),
-            "all_reduce": (_leaf(3, 4), 2.0, rank, size, group),
-            "unshard": (q, 1, lens, rank, group),
+            "all_reduce": (_leaf(3, 4), "replicated", rank, size, group),
+            "all_reduce_start": ([_leaf(3, 4), _leaf(5)], "partial", rank, size, group),
+            "all_reduce_wait": (_leaf(17), [3, 4, 5], [2, 1], "partial", rank, size, group),
+            "all_gather": (q, 1, lens, "partial", rank, group),
+            "all_gather_start": (q, 1, lens, "replicated", rank, group),
+            "all_gather_wait": (slots, 1, lens, whole_q, "replicated", rank, group),
+            "reduce_scatter": (_leaf(*whole_q), 1, lens, rank, group),
+            "reduce_scatter_start": (_leaf(*whole_q), 1, lens, rank, group),
+            "reduce_scatter_wait": (slots, 1, lens, whole_q, rank, group),
+            "all_gather_matmul": (x, weights[1], biases[1], 1, lens, rank, group),
+            "all_gather_matmul_backward": (
+                *(draw(2, sum(lens), 12, dtype=torch.float32), x.detach(), weights[1].detach()),
+                *(1, lens, [1, 1, 1], rank, group),
+            ),
+            "matmul_reduce_scatter": (
+                *(_leaf(2, sum(lens), 5), weights[1], biases[1], 1, lens, rank, group),
+            ),
+            "matmul_reduce_scatter_backward": (
+                *(draw(2, lens[rank], 12, dtype=torch.float32), _leaf(2, sum(lens), 5).detach()),
+                *(weights[1].detach(), 1, lens, [1, 1, 1], rank, group),
+            ),
+            "scatter": (_leaf(*whole_q), 1, lens, "replicated", rank, group),
+            "scatter_start": (_leaf(*whole_q), 1, lens, rank, group),
+            "scatter_wait": (slots, 1, lens, whole_q, rank, group),
             "sum_gradients_": ([torch.ones(3), torch.ones(2, 2)], rank, size, group),
             "gather_cast": (shards[0], lens, bf16, rank, group),
             "gather_cast_start": (shards[0], lens, bf16, rank, group),
@@ -109,8 +132,6 @@ def _opcheck(name):
             "gather_through_float8": (shards, lens * 2, e5m2, bf16, rank, group),
             "replicate_start": ([_leaf(3, 4), _leaf(5)], rank, size, group),
             "replicate_wait": ([_leaf(3, 4), _leaf(5)], _leaf(17), rank, size, group),
-            "sum_start": ([torch.ones(3, 4), torch.ones(5)], rank, size, group),
-            "sum_wait": (torch.ones(17), [3, 4, 5], [2, 1], rank, size, group),
             "scale_gradient": (_leaf(3, 4), 2.0),
             "token_split": (13, size),
             "head_split": (8, 2, size, rank),
@@ -130,13 +151,17 @@ def _opcheck(name):
      "heads_to_seq_start", "heads_to_seq_wait", "project_to_heads", "heads_to_output",
      "project_to_heads_start", "project_to_heads_backward", "heads_to_output_wait",
      "heads_to_output_weight_grad", "distributed_attention", "chunked",
-     "kv_of_chunk", "attention_of_chunk", "check_attention", "all_reduce", "unshard",
-     "sum_gradients_", "gather_cast", "gather_cast_start", "gather_cast_wait",
+     "kv_of_chunk", "attention_of_chunk", "check_attention", "all_reduce", "all_reduce_start",
+     "all_reduce_wait", "all_gather", "all_gather_start", "all_gather_wait", "reduce_scatter",
+     "reduce_scatter_start", "reduce_scatter_wait", "scatter", "scatter_start", "scatter_wait",
+     "all_gather_matmul", "all_gather_matmul_backward", "matmul_reduce_scatter",
+     "matmul_reduce_scatter_backward", "sum_gradients_",
+     "gather_cast", "gather_cast_start", "gather_cast_wait",
      "gather_cast_coalesced", "gather_cast_coalesced_start", "gather_cast_coalesced_wait",
      "reduce_scatter_cast", "reduce_scatter_cast_coalesced",
      "reduce_scatter_cast_coalesced_start", "reduce_scatter_cast_coalesced_wait",
      "gather_cast_float8", "gather_cast_float8_coalesced", "gather_through_float8",
-     "replicate_start", "replicate_wait", "sum_start", "sum_wait", "scale_gradient",
+     "replicate_start", "replicate_wait", "scale_gradient",
      "token_split", "head_split", "head_chunks"],
 )  # fmt: skip
 def test_opcheck(ranks, name):

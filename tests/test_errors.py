@@ -117,8 +117,11 @@ def _op_errors():
             lambda: op.heads_to_seq([y.int(), y.int()[:, :, :1]], [4, 1], [4, 4], rank, name),
             "only float64",
         ),
-        (lambda: op.unshard(x, 4, [4, 4], rank, name), "dim is 4"),
-        (lambda: op.unshard(x, 1, [4, 5] if rank else [5, 4], rank, name), "seq_lens"),
+        (lambda: op.all_gather(x, 4, [4, 4], "partial", rank, name), "dim is 4"),
+        (
+            lambda: op.all_gather(x, 1, [4, 5] if rank else [5, 4], "partial", rank, name),
+            "input has size 4",
+        ),
         (lambda: op.pool_set_limit(-1), "bytes must not be negative"),
     ]
     _all_raise(cases)

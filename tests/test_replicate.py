@@ -56,8 +56,10 @@ def _order():
     with torch.profiler.profile() as profile:
         x.sum().backward()
     found = [e.name for e in sorted(profile.events(), key=lambda e: e.time_range.start)]
-    marks = [n for n in found if n in ("deepsp::sum_start", "deepsp::sum_wait", "aten::mm")]
-    names = {"deepsp::sum_start": "s", "deepsp::sum_wait": "w", "aten::mm": "m"}
+    marks = [
+        n for n in found if n in ("deepsp::all_reduce_start", "deepsp::all_reduce_wait", "aten::mm")
+    ]
+    names = {"deepsp::all_reduce_start": "s", "deepsp::all_reduce_wait": "w", "aten::mm": "m"}
     order = "".join(names[m] for m in marks)
     assert order.replace("mm", "m") in ("msmsww", "msmsww"), order
 
@@ -69,14 +71,13 @@ def test_sums_travel_while_gradients_are_computed():
 def _wrong():
     rank, size, name = _where()
     with pytest.raises(ValueError, match=r"inputs\[1\] is Double.*they must be the same"):
-        op.sum_start([torch.ones(2), torch.ones(2).double()], rank, size, name)
+        op.all_reduce_start([torch.ones(2), torch.ones(2).double()], "partial", rank, size, name)
     with pytest.raises(ValueError, match="rank is 5"):
-        op.sum_start([torch.ones(2)], 5, size, name)
+        op.all_reduce_start([torch.ones(2)], "partial", 5, size, name)
     with pytest.raises(ValueError, match="say 6 elements, but the buffer"):
-        op.sum_wait(torch.ones(5), [2, 3], [2], rank, size, name)
-    with pytest.raises(RuntimeError, match="not implemented"):
-        x = op.sum_start([torch.ones(2, requires_grad=True)], rank, size, name)
-        op.sum_wait(x, [2], [1], rank, size, name)[0].sum().backward()
+        op.all_reduce_wait(torch.ones(5), [2, 3], [2], "partial", rank, size, name)
+    with pytest.raises(ValueError, match="grad is ''"):
+        op.all_reduce_start([torch.ones(2)], "", rank, size, name)
 
 
 def test_wrong_input():

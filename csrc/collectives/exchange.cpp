@@ -19,6 +19,12 @@ bool watched() {
   return torch::autograd::AnomalyMode::is_enabled();
 }
 
+void clear_if_watched(const at::Tensor& buffer) {
+  if (watched()) {
+    buffer.zero_();
+  }
+}
+
 namespace {
 
 // Our tags lie in the upper half of what gloo takes, away from users' own.
@@ -208,6 +214,15 @@ void launch_into(const at::Tensor& buffer, const Work& work, const at::Tensor& s
   } else {
     c10d::register_work(buffer, work);  // an asynchronous work holds what it sends
   }
+}
+
+std::unique_ptr<Flight> land(const at::Tensor& buffer) {
+  auto flight = flight_into(buffer);
+  if (flight) {
+    flight->wait_all();
+    mark_landed(buffer);
+  }
+  return flight;
 }
 
 void mark_landed(const at::Tensor& buffer) {

@@ -80,6 +80,8 @@ Work all_reduce_max(const Group& group, const at::Tensor& tensor);
 
 // Whether anomaly mode looks at what ops return: what is launched then lands at once.
 bool watched();
+// It looks for NaN in whole buffers, between blocks and behind them, too.
+void clear_if_watched(const at::Tensor& buffer);
 
 // Ties `flight`, or on a GPU the work, to the buffer that it fills.
 void launch_into(const at::Tensor& buffer, std::unique_ptr<Flight> flight);
@@ -87,6 +89,8 @@ void launch_into(const at::Tensor& buffer, const Work& work, const at::Tensor& s
 // The flight into the buffer, null where nothing is on its way or what is has
 // arrived (on a GPU: in the order of the current stream).
 std::unique_ptr<Flight> flight_into(const at::Tensor& buffer);
+// Waits, if nobody has, and takes the buffer.
+std::unique_ptr<Flight> land(const at::Tensor& buffer);
 // From now on flight_into(buffer) raises: a buffer is waited for once.
 void mark_landed(const at::Tensor& buffer);
 // Whether it was marked so.

@@ -18,6 +18,10 @@ int64_t grain_rows(int64_t row_bytes) {
   return std::max<int64_t>(1, kGrainBytes / std::max<int64_t>(1, row_bytes));
 }
 
+int64_t size_of(Float dtype) {
+  return dtype == Float::f64 ? 8 : dtype == Float::f32 ? 4 : 2;
+}
+
 }  // namespace
 
 StridedCopy copy_of(const View& from, const View& to, const int64_t (&n)[kCopyDims], int64_t item) {
@@ -69,6 +73,43 @@ void run(const std::vector<Cast>& casts, c10::Device device) {
   C10_CUDA_CHECK(cast_cuda(casts, c10::cuda::getCurrentCUDAStream(device.index())));
 }
 #endif
+
+void add_sum(
+    StridedSum sum,
+    int64_t rows,
+    int64_t row,
+    const std::vector<int64_t>& from,
+    std::vector<StridedSum>& sums) {
+  constexpr int64_t kBlock = 4096;
+  const bool dense = std::all_of(from.begin(), from.end(), [&](int64_t n) { return n == row; });
+  if (dense) {
+    row = rows * row;
+    rows = 1;
+  }
+  // Elements [begin, begin + blocks·block) of every row.
+  const auto piece = [&](int64_t begin, int64_t blocks, int64_t block) {
+    StridedSum part = sum;
+    const int64_t n[kSumDims] = {1, rows, blocks, block};
+    std::copy_n(n, kSumDims, part.n);
+    const auto stride = [&](int64_t of_rows, int64_t (&to)[kSumDims]) {
+      const int64_t strides[kSumDims] = {0, of_rows, block, 1};
+      std::copy_n(strides, kSumDims, to);
+    };
+    stride(row, part.dst_stride);
+    part.dst = static_cast<char*>(part.dst) + begin * size_of(sum.to);
+    for (size_t k = 0; k < part.sources.size(); ++k) {
+      SumSource& source = part.sources[k];
+      source.data = static_cast<const char*>(source.data) + begin * size_of(sum.dtype);
+      stride(from[k], source.stride);
+    }
+    if (part.elements() > 0) {
+      sums.push_back(std::move(part));
+    }
+  };
+  const int64_t blocks = row / kBlock;
+  piece(0, blocks, kBlock);
+  piece(blocks * kBlock, 1, row % kBlock);
+}
 
 Float float_type(at::ScalarType dtype) {
   switch (dtype) {

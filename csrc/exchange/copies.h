@@ -35,6 +35,15 @@ void run(const std::vector<StridedSum>& sums, c10::Device device);
 void run(const std::vector<Cast>& casts, c10::Device device);
 #endif
 
+// Adds the sum of sources [rows, row], rows from[k] elements apart, into a contiguous result, in
+// pieces that several threads can share. `sum` has everything but sizes and strides.
+void add_sum(
+    StridedSum sum,
+    int64_t rows,
+    int64_t row,
+    const std::vector<int64_t>& from,
+    std::vector<StridedSum>& sums);
+
 Float float_type(at::ScalarType dtype);
 
 }  // namespace deepsp

@@ -86,32 +86,6 @@ at::Tensor scatter_start(
   return buffer;
 }
 
-// A sum of contiguous sources in pieces that several threads can share: blocks, and the rest.
-void add_sum(StridedSum sum, int64_t elements, int64_t wire_item, std::vector<StridedSum>& sums) {
-  constexpr int64_t kBlock = 4096;
-  const int64_t to_item = sum.to == Float::f64 ? 8 : sum.to == Float::f32 ? 4 : 2;
-  const auto piece = [&](int64_t begin, int64_t rows, int64_t row) {
-    StridedSum part = sum;
-    const int64_t n[kSumDims] = {1, 1, rows, row};
-    const int64_t stride[kSumDims] = {0, 0, row, 1};
-    std::copy_n(n, kSumDims, part.n);
-    std::copy_n(stride, kSumDims, part.dst_stride);
-    part.dst = static_cast<char*>(part.dst) + begin * to_item;
-    for (SumSource& source : part.sources) {
-      source.data = static_cast<const char*>(source.data) + begin * wire_item;
-      std::copy_n(stride, kSumDims, source.stride);
-    }
-    sums.push_back(std::move(part));
-  };
-  const int64_t blocks = elements / kBlock;
-  if (blocks > 0) {
-    piece(0, blocks, kBlock);
-  }
-  if (elements % kBlock != 0) {
-    piece(blocks * kBlock, 1, elements % kBlock);
-  }
-}
-
 std::vector<at::Tensor> scatter_wait(
     const at::Tensor& buffer,
     c10::SymIntArrayRef sizes,
@@ -150,9 +124,8 @@ std::vector<at::Tensor> scatter_wait(
                              : data_of(buffer) + plan.scattered(i, p);
       sum.sources.push_back({from, {}});
     }
-    add_sum(
-        std::move(sum), results[i].numel(), static_cast<int64_t>(c10::elementSize(wire_dtypes[i])),
-        sums);
+    const std::vector<int64_t> rows(layout.parts(), results[i].numel());
+    add_sum(std::move(sum), 1, results[i].numel(), rows, sums);
   }
   run(sums, buffer.device());
   return results;

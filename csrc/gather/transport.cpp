@@ -14,13 +14,6 @@ namespace {
 // Smaller ones aren't worth a block of the pool: malloc has them at hand.
 constexpr int64_t kPoolBytes = int64_t(256) << 10;
 
-// Anomaly mode looks for NaN in whole buffers, between pieces and behind them, too.
-void clear_if_watched(const at::Tensor& buffer) {
-  if (watched()) {
-    buffer.zero_();
-  }
-}
-
 StridedCopy copy_of_bytes(const char* from, char* to, int64_t bytes) {
   return {from, to, {1, 1, 1, 1}, {}, {}, bytes};
 }
@@ -270,15 +263,6 @@ void launch_scatter(
     flight->own.clear();
   }
   launch_into(buffer, std::move(flight));
-}
-
-std::unique_ptr<Flight> land(const at::Tensor& buffer) {
-  auto flight = flight_into(buffer);
-  if (flight) {
-    flight->wait_all();
-    mark_landed(buffer);
-  }
-  return flight;
 }
 
 }  // namespace deepsp

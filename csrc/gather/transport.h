@@ -55,7 +55,4 @@ void launch_scatter(
     const Group& group,
     const at::Tensor& buffer);
 
-// Waits, if nobody has, and takes the buffer: it is waited for once.
-std::unique_ptr<Flight> land(const at::Tensor& buffer);
-
 }  // namespace deepsp

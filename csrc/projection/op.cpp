@@ -4,6 +4,7 @@
 
 #include "../exchange/transport.h"
 #include "ops.h"
+#include "product_sum.h"
 
 #include <ATen/Functions.h>
 #include <ATen/record_function.h>
@@ -158,43 +159,6 @@ std::vector<at::Tensor> project_to_heads_start_kernel(
 
 // ------------------------------------------------------------------- sums of parts
 
-// A matrix that is summed from products. 16-bit products are added up in float32,
-// and their sum is rounded once.
-class Sum {
- public:
-  Sum(at::IntArrayRef sizes, const at::Tensor& like) : sizes_(sizes.vec()), like_(like) {
-    wide_ = like.scalar_type() == at::kHalf || like.scalar_type() == at::kBFloat16;
-  }
-
-  void add_product(const at::Tensor& a, const at::Tensor& b) {
-    if (!first_.defined()) {
-      first_ = empty_buffer(sizes_, like_);
-      at::mm_out(first_, a, b);
-    } else if (!wide_) {
-      first_.addmm_(a, b);
-    } else {
-      if (!sum_.defined()) {
-        sum_ = first_.to(at::kFloat);
-      }
-      at::mm_out(first_, a, b);
-      sum_.add_(first_);
-    }
-  }
-
-  at::Tensor total() const {
-    return sum_.defined()     ? sum_.to(like_.scalar_type())
-           : first_.defined() ? first_
-                              : at::zeros(sizes_, like_.options());
-  }
-
- private:
-  std::vector<int64_t> sizes_;
-  at::Tensor like_;
-  bool wide_;
-  at::Tensor first_;  // the sum, or where it is wide, each product in turn
-  at::Tensor sum_;
-};
-
 // What arrives in the buffers of all chunks. Calls visit(chunk, p) for every block
 // in the order of arrival: this rank's own, which are there, then the others' as
 // they were sent. Where blocks travel together, so do a chunk's.
@@ -251,7 +215,7 @@ struct ProjectionGradients {
   const Layout& layout;
   at::TensorList weights;
   at::Tensor rows;  // of x [S_rank·B, dim], where weights' gradients are wanted
-  std::optional<Sum> x;
+  std::optional<ProductSum> x;
   std::vector<at::Tensor> weight;
   std::vector<at::Tensor> bias;
 
@@ -379,7 +343,7 @@ at::Tensor heads_to_output_wait_kernel(
   const Layout layout =
       concrete(check_output(buffers, weight, bias, num_heads, batch, seq_lens, rank));
   const at::Tensor by_head = weight.t();  // [H·D, features]
-  Sum sum({layout.seq_lens[rank] * layout.batch, weight.size(0)}, buffers[0]);
+  ProductSum sum({layout.seq_lens[rank] * layout.batch, weight.size(0)}, buffers[0]);
   const std::vector<at::Tensor> arriving = dense(buffers);
   Landing arrivals(arriving, layout, false);
   arrivals.in_order([&](int64_t chunk, int64_t p) {

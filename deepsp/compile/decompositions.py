@@ -18,7 +18,7 @@ import torch
 import torch.compiler.config
 
 from deepsp._after_import import after_import, forget
-from deepsp.compile import exchange, gather, projection, sequence
+from deepsp.compile import along_dim, exchange, gather, projection, sums, tensor_parallel
 
 _TABLE = "torch._inductor.decomposition"
 
@@ -37,10 +37,19 @@ _DECOMPOSITIONS = {
     "gather_cast_coalesced_wait": gather.gather_cast_coalesced_wait,
     "reduce_scatter_cast_coalesced_start": gather.reduce_scatter_cast_coalesced_start,
     "reduce_scatter_cast_coalesced_wait": gather.reduce_scatter_cast_coalesced_wait,
-    "all_reduce": sequence.all_reduce,
-    "unshard": sequence.unshard,
-    "sum_start": sequence.sum_start,
-    "sum_wait": sequence.sum_wait,
+    "all_gather_start": along_dim.all_gather_start,
+    "all_gather_wait": along_dim.all_gather_wait,
+    "reduce_scatter_start": along_dim.reduce_scatter_start,
+    "reduce_scatter_wait": along_dim.reduce_scatter_wait,
+    "scatter_start": along_dim.scatter_start,
+    "scatter_wait": along_dim.scatter_wait,
+    "all_gather_matmul": tensor_parallel.all_gather_matmul,
+    "all_gather_matmul_backward": tensor_parallel.all_gather_matmul_backward,
+    "matmul_reduce_scatter": tensor_parallel.matmul_reduce_scatter,
+    "matmul_reduce_scatter_backward": tensor_parallel.matmul_reduce_scatter_backward,
+    "all_reduce": sums.all_reduce,
+    "all_reduce_start": sums.all_reduce_start,
+    "all_reduce_wait": sums.all_reduce_wait,
 }
 
 

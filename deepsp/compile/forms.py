@@ -179,7 +179,7 @@ class Forms(Nodes):
         cut = self.call(_aten.narrow.default, apart, dim + 1, self.int_(begin), self.int_(count))
         return self.call(_aten.reshape.default, cut, self.shape(tokens.part(shape, self.rank)))
 
-    def unshard(self, mine: fx.Node, shape: list[Size], tokens: Tokens) -> fx.Node:
+    def all_gather(self, mine: fx.Node, shape: list[Size], tokens: Tokens) -> fx.Node:
         """All ranks' parts as one."""
         dim, rank = tokens.dim, self.rank
         count = tokens.sequence.lens[rank]
@@ -187,11 +187,15 @@ class Forms(Nodes):
             apart = [*shape[:dim], tokens.outer, count, tokens.inner, *shape[dim + 1 :]]
             mine = self.call(_aten.reshape.default, mine, self.shape(apart))
             dim += 1
-        out = self.call(_ours.unshard.default, mine, dim, self.lens(tokens), rank, self.name)
+        out = self.call(
+            _ours.all_gather.default, mine, dim, self.lens(tokens), "replicated", rank, self.name
+        )
         if not tokens.alone:
             out = self.call(_aten.reshape.default, out, self.shape(shape))
         return out
 
     def all_reduce(self, mine: fx.Node) -> fx.Node:
         """The sum over all ranks, whole."""
-        return self.call(_ours.all_reduce.default, mine, 1.0, self.rank, self.size, self.name)
+        return self.call(
+            _ours.all_reduce.default, mine, "replicated", self.rank, self.size, self.name
+        )

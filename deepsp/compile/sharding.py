@@ -9,7 +9,7 @@ result, or it is refused, with the line of the user's code.
 Gradients follow one convention, from which the rest follows: the gradient of a whole value is the
 whole gradient, the same on every rank; that of a part is the part's. So a whole value that is used
 with a part passes through ``replicate``, which sums its gradient over the group in backward; a part
-becomes whole by ``all_reduce`` or ``unshard``, whose backwards need no communication.
+becomes whole by ``all_reduce`` or ``all_gather``, whose backwards need no communication.
 """
 
 from __future__ import annotations
@@ -315,7 +315,7 @@ class Parallelizer(Forms):
         if self.outputs == "local":
             return value.mine
         self.report.note(node, "an output: gathered")
-        return self.unshard(value.mine, self.shape_of(node), value.tokens)
+        return self.all_gather(value.mine, self.shape_of(node), value.tokens)
 
 
 def _break_of(gm: fx.GraphModule) -> str:

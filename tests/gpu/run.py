@@ -153,7 +153,7 @@ def op_checks():
         opcheck(op.distributed_attention.default,
                 (q, k, k, None, 0.0, True, None, True, 1, lens, rank, name))  # fmt: skip
         opcheck(op.all_reduce.default, (q.detach()[:, :1].clone(), 1.0, rank, size, name))
-        opcheck(op.unshard.default, (q, 1, lens, rank, name))
+        opcheck(op.all_gather.default, (q, 1, lens, "partial", rank, name))
 
 
 def inductor():

@@ -1,36 +1,17 @@
 // Forward, nothing is computed or sent: the outputs are the inputs. Backward, the shares of a
 // bucket's gradients are summed over the group: the later op launches the sum, the earlier one
 // waits for it, so that it travels while what stands between them is differentiated. The sums go
-// from one to the other as the gradient of a token, which has their number of elements.
+// from one to the other as the gradient of a token, which has the shape of their buffer.
 
-#include "../dispatch.h"
 #include "ops.h"
 
 #include <ATen/ops/alias.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/zeros.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 namespace deepsp {
-
-at::Tensor sum_start(
-    at::TensorList inputs, int64_t rank, int64_t size, std::string_view group_name) {
-  static const auto op = find_op<decltype(sum_start)>("deepsp::sum_start");
-  return op.call(inputs, rank, size, group_name);
-}
-
-std::vector<at::Tensor> sum_wait(
-    const at::Tensor& buffer,
-    c10::SymIntArrayRef shapes,
-    at::IntArrayRef dims,
-    int64_t rank,
-    int64_t size,
-    std::string_view group_name) {
-  static const auto op = find_op<decltype(sum_wait)>("deepsp::sum_wait");
-  return op.call(buffer, shapes, dims, rank, size, group_name);
-}
 
 namespace {
 
@@ -70,10 +51,11 @@ struct ReplicateStart : Function<ReplicateStart> {
     ctx->saved_data["shapes"] = c10::SymIntArrayRef(shapes);
     ctx->saved_data["dims"] = dims;
     ctx->set_materialize_grads(false);
-    const c10::SymInt elements = check_sum(tensors, rank, size);
+    const c10::SymInt elements = check_sum(tensors, "partial", rank, size, {});
     at::AutoDispatchBelowADInplaceOrView guard;
     variable_list outputs = aliases(tensors);
-    outputs.push_back(at::zeros({}, tensors[0].options()).expand_symint({elements}));
+    const auto shape = sum_buffer_shape(elements, size, tensors[0].scalar_type(), {});
+    outputs.push_back(at::zeros({}, tensors[0].options()).expand_symint(shape));
     return outputs;
   }
 
@@ -82,9 +64,9 @@ struct ReplicateStart : Function<ReplicateStart> {
     const std::vector<int64_t> dims = data["dims"].toIntVector();
     variable_list sums(dims.size());
     if (gradients.back().defined()) {
-      sums = sum_wait(
-          gradients.back(), data["shapes"].toSymIntVector(), dims, data["rank"].toInt(),
-          data["size"].toInt(), data["group_name"].toStringRef());
+      sums = all_reduce_wait(
+          gradients.back(), data["shapes"].toSymIntVector(), dims, "partial", data["rank"].toInt(),
+          data["size"].toInt(), data["group_name"].toStringRef(), {});
     }
     sums.resize(sums.size() + 3);
     return sums;
@@ -106,8 +88,9 @@ struct ReplicateWait : Function<ReplicateWait> {
 
   static variable_list backward(AutogradContext* ctx, variable_list gradients) {
     auto& data = ctx->saved_data;
-    const at::Tensor sum = sum_start(
-        gradients, data["rank"].toInt(), data["size"].toInt(), data["group_name"].toStringRef());
+    const at::Tensor sum = all_reduce_start(
+        gradients, "partial", data["rank"].toInt(), data["size"].toInt(),
+        data["group_name"].toStringRef(), {});
     variable_list result(gradients.size());
     result.push_back(sum);
     result.resize(result.size() + 3);
@@ -154,11 +137,6 @@ TORCH_LIBRARY_IMPL(deepsp, CompositeImplicitAutograd, m) {
   m.impl("replicate_start", replicate_start);
   m.impl("replicate_wait", replicate_wait);
   m.impl("scale_gradient", scale_gradient);
-}
-
-TORCH_LIBRARY_IMPL(deepsp, Autograd, m) {
-  m.impl("sum_start", torch::autograd::autogradNotImplementedFallback());
-  m.impl("sum_wait", torch::autograd::autogradNotImplementedFallback());
 }
 
 }  // namespace deepsp

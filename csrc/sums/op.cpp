@@ -1,0 +1,255 @@
+#include "../along_dim/checks.h"
+#include "../collectives/agreement.h"
+#include "../collectives/exchange.h"
+#include "../symints.h"
+#include "ops.h"
+
+#include <ATen/ops/cat.h>
+#include <torch/library.h>
+
+#include <sstream>
+
+namespace deepsp {
+
+c10::SymInt check_sum(
+    at::TensorList inputs,
+    std::string_view grad,
+    int64_t rank,
+    int64_t size,
+    ReduceDtype reduce_dtype) {
+  is_partial(grad);
+  TORCH_CHECK_VALUE(!inputs.empty(), "inputs is empty; at least one tensor is right");
+  TORCH_CHECK_VALUE(
+      rank >= 0 && rank < size, "rank is ", rank, ", but there are ", size, " ranks; 0 to ",
+      size - 1, " is right");
+  if (reduce_dtype) {
+    check_summed(*reduce_dtype, "reduce_dtype");
+  }
+  c10::SymInt elements = 0;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    TORCH_CHECK_VALUE(
+        inputs[i].layout() == at::kStrided, "inputs[", i, "] is ", inputs[i].layout(),
+        "; only dense tensors can be summed");
+    TORCH_CHECK_VALUE(
+        inputs[i].scalar_type() == inputs[0].scalar_type() &&
+            inputs[i].device() == inputs[0].device(),
+        "inputs[", i, "] is ", inputs[i].scalar_type(), " on ", inputs[i].device(),
+        ", but inputs[0] is ", inputs[0].scalar_type(), " on ", inputs[0].device(),
+        "; they must be the same");
+    elements = elements + inputs[i].sym_numel();
+  }
+  return elements;
+}
+
+bool sums_on_arrival(at::ScalarType dtype, ReduceDtype reduce_dtype) {
+  return (dtype == at::kBFloat16 || dtype == at::kHalf) &&
+         reduce_dtype.value_or(at::kFloat) != dtype;
+}
+
+std::vector<c10::SymInt> sum_parts(const c10::SymInt& elements, int64_t size) {
+  std::vector<c10::SymInt> parts;
+  for (int64_t p = 0; p < size; ++p) {
+    parts.push_back((elements + (size - 1 - p)) / size);
+  }
+  return parts;
+}
+
+std::vector<c10::SymInt> sum_buffer_shape(
+    const c10::SymInt& elements, int64_t size, at::ScalarType dtype, ReduceDtype reduce_dtype) {
+  if (!sums_on_arrival(dtype, reduce_dtype)) {
+    return {elements};
+  }
+  return {size, (elements + (size - 1)) / size};
+}
+
+SumShapes check_sum_wait(
+    const at::Tensor& buffer,
+    c10::SymIntArrayRef shapes,
+    at::IntArrayRef dims,
+    std::string_view grad,
+    int64_t rank,
+    int64_t size,
+    ReduceDtype reduce_dtype) {
+  is_partial(grad);
+  TORCH_CHECK_VALUE(
+      rank >= 0 && rank < size, "rank is ", rank, ", but there are ", size, " ranks; 0 to ",
+      size - 1, " is right");
+  if (reduce_dtype) {
+    check_summed(*reduce_dtype, "reduce_dtype");
+  }
+  SumShapes result;
+  size_t at = 0;
+  for (const int64_t dim : dims) {
+    TORCH_CHECK_VALUE(
+        dim >= 0 && at + dim <= shapes.size(), "dims say ", dim, " sizes from ", at,
+        ", but shapes has ", shapes.size());
+    result.of.emplace_back(shapes.begin() + at, shapes.begin() + at + dim);
+    at += dim;
+    c10::SymInt numel = 1;
+    for (const c10::SymInt& length : result.of.back()) {
+      numel = numel * length;
+    }
+    result.elements = result.elements + numel;
+  }
+  const auto shape = sum_buffer_shape(result.elements, size, buffer.scalar_type(), reduce_dtype);
+  TORCH_CHECK_VALUE(
+      at == shapes.size() && buffer.sym_sizes() == c10::SymIntArrayRef(shape),
+      "shapes and dims say ", result.elements, " elements, which travel in ",
+      c10::SymIntArrayRef(shape), ", but the buffer has shape ", buffer.sym_sizes());
+  return result;
+}
+
+std::vector<at::Tensor> views_of(
+    const at::Tensor& flat, const std::vector<std::vector<c10::SymInt>>& shapes) {
+  std::vector<at::Tensor> views;
+  c10::SymInt begin = 0;
+  for (const auto& shape : shapes) {
+    c10::SymInt numel = 1;
+    for (const c10::SymInt& length : shape) {
+      numel = numel * length;
+    }
+    views.push_back(flat.narrow_symint(0, begin, numel).view_symint(shape));
+    begin = begin + numel;
+  }
+  return views;
+}
+
+namespace {
+
+at::Tensor all_reduce_start_kernel(
+    at::TensorList inputs,
+    std::string_view grad,
+    int64_t rank,
+    int64_t size,
+    std::string_view group_name,
+    ReduceDtype reduce_dtype) {
+  const int64_t elements = check_sum(inputs, grad, rank, size, reduce_dtype).expect_int();
+  const Group group = resolve_group(group_name, rank, size, inputs[0].device(), "size");
+  if (debugging()) {
+    std::ostringstream text;
+    text << "inputs of " << elements << " elements, " << inputs[0].scalar_type();
+    check_agreement(group, inputs[0].device(), "all_reduce", {text.str()});
+  }
+  at::Tensor flat = empty_buffer({elements}, inputs[0]);
+  std::vector<at::Tensor> parts;
+  for (const at::Tensor& input : inputs) {
+    parts.push_back(input.reshape({-1}));
+  }
+  at::cat_out(flat, parts);
+  if (sums_on_arrival(flat.scalar_type(), reduce_dtype)) {
+    return reduce_scatter_start(flat, 0, sum_parts(elements, size), rank, group_name);
+  }
+  if (size > 1 && elements > 0) {
+    launch_into(flat, all_reduce_sum(group, flat), flat);
+    if (watched() && flat.is_cpu()) {
+      flight_into(flat)->wait_all();
+    }
+  }
+  return flat;
+}
+
+std::vector<at::Tensor> all_reduce_wait_kernel(
+    const at::Tensor& buffer,
+    c10::SymIntArrayRef shapes,
+    at::IntArrayRef dims,
+    std::string_view grad,
+    int64_t rank,
+    int64_t size,
+    std::string_view group_name,
+    ReduceDtype reduce_dtype) {
+  const SumShapes sums = check_sum_wait(buffer, shapes, dims, grad, rank, size, reduce_dtype);
+  if (!sums_on_arrival(buffer.scalar_type(), reduce_dtype)) {
+    land(buffer);
+    return views_of(buffer, sums.of);
+  }
+  const auto parts = sum_parts(sums.elements, size);
+  const std::vector<c10::SymInt> whole{sums.elements};
+  const at::Tensor mine =
+      reduce_scatter_wait(buffer, 0, parts, whole, rank, group_name, reduce_dtype);
+  return views_of(
+      all_gather_wait(
+          all_gather_start(mine, 0, parts, "replicated", rank, group_name, {}), 0, parts, whole,
+          "replicated", rank, group_name)[0],
+      sums.of);
+}
+
+// Gradients travel in flat buckets of about this size, each in flight while the
+// next is filled.
+constexpr int64_t kBucketBytes = int64_t(25) << 20;
+
+void sum_gradients_kernel(
+    at::TensorList gradients, int64_t rank, int64_t size, std::string_view group_name) {
+  if (size == 1 || gradients.empty()) {
+    return;
+  }
+  struct Bucket {
+    std::vector<at::Tensor> members;
+    at::Tensor flat;
+    Work work;
+    int64_t bytes = 0;
+  };
+  std::vector<Bucket> buckets;
+  for (const at::Tensor& gradient : gradients) {
+    TORCH_CHECK_VALUE(
+        gradient.layout() == at::kStrided, "gradients: a gradient is ", gradient.layout(),
+        "; only dense gradients can be summed");
+    const bool fits = !buckets.empty() && buckets.back().bytes < kBucketBytes &&
+                      buckets.back().members[0].options().type_equal(gradient.options()) &&
+                      buckets.back().members[0].device() == gradient.device();
+    if (!fits) {
+      buckets.emplace_back();
+    }
+    buckets.back().members.push_back(gradient);
+    buckets.back().bytes += static_cast<int64_t>(gradient.nbytes());
+  }
+  for (Bucket& bucket : buckets) {
+    std::vector<at::Tensor> flat;
+    for (const at::Tensor& gradient : bucket.members) {
+      flat.push_back(gradient.reshape({-1}));
+    }
+    bucket.flat = at::cat(flat);
+    bucket.work =
+        all_reduce_sum(resolve_group(group_name, rank, size, bucket.flat.device()), bucket.flat);
+  }
+  for (Bucket& bucket : buckets) {
+    bucket.work->wait();
+    int64_t offset = 0;
+    for (const at::Tensor& gradient : bucket.members) {
+      gradient.copy_(bucket.flat.narrow(0, offset, gradient.numel()).view(gradient.sizes()));
+      offset += gradient.numel();
+    }
+  }
+}
+
+at::Tensor all_reduce_kernel(
+    const at::Tensor& input,
+    std::string_view grad,
+    int64_t rank,
+    int64_t size,
+    std::string_view group_name,
+    ReduceDtype reduce_dtype) {
+  return all_reduce_wait(
+      all_reduce_start({input}, grad, rank, size, group_name, reduce_dtype), input.sym_sizes(),
+      {input.dim()}, grad, rank, size, group_name, reduce_dtype)[0];
+}
+
+void register_kernels(torch::Library& m) {
+  m.impl("all_reduce", all_reduce_kernel);
+  m.impl("all_reduce_start", all_reduce_start_kernel);
+  m.impl("all_reduce_wait", all_reduce_wait_kernel);
+  m.impl("sum_gradients_", sum_gradients_kernel);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(deepsp, CPU, m) {
+  register_kernels(m);
+}
+
+#ifdef DEEPSP_CUDA
+TORCH_LIBRARY_IMPL(deepsp, CUDA, m) {
+  register_kernels(m);
+}
+#endif
+
+}  // namespace deepsp

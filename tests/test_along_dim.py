@@ -1,0 +1,301 @@
+"""Collectives along any dimension, against one process that has everything."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import on_ranks
+from reference import draw
+
+import deepsp
+from deepsp.layout import seq_lens
+
+op = torch.ops.deepsp
+SHAPE = [3, 7, 2, 5]
+
+
+def _where():
+    return dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name
+
+
+def _lens(kind, total, size):
+    if kind == "split":
+        return seq_lens(total)
+    return [0] * (size - 1) + [total]  # one has everything
+
+
+def _shape(dim, kind, size):
+    shape = list(SHAPE)
+    if kind == "even":
+        shape[dim] = 2 * size
+    return shape
+
+
+def _check(dtype, dims, kinds):
+    rank, size, _ = _where()
+    tolerance = 1e-12 if dtype == torch.float64 else 2e-2  # a ring sums in an order of its own
+    for dim, kind in itertools.product(dims, kinds):
+        shape = _shape(dim, kind, size)
+        lens = _lens("split" if kind == "even" else kind, shape[dim], size)
+        begin = sum(lens[:rank])
+        each = [draw(*shape, seed=r).to(dtype) for r in range(size)]
+        weights = [draw(*shape, seed=50 + r).to(dtype) for r in range(size)]
+
+        def mine(whole, dim=dim, begin=begin, lens=lens):
+            return whole.narrow(dim, begin, lens[rank])
+
+        def same(a, b, tolerance=tolerance):
+            assert a.shape == b.shape and a.dtype == b.dtype
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+        total = sum(x.double() for x in each).to(dtype)
+        for strided in (False, True):
+            # all_gather
+            x = mine(each[0]).clone()
+            if strided:
+                x = x.transpose(0, -1).contiguous().transpose(0, -1)
+            x.requires_grad_()
+            for grad in ("replicated", "partial"):
+                y = deepsp.all_gather(x, dim, sizes=lens, grad=grad)
+                same(y, each[0])
+                assert y.is_contiguous()
+                w = weights[0 if grad == "replicated" else rank]
+                (g,) = torch.autograd.grad((y * w).sum(), x)
+                summed = sum(w.double() for w in weights).to(dtype)
+                same(g, mine(weights[0] if grad == "replicated" else summed))
+            # reduce_scatter
+            x = each[rank].clone()
+            if strided:
+                x = x.transpose(0, -1).contiguous().transpose(0, -1)
+            x.requires_grad_()
+            y = deepsp.reduce_scatter(x, dim, sizes=lens)
+            same(y, mine(total))
+            (g,) = torch.autograd.grad((y * mine(weights[0])).sum(), x)
+            same(g, weights[0])
+            # scatter
+            x = each[0].clone().requires_grad_()
+            for grad in ("replicated", "partial"):
+                y = deepsp.scatter(x, dim, sizes=lens, grad=grad)
+                same(y, mine(each[0]))
+                (g,) = torch.autograd.grad((y * mine(weights[0])).sum(), x)
+                padded = torch.zeros_like(weights[0])
+                mine(padded).copy_(mine(weights[0]))
+                same(g, weights[0] if grad == "replicated" else padded)
+        # all_reduce
+        x = each[rank].clone().requires_grad_()
+        for grad in ("replicated", "partial"):
+            y = deepsp.all_reduce(x, grad=grad)
+            same(y, total)
+            w = weights[0 if grad == "replicated" else rank]
+            (g,) = torch.autograd.grad((y * w).sum(), x)
+            same(g, w if grad == "replicated" else sum(w.double() for w in weights).to(dtype))
+        y = deepsp.replicate(x)
+        same(y, x)
+        (g,) = torch.autograd.grad((y * weights[rank]).sum(), x)
+        same(g, sum(w.double() for w in weights).to(dtype))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_against_one_process(ranks, dtype):
+    on_ranks(ranks, _check, dtype, [0, 1, 2, -1], ["even", "split", "one"])
+
+
+def test_four_ranks():
+    on_ranks(4, _check, torch.float64, [0, 1, -1], ["split"])
+
+
+def _rows():
+    """Long rows, which travel one by one, to their places."""
+    rank, size, _ = _where()
+    for lens in (seq_lens(2 * size + 1), [3] * size):
+        shape = [2, sum(lens), 20000]
+        x = torch.arange(2 * sum(lens), dtype=torch.float32).view(2, -1, 1).expand(shape)
+        part = x.narrow(1, sum(lens[:rank]), lens[rank])
+        assert torch.equal(deepsp.all_gather(part, 1, sizes=lens, grad="partial"), x)
+        y = deepsp.reduce_scatter(x * (rank + 1), 1, sizes=lens)
+        assert torch.equal(y, part * sum(range(1, size + 1)))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_long_rows(ranks):
+    on_ranks(ranks, _rows)
+
+
+def _halves():
+    """Starts and waits give what the whole op does, backward too, in any order."""
+    rank = dist.get_rank()
+    lens = seq_lens(7)
+    x = draw(2, lens[rank], 5, seed=rank).requires_grad_()
+    whole = draw(2, 7, 5, seed=9 + rank).requires_grad_()
+    w = draw(2, 7, 5, seed=20 + rank)
+    mine = w.narrow(1, 0, lens[rank])
+    for grad in ("replicated", "partial"):
+        pending = [
+            deepsp.all_gather_start(x, 1, sizes=lens, grad=grad),
+            deepsp.reduce_scatter_start(whole, 1, sizes=lens),
+            deepsp.all_reduce_start(whole, grad=grad),
+            deepsp.scatter_start(whole, 1, sizes=lens),
+        ]
+        got = [p.wait() for p in pending]
+        want = [
+            deepsp.all_gather(x, 1, sizes=lens, grad=grad),
+            deepsp.reduce_scatter(whole, 1, sizes=lens),
+            deepsp.all_reduce(whole, grad=grad),
+            deepsp.scatter(whole, 1, sizes=lens),
+        ]
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a, b)
+
+        def grads(ys):
+            a, b, c, d = ys
+            loss = (a * w).sum() + (b * mine).sum() + (c * w).sum() + (d * mine).sum()
+            return torch.autograd.grad(loss, (x, whole))
+
+        for a, b in zip(grads(got), grads(want), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        with pytest.raises(RuntimeError, match="already"):
+            pending[0].wait()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_halves(ranks):
+    on_ranks(ranks, _halves)
+
+
+def _overlap():
+    """In backward, the gradient's collective is launched before what stood between is
+    differentiated, and waited for behind it."""
+    a, b = (draw(6, 6, seed=s).requires_grad_() for s in (1, 2))
+    pending = deepsp.reduce_scatter_start(a @ a, 0)
+    between = b @ b
+    loss = pending.wait().sum() + between.sum()
+    with torch.profiler.profile() as profile:
+        loss.backward()
+    names = [e.name for e in sorted(profile.events(), key=lambda e: e.time_range.start)]
+    marks = {"deepsp::all_gather_start": "s", "deepsp::all_gather_wait": "w", "aten::mm": "m"}
+    assert "".join(marks[n] for n in names if n in marks) == "smmwmm"
+
+
+def test_the_order_in_backward():
+    on_ranks(2, _overlap)
+
+
+def _gradcheck(dim):
+    """On the global function: every rank holds all inputs, and what it gets is made whole by sums
+    of zero-padded parts."""
+    rank, size, _ = _where()
+    lens = seq_lens(5)
+
+    shape = [2, 3, 2]
+    shape[dim] = 5
+    inputs = torch.stack([draw(*shape, seed=r) for r in range(size)]).requires_grad_()
+
+    def gather(x):
+        part = x[0].narrow(dim, sum(lens[:rank]), lens[rank])
+        y = deepsp.all_gather(part, dim, sizes=lens, grad="partial")
+        return deepsp.all_reduce(y * (rank + 1), grad="replicated")
+
+    def scatter(x):
+        y = deepsp.reduce_scatter(x[rank], dim, sizes=lens)
+        parts = [torch.zeros(_with(shape, dim, n), dtype=y.dtype) for n in lens]
+        parts[rank] = y
+        return deepsp.all_reduce(torch.cat(parts, dim), grad="replicated")
+
+    for f in (gather, scatter):
+        # A rank's gradient of the inputs is its share of it.
+        def summed(x, f=f):
+            return f(deepsp.replicate(x))
+
+        assert torch.autograd.gradcheck(summed, [inputs])
+
+
+def _with(shape, dim, n):
+    return [n if d == dim else length for d, length in enumerate(shape)]
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_gradcheck(dim):
+    on_ranks(2, _gradcheck, dim)
+
+
+def _second_derivative():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    lens = seq_lens(5)
+    mine = slice(sum(lens[:rank]), sum(lens[: rank + 1]))
+    x, v = draw(2, 5, seed=1), draw(2, 5, seed=2)
+    ws = [draw(2, 5, seed=3 + r) for r in range(size)]
+    part, w = x[:, mine].clone().requires_grad_(), ws[rank].clone().requires_grad_()
+    loss = (deepsp.all_gather(part**3, 1, sizes=lens, grad="partial") * w).sum()
+    (g,) = torch.autograd.grad(loss, part, create_graph=True)
+    torch.testing.assert_close(g, (3 * x**2 * sum(ws))[:, mine])
+    by_part, by_w = torch.autograd.grad((g * v[:, mine]).sum(), (part, w))
+    torch.testing.assert_close(by_part, (6 * x * v * sum(ws))[:, mine])
+    torch.testing.assert_close(by_w, 3 * x**2 * v)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_second_derivative(ranks):
+    on_ranks(ranks, _second_derivative)
+
+
+def _dtypes():
+    rank, size, _ = _where()
+    for dtype in (torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64, torch.half):
+        x = (torch.arange(2 * 3).view(2, 3) + 10 * rank).to(dtype)
+        y = deepsp.all_gather(x, 1, grad="partial")
+        each = [(torch.arange(6).view(2, 3) + 10 * r).to(dtype) for r in range(size)]
+        assert torch.equal(y, torch.cat(each, 1))
+        assert torch.equal(deepsp.scatter(y, 1), x)
+    # In float32, one bit beyond bfloat16 survives; in bfloat16 it doesn't.
+    x = torch.tensor([1.0 if rank == 0 else 2**-8]).bfloat16().repeat(size)
+    y = deepsp.reduce_scatter(x, 0)
+    exact = torch.tensor([1 + (size - 1) * 2**-8]).bfloat16()
+    assert torch.equal(y, exact)
+    assert torch.equal(deepsp.all_reduce(x, grad="partial"), exact.expand(size))
+    rounded = deepsp.reduce_scatter(x, 0, reduce_dtype=torch.bfloat16)
+    assert torch.equal(rounded, torch.tensor([1.0]).bfloat16())
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_dtypes_and_sums(ranks):
+    on_ranks(ranks, _dtypes)
+
+
+def _errors():
+    rank, size, name = _where()
+    x = torch.ones(2, 4)
+    cases = [
+        (lambda: deepsp.all_gather(x, 2, grad="partial"), "dim is 2"),
+        (lambda: deepsp.all_gather(x, 1, grad="whole"), "grad is 'whole'.*'replicated'"),
+        (lambda: deepsp.all_gather(x, 1, sizes=[4], grad="partial"), "sizes has 1 entries"),
+        (lambda: deepsp.all_gather(x, 1, sizes=[3, 3], grad="partial"), "input has size 4"),
+        (lambda: deepsp.reduce_scatter(x, 1, sizes=[3, 3]), "sizes add up to 6"),
+        (lambda: deepsp.reduce_scatter(x, 1, sizes=[5, -1]), "can't be negative"),
+        (lambda: deepsp.reduce_scatter(x.long(), 1), "input is Long; float64"),
+        (lambda: deepsp.reduce_scatter(x, 1, reduce_dtype=torch.int32), "reduce_dtype is Int"),
+        (lambda: deepsp.all_reduce(x, grad="x"), "grad is 'x'"),
+        (lambda: deepsp.scatter(x, -3), "dim is -3"),
+        (lambda: deepsp.scatter(x.sum(), 0), "dim is 0, but the tensor has 0"),
+        (lambda: op.all_gather(x, 1, [4, 4], "partial", 1 - rank, name), "this process is rank"),
+        (lambda: op.all_gather(x, 1, [4, 4, 4], "partial", rank, name), "sizes has 3 entries"),
+        (lambda: op.all_gather(x, 1, [4, 4], "partial", rank, "nobody"), "no process group"),
+        (
+            lambda: op.all_gather_wait(torch.ones(3), 1, [4, 4], [2, 8], "partial", rank, name),
+            "the buffer has shape",
+        ),
+        (
+            lambda: op.reduce_scatter_wait(torch.ones(2, 8), 1, [4, 4], [2, 9], rank, name),
+            "shape, the whole's, has 9",
+        ),
+    ]
+    for call, message in cases:
+        with pytest.raises(ValueError, match=message):
+            call()
+    # Nothing was sent: the group still works.
+    assert deepsp.all_reduce(x, grad="partial").sum() == 8 * size
+
+
+def test_errors():
+    on_ranks(2, _errors)

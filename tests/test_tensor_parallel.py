@@ -1,0 +1,183 @@
+"""Linear layers fused with their collectives, against one process that has everything."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness import on_ranks
+from reference import draw
+from torch import nn
+
+import deepsp
+from deepsp.layout import seq_lens
+
+K, M = 4, 5
+
+
+def _lens(kind, size):
+    return {"even": [3] * size, "uneven": seq_lens(3 * size + 1), "one": [0] * (size - 1) + [4]}[
+        kind
+    ]
+
+
+def _against_one_process(dtype, function=lambda f: f):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    close = dict(rtol=1e-9, atol=1e-9) if dtype == torch.float64 else dict(rtol=0.03, atol=0.5)
+    for kind in ("even", "uneven", "one"):
+        for dim, batch in ((0, 2), (1, 1), (1, 3), (-2, 2)):
+            lens = _lens(kind, size)
+            shape = [batch, batch, K]
+            shape[dim] = sum(lens)
+            mine = slice(sum(lens[:rank]), sum(lens[: rank + 1]))
+
+            def part(x, dim=dim, mine=mine):
+                return x.narrow(dim, mine.start, mine.stop - mine.start)
+
+            # gather, then this rank's columns
+            whole = draw(*shape, seed=1).to(dtype).requires_grad_()
+            weights = [draw(M, K, seed=2 + r).to(dtype).requires_grad_() for r in range(size)]
+            biases = [draw(M, seed=20 + r).to(dtype).requires_grad_() for r in range(size)]
+            x = part(whole).detach().clone().requires_grad_()
+            weight, bias = (t[rank].detach().clone().requires_grad_() for t in (weights, biases))
+            gather = function(
+                lambda x, w, b, lens, dim=dim: deepsp.all_gather_matmul(x, w, b, dim, sizes=lens)
+            )
+            y = gather(x, weight, bias, lens)
+            wants = [F.linear(whole, w, b) for w, b in zip(weights, biases, strict=True)]
+            torch.testing.assert_close(y, wants[rank], **close)
+            outs = [draw(*y.shape, seed=40 + r).to(dtype) for r in range(size)]
+            (y * outs[rank]).sum().backward()
+            sum(
+                (want.double() * out).sum() for want, out in zip(wants, outs, strict=True)
+            ).backward()
+            torch.testing.assert_close(x.grad, part(whole.grad), **close)
+            torch.testing.assert_close(weight.grad, weights[rank].grad, **close)
+            torch.testing.assert_close(bias.grad, biases[rank].grad, **close)
+
+            # this rank's share of a sum, and its part of it
+            wholes = [draw(*shape, seed=60 + r).to(dtype).requires_grad_() for r in range(size)]
+            bias = draw(M, seed=9).to(dtype).requires_grad_()
+            x, weight = (t[rank].detach().clone().requires_grad_() for t in (wholes, weights))
+            share = bias.detach().clone().requires_grad_()
+            scatter = function(
+                lambda x, w, b, lens, dim=dim: deepsp.matmul_reduce_scatter(
+                    x, w, b, dim, sizes=lens
+                )
+            )
+            y = scatter(x, weight, share, lens)
+            for w in weights:
+                w.grad = None
+            want = sum(F.linear(a, w) for a, w in zip(wholes, weights, strict=True)) + bias
+            torch.testing.assert_close(y, part(want), **close)
+            out = draw(*want.shape, seed=70).to(dtype)
+            (y * part(out)).sum().backward()
+            (want * out).sum().backward()
+            torch.testing.assert_close(x.grad, wholes[rank].grad, **close)
+            torch.testing.assert_close(weight.grad, weights[rank].grad, **close)
+            total = deepsp.all_reduce(share.grad, grad="partial")  # its tokens' share
+            torch.testing.assert_close(total, bias.grad, **close)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_against_one_process(ranks, dtype):
+    on_ranks(ranks, _against_one_process, dtype)
+
+
+def _aot_eager():
+    _against_one_process(
+        torch.float64,
+        lambda f: torch.compile(f, backend="aot_eager", fullgraph=True, dynamic=True),
+    )
+
+
+def test_under_aot_eager():
+    on_ranks(2, _aot_eager)
+
+
+def _inductor():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    lens = seq_lens(2 * size + 1)
+    x, weight, bias = (
+        draw(*shape, seed=s).requires_grad_()
+        for s, shape in enumerate([(2, lens[rank], K), (K, K), (K,)])
+    )
+
+    def mlp(x, weight, bias):
+        h = deepsp.all_gather_matmul(x, weight, bias, 1, sizes=lens).relu()
+        return deepsp.matmul_reduce_scatter(h, weight, bias, 1, sizes=lens)
+
+    torch._dynamo.reset()
+    ys = [f(x, weight, bias) for f in (mlp, torch.compile(mlp, fullgraph=True))]
+    grads = [torch.autograd.grad((y**2).sum(), (x, weight, bias)) for y in ys]
+    torch.testing.assert_close(ys[1], ys[0])
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_under_inductor():
+    on_ranks(2, _inductor)
+
+
+def _frozen_and_autocast():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = draw(2, 3, K, seed=rank, dtype=torch.float32)
+    linear = nn.Linear(K, M)
+    for frozen in ("weight", "bias", "both"):
+        linear.weight.requires_grad_(frozen == "bias")
+        linear.bias.requires_grad_(frozen == "weight")
+        for op in (deepsp.all_gather_matmul, deepsp.matmul_reduce_scatter):
+            leaf = x.detach().requires_grad_(frozen == "both")
+            y = op(leaf, linear.weight, linear.bias, 0)
+            y.sum().backward()
+            assert (leaf.grad is not None) == (frozen == "both")
+    assert linear.weight.grad is not None and linear.bias.grad is not None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = deepsp.all_gather_matmul(x.requires_grad_(), linear.weight, linear.bias, 1)
+        assert y.dtype == torch.bfloat16 and y.shape == (2, 3 * size, M)
+        assert deepsp.matmul_reduce_scatter(x, linear.weight, None, 1).dtype == torch.bfloat16
+    y.sum().backward()
+    assert x.grad.dtype == torch.float32
+    g = torch.autograd.grad(
+        deepsp.all_gather_matmul(x, linear.weight, None, 1).sum(), x, create_graph=True
+    )[0]
+    with pytest.raises(RuntimeError, match="not implemented"):
+        g.sum().backward()
+
+
+def test_frozen_parameters_and_autocast():
+    on_ranks(2, _frozen_and_autocast)
+
+
+def _errors():
+    x, w = torch.ones(2, 3, K), torch.ones(M, K)
+    for op in (deepsp.all_gather_matmul, deepsp.matmul_reduce_scatter):
+        for call, message in [
+            (lambda op=op: op(x, w, None, 2), "dim is 2, the last dimension"),
+            (lambda op=op: op(x, w.t(), None, 1), r"weight has shape \[4, 5\]"),
+            (lambda op=op: op(x, w, torch.ones(2), 1), r"bias has shape \[2\]; \[5\]"),
+            (lambda op=op: op(x, w.double(), None, 1), "weight is Double"),
+            (lambda op=op: op(x, w, None, 1, sizes=[9, 9]), "input has size 3"),
+            (lambda op=op: op(x.int(), w.int(), None, 1), "input is Int"),
+        ]:
+            with pytest.raises(ValueError, match=message):
+                call()
+
+
+def test_errors():
+    on_ranks(2, _errors)
+
+
+def _pipelined():
+    """A rank's product is computed before all parts are there, and before all have left."""
+    x, w = torch.ones(2, 4, K).requires_grad_(), torch.ones(K, K).requires_grad_()
+    with torch.profiler.profile() as profile:
+        y = deepsp.matmul_reduce_scatter(deepsp.all_gather_matmul(x, w, None, 0), w, None, 0)
+        y.sum().backward()
+    names = {e.name for e in profile.events()}
+    # Nothing is packed, copied out or put together.
+    assert not names & {"deepsp::pack", "deepsp::land", "aten::cat"}, names
+
+
+def test_nothing_is_copied():
+    on_ranks(2, _pipelined)
