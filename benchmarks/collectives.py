@@ -1,0 +1,177 @@
+"""All-gather and reduce-scatter along dimension 1, and what is built of them, on gloo on this
+machine; contenders interleaved in one run, one thread a rank. A time is that of the slowest rank.
+
+collectives   forward and backward of one:
+  deepsp              deepsp.all_gather(x, 1, grad="partial"), deepsp.reduce_scatter(x, 1)
+  transpose + dim 0   torch alone: transposed, along dimension 0, and transposed back
+  functional          torch.distributed._functional_collectives' own, with autograd
+  floor               bare sends and receives of the same bytes, on warm buffers
+linears       all-gather, linear, gelu, linear, reduce-scatter, forward and backward: plain, with
+              all_gather_matmul and matmul_reduce_scatter (pipelined), and the products alone
+step          a training step of a transformers Llama, tensor parallel with sequence parallel, by
+              deepsp.plans and by torch.distributed.tensor.parallel, and whole in each process
+
+Copies are those of whole tensors, aten's and our kernels', as the profiler has them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+from pathlib import Path
+
+import torch
+from collective_contenders import measure_collectives, measure_linears
+from ranks import Ranks
+from rich.console import Console
+from rich.table import Table
+from tensor_parallel_step import measure_step
+from tqdm import tqdm
+
+SHAPES = [(1, 4096, 512), (1, 16384, 1024), (2, 4096, 512), (4, 4096, 512), (32, 512, 512)]
+LINEARS = [((1, 4096, 512), 2048), ((2, 2048, 512), 2048)]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PARTS = ("collectives", "linears", "step")
+
+
+def both(ms: list[float]) -> str:
+    return f"{min(ms):.1f} / {statistics.median(ms):.1f}"
+
+
+def ratio(ms: list[float], base: list[float]) -> str:
+    median = statistics.median
+    return f"{min(ms) / min(base):.2f} / {median(ms) / median(base):.2f}"
+
+
+def run(args: argparse.Namespace) -> dict:
+    found: dict = {"collectives": [], "linears": [], "step": []}
+    shape = {k: getattr(args, k) for k in ("hidden", "layers", "heads", "vocab", "batch", "seq")}
+    for size in args.ranks:
+        tasks = []
+        if "collectives" in args.parts:
+            tasks += [
+                ("collectives", {"kind": kind, "shape": of, "dtype": dtype},
+                 (measure_collectives, kind, of, DTYPES[dtype], args.repeats))
+                for kind in ("all_gather", "reduce_scatter")
+                for of in SHAPES for dtype in args.dtypes
+            ]  # fmt: skip
+        if "linears" in args.parts:
+            tasks += [
+                ("linears", {"shape": of, "columns": columns, "dtype": "float32"},
+                 (measure_linears, of, columns, torch.float32, args.repeats))
+                for of, columns in LINEARS
+            ]  # fmt: skip
+        if "step" in args.parts:
+            tasks.append(("step", {"shape": shape}, (measure_step, shape, args.steps)))
+        with Ranks(None, size) as ranks:
+            for part, about, task in tqdm(tasks, desc=f"{size} ranks", leave=False):
+                found[part].append({"ranks": size, **about, "times": ranks(*task)})
+    return found
+
+
+def tables(found: dict) -> list[tuple[str, list[str], list[list[str]]]]:
+    result = []
+    rows = []
+    for case in found["collectives"]:
+        times = case["times"]
+        for name, of in times.items():
+            rows.append(
+                [
+                    f"{case['ranks']}, {case['kind']}, {tuple(case['shape'])}, {case['dtype']}",
+                    name,
+                    both(of["ms"]),
+                    ratio(of["ms"], times["floor"]["ms"]),
+                    str(of["launches"]),
+                    str(of["copies"]) if name != "floor" else "",
+                ]
+            )
+    columns = ["ranks, what, whole shape", "", "ms, min / median", "× floor", "launches", "copies"]
+    result.append(("One collective along dimension 1, forward and backward", columns, rows))
+    rows = [
+        [
+            f"{case['ranks']}, {tuple(case['shape'])}, {case['columns']} columns",
+            name,
+            both(of["ms"]),
+            ratio(of["ms"], case["times"]["plain"]["ms"]),
+        ]
+        for case in found["linears"]
+        for name, of in case["times"].items()
+    ]
+    columns = ["ranks, input, columns", "", "ms, min / median", "× plain"]
+    result.append(("Two linears between them, forward and backward", columns, rows))
+    rows = []
+    for case in found["step"]:
+        times = case["times"]
+        reference = times["one process"]["losses"]
+        for name, of in times.items():
+            far = max(abs(a - b) for a, b in zip(of["losses"], reference, strict=True))
+            rows.append(
+                [
+                    f"{case['ranks']}, {case['shape']}",
+                    name,
+                    both(of["ms"]),
+                    ratio(of["ms"], times["torch tensor.parallel"]["ms"]),
+                    f"{far:.1e}",
+                ]
+            )
+    columns = ["ranks, model", "", "ms, min / median", "× torch", "loss, largest difference"]
+    result.append(("A training step", columns, rows))
+    return [table for table in result if table[2]]
+
+
+def markdown(found: dict) -> str:
+    machine = found["machine"]
+    lines = [
+        "# Collectives along a dimension",
+        "",
+        f"`{machine['command']}`: {machine['cpus']} cores, {machine['cpu']}, torch "
+        f"{machine['torch']}, load {machine['load']:.1f} at the start. {__doc__.split('.')[0]}.",
+        "",
+    ]
+    for title, columns, rows in tables(found):
+        lines += [f"## {title}", "", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+        lines += ["| " + " | ".join(row) + " |" for row in rows] + [""]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="sizes of the group")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["float32", "bfloat16"])
+    parser.add_argument("--repeats", type=int, default=15, help="of each collective and layer")
+    parser.add_argument("--steps", type=int, default=7, help="training steps of each contender")
+    for name, default in [
+        ("hidden", 512), ("layers", 4), ("heads", 8), ("vocab", 8192), ("batch", 1), ("seq", 1024),
+    ]:  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=default, help="of the model")
+    parser.add_argument("--results", type=Path, help="folder for collectives.md and .json")
+    args = parser.parse_args()
+    load = os.getloadavg()[0]
+    found = run(args)
+    found["machine"] = {
+        "command": "python benchmarks/collectives.py",
+        "cpus": os.cpu_count(),
+        "cpu": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "load": load,
+    }
+    console = Console()
+    for title, columns, rows in tables(found):
+        table = Table(*columns, title=title)
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    if args.results:
+        args.results.mkdir(parents=True, exist_ok=True)
+        (args.results / "collectives.json").write_text(json.dumps(found, indent=1))
+        (args.results / "collectives.md").write_text(markdown(found))
+
+
+if __name__ == "__main__":
+    main()
