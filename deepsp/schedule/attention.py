@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 from deepsp.groups import Member
 from deepsp.layer import SequenceParallelAttention
+from deepsp.schedule import flow
 from deepsp.schedule.placement import Sharded
-from deepsp.schedule.running import Running, current_flow
+from deepsp.schedule.randomness import sharded_randomness
+from deepsp.schedule.running import Running
 from deepsp.schedule.sync import Sync
 
 _NAMES = {
@@ -34,27 +36,27 @@ class ScheduledAttention(SequenceParallelAttention):
         """As :meth:`deepsp.SequenceParallelAttention.forward`."""
         kwargs = {**self._deepsp_arguments, **kwargs}
         running, sync = self._deepsp_running, self._deepsp_sync
-        flow = current_flow()
-        if flow is None:
+        following = flow.current()
+        if following is None:
             kwargs.setdefault("seq_lens", running.sizes(sync, x, 1))
             return self._attention(x, args, kwargs)
-        placement = flow.placement(x)
+        placement = following.placement(x)
         if not isinstance(placement, Sharded) or placement.axis not in (None, 1):
             raise ValueError(
                 f"{sync.module_name}: what comes in is {placement}; the attention works on tokens "
                 "that are sharded along axis 1: scatter them before"
             )
         kwargs.setdefault("seq_lens", running.find_sizes(sync, x, 1, placement))
-        with flow.paused():
+        with following.paused():
             out = self._attention(x, args, kwargs)
-        flow.opaque(sync.module_name, [x, *self.parameters()], out, Sharded(1, placement.origin))
+        following.opaque(
+            sync.module_name, [x, *self.parameters()], out, Sharded(1, placement.origin)
+        )
         return out
 
     def _attention(self, x: Tensor, args: tuple, kwargs: dict) -> Tensor:
         if not kwargs.get("dropout_p"):
             return super().forward(x, *args, **kwargs)
-        from deepsp.schedule.randomness import sharded_randomness
-
         with sharded_randomness(self.member):  # other heads on each rank, other masks
             return super().forward(x, *args, **kwargs)
 

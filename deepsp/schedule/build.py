@@ -7,19 +7,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import nn
 from torch.optim import Optimizer
 
 from deepsp.schedule import forwards
+from deepsp.schedule.around import Checkpointed
 from deepsp.schedule.attention import ScheduledAttention
 from deepsp.schedule.check import added_by
 from deepsp.schedule.materialize import materialize
 from deepsp.schedule.plan import Plan, Steps
-from deepsp.schedule.running import RUNNING, Running, SyncInput, SyncOutput, current_flow
+from deepsp.schedule.running import RUNNING, Running, SyncInput, SyncOutput
 from deepsp.schedule.schedule import Schedule
 from deepsp.schedule.shards import SHARDS, shards_of
-from deepsp.schedule.swap import Swapped, swap
+from deepsp.schedule.swap import swap
 from deepsp.schedule.sync import Sync
 
 
@@ -68,7 +68,7 @@ def build(
     whole._open()
     whole.check()
     syncs = [sync for steps in plan.steps.values() for sync in steps.syncs if sync.op is not None]
-    _derive(plan, syncs)
+    _derive(plan)
     running = Running(plan.member, syncs, outputs)
     before = set(plan.model.parameters())
     modules = dict(plan.walk())
@@ -89,34 +89,13 @@ def build(
     return plan.model, _optimizer(plan.model, optimizer, before)
 
 
-def _derive(plan: Plan, syncs: list[Sync]) -> None:
+def _derive(plan: Plan) -> None:
     """What a sync's backward depends on, where the module itself says so, whose input it is."""
     for steps in plan.steps.values():
         before = steps.of_mode("fwd_pre")
         effect = steps.effect
         if before and effect is not None and effect.input_gradient and before[-1].asks_grad:
             before[-1].grad = effect.input_gradient
-    try:
-        from deepsp.schedule import flow  # noqa: F401
-    except ImportError:
-        for sync in syncs:
-            if sync.asks_grad:
-                raise ValueError(
-                    f"{sync.where}: grad isn't given, and what follows isn't known. Pass "
-                    "grad='replicated', if the gradient of what comes out is the same on each "
-                    "rank, or grad='partial', if the ranks' gradients are to be summed"
-                ) from None
-
-
-class Checkpointed(Swapped):
-    """Its forward is computed again in backward."""
-
-    def forward(self, *args, **kwargs):
-        if not torch.is_grad_enabled() or current_flow() is not None:
-            return super().forward(*args, **kwargs)
-        return torch.utils.checkpoint.checkpoint(
-            super().forward, *args, **self._deepsp_checkpoint, **kwargs
-        )
 
 
 def _compute(name: str, module: nn.Module, steps: Steps) -> None:

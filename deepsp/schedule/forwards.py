@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepsp import collectives
+from deepsp.schedule import flow
 from deepsp.schedule.placement import WHOLE
-from deepsp.schedule.running import add_after, current_flow
+from deepsp.schedule.running import add_after
 from deepsp.schedule.shards import shards_of
 from deepsp.schedule.swap import Swapped
 
@@ -24,20 +25,20 @@ class Opaque(Swapped):
     """Its effect says what comes out; what it does isn't followed."""
 
     def forward(self, *args, **kwargs):
-        flow = current_flow()
-        if flow is None:
+        following = flow.current()
+        if following is None:
             return super().forward(*args, **kwargs)
         name, effect = self._deepsp_effect
         inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         if effect.input is not None and inputs:
             x = inputs[0]
-            have = flow.placement(x)
+            have = following.placement(x)
             if not fits(have, effect.input, x.dim()):
                 raise ValueError(
                     f"{name}: what comes in is {have}, but as it is sharded, it must be "
                     f"{effect.input}"
                 )
-        with flow.paused():
+        with following.paused():
             out = super().forward(*args, **kwargs)
         # Whole parameters count as inputs, too, but for what is added later: from what comes out
         # follows what their gradients are.
@@ -45,7 +46,7 @@ class Opaque(Swapped):
         outs = out if isinstance(out, (tuple, list)) else [out]
         for n, x in enumerate(x for x in outs if isinstance(x, Tensor)):
             placement = at(effect.output, x.dim()) if n == 0 else WHOLE
-            flow.opaque(name, inputs if n == 0 else [], x, placement)
+            following.opaque(name, inputs if n == 0 else [], x, placement)
         return out
 
 
@@ -99,7 +100,7 @@ class ReduceOverlapped(Swapped):
     def forward(self, x: Tensor) -> Tensor:
         hook = self._deepsp_reduce
         running, sync = hook.running, hook.sync
-        if current_flow() is not None:
+        if flow.current() is not None:
             out = running.apply(sync, super().forward(x))
         else:
             dim = sync.dim(x.dim())
@@ -116,7 +117,7 @@ class GatherOverlapped(Swapped):
     def forward(self, x: Tensor) -> Tensor:
         hook = self._deepsp_gather
         running, sync = hook.running, hook.sync
-        if current_flow() is not None:
+        if flow.current() is not None:
             return super().forward(running.apply(sync, x))
         dim = sync.dim(x.dim())
         sizes = running.sizes(sync, x, dim)

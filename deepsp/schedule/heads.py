@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepsp import collectives
+from deepsp.schedule.randomness import sharded_randomness
 from deepsp.schedule.shards import shards_of
 from deepsp.schedule.swap import Swapped
 
@@ -89,8 +90,6 @@ class HeadsSharded(Swapped):
         """Other heads on each rank, other masks."""
         if dropout_p == 0:
             return contextlib.nullcontext()
-        from deepsp.schedule.randomness import sharded_randomness
-
         return sharded_randomness(shards_of(self)["in_proj_weight"].member)
 
     def _weights(self, weights: Tensor, average: bool) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from dataclasses import dataclass, field
 
 import torch
@@ -10,21 +12,15 @@ from torch.utils import _pytree as pytree
 
 from deepsp import collectives
 from deepsp.groups import Member, on_all_ranks
+from deepsp.schedule import flow, randomness
+from deepsp.schedule.around import Checkpointed, Drawing
 from deepsp.schedule.picking import pick_input, pick_output
 from deepsp.schedule.placement import Placement, Sharded
 from deepsp.schedule.shards import ParameterShard, shards_of
+from deepsp.schedule.swap import swap
 from deepsp.schedule.sync import Sync
 
 RUNNING = "_deepsp_running"
-
-
-def current_flow():
-    """The dry run that is going on, or None."""
-    try:
-        from deepsp.schedule import flow
-    except ImportError:
-        return None
-    return flow.current()
 
 
 @dataclass
@@ -35,7 +31,10 @@ class Kind:
     # Who has split what a sync puts together; None: nobody who knows the sizes.
     origins: dict[Sync, object | None] = field(default_factory=dict)
     partial: set[str] = field(default_factory=set)  # parameters with a share of their gradient
-    streams: dict = field(default_factory=dict)
+    # Modules that draw random numbers: "whole", the same on each rank, or "sharded"; and those
+    # of "whole" that are called inside of "sharded" ones.
+    streams: dict[nn.Module, str] = field(default_factory=dict)
+    nested: set[nn.Module] = field(default_factory=set)
 
 
 class Running:
@@ -51,7 +50,7 @@ class Running:
 
     def __call__(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         """The model's first forward pre-hook."""
-        if current_flow() is not None:
+        if flow.current() is not None:
             self._begin()
             return
         if torch.compiler.is_compiling():
@@ -72,10 +71,6 @@ class Running:
         Raises:
             ValueError: what the schedule does doesn't fit what the model computes.
         """
-        try:
-            from deepsp.schedule.flow import Flow
-        except ImportError:
-            return
         key = _kind_of(model, args, kwargs)
         if key not in self.kinds:
             placements: dict[int, Placement] = {
@@ -85,12 +80,17 @@ class Running:
             }
             self._dry = Kind()
             try:
-                found = Flow(model, placements, self.member).run(args, kwargs)
+                found = flow.Flow(model, placements, self.member, self.outputs).run(args, kwargs)
                 kind = self._dry
             finally:
                 self._dry = None
             kind.grads = dict(found.grads)
-            kind.streams = dict(found.streams)
+            kind.streams, kind.nested = dict(found.streams), set(found.nested)
+            for module in kind.streams:
+                if kind.streams[module] == "sharded" or module in kind.nested:
+                    module._deepsp_running = self
+                    swap(module, Drawing, type(module).__name__, under=Checkpointed)
+            self._check_streams(model, kind)
             kind.partial = {
                 name
                 for name, parameter in model.named_parameters()
@@ -127,15 +127,13 @@ class Running:
             ValueError: it doesn't fit the tensor.
         """
         dim = 0 if sync.op == "all_reduce" else sync.dim(x.dim())
-        flow = current_flow()
-        if flow is not None:
-            placement = flow.placement(x)
-            sync.result(placement, x.dim())  # raises before anything is sent
-            sizes = self.find_sizes(sync, x, dim, placement)
-            with flow.paused():
-                out = sync.run(x, dim, sizes, "replicated", self.member)
-            flow.sync(sync, x, out)
-            return out
+        following = flow.current()
+        if following is not None:
+            sizes = functools.partial(self.find_sizes, sync, x, dim, following.placement(x))
+            # Checked first, before anything is sent.
+            return following.sync(
+                sync, x, lambda: sync.run(x, dim, sizes(), "replicated", self.member)
+            )
         return sync.run(x, dim, self.sizes(sync, x, dim), self.grad_of(sync), self.member)
 
     def grad_of(self, sync: Sync) -> str:
@@ -159,6 +157,27 @@ class Running:
             + ". Pass grad='replicated', if the gradient of what comes out is the same on each "
             "rank, or grad='partial', if the ranks' gradients are to be summed"
         )
+
+    # ---- random numbers
+
+    def randomness(self, module: nn.Module):
+        """The random numbers of a module that draws some. Whatever kind of call this is: in
+        backward, a checkpoint computes one again that wasn't the last."""
+        if any(module in kind.nested for kind in self.kinds.values()):
+            return randomness.common_randomness(type(module).__name__)
+        if any(kind.streams.get(module) == "sharded" for kind in self.kinds.values()):
+            return randomness.sharded_randomness(self.member)
+        return contextlib.nullcontext()
+
+    def _check_streams(self, model: nn.Module, kind: Kind) -> None:
+        names = {module: name for name, module in model.named_modules()}
+        for module, stream in kind.streams.items():
+            for other in self.kinds.values():
+                if other.streams.get(module, stream) != stream:
+                    raise ValueError(
+                        f"{names[module] or 'the model'} draws random numbers, for sharded tensors "
+                        "in one kind of call, for whole ones in another; use two modules"
+                    )
 
     # ---- sizes of parts
 
@@ -186,12 +205,6 @@ class Running:
             return None
         sizes = self._ask(x, dim)
         origin = getattr(placement, "origin", None)
-        if isinstance(origin, ParameterShard) and sizes == origin.sizes and len(origin.parts) > 1:
-            raise ValueError(
-                f"{sync.where}: what comes in has the {len(origin.parts)} parts of {origin.name} "
-                "one after another, and would come out as each rank's parts in turn; gather the "
-                "parts after they are taken apart"
-            )
         known = getattr(origin, "sizes", None)
         if known is None or 0 in known or sizes != list(known):
             origin = None

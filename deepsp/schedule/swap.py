@@ -27,15 +27,21 @@ def _made_of(cls: type) -> tuple[type, ...]:
     return cls._made_of if issubclass(cls, Swapped) else (cls,)
 
 
-def _new(*made_of: type) -> nn.Module:
+def _whole_class(*made_of: type) -> type:
     cls = made_of[-1]
     for front in reversed(made_of[:-1]):
         cls = _class(front, cls)
+    return cls
+
+
+def _new(*made_of: type) -> nn.Module:
+    cls = _whole_class(*made_of)
     return cls.__new__(cls)
 
 
-def swap(module: nn.Module, front: type, name: str) -> None:
-    """Puts ``front``, a subclass of :class:`Swapped`, before the module's class.
+def swap(module: nn.Module, front: type, name: str, under: type | None = None) -> None:
+    """Puts ``front``, a subclass of :class:`Swapped`, before the module's class, but behind
+    ``under`` where that is there.
 
     Raises:
         ValueError: the module has a forward of its own, which would hide the class's.
@@ -46,4 +52,6 @@ def swap(module: nn.Module, front: type, name: str) -> None:
             "the schedule can't put another in its place"
         )
     if not isinstance(module, front):
-        module.__class__ = _class(front, type(module))
+        made_of = _made_of(type(module))
+        at = made_of.index(under) + 1 if under in made_of else 0
+        module.__class__ = _whole_class(*made_of[:at], front, *made_of[at:])
