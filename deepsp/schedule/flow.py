@@ -1,0 +1,588 @@
+"""The dry run: one forward of the model, in which the placement of every tensor is followed.
+
+A ``TorchFunctionMode`` sees each torch function that the model calls, with user-level tensors,
+which keep their identity. What the functions do to placements is told by ``functions``; what
+follows for gradients, from the tape, by ``backward``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from deepsp.groups import Member
+from deepsp.schedule import backward, functions, randomness
+from deepsp.schedule.gradmode import GradMode
+from deepsp.schedule.placement import WHOLE, Placement, Sharded
+from deepsp.schedule.values import (
+    Call,
+    Entry,
+    Place,
+    Split,
+    Value,
+    differentiable,
+    internal,
+    public,
+    tensors_in,
+    to_the_device_of,
+)
+
+_local = threading.local()
+
+
+@dataclass
+class Findings:
+    """What a dry run found.
+
+    grads: by sync, the state of the gradient of what an all_gather or all_reduce makes; one that no
+        gradient reaches has "replicated".
+    origins: by sync that gathers, who split what comes in; None: several did, or it isn't known.
+    partial_parameters: ids of the whole parameters whose gradients are to be summed over the ranks.
+    streams: by module that draws random numbers itself, "whole" | "sharded".
+    nested: those "whole" ones that were called inside of a "sharded" one.
+    outputs: placements of the model's output tensors.
+    """
+
+    grads: dict[Any, str] = field(default_factory=dict)
+    origins: dict[Any, object] = field(default_factory=dict)
+    partial_parameters: set[int] = field(default_factory=set)
+    streams: dict[nn.Module, str] = field(default_factory=dict)
+    nested: set[nn.Module] = field(default_factory=set)
+    outputs: list[Placement] = field(default_factory=list)
+
+
+def current() -> Flow | None:
+    """The dry run that is on in this thread."""
+    return getattr(_local, "flow", None)
+
+
+class Flow:
+    """Follows placements through a model.
+
+    Args:
+        model: with its shards and syncs in place.
+        placements: by id, of the parameters and buffers that aren't whole.
+        member: this process's place in the group.
+        outputs: "whole": sharded outputs of the model are an error; "local": they are what was
+            asked for.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        placements: Mapping[int, Placement],
+        member: Member,
+        outputs: str = "whole",
+    ):
+        self.model, self.member, self.outputs = model, member, outputs
+        self.placements = dict(placements)
+        self.names: dict[int, str] = {}
+        self.modules = {m: name for name, m in model.named_modules()}
+        for name, p in [*model.named_parameters(), *model.named_buffers()]:
+            self.names.setdefault(id(p), name)
+        self.parameters = {id(p) for p in model.parameters()}
+        self.findings = Findings()
+        self._values = WeakTensorKeyDictionary()
+        self._strange = WeakTensorKeyDictionary()
+        self._leaves: list[Value] = []
+        self._tape: list[Entry] = []
+        self._stack: list[nn.Module] = []
+        self._paused = 0
+        self._grad = GradMode()
+        self._random_places: dict[nn.Module, str] = {}
+
+    # ---- the run
+
+    def run(self, args: tuple, kwargs: Mapping) -> Findings:
+        """Calls the model's forward once, without gradients.
+
+        Buffers, the default generators and the arguments are as before afterwards.
+
+        Raises:
+            ValueError: placements that a function, a sync or the model's end can't take, or a
+                gradient that would be wrong on some rank.
+        """
+        if current() is not None:
+            raise RuntimeError("a dry run is on already")
+        args, kwargs = _copied((args, dict(kwargs)), {})
+        for tensor in tensors_in((args, kwargs)):
+            self._know(tensor, WHOLE, "an input of the model")
+        saved = randomness.states()
+        buffers = [(b, b.detach().clone()) for b in self.model.buffers()]
+        _local.flow = self
+        try:
+            with torch.no_grad(), self._following_modules(), _Mode(self):
+                out = self.model(*args, **kwargs)
+            self._finish(out)
+        finally:
+            _local.flow = None
+            randomness.restore(saved)
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    if buffer.shape == before.shape:
+                        buffer.copy_(before)
+        if self.findings.streams:
+            randomness.compare(saved, self.member, to_the_device_of((args, kwargs)))
+        return self.findings
+
+    def _finish(self, out) -> None:
+        outputs = list(tensors_in(out))
+        values = [self.value(t) for t in outputs]
+        self.findings.outputs = [public(v.place) for v in values]
+        for n, value in enumerate(values):
+            text = f"the model's output {n} ({value.name}) is {value.place}"
+            if value.partial:
+                at = f" at {value.since}" if value.since else ""
+                raise ValueError(f"{text}: sync it{at} with fwd_post all_reduce or reduce_scatter")
+            if value.split and self.outputs != "local":
+                raise ValueError(
+                    f"{text}: sync it with fwd_post all_gather, or build(..., outputs='local') to "
+                    "have each rank's part"
+                )
+        grads = backward.walk(self._tape, values)
+        self.findings.grads = {s: g or "replicated" for s, g in grads.items()}
+        for leaf in self._leaves:
+            if leaf.state != "partial":
+                continue
+            if id(leaf.leaf) in self.parameters:
+                self.findings.partial_parameters.add(id(leaf.leaf))
+                continue
+            raise ValueError(
+                f"the gradient of {leaf.name} would be this rank's share only, from {leaf.why}: "
+                f"put sync(mode='bwd_post', sync_op_or_fn='all_reduce') at {leaf.why.module}"
+            )
+
+    @contextlib.contextmanager
+    def _following_modules(self) -> Iterator[None]:
+        def enter(module, args):
+            self._stack.append(module)
+
+        def leave(module, args, output):
+            if self._stack and self._stack[-1] is module:
+                self._stack.pop()
+
+        handles = []
+        for module in self.modules:
+            handles.append(module.register_forward_pre_hook(enter, prepend=True))
+            handles.append(module.register_forward_hook(leave, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is called in here isn't followed."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    # ---- what is known of tensors
+
+    def placement(self, tensor: Tensor) -> Placement:
+        """What a tensor is over the group."""
+        return public(self.value(tensor).place)
+
+    def value(self, tensor: Tensor) -> Value:
+        with torch._C.DisableTorchFunction():
+            known = self._values.get(tensor)
+            if known is None:
+                known = self._leaf(tensor)
+            return known
+
+    def _leaf(self, tensor: Tensor) -> Value:
+        """A tensor that was there before: a parameter, a buffer, a constant."""
+        name = self.names.get(id(tensor))
+        place = internal(self.placements.get(id(tensor), WHOLE), tensor, self.member[0])
+        text = name or f"a tensor of shape {list(tensor.shape)} made elsewhere"
+        return self._know(tensor, place, text)
+
+    def _know(self, tensor: Tensor, place: Place, name: str) -> Value:
+        value = Value(place, tensor.requires_grad, name, leaf=tensor)
+        self._values[tensor] = value
+        self._leaves.append(value)
+        return value
+
+    def any_not_whole(self, tensors) -> bool:
+        return any(not v.whole for _, v in tensors)
+
+    def where(self) -> str:
+        """The innermost module that is running."""
+        if not self._stack:
+            return "the model"
+        module = self._stack[-1]
+        return f"{self.modules[module] or 'the model'} ({type(module).__name__})"
+
+    def fail(self, name: str, text: str) -> NoReturn:
+        raise ValueError(f"{self.where()}: {name}: {text}")
+
+    # ---- what the schedule put there
+
+    def sync(self, sync, x: Tensor, out: Tensor | Callable[[], Tensor]) -> Tensor:
+        """Records a sync's work; ``out`` may be a function that does it, called after the check.
+
+        Raises:
+            ValueError: the sync doesn't fit what x is.
+        """
+        value = self.value(x)
+        unknown = isinstance(value.place, Split) and public(value.place).axis is None
+        if unknown and sync.op in ("all_gather", "seq_to_heads", "heads_to_seq"):
+            raise ValueError(
+                f"{sync.module_name or 'the model'} ({sync.mode} {sync.op}): what comes in, "
+                f"{value.name}, is {value.place}: the ranks' tensors, one after another, aren't "
+                "the whole; put the sync where they are"
+            )
+        result = sync.result(public(value.place), x.dim())
+        if sync.op == "all_gather":
+            origin = getattr(value.place, "origin", None)
+            known = self.findings.origins.get(sync, origin)
+            self.findings.origins[sync] = origin if known is origin else None
+        if callable(out) and not isinstance(out, Tensor):
+            with self.paused():
+                out = out()
+        if isinstance(result, Sharded):
+            if result.origin is None:
+                result = Sharded(result.axis, sync)
+            axis = result.axis % out.dim()
+            place = Split(axis, (out.size(axis),), result.origin)
+        else:
+            place = result
+        if place == value.place and isinstance(place, Split):
+            place = value.place
+        where = sync.module_name or "the model"
+        made = Value(
+            place,
+            value.carries and self._grad.enabled,
+            f"what {sync.op} ({sync.mode}) at {where} makes",
+        )
+        self._tape.append(Entry(f"{sync.mode} {sync.op}", where, [value], [made], sync))
+        self._values[out] = made
+        return out
+
+    def opaque(self, module_name: str, inputs, output, placement: Placement) -> None:
+        """Records the output of a module that isn't followed: call it in :meth:`paused`."""
+        values = [self.value(t) for t in tensors_in(inputs)]
+        outs = []
+        for t in tensors_in(output):
+            carries = differentiable(t) and self._grad.enabled
+            value = Value(
+                internal(placement, t, self.member[0]), carries, f"the output of {module_name}"
+            )
+            if value.partial:
+                value.since = module_name
+            outs.append(value)
+            self._values[t] = value
+        self._tape.append(Entry("forward", module_name, values, outs))
+
+    # ---- what torch functions do
+
+    def call(self, func, args, kwargs):
+        """A torch function, called by the model."""
+        raw = getattr(func, "__name__", str(func))
+        if raw == "_set_grad_enabled":
+            self._grad.set(args[0])
+            return func(*args, **kwargs)
+        if self._paused:
+            return func(*args, **kwargs)
+        name, inplace = _name_of(func, raw)
+        call = Call(self, name, args, kwargs)
+        rule = None
+        if self.any_not_whole(call.tensors) or name.startswith("deepsp."):
+            rule = self._rule(call)
+        places = rule(call) if rule is not None and name in functions.BEFORE else None
+        before = randomness.states()
+        try:
+            out = func(*args, **kwargs)
+        except (RuntimeError, IndexError, TypeError) as error:
+            what = ", ".join(f"{v.name}: {v.place}" for _, v in call.tensors)
+            error.add_note(f"In the schedule's dry run, in {self.where()}: {name} of {what}.")
+            raise
+        made = [t for t in tensors_in(out)]
+        if not made and not inplace:
+            return out
+        if callable(places):
+            places = places(out)
+        elif rule is not None and places is None:
+            places = rule(call, out)
+        self._note_randomness(call, before)
+        if inplace:
+            made = [args[0]]
+        self._record(call, made, places, inplace)
+        return out
+
+    def _rule(self, call: Call):
+        name = call.name
+        rule = functions.BEFORE.get(name) or functions.AFTER.get(name)
+        if rule is not None:
+            return rule
+        if not call.tensors or (not self.any_not_whole(call.tensors) and "deepsp." not in name):
+            return None
+        value = next((v for _, v in call.tensors if not v.whole), None)
+
+        def unknown(call: Call, out):
+            if not any(True for _ in tensors_in(out)):
+                if name in functions.READS and value is not None:
+                    call.fail(
+                        f"its number is read, but {value.name} is {value.place}: each rank would "
+                        "see another; gather or reduce it before"
+                    )
+                return None
+            if value is None:
+                call.fail(
+                    "this op communicates, which isn't followed inside of a module: let the "
+                    "schedule do it (sync)"
+                )
+            fix = "fwd_post all_reduce" if value.partial else "fwd_pre all_gather"
+            call.fail(
+                f"what it does to {value.name}, which is {value.place}, isn't known; make it whole "
+                f"before (sync with {fix}), or shard a module around it with a registered method"
+            )
+
+        return unknown
+
+    def _record(self, call: Call, made: list[Tensor], places, inplace: bool) -> None:
+        if not isinstance(places, list):
+            places = [WHOLE if places is None else places] * len(made)
+        inputs = [v for _, v in call.tensors]
+        carries = (
+            self._grad.enabled
+            and any(v.carries for v in inputs)
+            and (call.name not in functions.LIKE)
+        )
+        uniform = call.name in functions.FILLED or (
+            bool(inputs)
+            and all(v.uniform for v in inputs)
+            and (call.name in _KEEP_UNIFORM or functions.BEFORE.get(call.name) in _POINTWISE)
+            and call.name not in functions.DROPOUTS | functions.RANDOM
+        )
+        since = next((v.since for v in inputs if v.since), "")
+        where = self.where()
+        outputs = []
+        for tensor, place in zip(made, places, strict=True):
+            if not inplace and any(tensor is t for t, _ in call.tensors):
+                continue  # returned as it is: contiguous(), to()
+            value = Value(
+                place, carries and differentiable(tensor), f"what {call.name} in {where} makes"
+            )
+            value.uniform = uniform
+            if value.partial:
+                value.since = since or where
+            outputs.append((tensor, value))
+        if inplace:
+            self._overwrite(call, outputs, where)
+        sync = getattr(call, "sync", None)
+        if sync is not None:
+            inputs = [inputs[0]]
+        carrying = [v for _, v in outputs if v.carries]
+        if carrying:
+            self._tape.append(
+                Entry(call.name, where, [v for v in inputs if v.carries], carrying, sync)
+            )
+        for tensor, value in outputs:
+            self._values[tensor] = value
+        if inplace:
+            self._pass_to_aliases(call, outputs, where)
+
+    def _overwrite(self, call: Call, outputs, where: str) -> None:
+        """Writing in place: what a tensor was has to be what it becomes, or to be of no account."""
+        for tensor, value in outputs:
+            held = self.value(tensor)
+            if held.place == value.place or held.uniform:
+                continue
+            if held.leaf is not None and id(held.leaf) in self.names:
+                self.fail(
+                    call.name,
+                    f"{held.name} is {held.place}, what is written into it {value.place}",
+                )
+
+    def _pass_to_aliases(self, call: Call, outputs, where: str) -> None:
+        """Views of what was written to, and what it is a view of, have other numbers now."""
+        for tensor, value in outputs:
+            with torch._C.DisableTorchFunction():
+                storage = _storage(tensor)
+                if storage is None:
+                    continue
+                others = [
+                    (t, v)
+                    for t, v in list(self._values.items())
+                    if t is not tensor and v is not value and _storage(t) == storage
+                ]
+            for other, held in others:
+                if type(held.place) is not type(value.place) and not held.uniform:
+                    self.fail(
+                        call.name,
+                        f"{value.name} is {value.place} and shares memory with {held.name}, which "
+                        f"is {held.place}: use the function that isn't in place",
+                    )
+                place = held.place
+                if type(place) is not type(value.place):
+                    if _same_axes(tensor, other):
+                        place = value.place
+                    elif isinstance(value.place, Split):
+                        place = Split(None, (), value.place.origin)
+                    else:
+                        place = value.place
+                new = Value(place, held.carries or value.carries, held.name, since=value.since)
+                if new.carries:
+                    entry = Entry(call.name, where, [v for v in (held, value) if v.carries], [new])
+                    self._tape.append(entry)
+                if not (held.leaf is not None and held.leaf.requires_grad):
+                    self._values[other] = new
+
+    # ---- random numbers
+
+    def _note_randomness(self, call: Call, before: list[Tensor]) -> None:
+        drawn = _draws(call)
+        if not drawn:
+            after = randomness.states()
+            drawn = any(not torch.equal(a, b) for a, b in zip(before, after, strict=False))
+        if not drawn:
+            return
+        kind = "sharded" if any(v.split for _, v in call.tensors) else "whole"
+        if randomness.inside():
+            if kind == "whole" and call.tensors and call.name in functions.DROPOUTS:
+                call.fail(
+                    f"{call.tensors[0][1].name} is {call.tensors[0][1].place}, but random numbers "
+                    "differ by rank in sharded_randomness"
+                )
+            return
+        module = self._stack[-1] if self._stack else self.model
+        had = self.findings.streams.get(module)
+        if had is not None and had != kind:
+            call.fail(
+                "this module draws random numbers both for whole and for sharded tensors, and "
+                "those have to be the same on every rank, these not: put one of the two into a "
+                "module of its own (nn.Dropout), or into deepsp.sharded_randomness(group)"
+            )
+        self.findings.streams[module] = kind
+        self._random_places[module] = kind
+        self._note_nesting(module, kind)
+
+    def _note_nesting(self, module: nn.Module, kind: str) -> None:
+        streams = self.findings.streams
+        if kind == "whole" and any(streams.get(m) == "sharded" for m in self._stack[:-1]):
+            self.findings.nested.add(module)
+
+
+_KEEP_UNIFORM = functions.words(
+    "view reshape expand expand_as unsqueeze squeeze transpose permute getitem broadcast_to "
+    "contiguous to type float double half bfloat16 clone type_as detach neg"
+)
+_POINTWISE = (functions.pointwise, functions.same)
+
+
+class _Mode(TorchFunctionMode):
+    def __init__(self, flow: Flow):
+        super().__init__()
+        self.flow = flow
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return self.flow.call(func, args, kwargs or {})
+
+
+def _name_of(func, raw: str) -> tuple[str, bool]:
+    """A name without what marks in-place and special methods, and whether it writes to its first
+    argument."""
+    if isinstance(func, torch._ops.OpOverload):
+        func = func.overloadpacket
+        raw = func.__name__
+    if isinstance(func, torch._ops.OpOverloadPacket):
+        namespace, _, raw = func._qualified_op_name.partition("::")
+        if namespace != "aten":
+            return f"{namespace}.{raw}", raw.endswith("_")
+    if raw == "__get__":
+        return getattr(func.__self__, "__name__", raw), False
+    if raw == "__set__":
+        return "set_" + getattr(func.__self__, "__name__", raw), False
+    if raw.startswith("__") and raw.endswith("__"):
+        plain = raw[2:-2]
+        if plain == "setitem":
+            return plain, True
+        if plain in _INPLACE:
+            return plain[1:], True
+        return plain, False
+    if raw.endswith("_") and not raw.startswith("_"):
+        return raw[:-1], raw not in ("requires_grad_", "detach_", "share_memory_")
+    return raw, False
+
+
+_INPLACE = {
+    "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor",
+    "ilshift", "irshift", "imatmul",
+}  # fmt: skip
+
+
+def _draws(call: Call) -> bool:
+    if call.kwargs.get("generator") is not None:
+        return False
+    name = call.name
+    if name in functions.DROPOUTS:
+        default = 1 / 8 if name == "rrelu" else 0.5
+        p = call.arg(1, "p", default)
+        training = call.arg(3 if name == "rrelu" else 2, "training", name == "rrelu")
+        return bool(training) and (name == "rrelu" or p > 0)
+    if name in ("scaled_dot_product_attention", "deepsp.distributed_attention"):
+        return (call.arg(4, "dropout_p", 0.0) or 0.0) > 0
+    return name in functions.RANDOM
+
+
+def _storage(tensor: Tensor):
+    try:
+        return tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def _same_axes(a: Tensor, b: Tensor) -> bool:
+    return a.dim() == b.dim() and a.stride() == b.stride()
+
+
+def _copied(x, memo: dict[int, Tensor]):
+    """The arguments with tensors of their own, lest the model's writes to them count twice."""
+    if isinstance(x, Tensor):
+        if id(x) not in memo:
+            copy = x.detach().clone()
+            memo[id(x)] = copy.requires_grad_(x.requires_grad) if x.is_leaf else copy
+            if x.requires_grad:
+                memo[id(x)].requires_grad_()
+        return memo[id(x)]
+    if type(x) in (list, tuple):
+        return type(x)(_copied(item, memo) for item in x)
+    if type(x) is dict:
+        return {key: _copied(item, memo) for key, item in x.items()}
+    return x
+
+
+def call_key(model: nn.Module, args: tuple, kwargs: Mapping) -> tuple:
+    """Calls with the same key have the same findings: lengths don't count, but whether they are
+    0, 1 or more does (what a view merges can't be told from sizes of one)."""
+
+    def one(x):
+        if isinstance(x, Tensor):
+            sizes = tuple(min(n, 2) for n in x.shape)
+            return x.dtype, x.device.type, sizes, x.requires_grad
+        if isinstance(x, (list, tuple)):
+            return tuple(one(item) for item in x)
+        if isinstance(x, Mapping):
+            return tuple((key, one(item)) for key, item in x.items())
+        if isinstance(x, (bool, str, type(None))):
+            return x
+        return type(x)
+
+    modes = hash(tuple(m.training for m in model.modules()))
+    trained = hash(tuple(p.requires_grad for p in model.parameters()))
+    return modes, trained, one(args), one(kwargs)
+
+
+__all__ = ["Findings", "Flow", "call_key", "current"]
