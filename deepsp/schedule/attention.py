@@ -28,6 +28,8 @@ class ScheduledAttention(SequenceParallelAttention):
     """With the arguments that its caller doesn't know of, and the tokens of each rank as whoever
     split them did it."""
 
+    _deepsp_closed = True  # the dry run stays out of it
+
     def build(self, name: str, running: Running) -> None:
         self._deepsp_running = running
         self._deepsp_sync = Sync(name, "fwd_pre", "seq_to_heads")  # by it the sizes are known
@@ -46,8 +48,8 @@ class ScheduledAttention(SequenceParallelAttention):
                 f"{sync.module_name}: what comes in is {placement}; the attention works on tokens "
                 "that are sharded along axis 1: scatter them before"
             )
-        kwargs.setdefault("seq_lens", running.find_sizes(sync, x, 1, placement))
         with following.paused():
+            kwargs.setdefault("seq_lens", running.find_sizes(sync, x, 1, placement))
             out = self._attention(x, args, kwargs)
         following.opaque(
             sync.module_name, [x, *self.parameters()], out, Sharded(1, placement.origin)
