@@ -23,6 +23,7 @@ from deepsp.ops import (
     seq_to_heads,
     seq_to_heads_start,
 )
+from deepsp.schedule import build, consolidate, create_schedule, register_shard_method
 from deepsp.sharding import shard_parameters
 from deepsp.state import full_state_dict, load_full_state_dict
 
@@ -31,7 +32,10 @@ __all__ = [
     "Pending",
     "SequenceParallelAttention",
     "buffers",
+    "build",
     "clip_grad_norm_",
+    "consolidate",
+    "create_schedule",
     "cross_entropy",
     "distributed_attention",
     "full_state_dict",
@@ -40,6 +44,7 @@ __all__ = [
     "load_full_state_dict",
     "local_heads",
     "prepare_inputs",
+    "register_shard_method",
     "seq_lens",
     "seq_to_heads",
     "seq_to_heads_start",

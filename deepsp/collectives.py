@@ -88,3 +88,12 @@ def scatter(x: Tensor, dim: int, group: Group = None, sizes: Sequence[int] | Non
 def copy(x: Tensor, group: Group = None) -> Tensor:
     _, _, name = member_of(group)
     return _Op.apply(x, lambda t: t.view_as(t), lambda g: _sum(g, name))
+
+
+def matmul_reduce_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, dim: int, group: Group = None, sizes: Sequence[int] | None = None) -> Tensor:
+    out = reduce_scatter(torch.nn.functional.linear(x, weight), dim, group, sizes)
+    return out if bias is None else out + bias
+
+
+def all_gather_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, dim: int, group: Group = None, sizes: Sequence[int] | None = None) -> Tensor:
+    return torch.nn.functional.linear(all_gather(x, dim, group, sizes, grad="partial"), weight, bias)

@@ -168,8 +168,18 @@ class Flow:
             if self._stack and self._stack[-1] is module:
                 self._stack.pop()
 
+        # What isn't called, or looked into, needs no hooks, and may refuse to have any.
+        closed = {
+            inside
+            for module in self.modules
+            if getattr(module, "_deepsp_closed", False)
+            for inside in module.modules()
+            if inside is not module
+        }
         handles = []
         for module in self.modules:
+            if module in closed:
+                continue
             handles.append(module.register_forward_pre_hook(enter, prepend=True))
             handles.append(module.register_forward_hook(leave, always_call=True))
         try:

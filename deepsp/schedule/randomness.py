@@ -126,6 +126,18 @@ def sharded_randomness(group: Group = None) -> Iterator[None]:
         fork.leave()
 
 
+@contextlib.contextmanager
+def common_randomness(name: str) -> Iterator[None]:
+    """Random numbers in here are those that all ranks share, inside of
+    :func:`sharded_randomness`, too. ``name``: of the module, for errors."""
+    common = _Common(True, name)
+    common.enter()
+    try:
+        yield
+    finally:
+        common.leave()
+
+
 def apply(
     streams: Mapping[nn.Module, str],
     model: nn.Module,
