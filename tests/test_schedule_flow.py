@@ -296,6 +296,50 @@ def test_what_carries_no_gradient(how):
     on_ranks(2, _detached, how)
 
 
+class Unseen(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.second(torch.from_dlpack(self.first(x)))
+
+
+def test_what_cannot_be_followed():
+    on_ranks(2, _refused, "can't be followed.*shares memory", {}, [], Unseen().double())
+
+
+class InPlace(nn.Module):
+    """Writes to a view of what goes on."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.up = nn.Linear(6, 8)
+        self.down = nn.Linear(8, 6, bias=False)
+
+    def forward(self, x):
+        out = self.first(x)
+        y = torch.zeros_like(out)
+        rows = y.view(-1, 6)
+        rows += self.down(torch.tanh(self.up(out))).view(-1, 6)
+        return y * 2 + out
+
+
+def _in_place():
+    torch.manual_seed(3)
+    model = InPlace().double()
+    end = [Sync("down", "fwd_post", "all_reduce")]
+    with pytest.raises(ValueError, match=r"whole one.*share"):
+        Placed(model, _TP, end).check(_X)
+    _same(Placed(model, _TP, [*end, Sync("up", "bwd_post", "all_reduce")]), _X)
+
+
+def test_in_place_through_a_view():
+    on_ranks(2, _in_place)
+
+
 class Attending(nn.Module):
     """Attention over the group in a user's module."""
 
