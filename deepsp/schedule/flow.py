@@ -223,7 +223,7 @@ class Flow:
         """A tensor that was there before: a parameter, a buffer, a constant.
 
         Raises:
-            ValueError: it wasn't, but was made of one that was followed by what can't be followed.
+            ValueError: it wasn't, but was made of one that was, unseen.
         """
         name = self.names.get(id(tensor))
         made_of = None if name else writes.shares_memory(self, tensor)

@@ -73,7 +73,7 @@ def shares_memory(flow, tensor: Tensor) -> Value | None:
 
 def _storage(tensor: Tensor):
     try:
-        return tensor.untyped_storage()._cdata
+        return tensor.untyped_storage().data_ptr() or None  # none where it is empty
     except (RuntimeError, NotImplementedError):
         return None
 
