@@ -97,7 +97,6 @@ class Flow:
         self._stack: list[nn.Module] = []
         self._paused = 0
         self._grad = GradMode()
-        self._random_places: dict[nn.Module, str] = {}
 
     # ---- the run
 
@@ -320,6 +319,7 @@ class Flow:
             raise
         made = [t for t in tensors_in(out)]
         if not made and not inplace:
+            self._read(call)
             return out
         if callable(places):
             places = places(out)
@@ -331,6 +331,15 @@ class Flow:
         self._record(call, made, places, inplace)
         return out
 
+    def _read(self, call: Call) -> None:
+        """What Python has seen has to be the same on every rank."""
+        value = next((v for _, v in call.tensors if not v.whole), None)
+        if value is not None and call.name in functions.READS:
+            call.fail(
+                f"its numbers are read, but {value.name} is {value.place}: each rank would see "
+                "others; gather or reduce it before"
+            )
+
     def _rule(self, call: Call):
         name = call.name
         rule = functions.BEFORE.get(name) or functions.AFTER.get(name)
@@ -341,13 +350,6 @@ class Flow:
         value = next((v for _, v in call.tensors if not v.whole), None)
 
         def unknown(call: Call, out):
-            if not any(True for _ in tensors_in(out)):
-                if name in functions.READS and value is not None:
-                    call.fail(
-                        f"its number is read, but {value.name} is {value.place}: each rank would "
-                        "see another; gather or reduce it before"
-                    )
-                return None
             if value is None:
                 call.fail(
                     "this op communicates, which isn't followed inside of a module: let the "
@@ -476,7 +478,6 @@ class Flow:
                 "module of its own (nn.Dropout), or into deepsp.sharded_randomness(group)"
             )
         self.findings.streams[module] = kind
-        self._random_places[module] = kind
         self._note_nesting(module, kind)
 
     def _note_nesting(self, module: nn.Module, kind: str) -> None:

@@ -555,7 +555,7 @@ def _fill():
     AFTER["narrow"], AFTER["select"] = views.narrow, views.select
     AFTER["getitem"] = views.getitem
     for name in ("cat", "concat", "concatenate", "stack"):
-        AFTER[name] = views.cat
+        BEFORE[name] = views.cat
 
 
 _fill()

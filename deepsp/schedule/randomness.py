@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -138,13 +138,19 @@ def common_randomness(name: str) -> Iterator[None]:
         common.leave()
 
 
-def apply(streams: Mapping[nn.Module, str], model: nn.Module, member: Member) -> list:
+def apply(
+    streams: Mapping[nn.Module, str],
+    model: nn.Module,
+    member: Member,
+    nested: Container[nn.Module] = (),
+) -> list:
     """Gives each module its random numbers, by hooks around its forward.
 
     Args:
         streams: "sharded" or "whole" for modules that draw random numbers (as
             :class:`deepsp.schedule.flow.Findings` has them).
         model: the model that they are in.
+        nested: those of "whole" that a "sharded" one calls though it doesn't contain them.
 
     Returns:
         Handles; ``remove()`` takes the hooks away.
@@ -156,10 +162,9 @@ def apply(streams: Mapping[nn.Module, str], model: nn.Module, member: Member) ->
             handles += _around(module, lambda: _Fork(member[0]))
             continue
         name = names.get(module, "")
-        above = [m for n in _above(name) for m in [model.get_submodule(n)]] if name else []
-        nested = any(streams.get(m) == "sharded" for m in above)
-        if nested:
-            handles += _around(module, lambda name=name: _Common(True, name))
+        above = [model.get_submodule(n) for n in _above(name)] if name else []
+        within = module in nested or any(streams.get(m) == "sharded" for m in above)
+        handles += _around(module, lambda name=name, within=within: _Common(within, name))
     return handles
 
 

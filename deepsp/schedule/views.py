@@ -23,7 +23,7 @@ def reshaped(
     axis, parts = split.axis, split.parts
     if axis is None or 0 in before:
         return split.at(axis if len(before) == len(after) else None)
-    if before == after:
+    if before == after and free in (None, axis):
         return split
     unknown = Split(None, (), split.origin)
     behind = before[axis + 1 :]
@@ -42,11 +42,17 @@ def reshaped(
             outer, rest = divmod(below * after[new], top)
             if rest or top % below:
                 return unknown
-            if top == below * after[new] and new > 0 and after[new - 1] == 1 and free != new:
-                # One head, perhaps, or an axis of one that means nothing.
-                if free == new - 1 or _unit(split) == block:
-                    return Split(new - 1, (1,), split.origin)
-                if axis == 0 or before[axis - 1] != 1:
+            if top == below * after[new] and new > 0 and free != new:
+                # It fits as it is; but it may also be one head, and the axis before it the heads.
+                left = _left_of(after, new, free)
+                if left is not None and after[left] == 1:
+                    if free == left and math.prod(before[:axis]) == 1:
+                        return unknown
+                    if free == left or _unit(split) == block:
+                        return Split(left, (1,), split.origin)
+                    if axis == 0 or before[axis - 1] != 1:
+                        return unknown
+                elif left is not None and _unit(split) in (None, block):
                     return unknown
             return Split(new, (top // below,) * outer, split.origin)
         below *= after[new]
@@ -55,16 +61,19 @@ def reshaped(
 
 def _of_one(split: Split, inner: int, after: tuple[int, ...], free: int | None) -> Split:
     """The same for parts of a length of one, which could be anywhere among sizes of one."""
-    below = [math.prod(after[new + 1 :]) for new in range(len(after))]
-    if len(split.parts) > 1:
-        found = [n for n, size in enumerate(after) if size == 1 and below[n] == inner]
-        if len(found) == 1:
-            return Split(found[0], (1,), split.origin)
-    elif free is not None:
-        block, rest = divmod(inner, below[free])
+    if free is not None:
+        block, rest = divmod(inner, math.prod(after[free + 1 :]))
         if block > 0 and rest == 0 and after[free] % block == 0:
             return Split(free, (block,) * (after[free] // block), split.origin)
     return Split(None, (), split.origin)
+
+
+def _left_of(after: tuple[int, ...], new: int, free: int | None) -> int | None:
+    """The axis before ``new`` that depends on the rank as well as it could."""
+    if free is None:
+        return new - 1 if after[new - 1] == 1 else None
+    between = after[free + 1 : new]
+    return free if free < new and all(n == 1 for n in between) else None
 
 
 def _unit(split: Split) -> int | None:
@@ -82,7 +91,11 @@ def reshape(call: Call, out: Tensor) -> Place:
     if free is not None and result.axis is not None and place.axis is not None:
         # The axis was cut: its outer part is what the ranks share, the inner one all have.
         inner = math.prod(x.shape[place.axis + 1 :])
-        if free > result.axis and math.prod(out.shape[free:]) > inner:
+        if (
+            free > result.axis
+            and math.prod(out.shape[free + 1 :]) >= inner
+            and x.shape != out.shape
+        ):
             call.fail(
                 f"the size given as -1 ({out.size(free)} here) is an inner one of what is {place}; "
                 "it is the outer one, such as the number of heads, that the ranks share: divide "
@@ -358,9 +371,10 @@ def _by_sharded(call: Call, x: Tensor, index: list) -> Place:
     return place.at(before + place.axis)
 
 
-def cat(call: Call, out: Tensor) -> Place:
+def cat(call: Call) -> Place:
     tensors = list(call.args[0] if call.args else call.kwargs["tensors"])
-    dim = call.arg(1, "dim", call.kwargs.get("axis", 0)) % max(out.dim(), 1)
+    ndim = max(t.dim() for t in tensors) + (call.name == "stack")
+    dim = call.arg(1, "dim", call.kwargs.get("axis", 0)) % max(ndim, 1)
     tensors = [t for t in tensors if t.numel() > 0 or t.dim() > 1] or tensors
     values = [call.value(t) for t in tensors]
     partial = [v for v in values if v.partial]
