@@ -45,7 +45,7 @@ def _tied(plan: Plan):
         module = plan.module(name)
         for own, shard in steps.shards.items():
             for other, key in plan.owners(_own(module, own)):
-                theirs = plan.of(other).shards.get(key)
+                theirs = plan.steps.get(other, Steps()).shards.get(key)
                 if theirs is None or not shard.alike(theirs):
                     yield (
                         f"{shard.name} is also {other}.{key} (tied), which "
