@@ -8,6 +8,7 @@ what it does. The ops are ``torch.ops.deepsp.*``; this package declares, checks 
 from deepsp import (
     _load,  # noqa: F401  (first: it registers the ops)
     buffers,
+    plans,
 )
 from deepsp.attention import DistributedAttention, distributed_attention
 from deepsp.collectives import (
@@ -36,6 +37,7 @@ from deepsp.ops import (
     seq_to_heads,
     seq_to_heads_start,
 )
+from deepsp.schedule import build, consolidate, create_schedule, register_shard_method
 from deepsp.sharding import shard_parameters
 from deepsp.state import full_state_dict, load_full_state_dict
 
@@ -49,7 +51,10 @@ __all__ = [
     "all_reduce",
     "all_reduce_start",
     "buffers",
+    "build",
     "clip_grad_norm_",
+    "consolidate",
+    "create_schedule",
     "cross_entropy",
     "distributed_attention",
     "full_state_dict",
@@ -58,9 +63,11 @@ __all__ = [
     "load_full_state_dict",
     "local_heads",
     "matmul_reduce_scatter",
+    "plans",
     "prepare_inputs",
     "reduce_scatter",
     "reduce_scatter_start",
+    "register_shard_method",
     "replicate",
     "scatter",
     "scatter_start",

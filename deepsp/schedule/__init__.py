@@ -1,0 +1,23 @@
+"""A schedule that makes a model parallel, module by module."""
+
+from deepsp.schedule import methods  # noqa: F401  (they register themselves)
+from deepsp.schedule.build import build
+from deepsp.schedule.consolidate import consolidate
+from deepsp.schedule.placement import PARTIAL, WHOLE, Partial, Sharded, Whole
+from deepsp.schedule.registry import Effect, Follow, register_shard_method
+from deepsp.schedule.schedule import Schedule, create_schedule
+
+__all__ = [
+    "PARTIAL",
+    "WHOLE",
+    "Effect",
+    "Follow",
+    "Partial",
+    "Schedule",
+    "Sharded",
+    "Whole",
+    "build",
+    "consolidate",
+    "create_schedule",
+    "register_shard_method",
+]

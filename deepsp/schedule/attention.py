@@ -1,0 +1,134 @@
+"""Our attention in the place of a model's own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from deepsp.groups import Member
+from deepsp.layer import SequenceParallelAttention
+from deepsp.schedule import flow
+from deepsp.schedule.placement import Sharded
+from deepsp.schedule.randomness import sharded_randomness
+from deepsp.schedule.running import Running
+from deepsp.schedule.sync import Sync
+
+_NAMES = {
+    "q": ("q_proj", "query", "q", "to_q", "wq", "q_lin"),
+    "k": ("k_proj", "key", "k", "to_k", "wk", "k_lin"),
+    "v": ("v_proj", "value", "v", "to_v", "wv", "v_lin"),
+    "o": ("o_proj", "out_proj", "to_out", "wo", "out", "dense", "out_lin"),
+}
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
+
+
+class ScheduledAttention(SequenceParallelAttention):
+    """With the arguments that its caller doesn't know of, and the tokens of each rank as whoever
+    split them did it."""
+
+    _deepsp_closed = True  # the dry run stays out of it
+
+    def build(self, name: str, running: Running) -> None:
+        self._deepsp_running = running
+        self._deepsp_sync = Sync(name, "fwd_pre", "seq_to_heads")  # by it the sizes are known
+
+    def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
+        """As :meth:`deepsp.SequenceParallelAttention.forward`."""
+        kwargs = {**self._deepsp_arguments, **kwargs}
+        running, sync = self._deepsp_running, self._deepsp_sync
+        following = flow.current()
+        if following is None:
+            kwargs.setdefault("seq_lens", running.sizes(sync, x, 1))
+            return self._attention(x, args, kwargs)
+        placement = following.placement(x)
+        if not isinstance(placement, Sharded) or placement.axis not in (None, 1):
+            raise ValueError(
+                f"{sync.module_name}: what comes in is {placement}; the attention works on tokens "
+                "that are sharded along axis 1: scatter them before"
+            )
+        with following.paused():
+            kwargs.setdefault("seq_lens", running.find_sizes(sync, x, 1, placement))
+            out = self._attention(x, args, kwargs)
+        following.opaque(
+            sync.module_name, [x, *self.parameters()], out, Sharded(1, placement.origin)
+        )
+        return out
+
+    def _attention(self, x: Tensor, args: tuple, kwargs: dict) -> Tensor:
+        if not kwargs.get("dropout_p"):
+            return super().forward(x, *args, **kwargs)
+        with sharded_randomness(self.member):  # other heads on each rank, other masks
+            return super().forward(x, *args, **kwargs)
+
+
+def parallel_attention(
+    name: str,
+    old: nn.Module,
+    member: Member,
+    q: str | None = None,
+    k: str | None = None,
+    v: str | None = None,
+    o: str | None = None,
+    num_heads: int | None = None,
+    arguments: Mapping | None = None,
+    **options,
+) -> SequenceParallelAttention:
+    """:class:`deepsp.SequenceParallelAttention` of a layer's own projections.
+
+    Args:
+        q, k, v, o: names of the projections in the layer; None: the usual ones are tried.
+        num_heads: query heads; None: what the layer says.
+        arguments: for every call, where the model's code doesn't pass them: ``is_causal=True``.
+        options: of :meth:`deepsp.SequenceParallelAttention.from_projections`.
+
+    Raises:
+        ValueError: projections or number of heads weren't found, or don't fit.
+    """
+    names = {
+        what: _found(name, old, what, given)
+        for what, given in zip("qkvo", (q, k, v, o), strict=True)
+    }
+    if num_heads is None:
+        num_heads = _number_of_heads(name, old)
+    projections = [old.get_submodule(n) for n in names.values()]
+    try:
+        new = ScheduledAttention.from_projections(
+            *projections, num_heads, register=False, group=member, **options
+        )
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    # Under their own names: checkpoints of the model still fit.
+    for child in dict.fromkeys(n.partition(".")[0] for n in names.values()):
+        new.add_module(child, old.get_submodule(child))
+    for norm in ("q_norm", "k_norm"):
+        if options.get(norm) is not None:
+            new.add_module(norm, options[norm])
+    new._deepsp_arguments = dict(arguments or {})
+    return new
+
+
+def _found(name: str, old: nn.Module, what: str, given: str | None) -> str:
+    for candidate in (given,) if given is not None else _NAMES[what]:
+        with contextlib.suppress(AttributeError):
+            if isinstance(old.get_submodule(candidate), nn.Linear):
+                return candidate
+    children = [f"{n}: {type(m).__name__}" for n, m in old.named_modules() if n]
+    raise ValueError(
+        f"{name}: no linear layer "
+        + (f"{given!r}" if given is not None else f"by one of the names {', '.join(_NAMES[what])}")
+        + f" for {what}; pass {what}=, the name of one in {type(old).__name__} "
+        f"({', '.join(children)})"
+    )
+
+
+def _number_of_heads(name: str, old: nn.Module) -> int:
+    for source in (old, getattr(old, "config", None)):
+        for attribute in _HEADS:
+            value = getattr(source, attribute, None)
+            if isinstance(value, int):
+                return value
+    raise ValueError(
+        f"{name}: {type(old).__name__} doesn't say how many heads it has; pass num_heads"
+    )

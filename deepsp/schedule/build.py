@@ -1,0 +1,172 @@
+"""From a schedule to a parallel model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from deepsp.schedule import forwards
+from deepsp.schedule.around import Checkpointed
+from deepsp.schedule.attention import ScheduledAttention
+from deepsp.schedule.check import added_by
+from deepsp.schedule.materialize import materialize
+from deepsp.schedule.plan import Plan, Steps
+from deepsp.schedule.running import RUNNING, Running, SyncInput, SyncOutput
+from deepsp.schedule.schedule import Schedule
+from deepsp.schedule.shards import SHARDS, shards_of
+from deepsp.schedule.swap import swap
+from deepsp.schedule.sync import Sync
+
+
+def build(
+    sch: Schedule,
+    optimizer: Callable[..., Optimizer] | Optimizer | None = None,
+    *,
+    checkpoint: Mapping[str, torch.Tensor] | str | Any | None = None,
+    init: Callable[[nn.Module], None] | None = None,
+    outputs: str = "whole",
+    device: torch.device | str | None = None,
+) -> tuple[nn.Module, Optimizer | None]:
+    """Does what the schedule says, in place. Every rank makes the call.
+
+    The first call of the model, and of each kind of call, runs its forward once more, without
+    gradients, to follow what happens to sharded, partial and whole tensors: mistakes show then.
+
+    Args:
+        optimizer: a callable, called with the model's parameters; or one made before, which is
+            kept: parameters stay the same objects, and its state is sharded with them.
+        checkpoint: where the parameters come from, by their names in the model's ``state_dict()``:
+            such a dict, of whole tensors; a file of ``torch.save``; a .safetensors file; or a
+            directory with one, or with a model.safetensors.index.json. Only this rank's part is
+            read from files. None: the model's own.
+        init: called with each module that has parameters on the meta device and none of them in
+            the checkpoint, after they were made: fills them. None: its ``reset_parameters()``.
+            Whole parameters get the same random numbers on each rank, sharded ones don't.
+        outputs: "local": the model may return sharded tensors. "whole": that's a mistake.
+        device: where parameters are made that are on the meta device. None: the default device;
+            the current one for a group of NCCL.
+
+    Returns:
+        The model and the optimizer, None without one.
+
+    Raises:
+        ValueError: the schedule has a mistake, or was built before; parameters with gradients; a
+            checkpoint that doesn't fit; parameters that nobody has filled; an optimizer of
+            parameters that aren't in the model any more.
+    """
+    if not isinstance(sch, Schedule):
+        raise ValueError(f"sch is a {type(sch).__name__}; a schedule is right")
+    if outputs not in ("whole", "local"):
+        raise ValueError(f"outputs is {outputs!r}; 'whole' or 'local' is right")
+    plan = sch.plan
+    whole = Schedule(plan, [""])
+    whole._open()
+    whole.check()
+    syncs = [sync for steps in plan.steps.values() for sync in steps.syncs if sync.op is not None]
+    _derive(plan)
+    running = Running(plan.member, syncs, outputs)
+    before = set(plan.model.parameters())
+    modules = dict(plan.walk())
+    for name, new in plan.replaced.items():
+        parent, _, own = name.rpartition(".")
+        modules[parent]._modules[own] = new
+        if isinstance(new, ScheduledAttention):
+            new.build(name, running)
+    for name, steps in plan.steps.items():
+        _compute(name, modules[name], steps)
+    materialize(plan, modules, optimizer, checkpoint, init, device)
+    for name, steps in plan.steps.items():
+        _communicate(name, modules[name], steps, running)
+    # First of all pre-hooks: it sees what the caller gives.
+    plan.model.register_forward_pre_hook(running, prepend=True, with_kwargs=True)
+    setattr(plan.model, RUNNING, running)
+    plan.running = running
+    return plan.model, _optimizer(plan.model, optimizer, before)
+
+
+def _derive(plan: Plan) -> None:
+    """What a sync's backward depends on, where the module itself says so, whose input it is."""
+    for steps in plan.steps.values():
+        before = steps.of_mode("fwd_pre")
+        effect = steps.effect
+        if before and effect is not None and effect.input_gradient and before[-1].asks_grad:
+            before[-1].grad = effect.input_gradient
+
+
+def _compute(name: str, module: nn.Module, steps: Steps) -> None:
+    """What the module computes from now on."""
+    if steps.shards:
+        vars(module)[SHARDS] = {**shards_of(module), **steps.shards}
+    for attribute, value in steps.attributes.items():
+        setattr(module, attribute, value)
+    if steps.effect is not None:
+        if steps.effect.forward is not None:
+            swap(module, steps.effect.forward, name)
+        if steps.effect.opaque:
+            module._deepsp_effect = (name, steps.effect)
+            swap(module, forwards.Opaque, name)
+
+
+def _communicate(name: str, module: nn.Module, steps: Steps, running: Running) -> None:
+    add, after = None, None
+    if steps.effect is not None and steps.effect.add_after is not None:
+        parameter = steps.effect.add_after
+        owner, _, own = parameter.rpartition(".")
+        if getattr(module.get_submodule(owner), own, None) is not None:
+            after = added_by(steps)
+            add = parameter, Sync(name, "fwd_post", "scatter", 0)
+    for sync in steps.syncs:
+        if sync.function is not None:
+            _hook(module, sync)
+        elif sync.mode == "fwd_post":
+            hook = SyncOutput(running, sync, add if sync is after else None)
+            if sync.overlap:
+                module._deepsp_reduce = hook
+                swap(module, forwards.ReduceOverlapped, name)
+            else:
+                module.register_forward_hook(hook)
+        elif sync.overlap:
+            module._deepsp_gather = SyncInput(running, sync)
+            swap(module, forwards.GatherOverlapped, name)
+        else:
+            module.register_forward_pre_hook(SyncInput(running, sync), with_kwargs=True)
+    if steps.checkpoint is not None:
+        module._deepsp_checkpoint = steps.checkpoint
+        swap(module, Checkpointed, name)
+
+
+def _hook(module: nn.Module, sync: Sync) -> None:
+    """A function as a hook; with the keyword arguments, if it takes them."""
+    if sync.mode == "bwd_post":
+        module.register_full_backward_hook(sync.function)
+        return
+    try:
+        count = len(inspect.signature(sync.function).parameters)
+    except (TypeError, ValueError):
+        count = 0
+    if sync.mode == "fwd_pre":
+        module.register_forward_pre_hook(sync.function, with_kwargs=count == 3)
+    else:
+        module.register_forward_hook(sync.function, with_kwargs=count == 4)
+
+
+def _optimizer(model: nn.Module, optimizer, before: set) -> Optimizer | None:
+    if optimizer is None:
+        return None
+    if not isinstance(optimizer, Optimizer):
+        return optimizer(model.parameters())
+    now = set(model.parameters())
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter in before and parameter not in now:
+                raise ValueError(
+                    f"optimizer: a parameter of shape {list(parameter.shape)} isn't in the model "
+                    "any more: it was on the meta device, or its module was replaced; pass a "
+                    "function that makes the optimizer, functools.partial(AdamW, lr=...)"
+                )
+    return optimizer

@@ -1,0 +1,244 @@
+"""What can be said of a schedule before the model has run.
+
+Only what is certain: the order in which modules are called isn't known, but for ``nn.Sequential``;
+the rest is found by the dry run.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from deepsp.schedule import forwards
+from deepsp.schedule.placement import PARTIAL, WHOLE, Partial, Placement, Sharded, Whole
+from deepsp.schedule.plan import Plan, Steps, is_inside
+from deepsp.schedule.sync import Sync
+
+_LINEAR = (forwards.InputSharded, forwards.Conv1DInputSharded)
+
+_BY_ELEMENT = (
+    nn.Dropout, nn.AlphaDropout, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU,
+    nn.LeakyReLU, nn.Softplus, nn.Mish, nn.Hardswish, nn.Hardtanh, nn.LogSigmoid,
+)  # fmt: skip
+_BY_FEATURES = (nn.Linear, nn.LayerNorm, nn.RMSNorm)  # they need all of them
+
+
+def problems(plan: Plan) -> list[str]:
+    """What doesn't fit, one line each."""
+    return [
+        *_tied(plan),
+        *_overlaps(plan),
+        *_biases(plan),
+        *_flow(plan),
+        *_partial_outputs(plan),
+        *_partial_gradients(plan),
+    ]
+
+
+def added_by(steps: Steps) -> Sync | None:
+    """The sync after which the parameter is added that the forward leaves out: the first at the
+    output that reduces it."""
+    return next((s for s in steps.of_mode("fwd_post") if s.reduces and s.tensor in (None, 0)), None)
+
+
+def _tied(plan: Plan):
+    for name, steps in plan.steps.items():
+        module = plan.module(name)
+        for own, shard in steps.shards.items():
+            for other, key in plan.owners(_own(module, own)):
+                theirs = plan.steps.get(other, Steps()).shards.get(key)
+                if theirs is None or not shard.alike(theirs):
+                    yield (
+                        f"{shard.name} is also {other}.{key} (tied), which "
+                        f"{'is not sharded' if theirs is None else f'is sharded as {theirs}'}; "
+                        f"shard it alike: axis={shard.axis}, parts={list(shard.parts)}, "
+                        f"unit={list(shard.units)}"
+                    )
+
+
+def _own(module: nn.Module, name: str):
+    return module._parameters[name] if name in module._parameters else module._buffers[name]
+
+
+def _overlaps(plan: Plan):
+    for steps in plan.steps.values():
+        for sync in steps.syncs:
+            if not sync.overlap:
+                continue
+            effect, same = steps.effect, steps.of_mode(sync.mode)
+            if (sync.mode, sync.op) == ("fwd_post", "reduce_scatter"):
+                if effect is None or effect.forward not in _LINEAR:
+                    yield (
+                        f"{sync.where}: overlap=True needs a linear layer with sharded input "
+                        "features (nn.Linear: axis=1)"
+                    )
+                elif same[0] is not sync:
+                    yield f"{sync.where}: overlap=True needs the first sync at the output"
+            elif (sync.mode, sync.op) == ("fwd_pre", "all_gather"):
+                if effect is None or effect.input_gradient is None or effect.forward is not None:
+                    yield (
+                        f"{sync.where}: overlap=True needs a linear layer with sharded output "
+                        "features (nn.Linear: axis=0)"
+                    )
+                elif same[-1] is not sync:
+                    yield f"{sync.where}: overlap=True needs the last sync at the input"
+                elif sync.grad == "replicated":
+                    yield (
+                        f"{sync.where}: grad is 'replicated', but the layer's output features are "
+                        "sharded, and so its input's gradient is partial"
+                    )
+            else:
+                yield (
+                    f"{sync.where}: overlap=True is there for fwd_post reduce_scatter and fwd_pre "
+                    "all_gather"
+                )
+
+
+def _biases(plan: Plan):
+    for name, steps in plan.steps.items():
+        if steps.effect is None or steps.effect.add_after is None:
+            continue
+        owner, _, own = steps.effect.add_after.rpartition(".")
+        bias = getattr(plan.module(name).get_submodule(owner), own, None)
+        if bias is not None and added_by(steps) is None:
+            yield (
+                f"{name or 'the model'}: its output is partial, and its bias counts once: it is "
+                "added after the output is reduced. Put the fwd_post reduce_scatter or all_reduce "
+                "at this module, or use bias=None"
+            )
+
+
+# ---- placements from one step to the next
+
+
+def _flow(plan: Plan):
+    found: dict[str, None] = {}  # in order, each once
+    inside: set[str] = set()
+    for name, module in plan.walk():
+        if name not in inside and isinstance(module, nn.Sequential):
+            _through(plan, name, module, WHOLE if name == "" else None, found, inside)
+    for name in plan.steps:
+        if name not in inside:
+            _through(plan, name, plan.module(name), None, found, inside)
+    return found
+
+
+def _through(plan, name, module, placement, found, inside) -> Placement | None:
+    """From a module's input to its output; None: not known."""
+    inside.add(name)
+    steps = plan.steps.get(name, Steps())
+    try:
+        placement = _chain([*steps.of_mode("fwd_pre"), *steps.of_mode("bwd_post")], placement)
+        placement = _across(plan, name, module, steps, placement, found, inside)
+        return _chain(steps.of_mode("fwd_post"), placement)
+    except ValueError as error:
+        found[str(error)] = None
+        return None
+
+
+def _chain(syncs: list[Sync], placement: Placement | None) -> Placement | None:
+    for sync in syncs:
+        if sync.function is not None:
+            placement = None
+        elif sync.tensor in (None, 0):
+            result = sync.result(placement)
+            placement = placement if sync.mode == "bwd_post" else result
+    return placement
+
+
+def _across(plan, name, module, steps, placement, found, inside) -> Placement | None:
+    where, effect = name or "the model", steps.effect
+    if effect is not None:
+        if (
+            placement is not None
+            and effect.input is not None
+            and not forwards.fits(placement, effect.input, None)
+        ):
+            raise ValueError(
+                f"{where}: what comes in is {placement}, but as it is sharded, it must be "
+                f"{effect.input}" + _missing(placement)
+            )
+        return effect.output
+    if isinstance(module, nn.Sequential):
+        for child, submodule in module._modules.items():
+            below = f"{name}.{child}" if name else child
+            placement = _through(plan, below, submodule, placement, found, inside)
+        return placement
+    if placement is None or isinstance(module, nn.Identity):
+        return placement
+    if isinstance(module, _BY_ELEMENT):
+        if isinstance(placement, Partial):
+            raise ValueError(f"{where}: what comes in is partial{_missing(placement)}")
+        return placement
+    if isinstance(module, _BY_FEATURES):
+        last = isinstance(placement, Sharded) and placement.axis == -1
+        if last or isinstance(placement, Partial):
+            raise ValueError(
+                f"{where}: what comes in is {placement}, but it isn't sharded itself"
+                + _missing(placement)
+            )
+        return placement if isinstance(placement, Whole) else None
+    return None
+
+
+def _missing(placement: Placement) -> str:
+    if isinstance(placement, Partial):
+        return "; a reduce_scatter or all_reduce before it is missing"
+    if isinstance(placement, Sharded):
+        return "; an all_gather before it is missing"
+    return ""
+
+
+# ---- partial, and nothing that could reduce it
+
+
+def _any_function(plan: Plan) -> bool:
+    return any(s.function is not None for steps in plan.steps.values() for s in steps.syncs)
+
+
+def _partial_outputs(plan: Plan):
+    if _any_function(plan):
+        return
+    partial = {n for n, s in plan.steps.items() if s.effect and s.effect.output == PARTIAL}
+    for name in partial:
+        if not any(
+            sync.reduces and _serves(at, sync.mode == "fwd_post", name, partial)
+            for at, steps in plan.steps.items()
+            for sync in steps.syncs
+        ):
+            yield (
+                f"{name or 'the model'}: its output is partial, each rank's a summand, and nothing "
+                "reduces it; sync it with mode='fwd_post' and reduce_scatter or all_reduce"
+            )
+
+
+def _partial_gradients(plan: Plan):
+    if _any_function(plan):
+        return
+    partial = {
+        n for n, s in plan.steps.items() if s.effect and s.effect.input_gradient == "partial"
+    }
+    for name in partial:
+        if not any(
+            _reduces_gradient(sync) and _serves(at, sync.mode != "fwd_post", name, partial)
+            for at, steps in plan.steps.items()
+            for sync in steps.syncs
+        ):
+            yield (
+                f"{name or 'the model'}: its input's gradient is partial, each rank's a summand, "
+                "and nothing reduces it; sync it, or what contains it, with mode='bwd_post' and "
+                "all_reduce, or gather its input with all_gather"
+            )
+
+
+def _reduces_gradient(sync: Sync) -> bool:
+    if sync.mode == "bwd_post":
+        return sync.op == "all_reduce"
+    return sync.op in ("all_gather", "all_reduce") and sync.grad != "replicated"
+
+
+def _serves(at: str, own: bool, name: str, partial: set[str]) -> bool:
+    """Whether what a sync at a module reduces could be what another one has made partial. ``own``:
+    it reduces what the module itself, or what is in it, makes so."""
+    if is_inside(name, at):
+        return own
+    return not own or not any(is_inside(other, at) for other in partial)

@@ -1,0 +1,116 @@
+"""How placements follow deepsp's own ops where a user's module calls them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from deepsp.schedule.placement import WHOLE
+from deepsp.schedule.values import Call, Split, tensors_in
+
+_TOKENS, _HEADS = 1, 2  # dimensions of [B, S, H, D]
+
+
+@dataclass(frozen=True)
+class OpSync:
+    """A collective that a module calls itself."""
+
+    op: str
+    module_name: str
+    grad: str | None = None
+    mode: str = "op"
+
+
+def _group(call: Call) -> str | None:
+    """Name of the group that the op works on."""
+    if "group_name" in call.kwargs:
+        return call.kwargs["group_name"]
+    return next((a for a in reversed(call.args) if isinstance(a, str)), None)
+
+
+def _exchange(source: int | None, target: int | None):
+    """All that comes in is sharded along ``source``, what comes out along ``target``; None: a
+    buffer on its way."""
+
+    def rule(call: Call):
+        moved = list(tensors_in(call.args[0]))
+        if call.name in ("deepsp.distributed_attention", "deepsp.attention_of_chunk"):
+            moved = [x for x in call.args[:3] if isinstance(x, Tensor)]
+        if _group(call) not in (None, call.flow.member[2]):
+            if not call.flow.any_not_whole(call.tensors):
+                return WHOLE
+            if call.name == "deepsp.distributed_attention" and all(
+                call.value(x).split and call.place(x).axis == _HEADS for x in moved
+            ):
+                return call.place(moved[0])
+            call.fail(
+                "it exchanges over another group than the schedule's, and what comes in isn't "
+                "whole over the schedule's: this isn't followed"
+            )
+        for x in moved:
+            value = call.value(x)
+            if value.partial:
+                call.fail_partial(value, "it is exchanged")
+            if value.whole:
+                call.fail(
+                    f"{value.name} is whole: every rank's would count as another part; split it "
+                    f"along axis {_TOKENS if source is None else source} with sync(..., 'scatter')"
+                )
+            if source is not None and value.place.axis != source:
+                call.fail(
+                    f"{value.name} is {value.place}; sharded along axis {source}, of [batch, "
+                    "sequence, heads, head_dim], is right"
+                )
+        for t, v in call.tensors:
+            if not any(t is x for x in moved) and not v.whole:
+                call.fail(f"{v.name} is {v.place}: gather it with all_gather")
+        origin = call.place(moved[0]).origin if moved else None
+
+        def result(out):
+            return [
+                Split(target, () if target is None else (x.size(target),), origin)
+                for x in tensors_in(out)
+            ]
+
+        return result
+
+    return rule
+
+
+def _all_reduce(call: Call):
+    x = call.args[0]
+    value = call.value(x)
+    if _group(call) != call.flow.member[2]:
+        return value.place
+    if not value.partial:
+        call.fail(
+            f"{value.name} is {value.place}: its sum over the ranks would be P times too large; "
+            "only what is partial is summed"
+        )
+    if value.carries and call.arg(1, "scale", 1.0) != 1.0:
+        call.fail(
+            "the gradients are scaled (average_gradients=True), but the schedule sums what is to "
+            "be summed by itself: leave average_gradients out"
+        )
+    call.sync = OpSync("all_reduce", call.flow.where(), "replicated")
+    return WHOLE
+
+
+RULES = {
+    "deepsp.seq_to_heads": _exchange(_TOKENS, _HEADS),
+    "deepsp.heads_to_seq": _exchange(_HEADS, _TOKENS),
+    "deepsp.seq_to_heads_start": _exchange(_TOKENS, None),
+    "deepsp.seq_to_heads_wait": _exchange(None, _HEADS),
+    "deepsp.heads_to_seq_start": _exchange(_HEADS, None),
+    "deepsp.heads_to_seq_wait": _exchange(None, _TOKENS),
+    "deepsp.kv_of_chunk": _exchange(_HEADS, _HEADS),
+    "deepsp.attention_of_chunk": _exchange(_HEADS, _HEADS),
+    "deepsp.distributed_attention": _exchange(_TOKENS, _TOKENS),
+    "deepsp.project_to_heads": _exchange(_TOKENS, _HEADS),
+    "deepsp.project_to_heads_start": _exchange(_TOKENS, None),
+    "deepsp.heads_to_output": _exchange(_HEADS, _TOKENS),
+    "deepsp.heads_to_output_wait": _exchange(None, _TOKENS),
+    "deepsp.all_reduce": _all_reduce,
+    "deepsp.check_attention": lambda call: WHOLE,
+}

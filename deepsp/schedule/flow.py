@@ -1,0 +1,445 @@
+"""The dry run: one forward of the model, in which the placement of every tensor is followed.
+
+A ``TorchFunctionMode`` sees each torch function that the model calls, with user-level tensors,
+which keep their identity. What the functions do to placements is told by ``functions``; what
+follows for gradients, from the tape, by ``backward``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from deepsp.groups import Member
+from deepsp.schedule import (
+    backward,
+    drawing,
+    functions,
+    names,
+    pointwise,
+    randomness,
+    writes,
+)
+from deepsp.schedule.arguments import call_key, copied
+from deepsp.schedule.gradmode import GradMode
+from deepsp.schedule.naming import name_of
+from deepsp.schedule.placement import WHOLE, Placement, Sharded
+from deepsp.schedule.values import (
+    Call,
+    Entry,
+    Place,
+    Split,
+    Value,
+    differentiable,
+    internal,
+    public,
+    tensors_in,
+    to_the_device_of,
+)
+
+_local = threading.local()
+
+
+@dataclass
+class Findings:
+    """What a dry run found.
+
+    grads: by sync, the state of the gradient of what an all_gather or all_reduce makes; one that no
+        gradient reaches has "replicated".
+    origins: by sync that gathers, who split what comes in; None: several did, or it isn't known.
+    partial_parameters: ids of the whole parameters whose gradients are to be summed over the ranks.
+    streams: by module that draws random numbers itself, "whole" | "sharded".
+    nested: those "whole" ones that were called inside of a "sharded" one.
+    outputs: placements of the model's output tensors.
+    """
+
+    grads: dict[Any, str] = field(default_factory=dict)
+    origins: dict[Any, object] = field(default_factory=dict)
+    partial_parameters: set[int] = field(default_factory=set)
+    streams: dict[nn.Module, str] = field(default_factory=dict)
+    nested: set[nn.Module] = field(default_factory=set)
+    outputs: list[Placement] = field(default_factory=list)
+
+
+def current() -> Flow | None:
+    """The dry run that is on in this thread."""
+    return getattr(_local, "flow", None)
+
+
+class Flow:
+    """Follows placements through a model.
+
+    Args:
+        model: with its shards and syncs in place.
+        placements: by id, of the parameters and buffers that aren't whole.
+        member: this process's place in the group.
+        outputs: "whole": sharded outputs of the model are an error; "local": they are what was
+            asked for.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        placements: Mapping[int, Placement],
+        member: Member,
+        outputs: str = "whole",
+    ):
+        self.model, self.member, self.outputs = model, member, outputs
+        self.placements = dict(placements)
+        self.names: dict[int, str] = {}
+        self.modules = {m: name for name, m in model.named_modules()}
+        for name, p in [*model.named_parameters(), *model.named_buffers()]:
+            self.names.setdefault(id(p), name)
+        self.parameters = {id(p) for p in model.parameters()}
+        self.findings = Findings()
+        self.values = WeakTensorKeyDictionary()
+        self._leaves: list[Value] = []
+        self.tape: list[Entry] = []
+        self.stack: list[nn.Module] = []
+        self._paused = 0
+        self._grad = GradMode()
+
+    # ---- the run
+
+    def run(self, args: tuple, kwargs: Mapping) -> Findings:
+        """Calls the model's forward once, without gradients.
+
+        Buffers, the default generators and the arguments are as before afterwards.
+
+        Raises:
+            ValueError: placements that a function, a sync or the model's end can't take, or a
+                gradient that would be wrong on some rank.
+        """
+        if current() is not None:
+            raise RuntimeError("a dry run is on already")
+        args, kwargs = copied((args, dict(kwargs)), {})
+        for tensor in tensors_in((args, kwargs)):
+            self._know(tensor, WHOLE, "an input of the model")
+        saved = randomness.states()
+        buffers = [(b, b.detach().clone()) for b in self.model.buffers()]
+        _local.flow = self
+        try:
+            with torch.no_grad(), self._following_modules(), _Mode(self):
+                out = self.model(*args, **kwargs)
+            self._finish(out)
+        finally:
+            _local.flow = None
+            randomness.restore(saved)
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    if buffer.shape == before.shape:
+                        buffer.copy_(before)
+        if self.findings.streams:
+            randomness.compare(saved, self.member, to_the_device_of((args, kwargs)))
+        return self.findings
+
+    def _finish(self, out) -> None:
+        outputs = list(tensors_in(out))
+        values = [self.value(t) for t in outputs]
+        self.findings.outputs = [public(v.place) for v in values]
+        for n, value in enumerate(values):
+            text = f"the model's output {n} ({value.name}) is {value.place}"
+            if value.partial:
+                at = f" at {value.since}" if value.since else ""
+                raise ValueError(f"{text}: sync it{at} with fwd_post all_reduce or reduce_scatter")
+            if value.split and self.outputs != "local":
+                raise ValueError(
+                    f"{text}: sync it with fwd_post all_gather, or build(..., outputs='local') to "
+                    "have each rank's part"
+                )
+        grads = backward.walk(self.tape, values)
+        self.findings.grads = {s: g or "replicated" for s, g in grads.items()}
+        for leaf in self._leaves:
+            if leaf.state != "partial":
+                continue
+            if id(leaf.leaf) in self.parameters:
+                self.findings.partial_parameters.add(id(leaf.leaf))
+                continue
+            raise ValueError(
+                f"the gradient of {leaf.name} would be this rank's share only, from {leaf.why}: "
+                f"put sync(mode='bwd_post', sync_op_or_fn='all_reduce') at {leaf.why.module}"
+            )
+
+    @contextlib.contextmanager
+    def _following_modules(self) -> Iterator[None]:
+        def enter(module, args):
+            self.stack.append(module)
+
+        def leave(module, args, output):
+            if self.stack and self.stack[-1] is module:
+                self.stack.pop()
+
+        # What isn't called, or looked into, needs no hooks, and may refuse to have any.
+        closed = {
+            inside
+            for module in self.modules
+            if getattr(module, "_deepsp_closed", False)
+            for inside in module.modules()
+            if inside is not module
+        }
+        handles = []
+        for module in self.modules:
+            if module in closed:
+                continue
+            handles.append(module.register_forward_pre_hook(enter, prepend=True))
+            handles.append(module.register_forward_hook(leave, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is called in here isn't followed."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    # ---- what is known of tensors
+
+    def placement(self, tensor: Tensor) -> Placement:
+        """What a tensor is over the group."""
+        return public(self.value(tensor).place)
+
+    def value(self, tensor: Tensor) -> Value:
+        with torch._C.DisableTorchFunction():
+            known = self.values.get(tensor)
+            if known is None:
+                known = self._leaf(tensor)
+            return known
+
+    def _leaf(self, tensor: Tensor) -> Value:
+        """A tensor that was there before: a parameter, a buffer, a constant.
+
+        Raises:
+            ValueError: it wasn't, but was made of one that was, unseen.
+        """
+        name = self.names.get(id(tensor))
+        made_of = None if name else writes.shares_memory(self, tensor)
+        if made_of is not None:
+            self.fail(
+                "a function that can't be followed",
+                f"it made a tensor that shares memory with {made_of.name}, which is "
+                f"{made_of.place}: compute it with torch functions, or let the schedule do it "
+                "(sync)",
+            )
+        place = internal(self.placements.get(id(tensor), WHOLE), tensor, self.member[0])
+        text = name or f"a tensor of shape {list(tensor.shape)} made elsewhere"
+        return self._know(tensor, place, text)
+
+    def _know(self, tensor: Tensor, place: Place, name: str) -> Value:
+        value = Value(place, tensor.requires_grad, name, leaf=tensor)
+        self.values[tensor] = value
+        self._leaves.append(value)
+        return value
+
+    def any_not_whole(self, tensors) -> bool:
+        return any(not v.whole for _, v in tensors)
+
+    def where(self) -> str:
+        """The innermost module that is running."""
+        if not self.stack:
+            return "the model"
+        module = self.stack[-1]
+        return f"{self.modules[module] or 'the model'} ({type(module).__name__})"
+
+    def fail(self, name: str, text: str) -> NoReturn:
+        raise ValueError(f"{self.where()}: {name}: {text}")
+
+    # ---- what the schedule put there
+
+    def sync(self, sync, x: Tensor, out: Tensor | Callable[[], Tensor]) -> Tensor:
+        """Records a sync's work; ``out`` may be a function that does it, called after the check.
+
+        Raises:
+            ValueError: the sync doesn't fit what x is.
+        """
+        value = self.value(x)
+        unknown = isinstance(value.place, Split) and public(value.place).axis is None
+        if unknown and sync.op in ("all_gather", "seq_to_heads", "heads_to_seq"):
+            raise ValueError(
+                f"{sync.module_name or 'the model'} ({sync.mode} {sync.op}): what comes in, "
+                f"{value.name}, is {value.place}: the ranks' tensors, one after another, aren't "
+                "the whole; put the sync where they are"
+            )
+        result = sync.result(public(value.place), x.dim())
+        if sync.op == "all_gather":
+            origin = getattr(value.place, "origin", None)
+            known = self.findings.origins.get(sync, origin)
+            self.findings.origins[sync] = origin if known is origin else None
+        if callable(out) and not isinstance(out, Tensor):
+            with self.paused():
+                out = out()
+        if isinstance(result, Sharded):
+            if result.origin is None:
+                result = Sharded(result.axis, sync)
+            axis = result.axis % out.dim()
+            place = Split(axis, (out.size(axis),), result.origin)
+        else:
+            place = result
+        if place == value.place and isinstance(place, Split):
+            place = value.place
+        where = sync.module_name or "the model"
+        made = Value(
+            place,
+            value.carries and self._grad.enabled,
+            f"what {sync.op} ({sync.mode}) at {where} makes",
+        )
+        self.tape.append(Entry(f"{sync.mode} {sync.op}", where, [value], [made], sync))
+        self.values[out] = made
+        return out
+
+    def opaque(self, module_name: str, inputs, output, placement: Placement) -> None:
+        """Records the output of a module that isn't followed: call it in :meth:`paused`."""
+        values = [self.value(t) for t in tensors_in(inputs)]
+        outs = []
+        for t in tensors_in(output):
+            carries = differentiable(t) and self._grad.enabled
+            value = Value(
+                internal(placement, t, self.member[0]), carries, f"the output of {module_name}"
+            )
+            if value.partial:
+                value.since = module_name
+            outs.append(value)
+            self.values[t] = value
+        self.tape.append(Entry("forward", module_name, values, outs))
+
+    # ---- what torch functions do
+
+    def call(self, func, args, kwargs):
+        """A torch function, called by the model."""
+        raw = getattr(func, "__name__", str(func))
+        if raw == "_set_grad_enabled":
+            self._grad.set(args[0])
+            return func(*args, **kwargs)
+        if self._paused:
+            return func(*args, **kwargs)
+        name, inplace = name_of(func, raw)
+        call = Call(self, name, args, kwargs)
+        rule = None
+        if self.any_not_whole(call.tensors) or name.startswith("deepsp."):
+            rule = self._rule(call)
+        places = rule(call) if rule is not None and name in functions.BEFORE else None
+        before = randomness.states()
+        try:
+            out = func(*args, **kwargs)
+        except (RuntimeError, IndexError, TypeError) as error:
+            what = ", ".join(f"{v.name}: {v.place}" for _, v in call.tensors)
+            error.add_note(f"In the schedule's dry run, in {self.where()}: {name} of {what}.")
+            raise
+        made = [t for t in tensors_in(out)]
+        if not made and not inplace:
+            self._read(call)
+            return out
+        if callable(places):
+            places = places(out)
+        elif rule is not None and places is None:
+            places = rule(call, out)
+        drawing.note(self, call, before)
+        if inplace:
+            made = [args[0]]
+        self._record(call, made, places, inplace)
+        return out
+
+    def _read(self, call: Call) -> None:
+        """What Python has seen has to be the same on every rank."""
+        value = next((v for _, v in call.tensors if not v.whole), None)
+        if value is not None and call.name in names.READS:
+            call.fail(
+                f"its numbers are read, but {value.name} is {value.place}: each rank would see "
+                "others; gather or reduce it before"
+            )
+
+    def _rule(self, call: Call):
+        name = call.name
+        rule = functions.BEFORE.get(name) or functions.AFTER.get(name)
+        if rule is not None:
+            return rule
+        if not call.tensors or (not self.any_not_whole(call.tensors) and "deepsp." not in name):
+            return None
+        value = next((v for _, v in call.tensors if not v.whole), None)
+
+        def unknown(call: Call, out):
+            if value is None:
+                call.fail(
+                    "this op communicates, which isn't followed inside of a module: let the "
+                    "schedule do it (sync)"
+                )
+            fix = "fwd_post all_reduce" if value.partial else "fwd_pre all_gather"
+            call.fail(
+                f"what it does to {value.name}, which is {value.place}, isn't known; make it whole "
+                f"before (sync with {fix}), or shard a module around it with a registered method"
+            )
+
+        return unknown
+
+    def _record(self, call: Call, made: list[Tensor], places, inplace: bool) -> None:
+        if not isinstance(places, list):
+            places = [WHOLE if places is None else places] * len(made)
+        inputs = [v for _, v in call.tensors]
+        carries = (
+            self._grad.enabled and any(v.carries for v in inputs) and (call.name not in names.LIKE)
+        )
+        uniform = call.name in names.FILLED or (
+            bool(inputs)
+            and all(v.uniform for v in inputs)
+            and (call.name in _KEEP_UNIFORM or functions.BEFORE.get(call.name) in _POINTWISE)
+            and call.name not in names.DROPOUTS | names.RANDOM
+        )
+        since = next((v.since for v in inputs if v.since), "")
+        where = self.where()
+        outputs = []
+        for tensor, place in zip(made, places, strict=True):
+            if not inplace and any(tensor is t for t, _ in call.tensors):
+                continue  # returned as it is: contiguous(), to()
+            value = Value(
+                place, carries and differentiable(tensor), f"what {call.name} in {where} makes"
+            )
+            value.uniform = uniform
+            if value.partial:
+                value.since = since or where
+            outputs.append((tensor, value))
+        if inplace:
+            writes.overwrite(self, call, outputs)
+        sync = getattr(call, "sync", None)
+        if sync is not None:
+            inputs = [inputs[0]]
+        carrying = [v for _, v in outputs if v.carries]
+        if carrying:
+            self.tape.append(
+                Entry(call.name, where, [v for v in inputs if v.carries], carrying, sync)
+            )
+        for tensor, value in outputs:
+            self.values[tensor] = value
+        if inplace:
+            writes.pass_to_aliases(self, call, outputs)
+
+
+_KEEP_UNIFORM = names.words(
+    "view reshape expand expand_as unsqueeze squeeze transpose permute getitem broadcast_to "
+    "contiguous to type float double half bfloat16 clone type_as detach neg"
+)
+_POINTWISE = (pointwise.pointwise, pointwise.same)
+
+
+class _Mode(TorchFunctionMode):
+    def __init__(self, flow: Flow):
+        super().__init__()
+        self.flow = flow
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return self.flow.call(func, args, kwargs or {})
+
+
+__all__ = ["Findings", "Flow", "call_key", "current"]

@@ -1,0 +1,193 @@
+"""What sharded modules compute, where it isn't what their class computes."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deepsp import collectives
+from deepsp.schedule import flow
+from deepsp.schedule.placement import WHOLE
+from deepsp.schedule.running import add_after
+from deepsp.schedule.shards import shards_of
+from deepsp.schedule.swap import Swapped
+
+
+def first_tensor(args: tuple, kwargs: dict) -> Tensor | None:
+    every = (*args, *kwargs.values())
+    return next((x for x in every if isinstance(x, Tensor)), None)
+
+
+class Opaque(Swapped):
+    """Its effect says what comes out; what it does isn't followed."""
+
+    def forward(self, *args, **kwargs):
+        following = flow.current()
+        if following is None:
+            return super().forward(*args, **kwargs)
+        name, effect = self._deepsp_effect
+        inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        if effect.input is not None and inputs:
+            x = inputs[0]
+            have = following.placement(x)
+            if not fits(have, effect.input, x.dim()):
+                raise ValueError(
+                    f"{name}: what comes in is {have}, but as it is sharded, it must be "
+                    f"{effect.input}"
+                )
+        with following.paused():
+            out = super().forward(*args, **kwargs)
+        # Whole parameters count as inputs, too, but for what is added later: from what comes out
+        # follows what their gradients are.
+        inputs += [p for n, p in self.named_parameters() if n != effect.add_after]
+        outs = out if isinstance(out, (tuple, list)) else [out]
+        for n, x in enumerate(x for x in outs if isinstance(x, Tensor)):
+            placement = at(effect.output, x.dim()) if n == 0 else WHOLE
+            following.opaque(name, inputs if n == 0 else [], x, placement)
+        return out
+
+
+def at(placement, ndim: int):
+    """A placement as an effect declares it, at a tensor: the axis counted from the front."""
+    axis = getattr(placement, "axis", None)
+    return placement if axis is None else type(placement)(axis % ndim, placement.origin)
+
+
+def fits(have, wanted, ndim: int | None) -> bool:
+    """Whether a tensor is what it must be, as far as that can be told."""
+    if type(have) is not type(wanted):
+        return False
+    a, b = getattr(have, "axis", None), getattr(wanted, "axis", None)
+    if a is None or b is None:
+        return True
+    if ndim is None:
+        return a == b or (a < 0) != (b < 0)
+    return a % ndim == b % ndim
+
+
+class InputSharded(Swapped):
+    """A linear layer with sharded input features: its output is a summand, without the bias."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+    def reset_parameters(self) -> None:
+        # The bounds of nn.Linear's depend on how many features there are in all.
+        bound = 1 / math.sqrt(shards_of(self)["weight"].shape[1])
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
+
+
+class Conv1DInputSharded(Swapped):
+    """The same of transformers' Conv1D, whose weight is [in, out]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """[out, in]."""
+    return module.weight if isinstance(module, nn.Linear) else module.weight.t()
+
+
+class ReduceOverlapped(Swapped):
+    """The linear layer and the reduce_scatter of its output in one, the transfer hidden."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hook = self._deepsp_reduce
+        running, sync = hook.running, hook.sync
+        if flow.current() is not None:
+            out = running.apply(sync, super().forward(x))
+        else:
+            dim = sync.dim(x.dim())
+            weight = weight_of(self)
+            length = weight.size(0) if dim == x.dim() - 1 else x.size(dim)
+            sizes = sync.split(length, running.member[1])
+            out = collectives.matmul_reduce_scatter(x, weight, None, dim, running.member, sizes)
+        return out if hook.add is None else add_after(running, sync, self, hook.add, out)
+
+
+class GatherOverlapped(Swapped):
+    """The all_gather of the input and the linear layer in one, the transfer hidden."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hook = self._deepsp_gather
+        running, sync = hook.running, hook.sync
+        if flow.current() is not None:
+            return super().forward(running.apply(sync, x))
+        dim = sync.dim(x.dim())
+        sizes = running.sizes(sync, x, dim)
+        return collectives.all_gather_matmul(
+            x, weight_of(self), self.bias, dim, running.member, sizes
+        )
+
+
+class VocabularySharded(Swapped):
+    """An embedding with part of the vocabulary: zeros for what it doesn't hold."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        shard = shards_of(self)["weight"]
+        ((begin, end),) = shard.ranges()
+        torch._assert_async(
+            ((ids >= 0) & (ids < shard.shape[0])).all(), "an index is out of the vocabulary"
+        )
+        elsewhere = (ids < begin) | (ids >= end)
+        padding = self.padding_idx
+        if padding is not None:
+            padding = padding - begin if begin <= padding < end else None
+        rows = F.embedding((ids - begin).masked_fill(elsewhere, 0), self.weight, padding)
+        return rows.masked_fill(elsewhere.unsqueeze(-1), 0)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+        ((begin, end),) = shards_of(self)["weight"].ranges()
+        if self.padding_idx is not None and begin <= self.padding_idx < end:
+            with torch.no_grad():
+                self.weight[self.padding_idx - begin].fill_(0)
+
+
+def _mean(x: Tensor, shard) -> Tensor:
+    """Over features of which each rank has a part. Each rank uses it for its part, so that the
+    ranks' gradients are summed."""
+    total = collectives.all_reduce(x.sum(-1, keepdim=True), shard.member, grad="partial")
+    return total / shard.shape[0]
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+class LayerNormSharded(Swapped):
+    """Layer norm of which each rank has a part of the features."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        shard, wide = shards_of(self)["weight"], _wide(x)
+        centered = wide - _mean(wide, shard)
+        normed = centered * torch.rsqrt(_mean(centered.square(), shard) + self.eps)
+        out = normed * self.weight.to(wide.dtype)
+        if self.bias is not None:
+            out = out + self.bias.to(wide.dtype)
+        return out.to(x.dtype)
+
+
+class RMSNormSharded(Swapped):
+    """nn.RMSNorm of which each rank has a part of the features."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        shard, wide = shards_of(self)["weight"], _wide(x)
+        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        normed = wide * torch.rsqrt(_mean(wide.square(), shard) + eps)
+        return (normed * self.weight.to(wide.dtype)).to(x.dtype)
+
+
+class LlamaRMSNormSharded(Swapped):
+    """Llama's: rounded to the input's dtype before it is scaled."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        shard, wide = shards_of(self)["weight"], x.float()
+        normed = wide * torch.rsqrt(_mean(wide.square(), shard) + self.variance_epsilon)
+        return self.weight * normed.to(x.dtype)

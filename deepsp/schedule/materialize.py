@@ -1,0 +1,214 @@
+"""Parameters: from the whole to this rank's part, or made as such."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from deepsp.groups import on_all_ranks
+from deepsp.schedule.files import Source, source_of
+from deepsp.schedule.plan import Plan
+from deepsp.schedule.shards import ParameterShard, shards_of
+
+
+def materialize(
+    plan: Plan,
+    modules: dict[str, nn.Module],
+    optimizer,
+    checkpoint,
+    init: Callable[[nn.Module], None] | None,
+    device,
+) -> None:
+    """Makes every parameter and buffer what it will be."""
+    model = plan.model
+    shards = _shards_by_tensor(model)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if id(tensor) in shards and tensor.grad is not None:
+            raise ValueError(
+                f"{name} has a gradient, of the whole parameter; call "
+                "model.zero_grad(set_to_none=True) before"
+            )
+    with contextlib.ExitStack() as stack:
+        source = None if checkpoint is None else stack.enter_context(source_of(checkpoint))
+        if source is not None:
+            _check_names(model, source)
+        made = _make(model, shards, _device(plan, device))
+        _shrink(model, shards, made, optimizer)
+        filled = set() if source is None else _fill(model, source)
+    _initialize(plan, made, filled, init)
+
+
+def _shards_by_tensor(model: nn.Module) -> dict[int, ParameterShard]:
+    found = {}
+    for module in model.modules():
+        for name, shard in shards_of(module).items():
+            own = module._parameters if name in module._parameters else module._buffers
+            found[id(own[name])] = shard
+    return found
+
+
+def _device(plan: Plan, device) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    group = dist.distributed_c10d._resolve_process_group(plan.member[2])
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.get_default_device()
+
+
+def _make(model: nn.Module, shards: dict[int, ParameterShard], device) -> dict[int, Tensor]:
+    """What is on the meta device, made at its shard's size; the new tensors by id."""
+    new: dict[int, Tensor] = {}
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for own in (module._parameters, module._buffers):
+            for name, old in own.items():
+                if old is None or not old.is_meta:
+                    continue
+                if id(old) not in new:
+                    shard = shards.get(id(old))
+                    shape = old.shape if shard is None else shard.local_shape
+                    tensor = torch.empty(shape, dtype=old.dtype, device=device)
+                    if isinstance(old, nn.Parameter):
+                        tensor = nn.Parameter(tensor, requires_grad=old.requires_grad)
+                        vars(tensor).update(vars(old))
+                    new[id(old)] = tensor
+                    made[id(tensor)] = tensor
+                own[name] = new[id(old)]
+    return made
+
+
+def _shrink(model, shards: dict[int, ParameterShard], made: dict[int, Tensor], optimizer) -> None:
+    """The others: this rank's part of what is there."""
+    state = optimizer.state if isinstance(optimizer, Optimizer) else {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        shard = shards.get(id(tensor))
+        if shard is None or id(tensor) in made:
+            continue
+        for key, value in state.get(tensor, {}).items():
+            if isinstance(value, Tensor) and tuple(value.shape) == shard.shape:
+                state[tensor][key] = shard.take(value)
+        tensor.data = shard.take(tensor.data)
+
+
+# ---- from a checkpoint
+
+
+def _names(model: nn.Module) -> dict[int, list[str]]:
+    """Names of each tensor in the state_dict."""
+    found: dict[int, list[str]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for own in (module._parameters, module._buffers):
+            for name, tensor in own.items():
+                if tensor is not None and name not in module._non_persistent_buffers_set:
+                    found.setdefault(id(tensor), []).append(f"{prefix}.{name}".lstrip("."))
+    return found
+
+
+def _check_names(model: nn.Module, source: Source) -> None:
+    names = _names(model)
+    missing = [n[0] for n in names.values() if not any(name in source for name in n)]
+    left = source.names - {name for alike in names.values() for name in alike}
+    for what, of in (("has no", missing), ("has, but the model doesn't,", sorted(left))):
+        if of:
+            raise ValueError(f"checkpoint {what} {', '.join(of[:5])}" + " ..." * (len(of) > 5))
+
+
+def _fill(model: nn.Module, source: Source) -> set[int]:
+    """Reads this rank's part of each tensor; ids of what was filled."""
+    names, filled = _names(model), set()
+    for module in model.modules():
+        for own in (module._parameters, module._buffers):
+            for name, tensor in own.items():
+                if tensor is None or id(tensor) not in names or id(tensor) in filled:
+                    continue
+                filled.add(id(tensor))
+                key = next(n for n in names[id(tensor)] if n in source)
+                shard = shards_of(module).get(name)
+                shape = tuple(tensor.shape) if shard is None else shard.shape
+                if source.shape(key) != shape:
+                    raise ValueError(
+                        f"checkpoint: {key} has shape {list(source.shape(key))}; {list(shape)} is "
+                        "right"
+                    )
+                with torch.no_grad():
+                    _read(source, key, shard, tensor)
+    return filled
+
+
+def _read(source: Source, key: str, shard: ParameterShard | None, tensor: Tensor) -> None:
+    if shard is None:
+        tensor.copy_(source.read(key))
+        return
+    begin = 0
+    for first, end in shard.ranges():
+        piece = source.read(key, shard.axis, first, end)
+        tensor.narrow(shard.axis, begin, end - first).copy_(piece)
+        begin += end - first
+
+
+# ---- from nothing
+
+
+def _initialize(plan: Plan, made: dict[int, Tensor], filled: set[int], init) -> None:
+    empty = {key for key in made if key not in filled}
+    if not empty:
+        return
+    seeds = _seeds(plan, next(iter(made.values())).device)
+    for name, module in plan.model.named_modules():
+        own = {
+            n: t
+            for of in (module._parameters, module._buffers)
+            for n, t in of.items()
+            if t is not None
+        }
+        mine = [n for n, t in own.items() if id(t) in empty]
+        if not mine:
+            continue
+        fill = init
+        if fill is None:
+            fill = getattr(type(module), "reset_parameters", None) or getattr(
+                type(module), "_reset_parameters", None
+            )
+        if fill is None:
+            raise ValueError(
+                f"{name or 'the model'}.{mine[0]} was on the meta device, and "
+                f"{type(module).__name__} has no reset_parameters() that fills it; pass init=, a "
+                "function of a module, or checkpoint="
+            )
+        kept = {n: t.detach().clone() for n, t in own.items() if id(t) not in empty}
+        # Once with the same random numbers on each rank, for what is whole, then with others.
+        with torch.random.fork_rng(devices=_devices(own)):
+            torch.manual_seed(seeds[0])
+            fill(module)
+            seeds[0] = int(torch.randint(2**62, ()))
+            if shards_of(module):
+                shards = shards_of(module)
+                kept = {
+                    n: kept[n] if n in kept else t.detach().clone()
+                    for n, t in own.items()
+                    if n in kept or n not in shards
+                }
+                torch.manual_seed(seeds[1])
+                fill(module)
+                seeds[1] = int(torch.randint(2**62, ()))
+            with torch.no_grad():
+                for n, tensor in kept.items():
+                    own[n].copy_(tensor)
+
+
+def _devices(own: dict[str, Tensor]) -> list:
+    return list({t.device for t in own.values() if t.device.type == "cuda"})
+
+
+def _seeds(plan: Plan, device) -> list[int]:
+    """For whole and for sharded parameters; from the default generator of the first rank."""
+    drawn = int(torch.randint(2**31, (), device="cpu"))
+    first = on_all_ranks([drawn], plan.member, device)[0][0]
+    rank = plan.member[0]
+    return [first, (first * 1_000_003 + 7919 * (rank + 1)) % (2**62)]

@@ -1,0 +1,136 @@
+"""How the modules are sharded that most models are made of."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from deepsp.schedule import forwards
+from deepsp.schedule.heads import HeadsSharded
+from deepsp.schedule.placement import PARTIAL, WHOLE, Sharded
+from deepsp.schedule.registry import Effect, Follow, register_shard_method
+
+_LAST = Sharded(-1)
+
+
+def _only(module: nn.Module, names: tuple[str, ...], leader: str, *followers: str) -> None:
+    cls = type(module).__name__
+    if leader not in names:
+        raise ValueError(
+            f"names is {list(names)}; of {cls}, {leader} is sharded"
+            + "".join(f", and {follower} follows it" for follower in followers)
+        )
+    others = [name for name in names if name not in (leader, *followers)]
+    if others:
+        raise ValueError(f"names has {others[0]!r}, which {cls} doesn't have or can't shard")
+
+
+@register_shard_method(nn.Linear)
+def _linear(module: nn.Linear, names: tuple[str, ...], axis: int) -> Effect:
+    _only(module, names, "weight", "bias")
+    return _side(axis == 0, "bias" in names, ("out_features", "in_features"), forwards.InputSharded)
+
+
+@register_shard_method("transformers.pytorch_utils.Conv1D")
+def _conv1d(module: nn.Module, names: tuple[str, ...], axis: int) -> Effect:
+    _only(module, names, "weight", "bias")
+    return _side(axis == 1, "bias" in names, ("nf", "nx"), forwards.Conv1DInputSharded)
+
+
+def _side(output: bool, with_bias: bool, attributes: tuple[str, str], summand: type) -> Effect:
+    if output:
+        return Effect(
+            also={"bias": 0},
+            attributes=attributes[:1],
+            input=WHOLE,
+            output=_LAST,
+            input_gradient="partial",
+        )
+    if with_bias:
+        raise ValueError(
+            "names has 'bias', but where the input side of the weight is sharded, the bias stays "
+            "whole; leave it out"
+        )
+    return Effect(
+        attributes=attributes[1:],
+        input=_LAST,
+        output=PARTIAL,
+        add_after="bias",
+        forward=summand,
+    )
+
+
+@register_shard_method(nn.Embedding)
+def _embedding(module: nn.Embedding, names: tuple[str, ...], axis: int) -> Effect:
+    _only(module, names, "weight")
+    if module.max_norm is not None:
+        raise ValueError(
+            f"max_norm is {module.max_norm}; an embedding that writes to its weight can't be "
+            "sharded"
+        )
+    if axis == 1:
+        return Effect(attributes=("embedding_dim",), input=WHOLE, output=_LAST)
+    for name in ("scale_grad_by_freq", "sparse"):
+        if getattr(module, name):
+            raise ValueError(
+                f"{name} is True; an embedding with a sharded vocabulary doesn't know how often "
+                "others are used: False is right"
+                if name == "scale_grad_by_freq"
+                else "sparse is True; an embedding with a sharded vocabulary has dense gradients: "
+                "False is right"
+            )
+    return Effect(
+        attributes=("num_embeddings",),
+        input=WHOLE,
+        output=PARTIAL,
+        forward=forwards.VocabularySharded,
+        opaque=True,
+    )
+
+
+def _norm(forward: type):
+    def method(module: nn.Module, names: tuple[str, ...], axis: int) -> Effect:
+        followers = ("bias",) if getattr(module, "bias", None) is not None else ()
+        _only(module, names, "weight", *followers)
+        if module.weight.dim() != 1:
+            raise ValueError(
+                f"weight has {module.weight.dim()} dimensions; a norm over one, the hidden one, "
+                "can be sharded"
+            )
+        also = dict.fromkeys(followers, 0)
+        return Effect(also=also, input=_LAST, output=_LAST, forward=forward, opaque=True)
+
+    return method
+
+
+register_shard_method(nn.LayerNorm)(_norm(forwards.LayerNormSharded))
+register_shard_method(nn.RMSNorm)(_norm(forwards.RMSNormSharded))
+register_shard_method(
+    *(
+        f"transformers.models.{name.lower()}.modeling_{name.lower()}.{name}RMSNorm"
+        for name in ("Llama", "Mistral", "Qwen2", "Qwen3")
+    )
+)(_norm(forwards.LlamaRMSNormSharded))
+
+
+@register_shard_method(nn.MultiheadAttention)
+def _attention(module: nn.MultiheadAttention, names: tuple[str, ...], axis: int) -> Effect:
+    _only(module, names, "in_proj_weight", "in_proj_bias", "out_proj.weight")
+    if axis != 0:
+        raise ValueError(f"axis is {axis}; the heads of in_proj_weight lie along axis 0")
+    if module.in_proj_weight is None:
+        raise ValueError("kdim or vdim is given, which keeps q, k and v apart; this isn't sharded")
+    if module.bias_k is not None or module.add_zero_attn:
+        raise ValueError("add_bias_kv or add_zero_attn is True; this isn't sharded")
+    heads = module.head_dim
+    return Effect(
+        also={"in_proj_bias": 0, "out_proj.weight": Follow(1, 1, heads)},
+        attributes=("num_heads",),
+        input=WHOLE,
+        output=PARTIAL,
+        input_gradient="partial",
+        add_after="out_proj.bias",
+        forward=HeadsSharded,
+        opaque=True,
+        parts=3,
+        unit=heads,
+    )

@@ -1,0 +1,214 @@
+"""Random numbers that differ by rank where tensors do, and agree where tensors do.
+
+Nothing is kept but the default generators' states, all seeded alike on the ranks of a group:
+``torch.utils.checkpoint`` restores those, so what runs again draws the same numbers again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+from collections.abc import Container, Iterator, Mapping
+
+import torch
+from torch import nn
+
+from deepsp.groups import Group, Member, member_of, on_all_ranks
+
+_local = threading.local()
+_MASK = (1 << 64) - 1
+
+
+def _generators() -> list[torch.Generator]:
+    """The default generators in use: the CPU's first."""
+    found = [torch.default_generator]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    return found
+
+
+def states() -> list[torch.Tensor]:
+    with torch._C.DisableTorchFunction():
+        return [g.get_state() for g in _generators()]
+
+
+def restore(saved: list[torch.Tensor]) -> None:
+    with torch._C.DisableTorchFunction():
+        for generator, state in zip(_generators(), saved, strict=False):
+            generator.set_state(state)
+
+
+def mix(seed: int, rank: int) -> int:
+    """A seed of its own for each rank (splitmix64's finalizer: neighbours have nothing in
+    common)."""
+    x = (seed + (rank + 1) * 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (x ^ (x >> 31)) & (_MASK >> 1)
+
+
+def _stack() -> list:
+    if not hasattr(_local, "stack"):
+        _local.stack = []
+    return _local.stack
+
+
+def inside() -> bool:
+    """Whether random numbers differ by rank here."""
+    return bool(_stack()) and _stack()[-1] is not None
+
+
+class _Fork:
+    """Random numbers of this rank's own from :meth:`enter` to :meth:`leave`."""
+
+    def __init__(self, rank: int):
+        self.rank = rank
+
+    def enter(self) -> None:
+        with torch._C.DisableTorchFunction():
+            # The same draw on every rank, which moves the default generator on: the next region
+            # has other numbers.
+            seed = int(torch.empty((), dtype=torch.int64).random_())
+            self.outer = states()
+            for generator in _generators():
+                generator.manual_seed(mix(seed, self.rank))
+        _stack().append(self)
+
+    def leave(self) -> None:
+        _stack().remove(self)
+        restore(self.outer)
+
+
+class _Common:
+    """The numbers that all ranks share, within a fork: nothing to do outside of one."""
+
+    def __init__(self, nested: bool, name: str):
+        self.nested, self.name = nested, name
+
+    def enter(self) -> None:
+        self.fork = _stack()[-1] if inside() else None
+        if self.fork is None:
+            if self.nested:
+                raise ValueError(
+                    f"{self.name} draws random numbers that all ranks share, inside of a module "
+                    "whose numbers differ by rank; a checkpoint between the two would give it "
+                    "other numbers when it runs again: checkpoint the outer module"
+                )
+            return
+        self.own = states()
+        restore(self.fork.outer)
+        _stack().append(None)
+
+    def leave(self) -> None:
+        if self.fork is not None:
+            _stack().pop()
+            self.fork.outer = states()
+            restore(self.own)
+
+
+@contextlib.contextmanager
+def sharded_randomness(group: Group = None) -> Iterator[None]:
+    """Random numbers in here differ by rank: for what works on sharded tensors.
+
+    They follow from ``torch.manual_seed`` alone, which all ranks of the group call alike, and from
+    the rank. Afterwards the default generators go on as if one number had been drawn, the same on
+    every rank. Both kinds of ``torch.utils.checkpoint`` repeat them.
+
+    Args:
+        group: the group over which tensors are sharded.
+    """
+    fork = _Fork(member_of(group)[0])
+    fork.enter()
+    try:
+        yield
+    finally:
+        fork.leave()
+
+
+@contextlib.contextmanager
+def common_randomness(name: str) -> Iterator[None]:
+    """Random numbers in here are those that all ranks share, inside of
+    :func:`sharded_randomness`, too. ``name``: of the module, for errors."""
+    common = _Common(True, name)
+    common.enter()
+    try:
+        yield
+    finally:
+        common.leave()
+
+
+def apply(
+    streams: Mapping[nn.Module, str],
+    model: nn.Module,
+    member: Member,
+    nested: Container[nn.Module] = (),
+) -> list:
+    """Gives each module its random numbers, by hooks around its forward.
+
+    Args:
+        streams: "sharded" or "whole" for modules that draw random numbers (as
+            :class:`deepsp.schedule.flow.Findings` has them).
+        model: the model that they are in.
+        nested: those of "whole" that a "sharded" one calls though it doesn't contain them.
+
+    Returns:
+        Handles; ``remove()`` takes the hooks away.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    handles = []
+    for module, stream in streams.items():
+        if stream == "sharded":
+            handles += _around(module, lambda: _Fork(member[0]))
+            continue
+        name = names.get(module, "")
+        above = [model.get_submodule(n) for n in _above(name)] if name else []
+        within = module in nested or any(streams.get(m) == "sharded" for m in above)
+        handles += _around(module, lambda name=name, within=within: _Common(within, name))
+    return handles
+
+
+def _above(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:n]) for n in range(len(parts))]
+
+
+def _around(module: nn.Module, make) -> list:
+    entered = threading.local()
+
+    def enter(module, args):
+        if not hasattr(entered, "contexts"):
+            entered.contexts = []
+        context = make()
+        context.enter()
+        entered.contexts.append(context)
+
+    def leave(module, args, output):
+        if getattr(entered, "contexts", None):
+            entered.contexts.pop().leave()
+
+    return [
+        module.register_forward_pre_hook(enter),
+        module.register_forward_hook(leave, always_call=True),
+    ]
+
+
+def compare(saved: list[torch.Tensor], member: Member, device: torch.device) -> None:
+    """All ranks make this call.
+
+    Raises:
+        ValueError: their default generators aren't in the same state.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for state in saved:
+        digest.update(state.cpu().numpy().tobytes())
+    mine = int.from_bytes(digest.digest(), "little") >> 2
+    every = [said[0] for said in on_all_ranks([mine], member, device)]
+    if len(set(every)) > 1:
+        other = next(r for r, value in enumerate(every) if value != every[0])
+        raise ValueError(
+            f"the random number generators of rank 0 and rank {other} aren't in the same state: "
+            "the model draws random numbers that have to be the same on whole tensors, and seeds "
+            "for those of sharded ones; call torch.manual_seed with the same seed on every rank of "
+            "the group before the first step"
+        )

@@ -1,0 +1,302 @@
+"""What a built model does when it is called: follow a new kind of call once, and communicate."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from deepsp import collectives
+from deepsp.groups import Member, on_all_ranks
+from deepsp.schedule import flow, randomness
+from deepsp.schedule.around import Checkpointed, Drawing
+from deepsp.schedule.picking import pick_input, pick_output
+from deepsp.schedule.placement import Placement, Sharded
+from deepsp.schedule.shards import ParameterShard, shards_of
+from deepsp.schedule.swap import swap
+from deepsp.schedule.sync import Sync
+
+RUNNING = "_deepsp_running"
+
+
+@dataclass
+class Kind:
+    """What the dry run has found about one kind of call."""
+
+    grads: dict[Sync, str] = field(default_factory=dict)
+    # Who has split what a sync puts together; None: nobody who knows the sizes.
+    origins: dict[Sync, object | None] = field(default_factory=dict)
+    partial: set[str] = field(default_factory=set)  # parameters with a share of their gradient
+    # Modules that draw random numbers: "whole", the same on each rank, or "sharded"; and those
+    # of "whole" that are called inside of "sharded" ones.
+    streams: dict[nn.Module, str] = field(default_factory=dict)
+    nested: set[nn.Module] = field(default_factory=set)
+
+
+class Running:
+    """The state of a built model, kept at its root."""
+
+    def __init__(self, member: Member, syncs: list[Sync], outputs: str):
+        self.member, self.syncs, self.outputs = member, syncs, outputs
+        self.kinds: dict[object, Kind] = {}
+        self.now: Kind | None = None  # the kind of the call that goes on, or was last
+        self._dry: Kind | None = None
+
+    # ---- a call of the model
+
+    def __call__(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
+        """The model's first forward pre-hook."""
+        if flow.current() is not None:
+            self._begin()
+            return
+        if torch.compiler.is_compiling():
+            self._check_known()
+            return
+        if torch._C._current_graph_task_id() != -1:  # a checkpoint computes again
+            return
+        self.follow(model, args, kwargs)
+        self._begin()
+
+    def _begin(self) -> None:
+        for sync in self.syncs:
+            sync.begin()
+
+    def follow(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Makes sure that this kind of call is known: the dry run.
+
+        Raises:
+            ValueError: what the schedule does doesn't fit what the model computes.
+        """
+        key = _kind_of(model, args, kwargs)
+        if key not in self.kinds:
+            placements: dict[int, Placement] = {
+                id(getattr(module, name)): Sharded(shard.axis, shard)
+                for module in model.modules()
+                for name, shard in shards_of(module).items()
+            }
+            self._dry = Kind()
+            try:
+                found = flow.Flow(model, placements, self.member, self.outputs).run(args, kwargs)
+                kind = self._dry
+            finally:
+                self._dry = None
+            kind.grads = dict(found.grads)
+            kind.streams, kind.nested = dict(found.streams), set(found.nested)
+            for module in kind.streams:
+                if kind.streams[module] == "sharded" or module in kind.nested:
+                    module._deepsp_running = self
+                    swap(module, Drawing, type(module).__name__, under=Checkpointed)
+            self._check_streams(model, kind)
+            kind.partial = {
+                name
+                for name, parameter in model.named_parameters()
+                if id(parameter) in found.partial_parameters
+            }
+            self.kinds[key] = kind
+        self.now = self.kinds[key]
+        self._hook_partial(model)
+
+    def _hook_partial(self, model: nn.Module) -> None:
+        """Parameters of whose gradient each rank has a share have it summed. Looked at in every
+        call: copies of the model and ``load_state_dict(assign=True)`` bring other parameters."""
+        for name in {name for kind in self.kinds.values() for name in kind.partial}:
+            parameter = model.get_parameter(name)
+            hooks = (parameter._backward_hooks or {}).values()
+            if parameter.requires_grad and not any(
+                isinstance(hook, _SumGradient) and hook.running is self for hook in hooks
+            ):
+                parameter.register_hook(_SumGradient(self, name))
+
+    def _check_known(self) -> None:
+        if self.now is None and any(sync.asks_grad for sync in self.syncs):
+            raise ValueError(
+                "grad of some syncs is still to be derived, which a compiled model can't do: call "
+                "the model, or sch.check(*inputs), once before it is compiled, or pass grad="
+            )
+
+    # ---- a sync
+
+    def apply(self, sync: Sync, x: Tensor) -> Tensor:
+        """What a collective makes of a tensor.
+
+        Raises:
+            ValueError: it doesn't fit the tensor.
+        """
+        dim = 0 if sync.op == "all_reduce" else sync.dim(x.dim())
+        following = flow.current()
+        if following is not None:
+            sizes = functools.partial(self.find_sizes, sync, x, dim, following.placement(x))
+            # Checked first, before anything is sent.
+            return following.sync(
+                sync, x, lambda: sync.run(x, dim, sizes(), "replicated", self.member)
+            )
+        return sync.run(x, dim, self.sizes(sync, x, dim), self.grad_of(sync), self.member)
+
+    def grad_of(self, sync: Sync) -> str:
+        """What the gradient of a sync's output is on each rank."""
+        if not sync.asks_grad:
+            return sync.grad or "replicated"
+        recomputes = torch._C._current_graph_task_id() != -1
+        kinds = self.kinds.values() if recomputes else [self.now] if self.now else []
+        found = {kind.grads[sync] for kind in kinds if sync in kind.grads}
+        if len(found) == 1:
+            return found.pop()
+        if not torch.is_grad_enabled():
+            return "replicated"  # nobody will ask
+        raise ValueError(
+            f"{sync.where}: grad isn't given, and "
+            + (
+                "it differs between the ways in which the model was called"
+                if found
+                else "nothing is known of what follows, since the model itself was not called"
+            )
+            + ". Pass grad='replicated', if the gradient of what comes out is the same on each "
+            "rank, or grad='partial', if the ranks' gradients are to be summed"
+        )
+
+    # ---- random numbers
+
+    def randomness(self, module: nn.Module):
+        """The random numbers of a module that draws some. Whatever kind of call this is: in
+        backward, a checkpoint computes one again that wasn't the last."""
+        if any(module in kind.nested for kind in self.kinds.values()):
+            return randomness.common_randomness(type(module).__name__)
+        if any(kind.streams.get(module) == "sharded" for kind in self.kinds.values()):
+            return randomness.sharded_randomness(self.member)
+        return contextlib.nullcontext()
+
+    def _check_streams(self, model: nn.Module, kind: Kind) -> None:
+        names = {module: name for name, module in model.named_modules()}
+        for module, stream in kind.streams.items():
+            for other in self.kinds.values():
+                if other.streams.get(module, stream) != stream:
+                    raise ValueError(
+                        f"{names[module] or 'the model'} draws random numbers, for sharded tensors "
+                        "in one kind of call, for whole ones in another; use two modules"
+                    )
+
+    # ---- sizes of parts
+
+    def sizes(self, sync: Sync, x: Tensor, dim: int) -> list[int] | None:
+        """Length along ``dim`` on each rank, for what puts parts together."""
+        if sync.op not in ("all_gather", "seq_to_heads", "heads_to_seq"):
+            return None
+        origin = self.now.origins.get(sync) if self.now is not None else None
+        sizes = _sizes_of(origin)
+        if sizes is None:
+            return self._ask(x, dim)
+        mine, have = sizes[self.member[0]], x.size(dim)
+        if mine == have:
+            return sizes
+        # Then every rank has a multiple of it: the sequence's length times another batch size.
+        if mine == 0 or have % mine != 0:
+            raise ValueError(
+                f"{sync.where}: this rank has a length of {have} along axis {dim}, but what was "
+                f"split before has {mine} on it, {sizes} in all"
+            )
+        return [have // mine * length for length in sizes]
+
+    def find_sizes(self, sync: Sync, x: Tensor, dim: int, placement) -> list[int] | None:
+        if sync.op not in ("all_gather", "seq_to_heads", "heads_to_seq"):
+            return None
+        sizes = self._ask(x, dim)
+        origin = getattr(placement, "origin", None)
+        known = getattr(origin, "sizes", None)
+        if known is None or 0 in known or sizes != list(known):
+            origin = None
+        if sync in self._dry.origins and self._dry.origins[sync] is not origin:
+            origin = None  # called several times, on different things
+        self._dry.origins[sync] = origin
+        return sizes
+
+    def _ask(self, x: Tensor, dim: int) -> list[int]:
+        return [said[0] for said in on_all_ranks([x.size(dim)], self.member, x.device)]
+
+
+def _sizes_of(origin: object | None) -> list[int] | None:
+    """What an origin has split last; None if it may have been something else that is put together
+    now: it has split several lengths in this call, or, for a checkpoint that computes again, ever.
+    Alike on every rank."""
+    if isinstance(origin, Sync):
+        recomputes = torch._C._current_graph_task_id() != -1
+        totals = origin.ever if recomputes else origin.totals
+        return origin.sizes if len(totals) == 1 else None
+    return origin.sizes if isinstance(origin, ParameterShard) else None
+
+
+def _kind_of(model: nn.Module, args: tuple, kwargs: dict) -> object:
+    """What the dry run depends on: not the lengths of tensors, nor the values of numbers."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    said = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            said.append((leaf.dtype, leaf.dim(), leaf.requires_grad))
+        elif leaf is None or isinstance(leaf, (bool, str)):
+            said.append(leaf)
+        else:
+            said.append(type(leaf))
+    return tuple(m.training for m in model.modules()), str(spec), tuple(said)
+
+
+class _SumGradient:
+    """A hook of a parameter: sums its gradient where the last call found it a share."""
+
+    def __init__(self, running: Running, name: str):
+        self.running, self.name = running, name
+
+    def __call__(self, gradient: Tensor) -> Tensor | None:
+        running = self.running
+        if running.now is None or self.name not in running.now.partial:
+            return None
+        narrow = gradient.dtype in (torch.bfloat16, torch.float16)
+        return collectives.all_reduce(
+            gradient,
+            running.member,
+            grad="replicated",
+            reduce_dtype=torch.float32 if narrow else None,
+        )
+
+
+# ---- hooks of modules
+
+
+@dataclass
+class SyncInput:
+    """A forward pre-hook: a collective on one of the inputs; in backward, for bwd_post."""
+
+    running: Running
+    sync: Sync
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict):
+        x, put = pick_input(module, args, kwargs, self.sync.tensor, self.sync.where)
+        return put(self.running.apply(self.sync, x))
+
+
+@dataclass
+class SyncOutput:
+    """A forward hook: a collective on one of the outputs, then what counts once."""
+
+    running: Running
+    sync: Sync
+    add: tuple[str, Sync] | None = None  # a parameter by name, and how it's split where need be
+
+    def __call__(self, module: nn.Module, args: tuple, output):
+        x, put = pick_output(output, self.sync.tensor, self.sync.where)
+        out = self.running.apply(self.sync, x)
+        if self.add is not None:
+            out = add_after(self.running, self.sync, module, self.add, out)
+        return put(out)
+
+
+def add_after(running: Running, sync: Sync, module: nn.Module, add: tuple[str, Sync], out: Tensor):
+    """``out``, reduced by ``sync``, plus a parameter [features]: all of it, or this rank's part
+    where the features were scattered."""
+    name, scatter = add
+    parameter = module.get_parameter(name)
+    if sync.op == "reduce_scatter" and sync.dim(out.dim()) == out.dim() - 1:
+        parameter = running.apply(scatter, parameter)
+    return out + parameter.to(out.dtype)

@@ -1,0 +1,57 @@
+"""Another forward for a module that is there already: its parameters, names and hooks stay."""
+
+from __future__ import annotations
+
+import functools
+
+from torch import nn
+
+
+class Swapped:
+    """In front of a module's class, with a forward of its own."""
+
+    def __reduce_ex__(self, protocol):
+        # The class is made while the program runs: copies and files are told how.
+        return _new, type(self)._made_of, self.__dict__
+
+
+@functools.cache
+def _class(front: type, base: type) -> type:
+    members = {"__module__": base.__module__, "_made_of": (front, *_made_of(base))}
+    made = type(base.__name__, (front, base), members)
+    made.__qualname__ = base.__qualname__
+    return made
+
+
+def _made_of(cls: type) -> tuple[type, ...]:
+    return cls._made_of if issubclass(cls, Swapped) else (cls,)
+
+
+def _whole_class(*made_of: type) -> type:
+    cls = made_of[-1]
+    for front in reversed(made_of[:-1]):
+        cls = _class(front, cls)
+    return cls
+
+
+def _new(*made_of: type) -> nn.Module:
+    cls = _whole_class(*made_of)
+    return cls.__new__(cls)
+
+
+def swap(module: nn.Module, front: type, name: str, under: type | None = None) -> None:
+    """Puts ``front``, a subclass of :class:`Swapped`, before the module's class, but behind
+    ``under`` where that is there.
+
+    Raises:
+        ValueError: the module has a forward of its own, which would hide the class's.
+    """
+    if "forward" in vars(module):
+        raise ValueError(
+            f"{name or 'the model'} has a forward of its own, in the module and not in its class; "
+            "the schedule can't put another in its place"
+        )
+    if not isinstance(module, front):
+        made_of = _made_of(type(module))
+        at = made_of.index(under) + 1 if under in made_of else 0
+        module.__class__ = _whole_class(*made_of[:at], front, *made_of[at:])

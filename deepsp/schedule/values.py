@@ -1,0 +1,171 @@
+"""What the dry run knows of a tensor, and of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from deepsp.schedule.placement import PARTIAL, WHOLE, Partial, Placement, Sharded, Whole
+
+
+@dataclass(frozen=True)
+class Split:
+    """Sharded, in more detail than :class:`Sharded` says.
+
+    axis: counted from the front; None: it can't be told.
+    parts: this rank's tensor along the axis is one part after another, each of which is a part of
+        a whole one: lengths. One part: the ranks' tensors one after another are the whole. Several:
+        fused projections, or tokens merged with the batch in front of them.
+    origin: who split it.
+    """
+
+    axis: int | None
+    parts: tuple[int, ...] = ()
+    origin: object | None = field(default=None, compare=False)
+
+    def at(self, axis: int | None) -> Split:
+        return Split(axis, self.parts, self.origin)
+
+    def __str__(self) -> str:
+        if self.axis is None:
+            return "sharded along an axis that can't be told"
+        parts = f" in {len(self.parts)} parts" if len(self.parts) > 1 else ""
+        return f"sharded along axis {self.axis}{parts}"
+
+
+Place = Whole | Partial | Split
+
+
+def internal(placement: Placement, tensor: Tensor, rank: int) -> Place:
+    if not isinstance(placement, Sharded):
+        return placement
+    if placement.axis is None:
+        return Split(None, (), placement.origin)
+    axis = placement.axis % tensor.dim()
+    sizes = getattr(placement.origin, "part_sizes", None)
+    parts = tuple(sizes(rank)) if sizes is not None else ()
+    if sum(parts) != tensor.size(axis):
+        parts = (tensor.size(axis),)
+    return Split(axis, parts, placement.origin)
+
+
+def public(place: Place) -> Placement:
+    if not isinstance(place, Split):
+        return place
+    return Sharded(place.axis if len(place.parts) == 1 else None, place.origin)
+
+
+@dataclass(eq=False)
+class Value:
+    """One tensor at one time: writing to a tensor in place gives it another.
+
+    carries: a gradient goes through it.
+    uniform: the same number everywhere, as ``torch.zeros`` makes it: it fits whole and sharded.
+    name: for messages. since: the module that made it partial.
+    state: of its gradient, found walking backwards: "replicated" | "partial" for a whole tensor,
+        "own" for others, None: none arrives. why: the entry whose gradient that is.
+    """
+
+    place: Place
+    carries: bool
+    name: str
+    uniform: bool = False
+    since: str = ""
+    state: str | None = None
+    why: Entry | None = None
+    leaf: Tensor | None = None
+
+    @property
+    def whole(self) -> bool:
+        return self.place is WHOLE
+
+    @property
+    def partial(self) -> bool:
+        return self.place is PARTIAL
+
+    @property
+    def split(self) -> bool:
+        return isinstance(self.place, Split)
+
+
+@dataclass(eq=False)
+class Entry:
+    """A call on the tape. ``sync``: what the schedule put there."""
+
+    name: str
+    module: str
+    inputs: list[Value]
+    outputs: list[Value]
+    sync: Any = None
+
+    def __str__(self) -> str:
+        return f"{self.name} in {self.module}"
+
+
+class Call:
+    """A torch function about to be called.
+
+    Attributes:
+        name: of the function, without underscores of in-place and special methods.
+        tensors: (tensor, what is known of it), in the order of the arguments.
+    """
+
+    def __init__(self, flow, name, args, kwargs):
+        self.flow, self.name, self.args, self.kwargs = flow, name, args, kwargs
+        self.tensors = [(t, flow.value(t)) for t in tensors_in((args, kwargs))]
+
+    def arg(self, position: int, name: str, default=None):
+        if name in self.kwargs:
+            return self.kwargs[name]
+        return self.args[position] if len(self.args) > position else default
+
+    def value(self, x) -> Value | None:
+        return self.flow.value(x) if isinstance(x, Tensor) else None
+
+    def place(self, x) -> Place:
+        return self.flow.value(x).place if isinstance(x, Tensor) else WHOLE
+
+    def fail(self, text: str) -> NoReturn:
+        self.flow.fail(self.name, text)
+
+    def fail_partial(self, value: Value, text: str) -> NoReturn:
+        at = f" at {value.since}" if value.since else ""
+        self.fail(
+            f"{text}; {value.name} is partial, a summand of the whole: sync it{at} with "
+            "mode='fwd_post' and all_reduce or reduce_scatter"
+        )
+
+    def fail_split(self, value: Value, text: str) -> NoReturn:
+        self.fail(
+            f"{text}; {value.name} is {value.place}: sync it with all_gather before "
+            "(mode='fwd_pre' here, or 'fwd_post' where it comes from)"
+        )
+
+
+def tensors_in(x) -> Iterator[Tensor]:
+    """All tensors in nested containers."""
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, (list, tuple, set)):
+        for item in x:
+            yield from tensors_in(item)
+    elif isinstance(x, Mapping):
+        for item in x.values():
+            yield from tensors_in(item)
+    elif isinstance(x, slice):
+        yield from tensors_in((x.start, x.stop, x.step))
+    elif is_dataclass(x) and not isinstance(x, type):
+        for f in fields(x):
+            yield from tensors_in(getattr(x, f.name, None))
+
+
+def differentiable(x: Tensor) -> bool:
+    return x.dtype.is_floating_point or x.dtype.is_complex
+
+
+def to_the_device_of(x) -> torch.device:
+    return next((t.device for t in tensors_in(x)), torch.device("cpu"))

@@ -1,0 +1,94 @@
+"""What the schedule's tests share: the same model in one process, and the comparison with it."""
+
+import copy
+
+import torch
+from torch import nn
+
+import deepsp
+
+f64 = torch.float64
+
+
+def seeded(make, seed=3):
+    """A model in float64; also what starts as ones or zeros is random."""
+    torch.manual_seed(seed)
+    model = make().to(f64)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def data(*shape, seed=7):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=f64)
+
+
+def weighted(out):
+    """A loss whose gradient is different at each place."""
+    return (out * torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view(out.shape)).sum()
+
+
+def run(model, x):
+    """Loss, output and the input's gradient."""
+    if x.is_floating_point():
+        x = x.clone().requires_grad_()
+    model.zero_grad(set_to_none=True)
+    out = model(x)
+    loss = sum(map(weighted, out)) if isinstance(out, tuple) else weighted(out)
+    loss.backward()
+    return loss.detach(), out, x.grad
+
+
+def compare(model, built, x):
+    """Loss, output and every gradient."""
+    for mine, right in zip(run(built, x), run(model, x), strict=True):
+        torch.testing.assert_close(mine, right)
+    full = deepsp.consolidate(built, gradients=True)
+    right = {n: p.grad for n, p in model.named_parameters(remove_duplicate=False)}
+    assert set(full) == {n for n, grad in right.items() if grad is not None}
+    for name, grad in full.items():
+        torch.testing.assert_close(grad, right[name], msg=lambda m, name=name: f"{name}: {m}")
+
+
+def check(make, plan, *inputs, **options):
+    """Builds ``make()`` as ``plan(sch)`` says, and compares it on each of the inputs."""
+    model = seeded(make)
+    sch = deepsp.create_schedule(copy.deepcopy(model))
+    plan(sch)
+    built, _ = deepsp.build(sch, **options)
+    for x in inputs:
+        compare(model, built, x)
+    return model, built, sch
+
+
+class Mlp(nn.Module):
+    def __init__(self, dim=5, hidden=11, bias=True, dropout=0.0):
+        super().__init__()
+        self.up = nn.Linear(dim, hidden, bias=bias)
+        self.down = nn.Linear(hidden, dim, bias=bias)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x):
+        return self.drop(self.down(torch.nn.functional.gelu(self.up(x))))
+
+
+class GroupedAttention(nn.Module):
+    """Fused q, k, v of grouped heads; heads that may not divide by the ranks."""
+
+    def __init__(self, dim=12, num_heads=6, num_kv_heads=3):
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, 4
+        self.qkv = nn.Linear(dim, (num_heads + 2 * num_kv_heads) * self.head_dim)
+        self.out = nn.Linear(num_heads * self.head_dim, dim)
+
+    def forward(self, x):
+        heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        q, k, v = (
+            t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for t in self.qkv(x).split([h * self.head_dim for h in heads], -1)
+        )
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=True
+        )
+        return self.out(out.transpose(1, 2).flatten(2))

@@ -1,0 +1,344 @@
+"""The table of functions: what it says of a function's output is what each rank's is.
+
+Ranks are simulated, one after another: no function in the table communicates.
+"""
+
+import math
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from placed import Shard
+from torch import nn
+
+from deepsp.schedule.flow import Flow, current
+from deepsp.schedule.placement import PARTIAL, WHOLE, Partial, Sharded
+from deepsp.schedule.reshapes import reshaped
+from deepsp.schedule.values import Split
+
+f64 = torch.float64
+
+
+class Call(nn.Module):
+    """A function of tensors, which are buffers here."""
+
+    def __init__(self, function, tensors):
+        super().__init__()
+        self.function = function
+        self.count = len(tensors)
+        for n, t in enumerate(tensors):
+            self.register_buffer(f"t{n}", t)
+
+    def forward(self):
+        out = self.function(*(getattr(self, f"t{n}") for n in range(self.count)))
+        outs = out if isinstance(out, (tuple, list)) else [out]
+        self.out = [(t, current().value(t).place) for t in outs]
+
+
+def _part(whole, how, rank, size):
+    """This rank's tensor: how: None (whole), an axis, a Shard, or "partial"."""
+    if how is None:
+        return whole.clone(), WHOLE
+    if how == "partial":
+        generator = torch.Generator().manual_seed(9)
+        parts = [torch.randn(whole.shape, dtype=f64, generator=generator) for _ in range(size - 1)]
+        parts.append(whole - sum(parts))
+        return parts[rank], PARTIAL
+    shard = how if isinstance(how, Shard) else Shard(how, (whole.size(how),))
+    sizes = Fixed(shard, size)
+    return shard.take(whole, rank, size).clone(), Sharded(shard.axis, sizes)
+
+
+class Fixed:
+    def __init__(self, shard, size):
+        self.shard, self.size, self.unit = shard, size, shard.unit
+
+    def part_sizes(self, rank):
+        return [n for _, n in self.shard.pieces(rank, self.size)]
+
+
+def _ranks(function, tensors, hows, size):
+    """By rank, the outputs and what is known of them."""
+    for rank in range(size):
+        parts = [_part(t, how, rank, size) for t, how in zip(tensors, hows, strict=True)]
+        module = Call(function, [t for t, _ in parts])
+        places = {id(getattr(module, f"t{n}")): p for n, (_, p) in enumerate(parts)}
+        Flow(module, places, (rank, size, "simulated")).run((), {})
+        yield module.out
+
+
+def _together(outs, axis):
+    """The whole tensor of parts along ``axis``, part by part."""
+    count = len(outs[0][1].parts)
+    pieces = [t.split(list(place.parts), axis) for t, place in outs]
+    return torch.cat([piece[n] for n in range(count) for piece in pieces], axis)
+
+
+def _check(function, tensors, hows, size=2):
+    expected = function(*(t.clone() for t in tensors))
+    expected = expected if isinstance(expected, (tuple, list)) else [expected]
+    ranks = list(_ranks(function, tensors, hows, size))
+    places = []
+    for n, whole in enumerate(expected):
+        outs = [out[n] for out in ranks]
+        place = outs[0][1]
+        if isinstance(place, Split):
+            assert place.axis is not None
+            assert all(p.axis == place.axis for _, p in outs)
+            got = [_together(outs, place.axis)]
+        elif isinstance(place, Partial):
+            got = [sum(t for t, _ in outs)]
+        else:
+            got = [t for t, _ in outs]
+        for t in got:
+            torch.testing.assert_close(t, whole)
+        places.append(place)
+    return places
+
+
+def _x(*shape, seed=0):
+    return torch.randn(shape, dtype=f64, generator=torch.Generator().manual_seed(seed + 100))
+
+
+X = _x(3, 8, 6)
+W = _x(6, 6, seed=1)
+HEADS = _x(3, 8, 18)
+Q = _x(2, 4, 5, 6, seed=2)
+IDS = torch.tensor([[0, 3, 1, 2], [5, 4, 3, 3]])
+
+# function, whole tensors, how each is held, what the first output is: an axis, "partial", None.
+RIGHT = [
+    (lambda x: x + 1, [X], [1], 1),
+    (lambda x: 1 - x.exp(), [X], [2], 2),
+    (lambda x, y: x * y, [X, X], [1, 1], 1),
+    (lambda x, y: x * y, [X, _x(6)], [1, None], 1),
+    (lambda x, y: y + x, [X, _x(3, 1, 6)], [1, None], 1),
+    (lambda x, y: x + y, [X, _x(6)], [2, 0], 2),
+    (lambda x, y: x + y, [X, X], ["partial", "partial"], "partial"),
+    (lambda x, y: x * y, [X, X], ["partial", None], "partial"),
+    (lambda x: -(x * 3 / 2).to(f64).clone(), [X], ["partial"], "partial"),
+    (lambda x, m: x.masked_fill(m > 0, 0), [X, X], ["partial", None], "partial"),
+    (lambda x, m: torch.where(m > 0, x, 0), [X, X], ["partial", None], "partial"),
+    (lambda x: x + torch.zeros(x.shape, dtype=f64), [X], [1], 1),
+    (lambda x: x * torch.ones_like(x) * 2, [X], [1], 1),
+    (lambda x: x.sum(1), [X], [1], "partial"),
+    (lambda x: x.sum(), [X], [1], "partial"),
+    (lambda x: x.sum((0, 2)), [X], [1], 0),
+    (lambda x: x.mean(-1, keepdim=True), [X], [1], 1),
+    (lambda x: x.mean(), [X], ["partial"], "partial"),
+    (lambda x: x.max(0), [X], [1], 0),
+    (lambda x: x.amax(-1), [X], [1], 1),
+    (lambda x: x.argmax(0), [X], [2], 1),
+    (lambda x: x.var(-1, keepdim=True), [X], [1], 1),
+    (lambda x: x.norm(dim=-1), [X], [1], 1),
+    (lambda x: F.softmax(x, -1), [X], [1], 1),
+    (lambda x: x.cumsum(2), [X], [1], 1),
+    (lambda x: x.cumsum(1), [X], ["partial"], "partial"),
+    (lambda x: x.topk(2, 2), [X], [1], 1),
+    (lambda x: F.layer_norm(x, (6,)), [X], [1], 1),
+    (lambda x, w: F.layer_norm(x, (6,), w), [X, _x(6)], [0, None], 0),
+    (lambda x, w: F.linear(x, w), [X, W], [1, None], 1),
+    (lambda x, w: F.linear(x, w), [X, W], [None, 0], 2),
+    (lambda x, w, b: F.linear(x, w, b), [X, W, _x(6)], [None, 0, 0], 2),
+    (lambda x, w, b: F.linear(x, w, b), [X, W, _x(6)], [1, None, None], 1),
+    (lambda x, w: F.linear(x, w), [X, W], [2, 1], "partial"),
+    (lambda x, w: F.linear(x, w), [X, W], ["partial", None], "partial"),
+    (lambda x, w: x @ w, [X, W], [None, 1], 2),
+    (lambda x, w: x @ w, [X, W], [2, 0], "partial"),
+    (lambda x, w, b: torch.addmm(b, x, w), [X[0], W, _x(6)], [None, 1, 0], 1),
+    (lambda x, w, b: torch.addmm(b, x, w), [X[0], W, _x(6)], [0, None, None], 0),
+    (lambda q, k: q @ k.transpose(-1, -2), [Q, Q], [1, 1], 1),
+    (lambda q, k: q @ k.transpose(-1, -2), [Q, Q], [2, None], 2),
+    (lambda q, k: torch.bmm(q, k), [_x(4, 3, 2), _x(4, 2, 5)], [0, 0], 0),
+    (lambda q, k: torch.einsum("bhid,bhjd->bhij", q, k), [Q, Q], [1, 1], 1),
+    (lambda q, k: torch.einsum("bhid,bhjd->bhij", q, k), [Q, Q], [3, 3], "partial"),
+    (lambda q, k: torch.einsum("...id,...jd->...ij", q, k), [Q, Q], [1, 1], 1),
+    (lambda x, w: F.conv1d(x.transpose(1, 2), w), [X, _x(4, 6, 3)], [0, None], 0),
+    (lambda x, w, b: F.conv1d(x, w, b), [X, _x(4, 8, 3), _x(4)], [None, 0, 0], 1),
+    (lambda x, w: F.conv1d(x, w), [X, _x(4, 8, 3)], [1, 1], "partial"),
+    (lambda i, w: F.embedding(i, w), [IDS, W], [1, None], 1),
+    (lambda i, w: F.embedding(i, w), [IDS, W], [None, 1], 2),
+    (lambda w, i: w[i], [W, IDS], [None, 1], 1),
+    (lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True), [Q], [1], 1),
+    (
+        lambda q, m: F.scaled_dot_product_attention(q, q, q, m),
+        [Q, _x(1, 1, 5, 5)],
+        [1, None],
+        1,
+    ),
+    (
+        lambda q, k: F.scaled_dot_product_attention(q, k, k, enable_gqa=True),
+        [_x(2, 12, 5, 6), _x(2, 6, 5, 6)],
+        [Shard(1, (12,), 2), 1],
+        1,
+    ),
+    (lambda x: x.transpose(1, 2), [X], [1], 2),
+    (lambda x: x.permute(2, 0, 1), [X], [1], 2),
+    (lambda x: x.movedim(0, 2), [X], [1], 0),
+    (lambda x: x.mT, [X], [2], 1),
+    (lambda x: x[:, :, 1:4], [X], [1], 1),
+    (lambda x: x[..., None, :], [X], [2], 3),
+    (lambda x: x[:, :, 0], [X], [1], 1),
+    (lambda x: x[0], [X], [1], 0),
+    (lambda x: x[None, :, :, ::2], [X], [1], 2),
+    (lambda x, i: x[i], [X, torch.tensor([[0, 1], [2, 2]])], [1, None], 2),
+    (lambda x: x.unsqueeze(0), [X], [1], 2),
+    (lambda x: x.unsqueeze(-1), [X], [1], 1),
+    (lambda x: x[:1].squeeze(), [X], [1], 0),
+    (lambda x: x.select(2, 1), [X], [1], 1),
+    (lambda x: x.narrow(2, 1, 2), [X], [1], 1),
+    (lambda x: x.split(2, 2), [X], [1], 1),
+    (lambda x: x.unbind(0), [X], [1], 0),
+    (lambda x: x.expand(2, -1, -1, -1), [X], [1], 2),
+    (lambda x: x.unsqueeze(2).expand(-1, -1, 5, -1), [X], [1], 1),
+    (lambda x: x.repeat_interleave(2, dim=1), [X], [1], 1),
+    (lambda x: x.repeat_interleave(2, dim=1), [X], [2], 2),
+    (lambda x: torch.cat([x, x * 2], -1), [X], [1], 1),
+    (lambda x: torch.cat([x, x * 2], 1), [X], [1], 1),
+    (lambda x: torch.cat([x, x * 2], 1).chunk(2, 1), [X], [1], 1),
+    (lambda x: torch.stack([x, x * 2], 1), [X], [1], 2),
+    (lambda x: torch.stack([x, x]), [X], ["partial"], "partial"),
+    (lambda x: x.flatten(0, 1).view(3, -1, 6), [X], [1], 1),
+    (lambda x: x.view(3, -1, 2, 3), [X], [1], 1),
+    (lambda x: x.view(3, 8, -1, 3), [HEADS], [2], 2),
+    (lambda x: x.unflatten(-1, (-1, 3)), [HEADS], [2], 2),
+    (lambda x: x.reshape(3, 8, -1, 3).mT.mT.reshape(3, 8, -1), [HEADS], [2], 2),
+    (lambda x: x.split(x.size(-1) // 3, -1), [_x(2, 5, 12)], [Shard(2, (4, 4, 4))], 2),
+    (
+        lambda x: x.unflatten(-1, (3, -1, 2)).unbind(-3),
+        [_x(2, 5, 24)],
+        [Shard(2, (8, 8, 8), 2)],
+        2,
+    ),
+    (
+        lambda x: x.split([x.size(-1) // 2, x.size(-1) // 4, x.size(-1) // 4], -1),
+        [_x(2, 5, 48)],
+        [Shard(2, (24, 12, 12), 2)],
+        2,
+    ),
+    (lambda x, m: F.cross_entropy(x.view(-1, 6), m.view(-1), reduction="sum"),
+     [X, torch.arange(24).view(3, 8) % 6], [1, 1], "partial"),
+    (lambda x, m: F.cross_entropy(x, m, reduction="none"), [X[0], torch.arange(8) % 6], [0, 0], 0),
+    (lambda x, y: F.mse_loss(x, y, reduction="sum"), [X, 2 * X], [1, 1], "partial"),
+    (lambda x, i: x.gather(2, i), [X, torch.zeros(3, 8, 2).long()], [1, 1], 1),
+    (lambda x, i: x.index_select(2, i), [X, torch.tensor([1, 0])], [1, None], 1),
+    (lambda x: F.pad(x, (1, 2)), [X], [1], 1),
+    (lambda x: x.tril(), [Q], [1], 1),
+    (lambda x: x.clone().mul_(2).add_(x), [X], [1], 1),
+    (lambda x: torch.empty_like(x).copy_(x), [X], [1], 1),
+    (lambda x: F.one_hot(x, 7), [IDS], [1], 1),
+    (lambda x: torch.zeros(2, dtype=f64).sum() + x.sum(-1), [X], [1], 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("number", range(len(RIGHT)))
+def test_right(number, size):
+    function, tensors, hows, expected = RIGHT[number]
+    place = _check(function, tensors, hows, size)[0]
+    if isinstance(place, Split):
+        assert place.axis == expected
+    else:
+        assert ("partial" if isinstance(place, Partial) else None) == expected
+
+
+WRONG = [
+    ("count P times", lambda x, y: x + y, [X, X], ["partial", None]),
+    ("count P times", lambda x: x + 1, [X], ["partial"]),
+    ("isn't linear", lambda x: x.relu(), [X], ["partial"]),
+    ("isn't linear", lambda x: F.gelu(x), [X], ["partial"]),
+    ("isn't linear", lambda x: x * x, [X], ["partial"]),
+    ("isn't linear", lambda x: 1 / x, [X], ["partial"]),
+    ("isn't linear", lambda x: x.masked_fill(x > 0, 1.0), [X], ["partial"]),
+    ("isn't linear", lambda x: F.layer_norm(x, (6,)), [X], ["partial"]),
+    ("isn't linear", lambda x: F.softmax(x, -1), [X], ["partial"]),
+    ("isn't linear", lambda x: x.max(), [X], ["partial"]),
+    ("it meets", lambda x, y: x + y, [X, X], ["partial", 1]),
+    ("used alike on every rank", lambda x, y: x + y, [X, X], [1, None]),
+    ("used alike", lambda x: x + torch.arange(x.size(1)).view(-1, 1), [X], [1]),
+    ("used alike", lambda x: x + torch.rand(x.shape), [X], [1]),
+    ("gather one of them", lambda x: x + x.mT, [_x(3, 8, 8)], [1]),
+    ("reduced over the sharded", lambda x: x.mean(), [X], [1]),
+    ("reduced over the sharded", lambda x: x.max(1), [X], [1]),
+    ("along the sharded", lambda x: F.softmax(x, -1), [X], [2]),
+    ("along the sharded", lambda x: x.cumsum(1), [X], [1]),
+    ("along the sharded", lambda x: x.topk(1, 1), [X], [1]),
+    ("statistics of a part", lambda x: F.layer_norm(x, (x.size(-1),)), [X], [2]),
+    ("has to be sharded|shard weight", lambda x, w: x @ w[: x.size(-1)], [X, W], [2, None]),
+    ("a tile", lambda x, w: F.linear(x, w), [X, W], [1, 0]),
+    ("tokens|is sharded along", lambda x, w: F.linear(x, w), [X, W], [1, 1]),
+    ("shard it along", lambda x, w, b: F.linear(x, w, b), [X, W, _x(6)], [None, 0, None]),
+    ("count P times", lambda x, w, b: F.linear(x, w, b), [X, W, _x(6)], [2, 1, None]),
+    ("aren't there", lambda i, w: F.embedding(i.clamp(max=1), w), [IDS, W], [None, 0]),
+    ("parallelize_attention", lambda q: F.scaled_dot_product_attention(q, q, q), [Q], [2]),
+    ("inside of its heads", lambda q: F.scaled_dot_product_attention(q, q, q), [Q], [3]),
+    ("aren't those", lambda q, k: F.scaled_dot_product_attention(q, k, k), [Q, Q], [1, None]),
+    ("parts", lambda x: x.chunk(2, -1), [_x(2, 5, 12)], [2]),
+    ("an index is taken", lambda x: x[:, -1], [X], [1]),
+    ("only its part|index", lambda x: x[:, :-1], [X], [1]),
+    ("axis 1", lambda x: x.select(1, 0), [X], [1]),
+    ("put together", lambda x, y: torch.cat([x, y], -1), [X, X], [1, None]),
+    ("repeated", lambda x: x[:, :, :, None].repeat_interleave(2), [X], [1]),
+    ("inner one", lambda x: x.view(3, 8, 3, -1), [X], [2]),
+    ("deepsp.cross_entropy", lambda x, y: F.mse_loss(x, y), [X, X], [1, 1]),
+    ("the vocabulary", lambda x: F.cross_entropy(x, torch.zeros(8).long()), [X[0]], [1]),
+    ("numbers are read", lambda x: x[0].amax(1).tolist(), [X], [1]),
+    ("isn't known", lambda x: torch.fft.fft(x), [X], [1]),
+    ("isn't known", lambda x: torch.linalg.inv(x), [_x(2, 2, 2)], [0]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(WRONG)))
+def test_wrong(number):
+    text, function, tensors, hows = WRONG[number]
+    with pytest.raises(ValueError, match=text):
+        list(_ranks(function, tensors, hows, 2))
+
+
+def _grouped(atoms, rng):
+    """Products of neighbours."""
+    groups, at = [], 0
+    while at < len(atoms):
+        n = rng.randint(1, 3)
+        groups.append(atoms[at : at + n])
+        at += n
+    return groups
+
+
+def test_reshapes():
+    """Any two ways to merge the same axes, one of which is sharded: what is said of the second view
+    is so, or nothing is said."""
+    told = 0
+    for seed in range(3000):
+        rng = random.Random(seed)
+        size = rng.choice([2, 3])
+        count = rng.randint(1, 5)
+        atoms = [rng.choice([1, 2, 3]) for _ in range(count)]
+        at = rng.randrange(count)
+        local = rng.choice([1, 2, 3])
+        whole_atoms = [*atoms[:at], local * size, *atoms[at + 1 :]]
+        here = [*atoms[:at], local, *atoms[at + 1 :]]
+        numbers = list(range(count))
+        first, second = _grouped(numbers, rng), _grouped(numbers, rng)
+
+        def sizes(groups, of):
+            return tuple(math.prod(of[n] for n in group) for group in groups)
+
+        whole = torch.arange(math.prod(whole_atoms)).view(whole_atoms)
+        parts = [t.reshape(here) for t in whole.chunk(size, at)]
+        axis = next(n for n, group in enumerate(first) if at in group)
+        outer = math.prod(atoms[n] for n in first[axis] if n < at)
+        length = sizes(first, here)[axis]
+        split = Split(axis, (length // outer,) * outer)
+        free = next(n for n, group in enumerate(second) if at in group)
+        # Without it a length of one could be anywhere: what keeps its sizes is taken as it was.
+        hint = free if local == 1 else rng.choice([None, free])
+        result = reshaped(split, sizes(first, here), sizes(second, here), hint)
+        if result.axis is None:
+            continue
+        told += 1
+        outs = [(t.reshape(sizes(second, here)), result) for t in parts]
+        expected = whole.reshape(sizes(second, whole_atoms))
+        assert torch.equal(_together(outs, result.axis), expected), (seed, split, result)
+    assert told > 2000

@@ -1,0 +1,621 @@
+"""Each mistake in a schedule has its message; print(sch) shows what was said."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from harness import on_ranks
+from scheduled import Mlp, data, f64, run, seeded
+from torch import nn
+
+import deepsp
+
+
+def chain(*modules):
+    return nn.Sequential(*modules).to(f64)
+
+
+def block():
+    return chain(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6), nn.Dropout(0.0))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, 6), nn.Linear(6, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+
+_all_reduce = functools.partial(
+    deepsp.schedule.Schedule.sync, mode="fwd_post", sync_op_or_fn="all_reduce", grad="replicated"
+)
+
+
+def _says(make, say, pattern):
+    """What is said raises, when it is said."""
+    sch = deepsp.create_schedule(make())
+    with pytest.raises(ValueError, match=pattern):
+        say(sch)
+
+
+SAID = {
+    "no such module": (
+        block,
+        lambda s: s["lin"],
+        r"'lin': no module has such a name",
+    ),
+    "no module matches": (Mlp, lambda s: s["u.*"], r"'u\.\*': no module has such a name"),
+    "a near name": (Mlp, lambda s: s["dwn"], r"'dwn': no module.*near are down"),
+    "not a name": (Mlp, lambda s: s[0], r"0: the name of a module, or a pattern, is right"),
+    "no such parameter": (
+        Mlp,
+        lambda s: s["up"].shard("weights", 0),
+        r"up: Linear has no parameter or buffer 'weights'; it has \['weight', 'bias'\]",
+    ),
+    "no names": (Mlp, lambda s: s["up"].shard([], 0), "names is empty"),
+    "axis out of range": (
+        Mlp,
+        lambda s: s["up"].shard("weight", 2),
+        r"axis is 2, but up\.weight has 2 dimensions, \[11, 5\]; -2 to 1 is right",
+    ),
+    "sharded twice": (
+        Mlp,
+        lambda s: s["up"].shard("weight", 0).shard("weight", 1),
+        r"up\.weight is sharded already",
+    ),
+    "the follower first": (
+        Mlp,
+        lambda s: s["up"].shard("bias", 0),
+        r"up: names is \['bias'\]; of Linear, weight is sharded, and bias follows",
+    ),
+    "a bias that stays whole": (
+        Mlp,
+        lambda s: s["down"].shard(["weight", "bias"], 1),
+        r"down: names has 'bias', but where the input side.*stays whole",
+    ),
+    "parts that don't divide": (
+        Mlp,
+        lambda s: s["up"].shard("weight", 0, parts=3),
+        r"parts is 3, which doesn't divide the length 11 of up\.weight",
+    ),
+    "parts of another sum": (
+        Mlp,
+        lambda s: s["up"].shard("weight", 0, parts=[4, 4]),
+        r"parts is \[4, 4\], of sum 8; up\.weight has length 11",
+    ),
+    "a unit that doesn't divide": (
+        Mlp,
+        lambda s: s["up"].shard("weight", 0, unit=4),
+        r"unit is 4, which doesn't divide the part of 11 along axis 0 of up\.weight",
+    ),
+    "too few rows": (
+        lambda: chain(nn.Linear(4, 1)),
+        lambda s: s["0"].shard("weight", 0),
+        r"0\.weight along axis 0: 1 rows, fewer than the 2 ranks",
+    ),
+    "too few heads": (
+        lambda: chain(nn.Linear(4, 8)),
+        lambda s: s["0"].shard("weight", 0, unit=8),
+        r"0\.weight along axis 0: 1 units of 8, fewer than the 2 ranks",
+    ),
+    "an embedding that writes": (
+        lambda: chain(nn.Embedding(4, 4, max_norm=1.0)),
+        lambda s: s["0"].shard("weight", 0),
+        r"0: max_norm is 1\.0",
+    ),
+    "mode": (
+        Mlp,
+        lambda s: s["up"].sync("post", "all_gather", 0),
+        r"sync at up: mode is 'post'; one of fwd_pre, fwd_post, bwd_post is right",
+    ),
+    "op": (
+        Mlp,
+        lambda s: s["up"].sync("fwd_pre", "gather", 0),
+        r"sync_op_or_fn is 'gather'; one of all_gather, ",
+    ),
+    "no op": (Mlp, lambda s: s["up"].sync("fwd_pre", 3), r"sync_op_or_fn is 3; one of"),
+    "no axis": (
+        Mlp,
+        lambda s: s["up"].sync("fwd_pre", "all_gather"),
+        r"axis is None; all_gather needs the dimension that is gathered",
+    ),
+    "an axis too many": (
+        Mlp,
+        lambda s: s["up"].sync("fwd_post", "all_reduce", 1),
+        r"axis is 1; all_reduce has none",
+    ),
+    "another axis": (
+        Mlp,
+        lambda s: s["up"].sync("fwd_post", "seq_to_heads", 2),
+        r"axis is 2; seq_to_heads exchanges the dimensions 1 and 2",
+    ),
+    "a gather in backward": (
+        Mlp,
+        lambda s: s["up"].sync("bwd_post", "all_gather", 1),
+        r"'all_gather' with mode='bwd_post'; all_reduce of the gradient, or a function",
+    ),
+    "grad": (
+        Mlp,
+        lambda s: s["up"].sync("fwd_pre", "all_gather", 1, grad="sum"),
+        r"grad is 'sum'; 'replicated' or 'partial' is right",
+    ),
+    "grad of what doesn't ask": (
+        Mlp,
+        lambda s: s["up"].sync("fwd_post", "reduce_scatter", 1, grad="partial"),
+        r"the backward of reduce_scatter doesn't depend on it",
+    ),
+    "a function with an axis": (
+        Mlp,
+        lambda s: s["up"].sync("fwd_pre", lambda m, a: a, axis=1),
+        r"axis is given, but sync_op_or_fn is a function",
+    ),
+    "no such number": (
+        Mlp,
+        lambda s: s["up"].divide("num_heads"),
+        r"up\.num_heads is None; a whole number can be divided",
+    ),
+    "a number that is too small": (
+        Mlp,
+        lambda s: s["up"].divide("in_features", unit=5),
+        r"up\.in_features is 5, in units of 5; a multiple",
+    ),
+    "checkpointed twice": (
+        Mlp,
+        lambda s: s["up"].checkpoint().checkpoint(),
+        "up is checkpointed already",
+    ),
+    "replaced too late": (
+        lambda: chain(Mlp()),
+        lambda s: (s["0.up"].checkpoint(), s["0"].replace(Mlp())),
+        r"0 is replaced, but there are steps for 0\.up already",
+    ),
+    "one for two places": (
+        block,
+        lambda s: s["*"].replace(nn.Identity()),
+        r"module is one for 4 places; pass a function",
+    ),
+    "replaced by nothing": (
+        block,
+        lambda s: s["0"].replace(lambda old: None),
+        r"module: NoneType for 0; a module is right",
+    ),
+    "replaced as a whole": (block, lambda s: s.replace(Mlp()), "whole model can't be replaced"),
+    "no projections": (
+        lambda: chain(Mlp()),
+        lambda s: s["0"].parallelize_attention(),
+        r"0: no linear layer by one of the names q_proj, .* for q; pass q=, .*Mlp \(up: Linear",
+    ),
+    "no number of heads": (
+        lambda: chain(Mlp(6, 6)),
+        lambda s: s["0"].parallelize_attention("up", "up", "up", "down"),
+        r"0: Mlp doesn't say how many heads it has; pass num_heads",
+    ),
+    "inputs before it is built": (
+        Mlp,
+        lambda s: s.check(data(2, 5)),
+        "the model isn't built yet",
+    ),
+}  # fmt: skip
+
+
+def _all_said():
+    for make, say, pattern in SAID.values():
+        _says(make, say, pattern)
+
+
+def test_what_is_said_wrong():
+    on_ranks(2, _all_said)
+
+
+# ---- what doesn't fit together: check(), before anything is changed
+
+
+def _forgotten(s):
+    s["0"].shard("weight", 0).sync("bwd_post", "all_reduce")
+    s["2"].shard("weight", 1)
+
+
+def _at_the_parent(s):
+    s["0.up"].shard("weight", 0).sync("bwd_post", "all_reduce")
+    s["0.down"].shard("weight", 1)
+    _all_reduce(s["0"])
+
+
+def _gathered_twice(s):
+    s["0"].shard("weight", 0).sync("bwd_post", "all_reduce")
+    s["0"].sync("fwd_post", "all_gather", -1).sync("fwd_post", "all_gather", -1)
+
+
+def _gathered_twice_apart(s):
+    s["0"].shard("weight", 0).sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather", -1)
+    s["1"].sync("fwd_post", "all_gather", -1)
+
+
+def _reduced_but_whole(s):
+    s["0"].sync("fwd_post", "reduce_scatter", 0)
+
+
+def _reduced_but_sharded(s):
+    s["0"].shard("weight", 0).sync("bwd_post", "all_reduce").sync("fwd_post", "all_reduce")
+
+
+def _reduced_twice(s):
+    s["2"].shard("weight", 1).sync("fwd_pre", "scatter", -1)
+    s["2"].sync("fwd_post", "all_reduce").sync("fwd_post", "all_reduce")
+
+
+def _whole_features(s):
+    s["2"].shard("weight", 1).sync("fwd_post", "all_reduce")
+
+
+def _gather_forgotten(s):
+    s["0"].shard("weight", 0).sync("bwd_post", "all_reduce")
+
+
+def _gradient(s):
+    s["0"].shard("weight", 0).sync("fwd_post", "all_gather", -1, grad="replicated")
+
+
+def _scattered_partial(s):
+    s["2"].shard("weight", 1).sync("fwd_pre", "scatter", -1).sync("fwd_post", "scatter", 0)
+    s["3"].sync("fwd_post", "all_reduce")
+
+
+def _overlap_nowhere(s):
+    s["1"].sync("fwd_post", "reduce_scatter", 0, overlap=True)
+
+
+def _overlap_other(s):
+    _whole_features(s)
+    s["0"].sync("fwd_post", "scatter", -1, overlap=True)
+
+
+def _overlap_replicated(s):
+    s["0"].shard("weight", 0).sync("fwd_pre", "scatter", 0)
+    s["0"].sync("fwd_pre", "all_gather", 0, grad="replicated", overlap=True)
+    s["0"].sync("fwd_post", "all_gather", -1)
+
+
+def _overlap_second(s):
+    s["0"].shard("weight", 0).sync("fwd_pre", "all_gather", 0, overlap=True)
+    s["0"].sync("bwd_post", "all_reduce").sync("fwd_pre", "scatter", 0)
+
+
+def no_bias():
+    return chain(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6, bias=False), nn.Dropout(0.0))
+
+
+CHECKED = {
+    "partial, and nothing reduces it": (
+        no_bias,
+        _forgotten,
+        r"2: its output is partial, each rank's a summand, and nothing reduces it",
+    ),
+    "partial, into dropout": (no_bias, _forgotten, r"3: what comes in is partial; a reduce_scatt"),
+    "a bias reduced elsewhere": (
+        lambda: chain(Mlp()),
+        _at_the_parent,
+        r"0\.down: its output is partial, and its bias counts once",
+    ),
+    "gathered twice": (block, _gathered_twice, r"0 \(fwd_post all_gather\).* gathered twice"),
+    "gathered twice, apart": (
+        block,
+        _gathered_twice_apart,
+        r"1 \(fwd_post all_gather\): what comes in is whole; is it gathered twice",
+    ),
+    "reduced, but whole": (
+        block,
+        _reduced_but_whole,
+        r"0 \(fwd_post reduce_scatter\): what comes in is whole; the sum .* P times too large",
+    ),
+    "reduced, but sharded": (
+        block,
+        _reduced_but_sharded,
+        r"0 \(fwd_post all_reduce\): what comes in is sharded along axis -1.*use all_gather",
+    ),
+    "reduced twice": (
+        block,
+        _reduced_twice,
+        r"2 \(fwd_post all_reduce\): what comes in is whole; the sum",
+    ),
+    "whole features come in": (
+        block,
+        _whole_features,
+        r"2: what comes in is whole, but as it is sharded, it must be sharded along axis -1",
+    ),
+    "sharded features go on": (
+        block,
+        _gather_forgotten,
+        r"2: what comes in is sharded along axis -1, but it isn't sharded itself; an all_gather",
+    ),
+    "a gradient that nothing reduces": (
+        block,
+        _gradient,
+        r"0: its input's gradient is partial.*nothing reduces it; sync it, .*mode='bwd_post'",
+    ),
+    "scattered, but partial": (
+        no_bias,
+        _scattered_partial,
+        r"2 \(fwd_post scatter\): what comes in is partial; .*use reduce_scatter",
+    ),
+    "tied": (
+        Tied,
+        lambda s: _all_reduce(s["embed"].shard("weight", 0)),
+        r"embed\.weight is also head\.weight \(tied\), which is not sharded; .* alike: axis=0",
+    ),
+    "tied, another way": (
+        Tied,
+        lambda s: (
+            _all_reduce(s["embed"].shard("weight", 0)),
+            _all_reduce(s["head"].shard("weight", 1)),
+        ),
+        r"which is sharded as weight along axis 1",
+    ),
+    "overlap nowhere": (block, _overlap_nowhere, r"overlap=True needs a linear layer with shard"),
+    "overlap of a scatter": (
+        block,
+        _overlap_other,
+        r"overlap=True is there for fwd_post reduce_scatter and fwd_pre all_gather",
+    ),
+    "overlap, but whole after it": (
+        block,
+        _overlap_replicated,
+        r"grad is 'replicated', but the layer's output features are sharded",
+    ),
+    "overlap, but not the last": (
+        block,
+        _overlap_second,
+        r"overlap=True needs the last sync at the input",
+    ),
+}  # fmt: skip
+
+
+def _all_checked():
+    for make, say, pattern in CHECKED.values():
+        model = make()
+        before = copy.deepcopy(model.state_dict())
+        sch = deepsp.create_schedule(model)
+        say(sch)
+        for check in (sch.check, lambda sch=sch: deepsp.build(sch)):
+            with pytest.raises(ValueError, match=pattern):
+                check()
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, before[name])
+
+
+def test_what_does_not_fit():
+    on_ranks(2, _all_checked)
+
+
+# ---- what only shows when the model is called, on every rank alike
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp, self.norm, self.out = Mlp(6, 8, bias=False), nn.LayerNorm(6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.out(x + self.mlp(self.norm(x)))
+
+
+def _column_row(s, **kwargs):
+    s["mlp.up"].shard("weight", 0).sync("bwd_post", "all_reduce")
+    s["mlp.down"].shard("weight", 1)
+    return s
+
+
+def _mixed(s):
+    """Sharded tokens are added to whole ones."""
+    _column_row(s)["mlp.down"].sync("fwd_post", "reduce_scatter", 0)
+    s["out"].sync("fwd_pre", "all_gather", 0)
+
+
+def _wrong_axis(s):
+    _column_row(s)["mlp.down"].sync("fwd_post", "reduce_scatter", 0)
+    s["mlp"].sync("fwd_post", "all_gather", 1)
+
+
+def _wrong_grad(s):
+    _column_row(s)["mlp.down"].sync("fwd_post", "all_reduce", grad="partial")
+
+
+def _summed_twice(s):
+    _column_row(s)["mlp.down"].sync("fwd_post", "all_reduce")
+    s["mlp"].sync("bwd_post", "all_reduce")
+
+
+def _not_summed(s):
+    """The residual's gradient is whole, that of the norm a share."""
+    s["mlp.up"].shard("weight", 0)
+    s["mlp.down"].shard("weight", 1).sync("fwd_post", "all_reduce")
+
+
+def _local_output(s):
+    _column_row(s)["mlp.down"].sync("fwd_post", "all_reduce")
+    s["out"].sync("fwd_post", "scatter", 0)
+
+
+def _partial_sum(s):
+    """A reduction, but of something else."""
+    _column_row(s)
+    s["out"].sync("fwd_post", "all_reduce")
+
+
+def _no_such_axis(s):
+    _column_row(s)["mlp.down"].sync("fwd_post", "reduce_scatter", 5)
+
+
+def _no_such_tensor(s):
+    _column_row(s)["mlp.down"].sync("fwd_post", "all_reduce")
+    s["mlp"].sync("fwd_pre", "scatter", 0, tensor="y")
+
+
+def _heads_of_what(s):
+    s["out"].sync("fwd_pre", "seq_to_heads")
+
+
+FOUND = {
+    "sharded and whole": (_mixed, r"sharded along axis 0"),
+    "another axis": (_wrong_axis, r"mlp \(fwd_post all_gather\): .*sharded along axis 0; axis=1"),
+    "another grad": (_wrong_grad, r"(?s)mlp\.down.*grad is 'partial', but.*grad='replicated'"),
+    "summed twice": (_summed_twice, r"(?s)mlp.*P times too large"),
+    "not summed": (_not_summed, r"gradient of an input.* from layer_norm in norm.*'bwd_post'"),
+    "a local output": (_local_output, r"model's output 0 .*sharded along axis 0.*outputs='local'"),
+    "partial elsewhere": (_partial_sum, r"partial"),
+    "no such axis": (_no_such_axis, r"mlp\.down \(fwd_post reduce_scatter\): axis is 5, but the"),
+    "no such input": (_no_such_tensor, r"mlp \(fwd_pre scatter\): tensor='y' isn't among"),
+    "not heads": (_heads_of_what, r"out \(fwd_pre seq_to_heads\): the tensor has 2 dimensions"),
+}
+
+
+def _all_found():
+    for say, pattern in FOUND.values():
+        sch = deepsp.create_schedule(seeded(Residual))
+        say(sch)
+        built, _ = deepsp.build(sch)
+        for call in (sch.check, built):
+            with pytest.raises(ValueError, match=pattern):
+                call(data(4, 6).requires_grad_())
+
+
+def test_what_the_first_call_finds():
+    on_ranks(2, _all_found)
+
+
+def _afterwards():
+    sch = deepsp.create_schedule(block())
+    sch["0"].shard("weight", 0).sync("bwd_post", "all_reduce")
+    sch["0"].sync("fwd_post", "all_gather", -1)
+    with pytest.raises(ValueError, match="outputs is 'all'"):
+        deepsp.build(sch, outputs="all")
+    built, optimizer = deepsp.build(sch)
+    assert optimizer is None
+    for late in (
+        lambda: deepsp.build(sch),
+        lambda: sch["0"].shard("weight", 0),
+        lambda: sch["2"].sync("fwd_post", "all_reduce"),
+        lambda: sch["2"].replace(nn.Identity()),
+    ):
+        with pytest.raises(ValueError, match="the schedule is built already"):
+            late()
+    # A part of the model alone, before the model was called: nobody knows what follows.
+    with pytest.raises(
+        ValueError, match=r"0 \(fwd_post all_gather\): grad isn't given.*Pass grad="
+    ):
+        built[0](data(4, 6))
+    with torch.no_grad():
+        assert built[0](data(4, 6)).shape == (4, 8)
+    sch.check(data(4, 6))
+    built[0](data(4, 6))
+    with pytest.raises(ValueError, match="model is a list"):
+        deepsp.create_schedule([])
+    with pytest.raises(ValueError, match="sch is a Sequential"):
+        deepsp.build(built)
+
+
+def test_afterwards():
+    on_ranks(2, _afterwards)
+
+
+def _printed():
+    model = nn.ModuleDict(
+        {
+            "embed": nn.Embedding(8, 6),
+            "layers": nn.ModuleList(nn.ModuleDict({"mlp": Mlp(6, 8)}) for _ in range(3)),
+            "norm": nn.LayerNorm(6),
+        }
+    )
+    sch = deepsp.create_schedule(model)
+    sch["layers.*"]["mlp"]["up"].shard("weight", 0)
+    sch["layers.*.mlp.down"].shard("weight", 1).sync("fwd_post", "reduce_scatter", 1, overlap=True)
+    sch["layers"]["[0-2].mlp"].checkpoint()
+    sch["norm"].replace(nn.Identity()).sync("fwd_post", "all_gather", axis=1, grad="replicated")
+    shown = str(sch)
+    assert shown == repr(sch)
+    return shown, str(sch["layers.1"])
+
+
+TREE = """\
+ModuleDict over 2 ranks
+├─ layers: ModuleList
+│  └─ 0 to 2, each: ModuleDict
+│     └─ mlp: Mlp
+│        │  checkpoint
+│        ├─ up: Linear
+│        │     shard weight along axis 0: [8, 6] -> [4, 6]
+│        │     shard bias along axis 0: [8] -> [4]
+│        │     out_features = 4
+│        └─ down: Linear
+│              shard weight along axis 1: [6, 8] -> [6, 4]
+│              in_features = 4
+│              sync fwd_post reduce_scatter axis=1 overlap
+└─ norm: Identity
+      replaced
+      sync fwd_post all_gather axis=1 grad=replicated"""
+
+
+def test_printed():
+    for shown, part in on_ranks(2, _printed):
+        assert shown == TREE
+        assert "1: ModuleDict" in part and "to 2" not in part and "norm" not in part
+
+
+def _dropout(use_checkpoint):
+    """Masks differ where tokens are sharded, agree where they are whole, and repeat."""
+    model = seeded(functools.partial(Both, 0.0))
+    sch = deepsp.create_schedule(seeded(functools.partial(Both, 0.5)))
+    sch["mlp.up"].shard("weight", 0).sync("bwd_post", "all_reduce")
+    sch["mlp.down"].shard("weight", 1).sync("fwd_post", "reduce_scatter", 1)
+    sch["mlp.drop"].sync("fwd_post", "all_gather", 1)
+    if use_checkpoint:
+        sch["mlp.drop"].checkpoint()
+        sch["drop"].checkpoint(use_reentrant=True)
+    built, _ = deepsp.build(sch)
+    x = data(3, 8, 5)
+    torch.manual_seed(11)
+    built.keep = []
+    _, out, x_grad = run(built, x)
+    grads = deepsp.consolidate(built, gradients=True)
+    first, second = built.keep
+    torch.manual_seed(11)
+    again = run(built, x)[1]
+    assert torch.equal(out, again) and not torch.equal(out, run(built, x)[1])
+    # What was dropped, of both; then the same in one process.
+    keep = [(t != 0).double() * 2 for t in (first, second)]
+    parts = keep[0].tensor_split(torch.distributed.get_world_size(), 1)
+    assert not torch.equal(parts[0][:, :2], parts[1][:, :2])
+    everyones = [None] * len(parts)
+    torch.distributed.all_gather_object(everyones, keep)
+    assert all(torch.equal(a, b) for other in everyones for a, b in zip(other, keep, strict=True))
+    model.masks = keep
+    _, right, right_x_grad = run(model, x)
+    torch.testing.assert_close(out, right)
+    torch.testing.assert_close(x_grad, right_x_grad)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(grads[name], parameter.grad)
+
+
+class Both(nn.Module):
+    masks = (1, 1)
+    keep = None
+
+    def __init__(self, dropout):
+        super().__init__()
+        self.mlp, self.drop = Mlp(dropout=dropout), nn.Dropout(dropout)
+
+    def forward(self, x):
+        x = self.mlp(x) * self.masks[0]
+        if self.keep is not None:
+            self.keep = [x.detach()]
+        x = self.drop(x.sin()) * self.masks[1]
+        if self.keep is not None:
+            self.keep.append(x.detach())
+        return x.sin()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("use_checkpoint", [False, True])
+def test_dropout(size, use_checkpoint):
+    on_ranks(size, _dropout, use_checkpoint)
