@@ -56,8 +56,8 @@ SymAlong check_gather_matmul(
     c10::SymIntArrayRef sizes,
     int64_t rank,
     ReduceDtype reduce_dtype) {
-  const SymAlong layout = check_part(input, dim, sizes, rank);
   check_linear(input, weight, bias, dim);
+  const SymAlong layout = check_part(input, dim, sizes, rank);
   check_reduce(reduce_dtype);
   return rows_of(layout, input.sym_size(-1));
 }
@@ -70,8 +70,8 @@ SymAlong check_matmul_scatter(
     c10::SymIntArrayRef sizes,
     int64_t rank,
     ReduceDtype reduce_dtype) {
-  const SymAlong layout = check_entire(input, dim, sizes, rank);
   check_linear(input, weight, bias, dim);
+  const SymAlong layout = check_entire(input, dim, sizes, rank);
   check_reduce(reduce_dtype);
   return rows_of(layout, input.sym_size(-1));
 }

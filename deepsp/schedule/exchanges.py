@@ -78,23 +78,44 @@ def _exchange(source: int | None, target: int | None):
     return rule
 
 
-def _all_reduce(call: Call):
-    x = call.args[0]
-    value = call.value(x)
-    if _group(call) != call.flow.member[2]:
-        return value.place
-    if not value.partial:
-        call.fail(
-            f"{value.name} is {value.place}: its sum over the ranks would be P times too large; "
-            "only what is partial is summed"
-        )
+def _collective(op: str):
+    """A collective over the schedule's group that a module calls itself; grad is as it says."""
+
+    def rule(call: Call):
+        x = call.args[0]
+        value = call.value(x)
+        if _group(call) != call.flow.member[2]:
+            if not value.whole:
+                call.fail(f"{value.name} is {value.place}: over another group it isn't followed")
+            return WHOLE
+        dim = None if op == "all_reduce" else call.args[1] % x.dim()
+        if op in ("all_reduce", "reduce_scatter") and not value.partial:
+            call.fail(
+                f"{value.name} is {value.place}: its sum over the ranks would be P times too "
+                "large; only what is partial is summed"
+            )
+        if op == "scatter" and not value.whole:
+            call.fail(f"{value.name} is {value.place}; what is whole can be scattered")
+        if op == "all_gather" and not (value.split and value.place.axis in (None, dim)):
+            call.fail(f"{value.name} is {value.place}; sharded along axis {dim} is right")
+        grad = {"all_reduce": 1, "all_gather": 3, "scatter": 3}.get(op)
+        grad = None if grad is None else call.arg(grad, "grad")
+        call.sync = OpSync(op, call.flow.where(), grad)
+        if op in ("all_reduce", "all_gather"):
+            return WHOLE
+        return lambda out: [Split(dim, (out.size(dim),), None)]
+
+    return rule
+
+
+def _scale_gradient(call: Call):
+    value = call.value(call.args[0])
     if value.carries and call.arg(1, "scale", 1.0) != 1.0:
         call.fail(
             "the gradients are scaled (average_gradients=True), but the schedule sums what is to "
             "be summed by itself: leave average_gradients out"
         )
-    call.sync = OpSync("all_reduce", call.flow.where(), "replicated")
-    return WHOLE
+    return value.place
 
 
 RULES = {
@@ -111,6 +132,10 @@ RULES = {
     "deepsp.project_to_heads_start": _exchange(_TOKENS, None),
     "deepsp.heads_to_output": _exchange(_HEADS, _TOKENS),
     "deepsp.heads_to_output_wait": _exchange(None, _TOKENS),
-    "deepsp.all_reduce": _all_reduce,
+    "deepsp.all_reduce": _collective("all_reduce"),
+    "deepsp.all_gather": _collective("all_gather"),
+    "deepsp.reduce_scatter": _collective("reduce_scatter"),
+    "deepsp.scatter": _collective("scatter"),
+    "deepsp.scale_gradient": _scale_gradient,
     "deepsp.check_attention": lambda call: WHOLE,
 }

@@ -94,20 +94,36 @@ def weight_of(module: nn.Module) -> Tensor:
     return module.weight if isinstance(module, nn.Linear) else module.weight.t()
 
 
+def _dim_of_rows(sync, x: Tensor) -> int:
+    """The dimension of a linear layer's rows along which they travel.
+
+    Raises:
+        ValueError: it is that of the features.
+    """
+    dim = sync.dim(x.dim())
+    if dim == x.dim() - 1:
+        raise ValueError(
+            f"{sync.where}: axis is {sync.axis}, the features; with overlap=True rows travel while "
+            "others are computed, along any other axis: leave overlap out"
+        )
+    return dim
+
+
 class ReduceOverlapped(Swapped):
     """The linear layer and the reduce_scatter of its output in one, the transfer hidden."""
 
     def forward(self, x: Tensor) -> Tensor:
         hook = self._deepsp_reduce
         running, sync = hook.running, hook.sync
+        dim = _dim_of_rows(sync, x)
         if flow.current() is not None:
             out = running.apply(sync, super().forward(x))
         else:
-            dim = sync.dim(x.dim())
-            weight = weight_of(self)
-            length = weight.size(0) if dim == x.dim() - 1 else x.size(dim)
-            sizes = sync.split(length, running.member[1])
-            out = collectives.matmul_reduce_scatter(x, weight, None, dim, running.member, sizes)
+            sizes = sync.split(x.size(dim), running.member[1])
+            out = collectives.matmul_reduce_scatter(
+                *(x, weight_of(self), None, dim, running.member, sizes),
+                reduce_dtype=sync.reduce_dtype,
+            )
         return out if hook.add is None else add_after(running, sync, self, hook.add, out)
 
 
@@ -117,12 +133,13 @@ class GatherOverlapped(Swapped):
     def forward(self, x: Tensor) -> Tensor:
         hook = self._deepsp_gather
         running, sync = hook.running, hook.sync
+        dim = _dim_of_rows(sync, x)
         if flow.current() is not None:
             return super().forward(running.apply(sync, x))
-        dim = sync.dim(x.dim())
         sizes = running.sizes(sync, x, dim)
         return collectives.all_gather_matmul(
-            x, weight_of(self), self.bias, dim, running.member, sizes
+            *(x, weight_of(self), self.bias, dim, running.member, sizes),
+            reduce_dtype=sync.reduce_dtype,
         )
 
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from deepsp import collectives
 from deepsp.groups import Member, on_all_ranks
 from deepsp.schedule import flow, randomness
+from deepsp.schedule.arguments import call_key
 from deepsp.schedule.around import Checkpointed, Drawing
 from deepsp.schedule.picking import pick_input, pick_output
 from deepsp.schedule.placement import Placement, Sharded
@@ -71,7 +71,7 @@ class Running:
         Raises:
             ValueError: what the schedule does doesn't fit what the model computes.
         """
-        key = _kind_of(model, args, kwargs)
+        key = call_key(model, args, kwargs)
         if key not in self.kinds:
             placements: dict[int, Placement] = {
                 id(getattr(module, name)): Sharded(shard.axis, shard)
@@ -226,20 +226,6 @@ def _sizes_of(origin: object | None) -> list[int] | None:
         totals = origin.ever if recomputes else origin.totals
         return origin.sizes if len(totals) == 1 else None
     return origin.sizes if isinstance(origin, ParameterShard) else None
-
-
-def _kind_of(model: nn.Module, args: tuple, kwargs: dict) -> object:
-    """What the dry run depends on: not the lengths of tensors, nor the values of numbers."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    said = []
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            said.append((leaf.dtype, leaf.dim(), leaf.requires_grad))
-        elif leaf is None or isinstance(leaf, (bool, str)):
-            said.append(leaf)
-        else:
-            said.append(type(leaf))
-    return tuple(m.training for m in model.modules()), str(spec), tuple(said)
 
 
 class _SumGradient:
