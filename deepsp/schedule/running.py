@@ -189,16 +189,12 @@ class Running:
         sizes = _sizes_of(origin)
         if sizes is None:
             return self._ask(x, dim)
-        mine, have = sizes[self.member[0]], x.size(dim)
-        if mine == have:
-            return sizes
-        # Then every rank has a multiple of it: the sequence's length times another batch size.
-        if mine == 0 or have % mine != 0:
+        if sizes[self.member[0]] != x.size(dim):
             raise ValueError(
-                f"{sync.where}: this rank has a length of {have} along axis {dim}, but what was "
-                f"split before has {mine} on it, {sizes} in all"
+                f"{sync.where}: this rank has a length of {x.size(dim)} along axis {dim}, but what "
+                f"was split before has {sizes} on the ranks, and in the first such call it was that"
             )
-        return [have // mine * length for length in sizes]
+        return sizes
 
     def find_sizes(self, sync: Sync, x: Tensor, dim: int, placement) -> list[int] | None:
         if sync.op not in ("all_gather", "seq_to_heads", "heads_to_seq"):
@@ -229,12 +225,13 @@ def _sizes_of(origin: object | None) -> list[int] | None:
 
 
 def _kind_of(model: nn.Module, args: tuple, kwargs: dict) -> object:
-    """What the dry run depends on: not the lengths of tensors, nor the values of numbers."""
+    """What the dry run depends on: not the lengths of tensors, except for one, which makes views
+    ambiguous; nor the values of numbers."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     said = []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
-            said.append((leaf.dtype, leaf.dim(), leaf.requires_grad))
+            said.append((leaf.dtype, tuple(n == 1 for n in leaf.shape), leaf.requires_grad))
         elif leaf is None or isinstance(leaf, (bool, str)):
             said.append(leaf)
         else:
