@@ -507,6 +507,8 @@ def _afterwards():
         built[0](data(4, 6))
     with torch.no_grad():
         assert built[0](data(4, 6)).shape == (4, 8)
+    with pytest.raises(ValueError, match="the model is built: pass inputs"):
+        sch.check()
     sch.check(data(4, 6))
     built[0](data(4, 6))
     with pytest.raises(ValueError, match="model is a list"):
