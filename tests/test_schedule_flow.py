@@ -4,9 +4,13 @@ import random
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from harness import on_ranks
 from placed import Placed, Sync, partial_of
 from torch import nn
+
+import deepsp
 
 f64 = torch.float64
 
@@ -138,6 +142,298 @@ def _refused(text, shards, syncs, model=None, x=_X, **kwargs):
 )
 def test_refused(size, text, syncs):
     on_ranks(size, _refused, text, _TP, syncs)
+
+
+class Gathered(nn.Module):
+    """What ``gather`` makes goes to a residual and to a column-parallel layer."""
+
+    def __init__(self, dim=6, wide=8):
+        super().__init__()
+        self.gather = nn.Identity()
+        self.up = nn.Linear(dim, wide)
+        self.down = nn.Linear(wide, dim, bias=False)
+        self.late = nn.Parameter(torch.rand(dim))
+
+    def forward(self, x):
+        x = self.gather(x)
+        return x + self.down(torch.tanh(self.up(x))) + self.late
+
+
+def _gathered():
+    torch.manual_seed(2)
+    model = Gathered().double()
+    syncs = [
+        Sync("", "fwd_pre", "scatter", 1),
+        Sync("gather", "fwd_post", "all_gather", 1),
+        Sync("down", "fwd_post", "all_reduce"),
+    ]
+    with pytest.raises(ValueError, match=r"whole one.*from add.*share.*from linear in up.*at up"):
+        Placed(model, _TP, syncs).check(_X.clone().requires_grad_())
+    syncs.append(Sync("up", "bwd_post", "all_reduce"))
+    placed = Placed(model, _TP, syncs)
+    _same(placed, _X)
+    assert placed.findings.grads[syncs[1]] == "replicated"
+    assert partial_of(placed) == set()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_gathered_for_a_residual_and_a_sharded_layer(size):
+    on_ranks(size, _gathered)
+
+
+class Late(nn.Module):
+    """A bias added after the reduction."""
+
+    def __init__(self, dim=6, wide=8):
+        super().__init__()
+        self.up = nn.Linear(dim, wide)
+        self.down = nn.Linear(wide, dim, bias=False)
+        self.late = nn.Parameter(torch.rand(dim))
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x))) + self.late
+
+
+def _late(op):
+    torch.manual_seed(2)
+    syncs = [Sync("up", "bwd_post", "all_reduce")]
+    if op == "reduce_scatter":
+        syncs.append(Sync("down", "fwd_post", "reduce_scatter", 1))
+        syncs.append(Sync("", "fwd_post", "all_gather", 1))
+    else:
+        syncs.append(Sync("down", "fwd_post", "all_reduce"))
+    placed = Placed(Late().double(), _TP, syncs)
+    _same(placed, _X)
+    assert partial_of(placed) == ({"late"} if op == "reduce_scatter" else set())
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("op", ["reduce_scatter", "all_reduce"])
+def test_bias_after_the_reduction(size, op):
+    on_ranks(size, _late, op)
+
+
+class Tied(nn.Module):
+    """One parameter, used on whole tensors and on sharded ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.LayerNorm(6)
+        self.second = nn.LayerNorm(6)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+def _tied():
+    syncs = [Sync("second", "fwd_pre", "scatter", 1), Sync("second", "fwd_post", "all_gather", 1)]
+    _refused("gradient of first.weight is the whole one.*share", {}, syncs, Tied().double())
+
+
+def test_one_parameter_of_two_kinds():
+    on_ranks(2, _tied)
+
+
+class Detached(Mlp):
+    """What carries no gradient doesn't count: the layer's input is used elsewhere, too, but so."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def forward(self, x):
+        x = self.norm(x)
+        y = self.down(self.act(self.up(x)))
+        if self.how == "detach":
+            return y + x.detach()
+        if self.how == "compare":
+            return y * (x > 0)
+        if self.how == "no_grad":
+            with torch.no_grad():
+                z = x * 2
+            return y + z
+        if self.how == "decorated":
+            return y + self._double(x)
+        if self.how == "enabled again":
+            with torch.no_grad(), torch.enable_grad():
+                z = x * 2
+            return y + z
+        if self.how == "after":
+            with torch.no_grad():
+                x.sum()
+            return y + x
+        z = x.clone()
+        z.mul_(2)
+        return y + z
+
+    @torch.no_grad()
+    def _double(self, x):
+        return x * 2
+
+
+def _detached(how):
+    torch.manual_seed(2)
+    model = Detached(how).double()
+    end = [Sync("down", "fwd_post", "all_reduce")]
+    if how in ("detach", "compare", "no_grad", "decorated"):
+        # The norm gets a share from ``up`` only: one all_reduce at the norm is as right as at up.
+        _same(Placed(model, _TP, [*end, Sync("up", "bwd_post", "all_reduce")]), _X)
+        placed = Placed(model, _TP, [*end, Sync("norm", "bwd_post", "all_reduce")])
+        _same(placed, _X)
+        assert partial_of(placed) == {"norm.weight", "norm.bias"}
+    else:
+        with pytest.raises(ValueError, match=r"whole one.*share"):
+            Placed(model, _TP, [*end, Sync("norm", "bwd_post", "all_reduce")]).check(_X)
+        _same(Placed(model, _TP, [*end, Sync("up", "bwd_post", "all_reduce")]), _X)
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["detach", "compare", "no_grad", "decorated", "enabled again", "after", "in place"],
+)
+def test_what_carries_no_gradient(how):
+    on_ranks(2, _detached, how)
+
+
+class Unseen(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.second(torch.from_dlpack(self.first(x)))
+
+
+def test_what_cannot_be_followed():
+    on_ranks(2, _refused, "can't be followed.*shares memory", {}, [], Unseen().double())
+
+
+class InPlace(nn.Module):
+    """Writes to a view of what goes on."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.up = nn.Linear(6, 8)
+        self.down = nn.Linear(8, 6, bias=False)
+
+    def forward(self, x):
+        out = self.first(x)
+        y = torch.zeros_like(out)
+        rows = y.view(-1, 6)
+        rows += self.down(torch.tanh(self.up(out))).view(-1, 6)
+        return y * 2 + out
+
+
+def _in_place():
+    torch.manual_seed(3)
+    model = InPlace().double()
+    end = [Sync("down", "fwd_post", "all_reduce")]
+    with pytest.raises(ValueError, match=r"whole one.*share"):
+        Placed(model, _TP, end).check(_X)
+    _same(Placed(model, _TP, [*end, Sync("up", "bwd_post", "all_reduce")]), _X)
+
+
+def test_in_place_through_a_view():
+    on_ranks(2, _in_place)
+
+
+class Attending(nn.Module):
+    """Attention over the group in a user's module."""
+
+    def __init__(self, local):
+        super().__init__()
+        self.qkv = nn.Linear(6, 18, bias=False)
+        self.out = nn.Linear(6, 6)
+        self.attention = (
+            deepsp.DistributedAttention(_local if local else None)
+            if dist.is_initialized()
+            else None
+        )
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (3, 2)) for t in self.qkv(x).chunk(3, -1))
+        y = _local(q, k, v) if self.attention is None else self.attention(q, k, v)
+        return self.out(y.flatten(2))
+
+
+def _local(q, k, v):
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+
+def _attending(local):
+    torch.manual_seed(2)
+    x = torch.randn(2, 2 * dist.get_world_size(), 6, dtype=f64)
+    model = Attending(local).double()
+    syncs = [Sync("", "fwd_pre", "scatter", 1), Sync("", "fwd_post", "all_gather", 1)]
+    placed = Placed(model, {}, syncs)
+    placed.check(x)
+    names = {name for name, _ in model.named_parameters()}
+    assert partial_of(placed) == names
+    out = placed.model(x)
+    (out**2).sum().backward()
+    plain = Attending.__new__(Attending)
+    plain.__dict__.update(model.__dict__)
+    plain._modules = {**model._modules, "attention": None}
+    expected = plain(x)
+    (expected**2).sum().backward()
+    torch.testing.assert_close(out, expected)
+    placed.compare(plain)
+    with pytest.raises(ValueError, match="is whole: every rank's would count"):
+        Placed(model).check(x)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("local", [False, True])
+def test_distributed_attention(size, local):
+    on_ranks(size, _attending, local)
+
+
+class WithLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x, labels):
+        return deepsp.cross_entropy(self.head(x), labels, reduction="mean")
+
+
+def _with_loss():
+    torch.manual_seed(2)
+    placed = Placed(WithLoss().double(), {}, [Sync("", "fwd_pre", "scatter", 1)])
+    labels = torch.arange(14).view(2, 7) % 5
+    mine = deepsp.shard(labels, 1)
+    with pytest.raises(ValueError, match="shifted_labels has shape"):
+        placed.check(_X, labels)
+
+    class Labels(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.split = nn.Identity()
+            self.inner = placed.whole
+
+        def forward(self, x, labels):
+            return self.inner(x, self.split(labels))
+
+    syncs = [Sync("inner", "fwd_pre", "scatter", 1), Sync("split", "fwd_post", "scatter", 1)]
+    placed = Placed(Labels(), {}, syncs)
+    placed.check(_X, labels)
+    assert partial_of(placed) == {"inner.head.weight", "inner.head.bias"}
+    loss = placed.model(_X, labels)
+    loss.backward()
+    expected = F.cross_entropy(placed.whole.inner.head(_X).flatten(0, 1), labels.flatten())
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    placed.compare(placed.whole)
+    assert mine.size(1) < 7
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_loss_of_sharded_tokens(size):
+    on_ranks(size, _with_loss)
 
 
 class Random(nn.Module):

@@ -14,8 +14,8 @@ from torch import nn
 
 from deepsp.schedule.flow import Flow, current
 from deepsp.schedule.placement import PARTIAL, WHOLE, Partial, Sharded
+from deepsp.schedule.reshapes import reshaped
 from deepsp.schedule.values import Split
-from deepsp.schedule.views import reshaped
 
 f64 = torch.float64
 

@@ -37,7 +37,7 @@ def _exchange(source: int | None, target: int | None):
         moved = list(tensors_in(call.args[0]))
         if call.name in ("deepsp.distributed_attention", "deepsp.attention_of_chunk"):
             moved = [x for x in call.args[:3] if isinstance(x, Tensor)]
-        if _group(call) != call.flow.member[2]:
+        if _group(call) not in (None, call.flow.member[2]):
             if not call.flow.any_not_whole(call.tensors):
                 return WHOLE
             if call.name == "deepsp.distributed_attention" and all(

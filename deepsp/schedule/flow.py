@@ -19,8 +19,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from deepsp.groups import Member
-from deepsp.schedule import backward, functions, randomness
+from deepsp.schedule import (
+    backward,
+    drawing,
+    functions,
+    names,
+    pointwise,
+    randomness,
+    writes,
+)
+from deepsp.schedule.arguments import call_key, copied
 from deepsp.schedule.gradmode import GradMode
+from deepsp.schedule.naming import name_of
 from deepsp.schedule.placement import WHOLE, Placement, Sharded
 from deepsp.schedule.values import (
     Call,
@@ -90,11 +100,10 @@ class Flow:
             self.names.setdefault(id(p), name)
         self.parameters = {id(p) for p in model.parameters()}
         self.findings = Findings()
-        self._values = WeakTensorKeyDictionary()
-        self._strange = WeakTensorKeyDictionary()
+        self.values = WeakTensorKeyDictionary()
         self._leaves: list[Value] = []
-        self._tape: list[Entry] = []
-        self._stack: list[nn.Module] = []
+        self.tape: list[Entry] = []
+        self.stack: list[nn.Module] = []
         self._paused = 0
         self._grad = GradMode()
 
@@ -111,7 +120,7 @@ class Flow:
         """
         if current() is not None:
             raise RuntimeError("a dry run is on already")
-        args, kwargs = _copied((args, dict(kwargs)), {})
+        args, kwargs = copied((args, dict(kwargs)), {})
         for tensor in tensors_in((args, kwargs)):
             self._know(tensor, WHOLE, "an input of the model")
         saved = randomness.states()
@@ -146,7 +155,7 @@ class Flow:
                     f"{text}: sync it with fwd_post all_gather, or build(..., outputs='local') to "
                     "have each rank's part"
                 )
-        grads = backward.walk(self._tape, values)
+        grads = backward.walk(self.tape, values)
         self.findings.grads = {s: g or "replicated" for s, g in grads.items()}
         for leaf in self._leaves:
             if leaf.state != "partial":
@@ -162,11 +171,11 @@ class Flow:
     @contextlib.contextmanager
     def _following_modules(self) -> Iterator[None]:
         def enter(module, args):
-            self._stack.append(module)
+            self.stack.append(module)
 
         def leave(module, args, output):
-            if self._stack and self._stack[-1] is module:
-                self._stack.pop()
+            if self.stack and self.stack[-1] is module:
+                self.stack.pop()
 
         # What isn't called, or looked into, needs no hooks, and may refuse to have any.
         closed = {
@@ -205,21 +214,33 @@ class Flow:
 
     def value(self, tensor: Tensor) -> Value:
         with torch._C.DisableTorchFunction():
-            known = self._values.get(tensor)
+            known = self.values.get(tensor)
             if known is None:
                 known = self._leaf(tensor)
             return known
 
     def _leaf(self, tensor: Tensor) -> Value:
-        """A tensor that was there before: a parameter, a buffer, a constant."""
+        """A tensor that was there before: a parameter, a buffer, a constant.
+
+        Raises:
+            ValueError: it wasn't, but was made of one that was, unseen.
+        """
         name = self.names.get(id(tensor))
+        made_of = None if name else writes.shares_memory(self, tensor)
+        if made_of is not None:
+            self.fail(
+                "a function that can't be followed",
+                f"it made a tensor that shares memory with {made_of.name}, which is "
+                f"{made_of.place}: compute it with torch functions, or let the schedule do it "
+                "(sync)",
+            )
         place = internal(self.placements.get(id(tensor), WHOLE), tensor, self.member[0])
         text = name or f"a tensor of shape {list(tensor.shape)} made elsewhere"
         return self._know(tensor, place, text)
 
     def _know(self, tensor: Tensor, place: Place, name: str) -> Value:
         value = Value(place, tensor.requires_grad, name, leaf=tensor)
-        self._values[tensor] = value
+        self.values[tensor] = value
         self._leaves.append(value)
         return value
 
@@ -228,9 +249,9 @@ class Flow:
 
     def where(self) -> str:
         """The innermost module that is running."""
-        if not self._stack:
+        if not self.stack:
             return "the model"
-        module = self._stack[-1]
+        module = self.stack[-1]
         return f"{self.modules[module] or 'the model'} ({type(module).__name__})"
 
     def fail(self, name: str, text: str) -> NoReturn:
@@ -275,8 +296,8 @@ class Flow:
             value.carries and self._grad.enabled,
             f"what {sync.op} ({sync.mode}) at {where} makes",
         )
-        self._tape.append(Entry(f"{sync.mode} {sync.op}", where, [value], [made], sync))
-        self._values[out] = made
+        self.tape.append(Entry(f"{sync.mode} {sync.op}", where, [value], [made], sync))
+        self.values[out] = made
         return out
 
     def opaque(self, module_name: str, inputs, output, placement: Placement) -> None:
@@ -291,8 +312,8 @@ class Flow:
             if value.partial:
                 value.since = module_name
             outs.append(value)
-            self._values[t] = value
-        self._tape.append(Entry("forward", module_name, values, outs))
+            self.values[t] = value
+        self.tape.append(Entry("forward", module_name, values, outs))
 
     # ---- what torch functions do
 
@@ -304,7 +325,7 @@ class Flow:
             return func(*args, **kwargs)
         if self._paused:
             return func(*args, **kwargs)
-        name, inplace = _name_of(func, raw)
+        name, inplace = name_of(func, raw)
         call = Call(self, name, args, kwargs)
         rule = None
         if self.any_not_whole(call.tensors) or name.startswith("deepsp."):
@@ -325,7 +346,7 @@ class Flow:
             places = places(out)
         elif rule is not None and places is None:
             places = rule(call, out)
-        self._note_randomness(call, before)
+        drawing.note(self, call, before)
         if inplace:
             made = [args[0]]
         self._record(call, made, places, inplace)
@@ -334,7 +355,7 @@ class Flow:
     def _read(self, call: Call) -> None:
         """What Python has seen has to be the same on every rank."""
         value = next((v for _, v in call.tensors if not v.whole), None)
-        if value is not None and call.name in functions.READS:
+        if value is not None and call.name in names.READS:
             call.fail(
                 f"its numbers are read, but {value.name} is {value.place}: each rank would see "
                 "others; gather or reduce it before"
@@ -368,15 +389,13 @@ class Flow:
             places = [WHOLE if places is None else places] * len(made)
         inputs = [v for _, v in call.tensors]
         carries = (
-            self._grad.enabled
-            and any(v.carries for v in inputs)
-            and (call.name not in functions.LIKE)
+            self._grad.enabled and any(v.carries for v in inputs) and (call.name not in names.LIKE)
         )
-        uniform = call.name in functions.FILLED or (
+        uniform = call.name in names.FILLED or (
             bool(inputs)
             and all(v.uniform for v in inputs)
             and (call.name in _KEEP_UNIFORM or functions.BEFORE.get(call.name) in _POINTWISE)
-            and call.name not in functions.DROPOUTS | functions.RANDOM
+            and call.name not in names.DROPOUTS | names.RANDOM
         )
         since = next((v.since for v in inputs if v.since), "")
         where = self.where()
@@ -392,105 +411,26 @@ class Flow:
                 value.since = since or where
             outputs.append((tensor, value))
         if inplace:
-            self._overwrite(call, outputs, where)
+            writes.overwrite(self, call, outputs)
         sync = getattr(call, "sync", None)
         if sync is not None:
             inputs = [inputs[0]]
         carrying = [v for _, v in outputs if v.carries]
         if carrying:
-            self._tape.append(
+            self.tape.append(
                 Entry(call.name, where, [v for v in inputs if v.carries], carrying, sync)
             )
         for tensor, value in outputs:
-            self._values[tensor] = value
+            self.values[tensor] = value
         if inplace:
-            self._pass_to_aliases(call, outputs, where)
-
-    def _overwrite(self, call: Call, outputs, where: str) -> None:
-        """Writing in place: what a tensor was has to be what it becomes, or to be of no account."""
-        for tensor, value in outputs:
-            held = self.value(tensor)
-            if held.place == value.place or held.uniform:
-                continue
-            if held.leaf is not None and id(held.leaf) in self.names:
-                self.fail(
-                    call.name,
-                    f"{held.name} is {held.place}, what is written into it {value.place}",
-                )
-
-    def _pass_to_aliases(self, call: Call, outputs, where: str) -> None:
-        """Views of what was written to, and what it is a view of, have other numbers now."""
-        for tensor, value in outputs:
-            with torch._C.DisableTorchFunction():
-                storage = _storage(tensor)
-                if storage is None:
-                    continue
-                others = [
-                    (t, v)
-                    for t, v in list(self._values.items())
-                    if t is not tensor and v is not value and _storage(t) == storage
-                ]
-            for other, held in others:
-                if type(held.place) is not type(value.place) and not held.uniform:
-                    self.fail(
-                        call.name,
-                        f"{value.name} is {value.place} and shares memory with {held.name}, which "
-                        f"is {held.place}: use the function that isn't in place",
-                    )
-                place = held.place
-                if type(place) is not type(value.place):
-                    if _same_axes(tensor, other):
-                        place = value.place
-                    elif isinstance(value.place, Split):
-                        place = Split(None, (), value.place.origin)
-                    else:
-                        place = value.place
-                new = Value(place, held.carries or value.carries, held.name, since=value.since)
-                if new.carries:
-                    entry = Entry(call.name, where, [v for v in (held, value) if v.carries], [new])
-                    self._tape.append(entry)
-                if not (held.leaf is not None and held.leaf.requires_grad):
-                    self._values[other] = new
-
-    # ---- random numbers
-
-    def _note_randomness(self, call: Call, before: list[Tensor]) -> None:
-        drawn = _draws(call)
-        if not drawn:
-            after = randomness.states()
-            drawn = any(not torch.equal(a, b) for a, b in zip(before, after, strict=False))
-        if not drawn:
-            return
-        kind = "sharded" if any(v.split for _, v in call.tensors) else "whole"
-        if randomness.inside():
-            if kind == "whole" and call.tensors and call.name in functions.DROPOUTS:
-                call.fail(
-                    f"{call.tensors[0][1].name} is {call.tensors[0][1].place}, but random numbers "
-                    "differ by rank in sharded_randomness"
-                )
-            return
-        module = self._stack[-1] if self._stack else self.model
-        had = self.findings.streams.get(module)
-        if had is not None and had != kind:
-            call.fail(
-                "this module draws random numbers both for whole and for sharded tensors, and "
-                "those have to be the same on every rank, these not: put one of the two into a "
-                "module of its own (nn.Dropout), or into deepsp.sharded_randomness(group)"
-            )
-        self.findings.streams[module] = kind
-        self._note_nesting(module, kind)
-
-    def _note_nesting(self, module: nn.Module, kind: str) -> None:
-        streams = self.findings.streams
-        if kind == "whole" and any(streams.get(m) == "sharded" for m in self._stack[:-1]):
-            self.findings.nested.add(module)
+            writes.pass_to_aliases(self, call, outputs)
 
 
-_KEEP_UNIFORM = functions.words(
+_KEEP_UNIFORM = names.words(
     "view reshape expand expand_as unsqueeze squeeze transpose permute getitem broadcast_to "
     "contiguous to type float double half bfloat16 clone type_as detach neg"
 )
-_POINTWISE = (functions.pointwise, functions.same)
+_POINTWISE = (pointwise.pointwise, pointwise.same)
 
 
 class _Mode(TorchFunctionMode):
@@ -500,100 +440,6 @@ class _Mode(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return self.flow.call(func, args, kwargs or {})
-
-
-def _name_of(func, raw: str) -> tuple[str, bool]:
-    """A name without what marks in-place and special methods, and whether it writes to its first
-    argument."""
-    if isinstance(func, torch._ops.OpOverload):
-        func = func.overloadpacket
-        raw = func.__name__
-    if isinstance(func, torch._ops.OpOverloadPacket):
-        namespace, _, raw = func._qualified_op_name.partition("::")
-        if namespace != "aten":
-            return f"{namespace}.{raw}", raw.endswith("_")
-    if raw == "__get__":
-        return getattr(func.__self__, "__name__", raw), False
-    if raw == "__set__":
-        return "set_" + getattr(func.__self__, "__name__", raw), False
-    if raw.startswith("__") and raw.endswith("__"):
-        plain = raw[2:-2]
-        if plain == "setitem":
-            return plain, True
-        if plain in _INPLACE:
-            return plain[1:], True
-        return plain, False
-    if raw.endswith("_") and not raw.startswith("_"):
-        return raw[:-1], raw not in ("requires_grad_", "detach_", "share_memory_")
-    return raw, False
-
-
-_INPLACE = {
-    "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor",
-    "ilshift", "irshift", "imatmul",
-}  # fmt: skip
-
-
-def _draws(call: Call) -> bool:
-    if call.kwargs.get("generator") is not None:
-        return False
-    name = call.name
-    if name in functions.DROPOUTS:
-        default = 1 / 8 if name == "rrelu" else 0.5
-        p = call.arg(1, "p", default)
-        training = call.arg(3 if name == "rrelu" else 2, "training", name == "rrelu")
-        return bool(training) and (name == "rrelu" or p > 0)
-    if name in ("scaled_dot_product_attention", "deepsp.distributed_attention"):
-        return (call.arg(4, "dropout_p", 0.0) or 0.0) > 0
-    return name in functions.RANDOM
-
-
-def _storage(tensor: Tensor):
-    try:
-        return tensor.untyped_storage()._cdata
-    except (RuntimeError, NotImplementedError):
-        return None
-
-
-def _same_axes(a: Tensor, b: Tensor) -> bool:
-    return a.dim() == b.dim() and a.stride() == b.stride()
-
-
-def _copied(x, memo: dict[int, Tensor]):
-    """The arguments with tensors of their own, lest the model's writes to them count twice."""
-    if isinstance(x, Tensor):
-        if id(x) not in memo:
-            copy = x.detach().clone()
-            memo[id(x)] = copy.requires_grad_(x.requires_grad) if x.is_leaf else copy
-            if x.requires_grad:
-                memo[id(x)].requires_grad_()
-        return memo[id(x)]
-    if type(x) in (list, tuple):
-        return type(x)(_copied(item, memo) for item in x)
-    if type(x) is dict:
-        return {key: _copied(item, memo) for key, item in x.items()}
-    return x
-
-
-def call_key(model: nn.Module, args: tuple, kwargs: Mapping) -> tuple:
-    """Calls with the same key have the same findings: lengths don't count, but whether they are
-    0, 1 or more does (what a view merges can't be told from sizes of one)."""
-
-    def one(x):
-        if isinstance(x, Tensor):
-            sizes = tuple(min(n, 2) for n in x.shape)
-            return x.dtype, x.device.type, sizes, x.requires_grad
-        if isinstance(x, (list, tuple)):
-            return tuple(one(item) for item in x)
-        if isinstance(x, Mapping):
-            return tuple((key, one(item)) for key, item in x.items())
-        if isinstance(x, (bool, str, type(None))):
-            return x
-        return type(x)
-
-    modes = hash(tuple(m.training for m in model.modules()))
-    trained = hash(tuple(p.requires_grad for p in model.parameters()))
-    return modes, trained, one(args), one(kwargs)
 
 
 __all__ = ["Findings", "Flow", "call_key", "current"]

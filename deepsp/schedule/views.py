@@ -2,121 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from deepsp.schedule.placement import WHOLE
 from deepsp.schedule.values import Call, Place, Split
-
-
-def reshaped(
-    split: Split, before: tuple[int, ...], after: tuple[int, ...], free: int | None = None
-) -> Split:
-    """Where a sharded axis goes when a tensor of sizes ``before`` is seen with sizes ``after``.
-
-    Counted in elements from the innermost, each of an axis' equal parts ends at ``top``: the axis
-    of the new view in which that lies is the sharded one, if parts end at its rows. ``free``: which
-    size was given as -1: between sizes of one, it tells what depends on the rank.
-    """
-    axis, parts = split.axis, split.parts
-    if axis is None or 0 in before:
-        return split.at(axis if len(before) == len(after) else None)
-    if before == after and free in (None, axis):
-        return split
-    unknown = Split(None, (), split.origin)
-    behind = before[axis + 1 :]
-    inner = math.prod(behind)
-    block = parts[0]
-    if any(p != block for p in parts):  # such parts stay where they are, or are lost
-        same = len(after) - len(behind) - 1
-        kept = same >= 0 and after[same:] == before[axis:]
-        return split.at(same) if kept else unknown
-    if block == 1:
-        return _of_one(split, inner, after, free)
-    top = block * inner
-    below = 1
-    for new in range(len(after) - 1, -1, -1):
-        if below < top <= below * after[new]:
-            outer, rest = divmod(below * after[new], top)
-            if rest or top % below:
-                return unknown
-            if top == below * after[new] and new > 0 and free != new:
-                # It fits as it is; but it may also be one head, and the axis before it the heads.
-                left = _left_of(after, new, free)
-                if left is not None and after[left] == 1:
-                    if free == left and math.prod(before[:axis]) == 1:
-                        return unknown
-                    if free == left or _unit(split) == block:
-                        return Split(left, (1,), split.origin)
-                    if axis == 0 or before[axis - 1] != 1:
-                        return unknown
-                elif left is not None and _unit(split) in (None, block):
-                    return unknown
-            return Split(new, (top // below,) * outer, split.origin)
-        below *= after[new]
-    return unknown
-
-
-def _of_one(split: Split, inner: int, after: tuple[int, ...], free: int | None) -> Split:
-    """The same for parts of a length of one, which could be anywhere among sizes of one."""
-    if free is not None:
-        block, rest = divmod(inner, math.prod(after[free + 1 :]))
-        if block > 0 and rest == 0 and after[free] % block == 0:
-            return Split(free, (block,) * (after[free] // block), split.origin)
-    return Split(None, (), split.origin)
-
-
-def _left_of(after: tuple[int, ...], new: int, free: int | None) -> int | None:
-    """The axis before ``new`` that depends on the rank as well as it could."""
-    if free is None:
-        return new - 1 if after[new - 1] == 1 else None
-    between = after[free + 1 : new]
-    return free if free < new and all(n == 1 for n in between) else None
-
-
-def _unit(split: Split) -> int | None:
-    units = getattr(split.origin, "units", None) or [getattr(split.origin, "unit", None)]
-    return units[0]
-
-
-def reshape(call: Call, out: Tensor) -> Place:
-    x = call.args[0]
-    place = call.place(x)
-    if not isinstance(place, Split):
-        return place
-    free = _free(call, x, out)
-    result = reshaped(place, tuple(x.shape), tuple(out.shape), free)
-    if free is not None and result.axis is not None and place.axis is not None:
-        # The axis was cut: its outer part is what the ranks share, the inner one all have.
-        inner = math.prod(x.shape[place.axis + 1 :])
-        if (
-            free > result.axis
-            and math.prod(out.shape[free + 1 :]) >= inner
-            and x.shape != out.shape
-        ):
-            call.fail(
-                f"the size given as -1 ({out.size(free)} here) is an inner one of what is {place}; "
-                "it is the outer one, such as the number of heads, that the ranks share: divide "
-                "that (the module's attribute) as the weight is sharded"
-            )
-    return result
-
-
-def _free(call: Call, x: Tensor, out: Tensor) -> int | None:
-    """Which size was given as -1."""
-    if call.name not in ("view", "reshape", "unflatten"):
-        return None
-    begin, first = 0, 1
-    if call.name == "unflatten":
-        begin, first = call.arg(1, "dim") % x.dim(), 2
-    sizes = call.args[first:] or [
-        v for k, v in call.kwargs.items() if k in ("shape", "size", "sizes")
-    ]
-    if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)):
-        sizes = sizes[0]
-    return begin + list(sizes).index(-1) if -1 in list(sizes) else None
 
 
 def _dims(x: Tensor, dims) -> list[int]:
@@ -280,7 +170,7 @@ def _select(call: Call, x: Tensor, dim: int) -> Place:
     return place.at(place.axis - (dim < place.axis))
 
 
-def _indices(x: Tensor, index) -> list:
+def indices_of(x: Tensor, index) -> list:
     """One for each dimension of x (a bool tensor for several), and None for new ones."""
     index = list(index) if isinstance(index, tuple) else [index]
     taken = 0
@@ -309,19 +199,19 @@ def getitem(call: Call, out: Tensor) -> Place:
     if not isinstance(place, Split):
         if not sharded:
             return place
-        return _by_sharded(call, x, _indices(x, index))
+        return _by_sharded(call, x, indices_of(x, index))
     if sharded and any(v.place.axis is None for v in sharded):
         call.fail_split(sharded[0], "it is an index of what is sharded")
     if sharded:
         call.fail("both a tensor and its index are sharded: gather one with all_gather")
     if place.axis is None:
-        if all(_full(i, 0) for i in _indices(x, index)):
+        if all(full(i, 0) for i in indices_of(x, index)):
             return place
         call.fail_split(value, "a piece is taken of what is sharded")
-    return _of_sharded(call, x, place, _indices(x, index))
+    return _of_sharded(call, x, place, indices_of(x, index))
 
 
-def _full(i, size: int) -> bool:
+def full(i, size: int) -> bool:
     return (
         isinstance(i, slice)
         and i.start in (None, 0)

@@ -1,0 +1,43 @@
+"""Which modules draw random numbers, for whole tensors or for sharded ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from deepsp.schedule import names, randomness
+from deepsp.schedule.naming import draws
+from deepsp.schedule.values import Call
+
+
+def note(flow, call: Call, before: list[Tensor]) -> None:
+    drawn = draws(call)
+    if not drawn:
+        after = randomness.states()
+        drawn = any(not torch.equal(a, b) for a, b in zip(before, after, strict=False))
+    if not drawn:
+        return
+    kind = "sharded" if any(v.split for _, v in call.tensors) else "whole"
+    if randomness.inside():
+        if kind == "whole" and call.tensors and call.name in names.DROPOUTS:
+            call.fail(
+                f"{call.tensors[0][1].name} is {call.tensors[0][1].place}, but random numbers "
+                "differ by rank in sharded_randomness"
+            )
+        return
+    module = flow.stack[-1] if flow.stack else flow.model
+    had = flow.findings.streams.get(module)
+    if had is not None and had != kind:
+        call.fail(
+            "this module draws random numbers both for whole and for sharded tensors, and "
+            "those have to be the same on every rank, these not: put one of the two into a "
+            "module of its own (nn.Dropout), or into deepsp.sharded_randomness(group)"
+        )
+    flow.findings.streams[module] = kind
+    _note_nesting(flow, module, kind)
+
+
+def _note_nesting(flow, module: nn.Module, kind: str) -> None:
+    streams = flow.findings.streams
+    if kind == "whole" and any(streams.get(m) == "sharded" for m in flow.stack[:-1]):
+        flow.findings.nested.add(module)

@@ -1,0 +1,82 @@
+"""Writing to a tensor in place: it, its views and what it is a view of are other values then."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deepsp.schedule.values import Call, Entry, Split, Value
+
+
+def overwrite(flow, call: Call, outputs) -> None:
+    """Writing in place: what a tensor was has to be what it becomes, or to be of no account."""
+    for tensor, value in outputs:
+        held = flow.value(tensor)
+        if held.place == value.place or held.uniform:
+            continue
+        if held.leaf is not None and id(held.leaf) in flow.names:
+            flow.fail(
+                call.name,
+                f"{held.name} is {held.place}, what is written into it {value.place}",
+            )
+
+
+def pass_to_aliases(flow, call: Call, outputs) -> None:
+    """Views of what was written to, and what it is a view of, have other numbers now."""
+    for tensor, value in outputs:
+        with torch._C.DisableTorchFunction():
+            storage = _storage(tensor)
+            if storage is None:
+                continue
+            others = [
+                (t, v)
+                for t, v in list(flow.values.items())
+                if t is not tensor and v is not value and _storage(t) == storage
+            ]
+        for other, held in others:
+            if type(held.place) is not type(value.place) and not held.uniform:
+                flow.fail(
+                    call.name,
+                    f"{value.name} is {value.place} and shares memory with {held.name}, which "
+                    f"is {held.place}: use the function that isn't in place",
+                )
+            place = held.place
+            if type(place) is not type(value.place):
+                if _same_axes(tensor, other):
+                    place = value.place
+                elif isinstance(value.place, Split):
+                    place = Split(None, (), value.place.origin)
+                else:
+                    place = value.place
+            new = Value(place, held.carries or value.carries, held.name, since=value.since)
+            if new.carries:
+                inputs = [v for v in (held, value) if v.carries]
+                flow.tape.append(Entry(call.name, flow.where(), inputs, [new]))
+            if not (held.leaf is not None and held.leaf.requires_grad):
+                flow.values[other] = new
+
+
+def shares_memory(flow, tensor: Tensor) -> Value | None:
+    """Something that the model has made, and that a tensor nobody knows is a view of."""
+    storage = _storage(tensor)
+    if storage is None:
+        return None
+    return next(
+        (
+            v
+            for t, v in list(flow.values.items())
+            if v.leaf is None and (v.carries or not v.whole) and _storage(t) == storage
+        ),
+        None,
+    )
+
+
+def _storage(tensor: Tensor):
+    try:
+        return tensor.untyped_storage().data_ptr() or None  # none where it is empty
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def _same_axes(a: Tensor, b: Tensor) -> bool:
+    return a.dim() == b.dim() and a.stride() == b.stride()
