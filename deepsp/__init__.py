@@ -38,6 +38,7 @@ from deepsp.ops import (
     seq_to_heads_start,
 )
 from deepsp.schedule import build, consolidate, create_schedule, register_shard_method
+from deepsp.schedule.randomness import sharded_randomness
 from deepsp.sharding import shard_parameters
 from deepsp.state import full_state_dict, load_full_state_dict
 
@@ -77,6 +78,7 @@ __all__ = [
     "shard",
     "shard_batch",
     "shard_parameters",
+    "sharded_randomness",
     "sync_gradients",
     "unshard",
 ]

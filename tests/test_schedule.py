@@ -33,7 +33,7 @@ def _issue(axis, bias, overlap):
 @pytest.mark.parametrize("bias", [True, False])
 def test_linear_reduce_scatter_dropout_all_gather(size, axis, bias):
     on_ranks(size, _issue, axis, bias, False)
-    if bias:
+    if bias and axis in (0, 1):
         on_ranks(size, _issue, axis, bias, True)
 
 
@@ -75,6 +75,44 @@ def _gathered_input(overlap):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_gather_before_the_linear_layer(size, overlap):
     on_ranks(size, _gathered_input, overlap)
+
+
+def _norm_gathers(size):
+    """The gather's consumer is another module: that its gradient is partial has to be found."""
+
+    def plan(sch):
+        sch["0"].sync("fwd_post", "scatter", 0)
+        sch["1"].sync("fwd_post", "all_gather", 0)
+        sch["2.up"].shard("weight", 0)
+        sch["2.down"].shard("weight", 1).sync("fwd_post", "reduce_scatter", 0)
+        sch["3.lin"].sync("fwd_post", "all_gather", 0)
+
+    make = lambda: nn.Sequential(nn.Linear(5, 5), nn.LayerNorm(5), Mlp(), Gathers())  # noqa: E731
+    # [S, B, D]: batches of one, and others; other lengths.
+    _, built, _ = check(
+        make, plan, data(7, 1, 5), data(8, 2, 5), data(7, 3, 5), data(9, 1, 5), data(1 * size, 2, 5)
+    )
+    kinds = built._deepsp_running.kinds.values()
+    assert len(kinds) == 2
+    for kind in kinds:
+        found = {sync.module_name: grad for sync, grad in kind.grads.items()}
+        assert found == {"1": "partial", "3.lin": "replicated"}
+
+
+class Gathers(nn.Module):
+    """Works on tokens in one row, [S * B, D], as mixtures of experts do."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(5, 5)
+
+    def forward(self, x):
+        return self.lin(x.flatten(0, 1)).unflatten(0, (-1, x.size(1)))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_follows_a_gather_is_found(size):
+    on_ranks(size, _norm_gathers, size)
 
 
 # ---- what is in the registry
@@ -215,6 +253,8 @@ class Attention(nn.Module):
             options["attn_mask"] = torch.ones(length, length, dtype=torch.bool).triu(1)
             options["key_padding_mask"] = torch.zeros(batch, length).double()
             options["key_padding_mask"][0, length // 2 :] = -0.5
+        if self.masked == "by head":
+            options["attn_mask"] = data(batch * 3, length, length)
         out, weights = self.attn(x, x, x, **options)
         return out if weights is None else (out, weights)
 
@@ -237,6 +277,7 @@ def test_multihead_attention(size):
     on_ranks(size, _attention, True, False)
     on_ranks(size, _attention, False, True)
     on_ranks(size, _attention, True, True, False, False, False)
+    on_ranks(size, _attention, True, False, True, True, "by head")
 
 
 def _grouped(num_heads, num_kv_heads):

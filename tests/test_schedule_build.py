@@ -279,6 +279,26 @@ def test_made_from_nothing():
     on_ranks(3, _made)
 
 
+def _made_attention():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.MultiheadAttention(48, 6))
+    sch = deepsp.create_schedule(model)
+    sch["0"].shard("in_proj_weight", 0).sync("fwd_post", "all_reduce", tensor=0)
+    for n in range(3):
+        sch["0"].sync("bwd_post", "all_reduce", tensor=n)
+    full = deepsp.consolidate(deepsp.build(sch)[0])
+    for name, bound in (("in_proj_weight", (6 / (4 * 48)) ** 0.5), ("out_proj.weight", 48**-0.5)):
+        parts = full[f"0.{name}"]
+        assert 0.98 * bound < parts.abs().max() <= bound, name
+    first, second = full["0.out_proj.weight"].tensor_split(2, 1)
+    assert not torch.equal(first, second)
+    assert not full["0.in_proj_bias"].any() and not full["0.out_proj.bias"].any()
+
+
+def test_attention_made_from_nothing():
+    on_ranks(2, _made_attention)
+
+
 def _init():
     class Bare(nn.Module):
         def __init__(self):
@@ -319,7 +339,7 @@ def _init():
     assert built[1].table.tolist() == [0, 1, 2, 3]
     seen = []
     built, _ = deepsp.build(make(), init=init)
-    assert seen == ["Linear", "Bare"] and built[1].weight.tolist() == [2] * 4
+    assert seen == ["Bare", "Linear"] and built[1].weight.tolist() == [2] * 4
 
 
 def test_init():

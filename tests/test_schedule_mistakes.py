@@ -507,6 +507,8 @@ def _afterwards():
         built[0](data(4, 6))
     with torch.no_grad():
         assert built[0](data(4, 6)).shape == (4, 8)
+    with pytest.raises(ValueError, match="the model is built: pass inputs"):
+        sch.check()
     sch.check(data(4, 6))
     built[0](data(4, 6))
     with pytest.raises(ValueError, match="model is a list"):
@@ -619,3 +621,18 @@ class Both(nn.Module):
 @pytest.mark.parametrize("use_checkpoint", [False, True])
 def test_dropout(size, use_checkpoint):
     on_ranks(size, _dropout, use_checkpoint)
+
+
+def _overlap_along_features():
+    sch = deepsp.create_schedule(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)))
+    sch["0"].shard("weight", 0).sync("bwd_post", "all_reduce")
+    sch["1"].shard("weight", 1)
+    sch["1"].sync("fwd_post", "reduce_scatter", axis=2, overlap=True)
+    sch["1"].sync("fwd_post", "all_gather", axis=2)
+    built, _ = deepsp.build(sch)
+    with pytest.raises(ValueError, match=r"1 \(fwd_post reduce_scatter\): axis is 2, the features"):
+        built(torch.ones(2, 3, 4))
+
+
+def test_overlap_along_features():
+    on_ranks(2, _overlap_along_features)

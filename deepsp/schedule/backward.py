@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deepsp.schedule.values import Entry, Value
+from deepsp.schedule.values import Entry, Trusted, Value
 
 _SAID = {
     "replicated": "the whole one, the same on each rank,",
@@ -69,6 +69,10 @@ def _sync(entry: Entry, arriving: list[Value], found: dict[Any, str]) -> None:
     sync, (value,) = entry.sync, entry.inputs
     grad = getattr(sync, "grad", None)
     out = arriving[0] if arriving else None
+    if isinstance(sync, Trusted):
+        if out is not None and value.carries:
+            _reach(value, "replicated", entry)
+        return
     if sync.mode == "bwd_post":
         if out is None:
             return

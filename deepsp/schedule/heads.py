@@ -106,6 +106,8 @@ class HeadsSharded(Swapped):
         shard = shards_of(self)["in_proj_weight"]
         bound = (6 / sum(shard.shape)) ** 0.5
         nn.init.uniform_(self.in_proj_weight, -bound, bound)
+        bound = self.embed_dim**-0.5
+        nn.init.uniform_(self.out_proj.weight, -bound, bound)
         if self.in_proj_bias is not None:
             nn.init.zeros_(self.in_proj_bias)
             nn.init.zeros_(self.out_proj.bias)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from deepsp.groups import on_all_ranks
 from deepsp.schedule.files import Source, source_of
 from deepsp.schedule.plan import Plan
-from deepsp.schedule.shards import ParameterShard, shards_of
+from deepsp.schedule.shards import ParameterShard, sharded, shards_of
 
 
 def materialize(
@@ -160,50 +160,51 @@ def _initialize(plan: Plan, made: dict[int, Tensor], filled: set[int], init) -> 
     if not empty:
         return
     seeds = _seeds(plan, next(iter(made.values())).device)
-    for name, module in plan.model.named_modules():
-        own = {
-            n: t
+    for name, module in reversed(list(plan.model.named_modules())):  # children first
+        mine = [
+            n
             for of in (module._parameters, module._buffers)
             for n, t in of.items()
-            if t is not None
-        }
-        mine = [n for n, t in own.items() if id(t) in empty]
+            if t is not None and id(t) in empty
+        ]
         if not mine:
             continue
-        fill = init
-        if fill is None:
-            fill = getattr(type(module), "reset_parameters", None) or getattr(
-                type(module), "_reset_parameters", None
-            )
-        if fill is None:
-            raise ValueError(
-                f"{name or 'the model'}.{mine[0]} was on the meta device, and "
-                f"{type(module).__name__} has no reset_parameters() that fills it; pass init=, a "
-                "function of a module, or checkpoint="
-            )
-        kept = {n: t.detach().clone() for n, t in own.items() if id(t) not in empty}
-        # Once with the same random numbers on each rank, for what is whole, then with others.
-        with torch.random.fork_rng(devices=_devices(own)):
-            torch.manual_seed(seeds[0])
-            fill(module)
-            seeds[0] = int(torch.randint(2**62, ()))
-            if shards_of(module):
-                shards = shards_of(module)
-                kept = {
-                    n: kept[n] if n in kept else t.detach().clone()
-                    for n, t in own.items()
-                    if n in kept or n not in shards
-                }
-                torch.manual_seed(seeds[1])
-                fill(module)
-                seeds[1] = int(torch.randint(2**62, ()))
+        fill = init or _own_initialization(name, module, mine[0])
+        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        parts = sharded(module)
+        kept = {n: t.detach().clone() for n, t in tensors.items() if id(t) not in empty}
+        with torch.random.fork_rng(devices=_devices(tensors)):
+            # Once with the same random numbers on each rank, for what is whole, then with others.
+            seeds[0] = _fill_with(seeds[0], fill, module)
+            if parts:
+                whole = [n for n in tensors if n not in parts and n not in kept]
+                kept.update({n: tensors[n].detach().clone() for n in whole})
+                seeds[1] = _fill_with(seeds[1], fill, module)
             with torch.no_grad():
                 for n, tensor in kept.items():
-                    own[n].copy_(tensor)
+                    tensors[n].copy_(tensor)
 
 
-def _devices(own: dict[str, Tensor]) -> list:
-    return list({t.device for t in own.values() if t.device.type == "cuda"})
+def _own_initialization(name: str, module: nn.Module, tensor: str) -> Callable[[nn.Module], None]:
+    cls = type(module)
+    for method in ("reset_parameters", "_reset_parameters"):
+        if hasattr(cls, method):
+            return getattr(cls, method)
+    raise ValueError(
+        f"{f'{name}.{tensor}'.lstrip('.')} was on the meta device, and {cls.__name__} has no "
+        "reset_parameters() that fills it; pass init=, a function of a module, or checkpoint="
+    )
+
+
+def _fill_with(seed: int, fill: Callable[[nn.Module], None], module: nn.Module) -> int:
+    """Calls ``fill``; the seed for the next."""
+    torch.manual_seed(seed)
+    fill(module)
+    return int(torch.randint(2**62, ()))
+
+
+def _devices(tensors: dict[str, Tensor]) -> list:
+    return list({t.device for t in tensors.values() if t.device.type == "cuda"})
 
 
 def _seeds(plan: Plan, device) -> list[int]:

@@ -56,7 +56,11 @@ class Plan:
                 yield from self._walk(f"{name}.{child}" if name else child, submodule)
 
     def module(self, name: str) -> nn.Module:
-        return dict(self.walk())[name]
+        module, path = self.replaced.get("", self.model), ""
+        for part in name.split(".") if name else []:
+            path = f"{path}.{part}" if path else part
+            module = self.replaced.get(path, module._modules.get(part))
+        return module
 
     def find(self, pattern: str) -> list[str]:
         """Names that match: the first of each module.

@@ -23,6 +23,11 @@ from deepsp.schedule.sync import Sync
 RUNNING = "_deepsp_running"
 
 
+def recomputes() -> bool:
+    """Whether a checkpoint computes its forward again, in backward."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
 @dataclass
 class Kind:
     """What the dry run has found about one kind of call."""
@@ -56,7 +61,7 @@ class Running:
         if torch.compiler.is_compiling():
             self._check_known()
             return
-        if torch._C._current_graph_task_id() != -1:  # a checkpoint computes again
+        if recomputes():
             return
         self.follow(model, args, kwargs)
         self._begin()
@@ -140,8 +145,7 @@ class Running:
         """What the gradient of a sync's output is on each rank."""
         if not sync.asks_grad:
             return sync.grad or "replicated"
-        recomputes = torch._C._current_graph_task_id() != -1
-        kinds = self.kinds.values() if recomputes else [self.now] if self.now else []
+        kinds = self.kinds.values() if recomputes() else [self.now] if self.now else []
         found = {kind.grads[sync] for kind in kinds if sync in kind.grads}
         if len(found) == 1:
             return found.pop()
@@ -189,16 +193,12 @@ class Running:
         sizes = _sizes_of(origin)
         if sizes is None:
             return self._ask(x, dim)
-        mine, have = sizes[self.member[0]], x.size(dim)
-        if mine == have:
-            return sizes
-        # Then every rank has a multiple of it: the sequence's length times another batch size.
-        if mine == 0 or have % mine != 0:
+        if not torch.compiler.is_compiling() and sizes[self.member[0]] != x.size(dim):
             raise ValueError(
-                f"{sync.where}: this rank has a length of {have} along axis {dim}, but what was "
-                f"split before has {mine} on it, {sizes} in all"
+                f"{sync.where}: this rank has a length of {x.size(dim)} along axis {dim}, but what "
+                f"was split before has {sizes} on the ranks, and in the first such call it was that"
             )
-        return [have // mine * length for length in sizes]
+        return sizes
 
     def find_sizes(self, sync: Sync, x: Tensor, dim: int, placement) -> list[int] | None:
         if sync.op not in ("all_gather", "seq_to_heads", "heads_to_seq"):
@@ -207,6 +207,8 @@ class Running:
         origin = getattr(placement, "origin", None)
         known = getattr(origin, "sizes", None)
         if known is None or 0 in known or sizes != list(known):
+            origin = None
+        if isinstance(origin, Sync) and len(origin.totals) > 1:
             origin = None
         if sync in self._dry.origins and self._dry.origins[sync] is not origin:
             origin = None  # called several times, on different things
@@ -222,8 +224,9 @@ def _sizes_of(origin: object | None) -> list[int] | None:
     now: it has split several lengths in this call, or, for a checkpoint that computes again, ever.
     Alike on every rank."""
     if isinstance(origin, Sync):
-        recomputes = torch._C._current_graph_task_id() != -1
-        totals = origin.ever if recomputes else origin.totals
+        if torch.compiler.is_compiling():
+            return origin.sizes
+        totals = origin.ever if recomputes() else origin.totals
         return origin.sizes if len(totals) == 1 else None
     return origin.sizes if isinstance(origin, ParameterShard) else None
 

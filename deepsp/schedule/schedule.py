@@ -227,8 +227,8 @@ class Schedule:
         After: with the model's inputs, follows a call of it, as its first call does.
 
         Raises:
-            ValueError: something doesn't, named by module; or there are inputs before, or none
-                after, the model was built.
+            ValueError: something doesn't, named by module; or there are inputs before the model was
+                built, or none after it.
         """
         running = self.plan.running
         if running is None:
@@ -240,8 +240,10 @@ class Schedule:
             found = problems(self.plan)
             if found:
                 raise ValueError("\n".join(found))
-        elif args or kwargs:
-            running.follow(self.plan.model, args, kwargs)
+            return
+        if not args and not kwargs:
+            raise ValueError("the model is built: pass inputs, with which a call is followed")
+        running.follow(self.plan.model, args, kwargs)
 
     def _open(self) -> list[str]:
         if self.plan.running is not None:

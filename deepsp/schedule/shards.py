@@ -97,7 +97,7 @@ class ParameterShard:
 def split(total: int, size: int) -> list[int]:
     """``total`` over ``size`` ranks like ``torch.tensor_split``: no rank has over one more than
     another."""
-    return [total // size + (rank < total % size) for rank in range(size)]
+    return [(total + size - 1 - rank) // size for rank in range(size)]
 
 
 def make_shard(
