@@ -7,6 +7,7 @@
 # make overlap   what the layer hides, on a link of a set speed (root, iproute2)
 # make bench-gather  weights cast before they are gathered, and the training step (root, iproute2)
 # make bench-compile models sharded by the compile pass, next to DeepSpeed's AutoSP
+# make bench-collectives  collectives along a dimension, and the schedule's training step
 # make bench-memory  memory and time over the compile pass's memory_budget
 
 PYTHON ?= python3
@@ -19,7 +20,7 @@ CPP := $(shell find csrc -name '*.cpp' -o -name '*.h')
 CU := $(wildcard csrc/kernels/*.cu)
 CUDA_HOSTS := $(shell grep -l DEEPSP_CUDA -r csrc --include=*.cpp)
 
-.PHONY: demo test lint format cuda-check gpu-test bench overlap bench-gather bench-compile bench-memory clean
+.PHONY: demo test lint format cuda-check gpu-test bench overlap bench-gather bench-compile bench-memory bench-collectives clean
 
 # torch first, and by version: any other way of asking may bring a larger one. DeepSpeed's setup
 # imports torch, and needs telling that no ops are to be built.
@@ -56,6 +57,9 @@ bench-compile: $(VENV)/built
 
 bench-memory: $(VENV)/built
 	$(BIN)/python benchmarks/memory_budget.py
+
+bench-collectives: $(VENV)/built
+	$(BIN)/python benchmarks/collectives.py
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

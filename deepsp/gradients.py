@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from deepsp.groups import Group, Member, member_of
+from deepsp.schedule.shards import shards_of
 from deepsp.sharding import sharded_parameters
 
 
@@ -18,7 +19,7 @@ def sync_gradients(module: nn.Module, group: Group = None) -> None:
     For people without DDP, FSDP or DeepSpeed, which do it themselves. All-reduces flat buckets; a
     parameter without a gradient on some ranks only counts as zero there, one without a gradient on
     any rank keeps none. Parameters of :func:`deepsp.shard_parameters` are left alone: their
-    gradients are sums already.
+    gradients are sums already. Not for models of a schedule, which have full gradients.
 
     Raises:
         ValueError: a gradient is sparse.
@@ -55,8 +56,9 @@ def sync_gradients(module: nn.Module, group: Group = None) -> None:
 
 
 def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` of a module with sharded parameters: the norm is that of
-    the whole gradient, the same on every rank.
+    """``torch.nn.utils.clip_grad_norm_`` of a module with parameters that
+    :func:`deepsp.shard_parameters` or a schedule sharded: the norm is that of the whole gradient,
+    the same on every rank.
 
     Parameters that are not sharded count once: every rank is taken to have the same gradient of
     them (:func:`deepsp.sync_gradients`).
@@ -65,6 +67,10 @@ def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) 
         The norm before clipping, a tensor of no dimensions.
     """
     sharded = {p: shards.member for _, p, shards, _ in sharded_parameters(module)}
+    for inner in module.modules():
+        for name, shard in shards_of(inner).items():
+            if isinstance(parameter := getattr(inner, name), nn.Parameter):
+                sharded[parameter] = shard.member
     local: dict[Member, list[Tensor]] = {}
     whole = []
     for parameter in module.parameters():

@@ -76,9 +76,9 @@ class Block(nn.Module):
         channel = torch.arange(0, HEAD_DIM, 2, device=h.device, dtype=wide) / HEAD_DIM
         angles = position_ids[..., None, None] * ROPE_THETA**-channel  # [B, S, 1, D / 2]
         cos, sin = angles.cos(), angles.sin()
-        q = rotate(self.q_proj(h).unflatten(-1, (HEADS, HEAD_DIM)), cos, sin)
-        k = rotate(self.k_proj(h).unflatten(-1, (KV_HEADS, HEAD_DIM)), cos, sin)
-        return q, k, self.v_proj(h).unflatten(-1, (KV_HEADS, HEAD_DIM))
+        q = rotate(self.q_proj(h).unflatten(-1, (-1, HEAD_DIM)), cos, sin)
+        k = rotate(self.k_proj(h).unflatten(-1, (-1, HEAD_DIM)), cos, sin)
+        return q, k, self.v_proj(h).unflatten(-1, (-1, HEAD_DIM))
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
         x = x + attend(self, self.attention_norm(x))
@@ -167,6 +167,9 @@ def train(
     *,
     make: Callable[[], nn.Module] = ByteTransformer,
     sync_gradients: Callable[[nn.Module], None] = lambda model: None,
+    clip: Callable[[nn.Module, float], Tensor] = lambda model, largest: nn.utils.clip_grad_norm_(
+        model.parameters(), largest
+    ),
     description: str,
     quiet: bool = False,
 ) -> dict:
@@ -191,7 +194,7 @@ def train(
         loss.backward()
         sync_gradients(model)
         # Only now: clipping needs the norm of the whole gradient, the same on every rank.
-        norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+        norm = clip(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())  # waits for the device, so that the whole step is timed
