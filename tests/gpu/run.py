@@ -152,8 +152,53 @@ def op_checks():
         opcheck(op.heads_to_seq_wait.default, ([leaving], *shape, lens, rank, name))
         opcheck(op.distributed_attention.default,
                 (q, k, k, None, 0.0, True, None, True, 1, lens, rank, name))  # fmt: skip
-        opcheck(op.all_reduce.default, (q.detach()[:, :1].clone(), 1.0, rank, size, name))
+        opcheck(op.all_reduce.default, (q, "partial", rank, size, name))
         opcheck(op.all_gather.default, (q, 1, lens, "partial", rank, name))
+
+
+def along_dim():
+    """Collectives along every dimension, and the linear layers fused with them, against plain
+    sums, float64."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for dim, shape in ((0, (7, 4, 6)), (1, (1, 7, 6)), (1, (3, 7, 6)), (-2, (5, 7, 6))):
+        lens = uneven(7)
+        each = [draw(*shape, seed=r) for r in range(size)]
+        weights = [draw(*shape, seed=50 + r) for r in range(size)]
+        total = sum(weights)
+
+        def part(x, dim=dim, lens=lens):
+            return x.split(lens, dim)[rank]
+
+        x = part(each[0]).clone().requires_grad_()
+        for grad, expected in (("replicated", weights[0]), ("partial", total)):
+            y = deepsp.all_gather(x, dim, sizes=lens, grad=grad)
+            assert torch.equal(y, each[0])
+            w = weights[0 if grad == "replicated" else rank]
+            (g,) = torch.autograd.grad((y * w).sum(), x)
+            torch.testing.assert_close(g, part(expected), **TIGHT)
+        x = each[rank].clone().requires_grad_()
+        y = deepsp.reduce_scatter(x, dim, sizes=lens)
+        torch.testing.assert_close(y, part(sum(each)), **TIGHT)
+        (g,) = torch.autograd.grad((y * part(weights[0])).sum(), x)
+        assert torch.equal(g, weights[0])
+        y = deepsp.scatter(x, dim, sizes=lens)
+        assert torch.equal(y, part(each[rank]))
+        y = deepsp.all_reduce(each[rank], grad="partial")
+        torch.testing.assert_close(y, sum(each), **TIGHT)
+        half = deepsp.all_reduce(each[rank].bfloat16(), grad="partial")
+        wide = sum(e.bfloat16().float() for e in each).bfloat16()
+        torch.testing.assert_close(half, wide)
+
+        w = draw(3, 6, seed=8).requires_grad_()
+        x = part(each[0]).clone().requires_grad_()
+        y = deepsp.all_gather_matmul(x, w, None, dim, sizes=lens)
+        torch.testing.assert_close(y, F.linear(each[0], w), **TIGHT)
+        g = torch.autograd.grad(y.sum(), (x, w))
+        ones = torch.ones_like(y)
+        torch.testing.assert_close(g[0], part(size * ones @ w), **TIGHT)
+        torch.testing.assert_close(g[1], ones.flatten(0, -2).t() @ each[0].flatten(0, -2), **TIGHT)
+        y = deepsp.matmul_reduce_scatter(each[rank], w, None, dim, sizes=lens)
+        torch.testing.assert_close(y, part(sum(F.linear(e, w) for e in each)), **TIGHT)
 
 
 def inductor():
@@ -357,6 +402,7 @@ GLOO_2 = [
     sixteen_bits,
     loss_and_rest,
     op_checks,
+    along_dim,
     inductor,
     layer_gradients,
     layer_checks,
