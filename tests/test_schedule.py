@@ -115,6 +115,42 @@ def test_what_follows_a_gather_is_found(size):
     on_ranks(size, _norm_gathers, size)
 
 
+class Ways(nn.Module):
+    """Called in several ways, in which its norm works on parts, isn't used, or works on all."""
+
+    def __init__(self):
+        super().__init__()
+        self.split, self.join = nn.Identity(), nn.Identity()
+        self.norm, self.out = nn.LayerNorm(5), nn.Linear(5, 5)
+
+    def forward(self, x, way="parts"):
+        if way == "parts":
+            x = self.join(self.norm(self.split(x)))
+        return self.out(self.norm(x) if way == "all" else x)
+
+
+def _ways():
+    model = seeded(Ways)
+    sch = deepsp.create_schedule(copy.deepcopy(model))
+    sch["split"].sync("fwd_post", "scatter", 0)
+    sch["join"].sync("fwd_post", "all_gather", 0)
+    built, _ = deepsp.build(sch)
+    compare(model, built, data(7, 5))
+    for one in (model, built):  # another kind of call between forward and backward
+        one.zero_grad()
+        out = one(data(7, 5))
+        one(data(7, 5), way="unused")
+        out.square().sum().backward()
+    for name, parameter in built.named_parameters():
+        torch.testing.assert_close(parameter.grad, model.get_parameter(name).grad)
+    with pytest.raises(ValueError, match=r"norm\.bias is a share.*in one kind of call, and whole"):
+        built(data(7, 5), way="all")
+
+
+def test_kinds_of_calls():
+    on_ranks(2, _ways)
+
+
 # ---- what is in the registry
 
 

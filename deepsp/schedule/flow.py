@@ -57,6 +57,7 @@ class Findings:
         gradient reaches has "replicated".
     origins: by sync that gathers, who split what comes in; None: several did, or it isn't known.
     partial_parameters: ids of the whole parameters whose gradients are to be summed over the ranks.
+    replicated_parameters: of those whose gradients are whole on each.
     streams: by module that draws random numbers itself, "whole" | "sharded".
     nested: those "whole" ones that were called inside of a "sharded" one.
     outputs: placements of the model's output tensors.
@@ -65,6 +66,7 @@ class Findings:
     grads: dict[Any, str] = field(default_factory=dict)
     origins: dict[Any, object] = field(default_factory=dict)
     partial_parameters: set[int] = field(default_factory=set)
+    replicated_parameters: set[int] = field(default_factory=set)
     streams: dict[nn.Module, str] = field(default_factory=dict)
     nested: set[nn.Module] = field(default_factory=set)
     outputs: list[Placement] = field(default_factory=list)
@@ -159,6 +161,8 @@ class Flow:
         grads = backward.walk(self.tape, values)
         self.findings.grads = {s: g or "replicated" for s, g in grads.items()}
         for leaf in self._leaves:
+            if leaf.state == "replicated" and id(leaf.leaf) in self.parameters:
+                self.findings.replicated_parameters.add(id(leaf.leaf))
             if leaf.state != "partial":
                 continue
             if id(leaf.leaf) in self.parameters:

@@ -36,6 +36,7 @@ class Kind:
     # Who has split what a sync puts together; None: nobody who knows the sizes.
     origins: dict[Sync, object | None] = field(default_factory=dict)
     partial: set[str] = field(default_factory=set)  # parameters with a share of their gradient
+    replicated: set[str] = field(default_factory=set)  # with all of it
     # Modules that draw random numbers: "whole", the same on each rank, or "sharded"; and those
     # of "whole" that are called inside of "sharded" ones.
     streams: dict[nn.Module, str] = field(default_factory=dict)
@@ -96,11 +97,10 @@ class Running:
                     module._deepsp_running = self
                     swap(module, Drawing, type(module).__name__, under=Checkpointed)
             self._check_streams(model, kind)
-            kind.partial = {
-                name
-                for name, parameter in model.named_parameters()
-                if id(parameter) in found.partial_parameters
-            }
+            names = [(name, id(parameter)) for name, parameter in model.named_parameters()]
+            kind.partial = {n for n, p in names if p in found.partial_parameters}
+            kind.replicated = {n for n, p in names if p in found.replicated_parameters}
+            self._check_partial(kind)
             self.kinds[key] = kind
         self.now = self.kinds[key]
         self._hook_partial(model)
@@ -116,11 +116,22 @@ class Running:
             ):
                 parameter.register_hook(_SumGradient(self, name))
 
+    def _check_partial(self, kind: Kind) -> None:
+        """Kinds agree on each parameter: its hook can't tell from which a gradient comes."""
+        for other in self.kinds.values():
+            differ = (kind.partial & other.replicated) | (kind.replicated & other.partial)
+            if differ:
+                raise ValueError(
+                    f"the gradient of {min(differ)} is a share, to be summed, in one kind of call, "
+                    "and whole in another; keep to one, or use two parameters"
+                )
+
     def _check_known(self) -> None:
-        if self.now is None and any(sync.asks_grad for sync in self.syncs):
+        if self.now is None:
             raise ValueError(
-                "grad of some syncs is still to be derived, which a compiled model can't do: call "
-                "the model, or sch.check(*inputs), once before it is compiled, or pass grad="
+                "the model was not called yet, and so it isn't known which gradients are shares, "
+                "to be summed; a compiled model can't find that out: call the model, or "
+                "sch.check(*inputs), once before it is compiled"
             )
 
     # ---- a sync
@@ -232,15 +243,13 @@ def _sizes_of(origin: object | None) -> list[int] | None:
 
 
 class _SumGradient:
-    """A hook of a parameter: sums its gradient where the last call found it a share."""
+    """A hook of a parameter: sums its gradient, of which each rank has a share."""
 
     def __init__(self, running: Running, name: str):
         self.running, self.name = running, name
 
     def __call__(self, gradient: Tensor) -> Tensor | None:
         running = self.running
-        if running.now is None or self.name not in running.now.partial:
-            return None
         narrow = gradient.dtype in (torch.bfloat16, torch.float16)
         return collectives.all_reduce(
             gradient,
