@@ -19,12 +19,17 @@ def sync_gradients(module: nn.Module, group: Group = None) -> None:
     For people without DDP, FSDP or DeepSpeed, which do it themselves. All-reduces flat buckets; a
     parameter without a gradient on some ranks only counts as zero there, one without a gradient on
     any rank keeps none. Parameters of :func:`deepsp.shard_parameters` are left alone: their
-    gradients are sums already. Not for models of a schedule, which have full gradients.
+    gradients are sums already.
 
     Raises:
-        ValueError: a gradient is sparse.
+        ValueError: a gradient is sparse; the module was built by a schedule.
     """
     rank, size, name = member_of(group)
+    if any(shards_of(inner) for inner in module.modules()):
+        raise ValueError(
+            "module: a schedule built it, and so its parameters' gradients are full already; leave "
+            "sync_gradients out"
+        )
     sharded = {p for _, p, _, _ in sharded_parameters(module)}
     parameters = [p for p in module.parameters() if p.requires_grad and p not in sharded]
     if size == 1 or not parameters:

@@ -67,7 +67,7 @@ class Sync:
     def run(self, x, grad):
         grad = self.grad or grad
         if self.mode == "bwd_post":
-            return collectives.copy(x)
+            return collectives.replicate(x)
         if self.op == "all_gather":
             sizes = [n for (n,) in on_all_ranks([x.size(self.axis)], None, x.device)]
             return collectives.all_gather(x, self.axis, None, sizes, grad=grad)
