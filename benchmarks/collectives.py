@@ -21,6 +21,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 from pathlib import Path
 
 import torch
@@ -104,13 +105,14 @@ def tables(found: dict) -> list[tuple[str, list[str], list[list[str]]]]:
     result.append(("Two linears between them, forward and backward", columns, rows))
     rows = []
     for case in found["step"]:
-        times = case["times"]
+        times, of_model = case["times"], case["shape"]
+        text = "{layers} layers of {hidden}, {vocab} words, {batch} x {seq} tokens"
         reference = times["one process"]["losses"]
         for name, of in times.items():
             far = max(abs(a - b) for a, b in zip(of["losses"], reference, strict=True))
             rows.append(
                 [
-                    f"{case['ranks']}, {case['shape']}",
+                    f"{case['ranks']}, {text.format(**of_model)}",
                     name,
                     both(of["ms"]),
                     ratio(of["ms"], times["torch tensor.parallel"]["ms"]),
@@ -155,7 +157,7 @@ def main() -> None:
     load = os.getloadavg()[0]
     found = run(args)
     found["machine"] = {
-        "command": "python benchmarks/collectives.py",
+        "command": "python benchmarks/collectives.py " + " ".join(sys.argv[1:]),
         "cpus": os.cpu_count(),
         "cpu": platform.processor() or platform.machine(),
         "torch": torch.__version__,

@@ -69,7 +69,7 @@ def as_dtensors(model: nn.Module) -> nn.Module:
         parallelize_module(layer, mesh, plan)
         if i == 0:
             first = PrepareModuleInput(
-                input_layouts=(whole,), desired_input_layouts=(tokens,), use_local_output=False
+                input_layouts=(whole,), desired_input_layouts=(tokens,), use_local_output=True
             )
             parallelize_module(layer, mesh, first)
     plan = {
