@@ -18,8 +18,10 @@ def sources(suffix: str) -> list[str]:
 def extension():
     # -fopenmp for the header-only parallel_for; nothing of OpenMP is linked, so
     # that torch's own runtime, with its thread count, serves us too.
-    # -g0 -O2: half the build time and a tenth of the size of the defaults.
-    cxx = ["-O2", "-g0", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas"]
+    # -g0 -O2: half the build time and a tenth of the size of the defaults. By itself, gcc's -O2
+    # vectorises next to nothing: sums of float32 were 7 times slower.
+    cxx = ["-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-g0", "-fopenmp"]
+    cxx += ["-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas"]
     if not WITH_CUDA:
         return CppExtension("deepsp._C", sources(".cpp"), extra_compile_args={"cxx": cxx})
     return CUDAExtension(

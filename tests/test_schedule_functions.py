@@ -13,9 +13,9 @@ from placed import Shard
 from torch import nn
 
 from deepsp.schedule.flow import Flow, current
+from deepsp.schedule.flow.reshapes import reshaped
+from deepsp.schedule.flow.values import Split
 from deepsp.schedule.placement import PARTIAL, WHOLE, Partial, Sharded
-from deepsp.schedule.reshapes import reshaped
-from deepsp.schedule.values import Split
 
 f64 = torch.float64
 

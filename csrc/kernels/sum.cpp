@@ -63,6 +63,12 @@ void add(A* total, const T* src, int64_t step, int64_t count) {
 template <class O, class A>
 void put(void* dst, int64_t at, int64_t step, const A* total, int64_t count) {
   O* to = static_cast<O*>(dst) + at;
+  if (step == 1) {
+    for (int64_t e = 0; e < count; ++e) {
+      store(to + e, static_cast<decltype(load(O{}))>(total[e]));
+    }
+    return;
+  }
   for (int64_t e = 0; e < count; ++e) {
     store(to + e * step, static_cast<decltype(load(O{}))>(total[e]));
   }

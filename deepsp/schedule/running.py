@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from deepsp import collectives
 from deepsp.groups import Member, on_all_ranks
 from deepsp.schedule import flow, randomness
-from deepsp.schedule.arguments import call_key
 from deepsp.schedule.around import Checkpointed, Drawing
+from deepsp.schedule.flow import call_key
 from deepsp.schedule.picking import pick_input, pick_output
 from deepsp.schedule.placement import Placement, Sharded
 from deepsp.schedule.shards import ParameterShard, shards_of

@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor
 
-from deepsp.schedule.values import Call, Place, Split
+from deepsp.schedule.flow.values import Call, Place, Split
 
 
 def reshaped(

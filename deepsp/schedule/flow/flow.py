@@ -19,20 +19,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from deepsp.groups import Member
-from deepsp.schedule import (
-    backward,
-    drawing,
-    functions,
-    names,
-    pointwise,
-    randomness,
-    writes,
-)
-from deepsp.schedule.arguments import call_key, copied
-from deepsp.schedule.gradmode import GradMode
-from deepsp.schedule.naming import name_of
-from deepsp.schedule.placement import WHOLE, Placement, Sharded
-from deepsp.schedule.values import (
+from deepsp.schedule import randomness
+from deepsp.schedule.flow import backward, drawing, functions, names, pointwise, writes
+from deepsp.schedule.flow.arguments import copied
+from deepsp.schedule.flow.gradmode import GradMode
+from deepsp.schedule.flow.naming import name_of
+from deepsp.schedule.flow.values import (
     Call,
     Entry,
     Place,
@@ -45,6 +37,7 @@ from deepsp.schedule.values import (
     tensors_in,
     to_the_device_of,
 )
+from deepsp.schedule.placement import WHOLE, Placement, Sharded
 
 _local = threading.local()
 
@@ -456,6 +449,3 @@ class _Mode(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return self.flow.call(func, args, kwargs or {})
-
-
-__all__ = ["Findings", "Flow", "call_key", "current"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from deepsp.schedule import names
-from deepsp.schedule.values import Call
+from deepsp.schedule.flow import names
+from deepsp.schedule.flow.values import Call
 
 
 def name_of(func, raw: str) -> tuple[str, bool]:

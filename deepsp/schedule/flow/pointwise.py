@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from deepsp.schedule import names
+from deepsp.schedule.flow import names
+from deepsp.schedule.flow.values import Call, Place, Split
 from deepsp.schedule.placement import PARTIAL, WHOLE
-from deepsp.schedule.values import Call, Place, Split
 
 
 def pointwise(call: Call) -> Place:

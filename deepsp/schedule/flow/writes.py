@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepsp.schedule.values import Call, Entry, Split, Value
+from deepsp.schedule.flow.values import Call, Entry, Split, Value
 
 
 def overwrite(flow, call: Call, outputs) -> None:

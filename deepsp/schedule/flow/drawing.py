@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from deepsp.schedule import names, randomness
-from deepsp.schedule.naming import draws
-from deepsp.schedule.values import Call
+from deepsp.schedule import randomness
+from deepsp.schedule.flow import names
+from deepsp.schedule.flow.naming import draws
+from deepsp.schedule.flow.values import Call
 
 
 def note(flow, call: Call, before: list[Tensor]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deepsp.schedule.values import Entry, Trusted, Value
+from deepsp.schedule.flow.values import Entry, Trusted, Value
 
 _SAID = {
     "replicated": "the whole one, the same on each rank,",

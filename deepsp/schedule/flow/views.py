@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepsp.schedule.flow.values import Call, Place, Split
 from deepsp.schedule.placement import WHOLE
-from deepsp.schedule.values import Call, Place, Split
 
 
 def _dims(x: Tensor, dims) -> list[int]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from deepsp.schedule import (
+from deepsp.schedule.flow import (
     exchanges,
     lookups,
     names,
@@ -16,8 +16,8 @@ from deepsp.schedule import (
     reshapes,
     views,
 )
+from deepsp.schedule.flow.values import Call, Place, Split
 from deepsp.schedule.placement import WHOLE
-from deepsp.schedule.values import Call, Place, Split
 
 BEFORE: dict[str, Callable[[Call], Place]] = {}
 """By name: what comes out, from what goes in; called before the function is."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from deepsp.schedule import views
+from deepsp.schedule.flow import views
+from deepsp.schedule.flow.values import Call, Place
 from deepsp.schedule.placement import PARTIAL, WHOLE
-from deepsp.schedule.values import Call, Place
 
 
 def loss(call: Call) -> Place:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from deepsp.schedule.flow.values import Call, Split, tensors_in
 from deepsp.schedule.placement import WHOLE
-from deepsp.schedule.values import Call, Split, tensors_in
 
 _TOKENS, _HEADS = 1, 2  # dimensions of [B, S, H, D]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from deepsp.schedule.flow.values import Call, Place, Split
 from deepsp.schedule.placement import PARTIAL, WHOLE
-from deepsp.schedule.values import Call, Place, Split
 
 Operand = tuple[str, Tensor, list]
 """A role for messages, the tensor, and a label for each of its dimensions."""

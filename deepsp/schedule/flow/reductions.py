@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from deepsp.schedule.flow.pointwise import pointwise
+from deepsp.schedule.flow.values import Call, Place, Split
 from deepsp.schedule.placement import PARTIAL
-from deepsp.schedule.pointwise import pointwise
-from deepsp.schedule.values import Call, Place, Split
 
 
 def _dims(x: Tensor, dim) -> list[int] | None:

@@ -1,0 +1,6 @@
+"""What a schedule knows exactly: one forward is followed, function by function."""
+
+from deepsp.schedule.flow.arguments import call_key
+from deepsp.schedule.flow.flow import Findings, Flow, current
+
+__all__ = ["Findings", "Flow", "call_key", "current"]
