@@ -17,6 +17,8 @@ Copies are those of whole tensors, aten's and our kernels', as the profiler has 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
 import os
 import platform
@@ -26,6 +28,7 @@ from pathlib import Path
 
 import torch
 from collective_contenders import measure_collectives, measure_linears
+from netlink import Netlink
 from ranks import Ranks
 from rich.console import Console
 from rich.table import Table
@@ -35,6 +38,7 @@ from tqdm import tqdm
 SHAPES = [(1, 4096, 512), (1, 16384, 1024), (2, 4096, 512), (4, 4096, 512), (32, 512, 512)]
 LINEARS = [((1, 4096, 512), 2048), ((2, 2048, 512), 2048)]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+LOOPBACK = "loopback"
 PARTS = ("collectives", "linears", "step")
 
 
@@ -50,7 +54,7 @@ def ratio(ms: list[float], base: list[float]) -> str:
 def run(args: argparse.Namespace) -> dict:
     found: dict = {"collectives": [], "linears": [], "step": []}
     shape = {k: getattr(args, k) for k in ("hidden", "layers", "heads", "vocab", "batch", "seq")}
-    for size in args.ranks:
+    for size, rate in itertools.product(args.ranks, args.rates):
         tasks = []
         if "collectives" in args.parts:
             tasks += [
@@ -67,9 +71,14 @@ def run(args: argparse.Namespace) -> dict:
             ]  # fmt: skip
         if "step" in args.parts:
             tasks.append(("step", {"shape": shape}, (measure_step, shape, args.steps)))
-        with Ranks(None, size) as ranks:
-            for part, about, task in tqdm(tasks, desc=f"{size} ranks", leave=False):
-                found[part].append({"ranks": size, **about, "times": ranks(*task)})
+        with contextlib.ExitStack() as stack:
+            shaped = rate != LOOPBACK
+            link = stack.enter_context(Netlink(size, rate)) if shaped else None
+            ranks = stack.enter_context(Ranks(link, size))
+            for part, about, task in tqdm(tasks, desc=f"{size} ranks, {rate}", leave=False):
+                found[part].append({"ranks": f"{size}, {rate}", **about, "times": ranks(*task)})
+            if shaped:
+                link.set_rate(None)  # the ranks' good-bye need not wait
     return found
 
 
@@ -89,7 +98,14 @@ def tables(found: dict) -> list[tuple[str, list[str], list[list[str]]]]:
                     str(of["copies"]) if name != "floor" else "",
                 ]
             )
-    columns = ["ranks, what, whole shape", "", "ms, min / median", "× floor", "launches", "copies"]
+    columns = [
+        "ranks, link, what, shape",
+        "",
+        "ms, min / median",
+        "× floor",
+        "launches",
+        "copies",
+    ]
     result.append(("One collective along dimension 1, forward and backward", columns, rows))
     rows = [
         [
@@ -101,7 +117,7 @@ def tables(found: dict) -> list[tuple[str, list[str], list[list[str]]]]:
         for case in found["linears"]
         for name, of in case["times"].items()
     ]
-    columns = ["ranks, input, columns", "", "ms, min / median", "× plain"]
+    columns = ["ranks, link, input, columns", "", "ms, min / median", "× plain"]
     result.append(("Two linears between them, forward and backward", columns, rows))
     rows = []
     for case in found["step"]:
@@ -119,7 +135,7 @@ def tables(found: dict) -> list[tuple[str, list[str], list[list[str]]]]:
                     f"{far:.1e}",
                 ]
             )
-    columns = ["ranks, model", "", "ms, min / median", "× torch", "loss, largest difference"]
+    columns = ["ranks, link, model", "", "ms, min / median", "× torch", "loss, largest difference"]
     result.append(("A training step", columns, rows))
     return [table for table in result if table[2]]
 
@@ -145,6 +161,12 @@ def main() -> None:
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="sizes of the group")
+    parser.add_argument(
+        "--rates",
+        nargs="+",
+        default=[LOOPBACK],
+        help=f"of the link between ranks, 500mbit, say (root, iproute2), or {LOOPBACK}",
+    )
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["float32", "bfloat16"])
     parser.add_argument("--repeats", type=int, default=15, help="of each collective and layer")
     parser.add_argument("--steps", type=int, default=7, help="training steps of each contender")
@@ -152,7 +174,7 @@ def main() -> None:
         ("hidden", 512), ("layers", 4), ("heads", 8), ("vocab", 8192), ("batch", 1), ("seq", 1024),
     ]:  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default, help="of the model")
-    parser.add_argument("--results", type=Path, help="folder for collectives.md and .json")
+    parser.add_argument("--results", type=Path, help="folder for collectives[_link].md and .json")
     args = parser.parse_args()
     load = os.getloadavg()[0]
     found = run(args)
@@ -171,8 +193,9 @@ def main() -> None:
         console.print(table)
     if args.results:
         args.results.mkdir(parents=True, exist_ok=True)
-        (args.results / "collectives.json").write_text(json.dumps(found, indent=1))
-        (args.results / "collectives.md").write_text(markdown(found))
+        name = "collectives" if args.rates == [LOOPBACK] else "collectives_link"
+        (args.results / f"{name}.json").write_text(json.dumps(found, indent=1))
+        (args.results / f"{name}.md").write_text(markdown(found))
 
 
 if __name__ == "__main__":
