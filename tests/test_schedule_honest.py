@@ -1,4 +1,4 @@
-"""What a model does besides computing: the dry run leaves no trace, and sees what a call will do."""
+"""What a model does besides computing: the dry run leaves no trace, and sees what a call does."""
 
 import copy
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 
 def copied(x, memo: dict[int, Any]):
-    """The arguments with tensors and containers of their own (a cache of keys and values, say), lest
-    the model's writes to them count twice."""
+    """The arguments with tensors and containers of their own (a cache of keys and values, say),
+    lest the model's writes to them count twice."""
     if id(x) in memo:
         return memo[id(x)]
     if isinstance(x, Tensor):
@@ -29,7 +29,7 @@ def copied(x, memo: dict[int, Any]):
         return x
     try:
         new = copy.copy(x)
-    except (TypeError, RuntimeError):  # a group of processes, a generator
+    except Exception:  # a group of processes, a generator
         return x
     memo[id(x)] = new
     for key, value in vars(new).items() if hasattr(new, "__dict__") else ():
@@ -48,7 +48,7 @@ def copied(x, memo: dict[int, Any]):
 
 def call_key(model: nn.Module, args: tuple, kwargs: Mapping) -> tuple:
     """Calls with the same key have the same findings: lengths don't count, but whether they are
-    0, 1 or more does (what a view merges can't be told from sizes of one); so it is with numbers."""
+    0, 1 or more does (what a view merges can't be told from sizes of one), and so with numbers."""
 
     def one(x):
         if isinstance(x, Tensor):
