@@ -510,7 +510,9 @@ def _afterwards():
     with pytest.raises(ValueError, match="the model is built: pass inputs"):
         sch.check()
     sch.check(data(4, 6))
-    built[0](data(4, 6))
+    built(data(4, 6))
+    with pytest.raises(ValueError, match="the model itself was not called"):
+        built[0](data(4, 6))  # what follows it in the model needn't be what follows it here
     with pytest.raises(ValueError, match="model is a list"):
         deepsp.create_schedule([])
     with pytest.raises(ValueError, match="sch is a Sequential"):

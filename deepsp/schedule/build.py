@@ -85,6 +85,7 @@ def build(
         _communicate(name, modules[name], steps, running)
     # First of all pre-hooks: it sees what the caller gives.
     plan.model.register_forward_pre_hook(running, prepend=True, with_kwargs=True)
+    plan.model.register_forward_hook(running.leave, always_call=True)
     setattr(plan.model, RUNNING, running)
     plan.running = running
     return plan.model, _optimizer(plan.model, optimizer, before)

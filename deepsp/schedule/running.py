@@ -51,6 +51,8 @@ class Running:
         self.kinds: dict[object, Kind] = {}
         self.now: Kind | None = None  # the kind of the call that goes on, or was last
         self._dry: Kind | None = None
+        self.inside = False  # of a call of the model
+        self._first = None  # random numbers of the model itself, in its first call
 
     # ---- a call of the model
 
@@ -61,11 +63,26 @@ class Running:
             return
         if torch.compiler.is_compiling():
             self._check_known()
+            self.inside = True
             return
         if recomputes():
             return
+        before = type(model)
         self.follow(model, args, kwargs)
         self._begin()
+        self.inside = True
+        if type(model) is not before and not isinstance(model, Checkpointed):
+            # It draws random numbers itself, and its forward was looked up before that was known.
+            self._first = self.randomness(model)
+            self._first.__enter__()
+
+    def leave(self, model: nn.Module, args: tuple, output) -> None:
+        """The model's last forward hook."""
+        if flow.current() is None and not recomputes():
+            self.inside = False
+            if self._first is not None:
+                first, self._first = self._first, None
+                first.__exit__(None, None, None)
 
     def _begin(self) -> None:
         for sync in self.syncs:
@@ -156,7 +173,11 @@ class Running:
         """What the gradient of a sync's output is on each rank."""
         if not sync.asks_grad:
             return sync.grad or "replicated"
-        kinds = self.kinds.values() if recomputes() else [self.now] if self.now else []
+        if recomputes():
+            kinds = list(self.kinds.values())
+        else:  # a part of the model that is called by itself may be followed by something else
+            inside = self.inside or torch.compiler.is_compiling()
+            kinds = [self.now] if self.now is not None and inside else []
         found = {kind.grads[sync] for kind in kinds if sync in kind.grads}
         if len(found) == 1:
             return found.pop()

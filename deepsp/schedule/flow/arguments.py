@@ -2,30 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, MutableMapping
+from enum import Enum
+from typing import Any
 
 from torch import Tensor, nn
 
 
-def copied(x, memo: dict[int, Tensor]):
-    """The arguments with tensors of their own, lest the model's writes to them count twice."""
-    if isinstance(x, Tensor):
-        if id(x) not in memo:
-            copy = x.detach().clone()
-            memo[id(x)] = copy.requires_grad_(x.requires_grad) if x.is_leaf else copy
-            if x.requires_grad:
-                memo[id(x)].requires_grad_()
+def copied(x, memo: dict[int, Any]):
+    """The arguments with tensors and containers of their own (a cache of keys and values, say),
+    lest the model's writes to them count twice."""
+    if id(x) in memo:
         return memo[id(x)]
+    if isinstance(x, Tensor):
+        copy_ = x.detach().clone()
+        if x.requires_grad:
+            copy_.requires_grad_()
+        memo[id(x)] = copy_
+        return copy_
     if type(x) in (list, tuple):
         return type(x)(copied(item, memo) for item in x)
-    if type(x) is dict:
-        return {key: copied(item, memo) for key, item in x.items()}
-    return x
+    if isinstance(x, (type, Enum, nn.Module)) or callable(x):
+        return x
+    if not isinstance(x, (list, tuple, Mapping)) and not hasattr(x, "__dict__"):
+        return x
+    try:
+        new = copy.copy(x)
+    except Exception:  # a group of processes, a generator
+        return x
+    memo[id(x)] = new
+    for key, value in vars(new).items() if hasattr(new, "__dict__") else ():
+        new.__dict__[key] = copied(value, memo)
+    if isinstance(x, tuple):  # a named one
+        return x._make(copied(v, memo) for v in x) if hasattr(x, "_make") else x
+    if isinstance(new, MutableMapping):
+        for key, value in list(new.items()):
+            changed = copied(value, memo)
+            if changed is not value:
+                new[key] = changed
+    elif isinstance(new, list):
+        new[:] = [copied(value, memo) for value in x]
+    return new
 
 
 def call_key(model: nn.Module, args: tuple, kwargs: Mapping) -> tuple:
     """Calls with the same key have the same findings: lengths don't count, but whether they are
-    0, 1 or more does (what a view merges can't be told from sizes of one)."""
+    0, 1 or more does (what a view merges can't be told from sizes of one), and so with numbers."""
 
     def one(x):
         if isinstance(x, Tensor):
@@ -35,8 +58,12 @@ def call_key(model: nn.Module, args: tuple, kwargs: Mapping) -> tuple:
             return tuple(one(item) for item in x)
         if isinstance(x, Mapping):
             return tuple((key, one(item)) for key, item in x.items())
-        if isinstance(x, (bool, str, type(None))):
+        if isinstance(x, (bool, str, type(None), Enum)):
             return x
+        if isinstance(x, int):
+            return max(-1, min(x, 2))  # like sizes
+        if isinstance(x, float):
+            return (x > 0) - (x < 0)
         return type(x)
 
     modes = hash(tuple(m.training for m in model.modules()))

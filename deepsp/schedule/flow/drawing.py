@@ -35,10 +35,15 @@ def note(flow, call: Call, before: list[Tensor]) -> None:
             "module of its own (nn.Dropout), or into deepsp.sharded_randomness(group)"
         )
     flow.findings.streams[module] = kind
-    _note_nesting(flow, module, kind)
+    flow.drawn_in.setdefault(module, set()).update(flow.stack[:-1])
 
 
-def _note_nesting(flow, module: nn.Module, kind: str) -> None:
+def nested(flow) -> set[nn.Module]:
+    """Those that draw for whole tensors inside of one that draws for sharded ones, before or after
+    it does."""
     streams = flow.findings.streams
-    if kind == "whole" and any(streams.get(m) == "sharded" for m in flow.stack[:-1]):
-        flow.findings.nested.add(module)
+    return {
+        module
+        for module, containers in flow.drawn_in.items()
+        if streams[module] == "whole" and any(streams.get(m) == "sharded" for m in containers)
+    }

@@ -100,6 +100,7 @@ class Flow:
         self._leaves: list[Value] = []
         self.tape: list[Entry] = []
         self.stack: list[nn.Module] = []
+        self.drawn_in: dict[nn.Module, set[nn.Module]] = {}  # those that called what draws
         self._paused = 0
         self._grad = GradMode()
 
@@ -120,17 +121,23 @@ class Flow:
         for tensor in tensors_in((args, kwargs)):
             self._know(tensor, WHOLE, "an input of the model")
         saved = randomness.states()
-        buffers = [(b, b.detach().clone()) for b in self.model.buffers()]
+        buffers = [
+            (module, name, b, b.detach().clone())
+            for module in self.model.modules()
+            for name, b in module._buffers.items()
+            if b is not None
+        ]
         _local.flow = self
         try:
-            with torch.no_grad(), self._following_modules(), _Mode(self):
+            with torch.no_grad(), self._grad.seen(), self._following_modules(), _Mode(self):
                 out = self.model(*args, **kwargs)
             self._finish(out)
         finally:
             _local.flow = None
             randomness.restore(saved)
             with torch.no_grad():
-                for buffer, before in buffers:
+                for module, name, buffer, before in buffers:
+                    module._buffers[name] = buffer  # the model may have put another in its place
                     if buffer.shape == before.shape:
                         buffer.copy_(before)
         if self.findings.streams:
@@ -153,6 +160,7 @@ class Flow:
                 )
         grads = backward.walk(self.tape, values)
         self.findings.grads = {s: g or "replicated" for s, g in grads.items()}
+        self.findings.nested = drawing.nested(self)
         for leaf in self._leaves:
             if leaf.state == "replicated" and id(leaf.leaf) in self.parameters:
                 self.findings.replicated_parameters.add(id(leaf.leaf))
@@ -350,6 +358,8 @@ class Flow:
         made = [t for t in tensors_in(out)]
         if not made and not inplace:
             self._read(call)
+            if name == "requires_grad" and isinstance(out, bool):  # as in an ordinary run
+                return call.tensors[0][1].carries and self._grad.enabled
             return out
         if callable(places):
             places = places(out)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
+from collections.abc import Iterator
 
 import torch
 from torch.autograd import grad_mode
 
 _CHECKPOINT = torch.utils.checkpoint.__file__
+_TORCHS = {grad_mode.__file__, _CHECKPOINT, torch.utils.hooks.__file__}
+"""They set it again, or wrap tensors for backward hooks."""
 
 
 class GradMode:
@@ -37,3 +42,22 @@ class GradMode:
         else:
             self._before.setdefault(owner, self.enabled)
             self.enabled = enabled
+
+    @contextlib.contextmanager
+    def seen(self) -> Iterator[None]:
+        """``torch.is_grad_enabled()`` says what it will say in an ordinary run: models ask, and go
+        another way. Contexts, which restore it, have to know what it is."""
+        really = torch.is_grad_enabled
+
+        def is_grad_enabled() -> bool:
+            caller = sys._getframe(1).f_code.co_filename
+            if caller in _TORCHS or threading.get_ident() != here:
+                return really()
+            return self.enabled
+
+        here = threading.get_ident()
+        torch.is_grad_enabled = is_grad_enabled
+        try:
+            yield
+        finally:
+            torch.is_grad_enabled = really
