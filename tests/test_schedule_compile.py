@@ -51,12 +51,21 @@ def test_mlp(size, plan):
 
 def _needs_a_call():
     torch._dynamo.reset()
-    sch = deepsp.create_schedule(seeded(Mlp))
+    model = seeded(Mlp)
+    sch = deepsp.create_schedule(copy.deepcopy(model))
     _tensor_parallel(sch)
     built, _ = deepsp.build(sch)
     compiled = torch.compile(built, backend="aot_eager", fullgraph=True)
     with pytest.raises(Exception, match="before it is compiled"):
         compiled(data(2, 7, 5))
+    x = data(2, 7, 5).requires_grad_()
+    sch.check(x)
+    torch._dynamo.reset()
+    for m in (model, compiled):
+        m(x).square().sum().backward()
+    gradients = deepsp.consolidate(built, gradients=True)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(gradients[name], p.grad)
 
 
 def test_needs_a_call_before():

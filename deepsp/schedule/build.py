@@ -65,6 +65,12 @@ def build(
         raise ValueError(f"sch is a {type(sch).__name__}; a schedule is right")
     if outputs not in ("whole", "local"):
         raise ValueError(f"outputs is {outputs!r}; 'whole' or 'local' is right")
+    if not (optimizer is None or callable(optimizer) or isinstance(optimizer, Optimizer)):
+        raise ValueError(
+            f"optimizer is a {type(optimizer).__name__}; "
+            "an optimizer, or a function that makes one of parameters, "
+            "functools.partial(AdamW, lr=...), is right"
+        )
     plan = sch.plan
     whole = Schedule(plan, [""])
     whole._open()
