@@ -154,15 +154,22 @@ def _family(model: nn.Module) -> tuple[str, _Names]:
             layers = getattr(module, names.layers, None)
             if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
                 continue
-            needed = [*names.norms, *names.ups, names.down]
-            needed += [f"{names.attention}.{n}" for n in (*names.qkv, names.out)]
-            if _has(module, names.embedding, names.last_norm) and _has(layers[0], *needed):
+            if _has(module, names.embedding, names.last_norm) and _has(layers[0], *_needed(names)):
                 return base, names
-    known = "; ".join(f"{family}: {names}" for family, names in _FAMILIES.items())
+    known = "; ".join(
+        f"{family}: " + ", ".join([*_needed(names), names.embedding, names.last_norm])
+        for family, names in _FAMILIES.items()
+    )
     raise ValueError(
         f"model is a {type(model).__name__}, whose modules have other names than those known "
         f"({known}); write the schedule with deepsp.create_schedule"
     )
+
+
+def _needed(names: _Names) -> list[str]:
+    """In each layer."""
+    attention = [f"{names.attention}.{name}" for name in (*names.qkv, names.out)]
+    return [*names.norms, *attention, *names.ups, names.down]
 
 
 def _has(module: nn.Module, *names: str) -> bool:

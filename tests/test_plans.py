@@ -27,6 +27,8 @@ def _model(family, dropout=0.0, **options):
     else:
         kinds = {
             "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+            "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+            "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
             "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
         }
         make_config, make = kinds[family]
@@ -93,7 +95,27 @@ def _equals_one_process(family, overlap, options):
         (3, "gpt2", True, {}),
         (4, "gpt2", False, {"attn_implementation": "eager"}),
         (2, "qwen3", False, {}),
+        (2, "qwen2", True, {}),
+        (2, "mistral", False, {"sliding_window": 5}),
     ],
 )
 def test_equals_one_process(ranks, family, overlap, options):
     on_ranks(ranks, _equals_one_process, family, overlap, options)
+
+
+def _from_safetensors(family, folder):
+    model = _model(family)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder)
+    dist.barrier()
+    with torch.device("meta"):
+        empty = type(model)(model.config).double()
+    empty.loss_type = "ForCausalLM"
+    built, _ = deepsp.build(tensor_sequence_parallel(empty), checkpoint=folder)
+    # Rotary frequencies aren't in the checkpoint, and float64 ones have float32's values.
+    _compare(model.double(), built.train(), 9, dict(rtol=1e-6, atol=1e-6))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gpt2"])
+def test_from_a_checkpoint_on_the_meta_device(family, tmp_path):
+    on_ranks(2, _from_safetensors, family, str(tmp_path))

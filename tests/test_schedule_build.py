@@ -325,6 +325,27 @@ def _init():
     with pytest.raises(ValueError, match=r"1\.table was on the meta device"):
         deepsp.build(make(), checkpoint=state)
 
+    class Around(nn.Sequential):
+        """As transformers' models: fills buffers that no checkpoint has, if it knows them."""
+
+        def __init__(self, known):
+            super().__init__(nn.Linear(4, 4), Bare())
+            self[1].register_buffer("table", torch.arange(4.0), persistent=False)
+            self.known = known
+
+        def _init_weights(self, module):
+            if self.known:
+                module.table.copy_(torch.arange(4.0))
+
+    for known in (True, False):
+        with torch.device("meta"):
+            sch = deepsp.create_schedule(Around(known))
+        if known:
+            assert deepsp.build(sch, checkpoint=state)[0][1].table.tolist() == [0, 1, 2, 3]
+        else:
+            with pytest.raises(ValueError, match=r"table was on the meta device.*pass init="):
+                deepsp.build(sch, checkpoint=state)
+
     def init(module):
         seen.append(type(module).__name__)
         with torch.no_grad():

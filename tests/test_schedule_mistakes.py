@@ -59,6 +59,21 @@ SAID = {
         lambda s: s["up"].shard("weight", 2),
         r"axis is 2, but up\.weight has 2 dimensions, \[11, 5\]; -2 to 1 is right",
     ),
+    "an axis that is none": (
+        Mlp,
+        lambda s: s["up"].shard("weight", None),
+        "axis is None; a dimension's number is right",
+    ),
+    "a name that is none": (
+        Mlp,
+        lambda s: s["up"].shard(0, 0),
+        r"names is \[0\]; names of parameters are right",
+    ),
+    "replaced by none": (
+        Mlp,
+        lambda s: s["up"].replace(None),
+        "module is None; a module, or a function",
+    ),
     "sharded twice": (
         Mlp,
         lambda s: s["up"].shard("weight", 0).shard("weight", 1),
@@ -490,8 +505,13 @@ def _afterwards():
     sch["0"].sync("fwd_post", "all_gather", -1)
     with pytest.raises(ValueError, match="outputs is 'all'"):
         deepsp.build(sch, outputs="all")
+    with pytest.raises(ValueError, match="optimizer is a str; an optimizer, or a function"):
+        deepsp.build(sch, optimizer="adam")
     built, optimizer = deepsp.build(sch)
     assert optimizer is None
+    for again in (built, nn.Sequential(built[0])):
+        with pytest.raises(ValueError, match="is built already, by another schedule"):
+            deepsp.create_schedule(again)
     for late in (
         lambda: deepsp.build(sch),
         lambda: sch["0"].shard("weight", 0),
@@ -535,7 +555,9 @@ def _printed():
     sch["layers.*"]["mlp"]["up"].shard("weight", 0)
     sch["layers.*.mlp.down"].shard("weight", 1).sync("fwd_post", "reduce_scatter", 1, overlap=True)
     sch["layers"]["[0-2].mlp"].checkpoint()
-    sch["norm"].replace(nn.Identity()).sync("fwd_post", "all_gather", axis=1, grad="replicated")
+    sch["norm"].replace(nn.Identity()).sync(
+        "fwd_post", "all_gather", 1, "replicated", reduce_dtype=torch.float32
+    )
     shown = str(sch)
     assert shown == repr(sch)
     return shown, str(sch["layers.1"])
@@ -557,7 +579,7 @@ ModuleDict over 2 ranks
 │              sync fwd_post reduce_scatter axis=1 overlap
 └─ norm: Identity
       replaced
-      sync fwd_post all_gather axis=1 grad=replicated"""
+      sync fwd_post all_gather axis=1 grad=replicated reduce_dtype=float32"""
 
 
 def test_printed():

@@ -46,7 +46,8 @@ def build(
             directory with one, or with a model.safetensors.index.json. Only this rank's part is
             read from files. None: the model's own.
         init: called with each module that has parameters on the meta device and none of them in
-            the checkpoint, after they were made: fills them. None: its ``reset_parameters()``.
+            the checkpoint, after they were made: fills them. None: its ``reset_parameters()``;
+            for buffers that no checkpoint has, a transformers model's ``_init_weights``.
             Whole parameters get the same random numbers on each rank, sharded ones don't.
         outputs: "local": the model may return sharded tensors. "whole": that's a mistake.
         device: where parameters are made that are on the meta device. None: the default device;
@@ -64,6 +65,12 @@ def build(
         raise ValueError(f"sch is a {type(sch).__name__}; a schedule is right")
     if outputs not in ("whole", "local"):
         raise ValueError(f"outputs is {outputs!r}; 'whole' or 'local' is right")
+    if not (optimizer is None or callable(optimizer) or isinstance(optimizer, Optimizer)):
+        raise ValueError(
+            f"optimizer is a {type(optimizer).__name__}; "
+            "an optimizer, or a function that makes one of parameters, "
+            "functools.partial(AdamW, lr=...), is right"
+        )
     plan = sch.plan
     whole = Schedule(plan, [""])
     whole._open()

@@ -16,11 +16,6 @@ from deepsp.schedule.shards import shards_of
 from deepsp.schedule.swap import Swapped
 
 
-def first_tensor(args: tuple, kwargs: dict) -> Tensor | None:
-    every = (*args, *kwargs.values())
-    return next((x for x in every if isinstance(x, Tensor)), None)
-
-
 class Opaque(Swapped):
     """Its effect says what comes out; what it does isn't followed."""
 

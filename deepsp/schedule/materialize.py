@@ -169,7 +169,7 @@ def _initialize(plan: Plan, made: dict[int, Tensor], filled: set[int], init) -> 
         ]
         if not mine:
             continue
-        fill = init or _own_initialization(name, module, mine[0])
+        fill = init or _own_initialization(plan.model, name, module, mine)
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         parts = sharded(module)
         kept = {n: t.detach().clone() for n, t in tensors.items() if id(t) not in empty}
@@ -185,15 +185,36 @@ def _initialize(plan: Plan, made: dict[int, Tensor], filled: set[int], init) -> 
                     tensors[n].copy_(tensor)
 
 
-def _own_initialization(name: str, module: nn.Module, tensor: str) -> Callable[[nn.Module], None]:
+def _own_initialization(
+    model: nn.Module, name: str, module: nn.Module, empty: list[str]
+) -> Callable[[nn.Module], None]:
+    """What fills a module: its own method; for buffers that no checkpoint has, such as rotary
+    frequencies, the ``_init_weights`` of a transformers model around it."""
     cls = type(module)
     for method in ("reset_parameters", "_reset_parameters"):
         if hasattr(cls, method):
             return getattr(cls, method)
-    raise ValueError(
-        f"{f'{name}.{tensor}'.lstrip('.')} was on the meta device, and {cls.__name__} has no "
-        "reset_parameters() that fills it; pass init=, a function of a module, or checkpoint="
+    path = name.split(".")
+    around = (model.get_submodule(".".join(path[:n])) for n in reversed(range(len(path) + 1)))
+    outer = next((m for m in around if hasattr(m, "_init_weights")), None)
+    buffers = [getattr(module, n) for n in empty if n in module._non_persistent_buffers_set]
+    error = ValueError(
+        f"{f'{name}.{empty[0]}'.lstrip('.')} was on the meta device, and {cls.__name__} has no "
+        "reset_parameters() that fills it; pass init=, a function of a module"
+        + ("" if len(buffers) == len(empty) else ", or checkpoint=")
     )
+    known = len(buffers) == len(empty) and all(b.is_floating_point() for b in buffers)
+    if outer is None or not known:
+        raise error
+
+    def fill(module: nn.Module) -> None:
+        for buffer in buffers:
+            buffer.fill_(torch.nan)
+        outer._init_weights(module)
+        if any(buffer.isnan().any() for buffer in buffers):
+            raise error
+
+    return fill
 
 
 def _fill_with(seed: int, fill: Callable[[nn.Module], None], module: nn.Module) -> int:

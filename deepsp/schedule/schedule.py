@@ -14,7 +14,8 @@ from deepsp.schedule.check import problems
 from deepsp.schedule.picking import Key
 from deepsp.schedule.plan import Plan, tensor_of
 from deepsp.schedule.registry import Effect, Follow, method_of
-from deepsp.schedule.shards import ParameterShard, make_shard, split
+from deepsp.schedule.running import RUNNING
+from deepsp.schedule.shards import ParameterShard, make_shard, shards_of, split
 from deepsp.schedule.sync import Sync
 
 
@@ -35,7 +36,13 @@ def create_schedule(model: nn.Module, group: Group = None) -> Schedule:
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}; a module is right")
-    return Schedule(Plan(model, member_of(group)), [""])
+    member = member_of(group)
+    for name, module in model.named_modules():
+        if RUNNING in vars(module) or shards_of(module):
+            raise ValueError(
+                f"{name or 'model'} is built already, by another schedule; say everything in one"
+            )
+    return Schedule(Plan(model, member), [""])
 
 
 class Schedule:
@@ -88,11 +95,15 @@ class Schedule:
             ValueError: no such parameter; it is sharded already; axis, parts or unit don't fit
                 it or the group; nobody has said how such a module is sharded.
         """
-        names = (names,) if isinstance(names, str) else tuple(names)
+        names = (names,) if isinstance(names, str) or not isinstance(names, Sequence) else names
         if not names:
             raise ValueError("names is empty; at least one parameter is right")
+        if not all(isinstance(name, str) for name in names):
+            raise ValueError(f"names is {list(names)}; names of parameters are right")
+        if not isinstance(axis, int):
+            raise ValueError(f"axis is {axis!r}; a dimension's number is right")
         for module in self._open():
-            _shard(self.plan, module, names, axis, parts, unit)
+            _shard(self.plan, module, tuple(names), axis, parts, unit)
         return self
 
     def sync(
@@ -154,6 +165,11 @@ class Schedule:
                 would go.
         """
         names = self._open()
+        if not callable(module):
+            raise ValueError(
+                f"module is {module!r}; a module, or a function that makes one from the old one, "
+                "is right"
+            )
         if isinstance(module, nn.Module) and len(names) > 1:
             raise ValueError(
                 f"module is one for {len(names)} places; pass a function that makes one from each: "

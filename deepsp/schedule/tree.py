@@ -53,6 +53,8 @@ def _lines(plan: Plan, name: str) -> list[str]:
 def _sync(sync: Sync) -> str:
     what = sync.op or getattr(sync.function, "__name__", type(sync.function).__name__)
     shown = {"axis": sync.axis, "grad": sync.grad, "tensor": sync.tensor}
+    if sync.reduce_dtype is not None:
+        shown["reduce_dtype"] = str(sync.reduce_dtype).removeprefix("torch.")
     options = "".join(f" {key}={value}" for key, value in shown.items() if value is not None)
     return f"sync {sync.mode} {what}{options}{' overlap' if sync.overlap else ''}"
 

@@ -47,7 +47,7 @@ UNARY = words(
     "isinf isnan isneginf isposinf leaky_relu lgamma log log10 log1p log2 logical_not logit "
     "logsigmoid mish nan_to_num prelu quick_gelu rad2deg reciprocal relu relu6 round rrelu rsqrt "
     "sgn sigmoid sign silu sin sinc sinh softplus softshrink softsign sqrt square tan tanh "
-    "tanhshrink threshold trunc isreal signbit special_expit special_erf swish hardswish"
+    "tanhshrink threshold trunc isreal signbit special_expit special_erf swish"
 )
 
 

@@ -21,10 +21,6 @@ def _varargs(call: Call, name: str):
     return call.kwargs[name]
 
 
-def same_axis(call: Call, out) -> Place:
-    return call.place(call.args[0])
-
-
 def transpose(call: Call, out: Tensor) -> Place:
     x = call.args[0]
     place = call.place(x)
