@@ -192,3 +192,114 @@ def _drops():
 
 def test_own_random_numbers_after_a_childs():
     on_ranks(2, _drops)
+
+
+# ----------------------------------------------------------------------- what isn't seen
+
+
+@torch.jit.script
+def _scripted(x):
+    return x * torch.sigmoid(1.702 * x)
+
+
+class _Unseen(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.up, self.how = nn.Linear(4, 6), how
+
+    def forward(self, x):
+        x = self.up(x)
+        if self.how == "scripted":
+            x = _scripted(x)
+        elif self.how == "turned off":
+            with torch._C.DisableTorchFunction():
+                x = x.sigmoid().mul(2)
+        elif self.how == "mean over tokens":
+            return x.sum(1) / x.size(1)
+        elif self.how == "mean over features":
+            return x.sum(-1) * (1 / x.shape[-1])
+        elif self.how == "scaled":
+            x = x * x.shape[-1] ** -0.5
+        return x.square().sum(-1)
+
+
+def _refused(how, axis, message):
+    sch = deepsp.create_schedule(_Unseen(how).double())
+    if axis == 1:
+        sch["up"].sync("fwd_pre", "scatter", axis=1)
+    else:
+        sch["up"].shard("weight", 0).sync("bwd_post", "all_reduce")
+    sch.sync("fwd_post", "all_reduce")
+    built, _ = deepsp.build(sch)
+    with pytest.raises(ValueError, match=message):
+        built(torch.ones(2, 5, 4).double())
+
+
+@pytest.mark.parametrize(
+    ("how", "axis", "message"),
+    [
+        ("turned off", 2, "called by something that can't be followed"),
+        ("mean over tokens", 1, "it computes with [23], which comes from the length of a sharded"),
+        ("mean over features", 2, "it computes with 0.33+, which comes from the length"),
+        ("scaled", 2, "which comes from the length of a sharded dimension"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused(how, axis, message):
+    on_ranks(2, _refused, how, axis, message)
+
+
+def _script():
+    """A scripted function is followed op by op."""
+    torch.manual_seed(0)
+    model = _Unseen("scripted").double()
+    sch = deepsp.create_schedule(copy.deepcopy(model))
+    sch["up"].shard("weight", 0).sync("bwd_post", "all_reduce")
+    sch.sync("fwd_post", "all_reduce")
+    built, _ = deepsp.build(sch)
+    x = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0)).double()
+    y, z = model(x), built(x)
+    torch.testing.assert_close(z, y)
+    for out in (y, z):
+        out.square().sum().backward()
+    gradients = deepsp.consolidate(built, gradients=True)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(gradients[name], p.grad)
+
+
+def test_scripted_functions():
+    on_ranks(2, _script)
+
+
+class _Shapes(nn.Module):
+    """Sizes of sharded tensors that shape others."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x):
+        x = self.up(x)
+        b, s, h = x.shape
+        x = x.view(b, s, -1, 3).reshape(b, s, h)
+        x = x + torch.zeros(b, s, h, dtype=x.dtype)
+        x = x.transpose(1, 2).reshape(b, h, -1).transpose(1, 2)
+        return self.down(x) / b
+
+
+def _shapes():
+    torch.manual_seed(0)
+    model = _Shapes().double()
+    sch = deepsp.create_schedule(copy.deepcopy(model))
+    sch["up"].shard("weight", 0, unit=3).sync("bwd_post", "all_reduce")
+    sch["down"].shard("weight", 1, unit=3).sync("fwd_post", "all_reduce")
+    built, _ = deepsp.build(sch)
+    x = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0)).double()
+    for m in (model, built):
+        m(x).square().sum().backward()
+    gradients = deepsp.consolidate(built, gradients=True)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(gradients[name], p.grad)
+
+
+def test_sizes_may_shape_tensors():
+    on_ranks(2, _shapes)

@@ -20,12 +20,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from deepsp.groups import Member
 from deepsp.schedule import randomness
-from deepsp.schedule.flow import backward, drawing, functions, names, pointwise, writes
+from deepsp.schedule.flow import (
+    backward,
+    calls,
+    drawing,
+    writes,
+)
 from deepsp.schedule.flow.arguments import copied
 from deepsp.schedule.flow.gradmode import GradMode
-from deepsp.schedule.flow.naming import name_of
+from deepsp.schedule.flow.unseen import Unseen
 from deepsp.schedule.flow.values import (
-    Call,
     Entry,
     Place,
     Split,
@@ -102,7 +106,8 @@ class Flow:
         self.stack: list[nn.Module] = []
         self.drawn_in: dict[nn.Module, set[nn.Module]] = {}  # those that called what draws
         self._paused = 0
-        self._grad = GradMode()
+        self.grad = GradMode()
+        self.unseen = Unseen(self)
 
     # ---- the run
 
@@ -129,7 +134,7 @@ class Flow:
         ]
         _local.flow = self
         try:
-            with torch.no_grad(), self._grad.seen(), self._following_modules(), _Mode(self):
+            with torch.no_grad(), self.grad.seen(), self._following_modules(), self._modes():
                 out = self.model(*args, **kwargs)
             self._finish(out)
         finally:
@@ -204,6 +209,15 @@ class Flow:
                 handle.remove()
 
     @contextlib.contextmanager
+    def _modes(self) -> Iterator[None]:
+        with self.unseen, _Mode(self):
+            yield
+
+    @property
+    def is_paused(self) -> bool:
+        return self._paused > 0
+
+    @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """What is called in here isn't followed."""
         self._paused += 1
@@ -232,6 +246,13 @@ class Flow:
             ValueError: it wasn't, but was made of one that was, unseen.
         """
         name = self.names.get(id(tensor))
+        if tensor in self.unseen.made:
+            self.fail(
+                self.unseen.made[tensor],
+                "it was called by something that can't be followed, such as an extension: compute "
+                "it with torch functions, or register a method for the module "
+                "(deepsp.register_shard_method)",
+            )
         made_of = None if name else writes.shares_memory(self, tensor)
         if made_of is not None:
             self.fail(
@@ -299,7 +320,7 @@ class Flow:
         where = sync.module_name or "the model"
         made = Value(
             place,
-            value.carries and self._grad.enabled,
+            value.carries and self.grad.enabled,
             f"what {sync.op} ({sync.mode}) at {where} makes",
         )
         self.tape.append(Entry(f"{sync.mode} {sync.op}", where, [value], [made], sync))
@@ -311,7 +332,7 @@ class Flow:
         value = self.value(x)
         with self.paused():
             out = x.view_as(x)
-        made = Value(value.place, value.carries and self._grad.enabled, value.name)
+        made = Value(value.place, value.carries and self.grad.enabled, value.name)
         sync = Trusted()
         self.tape.append(Entry("a bwd_post function", self.where(), [value], [made], sync))
         self.values[out] = made
@@ -322,7 +343,7 @@ class Flow:
         values = [self.value(t) for t in tensors_in(inputs)]
         outs = []
         for t in tensors_in(output):
-            carries = differentiable(t) and self._grad.enabled
+            carries = differentiable(t) and self.grad.enabled
             value = Value(
                 internal(placement, t, self.member[0]), carries, f"the output of {module_name}"
             )
@@ -332,125 +353,6 @@ class Flow:
             self.values[t] = value
         self.tape.append(Entry("forward", module_name, values, outs))
 
-    # ---- what torch functions do
-
-    def call(self, func, args, kwargs):
-        """A torch function, called by the model."""
-        raw = getattr(func, "__name__", str(func))
-        if raw == "_set_grad_enabled":
-            self._grad.set(args[0])
-            return func(*args, **kwargs)
-        if self._paused:
-            return func(*args, **kwargs)
-        name, inplace = name_of(func, raw)
-        call = Call(self, name, args, kwargs)
-        rule = None
-        if self.any_not_whole(call.tensors) or name.startswith("deepsp."):
-            rule = self._rule(call)
-        places = rule(call) if rule is not None and name in functions.BEFORE else None
-        before = randomness.states()
-        try:
-            out = func(*args, **kwargs)
-        except (RuntimeError, IndexError, TypeError) as error:
-            what = ", ".join(f"{v.name}: {v.place}" for _, v in call.tensors)
-            error.add_note(f"In the schedule's dry run, in {self.where()}: {name} of {what}.")
-            raise
-        made = [t for t in tensors_in(out)]
-        if not made and not inplace:
-            self._read(call)
-            if name == "requires_grad" and isinstance(out, bool):  # as in an ordinary run
-                return call.tensors[0][1].carries and self._grad.enabled
-            return out
-        if callable(places):
-            places = places(out)
-        elif rule is not None and places is None:
-            places = rule(call, out)
-        drawing.note(self, call, before)
-        if inplace:
-            made = [args[0]]
-        self._record(call, made, places, inplace)
-        return out
-
-    def _read(self, call: Call) -> None:
-        """What Python has seen has to be the same on every rank."""
-        value = next((v for _, v in call.tensors if not v.whole), None)
-        if value is not None and call.name in names.READS:
-            call.fail(
-                f"its numbers are read, but {value.name} is {value.place}: each rank would see "
-                "others; gather or reduce it before"
-            )
-
-    def _rule(self, call: Call):
-        name = call.name
-        rule = functions.BEFORE.get(name) or functions.AFTER.get(name)
-        if rule is not None:
-            return rule
-        if not call.tensors or (not self.any_not_whole(call.tensors) and "deepsp." not in name):
-            return None
-        value = next((v for _, v in call.tensors if not v.whole), None)
-
-        def unknown(call: Call, out):
-            if value is None:
-                call.fail(
-                    "this op communicates, which isn't followed inside of a module: let the "
-                    "schedule do it (sync)"
-                )
-            fix = "fwd_post all_reduce" if value.partial else "fwd_pre all_gather"
-            call.fail(
-                f"what it does to {value.name}, which is {value.place}, isn't known; make it whole "
-                f"before (sync with {fix}), or shard a module around it with a registered method"
-            )
-
-        return unknown
-
-    def _record(self, call: Call, made: list[Tensor], places, inplace: bool) -> None:
-        if not isinstance(places, list):
-            places = [WHOLE if places is None else places] * len(made)
-        inputs = [v for _, v in call.tensors]
-        carries = (
-            self._grad.enabled and any(v.carries for v in inputs) and (call.name not in names.LIKE)
-        )
-        uniform = call.name in names.FILLED or (
-            bool(inputs)
-            and all(v.uniform for v in inputs)
-            and (call.name in _KEEP_UNIFORM or functions.BEFORE.get(call.name) in _POINTWISE)
-            and call.name not in names.DROPOUTS | names.RANDOM
-        )
-        since = next((v.since for v in inputs if v.since), "")
-        where = self.where()
-        outputs = []
-        for tensor, place in zip(made, places, strict=True):
-            if not inplace and any(tensor is t for t, _ in call.tensors):
-                continue  # returned as it is: contiguous(), to()
-            value = Value(
-                place, carries and differentiable(tensor), f"what {call.name} in {where} makes"
-            )
-            value.uniform = uniform
-            if value.partial:
-                value.since = since or where
-            outputs.append((tensor, value))
-        if inplace:
-            writes.overwrite(self, call, outputs)
-        sync = getattr(call, "sync", None)
-        if sync is not None:
-            inputs = [inputs[0]]
-        carrying = [v for _, v in outputs if v.carries]
-        if carrying:
-            self.tape.append(
-                Entry(call.name, where, [v for v in inputs if v.carries], carrying, sync)
-            )
-        for tensor, value in outputs:
-            self.values[tensor] = value
-        if inplace:
-            writes.pass_to_aliases(self, call, outputs)
-
-
-_KEEP_UNIFORM = names.words(
-    "view reshape expand expand_as unsqueeze squeeze transpose permute getitem broadcast_to "
-    "contiguous to type float double half bfloat16 clone type_as detach neg"
-)
-_POINTWISE = (pointwise.pointwise, pointwise.same)
-
 
 class _Mode(TorchFunctionMode):
     def __init__(self, flow: Flow):
@@ -458,4 +360,4 @@ class _Mode(TorchFunctionMode):
         self.flow = flow
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        return self.flow.call(func, args, kwargs or {})
+        return calls.follow(self.flow, func, args, kwargs or {})

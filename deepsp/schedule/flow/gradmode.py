@@ -27,7 +27,7 @@ class GradMode:
         self._before: dict[int, bool] = {}
 
     def set(self, enabled: bool) -> None:
-        """Called from within ``Flow.call``, that from ``__torch_function__``."""
+        """Called from within ``calls.follow``, that from ``__torch_function__``."""
         frame, context = sys._getframe(3), None
         while frame is not None and frame.f_code.co_filename == grad_mode.__file__:
             context, frame = frame, frame.f_back
