@@ -93,7 +93,8 @@ def _graph():
 
     def function(x, w):
         pending = deepsp.reduce_scatter_start(x @ w, 1)
-        return pending.wait() * (w @ w).sum()
+        between = (w @ w).sum()
+        return pending.wait() * between
 
     torch._dynamo.reset()
     config = torch._inductor.config
