@@ -39,7 +39,8 @@ std::vector<at::Tensor> all_gather_wait_meta(
   // As point to point has it; where blocks are padded, uneven ones are copied out, and long rows
   // may be views, too.
   if (layout.outer == 1) {
-    return {buffer.view({-1}).narrow_symint(0, 0, layout.elements()).view_symint(shape)};
+    const at::Tensor flat = buffer.view_symint({layout.slot() * layout.parts()});
+    return {flat.narrow_symint(0, 0, layout.elements()).view_symint(shape)};
   }
   return {at::empty_symint(shape, buffer.options())};
 }

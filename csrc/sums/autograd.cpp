@@ -140,7 +140,7 @@ struct AllReduceStart : Function<AllReduceStart> {
           buffer, s.shapes, s.dims, "partial", s.rank, s.size, s.group_name, s.reduce_dtype);
     } else {
       gradients = views_of(
-          buffer.view({-1}),
+          buffer.view_symint({buffer.sym_numel()}),
           check_sum_wait(buffer, s.shapes, s.dims, "replicated", s.rank, s.size, s.reduce_dtype)
               .of);
     }
