@@ -38,7 +38,8 @@ std::vector<at::Tensor> all_gather_wait_meta(
   const SymAlong layout = check_buffer(buffer, dim, sizes, shape, rank);
   // As point to point has it; where blocks are padded, uneven ones are copied out, and long rows
   // may be views, too.
-  if (layout.outer == 1) {
+  // Meta views know no symbolic shapes; functionalization cuts the alias anyway.
+  if (layout.outer == 1 && !layout.slot().is_symbolic() && !layout.elements().is_symbolic()) {
     const at::Tensor flat = buffer.view_symint({layout.slot() * layout.parts()});
     return {flat.narrow_symint(0, 0, layout.elements()).view_symint(shape)};
   }
