@@ -11,6 +11,8 @@ from reference import draw
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import deepsp
+from deepsp.compile.graphs import target_of
+from deepsp.compile.overlap import keep_overlap
 from deepsp.layout import seq_lens
 
 
@@ -84,26 +86,35 @@ def test_inductor(ranks, dim, dtype):
     on_ranks(ranks, _compiled, "inductor", dim, dtype)
 
 
+_LAUNCHES = ("all_to_all_single.default", "all_gather_into_tensor.default")
+
+
 def _graph():
-    """Inductor's own graph: its collectives, and what was computed while they travel."""
+    """The graph that Inductor schedules: what is computed while its collectives travel."""
     names = []
 
     def note(graph):
-        names.append([n.target.__name__ for n in graph.nodes if n.op == "call_function"])
+        keep_overlap(graph)  # what Inductor's passes moved goes back
+        names.append([target_of(n).__name__ for n in graph.nodes if n.op == "call_function"])
 
-    def function(x, w):
-        pending = deepsp.reduce_scatter_start(x @ w, 1)
+    def function(x, w, part):
+        scattered, gathered = (
+            deepsp.reduce_scatter_start(x @ w, 1),
+            deepsp.all_gather_start(part.sin(), 1, grad="replicated"),
+        )
         between = (w @ w).sum()
-        return pending.wait() * between
+        return scattered.wait() * between, gathered.wait() * between
 
     torch._dynamo.reset()
     config = torch._inductor.config
     with config.patch(post_grad_custom_post_pass=note, force_disable_caches=True):
         compiled = torch.compile(function, fullgraph=True)
-        compiled(torch.ones(2, 4, 4), torch.ones(4, 4))
+        compiled(torch.ones(2, 4, 4), torch.ones(4, 4), torch.ones(2, 2, 4))
     (graph,) = names
-    launch, wait = graph.index("all_to_all_single.default"), graph.index("wait_tensor.default")
-    assert "mm.default" in graph[launch:wait], graph
+    launches = [i for i, n in enumerate(graph) if n in _LAUNCHES]
+    waits = [i for i, n in enumerate(graph) if n == "wait_tensor.default"]
+    assert len(launches) == len(waits) == 2 and launches[1] < waits[0], graph
+    assert "mm.default" in graph[launches[1] : waits[0]], graph
 
 
 def test_inductors_graph():

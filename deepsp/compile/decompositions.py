@@ -18,7 +18,7 @@ import torch
 import torch.compiler.config
 
 from deepsp._after_import import after_import, forget
-from deepsp.compile import along_dim, exchange, gather, projection, sums, tensor_parallel
+from deepsp.compile import along_dim, exchange, gather, overlap, projection, sums, tensor_parallel
 
 _TABLE = "torch._inductor.decomposition"
 
@@ -69,25 +69,22 @@ def _fill() -> None:
     table = sys.modules[_TABLE].decompositions
     for name, function in _DECOMPOSITIONS.items():
         table[getattr(torch.ops.deepsp, name).default] = function
-    from deepsp.compile import overlap  # only now: it needs Inductor
-
-    overlap.install()
 
 
 def install() -> None:
-    """Adds the decompositions to Inductor's table, and the pass that keeps their order, now or
-    when Inductor is imported."""
+    """Adds the pass that keeps our ops' order to Inductor's passes, and the decompositions to its
+    table: the first now, for a ``config.patch`` around the first compilation would undo it later,
+    the others when Inductor is imported."""
+    overlap.install()
     after_import(_TABLE, _fill)
 
 
 def uninstall() -> None:
     """Undoes :func:`install`: Inductor then calls the C++ kernels, as other backends do."""
     forget(_TABLE)
+    overlap.uninstall()
     tag = torch.compiler.config.cache_key_tag
     torch.compiler.config.cache_key_tag = tag.replace(_CACHE_TAG, "")
     if _TABLE in sys.modules:
-        from deepsp.compile import overlap
-
-        overlap.uninstall()
         for name in _DECOMPOSITIONS:
             sys.modules[_TABLE].decompositions.pop(getattr(torch.ops.deepsp, name).default, None)

@@ -13,7 +13,6 @@ The order of collectives is left alone, and so many bytes at most are brought in
 from __future__ import annotations
 
 import itertools
-import operator
 
 import torch
 from torch import fx
@@ -22,31 +21,20 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.utils._ordered_set import OrderedSet
 
 from deepsp.compile.graphs import (
+    WAIT,
     bytes_of,
     computes,
     is_collective,
+    moves,
     passes,
     tensor_of,
     tie,
     uuid_after,
 )
 
-_aten = torch.ops.aten
-_START = torch.ops._c10d_functional.all_to_all_single.default
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
-_VIEWS = {
-    operator.getitem,
-    _aten.view.default,
-    _aten.slice.Tensor,
-    _aten.select.int,
-    _aten.permute.default,
-    _aten.transpose.int,
-    _aten.as_strided.default,
-    _aten.expand.default,
-    _aten.unsqueeze.default,
-    _aten.squeeze.dim,
-    _aten.split_with_sizes.default,
-}
+_c10d = torch.ops._c10d_functional
+_START = _c10d.all_to_all_single.default
+_GATHER = _c10d.all_gather_into_tensor.default
 MAX_IN_FLIGHT = 1 << 30
 
 
@@ -55,10 +43,19 @@ def _is_ours(node: fx.Node) -> bool:
     return getattr(node.meta.get("original_aten"), "namespace", None) == "deepsp"
 
 
+def _is_start(node: fx.Node) -> bool:
+    """Whether the node launches a collective of ours that a wait of ours completes. When weights
+    are gathered is another pass's choice."""
+    made_by = getattr(node.meta.get("original_aten"), "_opname", "")
+    return _is_ours(node) and (
+        node.target is _START or (node.target is _GATHER and made_by.startswith("all_gather"))
+    )
+
+
 def raise_starts(graph: fx.Graph) -> None:
     """Moves each exchange of ours, with what it is computed from, to behind the collective before
     it, or behind the wait that it needs, unless too much would be in flight there."""
-    for start in [n for n in graph.nodes if n.target is _START and _is_ours(n)]:
+    for start in [n for n in graph.nodes if _is_start(n)]:
         nodes = list(graph.nodes)
         place = {node: i for i, node in enumerate(nodes)}
         needed, stack = set(), [start]
@@ -72,7 +69,7 @@ def raise_starts(graph: fx.Graph) -> None:
             for n in nodes[: place[start]]
             if n.op == "placeholder"
             or is_collective(n)
-            or (n in needed and n.target is _WAIT)
+            or (n in needed and n.target is WAIT)
             or n.is_impure()
         ]
         if not barriers:
@@ -80,10 +77,10 @@ def raise_starts(graph: fx.Graph) -> None:
         after = barriers[-1]
         moved = [n for n in nodes[place[after] + 1 : place[start]] if n in needed]
         passed = [n for n in nodes[place[after] + 1 : place[start]] if n not in needed]
-        if not any(computes(n) or n.target is _WAIT for n in passed):
+        if not any(computes(n) or n.target is WAIT for n in passed):
             continue
-        waited = {n.args[0] for n in nodes[: place[after] + 1] if n.target is _WAIT}
-        flying = [n for n in nodes[: place[after] + 1] if n.target is _START and n not in waited]
+        waited = {n.args[0] for n in nodes[: place[after] + 1] if n.target is WAIT}
+        flying = [n for n in nodes[: place[after] + 1] if _is_start(n) and n not in waited]
         if sum(bytes_of(n) for n in [*flying, start]) > MAX_IN_FLIGHT:
             continue
         for node in [*moved, start]:
@@ -92,15 +89,24 @@ def raise_starts(graph: fx.Graph) -> None:
 
 
 def sink_waits(graph: fx.Graph) -> None:
-    """Moves each wait of ours, and the views of what it gives, to its first use."""
+    """Moves each wait of ours, and what is made of nothing but what arrived (views, copies, sums of
+    the ranks' blocks), to its first use."""
     place = {node: i for i, node in enumerate(graph.nodes)}
-    views = {n for n in graph.nodes if n.target is _WAIT and n.args[0].target is _START}
-    views = {n for n in views if _is_ours(n.args[0])}
+    sinks: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.target in _VIEWS and node.args[0] in views:
-            views.add(node)
+        if node.target is WAIT:
+            if _is_ours(node):
+                sinks.add(node)
+        elif (
+            node.op == "call_function"
+            and node.all_input_nodes
+            and sinks.issuperset(node.all_input_nodes)
+            and (moves(node) or _is_ours(node))
+            and not is_collective(node)
+        ):
+            sinks.add(node)
     for node in reversed(list(graph.nodes)):
-        if node in views and node.users:
+        if node in sinks and node.users:
             first = min(node.users, key=place.__getitem__)
             first.prepend(node)
             place[node] = place[first] - 0.5
@@ -112,9 +118,9 @@ def keep_overlap(graph: fx.Graph) -> None:
     sink_waits(graph)
     place = {node: i for i, node in enumerate(graph.nodes)}
     nodes = list(place)
-    starts = [n for n in nodes if n.target is _START and _is_ours(n)]
+    starts = [n for n in nodes if _is_start(n)]
     after: dict[fx.Node, OrderedSet[fx.Node]] = {}
-    for wait in graph.find_nodes(op="call_function", target=_WAIT):
+    for wait in graph.find_nodes(op="call_function", target=WAIT):
         start = wait.args[0]
         if start not in starts:
             continue
