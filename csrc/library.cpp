@@ -86,6 +86,16 @@ TORCH_LIBRARY(deepsp, m) {
   // query head in each.
   m.def("head_chunks(int num_heads, int parts, int chunks) -> int", pure);
 
+  // --- agreement
+
+  // ValueError on every rank, naming who says what, unless all ranks of the group pass the same
+  // `arguments`, each of which begins with its name. `op`: what the error begins with; `like`: a
+  // tensor on the device to communicate from.
+  m.def(
+      "check_agreement(str op, str[] arguments, Tensor like, int rank, int size, "
+      "str group_name) -> ()",
+      collective);
+
   // --- exchange
 
   // inputs[i] [B, S_rank, H_i, D_i] -> [B, S, h_i, D_i]: views, with the last
@@ -96,11 +106,11 @@ TORCH_LIBRARY(deepsp, m) {
       "seq_to_heads(Tensor[] inputs, SymInt[] seq_lens, int rank, str group_name) -> Tensor[]",
       collective);
   // Its adjoint: inputs[i] [B, S, h_i, D_i] -> [B, S_rank, H_i, D_i], fresh and
-  // contiguous. What several ranks say of one head is summed, in rank order, in
-  // float32 (float64 for float64).
+  // contiguous; tokens_first: lying in memory as [S_rank, B, H_i, D_i]. What several
+  // ranks say of one head is summed, in rank order, in float32 (float64 for float64).
   m.def(
       "heads_to_seq(Tensor[] inputs, SymInt[] num_heads, SymInt[] seq_lens, int rank, "
-      "str group_name) -> Tensor[]",
+      "str group_name, *, bool tokens_first=False) -> Tensor[]",
       collective);
   // The same in two halves. What a start returns is on its way: nobody may read
   // it, and nobody may write to the inputs, until it was waited for, once. A wait
@@ -124,7 +134,8 @@ TORCH_LIBRARY(deepsp, m) {
   // The buffers of all chunks, in order.
   m.def(
       "heads_to_seq_wait(Tensor[] buffers, SymInt[] num_heads, SymInt[] head_dims, "
-      "SymInt batch, SymInt[] seq_lens, int rank, str group_name) -> Tensor[]",
+      "SymInt batch, SymInt[] seq_lens, int rank, str group_name, *, "
+      "bool tokens_first=False) -> Tensor[]",
       collective);
 
   // --- linear layers around the exchange
@@ -174,11 +185,12 @@ TORCH_LIBRARY(deepsp, m) {
   // q [B, S_rank, Hq, D], k [B, S_rank, Hkv, D], v [B, S_rank, Hkv, Dv] ->
   // [B, S_rank, Hq, Dv]: scaled_dot_product_attention over the whole sequence.
   // Masks are global. chunks: the exchange of one chunk of heads is in flight
-  // while attention works on another.
+  // while attention works on another. layout: "bshd", or "sbhd" or "bhsd": where
+  // q, k, v and the output have their dimensions batch, sequence, heads and head_dim.
   m.def(
       "distributed_attention(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, float dropout_p, "
       "bool is_causal, float? scale, bool enable_gqa, int chunks, SymInt[] seq_lens, int rank, "
-      "str group_name) -> Tensor",
+      "str group_name, *, str layout='bshd') -> Tensor",
       collective);
   // What a chunk's query heads read of k or v: `received` is what each wait so far
   // has given, [B, S, h, D], the first chunk's first. Each head is repeated for its

@@ -37,8 +37,8 @@ from deepsp.ops import (
     seq_to_heads,
     seq_to_heads_start,
 )
+from deepsp.randomness import sharded_randomness
 from deepsp.schedule import build, consolidate, create_schedule, register_shard_method
-from deepsp.schedule.randomness import sharded_randomness
 from deepsp.sharding import shard_parameters
 from deepsp.state import full_state_dict, load_full_state_dict
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from deepsp.groups import Group, member_of
+from deepsp import local
+from deepsp.groups import Group, compare_calls, member_of
 from deepsp.layout import lens_or_equal
 
 
@@ -23,6 +25,7 @@ def distributed_attention(
     group: Group = None,
     seq_lens: Sequence[int] | None = None,
     chunks: int = 1,
+    layout: str = "bshd",
 ) -> Tensor:
     """``scaled_dot_product_attention`` over the whole sequence, of which each rank holds a part.
 
@@ -31,7 +34,9 @@ def distributed_attention(
         k: [B, S_r, Hkv, D].
         v: [B, S_r, Hkv, Dv].
         attn_mask: bool or additive, as for the whole sequence: broadcastable to [B, Hq, S, S].
-        dropout_p: probability of dropping a weight.
+        dropout_p: probability of dropping a weight. Masks differ from head to head, on all ranks,
+            and follow from ``torch.manual_seed`` where every rank calls it alike; compiled code
+            draws the same on ranks that are seeded alike.
         is_causal: a token attends to itself and the tokens before it, of the whole sequence.
         scale: of the scores; None: 1/sqrt(D).
         enable_gqa: query head j reads kv head ``j // (Hq // Hkv)``; needed where Hkv != Hq.
@@ -40,30 +45,39 @@ def distributed_attention(
         chunks: into how many parts each rank's heads are cut; while attention works on one, the
             exchange of the others is in flight. At most as many as leave every rank a query head in
             each.
+        layout: "bshd", as the shapes are given here, or "sbhd" or "bhsd": where q, k, v and what is
+            returned have batch, sequence, heads and head_dim. No layout costs a copy.
 
     Returns:
-        [B, S_r, Hq, Dv], contiguous.
+        [B, S_r, Hq, Dv], contiguous; in the layout "bhsd" as ``scaled_dot_product_attention``
+        returns it: a transposed view of [B, S_r, Hq, Dv].
 
     Raises:
         ValueError: arguments that don't fit each other or the group.
 
     The sharding is that of DeepSpeed-Ulysses (Jacobs et al., 2023, arXiv:2309.14509).
     """
-    rank, size, name = member_of(group)
-    return torch.ops.deepsp.distributed_attention(
-        q,
-        k,
-        v,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale,
-        enable_gqa,
-        chunks,
-        lens_or_equal(seq_lens, q.size(1), size),
-        rank,
-        name,
-    )
+    member = member_of(group)
+    local.check_layout(layout)
+    local.check_four(q, "q", layout)
+    rank, size, name = member
+    lens = lens_or_equal(seq_lens, q.size(layout.index("s")), size)
+    with local.randomness_of(member) if dropout_p > 0 else contextlib.nullcontext():
+        return torch.ops.deepsp.distributed_attention(
+            q,
+            k,
+            v,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale,
+            enable_gqa,
+            chunks,
+            lens,
+            rank,
+            name,
+            layout=layout,
+        )
 
 
 class DistributedAttention(nn.Module):
@@ -72,17 +86,24 @@ class DistributedAttention(nn.Module):
     Args:
         local_attention: called as ``local_attention(q, k, v, *args, **kwargs)`` with
             q [B, S, h, D] and k, v [B, S, h_kv, D] (``h % h_kv == 0``), the whole sequence of some
-            heads; returns [B, S, h, Dv]. None: ``scaled_dot_product_attention``, with its
-            arguments, as :func:`distributed_attention` takes them.
+            heads; returns [B, S, h, Dv]. All in ``layout``. None:
+            ``scaled_dot_product_attention``, with its arguments, as
+            :func:`distributed_attention` takes them. If it declares an argument ``head_indices``,
+            it gets the global indices of its query heads there, int64 [h].
         group: the sequence group.
         chunks: as in :func:`distributed_attention`; ``local_attention`` is called once a chunk.
+        layout: as in :func:`distributed_attention`.
 
     Each call of a local attention returns memory of its own, since what it returned before may
     still be on its way, and doesn't write to k and v, which chunks may share. Under autocast, q, k
     and v travel as they are given.
 
-    Whatever a local attention knows per head (slopes, sinks, a block mask) it takes for this rank's
-    heads: :func:`deepsp.local_heads`.
+    What a local attention knows per head (slopes, sinks) it takes for the heads that it sees:
+    ``slopes[head_indices]``. What describes the sequence (``cu_seqlens``, position ids, a block
+    mask) is the whole sequence's, the same on every rank. Random numbers in it differ by rank,
+    and follow from ``torch.manual_seed``, as for dropout in :func:`distributed_attention`.
+
+    The first call compares lengths, shapes, dtypes and what needs a gradient across the group.
     """
 
     def __init__(
@@ -90,17 +111,22 @@ class DistributedAttention(nn.Module):
         local_attention: Callable[..., Tensor] | None = None,
         group: Group = None,
         chunks: int = 1,
+        layout: str = "bshd",
     ):
         super().__init__()
+        local.check_layout(layout)
         if chunks < 1:
             raise ValueError(f"chunks is {chunks}; at least 1 is right")
         self.local_attention = local_attention
         self.member = member_of(group)
         self.chunks = chunks
+        self.layout = layout
+        self._head_indices = local.wants_head_indices(local_attention)
+        self._compared = False
 
     def extra_repr(self) -> str:
         rank, size, _ = self.member
-        return f"rank={rank}, size={size}, chunks={self.chunks}"
+        return f"rank={rank}, size={size}, chunks={self.chunks}, layout={self.layout}"
 
     def forward(
         self,
@@ -111,25 +137,34 @@ class DistributedAttention(nn.Module):
         seq_lens: Sequence[int] | None = None,
         **kwargs,
     ) -> Tensor:
-        """q [B, S_r, Hq, D], k and v [B, S_r, Hkv, D] -> [B, S_r, Hq, Dv]. ``seq_lens``: tokens of
-        each rank; None: all hold as many as this one. Anything else goes to the local attention."""
+        """q [B, S_r, Hq, D], k and v [B, S_r, Hkv, D] -> [B, S_r, Hq, Dv], or as ``layout`` has
+        them. ``seq_lens``: tokens of each rank; None: all hold as many as this one. Anything else
+        goes to the local attention."""
+        for x, of in ((q, "q"), (k, "k"), (v, "v")):
+            local.check_four(x, of, self.layout)
+        rank, size, name = self.member
+        lens = lens_or_equal(seq_lens, q.size(self.layout.index("s")), size)
+        if not self._compared and not torch.compiler.is_compiling():
+            self._compare(q, k, v, lens)
         if self.local_attention is None:
             return distributed_attention(
-                q, k, v, *args, group=self.member, seq_lens=seq_lens, chunks=self.chunks, **kwargs
+                q,
+                k,
+                v,
+                *args,
+                group=self.member,
+                seq_lens=lens,
+                chunks=self.chunks,
+                layout=self.layout,
+                **kwargs,
             )
-        for x, of in ((q, "q"), (k, "k"), (v, "v")):
-            if x.dim() != 4:
-                raise ValueError(
-                    f"{of} has {x.dim()} dimensions; four are right: [batch, sequence, heads, "
-                    "head_dim]"
-                )
+        order = local.ORDERS[self.layout]
+        q, k, v = (x.permute(order) for x in (q, k, v))
         if k.size(2) != v.size(2) or k.size(2) == 0 or q.size(2) % k.size(2) != 0:
             raise ValueError(
                 f"q, k and v have {q.size(2)}, {k.size(2)} and {v.size(2)} heads; k and v need the "
                 "same number, which divides that of q"
             )
-        rank, size, name = self.member
-        lens = lens_or_equal(seq_lens, q.size(1), size)
         batch, _, num_heads, _ = q.shape
         num_kv_heads = k.size(2)
         shape = ([num_heads, num_kv_heads, v.size(2)], [q.size(3), k.size(3), v.size(3)], batch)
@@ -149,17 +184,45 @@ class DistributedAttention(nn.Module):
                 torch.ops.deepsp.kv_of_chunk(x, num_heads, num_kv_heads, chunk, chunks, rank, size)
                 for x in (ks, vs)
             )
-            out = self.local_attention(q_all, k_all, v_all, *args, **kwargs)
-            if out.dim() != 4 or out.shape[:3] != q_all.shape[:3]:
-                raise ValueError(
-                    f"local_attention returned shape {tuple(out.shape)}; "
-                    f"{tuple(q_all.shape[:3])} and a head dimension is right"
-                )
+            out = local.attend(
+                self.local_attention,
+                (q_all, k_all, v_all),
+                args,
+                kwargs,
+                head_indices=self._head_indices,
+                num_heads=num_heads,
+                chunk=chunk,
+                chunks=chunks,
+                member=self.member,
+                layout=self.layout,
+            )
             leaving.append(
                 torch.ops.deepsp.heads_to_seq_start(
                     [out], [num_heads], lens, chunk, chunks, rank, name
                 )
             )
         return torch.ops.deepsp.heads_to_seq_wait(
-            leaving, [num_heads], [out.size(3)], batch, lens, rank, name
-        )[0]
+            leaving,
+            [num_heads],
+            [out.size(3)],
+            batch,
+            lens,
+            rank,
+            name,
+            tokens_first=self.layout == "sbhd",
+        )[0].permute(order)
+
+    def _compare(self, q: Tensor, k: Tensor, v: Tensor, lens: list[int]) -> None:
+        s, trains = self.layout.index("s"), torch.is_grad_enabled()
+        compare_calls(
+            "DistributedAttention",
+            self.member,
+            q,
+            seq_lens=lens,
+            layout=self.layout,
+            shapes=[[n for d, n in enumerate(x.shape) if d != s] for x in (q, k, v)],
+            dtype=q.dtype,
+            chunks=self.chunks,
+            gradients=[trains and x.requires_grad for x in (q, k, v)],
+        )
+        self._compared = True

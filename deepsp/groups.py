@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 Group = dist.ProcessGroup | DeviceMesh | None
@@ -56,6 +57,19 @@ def member_of(group: Group | Member) -> Member:
             "call this on its members only"
         )
     return rank, dist.get_world_size(group), group.group_name
+
+
+def compare_calls(op: str, member: Member, like: Tensor, **arguments) -> None:
+    """All ranks make this call, and what ``op`` is given is the same on all (two small
+    collectives, on the device of ``like``).
+
+    Raises:
+        ValueError: on every rank, naming the first argument that differs, and who passes what.
+    """
+    with torch._C.DisableTorchFunction():
+        torch.ops.deepsp.check_agreement(
+            op, [f"{name} {value}" for name, value in arguments.items()], like, *member
+        )
 
 
 def on_all_ranks(values: Sequence[int], group: Group, device: torch.device) -> list[list[int]]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from deepsp import chunks as auto_chunks
-from deepsp import rope
-from deepsp.groups import Group, member_of
+from deepsp import local, rope
+from deepsp.groups import Group, compare_calls, member_of
 from deepsp.layout import lens_or_equal
 
 _NAMES = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -38,7 +39,7 @@ class SequenceParallelAttention(nn.Module):
         local_attention: called as ``local_attention(q, k, v, *args, **kwargs)`` with
             q [B, S, h, D], k and v [B, S, h_kv, D], once a chunk, as by
             :class:`DistributedAttention`; it doesn't write to k and v, which chunks may share.
-            None: ``scaled_dot_product_attention``.
+            ``head_indices`` if it declares that. None: ``scaled_dot_product_attention``.
         chunks: into how many parts each rank's heads are cut; at most as many as leave every rank
             a query head in each. "auto": measured on the first call with a shape, by forward and
             backward passes of this layer (forward alone without gradients) with 1, 2, 4, ...
@@ -175,6 +176,8 @@ class SequenceParallelAttention(nn.Module):
         self.rope_theta = rope_theta
         self.rope_interleaved = rope_interleaved
         self.local_attention = local_attention
+        self._head_indices = local.wants_head_indices(local_attention)
+        self._compared = False
         self.chunks = chunks
         self.picked: int | None = None  # what "auto" has found last
         self.overlap = overlap
@@ -228,6 +231,8 @@ class SequenceParallelAttention(nn.Module):
         if self.local_attention is None:
             _check_sdpa(x, sum(lens), self.num_heads, *args, **kwargs)
         turn = self._angles(x, lens, position_ids)
+        if not self._compared and not torch.compiler.is_compiling():
+            self._compare(x, lens)
         if not self.overlap:
             return self._one_after_another(x, lens, turn, args, kwargs)
         count = self.chunks
@@ -332,16 +337,45 @@ class SequenceParallelAttention(nn.Module):
             for x in (ks, vs)
         )
         if self.local_attention is None:
-            return _sdpa(
-                q, k, v, *args, **kwargs, where=(self.num_heads, chunk, chunks, rank, size)
-            )
-        out = self.local_attention(q, k, v, *args, **kwargs)
-        if out.dim() != 4 or out.shape != (*q.shape[:3], self.v_head_dim):
+            with local.randomness_of(self.member) if _drops(*args, **kwargs) else nullcontext():
+                return _sdpa(
+                    q, k, v, *args, **kwargs, where=(self.num_heads, chunk, chunks, rank, size)
+                )
+        out = local.attend(
+            self.local_attention,
+            (q, k, v),
+            args,
+            kwargs,
+            head_indices=self._head_indices,
+            num_heads=self.num_heads,
+            chunk=chunk,
+            chunks=chunks,
+            member=self.member,
+        )
+        if out.size(3) != self.v_head_dim:
             raise ValueError(
                 f"local_attention returned shape {tuple(out.shape)}; "
                 f"{(*q.shape[:3], self.v_head_dim)} is right"
             )
         return out
+
+    def _compare(self, x: Tensor, lens: list[int]) -> None:
+        trains = torch.is_grad_enabled()
+        of_parameters = [
+            [p.requires_grad for p in m.parameters()] for m in self._used() if m is not None
+        ]
+        compare_calls(
+            "SequenceParallelAttention",
+            self.member,
+            x,
+            seq_lens=lens,
+            shape=[x.size(0), x.size(2)],
+            heads=[self.num_heads, self.num_kv_heads],
+            dtype=x.dtype,
+            chunks=self.chunks,
+            gradients=[trains and x.requires_grad, trains and of_parameters],
+        )
+        self._compared = True
 
     def _pick_chunks(self, x, lens, turn, args, kwargs) -> int:
         if torch.compiler.is_compiling():
@@ -372,6 +406,10 @@ class SequenceParallelAttention(nn.Module):
 
         self.picked = auto_chunks.pick(key, most, run, self.member, x.device)
         return self.picked
+
+
+def _drops(attn_mask=None, dropout_p=0.0, *_, **__) -> bool:
+    return dropout_p > 0
 
 
 def _sdpa(

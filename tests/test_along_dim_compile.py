@@ -49,7 +49,7 @@ def _grads(ys, *inputs):
     return torch.autograd.grad(loss, inputs)
 
 
-def _compiled(backend, dim, dtype):
+def _compiled(backend, dim, dtype, batch=2):
     rank, size = dist.get_rank(), dist.get_world_size()
     for n, function in enumerate(_functions(dim, dtype)):
         torch._dynamo.reset()
@@ -58,7 +58,7 @@ def _compiled(backend, dim, dtype):
         # Compiling takes long: once for the halves.
         for length in (5,) if backend == "inductor" and n == 1 else (5, 2 * size):
             sizes = seq_lens(length)
-            shape = [2, 4, 3]
+            shape = [batch, 4, 3]
             shape[dim] = sizes[rank]
             part = draw(*shape, seed=rank).to(dtype).requires_grad_()
             shape[dim] = length
@@ -79,6 +79,11 @@ def _compiled(backend, dim, dtype):
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_aot_eager(ranks, dim):
     on_ranks(ranks, _compiled, "aot_eager", dim, torch.float64)
+
+
+def test_a_batch_of_one():
+    """Whole buffers are viewed then, and their sizes are symbols."""
+    on_ranks(2, _compiled, "aot_eager", 1, torch.float64, 1)
 
 
 @pytest.mark.parametrize(("ranks", "dim", "dtype"), [(2, 1, torch.float64), (3, 0, torch.float16)])

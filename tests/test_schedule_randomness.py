@@ -11,9 +11,9 @@ from placed import Placed, Sync
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from deepsp import randomness
 from deepsp.groups import member_of
-from deepsp.schedule import randomness
-from deepsp.schedule.randomness import sharded_randomness
+from deepsp.randomness import sharded_randomness
 
 SIZES = [2, 3]
 

@@ -34,10 +34,10 @@ struct Transport {
   int64_t item;
   Group group;
 
-  Transport(Along along, const at::Tensor& like, std::string_view group_name)
+  Transport(const char* op, Along along, const at::Tensor& like, std::string_view group_name)
       : layout(std::move(along)),
         item(item_of(like)),
-        group(resolve_group(group_name, layout.rank, layout.parts(), like.device(), "sizes")) {}
+        group(resolve_group(op, group_name, layout.rank, layout.parts(), like.device(), "sizes")) {}
 
   bool by_rows() const {
     if (!group.point_to_point || layout.outer == 1 || layout.outer > kRows) {
@@ -84,7 +84,7 @@ struct Transport {
   }
 };
 
-void check_ranks_agree(const Transport& t, const char* op, const at::Tensor& input, int64_t dim) {
+void check_ranks_agree(const Transport& t, const at::Tensor& input, int64_t dim) {
   if (!debugging()) {
     return;
   }
@@ -94,7 +94,7 @@ void check_ranks_agree(const Transport& t, const char* op, const at::Tensor& inp
   shape[dim] = t.layout.begin(t.layout.parts());
   text << "input " << input.scalar_type() << " of whole shape " << at::IntArrayRef(shape)
        << ", dim " << dim << " and sizes " << at::IntArrayRef(t.layout.sizes);
-  check_agreement(t.group, input.device(), op, {text.str()});
+  check_agreement(t.group, input.device(), {text.str()});
 }
 
 at::Tensor buffer_for(const Along& layout, const at::Tensor& like) {
@@ -122,8 +122,8 @@ at::Tensor all_gather_start_kernel(
     std::string_view group_name,
     ReduceDtype /*reduce_dtype*/) {
   is_partial(grad);
-  const Transport t(concrete(check_part(input, dim, sizes, rank)), input, group_name);
-  check_ranks_agree(t, "all_gather", input, dim);
+  const Transport t("all_gather", concrete(check_part(input, dim, sizes, rank)), input, group_name);
+  check_ranks_agree(t, input, dim);
   const at::Tensor buffer = buffer_for(t.layout, input);
   const at::Tensor part = input.contiguous();
   if (!t.group.point_to_point || t.group.size == 1) {
@@ -131,7 +131,7 @@ at::Tensor all_gather_start_kernel(
     if (t.group.size > 1 && t.slot() > 0) {
       const at::Tensor bytes = buffer.view({-1}).view(at::kByte);
       const at::Tensor mine = bytes.narrow(0, rank * t.slot(), t.slot());
-      launch_into(buffer, all_gather(t.group, bytes, mine), bytes);
+      launch_into(t.group, buffer, all_gather(t.group, bytes, mine), bytes);
       if (watched() && buffer.is_cpu()) {
         flight_into(buffer)->wait_all();
       }
@@ -175,7 +175,8 @@ std::vector<at::Tensor> all_gather_wait_kernel(
     int64_t rank,
     std::string_view group_name) {
   is_partial(grad);
-  const Transport t(concrete(check_buffer(buffer, dim, sizes, shape, rank)), buffer, group_name);
+  const Transport t(
+      "all_gather", concrete(check_buffer(buffer, dim, sizes, shape, rank)), buffer, group_name);
   const auto flight = land(buffer);
   if (t.lands_whole()) {
     return {buffer.view({-1}).narrow(0, 0, t.layout.elements()).view(ints(shape))};
@@ -201,8 +202,9 @@ at::Tensor reduce_scatter_start_kernel(
     int64_t rank,
     std::string_view group_name) {
   check_summed(input.scalar_type(), "input");
-  const Transport t(concrete(check_entire(input, dim, sizes, rank)), input, group_name);
-  check_ranks_agree(t, "reduce_scatter", input, dim);
+  const Transport t(
+      "reduce_scatter", concrete(check_entire(input, dim, sizes, rank)), input, group_name);
+  check_ranks_agree(t, input, dim);
   const at::Tensor buffer = buffer_for(t.layout, input);
   const at::Tensor whole = input.contiguous();
   const int64_t parts = t.layout.parts();
@@ -228,7 +230,8 @@ at::Tensor reduce_scatter_start_kernel(
         counts.push_back(t.layout.block(p));
       }
       const std::vector<int64_t> mine(parts, t.layout.block(rank));
-      launch_into(buffer, exchange_all_to_all(t.group, received, sent, mine, counts), sent);
+      launch_into(
+          t.group, buffer, exchange_all_to_all(t.group, received, sent, mine, counts), sent);
       if (watched() && buffer.is_cpu()) {
         flight_into(buffer)->wait_all();
       }
@@ -285,7 +288,9 @@ at::Tensor reduce_scatter_wait_kernel(
   if (reduce_dtype) {
     check_summed(*reduce_dtype, "reduce_dtype");
   }
-  const Transport t(concrete(check_buffer(buffer, dim, sizes, shape, rank)), buffer, group_name);
+  const Transport t(
+      "reduce_scatter", concrete(check_buffer(buffer, dim, sizes, shape, rank)), buffer,
+      group_name);
   const auto flight = land(buffer);
   RECORD_FUNCTION("deepsp::sum", {});
   const at::Tensor result = empty_buffer(ints(resized(shape, dim, sizes[rank])), buffer);
@@ -316,7 +321,7 @@ at::Tensor scatter_start_kernel(
     c10::SymIntArrayRef sizes,
     int64_t rank,
     std::string_view group_name) {
-  const Transport t(concrete(check_entire(input, dim, sizes, rank)), input, group_name);
+  const Transport t("scatter", concrete(check_entire(input, dim, sizes, rank)), input, group_name);
   const at::Tensor slot = empty_buffer({t.layout.slot()}, input);
   const std::vector<int64_t> shape = ints(resized(input.sym_sizes(), dim, sizes[rank]));
   const int64_t mine = t.layout.block(rank);
@@ -337,7 +342,8 @@ std::vector<at::Tensor> scatter_wait_kernel(
     c10::SymIntArrayRef shape,
     int64_t rank,
     std::string_view group_name) {
-  const Transport t(concrete(check_buffer(buffer, dim, sizes, shape, rank)), buffer, group_name);
+  const Transport t(
+      "scatter", concrete(check_buffer(buffer, dim, sizes, shape, rank)), buffer, group_name);
   return {buffer.select(0, rank)
               .narrow(0, 0, t.layout.block(rank))
               .view(ints(resized(shape, dim, sizes[rank])))};

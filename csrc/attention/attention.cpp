@@ -164,7 +164,8 @@ at::Tensor attention_of_chunk(
       .transpose(1, 2);
 }
 
-at::Tensor distributed_attention(
+// Attention in the layout [B, S, H, D]; tokens_first: the output lies as [S, B, H, D].
+at::Tensor attention_by_tokens(
     const at::Tensor& q,
     const at::Tensor& k,
     const at::Tensor& v,
@@ -176,7 +177,8 @@ at::Tensor distributed_attention(
     int64_t chunks,
     c10::SymIntArrayRef seq_lens,
     int64_t rank,
-    std::string_view group_name) {
+    std::string_view group_name,
+    bool tokens_first) {
   const SymBlockLayout layout = check_by_tokens({q, k, v}, seq_lens, chunks, rank, kNames);
   const HeadLayout& heads = layout.heads;
   TORCH_CHECK_VALUE(
@@ -213,7 +215,7 @@ at::Tensor distributed_attention(
   };
   if (heads.chunks() == 1) {
     const at::Tensor out = attend(seq_to_heads({q, k, v}, seq_lens, rank, group_name), 0);
-    return heads_to_seq({out}, {num_heads}, seq_lens, rank, group_name)[0];
+    return heads_to_seq({out}, {num_heads}, seq_lens, rank, group_name, tokens_first)[0];
   }
   const c10::SymInt qkv_heads[] = {num_heads, k.sym_size(2), v.sym_size(2)};
   const std::vector<at::Tensor> arriving =
@@ -227,7 +229,56 @@ at::Tensor distributed_attention(
         {attend(qkv, chunk)}, {num_heads}, seq_lens, chunk, heads.chunks(), rank, group_name));
   }
   return heads_to_seq_wait(
-      leaving, {num_heads}, {v.sym_size(3)}, layout.batch, seq_lens, rank, group_name)[0];
+      leaving, {num_heads}, {v.sym_size(3)}, layout.batch, seq_lens, rank, group_name,
+      tokens_first)[0];
+}
+
+// Where [B, S, H, D] stand among the dimensions of a layout.
+struct Order {
+  int64_t dims[4];
+  const char* names;
+};
+
+Order order_of(std::string_view layout) {
+  if (layout == "bshd") {
+    return {{0, 1, 2, 3}, "[batch, sequence, heads, head_dim]"};
+  }
+  if (layout == "sbhd") {
+    return {{1, 0, 2, 3}, "[sequence, batch, heads, head_dim]"};
+  }
+  TORCH_CHECK_VALUE(
+      layout == "bhsd", "layout is '", layout, "'; 'bshd', 'sbhd' or 'bhsd' is right");
+  return {{0, 2, 1, 3}, "[batch, heads, sequence, head_dim]"};
+}
+
+at::Tensor distributed_attention(
+    const at::Tensor& q,
+    const at::Tensor& k,
+    const at::Tensor& v,
+    const std::optional<at::Tensor>& attn_mask,
+    double dropout_p,
+    bool is_causal,
+    std::optional<double> scale,
+    bool enable_gqa,
+    int64_t chunks,
+    c10::SymIntArrayRef seq_lens,
+    int64_t rank,
+    std::string_view group_name,
+    std::string_view layout) {
+  const Order order = order_of(layout);
+  std::vector<at::Tensor> qkv;
+  for (const at::Tensor& x : {q, k, v}) {
+    TORCH_CHECK_VALUE(
+        x.dim() == 4, kNames[qkv.size()], " has ", x.dim(),
+        " dimensions; four are right: ", order.names);
+    qkv.push_back(x.permute(order.dims));
+  }
+  // Each order is its own inverse. What heads first looks like is what SDPA returns: in memory
+  // the tokens come first, as whoever joins the heads again wants them.
+  return attention_by_tokens(
+             qkv[0], qkv[1], qkv[2], attn_mask, dropout_p, is_causal, scale, enable_gqa, chunks,
+             seq_lens, rank, group_name, layout == "sbhd")
+      .permute(order.dims);
 }
 
 template <class Cast>
@@ -250,7 +301,8 @@ at::Tensor distributed_attention_autocast(
     int64_t chunks,
     c10::SymIntArrayRef seq_lens,
     int64_t rank,
-    std::string_view group_name) {
+    std::string_view group_name,
+    std::string_view layout) {
   c10::impl::ExcludeDispatchKeyGuard guard(
       c10::DispatchKeySet(at::autocast::get_autocast_dispatch_key_from_device_type(device)));
   const auto dtype = at::autocast::get_autocast_dtype(device);
@@ -260,7 +312,7 @@ at::Tensor distributed_attention_autocast(
   static const auto op = find_op<decltype(distributed_attention)>("deepsp::distributed_attention");
   return op.call(
       cast(q), cast(k), cast(v), cast_mask(attn_mask, cast), dropout_p, is_causal, scale,
-      enable_gqa, chunks, seq_lens, rank, group_name);
+      enable_gqa, chunks, seq_lens, rank, group_name, layout);
 }
 
 template <c10::DeviceType device>

@@ -5,6 +5,9 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
+#include <torch/library.h>
+
+#include <algorithm>
 #include <cstdlib>
 #include <sstream>
 
@@ -17,6 +20,11 @@ at::Tensor gather(const Group& group, c10::Device device, const at::Tensor& mine
   const at::Tensor received = at::empty({group.size * sent.numel()}, sent.options());
   all_gather(group, received, sent)->wait();
   return received.cpu();
+}
+
+// Ranks that don't exist say nothing.
+bool is_fake(const Group& group) {
+  return group.pg->getBackendName() == "fake";
 }
 
 std::string line_of(const std::string& text, size_t n) {
@@ -38,14 +46,11 @@ bool debugging() {
 }
 
 void check_agreement(
-    const Group& group,
-    c10::Device device,
-    const char* op,
-    const std::vector<std::string>& arguments) {
-  if (group.size == 1) {
+    const Group& group, c10::Device device, const std::vector<std::string>& arguments) {
+  if (group.size == 1 || is_fake(group)) {
     return;
   }
-  std::string mine = op;
+  std::string mine = group.op;
   for (const std::string& argument : arguments) {
     mine += '\n' + argument;
   }
@@ -60,17 +65,61 @@ void check_agreement(
     const auto* begin = reinterpret_cast<const char*>(texts.data_ptr<uint8_t>()) + p * longest;
     return std::string(begin, lengths.data_ptr<int64_t>()[p]);
   };
-  const std::string first = said_by(0);
+  bool alike = true;
   for (int64_t p = 1; p < group.size; ++p) {
-    const std::string other = said_by(p);
-    for (size_t n = 0; other != first; ++n) {
-      const std::string a = line_of(first, n);
-      const std::string b = line_of(other, n);
+    alike = alike && said_by(p) == said_by(0);
+  }
+  for (size_t n = 0; !alike; ++n) {
+    // What is said, in the order of who says it first, and by whom.
+    std::vector<std::pair<std::string, std::vector<int64_t>>> sides;
+    for (int64_t p = 0; p < group.size; ++p) {
+      const std::string line = line_of(said_by(p), n);
+      auto side = std::find_if(
+          sides.begin(), sides.end(), [&](const auto& other) { return other.first == line; });
+      if (side == sides.end()) {
+        side = sides.insert(sides.end(), {line, {}});
+      }
+      side->second.push_back(p);
+    }
+    if (sides.size() > 1) {
+      std::ostringstream text;
+      for (const auto& [line, ranks] : sides) {
+        text << ", " << (ranks.size() == 1 ? "rank" : "ranks");
+        for (size_t i = 0; i < ranks.size(); ++i) {
+          text << (i == 0 ? " " : i + 1 == ranks.size() ? " and " : ", ") << ranks[i];
+        }
+        text << (ranks.size() == 1 ? " passes " : " pass ") << line;
+      }
       TORCH_CHECK_VALUE(
-          a == b, op, ": ranks disagree: rank 0 passes ", a, ", rank ", p, " passes ", b,
+          false, group.op, ": ranks disagree: ", text.str().substr(2),
           "; every rank must make the same call");
     }
   }
+}
+
+namespace {
+
+// For ops that compare on their own: a module's first call.
+void check_agreement_kernel(
+    std::string_view op,
+    const std::vector<std::string>& arguments,
+    const at::Tensor& like,
+    int64_t rank,
+    int64_t size,
+    std::string_view group_name) {
+  if (like.is_meta()) {
+    return;
+  }
+  const std::string name(op);
+  check_agreement(
+      resolve_group(name.c_str(), group_name, rank, size, like.device(), "size"), like.device(),
+      arguments);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(deepsp, CompositeExplicitAutograd, m) {
+  m.impl("check_agreement", check_agreement_kernel);
 }
 
 }  // namespace deepsp

@@ -1,6 +1,6 @@
 #pragma once
-// What only a comparison between ranks shows. On with DEEPSP_DEBUG=1: it costs two small
-// collectives a call.
+// What only a comparison between ranks shows. It costs two small collectives: on a module's first
+// call, and on each with DEEPSP_DEBUG=1.
 
 #include "group.h"
 
@@ -11,12 +11,9 @@ namespace deepsp {
 
 bool debugging();
 
-// ValueError, on every rank, unless all ranks say the same: names the first difference
-// and both sides. `arguments` begin with the argument's name.
+// ValueError, on every rank, unless all ranks say the same: names the first difference, and who
+// says what. `arguments` begin with the argument's name.
 void check_agreement(
-    const Group& group,
-    c10::Device device,
-    const char* op,
-    const std::vector<std::string>& arguments);
+    const Group& group, c10::Device device, const std::vector<std::string>& arguments);
 
 }  // namespace deepsp

@@ -63,6 +63,11 @@ at::Tensor unowned(Bytes bytes) {
   return tensor;
 }
 
+std::string name_of(const Group& group) {
+  return std::string(group.op) + " of rank " + std::to_string(group.rank) + " in group '" +
+         group.name + "' of " + std::to_string(group.size);
+}
+
 }  // namespace
 
 Flight::~Flight() {
@@ -76,22 +81,28 @@ Flight::~Flight() {
   }
 }
 
-void Flight::wait(Work& work) {
+void Flight::wait(Work& work, int64_t from) {
   if (!work) {
     return;
   }
   try {
     work->wait();
-  } catch (...) {
+  } catch (const std::exception& error) {
     failed_ = true;
-    throw;
+    const auto* ours = dynamic_cast<const c10::Error*>(&error);
+    TORCH_CHECK_WITH(
+        DistBackendError, false, what, " failed",
+        from >= 0 ? " waiting for rank " + std::to_string(from) : std::string(), ": ",
+        ours ? ours->what_without_backtrace() : error.what(),
+        ". Another rank died, hangs, or makes another call (DEEPSP_DEBUG=1 compares them); the "
+        "group can't be used any more");
   }
   work.reset();
 }
 
 void Flight::wait_receive(int64_t source) {
   for (std::vector<Work>& by_source : receives) {
-    wait(by_source[source]);
+    wait(by_source[source], source);
   }
   wait(collective);
 }
@@ -105,8 +116,8 @@ void Flight::wait_sends() {
 
 void Flight::wait_all() {
   for (std::vector<Work>& by_source : receives) {
-    for (Work& work : by_source) {
-      wait(work);
+    for (size_t source = 0; source < by_source.size(); ++source) {
+      wait(by_source[source], static_cast<int64_t>(source));
     }
   }
   wait(collective);
@@ -124,6 +135,7 @@ void exchange_point_to_point(
     Flight& flight) {
   RECORD_FUNCTION("deepsp::exchange", {});
   const int tag = next_tag(group.pg);
+  flight.what = name_of(group);
   // Each rank begins with a neighbour, so that no rank is everybody's first.
   flight.receives.emplace_back(group.size);
   for (int64_t step = 1; step < group.size; ++step) {
@@ -205,9 +217,11 @@ void launch_into(const at::Tensor& buffer, std::unique_ptr<Flight> flight) {
   set_flight(buffer, std::move(flight));
 }
 
-void launch_into(const at::Tensor& buffer, const Work& work, const at::Tensor& sent) {
+void launch_into(
+    const Group& group, const at::Tensor& buffer, const Work& work, const at::Tensor& sent) {
   if (buffer.is_cpu()) {
     auto flight = std::make_unique<Flight>();
+    flight->what = name_of(group);
     flight->collective = work;
     flight->holds.push_back(sent);
     set_flight(buffer, std::move(flight));

@@ -29,6 +29,8 @@ struct Flight {
   Work collective;
   // Waited for, and so without `own`: to be waited for no more.
   bool landed = false;
+  // Which exchange it is, for errors: set when it is launched.
+  std::string what;
 
   Flight() = default;
   Flight(const Flight&) = delete;
@@ -42,7 +44,8 @@ struct Flight {
   void wait_all();
 
  private:
-  void wait(Work& work);
+  // `from`: whose block it is that arrives, -1: any.
+  void wait(Work& work, int64_t from = -1);
   bool failed_ = false;  // a wait threw: the group is broken
 };
 
@@ -85,7 +88,8 @@ void clear_if_watched(const at::Tensor& buffer);
 
 // Ties `flight`, or on a GPU the work, to the buffer that it fills.
 void launch_into(const at::Tensor& buffer, std::unique_ptr<Flight> flight);
-void launch_into(const at::Tensor& buffer, const Work& work, const at::Tensor& sent);
+void launch_into(
+    const Group& group, const at::Tensor& buffer, const Work& work, const at::Tensor& sent);
 // The flight into the buffer, null where nothing is on its way or what is has
 // arrived (on a GPU: in the order of the current stream).
 std::unique_ptr<Flight> flight_into(const at::Tensor& buffer);

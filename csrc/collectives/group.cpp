@@ -16,7 +16,12 @@ bool is_gloo(c10d::ProcessGroup& pg, c10::DeviceType device) {
 }  // namespace
 
 Group resolve_group(
-    std::string_view name, int64_t rank, int64_t size, c10::Device device, const char* sizes) {
+    const char* op,
+    std::string_view name,
+    int64_t rank,
+    int64_t size,
+    c10::Device device,
+    const char* sizes) {
   c10::intrusive_ptr<c10d::ProcessGroup> pg;
   try {
     pg = c10d::resolve_process_group(std::string(name));
@@ -32,7 +37,7 @@ Group resolve_group(
       pg->getRank() == rank, "rank is ", rank, ", but this process is rank ", pg->getRank(),
       " of the group '", name, "'");
   const bool point_to_point = device.is_cpu() && is_gloo(*pg, device.type());
-  return {std::move(pg), rank, size, point_to_point};
+  return {std::move(pg), std::string(name), op, rank, size, point_to_point};
 }
 
 }  // namespace deepsp

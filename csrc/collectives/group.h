@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <string>
 #include <string_view>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -10,6 +11,9 @@ namespace deepsp {
 
 struct Group {
   c10::intrusive_ptr<c10d::ProcessGroup> pg;
+  std::string name;
+  // What it is used for, as errors say it.
+  const char* op;
   int64_t rank;
   int64_t size;
   // Blocks travel by irecv and isend: steady on gloo, where all-to-all isn't.
@@ -19,6 +23,7 @@ struct Group {
 // ValueError if no group of that name exists, or if this process is not `rank`
 // of `size` in it; `sizes` is the argument that says so.
 Group resolve_group(
+    const char* op,
     std::string_view name,
     int64_t rank,
     int64_t size,

@@ -25,6 +25,8 @@ struct Shapes {
   int64_t chunks = 1;
   int64_t rank = 0;
   std::string group_name;
+  // Whether the inputs lie in memory as [S_rank, B, H, D]: their gradients do, too.
+  bool tokens_first = false;
 
   void save(AutogradContext* ctx) const {
     auto& data = ctx->saved_data;
@@ -36,6 +38,7 @@ struct Shapes {
     data["chunks"] = chunks;
     data["rank"] = rank;
     data["group_name"] = group_name;
+    data["tokens_first"] = tokens_first;
   }
 
   explicit Shapes(AutogradContext* ctx) {
@@ -48,6 +51,7 @@ struct Shapes {
     chunks = data["chunks"].toInt();
     rank = data["rank"].toInt();
     group_name = data["group_name"].toStringRef();
+    tokens_first = data["tokens_first"].toBool();
   }
 
   Shapes(
@@ -64,6 +68,11 @@ struct Shapes {
   }
 };
 
+bool lies_tokens_first(const at::Tensor& x) {
+  return x.dim() == 4 && TORCH_GUARD_OR_FALSE(x.sym_size(0).sym_ne(1)) &&
+         TORCH_GUARD_OR_FALSE(x.sym_stride(0).sym_lt(x.sym_stride(1)));
+}
+
 // One gradient for every tensor of the list argument, none for the others.
 variable_list with_undefined(variable_list gradients, size_t others) {
   gradients.resize(gradients.size() + others);
@@ -77,15 +86,16 @@ struct HeadsToSeq : Function<HeadsToSeq> {
       c10::SymIntArrayRef num_heads,
       c10::SymIntArrayRef seq_lens,
       int64_t rank,
-      std::string_view group_name) {
+      std::string_view group_name,
+      bool tokens_first) {
     Shapes(inputs, seq_lens, rank, group_name).save(ctx);
     at::AutoDispatchBelowADInplaceOrView guard;
-    return heads_to_seq(inputs, num_heads, seq_lens, rank, group_name);
+    return heads_to_seq(inputs, num_heads, seq_lens, rank, group_name, tokens_first);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list gradients) {
     const Shapes s(ctx);
-    return with_undefined(seq_to_heads(gradients, s.seq_lens, s.rank, s.group_name), 4);
+    return with_undefined(seq_to_heads(gradients, s.seq_lens, s.rank, s.group_name), 5);
   }
 };
 
@@ -99,6 +109,7 @@ struct SeqToHeadsStart : Function<SeqToHeadsStart> {
       int64_t rank,
       std::string_view group_name) {
     Shapes s(inputs, seq_lens, rank, group_name);
+    s.tokens_first = !inputs.empty() && lies_tokens_first(inputs[0]);
     s.save(ctx);
     at::AutoDispatchBelowADInplaceOrView guard;
     return seq_to_heads_start(inputs, seq_lens, chunks, last_first, rank, group_name);
@@ -108,7 +119,8 @@ struct SeqToHeadsStart : Function<SeqToHeadsStart> {
     const Shapes s(ctx);
     return with_undefined(
         heads_to_seq_wait(
-            buffers, s.num_heads, s.head_dims, s.batch, s.seq_lens, s.rank, s.group_name),
+            buffers, s.num_heads, s.head_dims, s.batch, s.seq_lens, s.rank, s.group_name,
+            s.tokens_first),
         5);
   }
 };
@@ -182,19 +194,21 @@ struct HeadsToSeqWait : Function<HeadsToSeqWait> {
       const c10::SymInt& batch,
       c10::SymIntArrayRef seq_lens,
       int64_t rank,
-      std::string_view group_name) {
+      std::string_view group_name,
+      bool tokens_first) {
     Shapes s({}, seq_lens, rank, group_name);
     s.chunks = static_cast<int64_t>(buffers.size());
     s.save(ctx);
     at::AutoDispatchBelowADInplaceOrView guard;
-    return heads_to_seq_wait(buffers, num_heads, head_dims, batch, seq_lens, rank, group_name);
+    return heads_to_seq_wait(
+        buffers, num_heads, head_dims, batch, seq_lens, rank, group_name, tokens_first);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list gradients) {
     const Shapes s(ctx);
     return with_undefined(
         // The last chunk first: autograd asks for it first.
-        seq_to_heads_start(gradients, s.seq_lens, s.chunks, true, s.rank, s.group_name), 6);
+        seq_to_heads_start(gradients, s.seq_lens, s.chunks, true, s.rank, s.group_name), 7);
   }
 };
 
@@ -220,8 +234,9 @@ std::vector<at::Tensor> heads_to_seq_autograd(
     c10::SymIntArrayRef num_heads,
     c10::SymIntArrayRef seq_lens,
     int64_t rank,
-    std::string_view group_name) {
-  return HeadsToSeq::apply(inputs, num_heads, seq_lens, rank, group_name);
+    std::string_view group_name,
+    bool tokens_first) {
+  return HeadsToSeq::apply(inputs, num_heads, seq_lens, rank, group_name, tokens_first);
 }
 
 std::vector<at::Tensor> seq_to_heads_start_autograd(
@@ -266,8 +281,10 @@ std::vector<at::Tensor> heads_to_seq_wait_autograd(
     c10::SymInt batch,
     c10::SymIntArrayRef seq_lens,
     int64_t rank,
-    std::string_view group_name) {
-  return HeadsToSeqWait::apply(buffers, num_heads, head_dims, batch, seq_lens, rank, group_name);
+    std::string_view group_name,
+    bool tokens_first) {
+  return HeadsToSeqWait::apply(
+      buffers, num_heads, head_dims, batch, seq_lens, rank, group_name, tokens_first);
 }
 
 }  // namespace

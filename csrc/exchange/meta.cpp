@@ -27,14 +27,17 @@ std::vector<at::Tensor> views_by_heads(
   return views;
 }
 
-std::vector<at::Tensor> outputs_by_tokens(const SymBlockLayout& layout, const at::Tensor& like) {
+std::vector<at::Tensor> outputs_by_tokens(
+    const SymBlockLayout& layout, const at::Tensor& like, bool tokens_first) {
+  const c10::SymInt& tokens = layout.seq_lens[layout.rank];
   std::vector<at::Tensor> outputs;
   for (size_t i = 0; i < layout.heads.tensors(); ++i) {
+    const c10::SymInt heads = layout.heads.num_heads(i);
+    const c10::SymInt& dim = layout.head_dims[i];
     outputs.push_back(
-        at::empty_symint(
-            {layout.batch, layout.seq_lens[layout.rank], c10::SymInt(layout.heads.num_heads(i)),
-             layout.head_dims[i]},
-            like.options()));
+        tokens_first
+            ? at::empty_symint({tokens, layout.batch, heads, dim}, like.options()).transpose(0, 1)
+            : at::empty_symint({layout.batch, tokens, heads, dim}, like.options()));
   }
   return outputs;
 }
@@ -44,8 +47,10 @@ std::vector<at::Tensor> heads_to_seq_meta(
     c10::SymIntArrayRef num_heads,
     c10::SymIntArrayRef seq_lens,
     int64_t rank,
-    std::string_view /*group_name*/) {
-  return outputs_by_tokens(check_by_heads(inputs, num_heads, seq_lens, 0, 1, rank), inputs[0]);
+    std::string_view /*group_name*/,
+    bool tokens_first) {
+  return outputs_by_tokens(
+      check_by_heads(inputs, num_heads, seq_lens, 0, 1, rank), inputs[0], tokens_first);
 }
 
 std::vector<at::Tensor> seq_to_heads_start_meta(
@@ -97,10 +102,12 @@ std::vector<at::Tensor> heads_to_seq_wait_meta(
     c10::SymInt batch,
     c10::SymIntArrayRef seq_lens,
     int64_t rank,
-    std::string_view /*group_name*/) {
+    std::string_view /*group_name*/,
+    bool tokens_first) {
   const int64_t chunks = static_cast<int64_t>(buffers.size());
   return outputs_by_tokens(
-      check_wait(buffers, num_heads, head_dims, batch, seq_lens, 0, chunks, rank), buffers[0]);
+      check_wait(buffers, num_heads, head_dims, batch, seq_lens, 0, chunks, rank), buffers[0],
+      tokens_first);
 }
 
 std::vector<at::Tensor> seq_to_heads_wait_functionalize(

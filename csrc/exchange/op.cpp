@@ -14,9 +14,10 @@ std::vector<at::Tensor> heads_to_seq_kernel(
     c10::SymIntArrayRef num_heads,
     c10::SymIntArrayRef seq_lens,
     int64_t rank,
-    std::string_view group_name) {
+    std::string_view group_name,
+    bool tokens_first) {
   const Layout layout = concrete(check_by_heads(inputs, num_heads, seq_lens, 0, 1, rank));
-  const auto group = group_of(group_name, layout, inputs[0]);
+  const auto group = group_of("heads_to_seq", group_name, layout, inputs[0]);
   const at::Tensor buffer = empty_buffer({layout.elements_by_tokens(0)}, inputs[0]);
   if (group == nullptr && buffer.is_cpu()) {
     // Straight from the inputs to the outputs.
@@ -26,7 +27,7 @@ std::vector<at::Tensor> heads_to_seq_kernel(
   } else {
     launch_to_seq(inputs, layout, 0, group.get(), buffer);
   }
-  return merge_by_tokens({buffer}, layout);
+  return merge_by_tokens({buffer}, layout, tokens_first);
 }
 
 std::vector<at::Tensor> seq_to_heads_start_kernel(
@@ -38,7 +39,7 @@ std::vector<at::Tensor> seq_to_heads_start_kernel(
     std::string_view group_name) {
   const SymBlockLayout shapes = check_by_tokens(inputs, seq_lens, chunks, rank);
   const Layout layout = concrete(shapes);
-  const auto group = group_of(group_name, layout, inputs[0]);
+  const auto group = group_of("seq_to_heads", group_name, layout, inputs[0]);
   const int64_t count = layout.heads.chunks();
   std::vector<at::Tensor> buffers(count);
   for (int64_t n = 0; n < count; ++n) {
@@ -83,7 +84,7 @@ at::Tensor heads_to_seq_start_kernel(
     std::string_view group_name) {
   const SymBlockLayout shapes = check_by_heads(inputs, num_heads, seq_lens, chunk, chunks, rank);
   const Layout layout = concrete(shapes);
-  const auto group = group_of(group_name, layout, inputs[0]);
+  const auto group = group_of("heads_to_seq", group_name, layout, inputs[0], chunk);
   const at::Tensor buffer = buffer_for(shapes, chunk, inputs[0]);
   launch_to_seq(inputs, layout, chunk, group.get(), buffer);
   settle_if_watched(buffer, layout, chunk);
@@ -97,11 +98,12 @@ std::vector<at::Tensor> heads_to_seq_wait_kernel(
     c10::SymInt batch,
     c10::SymIntArrayRef seq_lens,
     int64_t rank,
-    std::string_view /*group_name*/) {
+    std::string_view /*group_name*/,
+    bool tokens_first) {
   const Layout layout = concrete(check_wait(
       buffers, num_heads, head_dims, batch, seq_lens, 0, static_cast<int64_t>(buffers.size()),
       rank));
-  return merge_by_tokens(dense(buffers), layout);
+  return merge_by_tokens(dense(buffers), layout, tokens_first);
 }
 
 void register_kernels(torch::Library& m) {

@@ -18,9 +18,10 @@ std::vector<at::Tensor> heads_to_seq(
     c10::SymIntArrayRef num_heads,
     c10::SymIntArrayRef seq_lens,
     int64_t rank,
-    std::string_view group_name) {
+    std::string_view group_name,
+    bool tokens_first) {
   static const auto op = find_op<decltype(heads_to_seq)>("deepsp::heads_to_seq");
-  return op.call(inputs, num_heads, seq_lens, rank, group_name);
+  return op.call(inputs, num_heads, seq_lens, rank, group_name, tokens_first);
 }
 
 std::vector<at::Tensor> seq_to_heads_start(
@@ -68,9 +69,11 @@ std::vector<at::Tensor> heads_to_seq_wait(
     c10::SymInt batch,
     c10::SymIntArrayRef seq_lens,
     int64_t rank,
-    std::string_view group_name) {
+    std::string_view group_name,
+    bool tokens_first) {
   static const auto op = find_op<decltype(heads_to_seq_wait)>("deepsp::heads_to_seq_wait");
-  return op.call(buffers, num_heads, head_dims, std::move(batch), seq_lens, rank, group_name);
+  return op.call(
+      buffers, num_heads, head_dims, std::move(batch), seq_lens, rank, group_name, tokens_first);
 }
 
 }  // namespace deepsp

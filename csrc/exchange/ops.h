@@ -17,7 +17,8 @@ std::vector<at::Tensor> heads_to_seq(
     c10::SymIntArrayRef num_heads,
     c10::SymIntArrayRef seq_lens,
     int64_t rank,
-    std::string_view group_name);
+    std::string_view group_name,
+    bool tokens_first = false);
 
 std::vector<at::Tensor> seq_to_heads_start(
     at::TensorList inputs,
@@ -54,6 +55,7 @@ std::vector<at::Tensor> heads_to_seq_wait(
     c10::SymInt batch,
     c10::SymIntArrayRef seq_lens,
     int64_t rank,
-    std::string_view group_name);
+    std::string_view group_name,
+    bool tokens_first = false);
 
 }  // namespace deepsp

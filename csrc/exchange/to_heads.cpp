@@ -61,8 +61,8 @@ std::vector<Place> launch_to_heads(
   }
   make(places);
   launch_into(
-      buffer, exchange_all_to_all(*group, buffer.narrow(0, 0, got_at.back()), sent, gets, gives),
-      sent);
+      *group, buffer,
+      exchange_all_to_all(*group, buffer.narrow(0, 0, got_at.back()), sent, gets, gives), sent);
   return {};
 }
 

@@ -180,12 +180,13 @@ void launch_to_seq(
   if (group != nullptr) {
     const int64_t got = prefix_sums(gets).back();
     launch_into(
-        buffer, exchange_all_to_all(*group, buffer.narrow(0, 0, got), sent, gets, gives), sent);
+        *group, buffer, exchange_all_to_all(*group, buffer.narrow(0, 0, got), sent, gets, gives),
+        sent);
   }
 }
 
 std::vector<at::Tensor> merge_by_tokens(
-    const std::vector<at::Tensor>& buffers, const Layout& layout) {
+    const std::vector<at::Tensor>& buffers, const Layout& layout, bool tokens_first) {
   const c10::Device device = buffers[0].device();
   const int64_t item = item_of(buffers[0]);
   const int64_t chunks = layout.heads.chunks();
@@ -216,8 +217,10 @@ std::vector<at::Tensor> merge_by_tokens(
   std::vector<StridedSum> sums;
   for (size_t i = 0; i < layout.heads.tensors(); ++i) {
     const int64_t dim = layout.head_dims[i];
+    const int64_t heads = layout.heads.num_heads(i);
     outputs.push_back(
-        empty_buffer({layout.batch, tokens, layout.heads.num_heads(i), dim}, buffers[0]));
+        tokens_first ? empty_buffer({tokens, layout.batch, heads, dim}, buffers[0]).transpose(0, 1)
+                     : empty_buffer({layout.batch, tokens, heads, dim}, buffers[0]));
     for (const HeadSegment& segment : layout.heads.segments(i)) {
       const View to = view_of(outputs[i], 0, segment.heads.begin);
       const int64_t n[kCopyDims] = {tokens, layout.batch, segment.heads.size(), dim};

@@ -15,9 +15,14 @@ using Layout = BlockLayout<int64_t>;
 // A buffer for an exchange, of the size that both directions have.
 at::Tensor buffer_for(const SymBlockLayout& shapes, int64_t chunk, const at::Tensor& like);
 
-// The group to talk to; null where there is nobody.
+// The group to talk to; null where there is nobody. With DEEPSP_DEBUG=1 its ranks have made the
+// same call then: of this op, these sizes and this chunk.
 std::unique_ptr<Group> group_of(
-    std::string_view name, const Layout& layout, const at::Tensor& like);
+    const char* op,
+    std::string_view name,
+    const Layout& layout,
+    const at::Tensor& like,
+    int64_t chunk = 0);
 
 // The buffers themselves, but for those that never travelled and have other strides.
 std::vector<at::Tensor> dense(at::TensorList buffers);
@@ -91,9 +96,10 @@ void ensure_landed(const at::Tensor& buffer, const Layout& layout, int64_t chunk
 // The sum of matrices, taken as heads_to_seq takes it.
 at::Tensor sum_of(const std::vector<at::Tensor>& parts);
 
-// Waits for the buffers of all chunks, and merges them to [B, S_rank, H_i, D_i].
+// Waits for the buffers of all chunks, and merges them to [B, S_rank, H_i, D_i], contiguous or
+// lying as [S_rank, B, H_i, D_i].
 std::vector<at::Tensor> merge_by_tokens(
-    const std::vector<at::Tensor>& buffers, const Layout& layout);
+    const std::vector<at::Tensor>& buffers, const Layout& layout, bool tokens_first);
 
 // Waits, and makes the buffer hold all that a wait would find.
 void settle(const at::Tensor& buffer, const Layout& layout, int64_t chunk);

@@ -52,9 +52,9 @@ std::tuple<std::vector<at::Tensor>, at::Tensor> float8_kernel(
     std::string_view group_name) {
   const auto layout = concrete(check_float8(shards, sizes, dtype, rank));
   const c10::Device device = shards[0].device();
-  const Group group = group_of(group_name, layout, device);
+  const Group group = group_of("gather_cast_float8", group_name, layout, device);
   const std::vector<at::ScalarType> dtypes(shards.size(), dtype);
-  check_ranks_agree(group, "gather_cast_float8", "shard", shards, layout, dtypes);
+  check_ranks_agree(group, "shard", shards, layout, dtypes);
   const Plan plan = plan_of(layout, group, device);
   const at::Tensor scales = scales_of(shards, dtype, group);
   const at::Tensor buffer = buffer_for(layout, dtype, shards[0].options());

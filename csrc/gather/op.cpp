@@ -42,8 +42,8 @@ at::Tensor gather_start(
     check_float(*reduce_dtype, "reduce_dtype");
   }
   const c10::Device device = shards[0].device();
-  const Group group = group_of(group_name, layout, device);
-  check_ranks_agree(group, "gather_cast", "shard", shards, layout, dtypes);
+  const Group group = group_of("gather_cast", group_name, layout, device);
+  check_ranks_agree(group, "shard", shards, layout, dtypes);
   const at::Tensor buffer = buffer_for(layout, buffer_dtype(dtypes), shards[0].options());
   launch_gather(
       [&](const std::vector<Piece>& pieces) { cast(shards, dtypes, pieces); },
@@ -60,7 +60,7 @@ std::vector<at::Tensor> gather_wait(
     int64_t rank,
     std::string_view group_name) {
   const auto layout = concrete(check_wait(buffer, sizes, row_shapes, row_dims, dtypes, rank));
-  const Group group = group_of(group_name, layout, buffer.device());
+  const Group group = group_of("gather_cast", group_name, layout, buffer.device());
   std::vector<std::vector<int64_t>> shapes;
   for (size_t i = 0; i < layout.tensors(); ++i) {
     shapes.push_back(ints(shape_of(layout.row(i, layout.parts()), row_shapes, row_dims, i)));
@@ -75,8 +75,8 @@ at::Tensor scatter_start(
   const auto layout = concrete(check_whole(inputs, sizes, rank));
   const std::vector<at::ScalarType> dtypes = dtypes_of(inputs);
   const c10::Device device = inputs[0].device();
-  const Group group = group_of(group_name, layout, device);
-  check_ranks_agree(group, "reduce_scatter_cast", "input", inputs, layout, dtypes);
+  const Group group = group_of("reduce_scatter_cast", group_name, layout, device);
+  check_ranks_agree(group, "input", inputs, layout, dtypes);
   const at::Tensor buffer = buffer_for(layout, buffer_dtype(dtypes), inputs[0].options());
   std::vector<at::Tensor> whole;
   for (const at::Tensor& x : inputs) {
@@ -98,7 +98,7 @@ std::vector<at::Tensor> scatter_wait(
     std::string_view group_name) {
   const auto layout = concrete(check_wait(buffer, sizes, row_shapes, row_dims, wire_dtypes, rank));
   check_results(dtypes, reduce_dtype, layout.tensors());
-  const Group group = group_of(group_name, layout, buffer.device());
+  const Group group = group_of("reduce_scatter_cast", group_name, layout, buffer.device());
   const Plan plan = plan_of(layout, group, buffer.device());
   const auto flight = land(buffer);
   const bool own_apart = flight && !flight->own.empty();

@@ -41,13 +41,13 @@ at::Tensor empty_result(at::IntArrayRef sizes, const at::TensorOptions& options)
              : at::empty(sizes, options);
 }
 
-Group group_of(std::string_view name, const ShardLayout<int64_t>& layout, c10::Device device) {
-  return resolve_group(name, layout.rank, layout.parts(), device, "sizes, for each tensor,");
+Group group_of(
+    const char* op, std::string_view name, const ShardLayout<int64_t>& layout, c10::Device device) {
+  return resolve_group(op, name, layout.rank, layout.parts(), device, "sizes, for each tensor,");
 }
 
 void check_ranks_agree(
     const Group& group,
-    const char* op,
     const char* name,
     at::TensorList tensors,
     const ShardLayout<int64_t>& layout,
@@ -63,7 +63,7 @@ void check_ranks_agree(
          << " and dtype " << dtypes[i];
     arguments.push_back(text.str());
   }
-  check_agreement(group, tensors[0].device(), op, arguments);
+  check_agreement(group, tensors[0].device(), arguments);
 }
 
 Plan plan_of(const ShardLayout<int64_t>& layout, const Group& group, c10::Device device) {
@@ -95,7 +95,8 @@ void launch_gather(
     const int64_t slot = plan.layout.slot();
     if (group.size > 1 && slot > 0) {
       const at::Tensor bytes = buffer.view(at::kByte);
-      launch_into(buffer, all_gather(group, bytes, bytes.narrow(0, rank * slot, slot)), bytes);
+      launch_into(
+          group, buffer, all_gather(group, bytes, bytes.narrow(0, rank * slot, slot)), bytes);
       if (watched() && buffer.is_cpu()) {
         flight_into(buffer)->wait_all();
       }
@@ -212,7 +213,7 @@ void launch_scatter(
     }
     const std::vector<int64_t> counts(
         group.size, slot / static_cast<int64_t>(buffer.element_size()));
-    launch_into(buffer, exchange_all_to_all(group, buffer, sent, counts, counts), sent);
+    launch_into(group, buffer, exchange_all_to_all(group, buffer, sent, counts, counts), sent);
     if (watched() && buffer.is_cpu()) {
       flight_into(buffer)->wait_all();
     }

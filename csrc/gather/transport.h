@@ -14,11 +14,11 @@ namespace deepsp {
 at::Tensor empty_result(at::IntArrayRef sizes, const at::TensorOptions& options);
 
 // The group to talk to.
-Group group_of(std::string_view name, const ShardLayout<int64_t>& layout, c10::Device device);
+Group group_of(
+    const char* op, std::string_view name, const ShardLayout<int64_t>& layout, c10::Device device);
 // With DEEPSP_DEBUG=1: ValueError on every rank unless all pass tensors that fit together.
 void check_ranks_agree(
     const Group& group,
-    const char* op,
     const char* name,
     at::TensorList tensors,
     const ShardLayout<int64_t>& layout,

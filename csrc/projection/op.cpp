@@ -129,7 +129,7 @@ std::vector<at::Tensor> project_to_heads_start_kernel(
   const SymBlockLayout shapes =
       check_project(x, weights, biases, num_heads, seq_lens, chunks, rank);
   const Layout layout = concrete(shapes);
-  const auto group = group_of(group_name, layout, x);
+  const auto group = group_of("project_to_heads", group_name, layout, x);
   const at::Tensor rows = rows_of(x);
   const Projection project{rows, weights, biases, layout};
   const int64_t count = layout.heads.chunks();

@@ -124,11 +124,12 @@ at::Tensor all_reduce_start_kernel(
     std::string_view group_name,
     ReduceDtype reduce_dtype) {
   const int64_t elements = check_sum(inputs, grad, rank, size, reduce_dtype).expect_int();
-  const Group group = resolve_group(group_name, rank, size, inputs[0].device(), "size");
+  const Group group =
+      resolve_group("all_reduce", group_name, rank, size, inputs[0].device(), "size");
   if (debugging()) {
     std::ostringstream text;
     text << "inputs of " << elements << " elements, " << inputs[0].scalar_type();
-    check_agreement(group, inputs[0].device(), "all_reduce", {text.str()});
+    check_agreement(group, inputs[0].device(), {text.str()});
   }
   at::Tensor flat = empty_buffer({elements}, inputs[0]);
   std::vector<at::Tensor> parts;
@@ -140,7 +141,7 @@ at::Tensor all_reduce_start_kernel(
     return reduce_scatter_start(flat, 0, sum_parts(elements, size), rank, group_name);
   }
   if (size > 1 && elements > 0) {
-    launch_into(flat, all_reduce_sum(group, flat), flat);
+    launch_into(group, flat, all_reduce_sum(group, flat), flat);
     if (watched() && flat.is_cpu()) {
       flight_into(flat)->wait_all();
     }
@@ -208,8 +209,8 @@ void sum_gradients_kernel(
       flat.push_back(gradient.reshape({-1}));
     }
     bucket.flat = at::cat(flat);
-    bucket.work =
-        all_reduce_sum(resolve_group(group_name, rank, size, bucket.flat.device()), bucket.flat);
+    bucket.work = all_reduce_sum(
+        resolve_group("sum_gradients_", group_name, rank, size, bucket.flat.device()), bucket.flat);
   }
   for (Bucket& bucket : buckets) {
     bucket.work->wait();

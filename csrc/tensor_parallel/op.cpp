@@ -58,12 +58,12 @@ Rows rows_of(
   for (const int64_t size : ints(layout.sizes)) {
     counts.push_back(size * inner);
   }
-  Group group = resolve_group(group_name, layout.rank, layout.parts(), like.device(), "sizes");
+  Group group = resolve_group(op, group_name, layout.rank, layout.parts(), like.device(), "sizes");
   if (debugging()) {
     std::ostringstream text;
     text << "input " << like.scalar_type() << " with rows " << at::IntArrayRef(counts) << " in "
          << layout.outer << " matrices of " << like.size(-1) << " columns";
-    check_agreement(group, like.device(), op, {text.str()});
+    check_agreement(group, like.device(), {text.str()});
   }
   return {layout.outer.guard_int(__FILE__, __LINE__), std::move(counts), std::move(group)};
 }

@@ -130,7 +130,7 @@ def _pack_by_heads(inputs: list[Tensor]) -> Tensor:
     return packed.reshape(-1)
 
 
-def _merge(flats: list[Tensor], blocks: list[Blocks]) -> list[Tensor]:
+def _merge(flats: list[Tensor], blocks: list[Blocks], tokens_first: bool) -> list[Tensor]:
     """flats[chunk]: blocks [S_r, B, X_p] -> [B, S_r, H_i, D_i]."""
     first = blocks[0]
     outputs = []
@@ -161,7 +161,8 @@ def _merge(flats: list[Tensor], blocks: list[Blocks]) -> list[Tensor]:
                 for head in range(begin, end):
                     by_head[head].append(part.select(2, head - begin))
             out = torch.stack([sum_parts(parts) for parts in by_head], 2)
-        outputs.append(out.transpose(0, 1).contiguous())
+        out = out.transpose(0, 1)
+        outputs.append(out if tokens_first else out.contiguous())
     return outputs
 
 
@@ -205,7 +206,9 @@ def heads_to_seq_start(inputs, num_heads, seq_lens, chunk, chunks, rank, group_n
     return launch(blocks, b.by_tokens, b.by_heads, b.pad_by_tokens, rank, group_name)
 
 
-def heads_to_seq_wait(buffers, num_heads, head_dims, batch, seq_lens, rank, group_name):
+def heads_to_seq_wait(
+    buffers, num_heads, head_dims, batch, seq_lens, rank, group_name, *, tokens_first=False
+):
     chunks = len(buffers)
     blocks = [
         Blocks(num_heads, head_dims, batch, seq_lens, chunk, chunks, rank)
@@ -215,12 +218,13 @@ def heads_to_seq_wait(buffers, num_heads, head_dims, batch, seq_lens, rank, grou
         land(buffer, b.by_tokens, b.pad_by_tokens, rank)
         for buffer, b in zip(buffers, blocks, strict=True)
     ]
-    return _merge(flats, blocks)
+    return _merge(flats, blocks, tokens_first)
 
 
-def heads_to_seq(inputs, num_heads, seq_lens, rank, group_name):
+def heads_to_seq(inputs, num_heads, seq_lens, rank, group_name, *, tokens_first=False):
     buffer = heads_to_seq_start(inputs, num_heads, seq_lens, 0, 1, rank, group_name)
     dims = [x.size(3) for x in inputs]
     return heads_to_seq_wait(
-        [buffer], num_heads, dims, inputs[0].size(0), seq_lens, rank, group_name
-    )
+        [buffer], num_heads, dims, inputs[0].size(0), seq_lens, rank, group_name,
+        tokens_first=tokens_first,
+    )  # fmt: skip

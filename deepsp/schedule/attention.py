@@ -11,7 +11,6 @@ from deepsp.groups import Member
 from deepsp.layer import SequenceParallelAttention
 from deepsp.schedule import flow
 from deepsp.schedule.placement import Sharded
-from deepsp.schedule.randomness import sharded_randomness
 from deepsp.schedule.running import Running
 from deepsp.schedule.sync import Sync
 
@@ -41,7 +40,7 @@ class ScheduledAttention(SequenceParallelAttention):
         following = flow.current()
         if following is None:
             kwargs.setdefault("seq_lens", running.sizes(sync, x, 1))
-            return self._attention(x, args, kwargs)
+            return super().forward(x, *args, **kwargs)
         placement = following.placement(x)
         if not isinstance(placement, Sharded) or placement.axis not in (None, 1):
             raise ValueError(
@@ -50,17 +49,11 @@ class ScheduledAttention(SequenceParallelAttention):
             )
         with following.paused():
             kwargs.setdefault("seq_lens", running.find_sizes(sync, x, 1, placement))
-            out = self._attention(x, args, kwargs)
+            out = super().forward(x, *args, **kwargs)
         following.opaque(
             sync.module_name, [x, *self.parameters()], out, Sharded(1, placement.origin)
         )
         return out
-
-    def _attention(self, x: Tensor, args: tuple, kwargs: dict) -> Tensor:
-        if not kwargs.get("dropout_p"):
-            return super().forward(x, *args, **kwargs)
-        with sharded_randomness(self.member):  # other heads on each rank, other masks
-            return super().forward(x, *args, **kwargs)
 
 
 def parallel_attention(

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepsp import collectives
-from deepsp.schedule.randomness import sharded_randomness
+from deepsp.randomness import sharded_randomness
 from deepsp.schedule.shards import shards_of
 from deepsp.schedule.swap import Swapped
 

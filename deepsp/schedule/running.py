@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from deepsp import collectives
+from deepsp import collectives, randomness
 from deepsp.groups import Member, on_all_ranks
-from deepsp.schedule import flow, randomness
+from deepsp.schedule import flow
 from deepsp.schedule.around import Checkpointed, Drawing
 from deepsp.schedule.flow import call_key
 from deepsp.schedule.picking import pick_input, pick_output

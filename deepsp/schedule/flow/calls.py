@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from deepsp.schedule import randomness
+from deepsp import randomness
 from deepsp.schedule.flow import drawing, functions, lengths, names, pointwise, writes
 from deepsp.schedule.flow.naming import name_of
 from deepsp.schedule.flow.values import Call, Entry, Value, differentiable, tensors_in

@@ -13,6 +13,7 @@ from collections.abc import Container, Iterator, Mapping
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from deepsp.groups import Group, Member, member_of, on_all_ranks
 
@@ -69,7 +70,8 @@ class _Fork:
         with torch._C.DisableTorchFunction():
             # The same draw on every rank, which moves the default generator on: the next region
             # has other numbers.
-            seed = int(torch.empty((), dtype=torch.int64).random_())
+            with _disable_current_modes():  # nobody's trace
+                seed = int(torch.empty((), dtype=torch.int64).random_())
             self.outer = states()
             for generator in _generators():
                 generator.manual_seed(mix(seed, self.rank))

@@ -1,0 +1,85 @@
+"""Calling a local attention: what sees the whole sequence of some heads."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from deepsp.groups import Member
+from deepsp.randomness import sharded_randomness
+
+ORDERS = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}
+"""By layout: where batch, sequence, heads and head_dim stand. Each order is its own inverse."""
+
+_NAMES = {"b": "batch", "s": "sequence", "h": "heads", "d": "head_dim"}
+
+
+def check_layout(layout: str) -> None:
+    if layout not in ORDERS:
+        raise ValueError(f"layout is {layout!r}; 'bshd', 'sbhd' or 'bhsd' is right")
+
+
+def check_four(x: Tensor, name: str, layout: str) -> None:
+    if x.dim() != 4:
+        dims = ", ".join(_NAMES[d] for d in layout)
+        raise ValueError(f"{name} has {x.dim()} dimensions; four are right: [{dims}]")
+
+
+def wants_head_indices(function: Callable | None) -> bool:
+    """Whether a local attention declares an argument ``head_indices``."""
+    if function is None:
+        return False
+    if isinstance(function, nn.Module):
+        function = function.forward
+    try:
+        return "head_indices" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # built in, without a signature
+        return False
+
+
+def randomness_of(member: Member):
+    """Other random numbers on each rank, for other heads; compiled code draws as it draws."""
+    if member[1] == 1 or torch.compiler.is_compiling():
+        return contextlib.nullcontext()
+    return sharded_randomness(member)
+
+
+def attend(
+    function: Callable[..., Tensor],
+    qkv: tuple[Tensor, Tensor, Tensor],
+    args: tuple,
+    kwargs: dict,
+    *,
+    head_indices: bool,
+    num_heads: int,
+    chunk: int,
+    chunks: int,
+    member: Member,
+    layout: str = "bshd",
+) -> Tensor:
+    """The local attention of a chunk's heads: q, k and v and what it returns [B, S, h, D].
+
+    Raises:
+        ValueError: it returned something of another shape.
+    """
+    rank, size, _ = member
+    order = ORDERS[layout]
+    if head_indices:
+        begin, end, _, _ = torch.ops.deepsp.head_split(
+            num_heads, num_heads, size, rank, chunk, chunks
+        )
+        indices = torch.arange(begin, end, device=qkv[0].device)
+        kwargs = {**kwargs, "head_indices": indices}
+    with randomness_of(member):
+        out = function(*(x.permute(order) for x in qkv), *args, **kwargs)
+    seen = [qkv[0].size(d) for d in order]
+    if out.dim() != 4 or list(out.shape[:3]) != seen[:3]:
+        raise ValueError(
+            f"local_attention returned shape {tuple(out.shape)}; {tuple(seen[:3])} and a head "
+            "dimension is right"
+        )
+    return out.permute(order)

@@ -1,0 +1,242 @@
+"""What a local attention is given: random numbers of its own, the indices of its heads, and what
+describes the whole sequence."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness import on_ranks
+from reference import attention, draw, lens_of
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import deepsp
+
+# ------------------------------------------------------------------------------------- dropout
+
+
+def _masks(kind, chunks):
+    """Which weights each head drops, on all ranks: with q, k = 0 and v = 1 / S the output of a
+    token counts the weights that it kept."""
+    torch.manual_seed(7)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tokens, heads = 24, 6
+    x = torch.zeros(1, tokens // size, heads, tokens)
+    eye = torch.eye(tokens).view(1, tokens, 1, tokens).expand(-1, -1, heads, -1)
+    v = eye.split([tokens // size] * size, 1)[rank]  # the output is the weights themselves
+    if kind == "function":
+        call = functools.partial(deepsp.distributed_attention, dropout_p=0.5, chunks=chunks)
+    elif kind == "sdpa":
+        call = functools.partial(deepsp.DistributedAttention(chunks=chunks), dropout_p=0.5)
+    elif kind == "local":
+        local = functools.partial(attention, dropout_p=0.5)
+        call = deepsp.DistributedAttention(local, chunks=chunks)
+    else:
+        layer = deepsp.SequenceParallelAttention(8, heads, head_dim=tokens, chunks=chunks)
+
+        def call(q, k, v):
+            # Through the layer's own attention: projections would mix what is looked at.
+            lens = [tokens // size] * size
+            name = layer.member[2]
+            q, k, v = torch.ops.deepsp.seq_to_heads([q, k, v], lens, rank, name)
+            out = layer._attend(q, [k], [v], 0, 1, (), {"dropout_p": 0.5})
+            return deepsp.heads_to_seq([out], [heads], seq_lens=lens)[0]
+
+    def run():
+        out = call(x, x, v)
+        whole = deepsp.all_gather(out, 1, grad="replicated")
+        return whole[0].permute(1, 0, 2) > 0  # [heads, tokens, tokens]
+
+    first, after = run(), torch.rand(1)
+    second = run()
+    torch.manual_seed(7)
+    again = run()
+    assert torch.equal(first, again)  # reproducible
+    every = torch.cat([first, second])
+    for i in range(len(every)):
+        assert 0.3 < every[i].float().mean() < 0.7
+        for j in range(i):
+            assert (every[i] != every[j]).float().mean() > 0.3, (i, j)
+    # What is drawn elsewhere stays the same on all ranks.
+    assert len(set(deepsp.all_gather(after, 0, grad="replicated").tolist())) == 1
+
+
+@pytest.mark.parametrize("kind", ["function", "sdpa", "local", "layer"])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_masks_differ_from_head_to_head(kind, chunks):
+    if kind == "layer" and chunks > 1:
+        return
+    on_ranks(3 if chunks == 1 else 2, _masks, kind, chunks)
+
+
+def _under_a_checkpoint(reentrant):
+    """What is computed again drops the same weights."""
+    torch.manual_seed(3)
+    x = [draw(1, 6, 4, 8, seed=i).requires_grad_() for i in range(3)]
+    module = deepsp.DistributedAttention(functools.partial(attention, dropout_p=0.5))
+    for call in (module, functools.partial(deepsp.distributed_attention, dropout_p=0.5)):
+        grads = []
+        for wrap in (lambda *x: checkpoint(call, *x, use_reentrant=reentrant), call):
+            torch.manual_seed(3)
+            out = wrap(*x)
+            grads.append((out, *torch.autograd.grad(out.square().sum(), x)))
+        for a, b in zip(*grads, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_under_a_checkpoint():
+    # The reentrant kind can't be asked for gradients of inputs by torch.autograd.grad.
+    on_ranks(2, _under_a_checkpoint, False)
+
+
+# -------------------------------------------------------------------------------- head indices
+
+
+def _alibi(q, k, v, slopes, head_indices):
+    bias = -slopes[head_indices].view(1, -1, 1, 1) * torch.arange(k.size(1)).to(q)
+    return attention(q, k, v, attn_mask=bias.expand(-1, -1, q.size(1), -1))
+
+
+class _Alibi(nn.Module):
+    def __init__(self, slopes):
+        super().__init__()
+        self.slopes = nn.Parameter(slopes)
+
+    def forward(self, q, k, v, head_indices):
+        return _alibi(q, k, v, self.slopes, head_indices)
+
+
+def _heads(heads, kv_heads, chunks):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    lens = lens_of("skewed", 9, size)
+    whole = [draw(2, 9, h, 8, seed=i) for i, h in enumerate((heads, kv_heads, kv_heads))]
+    slopes = torch.linspace(0.1, 1, heads, dtype=torch.float64)
+
+    full = [x.clone().requires_grad_() for x in (*whole, slopes)]
+    expected = _alibi(*full, torch.arange(heads))
+    grad = draw(*expected.shape, seed=4)
+    expected_grads = torch.autograd.grad(expected, full, grad)
+
+    local = _Alibi(slopes.clone())
+    module = deepsp.DistributedAttention(local, chunks=chunks)
+    mine = [x.split(lens, 1)[rank].clone().requires_grad_() for x in whole]
+    out = module(*mine, seq_lens=lens)
+    *grads, of_slopes = torch.autograd.grad(out, [*mine, local.slopes], grad.split(lens, 1)[rank])
+    for a, b in zip((out, *grads), (expected, *expected_grads[:3]), strict=True):
+        torch.testing.assert_close(a, b.split(lens, 1)[rank], rtol=1e-10, atol=1e-10)
+    dist.all_reduce(of_slopes)
+    torch.testing.assert_close(of_slopes, expected_grads[3], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "heads", "kv_heads", "chunks"),
+    [(2, 8, 4, 1), (3, 8, 2, 1), (2, 8, 2, 3), (3, 7, 7, 2)],
+)
+def test_head_indices(ranks, heads, kv_heads, chunks):
+    on_ranks(ranks, _heads, heads, kv_heads, chunks)
+
+
+def _layers_heads(chunks):
+    seen = []
+
+    def local(q, k, v, head_indices):
+        seen.append(head_indices.tolist())
+        return attention(q, k, v)
+
+    layer = deepsp.SequenceParallelAttention(16, 8, local_attention=local, chunks=chunks)
+    layer(torch.ones(1, 4, 16))
+    assert [len(indices) for indices in seen] == [4 // chunks] * chunks
+    assert sum(seen, []) == list(deepsp.local_heads(8))
+
+
+def test_head_indices_of_the_layer():
+    on_ranks(2, _layers_heads, 1)
+    on_ranks(2, _layers_heads, 2)
+
+
+# ------------------------------------------------------------------------------ packed samples
+
+
+def _by_document(q, k, v, cu_seqlens):
+    """Each document by itself, as variable-length kernels do it."""
+    lengths = cu_seqlens.diff().tolist()
+    parts = zip(*(x.split(lengths, 1) for x in (q, k, v)), strict=True)
+    return torch.cat([attention(*part, is_causal=True) for part in parts], 1)
+
+
+def _of_positions(q, k, v, position_ids):
+    """The same of position ids that restart with each document."""
+    begins = (position_ids == 0).nonzero().flatten()
+    return _by_document(q, k, v, F.pad(begins, (0, 1), value=position_ids.numel()))
+
+
+def _packed(chunks):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    documents = [3, 7, 1, 4]  # across the ranks' borders
+    total = sum(documents)
+    lens = lens_of("skewed", total, size)
+    cu_seqlens = torch.tensor([0, *torch.tensor(documents).cumsum(0)])
+    positions = torch.cat([torch.arange(n) for n in documents])
+    whole = [draw(1, total, h, 8, seed=i) for i, h in enumerate((8, 4, 4))]
+    full = [x.clone().requires_grad_() for x in whole]
+    same = torch.arange(4).repeat_interleave(torch.tensor(documents))
+    mask = (same[:, None] == same) & torch.ones(total, total, dtype=torch.bool).tril()
+    expected = attention(*full, attn_mask=mask)
+    grad = draw(*expected.shape, seed=4)
+    expected_grads = torch.autograd.grad(expected, full, grad)
+    for local, argument in (
+        (_by_document, {"cu_seqlens": cu_seqlens}),
+        (_of_positions, {"position_ids": positions}),
+    ):
+        mine = [x.split(lens, 1)[rank].clone().requires_grad_() for x in whole]
+        out = deepsp.DistributedAttention(local, chunks=chunks)(*mine, seq_lens=lens, **argument)
+        grads = torch.autograd.grad(out, mine, grad.split(lens, 1)[rank])
+        for a, b in zip((out, *grads), (expected, *expected_grads), strict=True):
+            torch.testing.assert_close(a, b.split(lens, 1)[rank], rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize(("ranks", "chunks"), [(1, 1), (2, 2), (3, 1)])
+def test_packed_samples(ranks, chunks):
+    on_ranks(ranks, _packed, chunks)
+
+
+# ------------------------------------------------------------------------------- FlexAttention
+
+
+def _flex(compiled, chunks):
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch._dynamo.reset()
+    size, rank, total = dist.get_world_size(), dist.get_rank(), 256
+    slopes = torch.linspace(0.1, 1, 4)
+    mask = create_block_mask(
+        lambda b, h, i, j: (i >= j) & (i - j < 50), None, None, total, total, device="cpu"
+    )
+
+    def local(q, k, v, head_indices):
+        def score_mod(score, b, h, i, j):
+            return score - slopes[head_indices[h]] * (i - j)
+
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = flex_attention(q, k, v, score_mod=score_mod, block_mask=mask, enable_gqa=True)
+        return out.transpose(1, 2)
+
+    whole = [draw(1, total, h, 16, seed=n, dtype=torch.float32) for n, h in enumerate((4, 2, 2))]
+    i, j = torch.arange(total)[:, None], torch.arange(total)
+    bias = (-slopes.view(1, -1, 1, 1) * (i - j)).masked_fill(~((i >= j) & (i - j < 50)), -torch.inf)
+    expected = attention(*whole, attn_mask=bias)
+    lens = [total // size] * size
+    mine = [x.split(lens, 1)[rank] for x in whole]
+    module = deepsp.DistributedAttention(local, chunks=chunks)
+    if compiled:
+        module = torch.compile(module, fullgraph=True)
+    with torch.no_grad():  # PyTorch trains FlexAttention on GPUs only
+        out = module(*mine)
+    torch.testing.assert_close(out, expected.split(lens, 1)[rank], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("compiled", "chunks"), [(False, 1), (False, 2), (True, 1)])
+def test_flex_attention(compiled, chunks):
+    on_ranks(2, _flex, compiled, chunks)
