@@ -15,6 +15,7 @@
 #include "layout/heads.h"
 
 #include <Python.h>
+#include <ATen/ops/arange.h>
 #include <torch/library.h>
 
 namespace deepsp {
@@ -61,6 +62,17 @@ std::vector<int64_t> head_split(
   return {q.begin, q.end, kv.begin, kv.end};
 }
 
+at::Tensor head_indices(
+    const at::Tensor& like,
+    int64_t num_heads,
+    int64_t parts,
+    int64_t rank,
+    int64_t chunk,
+    int64_t chunks) {
+  const auto heads = head_split(num_heads, num_heads, parts, rank, chunk, chunks);
+  return at::arange(heads[0], heads[1], like.options().dtype(at::kLong));
+}
+
 int64_t head_chunks(int64_t num_heads, int64_t parts, int64_t chunks) {
   return head_layout(num_heads, num_heads, parts, chunks).chunks();
 }
@@ -81,6 +93,12 @@ TORCH_LIBRARY(deepsp, m) {
   m.def(
       "head_split(int num_heads, int num_kv_heads, int parts, int rank, int chunk=0, "
       "int chunks=1) -> int[]",
+      pure);
+  // The query heads of a rank (and chunk), int64 [h] on the device of `like`. An op, not an arange
+  // in a graph: Inductor's FlexAttention reads tensors that are there, not what it would compute.
+  m.def(
+      "head_indices(Tensor like, int num_heads, int parts, int rank, int chunk, int chunks) -> "
+      "Tensor",
       pure);
   // The number of chunks in force when `chunks` are asked for: every rank has a
   // query head in each.
@@ -420,6 +438,10 @@ TORCH_LIBRARY_IMPL(deepsp, CompositeImplicitAutograd, m) {
   m.impl("pool_limit", pool_limit);
   m.impl("pool_set_limit", pool_set_limit);
   m.impl("pool_clear", pool_clear);
+}
+
+TORCH_LIBRARY_IMPL(deepsp, CompositeExplicitAutograd, m) {
+  m.impl("head_indices", head_indices);
 }
 
 }  // namespace deepsp

@@ -69,10 +69,7 @@ def attend(
     rank, size, _ = member
     order = ORDERS[layout]
     if head_indices:
-        begin, end, _, _ = torch.ops.deepsp.head_split(
-            num_heads, num_heads, size, rank, chunk, chunks
-        )
-        indices = torch.arange(begin, end, device=qkv[0].device)
+        indices = torch.ops.deepsp.head_indices(qkv[0], num_heads, size, rank, chunk, chunks)
         kwargs = {**kwargs, "head_indices": indices}
     with randomness_of(member):
         out = function(*(x.permute(order) for x in qkv), *args, **kwargs)

@@ -135,6 +135,8 @@ def _opcheck(name):
             "scale_gradient": (_leaf(3, 4), 2.0),
             "token_split": (13, size),
             "head_split": (8, 2, size, rank),
+            "head_indices": (q, 8, size, rank, 1, 2),
+            "check_agreement": ("a call", [f"lengths {lens}"], q, rank, size, group),
             "head_chunks": (8, size, 4),
         }[name]
         overload = getattr(op, "distributed_attention" if name == "chunked" else name).default
@@ -162,7 +164,7 @@ def _opcheck(name):
      "reduce_scatter_cast_coalesced_start", "reduce_scatter_cast_coalesced_wait",
      "gather_cast_float8", "gather_cast_float8_coalesced", "gather_through_float8",
      "replicate_start", "replicate_wait", "scale_gradient",
-     "token_split", "head_split", "head_chunks"],
+     "token_split", "head_split", "head_indices", "head_chunks", "check_agreement"],
 )  # fmt: skip
 def test_opcheck(ranks, name):
     on_ranks(ranks, _opcheck, name)
