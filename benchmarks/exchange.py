@@ -2,15 +2,18 @@
 
 Contenders, interleaved in one run, one thread a rank, over gloo on this machine:
 
-  deepsp   deepsp.DistributedAttention around an attention that does nothing
-  torch    the same written with torch alone: for each tensor permute + contiguous,
-           all_to_all_single, permute + contiguous
-  floor    as many bare all_to_all_single as deepsp has exchanges, of the same bytes, on
-           warm buffers
+  deepsp     deepsp.DistributedAttention around an attention that does nothing
+  deepspeed  DeepSpeed's DistributedAttention, where heads divide by the ranks
+  yunchang   yunchang's UlyssesAttention, likewise (both: pip install ".[bench]")
+  torch      the same written with torch alone: for each tensor permute + contiguous,
+             all_to_all_single, permute + contiguous
+  floor      as many bare all_to_all_single as deepsp has exchanges, of the same bytes, on
+             warm buffers
 
 The attention that does nothing returns preallocated contiguous out, dq, dk and dv. A time is that
-of the slowest rank. Collectives and copies (of whole tensors, by our kernels and by aten) are
-counted by the profiler over one forward and backward.
+of the slowest rank; "first" is a contender's first call. Collectives, copies (of whole tensors, by
+our kernels and by aten) and what they copied are counted by the profiler over one forward and
+backward.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import platform
 import statistics
@@ -30,7 +34,7 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import Tensor
+from exchange_contenders import contenders
 
 import deepsp
 
@@ -53,133 +57,24 @@ class Row:
     dtype: str
     mib: float  # of q, k, v and the output of one rank: what the exchange is about
     contender: str
+    first_ms: float
     min_ms: float
     median_ms: float
     collectives: int
     copies: int
-
-
-class Nothing(torch.autograd.Function):
-    """An attention that costs nothing: its results were there before."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, results):
-        ctx.results = results
-        return results[0]
-
-    @staticmethod
-    def backward(ctx, grad):
-        return *ctx.results[1:], None
-
-
-def do_nothing(results: dict) -> Callable[..., Tensor]:
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        key = (q.shape, k.shape)
-        if key not in results:
-            results[key] = [torch.randn(x.shape, dtype=x.dtype) for x in (q, q, k, v)]
-        return Nothing.apply(q, k, v, results[key])
-
-    return attention
-
-
-class TorchSeqToHeads(torch.autograd.Function):
-    """[B, S/P, H, D] -> [B, S, H/P, D] with torch alone."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return torch_exchange(x, by_heads=True)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return torch_exchange(grad, by_heads=False)
-
-
-class TorchHeadsToSeq(torch.autograd.Function):
-    """[B, S, H/P, D] -> [B, S/P, H, D] with torch alone."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return torch_exchange(x, by_heads=False)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return torch_exchange(grad, by_heads=True)
-
-
-def torch_exchange(x: Tensor, by_heads: bool) -> Tensor:
-    size = dist.get_world_size()
-    b, s, h, d = x.shape
-    if by_heads:
-        sent = x.reshape(b, s, size, h // size, d).permute(2, 0, 1, 3, 4).contiguous()
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent)
-        return received.permute(1, 0, 2, 3, 4).reshape(b, size * s, h // size, d)
-    sent = x.reshape(b, size, s // size, h, d).permute(1, 0, 2, 3, 4).contiguous()
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent)
-    return received.permute(1, 2, 0, 3, 4).reshape(b, s // size, size * h, d)
-
-
-def torch_alone(q: Tensor, k: Tensor, v: Tensor, attention) -> Tensor:
-    size = dist.get_world_size()
-    if k.size(2) < size:  # a kv head for every rank
-        k, v = (x.repeat_interleave(size // x.size(2), 2) for x in (k, v))
-    return TorchHeadsToSeq.apply(attention(*(TorchSeqToHeads.apply(x) for x in (q, k, v))))
-
-
-def floor(shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], None]:
-    """The bare collectives: q, k and v together; the output; and both ways back."""
-    b, s, heads, kv_heads, d = shape
-    rank, size = dist.get_rank(), dist.get_world_size()
-    lens = deepsp.seq_lens(s)
-
-    def columns(p: int, kv: bool) -> int:
-        q0, q1, kv0, kv1 = torch.ops.deepsp.head_split(heads, kv_heads, size, p)
-        return (q1 - q0 + (2 * (kv1 - kv0) if kv else 0)) * d
-
-    exchanges = []
-    for kv in (True, False):
-        by_tokens = [lens[rank] * b * columns(p, kv) for p in range(size)]
-        by_heads = [n * b * columns(rank, kv) for n in lens]
-        tokens, whole = (torch.randn(sum(x)).to(dtype) for x in (by_tokens, by_heads))
-        there = (whole, tokens, by_heads, by_tokens)
-        back = (tokens.clone(), whole.clone(), by_tokens, by_heads)
-        exchanges += [there, back]
-
-    def run() -> None:
-        for received, sent, gets, gives in exchanges:
-            dist.all_to_all_single(received, sent, gets, gives)
-
-    return run
-
-
-def contenders(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Callable[[], None]]:
-    b, s, heads, kv_heads, d = shape
-    mine = deepsp.seq_lens(s)[dist.get_rank()]
-    q, k, v = (
-        torch.randn(b, mine, h, d, dtype=dtype).requires_grad_()
-        for h in (heads, kv_heads, kv_heads)
-    )
-    grad = torch.randn(b, mine, heads, d, dtype=dtype)
-    attention = do_nothing({})
-    ours = deepsp.DistributedAttention(attention)
-
-    def train(forward: Callable[[], Tensor]) -> Callable[[], None]:
-        return lambda: torch.autograd.grad(forward(), (q, k, v), grad)
-
-    return {
-        "deepsp": train(lambda: ours(q, k, v)),
-        "torch": train(lambda: torch_alone(q, k, v, attention)),
-        "floor": floor(shape, dtype),
-    }
+    copied_mib: float
 
 
 def measure(shape, dtype, seconds: float) -> list[Row]:
     run = contenders(shape, dtype)
-    counts = {name: count(call) for name, call in run.items()}
     times: dict[str, list[float]] = {name: [] for name in run}
-    for call in run.values():
+    first = {}
+    for name, call in run.items():
+        dist.barrier()
+        start = time.perf_counter()
         call()
+        first[name] = slowest([time.perf_counter() - start])[0]
+    counts = {name: count(call, dtype) for name, call in run.items()}
     begin = time.perf_counter()
     for repeat in itertools.count():
         # Every rank stops at the same repeat.
@@ -196,9 +91,7 @@ def measure(shape, dtype, seconds: float) -> list[Row]:
     mib = b * s * (2 * heads + 2 * kv_heads) * d * dtype.itemsize / dist.get_world_size() / 2**20
     rows = []
     for name, taken in times.items():
-        slowest = torch.tensor(taken)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        ms = [t * 1e3 for t in slowest.tolist()]
+        ms = slowest(taken)
         rows.append(
             Row(
                 dist.get_world_size(),
@@ -206,6 +99,7 @@ def measure(shape, dtype, seconds: float) -> list[Row]:
                 str(dtype).removeprefix("torch."),
                 mib,
                 name,
+                first[name],
                 min(ms),
                 statistics.median(ms),
                 *counts[name],
@@ -214,15 +108,29 @@ def measure(shape, dtype, seconds: float) -> list[Row]:
     return rows
 
 
-def count(call: Callable[[], None]) -> tuple[int, int]:
-    """Collectives and copies of one call."""
+def slowest(seconds: list[float]) -> list[float]:
+    """The slowest rank's, in ms."""
+    taken = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    return [t * 1e3 for t in taken.tolist()]
+
+
+def count(call: Callable[[], None], dtype: torch.dtype) -> tuple[int, int, float]:
+    """Collectives, copies and copied MiB of one call."""
     call()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, record_shapes=True) as profile:
         call()
     seen = Counter(event.name for event in profile.events())
     collectives = seen["deepsp::exchange"] + seen["c10d::alltoall_base_"]
     copies = seen["deepsp::pack"] + seen["deepsp::merge"] + seen["aten::copy_"]
-    return collectives, copies
+    copied = 0
+    for event in profile.events():
+        if event.name == "aten::copy_":
+            copied += math.prod(event.input_shapes[0]) * dtype.itemsize
+        elif event.name == "deepsp::copy":
+            copied += event.concrete_inputs[0]
+    return collectives, copies, copied / 2**20
 
 
 def copy_speed(seconds: float) -> list[dict]:
@@ -287,19 +195,21 @@ def show(rows: list[Row], speeds: list[dict]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(width=120)
+    console = Console(width=140)
     table = Table(
         "P",
         "B,S,H,Hkv,D",
         "dtype",
         "MiB",
         "",
+        "first ms",
         "min ms",
         "median ms",
         "× floor min",
         "× floor median",
         "collectives",
         "copies",
+        "copied MiB",
         title="exchange, forward + backward",
     )
     for key, group in itertools.groupby(rows, lambda r: (r.ranks, r.size, r.dtype)):
@@ -312,12 +222,14 @@ def show(rows: list[Row], speeds: list[dict]) -> None:
                 key[2],
                 f"{row.mib:.0f}",
                 row.contender,
+                f"{row.first_ms:.1f}",
                 f"{row.min_ms:.2f}",
                 f"{row.median_ms:.2f}",
                 f"{row.min_ms / base.min_ms:.2f}",
                 f"{row.median_ms / base.median_ms:.2f}",
                 str(row.collectives),
                 str(row.copies),
+                f"{row.copied_mib:.1f}",
             )
         table.add_section()
     console.print(table)

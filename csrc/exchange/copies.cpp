@@ -1,6 +1,7 @@
 #include "copies.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/record_function.h>
 
 #ifdef DEEPSP_CUDA
 #include <c10/cuda/CUDAException.h>
@@ -16,6 +17,14 @@ constexpr int64_t kGrainBytes = 64 << 10;
 
 int64_t grain_rows(int64_t row_bytes) {
   return std::max<int64_t>(1, kGrainBytes / std::max<int64_t>(1, row_bytes));
+}
+
+int64_t bytes_of(const std::vector<StridedCopy>& copies) {
+  int64_t bytes = 0;
+  for (const StridedCopy& copy : copies) {
+    bytes += copy.bytes();
+  }
+  return bytes;
 }
 
 int64_t size_of(Float dtype) {
@@ -35,6 +44,7 @@ StridedCopy copy_of(const View& from, const View& to, const int64_t (&n)[kCopyDi
 }
 
 void run(const std::vector<StridedCopy>& copies, c10::Device device) {
+  RECORD_FUNCTION("deepsp::copy", (std::vector<c10::IValue>{bytes_of(copies)}));
   if (device.is_cpu()) {
     for (const StridedCopy& copy : copies) {
       at::parallel_for(0, copy.rows(), grain_rows(copy.row_bytes), [&](int64_t begin, int64_t end) {
