@@ -1,0 +1,283 @@
+"""transformers' models with ``attn_implementation="deepsp"``, each rank with its tokens, against
+the same model with "sdpa" in one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness import on_ranks
+from reference import lens_of, names
+from torch import nn
+
+import deepsp
+from deepsp.integrations.transformers import register
+
+VOCAB = 64
+SMALL = {
+    "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    "head_dim": 8,
+}  # fmt: skip
+
+
+def _make(family, attention="sdpa", **options):
+    import transformers
+
+    torch.manual_seed(0)
+    if family == "GPT2":
+        sizes = {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 128}
+        off = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+        tokens = {"bos_token_id": 1, "eos_token_id": 2, "scale_attn_by_inverse_layer_idx": True}
+        config = transformers.GPT2Config(**sizes, **off, **tokens)
+        make = transformers.GPT2LMHeadModel
+    else:
+        if family == "Mistral":
+            options = {"sliding_window": 5} | options
+        config = getattr(transformers, f"{family}Config")(**SMALL, **options)
+        make = getattr(transformers, f"{family}ForCausalLM")
+    config.use_cache = False
+    config._attn_implementation = attention
+    model = make(config).double()
+    for module in list(model.modules()):  # theirs are computed in float32
+        for name, inner in module.named_children():
+            if hasattr(inner, "variance_epsilon"):
+                norm = nn.RMSNorm(inner.weight.numel(), inner.variance_epsilon, dtype=torch.float64)
+                setattr(module, name, norm)
+    return model.train()
+
+
+def _documents(length, *starts):
+    restarts = torch.zeros(length, dtype=torch.int64)
+    positions = torch.arange(length)
+    for start in starts:
+        restarts[start:] = start
+    return (positions - restarts)[None]
+
+
+def _batch(kind, length):
+    """The whole batch. Labels at documents' borders and of padding don't count."""
+    generator = torch.Generator().manual_seed(length)
+    ids = torch.randint(0, VOCAB, (2, length), generator=generator)
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    if kind in ("padding", "whole mask"):
+        mask = torch.ones(2, length, dtype=torch.int64)
+        mask[0, :3] = 0
+        mask[1, -4:] = 0
+        batch["labels"][mask == 0] = -100
+        if kind == "whole mask":
+            causal = torch.ones(length, length, dtype=torch.bool).tril()
+            # A token sees itself, lest a row be empty.
+            mask = (causal & mask[:, None, None].bool()) | torch.eye(length, dtype=torch.bool)
+        batch["attention_mask"] = mask
+    if kind == "documents":
+        batch["position_ids"] = _documents(length, 4, 9).repeat(2, 1)
+        batch["position_ids"][1] = _documents(length, 6)
+    if kind == "border":  # one document ends where the first rank's tokens do
+        first = lens_of("split", length, dist.get_world_size())[0]
+        batch["position_ids"] = _documents(length, 2, min(first, length - 1))
+    return batch
+
+
+def _step(model, loss, sync):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loss.backward()
+    sync(model)
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    optimizer.step()
+    return loss.detach(), gradients, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def _part(batch, kind):
+    """This rank's part, of other lengths than tensor_split's if ``kind`` is "skewed"."""
+    part, lens = deepsp.shard_batch(batch)
+    if kind == "skewed":
+        rank, lens = dist.get_rank(), lens_of("skewed", sum(lens), len(lens))
+        ids, labels = batch["input_ids"], F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+        part["input_ids"], part["shift_labels"], part["position_ids"] = (
+            x.split(lens, 1)[rank] for x in (ids, labels, torch.arange(sum(lens))[None])
+        )
+    return part
+
+
+def _trained(family, kind, length, checkpointing=None, chunks=1, **options):
+    register(chunks=chunks)
+    batch = _batch(kind, length)
+    reference = _make(family, **options)
+    model = _make(family, "deepsp", **options)
+    assert model.config._attn_implementation == "deepsp"
+    given = {name: batch[name] for name in batch if name != "labels"}
+    logits = reference(**given).logits
+    labels = batch["labels"][:, 1:].clone()
+    if "position_ids" in batch:
+        labels[(batch["position_ids"][:, 1:] == 0).expand(2, -1)] = -100
+    expected = _step(
+        reference, F.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten()), lambda _: None
+    )
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+    part = _part(batch, kind)
+    shifted = part.pop("shift_labels")
+    loss = deepsp.cross_entropy(model(**part).logits, shifted)
+    found = _step(model, loss, deepsp.sync_gradients)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
+def _all_trained(cases):
+    for family, kind, length, options in cases:
+        _trained(family, kind, length, **options)
+
+
+CASES = {
+    "Llama": [
+        ("Llama", "plain", 13, {}),
+        ("Llama", "skewed", 13, {"chunks": 2}),
+        ("Llama", "padding", 14, {}),
+        ("Llama", "documents", 13, {}),
+        ("Llama", "border", 13, {}),
+        ("Llama", "whole mask", 13, {}),
+    ],
+    "GPT2": [
+        ("GPT2", "plain", 13, {}),
+        ("GPT2", "skewed", 13, {}),
+        ("GPT2", "padding", 13, {}),
+        ("GPT2", "documents", 14, {}),
+    ],
+    "windows": [
+        ("Mistral", "plain", 13, {}),
+        ("Mistral", "padding", 13, {}),
+        ("Mistral", "documents", 13, {}),
+        ("Mistral", "plain", 13, {"sliding_window": None}),
+        ("Qwen3", "padding", 13, {"use_sliding_window": True, "sliding_window": 4,
+                                  "layer_types": ["full_attention", "sliding_attention"]}),
+    ],
+    "checkpoints": [
+        ("Llama", "padding", 13, {"checkpointing": False}),
+        ("Llama", "documents", 13, {"checkpointing": True}),
+        ("GPT2", "plain", 13, {"checkpointing": True}),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("cases", CASES)
+def test_training_equals_one_process(cases, ranks):
+    on_ranks(ranks, _all_trained, CASES[cases])
+
+
+def _once():
+    """Lengths and positions travel once a forward, however many layers and checkpoints."""
+    register()
+    part, _ = deepsp.shard_batch(_batch("documents", 13))
+    shifted = part.pop("shift_labels")
+    model = _make("Llama", "deepsp")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    held = []
+    forward = names(lambda: held.append(model(**part).logits))
+    backward = names(lambda: F.cross_entropy(held[0].flatten(0, 1), shifted.flatten()).backward())
+    small = ("deepsp::all_reduce", "deepsp::all_gather")
+    assert [forward[n] for n in small] == [1, 1] and [backward[n] for n in small] == [0, 0]
+    assert [n["deepsp::distributed_attention"] for n in (forward, backward)] == [2, 2]
+
+
+def test_lengths_travel_once():
+    on_ranks(2, _once)
+
+
+def _refused():
+    import transformers
+    from transformers import masking_utils
+
+    register()
+    rank = dist.get_rank()
+    part, _ = deepsp.shard_batch(_batch("padding", 12))
+    del part["shift_labels"]
+    padding = part.pop("attention_mask")
+    model = _make("Llama", "deepsp")
+    windowed = _make("Mistral", "deepsp")
+    cache = transformers.DynamicCache()
+    for layer in range(2):
+        cache.update(*torch.zeros(2, 2, 2, 3, 8, dtype=torch.float64), layer)
+    capped = _make("Gemma2", "deepsp", attn_logit_softcapping=30.0)
+    attention = transformers.AttentionInterface()["deepsp"]
+    masks = transformers.AttentionMaskInterface()["deepsp"]
+    q, k, v = torch.zeros(3, 1, 2, 6, 8, dtype=torch.float64)
+    module = nn.Linear(1, 1)
+    causal = masks(1, 6, 6, mask_function=masking_utils.causal_mask_function,
+                   allow_is_causal_skip=True)  # fmt: skip
+    config, embeds = model.config, torch.zeros(2, 6, 48)
+    blocks = torch.zeros(2, 6, dtype=torch.int64)
+    positions = torch.arange(6)[None] + 6 * rank
+
+    def direct(mask=causal, **kwargs):
+        return attention(module, q, k, v, mask, **({"position_ids": positions} | kwargs))
+
+    for call, message in [
+        (lambda: model(input_ids=part["input_ids"]), "position_ids count from 0 on every rank"),
+        (lambda: model(**part, attention_mask=padding[:, :6]), "whole sequence's 12"),
+        (lambda: model(**part, attention_mask=None if rank else padding), r"\[12, None\] tokens"),
+        (lambda: model(**part, attention_mask=torch.ones(2, 1, 6, 6).bool()), "masks are global"),
+        (lambda: model(**part, use_cache=True), "use_cache is True"),
+        (lambda: model(**part, past_key_values=cache), "past_key_values has 3 tokens"),
+        (lambda: model(**part, output_attentions=True), "output_attentions"),
+        (lambda: model(**part, cu_seq_lens_q=torch.arange(3)), r"cu_seq_lens_q .* shape \(3,\)"),
+        (lambda: capped(**part), "softcap of Gemma2Attention is 30.0"),
+        (lambda: direct(s_aux=torch.zeros(2)), "s_aux of Linear"),
+        (lambda: direct(position_bias=torch.zeros(1, 2, 6, 6)), "position_bias of Linear"),
+        (lambda: direct(mask=None), "attention_mask of Linear is None"),
+        (lambda: direct(position_ids=None), "position_ids .* are None"),
+        (lambda: direct(position_ids=positions[None]), r"position_ids .* \(1, 1, 6\)"),
+        (lambda: direct(sliding_window=4), "sliding_window of Linear is 4"),
+        (lambda: attention(module, q, k[:, :, :5], v[:, :, :5], masks(1, 6, 6, given=padding),
+                           position_ids=positions), r"key has \[5, 5\] tokens"),
+        (lambda: masking_utils.create_causal_mask(
+            config, embeds, None, None, and_mask_function=lambda b, h, q, k: q == k),
+            "more than causal attention"),
+        (lambda: masking_utils.create_causal_mask(
+            config, embeds, None, None, positions, block_sequence_ids=blocks),
+            "more than causal attention"),
+        (lambda: masking_utils.create_causal_mask(
+            config, embeds, None, None, positions * positions, block_sequence_ids=blocks),
+            "more than causal attention"),
+        (lambda: register(chunks=0), "chunks is 0"),
+    ]:  # fmt: skip
+
+        def raises(call=call, message=message):
+            with pytest.raises(ValueError, match=message):
+                call()
+
+        assert names(raises)["deepsp::seq_to_heads"] == 0, message  # no q, k, v was sent
+    direct(sliding_window=12)
+    windowed(**part)
+    model(**part, attention_mask=padding, num_items_in_batch=torch.tensor(3))  # all is in order
+
+
+def test_what_would_be_wrong_is_refused():
+    on_ranks(2, _refused)
+
+
+def _two_groups():
+    """A name for each group; not causal; ranks that aren't in the first."""
+    pair = dist.new_group([0, 2])
+    if dist.get_rank() != 1:
+        register(pair, name="pair")
+        rank = dist.get_rank(pair)
+        whole = torch.randn(3, 1, 4, 7, 8, dtype=torch.float64, generator=torch.manual_seed(0))
+        q, k, v = whole.split([4, 3], 3)[rank]
+        import transformers
+        from transformers import masking_utils
+
+        config = _make("Llama").config
+        config._attn_implementation, config.is_causal = "pair", False
+        mask = masking_utils.create_causal_mask(config, q[0], None, None)
+        module = nn.Linear(1, 1)
+        module.is_causal = False
+        positions = torch.arange(7)[None].split([4, 3], 1)[rank]
+        y, _ = transformers.AttentionInterface()["pair"](
+            module, q, k, v, mask, position_ids=positions
+        )
+        expected = F.scaled_dot_product_attention(*whole).transpose(1, 2)
+        torch.testing.assert_close(y, expected.split([4, 3], 1)[rank], rtol=1e-12, atol=1e-12)
+
+
+def test_a_group_of_its_own():
+    on_ranks(3, _two_groups)
