@@ -1,0 +1,9 @@
+"""For DeepSpeed's users: its attention's signature, and the compile pass in its config.
+
+Importing this needs no DeepSpeed.
+"""
+
+from deepsp.integrations.deepspeed.attention import DistributedAttention
+from deepsp.integrations.deepspeed.compile_pass import install, sequence_group
+
+__all__ = ["DistributedAttention", "install", "sequence_group"]
