@@ -7,6 +7,8 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
 
 from deepsp.groups import Group, Member, member_of
 from deepsp.schedule.shards import shards_of
@@ -19,10 +21,12 @@ def sync_gradients(module: nn.Module, group: Group = None) -> None:
     For people without DDP, FSDP or DeepSpeed, which do it themselves. All-reduces flat buckets; a
     parameter without a gradient on some ranks only counts as zero there, one without a gradient on
     any rank keeps none. Parameters of :func:`deepsp.shard_parameters` are left alone: their
-    gradients are sums already.
+    gradients are sums already. DTensors' local parts are summed: FSDP over the data ranks alone
+    leaves the sum over the sequence group to be taken.
 
     Raises:
-        ValueError: a gradient is sparse; the module was built by a schedule.
+        ValueError: a gradient is sparse; a schedule built the module; FSDP shards parameters,
+            or averages their gradients, over ranks of ``group``.
     """
     rank, size, name = member_of(group)
     if any(shards_of(inner) for inner in module.modules()):
@@ -34,6 +38,14 @@ def sync_gradients(module: nn.Module, group: Group = None) -> None:
     parameters = [p for p in module.parameters() if p.requires_grad and p not in sharded]
     if size == 1 or not parameters:
         return
+    names = {id(p): n for n, p in module.named_parameters()}
+    for p in parameters:
+        if isinstance(p, DTensor) and _ranks_in(p, name) > 1:
+            raise ValueError(
+                f"module: {names[id(p)]} is sharded or replicated over ranks of this group, and "
+                "its gradient averaged by whoever did that; leave sync_gradients out, and pass "
+                "average_gradients=True to deepsp.cross_entropy"
+            )
     sparse = size + 1  # no sum of ones reaches it
     present = torch.tensor(
         [
@@ -44,7 +56,6 @@ def sync_gradients(module: nn.Module, group: Group = None) -> None:
         device=parameters[0].device,
     )
     somewhere = torch.ops.deepsp.all_reduce(present, "replicated", rank, size, name).tolist()
-    names = {id(p): n for n, p in module.named_parameters()}
     for p, ranks in zip(parameters, somewhere, strict=True):
         if ranks >= sparse:  # known to every rank by now
             raise ValueError(
@@ -57,7 +68,15 @@ def sync_gradients(module: nn.Module, group: Group = None) -> None:
                 p.grad = torch.zeros_like(p)
             gradients.append(p.grad)
     with torch.no_grad():
+        gradients = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
         torch.ops.deepsp.sum_gradients_(gradients, rank, size, name)
+
+
+def _ranks_in(parameter: DTensor, name: str) -> int:
+    """How many ranks of the group called ``name`` the parameter lies on."""
+    group = distributed_c10d._resolve_process_group(name)
+    mesh = parameter.device_mesh.mesh.flatten().tolist()
+    return len(set(mesh) & set(distributed_c10d.get_process_group_ranks(group)))
 
 
 def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
