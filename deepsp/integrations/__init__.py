@@ -18,3 +18,10 @@ def install() -> None:
     after_import(
         "deepspeed", lambda: importlib.import_module("deepsp.integrations.deepspeed").install()
     )
+
+
+def __getattr__(name: str):
+    """``deepsp.integrations.deepspeed`` and ``.transformers`` need no import of their own."""
+    if name in ("deepspeed", "transformers"):
+        return importlib.import_module(f"deepsp.integrations.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

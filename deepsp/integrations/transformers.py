@@ -183,17 +183,13 @@ class _Masks:
                 "tokens only; leave it out, and set model.config.use_cache = False"
             )
         self.batch_size, self.padding, self.local_size = batch_size, attention_mask, local_size
-        self.given = given
-        self.skips = {
-            "allow_is_causal_skip": allow_is_causal_skip,
-            "allow_is_bidirectional_skip": allow_is_bidirectional_skip,
-        }
-        self.documents = allow_is_causal_skip
-        self.pattern = mask_function
-        if given is None and not allow_is_causal_skip and not allow_is_bidirectional_skip:
-            # Documents in this rank's own tokens. Those of the whole sequence are found later.
+        self.given, self.pattern = given, mask_function
+        # What transformers says where a mask is its own pattern and padding, and may be left out.
+        self.causal, self.bidirectional = allow_is_causal_skip, allow_is_bidirectional_skip
+        if given is None and not self.causal and not self.bidirectional:
+            # Documents in this rank's own tokens: those of the whole sequence are found later.
             self.pattern = None if use_vmap else _without_documents(mask_function)
-            self.documents = self.skips["allow_is_causal_skip"] = True
+            self.causal = True
             if self.pattern is None:
                 raise ValueError(
                     "the model's mask is more than causal attention, a window, padding and "
@@ -243,15 +239,13 @@ class _Masks:
         """[B, 1, S, S], or None where causal attention, or attention to all, is meant."""
         from transformers import masking_utils
 
-        pattern, skips = self.pattern, self.skips
-        if self.documents and self.padding is None:
+        pattern, documents = self.pattern, None
+        if self.causal and self.padding is None:
             documents = masking_utils.find_packed_sequence_indices(positions)
-            if documents is not None:
-                pattern = masking_utils.packed_sequence_compatibility_function(
-                    pattern,
-                    *(x.expand(self.batch_size, -1) for x in (positions, documents)),
-                )
-                skips = dict.fromkeys(self.skips, False)
+        if documents is not None:
+            pattern = masking_utils.packed_sequence_compatibility_function(
+                pattern, *(x.expand(self.batch_size, -1) for x in (positions, documents))
+            )
         return masking_utils.sdpa_mask(
             self.batch_size,
             length,
@@ -259,8 +253,9 @@ class _Masks:
             mask_function=pattern,
             attention_mask=self.padding,
             local_size=self.local_size,
+            allow_is_causal_skip=self.causal and documents is None,
+            allow_is_bidirectional_skip=self.bidirectional,
             device=positions.device,
-            **skips,
         )
 
 
