@@ -63,9 +63,12 @@ class DistributedAttention(nn.Module):
             )
         self.local_attn = local_attention
         self.num_kv_heads = num_kv_heads
-        self.distributed = deepsp.attention.DistributedAttention(
-            self._attend, sequence_process_group
-        )
+        self._by_batch_dim = [  # they hold nothing: no modules of this one
+            deepsp.attention.DistributedAttention(
+                self._attend, sequence_process_group, layout=layout
+            )
+            for layout in ("bshd", "sbhd")
+        ]
 
     def forward(
         self,
@@ -98,24 +101,17 @@ class DistributedAttention(nn.Module):
                 f"key has {key.size(2)} heads, but num_kv_heads is {self.num_kv_heads}; the same "
                 "is right"
             )
+        distributed = self._by_batch_dim[batch_dim_idx]
         rotary = None
         if rotary_pos_emb is not None:
-            length = query.size(1 - batch_dim_idx) * self.distributed.member[1]
+            length = query.size(1 - batch_dim_idx) * distributed.member[1]
             rotary = self._rotary(rotary_pos_emb, batch_dim_idx, length, query.size(3))
-        out = self.distributed(
-            *(_swapped(x, batch_dim_idx) for x in (query, key, value)),
-            batch_dim_idx,
-            rotary,
-            args,
-            kwargs,
-        )
-        return _swapped(out, batch_dim_idx).contiguous()
+        return distributed(query, key, value, rotary, args, kwargs)
 
-    def _attend(self, q, k, v, batch_dim_idx, rotary, args, kwargs) -> Tensor:
-        q, k, v = (_swapped(x, batch_dim_idx) for x in (q, k, v))
+    def _attend(self, q, k, v, rotary, args, kwargs) -> Tensor:
         if rotary is not None:
             q, k = (_rotated(x, *rotary) for x in (q, k))
-        return _swapped(self.local_attn(q, k, v, *args, **kwargs), batch_dim_idx)
+        return self.local_attn(q, k, v, *args, **kwargs)
 
     @staticmethod
     def _rotary(
@@ -133,10 +129,6 @@ class DistributedAttention(nn.Module):
                 )
             rotary.append(x.transpose(0, 1))
         return rotary
-
-
-def _swapped(x: Tensor, batch_dim_idx: int) -> Tensor:
-    return x.transpose(0, 1) if batch_dim_idx == 1 else x
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
