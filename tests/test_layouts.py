@@ -133,7 +133,7 @@ def test_errors():
     on_ranks(2, _errors)
 
 
-def _compiled(layout):
+def _compiled(layout, backend):
     torch._dynamo.reset()
     x = [torch.ones(2, 4, 4, 4, requires_grad=True) * (i + 1) for i in range(3)]
 
@@ -141,7 +141,7 @@ def _compiled(layout):
         return deepsp.distributed_attention(*x, is_causal=True, layout=layout, chunks=2)
 
     grads = []
-    for function in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+    for function in (layer, torch.compile(layer, backend=backend, fullgraph=True)):
         out = function(*x)
         grads.append((out, *torch.autograd.grad(out.sin().sum(), x)))
     for a, b in zip(*grads, strict=True):
@@ -149,6 +149,8 @@ def _compiled(layout):
         assert a.stride() == b.stride()
 
 
-@pytest.mark.parametrize("layout", ["sbhd", "bhsd"])
-def test_compiled(layout):
-    on_ranks(2, _compiled, layout)
+@pytest.mark.parametrize(
+    ("layout", "backend"), [("sbhd", "aot_eager"), ("bhsd", "aot_eager"), ("sbhd", "inductor")]
+)
+def test_compiled(layout, backend):
+    on_ranks(2, _compiled, layout, backend)
