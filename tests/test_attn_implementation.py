@@ -238,6 +238,9 @@ def _refused():
         (lambda: masking_utils.create_causal_mask(
             config, embeds, None, None, positions * positions, block_sequence_ids=blocks),
             "more than causal attention"),
+        (lambda: masking_utils.create_sliding_window_causal_mask(
+            windowed.config, embeds, None, None, allow_is_causal_skip=False),
+            "more than causal attention"),
         (lambda: register(chunks=0), "chunks is 0"),
     ]:  # fmt: skip
 
