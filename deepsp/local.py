@@ -42,7 +42,8 @@ def wants_head_indices(function: Callable | None) -> bool:
 
 
 def randomness_of(member: Member):
-    """Other random numbers on each rank, for other heads; compiled code draws as it draws."""
+    """Other random numbers on each rank, for other heads; compiled code draws as it draws. Entered
+    once a call, not once a chunk: the generators go on alike whatever the number of chunks."""
     if member[1] == 1 or torch.compiler.is_compiling():
         return contextlib.nullcontext()
     return sharded_randomness(member)
@@ -71,8 +72,7 @@ def attend(
     if head_indices:
         indices = torch.ops.deepsp.head_indices(qkv[0], num_heads, size, rank, chunk, chunks)
         kwargs = {**kwargs, "head_indices": indices}
-    with randomness_of(member):
-        out = function(*(x.permute(order) for x in qkv), *args, **kwargs)
+    out = function(*(x.permute(order) for x in qkv), *args, **kwargs)
     seen = [qkv[0].size(d) for d in order]
     if out.dim() != 4 or list(out.shape[:3]) != seen[:3]:
         raise ValueError(
