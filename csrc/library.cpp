@@ -21,8 +21,12 @@
 namespace deepsp {
 namespace {
 
+// More ranks than any group has: a list of as many lengths still fits in memory.
+constexpr int64_t kMostParts = int64_t(1) << 24;
+
 std::vector<c10::SymInt> token_split(const c10::SymInt& total, int64_t parts) {
-  TORCH_CHECK_VALUE(parts > 0, "parts is ", parts, "; at least 1 is right");
+  TORCH_CHECK_VALUE(
+      parts > 0 && parts <= kMostParts, "parts is ", parts, "; 1 to ", kMostParts, " is right");
   TORCH_CHECK_VALUE(total >= 0, "total is ", total, "; a length can't be negative");
   std::vector<c10::SymInt> lengths;
   for (int64_t p = 0; p < parts; ++p) {
