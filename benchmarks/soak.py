@@ -53,7 +53,8 @@ def close(found, expected, dtype) -> None:
 def attention(rng, group, rank, size, seed) -> None:
     kv_heads = rng.choice([1, 2, 4])
     heads = kv_heads * rng.choice([n for n in (1, 2, 3, 4, 6) if n * kv_heads >= size])
-    dtype = rng.choice([torch.float64, torch.float32, torch.bfloat16])
+    # PyTorch's own CPU attention keeps kernels for each shape in bfloat16: memory would grow.
+    dtype = rng.choice([torch.float64, torch.float32])
     batch, head_dim = rng.choice([1, 2, 3]), rng.choice([4, 8, 16])
     lens = lens_of(rng, size, rng.choice([5, 40, 160]))
     causal, chunks, strided = rng.random() < 0.5, rng.choice([1, 1, 2, 3]), rng.random() < 0.5
