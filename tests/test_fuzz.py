@@ -61,6 +61,7 @@ VALUES = {
     "str": st.tuples(
         st.just("is"), st.sampled_from(["", "nobody", "partial", "replicated", "é" * 300])
     ),
+    "str[]": st.tuples(st.sampled_from(["empty", "drop", "twice", "reverse"])),
     "float": st.tuples(
         st.just("is"), st.sampled_from([float("nan"), float("inf"), -1.0, 0.0, 0.5, 2.0, 1e300])
     ),
