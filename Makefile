@@ -10,6 +10,7 @@
 # make bench-compile models sharded by the compile pass, next to DeepSpeed's AutoSP
 # make bench-collectives  collectives along a dimension, and the schedule's training step
 # make bench-memory  memory and time over the compile pass's memory_budget
+# make bench-train   the demo's training step over the length of the sequence, on 1, 2 and 4 ranks
 
 PYTHON ?= python3
 VENV := .venv
@@ -23,7 +24,7 @@ CPP_TESTS := $(wildcard tests/cpp/*.cpp)
 CU := $(wildcard csrc/kernels/*.cu)
 CUDA_HOSTS := $(shell grep -l DEEPSP_CUDA -r csrc --include=*.cpp)
 
-.PHONY: demo test lint format sanitize cuda-check gpu-test bench overlap bench-gather bench-compile bench-memory bench-collectives clean
+.PHONY: demo test lint format sanitize cuda-check gpu-test bench overlap bench-gather bench-compile bench-memory bench-collectives bench-train clean
 
 # torch first, and by version: any other way of asking may bring a larger one. DeepSpeed's setup
 # imports torch, and needs telling that no ops are to be built.
@@ -63,6 +64,9 @@ bench-memory: $(VENV)/built
 
 bench-collectives: $(VENV)/built
 	$(BIN)/python benchmarks/collectives.py
+
+bench-train: $(VENV)/built
+	$(BIN)/python benchmarks/train.py
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
