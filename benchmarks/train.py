@@ -157,10 +157,11 @@ def draw(cases: list[dict], folder: Path) -> None:
         for ranks in sorted({case["ranks"] for case in cases}):
             of = [case for case in cases if case["ranks"] == ranks]
             label = "P = 1, plain PyTorch" if ranks == 1 else f"P = {ranks}"
-            if ranks > os.cpu_count():
+            shared = ranks > os.cpu_count()
+            if shared:
                 label += f" (on {os.cpu_count()} cores)"
             x, y = [case["seq_len"] for case in of], [value(case) for case in of]
-            axes.plot(x, y, "o-", label=label)
+            axes.plot(x, y, "s--" if shared else "o-", label=label)
         lengths = sorted({case["seq_len"] for case in cases})
         axes.set_xticks(lengths, [f"{n / 1024:g}k" for n in lengths])
         axes.set_xlabel("tokens of the sequence")
