@@ -188,15 +188,15 @@ def _disagreements():
     wide = torch.zeros(2 + last, 6)
     whole = torch.zeros(6, 4)
     _all_raise([
-        (lambda: gather(x.double() if last else x), "disagree.*rank 0 .*Float.*rank 2 .*Double"),
-        (lambda: gather(dtype=bf16 if last else f32), "rank 0 .*Float.*rank 2 .*BFloat16"),
+        (lambda: gather(x.double() if last else x), "disagree.*ranks 0 and 1 .*Float.*rank 2 .*Double"),
+        (lambda: gather(dtype=bf16 if last else f32), "ranks 0 and 1 .*Float.*rank 2 .*BFloat16"),
         (lambda: gather(x.view(2, 3, 2) if last else x), r"\[6\].*rank 2 .*\[3, 2\]"),
         (lambda: gather(wide, [2, 2, 3] if last else ok), r"\[2, 2, 2\].*\[2, 2, 3\]"),
         (lambda: op.gather_cast_coalesced(
             [x] * (2 if last else 1), ok * (2 if last else 1), [f32] * (2 if last else 1),
-            rank, group), r"rank 0 passes nothing, rank 2 passes shards\[1\]"),
+            rank, group), r"ranks 0 and 1 pass nothing, rank 2 passes shards\[1\]"),
         (lambda: op.reduce_scatter_cast(whole.to(bf16 if last else f32), ok, f32, rank, group),
-         "rank 0 .*Float.*rank 2 .*BFloat16"),
+         "ranks 0 and 1 .*Float.*rank 2 .*BFloat16"),
         (lambda: gather() if last else op.reduce_scatter_cast(whole, ok, f32, rank, group),
          "disagree"),
         (lambda: op.gather_cast_float8(

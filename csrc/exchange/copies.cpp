@@ -54,7 +54,7 @@ void run(const std::vector<StridedCopy>& copies, c10::Device device) {
     return;
   }
 #ifdef DEEPSP_CUDA
-  c10::cuda::CUDAGuard guard(device);
+  c10::cuda::CUDAGuard device_guard(device);
   C10_CUDA_CHECK(copy_rows_cuda(copies, c10::cuda::getCurrentCUDAStream(device.index())));
 #endif
 }
@@ -70,7 +70,7 @@ void run(const std::vector<StridedSum>& sums, c10::Device device) {
     return;
   }
 #ifdef DEEPSP_CUDA
-  c10::cuda::CUDAGuard guard(device);
+  c10::cuda::CUDAGuard device_guard(device);
   for (const StridedSum& sum : sums) {
     C10_CUDA_CHECK(sum_rows_cuda(sum, c10::cuda::getCurrentCUDAStream(device.index())));
   }
@@ -79,7 +79,7 @@ void run(const std::vector<StridedSum>& sums, c10::Device device) {
 
 #ifdef DEEPSP_CUDA
 void run(const std::vector<Cast>& casts, c10::Device device) {
-  c10::cuda::CUDAGuard guard(device);
+  c10::cuda::CUDAGuard device_guard(device);
   C10_CUDA_CHECK(cast_cuda(casts, c10::cuda::getCurrentCUDAStream(device.index())));
 }
 #endif
