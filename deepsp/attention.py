@@ -214,7 +214,7 @@ class DistributedAttention(nn.Module):
 
     def _compare(self, q: Tensor, k: Tensor, v: Tensor, lens: list[int]) -> None:
         s, trains = self.layout.index("s"), torch.is_grad_enabled()
-        compare_calls(
+        self._compared = compare_calls(
             "DistributedAttention",
             self.member,
             q,
@@ -225,4 +225,3 @@ class DistributedAttention(nn.Module):
             chunks=self.chunks,
             gradients=[trains and x.requires_grad for x in (q, k, v)],
         )
-        self._compared = True

@@ -7,6 +7,7 @@
 #include <ATen/ops/cat.h>
 #include <torch/library.h>
 
+#include <optional>
 #include <sstream>
 
 namespace deepsp {
@@ -186,6 +187,7 @@ void sum_gradients_kernel(
   struct Bucket {
     std::vector<at::Tensor> members;
     at::Tensor flat;
+    std::optional<Group> group;
     Work work;
     int64_t bytes = 0;
   };
@@ -209,11 +211,12 @@ void sum_gradients_kernel(
       flat.push_back(gradient.reshape({-1}));
     }
     bucket.flat = at::cat(flat);
-    bucket.work = all_reduce_sum(
-        resolve_group("sum_gradients_", group_name, rank, size, bucket.flat.device()), bucket.flat);
+    bucket.group.emplace(
+        resolve_group("sum_gradients_", group_name, rank, size, bucket.flat.device()));
+    bucket.work = all_reduce_sum(*bucket.group, bucket.flat);
   }
   for (Bucket& bucket : buckets) {
-    bucket.work->wait();
+    wait_for(*bucket.group, bucket.work);
     int64_t offset = 0;
     for (const at::Tensor& gradient : bucket.members) {
       gradient.copy_(bucket.flat.narrow(0, offset, gradient.numel()).view(gradient.sizes()));
