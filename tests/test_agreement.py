@@ -137,6 +137,14 @@ def _each_exchange():
         with pytest.raises(ValueError, match=r"project_to_heads: .*seq_lens \[5, 4\], rank 1"):
             layer(torch.ones(1, 5 - rank, 8), seq_lens=[5, 4] if rank == 0 else [4, 4])
         deepsp.heads_to_seq([whole], [6])
+        gradients = [torch.zeros(2, 8), torch.ones(16)]  # summed in one message
+        with pytest.raises(
+            ValueError,
+            match=r"sum_gradients_: .*rank 0 passes gradients\[0\] of shape \[2, 8\], Fl",
+        ):
+            torch.ops.deepsp.sum_gradients_(
+                gradients if rank == 0 else gradients[::-1], rank, 2, layer.member[2]
+            )
         _fine()
     finally:
         del os.environ["DEEPSP_DEBUG"]

@@ -205,6 +205,18 @@ void sum_gradients_kernel(
     buckets.back().members.push_back(gradient);
     buckets.back().bytes += static_cast<int64_t>(gradient.nbytes());
   }
+  if (debugging()) {
+    std::vector<std::string> arguments;
+    for (size_t i = 0; i < gradients.size(); ++i) {
+      std::ostringstream text;
+      text << "gradients[" << i << "] of shape " << gradients[i].sizes() << ", "
+           << gradients[i].scalar_type();
+      arguments.push_back(text.str());
+    }
+    const c10::Device device = gradients[0].device();
+    check_agreement(
+        resolve_group("sum_gradients_", group_name, rank, size, device), device, arguments);
+  }
   for (Bucket& bucket : buckets) {
     std::vector<at::Tensor> flat;
     for (const at::Tensor& gradient : bucket.members) {
