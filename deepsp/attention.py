@@ -62,7 +62,7 @@ def distributed_attention(
     local.check_four(q, "q", layout)
     rank, size, name = member
     lens = lens_or_equal(seq_lens, q.size(layout.index("s")), size)
-    with local.randomness_of(member) if dropout_p > 0 else contextlib.nullcontext():
+    with local.randomness_of(member, q.device) if dropout_p > 0 else contextlib.nullcontext():
         return torch.ops.deepsp.distributed_attention(
             q,
             k,

@@ -337,7 +337,8 @@ class SequenceParallelAttention(nn.Module):
             for x in (ks, vs)
         )
         if self.local_attention is None:
-            with local.randomness_of(self.member) if _drops(*args, **kwargs) else nullcontext():
+            drops = _drops(*args, **kwargs)
+            with local.randomness_of(self.member, q.device) if drops else nullcontext():
                 return _sdpa(
                     q, k, v, *args, **kwargs, where=(self.num_heads, chunk, chunks, rank, size)
                 )

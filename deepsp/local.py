@@ -49,11 +49,11 @@ def _declaring(function: Callable) -> Callable:
     return function
 
 
-def randomness_of(member: Member):
+def randomness_of(member: Member, device: torch.device):
     """Other random numbers on each rank, for other heads; compiled code draws as it draws."""
     if member[1] == 1 or torch.compiler.is_compiling():
         return contextlib.nullcontext()
-    return sharded_randomness(member)
+    return sharded_randomness(member, device)
 
 
 def attend(
@@ -79,7 +79,7 @@ def attend(
     if head_indices:
         indices = torch.ops.deepsp.head_indices(qkv[0], num_heads, size, rank, chunk, chunks)
         kwargs = {**kwargs, "head_indices": indices}
-    with randomness_of(member):
+    with randomness_of(member, qkv[0].device):
         out = function(*(x.permute(order) for x in qkv), *args, **kwargs)
     seen = [qkv[0].size(d) for d in order]
     if not isinstance(out, Tensor):

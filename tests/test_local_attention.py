@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import deepsp
+from deepsp.randomness import sharded_randomness
 
 # ------------------------------------------------------------------------------------- dropout
 
@@ -69,6 +70,26 @@ def test_masks_differ_from_head_to_head(kind, chunks):
     if kind == "layer" and chunks > 1:
         return
     on_ranks(3 if chunks == 1 else 2, _masks, kind, chunks)
+
+
+def test_the_generator_of_the_tensors_device(monkeypatch):
+    """Not that of the current device, which may be another one's."""
+    generators = [torch.Generator().manual_seed(n) for n in range(2)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    before = states_of(generators)
+    for device, drawn in (("cuda:1", 1), ("cuda", 0), ("cpu", 0)):
+        with sharded_randomness((1, 2, ""), torch.device(device)):
+            changed = [not torch.equal(*x) for x in zip(before, states_of(generators), strict=True)]
+            assert changed == [drawn == 0, drawn == 1]
+            torch.rand(3, generator=generators[drawn])
+        assert all(torch.equal(*x) for x in zip(before, states_of(generators), strict=True))
+
+
+def states_of(generators):
+    return [g.get_state() for g in generators]
 
 
 def _under_a_checkpoint():
