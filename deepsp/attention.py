@@ -88,8 +88,9 @@ class DistributedAttention(nn.Module):
             q [B, S, h, D] and k, v [B, S, h_kv, D] (``h % h_kv == 0``), the whole sequence of some
             heads; returns [B, S, h, Dv]. All in ``layout``. None:
             ``scaled_dot_product_attention``, with its arguments, as
-            :func:`distributed_attention` takes them. If it declares an argument ``head_indices``,
-            it gets the global indices of its query heads there, int64 [h].
+            :func:`distributed_attention` takes them. If it declares an argument ``head_indices``
+            (by name: ``**kwargs`` declares nothing), it gets the global indices of its query heads
+            there, int64 [h].
         group: the sequence group.
         chunks: as in :func:`distributed_attention`; ``local_attention`` is called once a chunk.
         layout: as in :func:`distributed_attention`.
@@ -103,7 +104,8 @@ class DistributedAttention(nn.Module):
     mask) is the whole sequence's, the same on every rank. Random numbers in it differ by rank,
     and follow from ``torch.manual_seed``, as for dropout in :func:`distributed_attention`.
 
-    The first call compares lengths, shapes, dtypes and what needs a gradient across the group.
+    The first call compares lengths, shapes, dtypes and what needs a gradient across the group;
+    compiled code doesn't.
     """
 
     def __init__(
