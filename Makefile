@@ -1,6 +1,7 @@
 # make demo      sets everything up and trains a model on a sharded sequence
 # make test      sets everything up and runs the test suite
 # make lint      ruff and clang-format
+# make sanitize  kernels, layouts and the buffer pool under ASan, UBSan and TSan
 # make cuda-check    compiles every .cu without a GPU, where there is an nvcc
 # make gpu-test  on a machine with a GPU: builds against its torch and tests there
 # make bench     the exchange against its floor
@@ -9,6 +10,7 @@
 # make bench-compile models sharded by the compile pass, next to DeepSpeed's AutoSP
 # make bench-collectives  collectives along a dimension, and the schedule's training step
 # make bench-memory  memory and time over the compile pass's memory_budget
+# make bench-train   the demo's training step over the length of the sequence, on 1, 2 and 4 ranks
 
 PYTHON ?= python3
 VENV := .venv
@@ -16,11 +18,13 @@ BIN := $(VENV)/bin
 TORCH := 2.13.0
 NVCC ?= $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
 ARCHS := 80 90 100
+COMMA := ,
 CPP := $(shell find csrc -name '*.cpp' -o -name '*.h')
+CPP_TESTS := $(wildcard tests/cpp/*.cpp)
 CU := $(wildcard csrc/kernels/*.cu)
 CUDA_HOSTS := $(shell grep -l DEEPSP_CUDA -r csrc --include=*.cpp)
 
-.PHONY: demo test lint format cuda-check gpu-test bench overlap bench-gather bench-compile bench-memory bench-collectives clean
+.PHONY: demo test lint format sanitize cuda-check gpu-test bench overlap bench-gather bench-compile bench-memory bench-collectives bench-train clean
 
 # torch first, and by version: any other way of asking may bring a larger one. DeepSpeed's setup
 # imports torch, and needs telling that no ops are to be built.
@@ -61,15 +65,38 @@ bench-memory: $(VENV)/built
 bench-collectives: $(VENV)/built
 	$(BIN)/python benchmarks/collectives.py
 
+bench-train: $(VENV)/built
+	$(BIN)/python benchmarks/train.py
+
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run -Werror $(CPP) $(CU)
+	$(BIN)/clang-format --dry-run -Werror $(CPP) $(CPP_TESTS) $(CU)
 
 format: $(VENV)/ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(CPP) $(CU)
+	$(BIN)/clang-format -i $(CPP) $(CPP_TESTS) $(CU)
+
+# Each program once with ASan and UBSan, once with TSan. Only the pool's needs torch, which isn't
+# instrumented itself.
+SANITIZED := $(foreach kind,address thread,build/sanitize/kernels-$(kind) build/sanitize/pool-$(kind))
+SAN := -std=c++20 -O1 -g -fno-sanitize-recover=all -Wall -Wno-unknown-pragmas -pthread
+
+sanitize: $(SANITIZED)
+	@for program in $(SANITIZED); do echo $$program && $$program || exit 1; done
+
+build/sanitize/kernels-%: tests/cpp/kernels.cpp $(wildcard csrc/kernels/*.cpp csrc/kernels/*.h csrc/layout/*)
+	@mkdir -p build/sanitize
+	$(CXX) $(SAN) -fsanitize=$*$(if $(filter address,$*),$(COMMA)undefined) $< csrc/kernels/*.cpp \
+		csrc/layout/heads.cpp -o $@
+
+build/sanitize/pool-%: tests/cpp/pool.cpp $(wildcard csrc/collectives/pool.* csrc/collectives/*.h) $(VENV)/ready
+	@mkdir -p build/sanitize
+	torch=$$($(BIN)/python -c 'import os, torch; print(os.path.dirname(torch.__file__))') && \
+		$(CXX) $(SAN) -fsanitize=$*$(if $(filter address,$*),$(COMMA)undefined) $< -o $@ \
+		-I$$torch/include -I$$torch/include/torch/csrc/api/include \
+		-L$$torch/lib -Wl,-rpath,$$torch/lib -Wl,--no-as-needed -ltorch -ltorch_cpu -lc10
 
 # The vector kernels must move 16 bytes at a time: PTX shows it.
 cuda-check: $(VENV)/ready

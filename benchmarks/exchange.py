@@ -25,11 +25,13 @@ import math
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -191,68 +193,73 @@ def work(rank: int, ranks: int, path: str, args, queue) -> None:
     dist.destroy_process_group()
 
 
+EXCHANGE = ["P", "B,S,H,Hkv,D", "dtype", "MiB", "", "first", "min / median, ms", "× floor",
+            "collectives", "copies", "copied MiB"]  # fmt: skip
+COPIES = ["heads, kv, D", "dtype", "pack, GiB/s", "plain copy", "ratio, median / min"]
+
+
+def tables(rows: list[Row], speeds: list[dict]) -> list[tuple[str, list[str], list[list[str]]]]:
+    """(title, columns, rows) of what was measured."""
+    lines = []
+    for key, group in itertools.groupby(rows, lambda r: (r.ranks, r.size, r.dtype)):
+        by_name = {row.contender: row for row in group}
+        base = by_name["floor"]
+        lines += [
+            [
+                str(key[0]),
+                ",".join(map(str, key[1])),
+                key[2],
+                f"{row.mib:.1f}",
+                row.contender,
+                f"{row.first_ms:.1f}",
+                f"{row.min_ms:.1f} / {row.median_ms:.1f}",
+                f"{row.min_ms / base.min_ms:.2f} / {row.median_ms / base.median_ms:.2f}",
+                str(row.collectives),
+                str(row.copies),
+                f"{row.copied_mib:.1f}",
+            ]
+            for row in by_name.values()
+        ]
+    found = [("The exchange, forward + backward", EXCHANGE, lines)]
+    if speeds:
+        lines = [
+            [
+                f"{s['heads']},{s['kv_heads']},{s['head_dim']}",
+                s["dtype"],
+                f"{s['pack_gib_s']:.1f}",
+                f"{s['plain_gib_s']:.1f}",
+                f"{s['ratio_median']:.2f} / {s['ratio_min']:.2f}",
+            ]
+            for s in speeds
+        ]
+        found.append(("The pack kernel next to a plain copy (read + written)", COPIES, lines))
+    return found
+
+
 def show(rows: list[Row], speeds: list[dict]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     console = Console(width=140)
-    table = Table(
-        "P",
-        "B,S,H,Hkv,D",
-        "dtype",
-        "MiB",
-        "",
-        "first ms",
-        "min ms",
-        "median ms",
-        "× floor min",
-        "× floor median",
-        "collectives",
-        "copies",
-        "copied MiB",
-        title="exchange, forward + backward",
-    )
-    for key, group in itertools.groupby(rows, lambda r: (r.ranks, r.size, r.dtype)):
-        by_name = {row.contender: row for row in group}
-        base = by_name["floor"]
-        for row in by_name.values():
-            table.add_row(
-                str(key[0]),
-                ",".join(map(str, key[1])),
-                key[2],
-                f"{row.mib:.0f}",
-                row.contender,
-                f"{row.first_ms:.1f}",
-                f"{row.min_ms:.2f}",
-                f"{row.median_ms:.2f}",
-                f"{row.min_ms / base.min_ms:.2f}",
-                f"{row.median_ms / base.median_ms:.2f}",
-                str(row.collectives),
-                str(row.copies),
-                f"{row.copied_mib:.1f}",
-            )
-        table.add_section()
-    console.print(table)
-    if speeds:
-        table = Table(
-            "heads, kv, D",
-            "dtype",
-            "pack GiB/s",
-            "plain copy GiB/s",
-            "median ratio",
-            "min ratio",
-            title="pack kernel against a plain copy (read + write)",
-        )
-        for s in speeds:
-            table.add_row(
-                f"{s['heads']},{s['kv_heads']},{s['head_dim']}",
-                s["dtype"],
-                f"{s['pack_gib_s']:.1f}",
-                f"{s['plain_gib_s']:.1f}",
-                f"{s['ratio_median']:.2f}",
-                f"{s['ratio_min']:.2f}",
-            )
+    for title, columns, lines in tables(rows, speeds):
+        table = Table(*columns, title=title)
+        for line in lines:
+            table.add_row(*line, end_section=columns is EXCHANGE and line[4] == "yunchang")
         console.print(table)
+
+
+def markdown(found: dict, rows: list[Row], speeds: list[dict]) -> str:
+    machine = found["machine"]
+    lines = [
+        f"`{machine['command']}`: gloo on one machine, one thread a rank, {machine['cpus']} cores, "
+        f"torch {machine['torch']}, load {machine['load']:.1f} at the start. MiB: q, k, v and the "
+        "output of one rank. Interleaved in one run; times of the slowest rank.",
+        "",
+    ]
+    for title, columns, table in tables(rows, speeds):
+        lines += [f"## {title}", "", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+        lines += ["| " + " | ".join(row) + " |" for row in table] + [""]
+    return "\n".join(lines)
 
 
 def size(text: str) -> tuple[int, ...]:
@@ -272,7 +279,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0, help="time for each size and dtype")
     parser.add_argument("--no-kernels", action="store_true", help="leave out the pack kernel")
     parser.add_argument("--json", metavar="FILE", help="writes the figures, too")
+    parser.add_argument("--results", type=Path, help="folder for exchange.json and exchange.md")
     args = parser.parse_args()
+    load = os.getloadavg()[0]
 
     from tqdm import tqdm
 
@@ -296,22 +305,23 @@ def main() -> None:
                     pass
     speeds = [] if args.no_kernels else copy_speed(args.seconds / 4)
     show(rows, speeds)
+    found = {
+        "machine": {
+            "command": "python benchmarks/exchange.py " + " ".join(sys.argv[1:]),
+            "cpus": os.cpu_count(),
+            "processor": platform.processor(),
+            "load": load,
+            "torch": torch.__version__,
+        },
+        "exchange": [asdict(row) for row in rows],
+        "pack": speeds,
+    }
     if args.json:
-        with open(args.json, "w") as file:
-            json.dump(
-                {
-                    "machine": {
-                        "cpus": os.cpu_count(),
-                        "processor": platform.processor(),
-                        "load": os.getloadavg(),
-                        "torch": torch.__version__,
-                    },
-                    "exchange": [asdict(row) for row in rows],
-                    "pack": speeds,
-                },
-                file,
-                indent=1,
-            )
+        Path(args.json).write_text(json.dumps(found, indent=1))
+    if args.results:
+        args.results.mkdir(parents=True, exist_ok=True)
+        (args.results / "exchange.json").write_text(json.dumps(found, indent=1))
+        (args.results / "exchange.md").write_text(markdown(found, rows, speeds))
 
 
 if __name__ == "__main__":

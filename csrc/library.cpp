@@ -21,8 +21,12 @@
 namespace deepsp {
 namespace {
 
+// More ranks than any group has: a list of as many lengths still fits in memory.
+constexpr int64_t kMostParts = int64_t(1) << 24;
+
 std::vector<c10::SymInt> token_split(const c10::SymInt& total, int64_t parts) {
-  TORCH_CHECK_VALUE(parts > 0, "parts is ", parts, "; at least 1 is right");
+  TORCH_CHECK_VALUE(
+      parts > 0 && parts <= kMostParts, "parts is ", parts, "; 1 to ", kMostParts, " is right");
   TORCH_CHECK_VALUE(total >= 0, "total is ", total, "; a length can't be negative");
   std::vector<c10::SymInt> lengths;
   for (int64_t p = 0; p < parts; ++p) {
@@ -421,6 +425,24 @@ TORCH_LIBRARY(deepsp, m) {
       "gather_through_float8(Tensor[] shards, SymInt[] sizes, ScalarType float8_dtype, "
       "ScalarType dtype, int rank, str group_name, *, ScalarType? reduce_dtype=None) -> Tensor[]",
       collective);
+
+  // --- the loss
+
+  // hidden [..., E], weight [C, E], bias [C], labels [...] integers, 0 to C - 1: the sum of the
+  // cross entropies of hidden's linear layer, over the tokens whose label isn't ignore_index, a
+  // float64 scalar. Logits are there for chunk_tokens at a time (None: for 32 MiB), in float32
+  // (float64 for float64). Where a gradient is needed it is found on the way, and scaled in
+  // backward: it is held from here to there, the weight's and the bias's in float32.
+  m.def(
+      "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, "
+      "int ignore_index=-100, float label_smoothing=0.0, int? chunk_tokens=None) -> Tensor",
+      pure);
+  // The sum, then those of its gradients that are wanted: of hidden, weight, bias. They have no
+  // derivative.
+  m.def(
+      "linear_cross_entropy_gradients(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, "
+      "int ignore_index, float label_smoothing, int? chunk_tokens, int[] wanted) -> Tensor[]",
+      pure);
 
   // --- the CPU buffer pool
 

@@ -29,7 +29,7 @@ from deepsp.data import shard, shard_batch, unshard
 from deepsp.gradients import clip_grad_norm_, sync_gradients
 from deepsp.layer import SequenceParallelAttention
 from deepsp.layout import local_heads, seq_lens
-from deepsp.loss import cross_entropy
+from deepsp.loss import cross_entropy, linear_cross_entropy
 from deepsp.ops import (
     Pending,
     heads_to_seq,
@@ -61,6 +61,7 @@ __all__ = [
     "full_state_dict",
     "heads_to_seq",
     "heads_to_seq_start",
+    "linear_cross_entropy",
     "load_full_state_dict",
     "local_heads",
     "matmul_reduce_scatter",

@@ -176,33 +176,36 @@ class DistributedAttention(nn.Module):
         )
         chunks = len(arriving)  # as many as the heads allow
         leaving, ks, vs = [], [], []
-        for chunk in range(chunks):
-            q_all, k_all, v_all = torch.ops.deepsp.seq_to_heads_wait(
-                arriving[chunk], *shape, lens, chunk, chunks, rank, name
-            )
-            ks.append(k_all)
-            vs.append(v_all)
-            k_all, v_all = (
-                torch.ops.deepsp.kv_of_chunk(x, num_heads, num_kv_heads, chunk, chunks, rank, size)
-                for x in (ks, vs)
-            )
-            out = local.attend(
-                self.local_attention,
-                (q_all, k_all, v_all),
-                args,
-                kwargs,
-                head_indices=self._head_indices,
-                num_heads=num_heads,
-                chunk=chunk,
-                chunks=chunks,
-                member=self.member,
-                layout=self.layout,
-            )
-            leaving.append(
-                torch.ops.deepsp.heads_to_seq_start(
-                    [out], [num_heads], lens, chunk, chunks, rank, name
+        with local.randomness_of(self.member, q.device):
+            for chunk in range(chunks):
+                q_all, k_all, v_all = torch.ops.deepsp.seq_to_heads_wait(
+                    arriving[chunk], *shape, lens, chunk, chunks, rank, name
                 )
-            )
+                ks.append(k_all)
+                vs.append(v_all)
+                k_all, v_all = (
+                    torch.ops.deepsp.kv_of_chunk(
+                        x, num_heads, num_kv_heads, chunk, chunks, rank, size
+                    )
+                    for x in (ks, vs)
+                )
+                out = local.attend(
+                    self.local_attention,
+                    (q_all, k_all, v_all),
+                    args,
+                    kwargs,
+                    head_indices=self._head_indices,
+                    num_heads=num_heads,
+                    chunk=chunk,
+                    chunks=chunks,
+                    member=self.member,
+                    layout=self.layout,
+                )
+                leaving.append(
+                    torch.ops.deepsp.heads_to_seq_start(
+                        [out], [num_heads], lens, chunk, chunks, rank, name
+                    )
+                )
         return torch.ops.deepsp.heads_to_seq_wait(
             leaving,
             [num_heads],

@@ -233,12 +233,14 @@ class SequenceParallelAttention(nn.Module):
         turn = self._angles(x, lens, position_ids)
         if not self._compared and not torch.compiler.is_compiling():
             self._compare(x, lens)
-        if not self.overlap:
-            return self._one_after_another(x, lens, turn, args, kwargs)
         count = self.chunks
-        if count == "auto":
+        if self.overlap and count == "auto":
             count = self._pick_chunks(x, lens, turn, args, kwargs)
-        return self._overlapped(x, lens, turn, count, args, kwargs)
+        draws = self.local_attention is not None or _drops(*args, **kwargs)
+        with local.randomness_of(self.member, x.device) if draws else nullcontext():
+            if not self.overlap:
+                return self._one_after_another(x, lens, turn, args, kwargs)
+            return self._overlapped(x, lens, turn, count, args, kwargs)
 
     def _overlapped(self, x, lens, turn, chunks, args, kwargs) -> Tensor:
         rank, _, name = self.member
@@ -337,11 +339,9 @@ class SequenceParallelAttention(nn.Module):
             for x in (ks, vs)
         )
         if self.local_attention is None:
-            drops = _drops(*args, **kwargs)
-            with local.randomness_of(self.member, q.device) if drops else nullcontext():
-                return _sdpa(
-                    q, k, v, *args, **kwargs, where=(self.num_heads, chunk, chunks, rank, size)
-                )
+            return _sdpa(
+                q, k, v, *args, **kwargs, where=(self.num_heads, chunk, chunks, rank, size)
+            )
         out = local.attend(
             self.local_attention,
             (q, k, v),

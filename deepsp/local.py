@@ -50,7 +50,8 @@ def _declaring(function: Callable) -> Callable:
 
 
 def randomness_of(member: Member, device: torch.device):
-    """Other random numbers on each rank, for other heads; compiled code draws as it draws."""
+    """Other random numbers on each rank, for other heads; compiled code draws as it draws. Entered
+    once a call, not once a chunk: the generators go on alike whatever the number of chunks."""
     if member[1] == 1 or torch.compiler.is_compiling():
         return contextlib.nullcontext()
     return sharded_randomness(member, device)
@@ -79,8 +80,7 @@ def attend(
     if head_indices:
         indices = torch.ops.deepsp.head_indices(qkv[0], num_heads, size, rank, chunk, chunks)
         kwargs = {**kwargs, "head_indices": indices}
-    with randomness_of(member, qkv[0].device):
-        out = function(*(x.permute(order) for x in qkv), *args, **kwargs)
+    out = function(*(x.permute(order) for x in qkv), *args, **kwargs)
     seen = [qkv[0].size(d) for d in order]
     if not isinstance(out, Tensor):
         raise ValueError(

@@ -39,14 +39,12 @@ def cross_entropy(
     Raises:
         ValueError: shapes that don't fit, or a reduction that isn't there.
     """
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction is {reduction!r}; 'mean' or 'sum' is right")
+    _check_reduction(reduction)
     if logits.shape[:-1] != shifted_labels.shape:
         raise ValueError(
             f"shifted_labels has shape {tuple(shifted_labels.shape)}, but logits have "
             f"{tuple(logits.shape)}; {tuple(logits.shape[:-1])} is right"
         )
-    rank, size, name = member_of(group)
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
     local_sum = F.cross_entropy(
@@ -57,11 +55,76 @@ def cross_entropy(
         label_smoothing=label_smoothing,
     )
     valid = (shifted_labels != ignore_index).sum()
+    return _of_group(local_sum, valid, group, reduction, average_gradients).to(logits.dtype)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    shifted_labels: Tensor,
+    bias: Tensor | None = None,
+    group: Group = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    average_gradients: bool = False,
+    chunk_tokens: int | None = None,
+) -> Tensor:
+    """:func:`cross_entropy` of ``torch.nn.functional.linear(hidden, weight, bias)``, whose logits
+    are there for a chunk of tokens at a time only, in the forward pass and in the backward.
+
+    Gradients are found in the forward pass (where grad mode is on) and scaled in the backward
+    pass: until then they are held, that of weight, [C, E], in float32. There is no second
+    derivative: it raises.
+
+    Args:
+        hidden: [..., E]: this rank's tokens, as the linear layer takes them; float64, float32,
+            bfloat16 or float16.
+        weight: [C, E] in hidden's dtype: the linear layer's, a tied embedding's too. Autocast casts
+            hidden, weight and bias.
+        shifted_labels: [...], integer, 0 to C - 1 or ``ignore_index``: as for
+            :func:`cross_entropy`.
+        bias: [C] in hidden's dtype.
+        chunk_tokens: tokens whose logits are there at a time; None: as many as take 32 MiB, in
+            float32 (float64 for float64), at least one. 16-bit products are copied to float32, so
+            that both are there. At most 512 in float16, whose sums end at 65504.
+
+    The other arguments are those of :func:`cross_entropy`.
+
+    Returns:
+        A scalar, as :func:`cross_entropy` returns it: float32, or float64 for float64.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that don't fit, a reduction that isn't there.
+        IndexError: a label outside 0 to C - 1 (on a GPU, a device-side assertion).
+    """
+    _check_reduction(reduction)
+    if hidden.shape[:-1] != shifted_labels.shape:
+        raise ValueError(
+            f"shifted_labels has shape {tuple(shifted_labels.shape)}, but hidden has "
+            f"{tuple(hidden.shape)}; {tuple(hidden.shape[:-1])} is right"
+        )
+    local_sum = torch.ops.deepsp.linear_cross_entropy(
+        hidden, weight, bias, shifted_labels, ignore_index, label_smoothing, chunk_tokens
+    )
+    valid = (shifted_labels != ignore_index).sum()
+    loss = _of_group(local_sum, valid, group, reduction, average_gradients)
+    return loss if hidden.dtype == torch.float64 else loss.float()
+
+
+def _check_reduction(reduction: str) -> None:
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction is {reduction!r}; 'mean' or 'sum' is right")
+
+
+def _of_group(
+    local_sum: Tensor, valid: Tensor, group: Group, reduction: str, average_gradients: bool
+) -> Tensor:
+    """The loss over all ranks, in float64, from this rank's sum and its number of valid tokens."""
+    rank, size, name = member_of(group)
     # In float64, sums of losses and counts of tokens are as good as exact.
     mine = torch.stack([local_sum.double(), valid.double()])
     if average_gradients:
         mine = torch.ops.deepsp.scale_gradient(mine, float(size))
     loss, count = torch.ops.deepsp.all_reduce(mine, "replicated", rank, size, name).unbind()
-    if reduction == "mean":
-        loss = loss / count.clamp(min=1)
-    return loss.to(logits.dtype)
+    return loss / count.clamp(min=1) if reduction == "mean" else loss

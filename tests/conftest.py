@@ -7,6 +7,8 @@ from hypothesis import settings
 os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
 
 settings.register_profile("deepsp", deadline=None, max_examples=40, derandomize=True)
+# pytest --hypothesis-profile=long tests/test_fuzz.py
+settings.register_profile("long", deadline=None, max_examples=4000)
 settings.load_profile("deepsp")
 
 

@@ -29,10 +29,11 @@ _LISTS_OF_DTYPES = {
 }  # fmt: skip
 
 
-def _opcheck(name):
+def arguments(kind):
+    """Right arguments for every op, by its name."""
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.group.WORLD.group_name
-    lens = lens_of("skewed", 4 * size, size)
+    lens = lens_of(kind, 4 * size, size)
     q, k = _leaf(2, lens[rank], 8, 6), _leaf(2, lens[rank], 2, 6, seed=1)
     held = [x.detach().requires_grad_() for x in op.seq_to_heads([q, k], lens, rank, group)]
     shape = ([8, 2], [6, 6], 2)
@@ -41,6 +42,7 @@ def _opcheck(name):
     whole = [_leaf(sum(lens), 5), _leaf(sum(lens), 8, 6).detach().to(bf16).requires_grad_()]
     rows = [[5, 8, 6], [1, 2]]
     biases, output = [_leaf(48), _leaf(12)], _leaf(7, 48)
+    labels = torch.arange(2 * lens[rank]).view(2, -1) % 12
     whole_q, slots = [2, sum(lens), 8, 6], _leaf(size, 2 * max(lens) * 8 * 6)
 
     def landed(buffers):
@@ -61,7 +63,7 @@ def _opcheck(name):
         (scattered,) = landed(
             [op.reduce_scatter_cast_coalesced_start(whole, lens * 2, rank, group)]
         )
-        args = {
+        return {
             "seq_to_heads": ([q, k], lens, rank, group),
             "heads_to_seq": (held, [8, 2], lens, rank, group),
             "seq_to_heads_start": ([q, k], lens, 2, False, rank, group),
@@ -133,12 +135,22 @@ def _opcheck(name):
             "replicate_start": ([_leaf(3, 4), _leaf(5)], rank, size, group),
             "replicate_wait": ([_leaf(3, 4), _leaf(5)], _leaf(17), rank, size, group),
             "scale_gradient": (_leaf(3, 4), 2.0),
+            "linear_cross_entropy": (x, weights[1], biases[1], labels, -100, 0.1, 3),
+            "linear_cross_entropy_gradients": (
+                *(x.detach(), weights[1].detach(), biases[1].detach(), labels),
+                *(1, 0.0, None, [1, 0, 1]),
+            ),
             "token_split": (13, size),
             "head_split": (8, 2, size, rank),
             "head_indices": (q, 8, size, rank, 1, 2),
             "check_agreement": ("a call", [f"lengths {lens}"], q, rank, size, group),
             "head_chunks": (8, size, 4),
-        }[name]
+        }
+
+
+def _opcheck(name):
+    args = arguments("skewed")[name]
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
         overload = getattr(op, "distributed_attention" if name == "chunked" else name).default
         utils = ["test_schema", "test_autograd_registration", "test_faketensor"]
         utils.append("test_aot_dispatch_dynamic")
@@ -164,6 +176,7 @@ def _opcheck(name):
      "reduce_scatter_cast_coalesced_start", "reduce_scatter_cast_coalesced_wait",
      "gather_cast_float8", "gather_cast_float8_coalesced", "gather_through_float8",
      "replicate_start", "replicate_wait", "scale_gradient",
+     "linear_cross_entropy", "linear_cross_entropy_gradients",
      "token_split", "head_split", "head_indices", "head_chunks", "check_agreement"],
 )  # fmt: skip
 def test_opcheck(ranks, name):

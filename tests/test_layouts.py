@@ -30,8 +30,10 @@ def _memory(x, order):
 
 def _check(layout, kind, chunks, module):
     rank, size = dist.get_rank(), dist.get_world_size()
-    lens, order, s = lens_of(kind, 11, size), ORDERS[layout], layout.index("s")
-    whole = [draw(3, 11, h, d, seed=i) for i, (h, d) in enumerate([(6, 8), (2, 8), (2, 4)])]
+    order, s, total = ORDERS[layout], layout.index("s"), 12 if kind == "equal" else 11
+    lens = [total // size] * size if kind == "equal" else lens_of(kind, total, size)
+    said = None if kind == "equal" else lens
+    whole = [draw(3, total, h, d, seed=i) for i, (h, d) in enumerate([(6, 8), (2, 8), (2, 4)])]
     full = [x.clone().requires_grad_() for x in whole]
     expected = attention(*full, is_causal=True)
     grad = draw(*expected.shape, seed=9)
@@ -40,14 +42,14 @@ def _check(layout, kind, chunks, module):
     mine = [x.split(lens, 1)[rank].permute(order).contiguous().requires_grad_() for x in whole]
     ours = {
         "function": lambda *x: deepsp.distributed_attention(
-            *x, is_causal=True, enable_gqa=True, seq_lens=lens, chunks=chunks, layout=layout
+            *x, is_causal=True, enable_gqa=True, seq_lens=said, chunks=chunks, layout=layout
         ),
         "sdpa": lambda *x: deepsp.DistributedAttention(chunks=chunks, layout=layout)(
-            *x, is_causal=True, enable_gqa=True, seq_lens=lens
+            *x, is_causal=True, enable_gqa=True, seq_lens=said
         ),
         "local": lambda *x: deepsp.DistributedAttention(
             _local(layout), chunks=chunks, layout=layout
-        )(*x, is_causal=True, seq_lens=lens),
+        )(*x, is_causal=True, seq_lens=said),
     }[module]
     out = ours(*mine)
     grads = torch.autograd.grad(out, mine, grad.split(lens, 1)[rank].permute(order).contiguous())
@@ -61,8 +63,8 @@ def _check(layout, kind, chunks, module):
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("layout", list(ORDERS))
 def test_equals_one_process(ranks, layout):
-    cases = [("split", 1, "function"), ("skewed", 2, "sdpa")]
-    cases += [("empty", 1, "local"), ("skewed", 2, "local")]
+    cases = [("split", 1, "function"), ("skewed", 2, "sdpa"), ("equal", 1, "function")]
+    cases += [("equal", 2, "local"), ("empty", 1, "local"), ("skewed", 2, "local")]
     for kind, chunks, module in cases:
         on_ranks(ranks, _check, layout, kind, chunks, module)
 

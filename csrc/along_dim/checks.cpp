@@ -1,10 +1,23 @@
 #include "checks.h"
 
+#include "../symints.h"
+
 namespace deepsp {
 namespace {
 
+c10::SymInt total(c10::SymIntArrayRef sizes) {
+  c10::SymInt sum = 0;
+  for (const c10::SymInt& size : sizes) {
+    sum = sum + size;
+  }
+  return sum;
+}
+
 SymAlong layout_of(
     c10::SymIntArrayRef shape, int64_t dim, c10::SymIntArrayRef sizes, int64_t rank) {
+  std::vector<c10::SymInt> whole = shape.vec();
+  whole[dim] = total(sizes);
+  check_fits(whole, "sizes");
   c10::SymInt outer = 1, inner = 1;
   for (int64_t d = 0; d < static_cast<int64_t>(shape.size()); ++d) {
     if (d != dim) {
@@ -22,20 +35,13 @@ void check_sizes(c10::SymIntArrayRef sizes, int64_t rank) {
       " entries, one a rank; 0 to ", parts - 1, " is right");
   for (int64_t p = 0; p < parts; ++p) {
     TORCH_CHECK_VALUE(sizes[p] >= 0, "sizes[", p, "] is ", sizes[p], "; a size can't be negative");
+    check_fits(sizes[p], "sizes");
   }
 }
 
 void check_dense(const at::Tensor& input) {
   TORCH_CHECK_VALUE(
       input.layout() == at::kStrided, "input is ", input.layout(), "; a dense tensor is right");
-}
-
-c10::SymInt total(c10::SymIntArrayRef sizes) {
-  c10::SymInt sum = 0;
-  for (const c10::SymInt& size : sizes) {
-    sum = sum + size;
-  }
-  return sum;
 }
 
 }  // namespace

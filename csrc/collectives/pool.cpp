@@ -3,6 +3,7 @@
 #include "exchange.h"
 
 #include <ATen/EmptyTensor.h>
+#include <c10/util/safe_numerics.h>
 
 #include <cstdlib>
 #include <list>
@@ -132,7 +133,12 @@ Block* block_of(const at::Tensor& tensor) {
 
 at::Tensor pool_empty(at::IntArrayRef sizes, at::ScalarType dtype) {
   const auto type = c10::scalarTypeToTypeMeta(dtype);
-  const size_t bytes = c10::multiply_integers(sizes) * type.itemsize();
+  uint64_t bytes = 0;
+  TORCH_CHECK_WITH(
+      OutOfMemoryError,
+      !c10::safe_multiplies_u64(sizes, &bytes) &&
+          !c10::mul_overflows(bytes, uint64_t(type.itemsize()), &bytes) && bytes >> 62 == 0,
+      "deepsp: no memory for a buffer of shape ", sizes, ", ", dtype);
   Block* block = pool().take(bytes);
   c10::Storage storage(
       c10::Storage::use_byte_size_t(), bytes, at::DataPtr(block->data, block, &release, at::kCPU),

@@ -51,6 +51,15 @@ void check_sums(const HeadLayout& heads, at::ScalarType dtype) {
   }
 }
 
+void check_all_fits(const SymBlockLayout& layout) {
+  for (size_t i = 0; i < layout.head_dims.size(); ++i) {
+    check_fits(
+        {layout.token(layout.parts()), layout.batch, layout.heads.num_heads(i),
+         layout.head_dims[i]},
+        "seq_lens, batch, num_heads and head_dims");
+  }
+}
+
 void check_chunk(const HeadLayout& heads, int64_t chunk) {
   TORCH_CHECK_VALUE(
       chunk >= 0 && chunk < heads.chunks(), "chunk is ", chunk, ", but this exchange has ",
@@ -69,6 +78,7 @@ void check_seq_lens(c10::SymIntArrayRef seq_lens, int64_t rank) {
   for (int64_t p = 0; p < parts; ++p) {
     TORCH_CHECK_VALUE(
         seq_lens[p] >= 0, "seq_lens[", p, "] is ", seq_lens[p], "; a length can't be negative");
+    check_fits(seq_lens[p], "seq_lens");
   }
 }
 
@@ -107,8 +117,10 @@ SymBlockLayout check_by_tokens(
   }
   const int64_t parts = static_cast<int64_t>(seq_lens.size());
   check_num_heads(num_heads, parts, names);
-  return {
+  SymBlockLayout layout{
       HeadLayout(num_heads, parts, chunks), head_dims, inputs[0].sym_size(0), seq_lens.vec(), rank};
+  check_all_fits(layout);
+  return layout;
 }
 
 SymBlockLayout check_by_heads(
@@ -133,6 +145,7 @@ SymBlockLayout check_by_heads(
   }
   SymBlockLayout layout{
       HeadLayout(heads, parts, chunks), head_dims, inputs[0].sym_size(0), seq_lens.vec(), rank};
+  check_all_fits(layout);
   check_chunk(layout.heads, chunk);
   check_sums(layout.heads, inputs[0].scalar_type());
   TORCH_CHECK_VALUE(
@@ -174,6 +187,7 @@ SymBlockLayout check_wait(
     TORCH_CHECK_VALUE(
         head_dims[i] >= 0, "head_dims[", i, "] is ", head_dims[i], "; a size can't be negative");
   }
+  check_all_fits(layout);
   for (size_t n = 0; n < buffers.size(); ++n) {
     check_chunk(layout.heads, chunk + static_cast<int64_t>(n));
     TORCH_CHECK_VALUE(

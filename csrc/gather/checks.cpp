@@ -27,6 +27,7 @@ int64_t check_sizes(c10::SymIntArrayRef sizes, size_t tensors, int64_t rank, con
   for (size_t n = 0; n < sizes.size(); ++n) {
     TORCH_CHECK_VALUE(
         sizes[n] >= 0, "sizes[", n, "] is ", sizes[n], "; a number of rows can't be negative");
+    check_fits(sizes[n], "sizes");
   }
   return parts;
 }
@@ -49,11 +50,15 @@ SymShardLayout layout_of(
   for (size_t n = 0; n < sizes.size(); n += parts) {
     layout.sizes.push_back(sizes.slice(n, parts).vec());
   }
+  for (size_t i = 0; i < layout.tensors(); ++i) {
+    check_fits({layout.row(i, parts), layout.row_bytes[i]}, "sizes");
+  }
   return layout;
 }
 
 c10::SymInt row_bytes_of(const at::Tensor& x, at::ScalarType dtype) {
   c10::SymInt bytes = static_cast<int64_t>(c10::elementSize(dtype));
+  check_fits(x.sym_sizes().slice(1), "a row");
   for (int64_t d = 1; d < x.dim(); ++d) {
     bytes = bytes * x.sym_size(d);
   }
@@ -156,7 +161,9 @@ SymShardLayout check_wait(
   check_one_each(dtypes, row_dims.size(), "shards");
   int64_t dims = 0;
   for (const int64_t n : row_dims) {
-    TORCH_CHECK_VALUE(n >= 0, "row_dims holds ", n, "; a number of dimensions is right");
+    TORCH_CHECK_VALUE(
+        n >= 0 && n <= static_cast<int64_t>(row_shapes.size()), "row_dims holds ", n,
+        "; a number of dimensions is right, of the ", row_shapes.size(), " in row_shapes");
     dims += n;
   }
   TORCH_CHECK_VALUE(
@@ -169,7 +176,9 @@ SymShardLayout check_wait(
   for (size_t i = 0; i < row_dims.size(); ++i) {
     check_float(dtypes[i], name_of("dtype", i, false));
     c10::SymInt bytes = static_cast<int64_t>(c10::elementSize(dtypes[i]));
-    for (const c10::SymInt& n : shape_of(1, row_shapes, row_dims, i)) {
+    const std::vector<c10::SymInt> row = shape_of(1, row_shapes, row_dims, i);
+    check_fits(row, "row_shapes");
+    for (const c10::SymInt& n : row) {
       bytes = bytes * n;
     }
     row_bytes.push_back(bytes);

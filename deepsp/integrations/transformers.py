@@ -52,7 +52,6 @@ def register(group: Group = None, chunks: int = 1, name: str = "deepsp") -> None
     with grouped heads, sliding windows or chunks, padding ([B, S], or a mask [B, 1, S, S]), and
     documents in one row that restart ``position_ids`` (in causal attention without
     ``attention_mask``, as there). Any mask other than causal needs memory for S x S bools.
-    Dropout is drawn by each rank: seed them differently, or all drop alike.
 
     Raises (the model's forward):
         ValueError: what can't be right: ``position_ids`` that start from 0 on every rank (left out,

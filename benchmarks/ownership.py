@@ -1,0 +1,172 @@
+"""Draws who owns which tokens and heads before and after the exchange.
+
+A grid of tokens and heads, once for the query heads, once for the kv heads; a colour is a rank. On
+the left each rank has some tokens of all heads, on the right all tokens of some heads. What is
+drawn is what the layout ops say, which all of deepsp uses: torch.ops.deepsp.token_split and
+head_split. A kv head that several ranks' query heads read has stripes of all their colours: a copy
+of it goes to each of them. Dark lines are the borders of the blocks that travel.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import deepsp  # noqa: F401  (registers the ops)
+
+COLOURS = ["#4c78a8", "#f2a93b", "#59a76a", "#c9566b", "#8f6bb3", "#4fb3bf", "#9c755f", "#b5bd4c"]
+GAP = 1  # columns between query heads and kv heads
+
+
+@dataclass
+class Layout:
+    tokens: list[int]  # of each rank
+    heads: list[range]  # the query heads of each rank
+    kv_heads: list[range]
+
+    @classmethod
+    def of(cls, tokens: int, heads: int, kv_heads: int, ranks: int) -> Layout:
+        lens = torch.ops.deepsp.token_split(tokens, ranks)
+        split = [torch.ops.deepsp.head_split(heads, kv_heads, ranks, r) for r in range(ranks)]
+        return cls(
+            list(lens),
+            [range(begin, end) for begin, end, _, _ in split],
+            [range(begin, end) for _, _, begin, end in split],
+        )
+
+    def sizes(self) -> tuple[int, int, int]:
+        """Tokens, query heads, kv heads."""
+        return sum(self.tokens), self.heads[-1].stop, self.kv_heads[-1].stop
+
+    def first_token(self, rank: int) -> int:
+        return sum(self.tokens[:rank])
+
+    def readers(self, kv_head: int) -> list[int]:
+        return [rank for rank, heads in enumerate(self.kv_heads) if kv_head in heads]
+
+
+def striped(axes, x: float, y: float, width: float, height: float, ranks: list[int]) -> None:
+    """A rectangle in the colours of all these ranks: diagonal stripes, where there are several."""
+    from matplotlib.patches import Polygon, Rectangle
+
+    frame = Rectangle((x, y), width, height, facecolor=COLOURS[ranks[0]], edgecolor="none")
+    axes.add_patch(frame)
+    if len(ranks) == 1:
+        return
+    stripe, stripes = 0.5, int((height + width) / 0.5) + 1
+    for i in range(stripes):
+        low = y - width + i * stripe
+        corners = [(x, low), (x + width, low + width)]
+        corners += [(a, b + stripe) for a, b in reversed(corners)]
+        patch = Polygon(corners, facecolor=COLOURS[ranks[i % len(ranks)]], edgecolor="none")
+        axes.add_patch(patch)
+        patch.set_clip_path(frame)
+
+
+def grid(axes, layout: Layout, title: str) -> None:
+    """What both sides share: the cells, the borders of the blocks, the numbers, the names."""
+    tokens, heads, kv_heads = layout.sizes()
+    kv_at = heads + GAP
+    for start, count, name in ((0, heads, "query heads"), (kv_at, kv_heads, "kv heads")):
+        end = start + count
+        axes.vlines(range(start, end + 1), 0, tokens, color="white", linewidth=0.6)
+        axes.hlines(range(tokens + 1), start, end, color="white", linewidth=0.6)
+        borders = [layout.first_token(rank) for rank in range(1, len(layout.tokens))]
+        axes.hlines(borders, start, end, color="#333333", linewidth=1.4)
+        axes.text((start + end) / 2, tokens + 1.5, name, ha="center", va="center")
+    borders = [mine.start for mine in layout.heads[1:]]
+    axes.vlines(borders, 0, tokens, color="#333333", linewidth=1.4)
+    axes.set(xlim=(-0.1, kv_at + kv_heads + 0.1), ylim=(tokens + 0.1, -0.1), aspect="equal")
+    at = [x + 0.5 for x in (*range(heads), *range(kv_at, kv_at + kv_heads))]
+    axes.set_xticks(at, [*range(heads), *range(kv_heads)])
+    axes.set_yticks([y + 0.5 for y in range(tokens)], range(tokens))
+    axes.tick_params(length=0, labelsize=8, colors="#555555")
+    axes.text(-0.2, -0.3, "tokens", ha="right", size=8, color="#555555")
+    axes.spines[:].set_visible(False)
+    axes.set_title(title, pad=24, weight="bold")
+
+
+def draw(layout: Layout, file: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    tokens, heads, kv_heads = layout.sizes()
+    kv_at, columns = heads + GAP, heads + GAP + kv_heads
+    cell, middle = 0.3, 5  # inches; columns
+    figure, (before, between, after) = plt.subplots(
+        1,
+        3,
+        figsize=((2 * columns + middle) * cell + 1.9, tokens * cell + 1.5),
+        width_ratios=(columns, middle, columns),
+        layout="constrained",
+    )
+    for rank, height in enumerate(layout.tokens):
+        y = layout.first_token(rank)
+        if height == 0:
+            continue
+        striped(before, 0, y, heads, height, [rank])
+        striped(before, kv_at, y, kv_heads, height, [rank])
+        look = {"va": "center", "color": COLOURS[rank], "weight": "bold"}
+        before.text(-1.2, y + height / 2, f"rank {rank}", ha="right", **look)
+    for rank, mine in enumerate(layout.heads):
+        striped(after, mine.start, 0, len(mine), tokens, [rank])
+        name = f"rank {rank}" if len(mine) > 1 else str(rank)
+        look = {"va": "bottom", "color": COLOURS[rank], "weight": "bold"}
+        after.text((mine.start + mine.stop) / 2, -0.25, name, ha="center", **look)
+    for head in range(kv_heads):
+        readers = layout.readers(head)
+        striped(after, kv_at + head, 0, 1, tokens, readers)
+        for i, rank in enumerate(readers):
+            x = kv_at + head + (i + 0.5) / len(readers)
+            look = {"va": "bottom", "color": COLOURS[rank], "weight": "bold"}
+            after.text(x, -0.25, str(rank), ha="center", **look)
+    grid(before, layout, "before: my tokens, all heads")
+    grid(after, layout, "after: all tokens, my heads")
+    between.set(xlim=(0, 1), ylim=(0, 1))
+    between.axis("off")
+    for y, ends, name, what in (
+        (0.65, (0, 1), "seq_to_heads", "q, k, v"),
+        (0.35, (1, 0), "heads_to_seq", "attention's output"),
+    ):
+        arrow = {"arrowstyle": "-|>", "color": "#333333", "linewidth": 1.6, "mutation_scale": 16}
+        start, end = ((x, y) for x in ends)
+        between.annotate("", xy=end, xytext=start, arrowprops=arrow)
+        between.text(0.5, y + 0.02, name, ha="center", va="bottom", family="monospace", size=8.5)
+        between.text(0.5, y - 0.03, what, ha="center", va="top", size=8.5)
+    figure.savefig(file, dpi=130, facecolor="white")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--tokens", type=int, default=11, help="of the whole sequence (default: 11)")
+    add("--heads", type=int, default=8, help="query heads (default: 8)")
+    add("--kv-heads", type=int, default=4, help="key and value heads (default: 4)")
+    add("--ranks", type=int, default=3, help="that share the sequence (default: 3)")
+    add("--output", type=Path, metavar="FILE",
+        default=Path(__file__).parents[1] / "docs" / "ownership.png",
+        help="the picture (default: docs/ownership.png)")  # fmt: skip
+    args = parser.parse_args()
+    if not 1 <= args.ranks <= len(COLOURS):
+        parser.error(f"--ranks {args.ranks}: 1 to {len(COLOURS)} have a colour")
+    try:
+        layout = Layout.of(args.tokens, args.heads, args.kv_heads, args.ranks)
+    except ValueError as error:
+        parser.error(str(error))
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    draw(layout, args.output)
+    print(f"tokens of each rank: {layout.tokens}")
+    for rank, (q, kv) in enumerate(zip(layout.heads, layout.kv_heads, strict=True)):
+        print(f"rank {rank}: query heads {list(q)}, kv heads {list(kv)}")
+    print(f"written: {args.output}")
+
+
+if __name__ == "__main__":
+    main()

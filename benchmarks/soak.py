@@ -1,0 +1,229 @@
+"""Hours of use in minutes: attention, exchanges and collectives of random shapes, dtypes, layouts,
+chunks and groups, each compared with one process, while memory and descriptors are watched.
+
+A case's shapes follow from its number alone, so that every rank runs the same; `--first` repeats
+one. Ends with an error when a result is wrong, or when memory or descriptors keep growing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import random
+import resource
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import Ranks
+from tqdm import tqdm
+
+import deepsp
+
+CASES_A_CALL = 20
+WARM = 5  # calls before memory is compared: by then pools and caches are full
+MOST_GROUPS = 3  # beside the default one
+groups: list = []  # of this process: None where it isn't a member
+
+
+def whole(shape, dtype, seed: int) -> torch.Tensor:
+    """The same numbers on every rank."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def part(x: torch.Tensor, lens: list[int], dim: int, rank: int, strided: bool) -> torch.Tensor:
+    x = x.split(lens, dim)[rank].clone()
+    if strided:  # the same values, in memory of another order
+        x = x.transpose(0, -2).contiguous().transpose(0, -2)
+    return x.requires_grad_()
+
+
+def lens_of(rng: random.Random, size: int, most: int) -> list[int]:
+    lens = [rng.choice([0, 1, rng.randint(1, most), most]) for _ in range(size)]
+    return lens if sum(lens) else [1] * size
+
+
+def close(found, expected, dtype) -> None:
+    tolerance = {torch.float64: 1e-4, torch.float32: 2e-3, torch.bfloat16: 6e-2}[dtype]
+    torch.testing.assert_close(found.double(), expected.double(), rtol=tolerance, atol=tolerance)
+
+
+def attention(rng, group, rank, size, seed) -> None:
+    kv_heads = rng.choice([1, 2, 4])
+    heads = kv_heads * rng.choice([n for n in (1, 2, 3, 4, 6) if n * kv_heads >= size])
+    # PyTorch's own CPU attention keeps kernels for each shape in bfloat16: memory would grow.
+    dtype = rng.choice([torch.float64, torch.float32])
+    batch, head_dim = rng.choice([1, 2, 3]), rng.choice([4, 8, 16])
+    lens = lens_of(rng, size, rng.choice([5, 40, 160]))
+    causal, chunks, strided = rng.random() < 0.5, rng.choice([1, 1, 2, 3]), rng.random() < 0.5
+    full = [
+        whole((batch, sum(lens), h, head_dim), dtype, seed + i).double().requires_grad_()
+        for i, h in enumerate((heads, kv_heads, kv_heads))
+    ]
+    mine = [part(x.detach().to(dtype), lens, 1, rank, strided) for x in full]
+    q, k, v = (x.transpose(1, 2) for x in full)
+    k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+    ours = deepsp.distributed_attention(
+        *mine, is_causal=causal, enable_gqa=True, chunks=chunks, seq_lens=lens, group=group
+    )
+    grad = whole(expected.shape, dtype, seed + 9)
+    close(ours, expected.split(lens, 1)[rank], dtype)
+    gradients = torch.autograd.grad(ours, mine, grad.split(lens, 1)[rank])
+    for a, b in zip(gradients, torch.autograd.grad(expected, full, grad.double()), strict=True):
+        close(a, b.split(lens, 1)[rank], dtype)
+
+
+def exchange(rng, group, rank, size, seed) -> None:
+    kv_heads = rng.choice([1, 2, 4])
+    heads = kv_heads * rng.choice([n for n in (1, 3, 4, 6) if n * kv_heads >= size])
+    dtype = rng.choice([torch.float64, torch.float32, torch.bfloat16])
+    lens = lens_of(rng, size, rng.choice([7, 100, 1500]))
+    x = whole((rng.choice([1, 2]), sum(lens), heads, 16), dtype, seed)
+    mine = part(x, lens, 1, rank, rng.random() < 0.5)
+    kv = part(x[:, :, :kv_heads], lens, 1, rank, False)
+    if rng.random() < 0.2:  # started and dropped: nobody waits
+        deepsp.seq_to_heads_start([mine.detach(), kv.detach()], seq_lens=lens, group=group)
+    held, held_kv = deepsp.seq_to_heads([mine, kv], seq_lens=lens, group=group)
+    owned = torch.arange(heads).tensor_split(size)[rank]
+    assert torch.equal(held, x[:, :, owned]), "seq_to_heads"
+    read = torch.unique(owned // (heads // kv_heads))
+    assert torch.equal(held_kv, x[:, :, read]), "seq_to_heads of a kv head"
+    (back,) = deepsp.heads_to_seq([held], [heads], seq_lens=lens, group=group)
+    assert torch.equal(back, mine), "heads_to_seq"
+    (gradient,) = torch.autograd.grad(back, mine, back)
+    assert torch.equal(gradient, mine), "the gradient of both"
+
+
+def collectives(rng, group, rank, size, seed) -> None:
+    dtype = rng.choice([torch.float64, torch.float32, torch.bfloat16, torch.int64])
+    dim = rng.choice([0, 1, 2, -1])
+    sizes = lens_of(rng, size, rng.choice([3, 50, 300]))
+    shape = [rng.choice([1, 3, 40]) for _ in range(3)]
+    shape[dim] = sum(sizes)
+    x = torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    gathered = deepsp.all_gather(
+        x.split(sizes, dim)[rank].contiguous(), dim, group, sizes, grad="replicated"
+    )
+    assert torch.equal(gathered, x), "all_gather"
+    if dtype == torch.int64:
+        return
+    scattered = deepsp.reduce_scatter(x * (rank + 1), dim, group, sizes)
+    factor = size * (size + 1) // 2
+    assert torch.equal(scattered, x.split(sizes, dim)[rank] * factor), "reduce_scatter"
+    total = deepsp.all_reduce(x * (rank + 1), group, grad="replicated")
+    assert torch.equal(total, x * factor), "all_reduce"
+
+
+def loss(rng, group, rank, size, seed) -> None:
+    lens = lens_of(rng, size, rng.choice([5, 200]))
+    classes, smoothing = rng.choice([2, 50, 1000]), rng.choice([0.0, 0.1])
+    hidden = whole((sum(lens), 16), torch.float32, seed).requires_grad_()
+    weight = whole((classes, 16), torch.float32, seed + 1).requires_grad_()
+    labels = torch.arange(sum(lens)) * 7 % classes
+    expected = F.cross_entropy(hidden @ weight.T, labels, label_smoothing=smoothing)
+    mine = part(hidden.detach(), lens, 0, rank, False)
+    ours = deepsp.linear_cross_entropy(
+        *(mine, weight, labels.split(lens)[rank]),
+        group=group,
+        label_smoothing=smoothing,
+        chunk_tokens=rng.choice([None, 1, 13]),
+    )
+    close(ours, expected, torch.float32)
+    close(
+        torch.autograd.grad(ours, mine)[0],
+        torch.autograd.grad(expected, hidden)[0].split(lens)[rank],
+        torch.float32,
+    )
+
+
+def case(number: int) -> None:
+    rng = random.Random(number)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    if rng.random() < 0.1:
+        members = sorted(rng.sample(range(world), rng.randint(1, world)))
+        made = dist.new_group(members)
+        groups.append(made if rank in members else None)
+        if len(groups) > MOST_GROUPS and (oldest := groups.pop(0)) is not None:
+            dist.destroy_process_group(oldest)
+    at = rng.randint(-1, MOST_GROUPS - 1)
+    group = dist.group.WORLD if at < 0 or at >= len(groups) else groups[at]
+    kind = rng.choice([attention, attention, exchange, collectives, loss])
+    if group is not None:
+        try:
+            kind(rng, group, dist.get_rank(group), dist.get_world_size(group), number)
+        except Exception as error:
+            error.add_note(f"case {number}: {kind.__name__} in a group of {group.size()}")
+            raise
+    assert deepsp.buffers.idle_bytes() <= deepsp.buffers.limit(), "the pool passed its limit"
+
+
+def run(first: int, pool_mib: int) -> list[int]:
+    """Some cases; then the largest of all ranks: memory in MiB, open descriptors, pool in MiB."""
+    deepsp.buffers.set_limit(pool_mib << 20)
+    for number in range(first, first + CASES_A_CALL):
+        case(number)
+    gc.collect()
+    with open("/proc/self/statm") as file:
+        memory = int(file.read().split()[1]) * resource.getpagesize() >> 20
+    descriptors = len(os.listdir("/proc/self/fd"))
+    seen = torch.tensor([memory, descriptors, deepsp.buffers.idle_bytes() >> 20])
+    dist.all_reduce(seen, dist.ReduceOp.MAX)
+    return seen.tolist()
+
+
+def slope(seconds: list[float], values: list[float]) -> float:
+    """Least squares, per minute."""
+    x, y = torch.tensor(seconds).double() / 60, torch.tensor(values).double()
+    x, y = x - x.mean(), y - y.mean()
+    return float((x * y).sum() / x.square().sum().clamp(min=1e-9))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=10, help="how long (10)")
+    parser.add_argument("--ranks", type=int, default=3, help="processes (3)")
+    parser.add_argument(
+        "--memory-mib",
+        type=int,
+        default=256,
+        help="growth of a rank's memory that is an error (256)",
+    )
+    parser.add_argument("--pool-mib", type=int, default=32, help="limit of the buffer pool (32)")
+    parser.add_argument("--first", type=int, default=0, help="number of the first case (0)")
+    args = parser.parse_args()
+    seconds, memory, descriptors, pool = [], [], [], []
+    begin, total = time.monotonic(), args.minutes * 60
+    with (
+        Ranks(None, args.ranks) as ranks,
+        tqdm(total=round(total), unit="s", bar_format="{l_bar}{bar}| {elapsed}{postfix}") as bar,
+    ):
+        while len(seconds) < 2 * WARM or time.monotonic() - begin < total:
+            found = ranks(run, args.first + len(seconds) * CASES_A_CALL, args.pool_mib)
+            seconds.append(time.monotonic() - begin)
+            for values, value in zip((memory, descriptors, pool), found, strict=True):
+                values.append(value)
+            bar.n = min(round(seconds[-1]), bar.total)
+            cases = len(seconds) * CASES_A_CALL
+            bar.set_postfix_str(f"{cases} cases, {found[0]} MiB, {found[1]} descriptors")
+    half = (len(seconds) + WARM) // 2
+    growth = max(memory[half:]) - max(memory[WARM:half])
+    opened = max(descriptors[half:]) - max(descriptors[WARM:half])
+    print(
+        f"{cases} cases on {args.ranks} ranks in {seconds[-1]:.0f} s: all right\n"
+        f"memory of a rank: {memory[WARM]} MiB warm, {memory[-1]} at the end; second half "
+        f"{slope(seconds[half:], memory[half:]):+.2f} MiB a minute, its largest "
+        f"{growth:+d} MiB over the first half's\n"
+        f"open descriptors: {descriptors[WARM]} warm, {descriptors[-1]} at the end, second half's "
+        f"largest {opened:+d}\nbuffer pool: at most {max(pool)} of {args.pool_mib} MiB idle"
+    )
+    if growth > args.memory_mib or opened > 16:
+        raise SystemExit("memory or descriptors keep growing")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+// Kernels and layouts under sanitizers (`make sanitize`), without torch: against plain loops, on
+// memory that ends where the last element does, by several threads at once.
+
+#include "../../csrc/kernels/copy.h"
+#include "../../csrc/kernels/float16.h"
+#include "../../csrc/kernels/sum.h"
+#include "../../csrc/layout/along.h"
+#include "../../csrc/layout/blocks.h"
+#include "../../csrc/layout/shards.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <random>
+#include <thread>
+
+using namespace deepsp;
+
+namespace {
+
+void require(bool fine, const char* what) {
+  if (!fine) {
+    std::fprintf(stderr, "failed: %s\n", what);
+    std::exit(1);
+  }
+}
+
+std::mt19937_64 generator(0);
+
+int64_t draw(int64_t least, int64_t most) {
+  return std::uniform_int_distribution<int64_t>(least, most)(generator);
+}
+
+// Rows [0, rows), each by one thread.
+void on_threads(int64_t rows, const std::function<void(int64_t, int64_t)>& work) {
+  constexpr int64_t kThreads = 3;
+  std::vector<std::thread> threads;
+  for (int64_t t = 0; t < kThreads; ++t) {
+    threads.emplace_back([&, t] { work(rows * t / kThreads, rows * (t + 1) / kThreads); });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+}
+
+void copies() {
+  // Rows of all kinds: of a size known at compile time, any, and large enough to stream.
+  for (const int64_t row : {1, 2, 4, 8, 16, 3, 24, 100, 4100}) {
+    for (int round = 0; round < 8; ++round) {
+      StridedCopy c{};
+      c.row_bytes = row;
+      int64_t src = row + (round % 2 ? draw(0, 9) : 0), dst = row + (round % 3 ? draw(0, 9) : 0);
+      for (int d = kCopyDims - 1; d >= 0; --d) {
+        c.n[d] = d == 0 && row == 4100 ? 70 : draw(round == 7 ? 0 : 1, 5);
+        c.src_stride[d] = src;
+        c.dst_stride[d] = dst;
+        src = src * std::max<int64_t>(c.n[d], 1) + (round % 4 == 3 ? draw(0, 5) : 0);
+        dst = dst * std::max<int64_t>(c.n[d], 1);
+      }
+      // Up to the last byte, and no further.
+      int64_t src_end = row, dst_end = row;
+      for (int d = 0; d < kCopyDims; ++d) {
+        src_end += (std::max<int64_t>(c.n[d], 1) - 1) * c.src_stride[d];
+        dst_end += (std::max<int64_t>(c.n[d], 1) - 1) * c.dst_stride[d];
+      }
+      const auto from = std::make_unique<char[]>(src_end);
+      const auto to = std::make_unique<char[]>(dst_end);
+      const auto expected = std::make_unique<char[]>(dst_end);
+      for (int64_t i = 0; i < src_end; ++i) {
+        from[i] = static_cast<char>(draw(-128, 127));
+      }
+      c.src = from.get();
+      c.dst = to.get();
+      for (int64_t i = 0; i < c.rows(); ++i) {
+        int64_t rest = i, at_src = 0, at_dst = 0;
+        for (int d = kCopyDims - 1; d >= 0; --d) {
+          at_src += rest % c.n[d] * c.src_stride[d];
+          at_dst += rest % c.n[d] * c.dst_stride[d];
+          rest /= c.n[d];
+        }
+        std::memcpy(expected.get() + at_dst, from.get() + at_src, row);
+      }
+      const StridedCopy whole = coalesce(c);
+      require(whole.bytes() == c.bytes(), "coalesce keeps the bytes");
+      for (const StridedCopy& copy : {c, whole}) {
+        std::memset(to.get(), 0, dst_end);
+        if (c.rows() > 0) {
+          on_threads(copy.rows(), [&](int64_t begin, int64_t end) {
+            if (begin < end) {
+              copy_rows_cpu(copy, begin, end);
+            }
+          });
+        }
+        require(std::memcmp(to.get(), expected.get(), dst_end) == 0, "copy_rows_cpu");
+      }
+    }
+  }
+}
+
+template <class T>
+void sums(Float dtype, Float to, Float within) {
+  for (const int64_t inner : {1, 7, 300}) {
+    for (const int64_t step : {1, 2}) {
+      const int64_t rows = 5, sources = 3, length = (rows * inner - 1) * step + 1;
+      std::vector<std::unique_ptr<T[]>> data;
+      StridedSum sum{dtype, to, within, nullptr, {1, 1, rows, inner}, {0, 0, inner, 1}, {}};
+      for (int64_t k = 0; k < sources; ++k) {
+        data.push_back(std::make_unique<T[]>(length));
+        for (int64_t i = 0; i < length; ++i) {
+          // Small integers: exact in every dtype.
+          const float value = static_cast<float>((i + k) % 5);
+          if constexpr (std::is_floating_point_v<T>) {
+            data[k][i] = value;
+          } else {
+            data[k][i] = T::store(value);
+          }
+        }
+        sum.sources.push_back({data[k].get(), {0, 0, inner * step, step}});
+      }
+      const auto result = std::make_unique<T[]>(rows * inner);
+      sum.dst = result.get();
+      on_threads(rows, [&](int64_t begin, int64_t end) { sum_rows_cpu(sum, begin, end); });
+      for (int64_t i = 0; i < rows * inner; ++i) {
+        double expected = 0, found = 0;
+        for (int64_t k = 0; k < sources; ++k) {
+          expected += static_cast<double>((i * step + k) % 5);
+        }
+        if constexpr (std::is_floating_point_v<T>) {
+          found = result[i];
+        } else {
+          found = T::load(result[i]);
+        }
+        require(found == expected, "sum_rows_cpu");
+      }
+    }
+  }
+}
+
+void casts() {
+  for (uint32_t bits = 0; bits < 0x10000; ++bits) {
+    const Float16 half{static_cast<uint16_t>(bits)};
+    const BFloat16 brain{static_cast<uint16_t>(bits)};
+    const bool number = (bits & 0x7C00) != 0x7C00 || (bits & 0x3FF) == 0;
+    require(!number || Float16::store(Float16::load(half)).bits == bits, "float16");
+    const bool brain_number = (bits & 0x7F80) != 0x7F80 || (bits & 0x7F) == 0;
+    require(!brain_number || BFloat16::store(BFloat16::load(brain)).bits == bits, "bfloat16");
+  }
+}
+
+void layouts() {
+  for (int64_t parts = 1; parts <= 5; ++parts) {
+    for (int64_t kv = 1; kv <= 6; ++kv) {
+      for (int64_t each = 1; each <= 3; ++each) {
+        const int64_t heads = kv * each;
+        if (heads < parts) {
+          continue;
+        }
+        const HeadLayout layout({heads, kv}, parts, 2);
+        std::vector<int> owners(heads);
+        for (int64_t rank = 0; rank < parts; ++rank) {
+          int64_t kv_heads = 0;
+          for (int64_t chunk = 0; chunk < layout.chunks(); ++chunk) {
+            const Range q = layout.range(0, rank, chunk);
+            for (int64_t h = q.begin; h < q.end; ++h) {
+              ++owners[h];
+            }
+            kv_heads += layout.range(1, rank, chunk).size();
+          }
+          require(kv_heads == layout.range(1, rank).size(), "each kv head travels once");
+        }
+        for (const int owner : owners) {
+          require(owner == 1, "each query head has one rank and chunk");
+        }
+        int64_t covered = 0;
+        for (const HeadSegment& segment : layout.segments(1)) {
+          covered += segment.heads.size();
+          require(!segment.readers.empty(), "each kv head is read");
+        }
+        require(covered == kv, "segments cover all heads");
+        std::vector<int64_t> lens(parts, 3);
+        lens[0] = 0;
+        const BlockLayout<int64_t> blocks{layout, {4, 2}, 2, lens, parts - 1};
+        int64_t columns = 0;
+        for (int64_t chunk = 0; chunk < layout.chunks(); ++chunk) {
+          columns += blocks.elements_by_heads(chunk);
+        }
+        const Range q = layout.range(0, parts - 1), k = layout.range(1, parts - 1);
+        require(
+            columns == blocks.token(parts) * 2 * (q.size() * 4 + k.size() * 2),
+            "elements_by_heads");
+      }
+    }
+    std::vector<int64_t> sizes;
+    for (int64_t p = 0; p < parts; ++p) {
+      sizes.push_back(p * 2);
+    }
+    const AlongLayout<int64_t> along(3, sizes, 5, 0);
+    int64_t elements = 0, slot = 0;
+    for (int64_t p = 0; p < parts; ++p) {
+      elements += along.block(p);
+      slot = std::max(slot, along.block(p));
+    }
+    require(along.elements() == elements && along.slot() == slot, "AlongLayout");
+  }
+}
+
+}  // namespace
+
+int main() {
+  copies();
+  sums<double>(Float::f64, Float::f64, Float::f64);
+  sums<float>(Float::f32, Float::f32, Float::f32);
+  sums<BFloat16>(Float::bf16, Float::bf16, Float::f32);
+  sums<Float16>(Float::f16, Float::f16, Float::f16);
+  casts();
+  layouts();
+  std::puts("kernels and layouts: fine");
+}

@@ -1,0 +1,118 @@
+"""What docs/guide.md says: its snippets keep the gradient contract, and its figures are right."""
+
+import copy
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness import on_ranks
+from reference import attention, sent
+from test_model import TOTAL, VOCABULARY, Model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import deepsp
+
+GUIDE = (Path(__file__).parents[1] / "docs" / "guide.md").read_text()
+SNIPPETS = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+S, HEADS, KV_HEADS, D, BYTES = 65536, 32, 8, 128, 2  # of its table
+
+
+def _snippets():
+    """Each leaves the gradient of one process on every rank."""
+    ids = torch.randint(0, VOCABULARY, (2, TOTAL), generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    reference = Model(lambda q, k, v, _: attention(q, k, v, is_causal=True)).double()
+    logits = reference(ids, torch.arange(TOTAL)[None])
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    expected.backward()
+
+    attend = deepsp.DistributedAttention()
+    model = Model(
+        lambda q, k, v, lens: attend(q, k, v, is_causal=True, enable_gqa=True, seq_lens=lens)
+    )
+    model.double().load_state_dict(copy.deepcopy(reference.state_dict()))
+    names = {
+        "deepsp": deepsp,
+        "init_device_mesh": init_device_mesh,
+        "DistributedDataParallel": DistributedDataParallel,
+        "ids": ids,
+        "model": model,
+        "group": None,
+        "data": 1,
+        "sequence": dist.get_world_size(),
+    }
+    assert len(SNIPPETS) == 2
+    for snippet in SNIPPETS:
+        model.zero_grad()
+        exec(snippet, names)
+        torch.testing.assert_close(names["loss"], expected, rtol=1e-10, atol=0)
+        for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_snippets(ranks):
+    on_ranks(ranks, _snippets)
+
+
+def _bytes(ranks, tokens):
+    """Of q, k and v and of the output that rank 0 sends forward, by the layout ops."""
+    split = [torch.ops.deepsp.head_split(HEADS, KV_HEADS, ranks, r) for r in range(ranks)]
+    lens = torch.ops.deepsp.token_split(tokens, ranks)
+    heads = [(q_end - q, kv_end - kv) for q, q_end, kv, kv_end in split]
+    there = lens[0] * sum(q + 2 * kv for q, kv in heads[1:])
+    back = sum(lens[1:]) * heads[0][0]
+    return there * D * BYTES, back * D * BYTES
+
+
+def test_table():
+    table = GUIDE[GUIDE.index("| P | a rank sends") :].split("\n\n")[0].splitlines()[2:]
+    rows = [[float(cell) for cell in line.strip("| ").split("|")] for line in table]
+    assert [row[0] for row in rows] == [2, 8, 32]
+    for ranks, mib, ring, tera, ratio in rows:
+        ranks = int(ranks)
+        moved = sum(_bytes(ranks, S))
+        if ranks <= KV_HEADS:
+            assert moved == S * 2 * (HEADS + KV_HEADS) * D * BYTES * (ranks - 1) / ranks**2
+        flops = 2 * S**2 * HEADS * D / ranks
+        assert mib == round(moved / 2**20)
+        assert ring == round(2 * KV_HEADS * S * D * BYTES * (ranks - 1) / ranks / 2**20)
+        assert tera == round(flops / 1e12, 1)
+        assert ratio == round(flops / moved)
+
+
+def _sends(tokens):
+    """What really travels, forward and backward."""
+    ranks = dist.get_world_size()
+    shapes = [(1, tokens // ranks, heads, D) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    q, k, v = (torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
+    outputs = []
+
+    def forward():
+        outputs.append(deepsp.distributed_attention(q, k, v, enable_gqa=True))
+
+    def backward():
+        outputs[-1].backward(torch.ones_like(q))
+
+    if dist.get_rank() == 0:
+        assert sum(sent(forward)) == sum(sent(backward)) == sum(_bytes(ranks, tokens))
+    else:
+        forward()
+        backward()
+
+
+def test_bytes_that_travel():
+    on_ranks(2, _sends, 16)
+
+
+def test_picture():
+    """What the text says of it."""
+    assert "Here 3 ranks share 11 tokens, 8 query heads and 4 kv heads" in GUIDE
+    split = [list(torch.ops.deepsp.head_split(8, 4, 3, rank)) for rank in range(3)]
+    assert split == [[0, 3, 0, 2], [3, 6, 1, 3], [6, 8, 3, 4]]
+    for name in re.findall(r"!\[.*\]\((.*)\)", GUIDE):
+        assert (Path(__file__).parents[1] / "docs" / name).exists(), name
