@@ -62,7 +62,7 @@ def distributed_attention(
     local.check_four(q, "q", layout)
     rank, size, name = member
     lens = lens_or_equal(seq_lens, q.size(layout.index("s")), size)
-    with local.randomness_of(member) if dropout_p > 0 else contextlib.nullcontext():
+    with local.randomness_of(member, q.device) if dropout_p > 0 else contextlib.nullcontext():
         return torch.ops.deepsp.distributed_attention(
             q,
             k,
@@ -88,8 +88,9 @@ class DistributedAttention(nn.Module):
             q [B, S, h, D] and k, v [B, S, h_kv, D] (``h % h_kv == 0``), the whole sequence of some
             heads; returns [B, S, h, Dv]. All in ``layout``. None:
             ``scaled_dot_product_attention``, with its arguments, as
-            :func:`distributed_attention` takes them. If it declares an argument ``head_indices``,
-            it gets the global indices of its query heads there, int64 [h].
+            :func:`distributed_attention` takes them. If it declares an argument ``head_indices``
+            (by name: ``**kwargs`` declares nothing), it gets the global indices of its query heads
+            there, int64 [h].
         group: the sequence group.
         chunks: as in :func:`distributed_attention`; ``local_attention`` is called once a chunk.
         layout: as in :func:`distributed_attention`.
@@ -103,7 +104,8 @@ class DistributedAttention(nn.Module):
     mask) is the whole sequence's, the same on every rank. Random numbers in it differ by rank,
     and follow from ``torch.manual_seed``, as for dropout in :func:`distributed_attention`.
 
-    The first call compares lengths, shapes, dtypes and what needs a gradient across the group.
+    The first call compares lengths, shapes, dtypes and what needs a gradient across the group;
+    compiled code doesn't.
     """
 
     def __init__(
@@ -174,7 +176,7 @@ class DistributedAttention(nn.Module):
         )
         chunks = len(arriving)  # as many as the heads allow
         leaving, ks, vs = [], [], []
-        with local.randomness_of(self.member):
+        with local.randomness_of(self.member, q.device):
             for chunk in range(chunks):
                 q_all, k_all, v_all = torch.ops.deepsp.seq_to_heads_wait(
                     arriving[chunk], *shape, lens, chunk, chunks, rank, name
@@ -217,7 +219,7 @@ class DistributedAttention(nn.Module):
 
     def _compare(self, q: Tensor, k: Tensor, v: Tensor, lens: list[int]) -> None:
         s, trains = self.layout.index("s"), torch.is_grad_enabled()
-        compare_calls(
+        self._compared = compare_calls(
             "DistributedAttention",
             self.member,
             q,
@@ -228,4 +230,3 @@ class DistributedAttention(nn.Module):
             chunks=self.chunks,
             gradients=[trains and x.requires_grad for x in (q, k, v)],
         )
-        self._compared = True

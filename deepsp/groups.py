@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 Group = dist.ProcessGroup | DeviceMesh | None
@@ -59,17 +60,23 @@ def member_of(group: Group | Member) -> Member:
     return rank, dist.get_world_size(group), group.group_name
 
 
-def compare_calls(op: str, member: Member, like: Tensor, **arguments) -> None:
+def compare_calls(op: str, member: Member, like: Tensor, **arguments) -> bool:
     """All ranks make this call, and what ``op`` is given is the same on all (two small
     collectives, on the device of ``like``).
+
+    Returns:
+        Whether they were compared: not where ``like`` has no data, and nothing is sent.
 
     Raises:
         ValueError: on every rank, naming the first argument that differs, and who passes what.
     """
+    if like.is_meta or isinstance(like, FakeTensor):
+        return False
     with torch._C.DisableTorchFunction():
         torch.ops.deepsp.check_agreement(
             op, [f"{name} {value}" for name, value in arguments.items()], like, *member
         )
+    return True
 
 
 def on_all_ranks(values: Sequence[int], group: Group, device: torch.device) -> list[list[int]]:

@@ -237,7 +237,7 @@ class SequenceParallelAttention(nn.Module):
         if self.overlap and count == "auto":
             count = self._pick_chunks(x, lens, turn, args, kwargs)
         draws = self.local_attention is not None or _drops(*args, **kwargs)
-        with local.randomness_of(self.member) if draws else nullcontext():
+        with local.randomness_of(self.member, x.device) if draws else nullcontext():
             if not self.overlap:
                 return self._one_after_another(x, lens, turn, args, kwargs)
             return self._overlapped(x, lens, turn, count, args, kwargs)
@@ -365,18 +365,19 @@ class SequenceParallelAttention(nn.Module):
         of_parameters = [
             [p.requires_grad for p in m.parameters()] for m in self._used() if m is not None
         ]
-        compare_calls(
+        self._compared = compare_calls(
             "SequenceParallelAttention",
             self.member,
             x,
             seq_lens=lens,
             shape=[x.size(0), x.size(2)],
             heads=[self.num_heads, self.num_kv_heads],
+            head_dims=[self.head_dim, self.v_head_dim],
             dtype=x.dtype,
             chunks=self.chunks,
+            overlap=self.overlap,
             gradients=[trains and x.requires_grad, trains and of_parameters],
         )
-        self._compared = True
 
     def _pick_chunks(self, x, lens, turn, args, kwargs) -> int:
         if torch.compiler.is_compiling():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable
 
@@ -33,20 +34,27 @@ def wants_head_indices(function: Callable | None) -> bool:
     """Whether a local attention declares an argument ``head_indices``."""
     if function is None:
         return False
-    if isinstance(function, nn.Module):
-        function = function.forward
     try:
-        return "head_indices" in inspect.signature(function).parameters
+        return "head_indices" in inspect.signature(_declaring(function)).parameters
     except (TypeError, ValueError):  # built in, without a signature
         return False
 
 
-def randomness_of(member: Member):
+def _declaring(function: Callable) -> Callable:
+    """What says which arguments ``function`` takes: a module itself takes any."""
+    if isinstance(function, functools.partial):
+        return functools.partial(_declaring(function.func), *function.args, **function.keywords)
+    if isinstance(function, nn.Module):
+        return getattr(function, "_orig_mod", function).forward  # what torch.compile was given
+    return function
+
+
+def randomness_of(member: Member, device: torch.device):
     """Other random numbers on each rank, for other heads; compiled code draws as it draws. Entered
     once a call, not once a chunk: the generators go on alike whatever the number of chunks."""
     if member[1] == 1 or torch.compiler.is_compiling():
         return contextlib.nullcontext()
-    return sharded_randomness(member)
+    return sharded_randomness(member, device)
 
 
 def attend(
@@ -65,7 +73,7 @@ def attend(
     """The local attention of a chunk's heads: q, k and v and what it returns [B, S, h, D].
 
     Raises:
-        ValueError: it returned something of another shape.
+        ValueError: it returned no tensor, or one of another shape.
     """
     rank, size, _ = member
     order = ORDERS[layout]
@@ -74,6 +82,11 @@ def attend(
         kwargs = {**kwargs, "head_indices": indices}
     out = function(*(x.permute(order) for x in qkv), *args, **kwargs)
     seen = [qkv[0].size(d) for d in order]
+    if not isinstance(out, Tensor):
+        raise ValueError(
+            f"local_attention returned a {type(out).__name__}; a tensor of shape "
+            f"{tuple(seen[:3])} and a head dimension is right"
+        )
     if out.dim() != 4 or list(out.shape[:3]) != seen[:3]:
         raise ValueError(
             f"local_attention returned shape {tuple(out.shape)}; {tuple(seen[:3])} and a head "

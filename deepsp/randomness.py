@@ -21,22 +21,26 @@ _local = threading.local()
 _MASK = (1 << 64) - 1
 
 
-def _generators() -> list[torch.Generator]:
-    """The default generators in use: the CPU's first."""
+def _generators(device: torch.device | None = None) -> list[torch.Generator]:
+    """The default generators in use: the CPU's first, then that of ``device``, which needn't be
+    the current one."""
     found = [torch.default_generator]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found.append(torch.cuda.default_generators[torch.cuda.current_device()])
+        index = device.index if device is not None and device.type == "cuda" else None
+        found.append(
+            torch.cuda.default_generators[torch.cuda.current_device() if index is None else index]
+        )
     return found
 
 
-def states() -> list[torch.Tensor]:
+def states(device: torch.device | None = None) -> list[torch.Tensor]:
     with torch._C.DisableTorchFunction():
-        return [g.get_state() for g in _generators()]
+        return [g.get_state() for g in _generators(device)]
 
 
-def restore(saved: list[torch.Tensor]) -> None:
+def restore(saved: list[torch.Tensor], device: torch.device | None = None) -> None:
     with torch._C.DisableTorchFunction():
-        for generator, state in zip(_generators(), saved, strict=False):
+        for generator, state in zip(_generators(device), saved, strict=False):
             generator.set_state(state)
 
 
@@ -63,8 +67,8 @@ def inside() -> bool:
 class _Fork:
     """Random numbers of this rank's own from :meth:`enter` to :meth:`leave`."""
 
-    def __init__(self, rank: int):
-        self.rank = rank
+    def __init__(self, rank: int, device: torch.device | None = None):
+        self.rank, self.device = rank, device
 
     def enter(self) -> None:
         with torch._C.DisableTorchFunction():
@@ -72,14 +76,14 @@ class _Fork:
             # has other numbers.
             with _disable_current_modes():  # nobody's trace
                 seed = int(torch.empty((), dtype=torch.int64).random_())
-            self.outer = states()
-            for generator in _generators():
+            self.outer = states(self.device)
+            for generator in _generators(self.device):
                 generator.manual_seed(mix(seed, self.rank))
         _stack().append(self)
 
     def leave(self) -> None:
         _stack().remove(self)
-        restore(self.outer)
+        restore(self.outer, self.device)
 
 
 class _Common:
@@ -98,19 +102,19 @@ class _Common:
                     "other numbers when it runs again: checkpoint the outer module"
                 )
             return
-        self.own = states()
-        restore(self.fork.outer)
+        self.own = states(self.fork.device)
+        restore(self.fork.outer, self.fork.device)
         _stack().append(None)
 
     def leave(self) -> None:
         if self.fork is not None:
             _stack().pop()
-            self.fork.outer = states()
-            restore(self.own)
+            self.fork.outer = states(self.fork.device)
+            restore(self.own, self.fork.device)
 
 
 @contextlib.contextmanager
-def sharded_randomness(group: Group = None) -> Iterator[None]:
+def sharded_randomness(group: Group = None, device: torch.device | None = None) -> Iterator[None]:
     """Random numbers in here differ by rank: for what works on sharded tensors.
 
     They follow from ``torch.manual_seed`` alone, which all ranks of the group call alike, and from
@@ -119,8 +123,9 @@ def sharded_randomness(group: Group = None) -> Iterator[None]:
 
     Args:
         group: the group over which tensors are sharded.
+        device: where numbers are drawn, besides the CPU; None: the current device.
     """
-    fork = _Fork(member_of(group)[0])
+    fork = _Fork(member_of(group)[0], device)
     fork.enter()
     try:
         yield

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from harness import Workers, on_ranks
 from reference import attention, draw
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import deepsp
 
@@ -50,6 +51,8 @@ def _first_calls():
         (lambda: layer(dtype=torch.float64 if odd else torch.float32), "dtype torch.float32",
          "dtype torch.float64"),
         (lambda: layer(chunks=2 if odd else 1), "chunks 1", "chunks 2"),
+        (lambda: layer(overlap=not odd), "overlap True", "overlap False"),
+        (lambda: layer(head_dim=6 if odd else 8), r"head_dims \[8, 8\]", r"head_dims \[6, 6\]"),
         (lambda: layer(train=not odd), "gradients", "gradients"),
     ]  # fmt: skip
     for call, most, other in cases:
@@ -76,6 +79,27 @@ def _once():
 
 def test_later_calls():
     on_ranks(2, _once)
+
+
+def _without_data():
+    """What traces a module compares nothing, and its first call is still to come."""
+    for make, inputs in (
+        (deepsp.DistributedAttention, [(1, 4, 4, 8)] * 3),
+        (lambda: deepsp.SequenceParallelAttention(32, 4), [(1, 4, 32)]),
+    ):
+        module = make()
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            module(*(torch.ones(shape) for shape in inputs))
+        if isinstance(module, deepsp.DistributedAttention):
+            module(*(torch.ones(shape, device="meta") for shape in inputs))
+        dtype = torch.float64 if dist.get_rank() else torch.float32
+        module.to(dtype)
+        with pytest.raises(ValueError, match=r"rank 0 passes dtype .*32, rank 1 passes"):
+            module(*(torch.ones(shape, dtype=dtype) for shape in inputs))
+
+
+def test_a_call_without_data_is_not_the_first():
+    on_ranks(2, _without_data)
 
 
 def _each_exchange():
@@ -113,6 +137,14 @@ def _each_exchange():
         with pytest.raises(ValueError, match=r"project_to_heads: .*seq_lens \[5, 4\], rank 1"):
             layer(torch.ones(1, 5 - rank, 8), seq_lens=[5, 4] if rank == 0 else [4, 4])
         deepsp.heads_to_seq([whole], [6])
+        gradients = [torch.zeros(2, 8), torch.ones(16)]  # summed in one message
+        with pytest.raises(
+            ValueError,
+            match=r"sum_gradients_: .*rank 0 passes gradients\[0\] of shape \[2, 8\], Fl",
+        ):
+            torch.ops.deepsp.sum_gradients_(
+                gradients if rank == 0 else gradients[::-1], rank, 2, layer.member[2]
+            )
         _fine()
     finally:
         del os.environ["DEEPSP_DEBUG"]
@@ -123,17 +155,27 @@ def test_exchanges_in_another_order():
 
 
 def _survive(fate, store, timeout):
-    """Rank 1 of 3 dies or hangs; the others are told, and go on in a new group."""
+    """Rank 1 of 3 dies or hangs, or is dead before the others' next call, of a module that is new;
+    the others are told, and go on in a new group."""
     rank = dist.get_rank()
     x = draw(1, 12, 6, 8)
     module = deepsp.DistributedAttention(chunks=2)
     part = x.split([4] * 3, 1)[rank].clone().requires_grad_()
     module(part, part, part)
     if rank == 1:
-        if fate == "dies":
+        if fate != "hangs":
             os._exit(1)
         time.sleep(2.5 * timeout)
         return
+    if fate == "is dead":
+        time.sleep(1)  # gloo knows by then: it refuses to launch
+        with pytest.raises(
+            RuntimeError, match=r"DistributedAttention of rank \d in group"
+        ) as error:
+            deepsp.DistributedAttention()(part, part, part)
+        assert "Another rank died" in str(error.value)
+        with pytest.raises(RuntimeError, match=r"sum_gradients_ of rank \d in group"):
+            torch.ops.deepsp.sum_gradients_([torch.ones(3)], rank, 3, module.member[2])
     started = time.monotonic()
     with pytest.raises(
         RuntimeError, match=r"_to_\w+ of rank \d in group '.*' of 3 failed"
@@ -162,7 +204,7 @@ def _survive(fate, store, timeout):
         time.sleep(0.2 * timeout)
 
 
-@pytest.mark.parametrize("fate", ["dies", "hangs"])
+@pytest.mark.parametrize("fate", ["dies", "hangs", "is dead"])
 def test_life_after_a_peer(fate):
     timeout = 4
     workers = Workers(3, timeout)

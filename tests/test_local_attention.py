@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import deepsp
+from deepsp.randomness import sharded_randomness
 
 # ------------------------------------------------------------------------------------- dropout
 
@@ -72,6 +73,26 @@ def _masks(kind, chunks):
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_masks_differ_from_head_to_head(kind, chunks):
     on_ranks(3 if chunks == 1 else 2, _masks, kind, chunks)
+
+
+def test_the_generator_of_the_tensors_device(monkeypatch):
+    """Not that of the current device, which may be another one's."""
+    generators = [torch.Generator().manual_seed(n) for n in range(2)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    before = states_of(generators)
+    for device, drawn in (("cuda:1", 1), ("cuda", 0), ("cpu", 0)):
+        with sharded_randomness((1, 2, ""), torch.device(device)):
+            changed = [not torch.equal(*x) for x in zip(before, states_of(generators), strict=True)]
+            assert changed == [drawn == 0, drawn == 1]
+            torch.rand(3, generator=generators[drawn])
+        assert all(torch.equal(*x) for x in zip(before, states_of(generators), strict=True))
+
+
+def states_of(generators):
+    return [g.get_state() for g in generators]
 
 
 def _under_a_checkpoint():
@@ -139,6 +160,54 @@ def _heads(heads, kv_heads, chunks):
 )
 def test_head_indices(ranks, heads, kv_heads, chunks):
     on_ranks(ranks, _heads, heads, kv_heads, chunks)
+
+
+class _Wants(nn.Module):
+    """Works without the indices, too: whoever forgets them isn't told."""
+
+    def forward(self, q, k, v, head_indices=None, scale=1.0):
+        assert head_indices is not None
+        return v * head_indices.view(-1, 1)
+
+
+def _declared():
+    rank, x = dist.get_rank(), torch.ones(1, 4, 4, 2)
+    module = _Wants()
+
+    class Called:
+        def __call__(self, q, k, v, *, head_indices=None):
+            return module(q, k, v, head_indices)
+
+    @functools.wraps(module.forward)
+    def wrapped(*args, **kwargs):
+        return module(*args, **kwargs)
+
+    for local in (
+        module, module.forward, torch.compile(module, backend="eager"), Called(), wrapped,
+        torch.compile(module.forward, backend="eager"), functools.partial(module, scale=2.0),
+        functools.partial(torch.compile(module, backend="eager"), scale=2.0),
+    ):  # fmt: skip
+        torch._dynamo.reset()
+        out = deepsp.DistributedAttention(local)(x, x, x)
+        assert out[0, 0, :, 0].tolist() == [0, 1, 2, 3], (rank, local)
+    for local in (F.scaled_dot_product_attention, functools.partial(attention, is_causal=True)):
+        deepsp.DistributedAttention(local)(x, x, x)  # without
+
+
+def test_whoever_declares_head_indices_gets_them():
+    on_ranks(2, _declared)
+
+
+def _not_a_tensor():
+    x = torch.ones(1, 4, 4, 2)
+    for layout, shape in (("bshd", r"\(1, 8, 2\)"), ("bhsd", r"\(1, 2, 8\)")):
+        module = deepsp.DistributedAttention(lambda q, k, v: (q, None), layout=layout)
+        with pytest.raises(ValueError, match=f"returned a tuple; a tensor of shape {shape}"):
+            module(x, x, x)
+
+
+def test_no_tensor():
+    on_ranks(2, _not_a_tensor)
 
 
 def _layers_heads(chunks):

@@ -18,7 +18,7 @@ namespace {
 at::Tensor gather(const Group& group, c10::Device device, const at::Tensor& mine) {
   const at::Tensor sent = mine.to(device);
   const at::Tensor received = at::empty({group.size * sent.numel()}, sent.options());
-  all_gather(group, received, sent)->wait();
+  wait_for(group, all_gather(group, received, sent));
   return received.cpu();
 }
 

@@ -68,6 +68,29 @@ std::string name_of(const Group& group) {
          group.name + "' of " + std::to_string(group.size);
 }
 
+// Runs `act`, which talks to other ranks; its error says in which exchange. `from`: whose block it
+// is that arrives, -1: any.
+template <class Act>
+auto named(const std::string& what, int64_t from, const Act& act) {
+  try {
+    return act();
+  } catch (const std::exception& error) {
+    const auto* ours = dynamic_cast<const c10::Error*>(&error);
+    TORCH_CHECK_WITH(
+        DistBackendError, false, what, " failed",
+        from >= 0 ? " waiting for rank " + std::to_string(from) : std::string(), ": ",
+        ours ? ours->what_without_backtrace() : error.what(),
+        ". Another rank died, hangs, or makes another call (DEEPSP_DEBUG=1 compares them); the "
+        "group can't be used any more");
+  }
+}
+
+// A launch fails, too, where a peer has died since the last exchange.
+template <class Launch>
+Work launched(const Group& group, const Launch& launch) {
+  return named(name_of(group), -1, launch);
+}
+
 }  // namespace
 
 Flight::~Flight() {
@@ -85,18 +108,9 @@ void Flight::wait(Work& work, int64_t from) {
   if (!work) {
     return;
   }
-  try {
-    work->wait();
-  } catch (const std::exception& error) {
-    failed_ = true;
-    const auto* ours = dynamic_cast<const c10::Error*>(&error);
-    TORCH_CHECK_WITH(
-        DistBackendError, false, what, " failed",
-        from >= 0 ? " waiting for rank " + std::to_string(from) : std::string(), ": ",
-        ours ? ours->what_without_backtrace() : error.what(),
-        ". Another rank died, hangs, or makes another call (DEEPSP_DEBUG=1 compares them); the "
-        "group can't be used any more");
-  }
+  failed_ = true;  // unless it doesn't throw
+  named(what, from, [&] { return work->wait(); });
+  failed_ = false;
   work.reset();
 }
 
@@ -143,7 +157,8 @@ void exchange_point_to_point(
     const Bytes bytes = receive(source);
     if (bytes.size > 0) {
       std::vector<at::Tensor> block{unowned(bytes)};
-      flight.receives.back()[source] = group.pg->recv(block, static_cast<int>(source), tag);
+      flight.receives.back()[source] =
+          launched(group, [&] { return group.pg->recv(block, static_cast<int>(source), tag); });
     }
   }
   for (int64_t step = 1; step < group.size; ++step) {
@@ -151,7 +166,8 @@ void exchange_point_to_point(
     const Bytes bytes = send(target);
     if (bytes.size > 0) {
       std::vector<at::Tensor> block{unowned(bytes)};
-      flight.sends.push_back(group.pg->send(block, static_cast<int>(target), tag));
+      flight.sends.push_back(
+          launched(group, [&] { return group.pg->send(block, static_cast<int>(target), tag); }));
     }
   }
 }
@@ -174,11 +190,13 @@ Work exchange_all_to_all(
   }
   c10d::AllToAllOptions options;
   options.asyncOp = true;
+  return launched(group, [&] {
 #if DEEPSP_TORCH_BEFORE_2_13
-  return group.pg->alltoall_base(to, from, to_bytes, from_bytes, options);
+    return group.pg->alltoall_base(to, from, to_bytes, from_bytes, options);
 #else
-  return group.pg->all_to_all_single(to, from, to_bytes, from_bytes, options);
+    return group.pg->all_to_all_single(to, from, to_bytes, from_bytes, options);
 #endif
+  });
 }
 
 Work all_gather(const Group& group, const at::Tensor& out, const at::Tensor& in) {
@@ -186,11 +204,13 @@ Work all_gather(const Group& group, const at::Tensor& out, const at::Tensor& in)
   at::Tensor from = in;
   c10d::AllgatherOptions options;
   options.asyncOp = true;
+  return launched(group, [&] {
 #if DEEPSP_TORCH_BEFORE_2_13
-  return group.pg->_allgather_base(to, from, options);
+    return group.pg->_allgather_base(to, from, options);
 #else
-  return group.pg->all_gather_single(to, from, options);
+    return group.pg->all_gather_single(to, from, options);
 #endif
+  });
 }
 
 namespace {
@@ -200,7 +220,7 @@ Work all_reduce(const Group& group, const at::Tensor& tensor, c10d::ReduceOp::Re
   c10d::AllreduceOptions options;
   options.reduceOp = op;
   options.asyncOp = true;
-  return group.pg->allreduce(tensors, options);
+  return launched(group, [&] { return group.pg->allreduce(tensors, options); });
 }
 
 }  // namespace
@@ -211,6 +231,10 @@ Work all_reduce_sum(const Group& group, const at::Tensor& tensor) {
 
 Work all_reduce_max(const Group& group, const at::Tensor& tensor) {
   return all_reduce(group, tensor, c10d::ReduceOp::MAX);
+}
+
+void wait_for(const Group& group, const Work& work) {
+  named(name_of(group), -1, [&] { return work->wait(); });
 }
 
 void launch_into(const at::Tensor& buffer, std::unique_ptr<Flight> flight) {

@@ -81,6 +81,9 @@ Work all_gather(const Group& group, const at::Tensor& out, const at::Tensor& in)
 Work all_reduce_sum(const Group& group, const at::Tensor& tensor);
 Work all_reduce_max(const Group& group, const at::Tensor& tensor);
 
+// Waits for what was launched on its own; an error names the group's op.
+void wait_for(const Group& group, const Work& work);
+
 // Whether anomaly mode looks at what ops return: what is launched then lands at once.
 bool watched();
 // It looks for NaN in whole buffers, between blocks and behind them, too.

@@ -37,7 +37,7 @@ at::Tensor scales_of(at::TensorList shards, at::ScalarType dtype, const Group& g
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
   const at::Tensor amax = at::stack(magnitudes).nan_to_num(kInfinity, kInfinity);
   if (group.size > 1) {
-    all_reduce_max(group, amax)->wait();
+    wait_for(group, all_reduce_max(group, amax));
   }
   const at::Tensor scales =
       at::mul(amax.reciprocal(), largest(dtype)).clamp_max(std::numeric_limits<float>::max());

@@ -7,6 +7,7 @@
 #include <ATen/ops/cat.h>
 #include <torch/library.h>
 
+#include <optional>
 #include <sstream>
 
 namespace deepsp {
@@ -186,6 +187,7 @@ void sum_gradients_kernel(
   struct Bucket {
     std::vector<at::Tensor> members;
     at::Tensor flat;
+    std::optional<Group> group;
     Work work;
     int64_t bytes = 0;
   };
@@ -203,17 +205,30 @@ void sum_gradients_kernel(
     buckets.back().members.push_back(gradient);
     buckets.back().bytes += static_cast<int64_t>(gradient.nbytes());
   }
+  if (debugging()) {
+    std::vector<std::string> arguments;
+    for (size_t i = 0; i < gradients.size(); ++i) {
+      std::ostringstream text;
+      text << "gradients[" << i << "] of shape " << gradients[i].sizes() << ", "
+           << gradients[i].scalar_type();
+      arguments.push_back(text.str());
+    }
+    const c10::Device device = gradients[0].device();
+    check_agreement(
+        resolve_group("sum_gradients_", group_name, rank, size, device), device, arguments);
+  }
   for (Bucket& bucket : buckets) {
     std::vector<at::Tensor> flat;
     for (const at::Tensor& gradient : bucket.members) {
       flat.push_back(gradient.reshape({-1}));
     }
     bucket.flat = at::cat(flat);
-    bucket.work = all_reduce_sum(
-        resolve_group("sum_gradients_", group_name, rank, size, bucket.flat.device()), bucket.flat);
+    bucket.group.emplace(
+        resolve_group("sum_gradients_", group_name, rank, size, bucket.flat.device()));
+    bucket.work = all_reduce_sum(*bucket.group, bucket.flat);
   }
   for (Bucket& bucket : buckets) {
-    bucket.work->wait();
+    wait_for(*bucket.group, bucket.work);
     int64_t offset = 0;
     for (const at::Tensor& gradient : bucket.members) {
       gradient.copy_(bucket.flat.narrow(0, offset, gradient.numel()).view(gradient.sizes()));
