@@ -188,7 +188,7 @@ def _disagreements():
     wide = torch.zeros(2 + last, 6)
     whole = torch.zeros(6, 4)
     _all_raise([
-        (lambda: gather(x.double() if last else x), "disagree.*ranks 0 and 1 .*Float.*rank 2 .*Double"),
+        (lambda: gather(x.double() if last else x), "ranks 0 and 1 .*Float.*rank 2 .*Double"),
         (lambda: gather(dtype=bf16 if last else f32), "ranks 0 and 1 .*Float.*rank 2 .*BFloat16"),
         (lambda: gather(x.view(2, 3, 2) if last else x), r"\[6\].*rank 2 .*\[3, 2\]"),
         (lambda: gather(wide, [2, 2, 3] if last else ok), r"\[2, 2, 2\].*\[2, 2, 3\]"),
