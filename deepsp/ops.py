@@ -14,6 +14,7 @@ from torch import Tensor
 
 from deepsp.groups import Group, member_of
 from deepsp.layout import lens_or_equal
+from deepsp.local import check_four
 
 Arriving = TypeVar("Arriving")
 
@@ -132,11 +133,7 @@ def _length(inputs: Sequence[Tensor]) -> int:
     if len(inputs) == 0:
         raise ValueError("inputs is empty; at least one tensor is needed")
     for i, x in enumerate(inputs):
-        if x.dim() != 4:
-            raise ValueError(
-                f"inputs[{i}] has {x.dim()} dimensions; four are right: [batch, sequence, heads, "
-                "head_dim]"
-            )
+        check_four(x, f"inputs[{i}]", "bshd")
     return inputs[0].size(1)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import deepsp.attention
 from deepsp.groups import Group
+from deepsp.local import check_four
 
 
 class DistributedAttention(nn.Module):
@@ -90,18 +91,14 @@ class DistributedAttention(nn.Module):
         goes to the local attention."""
         if batch_dim_idx not in (0, 1):
             raise ValueError(f"batch_dim_idx is {batch_dim_idx!r}; 0 or 1 is right")
+        distributed = self._by_batch_dim[batch_dim_idx]
         for x, of in ((query, "query"), (key, "key"), (value, "value")):
-            if x.dim() != 4:
-                first = "batch, sequence" if batch_dim_idx == 0 else "sequence, batch"
-                raise ValueError(
-                    f"{of} has {x.dim()} dimensions; four are right: [{first}, heads, head_dim]"
-                )
+            check_four(x, of, distributed.layout)
         if self.num_kv_heads not in (None, key.size(2)):
             raise ValueError(
                 f"key has {key.size(2)} heads, but num_kv_heads is {self.num_kv_heads}; the same "
                 "is right"
             )
-        distributed = self._by_batch_dim[batch_dim_idx]
         rotary = None
         if rotary_pos_emb is not None:
             length = query.size(1 - batch_dim_idx) * distributed.member[1]
