@@ -68,16 +68,16 @@ std::string name_of(const Group& group) {
          group.name + "' of " + std::to_string(group.size);
 }
 
-// Runs `act`, which talks to other ranks; its error says in which exchange. `from`: whose block it
-// is that arrives, -1: any.
-template <class Act>
-auto named(const std::string& what, int64_t from, const Act& act) {
+// Runs `act`, which talks to other ranks; its error says in which exchange, `what()`, which is
+// asked only then. `from`: whose block it is that arrives, -1: any.
+template <class What, class Act>
+auto named(const What& what, int64_t from, const Act& act) {
   try {
     return act();
   } catch (const std::exception& error) {
     const auto* ours = dynamic_cast<const c10::Error*>(&error);
     TORCH_CHECK_WITH(
-        DistBackendError, false, what, " failed",
+        DistBackendError, false, what(), " failed",
         from >= 0 ? " waiting for rank " + std::to_string(from) : std::string(), ": ",
         ours ? ours->what_without_backtrace() : error.what(),
         ". Another rank died, hangs, or makes another call (DEEPSP_DEBUG=1 compares them); the "
@@ -88,7 +88,7 @@ auto named(const std::string& what, int64_t from, const Act& act) {
 // A launch fails, too, where a peer has died since the last exchange.
 template <class Launch>
 Work launched(const Group& group, const Launch& launch) {
-  return named(name_of(group), -1, launch);
+  return named([&] { return name_of(group); }, -1, launch);
 }
 
 }  // namespace
@@ -109,7 +109,7 @@ void Flight::wait(Work& work, int64_t from) {
     return;
   }
   failed_ = true;  // unless it doesn't throw
-  named(what, from, [&] { return work->wait(); });
+  named([&] { return what; }, from, [&] { return work->wait(); });
   failed_ = false;
   work.reset();
 }
@@ -234,7 +234,7 @@ Work all_reduce_max(const Group& group, const at::Tensor& tensor) {
 }
 
 void wait_for(const Group& group, const Work& work) {
-  named(name_of(group), -1, [&] { return work->wait(); });
+  named([&] { return name_of(group); }, -1, [&] { return work->wait(); });
 }
 
 void launch_into(const at::Tensor& buffer, std::unique_ptr<Flight> flight) {
