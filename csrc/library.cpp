@@ -209,10 +209,11 @@ TORCH_LIBRARY(deepsp, m) {
   // Masks are global. chunks: the exchange of one chunk of heads is in flight
   // while attention works on another. layout: "bshd", or "sbhd" or "bhsd": where
   // q, k, v and the output have their dimensions batch, sequence, heads and head_dim.
+  // sharded_randomness: ranks that are seeded alike drop other weights all the same.
   m.def(
       "distributed_attention(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, float dropout_p, "
       "bool is_causal, float? scale, bool enable_gqa, int chunks, SymInt[] seq_lens, int rank, "
-      "str group_name, *, str layout='bshd') -> Tensor",
+      "str group_name, *, str layout='bshd', bool sharded_randomness=False) -> Tensor",
       collective);
   // What a chunk's query heads read of k or v: `received` is what each wait so far
   // has given, [B, S, h, D], the first chunk's first. Each head is repeated for its
@@ -226,9 +227,20 @@ TORCH_LIBRARY(deepsp, m) {
   m.def(
       "attention_of_chunk(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, float dropout_p, "
       "bool is_causal, float? scale, int num_heads, int chunk, int chunks, int rank, "
-      "int parts) -> Tensor",
+      "int parts, *, bool sharded_randomness=False) -> Tensor",
       pure);
-
+  // scaled_dot_product_attention of [B, S, h, D], dropping what this rank's own seed says, which
+  // follows from the default generator and the rank: the output, and the seed. Its gradients, of
+  // q, k, v and attn_mask, where wanted, compute it once more; they have no derivative.
+  m.def(
+      "attention_with_dropout(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, float dropout_p, "
+      "bool is_causal, float? scale, int rank) -> (Tensor output, Tensor seed)",
+      {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
+  m.def(
+      "attention_with_dropout_backward(Tensor grad, Tensor q, Tensor k, Tensor v, "
+      "Tensor? attn_mask, float dropout_p, bool is_causal, float? scale, Tensor seed, "
+      "int[] wanted) -> Tensor[]",
+      pure);
   // Raises what attention_of_chunk would, for callers that send before they attend.
   m.def(
       "check_attention(Tensor? attn_mask, float dropout_p, bool is_causal, ScalarType dtype, "

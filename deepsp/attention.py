@@ -77,6 +77,7 @@ def distributed_attention(
             rank,
             name,
             layout=layout,
+            sharded_randomness=torch.compiler.is_compiling(),
         )
 
 

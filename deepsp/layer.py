@@ -417,8 +417,9 @@ def _drops(attn_mask=None, dropout_p=0.0, *_, **__) -> bool:
 def _sdpa(
     q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, *, where: tuple
 ) -> Tensor:
+    sharded = torch.compiler.is_compiling()
     return torch.ops.deepsp.attention_of_chunk(
-        q, k, v, attn_mask, dropout_p, is_causal, scale, *where
+        q, k, v, attn_mask, dropout_p, is_causal, scale, *where, sharded_randomness=sharded
     )
 
 

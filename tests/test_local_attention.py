@@ -1,5 +1,5 @@
-"""What a local attention is given: random numbers of its own, the indices of its heads, and what
-describes the whole sequence."""
+"""What a local attention is given: the indices of its heads, and what describes the whole
+sequence."""
 
 import functools
 
@@ -10,110 +10,8 @@ import torch.nn.functional as F
 from harness import on_ranks
 from reference import attention, draw, flat, lens_of
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import deepsp
-from deepsp.randomness import sharded_randomness
-
-# ------------------------------------------------------------------------------------- dropout
-
-
-def _masks(kind, chunks):
-    """Which weights each head drops, on all ranks: with q = 0 and v the identity, the output of a
-    token is its weights."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    tokens, heads = 24, 6
-    x = torch.zeros(1, tokens // size, heads, tokens)
-    eye = torch.eye(tokens).view(1, tokens, 1, tokens).expand(-1, -1, heads, -1)
-    v = eye.split([tokens // size] * size, 1)[rank]  # the output is the weights themselves
-    if kind == "function":
-        call = functools.partial(deepsp.distributed_attention, dropout_p=0.5, chunks=chunks)
-    elif kind == "sdpa":
-        call = functools.partial(deepsp.DistributedAttention(chunks=chunks), dropout_p=0.5)
-    elif kind == "local":
-        local = functools.partial(attention, dropout_p=0.5)
-        call = deepsp.DistributedAttention(local, chunks=chunks)
-    else:
-        # Projections that leave scores 0 and make v, and let the output pass.
-        wide = tokens * heads
-        q_proj, k_proj, v_proj, o_proj = (
-            nn.Linear(n, wide, bias=False).requires_grad_(False) for n in [tokens] * 3 + [wide]
-        )
-        q_proj.weight.zero_(), k_proj.weight.zero_()
-        v_proj.weight.copy_(torch.eye(tokens).repeat(heads, 1))
-        o_proj.weight.copy_(torch.eye(wide))
-        layer = deepsp.SequenceParallelAttention.from_projections(
-            q_proj, k_proj, v_proj, o_proj, heads, chunks=chunks
-        )
-
-        def call(q, k, v):
-            return layer(v[:, :, 0], dropout_p=0.5).unflatten(-1, (heads, -1))
-
-    def run():
-        out = call(x, x, v)
-        whole = deepsp.all_gather(out, 1, grad="replicated")
-        return whole[0].permute(1, 0, 2) > 0  # [heads, tokens, tokens]
-
-    torch.manual_seed(7)
-    first, after = run(), torch.rand(1)
-    second = run()
-    torch.manual_seed(7)
-    again = run()
-    assert torch.equal(first, again)  # reproducible
-    every = torch.cat([first, second])
-    for i in range(len(every)):
-        assert 0.3 < every[i].float().mean() < 0.7
-        for j in range(i):
-            assert (every[i] != every[j]).float().mean() > 0.3, (i, j)
-    # What is drawn elsewhere stays the same on all ranks.
-    assert len(set(deepsp.all_gather(after, 0, grad="replicated").tolist())) == 1
-
-
-@pytest.mark.parametrize("kind", ["function", "sdpa", "local", "layer"])
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_masks_differ_from_head_to_head(kind, chunks):
-    on_ranks(3 if chunks == 1 else 2, _masks, kind, chunks)
-
-
-def test_the_generator_of_the_tensors_device(monkeypatch):
-    """Not that of the current device, which may be another one's."""
-    generators = [torch.Generator().manual_seed(n) for n in range(2)]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "default_generators", generators)
-    before = states_of(generators)
-    for device, drawn in (("cuda:1", 1), ("cuda", 0), ("cpu", 0)):
-        with sharded_randomness((1, 2, ""), torch.device(device)):
-            changed = [not torch.equal(*x) for x in zip(before, states_of(generators), strict=True)]
-            assert changed == [drawn == 0, drawn == 1]
-            torch.rand(3, generator=generators[drawn])
-        assert all(torch.equal(*x) for x in zip(before, states_of(generators), strict=True))
-
-
-def states_of(generators):
-    return [g.get_state() for g in generators]
-
-
-def _under_a_checkpoint():
-    """What is computed again drops the same weights."""
-    torch.manual_seed(3)
-    x = [draw(1, 6, 4, 8, seed=i).requires_grad_() for i in range(3)]
-    module = deepsp.DistributedAttention(functools.partial(attention, dropout_p=0.5))
-    for call in (module, functools.partial(deepsp.distributed_attention, dropout_p=0.5)):
-        grads = []
-        again = functools.partial(checkpoint, call, use_reentrant=False)
-        for wrap in (again, call):
-            torch.manual_seed(3)
-            out = wrap(*x)
-            grads.append((out, *torch.autograd.grad(out.square().sum(), x)))
-        for a, b in zip(*grads, strict=True):
-            torch.testing.assert_close(a, b)
-
-
-def test_under_a_checkpoint():
-    on_ranks(2, _under_a_checkpoint)
-
 
 # -------------------------------------------------------------------------------- head indices
 

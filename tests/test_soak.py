@@ -20,4 +20,6 @@ def test_soak():
 
 def test_growth_is_an_error():
     done = _soak("--ranks", "1", "--memory-mib", "-1000")
-    assert done.returncode == 1 and "keep growing" in done.stderr, done.stderr[-3000:]
+    assert done.returncode == 1 and "keeps growing: heap, MiB, resident, MiB" in done.stderr, (
+        done.stderr[-3000:]
+    )

@@ -4,6 +4,7 @@
 #include "../dispatch.h"
 #include "../exchange/checks.h"
 #include "../exchange/ops.h"
+#include "ops.h"
 
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/cat.h>
@@ -33,6 +34,32 @@ void check_mask(
         "); masks are global, as without sharding: 1 or ", whole[at], " is right");
   }
 }
+
+}  // namespace
+
+void check_attention(
+    const std::optional<at::Tensor>& attn_mask,
+    double dropout_p,
+    bool is_causal,
+    at::ScalarType dtype,
+    c10::SymInt batch,
+    c10::SymInt num_heads,
+    c10::SymInt tokens) {
+  TORCH_CHECK_VALUE(
+      dropout_p >= 0 && dropout_p <= 1, "dropout_p is ", dropout_p,
+      "; a probability from 0 to 1 is right");
+  if (!attn_mask.has_value()) {
+    return;
+  }
+  TORCH_CHECK_VALUE(
+      !is_causal, "attn_mask is given and is_causal is True; only one of them can be");
+  TORCH_CHECK_VALUE(
+      attn_mask->scalar_type() == at::kBool || attn_mask->scalar_type() == dtype, "attn_mask is ",
+      attn_mask->scalar_type(), "; bool or q's dtype, ", dtype, ", is right");
+  check_mask(*attn_mask, batch, num_heads, tokens);
+}
+
+namespace {
 
 // The rows of a global mask that belong to these query heads.
 at::Tensor mask_of(const at::Tensor& mask, const Range& heads) {
@@ -105,28 +132,6 @@ at::Tensor kv_of_chunk(
   return at::cat(repeated, 2);
 }
 
-void check_attention(
-    const std::optional<at::Tensor>& attn_mask,
-    double dropout_p,
-    bool is_causal,
-    at::ScalarType dtype,
-    c10::SymInt batch,
-    c10::SymInt num_heads,
-    c10::SymInt tokens) {
-  TORCH_CHECK_VALUE(
-      dropout_p >= 0 && dropout_p <= 1, "dropout_p is ", dropout_p,
-      "; a probability from 0 to 1 is right");
-  if (!attn_mask.has_value()) {
-    return;
-  }
-  TORCH_CHECK_VALUE(
-      !is_causal, "attn_mask is given and is_causal is True; only one of them can be");
-  TORCH_CHECK_VALUE(
-      attn_mask->scalar_type() == at::kBool || attn_mask->scalar_type() == dtype, "attn_mask is ",
-      attn_mask->scalar_type(), "; bool or q's dtype, ", dtype, ", is right");
-  check_mask(*attn_mask, batch, num_heads, tokens);
-}
-
 at::Tensor attention_of_chunk(
     const at::Tensor& q,
     const at::Tensor& k,
@@ -139,7 +144,8 @@ at::Tensor attention_of_chunk(
     int64_t chunk,
     int64_t chunks,
     int64_t rank,
-    int64_t parts) {
+    int64_t parts,
+    bool sharded_randomness) {
   check_num_heads({num_heads}, parts, kNames);
   const HeadLayout layout({num_heads}, parts, chunks);
   TORCH_CHECK_VALUE(
@@ -156,6 +162,9 @@ at::Tensor attention_of_chunk(
   std::optional<at::Tensor> mask;
   if (attn_mask.has_value()) {
     mask = mask_of(*attn_mask, heads);
+  }
+  if (sharded_randomness && dropout_p > 0 && parts > 1) {
+    return std::get<0>(attention_with_dropout(q, k, v, mask, dropout_p, is_causal, scale, rank));
   }
   const bool grouped = q.sym_size(2) != k.sym_size(2);
   return at::scaled_dot_product_attention(
@@ -178,6 +187,7 @@ at::Tensor attention_by_tokens(
     c10::SymIntArrayRef seq_lens,
     int64_t rank,
     std::string_view group_name,
+    bool sharded_randomness,
     bool tokens_first) {
   const SymBlockLayout layout = check_by_tokens({q, k, v}, seq_lens, chunks, rank, kNames);
   const HeadLayout& heads = layout.heads;
@@ -211,7 +221,7 @@ at::Tensor attention_by_tokens(
     };
     return attention_of_chunk(
         qkv[0], read(ks), read(vs), attn_mask, dropout_p, is_causal, scale, counts[0], chunk,
-        heads.chunks(), rank, parts);
+        heads.chunks(), rank, parts, sharded_randomness);
   };
   if (heads.chunks() == 1) {
     const at::Tensor out = attend(seq_to_heads({q, k, v}, seq_lens, rank, group_name), 0);
@@ -264,7 +274,8 @@ at::Tensor distributed_attention(
     c10::SymIntArrayRef seq_lens,
     int64_t rank,
     std::string_view group_name,
-    std::string_view layout) {
+    std::string_view layout,
+    bool sharded_randomness) {
   const Order order = order_of(layout);
   std::vector<at::Tensor> qkv;
   for (const at::Tensor& x : {q, k, v}) {
@@ -277,7 +288,7 @@ at::Tensor distributed_attention(
   // the tokens come first, as whoever joins the heads again wants them.
   return attention_by_tokens(
              qkv[0], qkv[1], qkv[2], attn_mask, dropout_p, is_causal, scale, enable_gqa, chunks,
-             seq_lens, rank, group_name, layout == "sbhd")
+             seq_lens, rank, group_name, sharded_randomness, layout == "sbhd")
       .permute(order.dims);
 }
 
@@ -302,7 +313,8 @@ at::Tensor distributed_attention_autocast(
     c10::SymIntArrayRef seq_lens,
     int64_t rank,
     std::string_view group_name,
-    std::string_view layout) {
+    std::string_view layout,
+    bool sharded_randomness) {
   c10::impl::ExcludeDispatchKeyGuard guard(
       c10::DispatchKeySet(at::autocast::get_autocast_dispatch_key_from_device_type(device)));
   const auto dtype = at::autocast::get_autocast_dtype(device);
@@ -312,7 +324,7 @@ at::Tensor distributed_attention_autocast(
   static const auto op = find_op<decltype(distributed_attention)>("deepsp::distributed_attention");
   return op.call(
       cast(q), cast(k), cast(v), cast_mask(attn_mask, cast), dropout_p, is_causal, scale,
-      enable_gqa, chunks, seq_lens, rank, group_name, layout);
+      enable_gqa, chunks, seq_lens, rank, group_name, layout, sharded_randomness);
 }
 
 template <c10::DeviceType device>
@@ -328,7 +340,8 @@ at::Tensor attention_of_chunk_autocast(
     int64_t chunk,
     int64_t chunks,
     int64_t rank,
-    int64_t parts) {
+    int64_t parts,
+    bool sharded_randomness) {
   c10::impl::ExcludeDispatchKeyGuard guard(
       c10::DispatchKeySet(at::autocast::get_autocast_dispatch_key_from_device_type(device)));
   const auto dtype = at::autocast::get_autocast_dtype(device);
@@ -337,7 +350,7 @@ at::Tensor attention_of_chunk_autocast(
   };
   return attention_of_chunk(
       cast(q), cast(k), cast(v), cast_mask(attn_mask, cast), dropout_p, is_causal, scale, num_heads,
-      chunk, chunks, rank, parts);
+      chunk, chunks, rank, parts, sharded_randomness);
 }
 
 }  // namespace
