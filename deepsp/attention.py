@@ -35,8 +35,8 @@ def distributed_attention(
         v: [B, S_r, Hkv, Dv].
         attn_mask: bool or additive, as for the whole sequence: broadcastable to [B, Hq, S, S].
         dropout_p: probability of dropping a weight. Masks differ from head to head, on all ranks,
-            and follow from ``torch.manual_seed`` where every rank calls it alike; compiled code
-            draws the same on ranks that are seeded alike.
+            and follow from ``torch.manual_seed`` where every rank calls it alike. Compiled code
+            computes attention once more in backward then.
         is_causal: a token attends to itself and the tokens before it, of the whole sequence.
         scale: of the scores; None: 1/sqrt(D).
         enable_gqa: query head j reads kv head ``j // (Hq // Hkv)``; needed where Hkv != Hq.
@@ -103,7 +103,8 @@ class DistributedAttention(nn.Module):
     What a local attention knows per head (slopes, sinks) it takes for the heads that it sees:
     ``slopes[head_indices]``. What describes the sequence (``cu_seqlens``, position ids, a block
     mask) is the whole sequence's, the same on every rank. Random numbers in it differ by rank,
-    and follow from ``torch.manual_seed``, as for dropout in :func:`distributed_attention`.
+    and follow from ``torch.manual_seed``, as for dropout in :func:`distributed_attention`; in
+    compiled code that is called within :func:`deepsp.sharded_randomness`.
 
     The first call compares lengths, shapes, dtypes and what needs a gradient across the group;
     compiled code doesn't.

@@ -50,8 +50,9 @@ def _declaring(function: Callable) -> Callable:
 
 
 def randomness_of(member: Member, device: torch.device):
-    """Other random numbers on each rank, for other heads; compiled code draws as it draws. Entered
-    once a call, not once a chunk: the generators go on alike whatever the number of chunks."""
+    """Other random numbers on each rank, for other heads; compiled code draws as the code around it
+    does. Entered once a call, not once a chunk: the generators go on alike whatever the number of
+    chunks."""
     if member[1] == 1 or torch.compiler.is_compiling():
         return contextlib.nullcontext()
     return sharded_randomness(member, device)

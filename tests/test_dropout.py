@@ -1,5 +1,6 @@
 """Dropout: each rank drops other weights of its heads, all from one seed."""
 
+import contextlib
 import functools
 
 import pytest
@@ -47,7 +48,11 @@ def _masks(kind, chunks, backend=None):
 
     if backend is not None:
         torch._dynamo.reset()
-        call = torch.compile(call, backend=backend, fullgraph=True)
+        compiled = torch.compile(call, backend=backend, fullgraph=True)
+
+        def call(*args):
+            with sharded_randomness() if kind == "local" else contextlib.nullcontext():
+                return compiled(*args)
 
     def run():
         out = call(x, x, v)
@@ -77,8 +82,9 @@ def test_masks_differ_from_head_to_head(kind, chunks):
 
 @pytest.mark.parametrize(
     ("kind", "chunks", "backend"),
-    [("function", 1, "inductor"), ("sdpa", 2, "aot_eager"), ("layer", 1, "aot_eager")],
-)
+    [("function", 1, "inductor"), ("sdpa", 2, "aot_eager"), ("layer", 1, "aot_eager"),
+     ("local", 1, "aot_eager")],
+)  # fmt: skip
 def test_compiled_masks_differ_from_head_to_head(kind, chunks, backend):
     on_ranks(3 if chunks == 1 else 2, _masks, kind, chunks, backend)
 
