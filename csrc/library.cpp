@@ -13,6 +13,7 @@
 
 #include "collectives/pool.h"
 #include "layout/heads.h"
+#include "symints.h"
 
 #include <Python.h>
 #include <ATen/ops/arange.h>
@@ -28,6 +29,7 @@ std::vector<c10::SymInt> token_split(const c10::SymInt& total, int64_t parts) {
   TORCH_CHECK_VALUE(
       parts > 0 && parts <= kMostParts, "parts is ", parts, "; 1 to ", kMostParts, " is right");
   TORCH_CHECK_VALUE(total >= 0, "total is ", total, "; a length can't be negative");
+  check_fits({total}, "total");
   std::vector<c10::SymInt> lengths;
   for (int64_t p = 0; p < parts; ++p) {
     lengths.push_back((total + (parts - 1 - p)) / parts);

@@ -162,6 +162,7 @@ class DistributedAttention(nn.Module):
                 layout=self.layout,
                 **kwargs,
             )
+        local.check_kwargs(self._head_indices, kwargs)
         order = local.ORDERS[self.layout]
         q, k, v = (x.permute(order) for x in (q, k, v))
         if k.size(2) != v.size(2) or k.size(2) == 0 or q.size(2) % k.size(2) != 0:

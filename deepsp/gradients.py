@@ -85,7 +85,7 @@ def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) 
     the same on every rank.
 
     Parameters that are not sharded count once: every rank is taken to have the same gradient of
-    them (:func:`deepsp.sync_gradients`).
+    them (:func:`deepsp.sync_gradients`). DTensors count as the tensors that they are parts of.
 
     Returns:
         The norm before clipping, a tensor of no dimensions.
@@ -105,7 +105,12 @@ def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) 
                 of_group.append(parameter.grad)
         elif parameter.grad is not None:
             whole.append(parameter.grad)
-    norms = [torch.nn.utils.get_total_norm(whole, norm_type)] if whole else []
+    norms = []
+    for of_fsdp in (False, True):
+        some = [g for g in whole if isinstance(g, DTensor) is of_fsdp]
+        if some:
+            norm = torch.nn.utils.get_total_norm(some, norm_type)
+            norms.append(norm.full_tensor() if of_fsdp else norm)
     for (rank, size, name), gradients in local.items():
         norm = torch.nn.utils.get_total_norm(gradients, norm_type)
         device = next(p.device for p in sharded)

@@ -230,6 +230,7 @@ class SequenceParallelAttention(nn.Module):
         lens = lens_or_equal(seq_lens, x.size(1), self.member[1])
         if self.local_attention is None:
             _check_sdpa(x, sum(lens), self.num_heads, *args, **kwargs)
+        local.check_kwargs(self._head_indices, kwargs)
         turn = self._angles(x, lens, position_ids)
         if not self._compared and not torch.compiler.is_compiling():
             self._compare(x, lens)
@@ -271,7 +272,7 @@ class SequenceParallelAttention(nn.Module):
             ks.append(k)
             vs.append(v)
             out = self._attend(q, ks, vs, chunk, chunks, args, kwargs)
-            if torch.is_autocast_enabled(out.device.type):  # as a linear layer would, but earlier
+            if _autocasts(out.device):  # as a linear layer would, but earlier
                 out = out.to(torch.get_autocast_dtype(out.device.type))
             leaving.append(
                 ops.heads_to_seq_start([out], heads[:1], lens, chunk, chunks, rank, name)
@@ -389,7 +390,7 @@ class SequenceParallelAttention(nn.Module):
             return self.picked
         _, size, name = self.member
         trains = torch.is_grad_enabled()
-        autocast = torch.is_autocast_enabled(x.device.type)
+        autocast = _autocasts(x.device)
         key = (
             name, self.num_heads, self.num_kv_heads, self.head_dim, self.v_head_dim,
             tuple(lens), x.size(0), x.size(2), x.dtype, x.device, trains, autocast,
@@ -410,6 +411,10 @@ class SequenceParallelAttention(nn.Module):
         return self.picked
 
 
+def _autocasts(device: torch.device) -> bool:
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
 def _drops(attn_mask=None, dropout_p=0.0, *_, **__) -> bool:
     return dropout_p > 0
 
@@ -428,7 +433,7 @@ def _check_sdpa(
 ) -> None:
     """Raises before anything is sent."""
     dtype = x.dtype
-    if attn_mask is not None and torch.is_autocast_enabled(x.device.type):
+    if attn_mask is not None and _autocasts(x.device):
         dtype = attn_mask.dtype  # it will be cast
     torch.ops.deepsp.check_attention(
         attn_mask, dropout_p, is_causal, dtype, x.size(0), num_heads, tokens

@@ -40,6 +40,14 @@ def wants_head_indices(function: Callable | None) -> bool:
         return False
 
 
+def check_kwargs(head_indices: bool, kwargs: dict) -> None:
+    if head_indices and "head_indices" in kwargs:
+        raise ValueError(
+            "head_indices is passed; local_attention gets those of the heads that it sees, leave "
+            "it out"
+        )
+
+
 def _declaring(function: Callable) -> Callable:
     """What says which arguments ``function`` takes: a module itself takes any."""
     if isinstance(function, functools.partial):

@@ -24,6 +24,20 @@ def _fine():
     torch.testing.assert_close(out, attention(x, x, x).split(lens, 1)[rank])
 
 
+def _by_themselves():
+    """The ops' own comparison: of texts that differ by an empty line at the end, too."""
+    rank, size, name = dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name
+    check = torch.ops.deepsp.check_agreement
+    for mine in (["a", ""], ["a", "b"]):
+        with pytest.raises(ValueError, match="rank 0 passes nothing, rank 1 passes"):
+            check("a call", mine if rank == 1 else ["a"], torch.ones(1), rank, size, name)
+    _fine()
+
+
+def test_empty_lines():
+    on_ranks(2, _by_themselves)
+
+
 def _first_calls():
     rank = dist.get_rank()
     odd = rank == 1  # one of three

@@ -302,3 +302,17 @@ def _leaving():
 
 def test_the_order_in_which_chunks_leave():
     on_ranks(2, _leaving)
+
+
+def _on_meta():
+    layer = deepsp.SequenceParallelAttention(12, 6, 3, rope_theta=1e4, device="meta")
+    x = torch.empty(2, 4, 12, device="meta", requires_grad=True)
+    y = layer(x, is_causal=True)
+    assert y.shape == x.shape and y.is_meta
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    assert grad.shape == x.shape
+
+
+def test_on_meta():
+    """Shapes alone, as for counting memory or work: nothing is sent."""
+    on_ranks(2, _on_meta)

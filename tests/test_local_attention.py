@@ -96,6 +96,21 @@ def test_whoever_declares_head_indices_gets_them():
     on_ranks(2, _declared)
 
 
+def _passed_by_the_caller():
+    x = torch.ones(1, 4, 4, 2)
+    layer = deepsp.SequenceParallelAttention(8, 4, local_attention=_alibi)
+    for call in (
+        lambda: deepsp.DistributedAttention(_alibi)(x, x, x, head_indices=torch.arange(2)),
+        lambda: layer(x.flatten(2), head_indices=torch.arange(2)),
+    ):
+        with pytest.raises(ValueError, match="head_indices is passed; .* leave it out"):
+            call()
+
+
+def test_head_indices_of_the_caller():
+    on_ranks(2, _passed_by_the_caller)
+
+
 def _not_a_tensor():
     x = torch.ones(1, 4, 4, 2)
     for layout, shape in (("bshd", r"\(1, 8, 2\)"), ("bhsd", r"\(1, 2, 8\)")):

@@ -13,6 +13,7 @@ from test_model import VOCABULARY, Model
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import deepsp
@@ -95,6 +96,33 @@ def _step(model, optimizer, mesh, step, averages):
         deepsp.sync_gradients(model, mesh["sp"])
     optimizer.step()
     return loss.item()
+
+
+def _clipped(wrap, kind):
+    mesh = init_device_mesh("cpu", (DATA, 2), mesh_dim_names=("dp", "sp"))
+    torch.manual_seed(0)
+    reference = torch.nn.Sequential(*[torch.nn.Linear(6, 6) for _ in range(3)]).double()
+    model = copy.deepcopy(reference)
+    for n in (0, 1):  # the third stays as it is
+        fully_shard(model[n], mesh=mesh[wrap] if wrap else mesh)
+    for i, (a, b) in enumerate(zip(model.parameters(), reference.parameters(), strict=True)):
+        b.grad = torch.sin(torch.arange(b.numel()) + 3.0 * i).view_as(b).double()
+        whole = b.grad.clone()
+        a.grad = whole if not isinstance(a, DTensor) else distribute_tensor(
+            whole, a.device_mesh, a.placements
+        )  # fmt: skip
+    norms = [deepsp.clip_grad_norm_(model, 0.3, kind)]
+    norms.append(torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.3, kind))
+    torch.testing.assert_close(*norms)
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+        found = a.grad.full_tensor() if isinstance(a, DTensor) else a.grad
+        torch.testing.assert_close(found, b.grad)
+
+
+@pytest.mark.parametrize("kind", [2.0, float("inf")])
+@pytest.mark.parametrize("wrap", ["dp", None])
+def test_clipping_by_the_norm(wrap, kind):
+    on_ranks(4, _clipped, wrap, kind)
 
 
 def _whole(model):

@@ -28,14 +28,15 @@ bool is_fake(const Group& group) {
 }
 
 std::string line_of(const std::string& text, size_t n) {
-  std::istringstream lines(text);
-  std::string line;
-  for (size_t i = 0; i <= n; ++i) {
-    if (!std::getline(lines, line)) {
+  size_t begin = 0;
+  for (size_t i = 0; i < n; ++i) {
+    begin = text.find('\n', begin);
+    if (begin == std::string::npos) {
       return "nothing";
     }
+    ++begin;
   }
-  return line;
+  return text.substr(begin, text.find('\n', begin) - begin);
 }
 
 }  // namespace
