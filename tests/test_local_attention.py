@@ -103,7 +103,7 @@ def _passed_by_the_caller():
         lambda: deepsp.DistributedAttention(_alibi)(x, x, x, head_indices=torch.arange(2)),
         lambda: layer(x.flatten(2), head_indices=torch.arange(2)),
     ):
-        with pytest.raises(ValueError, match="head_indices is passed; .* leave it out"):
+        with pytest.raises(ValueError, match=r"head_indices is passed; .* leave it out"):
             call()
 
 
