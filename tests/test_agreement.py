@@ -14,6 +14,7 @@ from reference import attention, draw
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import deepsp
+from deepsp.compile import decompositions
 
 
 def _fine():
@@ -36,6 +37,45 @@ def _by_themselves():
 
 def test_empty_lines():
     on_ranks(2, _by_themselves)
+
+
+def _under_inductor():
+    """Compiled code compares, too, and is right."""
+    rank, lens = dist.get_rank(), [3, 5]
+    decompositions.uninstall()
+    os.environ["DEEPSP_DEBUG"] = "1"
+    decompositions.install()
+    torch._dynamo.reset()
+    try:
+        full = [draw(2, 8, h, 4, seed=h).requires_grad_() for h in (4, 2, 2)]
+        mine = [x.detach().split(lens, 1)[rank].clone().requires_grad_() for x in full]
+
+        @torch.compile(fullgraph=True)
+        def attend(q, k, v):
+            out = deepsp.distributed_attention(
+                *(q * 2, k.sin(), v + 1), enable_gqa=True, chunks=2, seq_lens=lens
+            )
+            return out.cos()
+
+        q, k, v = full
+        k, v = (x.repeat_interleave(2, 2) for x in (k.sin(), v + 1))
+        expected, found = attention(q * 2, k, v).cos(), attend(*mine)
+        torch.testing.assert_close(found, expected.split(lens, 1)[rank])
+        gradients = torch.autograd.grad(expected.square().sum(), full)
+        for a, b in zip(torch.autograd.grad(found.square().sum(), mine), gradients, strict=True):
+            torch.testing.assert_close(a, b.split(lens, 1)[rank])
+        odd = [x[:, :, :, : 4 - rank].detach() for x in mine]
+        with pytest.raises(ValueError, match=r"rank 0 passes head_dims \[4, .*, rank 1 passes"):
+            attend(*odd)
+    finally:
+        decompositions.uninstall()
+        del os.environ["DEEPSP_DEBUG"]
+        decompositions.install()
+    _fine()
+
+
+def test_inductor_compares_in_debug_mode():
+    on_ranks(2, _under_inductor)
 
 
 def _first_calls():

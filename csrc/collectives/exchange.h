@@ -84,7 +84,8 @@ Work all_reduce_max(const Group& group, const at::Tensor& tensor);
 // Waits for what was launched on its own; an error names the group's op.
 void wait_for(const Group& group, const Work& work);
 
-// Whether anomaly mode looks at what ops return: what is launched then lands at once.
+// Whether anomaly mode looks at what ops return, or DEEPSP_DEBUG=1: what is launched then lands at
+// once.
 bool watched();
 // It looks for NaN in whole buffers, between blocks and behind them, too.
 void clear_if_watched(const at::Tensor& buffer);

@@ -2,7 +2,7 @@
 
 Inductor knows those collectives as asynchronous: it keeps the order start, compute, wait, never
 reuses a buffer that is on its way, and fuses the packing copy into what produces its input. Other
-backends run the C++ kernels.
+backends run the C++ kernels; so does Inductor with ``DEEPSP_DEBUG=1``.
 
 The table of ``torch._inductor.decomposition`` is process-wide, and importing it takes longer than
 importing deepsp: entries are added when, and only if, somebody else imports it.
@@ -11,6 +11,7 @@ importing deepsp: entries are added when, and only if, somebody else imports it.
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from pathlib import Path
 
@@ -64,8 +65,11 @@ _CACHE_TAG = (
 
 
 def _fill() -> None:
+    debug = os.environ.get("DEEPSP_DEBUG") == "1"
     if _CACHE_TAG not in torch.compiler.config.cache_key_tag:
-        torch.compiler.config.cache_key_tag += _CACHE_TAG
+        torch.compiler.config.cache_key_tag += ("debug-" if debug else "") + _CACHE_TAG
+    if debug:
+        return  # the C++ kernels compare, and what they send has arrived when they return
     table = sys.modules[_TABLE].decompositions
     for name, function in _DECOMPOSITIONS.items():
         table[getattr(torch.ops.deepsp, name).default] = function
@@ -84,7 +88,9 @@ def uninstall() -> None:
     forget(_TABLE)
     overlap.uninstall()
     tag = torch.compiler.config.cache_key_tag
-    torch.compiler.config.cache_key_tag = tag.replace(_CACHE_TAG, "")
+    for ours in ("debug-" + _CACHE_TAG, _CACHE_TAG):
+        tag = tag.replace(ours, "")
+    torch.compiler.config.cache_key_tag = tag
     if _TABLE in sys.modules:
         for name in _DECOMPOSITIONS:
             sys.modules[_TABLE].decompositions.pop(getattr(torch.ops.deepsp, name).default, None)
