@@ -1,10 +1,20 @@
 import os
+import tempfile
 
 import harness
 from hypothesis import settings
 
-# A compiled graph from an earlier run would hide what the code does now.
-os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+# A graph that was compiled before would hide what the code does now: Inductor keeps none. What g++
+# makes of a kernel's text is kept for this run, in a folder of its own, where all ranks find it.
+_built = tempfile.TemporaryDirectory(prefix="deepsp_tests_")
+os.environ.update(
+    TORCHINDUCTOR_CACHE_DIR=_built.name,
+    TORCHINDUCTOR_FX_GRAPH_CACHE="0",
+    TORCHINDUCTOR_AUTOGRAD_CACHE="0",
+    TORCH_DYNAMO_AUTOMATIC_DYNAMIC_LOCAL_PGO="0",
+)
+# Kernels without vector instructions, which compile in less time; test_model.py has those, too.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 settings.register_profile("deepsp", deadline=None, max_examples=40, derandomize=True)
 # pytest --hypothesis-profile=long tests/test_fuzz.py
@@ -14,3 +24,4 @@ settings.load_profile("deepsp")
 
 def pytest_sessionfinish():
     harness.stop_all()
+    _built.cleanup()

@@ -112,7 +112,7 @@ def _graph():
 
     torch._dynamo.reset()
     config = torch._inductor.config
-    with config.patch(post_grad_custom_post_pass=note, force_disable_caches=True):
+    with config.patch(post_grad_custom_post_pass=note):
         compiled = torch.compile(function, fullgraph=True)
         compiled(torch.ones(2, 4, 4), torch.ones(4, 4), torch.ones(2, 2, 4))
     (graph,) = names

@@ -350,8 +350,7 @@ def _post_grad():
     with torch._inductor.config.patch(
         post_grad_custom_post_pass=lambda graph: graphs.append(
             [str(n.target) for n in graph.nodes if n.op == "call_function"]
-        ),
-        force_disable_caches=True,
+        )
     ):
         torch.compile(layer, fullgraph=True)(*x).sum().backward()
     assert len(graphs) == 2  # forward, backward
@@ -398,8 +397,7 @@ def _schedule(layers):
     model = torch.nn.Sequential(*[_Block() for _ in range(layers)])
     x = _leaf(1, 16, 32)
     compiled = torch.compile(model, fullgraph=True)
-    with torch._inductor.config.patch(force_disable_caches=True):
-        _, codes = run_fw_bw_and_get_code(lambda: compiled(x))
+    _, codes = run_fw_bw_and_get_code(lambda: compiled(x))
     calls = [code[code.index("def call") :].splitlines() for code in codes]
     # Comments and assertions mention kernels, too; attention has a line before its call.
     calls = [[x for x in lines if "(" in x.split("#")[0] and "assert_" not in x] for lines in calls]
@@ -440,7 +438,7 @@ def _compiled_checkpoint():
         note("after")(graph)
 
     compiled = torch.compile(lambda x: checkpoint(block, x, use_reentrant=False), fullgraph=True)
-    with torch._inductor.config.patch(post_grad_custom_post_pass=both, force_disable_caches=True):
+    with torch._inductor.config.patch(post_grad_custom_post_pass=both):
         ours = torch.autograd.grad(compiled(x).square().sum(), [x, *block.parameters()])
     expected = torch.autograd.grad(block(x).square().sum(), [x, *block.parameters()])
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)

@@ -174,7 +174,7 @@ def _post_grad():
         nodes = [n for n in graph.nodes if n.op == "call_function"]
         graphs.append([(str(n.target), getattr(n.meta["val"], "dtype", None)) for n in nodes])
 
-    with torch._inductor.config.patch(post_grad_custom_post_pass=note, force_disable_caches=True):
+    with torch._inductor.config.patch(post_grad_custom_post_pass=note):
         torch.compile(layer, fullgraph=True)(w, a, x).sum().backward()
     forward, backward = graphs
     for graph, collective in (

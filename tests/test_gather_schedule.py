@@ -313,7 +313,7 @@ def _net(weight):
 
 def _patched(passes, joint):
     return torch._inductor.config.patch(
-        post_grad_custom_post_pass=passes, joint_custom_pre_pass=joint, force_disable_caches=True
+        post_grad_custom_post_pass=passes, joint_custom_pre_pass=joint
     )
 
 

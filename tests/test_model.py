@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import on_ranks
+from harness import on_ranks, stop
 from reference import attention
 from torch import nn
 
@@ -88,6 +88,8 @@ def _same(chunks, compiled):
     ).double()
     if compiled:
         torch._dynamo.reset()
+        # As Inductor has it by default, which conftest.py changes: with vector instructions.
+        torch._inductor.config.cpp.vec_isa_ok = None
         model.compile(fullgraph=True)
     losses, parameters = _train(model, _sharded_loss, deepsp.sync_gradients)
     torch.testing.assert_close(losses, expected_losses, rtol=1e-10, atol=0)
@@ -106,4 +108,5 @@ def test_training_equals_one_process(ranks, chunks):
 
 
 def test_training_compiled_equals_one_process():
-    on_ranks(2, _same, 1, True)
+    on_ranks(2, _same, 1, True, apart="vectorized")
+    stop("vectorized")
