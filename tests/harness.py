@@ -91,8 +91,9 @@ class Workers:
         for pipe in self.pipes:
             with contextlib.suppress(OSError):
                 pipe.send(None)
+        deadline = time.monotonic() + 5
         for process in self.processes:
-            process.join(timeout=5)
+            process.join(timeout=max(0, deadline - time.monotonic()))
             if process.is_alive():
                 process.kill()
                 process.join()
