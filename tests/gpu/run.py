@@ -123,11 +123,57 @@ def loss_and_rest():
     (grad,) = torch.autograd.grad(loss, mine)
     torch.testing.assert_close(grad, full.split(lens, 1)[rank], **TIGHT)
     assert torch.equal(deepsp.unshard(mine.detach(), 1, seq_lens=lens), logits.detach())
-    module = torch.nn.Linear(3, 4, device="cuda")
+    hidden, weight = draw(2, 9, 6, seed=3).requires_grad_(), draw(5, 6, seed=4).requires_grad_()
+    expected = F.cross_entropy((hidden @ weight.T).flatten(0, 1), labels.flatten())
+    full = torch.autograd.grad(expected, (hidden, weight))
+    mine = hidden.detach().split(lens, 1)[rank].clone().requires_grad_()
+    loss = deepsp.linear_cross_entropy(
+        mine, weight, labels.split(lens, 1)[rank].contiguous(), chunk_tokens=2
+    )
+    torch.testing.assert_close(loss, expected, **TIGHT)
+    grads = torch.autograd.grad(loss, (mine, weight))
+    torch.testing.assert_close(grads[0], full[0].split(lens, 1)[rank], **TIGHT)
+    share = deepsp.all_reduce(grads[1], grad="replicated")
+    torch.testing.assert_close(share, full[1], **TIGHT)
+    module = torch.nn.Linear(3, 4, device=labels.device)
     for p in module.parameters():
         p.grad = torch.full_like(p, rank + 1.0)
     deepsp.sync_gradients(module)
     assert (module.weight.grad == size * (size + 1) / 2).all()
+
+
+def dropout():
+    """Ranks that are seeded alike drop other weights, in compiled code, too; gradients follow."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    total, heads = 32, 4
+    mine = total // size
+
+    def attend(q, k, v):
+        return deepsp.distributed_attention(q, k, v, dropout_p=0.5)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        zeros = draw(1, mine, heads, total, dtype=dtype).zero_()
+        eye = torch.eye(total, dtype=dtype, device=zeros.device).view(1, total, 1, total)
+        v = eye.expand(-1, -1, heads, -1).split(mine, 1)[rank].clone().requires_grad_()
+        for call in (attend, torch.compile(attend, fullgraph=True)):
+            torch._dynamo.reset()
+            torch.manual_seed(7)
+            out = call(zeros, zeros, v)
+            weights = deepsp.all_gather(out.detach(), 1, grad="replicated")[0].transpose(0, 1)
+            kept = (weights != 0).float()  # [heads, queries, keys]
+            for i in range(heads):
+                assert all((kept[i] - kept[j]).abs().mean() > 0.3 for j in range(i)), (i, call)
+            (grad,) = torch.autograd.grad(out.sum(), v)
+            expected = weights.float().sum(1).T.split(mine)[rank].view(1, mine, heads, 1)
+            torch.testing.assert_close(grad.float(), expected.expand_as(grad), rtol=0.02, atol=0.02)
+        x = [draw(1, 16, h, 8, seed=h, dtype=dtype).requires_grad_() for h in (4, 2, 2)]
+        found = []
+        for _ in range(2):
+            torch.manual_seed(3)
+            out = op.attention_with_dropout(*x, None, 0.3, True, None, rank)[0]
+            found.append([out, *torch.autograd.grad(out.sum(), x)])
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b)
 
 
 def op_checks():
@@ -401,6 +447,7 @@ GLOO_2 = [
     attention_gradients,
     sixteen_bits,
     loss_and_rest,
+    dropout,
     op_checks,
     along_dim,
     inductor,
