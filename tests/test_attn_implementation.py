@@ -99,7 +99,7 @@ def _part(batch, kind):
     return part
 
 
-def _trained(family, kind, length, checkpointing=None, chunks=1, **options):
+def _trained(family, kind, length, checkpointing=None, chunks=1, backend=None, **options):
     register(chunks=chunks)
     batch = _batch(kind, length)
     reference = _make(family, **options)
@@ -117,7 +117,11 @@ def _trained(family, kind, length, checkpointing=None, chunks=1, **options):
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
     part = _part(batch, kind)
     shifted = part.pop("shift_labels")
-    loss = deepsp.cross_entropy(model(**part).logits, shifted)
+    run = model
+    if backend is not None:
+        torch._dynamo.reset()
+        run = torch.compile(model, backend=backend)
+    loss = deepsp.cross_entropy(run(**part).logits, shifted)
     found = _step(model, loss, deepsp.sync_gradients)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
@@ -162,6 +166,11 @@ CASES = {
 @pytest.mark.parametrize("cases", CASES)
 def test_training_equals_one_process(cases, ranks):
     on_ranks(ranks, _all_trained, CASES[cases])
+
+
+@pytest.mark.parametrize(("family", "kind"), [("Llama", "documents"), ("GPT2", "skewed")])
+def test_compiled(family, kind):
+    on_ranks(2, _trained, family, kind, 13, None, 2, "aot_eager")
 
 
 def _once():

@@ -108,7 +108,8 @@ def _attention(
             "make its masks by transformers' mask interface, so what they mean for a sharded "
             "sequence isn't known; deepsp.DistributedAttention in a layer of your own is right"
         )
-    masks.exchange(query, key, position_ids, member_of(member))
+    if masks.seq_lens is None:  # the first layer's
+        masks.exchange(query, key, position_ids, member_of(member))
     length = sum(masks.seq_lens)
     window = masks.local_size
     windowed = sliding_window is not None and sliding_window < length and masks.given is None
@@ -197,11 +198,9 @@ class _Masks:
                     "whole attention_mask of shape [B, 1, S, S]"
                 )
 
+    @torch.compiler.disable  # what follows isn't known before: compiled code breaks here
     def exchange(self, query: Tensor, key: Tensor, positions: Tensor | None, member: Member):
-        """Every rank's number of tokens, and the mask of the whole sequence. Only the first call
-        does anything."""
-        if self.seq_lens is not None:
-            return
+        """Every rank's number of tokens, and the mask of the whole sequence."""
         if positions is None or positions.dim() != 2 or positions.size(1) != query.size(2):
             found = "None" if positions is None else f"of shape {tuple(positions.shape)}"
             raise ValueError(
