@@ -1,13 +1,22 @@
 """Loads the extension, or says why it can't be."""
 
+from pathlib import Path
+
 import torch
 
 try:
     from deepsp._built_for import TORCH as _BUILT_FOR
 except ImportError:
+    folder = Path(__file__).parent
+    hint = (
+        f" Python found the sources in {folder} first: what was installed is found from another "
+        "folder, or install with -e."
+        if (folder.parent / "setup.py").exists()
+        else ""
+    )
     raise ImportError(
         "deepsp's extension isn't built. Install it against the torch that you use: "
-        "pip install --no-build-isolation ."
+        "pip install --no-build-isolation ." + hint
     ) from None
 
 if torch.__version__ != _BUILT_FOR:

@@ -48,6 +48,9 @@ def distributed_attention(
         layout: "bshd", as the shapes are given here, or "sbhd" or "bhsd": where q, k, v and what is
             returned have batch, sequence, heads and head_dim. No layout costs a copy.
 
+    Lengths that differ from what ``seq_lens`` says on another rank are found with
+    ``DEEPSP_DEBUG=1``, and by the first call of :class:`DistributedAttention`, but not here.
+
     Returns:
         [B, S_r, Hq, Dv], contiguous; in the layout "bhsd" as ``scaled_dot_product_attention``
         returns it: a transposed view of [B, S_r, Hq, Dv].

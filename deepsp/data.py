@@ -86,6 +86,13 @@ def shard_batch(
         )
     if "labels" in batch and "shift_labels" in batch:
         raise ValueError("batch has both labels and shift_labels; only one of them can be given")
+    if not isinstance(batch[named], Tensor) or batch[named].dim() <= dim:
+        found = batch[named]
+        said = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise ValueError(
+            f"batch[{named!r}] is {said}; a tensor [B, S] or [B, S, E] is right, its tokens along "
+            f"dim {dim}"
+        )
     length = batch[named].size(dim)
     _check_lengths(batch, named, dim, length)
 

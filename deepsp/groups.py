@@ -72,10 +72,16 @@ def compare_calls(op: str, member: Member, like: Tensor, **arguments) -> bool:
     """
     if like.is_meta or isinstance(like, FakeTensor):
         return False
-    with torch._C.DisableTorchFunction():
-        torch.ops.deepsp.check_agreement(
-            op, [f"{name} {value}" for name, value in arguments.items()], like, *member
-        )
+    said = [f"{name} {value}" for name, value in arguments.items()]
+    try:
+        with torch._C.DisableTorchFunction():
+            torch.ops.deepsp.check_agreement(op, said, like, *member)
+    except ValueError as error:
+        if "passes seq_lens" not in str(error):
+            raise
+        raise ValueError(
+            f"{error}. seq_lens is how many tokens each rank has; None means as many on each"
+        ) from None
     return True
 
 

@@ -63,6 +63,7 @@ def linear_cross_entropy(
     weight: Tensor,
     shifted_labels: Tensor,
     bias: Tensor | None = None,
+    *,
     group: Group = None,
     ignore_index: int = -100,
     reduction: str = "mean",
@@ -99,6 +100,15 @@ def linear_cross_entropy(
         IndexError: a label outside 0 to C - 1 (on a GPU, a device-side assertion).
     """
     _check_reduction(reduction)
+    if not isinstance(weight, Tensor):
+        raise ValueError(
+            f"weight is a {type(weight).__name__}; a tensor [C, E] is right, such as linear.weight"
+        )
+    if bias is not None and not isinstance(bias, Tensor):
+        raise ValueError(
+            f"bias is a {type(bias).__name__}; a tensor [C] or None is right (a group is passed as "
+            "group=...)"
+        )
     if hidden.shape[:-1] != shifted_labels.shape:
         raise ValueError(
             f"shifted_labels has shape {tuple(shifted_labels.shape)}, but hidden has "

@@ -3,7 +3,9 @@
 The model, the text and the loop are those of `examples/train.py`. There, the model is told which
 tokens it has; here it knows nothing of ranks:
 
-    loss = torch.compile(model, backend="deepsp")(ids, ids)
+    model = torch.compile(model, backend="deepsp", fullgraph=True)
+    ids, labels, *_ = deepsp.prepare_inputs(ids, labels)
+    loss = model(ids, labels)
 
 The backend takes the graph of a plain model, attention by `F.scaled_dot_product_attention` and loss
 included, gives each rank its part of the tokens and puts the exchanges in. Each rank passes the

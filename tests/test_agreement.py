@@ -109,6 +109,8 @@ def _first_calls():
         (lambda: layer(head_dim=6 if odd else 8), r"head_dims \[8, 8\]", r"head_dims \[6, 6\]"),
         (lambda: layer(train=not odd), "gradients", "gradients"),
     ]  # fmt: skip
+    with pytest.raises(ValueError, match=r"same call\. seq_lens is how many .* None means as many"):
+        attend(tokens=5 if odd else 4)
     for call, most, other in cases:
         with pytest.raises(ValueError, match=who.format(most, other)):
             call()

@@ -105,6 +105,8 @@ def _batch():
 
     for wrong, message in [
         ({"ids": ids}, "input_ids or inputs_embeds is needed"),
+        ({"input_ids": ids[0]}, r"batch\['input_ids'\] is \(11,\); a tensor \[B, S\]"),
+        ({"input_ids": ids.tolist()}, r"batch\['input_ids'\] is list; a tensor"),
         ({"input_ids": ids, "labels": ids, "shift_labels": ids}, "both labels and shift_labels"),
         ({"input_ids": ids, "labels": ids[:, :5]}, r"batch\['labels'\] has shape \(2, 5\)"),
         ({"input_ids": ids, "temperature": torch.tensor(1.0)}, r"batch\['temperature'\]"),

@@ -68,6 +68,7 @@ def _attention_errors():
         (lambda: deepsp.local_heads(1), "num_heads is 1, fewer than the 2"),
         (lambda: deepsp.local_heads(8, num_kv_heads=3), "num_kv_heads is 3.*divide"),
         (lambda: deepsp.seq_lens(-1), "total is -1"),
+        (lambda: att(q, q, q, attn_mask=torch.ones(q.size(0), 8).bool()), r"mask\[:, None, None"),
     ]
     _all_raise(cases)
     # Nothing was sent: the group is in step.

@@ -291,6 +291,8 @@ def _wrong():
         ({"weight": weight.to("meta")}, "weight is on meta, but hidden is on cpu"),
         ({"bias": bias[:3]}, r"bias has shape \[3\]; \[7\]"),
         ({"bias": bias.half()}, "bias is Half"),
+        ({"bias": dist.group.WORLD}, "bias is a ProcessGroup; .*group=..."),
+        ({"weight": torch.nn.Linear(6, 7)}, r"weight is a Linear; .*linear\.weight"),
         ({"hidden": hidden.long()}, "hidden is Long; float64"),
         ({"hidden": hidden[0, 0], "labels": labels}, "shifted_labels has shape"),
         ({"label_smoothing": 1.5}, "label_smoothing is 1.5; 0 to 1"),

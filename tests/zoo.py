@@ -296,6 +296,11 @@ class Case(LM):
         y = F.scaled_dot_product_attention(q, repeated_k, v, is_causal=True)
         return self.loss(merged(y), labels) + k.mean()
 
+    def attends_to_parameters(self, x, ids, labels):
+        rows = heads_of(self.counted.weight[None, :6], 4)  # every rank has them whole
+        mean = merged(F.scaled_dot_product_attention(rows, rows, rows)).mean(1, keepdim=True)
+        return self.loss(x + mean, labels)
+
     def drawn_once(self, x, ids, labels):
         keep = torch.rand_like(ids.double()) < 0.5
         x = self.embed(torch.where(keep, ids, 0))
@@ -384,6 +389,7 @@ class Case(LM):
 EQUAL_CASES = [
     "first_used_without_gradients", "windows", "repeated_then_written", "drawn_once", "dead",
     "ignored_out_of_range", "cross_bias", "ids_written", "dtype_of", "checkpointed",
+    "attends_to_parameters",
 ]  # fmt: skip
 REFUSED_CASES = {
     "function": "backward of a torch.autograd.Function",

@@ -23,6 +23,9 @@ void check_mask(
     const c10::SymInt& tokens) {
   const c10::SymInt whole[] = {batch, heads, tokens, tokens};
   constexpr const char* dims[] = {"batch", "heads", "sequence (queries)", "sequence (keys)"};
+  const auto is_padding = [&] {
+    return mask.dim() == 2 && mask.sym_size(0) == batch && mask.sym_size(1) == tokens;
+  };
   TORCH_CHECK_VALUE(
       mask.dim() >= 2 && mask.dim() <= 4, "attn_mask has ", mask.dim(),
       " dimensions; 2 to 4 are right: [[batch,] heads,] S, S");
@@ -31,7 +34,8 @@ void check_mask(
     TORCH_CHECK_VALUE(
         mask.sym_size(d) == 1 || mask.sym_size(d) == whole[at], "attn_mask has size ",
         mask.sym_size(d), " in dimension ", d, " (", dims[at],
-        "); masks are global, as without sharding: 1 or ", whole[at], " is right");
+        "); masks are global, as without sharding: 1 or ", whole[at], " is right",
+        is_padding() ? ", and for padding, [batch, sequence], mask[:, None, None, :]" : "");
   }
 }
 

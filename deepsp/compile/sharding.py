@@ -322,7 +322,10 @@ def _break_of(gm: fx.GraphModule) -> str:
     """Why Dynamo cut the user's code here."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
-        return "; torch.compile(..., fullgraph=True) says where it isn't"
+        return (
+            "; torch.compile(..., fullgraph=True) says where it isn't. Code that was compiled "
+            "with graph breaks before, in this process, keeps them: call torch._dynamo.reset()"
+        )
     at = reason.user_stack[-1] if reason.user_stack else None
     place = f"\n  {at.filename}:{at.lineno}, in {at.name}: {at.line}" if at else ""
     return f". The graph ends with a break: {reason.reason.splitlines()[0]}{place}"

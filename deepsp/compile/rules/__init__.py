@@ -230,6 +230,9 @@ def broadcast(call: Call, nodes, out: list[Size]) -> Tokens:
 def agree(graph, node: fx.Node, target, args, kwargs, new: fx.Node) -> fx.Node:
     """A random value that every rank holds whole must be the same on each: rank 0's."""
     aten = torch.ops.aten
+    attends = target is aten.scaled_dot_product_attention.default
+    if attends and (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)) == 0:
+        return new
     dropout, drawn = target is aten.dropout.default, new
     if dropout:
         if not args[2] or args[1] == 0:
