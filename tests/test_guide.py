@@ -1,7 +1,11 @@
-"""What docs/guide.md says: its snippets keep the gradient contract, and its figures are right."""
+"""What docs/guide.md says: its snippets keep the gradient contract, and its figures are right; and
+the README's first program."""
 
 import copy
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import deepsp
 
-GUIDE = (Path(__file__).parents[1] / "docs" / "guide.md").read_text()
+ROOT = Path(__file__).parents[1]
+GUIDE = (ROOT / "docs" / "guide.md").read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
 S, HEADS, KV_HEADS, D, BYTES = 65536, 32, 8, 128, 2  # of its table
 
@@ -52,6 +57,30 @@ def _snippets():
         torch.testing.assert_close(names["loss"], expected, rtol=1e-10, atol=0)
         for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_the_readmes_first_program(tmp_path):
+    """Runs as it stands, and its losses are those of one process."""
+    readme = (ROOT / "README.md").read_text()
+    (program,) = re.findall(r"```python\n(# first\.py.*?)```", readme, re.DOTALL)
+    (tmp_path / "first.py").write_text(program)
+    printed = []
+    for ranks in (1, 2, 3):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        done = subprocess.run(
+            [*command, f"--nproc-per-node={ranks}", "first.py"],
+            cwd=tmp_path,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        printed.append(re.findall(r"step (\d): loss (\d\.\d+)", done.stdout))
+    assert len(printed[0]) == 5
+    for losses in printed[1:]:
+        for (step, loss), (same_step, expected) in zip(losses, printed[0], strict=True):
+            assert step == same_step and abs(float(loss) - float(expected)) < 1e-4
+    assert float(printed[0][-1][1]) < float(printed[0][0][1])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
