@@ -216,7 +216,7 @@ def _flex(compiled, chunks):
     mine = [x.split(lens, 1)[rank] for x in whole]
     module = deepsp.DistributedAttention(local, chunks=chunks)
     if compiled:
-        # Inductor's FlexAttention for the CPU needs vector instructions, which conftest.py turns off.
+        # The CPU's FlexAttention needs vector instructions, which conftest.py turns off.
         torch._inductor.config.cpp.vec_isa_ok = None
         module = torch.compile(module, fullgraph=True)
     with torch.no_grad():  # PyTorch trains FlexAttention on GPUs only
