@@ -1,8 +1,10 @@
 """When graphs gather: early, within a limit, again in backward, in an order that Inductor keeps."""
 
+import contextlib
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -311,10 +313,18 @@ def _net(weight):
     return net
 
 
-def _patched(passes, joint):
-    return torch._inductor.config.patch(
-        post_grad_custom_post_pass=passes, joint_custom_pre_pass=joint
-    )
+def _marks_of_code(code):
+    lines = code[code.index("def call") :].splitlines()
+    return _marks([x for x in lines if "(" in x.split("#")[0] and "assert_" not in x])
+
+
+@contextlib.contextmanager
+def _patched(passes, joint, gloo=False):
+    """``gloo``: all-gathers are replaced as over gloo; else they are seen as on other backends."""
+    options = dict(post_grad_custom_post_pass=passes, joint_custom_pre_pass=joint)
+    keep = contextlib.nullcontext() if gloo else mock.patch("deepsp.compile.overlap.avoid_gathers")
+    with torch._inductor.config.patch(**options), keep:
+        yield
 
 
 def _inductor(order):
@@ -353,14 +363,38 @@ def _inductor(order):
     (output,) = graphs[0].find_nodes(op="output")
     saved = [n.meta["val"] for n in output.all_input_nodes]
     assert not any(v.shape == (dim, dim) for v in saved), saved
-    calls = [code[code.index("def call") :].splitlines() for code in codes]
-    calls = [[x for x in lines if "(" in x.split("#")[0] and "assert_" not in x] for lines in calls]
-    forward, backward = (_marks(lines) for lines in calls)
+    forward, backward = map(_marks_of_code, codes)
     assert forward == "gwgm" + "wgm" * 2 + "wm", forward
     # Three weights again, each behind dX of the layer after it; gradients leave as bf16.
     assert backward.count("g") == 3 and backward.count("x") == 4, backward
     assert "r" not in backward, backward
     assert backward.count("gw") <= 1, backward
+
+
+def _over_gloo():
+    """No two of PyTorch's all-gathers in flight, whose numbers would be wrong: none at all."""
+    from torch._inductor.utils import run_fw_bw_and_get_code
+
+    torch._dynamo.reset()
+    size, dim = dist.get_world_size(), 24
+    x = draw_shard(4, dim).to(BF16)
+    shards = [(draw_shard(dim // size, dim, seed=i) / 4).requires_grad_() for i in range(4)]
+    net = _net(_Weight)
+    expected = torch.autograd.grad(net(x, *shards), shards)
+    post = FuseGatherCast(None, prefetch_bytes=8 * dim * dim, combine_bytes=0)
+    compiled = torch.compile(net, fullgraph=True)
+    with _patched(post, RegatherInBackward(), gloo=True):
+        _, codes = run_fw_bw_and_get_code(lambda: compiled(x, *shards))
+    for a, b in zip(torch.autograd.grad(compiled(x, *shards), shards), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+    forward, backward = map(_marks_of_code, codes)
+    assert "g" not in forward + backward, (forward, backward)
+    assert "xxx" in forward and forward.count("x") == 4, forward
+    assert backward.count("x") == 7, backward
+
+
+def test_inductors_gathers_over_gloo():
+    on_ranks(2, _over_gloo)
 
 
 @pytest.mark.parametrize("order", ["alone", "before", "after"])

@@ -20,6 +20,7 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.utils._ordered_set import OrderedSet
 
+from deepsp.compile.gloo import avoid_gathers
 from deepsp.compile.graphs import (
     WAIT,
     bytes_of,
@@ -48,7 +49,8 @@ def _is_start(node: fx.Node) -> bool:
     are gathered is another pass's choice."""
     made_by = getattr(node.meta.get("original_aten"), "_opname", "")
     return _is_ours(node) and (
-        node.target is _START or (node.target is _GATHER and made_by.startswith("all_gather"))
+        (node.target is _START and not made_by.startswith("gather"))
+        or (node.target is _GATHER and made_by.startswith("all_gather"))
     )
 
 
@@ -113,7 +115,8 @@ def sink_waits(graph: fx.Graph) -> None:
 
 
 def keep_overlap(graph: fx.Graph) -> None:
-    """A post-grad pass; changes graphs only that hold exchanges of ours."""
+    """A post-grad pass; changes graphs only that hold exchanges of ours, or gathers over gloo."""
+    avoid_gathers(graph)
     raise_starts(graph)
     sink_waits(graph)
     place = {node: i for i, node in enumerate(graph.nodes)}

@@ -1,0 +1,56 @@
+"""All-gathers over gloo in final graphs, as all-to-alls.
+
+Two ``_c10d_functional.all_gather_into_tensor`` in flight over one gloo group write where they
+shouldn't (seen with torch 2.13, without deepsp too: wrong numbers, or the process ends in malloc);
+``torch.distributed``'s own all-gathers and functional all-to-alls don't.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch._inductor.fx_passes.control_dependencies import control_deps
+from torch.distributed import distributed_c10d
+from torch.utils._ordered_set import OrderedSet
+
+from deepsp.compile.graphs import add, aten, replace, target_of, tie
+
+_c10d = torch.ops._c10d_functional
+_GATHER = _c10d.all_gather_into_tensor.default
+_EXCHANGE = _c10d.all_to_all_single.default
+
+
+def _on_gloo(group_name: str, device: torch.device) -> bool:
+    group = distributed_c10d._resolve_process_group(group_name)
+    try:
+        return group._get_backend(device).name() == "gloo"
+    except RuntimeError:  # no backend for such tensors
+        return False
+
+
+def avoid_gathers(graph: fx.Graph) -> None:
+    """Replaces each all-gather over gloo by an all-to-all that sends everyone the same."""
+    for node in [n for n in graph.nodes if target_of(n) is _GATHER]:
+        behind = None
+        if node.target is control_deps:  # a pass has tied it behind others
+            behind, inner, part = node.args
+            called = getattr(graph.owning_module, inner.target).graph
+            (call,) = called.find_nodes(op="call_function", target=_GATHER)
+            size, group_name = call.args[1:]
+        else:
+            part, size, group_name = node.args
+        value = part.meta["val"]
+        if size == 1 or not _on_gloo(group_name, value.device):
+            continue
+        rows = value.size(0)
+        if not isinstance(rows, int):
+            rows = add(aten.sym_size.int, (part, 0), before=node, like=node)
+        sent = add(
+            aten.repeat.default, (part, [size, *[1] * (value.dim() - 1)]), before=node, like=node
+        )
+        splits = [rows] * size
+        exchanged = add(_EXCHANGE, (sent, splits, splits, group_name), before=node, like=node)
+        replace(node, exchanged)
+        graph.erase_node(node)
+        if behind is not None:
+            tie(graph, {exchanged: OrderedSet(behind)})
