@@ -20,8 +20,12 @@ _GATHER = _c10d.all_gather_into_tensor.default
 _EXCHANGE = _c10d.all_to_all_single.default
 
 
-def _on_gloo(group_name: str, device: torch.device) -> bool:
-    group = distributed_c10d._resolve_process_group(group_name)
+def _on_gloo(group, device: torch.device) -> bool:
+    """``group``: its name, or itself, as torch 2.13 also takes it."""
+    if isinstance(group, str):
+        group = distributed_c10d._resolve_process_group(group)
+    if not isinstance(group, distributed_c10d.ProcessGroup):
+        return False  # an input of the graph: not known here
     try:
         return group._get_backend(device).name() == "gloo"
     except RuntimeError:  # no backend for such tensors
@@ -36,11 +40,11 @@ def avoid_gathers(graph: fx.Graph) -> None:
             behind, inner, part = node.args
             called = getattr(graph.owning_module, inner.target).graph
             (call,) = called.find_nodes(op="call_function", target=_GATHER)
-            size, group_name = call.args[1:]
+            size, group = call.args[1:]
         else:
-            part, size, group_name = node.args
+            part, size, group = node.args
         value = part.meta["val"]
-        if size == 1 or not _on_gloo(group_name, value.device):
+        if size == 1 or not _on_gloo(group, value.device):
             continue
         rows = value.size(0)
         if not isinstance(rows, int):
@@ -49,7 +53,7 @@ def avoid_gathers(graph: fx.Graph) -> None:
             aten.repeat.default, (part, [size, *[1] * (value.dim() - 1)]), before=node, like=node
         )
         splits = [rows] * size
-        exchanged = add(_EXCHANGE, (sent, splits, splits, group_name), before=node, like=node)
+        exchanged = add(_EXCHANGE, (sent, splits, splits, group), before=node, like=node)
         replace(node, exchanged)
         graph.erase_node(node)
         if behind is not None:
