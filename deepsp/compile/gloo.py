@@ -37,7 +37,7 @@ def avoid_gathers(graph: fx.Graph) -> None:
     for node in [n for n in graph.nodes if target_of(n) is _GATHER]:
         behind = None
         if node.target is control_deps:  # a pass has tied it behind others
-            behind, inner, part = node.args
+            behind, inner, part, *_ = node.args
             called = getattr(graph.owning_module, inner.target).graph
             (call,) = called.find_nodes(op="call_function", target=_GATHER)
             size, group = call.args[1:]
