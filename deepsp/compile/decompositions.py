@@ -73,6 +73,14 @@ def _fill() -> None:
     table = sys.modules[_TABLE].decompositions
     for name, function in _DECOMPOSITIONS.items():
         table[getattr(torch.ops.deepsp, name).default] = function
+    _forget_copies()
+
+
+def _forget_copies() -> None:
+    """Inductor keeps a copy of its table from the first compilation on, which may have been before
+    deepsp's import: without our entries it would call asynchronous kernels, and reuse buffers that
+    are on their way."""
+    sys.modules[_TABLE].fast_random_decomps.cache_clear()
 
 
 def install() -> None:
@@ -94,3 +102,4 @@ def uninstall() -> None:
     if _TABLE in sys.modules:
         for name in _DECOMPOSITIONS:
             sys.modules[_TABLE].decompositions.pop(getattr(torch.ops.deepsp, name).default, None)
+        _forget_copies()
