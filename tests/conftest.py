@@ -13,7 +13,7 @@ os.environ.update(
     TORCHINDUCTOR_AUTOGRAD_CACHE="0",
     TORCH_DYNAMO_AUTOMATIC_DYNAMIC_LOCAL_PGO="0",
 )
-# Kernels without vector instructions, which compile in less time; test_model.py has those, too.
+# Kernels without vector instructions, which compile in less time; who needs them turns them on.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 settings.register_profile("deepsp", deadline=None, max_examples=40, derandomize=True)
