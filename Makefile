@@ -10,6 +10,7 @@
 # make bench-compile models sharded by the compile pass, next to DeepSpeed's AutoSP
 # make bench-collectives  collectives along a dimension, and the schedule's training step
 # make bench-memory  memory and time over the compile pass's memory_budget
+# make zoo       transformers' architectures against one process: docs/architectures.md
 # make bench-train   the demo's training step over the length of the sequence, on 1, 2 and 4 ranks
 
 PYTHON ?= python3
@@ -22,9 +23,9 @@ COMMA := ,
 CPP := $(shell find csrc -name '*.cpp' -o -name '*.h')
 CPP_TESTS := $(wildcard tests/cpp/*.cpp)
 CU := $(wildcard csrc/kernels/*.cu)
-CUDA_HOSTS := $(shell grep -l DEEPSP_CUDA -r csrc --include=*.cpp)
+CUDA_HOSTS := $(shell grep -lE "DEEPSP_(CUDA|KERNELS)" -r csrc --include=*.cpp)
 
-.PHONY: demo test lint format sanitize cuda-check gpu-test bench overlap bench-gather bench-compile bench-memory bench-collectives bench-train clean
+.PHONY: demo test lint format sanitize cuda-check gpu-test bench overlap bench-gather bench-compile bench-memory bench-collectives bench-train zoo clean
 
 # torch first, and by version: any other way of asking may bring a larger one. DeepSpeed's setup
 # imports torch, and needs telling that no ops are to be built.
@@ -68,6 +69,9 @@ bench-collectives: $(VENV)/built
 bench-train: $(VENV)/built
 	$(BIN)/python benchmarks/train.py
 
+zoo: $(VENV)/built
+	$(BIN)/python benchmarks/architectures.py --write docs/architectures.md
+
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -89,9 +93,9 @@ sanitize: $(SANITIZED)
 build/sanitize/kernels-%: tests/cpp/kernels.cpp $(wildcard csrc/kernels/*.cpp csrc/kernels/*.h csrc/layout/*)
 	@mkdir -p build/sanitize
 	$(CXX) $(SAN) -fsanitize=$*$(if $(filter address,$*),$(COMMA)undefined) $< csrc/kernels/*.cpp \
-		csrc/layout/heads.cpp -o $@
+		csrc/layout/*.cpp -o $@
 
-build/sanitize/pool-%: tests/cpp/pool.cpp $(wildcard csrc/collectives/pool.* csrc/collectives/*.h) $(VENV)/ready
+build/sanitize/pool-%: tests/cpp/pool.cpp $(wildcard csrc/transport/pool.* csrc/transport/*.h) $(VENV)/ready
 	@mkdir -p build/sanitize
 	torch=$$($(BIN)/python -c 'import os, torch; print(os.path.dirname(torch.__file__))') && \
 		$(CXX) $(SAN) -fsanitize=$*$(if $(filter address,$*),$(COMMA)undefined) $< -o $@ \
@@ -118,7 +122,7 @@ else
 			{ echo "$$cu.cu: no 16-byte accesses"; exit 1; }; \
 	done
 	@for cpp in $(CUDA_HOSTS); do echo "g++ with CUDA $$cpp" && \
-		$(CXX) -std=c++20 -fsyntax-only -DDEEPSP_CUDA -DC10_CUDA_NO_CMAKE_CONFIGURE_FILE \
+		$(CXX) -std=c++20 -fsyntax-only -DAT_PER_OPERATOR_HEADERS -DDEEPSP_CUDA -DC10_CUDA_NO_CMAKE_CONFIGURE_FILE \
 			$$($(BIN)/python -c 'from torch.utils.cpp_extension import include_paths as i; \
 			import sysconfig; print(*["-I" + p for p in [*i(), sysconfig.get_path("include")]])') \
 			-I$$($(NVCC) --dryrun x.cu 2>&1 | sed -n 's/^#$$ TOP=//p')/include $$cpp || exit 1; done

@@ -11,9 +11,9 @@
 //               head of another tensor travels with the first part that reads it
 // Wrong arguments raise ValueError before anything is sent.
 
-#include "collectives/pool.h"
+#include "transport/pool.h"
 #include "layout/heads.h"
-#include "symints.h"
+#include "common/checks.h"
 
 #include <Python.h>
 #include <ATen/ops/arange.h>

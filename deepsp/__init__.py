@@ -41,6 +41,7 @@ from deepsp.randomness import sharded_randomness
 from deepsp.schedule import build, consolidate, create_schedule, register_shard_method
 from deepsp.sharding import shard_parameters
 from deepsp.state import full_state_dict, load_full_state_dict
+from deepsp.weights import whole_parameters
 
 __all__ = [
     "DistributedAttention",
@@ -82,4 +83,5 @@ __all__ = [
     "sharded_randomness",
     "sync_gradients",
     "unshard",
+    "whole_parameters",
 ]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from deepsp import chunks as auto_chunks
 from deepsp import local
 from deepsp.groups import Group, compare_calls, member_of
 from deepsp.layout import lens_or_equal
@@ -90,13 +91,16 @@ class DistributedAttention(nn.Module):
     Args:
         local_attention: called as ``local_attention(q, k, v, *args, **kwargs)`` with
             q [B, S, h, D] and k, v [B, S, h_kv, D] (``h % h_kv == 0``), the whole sequence of some
-            heads; returns [B, S, h, Dv]. All in ``layout``. None:
+            heads; returns [B, S, h, Dv], or a tuple that begins with it. All in ``layout``. None:
             ``scaled_dot_product_attention``, with its arguments, as
             :func:`distributed_attention` takes them. If it declares an argument ``head_indices``
             (by name: ``**kwargs`` declares nothing), it gets the global indices of its query heads
             there, int64 [h].
         group: the sequence group.
         chunks: as in :func:`distributed_attention`; ``local_attention`` is called once a chunk.
+            "auto": measured on the first call with a shape, by forward and backward passes (forward
+            alone without gradients) with 1, 2, 4, ... chunks; the same on every rank. Compiled code
+            takes what was picked last.
         layout: as in :func:`distributed_attention`.
 
     Each call of a local attention returns memory of its own, since what it returned before may
@@ -117,23 +121,23 @@ class DistributedAttention(nn.Module):
         self,
         local_attention: Callable[..., Tensor] | None = None,
         group: Group = None,
-        chunks: int = 1,
+        chunks: int | str = 1,
         layout: str = "bshd",
     ):
         super().__init__()
         local.check_layout(layout)
-        if chunks < 1:
-            raise ValueError(f"chunks is {chunks}; at least 1 is right")
+        auto_chunks.check(chunks)
         self.local_attention = local_attention
         self.member = member_of(group)
         self.chunks = chunks
+        self.picked: int | None = None  # what "auto" has found last
         self.layout = layout
         self._head_indices = local.wants_head_indices(local_attention)
         self._compared = False
 
     def extra_repr(self) -> str:
         rank, size, _ = self.member
-        return f"rank={rank}, size={size}, chunks={self.chunks}, layout={self.layout}"
+        return f"rank={rank}, size={size}, chunks={self.chunks!r}, layout={self.layout}"
 
     def forward(
         self,
@@ -149,10 +153,19 @@ class DistributedAttention(nn.Module):
         goes to the local attention."""
         for x, of in ((q, "q"), (k, "k"), (v, "v")):
             local.check_four(x, of, self.layout)
-        rank, size, name = self.member
-        lens = lens_or_equal(seq_lens, q.size(self.layout.index("s")), size)
+        lens = lens_or_equal(seq_lens, q.size(self.layout.index("s")), self.member[1])
         if not self._compared and not torch.compiler.is_compiling():
             self._compare(q, k, v, lens)
+        if self.local_attention is None:
+            known = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+            local.check_sdpa_arguments(args, kwargs, known)
+        local.check_kwargs(self._head_indices, kwargs)
+        chunks = self.chunks
+        if chunks == "auto":
+            chunks = self._pick_chunks(q, k, v, lens, args, kwargs)
+        return self._attend(q, k, v, lens, chunks, args, kwargs)
+
+    def _attend(self, q, k, v, lens, chunks, args, kwargs) -> Tensor:
         if self.local_attention is None:
             return distributed_attention(
                 q,
@@ -161,11 +174,11 @@ class DistributedAttention(nn.Module):
                 *args,
                 group=self.member,
                 seq_lens=lens,
-                chunks=self.chunks,
+                chunks=chunks,
                 layout=self.layout,
                 **kwargs,
             )
-        local.check_kwargs(self._head_indices, kwargs)
+        rank, size, name = self.member
         order = local.ORDERS[self.layout]
         q, k, v = (x.permute(order) for x in (q, k, v))
         if k.size(2) != v.size(2) or k.size(2) == 0 or q.size(2) % k.size(2) != 0:
@@ -177,9 +190,7 @@ class DistributedAttention(nn.Module):
         num_kv_heads = k.size(2)
         shape = ([num_heads, num_kv_heads, v.size(2)], [q.size(3), k.size(3), v.size(3)], batch)
 
-        arriving = torch.ops.deepsp.seq_to_heads_start(
-            [q, k, v], lens, self.chunks, False, rank, name
-        )
+        arriving = torch.ops.deepsp.seq_to_heads_start([q, k, v], lens, chunks, False, rank, name)
         chunks = len(arriving)  # as many as the heads allow
         leaving, ks, vs = [], [], []
         with local.randomness_of(self.member, q.device):
@@ -222,6 +233,29 @@ class DistributedAttention(nn.Module):
             name,
             tokens_first=self.layout == "sbhd",
         )[0].permute(order)
+
+    def _pick_chunks(self, q, k, v, lens, args, kwargs) -> int:
+        if torch.compiler.is_compiling():
+            return auto_chunks.picked_before(self.picked)
+        _, size, name = self.member
+        trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        key = (
+            "DistributedAttention", name, self.local_attention is None, self.layout, tuple(lens),
+            *((x.shape, x.dtype) for x in (q, k, v)), q.device, trains, local.autocasts(q.device),
+        )  # fmt: skip
+        num_heads = q.size(self.layout.index("h"))
+        most = torch.ops.deepsp.head_chunks(num_heads, size, num_heads)
+
+        def run(chunks: int) -> None:
+            mine = [x.detach().requires_grad_(trains) for x in (q, k, v)]
+            # Hooks of our own, lest a checkpoint around us counts what is saved here.
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+                y = self._attend(*mine, lens, chunks, args, kwargs)
+            if trains:
+                torch.autograd.grad(y, mine, torch.ones_like(y), allow_unused=True)
+
+        self.picked = auto_chunks.pick(key, most, run, self.member, q.device)
+        return self.picked
 
     def _compare(self, q: Tensor, k: Tensor, v: Tensor, lens: list[int]) -> None:
         s, trains = self.layout.index("s"), torch.is_grad_enabled()

@@ -14,6 +14,22 @@ _picked: dict[Hashable, int] = {}
 REPEATS = 3
 
 
+def check(chunks: int | str) -> None:
+    """Raises ValueError unless it is a number of chunks, or "auto"."""
+    if chunks != "auto" and (not isinstance(chunks, int) or chunks < 1):
+        raise ValueError(f'chunks is {chunks!r}; at least 1, or "auto", is right')
+
+
+def picked_before(picked: int | None) -> int:
+    """What compiled code takes: what was measured last, by the module itself."""
+    if picked is None:
+        raise ValueError(
+            'chunks is "auto", and nothing was measured yet: call the module once before it is '
+            "compiled, or pass a number"
+        )
+    return picked
+
+
 def forget() -> None:
     """Makes every shape be measured again."""
     _picked.clear()

@@ -22,6 +22,10 @@ from deepsp.layout import seq_lens
 from deepsp.ops import Pending
 
 _op = torch.ops.deepsp
+_SUMMED = {
+    torch.float64, torch.float32, torch.bfloat16, torch.float16,
+    torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool,
+}  # fmt: skip
 
 
 def all_gather(
@@ -107,7 +111,12 @@ def all_reduce(
     reduce_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The sum over ranks, on every rank: fresh. ``grad``: "replicated": the gradient passes
-    through; "partial": the ranks' are summed."""
+    through; "partial": the ranks' are summed.
+
+    Raises:
+        ValueError: ``x`` is of a dtype in which no sums travel: float8, complex, int16.
+    """
+    _check_summed(x)
     return _op.all_reduce(x, grad, *member_of(group), reduce_dtype=reduce_dtype)
 
 
@@ -234,6 +243,7 @@ def all_reduce_start(
     reduce_dtype: torch.dtype | None = None,
 ) -> Pending[Tensor]:
     """:func:`all_reduce` in two halves."""
+    _check_summed(x)
     member, shape = member_of(group), list(x.shape)
     buffer = _op.all_reduce_start([x], grad, *member, reduce_dtype=reduce_dtype)
     return Pending(
@@ -241,6 +251,19 @@ def all_reduce_start(
             buffer, shape, [len(shape)], grad, *member, reduce_dtype=reduce_dtype
         )[0]
     )
+
+
+def _check_summed(x: Tensor) -> None:
+    if x.dtype not in _SUMMED:
+        what = "x.to(torch.bfloat16)"
+        if x.is_complex():
+            what = "torch.view_as_real(x)"
+        elif not x.is_floating_point():
+            what = "x.to(torch.int32)"
+        raise ValueError(
+            f"x: expected float64, float32, bfloat16, float16, int64, int32, int8, uint8 or bool, "
+            f"got {str(x.dtype).removeprefix('torch.')}, in which no sums travel; pass {what}"
+        )
 
 
 def _check_dim(x: Tensor, dim: int) -> None:

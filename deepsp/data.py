@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from deepsp.digest import first_difference
 from deepsp.groups import Group, member_of, on_all_ranks
 from deepsp.layout import lens_or_equal
 from deepsp.layout import seq_lens as lens_of
+
+_COMPARED = 3
+_batches_compared: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""How many batches each group's ranks have compared: a loader that deals out other samples to each
+rank does so from the first batch on. It goes with the group."""
+
+_handed_out: list[weakref.ref | Tensor] = []
+"""The tokens that :func:`shard_batch` returned last, so that a model that isn't made for one rank's
+part can be told from one that was given a whole sequence (:func:`is_handed_out`): ids, or a
+reference to embeddings, which are large."""
+
+_TOKENS = ("input_ids", "inputs_embeds")
+_KNOWN = (*_TOKENS, "labels", "shift_labels", "position_ids", "attention_mask")
 
 
 def shard(tensor: Tensor, dim: int, group: Group = None) -> Tensor:
@@ -50,7 +68,8 @@ def shard_batch(
 
     Args:
         batch: tensors by name, ``input_ids`` or ``inputs_embeds`` among them; their size along
-            ``dim`` is the sequence length S. What isn't a tensor is passed on.
+            ``dim`` is the sequence length S. What isn't a tensor is passed on; of the names that
+            are spoken of here, None counts as absent.
         group: the sequence group.
         dim: the sequence dimension (of ``position_ids``: the last).
         pad_to: pads the whole sequence at its end to this length: labels with ``ignore_index``,
@@ -64,21 +83,36 @@ def shard_batch(
         - ``labels`` are gone; ``shift_labels`` has what each token is to predict: labels shifted
           by one before sharding, so that a shard's last token learns the next shard's first. The
           last position, and a document's last where ``position_ids`` restart, get
-          ``ignore_index``. A given ``shift_labels`` is sharded as it is.
+          ``ignore_index``; a step from or to padding (zeros of an ``attention_mask`` with an entry
+          for each token) ends no document. A given ``shift_labels`` is sharded as it is.
         - ``position_ids``: the global positions of this rank's tokens; made, [1, S_r], if absent.
         - ``attention_mask`` is whole: attention needs all of it.
         - every other tensor is this rank's part.
 
     Raises:
         ValueError: no sequence, both ``labels`` and ``shift_labels``, a tensor without S elements
-            along ``dim``, ``pad_to`` shorter than S.
+            along ``dim``, ``pad_to`` shorter than S; ranks of the group that hold other batches
+            (compared on a group's first calls, and on every call with ``DEEPSP_DEBUG=1``; not in
+            a data loader's worker or another thread, whose messages would meet the training's).
     """
+    if not isinstance(batch, Mapping):
+        shape = f" of shape {tuple(batch.shape)}" if isinstance(batch, Tensor) else ""
+        raise ValueError(
+            f"batch is a {type(batch).__name__}{shape}; tensors by name are right: "
+            "{'input_ids': ids, ...}"
+        )
     if dim < 0:
         raise ValueError(
             f"dim is {dim}; counted from the front is right: tensors may differ in rank"
         )
-    batch = dict(batch)
-    named = next((name for name in ("input_ids", "inputs_embeds") if name in batch), None)
+    batch = {name: x for name, x in batch.items() if x is not None or name not in _KNOWN}
+    compare_batches(batch, group)
+    for name in _KNOWN:
+        if not isinstance(batch.get(name, torch.empty(0)), Tensor) and name not in _TOKENS:
+            raise ValueError(
+                f"batch[{name!r}] is {type(batch[name]).__name__}; a tensor (or None) is right"
+            )
+    named = next((name for name in _TOKENS if name in batch), None)
     if named is None:
         raise ValueError(
             f"batch has {sorted(batch)}; input_ids or inputs_embeds is needed: it says how long "
@@ -106,7 +140,7 @@ def shard_batch(
                 f"batch['position_ids'] has shape {tuple(positions.shape)}; where documents end "
                 "shows only in [S] or [B, S] positions: pass shift_labels instead of labels"
             )
-        restarts = positions[..., 1:] <= positions[..., :-1]
+        restarts = _restarts(positions, batch, dim) if "labels" in batch else None
     if "labels" in batch:
         batch["shift_labels"] = _shift(batch.pop("labels"), restarts, dim, ignore_index)
     if pad_to is not None:
@@ -116,7 +150,73 @@ def shard_batch(
     for name, value in batch.items():
         if isinstance(value, Tensor) and name != "attention_mask":
             batch[name] = shard(value, _dim_of(name, dim), group)
+    if batch[named].size(dim) < length:
+        part = batch[named]
+        _handed_out[:] = [part if named == "input_ids" else weakref.ref(part)]
     return batch, lens_of(length, group)
+
+
+def is_handed_out(tokens: Tensor | None) -> bool:
+    """Whether these are the tokens of one rank that :func:`shard_batch` returned last: the same
+    tensor, or the same ids."""
+    for last in _handed_out if tokens is not None else ():
+        if isinstance(last, weakref.ref):
+            return last() is tokens
+        return last is tokens or (
+            last.shape == tokens.shape
+            and last.dtype == tokens.dtype
+            and bool((last.to(tokens.device) == tokens).all())
+        )
+    return False
+
+
+def compare_batches(batch: Mapping[str, Any], group: Group) -> None:
+    """Raises, on every rank, where a rank of the group holds another batch than the others. Every
+    rank calls it; compares on a group's first calls only, unless ``DEEPSP_DEBUG=1``, and in the
+    main thread."""
+    member = member_of(group)
+    elsewhere = threading.current_thread() is not threading.main_thread()
+    if member[1] == 1 or elsewhere or torch.utils.data.get_worker_info() is not None:
+        return
+    of = dist.distributed_c10d._resolve_process_group(member[2])
+    compared = _batches_compared.get(of, 0)
+    if compared >= _COMPARED and os.environ.get("DEEPSP_DEBUG") != "1":
+        return
+    tensors = [(name, batch[name]) for name in sorted(batch) if isinstance(batch[name], Tensor)]
+    difference = first_difference(tensors, member)
+    if difference is not None:
+        name, one, other = difference
+        raise ValueError(
+            f"batch[{name!r}] of rank {other} of the group is not that of rank {one}; ranks that "
+            "share a sequence must pass the same, whole batch. A DistributedSampler, "
+            "accelerate.prepare(loader) and Trainer give each process other samples: take "
+            "DistributedSampler(data, num_replicas=<groups>, rank=<number of this rank's group>), "
+            "or none where all processes are one group"
+        )
+    _batches_compared[of] = compared + 1
+
+
+def _restarts(positions: Tensor, batch: Mapping[str, Any], dim: int) -> Tensor:
+    """Whether a document ends with a token, for all but the last: [S - 1] or [B, S - 1]."""
+    restarts = positions[..., 1:] <= positions[..., :-1]
+    labels, mask = batch["labels"], batch.get("attention_mask")
+    if (
+        mask is not None
+        and mask.shape == labels.shape
+        and (not mask.is_floating_point() or _is_binary(mask))
+    ):
+        # Padding has positions, too, but is no document: transformers gives it 0 or 1.
+        real = mask.movedim(dim, -1) != 0
+        return restarts & real[..., 1:] & real[..., :-1]
+    # Without a mask: rows that begin with several ones, which no document does.
+    ones = (positions == 1).cumprod(-1)[..., :-1].bool()
+    alone = ones[..., :1] & restarts[..., :1] & (positions[..., 1:2] == 0)
+    if bool(alone.any()):
+        raise ValueError(
+            "batch['position_ids'] begins with 1, 0 in a row: the end of a document, or padding? "
+            "Pass attention_mask, in which padding is 0, or shift_labels instead of labels"
+        )
+    return restarts & ~ones
 
 
 def _dim_of(name: str, dim: int) -> int:

@@ -12,6 +12,7 @@ from deepsp import chunks as auto_chunks
 from deepsp import local, rope
 from deepsp.groups import Group, compare_calls, member_of
 from deepsp.layout import lens_or_equal
+from deepsp.projections import biases, check_linear, head_sizes, is_wide
 
 _NAMES = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -32,10 +33,17 @@ class SequenceParallelAttention(nn.Module):
         head_dim: None: ``hidden_size // num_heads``.
         bias: of q, k and v.
         out_bias: of the output projection; None: as ``bias``.
-        rope_theta: base of a rotary embedding of q and k; None: none.
+        rope_theta: base of a rotary embedding of q and k; None: none, or what ``rotary`` says.
         rope_interleaved: pairs are channels (2i, 2i + 1), not (i, i + D/2).
-        q_norm, k_norm: modules applied to each head [..., head_dim] of q and k, before the
-            embedding; their gradients are summed over the group like all others.
+        rotary: the rotary embedding of a model that scales it, or turns some of the channels only:
+            called as ``rotary(x, position_ids)`` with position_ids [1 or B, S], the whole
+            sequence's, it returns cos and sin, as transformers' rotary embeddings do; or the pair
+            (cos, sin) itself, of the whole sequence: [S, R] or [1 or B, S, R]. The first R channels
+            of a head are turned, so both halves of R (or channels 2i and 2i + 1, interleaved) have
+            the same cos and sin.
+        q_norm, k_norm: modules applied to each head [..., head_dim] of q and k, or, if they are
+            that wide, to all heads together [..., num_heads * head_dim], before the embedding;
+            their gradients are summed over the group like all others.
         local_attention: called as ``local_attention(q, k, v, *args, **kwargs)`` with
             q [B, S, h, D], k and v [B, S, h_kv, D], once a chunk, as by
             :class:`DistributedAttention`; it doesn't write to k and v, which chunks may share.
@@ -48,9 +56,10 @@ class SequenceParallelAttention(nn.Module):
             another; for comparison.
         group: the sequence group.
 
-    The rotary embedding (and the norms) come after the exchange: products can then be written
-    straight into what is sent; it turns as many elements there as before, and runs while other
-    chunks travel.
+    The rotary embedding (and the norms of each head) come after the exchange: products can then be
+    written straight into what is sent; it turns as many elements there as before, and runs while
+    other chunks travel. Norms over all heads come before it, and then no product hides the exchange
+    of q, k and v.
 
     Raises:
         ValueError: sizes that don't fit each other or the group.
@@ -67,6 +76,7 @@ class SequenceParallelAttention(nn.Module):
         out_bias: bool | None = None,
         rope_theta: float | None = None,
         rope_interleaved: bool = False,
+        rotary: Callable | tuple[Tensor, Tensor] | None = None,
         q_norm: nn.Module | None = None,
         k_norm: nn.Module | None = None,
         local_attention: Callable[..., Tensor] | None = None,
@@ -102,6 +112,7 @@ class SequenceParallelAttention(nn.Module):
             True,
             rope_theta=rope_theta,
             rope_interleaved=rope_interleaved,
+            rotary=rotary,
             q_norm=q_norm,
             k_norm=k_norm,
             local_attention=local_attention,
@@ -130,11 +141,20 @@ class SequenceParallelAttention(nn.Module):
                 ``v_proj``, ``o_proj`` (``q_norm``, ``k_norm``) of the new module. False: they stay
                 the caller's alone, whose ``state_dict`` keys don't change.
 
-            options: the constructor's, from ``rope_theta`` to ``group``.
+            options: the constructor's, from ``rope_theta`` to ``group``. ``rope_theta`` or
+                ``rotary`` must be said, None too: projections don't tell whether a layer turns its
+                queries and keys.
 
         Raises:
-            ValueError: a projection isn't a plain ``nn.Linear``, or has hooks (they would not run).
+            ValueError: a projection isn't a plain ``nn.Linear``, or has hooks (they would not run);
+                neither ``rope_theta`` nor ``rotary`` is given.
         """
+        if "rope_theta" not in options and "rotary" not in options:
+            raise ValueError(
+                "rope_theta and rotary are left out, and projections don't tell whether the layer "
+                "that they are from turns its queries and keys; pass rope_theta, rotary (the "
+                "model's rotary embedding), or rope_theta=None if it doesn't"
+            )
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer._set_up((q_proj, k_proj, v_proj, o_proj), num_heads, register, **options)
@@ -148,6 +168,7 @@ class SequenceParallelAttention(nn.Module):
         *,
         rope_theta=None,
         rope_interleaved=False,
+        rotary=None,
         q_norm=None,
         k_norm=None,
         local_attention=None,
@@ -157,10 +178,10 @@ class SequenceParallelAttention(nn.Module):
     ) -> None:
         projections = dict(zip(_NAMES, projections, strict=True))
         for name, linear in projections.items():
-            _check_linear(name, linear)
+            check_linear(name, linear)
         self.member = member_of(group)
         self.num_heads = num_heads
-        self.head_dim, self.num_kv_heads, self.v_head_dim = _head_sizes(projections, num_heads)
+        self.head_dim, self.num_kv_heads, self.v_head_dim = head_sizes(projections, num_heads)
         _, size, _ = self.member
         if num_heads < size:
             raise ValueError(
@@ -171,8 +192,13 @@ class SequenceParallelAttention(nn.Module):
             raise ValueError(
                 f"head_dim is {self.head_dim}; a rotary embedding needs pairs of channels"
             )
-        if chunks != "auto" and (not isinstance(chunks, int) or chunks < 1):
-            raise ValueError(f'chunks is {chunks!r}; at least 1, or "auto", is right')
+        if rope_theta is not None and rotary is not None:
+            raise ValueError(
+                f"rope_theta is {rope_theta}, and rotary is given, too; one of them is right"
+            )
+        if rotary is not None and not callable(rotary):
+            rope.check_pair(rotary)
+        auto_chunks.check(chunks)
         self.rope_theta = rope_theta
         self.rope_interleaved = rope_interleaved
         self.local_attention = local_attention
@@ -181,7 +207,13 @@ class SequenceParallelAttention(nn.Module):
         self.chunks = chunks
         self.picked: int | None = None  # what "auto" has found last
         self.overlap = overlap
+        self._wide = (
+            is_wide("q_norm", q_norm, num_heads, self.head_dim),
+            is_wide("k_norm", k_norm, self.num_kv_heads, self.head_dim),
+        )
         modules = {**projections, "q_norm": q_norm, "k_norm": k_norm}
+        # A tuple, as below: a module with a state of its own is the model's, not ours.
+        self._rotary = (rotary,)
         if register:
             for name, module in modules.items():
                 self.register_module(name, module)
@@ -206,6 +238,7 @@ class SequenceParallelAttention(nn.Module):
         x: Tensor,
         *args,
         position_ids: Tensor | None = None,
+        rotary: Callable | tuple[Tensor, Tensor] | None = None,
         seq_lens: Sequence[int] | None = None,
         **kwargs,
     ) -> Tensor:
@@ -214,6 +247,8 @@ class SequenceParallelAttention(nn.Module):
         Args:
             position_ids: [S] or [B, S], of the *whole* sequence, for the rotary embedding; None:
                 0, 1, 2, ...
+            rotary: in place of the constructor's, such as the (cos, sin) that a model computes once
+                for all of its layers, of the *whole* sequence.
             seq_lens: tokens of each rank; None: all hold as many as this one.
             args, kwargs: for the local attention. For ``scaled_dot_product_attention``:
                 ``attn_mask`` (global), ``dropout_p``, ``is_causal``, ``scale``.
@@ -226,12 +261,15 @@ class SequenceParallelAttention(nn.Module):
                 f"x has {x.dim()} dimensions; three are right: [batch, sequence, hidden_size]"
             )
         for name, linear in zip(_NAMES, self._used()[:4], strict=True):
-            _check_linear(name, linear)  # they may have changed
+            check_linear(name, linear)  # they may have changed
         lens = lens_or_equal(seq_lens, x.size(1), self.member[1])
         if self.local_attention is None:
+            local.check_sdpa_arguments(
+                args, kwargs, ("attn_mask", "dropout_p", "is_causal", "scale")
+            )
             _check_sdpa(x, sum(lens), self.num_heads, *args, **kwargs)
         local.check_kwargs(self._head_indices, kwargs)
-        turn = self._angles(x, lens, position_ids)
+        turn = self._angles(x, lens, position_ids, rotary)
         if not self._compared and not torch.compiler.is_compiling():
             self._compare(x, lens)
         count = self.chunks
@@ -251,17 +289,20 @@ class SequenceParallelAttention(nn.Module):
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         dims = [self.head_dim, self.head_dim, self.v_head_dim]
         batch = x.size(0)
-        arriving = ops.project_to_heads_start(
-            x,
-            [p.weight for p in projections],
-            _biases(projections),
-            heads,
-            lens,
-            chunks,
-            False,
-            rank,
-            name,
-        )
+        if any(self._wide):
+            arriving = ops.seq_to_heads_start(self._projected(x), lens, chunks, False, rank, name)
+        else:
+            arriving = ops.project_to_heads_start(
+                x,
+                [p.weight for p in projections],
+                biases(projections),
+                heads,
+                lens,
+                chunks,
+                False,
+                rank,
+                name,
+            )
         chunks = len(arriving)  # as many as the heads allow
         leaving, ks, vs = [], [], []
         for chunk in range(chunks):
@@ -272,7 +313,7 @@ class SequenceParallelAttention(nn.Module):
             ks.append(k)
             vs.append(v)
             out = self._attend(q, ks, vs, chunk, chunks, args, kwargs)
-            if _autocasts(out.device):  # as a linear layer would, but earlier
+            if local.autocasts(out.device):  # as a linear layer would, but earlier
                 out = out.to(torch.get_autocast_dtype(out.device.type))
             leaving.append(
                 ops.heads_to_seq_start([out], heads[:1], lens, chunk, chunks, rank, name)
@@ -284,31 +325,43 @@ class SequenceParallelAttention(nn.Module):
     def _one_after_another(self, x, lens, turn, args, kwargs) -> Tensor:
         rank, _, name = self.member
         ops = torch.ops.deepsp
-        q_proj, k_proj, v_proj, o_proj, _, _ = self._used()
-        q, k, v = ops.seq_to_heads(
-            [
-                q_proj(x).unflatten(-1, (self.num_heads, self.head_dim)),
-                k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim)),
-                v_proj(x).unflatten(-1, (self.num_kv_heads, self.v_head_dim)),
-            ],
-            lens,
-            rank,
-            name,
-        )
+        o_proj = self._used()[3]
+        q, k, v = ops.seq_to_heads(self._projected(x), lens, rank, name)
         q, k = self._turned(q, k, turn)
         out = self._attend(q, [k], [v], 0, 1, args, kwargs)
         (mine,) = ops.heads_to_seq([out], [self.num_heads], lens, rank, name)
         return o_proj(mine.flatten(2))
 
-    def _angles(self, x, lens, position_ids) -> tuple | None:
-        if self.rope_theta is None:
-            if position_ids is not None:
-                raise ValueError("position_ids is given, but rope_theta is None: nothing uses them")
-            return None
+    def _projected(self, x: Tensor) -> list[Tensor]:
+        """q, k and v [B, S_r, h, D] of this rank's tokens, normed where that takes all heads."""
+        q_proj, k_proj, v_proj, _, q_norm, k_norm = self._used()
+        q, k, v = q_proj(x), k_proj(x), v_proj(x)
+        # Under autocast a norm may be wider than what travels with it.
+        q = q_norm(q).to(v.dtype) if self._wide[0] else q
+        k = k_norm(k).to(v.dtype) if self._wide[1] else k
+        return [
+            q.unflatten(-1, (self.num_heads, self.head_dim)),
+            k.unflatten(-1, (self.num_kv_heads, self.head_dim)),
+            v.unflatten(-1, (self.num_kv_heads, self.v_head_dim)),
+        ]
+
+    def _angles(self, x, lens, position_ids, rotary) -> tuple | None:
+        if rotary is not None and self.rope_theta is not None:
+            raise ValueError(
+                f"rotary is given, but rope_theta is {self.rope_theta}; one of them is right"
+            )
+        rotary = self._rotary[0] if rotary is None else rotary
+        used = self.rope_theta is not None or callable(rotary)
+        if not used and position_ids is not None:
+            raise ValueError(
+                "position_ids is given, but "
+                + ("rope_theta is None" if rotary is None else "rotary is (cos, sin)")
+                + ": nothing uses them"
+            )
         total = sum(lens)
-        if position_ids is None:
+        if used and position_ids is None:
             position_ids = torch.arange(total, device=x.device)
-        elif (
+        elif used and (
             position_ids.dim() not in (1, 2)
             or position_ids.size(-1) != total
             or (position_ids.dim() == 2 and position_ids.size(0) not in (1, x.size(0)))
@@ -318,18 +371,28 @@ class SequenceParallelAttention(nn.Module):
                 f"whole sequence: [{total}] or [batch, {total}] is right "
                 "(deepsp.unshard(position_ids, 1) makes them from each rank's)"
             )
-        return rope.angles(position_ids, self.head_dim, self.rope_theta, x.dtype)
+        if self.rope_theta is not None:
+            return rope.angles(position_ids, self.head_dim, self.rope_theta, x.dtype)
+        if callable(rotary):
+            rotary = rotary(x, position_ids if position_ids.dim() == 2 else position_ids[None])
+        if rotary is None:
+            return None
+        first = not self._compared and not torch.compiler.is_compiling()
+        return rope.of_pair(
+            rotary, x.size(0), total, self.head_dim, self.rope_interleaved, look=first
+        )
 
     def _turned(self, q, k, turn) -> tuple[Tensor, Tensor]:
         """Norms and rotary embedding of the heads of one chunk; k may have none."""
         q_norm, k_norm = self._used()[4:]
 
-        def one(heads, norm):
-            if norm is not None:
+        def one(heads, norm, wide):
+            if norm is not None and not wide:
                 heads = norm(heads)
             return heads if turn is None else rope.rotate(heads, *turn, self.rope_interleaved)
 
-        return one(q, q_norm), one(k, k_norm) if k.size(2) > 0 else k
+        wide_q, wide_k = self._wide
+        return one(q, q_norm, wide_q), one(k, k_norm, wide_k) if k.size(2) > 0 else k
 
     def _attend(self, q, ks, vs, chunk, chunks, args, kwargs) -> Tensor:
         rank, size, _ = self.member
@@ -382,15 +445,10 @@ class SequenceParallelAttention(nn.Module):
 
     def _pick_chunks(self, x, lens, turn, args, kwargs) -> int:
         if torch.compiler.is_compiling():
-            if self.picked is None:
-                raise ValueError(
-                    'chunks is "auto", and nothing was measured yet: call the module once before '
-                    "it is compiled, or pass a number"
-                )
-            return self.picked
+            return auto_chunks.picked_before(self.picked)
         _, size, name = self.member
         trains = torch.is_grad_enabled()
-        autocast = _autocasts(x.device)
+        autocast = local.autocasts(x.device)
         key = (
             name, self.num_heads, self.num_kv_heads, self.head_dim, self.v_head_dim,
             tuple(lens), x.size(0), x.size(2), x.dtype, x.device, trains, autocast,
@@ -411,10 +469,6 @@ class SequenceParallelAttention(nn.Module):
         return self.picked
 
 
-def _autocasts(device: torch.device) -> bool:
-    return device.type != "meta" and torch.is_autocast_enabled(device.type)
-
-
 def _drops(attn_mask=None, dropout_p=0.0, *_, **__) -> bool:
     return dropout_p > 0
 
@@ -433,68 +487,8 @@ def _check_sdpa(
 ) -> None:
     """Raises before anything is sent."""
     dtype = x.dtype
-    if attn_mask is not None and _autocasts(x.device):
+    if attn_mask is not None and local.autocasts(x.device):
         dtype = attn_mask.dtype  # it will be cast
     torch.ops.deepsp.check_attention(
         attn_mask, dropout_p, is_causal, dtype, x.size(0), num_heads, tokens
     )
-
-
-def _biases(projections: Sequence[nn.Linear]) -> list[Tensor]:
-    if all(p.bias is None for p in projections):
-        return []
-    return [p.weight.new_zeros(p.weight.size(0)) if p.bias is None else p.bias for p in projections]
-
-
-def _check_linear(name: str, linear: nn.Module) -> None:
-    if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
-        raise ValueError(
-            f"{name} is a {type(linear).__name__}; an nn.Linear is right (its weight is used, its "
-            "forward isn't called)"
-        )
-    if "forward" in vars(linear):
-        raise ValueError(f"{name} has a forward of its own, which would not be called")
-    if (
-        linear._forward_hooks
-        or linear._forward_pre_hooks
-        or linear._backward_hooks
-        or linear._backward_pre_hooks
-    ):
-        raise ValueError(
-            f"{name} has hooks, which would not run: its weight is used, its forward isn't called"
-        )
-
-
-def _head_sizes(projections: dict[str, nn.Linear], num_heads: int) -> tuple[int, int, int]:
-    """head_dim, number of kv heads, head_dim of v."""
-    q, k, v, o = (projections[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
-    if num_heads < 1 or q.out_features % num_heads != 0:
-        raise ValueError(
-            f"num_heads is {num_heads}, which doesn't divide the {q.out_features} features of "
-            "q_proj"
-        )
-    head_dim = q.out_features // num_heads
-    kv_heads, rest = divmod(k.out_features, head_dim)
-    if rest != 0 or kv_heads == 0 or num_heads % kv_heads != 0:
-        raise ValueError(
-            f"k_proj has {k.out_features} features; a number of heads of {head_dim} that divides "
-            f"num_heads, {num_heads}, is right"
-        )
-    if v.out_features % kv_heads != 0:
-        raise ValueError(
-            f"v_proj has {v.out_features} features, which the {kv_heads} heads of k_proj don't "
-            "divide"
-        )
-    v_head_dim = v.out_features // kv_heads
-    if o.in_features != num_heads * v_head_dim:
-        raise ValueError(
-            f"o_proj takes {o.in_features} features; {num_heads * v_head_dim}, {num_heads} heads "
-            f"of {v_head_dim}, is right"
-        )
-    for name, p in (("k_proj", k), ("v_proj", v)):
-        if p.in_features != q.in_features:
-            raise ValueError(
-                f"{name} takes {p.in_features} features, but q_proj takes {q.in_features}; they "
-                "must be the same"
-            )
-    return head_dim, kv_heads, v_head_dim

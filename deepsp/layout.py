@@ -44,6 +44,10 @@ def lens_or_equal(lens, length, size: int) -> list[int]:
     """``lens``; where it is None, the same ``length`` on each of ``size`` ranks."""
     if lens is None:
         return [length] * size
+    if any(not isinstance(n, (int, torch.SymInt)) for n in lens):
+        raise ValueError(
+            f"seq_lens is {lens}; numbers of tokens are right, ints: {[int(n) for n in lens]}"
+        )
     if len(lens) != size:
         raise ValueError(
             f"seq_lens has {len(lens)} entries, but the group has {size} ranks; one entry for each "

@@ -40,12 +40,36 @@ def wants_head_indices(function: Callable | None) -> bool:
         return False
 
 
+def autocasts(device: torch.device) -> bool:
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
 def check_kwargs(head_indices: bool, kwargs: dict) -> None:
     if head_indices and "head_indices" in kwargs:
         raise ValueError(
             "head_indices is passed; local_attention gets those of the heads that it sees, leave "
             "it out"
         )
+
+
+def check_sdpa_arguments(args: tuple, kwargs: dict, known: tuple[str, ...]) -> None:
+    """Raises where there is no local attention that would take what is passed."""
+    if len(args) > len(known):
+        raise ValueError(
+            f"{len(args)} more arguments are passed; at most {len(known)} are right: "
+            f"{', '.join(known)}"
+        )
+    for name in kwargs:
+        if name == "enable_gqa" and name not in known:
+            raise ValueError(
+                "enable_gqa isn't an argument here: how many kv heads there are follows from "
+                "k_proj; leave it out"
+            )
+        if name not in known:
+            raise ValueError(
+                f"{name} isn't an argument of scaled_dot_product_attention ({', '.join(known)}); "
+                f"pass a local_attention that takes {name}"
+            )
 
 
 def _declaring(function: Callable) -> Callable:
@@ -82,7 +106,7 @@ def attend(
     """The local attention of a chunk's heads: q, k and v and what it returns [B, S, h, D].
 
     Raises:
-        ValueError: it returned no tensor, or one of another shape.
+        ValueError: it returned no tensor (or tuple that begins with one), or one of another shape.
     """
     rank, size, _ = member
     order = ORDERS[layout]
@@ -90,6 +114,8 @@ def attend(
         indices = torch.ops.deepsp.head_indices(qkv[0], num_heads, size, rank, chunk, chunks)
         kwargs = {**kwargs, "head_indices": indices}
     out = function(*(x.permute(order) for x in qkv), *args, **kwargs)
+    if isinstance(out, (tuple, list)) and out:
+        out = out[0]  # with log-sum-exp and the like, as flash attention returns it
     seen = [qkv[0].size(d) for d in order]
     if not isinstance(out, Tensor):
         raise ValueError(

@@ -37,9 +37,10 @@ def cross_entropy(
         the full gradient (:func:`deepsp.sync_gradients`).
 
     Raises:
-        ValueError: shapes that don't fit, or a reduction that isn't there.
+        ValueError: shapes or dtypes that don't fit, or a reduction that isn't there.
     """
     _check_reduction(reduction)
+    shifted_labels = _classes(shifted_labels)
     if logits.shape[:-1] != shifted_labels.shape:
         raise ValueError(
             f"shifted_labels has shape {tuple(shifted_labels.shape)}, but logits have "
@@ -109,6 +110,7 @@ def linear_cross_entropy(
             f"bias is a {type(bias).__name__}; a tensor [C] or None is right (a group is passed as "
             "group=...)"
         )
+    shifted_labels = _classes(shifted_labels)
     if hidden.shape[:-1] != shifted_labels.shape:
         raise ValueError(
             f"shifted_labels has shape {tuple(shifted_labels.shape)}, but hidden has "
@@ -125,6 +127,14 @@ def linear_cross_entropy(
 def _check_reduction(reduction: str) -> None:
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction is {reduction!r}; 'mean' or 'sum' is right")
+
+
+def _classes(labels: Tensor) -> Tensor:
+    """Labels of any integer dtype as those that losses take, int64."""
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype == torch.bool:
+        said = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
+        raise ValueError(f"shifted_labels is {said}; an integer tensor of classes is right")
+    return labels.long()
 
 
 def _of_group(

@@ -15,13 +15,74 @@ def angles(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -
     return turned.cos(), turned.sin()
 
 
+def check_pair(pair) -> None:
+    """Raises ValueError unless it is (cos, sin)."""
+    if (
+        not isinstance(pair, (tuple, list))
+        or len(pair) != 2
+        or not all(isinstance(x, Tensor) for x in pair)
+    ):
+        raise ValueError(
+            f"rotary is or returns a {type(pair).__name__}; a callable (x, position_ids) -> (cos, "
+            "sin), or the tensors (cos, sin), are right"
+        )
+
+
+def of_pair(
+    pair: tuple[Tensor, Tensor],
+    batch: int,
+    total: int,
+    head_dim: int,
+    interleaved: bool,
+    look: bool,
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine [1 or B, S, 1, R / 2], as :func:`angles` has them, from a model's cos and sin
+    [S, R] or [1 or B, S, R], where each is there twice. ``look``: compares the two.
+
+    Raises:
+        ValueError: other shapes, or what is there twice differs.
+    """
+    check_pair(pair)
+    halves = []
+    for name, x in zip(("cos", "sin"), pair, strict=True):
+        shape = list(x.shape)
+        if (
+            x.dim() not in (2, 3)
+            or shape[-2] != total
+            or (x.dim() == 3 and shape[0] not in (1, batch))
+            or shape[-1] % 2 != 0
+            or not 0 < shape[-1] <= head_dim
+            or x.shape != pair[0].shape
+        ):
+            raise ValueError(
+                f"{name} of rotary has shape {shape}; [{total}, R] or [batch, {total}, R], of the "
+                f"whole sequence and with R channels that are turned, even and at most {head_dim}, "
+                "is right, the same for cos and sin"
+            )
+        x = x if x.dim() == 3 else x[None]
+        one, other = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+        if look and not torch.equal(one, other):
+            raise ValueError(
+                f"{name} of rotary, of shape {shape}, differs between "
+                + ("channels 2i and 2i + 1" if interleaved else "its two halves")
+                + ", whose channels are turned together; each value twice, [..., R] for R "
+                "channels, is right, and rope_interleaved says which channels are pairs"
+            )
+        halves.append(one[:, :, None])
+    return halves[0], halves[1]
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """x [B, S, H, D] rotated. Pairs are channels (2i, 2i + 1) if ``interleaved``, else
-    (i, i + D / 2).
+    """x [B, S, H, D] rotated in its first R channels, where cos and sin have R / 2. Pairs are
+    channels (2i, 2i + 1) if ``interleaved``, else (i, i + R / 2).
 
     The embedding is that of RoFormer (Su et al., 2021, arXiv:2104.09864); the half-rotated form
     is that of GPT-NeoX.
     """
+    turning = 2 * cos.size(-1)
+    if turning < x.size(-1):
+        turned = rotate(x[..., :turning], cos, sin, interleaved)
+        return torch.cat([turned, x[..., turning:]], -1)
     a, b = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
     turned = (a * cos - b * sin, a * sin + b * cos)
     whole = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)

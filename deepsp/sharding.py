@@ -2,302 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import nn
 from torch.nn.utils import parametrize
 
-from deepsp.gathering import Order, Use, Wait
+from deepsp.agreement import compare, whole_tensors
 from deepsp.groups import Group, Member, member_of
-
-_op = torch.ops.deepsp
-
-
-@dataclass
-class _Whole:
-    """A sharded parameter as it was."""
-
-    name: str
-    shape: torch.Size
-    sizes: list[int]  # rows of each rank; a parameter of no dimensions counts as one row
-    dtype: torch.dtype  # gathered
-
-    @property
-    def row_shape(self) -> list[int]:
-        return list(self.shape[1:])
-
-    @property
-    def bytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
-
-
-class Shard(nn.Module):
-    """The parametrization of one sharded parameter: from this rank's rows to the whole."""
-
-    def __init__(self, shards: Shards, index: int):
-        super().__init__()
-        self.shards, self.index = shards, index
-
-    def forward(self, shard: Tensor) -> Tensor:
-        return self.shards.use(self.index, shard)
-
-    def right_inverse(self, whole: Tensor) -> Tensor:
-        """This rank's rows of the whole parameter; a shard is left as it is."""
-        info = self.shards.wholes[self.index]
-        if whole.shape != info.shape:
-            if whole.shape == self.shards.shard_shape(self.index):  # tied: it was sharded before
-                return whole
-            raise ValueError(
-                f"{info.name} is to be set to a tensor of shape {tuple(whole.shape)}; "
-                f"{tuple(info.shape)}, that of the whole parameter, is right"
-            )
-        return self.shards.rows_of(self.index, whole)
-
-
-class _Gate(torch.autograd.Function):
-    """The identity. Its gradient is divided by ``divisor``; there is none where the gathered
-    parameter was never used: it shared a gather with others that were."""
-
-    @staticmethod
-    def forward(ctx, shard: Tensor, divisor: int, used: list[bool], n: int) -> Tensor:
-        ctx.divisor, ctx.used, ctx.n = divisor, used, n
-        return shard.view_as(shard)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        if not ctx.used[ctx.n]:
-            grad = None
-        elif ctx.divisor != 1:
-            grad = grad / ctx.divisor
-        return grad, None, None, None
-
-
-class Shards:
-    """All sharded parameters of a module, and the order in which they are gathered. The root module
-    owns it."""
-
-    def __init__(
-        self,
-        member: Member,
-        reduce_dtype: torch.dtype,
-        mean: bool,
-        reshard_after_forward: bool,
-        prefetch_bytes: int,
-    ):
-        self.member = member
-        self.reduce_dtype = reduce_dtype
-        self._divisor = member[1] if mean else 1
-        self.wholes: list[_Whole] = []
-        self.parameters: list[nn.Parameter] = []
-        self.owners: list[parametrize.ParametrizationList] = []
-        self._reshard = reshard_after_forward
-        self._inside = False  # the root module's forward
-        self._hooks = None
-
-        def order() -> Order:
-            return Order(self._start, self._bytes_of, prefetch_bytes)
-
-        self.forward_order = {True: order(), False: order()}  # with and without autograd
-        self.backward_order = order()
-        self._forward = self.forward_order[True]
-        # Storages that gathered parameters lie in -> where in them, while they live.
-        self._gathered: dict[int, tuple[StorageWeakRef, list[tuple[int, int]]]] = {}
-
-    def __getstate__(self):
-        # A copy of the module (an average of weights, say) gathers for itself: what is gathered
-        # now, and the references to it, aren't copied.
-        return {**self.__dict__, "_gathered": {}, "_inside": False, "_hooks": None}
-
-    # ---- which rows are whose
-
-    def add(self, name: str, parameter: nn.Parameter, dtype: torch.dtype) -> int:
-        rows = parameter.size(0) if parameter.dim() > 0 else 1
-        sizes = _op.token_split(rows, self.member[1])
-        self.wholes.append(_Whole(name, parameter.shape, sizes, dtype))
-        self.parameters.append(parameter)
-        return len(self.wholes) - 1
-
-    def shard_shape(self, index: int) -> torch.Size:
-        info = self.wholes[index]
-        return torch.Size([info.sizes[self.member[0]], *info.row_shape])
-
-    def rows_of(self, index: int, whole: Tensor) -> Tensor:
-        info, rank = self.wholes[index], self.member[0]
-        rows = whole.view(1) if whole.dim() == 0 else whole
-        # A copy: a view would keep the whole alive.
-        return rows.narrow(0, sum(info.sizes[:rank]), info.sizes[rank]).clone()
-
-    def refresh(self) -> None:
-        """Takes the parameters that the module has now: ``load_state_dict(assign=True)`` and
-        ``functional_call`` put others in their place."""
-        self.parameters = [owner._parameters["original"] for owner in self.owners]
-
-    def gather(self, index: int, dtype: torch.dtype) -> Tensor:
-        """The whole parameter in any dtype, without autograd."""
-        self.refresh()
-        info, (rank, _, name) = self.wholes[index], self.member
-        with torch.no_grad():
-            whole = _op.gather_cast(self.parameters[index], info.sizes, dtype, rank, name)
-        return whole.view(info.shape)
-
-    # ---- uses
-
-    def use(self, index: int, shard: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():  # passes over the graph combine and look ahead
-            return self._gather_alone(index, shard)
-        if shard is not self.parameters[index]:  # somebody has put another in its place
-            return self._gather_alone(index, shard)
-        use = Use(index, torch.is_grad_enabled() and shard.requires_grad)
-        if _in_backward():  # a checkpoint computes again
-            return self.backward_order.take(use)
-        if self._inside:
-            return self._forward.take(use)
-        return self._gather_alone(index, shard)
-
-    def _gather_alone(self, index: int, shard: Tensor) -> Tensor:
-        info, (rank, _, name) = self.wholes[index], self.member
-        if self._divisor != 1 and shard.requires_grad:
-            shard = _op.scale_gradient(shard, 1 / self._divisor)
-        whole = _op.gather_cast(
-            shard, info.sizes, info.dtype, rank, name, reduce_dtype=self.reduce_dtype
-        )
-        return whole.view(info.shape)
-
-    def _bytes_of(self, index: int) -> int:
-        return self.wholes[index].bytes
-
-    def _start(self, uses) -> Wait:
-        rank, _, name = self.member
-        infos = [self.wholes[use.index] for use in uses]
-        sizes = [rows for info in infos for rows in info.sizes]
-        dtypes = [info.dtype for info in infos]
-        row_shapes = [n for info in infos for n in info.row_shape]
-        row_dims = [len(info.row_shape) for info in infos]
-        grad = uses[0].grad
-        used = [False] * len(uses)
-        with torch.set_grad_enabled(grad):
-            shards = [self.parameters[use.index] for use in uses]
-            if grad and (self._divisor != 1 or len(uses) > 1):
-                shards = [_Gate.apply(x, self._divisor, used, n) for n, x in enumerate(shards)]
-            buffer = _op.gather_cast_coalesced_start(
-                shards, sizes, dtypes, rank, name, reduce_dtype=self.reduce_dtype
-            )
-
-        def wait() -> list[Callable[[], Tensor]]:
-            with torch.set_grad_enabled(grad):
-                tensors = _op.gather_cast_coalesced_wait(
-                    buffer, sizes, row_shapes, row_dims, dtypes, rank, name
-                )
-                self._remember(uses, tensors)
-                wholes = [x.view(i.shape) for x, i in zip(tensors, infos, strict=True)]
-
-            def give(n: int) -> Tensor:
-                used[n] = True
-                return wholes[n]
-
-            return [functools.partial(give, n) for n in range(len(wholes))]
-
-        return wait
-
-    # ---- the root's forward, and what autograd saves in it
-
-    def enter(self, *_) -> None:
-        if torch.compiler.is_compiling() or _in_backward():
-            return
-        if self._inside:  # an interrupt (Ctrl-C) has left it
-            self.leave()
-        self._inside = True
-        self.refresh()
-        self._forward = self.forward_order[torch.is_grad_enabled()]
-        self._forward.begin()
-        self._forward.look_ahead()
-        self.backward_order.begin()
-        # Where hooks are around us, a checkpoint's, say, they handle what is saved: it must be the
-        # same when the module is computed again, in backward.
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if self._reshard and torch.is_grad_enabled() and outer is None:
-            self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-            self._hooks.__enter__()
-
-    def leave(self, *_) -> None:
-        if torch.compiler.is_compiling() or _in_backward():
-            return
-        self._inside = False
-        if self._hooks is not None:
-            self._hooks.__exit__()
-            self._hooks = None
-
-    def _remember(self, uses, tensors: list[Tensor]) -> None:
-        self._gathered = {k: v for k, v in self._gathered.items() if not v[0].expired()}
-        for use, tensor in zip(uses, tensors, strict=True):
-            storage = tensor.untyped_storage()
-            # The reference keeps the key from being given to another storage.
-            _, places = self._gathered.setdefault(storage._cdata, (StorageWeakRef(storage), []))
-            places.append((tensor.storage_offset() * tensor.element_size(), use.index))
-
-    def _pack(self, tensor: Tensor):
-        """Saves, instead of a view of a gathered parameter, which view of which it is."""
-        return self._view(tensor) or _Kept(tensor, _version(tensor))
-
-    def _view(self, tensor: Tensor) -> _View | None:
-        if tensor.layout != torch.strided or not self._gathered:
-            return None
-        known = self._gathered.get(tensor.untyped_storage()._cdata)
-        if known is None or _version(tensor) != 0:  # written to: a gather wouldn't give it again
-            return None
-        at = tensor.storage_offset() * tensor.element_size()
-        for begin, index in known[1]:
-            info = self.wholes[index]
-            if begin <= at < begin + info.bytes and tensor.dtype == info.dtype:
-                offset = (at - begin) // tensor.element_size()
-                version = _version(self.parameters[index])
-                return _View(index, tensor.size(), tensor.stride(), offset, version)
-        return None
-
-    def _unpack(self, saved: _View | _Kept) -> Tensor:
-        # PyTorch itself compares versions only where there are no hooks.
-        if isinstance(saved, _Kept):
-            _check_version(_version(saved.tensor), saved.version)
-            return saved.tensor
-        _check_version(_version(self.parameters[saved.index]), saved.version)
-        whole = self.backward_order.take(Use(saved.index, False))
-        return whole.as_strided(saved.size, saved.stride, whole.storage_offset() + saved.offset)
-
-
-@dataclass
-class _View:
-    index: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int  # elements from the parameter's first
-    version: int  # of the shard
-
-
-@dataclass
-class _Kept:
-    tensor: Tensor
-    version: int
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _check_version(now: int, then: int) -> None:
-    if now != then:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: it is at version {now}; expected version {then} instead"
-        )
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+from deepsp.shards import Shard, Shards
 
 
 def shard_parameters(
@@ -342,7 +56,12 @@ def shard_parameters(
 
     Raises:
         ValueError: a parameter is not floating, has a gradient, is parametrized already, or belongs
-            to an RNN or an Embedding with max_norm; ranks disagree about the parameters.
+            to an RNN or an Embedding with max_norm or sparse gradients; ranks disagree about the
+            parameters, or hold different values of parameters or persistent buffers.
+
+    Outside of a forward, ``module.weight`` takes writes by element and random ones, which go to the
+    shards; :func:`deepsp.whole_parameters` gathers, for reading and for any write.
+    ``module.to(dtype)`` changes the dtype of the shards and that in which they are gathered.
 
     The sharding is that of ZeRO-3 (Rajbhandari et al., 2020, arXiv:1910.02054).
     """
@@ -381,7 +100,13 @@ def shard_parameters(
                 f"module: {names[parameter]} belongs to an Embedding with max_norm, which writes "
                 "to its weight; skip it"
             )
+        if getattr(owner, "sparse", False):
+            raise ValueError(
+                f"module: {names[parameter]} belongs to an {type(owner).__name__} with "
+                "sparse=True, and only dense gradients can be summed; pass sparse=False, or skip it"
+            )
     _check_ranks_agree(member, [(names[p], p, d) for p, d in chosen.items()])
+    compare(whole_tensors(module), member)
     mean = gradient_reduction == "mean"
     shards = Shards(member, reduce_dtype, mean, reshard_after_forward, prefetch_bytes)
     indices = {p: shards.add(names[p], p, d) for p, d in chosen.items()}
@@ -389,10 +114,32 @@ def shard_parameters(
     for owner, name, parameter in owners:
         shard = Shard(shards, indices[parameter])
         parametrize.register_parametrization(owner, name, shard, unsafe=True)
+        shard.home.append(owner.parametrizations[name])
         shards.owners[indices[parameter]] = owner.parametrizations[name]
+        shards.wholes[indices[parameter]].owners += 1
+        _assign_parameters(type(owner))
+    shards.refresh()
     module.register_forward_pre_hook(shards.enter, prepend=True)
     module.register_forward_hook(shards.leave, always_call=True)
     return module
+
+
+def _assign_parameters(owner: type[nn.Module]) -> None:
+    """Lets ``module.weight = nn.Parameter(...)`` set a sharded parameter; PyTorch would register a
+    second one beside it, and refuse. ``owner``: the class that the parametrization has made for the
+    module."""
+    if "register_parameter" in vars(owner):
+        return
+    register = owner.register_parameter
+
+    def register_parameter(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        parametrizations = self._modules.get("parametrizations", {})
+        if name in parametrizations:
+            parametrizations[name].right_inverse(parameter)
+        else:
+            register(self, name, parameter)
+
+    owner.register_parameter = register_parameter
 
 
 def _check(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> None:

@@ -187,7 +187,7 @@ def _each_exchange():
             deepsp.distributed_attention(a, a, a, chunks=rank + 1)
         linear = torch.nn.Linear(8, 8)
         layer = deepsp.SequenceParallelAttention.from_projections(
-            linear, linear, linear, linear, num_heads=4
+            linear, linear, linear, linear, num_heads=4, rope_theta=None
         )
         layer(torch.ones(1, 4, 8))
         with pytest.raises(ValueError, match=r"project_to_heads: .*seq_lens \[5, 4\], rank 1"):

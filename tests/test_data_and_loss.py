@@ -212,6 +212,7 @@ def test_loss_gradcheck(ranks):
 
 def _sync():
     rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
     module = torch.nn.ModuleDict(
         {
             "a": torch.nn.Linear(3, 4),

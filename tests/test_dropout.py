@@ -40,7 +40,7 @@ def _masks(kind, chunks, backend=None):
         v_proj.weight.copy_(torch.eye(tokens).repeat(heads, 1))
         o_proj.weight.copy_(torch.eye(wide))
         layer = deepsp.SequenceParallelAttention.from_projections(
-            q_proj, k_proj, v_proj, o_proj, heads, chunks=chunks
+            q_proj, k_proj, v_proj, o_proj, heads, rope_theta=None, chunks=chunks
         )
 
         def call(q, k, v):

@@ -40,7 +40,7 @@ def _converted():
     keys = list(theirs.state_dict())
     lens = lens_of("split", 7, dist.get_world_size())
     ours = deepsp.SequenceParallelAttention.from_projections(
-        theirs.q_proj, theirs.k_proj, theirs.v_proj, theirs.o_proj, 6, chunks=2
+        theirs.q_proj, theirs.k_proj, theirs.v_proj, theirs.o_proj, 6, rope_theta=None, chunks=2
     )
     assert [n for n, _ in ours.named_parameters()] == [n for n, _ in theirs.named_parameters()]
     assert all(a is b for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
@@ -49,7 +49,13 @@ def _converted():
 
     # The same, owned by the user's layer alone.
     theirs.attend = deepsp.SequenceParallelAttention.from_projections(
-        theirs.q_proj, theirs.k_proj, theirs.v_proj, theirs.o_proj, 6, register=False
+        theirs.q_proj,
+        theirs.k_proj,
+        theirs.v_proj,
+        theirs.o_proj,
+        6,
+        rope_theta=None,
+        register=False,
     )
     assert list(theirs.state_dict()) == keys
     twin = copy.deepcopy(theirs)
@@ -419,10 +425,15 @@ def _wrong(kind):
             ((3, nn.Bilinear(8, 8, 8)), "o_proj is a Bilinear"),
         ]:
             with pytest.raises(ValueError, match=message):
-                make.from_projections(*p[: changed[0]], changed[1], *p[changed[0] + 1 :], 4)
-        layer = make.from_projections(*p, 4)
+                make.from_projections(
+                    *p[: changed[0]], changed[1], *p[changed[0] + 1 :], 4, rope_theta=None
+                )
+        layer = make.from_projections(*p, 4, rope_theta=None)
         handle = p[2].register_forward_hook(lambda *_: None)
-        for call in (lambda: make.from_projections(*p, 4), lambda: layer(torch.zeros(1, 3, 8))):
+        for call in (
+            lambda: make.from_projections(*p, 4, rope_theta=None),
+            lambda: layer(torch.zeros(1, 3, 8)),
+        ):
             with pytest.raises(ValueError, match="v_proj has hooks"):
                 call()
         handle.remove()

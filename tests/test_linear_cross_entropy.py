@@ -282,8 +282,8 @@ def _wrong():
 
     for kwargs, message in [
         ({"labels": labels[:, :2]}, r"shifted_labels has shape \(2, 2\), but hidden has"),
-        ({"labels": labels.double()}, "labels is Double; an integer dtype is right"),
-        ({"labels": labels.bool()}, "labels is Bool; an integer"),
+        ({"labels": labels.double()}, "shifted_labels is torch.float64; an integer tensor"),
+        ({"labels": labels.bool()}, "shifted_labels is torch.bool; an integer tensor"),
         ({"reduction": "none"}, "reduction is 'none'"),
         ({"weight": weight.T}, r"weight has shape \[6, 7\]; \[C, 6\]"),
         ({"weight": weight[:0]}, r"weight has shape \[0, 6\]"),

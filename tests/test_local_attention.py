@@ -114,8 +114,8 @@ def test_head_indices_of_the_caller():
 def _not_a_tensor():
     x = torch.ones(1, 4, 4, 2)
     for layout, shape in (("bshd", r"\(1, 8, 2\)"), ("bhsd", r"\(1, 2, 8\)")):
-        module = deepsp.DistributedAttention(lambda q, k, v: (q, None), layout=layout)
-        with pytest.raises(ValueError, match=f"returned a tuple; a tensor of shape {shape}"):
+        module = deepsp.DistributedAttention(lambda q, k, v: [], layout=layout)
+        with pytest.raises(ValueError, match=f"returned a list; a tensor of shape {shape}"):
             module(x, x, x)
 
 

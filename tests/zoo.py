@@ -342,10 +342,12 @@ class Case(LM):
             x = checkpoint(block, x, use_reentrant=False)
         return self.loss(x, labels)
 
-    # Refused:
+    def parameter_written(self, x, ids, labels):
+        c = torch.zeros(ids.size(1), DIM, dtype=x.dtype)
+        c[ids.size(1) // 2 :] = self.p
+        return self.loss(x + c, labels)
 
-    def function(self, x, ids, labels):
-        return self.loss(StraightThrough.apply(self.aux(x) * 3), labels)
+    # Refused:
 
     def hook(self, x, ids, labels):
         x = self.aux(x)
@@ -380,19 +382,13 @@ class Case(LM):
     def counts(self, x, ids, labels):
         return self.loss(self.counted(ids % 3), labels)
 
-    def parameter_written(self, x, ids, labels):
-        c = torch.zeros(ids.size(1), DIM, dtype=x.dtype)
-        c[ids.size(1) // 2 :] = self.p
-        return self.loss(x + c, labels)
-
 
 EQUAL_CASES = [
     "first_used_without_gradients", "windows", "repeated_then_written", "drawn_once", "dead",
     "ignored_out_of_range", "cross_bias", "ids_written", "dtype_of", "checkpointed",
-    "attends_to_parameters",
+    "attends_to_parameters", "parameter_written",
 ]  # fmt: skip
 REFUSED_CASES = {
-    "function": "backward of a torch.autograd.Function",
     "hook": "a hook on its gradient",
     "selective": "context_fn",
     "mapped": "torch.vmap of what is differentiated",
@@ -401,7 +397,6 @@ REFUSED_CASES = {
     "short_index": "gather.*tokens in dimension 1 are needed",
     "written_and_used": "mul_.*writes into what is differentiated",
     "counts": "embedding.*scale_grad_by_freq",
-    "parameter_written": "copy_.*writes into what is differentiated",
 }
 
 
@@ -431,9 +426,6 @@ class Changed(LM):
     def batch(self, x):
         return self.norm1d(x.transpose(1, 2)).transpose(1, 2)
 
-    def by_hand(self, x):
-        return (x @ x.transpose(1, 2)).softmax(-1) @ x
-
     def rolled(self, x):
         return x + x.roll(1, 1)
 
@@ -446,12 +438,6 @@ class Changed(LM):
     def sorted_(self, x):
         return x.sort(1).values
 
-    def prefixed(self, x):
-        return torch.cat([self.position.weight[:1].expand(x.size(0), -1, -1), x], 1)[:, 1:]
-
-    def softmaxed(self, x):
-        return x.softmax(1)
-
     def biggest(self, x):
         return x * x.amax(1, keepdim=True)
 
@@ -461,26 +447,18 @@ class Changed(LM):
     def every_second(self, x):
         return x[:, ::2].repeat_interleave(2, 1)[:, : x.size(1)]
 
-    def mixed(self, x):
-        weight = self.position.weight[: x.size(1), :1]
-        return x * torch.einsum("bsd,sk->bdk", x, weight).transpose(1, 2)
-
 
 # The method, and what the message must say of it.
 REFUSED = {
     "depthwise": "conv1d.*borders",
     "cumulative": "cumsum.*all tokens in front",
     "batch": "batch_norm.*statistics",
-    "by_hand": "matmul.*scaled_dot_product_attention",
     "rolled": "roll.*moves tokens",
     "shifted": "cat|sub",
     "differences": "sub.*not the same ones",
     "sorted_": "sort",
-    "prefixed": "cat.*in front",
-    "softmaxed": "softmax.*scaled_dot_product_attention",
     "biggest": "amax.*all of them",
     "halves": "reshape.*pieces",
     "every_second": "slice.*2th",
-    "mixed": "einsum.*sums over tokens",
     "scan": "cumprod.*all tokens in front",
 }

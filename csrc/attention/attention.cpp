@@ -1,48 +1,22 @@
 // Attention over a sharded sequence: an exchange there, any attention on whole
 // sequences, an exchange back. Composite: no kernel and no backward of its own.
 
-#include "../dispatch.h"
 #include "../exchange/checks.h"
 #include "../exchange/ops.h"
 #include "ops.h"
 
-#include <ATen/autocast_mode.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
-#include <torch/library.h>
 
 namespace deepsp {
 namespace {
 
 constexpr const char* kNames[] = {"q", "k", "v"};
 
-void check_mask(
-    const at::Tensor& mask,
-    const c10::SymInt& batch,
-    const c10::SymInt& heads,
-    const c10::SymInt& tokens) {
-  const c10::SymInt whole[] = {batch, heads, tokens, tokens};
-  constexpr const char* dims[] = {"batch", "heads", "sequence (queries)", "sequence (keys)"};
-  const auto is_padding = [&] {
-    return mask.dim() == 2 && mask.sym_size(0) == batch && mask.sym_size(1) == tokens;
-  };
-  TORCH_CHECK_VALUE(
-      mask.dim() >= 2 && mask.dim() <= 4, "attn_mask has ", mask.dim(),
-      " dimensions; 2 to 4 are right: [[batch,] heads,] S, S");
-  for (int64_t d = 0; d < mask.dim(); ++d) {
-    const int64_t at = 4 - mask.dim() + d;
-    TORCH_CHECK_VALUE(
-        mask.sym_size(d) == 1 || mask.sym_size(d) == whole[at], "attn_mask has size ",
-        mask.sym_size(d), " in dimension ", d, " (", dims[at],
-        "); masks are global, as without sharding: 1 or ", whole[at], " is right",
-        is_padding() ? ", and for padding, [batch, sequence], mask[:, None, None, :]" : "");
-  }
-}
-
 }  // namespace
 
 void check_attention(
-    const std::optional<at::Tensor>& attn_mask,
+    const OptionalTensor& attn_mask,
     double dropout_p,
     bool is_causal,
     at::ScalarType dtype,
@@ -55,12 +29,28 @@ void check_attention(
   if (!attn_mask.has_value()) {
     return;
   }
+  const at::Tensor& mask = *attn_mask;
   TORCH_CHECK_VALUE(
       !is_causal, "attn_mask is given and is_causal is True; only one of them can be");
   TORCH_CHECK_VALUE(
-      attn_mask->scalar_type() == at::kBool || attn_mask->scalar_type() == dtype, "attn_mask is ",
-      attn_mask->scalar_type(), "; bool or q's dtype, ", dtype, ", is right");
-  check_mask(*attn_mask, batch, num_heads, tokens);
+      mask.scalar_type() == at::kBool || mask.scalar_type() == dtype, "attn_mask is ",
+      mask.scalar_type(), "; bool or q's dtype, ", dtype, ", is right");
+  TORCH_CHECK_VALUE(
+      mask.dim() >= 2 && mask.dim() <= 4, "attn_mask has ", mask.dim(),
+      " dimensions; 2 to 4 are right: [[batch,] heads,] S, S");
+  const c10::SymInt whole[] = {batch, num_heads, tokens, tokens};
+  constexpr const char* dims[] = {"batch", "heads", "sequence (queries)", "sequence (keys)"};
+  const auto is_padding = [&] {
+    return mask.dim() == 2 && mask.sym_size(0) == batch && mask.sym_size(1) == tokens;
+  };
+  for (int64_t d = 0; d < mask.dim(); ++d) {
+    const int64_t at = 4 - mask.dim() + d;
+    TORCH_CHECK_VALUE(
+        mask.sym_size(d) == 1 || mask.sym_size(d) == whole[at], "attn_mask has size ",
+        mask.sym_size(d), " in dimension ", d, " (", dims[at],
+        "); masks are global, as without sharding: 1 or ", whole[at], " is right",
+        is_padding() ? ", and for padding, [batch, sequence], mask[:, None, None, :]" : "");
+  }
 }
 
 namespace {
@@ -106,7 +96,7 @@ at::Tensor kv_of_chunk(
       "chunk is ", chunk, ", but there are ", layout.chunks(), " chunks and ", received.size(),
       " of them received");
   const Readers readers(layout, rank, chunk);
-  std::vector<at::Tensor> pieces;  // the heads read, in order
+  Tensors pieces;  // the heads read, in order
   for (int64_t c = 0; c <= chunk; ++c) {
     const Range came = layout.range(1, rank, c);
     const at::Tensor& x = received[c];
@@ -125,7 +115,7 @@ at::Tensor kv_of_chunk(
   }
   // Not an index tensor: that would be a constant in a traced graph, and a copy
   // to the device.
-  std::vector<at::Tensor> repeated;
+  Tensors repeated;
   for (const at::Tensor& piece : pieces) {
     for (const at::Tensor& head : piece.unbind(2)) {
       repeated.push_back(head.unsqueeze(2).expand_symint(
@@ -140,7 +130,7 @@ at::Tensor attention_of_chunk(
     const at::Tensor& q,
     const at::Tensor& k,
     const at::Tensor& v,
-    const std::optional<at::Tensor>& attn_mask,
+    const OptionalTensor& attn_mask,
     double dropout_p,
     bool is_causal,
     std::optional<double> scale,
@@ -163,7 +153,7 @@ at::Tensor attention_of_chunk(
       " query heads of this chunk");
   check_attention(
       attn_mask, dropout_p, is_causal, q.scalar_type(), q.sym_size(0), num_heads, q.sym_size(1));
-  std::optional<at::Tensor> mask;
+  OptionalTensor mask;
   if (attn_mask.has_value()) {
     mask = mask_of(*attn_mask, heads);
   }
@@ -175,76 +165,6 @@ at::Tensor attention_of_chunk(
              q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, dropout_p, is_causal,
              scale, grouped)
       .transpose(1, 2);
-}
-
-// Attention in the layout [B, S, H, D]; tokens_first: the output lies as [S, B, H, D].
-at::Tensor attention_by_tokens(
-    const at::Tensor& q,
-    const at::Tensor& k,
-    const at::Tensor& v,
-    const std::optional<at::Tensor>& attn_mask,
-    double dropout_p,
-    bool is_causal,
-    std::optional<double> scale,
-    bool enable_gqa,
-    int64_t chunks,
-    c10::SymIntArrayRef seq_lens,
-    int64_t rank,
-    std::string_view group_name,
-    bool sharded_randomness,
-    bool tokens_first) {
-  const SymBlockLayout layout = check_by_tokens({q, k, v}, seq_lens, chunks, rank, kNames);
-  const HeadLayout& heads = layout.heads;
-  TORCH_CHECK_VALUE(
-      heads.num_heads(1) == heads.num_heads(2), "k has ", heads.num_heads(1), " heads, but v has ",
-      heads.num_heads(2), "; they must be the same");
-  TORCH_CHECK_VALUE(
-      enable_gqa || heads.num_heads(0) == heads.num_heads(1), "q has ", heads.num_heads(0),
-      " heads, but k and v have ", heads.num_heads(1),
-      "; pass enable_gqa=True if several query heads are meant to read one kv head");
-  TORCH_CHECK_VALUE(
-      q.sym_size(3) == k.sym_size(3), "q has head_dim ", q.sym_size(3), ", but k has ",
-      k.sym_size(3), "; they must be the same");
-  TORCH_CHECK_VALUE(
-      q.is_floating_point(), "q is ", q.scalar_type(), "; attention needs a floating-point dtype");
-  check_attention(
-      attn_mask, dropout_p, is_causal, q.scalar_type(), layout.batch, q.sym_size(2),
-      layout.token(layout.parts()));
-  TORCH_CHECK_VALUE(
-      !attn_mask.has_value() || attn_mask->device() == q.device(), "attn_mask is on ",
-      attn_mask->device(), ", but q is on ", q.device(), "; they must be on the same device");
-  const c10::SymInt num_heads = q.sym_size(2);
-  const int64_t counts[] = {heads.num_heads(0), heads.num_heads(1)};
-  const int64_t parts = heads.parts();
-  std::vector<at::Tensor> ks, vs;
-  const auto attend = [&](const std::vector<at::Tensor>& qkv, int64_t chunk) {
-    ks.push_back(qkv[1]);
-    vs.push_back(qkv[2]);
-    const auto read = [&](at::TensorList received) {
-      return kv_of_chunk(received, counts[0], counts[1], chunk, heads.chunks(), rank, parts);
-    };
-    return attention_of_chunk(
-        qkv[0], read(ks), read(vs), attn_mask, dropout_p, is_causal, scale, counts[0], chunk,
-        heads.chunks(), rank, parts, sharded_randomness);
-  };
-  if (heads.chunks() == 1) {
-    const at::Tensor out = attend(seq_to_heads({q, k, v}, seq_lens, rank, group_name), 0);
-    return heads_to_seq({out}, {num_heads}, seq_lens, rank, group_name, tokens_first)[0];
-  }
-  const c10::SymInt qkv_heads[] = {num_heads, k.sym_size(2), v.sym_size(2)};
-  const std::vector<at::Tensor> arriving =
-      seq_to_heads_start({q, k, v}, seq_lens, heads.chunks(), false, rank, group_name);
-  std::vector<at::Tensor> leaving;
-  for (int64_t chunk = 0; chunk < heads.chunks(); ++chunk) {
-    const std::vector<at::Tensor> qkv = seq_to_heads_wait(
-        arriving[chunk], qkv_heads, layout.head_dims, layout.batch, seq_lens, chunk, heads.chunks(),
-        rank, group_name);
-    leaving.push_back(heads_to_seq_start(
-        {attend(qkv, chunk)}, {num_heads}, seq_lens, chunk, heads.chunks(), rank, group_name));
-  }
-  return heads_to_seq_wait(
-      leaving, {num_heads}, {v.sym_size(3)}, layout.batch, seq_lens, rank, group_name,
-      tokens_first)[0];
 }
 
 // Where [B, S, H, D] stand among the dimensions of a layout.
@@ -265,11 +185,27 @@ Order order_of(std::string_view layout) {
   return {{0, 2, 1, 3}, "[batch, heads, sequence, head_dim]"};
 }
 
+// q, k and v [B, S_rank, H_i, D_i].
+void check_heads(const at::Tensor& q, const at::Tensor& k, const HeadLayout& heads, bool grouped) {
+  TORCH_CHECK_VALUE(
+      heads.num_heads(1) == heads.num_heads(2), "k has ", heads.num_heads(1), " heads, but v has ",
+      heads.num_heads(2), "; they must be the same");
+  TORCH_CHECK_VALUE(
+      grouped || heads.num_heads(0) == heads.num_heads(1), "q has ", heads.num_heads(0),
+      " heads, but k and v have ", heads.num_heads(1),
+      "; pass enable_gqa=True if several query heads are meant to read one kv head");
+  TORCH_CHECK_VALUE(
+      q.sym_size(3) == k.sym_size(3), "q has head_dim ", q.sym_size(3), ", but k has ",
+      k.sym_size(3), "; they must be the same");
+  TORCH_CHECK_VALUE(
+      q.is_floating_point(), "q is ", q.scalar_type(), "; attention needs a floating-point dtype");
+}
+
 at::Tensor distributed_attention(
     const at::Tensor& q,
     const at::Tensor& k,
     const at::Tensor& v,
-    const std::optional<at::Tensor>& attn_mask,
+    const OptionalTensor& attn_mask,
     double dropout_p,
     bool is_causal,
     std::optional<double> scale,
@@ -278,83 +214,63 @@ at::Tensor distributed_attention(
     c10::SymIntArrayRef seq_lens,
     int64_t rank,
     std::string_view group_name,
-    std::string_view layout,
+    std::string_view order_name,
     bool sharded_randomness) {
-  const Order order = order_of(layout);
-  std::vector<at::Tensor> qkv;
+  const Order order = order_of(order_name);
+  Tensors inputs;  // [B, S_rank, H_i, D_i]
   for (const at::Tensor& x : {q, k, v}) {
     TORCH_CHECK_VALUE(
-        x.dim() == 4, kNames[qkv.size()], " has ", x.dim(),
+        x.dim() == 4, kNames[inputs.size()], " has ", x.dim(),
         " dimensions; four are right: ", order.names);
-    qkv.push_back(x.permute(order.dims));
+    inputs.push_back(x.permute(order.dims));
   }
-  // Each order is its own inverse. What heads first looks like is what SDPA returns: in memory
-  // the tokens come first, as whoever joins the heads again wants them.
-  return attention_by_tokens(
-             qkv[0], qkv[1], qkv[2], attn_mask, dropout_p, is_causal, scale, enable_gqa, chunks,
-             seq_lens, rank, group_name, sharded_randomness, layout == "sbhd")
-      .permute(order.dims);
-}
-
-template <class Cast>
-std::optional<at::Tensor> cast_mask(const std::optional<at::Tensor>& mask, const Cast& cast) {
-  return mask.has_value() && mask->is_floating_point() ? cast(*mask) : mask;
-}
-
-// Under autocast attention computes in the lower precision: cast before the
-// exchange, not after it, and half the bytes travel.
-template <c10::DeviceType device>
-at::Tensor distributed_attention_autocast(
-    const at::Tensor& q,
-    const at::Tensor& k,
-    const at::Tensor& v,
-    const std::optional<at::Tensor>& attn_mask,
-    double dropout_p,
-    bool is_causal,
-    std::optional<double> scale,
-    bool enable_gqa,
-    int64_t chunks,
-    c10::SymIntArrayRef seq_lens,
-    int64_t rank,
-    std::string_view group_name,
-    std::string_view layout,
-    bool sharded_randomness) {
-  c10::impl::ExcludeDispatchKeyGuard guard(
-      c10::DispatchKeySet(at::autocast::get_autocast_dispatch_key_from_device_type(device)));
-  const auto dtype = at::autocast::get_autocast_dtype(device);
-  const auto cast = [&](const at::Tensor& x) {
-    return at::autocast::cached_cast(dtype, x, device);
+  const SymBlockLayout layout = check_by_tokens(inputs, seq_lens, chunks, rank, kNames);
+  const HeadLayout& heads = layout.heads;
+  check_heads(inputs[0], inputs[1], heads, enable_gqa);
+  const int64_t num_heads = heads.num_heads(0), num_kv_heads = heads.num_heads(1);
+  check_attention(
+      attn_mask, dropout_p, is_causal, q.scalar_type(), layout.batch, num_heads,
+      layout.token(layout.parts()));
+  TORCH_CHECK_VALUE(
+      !attn_mask.has_value() || attn_mask->device() == q.device(), "attn_mask is on ",
+      attn_mask->device(), ", but q is on ", q.device(), "; they must be on the same device");
+  Tensors ks, vs;
+  const auto attend = [&](const Tensors& qkv, int64_t chunk) {
+    ks.push_back(qkv[1]);
+    vs.push_back(qkv[2]);
+    const auto read = [&](at::TensorList received) {
+      return kv_of_chunk(
+          received, num_heads, num_kv_heads, chunk, heads.chunks(), rank, heads.parts());
+    };
+    return attention_of_chunk(
+        qkv[0], read(ks), read(vs), attn_mask, dropout_p, is_causal, scale, num_heads, chunk,
+        heads.chunks(), rank, heads.parts(), sharded_randomness);
   };
-  static const auto op = find_op<decltype(distributed_attention)>("deepsp::distributed_attention");
-  return op.call(
-      cast(q), cast(k), cast(v), cast_mask(attn_mask, cast), dropout_p, is_causal, scale,
-      enable_gqa, chunks, seq_lens, rank, group_name, layout, sharded_randomness);
-}
-
-template <c10::DeviceType device>
-at::Tensor attention_of_chunk_autocast(
-    const at::Tensor& q,
-    const at::Tensor& k,
-    const at::Tensor& v,
-    const std::optional<at::Tensor>& attn_mask,
-    double dropout_p,
-    bool is_causal,
-    std::optional<double> scale,
-    int64_t num_heads,
-    int64_t chunk,
-    int64_t chunks,
-    int64_t rank,
-    int64_t parts,
-    bool sharded_randomness) {
-  c10::impl::ExcludeDispatchKeyGuard guard(
-      c10::DispatchKeySet(at::autocast::get_autocast_dispatch_key_from_device_type(device)));
-  const auto dtype = at::autocast::get_autocast_dtype(device);
-  const auto cast = [&](const at::Tensor& x) {
-    return at::autocast::cached_cast(dtype, x, device);
-  };
-  return attention_of_chunk(
-      cast(q), cast(k), cast(v), cast_mask(attn_mask, cast), dropout_p, is_causal, scale, num_heads,
-      chunk, chunks, rank, parts, sharded_randomness);
+  // What heads first looks like is what SDPA returns: in memory the tokens come first, as whoever
+  // joins the heads again wants them.
+  const bool tokens_first = order_name == "sbhd";
+  Tensors out;
+  if (heads.chunks() == 1) {
+    out = heads_to_seq(
+        {attend(seq_to_heads(inputs, seq_lens, rank, group_name), 0)}, {num_heads}, seq_lens, rank,
+        group_name, tokens_first);
+  } else {
+    const c10::SymInt counts[] = {num_heads, num_kv_heads, num_kv_heads};
+    const Tensors arriving =
+        seq_to_heads_start(inputs, seq_lens, heads.chunks(), false, rank, group_name);
+    Tensors leaving;
+    for (int64_t chunk = 0; chunk < heads.chunks(); ++chunk) {
+      const Tensors qkv = seq_to_heads_wait(
+          arriving[chunk], counts, layout.head_dims, layout.batch, seq_lens, chunk, heads.chunks(),
+          rank, group_name);
+      leaving.push_back(heads_to_seq_start(
+          {attend(qkv, chunk)}, {num_heads}, seq_lens, chunk, heads.chunks(), rank, group_name));
+    }
+    out = heads_to_seq_wait(
+        leaving, {num_heads}, layout.head_dims.back(), layout.batch, seq_lens, rank, group_name,
+        tokens_first);
+  }
+  return out[0].permute(order.dims);  // each order is its own inverse
 }
 
 }  // namespace
@@ -364,16 +280,6 @@ TORCH_LIBRARY_IMPL(deepsp, CompositeImplicitAutograd, m) {
   m.impl("kv_of_chunk", kv_of_chunk);
   m.impl("attention_of_chunk", attention_of_chunk);
   m.impl("check_attention", check_attention);
-}
-
-TORCH_LIBRARY_IMPL(deepsp, AutocastCPU, m) {
-  m.impl("distributed_attention", distributed_attention_autocast<at::kCPU>);
-  m.impl("attention_of_chunk", attention_of_chunk_autocast<at::kCPU>);
-}
-
-TORCH_LIBRARY_IMPL(deepsp, AutocastCUDA, m) {
-  m.impl("distributed_attention", distributed_attention_autocast<at::kCUDA>);
-  m.impl("attention_of_chunk", attention_of_chunk_autocast<at::kCUDA>);
 }
 
 }  // namespace deepsp

@@ -2,7 +2,6 @@
 // that are seeded alike on all ranks, so that each would drop what the others drop in their heads.
 // Here a rank's own seed says what it drops, in backward once more: only the seed is kept.
 
-#include "../dispatch.h"
 #include "ops.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -12,50 +11,29 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
 #include <torch/csrc/autograd/autograd.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
 namespace deepsp {
-
-std::tuple<at::Tensor, at::Tensor> attention_with_dropout(
-    const at::Tensor& q,
-    const at::Tensor& k,
-    const at::Tensor& v,
-    const std::optional<at::Tensor>& attn_mask,
-    double dropout_p,
-    bool is_causal,
-    std::optional<double> scale,
-    int64_t rank) {
-  static const auto op =
-      find_op<decltype(attention_with_dropout)>("deepsp::attention_with_dropout");
-  return op.call(q, k, v, attn_mask, dropout_p, is_causal, scale, rank);
-}
-
 namespace {
 
 // wanted: whether for q, k, v, attn_mask.
-std::vector<at::Tensor> attention_with_dropout_backward(
+const Op<Tensors(
     const at::Tensor& grad,
     const at::Tensor& q,
     const at::Tensor& k,
     const at::Tensor& v,
-    const std::optional<at::Tensor>& attn_mask,
+    const OptionalTensor& attn_mask,
     double dropout_p,
     bool is_causal,
     std::optional<double> scale,
     const at::Tensor& seed,
-    at::IntArrayRef wanted) {
-  static const auto op =
-      find_op<decltype(attention_with_dropout_backward)>("deepsp::attention_with_dropout_backward");
-  return op.call(grad, q, k, v, attn_mask, dropout_p, is_causal, scale, seed, wanted);
-}
+    at::IntArrayRef wanted)>
+    attention_with_dropout_backward("attention_with_dropout_backward");
 
 void check(
     const at::Tensor& q,
     const at::Tensor& k,
     const at::Tensor& v,
-    const std::optional<at::Tensor>& attn_mask,
+    const OptionalTensor& attn_mask,
     double dropout_p,
     bool is_causal) {
   TORCH_CHECK_VALUE(
@@ -78,33 +56,6 @@ void check(
   check_attention(
       attn_mask, dropout_p, is_causal, q.scalar_type(), q.sym_size(0), q.sym_size(2),
       q.sym_size(1));
-}
-
-void check_backward(
-    const at::Tensor& grad,
-    const at::Tensor& q,
-    const at::Tensor& k,
-    const at::Tensor& v,
-    const std::optional<at::Tensor>& attn_mask,
-    double dropout_p,
-    bool is_causal,
-    const at::Tensor& seed,
-    at::IntArrayRef wanted) {
-  check(q, k, v, attn_mask, dropout_p, is_causal);
-  TORCH_CHECK_VALUE(
-      grad.dim() == 4 && grad.sym_size(0) == q.sym_size(0) && grad.sym_size(1) == q.sym_size(1) &&
-          grad.sym_size(2) == q.sym_size(2) && grad.sym_size(3) == v.sym_size(3),
-      "grad has shape ", grad.sym_sizes(), "; the output's, [", q.sym_size(0), ", ", q.sym_size(1),
-      ", ", q.sym_size(2), ", ", v.sym_size(3), "], is right");
-  TORCH_CHECK_VALUE(
-      seed.dim() == 0 && seed.scalar_type() == at::kLong, "seed is ", seed.scalar_type(), " ",
-      seed.sym_sizes(), "; the int64 scalar that came with the output is right");
-  TORCH_CHECK_VALUE(
-      wanted.size() == 4, "wanted has ", wanted.size(),
-      " entries; one for each of q, k, v and attn_mask is right");
-  TORCH_CHECK_VALUE(
-      !wanted[3] || (attn_mask.has_value() && attn_mask->is_floating_point()),
-      "wanted asks for the gradient of attn_mask, which isn't of floating point");
 }
 
 // splitmix64's finalizer: neighbours have nothing in common.
@@ -150,7 +101,7 @@ at::Tensor seeded_attention(
     const at::Tensor& q,
     const at::Tensor& k,
     const at::Tensor& v,
-    const std::optional<at::Tensor>& attn_mask,
+    const OptionalTensor& attn_mask,
     double dropout_p,
     bool is_causal,
     std::optional<double> scale,
@@ -173,39 +124,66 @@ std::tuple<at::Tensor, at::Tensor> attention_with_dropout_kernel(
     const at::Tensor& q,
     const at::Tensor& k,
     const at::Tensor& v,
-    const std::optional<at::Tensor>& attn_mask,
+    const OptionalTensor& attn_mask,
     double dropout_p,
     bool is_causal,
     std::optional<double> scale,
     int64_t rank) {
   check(q, k, v, attn_mask, dropout_p, is_causal);
+  const auto seed_options = q.options().dtype(at::kLong);
+  if (q.is_meta()) {
+    const c10::SymInt sizes[] = {q.sym_size(0), q.sym_size(1), q.sym_size(2), v.sym_size(3)};
+    return {at::empty_symint(sizes, q.options()), at::empty({}, seed_options)};
+  }
   at::Generator generator = generator_of(q);
   const int64_t seed =
       dropout_p > 0 ? static_cast<int64_t>(mix(draw(generator), static_cast<uint64_t>(rank)) >> 1)
                     : 0;
   const at::Tensor out =
       seeded_attention(q, k, v, attn_mask, dropout_p, is_causal, scale, generator, seed);
-  return {out.contiguous(), at::full({}, seed, q.options().dtype(at::kLong))};
+  return {out.contiguous(), at::full({}, seed, seed_options)};
 }
 
-std::vector<at::Tensor> attention_with_dropout_backward_kernel(
+Tensors attention_with_dropout_backward_kernel(
     const at::Tensor& grad,
     const at::Tensor& q,
     const at::Tensor& k,
     const at::Tensor& v,
-    const std::optional<at::Tensor>& attn_mask,
+    const OptionalTensor& attn_mask,
     double dropout_p,
     bool is_causal,
     std::optional<double> scale,
     const at::Tensor& seed,
     at::IntArrayRef wanted) {
-  check_backward(grad, q, k, v, attn_mask, dropout_p, is_causal, seed, wanted);
+  check(q, k, v, attn_mask, dropout_p, is_causal);
+  TORCH_CHECK_VALUE(
+      grad.dim() == 4 && grad.sym_size(0) == q.sym_size(0) && grad.sym_size(1) == q.sym_size(1) &&
+          grad.sym_size(2) == q.sym_size(2) && grad.sym_size(3) == v.sym_size(3),
+      "grad has shape ", grad.sym_sizes(), "; the output's, [", q.sym_size(0), ", ", q.sym_size(1),
+      ", ", q.sym_size(2), ", ", v.sym_size(3), "], is right");
+  TORCH_CHECK_VALUE(
+      seed.dim() == 0 && seed.scalar_type() == at::kLong, "seed is ", seed.scalar_type(), " ",
+      seed.sym_sizes(), "; the int64 scalar that came with the output is right");
+  TORCH_CHECK_VALUE(
+      wanted.size() == 4, "wanted has ", wanted.size(),
+      " entries; one for each of q, k, v and attn_mask is right");
+  TORCH_CHECK_VALUE(
+      !wanted[3] || (attn_mask.has_value() && attn_mask->is_floating_point()),
+      "wanted asks for the gradient of attn_mask, which isn't of floating point");
+  Tensors inputs{q, k, v, attn_mask.value_or(at::Tensor())}, asked, found;
+  if (q.is_meta()) {
+    for (size_t i = 0; i < wanted.size(); ++i) {
+      if (wanted[i]) {
+        found.push_back(at::empty_symint(inputs[i].sym_sizes(), inputs[i].options()));
+      }
+    }
+    return found;
+  }
   // A kernel runs below autograd, which is what this one needs.
   auto keys = c10::impl::tls_local_dispatch_key_set();
   keys.excluded_ = keys.excluded_ - c10::autograd_dispatch_keyset_with_ADInplaceOrView;
   const c10::impl::ForceDispatchKeyGuard above(keys);
   const at::AutoGradMode enabled(true);
-  torch::autograd::variable_list inputs{q, k, v, attn_mask.value_or(at::Tensor())}, asked;
   for (size_t i = 0; i < inputs.size(); ++i) {
     if (inputs[i].defined()) {
       inputs[i] = inputs[i].detach().requires_grad_(wanted[i]);
@@ -215,114 +193,39 @@ std::vector<at::Tensor> attention_with_dropout_backward_kernel(
     }
   }
   if (asked.empty()) {
-    return {};
+    return found;
   }
   const auto mask = attn_mask.has_value() ? std::make_optional(inputs[3]) : std::nullopt;
   const at::Tensor out = seeded_attention(
       inputs[0], inputs[1], inputs[2], mask, dropout_p, is_causal, scale, generator_of(q),
       seed.item<int64_t>());
-  std::vector<at::Tensor> found = torch::autograd::grad({out}, asked, {grad});
+  found = torch::autograd::grad({out}, asked, {grad});
   for (at::Tensor& gradient : found) {
     gradient = gradient.contiguous();
   }
   return found;
 }
 
-std::tuple<at::Tensor, at::Tensor> attention_with_dropout_meta(
-    const at::Tensor& q,
-    const at::Tensor& k,
-    const at::Tensor& v,
-    const std::optional<at::Tensor>& attn_mask,
-    double dropout_p,
-    bool is_causal,
-    std::optional<double> /*scale*/,
-    int64_t /*rank*/) {
-  check(q, k, v, attn_mask, dropout_p, is_causal);
-  const c10::SymInt sizes[] = {q.sym_size(0), q.sym_size(1), q.sym_size(2), v.sym_size(3)};
-  return {at::empty_symint(sizes, q.options()), at::empty({}, q.options().dtype(at::kLong))};
+void keep_all(Call& call) {
+  const at::Tensor& seed = call.outputs()[1];
+  Tensors kept = call.inputs().vec();
+  kept.push_back(seed);
+  call.keep_tensors(kept);
+  call.mark_non_differentiable(seed);
 }
 
-std::vector<at::Tensor> attention_with_dropout_backward_meta(
-    const at::Tensor& grad,
-    const at::Tensor& q,
-    const at::Tensor& k,
-    const at::Tensor& v,
-    const std::optional<at::Tensor>& attn_mask,
-    double dropout_p,
-    bool is_causal,
-    std::optional<double> /*scale*/,
-    const at::Tensor& seed,
-    at::IntArrayRef wanted) {
-  check_backward(grad, q, k, v, attn_mask, dropout_p, is_causal, seed, wanted);
-  const at::Tensor inputs[] = {q, k, v, attn_mask.value_or(at::Tensor())};
-  std::vector<at::Tensor> found;
-  for (size_t i = 0; i < wanted.size(); ++i) {
-    if (wanted[i]) {
-      found.push_back(at::empty_symint(inputs[i].sym_sizes(), inputs[i].options()));
-    }
+Tensors attention_with_dropout_gradients(const Call& call, const Tensors& gradients) {
+  if (!gradients[0].defined()) {
+    return {};
   }
-  return found;
-}
-
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
-
-struct AttentionWithDropout : torch::autograd::Function<AttentionWithDropout> {
-  static variable_list forward(
-      AutogradContext* ctx,
-      const at::Tensor& q,
-      const at::Tensor& k,
-      const at::Tensor& v,
-      const std::optional<at::Tensor>& attn_mask,
-      double dropout_p,
-      bool is_causal,
-      std::optional<double> scale,
-      int64_t rank) {
-    ctx->saved_data["wanted"] = std::vector<int64_t>{
-        q.requires_grad(), k.requires_grad(), v.requires_grad(),
-        attn_mask.has_value() && attn_mask->requires_grad()};
-    at::AutoDispatchBelowADInplaceOrView guard;
-    const auto [out, seed] =
-        attention_with_dropout(q, k, v, attn_mask, dropout_p, is_causal, scale, rank);
-    ctx->save_for_backward({q, k, v, attn_mask.value_or(at::Tensor()), seed});
-    ctx->saved_data["dropout_p"] = dropout_p;
-    ctx->saved_data["is_causal"] = is_causal;
-    ctx->saved_data["scale"] = scale;
-    ctx->mark_non_differentiable({seed});
-    return {out, seed};
-  }
-
-  static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    const auto wanted = ctx->saved_data["wanted"].toIntVector();
-    const variable_list saved = ctx->get_saved_variables();
-    const std::vector<at::Tensor> found = attention_with_dropout_backward(
-        grads[0], saved[0], saved[1], saved[2],
-        saved[3].defined() ? std::make_optional(saved[3]) : std::nullopt,
-        ctx->saved_data["dropout_p"].toDouble(), ctx->saved_data["is_causal"].toBool(),
-        ctx->saved_data["scale"].toOptional<double>(), saved[4], wanted);
-    variable_list gradients(8);
-    size_t next = 0;
-    for (size_t i = 0; i < wanted.size(); ++i) {
-      if (wanted[i]) {
-        gradients[i] = found[next++];
-      }
-    }
-    return gradients;
-  }
-};
-
-std::tuple<at::Tensor, at::Tensor> attention_with_dropout_autograd(
-    const at::Tensor& q,
-    const at::Tensor& k,
-    const at::Tensor& v,
-    const std::optional<at::Tensor>& attn_mask,
-    double dropout_p,
-    bool is_causal,
-    std::optional<double> scale,
-    int64_t rank) {
-  const variable_list found =
-      AttentionWithDropout::apply(q, k, v, attn_mask, dropout_p, is_causal, scale, rank);
-  return {found[0], found[1]};
+  const Tensors kept = call.kept_tensors();
+  const auto wanted = call.wanted(4);
+  return call.placed(
+      attention_with_dropout_backward(
+          gradients[0], kept[0], kept[1], kept[2],
+          call.count("attn_mask") ? OptionalTensor(kept[3]) : std::nullopt, call["dropout_p"],
+          call["is_causal"], call["scale"], kept.back(), wanted),
+      wanted);
 }
 
 }  // namespace
@@ -332,14 +235,9 @@ TORCH_LIBRARY_IMPL(deepsp, CompositeExplicitAutograd, m) {
   m.impl("attention_with_dropout_backward", attention_with_dropout_backward_kernel);
 }
 
-TORCH_LIBRARY_IMPL(deepsp, Meta, m) {
-  m.impl("attention_with_dropout", attention_with_dropout_meta);
-  m.impl("attention_with_dropout_backward", attention_with_dropout_backward_meta);
-}
-
 TORCH_LIBRARY_IMPL(deepsp, Autograd, m) {
-  m.impl("attention_with_dropout", attention_with_dropout_autograd);
-  m.impl("attention_with_dropout_backward", torch::autograd::autogradNotImplementedFallback());
+  differentiable(m, "attention_with_dropout", attention_with_dropout_gradients, keep_all);
+  not_differentiable(m, "attention_with_dropout_backward");
 }
 
 }  // namespace deepsp

@@ -1,26 +1,24 @@
 #pragma once
-// What attention's files share. C++ calls through the dispatcher.
+// What attention's files share.
 
-#include <ATen/core/Tensor.h>
-
-#include <optional>
-#include <tuple>
+#include "../op.h"
 
 namespace deepsp {
 
-std::tuple<at::Tensor, at::Tensor> attention_with_dropout(
+inline const Op<std::tuple<at::Tensor, at::Tensor>(
     const at::Tensor& q,
     const at::Tensor& k,
     const at::Tensor& v,
-    const std::optional<at::Tensor>& attn_mask,
+    const OptionalTensor& attn_mask,
     double dropout_p,
     bool is_causal,
     std::optional<double> scale,
-    int64_t rank);
+    int64_t rank)>
+    attention_with_dropout("attention_with_dropout");
 
 // What scaled_dot_product_attention's arguments must be, besides q, k and v.
 void check_attention(
-    const std::optional<at::Tensor>& attn_mask,
+    const OptionalTensor& attn_mask,
     double dropout_p,
     bool is_causal,
     at::ScalarType dtype,

@@ -1,6 +1,6 @@
 #include "checks.h"
 
-#include "../symints.h"
+#include "../common/checks.h"
 
 namespace deepsp {
 namespace {
@@ -34,14 +34,9 @@ void check_alike(at::TensorList inputs, const char* const* names) {
   }
 }
 
-bool has_sum(at::ScalarType dtype) {
-  return dtype == at::kDouble || dtype == at::kFloat || dtype == at::kBFloat16 ||
-         dtype == at::kHalf;
-}
-
 // A head that several ranks hold comes back as a sum.
 void check_sums(const HeadLayout& heads, at::ScalarType dtype) {
-  for (size_t i = 0; !has_sum(dtype) && i < heads.tensors(); ++i) {
+  for (size_t i = 0; !is_summable(dtype) && i < heads.tensors(); ++i) {
     for (int64_t p = 0; p + 1 < heads.parts(); ++p) {
       TORCH_CHECK_VALUE(
           heads.range(i, p).end <= heads.range(i, p + 1).begin, "inputs are ", dtype,

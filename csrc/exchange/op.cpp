@@ -1,22 +1,42 @@
-// The exchange's kernels, the same for CPU and CUDA.
+// The exchange's kernels, the same for CPU and CUDA, and for meta tensors as far as results have
+// shapes and strides.
 
-#include <ATen/record_function.h>
-#include <torch/library.h>
-
+#include "../op.h"
 #include "checks.h"
-#include "transport.h"
+#include "engine.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/record_function.h>
 
 namespace deepsp {
 namespace {
 
-std::vector<at::Tensor> heads_to_seq_kernel(
+Tensors meta_by_tokens(const SymBlockLayout& layout, const at::Tensor& like, bool tokens_first) {
+  const c10::SymInt& tokens = layout.seq_lens[layout.rank];
+  Tensors outputs;
+  for (size_t i = 0; i < layout.heads.tensors(); ++i) {
+    const c10::SymInt heads = layout.heads.num_heads(i);
+    const c10::SymInt& dim = layout.head_dims[i];
+    outputs.push_back(
+        tokens_first
+            ? at::empty_symint({tokens, layout.batch, heads, dim}, like.options()).transpose(0, 1)
+            : at::empty_symint({layout.batch, tokens, heads, dim}, like.options()));
+  }
+  return outputs;
+}
+
+Tensors heads_to_seq_kernel(
     at::TensorList inputs,
     c10::SymIntArrayRef num_heads,
     c10::SymIntArrayRef seq_lens,
     int64_t rank,
     std::string_view group_name,
     bool tokens_first) {
-  const Layout layout = concrete(check_by_heads(inputs, num_heads, seq_lens, 0, 1, rank));
+  const SymBlockLayout shapes = check_by_heads(inputs, num_heads, seq_lens, 0, 1, rank);
+  if (inputs[0].is_meta()) {
+    return meta_by_tokens(shapes, inputs[0], tokens_first);
+  }
+  const Layout layout = concrete(shapes);
   const auto group = group_of("heads_to_seq", group_name, layout, inputs[0]);
   const at::Tensor buffer = empty_buffer({layout.elements_by_tokens(0)}, inputs[0]);
   if (group == nullptr && buffer.is_cpu()) {
@@ -30,7 +50,7 @@ std::vector<at::Tensor> heads_to_seq_kernel(
   return merge_by_tokens({buffer}, layout, tokens_first);
 }
 
-std::vector<at::Tensor> seq_to_heads_start_kernel(
+Tensors seq_to_heads_start_kernel(
     at::TensorList inputs,
     c10::SymIntArrayRef seq_lens,
     int64_t chunks,
@@ -38,10 +58,13 @@ std::vector<at::Tensor> seq_to_heads_start_kernel(
     int64_t rank,
     std::string_view group_name) {
   const SymBlockLayout shapes = check_by_tokens(inputs, seq_lens, chunks, rank);
+  if (inputs[0].is_meta()) {
+    return meta_buffers(shapes, inputs[0]);
+  }
   const Layout layout = concrete(shapes);
   const auto group = group_of("seq_to_heads", group_name, layout, inputs[0]);
   const int64_t count = layout.heads.chunks();
-  std::vector<at::Tensor> buffers(count);
+  Tensors buffers(count);
   for (int64_t n = 0; n < count; ++n) {
     const int64_t chunk = last_first ? count - 1 - n : n;
     buffers[chunk] = buffer_for(shapes, chunk, inputs[0]);
@@ -55,7 +78,7 @@ std::vector<at::Tensor> seq_to_heads_start_kernel(
   return buffers;
 }
 
-std::vector<at::Tensor> seq_to_heads_wait_kernel(
+Tensors seq_to_heads_wait_kernel(
     const at::Tensor& buffer,
     c10::SymIntArrayRef num_heads,
     c10::SymIntArrayRef head_dims,
@@ -65,11 +88,10 @@ std::vector<at::Tensor> seq_to_heads_wait_kernel(
     int64_t chunks,
     int64_t rank,
     std::string_view /*group_name*/) {
-  const Layout layout =
-      concrete(check_wait(buffer, num_heads, head_dims, batch, seq_lens, chunk, chunks, rank));
-  if (auto flight = flight_into(buffer)) {
-    flight->wait_all();
-    mark_landed(buffer);
+  const SymBlockLayout layout =
+      check_wait(buffer, num_heads, head_dims, batch, seq_lens, chunk, chunks, rank);
+  if (!buffer.is_meta()) {
+    land(buffer);
   }
   return views_by_heads(buffer, layout, chunk);
 }
@@ -83,15 +105,18 @@ at::Tensor heads_to_seq_start_kernel(
     int64_t rank,
     std::string_view group_name) {
   const SymBlockLayout shapes = check_by_heads(inputs, num_heads, seq_lens, chunk, chunks, rank);
+  const at::Tensor buffer = buffer_for(shapes, chunk, inputs[0]);
+  if (buffer.is_meta()) {
+    return buffer;
+  }
   const Layout layout = concrete(shapes);
   const auto group = group_of("heads_to_seq", group_name, layout, inputs[0], chunk);
-  const at::Tensor buffer = buffer_for(shapes, chunk, inputs[0]);
   launch_to_seq(inputs, layout, chunk, group.get(), buffer);
   settle_if_watched(buffer, layout, chunk);
   return buffer;
 }
 
-std::vector<at::Tensor> heads_to_seq_wait_kernel(
+Tensors heads_to_seq_wait_kernel(
     at::TensorList buffers,
     c10::SymIntArrayRef num_heads,
     c10::SymIntArrayRef head_dims,
@@ -100,13 +125,18 @@ std::vector<at::Tensor> heads_to_seq_wait_kernel(
     int64_t rank,
     std::string_view /*group_name*/,
     bool tokens_first) {
-  const Layout layout = concrete(check_wait(
+  const SymBlockLayout shapes = check_wait(
       buffers, num_heads, head_dims, batch, seq_lens, 0, static_cast<int64_t>(buffers.size()),
-      rank));
-  return merge_by_tokens(dense(buffers), layout, tokens_first);
+      rank);
+  if (buffers[0].is_meta()) {
+    return meta_by_tokens(shapes, buffers[0], tokens_first);
+  }
+  return merge_by_tokens(dense(buffers), concrete(shapes), tokens_first);
 }
 
-void register_kernels(torch::Library& m) {
+}  // namespace
+
+DEEPSP_KERNELS(m) {
   m.impl("heads_to_seq", heads_to_seq_kernel);
   m.impl("seq_to_heads_start", seq_to_heads_start_kernel);
   m.impl("seq_to_heads_wait", seq_to_heads_wait_kernel);
@@ -114,16 +144,8 @@ void register_kernels(torch::Library& m) {
   m.impl("heads_to_seq_wait", heads_to_seq_wait_kernel);
 }
 
-}  // namespace
-
-TORCH_LIBRARY_IMPL(deepsp, CPU, m) {
-  register_kernels(m);
+TORCH_LIBRARY_IMPL(deepsp, Functionalize, m) {
+  cuts_alias(m, "seq_to_heads_wait");
 }
-
-#ifdef DEEPSP_CUDA
-TORCH_LIBRARY_IMPL(deepsp, CUDA, m) {
-  register_kernels(m);
-}
-#endif
 
 }  // namespace deepsp

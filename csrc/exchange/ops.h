@@ -1,34 +1,33 @@
 #pragma once
-// The exchange's ops as C++ calls through the dispatcher: autograd, tracing and
-// functionalization see them.
+// The exchange's ops as C++ calls them.
 
-#include <ATen/core/Tensor.h>
-
-#include <string_view>
-#include <vector>
+#include "../op.h"
 
 namespace deepsp {
 
-std::vector<at::Tensor> seq_to_heads(
-    at::TensorList inputs, c10::SymIntArrayRef seq_lens, int64_t rank, std::string_view group_name);
+inline const Op<Tensors(
+    at::TensorList inputs, c10::SymIntArrayRef seq_lens, int64_t rank, std::string_view group_name)>
+    seq_to_heads("seq_to_heads");
 
-std::vector<at::Tensor> heads_to_seq(
+inline const Op<Tensors(
     at::TensorList inputs,
     c10::SymIntArrayRef num_heads,
     c10::SymIntArrayRef seq_lens,
     int64_t rank,
     std::string_view group_name,
-    bool tokens_first = false);
+    bool tokens_first)>
+    heads_to_seq("heads_to_seq");
 
-std::vector<at::Tensor> seq_to_heads_start(
+inline const Op<Tensors(
     at::TensorList inputs,
     c10::SymIntArrayRef seq_lens,
     int64_t chunks,
     bool last_first,
     int64_t rank,
-    std::string_view group_name);
+    std::string_view group_name)>
+    seq_to_heads_start("seq_to_heads_start");
 
-std::vector<at::Tensor> seq_to_heads_wait(
+inline const Op<Tensors(
     const at::Tensor& buffer,
     c10::SymIntArrayRef num_heads,
     c10::SymIntArrayRef head_dims,
@@ -37,18 +36,20 @@ std::vector<at::Tensor> seq_to_heads_wait(
     int64_t chunk,
     int64_t chunks,
     int64_t rank,
-    std::string_view group_name);
+    std::string_view group_name)>
+    seq_to_heads_wait("seq_to_heads_wait");
 
-at::Tensor heads_to_seq_start(
+inline const Op<at::Tensor(
     at::TensorList inputs,
     c10::SymIntArrayRef num_heads,
     c10::SymIntArrayRef seq_lens,
     int64_t chunk,
     int64_t chunks,
     int64_t rank,
-    std::string_view group_name);
+    std::string_view group_name)>
+    heads_to_seq_start("heads_to_seq_start");
 
-std::vector<at::Tensor> heads_to_seq_wait(
+inline const Op<Tensors(
     at::TensorList buffers,
     c10::SymIntArrayRef num_heads,
     c10::SymIntArrayRef head_dims,
@@ -56,6 +57,7 @@ std::vector<at::Tensor> heads_to_seq_wait(
     c10::SymIntArrayRef seq_lens,
     int64_t rank,
     std::string_view group_name,
-    bool tokens_first = false);
+    bool tokens_first)>
+    heads_to_seq_wait("heads_to_seq_wait");
 
 }  // namespace deepsp

@@ -1,4 +1,4 @@
-#include "transport.h"
+#include "engine.h"
 
 namespace deepsp {
 
@@ -62,22 +62,22 @@ std::vector<Place> launch_to_heads(
   make(places);
   launch_into(
       *group, buffer,
-      exchange_all_to_all(*group, buffer.narrow(0, 0, got_at.back()), sent, gets, gives), sent);
+      launch_all_to_all(*group, buffer.narrow(0, 0, got_at.back()), sent, gets, gives), sent);
   return {};
 }
 
 std::vector<at::Tensor> views_by_heads(
-    const at::Tensor& buffer, const Layout& layout, int64_t chunk) {
-  const int64_t columns = layout.columns(layout.rank, chunk);
-  const int64_t step = buffer.stride(0);  // 1, but for a buffer that never travelled
+    const at::Tensor& buffer, const SymBlockLayout& layout, int64_t chunk) {
+  const c10::SymInt columns = layout.columns(layout.rank, chunk);
   std::vector<at::Tensor> views;
   for (size_t i = 0; i < layout.heads.tensors(); ++i) {
-    const int64_t dim = layout.head_dims[i];
-    views.push_back(buffer.as_strided(
+    const c10::SymInt dim = layout.head_dims[i];
+    const c10::SymInt step = buffer.sym_stride(0);  // 1, but for a buffer that never travelled
+    views.push_back(buffer.as_strided_symint(
         {layout.batch, layout.token(layout.parts()),
-         layout.heads.range(i, layout.rank, chunk).size(), dim},
+         c10::SymInt(layout.heads.range(i, layout.rank, chunk).size()), dim},
         {step * columns, step * layout.batch * columns, step * dim, step},
-        buffer.storage_offset() + step * layout.column(i, layout.rank, chunk)));
+        buffer.sym_storage_offset() + step * layout.column(i, layout.rank, chunk)));
   }
   return views;
 }

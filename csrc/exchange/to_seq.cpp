@@ -1,6 +1,6 @@
 #include <ATen/record_function.h>
 
-#include "transport.h"
+#include "engine.h"
 
 namespace deepsp {
 namespace {
@@ -180,7 +180,7 @@ void launch_to_seq(
   if (group != nullptr) {
     const int64_t got = prefix_sums(gets).back();
     launch_into(
-        *group, buffer, exchange_all_to_all(*group, buffer.narrow(0, 0, got), sent, gets, gives),
+        *group, buffer, launch_all_to_all(*group, buffer.narrow(0, 0, got), sent, gets, gives),
         sent);
   }
 }
@@ -356,18 +356,13 @@ at::Tensor block_of(const at::Tensor& buffer, const Layout& layout, int64_t chun
 at::Tensor sum_of(const std::vector<at::Tensor>& parts) {
   RECORD_FUNCTION("deepsp::sum", {});
   const at::Tensor out = empty_buffer(parts[0].sizes(), parts[0]);
-  const Float dtype = float_type(out.scalar_type());
-  StridedSum sum{dtype,
-                 dtype,
-                 wide(dtype),
-                 data_of(out),
-                 {1, 1, out.size(0), out.size(1)},
-                 {0, 0, out.stride(0), 1},
-                 {}};
+  std::vector<Addend> addends;
   for (const at::Tensor& part : parts) {
-    sum.sources.push_back({data_of(part), {0, 0, part.stride(0), 1}});
+    addends.push_back({data_of(part), part.stride(0)});
   }
-  run(std::vector<StridedSum>{sum}, out.device());
+  std::vector<StridedSum> sums;
+  add_sum(out, out.size(0), out.size(1), out.scalar_type(), std::nullopt, addends, sums);
+  run(sums, out.device());
   return out;
 }
 

@@ -1,7 +1,8 @@
 #pragma once
-// Tensors whose rows (dimension 0) are shared out among ranks, and how large the pieces
-// are that travel together. Sizes in bytes, of the dtype on the wire. Int is int64_t, or
-// c10::SymInt where shapes are symbolic.
+// Tensors that are shared out among ranks, each along one of its dimensions, and the blocks that
+// travel. Seen from that dimension a tensor is [outer, n, inner]; rank p holds
+// [outer, sizes[p], inner]. inner counts bytes of the dtype on the wire where tensors share a
+// block, else either bytes or elements. Int is int64_t, or c10::SymInt where shapes are symbolic.
 //
 // A block is what one rank holds of all tensors, one after another; both directions move
 // blocks: gathering, every rank receives every block; scattering, every rank receives its
@@ -15,29 +16,44 @@
 namespace deepsp {
 
 template <class Int>
-struct ShardLayout {
-  std::vector<std::vector<Int>> sizes;  // [tensor][rank]: rows
-  std::vector<Int> row_bytes;           // of each tensor
-  int64_t rank;                         // this one
+struct Shard {
+  Int outer;
+  std::vector<Int> sizes;
+  Int inner;
 
-  size_t tensors() const { return sizes.size(); }
-  int64_t parts() const { return static_cast<int64_t>(sizes[0].size()); }
+  int64_t parts() const { return static_cast<int64_t>(sizes.size()); }
 
-  Int bytes(size_t i, int64_t p) const { return sizes[i][p] * row_bytes[i]; }
-
-  // The first row of rank p; row(i, parts()) is their number.
-  Int row(size_t i, int64_t p) const {
+  // Where rank p's part begins along n; begin(parts()) is n.
+  Int begin(int64_t p) const {
     Int sum = 0;
     for (int64_t r = 0; r < p; ++r) {
-      sum = sum + sizes[i][r];
+      sum = sum + sizes[r];
     }
     return sum;
   }
 
+  // What lies together, of the whole, and of rank p's part.
+  Int row() const { return begin(parts()) * inner; }
+  Int row(int64_t p) const { return sizes[p] * inner; }
+  // All of the whole, and of rank p's part.
+  Int whole() const { return outer * row(); }
+  Int part(int64_t p) const { return outer * row(p); }
+};
+
+template <class Int>
+struct ShardLayout {
+  std::vector<Shard<Int>> tensors;
+  int64_t rank;  // this one
+
+  int64_t parts() const { return tensors[0].parts(); }
+  const Shard<Int>& operator[](size_t i) const { return tensors[i]; }
+  size_t size() const { return tensors.size(); }
+
   // What tensor i takes in rank p's block: several tensors begin at multiples of 16
   // bytes, whatever their dtypes; one is left as it is, so that blocks stack to it.
   Int piece(size_t i, int64_t p) const {
-    return tensors() == 1 ? bytes(i, p) : (bytes(i, p) + 15) / 16 * 16;
+    const Int part = tensors[i].part(p);
+    return size() == 1 ? part : (part + 15) / 16 * 16;
   }
 
   // Where tensor i begins in rank p's block.
@@ -49,7 +65,7 @@ struct ShardLayout {
     return sum;
   }
 
-  Int block(int64_t p) const { return offset(tensors(), p); }
+  Int block(int64_t p) const { return offset(size(), p); }
 
   // The largest block.
   Int slot() const {
@@ -61,8 +77,6 @@ struct ShardLayout {
     }
     return largest;
   }
-
-  Int buffer_bytes() const { return slot() * Int(parts()); }
 };
 
 }  // namespace deepsp

@@ -3,18 +3,19 @@
 // again: 4 products instead of 3 (4096 x 256 x 32000, one thread: 3.5 s against 2.6 s), to save
 // what backward allocates a moment later anyway.
 
-#include "ops.h"
+#include "../op.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
-#include <torch/library.h>
 
 #include <algorithm>
 
 namespace deepsp {
+namespace {
 
+// What logits are computed with, and gradients summed in: float32, float64 for float64.
 at::ScalarType wide_dtype(at::ScalarType dtype) {
   return dtype == at::kDouble ? at::kDouble : at::kFloat;
 }
@@ -22,7 +23,7 @@ at::ScalarType wide_dtype(at::ScalarType dtype) {
 void check_linear_cross_entropy(
     const at::Tensor& hidden,
     const at::Tensor& weight,
-    const std::optional<at::Tensor>& bias,
+    const OptionalTensor& bias,
     const at::Tensor& labels,
     double label_smoothing,
     std::optional<int64_t> chunk_tokens,
@@ -78,8 +79,6 @@ void check_linear_cross_entropy(
       !wanted[2] || bias.has_value(), "wanted asks for the gradient of bias, which is None");
 }
 
-namespace {
-
 // What the logits of a chunk take where chunk_tokens isn't given. Smaller chunks cost speed, as
 // each adds to the whole gradient of the weight; larger ones gain next to none.
 constexpr int64_t kChunkBytes = int64_t(32) << 20;
@@ -101,25 +100,36 @@ void check_labels(
   }
 }
 
-std::vector<at::Tensor> linear_cross_entropy_gradients_kernel(
+Tensors linear_cross_entropy_gradients(
     const at::Tensor& hidden,
     const at::Tensor& weight,
-    const std::optional<at::Tensor>& bias,
+    const OptionalTensor& bias,
     const at::Tensor& labels,
     int64_t ignore_index,
     double label_smoothing,
     std::optional<int64_t> chunk_tokens,
     at::IntArrayRef wanted) {
   check_linear_cross_entropy(hidden, weight, bias, labels, label_smoothing, chunk_tokens, wanted);
-  const int64_t tokens = labels.numel();
-  const int64_t classes = weight.size(0);
-  const int64_t features = weight.size(1);
   const at::ScalarType wide = wide_dtype(hidden.scalar_type());
-  const bool narrow = wide != hidden.scalar_type();
-  const auto narrow_options = hidden.options();
   const auto wide_options = hidden.options().dtype(wide);
-  const bool backward = wanted[0] || wanted[1] || wanted[2];
-
+  const at::Tensor loss = at::zeros({}, hidden.options().dtype(at::kDouble));
+  at::Tensor hidden_grad, weight_grad, bias_grad;
+  Tensors found{loss};
+  if (wanted[0]) {
+    hidden_grad = found.emplace_back(at::empty_symint(hidden.sym_sizes(), hidden.options()));
+  }
+  if (wanted[1]) {
+    weight_grad = found.emplace_back(at::zeros_symint(weight.sym_sizes(), wide_options));
+  }
+  if (wanted[2]) {
+    bias_grad = found.emplace_back(at::zeros_symint(bias->sym_sizes(), wide_options));
+  }
+  if (hidden.is_meta()) {
+    return found;
+  }
+  const bool backward = found.size() > 1;
+  const bool narrow = wide != hidden.scalar_type();
+  const int64_t tokens = labels.numel(), classes = weight.size(0), features = weight.size(1);
   const at::Tensor x = hidden.reshape({tokens, features});
   at::Tensor label = labels.reshape({tokens, 1}).to(at::kLong);
   const at::Tensor valid = label.ne(ignore_index);
@@ -133,20 +143,14 @@ std::vector<at::Tensor> linear_cross_entropy_gradients_kernel(
   // Used by each chunk in turn: a fresh one each time would cost its page faults.
   const at::Tensor wide_buffer = at::empty({chunk, classes}, wide_options);
   const at::Tensor narrow_buffer =
-      narrow ? at::empty({chunk, classes}, narrow_options) : wide_buffer;
-  const at::Tensor loss = at::zeros({}, hidden.options().dtype(at::kDouble));
-  at::Tensor hidden_grad, weight_grad, weight_part, bias_grad;
+      narrow ? at::empty({chunk, classes}, hidden.options()) : wide_buffer;
+  at::Tensor weight_part;
   if (wanted[0]) {
-    hidden_grad = at::empty({tokens, features}, narrow_options);
+    hidden_grad = hidden_grad.view({tokens, features});
   }
-  if (wanted[1]) {
-    weight_grad = at::zeros({classes, features}, wide_options);
-    weight_part = narrow ? at::empty({classes, features}, narrow_options) : at::Tensor();
+  if (wanted[1] && narrow) {
+    weight_part = at::empty({classes, features}, hidden.options());
   }
-  if (wanted[2]) {
-    bias_grad = at::zeros({classes}, wide_options);
-  }
-
   for (int64_t begin = 0; begin < tokens; begin += chunk) {
     const int64_t count = std::min(chunk, tokens - begin);
     const at::Tensor x_part = x.narrow(0, begin, count);
@@ -198,29 +202,13 @@ std::vector<at::Tensor> linear_cross_entropy_gradients_kernel(
     }
   }
 
-  std::vector<at::Tensor> found{loss};
-  if (wanted[0]) {
-    found.push_back(hidden_grad.view(hidden.sizes()));
-  }
-  if (wanted[1]) {
-    found.push_back(weight_grad);
-  }
-  if (wanted[2]) {
-    found.push_back(bias_grad);
-  }
   return found;
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(deepsp, CPU, m) {
-  m.impl("linear_cross_entropy_gradients", linear_cross_entropy_gradients_kernel);
+DEEPSP_KERNELS(m) {
+  m.impl("linear_cross_entropy_gradients", linear_cross_entropy_gradients);
 }
-
-#ifdef DEEPSP_CUDA
-TORCH_LIBRARY_IMPL(deepsp, CUDA, m) {
-  m.impl("linear_cross_entropy_gradients", linear_cross_entropy_gradients_kernel);
-}
-#endif
 
 }  // namespace deepsp

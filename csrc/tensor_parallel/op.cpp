@@ -3,12 +3,13 @@
 // packed or copied out: products read and write blocks as they travel. On other backends the
 // collective and the product follow one another.
 
-#include "../collectives/agreement.h"
-#include "../collectives/exchange.h"
-#include "../exchange/copies.h"
-#include "../projection/product_sum.h"
-#include "../symints.h"
-#include "ops.h"
+#include "../common/checks.h"
+#include "../common/copies.h"
+#include "../common/product_sum.h"
+#include "../reshard/checks.h"
+#include "../reshard/ops.h"
+#include "../transport/agreement.h"
+#include "../transport/launch.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
@@ -16,13 +17,84 @@
 #include <ATen/ops/mm.h>
 #include <ATen/ops/sum.h>
 #include <ATen/record_function.h>
-#include <torch/library.h>
 
 #include <functional>
-#include <sstream>
 
 namespace deepsp {
 namespace {
+
+// ------------------------------------------------------------------- checks
+
+struct Product {
+  Shard<c10::SymInt> rows;  // who has which, as matrices: [outer, n·inner, K]
+  SymInts shape;
+};
+
+// input [.., n, .., K], of which dim is not the last; weight [M, K]; bias [M]. gathers: input is
+// this rank's part, and the product whole; or the other way round.
+Product check_product(
+    const at::Tensor& input,
+    const at::Tensor& weight,
+    const OptionalTensor& bias,
+    int64_t dim,
+    c10::SymIntArrayRef sizes,
+    int64_t rank,
+    OptionalDtype reduce_dtype,
+    bool gathers) {
+  TORCH_CHECK_VALUE(
+      input.dim() >= 2, "input has ", input.dim(), " dimensions; at least two are right");
+  TORCH_CHECK_VALUE(
+      wrap_dim(dim, input.dim()) != input.dim() - 1, "dim is ", dim,
+      ", the last dimension, which the weight multiplies; one in front of it is right");
+  check_float(input.scalar_type(), "input");
+  const c10::SymInt columns = input.sym_size(-1);
+  TORCH_CHECK_VALUE(
+      weight.dim() == 2 && weight.sym_size(1) == columns, "weight has shape ", weight.sym_sizes(),
+      ", but input ", input.sym_sizes(), "; [any, ", columns, "] is right");
+  const auto check_like = [&](const at::Tensor& x, const char* name) {
+    TORCH_CHECK_VALUE(
+        x.scalar_type() == input.scalar_type() && x.device() == input.device(), name, " is ",
+        x.scalar_type(), " on ", x.device(), ", but input is ", input.scalar_type(), " on ",
+        input.device(), "; they must be the same");
+  };
+  check_like(weight, "weight");
+  if (bias.has_value()) {
+    check_like(*bias, "bias");
+    TORCH_CHECK_VALUE(
+        bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0), "bias has shape ",
+        bias->sym_sizes(), "; [", weight.sym_size(0), "], the weight's rows, is right");
+  }
+  Shard<c10::SymInt> rows = gathers ? check_part(input, dim, sizes, rank).tensors[0]
+                                    : check_entire(input, dim, sizes, rank).tensors[0];
+  check_reduce_dtype(reduce_dtype);
+  rows.inner = columns == 0 ? c10::SymInt(0) : rows.inner / columns;
+  SymInts shape = resized(input.sym_sizes(), dim, gathers ? rows.begin(rows.parts()) : sizes[rank]);
+  shape.back() = weight.sym_size(0);
+  return {rows, shape};
+}
+
+// grad is the product's.
+Shard<c10::SymInt> check_product_backward(
+    const at::Tensor& grad,
+    const at::Tensor& input,
+    const at::Tensor& weight,
+    int64_t dim,
+    c10::SymIntArrayRef sizes,
+    at::IntArrayRef wanted,
+    int64_t rank,
+    bool gathers) {
+  const auto [rows, shape] = check_product(input, weight, {}, dim, sizes, rank, {}, gathers);
+  TORCH_CHECK_VALUE(
+      grad.sym_sizes() == c10::SymIntArrayRef(shape) && grad.scalar_type() == input.scalar_type(),
+      "grad is ", grad.scalar_type(), " of shape ", grad.sym_sizes(), "; ", input.scalar_type(),
+      " of shape ", c10::SymIntArrayRef(shape), ", as the output, is right");
+  TORCH_CHECK_VALUE(
+      wanted.size() == 3, "wanted has ", wanted.size(),
+      " entries; three are right, for input, weight and bias");
+  return rows;
+}
+
+// ------------------------------------------------------------------- what travels
 
 // Rows of several matrices [outer, n·inner], shared out along n.
 struct Rows {
@@ -52,20 +124,24 @@ struct Rows {
 };
 
 Rows rows_of(
-    const SymAlong& layout, const at::Tensor& like, std::string_view group_name, const char* op) {
-  const int64_t inner = layout.inner.guard_int(__FILE__, __LINE__);
+    const Shard<c10::SymInt>& shard,
+    const at::Tensor& like,
+    int64_t rank,
+    std::string_view group_name,
+    const char* op) {
+  const int64_t inner = shard.inner.guard_int(__FILE__, __LINE__);
   std::vector<int64_t> counts;
-  for (const int64_t size : ints(layout.sizes)) {
+  for (const int64_t size : ints(shard.sizes)) {
     counts.push_back(size * inner);
   }
-  Group group = resolve_group(op, group_name, layout.rank, layout.parts(), like.device(), "sizes");
-  if (debugging()) {
-    std::ostringstream text;
-    text << "input " << like.scalar_type() << " with rows " << at::IntArrayRef(counts) << " in "
-         << layout.outer << " matrices of " << like.size(-1) << " columns";
-    check_agreement(group, like.device(), {text.str()});
-  }
-  return {layout.outer.guard_int(__FILE__, __LINE__), std::move(counts), std::move(group)};
+  Group group = agreed_group(
+      op, group_name, rank, shard.parts(), like.device(), "sizes",
+      [&]() -> std::vector<std::string> {
+        return {said(
+            "input ", like.scalar_type(), " with rows ", counts, " in ", shard.outer,
+            " matrices of ", like.size(-1), " columns")};
+      });
+  return {shard.outer.guard_int(__FILE__, __LINE__), std::move(counts), std::move(group)};
 }
 
 bool pipelined(const Rows& rows) {
@@ -80,6 +156,10 @@ void multiply(const at::Tensor& out, const at::Tensor& x, const at::Tensor& weig
   }
 }
 
+Bytes bytes_of(const at::Tensor& x) {
+  return {data_of(x), static_cast<int64_t>(x.nbytes())};
+}
+
 // Every rank's matrices, as they arrive.
 class Arriving {
  public:
@@ -90,12 +170,9 @@ class Arriving {
       blocks_.push_back(
           p == rank ? part : empty_buffer({rows.outer, rows.counts[p], columns}, part));
     }
-    const auto bytes = [](const at::Tensor& x) {
-      return Bytes{data_of(x), static_cast<int64_t>(x.nbytes())};
-    };
     exchange_point_to_point(
-        rows.group, [&](int64_t p) { return bytes(blocks_[p]); },
-        [&](int64_t) { return bytes(part_); }, flight_);
+        rows.group, [&](int64_t p) { return bytes_of(blocks_[p]); },
+        [&](int64_t) { return bytes_of(part_); }, flight_);
   }
 
   // Calls visit(p, block), this rank's own first.
@@ -113,7 +190,7 @@ class Arriving {
  private:
   const Rows& rows_;
   at::Tensor part_;
-  std::vector<at::Tensor> blocks_;
+  Tensors blocks_;
   Flight flight_;  // last: it ends before what it fills goes
 };
 
@@ -129,68 +206,38 @@ class Leaving {
       received_.push_back(
           p == rank ? products_[rank] : empty_buffer({rows.outer, rows.counts[rank], columns}, x));
     }
-    const auto bytes = [](const at::Tensor& t) {
-      return Bytes{data_of(t), static_cast<int64_t>(t.nbytes())};
-    };
     const auto make = [&](int64_t p) { multiply(products_[p], rows.rows_of(x, p), weight); };
     exchange_point_to_point(
-        rows.group, [&](int64_t p) { return bytes(received_[p]); },
+        rows.group, [&](int64_t p) { return bytes_of(received_[p]); },
         [&](int64_t p) {
           make(p);
-          return bytes(products_[p]);
+          return bytes_of(products_[p]);
         },
         flight_);
     make(rank);  // what nobody waits for but this rank
   }
 
   // [outer, this rank's rows, M], in rank order.
-  at::Tensor sum(ReduceDtype reduce_dtype) {
+  at::Tensor sum(OptionalDtype reduce_dtype) {
     flight_.wait_all();
     RECORD_FUNCTION("deepsp::sum", {});
     const at::Tensor result = empty_buffer(received_[0].sizes(), received_[0]);
-    const Float dtype = float_type(result.scalar_type());
-    StridedSum sum{
-        dtype, dtype, reduce_dtype ? float_type(*reduce_dtype) : wide(dtype), data_of(result), {},
-        {},    {}};
+    std::vector<Addend> addends;
     for (const at::Tensor& block : received_) {
-      sum.sources.push_back({data_of(block), {}});
+      addends.push_back({data_of(block), result.numel()});
     }
-    const std::vector<int64_t> rows(received_.size(), result.numel());
     std::vector<StridedSum> sums;
-    add_sum(std::move(sum), 1, result.numel(), rows, sums);
+    add_sum(result, 1, result.numel(), result.scalar_type(), reduce_dtype, addends, sums);
     run(sums, result.device());
     return result;
   }
 
  private:
   const Rows& rows_;
-  std::vector<at::Tensor> products_;
-  std::vector<at::Tensor> received_;
+  Tensors products_;
+  Tensors received_;
   Flight flight_;
 };
-
-at::Tensor gathered(
-    const at::Tensor& x,
-    int64_t dim,
-    c10::SymIntArrayRef sizes,
-    int64_t rank,
-    std::string_view group_name) {
-  return all_gather_wait(
-      all_gather_start(x, dim, sizes, "partial", rank, group_name, {}), dim, sizes,
-      entire_shape(x.sym_sizes(), dim, sizes), "partial", rank, group_name)[0];
-}
-
-at::Tensor reduce_scattered(
-    const at::Tensor& x,
-    int64_t dim,
-    c10::SymIntArrayRef sizes,
-    int64_t rank,
-    std::string_view group_name,
-    ReduceDtype reduce_dtype) {
-  return reduce_scatter_wait(
-      reduce_scatter_start(x, dim, sizes, rank, group_name), dim, sizes, x.sym_sizes(), rank,
-      group_name, reduce_dtype);
-}
 
 at::Tensor flat(const at::Tensor& x) {
   return x.reshape({-1, x.size(-1)});
@@ -208,23 +255,40 @@ void add_weight_grad(ProductSum& sum, const at::Tensor& grad, const at::Tensor& 
   }
 }
 
-at::Tensor all_gather_matmul_kernel(
+// ------------------------------------------------------------------- the ops
+
+Tensors empty_gradients(const at::Tensor& input, const at::Tensor& weight, at::IntArrayRef wanted) {
+  Tensors gradients;
+  const auto add = [&](bool asked, c10::SymIntArrayRef shape) {
+    if (asked) {
+      gradients.push_back(at::empty_symint(shape, input.options()));
+    }
+  };
+  add(wanted[0], input.sym_sizes());
+  add(wanted[1], weight.sym_sizes());
+  add(wanted[2], weight.sym_size(0));
+  return gradients;
+}
+
+at::Tensor all_gather_matmul(
     const at::Tensor& input,
     const at::Tensor& weight,
-    const std::optional<at::Tensor>& bias,
+    const OptionalTensor& bias,
     int64_t dim,
     c10::SymIntArrayRef sizes,
     int64_t rank,
     std::string_view group_name,
-    ReduceDtype reduce_dtype) {
-  const SymAlong layout = check_gather_matmul(input, weight, bias, dim, sizes, rank, reduce_dtype);
-  const Rows rows = rows_of(layout, input, group_name, "all_gather_matmul");
-  if (!pipelined(rows)) {
-    return at::linear(gathered(input, dim, sizes, rank, group_name), weight, bias);
+    OptionalDtype reduce_dtype) {
+  const Product expected =
+      check_product(input, weight, bias, dim, sizes, rank, reduce_dtype, /*gathers=*/true);
+  if (input.is_meta()) {
+    return at::empty_symint(expected.shape, input.options());
   }
-  const auto shape =
-      ints(product_shape(input, dim, layout.begin(layout.parts()), weight.sym_size(0)));
-  const at::Tensor product = empty_buffer(shape, input);
+  const Rows rows = rows_of(expected.rows, input, rank, group_name, "all_gather_matmul");
+  if (!pipelined(rows)) {
+    return at::linear(all_gather(input, dim, sizes, "partial", rank, group_name, {}), weight, bias);
+  }
+  const at::Tensor product = empty_buffer(ints(expected.shape), input);
   const at::Tensor out = rows.whole(product);
   const at::Tensor by = weight.t();
   Arriving(rows.part(input), rows).in_order([&](int64_t p, const at::Tensor& block) {
@@ -236,7 +300,7 @@ at::Tensor all_gather_matmul_kernel(
   return product;
 }
 
-std::vector<at::Tensor> all_gather_matmul_backward_kernel(
+Tensors all_gather_matmul_backward(
     const at::Tensor& grad,
     const at::Tensor& input,
     const at::Tensor& weight,
@@ -245,18 +309,22 @@ std::vector<at::Tensor> all_gather_matmul_backward_kernel(
     at::IntArrayRef wanted,
     int64_t rank,
     std::string_view group_name,
-    ReduceDtype reduce_dtype) {
-  const SymAlong layout =
-      check_matmul_backward(grad, input, weight, dim, sizes, wanted, rank, /*gathers=*/true);
-  const Rows rows = rows_of(layout, input, group_name, "all_gather_matmul_backward");
-  std::vector<at::Tensor> results;
+    OptionalDtype reduce_dtype) {
+  const Shard<c10::SymInt> shard =
+      check_product_backward(grad, input, weight, dim, sizes, wanted, rank, /*gathers=*/true);
+  if (input.is_meta()) {
+    return empty_gradients(input, weight, wanted);
+  }
+  const Rows rows = rows_of(shard, input, rank, group_name, "all_gather_matmul_backward");
+  Tensors results;
   if (!pipelined(rows)) {
     if (wanted[0]) {
       results.push_back(
-          reduce_scattered(at::matmul(grad, weight), dim, sizes, rank, group_name, reduce_dtype));
+          reduce_scatter(at::matmul(grad, weight), dim, sizes, rank, group_name, reduce_dtype));
     }
     if (wanted[1]) {
-      results.push_back(weight_grad(grad, gathered(input, dim, sizes, rank, group_name)));
+      results.push_back(
+          weight_grad(grad, all_gather(input, dim, sizes, "partial", rank, group_name, {})));
     }
   } else {
     const at::Tensor grads = rows.whole(grad);
@@ -288,24 +356,27 @@ std::vector<at::Tensor> all_gather_matmul_backward_kernel(
   return results;
 }
 
-at::Tensor matmul_reduce_scatter_kernel(
+at::Tensor matmul_reduce_scatter(
     const at::Tensor& input,
     const at::Tensor& weight,
-    const std::optional<at::Tensor>& bias,
+    const OptionalTensor& bias,
     int64_t dim,
     c10::SymIntArrayRef sizes,
     int64_t rank,
     std::string_view group_name,
-    ReduceDtype reduce_dtype) {
-  const SymAlong layout = check_matmul_scatter(input, weight, bias, dim, sizes, rank, reduce_dtype);
-  const Rows rows = rows_of(layout, input, group_name, "matmul_reduce_scatter");
+    OptionalDtype reduce_dtype) {
+  const Product expected =
+      check_product(input, weight, bias, dim, sizes, rank, reduce_dtype, /*gathers=*/false);
+  if (input.is_meta()) {
+    return at::empty_symint(expected.shape, input.options());
+  }
+  const Rows rows = rows_of(expected.rows, input, rank, group_name, "matmul_reduce_scatter");
   at::Tensor result;
   if (!pipelined(rows)) {
-    result =
-        reduce_scattered(at::linear(input, weight), dim, sizes, rank, group_name, reduce_dtype);
+    result = reduce_scatter(at::linear(input, weight), dim, sizes, rank, group_name, reduce_dtype);
   } else {
-    const auto shape = ints(product_shape(input, dim, sizes[rank], weight.sym_size(0)));
-    result = Leaving(rows.whole(input), weight.t(), rows).sum(reduce_dtype).view(shape);
+    result =
+        Leaving(rows.whole(input), weight.t(), rows).sum(reduce_dtype).view(ints(expected.shape));
   }
   if (bias.has_value()) {
     result.add_(*bias);
@@ -313,7 +384,7 @@ at::Tensor matmul_reduce_scatter_kernel(
   return result;
 }
 
-std::vector<at::Tensor> matmul_reduce_scatter_backward_kernel(
+Tensors matmul_reduce_scatter_backward(
     const at::Tensor& grad,
     const at::Tensor& input,
     const at::Tensor& weight,
@@ -322,12 +393,15 @@ std::vector<at::Tensor> matmul_reduce_scatter_backward_kernel(
     at::IntArrayRef wanted,
     int64_t rank,
     std::string_view group_name) {
-  const SymAlong layout =
-      check_matmul_backward(grad, input, weight, dim, sizes, wanted, rank, /*gathers=*/false);
-  const Rows rows = rows_of(layout, input, group_name, "matmul_reduce_scatter_backward");
-  std::vector<at::Tensor> results;
+  const Shard<c10::SymInt> shard =
+      check_product_backward(grad, input, weight, dim, sizes, wanted, rank, /*gathers=*/false);
+  if (input.is_meta()) {
+    return empty_gradients(input, weight, wanted);
+  }
+  const Rows rows = rows_of(shard, input, rank, group_name, "matmul_reduce_scatter_backward");
+  Tensors results;
   if (!pipelined(rows)) {
-    const at::Tensor whole = gathered(grad, dim, sizes, rank, group_name);
+    const at::Tensor whole = all_gather(grad, dim, sizes, "partial", rank, group_name, {});
     if (wanted[0]) {
       results.push_back(at::matmul(whole, weight));
     }
@@ -360,23 +434,13 @@ std::vector<at::Tensor> matmul_reduce_scatter_backward_kernel(
   return results;
 }
 
-void register_kernels(torch::Library& m) {
-  m.impl("all_gather_matmul", all_gather_matmul_kernel);
-  m.impl("all_gather_matmul_backward", all_gather_matmul_backward_kernel);
-  m.impl("matmul_reduce_scatter", matmul_reduce_scatter_kernel);
-  m.impl("matmul_reduce_scatter_backward", matmul_reduce_scatter_backward_kernel);
-}
-
 }  // namespace
 
-TORCH_LIBRARY_IMPL(deepsp, CPU, m) {
-  register_kernels(m);
+DEEPSP_KERNELS(m) {
+  m.impl("all_gather_matmul", all_gather_matmul);
+  m.impl("all_gather_matmul_backward", all_gather_matmul_backward);
+  m.impl("matmul_reduce_scatter", matmul_reduce_scatter);
+  m.impl("matmul_reduce_scatter_backward", matmul_reduce_scatter_backward);
 }
-
-#ifdef DEEPSP_CUDA
-TORCH_LIBRARY_IMPL(deepsp, CUDA, m) {
-  register_kernels(m);
-}
-#endif
 
 }  // namespace deepsp

@@ -11,8 +11,8 @@ _c10d = torch.ops._c10d_functional
 
 
 class Along:
-    """A tensor of shape ``shape``, the whole's, shared out along ``dim``: AlongLayout of
-    csrc/layout/along.h."""
+    """A tensor of shape ``shape``, the whole's, shared out along ``dim``: Shard of
+    csrc/layout/shards.h."""
 
     def __init__(self, shape, dim: int, sizes, rank: int):
         self.dim = dim % len(shape)

@@ -6,11 +6,21 @@ from torch import fx
 from torch._dynamo import config
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import TensorifyState
+from torch._functorch import config as functorch_config
 from torch._guards import CompileContext
 
+from deepsp.compile.inputs import role_of
 from deepsp.compile.sharding import parallelize
+from deepsp.compile.together import together
 from deepsp.compile.weights import GATHERS
-from deepsp.groups import Group
+from deepsp.groups import Group, member_of
+
+# Backward is compiled at once, too: one rank's error there would come while the others run theirs.
+_EAGER_BACKWARD = {
+    name: True
+    for name in ["force_non_lazy_backward_lowering"]
+    if hasattr(functorch_config, name)  # not in every version
+}
 
 
 def deepsp(gm: fx.GraphModule, example_inputs, *, options=None, **kwargs):
@@ -31,14 +41,34 @@ def deepsp(gm: fx.GraphModule, example_inputs, *, options=None, **kwargs):
             "memory_budget and chunks are right"
         )
     _settle_floats(gm)
-    new = parallelize(gm, example_inputs, group, **options)
-    compiler = lookup_backend(inner) if isinstance(inner, str) else inner
-    if inner == "inductor" and any(node.target in GATHERS for node in new.graph.nodes):
-        kwargs["config_patches"] = _fuse_gathers(kwargs.get("config_patches"))
-    compiled = compiler(new, example_inputs, **kwargs)
+    member = member_of(group)
+
+    alike: list[int] = []
+
+    def work():
+        new = parallelize(gm, example_inputs, member, **options)
+        alike.extend(new.meta.get("alike", ()))
+        compiler = lookup_backend(inner) if isinstance(inner, str) else inner
+        if inner == "inductor" and any(node.target in GATHERS for node in new.graph.nodes):
+            kwargs["config_patches"] = _fuse_gathers(kwargs.get("config_patches"))
+        with functorch_config.patch(_EAGER_BACKWARD):
+            return compiler(new, example_inputs, **kwargs)
+
+    def compared():
+        names = [_name(n) for n in gm.graph.find_nodes(op="placeholder")]
+        return [(names[i], example_inputs[i]) for i in alike]
+
+    compiled = together(work, compared, member)
     # Names of floats are counted anew by each compilation: those of this one mean others there.
     TensorifyState.clear()
     return compiled
+
+
+def _name(placeholder: fx.Node) -> str:
+    """What the user calls an input, as far as Dynamo knows."""
+    role = role_of(placeholder)
+    source = getattr(placeholder.meta.get("grapharg"), "source", None)
+    return role[0] if role else getattr(source, "name", placeholder.name)
 
 
 def _fuse_gathers(patches: dict | None) -> dict:

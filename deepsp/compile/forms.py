@@ -16,24 +16,27 @@ from deepsp.compile.nodes import Nodes, has_tensor, is_differentiated
 from deepsp.compile.tokens import Sequence, Size, Tokens, same, size_of
 
 _aten, _ours = torch.ops.aten, torch.ops.deepsp
-# Copied again where only the share of a gradient is wanted: nothing is computed twice.
-_CHEAP = {
+# Views that hold no more, and no less, than what they are taken of.
+_VIEWS = {
     _aten.alias.default,
-    _aten.detach.default,
     _aten.expand.default,
     _aten.permute.default,
     _aten.reshape.default,
-    _aten.select.int,
-    _aten.slice.Tensor,
     _aten.squeeze.dim,
     _aten.t.default,
+    _aten.transpose.int,
+    _aten.unsqueeze.default,
+    _aten.view.default,
+}
+# Copied again where only the share of a gradient is wanted: nothing is computed twice.
+_CHEAP = _VIEWS | {
+    _aten.detach.default,
+    _aten.select.int,
+    _aten.slice.Tensor,
     _aten.to.dtype,
     _aten.to.dtype_layout,
     _aten.to.device,
     _aten._to_copy.default,
-    _aten.transpose.int,
-    _aten.unsqueeze.default,
-    _aten.view.default,
 }
 
 
@@ -59,12 +62,16 @@ class Forms(Nodes):
         self.values: dict[fx.Node, Value] = {}  # by nodes of the old graph
         self.lengths: dict[Size, Sequence] = {}
         self.parts: dict[tuple, fx.Node] = {}
+        self.collected: dict[tuple, fx.Node] = {}
+        self.rebound: set[fx.Node] = set()  # of the old graph: written to, so now something else
         self.shared: dict[fx.Node, fx.Node] = {}
         self.scaled: dict[fx.Node, fx.Node] = {}
         self.unscaled: dict[fx.Node, fx.Node] = {}
         self.parameters_of_group: set[fx.Node] = set()
         # What stands for the share of a parameter -> the parameter.
         self.parameters: dict[fx.Node, fx.Node] = {}
+        # What each rank has for its own tokens alone, by nodes of the old graph.
+        self.own: dict[Any, Any] = {}
         # Wholes whose gradients are shares already: a gather sums them.
         self.shares: set[fx.Node] = set()
 
@@ -94,7 +101,7 @@ class Forms(Nodes):
         """The whole of an old node's value, for ops on whole values."""
         whole = self.all_of(node)
         local = self.gradients == "local" and whole in self.parameters_of_group
-        if (local or whole in self.shares) and self._differentiated(whole):
+        if (local or whole in self.shares) and self.differentiated(whole):
             if whole not in self.scaled:
                 scaled = self.call(_ours.scale_gradient.default, whole, 1 / self.size)
                 self.scaled[whole] = scaled
@@ -106,13 +113,13 @@ class Forms(Nodes):
         """The whole of an old node's value, for ops on parts: its gradient becomes a sum."""
         return self.share(self.all_of(node))
 
-    def _differentiated(self, node: fx.Node) -> bool:
+    def differentiated(self, node: fx.Node) -> bool:
         # Under no_grad there is nothing to sum, and what is made there must not be used elsewhere.
         return is_differentiated(self.env[node]) and torch.is_grad_enabled()
 
     def share(self, whole: fx.Node):
         """What has the value of a whole, and as its gradient this rank's share of the whole's."""
-        if not self._differentiated(whole) or self.size == 1 or whole in self.shares:
+        if not self.differentiated(whole) or self.size == 1 or whole in self.shares:
             return whole
         if whole in self.shared:
             return self.shared[whole]
@@ -148,7 +155,8 @@ class Forms(Nodes):
     def part(self, node: fx.Node, tokens: Tokens):
         """This rank's part of an old node's value."""
         value = self.values[node]
-        if value.mine is not None and value.tokens == tokens:
+        here = value.tokens if isinstance(value.tokens, Tokens) else None
+        if value.mine is not None and here is not None and here.plain == tokens.plain:
             return value.mine
         if value.whole is None:
             raise CannotShard(
@@ -169,6 +177,7 @@ class Forms(Nodes):
         return self.parts[key]
 
     def cut(self, whole: fx.Node, shape: list[Size], tokens: Tokens) -> fx.Node:
+        self._check_order(tokens)
         dim, begin = tokens.dim, tokens.sequence.begin(self.rank)
         count = tokens.sequence.lens[self.rank]
         if same(tokens.outer, 1):
@@ -179,8 +188,31 @@ class Forms(Nodes):
         cut = self.call(_aten.narrow.default, apart, dim + 1, self.int_(begin), self.int_(count))
         return self.call(_aten.reshape.default, cut, self.shape(tokens.part(shape, self.rank)))
 
-    def all_gather(self, mine: fx.Node, shape: list[Size], tokens: Tokens) -> fx.Node:
+    def gathered(self, node: fx.Node, tokens: Tokens | None = None) -> fx.Node:
+        """All ranks' parts of an old node's value, or ``tokens`` of them, for ops on parts: its
+        gradient is summed over the ranks, each of which gets its tokens' back."""
+        key = (node, torch.is_grad_enabled())
+        value, shape = self.values[node], self.shape_of(node)
+        if key not in self.collected:
+            source = node.args[0] if node.target in _VIEWS else None
+            there = source in self.values and self.values[source].whole is None
+            if there and not {source, node} & self.rebound:
+                # What is gathered is what a view is taken of: heads, say, before they are repeated.
+                args, kwargs = self.mapped((node.args[1:], node.kwargs), self.all_of)
+                view = node.target is _aten.view.default
+                target = _aten.reshape.default if view else node.target
+                new = self.call(target, self.gathered(source), *args, **kwargs)
+            else:
+                new = self.all_gather(value.mine, shape, value.tokens, "partial")
+            self.collected[key] = new
+        new = self.collected[key]
+        return new if tokens is None else self.cut(new, shape, tokens)
+
+    def all_gather(
+        self, mine: fx.Node, shape: list[Size], tokens: Tokens, gradient: str = "replicated"
+    ) -> fx.Node:
         """All ranks' parts as one."""
+        self._check_order(tokens)
         dim, rank = tokens.dim, self.rank
         count = tokens.sequence.lens[rank]
         if not tokens.alone:
@@ -188,11 +220,17 @@ class Forms(Nodes):
             mine = self.call(_aten.reshape.default, mine, self.shape(apart))
             dim += 1
         out = self.call(
-            _ours.all_gather.default, mine, dim, self.lens(tokens), "replicated", rank, self.name
+            _ours.all_gather.default, mine, dim, self.lens(tokens), gradient, rank, self.name
         )
         if not tokens.alone:
             out = self.call(_aten.reshape.default, out, self.shape(shape))
         return out
+
+    def _check_order(self, tokens: Tokens) -> None:
+        if tokens.order is not None:
+            raise CannotShard(
+                "each rank has sorted its own tokens, which meet others here", self.current
+            )
 
     def all_reduce(self, mine: fx.Node) -> fx.Node:
         """The sum over all ranks, whole."""

@@ -16,7 +16,7 @@ from deepsp.compile.exchange import is_zero
 _c10d = torch.ops._c10d_functional
 
 
-class Blocks:
+class ShardBlocks:
     """Sizes of one exchange, all that both directions need; the twin of csrc/layout/shards.h."""
 
     def __init__(self, sizes, row_shapes: list[list], dtypes: list[torch.dtype], rank: int):
@@ -90,7 +90,7 @@ def _shapes(row_shapes, row_dims) -> list[list]:
 
 
 def gather_cast_coalesced_start(shards, sizes, dtypes, rank, group_name, *, reduce_dtype=None):
-    b = Blocks(sizes, [list(x.shape[1:]) for x in shards], dtypes, rank)
+    b = ShardBlocks(sizes, [list(x.shape[1:]) for x in shards], dtypes, rank)
     block = b.pack([x.to(dtype) for x, dtype in zip(shards, dtypes, strict=True)], rank)
     if b.parts == 1:
         # An op never returns its input itself.
@@ -100,7 +100,7 @@ def gather_cast_coalesced_start(shards, sizes, dtypes, rank, group_name, *, redu
 
 
 def gather_cast_coalesced_wait(buffer, sizes, row_shapes, row_dims, dtypes, rank, group_name):
-    b = Blocks(sizes, _shapes(row_shapes, row_dims), dtypes, rank)
+    b = ShardBlocks(sizes, _shapes(row_shapes, row_dims), dtypes, rank)
     if b.parts > 1:
         buffer = _c10d.wait_tensor(buffer)
     slots = b.as_units(buffer).view(b.parts, b.slot)
@@ -114,7 +114,7 @@ def gather_cast_coalesced_wait(buffer, sizes, row_shapes, row_dims, dtypes, rank
 
 
 def reduce_scatter_cast_coalesced_start(inputs, sizes, rank, group_name):
-    b = Blocks(sizes, [list(x.shape[1:]) for x in inputs], [x.dtype for x in inputs], rank)
+    b = ShardBlocks(sizes, [list(x.shape[1:]) for x in inputs], [x.dtype for x in inputs], rank)
     whole = [x.split(b.sizes[i]) for i, x in enumerate(inputs)]
     sent = torch.cat([b.pack([parts[p] for parts in whole], p) for p in range(b.parts)])
     if b.parts == 1:
@@ -126,7 +126,7 @@ def reduce_scatter_cast_coalesced_start(inputs, sizes, rank, group_name):
 def reduce_scatter_cast_coalesced_wait(
     buffer, sizes, row_shapes, row_dims, wire_dtypes, dtypes, reduce_dtype, rank, group_name
 ):
-    b = Blocks(sizes, _shapes(row_shapes, row_dims), wire_dtypes, rank)
+    b = ShardBlocks(sizes, _shapes(row_shapes, row_dims), wire_dtypes, rank)
     if b.parts > 1:
         buffer = _c10d.wait_tensor(buffer)
     slots = b.as_units(buffer).view(b.parts, b.slot)

@@ -65,6 +65,8 @@ def prepare_inputs(
         if name == "attention_mask" and tensor.dim() > 2:
             continue
         if not -tensor.dim() <= dim < tensor.dim():
+            if batch is input_ids and name != "input_ids":
+                continue  # a number for each row, say
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)}, which has no dimension {dim}; pass "
                 "seq_dim, the dimension of the sequence"
@@ -74,7 +76,8 @@ def prepare_inputs(
         _check_lengths(batch, dims)
     if not dims:
         raise ValueError(
-            f"input_ids is {type(input_ids).__name__}, without a tensor that has tokens"
+            f"input_ids is {type(input_ids).__name__}, without a tensor that has a dimension "
+            f"{seq_dim}; pass seq_dim, the dimension of the sequence"
         )
     if sharded_inputs:
         batch = dict(batch) | _gathered(batch, dims, group)

@@ -7,6 +7,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils._sympy.interp import sympy_interp
@@ -46,7 +47,7 @@ def values_of(target, args, kwargs):
     with torch._C._AutoDispatchBelowAutograd():
         values = target(*args, **kwargs)
     if differentiated and torch.is_grad_enabled():
-        tree_map(lambda x: x.requires_grad_(), values)
+        tree_map(lambda x: x.requires_grad_() if x.is_floating_point() else x, values)
     return values
 
 
@@ -78,7 +79,8 @@ class Nodes:
                     node.meta[key] = self.current.meta[key]
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.env.__getitem__)
         try:
-            with self.mode:
+            # Kernels that expand to symbolic sizes are Python's.
+            with self.mode, enable_python_dispatcher():
                 value = values_of(node.target, args, kwargs)
         except (RuntimeError, ValueError, IndexError) as error:
             self.new.erase_node(node)

@@ -19,10 +19,9 @@ import operator
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from deepsp.compile import checkpointing, parameters, rules
+from deepsp.compile import checkpointing, outcome, parameters, placing, rules, writes
 from deepsp.compile.forms import Forms, Value
 from deepsp.compile.inputs import role_of
 from deepsp.compile.messages import CannotShard
@@ -46,32 +45,42 @@ class Parallelizer(Forms):
         super().__init__(mode, member, gradients)
         self.gm, self.old = gm, gm.graph
         self.inputs, self.outputs, self.chunks = inputs, outputs, chunks
-        self.rebound: set[fx.Node] = set()  # of the old graph: written to, so now something else
         placeholders = zip(self.old.find_nodes(op="placeholder"), inputs, strict=True)
         differentiated = {n for n, x in placeholders if is_differentiated(x)}
         self.gathers = summed_by_gathers(self.old, self.name, differentiated)
+        # Of the new graph: what is made of parameters and tokens, in parts and whole.
+        self.worked: set[fx.Node] = set()
+        self.repeated: dict[fx.Node, fx.Node] = {}
+        self.alike: set[fx.Node] = set()  # placeholders of which all ranks have the same
+        self.attended: set[fx.Node] = set()  # keys and values, of the old graph
         self.report = Report()
 
     def run(self) -> fx.Graph:
         self._placeholders()
-        for node in self.old.nodes:
-            self.current = node
-            if node.op == "get_attr":
-                self.values[node] = Value(self._attribute(node))
-            elif node.op == "call_function":
-                self._visit(node)
-            elif node.op == "output":
-                self.new.output(fx.node.map_arg(node.args[0], self._output))
-            if node in self.gathers:
-                self.shares.add(self.values[node].whole)
+        self.walk()
+        self.current = self.old.output_node()
+        outcome.check_caches(self)
+        self.new.output(fx.node.map_arg(self.current.args[0], self._output))
         self.current = None
         self.new.eliminate_dead_code(is_impure_node=_is_impure)
+        outcome.check_sharded(self)
         parameters.drop_unused(self)
         parameters.settle(self)
         self.new.eliminate_dead_code(is_impure_node=_is_impure)
         self.new.lint()
         self.report.count(self.new)
         return self.new
+
+    def walk(self) -> None:
+        """All nodes between the placeholders and the output."""
+        for node in self.old.nodes:
+            self.current = node
+            if node.op == "get_attr":
+                self.values[node] = Value(self._attribute(node))
+            elif node.op == "call_function":
+                self._visit(node)
+            if node in self.gathers:
+                self.shares.add(self.values[node].whole)
 
     def _attribute(self, node: fx.Node) -> fx.Node:
         new = self.new.get_attr(node.target)
@@ -96,6 +105,8 @@ class Parallelizer(Forms):
             if isinstance(value, torch.SymInt):
                 self.know(value, new)
             role = role_of(node)
+            if role is not None or new in self.parameters_of_group:
+                self.alike.add(new)
             if role is not None:
                 marked.append((node, role))
         for node in self.new.find_nodes(op="placeholder"):
@@ -134,8 +145,8 @@ class Parallelizer(Forms):
         if not any(is_tensor(x) for x in leaves):
             return self._plain(node)
         if getattr(node.target, "_schema", None) is not None and node.target._schema.is_mutable:
-            return self._mutation(node)
-        self.values[node] = self._op(node, node.target)
+            return writes.in_place(self, node)
+        self.values[node] = self.visit_op(node, node.target)
 
     def _size(self, node: fx.Node, value) -> None:
         """A size: computed from the inputs' sizes, which are those of the whole."""
@@ -148,6 +159,8 @@ class Parallelizer(Forms):
 
     def _plain(self, node: fx.Node) -> None:
         """No tensor comes out: modes that are entered and left, and asserts."""
+        if isinstance(node.target, torch._ops.OpOverload) and not node.users:
+            return  # a question, as which dtype two tensors have together
         if "assert" in str(node.target) or "constrain" in str(node.target):
             return
         args, kwargs = self.mapped((node.args, node.kwargs), self.whole)
@@ -167,6 +180,9 @@ class Parallelizer(Forms):
         if tokens is None and take[1] is not None and take[0] is None:
             take = [take[1], None]
         self.values[node] = Value(take[0], take[1], tokens, source.of_parameter, source.of_data)
+        if (node.args[0], index) in self.own:
+            self.own[node] = self.own[node.args[0], index]
+            self.values[node] = Value(None, take[1], None, True, True)
 
     def item(self, node: fx.Node, index: int) -> fx.Node:
         """One of a node's results. What is no more than put together is used as it is: what nobody
@@ -183,7 +199,7 @@ class Parallelizer(Forms):
         self.env[new] = module
         return new
 
-    def _op(self, node: fx.Node, target) -> Value:
+    def visit_op(self, node: fx.Node, target) -> Value:
         operands = [n for n in node.all_input_nodes if has_tensor(n.meta.get("val"))]
         values = [self.values[n] for n in operands]
         flags = {
@@ -191,45 +207,48 @@ class Parallelizer(Forms):
             "of_data": any(v.of_data for v in values),
         }
         only_mine = any(v.whole is None for v in values)
-        random = is_random(target)
-        if not only_mine and (random or not any(v.tokens for v in values)):
-            # What is random is drawn once: parts are cut from what every rank has.
-            mine = None if operands or random else self._factory(node, target)
-            return Value(self._emit_whole(node, target), *(mine or ()), **flags)
+        # What is random is drawn once: parts are cut from what every rank has.
+        if not only_mine and (is_random(target) or not any(v.tokens for v in values)):
+            return self._whole_value(node, target, values, flags)
         call = rules.Call(self, node, target)
         try:
             tokens = rules.find(call)(call)
             if not tokens and not only_mine:  # a reduction of what is whole as well
-                return Value(self._emit_whole(node, target), **flags)
+                return self._whole_value(node, target, values, flags)
             mine = call.lower()
         except CannotShard as error:
+            self.own.pop(node, None)
             # What parameters make of tokens is never computed whole, on every rank, in silence.
             if only_mine or all(flags.values()):
-                raise error.at(node) from error.__cause__
-            return Value(self._emit_whole(node, target), **flags)
+                raise (error if error.node else error.at(node)) from error.__cause__
+            return self._whole_value(node, target, values, flags)
+        if node in self.own:
+            self.report.note(node, "of this rank's tokens alone")
+            return Value(None, mine, None, **flags)
         if not tokens:
             self.report.note(node, call.said or "all ranks have the result")
             return Value(mine, of_parameter=True, of_data=True)
         self._check(node, mine, tokens)
-        if only_mine or all(flags.values()):
+        if only_mine or (all(flags.values()) and not placing.of_pairs(self, node)):
             self.report.note(node, call.said or places(tokens))
+            self.worked.add(mine)
             return Value(None, mine, tokens, **flags)
-        return Value(self._emit_whole(node, target), mine, tokens, **flags)
+        return Value(self.emit_whole(node, target), mine, tokens, **flags)
 
-    def _factory(self, node: fx.Node, target):
-        """What is made of sizes alone may be made for this rank's tokens alone: an arange, or
-        something filled."""
-        shape = self.shape_of(node)
-        found = [
-            (d, length) for d, n in enumerate(shape) for length in self.lengths if same(n, length)
-        ]
-        if len(found) != 1 or isinstance(found[0][1], int):
-            return None
-        dim, length = found[0]
-        tokens = Tokens(dim, length, self.lengths[length])
-        return self.cut(self._emit_whole(node, target), shape, tokens), tokens
+    def _whole_value(self, node: fx.Node, target, values: list[Value], flags: dict) -> Value:
+        """What every rank computes; and its part, if it is plain which of its dimensions holds
+        tokens."""
+        whole = self.emit_whole(node, target)
+        if all(flags.values()):
+            self.repeated[whole] = node
+        tokens = None
+        if (flags["of_data"] or not values) and is_tensor(node.meta["val"]):
+            tokens = placing.placed(self, node, values)
+        if tokens is None:
+            return Value(whole, **flags)
+        return Value(whole, self.cut(whole, self.shape_of(node), tokens), tokens, **flags)
 
-    def _emit_whole(self, node: fx.Node, target) -> fx.Node:
+    def emit_whole(self, node: fx.Node, target) -> fx.Node:
         # What is summed by a gather has its gradient there, whatever form others need.
         form = self.all_of if node in self.gathers else self.whole
         args, kwargs = self.mapped((node.args, node.kwargs), form)
@@ -266,52 +285,14 @@ class Parallelizer(Forms):
                     node,
                 )
 
-    def _mutation(self, node: fx.Node) -> None:
-        """A write in place, done out of place where nobody sees the difference."""
-        target = node.args[0]
-        packet, overload = node.target._opname, node.target._overloadname
-        aliases = self._aliases(target)
-        if all(self.values[n].whole is not None for n in (*aliases, *node.all_input_nodes)):
-            touched = [self.env[self.values[n].whole] for n in node.all_input_nodes]
-            differentiated = any(is_differentiated(x) for x in touched)
-            if differentiated and torch.is_grad_enabled():
-                raise CannotShard(
-                    "it writes into what is differentiated; write x = x.op(...)", node
-                )
-            self.values[node] = Value(self._emit_whole(node, node.target))
-            self.parts.clear()
-            for n in (*aliases, node):  # parts are cut anew
-                value, tokens = self.values[n], self.values[n].tokens
-                if isinstance(tokens, Tokens):
-                    value.mine = self.cut(value.whole, self.shape_of(n), tokens)
-            self.values[node] = self.values[target]
-            return
-        functional = getattr(getattr(_aten, packet.removesuffix("_"), None), overload, None)
-        seen = [n for n in aliases if n is not target and self._used_behind(n, node)]
-        if not packet.endswith("_") or functional is None or seen or target.op == "placeholder":
-            raise CannotShard("it writes into a tensor that others see, too", node)
-        result = self._op(node, functional)
-        self.values[node] = self.values[target] = result
-        self.rebound.add(target)
-
-    def _aliases(self, node: fx.Node) -> list[fx.Node]:
-        storage = StorageWeakRef(node.meta["val"].untyped_storage())
-        return [
-            n
-            for n in self.values
-            if isinstance(n.meta.get("val"), torch.Tensor)
-            and StorageWeakRef(n.meta["val"].untyped_storage()) == storage
-        ]
-
-    def _used_behind(self, node: fx.Node, behind: fx.Node) -> bool:
-        return any(behind < user for user in node.users)
-
     def _output(self, node: fx.Node):
         value = self.values[node]
         if value.whole is not None:
             if self.outputs == "local" and value.tokens and value.mine is not None:
                 return value.mine
             return self.whole(node)
+        if value.tokens is None or (self.outputs == "local" and value.tokens.order is not None):
+            raise CannotShard("it returns how each rank has sorted its own tokens", node)
         if self.outputs == "local":
             return value.mine
         self.report.note(node, "an output: gathered")
@@ -395,6 +376,7 @@ def parallelize(
     check_supported(gm)
     inputs, mode = fake_inputs(gm, example_inputs)
     normal = normalize(gm, inputs, mode)
+    writes.views_out_of_place(normal, mode)
     normal.compile_subgraph_reason = getattr(gm, "compile_subgraph_reason", None)
     walk = Parallelizer(normal, inputs, mode, member, gradients, outputs, chunks)
     if report is not None:
@@ -405,4 +387,7 @@ def parallelize(
     if memory_budget is not None and memory_budget < 1:
         differentiated = {n for n, x in walk.env.items() if is_differentiated(x)}
         checkpointing.tag(graph, memory_budget, differentiated)
-    return fx.GraphModule(normal, graph)
+    result = fx.GraphModule(normal, graph)
+    placeholders = enumerate(graph.find_nodes(op="placeholder"))
+    result.meta["alike"] = [i for i, n in placeholders if n in walk.alike]
+    return result

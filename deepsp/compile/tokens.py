@@ -84,13 +84,14 @@ class Sequence:
 @dataclass(frozen=True)
 class Tokens:
     """A sequence of ``length`` tokens is in dimension ``dim``, which has
-    ``outer * length * inner`` elements."""
+    ``outer * length * inner`` elements. ``order``: what each rank has sorted its part by."""
 
     dim: int
     length: Size
     sequence: Sequence
     outer: Size = 1
     inner: Size = 1
+    order: str | None = None
 
     def at(self, dim: int) -> Tokens:
         return replace(self, dim=dim)
@@ -105,8 +106,16 @@ class Tokens:
 
     @property
     def alone(self) -> bool:
-        """Whether the sequence is a dimension of its own."""
-        return same(self.outer, 1) and same(self.inner, 1)
+        """Whether the sequence is a dimension of its own, in its order."""
+        return same(self.outer, 1) and same(self.inner, 1) and self.order is None
+
+    @property
+    def plain(self) -> Tokens:
+        """The same elements as one longer sequence, where that says it: rows of patches, say."""
+        if same(self.inner, 1) or not same(self.outer, 1) or self.order is not None:
+            return self
+        lens = tuple(size_of(n * self.inner) for n in self.sequence.lens)
+        return Tokens(self.dim, self.whole, Sequence(lens))
 
     def part(self, shape: List[Size], rank: int) -> list[Size]:
         """The shape of a rank's part of a tensor of ``shape``."""
@@ -122,6 +131,8 @@ class Tokens:
             if inner is not None:
                 outer = quotient(new[dim], size_of(self.length * inner))
                 if outer is not None:
-                    return replace(self, dim=dim, outer=outer, inner=inner)
+                    found = replace(self, dim=dim, outer=outer, inner=inner)
+                    # What is sorted can't be cut in pieces.
+                    return found if self.order is None or same(found.whole, self.whole) else None
             behind = size_of(behind * new[dim])
         return None

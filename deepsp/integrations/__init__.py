@@ -1,8 +1,8 @@
 """What other libraries need replaced in memory to take deepsp by a word in their own config.
 
 Each integration is one module, installed when both deepsp and that library are imported, in either
-order; neither import makes the other happen. What is in transformers' own registers is put there
-by a call, :func:`deepsp.integrations.transformers.register`, only.
+order; neither import makes the other happen. What transformers is told is put there by a call,
+:func:`deepsp.integrations.transformers.register`, only.
 """
 
 from __future__ import annotations

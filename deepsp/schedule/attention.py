@@ -85,6 +85,8 @@ def parallel_attention(
     }
     if num_heads is None:
         num_heads = _number_of_heads(name, old)
+    if "rotary" not in options:
+        options = {"rope_theta": None, **options}
     projections = [old.get_submodule(n) for n in names.values()]
     try:
         new = ScheduledAttention.from_projections(

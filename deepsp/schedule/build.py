@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from deepsp.agreement import compare, whole_tensors
 from deepsp.schedule import flow, forwards
 from deepsp.schedule.around import Checkpointed
 from deepsp.schedule.attention import ScheduledAttention
@@ -57,7 +58,8 @@ def build(
         The model and the optimizer, None without one.
 
     Raises:
-        ValueError: the schedule has a mistake, or was built before; parameters with gradients; a
+        ValueError: the schedule has a mistake, or was built before; parameters with gradients;
+            ranks hold different values of a parameter or persistent buffer; a
             checkpoint that doesn't fit; parameters that nobody has filled; an optimizer of
             parameters that aren't in the model any more.
     """
@@ -80,6 +82,8 @@ def build(
     running = Running(plan.member, syncs, outputs)
     before = set(plan.model.parameters())
     modules = dict(plan.walk())
+    if checkpoint is None:
+        compare(whole_tensors(modules), plan.member)
     for name, new in plan.replaced.items():
         parent, _, own = name.rpartition(".")
         modules[parent]._modules[own] = new
@@ -88,6 +92,8 @@ def build(
     for name, steps in plan.steps.items():
         _compute(name, modules[name], steps)
     materialize(plan, modules, optimizer, checkpoint, init, device)
+    if checkpoint is not None:
+        compare(whole_tensors(plan.model), plan.member)
     for name, steps in plan.steps.items():
         _communicate(name, modules[name], steps, running)
     # First of all pre-hooks: it sees what the caller gives.
@@ -95,6 +101,7 @@ def build(
     plan.model.register_forward_hook(running.leave, always_call=True)
     setattr(plan.model, RUNNING, running)
     plan.running = running
+    running.mark(plan.model)
     return plan.model, _optimizer(plan.model, optimizer, before)
 
 
@@ -103,6 +110,8 @@ def _derive(plan: Plan) -> None:
     for steps in plan.steps.values():
         before = steps.of_mode("fwd_pre")
         effect = steps.effect
+        if steps.of_mode("bwd_post"):
+            continue  # it makes another one of the gradient
         if before and effect is not None and effect.input_gradient and before[-1].asks_grad:
             before[-1].grad = effect.input_gradient
 

@@ -30,8 +30,14 @@ def problems(plan: Plan) -> list[str]:
         *_biases(plan),
         *_flow(plan),
         *_partial_outputs(plan),
-        *_partial_gradients(plan),
+        *(_partial_gradients(plan) if _trains(plan) else []),
     ]
+
+
+def _trains(plan: Plan) -> bool:
+    """Whether there may be gradients. If there are some after all, the dry run of the first call
+    says what is missing."""
+    return plan.model.training and any(p.requires_grad for p in plan.model.parameters())
 
 
 def added_by(steps: Steps) -> Sync | None:

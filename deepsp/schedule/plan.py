@@ -20,6 +20,7 @@ class Steps:
     """What is to be done with one module."""
 
     shards: dict[str, ParameterShard] = field(default_factory=dict)
+    followers: set[str] = field(default_factory=set)  # of those: sharded since another one is
     effect: Effect | None = None
     syncs: list[Sync] = field(default_factory=list)
     attributes: dict[str, int] = field(default_factory=dict)  # this rank's numbers

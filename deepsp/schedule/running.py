@@ -19,6 +19,7 @@ from deepsp.schedule.placement import Placement, Sharded
 from deepsp.schedule.shards import ParameterShard, shards_of
 from deepsp.schedule.swap import swap
 from deepsp.schedule.sync import Sync
+from deepsp.shard_gradients import mark
 
 RUNNING = "_deepsp_running"
 
@@ -92,7 +93,8 @@ class Running:
         """Makes sure that this kind of call is known: the dry run.
 
         Raises:
-            ValueError: what the schedule does doesn't fit what the model computes.
+            ValueError: what the schedule does doesn't fit what the model computes; ranks have other
+                inputs, or compute other numbers from whole tensors.
         """
         key = call_key(model, args, kwargs)
         if key not in self.kinds:
@@ -101,9 +103,12 @@ class Running:
                 for module in model.modules()
                 for name, shard in shards_of(module).items()
             }
+            flow.compare_inputs(args, kwargs, self.member)
             self._dry = Kind()
             try:
-                found = flow.Flow(model, placements, self.member, self.outputs).run(args, kwargs)
+                run = flow.Flow(model, placements, self.member, self.outputs)
+                found = run.run(args, kwargs)
+                run.alike.compare()
                 kind = self._dry
             finally:
                 self._dry = None
@@ -120,7 +125,16 @@ class Running:
             self._check_partial(kind)
             self.kinds[key] = kind
         self.now = self.kinds[key]
+        self.mark(model)
         self._hook_partial(model)
+
+    def mark(self, model: nn.Module) -> None:
+        """Says of all parameters that a schedule built the model, and who has parts of which."""
+        for module in model.modules():
+            shards = shards_of(module)
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    mark(parameter, shards[name].member if name in shards else None, built=True)
 
     def _hook_partial(self, model: nn.Module) -> None:
         """Parameters of whose gradient each rank has a share have it summed. Looked at in every

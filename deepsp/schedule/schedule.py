@@ -291,15 +291,20 @@ def _shard(plan: Plan, name: str, names: tuple[str, ...], axis: int, parts, unit
     module = plan.module(name)
     where = name or "the model"
     tensors = {n: _tensor(where, module, n) for n in names}
-    method = method_of(name, module)
     first = tensors[names[0]]
     if not -first.dim() <= axis < first.dim():
         make_shard(f"{where}.{names[0]}", first.shape, axis, parts, unit, plan.member)  # raises
+    if name in plan.steps and set(names) <= plan.of(name).followers:
+        for n, tensor in tensors.items():
+            _confirm(plan, name, n, tensor, axis, parts, unit)
+        return
+    method = method_of(name, module)
     axis %= first.dim()
     try:
         effect = method(module, names, axis)
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+        why = _together(plan, name, method, names) or error
+        raise ValueError(f"{where}: {why}") from None
     if not isinstance(effect, Effect):
         raise ValueError(
             f"{where}: the shard method of {type(module).__name__} returned a "
@@ -332,6 +337,42 @@ def _shard(plan: Plan, name: str, names: tuple[str, ...], axis: int, parts, unit
     steps.attributes.update(attributes)
     for owner, own, shard in made:
         plan.of(owner).shards[own] = shard
+        if owner != name or own not in names:
+            plan.of(owner).followers.add(own)
+
+
+def _together(plan: Plan, name: str, method, names: tuple[str, ...]) -> ValueError | None:
+    """Why parameters can't be sharded in one step with those that were sharded before: a better
+    reason than that they can't be sharded without them."""
+    before = plan.of(name).shards if name in plan.steps else {}
+    if not before or set(before) & set(names):
+        return None
+    try:
+        method(plan.module(name), (*before, *names), next(iter(before.values())).axis)
+    except ValueError as error:
+        return error
+    return None
+
+
+def _confirm(plan: Plan, name: str, own: str, tensor: torch.Tensor, axis: int, parts, unit) -> None:
+    """A parameter that follows another one is named by itself, too: ``shard("weight", 0)``, then
+    ``shard("bias", 0)``.
+
+    Raises:
+        ValueError: it is to be sharded in another way than it follows.
+    """
+    steps = plan.of(name)
+    have = steps.shards[own]
+    if parts == 1:
+        parts, unit = have.parts, have.units if unit == 1 else unit
+    asked = make_shard(have.name, tensor.shape, axis, parts, unit, plan.member)
+    if not have.alike(asked):
+        raise ValueError(
+            f"{have.name} is to be sharded along axis {asked.axis}, parts={list(asked.parts)}, "
+            f"unit={list(asked.units)}; it follows what was sharded before: axis={have.axis}, "
+            f"parts={list(have.parts)}, unit={list(have.units)}; leave it out"
+        )
+    steps.followers.discard(own)
 
 
 def _tensor(where: str, module: nn.Module, name: str) -> torch.Tensor:

@@ -4,8 +4,8 @@
 #include "../../csrc/kernels/copy.h"
 #include "../../csrc/kernels/float16.h"
 #include "../../csrc/kernels/sum.h"
-#include "../../csrc/layout/along.h"
 #include "../../csrc/layout/blocks.h"
+#include "../../csrc/layout/buffer.h"
 #include "../../csrc/layout/shards.h"
 
 #include <cstdio>
@@ -195,13 +195,64 @@ void layouts() {
     for (int64_t p = 0; p < parts; ++p) {
       sizes.push_back(p * 2);
     }
-    const AlongLayout<int64_t> along(3, sizes, 5, 0);
-    int64_t elements = 0, slot = 0;
+    const ShardLayout<int64_t> shards{{{3, sizes, 5}}, 0};
+    int64_t whole = 0, slot = 0;
     for (int64_t p = 0; p < parts; ++p) {
-      elements += along.block(p);
-      slot = std::max(slot, along.block(p));
+      whole += shards.block(p);
+      slot = std::max(slot, shards.block(p));
     }
-    require(along.elements() == elements && along.slot() == slot, "AlongLayout");
+    require(shards[0].whole() == whole && shards.slot() == slot, "ShardLayout");
+  }
+}
+
+// No byte of a buffer is anybody's twice, or outside of it.
+class Claims {
+ public:
+  explicit Claims(int64_t bytes) : taken_(bytes) {}
+
+  void claim(int64_t begin, int64_t bytes, int64_t step = 0, int64_t times = 1) {
+    for (int64_t t = 0; t < times; ++t) {
+      for (int64_t n = begin + t * step; n < begin + t * step + bytes; ++n) {
+        require(n >= 0 && n < static_cast<int64_t>(taken_.size()), "inside of the buffer");
+        require(!taken_[n], "nobody else's");
+        taken_[n] = true;
+      }
+    }
+  }
+
+ private:
+  std::vector<bool> taken_;
+};
+
+void buffers() {
+  for (int round = 0; round < 120; ++round) {
+    const int64_t parts = 1 + round % 4;
+    const auto below = [](int64_t n) { return static_cast<int64_t>(generator() % n); };
+    ShardLayout<int64_t> shards{{}, below(parts)};
+    for (int64_t i = 0, count = 1 + below(3); i < count; ++i) {
+      // Some large enough to travel on their own, or row by row.
+      const int64_t inner = round % 10 ? 1 + below(40) : (below(2) ? kInPlaceBytes : kRowBytes) / 4;
+      Shard<int64_t> shard{parts == 1 ? 1 : 1 + below(3), {}, inner};
+      for (int64_t p = 0; p < parts; ++p) {
+        shard.sizes.push_back(below(6));
+      }
+      shards.tensors.push_back(shard);
+    }
+    for (const bool point_to_point : {false, true}) {
+      const BufferLayout buffer(shards, point_to_point);
+      Claims gathered(parts * shards.slot()), scattered(parts * shards.slot());
+      for (size_t i = 0; i < shards.size(); ++i) {
+        const Shard<int64_t>& shard = shards[i];
+        for (int64_t p = 0; p < parts; ++p) {
+          if (buffer.arrives_whole(i)) {
+            gathered.claim(buffer.gathered(i, p), shard.row(p), shard.row(), shard.outer);
+          } else {
+            gathered.claim(buffer.gathered(i, p), shard.part(p));
+          }
+          scattered.claim(buffer.scattered(i, p), shard.part(shards.rank));
+        }
+      }
+    }
   }
 }
 
@@ -215,5 +266,6 @@ int main() {
   sums<Float16>(Float::f16, Float::f16, Float::f16);
   casts();
   layouts();
+  buffers();
   std::puts("kernels and layouts: fine");
 }

@@ -2,7 +2,7 @@
 // them to each other and give them back, while its limit changes.
 
 // Its source: torch's headers take longest, and are read once.
-#include "../../csrc/collectives/pool.cpp"
+#include "../../csrc/transport/pool.cpp"
 
 #include <atomic>
 #include <cstdio>

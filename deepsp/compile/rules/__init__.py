@@ -6,7 +6,7 @@ for several results, None where every rank then has the whole), and what the ran
 
 - ``call.want(node, tokens)``: this operand as the rank's part with its tokens there;
   ``call.want(node, None)``: whole. Without either, an operand is given as its own part, or whole
-  where it has no tokens.
+  where it has no tokens. ``call.gather(node, tokens)``: likewise, gathered from all ranks first.
 - ``call.lower = function``: a function without arguments that makes the new nodes, where that is
   not the same op on those operands.
 - ``call.refuse(reason)``: the result isn't the same computation.
@@ -27,14 +27,12 @@ from deepsp.compile.messages import CannotShard
 from deepsp.compile.nodes import has_tensor
 from deepsp.compile.tokens import Size, Tokens, same
 
-BY_HAND = (
-    "every token meets every other: attention written by hand is to be "
-    "torch.nn.functional.scaled_dot_product_attention"
-)
+SHIFTED = "tokens meet that are not the same ones, as when a sequence is shifted"
 _RULES: dict[Any, Callable] = {}
 _REASONS: dict[Any, str] = {}
 _FAMILIES = (
     "pointwise", "views", "products", "indexing", "reductions", "attention", "flex", "losses",
+    "functions", "sorting",
 )  # fmt: skip
 
 
@@ -77,10 +75,24 @@ def refused(names: str, reason: str) -> None:
         _REASONS[op] = reason
 
 
-def find(call: Call) -> Callable:
-    """The rule for a call, or one that refuses it."""
+def _load() -> None:
     for family in _FAMILIES:
         importlib.import_module(f"{__name__}.{family}")
+
+
+def is_known(op) -> bool:
+    """Whether there is a rule for an op, or a reason why there is none."""
+    _load()
+    return op in _RULES or op in _REASONS or torch.Tag.pointwise in op.tags
+
+
+def find(call: Call) -> Callable:
+    """The rule for a call, or one that refuses it."""
+    _load()
+    if any(n in call.graph.own for n in call.operands):
+        from deepsp.compile.rules.sorting import follow
+
+        return follow
     known = _RULES.get(call.target)
     if known is not None:
         return known
@@ -107,6 +119,7 @@ class Call:
     def __init__(self, graph, node: fx.Node, target):
         self.graph, self.node, self.target = graph, node, target
         self.wants: dict[fx.Node, Tokens | None] = {}
+        self.gathers: set[fx.Node] = set()
         self.lower: Callable = self.same_op
         self.said = ""
         self._bind()
@@ -154,6 +167,11 @@ class Call:
         if isinstance(node, fx.Node):
             self.wants[node] = tokens
 
+    def gather(self, node: fx.Node, tokens: Tokens | None = None) -> None:
+        """Wants all ranks' tokens of an operand; of these, ``tokens``."""
+        self.wants[node] = tokens
+        self.gathers.add(node)
+
     def only(self, *nodes) -> None:
         """Refuses tokens in any other operand."""
         for node in self.operands:
@@ -163,6 +181,10 @@ class Call:
     def given(self, node: fx.Node):
         """The new node for an operand, as it was wanted."""
         tokens = self.wants.get(node, self.tokens(node))
+        if node in self.graph.own:
+            return self.graph.values[node].mine
+        if node in self.gathers:
+            return self.graph.gathered(node, tokens)
         if isinstance(tokens, list):
             return self.graph.values[node].mine
         return self.graph.for_part(node) if tokens is None else self.graph.part(node, tokens)
@@ -189,41 +211,40 @@ class Call:
 
     def one_of(self) -> Tokens:
         """The only tokens among the operands; refuses several that aren't the same."""
-        found = {self.tokens(n) for n in self.operands} - {None}
+        found = {t.plain: t for t in map(self.tokens, self.operands) if t is not None}
         if len(found) != 1:
             self.refuse("its operands have their tokens in different places")
-        return found.pop()
+        return next(iter(found.values()))
 
 
 def broadcast(call: Call, nodes, out: list[Size]) -> Tokens:
     """Aligns operands from the right, as broadcasting does, and wants each so; returns where the
     tokens are in the result."""
-    found, fixed = set(), set()
+    found, fixed = {}, {}
     for node in nodes:
         tokens = call.tokens(node)
         if tokens is not None:
-            aligned = tokens.at(tokens.dim + len(out) - len(call.shape(node)))
-            found.add(aligned)
+            found[node] = tokens.at(tokens.dim + len(out) - len(call.shape(node)))
             # What is only there in parts decides; the rest can be cut as needed.
             if call.graph.values[node].whole is None:
-                fixed.add(aligned)
-    if len(fixed) > 1 or (not fixed and len(found) > 1):
-        dims = {t.dim for t in (fixed or found)}
-        call.refuse(
-            BY_HAND
-            if len(dims) > 1
-            else "tokens meet that are not the same ones, as when a sequence is shifted"
-        )
-    tokens = next(iter(fixed or found))
+                fixed[node] = found[node]
+    # Of several, that of an operand that isn't broadcast: the smaller ones are gathered.
+    deciding = fixed or found
+    first = next((n for n in deciding if call.shape(n) == out), next(iter(deciding)))
+    tokens = deciding[first]
+    if any(t.plain != tokens.plain and t.dim == tokens.dim for t in deciding.values()):
+        call.refuse(SHIFTED)
     for node in nodes:
         shape = call.shape(node)
         dim = tokens.dim - (len(out) - len(shape))
+        elsewhere = node in fixed and fixed[node].dim != tokens.dim
+        take = call.gather if elsewhere else call.want
         if dim < 0 or (isinstance(shape[dim], int) and shape[dim] == 1):
-            call.want(node, None)
+            take(node, None)
         elif not same(shape[dim], tokens.whole):
             call.refuse(f"{node.name} has {shape[dim]} where {tokens.whole} tokens are")
         else:
-            call.want(node, tokens.at(dim))
+            take(node, tokens.at(dim))
     return tokens
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from deepsp.compile.rules import Call, broadcast, rule
+from deepsp.compile.rules.indexing import log_softmax
 from deepsp.compile.tokens import Tokens, same
 
 aten, ours = torch.ops.aten, torch.ops.deepsp
@@ -17,7 +18,8 @@ aten, ours = torch.ops.aten, torch.ops.deepsp
 def attention(call: Call) -> Tokens:
     q, k, v = (call[name] for name in ("query", "key", "value"))
     ndim = len(call.shape(q))
-    of_q, of_k, of_v = (call.tokens(x) for x in (q, k, v))
+    of_q, of_k, of_v = (t and t.plain for t in map(call.tokens, (q, k, v)))
+    call.graph.attended |= {k, v}
     if of_k != of_v and call.graph.values[k].whole is None:
         call.refuse("key and value have their tokens in different places")
     if of_q is not None and of_q.dim < ndim - 2:
@@ -29,7 +31,7 @@ def attention(call: Call) -> Tokens:
                 f"[batch, heads, tokens, head_dim] is right"
             )
     if of_q is None:
-        call.refuse("the query is whole on every rank, but not the key")
+        return _of_whole(call, q, k, v, of_k)
     if of_k is None:
         return _to_whole(call, q, k, v)
     if ndim not in (3, 4):
@@ -68,6 +70,49 @@ def _to_whole(call: Call, q, k, v) -> Tokens:
         one = dim < 0 or (isinstance(shape[dim], int) and shape[dim] == 1)
         call.want(mask, None if one else tokens.at(dim))
     return tokens
+
+
+def _of_whole(call: Call, q, k, v, tokens: Tokens) -> None:
+    """A query that every rank has whole, as one token or latents are, looks at all ranks' tokens:
+    each rank's products with its own, of which the ranks' sums are added."""
+    if call["is_causal"]:
+        call.refuse("is_causal with a query and a key of different lengths has no one meaning")
+    if call["dropout_p"]:
+        call.refuse("it drops weights of a query that every rank has whole, each others")
+    graph, mask, scale = call.graph, call["attn_mask"], call["scale"]
+
+    def heads(x):
+        """As many as the query has."""
+        x = graph.part(x, tokens)
+        shape, times = graph.env[x].shape, 1
+        if call["enable_gqa"]:
+            times = call.shape(q)[-3] // shape[-3]
+        return x if times == 1 else graph.call(aten.repeat_interleave.self_int, x, times, -3)
+
+    def lower():
+        dtype = call.node.meta["val"].dtype
+        factor = call.shape(q)[-1] ** -0.5 if scale is None else scale
+        keys = graph.call(aten.transpose.int, heads(k), -2, -1)
+        scaled = graph.call(aten.mul.Scalar, graph.for_part(q), factor)
+        scores = graph.call(aten.matmul.default, scaled, keys)
+        if mask is not None:
+            ndim = len(call.shape(mask))
+            one = same(call.shape(mask)[-1], 1)
+            seen = graph.for_part(mask) if one else graph.part(mask, tokens.at(ndim - 1))
+            if graph.env[seen].dtype == torch.bool:
+                hidden = graph.call(aten.logical_not.default, seen)
+                scores = graph.call(aten.masked_fill.Scalar, scores, hidden, float("-inf"))
+            else:
+                scores = graph.call(aten.add.Tensor, scores, seen)
+        logs = log_softmax(graph, scores, graph.env[scores].dim() - 1)
+        weights = graph.call(aten.exp.default, logs)
+        if mask is not None:  # a query that sees nothing gets zeros
+            weights = graph.call(aten.nan_to_num.default, weights)
+        weights = graph.call(aten.to.dtype, weights, dtype)
+        return graph.all_reduce(graph.call(aten.matmul.default, weights, heads(v)))
+
+    call.lower, call.said = lower, "over all ranks' tokens"
+    return None
 
 
 def _once(node: fx.Node, values, rebound) -> tuple[fx.Node, int]:
@@ -128,6 +173,8 @@ def _distributed(call: Call, q, k, v, mask, of_q: Tokens, of_k: Tokens) -> fx.No
     if times == again and times > 1 and not gqa:
         # What travels is each head once.
         k, v, gqa = k1, v1, True
+    if same(call.shape(k)[-3], 1) and same(call.shape(v)[-3], 1):
+        gqa = True  # one head for all, as broadcasting has it
     # Softmax over a whole sequence of which a rank has some heads: each of them as if alone.
     out = graph.call(
         ours.distributed_attention.default,

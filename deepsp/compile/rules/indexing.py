@@ -9,10 +9,10 @@ from deepsp.compile.rules import Call, broadcast, overloads, refused, rule
 from deepsp.compile.rules.views import broadcast_but
 from deepsp.compile.tokens import Tokens
 
-aten = torch.ops.aten
+aten, ours = torch.ops.aten, torch.ops.deepsp
 
 _AMONG = "along the sequence it depends on all tokens in front, or on all of them"
-refused("nonzero masked_select unique _unique2 bincount histc searchsorted", _AMONG)
+refused("nonzero masked_select unique _unique2 searchsorted", _AMONG)
 
 
 @rule(aten.embedding.default)
@@ -32,10 +32,41 @@ def one_hot(call: Call) -> Tokens:
     return call.one_of()
 
 
+@rule(aten.softmax.int, aten.log_softmax.int)
+def softmax(call: Call) -> Tokens:
+    x, tokens = call.node.args[0], call.one_of()
+    if call["dim"] % len(call.shape(x)) != tokens.dim:
+        return tokens
+    graph = call.graph
+
+    def lower():
+        dtype = call.node.meta["val"].dtype
+        logs = log_softmax(graph, graph.call(aten.to.dtype, call.given(x), dtype), tokens.dim)
+        result = logs if call.target is aten.log_softmax.int else graph.call(aten.exp.default, logs)
+        return graph.call(aten.to.dtype, result, dtype)
+
+    call.lower, call.said = lower, "over all ranks' tokens"
+    return tokens
+
+
+def log_softmax(graph, x: fx.Node, dim: int) -> fx.Node:
+    """Over a dimension of which each rank has a part: what the ranks send is the logarithm of the
+    sum of their own exponentials. 16 bits become float32."""
+    if graph.env[x].dtype in (torch.float16, torch.bfloat16):
+        x = graph.call(aten.to.dtype, x, torch.float32)
+    total = graph.call(aten.logsumexp.default, x, [dim], True)
+    each = [1] * graph.size
+    args = (total, dim, each, "partial", graph.rank, graph.name)
+    total = graph.call(
+        aten.logsumexp.default, graph.call(ours.all_gather.default, *args), [dim], True
+    )
+    return graph.call(aten.sub.Tensor, x, total)
+
+
 @rule(
     *overloads(
-        "softmax _softmax log_softmax _log_softmax softmin cumsum cumprod logcumsumexp cummax "
-        "cummin sort argsort topk kthvalue argmax argmin glu"
+        "_softmax _log_softmax softmin cumsum cumprod logcumsumexp cummax "
+        "cummin argsort topk kthvalue argmax argmin glu"
     )
 )
 def along(call: Call):
@@ -43,16 +74,17 @@ def along(call: Call):
     x, tokens = call.node.args[0], call.one_of()
     dim = call["dim"]
     if dim is None or dim % len(call.shape(x)) == tokens.dim:
-        call.refuse(
-            "it goes over the tokens: attention written by hand is to be "
-            "torch.nn.functional.scaled_dot_product_attention"
-            if "softmax" in call.target._opname
-            else _AMONG
-        )
+        call.refuse(_AMONG)
     keeps = "keepdim" not in call.named or call["keepdim"]
     place = tokens.at(tokens.dim - (not keeps and dim % len(call.shape(x)) < tokens.dim))
     value = call.node.meta["val"]
     return [place for _ in value] if isinstance(value, (list, tuple)) else place
+
+
+@rule(aten.bucketize.Tensor)
+def bucketize(call: Call) -> Tokens:
+    call.only(call.node.args[0])
+    return call.one_of()
 
 
 @rule(*overloads("gather take_along_dim scatter scatter_add scatter_reduce"))
@@ -99,3 +131,18 @@ def index(call: Call) -> Tokens:
     out = call.out[at[0] : at[0] + ndim]
     tokens = broadcast(call, chosen, out)
     return tokens.at(tokens.dim + at[0])
+
+
+@rule(aten.index_put.default)
+def index_put(call: Call) -> Tokens:
+    """Where a mask of the first dimensions says so, one value for all."""
+    x, indices, values = call.node.args[:3]
+    tokens = call.tokens(x)
+    mask = indices[0] if len(indices) == 1 else None
+    ndim = len(call.shape(mask)) if mask else 0
+    if not mask or mask.meta["val"].dtype is not torch.bool or tokens is None:
+        call.refuse("it takes tokens by their place in the sequence")
+    if len(call.shape(values)) > len(call.shape(x)) - ndim or call.tokens(values) is not None:
+        call.refuse("it writes values in the order of the tokens that a mask selects")
+    call.want(mask, tokens if tokens.dim < ndim else None)
+    return tokens

@@ -26,7 +26,10 @@ def cross_entropy(call: Call) -> Tokens | None:
     shape = call.shape(logits)
     tokens = call.tokens(logits)
     if tokens is None:
-        call.refuse("the target has tokens, the logits haven't")
+        call.refuse(
+            "expected logits of tokens as the target has, got some that every rank has whole: a "
+            "pooled output has one target for each row, or tokens were selected by an index"
+        )
     if tokens.dim == min(1, len(shape) - 1):
         call.refuse("the tokens are where its classes are")
     soft = target.meta["val"].is_floating_point()
@@ -67,10 +70,10 @@ def cross_entropy(call: Call) -> Tokens | None:
     )
 )
 def elementwise(call: Call) -> Tokens | None:
-    first, *others = [call.shape(n) for n in call.operands]
-    out = first
-    if any(other != out for other in others):
-        call.refuse(f"its tensors have shapes {first} and {others}; expand them to one")
+    # Two tensors of one shape, and weights that are broadcast to it.
+    out, other = (call.shape(n) for n in call.node.args[:2])
+    if other != out:
+        call.refuse(f"its tensors have shapes {out} and {other}; expand them to one")
     tokens = broadcast(call, call.operands, out)
     if call["reduction"] == _NONE:
         return tokens

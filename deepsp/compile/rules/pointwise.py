@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from deepsp.compile.rules import Call, broadcast, overloads, rule
-from deepsp.compile.tokens import Tokens
+from deepsp.compile.tokens import Tokens, same
 
 # Pointwise ops that carry no tag, or whose overloads before dispatch carry none.
 _NAMES = """
@@ -55,10 +55,16 @@ def feature_dropout(call: Call) -> Tokens:
 @rule(torch.ops.aten.expand.default, torch.ops.aten.expand_as.default)
 def expand(call: Call) -> Tokens:
     x, out = call.node.args[0], call.out
-    tokens = call.tokens(x)
-    if tokens is None:
+    tokens, like = call.tokens(x), call["other"]
+    behind = len(out) - len(call.shape(x))
+    if tokens is not None:
+        place = tokens.at(tokens.dim + behind)
+    elif like is not None and call.tokens(like) is not None:
+        place = call.tokens(like)
+        dim = place.dim - behind
+        call.want(x, place.at(dim) if dim >= 0 and not same(call.shape(x)[dim], 1) else None)
+    else:
         call.refuse("it takes its shape from tokens")
-    place = tokens.at(tokens.dim + len(out) - len(call.shape(x)))
 
     def lower():
         shape = call.graph.shape(place.part(out, call.graph.rank))

@@ -14,7 +14,16 @@ refused(
     "batch_norm native_batch_norm cudnn_batch_norm _native_batch_norm_legit instance_norm",
     "its statistics are taken over the tokens, and its running ones would differ between ranks",
 )
-refused("group_norm native_group_norm", "its statistics are taken over the tokens")
+
+
+@rule(aten.group_norm.default)
+def group_norm(call: Call) -> Tokens:
+    """[N, C, ...]: statistics over all but the first dimension."""
+    x = call.node.args[0]
+    call.only(x)
+    if call.one_of().dim != 0:
+        call.refuse("its statistics are taken over the tokens")
+    return call.tokens(x)
 
 
 def _dims(call: Call, ndim: int) -> list[int]:

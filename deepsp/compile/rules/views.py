@@ -2,18 +2,56 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from dataclasses import replace
 
 import torch
 from torch.utils._sympy.functions import Max, Min
 
-from deepsp.compile.rules import Call, overloads, refused, rule
-from deepsp.compile.tokens import Tokens, same, size_of
+from deepsp.compile.rules import SHIFTED, Call, overloads, refused, rule
+from deepsp.compile.tokens import Sequence, Size, Tokens, same, size_of
 
 aten = torch.ops.aten
 
 _MOVED = "it moves tokens along the sequence, from one rank to another"
-refused("roll flip rot90 unfold as_strided tril_indices", _MOVED)
+refused("rot90 as_strided tril_indices", _MOVED)
+
+
+@rule(aten.flip.default, aten.roll.default)
+def turned(call: Call) -> Tokens:
+    """Along other dimensions each token stays where it is."""
+    tokens, ndim = call.one_of(), len(call.out)
+    if not call["dims"] or tokens.dim in [d % ndim for d in call["dims"]]:
+        call.refuse(_MOVED)
+    return tokens
+
+
+@rule(
+    *overloads(
+        "avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d adaptive_avg_pool1d "
+        "adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d max_pool1d_with_indices "
+        "max_pool2d_with_indices"
+    )
+)
+def pool(call: Call):
+    """Over the last one, two or three dimensions."""
+    tokens, ndim = call.one_of(), len(call.shape(call.node.args[0]))
+    over = int(re.search(r"(\d)d", call.target._opname)[1])
+    if tokens.dim >= ndim - over:
+        call.refuse("it makes windows of neighbouring tokens, some of which other ranks have")
+    value = call.node.meta["val"]
+    return [tokens for _ in value] if isinstance(value, (list, tuple)) else tokens
+
+
+@rule(aten.unfold.default)
+def unfold(call: Call) -> Tokens:
+    x, tokens = call.node.args[0], call.one_of()
+    if tokens.dim == call["dimension"] % len(call.shape(x)):
+        call.refuse("it makes windows of neighbouring tokens, some of which other ranks have")
+    return tokens
+
+
 refused("constant_pad_nd pad", "it adds tokens to the sequence or takes some off")
 
 
@@ -197,11 +235,41 @@ def cat(call: Call) -> Tokens:
         call.lower = lambda: call.graph.call(aten.alias.default, call.given(x))
         return call.one_of()
     if any(t is not None and t.dim == dim for t in map(call.tokens, nodes)):
-        call.refuse(
-            "it puts tokens in front of or behind others: a rank's tokens would be other ones"
-        )
+        return _longer(call, nodes, dim)
     # All dimensions but this one are alike, and so cut alike.
     return broadcast_but(call, nodes, dim)
+
+
+def _longer(call: Call, nodes: list, dim: int) -> Tokens:
+    """Tokens that every rank has whole, in front of a sequence or behind it: the first rank's, and
+    the last one's."""
+    fixed = [n for n in nodes if call.graph.values[n].whole is None]
+    if len(fixed) != 1:
+        call.refuse("it puts one sequence behind another: a rank's tokens would be other ones")
+    (x,) = fixed
+    tokens = call.tokens(x)
+    if tokens.dim != dim or not same(tokens.outer, 1) or tokens.order is not None:
+        call.refuse("it puts something in front of tokens in another dimension, or behind them")
+    graph, at = call.graph, nodes.index(x)
+    lens = [size_of(n * tokens.inner) for n in tokens.sequence.lens]
+    for where, others in ((0, nodes[:at]), (-1, nodes[at + 1 :])):
+        lens[where] = size_of(lens[where] + sum(call.shape(n)[dim] for n in others))
+    for node in nodes:
+        if node is not x:
+            call.want(node, None)
+
+    def lower():
+        taken = []
+        for i, node in enumerate(nodes):
+            new = call.given(node)
+            if i != at and graph.rank != (0 if i < at else graph.size - 1):
+                # None of it, but every rank sums its gradient.
+                new = graph.call(aten.narrow.default, new, dim, 0, 0)
+            taken.append(new)
+        return graph.call(aten.cat.default, taken, dim)
+
+    call.lower = lower
+    return Tokens(dim, call.out[dim], Sequence(tuple(lens)))
 
 
 def broadcast_but(call: Call, nodes, dim: int) -> Tokens:
@@ -209,7 +277,7 @@ def broadcast_but(call: Call, nodes, dim: int) -> Tokens:
     fixed = {call.tokens(n) for n in nodes if call.graph.values[n].whole is None} - {None}
     found = fixed or {call.tokens(n) for n in nodes} - {None}
     if len(found) != 1:
-        call.refuse("tokens meet that are not the same ones, as when a sequence is shifted")
+        call.refuse(SHIFTED)
     (tokens,) = found
     for node in nodes:
         call.want(node, tokens)
@@ -228,20 +296,28 @@ def repeat(call: Call) -> Tokens:
     x, tokens = call.node.args[0], call.one_of()
     times = call["repeats"]
     place = tokens.dim + len(times) - len(call.shape(x))
-    if times[place] != 1:
-        call.refuse("it repeats the sequence")
-    return tokens.at(place)
+    if tokens.order is not None:
+        call.refuse("it repeats tokens that were sorted")
+    return replace(tokens.at(place), outer=size_of(tokens.outer * _repeats(call, times[place])))
+
+
+def _repeats(call: Call, times) -> Size:
+    return times if isinstance(times, int) else size_of(times.meta["val"])
 
 
 @rule(aten.repeat_interleave.self_int)
 def repeat_interleave(call: Call) -> Tokens:
     x, tokens = call.node.args[0], call.one_of()
-    if call["dim"] is None or call["dim"] % len(call.shape(x)) == tokens.dim:
-        call.refuse("it repeats tokens")
+    if call["dim"] is None:
+        call.refuse("it repeats each element of what it takes for one dimension; give it dim")
     if call["output_size"] is not None:
-        args = (call["repeats"], call["dim"])
+        args = call.graph.mapped((call["repeats"], call["dim"]), call.given)
         call.lower = lambda: call.graph.call(call.target, call.given(x), *args)
-    return tokens
+    if call["dim"] % len(call.shape(x)) != tokens.dim:
+        return tokens
+    if tokens.order is not None:
+        call.refuse("it repeats tokens that were sorted")
+    return replace(tokens, inner=size_of(tokens.inner * _repeats(call, call["repeats"])))
 
 
 @rule(aten.pad.default, aten.constant_pad_nd.default)
@@ -255,6 +331,23 @@ def pad(call: Call) -> Tokens:
     return tokens
 
 
+@rule(aten.slice_scatter.default, aten.select_scatter.default)
+def written_into(call: Call) -> Tokens:
+    """A part of another dimension is replaced."""
+    x, new = call.node.args[:2]
+    dim = call["dim"] % len(call.out)
+    gone = call.target is aten.select_scatter.default
+    tokens = call.tokens(x)
+    if call.graph.values[x].whole is not None and call.tokens(new) is not None:
+        tokens = call.tokens(new)
+        tokens = tokens.at(tokens.dim + (gone and dim <= tokens.dim))
+    if tokens is None or tokens.dim == dim:
+        call.refuse("it writes some tokens of the sequence")
+    call.want(x, tokens)
+    call.want(new, tokens.at(tokens.dim - (gone and dim < tokens.dim)))
+    return tokens
+
+
 @rule(*overloads("new_zeros new_ones new_full new_empty"))
 def like_nothing(call: Call) -> None:
     """Only dtype and device are taken from tokens: every rank makes the whole."""
@@ -265,7 +358,9 @@ def like_nothing(call: Call) -> None:
 @rule(aten.tril.default, aten.triu.default, aten.diagonal.default)
 def triangle(call: Call) -> Tokens:
     tokens, ndim = call.one_of(), len(call.shape(call.node.args[0]))
-    dims = (call["dim1"], call["dim2"]) if "dim1" in call.named else (-2, -1)
-    if tokens.dim in [d % ndim for d in dims]:
+    diagonal = call.target is aten.diagonal.default
+    dims = (call["dim1"], call["dim2"]) if diagonal else (-2, -1)
+    dims = [d % ndim for d in dims]
+    if tokens.dim in dims:
         call.refuse("it takes each token's place in the sequence for an index")
-    return tokens
+    return tokens.at(tokens.dim - diagonal * sum(d < tokens.dim for d in dims))

@@ -1,6 +1,7 @@
 """What a schedule knows exactly: one forward is followed, function by function."""
 
+from deepsp.schedule.flow.alike import compare_inputs
 from deepsp.schedule.flow.arguments import call_key
 from deepsp.schedule.flow.flow import Findings, Flow, current
 
-__all__ = ["Findings", "Flow", "call_key", "current"]
+__all__ = ["Findings", "Flow", "call_key", "compare_inputs", "current"]

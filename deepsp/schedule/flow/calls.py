@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from deepsp import randomness
-from deepsp.schedule.flow import drawing, functions, lengths, names, pointwise, writes
+from deepsp.schedule.flow import (
+    drawing,
+    functions,
+    lengths,
+    names,
+    pointwise,
+    reshapes,
+    writes,
+)
 from deepsp.schedule.flow.naming import name_of
 from deepsp.schedule.flow.values import Call, Entry, Value, differentiable, tensors_in
 from deepsp.schedule.placement import WHOLE
@@ -19,6 +27,8 @@ _KEEP_UNIFORM = names.words(
     "view reshape expand expand_as unsqueeze squeeze transpose permute getitem broadcast_to "
     "contiguous to type float double half bfloat16 clone type_as detach neg"
 )
+# They don't show numbers: what they make is compared where it is used.
+_VIEWS = functions.AFTER.keys() | names.SAME | names.ABOUT
 _POINTWISE = (pointwise.pointwise, pointwise.same)
 
 
@@ -36,12 +46,23 @@ def follow(flow: Flow, func, args, kwargs):
     if flow.any_not_whole(call.tensors) or name.startswith("deepsp."):
         rule = _rule(flow, call)
     places = rule(call) if rule is not None and name in functions.BEFORE else None
+    if name not in _VIEWS:
+        flow.note_whole(call.tensors)
     lengths.check(call)
     before = randomness.states()
     flow.unseen.seen += 1
     try:
         out = func(*args, **kwargs)
     except (RuntimeError, IndexError, TypeError) as error:
+        split = next((v for _, v in call.tensors if v.split), None)
+        if split is not None and functions.AFTER.get(name) is reshapes.reshape:
+            shape = list(call.tensors[0][0].shape)
+            call.fail(
+                f"its sizes don't fit {split.name}, which is {split.place} and has the shape "
+                f"{shape} on this rank ({error}). What counts heads or channels in it is to be "
+                "this rank's share: divide the module's attribute (sch[...].divide), or give -1 "
+                "for that size"
+            )
         what = ", ".join(f"{v.name}: {v.place}" for _, v in call.tensors)
         error.add_note(f"In the schedule's dry run, in {flow.where()}: {name} of {what}.")
         raise
@@ -57,10 +78,10 @@ def follow(flow: Flow, func, args, kwargs):
         places = places(out)
     elif rule is not None and places is None:
         places = rule(call, out)
-    drawing.note(flow, call, before)
+    random = drawing.note(flow, call, before) or any(v.random for _, v in call.tensors)
     if inplace:
         made = [args[0]]
-    _record(flow, call, made, places, inplace)
+    _record(flow, call, made, places, inplace, random)
     return out
 
 
@@ -98,7 +119,9 @@ def _rule(flow: Flow, call: Call):
     return unknown
 
 
-def _record(flow: Flow, call: Call, made: list[Tensor], places, inplace: bool) -> None:
+def _record(
+    flow: Flow, call: Call, made: list[Tensor], places, inplace: bool, random: bool
+) -> None:
     if not isinstance(places, list):
         places = [WHOLE if places is None else places] * len(made)
     inputs = [v for _, v in call.tensors]
@@ -118,7 +141,7 @@ def _record(flow: Flow, call: Call, made: list[Tensor], places, inplace: bool) -
         value = Value(
             place, carries and differentiable(tensor), f"what {call.name} in {where} makes"
         )
-        value.uniform = uniform
+        value.uniform, value.random = uniform, random
         if value.partial:
             value.since = since or where
         outputs.append((tensor, value))

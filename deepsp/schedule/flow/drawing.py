@@ -11,13 +11,22 @@ from deepsp.schedule.flow.naming import draws
 from deepsp.schedule.flow.values import Call
 
 
-def note(flow, call: Call, before: list[Tensor]) -> None:
-    drawn = draws(call)
-    if not drawn:
+def drawn_since(before: list[Tensor]) -> bool:
+    """Whether random numbers were drawn since the generators had these states."""
+    with torch._C.DisableTorchFunction():
         after = randomness.states()
-        drawn = any(not torch.equal(a, b) for a, b in zip(before, after, strict=False))
-    if not drawn:
-        return
+        return any(not torch.equal(a, b) for a, b in zip(before, after, strict=False))
+
+
+def note(flow, call: Call, before: list[Tensor]) -> bool:
+    """Notes that a module draws random numbers, if it does, and returns that."""
+    if not draws(call) and not drawn_since(before):
+        return False
+    _note(flow, call)
+    return True
+
+
+def _note(flow, call: Call) -> None:
     kind = "sharded" if any(v.split for _, v in call.tensors) else "whole"
     if randomness.inside():
         if kind == "whole" and call.tensors and call.name in names.DROPOUTS:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -26,6 +26,7 @@ from deepsp.schedule.flow import (
     drawing,
     writes,
 )
+from deepsp.schedule.flow.alike import Alike
 from deepsp.schedule.flow.arguments import copied
 from deepsp.schedule.flow.gradmode import GradMode
 from deepsp.schedule.flow.unseen import Unseen
@@ -106,6 +107,8 @@ class Flow:
         self.stack: list[nn.Module] = []
         self.drawn_in: dict[nn.Module, set[nn.Module]] = {}  # those that called what draws
         self._paused = 0
+        self._drawn = False  # random numbers, by what isn't followed
+        self.alike = Alike(member)
         self.grad = GradMode()
         self.unseen = Unseen(self)
 
@@ -136,6 +139,7 @@ class Flow:
         try:
             with torch.no_grad(), self.grad.seen(), self._following_modules(), self._modes():
                 out = self.model(*args, **kwargs)
+            self.note_whole((tensor, self.value(tensor)) for tensor in tensors_in(out))
             self._finish(out)
         finally:
             _local.flow = None
@@ -220,11 +224,22 @@ class Flow:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """What is called in here isn't followed."""
+        before = randomness.states()
         self._paused += 1
         try:
             yield
         finally:
             self._paused -= 1
+            self._drawn = drawing.drawn_since(before)
+
+    def note_whole(self, tensors: Iterable[tuple[Tensor, Value]]) -> None:
+        """Something is computed from tensors: those taken for whole are compared in the end."""
+        for tensor, value in tensors:
+            if value.whole and not (value.uniform or value.random or value.noted):
+                value.noted = True
+                if id(tensor) not in self.parameters:
+                    with self.paused():
+                        self.alike.note(value.name, tensor)
 
     # ---- what is known of tensors
 
@@ -322,6 +337,7 @@ class Flow:
             place,
             value.carries and self.grad.enabled,
             f"what {sync.op} ({sync.mode}) at {where} makes",
+            random=value.random,
         )
         self.tape.append(Entry(f"{sync.mode} {sync.op}", where, [value], [made], sync))
         self.values[out] = made
@@ -332,7 +348,9 @@ class Flow:
         value = self.value(x)
         with self.paused():
             out = x.view_as(x)
-        made = Value(value.place, value.carries and self.grad.enabled, value.name)
+        made = Value(
+            value.place, value.carries and self.grad.enabled, value.name, random=value.random
+        )
         sync = Trusted()
         self.tape.append(Entry("a bwd_post function", self.where(), [value], [made], sync))
         self.values[out] = made
@@ -340,12 +358,18 @@ class Flow:
 
     def opaque(self, module_name: str, inputs, output, placement: Placement) -> None:
         """Records the output of a module that isn't followed: call it in :meth:`paused`."""
-        values = [self.value(t) for t in tensors_in(inputs)]
+        tensors = list(tensors_in(inputs))
+        values = [self.value(t) for t in tensors]
+        random = self._drawn or any(v.random for v in values)
+        self.note_whole(zip(tensors, values, strict=True))
         outs = []
         for t in tensors_in(output):
             carries = differentiable(t) and self.grad.enabled
             value = Value(
-                internal(placement, t, self.member[0]), carries, f"the output of {module_name}"
+                internal(placement, t, self.member[0]),
+                carries,
+                f"the output of {module_name}",
+                random=random,
             )
             if value.partial:
                 value.since = module_name

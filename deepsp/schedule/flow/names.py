@@ -40,6 +40,15 @@ READS = words(
 """Numbers that Python sees. Which of them also make tensors is told by what they return."""
 
 
+ABOUT = words(
+    "shape size dim ndim ndimension numel nelement dtype device layout is_cuda is_cpu is_meta "
+    "is_xpu is_mps is_floating_point is_complex is_sparse is_quantized is_nested is_leaf names "
+    "get_device element_size itemsize nbytes len hash is_inference is_conj is_neg is_same_size "
+    "grad_fn retains_grad stride is_contiguous storage_offset"
+)
+"""What they return doesn't depend on what a tensor holds."""
+
+
 UNARY = words(
     "abs absolute acos acosh angle asin asinh atan atanh arccos arcsin arctan bitwise_not ceil "
     "clamp clamp_max clamp_min clip cos cosh deg2rad digamma elu celu selu erf erfc erfinv exp "

@@ -65,6 +65,8 @@ class Value:
 
     carries: a gradient goes through it.
     uniform: the same number everywhere, as ``torch.zeros`` makes it: it fits whole and sharded.
+    random: it follows from random numbers, which are others in the dry run than afterwards.
+    noted: it will be compared across the ranks.
     name: for messages. since: the module that made it partial.
     state: of its gradient, found walking backwards: "replicated" | "partial" for a whole tensor,
         "own" for others, None: none arrives. why: the entry whose gradient that is.
@@ -78,6 +80,8 @@ class Value:
     state: str | None = None
     why: Entry | None = None
     leaf: Tensor | None = None
+    random: bool = False
+    noted: bool = False
 
     @property
     def whole(self) -> bool:

@@ -49,6 +49,7 @@ def pass_to_aliases(flow, call: Call, outputs) -> None:
                 else:
                     place = value.place
             new = Value(place, held.carries or value.carries, held.name, since=value.since)
+            new.random = held.random or value.random
             if new.carries:
                 inputs = [v for v in (held, value) if v.carries]
                 flow.tape.append(Entry(call.name, flow.where(), inputs, [new]))

@@ -1,0 +1,182 @@
+#pragma once
+// An op of the library as one handle, and what is the same for all ops. C++ calls ops through the
+// dispatcher, as Python does, so that autograd, tracing and functionalization see them.
+//
+// To add an op: its schema in library.cpp; a kernel, which is its own meta function
+// (DEEPSP_KERNELS); where it can be differentiated, a backward formula (differentiable); where C++
+// calls it, an Op.
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+#include <atomic>
+#include <optional>
+#include <string_view>
+#include <vector>
+
+namespace deepsp {
+
+using Tensors = std::vector<at::Tensor>;
+using SymInts = std::vector<c10::SymInt>;
+using Dtypes = at::ArrayRef<at::ScalarType>;
+using OptionalTensor = std::optional<at::Tensor>;
+using OptionalDtype = std::optional<at::ScalarType>;
+
+template <class Signature>
+class Op;
+
+template <class Result, class... Args>
+class Op<Result(Args...)> {
+ public:
+  constexpr explicit Op(const char* name) : name(name) {}
+
+  Result operator()(Args... args) const { return handle().call(std::forward<Args>(args)...); }
+
+  const char* const name;
+
+ private:
+  using Handle = c10::TypedOperatorHandle<Result(Args...)>;
+
+  const Handle& handle() const {
+    const Handle* found = handle_.load(std::memory_order_acquire);
+    return found ? *found : find();
+  }
+
+  const Handle& find() const {
+    const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(
+        ("deepsp::" + std::string(name)).c_str(), "");
+    auto* made = new Handle(op.template typed<Result(Args...)>());  // as the op, never destroyed
+    const Handle* other = nullptr;
+    if (!handle_.compare_exchange_strong(other, made, std::memory_order_acq_rel)) {
+      delete made;
+      return *other;
+    }
+    return *made;
+  }
+
+  mutable std::atomic<const Handle*> handle_ = nullptr;
+};
+
+// A block of m.impl(name, kernel), for each device that kernels are compiled for, and for meta
+// tensors: there a kernel returns tensors of the right shapes as soon as its arguments are checked.
+#ifdef DEEPSP_CUDA
+#define DEEPSP_KERNELS_CUDA(kernels)    \
+  TORCH_LIBRARY_IMPL(deepsp, CUDA, m) { \
+    kernels(m);                         \
+  }
+#else
+#define DEEPSP_KERNELS_CUDA(kernels)
+#endif
+#define DEEPSP_KERNELS_AS(kernels, m)   \
+  static void kernels(torch::Library&); \
+  TORCH_LIBRARY_IMPL(deepsp, CPU, m) {  \
+    kernels(m);                         \
+  }                                     \
+  TORCH_LIBRARY_IMPL(deepsp, Meta, m) { \
+    kernels(m);                         \
+  }                                     \
+  DEEPSP_KERNELS_CUDA(kernels)          \
+  static void kernels([[maybe_unused]] torch::Library& m)
+#define DEEPSP_KERNELS(m) DEEPSP_KERNELS_AS(C10_CONCATENATE(register_kernels_, C10_UID), m)
+// The same for kinds of tensors that kernels refuse, in words.
+#define DEEPSP_REFUSED_KINDS_AS(kernels, m)     \
+  static void kernels(torch::Library&);         \
+  TORCH_LIBRARY_IMPL(deepsp, QuantizedCPU, m) { \
+    kernels(m);                                 \
+  }                                             \
+  TORCH_LIBRARY_IMPL(deepsp, SparseCPU, m) {    \
+    kernels(m);                                 \
+  }                                             \
+  TORCH_LIBRARY_IMPL(deepsp, SparseCsrCPU, m) { \
+    kernels(m);                                 \
+  }                                             \
+  static void kernels([[maybe_unused]] torch::Library& m)
+#define DEEPSP_REFUSED_KINDS(m) DEEPSP_REFUSED_KINDS_AS(C10_CONCATENATE(refused_kinds_, C10_UID), m)
+
+// ------------------------------------------------------------------- autograd
+
+// An argument that a call was given, as the formula's op wants it.
+class Argument {
+ public:
+  explicit Argument(c10::IValue value) : value_(std::move(value)) {}
+
+  operator int64_t() const { return value_.toInt(); }
+  operator double() const { return value_.toDouble(); }
+  operator bool() const { return value_.toBool(); }
+  operator c10::SymInt() const { return value_.toSymInt(); }
+  operator std::string_view() const { return value_.toStringView(); }
+  operator OptionalDtype() const { return value_.toOptional<at::ScalarType>(); }
+  // Not const: a better match than optional's own constructor, by way of a double.
+  operator std::optional<double>() { return value_.toOptional<double>(); }
+  // These last as long as the Argument does: to the end of the call that takes them.
+  operator c10::SymIntArrayRef() const { return symints_ = value_.toSymIntVector(); }
+  operator at::IntArrayRef() const { return ints_ = value_.toIntVector(); }
+  operator Dtypes() const;
+
+ private:
+  const c10::IValue value_;
+  mutable SymInts symints_;
+  mutable std::vector<int64_t> ints_;
+  mutable std::vector<at::ScalarType> dtypes_;
+};
+
+// A differentiable call: in forward its tensors, and what is to be kept of them; in backward what
+// was kept.
+class Call {
+ public:
+  // Arguments that aren't tensors are kept, by their names in the schema; of tensors, how many.
+  Argument operator[](const char* name) const { return Argument(kept(name)); }
+
+  // What else a backward needs, in forward: keep it under a name of its own.
+  void keep(const char* name, c10::IValue value);
+  void keep_dtypes(const char* name, Dtypes dtypes);
+  // Tensors for backward. Undefined ones stay so.
+  void keep_tensors(Tensors tensors);
+  Tensors kept_tensors() const;
+
+  // The tensors given, those of lists too, in the order of the schema; None isn't given. Forward
+  // only, as are the outputs.
+  at::TensorList inputs() const { return inputs_; }
+  at::TensorList outputs() const { return outputs_; }
+  // How many were given, or for one argument; whether the gradient of one is asked for.
+  size_t count() const;
+  size_t count(const char* argument) const;
+  bool wants(size_t input) const;
+  // The same for the first `count` of them, as ops take it.
+  std::vector<int64_t> wanted(size_t count) const;
+  // Gradients of those wanted, each in its place.
+  Tensors placed(const Tensors& found, at::IntArrayRef wanted) const;
+  // In forward: these outputs have no gradient, and no zeros are made for it. In backward the
+  // gradient of another output may be undefined then, too.
+  void mark_non_differentiable(at::TensorList outputs);
+
+ private:
+  friend struct Differentiated;
+  explicit Call(void* context) : context_(context) {}
+  int64_t said(size_t what) const;
+  c10::IValue kept(const char* name) const;
+
+  void* context_;  // torch::autograd::AutogradContext, whose header is large
+  at::TensorList inputs_;
+  at::TensorList outputs_;
+};
+
+// One gradient for every tensor that the call was given; fewer: none for the rest. Runs outside of
+// autocast: gradients have the dtype of what they are gradients of, and a cast would read what is
+// on its way. Made of ops, so that it traces and can be differentiated.
+using Backward = Tensors (*)(const Call& call, const Tensors& gradients);
+using Keep = void (*)(Call& call);
+
+// The autograd kernel of an op: below autograd, the op itself; `keep` sees the call afterwards.
+void differentiable(torch::Library& m, const char* op, Backward backward, Keep keep = nullptr);
+// A gradient asked of the op raises.
+void not_differentiable(torch::Library& m, const char* op);
+
+// ------------------------------------------------------------------- functionalization, autocast
+
+// For a wait that returns views of its buffer: the alias is cut. A wait consumes its buffer, so
+// nobody sees the difference.
+void cuts_alias(torch::Library& m, const char* op);
+
+}  // namespace deepsp

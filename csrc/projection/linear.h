@@ -1,0 +1,109 @@
+#pragma once
+// What both linear layers around the exchange do. A GEMM writes straight into the block that is
+// sent, and reads straight from the block that arrived; while one block travels the next one's GEMM
+// runs.
+
+#include "../exchange/engine.h"
+#include "../op.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+
+namespace deepsp {
+
+inline void check_same_kind(
+    const at::Tensor& t, const std::string& name, const at::Tensor& first, const char* first_name) {
+  TORCH_CHECK_VALUE(
+      t.scalar_type() == first.scalar_type(), name, " is ", t.scalar_type(), ", but ", first_name,
+      " is ", first.scalar_type(), "; they must have the same dtype (autocast casts both)");
+  TORCH_CHECK_VALUE(
+      t.device() == first.device(), name, " is on ", t.device(), ", but ", first_name, " is on ",
+      first.device(), "; they must be on the same device");
+}
+
+// x, or a gradient: [B, S_rank, dim].
+inline void check_tokens(
+    const at::Tensor& t, const char* name, c10::SymIntArrayRef seq_lens, int64_t rank) {
+  check_seq_lens(seq_lens, rank);
+  TORCH_CHECK_VALUE(
+      t.dim() == 3, name, " has ", t.dim(),
+      " dimensions; three are right: [batch, sequence, features]");
+  TORCH_CHECK_VALUE(
+      t.sym_size(1) == seq_lens[rank], name, " has sequence length ", t.sym_size(1),
+      ", but seq_lens[", rank, "] of this rank is ", seq_lens[rank], "; they must be the same");
+  TORCH_CHECK_VALUE(
+      t.is_floating_point(), name, " is ", t.scalar_type(),
+      "; a linear layer needs a floating-point dtype");
+}
+
+// x [B, S_rank, dim] as a matrix [S_rank·B, dim] that BLAS takes as it is: rows in
+// the order of the blocks. A copy only for B > 1 or odd strides.
+inline at::Tensor rows_of(const at::Tensor& x) {
+  const at::Tensor rows = x.transpose(0, 1).reshape({x.size(0) * x.size(1), x.size(2)});
+  const bool dense = rows.stride(1) == 1 && rows.stride(0) >= rows.size(1);
+  return dense ? rows : rows.contiguous();
+}
+
+// The way back: [S_rank·B, dim] -> [B, S_rank, dim], contiguous.
+inline at::Tensor batches_of(const at::Tensor& rows, const Layout& layout) {
+  const int64_t tokens = layout.seq_lens[layout.rank];
+  return layout.batch == 1
+             ? rows.view({1, tokens, rows.size(1)})
+             : rows.view({tokens, layout.batch, rows.size(1)}).transpose(0, 1).contiguous();
+}
+
+// The rows of a weight, or of its bias, that belong to these heads.
+inline at::Tensor rows_for(at::TensorList of, const Layout& layout, size_t i, Range heads) {
+  const int64_t dim = layout.head_dims[i];
+  return of[i].narrow(0, heads.begin * dim, heads.size() * dim);
+}
+
+// What arrives in the buffers of all chunks. Calls visit(chunk, p) for every block
+// in the order of arrival: this rank's own, which are there, then the others' as
+// they were sent. Where blocks travel together, so do a chunk's.
+class Landing {
+ public:
+  Landing(at::TensorList buffers, const Layout& layout, bool last_first)
+      : buffers_(buffers), layout_(layout), last_first_(last_first), chunks_(buffers.size()) {}
+
+  Arrivals& operator[](int64_t chunk) {
+    if (!chunks_[chunk].has_value()) {
+      chunks_[chunk].emplace(buffers_[chunk], layout_, chunk);
+    }
+    return *chunks_[chunk];
+  }
+
+  template <class Visit>
+  void in_order(const Visit& visit) {
+    const bool own_first = buffers_[0].is_cpu();
+    const auto visit_own = [&](int64_t chunk) {
+      (*this)[chunk].wait(layout_.rank);
+      visit(chunk, layout_.rank);
+    };
+    for (int64_t n = 0; own_first && n < count(); ++n) {
+      visit_own(nth(n));
+    }
+    for (int64_t n = 0; n < count(); ++n) {
+      if (!own_first) {
+        visit_own(nth(n));
+      }
+      for (int64_t step = 1; step < layout_.parts(); ++step) {
+        const int64_t p = (layout_.rank - step + layout_.parts()) % layout_.parts();
+        (*this)[nth(n)].wait(p);
+        visit(nth(n), p);
+      }
+      (*this)[nth(n)].finish();
+    }
+  }
+
+ private:
+  int64_t count() const { return layout_.heads.chunks(); }
+  int64_t nth(int64_t n) const { return last_first_ ? count() - 1 - n : n; }
+
+  at::TensorList buffers_;
+  const Layout& layout_;
+  bool last_first_;
+  std::vector<std::optional<Arrivals>> chunks_;
+};
+
+}  // namespace deepsp

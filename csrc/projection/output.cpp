@@ -1,0 +1,106 @@
+// A linear layer behind the exchange, the same for CPU and CUDA.
+
+#include "../common/product_sum.h"
+#include "linear.h"
+
+namespace deepsp {
+namespace {
+
+SymBlockLayout check_output(
+    at::TensorList buffers,
+    const at::Tensor& weight,
+    const OptionalTensor& bias,
+    const c10::SymInt& num_heads,
+    const c10::SymInt& batch,
+    c10::SymIntArrayRef seq_lens,
+    int64_t rank) {
+  TORCH_CHECK_VALUE(!buffers.empty(), "buffers is empty; one for each chunk is right");
+  TORCH_CHECK_VALUE(
+      weight.dim() == 2 && num_heads > 0 && weight.sym_size(1) % num_heads == 0,
+      "weight has shape ", weight.sym_sizes(), "; [features, num_heads * head_dim] with ",
+      num_heads, " heads is right");
+  check_same_kind(weight, "weight", buffers[0], "what arrives");
+  if (bias.has_value()) {
+    check_same_kind(*bias, "bias", buffers[0], "what arrives");
+    TORCH_CHECK_VALUE(
+        bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0), "bias has shape ",
+        bias->sym_sizes(), "; [", weight.sym_size(0), "], the rows of the weight, is right");
+  }
+  return check_wait(
+      buffers, num_heads, weight.sym_size(1) / num_heads, batch, seq_lens, 0,
+      static_cast<int64_t>(buffers.size()), rank);
+}
+
+at::Tensor heads_to_output_wait(
+    at::TensorList buffers,
+    const at::Tensor& weight,
+    const OptionalTensor& bias,
+    c10::SymInt num_heads,
+    c10::SymInt batch,
+    c10::SymIntArrayRef seq_lens,
+    int64_t rank,
+    std::string_view /*group_name*/) {
+  const SymBlockLayout shapes =
+      check_output(buffers, weight, bias, num_heads, batch, seq_lens, rank);
+  if (weight.is_meta()) {
+    return at::empty_symint({batch, seq_lens[rank], weight.sym_size(0)}, weight.options());
+  }
+  const Layout layout = concrete(shapes);
+  const at::Tensor by_head = weight.t();  // [H·D, features]
+  ProductSum sum({layout.seq_lens[rank] * layout.batch, weight.size(0)}, buffers[0]);
+  const Tensors arriving = dense(buffers);
+  Landing arrivals(arriving, layout, false);
+  arrivals.in_order([&](int64_t chunk, int64_t p) {
+    sum.add_product(
+        block_of(arriving[chunk], layout, chunk, p),
+        rows_for(by_head, layout, 0, layout.heads.range(0, p, chunk)));
+  });
+  at::Tensor y = sum.total();
+  if (bias.has_value()) {
+    y.add_(*bias);
+  }
+  return batches_of(y, layout);
+}
+
+at::Tensor heads_to_output_weight_grad(
+    const at::Tensor& grad,
+    at::TensorList buffers,
+    c10::SymInt num_heads,
+    c10::SymInt head_dim,
+    c10::SymIntArrayRef seq_lens,
+    int64_t rank,
+    std::string_view /*group_name*/) {
+  TORCH_CHECK_VALUE(!buffers.empty(), "buffers is empty; one for each chunk is right");
+  check_tokens(grad, "grad", seq_lens, rank);
+  check_same_kind(grad, "grad", buffers[0], "what arrived");
+  const SymBlockLayout shapes = check_wait(
+      buffers, num_heads, head_dim, grad.sym_size(0), seq_lens, 0,
+      static_cast<int64_t>(buffers.size()), rank);
+  if (grad.is_meta()) {
+    return at::empty_symint({grad.sym_size(2), num_heads * head_dim}, grad.options());
+  }
+  const Layout layout = concrete(shapes);
+  const at::Tensor rows = rows_of(grad);
+  const Tensors arrived = dense(buffers);
+  const int64_t dim = layout.head_dims[0];
+  const at::Tensor result = empty_buffer({grad.size(2), layout.heads.num_heads(0) * dim}, grad);
+  for (int64_t chunk = 0; chunk < layout.heads.chunks(); ++chunk) {
+    // A graph that computes the forward again has no use for its output, nor a wait.
+    ensure_landed(arrived[chunk], layout, chunk);
+    for (int64_t p = 0; p < layout.parts(); ++p) {
+      const Range heads = layout.heads.range(0, p, chunk);
+      at::Tensor out = result.narrow(1, heads.begin * dim, heads.size() * dim);
+      at::mm_out(out, rows.t(), block_of(arrived[chunk], layout, chunk, p));
+    }
+  }
+  return result;
+}
+
+}  // namespace
+
+DEEPSP_KERNELS(m) {
+  m.impl("heads_to_output_wait", heads_to_output_wait);
+  m.impl("heads_to_output_weight_grad", heads_to_output_weight_grad);
+}
+
+}  // namespace deepsp

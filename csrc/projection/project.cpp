@@ -1,0 +1,360 @@
+// Linear layers in front of the exchange, the same for CPU and CUDA.
+
+#include "../common/product_sum.h"
+#include "linear.h"
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/sum.h>
+
+namespace deepsp {
+namespace {
+
+// A GEMM with fewer columns than this runs well below full speed (1.2 times the
+// time at 40, 1.7 at 20; none at 64): then the weights of all tensors in a block
+// are put together first.
+constexpr int64_t kNarrow = 64;
+// Products that are added up read and write the sum each time: there, fewer than this.
+constexpr int64_t kNarrowSum = 256;
+
+std::string weight_name(size_t i) {
+  return "weights[" + std::to_string(i) + "]";
+}
+
+// D_i of weights [H_i·D_i, dim].
+SymInts head_dims_of(
+    at::TensorList weights, c10::SymIntArrayRef num_heads, const std::optional<c10::SymInt>& dim) {
+  TORCH_CHECK_VALUE(
+      !weights.empty() && weights.size() == num_heads.size(), "weights has ", weights.size(),
+      " entries and num_heads ", num_heads.size(), "; one each for every projection is right");
+  SymInts dims;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const at::Tensor& w = weights[i];
+    TORCH_CHECK_VALUE(
+        w.dim() == 2, weight_name(i), " has ", w.dim(),
+        " dimensions; two are right: [heads * head_dim, features of x]");
+    TORCH_CHECK_VALUE(
+        !dim.has_value() || w.sym_size(1) == *dim, weight_name(i), " takes ", w.sym_size(1),
+        " features, but x has ", dim.value_or(0), "; they must be the same");
+    TORCH_CHECK_VALUE(
+        num_heads[i] > 0 && w.sym_size(0) % num_heads[i] == 0, weight_name(i), " has ",
+        w.sym_size(0), " rows, which num_heads[", i, "] = ", num_heads[i], " doesn't divide");
+    dims.push_back(w.sym_size(0) / num_heads[i]);
+  }
+  return dims;
+}
+
+// Tensor i's `heads`, which lie in `columns` of a block: rows of its weight.
+struct Piece {
+  size_t i;
+  Range heads;
+  Range columns;
+};
+
+// What rank p's block of a chunk is made of.
+std::vector<Piece> pieces_of(const Layout& layout, int64_t p, int64_t chunk) {
+  std::vector<Piece> pieces;
+  for (size_t i = 0; i < layout.heads.tensors(); ++i) {
+    const Range heads = layout.heads.range(i, p, chunk);
+    const int64_t begin = layout.column(i, p, chunk);
+    const int64_t width = heads.size() * layout.head_dims[i];
+    if (width > 0) {
+      pieces.push_back({i, heads, {begin, begin + width}});
+    }
+  }
+  return pieces;
+}
+
+bool narrow(const std::vector<Piece>& pieces, int64_t width) {
+  return pieces.size() > 1 && std::any_of(pieces.begin(), pieces.end(), [&](const Piece& piece) {
+           return piece.columns.size() < width;
+         });
+}
+
+at::Tensor rows_for(at::TensorList of, const Layout& layout, const std::vector<Piece>& pieces) {
+  Tensors rows;
+  for (const Piece& piece : pieces) {
+    rows.push_back(rows_for(of, layout, piece.i, piece.heads));
+  }
+  return at::cat(rows);
+}
+
+// ------------------------------------------------------------------- project
+
+SymBlockLayout check_project(
+    const at::Tensor& x,
+    at::TensorList weights,
+    at::TensorList biases,
+    c10::SymIntArrayRef num_heads,
+    c10::SymIntArrayRef seq_lens,
+    int64_t chunks,
+    int64_t rank) {
+  check_tokens(x, "x", seq_lens, rank);
+  const SymInts dims = head_dims_of(weights, num_heads, x.sym_size(2));
+  TORCH_CHECK_VALUE(
+      biases.empty() || biases.size() == weights.size(), "biases has ", biases.size(),
+      " entries, but there are ", weights.size(), " weights; none or one for each is right");
+  for (size_t i = 0; i < weights.size(); ++i) {
+    check_same_kind(weights[i], weight_name(i), x, "x");
+    if (!biases.empty()) {
+      const std::string name = "biases[" + std::to_string(i) + "]";
+      check_same_kind(biases[i], name, x, "x");
+      TORCH_CHECK_VALUE(
+          biases[i].dim() == 1 && biases[i].sym_size(0) == weights[i].sym_size(0), name,
+          " has shape ", biases[i].sym_sizes(), "; [", weights[i].sym_size(0),
+          "], the rows of its weight, is right");
+    }
+  }
+  return check_wait({}, num_heads, dims, x.sym_size(0), seq_lens, 0, chunks, rank);
+}
+
+struct Projection {
+  const at::Tensor& rows;  // [S_rank·B, dim]
+  at::TensorList weights;
+  at::TensorList biases;
+  const Layout& layout;
+
+  void write(const at::Tensor& to, const at::Tensor& weight, const at::Tensor& bias) const {
+    at::Tensor out = to;
+    at::mm_out(out, rows, weight.t());
+    if (bias.defined()) {
+      out.add_(bias);
+    }
+  }
+
+  // Makes the block [S_rank·B, X_p].
+  void operator()(int64_t chunk, const Place& place) const {
+    const std::vector<Piece> pieces = pieces_of(layout, place.p, chunk);
+    const int64_t columns = layout.columns(place.p, chunk);
+    const at::Tensor block = at::for_blob(place.block, {rows.size(0), columns})
+                                 .target_device(rows.device())
+                                 .options(rows.options())
+                                 .make_tensor();
+    if (narrow(pieces, kNarrow)) {
+      write(
+          block, rows_for(weights, layout, pieces),
+          biases.empty() ? at::Tensor() : rows_for(biases, layout, pieces));
+      return;
+    }
+    for (const Piece& piece : pieces) {
+      write(
+          block.narrow(1, piece.columns.begin, piece.columns.size()),
+          rows_for(weights, layout, piece.i, piece.heads),
+          biases.empty() ? at::Tensor() : rows_for(biases, layout, piece.i, piece.heads));
+    }
+  }
+};
+
+Tensors project_to_heads_start(
+    const at::Tensor& x,
+    at::TensorList weights,
+    at::TensorList biases,
+    c10::SymIntArrayRef num_heads,
+    c10::SymIntArrayRef seq_lens,
+    int64_t chunks,
+    bool last_first,
+    int64_t rank,
+    std::string_view group_name) {
+  const SymBlockLayout shapes =
+      check_project(x, weights, biases, num_heads, seq_lens, chunks, rank);
+  if (x.is_meta()) {
+    return meta_buffers(shapes, x);
+  }
+  const Layout layout = concrete(shapes);
+  const auto group = group_of("project_to_heads", group_name, layout, x);
+  const at::Tensor rows = rows_of(x);
+  const Projection project{rows, weights, biases, layout};
+  const int64_t count = layout.heads.chunks();
+  Tensors buffers(count);
+  std::vector<std::pair<int64_t, Place>> own;
+  for (int64_t n = 0; n < count; ++n) {
+    const int64_t chunk = last_first ? count - 1 - n : n;
+    buffers[chunk] = buffer_for(shapes, chunk, x);
+    const auto make = [&](c10::ArrayRef<Place> places) {
+      for (const Place& place : places) {
+        project(chunk, place);
+      }
+    };
+    for (const Place& left : launch_to_heads(make, layout, chunk, group.get(), buffers[chunk])) {
+      own.emplace_back(chunk, left);
+    }
+  }
+  // What nobody waits for but this rank: while everything else travels.
+  for (const auto& [chunk, place] : own) {
+    project(chunk, place);
+  }
+  for (int64_t chunk = 0; chunk < count; ++chunk) {
+    settle_if_watched(buffers[chunk], layout, chunk);
+  }
+  return buffers;
+}
+
+// ------------------------------------------------------------------- its backward
+
+SymBlockLayout check_project_backward(
+    at::TensorList buffers,
+    const OptionalTensor& x,
+    at::TensorList weights,
+    c10::SymIntArrayRef num_heads,
+    const c10::SymInt& batch,
+    c10::SymIntArrayRef seq_lens,
+    at::IntArrayRef wanted,
+    int64_t rank) {
+  TORCH_CHECK_VALUE(!buffers.empty(), "buffers is empty; one for each chunk is right");
+  TORCH_CHECK_VALUE(
+      wanted.size() == 1 + 2 * weights.size(), "wanted has ", wanted.size(), " entries; ",
+      1 + 2 * weights.size(), " are right: for x, for each weight, for each bias");
+  const auto dims = head_dims_of(weights, num_heads, std::nullopt);
+  for (size_t i = 0; i < weights.size(); ++i) {
+    TORCH_CHECK_VALUE(
+        !wanted[1 + i] || x.has_value(), "x is None, but the gradient of ", weight_name(i),
+        " needs it");
+  }
+  if (x.has_value()) {
+    check_tokens(*x, "x", seq_lens, rank);
+  }
+  return check_wait(
+      buffers, num_heads, dims, batch, seq_lens, 0, static_cast<int64_t>(buffers.size()), rank);
+}
+
+// Gradients of x, weights and biases from those of a projection's outputs, which
+// are on their way.
+struct ProjectionGradients {
+  const Layout& layout;
+  at::TensorList weights;
+  at::Tensor rows;  // of x [S_rank·B, dim], where weights' gradients are wanted
+  std::optional<ProductSum> x;
+  Tensors weight;
+  Tensors bias;
+
+  // `grad` [S_rank·B, h·D_i] is all there is of these heads.
+  void add_weight(const at::Tensor& grad, size_t i, Range heads) {
+    const int64_t dim = layout.head_dims[i];
+    const auto mine = [&](const at::Tensor& of) {
+      return of.narrow(0, heads.begin * dim, heads.size() * dim);
+    };
+    if (weight[i].defined()) {
+      at::Tensor out = mine(weight[i]);
+      at::mm_out(out, grad.t(), rows);
+    }
+    if (bias[i].defined()) {
+      at::Tensor out = mine(bias[i]);
+      at::sum_out(out, grad, at::IntArrayRef{0});
+    }
+  }
+
+  void add(const at::Tensor& grad, size_t i, Range heads) {
+    if (x.has_value()) {
+      x->add_product(grad, rows_for(weights, layout, i, heads));
+    }
+    add_weight(grad, i, heads);
+  }
+};
+
+Tensors project_to_heads_backward(
+    at::TensorList buffers,
+    const OptionalTensor& x,
+    at::TensorList weights,
+    c10::SymIntArrayRef num_heads,
+    c10::SymInt batch,
+    c10::SymIntArrayRef seq_lens,
+    at::IntArrayRef wanted,
+    int64_t rank,
+    std::string_view /*group_name*/) {
+  const SymBlockLayout shapes =
+      check_project_backward(buffers, x, weights, num_heads, batch, seq_lens, wanted, rank);
+  const size_t n = weights.size();
+  Tensors results;
+  if (buffers[0].is_meta()) {
+    const auto add = [&](bool asked, c10::SymIntArrayRef shape, const at::Tensor& like) {
+      if (asked) {
+        results.push_back(at::empty_symint(shape, like.options()));
+      }
+    };
+    add(wanted[0], {batch, seq_lens[rank], weights[0].sym_size(1)}, buffers[0]);
+    for (size_t i = 0; i < 2 * n; ++i) {
+      const at::Tensor& weight = weights[i % n];
+      add(wanted[1 + i], weight.sym_sizes().slice(0, i < n ? 2 : 1), weight);
+    }
+    return results;
+  }
+  const Layout layout = concrete(shapes);
+  ProjectionGradients gradients{layout, weights, {}, std::nullopt, Tensors(n), Tensors(n)};
+  if (wanted[0]) {
+    gradients.x.emplace(
+        std::vector<int64_t>{layout.seq_lens[rank] * layout.batch, weights[0].size(1)}, buffers[0]);
+  }
+  for (size_t i = 0; i < n; ++i) {
+    if (wanted[1 + i]) {
+      gradients.weight[i] = empty_buffer(weights[i].sizes(), weights[i]);
+      gradients.rows = gradients.rows.defined() ? gradients.rows : rows_of(*x);
+    }
+    if (wanted[1 + n + i]) {
+      gradients.bias[i] = at::empty({weights[i].size(0)}, weights[i].options());
+    }
+  }
+
+  // Heads that several ranks read are summed before anything is multiplied.
+  std::vector<std::vector<HeadSegment>> segments;
+  bool shared = false;
+  for (size_t i = 0; i < n; ++i) {
+    segments.push_back(layout.heads.segments(i));
+    for (const HeadSegment& segment : segments.back()) {
+      shared = shared || segment.readers.size() > 1;
+    }
+  }
+  const Tensors arriving = dense(buffers);
+  Landing arrivals(arriving, layout, true);
+  arrivals.in_order([&](int64_t chunk, int64_t p) {
+    const std::vector<Piece> pieces = pieces_of(layout, p, chunk);
+    if (!shared && arrivals[chunk].whole() && narrow(pieces, kNarrowSum)) {
+      if (gradients.x.has_value()) {
+        gradients.x->add_product(
+            block_of(arriving[chunk], layout, chunk, p), rows_for(weights, layout, pieces));
+      }
+      for (const Piece& piece : pieces) {
+        gradients.add_weight(arrivals[chunk].part(piece.i, p, piece.heads), piece.i, piece.heads);
+      }
+      return;
+    }
+    for (size_t i = 0; i < n; ++i) {
+      for (const HeadSegment& segment : segments[i]) {
+        if (segment.readers.size() == 1 && segment.readers[0] == p && segment.chunks[0] == chunk) {
+          gradients.add(arrivals[chunk].part(i, p, segment.heads), i, segment.heads);
+        }
+      }
+    }
+  });
+  for (size_t i = 0; shared && i < n; ++i) {
+    for (const HeadSegment& segment : segments[i]) {
+      if (segment.readers.size() > 1) {
+        Tensors parts;
+        for (size_t r = 0; r < segment.readers.size(); ++r) {
+          parts.push_back(arrivals[segment.chunks[r]].part(i, segment.readers[r], segment.heads));
+        }
+        gradients.add(sum_of(parts), i, segment.heads);
+      }
+    }
+  }
+
+  if (wanted[0]) {
+    results.push_back(batches_of(gradients.x->total(), layout));
+  }
+  for (const auto& of : {gradients.weight, gradients.bias}) {
+    for (const at::Tensor& gradient : of) {
+      if (gradient.defined()) {
+        results.push_back(gradient);
+      }
+    }
+  }
+  return results;
+}
+
+}  // namespace
+
+DEEPSP_KERNELS(m) {
+  m.impl("project_to_heads_start", project_to_heads_start);
+  m.impl("project_to_heads_backward", project_to_heads_backward);
+}
+
+}  // namespace deepsp

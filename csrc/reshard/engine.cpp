@@ -1,0 +1,355 @@
+#include "engine.h"
+
+#include "../common/checks.h"
+#include "../transport/agreement.h"
+
+#include <ATen/TensorUtils.h>
+#include <ATen/ops/empty.h>
+#include <ATen/record_function.h>
+
+#include <numeric>
+
+namespace deepsp {
+namespace {
+
+// Smaller ones aren't worth a block of the pool: malloc has them at hand.
+constexpr int64_t kPoolBytes = int64_t(256) << 10;
+
+at::Tensor bytes_of(const at::Tensor& x) {
+  return x.view({-1}).view(at::kByte);
+}
+
+constexpr const char* kListSizes = "sizes, for each tensor,";
+
+}  // namespace
+
+Reshard reshard_lists(
+    const char* op,
+    const at::Tensor& buffer,
+    const SymShards& layout,
+    std::string_view group_name) {
+  return Reshard(
+      concrete(layout),
+      resolve_group(op, group_name, layout.rank, layout.parts(), buffer.device(), kListSizes),
+      buffer.device());
+}
+
+Reshard reshard_lists(
+    const char* op,
+    const char* name,
+    at::TensorList tensors,
+    const SymShards& layout,
+    Dtypes dtypes,
+    std::string_view group_name) {
+  const c10::Device device = tensors[0].device();
+  const Group group =
+      agreed_group(op, group_name, layout.rank, layout.parts(), device, kListSizes, [&] {
+        std::vector<std::string> arguments;
+        for (size_t i = 0; i < tensors.size(); ++i) {
+          arguments.push_back(said(
+              name, "[", i, "] ", tensors[i].scalar_type(), " with rows of ",
+              tensors[i].sizes().slice(1), ", sizes ", layout[i].sizes, " and dtype ", dtypes[i]));
+        }
+        return arguments;
+      });
+  return Reshard(concrete(layout), group, device);
+}
+
+at::Tensor empty_result(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  const int64_t bytes =
+      c10::multiply_integers(sizes) * static_cast<int64_t>(options.dtype().itemsize());
+  return bytes >= kPoolBytes ? empty_buffer(sizes, options) : at::empty(sizes, options);
+}
+
+at::Tensor buffer_for(c10::SymIntArrayRef sizes, const at::TensorOptions& options) {
+  if (options.device().is_meta()) {
+    return at::empty_symint(sizes, options);
+  }
+  const at::Tensor buffer = empty_buffer(ints(sizes), options);
+  clear_if_watched(buffer);
+  return buffer;
+}
+
+at::Tensor list_buffer(const SymShards& layout, Dtypes dtypes, const at::Tensor& like) {
+  return buffer_for({buffer_elements(layout, dtypes)}, like.options().dtype(buffer_dtype(dtypes)));
+}
+
+Reshard::Reshard(Shards shards, Group group, c10::Device device)
+    : at_(std::move(shards), group.point_to_point || (group.size == 1 && device.is_cpu())),
+      group_(std::move(group)) {
+}
+
+StridedCopy Reshard::copy_of(
+    size_t i, int64_t p, const char* from, int64_t from_row, char* to, int64_t to_row) const {
+  return coalesce(
+      {from,
+       to,
+       {1, 1, 1, shards_[i].outer},
+       {0, 0, 0, from_row},
+       {0, 0, 0, to_row},
+       shards_[i].row(p)});
+}
+
+char* Reshard::part_of(const at::Tensor& whole, size_t i, int64_t p) const {
+  return data_of(whole) + shards_[i].begin(p) * shards_[i].inner;
+}
+
+// ------------------------------------------------------------------- gather
+
+void Reshard::place_gathered(const at::Tensor& part, const at::Tensor& buffer) const {
+  const int64_t row = shards_[0].row(rank_);
+  const int64_t to_row = at_.arrives_whole(0) ? shards_[0].row() : row;
+  char* const to = data_of(buffer) + at_.gathered(0, rank_);
+  run({copy_of(0, rank_, data_of(part), row, to, to_row)}, buffer.device());
+}
+
+void Reshard::gather_slots(const at::Tensor& buffer) const {
+  const int64_t slot = shards_.slot();
+  if (!alone() && slot > 0) {
+    const at::Tensor all = bytes_of(buffer);
+    launch_into(
+        group_, buffer, launch_all_gather(group_, all, all.narrow(0, rank_ * slot, slot)), all);
+  }
+}
+
+void Reshard::launch_gather(const at::Tensor& part, const at::Tensor& buffer) const {
+  if (!group_.point_to_point || alone()) {
+    place_gathered(part, buffer);
+    return gather_slots(buffer);
+  }
+  auto flight = std::make_unique<Flight>();
+  const int64_t messages = at_.in_place(0) ? at_.rows(0) : 1;
+  for (int64_t m = 0; m < messages; ++m) {
+    char* const to = data_of(buffer) + m * shards_[0].row();
+    const int64_t mine = shards_[0].part(rank_) / messages;
+    exchange_point_to_point(
+        group_,
+        [&](int64_t p) { return Bytes{to + at_.gathered(0, p), shards_[0].part(p) / messages}; },
+        [&](int64_t) { return Bytes{data_of(part) + m * mine, mine}; }, *flight);
+  }
+  flight->holds.push_back(part);
+  // While the others travel; or on arrival, where all is copied once more.
+  if (at_.arrives_whole(0) || watched()) {
+    place_gathered(part, buffer);
+  } else {
+    flight->own.push_back(part);
+  }
+  if (watched()) {
+    flight->wait_all();
+  }
+  launch_into(buffer, std::move(flight));
+}
+
+void Reshard::launch_gather(const MakePieces& make, const at::Tensor& buffer) const {
+  RECORD_FUNCTION("deepsp::cast", {});
+  char* const base = data_of(buffer);
+  std::vector<Piece> packed;
+  for (size_t i = 0; i < shards_.size(); ++i) {
+    if (!at_.point_to_point || !at_.in_place(i)) {
+      packed.push_back({i, base + at_.gathered(i, rank_)});
+    }
+  }
+  if (!at_.point_to_point) {
+    make(packed);
+    return gather_slots(buffer);
+  }
+
+  auto flight = std::make_unique<Flight>();
+  // Pieces are made when their receives are posted, and sent from where they were made.
+  const auto exchange = [&](const std::vector<Piece>& pieces, const auto& bytes_of) {
+    if (alone()) {
+      return make(pieces);
+    }
+    bool made = false;
+    exchange_point_to_point(
+        group_, bytes_of,
+        [&](int64_t) {
+          if (!made) {
+            make(pieces);
+            made = true;
+          }
+          return bytes_of(rank_);
+        },
+        *flight);
+  };
+  if (!packed.empty()) {
+    exchange(packed, [&](int64_t p) {
+      return Bytes{base + at_.gathered_block(p), at_.packed_bytes(p)};
+    });
+  }
+  for (size_t i = 0; i < shards_.size(); ++i) {
+    if (at_.in_place(i)) {
+      exchange({{i, base + at_.gathered(i, rank_)}}, [&](int64_t p) {
+        return Bytes{base + at_.gathered(i, p), shards_[i].part(p)};
+      });
+    }
+  }
+  if (watched()) {
+    flight->wait_all();
+  }
+  launch_into(buffer, std::move(flight));
+}
+
+Tensors Reshard::land_gather(
+    const at::Tensor& buffer, const Shapes& shapes, Dtypes dtypes, bool fresh) const {
+  const auto flight = land(buffer);
+  Tensors results;
+  std::vector<StridedCopy> copies;
+  for (size_t i = 0; i < shards_.size(); ++i) {
+    const Shard<int64_t>& shard = shards_[i];
+    const bool whole = at_.arrives_whole(i);
+    if (whole && !fresh) {
+      const bool alike = buffer.scalar_type() == dtypes[i];
+      const auto item = static_cast<int64_t>(c10::elementSize(dtypes[i]));
+      const at::Tensor all = alike ? buffer : bytes_of(buffer).view(dtypes[i]);
+      results.push_back(all.as_strided(
+          shapes[i], at::detail::defaultStrides(shapes[i]), at_.gathered(i, 0) / item));
+      continue;
+    }
+    results.push_back(empty_result(shapes[i], buffer.options().dtype(dtypes[i])));
+    for (int64_t p = 0; p < shards_.parts(); ++p) {
+      const bool own = p == rank_ && flight && !flight->own.empty();
+      const char* from = own ? data_of(flight->own[i]) : data_of(buffer) + at_.gathered(i, p);
+      copies.push_back(copy_of(
+          i, p, from, whole ? shard.row() : shard.row(p), part_of(results[i], i, p), shard.row()));
+    }
+  }
+  if (!copies.empty()) {
+    RECORD_FUNCTION("deepsp::land", {});
+    run(copies, buffer.device());
+  }
+  return results;
+}
+
+// ------------------------------------------------------------------- scatter
+
+void Reshard::place_scattered(const Tensors& inputs, const at::Tensor& buffer) const {
+  std::vector<StridedCopy> copies;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    copies.push_back(copy_of(
+        i, rank_, part_of(inputs[i], i, rank_), shards_[i].row(),
+        data_of(buffer) + at_.scattered(i, rank_), shards_[i].row(rank_)));
+  }
+  run(copies, buffer.device());
+}
+
+void Reshard::add_block(
+    const Tensors& inputs, int64_t p, char* to, std::vector<StridedCopy>& copies) const {
+  for (size_t i = 0; i < shards_.size(); ++i) {
+    if (!at_.in_place(i)) {
+      copies.push_back(
+          copy_of(i, p, part_of(inputs[i], i, p), shards_[i].row(), to, shards_[i].row(p)));
+      to += shards_.piece(i, p);
+    }
+  }
+}
+
+void Reshard::scatter_blocks(const Tensors& inputs, const at::Tensor& buffer) const {
+  std::vector<int64_t> counts;
+  for (int64_t p = 0; p < group_.size; ++p) {
+    counts.push_back(shards_.block(p));
+  }
+  const int64_t mine = shards_.block(rank_);
+  at::Tensor sent = bytes_of(inputs[0]);
+  if (at_.any_packed()) {
+    RECORD_FUNCTION("deepsp::pack", {});
+    const int64_t bytes = std::accumulate(counts.begin(), counts.end(), int64_t(0));
+    sent = buffer_for({bytes}, buffer.options().dtype(at::kByte));
+    char* next = data_of(sent);
+    std::vector<StridedCopy> copies;
+    for (int64_t p = 0; p < group_.size; ++p) {
+      add_block(inputs, p, next, copies);
+      next += counts[p];
+    }
+    run(copies, buffer.device());
+  }
+  const at::Tensor received = bytes_of(buffer).narrow(0, 0, group_.size * mine);
+  const std::vector<int64_t> each(group_.size, mine);
+  launch_into(group_, buffer, launch_all_to_all(group_, received, sent, each, counts), sent);
+}
+
+void Reshard::launch_scatter(const Tensors& inputs, const at::Tensor& buffer) const {
+  if (shards_.slot() == 0) {
+    return;
+  }
+  if (!at_.point_to_point) {
+    return alone() ? place_scattered(inputs, buffer) : scatter_blocks(inputs, buffer);
+  }
+  char* const base = data_of(buffer);
+  auto flight = std::make_unique<Flight>();
+  if (!alone() && at_.any_packed()) {
+    int64_t bytes = -at_.packed_bytes(rank_);
+    for (int64_t p = 0; p < group_.size; ++p) {
+      bytes += at_.packed_bytes(p);
+    }
+    const at::Tensor sent = buffer_for({bytes}, buffer.options().dtype(at::kByte));
+    flight->holds.push_back(sent);
+    char* next = data_of(sent);
+    exchange_point_to_point(
+        group_,
+        [&](int64_t p) { return Bytes{base + at_.scattered_block(p), at_.packed_bytes(rank_)}; },
+        [&](int64_t p) {
+          RECORD_FUNCTION("deepsp::pack", {});
+          const Bytes block{next, at_.packed_bytes(p)};
+          std::vector<StridedCopy> copies;
+          add_block(inputs, p, block.data, copies);
+          run(copies, buffer.device());
+          next += block.size;
+          return block;
+        },
+        *flight);
+  }
+  for (size_t i = 0; i < shards_.size(); ++i) {
+    const Shard<int64_t>& shard = shards_[i];
+    const int64_t messages = !alone() && at_.in_place(i) ? at_.rows(i) : 0;
+    for (int64_t m = 0; m < messages; ++m) {
+      exchange_point_to_point(
+          group_,
+          [&](int64_t p) {
+            return Bytes{base + at_.scattered(i, p) + m * shard.row(rank_), shard.row(rank_)};
+          },
+          [&](int64_t p) {
+            return Bytes{part_of(inputs[i], i, p) + m * shard.row(), shard.row(p)};
+          },
+          *flight);
+    }
+  }
+  // They are sent from where they are, and this rank's own parts are read there.
+  flight->own = inputs;
+  if (watched()) {
+    flight->wait_all();
+    place_scattered(inputs, buffer);
+    flight->own.clear();
+  }
+  launch_into(buffer, std::move(flight));
+}
+
+Tensors Reshard::land_scatter(
+    const at::Tensor& buffer,
+    const Shapes& shapes,
+    Dtypes wire,
+    Dtypes dtypes,
+    OptionalDtype reduce_dtype) const {
+  const auto flight = land(buffer);
+  const bool own_apart = flight && !flight->own.empty();
+  RECORD_FUNCTION("deepsp::sum", {});
+  Tensors results;
+  std::vector<StridedSum> sums;
+  for (size_t i = 0; i < shards_.size(); ++i) {
+    results.push_back(empty_result(shapes[i], buffer.options().dtype(dtypes[i])));
+    const auto item = static_cast<int64_t>(c10::elementSize(wire[i]));
+    const int64_t row = shards_[i].row(rank_) / item;
+    std::vector<Addend> addends;
+    for (int64_t p = 0; p < shards_.parts(); ++p) {
+      const bool own = p == rank_ && own_apart;
+      addends.push_back(
+          {own ? part_of(flight->own[i], i, rank_) : data_of(buffer) + at_.scattered(i, p),
+           own ? shards_[i].row() / item : row});
+    }
+    add_sum(results[i], shards_[i].outer, row, wire[i], reduce_dtype, addends, sums);
+  }
+  run(sums, buffer.device());
+  return results;
+}
+
+}  // namespace deepsp

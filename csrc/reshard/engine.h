@@ -1,0 +1,92 @@
+#pragma once
+// Parts of tensors sent off and landed, in both directions, whatever they hold.
+
+#include "../common/copies.h"
+#include "../layout/buffer.h"
+#include "../op.h"
+#include "../transport/launch.h"
+#include "checks.h"
+
+#include <functional>
+
+namespace deepsp {
+
+using Shapes = std::vector<std::vector<int64_t>>;
+
+// Where this rank's part of a tensor is to be made.
+struct Piece {
+  size_t tensor;
+  char* to;
+};
+using MakePieces = std::function<void(const std::vector<Piece>&)>;
+
+// One exchange on real tensors, into a buffer on `device`.
+class Reshard {
+ public:
+  Reshard(Shards shards, Group group, c10::Device device);
+  Reshard(const Reshard&) = delete;
+  Reshard& operator=(const Reshard&) = delete;
+
+  const Group& group() const { return group_; }
+
+  // Makes this rank's parts where they belong in the buffer, and sends them off from there.
+  void launch_gather(const MakePieces& make, const at::Tensor& buffer) const;
+  // The same for a single tensor whose part, contiguous, travels as it is.
+  void launch_gather(const at::Tensor& part, const at::Tensor& buffer) const;
+  // Waits: the whole tensors, views where they lie whole, else (or where they must be `fresh`)
+  // copies.
+  Tensors land_gather(
+      const at::Tensor& buffer, const Shapes& shapes, Dtypes dtypes, bool fresh = false) const;
+
+  // Sends every rank's parts of the inputs, contiguous, off to it.
+  void launch_scatter(const Tensors& inputs, const at::Tensor& buffer) const;
+  // Waits: the sums of this rank's parts, which travelled in `wire`, in rank order.
+  Tensors land_scatter(
+      const at::Tensor& buffer,
+      const Shapes& shapes,
+      Dtypes wire,
+      Dtypes dtypes,
+      OptionalDtype reduce_dtype) const;
+
+ private:
+  bool alone() const { return group_.size == 1; }
+  // Rank p's part of tensor i, of which rows lie so far apart.
+  StridedCopy copy_of(
+      size_t i, int64_t p, const char* from, int64_t from_row, char* to, int64_t to_row) const;
+  // Its part of a whole tensor.
+  char* part_of(const at::Tensor& whole, size_t i, int64_t p) const;
+  // This rank's own, to where they would have arrived.
+  void place_gathered(const at::Tensor& part, const at::Tensor& buffer) const;
+  void place_scattered(const Tensors& inputs, const at::Tensor& buffer) const;
+
+  void gather_slots(const at::Tensor& buffer) const;
+  void scatter_blocks(const Tensors& inputs, const at::Tensor& buffer) const;
+  // The copies that make rank p's packed block.
+  void add_block(
+      const Tensors& inputs, int64_t p, char* to, std::vector<StridedCopy>& copies) const;
+
+  BufferLayout at_;
+  const Shards& shards_ = at_.shards;
+  int64_t rank_ = shards_.rank;
+  Group group_;
+};
+
+// That of an op on lists, which wait for `buffer`.
+Reshard reshard_lists(
+    const char* op, const at::Tensor& buffer, const SymShards& layout, std::string_view group_name);
+// That of one which starts, with tensors that messages call so: compared with DEEPSP_DEBUG=1.
+Reshard reshard_lists(
+    const char* op,
+    const char* name,
+    at::TensorList tensors,
+    const SymShards& layout,
+    Dtypes dtypes,
+    std::string_view group_name);
+
+// An uninitialised tensor; a large one on the CPU comes from the pool.
+at::Tensor empty_result(at::IntArrayRef sizes, const at::TensorOptions& options);
+// The buffer of an exchange; of lists.
+at::Tensor buffer_for(c10::SymIntArrayRef sizes, const at::TensorOptions& options);
+at::Tensor list_buffer(const SymShards& layout, Dtypes dtypes, const at::Tensor& like);
+
+}  // namespace deepsp

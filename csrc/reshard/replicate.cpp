@@ -1,0 +1,143 @@
+// Forward, nothing is computed or sent: the outputs are the inputs. Backward, the shares of a
+// bucket's gradients are summed over the group: the later op launches the sum, the earlier one
+// waits for it, so that it travels while what stands between them is differentiated. The sums go
+// from one to the other as the gradient of a token, which has the shape of their buffer.
+
+#include "ops.h"
+#include "sums.h"
+
+#include <ATen/ops/alias.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+namespace deepsp {
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::Function;
+using torch::autograd::Variable;
+using torch::autograd::variable_list;
+
+variable_list aliases(at::TensorList tensors) {
+  variable_list result;
+  for (const at::Tensor& x : tensors) {
+    result.push_back(at::alias(x));
+  }
+  return result;
+}
+
+void save_group(AutogradContext* ctx, int64_t rank, int64_t size, std::string_view group_name) {
+  ctx->saved_data["rank"] = rank;
+  ctx->saved_data["size"] = size;
+  ctx->saved_data["group_name"] = std::string(group_name);
+}
+
+struct ReplicateStart : Function<ReplicateStart> {
+  static variable_list forward(
+      AutogradContext* ctx,
+      at::TensorList tensors,
+      int64_t rank,
+      int64_t size,
+      std::string_view group_name) {
+    std::vector<c10::SymInt> shapes;
+    std::vector<int64_t> dims;
+    for (const at::Tensor& x : tensors) {
+      shapes.insert(shapes.end(), x.sym_sizes().begin(), x.sym_sizes().end());
+      dims.push_back(x.dim());
+    }
+    save_group(ctx, rank, size, group_name);
+    ctx->saved_data["shapes"] = c10::SymIntArrayRef(shapes);
+    ctx->saved_data["dims"] = dims;
+    ctx->set_materialize_grads(false);
+    const c10::SymInt elements = check_sum(tensors, "partial", rank, size, {});
+    at::AutoDispatchBelowADInplaceOrView guard;
+    variable_list outputs = aliases(tensors);
+    const auto shape = sum_buffer_shape(elements, size, tensors[0].scalar_type(), {});
+    outputs.push_back(at::zeros({}, tensors[0].options()).expand_symint(shape));
+    return outputs;
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list gradients) {
+    auto& data = ctx->saved_data;
+    const std::vector<int64_t> dims = data["dims"].toIntVector();
+    variable_list sums(dims.size());
+    if (gradients.back().defined()) {
+      sums = all_reduce_wait(
+          gradients.back(), data["shapes"].toSymIntVector(), dims, "partial", data["rank"].toInt(),
+          data["size"].toInt(), data["group_name"].toStringRef(), {});
+    }
+    sums.resize(sums.size() + 3);
+    return sums;
+  }
+};
+
+struct ReplicateWait : Function<ReplicateWait> {
+  static variable_list forward(
+      AutogradContext* ctx,
+      at::TensorList tensors,
+      const at::Tensor& /*token*/,
+      int64_t rank,
+      int64_t size,
+      std::string_view group_name) {
+    save_group(ctx, rank, size, group_name);
+    at::AutoDispatchBelowADInplaceOrView guard;
+    return aliases(tensors);
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list gradients) {
+    auto& data = ctx->saved_data;
+    const at::Tensor sum = all_reduce_start(
+        gradients, "partial", data["rank"].toInt(), data["size"].toInt(),
+        data["group_name"].toStringRef(), {});
+    variable_list result(gradients.size());
+    result.push_back(sum);
+    result.resize(result.size() + 3);
+    return result;
+  }
+};
+
+struct ScaleGradient : Function<ScaleGradient> {
+  static Variable forward(AutogradContext* ctx, const at::Tensor& input, double scale) {
+    ctx->saved_data["scale"] = scale;
+    at::AutoDispatchBelowADInplaceOrView guard;
+    return at::alias(input);
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list gradients) {
+    return {at::mul(gradients[0], ctx->saved_data["scale"].toDouble()), {}};
+  }
+};
+
+std::tuple<std::vector<at::Tensor>, at::Tensor> replicate_start(
+    at::TensorList tensors, int64_t rank, int64_t size, std::string_view group_name) {
+  variable_list outputs = ReplicateStart::apply(tensors, rank, size, group_name);
+  at::Tensor token = outputs.back();
+  outputs.pop_back();
+  return {std::move(outputs), token};
+}
+
+std::vector<at::Tensor> replicate_wait(
+    at::TensorList tensors,
+    const at::Tensor& token,
+    int64_t rank,
+    int64_t size,
+    std::string_view group_name) {
+  return ReplicateWait::apply(tensors, token, rank, size, group_name);
+}
+
+at::Tensor scale_gradient(const at::Tensor& input, double scale) {
+  return ScaleGradient::apply(input, scale);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(deepsp, CompositeImplicitAutograd, m) {
+  m.impl("replicate_start", replicate_start);
+  m.impl("replicate_wait", replicate_wait);
+  m.impl("scale_gradient", scale_gradient);
+}
+
+}  // namespace deepsp

@@ -1,0 +1,264 @@
+#include "sums.h"
+
+#include "../common/checks.h"
+#include "../transport/agreement.h"
+#include "../transport/launch.h"
+#include "ops.h"
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+
+namespace deepsp {
+namespace {
+
+void check_call(std::string_view grad, int64_t rank, int64_t size, OptionalDtype reduce_dtype) {
+  is_partial(grad);
+  TORCH_CHECK_VALUE(
+      rank >= 0 && rank < size, "rank is ", rank, ", but there are ", size, " ranks; 0 to ",
+      size - 1, " is right");
+  check_reduce_dtype(reduce_dtype);
+}
+
+}  // namespace
+
+c10::SymInt check_sum(
+    at::TensorList inputs,
+    std::string_view grad,
+    int64_t rank,
+    int64_t size,
+    OptionalDtype reduce_dtype) {
+  check_call(grad, rank, size, reduce_dtype);
+  TORCH_CHECK_VALUE(!inputs.empty(), "inputs is empty; at least one tensor is right");
+  c10::SymInt elements = 0;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    TORCH_CHECK_VALUE(
+        inputs[i].layout() == at::kStrided, "inputs[", i, "] is ", inputs[i].layout(),
+        "; only dense tensors can be summed");
+    TORCH_CHECK_VALUE(
+        inputs[i].scalar_type() == inputs[0].scalar_type() &&
+            inputs[i].device() == inputs[0].device(),
+        "inputs[", i, "] is ", inputs[i].scalar_type(), " on ", inputs[i].device(),
+        ", but inputs[0] is ", inputs[0].scalar_type(), " on ", inputs[0].device(),
+        "; they must be the same");
+    elements = elements + inputs[i].sym_numel();
+  }
+  return elements;
+}
+
+bool sums_on_arrival(at::ScalarType dtype, OptionalDtype reduce_dtype) {
+  return (dtype == at::kBFloat16 || dtype == at::kHalf) &&
+         reduce_dtype.value_or(at::kFloat) != dtype;
+}
+
+SymInts sum_parts(const c10::SymInt& elements, int64_t size) {
+  SymInts parts;
+  for (int64_t p = 0; p < size; ++p) {
+    parts.push_back((elements + (size - 1 - p)) / size);
+  }
+  return parts;
+}
+
+SymInts sum_buffer_shape(
+    const c10::SymInt& elements, int64_t size, at::ScalarType dtype, OptionalDtype reduce_dtype) {
+  if (!sums_on_arrival(dtype, reduce_dtype)) {
+    return {elements};
+  }
+  return {size, (elements + (size - 1)) / size};
+}
+
+SumShapes check_sum_wait(
+    const at::Tensor& buffer,
+    c10::SymIntArrayRef shapes,
+    at::IntArrayRef dims,
+    std::string_view grad,
+    int64_t rank,
+    int64_t size,
+    OptionalDtype reduce_dtype) {
+  check_call(grad, rank, size, reduce_dtype);
+  SumShapes result;
+  size_t at = 0;
+  for (const int64_t dim : dims) {
+    TORCH_CHECK_VALUE(
+        dim >= 0 && at + dim <= shapes.size(), "dims say ", dim, " sizes from ", at,
+        ", but shapes has ", shapes.size());
+    result.of.emplace_back(shapes.begin() + at, shapes.begin() + at + dim);
+    at += dim;
+    result.elements = result.elements + product(result.of.back());
+  }
+  const auto shape = sum_buffer_shape(result.elements, size, buffer.scalar_type(), reduce_dtype);
+  TORCH_CHECK_VALUE(
+      at == shapes.size() && buffer.sym_sizes() == c10::SymIntArrayRef(shape),
+      "shapes and dims say ", result.elements, " elements, which travel in ",
+      c10::SymIntArrayRef(shape), ", but the buffer has shape ", buffer.sym_sizes());
+  return result;
+}
+
+Tensors views_of(const at::Tensor& flat, const std::vector<SymInts>& shapes) {
+  Tensors views;
+  c10::SymInt begin = 0;
+  for (const auto& shape : shapes) {
+    const c10::SymInt numel = product(shape);
+    views.push_back(flat.narrow_symint(0, begin, numel).view_symint(shape));
+    begin = begin + numel;
+  }
+  return views;
+}
+
+namespace {
+
+at::Tensor all_reduce_start_kernel(
+    at::TensorList inputs,
+    std::string_view grad,
+    int64_t rank,
+    int64_t size,
+    std::string_view group_name,
+    OptionalDtype reduce_dtype) {
+  const c10::SymInt counted = check_sum(inputs, grad, rank, size, reduce_dtype);
+  if (inputs[0].is_meta()) {
+    return at::empty_symint(
+        sum_buffer_shape(counted, size, inputs[0].scalar_type(), reduce_dtype),
+        inputs[0].options());
+  }
+  const int64_t elements = counted.expect_int();
+  const Group group = agreed_group(
+      "all_reduce", group_name, rank, size, inputs[0].device(), "size",
+      [&]() -> std::vector<std::string> {
+        return {said("inputs of ", elements, " elements, ", inputs[0].scalar_type())};
+      });
+  at::Tensor flat = empty_buffer({elements}, inputs[0]);
+  Tensors parts;
+  for (const at::Tensor& input : inputs) {
+    parts.push_back(input.reshape({-1}));
+  }
+  at::cat_out(flat, parts);
+  if (sums_on_arrival(flat.scalar_type(), reduce_dtype)) {
+    return reduce_scatter_start(flat, 0, sum_parts(elements, size), rank, group_name);
+  }
+  if (size > 1 && elements > 0) {
+    launch_into(group, flat, launch_sum(group, flat), flat);
+  }
+  return flat;
+}
+
+Tensors all_reduce_wait_kernel(
+    const at::Tensor& buffer,
+    c10::SymIntArrayRef shapes,
+    at::IntArrayRef dims,
+    std::string_view grad,
+    int64_t rank,
+    int64_t size,
+    std::string_view group_name,
+    OptionalDtype reduce_dtype) {
+  const SumShapes sums = check_sum_wait(buffer, shapes, dims, grad, rank, size, reduce_dtype);
+  const bool on_arrival = sums_on_arrival(buffer.scalar_type(), reduce_dtype);
+  if (buffer.is_meta()) {
+    return views_of(
+        on_arrival ? at::empty_symint({sums.elements}, buffer.options()) : buffer, sums.of);
+  }
+  if (!on_arrival) {
+    land(buffer);
+    return views_of(buffer, sums.of);
+  }
+  const auto parts = sum_parts(sums.elements, size);
+  const SymInts whole{sums.elements};
+  const at::Tensor mine =
+      reduce_scatter_wait(buffer, 0, parts, whole, rank, group_name, reduce_dtype);
+  return views_of(
+      all_gather_wait(
+          all_gather_start(mine, 0, parts, "replicated", rank, group_name, {}), 0, parts, whole,
+          "replicated", rank, group_name)[0],
+      sums.of);
+}
+
+// Gradients travel in flat buckets of about this size, each in flight while the
+// next is filled.
+constexpr int64_t kBucketBytes = int64_t(25) << 20;
+
+struct Bucket {
+  Tensors members;
+  at::Tensor flat;
+  Work work;
+
+  bool takes(const at::Tensor& gradient) const {
+    int64_t bytes = 0;
+    for (const at::Tensor& member : members) {
+      bytes += static_cast<int64_t>(member.nbytes());
+    }
+    return bytes < kBucketBytes && members[0].scalar_type() == gradient.scalar_type() &&
+           members[0].device() == gradient.device();
+  }
+};
+
+void sum_gradients_kernel(
+    at::TensorList gradients, int64_t rank, int64_t size, std::string_view group_name) {
+  if (size == 1 || gradients.empty() || gradients[0].is_meta()) {
+    return;
+  }
+  std::vector<Bucket> buckets;
+  for (const at::Tensor& gradient : gradients) {
+    TORCH_CHECK_VALUE(
+        gradient.layout() == at::kStrided, "gradients: a gradient is ", gradient.layout(),
+        "; only dense gradients can be summed");
+    if (buckets.empty() || !buckets.back().takes(gradient)) {
+      buckets.emplace_back();
+    }
+    buckets.back().members.push_back(gradient);
+  }
+  const Group group =
+      agreed_group("sum_gradients_", group_name, rank, size, gradients[0].device(), "size", [&] {
+        std::vector<std::string> arguments;
+        for (size_t i = 0; i < gradients.size(); ++i) {
+          arguments.push_back(said(
+              "gradients[", i, "] of shape ", gradients[i].sizes(), ", ",
+              gradients[i].scalar_type()));
+        }
+        return arguments;
+      });
+  for (Bucket& bucket : buckets) {
+    Tensors flat;
+    for (const at::Tensor& gradient : bucket.members) {
+      flat.push_back(gradient.reshape({-1}));
+    }
+    bucket.flat = at::cat(flat);
+    bucket.work = launch_sum(group, bucket.flat);
+  }
+  for (Bucket& bucket : buckets) {
+    wait_for(group, bucket.work);
+    int64_t offset = 0;
+    for (const at::Tensor& gradient : bucket.members) {
+      gradient.copy_(bucket.flat.narrow(0, offset, gradient.numel()).view(gradient.sizes()));
+      offset += gradient.numel();
+    }
+  }
+}
+
+at::Tensor all_reduce_kernel(
+    const at::Tensor& input,
+    std::string_view grad,
+    int64_t rank,
+    int64_t size,
+    std::string_view group_name,
+    OptionalDtype reduce_dtype) {
+  if (input.is_meta()) {
+    check_sum({input}, grad, rank, size, reduce_dtype);
+    return at::empty_symint(input.sym_sizes(), input.options());
+  }
+  return all_reduce_wait(
+      all_reduce_start({input}, grad, rank, size, group_name, reduce_dtype), input.sym_sizes(),
+      {input.dim()}, grad, rank, size, group_name, reduce_dtype)[0];
+}
+
+}  // namespace
+
+DEEPSP_KERNELS(m) {
+  m.impl("all_reduce", all_reduce_kernel);
+  m.impl("all_reduce_start", all_reduce_start_kernel);
+  m.impl("all_reduce_wait", all_reduce_wait_kernel);
+  m.impl("sum_gradients_", sum_gradients_kernel);
+}
+
+TORCH_LIBRARY_IMPL(deepsp, Functionalize, m) {
+  cuts_alias(m, "all_reduce_wait");
+}
+
+}  // namespace deepsp

@@ -1,0 +1,126 @@
+#include "flight.h"
+
+#include "agreement.h"
+#include "c10d.h"
+#include "pool.h"
+
+#include <torch/csrc/autograd/anomaly_mode.h>
+
+namespace deepsp {
+
+bool watched() {
+  return torch::autograd::AnomalyMode::is_enabled() || debugging();
+}
+
+void clear_if_watched(const at::Tensor& buffer) {
+  if (watched()) {
+    buffer.zero_();
+  }
+}
+
+Flight::~Flight() {
+  if (failed_) {
+    return;
+  }
+  try {
+    wait_all();
+  } catch (const std::exception&) {
+    // Whoever uses the group next is told.
+  }
+}
+
+void Flight::wait(Work& work, int64_t from) {
+  if (!work) {
+    return;
+  }
+  failed_ = true;  // unless it doesn't throw
+  named([&] { return what; }, from, [&] { return work->wait(); });
+  failed_ = false;
+  work.reset();
+}
+
+void Flight::wait_receive(int64_t source) {
+  for (std::vector<Work>& by_source : receives) {
+    wait(by_source[source], source);
+  }
+  wait(collective);
+}
+
+void Flight::wait_sends() {
+  for (Work& work : sends) {
+    wait(work);
+  }
+  holds.clear();
+}
+
+void Flight::wait_all() {
+  for (std::vector<Work>& by_source : receives) {
+    for (size_t source = 0; source < by_source.size(); ++source) {
+      wait(by_source[source], static_cast<int64_t>(source));
+    }
+  }
+  wait(collective);
+  wait_sends();
+}
+
+void launch_into(const at::Tensor& buffer, std::unique_ptr<Flight> flight) {
+  set_flight(buffer, std::move(flight));
+}
+
+void launch_into(
+    const Group& group, const at::Tensor& buffer, const Work& work, const at::Tensor& sent) {
+  if (buffer.is_cpu()) {
+    auto flight = std::make_unique<Flight>();
+    flight->what = name_of(group);
+    flight->collective = work;
+    flight->holds.push_back(sent);
+    if (watched()) {
+      return flight->wait_all();
+    }
+    set_flight(buffer, std::move(flight));
+  } else {
+    c10d::register_work(buffer, intrusive(work));  // an asynchronous work holds what it sends
+  }
+}
+
+std::unique_ptr<Flight> land(const at::Tensor& buffer) {
+  auto flight = flight_into(buffer);
+  if (flight) {
+    flight->wait_all();
+    mark_landed(buffer);
+  }
+  return flight;
+}
+
+void mark_landed(const at::Tensor& buffer) {
+  auto landed = std::make_unique<Flight>();
+  landed->landed = true;
+  set_flight(buffer, std::move(landed));
+}
+
+bool has_landed(const at::Tensor& buffer) {
+  if (!buffer.is_cpu()) {
+    return false;
+  }
+  auto flight = take_flight(buffer);
+  if (!flight) {
+    return false;
+  }
+  const bool landed = flight->landed;
+  set_flight(buffer, std::move(flight));
+  return landed;
+}
+
+std::unique_ptr<Flight> flight_into(const at::Tensor& buffer) {
+  if (!buffer.is_cpu()) {
+    c10d::wait_tensor(buffer);
+    return nullptr;
+  }
+  auto flight = take_flight(buffer);
+  TORCH_CHECK_VALUE(
+      !flight || !flight->landed,
+      "buffer: this exchange was waited for already; a buffer that was started is waited for once");
+  return flight;
+}
+
+}  // namespace deepsp

@@ -1,0 +1,74 @@
+#pragma once
+// What is on its way into a buffer, and waiting for it.
+
+#include "group.h"
+
+#include <memory>
+#include <vector>
+
+namespace c10d {
+class Work;
+}
+
+namespace deepsp {
+
+using Work = std::shared_ptr<c10d::Work>;
+
+// An exchange that is on its way into a buffer, and all that must live until it
+// has arrived. It belongs to the buffer's block (pool.h), so a buffer that
+// nobody waits for takes it along when it goes.
+struct Flight {
+  // Declared before the works, which must end before what they send goes.
+  std::vector<at::Tensor> holds;  // what is being sent
+  // heads_to_seq: this rank's own block lies in these inputs, not in the buffer.
+  std::vector<at::Tensor> own;
+  bool split = false;  // each input was sent on its own
+  // Point to point: one entry an exchange, its works by source rank.
+  std::vector<std::vector<Work>> receives;
+  std::vector<Work> sends;
+  // Any other backend.
+  Work collective;
+  // Waited for, and so without `own`: to be waited for no more.
+  bool landed = false;
+  // Which exchange it is, for errors: set when it is launched.
+  std::string what;
+
+  Flight() = default;
+  Flight(const Flight&) = delete;
+  Flight& operator=(const Flight&) = delete;
+  // Waits, if nobody has: what is on its way must not write into memory that
+  // somebody else has by then, nor leave the group halfway.
+  ~Flight();
+
+  void wait_receive(int64_t source);
+  void wait_sends();
+  void wait_all();
+
+ private:
+  // `from`: whose block it is that arrives, -1: any.
+  void wait(Work& work, int64_t from = -1);
+  bool failed_ = false;  // a wait threw: the group is broken
+};
+
+// Whether anomaly mode looks at what ops return, or DEEPSP_DEBUG=1: what is launched then lands at
+// once.
+bool watched();
+// It looks for NaN in whole buffers, between blocks and behind them, too.
+void clear_if_watched(const at::Tensor& buffer);
+
+// Ties `flight`, or on a GPU the work, to the buffer that it fills. A work that is watched lands at
+// once; what a flight needs then is the caller's.
+void launch_into(const at::Tensor& buffer, std::unique_ptr<Flight> flight);
+void launch_into(
+    const Group& group, const at::Tensor& buffer, const Work& work, const at::Tensor& sent);
+// The flight into the buffer, null where nothing is on its way or what is has
+// arrived (on a GPU: in the order of the current stream).
+std::unique_ptr<Flight> flight_into(const at::Tensor& buffer);
+// Waits, if nobody has, and takes the buffer.
+std::unique_ptr<Flight> land(const at::Tensor& buffer);
+// From now on flight_into(buffer) raises: a buffer is waited for once.
+void mark_landed(const at::Tensor& buffer);
+// Whether it was marked so.
+bool has_landed(const at::Tensor& buffer);
+
+}  // namespace deepsp

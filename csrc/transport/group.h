@@ -1,0 +1,37 @@
+#pragma once
+// A process group by name, and the few things that its backend decides.
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <string>
+#include <string_view>
+
+namespace c10d {
+class ProcessGroup;
+}
+
+namespace deepsp {
+
+struct Group {
+  std::shared_ptr<c10d::ProcessGroup> pg;
+  std::string name;
+  // What it is used for, as errors say it.
+  const char* op;
+  int64_t rank;
+  int64_t size;
+  // Blocks travel by irecv and isend: steady on gloo, where all-to-all isn't.
+  bool point_to_point;
+};
+
+// ValueError if no group of that name exists, or if this process is not `rank`
+// of `size` in it; `sizes` is the argument that says so.
+Group resolve_group(
+    const char* op,
+    std::string_view name,
+    int64_t rank,
+    int64_t size,
+    c10::Device device,
+    const char* sizes);
+
+}  // namespace deepsp

@@ -1,0 +1,165 @@
+#include "launch.h"
+
+#include "c10d.h"
+#include "pool.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/record_function.h>
+#include <torch/version.h>
+
+#include <map>
+#include <mutex>
+
+// torch 2.13 gave single-tensor collectives names without an underscore.
+#define DEEPSP_TORCH_BEFORE_2_13 (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13)
+
+namespace deepsp {
+
+namespace {
+
+// Our tags lie in the upper half of what gloo takes, away from users' own.
+constexpr int kFirstTag = 1 << 30;
+constexpr int kTags = 1 << 29;
+
+// Exchanges are counted by group, so that a message meets the receive of the
+// same exchange and no other.
+int next_tag(const std::shared_ptr<c10d::ProcessGroup>& pg) {
+  struct Count {
+    c10::weak_intrusive_ptr<c10d::ProcessGroup> group;
+    int next = 0;
+  };
+  static std::mutex mutex;
+  static std::map<const void*, Count> counts;
+  std::lock_guard<std::mutex> lock(mutex);
+  auto it = counts.find(pg.get());
+  if (it == counts.end() || it->second.group.expired()) {
+    for (auto old = counts.begin(); old != counts.end();) {
+      old = old->second.group.expired() ? counts.erase(old) : std::next(old);
+    }
+    it = counts.emplace(pg.get(), Count{c10::weak_intrusive_ptr<c10d::ProcessGroup>(intrusive(pg))})
+             .first;
+  }
+  const int tag = kFirstTag + it->second.next;
+  it->second.next = (it->second.next + 1) % kTags;
+  return tag;
+}
+
+// Not owned: a tensor that owned its block's memory, held by a work that belongs
+// to the block, would keep itself alive.
+at::Tensor unowned(Bytes bytes) {
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(c10::Storage::use_byte_size_t(), bytes.size, at::DataPtr(bytes.data, at::kCPU)),
+      c10::DispatchKeySet(c10::DispatchKey::CPU), c10::scalarTypeToTypeMeta(at::kByte));
+  tensor.unsafeGetTensorImpl()->set_sizes_contiguous({bytes.size});
+  return tensor;
+}
+
+// A launch fails, too, where a peer has died since the last exchange.
+template <class Launch>
+Work launched(const Group& group, const Launch& launch) {
+  return shared(named([&] { return name_of(group); }, -1, launch));
+}
+
+}  // namespace
+
+at::Tensor empty_buffer(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  return options.device().is_cpu() ? pool_empty(sizes, c10::typeMetaToScalarType(options.dtype()))
+                                   : at::empty(sizes, options);
+}
+
+void exchange_point_to_point(
+    const Group& group,
+    const std::function<Bytes(int64_t)>& receive,
+    const std::function<Bytes(int64_t)>& send,
+    Flight& flight) {
+  RECORD_FUNCTION("deepsp::exchange", {});
+  const int tag = next_tag(group.pg);
+  flight.what = name_of(group);
+  // Each rank begins with a neighbour, so that no rank is everybody's first.
+  flight.receives.emplace_back(group.size);
+  for (int64_t step = 1; step < group.size; ++step) {
+    const int64_t source = (group.rank - step + group.size) % group.size;
+    const Bytes bytes = receive(source);
+    if (bytes.size > 0) {
+      std::vector<at::Tensor> block{unowned(bytes)};
+      flight.receives.back()[source] =
+          launched(group, [&] { return group.pg->recv(block, static_cast<int>(source), tag); });
+    }
+  }
+  for (int64_t step = 1; step < group.size; ++step) {
+    const int64_t target = (group.rank + step) % group.size;
+    const Bytes bytes = send(target);
+    if (bytes.size > 0) {
+      std::vector<at::Tensor> block{unowned(bytes)};
+      flight.sends.push_back(
+          launched(group, [&] { return group.pg->send(block, static_cast<int>(target), tag); }));
+    }
+  }
+}
+
+Work launch_all_to_all(
+    const Group& group,
+    const at::Tensor& received,
+    const at::Tensor& sent,
+    const std::vector<int64_t>& receive_counts,
+    const std::vector<int64_t>& send_counts) {
+  RECORD_FUNCTION("deepsp::exchange", {});
+  // Bytes, since not every backend knows every dtype.
+  const int64_t item = static_cast<int64_t>(sent.element_size());
+  at::Tensor to = received.view(at::kByte);
+  at::Tensor from = sent.view(at::kByte);
+  std::vector<int64_t> to_bytes, from_bytes;
+  for (int64_t p = 0; p < group.size; ++p) {
+    to_bytes.push_back(receive_counts[p] * item);
+    from_bytes.push_back(send_counts[p] * item);
+  }
+  c10d::AllToAllOptions options;
+  options.asyncOp = true;
+  return launched(group, [&] {
+#if DEEPSP_TORCH_BEFORE_2_13
+    return group.pg->alltoall_base(to, from, to_bytes, from_bytes, options);
+#else
+    return group.pg->all_to_all_single(to, from, to_bytes, from_bytes, options);
+#endif
+  });
+}
+
+Work launch_all_gather(const Group& group, const at::Tensor& out, const at::Tensor& in) {
+  at::Tensor to = out;
+  at::Tensor from = in;
+  c10d::AllgatherOptions options;
+  options.asyncOp = true;
+  return launched(group, [&] {
+#if DEEPSP_TORCH_BEFORE_2_13
+    return group.pg->_allgather_base(to, from, options);
+#else
+    return group.pg->all_gather_single(to, from, options);
+#endif
+  });
+}
+
+namespace {
+
+Work all_reduce(const Group& group, const at::Tensor& tensor, c10d::ReduceOp::RedOpType op) {
+  std::vector<at::Tensor> tensors{tensor};
+  c10d::AllreduceOptions options;
+  options.reduceOp = op;
+  options.asyncOp = true;
+  return launched(group, [&] { return group.pg->allreduce(tensors, options); });
+}
+
+}  // namespace
+
+Work launch_sum(const Group& group, const at::Tensor& tensor) {
+  return all_reduce(group, tensor, c10d::ReduceOp::SUM);
+}
+
+Work launch_max(const Group& group, const at::Tensor& tensor) {
+  return all_reduce(group, tensor, c10d::ReduceOp::MAX);
+}
+
+void wait_for(const Group& group, const Work& work) {
+  named([&] { return name_of(group); }, -1, [&] { return work->wait(); });
+}
+
+}  // namespace deepsp

@@ -1,0 +1,128 @@
+"""Ranks agree that compilation succeeded, and that they compiled the same weights and batch, before
+any of them runs what was compiled.
+
+A rank that refuses a graph, or whose compiler fails, would leave the others waiting. What each has
+to say goes through the group's store, since compilers may take longer than a group's
+timeout: a slower one is waited for as long as its process shows that it is alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._dynamo.exc import RestartAnalysis
+from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
+
+from deepsp.digest import digests
+from deepsp.groups import Member
+
+_BEAT = 1.0  # seconds
+_SILENT = 120.0  # seconds after which a rank that gives no sign of life is taken for dead
+
+# How often each group has compiled something: names what the ranks leave in the store.
+_compilations: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+
+
+def together(
+    work: Callable[[], Any], alike: Callable[[], Iterable[tuple[str, torch.Tensor]]], member: Member
+) -> Any:
+    """``work()``, if it succeeds on every rank of a group, and what ``alike`` returns then, names
+    and tensors, is the same on all of them.
+
+    Raises:
+        ValueError: ranks have different values of a tensor.
+        Exception: what ``work`` raised here.
+        RuntimeError: another rank failed, or gives no sign of life.
+    """
+    rank, size, name = member
+    group = _resolve_process_group(name)
+    if size == 1 or dist.get_backend(group) == "fake":
+        return work()
+    store = dist.PrefixStore(
+        f"deepsp/compile/{name}/{next(_compilations[name])}", _get_process_group_store(group)
+    )
+    with _alive(store, rank):
+        try:
+            result = work()
+            said = digests(alike())
+        except RestartAnalysis:  # Dynamo begins again, on every rank
+            raise
+        except BaseException as error:
+            store.set(f"said/{rank}", json.dumps(f"{type(error).__name__}: {error}"))
+            raise
+    store.set(f"said/{rank}", json.dumps(said))
+    for other, theirs in _wait(store, rank, size).items():
+        names = [name for name in said if theirs.get(name) != said[name]]
+        if names:
+            _differ(names[0], rank, other)
+    return result
+
+
+def _differ(name: str, rank: int, other: int) -> None:
+    raise ValueError(
+        f"ranks {min(rank, other)} and {max(rank, other)} of the group have different values of "
+        f"{name}, which every rank must have alike: seed all ranks alike before the model is made "
+        "(torch.manual_seed) or load the same state_dict, and give every rank of a sequence group "
+        "the same, whole batch (a sampler that distributes over data-parallel ranks alone)"
+    )
+
+
+@contextlib.contextmanager
+def _alive(store: dist.Store, rank: int):
+    """Shows the others that this rank is still at work."""
+    done = threading.Event()
+
+    def beat():
+        for count in itertools.count():
+            store.set(f"alive/{rank}", str(count))
+            if done.wait(_BEAT):
+                return
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _wait(store: dist.Store, rank: int, size: int) -> dict[int, dict[str, int]]:
+    """What the other ranks say, once all of them have succeeded: their digests."""
+    everyone: dict[int, dict[str, int]] = {}
+    seen: dict[int, tuple[bytes, float]] = {}
+    pause = 0.005
+    waiting = [r for r in range(size) if r != rank]
+    while waiting:
+        for other in list(waiting):
+            if store.check([f"said/{other}"]):
+                said = json.loads(store.get(f"said/{other}"))
+                if isinstance(said, str):
+                    raise RuntimeError(
+                        f"rank {other} of the group couldn't compile this graph, so that no rank "
+                        f"runs it: {said}"
+                    )
+                everyone[other] = said
+                waiting.remove(other)
+                continue
+            beat = store.get(f"alive/{other}") if store.check([f"alive/{other}"]) else b""
+            now = time.monotonic()
+            if other not in seen or seen[other][0] != beat:
+                seen[other] = beat, now
+            elif now - seen[other][1] > _SILENT:
+                raise RuntimeError(
+                    f"rank {other} of the group compiles nothing and has given no sign of life "
+                    f"for {_SILENT:.0f} s; every rank must call what is compiled"
+                )
+        time.sleep(pause)
+        pause = min(2 * pause, 0.2)
+    return dict(sorted(everyone.items()))

@@ -1,0 +1,122 @@
+"""What tensors hold, in a number: to compare across ranks what all of them must hold alike."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from deepsp.groups import Group, member_of, on_all_ranks
+
+# 32-bit words whose weighted sum is taken at once: what that makes in between stays in a cache.
+_WORDS = 1 << 18
+
+
+class Digest:
+    """A number of a tensor, from 0 to 2^62 - 1. It follows from the name, the shape, the dtype and
+    every bit of the contents, and from nothing else: not from strides or the device. Equal tensors
+    have equal numbers on every rank; others don't, but by a chance of 2^-33 at most.
+
+    One pass over memory; a tensor that isn't contiguous is copied. Of meta and fake tensors only
+    name, shape and dtype count.
+    """
+
+    def __init__(self):
+        self._weights: dict[torch.device, Tensor] = {}
+
+    @torch.no_grad()
+    def __call__(self, name: str, tensor: Tensor) -> int:
+        with torch._C.DisableTorchFunction():
+            digest = hashlib.blake2b(
+                repr((name, str(tensor.dtype), list(tensor.shape))).encode(), digest_size=8
+            )
+            if not (tensor.is_meta or isinstance(tensor, FakeTensor)):
+                digest.update(repr(_sums(tensor, self._weights_on(tensor.device))).encode())
+            return _number(digest)
+
+    def _weights_on(self, device: torch.device) -> Tensor:
+        if device not in self._weights:
+            generator = torch.Generator(device="cpu").manual_seed(0)
+            ours = torch.empty(_WORDS, dtype=torch.int64, device="cpu").random_(generator=generator)
+            self._weights[device] = ours.to(device)
+        return self._weights[device]
+
+
+def _number(digest) -> int:
+    return int.from_bytes(digest.digest(), "little") >> 2
+
+
+def digests(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
+    """The :class:`Digest` of each tensor, by name."""
+    digest = Digest()
+    return {name: digest(name, tensor) for name, tensor in tensors}
+
+
+def _sums(tensor: Tensor, weights: Tensor) -> list[int]:
+    """Weighted sums, modulo 2^64, of the words of each part of a tensor.
+
+    Words have half as many bits as weights: a difference in a word's highest bit alone (a sign)
+    still has 33 bits of a weight to show in, and two of them don't cancel."""
+    if tensor.layout != torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.numel() == 0:
+        return []
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    if flat.stride(0) != 1:  # expanded
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    data = flat.view(torch.uint8)
+    sums = []
+    for part in data.split(4 * _WORDS):
+        left = part.numel() % 4
+        if left:
+            part = torch.nn.functional.pad(part, (0, 4 - left))
+        elif part.storage_offset() % 4:
+            part = part.clone()
+        words = part.view(torch.int32)
+        sums.append((words * weights[: words.numel()]).sum())
+    return torch.stack(sums).tolist()
+
+
+def first_difference(
+    tensors: Iterable[tuple[str, Tensor]], group: Group = None
+) -> tuple[str, int, int] | None:
+    """All ranks make this call, each with what it holds: where is the first difference? One small
+    collective, another one where there is a difference.
+
+    Returns:
+        The name of the first tensor in which ranks differ (another name, shape, dtype or contents,
+        or none left), and the first two ranks that differ there; None: all hold the same. The same
+        on every rank.
+    """
+    return difference(list(digests(tensors).items()), group)
+
+
+def difference(mine: Sequence[tuple[str, int]], group: Group = None) -> tuple[str, int, int] | None:
+    """:func:`first_difference` of names and numbers."""
+    member = member_of(group)
+    if member[1] == 1:
+        return None
+    everything = hashlib.blake2b(repr(mine).encode(), digest_size=8)
+    said = on_all_ranks([_number(everything)], member, device_of(member))
+    if all(theirs == said[0] for theirs in said):
+        return None
+    process_group = dist.distributed_c10d._resolve_process_group(member[2])
+    every: list = [None] * member[1]
+    dist.all_gather_object(every, list(mine), group=process_group)
+    for n in range(max(map(len, every))):
+        of_ranks = [theirs[n] if n < len(theirs) else None for theirs in every]
+        other = next((r for r, item in enumerate(of_ranks) if item != of_ranks[0]), None)
+        if other is not None:
+            return (of_ranks[0] or of_ranks[other])[0], 0, other
+    raise AssertionError("digests differ, and nothing in them does")
+
+
+def device_of(group: Group = None) -> torch.device:
+    """The device on which a group exchanges what lies on none: the CPU, unless its backend takes
+    only tensors of an accelerator."""
+    process_group = dist.distributed_c10d._resolve_process_group(member_of(group)[2])
+    return torch.device(dist.distributed_c10d._get_object_coll_device(process_group))

@@ -1,0 +1,163 @@
+"""What transformers' models call for their attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepsp.attention import distributed_attention
+from deepsp.groups import Member, member_of
+from deepsp.integrations.transformers.masks import Masks
+
+COUNTS_OTHERWISE = "_deepsp_counts_otherwise"
+"""Where a module remembers of its model that it makes other position_ids than 0, 1, 2, ..."""
+
+_ELSEWHERE = {
+    "num_items_in_batch", "output_hidden_states", "return_dict",
+    "shift_labels", "cache_position",
+}  # fmt: skip
+"""Arguments of a model's forward that reach its attention, and mean nothing there."""
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Masks | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    position_ids: Tensor | None = None,
+    *,
+    member: Member | None,
+    chunks: int,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """What transformers calls: query [B, Hq, S_r, D], key and value [B, Hkv, S_r, D] to
+    [B, S_r, Hq, D]."""
+    masks = masks_of(module, query, attention_mask, position_ids, kwargs)
+    if masks.seq_lens is None:  # the first layer's
+        parts = masks.exchange(query, key, position_ids, member_of(member))
+        _check_rope(module, parts)
+        _check_count(module, parts)
+    length = sum(masks.seq_lens)
+    window = masks.local_size
+    windowed = sliding_window is not None and sliding_window < length and masks.given is None
+    if windowed and window != sliding_window:
+        raise ValueError(
+            f"sliding_window of {type(module).__name__} is {sliding_window}, but its mask has "
+            f"{'none' if window is None else f'one of {window}'}; the same is right"
+        )
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    out = distributed_attention(
+        *(x.transpose(1, 2) for x in (query, key, value)),
+        attn_mask=masks.whole,
+        dropout_p=dropout,
+        # As "sdpa": no mask is made where this says the same.
+        is_causal=bool(is_causal) and masks.whole is None and length > 1,
+        scale=scaling,
+        enable_gqa=query.size(1) != key.size(1),
+        group=member_of(member),
+        seq_lens=masks.seq_lens,
+        chunks=chunks,
+    )
+    return out, None
+
+
+def masks_of(
+    module: nn.Module,
+    query: Tensor,
+    attention_mask: Masks | Tensor | None,
+    position_ids: Tensor | None,
+    arguments: dict[str, Any],
+) -> Masks:
+    """What the model has for a mask, of all that its layer passes to attention.
+
+    Raises:
+        ValueError: what a rank sees by itself to be something else than attention over a sharded
+            sequence.
+    """
+    _check_arguments(module, arguments)
+    if isinstance(attention_mask, Tensor):
+        # A mask [B, 1, S, S] of the user's, which transformers passes on. (Asked again by each
+        # layer how long the ranks' parts are: nothing of ours has gone through the model.)
+        masks = Masks(query.size(0), query.size(2), query.size(2), given=attention_mask)
+    elif isinstance(attention_mask, Masks):
+        masks = attention_mask
+    else:
+        raise ValueError(
+            f"attention_mask of {type(module).__name__} is {attention_mask!r}: this model doesn't "
+            "make its masks by transformers' mask interface, so what they mean for a sharded "
+            "sequence isn't known; deepsp.DistributedAttention in a layer of your own is right"
+        )
+    if masks.seq_lens is None and (
+        position_ids is None or position_ids.dim() != 2 or position_ids.size(1) != query.size(2)
+    ):
+        found = "None" if position_ids is None else f"of shape {tuple(position_ids.shape)}"
+        raise ValueError(
+            f"position_ids that reach the model's attention ({type(module).__name__}) are {found}; "
+            f"those of its {query.size(2)} tokens, [B, {query.size(2)}], are right: whether they "
+            "are the whole sequence's can't be seen without"
+        )
+    return masks
+
+
+def _check_rope(module: nn.Module, positions: list[Tensor]) -> None:
+    """Raises where rotary embeddings are scaled by the length that a rank sees. ``positions``: each
+    rank's."""
+    config = getattr(module, "config", None)
+    given = getattr(config, "rope_parameters", None)
+    for rope in [given, *given.values()] if isinstance(given, dict) else []:
+        kind = rope.get("rope_type") if isinstance(rope, dict) else None
+        if not isinstance(kind, str) or ("dynamic" not in kind and kind != "longrope"):
+            continue
+        longest = [int(x.max()) + 1 for x in positions if x.numel() > 0]
+        border = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        # Above the border, "dynamic" goes by the length itself.
+        if kind == "longrope":
+            differ = len({n > border for n in longest}) > 1
+        else:
+            differ = max(longest) > border and len(set(longest)) > 1
+        if differ:
+            raise ValueError(
+                f"rope_type of {type(module).__name__} is {kind!r}, which scales by the length of "
+                f"the sequence above {border} positions, but ranks see positions up to "
+                f"{[n - 1 for n in longest]} of it; sequences of at most {border} tokens, or "
+                "another rope_type ('yarn', 'llama3', 'linear'), are right"
+            )
+
+
+def _check_count(module: nn.Module, positions: list[Tensor]) -> None:
+    """Raises where ``position_ids`` are those of a model that counts 0, 1, 2, ..., and this one
+    doesn't."""
+    if not getattr(module, COUNTS_OTHERWISE, False):
+        return
+    whole = torch.cat(list(positions), 1)
+    if bool((whole == torch.arange(whole.size(1), device=whole.device)).all()):
+        raise ValueError(
+            f"position_ids are 0, 1, 2, ..., as deepsp.shard_batch makes them, but the model of "
+            f"{type(module).__name__} by itself counts otherwise (from another number on, or by "
+            "attention_mask); put the position_ids that it has for the whole sequence into the "
+            "batch before deepsp.shard_batch"
+        )
+
+
+def _check_arguments(module: nn.Module, arguments: dict[str, Any]) -> None:
+    for name, value in arguments.items():
+        if value is None or value is False or name in _ELSEWHERE:
+            continue
+        if name == "use_cache":
+            raise ValueError(
+                "use_cache is True: a cache would hold this rank's tokens only; set "
+                "model.config.use_cache = False"
+            )
+        said = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise ValueError(
+            f"{name} of {type(module).__name__} is {said}: attention over a sharded sequence "
+            "doesn't know it; a model (or a call of it) without it is right"
+        )

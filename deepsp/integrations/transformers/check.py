@@ -1,0 +1,367 @@
+"""Whether a model of transformers works on each token alone, but for attention through deepsp.
+
+Dry runs on a few tokens say so, in one process, without attention: what stands in for it works on
+each token, so in a right model nothing that one token has may be seen in another.
+
+- One of a batch: a row of ids, the same with another token in one of a few places, and the same
+  with NaN for that token's embedding. NaN passes through whatever depends on it, however little.
+- One of the row's last tokens alone, with their positions: queries and keys that differ from those
+  of the whole row depend on how many tokens there are, or where they stand, and not on
+  ``position_ids`` alone.
+
+Where something else shows, a further run finds the innermost module that got what is each token's
+own, and returned what isn't. A last one, without ``position_ids``, tells whether a model by itself
+counts 0, 1, 2, ..., as :func:`deepsp.shard_batch` does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from deepsp.integrations.transformers.attention import COUNTS_OTHERWISE, masks_of
+
+CHECKED, CALLED = "_deepsp_checked", "_deepsp_called"
+"""Where a model and its parts remember with which attention they were checked, and that it was the
+model that was, not one of its parts."""
+
+_PLACES = (1, 4, 7)  # of tokens that are changed
+_ROWS = 1 + 2 * len(_PLACES)
+_TAIL = 5  # where the last tokens begin
+
+
+def check(model: nn.Module) -> None:
+    """Raises unless ``model`` is right on sequences that are sharded with
+    ``attn_implementation="deepsp"``: each of its modules works on each token alone, or is attention
+    that goes through deepsp.
+
+    Runs the model on a few tokens, two to four times: in evaluation mode, without gradients, with
+    its hooks and whatever collectives its weights need, so that every rank calls it; random number
+    generators, buffers and modes are as before afterwards. By itself it runs on a model's first
+    forward (and on the first after its attention was set to something else).
+
+    Args:
+        model: a model of transformers whose attention was set to what :func:`register` registered,
+            or a module around one.
+
+    Raises:
+        ValueError: the module that mixes tokens, by name and type; a forward that takes no
+            ``position_ids`` or ignores them; outputs that are made of several tokens, such as a
+            pooled one; what attention refuses; weights without data.
+    """
+    from transformers import PreTrainedModel
+
+    found = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    if found is None:
+        raise ValueError(f"model is a {type(model).__name__}; one of transformers is right")
+    names = implementations(found)
+    if not names:
+        raise ValueError(
+            f"attention of {type(found).__name__} is {found.config._attn_implementation!r}; "
+            "model.set_attn_implementation('deepsp') is right, or attn_implementation='deepsp' "
+            "where it is made"
+        )
+    if any(p.is_meta or is_lazy(p) for p in found.parameters()):
+        raise ValueError(f"parameters of {type(found).__name__} have no data; load them first")
+    parts = [m for m in found.modules() if isinstance(m, PreTrainedModel)]
+    before = [getattr(m, CHECKED, None) for m in parts]
+    for m in parts:
+        # Before the run: it calls the parts.
+        setattr(m, CHECKED, m.config._attn_implementation)
+    try:
+        _Check(found, names).run()
+        setattr(found, CALLED, True)
+    except BaseException:
+        for m, of_before in zip(parts, before, strict=True):
+            setattr(m, CHECKED, of_before)
+        raise
+
+
+def implementations(model: nn.Module) -> set[str]:
+    """By which names parts of a model of transformers find attention of ours."""
+    from transformers import AttentionMaskInterface, PreTrainedModel
+
+    from deepsp.integrations.transformers.masks import Masks
+
+    ours = {n for n, f in AttentionMaskInterface._global_mapping.items() if f is Masks}
+    found, configs = set(), [m.config for m in model.modules() if isinstance(m, PreTrainedModel)]
+    while configs:
+        config = configs.pop()
+        found.add(config._attn_implementation)
+        configs += [c for c in (getattr(config, n, None) for n in config.sub_configs) if c]
+    return found & ours
+
+
+class _Check:
+    def __init__(self, model: nn.Module, names: set[str]):
+        self.model, self.names = model, names
+        self.of = type(model).__name__
+        config = model.config.to_dict()
+        taken = {n for x in (*model.parameters(), *model.buffers()) for n in x.shape}
+        taken |= {n for n in config.values() if isinstance(n, int)}
+        # Found again by its size in whatever a module takes and returns.
+        self.length = next(n for n in (11, 13, 17, 19, 23, 29, 31, 37, 41, 43)
+                           if not {n, _ROWS * n} & taken or n == 43)  # fmt: skip
+        self.dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+        self.refusal: ValueError | None = None  # attention's
+        self.queries: list[tuple[nn.Module, Tensor, Tensor]] = []
+
+    def run(self) -> None:
+        arguments = self._arguments()
+        with _as_it_was(self.model), self._without_attention():
+            whole = self._call(arguments)
+            queries, self.queries = self.queries, []
+            outputs = [(name, x.shape, self._by_token(x)) for name, x in _tensors(whole)]
+            for name, _, rows in outputs:
+                if rows is not None and self._mixed(rows):
+                    raise ValueError(self._who(arguments, name))
+            if self.refusal is not None:
+                raise self.refusal
+            for name, shape, rows in outputs:
+                if rows is None:
+                    raise ValueError(
+                        f"{name} of {self.of}, of shape {list(shape)}, isn't each token's "
+                        f"own ([B, S, ...]): on a rank it would be made of the rank's tokens "
+                        "alone; leave it out, or make it of hidden states yourself"
+                    )
+            tail = {k: v[:, _TAIL:] if isinstance(v, Tensor) else v for k, v in arguments.items()}
+            self._call(tail, poisoned=False)
+            if (module := self._differs(queries)) is not None:
+                raise ValueError(
+                    f"{_name_of(self.model, module)} ({type(module).__name__}) of {self.of} gets "
+                    "other queries or keys for a part of the tokens with their position_ids than "
+                    "for all: the model goes by the tokens' number or place on this rank"
+                )
+            otherwise = self._counts_otherwise(arguments, queries)
+            for module, _, _ in queries:
+                setattr(module, COUNTS_OTHERWISE, otherwise)
+
+    def _counts_otherwise(self, arguments: dict[str, Any], queries: list) -> bool:
+        """Whether the model's own positions, with padding in front, are not 0, 1, 2, ..."""
+        own = {n: x for n, x in arguments.items() if n != "position_ids"}
+        if "attention_mask" in inspect.signature(self.model.forward).parameters:
+            own["attention_mask"] = torch.ones_like(own["input_ids"])
+            own["attention_mask"][:, :2] = 0
+        self.queries = []
+        try:
+            self._call(own, poisoned=False)
+        except ValueError:  # it has none of its own
+            return False
+        return self._differs(queries) is not None
+
+    def _arguments(self) -> dict[str, Any]:
+        declared = inspect.signature(self.model.forward).parameters
+        if self.model.config.is_encoder_decoder:
+            raise ValueError(
+                f"{self.of} has an encoder and a decoder, and so attention to another sequence; "
+                "deepsp's attention is to a model's own sequence"
+            )
+        for name in ("input_ids", "position_ids"):
+            if name not in declared:
+                raise ValueError(
+                    f"{self.of}.forward takes no {name}: where this rank's tokens are in the "
+                    "whole sequence can't be said"
+                )
+        config = self.model.config.get_text_config()
+        special = {v for k, v in config.to_dict().items()
+                   if k.endswith(("_id", "_index")) and isinstance(v, int)}  # fmt: skip
+        words = [i for i in range(min(config.vocab_size, 500)) if i not in special]
+        row = [words[5 * i % len(words)] for i in range(self.length)]
+        rows = [[words[(5 * i + (i == place)) % len(words)] for i in range(self.length)]
+                for place in _PLACES]  # fmt: skip
+        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        arguments = {
+            "input_ids": torch.tensor([row, *rows, *[row] * len(_PLACES)], device=device),
+            "position_ids": torch.arange(self.length, device=device).expand(_ROWS, -1),
+        }
+        if "use_cache" in declared or any(p.kind == p.VAR_KEYWORD for p in declared.values()):
+            arguments["use_cache"] = False
+        return arguments
+
+    def _call(self, arguments: dict[str, Any], poisoned: bool = True, hooks=()) -> Any:
+        def poison(module, args, output):
+            if isinstance(output, Tensor) and output.shape[:2] == (_ROWS, self.length):
+                output = output.clone()
+                for row, place in enumerate(_PLACES, 1 + len(_PLACES)):
+                    output[row, place] = torch.nan
+                return output
+
+        handles = list(hooks)
+        try:
+            if poisoned:
+                with contextlib.suppress(NotImplementedError):
+                    embeddings = self.model.get_input_embeddings()
+                    handles.append(embeddings.register_forward_hook(poison))
+            return nn.Module.__call__(self.model, **arguments)
+        except ValueError:
+            raise
+        except Exception as error:
+            who = self._raising(error)
+            raise ValueError(
+                f"{who} couldn't be run on {self.length} tokens, to see whether it works on each "
+                f"token alone: {type(error).__name__}: {error}"
+            ) from error
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextlib.contextmanager
+    def _without_attention(self) -> Iterator[None]:
+        """What stands in for attention under our names: on each token alone, it keeps all that
+        the token's query, key and value have."""
+        from transformers import AttentionInterface
+
+        def stand_in(module, query, key, value, attention_mask, position_ids=None, **kwargs):
+            for known in ("dropout", "scaling", "is_causal", "sliding_window"):
+                kwargs.pop(known, None)
+            try:
+                masks_of(module, query, attention_mask, position_ids, kwargs)
+            except ValueError as error:
+                self.refusal = self.refusal or error
+            if query.size(2) != key.size(2):
+                raise ValueError(
+                    f"key of {type(module).__name__} has {key.size(2)} tokens, but query has "
+                    f"{query.size(2)}; the same are right: another sequence can't be attended to"
+                )
+            self.queries.append((module, query[0].clone(), key[0].clone()))
+            readers = query.size(1) // key.size(1)
+            key, value = (x.repeat_interleave(readers, 1) for x in (key, value))
+            out = value + (query.mean(-1, keepdim=True) + key.mean(-1, keepdim=True))
+            return out.transpose(1, 2).contiguous(), None
+
+        registered = {name: AttentionInterface._global_mapping[name] for name in self.names}
+        try:
+            AttentionInterface._global_mapping.update(dict.fromkeys(self.names, stand_in))
+            yield
+        finally:
+            AttentionInterface._global_mapping.update(registered)
+
+    # ---- what shows
+
+    def _by_token(self, tensor: Tensor) -> Tensor | None:
+        """[rows, T, ...]; None if that isn't what it is of."""
+        shape, b, t = list(tensor.shape), _ROWS, self.length
+        if b in shape and t in shape:
+            return tensor.movedim((shape.index(b), shape.index(t)), (0, 1)).reshape(b, t, -1)
+        if b * t in shape:
+            return tensor.movedim(shape.index(b * t), 0).reshape(b, t, -1)
+        return None
+
+    def _mixed(self, rows: Tensor) -> bool:
+        """Whether other tokens than the one that was changed are others in a row than in the
+        first."""
+        rows = rows if rows.is_floating_point() else rows.double()
+        border = self._tolerance(rows[0])
+        for row, place in enumerate(_PLACES * 2, 1):
+            clean, changed = (torch.cat([x[:place], x[place + 1 :]]) for x in (rows[0], rows[row]))
+            if bool((changed.isnan() & ~clean.isnan()).any()):
+                return True
+            # Without NaN: what was chosen by comparing tokens, or follows from their ids.
+            if bool(((changed - clean).abs() > border).any()):
+                return True
+        return False
+
+    def _tolerance(self, x: Tensor) -> float:
+        """What may be rounding, which differs with the sizes of products (of experts, say)."""
+        of_attention = {q.dtype for _, q, _ in self.queries[:1]}
+        rough = any(torch.finfo(t).eps > 1e-6 for t in self.dtypes | of_attention)
+        finite = x[x.isfinite()].abs()
+        most = finite.max().item() if finite.numel() else 0.0
+        return most * (0.1 if rough else 5e-3)
+
+    def _differs(self, whole: list) -> nn.Module | None:
+        """The first attention whose queries or keys of the row's last tokens are others now than
+        they were for the whole row."""
+        if [m for m, _, _ in whole] != [m for m, _, _ in self.queries]:
+            raise ValueError(f"{self.of} calls other attention for fewer tokens; the same is right")
+        for (module, *of_whole), (_, *of_now) in zip(whole, self.queries, strict=True):
+            for expected, found in zip(of_whole, of_now, strict=True):
+                expected = expected[:, _TAIL:]  # [H, S, D]
+                off = (found[:, -expected.size(1) :] - expected).abs() > self._tolerance(expected)
+                # Of most tokens: a few may have been sent to other experts, by rounding.
+                if off.any(-1).any(0).double().mean() > 0.5:
+                    return module
+        return None
+
+    def _who(self, arguments: dict[str, Any], output: str) -> str:
+        """Which module mixes tokens."""
+        mixing: list[str] = []
+
+        def after(module, args, kwargs, result):
+            given = [rows for _, x in _tensors((args, kwargs))
+                     if (rows := self._by_token(x)) is not None]  # fmt: skip
+            returned = [
+                rows for _, x in _tensors(result) if (rows := self._by_token(x)) is not None
+            ]
+            if not mixing and not any(map(self._mixed, given)) and any(map(self._mixed, returned)):
+                mixing.append(f"{_name_of(self.model, module)} ({type(module).__name__})")
+
+        hooks = [m.register_forward_hook(after, with_kwargs=True) for m in self.model.modules()]
+        self._call(arguments, hooks=hooks)
+        who = mixing[0] if mixing else "something"
+        return (
+            f"{who} of {self.of} mixes tokens, not by attention that goes through deepsp: a change "
+            f"of one token shows in others' {output}, so a rank, which has its own tokens only, "
+            "would compute something else; such layers aren't supported"
+        )
+
+    def _raising(self, error: Exception) -> str:
+        """The innermost module in whose forward an error was raised."""
+        inner, trace = self.model, error.__traceback__
+        while trace is not None:
+            if isinstance(module := trace.tb_frame.f_locals.get("self"), nn.Module):
+                inner = module
+            trace = trace.tb_next
+        name = _name_of(self.model, inner)
+        return self.of if inner is self.model else f"{name} ({type(inner).__name__}) of {self.of}"
+
+
+def _tensors(value: Any, name: str = "output") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of what a module takes or returns, by name."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _tensors(inner, str(key))
+    elif isinstance(value, (tuple, list)):
+        for inner in value:
+            yield from _tensors(inner, name)
+
+
+def _name_of(model: nn.Module, module: nn.Module) -> str:
+    name = next((n for n, m in model.named_modules() if m is module), "")
+    return name or "forward"
+
+
+@contextlib.contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    """Evaluation without gradients; modes, random numbers, buffers and what modules remember in
+    numbers and tensors (the longest sequence, say) are as before then."""
+    modules = list(model.modules())
+    # Not by eval(), which some modules do more in.
+    modes = [m.training for m in modules]
+    buffers = [{n: (b, b._version, b.clone()) for n, b in m._buffers.items() if b is not None}
+               for m in modules]  # fmt: skip
+    remembered = [{n: v for n, v in vars(m).items()
+                   if isinstance(v, (bool, int, float, str, Tensor))} for m in modules]  # fmt: skip
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    try:
+        for m in modules:
+            m.training = False
+        with torch.no_grad(), torch.random.fork_rng(list(devices)):
+            yield
+    finally:
+        for m, mode, of_module, known in zip(modules, modes, buffers, remembered, strict=True):
+            for name, (buffer, version, content) in of_module.items():
+                if buffer._version != version:
+                    with torch.no_grad():
+                        buffer.copy_(content)
+                m._buffers[name] = buffer
+            vars(m).update(known)
+            m.training = mode

@@ -1,0 +1,115 @@
+"""What every rank takes for whole is the same on every rank: compared once a dry run.
+
+What depends on the rank in a model's or a hook's code (a mask by rank, ``x.chunk(size)[rank]``)
+can't be told from placements, but it can from numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from deepsp.digest import Digest, device_of, difference, digests
+from deepsp.groups import Member
+from deepsp.schedule.flow.values import tensors_in
+
+_NUMBERS = (int, float, bool, str)
+
+# Of floating tensors: signed sums of so many parts. Ranks may round differently.
+_PARTS = 32
+_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
+
+
+class Alike:
+    """Notes tensors, to compare them across the group in the end."""
+
+    def __init__(self, member: Member):
+        self.member = member
+        self._digest = Digest()
+        self._said: list[tuple[str, int]] = []
+        self._floats: list[tuple[str, float, Tensor]] = []  # name, rounding, sums and norm
+
+    @torch.no_grad()
+    def note(self, name: str, tensor: Tensor) -> None:
+        """``name``: where it comes from, for the error."""
+        if self.member[1] == 1 or tensor.is_meta:
+            return
+        with torch._C.DisableTorchFunction():
+            rounding = _ROUNDING.get(tensor.dtype)
+            if rounding is None or tensor.layout != torch.strided:
+                self._said.append((name, self._digest("", tensor)))
+                return
+            self._said.append((name, self._digest("", tensor.to("meta"))))
+            self._floats.append((name, rounding, _sums(tensor)))
+
+    def compare(self) -> None:
+        """All ranks make this call, when the dry run is over.
+
+        Raises:
+            ValueError: something differs.
+        """
+        found = self._first_difference()
+        if found is not None:
+            what, a, b = found
+            raise ValueError(
+                f"{what} differs between ranks {a} and {b}, though what it is made of is whole, "
+                "and so the same on every rank: something in the model, or in a hook, depends on "
+                "the rank. Let the schedule split tensors (sync with scatter), and leave out hooks "
+                "that mask by rank: a sharded Embedding takes ids of the whole vocabulary"
+            )
+
+    def _first_difference(self) -> tuple[str, int, int] | None:
+        if self.member[1] == 1:
+            return None
+        found = difference(self._said, self.member)
+        if found is not None or not self._floats:
+            return found
+        rank, size, name = self.member
+        mine = torch.stack([sums for _, _, sums in self._floats])
+        mine = mine.to(device_of(self.member)).unsqueeze(0)
+        with torch._C.DisableTorchFunction():
+            every = torch.ops.deepsp.all_gather(mine, 0, [1] * size, "replicated", rank, name).cpu()
+        for n, (what, rounding, _) in enumerate(self._floats):
+            first = every[0, n]
+            for other in range(1, size):
+                apart = torch.linalg.vector_norm(every[other, n, :-1] - first[:-1])
+                if apart > rounding * max(first[-1], every[other, n, -1]):
+                    return what, 0, other
+        return None
+
+
+def compare_inputs(args: tuple, kwargs: Mapping, member: Member) -> None:
+    """All ranks make this call.
+
+    Raises:
+        ValueError: they call the model with other tensors or numbers.
+    """
+    tensors = [(f"tensor {n}", t) for n, t in enumerate(tensors_in((args, kwargs)))]
+    numbers = [(repr(x), 0) for x in tree_leaves((args, kwargs)) if type(x) in _NUMBERS]
+    found = difference([*digests(tensors).items(), *numbers], member)
+    if found is not None:
+        what, a, b = found
+        raise ValueError(
+            f"the model's inputs differ between ranks {a} and {b} ({what} among them): every rank "
+            "of the group passes the same, whole batch, and the schedule splits it. A "
+            "DistributedSampler gives each rank a batch of its own: let it count data-parallel "
+            "ranks only (num_replicas=, rank=)"
+        )
+
+
+def _sums(tensor: Tensor) -> Tensor:
+    """Signed sums of a tensor's parts, and its norm. The norm of two tensors' sums' difference is
+    nearly, and on average, that of the tensors' difference."""
+    flat = tensor.detach().double().reshape(-1).nan_to_num(nan=1e3, posinf=1e6, neginf=-1e6)
+    n = flat.numel()
+    at = torch.arange(n, device=flat.device)
+    # Signs and parts in no order: neighbours, and what repeats, don't cancel.
+    mixed = (at * 0x9E3779B97F4A7C1 + 0x1234567) ^ (at >> 7)
+    mixed = (mixed ^ (mixed >> 29)) * 0x5851F42D4C957F2D
+    signed = torch.where(((mixed >> 40) & 1).bool(), flat, -flat)
+    sums = flat.new_zeros(_PARTS + 1).index_add(0, (mixed >> 50) & (_PARTS - 1), signed)
+    sums[-1] = torch.linalg.vector_norm(flat)
+    return sums

@@ -1,0 +1,94 @@
+"""Gradients of which each rank has a part: what asks about all of them asks all ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from deepsp.groups import Member
+
+_unscale = torch._amp_foreach_non_finite_check_and_unscale_
+_NORMS = {"norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", "_foreach_norm"}
+
+
+class ShardGradient(Tensor):
+    """The gradient of a part of a parameter. For the rest a plain tensor, but
+
+    - ``torch.amp.GradScaler``, which looks for infinities, finds those of all ranks, and so all of
+      them skip a step, and have the same scale (one all-reduce of one number a step);
+    - its norm, which would be another one on each rank, raises.
+    """
+
+    member: Member
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if not torch.compiler.is_compiling() and func.__name__ in _NORMS:
+            raise ValueError(
+                f"{func.__name__} of a gradient of which this rank has a part: the norm would be "
+                "another one on each rank. deepsp.clip_grad_norm_(model, max_norm) clips by that "
+                "of the whole gradient, and returns it; .as_subclass(torch.Tensor) is this rank's "
+                "part as a plain tensor"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **(kwargs or {}))
+        if func is _unscale:
+            gradients, found = args[:2]
+            members = {g.member: None for g in gradients if isinstance(g, ShardGradient)}
+            for rank, size, name in members:
+                everywhere = torch.ops.deepsp.all_reduce(found, "replicated", rank, size, name)
+                found.copy_(everywhere.clamp(max=1))
+        return out
+
+
+class _Mark:
+    """A hook of a parameter. It tells who sharded the parameter, or the model that it is in, and
+    makes the gradient of a part a :class:`ShardGradient`."""
+
+    def __init__(self, member: Member | None, built: bool):
+        self.member, self.built = member, built
+
+    def __call__(self, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is None or self.member is None or self.member[1] == 1:
+            return
+        if gradient.layout == torch.strided and not isinstance(gradient, ShardGradient):
+            gradient = gradient.as_subclass(ShardGradient)
+            gradient.member = self.member
+            parameter.grad = gradient
+
+
+def mark(parameter: Tensor, member: Member | None, built: bool = False) -> None:
+    """Says that each rank of a group has a part of a parameter. Once for each parameter; copies
+    don't take it along.
+
+    Args:
+        member: this process's place in the group; None: every rank has the whole parameter.
+        built: by a schedule, which makes gradients whole by itself.
+    """
+    if not (isinstance(parameter, nn.Parameter) and parameter.requires_grad and parameter.is_leaf):
+        return
+    if _mark_of(parameter) is None:
+        parameter.register_post_accumulate_grad_hook(_Mark(member, built))
+
+
+def _mark_of(parameter: Tensor) -> _Mark | None:
+    hooks = (parameter._post_accumulate_grad_hooks or {}).values()
+    return next((hook for hook in hooks if isinstance(hook, _Mark)), None)
+
+
+def shard_member(parameter: Tensor) -> Member | None:
+    """The place in the group whose ranks have each a part of a parameter; None: it is whole."""
+    found = _mark_of(parameter)
+    return None if found is None else found.member
+
+
+def is_built(parameter: Tensor) -> bool:
+    """Whether a schedule built the model that it is in."""
+    found = _mark_of(parameter)
+    return found is not None and found.built
+
+
+def plain(gradient: Tensor) -> Tensor:
+    """This rank's part, as any tensor."""
+    return gradient.as_subclass(Tensor) if isinstance(gradient, ShardGradient) else gradient

@@ -1,0 +1,178 @@
+"""Batches that aren't what every rank takes them for: padding's positions, other batches on other
+ranks, what isn't a tensor."""
+
+import os
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness import on_ranks
+from reference import draw
+
+import deepsp
+
+LENGTH = 11
+
+
+def _padded(left, *, fill, right=0):
+    """A mask of rows with so much padding in front, and positions as transformers makes them."""
+    mask = torch.ones(len(left), LENGTH, dtype=torch.int64)
+    for row, n in zip(mask, left, strict=True):
+        row[:n] = 0
+        row[LENGTH - right :] = 0
+    return mask, (mask.cumsum(-1) - 1).masked_fill(mask == 0, fill)
+
+
+def _padding():
+    """The loss and its gradients keep every label that one process has."""
+    weight = draw(13, 6)
+    labels = torch.arange(3 * LENGTH).view(3, LENGTH) % 13
+    hidden = draw(3, LENGTH, 6)
+    seen = []
+
+    def compare(given, expected_labels, dim=1):
+        ours, full = weight.clone().requires_grad_(), weight.clone().requires_grad_()
+        expected = F.cross_entropy(
+            (hidden[:, :-1] @ full.T).flatten(0, 1), expected_labels.flatten()
+        )
+        batch = {"inputs_embeds": hidden, "labels": labels, **given}
+        batch = {n: x.transpose(0, 1) if dim == 0 and n != "position_ids" else x
+                 for n, x in batch.items()}  # fmt: skip
+        part, _ = deepsp.shard_batch(batch, dim=dim)
+        loss = deepsp.cross_entropy(part["inputs_embeds"] @ ours.T, part["shift_labels"])
+        loss.backward()
+        expected.backward()
+        dist.all_reduce(ours.grad)
+        torch.testing.assert_close((loss, ours.grad), (expected, full.grad), rtol=1e-12, atol=1e-12)
+        seen.append(1)
+
+    for left, right, fill in [((4, 0, 1), 0, 1), ((4, 0, 1), 2, 0), ((7, 2, 3), 0, 1)]:
+        mask, positions = _padded(left, fill=fill, right=right)
+        kept = labels.masked_fill(mask == 0, -100)
+        labels, kept_of = kept, labels
+        for given_mask in (mask, mask.bool(), mask.double(), mask.int() * 2):
+            given = {"attention_mask": given_mask, "position_ids": positions}
+            compare(given, kept[:, 1:])
+        compare({"attention_mask": mask, "position_ids": positions}, kept[:, 1:], dim=0)
+        labels = kept_of
+    # Without the mask: several ones in front are padding, and one alone may be either.
+    mask, positions = _padded((4, 0, 2), fill=1)
+    labels = labels.masked_fill(mask == 0, -100)
+    compare({"position_ids": positions}, labels[:, 1:])
+    with pytest.raises(ValueError, match=r"position_ids'\] begins with 1, 0 .* attention_mask"):
+        deepsp.shard_batch(
+            {"input_ids": labels, "labels": labels, "position_ids": _padded((1, 0, 2), fill=1)[1]}
+        )
+    # Documents behind the padding end where they end.
+    positions[:, 7:] = torch.arange(4)
+    ended = labels[:, 1:].clone()
+    ended[:, 6] = -100
+    compare({"attention_mask": mask, "position_ids": positions}, ended)
+    assert len(seen) == 17
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_left_padding_loses_no_label(ranks):
+    on_ranks(ranks, _padding)
+
+
+def _others():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    every = [dist.new_group(range(size)) for _ in range(8)]
+    ids = torch.arange(2 * LENGTH).view(2, LENGTH)
+    mine = ids + 100 * rank
+    last = rank == size - 1
+    wide = torch.zeros(2, LENGTH + 2, dtype=torch.int64)
+    for group, (batch, name) in enumerate(
+        [
+            ({"input_ids": mine, "labels": ids}, "input_ids"),
+            ({"input_ids": ids, "labels": mine}, "labels"),
+            (
+                {"input_ids": ids, "attention_mask": (mine > 3).long() * (rank + 1)},
+                "attention_mask",
+            ),
+            ({"input_ids": ids.int() if last else ids}, "input_ids"),
+            # Other names, or what another rank can see to be wrong by itself: nobody waits for it.
+            ({"input_ids": ids, **({"labels": ids} if last else {})}, "labels"),
+            ({"input_ids": ids, "labels": wide if last else ids}, "labels"),
+            ({"input_ids": wide if last else ids}, "input_ids"),
+        ]
+    ):
+        other = size - 1 if group in (3, 4, 5, 6) else 1
+        with pytest.raises(ValueError, match=rf"batch\['{name}'\] of rank {other} .*Distributed"):
+            deepsp.shard_batch(batch, every[group])
+    # After the first calls it isn't compared, but in debug mode always.
+    for _ in range(3):
+        deepsp.shard_batch({"input_ids": ids, "labels": ids}, every[7])
+    part, _ = deepsp.shard_batch({"input_ids": mine}, every[7])
+    assert torch.equal(part["input_ids"], deepsp.shard(mine, 1))
+    os.environ["DEEPSP_DEBUG"] = "1"
+    try:
+        deepsp.shard_batch({"input_ids": ids}, every[7])
+        with pytest.raises(ValueError, match="DistributedSampler"):
+            deepsp.shard_batch({"input_ids": mine}, every[7])
+    finally:
+        del os.environ["DEEPSP_DEBUG"]
+    # In a thread of a loader nothing is sent: it would meet what the training sends.
+    other = dist.new_group()
+    found = []
+    loader = threading.Thread(
+        target=lambda: found.append(deepsp.shard_batch({"input_ids": mine}, other))
+    )
+    loader.start()
+    loader.join()
+    assert torch.equal(found[0][0]["input_ids"], deepsp.shard(mine, 1))
+    with pytest.raises(ValueError, match="DistributedSampler"):
+        deepsp.shard_batch({"input_ids": mine}, other)
+    # What each rank has for itself is fine: strides.
+    deepsp.shard_batch({"input_ids": ids.T.contiguous().T if last else ids}, dist.new_group())
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_other_batches_on_other_ranks(ranks):
+    on_ranks(ranks, _others)
+
+
+def _arguments():
+    ids = torch.arange(2 * LENGTH).view(2, LENGTH)
+    part, _ = deepsp.shard_batch(
+        {"input_ids": ids, "inputs_embeds": None, "labels": None, "position_ids": None,
+         "attention_mask": None, "name": None},
+        pad_to=LENGTH + 1,
+    )  # fmt: skip
+    assert set(part) == {"input_ids", "position_ids", "attention_mask", "name"}
+    assert part["attention_mask"].sum() == 2 * LENGTH and part["name"] is None
+    part, _ = deepsp.shard_batch({"input_ids": None, "inputs_embeds": draw(2, LENGTH, 3)})
+    assert set(part) == {"inputs_embeds", "position_ids"}
+    for wrong, message in [
+        (ids, r"batch is a Tensor of shape \(2, 11\); tensors by name"),
+        ([ids], "batch is a list; tensors by name"),
+        ({"input_ids": ids, "labels": ids.tolist()}, r"batch\['labels'\] is list"),
+        ({"input_ids": ids, "position_ids": range(11)}, r"batch\['position_ids'\] is range"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            deepsp.shard_batch(wrong)
+    logits, labels = draw(2, 3, 5), torch.tensor([[1, 2, -100], [0, 4, 3]])
+    hidden, weight = draw(2, 3, 4), draw(5, 4)
+    for loss, args in (
+        (deepsp.cross_entropy, (logits,)), (deepsp.linear_cross_entropy, (hidden, weight)),
+    ):  # fmt: skip
+        for dtype in (torch.int32, torch.int16, torch.int8):
+            assert torch.equal(loss(*args, labels.to(dtype)), loss(*args, labels))
+        for wrong, message in ((labels.double(), "is torch.float64"), (None, "is NoneType")):
+            with pytest.raises(ValueError, match=f"shifted_labels {message}; an integer tensor"):
+                loss(*args, wrong)
+    q = draw(1, 3, 6, 2)
+    for call in (
+        lambda lens: deepsp.distributed_attention(q, q, q, seq_lens=lens),
+        lambda lens: deepsp.DistributedAttention()(q, q, q, seq_lens=lens),
+        lambda lens: deepsp.unshard(q, 1, seq_lens=lens),
+    ):
+        with pytest.raises(ValueError, match=r"seq_lens is \[3.0, 3.0\]; .*ints: \[3, 3\]"):
+            call([3.0, 3.0])
+
+
+def test_arguments():
+    on_ranks(2, _arguments)

@@ -1,0 +1,219 @@
+"""Gradients that ranks have parts of: GradScaler, norms, and the sum over ranks."""
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import on_ranks
+from reference import draw
+from torch import nn
+
+import deepsp
+
+f64 = torch.float64
+
+
+def _sharded(reference):
+    model = copy.deepcopy(reference)
+    deepsp.shard_parameters(model, dtype=f64, reduce_dtype=f64, gradient_reduction="mean")
+    return model, lambda: deepsp.full_state_dict(model)
+
+
+def _scheduled(reference):
+    sch = deepsp.create_schedule(copy.deepcopy(reference))
+    sch["0"].shard("weight", axis=0)
+    sch["2"].shard("weight", axis=1)
+    sch["2"].sync("fwd_post", "all_reduce")
+    sch["0"].sync("bwd_post", "all_reduce")
+    model, _ = deepsp.build(sch)
+    return model, lambda: deepsp.consolidate(model)
+
+
+def _spoil(row, features, module, inputs, output):
+    """Makes the gradient of a row infinite; of a layer's rows that ranks have parts of, too."""
+    factor = torch.ones(output.size(-1), dtype=f64)
+    if output.size(-1) == features:
+        factor[row] = float("inf")
+    elif dist.get_rank() == (0 if row == 0 else dist.get_world_size() - 1):
+        factor[0 if row == 0 else -1] = float("inf")
+    return output + (output - output.detach()).mul(factor)
+
+
+def _scaled(make, optimizer, clip):
+    """Infinities in the rows of one rank: all ranks skip, and the scale is that of one process."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(4, 7), nn.ReLU(), nn.Linear(7, 5)).to(f64)
+    model, full = make(reference)
+    scales = []
+    models = [reference, model]
+    steps = [optimizer(m.parameters()) for m in models]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2) for _ in models]
+    # (layer, row) whose gradient has an infinity: of the first, of the last rank; none.
+    for step, bad in enumerate([None, (0, 0), None, (2, 4), (0, 6), None, None]):
+        for m, opt, scaler in zip(models, steps, scalers, strict=True):
+            handle = None
+            if bad is not None:
+                layer, row = bad
+                hook = functools.partial(_spoil, row, reference[layer].out_features)
+                handle = m[layer].register_forward_hook(hook)
+            opt.zero_grad()
+            out = m(draw(3, 4, seed=step))
+            scaler.scale(out.abs().mean() + out.sum()).backward()
+            if clip:
+                scaler.unscale_(opt)
+                if m is reference:
+                    nn.utils.clip_grad_norm_(m.parameters(), 0.5)
+                else:
+                    deepsp.clip_grad_norm_(m if step % 2 else m.parameters(), 0.5)
+            scaler.step(opt)
+            scaler.update()
+            if handle is not None:
+                handle.remove()
+        assert scalers[0].get_scale() == scalers[1].get_scale(), (step, bad)
+        scales.append(scalers[1].get_scale())
+        for name, value in full().items():
+            torch.testing.assert_close(value, reference.state_dict()[name], rtol=1e-9, atol=1e-10)
+    assert len(set(scales)) > 2
+    return scales
+
+
+OPTIMIZERS = [
+    lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+]
+
+
+def _scalers():
+    for make in (_sharded, _scheduled):
+        for n, optimizer in enumerate(OPTIMIZERS):
+            _scaled(make, optimizer, clip=n < 2)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_ranks_skip_a_step_together(ranks):
+    on_ranks(ranks, _scalers)
+
+
+def _parameters():
+    """sync_gradients and clip_grad_norm_ take parameters, as torch's functions do."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(4, 7), nn.ReLU(), nn.Linear(7, 5)).to(f64)
+    sharded = copy.deepcopy(reference)
+    deepsp.shard_parameters(
+        sharded, dtype=f64, reduce_dtype=f64, skip=lambda name, p: name in ("0.bias", "2.weight")
+    )
+    x = draw(3 * size, 4)
+    reference(x).pow(2).sum().backward()
+    norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+    for model in (copy.deepcopy(reference), sharded):
+        for take in (lambda m: m, lambda m: m.parameters(), lambda m: list(m.parameters())):
+            model.zero_grad()
+            model(x.split(3)[rank]).pow(2).sum().backward()
+            deepsp.sync_gradients(take(model))
+            found = deepsp.clip_grad_norm_(take(model), 0.5)
+            torch.testing.assert_close(found, norm)
+            for name, p, shards, index in deepsp.sharding.sharded_parameters(model):
+                expected = shards.rows_of(index, reference.get_parameter(name).grad)
+                torch.testing.assert_close(p.grad.as_subclass(torch.Tensor), expected)
+            for name in ("0.bias", "2.weight"):
+                grads = [m.get_parameter(name).grad for m in (model, reference)]
+                torch.testing.assert_close(*grads)
+    weight = copy.deepcopy(reference[0].weight)
+    weight.grad = torch.ones_like(weight)
+    deepsp.sync_gradients(weight)  # one tensor, as torch's takes it
+    assert torch.equal(weight.grad, torch.full_like(weight, size))
+    assert deepsp.clip_grad_norm_([], 1.0) == 0
+    # What torch's own would do to parts, each rank by another factor.
+    for foreach in (True, False):
+        with pytest.raises(ValueError, match=r"deepsp\.clip_grad_norm_\(model, max_norm\)"):
+            nn.utils.clip_grad_norm_(sharded.parameters(), 0.5, foreach=foreach)
+    with pytest.raises(ValueError, match=r"has a part: the norm"):
+        sharded[0].parametrizations.weight.original.grad.norm()
+    built, _ = _scheduled(reference)
+    for of in (built, built.parameters(), [built[2].bias], built[0]):
+        with pytest.raises(ValueError, match="a schedule built it"):
+            deepsp.sync_gradients(of)
+    for wrong in ([1], dict(reference.named_parameters())):
+        with pytest.raises(ValueError, match=r"item 0 is a (int|str); a module or its parameters"):
+            deepsp.sync_gradients(wrong)
+
+
+def _sparse():
+    embedding = nn.Embedding(4, 2, sparse=True)
+    with pytest.raises(ValueError, match=r"Embedding with sparse=True.*skip it"):
+        deepsp.shard_parameters(embedding)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match=r"gradient of weight is sparse.*sparse=False"):
+        deepsp.clip_grad_norm_(embedding, 1.0)
+    with pytest.raises(ValueError, match=r"parameter 0, of shape \[4, 2\], is sparse"):
+        deepsp.sync_gradients(embedding.parameters())
+    for kind, instead in (
+        (torch.float8_e4m3fn, "bfloat16"),
+        (torch.complex64, "view_as_real"),
+        (torch.int16, "int32"),
+    ):
+        x = torch.ones(3).to(kind)
+        for call in (deepsp.all_reduce, deepsp.all_reduce_start):
+            with pytest.raises(
+                ValueError, match=rf"x: expected .*, got {kind}.*{instead}".replace("torch.", "")
+            ):
+                call(x, grad="replicated")
+
+
+def _weights():
+    """Weights that differ are named before the first step, by whoever sees them first."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def make(of, seed=0):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(4, 7), nn.BatchNorm1d(7), nn.Linear(7, 5)).to(f64)
+        model.register_buffer("kept", torch.ones(3))
+        model.register_buffer("cache", torch.ones(3 + rank), persistent=False)
+        with torch.no_grad():
+            if rank == size - 1 and of is not None:
+                (getattr(model, of) if of == "kept" else model.get_parameter(of)).view(-1)[-1] += 1
+        return model
+
+    def build(model):
+        sch = deepsp.create_schedule(model)
+        sch["0"].shard("weight", axis=0)
+        sch["2"].shard("weight", axis=1)
+        sch["1"].sync("fwd_pre", "all_gather", axis=-1)
+        sch["2"].sync("fwd_pre", "scatter", axis=-1)
+        sch["2"].sync("fwd_post", "all_reduce")
+        deepsp.build(sch)
+
+    for door in (deepsp.sync_gradients, deepsp.shard_parameters, build):
+        for of in ("0.weight", "2.bias", "kept"):
+            message = rf"ranks 0 and {size - 1} hold different values of {of}, .*manual_seed"
+            model = make(of)
+            for _ in range(2):  # once only is where it is right
+                with pytest.raises(ValueError, match=message):
+                    door(model)
+        with pytest.raises(ValueError, match=r"ranks 0 and 1 hold different values of 0\.weight"):
+            door(make(None, seed=rank))
+        model = make(None)
+        if door is not build:
+            model(draw(3, 4, seed=rank))  # running statistics follow what a rank has seen
+        door(model)
+    model = make(None)
+    deepsp.sync_gradients(model)
+    with torch.no_grad():
+        model[0].weight.add_(rank)
+    deepsp.sync_gradients(model)  # compared once
+    other = make("0.weight")
+    with pytest.raises(ValueError, match="different values of parameter 0, of shape"):
+        deepsp.sync_gradients(other.parameters())
+    deepsp.sync_gradients(list(other.parameters())[1:])
+    with pytest.raises(ValueError, match=r"different values of 0\.weight"):
+        deepsp.sync_gradients(other)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("case", [_parameters, _sparse, _weights])
+def test_gradients(ranks, case):
+    on_ranks(ranks, case)

@@ -1,0 +1,254 @@
+"""What ordinary models do, through the compile pass: equal to one process, or refused."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness import on_ranks
+from ordinary import ORDINARY, Ordinary
+from test_sequence_compile import BACKEND, batch, compare
+from torch import nn
+from zoo import DIM, LM, VOCAB
+
+import deepsp
+
+# What depends on which rank has which tokens.
+_ON_THREE = [
+    "shifted_right", "prefixed", "by_hand", "attention_pooling", "one_query", "written",
+    "function", "mixture", "correlation",
+]  # fmt: skip
+_BY_INDUCTOR = ["prefixed", "by_hand", "mixture", "function"]
+
+
+def _equal(case, inner="aot_eager"):
+    torch.manual_seed(0)
+    compare(lambda: Ordinary(case), (13,), inner=inner)
+
+
+@pytest.mark.parametrize("case", ORDINARY)
+def test_equal(case):
+    on_ranks(2, _equal, case)
+
+
+@pytest.mark.parametrize("case", _ON_THREE)
+def test_on_three_ranks(case):
+    on_ranks(3, _equal, case)
+
+
+@pytest.mark.parametrize("case", _BY_INDUCTOR)
+def test_by_inductor(case):
+    on_ranks(2, _equal, case, "inductor")
+
+
+# ------------------------------------------------------------------ random numbers, in place
+
+
+class Random(LM):
+    """timm's drop path, noise and a straight-through choice, on what every rank has whole."""
+
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        keep = x.new_empty((x.size(0), 1, 1)).bernoulli_(0.5)
+        keep.div_(0.5)
+        noise = torch.zeros(DIM, dtype=x.dtype).normal_()
+        choice = F.gumbel_softmax(self.norm.weight, hard=True)
+        x = self.norm(x * keep + noise + x * choice)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def _random():
+    """Ranks that are seeded differently compute with the first one's numbers."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    reference = Random().double()
+    model = copy.deepcopy(reference)
+    inputs = batch(13)
+    torch.manual_seed(7)
+    expected = reference(**inputs)
+    expected.backward()
+    torch.manual_seed(7 + dist.get_rank())
+    out = torch.compile(model, options={"inner": "aot_eager"}, **BACKEND)(
+        **deepsp.prepare_inputs(inputs)
+    )
+    out.backward()
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=0)
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        if q.grad is not None:
+            torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_random_numbers_in_place(ranks):
+    on_ranks(ranks, _random)
+
+
+# ------------------------------------------------------------------------------- refused
+
+
+class Lost(LM):
+    """Nothing is left that could be sharded."""
+
+    def forward(self, ids, labels):
+        x = self.embed(ids.flatten()[:6])
+        return self.head(self.norm(x)).pow(2).mean()
+
+
+class Returning(LM):
+    """Keys and values among the outputs, as a cache has them."""
+
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        k = x.unflatten(-1, (4, -1)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(k, k, k, is_causal=True)
+        logits = self.head(y.transpose(1, 2).flatten(2))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), k[:, :, -4:]
+
+
+class Backward(torch.autograd.Function):
+    """Its backward mixes tokens."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.cumsum(1)
+
+
+class Mixing(LM):
+    def forward(self, ids, labels):
+        x = Backward.apply(self.embed(ids))
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class Sorted(LM):
+    """An order that each rank has for itself, used for something else than experts."""
+
+    def forward(self, ids, labels):
+        x = self.embed(ids).flatten(0, 1)
+        order = x[:, 0].sort().indices
+        return F.cross_entropy(self.head(x) * order[:, None], labels.flatten())
+
+
+class SortedRows(Sorted):
+    def forward(self, ids, labels):
+        x = self.embed(ids).flatten(0, 1)
+        x = x[x[:, 0].sort().indices]
+        return F.cross_entropy(self.head(x), labels.flatten())
+
+
+def _refused(model, message):
+    torch._dynamo.reset()
+    model = model().double()
+    with pytest.raises(Exception, match=message):
+        torch.compile(model, **BACKEND)(**deepsp.prepare_inputs(batch(13)))
+
+
+@pytest.mark.parametrize(
+    "model, message",
+    [
+        (Lost, "nothing in this graph would be sharded"),
+        (Returning, "use_cache = False"),
+        (Mixing, "cumsum.*all tokens in front"),
+        (Sorted, "sorted its own tokens"),
+        (SortedRows, "sorted its own tokens"),
+    ],
+)
+def test_refused(model, message):
+    on_ranks(2, _refused, model, message)
+
+
+# -------------------------------------------------------------- compilation succeeds together
+
+
+def _of_one_rank():
+    """One rank's compiler is slow, or fails, forward or backward: none runs what was compiled."""
+    import datetime
+    import time
+
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.registry import lookup_backend
+
+    rank = dist.get_rank()
+    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
+
+    def slow(gm, inputs):
+        time.sleep(5 * rank)
+        return lookup_backend("aot_eager")(gm, inputs)
+
+    def broken(gm, inputs):
+        if rank == 0:
+            raise IndexError("pop from empty list")
+        return gm.forward
+
+    def broken_backward(gm, inputs):
+        def compile_(graph, inputs):
+            return graph.forward
+
+        def fail(graph, inputs):
+            if rank == 1:
+                raise IndexError("pop from empty list")
+            return graph.forward
+
+        return aot_autograd(fw_compiler=compile_, bw_compiler=fail)(gm, inputs)
+
+    def run(inner):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        options = {"inner": inner, "group": group}
+        model = torch.compile(LM().double(), options=options, **BACKEND)
+        return model(**deepsp.prepare_inputs(batch(13)))
+
+    run(slow).backward()
+    for inner, failing in ((broken, 0), (broken_backward, 1)):
+        mine = "pop from empty list"
+        others = f"rank {failing} of the group couldn't compile this graph.*IndexError: {mine}"
+        with pytest.raises(Exception, match=mine if rank == failing else others):
+            run(inner)
+
+
+def test_compilation_succeeds_together():
+    on_ranks(2, _of_one_rank)
+
+
+def _different(what):
+    torch._dynamo.reset()
+    torch.manual_seed(dist.get_rank() == 1 and what == "weight")
+    model = LM().double()
+    inputs = batch(13, seed=int(dist.get_rank() == 1 and what == "labels"))
+    inputs["ids"] = batch(13)["ids"]
+    compiled = torch.compile(model, options={"inner": "aot_eager"}, **BACKEND)
+    with pytest.raises(Exception, match=f"ranks . and . of the group.*{what}.*every rank must"):
+        compiled(**deepsp.prepare_inputs(inputs))
+
+
+@pytest.mark.parametrize("what", ["weight", "labels"])
+def test_ranks_that_compile_different_values(what):
+    on_ranks(3, _different, what)
+
+
+# ------------------------------------------------------------------------------ torch's own
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(DIM, 4, 2 * DIM, 0.0, batch_first=True)
+        self.embed, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+
+    def forward(self, ids, labels):
+        mask = nn.Transformer.generate_square_subsequent_mask(ids.size(1), dtype=torch.float64)
+        x = self.encoder(self.embed(ids), mask=mask, is_causal=True)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def _encoder():
+    compare(Encoder, (12,))
+
+
+def test_transformer_encoder():
+    on_ranks(2, _encoder)
