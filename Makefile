@@ -1,5 +1,6 @@
 # make demo      sets everything up and trains a model on a sharded sequence
-# make test      sets everything up and runs the test suite
+# make test      sets everything up and runs the tests, but for those marked slow
+# make test-all  runs all tests: what .ci/run does
 # make lint      ruff and clang-format
 # make sanitize  kernels, layouts and the buffer pool under ASan, UBSan and TSan
 # make cuda-check    compiles every .cu without a GPU, where there is an nvcc
@@ -25,7 +26,7 @@ CPP_TESTS := $(wildcard tests/cpp/*.cpp)
 CU := $(wildcard csrc/kernels/*.cu)
 CUDA_HOSTS := $(shell grep -lE "DEEPSP_(CUDA|KERNELS)" -r csrc --include=*.cpp)
 
-.PHONY: demo test lint format sanitize cuda-check gpu-test bench overlap bench-gather bench-compile bench-memory bench-collectives bench-train zoo clean
+.PHONY: demo test test-all lint format sanitize cuda-check gpu-test bench overlap bench-gather bench-compile bench-memory bench-collectives bench-train zoo clean
 
 # torch first, and by version: any other way of asking may bring a larger one. DeepSpeed's setup
 # imports torch, and needs telling that no ops are to be built.
@@ -46,6 +47,9 @@ demo: $(VENV)/built
 	$(BIN)/python examples/train.py
 
 test: $(VENV)/built
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(VENV)/built
 	$(BIN)/python -m pytest
 
 bench: $(VENV)/built

@@ -3,9 +3,11 @@
 #include <ATen/FunctionalTensorWrapper.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <algorithm>
 #include <deque>
 
 namespace deepsp {
@@ -61,6 +63,11 @@ std::deque<Formula>& formulas() {
   return *all;
 }
 
+// What is kept. Empty lists become None: compiled autograd asks what they are lists of.
+c10::IValue as_kept(c10::IValue value) {
+  return value.isList() && value.toListRef().empty() ? c10::IValue() : value;
+}
+
 // One list is kept of each call: its formula, how many tensors it was given, and its arguments; in
 // place of tensors, how many. A dictionary of the arguments would cost microseconds a call.
 constexpr const char* kCall = "call";
@@ -71,6 +78,10 @@ constexpr size_t kArguments = 2;
 }  // namespace
 
 Argument::operator Dtypes() const {
+  dtypes_.clear();
+  if (value_.isNone()) {
+    return dtypes_;
+  }
   for (const c10::IValue& code : value_.toList().vec()) {  // boxed as integers
     dtypes_.push_back(static_cast<at::ScalarType>(code.toInt()));
   }
@@ -93,7 +104,7 @@ struct Differentiated : Function<Differentiated> {
       kept.push_back(
           value.isTensorList() ? c10::IValue(static_cast<int64_t>(value.toTensorList().size()))
           : value.isTensor()   ? c10::IValue(static_cast<int64_t>(value.toTensor().defined()))
-                               : value);
+                               : as_kept(value));
     }
     ctx->saved_data[kCall] = std::move(kept);
     formulas()[formula].schema = &op.schema();
@@ -117,12 +128,18 @@ struct Differentiated : Function<Differentiated> {
   static Tensors backward(AutogradContext* ctx, Tensors gradients) {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
     const Call call(ctx);
+    // All nodes have one name: what ran is said here.
+    RECORD_FUNCTION(call.op() + "_backward", {});
     Tensors found = formulas()[call.said(kFormula)].backward(call, gradients);
     constexpr size_t others = 3;  // forward's arguments that aren't tensors
     found.resize(call.count() + others);
     return found;
   }
 };
+
+const std::string& Call::op() const {
+  return formulas()[said(kFormula)].schema.load()->name();
+}
 
 int64_t Call::said(size_t what) const {
   return static_cast<AutogradContext*>(context_)->saved_data.at(kCall).toList().get(what).toInt();
@@ -140,7 +157,7 @@ c10::IValue Call::kept(const char* name) const {
 }
 
 void Call::keep(const char* name, c10::IValue value) {
-  static_cast<AutogradContext*>(context_)->saved_data[name] = std::move(value);
+  static_cast<AutogradContext*>(context_)->saved_data[name] = as_kept(std::move(value));
 }
 
 void Call::keep_dtypes(const char* name, Dtypes dtypes) {
@@ -191,10 +208,8 @@ Tensors Call::placed(const Tensors& found, at::IntArrayRef wanted) const {
   return gradients;
 }
 
-void Call::mark_non_differentiable(at::TensorList outputs) {
-  auto* const context = static_cast<AutogradContext*>(context_);
-  context->mark_non_differentiable(outputs.vec());
-  context->set_materialize_grads(false);
+void Call::leave_undefined() {
+  static_cast<AutogradContext*>(context_)->set_materialize_grads(false);
 }
 
 namespace {
@@ -252,13 +267,14 @@ void autocast(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) 
   const auto& arguments = op.schema().arguments();
   const auto given = torch::jit::last(*stack, arguments.size());
   at::ScalarType dtype = at::autocast::get_autocast_dtype(device);
-  if (arguments[0].name() == "buffers") {
+  const bool arriving = arguments[0].name() == "buffers";
+  if (arriving) {
     // What is on its way can't be cast any more: the others follow it.
     const auto buffers = given[0].toTensorVector();
     TORCH_CHECK_VALUE(!buffers.empty(), "buffers is empty; one for each chunk is right");
     dtype = buffers[0].scalar_type();
   }
-  change_tensors(given, [&](const at::Tensor& x) {
+  change_tensors(given.slice(arriving), [&](const at::Tensor& x) {
     return at::autocast::cached_cast(dtype, x, device);  // leaves integers as they are
   });
   op.callBoxed(stack);

@@ -29,11 +29,9 @@ class Op;
 template <class Result, class... Args>
 class Op<Result(Args...)> {
  public:
-  constexpr explicit Op(const char* name) : name(name) {}
+  constexpr explicit Op(const char* name) : name_(name) {}
 
   Result operator()(Args... args) const { return handle().call(std::forward<Args>(args)...); }
-
-  const char* const name;
 
  private:
   using Handle = c10::TypedOperatorHandle<Result(Args...)>;
@@ -45,8 +43,8 @@ class Op<Result(Args...)> {
 
   const Handle& find() const {
     const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(
-        ("deepsp::" + std::string(name)).c_str(), "");
-    auto* made = new Handle(op.template typed<Result(Args...)>());  // as the op, never destroyed
+        ("deepsp::" + std::string(name_)).c_str(), "");
+    auto* made = new Handle(op.template typed<Result(Args...)>());  // never destroyed, as the op
     const Handle* other = nullptr;
     if (!handle_.compare_exchange_strong(other, made, std::memory_order_acq_rel)) {
       delete made;
@@ -55,6 +53,7 @@ class Op<Result(Args...)> {
     return *made;
   }
 
+  const char* const name_;
   mutable std::atomic<const Handle*> handle_ = nullptr;
 };
 
@@ -110,8 +109,12 @@ class Argument {
   // Not const: a better match than optional's own constructor, by way of a double.
   operator std::optional<double>() { return value_.toOptional<double>(); }
   // These last as long as the Argument does: to the end of the call that takes them.
-  operator c10::SymIntArrayRef() const { return symints_ = value_.toSymIntVector(); }
-  operator at::IntArrayRef() const { return ints_ = value_.toIntVector(); }
+  operator c10::SymIntArrayRef() const {
+    return symints_ = value_.isNone() ? SymInts() : value_.toSymIntVector();
+  }
+  operator at::IntArrayRef() const {
+    return ints_ = value_.isNone() ? std::vector<int64_t>() : value_.toIntVector();
+  }
   operator Dtypes() const;
 
  private:
@@ -135,8 +138,8 @@ class Call {
   void keep_tensors(Tensors tensors);
   Tensors kept_tensors() const;
 
-  // The tensors given, those of lists too, in the order of the schema; None isn't given. Forward
-  // only, as are the outputs.
+  // The tensors that were given, in the order of the schema, with those of lists; arguments that
+  // are None are left out. In forward only, as are the outputs.
   at::TensorList inputs() const { return inputs_; }
   at::TensorList outputs() const { return outputs_; }
   // How many were given, or for one argument; whether the gradient of one is asked for.
@@ -145,15 +148,16 @@ class Call {
   bool wants(size_t input) const;
   // The same for the first `count` of them, as ops take it.
   std::vector<int64_t> wanted(size_t count) const;
-  // Gradients of those wanted, each in its place.
+  // The gradients of the inputs that are wanted, each at its input's index.
   Tensors placed(const Tensors& found, at::IntArrayRef wanted) const;
-  // In forward: these outputs have no gradient, and no zeros are made for it. In backward the
-  // gradient of another output may be undefined then, too.
-  void mark_non_differentiable(at::TensorList outputs);
+  // In forward: gradients that nobody computed stay undefined in backward. No zeros are made for
+  // them.
+  void leave_undefined();
 
  private:
   friend struct Differentiated;
   explicit Call(void* context) : context_(context) {}
+  const std::string& op() const;
   int64_t said(size_t what) const;
   c10::IValue kept(const char* name) const;
 

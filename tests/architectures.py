@@ -229,11 +229,14 @@ def compare_gradients(name: str, model, reference) -> None:
             )
 
 
-def through_compile_pass(name: str, length: int, inner: str = "aot_eager") -> str | None:
-    """One rank's part of a training step: None if it equals one process, or why it is refused."""
+def through_compile_pass(
+    name: str, length: int, inner: str = "eager", **more
+) -> str | None:
+    """One rank's part of a training step: None if it equals one process, or why it is refused.
+    ``inner``, the compiler, is "eager" where the pass alone is in question."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    reference = make(name)
+    reference = make(name, **more)
     model = copy.deepcopy(reference)
     compiled = torch.compile(model, backend="deepsp", fullgraph=True, options={"inner": inner})
     whole = batch(name, length)

@@ -1,7 +1,10 @@
 import os
 import tempfile
+from fnmatch import fnmatchcase
+from pathlib import Path
 
 import harness
+import pytest
 from hypothesis import settings
 
 # A graph that was compiled before would hide what the code does now: Inductor keeps none. What g++
@@ -25,3 +28,33 @@ settings.load_profile("deepsp")
 def pytest_sessionfinish():
     harness.stop_all()
     _built.cleanup()
+
+
+_SLOW = Path(__file__).with_name("slow.txt")
+_left_out: dict[str, int] = {}
+
+
+def pytest_collection_modifyitems(config, items):
+    """Marks the tests of slow.txt, in one place, so that it can be written from recorded times."""
+    names = {item.nodeid.removeprefix("tests/"): item for item in items}
+    for pattern in _SLOW.read_text().split("\n"):
+        if pattern and not pattern.startswith("#"):
+            pattern = pattern.replace("[", "[[]")
+            for name, item in names.items():
+                if fnmatchcase(name, pattern):
+                    item.add_marker(pytest.mark.slow)
+
+
+def pytest_deselected(items):
+    for item in items:
+        name = item.path.name
+        _left_out[name] = _left_out.get(name, 0) + 1
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Says what this tier left out: nobody should take `make test` for everything."""
+    if config.option.markexpr != "not slow":
+        return
+    terminalreporter.section("left out")
+    files = ", ".join(f"{name} {count}" for name, count in sorted(_left_out.items()))
+    terminalreporter.write_line(f"{sum(_left_out.values())} tests, which `make test-all` runs: {files}")

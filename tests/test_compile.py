@@ -304,6 +304,32 @@ def test_functions_compile():
     on_ranks(2, _functions)
 
 
+def _compiled_autograd():
+    """torch's compiled autograd takes backward, with whatever each op keeps for it."""
+    from torch._dynamo import compiled_autograd
+
+    rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name
+    weight, labels = _leaf(11, 8).detach(), torch.arange(2 * 4 * 8).view(2, 4, 8) % 11
+    for function in (
+        lambda x: deepsp.distributed_attention(x, x, x, is_causal=True, dropout_p=0.0),
+        lambda x: deepsp.all_gather(x, 1, grad="partial"),
+        lambda x: deepsp.linear_cross_entropy(x, weight, labels),
+        # Rows of no dimension: a list that is empty.
+        lambda x: op.gather_cast(x.flatten(), [x.numel()] * size, torch.bfloat16, rank, group),
+    ):
+        x = _leaf(2, 4, 8, 8, seed=rank)
+        (expected,) = torch.autograd.grad(function(x).square().sum(), x)
+        out = function(x).square().sum()
+        torch._dynamo.reset()
+        with compiled_autograd._enable(lambda gm: torch.compile(gm, backend="eager")):
+            out.backward()
+        torch.testing.assert_close(x.grad, expected, rtol=0, atol=0)
+
+
+def test_compiled_autograd():
+    on_ranks(2, _compiled_autograd)
+
+
 def _views_escape():
     """A compiled function may return the views; writing to one leaves the others alone."""
     torch._dynamo.reset()

@@ -372,6 +372,26 @@ def test_modes(ranks):
     on_ranks(ranks, _modes)
 
 
+def _other_buffers():
+    """A buffer that is part of a larger tensor, or whose elements don't lie together."""
+    rank, group = _here()
+    size = dist.get_world_size()
+    larger = torch.arange(3.0 + size * 4)
+    (first, second) = (
+        op.gather_cast_wait(b, [2] * size, [2], torch.float32, rank, group)
+        for b in (larger[3:], larger[3:].clone())
+    )
+    assert torch.equal(first, second) and torch.equal(first.flatten(), larger[3:])
+    with pytest.raises(ValueError, match="the buffer that the start returned, got one of strides"):
+        op.gather_cast_wait(
+            torch.ones(2 * size * 4)[::2], [2] * size, [2], torch.float32, rank, group
+        )
+
+
+def test_other_buffers():
+    on_ranks(2, _other_buffers)
+
+
 # ------------------------------------------------------------------------------ what it costs
 
 
@@ -389,7 +409,8 @@ def _order():
         kept.append((h @ full).sum())
 
     def seen(call):
-        marks = {"deepsp::exchange": "x", "deepsp::land": "w", "deepsp::sum": "w", "aten::mm": "m"}
+        marks = {"deepsp::exchange": "x", "deepsp::sum": "w", "aten::mm": "m"}
+        marks["deepsp::gather_cast_coalesced_wait"] = "w"
         return "".join(marks.get(event.name, "") for event in events(call))
 
     assert seen(forward) == "xmwm"

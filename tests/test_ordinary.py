@@ -22,7 +22,7 @@ _ON_THREE = [
 _BY_INDUCTOR = ["prefixed", "by_hand", "mixture", "function"]
 
 
-def _equal(case, inner="aot_eager"):
+def _equal(case, inner="eager"):
     torch.manual_seed(0)
     compare(lambda: Ordinary(case), (13,), inner=inner)
 

@@ -37,16 +37,14 @@ def _make(name):
     return model.double()
 
 
-def _compared(name, given, length, checkpointed=False):
+def _compared(name, given, length, checkpointed=False, inner="eager"):
     torch._dynamo.reset()
     torch.manual_seed(0)
     reference = _make(name)
     model = copy.deepcopy(reference)
     if checkpointed:
         model.gradient_checkpointing_enable()
-    compiled = torch.compile(
-        model, backend="deepsp", fullgraph=True, options={"inner": "aot_eager"}
-    )
+    compiled = torch.compile(model, backend="deepsp", fullgraph=True, options={"inner": inner})
     ids = torch.randint(0, VOCAB, (2, length))
     labels = ids.clone()
     labels[:, : length // 2 + 1] = -100
@@ -90,4 +88,4 @@ def test_models(name, ranks):
 
 
 def test_checkpointed():
-    on_ranks(2, _compared, "Llama", "labels", 13, True)
+    on_ranks(2, _compared, "Llama", "labels", 13, True, "aot_eager")

@@ -8,6 +8,8 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
 
+#include <algorithm>
+
 namespace deepsp {
 namespace {
 

@@ -169,7 +169,7 @@ Tensors attention_with_dropout_backward_kernel(
       " entries; one for each of q, k, v and attn_mask is right");
   TORCH_CHECK_VALUE(
       !wanted[3] || (attn_mask.has_value() && attn_mask->is_floating_point()),
-      "wanted asks for the gradient of attn_mask, which isn't of floating point");
+      "wanted asks for the gradient of attn_mask, which isn't a floating-point tensor");
   Tensors inputs{q, k, v, attn_mask.value_or(at::Tensor())}, asked, found;
   if (q.is_meta()) {
     for (size_t i = 0; i < wanted.size(); ++i) {
@@ -211,7 +211,7 @@ void keep_all(Call& call) {
   Tensors kept = call.inputs().vec();
   kept.push_back(seed);
   call.keep_tensors(kept);
-  call.mark_non_differentiable(seed);
+  call.leave_undefined();
 }
 
 Tensors attention_with_dropout_gradients(const Call& call, const Tensors& gradients) {

@@ -3,6 +3,8 @@
 #include <ATen/Parallel.h>
 #include <ATen/record_function.h>
 
+#include <algorithm>
+
 #ifdef DEEPSP_CUDA
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -137,8 +139,7 @@ Float float_type(at::ScalarType dtype) {
       return Float::f16;
     default:
       TORCH_CHECK_VALUE(
-          false, "a head that several ranks hold can't be summed in ", dtype,
-          "; float64, float32, bfloat16 or float16 is right");
+          false, "expected float64, float32, bfloat16 or float16 to sum or cast, got ", dtype);
   }
 }
 

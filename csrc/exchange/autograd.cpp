@@ -14,11 +14,11 @@ bool lies_tokens_first(const at::Tensor& x) {
 }
 
 // Of inputs [B, S, H_i, D_i].
-struct Shapes {
+struct HeadShapes {
   SymInts heads;
   SymInts dims;
 
-  explicit Shapes(at::TensorList inputs) {
+  explicit HeadShapes(at::TensorList inputs) {
     for (const at::Tensor& x : inputs) {
       heads.push_back(x.sym_size(2));
       dims.push_back(x.sym_size(3));
@@ -30,13 +30,15 @@ Tensors heads_to_seq_backward(const Call& call, const Tensors& gradients) {
   return seq_to_heads(gradients, call["seq_lens"], call["rank"], call["group_name"]);
 }
 
+void keep_local_shapes(Call& call) {
+  call.keep("dims", HeadShapes(call.inputs()).dims);
+  call.keep("batch", call.inputs()[0].sym_size(0));
+}
+
 void keep_shapes(Call& call) {
-  const Shapes shapes(call.inputs());
-  const at::Tensor& first = call.inputs()[0];
-  call.keep("heads", shapes.heads);
-  call.keep("dims", shapes.dims);
-  call.keep("batch", first.sym_size(0));
-  call.keep("tokens_first", lies_tokens_first(first));
+  keep_local_shapes(call);
+  call.keep("heads", HeadShapes(call.inputs()).heads);
+  call.keep("tokens_first", lies_tokens_first(call.inputs()[0]));
 }
 
 Tensors seq_to_heads_start_backward(const Call& call, const Tensors& buffers) {
@@ -74,7 +76,7 @@ Tensors seq_to_heads_composite(
   TORCH_CHECK_VALUE(!inputs.empty(), "inputs is empty; at least one tensor is needed");
   const Tensors buffers =
       seq_to_heads_start(inputs, seq_lens, /*chunks=*/1, /*last_first=*/false, rank, group_name);
-  const Shapes shapes(inputs);  // the start has checked them
+  const HeadShapes shapes(inputs);  // the start has checked them
   return seq_to_heads_wait(
       buffers[0], shapes.heads, shapes.dims, inputs[0].sym_size(0), seq_lens, 0, 1, rank,
       group_name);
@@ -90,7 +92,7 @@ TORCH_LIBRARY_IMPL(deepsp, Autograd, m) {
   differentiable(m, "heads_to_seq", heads_to_seq_backward);
   differentiable(m, "seq_to_heads_start", seq_to_heads_start_backward, keep_shapes);
   differentiable(m, "seq_to_heads_wait", seq_to_heads_wait_backward);
-  differentiable(m, "heads_to_seq_start", heads_to_seq_start_backward, keep_shapes);
+  differentiable(m, "heads_to_seq_start", heads_to_seq_start_backward, keep_local_shapes);
   differentiable(m, "heads_to_seq_wait", heads_to_seq_wait_backward);
 }
 

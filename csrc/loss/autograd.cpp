@@ -38,10 +38,14 @@ void keep_gradients(Call& call) {
   const Tensors found = call.outputs().slice(1).vec();
   call.keep("dtype", c10::IValue(call.inputs()[0].scalar_type()));
   call.keep_tensors(found);
-  call.mark_non_differentiable(found);
+  call.leave_undefined();
 }
 
 Tensors scaled_gradients(const Call& call, const Tensors& gradients) {
+  for (size_t i = 1; i < gradients.size(); ++i) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !gradients[i].defined(), "linear_cross_entropy_gradients: its gradients have none");
+  }
   if (!gradients[0].defined()) {
     return {};
   }
@@ -55,7 +59,8 @@ Tensors scaled_gradients(const Call& call, const Tensors& gradients) {
   }
   const OptionalDtype dtype = call["dtype"];
   Tensors found;
-  for (const at::Tensor& gradient : call.kept_tensors()) {
+  for (const at::Tensor& kept : call.kept_tensors()) {
+    const at::Tensor gradient = kept.detach();  // it was an output, which autograd knows
     // Scaled before it is rounded.
     found.push_back(gradient.mul(gradients[0].to(gradient.device())).to(*dtype));
   }

@@ -7,6 +7,8 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/sum.h>
 
+#include <algorithm>
+
 namespace deepsp {
 namespace {
 
@@ -45,15 +47,15 @@ SymInts head_dims_of(
 }
 
 // Tensor i's `heads`, which lie in `columns` of a block: rows of its weight.
-struct Piece {
+struct HeadColumns {
   size_t i;
   Range heads;
   Range columns;
 };
 
 // What rank p's block of a chunk is made of.
-std::vector<Piece> pieces_of(const Layout& layout, int64_t p, int64_t chunk) {
-  std::vector<Piece> pieces;
+std::vector<HeadColumns> pieces_of(const Layout& layout, int64_t p, int64_t chunk) {
+  std::vector<HeadColumns> pieces;
   for (size_t i = 0; i < layout.heads.tensors(); ++i) {
     const Range heads = layout.heads.range(i, p, chunk);
     const int64_t begin = layout.column(i, p, chunk);
@@ -65,15 +67,17 @@ std::vector<Piece> pieces_of(const Layout& layout, int64_t p, int64_t chunk) {
   return pieces;
 }
 
-bool narrow(const std::vector<Piece>& pieces, int64_t width) {
-  return pieces.size() > 1 && std::any_of(pieces.begin(), pieces.end(), [&](const Piece& piece) {
+bool narrow(const std::vector<HeadColumns>& pieces, int64_t width) {
+  return pieces.size() > 1 &&
+         std::any_of(pieces.begin(), pieces.end(), [&](const HeadColumns& piece) {
            return piece.columns.size() < width;
          });
 }
 
-at::Tensor rows_for(at::TensorList of, const Layout& layout, const std::vector<Piece>& pieces) {
+at::Tensor rows_for(
+    at::TensorList of, const Layout& layout, const std::vector<HeadColumns>& pieces) {
   Tensors rows;
-  for (const Piece& piece : pieces) {
+  for (const HeadColumns& piece : pieces) {
     rows.push_back(rows_for(of, layout, piece.i, piece.heads));
   }
   return at::cat(rows);
@@ -124,7 +128,7 @@ struct Projection {
 
   // Makes the block [S_rank·B, X_p].
   void operator()(int64_t chunk, const Place& place) const {
-    const std::vector<Piece> pieces = pieces_of(layout, place.p, chunk);
+    const std::vector<HeadColumns> pieces = pieces_of(layout, place.p, chunk);
     const int64_t columns = layout.columns(place.p, chunk);
     const at::Tensor block = at::for_blob(place.block, {rows.size(0), columns})
                                  .target_device(rows.device())
@@ -136,7 +140,7 @@ struct Projection {
           biases.empty() ? at::Tensor() : rows_for(biases, layout, pieces));
       return;
     }
-    for (const Piece& piece : pieces) {
+    for (const HeadColumns& piece : pieces) {
       write(
           block.narrow(1, piece.columns.begin, piece.columns.size()),
           rows_for(weights, layout, piece.i, piece.heads),
@@ -306,13 +310,13 @@ Tensors project_to_heads_backward(
   const Tensors arriving = dense(buffers);
   Landing arrivals(arriving, layout, true);
   arrivals.in_order([&](int64_t chunk, int64_t p) {
-    const std::vector<Piece> pieces = pieces_of(layout, p, chunk);
+    const std::vector<HeadColumns> pieces = pieces_of(layout, p, chunk);
     if (!shared && arrivals[chunk].whole() && narrow(pieces, kNarrowSum)) {
       if (gradients.x.has_value()) {
         gradients.x->add_product(
             block_of(arriving[chunk], layout, chunk, p), rows_for(weights, layout, pieces));
       }
-      for (const Piece& piece : pieces) {
+      for (const HeadColumns& piece : pieces) {
         gradients.add_weight(arrivals[chunk].part(piece.i, p, piece.heads), piece.i, piece.heads);
       }
       return;

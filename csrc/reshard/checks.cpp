@@ -2,6 +2,7 @@
 
 #include "../common/checks.h"
 
+#include <algorithm>
 #include <numeric>
 
 namespace deepsp {
@@ -89,7 +90,7 @@ void check_dtypes(Dtypes dtypes, size_t tensors, const char* name, bool single) 
       dtypes.size() == tensors, "dtypes has ", dtypes.size(), " entries for ", tensors, " ", name,
       "; one for each is right");
   for (size_t i = 0; i < dtypes.size(); ++i) {
-    check_float(dtypes[i], name_of("dtype", i, single));
+    check_float(dtypes[i], name_of("dtype", i, single), ", and gather_cast_float8 for float8");
   }
 }
 
@@ -126,10 +127,10 @@ std::vector<std::vector<int64_t>> concrete(const std::vector<SymInts>& shapes) {
   return result;
 }
 
-void check_float(at::ScalarType dtype, std::string_view what) {
+void check_float(at::ScalarType dtype, std::string_view what, const char* float8) {
   TORCH_CHECK_VALUE(
       is_summable(dtype), what, " is ", dtype, "; float64, float32, bfloat16 or float16 is right",
-      c10::isFloat8Type(dtype) ? ", and gather_cast_float8 for float8" : "");
+      c10::isFloat8Type(dtype) ? float8 : "");
 }
 
 void check_reduce_dtype(OptionalDtype reduce_dtype) {
@@ -267,9 +268,10 @@ c10::SymInt buffer_elements(const SymShards& layout, Dtypes dtypes) {
 
 int64_t wrap_dim(int64_t dim, int64_t dims) {
   TORCH_CHECK_VALUE(
+      dims > 0, "the tensor has no dimensions; at least one, which the ranks share, is right");
+  TORCH_CHECK_VALUE(
       dim >= -dims && dim < dims, "dim is ", dim, ", but the tensor has ", dims, " dimensions; ",
-      dims == 0 ? "at least one, which the ranks share, is right"
-                : std::to_string(-dims) + " to " + std::to_string(dims - 1) + " is right");
+      -dims, " to ", dims - 1, " is right");
   return dim < 0 ? dim + dims : dim;
 }
 

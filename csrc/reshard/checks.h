@@ -12,12 +12,13 @@ using SymShards = ShardLayout<c10::SymInt>;
 // The elements of a shape.
 c10::SymInt product(c10::SymIntArrayRef sizes);
 
-// `item` bytes for each element that the layout counts.
-ShardLayout<int64_t> concrete(const SymShards& layout, int64_t item = 1);
+// In bytes, of which `item` are one of what the layout counts.
+ShardLayout<int64_t> concrete(const SymShards& layout, int64_t item);
 std::vector<std::vector<int64_t>> concrete(const std::vector<SymInts>& shapes);
 
-// What is summed here: float64, float32, bfloat16 or float16. `what` names it in the message.
-void check_float(at::ScalarType dtype, std::string_view what);
+// What is summed here: float64, float32, bfloat16 or float16. `what` names it in the message, to
+// which `float8` is added for such dtypes.
+void check_float(at::ScalarType dtype, std::string_view what, const char* float8 = "");
 void check_reduce_dtype(OptionalDtype reduce_dtype);
 // "replicated", or "partial": whether it is the second.
 bool is_partial(std::string_view grad);

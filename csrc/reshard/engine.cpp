@@ -21,6 +21,13 @@ at::Tensor bytes_of(const at::Tensor& x) {
 
 constexpr const char* kListSizes = "sizes, for each tensor,";
 
+std::unique_ptr<Flight> land_dense(const at::Tensor& buffer) {
+  TORCH_CHECK_VALUE(
+      buffer.is_contiguous(), "expected the buffer that the start returned, got one of strides ",
+      buffer.strides(), ", which isn't contiguous");
+  return land(buffer);
+}
+
 }  // namespace
 
 Reshard reshard_lists(
@@ -29,7 +36,7 @@ Reshard reshard_lists(
     const SymShards& layout,
     std::string_view group_name) {
   return Reshard(
-      concrete(layout),
+      concrete(layout, /*item=*/1),
       resolve_group(op, group_name, layout.rank, layout.parts(), buffer.device(), kListSizes),
       buffer.device());
 }
@@ -52,7 +59,7 @@ Reshard reshard_lists(
         }
         return arguments;
       });
-  return Reshard(concrete(layout), group, device);
+  return Reshard(concrete(layout, /*item=*/1), group, device);
 }
 
 at::Tensor empty_result(at::IntArrayRef sizes, const at::TensorOptions& options) {
@@ -192,7 +199,7 @@ void Reshard::launch_gather(const MakePieces& make, const at::Tensor& buffer) co
 
 Tensors Reshard::land_gather(
     const at::Tensor& buffer, const Shapes& shapes, Dtypes dtypes, bool fresh) const {
-  const auto flight = land(buffer);
+  const auto flight = land_dense(buffer);
   Tensors results;
   std::vector<StridedCopy> copies;
   for (size_t i = 0; i < shards_.size(); ++i) {
@@ -203,7 +210,8 @@ Tensors Reshard::land_gather(
       const auto item = static_cast<int64_t>(c10::elementSize(dtypes[i]));
       const at::Tensor all = alike ? buffer : bytes_of(buffer).view(dtypes[i]);
       results.push_back(all.as_strided(
-          shapes[i], at::detail::defaultStrides(shapes[i]), at_.gathered(i, 0) / item));
+          shapes[i], at::detail::defaultStrides(shapes[i]),
+          all.storage_offset() + at_.gathered(i, 0) / item));
       continue;
     }
     results.push_back(empty_result(shapes[i], buffer.options().dtype(dtypes[i])));
@@ -330,7 +338,7 @@ Tensors Reshard::land_scatter(
     Dtypes wire,
     Dtypes dtypes,
     OptionalDtype reduce_dtype) const {
-  const auto flight = land(buffer);
+  const auto flight = land_dense(buffer);
   const bool own_apart = flight && !flight->own.empty();
   RECORD_FUNCTION("deepsp::sum", {});
   Tensors results;

@@ -1,6 +1,6 @@
-// The kernels, the same for CPU and CUDA, and on meta tensors as far as the shapes of results. One
-// copy at most: none of what travels as it lies; else, gathering, what arrived is copied to its
-// rows, and scattering, rows are packed for sending.
+// The kernels, the same for CPU, CUDA and meta tensors, where they stop at the results' shapes.
+// They copy once at most: a gather copies what arrived to its rows, a scatter packs rows for
+// sending, and neither copies what travels as it lies.
 
 #include "../common/checks.h"
 #include "../transport/agreement.h"
@@ -44,7 +44,7 @@ std::optional<BufferLayout> places_if_known(const SymShards& layout) {
       }
     }
   }
-  return BufferLayout(concrete(layout), /*point_to_point=*/true);
+  return BufferLayout(concrete(layout, /*item=*/1), /*point_to_point=*/true);
 }
 
 // As point to point has it; where blocks are padded, uneven ones are copied out.
@@ -72,7 +72,7 @@ Tensors meta_whole(
   return results;
 }
 
-at::Tensor gather_cast_start(
+at::Tensor gather_cast_coalesced_start_kernel(
     at::TensorList shards,
     c10::SymIntArrayRef sizes,
     Dtypes dtypes,
@@ -90,7 +90,7 @@ at::Tensor gather_cast_start(
   return buffer;
 }
 
-Tensors gather_cast_wait(
+Tensors gather_cast_coalesced_wait_kernel(
     const at::Tensor& buffer,
     c10::SymIntArrayRef sizes,
     c10::SymIntArrayRef row_shapes,
@@ -103,12 +103,11 @@ Tensors gather_cast_wait(
   if (buffer.is_meta()) {
     return meta_whole(buffer, layout, shapes, dtypes);
   }
-  RECORD_FUNCTION("deepsp::land", {});
   return reshard_lists("gather_cast", buffer, layout, group_name)
       .land_gather(buffer, concrete(shapes), dtypes);
 }
 
-at::Tensor reduce_scatter_cast_start(
+at::Tensor reduce_scatter_cast_coalesced_start_kernel(
     at::TensorList inputs, c10::SymIntArrayRef sizes, int64_t rank, std::string_view group_name) {
   const SymShards layout = check_whole(inputs, sizes, rank);
   const std::vector<at::ScalarType> dtypes = dtypes_of(inputs);
@@ -124,7 +123,7 @@ at::Tensor reduce_scatter_cast_start(
   return buffer;
 }
 
-Tensors reduce_scatter_cast_wait(
+Tensors reduce_scatter_cast_coalesced_wait_kernel(
     const at::Tensor& buffer,
     c10::SymIntArrayRef sizes,
     c10::SymIntArrayRef row_shapes,
@@ -284,8 +283,11 @@ Tensors scatter_wait_kernel(
     c10::SymIntArrayRef sizes,
     c10::SymIntArrayRef shape,
     int64_t rank,
-    std::string_view /*group_name*/) {
+    std::string_view group_name) {
   const SymShards layout = check_buffer(buffer, dim, sizes, shape, rank);
+  if (!buffer.is_meta()) {
+    resolve_group("scatter", group_name, rank, layout.parts(), buffer.device(), "sizes");
+  }
   return {buffer.select(0, rank)
               .narrow_symint(0, 0, layout.block(rank))
               .view_symint(resized(shape, dim, sizes[rank]))};
@@ -294,10 +296,10 @@ Tensors scatter_wait_kernel(
 }  // namespace
 
 DEEPSP_KERNELS(m) {
-  m.impl("gather_cast_coalesced_start", gather_cast_start);
-  m.impl("gather_cast_coalesced_wait", gather_cast_wait);
-  m.impl("reduce_scatter_cast_coalesced_start", reduce_scatter_cast_start);
-  m.impl("reduce_scatter_cast_coalesced_wait", reduce_scatter_cast_wait);
+  m.impl("gather_cast_coalesced_start", gather_cast_coalesced_start_kernel);
+  m.impl("gather_cast_coalesced_wait", gather_cast_coalesced_wait_kernel);
+  m.impl("reduce_scatter_cast_coalesced_start", reduce_scatter_cast_coalesced_start_kernel);
+  m.impl("reduce_scatter_cast_coalesced_wait", reduce_scatter_cast_coalesced_wait_kernel);
   m.impl("all_gather_start", all_gather_start_kernel);
   m.impl("all_gather_wait", all_gather_wait_kernel);
   m.impl("reduce_scatter_start", reduce_scatter_start_kernel);
@@ -307,8 +309,8 @@ DEEPSP_KERNELS(m) {
 }
 
 DEEPSP_REFUSED_KINDS(m) {
-  m.impl("gather_cast_coalesced_start", gather_cast_start);
-  m.impl("reduce_scatter_cast_coalesced_start", reduce_scatter_cast_start);
+  m.impl("gather_cast_coalesced_start", gather_cast_coalesced_start_kernel);
+  m.impl("reduce_scatter_cast_coalesced_start", reduce_scatter_cast_coalesced_start_kernel);
 }
 
 TORCH_LIBRARY_IMPL(deepsp, Functionalize, m) {

@@ -13,7 +13,8 @@
 #include <torch/library.h>
 
 namespace deepsp {
-
+// Composites with autograd functions of their own, not differentiable(): what they return are views
+// of their inputs, which tracing and functionalization know as at::alias's.
 namespace {
 
 using torch::autograd::AutogradContext;

@@ -176,16 +176,18 @@ constexpr int64_t kBucketBytes = int64_t(25) << 20;
 
 struct Bucket {
   Tensors members;
+  int64_t bytes = 0;
   at::Tensor flat;
   Work work;
 
   bool takes(const at::Tensor& gradient) const {
-    int64_t bytes = 0;
-    for (const at::Tensor& member : members) {
-      bytes += static_cast<int64_t>(member.nbytes());
-    }
     return bytes < kBucketBytes && members[0].scalar_type() == gradient.scalar_type() &&
            members[0].device() == gradient.device();
+  }
+
+  void add(const at::Tensor& gradient) {
+    members.push_back(gradient);
+    bytes += static_cast<int64_t>(gradient.nbytes());
   }
 };
 
@@ -202,7 +204,7 @@ void sum_gradients_kernel(
     if (buckets.empty() || !buckets.back().takes(gradient)) {
       buckets.emplace_back();
     }
-    buckets.back().members.push_back(gradient);
+    buckets.back().add(gradient);
   }
   const Group group =
       agreed_group("sum_gradients_", group_name, rank, size, gradients[0].device(), "size", [&] {

@@ -110,7 +110,6 @@ struct Rows {
     return sum;
   }
   int64_t total() const { return begin(group.size); }
-  int64_t of(int64_t p) const { return outer * counts[p]; }
 
   at::Tensor matrices(const at::Tensor& x, int64_t rows) const {
     return x.contiguous().view({outer, rows, x.size(-1)});

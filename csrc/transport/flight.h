@@ -56,8 +56,8 @@ bool watched();
 // It looks for NaN in whole buffers, between blocks and behind them, too.
 void clear_if_watched(const at::Tensor& buffer);
 
-// Ties `flight`, or on a GPU the work, to the buffer that it fills. A work that is watched lands at
-// once; what a flight needs then is the caller's.
+// Ties `flight`, or the work of any other backend, to the buffer that it fills. When watched()
+// holds, a work lands here at once; a flight's caller has waited for it before.
 void launch_into(const at::Tensor& buffer, std::unique_ptr<Flight> flight);
 void launch_into(
     const Group& group, const at::Tensor& buffer, const Work& work, const at::Tensor& sent);

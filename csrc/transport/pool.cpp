@@ -5,6 +5,7 @@
 #include <ATen/EmptyTensor.h>
 #include <c10/util/safe_numerics.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <list>
 #include <map>
