@@ -229,9 +229,7 @@ def compare_gradients(name: str, model, reference) -> None:
             )
 
 
-def through_compile_pass(
-    name: str, length: int, inner: str = "eager", **more
-) -> str | None:
+def through_compile_pass(name: str, length: int, inner: str = "eager", **more) -> str | None:
     """One rank's part of a training step: None if it equals one process, or why it is refused.
     ``inner``, the compiler, is "eager" where the pass alone is in question."""
     torch._dynamo.reset()

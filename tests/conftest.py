@@ -57,4 +57,5 @@ def pytest_terminal_summary(terminalreporter, config):
         return
     terminalreporter.section("left out")
     files = ", ".join(f"{name} {count}" for name, count in sorted(_left_out.items()))
-    terminalreporter.write_line(f"{sum(_left_out.values())} tests, which `make test-all` runs: {files}")
+    count = sum(_left_out.values())
+    terminalreporter.write_line(f"{count} tests, which `make test-all` runs: {files}")
