@@ -28,52 +28,66 @@ CUDA_HOSTS := $(shell grep -lE "DEEPSP_(CUDA|KERNELS)" -r csrc --include=*.cpp)
 
 .PHONY: demo test test-all lint format sanitize cuda-check gpu-test bench overlap bench-gather bench-compile bench-memory bench-collectives bench-train zoo clean
 
-# torch first, and by version: any other way of asking may bring a larger one. DeepSpeed's setup
-# imports torch, and needs telling that no ops are to be built.
-$(VENV)/ready: pyproject.toml Makefile
+EXTRAS = $(BIN)/python -c 'import sys, tomllib; \
+	extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
+	print(*sorted({x for e in sys.argv[1:] for x in extras[e]}))'
+
+# torch first, and by version: any other way of asking may bring a larger one.
+$(VENV)/torch: Makefile
+	@echo "== torch $(TORCH) and build tools, into $(VENV)"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q torch==$(TORCH)
 	$(BIN)/pip install -q "setuptools>=64" wheel ninja
-	DS_BUILD_OPS=0 $(BIN)/pip install -q --no-build-isolation $$($(BIN)/python -c 'import tomllib; \
-		extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
-		print(*sorted({x for e in ("demo", "test", "lint") for x in extras[e]}))')
-	touch $@
+	@touch $@
 
-$(VENV)/built: $(VENV)/ready setup.py $(CPP)
+$(VENV)/demo: $(VENV)/torch pyproject.toml
+	@echo "== what the demo needs"
+	$(BIN)/pip install -q --no-build-isolation $$($(EXTRAS) demo)
+	@touch $@
+
+# DeepSpeed's setup imports torch, and needs telling that no ops are to be built.
+$(VENV)/ready: $(VENV)/demo
+	@echo "== what tests and linters need"
+	DS_BUILD_OPS=0 $(BIN)/pip install -q --no-build-isolation $$($(EXTRAS) test lint)
+	@touch $@
+
+$(VENV)/built: $(VENV)/torch setup.py $(CPP)
+	@echo "== the C++ extension: about two minutes on two cores"
 	$(BIN)/pip install -q --no-build-isolation --no-deps -e .
-	touch $@
+	@touch $@
 
-demo: $(VENV)/built
+demo: $(VENV)/demo $(VENV)/built
+	@echo "== training on two ranks, next to one process"
 	$(BIN)/python examples/train.py
 
-test: $(VENV)/built
+test: $(VENV)/ready $(VENV)/built
 	$(BIN)/python -m pytest -m "not slow"
 
-test-all: $(VENV)/built
+test-all: $(VENV)/ready $(VENV)/built
 	$(BIN)/python -m pytest
 
-bench: $(VENV)/built
+bench: $(VENV)/ready $(VENV)/built
 	$(BIN)/python benchmarks/exchange.py
 
-overlap: $(VENV)/built
+overlap: $(VENV)/ready $(VENV)/built
 	$(BIN)/python benchmarks/overlap.py
 
-bench-gather: $(VENV)/built
+bench-gather: $(VENV)/ready $(VENV)/built
 	$(BIN)/python benchmarks/gather_cast.py
 
-bench-compile: $(VENV)/built
+bench-compile: $(VENV)/ready $(VENV)/built
 	$(BIN)/python benchmarks/compile.py
 
-bench-memory: $(VENV)/built
+bench-memory: $(VENV)/ready $(VENV)/built
 	$(BIN)/python benchmarks/memory_budget.py
 
-bench-collectives: $(VENV)/built
+bench-collectives: $(VENV)/ready $(VENV)/built
 	$(BIN)/python benchmarks/collectives.py
 
-bench-train: $(VENV)/built
+bench-train: $(VENV)/ready $(VENV)/built
 	$(BIN)/python benchmarks/train.py
 
-zoo: $(VENV)/built
+zoo: $(VENV)/ready $(VENV)/built
 	$(BIN)/python benchmarks/architectures.py --write docs/architectures.md
 
 lint: $(VENV)/ready

@@ -53,6 +53,7 @@ def train_sharded(args: argparse.Namespace, device: torch.device) -> dict:
 
     deepspeed.utils.logger.setLevel("WARNING")
     torch.set_num_threads(1)
+    before = train.memory_mib(device)
     torch.manual_seed(args.seed)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
@@ -78,7 +79,7 @@ def train_sharded(args: argparse.Namespace, device: torch.device) -> dict:
         "losses": losses,
         "gradient_norms": norms,
         "tokens_per_second": statistics.median(speeds[3:] or speeds),
-        "peak_memory_mib": train.peak_memory_mib(device),
+        "peak_memory_mib": train.peak_memory_mib(device) - before,
     }
 
 

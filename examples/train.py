@@ -175,6 +175,7 @@ def train(
 ) -> dict:
     """The loop that both runs share, one sequence per step."""
     torch.set_num_threads(1)  # in both runs, so that a process is worth the same in each
+    before = memory_mib(device)  # Python, torch and its libraries, which aren't the training's
     torch.manual_seed(args.seed)
     # bfloat16 is mixed precision: the parameters and the optimizer stay in float32.
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
@@ -205,7 +206,7 @@ def train(
         "losses": losses,
         "gradient_norms": gradient_norms,
         "tokens_per_second": statistics.median(speeds[3:] or speeds),  # the first are warm-up
-        "peak_memory_mib": peak_memory_mib(device),
+        "peak_memory_mib": peak_memory_mib(device) - before,
     }
 
 
@@ -213,6 +214,13 @@ def load_text(path: Path | None) -> Tensor:
     """The bytes to learn: a file, or the public modules of Python's standard library."""
     files = [path] if path else sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-z]*.py"))
     return torch.frombuffer(bytearray().join(f.read_bytes() for f in files), dtype=torch.uint8)
+
+
+def memory_mib(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device) / 2**20
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def peak_memory_mib(device: torch.device) -> float:
@@ -266,16 +274,16 @@ def report(args: argparse.Namespace, ranks: int, reference: dict, sharded: dict)
 
     steps = f"{args.steps} steps of {args.seq_len} tokens"
     table = Table(title=f"{steps}, {args.dtype}, one torch thread per process")
-    memory = "peak RSS" if args.device == "cpu" else "peak GPU memory"
     # Sequences differ in difficulty; a median of the last losses says more than the last one.
-    final = "final loss (median of 10)"
-    for header in ("", "first loss", final, "median tokens/s", f"{memory} per rank"):
+    final = "final loss (median of 5)"
+    memory = "training's peak memory per rank"
+    for header in ("", "first loss", final, "median tokens/s", memory):
         table.add_column(header, justify="right")
     for name, run in (("one process", reference), (f"{ranks} ranks", sharded)):
         table.add_row(
             name,
             f"{run['losses'][0]:.6f}",
-            f"{statistics.median(run['losses'][-10:]):.6f}",
+            f"{statistics.median(run['losses'][-5:]):.6f}",
             f"{run['tokens_per_second']:,.0f}",
             f"{run['peak_memory_mib']:,.0f} MiB",
         )
@@ -335,8 +343,8 @@ def parser_of(description: str) -> argparse.ArgumentParser:
     parser.set_defaults(device="cpu", dtype="float32")
     add = parser.add_argument
     add("--ranks", type=int, default=2, help="processes of the sharded run (not with torchrun)")
-    add("--seq-len", type=int, default=4096, help="tokens (bytes) of the sequence in each step")
-    add("--steps", type=int, default=40, help="optimizer steps of each run")
+    add("--seq-len", type=int, default=8192, help="tokens (bytes) of the sequence in each step")
+    add("--steps", type=int, default=6, help="optimizer steps of each run")
     add("--data", type=Path, help="text to learn; None: the modules of Python's standard library")
     add("--lr", type=float, default=1e-3, help="AdamW's learning rate")
     add("--seed", type=int, default=1, help="seed of the parameters and of the data's order")

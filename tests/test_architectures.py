@@ -15,7 +15,7 @@ REFUSED = {
 _ELSEWHERE = ["Llama", "Qwen3", "Mistral", "GPT-2", "Gemma"]  # in test_transformers.py
 # Attention by hand, two sequences, sorted tokens, patches.
 _ON_THREE = ["Gemma 2", "T5", "Mixtral", "ViT"]
-_BY_INDUCTOR = {"T5": {"num_layers": 1, "num_decoder_layers": 1}, "GPT-J": {"n_layer": 1}}
+_BY_INDUCTOR = {"GPT-J": {"n_layer": 1}}
 
 
 def _compared(name, length, inner, more):

@@ -19,7 +19,7 @@ _ON_THREE = [
     "shifted_right", "prefixed", "by_hand", "attention_pooling", "one_query", "written",
     "function", "mixture", "correlation",
 ]  # fmt: skip
-_BY_INDUCTOR = ["prefixed", "by_hand", "mixture", "function"]
+_BY_INDUCTOR = ["by_hand", "mixture", "function"]
 
 
 def _equal(case, inner="eager"):
@@ -35,6 +35,10 @@ def test_equal(case):
 @pytest.mark.parametrize("case", _ON_THREE)
 def test_on_three_ranks(case):
     on_ranks(3, _equal, case)
+
+
+def test_by_aot_eager():
+    on_ranks(2, _equal, "prefixed", "aot_eager")
 
 
 @pytest.mark.parametrize("case", _BY_INDUCTOR)

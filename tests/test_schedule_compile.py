@@ -85,7 +85,6 @@ def _plan(family, overlap):
         _compare(model, built, length, close)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize(("family", "overlap"), [("llama", True), ("gpt2", False)])
 def test_plan(family, overlap):
     on_ranks(2, _plan, family, overlap)

@@ -1,0 +1,302 @@
+"""The README and the docs: their links lead somewhere, and their Python runs, on real ranks."""
+
+import ast
+import copy
+import functools
+import re
+import tempfile
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from architectures import make
+from harness import on_ranks
+from test_model import VOCABULARY, Model
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import deepsp
+
+ROOT = Path(__file__).parents[1]
+PAGES = {path.stem: path for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
+
+
+def snippets(page):
+    return re.findall(r"```python\n(.*?)```", PAGES[page].read_text(), re.DOTALL)
+
+
+def run(page, names, changes=None):
+    """Executes a page's snippets one after another, with ``names`` and small sizes."""
+    text = "\n".join(snippets(page))
+    for old, new in (changes or {}).items():
+        assert old in text, f"{page} no longer has {old}"
+        text = text.replace(old, new)
+    names = {"torch": torch, "nn": nn, "dist": dist, "deepsp": deepsp, "group": None} | names
+    exec(compile(text, str(PAGES[page]), "exec"), names)
+    return names
+
+
+def _model(attend=None):
+    torch.manual_seed(0)
+    attend = attend or deepsp.DistributedAttention()
+    return Model(
+        lambda q, k, v, lens: attend(q, k, v, is_causal=True, enable_gqa=True, seq_lens=lens)
+    )
+
+
+def _batch():
+    ids = torch.randint(0, VOCABULARY, (2, 13), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids}
+
+
+def _causal(q, k, v, lens, **kwargs):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+def _expected_loss():
+    torch.manual_seed(0)
+    model, ids = Model(_causal), _batch()["input_ids"]
+    logits = model(ids, torch.arange(13)[None])
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def _whole_llama_loss(model, **batch):
+    reference = copy.deepcopy(model)
+    return reference(**batch).loss
+
+
+# ------------------------------------------------------------------------------ the pages
+
+
+def _attention():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    rank = dist.get_rank()
+    lens, generator = [9, 4], torch.Generator().manual_seed(0)
+    whole = [torch.randn(2, 13, h, 8, generator=generator) for h in (4, 2, 2)]
+    q, k, v = (x.split(lens, 1)[rank] for x in whole)
+    batch, seq_lens = deepsp.shard_batch(_batch())
+    names = {"q": q, "k": k, "v": v, "seq_lens": lens, "mask": None, "model": _model()}
+    names |= {"flex_attention": flex_attention, "slopes": torch.arange(1.0, 5.0)}
+    # The last snippet is about a model.
+    last = snippets("attention")[-1]
+    with torch.no_grad():
+        names = run("attention", names | {"batch": batch}, {last: ""})
+        expected = _causal(*whole, None).split(lens, 1)[rank]
+        torch.testing.assert_close(names["out"], expected)
+        alibi = names["local"](*whole, torch.arange(4)).split(lens, 1)[rank]
+        torch.testing.assert_close(names["attend"](q, k, v, seq_lens=lens), alibi)
+        exec(last, names | {"seq_lens": seq_lens})
+
+
+def _layer():
+    old = types.SimpleNamespace(
+        q_proj=nn.Linear(64, 64), k_proj=nn.Linear(64, 32), v_proj=nn.Linear(64, 32),
+        o_proj=nn.Linear(64, 64),
+    )  # fmt: skip
+    lens = [9, 4]
+    names = {"old": old, "seq_lens": lens, "x": torch.randn(2, lens[dist.get_rank()], 64)}
+    names = run("layer", names, {"4096, 32, num_kv_heads=8": "64, 8, num_kv_heads=4",
+                                 "num_heads=32": "num_heads=8"})  # fmt: skip
+    assert names["y"].shape == names["x"].shape
+    assert names["attn"](names["x"], is_causal=True, seq_lens=lens).shape == names["x"].shape
+
+
+class _Auto:
+    """AutoModelForCausalLM, without a network."""
+
+    @staticmethod
+    def from_pretrained(name, **kwargs):
+        torch.manual_seed(0)
+        return make(name, **kwargs)
+
+
+def _transformers():
+    ids = torch.randint(3, 60, (2, 13), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    names = {"AutoModelForCausalLM": _Auto, "name": "Llama", "ids": ids, "mask": mask}
+    names = run("transformers", names)
+    expected = _Auto.from_pretrained("Llama")(ids, labels=ids, attention_mask=mask).loss
+    torch.testing.assert_close(names["loss"].float(), expected.float())
+
+
+def _compile():
+    library = torch.library.Library("mine", "FRAGMENT")
+    library.define("scale_each_token(Tensor x) -> Tensor")
+    torch.manual_seed(0)
+    model = make("Llama")
+    ids = torch.randint(3, 60, (2, 13), generator=torch.Generator().manual_seed(0))
+    mask, positions = torch.ones_like(ids), torch.arange(13).expand(2, -1).contiguous()
+    expected = _whole_llama_loss(model, input_ids=ids, labels=ids, attention_mask=mask)
+    names = {"model": model, "ids": ids, "labels": ids.clone(), "mask": mask}
+    names |= {"positions": positions, "optimizer": torch.optim.SGD(model.parameters())}
+    names = run(
+        "compile", names, {"fullgraph=True)": 'fullgraph=True, options={"inner": "eager"})'}
+    )
+    torch.testing.assert_close(names["loss"], expected, rtol=1e-6, atol=0)
+    del library
+
+
+def _deepspeed():
+    from test_deepspeed import launched
+
+    launched()
+    torch.manual_seed(0)
+    model = make("Llama").float()
+    ids = torch.randint(3, 60, (1, 12), generator=torch.Generator().manual_seed(0))
+    mask, positions = torch.ones_like(ids), torch.arange(12)[None]
+    expected = _whole_llama_loss(model, input_ids=ids, labels=ids, attention_mask=mask)
+    names = {"model": model, "ids": ids, "labels": ids.clone(), "mask": mask}
+    changes = {'{"dynamic": True}': '{"dynamic": True, "options": {"inner": "eager"}}'}
+    names = run("deepspeed", names | {"positions": positions}, changes)
+    torch.testing.assert_close(names["loss"], expected, rtol=1e-4, atol=0)
+
+
+class _Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        for name in "qkvo":
+            setattr(self, f"{name}_proj", nn.Linear(32, 32))
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x):
+        q, k, v = (
+            getattr(self, f"{name}_proj")(x).unflatten(-1, (-1, 8)).transpose(1, 2)
+            for name in "qkv"
+        )
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.dropout(self.o_proj(out.transpose(1, 2).flatten(2)))
+
+
+class _Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn = _Attention()
+
+    def forward(self, x):
+        return x + self.attn(x)
+
+
+class _Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([_Block() for _ in range(2)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _schedule(folder):
+    from safetensors.torch import save_file
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    reference, llama = _Stack(), make("Llama")
+    path = f"{folder}/model.safetensors"
+    if dist.get_rank() == 0:
+        save_file(llama.state_dict(), path)
+    dist.barrier()
+    names = {"mesh": mesh, "head_dim": 8, "functools": functools, "AdamW": torch.optim.AdamW}
+    first, second = snippets("schedule")
+    names = run("schedule", names | {"model": copy.deepcopy(reference)}, {second: ""})
+    x = torch.randn(2, 13, 32, generator=torch.Generator().manual_seed(1))
+    for model in (names["model"], reference):
+        model.eval()
+    torch.testing.assert_close(names["model"](x), reference(x))
+    names = run("schedule", names | {"model": copy.deepcopy(llama)}, {first: "",
+                "model.safetensors": path})  # fmt: skip
+    ids = torch.randint(3, 60, (2, 13), generator=torch.Generator().manual_seed(0))
+    ours, theirs = (m.eval()(ids).logits for m in (names["model"], llama))
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def _sharded_weights():
+    from torch._inductor import config
+
+    rank, sizes, others = dist.get_rank(), [10, 10, 9], [1, 0, 4]
+    model = _model()
+    batch, seq_lens = deepsp.shard_batch(_batch())
+    shard = torch.randn(sizes[rank], 6)
+    names = {"model": model, "batch": batch, "seq_lens": seq_lens, "others": others}
+    names |= {"optimizer": torch.optim.AdamW(model.parameters()), "shard": shard}
+    names["shards"] = [shard, torch.randn(others[rank], 3)]
+    torch.manual_seed(0)  # the page writes random numbers, the same on all ranks
+    with config.patch(post_grad_custom_post_pass=None, joint_custom_pre_pass=None):
+        names = run("sharded-weights", names)
+    torch.testing.assert_close(names["loss"], _expected_loss(), rtol=0.05, atol=0.05)
+    assert names["w"].shape == (29, 6) and names["w8"].dtype == names["w"].dtype
+
+
+def _losses():
+    ids = _batch()["input_ids"]
+    names = run("losses-and-data", {"ids": ids, "mask": torch.ones_like(ids)})
+    batch, seq_lens = names["batch"], names["seq_lens"]
+    logits = _model()(batch["input_ids"], batch["position_ids"], seq_lens)
+    loss = deepsp.cross_entropy(logits, batch["shift_labels"])
+    torch.testing.assert_close(loss, _expected_loss())
+
+
+def _gradients():
+    from torch.distributed.fsdp import fully_shard
+
+    names = {"init_device_mesh": init_device_mesh, "fully_shard": fully_shard, "data": 1}
+    names |= {"sequence": dist.get_world_size(), "model": _model(), "batch": _batch()}
+    names = run("gradients", names, {'"cuda"': '"cpu"'})
+    torch.testing.assert_close(names["loss"], _expected_loss())
+
+
+def _ops():
+    x = torch.randn(2, [10, 9][dist.get_rank()], 3, requires_grad=True)
+    names = run("ops", {"x": x})
+    assert names["y"].shape == (2, 19, 3)
+    torch.testing.assert_close(names["z"], 2 * x)
+
+
+RUNS = {
+    "attention": (_attention, 2), "layer": (_layer, 2), "transformers": (_transformers, 2),
+    "compile": (_compile, 2), "deepspeed": (_deepspeed, 2), "schedule": (_schedule, 2),
+    "sharded-weights": (_sharded_weights, 3), "losses-and-data": (_losses, 2),
+    "gradients": (_gradients, 2), "ops": (_ops, 2),
+}  # fmt: skip
+ELSEWHERE = {"README", "guide"}  # test_guide.py
+
+
+@pytest.mark.parametrize("page", RUNS)
+def test_snippets(page):
+    function, ranks = RUNS[page]
+    # DeepSpeed and transformers keep state of the process.
+    apart = page if page in ("deepspeed", "transformers") else ""
+    with tempfile.TemporaryDirectory() as folder:
+        on_ranks(ranks, function, *([folder] if page == "schedule" else []), apart=apart)
+
+
+def test_every_page_is_run():
+    assert {page for page in PAGES if snippets(page)} == RUNS.keys() | ELSEWHERE
+
+
+def test_links():
+    for path in PAGES.values():
+        text = path.read_text()
+        for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
+            assert "://" in link or (path.parent / link).exists(), f"{path.name}: {link}"
+    readme = PAGES["README"].read_text()
+    assert readme.count("\n") <= 220
+    linked = {Path(link).stem for link in re.findall(r"\]\((docs/\w[\w-]*\.md)\)", readme)}
+    reachable = set(linked)
+    for page in linked:
+        reachable |= {
+            Path(x).stem for x in re.findall(r"\]\(([\w-]+\.md)\)", PAGES[page].read_text())
+        }
+    assert PAGES.keys() - {"README"} <= reachable
+
+
+def test_snippets_parse():
+    for page in PAGES:
+        for snippet in snippets(page):
+            ast.parse(snippet)
