@@ -51,7 +51,7 @@ $(VENV)/ready: $(VENV)/demo
 	DS_BUILD_OPS=0 $(BIN)/pip install -q --no-build-isolation $$($(EXTRAS) test lint)
 	@touch $@
 
-$(VENV)/built: $(VENV)/torch setup.py $(CPP)
+$(VENV)/built: $(VENV)/torch pyproject.toml setup.py $(CPP)
 	@echo "== the C++ extension: about two minutes on two cores"
 	$(BIN)/pip install -q --no-build-isolation --no-deps -e .
 	@touch $@

@@ -34,15 +34,14 @@ _SLOW = Path(__file__).with_name("slow.txt")
 _left_out: dict[str, int] = {}
 
 
-def pytest_collection_modifyitems(config, items):
+def pytest_collection_modifyitems(items):
     """Marks the tests of slow.txt, in one place, so that it can be written from recorded times."""
-    names = {item.nodeid.removeprefix("tests/"): item for item in items}
-    for pattern in _SLOW.read_text().split("\n"):
-        if pattern and not pattern.startswith("#"):
-            pattern = pattern.replace("[", "[[]")
-            for name, item in names.items():
-                if fnmatchcase(name, pattern):
-                    item.add_marker(pytest.mark.slow)
+    lines = [line for line in _SLOW.read_text().splitlines() if not line.startswith("#")]
+    patterns = [line.replace("[", "[[]") for line in lines]
+    for item in items:
+        name = item.nodeid.removeprefix("tests/")
+        if any(fnmatchcase(name, pattern) for pattern in patterns):
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_deselected(items):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from architectures import make
 from harness import on_ranks
+from reference import attention
 from test_model import VOCABULARY, Model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -39,9 +40,9 @@ def run(page, names, changes=None):
     return names
 
 
-def _model(attend=None):
+def _model():
     torch.manual_seed(0)
-    attend = attend or deepsp.DistributedAttention()
+    attend = deepsp.DistributedAttention()
     return Model(
         lambda q, k, v, lens: attend(q, k, v, is_causal=True, enable_gqa=True, seq_lens=lens)
     )
@@ -52,21 +53,12 @@ def _batch():
     return {"input_ids": ids, "labels": ids}
 
 
-def _causal(q, k, v, lens, **kwargs):
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
-
-
 def _expected_loss():
     torch.manual_seed(0)
-    model, ids = Model(_causal), _batch()["input_ids"]
+    model = Model(lambda q, k, v, _: attention(q, k, v, is_causal=True))
+    ids = _batch()["input_ids"]
     logits = model(ids, torch.arange(13)[None])
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-
-
-def _whole_llama_loss(model, **batch):
-    reference = copy.deepcopy(model)
-    return reference(**batch).loss
 
 
 # ------------------------------------------------------------------------------ the pages
@@ -86,7 +78,7 @@ def _attention():
     last = snippets("attention")[-1]
     with torch.no_grad():
         names = run("attention", names | {"batch": batch}, {last: ""})
-        expected = _causal(*whole, None).split(lens, 1)[rank]
+        expected = attention(*whole, is_causal=True).split(lens, 1)[rank]
         torch.testing.assert_close(names["out"], expected)
         alibi = names["local"](*whole, torch.arange(4)).split(lens, 1)[rank]
         torch.testing.assert_close(names["attend"](q, k, v, seq_lens=lens), alibi)
@@ -131,7 +123,7 @@ def _compile():
     model = make("Llama")
     ids = torch.randint(3, 60, (2, 13), generator=torch.Generator().manual_seed(0))
     mask, positions = torch.ones_like(ids), torch.arange(13).expand(2, -1).contiguous()
-    expected = _whole_llama_loss(model, input_ids=ids, labels=ids, attention_mask=mask)
+    expected = model(ids, labels=ids, attention_mask=mask).loss
     names = {"model": model, "ids": ids, "labels": ids.clone(), "mask": mask}
     names |= {"positions": positions, "optimizer": torch.optim.SGD(model.parameters())}
     names = run(
@@ -149,7 +141,7 @@ def _deepspeed():
     model = make("Llama").float()
     ids = torch.randint(3, 60, (1, 12), generator=torch.Generator().manual_seed(0))
     mask, positions = torch.ones_like(ids), torch.arange(12)[None]
-    expected = _whole_llama_loss(model, input_ids=ids, labels=ids, attention_mask=mask)
+    expected = model(ids, labels=ids, attention_mask=mask).loss
     names = {"model": model, "ids": ids, "labels": ids.clone(), "mask": mask}
     changes = {'{"dynamic": True}': '{"dynamic": True, "options": {"inner": "eager"}}'}
     names = run("deepspeed", names | {"positions": positions}, changes)

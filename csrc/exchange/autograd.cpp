@@ -30,14 +30,19 @@ Tensors heads_to_seq_backward(const Call& call, const Tensors& gradients) {
   return seq_to_heads(gradients, call["seq_lens"], call["rank"], call["group_name"]);
 }
 
-void keep_local_shapes(Call& call) {
-  call.keep("dims", HeadShapes(call.inputs()).dims);
+HeadShapes kept_shapes(Call& call) {
+  const HeadShapes shapes(call.inputs());
+  call.keep("dims", shapes.dims);
   call.keep("batch", call.inputs()[0].sym_size(0));
+  return shapes;
+}
+
+void keep_local_shapes(Call& call) {
+  kept_shapes(call);
 }
 
 void keep_shapes(Call& call) {
-  keep_local_shapes(call);
-  call.keep("heads", HeadShapes(call.inputs()).heads);
+  call.keep("heads", kept_shapes(call).heads);
   call.keep("tokens_first", lies_tokens_first(call.inputs()[0]));
 }
 

@@ -44,7 +44,8 @@ void keep_gradients(Call& call) {
 Tensors scaled_gradients(const Call& call, const Tensors& gradients) {
   for (size_t i = 1; i < gradients.size(); ++i) {
     TORCH_CHECK_NOT_IMPLEMENTED(
-        !gradients[i].defined(), "linear_cross_entropy_gradients: its gradients have none");
+        !gradients[i].defined(),
+        "linear_cross_entropy_gradients: the gradients that it returns have no derivative");
   }
   if (!gradients[0].defined()) {
     return {};
