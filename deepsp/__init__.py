@@ -24,7 +24,7 @@ from deepsp.collectives import (
     scatter,
     scatter_start,
 )
-from deepsp.compile.inputs import prepare_inputs
+from deepsp.compile.sharding.inputs import prepare_inputs
 from deepsp.data import shard, shard_batch, unshard
 from deepsp.gradients import clip_grad_norm_, sync_gradients
 from deepsp.layer import SequenceParallelAttention
@@ -38,10 +38,10 @@ from deepsp.ops import (
     seq_to_heads_start,
 )
 from deepsp.randomness import sharded_randomness
-from deepsp.schedule import build, consolidate, create_schedule, register_shard_method
-from deepsp.sharding import shard_parameters
-from deepsp.state import full_state_dict, load_full_state_dict
-from deepsp.weights import whole_parameters
+from deepsp.schedule import build, create_schedule, register_shard_method
+from deepsp.weights.access import whole_parameters
+from deepsp.weights.parameters import shard_parameters
+from deepsp.weights.state import full_state_dict, load_full_state_dict
 
 __all__ = [
     "DistributedAttention",
@@ -55,7 +55,6 @@ __all__ = [
     "buffers",
     "build",
     "clip_grad_norm_",
-    "consolidate",
     "create_schedule",
     "cross_entropy",
     "distributed_attention",

@@ -27,7 +27,7 @@ if torch.__version__ != _BUILT_FOR:
     )
 
 from deepsp import _C, integrations  # noqa: F401
-from deepsp.compile import decompositions
+from deepsp.compile.lowering import decompositions
 
 decompositions.install()
 integrations.install()

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from deepsp.digest import first_difference
 from deepsp.groups import Member
-from deepsp.schedule.shards import shards_of
+from deepsp.weights.rows import shards_of
 
 _COMPARED = "_deepsp_compared"  # an attribute of parameters: names of groups
 

@@ -12,9 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from deepsp.agreement import compare_once, ranks_in, whole_tensors
 from deepsp.groups import Group, Member, member_of
-from deepsp.schedule.shards import shards_of
-from deepsp.shard_gradients import is_built, plain, shard_member
-from deepsp.sharding import sharded_parameters
+from deepsp.weights.gradients import is_built, plain, shard_member
+from deepsp.weights.rows import all_shards, shards_of
 
 Parameters = nn.Module | Iterable[Tensor] | Tensor
 """A module, or parameters as ``torch.nn.utils.clip_grad_norm_`` takes them."""
@@ -98,13 +97,9 @@ def _named(module: Parameters) -> tuple[list[tuple[str, Tensor]], dict[Tensor, M
     """Parameters with their names, each once; and those that ranks have parts of, with the group
     of these ranks."""
     if isinstance(module, nn.Module):
-        named = list(module.named_parameters())
-        sharded = {p: shards.member for _, p, shards, _ in sharded_parameters(module)}
-        for inner in module.modules():
-            for name, shard in shards_of(inner).items():
-                if isinstance(parameter := getattr(inner, name), nn.Parameter):
-                    sharded[parameter] = shard.member
-        return named, sharded
+        by_key = dict(module.named_parameters(remove_duplicate=False))
+        sharded = {by_key[k]: shard.member for k, _, shard in all_shards(module) if k in by_key}
+        return list(module.named_parameters()), sharded
     parameters = [module] if isinstance(module, Tensor) else list(module)
     for n, p in enumerate(parameters):
         if not isinstance(p, Tensor):

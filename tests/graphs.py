@@ -8,8 +8,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from deepsp.compile import (
     fuse_gather_cast,
 )
-from deepsp.compile.gathers import find_gathers
 from deepsp.compile.graphs import bytes_of, is_collective
+from deepsp.compile.passes.recognize import find_gathers
 
 c10d = torch.ops._c10d_functional
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

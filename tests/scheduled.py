@@ -44,7 +44,7 @@ def compare(model, built, x):
     """Loss, output and every gradient."""
     for mine, right in zip(run(built, x), run(model, x), strict=True):
         torch.testing.assert_close(mine, right)
-    full = deepsp.consolidate(built, gradients=True)
+    full = deepsp.full_state_dict(built, gradients=True)
     right = {n: p.grad for n, p in model.named_parameters(remove_duplicate=False)}
     assert set(full) == {n for n, grad in right.items() if grad is not None}
     for name, grad in full.items():

@@ -14,7 +14,7 @@ from reference import attention, draw
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import deepsp
-from deepsp.compile import decompositions
+from deepsp.compile.lowering import decompositions
 
 
 def _fine():

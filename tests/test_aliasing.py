@@ -11,7 +11,7 @@ from torch import nn
 from torch.library import opcheck
 
 import deepsp
-from deepsp.compile import decompositions
+from deepsp.compile.lowering import decompositions
 
 op = torch.ops.deepsp
 

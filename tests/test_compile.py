@@ -13,7 +13,7 @@ from torch.library import opcheck
 
 import deepsp
 from deepsp.compile.graphs import target_of
-from deepsp.compile.overlap import keep_overlap
+from deepsp.compile.lowering.overlap import keep_overlap
 
 op = torch.ops.deepsp
 
@@ -549,11 +549,11 @@ import sys, torch
 import deepsp
 assert "torch._inductor.decomposition" not in sys.modules, "import deepsp drags Inductor in"
 from torch._inductor import decomposition
-from deepsp.compile import decompositions
+from deepsp.compile.lowering import decompositions
 op = torch.ops.deepsp.seq_to_heads_start.default
 assert op in decomposition.decompositions and op in decomposition.select_decomp_table()
 assert "deepsp-" in torch.compiler.config.cache_key_tag
-from deepsp.compile.overlap import KeepOverlap
+from deepsp.compile.lowering.overlap import KeepOverlap
 from torch._inductor import config
 assert isinstance(config.post_grad_custom_post_pass, KeepOverlap)
 assert config.post_grad_custom_post_pass.uuid()

@@ -33,9 +33,9 @@ from deepsp.compile import (
     fuse_gather_cast,
     regather_in_backward,
 )
-from deepsp.compile.gathers import find_gathers, uses_of
 from deepsp.compile.graphs import computes
-from deepsp.compile.overlap import KeepOverlap
+from deepsp.compile.lowering.overlap import KeepOverlap
+from deepsp.compile.passes.recognize import find_gathers, uses_of
 
 # ------------------------------------------------------------------------------------ schedule
 
@@ -322,7 +322,11 @@ def _marks_of_code(code):
 def _patched(passes, joint, gloo=False):
     """``gloo``: all-gathers are replaced as over gloo; else they are seen as on other backends."""
     options = dict(post_grad_custom_post_pass=passes, joint_custom_pre_pass=joint)
-    keep = contextlib.nullcontext() if gloo else mock.patch("deepsp.compile.overlap.avoid_gathers")
+    keep = (
+        contextlib.nullcontext()
+        if gloo
+        else mock.patch("deepsp.compile.lowering.overlap.avoid_gathers")
+    )
     with torch._inductor.config.patch(**options), keep:
         yield
 
@@ -474,7 +478,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import sys
 import deepsp
 assert "torch._inductor.decomposition" not in sys.modules, "import deepsp drags Inductor in"
-assert deepsp.compile.fuse_gather_cast is deepsp.compile.gather_cast.fuse_gather_cast
+assert deepsp.compile.fuse_gather_cast is deepsp.compile.passes.fuse_gather_cast.fuse_gather_cast
 dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
 c10d = torch.ops._c10d_functional
 f = lambda x: c10d.wait_tensor(c10d.all_gather_into_tensor(x, 4, "0")).to(torch.bfloat16)
@@ -486,7 +490,7 @@ except AttributeError:
 """
 
 
-@pytest.mark.parametrize("setting", ["", "deepsp.compile.gather_cast", "+deepsp"])
+@pytest.mark.parametrize("setting", ["", "deepsp.compile.passes.fuse_gather_cast", "+deepsp"])
 def test_logs(setting):
     environment = {**os.environ, "TORCH_LOGS": setting} if setting else None
     done = subprocess.run(

@@ -28,7 +28,7 @@ def _scheduled(reference):
     sch["2"].sync("fwd_post", "all_reduce")
     sch["0"].sync("bwd_post", "all_reduce")
     model, _ = deepsp.build(sch)
-    return model, lambda: deepsp.consolidate(model)
+    return model, lambda: deepsp.full_state_dict(model)
 
 
 def _spoil(row, features, module, inputs, output):
@@ -116,7 +116,7 @@ def _parameters():
             deepsp.sync_gradients(take(model))
             found = deepsp.clip_grad_norm_(take(model), 0.5)
             torch.testing.assert_close(found, norm)
-            for name, p, shards, index in deepsp.sharding.sharded_parameters(model):
+            for name, p, shards, index in deepsp.weights.parameters.sharded_parameters(model):
                 expected = shards.rows_of(index, reference.get_parameter(name).grad)
                 torch.testing.assert_close(p.grad.as_subclass(torch.Tensor), expected)
             for name in ("0.bias", "2.weight"):

@@ -59,7 +59,7 @@ def _compare(model, built, length, close):
     torch.testing.assert_close(got.logits, want.logits, **close)
     want.loss.backward()
     got.loss.backward()
-    gradients = deepsp.consolidate(built, gradients=True)
+    gradients = deepsp.full_state_dict(built, gradients=True)
     for name, p in model.named_parameters():
         torch.testing.assert_close(
             gradients[name], p.grad, **close, msg=lambda m, n=name: f"{n}: {m}"
@@ -77,7 +77,7 @@ def _equals_one_process(family, overlap, options):
         _compare(model, built, length, close)
         optimizer.step()
         reference.step()
-    whole = deepsp.consolidate(built)
+    whole = deepsp.full_state_dict(built)
     for name, value in model.state_dict().items():
         torch.testing.assert_close(whole[name], value, rtol=1e-7, atol=1e-7)
     mine = sum(p.numel() for p in built.parameters())

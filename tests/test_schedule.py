@@ -329,7 +329,7 @@ def _grouped(num_heads, num_kv_heads):
 
     make = functools.partial(GroupedAttention, 12, num_heads, num_kv_heads)
     model, built, _ = check(make, plan, data(2, 5, 12))
-    for name, tensor in deepsp.consolidate(built).items():
+    for name, tensor in deepsp.full_state_dict(built).items():
         assert torch.equal(tensor, model.state_dict()[name]), name
 
 
@@ -367,7 +367,7 @@ def _own_method():
     built, _ = deepsp.build(sch)
     assert built[0].features == 2 * len(built[0].shift) < 14
     compare(model, built, data(4, 7))
-    for name, tensor in deepsp.consolidate(built).items():
+    for name, tensor in deepsp.full_state_dict(built).items():
         assert torch.equal(tensor, model.state_dict()[name]), name
 
 
@@ -552,7 +552,7 @@ def _checkpointed(use_reentrant):
     for one in (model, built):
         one.zero_grad()
         (one(x).square().sum() + one(y).square().sum()).backward()
-    full = deepsp.consolidate(built, gradients=True)
+    full = deepsp.full_state_dict(built, gradients=True)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(full[name], parameter.grad)
 

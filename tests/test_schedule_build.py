@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import deepsp
 from deepsp.schedule import files
-from deepsp.schedule.shards import sharded
+from deepsp.weights.rows import sharded
 
 
 class Model(nn.Module):
@@ -54,7 +54,7 @@ def ids(seed=2):
 
 
 def same_state(model, built):
-    full, right = deepsp.consolidate(built), model.state_dict()
+    full, right = deepsp.full_state_dict(built), model.state_dict()
     assert list(full) == list(right)
     for name, tensor in right.items():
         torch.testing.assert_close(full[name], tensor, rtol=0, atol=0, msg=name)
@@ -88,7 +88,7 @@ def _trained(before):
     assert built.head.weight is built.embed.weight
     for seed in range(3):
         torch.testing.assert_close(_step(built, mine, seed), _step(model, right, seed))
-    full = deepsp.consolidate(built)
+    full = deepsp.full_state_dict(built)
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(full[name], tensor)
     for parameter, state in mine.state.items():
@@ -251,7 +251,7 @@ def _made():
         built, optimizer = deepsp.build(sch, optimizer=functools.partial(torch.optim.SGD, lr=0.1))
     assert 16 * 300 not in made.seen and not any(p.is_meta for p in built.parameters())
     assert len(optimizer.param_groups[0]["params"]) == 10
-    full = deepsp.consolidate(built)
+    full = deepsp.full_state_dict(built)
     for n in range(2):
         down, up = full[f"{n}.down.weight"], full[f"{n}.up.weight"]
         bound = 300**-0.5
@@ -286,7 +286,7 @@ def _made_attention():
     sch["0"].shard("in_proj_weight", 0).sync("fwd_post", "all_reduce", tensor=0)
     for n in range(3):
         sch["0"].sync("bwd_post", "all_reduce", tensor=n)
-    full = deepsp.consolidate(deepsp.build(sch)[0])
+    full = deepsp.full_state_dict(deepsp.build(sch)[0])
     for name, bound in (("in_proj_weight", (6 / (4 * 48)) ** 0.5), ("out_proj.weight", 48**-0.5)):
         parts = full[f"0.{name}"]
         assert 0.98 * bound < parts.abs().max() <= bound, name

@@ -63,7 +63,7 @@ def _needs_a_call():
     torch._dynamo.reset()
     for m in (model, compiled):
         m(x).square().sum().backward()
-    gradients = deepsp.consolidate(built, gradients=True)
+    gradients = deepsp.full_state_dict(built, gradients=True)
     for name, p in model.named_parameters():
         torch.testing.assert_close(gradients[name], p.grad)
 

@@ -106,7 +106,7 @@ def _same(make, *more):
         expected.square().sum().backward()
         out.square().sum().backward()
         torch.testing.assert_close(b.grad, a.grad)
-    found = deepsp.consolidate(model, gradients=True)
+    found = deepsp.full_state_dict(model, gradients=True)
     for name, p in one.named_parameters():
         torch.testing.assert_close(found[name], p.grad, msg=name)
 
@@ -261,7 +261,7 @@ def _script():
     torch.testing.assert_close(z, y)
     for out in (y, z):
         out.square().sum().backward()
-    gradients = deepsp.consolidate(built, gradients=True)
+    gradients = deepsp.full_state_dict(built, gradients=True)
     for name, p in model.named_parameters():
         torch.testing.assert_close(gradients[name], p.grad)
 
@@ -296,7 +296,7 @@ def _shapes():
     x = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0)).double()
     for m in (model, built):
         m(x).square().sum().backward()
-    gradients = deepsp.consolidate(built, gradients=True)
+    gradients = deepsp.full_state_dict(built, gradients=True)
     for name, p in model.named_parameters():
         torch.testing.assert_close(gradients[name], p.grad)
 

@@ -180,7 +180,7 @@ def compare_parameters(model, built, x):
     for m in (model, built):
         m.zero_grad()
         m(x).pow(2).sum().backward()
-    full = deepsp.consolidate(built, gradients=True)
+    full = deepsp.full_state_dict(built, gradients=True)
     for name, p in model.named_parameters():
         torch.testing.assert_close(full[name], p.grad)
 

@@ -12,7 +12,7 @@ from reference import draw
 from torch import nn
 
 import deepsp
-from deepsp.sharding import sharded_parameters
+from deepsp.weights.parameters import sharded_parameters
 
 f64 = torch.float64
 

@@ -1,23 +1,21 @@
 """What torch.compile is told of the ops, a backend that shards models, and passes over graphs.
 
-``parallelize``, ``explain``, ``rule`` and ``CannotShard``: :mod:`deepsp.compile.sharding`,
-:mod:`deepsp.compile.explanation`, :mod:`deepsp.compile.rules`, :mod:`deepsp.compile.messages`.
-``fuse_gather_cast``, ``FuseGatherCast``, ``regather_in_backward``, ``RegatherInBackward``: see
-:mod:`deepsp.compile.gather_cast` and :mod:`deepsp.compile.regather`. They are imported on first
-use: they need Inductor, which takes longer to import than deepsp.
+``lowering``: the ops as Inductor sees them, in their order. ``sharding``: the backend, which
+rewrites a graph into one rank's share of it. ``passes``: over graphs that gather weights. What
+needs Inductor is imported on first use: Inductor takes longer to import than deepsp.
 """
 
 import importlib
 
 _HOMES = {
-    "CannotShard": "messages",
-    "explain": "explanation",
-    "parallelize": "sharding",
-    "rule": "rules",
-    "FuseGatherCast": "gather_cast",
-    "fuse_gather_cast": "gather_cast",
-    "RegatherInBackward": "regather",
-    "regather_in_backward": "regather",
+    "CannotShard": "sharding.messages",
+    "explain": "sharding.explanation",
+    "parallelize": "sharding.parallelize",
+    "rule": "sharding.rules",
+    "FuseGatherCast": "passes.fuse_gather_cast",
+    "fuse_gather_cast": "passes.fuse_gather_cast",
+    "RegatherInBackward": "passes.regather",
+    "regather_in_backward": "passes.regather",
 }
 
 

@@ -1,4 +1,4 @@
-"""The exchange's ops as Inductor sees them: see :mod:`deepsp.compile.decompositions`."""
+"""The exchange's ops as Inductor sees them: see :mod:`deepsp.compile.lowering.decompositions`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ops of sharded weights as Inductor sees them: see :mod:`deepsp.compile.decompositions`.
+"""The ops of sharded weights as Inductor sees them: see :mod:`deepsp.compile.lowering.decompositions`.
 
 A rank's rows of all tensors make one block, padded to the largest rank's, so that one collective
 of even parts moves them. Tensors of several dtypes share a block as bytes.

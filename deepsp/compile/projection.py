@@ -1,4 +1,4 @@
-"""The projections' ops as Inductor sees them: see :mod:`deepsp.compile.decompositions`.
+"""The projections' ops as Inductor sees them: see :mod:`deepsp.compile.lowering.decompositions`.
 
 One GEMM for each rank's part, so that an exchange is launched when its parts are there and the
 products of an arrived chunk don't wait for the next.

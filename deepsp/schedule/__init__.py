@@ -2,7 +2,6 @@
 
 from deepsp.schedule import methods  # noqa: F401  (they register themselves)
 from deepsp.schedule.build import build
-from deepsp.schedule.consolidate import consolidate
 from deepsp.schedule.placement import PARTIAL, WHOLE, Partial, Sharded, Whole
 from deepsp.schedule.registry import Effect, Follow, register_shard_method
 from deepsp.schedule.schedule import Schedule, create_schedule
@@ -17,7 +16,6 @@ __all__ = [
     "Sharded",
     "Whole",
     "build",
-    "consolidate",
     "create_schedule",
     "register_shard_method",
 ]

@@ -20,9 +20,9 @@ from deepsp.schedule.materialize import materialize
 from deepsp.schedule.plan import Plan, Steps
 from deepsp.schedule.running import RUNNING, Running, SyncInput, SyncOutput
 from deepsp.schedule.schedule import Schedule
-from deepsp.schedule.shards import SHARDS, shards_of
 from deepsp.schedule.swap import swap
 from deepsp.schedule.sync import Sync
+from deepsp.weights.rows import SHARDS, shards_of
 
 
 def build(

@@ -12,8 +12,8 @@ from deepsp import collectives
 from deepsp.schedule import flow
 from deepsp.schedule.placement import WHOLE
 from deepsp.schedule.running import add_after
-from deepsp.schedule.shards import shards_of
 from deepsp.schedule.swap import Swapped
+from deepsp.weights.rows import shards_of
 
 
 class Opaque(Swapped):

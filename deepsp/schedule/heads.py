@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from deepsp import collectives
 from deepsp.randomness import sharded_randomness
-from deepsp.schedule.shards import shards_of
 from deepsp.schedule.swap import Swapped
+from deepsp.weights.rows import shards_of
 
 
 class HeadsSharded(Swapped):

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from deepsp.groups import on_all_ranks
 from deepsp.schedule.files import Source, source_of
 from deepsp.schedule.plan import Plan
-from deepsp.schedule.shards import ParameterShard, sharded, shards_of
+from deepsp.weights.rows import ParameterShard, sharded, shards_of
 
 
 def materialize(

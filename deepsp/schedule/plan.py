@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from deepsp.groups import Member
 from deepsp.schedule.registry import Effect
-from deepsp.schedule.shards import ParameterShard
 from deepsp.schedule.sync import Sync
+from deepsp.weights.rows import ParameterShard
 
 
 @dataclass

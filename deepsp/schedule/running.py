@@ -16,10 +16,10 @@ from deepsp.schedule.around import Checkpointed, Drawing
 from deepsp.schedule.flow import call_key
 from deepsp.schedule.picking import pick_input, pick_output
 from deepsp.schedule.placement import Placement, Sharded
-from deepsp.schedule.shards import ParameterShard, shards_of
 from deepsp.schedule.swap import swap
 from deepsp.schedule.sync import Sync
-from deepsp.shard_gradients import mark
+from deepsp.weights.gradients import mark
+from deepsp.weights.rows import ParameterShard, shards_of
 
 RUNNING = "_deepsp_running"
 

@@ -15,8 +15,8 @@ from deepsp.schedule.picking import Key
 from deepsp.schedule.plan import Plan, tensor_of
 from deepsp.schedule.registry import Effect, Follow, method_of
 from deepsp.schedule.running import RUNNING
-from deepsp.schedule.shards import ParameterShard, make_shard, shards_of, split
 from deepsp.schedule.sync import Sync
+from deepsp.weights.rows import ParameterShard, make_shard, shards_of
 
 
 def create_schedule(model: nn.Module, group: Group = None) -> Schedule:
@@ -233,7 +233,9 @@ class Schedule:
                         f"{where} is {value}, in units of {unit}; a multiple of the unit, at least "
                         f"one for each of {size} ranks, is right"
                     )
-                steps.attributes[attribute] = split(value // unit, size)[rank] * unit
+                steps.attributes[attribute] = (
+                    torch.ops.deepsp.token_split(value // unit, size)[rank] * unit
+                )
         return self
 
     # ---- and then

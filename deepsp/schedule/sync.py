@@ -13,7 +13,6 @@ from deepsp import collectives
 from deepsp.groups import Member
 from deepsp.schedule.picking import Key
 from deepsp.schedule.placement import WHOLE, Partial, Placement, Sharded, Whole
-from deepsp.schedule.shards import split
 
 MODES = ("fwd_pre", "fwd_post", "bwd_post")
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "scatter", "seq_to_heads", "heads_to_seq")
@@ -235,7 +234,7 @@ class Sync:
 
     def split(self, total: int, size: int) -> list[int]:
         """Sizes of what it splits, kept for the gathers that put it together again."""
-        self.sizes = split(total, size)
+        self.sizes = torch.ops.deepsp.token_split(total, size)
         if not torch.compiler.is_compiling():  # there it's a symbol
             self.totals.add(total)
             self.ever.add(total)
@@ -266,10 +265,11 @@ class Sync:
 
     def _run_heads_to_seq(self, x, sizes, member) -> Tensor:
         heads, size = sum(sizes), member[1]
-        if sizes != split(heads, size):
+        expected = torch.ops.deepsp.token_split(heads, size)
+        if sizes != expected:
             raise ValueError(
-                f"{self.where}: the ranks hold {sizes} heads; split like torch.tensor_split, "
-                f"{split(heads, size)}, is right"
+                f"{self.where}: expected the ranks to hold {expected} heads, as torch.tensor_split "
+                f"splits them, got {sizes}"
             )
         lens = self.split(x.size(_TOKENS), size)
         return deepsp.ops.heads_to_seq([x], [heads], member, lens)[0]

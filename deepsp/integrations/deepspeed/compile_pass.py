@@ -290,7 +290,7 @@ def _backend(group: dist.ProcessGroup, inner: str, options: dict):
                 "with DeepSpeed. Leave it out"
             )
 
-    from deepsp.compile import backend
+    from deepsp.compile.sharding import backend
 
     decided = {"inner": inner, "group": group, "gradients": "mean"}
 

@@ -123,7 +123,7 @@ def _check_alone(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     if any(data.is_handed_out(given.get(name)) for name in ("input_ids", "inputs_embeds")):
         from deepsp.attention import DistributedAttention
         from deepsp.layer import SequenceParallelAttention
-        from deepsp.schedule.shards import shards_of
+        from deepsp.weights.rows import shards_of
 
         ours = (DistributedAttention, SequenceParallelAttention)
         if any(isinstance(m, ours) or shards_of(m) for m in model.modules()):

@@ -1,0 +1,170 @@
+"""Brings the order start, compute, wait into Inductor's schedule, and keeps it there.
+
+Traced graphs mostly have it: our ops launch as early and wait as late as data allows. Two things
+undo it. What a checkpoint computes again, AOTAutograd puts where it is needed, wait behind start:
+so starts are moved up, with what they are computed from, as far as the collective before them, and
+waits down to what uses them. And Inductor sorts kernels anew, for peak memory, and knows no reason
+to launch an exchange before a product that doesn't need it: so what computes between an exchange
+and its wait is tied behind the first and before the second, and so is an exchange launched between.
+
+The order of collectives is left alone, and so many bytes at most are brought into flight:
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import fx
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.utils._ordered_set import OrderedSet
+
+from deepsp.compile.graphs import (
+    WAIT,
+    bytes_of,
+    computes,
+    is_collective,
+    moves,
+    passes,
+    tensor_of,
+    tie,
+    uuid_after,
+)
+from deepsp.compile.lowering.gloo import avoid_gathers
+
+_c10d = torch.ops._c10d_functional
+_START = _c10d.all_to_all_single.default
+_GATHER = _c10d.all_gather_into_tensor.default
+MAX_IN_FLIGHT = 1 << 30
+
+
+def _is_ours(node: fx.Node) -> bool:
+    """Whether the node was made by a decomposition of ours."""
+    return getattr(node.meta.get("original_aten"), "namespace", None) == "deepsp"
+
+
+def _is_start(node: fx.Node) -> bool:
+    """Whether the node launches a collective of ours that a wait of ours completes. When weights
+    are gathered is another pass's choice."""
+    made_by = getattr(node.meta.get("original_aten"), "_opname", "")
+    return _is_ours(node) and (
+        (node.target is _START and not made_by.startswith("gather"))
+        or (node.target is _GATHER and made_by.startswith("all_gather"))
+    )
+
+
+def raise_starts(graph: fx.Graph) -> None:
+    """Moves each exchange of ours, with what it is computed from, to behind the collective before
+    it, or behind the wait that it needs, unless too much would be in flight there."""
+    for start in [n for n in graph.nodes if _is_start(n)]:
+        nodes = list(graph.nodes)
+        place = {node: i for i, node in enumerate(nodes)}
+        needed, stack = set(), [start]
+        while stack:
+            node = stack.pop()
+            if node not in needed:
+                needed.add(node)
+                stack += node.all_input_nodes
+        barriers = [
+            n
+            for n in nodes[: place[start]]
+            if n.op == "placeholder"
+            or is_collective(n)
+            or (n in needed and n.target is WAIT)
+            or n.is_impure()
+        ]
+        if not barriers:
+            continue
+        after = barriers[-1]
+        moved = [n for n in nodes[place[after] + 1 : place[start]] if n in needed]
+        passed = [n for n in nodes[place[after] + 1 : place[start]] if n not in needed]
+        if not any(computes(n) or n.target is WAIT for n in passed):
+            continue
+        waited = {n.args[0] for n in nodes[: place[after] + 1] if n.target is WAIT}
+        flying = [n for n in nodes[: place[after] + 1] if _is_start(n) and n not in waited]
+        if sum(bytes_of(n) for n in [*flying, start]) > MAX_IN_FLIGHT:
+            continue
+        for node in [*moved, start]:
+            after.append(node)
+            after = node
+
+
+def sink_waits(graph: fx.Graph) -> None:
+    """Moves each wait of ours, and what is made of nothing but what arrived (views, copies, sums of
+    the ranks' blocks), to its first use."""
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    sinks: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.target is WAIT:
+            if _is_ours(node):
+                sinks.add(node)
+        elif (
+            node.op == "call_function"
+            and node.all_input_nodes
+            and sinks.issuperset(node.all_input_nodes)
+            and (moves(node) or _is_ours(node))
+            and not is_collective(node)
+        ):
+            sinks.add(node)
+    for node in reversed(list(graph.nodes)):
+        if node in sinks and node.users:
+            first = min(node.users, key=place.__getitem__)
+            first.prepend(node)
+            place[node] = place[first] - 0.5
+
+
+def keep_overlap(graph: fx.Graph) -> None:
+    """A post-grad pass; changes graphs only that hold exchanges of ours, or gathers over gloo."""
+    avoid_gathers(graph)
+    raise_starts(graph)
+    sink_waits(graph)
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    nodes = list(place)
+    starts = [n for n in nodes if _is_start(n)]
+    after: dict[fx.Node, OrderedSet[fx.Node]] = {}
+    for wait in graph.find_nodes(op="call_function", target=WAIT):
+        start = wait.args[0]
+        if start not in starts:
+            continue
+        between = [n for n in nodes[place[start] + 1 : place[wait]] if computes(n)]
+        for node in between:
+            after.setdefault(node, OrderedSet()).add(start)
+        launched = [n for n in starts if place[start] < place[n] < place[wait]]
+        if between or launched:
+            after.setdefault(wait, OrderedSet()).update([*between, *launched[-1:]])
+    launches = [n for n in nodes if is_collective(n)]
+    if any(map(_is_ours, launches)):
+        # Ranks with uneven shards have other sizes, and Inductor would sort by them.
+        for first, second in itertools.pairwise(launches):
+            after.setdefault(second, OrderedSet()).add(tensor_of(first))
+    tie(graph, after)
+
+
+class KeepOverlap(CustomGraphPass):
+    """:func:`keep_overlap` after whatever pass was configured before. It ties collectives to each
+    other: passes that move them come first."""
+
+    def __init__(self, before):
+        self.before = before
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for other in passes(self.before):
+            other(graph)
+        keep_overlap(graph)
+
+    def uuid(self):
+        return uuid_after(self.before, "keep_overlap")
+
+
+def install() -> None:
+    """Adds the pass to Inductor's passes over final graphs. Whoever sets
+    ``torch._inductor.config.post_grad_custom_post_pass`` later calls :func:`keep_overlap` there."""
+    if not isinstance(config.post_grad_custom_post_pass, KeepOverlap):
+        config.post_grad_custom_post_pass = KeepOverlap(config.post_grad_custom_post_pass)
+
+
+def uninstall() -> None:
+    """Undoes :func:`install`."""
+    if isinstance(config.post_grad_custom_post_pass, KeepOverlap):
+        config.post_grad_custom_post_pass = config.post_grad_custom_post_pass.before

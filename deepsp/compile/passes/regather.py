@@ -1,0 +1,74 @@
+"""Gathers weights again in backward instead of keeping them.
+
+AOTAutograd's partitioner never computes a collective again by itself: what was gathered in forward
+is saved for backward, every layer's weights at once. Nodes that are marked as to be recomputed make
+it save the shard, which is alive anyhow, and launch the gather in the backward graph, where
+:mod:`deepsp.compile.passes.prefetch` brings it in order.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.utils.checkpoint import CheckpointPolicy
+
+from deepsp.compile.graphs import aten, cast_to, moves, passes, tensor_inputs, uuid_after, writes
+from deepsp.compile.passes.recognize import find_gathers, moved
+
+_AGAIN = CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _from_inputs(shards: list[fx.Node]) -> list[fx.Node] | None:
+    """What lies between graph inputs and shards, if that is casts, views and copies only."""
+    found, stack = {}, list(shards)
+    while stack:
+        node = stack.pop()
+        if node.op in ("placeholder", "get_attr") or node in found:
+            if "tangents" in str(node.target):
+                return None
+            continue
+        constant = not tensor_inputs(node) or node.target is aten.new_zeros.default
+        if not (moves(node) or cast_to(node) is not None or (constant and not writes(node))):
+            return None
+        found[node] = None
+        stack += tensor_inputs(node)
+    return list(found)
+
+
+def regather_in_backward(joint_graph: fx.Graph) -> int:
+    """Marks, in a joint graph of forward and backward, gathers of weights, ``_c10d_functional``'s
+    and ours, and the casts, views and copies around them, as to be computed again in backward;
+    returns how many. A gather of anything but graph inputs is left alone, and so is one with a
+    policy of its own: a checkpoint around it has decided."""
+    marked = 0
+    for gather in find_gathers(joint_graph):
+        before = _from_inputs(gather.shards)
+        if before is None or "recompute" in gather.start.meta:
+            continue
+        marked += 1
+        nodes = [*before, *gather.nodes]
+        for root in gather.outputs:
+            for node in moved(root) if root is not None else []:
+                nodes.append(node)
+                for cast in node.users:
+                    if cast_to(cast) is not None:
+                        nodes += moved(cast)
+        for node in nodes:
+            node.meta.setdefault("recompute", _AGAIN)
+    return marked
+
+
+class RegatherInBackward(CustomGraphPass):
+    """:func:`regather_in_backward` for ``torch._inductor.config.joint_custom_pre_pass``, after
+    what that holds (``before``)."""
+
+    def __init__(self, before=None):
+        self.before = before
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for other in passes(self.before):
+            other(graph)
+        regather_in_backward(graph)
+
+    def uuid(self):
+        return uuid_after(self.before, "regather_in_backward")

@@ -1,0 +1,1 @@
+"""A graph for one device, rewritten into one rank's share of it."""

@@ -1,0 +1,104 @@
+"""``torch.compile(model, backend="deepsp")``."""
+
+from __future__ import annotations
+
+from torch import fx
+from torch._dynamo import config
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._dynamo.symbolic_convert import TensorifyState
+from torch._functorch import config as functorch_config
+from torch._guards import CompileContext
+
+from deepsp.compile.sharding.inputs import role_of
+from deepsp.compile.sharding.parallelize import parallelize
+from deepsp.compile.sharding.together import together
+from deepsp.compile.sharding.weights import GATHERS
+from deepsp.groups import Group, member_of
+
+# Backward is compiled at once, too: one rank's error there would come while the others run theirs.
+_EAGER_BACKWARD = {
+    name: True
+    for name in ["force_non_lazy_backward_lowering"]
+    if hasattr(functorch_config, name)  # not in every version
+}
+
+
+def deepsp(gm: fx.GraphModule, example_inputs, *, options=None, **kwargs):
+    """A backend of ``torch.compile`` that shards the sequence over a group.
+
+    ``options``: those of :func:`deepsp.compile.parallelize`, and ``inner``, the compiler that takes
+    the result ("inductor").
+    """
+    from torch._dynamo.backends.registry import lookup_backend
+
+    options = dict(options or {})
+    inner = options.pop("inner", "inductor")
+    group: Group = options.pop("group", None)
+    known = {"gradients", "outputs", "memory_budget", "chunks"}
+    if set(options) - known:
+        raise ValueError(
+            f"options has {sorted(set(options) - known)}; group, inner, gradients, outputs, "
+            "memory_budget and chunks are right"
+        )
+    _settle_floats(gm)
+    member = member_of(group)
+
+    alike: list[int] = []
+
+    def work():
+        new = parallelize(gm, example_inputs, member, **options)
+        alike.extend(new.meta.get("alike", ()))
+        compiler = lookup_backend(inner) if isinstance(inner, str) else inner
+        if inner == "inductor" and any(node.target in GATHERS for node in new.graph.nodes):
+            kwargs["config_patches"] = _fuse_gathers(kwargs.get("config_patches"))
+        with functorch_config.patch(_EAGER_BACKWARD):
+            return compiler(new, example_inputs, **kwargs)
+
+    def compared():
+        names = [_name(n) for n in gm.graph.find_nodes(op="placeholder")]
+        return [(names[i], example_inputs[i]) for i in alike]
+
+    compiled = together(work, compared, member)
+    # Names of floats are counted anew by each compilation: those of this one mean others there.
+    TensorifyState.clear()
+    return compiled
+
+
+def _name(placeholder: fx.Node) -> str:
+    """What the user calls an input, as far as Dynamo knows."""
+    role = role_of(placeholder)
+    source = getattr(placeholder.meta.get("grapharg"), "source", None)
+    return role[0] if role else getattr(source, "name", placeholder.name)
+
+
+def _fuse_gathers(patches: dict | None) -> dict:
+    """Weights that are gathered in the graph are gathered narrow, together and early."""
+    from torch._inductor import config as inductor_config
+
+    from deepsp.compile.passes.fuse_gather_cast import FuseGatherCast
+
+    name = "post_grad_custom_post_pass"
+    patches = dict(patches or {})
+    before = patches.get(name, getattr(inductor_config, name))
+    if not isinstance(before, FuseGatherCast):
+        patches[name] = FuseGatherCast(before)
+    return patches
+
+
+def _settle_floats(gm: fx.GraphModule) -> None:
+    """Makes a module's floats (an epsilon, a scale) constants, until one changes. With
+    ``dynamic=True`` they are inputs, and AOTAutograd, late, asks Dynamo to begin again without
+    those that are used as numbers: asked for now, nothing is done twice but Dynamo's part."""
+    compilation = CompileContext.current_compile_id()
+    if config.assume_static_by_default or compilation is None or compilation.frame_compile_id:
+        return
+    names = set()
+    for node in gm.graph.find_nodes(op="placeholder"):
+        number = getattr(node.meta.get("example_value"), "item_memo", None)
+        source = getattr(node.meta.get("grapharg"), "source", None)
+        if number is not None and source.guard_source.is_unspecialized_nn_module():
+            names.add(number.node._expr.name)
+    if any(not TensorifyState.should_specialize(name) for name in names):
+        for name in names:
+            TensorifyState.specialize(name)
+        raise TensorifyScalarRestartAnalysis

@@ -1,0 +1,67 @@
+"""What the compile pass makes of a model, op by op: read it where something is refused, or where
+more is communicated than should be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from deepsp.compile.sharding.messages import CannotShard
+from deepsp.compile.sharding.parallelize import parallelize
+from deepsp.compile.sharding.report import Decision, Report
+from deepsp.groups import Group
+
+
+@dataclass
+class Explanation:
+    """What :func:`explain` found; printed, a table.
+
+    Attributes:
+        decisions: one for each op that is done on this rank's tokens.
+        collectives: how many of each of deepsp's ops the graphs hold, forward.
+        refused: why a graph can't be sharded, or None.
+    """
+
+    decisions: list[Decision]
+    collectives: dict[str, int]
+    refused: str | None
+
+    def __str__(self) -> str:
+        rows = [(d.op, d.shape, d.what, d.line) for d in self.decisions]
+        widths = [max([len(row[i]) for row in rows], default=0) for i in range(3)]
+        lines = [
+            "  ".join([*(x.ljust(w) for x, w in zip(row, widths, strict=False)), row[3]]).rstrip()
+            for row in rows
+        ]
+        lines.append("")
+        counted = ", ".join(f"{n} {name}" for name, n in sorted(self.collectives.items()))
+        lines.append(f"collectives: {counted or 'none'}")
+        if self.refused:
+            lines += ["", self.refused]
+        return "\n".join(lines)
+
+
+def explain(model, *args, group: Group = None, **kwargs) -> Explanation:
+    """Says what ``torch.compile(model, backend="deepsp")`` would do, without doing it: ``model`` is
+    called once, as it is, with inputs that :func:`deepsp.prepare_inputs` has marked.
+
+    Args:
+        model: a module or a function.
+        *args: its inputs.
+        group: the sequence group.
+        **kwargs: its inputs by name.
+    """
+    report, refused = Report(), []
+
+    def backend(gm, example_inputs):
+        try:
+            parallelize(gm, example_inputs, group, report=report)
+        except CannotShard as error:
+            refused.append(str(error))
+        return gm.forward
+
+    torch._dynamo.reset()  # what was compiled before would not be compiled again
+    torch.compile(model, backend=backend)(*args, **kwargs)
+    torch._dynamo.reset()
+    return Explanation(report.decisions, report.collectives, "\n".join(refused) or None)

@@ -1,0 +1,226 @@
+"""Attention: the one op in which every token meets every other."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from deepsp.compile.sharding.rules import Call, broadcast, rule
+from deepsp.compile.sharding.rules.indexing import log_softmax
+from deepsp.compile.sharding.tokens import Tokens, same
+
+aten, ours = torch.ops.aten, torch.ops.deepsp
+
+
+@rule(aten.scaled_dot_product_attention.default)
+def attention(call: Call) -> Tokens:
+    q, k, v = (call[name] for name in ("query", "key", "value"))
+    ndim = len(call.shape(q))
+    of_q, of_k, of_v = (t and t.plain for t in map(call.tokens, (q, k, v)))
+    call.graph.attended |= {k, v}
+    if of_k != of_v and call.graph.values[k].whole is None:
+        call.refuse("key and value have their tokens in different places")
+    if of_q is not None and of_q.dim < ndim - 2:
+        return _batched(call, q, k, v)
+    for tokens, x in ((of_q, q), (of_k, k)):
+        if tokens is not None and (tokens.dim != len(call.shape(x)) - 2 or not tokens.alone):
+            call.refuse(
+                f"{x.name} has its tokens in dimension {tokens.dim}, merged or misplaced; "
+                f"[batch, heads, tokens, head_dim] is right"
+            )
+    if of_q is None:
+        return _of_whole(call, q, k, v, of_k)
+    if of_k is None:
+        return _to_whole(call, q, k, v)
+    if ndim not in (3, 4):
+        call.refuse(f"the query has {ndim} dimensions; [batch, heads, tokens, head_dim] is right")
+    mask = call["attn_mask"]
+    if mask is not None and call.graph.values[mask].whole is None:
+        call.refuse(
+            f"its mask, {mask.name}, is made of tokens that each rank has some of; a mask must be "
+            "made of inputs that every rank has whole"
+        )
+    if of_q.sequence != of_k.sequence and call["is_causal"]:
+        call.refuse("is_causal with a query and a key of different lengths has no one meaning")
+    pair = _distributed if of_q.sequence == of_k.sequence else _cross
+    call.lower = lambda: pair(call, q, k, v, mask, of_q, of_k)
+    call.said = "distributed attention"
+    return of_q.at(ndim - 2)
+
+
+def _batched(call: Call, q, k, v) -> Tokens:
+    """Attention among something else, for each token."""
+    mask = call["attn_mask"]
+    nodes = [q, k, v] if mask is None else [q, k, v, mask]
+    return broadcast(call, nodes, call.shape(q))
+
+
+def _to_whole(call: Call, q, k, v) -> Tokens:
+    """Each token looks at what every rank has: no exchange."""
+    if call["is_causal"]:
+        call.refuse("is_causal with a query and a key of different lengths has no one meaning")
+    call.want(k, None)
+    call.want(v, None)
+    mask, tokens = call["attn_mask"], call.tokens(q)
+    if mask is not None:
+        shape = call.shape(mask)
+        dim = len(shape) - 2
+        one = dim < 0 or (isinstance(shape[dim], int) and shape[dim] == 1)
+        call.want(mask, None if one else tokens.at(dim))
+    return tokens
+
+
+def _of_whole(call: Call, q, k, v, tokens: Tokens) -> None:
+    """A query that every rank has whole, as one token or latents are, looks at all ranks' tokens:
+    each rank's products with its own, of which the ranks' sums are added."""
+    if call["is_causal"]:
+        call.refuse("is_causal with a query and a key of different lengths has no one meaning")
+    if call["dropout_p"]:
+        call.refuse("it drops weights of a query that every rank has whole, each others")
+    graph, mask, scale = call.graph, call["attn_mask"], call["scale"]
+
+    def heads(x):
+        """As many as the query has."""
+        x = graph.part(x, tokens)
+        shape, times = graph.env[x].shape, 1
+        if call["enable_gqa"]:
+            times = call.shape(q)[-3] // shape[-3]
+        return x if times == 1 else graph.call(aten.repeat_interleave.self_int, x, times, -3)
+
+    def lower():
+        dtype = call.node.meta["val"].dtype
+        factor = call.shape(q)[-1] ** -0.5 if scale is None else scale
+        keys = graph.call(aten.transpose.int, heads(k), -2, -1)
+        scaled = graph.call(aten.mul.Scalar, graph.for_part(q), factor)
+        scores = graph.call(aten.matmul.default, scaled, keys)
+        if mask is not None:
+            ndim = len(call.shape(mask))
+            one = same(call.shape(mask)[-1], 1)
+            seen = graph.for_part(mask) if one else graph.part(mask, tokens.at(ndim - 1))
+            if graph.env[seen].dtype == torch.bool:
+                hidden = graph.call(aten.logical_not.default, seen)
+                scores = graph.call(aten.masked_fill.Scalar, scores, hidden, float("-inf"))
+            else:
+                scores = graph.call(aten.add.Tensor, scores, seen)
+        logs = log_softmax(graph, scores, graph.env[scores].dim() - 1)
+        weights = graph.call(aten.exp.default, logs)
+        if mask is not None:  # a query that sees nothing gets zeros
+            weights = graph.call(aten.nan_to_num.default, weights)
+        weights = graph.call(aten.to.dtype, weights, dtype)
+        return graph.all_reduce(graph.call(aten.matmul.default, weights, heads(v)))
+
+    call.lower, call.said = lower, "over all ranks' tokens"
+    return None
+
+
+def _once(node: fx.Node, values, rebound) -> tuple[fx.Node, int]:
+    """A tensor of which each head is repeated, before that, and how often; else itself and 1."""
+
+    def behind(n, *targets):
+        while n.target in (aten.clone.default, aten.contiguous.default, aten.slice.Tensor) and (
+            n.meta["val"].shape == n.args[0].meta["val"].shape
+        ):
+            n = n.args[0]
+        return n if n.target in targets else None
+
+    shape = node.meta["val"].shape
+    if len(shape) != 4:
+        return node, 1
+    merged = behind(node, aten.reshape.default, aten.view.default, aten._unsafe_view.default)
+    wide = merged and behind(merged.args[0], aten.expand.default)
+    one = wide and behind(wide.args[0], aten.unsqueeze.default)
+    if not one or one.args[1] not in (2, -3) or rebound & {node, merged, wide, one, one.args[0]}:
+        return node, 1
+    x, times = one.args[0], wide.meta["val"].shape[2]
+    old = x.meta["val"].shape
+    if len(old) != 4:
+        return node, 1
+    fits = (old[0], old[2], old[3]) == (shape[0], shape[2], shape[3])
+    if not fits or not isinstance(times, int) or old[1] * times != shape[1]:
+        return node, 1
+    return (x, times) if values[x].mine is not None else (node, 1)
+
+
+def _by_tokens(call: Call, node, tokens: Tokens) -> fx.Node:
+    """[B, H, S_r, D] or [H, S_r, D] -> [B, S_r, H, D]."""
+    graph = call.graph
+    x = graph.part(node, tokens)
+    if len(call.shape(node)) == 3:
+        x = graph.call(aten.unsqueeze.default, x, 0)
+    return graph.call(aten.transpose.int, x, 1, 2)
+
+
+def _back(call: Call, out: fx.Node) -> fx.Node:
+    graph = call.graph
+    out = graph.call(aten.transpose.int, out, 1, 2)
+    return graph.call(aten.squeeze.dim, out, 0) if len(call.out) == 3 else out
+
+
+def _mask(call: Call, mask):
+    if mask is None:
+        return None
+    x = call.graph.for_part(mask)
+    if len(call.out) == 3 and len(call.shape(mask)) == 3:
+        x = call.graph.call(aten.unsqueeze.default, x, 0)
+    return x
+
+
+def _distributed(call: Call, q, k, v, mask, of_q: Tokens, of_k: Tokens) -> fx.Node:
+    graph, gqa = call.graph, call["enable_gqa"]
+    (k1, times), (v1, again) = (_once(x, graph.values, graph.rebound) for x in (k, v))
+    if times == again and times > 1 and not gqa:
+        # What travels is each head once.
+        k, v, gqa = k1, v1, True
+    if same(call.shape(k)[-3], 1) and same(call.shape(v)[-3], 1):
+        gqa = True  # one head for all, as broadcasting has it
+    # Softmax over a whole sequence of which a rank has some heads: each of them as if alone.
+    out = graph.call(
+        ours.distributed_attention.default,
+        *(_by_tokens(call, x, of_q) for x in (q, k, v)),
+        _mask(call, mask),
+        call["dropout_p"] or 0.0,
+        bool(call["is_causal"]),
+        call["scale"],
+        bool(gqa),
+        graph.chunks,
+        graph.lens(of_q),
+        graph.rank,
+        graph.name,
+    )
+    return _back(call, out)
+
+
+def _cross(call: Call, q, k, v, mask, of_q: Tokens, of_k: Tokens) -> fx.Node:
+    """A query and a key of different sequences: each is exchanged by its own lengths."""
+    graph = call.graph
+    where = (graph.rank, graph.name)
+    heads, kv_heads = call.shape(q)[-3], call.shape(k)[-3]
+    if not isinstance(heads, int) or not same(heads, kv_heads):
+        call.refuse(
+            "query and key are of different sequences and have different numbers of heads; repeat "
+            "the key's and value's"
+        )
+    q_all = graph.call(
+        ours.seq_to_heads.default, [_by_tokens(call, q, of_q)], graph.lens(of_q), *where
+    )
+    kv_all = graph.call(
+        ours.seq_to_heads.default,
+        [_by_tokens(call, x, of_k) for x in (k, v)],
+        graph.lens(of_k),
+        *where,
+    )
+    take = [graph.call(operator.getitem, x, i) for x, i in ((q_all, 0), (kv_all, 0), (kv_all, 1))]
+    by_heads = [graph.call(aten.transpose.int, x, 1, 2) for x in take]
+    mask = _mask(call, mask)
+    shape = [] if mask is None else graph.env[mask].shape
+    if len(shape) > 2 and shape[-3] != 1:  # a mask for each head: this rank's
+        begin, end, _, _ = ours.head_split(heads, heads, graph.size, graph.rank)
+        mask = graph.call(aten.narrow.default, mask, -3, begin, end - begin)
+    dropout = call["dropout_p"] or 0.0
+    args = (*by_heads, mask, dropout, False)
+    out = graph.call(aten.scaled_dot_product_attention.default, *args, scale=call["scale"])
+    out = graph.call(aten.transpose.int, out, 1, 2)
+    out = graph.call(ours.heads_to_seq.default, [out], [heads], graph.lens(of_q), *where)
+    return _back(call, graph.call(operator.getitem, out, 0))

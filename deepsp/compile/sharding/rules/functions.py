@@ -1,0 +1,126 @@
+"""``torch.autograd.Function``: its forward and its backward are graphs of their own, each sharded
+by the same rules as what stands around them.
+
+What a gradient is follows the pass's convention inside, too: of what every rank has whole, it is
+the whole gradient; of a part, the part's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch.autograd_function import autograd_function_apply as op
+from torch.utils._pytree import tree_map
+
+from deepsp.compile.sharding.forms import Value
+from deepsp.compile.sharding.nodes import is_tensor
+from deepsp.compile.sharding.normalize import normalize
+from deepsp.compile.sharding.parallelize import Parallelizer
+from deepsp.compile.sharding.rules import Call, rule
+from deepsp.compile.sharding.tokens import Tokens
+
+
+@dataclass
+class Passed:
+    """What goes into a body or comes out: in one process, on this rank, and its node there."""
+
+    whole: Any
+    local: Any
+    tokens: Tokens | None = None
+    node: Any = None
+
+
+class Body(Parallelizer):
+    """A forward or a backward, for what ``inputs`` are on this rank."""
+
+    def __init__(self, outer: Parallelizer, body: fx.GraphModule, inputs: list[Passed]):
+        wholes = [_detached(x.whole) for x in inputs]
+        member = (outer.rank, outer.size, outer.name)
+        normal = normalize(body, wholes, outer.mode)
+        super().__init__(normal, wholes, outer.mode, member, outer.gradients, "local", 1)
+        self.lengths = outer.lengths
+        for old, given in zip(self.old.find_nodes(op="placeholder"), inputs, strict=True):
+            new = self.new.placeholder(old.name)
+            self.env[new] = new.meta["val"] = _detached(given.local)
+            self.values[old] = Value(new, of_parameter=True, of_data=True)
+            if given.tokens is not None:
+                self.values[old] = Value(None, new, given.tokens, True, True)
+            if isinstance(given.local, torch.SymInt):
+                self.know(given.local, new)
+        self.walk()
+
+    @property
+    def results(self):
+        """What the body returns, as nodes of the old graph."""
+        return self.old.output_node().args[0]
+
+    def passed(self, node) -> Passed:
+        if not isinstance(node, fx.Node):
+            return Passed(node, node, None, node)
+        value = self.values[node]
+        new = value.mine if value.whole is None else value.whole
+        local = self.env[new] if isinstance(new, fx.Node) else new
+        tokens = value.tokens if value.whole is None else None
+        return Passed(node.meta["val"], local, tokens, new)
+
+    def gradient(self, node, of: Passed):
+        if node is None:
+            return None
+        return self.whole(node) if of.tokens is None else self.part(node, of.tokens)
+
+    def returning(self, results) -> fx.GraphModule:
+        self.new.output(results)
+        self.new.eliminate_dead_code()
+        return fx.GraphModule(self.gm, self.new)
+
+
+def _detached(value):
+    return value.detach() if is_tensor(value) else value
+
+
+def _given(graph: Parallelizer, node) -> Passed:
+    """An argument: its own tokens, or all of it."""
+    if not isinstance(node, fx.Node):
+        return Passed(node, node, None, node)
+    value, tokens = graph.values[node], graph.values[node].tokens
+    if not is_tensor(node.meta["val"]):
+        new = value.whole
+    elif tokens is not None:
+        new = graph.part(node, tokens)
+    else:
+        new = graph.whole(node)
+    local = graph.env[new] if isinstance(new, fx.Node) else new
+    return Passed(node.meta["val"], local, tokens, new)
+
+
+@rule(op)
+def function(call: Call):
+    graph, node = call.graph, call.node
+    if node.kwargs.get("dirty_idx"):
+        call.refuse("a torch.autograd.Function that writes into its inputs can't be followed")
+    forward, backward = (graph.env[graph.values[n].whole] for n in node.args[:2])
+    inputs = [_given(graph, x) for x in node.args[2:]]
+
+    there = Body(graph, forward, inputs)
+    outs, saved = tree_map(there.passed, there.results)
+    several = isinstance(outs, (tuple, list))
+    results = list(outs) if several else [outs]
+
+    back = Body(graph, backward, [*results, *saved])
+    found = back.results if isinstance(back.results, (tuple, list)) else (back.results,)
+    found = [back.gradient(x, of) for x, of in zip(found, inputs, strict=True)]
+    bodies = [
+        there.returning(tree_map(lambda x: x.node, (outs, tuple(saved)))),
+        back.returning(tuple(found)),
+    ]
+
+    def lower():
+        modules = [graph.module(x, f"{node.name}_{i}") for i, x in enumerate(bodies)]
+        return graph.call(op, *modules, *(x.node for x in inputs), **node.kwargs)
+
+    call.lower, call.said = lower, "a function of one's own, sharded inside"
+    places = [x.tokens for x in results]
+    return places if several else places[0]

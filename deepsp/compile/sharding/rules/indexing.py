@@ -1,0 +1,148 @@
+"""Lookups, and ops along another dimension than the sequence."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from deepsp.compile.sharding.rules import Call, broadcast, overloads, refused, rule
+from deepsp.compile.sharding.rules.views import broadcast_but
+from deepsp.compile.sharding.tokens import Tokens
+
+aten, ours = torch.ops.aten, torch.ops.deepsp
+
+_AMONG = "along the sequence it depends on all tokens in front, or on all of them"
+refused("nonzero masked_select unique _unique2 searchsorted", _AMONG)
+
+
+@rule(aten.embedding.default)
+def embedding(call: Call) -> Tokens:
+    weight, index = call.node.args[:2]
+    call.only(index)
+    if call["scale_grad_by_freq"] or call["sparse"]:
+        call.refuse("scale_grad_by_freq and sparse gradients need all tokens' indices at once")
+    call.want(weight, None)
+    return call.one_of()
+
+
+@rule(aten.one_hot.default)
+def one_hot(call: Call) -> Tokens:
+    if call["num_classes"] == -1:
+        call.refuse("num_classes is -1, the largest index of all tokens; pass the number")
+    return call.one_of()
+
+
+@rule(aten.softmax.int, aten.log_softmax.int)
+def softmax(call: Call) -> Tokens:
+    x, tokens = call.node.args[0], call.one_of()
+    if call["dim"] % len(call.shape(x)) != tokens.dim:
+        return tokens
+    graph = call.graph
+
+    def lower():
+        dtype = call.node.meta["val"].dtype
+        logs = log_softmax(graph, graph.call(aten.to.dtype, call.given(x), dtype), tokens.dim)
+        result = logs if call.target is aten.log_softmax.int else graph.call(aten.exp.default, logs)
+        return graph.call(aten.to.dtype, result, dtype)
+
+    call.lower, call.said = lower, "over all ranks' tokens"
+    return tokens
+
+
+def log_softmax(graph, x: fx.Node, dim: int) -> fx.Node:
+    """Over a dimension of which each rank has a part: what the ranks send is the logarithm of the
+    sum of their own exponentials. 16 bits become float32."""
+    if graph.env[x].dtype in (torch.float16, torch.bfloat16):
+        x = graph.call(aten.to.dtype, x, torch.float32)
+    total = graph.call(aten.logsumexp.default, x, [dim], True)
+    each = [1] * graph.size
+    args = (total, dim, each, "partial", graph.rank, graph.name)
+    total = graph.call(
+        aten.logsumexp.default, graph.call(ours.all_gather.default, *args), [dim], True
+    )
+    return graph.call(aten.sub.Tensor, x, total)
+
+
+@rule(
+    *overloads(
+        "_softmax _log_softmax softmin cumsum cumprod logcumsumexp cummax "
+        "cummin argsort topk kthvalue argmax argmin glu"
+    )
+)
+def along(call: Call):
+    """Along another dimension; one result or several, of the same shape but for that dimension."""
+    x, tokens = call.node.args[0], call.one_of()
+    dim = call["dim"]
+    if dim is None or dim % len(call.shape(x)) == tokens.dim:
+        call.refuse(_AMONG)
+    keeps = "keepdim" not in call.named or call["keepdim"]
+    place = tokens.at(tokens.dim - (not keeps and dim % len(call.shape(x)) < tokens.dim))
+    value = call.node.meta["val"]
+    return [place for _ in value] if isinstance(value, (list, tuple)) else place
+
+
+@rule(aten.bucketize.Tensor)
+def bucketize(call: Call) -> Tokens:
+    call.only(call.node.args[0])
+    return call.one_of()
+
+
+@rule(*overloads("gather take_along_dim scatter scatter_add scatter_reduce"))
+def by_index(call: Call) -> Tokens:
+    """Along another dimension, every operand is cut alike."""
+    nodes = call.operands
+    dim = call["dim"]
+    if dim is None:
+        call.refuse(_AMONG)
+    tokens = broadcast_but(call, nodes, dim)
+    if tokens.dim == dim % len(call.out):
+        call.refuse(_AMONG)
+    return tokens
+
+
+@rule(aten.index_select.default)
+def index_select(call: Call) -> Tokens:
+    x, dim, index = call.node.args
+    tokens, chosen = call.tokens(x), call.tokens(index)
+    dim %= len(call.shape(x))
+    if chosen is not None and tokens is None:
+        return chosen.at(dim)
+    if chosen is not None or tokens.dim == dim:
+        call.refuse("it takes tokens by their place in the sequence")
+    return tokens
+
+
+@rule(aten.index.Tensor)
+def index(call: Call) -> Tokens:
+    """A table looked up by tokens; or tokens of which another dimension is indexed."""
+    x, indices = call.node.args[:2]
+    chosen = [n for n in indices if isinstance(n, fx.Node)]
+    at = [i for i, n in enumerate(indices) if isinstance(n, fx.Node)]
+    if any(n.meta["val"].dtype in (torch.bool, torch.uint8) for n in chosen):
+        call.refuse("it takes as many tokens as a mask says, which other ranks don't know")
+    if at != list(range(at[0], at[-1] + 1)):
+        call.refuse("its indices are not next to each other")
+    ndim = max(len(call.shape(n)) for n in chosen)
+    tokens = call.tokens(x)
+    if tokens is not None:
+        if tokens.dim in at or any(call.tokens(n) is not None for n in chosen):
+            call.refuse("it takes tokens by their place in the sequence")
+        return tokens.at(tokens.dim + (ndim - len(at)) * (at[0] < tokens.dim))
+    out = call.out[at[0] : at[0] + ndim]
+    tokens = broadcast(call, chosen, out)
+    return tokens.at(tokens.dim + at[0])
+
+
+@rule(aten.index_put.default)
+def index_put(call: Call) -> Tokens:
+    """Where a mask of the first dimensions says so, one value for all."""
+    x, indices, values = call.node.args[:3]
+    tokens = call.tokens(x)
+    mask = indices[0] if len(indices) == 1 else None
+    ndim = len(call.shape(mask)) if mask else 0
+    if not mask or mask.meta["val"].dtype is not torch.bool or tokens is None:
+        call.refuse("it takes tokens by their place in the sequence")
+    if len(call.shape(values)) > len(call.shape(x)) - ndim or call.tokens(values) is not None:
+        call.refuse("it writes values in the order of the tokens that a mask selects")
+    call.want(mask, tokens if tokens.dim < ndim else None)
+    return tokens

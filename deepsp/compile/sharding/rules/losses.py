@@ -1,0 +1,89 @@
+"""Losses: the mean over all tokens of the whole sequence, the same number on every rank."""
+
+from __future__ import annotations
+
+import torch
+
+from deepsp.compile.sharding.rules import Call, broadcast, overloads, rule
+from deepsp.compile.sharding.tokens import Tokens, product
+
+aten = torch.ops.aten
+_NONE, _MEAN, _SUM = 0, 1, 2
+
+
+def _summed(call: Call):
+    """This rank's losses added up: 16-bit ones in float32, lest the sum overflows."""
+    if call.node.meta["val"].dtype not in (torch.float16, torch.bfloat16):
+        return call.replaced(reduction=_SUM)
+    each = call.replaced(reduction=_NONE)
+    return call.graph.call(aten.sum.default, each, dtype=torch.float32)
+
+
+@rule(aten.cross_entropy_loss.default, aten.nll_loss.default, aten.nll_loss_nd.default)
+def cross_entropy(call: Call) -> Tokens | None:
+    """Classes are the logits' second dimension, or their only one."""
+    logits, target = call.node.args[:2]
+    shape = call.shape(logits)
+    tokens = call.tokens(logits)
+    if tokens is None:
+        call.refuse(
+            "expected logits of tokens as the target has, got some that every rank has whole: a "
+            "pooled output has one target for each row, or tokens were selected by an index"
+        )
+    if tokens.dim == min(1, len(shape) - 1):
+        call.refuse("the tokens are where its classes are")
+    soft = target.meta["val"].is_floating_point()
+    place = tokens if soft else tokens.at(tokens.dim - (tokens.dim > 1))
+    call.want(target, place)
+    call.want(call["weight"], None)
+    if call["reduction"] == _NONE:
+        return place if not soft else tokens.at(tokens.dim - (tokens.dim > 1))
+    graph = call.graph
+
+    def lower():
+        dtype = call.node.meta["val"].dtype
+        local = graph.all_reduce(_summed(call))
+        if call["reduction"] == _SUM:
+            return graph.call(aten.to.dtype, local, dtype)
+        if soft:
+            count = graph.int_(product(n for d, n in enumerate(shape) if d != 1))
+            return graph.call(aten.to.dtype, graph.call(aten.div.Scalar, local, count), dtype)
+        mine = call.given(target)
+        counts = graph.call(aten.ne.Scalar, mine, call["ignore_index"])
+        if call["weight"] is not None:
+            classes = graph.call(aten.mul.Tensor, mine, counts)  # ignored ones may be any number
+            weights = graph.call(aten.index.Tensor, call.given(call["weight"]), [classes])
+            counts = graph.call(aten.mul.Tensor, weights, counts)
+        # Counts of tokens are exact in float64.
+        counts = graph.call(aten.sum.default, counts, dtype=torch.float64)
+        count = graph.call(aten.to.dtype, graph.all_reduce(counts), graph.env[local].dtype)
+        return graph.call(aten.to.dtype, graph.call(aten.div.Tensor, local, count), dtype)
+
+    call.lower, call.said = lower, "the loss of all ranks' tokens"
+    return None
+
+
+@rule(
+    *overloads(
+        "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy kl_div soft_margin_loss "
+        "binary_cross_entropy_with_logits poisson_nll_loss"
+    )
+)
+def elementwise(call: Call) -> Tokens | None:
+    # Two tensors of one shape, and weights that are broadcast to it.
+    out, other = (call.shape(n) for n in call.node.args[:2])
+    if other != out:
+        call.refuse(f"its tensors have shapes {out} and {other}; expand them to one")
+    tokens = broadcast(call, call.operands, out)
+    if call["reduction"] == _NONE:
+        return tokens
+    graph = call.graph
+
+    def lower():
+        result = graph.all_reduce(_summed(call))
+        if call["reduction"] == _MEAN:
+            result = graph.call(aten.div.Scalar, result, graph.int_(product(out)))
+        return graph.call(aten.to.dtype, result, call.node.meta["val"].dtype)
+
+    call.lower, call.said = lower, "the loss of all ranks' tokens"
+    return None

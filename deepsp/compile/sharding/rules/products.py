@@ -1,0 +1,199 @@
+"""Linear layers and products.
+
+A product is sharded along one index of its operands. An index of the result stays sharded; over one
+that is summed, each rank sums its tokens, and the ranks' sums are added. Where two operands are
+sharded along different indices, as a query and a key are, the one that the result doesn't follow
+is gathered: attention by hand has its queries' tokens on each rank, and all keys and values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from deepsp.compile.sharding.rules import Call, refused, rule
+from deepsp.compile.sharding.tokens import Tokens, same, size_of
+
+aten = torch.ops.aten
+
+_BORDERS = "a convolution along the sequence needs other ranks' tokens at the borders"
+refused("convolution conv_transpose1d conv_transpose2d conv_transpose3d _convolution", _BORDERS)
+refused("conv_tbc", _BORDERS)
+refused("lstm gru rnn_tanh rnn_relu lstm_cell", "a recurrence goes from token to token")
+refused("cov corrcoef cdist", "it sums over tokens, and there is no rule that makes it right")
+
+
+@dataclass
+class Operand:
+    """A node, a name for each of its dimensions (None: broadcast), and where its tokens are."""
+
+    node: fx.Node
+    labels: list
+    tokens: Tokens | None
+    fixed: bool  # each rank has its tokens only
+
+    @property
+    def label(self):
+        return None if self.tokens is None else self.labels[self.tokens.dim]
+
+
+def contract(call: Call, operands: list[tuple[fx.Node, list]], out: list) -> Tokens | None:
+    """Wants the operands of a product so that one of their indices is sharded. Returns where the
+    tokens are in the result, or None if the product sums over them; ``call.lower`` then adds the
+    ranks' sums."""
+    known = []
+    for node, labels in operands:
+        # A size of one is the same for all of an index.
+        sizes = zip(labels, call.shape(node), strict=True)
+        labels = [None if same(size, 1) else label for label, size in sizes]
+        fixed = call.graph.values[node].whole is None
+        known.append(Operand(node, labels, call.tokens(node), fixed))
+    label, tokens = _followed(call, known, out)
+    for x in known:
+        place = tokens.at(x.labels.index(label)) if label in x.labels else None
+        if x.fixed and x.label != label:
+            call.graph.attended.add(x.node)
+            call.gather(x.node, place)
+        else:
+            call.want(x.node, place)
+    if label in out:
+        return tokens.at(out.index(label))
+    call.lower = lambda: call.graph.all_reduce(call.same_op())
+    call.said = "summed over the ranks"
+    return None
+
+
+def _followed(call: Call, known: list[Operand], out: list) -> tuple:
+    """The index along which the product is sharded, and its tokens."""
+    sharded = [x for x in known if x.fixed] or [x for x in known if x.tokens is not None]
+    for x in sharded:
+        if x.label in out:
+            return x.label, x.tokens
+    summed = sharded[0]
+    # A square matrix that every rank has whole, as a mask: its rows are tokens, too.
+    for x in known:
+        for label, size in zip(x.labels, call.shape(x.node), strict=True):
+            rows = label in out and summed.label in x.labels and label is not None
+            if not x.fixed and rows and same(size, summed.tokens.whole):
+                return label, summed.tokens
+    return summed.label, summed.tokens
+
+
+def _matmul_labels(a: int, b: int) -> tuple[list, list, list]:
+    """Names for the dimensions of ``matmul``'s operands, which have so many, and its result."""
+
+    # Batch dimensions are counted from the back, as broadcasting aligns them.
+    left, right = (range(-max(ndim - 2, 0), 0) for ndim in (a, b))
+    longest = max(left, right, key=len)
+    rows, columns = ["rows"] * (a > 1), ["columns"] * (b > 1)
+    return [*left, *rows, "summed"], [*right, "summed", *columns], [*longest, *rows, *columns]
+
+
+@rule(aten.linear.default)
+def linear(call: Call) -> Tokens | None:
+    x, weight = call.node.args[:2]
+    batch = list(range(len(call.shape(x)) - 1))
+    rows = ["features"] * (len(call.shape(weight)) > 1)
+    tokens = contract(call, [(x, [*batch, "summed"]), (weight, [*rows, "summed"])], [*batch, *rows])
+    bias, graph = call["bias"], call.graph
+    if bias is None:
+        return tokens
+    if tokens is not None:
+        call.want(bias, tokens.at(0) if tokens.dim == len(call.out) - 1 else None)
+        return tokens
+
+    def lower():  # the bias is added once to what is summed over the ranks
+        total = graph.all_reduce(call.replaced(bias=None))
+        return graph.call(aten.add.Tensor, total, graph.whole(bias))
+
+    call.lower = lower
+    return None
+
+
+@rule(aten.matmul.default, aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default)
+def matmul(call: Call) -> Tokens | None:
+    a, b = call.node.args[:2]
+    left, right, out = _matmul_labels(len(call.shape(a)), len(call.shape(b)))
+    return contract(call, [(a, left), (b, right)], out)
+
+
+@rule(aten.addmm.default, aten.baddbmm.default)
+def addmm(call: Call) -> Tokens | None:
+    bias, a, b = call.node.args[:3]
+    left, right, out = _matmul_labels(len(call.shape(a)), len(call.shape(b)))
+    tokens = contract(call, [(a, left), (b, right)], out)
+    if tokens is None:
+        call.refuse("it sums over tokens and adds something; write the two apart")
+    shape = call.shape(bias)
+    dim = tokens.dim - (len(call.out) - len(shape))
+    call.want(bias, tokens.at(dim) if dim >= 0 and not same(shape[dim], 1) else None)
+    return tokens
+
+
+@rule(aten.einsum.default)
+def einsum(call: Call) -> Tokens | None:
+    equation, nodes = call.node.args[:2]
+    inputs, out = _letters(equation.replace(" ", ""), [len(call.shape(n)) for n in nodes])
+    return contract(call, [*zip(nodes, inputs, strict=True)], out)
+
+
+def _letters(equation: str, ndims: list[int]) -> tuple[list[list], list]:
+    """What an equation names the dimensions of the operands and the result; those that it leaves
+    out ("...") have numbers, counted from the back."""
+    inputs, arrow, out = equation.partition("->")
+    named = inputs.split(",")
+    if not arrow:  # the letters that stand once, in alphabetical order
+        letters = sorted(set(inputs) - set(",."))
+        out = "..." * ("..." in inputs) + "".join(c for c in letters if inputs.count(c) == 1)
+    left_out = [n - len(x.replace("...", "")) for n, x in zip(ndims, named, strict=True)]
+    widest = max([n for n, x in zip(left_out, named, strict=True) if "..." in x], default=0)
+
+    def labels(text, count):
+        front, dots, back = text.partition("...")
+        return [*front, *(range(-count, 0) if dots else ()), *back]
+
+    return [labels(x, n) for x, n in zip(named, left_out, strict=True)], labels(out, widest)
+
+
+@rule(aten.bilinear.default)
+def bilinear(call: Call) -> Tokens:
+    a, b = call.node.args[:2]
+    call.only(a, b)
+    tokens = call.one_of()
+    if tokens.dim == len(call.out) - 1:
+        call.refuse("it mixes the tokens, which are its features")
+    for x in (a, b):
+        call.want(x, tokens)
+    return tokens
+
+
+@rule(aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
+def convolution(call: Call) -> Tokens:
+    """[B, C, ...]: patches that don't overlap are a token each."""
+    x, weight = call.node.args[:2]
+    call.only(x)
+    tokens, graph = call.one_of(), call.graph
+    if tokens.dim == 0:
+        return tokens
+    if tokens.dim == 1:
+        call.refuse("it mixes the tokens, which are its channels")
+
+    def along(name):
+        given = call[name]
+        return given[(tokens.dim - 2) % len(given)]
+
+    size = call.shape(weight)[tokens.dim]
+    whole = call.shape(x)[tokens.dim]
+    count = call.out[tokens.dim]
+    apart = along("stride") == size and along("padding") == 0 and along("dilation") == 1
+    if not apart or not graph.equal(size_of(count * size), whole):
+        call.refuse(_BORDERS)
+    if size == 1:
+        return tokens
+    if graph.values[x].whole is None:
+        call.refuse("it makes patches of tokens that each rank has some of")
+    patches = Tokens(tokens.dim, count, graph.sequence(count))
+    call.want(x, replace(patches, inner=size))
+    return patches

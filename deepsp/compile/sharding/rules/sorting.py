@@ -1,0 +1,125 @@
+"""Tokens sorted by what they are given to, as mixtures of experts have it.
+
+Each rank sorts its own tokens. The order, and how many go to each expert, differ from rank to
+rank: such values (:class:`Own`) may be used to sort tokens, to multiply the sorted ones, and to
+bring them back. Anything else is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from deepsp.compile.sharding.rules import Call, overloads, rule
+from deepsp.compile.sharding.tokens import Tokens, quotient, same
+
+aten = torch.ops.aten
+ORDER, INVERSE, COUNTS, BLANK = "order", "inverse", "counts", "blank"
+_SAME = {aten.to.dtype, aten._to_copy.default, aten.clone.default, aten.detach.default}
+_DIVIDE = {aten.floor_divide.default, aten.floor_divide.Scalar}
+_BLANK = {aten.empty_like.default, aten.zeros_like.default}
+_ARGSORT = {aten.argsort.default, aten.argsort.stable}
+
+
+@dataclass(frozen=True)
+class Own:
+    """A value that each rank has for its own tokens, ``tokens`` once they are sorted. An order
+    counts groups of ``group`` neighbours."""
+
+    kind: str
+    tokens: Tokens | None = None
+    group: int = 1
+
+
+@rule(aten.sort.default, aten.sort.stable)
+def sort(call: Call) -> list[Tokens]:
+    x, tokens = call.node.args[0], call.one_of()
+    if call["dim"] % len(call.shape(x)) != tokens.dim:
+        return [tokens, tokens]
+    if len(call.shape(x)) != 1 or tokens.order is not None:
+        call.refuse("along the sequence it depends on all tokens; only a list of them is sorted")
+    ordered = replace(tokens, order=call.node.name)
+    call.graph.own[call.node, 1] = Own(ORDER, ordered)
+    return [ordered, ordered]
+
+
+@rule(*overloads("histc bincount"))
+def count(call: Call) -> None:
+    call.one_of()
+    if call.target._opname == "bincount" and not call["minlength"]:
+        call.refuse("as many bins as the largest of all tokens' numbers; pass minlength")
+    call.graph.own[call.node] = Own(COUNTS)
+    call.said = "of this rank's tokens"
+    return None
+
+
+def follow(call: Call) -> Tokens | None:
+    """The rule for all that is given an :class:`Own` value."""
+    graph, target = call.graph, call.target
+    args = call.node.args
+    own = {n: graph.own[n] for n in call.operands if n in graph.own}
+    first = own.get(args[0]) if isinstance(args[0], fx.Node) else None
+
+    def becomes(new: Own, lower=None) -> None:
+        graph.own[call.node] = new
+        call.lower = lower or call.same_op
+
+    kind = first.kind if first else None
+    if kind and target in _SAME:
+        return becomes(first)
+    if kind and target in _BLANK:
+        return becomes(Own(BLANK, first.tokens))
+    if kind == COUNTS and target is aten.cumsum.default:
+        return becomes(first)
+    if kind == ORDER and target in _DIVIDE and isinstance(args[1], int):
+        return becomes(replace(first, group=first.group * args[1]))
+    if kind == ORDER and target in _ARGSORT and first.group == 1:
+        return becomes(Own(INVERSE, first.tokens))
+    if kind == BLANK and target is aten.index_put.default and _is_inverse(call, own, first):
+        return becomes(Own(INVERSE, first.tokens), lambda: _place(call, first.tokens))
+    if target is aten.index.Tensor and len(args[1]) == 1:
+        return _moved(call, own)
+    if "grouped_mm" in target._opname and args[0] not in own:
+        tokens = call.tokens(args[0])
+        counts = [n for n, x in own.items() if x.kind == COUNTS]
+        if tokens is not None and tokens.order is not None and len(own) == len(counts) == 1:
+            return tokens
+    call.refuse("it depends on how each rank has sorted its own tokens")
+
+
+def _is_inverse(call: Call, own: dict, blank: Own) -> bool:
+    """``blank[order] = arange(n)``."""
+    _, indices, values = call.node.args[:3]
+    order = own.get(indices[0]) if len(indices) == 1 else None
+    counted = values.target is aten.arange.default and same(
+        call.shape(values)[0], blank.tokens.whole
+    )
+    if order is None or order.kind != ORDER or order.group != 1 or order.tokens != blank.tokens:
+        return False
+    return counted and not call["accumulate"]
+
+
+def _place(call: Call, tokens: Tokens) -> fx.Node:
+    graph = call.graph
+    blank, (order,) = call.node.args[:2]
+    like = graph.env[graph.values[blank].mine]
+    count = graph.int_(tokens.local(graph.rank))
+    numbers = graph.call(aten.arange.default, count, dtype=like.dtype, device=like.device)
+    mine = [graph.values[n].mine for n in (blank, order)]
+    return graph.call(aten.index_put.default, mine[0], [mine[1]], numbers)
+
+
+def _moved(call: Call, own: dict) -> Tokens:
+    """Tokens sorted, or brought back."""
+    x, (index,) = call.node.args[:2]
+    how, tokens = own.get(index), call.tokens(x)
+    if how is not None and x not in own and tokens is not None and tokens.dim == 0:
+        before = replace(how.tokens, order=None)
+        inner = quotient(how.tokens.inner, how.group)
+        if how.kind == ORDER and inner is not None and tokens == replace(before, inner=inner):
+            return how.tokens
+        if how.kind == INVERSE and tokens == how.tokens:
+            return before
+    call.refuse("it depends on how each rank has sorted its own tokens")

@@ -1,0 +1,366 @@
+"""Ops that move elements: reshapes, permutations, slices, concatenations."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import replace
+
+import torch
+from torch.utils._sympy.functions import Max, Min
+
+from deepsp.compile.sharding.rules import SHIFTED, Call, overloads, refused, rule
+from deepsp.compile.sharding.tokens import Sequence, Size, Tokens, same, size_of
+
+aten = torch.ops.aten
+
+_MOVED = "it moves tokens along the sequence, from one rank to another"
+refused("rot90 as_strided tril_indices", _MOVED)
+
+
+@rule(aten.flip.default, aten.roll.default)
+def turned(call: Call) -> Tokens:
+    """Along other dimensions each token stays where it is."""
+    tokens, ndim = call.one_of(), len(call.out)
+    if not call["dims"] or tokens.dim in [d % ndim for d in call["dims"]]:
+        call.refuse(_MOVED)
+    return tokens
+
+
+@rule(
+    *overloads(
+        "avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d adaptive_avg_pool1d "
+        "adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d max_pool1d_with_indices "
+        "max_pool2d_with_indices"
+    )
+)
+def pool(call: Call):
+    """Over the last one, two or three dimensions."""
+    tokens, ndim = call.one_of(), len(call.shape(call.node.args[0]))
+    over = int(re.search(r"(\d)d", call.target._opname)[1])
+    if tokens.dim >= ndim - over:
+        call.refuse("it makes windows of neighbouring tokens, some of which other ranks have")
+    value = call.node.meta["val"]
+    return [tokens for _ in value] if isinstance(value, (list, tuple)) else tokens
+
+
+@rule(aten.unfold.default)
+def unfold(call: Call) -> Tokens:
+    x, tokens = call.node.args[0], call.one_of()
+    if tokens.dim == call["dimension"] % len(call.shape(x)):
+        call.refuse("it makes windows of neighbouring tokens, some of which other ranks have")
+    return tokens
+
+
+refused("constant_pad_nd pad", "it adds tokens to the sequence or takes some off")
+
+
+@rule(
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.flatten.using_ints,
+    aten.unflatten.int,
+    aten.view_as.default,
+    aten.reshape_as.default,
+    aten.squeeze.default,
+)
+def reshape(call: Call) -> Tokens:
+    x, out = call.node.args[0], call.out
+    tokens = call.tokens(x)
+    if tokens is None:
+        call.refuse("it takes its shape from tokens")
+    new = tokens.reshaped(call.shape(x), out)
+    if new is None:
+        call.refuse(
+            f"it turns shape {_text(call.shape(x))} into {_text(out)}, which cuts the sequence in "
+            "pieces that don't follow the ranks'"
+        )
+
+    def lower():
+        shape = call.graph.shape(new.part(out, call.graph.rank))
+        # A part's strides may be others than the whole's.
+        return call.graph.call(aten.reshape.default, call.given(x), shape)
+
+    call.lower = lower
+    return new
+
+
+def _text(shape) -> str:
+    return "[" + ", ".join(str(n) for n in shape) + "]"
+
+
+@rule(*overloads("transpose swapaxes swapdims"))
+def transpose(call: Call) -> Tokens:
+    x = call.node.args[0]
+    a, b = (d % len(call.shape(x)) for d in call.node.args[1:3])
+    tokens = call.one_of()
+    return tokens.at({a: b, b: a}.get(tokens.dim, tokens.dim))
+
+
+@rule(aten.t.default, aten.numpy_T.default, aten.mT.default)
+def turn(call: Call) -> Tokens:
+    tokens, ndim = call.one_of(), len(call.out)
+    if call.target is aten.mT.default:
+        return tokens.at({ndim - 1: ndim - 2, ndim - 2: ndim - 1}.get(tokens.dim, tokens.dim))
+    return tokens.at(ndim - 1 - tokens.dim)
+
+
+@rule(aten.permute.default)
+def permute(call: Call) -> Tokens:
+    ndim, tokens = len(call.out), call.one_of()
+    return tokens.at([d % ndim for d in call["dims"]].index(tokens.dim))
+
+
+@rule(aten.movedim.int, aten.movedim.intlist)
+def movedim(call: Call) -> Tokens:
+    ndim, tokens = len(call.out), call.one_of()
+    source, target = call["source"], call["destination"]
+    if isinstance(source, int):
+        source, target = [source], [target]
+    moved = {s % ndim: t % ndim for s, t in zip(source, target, strict=True)}
+    if tokens.dim in moved:
+        return tokens.at(moved[tokens.dim])
+    rest = [d for d in range(ndim) if d not in moved.values()]
+    return tokens.at(rest[[d for d in range(ndim) if d not in moved].index(tokens.dim)])
+
+
+@rule(aten.unsqueeze.default)
+def unsqueeze(call: Call) -> Tokens:
+    tokens = call.one_of()
+    dim = call["dim"] % len(call.out)
+    return tokens.at(tokens.dim + (dim <= tokens.dim))
+
+
+@rule(aten.squeeze.dim, aten.squeeze.dims)
+def squeeze(call: Call) -> Tokens:
+    x, tokens = call.node.args[0], call.one_of()
+    shape = call.shape(x)
+    dims = call["dim"]
+    dims = [d % len(shape) for d in ([dims] if isinstance(dims, int) else dims)]
+    gone = [d for d in dims if isinstance(shape[d], int) and shape[d] == 1]
+    # A part's one token must stay where the whole has several.
+    call.lower = lambda: call.graph.call(aten.squeeze.dims, call.given(x), gone)
+    return tokens.at(tokens.dim - sum(d < tokens.dim for d in gone))
+
+
+def window(call: Call, x, tokens: Tokens, begin, end):
+    """This rank's tokens among those from ``begin`` to ``end``: where they are, and the nodes."""
+    if not tokens.alone:
+        call.refuse("it takes some tokens of a sequence that was merged with another dimension")
+    new = Tokens(tokens.dim, size_of(end - begin), tokens.sequence.window(begin, end))
+    rank, graph = call.graph.rank, call.graph
+
+    def lower():
+        # What is left out in front lies on this rank where the window begins behind its first.
+        skip = Min(Max(begin - tokens.sequence.begin(rank), 0), tokens.sequence.lens[rank])
+        start, length = graph.int_(size_of(skip)), graph.int_(new.sequence.lens[rank])
+        return graph.call(aten.narrow.default, call.given(x), tokens.dim, start, length)
+
+    return new, lower
+
+
+@rule(aten.slice.Tensor, aten.narrow.default)
+def slice_(call: Call) -> Tokens:
+    x, tokens = call.node.args[0], call.one_of()
+    shape, out = call.shape(x), call.out
+    dim = call["dim"] % len(shape)
+    if dim != tokens.dim:
+        return tokens
+    if same(out[dim], shape[dim]) and call["step"] in (None, 1):
+        call.lower = lambda: call.graph.call(aten.alias.default, call.given(x))
+        return tokens
+    if call["step"] not in (None, 1):
+        call.refuse(f"it takes every {call['step']}th token; a step of 1 is right")
+    if call.graph.values[x].whole is not None:
+        call.refuse("it takes some tokens of what every rank has whole")
+    begin = _index(call, call["start"] if call["start"] is not None else 0, shape[dim])
+    if same(out[dim], 1):
+        return _one_token(call, x, tokens, begin, keepdim=True)
+    new, call.lower = window(call, x, tokens, begin, size_of(begin + out[dim]))
+    return new
+
+
+def _index(call: Call, value, length):
+    """A place in the sequence, counted from the front, inside of it."""
+    if not isinstance(value, int):
+        value = size_of(value.meta["val"])
+    if isinstance(value, int) and value >= sys.maxsize:
+        return length
+    if call.graph.holds(value < 0):
+        value = size_of(value + length)
+    if call.graph.holds(value < 0):
+        return 0
+    return length if call.graph.holds(value > length) else value
+
+
+def _one_token(call: Call, x, tokens: Tokens, begin, keepdim: bool) -> None:
+    """Whoever has it says so to the others."""
+    _, cut = window(call, x, tokens, begin, size_of(begin + 1))
+    graph = call.graph
+
+    def lower():
+        dtype = call.node.meta["val"].dtype
+        mine = graph.call(aten.sum.dim_IntList, cut(), [tokens.dim], keepdim, dtype=dtype)
+        return graph.all_reduce(mine)
+
+    call.lower, call.said = lower, "one token, sent to all ranks"
+
+
+@rule(aten.select.int)
+def select(call: Call) -> Tokens | None:
+    x, tokens = call.node.args[0], call.one_of()
+    dim = call["dim"] % len(call.shape(x))
+    if dim != tokens.dim:
+        return tokens.at(tokens.dim - (dim < tokens.dim))
+    return _one_token(call, x, tokens, _index(call, call["index"], call.shape(x)[dim]), False)
+
+
+@rule(*overloads("split split_with_sizes chunk unbind tensor_split unsafe_split unsafe_chunk"))
+def split(call: Call) -> list[Tokens]:
+    x, tokens = call.node.args[0], call.one_of()
+    dim = call["dim"] % len(call.shape(x))
+    if dim == tokens.dim:
+        call.refuse("it splits the sequence itself")
+    gone = call.target._opname == "unbind" and dim < tokens.dim
+    return [tokens.at(tokens.dim - gone) for _ in call.node.meta["val"]]
+
+
+@rule(aten.cat.default, aten.concat.default, aten.concatenate.default)
+def cat(call: Call) -> Tokens:
+    nodes = [n for n in call.node.args[0] if call.shape(n) != [0]]
+    dim = call["dim"] % len(call.out)
+    if len(nodes) == 1:  # a cache that was empty
+        (x,) = nodes
+        call.lower = lambda: call.graph.call(aten.alias.default, call.given(x))
+        return call.one_of()
+    if any(t is not None and t.dim == dim for t in map(call.tokens, nodes)):
+        return _longer(call, nodes, dim)
+    # All dimensions but this one are alike, and so cut alike.
+    return broadcast_but(call, nodes, dim)
+
+
+def _longer(call: Call, nodes: list, dim: int) -> Tokens:
+    """Tokens that every rank has whole, in front of a sequence or behind it: the first rank's, and
+    the last one's."""
+    fixed = [n for n in nodes if call.graph.values[n].whole is None]
+    if len(fixed) != 1:
+        call.refuse("it puts one sequence behind another: a rank's tokens would be other ones")
+    (x,) = fixed
+    tokens = call.tokens(x)
+    if tokens.dim != dim or not same(tokens.outer, 1) or tokens.order is not None:
+        call.refuse("it puts something in front of tokens in another dimension, or behind them")
+    graph, at = call.graph, nodes.index(x)
+    lens = [size_of(n * tokens.inner) for n in tokens.sequence.lens]
+    for where, others in ((0, nodes[:at]), (-1, nodes[at + 1 :])):
+        lens[where] = size_of(lens[where] + sum(call.shape(n)[dim] for n in others))
+    for node in nodes:
+        if node is not x:
+            call.want(node, None)
+
+    def lower():
+        taken = []
+        for i, node in enumerate(nodes):
+            new = call.given(node)
+            if i != at and graph.rank != (0 if i < at else graph.size - 1):
+                # None of it, but every rank sums its gradient.
+                new = graph.call(aten.narrow.default, new, dim, 0, 0)
+            taken.append(new)
+        return graph.call(aten.cat.default, taken, dim)
+
+    call.lower = lower
+    return Tokens(dim, call.out[dim], Sequence(tuple(lens)))
+
+
+def broadcast_but(call: Call, nodes, dim: int) -> Tokens:
+    """Wants tensors that are alike but in one dimension cut alike."""
+    fixed = {call.tokens(n) for n in nodes if call.graph.values[n].whole is None} - {None}
+    found = fixed or {call.tokens(n) for n in nodes} - {None}
+    if len(found) != 1:
+        call.refuse(SHIFTED)
+    (tokens,) = found
+    for node in nodes:
+        call.want(node, tokens)
+    return tokens
+
+
+@rule(aten.stack.default)
+def stack(call: Call) -> Tokens:
+    tokens = broadcast_but(call, call.node.args[0], -1)
+    dim = call["dim"] % len(call.out)
+    return tokens.at(tokens.dim + (dim <= tokens.dim))
+
+
+@rule(aten.repeat.default)
+def repeat(call: Call) -> Tokens:
+    x, tokens = call.node.args[0], call.one_of()
+    times = call["repeats"]
+    place = tokens.dim + len(times) - len(call.shape(x))
+    if tokens.order is not None:
+        call.refuse("it repeats tokens that were sorted")
+    return replace(tokens.at(place), outer=size_of(tokens.outer * _repeats(call, times[place])))
+
+
+def _repeats(call: Call, times) -> Size:
+    return times if isinstance(times, int) else size_of(times.meta["val"])
+
+
+@rule(aten.repeat_interleave.self_int)
+def repeat_interleave(call: Call) -> Tokens:
+    x, tokens = call.node.args[0], call.one_of()
+    if call["dim"] is None:
+        call.refuse("it repeats each element of what it takes for one dimension; give it dim")
+    if call["output_size"] is not None:
+        args = call.graph.mapped((call["repeats"], call["dim"]), call.given)
+        call.lower = lambda: call.graph.call(call.target, call.given(x), *args)
+    if call["dim"] % len(call.shape(x)) != tokens.dim:
+        return tokens
+    if tokens.order is not None:
+        call.refuse("it repeats tokens that were sorted")
+    return replace(tokens, inner=size_of(tokens.inner * _repeats(call, call["repeats"])))
+
+
+@rule(aten.pad.default, aten.constant_pad_nd.default)
+def pad(call: Call) -> Tokens:
+    x, tokens = call.node.args[0], call.one_of()
+    padding = call["pad"]
+    behind = len(call.shape(x)) - 1 - tokens.dim  # dimensions come last first
+    mine = padding[2 * behind : 2 * behind + 2]
+    if any(not isinstance(n, int) or n != 0 for n in mine):
+        call.refuse("it adds tokens to the sequence or takes some off")
+    return tokens
+
+
+@rule(aten.slice_scatter.default, aten.select_scatter.default)
+def written_into(call: Call) -> Tokens:
+    """A part of another dimension is replaced."""
+    x, new = call.node.args[:2]
+    dim = call["dim"] % len(call.out)
+    gone = call.target is aten.select_scatter.default
+    tokens = call.tokens(x)
+    if call.graph.values[x].whole is not None and call.tokens(new) is not None:
+        tokens = call.tokens(new)
+        tokens = tokens.at(tokens.dim + (gone and dim <= tokens.dim))
+    if tokens is None or tokens.dim == dim:
+        call.refuse("it writes some tokens of the sequence")
+    call.want(x, tokens)
+    call.want(new, tokens.at(tokens.dim - (gone and dim < tokens.dim)))
+    return tokens
+
+
+@rule(*overloads("new_zeros new_ones new_full new_empty"))
+def like_nothing(call: Call) -> None:
+    """Only dtype and device are taken from tokens: every rank makes the whole."""
+    call.said = "made whole"
+    return None
+
+
+@rule(aten.tril.default, aten.triu.default, aten.diagonal.default)
+def triangle(call: Call) -> Tokens:
+    tokens, ndim = call.one_of(), len(call.shape(call.node.args[0]))
+    diagonal = call.target is aten.diagonal.default
+    dims = (call["dim1"], call["dim2"]) if diagonal else (-2, -1)
+    dims = [d % ndim for d in dims]
+    if tokens.dim in dims:
+        call.refuse("it takes each token's place in the sequence for an index")
+    return tokens.at(tokens.dim - diagonal * sum(d < tokens.dim for d in dims))

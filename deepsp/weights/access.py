@@ -1,0 +1,359 @@
+"""What ``module.weight`` is where the parameter is sharded.
+
+In a forward: the whole parameter, gathered, a :class:`GatheredWeight`. What is written to it would
+be lost, and is an error. Elsewhere: a :class:`ShardedWeight`, which has the whole's shape and takes
+writes that each rank can do on its own rows. To read it is a collective, and so has to be said:
+:func:`whole_parameters`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils._pytree import tree_leaves, tree_map
+
+from deepsp.digest import first_difference
+from deepsp.schedule.flow import names
+from deepsp.schedule.flow.naming import name_of
+
+if TYPE_CHECKING:
+    from deepsp.weights.shards import Shards
+
+_BY_ELEMENT = (
+    names.UNARY | names.BINARY | names.SUMS | names.PRODUCTS | names.QUOTIENTS
+    | names.words("fill zero copy masked_fill neg negative")
+) - names.DROPOUTS  # fmt: skip
+# What fills a tensor with random numbers, or with what depends on its shape.
+_FILLS = names.words("normal uniform bernoulli exponential geometric cauchy log_normal random")
+
+
+class ShardedWeight(Tensor):
+    """A sharded parameter outside of a forward, or rows of it: shape and dtype of the whole, no
+    data. Writes by element, random ones too, go to this rank's rows, as in PyTorch; every rank
+    makes them. Whatever reads contents raises."""
+
+    @staticmethod
+    def __new__(cls, shards: Shards, index: int, rows: range | int | None = None, detached=False):
+        info, parameter = shards.wholes[index], shards.parameters[index]
+        shape = info.shape if rows is None else torch.Size(info.row_shape)
+        if isinstance(rows, range):
+            shape = torch.Size([len(rows), *shape])
+        return Tensor._make_wrapper_subclass(
+            cls, shape, dtype=info.dtype, device=parameter.device, requires_grad=False
+        )
+
+    def __init__(self, shards: Shards, index: int, rows: range | int | None = None, detached=False):
+        self._shards, self.index, self._rows, self._detached = shards, index, rows, detached
+
+    def __repr__(self) -> str:
+        what = "" if self._rows is None else f"[{self._rows}]"
+        return (
+            f"ShardedWeight({self.whole_name}{what}, shape={tuple(self.shape)}, "
+            f"rows on rank={self._shards.wholes[self.index].sizes})"
+        )
+
+    def __deepcopy__(self, memo):
+        self._refuse("copy.deepcopy")
+
+    def __reduce_ex__(self, protocol):
+        self._refuse("pickle")
+
+    def is_all_of(self, shards: Shards) -> bool:
+        """Whether this is a parameter of ``shards``, and not rows of one, or its data."""
+        return self._shards is shards and self._rows is None and not self._detached
+
+    @property
+    def whole_name(self) -> str:
+        return self._shards.wholes[self.index].name
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """This rank's rows."""
+        return self._shards.owners[self.index]._parameters["original"]
+
+    def gathered(self) -> Tensor:
+        """The whole, as in a forward. Every rank makes the call."""
+        if self._rows is not None or self._detached:
+            self._refuse("an op")
+        return self._shards.gather_alone(self.index, self.parameter)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        self = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedWeight))
+        raw = getattr(func, "__name__", "")
+        name, writes = name_of(func, raw)
+        if name in names.ABOUT or (name == "type" and len(args) == 1 and not kwargs):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if name.startswith("deepsp."):  # every rank makes the call: linear_cross_entropy, say
+            args, kwargs = tree_map(
+                lambda x: x.gathered() if isinstance(x, ShardedWeight) else x, (args, kwargs)
+            )
+            return func(*args, **kwargs)
+        target = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
+        if target is self:
+            if name == "requires_grad" and not writes:
+                if raw == "__get__":
+                    return self.parameter.requires_grad and not self._detached
+                self.parameter.requires_grad_(*args[1:], **kwargs)
+                return self
+            if name == "set_requires_grad":
+                self.parameter.requires_grad_(args[1])
+                return None
+            if name in ("data", "detach"):
+                return ShardedWeight(self._shards, self.index, self._rows, True)
+            if name == "set_data":
+                value, dtype = args[1], self.parameter.dtype
+                if value.shape != self.shape or value.dtype != dtype:
+                    raise ValueError(
+                        f"{self.whole_name}.data is to be {value.dtype} {list(value.shape)}; "
+                        f"{dtype} {list(self.shape)} is right, since it is sharded"
+                    )
+                with torch.no_grad():
+                    self._write(Tensor.copy_, "copy", args, {})
+                return None
+            if name == "getitem":
+                return self._at(args[1], "reading at these indices")
+            if writes:
+                self._write(func, name, args, kwargs)
+                return self
+        self._refuse(name)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        self = next(x for x in tree_leaves((args, kwargs or {})) if isinstance(x, ShardedWeight))
+        self._refuse(str(func))
+
+    def _refuse(self, what: str) -> NoReturn:
+        name = self.whole_name
+        raise RuntimeError(
+            f"{name} is sharded over the ranks, and {what} needs the whole of it, outside of a "
+            "module's forward. Reading it takes all ranks: on every one of them, "
+            "`with deepsp.whole_parameters(module): ...`, in which it is whole (and may be written "
+            "to); deepsp.full_state_dict(module) gives copies. This rank's rows, and their .grad, "
+            f"are among module.parameters(), under {_shard_key(name)}"
+        )
+
+    # ---- writes
+
+    def _write(self, func, name: str, args: tuple, kwargs: dict) -> None:
+        initializes = getattr(func, "__module__", None) == "torch.nn.init"
+        if torch.is_grad_enabled() and self.requires_grad and not initializes:
+            raise RuntimeError(
+                f"{self.whole_name} requires grad, and is used in an in-place operation, {name}_; "
+                "write to it under torch.no_grad()"
+            )
+        with torch.no_grad():
+            if name == "setitem":
+                index, value = args[1:]
+                if isinstance(index, tuple) and len(index) > 1:
+                    first, *rest = index
+                    if isinstance(value, Tensor) and value.dim() > 0:
+                        self._refuse("writing a tensor at these indices")
+                    rows = self._at(first, "writing at these indices")
+                    if isinstance(rows._rows, int):
+                        mine = rows._mine()
+                        if mine is not None:
+                            mine[tuple(rest)] = value
+                    else:
+                        rows._mine()[(slice(None), *rest)] = value
+                    return
+                self = self._at(index, "writing at these indices")
+                func = Tensor.copy_ if isinstance(value, Tensor) else Tensor.fill_
+                args, name = (self, value), "copy"
+            if name in _FILLS or initializes:
+                # Every rank draws the whole, from the same generator, and takes its rows.
+                parameter = self.parameter
+                whole = torch.empty(self.shape, dtype=parameter.dtype, device=parameter.device)
+                args, kwargs = tree_map(lambda x: whole if x is self else x, (args, kwargs))
+                if any(isinstance(x, ShardedWeight) for x in tree_leaves((args, kwargs))):
+                    self._refuse(name)
+                func(*args, **kwargs)
+                func, args, kwargs = Tensor.copy_, (self, whole), {}
+            elif name not in _BY_ELEMENT or "out" in kwargs:
+                self._refuse(name)
+            given = tree_leaves((args, kwargs))
+            locals_ = {id(x): self._part_of(x, name) for x in given if isinstance(x, Tensor)}
+            if locals_[id(self)] is not None:
+                args, kwargs = tree_map(
+                    lambda x: locals_[id(x)] if isinstance(x, Tensor) else x, (args, kwargs)
+                )
+                func(*args, **kwargs)
+
+    def _range(self) -> tuple[int, int]:
+        """(begin, end) of this rank's rows in the whole."""
+        (own,) = self._shards.wholes[self.index].rows.ranges()
+        return own
+
+    def _mine(self) -> Tensor | None:
+        """Those of these rows that this rank has; None where these are a single one that it has
+        not."""
+        shard, (begin, end) = self.parameter, self._range()
+        if self._rows is None and self.dim() == 0:
+            return shard.view(()) if len(shard) > 0 else None
+        if self._rows is None:
+            return shard
+        if isinstance(self._rows, int):
+            return shard[self._rows - begin] if begin <= self._rows < end else None
+        first, last = max(self._rows.start, begin), min(self._rows.stop, end)
+        return shard[first - begin : max(first, last) - begin]
+
+    def _part_of(self, x: Tensor, name: str) -> Tensor | None:
+        """What of a tensor meets this rank's rows."""
+        if isinstance(x, ShardedWeight):
+            if x._rows != self._rows or x.shape != self.shape or x._range() != self._range():
+                self._refuse(f"{name}_ with {x!r}")
+            return x._mine()
+        if x.dim() == 0 or isinstance(self._rows, int) or self.dim() == 0:
+            return x
+        begin, end = self._range()
+        start = 0 if self._rows is None else self._rows.start
+        stop = self.shape[0] + start
+        first, last = max(start, begin), min(stop, end)
+        return x.expand(self.shape)[first - start : max(first, last) - start]
+
+    def _at(self, index, what: str) -> ShardedWeight:
+        """A row, or rows that follow each other."""
+        length = self.shape[0] if self.dim() > 0 else 0
+        start = self._rows.start if isinstance(self._rows, range) else 0
+        if isinstance(self._rows, int) or self.dim() == 0:
+            self._refuse(what)
+        if isinstance(index, int) and not isinstance(index, bool):
+            if not -length <= index < length:
+                raise IndexError(f"{self.whole_name}: index {index} is out of {length} rows")
+            rows = start + index % length
+        elif index is Ellipsis or (isinstance(index, slice) and index.step in (None, 1)):
+            begin, end, _ = slice(None).indices(length) if index is ... else index.indices(length)
+            rows = range(start + begin, start + max(begin, end))
+        else:
+            self._refuse(what)
+        return ShardedWeight(self._shards, self.index, rows, self._detached)
+
+
+class GatheredWeight(Tensor):
+    """A sharded parameter in a forward: the gathered copy. For the rest a plain tensor, but
+    ``data`` shares its version, by which writes are noticed."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    _is_param = True  # as it is without sharding; compiled functions take it so
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> NoReturn:
+        raise RuntimeError(
+            "a sharded parameter's data is set in a forward, where it is a gathered copy; set it "
+            "outside of the forward"
+        )
+
+
+class Writes:
+    """Notices writes to gathered parameters, which don't reach the shards."""
+
+    def __init__(self):
+        self._handed_out: list[tuple[Tensor, int, str]] = []
+
+    def watch(self, whole: Tensor, name: str) -> Tensor:
+        if whole.is_inference():  # it has no version
+            return whole
+        if len(self._handed_out) > 512:  # parts of the module are called, and not the module
+            self.check()
+        version = whole.detach()
+        version.data = torch.empty(0, dtype=whole.dtype, device=whole.device)  # no memory is held
+        self._handed_out.append((version, version._version, name))
+        return whole.as_subclass(GatheredWeight)
+
+    def check(self) -> None:
+        """
+        Raises:
+            RuntimeError: one of them was written to.
+        """
+        handed_out, self._handed_out = self._handed_out, []
+        for version, then, name in handed_out:
+            if version._version != then:
+                raise RuntimeError(
+                    f"{name} is sharded, and was written to in a forward, where it is a gathered "
+                    "copy: the write would be lost. Write to it outside of the forward, or skip it "
+                    "in shard_parameters"
+                )
+
+
+def in_a_forward() -> bool:
+    """Whether a module is being called: its forward is on the stack."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__:
+            module = frame.f_locals["self"]
+            # A parametrization is called by whoever reads.
+            if not isinstance(module, ParametrizationList) and not hasattr(module, "right_inverse"):
+                return True
+        frame = frame.f_back
+    return False
+
+
+def _shard_key(name: str) -> str:
+    """What a shard is called in ``named_parameters`` and ``state_dict``."""
+    prefix, _, leaf = name.rpartition(".")
+    return f"{prefix}.parametrizations.{leaf}.original".removeprefix(".")
+
+
+@contextlib.contextmanager
+def whole_parameters(module: nn.Module) -> Iterator[None]:
+    """In here, ``module.weight`` and whatever else is sharded in ``module`` is whole, for reading
+    and writing, in the dtype of the shards. Every rank enters and leaves. ::
+
+        with deepsp.whole_parameters(model.head):
+            norm = model.head.weight.norm()
+            nn.init.orthogonal_(model.head.weight)  # the same on all ranks
+
+    What was written goes to the shards at the end; not after an exception. Where gradients are
+    enabled, what is computed from the parameters in here has its gradients in those of the shards.
+    Pass a part of the model to hold no more than that in memory. A module that
+    :func:`deepsp.shard_parameters` didn't see is left as it is.
+
+    Raises:
+        ValueError: at the end, on every rank: ranks have written different values, or one of them
+            left by an exception.
+        RuntimeError: within a forward, or within another such block.
+    """
+    from deepsp.weights.parameters import sharded_parameters
+
+    found = {(id(s), i): (s, i) for _, _, s, i in sharded_parameters(module)}.values()
+    for shards, index in found:
+        if shards.inside or index in shards.whole:
+            raise RuntimeError(
+                f"whole_parameters: {shards.wholes[index].name} is gathered already; enter once, "
+                "outside of the module's forward"
+            )
+    for shards, index in found:
+        shards.whole[index] = shards.gather_to_write(index)
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        members = {shards.member: None for shards, _ in found}
+        wholes = [(s, i, s.whole.pop(i).detach()) for s, i in found]
+        for member in members:
+            mine = [(s.wholes[i].name, x) for s, i, x in wholes if s.member == member]
+            differ = first_difference([("", torch.tensor(failed)), *mine], member)
+            if differ is not None and not failed:
+                what, a, b = differ
+                raise ValueError(
+                    f"whole_parameters: ranks {a} and {b} "
+                    + (f"have written different values to {what}" if what else "differ: one of ")
+                    + ("" if what else "them left by an exception")
+                    + "; every rank writes the same"
+                )
+        if not failed:
+            for shards, index, whole in wholes:
+                shards.take_rows(index, whole)

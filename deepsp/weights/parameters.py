@@ -1,0 +1,186 @@
+"""Parameters that every rank holds a part of, gathered in a narrow dtype while they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import parametrize
+
+from deepsp.agreement import compare, whole_tensors
+from deepsp.groups import Group, Member, member_of
+from deepsp.weights.shards import Shard, Shards
+
+
+def shard_parameters(
+    module: nn.Module,
+    group: Group = None,
+    dtype: torch.dtype | Callable[[str, nn.Parameter], torch.dtype] = torch.bfloat16,
+    reduce_dtype: torch.dtype = torch.float32,
+    *,
+    min_numel: int = 0,
+    skip: Callable[[str, nn.Parameter], bool] | None = None,
+    gradient_reduction: str = "sum",
+    reshard_after_forward: bool = True,
+    prefetch_bytes: int = 64 << 20,
+) -> nn.Module:
+    """Leaves each rank a part of every parameter, gathered in ``dtype`` while it is used.
+
+    In place: a parameter becomes this rank's rows of it (dimension 0 split like
+    ``torch.tensor_split``), the same ``nn.Parameter`` object, in the dtype that it had; so
+    optimizers made before or after see it. What the module computes with is gathered when it is
+    used, cast first, and freed after use; autograd keeps nothing of it but gathers again in
+    backward. The gathers of what is used next travel meanwhile, after a first step that records the
+    order. The gradient of a shard is its rows' sum over the ranks; zero, where the parameter was
+    used but had no part in the loss.
+
+    Every rank makes the same calls in the same order, and holds the same parameters before.
+
+    Args:
+        module: any module but RNNs; a parameter that several submodules share is sharded once.
+        group: whose ranks share the parameters.
+        dtype: of the gathered parameters; or a function of name and parameter that gives it.
+        reduce_dtype: in which gradients, which travel in ``dtype``, are summed.
+        min_numel: a parameter with fewer elements is left alone, and whole.
+        skip: a function of name and parameter; where it is true, the parameter is left alone.
+            What is left alone is yours to reduce: :func:`deepsp.sync_gradients` does it.
+        gradient_reduction: "sum", or "mean": the sum divided by the number of ranks.
+        reshard_after_forward: False keeps in memory what autograd saves of gathered parameters.
+        prefetch_bytes: at most so many gathered bytes, but for what is in use, travel or lie ready;
+            0: every parameter is gathered alone, when it is used.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        ValueError: a parameter is not floating, has a gradient, is parametrized already, or belongs
+            to an RNN or an Embedding with max_norm or sparse gradients; ranks disagree about the
+            parameters, or hold different values of parameters or persistent buffers.
+
+    Outside of a forward, ``module.weight`` takes writes by element and random ones, which go to the
+    shards; :func:`deepsp.whole_parameters` gathers, for reading and for any write.
+    ``module.to(dtype)`` changes the dtype of the shards and that in which they are gathered.
+
+    The sharding is that of ZeRO-3 (Rajbhandari et al., 2020, arXiv:1910.02054).
+    """
+    if gradient_reduction not in ("sum", "mean"):
+        raise ValueError(f'gradient_reduction is {gradient_reduction!r}; "sum" or "mean" is right')
+    if prefetch_bytes < 0:
+        raise ValueError(f"prefetch_bytes is {prefetch_bytes}; it can't be negative")
+    member = member_of(group)
+    chosen: dict[nn.Parameter, torch.dtype] = {}
+    names: dict[nn.Parameter, str] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.numel() < min_numel or (skip is not None and skip(name, parameter)):
+            continue
+        names[parameter] = name
+        chosen[parameter] = dtype if isinstance(dtype, torch.dtype) else dtype(name, parameter)
+        _check(name, parameter, chosen[parameter])
+    owners = [
+        (owner, name, parameter)
+        for owner in module.modules()
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False)
+        if parameter in chosen
+    ]
+    for owner, name, parameter in owners:
+        if isinstance(owner, parametrize.ParametrizationList):
+            raise ValueError(
+                f"module: {names[parameter]} is parametrized already ({name} of a "
+                "ParametrizationList); remove the parametrization, or skip it"
+            )
+        if isinstance(owner, nn.RNNBase):
+            raise ValueError(
+                f"module: {names[parameter]} belongs to an {type(owner).__name__}, which keeps its "
+                "weights in a list of its own; skip its parameters"
+            )
+        if isinstance(owner, nn.Embedding) and owner.max_norm is not None:
+            raise ValueError(
+                f"module: {names[parameter]} belongs to an Embedding with max_norm, which writes "
+                "to its weight; skip it"
+            )
+        if getattr(owner, "sparse", False):
+            raise ValueError(
+                f"module: {names[parameter]} belongs to an {type(owner).__name__} with "
+                "sparse=True, and only dense gradients can be summed; pass sparse=False, or skip it"
+            )
+    _check_ranks_agree(member, [(names[p], p, d) for p, d in chosen.items()])
+    compare(whole_tensors(module), member)
+    mean = gradient_reduction == "mean"
+    shards = Shards(member, reduce_dtype, mean, reshard_after_forward, prefetch_bytes)
+    indices = {p: shards.add(names[p], p, d) for p, d in chosen.items()}
+    shards.owners = [None] * len(indices)
+    for owner, name, parameter in owners:
+        shard = Shard(shards, indices[parameter])
+        parametrize.register_parametrization(owner, name, shard, unsafe=True)
+        shard.home.append(owner.parametrizations[name])
+        shards.owners[indices[parameter]] = owner.parametrizations[name]
+        shards.wholes[indices[parameter]].owners += 1
+        _assign_parameters(type(owner))
+    shards.refresh()
+    module.register_forward_pre_hook(shards.enter, prepend=True)
+    module.register_forward_hook(shards.leave, always_call=True)
+    return module
+
+
+def _assign_parameters(owner: type[nn.Module]) -> None:
+    """Lets ``module.weight = nn.Parameter(...)`` set a sharded parameter; PyTorch would register a
+    second one beside it, and refuse. ``owner``: the class that the parametrization has made for the
+    module."""
+    if "register_parameter" in vars(owner):
+        return
+    register = owner.register_parameter
+
+    def register_parameter(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        parametrizations = self._modules.get("parametrizations", {})
+        if name in parametrizations:
+            parametrizations[name].right_inverse(parameter)
+        else:
+            register(self, name, parameter)
+
+    owner.register_parameter = register_parameter
+
+
+def _check(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    floats = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    for what, value in ((f"module: {name}", parameter.dtype), (f"dtype of {name}", dtype)):
+        if value not in floats:
+            raise ValueError(f"{what} is {value}; float64, float32, bfloat16 or float16 is right")
+    if parameter.grad is not None:
+        raise ValueError(
+            f"module: {name} has a gradient, of the whole parameter; "
+            "call module.zero_grad(set_to_none=True) before"
+        )
+
+
+def _check_ranks_agree(member: Member, parameters) -> None:
+    _, size, name = member
+    if size == 1:
+        return
+    mine = [f"{n}: {p.dtype} {list(p.shape)}, gathered in {d}" for n, p, d in parameters]
+    said: list = [None] * size
+    dist.all_gather_object(said, mine, group=dist.distributed_c10d._resolve_process_group(name))
+    for p, theirs in enumerate(said):
+        if theirs == said[0]:
+            continue
+        for n in range(max(len(theirs), len(said[0]))):
+            a, b = (x[n] if n < len(x) else "no more" for x in (said[0], theirs))
+            if a != b:
+                raise ValueError(
+                    f"module: ranks disagree about parameter {n}: rank 0 has {a}; rank {p} has "
+                    f"{b}; all ranks must pass the same"
+                )
+
+
+def sharded_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Shards, int]]:
+    """(name of the whole parameter, shard, its Shards, its index there) for every sharded
+    parameter of the module; one that several submodules share once for each."""
+    for prefix, owner in module.named_modules():
+        if not parametrize.is_parametrized(owner):
+            continue
+        for name, parametrizations in owner.parametrizations.items():
+            if isinstance(parametrizations[0], Shard):
+                whole = f"{prefix}.{name}" if prefix else name
+                shard = parametrizations[0]
+                yield whole, parametrizations.original, shard.shards, shard.index

@@ -1,0 +1,183 @@
+"""Which rows of which parameter each rank holds: of those that a schedule shards, along any axis,
+and of those that :func:`deepsp.shard_parameters` shards, along the first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from deepsp import collectives
+from deepsp.groups import Member
+
+_split = torch.ops.deepsp.token_split
+
+SHARDS = "_deepsp_shards"
+"""Where a module keeps what it knows of its shards. On the module, since the attributes of a
+parameter don't survive ``copy.deepcopy``."""
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterShard:
+    """A parameter or buffer that each rank holds a part of.
+
+    Along ``axis`` it consists of ``parts``, one after another, each of which is split over the
+    ranks like ``torch.tensor_split`` in units of ``units``; a rank holds its share of the first
+    part, then its share of the second, and so on. A parameter of no dimensions counts as one row.
+    """
+
+    name: str
+    axis: int
+    parts: tuple[int, ...]
+    units: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole
+    member: Member
+
+    def part_sizes(self, rank: int) -> list[int]:
+        """How much of each part a rank holds."""
+        size = self.member[1]
+        return [
+            _split(length // unit, size)[rank] * unit
+            for length, unit in zip(self.parts, self.units, strict=True)
+        ]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Length along the axis on each rank."""
+        return [sum(self.part_sizes(rank)) for rank in range(self.member[1])]
+
+    @property
+    def local(self) -> int:
+        return sum(self.part_sizes(self.member[0]))
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return (*self.shape[: self.axis], self.local, *self.shape[self.axis + 1 :])
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """(begin, end) in the whole of this rank's share of each part."""
+        rank, size, _ = self.member
+        found, begin = [], 0
+        for length, unit in zip(self.parts, self.units, strict=True):
+            counts = _split(length // unit, size)
+            first = begin + sum(counts[:rank]) * unit
+            found.append((first, first + counts[rank] * unit))
+            begin += length
+        return found
+
+    def take(self, whole: Tensor) -> Tensor:
+        """This rank's part of the whole: a copy, since a view would keep the whole alive."""
+        rows = whole.view(1) if whole.dim() == 0 else whole
+        pieces = [rows.narrow(self.axis, a, b - a) for a, b in self.ranges()]
+        return pieces[0].clone() if len(pieces) == 1 else torch.cat(pieces, self.axis)
+
+    def gather(self, part: Tensor) -> Tensor:
+        """The whole of what every rank holds a part of. Every rank makes the call."""
+        with torch.no_grad():
+            whole = collectives.all_gather(
+                part.detach(), self.axis, self.member, self.sizes, grad="replicated"
+            )
+            if len(self.parts) == 1:
+                return whole.view(self.shape)
+            by_rank = whole.split(self.sizes, self.axis)
+            by_part = zip(
+                *(x.split(self.part_sizes(rank), self.axis) for rank, x in enumerate(by_rank)),
+                strict=True,
+            )
+            return torch.cat([piece for pieces in by_part for piece in pieces], self.axis)
+
+    def alike(self, other: ParameterShard) -> bool:
+        return (self.axis, self.parts, self.units) == (other.axis, other.parts, other.units)
+
+    def __str__(self) -> str:
+        text = f"{self.name.rpartition('.')[2]} along axis {self.axis}"
+        if len(self.parts) > 1:
+            text += f" in parts of {', '.join(map(str, self.parts))}"
+        return f"{text}: {list(self.shape)} -> {list(self.local_shape)}"
+
+
+def shard_rows(name: str, shape: Sequence[int], member: Member) -> ParameterShard:
+    """Rows along the first axis, any number, zero too."""
+    rows = shape[0] if shape else 1
+    return ParameterShard(name, 0, (rows,), (1,), tuple(shape), member)
+
+
+def make_shard(
+    name: str,
+    shape: Sequence[int],
+    axis: int,
+    parts: int | Sequence[int],
+    unit: int | Sequence[int],
+    member: Member,
+) -> ParameterShard:
+    """Checks what was asked for.
+
+    Raises:
+        ValueError: axis, parts or unit don't fit the parameter or the group.
+    """
+    if not -len(shape) <= axis < len(shape):
+        raise ValueError(
+            f"axis is {axis}, but {name} has {len(shape)} dimensions, {list(shape)}; "
+            f"{-len(shape)} to {len(shape) - 1} is right"
+        )
+    axis %= len(shape)
+    length = shape[axis]
+    if isinstance(parts, int):
+        if parts < 1 or length % parts != 0:
+            raise ValueError(
+                f"parts is {parts}, which doesn't divide the length {length} of {name} along axis "
+                f"{axis}; pass the parts' sizes"
+            )
+        parts = [length // parts] * parts
+    if sum(parts) != length or min(parts) < 1:
+        raise ValueError(
+            f"parts is {list(parts)}, of sum {sum(parts)}; {name} has length {length} along axis "
+            f"{axis}"
+        )
+    units = [unit] * len(parts) if isinstance(unit, int) else list(unit)
+    if len(units) != len(parts):
+        raise ValueError(
+            f"unit is {units}, but {name} has {len(parts)} parts; one for each, or a number, is "
+            "right"
+        )
+    size = member[1]
+    for part, one in zip(parts, units, strict=True):
+        if one < 1 or part % one != 0:
+            raise ValueError(
+                f"unit is {one}, which doesn't divide the part of {part} along axis {axis} of "
+                f"{name}"
+            )
+        if part // one < size:
+            what = "" if one == 1 else f" units of {one}"
+            raise ValueError(
+                f"{name} along axis {axis}: {part // one}{what or ' rows'}, fewer than the {size} "
+                "ranks of the group; each rank needs at least one. Shard another axis, or use a "
+                "smaller group"
+            )
+    return ParameterShard(name, axis, tuple(parts), tuple(units), tuple(shape), member)
+
+
+def shards_of(module: nn.Module) -> dict[str, ParameterShard]:
+    """The shards among a module's own parameters and buffers, by name."""
+    return vars(module).get(SHARDS, {})
+
+
+def all_shards(module: nn.Module) -> Iterator[tuple[str, str, ParameterShard]]:
+    """(key in ``state_dict()``, name without sharding, shard) for everything of a module that is
+    sharded; what is tied once for each name."""
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        for name, shard in shards_of(owner).items():
+            yield dot + name, dot + name, shard
+        if parametrize.is_parametrized(owner):
+            for name, parametrizations in owner.parametrizations.items():
+                if (shard := getattr(parametrizations[0], "rows", None)) is not None:
+                    yield f"{dot}parametrizations.{name}.original", dot + name, shard
+
+
+def sharded(model: nn.Module) -> dict[str, ParameterShard]:
+    """The shards of :func:`all_shards` by their keys."""
+    return {key: shard for key, _, shard in all_shards(model)}

@@ -1,0 +1,376 @@
+"""The sharded parameters of a module, as they are gathered and used."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils import parametrize
+
+from deepsp.groups import Member
+from deepsp.weights.access import ShardedWeight, Writes, in_a_forward
+from deepsp.weights.gradients import mark
+from deepsp.weights.order import Order, Use, Wait
+from deepsp.weights.rows import ParameterShard, shard_rows
+
+_op = torch.ops.deepsp
+
+
+@dataclass
+class _Whole:
+    """A sharded parameter as it was."""
+
+    rows: ParameterShard
+    sizes: list[int]  # rows of each rank
+    dtype: torch.dtype  # gathered
+    owners: int = 0  # more than one: it is tied
+
+    @property
+    def name(self) -> str:
+        return self.rows.name
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.rows.shape)
+
+    @property
+    def row_shape(self) -> list[int]:
+        return list(self.shape[1:])
+
+    @property
+    def bytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
+class Shard(nn.Module):
+    """The parametrization of one sharded parameter: from this rank's rows to the whole."""
+
+    def __init__(self, shards: Shards, index: int):
+        super().__init__()
+        self.shards, self.index = shards, index
+        # What it is in, once it is; a list, so as not to be a submodule.
+        self.home: list[parametrize.ParametrizationList] = []
+
+    @property
+    def rows(self) -> ParameterShard:
+        return self.shards.wholes[self.index].rows
+
+    def forward(self, shard: Tensor) -> Tensor:
+        return self.shards.use(self.index, shard)
+
+    def right_inverse(self, whole: Tensor) -> Tensor:
+        """What the shard becomes where the parameter is set: this rank's rows of a whole tensor, or
+        what another sharded parameter has, with which it is tied from now on."""
+        shards, info = self.shards, self.shards.wholes[self.index]
+        if not self.home:  # it is being sharded
+            tied = whole.shape != info.shape  # it was sharded before
+            return whole if tied else shards.rows_of(self.index, whole)
+        if shards.inside:
+            raise RuntimeError(
+                f"{info.name} is sharded, and is set in a forward; set it outside of the forward"
+            )
+        if not isinstance(whole, Tensor) or whole.shape != info.shape:
+            what = tuple(whole.shape) if isinstance(whole, Tensor) else whole
+            raise ValueError(
+                f"{info.name} is to be set to a tensor of shape {what}; {tuple(info.shape)}, that "
+                "of the whole parameter, is right"
+            )
+        (home,) = self.home
+        if isinstance(whole, ShardedWeight):
+            if not whole.is_all_of(shards):
+                raise ValueError(
+                    f"{info.name} is to be tied with {whole!r}, which another call of "
+                    "shard_parameters has sharded; tie them before, and shard both in one"
+                )
+            info.owners -= 1
+            self.index = whole.index
+            shards.wholes[self.index].owners += 1
+            home.original = whole.parameter
+            return home.original
+        original = home.original
+        if isinstance(whole, nn.Parameter) and info.owners > 1:
+            raise ValueError(
+                f"{info.name} is shared by {info.owners} modules, and would be no longer if one of "
+                "them took another parameter; that is not supported once it is sharded: write to "
+                "it, `with torch.no_grad(): module.weight.copy_(...)`, or untie before"
+            )
+        if whole.dtype != original.dtype:
+            raise ValueError(
+                f"{info.name} is to be set to a tensor of {whole.dtype}; {original.dtype}, that of "
+                "its shards, is right"
+            )
+        if isinstance(whole, nn.Parameter):
+            original.requires_grad_(whole.requires_grad)
+        original.copy_(shards.rows_of(self.index, whole))
+        return original
+
+    def _apply(self, fn, recurse=True):
+        # module.to(dtype): what is gathered has the new dtype, too, as the whole would.
+        self.shards.convert(self.index, fn)
+        return super()._apply(fn, recurse)
+
+
+class _Gate(torch.autograd.Function):
+    """The identity. Its gradient is divided by ``divisor``; there is none where the gathered
+    parameter was never used: it shared a gather with others that were."""
+
+    @staticmethod
+    def forward(ctx, shard: Tensor, divisor: int, used: list[bool], n: int) -> Tensor:
+        ctx.divisor, ctx.used, ctx.n = divisor, used, n
+        return shard.view_as(shard)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        if not ctx.used[ctx.n]:
+            grad = None
+        elif ctx.divisor != 1:
+            grad = grad / ctx.divisor
+        return grad, None, None, None
+
+
+class Shards:
+    """All sharded parameters of a module, and the order in which they are gathered. The root module
+    owns it."""
+
+    def __init__(
+        self,
+        member: Member,
+        reduce_dtype: torch.dtype,
+        mean: bool,
+        reshard_after_forward: bool,
+        prefetch_bytes: int,
+    ):
+        self.member = member
+        self.reduce_dtype = reduce_dtype
+        self._divisor = member[1] if mean else 1
+        self.wholes: list[_Whole] = []
+        self.parameters: list[nn.Parameter] = []
+        self.owners: list[parametrize.ParametrizationList] = []
+        self._reshard = reshard_after_forward
+        self.inside = False  # the root module's forward
+        self._hooks = None
+        self.whole: dict[int, Tensor] = {}  # in whole_parameters
+        self._outside: dict[int, ShardedWeight] = {}  # one for each, as parameters are one object
+        self._writes = Writes()
+
+        def order() -> Order:
+            return Order(self._start, self._bytes_of, prefetch_bytes)
+
+        self.forward_order = {True: order(), False: order()}  # with and without autograd
+        self.backward_order = order()
+        self._forward = self.forward_order[True]
+        # Storages that gathered parameters lie in -> where in them, while they live.
+        self._gathered: dict[int, tuple[StorageWeakRef, list[tuple[int, int]]]] = {}
+
+    def __getstate__(self):
+        # A copy of the module (an average of weights, say) gathers for itself: what is gathered
+        # now, and the references to it, aren't copied.
+        anew = {"_gathered": {}, "inside": False, "_hooks": None, "whole": {}, "_outside": {}}
+        return {**self.__dict__, **anew, "_writes": Writes()}
+
+    def add(self, name: str, parameter: nn.Parameter, dtype: torch.dtype) -> int:
+        rows = shard_rows(name, parameter.shape, self.member)
+        self.wholes.append(_Whole(rows, rows.sizes, dtype))
+        self.parameters.append(parameter)
+        return len(self.wholes) - 1
+
+    def rows_of(self, index: int, whole: Tensor) -> Tensor:
+        return self.wholes[index].rows.take(whole)
+
+    def refresh(self) -> None:
+        """Takes the parameters that the module has now: ``load_state_dict(assign=True)`` and
+        ``functional_call`` put others in their place."""
+        self.parameters = [owner._parameters["original"] for owner in self.owners]
+        for parameter in self.parameters:
+            mark(parameter, self.member)
+
+    def convert(self, index: int, fn: Callable[[Tensor], Tensor]) -> None:
+        """Gathers in the dtype that ``fn`` makes of the present one."""
+        info = self.wholes[index]
+        info.dtype = fn(torch.empty(0, dtype=info.dtype)).dtype
+        self.reduce_dtype = torch.promote_types(self.reduce_dtype, info.dtype)
+        self._outside.pop(index, None)
+
+    def gather_to_write(self, index: int) -> Tensor:
+        """The whole parameter in the dtype of its shards, for one's own; autograd sees the gather
+        where gradients are enabled."""
+        self.refresh()
+        shard = self.parameters[index]
+        return self.gather_alone(index, shard, shard.dtype).clone()
+
+    def take_rows(self, index: int, whole: Tensor) -> None:
+        """Makes the shard this rank's rows of ``whole``, if it isn't yet."""
+        shard, rows = self.parameters[index].detach(), self.rows_of(index, whole)
+        if not torch.equal(shard, rows):
+            shard.copy_(rows)
+
+    # ---- uses
+
+    def use(self, index: int, shard: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():  # passes over the graph combine and look ahead
+            return self.gather_alone(index, shard)
+        if index in self.whole:
+            return self.whole[index]
+        use = Use(index, torch.is_grad_enabled() and shard.requires_grad)
+        # Otherwise somebody has put another in its place.
+        known = shard is self.parameters[index]
+        if _in_backward():  # a checkpoint computes again
+            return self.backward_order.take(use) if known else self.gather_alone(index, shard)
+        if self.inside:
+            whole = self._forward.take(use) if known else self.gather_alone(index, shard)
+        elif in_a_forward():  # of a part of the module
+            whole = self.gather_alone(index, shard)
+        else:
+            return self._outside.setdefault(index, ShardedWeight(self, index))
+        return self._writes.watch(whole, self.wholes[index].name)
+
+    def gather_alone(self, index: int, shard: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        info, (rank, _, name) = self.wholes[index], self.member
+        if self._divisor != 1 and shard.requires_grad:
+            shard = _op.scale_gradient(shard, 1 / self._divisor)
+        whole = _op.gather_cast(
+            shard, info.sizes, dtype or info.dtype, rank, name, reduce_dtype=self.reduce_dtype
+        )
+        return whole.view(info.shape)
+
+    def _bytes_of(self, index: int) -> int:
+        return self.wholes[index].bytes
+
+    def _start(self, uses) -> Wait:
+        rank, _, name = self.member
+        infos = [self.wholes[use.index] for use in uses]
+        sizes = [rows for info in infos for rows in info.sizes]
+        dtypes = [info.dtype for info in infos]
+        row_shapes = [n for info in infos for n in info.row_shape]
+        row_dims = [len(info.row_shape) for info in infos]
+        grad = uses[0].grad
+        used = [False] * len(uses)
+        with torch.set_grad_enabled(grad):
+            shards = [self.parameters[use.index] for use in uses]
+            if grad and (self._divisor != 1 or len(uses) > 1):
+                shards = [_Gate.apply(x, self._divisor, used, n) for n, x in enumerate(shards)]
+            buffer = _op.gather_cast_coalesced_start(
+                shards, sizes, dtypes, rank, name, reduce_dtype=self.reduce_dtype
+            )
+
+        def wait() -> list[Callable[[], Tensor]]:
+            with torch.set_grad_enabled(grad):
+                tensors = _op.gather_cast_coalesced_wait(
+                    buffer, sizes, row_shapes, row_dims, dtypes, rank, name
+                )
+                self._remember(uses, tensors)
+                wholes = [x.view(i.shape) for x, i in zip(tensors, infos, strict=True)]
+
+            def give(n: int) -> Tensor:
+                used[n] = True
+                return wholes[n]
+
+            return [functools.partial(give, n) for n in range(len(wholes))]
+
+        return wait
+
+    # ---- the root's forward, and what autograd saves in it
+
+    def enter(self, *_) -> None:
+        if torch.compiler.is_compiling() or _in_backward():
+            return
+        if self.inside:  # an interrupt (Ctrl-C) has left it
+            self.leave()
+        if self.whole:
+            raise RuntimeError(
+                "the module is called within deepsp.whole_parameters; leave it before, since what "
+                "was written in there isn't in the shards yet"
+            )
+        self._writes.check()
+        self.inside = True
+        self.refresh()
+        self._forward = self.forward_order[torch.is_grad_enabled()]
+        self._forward.begin()
+        self._forward.look_ahead()
+        self.backward_order.begin()
+        # Where hooks are around us, a checkpoint's, say, they handle what is saved: it must be the
+        # same when the module is computed again, in backward.
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if self._reshard and torch.is_grad_enabled() and outer is None:
+            self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+            self._hooks.__enter__()
+
+    def leave(self, *_) -> None:
+        if torch.compiler.is_compiling() or _in_backward():
+            return
+        self.inside = False
+        if self._hooks is not None:
+            self._hooks.__exit__()
+            self._hooks = None
+        self._writes.check()
+
+    def _remember(self, uses, tensors: list[Tensor]) -> None:
+        self._gathered = {k: v for k, v in self._gathered.items() if not v[0].expired()}
+        for use, tensor in zip(uses, tensors, strict=True):
+            storage = tensor.untyped_storage()
+            # The reference keeps the key from being given to another storage.
+            _, places = self._gathered.setdefault(storage._cdata, (StorageWeakRef(storage), []))
+            places.append((tensor.storage_offset() * tensor.element_size(), use.index))
+
+    def _pack(self, tensor: Tensor):
+        """Saves, instead of a view of a gathered parameter, which view of which it is."""
+        return self._view(tensor) or _Kept(tensor, _version(tensor))
+
+    def _view(self, tensor: Tensor) -> _View | None:
+        if tensor.layout != torch.strided or not self._gathered:
+            return None
+        known = self._gathered.get(tensor.untyped_storage()._cdata)
+        if known is None or _version(tensor) != 0:  # written to: a gather wouldn't give it again
+            return None
+        at = tensor.storage_offset() * tensor.element_size()
+        for begin, index in known[1]:
+            info = self.wholes[index]
+            if begin <= at < begin + info.bytes and tensor.dtype == info.dtype:
+                offset = (at - begin) // tensor.element_size()
+                version = _version(self.parameters[index])
+                return _View(index, tensor.size(), tensor.stride(), offset, version)
+        return None
+
+    def _unpack(self, saved: _View | _Kept) -> Tensor:
+        # PyTorch itself compares versions only where there are no hooks.
+        if isinstance(saved, _Kept):
+            _check_version(_version(saved.tensor), saved.version)
+            return saved.tensor
+        _check_version(_version(self.parameters[saved.index]), saved.version)
+        whole = self.backward_order.take(Use(saved.index, False))
+        return whole.as_strided(saved.size, saved.stride, whole.storage_offset() + saved.offset)
+
+
+@dataclass
+class _View:
+    index: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int  # elements from the parameter's first
+    version: int  # of the shard
+
+
+@dataclass
+class _Kept:
+    tensor: Tensor
+    version: int
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _check_version(now: int, then: int) -> None:
+    if now != then:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: it is at version {now}; expected version {then} instead"
+        )
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

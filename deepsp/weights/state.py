@@ -1,0 +1,61 @@
+"""The state of sharded modules as one process would have it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from deepsp.weights.gradients import plain
+from deepsp.weights.rows import all_shards
+
+
+def full_state_dict(module: nn.Module, gradients: bool = False) -> dict[str, Tensor]:
+    """``module.state_dict()`` as one process would have it: full tensors under the names that they
+    have without sharding, in the dtype of the shards.
+
+    Every rank makes the call, and gets them all.
+
+    Args:
+        module: what :func:`deepsp.shard_parameters` or :func:`deepsp.build` gave, or a part or
+            wrapper of it.
+        gradients: return the parameters' gradients by name instead, those that are there on all
+            ranks.
+    """
+    shards = {key: (name, shard) for key, name, shard in all_shards(module)}
+    tensors = module.state_dict(keep_vars=True)  # those of the module: what is tied is one object
+    if gradients:
+        named = module.named_parameters(remove_duplicate=False)
+        tensors = {key: p.grad for key, p in named if p.grad is not None}
+    full: dict[int, Tensor] = {}
+    result = {}
+    for key, tensor in tensors.items():
+        name, shard = shards.get(key, (key, None))
+        if shard is not None:
+            if id(tensor) not in full:
+                full[id(tensor)] = shard.gather(plain(tensor))
+            result[name] = full[id(tensor)]
+        else:
+            result[name] = tensor.detach() if isinstance(tensor, Tensor) else tensor
+    return result
+
+
+def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
+    """Loads what :func:`full_state_dict`, or the module before it was sharded, gave: each rank
+    takes its rows.
+
+    Raises:
+        ValueError: a tensor has another shape than the parameter.
+        RuntimeError: names are missing or left over, as ``load_state_dict`` raises.
+    """
+    own = dict(state_dict)
+    for key, name, shard in all_shards(module):
+        if name in state_dict:
+            full = own.pop(name)
+            if tuple(full.shape) != shard.shape:
+                raise ValueError(
+                    f"expected state_dict[{name!r}] to have shape {shard.shape}, got "
+                    f"{tuple(full.shape)}"
+                )
+            own[key] = shard.take(full)
+    module.load_state_dict(own)
