@@ -22,12 +22,9 @@ def check_linear(name: str, linear: nn.Module) -> None:
         )
     if "forward" in vars(linear):
         raise ValueError(f"{name} has a forward of its own, which would not be called")
-    if (
-        linear._forward_hooks
-        or linear._forward_pre_hooks
-        or linear._backward_hooks
-        or linear._backward_pre_hooks
-    ):
+    hooks = [*linear._forward_hooks.values(), *linear._forward_pre_hooks.values()]
+    hooks += [*linear._backward_hooks.values(), *linear._backward_pre_hooks.values()]
+    if not all(getattr(hook, "observes", False) for hook in hooks):  # shard_parameters' own do
         raise ValueError(
             f"{name} has hooks, which would not run: its weight is used, its forward isn't called"
         )

@@ -303,11 +303,73 @@ class Unseen(nn.Module):
         self.second = nn.Linear(6, 6)
 
     def forward(self, x):
-        return self.second(torch.from_dlpack(self.first(x)))
+        return self.second(torch.from_dlpack(self.first(x).detach()))
 
 
 def test_what_cannot_be_followed():
-    on_ranks(2, _refused, "can't be followed.*shares memory", {}, [], Unseen().double())
+    shards = {"first.weight": 0, "first.bias": 0}
+    on_ranks(2, _refused, "can't be followed.*shares memory", shards, [], Unseen().double())
+
+
+class _Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        with torch.no_grad():
+            return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+class InFunction(Detached):
+    """Gradients are off in the forward of a Function, and of a checkpoint, but pass them."""
+
+    def forward(self, x):
+        x = self.norm(x)
+        y = self.down(self.act(self.up(x)))
+        if self.how == "function":
+            return y + _Double.apply(x)
+        return y + torch.utils.checkpoint.checkpoint(lambda x: x * 2, x, use_reentrant=True)
+
+
+def _in_function(how):
+    torch.manual_seed(2)
+    model = InFunction(how).double()
+    end = Sync("down", "fwd_post", "all_reduce")
+    with pytest.raises(ValueError, match=r"whole one.*share"):
+        Placed(model, _TP, [end, Sync("norm", "bwd_post", "all_reduce")]).check(_X)
+    _same(Placed(model, _TP, [end, Sync("up", "bwd_post", "all_reduce")]), _X)
+
+
+@pytest.mark.parametrize("how", ["function", "checkpoint"])
+def test_gradients_that_pass_functions(how):
+    on_ranks(2, _in_function, how)
+
+
+class KeepsGraph(Detached):
+    """Its buffer is made of what has gradients."""
+
+    def __init__(self):
+        super().__init__("detach")
+        self.register_buffer("last", torch.zeros(6))
+
+    def forward(self, x):
+        out = super().forward(x)
+        self.last.copy_(out.mean((0, 1)))
+        return out
+
+
+def _buffers():
+    placed = Placed(KeepsGraph().double(), _TP, [Sync("down", "fwd_post", "all_reduce"),
+                                                Sync("up", "bwd_post", "all_reduce")])  # fmt: skip
+    placed.check(_X)
+    last = placed.model.last
+    assert last.grad_fn is None and not last.requires_grad and not last.any()
+
+
+def test_a_dry_run_leaves_buffers_as_they_were():
+    on_ranks(2, _buffers)
 
 
 class InPlace(nn.Module):

@@ -71,8 +71,6 @@ def follow(flow: Flow, func, args, kwargs):
     made = [t for t in tensors_in(out)]
     if not made and not inplace:
         _read(call)
-        if name == "requires_grad" and isinstance(out, bool):  # as in an ordinary run
-            return call.tensors[0][1].carries and flow.grad.enabled
         return lengths.read(call, out)
     if callable(places):
         places = places(out)

@@ -115,7 +115,7 @@ class Flow:
     # ---- the run
 
     def run(self, args: tuple, kwargs: Mapping) -> Findings:
-        """Calls the model's forward once, without gradients.
+        """Calls the model's forward once. Nothing is kept for a backward.
 
         Buffers, the default generators and the arguments are as before afterwards.
 
@@ -137,7 +137,8 @@ class Flow:
         ]
         _local.flow = self
         try:
-            with torch.no_grad(), self.grad.seen(), self._following_modules(), self._modes():
+            nothing = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _no_backward)
+            with torch.enable_grad(), nothing, self._following_modules(), self._modes():
                 out = self.model(*args, **kwargs)
             self.note_whole((tensor, self.value(tensor)) for tensor in tensors_in(out))
             self._finish(out)
@@ -149,6 +150,8 @@ class Flow:
                     module._buffers[name] = buffer  # the model may have put another in its place
                     if buffer.shape == before.shape:
                         buffer.copy_(before)
+                    if buffer.grad_fn is not None and not before.requires_grad:
+                        buffer.detach_()
         if self.findings.streams:
             randomness.compare(saved, self.member, to_the_device_of((args, kwargs)))
         return self.findings
@@ -376,6 +379,12 @@ class Flow:
             outs.append(value)
             self.values[t] = value
         self.tape.append(Entry("forward", module_name, values, outs))
+
+
+def _no_backward(_) -> NoReturn:
+    raise RuntimeError(
+        "a backward in the schedule's dry run; call it outside of the model's forward"
+    )
 
 
 class _Mode(TorchFunctionMode):
