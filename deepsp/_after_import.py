@@ -43,9 +43,10 @@ def after_import(name: str, function: Callable[[], None]) -> None:
         sys.meta_path.insert(0, _AfterImport(name, function))
 
 
-def forget(name: str) -> None:
-    """Undoes :func:`after_import` of a module that hasn't been imported."""
+def forget(name: str) -> bool:
+    """Undoes :func:`after_import` of a module that hasn't been imported; whether that is so."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not _waits_for(finder, name)]
+    return name not in sys.modules
 
 
 def _waits_for(finder, name: str) -> bool:

@@ -26,8 +26,6 @@ if torch.__version__ != _BUILT_FOR:
         "--no-deps ."
     )
 
-from deepsp import _C, integrations  # noqa: F401
-from deepsp.compile.lowering import decompositions
+from deepsp import _C, patches  # noqa: F401
 
-decompositions.install()
-integrations.install()
+patches.install()

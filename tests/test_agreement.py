@@ -14,7 +14,7 @@ from reference import attention, draw
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import deepsp
-from deepsp.compile.lowering import decompositions
+from deepsp import patches
 
 
 def _fine():
@@ -42,9 +42,9 @@ def test_empty_lines():
 def _under_inductor():
     """Compiled code compares, too, and is right."""
     rank, lens = dist.get_rank(), [3, 5]
-    decompositions.uninstall()
+    patches.uninstall()
     os.environ["DEEPSP_DEBUG"] = "1"
-    decompositions.install()
+    patches.install()
     torch._dynamo.reset()
     try:
         full = [draw(2, 8, h, 4, seed=h).requires_grad_() for h in (4, 2, 2)]
@@ -68,9 +68,9 @@ def _under_inductor():
         with pytest.raises(ValueError, match=r"rank 0 passes head_dims \[4, .*, rank 1 passes"):
             attend(*odd)
     finally:
-        decompositions.uninstall()
+        patches.uninstall()
         del os.environ["DEEPSP_DEBUG"]
-        decompositions.install()
+        patches.install()
     _fine()
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.library import opcheck
 
 import deepsp
-from deepsp.compile.lowering import decompositions
+from deepsp import patches
 
 op = torch.ops.deepsp
 
@@ -77,7 +77,7 @@ def _ours(decomposed):
         return first * second - x * x - x + first
 
     if not decomposed:
-        decompositions.uninstall()
+        patches.uninstall()
     try:
         for function in (wait, several):
             graph = _graph(function)
@@ -86,7 +86,7 @@ def _ours(decomposed):
             for call in (graph, torch.compile(graph, fullgraph=True)):
                 torch.testing.assert_close(call(x, matrix), expected, rtol=1e-12, atol=1e-12)
     finally:
-        decompositions.install()
+        patches.install()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

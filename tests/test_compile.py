@@ -548,8 +548,8 @@ _IMPORT = """
 import sys, torch
 import deepsp
 assert "torch._inductor.decomposition" not in sys.modules, "import deepsp drags Inductor in"
+from deepsp import patches
 from torch._inductor import decomposition
-from deepsp.compile.lowering import decompositions
 op = torch.ops.deepsp.seq_to_heads_start.default
 assert op in decomposition.decompositions and op in decomposition.select_decomp_table()
 assert "deepsp-" in torch.compiler.config.cache_key_tag
@@ -557,20 +557,20 @@ from deepsp.compile.lowering.overlap import KeepOverlap
 from torch._inductor import config
 assert isinstance(config.post_grad_custom_post_pass, KeepOverlap)
 assert config.post_grad_custom_post_pass.uuid()
-decompositions.uninstall()
+patches.uninstall()
 assert config.post_grad_custom_post_pass is None
 theirs = []
 for before, calls in ((theirs.append, 1), ([theirs.append, theirs.append], 3)):
     config.post_grad_custom_post_pass = before
-    decompositions.install()  # after passes of the user's
+    patches.install()  # after passes of the user's
     config.post_grad_custom_post_pass(torch.fx.Graph())
     assert len(theirs) == calls and config.post_grad_custom_post_pass.uuid() is None
-    decompositions.uninstall()
+    patches.uninstall()
     assert config.post_grad_custom_post_pass == before
 assert "deepsp-" not in torch.compiler.config.cache_key_tag
 assert op not in decomposition.decompositions
 assert op not in decomposition.select_decomp_table()
-decompositions.install()  # though Inductor has made a copy of its table by now
+patches.install()  # though Inductor has made a copy of its table by now
 assert op in decomposition.decompositions and op in decomposition.select_decomp_table()
 print("imported")
 """

@@ -4,8 +4,7 @@ Inductor knows those collectives as asynchronous: it keeps the order start, comp
 reuses a buffer that is on its way, and fuses the packing copy into what produces its input. Other
 backends run the C++ kernels; so does Inductor with ``DEEPSP_DEBUG=1``.
 
-The table of ``torch._inductor.decomposition`` is process-wide, and importing it takes longer than
-importing deepsp: entries are added when, and only if, somebody else imports it.
+The table of ``torch._inductor.decomposition`` is process-wide: :mod:`deepsp.patches`.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ from pathlib import Path
 import torch
 import torch.compiler.config
 
-from deepsp._after_import import after_import, forget
 from deepsp.compile import along_dim, exchange, gather, projection, sums, tensor_parallel
-from deepsp.compile.lowering import overlap
 
 _TABLE = "torch._inductor.decomposition"
 
@@ -65,7 +62,8 @@ _CACHE_TAG = (
 )
 
 
-def _fill() -> None:
+def install() -> None:
+    """Adds the decompositions to Inductor's table, which has been imported."""
     debug = os.environ.get("DEEPSP_DEBUG") == "1"
     if _CACHE_TAG not in torch.compiler.config.cache_key_tag:
         torch.compiler.config.cache_key_tag += ("debug-" if debug else "") + _CACHE_TAG
@@ -84,23 +82,13 @@ def _forget_copies() -> None:
     sys.modules[_TABLE].fast_random_decomps.cache_clear()
 
 
-def install() -> None:
-    """Adds the pass that keeps our ops' order to Inductor's passes, and the decompositions to its
-    table: the first now, for a ``config.patch`` around the first compilation would undo it later,
-    the others when Inductor is imported."""
-    overlap.install()
-    after_import(_TABLE, _fill)
-
-
 def uninstall() -> None:
     """Undoes :func:`install`: Inductor then calls the C++ kernels, as other backends do."""
-    forget(_TABLE)
-    overlap.uninstall()
     tag = torch.compiler.config.cache_key_tag
     for ours in ("debug-" + _CACHE_TAG, _CACHE_TAG):
         tag = tag.replace(ours, "")
     torch.compiler.config.cache_key_tag = tag
-    if _TABLE in sys.modules:
-        for name in _DECOMPOSITIONS:
-            sys.modules[_TABLE].decompositions.pop(getattr(torch.ops.deepsp, name).default, None)
-        _forget_copies()
+    table = sys.modules[_TABLE].decompositions
+    for name in _DECOMPOSITIONS:
+        table.pop(getattr(torch.ops.deepsp, name).default, None)
+    _forget_copies()

@@ -115,7 +115,8 @@ def sink_waits(graph: fx.Graph) -> None:
 
 
 def keep_overlap(graph: fx.Graph) -> None:
-    """A post-grad pass; changes graphs only that hold exchanges of ours, or gathers over gloo."""
+    """A post-grad pass, for graphs with collectives of ours, or whose gathers a pass of ours has
+    moved."""
     avoid_gathers(graph)
     raise_starts(graph)
     sink_waits(graph)
@@ -142,8 +143,8 @@ def keep_overlap(graph: fx.Graph) -> None:
 
 
 class KeepOverlap(CustomGraphPass):
-    """:func:`keep_overlap` after whatever pass was configured before. It ties collectives to each
-    other: passes that move them come first."""
+    """:func:`keep_overlap` after whatever pass was configured before, in graphs with our ops. It
+    ties collectives to each other: passes that move them come first."""
 
     def __init__(self, before):
         self.before = before
@@ -151,7 +152,8 @@ class KeepOverlap(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         for other in passes(self.before):
             other(graph)
-        keep_overlap(graph)
+        if any(map(_is_ours, graph.nodes)):
+            keep_overlap(graph)
 
     def uuid(self):
         return uuid_after(self.before, "keep_overlap")

@@ -2,7 +2,7 @@
 
 ``engine.compile()`` then hands Dynamo's graph to :func:`deepsp.compile.parallelize`, where
 ``"autosp"`` hands it to DeepSpeed's own pass; all else stays DeepSpeed's. Written for 0.19 (tried
-with 0.19.8). Nothing on disk is edited. Replaced in memory, and nothing else:
+with 0.19.8). Nothing on disk is edited. Replaced in memory (:mod:`deepsp.patches`):
 
 - ``deepspeed.runtime.config.CompileConfig``, by a subclass: the names that ``passes`` may hold are
   a closed ``Literal``, and there is no way to register one.
@@ -44,6 +44,17 @@ _OWN_OPTIONS = (
 )
 """What only DeepSpeed's own ZeRO passes read, in the config's section ``compile``."""
 
+REPLACED = (
+    "runtime.config.CompileConfig",
+    "runtime.config.DeepSpeedConfig.__init__",
+    "DeepSpeedEngine.deepspeed_io",
+    "DeepSpeedEngine.uses_parallelization_pass_only",
+    "DeepSpeedEngine.get_deepspeed_compile_backend",
+)
+
+_originals: list[tuple[object, str, object]] = []
+"""What was replaced: of what, its name, and what it was."""
+
 _groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
 """Per default group, so that none outlives it: this rank's sequence group by its size."""
 
@@ -62,6 +73,17 @@ def install() -> None:
     _take_name(ds_config)
     _check_config(config_class)
     _take_engine(deepspeed.DeepSpeedEngine)
+
+
+def uninstall() -> None:
+    """Undoes :func:`install`."""
+    while _originals:
+        setattr(*_originals.pop())
+
+
+def _replace(owner, name: str, new) -> None:
+    _originals.append((owner, name, getattr(owner, name)))
+    setattr(owner, name, new)
 
 
 def _asks(section) -> bool:
@@ -87,7 +109,7 @@ def _refuse_version(config_class: type, version: str) -> None:
         original(self, config, *args, **kwargs)
 
     __init__._deepsp = True
-    config_class.__init__ = __init__
+    _replace(config_class, "__init__", __init__)
 
 
 def _take_name(ds_config) -> None:
@@ -104,7 +126,7 @@ def _take_name(ds_config) -> None:
         passes: list[Literal[(*get_args(names), PASS)]] | None = None
 
     CompileConfig.__qualname__ = base.__qualname__
-    ds_config.CompileConfig = CompileConfig
+    _replace(ds_config, "CompileConfig", CompileConfig)
 
 
 def _check_config(config_class: type) -> None:
@@ -118,7 +140,7 @@ def _check_config(config_class: type) -> None:
         original(self, config, mpu, mesh_device)
 
     __init__._deepsp = True
-    config_class.__init__ = __init__
+    _replace(config_class, "__init__", __init__)
 
 
 def _check(config: dict, mpu, mesh_device) -> None:
@@ -200,7 +222,7 @@ def _take_engine(engine_class: type) -> None:
     for replacement in replaced:
         name = replacement.__name__.removeprefix("_")
         original = getattr(engine_class, name)
-        setattr(engine_class, name, functools.wraps(original)(replacement(original)))
+        _replace(engine_class, name, functools.wraps(original)(replacement(original)))
 
 
 def _runs(engine) -> bool:

@@ -1,0 +1,120 @@
+"""What deepsp changes in other libraries stands in one ledger, and is taken out again."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from harness import on_ranks
+from torch._inductor.utils import run_and_get_code
+
+from deepsp import patches
+
+_STATE = """
+import sys, types
+import torch
+import torch._inductor.config as config
+import torch._inductor.decomposition as table
+import torch._functorch.config
+import torch.nn.modules.module as modules
+
+def functions(module):
+    return {k: v for k, v in vars(module).items() if isinstance(v, types.FunctionType)}
+
+def state():
+    found = {
+        "finders": list(sys.meta_path),
+        "inductor": {k: config._config[k].user_override for k in config._config},
+        "functorch": {
+            k: v.user_override for k, v in torch._functorch.config._config.items()
+        },
+        "tag": torch.compiler.config.cache_key_tag,
+        "table": dict(table.decompositions),
+        "copy": dict(table.select_decomp_table()),
+        "torch": dict(vars(torch)),
+        "tensor": dict(vars(torch.Tensor)),
+        "module": dict(vars(torch.nn.Module)),
+        "hooks": [list(v or ()) for k, v in vars(modules).items() if k.startswith("_global_")],
+    }
+    for library in LIBRARIES:
+        for name, x in list(vars(library).items()):
+            if getattr(x, "__module__", "").startswith("deepspeed"):
+                found[name] = dict(vars(x)) if isinstance(x, type) else x
+        found[library] = functions(library)
+    return found
+"""
+
+_INDUCTOR = (
+    _STATE.replace("LIBRARIES", "()")
+    + """
+before = state()
+import deepsp
+from deepsp import patches
+installed = state()
+assert {k for k in before if before[k] != installed[k]} <= {
+    "inductor", "finders", "tag", "table", "copy", "torch"}
+assert {k for k in installed["torch"] if before["torch"].get(k) is not installed["torch"][k]} <= {
+    "_dynamo"}, "something of torch is replaced"
+patches.uninstall()
+after = state()
+del before["torch"], after["torch"]
+for k in before:
+    assert before[k] == after[k], k
+patches.install()
+now = state()
+assert all(now[k] == installed[k] for k in ("table", "copy", "tag", "inductor"))
+print("as before")
+"""
+)
+
+_DEEPSPEED = (
+    _STATE.replace("LIBRARIES", "(ds_config, engine)")
+    + """
+import deepspeed
+import deepspeed.runtime.config as ds_config
+import deepspeed.runtime.engine as engine
+before = state()
+import deepsp
+from deepsp import patches
+assert any(before[k] != v for k, v in state().items() if k in ("DeepSpeedEngine", "CompileConfig"))
+patches.uninstall()
+after = state()
+for k in before:
+    if k != "torch":
+        assert before[k] == after[k], k
+print("as before")
+"""
+)
+
+
+@pytest.mark.parametrize("script", [_INDUCTOR, _DEEPSPEED], ids=["torch", "deepspeed"])
+def test_libraries_are_as_before(script):
+    if script is _DEEPSPEED:
+        pytest.importorskip("deepspeed")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0 and "as before" in done.stdout, done.stderr[-3000:]
+
+
+def _elsewhere():
+    @torch.compile
+    def theirs(x):
+        return (functional.all_gather_tensor(x.sin(), 0, dist.group.WORLD) @ x).relu()
+
+    def kernels():
+        torch._dynamo.reset()
+        with torch._inductor.config.patch(force_disable_caches=True):
+            _, (code,) = run_and_get_code(theirs, torch.ones(8, 8))
+        return [line.strip() for line in code.splitlines() if "_c10d" in line or "extern" in line]
+
+    ours = kernels()
+    patches.uninstall()
+    try:
+        assert ours == kernels() and any("all_gather" in line for line in ours)
+    finally:
+        patches.install()
+
+
+def test_graphs_without_our_ops_are_left_alone():
+    on_ranks(2, _elsewhere)
