@@ -1,6 +1,7 @@
 # make demo      sets everything up and trains a model on a sharded sequence
 # make test      sets everything up and runs the tests, but for those marked slow
 # make test-all  runs all tests: what .ci/run does
+# make docs      the pages of docs/ and the API reference, into build/docs
 # make lint      ruff and clang-format
 # make sanitize  kernels, layouts and the buffer pool under ASan, UBSan and TSan
 # make cuda-check    compiles every .cu without a GPU, where there is an nvcc
@@ -26,7 +27,7 @@ CPP_TESTS := $(wildcard tests/cpp/*.cpp)
 CU := $(wildcard csrc/kernels/*.cu)
 CUDA_HOSTS := $(shell grep -lE "DEEPSP_(CUDA|KERNELS)" -r csrc --include=*.cpp)
 
-.PHONY: demo test test-all lint format sanitize cuda-check gpu-test bench overlap bench-gather bench-compile bench-memory bench-collectives bench-train zoo clean
+.PHONY: demo test test-all docs lint format sanitize cuda-check gpu-test bench overlap bench-gather bench-compile bench-memory bench-collectives bench-train zoo clean
 
 EXTRAS = $(BIN)/python -c 'import sys, tomllib; \
 	extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
@@ -89,6 +90,15 @@ bench-train: $(VENV)/ready $(VENV)/built
 
 zoo: $(VENV)/ready $(VENV)/built
 	$(BIN)/python benchmarks/architectures.py --write docs/architectures.md
+
+$(VENV)/docs: $(VENV)/torch pyproject.toml
+	@echo "== what the docs need"
+	$(BIN)/pip install -q $$($(EXTRAS) docs)
+	@touch $@
+
+docs: $(VENV)/docs $(VENV)/built
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
+	@echo "open build/docs/index.html"
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
