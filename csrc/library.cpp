@@ -1,4 +1,4 @@
-// Every op of the library. Shapes: B batch, S tokens of the whole sequence, S_r
+// Every op of the library. Shapes: B batch, S tokens of the full sequence, S_r
 // those of rank r, H_i and D_i heads and head dimension of tensor i, h_i the
 // heads of it that this rank holds.
 //
@@ -27,8 +27,8 @@ constexpr int64_t kMostParts = int64_t(1) << 24;
 
 std::vector<c10::SymInt> token_split(const c10::SymInt& total, int64_t parts) {
   TORCH_CHECK_VALUE(
-      parts > 0 && parts <= kMostParts, "parts is ", parts, "; 1 to ", kMostParts, " is right");
-  TORCH_CHECK_VALUE(total >= 0, "total is ", total, "; a length can't be negative");
+      parts > 0 && parts <= kMostParts, "expected 1 <= parts <= ", kMostParts, ", got ", parts);
+  check_at_least(total, 0, "total");
   check_fits({total}, "total");
   std::vector<c10::SymInt> lengths;
   for (int64_t p = 0; p < parts; ++p) {
@@ -38,14 +38,15 @@ std::vector<c10::SymInt> token_split(const c10::SymInt& total, int64_t parts) {
 }
 
 HeadLayout head_layout(int64_t num_heads, int64_t num_kv_heads, int64_t parts, int64_t chunks) {
-  TORCH_CHECK_VALUE(parts > 0, "parts is ", parts, "; at least 1 is right");
-  TORCH_CHECK_VALUE(chunks > 0, "chunks is ", chunks, "; at least 1 is right");
+  check_at_least(parts, 1, "parts");
+  check_at_least(chunks, 1, "chunks");
   TORCH_CHECK_VALUE(
-      num_heads >= parts, "num_heads is ", num_heads, ", fewer than the ", parts,
-      " ranks of the group; use a group of at most ", num_heads, " ranks");
+      num_heads >= parts, "expected num_heads >= ", parts,
+      ", the number of ranks of the group, got ", num_heads, "; use a group of at most ", num_heads,
+      " ranks");
   TORCH_CHECK_VALUE(
-      num_kv_heads > 0 && num_heads % num_kv_heads == 0, "num_kv_heads is ", num_kv_heads,
-      ", which doesn't divide num_heads, ", num_heads);
+      num_kv_heads > 0 && num_heads % num_kv_heads == 0,
+      "expected num_kv_heads to divide num_heads (", num_heads, "), got ", num_kv_heads);
   return HeadLayout({num_heads, num_kv_heads}, parts, chunks);
 }
 
@@ -57,12 +58,8 @@ std::vector<int64_t> head_split(
     int64_t chunk,
     int64_t chunks) {
   const HeadLayout layout = head_layout(num_heads, num_kv_heads, parts, chunks);
-  TORCH_CHECK_VALUE(
-      rank >= 0 && rank < parts, "rank is ", rank, ", but there are ", parts, " ranks; 0 to ",
-      parts - 1, " is right");
-  TORCH_CHECK_VALUE(
-      chunk >= 0 && chunk < layout.chunks(), "chunk is ", chunk, ", but there are ",
-      layout.chunks(), " chunks");
+  check_rank(rank, parts);
+  check_chunk(chunk, layout.chunks());
   const Range q = layout.range(0, rank, chunk);
   const Range kv = layout.range(1, rank, chunk);
   return {q.begin, q.end, kv.begin, kv.end};
@@ -207,7 +204,7 @@ TORCH_LIBRARY(deepsp, m) {
   // --- attention
 
   // q [B, S_rank, Hq, D], k [B, S_rank, Hkv, D], v [B, S_rank, Hkv, Dv] ->
-  // [B, S_rank, Hq, Dv]: scaled_dot_product_attention over the whole sequence.
+  // [B, S_rank, Hq, Dv]: scaled_dot_product_attention over the full sequence.
   // Masks are global. chunks: the exchange of one chunk of heads is in flight
   // while attention works on another. layout: "bshd", or "sbhd" or "bhsd": where
   // q, k, v and the output have their dimensions batch, sequence, heads and head_dim.
@@ -251,13 +248,14 @@ TORCH_LIBRARY(deepsp, m) {
 
   // --- collectives along a dimension, and sums
 
-  // sizes: size along dim on each rank, any number, zero too. grad, of what becomes whole:
-  // "replicated" where every rank goes on with it alike, so that each has its whole gradient;
-  // "partial" where the ranks' gradients are shares, to be summed. 16-bit floats travel as they
-  // are and are summed in reduce_dtype (None: float32), in rank order.
+  // sizes: size along dim on each rank, any number, zero too. grad says what every rank holds of
+  // the full tensor's gradient. "replicated": all of it, since every rank uses the full tensor in
+  // the same way. "partial": a partial gradient; the gradient is their sum over ranks. 16-bit
+  // floats travel as they are and are summed in reduce_dtype (None: float32), in rank order.
 
-  // The ranks' parts along dim, one after another. The gradient of a part: its slice of the
-  // whole's ("replicated"), or of their sum ("partial"). Composite: start and wait.
+  // The local tensors of all ranks along dim, one after another. The gradient of a local tensor is
+  // its slice of the full gradient ("replicated"), or of the sum of the partial ones ("partial").
+  // Composite: start and wait.
   m.def(
       "all_gather(Tensor input, int dim, SymInt[] sizes, str grad, int rank, str group_name, *, "
       "ScalarType? reduce_dtype=None) -> Tensor",
@@ -273,8 +271,8 @@ TORCH_LIBRARY(deepsp, m) {
       "scatter(Tensor input, int dim, SymInt[] sizes, str grad, int rank, str group_name) -> "
       "Tensor",
       collective);
-  // In halves, as above: what a start returns is on its way; a wait consumes it. shape: the
-  // whole's. A buffer is [ranks, the largest part's elements].
+  // In halves, as above: what a start returns is on its way; a wait consumes it. shape: the full
+  // tensor's. A buffer is [ranks, the largest part's elements].
   m.def(
       "all_gather_start(Tensor input, int dim, SymInt[] sizes, str grad, int rank, "
       "str group_name, *, ScalarType? reduce_dtype=None) -> Tensor",
@@ -325,7 +323,7 @@ TORCH_LIBRARY(deepsp, m) {
 
   // input [.., n, .., K], dim not its last, weight [M, K], bias [M]. The input's parts of all ranks
   // along dim, by this rank's columns of a weight: on gloo, a part is multiplied while the next
-  // travels. The gradients of what was gathered are shares, to be summed ("partial").
+  // travels. The gradients of what was gathered are partial, and are summed.
   m.def(
       "all_gather_matmul(Tensor input, Tensor weight, Tensor? bias, int dim, SymInt[] sizes, "
       "int rank, str group_name, *, ScalarType? reduce_dtype=None) -> Tensor",
@@ -348,9 +346,9 @@ TORCH_LIBRARY(deepsp, m) {
       "SymInt[] sizes, int[] wanted, int rank, str group_name) -> Tensor[]",
       collective);
 
-  // --- what every rank holds whole and uses for its own tokens
+  // --- replicated tensors that every rank uses for its own tokens
 
-  // Forward, the tensors themselves; backward, the gradients, each rank's share, become their
+  // Forward, the tensors themselves; backward, the partial gradients of the ranks become their
   // sum over the group: launched where replicate_wait stands, waited for where replicate_start
   // does. Composite. The tensors of one call have one dtype and travel in one message.
   m.def(

@@ -15,14 +15,14 @@ except ImportError:
         else ""
     )
     raise ImportError(
-        "deepsp's extension isn't built. Install it against the torch that you use: "
+        "the C++ extension of deepsp isn't built. Install deepsp against the torch that you use: "
         "pip install --no-build-isolation ." + hint
     ) from None
 
 if torch.__version__ != _BUILT_FOR:
     raise ImportError(
         f"deepsp was built for torch {_BUILT_FOR}, but this is torch {torch.__version__}. "
-        "Rebuild it against this one: pip install --no-build-isolation --force-reinstall "
+        "Rebuild it against this torch: pip install --no-build-isolation --force-reinstall "
         "--no-deps ."
     )
 

@@ -1,4 +1,4 @@
-"""Weights that every rank of a group holds whole, and so must hold alike: compared once."""
+"""Weights that are replicated over a group, and so must be alike: compared once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COMPARED = "_deepsp_compared"  # an attribute of parameters: names of groups
 def whole_tensors(
     module: nn.Module | Mapping[str, nn.Module], sharded: Container[Tensor] = ()
 ) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of what each rank of a group holds whole of a module: its parameters and
+    """Names and tensors of what is replicated of a module over a group: its parameters and
     persistent buffers but for those that are ``sharded``, or that a schedule has sharded. Running
     statistics of batch norms are left out, since they follow what each rank has seen; of a
     non-persistent buffer the same may hold. A mapping has all modules by their names."""
@@ -55,9 +55,10 @@ def compare(tensors: Iterable[tuple[str, Tensor]], member: Member) -> None:
     if differ is not None:
         name, a, b = differ
         raise ValueError(
-            f"module: ranks {a} and {b} hold different values of {name}, which every rank of the "
-            "group holds whole, and trains alike: call torch.manual_seed with the same seed on all "
-            "ranks before the model is made, or load the same state_dict on all of them"
+            f"module: expected {name}, which is replicated, to have the same values on every rank, "
+            f"but ranks {a} and {b} of the group have different values of {name}. Call "
+            "torch.manual_seed with the same seed on all ranks before you make the model, or load "
+            "the same state_dict on all ranks"
         )
 
 

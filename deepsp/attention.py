@@ -28,38 +28,39 @@ def distributed_attention(
     chunks: int = 1,
     layout: str = "bshd",
 ) -> Tensor:
-    """``scaled_dot_product_attention`` over the whole sequence, of which each rank holds a part.
+    """``scaled_dot_product_attention`` over a sequence that is sharded over a group.
+
+    The sharding is that of DeepSpeed-Ulysses (Jacobs et al., 2023, arXiv:2309.14509). Lengths that
+    differ from ``seq_lens`` on another rank are found with ``DEEPSP_DEBUG=1``, and by the first
+    call of :class:`DistributedAttention`, but not here.
 
     Args:
-        q: [B, S_r, Hq, D]: this rank's tokens of all query heads, at least as many heads as ranks.
-        k: [B, S_r, Hkv, D].
-        v: [B, S_r, Hkv, Dv].
-        attn_mask: bool or additive, as for the whole sequence: broadcastable to [B, Hq, S, S].
-        dropout_p: probability of dropping a weight. Masks differ from head to head, on all ranks,
-            and follow from ``torch.manual_seed`` where every rank calls it alike. Compiled code
-            computes attention once more in backward then.
-        is_causal: a token attends to itself and the tokens before it, of the whole sequence.
+        q: [B, S_r, Hq, D], this rank's tokens of all query heads; at least as many heads as ranks.
+            Floating point, any dtype that ``scaled_dot_product_attention`` takes.
+        k: [B, S_r, Hkv, D], in the dtype of q.
+        v: [B, S_r, Hkv, Dv], in the dtype of q.
+        attn_mask: bool, or added to the scores; that of the full sequence, broadcastable to [B, Hq,
+            S, S].
+        dropout_p: the probability of dropping a weight. Masks differ between heads on all ranks,
+            and follow from ``torch.manual_seed`` if every rank calls it with the same seed.
+            Compiled code then computes attention again in backward.
+        is_causal: a token attends to itself and to the tokens before it in the full sequence.
         scale: of the scores; None: 1/sqrt(D).
-        enable_gqa: query head j reads kv head ``j // (Hq // Hkv)``; needed where Hkv != Hq.
+        enable_gqa: query head j reads kv head ``j // (Hq // Hkv)``; needed if Hkv != Hq.
         group: the sequence group.
-        seq_lens: tokens of each rank, zero too; None: all hold as many as this one.
-        chunks: into how many parts each rank's heads are cut; while attention works on one, the
-            exchange of the others is in flight. At most as many as leave every rank a query head in
-            each.
-        layout: "bshd", as the shapes are given here, or "sbhd" or "bhsd": where q, k, v and what is
-            returned have batch, sequence, heads and head_dim. No layout costs a copy.
-
-    Lengths that differ from what ``seq_lens`` says on another rank are found with
-    ``DEEPSP_DEBUG=1``, and by the first call of :class:`DistributedAttention`, but not here.
+        seq_lens: the number of tokens of each rank, zero included; None: all ranks have as many as
+            this one.
+        chunks: the number of parts of each rank's heads; while attention works on one, the others
+            are exchanged. At most as many as leave every rank a query head in each.
+        layout: "bshd", as the shapes here, or "sbhd" or "bhsd": the order of batch, sequence, heads
+            and head_dim in q, k, v and the result. No layout costs a copy.
 
     Returns:
-        [B, S_r, Hq, Dv], contiguous; in the layout "bhsd" as ``scaled_dot_product_attention``
-        returns it: a transposed view of [B, S_r, Hq, Dv].
+        [B, S_r, Hq, Dv], contiguous; in the layout "bhsd" a transposed view of that, as
+        ``scaled_dot_product_attention`` returns it.
 
     Raises:
         ValueError: arguments that don't fit each other or the group.
-
-    The sharding is that of DeepSpeed-Ulysses (Jacobs et al., 2023, arXiv:2309.14509).
     """
     member = member_of(group)
     local.check_layout(layout)
@@ -89,29 +90,33 @@ class DistributedAttention(nn.Module):
     """Makes a local attention function see all tokens of this rank's heads.
 
     Args:
-        local_attention: called as ``local_attention(q, k, v, *args, **kwargs)`` with
-            q [B, S, h, D] and k, v [B, S, h_kv, D] (``h % h_kv == 0``), the whole sequence of some
-            heads; returns [B, S, h, Dv], or a tuple that begins with it. All in ``layout``. None:
-            ``scaled_dot_product_attention``, with its arguments, as
-            :func:`distributed_attention` takes them. If it declares an argument ``head_indices``
-            (by name: ``**kwargs`` declares nothing), it gets the global indices of its query heads
-            there, int64 [h].
+        local_attention: called as ``local_attention(q, k, v, *args, **kwargs)`` with q [B, S, h, D]
+            and k, v [B, S, h_kv, D] (``h % h_kv == 0``), the full sequence of some heads; returns
+            [B, S, h, Dv], or a tuple that begins with it. All in ``layout``. None:
+            ``scaled_dot_product_attention``, with its arguments, as in
+            :func:`distributed_attention`. If it declares an argument ``head_indices`` (by name:
+            ``**kwargs`` declares nothing), it gets the global indices of its query heads there,
+            int64 [h].
         group: the sequence group.
-        chunks: as in :func:`distributed_attention`; ``local_attention`` is called once a chunk.
+        chunks: as in :func:`distributed_attention`; ``local_attention`` is called once for each.
             "auto": measured on the first call with a shape, by forward and backward passes (forward
-            alone without gradients) with 1, 2, 4, ... chunks; the same on every rank. Compiled code
-            takes what was picked last.
+            only without gradients) with 1, 2, 4, ... chunks, the same on every rank. Compiled code
+            uses the last choice.
         layout: as in :func:`distributed_attention`.
 
-    Each call of a local attention returns memory of its own, since what it returned before may
-    still be on its way, and doesn't write to k and v, which chunks may share. Under autocast, q, k
-    and v travel as they are given.
+    Raises:
+        ValueError: ``chunks`` or ``layout`` isn't one of these, or this process isn't in the group;
+            when called, arguments that don't fit each other or the group.
 
-    What a local attention knows per head (slopes, sinks) it takes for the heads that it sees:
+    Each call of a local attention returns new memory, since its last result may still be in flight,
+    and doesn't write to k and v, which chunks may share. Under autocast, q, k and v are sent in the
+    dtype they have.
+
+    What a local attention knows per head (slopes, sinks) it must take for the heads that it sees:
     ``slopes[head_indices]``. What describes the sequence (``cu_seqlens``, position ids, a block
-    mask) is the whole sequence's, the same on every rank. Random numbers in it differ by rank,
+    mask) is that of the full sequence, the same on every rank. Its random numbers differ by rank
     and follow from ``torch.manual_seed``, as for dropout in :func:`distributed_attention`; in
-    compiled code that is called within :func:`deepsp.sharded_randomness`.
+    compiled code only if it is called within :func:`deepsp.sharded_randomness`.
 
     The first call compares lengths, shapes, dtypes and what needs a gradient across the group;
     compiled code doesn't.
@@ -148,9 +153,23 @@ class DistributedAttention(nn.Module):
         seq_lens: Sequence[int] | None = None,
         **kwargs,
     ) -> Tensor:
-        """q [B, S_r, Hq, D], k and v [B, S_r, Hkv, D] -> [B, S_r, Hq, Dv], or as ``layout`` has
-        them. ``seq_lens``: tokens of each rank; None: all hold as many as this one. Anything else
-        goes to the local attention."""
+        """Attention of this rank's tokens.
+
+        Args:
+            q: [B, S_r, Hq, D], or as ``layout`` orders it.
+            k: [B, S_r, Hkv, D].
+            v: [B, S_r, Hkv, Dv].
+            args: passed to the local attention, as is ``kwargs``.
+            seq_lens: the number of tokens of each rank; None: all ranks have as many as this one.
+            kwargs: passed to the local attention.
+
+        Returns:
+            [B, S_r, Hq, Dv], or as ``layout`` orders it.
+
+        Raises:
+            ValueError: arguments that don't fit each other or the group, or what the local
+                attention returns.
+        """
         for x, of in ((q, "q"), (k, "k"), (v, "v")):
             local.check_four(x, of, self.layout)
         lens = lens_or_equal(seq_lens, q.size(self.layout.index("s")), self.member[1])
@@ -183,8 +202,8 @@ class DistributedAttention(nn.Module):
         q, k, v = (x.permute(order) for x in (q, k, v))
         if k.size(2) != v.size(2) or k.size(2) == 0 or q.size(2) % k.size(2) != 0:
             raise ValueError(
-                f"q, k and v have {q.size(2)}, {k.size(2)} and {v.size(2)} heads; k and v need the "
-                "same number, which divides that of q"
+                "expected k and v to have the same number of heads, which divides that of q, got "
+                f"q, k and v with {q.size(2)}, {k.size(2)} and {v.size(2)} heads"
             )
         batch, _, num_heads, _ = q.shape
         num_kv_heads = k.size(2)

@@ -1,30 +1,33 @@
-"""The pool of CPU buffers that exchanges use: what is idle is kept for the next one, up to a limit.
-
-(On a GPU, PyTorch's caching allocator does this.)
+"""The pool of CPU buffers that exchanges use: idle buffers are kept for the next exchange, up to a
+limit in bytes. (On a GPU, PyTorch's caching allocator does this.)
 """
 
 import torch
 
 
 def idle_bytes() -> int:
-    """Bytes that the pool keeps and nobody uses at the moment."""
+    """The number of bytes that the pool keeps and that are not in use."""
     return torch.ops.deepsp.pool_idle_bytes()
 
 
 def limit() -> int:
-    """The most bytes that may lie idle (2 GiB unless set)."""
+    """The largest number of idle bytes that the pool keeps (2 GiB unless set)."""
     return torch.ops.deepsp.pool_limit()
 
 
 def set_limit(limit_bytes: int) -> None:
-    """Sets the most bytes that may lie idle in this process; what is over is freed at once.
+    """Sets the largest number of idle bytes that the pool keeps in this process; more than that is
+    freed at once.
+
+    Args:
+        limit_bytes: the limit in bytes, >= 0.
 
     Raises:
-        ValueError: a negative number.
+        ValueError: ``limit_bytes`` is negative.
     """
     torch.ops.deepsp.pool_set_limit(limit_bytes)
 
 
 def clear() -> None:
-    """Frees everything that lies idle."""
+    """Frees all idle buffers of the pool."""
     torch.ops.deepsp.pool_clear()

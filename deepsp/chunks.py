@@ -17,15 +17,15 @@ REPEATS = 3
 def check(chunks: int | str) -> None:
     """Raises ValueError unless it is a number of chunks, or "auto"."""
     if chunks != "auto" and (not isinstance(chunks, int) or chunks < 1):
-        raise ValueError(f'chunks is {chunks!r}; at least 1, or "auto", is right')
+        raise ValueError(f'expected chunks >= 1 or "auto", got {chunks!r}')
 
 
 def picked_before(picked: int | None) -> int:
     """What compiled code takes: what was measured last, by the module itself."""
     if picked is None:
         raise ValueError(
-            'chunks is "auto", and nothing was measured yet: call the module once before it is '
-            "compiled, or pass a number"
+            'chunks is "auto", but nothing has been measured yet; call the module once before you '
+            "compile it, or pass a number"
         )
     return picked
 

@@ -1,13 +1,13 @@
 """Differentiable collectives along any dimension of a tensor.
 
-Every rank of a group holds a part of a tensor along a dimension, or a share of a sum. What becomes
-of gradients is said, not guessed: ``grad`` tells what every rank has of the gradient of what is
-whole. ``"replicated"``: every rank goes on with it alike, and so has its whole gradient.
-``"partial"``: ranks go on with it differently (each with its own columns of a weight, say), and
-their gradients are shares, to be summed.
+A tensor that is ``Shard(dim)`` has a local part on every rank; one that is ``Partial`` has a term
+of a sum on every rank. The argument ``grad`` states which gradient of the full tensor every rank
+has in backward. ``"replicated"``: the full gradient, since every rank uses the full tensor in the
+same way. ``"partial"``: a partial gradient, since the ranks use it differently (each with its own
+columns of a weight, for example); the gradient is the sum over ranks.
 
-Sums of 16-bit floats are taken in ``reduce_dtype``, None: float32, in rank order; they travel as
-they are.
+Sums of 16-bit floats are taken in ``reduce_dtype`` (None: float32), in rank order; on the wire they
+keep their dtype.
 """
 
 from __future__ import annotations
@@ -37,16 +37,21 @@ def all_gather(
     grad: str,
     reduce_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The parts of all ranks along ``dim``, in rank order, on every rank: fresh.
+    """Gathers the local tensors of all ranks along ``dim``, in rank order: ``Shard(dim)`` to
+    ``Replicate``.
 
     Args:
-        x: this rank's part, any dtype.
-        dim: negative ones count from the back.
+        x: the local tensor, any dtype.
+        dim: the dimension; may be negative.
         group: the ranks.
-        sizes: size along ``dim`` on each rank; None: all hold as many as this one.
-        grad: "replicated": the gradient of a part is its slice of the whole's; "partial": its slice
-            of the sum of all ranks' (a reduce-scatter).
-        reduce_dtype: in which that sum is taken.
+        sizes: the size along ``dim`` on each rank; None: all ranks have that of this one.
+        grad: "replicated": the gradient of ``x`` is its slice of the full gradient. "partial": its
+            slice of the sum of the ranks' gradients (a reduce-scatter).
+        reduce_dtype: the dtype in which that sum is taken; None: float32 for 16-bit floats, else
+            that of ``x``.
+
+    Returns:
+        A new tensor, the same on every rank.
 
     Raises:
         ValueError: ``dim``, ``sizes`` or ``grad`` doesn't fit.
@@ -64,13 +69,19 @@ def reduce_scatter(
     *,
     reduce_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """This rank's part along ``dim`` of the sum over ranks: fresh. Its gradient is the all-gather
-    of the parts'.
+    """Sums the tensors of all ranks and keeps this rank's part along ``dim``: ``Partial`` to
+    ``Shard(dim)``. The gradient of ``x`` is the all-gather of the local gradients.
 
     Args:
-        x: float64, float32, bfloat16 or float16.
-        sizes: what each rank gets of ``x.size(dim)``; None: split like ``torch.tensor_split``.
-        reduce_dtype: in which the sum is taken.
+        x: float64, float32, bfloat16 or float16, of the same shape on every rank.
+        dim: the dimension; may be negative.
+        group: the ranks.
+        sizes: how many of ``x.size(dim)`` each rank gets; None: split like ``torch.tensor_split``.
+        reduce_dtype: the dtype in which the sum is taken; None: float32 for 16-bit floats, else
+            that of ``x``.
+
+    Returns:
+        A new local tensor in the dtype of ``x``.
 
     Raises:
         ValueError: ``dim``, ``sizes`` or a dtype doesn't fit.
@@ -88,13 +99,19 @@ def scatter(
     *,
     grad: str = "replicated",
 ) -> Tensor:
-    """This rank's part along ``dim`` of what every rank holds whole: fresh; nothing travels.
+    """Takes this rank's part along ``dim`` of a tensor that every rank has: ``Replicate`` to
+    ``Shard(dim)``. Nothing is sent in forward.
 
     Args:
-        x: the same on every rank, any dtype.
-        sizes: what each rank gets of ``x.size(dim)``; None: split like ``torch.tensor_split``.
-        grad: "replicated": every rank gets the whole gradient, the all-gather of the parts';
-            "partial": its own part of it, with zeros beside.
+        x: the full tensor, the same on every rank, any dtype.
+        dim: the dimension; may be negative.
+        group: the ranks.
+        sizes: how many of ``x.size(dim)`` each rank gets; None: split like ``torch.tensor_split``.
+        grad: "replicated": every rank gets the full gradient, the all-gather of the local ones.
+            "partial": its local gradient, with zeros elsewhere.
+
+    Returns:
+        A new local tensor.
 
     Raises:
         ValueError: ``dim``, ``sizes`` or ``grad`` doesn't fit.
@@ -110,19 +127,42 @@ def all_reduce(
     grad: str,
     reduce_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The sum over ranks, on every rank: fresh. ``grad``: "replicated": the gradient passes
-    through; "partial": the ranks' are summed.
+    """Sums the tensors of all ranks: ``Partial`` to ``Replicate``.
+
+    Args:
+        x: float64, float32, bfloat16, float16, int64, int32, int8, uint8 or bool, of the same shape
+            on every rank.
+        group: the ranks.
+        grad: "replicated": the gradient of ``x`` is that of the sum. "partial": it is the sum of
+            the ranks' gradients.
+        reduce_dtype: the dtype in which the sum is taken; None: float32 for 16-bit floats, else
+            that of ``x``.
+
+    Returns:
+        A new tensor in the dtype of ``x``, the same on every rank.
 
     Raises:
-        ValueError: ``x`` is of a dtype in which no sums travel: float8, complex, int16.
+        ValueError: ``grad`` doesn't fit, or ``x`` has a dtype that can't be reduced: float8,
+            complex, int16.
     """
     _check_summed(x)
     return _op.all_reduce(x, grad, *member_of(group), reduce_dtype=reduce_dtype)
 
 
 def replicate(x: Tensor, group: Group = None) -> Tensor:
-    """The tensor itself, which every rank holds whole and goes on with differently: its gradient is
-    the sum of the ranks'."""
+    """Marks a replicated tensor that every rank uses differently, for its own tokens, say: the
+    gradient becomes the sum of the ranks' gradients. In forward nothing is computed or sent.
+
+    Args:
+        x: the full tensor, the same on every rank: float64, float32, bfloat16 or float16.
+        group: the ranks.
+
+    Returns:
+        A view of ``x``.
+
+    Raises:
+        ValueError: the group doesn't exist, or this process isn't in it.
+    """
     member = member_of(group)
     tensors, token = _op.replicate_start([x], *member)
     (out,) = _op.replicate_wait(tensors, token, *member)
@@ -140,18 +180,27 @@ def all_gather_matmul(
     reduce_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """``linear(all_gather(x, dim, grad="partial"), weight, bias)``, pipelined: on gloo, one rank's
-    part is multiplied while the next travels, forward and backward. For backward only ``x`` is
-    kept, and gathered again. No second derivative.
+    part is multiplied while the next is in flight, in forward and backward.
+
+    Only the local ``x`` is saved for backward, which gathers it again. There is no second
+    derivative. This is the column-parallel linear layer of Megatron-LM's sequence parallelism
+    (Korthikanti et al., 2022, arXiv:2205.05198).
 
     Args:
-        x: [.., n, .., K]: this rank's part along ``dim``, which isn't the last dimension.
-        weight, bias: [M, K] and [M] or None: this rank's columns of the output.
-        sizes: size along ``dim`` on each rank; None: all hold as many as this one.
+        x: [.., n, .., K], the local tensor along ``dim``: float64, float32, bfloat16 or float16.
+        weight: [M, K], this rank's columns of the output, in the dtype of ``x``.
+        bias: [M], or None.
+        dim: the gathered dimension, not the last; may be negative.
+        group: the ranks.
+        sizes: the size along ``dim`` on each rank; None: all ranks have that of this one.
+        reduce_dtype: the dtype in which the gradient of ``x`` is summed over ranks; None: float32
+            for 16-bit floats, else that of ``x``.
+
+    Returns:
+        [.., sum(sizes), .., M], a new tensor.
 
     Raises:
-        ValueError: what doesn't fit.
-
-    After Megatron-LM's sequence parallelism (Korthikanti et al., 2022, arXiv:2205.05198).
+        ValueError: shapes, dtypes, ``dim`` or ``sizes`` don't fit.
     """
     rank, _, name = member_of(group)
     sizes = _equal(x, dim, group, sizes)
@@ -168,16 +217,28 @@ def matmul_reduce_scatter(
     *,
     reduce_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``reduce_scatter(linear(x, weight), dim) + bias``, pipelined: on gloo, one rank's part
-    travels while the next is computed, forward and backward. No second derivative.
+    """``reduce_scatter(linear(x, weight), dim) + bias``, pipelined: on gloo, one rank's part is in
+    flight while the next is computed, in forward and backward. There is no second derivative.
+
+    This is the row-parallel linear layer of Megatron-LM's sequence parallelism (Korthikanti et al.,
+    2022, arXiv:2205.05198).
 
     Args:
-        x: [.., n, .., K]: all of ``dim``, which isn't the last, and this rank's K columns.
-        weight, bias: [M, K] and [M] or None: the bias is whole, and added once.
-        sizes: what each rank gets of ``x.size(dim)``; None: split like ``torch.tensor_split``.
+        x: [.., n, .., K], full along ``dim``, with this rank's K input features: float64, float32,
+            bfloat16 or float16.
+        weight: [M, K], in the dtype of ``x``.
+        bias: [M], or None: the full bias, which is added once.
+        dim: the scattered dimension, not the last; may be negative.
+        group: the ranks.
+        sizes: how many of ``x.size(dim)`` each rank gets; None: split like ``torch.tensor_split``.
+        reduce_dtype: the dtype in which the sum is taken; None: float32 for 16-bit floats, else
+            that of ``x``.
+
+    Returns:
+        [.., sizes[rank], .., M], a new local tensor.
 
     Raises:
-        ValueError: what doesn't fit.
+        ValueError: shapes, dtypes, ``dim`` or ``sizes`` don't fit.
     """
     rank, _, name = member_of(group)
     sizes = _split(x, dim, group, sizes)
@@ -195,8 +256,23 @@ def all_gather_start(
     grad: str,
     reduce_dtype: torch.dtype | None = None,
 ) -> Pending[Tensor]:
-    """:func:`all_gather` in two halves: launched here, finished by ``.wait()``. Differentiable; in
-    backward, the way back is in flight during the backward of whatever stood between."""
+    """Launches :func:`all_gather`; ``.wait()`` returns its result. In backward, the reverse
+    collective is in flight during the backward of the ops between start and wait.
+
+    Args:
+        x: as in :func:`all_gather`, as are the others.
+        dim: the dimension; may be negative.
+        group: the ranks.
+        sizes: the size along ``dim`` on each rank; None: all ranks have that of this one.
+        grad: "replicated" or "partial".
+        reduce_dtype: the dtype in which gradients are summed.
+
+    Returns:
+        A :class:`deepsp.Pending` of the full tensor.
+
+    Raises:
+        ValueError: ``dim``, ``sizes`` or ``grad`` doesn't fit.
+    """
     rank, _, name = member_of(group)
     sizes = _equal(x, dim, group, sizes)
     buffer = _op.all_gather_start(x, dim, sizes, grad, rank, name, reduce_dtype=reduce_dtype)
@@ -213,7 +289,22 @@ def reduce_scatter_start(
     *,
     reduce_dtype: torch.dtype | None = None,
 ) -> Pending[Tensor]:
-    """:func:`reduce_scatter` in two halves."""
+    """Launches :func:`reduce_scatter`; ``.wait()`` returns its result. In backward, the reverse
+    collective is in flight during the backward of the ops between start and wait.
+
+    Args:
+        x: as in :func:`reduce_scatter`, as are the others.
+        dim: the dimension; may be negative.
+        group: the ranks.
+        sizes: how many of ``x.size(dim)`` each rank gets; None: split like ``torch.tensor_split``.
+        reduce_dtype: the dtype in which the sum is taken.
+
+    Returns:
+        A :class:`deepsp.Pending` of the local tensor.
+
+    Raises:
+        ValueError: ``dim``, ``sizes`` or a dtype doesn't fit.
+    """
     rank, _, name = member_of(group)
     sizes, shape = _split(x, dim, group, sizes), list(x.shape)
     buffer = _op.reduce_scatter_start(x, dim, sizes, rank, name)
@@ -227,8 +318,21 @@ def reduce_scatter_start(
 def scatter_start(
     x: Tensor, dim: int, group: Group = None, sizes: Sequence[int] | None = None
 ) -> Pending[Tensor]:
-    """:func:`scatter` in two halves, for its backward: the gradient's all-gather is in flight
-    during the backward of whatever stood between."""
+    """:func:`scatter` with ``grad="replicated"``, in two halves: in backward, the all-gather of the
+    gradient is in flight during the backward of the ops between start and wait.
+
+    Args:
+        x: as in :func:`scatter`, as are the others.
+        dim: the dimension; may be negative.
+        group: the ranks.
+        sizes: how many of ``x.size(dim)`` each rank gets; None: split like ``torch.tensor_split``.
+
+    Returns:
+        A :class:`deepsp.Pending` of the local tensor.
+
+    Raises:
+        ValueError: ``dim`` or ``sizes`` doesn't fit.
+    """
     rank, _, name = member_of(group)
     sizes, shape = _split(x, dim, group, sizes), list(x.shape)
     buffer = _op.scatter_start(x, dim, sizes, rank, name)
@@ -242,7 +346,21 @@ def all_reduce_start(
     grad: str,
     reduce_dtype: torch.dtype | None = None,
 ) -> Pending[Tensor]:
-    """:func:`all_reduce` in two halves."""
+    """Launches :func:`all_reduce`; ``.wait()`` returns its result. In backward with
+    ``grad="partial"``, the sum is in flight during the backward of the ops between start and wait.
+
+    Args:
+        x: as in :func:`all_reduce`, as are the others.
+        group: the ranks.
+        grad: "replicated" or "partial".
+        reduce_dtype: the dtype in which the sum is taken.
+
+    Returns:
+        A :class:`deepsp.Pending` of the sum.
+
+    Raises:
+        ValueError: ``grad`` doesn't fit, or ``x`` has a dtype that can't be reduced.
+    """
     _check_summed(x)
     member, shape = member_of(group), list(x.shape)
     buffer = _op.all_reduce_start([x], grad, *member, reduce_dtype=reduce_dtype)
@@ -261,16 +379,16 @@ def _check_summed(x: Tensor) -> None:
         elif not x.is_floating_point():
             what = "x.to(torch.int32)"
         raise ValueError(
-            f"x: expected float64, float32, bfloat16, float16, int64, int32, int8, uint8 or bool, "
-            f"got {str(x.dtype).removeprefix('torch.')}, in which no sums travel; pass {what}"
+            "expected x to be float64, float32, bfloat16, float16, int64, int32, int8, uint8 or "
+            f"bool, got {str(x.dtype).removeprefix('torch.')}, which can't be reduced; pass {what}"
         )
 
 
 def _check_dim(x: Tensor, dim: int) -> None:
     if not -x.dim() <= dim < x.dim():
         raise ValueError(
-            f"dim is {dim}, but the tensor has {x.dim()} dimensions; {-x.dim()} to {x.dim() - 1} "
-            "is right"
+            f"expected dim to be in [{-x.dim()}, {x.dim() - 1}] for a tensor with {x.dim()} "
+            f"dimensions, got {dim}"
         )
 
 
@@ -290,7 +408,7 @@ def _checked(sizes: Sequence[int], group: Group) -> list[int]:
     size = member_of(group)[1]
     if len(sizes) != size:
         raise ValueError(
-            f"sizes has {len(sizes)} entries, but the group has {size} ranks; one entry for each "
-            "is right"
+            f"expected sizes to have one entry for each of the {size} ranks of the group, got "
+            f"{len(sizes)}"
         )
     return list(sizes)

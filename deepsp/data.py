@@ -25,7 +25,7 @@ rank does so from the first batch on. It goes with the group."""
 
 _handed_out: list[weakref.ref | Tensor] = []
 """The tokens that :func:`shard_batch` returned last, so that a model that isn't made for one rank's
-part can be told from one that was given a whole sequence (:func:`is_handed_out`): ids, or a
+part can be told from one that was given a full sequence (:func:`is_handed_out`): ids, or a
 reference to embeddings, which are large."""
 
 _TOKENS = ("input_ids", "inputs_embeds")
@@ -33,7 +33,20 @@ _KNOWN = (*_TOKENS, "labels", "shift_labels", "position_ids", "attention_mask")
 
 
 def shard(tensor: Tensor, dim: int, group: Group = None) -> Tensor:
-    """This rank's part of ``tensor`` along ``dim``: a view, split like ``torch.tensor_split``."""
+    """This rank's local part of a tensor along ``dim``, split like ``torch.tensor_split``.
+
+    Args:
+        tensor: the full tensor, any dtype.
+        dim: the dimension; may be negative.
+        group: the sequence group.
+
+    Returns:
+        A view of ``tensor``.
+
+    Raises:
+        ValueError: this process isn't in the group.
+        IndexError: ``tensor`` has no dimension ``dim``.
+    """
     rank, _, _ = member_of(group)
     return tensor.split(lens_of(tensor.size(dim), group), dim)[rank]
 
@@ -41,14 +54,24 @@ def shard(tensor: Tensor, dim: int, group: Group = None) -> Tensor:
 def unshard(
     tensor: Tensor, dim: int, group: Group = None, seq_lens: Sequence[int] | None = None
 ) -> Tensor:
-    """The whole of which every rank holds a part along ``dim``: a fresh tensor, on every rank.
+    """Gathers a sharded tensor along ``dim``, on every rank: the inverse of :func:`shard`.
 
-    Differentiable: every rank is taken to go on with the whole alike, so the gradient of a part is
-    the slice of the whole's. ``seq_lens``: size along ``dim`` on each rank; None: that of
-    ``tensor_split`` is asked of the group (one small collective).
+    Differentiable. Every rank must use the full tensor in the same way, so the gradient of the
+    local tensor is its slice of the full gradient.
+
+    Args:
+        tensor: the local tensor, any dtype.
+        dim: the dimension; may be negative.
+        group: the sequence group.
+        seq_lens: the size along ``dim`` on each rank; None: the ranks exchange their sizes (one
+            small collective).
+
+    Returns:
+        A new tensor, the same on every rank.
 
     Raises:
-        ValueError: ``dim`` isn't there, or ``seq_lens`` contradicts the tensor.
+        ValueError: ``seq_lens`` doesn't fit the tensor or the group.
+        IndexError: ``tensor`` has no dimension ``dim``.
     """
     rank, size, name = member_of(group)
     if seq_lens is None:
@@ -64,68 +87,70 @@ def shard_batch(
     pad_to: int | None = None,
     ignore_index: int = -100,
 ) -> tuple[dict[str, Any], list[int]]:
-    """This rank's part of a batch that every rank holds whole, ready for a next-token loss.
+    """Shards a batch that every rank has in full, ready for a next-token loss.
 
     Args:
-        batch: tensors by name, ``input_ids`` or ``inputs_embeds`` among them; their size along
-            ``dim`` is the sequence length S. What isn't a tensor is passed on; of the names that
-            are spoken of here, None counts as absent.
+        batch: tensors by name, ``input_ids`` or ``inputs_embeds`` among them, whose size along
+            ``dim`` is the sequence length S. Values that aren't tensors are passed on. None counts
+            as absent for the names below.
         group: the sequence group.
-        dim: the sequence dimension (of ``position_ids``: the last).
-        pad_to: pads the whole sequence at its end to this length: labels with ``ignore_index``,
-            ``attention_mask`` (made if absent) and all else with 0. None: no padding; ranks may
-            differ by one token.
-        ignore_index: label of tokens that don't count.
+        dim: the sequence dimension, counted from the front (of ``position_ids``: the last).
+        pad_to: pads the full sequence at its end to this many tokens: labels with ``ignore_index``,
+            ``attention_mask`` (made if absent) and everything else with 0. None: no padding; the
+            ranks may then differ by one token.
+        ignore_index: the label of tokens that don't count.
 
     Returns:
-        The batch, and ``seq_lens``, the tokens of each rank. In the batch:
+        The local batch, and ``seq_lens``, the number of tokens of each rank. In the batch:
 
-        - ``labels`` are gone; ``shift_labels`` has what each token is to predict: labels shifted
-          by one before sharding, so that a shard's last token learns the next shard's first. The
-          last position, and a document's last where ``position_ids`` restart, get
+        - ``shift_labels`` replaces ``labels``: the token that each token is to predict. Labels are
+          shifted before they are sharded, so the last token of a rank learns the first of the next.
+          The last position, and the last of a document where ``position_ids`` restart, get
           ``ignore_index``; a step from or to padding (zeros of an ``attention_mask`` with an entry
           for each token) ends no document. A given ``shift_labels`` is sharded as it is.
-        - ``position_ids``: the global positions of this rank's tokens; made, [1, S_r], if absent.
-        - ``attention_mask`` is whole: attention needs all of it.
-        - every other tensor is this rank's part.
+        - ``position_ids`` are the global positions of this rank's tokens; if absent, they are made,
+          [1, S_r].
+        - ``attention_mask`` stays full, since attention needs all of it.
+        - every other tensor is local.
 
     Raises:
-        ValueError: no sequence, both ``labels`` and ``shift_labels``, a tensor without S elements
-            along ``dim``, ``pad_to`` shorter than S; ranks of the group that hold other batches
-            (compared on a group's first calls, and on every call with ``DEEPSP_DEBUG=1``; not in
-            a data loader's worker or another thread, whose messages would meet the training's).
+        ValueError: there is no sequence, there are both ``labels`` and ``shift_labels``, a tensor
+            doesn't have S elements along ``dim``, ``pad_to`` is less than S, or the ranks of the
+            group have different batches. Batches are compared on a group's first calls, and on
+            every call with ``DEEPSP_DEBUG=1``; not in a data loader's worker or another thread.
     """
     if not isinstance(batch, Mapping):
         shape = f" of shape {tuple(batch.shape)}" if isinstance(batch, Tensor) else ""
         raise ValueError(
-            f"batch is a {type(batch).__name__}{shape}; tensors by name are right: "
-            "{'input_ids': ids, ...}"
+            "expected batch to map names to tensors, such as {'input_ids': ids, ...}, got "
+            f"{type(batch).__name__}{shape}"
         )
     if dim < 0:
         raise ValueError(
-            f"dim is {dim}; counted from the front is right: tensors may differ in rank"
+            f"expected dim >= 0, got {dim}; count it from the front, since the tensors of a batch "
+            "may have different numbers of dimensions"
         )
     batch = {name: x for name, x in batch.items() if x is not None or name not in _KNOWN}
     compare_batches(batch, group)
     for name in _KNOWN:
         if not isinstance(batch.get(name, torch.empty(0)), Tensor) and name not in _TOKENS:
             raise ValueError(
-                f"batch[{name!r}] is {type(batch[name]).__name__}; a tensor (or None) is right"
+                f"expected batch[{name!r}] to be a tensor or None, got {type(batch[name]).__name__}"
             )
     named = next((name for name in _TOKENS if name in batch), None)
     if named is None:
         raise ValueError(
-            f"batch has {sorted(batch)}; input_ids or inputs_embeds is needed: it says how long "
-            "the sequence is"
+            "expected batch to have input_ids or inputs_embeds, whose length is that of the "
+            f"sequence, got {sorted(batch)}"
         )
     if "labels" in batch and "shift_labels" in batch:
-        raise ValueError("batch has both labels and shift_labels; only one of them can be given")
+        raise ValueError("expected batch to have labels or shift_labels, got both")
     if not isinstance(batch[named], Tensor) or batch[named].dim() <= dim:
         found = batch[named]
         said = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise ValueError(
-            f"batch[{named!r}] is {said}; a tensor [B, S] or [B, S, E] is right, its tokens along "
-            f"dim {dim}"
+            f"expected batch[{named!r}] to be a tensor [B, S] or [B, S, E] with the sequence in "
+            f"dimension {dim}, got {said}"
         )
     length = batch[named].size(dim)
     _check_lengths(batch, named, dim, length)
@@ -137,8 +162,9 @@ def shard_batch(
         positions = batch["position_ids"]
         if positions.dim() > 2 and "labels" in batch:
             raise ValueError(
-                f"batch['position_ids'] has shape {tuple(positions.shape)}; where documents end "
-                "shows only in [S] or [B, S] positions: pass shift_labels instead of labels"
+                "expected batch['position_ids'] of shape [S] or [B, S], from which the ends of "
+                f"documents are read, got {tuple(positions.shape)}; pass shift_labels instead of "
+                "labels"
             )
         restarts = _restarts(positions, batch, dim) if "labels" in batch else None
     if "labels" in batch:
@@ -187,11 +213,11 @@ def compare_batches(batch: Mapping[str, Any], group: Group) -> None:
     if difference is not None:
         name, one, other = difference
         raise ValueError(
-            f"batch[{name!r}] of rank {other} of the group is not that of rank {one}; ranks that "
-            "share a sequence must pass the same, whole batch. A DistributedSampler, "
-            "accelerate.prepare(loader) and Trainer give each process other samples: take "
-            "DistributedSampler(data, num_replicas=<groups>, rank=<number of this rank's group>), "
-            "or none where all processes are one group"
+            f"expected batch[{name!r}] to be the same full tensor on every rank of the group, but "
+            f"batch[{name!r}] of rank {other} is not that of rank {one}. DistributedSampler, "
+            "accelerate.prepare(loader) and Trainer give each process its own samples; use "
+            "DistributedSampler(data, num_replicas=<number of groups>, rank=<index of this rank's "
+            "group>), or no sampler if all processes form one group"
         )
     _batches_compared[of] = compared + 1
 
@@ -213,8 +239,8 @@ def _restarts(positions: Tensor, batch: Mapping[str, Any], dim: int) -> Tensor:
     alone = ones[..., :1] & restarts[..., :1] & (positions[..., 1:2] == 0)
     if bool(alone.any()):
         raise ValueError(
-            "batch['position_ids'] begins with 1, 0 in a row: the end of a document, or padding? "
-            "Pass attention_mask, in which padding is 0, or shift_labels instead of labels"
+            "batch['position_ids'] begins with 1, 0 in a row, which may be the end of a document "
+            "or padding; pass attention_mask, with 0 for padding, or shift_labels instead of labels"
         )
     return restarts & ~ones
 
@@ -230,8 +256,8 @@ def _check_lengths(batch: Mapping[str, Any], named: str, dim: int, length: int) 
         at = _dim_of(name, dim)
         if not -value.dim() <= at < value.dim() or value.size(at) != length:
             raise ValueError(
-                f"batch[{name!r}] has shape {tuple(value.shape)}, but {named} says that the "
-                f"sequence has {length} tokens; {length} in dimension {at} is right"
+                f"expected batch[{name!r}] to have size {length} in dimension {at}, the sequence "
+                f"length of {named}, got shape {tuple(value.shape)}"
             )
 
 
@@ -255,7 +281,7 @@ def _pad(
     batch: dict[str, Any], named: str, dim: int, length: int, pad_to: int, ignore_index: int
 ) -> None:
     if pad_to < length:
-        raise ValueError(f"pad_to is {pad_to}, but the sequence has {length} tokens already")
+        raise ValueError(f"expected pad_to >= {length}, the length of the sequence, got {pad_to}")
     if "attention_mask" not in batch and pad_to > length:
         shape = batch[named].shape if named == "input_ids" else batch[named].shape[:-1]
         batch["attention_mask"] = torch.ones(shape, dtype=torch.int64, device=batch[named].device)
@@ -275,8 +301,8 @@ def _pad(
             or (value.is_floating_point() and not _is_binary(value))
         ):
             raise ValueError(
-                f"batch['attention_mask'] has shape {tuple(value.shape)} and dtype {value.dtype}; "
-                "only one of 0 and 1 for each token can be padded: pad any other yourself"
+                "expected batch['attention_mask'] to have a 0 or 1 for each token, to pad it, got "
+                f"{value.dtype} of shape {tuple(value.shape)}; pad any other mask yourself"
             )
         padding = [0] * (2 * (value.dim() - dim))
         padding[-1] = pad_to - length

@@ -20,25 +20,25 @@ Parameters = nn.Module | Iterable[Tensor] | Tensor
 
 
 def sync_gradients(module: Parameters, group: Group = None) -> None:
-    """Makes every parameter's ``.grad`` its sum over ``group``: the full gradient, on every rank.
+    """Sums every parameter's ``.grad`` over ``group``: the full gradient, on every rank.
 
-    For people without DDP, FSDP or DeepSpeed, which do it themselves. All-reduces flat buckets; a
-    parameter without a gradient on some ranks only counts as zero there, one without a gradient on
-    any rank keeps none. Parameters of :func:`deepsp.shard_parameters` are left alone: their
-    gradients are sums already. DTensors' local parts are summed: FSDP over the data ranks alone
-    leaves the sum over the sequence group to be taken.
+    For training without DDP, FSDP or DeepSpeed, which do this themselves. All-reduces flat buckets.
+    A parameter without a gradient on some ranks counts as zero there; one without a gradient on any
+    rank keeps none. Parameters of :func:`deepsp.shard_parameters` are left alone, since their
+    gradients are sums already. Of DTensors the local tensors are summed: FSDP over the data ranks
+    alone leaves the sum over the sequence group to be taken.
 
-    Its first call with a parameter compares over the group what every rank holds whole, parameters
-    and persistent buffers: a digest of one pass over memory.
+    The first call with a parameter compares parameters and persistent buffers across the group, by
+    a digest (one pass over memory).
 
     Args:
         module: a module, or parameters: ``model.parameters()``.
-        group: the ranks that have each a share of the gradients.
+        group: the ranks whose gradients are partial.
 
     Raises:
-        ValueError: a gradient is sparse; a schedule built the module; FSDP shards parameters,
-            or averages their gradients, over ranks of ``group``; ranks hold different weights, as
-            those do that are seeded differently.
+        ValueError: a gradient is sparse; a schedule built the module; FSDP shards parameters, or
+            averages their gradients, over ranks of ``group``; the ranks have different weights, as
+            after different seeds.
     """
     rank, size, name = member = member_of(group)
     named, sharded = _named(module)
@@ -46,8 +46,8 @@ def sync_gradients(module: Parameters, group: Group = None) -> None:
         isinstance(module, nn.Module) and any(shards_of(inner) for inner in module.modules())
     ):
         raise ValueError(
-            "module: a schedule built it, and so its parameters' gradients are full already; leave "
-            "sync_gradients out"
+            "module was built by a schedule, so the gradients of its parameters are full already; "
+            "don't call sync_gradients"
         )
     if size == 1:
         return
@@ -55,9 +55,9 @@ def sync_gradients(module: Parameters, group: Group = None) -> None:
     for n, p in whole:
         if p.requires_grad and isinstance(p, DTensor) and ranks_in(p, name) > 1:
             raise ValueError(
-                f"module: {n} is sharded or replicated over ranks of this group, and its gradient "
-                "averaged by whoever did that; leave sync_gradients out, and pass "
-                "average_gradients=True to deepsp.cross_entropy"
+                f"module: {n} is a DTensor over ranks of this group, whose gradient is averaged "
+                "already; don't call sync_gradients, and pass average_gradients=True to "
+                "deepsp.cross_entropy"
             )
     trained = [(n, p) for n, p in whole if p.requires_grad]
     of_module = isinstance(module, nn.Module)
@@ -78,7 +78,7 @@ def sync_gradients(module: Parameters, group: Group = None) -> None:
     for (n, _), ranks in zip(whole, somewhere, strict=True):
         if ranks >= sparse:  # known to every rank by now
             raise ValueError(
-                f"module: the gradient of {n} is sparse; only dense ones can be summed. Make the "
+                f"module: expected dense gradients, but the gradient of {n} is sparse; make the "
                 "embedding with sparse=False"
             )
     gradients = []
@@ -104,8 +104,8 @@ def _named(module: Parameters) -> tuple[list[tuple[str, Tensor]], dict[Tensor, M
     for n, p in enumerate(parameters):
         if not isinstance(p, Tensor):
             raise ValueError(
-                f"module: item {n} is a {type(p).__name__}; a module or its parameters, "
-                "model.parameters(), are right"
+                "expected module to be a module or its parameters, such as model.parameters(), got "
+                f"{type(p).__name__} as item {n}"
             )
     parameters = dict.fromkeys(parameters)
     named = [(f"parameter {n}, of shape {list(p.shape)},", p) for n, p in enumerate(parameters)]
@@ -114,19 +114,19 @@ def _named(module: Parameters) -> tuple[list[tuple[str, Tensor]], dict[Tensor, M
 
 
 def clip_grad_norm_(module: Parameters, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` of a module with parameters that
-    :func:`deepsp.shard_parameters` or a schedule sharded: the norm is that of the whole gradient,
-    the same on every rank.
+    """``torch.nn.utils.clip_grad_norm_`` for parameters that :func:`deepsp.shard_parameters` or a
+    schedule sharded: the norm is that of the full gradient, the same on every rank.
 
-    Parameters that are not sharded count once: every rank is taken to have the same gradient of
-    them (:func:`deepsp.sync_gradients`). DTensors count as the tensors that they are parts of.
+    Parameters that aren't sharded count once: every rank must have the same gradient of them
+    (:func:`deepsp.sync_gradients`). DTensors count as the full tensors.
 
     Args:
         module: a module, or parameters: ``model.parameters()``.
-        max_norm, norm_type: as ``torch.nn.utils.clip_grad_norm_`` has them.
+        max_norm: the largest norm, as in ``torch.nn.utils.clip_grad_norm_``.
+        norm_type: the order of the norm; may be ``inf``.
 
     Returns:
-        The norm before clipping, a tensor of no dimensions.
+        The norm before clipping, a scalar tensor.
 
     Raises:
         ValueError: a gradient is sparse.
@@ -138,8 +138,8 @@ def clip_grad_norm_(module: Parameters, max_norm: float, norm_type: float = 2.0)
         gradient = parameter.grad
         if gradient is not None and gradient.layout != torch.strided:
             raise ValueError(
-                f"module: the gradient of {name} is sparse; the norm of dense ones is taken. Make "
-                "the embedding with sparse=False"
+                f"module: expected dense gradients, but the gradient of {name} is sparse; make the "
+                "embedding with sparse=False"
             )
         if parameter in sharded:
             # Also without a gradient: every rank makes the same calls.

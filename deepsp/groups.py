@@ -32,32 +32,35 @@ def member_of(group: Group | Member) -> Member:
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
-                f"group is a mesh of {group.ndim} dimensions; one dimension of it is right: "
-                "mesh['name']"
+                f"expected group to be a mesh of 1 dimension, got one of {group.ndim} dimensions; "
+                "pass one of them, mesh['name']"
             )
         group = group.get_group()
     if not dist.is_initialized():
         raise ValueError(
-            "group: there is no process group yet; call torch.distributed.init_process_group first"
+            "expected group to exist, but there is no process group yet; call "
+            "torch.distributed.init_process_group first"
         )
     if group is None:
         group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         if group is dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError(
-                f"group: this process (rank {dist.get_rank()}) isn't in it; "
-                "call this on its members only"
-            )
+            raise ValueError(_outside())
         raise ValueError(
-            f"group is {group!r}; a ProcessGroup, a DeviceMesh of one dimension or None is right"
+            "expected group to be a ProcessGroup, a DeviceMesh of one dimension or None, got "
+            f"{group!r}"
         )
     rank = dist.get_rank(group)
     if rank < 0:
-        raise ValueError(
-            f"group: this process (rank {dist.get_rank()}) isn't in it; "
-            "call this on its members only"
-        )
+        raise ValueError(_outside())
     return rank, dist.get_world_size(group), group.group_name
+
+
+def _outside() -> str:
+    return (
+        f"expected group to include this process (rank {dist.get_rank()}), which isn't in it; call "
+        "this on the ranks of the group only"
+    )
 
 
 def compare_calls(op: str, member: Member, like: Tensor, **arguments) -> bool:
@@ -80,7 +83,8 @@ def compare_calls(op: str, member: Member, like: Tensor, **arguments) -> bool:
         if "passes seq_lens" not in str(error):
             raise
         raise ValueError(
-            f"{error}. seq_lens is how many tokens each rank has; None means as many on each"
+            f"{error}. seq_lens lists the number of tokens of each rank; None means that all ranks "
+            "have the same number"
         ) from None
     return True
 

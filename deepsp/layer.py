@@ -1,4 +1,4 @@
-"""A whole attention layer on a sharded sequence, its exchanges hidden behind its own compute."""
+"""An attention layer on a sharded sequence, its exchanges hidden behind its own compute."""
 
 from __future__ import annotations
 
@@ -18,51 +18,55 @@ _NAMES = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 class SequenceParallelAttention(nn.Module):
-    """Projections, rotary embedding, attention over the whole sequence and output projection, of
-    which each rank holds a part of the tokens.
+    """An attention layer on a sharded sequence: projections, rotary embedding, attention over the
+    full sequence and output projection.
 
-    With ``overlap`` every exchange travels during compute, in forward and backward: a rank's part
-    of q, k and v while the next is projected; a chunk of heads while attention works on another;
-    the output while the output projection adds up what is there; the gradient of the attention's
-    output while the output weight's gradient is computed. No part of it needs streams or hooks.
+    With ``overlap``, every exchange is in flight during compute, in forward and backward: a rank's
+    part of q, k and v while the next is projected; a chunk of heads while attention works on
+    another; the output while the output projection adds up what has arrived; the gradient of the
+    attention's output while that of the output weight is computed. It uses no streams and no hooks.
+    The sharding is that of DeepSpeed-Ulysses (Jacobs et al., 2023, arXiv:2309.14509).
 
     Args:
-        hidden_size: features of the input and the output.
-        num_heads: query heads, at least as many as the group has ranks.
-        num_kv_heads: key and value heads; divides ``num_heads``. None: as many.
-        head_dim: None: ``hidden_size // num_heads``.
-        bias: of q, k and v.
-        out_bias: of the output projection; None: as ``bias``.
-        rope_theta: base of a rotary embedding of q and k; None: none, or what ``rotary`` says.
-        rope_interleaved: pairs are channels (2i, 2i + 1), not (i, i + D/2).
-        rotary: the rotary embedding of a model that scales it, or turns some of the channels only:
-            called as ``rotary(x, position_ids)`` with position_ids [1 or B, S], the whole
-            sequence's, it returns cos and sin, as transformers' rotary embeddings do; or the pair
-            (cos, sin) itself, of the whole sequence: [S, R] or [1 or B, S, R]. The first R channels
-            of a head are turned, so both halves of R (or channels 2i and 2i + 1, interleaved) have
-            the same cos and sin.
-        q_norm, k_norm: modules applied to each head [..., head_dim] of q and k, or, if they are
-            that wide, to all heads together [..., num_heads * head_dim], before the embedding;
-            their gradients are summed over the group like all others.
-        local_attention: called as ``local_attention(q, k, v, *args, **kwargs)`` with
-            q [B, S, h, D], k and v [B, S, h_kv, D], once a chunk, as by
-            :class:`DistributedAttention`; it doesn't write to k and v, which chunks may share.
-            ``head_indices`` if it declares that. None: ``scaled_dot_product_attention``.
-        chunks: into how many parts each rank's heads are cut; at most as many as leave every rank
-            a query head in each. "auto": measured on the first call with a shape, by forward and
-            backward passes of this layer (forward alone without gradients) with 1, 2, 4, ...
-            chunks; the same on every rank. Compiled code takes what was picked last.
-        overlap: False: projections, one exchange, attention, one exchange, projection, one after
+        hidden_size: the number of features of the input and the output.
+        num_heads: the number of query heads, at least one for each rank of the group.
+        num_kv_heads: the number of key and value heads; divides ``num_heads``. None: ``num_heads``.
+        head_dim: the number of features of a head; None: ``hidden_size // num_heads``.
+        bias: whether the projections of q, k and v have a bias.
+        out_bias: whether the output projection has one; None: as ``bias``.
+        rope_theta: the base of a rotary embedding of q and k; None: no embedding, or ``rotary``.
+        rope_interleaved: the pairs are channels (2i, 2i + 1) instead of (i, i + D/2).
+        rotary: the rotary embedding of a model, for one that scales it or rotates some channels
+            only. Either a function ``rotary(x, position_ids)``, called with position_ids [1 or B,
+            S] of the full sequence, that returns cos and sin as those of transformers do; or the
+            pair (cos, sin) itself, for the full sequence: [S, R] or [1 or B, S, R]. The first R
+            channels of a head are rotated, so both halves of R (or channels 2i and 2i + 1,
+            interleaved) have the same cos and sin.
+        q_norm: a module applied before the rotary embedding to each head of q, [..., head_dim], or,
+            if it is that wide, to all heads together, [..., num_heads * head_dim]. Its gradients
+            are partial like all others.
+        k_norm: the same for k.
+        local_attention: called as ``local_attention(q, k, v, *args, **kwargs)`` with q [B, S, h,
+            D], k and v [B, S, h_kv, D], once for each chunk, as in :class:`DistributedAttention`;
+            it doesn't write to k and v, which chunks may share. It gets ``head_indices`` if it
+            declares that argument. None: ``scaled_dot_product_attention``.
+        chunks: the number of parts of each rank's heads; at most as many as leave every rank a
+            query head in each. "auto": measured on the first call with a shape, by forward and
+            backward passes of this layer (forward only without gradients) with 1, 2, 4, ... chunks,
+            the same on every rank. Compiled code uses the last choice.
+        overlap: False: projections, one exchange, attention, one exchange and projection, one after
             another; for comparison.
         group: the sequence group.
-
-    The rotary embedding (and the norms of each head) come after the exchange: products can then be
-    written straight into what is sent; it turns as many elements there as before, and runs while
-    other chunks travel. Norms over all heads come before it, and then no product hides the exchange
-    of q, k and v.
+        device: where the parameters are made.
+        dtype: that of the parameters.
 
     Raises:
         ValueError: sizes that don't fit each other or the group.
+
+    The rotary embedding (and the norms of each head) come after the exchange: matrix products can
+    then be written straight into the send buffer, and the embedding runs while other chunks are in
+    flight. Norms over all heads come before the exchange, so no product hides the exchange of q, k
+    and v.
     """
 
     def __init__(
@@ -88,12 +92,12 @@ class SequenceParallelAttention(nn.Module):
     ):
         super().__init__()
         if num_heads < 1:
-            raise ValueError(f"num_heads is {num_heads}; at least 1 is right")
+            raise ValueError(f"expected num_heads >= 1, got {num_heads}")
         if head_dim is None:
             if hidden_size % num_heads != 0:
                 raise ValueError(
-                    f"hidden_size is {hidden_size}, which num_heads, {num_heads}, doesn't divide; "
-                    "pass head_dim"
+                    f"expected hidden_size to be a multiple of num_heads ({num_heads}), got "
+                    f"{hidden_size}; pass head_dim"
                 )
             head_dim = hidden_size // num_heads
         kv_size = (num_heads if num_kv_heads is None else num_kv_heads) * head_dim
@@ -133,27 +137,34 @@ class SequenceParallelAttention(nn.Module):
         register: bool = True,
         **options,
     ) -> SequenceParallelAttention:
-        """Takes over an existing layer's projections: the parameters are shared, not copied.
+        """Makes a layer from the projections of an existing one; the parameters are shared, not
+        copied.
 
         Args:
-            num_heads: query heads; the kv heads follow from ``k_proj``.
+            q_proj: an ``nn.Linear`` to ``num_heads * head_dim`` features.
+            k_proj: an ``nn.Linear``, from whose size the number of kv heads follows.
+            v_proj: an ``nn.Linear``, with as many heads as ``k_proj``.
+            o_proj: an ``nn.Linear`` from all heads of v, one for each query head.
+            num_heads: the number of query heads.
             register: True: the projections (and norms) become submodules ``q_proj``, ``k_proj``,
                 ``v_proj``, ``o_proj`` (``q_norm``, ``k_norm``) of the new module. False: they stay
                 the caller's alone, whose ``state_dict`` keys don't change.
+            options: the constructor's arguments from ``rope_theta`` to ``group``. ``rope_theta`` or
+                ``rotary`` is required, and may be None: projections don't show whether their layer
+                has a rotary embedding.
 
-            options: the constructor's, from ``rope_theta`` to ``group``. ``rope_theta`` or
-                ``rotary`` must be said, None too: projections don't tell whether a layer turns its
-                queries and keys.
+        Returns:
+            A :class:`SequenceParallelAttention`.
 
         Raises:
             ValueError: a projection isn't a plain ``nn.Linear``, or has hooks (they would not run);
-                neither ``rope_theta`` nor ``rotary`` is given.
+                neither ``rope_theta`` nor ``rotary`` is given; sizes that don't fit.
         """
         if "rope_theta" not in options and "rotary" not in options:
             raise ValueError(
-                "rope_theta and rotary are left out, and projections don't tell whether the layer "
-                "that they are from turns its queries and keys; pass rope_theta, rotary (the "
-                "model's rotary embedding), or rope_theta=None if it doesn't"
+                "expected rope_theta or rotary, got neither; projections don't show whether their "
+                "layer has a rotary embedding. Pass rope_theta, rotary (the model's rotary "
+                "embedding), or rope_theta=None if it has none"
             )
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
@@ -185,16 +196,16 @@ class SequenceParallelAttention(nn.Module):
         _, size, _ = self.member
         if num_heads < size:
             raise ValueError(
-                f"num_heads is {num_heads}, fewer than the {size} ranks of the group; use a group "
-                f"of at most {num_heads} ranks"
+                f"expected num_heads >= {size}, the number of ranks of the group, got {num_heads}; "
+                f"use a group of at most {num_heads} ranks"
             )
         if rope_theta is not None and self.head_dim % 2 != 0:
             raise ValueError(
-                f"head_dim is {self.head_dim}; a rotary embedding needs pairs of channels"
+                f"expected head_dim to be even for a rotary embedding, got {self.head_dim}"
             )
         if rope_theta is not None and rotary is not None:
             raise ValueError(
-                f"rope_theta is {rope_theta}, and rotary is given, too; one of them is right"
+                f"expected rope_theta or rotary, got both (rope_theta is {rope_theta})"
             )
         if rotary is not None and not callable(rotary):
             rope.check_pair(rotary)
@@ -242,23 +253,29 @@ class SequenceParallelAttention(nn.Module):
         seq_lens: Sequence[int] | None = None,
         **kwargs,
     ) -> Tensor:
-        """x [B, S_r, hidden_size] -> [B, S_r, hidden_size].
+        """The layer's output for this rank's tokens.
 
         Args:
-            position_ids: [S] or [B, S], of the *whole* sequence, for the rotary embedding; None:
-                0, 1, 2, ...
+            x: [B, S_r, hidden_size], in the dtype of the parameters (or under autocast).
+            args: passed to the local attention. For ``scaled_dot_product_attention``, positional or
+                by name: ``attn_mask`` (of the full sequence), ``dropout_p``, ``is_causal``,
+                ``scale``.
+            position_ids: [S] or [B, S], of the full sequence, for the rotary embedding; None: 0, 1,
+                2, ...
             rotary: in place of the constructor's, such as the (cos, sin) that a model computes once
-                for all of its layers, of the *whole* sequence.
-            seq_lens: tokens of each rank; None: all hold as many as this one.
-            args, kwargs: for the local attention. For ``scaled_dot_product_attention``:
-                ``attn_mask`` (global), ``dropout_p``, ``is_causal``, ``scale``.
+                for all of its layers, for the full sequence.
+            seq_lens: the number of tokens of each rank; None: all ranks have as many as this one.
+            kwargs: passed to the local attention.
+
+        Returns:
+            [B, S_r, hidden_size].
 
         Raises:
             ValueError: arguments that don't fit each other or the group.
         """
         if x.dim() != 3:
             raise ValueError(
-                f"x has {x.dim()} dimensions; three are right: [batch, sequence, hidden_size]"
+                f"expected x to have 3 dimensions [batch, sequence, hidden_size], got {x.dim()}"
             )
         for name, linear in zip(_NAMES, self._used()[:4], strict=True):
             check_linear(name, linear)  # they may have changed
@@ -348,15 +365,15 @@ class SequenceParallelAttention(nn.Module):
     def _angles(self, x, lens, position_ids, rotary) -> tuple | None:
         if rotary is not None and self.rope_theta is not None:
             raise ValueError(
-                f"rotary is given, but rope_theta is {self.rope_theta}; one of them is right"
+                f"expected rotary or the layer's rope_theta, got both (rope_theta is "
+                f"{self.rope_theta})"
             )
         rotary = self._rotary[0] if rotary is None else rotary
         used = self.rope_theta is not None or callable(rotary)
         if not used and position_ids is not None:
             raise ValueError(
-                "position_ids is given, but "
+                "expected no position_ids, which nothing uses: "
                 + ("rope_theta is None" if rotary is None else "rotary is (cos, sin)")
-                + ": nothing uses them"
             )
         total = sum(lens)
         if used and position_ids is None:
@@ -367,9 +384,9 @@ class SequenceParallelAttention(nn.Module):
             or (position_ids.dim() == 2 and position_ids.size(0) not in (1, x.size(0)))
         ):
             raise ValueError(
-                f"position_ids has shape {tuple(position_ids.shape)}; positions are those of the "
-                f"whole sequence: [{total}] or [batch, {total}] is right "
-                "(deepsp.unshard(position_ids, 1) makes them from each rank's)"
+                f"expected position_ids of the full sequence, [{total}] or [batch, {total}], got "
+                f"shape {tuple(position_ids.shape)}; deepsp.unshard(position_ids, 1) gathers the "
+                "local ones"
             )
         if self.rope_theta is not None:
             return rope.angles(position_ids, self.head_dim, self.rope_theta, x.dtype)
@@ -419,8 +436,8 @@ class SequenceParallelAttention(nn.Module):
         )
         if out.size(3) != self.v_head_dim:
             raise ValueError(
-                f"local_attention returned shape {tuple(out.shape)}; "
-                f"{(*q.shape[:3], self.v_head_dim)} is right"
+                f"expected local_attention to return shape {(*q.shape[:3], self.v_head_dim)}, got "
+                f"{tuple(out.shape)}"
             )
         return out
 

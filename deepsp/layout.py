@@ -8,8 +8,19 @@ from deepsp.groups import Group, member_of
 
 
 def seq_lens(total: int, group: Group = None) -> list[int]:
-    """Tokens of each rank when ``total`` are split over ``group``, like ``torch.tensor_split``:
-    the first ``total % P`` ranks get one more."""
+    """Splits ``total`` tokens over the ranks of ``group`` like ``torch.tensor_split``: the first
+    ``total % P`` of P ranks get one more.
+
+    Args:
+        total: the number of tokens of the full sequence.
+        group: the sequence group.
+
+    Returns:
+        The number of tokens of each rank, by rank: a list of P ints.
+
+    Raises:
+        ValueError: ``total`` is negative, or this process isn't in the group.
+    """
     _, size, _ = member_of(group)
     return list(torch.ops.deepsp.token_split(total, size))
 
@@ -17,19 +28,22 @@ def seq_lens(total: int, group: Group = None) -> list[int]:
 def local_heads(
     num_heads: int, group: Group = None, num_kv_heads: int | None = None
 ) -> range | tuple[range, range]:
-    """The heads that this rank computes attention for: a contiguous range of the global heads,
-    whatever the number of chunks.
+    """The heads that this rank computes attention for: a contiguous range of the global heads, the
+    same for any number of chunks.
+
+    Slice with it what a model has per head: ``slopes[heads.start : heads.stop]``.
 
     Args:
-        num_heads: query heads of the whole model, at least as many as the group has ranks.
+        num_heads: the number of query heads of the model, at least one for each rank.
         group: the sequence group.
-        num_kv_heads: key/value heads of the whole model; divides ``num_heads``.
+        num_kv_heads: the number of key and value heads of the model; divides ``num_heads``.
 
     Returns:
-        The range of query heads; with ``num_kv_heads`` a pair: the query heads, and the kv heads
+        The range of query heads; with ``num_kv_heads``, a pair of it and the range of the kv heads
         that they read.
 
-    Anything per head is sliced with it: ``slopes[heads.start : heads.stop]``.
+    Raises:
+        ValueError: fewer query heads than ranks, or ``num_kv_heads`` doesn't divide ``num_heads``.
     """
     rank, size, _ = member_of(group)
     q_begin, q_end, kv_begin, kv_end = torch.ops.deepsp.head_split(
@@ -46,11 +60,11 @@ def lens_or_equal(lens, length, size: int) -> list[int]:
         return [length] * size
     if any(not isinstance(n, (int, torch.SymInt)) for n in lens):
         raise ValueError(
-            f"seq_lens is {lens}; numbers of tokens are right, ints: {[int(n) for n in lens]}"
+            f"expected seq_lens to be ints, such as {[int(n) for n in lens]}, got {lens}"
         )
     if len(lens) != size:
         raise ValueError(
-            f"seq_lens has {len(lens)} entries, but the group has {size} ranks; one entry for each "
-            "is right"
+            f"expected seq_lens to have one entry for each of the {size} ranks of the group, got "
+            f"{len(lens)}"
         )
     return list(lens)

@@ -1,4 +1,4 @@
-"""Calling a local attention: what sees the whole sequence of some heads."""
+"""Calling a local attention: what sees the full sequence of some heads."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _NAMES = {"b": "batch", "s": "sequence", "h": "heads", "d": "head_dim"}
 
 def check_layout(layout: str) -> None:
     if layout not in ORDERS:
-        raise ValueError(f"layout is {layout!r}; 'bshd', 'sbhd' or 'bhsd' is right")
+        raise ValueError(f"expected layout to be 'bshd', 'sbhd' or 'bhsd', got {layout!r}")
 
 
 def check_four(x: Tensor, name: str, layout: str) -> None:
     if x.dim() != 4:
         dims = ", ".join(_NAMES[d] for d in layout)
-        raise ValueError(f"{name} has {x.dim()} dimensions; four are right: [{dims}]")
+        raise ValueError(f"expected {name} to have 4 dimensions [{dims}], got {x.dim()}")
 
 
 def wants_head_indices(function: Callable | None) -> bool:
@@ -47,8 +47,7 @@ def autocasts(device: torch.device) -> bool:
 def check_kwargs(head_indices: bool, kwargs: dict) -> None:
     if head_indices and "head_indices" in kwargs:
         raise ValueError(
-            "head_indices is passed; local_attention gets those of the heads that it sees, leave "
-            "it out"
+            "expected no head_indices, which deepsp passes to local_attention itself; leave it out"
         )
 
 
@@ -56,19 +55,19 @@ def check_sdpa_arguments(args: tuple, kwargs: dict, known: tuple[str, ...]) -> N
     """Raises where there is no local attention that would take what is passed."""
     if len(args) > len(known):
         raise ValueError(
-            f"{len(args)} more arguments are passed; at most {len(known)} are right: "
-            f"{', '.join(known)}"
+            f"expected at most {len(known)} more positional arguments ({', '.join(known)}), got "
+            f"{len(args)}"
         )
     for name in kwargs:
         if name == "enable_gqa" and name not in known:
             raise ValueError(
-                "enable_gqa isn't an argument here: how many kv heads there are follows from "
-                "k_proj; leave it out"
+                "enable_gqa isn't an argument here: the number of kv heads follows from k_proj; "
+                "leave it out"
             )
         if name not in known:
             raise ValueError(
-                f"{name} isn't an argument of scaled_dot_product_attention ({', '.join(known)}); "
-                f"pass a local_attention that takes {name}"
+                f"expected an argument of scaled_dot_product_attention ({', '.join(known)}), got "
+                f"{name}; pass a local_attention that takes it"
             )
 
 
@@ -119,12 +118,12 @@ def attend(
     seen = [qkv[0].size(d) for d in order]
     if not isinstance(out, Tensor):
         raise ValueError(
-            f"local_attention returned a {type(out).__name__}; a tensor of shape "
-            f"{tuple(seen[:3])} and a head dimension is right"
+            f"expected local_attention to return a tensor of shape {tuple(seen[:3])} and a head "
+            f"dimension, got {type(out).__name__}"
         )
     if out.dim() != 4 or list(out.shape[:3]) != seen[:3]:
         raise ValueError(
-            f"local_attention returned shape {tuple(out.shape)}; {tuple(seen[:3])} and a head "
-            "dimension is right"
+            f"expected local_attention to return shape {tuple(seen[:3])} and a head dimension, got "
+            f"{tuple(out.shape)}"
         )
     return out.permute(order)

@@ -1,4 +1,4 @@
-"""The loss of a whole sequence from each rank's tokens."""
+"""The loss of the full sequence from each rank's tokens."""
 
 from __future__ import annotations
 
@@ -21,30 +21,31 @@ def cross_entropy(
     """Cross entropy over all tokens of a sharded sequence, the same number on every rank.
 
     Args:
-        logits: [..., C]: this rank's tokens, floating point; 16-bit ones are taken to float32.
+        logits: [..., C], of this rank's tokens, floating point; 16-bit logits are cast to float32.
         shifted_labels: [...], integer: the class that each token is to predict, that is, labels
-            shifted *before* the sequence was sharded, as :func:`deepsp.shard_batch` returns them.
+            that were shifted before the sequence was sharded, as :func:`deepsp.shard_batch` returns
+            them.
         group: the sequence group.
-        ignore_index: label of tokens that don't count.
+        ignore_index: the label of tokens that don't count.
         reduction: "mean" over the valid tokens of all ranks, or their "sum".
-        label_smoothing: as in ``torch.nn.functional.cross_entropy``, 0 to 1.
+        label_smoothing: 0 to 1, as in ``torch.nn.functional.cross_entropy``.
         average_gradients: multiplies gradients (not the loss) by the group's size, for wrappers
-            that average over a world which includes the sequence group: DDP, FSDP, DeepSpeed.
+            that average over ranks which include the sequence group: DDP, FSDP, DeepSpeed.
 
     Returns:
-        A scalar. A rank without a valid token adds zero; without any in the group the loss is 0 and
-        so are the gradients. A rank's gradients are its tokens' share: their sum over the group is
-        the full gradient (:func:`deepsp.sync_gradients`).
+        A scalar. A rank without a valid token adds zero; without any in the group, the loss and the
+        gradients are 0. A rank's gradients are partial, those of its tokens: their sum over the
+        group is the full gradient (:func:`deepsp.sync_gradients`).
 
     Raises:
-        ValueError: shapes or dtypes that don't fit, or a reduction that isn't there.
+        ValueError: shapes or dtypes that don't fit, or an unknown ``reduction``.
     """
     _check_reduction(reduction)
     shifted_labels = _classes(shifted_labels)
     if logits.shape[:-1] != shifted_labels.shape:
         raise ValueError(
-            f"shifted_labels has shape {tuple(shifted_labels.shape)}, but logits have "
-            f"{tuple(logits.shape)}; {tuple(logits.shape[:-1])} is right"
+            f"expected shifted_labels to have shape {tuple(logits.shape[:-1])}, one for each token "
+            f"of logits {tuple(logits.shape)}, got {tuple(shifted_labels.shape)}"
         )
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
@@ -73,48 +74,49 @@ def linear_cross_entropy(
     chunk_tokens: int | None = None,
 ) -> Tensor:
     """:func:`cross_entropy` of ``torch.nn.functional.linear(hidden, weight, bias)``, whose logits
-    are there for a chunk of tokens at a time only, in the forward pass and in the backward.
+    exist for a chunk of tokens at a time only, in forward and backward.
 
-    Gradients are found in the forward pass (where grad mode is on) and scaled in the backward
-    pass: until then they are held, that of weight, [C, E], in float32. There is no second
-    derivative: it raises.
+    Gradients are computed in forward (if grad mode is on), kept until backward (that of ``weight``,
+    [C, E], in float32) and scaled there. A second derivative raises.
 
     Args:
-        hidden: [..., E]: this rank's tokens, as the linear layer takes them; float64, float32,
-            bfloat16 or float16.
-        weight: [C, E] in hidden's dtype: the linear layer's, a tied embedding's too. Autocast casts
-            hidden, weight and bias.
-        shifted_labels: [...], integer, 0 to C - 1 or ``ignore_index``: as for
-            :func:`cross_entropy`.
-        bias: [C] in hidden's dtype.
-        chunk_tokens: tokens whose logits are there at a time; None: as many as take 32 MiB, in
-            float32 (float64 for float64), at least one. 16-bit products are copied to float32, so
-            that both are there. At most 512 in float16, whose sums end at 65504.
-
-    The other arguments are those of :func:`cross_entropy`.
+        hidden: [..., E], of this rank's tokens: float64, float32, bfloat16 or float16.
+        weight: [C, E], in the dtype of ``hidden``: the linear layer's, which may be tied to an
+            embedding. Autocast casts ``hidden``, ``weight`` and ``bias``.
+        shifted_labels: [...], integer, 0 to C - 1 or ``ignore_index``, as in :func:`cross_entropy`.
+        bias: [C], in the dtype of ``hidden``, or None.
+        group: the sequence group.
+        ignore_index: the label of tokens that don't count.
+        reduction: "mean" or "sum", as in :func:`cross_entropy`.
+        label_smoothing: 0 to 1.
+        average_gradients: as in :func:`cross_entropy`.
+        chunk_tokens: the number of tokens whose logits exist at a time; None: as many as take 32
+            MiB in float32 (float64 for float64), at least one. 16-bit logits are copied to float32,
+            so both exist. At most 512 in float16, whose sums end at 65504.
 
     Returns:
         A scalar, as :func:`cross_entropy` returns it: float32, or float64 for float64.
 
     Raises:
-        ValueError: shapes, dtypes or devices that don't fit, a reduction that isn't there.
+        ValueError: shapes, dtypes or devices that don't fit, or an unknown ``reduction``.
         IndexError: a label outside 0 to C - 1 (on a GPU, a device-side assertion).
     """
     _check_reduction(reduction)
     if not isinstance(weight, Tensor):
         raise ValueError(
-            f"weight is a {type(weight).__name__}; a tensor [C, E] is right, such as linear.weight"
+            "expected weight to be a tensor [C, E], such as linear.weight, got "
+            f"{type(weight).__name__}"
         )
     if bias is not None and not isinstance(bias, Tensor):
         raise ValueError(
-            f"bias is a {type(bias).__name__}; a tensor [C] or None is right (a group is passed as "
-            "group=...)"
+            f"expected bias to be a tensor [C] or None, got {type(bias).__name__}; pass a group as "
+            "group=..."
         )
     shifted_labels = _classes(shifted_labels)
     if hidden.shape[:-1] != shifted_labels.shape:
         raise ValueError(
-            f"shifted_labels has shape {tuple(shifted_labels.shape)}, but hidden has "
-            f"{tuple(hidden.shape)}; {tuple(hidden.shape[:-1])} is right"
+            f"expected shifted_labels to have shape {tuple(hidden.shape[:-1])}, one for each token "
+            f"of hidden {tuple(hidden.shape)}, got {tuple(shifted_labels.shape)}"
         )
     local_sum = torch.ops.deepsp.linear_cross_entropy(
         hidden, weight, bias, shifted_labels, ignore_index, label_smoothing, chunk_tokens
@@ -126,14 +128,14 @@ def linear_cross_entropy(
 
 def _check_reduction(reduction: str) -> None:
     if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction is {reduction!r}; 'mean' or 'sum' is right")
+        raise ValueError(f"expected reduction to be 'mean' or 'sum', got {reduction!r}")
 
 
 def _classes(labels: Tensor) -> Tensor:
     """Labels of any integer dtype as those that losses take, int64."""
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype == torch.bool:
         said = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
-        raise ValueError(f"shifted_labels is {said}; an integer tensor of classes is right")
+        raise ValueError(f"expected shifted_labels to be an integer tensor of classes, got {said}")
     return labels.long()
 
 

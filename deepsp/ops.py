@@ -1,6 +1,6 @@
 """The exchange for people who write their own layers.
 
-Shapes: B batch, S tokens of the whole sequence, S_r those of this rank, H_i and D_i heads and head
+Shapes: B batch, S tokens of the full sequence, S_r those of this rank, H_i and D_i heads and head
 dimension of tensor i, h_i the heads of it that this rank holds. Any dtype.
 """
 
@@ -20,15 +20,24 @@ Arriving = TypeVar("Arriving")
 
 
 class Pending(Generic[Arriving]):
-    """An exchange on its way. ``wait()`` gives what arrives; call it once, and don't write to what
-    was sent before. Start and wait stand on the same side of ``torch.compile``: both in eager code,
-    or both in compiled code, where buffers are laid out in another way."""
+    """A collective in flight; :meth:`wait` returns its result.
+
+    Call :meth:`wait` once, and don't write to the inputs before. Start and wait must be on the same
+    side of ``torch.compile``: both in eager code or both in compiled code, where buffers have
+    another layout.
+
+    Args:
+        wait: called once, when the result is needed.
+    """
 
     def __init__(self, wait: Callable[[], Arriving]):
         self._wait = wait
 
     def wait(self) -> Arriving:
-        """What arrived.
+        """Waits for the collective.
+
+        Returns:
+            What the op without ``_start`` returns.
 
         Raises:
             RuntimeError: it was waited for already.
@@ -42,23 +51,24 @@ class Pending(Generic[Arriving]):
 def seq_to_heads(
     inputs: Sequence[Tensor], group: Group = None, seq_lens: Sequence[int] | None = None
 ) -> list[Tensor]:
-    """Exchanges my tokens of all heads for all tokens of my heads, in one collective.
+    """Exchanges this rank's tokens of all heads for all tokens of this rank's heads, in one
+    collective.
+
+    This is the all-to-all of DeepSpeed-Ulysses (Jacobs et al., 2023, arXiv:2309.14509).
 
     Args:
-        inputs: [B, S_r, H_i, D_i] each; ``inputs[0]`` is q: its heads are split over the ranks like
-            ``torch.tensor_split``, and head j of it reads head ``j // (H_0 // H_i)`` of the others.
-            A head goes to the ranks that read it and to no other.
+        inputs: local tensors [B, S_r, H_i, D_i] of one dtype, any. ``inputs[0]`` is q: its heads
+            are split over the ranks like ``torch.tensor_split``, and its head j reads head ``j //
+            (H_0 // H_i)`` of the others. A head is sent to the ranks that read it and to no other.
         group: the sequence group.
-        seq_lens: tokens of each rank; None: all hold as many as this one.
+        seq_lens: the number of tokens of each rank; None: all ranks have as many as this one.
 
     Returns:
-        [B, S, h_i, D_i] each: views, last two dimensions contiguous, of one fresh buffer. The
-        gradient is :func:`heads_to_seq` of the outputs' gradients.
+        A list of tensors [B, S, h_i, D_i]: views of one new buffer, whose last two dimensions are
+        contiguous. Their backward is :func:`heads_to_seq`.
 
     Raises:
-        ValueError: inputs that don't fit each other or the group.
-
-    The sharding is that of DeepSpeed-Ulysses (Jacobs et al., 2023, arXiv:2309.14509).
+        ValueError: ``inputs`` or ``seq_lens`` don't fit each other or the group.
     """
     rank, size, name = member_of(group)
     lens = lens_or_equal(seq_lens, _length(inputs), size)
@@ -71,20 +81,22 @@ def heads_to_seq(
     group: Group = None,
     seq_lens: Sequence[int] | None = None,
 ) -> list[Tensor]:
-    """The adjoint of :func:`seq_to_heads`: all tokens of my heads for my tokens of all heads.
+    """Exchanges all tokens of this rank's heads for this rank's tokens of all heads: the adjoint of
+    :func:`seq_to_heads`.
 
     Args:
-        inputs: [B, S, h_i, D_i] each.
-        num_heads: H_i, the heads of each tensor over all ranks.
+        inputs: tensors [B, S, h_i, D_i] of one dtype.
+        num_heads: H_i, the number of heads of each tensor over all ranks.
         group: the sequence group.
-        seq_lens: tokens of each rank; None: S divided evenly.
+        seq_lens: the number of tokens of each rank; None: S divided evenly.
 
     Returns:
-        [B, S_r, H_i, D_i] each, fresh and contiguous. Where several ranks hold a head, the sum
-        of theirs, in float32 (float64 for float64), in rank order.
+        A list of new, contiguous local tensors [B, S_r, H_i, D_i]. A head that several ranks hold
+        is their sum, in float32 (float64 for float64), in rank order. Their backward is
+        :func:`seq_to_heads`.
 
     Raises:
-        ValueError: inputs that don't fit each other or the group.
+        ValueError: ``inputs``, ``num_heads`` or ``seq_lens`` don't fit each other or the group.
     """
     rank, size, name = member_of(group)
     lens = _lens_of_whole(seq_lens, _length(inputs), size)
@@ -94,8 +106,22 @@ def heads_to_seq(
 def seq_to_heads_start(
     inputs: Sequence[Tensor], group: Group = None, seq_lens: Sequence[int] | None = None
 ) -> Pending[list[Tensor]]:
-    """:func:`seq_to_heads` in two halves: launched here, finished by ``.wait()``. Differentiable;
-    in backward, the exchange back is in flight during the backward of whatever stood between."""
+    """Launches :func:`seq_to_heads`; ``.wait()`` returns its result.
+
+    In backward, the reverse exchange is in flight during the backward of the ops between start and
+    wait.
+
+    Args:
+        inputs: as in :func:`seq_to_heads`.
+        group: the sequence group.
+        seq_lens: the number of tokens of each rank; None: all ranks have as many as this one.
+
+    Returns:
+        A :class:`Pending` of the list of tensors [B, S, h_i, D_i].
+
+    Raises:
+        ValueError: ``inputs`` or ``seq_lens`` don't fit each other or the group.
+    """
     rank, size, name = member_of(group)
     lens = lens_or_equal(seq_lens, _length(inputs), size)
     num_heads = [x.size(2) for x in inputs]
@@ -115,7 +141,23 @@ def heads_to_seq_start(
     group: Group = None,
     seq_lens: Sequence[int] | None = None,
 ) -> Pending[list[Tensor]]:
-    """:func:`heads_to_seq` in two halves: launched here, finished by ``.wait()``."""
+    """Launches :func:`heads_to_seq`; ``.wait()`` returns its result.
+
+    In backward, the reverse exchange is in flight during the backward of the ops between start and
+    wait.
+
+    Args:
+        inputs: as in :func:`heads_to_seq`.
+        num_heads: H_i, the number of heads of each tensor over all ranks.
+        group: the sequence group.
+        seq_lens: the number of tokens of each rank; None: S divided evenly.
+
+    Returns:
+        A :class:`Pending` of the list of local tensors [B, S_r, H_i, D_i].
+
+    Raises:
+        ValueError: ``inputs``, ``num_heads`` or ``seq_lens`` don't fit each other or the group.
+    """
     rank, size, name = member_of(group)
     lens = _lens_of_whole(seq_lens, _length(inputs), size)
     heads = list(num_heads)
@@ -131,7 +173,7 @@ def heads_to_seq_start(
 
 def _length(inputs: Sequence[Tensor]) -> int:
     if len(inputs) == 0:
-        raise ValueError("inputs is empty; at least one tensor is needed")
+        raise ValueError("expected inputs to have at least one tensor, got an empty list")
     for i, x in enumerate(inputs):
         check_four(x, f"inputs[{i}]", "bshd")
     return inputs[0].size(1)
@@ -140,7 +182,7 @@ def _length(inputs: Sequence[Tensor]) -> int:
 def _lens_of_whole(lens: Sequence[int] | None, total: int, size: int) -> list[int]:
     if lens is None and total % size != 0:
         raise ValueError(
-            f"inputs[0] has sequence length {total}, which {size} ranks don't divide evenly; "
-            "pass seq_lens, the tokens of each rank"
+            f"expected the sequence length of inputs[0] to be a multiple of the {size} ranks, got "
+            f"{total}; pass seq_lens, the number of tokens of each rank"
         )
     return lens_or_equal(lens, total // size, size)

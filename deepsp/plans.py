@@ -59,28 +59,25 @@ _HEAD = "lm_head"
 def tensor_sequence_parallel(
     model: nn.Module, group: Group = None, *, overlap: bool = False
 ) -> Schedule:
-    """Tensor parallel with sequence parallel: attention's heads, the MLP's columns and the
-    vocabulary are shared out; norms, residuals and dropout work on each rank's tokens.
+    """A schedule for tensor and sequence parallelism: attention heads, MLP columns and the
+    vocabulary are sharded; norms, residuals and dropout work on each rank's tokens.
 
-    A sub-layer gathers the tokens behind its norm, and scatters their sums behind its last linear;
-    the logits are gathered, so that the model's outputs are what they were. Every rank passes the
-    same batch, and trains its shards; whole parameters have full gradients on every rank.
+    After Megatron-LM (Shoeybi et al., 2019, arXiv:1909.08053; Korthikanti et al., 2022,
+    arXiv:2205.05198). A sub-layer gathers the tokens after its norm, and reduce-scatters them after
+    its last linear layer; the logits are gathered, so the model's outputs don't change. Every rank
+    passes the same full batch; replicated parameters have full gradients on every rank.
 
     Args:
-        model: with the module names of transformers' Llama (Mistral, Qwen2 and Qwen3 have them,
-            too) or GPT-2, tokens along axis 1. It may lie on the meta device.
-        group: the ranks; at most as many as key and value heads, a tensor-parallel dimension of a
-            mesh, say.
-        overlap: hide transfers behind the products next to them.
+        model: a model with the module names of transformers' Llama (as Mistral, Qwen2 and Qwen3
+            have) or GPT-2, with tokens along axis 1. It may be on the meta device.
+        group: the ranks, at most as many as kv heads: a tensor-parallel dimension of a mesh, say.
+        overlap: overlap collectives with the matrix products next to them.
 
     Returns:
         A schedule: print it, change it, pass it to :func:`deepsp.build`.
 
     Raises:
-        ValueError: the model has other names; more ranks than heads.
-
-    After Megatron-LM (Shoeybi et al., 2019, arXiv:1909.08053; Korthikanti et al., 2022,
-    arXiv:2205.05198).
+        ValueError: the model has other module names, or fewer heads than ranks.
     """
     base, names = _family(model)
     sch = create_schedule(model, group)
@@ -161,8 +158,8 @@ def _family(model: nn.Module) -> tuple[str, _Names]:
         for family, names in _FAMILIES.items()
     )
     raise ValueError(
-        f"model is a {type(model).__name__}, whose modules have other names than those known "
-        f"({known}); write the schedule with deepsp.create_schedule"
+        f"expected model to have the module names of one of {known}, got {type(model).__name__}; "
+        "write its schedule with deepsp.create_schedule"
     )
 
 

@@ -17,16 +17,20 @@ def biases(projections: Sequence[nn.Linear]) -> list[Tensor]:
 def check_linear(name: str, linear: nn.Module) -> None:
     if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
         raise ValueError(
-            f"{name} is a {type(linear).__name__}; an nn.Linear is right (its weight is used, its "
-            "forward isn't called)"
+            f"expected {name} to be a plain nn.Linear, whose weight is used and whose forward "
+            f"isn't called, got {type(linear).__name__}"
         )
     if "forward" in vars(linear):
-        raise ValueError(f"{name} has a forward of its own, which would not be called")
+        raise ValueError(
+            f"expected {name} to be a plain nn.Linear, but {name} has a forward of its own, which "
+            "would not be called"
+        )
     hooks = [*linear._forward_hooks.values(), *linear._forward_pre_hooks.values()]
     hooks += [*linear._backward_hooks.values(), *linear._backward_pre_hooks.values()]
     if not all(getattr(hook, "observes", False) for hook in hooks):  # shard_parameters' own do
         raise ValueError(
-            f"{name} has hooks, which would not run: its weight is used, its forward isn't called"
+            f"expected {name} to have no hooks, but {name} has hooks, which would not run: its "
+            "weight is used, and its forward isn't called"
         )
 
 
@@ -35,32 +39,32 @@ def head_sizes(projections: dict[str, nn.Linear], num_heads: int) -> tuple[int, 
     q, k, v, o = (projections[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
     if num_heads < 1 or q.out_features % num_heads != 0:
         raise ValueError(
-            f"num_heads is {num_heads}, which doesn't divide the {q.out_features} features of "
-            "q_proj"
+            f"expected num_heads to divide the {q.out_features} output features of q_proj, got "
+            f"{num_heads}"
         )
     head_dim = q.out_features // num_heads
     kv_heads, rest = divmod(k.out_features, head_dim)
     if rest != 0 or kv_heads == 0 or num_heads % kv_heads != 0:
         raise ValueError(
-            f"k_proj has {k.out_features} features; a number of heads of {head_dim} that divides "
-            f"num_heads, {num_heads}, is right"
+            f"expected the output features of k_proj to be those of n heads of head_dim "
+            f"{head_dim}, where n divides num_heads ({num_heads}), got {k.out_features}"
         )
     if v.out_features % kv_heads != 0:
         raise ValueError(
-            f"v_proj has {v.out_features} features, which the {kv_heads} heads of k_proj don't "
-            "divide"
+            f"expected the output features of v_proj to be a multiple of the {kv_heads} kv heads "
+            f"of k_proj, got {v.out_features}"
         )
     v_head_dim = v.out_features // kv_heads
     if o.in_features != num_heads * v_head_dim:
         raise ValueError(
-            f"o_proj takes {o.in_features} features; {num_heads * v_head_dim}, {num_heads} heads "
-            f"of {v_head_dim}, is right"
+            f"expected o_proj to have {num_heads * v_head_dim} input features, {num_heads} heads "
+            f"of {v_head_dim}, got {o.in_features}"
         )
     for name, p in (("k_proj", k), ("v_proj", v)):
         if p.in_features != q.in_features:
             raise ValueError(
-                f"{name} takes {p.in_features} features, but q_proj takes {q.in_features}; they "
-                "must be the same"
+                f"expected {name} to have the input features of q_proj ({q.in_features}), got "
+                f"{p.in_features}"
             )
     return head_dim, kv_heads, v_head_dim
 
@@ -74,7 +78,7 @@ def is_wide(name: str, norm: nn.Module | None, num_heads: int, head_dim: int) ->
     size = math.prod(size) if isinstance(size, (tuple, list)) else size
     if size not in (head_dim, num_heads * head_dim):
         raise ValueError(
-            f"{name} is over {size} channels; {head_dim}, those of each head, or "
-            f"{num_heads * head_dim}, those of all {num_heads} heads together, are right"
+            f"expected {name} to normalize {head_dim} channels, those of a head, or "
+            f"{num_heads * head_dim}, those of all {num_heads} heads, got {size}"
         )
     return size != head_dim

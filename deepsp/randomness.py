@@ -97,9 +97,9 @@ class _Common:
         if self.fork is None:
             if self.nested:
                 raise ValueError(
-                    f"{self.name} draws random numbers that all ranks share, inside of a module "
-                    "whose numbers differ by rank; a checkpoint between the two would give it "
-                    "other numbers when it runs again: checkpoint the outer module"
+                    f"{self.name} draws the same random numbers on all ranks, inside a module "
+                    "whose random numbers differ by rank. A checkpoint between the two would draw "
+                    "other numbers when it runs again; checkpoint the outer module"
                 )
             return
         self.own = states(self.fork.device)
@@ -115,15 +115,18 @@ class _Common:
 
 @contextlib.contextmanager
 def sharded_randomness(group: Group = None, device: torch.device | None = None) -> Iterator[None]:
-    """Random numbers in here differ by rank: for what works on sharded tensors.
+    """Random numbers in this context differ by rank: for ops on sharded tensors.
 
-    They follow from ``torch.manual_seed`` alone, which all ranks of the group call alike, and from
-    the rank. Afterwards the default generators go on as if one number had been drawn, the same on
-    every rank. Both kinds of ``torch.utils.checkpoint`` repeat them.
+    They follow from the rank and from ``torch.manual_seed``, which all ranks of the group must call
+    with the same seed. Afterwards the default generators go on as if one number had been drawn, the
+    same on every rank. Both kinds of ``torch.utils.checkpoint`` draw them again.
 
     Args:
         group: the group over which tensors are sharded.
         device: where numbers are drawn, besides the CPU; None: the current device.
+
+    Raises:
+        ValueError: this process isn't in the group.
     """
     fork = _Fork(member_of(group)[0], device)
     fork.enter()
@@ -214,8 +217,8 @@ def compare(saved: list[torch.Tensor], member: Member, device: torch.device) -> 
     if len(set(every)) > 1:
         other = next(r for r, value in enumerate(every) if value != every[0])
         raise ValueError(
-            f"the random number generators of rank 0 and rank {other} aren't in the same state: "
-            "the model draws random numbers that have to be the same on whole tensors, and seeds "
-            "for those of sharded ones; call torch.manual_seed with the same seed on every rank of "
-            "the group before the first step"
+            "expected the random number generators to be in the same state on every rank, but "
+            f"those of rank 0 and rank {other} differ. The model draws the same numbers on every "
+            "rank for replicated tensors, and seeds for sharded ones; call torch.manual_seed with "
+            "the same seed on every rank of the group before the first step"
         )

@@ -23,8 +23,8 @@ def check_pair(pair) -> None:
         or not all(isinstance(x, Tensor) for x in pair)
     ):
         raise ValueError(
-            f"rotary is or returns a {type(pair).__name__}; a callable (x, position_ids) -> (cos, "
-            "sin), or the tensors (cos, sin), are right"
+            "expected rotary to be a callable (x, position_ids) -> (cos, sin) or the tensors (cos, "
+            f"sin), got {type(pair).__name__}"
         )
 
 
@@ -55,18 +55,18 @@ def of_pair(
             or x.shape != pair[0].shape
         ):
             raise ValueError(
-                f"{name} of rotary has shape {shape}; [{total}, R] or [batch, {total}, R], of the "
-                f"whole sequence and with R channels that are turned, even and at most {head_dim}, "
-                "is right, the same for cos and sin"
+                f"expected {name} of rotary to have shape [{total}, R] or [batch, {total}, R], for "
+                f"the full sequence and R rotated channels, even, at most {head_dim} and the same "
+                f"for cos and sin, got {shape}"
             )
         x = x if x.dim() == 3 else x[None]
         one, other = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
         if look and not torch.equal(one, other):
             raise ValueError(
-                f"{name} of rotary, of shape {shape}, differs between "
+                f"expected {name} of rotary to have each value twice, once for each channel of a "
+                "pair, but "
                 + ("channels 2i and 2i + 1" if interleaved else "its two halves")
-                + ", whose channels are turned together; each value twice, [..., R] for R "
-                "channels, is right, and rope_interleaved says which channels are pairs"
+                + f" differ (shape {shape}); rope_interleaved says which channels are pairs"
             )
         halves.append(one[:, :, None])
     return halves[0], halves[1]

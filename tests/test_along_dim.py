@@ -267,27 +267,51 @@ def _errors():
     rank, size, name = _where()
     x = torch.ones(2, 4)
     cases = [
-        (lambda: deepsp.all_gather(x, 2, grad="partial"), "dim is 2"),
-        (lambda: deepsp.all_gather(x, 1, grad="whole"), "grad is 'whole'.*'replicated'"),
-        (lambda: deepsp.all_gather(x, 1, sizes=[4], grad="partial"), "sizes has 1 entries"),
-        (lambda: deepsp.all_gather(x, 1, sizes=[3, 3], grad="partial"), "input has size 4"),
-        (lambda: deepsp.reduce_scatter(x, 1, sizes=[3, 3]), "sizes add up to 6"),
-        (lambda: deepsp.reduce_scatter(x, 1, sizes=[5, -1]), "can't be negative"),
-        (lambda: deepsp.reduce_scatter(x.long(), 1), "input is Long; float64"),
-        (lambda: deepsp.reduce_scatter(x, 1, reduce_dtype=torch.int32), "reduce_dtype is Int"),
-        (lambda: deepsp.all_reduce(x, grad="x"), "grad is 'x'"),
-        (lambda: deepsp.scatter(x, -3), "dim is -3"),
-        (lambda: deepsp.scatter(x.sum(), 0), "dim is 0, but the tensor has 0"),
-        (lambda: op.all_gather(x, 1, [4, 4], "partial", 1 - rank, name), "this process is rank"),
-        (lambda: op.all_gather(x, 1, [4, 4, 4], "partial", rank, name), "sizes has 3 entries"),
-        (lambda: op.all_gather(x, 1, [4, 4], "partial", rank, "nobody"), "no process group"),
+        (lambda: deepsp.all_gather(x, 2, grad="partial"), r"dim to be in \[-2, 1\] .*, got 2"),
+        (
+            lambda: deepsp.all_gather(x, 1, grad="whole"),
+            "grad to be 'replicated' or .*, got 'whole'",
+        ),
+        (
+            lambda: deepsp.all_gather(x, 1, sizes=[4], grad="partial"),
+            "sizes to have one entry .*, got 1",
+        ),
+        (
+            lambda: deepsp.all_gather(x, 1, sizes=[3, 3], grad="partial"),
+            "input to have size 3 .*, got 4",
+        ),
+        (
+            lambda: deepsp.reduce_scatter(x, 1, sizes=[3, 3]),
+            "input to have size 6 .*, the sum of sizes, got 4",
+        ),
+        (lambda: deepsp.reduce_scatter(x, 1, sizes=[5, -1]), r"sizes\[1\] >= 0, got -1"),
+        (lambda: deepsp.reduce_scatter(x.long(), 1), "input to be float64.*, got int64"),
+        (
+            lambda: deepsp.reduce_scatter(x, 1, reduce_dtype=torch.int32),
+            "reduce_dtype to be .*, got int32",
+        ),
+        (lambda: deepsp.all_reduce(x, grad="x"), "grad to be .*, got 'x'"),
+        (lambda: deepsp.scatter(x, -3), "dim to be in .*, got -3"),
+        (lambda: deepsp.scatter(x.sum(), 0), "dim to be in .* 0 dimensions, got 0"),
+        (
+            lambda: op.all_gather(x, 1, [4, 4], "partial", 1 - rank, name),
+            "rank to be .*, the rank of this process",
+        ),
+        (
+            lambda: op.all_gather(x, 1, [4, 4, 4], "partial", rank, name),
+            "sizes to have one entry .*, got 3",
+        ),
+        (
+            lambda: op.all_gather(x, 1, [4, 4], "partial", rank, "nobody"),
+            "group_name to name a process group",
+        ),
         (
             lambda: op.all_gather_wait(torch.ones(3), 1, [4, 4], [2, 8], "partial", rank, name),
-            "the buffer has shape",
+            r"the buffer .* to have shape \[2, 8\], got \[3\]",
         ),
         (
             lambda: op.reduce_scatter_wait(torch.ones(2, 8), 1, [4, 4], [2, 9], rank, name),
-            "shape, the whole's, has 9",
+            "shape, of the full tensor, to have size 8 .*, got 9",
         ),
     ]
     for call, message in cases:

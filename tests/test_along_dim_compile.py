@@ -190,7 +190,7 @@ def _disagree():
     try:
         x = torch.ones(2, 4)
         assert deepsp.all_gather(x, 1, grad="partial").shape == (2, 8)
-        with pytest.raises(ValueError, match="ranks disagree: rank 0 passes input Float of whole"):
+        with pytest.raises(ValueError, match="ranks disagree: rank 0 passes input float32 of full"):
             deepsp.all_gather(x.double() if rank else x, 1, grad="partial")
         with pytest.raises(ValueError, match=r"ranks disagree.*sizes"):
             deepsp.reduce_scatter(x, 1, sizes=[1, 3] if rank else [3, 1])

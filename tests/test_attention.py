@@ -328,7 +328,7 @@ def test_flex_attention_with_a_global_block_mask():
 def _wrong_local():
     x = draw(1, 4, 4, 8)
     module = deepsp.DistributedAttention(lambda q, k, v: q[:, :, :1])
-    with pytest.raises(ValueError, match="local_attention returned"):
+    with pytest.raises(ValueError, match="expected local_attention to return"):
         module(x, x, x)
 
 

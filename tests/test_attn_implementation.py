@@ -221,36 +221,38 @@ def _refused():
         return attention(module, q, k, v, mask, **({"position_ids": positions} | kwargs))
 
     for call, message in [
-        (lambda: model(input_ids=part["input_ids"]), "position_ids count from 0 on every rank"),
-        (lambda: model(**part, attention_mask=padding[:, :6]), "whole sequence's 12"),
-        (lambda: model(**part, attention_mask=None if rank else padding), r"\[12, None\] tokens"),
-        (lambda: model(**part, attention_mask=torch.ones(2, 1, 6, 6).bool()), "masks are global"),
-        (lambda: model(**part, use_cache=True), "use_cache is True"),
-        (lambda: model(**part, past_key_values=cache), "past_key_values has 3 tokens"),
+        (lambda: model(input_ids=part["input_ids"]), "but they count from 0 on every rank"),
+        (lambda: model(**part, attention_mask=padding[:, :6]), "full sequence, 12 tokens"),
+        (lambda: model(**part, attention_mask=None if rank else padding),
+         r"got \[12, None\] by rank"),
+        (lambda: model(**part, attention_mask=torch.ones(2, 1, 6, 6).bool()),
+         "attn_mask to have size 12 .* full sequence, got 6"),
+        (lambda: model(**part, use_cache=True), "use_cache to be False, got True"),
+        (lambda: model(**part, past_key_values=cache), "no past_key_values, got 3 tokens"),
         (lambda: model(**part, output_attentions=True), "output_attentions"),
-        (lambda: model(**part, cu_seq_lens_q=torch.arange(3)), r"cu_seq_lens_q .* shape \(3,\)"),
-        (lambda: capped(**part), "softcap of Gemma2Attention is 30.0"),
-        (lambda: direct(s_aux=torch.zeros(2)), "s_aux of Linear"),
-        (lambda: direct(position_bias=torch.zeros(1, 2, 6, 6)), "position_bias of Linear"),
-        (lambda: direct(mask=None), "attention_mask of Linear is None"),
-        (lambda: direct(position_ids=None), "position_ids .* are None"),
+        (lambda: model(**part, cu_seq_lens_q=torch.arange(3)), r"no cu_seq_lens_q .* shape \(3,\)"),
+        (lambda: capped(**part), "no softcap in Gemma2Attention, got 30.0"),
+        (lambda: direct(s_aux=torch.zeros(2)), "no s_aux in Linear"),
+        (lambda: direct(position_bias=torch.zeros(1, 2, 6, 6)), "no position_bias in Linear"),
+        (lambda: direct(mask=None), "attention_mask .*, got None in Linear"),
+        (lambda: direct(position_ids=None), "position_ids .*, got None"),
         (lambda: direct(position_ids=positions[None]), r"position_ids .* \(1, 1, 6\)"),
-        (lambda: direct(sliding_window=4), "sliding_window of Linear is 4"),
+        (lambda: direct(sliding_window=4), "sliding_window of Linear .*, got 4"),
         (lambda: attention(module, q, k[:, :, :5], v[:, :, :5], masks(1, 6, 6, given=padding),
-                           position_ids=positions), r"key has \[5, 5\] tokens"),
+                           position_ids=positions), r"key to have .*, got \[5, 5\]"),
         (lambda: masking_utils.create_causal_mask(
             config, embeds, None, None, and_mask_function=lambda b, h, q, k: q == k),
-            "more than causal attention"),
+            "got other mask functions"),
         (lambda: masking_utils.create_causal_mask(
             config, embeds, None, None, positions, block_sequence_ids=blocks),
-            "more than causal attention"),
+            "got other mask functions"),
         (lambda: masking_utils.create_causal_mask(
             config, embeds, None, None, positions * positions, block_sequence_ids=blocks),
-            "more than causal attention"),
+            "got other mask functions"),
         (lambda: masking_utils.create_sliding_window_causal_mask(
             windowed.config, embeds, None, None, allow_is_causal_skip=False),
-            "more than causal attention"),
-        (lambda: register(chunks=0), "chunks is 0"),
+            "got other mask functions"),
+        (lambda: register(chunks=0), "chunks to be an int >= 1, got 0"),
     ]:  # fmt: skip
 
         def raises(call=call, message=message):

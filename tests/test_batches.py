@@ -147,10 +147,16 @@ def _arguments():
     part, _ = deepsp.shard_batch({"input_ids": None, "inputs_embeds": draw(2, LENGTH, 3)})
     assert set(part) == {"inputs_embeds", "position_ids"}
     for wrong, message in [
-        (ids, r"batch is a Tensor of shape \(2, 11\); tensors by name"),
-        ([ids], "batch is a list; tensors by name"),
-        ({"input_ids": ids, "labels": ids.tolist()}, r"batch\['labels'\] is list"),
-        ({"input_ids": ids, "position_ids": range(11)}, r"batch\['position_ids'\] is range"),
+        (ids, r"batch to map names to tensors.*, got Tensor of shape \(2, 11\)"),
+        ([ids], "batch to map names to tensors.*, got list"),
+        (
+            {"input_ids": ids, "labels": ids.tolist()},
+            r"batch\['labels'\] to be a tensor.*, got list",
+        ),
+        (
+            {"input_ids": ids, "position_ids": range(11)},
+            r"batch\['position_ids'\] to be .*, got range",
+        ),
     ]:
         with pytest.raises(ValueError, match=message):
             deepsp.shard_batch(wrong)
@@ -161,8 +167,10 @@ def _arguments():
     ):  # fmt: skip
         for dtype in (torch.int32, torch.int16, torch.int8):
             assert torch.equal(loss(*args, labels.to(dtype)), loss(*args, labels))
-        for wrong, message in ((labels.double(), "is torch.float64"), (None, "is NoneType")):
-            with pytest.raises(ValueError, match=f"shifted_labels {message}; an integer tensor"):
+        for wrong, message in ((labels.double(), "torch.float64"), (None, "NoneType")):
+            with pytest.raises(
+                ValueError, match=f"shifted_labels to be an integer tensor.*, got {message}"
+            ):
                 loss(*args, wrong)
     q = draw(1, 3, 6, 2)
     for call in (
@@ -170,7 +178,9 @@ def _arguments():
         lambda lens: deepsp.DistributedAttention()(q, q, q, seq_lens=lens),
         lambda lens: deepsp.unshard(q, 1, seq_lens=lens),
     ):
-        with pytest.raises(ValueError, match=r"seq_lens is \[3.0, 3.0\]; .*ints: \[3, 3\]"):
+        with pytest.raises(
+            ValueError, match=r"seq_lens to be ints, such as \[3, 3\], got \[3.0, 3.0\]"
+        ):
             call([3.0, 3.0])
 
 

@@ -155,16 +155,19 @@ def _wrong():
 
     turn = torch.zeros(6, 1, 1, 4, dtype=torch.float64)
     for wrong, message in [
-        (lambda: make(None), "local_attention is None"),
-        (lambda: make(scatter_idx=1), "scatter_idx is 1"),
-        (lambda: make(gather_idx=2), "gather_idx is 2"),
-        (lambda: make(sp_stream=object()), "sp_stream is"),
-        (lambda: call(batch_dim_idx=2), "batch_dim_idx is 2"),
-        (lambda: call(dims=3), r"query has 3 dimensions.* \[batch, sequence, heads"),
-        (lambda: call(make(num_kv_heads=4)), "key has 2 heads, but num_kv_heads is 4"),
-        (lambda: call(heads=(4, 3, 3)), "q, k and v have 4, 3 and 3 heads"),
-        (lambda: call(heads=(1, 1, 1)), "fewer"),
-        (lambda: call(rotary=(turn, turn[:3])), r"sine has shape \(3, 1, 1, 4\); \(6, 1, 1, R\)"),
+        (lambda: make(None), "expected local_attention .*, got None"),
+        (lambda: make(scatter_idx=1), "scatter_idx to be 2, .*, got 1"),
+        (lambda: make(gather_idx=2), "gather_idx to be 0 or 1, .*, got 2"),
+        (lambda: make(sp_stream=object()), "sp_stream to be None, got"),
+        (lambda: call(batch_dim_idx=2), "batch_dim_idx to be 0 or 1, got 2"),
+        (lambda: call(dims=3), r"query to have 4 dimensions \[batch, sequence, heads.*, got 3"),
+        (lambda: call(make(num_kv_heads=4)), r"key to have num_kv_heads \(4\) heads, got 2"),
+        (lambda: call(heads=(4, 3, 3)), "q, k and v with 4, 3 and 3 heads"),
+        (lambda: call(heads=(1, 1, 1)), "at least 2 heads"),
+        (
+            lambda: call(rotary=(turn, turn[:3])),
+            r"sine .* to have shape \(6, 1, 1, R\), .*, got \(3, 1, 1, 4\)",
+        ),
         (lambda: call(rotary=(turn, turn), batch_dim_idx=1), r"\(1, 6, 1, R\)"),
         (lambda: call(rotary=(turn[..., :3],) * 2), "even R of at most 8"),
     ]:

@@ -35,39 +35,90 @@ def _attention_errors():
     att = deepsp.distributed_attention
     mask = torch.zeros(8, 8)
     cases = [
-        (lambda: att(q[:, :, :1], q[:, :, :1], q[:, :, :1]), "q has 1 heads, fewer than the 2"),
-        (lambda: att(q, q[:, :, :3], q[:, :, :3], enable_gqa=True), "k has 3 heads.*divide the 8"),
-        (lambda: att(q, kv, q, enable_gqa=True), "k has 2 heads, but v has 8"),
+        (
+            lambda: att(q[:, :, :1], q[:, :, :1], q[:, :, :1]),
+            "q to have at least 2 heads.*got 1; use",
+        ),
+        (
+            lambda: att(q, q[:, :, :3], q[:, :, :3], enable_gqa=True),
+            r"heads of k to divide that of q \(8\), got 3",
+        ),
+        (
+            lambda: att(q, kv, q, enable_gqa=True),
+            r"v to have the number of heads of k \(2\), got 8",
+        ),
         (lambda: att(q, kv, kv), "enable_gqa=True"),
-        (lambda: att(q, kv[:1], kv, enable_gqa=True), "k has batch size 1, but q has 2"),
-        (lambda: att(q, kv, kv[:, :3], enable_gqa=True), "v has sequence length 3, but q has 4"),
-        (lambda: att(q, kv.double(), kv, enable_gqa=True), "k is Double, but q is Float"),
-        (lambda: att(q, kv, kv.to("meta"), enable_gqa=True), "v is on meta, but q is on cpu"),
-        (lambda: att(q, kv[..., :5], kv, enable_gqa=True), "q has head_dim 6, but k has 5"),
-        (lambda: att(q.int(), q.int(), q.int()), "q is Int; attention needs a floating-point"),
-        (lambda: att(q[0], q[0], q[0]), "q has 3 dimensions; four are right"),
-        (lambda: att(q, q, q, seq_lens=[4]), "seq_lens has 1 entries.*2 ranks"),
-        (lambda: att(q, q, q, seq_lens=[4, 4, 4]), "seq_lens has 3 entries.*2 ranks"),
-        (lambda: att(q, q, q, seq_lens=[5, 5]), r"length 4, but seq_lens\[\d\] of this rank is 5"),
-        (lambda: att(q, q, q, seq_lens=[4, -4] if rank == 0 else [-4, 4]), "negative"),
-        (lambda: att(q, q, q, seq_lens=[]), "seq_lens has 0 entries"),
-        (lambda: att(q, q, q, chunks=0), "chunks is 0"),
-        (lambda: att(q, q, q, dropout_p=1.5), "dropout_p is 1.5"),
-        (lambda: att(q, q, q, torch.zeros(8, 7)), "attn_mask has size 7 in dimension 1"),
-        (lambda: att(q, q, q, torch.zeros(3, 1, 8, 8)), "attn_mask has size 3 in dimension 0"),
-        (lambda: att(q, q, q, torch.zeros(4, 8, 8)), "attn_mask has size 4.*heads"),
-        (lambda: att(q, q, q, torch.zeros(8)), "attn_mask has 1 dimensions"),
-        (lambda: att(q, q, q, mask.double()), "attn_mask is Double; bool or q's dtype"),
-        (lambda: att(q, q, q, mask, is_causal=True), "attn_mask is given and is_causal"),
-        (lambda: att(q, q, q, group="seq"), "group is 'seq'"),
-        (lambda: att(q, q, q, mask.to("meta")), "attn_mask is on meta"),
-        (lambda: deepsp.DistributedAttention(torch.add)(q[0], q, q), "q has 3 dimensions"),
-        (lambda: deepsp.DistributedAttention(torch.add)(q, kv, q), "8, 2 and 8 heads"),
-        (lambda: deepsp.seq_to_heads_start([q, q[0]]), r"inputs\[1\] has 3 dimensions"),
-        (lambda: deepsp.DistributedAttention(chunks=0), "chunks is 0"),
-        (lambda: deepsp.local_heads(1), "num_heads is 1, fewer than the 2"),
-        (lambda: deepsp.local_heads(8, num_kv_heads=3), "num_kv_heads is 3.*divide"),
-        (lambda: deepsp.seq_lens(-1), "total is -1"),
+        (
+            lambda: att(q, kv[:1], kv, enable_gqa=True),
+            r"k to have the batch size of q \(2\), got 1",
+        ),
+        (
+            lambda: att(q, kv, kv[:, :3], enable_gqa=True),
+            r"v to have the sequence length of q \(4\), got 3",
+        ),
+        (
+            lambda: att(q, kv.double(), kv, enable_gqa=True),
+            r"k to have the dtype of q \(float32\), got float64",
+        ),
+        (
+            lambda: att(q, kv, kv.to("meta"), enable_gqa=True),
+            r"v to be on the device of q \(cpu\), got meta",
+        ),
+        (
+            lambda: att(q, kv[..., :5], kv, enable_gqa=True),
+            r"k to have the head_dim of q \(6\), got 5",
+        ),
+        (lambda: att(q.int(), q.int(), q.int()), "q to have a floating-point dtype, got int32"),
+        (lambda: att(q[0], q[0], q[0]), r"q to have 4 dimensions \[batch, seq.*, got 3"),
+        (lambda: att(q, q, q, seq_lens=[4]), "seq_lens to have one entry .* 2 ranks.*got 1"),
+        (lambda: att(q, q, q, seq_lens=[4, 4, 4]), "seq_lens to have one entry .* 2 ranks.*got 3"),
+        (lambda: att(q, q, q, seq_lens=[5, 5]), r"length 5, which is seq_lens\[\d\], .*, got 4"),
+        (lambda: att(q, q, q, seq_lens=[4, -4] if rank == 0 else [-4, 4]), ">= 0, got -4"),
+        (lambda: att(q, q, q, seq_lens=[]), "seq_lens to have one entry .*got 0"),
+        (lambda: att(q, q, q, chunks=0), "expected chunks >= 1.*, got 0"),
+        (lambda: att(q, q, q, dropout_p=1.5), "0 <= dropout_p <= 1, got 1.5"),
+        (
+            lambda: att(q, q, q, torch.zeros(8, 7)),
+            "attn_mask to have size 8 or 1 in dimension 1.*, got 7",
+        ),
+        (
+            lambda: att(q, q, q, torch.zeros(3, 1, 8, 8)),
+            "attn_mask to have size 2 or 1 in dimension 0.*, got 3",
+        ),
+        (
+            lambda: att(q, q, q, torch.zeros(4, 8, 8)),
+            r"attn_mask to have size 8 .*\(heads\), .*, got 4",
+        ),
+        (lambda: att(q, q, q, torch.zeros(8)), "attn_mask to have 2 to 4 dimensions.*, got 1"),
+        (
+            lambda: att(q, q, q, mask.double()),
+            r"attn_mask to be bool or .* q \(float32\), got float64",
+        ),
+        (
+            lambda: att(q, q, q, mask, is_causal=True),
+            "expected attn_mask or is_causal=True, got both",
+        ),
+        (lambda: att(q, q, q, group="seq"), "expected group to be .*, got 'seq'"),
+        (lambda: att(q, q, q, mask.to("meta")), "attn_mask to be on the device of q .*, got meta"),
+        (
+            lambda: deepsp.DistributedAttention(torch.add)(q[0], q, q),
+            "q to have 4 dimensions .*, got 3",
+        ),
+        (
+            lambda: deepsp.DistributedAttention(torch.add)(q, kv, q),
+            "q, k and v with 8, 2 and 8 heads",
+        ),
+        (
+            lambda: deepsp.seq_to_heads_start([q, q[0]]),
+            r"inputs\[1\] to have 4 dimensions .*, got 3",
+        ),
+        (lambda: deepsp.DistributedAttention(chunks=0), "expected chunks >= 1.*, got 0"),
+        (lambda: deepsp.local_heads(1), "num_heads >= 2, .*, got 1"),
+        (
+            lambda: deepsp.local_heads(8, num_kv_heads=3),
+            r"num_kv_heads to divide num_heads \(8\), got 3",
+        ),
+        (lambda: deepsp.seq_lens(-1), "total >= 0, got -1"),
         (lambda: att(q, q, q, attn_mask=torch.ones(q.size(0), 8).bool()), r"mask\[:, None, None"),
     ]
     _all_raise(cases)
@@ -87,28 +138,52 @@ def _op_errors():
     (y,) = op.seq_to_heads([x], [4, 4], rank, name)
     (buffer,) = op.seq_to_heads_start([x], [4, 4], 1, False, rank, name)
     cases = [
-        (lambda: op.seq_to_heads([], [4, 4], rank, name), "inputs is empty"),
-        (lambda: op.seq_to_heads([x], [4], 0, name), "seq_lens has 1 entries.*2 ranks"),
-        (lambda: op.seq_to_heads([x], [], 0, name), "seq_lens is empty"),
-        (lambda: op.seq_to_heads([x], [4, 4], rank, "nobody"), "no process group.*'nobody'"),
-        (lambda: op.seq_to_heads([x], [4, 4], 1 - rank, name), "rank is .*but this process is"),
-        (lambda: op.seq_to_heads([x], [4, 4], 2, name), "rank is 2"),
-        (lambda: op.heads_to_seq([y], [4, 4], [4, 4], rank, name), "num_heads has 2 entries"),
-        (lambda: op.heads_to_seq([y], [6], [4, 4], rank, name), "holds 3 of"),
-        (lambda: op.heads_to_seq([y[:, :7]], [4], [4, 4], rank, name), "add up to 8"),
-        (lambda: op.heads_to_seq([y, y], [4, 3], [4, 4], rank, name), r"inputs\[1\] has 3 heads"),
-        (lambda: op.heads_to_seq_start([y], [4], [4, 4], 1, 1, rank, name), "chunk is 1"),
+        (lambda: op.seq_to_heads([], [4, 4], rank, name), "expected inputs .*, got an empty list"),
+        (
+            lambda: op.seq_to_heads([x], [4], 0, name),
+            "seq_lens to have one entry .* 2 ranks.*got 1",
+        ),
+        (lambda: op.seq_to_heads([x], [], 0, name), "expected seq_lens .*, got an empty list"),
+        (
+            lambda: op.seq_to_heads([x], [4, 4], rank, "nobody"),
+            "group_name to name a process group.*'nobody'",
+        ),
+        (
+            lambda: op.seq_to_heads([x], [4, 4], 1 - rank, name),
+            "rank to be .*, the rank of this process",
+        ),
+        (lambda: op.seq_to_heads([x], [4, 4], 2, name), "0 <= rank < 2, .*seq_lens, got 2"),
+        (
+            lambda: op.heads_to_seq([y], [4, 4], [4, 4], rank, name),
+            "num_heads to have one entry .* 1 inputs, got 2",
+        ),
+        (
+            lambda: op.heads_to_seq([y], [6], [4, 4], rank, name),
+            r"to have 3 heads, .*num_heads\[0\] = 6 .*, got 2",
+        ),
+        (
+            lambda: op.heads_to_seq([y[:, :7]], [4], [4, 4], rank, name),
+            "length 8, the sum of seq_lens, got 7",
+        ),
+        (
+            lambda: op.heads_to_seq([y, y], [4, 3], [4, 4], rank, name),
+            r"heads of inputs\[1\] to divide .*\(4\), got 3",
+        ),
+        (
+            lambda: op.heads_to_seq_start([y], [4], [4, 4], 1, 1, rank, name),
+            "0 <= chunk < 1, .*, got 1",
+        ),
         (
             lambda: op.seq_to_heads_wait(buffer, [4], [5], 1, [4, 4], 0, 1, rank, name),
-            "the buffer has shape",
+            r"the buffer .* to have shape \[\d+\], got \[\d+\]",
         ),
         (
             lambda: op.seq_to_heads_wait(buffer, [4], [6, 6], 1, [4, 4], 0, 1, rank, name),
-            "head_dims 2",
+            "num_heads and head_dims .*, got 1 and 2 entries",
         ),
         (
             lambda: op.seq_to_heads_wait(buffer, [4], [-6], -1, [4, 4], 0, 1, rank, name),
-            "negative",
+            ">= 0, got -[16]",
         ),
         (
             lambda: op.heads_to_seq_wait([buffer] * 3, [4], [6], 1, [4, 4], rank, name),
@@ -116,14 +191,17 @@ def _op_errors():
         ),
         (
             lambda: op.heads_to_seq([y.int(), y.int()[:, :, :1]], [4, 1], [4, 4], rank, name),
-            "only float64",
+            "expected float64, .*, got int32",
         ),
-        (lambda: op.all_gather(x, 4, [4, 4], "partial", rank, name), "dim is 4"),
+        (
+            lambda: op.all_gather(x, 4, [4, 4], "partial", rank, name),
+            r"dim to be in \[-4, 3\] .*, got 4",
+        ),
         (
             lambda: op.all_gather(x, 1, [4, 5] if rank else [5, 4], "partial", rank, name),
-            "input has size 4",
+            "input to have size 5 .*, got 4",
         ),
-        (lambda: op.pool_set_limit(-1), "bytes must not be negative"),
+        (lambda: op.pool_set_limit(-1), "bytes >= 0, got -1"),
     ]
     _all_raise(cases)
     with pytest.raises(NotImplementedError, match="non-empty list"):  # PyTorch's own
@@ -164,7 +242,7 @@ def _mesh():
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (1, 2))
-    with pytest.raises(ValueError, match="2 dimensions"):
+    with pytest.raises(ValueError, match="got one of 2 dimensions"):
         deepsp.DistributedAttention(group=mesh)
 
 

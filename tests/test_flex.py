@@ -234,8 +234,8 @@ def _refused():
         return flex.flex_attention(x, x, x)
 
     for function, why in (
-        (made_of_tokens, "made of mean.*every rank has whole"),
-        (heads_as_tokens, r"\[batch, heads, tokens, head_dim\] is right"),
+        (made_of_tokens, "computed from replicated inputs, got mean.*, which is sharded"),
+        (heads_as_tokens, r"of shape \[batch, heads, tokens, head_dim\], got its tokens in"),
     ):
         ids, *_ = deepsp.prepare_inputs(torch.randint(0, VOCAB, (2, 12)))
         with pytest.raises(Exception) as caught:

@@ -382,7 +382,9 @@ def _other_buffers():
         for b in (larger[3:], larger[3:].clone())
     )
     assert torch.equal(first, second) and torch.equal(first.flatten(), larger[3:])
-    with pytest.raises(ValueError, match="the buffer that the start returned, got one of strides"):
+    with pytest.raises(
+        ValueError, match="the contiguous buffer that the start returned, got strides"
+    ):
         op.gather_cast_wait(
             torch.ones(2 * size * 4)[::2], [2] * size, [2], torch.float32, rank, group
         )

@@ -36,45 +36,59 @@ def _gather_errors():
 
     other = torch.zeros(3, 3)
     _all_raise([
-        (lambda: cast(dtype=torch.int32), "dtype is Int; float64, float32, bfloat16 or float16"),
-        (lambda: cast(dtype=torch.complex64), "dtype is ComplexFloat; float64"),
-        (lambda: cast(dtype=e5m2), "dtype is Float8_e5m2.*gather_cast_float8"),
-        (lambda: cast(reduce_dtype=torch.int64), "reduce_dtype is Long; float64"),
-        (lambda: cast(reduce_dtype=e5m2), "reduce_dtype is Float8_e5m2"),
-        (lambda: cast(rank=2), "rank is 2.*0 to 1 is right"),
-        (lambda: cast(rank=-1), "rank is -1.*0 to 1 is right"),
-        (lambda: cast(rank=1 - rank), f"rank is {1 - rank}, but this process is rank {rank}"),
-        (lambda: cast(group="nobody"), "no process group is named 'nobody'"),
-        (lambda: cast(sizes=()), "sizes has 0 entries for 1 shard"),
-        (lambda: cast(sizes=(2,), rank=0), "has 1 entries, but the group.*2 ranks"),
-        (lambda: cast(sizes=(2, 2, 2)), "has 3 entries, but the group.*2 ranks"),
-        (lambda: cast(sizes=(3, 3)), rf"shard has 2 rows, but sizes\[{rank}\].* is 3"),
-        (lambda: cast(sizes=(2, -1) if rank == 0 else (-1, 2)), r"sizes\[\d\] is -1.*negative"),
-        (lambda: cast(x=torch.tensor(1.0)), r"shard has no dimensions.*view it as \[1\]"),
-        (lambda: many([x]), "dtypes has 2 entries for 1 shards"),
-        (lambda: many([x, x], dtypes=[f32]), "dtypes has 1 entries for 2 shards"),
-        (lambda: many([x, x], dtypes=[f32, e5m2]), r"dtypes\[1\] is Float8_e5m2"),
-        (lambda: many([x, x], sizes=(2, 2, 2)), "sizes has 3 entries for 2 shards"),
-        (lambda: many([x, x], sizes=(2,) * 6), "has 3 entries, but the group.*2 ranks"),
-        (lambda: many([x, other]), rf"shards\[1\] has 3 rows, but sizes\[{2 + rank}\].* is 2"),
-        (lambda: many([x, torch.tensor(1.0)]), r"shards\[1\] has no dimensions"),
-        (lambda: many([x, x.to("meta")]), r"shards\[1\] is on meta, but the first is on cpu"),
-        (lambda: op.gather_cast_float8(x, [2, 2], bf16, rank, group), "dtype is BFloat16; float8"),
-        (lambda: op.gather_cast_float8(x, [3, 3], e5m2, rank, group), "has 2 rows, but sizes"),
-        (lambda: op.gather_through_float8([x], [2, 2], f32, f32, rank, group), "dtype is Float;"),
-        (lambda: op.gather_through_float8([x], [2, 2], e5m2, e5m2, rank, group), "dtype is Float8"),
-        (lambda: op.reduce_scatter_cast(x, *ok), r"input has 2 rows, but its sizes add up to 4"),
-        (lambda: op.reduce_scatter_cast(x.int(), [1, 1], *ok[1:]), "input is Int; float64"),
-        (lambda: op.reduce_scatter_cast(x, [1, 1], torch.int8, *ok[2:]), "is Char; float64"),
-        (lambda: op.reduce_scatter_cast(x, [2], f32, 0, group), "has 1 entries, but the group"),
-        (lambda: op.reduce_scatter_cast(x, [3, -1], *ok[1:]), r"sizes\[1\] is -1"),
-        (lambda: op.reduce_scatter_cast_coalesced([], [1, 1], [], rank, group), "inputs? is empty"),
+        (lambda: cast(dtype=torch.int32),
+         "dtype to be float64, float32, bfloat16 or float16, got int32"),
+        (lambda: cast(dtype=torch.complex64), "dtype to be float64.*, got complex64"),
+        (lambda: cast(dtype=e5m2), "dtype .*, got float8_e5m2; .*gather_cast_float8"),
+        (lambda: cast(reduce_dtype=torch.int64), "reduce_dtype to be float64.*, got int64"),
+        (lambda: cast(reduce_dtype=e5m2), "reduce_dtype .*, got float8_e5m2"),
+        (lambda: cast(rank=2), "0 <= rank < 2, .*, got 2"),
+        (lambda: cast(rank=-1), "0 <= rank < 2, .*, got -1"),
+        (lambda: cast(rank=1 - rank),
+         f"rank to be {rank}, the rank of this process.*, got {1 - rank}"),
+        (lambda: cast(group="nobody"), "group_name to name a process group.*, got 'nobody'"),
+        (lambda: cast(sizes=()), "sizes to have one entry .* 1 shards, got 0"),
+        (lambda: cast(sizes=(2,), rank=0), "one entry for each of the 2 ranks .*, got 1"),
+        (lambda: cast(sizes=(2, 2, 2)), "one entry for each of the 2 ranks .*, got 3"),
+        (lambda: cast(sizes=(3, 3)), rf"shard to have 3 rows, which is sizes\[{rank}\].*, got 2"),
+        (lambda: cast(sizes=(2, -1) if rank == 0 else (-1, 2)), r"sizes\[\d\] >= 0, got -1"),
+        (lambda: cast(x=torch.tensor(1.0)),
+         r"shard to have at least one dimension.*view it as \[1\]"),
+        (lambda: many([x]), "dtypes to have one entry .* 1 shards, got 2"),
+        (lambda: many([x, x], dtypes=[f32]), "dtypes to have one entry .* 2 shards, got 1"),
+        (lambda: many([x, x], dtypes=[f32, e5m2]), r"dtypes\[1\] to be .*, got float8_e5m2"),
+        (lambda: many([x, x], sizes=(2, 2, 2)), "sizes to have one entry .* 2 shards, got 3"),
+        (lambda: many([x, x], sizes=(2,) * 6), "one entry for each of the 2 ranks .*, got 3"),
+        (lambda: many([x, other]),
+         rf"shards\[1\] to have 2 rows, which is sizes\[{2 + rank}\].*, got 3"),
+        (lambda: many([x, torch.tensor(1.0)]), r"shards\[1\] to have at least one dimension"),
+        (lambda: many([x, x.to("meta")]),
+         r"shards\[1\] to be on the device of .*\(cpu\), got meta"),
+        (lambda: op.gather_cast_float8(x, [2, 2], bf16, rank, group),
+         "dtype to be float8.*, got bfloat16"),
+        (lambda: op.gather_cast_float8(x, [3, 3], e5m2, rank, group),
+         r"to have 3 rows, which is sizes.*, got 2"),
+        (lambda: op.gather_through_float8([x], [2, 2], f32, f32, rank, group),
+         "dtype to be float8.*, got float32"),
+        (lambda: op.gather_through_float8([x], [2, 2], e5m2, e5m2, rank, group),
+         "dtype.* to be float64.*, got float8"),
+        (lambda: op.reduce_scatter_cast(x, *ok),
+         "input to have 4 rows, the sum of its sizes, got 2"),
+        (lambda: op.reduce_scatter_cast(x.int(), [1, 1], *ok[1:]),
+         "input to be float64.*, got int32"),
+        (lambda: op.reduce_scatter_cast(x, [1, 1], torch.int8, *ok[2:]),
+         "to be float64.*, got int8"),
+        (lambda: op.reduce_scatter_cast(x, [2], f32, 0, group),
+         "one entry for each of the 2 ranks .*, got 1"),
+        (lambda: op.reduce_scatter_cast(x, [3, -1], *ok[1:]), r"sizes\[1\] >= 0, got -1"),
+        (lambda: op.reduce_scatter_cast_coalesced([], [1, 1], [], rank, group),
+         "inputs to have at least one tensor, got an empty|non-empty"),
         (lambda: op.reduce_scatter_cast_coalesced([x, x], [1, 1] * 2, [f32], rank, group),
-         "dtypes has 1 entries for 2 inputs"),
+         "dtypes to have one entry .* 2 inputs, got 1"),
         (lambda: op.reduce_scatter_cast_coalesced([x, x[0, 0]], [1, 1] * 2, [f32] * 2, rank, group),
-         r"inputs\[1\] has no dimensions"),
+         r"inputs\[1\] to have at least one dimension"),
         (lambda: op.reduce_scatter_cast(x, [1, 1], f32, rank, group, reduce_dtype=torch.bool),
-         "reduce_dtype is Bool"),
+         "reduce_dtype to be .*, got bool"),
     ])  # fmt: skip
     for call in (  # an empty list is PyTorch's own affair
         lambda: many([], (), ()),
@@ -90,11 +104,11 @@ def test_gather():
 
 
 _KINDS = {
-    "Int": lambda: torch.ones(2, 2, dtype=torch.int32),
-    "Bool": lambda: torch.ones(2, 2).bool(),
-    "ComplexFloat": lambda: torch.ones(2, 2).cfloat(),
-    "Float8_e4m3fn": lambda: torch.ones(2, 2).to(torch.float8_e4m3fn),
-    "QInt8": lambda: torch.quantize_per_tensor(torch.ones(2, 2), 0.1, 0, torch.qint8),
+    "int32": lambda: torch.ones(2, 2, dtype=torch.int32),
+    "bool": lambda: torch.ones(2, 2).bool(),
+    "complex64": lambda: torch.ones(2, 2).cfloat(),
+    "float8_e4m3fn": lambda: torch.ones(2, 2).to(torch.float8_e4m3fn),
+    "qint8": lambda: torch.quantize_per_tensor(torch.ones(2, 2), 0.1, 0, torch.qint8),
     "Sparse": lambda: torch.eye(2).to_sparse(),
     "SparseCsr": lambda: torch.eye(2).to_sparse_csr(),
 }
@@ -106,16 +120,16 @@ def _kind(name):
     where = (rank, group)
     sizes, two = [2, 2], [2, 2, 2, 2]
     _all_raise([
-        (lambda: op.gather_cast(x, sizes, f32, *where), f"shard is {name};.*is right"),
-        (lambda: op.gather_cast_start(x, sizes, f32, *where), f"shard is {name};.*is right"),
+        (lambda: op.gather_cast(x, sizes, f32, *where), f"expected shard to be .*{name}"),
+        (lambda: op.gather_cast_start(x, sizes, f32, *where), f"expected shard to be .*{name}"),
         (lambda: op.gather_cast_coalesced([y, x], two, [f32] * 2, *where),
-         rf"shards\[1\] is {name};.*is right"),
-        (lambda: op.gather_cast_float8(x, sizes, e5m2, *where), rf"is {name};.*is right"),
+         rf"expected shards\[1\] to be .*{name}"),
+        (lambda: op.gather_cast_float8(x, sizes, e5m2, *where), f"expected .* to be .*{name}"),
         (lambda: op.gather_through_float8([y, x], two, e5m2, f32, *where),
-         rf"shards\[1\] is {name};.*is right"),
-        (lambda: op.reduce_scatter_cast(x, [1, 1], f32, *where), f"input is {name};.*is right"),
+         rf"expected shards\[1\] to be .*{name}"),
+        (lambda: op.reduce_scatter_cast(x, [1, 1], f32, *where), f"expected input to be .*{name}"),
         (lambda: op.reduce_scatter_cast_coalesced([y, x], [1] * 4, [f32] * 2, *where),
-         rf"inputs\[1\] is {name};.*is right"),
+         rf"expected inputs\[1\] to be .*{name}"),
     ])  # fmt: skip
     _still_usable()
 
@@ -135,19 +149,46 @@ def _wait_errors():
     wait = op.gather_cast_wait
     many = op.gather_cast_coalesced_wait
     cases = [
-        (lambda: wait(buffer, sizes, [2, 4], f32, *where), "the buffer is Float of shape.*pass"),
-        (lambda: wait(buffer, sizes, [2], f32, *where), "the buffer is Float of shape"),
-        (lambda: wait(buffer, sizes, [2, 3], bf16, *where), "the buffer is Float .*BFloat16"),
-        (lambda: wait(buffer, sizes, [2, 3], torch.int32, *where), "dtypes?.* is Int"),
-        (lambda: wait(buffer, [3] * size, [2, 3], f32, *where), "the buffer is Float of shape"),
-        (lambda: wait(buffer, [], [2, 3], f32, *where), "sizes has 0 entries"),
-        (lambda: wait(buffer, sizes, [2, 3], f32, size, group), f"rank is {size}"),
+        (
+            lambda: wait(buffer, sizes, [2, 4], f32, *where),
+            r"the buffer .* float32 of shape \[\d+\], got .*; pass",
+        ),
+        (
+            lambda: wait(buffer, sizes, [2], f32, *where),
+            r"the buffer .* float32 of shape \[\d+\], got float32 of shape",
+        ),
+        (
+            lambda: wait(buffer, sizes, [2, 3], bf16, *where),
+            "the buffer .* bfloat16 of shape.*, got float32",
+        ),
+        (
+            lambda: wait(buffer, sizes, [2, 3], torch.int32, *where),
+            "dtypes?.* to be float64.*, got int32",
+        ),
+        (
+            lambda: wait(buffer, [3] * size, [2, 3], f32, *where),
+            r"the buffer .* float32 of shape \[\d+\], got float32 of shape",
+        ),
+        (lambda: wait(buffer, [], [2, 3], f32, *where), "sizes to have one entry .*, got 0"),
+        (
+            lambda: wait(buffer, sizes, [2, 3], f32, size, group),
+            f"0 <= rank < {size}, .*, got {size}",
+        ),
         (lambda: wait(buffer, sizes, [2, 3], f32, rank, "nobody"), "'nobody'"),
-        (lambda: wait(buffer.view(2, -1), sizes, [2, 3], f32, *where), "the buffer is"),
-        (lambda: wait(buffer, sizes, [-2, -3], f32, *where), "row_shape.*-2|negative"),
-        (lambda: many(buffer, sizes, [2, 3], [1], [f32], *where), "row_shapes has 2 entries"),
-        (lambda: many(buffer, sizes, [2, 3], [-1, 3], [f32] * 2, *where), "row_dims holds -1|size"),
-        (lambda: many(buffer, sizes, [2, 3], [2], [], *where), "dtypes has 0 entries for 1"),
+        (lambda: wait(buffer.view(2, -1), sizes, [2, 3], f32, *where), "expected the buffer"),
+        (lambda: wait(buffer, sizes, [-2, -3], f32, *where), "row_shapes? >= 0, got -2"),
+        (
+            lambda: many(buffer, sizes, [2, 3], [1], [f32], *where),
+            "row_shapes to have 1 entries, .*, got 2",
+        ),
+        (
+            lambda: many(buffer, sizes, [2, 3], [-1, 3], [f32] * 2, *where),
+            r"row_dims\[0\] .*, got -1|expected sizes|in sizes",
+        ),
+        (
+            lambda: many(buffer, sizes, [2, 3], [2], [], *where),
+            "dtypes to have one entry .* 1 .*, got 0",
+        ),
     ]
     _all_raise(cases)
     full = wait(buffer, sizes, [2, 3], f32, *where)
@@ -157,12 +198,17 @@ def _wait_errors():
     wait = op.reduce_scatter_cast_coalesced_wait
     rest = (None, *where)
     _all_raise([
-        (lambda: wait(buffer, sizes, [2, 4], [2], [f32], [f32], *rest), "the buffer is Float"),
-        (lambda: wait(buffer, sizes, [2, 3], [2], [bf16], [f32], *rest), "the buffer is Float"),
-        (lambda: wait(buffer, sizes, [2, 3], [2], [f32], [f32, f32], *rest), "dtypes has 2"),
-        (lambda: wait(buffer, sizes, [2, 3], [2], [f32], [torch.int32], *rest), "is Int"),
-        (lambda: wait(buffer, sizes, [2, 3], [2], [f32], [f32], torch.int32, *where), "is Int"),
-        (lambda: wait(buffer, sizes, [-2, -3], [2], [f32], [f32], *rest), "row_shape.*-2|negative"),
+        (lambda: wait(buffer, sizes, [2, 4], [2], [f32], [f32], *rest),
+         "the buffer .*, got float32"),
+        (lambda: wait(buffer, sizes, [2, 3], [2], [bf16], [f32], *rest),
+         "the buffer .*, got float32"),
+        (lambda: wait(buffer, sizes, [2, 3], [2], [f32], [f32, f32], *rest),
+         "dtypes to have one entry .*, got 2"),
+        (lambda: wait(buffer, sizes, [2, 3], [2], [f32], [torch.int32], *rest), ", got int32"),
+        (lambda: wait(buffer, sizes, [2, 3], [2], [f32], [f32], torch.int32, *where),
+         ", got int32"),
+        (lambda: wait(buffer, sizes, [-2, -3], [2], [f32], [f32], *rest),
+         "row_shapes? >= 0, got -2"),
     ])  # fmt: skip
     (sums,) = wait(buffer, sizes, [2, 3], [2], [f32], [f32], *rest)
     assert torch.equal(sums, x * size)
@@ -188,15 +234,15 @@ def _disagreements():
     wide = torch.zeros(2 + last, 6)
     whole = torch.zeros(6, 4)
     _all_raise([
-        (lambda: gather(x.double() if last else x), "ranks 0 and 1 .*Float.*rank 2 .*Double"),
-        (lambda: gather(dtype=bf16 if last else f32), "ranks 0 and 1 .*Float.*rank 2 .*BFloat16"),
+        (lambda: gather(x.double() if last else x), "ranks 0 and 1 .*float32.*rank 2 .*float64"),
+        (lambda: gather(dtype=bf16 if last else f32), "ranks 0 and 1 .*float32.*rank 2 .*bfloat16"),
         (lambda: gather(x.view(2, 3, 2) if last else x), r"\[6\].*rank 2 .*\[3, 2\]"),
         (lambda: gather(wide, [2, 2, 3] if last else ok), r"\[2, 2, 2\].*\[2, 2, 3\]"),
         (lambda: op.gather_cast_coalesced(
             [x] * (2 if last else 1), ok * (2 if last else 1), [f32] * (2 if last else 1),
             rank, group), r"ranks 0 and 1 pass nothing, rank 2 passes shards\[1\]"),
         (lambda: op.reduce_scatter_cast(whole.to(bf16 if last else f32), ok, f32, rank, group),
-         "ranks 0 and 1 .*Float.*rank 2 .*BFloat16"),
+         "ranks 0 and 1 .*float32.*rank 2 .*bfloat16"),
         (lambda: gather() if last else op.reduce_scatter_cast(whole, ok, f32, rank, group),
          "disagree"),
         (lambda: op.gather_cast_float8(

@@ -360,7 +360,7 @@ def _auto():
     y = checkpoint(layer, x, use_reentrant=False)  # measures inside a checkpoint
     torch.autograd.grad(y.sum(), x)
     fresh = make_layer(8, 4, chunks="auto")
-    with pytest.raises(Exception, match="nothing was measured yet"):
+    with pytest.raises(Exception, match="nothing has been measured yet"):
         torch.compile(fresh, backend="eager", fullgraph=True)(x)
     return picked
 
@@ -404,25 +404,25 @@ def _wrong(kind):
     make = deepsp.SequenceParallelAttention
     if kind == "sizes":
         for arguments, options, message in [
-            ((10, 4), {}, "hidden_size is 10"),
-            ((8, 0), {}, "num_heads is 0"),
-            ((8, 4, 3), {}, "k_proj has 6 features"),
-            ((8, 1), {}, "fewer than the 2 ranks"),
-            ((9, 3), {"rope_theta": 1e4}, "head_dim is 3"),
-            ((8, 4), {"chunks": 0}, "chunks is 0"),
-            ((8, 4), {"chunks": "many"}, "chunks is 'many'"),
+            ((10, 4), {}, "hidden_size to be .*, got 10"),
+            ((8, 0), {}, "num_heads >= 1, got 0"),
+            ((8, 4, 3), {}, "output features of k_proj .*, got 6"),
+            ((8, 1), {}, "num_heads >= 2, .*, got 1"),
+            ((9, 3), {"rope_theta": 1e4}, "head_dim to be even .*, got 3"),
+            ((8, 4), {"chunks": 0}, "chunks >= 1 .*, got 0"),
+            ((8, 4), {"chunks": "many"}, "chunks >= 1 .*, got 'many'"),
         ]:
             with pytest.raises(ValueError, match=message):
                 make(*arguments, **options)
     elif kind == "projections":
         p = [nn.Linear(8, 8) for _ in range(4)]
         for changed, message in [
-            ((0, nn.Linear(8, 9)), "doesn't divide the 9 features"),
-            ((1, nn.Linear(8, 3)), "k_proj has 3 features"),
-            ((1, nn.Linear(7, 8)), "k_proj takes 7 features"),
-            ((2, nn.Linear(8, 9)), "v_proj has 9 features"),
-            ((3, nn.Linear(9, 8)), "o_proj takes 9 features"),
-            ((3, nn.Bilinear(8, 8, 8)), "o_proj is a Bilinear"),
+            ((0, nn.Linear(8, 9)), "divide the 9 output features of q_proj, got 4"),
+            ((1, nn.Linear(8, 3)), "output features of k_proj .*, got 3"),
+            ((1, nn.Linear(7, 8)), r"k_proj to have the input features of q_proj \(8\), got 7"),
+            ((2, nn.Linear(8, 9)), "output features of v_proj .*, got 9"),
+            ((3, nn.Linear(9, 8)), "o_proj to have 8 input features, .*, got 9"),
+            ((3, nn.Bilinear(8, 8, 8)), "o_proj to be a plain nn.Linear, .*, got Bilinear"),
         ]:
             with pytest.raises(ValueError, match=message):
                 make.from_projections(
@@ -442,25 +442,31 @@ def _wrong(kind):
             layer(torch.zeros(1, 3, 8))
         del p[1].forward
         layer.q_proj = nn.Sequential(p[0])  # an adapter around it, say
-        with pytest.raises(ValueError, match="q_proj is a Sequential"):
+        with pytest.raises(ValueError, match=r"q_proj to be a plain nn.Linear, .*, got Sequential"):
             layer(torch.zeros(1, 3, 8))
     else:
         layer = make(8, 4, rope_theta=10.0, dtype=torch.float64)
         x = draw(1, 3, 8)
         for call, message in [
-            (lambda: layer(x[0]), "x has 2 dimensions"),
-            (lambda: layer(x, seq_lens=[3]), "seq_lens has 1 entries"),
-            (lambda: layer(x, seq_lens=[4, 4]), "x has sequence length 3"),
-            (lambda: layer(x, position_ids=torch.arange(3)), "whole sequence"),
-            (lambda: layer(x.float()), "weights.0. is Double"),
-            (lambda: layer(draw(1, 3, 7)), "weights.0. takes 8"),
+            (lambda: layer(x[0]), "x to have 3 dimensions .*, got 2"),
+            (lambda: layer(x, seq_lens=[3]), "seq_lens to have one entry .*, got 1"),
+            (lambda: layer(x, seq_lens=[4, 4]), "x to have sequence length 4, .*, got 3"),
+            (lambda: layer(x, position_ids=torch.arange(3)), "position_ids of the full sequence"),
+            (lambda: layer(x.float()), "weights.0. to have the dtype of x .*, got float64"),
+            (lambda: layer(draw(1, 3, 7)), "weights.0. to have 7 columns, .*, got 8"),
             (lambda: make(8, 4)(x, position_ids=torch.arange(6)), "rope_theta is None"),
             (lambda: layer(x, is_causal=True, attn_mask=torch.ones(6, 6).bool()), "attn_mask"),
-            (lambda: layer(x, attn_mask=torch.ones(5, 6).bool()), "attn_mask has size 5"),
-            (lambda: layer(x, attn_mask=torch.ones(6, 6)), "attn_mask is Float"),
-            (lambda: layer(x, dropout_p=2.0), "dropout_p is 2"),
-            (lambda: layer(x, position_ids=torch.zeros(2, 6)), "whole sequence"),
-            (lambda: op.kv_of_chunk([x[None]], 4, 4, 0, 1, 0, 0), "parts is 0"),
+            (
+                lambda: layer(x, attn_mask=torch.ones(5, 6).bool()),
+                "attn_mask to have size 6 or 1 .*, got 5",
+            ),
+            (
+                lambda: layer(x, attn_mask=torch.ones(6, 6)),
+                "attn_mask to be bool or .*, got float32",
+            ),
+            (lambda: layer(x, dropout_p=2.0), "dropout_p <= 1, got 2"),
+            (lambda: layer(x, position_ids=torch.zeros(2, 6)), "position_ids of the full sequence"),
+            (lambda: op.kv_of_chunk([x[None]], 4, 4, 0, 1, 0, 0), "parts >= 1, got 0"),
         ]:
 
             def raises(call=call, message=message):

@@ -123,11 +123,15 @@ def _errors():
             x, x, x, None, 0.0, False, None, False, 1, [4, 4], 0, "", layout="hbsd"
         ),
     ):
-        with pytest.raises(ValueError, match="layout is 'hbsd'; 'bshd', 'sbhd' or 'bhsd' is right"):
+        with pytest.raises(ValueError, match="layout to be 'bshd', 'sbhd' or 'bhsd', got 'hbsd'"):
             call()
-    with pytest.raises(ValueError, match=r"q has 3 dim.*\[sequence, batch, heads, head_dim\]"):
+    with pytest.raises(
+        ValueError, match=r"q to have 4 dim.*\[sequence, batch, heads, head_dim\], got 3"
+    ):
         deepsp.distributed_attention(x[0], x, x, layout="sbhd")
-    with pytest.raises(ValueError, match=r"k has 3 dim.*\[batch, heads, sequence, head_dim\]"):
+    with pytest.raises(
+        ValueError, match=r"k to have 4 dim.*\[batch, heads, sequence, head_dim\], got 3"
+    ):
         deepsp.distributed_attention(x, x[0], x, layout="bhsd")
 
 

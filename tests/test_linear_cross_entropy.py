@@ -281,23 +281,29 @@ def _wrong():
         return deepsp.linear_cross_entropy(hidden, weight, labels, bias, **kwargs)
 
     for kwargs, message in [
-        ({"labels": labels[:, :2]}, r"shifted_labels has shape \(2, 2\), but hidden has"),
-        ({"labels": labels.double()}, "shifted_labels is torch.float64; an integer tensor"),
-        ({"labels": labels.bool()}, "shifted_labels is torch.bool; an integer tensor"),
-        ({"reduction": "none"}, "reduction is 'none'"),
-        ({"weight": weight.T}, r"weight has shape \[6, 7\]; \[C, 6\]"),
-        ({"weight": weight[:0]}, r"weight has shape \[0, 6\]"),
-        ({"weight": weight.float()}, "weight is Float, but hidden is Double"),
-        ({"weight": weight.to("meta")}, "weight is on meta, but hidden is on cpu"),
-        ({"bias": bias[:3]}, r"bias has shape \[3\]; \[7\]"),
-        ({"bias": bias.half()}, "bias is Half"),
-        ({"bias": dist.group.WORLD}, "bias is a ProcessGroup; .*group=..."),
-        ({"weight": torch.nn.Linear(6, 7)}, r"weight is a Linear; .*linear\.weight"),
-        ({"hidden": hidden.long()}, "hidden is Long; float64"),
-        ({"hidden": hidden[0, 0], "labels": labels}, "shifted_labels has shape"),
-        ({"label_smoothing": 1.5}, "label_smoothing is 1.5; 0 to 1"),
-        ({"label_smoothing": float("nan")}, "label_smoothing is nan"),
-        ({"chunk_tokens": 0}, "chunk_tokens is 0; at least 1"),
+        ({"labels": labels[:, :2]}, r"shifted_labels to have shape .* of hidden .*, got \(2, 2\)"),
+        (
+            {"labels": labels.double()},
+            "shifted_labels to be an integer tensor.*, got torch.float64",
+        ),
+        ({"labels": labels.bool()}, "shifted_labels to be an integer tensor.*, got torch.bool"),
+        ({"reduction": "none"}, "reduction to be .*, got 'none'"),
+        ({"weight": weight.T}, r"weight to have shape \[C, 6\].*, got \[6, 7\]"),
+        ({"weight": weight[:0]}, r"weight to have shape .*, got \[0, 6\]"),
+        (
+            {"weight": weight.float()},
+            r"weight to have the dtype of hidden \(float64\), got float32",
+        ),
+        ({"weight": weight.to("meta")}, r"weight to be on the device of hidden \(cpu\), got meta"),
+        ({"bias": bias[:3]}, r"bias to have shape \[7\].*, got \[3\]"),
+        ({"bias": bias.half()}, "bias to have the dtype .*, got float16"),
+        ({"bias": dist.group.WORLD}, "bias to be a tensor .*, got ProcessGroup; .*group=..."),
+        ({"weight": torch.nn.Linear(6, 7)}, r"weight to be a tensor .*linear\.weight, got Linear"),
+        ({"hidden": hidden.long()}, "hidden to be float64.*, got int64"),
+        ({"hidden": hidden[0, 0], "labels": labels}, "shifted_labels to have shape"),
+        ({"label_smoothing": 1.5}, "0 <= label_smoothing <= 1, got 1.5"),
+        ({"label_smoothing": float("nan")}, "label_smoothing <= 1, got nan"),
+        ({"chunk_tokens": 0}, "chunk_tokens >= 1, got 0"),
     ]:
         with pytest.raises(ValueError, match=message):
             call(**kwargs)

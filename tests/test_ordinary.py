@@ -156,7 +156,7 @@ def _refused(model, message):
     [
         (Lost, "nothing in this graph would be sharded"),
         (Returning, "use_cache = False"),
-        (Mixing, "cumsum.*all tokens in front"),
+        (Mixing, "cumsum.*all earlier tokens"),
         (Sorted, "sorted its own tokens"),
         (SortedRows, "sorted its own tokens"),
     ],

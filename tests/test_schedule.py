@@ -143,7 +143,9 @@ def _ways():
         out.square().sum().backward()
     for name, parameter in built.named_parameters():
         torch.testing.assert_close(parameter.grad, model.get_parameter(name).grad)
-    with pytest.raises(ValueError, match=r"norm\.bias is a share.*in one kind of call, and whole"):
+    with pytest.raises(
+        ValueError, match=r"norm\.bias is Partial in one kind of call, and Replicate"
+    ):
         built(data(7, 5), way="all")
 
 

@@ -107,7 +107,7 @@ def _refused(text, shards, syncs, model=None, x=_X, **kwargs):
     "text, syncs",
     [
         # The input of a column-parallel layer without its all_reduce in backward.
-        ("whole one.*but this rank's share", [Sync("down", "fwd_post", "all_reduce")]),
+        ("Replicate.*but Partial", [Sync("down", "fwd_post", "all_reduce")]),
         # The same where the layer's input is used by nothing else: it's the norm's that is short.
         (
             "P times too large",
@@ -118,14 +118,14 @@ def _refused(text, shards, syncs, model=None, x=_X, **kwargs):
             ],
         ),
         (
-            "grad is 'partial'.*'replicated' is right",
+            "expected grad='replicated'.*, got 'partial'",
             [
                 Sync("up", "bwd_post", "all_reduce"),
                 Sync("down", "fwd_post", "all_reduce", grad="partial"),
             ],
         ),
         (
-            "grad is 'replicated'.*'partial' is right",
+            "expected grad='partial'.*, got 'replicated'",
             [
                 Sync("", "fwd_pre", "scatter", 1),
                 Sync("up", "fwd_pre", "all_gather", 1, grad="replicated"),
@@ -135,7 +135,7 @@ def _refused(text, shards, syncs, model=None, x=_X, **kwargs):
         ),
         ("would count P times", [Sync("up", "bwd_post", "all_reduce")]),
         (
-            "down.*each rank.*|is sharded along axis 1.*but.*is whole",
+            r"is Shard\(1\).*but.*is Replicate",
             [Sync("down", "fwd_post", "reduce_scatter", 1)],
         ),
     ],
@@ -167,7 +167,7 @@ def _gathered():
         Sync("gather", "fwd_post", "all_gather", 1),
         Sync("down", "fwd_post", "all_reduce"),
     ]
-    with pytest.raises(ValueError, match=r"whole one.*from add.*share.*from linear in up.*at up"):
+    with pytest.raises(ValueError, match=r"Replicate.*from add.*Partial.*from linear in up.*at up"):
         Placed(model, _TP, syncs).check(_X.clone().requires_grad_())
     syncs.append(Sync("up", "bwd_post", "all_reduce"))
     placed = Placed(model, _TP, syncs)
@@ -228,7 +228,7 @@ class Tied(nn.Module):
 
 def _tied():
     syncs = [Sync("second", "fwd_pre", "scatter", 1), Sync("second", "fwd_post", "all_gather", 1)]
-    _refused("gradient of first.weight is the whole one.*share", {}, syncs, Tied().double())
+    _refused("gradient of first.weight is Replicate.*Partial", {}, syncs, Tied().double())
 
 
 def test_one_parameter_of_two_kinds():
@@ -283,7 +283,7 @@ def _detached(how):
         _same(placed, _X)
         assert partial_of(placed) == {"norm.weight", "norm.bias"}
     else:
-        with pytest.raises(ValueError, match=r"whole one.*share"):
+        with pytest.raises(ValueError, match=r"Replicate.*Partial"):
             Placed(model, _TP, [*end, Sync("norm", "bwd_post", "all_reduce")]).check(_X)
         _same(Placed(model, _TP, [*end, Sync("up", "bwd_post", "all_reduce")]), _X)
 
@@ -393,7 +393,7 @@ def _in_place():
     torch.manual_seed(3)
     model = InPlace().double()
     end = [Sync("down", "fwd_post", "all_reduce")]
-    with pytest.raises(ValueError, match=r"whole one.*share"):
+    with pytest.raises(ValueError, match=r"Replicate.*Partial"):
         Placed(model, _TP, end).check(_X)
     _same(Placed(model, _TP, [*end, Sync("up", "bwd_post", "all_reduce")]), _X)
 
@@ -444,7 +444,7 @@ def _attending(local):
     (expected**2).sum().backward()
     torch.testing.assert_close(out, expected)
     placed.compare(plain)
-    with pytest.raises(ValueError, match="is whole: every rank's would count"):
+    with pytest.raises(ValueError, match="got Replicate, so every rank's would count"):
         Placed(model).check(x)
 
 
@@ -468,7 +468,7 @@ def _with_loss():
     placed = Placed(WithLoss().double(), {}, [Sync("", "fwd_pre", "scatter", 1)])
     labels = torch.arange(14).view(2, 7) % 5
     mine = deepsp.shard(labels, 1)
-    with pytest.raises(ValueError, match="shifted_labels has shape"):
+    with pytest.raises(ValueError, match="shifted_labels to have shape"):
         placed.check(_X, labels)
 
     class Labels(nn.Module):

@@ -125,7 +125,7 @@ def _by_number():
     _, model = _built(Tokens)
     x = torch.randn(2, 5, D, dtype=f64)
     model(x, 0)
-    with pytest.raises(ValueError, match="in one kind of call, and whole in another"):
+    with pytest.raises(ValueError, match="in one kind of call, and Replicate in another"):
         model(x, 1)
 
 

@@ -43,17 +43,17 @@ SAID = {
     "no such module": (
         block,
         lambda s: s["lin"],
-        r"'lin': no module has such a name",
+        "name of a module, .*, got 'lin'",
     ),
-    "no module matches": (Mlp, lambda s: s["u.*"], r"'u\.\*': no module has such a name"),
-    "a near name": (Mlp, lambda s: s["dwn"], r"'dwn': no module.*near are down"),
-    "not a name": (Mlp, lambda s: s[0], r"0: the name of a module, or a pattern, is right"),
+    "no module matches": (Mlp, lambda s: s["u.*"], r"name of a module, .*, got 'u\.\*'"),
+    "a near name": (Mlp, lambda s: s["dwn"], "name of a module, .*, got 'dwn'; did you mean down"),
+    "not a name": (Mlp, lambda s: s[0], "the name of a module, or a pattern, got 0"),
     "no such parameter": (
         Mlp,
         lambda s: s["up"].shard("weights", 0),
-        r"up: Linear has no parameter or buffer 'weights'; it has \['weight', 'bias'\]",
+        r"up: .* buffer of Linear, \['weight', 'bias'\], got 'weights'",
     ),
-    "no names": (Mlp, lambda s: s["up"].shard([], 0), "names is empty"),
+    "no names": (Mlp, lambda s: s["up"].shard([], 0), "names to have at least one .*, got none"),
     "axis out of range": (
         Mlp,
         lambda s: s["up"].shard("weight", 2),
@@ -62,17 +62,17 @@ SAID = {
     "an axis that is none": (
         Mlp,
         lambda s: s["up"].shard("weight", None),
-        "axis is None; a dimension's number is right",
+        "axis to be an int, got None",
     ),
     "a name that is none": (
         Mlp,
         lambda s: s["up"].shard(0, 0),
-        r"names is \[0\]; names of parameters are right",
+        r"names to be strings, got \[0\]",
     ),
     "replaced by none": (
         Mlp,
         lambda s: s["up"].replace(None),
-        "module is None; a module, or a function",
+        "module to be a module, or a function .*, got None",
     ),
     "sharded twice": (
         Mlp,
@@ -82,12 +82,12 @@ SAID = {
     "the follower first": (
         Mlp,
         lambda s: s["up"].shard("bias", 0),
-        r"up: names is \['bias'\]; of Linear, weight is sharded, and bias follows",
+        r"up: .* to have weight, .* which bias follows, got \['bias'\]",
     ),
     "a bias that stays whole": (
         Mlp,
         lambda s: s["down"].shard(["weight", "bias"], 1),
-        r"down: names has 'bias', but where the input side.*stays whole",
+        "down: expected names without 'bias', which stays Replicate",
     ),
     "parts that don't divide": (
         Mlp,
@@ -117,43 +117,43 @@ SAID = {
     "an embedding that writes": (
         lambda: chain(nn.Embedding(4, 4, max_norm=1.0)),
         lambda s: s["0"].shard("weight", 0),
-        r"0: max_norm is 1\.0",
+        r"0: expected max_norm to be None, got 1\.0",
     ),
     "mode": (
         Mlp,
         lambda s: s["up"].sync("post", "all_gather", 0),
-        r"sync at up: mode is 'post'; one of fwd_pre, fwd_post, bwd_post is right",
+        "sync at up: .* mode to be one of fwd_pre, fwd_post, bwd_post, got 'post'",
     ),
     "op": (
         Mlp,
         lambda s: s["up"].sync("fwd_pre", "gather", 0),
-        r"sync_op_or_fn is 'gather'; one of all_gather, ",
+        "sync_op_or_fn to be one of all_gather, .*, got 'gather'",
     ),
-    "no op": (Mlp, lambda s: s["up"].sync("fwd_pre", 3), r"sync_op_or_fn is 3; one of"),
+    "no op": (Mlp, lambda s: s["up"].sync("fwd_pre", 3), "sync_op_or_fn to be one of .*, got 3"),
     "no axis": (
         Mlp,
         lambda s: s["up"].sync("fwd_pre", "all_gather"),
-        r"axis is None; all_gather needs the dimension that is gathered",
+        "axis to be the dimension that all_gather gathers, got None",
     ),
     "an axis too many": (
         Mlp,
         lambda s: s["up"].sync("fwd_post", "all_reduce", 1),
-        r"axis is 1; all_reduce has none",
+        "no axis for all_reduce, got 1",
     ),
     "another axis": (
         Mlp,
         lambda s: s["up"].sync("fwd_post", "seq_to_heads", 2),
-        r"axis is 2; seq_to_heads exchanges the dimensions 1 and 2",
+        "no axis, since seq_to_heads exchanges the dimensions 1 and 2 .*, got 2",
     ),
     "a gather in backward": (
         Mlp,
         lambda s: s["up"].sync("bwd_post", "all_gather", 1),
-        r"'all_gather' with mode='bwd_post'; all_reduce of the gradient, or a function",
+        "all_reduce, or a function, with mode='bwd_post', got 'all_gather'",
     ),
     "grad": (
         Mlp,
         lambda s: s["up"].sync("fwd_pre", "all_gather", 1, grad="sum"),
-        r"grad is 'sum'; 'replicated' or 'partial' is right",
+        "grad to be 'replicated' or 'partial', got 'sum'",
     ),
     "grad of what doesn't ask": (
         Mlp,
@@ -163,17 +163,17 @@ SAID = {
     "a function with an axis": (
         Mlp,
         lambda s: s["up"].sync("fwd_pre", lambda m, a: a, axis=1),
-        r"axis is given, but sync_op_or_fn is a function",
+        "no axis, since sync_op_or_fn is a function",
     ),
     "no such number": (
         Mlp,
         lambda s: s["up"].divide("num_heads"),
-        r"up\.num_heads is None; a whole number can be divided",
+        r"up\.num_heads to be an int, got None",
     ),
     "a number that is too small": (
         Mlp,
         lambda s: s["up"].divide("in_features", unit=5),
-        r"up\.in_features is 5, in units of 5; a multiple",
+        r"up\.in_features to be a multiple of unit \(5\).*, got 5",
     ),
     "checkpointed twice": (
         Mlp,
@@ -183,19 +183,19 @@ SAID = {
     "replaced too late": (
         lambda: chain(Mlp()),
         lambda s: (s["0.up"].checkpoint(), s["0"].replace(Mlp())),
-        r"0 is replaced, but there are steps for 0\.up already",
+        r"0 to be replaced before .* steps for 0\.up already",
     ),
     "one for two places": (
         block,
         lambda s: s["*"].replace(nn.Identity()),
-        r"module is one for 4 places; pass a function",
+        "function for 4 places, got one module; pass a function",
     ),
     "replaced by nothing": (
         block,
         lambda s: s["0"].replace(lambda old: None),
-        r"module: NoneType for 0; a module is right",
+        "module for 0, got NoneType",
     ),
-    "replaced as a whole": (block, lambda s: s.replace(Mlp()), "whole model can't be replaced"),
+    "replaced as a whole": (block, lambda s: s.replace(Mlp()), "model itself can't be replaced"),
     "no projections": (
         lambda: chain(Mlp()),
         lambda s: s["0"].parallelize_attention(),
@@ -204,7 +204,7 @@ SAID = {
     "no number of heads": (
         lambda: chain(Mlp(6, 6)),
         lambda s: s["0"].parallelize_attention("up", "up", "up", "down"),
-        r"0: Mlp doesn't say how many heads it has; pass num_heads",
+        "0: expected Mlp to have num_heads, .* pass num_heads",
     ),
     "inputs before it is built": (
         Mlp,
@@ -305,59 +305,59 @@ CHECKED = {
     "partial, and nothing reduces it": (
         no_bias,
         _forgotten,
-        r"2: its output is partial, each rank's a summand, and nothing reduces it",
+        "2: its output is Partial, and nothing reduces it",
     ),
-    "partial, into dropout": (no_bias, _forgotten, r"3: what comes in is partial; a reduce_scatt"),
+    "partial, into dropout": (no_bias, _forgotten, "3: .*, got Partial; put a reduce_scatter"),
     "a bias reduced elsewhere": (
         lambda: chain(Mlp()),
         _at_the_parent,
-        r"0\.down: its output is partial, and its bias counts once",
+        r"0\.down: its output is Partial, and its bias counts once",
     ),
     "gathered twice": (block, _gathered_twice, r"0 \(fwd_post all_gather\).* gathered twice"),
     "gathered twice, apart": (
         block,
         _gathered_twice_apart,
-        r"1 \(fwd_post all_gather\): what comes in is whole; is it gathered twice",
+        r"1 \(fwd_post all_gather\): .* is Shard, got Replicate; .* gathered twice",
     ),
     "reduced, but whole": (
         block,
         _reduced_but_whole,
-        r"0 \(fwd_post reduce_scatter\): what comes in is whole; the sum .* P times too large",
+        r"0 \(fwd_post reduce_scatter\): .* is Partial, got Replicate; the sum .* P times",
     ),
     "reduced, but sharded": (
         block,
         _reduced_but_sharded,
-        r"0 \(fwd_post all_reduce\): what comes in is sharded along axis -1.*use all_gather",
+        r"0 \(fwd_post all_reduce\): .* got Shard\(-1\); use all_gather",
     ),
     "reduced twice": (
         block,
         _reduced_twice,
-        r"2 \(fwd_post all_reduce\): what comes in is whole; the sum",
+        r"2 \(fwd_post all_reduce\): .* is Partial, got Replicate; the sum",
     ),
     "whole features come in": (
         block,
         _whole_features,
-        r"2: what comes in is whole, but as it is sharded, it must be sharded along axis -1",
+        r"2: expected its input to be Shard\(-1\), .*, got Replicate",
     ),
     "sharded features go on": (
         block,
         _gather_forgotten,
-        r"2: what comes in is sharded along axis -1, but it isn't sharded itself; an all_gather",
+        r"2: expected all features in its input, .*, got Shard\(-1\); put an all_gather",
     ),
     "a gradient that nothing reduces": (
         block,
         _gradient,
-        r"0: its input's gradient is partial.*nothing reduces it; sync it, .*mode='bwd_post'",
+        "0: the gradient of its input is Partial.*nothing reduces it; sync it, .*mode='bwd_post'",
     ),
     "scattered, but partial": (
         no_bias,
         _scattered_partial,
-        r"2 \(fwd_post scatter\): what comes in is partial; .*use reduce_scatter",
+        r"2 \(fwd_post scatter\): .* is Replicate, got Partial; use reduce_scatter",
     ),
     "tied": (
         Tied,
         lambda s: _all_reduce(s["embed"].shard("weight", 0)),
-        r"embed\.weight is also head\.weight \(tied\), which is not sharded; .* alike: axis=0",
+        r"embed\.weight \(Shard\(0\)\) is tied to head\.weight, which is not .* alike: axis=0",
     ),
     "tied, another way": (
         Tied,
@@ -365,18 +365,18 @@ CHECKED = {
             _all_reduce(s["embed"].shard("weight", 0)),
             _all_reduce(s["head"].shard("weight", 1)),
         ),
-        r"which is sharded as weight along axis 1",
+        r"\(Shard\(0\)\) is tied to head\.weight, which is Shard\(1\)",
     ),
     "overlap nowhere": (block, _overlap_nowhere, r"overlap=True needs a linear layer with shard"),
     "overlap of a scatter": (
         block,
         _overlap_other,
-        r"overlap=True is there for fwd_post reduce_scatter and fwd_pre all_gather",
+        "overlap=True is for fwd_post reduce_scatter and fwd_pre all_gather",
     ),
     "overlap, but whole after it": (
         block,
         _overlap_replicated,
-        r"grad is 'replicated', but the layer's output features are sharded",
+        "since the layer's output features are sharded .*, got 'replicated'",
     ),
     "overlap, but not the last": (
         block,
@@ -472,16 +472,22 @@ def _heads_of_what(s):
 
 
 FOUND = {
-    "sharded and whole": (_mixed, r"sharded along axis 0"),
-    "another axis": (_wrong_axis, r"mlp \(fwd_post all_gather\): .*sharded along axis 0; axis=1"),
-    "another grad": (_wrong_grad, r"(?s)mlp\.down.*grad is 'partial', but.*grad='replicated'"),
+    "sharded and whole": (_mixed, r"is Shard\(0\)"),
+    "another axis": (_wrong_axis, r"mlp \(fwd_post all_gather\): .* is Shard\(1\), got Shard\(0\)"),
+    "another grad": (_wrong_grad, r"(?s)mlp\.down.*expected grad='replicated'.*, got 'partial'"),
     "summed twice": (_summed_twice, r"(?s)mlp.*P times too large"),
     "not summed": (_not_summed, r"gradient of an input.* from layer_norm in norm.*'bwd_post'"),
-    "a local output": (_local_output, r"model's output 0 .*sharded along axis 0.*outputs='local'"),
-    "partial elsewhere": (_partial_sum, r"partial"),
-    "no such axis": (_no_such_axis, r"mlp\.down \(fwd_post reduce_scatter\): axis is 5, but the"),
-    "no such input": (_no_such_tensor, r"mlp \(fwd_pre scatter\): tensor='y' isn't among"),
-    "not heads": (_heads_of_what, r"out \(fwd_pre seq_to_heads\): the tensor has 2 dimensions"),
+    "a local output": (_local_output, r"model's output 0 .*is Shard\(0\).*outputs='local'"),
+    "partial elsewhere": (_partial_sum, "is Partial"),
+    "no such axis": (
+        _no_such_axis,
+        r"mlp\.down \(fwd_post reduce_scatter\): .* axis to be in .*, got 5",
+    ),
+    "no such input": (
+        _no_such_tensor,
+        r"mlp \(fwd_pre scatter\): expected tensor to be one of .*, got 'y'",
+    ),
+    "not heads": (_heads_of_what, r"out \(fwd_pre seq_to_heads\): .* 4 dimensions .*, got 2"),
 }
 
 
@@ -503,9 +509,11 @@ def _afterwards():
     sch = deepsp.create_schedule(block())
     sch["0"].shard("weight", 0).sync("bwd_post", "all_reduce")
     sch["0"].sync("fwd_post", "all_gather", -1)
-    with pytest.raises(ValueError, match="outputs is 'all'"):
+    with pytest.raises(ValueError, match=r"outputs to be .*, got 'all'"):
         deepsp.build(sch, outputs="all")
-    with pytest.raises(ValueError, match="optimizer is a str; an optimizer, or a function"):
+    with pytest.raises(
+        ValueError, match=r"optimizer to be an optimizer, or a function .*, got str"
+    ):
         deepsp.build(sch, optimizer="adam")
     built, optimizer = deepsp.build(sch)
     assert optimizer is None
@@ -527,15 +535,15 @@ def _afterwards():
         built[0](data(4, 6))
     with torch.no_grad():
         assert built[0](data(4, 6)).shape == (4, 8)
-    with pytest.raises(ValueError, match="the model is built: pass inputs"):
+    with pytest.raises(ValueError, match="expected inputs, since the model is built"):
         sch.check()
     sch.check(data(4, 6))
     built(data(4, 6))
     with pytest.raises(ValueError, match="the model itself was not called"):
         built[0](data(4, 6))  # what follows it in the model needn't be what follows it here
-    with pytest.raises(ValueError, match="model is a list"):
+    with pytest.raises(ValueError, match="model to be a module, got list"):
         deepsp.create_schedule([])
-    with pytest.raises(ValueError, match="sch is a Sequential"):
+    with pytest.raises(ValueError, match="sch to be a Schedule, got Sequential"):
         deepsp.build(built)
 
 
@@ -570,11 +578,11 @@ ModuleDict over 2 ranks
 │     └─ mlp: Mlp
 │        │  checkpoint
 │        ├─ up: Linear
-│        │     shard weight along axis 0: [8, 6] -> [4, 6]
-│        │     shard bias along axis 0: [8] -> [4]
+│        │     weight: Shard(0), [8, 6] -> [4, 6]
+│        │     bias: Shard(0), [8] -> [4]
 │        │     out_features = 4
 │        └─ down: Linear
-│              shard weight along axis 1: [6, 8] -> [6, 4]
+│              weight: Shard(1), [6, 8] -> [6, 4]
 │              in_features = 4
 │              sync fwd_post reduce_scatter axis=1 overlap
 └─ norm: Identity
@@ -654,7 +662,7 @@ def _overlap_along_features():
     sch["1"].sync("fwd_post", "reduce_scatter", axis=2, overlap=True)
     sch["1"].sync("fwd_post", "all_gather", axis=2)
     built, _ = deepsp.build(sch)
-    with pytest.raises(ValueError, match=r"1 \(fwd_post reduce_scatter\): axis is 2, the features"):
+    with pytest.raises(ValueError, match=r"1 \(fwd_post reduce_scatter\): .*, got 2, the features"):
         built(torch.ones(2, 3, 4))
 
 

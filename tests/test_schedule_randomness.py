@@ -245,7 +245,7 @@ def _both():
     torch.manual_seed(0)
     syncs = [Sync("down", "fwd_post", "all_reduce"), Sync("up", "bwd_post", "all_reduce")]
     placed = Placed(Both(), _SHARDS, syncs)
-    with pytest.raises(ValueError, match="both for whole and for sharded"):
+    with pytest.raises(ValueError, match=r"both for Replicate tensors.* and for Shard"):
         placed.check(torch.ones(2, 7, 6))
 
 

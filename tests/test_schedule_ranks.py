@@ -94,7 +94,9 @@ def _batches():
     built, _ = deepsp.build(sch)
     other = data(3, 5)
     other[-1, -1] += rank == size - 1
-    message = rf"inputs differ between ranks 0 and {size - 1} \(tensor 0 .*DistributedSampler"
+    message = (
+        rf"inputs differ between ranks 0 and {size - 1} \(for example tensor 0.*DistributedSampler"
+    )
     for _ in range(2):
         with pytest.raises(ValueError, match=message):
             built(other)
@@ -131,14 +133,18 @@ def _one_by_one():
     attention(deepsp.create_schedule(nn.MultiheadAttention(12, 3)))
     sch = deepsp.create_schedule(Mlp())
     sch["up"].shard("weight", axis=0, parts=[5, 6])
-    with pytest.raises(ValueError, match=r"bias is to be .*parts=\[11\].* follows.*parts=\[5, 6\]"):
+    with pytest.raises(
+        ValueError, match=r"bias to be .* follows.*parts=\[5, 6\].*, got .*parts=\[11\]"
+    ):
         sch["up"].shard("bias", axis=0, parts=[11])
     sch["up"].shard("bias", axis=-1)
     for again in ("weight", "bias"):
-        with pytest.raises(ValueError, match=r"sharded already|weight is sharded, and bias"):
+        with pytest.raises(
+            ValueError, match=r"sharded already|weight, which is sharded in Linear and which bias"
+        ):
             sch["up"].shard(again, axis=0)
     sch["down"].shard("weight", axis=1)
-    with pytest.raises(ValueError, match="down: names has 'bias', but where the input side"):
+    with pytest.raises(ValueError, match="down: expected names without 'bias'"):
         sch["down"].shard("bias", axis=0)
 
 
@@ -159,7 +165,7 @@ def _evaluated():
         sch["column"].shard("weight", axis=0)
         sch["column"].sync("fwd_post", "all_gather", axis=-1)
 
-    with pytest.raises(ValueError, match="its input's gradient is partial"):
+    with pytest.raises(ValueError, match="gradient of its input is Partial"):
         check(Column, plan)
     x = data(3, 5)
     for frozen in (True, False):
@@ -172,7 +178,7 @@ def _evaluated():
             torch.testing.assert_close(built(x), model(x))
     # It is trained after all: the parameters' gradients are summed, an input's can't be.
     compare_parameters(model, built, x)
-    with pytest.raises(ValueError, match="gradient of an input of the model would be this rank's"):
+    with pytest.raises(ValueError, match="gradient of an input of the model would be Partial"):
         built(x.clone().requires_grad_())
 
 

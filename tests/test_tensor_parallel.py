@@ -153,12 +153,15 @@ def _errors():
     x, w = torch.ones(2, 3, K), torch.ones(M, K)
     for op in (deepsp.all_gather_matmul, deepsp.matmul_reduce_scatter):
         for call, message in [
-            (lambda op=op: op(x, w, None, 2), "dim is 2, the last dimension"),
-            (lambda op=op: op(x, w.t(), None, 1), r"weight has shape \[4, 5\]"),
-            (lambda op=op: op(x, w, torch.ones(2), 1), r"bias has shape \[2\]; \[5\]"),
-            (lambda op=op: op(x, w.double(), None, 1), "weight is Double"),
-            (lambda op=op: op(x, w, None, 1, sizes=[9, 9]), "input has size 3"),
-            (lambda op=op: op(x.int(), w.int(), None, 1), "input is Int"),
+            (lambda op=op: op(x, w, None, 2), "dim to be before the last dimension.*, got 2"),
+            (lambda op=op: op(x, w.t(), None, 1), r"weight to have shape \[M, 4\].*, got \[4, 5\]"),
+            (lambda op=op: op(x, w, torch.ones(2), 1), r"bias to have shape \[5\].*, got \[2\]"),
+            (
+                lambda op=op: op(x, w.double(), None, 1),
+                "weight to have the dtype of input .*, got float64",
+            ),
+            (lambda op=op: op(x, w, None, 1, sizes=[9, 9]), "input to have size .*, got 3"),
+            (lambda op=op: op(x.int(), w.int(), None, 1), "input to be float64.*, got int32"),
         ]:
             with pytest.raises(ValueError, match=message):
                 call()

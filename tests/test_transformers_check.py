@@ -15,17 +15,17 @@ import deepsp
 from deepsp.integrations.transformers import check, register
 
 OWN = "computes its attention itself"
-PLACES = "forward takes no position_ids"
+PLACES = "forward to take position_ids"
 REFUSED = {
-    "Mistral, use_cache": "use_cache is True: .*; set model.config.use_cache = False",
-    "Gemma 2": "softcap of Gemma2Attention is 50.0",
+    "Mistral, use_cache": "use_cache to be False, got True: .*; set model.config.use_cache = False",
+    "Gemma 2": "no softcap in Gemma2Attention, got 50.0",
     "GPT-J": OWN, "GPT-Neo": OWN, "BLOOM": OWN, "Falcon": OWN,
     "Llama, dynamic RoPE": "rope_type of LlamaAttention is 'dynamic', .* at most 8 tokens",
     "OPT": "OPTAttention by itself counts otherwise",
-    "ModernBERT": "position_ids that reach the model's attention .ModernBertAttention. are None",
+    "ModernBERT": "position_ids that reach the model's .* .ModernBertAttention. .*, got None",
     "RoBERTa": "RobertaSelfAttention by itself counts otherwise",
     "T5": "an encoder and a decoder", "BART": "an encoder and a decoder",
-    "ViT": "forward takes no input_ids",
+    "ViT": "forward to take input_ids",
 }  # fmt: skip
 
 
@@ -206,7 +206,7 @@ def _unknown():
     config = _llama().config
     config._attn_implementation, config.num_labels = "deepsp", 2
     pooled = transformers.LlamaForSequenceClassification(config).double()
-    with pytest.raises(ValueError, match=r"logits of LlamaForSequenceClassification, .* \[7, 2\]"):
+    with pytest.raises(ValueError, match=r"logits of LlamaForSequenceClassification .* \[7, 2\]"):
         pooled(**part)
     bert = transformers.BertConfig(**SMALL)
     bert._attn_implementation = "deepsp"
@@ -272,9 +272,11 @@ def _when():
     assert len(count) == 5
     hook.remove()
     model.set_attn_implementation("sdpa")
-    with pytest.raises(ValueError, match=r"attention of LlamaForCausalLM is 'sdpa'; .*'deepsp'"):
+    with pytest.raises(
+        ValueError, match="attention of LlamaForCausalLM to be 'deepsp', got 'sdpa'"
+    ):
         check(model)
-    with pytest.raises(ValueError, match="model is a Linear"):
+    with pytest.raises(ValueError, match=r"expected model to be .*, got Linear"):
         check(nn.Linear(1, 1))
     with torch.device("meta"), pytest.raises(ValueError, match="have no data"):
         check(_llama())
@@ -317,16 +319,16 @@ def _calls():
     part, _ = deepsp.shard_batch({"input_ids": _ids()})
     model = _llama().train()
     for given, message in [
-        ({"labels": part["input_ids"]}, "labels are given to LlamaForCausalLM"),
-        ({"use_cache": True}, "use_cache is True: .*'sdpa'. for generate"),
-        ({"output_router_logits": True}, "output_router_logits is True: aux_loss"),
-        ({"logits_to_keep": 1}, "logits_to_keep is given"),
-        ({"pixel_values": torch.zeros(1, 3, 4, 4)}, r"pixel_values is given .* \(1, 3, 4, 4\)"),
+        ({"labels": part["input_ids"]}, "expected no labels in the call of LlamaForCausalLM"),
+        ({"use_cache": True}, "use_cache to be False, got True: .*'sdpa'. for generate"),
+        ({"output_router_logits": True}, "output_router_logits to be False, got True: aux_loss"),
+        ({"logits_to_keep": 1}, "expected no logits_to_keep"),
+        ({"pixel_values": torch.zeros(1, 3, 4, 4)}, r"expected no pixel_values .* \(1, 3, 4, 4\)"),
     ]:
         with pytest.raises(ValueError, match=message):
             model(**part, **given)
     compiled = torch.compile(model, backend="eager")
-    with pytest.raises(ValueError, match="labels are given to LlamaForCausalLM"):
+    with pytest.raises(ValueError, match="expected no labels in the call of LlamaForCausalLM"):
         compiled(**part, labels=part["input_ids"])
     for cached in (True, False):
         with pytest.raises(ValueError, match=r"'sdpa'\) for generate"):

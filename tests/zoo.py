@@ -389,13 +389,13 @@ EQUAL_CASES = [
     "attends_to_parameters", "parameter_written",
 ]  # fmt: skip
 REFUSED_CASES = {
-    "hook": "a hook on its gradient",
+    "hook": "a gradient hook",
     "selective": "context_fn",
-    "mapped": "torch.vmap of what is differentiated",
+    "mapped": "torch.vmap of a tensor that requires grad",
     "channels_dropped": "feature_dropout.*drops channels",
     "broadcast_loss": "poisson_nll_loss.*expand them",
-    "short_index": "gather.*tokens in dimension 1 are needed",
-    "written_and_used": "mul_.*writes into what is differentiated",
+    "short_index": "gather.*expected .* tokens in dimension 1",
+    "written_and_used": "mul_.*writes into a tensor that requires grad",
     "counts": "embedding.*scale_grad_by_freq",
 }
 

@@ -1,6 +1,7 @@
-// Attention over a sharded sequence: an exchange there, any attention on whole
+// Attention over a sharded sequence: an exchange there, any attention on full
 // sequences, an exchange back. Composite: no kernel and no backward of its own.
 
+#include "../common/checks.h"
 #include "../exchange/checks.h"
 #include "../exchange/ops.h"
 #include "ops.h"
@@ -26,21 +27,23 @@ void check_attention(
     c10::SymInt num_heads,
     c10::SymInt tokens) {
   TORCH_CHECK_VALUE(
-      dropout_p >= 0 && dropout_p <= 1, "dropout_p is ", dropout_p,
-      "; a probability from 0 to 1 is right");
+      dropout_p >= 0 && dropout_p <= 1, "expected 0 <= dropout_p <= 1, got ", dropout_p);
   if (!attn_mask.has_value()) {
     return;
   }
   const at::Tensor& mask = *attn_mask;
   TORCH_CHECK_VALUE(
-      !is_causal, "attn_mask is given and is_causal is True; only one of them can be");
+      !is_causal,
+      "expected attn_mask or is_causal=True, got both; put the causal part into the "
+      "mask");
   TORCH_CHECK_VALUE(
-      mask.scalar_type() == at::kBool || mask.scalar_type() == dtype, "attn_mask is ",
-      mask.scalar_type(), "; bool or q's dtype, ", dtype, ", is right");
+      mask.scalar_type() == at::kBool || mask.scalar_type() == dtype,
+      "expected attn_mask to be bool or to have the dtype of q (", dtype_name(dtype), "), got ",
+      dtype_name(mask.scalar_type()));
   TORCH_CHECK_VALUE(
-      mask.dim() >= 2 && mask.dim() <= 4, "attn_mask has ", mask.dim(),
-      " dimensions; 2 to 4 are right: [[batch,] heads,] S, S");
-  const c10::SymInt whole[] = {batch, num_heads, tokens, tokens};
+      mask.dim() >= 2 && mask.dim() <= 4,
+      "expected attn_mask to have 2 to 4 dimensions ([[batch,] heads,] S, S), got ", mask.dim());
+  const c10::SymInt full[] = {batch, num_heads, tokens, tokens};
   constexpr const char* dims[] = {"batch", "heads", "sequence (queries)", "sequence (keys)"};
   const auto is_padding = [&] {
     return mask.dim() == 2 && mask.sym_size(0) == batch && mask.sym_size(1) == tokens;
@@ -48,10 +51,10 @@ void check_attention(
   for (int64_t d = 0; d < mask.dim(); ++d) {
     const int64_t at = 4 - mask.dim() + d;
     TORCH_CHECK_VALUE(
-        mask.sym_size(d) == 1 || mask.sym_size(d) == whole[at], "attn_mask has size ",
-        mask.sym_size(d), " in dimension ", d, " (", dims[at],
-        "); masks are global, as without sharding: 1 or ", whole[at], " is right",
-        is_padding() ? ", and for padding, [batch, sequence], mask[:, None, None, :]" : "");
+        mask.sym_size(d) == 1 || mask.sym_size(d) == full[at], "expected attn_mask to have size ",
+        full[at], " or 1 in dimension ", d, " (", dims[at], "), as for the full sequence, got ",
+        mask.sym_size(d),
+        is_padding() ? "; pass a padding mask [batch, sequence] as mask[:, None, None, :]" : "");
   }
 }
 
@@ -93,19 +96,21 @@ at::Tensor kv_of_chunk(
     int64_t parts) {
   check_num_heads({num_heads, num_kv_heads}, parts, kNames);
   const HeadLayout layout({num_heads, num_kv_heads}, parts, chunks);
+  check_chunk(chunk, layout.chunks());
   TORCH_CHECK_VALUE(
-      chunk >= 0 && chunk < layout.chunks() && static_cast<int64_t>(received.size()) > chunk,
-      "chunk is ", chunk, ", but there are ", layout.chunks(), " chunks and ", received.size(),
-      " of them received");
+      static_cast<int64_t>(received.size()) > chunk,
+      "expected received to have the tensors of chunks 0 to ", chunk, ", got ", received.size(),
+      " entries");
   const Readers readers(layout, rank, chunk);
   Tensors pieces;  // the heads read, in order
   for (int64_t c = 0; c <= chunk; ++c) {
     const Range came = layout.range(1, rank, c);
     const at::Tensor& x = received[c];
     TORCH_CHECK_VALUE(
-        x.dim() == 4 && x.sym_size(2) == came.size(), "received[", c, "] has shape ", x.sym_sizes(),
-        ", but ", came.size(), " kv heads came to rank ", rank, " of ", parts, " with chunk ", c,
-        "; [batch, sequence, ", came.size(), ", head_dim] is right");
+        x.dim() == 4 && x.sym_size(2) == came.size(), "expected received[", c,
+        "] to have shape [batch, sequence, ", came.size(),
+        ", head_dim], with the kv heads that rank ", rank, " of ", parts, " receives in chunk ", c,
+        ", got ", x.sym_sizes());
     const Range used = {std::max(came.begin, readers.kv.begin), std::min(came.end, readers.kv.end)};
     if (used.size() > 0) {
       pieces.push_back(
@@ -144,15 +149,13 @@ at::Tensor attention_of_chunk(
     bool sharded_randomness) {
   check_num_heads({num_heads}, parts, kNames);
   const HeadLayout layout({num_heads}, parts, chunks);
-  TORCH_CHECK_VALUE(
-      chunk >= 0 && chunk < layout.chunks(), "chunk is ", chunk, ", but there are ",
-      layout.chunks(), " chunks");
+  check_chunk(chunk, layout.chunks());
   const Range heads = layout.range(0, rank, chunk);
   TORCH_CHECK_VALUE(
       q.dim() == 4 && k.dim() == 4 && v.dim() == 4 && q.sym_size(2) == heads.size(),
-      "q, k and v have shapes ", q.sym_sizes(), ", ", k.sym_sizes(), " and ", v.sym_sizes(),
-      "; [batch, sequence, heads, head_dim] is right, with the ", heads.size(),
-      " query heads of this chunk");
+      "expected q, k and v of shape [batch, sequence, heads, head_dim], with the ", heads.size(),
+      " query heads of this chunk, got ", q.sym_sizes(), ", ", k.sym_sizes(), " and ",
+      v.sym_sizes());
   check_attention(
       attn_mask, dropout_p, is_causal, q.scalar_type(), q.sym_size(0), num_heads, q.sym_size(1));
   OptionalTensor mask;
@@ -183,24 +186,25 @@ Order order_of(std::string_view layout) {
     return {{1, 0, 2, 3}, "[sequence, batch, heads, head_dim]"};
   }
   TORCH_CHECK_VALUE(
-      layout == "bhsd", "layout is '", layout, "'; 'bshd', 'sbhd' or 'bhsd' is right");
+      layout == "bhsd", "expected layout to be 'bshd', 'sbhd' or 'bhsd', got '", layout, "'");
   return {{0, 2, 1, 3}, "[batch, heads, sequence, head_dim]"};
 }
 
 // q, k and v [B, S_rank, H_i, D_i].
 void check_heads(const at::Tensor& q, const at::Tensor& k, const HeadLayout& heads, bool grouped) {
   TORCH_CHECK_VALUE(
-      heads.num_heads(1) == heads.num_heads(2), "k has ", heads.num_heads(1), " heads, but v has ",
-      heads.num_heads(2), "; they must be the same");
+      heads.num_heads(1) == heads.num_heads(2), "expected v to have the number of heads of k (",
+      heads.num_heads(1), "), got ", heads.num_heads(2));
   TORCH_CHECK_VALUE(
-      grouped || heads.num_heads(0) == heads.num_heads(1), "q has ", heads.num_heads(0),
-      " heads, but k and v have ", heads.num_heads(1),
-      "; pass enable_gqa=True if several query heads are meant to read one kv head");
+      grouped || heads.num_heads(0) == heads.num_heads(1),
+      "expected k and v to have the number of heads of q (", heads.num_heads(0), "), got ",
+      heads.num_heads(1), "; pass enable_gqa=True if several query heads share one kv head");
   TORCH_CHECK_VALUE(
-      q.sym_size(3) == k.sym_size(3), "q has head_dim ", q.sym_size(3), ", but k has ",
-      k.sym_size(3), "; they must be the same");
+      q.sym_size(3) == k.sym_size(3), "expected k to have the head_dim of q (", q.sym_size(3),
+      "), got ", k.sym_size(3));
   TORCH_CHECK_VALUE(
-      q.is_floating_point(), "q is ", q.scalar_type(), "; attention needs a floating-point dtype");
+      q.is_floating_point(), "expected q to have a floating-point dtype, got ",
+      dtype_name(q.scalar_type()));
 }
 
 at::Tensor distributed_attention(
@@ -221,9 +225,7 @@ at::Tensor distributed_attention(
   const Order order = order_of(order_name);
   Tensors inputs;  // [B, S_rank, H_i, D_i]
   for (const at::Tensor& x : {q, k, v}) {
-    TORCH_CHECK_VALUE(
-        x.dim() == 4, kNames[inputs.size()], " has ", x.dim(),
-        " dimensions; four are right: ", order.names);
+    check_four(x, kNames[inputs.size()], order.names);
     inputs.push_back(x.permute(order.dims));
   }
   const SymBlockLayout layout = check_by_tokens(inputs, seq_lens, chunks, rank, kNames);
@@ -233,9 +235,9 @@ at::Tensor distributed_attention(
   check_attention(
       attn_mask, dropout_p, is_causal, q.scalar_type(), layout.batch, num_heads,
       layout.token(layout.parts()));
-  TORCH_CHECK_VALUE(
-      !attn_mask.has_value() || attn_mask->device() == q.device(), "attn_mask is on ",
-      attn_mask->device(), ", but q is on ", q.device(), "; they must be on the same device");
+  if (attn_mask.has_value()) {
+    check_device(*attn_mask, "attn_mask", q, "q");
+  }
   Tensors ks, vs;
   const auto attend = [&](const Tensors& qkv, int64_t chunk) {
     ks.push_back(qkv[1]);

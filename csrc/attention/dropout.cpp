@@ -2,6 +2,7 @@
 // that are seeded alike on all ranks, so that each would drop what the others drop in their heads.
 // Here a rank's own seed says what it drops, in backward once more: only the seed is kept.
 
+#include "../common/checks.h"
 #include "ops.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -37,22 +38,26 @@ void check(
     double dropout_p,
     bool is_causal) {
   TORCH_CHECK_VALUE(
-      q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "q, k and v have shapes ", q.sym_sizes(), ", ",
-      k.sym_sizes(), " and ", v.sym_sizes(), "; [batch, sequence, heads, head_dim] is right");
+      q.dim() == 4 && k.dim() == 4 && v.dim() == 4,
+      "expected q, k and v of shape [batch, sequence, heads, head_dim], got ", q.sym_sizes(), ", ",
+      k.sym_sizes(), " and ", v.sym_sizes());
   TORCH_CHECK_VALUE(
       k.sym_size(0) == q.sym_size(0) && v.sym_size(0) == q.sym_size(0) &&
           k.sym_size(1) == q.sym_size(1) && v.sym_size(1) == q.sym_size(1) &&
           k.sym_size(2) == v.sym_size(2) && k.sym_size(3) == q.sym_size(3),
-      "q, k and v have shapes ", q.sym_sizes(), ", ", k.sym_sizes(), " and ", v.sym_sizes(),
-      "; the same batch and sequence, as many heads of k as of v, and q's head_dim in k are right");
+      "expected q, k and v with the same batch size and sequence length, k and v with the same "
+      "number of heads, and k with the head_dim of q, got shapes ",
+      q.sym_sizes(), ", ", k.sym_sizes(), " and ", v.sym_sizes());
   TORCH_CHECK_VALUE(
-      k.sym_size(2) > 0 && q.sym_size(2) % k.sym_size(2) == 0, "q has ", q.sym_size(2),
-      " heads and k has ", k.sym_size(2), "; a number that divides q's is right");
+      k.sym_size(2) > 0 && q.sym_size(2) % k.sym_size(2) == 0,
+      "expected the number of heads of k to divide that of q (", q.sym_size(2), "), got ",
+      k.sym_size(2));
   TORCH_CHECK_VALUE(
       q.is_floating_point() && k.scalar_type() == q.scalar_type() &&
           v.scalar_type() == q.scalar_type(),
-      "q, k and v are ", q.scalar_type(), ", ", k.scalar_type(), " and ", v.scalar_type(),
-      "; one floating-point dtype is right");
+      "expected q, k and v to have the same floating-point dtype, got ",
+      dtype_name(q.scalar_type()), ", ", dtype_name(k.scalar_type()), " and ",
+      dtype_name(v.scalar_type()));
   check_attention(
       attn_mask, dropout_p, is_causal, q.scalar_type(), q.sym_size(0), q.sym_size(2),
       q.sym_size(1));
@@ -159,14 +164,13 @@ Tensors attention_with_dropout_backward_kernel(
   TORCH_CHECK_VALUE(
       grad.dim() == 4 && grad.sym_size(0) == q.sym_size(0) && grad.sym_size(1) == q.sym_size(1) &&
           grad.sym_size(2) == q.sym_size(2) && grad.sym_size(3) == v.sym_size(3),
-      "grad has shape ", grad.sym_sizes(), "; the output's, [", q.sym_size(0), ", ", q.sym_size(1),
-      ", ", q.sym_size(2), ", ", v.sym_size(3), "], is right");
+      "expected grad to have the shape of the output, [", q.sym_size(0), ", ", q.sym_size(1), ", ",
+      q.sym_size(2), ", ", v.sym_size(3), "], got ", grad.sym_sizes());
   TORCH_CHECK_VALUE(
-      seed.dim() == 0 && seed.scalar_type() == at::kLong, "seed is ", seed.scalar_type(), " ",
-      seed.sym_sizes(), "; the int64 scalar that came with the output is right");
-  TORCH_CHECK_VALUE(
-      wanted.size() == 4, "wanted has ", wanted.size(),
-      " entries; one for each of q, k, v and attn_mask is right");
+      seed.dim() == 0 && seed.scalar_type() == at::kLong,
+      "expected seed to be the int64 scalar that was returned with the output, got ",
+      dtype_name(seed.scalar_type()), " of shape ", seed.sym_sizes());
+  check_wanted(wanted, 4, "q, k, v and attn_mask");
   TORCH_CHECK_VALUE(
       !wanted[3] || (attn_mask.has_value() && attn_mask->is_floating_point()),
       "wanted asks for the gradient of attn_mask, which isn't a floating-point tensor");

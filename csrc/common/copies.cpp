@@ -1,5 +1,7 @@
 #include "copies.h"
 
+#include "checks.h"
+
 #include <ATen/Parallel.h>
 #include <ATen/record_function.h>
 
@@ -139,7 +141,8 @@ Float float_type(at::ScalarType dtype) {
       return Float::f16;
     default:
       TORCH_CHECK_VALUE(
-          false, "expected float64, float32, bfloat16 or float16 to sum or cast, got ", dtype);
+          false, "expected float64, float32, bfloat16 or float16 to sum or cast, got ",
+          dtype_name(dtype));
   }
 }
 

@@ -2,6 +2,7 @@
 // adjoint; the backward of a start is a wait, that of a wait is a start. Every
 // backward is made of ops again, so it traces and can be differentiated.
 
+#include "checks.h"
 #include "ops.h"
 
 namespace deepsp {
@@ -78,7 +79,7 @@ Tensors seq_to_heads_composite(
     c10::SymIntArrayRef seq_lens,
     int64_t rank,
     std::string_view group_name) {
-  TORCH_CHECK_VALUE(!inputs.empty(), "inputs is empty; at least one tensor is needed");
+  check_inputs(inputs);
   const Tensors buffers =
       seq_to_heads_start(inputs, seq_lens, /*chunks=*/1, /*last_first=*/false, rank, group_name);
   const HeadShapes shapes(inputs);  // the start has checked them

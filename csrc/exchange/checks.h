@@ -7,14 +7,22 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <string>
 #include <vector>
 
 namespace deepsp {
 
 using SymBlockLayout = BlockLayout<c10::SymInt>;
 
+// At least one tensor.
+void check_inputs(at::TensorList inputs);
+// Four dimensions, which messages list as `dimensions` says.
+void check_four(const at::Tensor& x, const std::string& name, const char* dimensions);
 // Lengths and rank alone.
 void check_seq_lens(c10::SymIntArrayRef seq_lens, int64_t rank);
+// x [B, S_rank, ..].
+void check_local_length(
+    const at::Tensor& x, const std::string& name, c10::SymIntArrayRef seq_lens, int64_t rank);
 // As many ranks as query heads at most, and every count divides the first.
 // `names(i)` is what messages call the count of tensor i.
 void check_num_heads(

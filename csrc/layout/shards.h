@@ -32,11 +32,11 @@ struct Shard {
     return sum;
   }
 
-  // What lies together, of the whole, and of rank p's part.
+  // What lies together, of the full tensor, and of rank p's part.
   Int row() const { return begin(parts()) * inner; }
   Int row(int64_t p) const { return sizes[p] * inner; }
-  // All of the whole, and of rank p's part.
-  Int whole() const { return outer * row(); }
+  // All of the full tensor, and of rank p's part.
+  Int full() const { return outer * row(); }
   Int part(int64_t p) const { return outer * row(p); }
 };
 

@@ -130,8 +130,9 @@ Tensors split_fused(at::TensorList fused, c10::SymIntArrayRef num_heads, const c
   }
   const c10::SymInt rows = fused[0].dim() > 0 ? fused[0].sym_size(0) : c10::SymInt(0);
   TORCH_CHECK_VALUE(
-      heads > 0 && rows % heads == 0, name, "[0] has ", rows, " rows, which its ", heads,
-      " heads don't divide; pass one for each projection if head dimensions differ");
+      heads > 0 && rows % heads == 0, "expected the rows of ", name,
+      "[0], which serves all projections, to be a multiple of its ", heads, " heads, got ", rows,
+      "; pass one for each projection if head dimensions differ");
   SymInts sizes;
   for (const c10::SymInt& count : num_heads) {
     sizes.push_back(rows / heads * count);

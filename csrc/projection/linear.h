@@ -3,6 +3,7 @@
 // sent, and reads straight from the block that arrived; while one block travels the next one's GEMM
 // runs.
 
+#include "../common/checks.h"
 #include "../exchange/engine.h"
 #include "../op.h"
 
@@ -11,29 +12,17 @@
 
 namespace deepsp {
 
-inline void check_same_kind(
-    const at::Tensor& t, const std::string& name, const at::Tensor& first, const char* first_name) {
-  TORCH_CHECK_VALUE(
-      t.scalar_type() == first.scalar_type(), name, " is ", t.scalar_type(), ", but ", first_name,
-      " is ", first.scalar_type(), "; they must have the same dtype (autocast casts both)");
-  TORCH_CHECK_VALUE(
-      t.device() == first.device(), name, " is on ", t.device(), ", but ", first_name, " is on ",
-      first.device(), "; they must be on the same device");
-}
-
 // x, or a gradient: [B, S_rank, dim].
 inline void check_tokens(
     const at::Tensor& t, const char* name, c10::SymIntArrayRef seq_lens, int64_t rank) {
   check_seq_lens(seq_lens, rank);
   TORCH_CHECK_VALUE(
-      t.dim() == 3, name, " has ", t.dim(),
-      " dimensions; three are right: [batch, sequence, features]");
+      t.dim() == 3, "expected ", name, " to have 3 dimensions [batch, sequence, features], got ",
+      t.dim());
+  check_local_length(t, name, seq_lens, rank);
   TORCH_CHECK_VALUE(
-      t.sym_size(1) == seq_lens[rank], name, " has sequence length ", t.sym_size(1),
-      ", but seq_lens[", rank, "] of this rank is ", seq_lens[rank], "; they must be the same");
-  TORCH_CHECK_VALUE(
-      t.is_floating_point(), name, " is ", t.scalar_type(),
-      "; a linear layer needs a floating-point dtype");
+      t.is_floating_point(), "expected ", name, " to have a floating-point dtype, got ",
+      dtype_name(t.scalar_type()));
 }
 
 // x [B, S_rank, dim] as a matrix [S_rank·B, dim] that BLAS takes as it is: rows in

@@ -14,17 +14,15 @@ SymBlockLayout check_output(
     const c10::SymInt& batch,
     c10::SymIntArrayRef seq_lens,
     int64_t rank) {
-  TORCH_CHECK_VALUE(!buffers.empty(), "buffers is empty; one for each chunk is right");
+  check_buffers(buffers);
   TORCH_CHECK_VALUE(
       weight.dim() == 2 && num_heads > 0 && weight.sym_size(1) % num_heads == 0,
-      "weight has shape ", weight.sym_sizes(), "; [features, num_heads * head_dim] with ",
-      num_heads, " heads is right");
-  check_same_kind(weight, "weight", buffers[0], "what arrives");
+      "expected weight to have shape [features, num_heads * head_dim] with num_heads = ", num_heads,
+      ", got ", weight.sym_sizes());
+  check_like(weight, "weight", buffers[0], "buffers[0]", kAutocast);
   if (bias.has_value()) {
-    check_same_kind(*bias, "bias", buffers[0], "what arrives");
-    TORCH_CHECK_VALUE(
-        bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0), "bias has shape ",
-        bias->sym_sizes(), "; [", weight.sym_size(0), "], the rows of the weight, is right");
+    check_like(*bias, "bias", buffers[0], "buffers[0]", kAutocast);
+    check_bias(*bias, "bias", weight, "weight");
   }
   return check_wait(
       buffers, num_heads, weight.sym_size(1) / num_heads, batch, seq_lens, 0,
@@ -70,9 +68,9 @@ at::Tensor heads_to_output_weight_grad(
     c10::SymIntArrayRef seq_lens,
     int64_t rank,
     std::string_view /*group_name*/) {
-  TORCH_CHECK_VALUE(!buffers.empty(), "buffers is empty; one for each chunk is right");
+  check_buffers(buffers);
   check_tokens(grad, "grad", seq_lens, rank);
-  check_same_kind(grad, "grad", buffers[0], "what arrived");
+  check_like(grad, "grad", buffers[0], "buffers[0]", kAutocast);
   const SymBlockLayout shapes = check_wait(
       buffers, num_heads, head_dim, grad.sym_size(0), seq_lens, 0,
       static_cast<int64_t>(buffers.size()), rank);

@@ -27,20 +27,22 @@ std::string weight_name(size_t i) {
 SymInts head_dims_of(
     at::TensorList weights, c10::SymIntArrayRef num_heads, const std::optional<c10::SymInt>& dim) {
   TORCH_CHECK_VALUE(
-      !weights.empty() && weights.size() == num_heads.size(), "weights has ", weights.size(),
-      " entries and num_heads ", num_heads.size(), "; one each for every projection is right");
+      !weights.empty() && weights.size() == num_heads.size(),
+      "expected weights and num_heads to have one entry for each projection, got ", weights.size(),
+      " and ", num_heads.size(), " entries");
   SymInts dims;
   for (size_t i = 0; i < weights.size(); ++i) {
     const at::Tensor& w = weights[i];
     TORCH_CHECK_VALUE(
-        w.dim() == 2, weight_name(i), " has ", w.dim(),
-        " dimensions; two are right: [heads * head_dim, features of x]");
+        w.dim() == 2, "expected ", weight_name(i),
+        " to have 2 dimensions [heads * head_dim, features of x], got ", w.dim());
     TORCH_CHECK_VALUE(
-        !dim.has_value() || w.sym_size(1) == *dim, weight_name(i), " takes ", w.sym_size(1),
-        " features, but x has ", dim.value_or(0), "; they must be the same");
+        !dim.has_value() || w.sym_size(1) == *dim, "expected ", weight_name(i), " to have ",
+        dim.value_or(0), " columns, the number of features of x, got ", w.sym_size(1));
     TORCH_CHECK_VALUE(
-        num_heads[i] > 0 && w.sym_size(0) % num_heads[i] == 0, weight_name(i), " has ",
-        w.sym_size(0), " rows, which num_heads[", i, "] = ", num_heads[i], " doesn't divide");
+        num_heads[i] > 0 && w.sym_size(0) % num_heads[i] == 0, "expected the rows of ",
+        weight_name(i), " to be a multiple of num_heads[", i, "] = ", num_heads[i], ", got ",
+        w.sym_size(0));
     dims.push_back(w.sym_size(0) / num_heads[i]);
   }
   return dims;
@@ -96,17 +98,15 @@ SymBlockLayout check_project(
   check_tokens(x, "x", seq_lens, rank);
   const SymInts dims = head_dims_of(weights, num_heads, x.sym_size(2));
   TORCH_CHECK_VALUE(
-      biases.empty() || biases.size() == weights.size(), "biases has ", biases.size(),
-      " entries, but there are ", weights.size(), " weights; none or one for each is right");
+      biases.empty() || biases.size() == weights.size(),
+      "expected biases to be empty or to have one entry for each of the ", weights.size(),
+      " weights, got ", biases.size());
   for (size_t i = 0; i < weights.size(); ++i) {
-    check_same_kind(weights[i], weight_name(i), x, "x");
+    check_like(weights[i], weight_name(i), x, "x", kAutocast);
     if (!biases.empty()) {
       const std::string name = "biases[" + std::to_string(i) + "]";
-      check_same_kind(biases[i], name, x, "x");
-      TORCH_CHECK_VALUE(
-          biases[i].dim() == 1 && biases[i].sym_size(0) == weights[i].sym_size(0), name,
-          " has shape ", biases[i].sym_sizes(), "; [", weights[i].sym_size(0),
-          "], the rows of its weight, is right");
+      check_like(biases[i], name, x, "x", kAutocast);
+      check_bias(biases[i], name, weights[i], weight_name(i));
     }
   }
   return check_wait({}, num_heads, dims, x.sym_size(0), seq_lens, 0, chunks, rank);
@@ -204,15 +204,13 @@ SymBlockLayout check_project_backward(
     c10::SymIntArrayRef seq_lens,
     at::IntArrayRef wanted,
     int64_t rank) {
-  TORCH_CHECK_VALUE(!buffers.empty(), "buffers is empty; one for each chunk is right");
-  TORCH_CHECK_VALUE(
-      wanted.size() == 1 + 2 * weights.size(), "wanted has ", wanted.size(), " entries; ",
-      1 + 2 * weights.size(), " are right: for x, for each weight, for each bias");
+  check_buffers(buffers);
+  check_wanted(wanted, 1 + 2 * weights.size(), "x, each weight and each bias");
   const auto dims = head_dims_of(weights, num_heads, std::nullopt);
   for (size_t i = 0; i < weights.size(); ++i) {
     TORCH_CHECK_VALUE(
-        !wanted[1 + i] || x.has_value(), "x is None, but the gradient of ", weight_name(i),
-        " needs it");
+        !wanted[1 + i] || x.has_value(), "expected x, which the gradient of ", weight_name(i),
+        " needs, got None");
   }
   if (x.has_value()) {
     check_tokens(*x, "x", seq_lens, rank);

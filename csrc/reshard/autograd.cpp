@@ -1,6 +1,6 @@
 // The backward of a start is the other direction's wait, that of a wait its start. What becomes of
-// the gradient of a whole, `grad` says: "partial" ones are summed where they are scattered,
-// "replicated" ones sliced. The gradient of gathered weights is scattered, summed.
+// the gradient of a full tensor, `grad` says: "partial" ones are reduce-scattered, "replicated"
+// ones sliced. The gradient of gathered weights is reduce-scattered.
 
 #include "checks.h"
 #include "ops.h"
@@ -52,7 +52,7 @@ Tensors gather_through_float8_backward(const Call& call, const Tensors& gradient
 
 // ------------------------------------------------------------------- one tensor, along a dimension
 
-void keep_whole_shape(Call& call) {
+void keep_full_shape(Call& call) {
   call.keep("shape", entire_shape(call.inputs()[0].sym_sizes(), call["dim"], call["sizes"]));
 }
 
@@ -103,8 +103,8 @@ Tensors scatter_wait_backward(const Call& call, const Tensors& gradients) {
 
 // ------------------------------------------------------------------- sums
 
-// A sum that every rank goes on with alike has the whole gradient on each, and passes it on;
-// gradients that are shares are summed in turn.
+// A sum that every rank uses in the same way has a replicated gradient, which is passed on;
+// partial gradients are summed in turn.
 
 Tensors all_reduce_backward(const Call& call, const Tensors& gradients) {
   if (!is_partial(call["grad"])) {
@@ -171,7 +171,7 @@ TORCH_LIBRARY_IMPL(deepsp, Autograd, m) {
   differentiable(m, "reduce_scatter_cast_coalesced_wait", reduce_scatter_cast_wait_backward);
   differentiable(m, "gather_through_float8", gather_through_float8_backward, keep_rows);
   not_differentiable(m, "gather_cast_float8_coalesced");
-  differentiable(m, "all_gather_start", all_gather_start_backward, keep_whole_shape);
+  differentiable(m, "all_gather_start", all_gather_start_backward, keep_full_shape);
   differentiable(m, "all_gather_wait", all_gather_wait_backward);
   differentiable(m, "reduce_scatter_start", reduce_scatter_start_backward, keep_shape);
   differentiable(m, "reduce_scatter_wait", reduce_scatter_wait_backward);

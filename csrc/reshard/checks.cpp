@@ -22,35 +22,29 @@ std::string name_of(const char* name, size_t i, bool single) {
 
 // The number of ranks that sizes speaks of.
 int64_t check_sizes(c10::SymIntArrayRef sizes, size_t tensors, int64_t rank, const char* name) {
-  TORCH_CHECK_VALUE(tensors > 0, name, "s is empty; at least one tensor is needed");
   TORCH_CHECK_VALUE(
-      !sizes.empty() && sizes.size() % tensors == 0, "sizes has ", sizes.size(), " entries for ",
-      tensors, " ", name, "s; for each as many as the group has ranks is right");
+      tensors > 0, "expected ", name, "s to have at least one tensor, got an empty list");
+  TORCH_CHECK_VALUE(
+      !sizes.empty() && sizes.size() % tensors == 0,
+      "expected sizes to have one entry for each rank of the group and each of the ", tensors, " ",
+      name, "s, got ", sizes.size());
   const int64_t parts = static_cast<int64_t>(sizes.size() / tensors);
-  TORCH_CHECK_VALUE(
-      rank >= 0 && rank < parts, "rank is ", rank, ", but sizes has ", parts, " entries for each ",
-      name, ", one a rank; 0 to ", parts - 1, " is right");
+  check_rank(rank, parts, " in sizes");
   for (size_t n = 0; n < sizes.size(); ++n) {
-    TORCH_CHECK_VALUE(sizes[n] >= 0, "sizes[", n, "] is ", sizes[n], "; a size can't be negative");
+    check_at_least(sizes[n], 0, "sizes[", n, "]");
     check_fits(sizes[n], "sizes");
   }
   return parts;
 }
 
-void check_dense(const at::Tensor& x, const std::string& name) {
-  TORCH_CHECK_VALUE(
-      x.layout() == at::kStrided, name, " is ", x.layout(), "; a dense tensor is right");
-}
-
-void check_tensor(const at::Tensor& x, const at::Tensor& first, const std::string& name) {
+void check_tensor(
+    const at::Tensor& x, const at::Tensor& first, const std::string& name, const char* first_name) {
   check_dense(x, name);
   check_float(x.scalar_type(), name);
   TORCH_CHECK_VALUE(
-      x.dim() > 0, name,
-      " has no dimensions; at least one is right, whose rows the ranks share: view it as [1]");
-  TORCH_CHECK_VALUE(
-      x.device() == first.device(), name, " is on ", x.device(), ", but the first is on ",
-      first.device(), "; they must be on the same device");
+      x.dim() > 0, "expected ", name,
+      " to have at least one dimension, whose rows are sharded, got a scalar; view it as [1]");
+  check_device(x, name, first, first_name);
 }
 
 SymShards layout_of(
@@ -74,12 +68,11 @@ SymShards check_rows(
   SymInts row_bytes;
   for (size_t i = 0; i < shards.size(); ++i) {
     const std::string name = name_of("shard", i, single);
-    check_tensor(shards[i], shards[0], name);
+    check_tensor(shards[i], shards[0], name, "shards[0]");
     const size_t mine = i * parts + rank;
     TORCH_CHECK_VALUE(
-        shards[i].sym_size(0) == sizes[mine], name, " has ", shards[i].sym_size(0),
-        " rows, but sizes[", mine, "], those of this rank, is ", sizes[mine],
-        "; they must be the same");
+        shards[i].sym_size(0) == sizes[mine], "expected ", name, " to have ", sizes[mine],
+        " rows, which is sizes[", mine, "], this rank's entry, got ", shards[i].sym_size(0));
     row_bytes.push_back(row_bytes_of(shards[i].sym_sizes().slice(1), dtypes[i], "a row"));
   }
   return layout_of(sizes, parts, row_bytes, rank);
@@ -87,10 +80,10 @@ SymShards check_rows(
 
 void check_dtypes(Dtypes dtypes, size_t tensors, const char* name, bool single) {
   TORCH_CHECK_VALUE(
-      dtypes.size() == tensors, "dtypes has ", dtypes.size(), " entries for ", tensors, " ", name,
-      "; one for each is right");
+      dtypes.size() == tensors, "expected dtypes to have one entry for each of the ", tensors, " ",
+      name, ", got ", dtypes.size());
   for (size_t i = 0; i < dtypes.size(); ++i) {
-    check_float(dtypes[i], name_of("dtype", i, single), ", and gather_cast_float8 for float8");
+    check_float(dtypes[i], name_of("dtype", i, single), "; use gather_cast_float8 for float8");
   }
 }
 
@@ -129,8 +122,14 @@ std::vector<std::vector<int64_t>> concrete(const std::vector<SymInts>& shapes) {
 
 void check_float(at::ScalarType dtype, std::string_view what, const char* float8) {
   TORCH_CHECK_VALUE(
-      is_summable(dtype), what, " is ", dtype, "; float64, float32, bfloat16 or float16 is right",
-      c10::isFloat8Type(dtype) ? float8 : "");
+      is_summable(dtype), "expected ", what, " to be float64, float32, bfloat16 or float16, got ",
+      dtype_name(dtype), c10::isFloat8Type(dtype) ? float8 : "");
+}
+
+void check_dense(const at::Tensor& x, const std::string& name) {
+  TORCH_CHECK_VALUE(
+      x.layout() == at::kStrided, "expected ", name, " to be a dense tensor, got layout ",
+      x.layout());
 }
 
 void check_reduce_dtype(OptionalDtype reduce_dtype) {
@@ -141,9 +140,12 @@ void check_reduce_dtype(OptionalDtype reduce_dtype) {
 
 bool is_partial(std::string_view grad) {
   TORCH_CHECK_VALUE(
-      grad == "replicated" || grad == "partial", "grad is '", grad,
-      "'; 'replicated' is right where every rank goes on with the whole alike, 'partial' where "
-      "the ranks' gradients of it are to be summed");
+      grad == "replicated" || grad == "partial",
+      "expected grad to be 'replicated' or 'partial', "
+      "got '",
+      grad,
+      "'; pass 'replicated' if every rank uses the full tensor in the same way, "
+      "and 'partial' if the gradients of the ranks are to be summed");
   return grad == "partial";
 }
 
@@ -190,17 +192,17 @@ SymShards check_shards(
 SymShards check_float8(
     at::TensorList shards, c10::SymIntArrayRef sizes, at::ScalarType dtype, int64_t rank) {
   TORCH_CHECK_VALUE(
-      dtype == at::kFloat8_e4m3fn || dtype == at::kFloat8_e5m2, "dtype is ", dtype,
-      "; float8_e4m3fn or float8_e5m2 is right");
+      dtype == at::kFloat8_e4m3fn || dtype == at::kFloat8_e5m2,
+      "expected dtype to be float8_e4m3fn or float8_e5m2, got ", dtype_name(dtype));
   const std::vector<at::ScalarType> dtypes(shards.size(), dtype);
   return check_rows(shards, sizes, dtypes, rank, /*single=*/false);
 }
 
-SymShards check_whole(at::TensorList inputs, c10::SymIntArrayRef sizes, int64_t rank, bool single) {
+SymShards check_full(at::TensorList inputs, c10::SymIntArrayRef sizes, int64_t rank, bool single) {
   const int64_t parts = check_sizes(sizes, inputs.size(), rank, "input");
   SymInts row_bytes;
   for (size_t i = 0; i < inputs.size(); ++i) {
-    check_tensor(inputs[i], inputs[0], name_of("input", i, single));
+    check_tensor(inputs[i], inputs[0], name_of("input", i, single), "inputs[0]");
     row_bytes.push_back(
         row_bytes_of(inputs[i].sym_sizes().slice(1), inputs[i].scalar_type(), "a row"));
   }
@@ -208,8 +210,8 @@ SymShards check_whole(at::TensorList inputs, c10::SymIntArrayRef sizes, int64_t 
   for (size_t i = 0; i < inputs.size(); ++i) {
     const c10::SymInt rows = layout[i].begin(parts);
     TORCH_CHECK_VALUE(
-        inputs[i].sym_size(0) == rows, name_of("input", i, single), " has ", inputs[i].sym_size(0),
-        " rows, but its sizes add up to ", rows, "; they must be the same");
+        inputs[i].sym_size(0) == rows, "expected ", name_of("input", i, single), " to have ", rows,
+        " rows, the sum of its sizes, got ", inputs[i].sym_size(0));
   }
   return layout;
 }
@@ -224,27 +226,30 @@ SymShards check_wait(
   const int64_t parts = check_sizes(sizes, row_dims.size(), rank, "shard");
   check_dtypes(dtypes, row_dims.size(), "shards", /*single=*/false);
   for (const c10::SymInt& n : row_shapes) {
-    TORCH_CHECK_VALUE(n >= 0, "row_shapes holds ", n, "; a size can't be negative");
+    check_at_least(n, 0, "every size in row_shapes");
   }
   SymInts row_bytes;
   int64_t next = 0;
   const int64_t all = static_cast<int64_t>(row_shapes.size());
   for (size_t i = 0; i < row_dims.size(); ++i) {
     TORCH_CHECK_VALUE(
-        row_dims[i] >= 0 && row_dims[i] <= all - next, "row_dims holds ", row_dims[i],
-        "; a number of dimensions is right, of the ", all, " in row_shapes");
+        row_dims[i] >= 0 && row_dims[i] <= all - next, "expected row_dims[", i,
+        "] to be from 0 to ", all - next, ", the sizes left of the ", all, " in row_shapes, got ",
+        row_dims[i]);
     row_bytes.push_back(row_bytes_of(row_shapes.slice(next, row_dims[i]), dtypes[i], "row_shapes"));
     next += row_dims[i];
   }
-  TORCH_CHECK_VALUE(next == all, "row_shapes has ", all, " entries, but row_dims speak of ", next);
+  TORCH_CHECK_VALUE(
+      next == all, "expected row_shapes to have ", next, " entries, the sum of row_dims, got ",
+      all);
   SymShards layout = layout_of(sizes, parts, row_bytes, rank);
   const c10::SymInt elements = buffer_elements(layout, dtypes);
   TORCH_CHECK_VALUE(
       buffer.dim() == 1 && buffer.sym_size(0) == elements &&
           buffer.scalar_type() == buffer_dtype(dtypes),
-      "the buffer is ", buffer.scalar_type(), " of shape ", buffer.sym_sizes(),
-      ", but what is described travels in ", buffer_dtype(dtypes), " of shape [", elements,
-      "]; pass what the start returned, and the same sizes");
+      "expected the buffer of the shards described to be ", dtype_name(buffer_dtype(dtypes)),
+      " of shape [", elements, "], got ", dtype_name(buffer.scalar_type()), " of shape ",
+      buffer.sym_sizes(), "; pass what the start returned, with the sizes given to it");
   return layout;
 }
 
@@ -268,10 +273,10 @@ c10::SymInt buffer_elements(const SymShards& layout, Dtypes dtypes) {
 
 int64_t wrap_dim(int64_t dim, int64_t dims) {
   TORCH_CHECK_VALUE(
-      dims > 0, "the tensor has no dimensions; at least one, which the ranks share, is right");
+      dims > 0, "expected a tensor with at least one dimension, which is sharded, got a scalar");
   TORCH_CHECK_VALUE(
-      dim >= -dims && dim < dims, "dim is ", dim, ", but the tensor has ", dims, " dimensions; ",
-      -dims, " to ", dims - 1, " is right");
+      dim >= -dims && dim < dims, "expected dim to be in [", -dims, ", ", dims - 1,
+      "] for a tensor with ", dims, " dimensions, got ", dim);
   return dim < 0 ? dim + dims : dim;
 }
 
@@ -281,9 +286,9 @@ SymShards check_part(
   check_sizes(sizes, 1, rank, "input");
   dim = wrap_dim(dim, input.dim());
   TORCH_CHECK_VALUE(
-      input.sym_size(dim) == sizes[rank], "input has size ", input.sym_size(dim), " in dimension ",
-      dim, ", but sizes[", rank, "], that of this rank, is ", sizes[rank],
-      "; they must be the same");
+      input.sym_size(dim) == sizes[rank], "expected input to have size ", sizes[rank],
+      " in dimension ", dim, ", which is sizes[", rank, "], this rank's entry, got ",
+      input.sym_size(dim));
   return layout_along(input.sym_sizes(), dim, sizes, rank);
 }
 
@@ -293,8 +298,8 @@ SymShards check_entire(
   check_sizes(sizes, 1, rank, "input");
   dim = wrap_dim(dim, input.dim());
   TORCH_CHECK_VALUE(
-      input.sym_size(dim) == total(sizes), "input has size ", input.sym_size(dim), " in dimension ",
-      dim, ", but sizes add up to ", total(sizes), "; they must be the same");
+      input.sym_size(dim) == total(sizes), "expected input to have size ", total(sizes),
+      " in dimension ", dim, ", the sum of sizes, got ", input.sym_size(dim));
   return layout_along(input.sym_sizes(), dim, sizes, rank);
 }
 
@@ -307,17 +312,18 @@ SymShards check_buffer(
   check_sizes(sizes, 1, rank, "input");
   dim = wrap_dim(dim, static_cast<int64_t>(shape.size()));
   for (const c10::SymInt& n : shape) {
-    TORCH_CHECK_VALUE(n >= 0, "shape holds ", n, "; a size can't be negative");
+    check_at_least(n, 0, "every size in shape");
   }
   TORCH_CHECK_VALUE(
-      shape[dim] == total(sizes), "shape, the whole's, has ", shape[dim], " in dimension ", dim,
-      ", but sizes add up to ", total(sizes), "; they must be the same");
+      shape[dim] == total(sizes), "expected shape, of the full tensor, to have size ", total(sizes),
+      " in dimension ", dim, ", the sum of sizes, got ", shape[dim]);
   SymShards layout = layout_along(shape, dim, sizes, rank);
   TORCH_CHECK_VALUE(
       buffer.dim() == 2 && buffer.sym_size(0) == layout.parts() &&
           buffer.sym_size(1) == layout.slot(),
-      "the buffer has shape ", buffer.sym_sizes(), ", but what is described travels in [",
-      layout.parts(), ", ", layout.slot(), "]; pass what the start returned, and the same sizes");
+      "expected the buffer of the tensor described to have shape [", layout.parts(), ", ",
+      layout.slot(), "], got ", buffer.sym_sizes(),
+      "; pass what the start returned, with the sizes given to it");
   return layout;
 }
 

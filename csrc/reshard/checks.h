@@ -20,6 +20,7 @@ std::vector<std::vector<int64_t>> concrete(const std::vector<SymInts>& shapes);
 // which `float8` is added for such dtypes.
 void check_float(at::ScalarType dtype, std::string_view what, const char* float8 = "");
 void check_reduce_dtype(OptionalDtype reduce_dtype);
+void check_dense(const at::Tensor& x, const std::string& name);
 // "replicated", or "partial": whether it is the second.
 bool is_partial(std::string_view grad);
 
@@ -56,8 +57,8 @@ SymShards check_shards(
 SymShards check_float8(
     at::TensorList shards, c10::SymIntArrayRef sizes, at::ScalarType dtype, int64_t rank);
 
-// Whole inputs [sum of sizes[i], ...].
-SymShards check_whole(
+// Full inputs [sum of sizes[i], ...].
+SymShards check_full(
     at::TensorList inputs, c10::SymIntArrayRef sizes, int64_t rank, bool single = false);
 
 // What a wait says of the buffer that it is given.
@@ -83,11 +84,11 @@ c10::SymInt buffer_elements(const SymShards& layout, Dtypes dtypes);
 // dim, counted from the front.
 int64_t wrap_dim(int64_t dim, int64_t dims);
 
-// input is this rank's part, or the whole.
+// input is local, or full.
 SymShards check_part(const at::Tensor& input, int64_t dim, c10::SymIntArrayRef sizes, int64_t rank);
 SymShards check_entire(
     const at::Tensor& input, int64_t dim, c10::SymIntArrayRef sizes, int64_t rank);
-// What a wait says of the buffer that it is given; shape: the whole's.
+// What a wait says of the buffer that it is given; shape: the full tensor's.
 SymShards check_buffer(
     const at::Tensor& buffer,
     int64_t dim,
@@ -97,7 +98,7 @@ SymShards check_buffer(
 
 // `shape` with another size in dim.
 SymInts resized(c10::SymIntArrayRef shape, int64_t dim, const c10::SymInt& length);
-// The shape of the whole, of which `shape` is a part.
+// The shape of the full tensor, of which `shape` is local.
 SymInts entire_shape(c10::SymIntArrayRef shape, int64_t dim, c10::SymIntArrayRef sizes);
 
 }  // namespace deepsp

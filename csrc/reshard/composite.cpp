@@ -1,5 +1,5 @@
-// The ops that are made of others: whole ones of a start and a wait, those of one tensor
-// of those of several. They check everything before the start sends.
+// The ops that are made of others: a start and a wait make one op, and those of one tensor are
+// those of several. They check everything before the start sends.
 
 #include "checks.h"
 #include "ops.h"
@@ -62,7 +62,7 @@ Tensors scattered_sums(
     std::string_view group_name,
     OptionalDtype reduce_dtype,
     bool single) {
-  check_whole(inputs, sizes, rank, single);
+  check_full(inputs, sizes, rank, single);
   check_results(dtypes, reduce_dtype, inputs.size(), single);
   const RowShapes rows(inputs);
   return reduce_scatter_cast_coalesced_wait(

@@ -19,12 +19,12 @@ at::Tensor bytes_of(const at::Tensor& x) {
   return x.view({-1}).view(at::kByte);
 }
 
-constexpr const char* kListSizes = "sizes, for each tensor,";
+constexpr const char* kListSizes = "the sizes of each tensor";
 
 std::unique_ptr<Flight> land_dense(const at::Tensor& buffer) {
   TORCH_CHECK_VALUE(
-      buffer.is_contiguous(), "expected the buffer that the start returned, got one of strides ",
-      buffer.strides(), ", which isn't contiguous");
+      buffer.is_contiguous(),
+      "expected the contiguous buffer that the start returned, got strides ", buffer.strides());
   return land(buffer);
 }
 
@@ -97,8 +97,8 @@ StridedCopy Reshard::copy_of(
        shards_[i].row(p)});
 }
 
-char* Reshard::part_of(const at::Tensor& whole, size_t i, int64_t p) const {
-  return data_of(whole) + shards_[i].begin(p) * shards_[i].inner;
+char* Reshard::part_of(const at::Tensor& full, size_t i, int64_t p) const {
+  return data_of(full) + shards_[i].begin(p) * shards_[i].inner;
 }
 
 // ------------------------------------------------------------------- gather

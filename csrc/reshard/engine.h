@@ -33,8 +33,8 @@ class Reshard {
   void launch_gather(const MakePieces& make, const at::Tensor& buffer) const;
   // The same for a single tensor whose part, contiguous, travels as it is.
   void launch_gather(const at::Tensor& part, const at::Tensor& buffer) const;
-  // Waits: the whole tensors, views where they lie whole, else (or where they must be `fresh`)
-  // copies.
+  // Waits: the full tensors, views where each lies in one piece, else (or where they must be
+  // `fresh`) copies.
   Tensors land_gather(
       const at::Tensor& buffer, const Shapes& shapes, Dtypes dtypes, bool fresh = false) const;
 
@@ -53,8 +53,8 @@ class Reshard {
   // Rank p's part of tensor i, of which rows lie so far apart.
   StridedCopy copy_of(
       size_t i, int64_t p, const char* from, int64_t from_row, char* to, int64_t to_row) const;
-  // Its part of a whole tensor.
-  char* part_of(const at::Tensor& whole, size_t i, int64_t p) const;
+  // Its part of a full tensor.
+  char* part_of(const at::Tensor& full, size_t i, int64_t p) const;
   // This rank's own, to where they would have arrived.
   void place_gathered(const at::Tensor& part, const at::Tensor& buffer) const;
   void place_scattered(const Tensors& inputs, const at::Tensor& buffer) const;

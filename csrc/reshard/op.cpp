@@ -48,7 +48,7 @@ std::optional<BufferLayout> places_if_known(const SymShards& layout) {
 }
 
 // As point to point has it; where blocks are padded, uneven ones are copied out.
-Tensors meta_whole(
+Tensors meta_full(
     const at::Tensor& buffer,
     const SymShards& layout,
     const std::vector<SymInts>& shapes,
@@ -56,7 +56,7 @@ Tensors meta_whole(
   const std::optional<BufferLayout> places = places_if_known(layout);
   Tensors results;
   for (size_t i = 0; i < layout.size(); ++i) {
-    const c10::SymInt bytes = layout[i].whole();
+    const c10::SymInt bytes = layout[i].full();
     if (layout.size() == 1) {
       results.push_back(
           buffer.narrow_symint(0, 0, bytes / buffer.element_size()).view_symint(shapes[i]));
@@ -101,7 +101,7 @@ Tensors gather_cast_coalesced_wait_kernel(
   const SymShards layout = check_wait(buffer, sizes, row_shapes, row_dims, dtypes, rank);
   const std::vector<SymInts> shapes = shapes_of(layout, row_shapes, row_dims);
   if (buffer.is_meta()) {
-    return meta_whole(buffer, layout, shapes, dtypes);
+    return meta_full(buffer, layout, shapes, dtypes);
   }
   return reshard_lists("gather_cast", buffer, layout, group_name)
       .land_gather(buffer, concrete(shapes), dtypes);
@@ -109,16 +109,16 @@ Tensors gather_cast_coalesced_wait_kernel(
 
 at::Tensor reduce_scatter_cast_coalesced_start_kernel(
     at::TensorList inputs, c10::SymIntArrayRef sizes, int64_t rank, std::string_view group_name) {
-  const SymShards layout = check_whole(inputs, sizes, rank);
+  const SymShards layout = check_full(inputs, sizes, rank);
   const std::vector<at::ScalarType> dtypes = dtypes_of(inputs);
   const at::Tensor buffer = list_buffer(layout, dtypes, inputs[0]);
   if (!buffer.is_meta()) {
-    Tensors whole;
+    Tensors full;
     for (const at::Tensor& x : inputs) {
-      whole.push_back(x.contiguous());
+      full.push_back(x.contiguous());
     }
     reshard_lists("reduce_scatter_cast", "inputs", inputs, layout, dtypes, group_name)
-        .launch_scatter(whole, buffer);
+        .launch_scatter(full, buffer);
   }
   return buffer;
 }
@@ -169,7 +169,7 @@ Reshard reshard_along(
       [&]() -> std::vector<std::string> {
         dim = wrap_dim(dim, input.dim());
         return {said(
-            "input ", input.scalar_type(), " of whole shape ",
+            "input ", input.scalar_type(), " of full shape ",
             ints(entire_shape(input.sym_sizes(), dim, layout[0].sizes)), ", dim ", dim,
             " and sizes ", ints(layout[0].sizes))};
       });
@@ -214,7 +214,7 @@ Tensors all_gather_wait_kernel(
   }
   // As point to point has it; where blocks are padded, uneven ones are copied out, and long rows
   // may be views, too.
-  const c10::SymInt slot = layout.slot(), elements = layout[0].whole();
+  const c10::SymInt slot = layout.slot(), elements = layout[0].full();
   // Meta views know no symbolic shapes; functionalization cuts the alias anyway.
   if (layout[0].outer == 1 && !slot.is_symbolic() && !elements.is_symbolic()) {
     return {buffer.view_symint({slot * layout.parts()})

@@ -2,8 +2,8 @@
 // What every rank has of a tensor, gathered, scattered and summed: weights whose rows are sharded,
 // many at once and cast; and single tensors along any dimension. As C++ calls it.
 //
-// grad, of what becomes whole: "replicated" where every rank goes on with it alike, and so has its
-// whole gradient; "partial" where the ranks' gradients are shares, to be summed.
+// grad says what every rank holds of the full tensor's gradient: "replicated", all of it;
+// "partial", a partial gradient, which is summed over ranks.
 
 #include "../op.h"
 

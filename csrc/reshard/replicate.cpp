@@ -1,5 +1,5 @@
-// Forward, nothing is computed or sent: the outputs are the inputs. Backward, the shares of a
-// bucket's gradients are summed over the group: the later op launches the sum, the earlier one
+// Forward, nothing is computed or sent: the outputs are the inputs. Backward, the partial gradients
+// of a bucket are summed over the group: the later op launches the sum, the earlier one
 // waits for it, so that it travels while what stands between them is differentiated. The sums go
 // from one to the other as the gradient of a token, which has the shape of their buffer.
 

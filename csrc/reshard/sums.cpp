@@ -13,9 +13,7 @@ namespace {
 
 void check_call(std::string_view grad, int64_t rank, int64_t size, OptionalDtype reduce_dtype) {
   is_partial(grad);
-  TORCH_CHECK_VALUE(
-      rank >= 0 && rank < size, "rank is ", rank, ", but there are ", size, " ranks; 0 to ",
-      size - 1, " is right");
+  check_rank(rank, size);
   check_reduce_dtype(reduce_dtype);
 }
 
@@ -28,18 +26,13 @@ c10::SymInt check_sum(
     int64_t size,
     OptionalDtype reduce_dtype) {
   check_call(grad, rank, size, reduce_dtype);
-  TORCH_CHECK_VALUE(!inputs.empty(), "inputs is empty; at least one tensor is right");
+  TORCH_CHECK_VALUE(
+      !inputs.empty(), "expected inputs to have at least one tensor, got an empty list");
   c10::SymInt elements = 0;
   for (size_t i = 0; i < inputs.size(); ++i) {
-    TORCH_CHECK_VALUE(
-        inputs[i].layout() == at::kStrided, "inputs[", i, "] is ", inputs[i].layout(),
-        "; only dense tensors can be summed");
-    TORCH_CHECK_VALUE(
-        inputs[i].scalar_type() == inputs[0].scalar_type() &&
-            inputs[i].device() == inputs[0].device(),
-        "inputs[", i, "] is ", inputs[i].scalar_type(), " on ", inputs[i].device(),
-        ", but inputs[0] is ", inputs[0].scalar_type(), " on ", inputs[0].device(),
-        "; they must be the same");
+    const std::string name = "inputs[" + std::to_string(i) + "]";
+    check_dense(inputs[i], name);
+    check_like(inputs[i], name, inputs[0], "inputs[0]");
     elements = elements + inputs[i].sym_numel();
   }
   return elements;
@@ -79,17 +72,20 @@ SumShapes check_sum_wait(
   size_t at = 0;
   for (const int64_t dim : dims) {
     TORCH_CHECK_VALUE(
-        dim >= 0 && at + dim <= shapes.size(), "dims say ", dim, " sizes from ", at,
-        ", but shapes has ", shapes.size());
+        dim >= 0 && at + dim <= shapes.size(), "expected dims to add up to the ", shapes.size(),
+        " entries of shapes, got ", dims);
     result.of.emplace_back(shapes.begin() + at, shapes.begin() + at + dim);
     at += dim;
     result.elements = result.elements + product(result.of.back());
   }
   const auto shape = sum_buffer_shape(result.elements, size, buffer.scalar_type(), reduce_dtype);
   TORCH_CHECK_VALUE(
-      at == shapes.size() && buffer.sym_sizes() == c10::SymIntArrayRef(shape),
-      "shapes and dims say ", result.elements, " elements, which travel in ",
-      c10::SymIntArrayRef(shape), ", but the buffer has shape ", buffer.sym_sizes());
+      at == shapes.size(), "expected dims to add up to the ", shapes.size(),
+      " entries of shapes, got ", dims);
+  TORCH_CHECK_VALUE(
+      buffer.sym_sizes() == c10::SymIntArrayRef(shape), "expected the buffer of the ",
+      result.elements, " elements in shapes to have shape ", c10::SymIntArrayRef(shape), ", got ",
+      buffer.sym_sizes(), "; pass what the start returned, with the shapes given to it");
   return result;
 }
 
@@ -121,7 +117,7 @@ at::Tensor all_reduce_start_kernel(
   }
   const int64_t elements = counted.expect_int();
   const Group group = agreed_group(
-      "all_reduce", group_name, rank, size, inputs[0].device(), "size",
+      "all_reduce", group_name, rank, size, inputs[0].device(), /*sizes=*/nullptr,
       [&]() -> std::vector<std::string> {
         return {said("inputs of ", elements, " elements, ", inputs[0].scalar_type())};
       });
@@ -160,12 +156,12 @@ Tensors all_reduce_wait_kernel(
     return views_of(buffer, sums.of);
   }
   const auto parts = sum_parts(sums.elements, size);
-  const SymInts whole{sums.elements};
+  const SymInts full{sums.elements};
   const at::Tensor mine =
-      reduce_scatter_wait(buffer, 0, parts, whole, rank, group_name, reduce_dtype);
+      reduce_scatter_wait(buffer, 0, parts, full, rank, group_name, reduce_dtype);
   return views_of(
       all_gather_wait(
-          all_gather_start(mine, 0, parts, "replicated", rank, group_name, {}), 0, parts, whole,
+          all_gather_start(mine, 0, parts, "replicated", rank, group_name, {}), 0, parts, full,
           "replicated", rank, group_name)[0],
       sums.of);
 }
@@ -175,18 +171,18 @@ Tensors all_reduce_wait_kernel(
 constexpr int64_t kBucketBytes = int64_t(25) << 20;
 
 struct Bucket {
-  Tensors members;
+  Tensors gradients;
   int64_t bytes = 0;
   at::Tensor flat;
   Work work;
 
   bool takes(const at::Tensor& gradient) const {
-    return bytes < kBucketBytes && members[0].scalar_type() == gradient.scalar_type() &&
-           members[0].device() == gradient.device();
+    return bytes < kBucketBytes && gradients[0].scalar_type() == gradient.scalar_type() &&
+           gradients[0].device() == gradient.device();
   }
 
   void add(const at::Tensor& gradient) {
-    members.push_back(gradient);
+    gradients.push_back(gradient);
     bytes += static_cast<int64_t>(gradient.nbytes());
   }
 };
@@ -199,15 +195,15 @@ void sum_gradients_kernel(
   std::vector<Bucket> buckets;
   for (const at::Tensor& gradient : gradients) {
     TORCH_CHECK_VALUE(
-        gradient.layout() == at::kStrided, "gradients: a gradient is ", gradient.layout(),
-        "; only dense gradients can be summed");
+        gradient.layout() == at::kStrided, "expected gradients to be dense tensors, got layout ",
+        gradient.layout());
     if (buckets.empty() || !buckets.back().takes(gradient)) {
       buckets.emplace_back();
     }
     buckets.back().add(gradient);
   }
   const Group group =
-      agreed_group("sum_gradients_", group_name, rank, size, gradients[0].device(), "size", [&] {
+      agreed_group("sum_gradients_", group_name, rank, size, gradients[0].device(), nullptr, [&] {
         std::vector<std::string> arguments;
         for (size_t i = 0; i < gradients.size(); ++i) {
           arguments.push_back(said(
@@ -218,7 +214,7 @@ void sum_gradients_kernel(
       });
   for (Bucket& bucket : buckets) {
     Tensors flat;
-    for (const at::Tensor& gradient : bucket.members) {
+    for (const at::Tensor& gradient : bucket.gradients) {
       flat.push_back(gradient.reshape({-1}));
     }
     bucket.flat = at::cat(flat);
@@ -227,7 +223,7 @@ void sum_gradients_kernel(
   for (Bucket& bucket : buckets) {
     wait_for(group, bucket.work);
     int64_t offset = 0;
-    for (const at::Tensor& gradient : bucket.members) {
+    for (const at::Tensor& gradient : bucket.gradients) {
       gradient.copy_(bucket.flat.narrow(0, offset, gradient.numel()).view(gradient.sizes()));
       offset += gradient.numel();
     }

@@ -31,7 +31,7 @@ struct Product {
 };
 
 // input [.., n, .., K], of which dim is not the last; weight [M, K]; bias [M]. gathers: input is
-// this rank's part, and the product whole; or the other way round.
+// local, and the product full; or the other way round.
 Product check_product(
     const at::Tensor& input,
     const at::Tensor& weight,
@@ -42,27 +42,19 @@ Product check_product(
     OptionalDtype reduce_dtype,
     bool gathers) {
   TORCH_CHECK_VALUE(
-      input.dim() >= 2, "input has ", input.dim(), " dimensions; at least two are right");
+      input.dim() >= 2, "expected input to have at least 2 dimensions, got ", input.dim());
   TORCH_CHECK_VALUE(
-      wrap_dim(dim, input.dim()) != input.dim() - 1, "dim is ", dim,
-      ", the last dimension, which the weight multiplies; one in front of it is right");
+      wrap_dim(dim, input.dim()) != input.dim() - 1,
+      "expected dim to be before the last dimension, which weight multiplies, got ", dim);
   check_float(input.scalar_type(), "input");
   const c10::SymInt columns = input.sym_size(-1);
   TORCH_CHECK_VALUE(
-      weight.dim() == 2 && weight.sym_size(1) == columns, "weight has shape ", weight.sym_sizes(),
-      ", but input ", input.sym_sizes(), "; [any, ", columns, "] is right");
-  const auto check_like = [&](const at::Tensor& x, const char* name) {
-    TORCH_CHECK_VALUE(
-        x.scalar_type() == input.scalar_type() && x.device() == input.device(), name, " is ",
-        x.scalar_type(), " on ", x.device(), ", but input is ", input.scalar_type(), " on ",
-        input.device(), "; they must be the same");
-  };
-  check_like(weight, "weight");
+      weight.dim() == 2 && weight.sym_size(1) == columns, "expected weight to have shape [M, ",
+      columns, "] for input of shape ", input.sym_sizes(), ", got ", weight.sym_sizes());
+  check_like(weight, "weight", input, "input");
   if (bias.has_value()) {
-    check_like(*bias, "bias");
-    TORCH_CHECK_VALUE(
-        bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0), "bias has shape ",
-        bias->sym_sizes(), "; [", weight.sym_size(0), "], the weight's rows, is right");
+    check_like(*bias, "bias", input, "input");
+    check_bias(*bias, "bias", weight, "weight");
   }
   Shard<c10::SymInt> rows = gathers ? check_part(input, dim, sizes, rank).tensors[0]
                                     : check_entire(input, dim, sizes, rank).tensors[0];
@@ -86,11 +78,10 @@ Shard<c10::SymInt> check_product_backward(
   const auto [rows, shape] = check_product(input, weight, {}, dim, sizes, rank, {}, gathers);
   TORCH_CHECK_VALUE(
       grad.sym_sizes() == c10::SymIntArrayRef(shape) && grad.scalar_type() == input.scalar_type(),
-      "grad is ", grad.scalar_type(), " of shape ", grad.sym_sizes(), "; ", input.scalar_type(),
-      " of shape ", c10::SymIntArrayRef(shape), ", as the output, is right");
-  TORCH_CHECK_VALUE(
-      wanted.size() == 3, "wanted has ", wanted.size(),
-      " entries; three are right, for input, weight and bias");
+      "expected grad to be like the output, ", dtype_name(input.scalar_type()), " of shape ",
+      c10::SymIntArrayRef(shape), ", got ", dtype_name(grad.scalar_type()), " of shape ",
+      grad.sym_sizes());
+  check_wanted(wanted, 3, "input, weight and bias");
   return rows;
 }
 
@@ -114,11 +105,11 @@ struct Rows {
   at::Tensor matrices(const at::Tensor& x, int64_t rows) const {
     return x.contiguous().view({outer, rows, x.size(-1)});
   }
-  at::Tensor whole(const at::Tensor& x) const { return matrices(x, total()); }
+  at::Tensor full(const at::Tensor& x) const { return matrices(x, total()); }
   at::Tensor part(const at::Tensor& x) const { return matrices(x, counts[group.rank]); }
-  // Rank p's rows of whole matrices.
-  at::Tensor rows_of(const at::Tensor& whole, int64_t p) const {
-    return whole.narrow(1, begin(p), counts[p]);
+  // Rank p's rows of full matrices.
+  at::Tensor rows_of(const at::Tensor& full, int64_t p) const {
+    return full.narrow(1, begin(p), counts[p]);
   }
 };
 
@@ -288,7 +279,7 @@ at::Tensor all_gather_matmul(
     return at::linear(all_gather(input, dim, sizes, "partial", rank, group_name, {}), weight, bias);
   }
   const at::Tensor product = empty_buffer(ints(expected.shape), input);
-  const at::Tensor out = rows.whole(product);
+  const at::Tensor out = rows.full(product);
   const at::Tensor by = weight.t();
   Arriving(rows.part(input), rows).in_order([&](int64_t p, const at::Tensor& block) {
     multiply(rows.rows_of(out, p), block, by);
@@ -326,7 +317,7 @@ Tensors all_gather_matmul_backward(
           weight_grad(grad, all_gather(input, dim, sizes, "partial", rank, group_name, {})));
     }
   } else {
-    const at::Tensor grads = rows.whole(grad);
+    const at::Tensor grads = rows.full(grad);
     std::optional<Arriving> arriving;
     if (wanted[1]) {
       arriving.emplace(rows.part(input), rows);
@@ -375,7 +366,7 @@ at::Tensor matmul_reduce_scatter(
     result = reduce_scatter(at::linear(input, weight), dim, sizes, rank, group_name, reduce_dtype);
   } else {
     result =
-        Leaving(rows.whole(input), weight.t(), rows).sum(reduce_dtype).view(ints(expected.shape));
+        Leaving(rows.full(input), weight.t(), rows).sum(reduce_dtype).view(ints(expected.shape));
   }
   if (bias.has_value()) {
     result.add_(*bias);
@@ -400,17 +391,17 @@ Tensors matmul_reduce_scatter_backward(
   const Rows rows = rows_of(shard, input, rank, group_name, "matmul_reduce_scatter_backward");
   Tensors results;
   if (!pipelined(rows)) {
-    const at::Tensor whole = all_gather(grad, dim, sizes, "partial", rank, group_name, {});
+    const at::Tensor full = all_gather(grad, dim, sizes, "partial", rank, group_name, {});
     if (wanted[0]) {
-      results.push_back(at::matmul(whole, weight));
+      results.push_back(at::matmul(full, weight));
     }
     if (wanted[1]) {
-      results.push_back(weight_grad(whole, input));
+      results.push_back(weight_grad(full, input));
     }
   } else if (wanted[0] || wanted[1]) {
     const at::Tensor of_input = wanted[0] ? empty_buffer(input.sizes(), input) : at::Tensor();
-    const at::Tensor out = wanted[0] ? rows.whole(of_input) : at::Tensor();
-    const at::Tensor x = wanted[1] ? rows.whole(input) : at::Tensor();
+    const at::Tensor out = wanted[0] ? rows.full(of_input) : at::Tensor();
+    const at::Tensor x = wanted[1] ? rows.full(input) : at::Tensor();
     ProductSum of_weight(weight.sizes(), weight);
     Arriving(rows.part(grad), rows).in_order([&](int64_t p, const at::Tensor& block) {
       if (wanted[0]) {

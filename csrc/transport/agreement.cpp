@@ -114,8 +114,7 @@ void check_agreement_kernel(
   }
   const std::string name(op);
   check_agreement(
-      resolve_group(name.c_str(), group_name, rank, size, like.device(), "size"), like.device(),
-      arguments);
+      resolve_group(name.c_str(), group_name, rank, size, like.device()), like.device(), arguments);
 }
 
 }  // namespace

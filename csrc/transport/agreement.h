@@ -2,6 +2,7 @@
 // What only a comparison between ranks shows. It costs two small collectives: on a module's first
 // call, and on each with DEEPSP_DEBUG=1.
 
+#include "../common/checks.h"
 #include "group.h"
 
 #include <sstream>
@@ -42,6 +43,9 @@ const T& shown(const T& part) {
 template <class T>
 at::ArrayRef<T> shown(const std::vector<T>& part) {
   return part;
+}
+inline std::string shown(at::ScalarType part) {
+  return dtype_name(part);
 }
 
 // The parts of what a rank says, one after another.

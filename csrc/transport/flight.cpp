@@ -119,7 +119,8 @@ std::unique_ptr<Flight> flight_into(const at::Tensor& buffer) {
   auto flight = take_flight(buffer);
   TORCH_CHECK_VALUE(
       !flight || !flight->landed,
-      "buffer: this exchange was waited for already; a buffer that was started is waited for once");
+      "expected the buffer of a start that hasn't been waited for, got one that was waited for "
+      "already; wait once for each start");
   return flight;
 }
 

@@ -27,15 +27,18 @@ Group resolve_group(
     pg = c10d::resolve_process_group(std::string(name));
   } catch (const c10::Error&) {
     TORCH_CHECK_VALUE(
-        false, "group_name: no process group is named '", name,
-        "'; pass the group_name of a group that exists in this process");
+        false, "expected group_name to name a process group of this process, got '", name,
+        "', which none has");
   }
   TORCH_CHECK_VALUE(
-      pg->getSize() == size, sizes, " has ", size, " entries, but the group '", name, "' has ",
-      pg->getSize(), " ranks; one entry for each is right");
+      pg->getSize() == size || sizes, "expected size to be ", pg->getSize(),
+      ", the number of ranks of group '", name, "', got ", size);
   TORCH_CHECK_VALUE(
-      pg->getRank() == rank, "rank is ", rank, ", but this process is rank ", pg->getRank(),
-      " of the group '", name, "'");
+      pg->getSize() == size, "expected ", sizes, " to have one entry for each of the ",
+      pg->getSize(), " ranks of group '", name, "', got ", size);
+  TORCH_CHECK_VALUE(
+      pg->getRank() == rank, "expected rank to be ", pg->getRank(),
+      ", the rank of this process in group '", name, "', got ", rank);
   const bool point_to_point = device.is_cpu() && is_gloo(*pg, device.type());
   return {shared(std::move(pg)), std::string(name), op, rank, size, point_to_point};
 }

@@ -25,13 +25,14 @@ struct Group {
 };
 
 // ValueError if no group of that name exists, or if this process is not `rank`
-// of `size` in it; `sizes` is the argument that says so.
+// of `size` in it; `sizes` is the list that has an entry for each rank, nullptr where the call
+// passes the size itself.
 Group resolve_group(
     const char* op,
     std::string_view name,
     int64_t rank,
     int64_t size,
     c10::Device device,
-    const char* sizes);
+    const char* sizes = nullptr);
 
 }  // namespace deepsp

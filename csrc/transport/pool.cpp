@@ -1,5 +1,6 @@
 #include "pool.h"
 
+#include "../common/checks.h"
 #include "flight.h"
 
 #include <ATen/EmptyTensor.h>
@@ -171,7 +172,7 @@ int64_t pool_limit() {
 }
 
 void pool_set_limit(int64_t bytes) {
-  TORCH_CHECK_VALUE(bytes >= 0, "pool_set_limit: bytes must not be negative, but is ", bytes);
+  check_at_least(bytes, 0, "bytes");
   pool().set_limit(bytes);
 }
 

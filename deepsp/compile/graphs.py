@@ -182,8 +182,8 @@ def _fake_inputs(node: fx.Node):
     def value_of(n: fx.Node):
         if "val" not in n.meta:
             raise ValueError(
-                f"node {n.name!r} has no meta['val']: trace the graph with make_fx or "
-                "AOTAutograd, which note it, or run FakeTensorProp first"
+                f"expected node {n.name!r} to have meta['val'], which it lacks; trace the graph "
+                "with make_fx or AOTAutograd, or run FakeTensorProp first"
             )
         return n.meta["val"]
 

@@ -44,8 +44,8 @@ class ScheduledAttention(SequenceParallelAttention):
         placement = following.placement(x)
         if not isinstance(placement, Sharded) or placement.axis not in (None, 1):
             raise ValueError(
-                f"{sync.module_name}: what comes in is {placement}; the attention works on tokens "
-                "that are sharded along axis 1: scatter them before"
+                f"{sync.module_name}: expected its input to be Shard(1), by tokens, got "
+                f"{placement}; scatter the tokens before"
             )
         with following.paused():
             kwargs.setdefault("seq_lens", running.find_sizes(sync, x, 1, placement))
@@ -71,13 +71,22 @@ def parallel_attention(
     """:class:`deepsp.SequenceParallelAttention` of a layer's own projections.
 
     Args:
-        q, k, v, o: names of the projections in the layer; None: the usual ones are tried.
-        num_heads: query heads; None: what the layer says.
+        name: of the layer, for errors.
+        old: the layer.
+        member: rank, size and name of the group.
+        q: the name of its query projection in the layer; None: the usual names are tried.
+        k: that of the key projection.
+        v: that of the value projection.
+        o: that of the output projection.
+        num_heads: the number of query heads; None: what the layer says.
         arguments: for every call, where the model's code doesn't pass them: ``is_causal=True``.
-        options: of :meth:`deepsp.SequenceParallelAttention.from_projections`.
+        options: those of :meth:`deepsp.SequenceParallelAttention.from_projections`.
+
+    Returns:
+        The new layer.
 
     Raises:
-        ValueError: projections or number of heads weren't found, or don't fit.
+        ValueError: projections or the number of heads weren't found, or don't fit.
     """
     names = {
         what: _found(name, old, what, given)
@@ -125,5 +134,5 @@ def _number_of_heads(name: str, old: nn.Module) -> int:
             if isinstance(value, int):
                 return value
     raise ValueError(
-        f"{name}: {type(old).__name__} doesn't say how many heads it has; pass num_heads"
+        f"{name}: expected {type(old).__name__} to have num_heads, which it doesn't; pass num_heads"
     )

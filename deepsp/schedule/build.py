@@ -34,44 +34,45 @@ def build(
     outputs: str = "whole",
     device: torch.device | str | None = None,
 ) -> tuple[nn.Module, Optimizer | None]:
-    """Does what the schedule says, in place. Every rank makes the call.
+    """Applies a schedule to its model, in place. Every rank makes the call.
 
     The first call of the model, and of each kind of call, runs its forward once more, without
-    gradients, to follow what happens to sharded, partial and whole tensors: mistakes show then.
+    gradients, to follow the placements of all tensors: mistakes are found then.
 
     Args:
-        optimizer: a callable, called with the model's parameters; or one made before, which is
-            kept: parameters stay the same objects, and its state is sharded with them.
+        sch: the schedule.
+        optimizer: a function that is called with the model's parameters; or an optimizer made
+            before, which is kept: parameters stay the same objects, and its state is sharded with
+            them.
         checkpoint: where the parameters come from, by their names in the model's ``state_dict()``:
-            such a dict, of whole tensors; a file of ``torch.save``; a .safetensors file; or a
+            such a dict, of full tensors; a file of ``torch.save``; a .safetensors file; or a
             directory with one, or with a model.safetensors.index.json. Only this rank's part is
             read from files. None: the model's own.
-        init: called with each module that has parameters on the meta device and none of them in
-            the checkpoint, after they were made: fills them. None: its ``reset_parameters()``;
-            for buffers that no checkpoint has, a transformers model's ``_init_weights``.
-            Whole parameters get the same random numbers on each rank, sharded ones don't.
-        outputs: "local": the model may return sharded tensors. "whole": that's a mistake.
-        device: where parameters are made that are on the meta device. None: the default device;
-            the current one for a group of NCCL.
+        init: called with each module that has parameters on the meta device and none of them in the
+            checkpoint, after they were made: fills them. None: its ``reset_parameters()``; for
+            buffers that no checkpoint has, a transformers model's ``_init_weights``. Replicated
+            parameters get the same random numbers on each rank, sharded ones don't.
+        outputs: "local": the model may return sharded tensors. "whole": that is an error.
+        device: where parameters are made that are on the meta device. None: the default device; the
+            current one for a group of NCCL.
 
     Returns:
-        The model and the optimizer, None without one.
+        The model, and the optimizer or None.
 
     Raises:
-        ValueError: the schedule has a mistake, or was built before; parameters with gradients;
-            ranks hold different values of a parameter or persistent buffer; a
-            checkpoint that doesn't fit; parameters that nobody has filled; an optimizer of
-            parameters that aren't in the model any more.
+        ValueError: the schedule has a mistake, or was built before; parameters have gradients; the
+            ranks have different values of a parameter or persistent buffer; the checkpoint doesn't
+            fit; parameters have no values; the optimizer has parameters that aren't in the model
+            any more.
     """
     if not isinstance(sch, Schedule):
-        raise ValueError(f"sch is a {type(sch).__name__}; a schedule is right")
+        raise ValueError(f"expected sch to be a Schedule, got {type(sch).__name__}")
     if outputs not in ("whole", "local"):
-        raise ValueError(f"outputs is {outputs!r}; 'whole' or 'local' is right")
+        raise ValueError(f"expected outputs to be 'whole' or 'local', got {outputs!r}")
     if not (optimizer is None or callable(optimizer) or isinstance(optimizer, Optimizer)):
         raise ValueError(
-            f"optimizer is a {type(optimizer).__name__}; "
-            "an optimizer, or a function that makes one of parameters, "
-            "functools.partial(AdamW, lr=...), is right"
+            "expected optimizer to be an optimizer, or a function that makes one from parameters, "
+            f"such as functools.partial(AdamW, lr=...), got {type(optimizer).__name__}"
         )
     plan = sch.plan
     whole = Schedule(plan, [""])
@@ -194,7 +195,7 @@ def _optimizer(model: nn.Module, optimizer, before: set) -> Optimizer | None:
             if parameter in before and parameter not in now:
                 raise ValueError(
                     f"optimizer: a parameter of shape {list(parameter.shape)} isn't in the model "
-                    "any more: it was on the meta device, or its module was replaced; pass a "
+                    "any more, since it was on the meta device or its module was replaced; pass a "
                     "function that makes the optimizer, functools.partial(AdamW, lr=...)"
                 )
     return optimizer

@@ -12,6 +12,7 @@ from deepsp.schedule import forwards
 from deepsp.schedule.placement import PARTIAL, WHOLE, Partial, Placement, Sharded, Whole
 from deepsp.schedule.plan import Plan, Steps, is_inside
 from deepsp.schedule.sync import Sync
+from deepsp.schedule.tree import placement_of
 
 _LINEAR = (forwards.InputSharded, forwards.Conv1DInputSharded)
 
@@ -54,9 +55,9 @@ def _tied(plan: Plan):
                 theirs = plan.steps.get(other, Steps()).shards.get(key)
                 if theirs is None or not shard.alike(theirs):
                     yield (
-                        f"{shard.name} is also {other}.{key} (tied), which "
-                        f"{'is not sharded' if theirs is None else f'is sharded as {theirs}'}; "
-                        f"shard it alike: axis={shard.axis}, parts={list(shard.parts)}, "
+                        f"{shard.name} ({placement_of(shard)}) is tied to {other}.{key}, which is "
+                        f"{'not sharded' if theirs is None else placement_of(theirs)}; shard it "
+                        f"alike: axis={shard.axis}, parts={list(shard.parts)}, "
                         f"unit={list(shard.units)}"
                     )
 
@@ -89,13 +90,13 @@ def _overlaps(plan: Plan):
                     yield f"{sync.where}: overlap=True needs the last sync at the input"
                 elif sync.grad == "replicated":
                     yield (
-                        f"{sync.where}: grad is 'replicated', but the layer's output features are "
-                        "sharded, and so its input's gradient is partial"
+                        f"{sync.where}: expected grad='partial' or None, since the layer's output "
+                        "features are sharded and its input's gradient is Partial, got 'replicated'"
                     )
             else:
                 yield (
-                    f"{sync.where}: overlap=True is there for fwd_post reduce_scatter and fwd_pre "
-                    "all_gather"
+                    f"{sync.where}: overlap=True is for fwd_post reduce_scatter and fwd_pre "
+                    "all_gather only; leave it out"
                 )
 
 
@@ -107,7 +108,7 @@ def _biases(plan: Plan):
         bias = getattr(plan.module(name).get_submodule(owner), own, None)
         if bias is not None and added_by(steps) is None:
             yield (
-                f"{name or 'the model'}: its output is partial, and its bias counts once: it is "
+                f"{name or 'the model'}: its output is Partial, and its bias counts once, so it is "
                 "added after the output is reduced. Put the fwd_post reduce_scatter or all_reduce "
                 "at this module, or use bias=None"
             )
@@ -160,8 +161,8 @@ def _across(plan, name, module, steps, placement, found, inside) -> Placement | 
             and not forwards.fits(placement, effect.input, None)
         ):
             raise ValueError(
-                f"{where}: what comes in is {placement}, but as it is sharded, it must be "
-                f"{effect.input}" + _missing(placement)
+                f"{where}: expected its input to be {effect.input}, since its weight is sharded, "
+                f"got {placement}" + _missing(placement)
             )
         return effect.output
     if isinstance(module, nn.Sequential):
@@ -173,14 +174,17 @@ def _across(plan, name, module, steps, placement, found, inside) -> Placement | 
         return placement
     if isinstance(module, _BY_ELEMENT):
         if isinstance(placement, Partial):
-            raise ValueError(f"{where}: what comes in is partial{_missing(placement)}")
+            raise ValueError(
+                f"{where}: expected its input to be Replicate or Shard, got {placement}"
+                + _missing(placement)
+            )
         return placement
     if isinstance(module, _BY_FEATURES):
         last = isinstance(placement, Sharded) and placement.axis == -1
         if last or isinstance(placement, Partial):
             raise ValueError(
-                f"{where}: what comes in is {placement}, but it isn't sharded itself"
-                + _missing(placement)
+                f"{where}: expected all features in its input, since its weight isn't sharded, got "
+                f"{placement}" + _missing(placement)
             )
         return placement if isinstance(placement, Whole) else None
     return None
@@ -188,9 +192,9 @@ def _across(plan, name, module, steps, placement, found, inside) -> Placement | 
 
 def _missing(placement: Placement) -> str:
     if isinstance(placement, Partial):
-        return "; a reduce_scatter or all_reduce before it is missing"
+        return "; put a reduce_scatter or all_reduce before it"
     if isinstance(placement, Sharded):
-        return "; an all_gather before it is missing"
+        return "; put an all_gather before it"
     return ""
 
 
@@ -212,8 +216,8 @@ def _partial_outputs(plan: Plan):
             for sync in steps.syncs
         ):
             yield (
-                f"{name or 'the model'}: its output is partial, each rank's a summand, and nothing "
-                "reduces it; sync it with mode='fwd_post' and reduce_scatter or all_reduce"
+                f"{name or 'the model'}: its output is Partial, and nothing reduces it; sync it "
+                "with mode='fwd_post' and reduce_scatter or all_reduce"
             )
 
 
@@ -230,9 +234,9 @@ def _partial_gradients(plan: Plan):
             for sync in steps.syncs
         ):
             yield (
-                f"{name or 'the model'}: its input's gradient is partial, each rank's a summand, "
-                "and nothing reduces it; sync it, or what contains it, with mode='bwd_post' and "
-                "all_reduce, or gather its input with all_gather"
+                f"{name or 'the model'}: the gradient of its input is Partial, and nothing reduces "
+                "it; sync it, or a module around it, with mode='bwd_post' and all_reduce, or "
+                "gather its input with all_gather"
             )
 
 

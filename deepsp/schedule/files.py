@@ -72,7 +72,7 @@ def _safe_open(path: Path):
         from safetensors import safe_open
     except ImportError:
         raise ValueError(
-            f"checkpoint is {path}, which needs the package safetensors: pip install safetensors"
+            f"checkpoint {path} needs the package safetensors; pip install safetensors"
         ) from None
     return safe_open(path, framework="pt", device="cpu")
 
@@ -89,15 +89,17 @@ def source_of(checkpoint: Mapping[str, Tensor] | str | os.PathLike) -> Iterator[
         return
     if not isinstance(checkpoint, (str, os.PathLike)):
         raise ValueError(
-            f"checkpoint is a {type(checkpoint).__name__}; a state_dict, or the path of a file or "
-            "directory, is right"
+            "expected checkpoint to be a state_dict or the path of a file or directory, got "
+            f"{type(checkpoint).__name__}"
         )
     path = Path(checkpoint)
     with contextlib.ExitStack() as stack:
         if path.is_dir():
             yield _Safetensors(_directory(path), stack)
         elif not path.is_file():
-            raise ValueError(f"checkpoint is {path}, where there is no file or directory")
+            raise ValueError(
+                f"expected checkpoint to be a file or directory, got {path}, where there is no file"
+            )
         elif path.suffix == ".safetensors":
             yield _Safetensors(_names_in(path), stack)
         else:
@@ -106,12 +108,12 @@ def source_of(checkpoint: Mapping[str, Tensor] | str | os.PathLike) -> Iterator[
 
 def _checked(tensors) -> Mapping[str, Tensor]:
     if not isinstance(tensors, Mapping):
-        raise ValueError(f"checkpoint holds a {type(tensors).__name__}; a state_dict is right")
+        raise ValueError(f"expected checkpoint to hold a state_dict, got {type(tensors).__name__}")
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise ValueError(
-                f"checkpoint has {name!r}, a {type(tensor).__name__}; tensors by the names in the "
-                "model's state_dict are right"
+                "expected checkpoint to map names of the model's state_dict to tensors, got "
+                f"{type(tensor).__name__} for {name!r}"
             )
     return tensors
 
@@ -127,4 +129,7 @@ def _directory(path: Path) -> dict[str, Path]:
         return {name: path / file for name, file in files.items()}
     if (path / _SINGLE).is_file():
         return _names_in(path / _SINGLE)
-    raise ValueError(f"checkpoint is {path}, a directory without {_INDEX} or {_SINGLE}")
+    raise ValueError(
+        f"expected checkpoint to have {_INDEX} or {_SINGLE}, got {path}, a directory without "
+        f"{_INDEX}"
+    )

@@ -30,8 +30,8 @@ class Opaque(Swapped):
             have = following.placement(x)
             if not fits(have, effect.input, x.dim()):
                 raise ValueError(
-                    f"{name}: what comes in is {have}, but as it is sharded, it must be "
-                    f"{effect.input}"
+                    f"{name}: expected its input to be {effect.input}, since its weight is "
+                    f"sharded, got {have}"
                 )
         with following.paused():
             out = super().forward(*args, **kwargs)
@@ -64,7 +64,7 @@ def fits(have, wanted, ndim: int | None) -> bool:
 
 
 class InputSharded(Swapped):
-    """A linear layer with sharded input features: its output is a summand, without the bias."""
+    """A linear layer with sharded input features: its output is partial, without the bias."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight)
@@ -98,8 +98,8 @@ def _dim_of_rows(sync, x: Tensor) -> int:
     dim = sync.dim(x.dim())
     if dim == x.dim() - 1:
         raise ValueError(
-            f"{sync.where}: axis is {sync.axis}, the features; with overlap=True rows travel while "
-            "others are computed, along any other axis: leave overlap out"
+            f"{sync.where}: expected axis before the features with overlap=True, got {sync.axis}, "
+            "the features; leave overlap out"
         )
     return dim
 

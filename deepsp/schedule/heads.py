@@ -15,7 +15,7 @@ from deepsp.weights.rows import shards_of
 
 
 class HeadsSharded(Swapped):
-    """Its output is a summand, without the bias of the output projection."""
+    """Its output is partial, without the bias of the output projection."""
 
     def forward(
         self,
@@ -35,7 +35,7 @@ class HeadsSharded(Swapped):
         elif not self.batch_first:
             inputs = tuple(x.transpose(0, 1) for x in inputs)
         if is_causal and attn_mask is None:
-            raise ValueError("attn_mask is None, but is_causal is True; pass the mask, too")
+            raise ValueError("expected attn_mask with is_causal=True, got None; pass the mask, too")
         q, k, v = self._projected(*inputs)
         bias = self._bias(attn_mask, key_padding_mask, q, batched)
         out, weights = self._attend(q, k, v, bias, need_weights)
@@ -102,7 +102,7 @@ class HeadsSharded(Swapped):
         return collectives.all_gather(weights, 1, shard.member, heads, grad="replicated")
 
     def _reset_parameters(self) -> None:
-        # As whole parameters of 3 E x E would be.
+        # As full parameters of 3 E x E would be.
         shard = shards_of(self)["in_proj_weight"]
         bound = (6 / sum(shard.shape)) ** 0.5
         nn.init.uniform_(self.in_proj_weight, -bound, bound)

@@ -1,4 +1,4 @@
-"""Parameters: from the whole to this rank's part, or made as such."""
+"""Parameters: from the full one to this rank's part, or made as such."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def materialize(
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if id(tensor) in shards and tensor.grad is not None:
             raise ValueError(
-                f"{name} has a gradient, of the whole parameter; call "
-                "model.zero_grad(set_to_none=True) before"
+                f"expected {name} to have no gradient, but {name} has a gradient, of the full "
+                "parameter; call model.zero_grad(set_to_none=True) before"
             )
     with contextlib.ExitStack() as stack:
         source = None if checkpoint is None else stack.enter_context(source_of(checkpoint))
@@ -133,8 +133,8 @@ def _fill(model: nn.Module, source: Source) -> set[int]:
                 shape = tuple(tensor.shape) if shard is None else shard.shape
                 if source.shape(key) != shape:
                     raise ValueError(
-                        f"checkpoint: {key} has shape {list(source.shape(key))}; {list(shape)} is "
-                        "right"
+                        f"checkpoint: expected {key} to have shape {list(shape)}, got "
+                        f"{list(source.shape(key))}"
                     )
                 with torch.no_grad():
                     _read(source, key, shard, tensor)
@@ -174,7 +174,7 @@ def _initialize(plan: Plan, made: dict[int, Tensor], filled: set[int], init) -> 
         parts = sharded(module)
         kept = {n: t.detach().clone() for n, t in tensors.items() if id(t) not in empty}
         with torch.random.fork_rng(devices=_devices(tensors)):
-            # Once with the same random numbers on each rank, for what is whole, then with others.
+            # Once with the same random numbers on each rank, for replicated ones, then with others.
             seeds[0] = _fill_with(seeds[0], fill, module)
             if parts:
                 whole = [n for n in tensors if n not in parts and n not in kept]
@@ -229,7 +229,7 @@ def _devices(tensors: dict[str, Tensor]) -> list:
 
 
 def _seeds(plan: Plan, device) -> list[int]:
-    """For whole and for sharded parameters; from the default generator of the first rank."""
+    """For replicated and for sharded parameters; from the default generator of the first rank."""
     drawn = int(torch.randint(2**31, (), device="cpu"))
     first = on_all_ranks([drawn], plan.member, device)[0][0]
     rank = plan.member[0]

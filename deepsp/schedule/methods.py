@@ -16,12 +16,16 @@ def _only(module: nn.Module, names: tuple[str, ...], leader: str, *followers: st
     cls = type(module).__name__
     if leader not in names:
         raise ValueError(
-            f"names is {list(names)}; of {cls}, {leader} is sharded"
-            + "".join(f", and {follower} follows it" for follower in followers)
+            f"expected names to have {leader}, which is sharded in {cls}"
+            + "".join(f" and which {follower} follows" for follower in followers)
+            + f", got {list(names)}"
         )
     others = [name for name in names if name not in (leader, *followers)]
     if others:
-        raise ValueError(f"names has {others[0]!r}, which {cls} doesn't have or can't shard")
+        raise ValueError(
+            f"expected names to be among {[leader, *followers]}, which {cls} can shard, got "
+            f"{others[0]!r}"
+        )
 
 
 @register_shard_method(nn.Linear)
@@ -47,8 +51,8 @@ def _side(output: bool, with_bias: bool, attributes: tuple[str, str], summand: t
         )
     if with_bias:
         raise ValueError(
-            "names has 'bias', but where the input side of the weight is sharded, the bias stays "
-            "whole; leave it out"
+            "expected names without 'bias', which stays Replicate where the input features of the "
+            "weight are sharded; leave it out"
         )
     return Effect(
         attributes=attributes[1:],
@@ -64,19 +68,18 @@ def _embedding(module: nn.Embedding, names: tuple[str, ...], axis: int) -> Effec
     _only(module, names, "weight")
     if module.max_norm is not None:
         raise ValueError(
-            f"max_norm is {module.max_norm}; an embedding that writes to its weight can't be "
-            "sharded"
+            f"expected max_norm to be None, got {module.max_norm}; an embedding that writes to its "
+            "weight can't be sharded"
         )
     if axis == 1:
         return Effect(attributes=("embedding_dim",), input=WHOLE, output=_LAST)
     for name in ("scale_grad_by_freq", "sparse"):
         if getattr(module, name):
             raise ValueError(
-                f"{name} is True; an embedding with a sharded vocabulary doesn't know how often "
-                "others are used: False is right"
+                "expected scale_grad_by_freq to be False, got True; a rank doesn't know how often "
+                "the tokens of a sharded vocabulary are used on others"
                 if name == "scale_grad_by_freq"
-                else "sparse is True; an embedding with a sharded vocabulary has dense gradients: "
-                "False is right"
+                else "expected sparse to be False, got True; a sharded one has dense gradients"
             )
     return Effect(
         attributes=("num_embeddings",),
@@ -93,8 +96,7 @@ def _norm(forward: type):
         _only(module, names, "weight", *followers)
         if module.weight.dim() != 1:
             raise ValueError(
-                f"weight has {module.weight.dim()} dimensions; a norm over one, the hidden one, "
-                "can be sharded"
+                f"expected weight to have 1 dimension, the features, got {module.weight.dim()}"
             )
         also = dict.fromkeys(followers, 0)
         return Effect(also=also, input=_LAST, output=_LAST, forward=forward, opaque=True)
@@ -116,11 +118,17 @@ register_shard_method(
 def _attention(module: nn.MultiheadAttention, names: tuple[str, ...], axis: int) -> Effect:
     _only(module, names, "in_proj_weight", "in_proj_bias", "out_proj.weight")
     if axis != 0:
-        raise ValueError(f"axis is {axis}; the heads of in_proj_weight lie along axis 0")
+        raise ValueError(
+            f"expected axis 0, along which the heads of in_proj_weight lie, got {axis}"
+        )
     if module.in_proj_weight is None:
-        raise ValueError("kdim or vdim is given, which keeps q, k and v apart; this isn't sharded")
+        raise ValueError(
+            "expected no kdim or vdim; with separate weights for q, k and v it can't be sharded"
+        )
     if module.bias_k is not None or module.add_zero_attn:
-        raise ValueError("add_bias_kv or add_zero_attn is True; this isn't sharded")
+        raise ValueError(
+            "expected add_bias_kv and add_zero_attn to be False; with them it can't be sharded"
+        )
     heads = module.head_dim
     return Effect(
         also={"in_proj_bias": 0, "out_proj.weight": Follow(1, 1, heads)},

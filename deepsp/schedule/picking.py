@@ -21,8 +21,8 @@ def pick_input(module: nn.Module, args: tuple, kwargs: dict, key: Key, where: st
     value = args[place] if isinstance(place, int) else kwargs[place]
     if not isinstance(value, torch.Tensor):
         raise ValueError(
-            f"{where}: tensor={key!r} is a {type(value).__name__} among the module's inputs; pass "
-            "the position or name of a tensor"
+            f"{where}: expected the module's input {key!r} to be a tensor, got "
+            f"{type(value).__name__}; pass the position or name of a tensor"
         )
 
     def put(new):
@@ -39,8 +39,8 @@ def _place_of_input(module, args, kwargs, key, where) -> int | str:
         found += [name for name, x in kwargs.items() if isinstance(x, torch.Tensor)]
         if len(found) != 1:
             raise ValueError(
-                f"{where}: the module's inputs have {len(found)} tensors, {found}; pass tensor=, "
-                "the position or name of the one that is meant"
+                f"{where}: expected one tensor in the module's inputs, got {len(found)}, {found}; "
+                "pass tensor=, the position or name of one"
             )
         return found[0]
     if key in kwargs:
@@ -54,8 +54,8 @@ def _place_of_input(module, args, kwargs, key, where) -> int | str:
         if 0 <= key < len(names) and names[key] in kwargs:
             return names[key]
     raise ValueError(
-        f"{where}: tensor={key!r} isn't among the module's inputs: {len(args)} by position and "
-        f"{list(kwargs)} by name"
+        f"{where}: expected tensor to be one of the module's inputs, {len(args)} by position and "
+        f"{list(kwargs)} by name, got {key!r}"
     )
 
 
@@ -68,7 +68,8 @@ def pick_output(output: Any, key: Key, where: str):
     if isinstance(output, torch.Tensor):
         if key not in (None, 0, -1):
             raise ValueError(
-                f"{where}: tensor={key!r}, but the module's output is one tensor; leave it out"
+                f"{where}: expected no tensor=, since the module's output is one tensor, got "
+                f"{key!r}; leave it out"
             )
         return output, lambda new: new
     if key is None:
@@ -79,8 +80,8 @@ def pick_output(output: Any, key: Key, where: str):
         value = None
     if not isinstance(value, torch.Tensor):
         raise ValueError(
-            f"{where}: tensor={key!r} isn't a tensor of the module's output, a "
-            f"{type(output).__name__} with {_described(output)}"
+            f"{where}: expected tensor to be one of the module's output, a "
+            f"{type(output).__name__} with {_described(output)}, got {key!r}"
         )
     return value, lambda new: _put(output, key, new)
 
@@ -89,8 +90,8 @@ def _only(output, where: str):
     found = [key for key, value in _items(output) if isinstance(value, torch.Tensor)]
     if len(found) != 1:
         raise ValueError(
-            f"{where}: the module's output, a {type(output).__name__}, has {len(found)} tensors, "
-            f"{found}; pass tensor=, the position or name of the one that is meant"
+            f"{where}: expected an output of one tensor, got a {type(output).__name__} with "
+            f"{len(found)} tensors, {found}; pass tensor=, the position or name of one"
         )
     return found[0]
 

@@ -1,4 +1,5 @@
-"""What a tensor is over a group of ranks."""
+"""What a tensor is over a group of ranks. Printed, placements are called as in
+``torch.distributed.tensor``: ``Replicate``, ``Shard(dim)`` and ``Partial``."""
 
 from __future__ import annotations
 
@@ -7,30 +8,34 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Whole:
-    """Every rank has the same tensor."""
+    """Every rank has the same full tensor: ``Replicate``."""
 
     def __str__(self) -> str:
-        return "whole"
+        return "Replicate"
 
 
 @dataclass(frozen=True)
 class Sharded:
-    """Each rank has its own part along ``axis``, counted from the front; None: along one that can't
-    be told. ``origin``: who made it so, a sync or a parameter's shard; it knows the sizes."""
+    """Each rank has its local part along a dimension: ``Shard(axis)``.
+
+    Args:
+        axis: the dimension; None: unknown.
+        origin: what split the tensor, a sync or a parameter's shard; it knows the sizes.
+    """
 
     axis: int | None = None
     origin: object | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
-        return "sharded" if self.axis is None else f"sharded along axis {self.axis}"
+        return f"Shard({'unknown axis' if self.axis is None else self.axis})"
 
 
 @dataclass(frozen=True)
 class Partial:
-    """The whole is the sum of the ranks' tensors."""
+    """Each rank has a term; the full tensor is their sum over the ranks: ``Partial``."""
 
     def __str__(self) -> str:
-        return "partial"
+        return "Partial"
 
 
 Placement = Whole | Sharded | Partial

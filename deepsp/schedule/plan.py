@@ -81,8 +81,8 @@ class Plan:
         if not found:
             near = difflib.get_close_matches(pattern, names, 3)
             raise ValueError(
-                f"{pattern!r}: no module has such a name"
-                + (f"; near are {', '.join(near)}" if near else "")
+                f"expected the name of a module, or a pattern that matches one, got {pattern!r}"
+                + (f"; did you mean {', '.join(near)}?" if near else "")
             )
         return list(dict.fromkeys(found))
 

@@ -12,7 +12,13 @@ from deepsp.schedule.placement import Placement
 
 @dataclass(frozen=True)
 class Follow:
-    """How a parameter is sharded that follows another, where not in the same parts and units."""
+    """How a parameter is sharded that follows another, where it has other parts and units.
+
+    Args:
+        axis: the dimension along which it is split.
+        parts: as in :meth:`deepsp.schedule.Schedule.shard`.
+        unit: as in :meth:`deepsp.schedule.Schedule.shard`.
+    """
 
     axis: int
     parts: int | Sequence[int] = 1
@@ -22,22 +28,23 @@ class Follow:
 @dataclass(frozen=True)
 class Effect:
     """What follows when parameters of a module are sharded. Everything may be left out: then only
-    the parameters change, and what that does is found when the model is first called.
+    the parameters change, and the consequences are found when the model is first called.
 
     Args:
-        also: other parameters that must be sharded with these, and along which axis; in the same
-            parts and units, or as a :class:`Follow` says. "child.weight" is a child's.
-        attributes: whole numbers of the module that shrink in the same proportion as the first
+        also: other parameters that must be sharded with these, and their axis; with the same parts
+            and units, or as a :class:`Follow` says. "child.weight" is a child's.
+        attributes: int attributes of the module that shrink in the same proportion as the first
             parameter along its axis (``out_features``, ``num_heads``).
-        input, output: the placement that the first input must have, and the output will; axes may
-            be negative.
-        input_gradient: what the gradient of a whole input is on each rank: "partial", where the
+        input: the placement that the first input must have; its axis may be negative.
+        output: the placement that the output will have.
+        input_gradient: what the gradient of a replicated input is on each rank: "partial", if the
             ranks' gradients must be summed, or "replicated".
-        add_after: a parameter that the forward leaves out, as it must count once: it is added when
-            the output has been reduced ("bias").
+        add_after: a parameter that the forward leaves out because it must count once: it is added
+            when the output has been reduced ("bias").
         forward: a class with another ``forward``, put in front of the module's class.
-        opaque: what the forward does isn't followed: ``output`` is taken for it.
-        parts, unit: of the parameters, where the schedule says nothing.
+        opaque: the forward isn't followed; ``output`` is trusted.
+        parts: those of the parameters, where the schedule gives none.
+        unit: that of the parameters, where the schedule gives none.
     """
 
     also: Mapping[str, int | Follow] = field(default_factory=dict)
@@ -52,7 +59,15 @@ class Effect:
     unit: int | Sequence[int] | None = None
 
     def merged(self, other: Effect, name: str) -> Effect:
-        """Of both, where parameters of one module are sharded one after another."""
+        """This effect and another, of parameters of one module that are sharded one by one.
+
+        Args:
+            other: the later one.
+            name: of the module, for errors.
+
+        Raises:
+            ValueError: the two contradict each other.
+        """
         values = {}
         for f in fields(self):
             mine, theirs = getattr(self, f.name), getattr(other, f.name)
@@ -64,8 +79,8 @@ class Effect:
                 values[f.name] = mine or theirs
             elif None not in (mine, theirs) and mine != theirs and f.name not in ("parts", "unit"):
                 raise ValueError(
-                    f"{name} is sharded in two ways that don't go together: its {f.name} would be "
-                    f"{mine} and {theirs}"
+                    f"{name} is sharded in two ways that contradict each other: its {f.name} would "
+                    f"be {mine} and {theirs}"
                 )
             else:
                 values[f.name] = theirs if mine is None else mine
@@ -78,20 +93,23 @@ _methods: dict[type | str, Method] = {}
 
 
 def register_shard_method(*classes: type | str) -> Callable[[Method], Method]:
-    """Says how modules of a class are sharded.
+    """Registers how modules of a class are sharded.
 
     Args:
         classes: module classes, or their names, "package.module.Class", where importing them would
             cost too much. Subclasses with the same ``forward`` are sharded in the same way.
 
     Returns:
-        A decorator for ``method(module, names, axis) -> Effect``. ``names``: the parameters that
-        the schedule names; ``axis``: along which, not negative. It raises a ValueError for what
-        it can't do. ::
+        A decorator for ``method(module, names, axis) -> Effect``. ``names`` are the parameters that
+        the schedule names, and ``axis`` is not negative. The method raises a ValueError for what it
+        can't do. ::
 
             @deepsp.register_shard_method(MyLinear)
             def shard_my_linear(module, names, axis):
                 return Effect(also={"bias": 0}, attributes=["out_features"], output=Sharded(-1))
+
+    Raises:
+        ValueError: ``classes`` has something else.
     """
 
     def register(method: Method) -> Method:
@@ -99,7 +117,9 @@ def register_shard_method(*classes: type | str) -> Callable[[Method], Method]:
             if not isinstance(cls, str) and not (
                 isinstance(cls, type) and issubclass(cls, nn.Module)
             ):
-                raise ValueError(f"classes has {cls!r}; a class of modules or its name is right")
+                raise ValueError(
+                    f"expected classes to be module classes or their names, got {cls!r}"
+                )
             _methods[cls] = method
         return method
 
@@ -118,8 +138,8 @@ def method_of(name: str, module: nn.Module) -> Method:
             return method
     cls = type(module).__name__
     raise ValueError(
-        f"{name or 'the model'} is a {cls}, of which nobody has said how it is sharded. Say so:\n"
-        f"    @deepsp.register_shard_method({cls})\n"
+        f"{name or 'the model'} is a {cls}, for which no shard method is registered. Register "
+        f"one:\n     @deepsp.register_shard_method({cls})\n"
         f"    def shard_{cls.lower()}(module, names, axis):\n"
         "        return Effect(also=..., attributes=..., output=...)  # deepsp.schedule.Effect"
     )

@@ -36,7 +36,7 @@ class Kind:
     grads: dict[Sync, str] = field(default_factory=dict)
     # Who has split what a sync puts together; None: nobody who knows the sizes.
     origins: dict[Sync, object | None] = field(default_factory=dict)
-    partial: set[str] = field(default_factory=set)  # parameters with a share of their gradient
+    partial: set[str] = field(default_factory=set)  # parameters with a partial gradient
     replicated: set[str] = field(default_factory=set)  # with all of it
     # Modules that draw random numbers: "whole", the same on each rank, or "sharded"; and those
     # of "whole" that are called inside of "sharded" ones.
@@ -94,7 +94,7 @@ class Running:
 
         Raises:
             ValueError: what the schedule does doesn't fit what the model computes; ranks have other
-                inputs, or compute other numbers from whole tensors.
+                inputs, or compute other numbers from replicated tensors.
         """
         key = call_key(model, args, kwargs)
         if key not in self.kinds:
@@ -137,7 +137,7 @@ class Running:
                     mark(parameter, shards[name].member if name in shards else None, built=True)
 
     def _hook_partial(self, model: nn.Module) -> None:
-        """Parameters of whose gradient each rank has a share have it summed. Looked at in every
+        """Parameters with partial gradients have them summed. Looked at in every
         call: copies of the model and ``load_state_dict(assign=True)`` bring other parameters."""
         for name in {name for kind in self.kinds.values() for name in kind.partial}:
             parameter = model.get_parameter(name)
@@ -153,16 +153,16 @@ class Running:
             differ = (kind.partial & other.replicated) | (kind.replicated & other.partial)
             if differ:
                 raise ValueError(
-                    f"the gradient of {min(differ)} is a share, to be summed, in one kind of call, "
-                    "and whole in another; keep to one, or use two parameters"
+                    f"the gradient of {min(differ)} is Partial in one kind of call, and Replicate "
+                    "in another; use one kind of call, or two parameters"
                 )
 
     def _check_known(self) -> None:
         if self.now is None:
             raise ValueError(
-                "the model was not called yet, and so it isn't known which gradients are shares, "
-                "to be summed; a compiled model can't find that out: call the model, or "
-                "sch.check(*inputs), once before it is compiled"
+                "expected the model to have been called, which finds the gradients that are "
+                "Partial; a compiled model can't. Call the model, or sch.check(*inputs), once "
+                "before it is compiled"
             )
 
     # ---- a sync
@@ -200,12 +200,12 @@ class Running:
         raise ValueError(
             f"{sync.where}: grad isn't given, and "
             + (
-                "it differs between the ways in which the model was called"
+                "it differs between the calls of the model"
                 if found
-                else "nothing is known of what follows, since the model itself was not called"
+                else "it can't be found, since the model itself was not called"
             )
-            + ". Pass grad='replicated', if the gradient of what comes out is the same on each "
-            "rank, or grad='partial', if the ranks' gradients are to be summed"
+            + ". Pass grad='replicated' if the gradient of its output is the same on every rank, "
+            "or grad='partial' if the ranks' gradients are to be summed"
         )
 
     # ---- random numbers
@@ -225,8 +225,8 @@ class Running:
             for other in self.kinds.values():
                 if other.streams.get(module, stream) != stream:
                     raise ValueError(
-                        f"{names[module] or 'the model'} draws random numbers, for sharded tensors "
-                        "in one kind of call, for whole ones in another; use two modules"
+                        f"{names[module] or 'the model'} draws random numbers for Shard tensors in "
+                        "one kind of call, and for Replicate ones in another; use two modules"
                     )
 
     # ---- sizes of parts
@@ -241,8 +241,9 @@ class Running:
             return self._ask(x, dim)
         if not torch.compiler.is_compiling() and sizes[self.member[0]] != x.size(dim):
             raise ValueError(
-                f"{sync.where}: this rank has a length of {x.size(dim)} along axis {dim}, but what "
-                f"was split before has {sizes} on the ranks, and in the first such call it was that"
+                f"{sync.where}: expected one of the lengths {sizes} along axis {dim}, which the "
+                f"ranks got from the split before, as in the first such call, got {x.size(dim)} on "
+                "this rank"
             )
         return sizes
 
@@ -278,7 +279,7 @@ def _sizes_of(origin: object | None) -> list[int] | None:
 
 
 class _SumGradient:
-    """A hook of a parameter: sums its gradient, of which each rank has a share."""
+    """A hook of a parameter: sums its gradient, which is partial."""
 
     def __init__(self, running: Running, name: str):
         self.running, self.name = running, name

@@ -1,4 +1,6 @@
-"""The schedule: what people write."""
+"""The schedule: what users write. The idea of a schedule apart from the model is slapo's (Chen et
+al., 2023, arXiv:2302.08005).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from deepsp.weights.rows import ParameterShard, make_shard, shards_of
 def create_schedule(model: nn.Module, group: Group = None) -> Schedule:
     """A schedule that makes ``model`` parallel over ``group``, module by module.
 
-    It only records what is said; :func:`deepsp.build` does it. Every rank writes the same. ::
+    It only records steps; :func:`deepsp.build` applies them. Every rank writes the same. The idea
+    is slapo's (Chen et al., 2023, arXiv:2302.08005). ::
 
         sch = deepsp.create_schedule(model, group=mesh["tp"])
         sch["layers.*.mlp.up"].shard("weight", axis=0)
@@ -31,26 +34,39 @@ def create_schedule(model: nn.Module, group: Group = None) -> Schedule:
         sch["layers.*.mlp"].sync("bwd_post", "all_reduce")
         model, optimizer = deepsp.build(sch, optimizer=functools.partial(AdamW, lr=1e-4))
 
+    Args:
+        model: the module to make parallel. It may be on the meta device.
+        group: the ranks.
+
+    Returns:
+        The :class:`deepsp.schedule.Schedule` of the model.
+
     Raises:
-        ValueError: ``model`` isn't a module, or is built already; ``group`` is no group.
+        ValueError: ``model`` isn't a module, or is built already; this process isn't in ``group``.
     """
     if not isinstance(model, nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}; a module is right")
+        raise ValueError(f"expected model to be a module, got {type(model).__name__}")
     member = member_of(group)
     for name, module in model.named_modules():
         if RUNNING in vars(module) or shards_of(module):
             raise ValueError(
-                f"{name or 'model'} is built already, by another schedule; say everything in one"
+                f"{name or 'model'} is built already, by another schedule; put all steps in one "
+                "schedule"
             )
     return Schedule(Plan(model, member), [""])
 
 
 class Schedule:
-    """Modules of a model, and what can be said of them; the whole model's is the schedule itself.
+    """The steps for some modules of a model; the model's own is the schedule itself.
 
-    ``sch["layers.*.mlp"]``: a schedule of modules inside, by their names; shell patterns, of which
-    each stands for one part of a dotted name. Steps are for each of the modules, and return the
-    schedule, so that they can be written in a row.
+    ``sch["layers.*.mlp"]`` is a schedule of the modules inside with such names: shell patterns,
+    each of which stands for one part of a dotted name. A step is for each of the modules, and
+    returns the schedule, so that steps can be chained. Printed, a schedule is a tree of its modules
+    and steps.
+
+    Args:
+        plan: what is recorded, by module.
+        names: the modules.
     """
 
     def __init__(self, plan: Plan, names: list[str]):
@@ -58,7 +74,7 @@ class Schedule:
 
     def __getitem__(self, pattern: str) -> Schedule:
         if not isinstance(pattern, str):
-            raise ValueError(f"{pattern!r}: the name of a module, or a pattern, is right")
+            raise ValueError(f"expected the name of a module, or a pattern, got {pattern!r}")
         found: list[str] = []
         for name in self.names:
             found += self.plan.find(f"{name}.{pattern}" if name and pattern else name or pattern)
@@ -78,30 +94,34 @@ class Schedule:
         parts: int | Sequence[int] = 1,
         unit: int | Sequence[int] = 1,
     ) -> Schedule:
-        """Leaves each rank a part of parameters or buffers.
+        """Shards parameters or buffers: each rank keeps its local part.
 
-        What else follows (a bias, ``out_features``, what comes out) is said by the class's method:
-        :func:`deepsp.register_shard_method`.
+        What else follows (a bias, ``out_features``, the placement of the output) is said by the
+        shard method of the module's class: :func:`deepsp.register_shard_method`.
 
         Args:
-            names: of the module's own, or "child.weight".
-            axis: along which they are split, like ``torch.tensor_split``; may be negative.
-            parts: of what a parameter consists along the axis, each of which is split by itself: a
-                number of equal ones, 3 for q, k and v in one; or the sizes of each.
-            unit: what stays together: rows of a head. One for all parts, or one for each: with
-                shared key and value heads, all query heads of one for q.
+            names: the module's own, or "child.weight".
+            axis: the dimension along which they are split, like ``torch.tensor_split``; may be
+                negative.
+            parts: the parts of a parameter along the axis, each of which is split by itself: a
+                number of equal parts, such as 3 for fused q, k and v, or the size of each.
+            unit: the number of rows that stay together, such as head_dim. One for all parts, or one
+                for each: with shared kv heads, all query heads of one for q.
+
+        Returns:
+            The schedule.
 
         Raises:
-            ValueError: no such parameter; it is sharded already; axis, parts or unit don't fit
-                it or the group; nobody has said how such a module is sharded.
+            ValueError: no such parameter; it is sharded already; axis, parts or unit don't fit it
+                or the group; no shard method is registered for the module.
         """
         names = (names,) if isinstance(names, str) or not isinstance(names, Sequence) else names
         if not names:
-            raise ValueError("names is empty; at least one parameter is right")
+            raise ValueError("expected names to have at least one parameter, got none")
         if not all(isinstance(name, str) for name in names):
-            raise ValueError(f"names is {list(names)}; names of parameters are right")
+            raise ValueError(f"expected names to be strings, got {list(names)}")
         if not isinstance(axis, int):
-            raise ValueError(f"axis is {axis!r}; a dimension's number is right")
+            raise ValueError(f"expected axis to be an int, got {axis!r}")
         for module in self._open():
             _shard(self.plan, module, tuple(names), axis, parts, unit)
         return self
@@ -116,27 +136,32 @@ class Schedule:
         overlap: bool = False,
         reduce_dtype: torch.dtype | None = None,
     ) -> Schedule:
-        """Lets the ranks communicate at the module's input or output.
+        """Adds a collective at the module's input or output.
 
         Args:
-            mode: "fwd_pre": on an input; "fwd_post": on an output; "bwd_post": on an input's
+            mode: "fwd_pre": on an input. "fwd_post": on an output. "bwd_post": on an input's
                 gradient.
-            sync_op_or_fn: "all_gather", "reduce_scatter", "scatter" (along ``axis``),
-                "all_reduce"; "seq_to_heads", "heads_to_seq" of [batch, sequence, heads, head_dim];
-                with bwd_post "all_reduce". Or a function: a forward pre-hook, forward hook or full
-                backward hook of the module, with the usual arguments.
-            axis: which dimension; may be negative.
-            grad: of all_gather and all_reduce: what the gradient of what comes out is on each rank.
-                "replicated": the same everywhere, since what follows is; "partial": a summand,
-                since what follows is shared out. None: found when the model is first called.
+            sync_op_or_fn: "all_gather", "reduce_scatter" or "scatter" (along ``axis``),
+                "all_reduce"; "seq_to_heads" or "heads_to_seq" of [batch, sequence, heads,
+                head_dim]; with bwd_post "all_reduce". Or a function: a forward pre-hook, forward
+                hook or full backward hook of the module, with the usual arguments.
+            axis: the dimension; may be negative.
+            grad: for all_gather, all_reduce and scatter: the placement of the gradient of the full
+                tensor. "replicated": the same on every rank, since what follows is. "partial": a
+                term of a sum, since what follows is sharded. None: found when the model is first
+                called.
             tensor: which input or output, by position or name; None: the only tensor.
-            overlap: at a linear layer, the transfer is hidden behind the product: all_gather before
-                one with sharded output features, reduce_scatter after one with sharded input
+            overlap: at a linear layer, overlaps the collective with the matrix product: all_gather
+                before one with sharded output features, reduce_scatter after one with sharded input
                 features.
-            reduce_dtype: in which sums are made; None: the tensor's.
+            reduce_dtype: the dtype in which sums are taken; None: float32 for 16-bit floats, else
+                the tensor's.
+
+        Returns:
+            The schedule.
 
         Raises:
-            ValueError: arguments that don't go together.
+            ValueError: arguments that don't fit each other.
         """
         is_op = isinstance(sync_op_or_fn, str)
         for module in self._open():
@@ -155,25 +180,28 @@ class Schedule:
         return self
 
     def replace(self, module: nn.Module | Callable[[nn.Module], nn.Module]) -> Schedule:
-        """Puts another module in the place of this one.
+        """Replaces the module.
 
         Args:
-            module: the new one; or a function that makes it from the old one, called for each.
+            module: the new module; or a function that makes it from the old one, called for each.
+
+        Returns:
+            The schedule.
 
         Raises:
-            ValueError: it isn't a module; one for several places; steps were recorded for what
-                would go.
+            ValueError: it isn't a module; one module for several places; there are steps for
+                modules that would be replaced.
         """
         names = self._open()
         if not callable(module):
             raise ValueError(
-                f"module is {module!r}; a module, or a function that makes one from the old one, "
-                "is right"
+                "expected module to be a module, or a function that makes one from the old one, "
+                f"got {module!r}"
             )
         if isinstance(module, nn.Module) and len(names) > 1:
             raise ValueError(
-                f"module is one for {len(names)} places; pass a function that makes one from each: "
-                "lambda old: ..."
+                f"expected a function for {len(names)} places, got one module; pass a function "
+                "that makes a module from each old one, lambda old: ..."
             )
         for name in names:
             new = module if isinstance(module, nn.Module) else module(self.plan.module(name))
@@ -181,10 +209,18 @@ class Schedule:
         return self
 
     def parallelize_attention(self, *args, **kwargs) -> Schedule:
-        """Puts a :class:`deepsp.SequenceParallelAttention` in the place of an attention layer; it
-        works with the layer's own projections, whose names stay.
+        """Replaces an attention layer by a :class:`deepsp.SequenceParallelAttention` that uses the
+        layer's own projections, whose names stay.
 
-        See :func:`deepsp.schedule.attention.parallel_attention` for arguments and errors.
+        Args:
+            args: those of :func:`deepsp.schedule.attention.parallel_attention` from ``q`` on.
+            kwargs: the same by name.
+
+        Returns:
+            The schedule.
+
+        Raises:
+            ValueError: projections or the number of heads weren't found, or don't fit.
         """
         for name in self._open():
             old = self.plan.module(name)
@@ -192,12 +228,18 @@ class Schedule:
         return self
 
     def checkpoint(self, **options) -> Schedule:
-        """Computes the module's forward again in backward (``torch.utils.checkpoint``), its syncs
-        excepted.
+        """Recomputes the module's forward in backward (``torch.utils.checkpoint``), except for its
+        syncs.
 
         Args:
-            options: of ``torch.utils.checkpoint.checkpoint``; ``use_reentrant`` is False if not
-                given.
+            options: those of ``torch.utils.checkpoint.checkpoint``; ``use_reentrant`` is False if
+                not given.
+
+        Returns:
+            The schedule.
+
+        Raises:
+            ValueError: the module is checkpointed already.
         """
         for name in self._open():
             steps = self.plan.of(name)
@@ -207,16 +249,20 @@ class Schedule:
         return self
 
     def divide(self, *attributes: str, unit: int = 1) -> Schedule:
-        """Makes whole numbers that the module computes with this rank's share of them:
-        ``num_heads`` of an attention layer whose projections are sharded.
+        """Replaces int attributes of the module by this rank's part of them: ``num_heads`` of an
+        attention layer whose projections are sharded.
 
         Args:
             attributes: their names; each is split like ``torch.tensor_split``, as the heads are.
-            unit: what stays together: head_dim, where an attribute counts channels and the heads
-                aren't the same number on each rank.
+            unit: the number that stays together: head_dim, where an attribute counts channels and
+                the ranks have different numbers of heads.
+
+        Returns:
+            The schedule.
 
         Raises:
-            ValueError: no such number; fewer than ranks; unit doesn't divide it.
+            ValueError: an attribute isn't an int, is less than one unit for each rank, or isn't a
+                multiple of ``unit``.
         """
         rank, size, _ = self.plan.member
         for name in self._open():
@@ -225,13 +271,13 @@ class Schedule:
                 value = getattr(module, attribute, None)
                 where = f"{name or 'the model'}.{attribute}"
                 if not isinstance(value, int) or isinstance(value, bool):
-                    raise ValueError(f"{where} is {value!r}; a whole number can be divided")
+                    raise ValueError(f"expected {where} to be an int, got {value!r}")
                 if attribute in steps.attributes:
                     raise ValueError(f"{where} is divided already")
                 if unit < 1 or value % unit != 0 or value // unit < size:
                     raise ValueError(
-                        f"{where} is {value}, in units of {unit}; a multiple of the unit, at least "
-                        f"one for each of {size} ranks, is right"
+                        f"expected {where} to be a multiple of unit ({unit}), with at least one "
+                        f"for each of the {size} ranks, got {value}"
                     )
                 steps.attributes[attribute] = (
                     torch.ops.deepsp.token_split(value // unit, size)[rank] * unit
@@ -241,42 +287,51 @@ class Schedule:
     # ---- and then
 
     def check(self, *args, **kwargs) -> None:
-        """Says what doesn't fit. Before it is built: what can be told without the model's inputs.
-        After: with the model's inputs, follows a call of it, as its first call does.
+        """Checks the schedule. Before it is built: what can be found without inputs. After: follows
+        a call of the model, as its first call does.
+
+        Args:
+            args: the model's inputs, once it is built.
+            kwargs: its inputs by name.
 
         Raises:
-            ValueError: something doesn't, named by module; or there are inputs before the model was
-                built, or none after it.
+            ValueError: a mistake, named by module; inputs before the model was built, or none after
+                it.
         """
         running = self.plan.running
         if running is None:
             if args or kwargs:
                 raise ValueError(
-                    "inputs are given, but the model isn't built yet: without inputs, check() says "
-                    "what can be told now"
+                    "expected no inputs, since the model isn't built yet; call check() without "
+                    "inputs for what can be found now"
                 )
             found = problems(self.plan)
             if found:
                 raise ValueError("\n".join(found))
             return
         if not args and not kwargs:
-            raise ValueError("the model is built: pass inputs, with which a call is followed")
+            raise ValueError("expected inputs, since the model is built; pass those of a call")
         running.follow(self.plan.model, args, kwargs)
 
     def _open(self) -> list[str]:
         if self.plan.running is not None:
-            raise ValueError("the schedule is built already; steps come before deepsp.build")
+            raise ValueError("the schedule is built already; add steps before deepsp.build")
         return self.names
 
     def _put(self, name: str, new: nn.Module) -> None:
         if not isinstance(new, nn.Module):
-            raise ValueError(f"module: {type(new).__name__} for {name}; a module is right")
+            raise ValueError(
+                f"expected module to make a module for {name}, got {type(new).__name__}"
+            )
         if name == "":
-            raise ValueError("the whole model can't be replaced; make a schedule of the other one")
+            raise ValueError(
+                "the model itself can't be replaced; make a schedule of the new model instead"
+            )
         there = self.plan.below(name)
         if there:
             raise ValueError(
-                f"{name} is replaced, but there are steps for {there[0]} already; replace it first"
+                f"expected {name} to be replaced before its steps, but there are steps for "
+                f"{there[0]} already; replace it first"
             )
         for other in [n for n in self.plan.replaced if n.startswith(f"{name}.")]:
             del self.plan.replaced[other]
@@ -287,7 +342,7 @@ def _shard(plan: Plan, name: str, names: tuple[str, ...], axis: int, parts, unit
     if all("." in n for n in names):  # of a child
         child = names[0].rpartition(".")[0]
         if any(n.rpartition(".")[0] != child for n in names):
-            raise ValueError(f"names is {list(names)}; parameters of one module are right")
+            raise ValueError(f"expected names of one module's parameters, got {list(names)}")
         (name,) = plan.find(f"{name}.{child}" if name else child)
         names = tuple(n.rpartition(".")[2] for n in names)
     module = plan.module(name)
@@ -309,8 +364,8 @@ def _shard(plan: Plan, name: str, names: tuple[str, ...], axis: int, parts, unit
         raise ValueError(f"{where}: {why}") from None
     if not isinstance(effect, Effect):
         raise ValueError(
-            f"{where}: the shard method of {type(module).__name__} returned a "
-            f"{type(effect).__name__}; a deepsp.schedule.Effect is right"
+            f"{where}: expected the shard method of {type(module).__name__} to return a "
+            f"deepsp.schedule.Effect, got {type(effect).__name__}"
         )
     parts = effect.parts if parts == 1 and effect.parts is not None else parts
     unit = effect.unit if unit == 1 and effect.unit is not None else unit
@@ -370,9 +425,9 @@ def _confirm(plan: Plan, name: str, own: str, tensor: torch.Tensor, axis: int, p
     asked = make_shard(have.name, tensor.shape, axis, parts, unit, plan.member)
     if not have.alike(asked):
         raise ValueError(
-            f"{have.name} is to be sharded along axis {asked.axis}, parts={list(asked.parts)}, "
-            f"unit={list(asked.units)}; it follows what was sharded before: axis={have.axis}, "
-            f"parts={list(have.parts)}, unit={list(have.units)}; leave it out"
+            f"expected {have.name} to be sharded as it follows from before, axis={have.axis}, "
+            f"parts={list(have.parts)}, unit={list(have.units)}, got axis={asked.axis}, "
+            f"parts={list(asked.parts)}, unit={list(asked.units)}; leave it out"
         )
     steps.followers.discard(own)
 
@@ -387,7 +442,8 @@ def _tensor(where: str, module: nn.Module, name: str) -> torch.Tensor:
             if v is not None
         ]
         raise ValueError(
-            f"{where}: {type(module).__name__} has no parameter or buffer {name!r}; it has {own}"
+            f"{where}: expected a parameter or buffer of {type(module).__name__}, {own}, got "
+            f"{name!r}"
         )
     return tensor
 
@@ -399,8 +455,8 @@ def _shrunk(where: str, module, attributes, shard: ParameterShard) -> dict[str, 
         local, rest = divmod(value * shard.local, shard.shape[shard.axis])
         if rest != 0:
             raise ValueError(
-                f"{where}: {attribute} is {value}, and {shard.local} of "
-                f"{shard.shape[shard.axis]} of {shard.name} isn't a whole number of it; pass unit="
+                f"{where}: expected {attribute} to be divisible as {shard.name} is, of which this "
+                f"rank has {shard.local} of {shard.shape[shard.axis]}, got {value}; pass unit="
             )
         shrunk[attribute] = local
     return shrunk

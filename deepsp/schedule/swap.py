@@ -48,8 +48,8 @@ def swap(module: nn.Module, front: type, name: str, under: type | None = None) -
     """
     if "forward" in vars(module):
         raise ValueError(
-            f"{name or 'the model'} has a forward of its own, in the module and not in its class; "
-            "the schedule can't put another in its place"
+            f"{name or 'the model'} has a forward of its own, set on the module and not in its "
+            "class, which the schedule can't replace"
         )
     if not isinstance(module, front):
         made_of = _made_of(type(module))

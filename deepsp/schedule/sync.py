@@ -43,31 +43,33 @@ class Sync:
     def __post_init__(self):
         where = f"sync at {self.module_name or 'the model'}"
         if self.mode not in MODES:
-            raise ValueError(f"{where}: mode is {self.mode!r}; one of {', '.join(MODES)} is right")
+            raise ValueError(
+                f"{where}: expected mode to be one of {', '.join(MODES)}, got {self.mode!r}"
+            )
         if self.function is not None:
             if not callable(self.function):
                 raise ValueError(
-                    f"{where}: sync_op_or_fn is {self.function!r}; one of {', '.join(OPS)}, or a "
-                    "function, is right"
+                    f"{where}: expected sync_op_or_fn to be one of {', '.join(OPS)}, or a "
+                    f"function, got {self.function!r}"
                 )
             given = [k for k in ("axis", "grad", "tensor") if getattr(self, k) is not None]
             given += ["overlap"] * self.overlap
             if given:
                 raise ValueError(
-                    f"{where}: {given[0]} is given, but sync_op_or_fn is a function, which knows "
-                    "by itself what to do; leave it out"
+                    f"{where}: expected no {given[0]}, since sync_op_or_fn is a function; leave it "
+                    "out"
                 )
             return
         if self.op not in OPS:
             raise ValueError(
-                f"{where}: sync_op_or_fn is {self.op!r}; one of {', '.join(OPS)}, or a function, "
-                "is right"
+                f"{where}: expected sync_op_or_fn to be one of {', '.join(OPS)}, or a function, "
+                f"got {self.op!r}"
             )
         if self.mode == "bwd_post" and self.op != "all_reduce":
             raise ValueError(
-                f"{where}: sync_op_or_fn is {self.op!r} with mode='bwd_post'; all_reduce of the "
-                "gradient, or a function, is right: the other collectives' backward follows from "
-                "their forward"
+                f"{where}: expected sync_op_or_fn to be all_reduce, or a function, with "
+                f"mode='bwd_post', got {self.op!r}; the backward of the other collectives follows "
+                "from their forward"
             )
         self._check_axis(where)
         self._check_grad(where)
@@ -75,18 +77,18 @@ class Sync:
     def _check_axis(self, where: str) -> None:
         if self.op == "all_reduce":
             if self.axis is not None:
-                raise ValueError(f"{where}: axis is {self.axis}; all_reduce has none")
+                raise ValueError(f"{where}: expected no axis for all_reduce, got {self.axis}")
         elif self.op in ("seq_to_heads", "heads_to_seq"):
             right = (None, _TOKENS, _TOKENS - 4)
             if self.axis not in right:
                 raise ValueError(
-                    f"{where}: axis is {self.axis}; {self.op} exchanges the dimensions 1 and 2 of "
-                    "[batch, sequence, heads, head_dim]: leave it out"
+                    f"{where}: expected no axis, since {self.op} exchanges the dimensions 1 and 2 "
+                    f"of [batch, sequence, heads, head_dim], got {self.axis}; leave it out"
                 )
         elif not isinstance(self.axis, int):
             raise ValueError(
-                f"{where}: axis is {self.axis!r}; {self.op} needs the dimension that is "
-                f"{'gathered' if self.op == 'all_gather' else 'split'}"
+                f"{where}: expected axis to be the dimension that {self.op} "
+                f"{'gathers' if self.op == 'all_gather' else 'splits'}, got {self.axis!r}"
             )
 
     def _check_grad(self, where: str) -> None:
@@ -95,11 +97,13 @@ class Sync:
         if self.mode == "bwd_post" or self.op not in ("all_gather", "all_reduce", "scatter"):
             what = "bwd_post all_reduce" if self.mode == "bwd_post" else self.op
             raise ValueError(
-                f"{where}: grad is {self.grad!r}; the backward of {what} doesn't depend on it: "
-                "leave it out"
+                f"{where}: expected no grad, since the backward of {what} doesn't depend on it, "
+                f"got {self.grad!r}; leave it out"
             )
         if self.grad not in GRADS:
-            raise ValueError(f"{where}: grad is {self.grad!r}; 'replicated' or 'partial' is right")
+            raise ValueError(
+                f"{where}: expected grad to be 'replicated' or 'partial', got {self.grad!r}"
+            )
 
     @property
     def where(self) -> str:
@@ -127,14 +131,14 @@ class Sync:
         if self.op in ("seq_to_heads", "heads_to_seq"):
             if ndim != 4:
                 raise ValueError(
-                    f"{self.where}: the tensor has {ndim} dimensions; four are right: [batch, "
-                    "sequence, heads, head_dim]"
+                    f"{self.where}: expected a tensor with 4 dimensions [batch, sequence, heads, "
+                    f"head_dim], got {ndim}"
                 )
             return _TOKENS if self.op == "seq_to_heads" else _HEADS
         if not -ndim <= self.axis < ndim:
             raise ValueError(
-                f"{self.where}: axis is {self.axis}, but the tensor has {ndim} dimensions; "
-                f"{-ndim} to {ndim - 1} is right"
+                f"{self.where}: expected axis to be in [{-ndim}, {ndim - 1}] for a tensor with "
+                f"{ndim} dimensions, got {self.axis}"
             )
         return self.axis % ndim
 
@@ -150,20 +154,20 @@ class Sync:
         if self.mode == "bwd_post":
             if isinstance(placement, (Sharded, Partial)):
                 raise ValueError(
-                    f"{self.where}: the module's input is {placement}, and so the ranks' gradients "
-                    "aren't shares of one that could be summed; a whole input is right"
+                    f"{self.where}: expected the module's input to be Replicate, so that its "
+                    f"gradients can be summed, got {placement}"
                 )
             return WHOLE if placement is None else placement
         return getattr(self, f"_{self.op}")(placement, ndim)
 
     def _all_gather(self, placement, ndim) -> Placement:
         if isinstance(placement, Whole):
-            self._refuse(placement, "is it gathered twice? Nothing is left to gather")
+            self._refuse("Shard", placement, "it may be gathered twice")
         if isinstance(placement, Partial):
             self._refuse(
+                "Shard",
                 placement,
-                "the ranks' tensors are summands, not parts; sync it with reduce_scatter (and "
-                "gather that) or with all_reduce",
+                "sync it with reduce_scatter (and gather that) or with all_reduce",
             )
         if isinstance(placement, Sharded):
             self._check_along(placement, self.axis, ndim)
@@ -179,9 +183,9 @@ class Sync:
 
     def _scatter(self, placement, ndim) -> Placement:
         if isinstance(placement, Partial):
-            self._refuse(placement, "its parts would still have to be summed: use reduce_scatter")
+            self._refuse("Replicate", placement, "use reduce_scatter, which sums it too")
         if isinstance(placement, Sharded):
-            self._refuse(placement, "each rank has its part already")
+            self._refuse("Replicate", placement, "each rank has its local part already")
         return Sharded(self.axis if ndim is None else self.dim(ndim), self)
 
     def _seq_to_heads(self, placement, ndim) -> Placement:
@@ -194,7 +198,7 @@ class Sync:
         if ndim is not None:
             self.dim(ndim)
         if isinstance(placement, (Whole, Partial)):
-            self._refuse(placement, f"a tensor sharded along axis {source} is right")
+            self._refuse(f"Shard({source})", placement, "use scatter or reduce_scatter before")
         if isinstance(placement, Sharded):
             self._check_along(placement, source, 4)
         return Sharded(target, self)
@@ -202,14 +206,13 @@ class Sync:
     def _check_partial(self, placement) -> None:
         if isinstance(placement, Whole):
             self._refuse(
+                "Partial",
                 placement,
-                "the sum over the ranks would be P times too large. Only what is partial, such as "
-                "the output of a linear layer with sharded input features, is reduced",
+                "the sum over the ranks would be P times too large. Partial is, for example, the "
+                "output of a linear layer with sharded input features",
             )
         if isinstance(placement, Sharded):
-            self._refuse(
-                placement, "the ranks' parts belong side by side, not summed: use all_gather"
-            )
+            self._refuse("Partial", placement, "use all_gather, which joins the local parts")
 
     def _check_along(self, placement, axis, ndim) -> None:
         have = placement.axis
@@ -221,10 +224,12 @@ class Sync:
         else:
             have, axis = have % ndim, axis % ndim
         if have != axis:
-            self._refuse(placement, f"axis={axis} doesn't put its parts together; axis={have} does")
+            self._refuse(f"Shard({axis})", placement, f"pass axis={have}")
 
-    def _refuse(self, placement, why: str):
-        raise ValueError(f"{self.where}: what comes in is {placement}; {why}")
+    def _refuse(self, expected: str, placement, why: str):
+        raise ValueError(
+            f"{self.where}: expected an input that is {expected}, got {placement}; {why}"
+        )
 
     # ---- at work
 

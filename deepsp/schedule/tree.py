@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from deepsp.schedule.plan import Plan, Steps, is_inside
+from deepsp.schedule.shards import ParameterShard
 from deepsp.schedule.sync import Sync
 
 
@@ -42,12 +43,22 @@ def text(plan: Plan, names: list[str]) -> str:
 def _lines(plan: Plan, name: str) -> list[str]:
     steps = plan.steps.get(name, Steps())
     lines = ["replaced"] if name in plan.replaced else []
-    lines += [f"shard {shard}" for shard in steps.shards.values()]
+    lines += [_shard(shard) for shard in steps.shards.values()]
     lines += [f"{attribute} = {value}" for attribute, value in steps.attributes.items()]
     lines += [_sync(sync) for sync in steps.syncs]
     if steps.checkpoint is not None:
         lines.append("checkpoint")
     return lines
+
+
+def placement_of(shard: ParameterShard) -> str:
+    parts = ", ".join(map(str, shard.parts))
+    return f"Shard({shard.axis})" + (f" in parts of {parts}" if len(shard.parts) > 1 else "")
+
+
+def _shard(shard: ParameterShard) -> str:
+    name = shard.name.rpartition(".")[2]
+    return f"{name}: {placement_of(shard)}, {list(shard.shape)} -> {list(shard.local_shape)}"
 
 
 def _sync(sync: Sync) -> str:

@@ -196,12 +196,12 @@ void layouts() {
       sizes.push_back(p * 2);
     }
     const ShardLayout<int64_t> shards{{{3, sizes, 5}}, 0};
-    int64_t whole = 0, slot = 0;
+    int64_t full = 0, slot = 0;
     for (int64_t p = 0; p < parts; ++p) {
-      whole += shards.block(p);
+      full += shards.block(p);
       slot = std::max(slot, shards.block(p));
     }
-    require(shards[0].whole() == whole && shards.slot() == slot, "ShardLayout");
+    require(shards[0].full() == full && shards.slot() == slot, "ShardLayout");
   }
 }
 

@@ -225,16 +225,24 @@ def fuse_gather_cast(
     prefetch_bytes: int = PREFETCH_BYTES,
     combine_bytes: int = COMBINE_BYTES,
 ) -> Report:
-    """Rewrites a functional graph in place, so that what it computes stays the same.
+    """Moves casts in front of all-gathers in a functional graph, in place; results don't change.
 
-    ``prefetch_bytes``: gathers are launched early as long as no more than this is gathered, or on
-    its way, before its first use; 0 launches each right before its use. ``combine_bytes``: gathers
-    are combined into launches of at most this size; 0 combines none. Both count whole tensors, as
-    they are after the gather. Nodes need ``meta["val"]``: ValueError where one doesn't have it.
+    Args:
+        graph: nodes need ``meta["val"]``.
+        prefetch_bytes: gathers are launched early as long as no more than this many bytes are
+            gathered, or in flight, before their first use; 0 launches each right before its use.
+        combine_bytes: gathers are combined into launches of at most this many bytes; 0 combines
+            none. Both count full tensors, as they are after the gather.
+
+    Returns:
+        A :class:`Report` of what was done.
+
+    Raises:
+        ValueError: a node has no ``meta["val"]``, or a number of bytes is negative.
     """
     for name, value in (("prefetch_bytes", prefetch_bytes), ("combine_bytes", combine_bytes)):
         if value < 0:
-            raise ValueError(f"{name} is {value}: it should be a number of bytes, 0 or more")
+            raise ValueError(f"expected {name} to be a number of bytes >= 0, got {value}")
     report = Report(peak_before=prefetch.peak(graph))
     others = _others(graph)
     _fuse_gathers(graph, report)
@@ -252,10 +260,14 @@ def fuse_gather_cast(
 
 
 class FuseGatherCast(CustomGraphPass):
-    """:func:`fuse_gather_cast` for Inductor, which is then made to keep the order.
+    """:func:`fuse_gather_cast` as a pass of Inductor, which then keeps the order of the graph.
 
-    ``before``: what ``torch._inductor.config.post_grad_custom_post_pass`` holds, so that it runs
-    first. deepsp's own pass, which ties collectives to each other, runs last wherever it was.
+    deepsp's own pass, which ties collectives to each other, runs last wherever it was.
+
+    Args:
+        before: what ``torch._inductor.config.post_grad_custom_post_pass`` holds, which runs first.
+        prefetch_bytes: as in :func:`fuse_gather_cast`.
+        combine_bytes: as in :func:`fuse_gather_cast`.
     """
 
     def __init__(

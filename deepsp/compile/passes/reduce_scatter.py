@@ -6,7 +6,7 @@
   of the additions is another. Ours sums here already: it is given the narrow tensor.
 - The maximum and the minimum are the same in both dtypes: there the cast moves behind.
 - A cast to a narrower dtype *after* a reduce-scatter stays there: before it, it would round every
-  summand.
+  term.
 """
 
 from __future__ import annotations

@@ -36,10 +36,19 @@ def _from_inputs(shards: list[fx.Node]) -> list[fx.Node] | None:
 
 
 def regather_in_backward(joint_graph: fx.Graph) -> int:
-    """Marks, in a joint graph of forward and backward, gathers of weights, ``_c10d_functional``'s
-    and ours, and the casts, views and copies around them, as to be computed again in backward;
-    returns how many. A gather of anything but graph inputs is left alone, and so is one with a
-    policy of its own: a checkpoint around it has decided."""
+    """Marks gathers of weights to be recomputed in backward instead of saved, as ZeRO stage 3
+    (Rajbhandari et al., 2020, arXiv:1910.02054) and FSDP do.
+
+    Casts, views and copies around them are marked, too. A gather of anything but graph inputs is
+    left alone, and so is one with a policy of its own: a checkpoint around it has decided.
+
+    Args:
+        joint_graph: a joint graph of forward and backward, with gathers of ``_c10d_functional`` or
+            deepsp.
+
+    Returns:
+        How many gathers were marked.
+    """
     marked = 0
     for gather in find_gathers(joint_graph):
         before = _from_inputs(gather.shards)
@@ -59,8 +68,12 @@ def regather_in_backward(joint_graph: fx.Graph) -> int:
 
 
 class RegatherInBackward(CustomGraphPass):
-    """:func:`regather_in_backward` for ``torch._inductor.config.joint_custom_pre_pass``, after
-    what that holds (``before``)."""
+    """:func:`regather_in_backward` as a pass of Inductor, for
+    ``torch._inductor.config.joint_custom_pre_pass``.
+
+    Args:
+        before: what that holds, which runs first.
+    """
 
     def __init__(self, before=None):
         self.before = before

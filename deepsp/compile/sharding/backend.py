@@ -37,8 +37,8 @@ def deepsp(gm: fx.GraphModule, example_inputs, *, options=None, **kwargs):
     known = {"gradients", "outputs", "memory_budget", "chunks"}
     if set(options) - known:
         raise ValueError(
-            f"options has {sorted(set(options) - known)}; group, inner, gradients, outputs, "
-            "memory_budget and chunks are right"
+            "expected options to have group, inner, gradients, outputs, memory_budget and chunks "
+            f"only, got {sorted(set(options) - known)}"
         )
     _settle_floats(gm)
     member = member_of(group)

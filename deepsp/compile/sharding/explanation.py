@@ -17,9 +17,12 @@ from deepsp.groups import Group
 class Explanation:
     """What :func:`explain` found; printed, a table.
 
+    Placements are called as in ``torch.distributed.tensor``: ``Replicate``, ``Shard(dim)``,
+    ``Partial``.
+
     Attributes:
-        decisions: one for each op that is done on this rank's tokens.
-        collectives: how many of each of deepsp's ops the graphs hold, forward.
+        decisions: one for each op that works on sharded tensors.
+        collectives: how many of each of deepsp's ops the graphs have, in forward.
         refused: why a graph can't be sharded, or None.
     """
 
@@ -43,14 +46,18 @@ class Explanation:
 
 
 def explain(model, *args, group: Group = None, **kwargs) -> Explanation:
-    """Says what ``torch.compile(model, backend="deepsp")`` would do, without doing it: ``model`` is
-    called once, as it is, with inputs that :func:`deepsp.prepare_inputs` has marked.
+    """Reports what ``torch.compile(model, backend="deepsp")`` would do, without doing it.
+
+    ``model`` is called once, as it is, with inputs that :func:`deepsp.prepare_inputs` has marked.
 
     Args:
         model: a module or a function.
-        *args: its inputs.
+        args: its inputs.
         group: the sequence group.
-        **kwargs: its inputs by name.
+        kwargs: its inputs by name.
+
+    Returns:
+        An :class:`Explanation`, whose ``refused`` says why a graph can't be sharded.
     """
     report, refused = Report(), []
 

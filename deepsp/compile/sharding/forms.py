@@ -1,4 +1,4 @@
-"""The forms of a value: the whole, on every rank, and this rank's part; and how one becomes the
+"""The forms of a value: full, on every rank, and this rank's part; and how one becomes the
 other."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _VIEWS = {
     _aten.unsqueeze.default,
     _aten.view.default,
 }
-# Copied again where only the share of a gradient is wanted: nothing is computed twice.
+# Copied again where only a partial gradient is wanted: nothing is computed twice.
 _CHEAP = _VIEWS | {
     _aten.detach.default,
     _aten.select.int,
@@ -68,11 +68,11 @@ class Forms(Nodes):
         self.scaled: dict[fx.Node, fx.Node] = {}
         self.unscaled: dict[fx.Node, fx.Node] = {}
         self.parameters_of_group: set[fx.Node] = set()
-        # What stands for the share of a parameter -> the parameter.
+        # What stands for a parameter with a partial gradient -> the parameter.
         self.parameters: dict[fx.Node, fx.Node] = {}
         # What each rank has for its own tokens alone, by nodes of the old graph.
         self.own: dict[Any, Any] = {}
-        # Wholes whose gradients are shares already: a gather sums them.
+        # Full values whose gradients are partial already: a gather sums them.
         self.shares: set[fx.Node] = set()
 
     def sequence(self, length: Size) -> Sequence:
@@ -86,19 +86,20 @@ class Forms(Nodes):
         return self.lengths.setdefault(length, Sequence.split(length, self.size, bool(even)))
 
     def shape_of(self, node: fx.Node) -> list[Size]:
-        """The whole shape of a node of the old graph."""
+        """The full shape of a node of the old graph."""
         return [size_of(n) for n in node.meta["val"].shape]
 
     def all_of(self, node: fx.Node) -> fx.Node:
         whole = self.values[node].whole
         if whole is None:
             raise CannotShard(
-                f"it needs all of {node.name}, of which each rank has its tokens only", self.current
+                f"it needs the full {node.name}, of which each rank has only its local tokens",
+                self.current,
             )
         return whole
 
     def whole(self, node: fx.Node):
-        """The whole of an old node's value, for ops on whole values."""
+        """The full value of an old node, for ops on full values."""
         whole = self.all_of(node)
         local = self.gradients == "local" and whole in self.parameters_of_group
         if (local or whole in self.shares) and self.differentiated(whole):
@@ -110,7 +111,7 @@ class Forms(Nodes):
         return whole
 
     def for_part(self, node: fx.Node):
-        """The whole of an old node's value, for ops on parts: its gradient becomes a sum."""
+        """The full value of an old node, for ops on parts: its gradient becomes a sum."""
         return self.share(self.all_of(node))
 
     def differentiated(self, node: fx.Node) -> bool:
@@ -118,7 +119,7 @@ class Forms(Nodes):
         return is_differentiated(self.env[node]) and torch.is_grad_enabled()
 
     def share(self, whole: fx.Node):
-        """What has the value of a whole, and as its gradient this rank's share of the whole's."""
+        """A full value whose gradient is partial."""
         if not self.differentiated(whole) or self.size == 1 or whole in self.shares:
             return whole
         if whole in self.shared:
@@ -160,15 +161,15 @@ class Forms(Nodes):
             return value.mine
         if value.whole is None:
             raise CannotShard(
-                f"{node.name} has its tokens elsewhere, or others of them: tokens that meet must "
-                "be the same ones",
+                f"{node.name} is sharded along another dimension or over another sequence than "
+                "the tensors it is combined with",
                 self.current,
             )
         shape = self.shape_of(node)
         if not 0 <= tokens.dim < len(shape) or not self.equal(shape[tokens.dim], tokens.whole):
             raise CannotShard(
-                f"{node.name} has shape {tuple(shape)} where {tokens.whole} tokens in dimension "
-                f"{tokens.dim} are needed",
+                f"expected {node.name} to have {tokens.whole} tokens in dimension {tokens.dim}, "
+                f"got shape {tuple(shape)}",
                 self.current,
             )
         key = (value.whole, tokens, torch.is_grad_enabled())
@@ -229,11 +230,12 @@ class Forms(Nodes):
     def _check_order(self, tokens: Tokens) -> None:
         if tokens.order is not None:
             raise CannotShard(
-                "each rank has sorted its own tokens, which meet others here", self.current
+                "each rank has sorted its own tokens, which are combined with unsorted ones here",
+                self.current,
             )
 
     def all_reduce(self, mine: fx.Node) -> fx.Node:
-        """The sum over all ranks, whole."""
+        """The sum over all ranks, replicated."""
         return self.call(
             _ours.all_reduce.default, mine, "replicated", self.rank, self.size, self.name
         )

@@ -26,31 +26,31 @@ def prepare_inputs(
     sharded_inputs: bool = False,
     group: Group = None,
 ):
-    """Marks a batch's tensors for the compile pass: where the sequence is.
+    """Marks the sequence dimension of a batch's tensors for the compile pass.
 
-    Every rank of the sequence group passes the whole batch; what is compiled takes its part.
+    Every rank of the sequence group passes the full batch; the compiled model takes its part.
 
     Args:
-        input_ids: [B, S], or embeddings [B, S, C]; or a dict of tensors by name, whose values are
-            marked by their names: ``position_ids`` in the last dimension, all others that have one
-            in ``seq_dim``. What isn't a tensor is passed on.
+        input_ids: [B, S], or embeddings [B, S, C]; or a dict of tensors by name: ``position_ids``
+            is marked in the last dimension, all others that have one in ``seq_dim``. Values that
+            aren't tensors are passed on.
         labels: [B, S], not shifted.
         position_ids: [S], [B, S] or [..., B, S].
         attention_mask: [B, S], or [B, 1, S, S], which isn't marked: attention needs all of it.
-        seq_dim: dimension of the sequence.
-        sharded_inputs: every rank passes its own tokens only: consecutive ones, in rank order, as
-            many as it likes, positions counted from the whole sequence's begin. What is returned is
-            whole: one small collective for each tensor, so that labels and masks are right across
-            shards' borders. (Ids cost nothing there; embeddings are as large as a layer's output.)
-        group: the sequence group; only asked for ``sharded_inputs``.
+        seq_dim: the sequence dimension.
+        sharded_inputs: every rank passes its own tokens only: consecutive ones, in rank order, any
+            number of them, with positions of the full sequence. They are gathered (one small
+            collective for each tensor), so that labels and masks are right across the ranks'
+            borders. Ids cost little; embeddings are as large as a layer's output.
+        group: the sequence group; used with ``sharded_inputs`` only.
 
     Returns:
-        ``(input_ids, labels, position_ids, attention_mask)``, or the dict; the tensors given, with
-        a mark, unless they were gathered.
+        ``(input_ids, labels, position_ids, attention_mask)``, or the dict: the given tensors,
+        marked, unless they were gathered.
 
     Raises:
-        ValueError: a tensor without that dimension, or of another length; with ``sharded_inputs``,
-            ranks that pass other tensors than this one.
+        ValueError: a tensor lacks the dimension or has another length; with ``sharded_inputs``, the
+            ranks pass tensors that aren't alike.
     """
     if isinstance(input_ids, Mapping):
         batch: Mapping[str, Any] = input_ids
@@ -68,7 +68,7 @@ def prepare_inputs(
             if batch is input_ids and name != "input_ids":
                 continue  # a number for each row, say
             raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}, which has no dimension {dim}; pass "
+                f"expected {name} to have a dimension {dim}, got shape {tuple(tensor.shape)}; pass "
                 "seq_dim, the dimension of the sequence"
             )
         dims[name] = dim % tensor.dim()
@@ -76,8 +76,8 @@ def prepare_inputs(
         _check_lengths(batch, dims)
     if not dims:
         raise ValueError(
-            f"input_ids is {type(input_ids).__name__}, without a tensor that has a dimension "
-            f"{seq_dim}; pass seq_dim, the dimension of the sequence"
+            f"expected input_ids to hold a tensor with a dimension {seq_dim}, got "
+            f"{type(input_ids).__name__}; pass seq_dim, the dimension of the sequence"
         )
     if sharded_inputs:
         batch = dict(batch) | _gathered(batch, dims, group)
@@ -88,13 +88,13 @@ def prepare_inputs(
 
 def _check_lengths(batch: Mapping[str, Any], dims: dict[str, int]) -> None:
     if "input_ids" not in dims:
-        raise ValueError("input_ids has no tokens; a tensor [B, S] is right")
+        raise ValueError("expected input_ids to be a tensor [B, S] with tokens, got no tokens")
     length = batch["input_ids"].size(dims["input_ids"])
     for name in ("labels", "attention_mask"):
         if name in dims and batch[name].size(dims[name]) != length:
             raise ValueError(
-                f"{name} has shape {tuple(batch[name].shape)}, but input_ids has {length} tokens "
-                f"in dimension {dims[name]}; the same number is right"
+                f"expected {name} to have {length} tokens in dimension {dims[name]}, as input_ids "
+                f"has, got shape {tuple(batch[name].shape)}"
             )
 
 
@@ -112,9 +112,9 @@ def _gathered(batch: Mapping[str, Any], dims: dict[str, int], group: Group) -> d
     others = [rank for rank, d in enumerate(digests) if d != digest]
     if others:
         raise ValueError(
-            f"sharded_inputs: ranks {others} of the group pass other tensors than this one's "
-            f"{alike} (name, dimension of the sequence, dtype, requires_grad, shape); on all ranks "
-            "the same, but for the number of tokens S, is right"
+            "expected the tensors of sharded_inputs to be alike on all ranks but for their number "
+            f"of tokens S, but ranks {others} of the group pass other tensors than this rank's "
+            f"{alike} (name, sequence dimension, dtype, requires_grad, shape)"
         )
     lens = on_all_ranks([batch[name].size(dim) for name, dim in dims.items()], group, device)
     return {

@@ -9,13 +9,23 @@ from torch import fx
 
 
 class CannotShard(ValueError):
-    """Something in a graph can't be sharded over the sequence."""
+    """Raised when something in a graph can't be sharded over the sequence.
+
+    Args:
+        reason: why.
+        node: the op.
+    """
 
     def __init__(self, reason: str, node: fx.Node | None = None):
         self.reason, self.node = reason, node
         super().__init__(self._text())
 
     def at(self, node: fx.Node) -> CannotShard:
+        """The same error for another op.
+
+        Args:
+            node: the op.
+        """
         return CannotShard(self.reason, node)
 
     def _text(self) -> str:

@@ -99,7 +99,7 @@ class Nodes:
         known = {}
         for symbol in size.free_symbols:
             if symbol not in self.symbols:
-                raise CannotShard(f"where the size {symbol} comes from isn't known", self.current)
+                raise CannotShard(f"the origin of the size {symbol} isn't known", self.current)
             known[symbol] = fx.Proxy(self.symbols[symbol], tracer)
         result = sympy_interp(PythonReferenceAnalysis, known, size)
         for node in self.new.nodes if last is None else _behind(last):

@@ -56,7 +56,7 @@ def check_supported(gm: fx.GraphModule) -> None:
             body = getattr(gm, node.args[0].target)
             if "_checkpoint_context_fn" in body.meta:
                 raise CannotShard(
-                    "a checkpoint's context_fn, which selects what is kept, can't be followed; "
+                    "a checkpoint's context_fn, which selects what is saved, can't be traced; "
                     "leave it out",
                     node,
                 )
@@ -65,9 +65,9 @@ def check_supported(gm: fx.GraphModule) -> None:
             for body in node.args[:2]:
                 check_supported(getattr(gm, body.target))
         elif isinstance(node.target, torch._ops.HigherOrderOperator) and node.target is not _FLEX:
-            raise CannotShard("it holds code that can't be followed", node)
+            raise CannotShard("it contains code that can't be traced", node)
         if node.op != "placeholder" and "hook" in name:
-            raise CannotShard("a hook on its gradient can't be followed", node)
+            raise CannotShard("it has a gradient hook, which can't be traced", node)
 
 
 class _Inline(fx.Interpreter):

@@ -35,7 +35,7 @@ def check_caches(walk) -> None:
         new = walk.values[node].mine
         if source(node) in attended and new is not None and walk.differentiated(new):
             raise CannotShard(
-                "the graph returns attention's keys or values, a cache, in training; set "
+                "the graph returns the keys or values of attention, a cache, in training; set "
                 "use_cache = False in the model's config, or pass use_cache=False",
                 node,
             )
@@ -47,8 +47,8 @@ def check_sharded(walk) -> None:
     repeated = [old for new, old in walk.repeated.items() if new in there]
     if walk.lengths and repeated and not walk.worked & there:
         raise CannotShard(
-            "every rank would compute all of it, and nothing in this graph would be sharded: "
-            "none of its inputs is known to hold tokens any more. deepsp.prepare_inputs marks "
-            "them; a selection by another index than a slice loses the mark",
+            "every rank would compute all of it, and nothing in this graph would be sharded, since "
+            "no input is known to hold tokens. deepsp.prepare_inputs marks them; indexing by "
+            "anything but a slice loses the mark",
             repeated[0],
         )

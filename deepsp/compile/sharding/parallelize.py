@@ -1,15 +1,15 @@
-"""Rewrites a graph for one device into one rank's share of it.
+"""Rewrites a graph for one device into one rank's graph.
 
-Every value is held whole by every rank, or the rank has its tokens of it, or both: what is made of
-whole inputs alone (positions, masks, labels that are being shifted) is there in both forms, and the
+Every value is replicated, or the rank has its tokens of it, or both: what is made of
+full inputs alone (positions, masks, labels that are being shifted) is there in both forms, and the
 one that nobody asks for is dropped at the end. What parameters make of tokens is there as a part
 only: an op on it needs a rule (``deepsp.compile.sharding.rules``) that says where the tokens are in
 its result, or it is refused, with the line of the user's code.
 
-Gradients follow one convention, from which the rest follows: the gradient of a whole value is the
-whole gradient, the same on every rank; that of a part is the part's. So a whole value that is used
+Gradients follow one convention, from which the rest follows: the gradient of a full value is the
+full gradient, the same on every rank; that of a part is the part's. So a full value that is used
 with a part passes through ``replicate``, which sums its gradient over the group in backward; a part
-becomes whole by ``all_reduce`` or ``all_gather``, whose backwards need no communication.
+becomes full by ``all_reduce`` or ``all_gather``, whose backwards need no communication.
 """
 
 from __future__ import annotations
@@ -117,8 +117,9 @@ class Parallelizer(Forms):
                     self.symbols[symbol] = self.call(_aten.sym_size.int, node, dim)
         if not marked:
             raise CannotShard(
-                "no input of this graph is known to hold tokens. Pass what deepsp.prepare_inputs "
-                "returns, to a model that is captured as one graph" + _break_of(self.gm)
+                "no input of this graph is known to hold tokens. Pass the inputs that "
+                "deepsp.prepare_inputs returns, to a model that is captured as one graph"
+                + _break_of(self.gm)
             )
         for node, (name, dim) in marked:
             shape = self.shape_of(node)
@@ -133,7 +134,7 @@ class Parallelizer(Forms):
             value.mine = self.cut(self.share(value.whole), shape, tokens)
             if value.mine is not None and self.env[value.whole].requires_grad:
                 value.whole = None
-            self.report.note(node, f"{name}: cut in dimension {dim}")
+            self.report.note(node, f"{name}: Replicate -> Shard({dim})")
 
     def _visit(self, node: fx.Node) -> None:
         value = node.meta.get("val")
@@ -213,20 +214,20 @@ class Parallelizer(Forms):
         call = rules.Call(self, node, target)
         try:
             tokens = rules.find(call)(call)
-            if not tokens and not only_mine:  # a reduction of what is whole as well
+            if not tokens and not only_mine:  # a reduction of a replicated tensor as well
                 return self._whole_value(node, target, values, flags)
             mine = call.lower()
         except CannotShard as error:
             self.own.pop(node, None)
-            # What parameters make of tokens is never computed whole, on every rank, in silence.
+            # What parameters make of tokens is never computed in full, on every rank, in silence.
             if only_mine or all(flags.values()):
                 raise (error if error.node else error.at(node)) from error.__cause__
             return self._whole_value(node, target, values, flags)
         if node in self.own:
-            self.report.note(node, "of this rank's tokens alone")
+            self.report.note(node, "local tokens")
             return Value(None, mine, None, **flags)
         if not tokens:
-            self.report.note(node, call.said or "all ranks have the result")
+            self.report.note(node, call.said or "Replicate")
             return Value(mine, of_parameter=True, of_data=True)
         self._check(node, mine, tokens)
         if only_mine or (all(flags.values()) and not placing.of_pairs(self, node)):
@@ -268,8 +269,8 @@ class Parallelizer(Forms):
                 fits = 0 <= place.dim < len(shape) and self.equal(shape[place.dim], place.whole)
                 if not fits or not self.equal(sum(place.sequence.lens), place.length):
                     raise CannotShard(
-                        f"its tokens were taken to be {places(place)}, but it has shape "
-                        f"{tuple(shape)}; this is a fault of deepsp's rule for it",
+                        f"expected a tensor that can be {places(place)}, got shape "
+                        f"{tuple(shape)}; this is a bug in deepsp's rule for it",
                         node,
                     )
             expected = place.part(shape, self.rank) if place else shape
@@ -280,8 +281,8 @@ class Parallelizer(Forms):
                 or not all(self.equal(a, b) for a, b in zip(got, expected, strict=True))
             ):
                 raise CannotShard(
-                    f"its part came out as {tuple(got)} {part.dtype}, not as "
-                    f"{tuple(expected)} {whole.dtype}; this is a fault of deepsp's rule for it",
+                    f"expected a local tensor of shape {tuple(expected)} and {whole.dtype}, got "
+                    f"{tuple(got)} and {part.dtype}; this is a bug in deepsp's rule for it",
                     node,
                 )
 
@@ -292,10 +293,10 @@ class Parallelizer(Forms):
                 return value.mine
             return self.whole(node)
         if value.tokens is None or (self.outputs == "local" and value.tokens.order is not None):
-            raise CannotShard("it returns how each rank has sorted its own tokens", node)
+            raise CannotShard("it returns the order in which each rank sorted its own tokens", node)
         if self.outputs == "local":
             return value.mine
-        self.report.note(node, "an output: gathered")
+        self.report.note(node, "an output: gathered, Replicate")
         return self.all_gather(value.mine, self.shape_of(node), value.tokens)
 
 
@@ -336,39 +337,40 @@ def parallelize(
     chunks: int = 1,
     report: Report | None = None,
 ) -> fx.GraphModule:
-    """Turns a graph for one device into this rank's share of it, over the sequence.
+    """Turns a graph for one device into this rank's graph, sharded over the sequence.
 
     Args:
-        gm: what Dynamo captured, with one tensor at least that :func:`deepsp.prepare_inputs` has
-            marked. It isn't changed.
+        gm: a graph that Dynamo captured, with at least one tensor that
+            :func:`deepsp.prepare_inputs` has marked. It isn't changed.
         example_inputs: as backends of ``torch.compile`` get them.
         group: the sequence group.
-        gradients: "sum": every rank gets the full gradient of each parameter; "local": its share
-            of it; "mean": its share times the group's size, for wrappers that average.
-        outputs: "whole": what is sharded is gathered before it is returned; "local": returned as
-            it is.
-        memory_budget: 0 to 1: what backward may find kept of each token's own computation, of its
-            bytes; attention and what was exchanged is kept always, the rest computed again. None:
-            as the inner compiler decides.
-        chunks: into how many parts each rank's heads are cut; while attention works on one, the
-            next is exchanged.
-        report: takes what was decided.
+        gradients: "sum": every rank gets the full gradient of each parameter. "local": the partial
+            gradient. "mean": the partial gradient times the group's size, for wrappers that
+            average.
+        outputs: "whole": sharded outputs are gathered. "local": they are returned as they are.
+        memory_budget: 0 to 1, the fraction of the bytes of each token's own computation that is
+            saved for backward; attention and what was exchanged is always saved, the rest is
+            recomputed. None: as the inner compiler decides.
+        chunks: the number of parts of each rank's heads; while attention works on one, the next is
+            exchanged.
+        report: records the decisions.
 
     Returns:
         A differentiable graph with the inputs and outputs of ``gm``, for any inner compiler.
 
     Raises:
-        ValueError: something in the graph can't be sharded; the message says what, why, and where
-            in the user's code. Nothing has been sent then.
+        ValueError: an unknown option, or :class:`deepsp.compile.CannotShard`: something in the
+            graph can't be sharded. The message names the op, the reason and the line of the user's
+            code. Nothing has been sent then.
     """
     if gradients not in GRADIENTS:
-        raise ValueError(f"gradients is {gradients!r}; 'sum', 'local' or 'mean' is right")
+        raise ValueError(f"expected gradients to be 'sum', 'local' or 'mean', got {gradients!r}")
     if outputs not in OUTPUTS:
-        raise ValueError(f"outputs is {outputs!r}; 'whole' or 'local' is right")
+        raise ValueError(f"expected outputs to be 'whole' or 'local', got {outputs!r}")
     if memory_budget is not None and not 0 <= memory_budget <= 1:
-        raise ValueError(f"memory_budget is {memory_budget}; from 0 to 1, or None, is right")
+        raise ValueError(f"expected 0 <= memory_budget <= 1 or None, got {memory_budget}")
     if type(chunks) is not int or chunks < 1:
-        raise ValueError(f"chunks is {chunks!r}; a number, at least 1, is right")
+        raise ValueError(f"expected chunks to be an int >= 1, got {chunks!r}")
     member = member_of(group)
     does_nothing = all(n.op in ("placeholder", "output") for n in gm.graph.nodes)
     if (member[1] == 1 and memory_budget is None) or does_nothing:

@@ -1,4 +1,4 @@
-"""The gradients of parameters: summed over the ranks in buckets, or left as each rank's share."""
+"""The gradients of parameters: summed over the ranks in buckets, or left partial."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Where the tokens are in what every rank has whole: found by its sizes. A wrong guess costs time,
-not numbers, since whoever needs another part cuts it from the whole."""
+"""Where the tokens are in a replicated tensor: found by its sizes. A wrong guess costs time,
+not numbers, since whoever needs another part cuts it from the full tensor."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _only(walk, node: fx.Node, operand: Value, dim: int) -> bool:
 
 
 def of_pairs(walk, node: fx.Node) -> bool:
-    """Whether it has a number for each pair of tokens, as a mask has: every rank has it whole,
+    """Whether it has a number for each pair of tokens, as a mask has: every rank has it in full,
     if it has what it is made of."""
     shape = walk.shape_of(node)
     return sum(any(same(n, x) for x in walk.lengths) for n in shape if n != 1) > 1

@@ -45,8 +45,8 @@ class Report:
 def places(tokens) -> str:
     def one(t: Tokens | None) -> str:
         if t is None:
-            return "whole"
-        inside = "" if t.alone else f" ({t.outer} x {t.length} x {t.inner})"
-        return f"tokens in dimension {t.dim}{inside}"
+            return "Replicate"
+        inside = "" if t.alone else f" of {t.outer} x tokens ({t.length}) x {t.inner}"
+        return f"Shard({t.dim}){inside}"
 
     return "; ".join(one(t) for t in tokens) if isinstance(tokens, list) else one(tokens)

@@ -70,9 +70,10 @@ def together(
 def _differ(name: str, rank: int, other: int) -> None:
     raise ValueError(
         f"ranks {min(rank, other)} and {max(rank, other)} of the group have different values of "
-        f"{name}, which every rank must have alike: seed all ranks alike before the model is made "
-        "(torch.manual_seed) or load the same state_dict, and give every rank of a sequence group "
-        "the same, whole batch (a sampler that distributes over data-parallel ranks alone)"
+        f"{name}, which every rank must have alike. Call torch.manual_seed with the same seed on "
+        "all ranks before you make the model, or load the same state_dict, and give every rank of "
+        "a sequence group the same full batch (a sampler that distributes over data-parallel ranks "
+        "alone)"
     )
 
 
@@ -108,8 +109,8 @@ def _wait(store: dist.Store, rank: int, size: int) -> dict[int, dict[str, int]]:
                 said = json.loads(store.get(f"said/{other}"))
                 if isinstance(said, str):
                     raise RuntimeError(
-                        f"rank {other} of the group couldn't compile this graph, so that no rank "
-                        f"runs it: {said}"
+                        f"rank {other} of the group couldn't compile this graph, so no rank runs "
+                        f"it: {said}"
                     )
                 everyone[other] = said
                 waiting.remove(other)
@@ -120,8 +121,8 @@ def _wait(store: dist.Store, rank: int, size: int) -> dict[int, dict[str, int]]:
                 seen[other] = beat, now
             elif now - seen[other][1] > _SILENT:
                 raise RuntimeError(
-                    f"rank {other} of the group compiles nothing and has given no sign of life "
-                    f"for {_SILENT:.0f} s; every rank must call what is compiled"
+                    f"rank {other} of the group is not compiling and has not responded for "
+                    f"{_SILENT:.0f} s; every rank must call the compiled model"
                 )
         time.sleep(pause)
         pause = min(2 * pause, 0.2)

@@ -2,7 +2,7 @@
 
 A tensor that has a sequence in dimension ``dim`` has ``outer * S * inner`` elements there: other
 dimensions may have been merged with it, as ``view(-1, C)`` does. A rank's part has
-``outer * S_r * inner``, and all other dimensions whole. Sizes are ints, or sympy expressions of
+``outer * S_r * inner``, and all other dimensions full. Sizes are ints, or sympy expressions of
 the symbols that sizes were given."""
 
 from __future__ import annotations

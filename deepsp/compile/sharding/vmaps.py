@@ -62,7 +62,7 @@ def _flatten(gm: fx.GraphModule, region: list[fx.Node], mode) -> None:
 
     values = [x.meta["example_value"] for x in given]
     if any(is_differentiated(x) for x in tree_leaves(values)):
-        raise CannotShard("torch.vmap of what is differentiated can't be followed", region[0])
+        raise CannotShard("torch.vmap of a tensor that requires grad can't be traced", region[0])
     with mode:
         flat = make_fx(run, tracing_mode="real", _allow_non_fake_inputs=True)(*values)
     names = dict(zip(flat.graph.find_nodes(op="placeholder"), given, strict=True))

@@ -67,14 +67,14 @@ def summed_by_gathers(
             continue
         if node.target not in GATHERS:
             raise CannotShard(
-                "it communicates with other ranks of the sequence by itself, in a model that is to "
-                "know of one device only; gathers of weights are the exception",
+                "it communicates with other ranks of the sequence group; the model must be written "
+                "for one device, except for gathers of weights",
                 node,
             )
         if common != of_sequence:
             raise CannotShard(
-                f"it gathers a weight over ranks {sorted(ranks)}, some but not all of the "
-                f"sequence's, {sorted(of_sequence)}; all of them, or this one only, is right",
+                "expected it to gather a weight over all ranks of the sequence group, "
+                f"{sorted(of_sequence)}, or over this one only, got ranks {sorted(ranks)}",
                 node,
             )
         gathered.add(node)
@@ -84,8 +84,8 @@ def summed_by_gathers(
         for user in node.users:
             if user not in shards | gathered and has_tensor(user.meta.get("val")):
                 raise CannotShard(
-                    f"it uses {node.name}, of which each rank has a shard that is gathered "
-                    "elsewhere; use what was gathered",
+                    f"it uses the shard {node.name}, which is gathered elsewhere; use the gathered "
+                    "tensor",
                     user,
                 )
     return gathered | shards
@@ -105,7 +105,8 @@ def _made_of(shard: fx.Node, gather: fx.Node, differentiated: set[fx.Node]) -> s
     if len(parameters) > 1 or random:
         names = ", ".join(n.name for n in (parameters if len(parameters) > 1 else random))
         raise CannotShard(
-            f"it gathers what is made of {names}; a parameter's shard, cast or viewed, is right",
+            f"expected it to gather a parameter's shard, cast or viewed, got a tensor computed "
+            f"from {names}",
             gather,
         )
     reached = set(parameters)

@@ -120,7 +120,9 @@ def in_place(walk, node: fx.Node) -> None:
         touched = [walk.env[walk.values[n].whole] for n in node.all_input_nodes]
         differentiated = any(is_differentiated(x) for x in touched)
         if differentiated and torch.is_grad_enabled():
-            raise CannotShard("it writes into what is differentiated; write x = x.op(...)", node)
+            raise CannotShard(
+                "it writes into a tensor that requires grad; write x = x.op(...)", node
+            )
         new = walk.emit_whole(node, node.target)
         if is_random(node.target):  # what the ranks agreed on
             new = walk.call(_aten.copy_.default, walk.values[target].whole, new)
@@ -135,7 +137,7 @@ def in_place(walk, node: fx.Node) -> None:
     out_of_place = functional(node.target)
     seen = [n for n in aliases if n is not target and _used_behind(n, node)]
     if out_of_place is None or seen or target.op == "placeholder":
-        raise CannotShard("it writes into a tensor that others see, too", node)
+        raise CannotShard("it writes into a tensor that shares memory with others", node)
     result = walk.visit_op(node, out_of_place)
     walk.values[node] = walk.values[target] = result
     walk.rebound.add(target)

@@ -13,27 +13,29 @@ from deepsp.local import check_four
 
 
 class DistributedAttention(nn.Module):
-    """:class:`deepsp.DistributedAttention` with the signature of DeepSpeed 0.19's class (Jacobs
-    et al., 2023, arXiv:2309.14509): change the import, and nothing else.
+    """:class:`deepsp.DistributedAttention` with the signature of DeepSpeed 0.19's class (Jacobs et
+    al., 2023, arXiv:2309.14509): change the import, and nothing else.
+
+    Unlike DeepSpeed's, it supports any number of heads from the number of ranks on, any number of
+    kv heads, and backward in both layouts.
 
     Args:
         local_attention: called as ``local_attention(query, key, value, *args, **kwargs)`` with the
-            whole sequence of some heads, [B, S, h, D] or [S, B, h, D] as they came in, kv heads by
-            themselves; returns the query's shape (D may differ). What it gets is strided: it
-            reshapes, where it would take views of contiguous tensors. A module stays where its
-            parameters were in a ``state_dict``: under ``local_attn``.
+            full sequence of some heads, [B, S, h, D] or [S, B, h, D] as they came in, kv heads not
+            repeated; returns the query's shape (D may differ). Its inputs are strided: use reshape
+            where contiguous tensors would be viewed. A module's parameters are under ``local_attn``
+            in a ``state_dict``, as before.
         sequence_process_group: the sequence group.
         scatter_idx: the dimension of heads: 2.
-        gather_idx: 0 or 1. Which one it is, ``batch_dim_idx`` says, call by call (as there).
-        sp_stream: None. Streams of yours aren't waited for; :func:`deepsp.distributed_attention`
+        gather_idx: the dimension of the sequence, 0 or 1; ``batch_dim_idx`` decides in each call,
+            as in DeepSpeed.
+        sp_stream: None. deepsp doesn't wait for other streams; :func:`deepsp.distributed_attention`
             hides the exchange without one, with ``chunks``.
-        num_kv_heads: None, or the heads of key and value.
+        num_kv_heads: the number of heads of key and value, or None.
 
     Raises:
-        ValueError: any other ``scatter_idx``, ``gather_idx`` or ``sp_stream``.
-
-    Unlike DeepSpeed's, any number of heads, and of kv heads, from the number of ranks and one kv
-    head on, is right, and backward is in both layouts.
+        ValueError: any other ``scatter_idx``, ``gather_idx`` or ``sp_stream``; ``local_attention``
+            can't be called.
     """
 
     def __init__(
@@ -48,19 +50,21 @@ class DistributedAttention(nn.Module):
         super().__init__()
         if not callable(local_attention):
             raise ValueError(
-                f"local_attention is {local_attention!r}; a function or module that takes query, "
-                "key and value is right"
+                "expected local_attention to be a function or module that takes query, key and "
+                f"value, got {local_attention!r}"
             )
         if scatter_idx != 2:
-            raise ValueError(f"scatter_idx is {scatter_idx}; 2, the dimension of heads, is right")
+            raise ValueError(
+                f"expected scatter_idx to be 2, the dimension of heads, got {scatter_idx}"
+            )
         if gather_idx not in (0, 1):
             raise ValueError(
-                f"gather_idx is {gather_idx}; the sequence's dimension, 0 or 1, is right"
+                f"expected gather_idx to be 0 or 1, the dimension of the sequence, got {gather_idx}"
             )
         if sp_stream is not None:
             raise ValueError(
-                f"sp_stream is {sp_stream!r}; None is right: tensors that another stream makes "
-                "aren't waited for here"
+                f"expected sp_stream to be None, got {sp_stream!r}; deepsp doesn't wait for "
+                "tensors of another stream"
             )
         self.local_attn = local_attention
         self.num_kv_heads = num_kv_heads
@@ -81,23 +85,34 @@ class DistributedAttention(nn.Module):
         *args,
         **kwargs,
     ) -> Tensor:
-        """This rank's query [B, S_r, Hq, D], key and value [B, S_r, Hkv, D] (``batch_dim_idx`` 0),
-        or [S_r, B, ...] (1), as many tokens on every rank, to a contiguous tensor of the query's
-        layout.
+        """Attention of this rank's tokens; every rank has as many.
 
-        ``rotary_pos_emb``: cosine and sine for the whole sequence, the first R <= D channels of a
-        head, their halves paired; as DeepSpeed takes them, with dimensions 0 and 1 swapped: [1, S,
-        1, R] if the sequence comes first in the query, [S, 1, 1, R] if the batch does. All else
-        goes to the local attention."""
+        Args:
+            query: [B, S_r, Hq, D] (``batch_dim_idx`` 0) or [S_r, B, Hq, D] (1).
+            key: [B, S_r, Hkv, D] or [S_r, B, Hkv, D].
+            value: like ``key``.
+            batch_dim_idx: the dimension of the batch, 0 or 1.
+            rotary_pos_emb: cosine and sine for the full sequence, of the first R <= D channels of a
+                head, whose halves are pairs; as DeepSpeed takes them, with dimensions 0 and 1
+                swapped: [1, S, 1, R] if the sequence comes first in the query, [S, 1, 1, R] if the
+                batch does.
+            args: passed to the local attention.
+            kwargs: passed to the local attention.
+
+        Returns:
+            A contiguous tensor in the query's layout.
+
+        Raises:
+            ValueError: shapes that don't fit each other or the group.
+        """
         if batch_dim_idx not in (0, 1):
-            raise ValueError(f"batch_dim_idx is {batch_dim_idx!r}; 0 or 1 is right")
+            raise ValueError(f"expected batch_dim_idx to be 0 or 1, got {batch_dim_idx!r}")
         distributed = self._by_batch_dim[batch_dim_idx]
         for x, of in ((query, "query"), (key, "key"), (value, "value")):
             check_four(x, of, distributed.layout)
         if self.num_kv_heads not in (None, key.size(2)):
             raise ValueError(
-                f"key has {key.size(2)} heads, but num_kv_heads is {self.num_kv_heads}; the same "
-                "is right"
+                f"expected key to have num_kv_heads ({self.num_kv_heads}) heads, got {key.size(2)}"
             )
         rotary = None
         if rotary_pos_emb is not None:
@@ -120,9 +135,9 @@ class DistributedAttention(nn.Module):
             fits = x.dim() == 4 and list(x.shape[:3]) == right
             if not fits or x.size(3) % 2 != 0 or not 0 < x.size(3) <= head_dim:
                 raise ValueError(
-                    f"rotary_pos_emb's {of} has shape {tuple(x.shape)}; "
-                    f"({', '.join(map(str, right))}, R), with an even R of at most {head_dim}, is "
-                    f"right: the whole sequence's, with batch_dim_idx {batch_dim_idx}"
+                    f"expected {of} of rotary_pos_emb to have shape ({', '.join(map(str, right))}, "
+                    f"R), for the full sequence and an even R of at most {head_dim} "
+                    f"(batch_dim_idx is {batch_dim_idx}), got {tuple(x.shape)}"
                 )
             rotary.append(x.transpose(0, 1))
         return rotary

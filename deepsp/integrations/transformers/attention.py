@@ -49,8 +49,8 @@ def attention(
     windowed = sliding_window is not None and sliding_window < length and masks.given is None
     if windowed and window != sliding_window:
         raise ValueError(
-            f"sliding_window of {type(module).__name__} is {sliding_window}, but its mask has "
-            f"{'none' if window is None else f'one of {window}'}; the same is right"
+            f"expected sliding_window of {type(module).__name__} to be that of its mask "
+            f"({window}), got {sliding_window}"
         )
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
@@ -91,18 +91,18 @@ def masks_of(
         masks = attention_mask
     else:
         raise ValueError(
-            f"attention_mask of {type(module).__name__} is {attention_mask!r}: this model doesn't "
-            "make its masks by transformers' mask interface, so what they mean for a sharded "
-            "sequence isn't known; deepsp.DistributedAttention in a layer of your own is right"
+            "expected an attention_mask made by the mask interface of transformers, got "
+            f"{attention_mask!r} in {type(module).__name__}: its meaning for a sharded sequence "
+            "isn't known; use deepsp.DistributedAttention in a layer of your own"
         )
     if masks.seq_lens is None and (
         position_ids is None or position_ids.dim() != 2 or position_ids.size(1) != query.size(2)
     ):
         found = "None" if position_ids is None else f"of shape {tuple(position_ids.shape)}"
         raise ValueError(
-            f"position_ids that reach the model's attention ({type(module).__name__}) are {found}; "
-            f"those of its {query.size(2)} tokens, [B, {query.size(2)}], are right: whether they "
-            "are the whole sequence's can't be seen without"
+            f"expected the position_ids that reach the model's attention ({type(module).__name__}) "
+            f"to be those of its {query.size(2)} tokens, [B, {query.size(2)}], got {found}; they "
+            "show which tokens of the full sequence this rank has"
         )
     return masks
 
@@ -125,10 +125,10 @@ def _check_rope(module: nn.Module, positions: list[Tensor]) -> None:
             differ = max(longest) > border and len(set(longest)) > 1
         if differ:
             raise ValueError(
-                f"rope_type of {type(module).__name__} is {kind!r}, which scales by the length of "
-                f"the sequence above {border} positions, but ranks see positions up to "
-                f"{[n - 1 for n in longest]} of it; sequences of at most {border} tokens, or "
-                "another rope_type ('yarn', 'llama3', 'linear'), are right"
+                f"rope_type of {type(module).__name__} is {kind!r}, which scales by the sequence "
+                f"length above {border} positions, but the ranks see positions up to "
+                f"{[n - 1 for n in longest]} only; use sequences of at most {border} tokens, or "
+                "another rope_type ('yarn', 'llama3', 'linear')"
             )
 
 
@@ -140,10 +140,10 @@ def _check_count(module: nn.Module, positions: list[Tensor]) -> None:
     whole = torch.cat(list(positions), 1)
     if bool((whole == torch.arange(whole.size(1), device=whole.device)).all()):
         raise ValueError(
-            f"position_ids are 0, 1, 2, ..., as deepsp.shard_batch makes them, but the model of "
-            f"{type(module).__name__} by itself counts otherwise (from another number on, or by "
-            "attention_mask); put the position_ids that it has for the whole sequence into the "
-            "batch before deepsp.shard_batch"
+            "position_ids are 0, 1, 2, ..., as deepsp.shard_batch makes them, but the model of "
+            f"{type(module).__name__} by itself counts otherwise (from another number, or by "
+            "attention_mask); put the position_ids of the full sequence into the batch before "
+            "deepsp.shard_batch"
         )
 
 
@@ -153,11 +153,11 @@ def _check_arguments(module: nn.Module, arguments: dict[str, Any]) -> None:
             continue
         if name == "use_cache":
             raise ValueError(
-                "use_cache is True: a cache would hold this rank's tokens only; set "
-                "model.config.use_cache = False"
+                "expected use_cache to be False, got True: a cache would hold this rank's tokens "
+                "only; set model.config.use_cache = False"
             )
         said = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise ValueError(
-            f"{name} of {type(module).__name__} is {said}: attention over a sharded sequence "
-            "doesn't know it; a model (or a call of it) without it is right"
+            f"expected no {name} in {type(module).__name__}, got {said}: attention over a sharded "
+            f"sequence doesn't support it; use a model (or a call) without {name}"
         )

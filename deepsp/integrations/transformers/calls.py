@@ -47,8 +47,8 @@ def install(name: str) -> None:
         if requested_attention in _names and not known:
             raise ValueError(
                 f"attn_implementation is {requested_attention!r}, but {type(self).__name__} "
-                "computes its attention itself, and not by transformers' AttentionInterface; the "
-                "compile pass (torch.compile(backend='deepsp'), with 'sdpa') may take it"
+                "computes its attention itself, without the AttentionInterface of transformers; "
+                "try the compile pass, torch.compile(backend='deepsp'), with 'sdpa'"
             )
         return given(self, requested_attention, *args, **kwargs)
 
@@ -88,32 +88,32 @@ def _check_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> N
     of = type(model).__name__
     if given.get("labels") is not None:
         raise ValueError(
-            f"labels are given to {of}: its loss would be that of this rank's tokens; leave them "
-            "out, and take deepsp.cross_entropy(logits, shift_labels), with those that "
-            "deepsp.shard_batch returns"
+            f"expected no labels in the call of {of}, whose loss would be that of this rank's "
+            "tokens only; leave labels out, and use deepsp.cross_entropy(logits, shift_labels) "
+            "with the shift_labels that deepsp.shard_batch returns"
         )
     if given.get("use_cache"):
         raise ValueError(
-            "use_cache is True: a cache would hold this rank's tokens only; set "
-            "model.config.use_cache = False for training, and "
+            "expected use_cache to be False, got True: a cache would hold this rank's tokens only; "
+            "set model.config.use_cache = False for training, or call "
             "model.set_attn_implementation('sdpa') for generate()"
         )
     if given.get("output_router_logits"):
         raise ValueError(
-            "output_router_logits is True: aux_loss would be that of this rank's tokens; leave it "
-            "out"
+            "expected output_router_logits to be False, got True: aux_loss would be that of this "
+            "rank's tokens only; leave it out"
         )
     if given.get("logits_to_keep"):
         raise ValueError(
-            "logits_to_keep is given: the last tokens on this rank are not those of the sequence; "
-            "leave it out, and take model.set_attn_implementation('sdpa') for generate()"
+            "expected no logits_to_keep, since the last tokens of this rank are not those of the "
+            "sequence; leave it out, or call model.set_attn_implementation('sdpa') for generate()"
         )
     for name, value in given.items():
         if isinstance(value, Tensor) and name not in _KNOWN:
             raise ValueError(
-                f"{name} is given to {of}, of shape {tuple(value.shape)}: {of} was checked to work "
-                "on each token alone without it; what it makes of it on a rank isn't known. Other "
-                "modalities can be put into inputs_embeds before deepsp.shard_batch"
+                f"expected no {name} in the call of {of}, got shape {tuple(value.shape)}: {of} was "
+                "checked to work on each token alone without it. Put other modalities into "
+                "inputs_embeds before deepsp.shard_batch"
             )
 
 
@@ -130,7 +130,7 @@ def _check_alone(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             return
         raise ValueError(
             f"attention of {type(model).__name__} is {model.config._attn_implementation!r}, but it "
-            "is called with the tokens that deepsp.shard_batch gave this rank: each rank would "
-            "attend to its own tokens alone; model.set_attn_implementation("
-            f"{min(_names)!r}) is right"
+            "is called with the tokens that deepsp.shard_batch gave this rank, so each rank would "
+            "attend to its own tokens only; call model.set_attn_implementation("
+            f"{min(_names)!r})"
         )

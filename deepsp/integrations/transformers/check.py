@@ -6,7 +6,7 @@ each token, so in a right model nothing that one token has may be seen in anothe
 - One of a batch: a row of ids, the same with another token in one of a few places, and the same
   with NaN for that token's embedding. NaN passes through whatever depends on it, however little.
 - One of the row's last tokens alone, with their positions: queries and keys that differ from those
-  of the whole row depend on how many tokens there are, or where they stand, and not on
+  of the full row depend on how many tokens there are, or where they stand, and not on
   ``position_ids`` alone.
 
 Where something else shows, a further run finds the innermost module that got what is each token's
@@ -37,38 +37,42 @@ _TAIL = 5  # where the last tokens begin
 
 
 def check(model: nn.Module) -> None:
-    """Raises unless ``model`` is right on sequences that are sharded with
-    ``attn_implementation="deepsp"``: each of its modules works on each token alone, or is attention
-    that goes through deepsp.
+    """Raises unless ``model`` computes the same on sharded sequences with
+    ``attn_implementation="deepsp"``: each of its modules must work on each token alone, or be
+    attention that goes through deepsp.
 
     Runs the model on a few tokens, two to four times: in evaluation mode, without gradients, with
-    its hooks and whatever collectives its weights need, so that every rank calls it; random number
-    generators, buffers and modes are as before afterwards. By itself it runs on a model's first
-    forward (and on the first after its attention was set to something else).
+    its hooks and the collectives that its weights need, so every rank calls it. Random number
+    generators, buffers and modes are restored. It also runs by itself on a model's first forward
+    (and on the first after its attention was set to something else).
 
     Args:
         model: a model of transformers whose attention was set to what :func:`register` registered,
             or a module around one.
 
     Raises:
-        ValueError: the module that mixes tokens, by name and type; a forward that takes no
-            ``position_ids`` or ignores them; outputs that are made of several tokens, such as a
-            pooled one; what attention refuses; weights without data.
+        ValueError: a module mixes tokens (by name and type); a forward takes no ``position_ids`` or
+            ignores them; outputs are computed from several tokens, such as a pooled one; attention
+            has something that deepsp doesn't support; weights have no data.
     """
     from transformers import PreTrainedModel
 
     found = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     if found is None:
-        raise ValueError(f"model is a {type(model).__name__}; one of transformers is right")
+        raise ValueError(f"expected model to be one of transformers, got {type(model).__name__}")
     names = implementations(found)
     if not names:
         raise ValueError(
-            f"attention of {type(found).__name__} is {found.config._attn_implementation!r}; "
-            "model.set_attn_implementation('deepsp') is right, or attn_implementation='deepsp' "
-            "where it is made"
+            f"expected attention of {type(found).__name__} to be 'deepsp', got "
+            f"{found.config._attn_implementation!r}; call "
+            "model.set_attn_implementation('deepsp'), or make the model with "
+            "attn_implementation='deepsp'"
         )
     if any(p.is_meta or is_lazy(p) for p in found.parameters()):
-        raise ValueError(f"parameters of {type(found).__name__} have no data; load them first")
+        raise ValueError(
+            f"expected parameters of {type(found).__name__} with data, but some have no data; load "
+            "them first"
+        )
     parts = [m for m in found.modules() if isinstance(m, PreTrainedModel)]
     before = [getattr(m, CHECKED, None) for m in parts]
     for m in parts:
@@ -126,17 +130,17 @@ class _Check:
             for name, shape, rows in outputs:
                 if rows is None:
                     raise ValueError(
-                        f"{name} of {self.of}, of shape {list(shape)}, isn't each token's "
-                        f"own ([B, S, ...]): on a rank it would be made of the rank's tokens "
-                        "alone; leave it out, or make it of hidden states yourself"
+                        f"expected {name} of {self.of} to have shape [B, S, ...], each token's "
+                        f"own, got {list(shape)}: a rank would compute it from its own tokens "
+                        "only; leave it out, or compute it from hidden states yourself"
                     )
             tail = {k: v[:, _TAIL:] if isinstance(v, Tensor) else v for k, v in arguments.items()}
             self._call(tail, poisoned=False)
             if (module := self._differs(queries)) is not None:
                 raise ValueError(
                     f"{_name_of(self.model, module)} ({type(module).__name__}) of {self.of} gets "
-                    "other queries or keys for a part of the tokens with their position_ids than "
-                    "for all: the model goes by the tokens' number or place on this rank"
+                    "other queries or keys for some of the tokens with their position_ids than for "
+                    "all of them: the model depends on the number or place of the tokens on a rank"
                 )
             otherwise = self._counts_otherwise(arguments, queries)
             for module, _, _ in queries:
@@ -159,14 +163,14 @@ class _Check:
         declared = inspect.signature(self.model.forward).parameters
         if self.model.config.is_encoder_decoder:
             raise ValueError(
-                f"{self.of} has an encoder and a decoder, and so attention to another sequence; "
-                "deepsp's attention is to a model's own sequence"
+                f"{self.of} has an encoder and a decoder, so its attention reads another sequence; "
+                "deepsp supports self-attention only"
             )
         for name in ("input_ids", "position_ids"):
             if name not in declared:
                 raise ValueError(
-                    f"{self.of}.forward takes no {name}: where this rank's tokens are in the "
-                    "whole sequence can't be said"
+                    f"expected {self.of}.forward to take {name}, which says where this rank's "
+                    "tokens are in the full sequence; it doesn't"
                 )
         config = self.model.config.get_text_config()
         special = {v for k, v in config.to_dict().items()
@@ -204,7 +208,7 @@ class _Check:
         except Exception as error:
             who = self._raising(error)
             raise ValueError(
-                f"{who} couldn't be run on {self.length} tokens, to see whether it works on each "
+                f"{who} couldn't be run on {self.length} tokens to check that it works on each "
                 f"token alone: {type(error).__name__}: {error}"
             ) from error
         finally:
@@ -226,8 +230,8 @@ class _Check:
                 self.refusal = self.refusal or error
             if query.size(2) != key.size(2):
                 raise ValueError(
-                    f"key of {type(module).__name__} has {key.size(2)} tokens, but query has "
-                    f"{query.size(2)}; the same are right: another sequence can't be attended to"
+                    f"expected key of {type(module).__name__} to have as many tokens as query "
+                    f"({query.size(2)}), got {key.size(2)}; deepsp supports self-attention only"
                 )
             self.queries.append((module, query[0].clone(), key[0].clone()))
             readers = query.size(1) // key.size(1)
@@ -277,9 +281,11 @@ class _Check:
 
     def _differs(self, whole: list) -> nn.Module | None:
         """The first attention whose queries or keys of the row's last tokens are others now than
-        they were for the whole row."""
+        they were for the full row."""
         if [m for m, _, _ in whole] != [m for m, _, _ in self.queries]:
-            raise ValueError(f"{self.of} calls other attention for fewer tokens; the same is right")
+            raise ValueError(
+                f"expected {self.of} to call the same attention for fewer tokens, got other calls"
+            )
         for (module, *of_whole), (_, *of_now) in zip(whole, self.queries, strict=True):
             for expected, found in zip(of_whole, of_now, strict=True):
                 expected = expected[:, _TAIL:]  # [H, S, D]

@@ -1,4 +1,4 @@
-"""Masks of the whole sequence, from what a model asks for of this rank's tokens."""
+"""Masks of the full sequence, from what a model asks for of this rank's tokens."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from deepsp.groups import Member, on_all_ranks
 
 class Masks:
     """One kind of mask of one forward: what the model asks for of its own tokens, and, from the
-    first attention layer on, what that is for the whole sequence.
+    first attention layer on, what that is for the full sequence.
 
-    Called as transformers calls a mask function of its own. ``given``: the whole mask, made by the
+    Called as transformers calls a mask function of its own. ``given``: the full mask, made by the
     user.
     """
 
@@ -40,27 +40,27 @@ class Masks:
     ):
         if int(q_offset) != 0 or int(kv_offset) != 0:
             raise ValueError(
-                f"past_key_values has {int(q_offset)} tokens: a cache would hold this rank's "
-                "tokens only; leave it out, and set model.config.use_cache = False"
+                f"expected no past_key_values, got {int(q_offset)} tokens: a cache would hold this "
+                "rank's tokens only; leave it out, and set model.config.use_cache = False"
             )
         self.batch_size, self.padding, self.local_size = batch_size, attention_mask, local_size
         self.given, self.pattern = given, mask_function
         # What transformers says where a mask is its own pattern and padding, and may be left out.
         self.causal, self.bidirectional = allow_is_causal_skip, allow_is_bidirectional_skip
         if given is None and not self.causal and not self.bidirectional:
-            # Documents in this rank's own tokens: those of the whole sequence are found later.
+            # Documents in this rank's own tokens: those of the full sequence are found later.
             self.pattern = None if use_vmap else _without_documents(mask_function)
             self.causal = True
             if self.pattern is None:
                 raise ValueError(
-                    "the model's mask is more than causal attention, a window, padding and "
-                    "documents: what its functions mean for a sharded sequence isn't known; pass a "
-                    "whole attention_mask of shape [B, 1, S, S]"
+                    "expected a mask of causal attention, a window, padding and documents, got "
+                    "other mask functions, whose meaning for a sharded sequence isn't known; pass "
+                    "a full attention_mask of shape [B, 1, S, S]"
                 )
 
     @torch.compiler.disable  # what follows isn't known before: compiled code breaks here
     def exchange(self, query: Tensor, key: Tensor, positions: Tensor, member: Member):
-        """Finds every rank's number of tokens, and the mask of the whole sequence. Returns every
+        """Finds every rank's number of tokens, and the mask of the full sequence. Returns every
         rank's positions."""
         rank, _, name = member
         width = -1 if self.padding is None else self.padding.size(-1)
@@ -71,18 +71,19 @@ class Masks:
         length = sum(lens)
         if key_lens != lens:
             raise ValueError(
-                f"key has {key_lens} tokens by rank, but query has {lens}; the same are right: "
+                f"expected key to have as many tokens as query ({lens}, by rank), got {key_lens}; "
                 "neither a cache nor another sequence can be attended to"
             )
         allowed = {-1} if -1 in widths else {length}
         if set(widths) != allowed:
             raise ValueError(
-                "attention_mask has, by rank, "
-                f"{[None if w < 0 else w for w in widths]} tokens; the whole sequence's {length} "
-                "on every rank, or no mask on any, is right"
+                f"expected attention_mask of the full sequence, {length} tokens, on every rank, or "
+                f"on none, got {[None if w < 0 else w for w in widths]} by rank"
             )
         if len(set(rows)) != 1:
-            raise ValueError(f"position_ids have {rows} rows by rank; the same are right")
+            raise ValueError(
+                f"expected position_ids to have as many rows on every rank, got {rows} by rank"
+            )
         positions = torch.ops.deepsp.all_gather(positions, 1, lens, "replicated", rank, name)
         _check_positions(positions, lens)
         self.whole = self._whole(length, positions) if self.given is None else self.given
@@ -118,9 +119,9 @@ def _check_positions(positions: Tensor, lens: list[int]) -> None:
     own = torch.cat([torch.arange(n, device=positions.device) for n in lens])
     if sum(n > 0 for n in lens) > 1 and bool((positions == own).all()):
         raise ValueError(
-            "position_ids count from 0 on every rank, as they do if they are left out; those of "
-            "the whole sequence are right: position_ids of deepsp.shard_batch. (Documents that all "
-            "end where a rank's tokens do look the same: give them a row each instead)"
+            "expected position_ids of the full sequence, but they count from 0 on every rank, as "
+            "they do if they are left out; pass the position_ids of deepsp.shard_batch. (Documents "
+            "that all end where a rank's tokens do look the same: put each in a row of its own)"
         )
 
 

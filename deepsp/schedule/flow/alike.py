@@ -1,4 +1,4 @@
-"""What every rank takes for whole is the same on every rank: compared once a dry run.
+"""What is taken for replicated is the same on every rank: compared once a dry run.
 
 What depends on the rank in a model's or a hook's code (a mask by rank, ``x.chunk(size)[rank]``)
 can't be told from placements, but it can from numbers.
@@ -55,10 +55,10 @@ class Alike:
         if found is not None:
             what, a, b = found
             raise ValueError(
-                f"{what} differs between ranks {a} and {b}, though what it is made of is whole, "
-                "and so the same on every rank: something in the model, or in a hook, depends on "
-                "the rank. Let the schedule split tensors (sync with scatter), and leave out hooks "
-                "that mask by rank: a sharded Embedding takes ids of the whole vocabulary"
+                f"{what} differs between ranks {a} and {b}, although it is computed from "
+                "replicated tensors: something in the model, or in a hook, depends on the rank. "
+                "Let the schedule split tensors (sync with scatter), and leave out hooks that mask "
+                "by rank: a sharded Embedding takes ids of the full vocabulary"
             )
 
     def _first_difference(self) -> tuple[str, int, int] | None:
@@ -93,10 +93,10 @@ def compare_inputs(args: tuple, kwargs: Mapping, member: Member) -> None:
     if found is not None:
         what, a, b = found
         raise ValueError(
-            f"the model's inputs differ between ranks {a} and {b} ({what} among them): every rank "
-            "of the group passes the same, whole batch, and the schedule splits it. A "
-            "DistributedSampler gives each rank a batch of its own: let it count data-parallel "
-            "ranks only (num_replicas=, rank=)"
+            "expected the same full batch on every rank of the group, but the model's inputs "
+            f"differ between ranks {a} and {b} (for example {what}). The schedule splits the "
+            "batch; a DistributedSampler gives each rank a batch of its own unless it counts "
+            "data-parallel ranks only (num_replicas=, rank=)"
         )
 
 

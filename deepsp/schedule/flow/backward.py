@@ -1,8 +1,8 @@
 """The tape, read backwards: what each gradient will be on the ranks.
 
-A whole tensor's gradient is "replicated" (whole, the same on each rank) or "partial" (the ranks'
-gradients are to be summed). What makes something sharded or partial of it gives it a share only;
-what makes something whole of it passes on the state of that gradient.
+A replicated tensor's gradient is "replicated" (the full gradient on each rank) or "partial" (the
+ranks' gradients are to be summed). What makes something sharded or partial of it gives it a partial
+gradient; what makes something replicated of it passes on the state of that gradient.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 from deepsp.schedule.flow.values import Entry, Trusted, Value
 
 _SAID = {
-    "replicated": "the whole one, the same on each rank,",
-    "partial": "this rank's share of one, to be summed over the ranks,",
+    "replicated": "Replicate (the full gradient on every rank)",
+    "partial": "Partial (a term of the sum over the ranks)",
 }
 _BWD_POST = "sync(mode='bwd_post', sync_op_or_fn='all_reduce')"
 
@@ -51,17 +51,17 @@ def _reach(value: Value, state: str, entry: Entry) -> None:
     if value.state is None:
         value.state, value.why = state, entry
     elif value.state != state:
-        whole, share = (entry, value.why) if state == "replicated" else (value.why, entry)
+        full, part = (entry, value.why) if state == "replicated" else (value.why, entry)
         if value.leaf is not None:
             fix = (
-                f"use it on alike tensors only, or put {_BWD_POST} where the share comes from, or "
-                "keep two of it"
+                "use it on tensors of one placement only, put "
+                f"{_BWD_POST} where the Partial gradient comes from, or keep two copies of it"
             )
         else:
-            fix = f"put {_BWD_POST} at {share.module}, so that the shares are summed there"
+            fix = f"put {_BWD_POST} at {part.module}, which sums the Partial gradient there"
         raise ValueError(
-            f"the gradient of {value.name} is {_SAID['replicated']} from {whole}, but "
-            f"{_SAID['partial']} from {share}: their sum would be neither; {fix}"
+            f"the gradient of {value.name} is {_SAID['replicated']} from {full}, but "
+            f"{_SAID['partial']} from {part}, and the two can't be added; {fix}"
         )
 
 
@@ -78,8 +78,8 @@ def _sync(entry: Entry, arriving: list[Value], found: dict[Any, str]) -> None:
             return
         if out.whole and out.state == "replicated":
             raise ValueError(
-                f"{entry}: the gradient that arrives is {_SAID['replicated']} from {out.why}; its "
-                f"sum over the ranks would be P times too large: leave this sync out"
+                f"{entry}: expected a Partial gradient, got {_SAID['replicated']} from {out.why}, "
+                "whose sum over the ranks would be P times too large; leave this sync out"
             )
         if value.carries:
             _reach(value, "replicated", entry)
@@ -90,17 +90,16 @@ def _sync(entry: Entry, arriving: list[Value], found: dict[Any, str]) -> None:
             return
         if grad is not None and grad != out.state:
             raise ValueError(
-                f"{entry}: grad is {grad!r}, but the gradient of what it makes is "
-                f"{_SAID[out.state]} from {out.why}; grad={out.state!r} is right (or none: it is "
-                "found)"
+                f"{entry}: expected grad={out.state!r} or None, since the gradient of its output "
+                f"is {_SAID[out.state]} from {out.why}, got {grad!r}"
             )
         before = found.get(sync)
         if before is not None and before != out.state:
             raise ValueError(
-                f"{entry}: it is called several times, and the gradient of what it makes is "
-                f"{_SAID[out.state]} from {out.why}, but {_SAID[before]} in another call"
+                f"{entry}: expected the same gradient in every call, but the gradient of its "
+                f"output is {_SAID[out.state]} from {out.why}, and {_SAID[before]} in another call"
             )
         found[sync] = out.state
     if out is not None and value.carries:
-        # Only scatter takes something whole: its backward gathers the parts, or doesn't.
+        # Only scatter takes a replicated tensor: its backward gathers the parts, or doesn't.
         _reach(value, grad or "replicated", entry)

@@ -58,10 +58,9 @@ def follow(flow: Flow, func, args, kwargs):
         if split is not None and functions.AFTER.get(name) is reshapes.reshape:
             shape = list(call.tensors[0][0].shape)
             call.fail(
-                f"its sizes don't fit {split.name}, which is {split.place} and has the shape "
-                f"{shape} on this rank ({error}). What counts heads or channels in it is to be "
-                "this rank's share: divide the module's attribute (sch[...].divide), or give -1 "
-                "for that size"
+                f"its sizes don't fit {split.name}, which is {split.place} and has local shape "
+                f"{shape} ({error}). A number of heads or channels in it must be the local one: "
+                "divide the module's attribute (sch[...].divide), or pass -1 for that size"
             )
         what = ", ".join(f"{v.name}: {v.place}" for _, v in call.tensors)
         error.add_note(f"In the schedule's dry run, in {flow.where()}: {name} of {what}.")
@@ -88,8 +87,8 @@ def _read(call: Call) -> None:
     value = next((v for _, v in call.tensors if not v.whole), None)
     if value is not None and call.name in names.READS:
         call.fail(
-            f"its numbers are read, but {value.name} is {value.place}: each rank would see "
-            "others; gather or reduce it before"
+            f"its values are read, but {value.name} is {value.place}, and each rank would see "
+            "different ones; gather or reduce it before"
         )
 
 
@@ -105,12 +104,12 @@ def _rule(flow: Flow, call: Call):
     def unknown(call: Call, out):
         if value is None:
             call.fail(
-                "this op communicates, which isn't followed inside of a module: let the "
-                "schedule do it (sync)"
+                "this op communicates, which can't be followed inside a module; let the schedule "
+                "do it (sync)"
             )
         fix = "fwd_post all_reduce" if value.partial else "fwd_pre all_gather"
         call.fail(
-            f"what it does to {value.name}, which is {value.place}, isn't known; make it whole "
+            f"what it does to {value.name}, which is {value.place}, isn't known; make it Replicate "
             f"before (sync with {fix}), or shard a module around it with a registered method"
         )
 

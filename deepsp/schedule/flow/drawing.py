@@ -1,4 +1,4 @@
-"""Which modules draw random numbers, for whole tensors or for sharded ones."""
+"""Which modules draw random numbers, for replicated tensors or for sharded ones."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ def _note(flow, call: Call) -> None:
     had = flow.findings.streams.get(module)
     if had is not None and had != kind:
         call.fail(
-            "this module draws random numbers both for whole and for sharded tensors, and "
-            "those have to be the same on every rank, these not: put one of the two into a "
-            "module of its own (nn.Dropout), or into deepsp.sharded_randomness(group)"
+            "this module draws random numbers both for Replicate tensors, the same on every rank, "
+            "and for Shard ones, which differ by rank; put one of the two into a module of its own "
+            "(nn.Dropout), or into deepsp.sharded_randomness(group)"
         )
     flow.findings.streams[module] = kind
     flow.drawn_in.setdefault(module, set()).update(flow.stack[:-1])
 
 
 def nested(flow) -> set[nn.Module]:
-    """Those that draw for whole tensors inside of one that draws for sharded ones, before or after
-    it does."""
+    """Those that draw for replicated tensors inside one that draws for sharded ones, before it
+    or after."""
     streams = flow.findings.streams
     return {
         module

@@ -45,8 +45,8 @@ def _exchange(source: int | None, target: int | None):
             ):
                 return call.place(moved[0])
             call.fail(
-                "it exchanges over another group than the schedule's, and what comes in isn't "
-                "whole over the schedule's: this isn't followed"
+                "it exchanges over another group than the schedule's, and expected a Replicate "
+                "input over the schedule's"
             )
         for x in moved:
             value = call.value(x)
@@ -54,17 +54,18 @@ def _exchange(source: int | None, target: int | None):
                 call.fail_partial(value, "it is exchanged")
             if value.whole:
                 call.fail(
-                    f"{value.name} is whole: every rank's would count as another part; split it "
-                    f"along axis {_TOKENS if source is None else source} with sync(..., 'scatter')"
+                    f"expected {value.name} to be Shard({_TOKENS if source is None else source}), "
+                    "got Replicate, so every rank's would count as another part; split it with "
+                    "sync(..., 'scatter')"
                 )
             if source is not None and value.place.axis != source:
                 call.fail(
-                    f"{value.name} is {value.place}; sharded along axis {source}, of [batch, "
-                    "sequence, heads, head_dim], is right"
+                    f"expected {value.name} to be Shard({source}) of [batch, sequence, heads, "
+                    f"head_dim], got {value.place}"
                 )
         for t, v in call.tensors:
             if not any(t is x for x in moved) and not v.whole:
-                call.fail(f"{v.name} is {v.place}: gather it with all_gather")
+                call.fail(f"expected {v.name} to be Replicate, got {v.place}; use all_gather")
         origin = call.place(moved[0]).origin if moved else None
 
         def result(out):
@@ -86,18 +87,21 @@ def _collective(op: str):
         value = call.value(x)
         if _group(call) != call.flow.member[2]:
             if not value.whole:
-                call.fail(f"{value.name} is {value.place}: over another group it isn't followed")
+                call.fail(
+                    f"expected {value.name} to be Replicate, since the op is over another group "
+                    f"than the schedule's, got {value.place}"
+                )
             return WHOLE
         dim = None if op == "all_reduce" else call.args[1] % x.dim()
         if op in ("all_reduce", "reduce_scatter") and not value.partial:
             call.fail(
-                f"{value.name} is {value.place}: its sum over the ranks would be P times too "
-                "large; only what is partial is summed"
+                f"expected {value.name} to be Partial, got {value.place}, whose sum over the ranks "
+                "would be P times too large"
             )
         if op == "scatter" and not value.whole:
-            call.fail(f"{value.name} is {value.place}; what is whole can be scattered")
+            call.fail(f"expected {value.name} to be Replicate, got {value.place}")
         if op == "all_gather" and not (value.split and value.place.axis in (None, dim)):
-            call.fail(f"{value.name} is {value.place}; sharded along axis {dim} is right")
+            call.fail(f"expected {value.name} to be Shard({dim}), got {value.place}")
         grad = {"all_reduce": 1, "all_gather": 3, "scatter": 3}.get(op)
         grad = None if grad is None else call.arg(grad, "grad")
         call.sync = OpSync(op, call.flow.where(), grad)
@@ -112,8 +116,8 @@ def _scale_gradient(call: Call):
     value = call.value(call.args[0])
     if value.carries and call.arg(1, "scale", 1.0) != 1.0:
         call.fail(
-            "the gradients are scaled (average_gradients=True), but the schedule sums what is to "
-            "be summed by itself: leave average_gradients out"
+            "the gradients are scaled (average_gradients=True), but the schedule itself sums them; "
+            "leave average_gradients out"
         )
     return value.place
 

@@ -54,8 +54,8 @@ class Findings:
     grads: by sync, the state of the gradient of what an all_gather or all_reduce makes; one that no
         gradient reaches has "replicated".
     origins: by sync that gathers, who split what comes in; None: several did, or it isn't known.
-    partial_parameters: ids of the whole parameters whose gradients are to be summed over the ranks.
-    replicated_parameters: of those whose gradients are whole on each.
+    partial_parameters: ids of the replicated parameters whose gradients are partial.
+    replicated_parameters: of those whose gradients are replicated.
     streams: by module that draws random numbers itself, "whole" | "sharded".
     nested: those "whole" ones that were called inside of a "sharded" one.
     outputs: placements of the model's output tensors.
@@ -80,7 +80,7 @@ class Flow:
 
     Args:
         model: with its shards and syncs in place.
-        placements: by id, of the parameters and buffers that aren't whole.
+        placements: by id, of the parameters and buffers that aren't replicated.
         member: this process's place in the group.
         outputs: "whole": sharded outputs of the model are an error; "local": they are what was
             asked for.
@@ -124,7 +124,7 @@ class Flow:
                 gradient that would be wrong on some rank.
         """
         if current() is not None:
-            raise RuntimeError("a dry run is on already")
+            raise RuntimeError("expected no dry run within a dry run")
         args, kwargs = copied((args, dict(kwargs)), {})
         for tensor in tensors_in((args, kwargs)):
             self._know(tensor, WHOLE, "an input of the model")
@@ -164,11 +164,11 @@ class Flow:
             text = f"the model's output {n} ({value.name}) is {value.place}"
             if value.partial:
                 at = f" at {value.since}" if value.since else ""
-                raise ValueError(f"{text}: sync it{at} with fwd_post all_reduce or reduce_scatter")
+                raise ValueError(f"{text}; sync it{at} with fwd_post all_reduce or reduce_scatter")
             if value.split and self.outputs != "local":
                 raise ValueError(
-                    f"{text}: sync it with fwd_post all_gather, or build(..., outputs='local') to "
-                    "have each rank's part"
+                    f"{text}; sync it with fwd_post all_gather, or build(..., outputs='local') to "
+                    "return the local tensor"
                 )
         grads = backward.walk(self.tape, values)
         self.findings.grads = {s: g or "replicated" for s, g in grads.items()}
@@ -182,8 +182,8 @@ class Flow:
                 self.findings.partial_parameters.add(id(leaf.leaf))
                 continue
             raise ValueError(
-                f"the gradient of {leaf.name} would be this rank's share only, from {leaf.why}: "
-                f"put sync(mode='bwd_post', sync_op_or_fn='all_reduce') at {leaf.why.module}"
+                f"the gradient of {leaf.name} would be Partial, from {leaf.why}; put "
+                f"sync(mode='bwd_post', sync_op_or_fn='all_reduce') at {leaf.why.module}"
             )
 
     @contextlib.contextmanager
@@ -236,7 +236,7 @@ class Flow:
             self._drawn = drawing.drawn_since(before)
 
     def note_whole(self, tensors: Iterable[tuple[Tensor, Value]]) -> None:
-        """Something is computed from tensors: those taken for whole are compared in the end."""
+        """Something is computed from tensors: what is taken for replicated is compared last."""
         for tensor, value in tensors:
             if value.whole and not (value.uniform or value.random or value.noted):
                 value.noted = True
@@ -267,7 +267,7 @@ class Flow:
         if tensor in self.unseen.made:
             self.fail(
                 self.unseen.made[tensor],
-                "it was called by something that can't be followed, such as an extension: compute "
+                "it was called by something that can't be followed, such as an extension; compute "
                 "it with torch functions, or register a method for the module "
                 "(deepsp.register_shard_method)",
             )
@@ -276,7 +276,7 @@ class Flow:
             self.fail(
                 "a function that can't be followed",
                 f"it made a tensor that shares memory with {made_of.name}, which is "
-                f"{made_of.place}: compute it with torch functions, or let the schedule do it "
+                f"{made_of.place}; compute it with torch functions, or let the schedule do it "
                 "(sync)",
             )
         place = internal(self.placements.get(id(tensor), WHOLE), tensor, self.member[0])
@@ -314,9 +314,9 @@ class Flow:
         unknown = isinstance(value.place, Split) and public(value.place).axis is None
         if unknown and sync.op in ("all_gather", "seq_to_heads", "heads_to_seq"):
             raise ValueError(
-                f"{sync.module_name or 'the model'} ({sync.mode} {sync.op}): what comes in, "
-                f"{value.name}, is {value.place}: the ranks' tensors, one after another, aren't "
-                "the whole; put the sync where they are"
+                f"{sync.module_name or 'the model'} ({sync.mode} {sync.op}): its input "
+                f"{value.name} is {value.place}, and the ranks' tensors, one after another, aren't "
+                "the full tensor; put the sync where they are"
             )
         result = sync.result(public(value.place), x.dim())
         if sync.op == "all_gather":
@@ -347,7 +347,7 @@ class Flow:
         return out
 
     def trusted(self, x: Tensor) -> Tensor:
-        """``x``, whose gradient a function makes whole by itself."""
+        """``x``, whose gradient a function makes replicated by itself."""
         value = self.value(x)
         with self.paused():
             out = x.view_as(x)

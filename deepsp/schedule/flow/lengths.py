@@ -96,7 +96,7 @@ def check(call: Call) -> None:
     if any(isinstance(x, _OfRank) for x in given):
         number = next(x for x in given if isinstance(x, _OfRank))
         call.fail(
-            f"it computes with {number}, which comes from the length of a sharded dimension and so "
-            "is this rank's own: one process would take the whole length. Gather before, or take "
-            "the number from what is whole"
+            f"it computes with {number}, which comes from the length of a sharded dimension and is "
+            "the local length, where one process has the full length. Gather before, or take the "
+            "number from a Replicate tensor"
         )

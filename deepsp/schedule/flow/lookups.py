@@ -28,8 +28,8 @@ def loss(call: Call) -> Place:
         call.fail_split(of, "its classes (the vocabulary) are sharded")
     if kind == "mean":
         call.fail(
-            f"{sharded.name} is {place}: the mean over this rank's part isn't that of the whole; "
-            "use deepsp.cross_entropy, whose mean is that over all ranks' tokens, or sync it with "
+            f"{sharded.name} is {place}, and its local mean isn't the mean of the full tensor; use "
+            "deepsp.cross_entropy, whose mean is over the tokens of all ranks, or sync it with "
             "all_gather before"
         )
     if place.axis is None:
@@ -39,11 +39,13 @@ def loss(call: Call) -> Place:
         where = at + (1 if classes and t is x and at >= 1 and x.dim() > 1 else 0)
         if v.whole and not v.uniform and where < t.dim() and t.size(where) != 1:
             call.fail(
-                f"{sharded.name} is {place}, {v.name} is whole: split it with scatter (labels: "
-                "deepsp.shard), or gather the other with all_gather"
+                f"{sharded.name} is {place}, but {v.name} is Replicate; split it with scatter "
+                "(labels: deepsp.shard), or gather the other with all_gather"
             )
         if v.split and v.place.axis != where:
-            call.fail(f"{of.name} is {of.place}, {to.name} is {to.place}: they don't fit")
+            call.fail(
+                f"expected {to.name} to be sharded like {of.name} ({of.place}), got {to.place}"
+            )
     return PARTIAL if kind == "sum" else place.at(at)
 
 
@@ -60,7 +62,7 @@ def gather_along(call: Call) -> Place:
     if not of.split and not by.split:
         return WHOLE
     if dim is None or not (of.split and by.split) or of.place.axis != by.place.axis:
-        call.fail(f"{of.name} is {of.place}, its index {by.place}: they have to be sharded alike")
+        call.fail(f"expected {of.name} to be sharded like its index ({by.place}), got {of.place}")
     if of.place.axis is None or dim % x.dim() == of.place.axis:
         call.fail_split(of, "it is looked up along the sharded axis")
     return of.place
@@ -73,7 +75,7 @@ def index_select(call: Call) -> Place:
         call.fail_partial(by, "it is an index")
     if by.split:
         if not of.whole:
-            call.fail("both the tensor and its index are sharded: gather one with all_gather")
+            call.fail("both the tensor and its index are sharded; gather one with all_gather")
         return by.place.at(dim)
     if of.split and of.place.axis in (None, dim):
         call.fail_split(of, "it is looked up along the sharded axis")
@@ -97,7 +99,7 @@ def setitem(call: Call) -> Place:
     held = call.value(x)
     given = call.place(source)
     if any(not v.whole for t, v in call.tensors if t is not x and t is not source):
-        call.fail("it writes at indices that aren't whole: gather them with all_gather")
+        call.fail("expected its indices to be Replicate; gather them with all_gather")
     if held.whole and given is WHOLE:
         return WHOLE
     found = views.indices_of(x, index)
@@ -113,6 +115,6 @@ def setitem(call: Call) -> Place:
     if given == held.place and (given is PARTIAL or all(views.full(i, 0) for i in found)):
         return given
     call.fail(
-        f"{held.name} is {held.place}, what is written into it {given}: they can't be one; "
-        "sync the first with all_gather (what is partial: all_reduce), or use where"
+        f"{held.name} is {held.place}, but what is written into it is {given}; sync the first with "
+        "all_gather (if Partial, with all_reduce), or use where"
     )

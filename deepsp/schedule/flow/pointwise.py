@@ -24,24 +24,24 @@ def pointwise(call: Call) -> Place:
         if v.place.axis is None or axis is None:
             if v.place.axis is not None or axis is not None or t.shape != first.shape:
                 unknown = of if axis is None else v
-                call.fail_split(unknown, "it meets another sharded tensor")
+                call.fail_split(unknown, "it is combined with another sharded tensor")
         elif v.place.axis + ndim - t.dim() != axis or v.place.parts != place.parts:
             call.fail(
-                f"{of.name} is {place}, of shape {list(first.shape)} here, {v.name} is {v.place}, "
-                f"of shape {list(t.shape)}: gather one of them with all_gather"
+                f"{of.name} is {place}, of local shape {list(first.shape)}, but {v.name} is "
+                f"{v.place}, of local shape {list(t.shape)}; gather one of them with all_gather"
             )
     for t, v in call.tensors:
         if not v.whole or v.uniform or t.numel() == 1:
             continue
         if axis is None:
-            call.fail_split(of, f"it meets {v.name}, which is whole")
+            call.fail_split(of, f"it is combined with {v.name}, which is Replicate")
         at = axis - ndim + t.dim()
         if at >= 0 and t.size(at) != 1:
             call.fail(
-                f"{of.name} is {place}, of shape {list(first.shape)} here, but {v.name} is whole, "
-                f"of shape {list(t.shape)}: its axis {at} would be used alike on every rank; "
-                "gather the first with all_gather or split the second with scatter (what is made "
-                "from this rank's sizes, such as positions, has to begin at this rank's place)"
+                f"{of.name} is {place}, of local shape {list(first.shape)}, but {v.name} is "
+                f"Replicate, of shape {list(t.shape)}, and its axis {at} would be the same on "
+                "every rank; gather the first with all_gather or split the second with scatter (a "
+                "tensor made from local sizes, such as positions, must begin at this rank's place)"
             )
     return place.at(axis)
 
@@ -54,14 +54,14 @@ def _partial(call: Call) -> Place:
     value = partial[0]
     sharded = next((v for v in others if v.split), None)
     if sharded is not None:
-        call.fail_partial(value, f"it meets {sharded.name}, which is {sharded.place}")
+        call.fail_partial(value, f"it is combined with {sharded.name}, which is {sharded.place}")
     if name in names.SUMS:
         numbers = [
             x for x in (*call.args[:2], call.kwargs.get("other")) if isinstance(x, (int, float))
         ]
         if others or any(n != 0 for n in numbers):
             other = others[0].name if others else str(numbers[0])
-            call.fail_partial(value, f"{other}, which is whole, would count P times, once a rank")
+            call.fail_partial(value, f"{other}, which is Replicate, would count P times")
         return PARTIAL
     if name in names.PRODUCTS and len(partial) == 1:
         return PARTIAL
@@ -80,7 +80,7 @@ def _partial(call: Call) -> Place:
             return PARTIAL
     elif name in names.DROPOUTS - {"alpha_dropout", "feature_alpha_dropout", "rrelu"}:
         return PARTIAL
-    call.fail_partial(value, "this isn't linear: of the sum it isn't the sum")
+    call.fail_partial(value, "this isn't linear")
 
 
 def same(call: Call) -> Place:

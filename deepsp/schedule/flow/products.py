@@ -21,7 +21,7 @@ def contract(call: Call, operands: list[Operand], output: list) -> Place:
         if sharded or len(partial) > 1:
             other = (sharded or partial[1:])[0]
             call.fail_partial(
-                value, f"{other[0]} isn't whole, and the sum of products isn't the product of sums"
+                value, f"{other[0]} isn't Replicate, and a product of sums isn't a sum of products"
             )
         return PARTIAL
     if not sharded:
@@ -39,7 +39,7 @@ def contract(call: Call, operands: list[Operand], output: list) -> Place:
         unknown = [o for o in sharded if places[o[0]].axis is None]
     if unknown:
         if len(sharded) > 1:
-            call.fail_split(call.value(unknown[0][1]), "it is multiplied with what is sharded, too")
+            call.fail_split(call.value(unknown[0][1]), "it is multiplied by another sharded tensor")
         return places[unknown[0][0]]
     labels = {role: label[places[role].axis] for role, _, label in sharded}
     if len(set(labels.values())) > 1:
@@ -56,8 +56,8 @@ def contract(call: Call, operands: list[Operand], output: list) -> Place:
                 _one_is_whole(call, role, tensor, of.index(label), sharded[0], place, label, output)
         elif not _alike(places[role], place):
             call.fail(
-                f"{role} is {value.place}, of {list(value.place.parts)} here, {first_role} "
-                f"{place}, of {list(place.parts)}: their parts don't fit each other"
+                f"expected {role} to have the parts of {first_role} ({place}, "
+                f"{list(place.parts)}), got {value.place}, {list(value.place.parts)}"
             )
     if label in output:
         return place.at(output.index(label))
@@ -79,8 +79,8 @@ def _conflict(call: Call, sharded, places, labels, output):
     else:
         text = "each rank would have but a tile of the product, its rows and its columns"
     call.fail(
-        f"{a} ({call.value(x).name}) is {places[a]}, {b} ({call.value(y).name}) is {places[b]}: "
-        f"{text}; sync {a} with mode='fwd_pre' and all_gather"
+        f"{a} ({call.value(x).name}) is {places[a]}, but {b} ({call.value(y).name}) is "
+        f"{places[b]}: {text}; sync {a} with mode='fwd_pre' and all_gather"
     )
 
 
@@ -97,8 +97,8 @@ def _one_is_whole(call: Call, role, tensor, axis, first, place, label, output):
     else:
         fix = f"{role} has to be sharded along axis {axis} (scatter), or {other} isn't"
     call.fail(
-        f"{other} ({call.value(x).name}) is {place}, but {role} ({value.name}) is whole, of length "
-        f"{tensor.size(axis)} along axis {axis}: {fix}"
+        f"{other} ({call.value(x).name}) is {place}, but {role} ({value.name}) is Replicate, of "
+        f"length {tensor.size(axis)} along axis {axis}: {fix}"
     )
 
 
@@ -111,24 +111,24 @@ def add_bias(call: Call, place: Place, bias: Tensor | None, axis: int) -> Place:
         if value.partial:
             return place
         call.fail(
-            f"the bias ({value.name}) is added to what is partial, on every rank: it would count P "
+            f"the bias ({value.name}) is added to a Partial tensor on every rank and would count P "
             "times; add it after the reduction (a sharded layer's own, or bias=None)"
         )
     if value.partial:
-        call.fail_partial(value, "it is added to what isn't partial")
+        call.fail_partial(value, "it is added to a tensor that isn't Partial")
     if isinstance(place, Split) and place.axis == axis:
         if bias.dim() == 0 or bias.size(-1) == 1 or value.uniform:
             return place
         if not value.split or not _alike(value.place, place):
             call.fail(
-                f"the output is {place}, but the bias ({value.name}) is {value.place}: shard it "
-                "along with the weight"
+                f"expected the bias ({value.name}) to be sharded like the output ({place}), got "
+                f"{value.place}; shard it with the weight"
             )
         return place
     if value.split:
         call.fail(
-            f"the bias ({value.name}) is {value.place}, but the output is {place}: shard it along "
-            "with the weight"
+            f"expected the bias ({value.name}) to be sharded like the output ({place}), got "
+            f"{value.place}; shard it with the weight"
         )
     return place
 
@@ -190,7 +190,7 @@ def einsum(call: Call) -> Place:
     if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)):
         tensors = list(tensors[0])
     if not isinstance(equation, str):
-        call.fail("its equation is given in numbers; letters can be followed")
+        call.fail("expected its equation in letters, got the form with lists of numbers")
     equation = equation.replace(" ", "")
     left, arrow, right = equation.partition("->")
     terms = left.split(",")
@@ -234,7 +234,7 @@ def convolution(call: Call) -> Place:
         call.fail_split(value, "a convolution reads across the sharded axis")
     groups = call.arg(6, "groups", 1)
     if groups != 1 and any(v.split and v.place.axis != 0 for _, v in call.tensors):
-        call.fail("a convolution in groups of channels that are sharded isn't followed")
+        call.fail("a grouped convolution of sharded channels can't be followed")
     kernel = [("kernel", n) for n in range(weight.dim() - 2)]
     place = contract(
         call,
@@ -255,13 +255,13 @@ def embedding(call: Call) -> Place:
         return value.place
     if of.place.axis != 1:
         call.fail(
-            f"the weight ({of.name}) is {of.place}, its vocabulary: the indices of other ranks' "
-            "rows aren't there; shard an nn.Embedding through the schedule, which masks them"
+            f"the weight ({of.name}) is {of.place}, by its vocabulary, and lacks the rows of other "
+            "ranks; shard an nn.Embedding through the schedule, which masks their indices"
         )
     if value.split:
         call.fail(
-            f"the weight ({of.name}) is {of.place}, the indices are {value.place}: gather one with "
-            "all_gather"
+            f"the weight ({of.name}) is {of.place}, and the indices are {value.place}; gather one "
+            "with all_gather"
         )
     return of.place.at(index.dim())
 
@@ -273,41 +273,43 @@ def attention(call: Call) -> Place:
     for role, x in [*named, *([("attn_mask", mask)] if mask is not None else [])]:
         value = call.value(x)
         if value.partial:
-            call.fail_partial(value, f"{role} is partial")
+            call.fail_partial(value, f"{role} is Partial")
     sharded = [(role, x, call.place(x)) for role, x in named if call.value(x).split]
     if not sharded:
         if mask is not None and call.value(mask).split:
-            call.fail_split(call.value(mask), "attn_mask is sharded, query isn't")
+            call.fail_split(call.value(mask), "attn_mask is sharded, but query isn't")
         return WHOLE
     role, x, place = sharded[0]
     for of, y, at in sharded:
         if at.axis is None:
-            call.fail_split(call.value(y), f"{of} is sharded, and its heads can't be told")
+            call.fail_split(call.value(y), f"{of} is sharded along an unknown axis")
         if at.axis == y.dim() - 2:
             call.fail(
-                f"{of} is {at}, its sequence: attention would see this rank's tokens only; "
+                f"{of} is {at}, by its sequence, and attention would see this rank's tokens only; "
                 "use parallelize_attention (deepsp.DistributedAttention), or gather the tokens "
                 "with all_gather before the projections"
             )
         if at.axis == y.dim() - 1:
             call.fail_split(call.value(y), f"{of} is sharded inside of its heads")
         if at.axis != place.axis or len(at.parts) != len(place.parts):
-            call.fail(f"{role} is {place}, {of} is {at}: they have to be sharded alike")
+            call.fail(f"expected {of} to be sharded like {role} ({place}), got {at}")
     for of, y in named:
         if not call.value(y).split and y.size(place.axis) != 1:
             call.fail(
-                f"{role} is {place}, {of} ({call.value(y).name}) is whole: its heads aren't those "
-                f"of this rank; shard it alike, or gather {role} with all_gather"
+                f"expected {of} ({call.value(y).name}) to be sharded like {role} ({place}), got "
+                f"Replicate, with all heads; shard it, or gather {role} with all_gather"
             )
     if mask is not None:
         axis = place.axis - q.dim() + mask.dim()
         value = call.value(mask)
         if value.split:
             if value.place.axis != axis:
-                call.fail(f"{role} is {place}, attn_mask is {value.place}")
+                call.fail(
+                    f"expected attn_mask to be sharded like {role} ({place}), got {value.place}"
+                )
         elif axis >= 0 and mask.size(axis) != 1 and not value.uniform:
             call.fail(
-                f"{role} is {place}, attn_mask ({value.name}) is whole, of length "
-                f"{mask.size(axis)} there: split it with scatter"
+                f"expected attn_mask ({value.name}) to be sharded like {role} ({place}), got "
+                f"Replicate, of length {mask.size(axis)} along that axis; split it with scatter"
             )
     return place

@@ -30,7 +30,7 @@ def reduction(position: int = 1, default=None, linear: bool = False, keep: int =
             dim = default
         if place is PARTIAL:
             if not linear:
-                call.fail_partial(value, "this isn't linear: of the sum it isn't the sum")
+                call.fail_partial(value, "this isn't linear")
             return place
         if not isinstance(place, Split):
             return place
@@ -57,9 +57,9 @@ def along(position: int, default=None, name: str = "dim", linear: bool = False):
         value = call.value(x)
         place = value.place
         if place is PARTIAL and not linear:
-            call.fail_partial(value, "this isn't linear: of the sum it isn't the sum")
+            call.fail_partial(value, "this isn't linear")
         if any(v is not value and not v.whole for _, v in call.tensors):
-            call.fail("another of its arguments isn't whole: gather it with all_gather")
+            call.fail("expected its other arguments to be Replicate; gather them with all_gather")
         if not isinstance(place, Split):
             return place
         dims = _dims(x, call.arg(position, name, default))
@@ -78,15 +78,15 @@ def last(count: Callable[[Call], int], linear: bool = False):
         value = call.value(x)
         place = value.place
         if place is PARTIAL and not linear:
-            call.fail_partial(value, "this isn't linear: of the sum it isn't the sum")
+            call.fail_partial(value, "this isn't linear")
         for t, v in call.tensors:
             if t is not x and not v.whole:
                 call.fail(
-                    f"{v.name} is {v.place}, which this function can't take: a norm over a sharded "
-                    "axis is sharded through the schedule, whose statistics are the group's"
+                    f"{v.name} is {v.place}, which this function can't take; shard the norm "
+                    "through the schedule, which takes its statistics over the group"
                 )
         if isinstance(place, Split) and (place.axis is None or place.axis >= x.dim() - count(call)):
-            call.fail_split(value, "it works along the sharded axis: statistics of a part")
+            call.fail_split(value, "it takes statistics along the sharded axis")
         return place
 
     return rule
@@ -106,7 +106,7 @@ def batch_norm(call: Call) -> Place:
     if value.split and (bad or value.place.axis == 1 or value.place.axis is None):
         call.fail_split(value, "its channels are sharded")
     if bad:
-        call.fail(f"{bad[0].name} is {bad[0].place}: gather it with all_gather")
+        call.fail(f"expected {bad[0].name} to be Replicate, got {bad[0].place}; use all_gather")
     training = call.arg(5, "training", call.kwargs.get("use_input_stats", False))
     if value.split and (training or (call.name == "instance_norm" and value.place.axis != 0)):
         call.fail_split(value, "its statistics would be those of this rank's part")
@@ -121,5 +121,5 @@ def group_norm(call: Call) -> Place:
     if value.split and value.place.axis != 0:
         call.fail_split(value, "its statistics would be those of this rank's part")
     if any(v is not value and not v.whole for _, v in call.tensors):
-        call.fail("its weight or bias is sharded: gather it with all_gather")
+        call.fail("expected its weight and bias to be Replicate; gather them with all_gather")
     return value.place

@@ -95,9 +95,9 @@ def reshape(call: Call, out: Tensor) -> Place:
             and x.shape != out.shape
         ):
             call.fail(
-                f"the size given as -1 ({out.size(free)} here) is an inner one of what is {place}; "
-                "it is the outer one, such as the number of heads, that the ranks share: divide "
-                "that (the module's attribute) as the weight is sharded"
+                f"the size given as -1 ({out.size(free)} here) is an inner one of a tensor that is "
+                f"{place}, but its outer one, such as the number of heads, is sharded; divide that "
+                "(the module's attribute) as the weight is sharded"
             )
     return result
 

@@ -18,8 +18,8 @@ class Split:
 
     axis: counted from the front; None: it can't be told.
     parts: this rank's tensor along the axis is one part after another, each of which is a part of
-        a whole one: lengths. One part: the ranks' tensors one after another are the whole. Several:
-        fused projections, or tokens merged with the batch in front of them.
+        a full one: lengths. One part: the ranks' tensors one after another are the full tensor.
+        Several: fused projections, or tokens merged with the batch in front of them.
     origin: who split it.
     """
 
@@ -32,9 +32,9 @@ class Split:
 
     def __str__(self) -> str:
         if self.axis is None:
-            return "sharded along an axis that can't be told"
+            return "Shard(unknown axis)"
         parts = f" in {len(self.parts)} parts" if len(self.parts) > 1 else ""
-        return f"sharded along axis {self.axis}{parts}"
+        return f"Shard({self.axis}){parts}"
 
 
 Place = Whole | Partial | Split
@@ -64,12 +64,12 @@ class Value:
     """One tensor at one time: writing to a tensor in place gives it another.
 
     carries: a gradient goes through it.
-    uniform: the same number everywhere, as ``torch.zeros`` makes it: it fits whole and sharded.
+    uniform: the same number everywhere, as ``torch.zeros`` makes it: it fits any placement.
     random: it follows from random numbers, which are others in the dry run than afterwards.
     noted: it will be compared across the ranks.
     name: for messages. since: the module that made it partial.
-    state: of its gradient, found walking backwards: "replicated" | "partial" for a whole tensor,
-        "own" for others, None: none arrives. why: the entry whose gradient that is.
+    state: of its gradient, found walking backwards: "replicated" | "partial" for a replicated
+        tensor, "own" for others, None: none arrives. why: the entry whose gradient that is.
     """
 
     place: Place
@@ -146,8 +146,8 @@ class Call:
     def fail_partial(self, value: Value, text: str) -> NoReturn:
         at = f" at {value.since}" if value.since else ""
         self.fail(
-            f"{text}; {value.name} is partial, a summand of the whole: sync it{at} with "
-            "mode='fwd_post' and all_reduce or reduce_scatter"
+            f"{text}; {value.name} is Partial: sync it{at} with mode='fwd_post' and all_reduce or "
+            "reduce_scatter"
         )
 
     def fail_split(self, value: Value, text: str) -> NoReturn:

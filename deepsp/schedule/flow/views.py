@@ -126,8 +126,8 @@ def _cut(call: Call, x: Tensor, begin: int, length: int, dim: int) -> Place:
         known = f" of {', '.join(map(str, place.parts))} here" if len(place.parts) > 1 else ""
         call.fail_split(
             value,
-            f"[{begin}:{begin + length}] is taken along axis {dim}, along which each rank has only "
-            f"its part{known} (a weight of several projections: shard it with parts=)",
+            f"[{begin}:{begin + length}] is taken along axis {dim}, along which each rank has its "
+            f"local part only{known} (for a weight of several projections, pass parts= to shard)",
         )
     return Split(dim, tuple(parts), place.origin)
 
@@ -197,9 +197,9 @@ def getitem(call: Call, out: Tensor) -> Place:
             return place
         return _by_sharded(call, x, indices_of(x, index))
     if sharded and any(v.place.axis is None for v in sharded):
-        call.fail_split(sharded[0], "it is an index of what is sharded")
+        call.fail_split(sharded[0], "it is an index of a sharded tensor")
     if sharded:
-        call.fail("both a tensor and its index are sharded: gather one with all_gather")
+        call.fail("both a tensor and its index are sharded; gather one with all_gather")
     if place.axis is None:
         if all(full(i, 0) for i in indices_of(x, index)):
             return place
@@ -240,11 +240,11 @@ def _of_sharded(call: Call, x: Tensor, place: Split, index: list) -> Place:
                 new += 1 if _mask(i) else i.dim()
             elif isinstance(i, list):
                 new += 1
-    call.fail("what is indexed has fewer dimensions than its placement says")
+    call.fail("the indexed tensor has fewer dimensions than its placement says")
 
 
 def _by_sharded(call: Call, x: Tensor, index: list) -> Place:
-    """A whole tensor, looked up by each rank's part of the indices."""
+    """A replicated tensor, looked up by each rank's part of the indices."""
     tensors = [i for i in index if isinstance(i, Tensor)]
     if len(tensors) != 1 or _mask(tensors[0]) or any(isinstance(i, int) for i in index):
         call.fail_split(
@@ -267,7 +267,7 @@ def cat(call: Call) -> Place:
     if partial:
         other = [v for v in values if not v.partial]
         if other:
-            call.fail_partial(partial[0], f"it is put together with {other[0].name}, which isn't")
+            call.fail_partial(partial[0], f"it is joined with {other[0].name}, which isn't Partial")
         return partial[0].place
     sharded = [v for v in values if v.split]
     if not sharded:
@@ -275,11 +275,11 @@ def cat(call: Call) -> Place:
     place = sharded[0].place
     for v in values:
         if v.split and v.place.axis != place.axis:
-            call.fail_split(v, f"it is put together with what is {place}")
+            call.fail_split(v, f"it is joined with a tensor that is {place}")
         if v.whole and not v.uniform:
             call.fail(
-                f"{v.name}, which is whole, is put together with {sharded[0].name}, which is "
-                f"{place}: gather that with all_gather, or split the other with scatter"
+                f"{v.name}, which is Replicate, is joined with {sharded[0].name}, which is "
+                f"{place}; gather that with all_gather, or split the other with scatter"
             )
     if place.axis is None:
         return place
@@ -287,7 +287,7 @@ def cat(call: Call) -> Place:
         return place.at(place.axis + (dim <= place.axis))
     if dim == place.axis and len(tensors) > 1:
         if any(v.whole for v in values):
-            call.fail_split(sharded[0], f"something whole is put at it along axis {dim}")
+            call.fail_split(sharded[0], f"a Replicate tensor is joined to it along axis {dim}")
         parts = tuple(p for v in values if v.split for p in v.place.parts)
         return Split(dim, parts, place.origin)
     return place

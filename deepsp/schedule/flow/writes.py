@@ -17,7 +17,7 @@ def overwrite(flow, call: Call, outputs) -> None:
         if held.leaf is not None and id(held.leaf) in flow.names:
             flow.fail(
                 call.name,
-                f"{held.name} is {held.place}, what is written into it {value.place}",
+                f"expected what is written into {held.name} to be {held.place}, got {value.place}",
             )
 
 
@@ -37,8 +37,8 @@ def pass_to_aliases(flow, call: Call, outputs) -> None:
             if type(held.place) is not type(value.place) and not held.uniform:
                 flow.fail(
                     call.name,
-                    f"{value.name} is {value.place} and shares memory with {held.name}, which "
-                    f"is {held.place}: use the function that isn't in place",
+                    f"{value.name} is {value.place} and shares memory with {held.name}, which is "
+                    f"{held.place}; use the function that isn't in place",
                 )
             place = held.place
             if type(place) is not type(value.place):

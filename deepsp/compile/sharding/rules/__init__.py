@@ -28,7 +28,7 @@ from deepsp.compile.sharding.messages import CannotShard
 from deepsp.compile.sharding.nodes import has_tensor
 from deepsp.compile.sharding.tokens import Size, Tokens, same
 
-SHIFTED = "tokens meet that are not the same ones, as when a sequence is shifted"
+SHIFTED = "it combines tokens of different positions, as when a sequence is shifted"
 _RULES: dict[Any, Callable] = {}
 _REASONS: dict[Any, str] = {}
 _FAMILIES = (
@@ -40,7 +40,12 @@ _FAMILIES = (
 def rule(*ops) -> Callable:
     """Registers a rule for ops: ``@deepsp.compile.rule(torch.ops.mine.op.default)``.
 
-    The function takes a :class:`Call` and returns where the tokens are in the result.
+    Args:
+        ops: overloads. The decorated function takes a :class:`Call` and returns where the tokens
+            are in the result.
+
+    Returns:
+        The decorator.
 
     Raises:
         ValueError: an op isn't an ``OpOverload``, such as ``torch.ops.aten.relu.default``.
@@ -48,7 +53,7 @@ def rule(*ops) -> Callable:
     for op in ops:
         if not isinstance(op, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
             raise ValueError(
-                f"rule for {op!r}: an overload, such as torch.ops.aten.relu.default, is right"
+                f"expected op to be an overload, such as torch.ops.aten.relu.default, got {op!r}"
             )
 
     def register(function: Callable) -> Callable:
@@ -153,12 +158,12 @@ class Call:
         return self.graph.values[node].tokens if isinstance(node, fx.Node) else None
 
     def shape(self, node: fx.Node) -> list[Size]:
-        """The whole shape of an operand."""
+        """The full shape of an operand."""
         return self.graph.shape_of(node)
 
     @property
     def out(self) -> list[Size]:
-        """The whole shape of the result, if it is one tensor."""
+        """The full shape of the result, if it is one tensor."""
         return self.graph.shape_of(self.node)
 
     def refuse(self, reason: str):
@@ -177,7 +182,7 @@ class Call:
         """Refuses tokens in any other operand."""
         for node in self.operands:
             if node not in nodes and self.tokens(node) is not None:
-                self.refuse(f"{node.name} has tokens, which this argument mustn't have")
+                self.refuse(f"{node.name}, an argument that must be replicated, is sharded")
 
     def given(self, node: fx.Node):
         """The new node for an operand, as it was wanted."""
@@ -214,7 +219,7 @@ class Call:
         """The only tokens among the operands; refuses several that aren't the same."""
         found = {t.plain: t for t in map(self.tokens, self.operands) if t is not None}
         if len(found) != 1:
-            self.refuse("its operands have their tokens in different places")
+            self.refuse("its operands are sharded along different dimensions or sequences")
         return next(iter(found.values()))
 
 
@@ -243,14 +248,17 @@ def broadcast(call: Call, nodes, out: list[Size]) -> Tokens:
         if dim < 0 or (isinstance(shape[dim], int) and shape[dim] == 1):
             take(node, None)
         elif not same(shape[dim], tokens.whole):
-            call.refuse(f"{node.name} has {shape[dim]} where {tokens.whole} tokens are")
+            call.refuse(
+                f"expected {node.name} to have {tokens.whole} tokens in dimension {dim}, got "
+                f"{shape[dim]}"
+            )
         else:
             take(node, tokens.at(dim))
     return tokens
 
 
 def agree(graph, node: fx.Node, target, args, kwargs, new: fx.Node) -> fx.Node:
-    """A random value that every rank holds whole must be the same on each: rank 0's."""
+    """A random value that every rank holds in full must be the same on each: rank 0's."""
     aten = torch.ops.aten
     attends = target is aten.scaled_dot_product_attention.default
     if attends and (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)) == 0:
@@ -263,6 +271,6 @@ def agree(graph, node: fx.Node, target, args, kwargs, new: fx.Node) -> fx.Node:
         drawn = graph.call(aten.dropout.default, graph.call(aten.detach.default, ones), *args[1:])
     value = graph.env[drawn]
     if not isinstance(value, torch.Tensor) or value.requires_grad:
-        raise CannotShard("it is random, and every rank would have other numbers", node)
+        raise CannotShard("it is random, and every rank would draw different numbers", node)
     drawn = graph.all_reduce(graph.call(aten.mul.Scalar, drawn, int(graph.rank == 0)))
     return graph.call(aten.mul.Tensor, args[0], drawn) if dropout else drawn

@@ -13,6 +13,8 @@ from deepsp.compile.sharding.tokens import Tokens, same
 
 aten, ours = torch.ops.aten, torch.ops.deepsp
 
+_CAUSAL = "is_causal is ambiguous for a query and a key of different lengths; pass attn_mask"
+
 
 @rule(aten.scaled_dot_product_attention.default)
 def attention(call: Call) -> Tokens:
@@ -21,29 +23,31 @@ def attention(call: Call) -> Tokens:
     of_q, of_k, of_v = (t and t.plain for t in map(call.tokens, (q, k, v)))
     call.graph.attended |= {k, v}
     if of_k != of_v and call.graph.values[k].whole is None:
-        call.refuse("key and value have their tokens in different places")
+        call.refuse("key and value are sharded along different dimensions or sequences")
     if of_q is not None and of_q.dim < ndim - 2:
         return _batched(call, q, k, v)
     for tokens, x in ((of_q, q), (of_k, k)):
         if tokens is not None and (tokens.dim != len(call.shape(x)) - 2 or not tokens.alone):
             call.refuse(
-                f"{x.name} has its tokens in dimension {tokens.dim}, merged or misplaced; "
-                f"[batch, heads, tokens, head_dim] is right"
+                f"expected {x.name} of shape [batch, heads, tokens, head_dim], got its tokens in "
+                f"dimension {tokens.dim}, alone or merged with another"
             )
     if of_q is None:
         return _of_whole(call, q, k, v, of_k)
     if of_k is None:
         return _to_whole(call, q, k, v)
     if ndim not in (3, 4):
-        call.refuse(f"the query has {ndim} dimensions; [batch, heads, tokens, head_dim] is right")
+        call.refuse(
+            f"expected the query to have 4 dimensions [batch, heads, tokens, head_dim], got {ndim}"
+        )
     mask = call["attn_mask"]
     if mask is not None and call.graph.values[mask].whole is None:
         call.refuse(
-            f"its mask, {mask.name}, is made of tokens that each rank has some of; a mask must be "
-            "made of inputs that every rank has whole"
+            f"expected its mask, {mask.name}, to be computed from replicated inputs, got one "
+            "computed from sharded tokens"
         )
     if of_q.sequence != of_k.sequence and call["is_causal"]:
-        call.refuse("is_causal with a query and a key of different lengths has no one meaning")
+        call.refuse(_CAUSAL)
     pair = _distributed if of_q.sequence == of_k.sequence else _cross
     call.lower = lambda: pair(call, q, k, v, mask, of_q, of_k)
     call.said = "distributed attention"
@@ -60,7 +64,7 @@ def _batched(call: Call, q, k, v) -> Tokens:
 def _to_whole(call: Call, q, k, v) -> Tokens:
     """Each token looks at what every rank has: no exchange."""
     if call["is_causal"]:
-        call.refuse("is_causal with a query and a key of different lengths has no one meaning")
+        call.refuse(_CAUSAL)
     call.want(k, None)
     call.want(v, None)
     mask, tokens = call["attn_mask"], call.tokens(q)
@@ -73,12 +77,12 @@ def _to_whole(call: Call, q, k, v) -> Tokens:
 
 
 def _of_whole(call: Call, q, k, v, tokens: Tokens) -> None:
-    """A query that every rank has whole, as one token or latents are, looks at all ranks' tokens:
+    """A query that every rank has in full, as one token or latents are, looks at all ranks' tokens:
     each rank's products with its own, of which the ranks' sums are added."""
     if call["is_causal"]:
-        call.refuse("is_causal with a query and a key of different lengths has no one meaning")
+        call.refuse(_CAUSAL)
     if call["dropout_p"]:
-        call.refuse("it drops weights of a query that every rank has whole, each others")
+        call.refuse("its query is replicated, and every rank would drop different weights")
     graph, mask, scale = call.graph, call["attn_mask"], call["scale"]
 
     def heads(x):
@@ -111,7 +115,7 @@ def _of_whole(call: Call, q, k, v, tokens: Tokens) -> None:
         weights = graph.call(aten.to.dtype, weights, dtype)
         return graph.all_reduce(graph.call(aten.matmul.default, weights, heads(v)))
 
-    call.lower, call.said = lower, "over all ranks' tokens"
+    call.lower, call.said = lower, "over the tokens of all ranks"
     return None
 
 
@@ -175,7 +179,7 @@ def _distributed(call: Call, q, k, v, mask, of_q: Tokens, of_k: Tokens) -> fx.No
         k, v, gqa = k1, v1, True
     if same(call.shape(k)[-3], 1) and same(call.shape(v)[-3], 1):
         gqa = True  # one head for all, as broadcasting has it
-    # Softmax over a whole sequence of which a rank has some heads: each of them as if alone.
+    # Softmax over a full sequence of which a rank has some heads: each of them as if alone.
     out = graph.call(
         ours.distributed_attention.default,
         *(_by_tokens(call, x, of_q) for x in (q, k, v)),
@@ -199,8 +203,8 @@ def _cross(call: Call, q, k, v, mask, of_q: Tokens, of_k: Tokens) -> fx.Node:
     heads, kv_heads = call.shape(q)[-3], call.shape(k)[-3]
     if not isinstance(heads, int) or not same(heads, kv_heads):
         call.refuse(
-            "query and key are of different sequences and have different numbers of heads; repeat "
-            "the key's and value's"
+            "query and key belong to different sequences and have different numbers of heads; "
+            "repeat the heads of key and value"
         )
     q_all = graph.call(
         ours.seq_to_heads.default, [_by_tokens(call, q, of_q)], graph.lens(of_q), *where

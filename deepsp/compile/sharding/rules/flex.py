@@ -1,5 +1,6 @@
 """FlexAttention: attention whose scores and mask are functions of positions. A rank has all tokens
-of some heads, so that positions stay those of the whole and only the heads' numbers change."""
+of some heads, so that positions stay those of the full sequence and only the heads' numbers change.
+"""
 
 from __future__ import annotations
 
@@ -26,22 +27,21 @@ def flex_attention(call: Call) -> list[Tokens] | None:
             call.want(node, None)
         return None
     if of_q is None:
-        call.refuse("the query is whole on every rank, but not the key")
+        call.refuse("the query is replicated, but the key is sharded")
     if of_k and of_v and of_k != of_v:
-        call.refuse("key and value have their tokens in different places")
+        call.refuse("key and value are sharded along different dimensions or sequences")
     of_kv = of_k or of_v
     for tokens, x in ((of_q, q), (of_kv, k)):
         if tokens and (tokens.dim != 2 or not tokens.alone):
             call.refuse(
-                f"{x.name} has its tokens in dimension {tokens.dim}, merged or misplaced; "
-                "[batch, heads, tokens, head_dim] is right"
+                f"expected {x.name} of shape [batch, heads, tokens, head_dim], got its tokens in "
+                f"dimension {tokens.dim}, alone or merged with another"
             )
     for node in _tensors((block_mask, scores_read, mask_reads)):
         if call.graph.values[node].whole is None:
             call.refuse(
-                f"its block_mask, or what its score_mod or mask_mod reads, is made of {node.name}, "
-                "of which each rank has its tokens only; it must be made of inputs that every rank "
-                "has whole"
+                "expected its block_mask and what its score_mod and mask_mod read to be computed "
+                f"from replicated inputs, got {node.name}, which is sharded"
             )
     call.lower = lambda: _distributed(call, of_q, of_kv)
     call.said = "distributed FlexAttention"
@@ -105,8 +105,8 @@ def _exchanged(call: Call, of_q: Tokens, of_kv: Tokens | None) -> list[fx.Node]:
             for r in ranks
         ):
             call.refuse(
-                "query and key are of different sequences, and a rank's query heads don't read "
-                "the key's heads that the same rank would get; repeat the key's and value's"
+                "query and key belong to different sequences, and a rank's query heads read other "
+                "kv heads than that rank would get; repeat the heads of key and value"
             )
         kv = to_heads((k, v), of_kv)
     else:
@@ -141,7 +141,7 @@ def _blocks(call: Call, x, heads: int, begin: int, end: int):
     if len(shape) < 3 or same(shape[1], 1):
         return whole
     if not same(shape[1], heads):
-        call.refuse(f"its block_mask is for {shape[1]} heads; 1 or {heads} is right")
+        call.refuse(f"expected its block_mask to be for 1 or {heads} heads, got {shape[1]}")
     return call.graph.call(aten.narrow.default, whole, 1, begin, end - begin)
 
 

@@ -1,8 +1,8 @@
 """``torch.autograd.Function``: its forward and its backward are graphs of their own, each sharded
 by the same rules as what stands around them.
 
-What a gradient is follows the pass's convention inside, too: of what every rank has whole, it is
-the whole gradient; of a part, the part's.
+What a gradient is follows the pass's convention inside, too: of a replicated tensor, it is
+the full gradient; of a part, the part's.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _given(graph: Parallelizer, node) -> Passed:
 def function(call: Call):
     graph, node = call.graph, call.node
     if node.kwargs.get("dirty_idx"):
-        call.refuse("a torch.autograd.Function that writes into its inputs can't be followed")
+        call.refuse("it is a torch.autograd.Function that writes into its inputs")
     forward, backward = (graph.env[graph.values[n].whole] for n in node.args[:2])
     inputs = [_given(graph, x) for x in node.args[2:]]
 
@@ -121,6 +121,6 @@ def function(call: Call):
         modules = [graph.module(x, f"{node.name}_{i}") for i, x in enumerate(bodies)]
         return graph.call(op, *modules, *(x.node for x in inputs), **node.kwargs)
 
-    call.lower, call.said = lower, "a function of one's own, sharded inside"
+    call.lower, call.said = lower, "an autograd.Function, sharded inside"
     places = [x.tokens for x in results]
     return places if several else places[0]

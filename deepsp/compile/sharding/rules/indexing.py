@@ -11,7 +11,7 @@ from deepsp.compile.sharding.tokens import Tokens
 
 aten, ours = torch.ops.aten, torch.ops.deepsp
 
-_AMONG = "along the sequence it depends on all tokens in front, or on all of them"
+_AMONG = "along the sequence it depends on all earlier tokens, or on all of them"
 refused("nonzero masked_select unique _unique2 searchsorted", _AMONG)
 
 
@@ -28,7 +28,7 @@ def embedding(call: Call) -> Tokens:
 @rule(aten.one_hot.default)
 def one_hot(call: Call) -> Tokens:
     if call["num_classes"] == -1:
-        call.refuse("num_classes is -1, the largest index of all tokens; pass the number")
+        call.refuse("num_classes is -1, which depends on all tokens; pass the number of classes")
     return call.one_of()
 
 
@@ -45,7 +45,7 @@ def softmax(call: Call) -> Tokens:
         result = logs if call.target is aten.log_softmax.int else graph.call(aten.exp.default, logs)
         return graph.call(aten.to.dtype, result, dtype)
 
-    call.lower, call.said = lower, "over all ranks' tokens"
+    call.lower, call.said = lower, "over the tokens of all ranks"
     return tokens
 
 
@@ -119,7 +119,7 @@ def index(call: Call) -> Tokens:
     chosen = [n for n in indices if isinstance(n, fx.Node)]
     at = [i for i, n in enumerate(indices) if isinstance(n, fx.Node)]
     if any(n.meta["val"].dtype in (torch.bool, torch.uint8) for n in chosen):
-        call.refuse("it takes as many tokens as a mask says, which other ranks don't know")
+        call.refuse("its number of tokens depends on a mask, which other ranks don't know")
     if at != list(range(at[0], at[-1] + 1)):
         call.refuse("its indices are not next to each other")
     ndim = max(len(call.shape(n)) for n in chosen)

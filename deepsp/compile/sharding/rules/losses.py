@@ -1,4 +1,4 @@
-"""Losses: the mean over all tokens of the whole sequence, the same number on every rank."""
+"""Losses: the mean over all tokens of the full sequence, the same number on every rank."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def cross_entropy(call: Call) -> Tokens | None:
     tokens = call.tokens(logits)
     if tokens is None:
         call.refuse(
-            "expected logits of tokens as the target has, got some that every rank has whole: a "
-            "pooled output has one target for each row, or tokens were selected by an index"
+            "expected logits that are sharded like the target, got replicated ones; a pooled "
+            "output has one target for each row, or tokens were selected by an index"
         )
     if tokens.dim == min(1, len(shape) - 1):
-        call.refuse("the tokens are where its classes are")
+        call.refuse("the tokens are in its class dimension")
     soft = target.meta["val"].is_floating_point()
     place = tokens if soft else tokens.at(tokens.dim - (tokens.dim > 1))
     call.want(target, place)
@@ -73,7 +73,7 @@ def elementwise(call: Call) -> Tokens | None:
     # Two tensors of one shape, and weights that are broadcast to it.
     out, other = (call.shape(n) for n in call.node.args[:2])
     if other != out:
-        call.refuse(f"its tensors have shapes {out} and {other}; expand them to one")
+        call.refuse(f"expected tensors of the same shape, got {out} and {other}; expand them")
     tokens = broadcast(call, call.operands, out)
     if call["reduction"] == _NONE:
         return tokens

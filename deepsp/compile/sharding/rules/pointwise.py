@@ -48,7 +48,9 @@ def feature_dropout(call: Call) -> Tokens:
     """[B, C, ...]: channels are dropped, each as a whole."""
     tokens = call.one_of()
     if tokens.dim > 1 and call["train"] and call["p"] > 0:
-        call.refuse("it drops channels for all tokens at once, and every rank would drop others")
+        call.refuse(
+            "it drops channels for all tokens at once, and every rank would drop different ones"
+        )
     return tokens
 
 
@@ -64,7 +66,7 @@ def expand(call: Call) -> Tokens:
         dim = place.dim - behind
         call.want(x, place.at(dim) if dim >= 0 and not same(call.shape(x)[dim], 1) else None)
     else:
-        call.refuse("it takes its shape from tokens")
+        call.refuse("it takes its shape from a sharded tensor")
 
     def lower():
         shape = call.graph.shape(place.part(out, call.graph.rank))

@@ -21,8 +21,8 @@ aten = torch.ops.aten
 _BORDERS = "a convolution along the sequence needs other ranks' tokens at the borders"
 refused("convolution conv_transpose1d conv_transpose2d conv_transpose3d _convolution", _BORDERS)
 refused("conv_tbc", _BORDERS)
-refused("lstm gru rnn_tanh rnn_relu lstm_cell", "a recurrence goes from token to token")
-refused("cov corrcoef cdist", "it sums over tokens, and there is no rule that makes it right")
+refused("lstm gru rnn_tanh rnn_relu lstm_cell", "its recurrence goes from token to token")
+refused("cov corrcoef cdist", "it sums over tokens, and there is no rule for that")
 
 
 @dataclass
@@ -61,7 +61,7 @@ def contract(call: Call, operands: list[tuple[fx.Node, list]], out: list) -> Tok
     if label in out:
         return tokens.at(out.index(label))
     call.lower = lambda: call.graph.all_reduce(call.same_op())
-    call.said = "summed over the ranks"
+    call.said = "Partial, all-reduced"
     return None
 
 
@@ -72,7 +72,7 @@ def _followed(call: Call, known: list[Operand], out: list) -> tuple:
         if x.label in out:
             return x.label, x.tokens
     summed = sharded[0]
-    # A square matrix that every rank has whole, as a mask: its rows are tokens, too.
+    # A square matrix that every rank has in full, as a mask: its rows are tokens, too.
     for x in known:
         for label, size in zip(x.labels, call.shape(x.node), strict=True):
             rows = label in out and summed.label in x.labels and label is not None
@@ -125,7 +125,7 @@ def addmm(call: Call) -> Tokens | None:
     left, right, out = _matmul_labels(len(call.shape(a)), len(call.shape(b)))
     tokens = contract(call, [(a, left), (b, right)], out)
     if tokens is None:
-        call.refuse("it sums over tokens and adds something; write the two apart")
+        call.refuse("it sums over tokens and adds a tensor; use two ops")
     shape = call.shape(bias)
     dim = tokens.dim - (len(call.out) - len(shape))
     call.want(bias, tokens.at(dim) if dim >= 0 and not same(shape[dim], 1) else None)
@@ -163,7 +163,7 @@ def bilinear(call: Call) -> Tokens:
     call.only(a, b)
     tokens = call.one_of()
     if tokens.dim == len(call.out) - 1:
-        call.refuse("it mixes the tokens, which are its features")
+        call.refuse("the tokens are in its feature dimension, which it mixes")
     for x in (a, b):
         call.want(x, tokens)
     return tokens
@@ -178,7 +178,7 @@ def convolution(call: Call) -> Tokens:
     if tokens.dim == 0:
         return tokens
     if tokens.dim == 1:
-        call.refuse("it mixes the tokens, which are its channels")
+        call.refuse("the tokens are in its channel dimension, which it mixes")
 
     def along(name):
         given = call[name]
@@ -193,7 +193,7 @@ def convolution(call: Call) -> Tokens:
     if size == 1:
         return tokens
     if graph.values[x].whole is None:
-        call.refuse("it makes patches of tokens that each rank has some of")
+        call.refuse("it makes patches of tokens that are sharded")
     patches = Tokens(tokens.dim, count, graph.sequence(count))
     call.want(x, replace(patches, inner=size))
     return patches

@@ -9,10 +9,10 @@ from deepsp.compile.sharding.tokens import Tokens, product
 
 aten = torch.ops.aten
 
-_ALL = "over the tokens it depends on all of them, and there is no rule that makes it right"
+_ALL = "over the tokens it depends on all of them, and there is no rule for that"
 refused(
     "batch_norm native_batch_norm cudnn_batch_norm _native_batch_norm_legit instance_norm",
-    "its statistics are taken over the tokens, and its running ones would differ between ranks",
+    "its statistics are taken over the tokens, and its running statistics would differ by rank",
 )
 
 
@@ -61,7 +61,7 @@ def total(call: Call) -> Tokens | None:
             result = graph.call(aten.div.Scalar, result, count)
         return result if wide == dtype else graph.call(aten.to.dtype, result, dtype)
 
-    call.lower, call.said = lower, "summed over the ranks"
+    call.lower, call.said = lower, "Partial, all-reduced"
     return None
 
 
@@ -82,7 +82,7 @@ def logical(call: Call) -> Tokens | None:
         result = graph.call(aten.gt.Scalar, graph.all_reduce(counted), 0)
         return graph.call(aten.logical_not.default, result) if every else result
 
-    call.lower, call.said = lower, "counted over the ranks"
+    call.lower, call.said = lower, "counted over all ranks"
     return None
 
 

@@ -39,7 +39,7 @@ def sort(call: Call) -> list[Tokens]:
     if call["dim"] % len(call.shape(x)) != tokens.dim:
         return [tokens, tokens]
     if len(call.shape(x)) != 1 or tokens.order is not None:
-        call.refuse("along the sequence it depends on all tokens; only a list of them is sorted")
+        call.refuse("along the sequence it depends on all tokens; only a 1-D list can be sorted")
     ordered = replace(tokens, order=call.node.name)
     call.graph.own[call.node, 1] = Own(ORDER, ordered)
     return [ordered, ordered]
@@ -49,9 +49,9 @@ def sort(call: Call) -> list[Tokens]:
 def count(call: Call) -> None:
     call.one_of()
     if call.target._opname == "bincount" and not call["minlength"]:
-        call.refuse("as many bins as the largest of all tokens' numbers; pass minlength")
+        call.refuse("its number of bins depends on the values of all tokens; pass minlength")
     call.graph.own[call.node] = Own(COUNTS)
-    call.said = "of this rank's tokens"
+    call.said = "local tokens"
     return None
 
 

@@ -73,13 +73,13 @@ def reshape(call: Call) -> Tokens:
     new = tokens.reshaped(call.shape(x), out)
     if new is None:
         call.refuse(
-            f"it turns shape {_text(call.shape(x))} into {_text(out)}, which cuts the sequence in "
-            "pieces that don't follow the ranks'"
+            f"it reshapes {_text(call.shape(x))} to {_text(out)}, which splits the sequence "
+            "differently from the ranks"
         )
 
     def lower():
         shape = call.graph.shape(new.part(out, call.graph.rank))
-        # A part's strides may be others than the whole's.
+        # A local tensor's strides may be others than the full one's.
         return call.graph.call(aten.reshape.default, call.given(x), shape)
 
     call.lower = lower
@@ -147,7 +147,7 @@ def squeeze(call: Call) -> Tokens:
 def window(call: Call, x, tokens: Tokens, begin, end):
     """This rank's tokens among those from ``begin`` to ``end``: where they are, and the nodes."""
     if not tokens.alone:
-        call.refuse("it takes some tokens of a sequence that was merged with another dimension")
+        call.refuse("it selects tokens of a sequence that was merged with another dimension")
     new = Tokens(tokens.dim, size_of(end - begin), tokens.sequence.window(begin, end))
     rank, graph = call.graph.rank, call.graph
 
@@ -171,9 +171,9 @@ def slice_(call: Call) -> Tokens:
         call.lower = lambda: call.graph.call(aten.alias.default, call.given(x))
         return tokens
     if call["step"] not in (None, 1):
-        call.refuse(f"it takes every {call['step']}th token; a step of 1 is right")
+        call.refuse(f"expected a step of 1 along the sequence, got {call['step']}")
     if call.graph.values[x].whole is not None:
-        call.refuse("it takes some tokens of what every rank has whole")
+        call.refuse("it selects tokens of a replicated tensor")
     begin = _index(call, call["start"] if call["start"] is not None else 0, shape[dim])
     if same(out[dim], 1):
         return _one_token(call, x, tokens, begin, keepdim=True)
@@ -204,7 +204,7 @@ def _one_token(call: Call, x, tokens: Tokens, begin, keepdim: bool) -> None:
         mine = graph.call(aten.sum.dim_IntList, cut(), [tokens.dim], keepdim, dtype=dtype)
         return graph.all_reduce(mine)
 
-    call.lower, call.said = lower, "one token, sent to all ranks"
+    call.lower, call.said = lower, "one token, broadcast to all ranks"
 
 
 @rule(aten.select.int)
@@ -241,15 +241,15 @@ def cat(call: Call) -> Tokens:
 
 
 def _longer(call: Call, nodes: list, dim: int) -> Tokens:
-    """Tokens that every rank has whole, in front of a sequence or behind it: the first rank's, and
+    """Replicated tokens, in front of a sequence or behind it: the first rank's, and
     the last one's."""
     fixed = [n for n in nodes if call.graph.values[n].whole is None]
     if len(fixed) != 1:
-        call.refuse("it puts one sequence behind another: a rank's tokens would be other ones")
+        call.refuse("it concatenates two sequences, which would change the tokens of each rank")
     (x,) = fixed
     tokens = call.tokens(x)
     if tokens.dim != dim or not same(tokens.outer, 1) or tokens.order is not None:
-        call.refuse("it puts something in front of tokens in another dimension, or behind them")
+        call.refuse("it concatenates tokens that are sharded along different dimensions")
     graph, at = call.graph, nodes.index(x)
     lens = [size_of(n * tokens.inner) for n in tokens.sequence.lens]
     for where, others in ((0, nodes[:at]), (-1, nodes[at + 1 :])):
@@ -309,7 +309,7 @@ def _repeats(call: Call, times) -> Size:
 def repeat_interleave(call: Call) -> Tokens:
     x, tokens = call.node.args[0], call.one_of()
     if call["dim"] is None:
-        call.refuse("it repeats each element of what it takes for one dimension; give it dim")
+        call.refuse("it repeats the elements of the flattened tensor; pass dim")
     if call["output_size"] is not None:
         args = call.graph.mapped((call["repeats"], call["dim"]), call.given)
         call.lower = lambda: call.graph.call(call.target, call.given(x), *args)
@@ -327,7 +327,7 @@ def pad(call: Call) -> Tokens:
     behind = len(call.shape(x)) - 1 - tokens.dim  # dimensions come last first
     mine = padding[2 * behind : 2 * behind + 2]
     if any(not isinstance(n, int) or n != 0 for n in mine):
-        call.refuse("it adds tokens to the sequence or takes some off")
+        call.refuse("it adds tokens to the sequence or removes some")
     return tokens
 
 
@@ -350,8 +350,8 @@ def written_into(call: Call) -> Tokens:
 
 @rule(*overloads("new_zeros new_ones new_full new_empty"))
 def like_nothing(call: Call) -> None:
-    """Only dtype and device are taken from tokens: every rank makes the whole."""
-    call.said = "made whole"
+    """Only dtype and device are taken from tokens: every rank makes the full tensor."""
+    call.said = "Replicate"
     return None
 
 
@@ -362,5 +362,5 @@ def triangle(call: Call) -> Tokens:
     dims = (call["dim1"], call["dim2"]) if diagonal else (-2, -1)
     dims = [d % ndim for d in dims]
     if tokens.dim in dims:
-        call.refuse("it takes each token's place in the sequence for an index")
+        call.refuse("its indices are positions of tokens in the sequence")
     return tokens.at(tokens.dim - diagonal * sum(d < tokens.dim for d in dims))
