@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from deepsp.schedule.plan import Plan, Steps, is_inside
-from deepsp.schedule.shards import ParameterShard
+from deepsp.weights.rows import ParameterShard
 from deepsp.schedule.sync import Sync
 
 
