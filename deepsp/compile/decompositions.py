@@ -1,4 +1,5 @@
-"""The ops as Inductor sees them: aten ops and ``_c10d_functional`` collectives.
+"""The ops as Inductor sees them: aten ops and ``_c10d_functional`` collectives, made in
+csrc/inductor.
 
 Inductor knows those collectives as asynchronous: it keeps the order start, compute, wait, never
 reuses a buffer that is on its way, and fuses the packing copy into what produces its input. Other
@@ -18,50 +19,35 @@ from pathlib import Path
 import torch
 import torch.compiler.config
 
+from deepsp import _C
 from deepsp._after_import import after_import, forget
-from deepsp.compile import along_dim, exchange, gather, overlap, projection, sums, tensor_parallel
+from deepsp.compile import overlap
 
 _TABLE = "torch._inductor.decomposition"
-
-
-_DECOMPOSITIONS = {
-    "heads_to_seq": exchange.heads_to_seq,
-    "seq_to_heads_start": exchange.seq_to_heads_start,
-    "seq_to_heads_wait": exchange.seq_to_heads_wait,
-    "heads_to_seq_start": exchange.heads_to_seq_start,
-    "heads_to_seq_wait": exchange.heads_to_seq_wait,
-    "project_to_heads_start": projection.project_to_heads_start,
-    "project_to_heads_backward": projection.project_to_heads_backward,
-    "heads_to_output_wait": projection.heads_to_output_wait,
-    "heads_to_output_weight_grad": projection.heads_to_output_weight_grad,
-    "gather_cast_coalesced_start": gather.gather_cast_coalesced_start,
-    "gather_cast_coalesced_wait": gather.gather_cast_coalesced_wait,
-    "reduce_scatter_cast_coalesced_start": gather.reduce_scatter_cast_coalesced_start,
-    "reduce_scatter_cast_coalesced_wait": gather.reduce_scatter_cast_coalesced_wait,
-    "all_gather_start": along_dim.all_gather_start,
-    "all_gather_wait": along_dim.all_gather_wait,
-    "reduce_scatter_start": along_dim.reduce_scatter_start,
-    "reduce_scatter_wait": along_dim.reduce_scatter_wait,
-    "scatter_start": along_dim.scatter_start,
-    "scatter_wait": along_dim.scatter_wait,
-    "all_gather_matmul": tensor_parallel.all_gather_matmul,
-    "all_gather_matmul_backward": tensor_parallel.all_gather_matmul_backward,
-    "matmul_reduce_scatter": tensor_parallel.matmul_reduce_scatter,
-    "matmul_reduce_scatter_backward": tensor_parallel.matmul_reduce_scatter_backward,
-    "all_reduce": sums.all_reduce,
-    "all_reduce_start": sums.all_reduce_start,
-    "all_reduce_wait": sums.all_reduce_wait,
-}
-
 
 # Compiled graphs are cached on disk under a key that knows the graph before decomposition, but not
 # what our decompositions made of it: this is what a later version's must not be taken for.
 _CACHE_TAG = (
     "deepsp-"
     + hashlib.sha256(
-        b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py")))
+        b"".join(
+            path.read_bytes()
+            for path in [Path(_C.__file__), *sorted(Path(__file__).parent.rglob("*.py"))]
+        )
     ).hexdigest()[:12]
 )
+
+
+def _decompositions() -> dict:
+    """From our ops to those that decompose them, which have the same names."""
+    namespace = "deepsp_inductor::"
+    names = [
+        name.removeprefix(namespace)
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith(namespace)
+    ]
+    ours, theirs = torch.ops.deepsp, torch.ops.deepsp_inductor
+    return {getattr(ours, name).default: getattr(theirs, name).default for name in names}
 
 
 def _fill() -> None:
@@ -70,9 +56,7 @@ def _fill() -> None:
         torch.compiler.config.cache_key_tag += ("debug-" if debug else "") + _CACHE_TAG
     if debug:
         return  # the C++ kernels compare, and what they send has arrived when they return
-    table = sys.modules[_TABLE].decompositions
-    for name, function in _DECOMPOSITIONS.items():
-        table[getattr(torch.ops.deepsp, name).default] = function
+    sys.modules[_TABLE].decompositions.update(_decompositions())
     _forget_copies()
 
 
@@ -100,6 +84,6 @@ def uninstall() -> None:
         tag = tag.replace(ours, "")
     torch.compiler.config.cache_key_tag = tag
     if _TABLE in sys.modules:
-        for name in _DECOMPOSITIONS:
-            sys.modules[_TABLE].decompositions.pop(getattr(torch.ops.deepsp, name).default, None)
+        for op in _decompositions():
+            sys.modules[_TABLE].decompositions.pop(op, None)
         _forget_copies()
