@@ -14,6 +14,7 @@
 #include "transport/pool.h"
 #include "layout/heads.h"
 #include "common/checks.h"
+#include "inductor/decomposition.h"
 
 #include <Python.h>
 #include <ATen/ops/arange.h>
@@ -482,6 +483,7 @@ TORCH_LIBRARY_IMPL(deepsp, CompositeExplicitAutograd, m) {
 
 // Loading this module is what registers the ops; it has nothing of its own.
 PyMODINIT_FUNC PyInit__C(void) {
+  deepsp::inductor::define_decompositions();
   static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr};
   return PyModule_Create(&module);
 }

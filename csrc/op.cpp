@@ -78,14 +78,13 @@ constexpr size_t kArguments = 2;
 }  // namespace
 
 Argument::operator Dtypes() const {
-  dtypes_.clear();
-  if (value_.isNone()) {
-    return dtypes_;
-  }
-  for (const c10::IValue& code : value_.toList().vec()) {  // boxed as integers
-    dtypes_.push_back(static_cast<at::ScalarType>(code.toInt()));
-  }
-  return dtypes_;
+  return list(dtypes_, [&] {
+    std::vector<at::ScalarType> dtypes;
+    for (const c10::IValue& code : value_.toList().vec()) {  // boxed as integers
+      dtypes.push_back(static_cast<at::ScalarType>(code.toInt()));
+    }
+    return dtypes;
+  });
 }
 
 struct Differentiated : Function<Differentiated> {

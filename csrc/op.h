@@ -95,7 +95,7 @@ class Op<Result(Args...)> {
 
 // ------------------------------------------------------------------- autograd
 
-// An argument that a call was given, as the formula's op wants it.
+// An argument that a call was given, as the op wants it that it is passed on to.
 class Argument {
  public:
   explicit Argument(c10::IValue value) : value_(std::move(value)) {}
@@ -105,22 +105,35 @@ class Argument {
   operator bool() const { return value_.toBool(); }
   operator c10::SymInt() const { return value_.toSymInt(); }
   operator std::string_view() const { return value_.toStringView(); }
+  operator at::Tensor() const { return value_.isNone() ? at::Tensor() : value_.toTensor(); }
   operator OptionalDtype() const { return value_.toOptional<at::ScalarType>(); }
   // Not const: a better match than optional's own constructor, by way of a double.
   operator std::optional<double>() { return value_.toOptional<double>(); }
-  // These last as long as the Argument does: to the end of the call that takes them.
+  // These last as long as the Argument does: a temporary's, to the end of the call that takes them.
   operator c10::SymIntArrayRef() const {
-    return symints_ = value_.isNone() ? SymInts() : value_.toSymIntVector();
+    return list(symints_, [&] { return value_.toSymIntVector(); });
   }
   operator at::IntArrayRef() const {
-    return ints_ = value_.isNone() ? std::vector<int64_t>() : value_.toIntVector();
+    return list(ints_, [&] { return value_.toIntVector(); });
+  }
+  operator at::TensorList() const {
+    return list(tensors_, [&] { return value_.toTensorVector(); });
   }
   operator Dtypes() const;
 
  private:
-  const c10::IValue value_;
+  template <class List, class Read>
+  const List& list(List& kept, const Read& read) const {
+    if (kept.empty() && !value_.isNone()) {
+      kept = read();
+    }
+    return kept;
+  }
+
+  c10::IValue value_;
   mutable SymInts symints_;
   mutable std::vector<int64_t> ints_;
+  mutable Tensors tensors_;
   mutable std::vector<at::ScalarType> dtypes_;
 };
 

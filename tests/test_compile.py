@@ -13,6 +13,7 @@ from torch.library import opcheck
 
 import deepsp
 from deepsp.compile.graphs import target_of
+from deepsp.compile.lowering import decompositions
 from deepsp.compile.lowering.overlap import keep_overlap
 
 op = torch.ops.deepsp
@@ -580,3 +581,19 @@ print("imported")
 def test_in_a_process_of_its_own(script, word):
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0 and word in done.stdout, done.stderr[-3000:]
+
+
+def test_inductor_knows_every_op_that_launches_or_waits():
+    """By its arguments' names: Inductor calls the decomposition in the op's place."""
+    table = decompositions._decompositions()
+    names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("deepsp::")]
+    halves = [
+        getattr(torch.ops.deepsp, name.removeprefix("deepsp::")).default
+        for name in names
+        if name.endswith(("_start", "_wait"))
+        and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU")
+    ]
+    assert len(halves) > 10 and set(halves) <= table.keys()
+    for op, decomposition in table.items():
+        assert str(op._schema).partition("(")[2] == str(decomposition._schema).partition("(")[2]
+        assert decomposition._can_decompose()

@@ -129,22 +129,4 @@ inline std::vector<int64_t> prefix_sums(const std::vector<int64_t>& counts) {
   return sums;
 }
 
-// Elements of each block that this rank gets from, or gives to, every rank: by
-// heads [S_p, B, X_rank], by tokens [S_rank, B, X_p].
-inline std::vector<int64_t> counts_by_heads(const Layout& layout, int64_t chunk) {
-  std::vector<int64_t> counts;
-  for (int64_t p = 0; p < layout.parts(); ++p) {
-    counts.push_back(layout.seq_lens[p] * layout.batch * layout.columns(layout.rank, chunk));
-  }
-  return counts;
-}
-
-inline std::vector<int64_t> counts_by_tokens(const Layout& layout, int64_t chunk) {
-  std::vector<int64_t> counts;
-  for (int64_t p = 0; p < layout.parts(); ++p) {
-    counts.push_back(layout.seq_lens[layout.rank] * layout.batch * layout.columns(p, chunk));
-  }
-  return counts;
-}
-
 }  // namespace deepsp

@@ -27,8 +27,8 @@ std::vector<Place> launch_to_heads(
     const Group* group,
     const at::Tensor& buffer) {
   const int64_t item = item_of(buffer);
-  const auto gives = counts_by_tokens(layout, chunk);
-  const auto gets = counts_by_heads(layout, chunk);
+  const auto gives = layout.counts_by_tokens(chunk);
+  const auto gets = layout.counts_by_heads(chunk);
   const auto got_at = prefix_sums(gets);
   const auto sent_at = prefix_sums(gives);
   char* const arrivals = data_of(buffer);

@@ -159,8 +159,8 @@ void launch_to_seq(
     return;
   }
 
-  const auto gives = counts_by_heads(layout, chunk);
-  const auto gets = counts_by_tokens(layout, chunk);
+  const auto gives = layout.counts_by_heads(chunk);
+  const auto gets = layout.counts_by_tokens(chunk);
   const auto given_at = prefix_sums(gives);
   at::Tensor sent;
   if (group != nullptr && inputs.size() == 1 && lies_by_tokens(inputs[0])) {

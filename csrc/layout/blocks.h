@@ -45,6 +45,23 @@ struct BlockLayout {
     return sum;
   }
 
+  // Elements of each block that this rank gets from, or gives to, every rank: by heads
+  // [S_p, B, X_rank], by tokens [S_rank, B, X_p].
+  std::vector<Int> counts_by_heads(int64_t chunk) const {
+    std::vector<Int> counts;
+    for (const Int& tokens : seq_lens) {
+      counts.push_back(tokens * batch * columns(rank, chunk));
+    }
+    return counts;
+  }
+  std::vector<Int> counts_by_tokens(int64_t chunk) const {
+    std::vector<Int> counts;
+    for (int64_t p = 0; p < parts(); ++p) {
+      counts.push_back(seq_lens[rank] * batch * columns(p, chunk));
+    }
+    return counts;
+  }
+
   // Elements that this rank receives (seq_to_heads) or sends (heads_to_seq).
   Int elements_by_heads(int64_t chunk) const {
     return token(parts()) * batch * columns(rank, chunk);

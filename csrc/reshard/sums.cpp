@@ -255,6 +255,10 @@ DEEPSP_KERNELS(m) {
   m.impl("sum_gradients_", sum_gradients_kernel);
 }
 
+TORCH_LIBRARY_IMPL(deepsp_inductor, CompositeImplicitAutograd, m) {
+  m.impl("all_reduce", all_reduce_kernel);
+}
+
 TORCH_LIBRARY_IMPL(deepsp, Functionalize, m) {
   cuts_alias(m, "all_reduce_wait");
 }

@@ -1,7 +1,7 @@
 // The kernels, the same for CPU and CUDA. Point to point, products are computed rank by rank: a
 // part that arrived while another travels, a part that is to leave before the next. Nothing is
-// packed or copied out: products read and write blocks as they travel. On other backends the
-// collective and the product follow one another.
+// packed or copied out: products read and write blocks as they travel. On other backends, and for
+// Inductor, the ops are made of collectives and products.
 
 #include "../common/checks.h"
 #include "../common/copies.h"
@@ -113,12 +113,16 @@ struct Rows {
   }
 };
 
-Rows rows_of(
+// None where products aren't computed part by part.
+std::optional<Rows> rows_in_parts(
     const Shard<c10::SymInt>& shard,
     const at::Tensor& like,
     int64_t rank,
     std::string_view group_name,
     const char* op) {
+  if (like.key_set().has(c10::DispatchKey::Python)) {
+    return std::nullopt;  // it is being traced
+  }
   const int64_t inner = shard.inner.guard_int(__FILE__, __LINE__);
   std::vector<int64_t> counts;
   for (const int64_t size : ints(shard.sizes)) {
@@ -131,11 +135,10 @@ Rows rows_of(
             "input ", like.scalar_type(), " with rows ", counts, " in ", shard.outer,
             " matrices of ", like.size(-1), " columns")};
       });
-  return {shard.outer.guard_int(__FILE__, __LINE__), std::move(counts), std::move(group)};
-}
-
-bool pipelined(const Rows& rows) {
-  return rows.group.point_to_point && rows.group.size > 1;
+  if (!group.point_to_point || group.size == 1) {
+    return std::nullopt;
+  }
+  return Rows{shard.outer.guard_int(__FILE__, __LINE__), std::move(counts), std::move(group)};
 }
 
 // out [outer, rows, M] = x [outer, rows, K] by weight [K, M].
@@ -230,7 +233,7 @@ class Leaving {
 };
 
 at::Tensor flat(const at::Tensor& x) {
-  return x.reshape({-1, x.size(-1)});
+  return x.flatten(0, -2);
 }
 
 // grad^T [M, rows] by x [rows, K], of all rows at once.
@@ -274,10 +277,11 @@ at::Tensor all_gather_matmul(
   if (input.is_meta()) {
     return at::empty_symint(expected.shape, input.options());
   }
-  const Rows rows = rows_of(expected.rows, input, rank, group_name, "all_gather_matmul");
-  if (!pipelined(rows)) {
+  const auto in_parts = rows_in_parts(expected.rows, input, rank, group_name, "all_gather_matmul");
+  if (!in_parts) {
     return at::linear(all_gather(input, dim, sizes, "partial", rank, group_name, {}), weight, bias);
   }
+  const Rows& rows = *in_parts;
   const at::Tensor product = empty_buffer(ints(expected.shape), input);
   const at::Tensor out = rows.full(product);
   const at::Tensor by = weight.t();
@@ -305,18 +309,32 @@ Tensors all_gather_matmul_backward(
   if (input.is_meta()) {
     return empty_gradients(input, weight, wanted);
   }
-  const Rows rows = rows_of(shard, input, rank, group_name, "all_gather_matmul_backward");
+  const auto in_parts = rows_in_parts(shard, input, rank, group_name, "all_gather_matmul_backward");
   Tensors results;
-  if (!pipelined(rows)) {
+  if (!in_parts) {
+    // What can be launched is, before products that don't need it.
+    at::Tensor arriving, product, leaving, of_weight;
+    if (wanted[1]) {
+      arriving = all_gather_start(input, dim, sizes, "partial", rank, group_name, {});
+    }
     if (wanted[0]) {
-      results.push_back(
-          reduce_scatter(at::matmul(grad, weight), dim, sizes, rank, group_name, reduce_dtype));
+      product = at::matmul(grad, weight);
+      leaving = reduce_scatter_start(product, dim, sizes, rank, group_name);
     }
     if (wanted[1]) {
-      results.push_back(
-          weight_grad(grad, all_gather(input, dim, sizes, "partial", rank, group_name, {})));
+      const SymInts shape = entire_shape(input.sym_sizes(), dim, sizes);
+      of_weight = weight_grad(
+          grad, all_gather_wait(arriving, dim, sizes, shape, "partial", rank, group_name)[0]);
+    }
+    if (wanted[0]) {
+      results.push_back(reduce_scatter_wait(
+          leaving, dim, sizes, product.sym_sizes(), rank, group_name, reduce_dtype));
+    }
+    if (wanted[1]) {
+      results.push_back(of_weight);
     }
   } else {
+    const Rows& rows = *in_parts;
     const at::Tensor grads = rows.full(grad);
     std::optional<Arriving> arriving;
     if (wanted[1]) {
@@ -360,14 +378,16 @@ at::Tensor matmul_reduce_scatter(
   if (input.is_meta()) {
     return at::empty_symint(expected.shape, input.options());
   }
-  const Rows rows = rows_of(expected.rows, input, rank, group_name, "matmul_reduce_scatter");
-  at::Tensor result;
-  if (!pipelined(rows)) {
-    result = reduce_scatter(at::linear(input, weight), dim, sizes, rank, group_name, reduce_dtype);
-  } else {
-    result =
-        Leaving(rows.full(input), weight.t(), rows).sum(reduce_dtype).view(ints(expected.shape));
+  const auto in_parts =
+      rows_in_parts(expected.rows, input, rank, group_name, "matmul_reduce_scatter");
+  if (!in_parts) {
+    const at::Tensor sum =
+        reduce_scatter(at::linear(input, weight), dim, sizes, rank, group_name, reduce_dtype);
+    return bias.has_value() ? sum.add(*bias) : sum;
   }
+  const at::Tensor result = Leaving(in_parts->full(input), weight.t(), *in_parts)
+                                .sum(reduce_dtype)
+                                .view(ints(expected.shape));
   if (bias.has_value()) {
     result.add_(*bias);
   }
@@ -388,9 +408,11 @@ Tensors matmul_reduce_scatter_backward(
   if (input.is_meta()) {
     return empty_gradients(input, weight, wanted);
   }
-  const Rows rows = rows_of(shard, input, rank, group_name, "matmul_reduce_scatter_backward");
+  const auto in_parts =
+      rows_in_parts(shard, input, rank, group_name, "matmul_reduce_scatter_backward");
   Tensors results;
-  if (!pipelined(rows)) {
+  const bool travels = wanted[0] || wanted[1];
+  if (travels && !in_parts) {
     const at::Tensor full = all_gather(grad, dim, sizes, "partial", rank, group_name, {});
     if (wanted[0]) {
       results.push_back(at::matmul(full, weight));
@@ -398,7 +420,8 @@ Tensors matmul_reduce_scatter_backward(
     if (wanted[1]) {
       results.push_back(weight_grad(full, input));
     }
-  } else if (wanted[0] || wanted[1]) {
+  } else if (travels) {
+    const Rows& rows = *in_parts;
     const at::Tensor of_input = wanted[0] ? empty_buffer(input.sizes(), input) : at::Tensor();
     const at::Tensor out = wanted[0] ? rows.full(of_input) : at::Tensor();
     const at::Tensor x = wanted[1] ? rows.full(input) : at::Tensor();
@@ -427,6 +450,13 @@ Tensors matmul_reduce_scatter_backward(
 }  // namespace
 
 DEEPSP_KERNELS(m) {
+  m.impl("all_gather_matmul", all_gather_matmul);
+  m.impl("all_gather_matmul_backward", all_gather_matmul_backward);
+  m.impl("matmul_reduce_scatter", matmul_reduce_scatter);
+  m.impl("matmul_reduce_scatter_backward", matmul_reduce_scatter_backward);
+}
+
+TORCH_LIBRARY_IMPL(deepsp_inductor, CompositeImplicitAutograd, m) {
   m.impl("all_gather_matmul", all_gather_matmul);
   m.impl("all_gather_matmul_backward", all_gather_matmul_backward);
   m.impl("matmul_reduce_scatter", matmul_reduce_scatter);

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from deepsp.schedule.plan import Plan, Steps, is_inside
-from deepsp.weights.rows import ParameterShard
 from deepsp.schedule.sync import Sync
+from deepsp.weights.rows import ParameterShard
 
 
 @dataclass

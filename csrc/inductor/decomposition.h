@@ -1,0 +1,67 @@
+#pragma once
+// The ops as Inductor sees them: aten ops and collectives of _c10d_functional, which it knows as
+// asynchronous. An op's decomposition is an op of the same name and schema in the namespace
+// deepsp_inductor, which nobody calls but Inductor, while it traces.
+
+#include "../op.h"
+
+namespace deepsp::inductor {
+
+// What a decomposition was given.
+class Given {
+ public:
+  Given(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> values)
+      : schema_(schema), arguments_(values.begin(), values.end()) {}
+
+  // By its name in the schema. The lists it converts to last as long as this does.
+  const Argument& operator[](const char* name) const {
+    return arguments_[*schema_.argumentIndexWithName(name)];
+  }
+
+ private:
+  const c10::FunctionSchema& schema_;
+  std::vector<Argument> arguments_;
+};
+
+// A tensor, or Tensors.
+using Decomposition = c10::IValue (*)(const Given& given);
+
+template <Decomposition decomposition>
+void run_boxed(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const size_t count = op.schema().arguments().size();
+  c10::IValue result = decomposition(Given(op.schema(), torch::jit::last(*stack, count)));
+  torch::jit::drop(*stack, count);
+  stack->push_back(std::move(result));
+}
+
+template <Decomposition decomposition>
+void decomposes(torch::Library& m, const char* op) {
+  m.impl(op, torch::CppFunction::makeFromBoxedFunction<&run_boxed<decomposition>>());
+}
+
+// To be called when all schemas and all decompositions are registered.
+void define_decompositions();
+
+// Launches a collective: what it returns is on its way until it has landed. In a group of one it is
+// a copy, for an op never returns its input itself.
+at::Tensor launch(
+    const char* collective,
+    int64_t parts,
+    const at::Tensor& sent,
+    std::vector<c10::IValue> how,
+    std::string_view group_name);
+at::Tensor landed(const at::Tensor& buffer, int64_t parts);
+
+// Whether a size is known to be zero. Not size == 0: that would tie the graph to lengths where it
+// happens to be.
+bool is_zero(const c10::SymInt& size);
+
+// at::cat, where there is something to put together.
+at::Tensor joined(const Tensors& tensors, int64_t dim = 0);
+
+// What the ranks sent, added up in their order as the kernels do: in float32 (float64 for float64),
+// or rounded to reduce_dtype after every step.
+at::Tensor sum_in_order(
+    const Tensors& parts, OptionalDtype reduce_dtype, at::ScalarType result_dtype);
+
+}  // namespace deepsp::inductor
