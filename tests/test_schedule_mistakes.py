@@ -199,7 +199,7 @@ SAID = {
     "no projections": (
         lambda: chain(Mlp()),
         lambda s: s["0"].parallelize_attention(),
-        r"0: no linear layer by one of the names q_proj, .* for q; pass q=, .*Mlp \(up: Linear",
+        r"0: expected a linear layer for q, called q_proj, .*; pass q=, .*Mlp \(up: Linear",
     ),
     "no number of heads": (
         lambda: chain(Mlp(6, 6)),

@@ -203,7 +203,7 @@ def _summed_twice():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
     for over in (mesh, mesh["sp"], init_device_mesh("cpu", (4,))):
         model = fully_shard(torch.nn.Linear(4, 4), mesh=over)
-        with pytest.raises(ValueError, match=r"weight is sharded .* average_gradients=True"):
+        with pytest.raises(ValueError, match=r"weight is a DTensor .* average_gradients=True"):
             deepsp.sync_gradients(model, mesh["sp"])
 
 

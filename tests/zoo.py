@@ -451,14 +451,14 @@ class Changed(LM):
 # The method, and what the message must say of it.
 REFUSED = {
     "depthwise": "conv1d.*borders",
-    "cumulative": "cumsum.*all tokens in front",
+    "cumulative": "cumsum.*all earlier tokens",
     "batch": "batch_norm.*statistics",
     "rolled": "roll.*moves tokens",
     "shifted": "cat|sub",
-    "differences": "sub.*not the same ones",
+    "differences": "sub.*different positions",
     "sorted_": "sort",
     "biggest": "amax.*all of them",
-    "halves": "reshape.*pieces",
-    "every_second": "slice.*2th",
-    "scan": "cumprod.*all tokens in front",
+    "halves": "reshape.*splits the sequence",
+    "every_second": "slice.*got 2",
+    "scan": "cumprod.*all earlier tokens",
 }

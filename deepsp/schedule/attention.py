@@ -120,9 +120,9 @@ def _found(name: str, old: nn.Module, what: str, given: str | None) -> str:
                 return candidate
     children = [f"{n}: {type(m).__name__}" for n, m in old.named_modules() if n]
     raise ValueError(
-        f"{name}: no linear layer "
-        + (f"{given!r}" if given is not None else f"by one of the names {', '.join(_NAMES[what])}")
-        + f" for {what}; pass {what}=, the name of one in {type(old).__name__} "
+        f"{name}: expected a linear layer for {what}, called "
+        + (f"{given!r}" if given is not None else f"{', '.join(_NAMES[what])}")
+        + f", got none; pass {what}=, the name of one in {type(old).__name__} "
         f"({', '.join(children)})"
     )
 

@@ -114,7 +114,8 @@ def _check_names(model: nn.Module, source: Source) -> None:
     names = _names(model)
     missing = [n[0] for n in names.values() if not any(name in source for name in n)]
     left = source.names - {name for alike in names.values() for name in alike}
-    for what, of in (("has no", missing), ("has, but the model doesn't,", sorted(left))):
+    problems = ("has no", missing), ("has names that the model doesn't have:", sorted(left))
+    for what, of in problems:
         if of:
             raise ValueError(f"checkpoint {what} {', '.join(of[:5])}" + " ..." * (len(of) > 5))
 

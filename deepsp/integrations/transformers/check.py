@@ -312,9 +312,9 @@ class _Check:
         self._call(arguments, hooks=hooks)
         who = mixing[0] if mixing else "something"
         return (
-            f"{who} of {self.of} mixes tokens, not by attention that goes through deepsp: a change "
-            f"of one token shows in others' {output}, so a rank, which has its own tokens only, "
-            "would compute something else; such layers aren't supported"
+            f"{who} of {self.of} mixes tokens, and isn't attention that goes through deepsp: a "
+            f"change of one token changes the {output} of others, which a rank with its own tokens "
+            "only can't compute; such layers aren't supported"
         )
 
     def _raising(self, error: Exception) -> str:

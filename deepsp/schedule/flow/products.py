@@ -176,13 +176,14 @@ def addmm(call: Call) -> Place:
         return add_bias(call, place, bias, max(a.dim(), b.dim()) - 1)
     if call.arg(3, "beta", 1) == 0 or value.uniform or value.place == place:
         return place
+    wrong = f"expected what is added to {value.name} to be {value.place}, got {place}"
     if place is PARTIAL or value.partial:
-        call.fail(f"{value.name} is {value.place}, what is added to it {place}")
+        call.fail(wrong)
     if isinstance(place, Split) and value.whole and place.axis is not None:
         axis = place.axis - max(a.dim(), b.dim()) + bias.dim()
         if axis < 0 or bias.size(axis) == 1:
             return place
-    call.fail(f"{value.name} is {value.place}, what is added to it {place}")
+    call.fail(wrong)
 
 
 def einsum(call: Call) -> Place:

@@ -114,7 +114,7 @@ def _cut(call: Call, x: Tensor, begin: int, length: int, dim: int) -> Place:
     if not isinstance(place, Split) or (length == x.size(dim) and begin == 0):
         return place
     if place.axis is None:
-        call.fail_split(value, "a piece is taken of what is sharded")
+        call.fail_split(value, "a piece of a sharded tensor is taken")
     if place.axis != dim:
         return place
     at, parts = 0, []
@@ -203,7 +203,7 @@ def getitem(call: Call, out: Tensor) -> Place:
     if place.axis is None:
         if all(full(i, 0) for i in indices_of(x, index)):
             return place
-        call.fail_split(value, "a piece is taken of what is sharded")
+        call.fail_split(value, "a piece of a sharded tensor is taken")
     return _of_sharded(call, x, place, indices_of(x, index))
 
 
@@ -228,7 +228,9 @@ def _of_sharded(call: Call, x: Tensor, place: Split, index: list) -> Place:
             if dim == place.axis:
                 begin, end, step = i.indices(x.size(dim))
                 if step != 1:
-                    call.fail_split(call.value(x), f"every {step}th is taken along axis {dim}")
+                    call.fail_split(
+                        call.value(x), f"every {step}th element is taken along axis {dim}"
+                    )
                 return _cut(call, x, begin, max(end - begin, 0), dim).at(new)
             dim, new = dim + 1, new + 1
         else:

@@ -108,7 +108,7 @@ def index_select(call: Call) -> Tokens:
     if chosen is not None and tokens is None:
         return chosen.at(dim)
     if chosen is not None or tokens.dim == dim:
-        call.refuse("it takes tokens by their place in the sequence")
+        call.refuse("it indexes tokens by their position in the sequence")
     return tokens
 
 
@@ -126,7 +126,7 @@ def index(call: Call) -> Tokens:
     tokens = call.tokens(x)
     if tokens is not None:
         if tokens.dim in at or any(call.tokens(n) is not None for n in chosen):
-            call.refuse("it takes tokens by their place in the sequence")
+            call.refuse("it indexes tokens by their position in the sequence")
         return tokens.at(tokens.dim + (ndim - len(at)) * (at[0] < tokens.dim))
     out = call.out[at[0] : at[0] + ndim]
     tokens = broadcast(call, chosen, out)
@@ -141,7 +141,7 @@ def index_put(call: Call) -> Tokens:
     mask = indices[0] if len(indices) == 1 else None
     ndim = len(call.shape(mask)) if mask else 0
     if not mask or mask.meta["val"].dtype is not torch.bool or tokens is None:
-        call.refuse("it takes tokens by their place in the sequence")
+        call.refuse("it indexes tokens by their position in the sequence")
     if len(call.shape(values)) > len(call.shape(x)) - ndim or call.tokens(values) is not None:
         call.refuse("it writes values in the order of the tokens that a mask selects")
     call.want(mask, tokens if tokens.dim < ndim else None)

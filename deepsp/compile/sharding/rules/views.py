@@ -69,7 +69,7 @@ def reshape(call: Call) -> Tokens:
     x, out = call.node.args[0], call.out
     tokens = call.tokens(x)
     if tokens is None:
-        call.refuse("it takes its shape from tokens")
+        call.refuse("it takes its shape from a sharded tensor")
     new = tokens.reshaped(call.shape(x), out)
     if new is None:
         call.refuse(
