@@ -1,5 +1,7 @@
 #include "op.h"
 
+#include "common/checks.h"
+
 #include <ATen/FunctionalTensorWrapper.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -270,7 +272,7 @@ void autocast(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) 
   if (arriving) {
     // What is on its way can't be cast any more: the others follow it.
     const auto buffers = given[0].toTensorVector();
-    TORCH_CHECK_VALUE(!buffers.empty(), "buffers is empty; one for each chunk is right");
+    check_buffers(buffers);
     dtype = buffers[0].scalar_type();
   }
   change_tensors(given.slice(arriving), [&](const at::Tensor& x) {

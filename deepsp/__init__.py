@@ -39,7 +39,7 @@ from deepsp.ops import (
 )
 from deepsp.randomness import sharded_randomness
 from deepsp.schedule import build, create_schedule, register_shard_method
-from deepsp.weights.access import whole_parameters
+from deepsp.weights.access import full_parameters
 from deepsp.weights.parameters import shard_parameters
 from deepsp.weights.state import full_state_dict, load_full_state_dict
 
@@ -58,6 +58,7 @@ __all__ = [
     "create_schedule",
     "cross_entropy",
     "distributed_attention",
+    "full_parameters",
     "full_state_dict",
     "heads_to_seq",
     "heads_to_seq_start",
@@ -82,5 +83,4 @@ __all__ = [
     "sharded_randomness",
     "sync_gradients",
     "unshard",
-    "whole_parameters",
 ]

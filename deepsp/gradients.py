@@ -108,7 +108,7 @@ def _named(module: Parameters) -> tuple[list[tuple[str, Tensor]], dict[Tensor, M
                 f"{type(p).__name__} as item {n}"
             )
     parameters = dict.fromkeys(parameters)
-    named = [(f"parameter {n}, of shape {list(p.shape)},", p) for n, p in enumerate(parameters)]
+    named = [(f"parameter {n} of shape {list(p.shape)}", p) for n, p in enumerate(parameters)]
     members = {p: shard_member(p) for p in parameters}
     return named, {p: member for p, member in members.items() if member is not None}
 

@@ -12,11 +12,11 @@ from torch import nn
 from deepsp import collectives
 from deepsp.groups import member_of, on_all_ranks
 from deepsp.schedule.flow import Flow, current
-from deepsp.schedule.placement import PARTIAL, WHOLE, Partial, Sharded, Whole
+from deepsp.schedule.placement import PARTIAL, REPLICATE, Partial, Replicate, Shard
 
 
 @dataclass(frozen=True, eq=False)
-class Shard:
+class HeldPart:
     """A parameter of several parts, each split like tensor_split in units."""
 
     axis: int
@@ -53,16 +53,20 @@ class Sync:
 
         axis = None if self.axis is None else self.axis % ndim
         if self.mode == "bwd_post":
-            return placement if isinstance(placement, Whole) else wrong("whole is right")
+            return placement if isinstance(placement, Replicate) else wrong("Replicate expected")
         if self.op == "all_gather":
-            if not isinstance(placement, Sharded) or placement.axis != axis:
+            if not isinstance(placement, Shard) or placement.axis != axis:
                 wrong(f"sharded along axis {axis} is right")
-            return WHOLE
+            return REPLICATE
         if self.op == "scatter":
-            return Sharded(axis, self) if isinstance(placement, Whole) else wrong("whole is right")
+            return (
+                Shard(axis, self)
+                if isinstance(placement, Replicate)
+                else wrong("Replicate expected")
+            )
         if not isinstance(placement, Partial):
             wrong("partial is right")
-        return Sharded(axis, self) if self.op == "reduce_scatter" else WHOLE
+        return Shard(axis, self) if self.op == "reduce_scatter" else REPLICATE
 
     def run(self, x, grad):
         grad = self.grad or grad
@@ -80,9 +84,9 @@ class Sync:
 
 class Placed:
     """A copy of ``model`` with shards and syncs: ``shards`` by parameter name, each an axis or
-    (axis, parts) or a Shard."""
+    (axis, parts) or a HeldPart."""
 
-    def __init__(self, model, shards=None, syncs=(), outputs="whole"):
+    def __init__(self, model, shards=None, syncs=(), outputs="full"):
         self.rank, self.size, _ = self.member = member_of(None)
         self.whole = model
         self.model = copy.deepcopy(model)
@@ -92,10 +96,10 @@ class Placed:
         for name, how in (shards or {}).items():
             parameter = self.model.get_parameter(name)
             if isinstance(how, int):
-                how = Shard(how, (parameter.size(how),))
+                how = HeldPart(how, (parameter.size(how),))
             self.shards[name] = how
             parameter.data = how.take(parameter.data, self.rank, self.size).clone()
-            self.placements[id(parameter)] = Sharded(how.axis, how)
+            self.placements[id(parameter)] = Shard(how.axis, how)
             module = self.model.get_submodule(name.rpartition(".")[0])
             if isinstance(module, nn.Linear):
                 module.out_features, module.in_features = module.weight.shape
@@ -155,4 +159,4 @@ def partial_of(placed):
     return {names[i] for i in placed.findings.partial_parameters}
 
 
-__all__ = ["PARTIAL", "WHOLE", "Placed", "Shard", "Sync", "partial_of"]
+__all__ = ["PARTIAL", "REPLICATE", "HeldPart", "Placed", "Sync", "partial_of"]

@@ -359,7 +359,7 @@ def _own_method():
 
     @deepsp.register_shard_method(Scale)
     def shard_scale(module, names, axis):
-        last = deepsp.schedule.Sharded(-1)
+        last = deepsp.schedule.Shard(-1)
         return deepsp.schedule.Effect(
             also={"shift": 0}, attributes=["features"], input=last, output=last
         )

@@ -9,13 +9,13 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from placed import Shard
+from placed import HeldPart
 from torch import nn
 
 from deepsp.schedule.flow import Flow, current
 from deepsp.schedule.flow.reshapes import reshaped
 from deepsp.schedule.flow.values import Split
-from deepsp.schedule.placement import PARTIAL, WHOLE, Partial, Sharded
+from deepsp.schedule.placement import PARTIAL, REPLICATE, Partial, Shard
 
 f64 = torch.float64
 
@@ -37,17 +37,17 @@ class Call(nn.Module):
 
 
 def _part(whole, how, rank, size):
-    """This rank's tensor: how: None (whole), an axis, a Shard, or "partial"."""
+    """This rank's tensor: how: None (whole), an axis, a HeldPart, or "partial"."""
     if how is None:
-        return whole.clone(), WHOLE
+        return whole.clone(), REPLICATE
     if how == "partial":
         generator = torch.Generator().manual_seed(9)
         parts = [torch.randn(whole.shape, dtype=f64, generator=generator) for _ in range(size - 1)]
         parts.append(whole - sum(parts))
         return parts[rank], PARTIAL
-    shard = how if isinstance(how, Shard) else Shard(how, (whole.size(how),))
+    shard = how if isinstance(how, HeldPart) else HeldPart(how, (whole.size(how),))
     sizes = Fixed(shard, size)
-    return shard.take(whole, rank, size).clone(), Sharded(shard.axis, sizes)
+    return shard.take(whole, rank, size).clone(), Shard(shard.axis, sizes)
 
 
 class Fixed:
@@ -170,7 +170,7 @@ RIGHT = [
     (
         lambda q, k: F.scaled_dot_product_attention(q, k, k, enable_gqa=True),
         [_x(2, 12, 5, 6), _x(2, 6, 5, 6)],
-        [Shard(1, (12,), 2), 1],
+        [HeldPart(1, (12,), 2), 1],
         1,
     ),
     (lambda x: x.transpose(1, 2), [X], [1], 2),
@@ -204,17 +204,17 @@ RIGHT = [
     (lambda x: x.view(3, 8, -1, 3), [HEADS], [2], 2),
     (lambda x: x.unflatten(-1, (-1, 3)), [HEADS], [2], 2),
     (lambda x: x.reshape(3, 8, -1, 3).mT.mT.reshape(3, 8, -1), [HEADS], [2], 2),
-    (lambda x: x.split(x.size(-1) // 3, -1), [_x(2, 5, 12)], [Shard(2, (4, 4, 4))], 2),
+    (lambda x: x.split(x.size(-1) // 3, -1), [_x(2, 5, 12)], [HeldPart(2, (4, 4, 4))], 2),
     (
         lambda x: x.unflatten(-1, (3, -1, 2)).unbind(-3),
         [_x(2, 5, 24)],
-        [Shard(2, (8, 8, 8), 2)],
+        [HeldPart(2, (8, 8, 8), 2)],
         2,
     ),
     (
         lambda x: x.split([x.size(-1) // 2, x.size(-1) // 4, x.size(-1) // 4], -1),
         [_x(2, 5, 48)],
-        [Shard(2, (24, 12, 12), 2)],
+        [HeldPart(2, (24, 12, 12), 2)],
         2,
     ),
     (lambda x, m: F.cross_entropy(x.view(-1, 6), m.view(-1), reduction="sum"),

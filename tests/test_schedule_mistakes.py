@@ -57,7 +57,7 @@ SAID = {
     "axis out of range": (
         Mlp,
         lambda s: s["up"].shard("weight", 2),
-        r"axis is 2, but up\.weight has 2 dimensions, \[11, 5\]; -2 to 1 is right",
+        r"axis to be from -2 to 1 for up\.weight \[11, 5\], got 2",
     ),
     "an axis that is none": (
         Mlp,
@@ -92,27 +92,27 @@ SAID = {
     "parts that don't divide": (
         Mlp,
         lambda s: s["up"].shard("weight", 0, parts=3),
-        r"parts is 3, which doesn't divide the length 11 of up\.weight",
+        r"parts to divide the length 11 of up\.weight along axis 0, got 3",
     ),
     "parts of another sum": (
         Mlp,
         lambda s: s["up"].shard("weight", 0, parts=[4, 4]),
-        r"parts is \[4, 4\], of sum 8; up\.weight has length 11",
+        r"the length 11 of up\.weight along axis 0, got \[4, 4\], which add up to 8",
     ),
     "a unit that doesn't divide": (
         Mlp,
         lambda s: s["up"].shard("weight", 0, unit=4),
-        r"unit is 4, which doesn't divide the part of 11 along axis 0 of up\.weight",
+        r"unit to divide the part of 11 along axis 0 of up\.weight, got 4",
     ),
     "too few rows": (
         lambda: chain(nn.Linear(4, 1)),
         lambda s: s["0"].shard("weight", 0),
-        r"0\.weight along axis 0: 1 rows, fewer than the 2 ranks",
+        r"0\.weight to have at least 2 rows along axis 0, .*, got 1",
     ),
     "too few heads": (
         lambda: chain(nn.Linear(4, 8)),
         lambda s: s["0"].shard("weight", 0, unit=8),
-        r"0\.weight along axis 0: 1 units of 8, fewer than the 2 ranks",
+        r"0\.weight to have at least 2 units of 8 along axis 0, .*, got 1",
     ),
     "an embedding that writes": (
         lambda: chain(nn.Embedding(4, 4, max_norm=1.0)),

@@ -663,7 +663,7 @@ def _wrong():
     marked = deepsp.prepare_inputs(inputs)
     for options, message in (
         ({"gradients": "all"}, "gradients to be 'sum', 'local' or 'mean', got 'all'"),
-        ({"outputs": "all"}, "outputs to be 'whole' or 'local', got 'all'"),
+        ({"outputs": "all"}, "outputs to be 'full' or 'local', got 'all'"),
         ({"inner_": "all"}, "options to have .*, got .*inner_"),
     ):
         torch._dynamo.reset()

@@ -325,9 +325,9 @@ def _state():
     _compare_parameters(again, reference, rtol=0, atol=0)
     with torch.no_grad():
         model.frozen.weight = torch.full((6, 6), 2.0, dtype=f64)  # assigned whole
-    with deepsp.whole_parameters(model.frozen):
+    with deepsp.full_parameters(model.frozen):
         assert torch.equal(model.frozen.weight, torch.full((6, 6), 2.0, dtype=f64))
-    with pytest.raises(ValueError, match=r"frozen\.weight is to be set .* \(6, 6\)"):
+    with pytest.raises(ValueError, match=r"frozen\.weight to be set .* \(6, 6\), got \(5, 5\)"):
         model.frozen.weight = torch.zeros(5, 5, dtype=f64)
     with pytest.raises(ValueError, match=r"few'\] to have shape .* got \(3,\)"):
         deepsp.load_full_state_dict(model, {**reference.state_dict(), "few": torch.zeros(3)})
@@ -569,13 +569,13 @@ def _errors():
     rank = dist.get_rank()
     linear = functools.partial(nn.Linear, 4, 4)
     shard = deepsp.shard_parameters
-    with pytest.raises(ValueError, match=r"weight is torch\.complex64; float64"):
+    with pytest.raises(ValueError, match=r"weight to be float64, .*, got torch\.complex64"):
         shard(linear(dtype=torch.complex64))
-    with pytest.raises(ValueError, match=r"dtype of weight is torch\.int8"):
+    with pytest.raises(ValueError, match=r"dtype of weight to be .*, got torch\.int8"):
         shard(linear(), dtype=torch.int8)
     with pytest.raises(ValueError, match='"sum" or "mean"'):
         shard(linear(), gradient_reduction="avg")
-    with pytest.raises(ValueError, match="prefetch_bytes is -1"):
+    with pytest.raises(ValueError, match="prefetch_bytes >= 0, got -1"):
         shard(linear(), prefetch_bytes=-1)
     with pytest.raises(ValueError, match="parametrized already"):
         shard(shard(linear()))
@@ -588,7 +588,8 @@ def _errors():
     with pytest.raises(ValueError, match="weight has a gradient"):
         shard(with_grad)
     with pytest.raises(
-        ValueError, match=r"rank 0 has weight: .*\[4, 4\].*; rank 1 has weight: .*\[5, 4\]"
+        ValueError,
+        match=r"as weight: .*\[4, 4\].* on rank 0, and as weight: .*\[5, 4\].* on rank 1",
     ):
         shard(nn.Linear(4, 4 + rank))
 

@@ -2,19 +2,19 @@
 
 from deepsp.schedule import methods  # noqa: F401  (they register themselves)
 from deepsp.schedule.build import build
-from deepsp.schedule.placement import PARTIAL, WHOLE, Partial, Sharded, Whole
+from deepsp.schedule.placement import PARTIAL, REPLICATE, Partial, Replicate, Shard
 from deepsp.schedule.registry import Effect, Follow, register_shard_method
 from deepsp.schedule.schedule import Schedule, create_schedule
 
 __all__ = [
     "PARTIAL",
-    "WHOLE",
+    "REPLICATE",
     "Effect",
     "Follow",
     "Partial",
+    "Replicate",
     "Schedule",
-    "Sharded",
-    "Whole",
+    "Shard",
     "build",
     "create_schedule",
     "register_shard_method",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from deepsp.groups import Member
 from deepsp.layer import SequenceParallelAttention
 from deepsp.schedule import flow
-from deepsp.schedule.placement import Sharded
+from deepsp.schedule.placement import Shard
 from deepsp.schedule.running import Running
 from deepsp.schedule.sync import Sync
 
@@ -42,7 +42,7 @@ class ScheduledAttention(SequenceParallelAttention):
             kwargs.setdefault("seq_lens", running.sizes(sync, x, 1))
             return super().forward(x, *args, **kwargs)
         placement = following.placement(x)
-        if not isinstance(placement, Sharded) or placement.axis not in (None, 1):
+        if not isinstance(placement, Shard) or placement.axis not in (None, 1):
             raise ValueError(
                 f"{sync.module_name}: expected its input to be Shard(1), by tokens, got "
                 f"{placement}; scatter the tokens before"
@@ -50,9 +50,7 @@ class ScheduledAttention(SequenceParallelAttention):
         with following.paused():
             kwargs.setdefault("seq_lens", running.find_sizes(sync, x, 1, placement))
             out = super().forward(x, *args, **kwargs)
-        following.opaque(
-            sync.module_name, [x, *self.parameters()], out, Sharded(1, placement.origin)
-        )
+        following.opaque(sync.module_name, [x, *self.parameters()], out, Shard(1, placement.origin))
         return out
 
 

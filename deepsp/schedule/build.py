@@ -31,7 +31,7 @@ def build(
     *,
     checkpoint: Mapping[str, torch.Tensor] | str | Any | None = None,
     init: Callable[[nn.Module], None] | None = None,
-    outputs: str = "whole",
+    outputs: str = "full",
     device: torch.device | str | None = None,
 ) -> tuple[nn.Module, Optimizer | None]:
     """Applies a schedule to its model, in place. Every rank makes the call.
@@ -52,7 +52,7 @@ def build(
             checkpoint, after they were made: fills them. None: its ``reset_parameters()``; for
             buffers that no checkpoint has, a transformers model's ``_init_weights``. Replicated
             parameters get the same random numbers on each rank, sharded ones don't.
-        outputs: "local": the model may return sharded tensors. "whole": that is an error.
+        outputs: "local": the model may return sharded tensors. "full": that is an error.
         device: where parameters are made that are on the meta device. None: the default device; the
             current one for a group of NCCL.
 
@@ -67,8 +67,8 @@ def build(
     """
     if not isinstance(sch, Schedule):
         raise ValueError(f"expected sch to be a Schedule, got {type(sch).__name__}")
-    if outputs not in ("whole", "local"):
-        raise ValueError(f"expected outputs to be 'whole' or 'local', got {outputs!r}")
+    if outputs not in ("full", "local"):
+        raise ValueError(f"expected outputs to be 'full' or 'local', got {outputs!r}")
     if not (optimizer is None or callable(optimizer) or isinstance(optimizer, Optimizer)):
         raise ValueError(
             "expected optimizer to be an optimizer, or a function that makes one from parameters, "

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import nn
 
 from deepsp.schedule import forwards
-from deepsp.schedule.placement import PARTIAL, WHOLE, Partial, Placement, Sharded, Whole
+from deepsp.schedule.placement import PARTIAL, REPLICATE, Partial, Placement, Replicate, Shard
 from deepsp.schedule.plan import Plan, Steps, is_inside
 from deepsp.schedule.sync import Sync
 from deepsp.schedule.tree import placement_of
@@ -122,7 +122,7 @@ def _flow(plan: Plan):
     inside: set[str] = set()
     for name, module in plan.walk():
         if name not in inside and isinstance(module, nn.Sequential):
-            _through(plan, name, module, WHOLE if name == "" else None, found, inside)
+            _through(plan, name, module, REPLICATE if name == "" else None, found, inside)
     for name in plan.steps:
         if name not in inside:
             _through(plan, name, plan.module(name), None, found, inside)
@@ -180,20 +180,20 @@ def _across(plan, name, module, steps, placement, found, inside) -> Placement | 
             )
         return placement
     if isinstance(module, _BY_FEATURES):
-        last = isinstance(placement, Sharded) and placement.axis == -1
+        last = isinstance(placement, Shard) and placement.axis == -1
         if last or isinstance(placement, Partial):
             raise ValueError(
                 f"{where}: expected all features in its input, since its weight isn't sharded, got "
                 f"{placement}" + _missing(placement)
             )
-        return placement if isinstance(placement, Whole) else None
+        return placement if isinstance(placement, Replicate) else None
     return None
 
 
 def _missing(placement: Placement) -> str:
     if isinstance(placement, Partial):
         return "; put a reduce_scatter or all_reduce before it"
-    if isinstance(placement, Sharded):
+    if isinstance(placement, Shard):
         return "; put an all_gather before it"
     return ""
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from deepsp import collectives
 from deepsp.schedule import flow
-from deepsp.schedule.placement import WHOLE
+from deepsp.schedule.placement import REPLICATE
 from deepsp.schedule.running import add_after
 from deepsp.schedule.swap import Swapped
 from deepsp.weights.rows import shards_of
@@ -40,7 +40,7 @@ class Opaque(Swapped):
         inputs += [p for n, p in self.named_parameters() if n != effect.add_after]
         outs = out if isinstance(out, (tuple, list)) else [out]
         for n, x in enumerate(x for x in outs if isinstance(x, Tensor)):
-            placement = at(effect.output, x.dim()) if n == 0 else WHOLE
+            placement = at(effect.output, x.dim()) if n == 0 else REPLICATE
             following.opaque(name, inputs if n == 0 else [], x, placement)
         return out
 

@@ -6,10 +6,10 @@ from torch import nn
 
 from deepsp.schedule import forwards
 from deepsp.schedule.heads import HeadsSharded
-from deepsp.schedule.placement import PARTIAL, WHOLE, Sharded
+from deepsp.schedule.placement import PARTIAL, REPLICATE, Shard
 from deepsp.schedule.registry import Effect, Follow, register_shard_method
 
-_LAST = Sharded(-1)
+_LAST = Shard(-1)
 
 
 def _only(module: nn.Module, names: tuple[str, ...], leader: str, *followers: str) -> None:
@@ -45,7 +45,7 @@ def _side(output: bool, with_bias: bool, attributes: tuple[str, str], summand: t
         return Effect(
             also={"bias": 0},
             attributes=attributes[:1],
-            input=WHOLE,
+            input=REPLICATE,
             output=_LAST,
             input_gradient="partial",
         )
@@ -72,7 +72,7 @@ def _embedding(module: nn.Embedding, names: tuple[str, ...], axis: int) -> Effec
             "weight can't be sharded"
         )
     if axis == 1:
-        return Effect(attributes=("embedding_dim",), input=WHOLE, output=_LAST)
+        return Effect(attributes=("embedding_dim",), input=REPLICATE, output=_LAST)
     for name in ("scale_grad_by_freq", "sparse"):
         if getattr(module, name):
             raise ValueError(
@@ -83,7 +83,7 @@ def _embedding(module: nn.Embedding, names: tuple[str, ...], axis: int) -> Effec
             )
     return Effect(
         attributes=("num_embeddings",),
-        input=WHOLE,
+        input=REPLICATE,
         output=PARTIAL,
         forward=forwards.VocabularySharded,
         opaque=True,
@@ -133,7 +133,7 @@ def _attention(module: nn.MultiheadAttention, names: tuple[str, ...], axis: int)
     return Effect(
         also={"in_proj_bias": 0, "out_proj.weight": Follow(1, 1, heads)},
         attributes=("num_heads",),
-        input=WHOLE,
+        input=REPLICATE,
         output=PARTIAL,
         input_gradient="partial",
         add_after="out_proj.bias",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Whole:
+class Replicate:
     """Every rank has the same full tensor: ``Replicate``."""
 
     def __str__(self) -> str:
@@ -15,7 +15,7 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Sharded:
+class Shard:
     """Each rank has its local part along a dimension: ``Shard(axis)``.
 
     Args:
@@ -38,6 +38,6 @@ class Partial:
         return "Partial"
 
 
-Placement = Whole | Sharded | Partial
-WHOLE = Whole()
+Placement = Replicate | Shard | Partial
+REPLICATE = Replicate()
 PARTIAL = Partial()

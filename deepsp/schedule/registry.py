@@ -106,7 +106,7 @@ def register_shard_method(*classes: type | str) -> Callable[[Method], Method]:
 
             @deepsp.register_shard_method(MyLinear)
             def shard_my_linear(module, names, axis):
-                return Effect(also={"bias": 0}, attributes=["out_features"], output=Sharded(-1))
+                return Effect(also={"bias": 0}, attributes=["out_features"], output=Shard(-1))
 
     Raises:
         ValueError: ``classes`` has something else.

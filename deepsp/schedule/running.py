@@ -15,7 +15,7 @@ from deepsp.schedule import flow
 from deepsp.schedule.around import Checkpointed, Drawing
 from deepsp.schedule.flow import call_key
 from deepsp.schedule.picking import pick_input, pick_output
-from deepsp.schedule.placement import Placement, Sharded
+from deepsp.schedule.placement import Placement, Shard
 from deepsp.schedule.swap import swap
 from deepsp.schedule.sync import Sync
 from deepsp.weights.gradients import mark
@@ -99,7 +99,7 @@ class Running:
         key = call_key(model, args, kwargs)
         if key not in self.kinds:
             placements: dict[int, Placement] = {
-                id(getattr(module, name)): Sharded(shard.axis, shard)
+                id(getattr(module, name)): Shard(shard.axis, shard)
                 for module in model.modules()
                 for name, shard in shards_of(module).items()
             }

@@ -12,7 +12,7 @@ import deepsp.ops
 from deepsp import collectives
 from deepsp.groups import Member
 from deepsp.schedule.picking import Key
-from deepsp.schedule.placement import WHOLE, Partial, Placement, Sharded, Whole
+from deepsp.schedule.placement import REPLICATE, Partial, Placement, Replicate, Shard
 
 MODES = ("fwd_pre", "fwd_post", "bwd_post")
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "scatter", "seq_to_heads", "heads_to_seq")
@@ -152,16 +152,16 @@ class Sync:
             ValueError: the collective doesn't fit what comes in.
         """
         if self.mode == "bwd_post":
-            if isinstance(placement, (Sharded, Partial)):
+            if isinstance(placement, (Shard, Partial)):
                 raise ValueError(
                     f"{self.where}: expected the module's input to be Replicate, so that its "
                     f"gradients can be summed, got {placement}"
                 )
-            return WHOLE if placement is None else placement
+            return REPLICATE if placement is None else placement
         return getattr(self, f"_{self.op}")(placement, ndim)
 
     def _all_gather(self, placement, ndim) -> Placement:
-        if isinstance(placement, Whole):
+        if isinstance(placement, Replicate):
             self._refuse("Shard", placement, "it may be gathered twice")
         if isinstance(placement, Partial):
             self._refuse(
@@ -169,24 +169,24 @@ class Sync:
                 placement,
                 "sync it with reduce_scatter (and gather that) or with all_reduce",
             )
-        if isinstance(placement, Sharded):
+        if isinstance(placement, Shard):
             self._check_along(placement, self.axis, ndim)
-        return WHOLE
+        return REPLICATE
 
     def _reduce_scatter(self, placement, ndim) -> Placement:
         self._check_partial(placement)
-        return Sharded(self.axis if ndim is None else self.dim(ndim), self)
+        return Shard(self.axis if ndim is None else self.dim(ndim), self)
 
     def _all_reduce(self, placement, ndim) -> Placement:
         self._check_partial(placement)
-        return WHOLE
+        return REPLICATE
 
     def _scatter(self, placement, ndim) -> Placement:
         if isinstance(placement, Partial):
             self._refuse("Replicate", placement, "use reduce_scatter, which sums it too")
-        if isinstance(placement, Sharded):
+        if isinstance(placement, Shard):
             self._refuse("Replicate", placement, "each rank has its local part already")
-        return Sharded(self.axis if ndim is None else self.dim(ndim), self)
+        return Shard(self.axis if ndim is None else self.dim(ndim), self)
 
     def _seq_to_heads(self, placement, ndim) -> Placement:
         return self._exchange(placement, ndim, _TOKENS, _HEADS)
@@ -197,21 +197,21 @@ class Sync:
     def _exchange(self, placement, ndim, source, target) -> Placement:
         if ndim is not None:
             self.dim(ndim)
-        if isinstance(placement, (Whole, Partial)):
+        if isinstance(placement, (Replicate, Partial)):
             self._refuse(f"Shard({source})", placement, "use scatter or reduce_scatter before")
-        if isinstance(placement, Sharded):
+        if isinstance(placement, Shard):
             self._check_along(placement, source, 4)
-        return Sharded(target, self)
+        return Shard(target, self)
 
     def _check_partial(self, placement) -> None:
-        if isinstance(placement, Whole):
+        if isinstance(placement, Replicate):
             self._refuse(
                 "Partial",
                 placement,
                 "the sum over the ranks would be P times too large. Partial is, for example, the "
                 "output of a linear layer with sharded input features",
             )
-        if isinstance(placement, Sharded):
+        if isinstance(placement, Shard):
             self._refuse("Partial", placement, "use all_gather, which joins the local parts")
 
     def _check_along(self, placement, axis, ndim) -> None:

@@ -3,7 +3,7 @@
 In a forward: the whole parameter, gathered, a :class:`GatheredWeight`. What is written to it would
 be lost, and is an error. Elsewhere: a :class:`ShardedWeight`, which has the whole's shape and takes
 writes that each rank can do on its own rows. To read it is a collective, and so has to be said:
-:func:`whole_parameters`.
+:func:`full_parameters`.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class ShardedWeight(Tensor):
                 value, dtype = args[1], self.parameter.dtype
                 if value.shape != self.shape or value.dtype != dtype:
                     raise ValueError(
-                        f"{self.whole_name}.data is to be {value.dtype} {list(value.shape)}; "
-                        f"{dtype} {list(self.shape)} is right, since it is sharded"
+                        f"expected {self.whole_name}.data, which is sharded, to be set to {dtype} "
+                        f"{list(self.shape)}, got {value.dtype} {list(value.shape)}"
                     )
                 with torch.no_grad():
                     self._write(Tensor.copy_, "copy", args, {})
@@ -132,11 +132,11 @@ class ShardedWeight(Tensor):
     def _refuse(self, what: str) -> NoReturn:
         name = self.whole_name
         raise RuntimeError(
-            f"{name} is sharded over the ranks, and {what} needs the whole of it, outside of a "
-            "module's forward. Reading it takes all ranks: on every one of them, "
-            "`with deepsp.whole_parameters(module): ...`, in which it is whole (and may be written "
-            "to); deepsp.full_state_dict(module) gives copies. This rank's rows, and their .grad, "
-            f"are among module.parameters(), under {_shard_key(name)}"
+            f"{name} is sharded over the ranks, and {what} needs the full parameter outside of a "
+            "module's forward. Reading it is a collective. Call, on every rank, "
+            "`with deepsp.full_parameters(module): ...`, in which it is full (and can be written "
+            "to), or deepsp.full_state_dict(module) for copies. This rank's rows, and their .grad, "
+            f"are in module.parameters(), under {_shard_key(name)}"
         )
 
     # ---- writes
@@ -145,7 +145,7 @@ class ShardedWeight(Tensor):
         initializes = getattr(func, "__module__", None) == "torch.nn.init"
         if torch.is_grad_enabled() and self.requires_grad and not initializes:
             raise RuntimeError(
-                f"{self.whole_name} requires grad, and is used in an in-place operation, {name}_; "
+                f"{self.whole_name} requires grad and is used in an in-place operation, {name}_: "
                 "write to it under torch.no_grad()"
             )
         with torch.no_grad():
@@ -225,7 +225,10 @@ class ShardedWeight(Tensor):
             self._refuse(what)
         if isinstance(index, int) and not isinstance(index, bool):
             if not -length <= index < length:
-                raise IndexError(f"{self.whole_name}: index {index} is out of {length} rows")
+                raise IndexError(
+                    f"expected an index of {self.whole_name} from {-length} to {length - 1}, got "
+                    f"{index}"
+                )
             rows = start + index % length
         elif index is Ellipsis or (isinstance(index, slice) and index.step in (None, 1)):
             begin, end, _ = slice(None).indices(length) if index is ... else index.indices(length)
@@ -249,7 +252,7 @@ class GatheredWeight(Tensor):
     @data.setter
     def data(self, value: Tensor) -> NoReturn:
         raise RuntimeError(
-            "a sharded parameter's data is set in a forward, where it is a gathered copy; set it "
+            "a sharded parameter's data is set in a forward, where it is a gathered copy: set it "
             "outside of the forward"
         )
 
@@ -292,11 +295,11 @@ def _shard_key(name: str) -> str:
 
 
 @contextlib.contextmanager
-def whole_parameters(module: nn.Module) -> Iterator[None]:
+def full_parameters(module: nn.Module) -> Iterator[None]:
     """In here, ``module.weight`` and whatever else is sharded in ``module`` is whole, for reading
     and writing, in the dtype of the shards. Every rank enters and leaves. ::
 
-        with deepsp.whole_parameters(model.head):
+        with deepsp.full_parameters(model.head):
             norm = model.head.weight.norm()
             nn.init.orthogonal_(model.head.weight)  # the same on all ranks
 
@@ -316,7 +319,7 @@ def whole_parameters(module: nn.Module) -> Iterator[None]:
     for shards, index in found:
         if shards.inside or index in shards.whole:
             raise RuntimeError(
-                f"whole_parameters: {shards.wholes[index].name} is gathered already; enter once, "
+                f"full_parameters: {shards.wholes[index].name} is gathered already: enter once, "
                 "outside of the module's forward"
             )
     for shards, index in found:
@@ -334,10 +337,10 @@ def whole_parameters(module: nn.Module) -> Iterator[None]:
             if differ is not None and not failed:
                 what, a, b = differ
                 raise ValueError(
-                    f"whole_parameters: ranks {a} and {b} "
+                    f"full_parameters: ranks {a} and {b} "
                     + (f"have written different values to {what}" if what else "differ: one of ")
                     + ("" if what else "them left by an exception")
-                    + "; every rank writes the same"
+                    + ": every rank must write the same"
                 )
         if not failed:
             for shards, index, whole in wholes:

@@ -25,10 +25,10 @@ class ShardGradient(Tensor):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if not torch.compiler.is_compiling() and func.__name__ in _NORMS:
             raise ValueError(
-                f"{func.__name__} of a gradient of which this rank has a part: the norm would be "
-                "another one on each rank. deepsp.clip_grad_norm_(model, max_norm) clips by that "
-                "of the whole gradient, and returns it; .as_subclass(torch.Tensor) is this rank's "
-                "part as a plain tensor"
+                f"{func.__name__} of a gradient that is sharded: the norm would differ between "
+                "ranks. deepsp.clip_grad_norm_(model, max_norm) clips by the norm of the full "
+                "gradient, and returns it; .as_subclass(torch.Tensor) is this rank's part as a "
+                "plain tensor"
             )
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **(kwargs or {}))

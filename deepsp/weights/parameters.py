@@ -60,15 +60,17 @@ def shard_parameters(
             parameters, or hold different values of parameters or persistent buffers.
 
     Outside of a forward, ``module.weight`` takes writes by element and random ones, which go to the
-    shards; :func:`deepsp.whole_parameters` gathers, for reading and for any write.
+    shards; :func:`deepsp.full_parameters` gathers, for reading and for any write.
     ``module.to(dtype)`` changes the dtype of the shards and that in which they are gathered.
 
     The sharding is that of ZeRO-3 (Rajbhandari et al., 2020, arXiv:1910.02054).
     """
     if gradient_reduction not in ("sum", "mean"):
-        raise ValueError(f'gradient_reduction is {gradient_reduction!r}; "sum" or "mean" is right')
+        raise ValueError(
+            f'expected gradient_reduction to be "sum" or "mean", got {gradient_reduction!r}'
+        )
     if prefetch_bytes < 0:
-        raise ValueError(f"prefetch_bytes is {prefetch_bytes}; it can't be negative")
+        raise ValueError(f"expected prefetch_bytes >= 0, got {prefetch_bytes}")
     member = member_of(group)
     chosen: dict[nn.Parameter, torch.dtype] = {}
     names: dict[nn.Parameter, str] = {}
@@ -88,22 +90,22 @@ def shard_parameters(
         if isinstance(owner, parametrize.ParametrizationList):
             raise ValueError(
                 f"module: {names[parameter]} is parametrized already ({name} of a "
-                "ParametrizationList); remove the parametrization, or skip it"
+                "ParametrizationList): remove the parametrization, or skip it"
             )
         if isinstance(owner, nn.RNNBase):
             raise ValueError(
                 f"module: {names[parameter]} belongs to an {type(owner).__name__}, which keeps its "
-                "weights in a list of its own; skip its parameters"
+                "weights in a list of its own: skip its parameters"
             )
         if isinstance(owner, nn.Embedding) and owner.max_norm is not None:
             raise ValueError(
                 f"module: {names[parameter]} belongs to an Embedding with max_norm, which writes "
-                "to its weight; skip it"
+                "to its weight: skip it"
             )
         if getattr(owner, "sparse", False):
             raise ValueError(
                 f"module: {names[parameter]} belongs to an {type(owner).__name__} with "
-                "sparse=True, and only dense gradients can be summed; pass sparse=False, or skip it"
+                "sparse=True, and only dense gradients can be summed: pass sparse=False, or skip it"
             )
     _check_ranks_agree(member, [(names[p], p, d) for p, d in chosen.items()])
     compare(whole_tensors(module), member)
@@ -148,11 +150,13 @@ def _check(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> None:
     floats = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     for what, value in ((f"module: {name}", parameter.dtype), (f"dtype of {name}", dtype)):
         if value not in floats:
-            raise ValueError(f"{what} is {value}; float64, float32, bfloat16 or float16 is right")
+            raise ValueError(
+                f"expected {what} to be float64, float32, bfloat16 or float16, got {value}"
+            )
     if parameter.grad is not None:
         raise ValueError(
-            f"module: {name} has a gradient, of the whole parameter; "
-            "call module.zero_grad(set_to_none=True) before"
+            f"module: {name} has a gradient, that of the full parameter: call "
+            "module.zero_grad(set_to_none=True) first"
         )
 
 
@@ -170,8 +174,8 @@ def _check_ranks_agree(member: Member, parameters) -> None:
             a, b = (x[n] if n < len(x) else "no more" for x in (said[0], theirs))
             if a != b:
                 raise ValueError(
-                    f"module: ranks disagree about parameter {n}: rank 0 has {a}; rank {p} has "
-                    f"{b}; all ranks must pass the same"
+                    f"module: expected the same parameters on all ranks, got parameter {n} as {a} "
+                    f"on rank 0, and as {b} on rank {p}"
                 )
 
 

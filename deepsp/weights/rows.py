@@ -120,41 +120,40 @@ def make_shard(
     """
     if not -len(shape) <= axis < len(shape):
         raise ValueError(
-            f"axis is {axis}, but {name} has {len(shape)} dimensions, {list(shape)}; "
-            f"{-len(shape)} to {len(shape) - 1} is right"
+            f"expected axis to be from {-len(shape)} to {len(shape) - 1} for {name} {list(shape)}, "
+            f"got {axis}"
         )
     axis %= len(shape)
     length = shape[axis]
     if isinstance(parts, int):
         if parts < 1 or length % parts != 0:
             raise ValueError(
-                f"parts is {parts}, which doesn't divide the length {length} of {name} along axis "
-                f"{axis}; pass the parts' sizes"
+                f"expected parts to divide the length {length} of {name} along axis {axis}, got "
+                f"{parts}: pass the sizes of the parts"
             )
         parts = [length // parts] * parts
     if sum(parts) != length or min(parts) < 1:
         raise ValueError(
-            f"parts is {list(parts)}, of sum {sum(parts)}; {name} has length {length} along axis "
-            f"{axis}"
+            f"expected parts to add up to the length {length} of {name} along axis {axis}, got "
+            f"{list(parts)}, which add up to {sum(parts)}"
         )
     units = [unit] * len(parts) if isinstance(unit, int) else list(unit)
     if len(units) != len(parts):
         raise ValueError(
-            f"unit is {units}, but {name} has {len(parts)} parts; one for each, or a number, is "
-            "right"
+            f"expected unit to be a number, or one for each of the {len(parts)} parts of {name}, "
+            f"got {units}"
         )
     size = member[1]
     for part, one in zip(parts, units, strict=True):
         if one < 1 or part % one != 0:
             raise ValueError(
-                f"unit is {one}, which doesn't divide the part of {part} along axis {axis} of "
-                f"{name}"
+                f"expected unit to divide the part of {part} along axis {axis} of {name}, got {one}"
             )
         if part // one < size:
             what = "" if one == 1 else f" units of {one}"
             raise ValueError(
-                f"{name} along axis {axis}: {part // one}{what or ' rows'}, fewer than the {size} "
-                "ranks of the group; each rank needs at least one. Shard another axis, or use a "
+                f"expected {name} to have at least {size}{what or ' rows'} along axis {axis}, one "
+                f"for each rank of the group, got {part // one}: shard another axis, or use a "
                 "smaller group"
             )
     return ParameterShard(name, axis, tuple(parts), tuple(units), tuple(shape), member)

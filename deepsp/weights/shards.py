@@ -71,20 +71,20 @@ class Shard(nn.Module):
             return whole if tied else shards.rows_of(self.index, whole)
         if shards.inside:
             raise RuntimeError(
-                f"{info.name} is sharded, and is set in a forward; set it outside of the forward"
+                f"{info.name} is sharded, and is set in a forward: set it outside of the forward"
             )
         if not isinstance(whole, Tensor) or whole.shape != info.shape:
             what = tuple(whole.shape) if isinstance(whole, Tensor) else whole
             raise ValueError(
-                f"{info.name} is to be set to a tensor of shape {what}; {tuple(info.shape)}, that "
-                "of the whole parameter, is right"
+                f"expected {info.name} to be set to a full tensor of shape {tuple(info.shape)}, "
+                f"got {what}"
             )
         (home,) = self.home
         if isinstance(whole, ShardedWeight):
             if not whole.is_all_of(shards):
                 raise ValueError(
                     f"{info.name} is to be tied with {whole!r}, which another call of "
-                    "shard_parameters has sharded; tie them before, and shard both in one"
+                    "shard_parameters has sharded: tie them first, and shard both in one call"
                 )
             info.owners -= 1
             self.index = whole.index
@@ -94,14 +94,14 @@ class Shard(nn.Module):
         original = home.original
         if isinstance(whole, nn.Parameter) and info.owners > 1:
             raise ValueError(
-                f"{info.name} is shared by {info.owners} modules, and would be no longer if one of "
-                "them took another parameter; that is not supported once it is sharded: write to "
-                "it, `with torch.no_grad(): module.weight.copy_(...)`, or untie before"
+                f"{info.name} is shared by {info.owners} modules and sharded, so that one of them "
+                "can't take another parameter: write to it, `with torch.no_grad(): "
+                "module.weight.copy_(...)`, or untie them before they are sharded"
             )
         if whole.dtype != original.dtype:
             raise ValueError(
-                f"{info.name} is to be set to a tensor of {whole.dtype}; {original.dtype}, that of "
-                "its shards, is right"
+                f"expected {info.name} to be set to a tensor of {original.dtype}, the dtype of its "
+                f"shards, got {whole.dtype}"
             )
         if isinstance(whole, nn.Parameter):
             original.requires_grad_(whole.requires_grad)
@@ -154,7 +154,7 @@ class Shards:
         self.inside = False  # the root module's forward
         self._parts = 0  # forwards of parts of it that run
         self._hooks = None
-        self.whole: dict[int, Tensor] = {}  # in whole_parameters
+        self.whole: dict[int, Tensor] = {}  # in full_parameters
         self._outside: dict[int, ShardedWeight] = {}  # one for each, as parameters are one object
         self._writes = Writes()
 
@@ -297,8 +297,8 @@ class Shards:
             self.leave()
         if self.whole:
             raise RuntimeError(
-                "the module is called within deepsp.whole_parameters; leave it before, since what "
-                "was written in there isn't in the shards yet"
+                "the module is called within deepsp.full_parameters: leave it first, since what "
+                "was written in it isn't in the shards yet"
             )
         self._writes.check()
         self.inside, self._parts = True, 0

@@ -33,7 +33,7 @@ from deepsp.compile.sharding.weights import summed_by_gathers
 from deepsp.groups import Group, member_of
 
 GRADIENTS = ("sum", "local", "mean")
-OUTPUTS = ("whole", "local")
+OUTPUTS = ("full", "local")
 
 _aten = torch.ops.aten
 
@@ -332,7 +332,7 @@ def parallelize(
     example_inputs,
     group: Group = None,
     gradients: str = "sum",
-    outputs: str = "whole",
+    outputs: str = "full",
     memory_budget: float | None = None,
     chunks: int = 1,
     report: Report | None = None,
@@ -347,7 +347,7 @@ def parallelize(
         gradients: "sum": every rank gets the full gradient of each parameter. "local": the partial
             gradient. "mean": the partial gradient times the group's size, for wrappers that
             average.
-        outputs: "whole": sharded outputs are gathered. "local": they are returned as they are.
+        outputs: "full": sharded outputs are gathered. "local": they are returned as they are.
         memory_budget: 0 to 1, the fraction of the bytes of each token's own computation that is
             saved for backward; attention and what was exchanged is always saved, the rest is
             recomputed. None: as the inner compiler decides.
@@ -366,7 +366,7 @@ def parallelize(
     if gradients not in GRADIENTS:
         raise ValueError(f"expected gradients to be 'sum', 'local' or 'mean', got {gradients!r}")
     if outputs not in OUTPUTS:
-        raise ValueError(f"expected outputs to be 'whole' or 'local', got {outputs!r}")
+        raise ValueError(f"expected outputs to be 'full' or 'local', got {outputs!r}")
     if memory_budget is not None and not 0 <= memory_budget <= 1:
         raise ValueError(f"expected 0 <= memory_budget <= 1 or None, got {memory_budget}")
     if type(chunks) is not int or chunks < 1:

@@ -18,7 +18,7 @@ from deepsp.schedule.flow import (
 )
 from deepsp.schedule.flow.naming import name_of
 from deepsp.schedule.flow.values import Call, Entry, Value, differentiable, tensors_in
-from deepsp.schedule.placement import WHOLE
+from deepsp.schedule.placement import REPLICATE
 
 if TYPE_CHECKING:
     from deepsp.schedule.flow.flow import Flow
@@ -120,7 +120,7 @@ def _record(
     flow: Flow, call: Call, made: list[Tensor], places, inplace: bool, random: bool
 ) -> None:
     if not isinstance(places, list):
-        places = [WHOLE if places is None else places] * len(made)
+        places = [REPLICATE if places is None else places] * len(made)
     inputs = [v for _, v in call.tensors]
     carries = flow.grad.enabled and any(v.carries for v in inputs) and (call.name not in names.LIKE)
     uniform = call.name in names.FILLED or (

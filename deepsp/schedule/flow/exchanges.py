@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from deepsp.schedule.flow.values import Call, Split, tensors_in
-from deepsp.schedule.placement import WHOLE
+from deepsp.schedule.placement import REPLICATE
 
 _TOKENS, _HEADS = 1, 2  # dimensions of [B, S, H, D]
 
@@ -39,7 +39,7 @@ def _exchange(source: int | None, target: int | None):
             moved = [x for x in call.args[:3] if isinstance(x, Tensor)]
         if _group(call) not in (None, call.flow.member[2]):
             if not call.flow.any_not_whole(call.tensors):
-                return WHOLE
+                return REPLICATE
             if call.name == "deepsp.distributed_attention" and all(
                 call.value(x).split and call.place(x).axis == _HEADS for x in moved
             ):
@@ -91,7 +91,7 @@ def _collective(op: str):
                     f"expected {value.name} to be Replicate, since the op is over another group "
                     f"than the schedule's, got {value.place}"
                 )
-            return WHOLE
+            return REPLICATE
         dim = None if op == "all_reduce" else call.args[1] % x.dim()
         if op in ("all_reduce", "reduce_scatter") and not value.partial:
             call.fail(
@@ -106,7 +106,7 @@ def _collective(op: str):
         grad = None if grad is None else call.arg(grad, "grad")
         call.sync = OpSync(op, call.flow.where(), grad)
         if op in ("all_reduce", "all_gather"):
-            return WHOLE
+            return REPLICATE
         return lambda out: [Split(dim, (out.size(dim),), None)]
 
     return rule
@@ -141,5 +141,5 @@ RULES = {
     "deepsp.reduce_scatter": _collective("reduce_scatter"),
     "deepsp.scatter": _collective("scatter"),
     "deepsp.scale_gradient": _scale_gradient,
-    "deepsp.check_attention": lambda call: WHOLE,
+    "deepsp.check_attention": lambda call: REPLICATE,
 }

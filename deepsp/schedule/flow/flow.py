@@ -42,7 +42,7 @@ from deepsp.schedule.flow.values import (
     tensors_in,
     to_the_device_of,
 )
-from deepsp.schedule.placement import WHOLE, Placement, Sharded
+from deepsp.schedule.placement import REPLICATE, Placement, Shard
 
 _local = threading.local()
 
@@ -82,7 +82,7 @@ class Flow:
         model: with its shards and syncs in place.
         placements: by id, of the parameters and buffers that aren't replicated.
         member: this process's place in the group.
-        outputs: "whole": sharded outputs of the model are an error; "local": they are what was
+        outputs: "full": sharded outputs of the model are an error; "local": they are what was
             asked for.
     """
 
@@ -91,7 +91,7 @@ class Flow:
         model: nn.Module,
         placements: Mapping[int, Placement],
         member: Member,
-        outputs: str = "whole",
+        outputs: str = "full",
     ):
         self.model, self.member, self.outputs = model, member, outputs
         self.placements = dict(placements)
@@ -127,7 +127,7 @@ class Flow:
             raise RuntimeError("expected no dry run within a dry run")
         args, kwargs = copied((args, dict(kwargs)), {})
         for tensor in tensors_in((args, kwargs)):
-            self._know(tensor, WHOLE, "an input of the model")
+            self._know(tensor, REPLICATE, "an input of the model")
         saved = randomness.states()
         buffers = [
             (module, name, b, b.detach().clone())
@@ -279,7 +279,7 @@ class Flow:
                 f"{made_of.place}; compute it with torch functions, or let the schedule do it "
                 "(sync)",
             )
-        place = internal(self.placements.get(id(tensor), WHOLE), tensor, self.member[0])
+        place = internal(self.placements.get(id(tensor), REPLICATE), tensor, self.member[0])
         text = name or f"a tensor of shape {list(tensor.shape)} made elsewhere"
         return self._know(tensor, place, text)
 
@@ -326,9 +326,9 @@ class Flow:
         if callable(out) and not isinstance(out, Tensor):
             with self.paused():
                 out = out()
-        if isinstance(result, Sharded):
+        if isinstance(result, Shard):
             if result.origin is None:
-                result = Sharded(result.axis, sync)
+                result = Shard(result.axis, sync)
             axis = result.axis % out.dim()
             place = Split(axis, (out.size(axis),), result.origin)
         else:

@@ -17,7 +17,7 @@ from deepsp.schedule.flow import (
     views,
 )
 from deepsp.schedule.flow.values import Call, Place, Split
-from deepsp.schedule.placement import WHOLE
+from deepsp.schedule.placement import REPLICATE
 
 BEFORE: dict[str, Callable[[Call], Place]] = {}
 """By name: what comes out, from what goes in; called before the function is."""
@@ -53,7 +53,7 @@ def _fill():
         BEFORE[name] = pointwise.like
     BEFORE["randint_like"] = pointwise.like
     for name in ("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"):
-        BEFORE[name] = lambda call: WHOLE
+        BEFORE[name] = lambda call: REPLICATE
     for name in ("zero", "fill", "normal", "uniform", "random", "exponential"):
         BEFORE[name] = pointwise.like
     BEFORE["copy"] = pointwise.copy

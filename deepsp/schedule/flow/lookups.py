@@ -6,7 +6,7 @@ from torch import Tensor
 
 from deepsp.schedule.flow import views
 from deepsp.schedule.flow.values import Call, Place
-from deepsp.schedule.placement import PARTIAL, WHOLE
+from deepsp.schedule.placement import PARTIAL, REPLICATE
 
 
 def loss(call: Call) -> Place:
@@ -22,7 +22,7 @@ def loss(call: Call) -> Place:
             call.fail_partial(v, "this isn't linear")
     sharded = of if of.split else to if to.split else None
     if sharded is None:
-        return WHOLE
+        return REPLICATE
     place = sharded.place
     if classes and of.split and place.axis == min(1, x.dim() - 1):
         call.fail_split(of, "its classes (the vocabulary) are sharded")
@@ -60,7 +60,7 @@ def gather_along(call: Call) -> Place:
         if v.partial:
             call.fail_partial(v, "it is looked up")
     if not of.split and not by.split:
-        return WHOLE
+        return REPLICATE
     if dim is None or not (of.split and by.split) or of.place.axis != by.place.axis:
         call.fail(f"expected {of.name} to be sharded like its index ({by.place}), got {of.place}")
     if of.place.axis is None or dim % x.dim() == of.place.axis:
@@ -100,10 +100,10 @@ def setitem(call: Call) -> Place:
     given = call.place(source)
     if any(not v.whole for t, v in call.tensors if t is not x and t is not source):
         call.fail("expected its indices to be Replicate; gather them with all_gather")
-    if held.whole and given is WHOLE:
-        return WHOLE
+    if held.whole and given is REPLICATE:
+        return REPLICATE
     found = views.indices_of(x, index)
-    if given is WHOLE and held.split and held.place.axis is not None:
+    if given is REPLICATE and held.split and held.place.axis is not None:
         at = 0
         for i in found:
             if i is None:

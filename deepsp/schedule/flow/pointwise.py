@@ -6,7 +6,7 @@ from torch import Tensor
 
 from deepsp.schedule.flow import names
 from deepsp.schedule.flow.values import Call, Place, Split
-from deepsp.schedule.placement import PARTIAL, WHOLE
+from deepsp.schedule.placement import PARTIAL, REPLICATE
 
 
 def pointwise(call: Call) -> Place:
@@ -15,7 +15,7 @@ def pointwise(call: Call) -> Place:
         return _partial(call)
     sharded = [(t, v) for t, v in call.tensors if v.split]
     if not sharded:
-        return WHOLE
+        return REPLICATE
     ndim = max(t.dim() for t, _ in call.tensors)
     first, of = sharded[0]
     place = of.place
@@ -70,9 +70,9 @@ def _partial(call: Call) -> Place:
             return PARTIAL
     elif name == "masked_fill":
         places = [call.place(x) for x in call.args[:2]]
-        if places == [PARTIAL, WHOLE] and call.arg(2, "value") == 0:
+        if places == [PARTIAL, REPLICATE] and call.arg(2, "value") == 0:
             return PARTIAL
-    elif name == "where" and len(call.args) == 3 and call.place(call.args[0]) is WHOLE:
+    elif name == "where" and len(call.args) == 3 and call.place(call.args[0]) is REPLICATE:
         if all(
             call.place(x) is PARTIAL or (not isinstance(x, Tensor) and x == 0)
             for x in call.args[1:]
@@ -94,7 +94,7 @@ def same(call: Call) -> Place:
 def like(call: Call) -> Place:
     """Of the sizes of another, if no others are given."""
     place = call.place(call.args[0])
-    return place if isinstance(place, Split) else WHOLE
+    return place if isinstance(place, Split) else REPLICATE
 
 
 def copy(call: Call) -> Place:
@@ -104,6 +104,6 @@ def copy(call: Call) -> Place:
     if isinstance(place, Split) and place.axis is not None:
         return place.at(place.axis + target.dim() - source.dim())
     held = call.value(target)
-    if held.split and place is WHOLE:
+    if held.split and place is REPLICATE:
         return pointwise(call)
     return place

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from deepsp.schedule.flow.values import Call, Place, Split
-from deepsp.schedule.placement import PARTIAL, WHOLE
+from deepsp.schedule.placement import PARTIAL, REPLICATE
 
 Operand = tuple[str, Tensor, list]
 """A role for messages, the tensor, and a label for each of its dimensions."""
@@ -25,7 +25,7 @@ def contract(call: Call, operands: list[Operand], output: list) -> Place:
             )
         return PARTIAL
     if not sharded:
-        return WHOLE
+        return REPLICATE
     places = {role: call.value(t).place for role, t, _ in sharded}
     unknown = [o for o in sharded if places[o[0]].axis is None]
     if unknown and len(sharded) > len(unknown):
@@ -279,7 +279,7 @@ def attention(call: Call) -> Place:
     if not sharded:
         if mask is not None and call.value(mask).split:
             call.fail_split(call.value(mask), "attn_mask is sharded, but query isn't")
-        return WHOLE
+        return REPLICATE
     role, x, place = sharded[0]
     for of, y, at in sharded:
         if at.axis is None:

@@ -9,12 +9,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from deepsp.schedule.placement import PARTIAL, WHOLE, Partial, Placement, Sharded, Whole
+from deepsp.schedule.placement import PARTIAL, REPLICATE, Partial, Placement, Replicate, Shard
 
 
 @dataclass(frozen=True)
 class Split:
-    """Sharded, in more detail than :class:`Sharded` says.
+    """Shard, in more detail than :class:`Shard` says.
 
     axis: counted from the front; None: it can't be told.
     parts: this rank's tensor along the axis is one part after another, each of which is a part of
@@ -37,11 +37,11 @@ class Split:
         return f"Shard({self.axis}){parts}"
 
 
-Place = Whole | Partial | Split
+Place = Replicate | Partial | Split
 
 
 def internal(placement: Placement, tensor: Tensor, rank: int) -> Place:
-    if not isinstance(placement, Sharded):
+    if not isinstance(placement, Shard):
         return placement
     if placement.axis is None:
         return Split(None, (), placement.origin)
@@ -56,7 +56,7 @@ def internal(placement: Placement, tensor: Tensor, rank: int) -> Place:
 def public(place: Place) -> Placement:
     if not isinstance(place, Split):
         return place
-    return Sharded(place.axis if len(place.parts) == 1 else None, place.origin)
+    return Shard(place.axis if len(place.parts) == 1 else None, place.origin)
 
 
 @dataclass(eq=False)
@@ -85,7 +85,7 @@ class Value:
 
     @property
     def whole(self) -> bool:
-        return self.place is WHOLE
+        return self.place is REPLICATE
 
     @property
     def partial(self) -> bool:
@@ -138,7 +138,7 @@ class Call:
         return self.flow.value(x) if isinstance(x, Tensor) else None
 
     def place(self, x) -> Place:
-        return self.flow.value(x).place if isinstance(x, Tensor) else WHOLE
+        return self.flow.value(x).place if isinstance(x, Tensor) else REPLICATE
 
     def fail(self, text: str) -> NoReturn:
         self.flow.fail(self.name, text)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deepsp.schedule.flow.values import Call, Place, Split
-from deepsp.schedule.placement import WHOLE
+from deepsp.schedule.placement import REPLICATE
 
 
 def _dims(x: Tensor, dims) -> list[int]:
@@ -273,7 +273,7 @@ def cat(call: Call) -> Place:
         return partial[0].place
     sharded = [v for v in values if v.split]
     if not sharded:
-        return WHOLE
+        return REPLICATE
     place = sharded[0].place
     for v in values:
         if v.split and v.place.axis != place.axis:
