@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from deepsp import dims
 from deepsp.schedule.flow.values import Call, Place, Split
 from deepsp.schedule.placement import PARTIAL, REPLICATE
 
@@ -133,44 +134,27 @@ def add_bias(call: Call, place: Place, bias: Tensor | None, axis: int) -> Place:
     return place
 
 
+def _product(call: Call, of, a: Tensor, b: Tensor) -> Place:
+    """``of``: what says how the operands' dimensions go together."""
+    labels, output = of(a.dim(), b.dim())
+    return contract(call, [("input", a, labels[0]), ("weight", b, labels[1])], output)
+
+
 def linear(call: Call) -> Place:
     x, weight = call.arg(0, "input"), call.arg(1, "weight")
-    rows = [("row", n) for n in range(x.dim() - 1)]
-    one = weight.dim() == 1
-    place = contract(
-        call,
-        [("input", x, [*rows, "in"]), ("weight", weight, ["in"] if one else ["out", "in"])],
-        rows if one else [*rows, "out"],
-    )
+    place = _product(call, dims.linear, x, weight)
     return add_bias(call, place, call.arg(2, "bias"), x.dim() - 1)
-
-
-def _matmul(call: Call, a: Tensor, b: Tensor, roles=("input", "weight")) -> Place:
-    batch = max(a.dim(), b.dim()) - 2
-
-    def labels(x, last):
-        if x.dim() == 1:
-            return ["in"]
-        return [("batch", n) for n in range(batch + 2 - x.dim(), batch)] + last
-
-    output = [("batch", n) for n in range(batch)]
-    output += (["row"] if a.dim() > 1 else []) + (["out"] if b.dim() > 1 else [])
-    return contract(
-        call,
-        [(roles[0], a, labels(a, ["row", "in"])), (roles[1], b, labels(b, ["in", "out"]))],
-        output,
-    )
 
 
 def matmul(call: Call) -> Place:
     a = call.args[0]
     b = call.args[1] if len(call.args) > 1 else next(iter(call.kwargs.values()))
-    return _matmul(call, b, a) if call.name == "rmatmul" else _matmul(call, a, b)
+    return _product(call, dims.matmul, *((b, a) if call.name == "rmatmul" else (a, b)))
 
 
 def addmm(call: Call) -> Place:
     bias, a, b = call.args[:3]
-    place = _matmul(call, a, b)
+    place = _product(call, dims.matmul, a, b)
     value = call.value(bias)
     if bias.dim() == 1 and call.arg(3, "beta", 1) != 0:
         return add_bias(call, place, bias, max(a.dim(), b.dim()) - 1)
@@ -192,33 +176,9 @@ def einsum(call: Call) -> Place:
         tensors = list(tensors[0])
     if not isinstance(equation, str):
         call.fail("expected its equation in letters, got the form with lists of numbers")
-    equation = equation.replace(" ", "")
-    left, arrow, right = equation.partition("->")
-    terms = left.split(",")
-    dots = max(
-        t.dim() - len(term.replace("...", "")) for t, term in zip(tensors, terms, strict=True)
-    )
-
-    def labels(term, dim):
-        letters = len(term.replace("...", ""))
-        found = []
-        for piece in term.partition("..."):
-            if piece == "...":
-                found += [("...", n) for n in range(dots - (dim - letters), dots)]
-            else:
-                found += piece
-        return found
-
-    operands = [
-        (f"operand {n}", t, labels(term, t.dim()))
-        for n, (t, term) in enumerate(zip(tensors, terms, strict=True))
-    ]
-    if not arrow:
-        letters = left.replace(",", "").replace("...", "")
-        right = ("..." if "..." in left else "") + "".join(
-            sorted(c for c in set(letters) if letters.count(c) == 1)
-        )
-    return contract(call, operands, labels(right, len(right.replace("...", "")) + dots))
+    labels, output = dims.einsum(equation, [t.dim() for t in tensors])
+    named = [(f"operand {n}", t, of) for n, (t, of) in enumerate(zip(tensors, labels, strict=True))]
+    return contract(call, named, output)
 
 
 def bilinear_outer(call: Call) -> Place:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepsp import dims
 from deepsp.schedule.flow.values import Call, Place, Split
 from deepsp.schedule.placement import REPLICATE
 
@@ -21,66 +22,40 @@ def _varargs(call: Call, name: str):
     return call.kwargs[name]
 
 
-def transpose(call: Call, out: Tensor) -> Place:
+def _moved(call: Call, how, *args) -> Place:
+    """``how``: the order in which it puts dimensions, from their number and ``args``."""
     x = call.args[0]
     place = call.place(x)
     if not isinstance(place, Split) or place.axis is None:
         return place
-    if call.name in ("t", "T", "mT", "mH", "H", "adjoint"):
-        if x.dim() < 2:
-            return place
-        order = list(range(x.dim()))
-        if call.name == "T":
-            order.reverse()
-        else:
-            order[-1], order[-2] = order[-2], order[-1]
-    elif call.name == "permute":
-        order = _dims(x, _varargs(call, "dims"))
-    else:
-        a, b = (
-            d % x.dim()
-            for d in (
-                call.arg(1, "dim0", call.kwargs.get("axis0")),
-                call.arg(2, "dim1", call.kwargs.get("axis1")),
-            )
-        )
-        order = list(range(x.dim()))
-        order[a], order[b] = b, a
-    return place.at(order.index(place.axis))
+    return place.at(how(x.dim(), *args).index(place.axis))
+
+
+def transpose(call: Call, out: Tensor) -> Place:
+    if call.name == "permute":
+        return _moved(call, dims.permute, _varargs(call, "dims"))
+    if call.name in ("transpose", "swapaxes", "swapdims"):
+        first = call.arg(1, "dim0", call.kwargs.get("axis0"))
+        return _moved(call, dims.transpose, first, call.arg(2, "dim1", call.kwargs.get("axis1")))
+    return _moved(call, dims.turn, call.name)
 
 
 def movedim(call: Call, out: Tensor) -> Place:
-    x = call.args[0]
-    place = call.place(x)
-    if not isinstance(place, Split) or place.axis is None:
-        return place
-    source = _dims(x, call.arg(1, "source"))
-    target = _dims(x, call.arg(2, "destination"))
-    order = [d for d in range(x.dim()) if d not in source]
-    for to, of in sorted(zip(target, source, strict=True)):
-        order.insert(to, of)
-    return place.at(order.index(place.axis))
+    return _moved(call, dims.movedim, call.arg(1, "source"), call.arg(2, "destination"))
 
 
 def squeeze(call: Call, out: Tensor) -> Place:
-    x = call.args[0]
-    place = call.place(x)
-    if not isinstance(place, Split) or place.axis is None:
-        return place
-    dims = call.arg(1, "dim")
-    gone = [d for d in range(x.dim()) if x.size(d) == 1] if dims is None else _dims(x, dims)
+    x, given = call.args[0], call.arg(1, "dim")
+    value = call.value(x)
+    gone = range(x.dim()) if given is None else _dims(x, given)
     gone = [d for d in gone if x.size(d) == 1]
-    if place.axis in gone:
-        call.fail_split(call.value(x), "the sharded axis is squeezed away")
-    return place.at(place.axis - sum(d < place.axis for d in gone))
+    if value.split and value.place.axis in gone:
+        call.fail_split(value, "the sharded axis is squeezed away")
+    return _moved(call, dims.without, gone)
 
 
 def unsqueeze(call: Call, out: Tensor) -> Place:
-    place = call.place(call.args[0])
-    if not isinstance(place, Split) or place.axis is None:
-        return place
-    dim = call.arg(1, "dim") % out.dim()
-    return place.at(place.axis + (dim <= place.axis))
+    return _moved(call, dims.unsqueeze, call.arg(1, "dim"))
 
 
 def expand(call: Call, out: Tensor) -> Place:
@@ -163,7 +138,7 @@ def _select(call: Call, x: Tensor, dim: int) -> Place:
         return place
     if place.axis == dim or place.axis is None:
         call.fail_split(value, f"one index is taken along axis {dim}")
-    return place.at(place.axis - (dim < place.axis))
+    return _moved(call, dims.without, [dim])
 
 
 def indices_of(x: Tensor, index) -> list:

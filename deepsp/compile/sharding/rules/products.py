@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from deepsp import dims
 from deepsp.compile.sharding.rules import Call, refused, rule
 from deepsp.compile.sharding.tokens import Tokens, same, size_of
 
@@ -81,22 +82,15 @@ def _followed(call: Call, known: list[Operand], out: list) -> tuple:
     return summed.label, summed.tokens
 
 
-def _matmul_labels(a: int, b: int) -> tuple[list, list, list]:
-    """Names for the dimensions of ``matmul``'s operands, which have so many, and its result."""
-
-    # Batch dimensions are counted from the back, as broadcasting aligns them.
-    left, right = (range(-max(ndim - 2, 0), 0) for ndim in (a, b))
-    longest = max(left, right, key=len)
-    rows, columns = ["rows"] * (a > 1), ["columns"] * (b > 1)
-    return [*left, *rows, "summed"], [*right, "summed", *columns], [*longest, *rows, *columns]
+def _product(call: Call, of, *operands: fx.Node) -> Tokens | None:
+    """``of``: what says how the operands' dimensions go together."""
+    labels, out = of(*(len(call.shape(x)) for x in operands))
+    return contract(call, list(zip(operands, labels, strict=True)), out)
 
 
 @rule(aten.linear.default)
 def linear(call: Call) -> Tokens | None:
-    x, weight = call.node.args[:2]
-    batch = list(range(len(call.shape(x)) - 1))
-    rows = ["features"] * (len(call.shape(weight)) > 1)
-    tokens = contract(call, [(x, [*batch, "summed"]), (weight, [*rows, "summed"])], [*batch, *rows])
+    tokens = _product(call, dims.linear, *call.node.args[:2])
     bias, graph = call["bias"], call.graph
     if bias is None:
         return tokens
@@ -114,16 +108,13 @@ def linear(call: Call) -> Tokens | None:
 
 @rule(aten.matmul.default, aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default)
 def matmul(call: Call) -> Tokens | None:
-    a, b = call.node.args[:2]
-    left, right, out = _matmul_labels(len(call.shape(a)), len(call.shape(b)))
-    return contract(call, [(a, left), (b, right)], out)
+    return _product(call, dims.matmul, *call.node.args[:2])
 
 
 @rule(aten.addmm.default, aten.baddbmm.default)
 def addmm(call: Call) -> Tokens | None:
     bias, a, b = call.node.args[:3]
-    left, right, out = _matmul_labels(len(call.shape(a)), len(call.shape(b)))
-    tokens = contract(call, [(a, left), (b, right)], out)
+    tokens = _product(call, dims.matmul, a, b)
     if tokens is None:
         call.refuse("it sums over tokens and adds a tensor; use two ops")
     shape = call.shape(bias)
@@ -135,26 +126,8 @@ def addmm(call: Call) -> Tokens | None:
 @rule(aten.einsum.default)
 def einsum(call: Call) -> Tokens | None:
     equation, nodes = call.node.args[:2]
-    inputs, out = _letters(equation.replace(" ", ""), [len(call.shape(n)) for n in nodes])
+    inputs, out = dims.einsum(equation, [len(call.shape(n)) for n in nodes])
     return contract(call, [*zip(nodes, inputs, strict=True)], out)
-
-
-def _letters(equation: str, ndims: list[int]) -> tuple[list[list], list]:
-    """What an equation names the dimensions of the operands and the result; those that it leaves
-    out ("...") have numbers, counted from the back."""
-    inputs, arrow, out = equation.partition("->")
-    named = inputs.split(",")
-    if not arrow:  # the letters that stand once, in alphabetical order
-        letters = sorted(set(inputs) - set(",."))
-        out = "..." * ("..." in inputs) + "".join(c for c in letters if inputs.count(c) == 1)
-    left_out = [n - len(x.replace("...", "")) for n, x in zip(ndims, named, strict=True)]
-    widest = max([n for n, x in zip(left_out, named, strict=True) if "..." in x], default=0)
-
-    def labels(text, count):
-        front, dots, back = text.partition("...")
-        return [*front, *(range(-count, 0) if dots else ()), *back]
-
-    return [labels(x, n) for x, n in zip(named, left_out, strict=True)], labels(out, widest)
 
 
 @rule(aten.bilinear.default)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch.utils._sympy.functions import Max, Min
 
+from deepsp import dims
 from deepsp.compile.sharding.rules import SHIFTED, Call, overloads, refused, rule
 from deepsp.compile.sharding.tokens import Sequence, Size, Tokens, same, size_of
 
@@ -90,58 +91,46 @@ def _text(shape) -> str:
     return "[" + ", ".join(str(n) for n in shape) + "]"
 
 
+def _moved(call: Call, how, *args) -> Tokens:
+    """``how``: the order in which it puts dimensions, from their number and ``args``."""
+    tokens = call.one_of()
+    return tokens.at(how(len(call.shape(call.node.args[0])), *args).index(tokens.dim))
+
+
 @rule(*overloads("transpose swapaxes swapdims"))
 def transpose(call: Call) -> Tokens:
-    x = call.node.args[0]
-    a, b = (d % len(call.shape(x)) for d in call.node.args[1:3])
-    tokens = call.one_of()
-    return tokens.at({a: b, b: a}.get(tokens.dim, tokens.dim))
+    return _moved(call, dims.transpose, *call.node.args[1:3])
 
 
 @rule(aten.t.default, aten.numpy_T.default, aten.mT.default)
 def turn(call: Call) -> Tokens:
-    tokens, ndim = call.one_of(), len(call.out)
-    if call.target is aten.mT.default:
-        return tokens.at({ndim - 1: ndim - 2, ndim - 2: ndim - 1}.get(tokens.dim, tokens.dim))
-    return tokens.at(ndim - 1 - tokens.dim)
+    return _moved(call, dims.turn, call.target._opname)
 
 
 @rule(aten.permute.default)
 def permute(call: Call) -> Tokens:
-    ndim, tokens = len(call.out), call.one_of()
-    return tokens.at([d % ndim for d in call["dims"]].index(tokens.dim))
+    return _moved(call, dims.permute, call["dims"])
 
 
 @rule(aten.movedim.int, aten.movedim.intlist)
 def movedim(call: Call) -> Tokens:
-    ndim, tokens = len(call.out), call.one_of()
-    source, target = call["source"], call["destination"]
-    if isinstance(source, int):
-        source, target = [source], [target]
-    moved = {s % ndim: t % ndim for s, t in zip(source, target, strict=True)}
-    if tokens.dim in moved:
-        return tokens.at(moved[tokens.dim])
-    rest = [d for d in range(ndim) if d not in moved.values()]
-    return tokens.at(rest[[d for d in range(ndim) if d not in moved].index(tokens.dim)])
+    return _moved(call, dims.movedim, call["source"], call["destination"])
 
 
 @rule(aten.unsqueeze.default)
 def unsqueeze(call: Call) -> Tokens:
-    tokens = call.one_of()
-    dim = call["dim"] % len(call.out)
-    return tokens.at(tokens.dim + (dim <= tokens.dim))
+    return _moved(call, dims.unsqueeze, call["dim"])
 
 
 @rule(aten.squeeze.dim, aten.squeeze.dims)
 def squeeze(call: Call) -> Tokens:
-    x, tokens = call.node.args[0], call.one_of()
-    shape = call.shape(x)
-    dims = call["dim"]
-    dims = [d % len(shape) for d in ([dims] if isinstance(dims, int) else dims)]
-    gone = [d for d in dims if isinstance(shape[d], int) and shape[d] == 1]
+    x = call.node.args[0]
+    shape, gone = call.shape(x), call["dim"]
+    gone = [d % len(shape) for d in ([gone] if isinstance(gone, int) else gone)]
+    gone = [d for d in gone if isinstance(shape[d], int) and shape[d] == 1]
     # A part's one token must stay where the whole has several.
     call.lower = lambda: call.graph.call(aten.squeeze.dims, call.given(x), gone)
-    return tokens.at(tokens.dim - sum(d < tokens.dim for d in gone))
+    return _moved(call, dims.without, gone)
 
 
 def window(call: Call, x, tokens: Tokens, begin, end):
@@ -212,7 +201,7 @@ def select(call: Call) -> Tokens | None:
     x, tokens = call.node.args[0], call.one_of()
     dim = call["dim"] % len(call.shape(x))
     if dim != tokens.dim:
-        return tokens.at(tokens.dim - (dim < tokens.dim))
+        return _moved(call, dims.without, [dim])
     return _one_token(call, x, tokens, _index(call, call["index"], call.shape(x)[dim]), False)
 
 
@@ -222,8 +211,8 @@ def split(call: Call) -> list[Tokens]:
     dim = call["dim"] % len(call.shape(x))
     if dim == tokens.dim:
         call.refuse("it splits the sequence itself")
-    gone = call.target._opname == "unbind" and dim < tokens.dim
-    return [tokens.at(tokens.dim - gone) for _ in call.node.meta["val"]]
+    gone = [dim] if call.target._opname == "unbind" else []
+    return [_moved(call, dims.without, gone) for _ in call.node.meta["val"]]
 
 
 @rule(aten.cat.default, aten.concat.default, aten.concatenate.default)
@@ -359,8 +348,8 @@ def like_nothing(call: Call) -> None:
 def triangle(call: Call) -> Tokens:
     tokens, ndim = call.one_of(), len(call.shape(call.node.args[0]))
     diagonal = call.target is aten.diagonal.default
-    dims = (call["dim1"], call["dim2"]) if diagonal else (-2, -1)
-    dims = [d % ndim for d in dims]
-    if tokens.dim in dims:
+    mixed = (call["dim1"], call["dim2"]) if diagonal else (-2, -1)
+    mixed = [d % ndim for d in mixed]
+    if tokens.dim in mixed:
         call.refuse("its indices are positions of tokens in the sequence")
-    return tokens.at(tokens.dim - diagonal * sum(d < tokens.dim for d in dims))
+    return _moved(call, dims.without, mixed if diagonal else [])
