@@ -282,10 +282,12 @@ class Shards:
         part.register_forward_hook(self._leave_part, always_call=True)
 
     def _enter_part(self, *_) -> None:
-        self._parts += 1
+        if not torch.compiler.is_compiling():  # compiled code would depend on the number
+            self._parts += 1
 
     def _leave_part(self, *_) -> None:
-        self._parts -= 1
+        if not torch.compiler.is_compiling():
+            self._parts -= 1
 
     # Nothing is lost where they don't run: a layer that uses the weights of a linear one says so.
     _enter_part.observes = _leave_part.observes = True
