@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from deepsp.agreement import compare_once, ranks_in, whole_tensors
 from deepsp.groups import Group, Member, member_of
-from deepsp.weights.gradients import is_built, plain, shard_member
 from deepsp.weights.rows import all_shards, shards_of
+from deepsp.weights.shard_gradient import is_built, plain, shard_member
 
 Parameters = nn.Module | Iterable[Tensor] | Tensor
 """A module, or parameters as ``torch.nn.utils.clip_grad_norm_`` takes them."""

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from deepsp._after_import import after_import, forget
-from deepsp.compile.lowering import decompositions, overlap
-from deepsp.integrations.deepspeed import compile_pass
+from deepsp.compile.lowering import inductor_table, overlap
+from deepsp.integrations.deepspeed import config
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,15 @@ PATCHES = (
         ),
         "Entries for deepsp's ops, which Inductor then knows as asynchronous collectives. Its copy "
         "of the table is made anew, and compiled graphs are cached under deepsp's version.",
-        decompositions.install,
-        decompositions.uninstall,
+        inductor_table.install,
+        inductor_table.uninstall,
     ),
     Patch(
         "deepspeed",
-        tuple(f"deepspeed: {what}" for what in compile_pass.REPLACED),
+        tuple(f"deepspeed: {what}" for what in config.REPLACED),
         'Takes "passes": ["deepsp"] in DeepSpeed\'s config; others\' configs mean what they did.',
-        compile_pass.install,
-        compile_pass.uninstall,
+        config.install,
+        config.uninstall,
     ),
 )
 

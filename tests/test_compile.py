@@ -13,7 +13,7 @@ from torch.library import opcheck
 
 import deepsp
 from deepsp.compile.graphs import target_of
-from deepsp.compile.lowering import decompositions
+from deepsp.compile.lowering import inductor_table
 from deepsp.compile.lowering.overlap import keep_overlap
 
 op = torch.ops.deepsp
@@ -585,7 +585,7 @@ def test_in_a_process_of_its_own(script, word):
 
 def test_inductor_knows_every_op_that_launches_or_waits():
     """By its arguments' names: Inductor calls the decomposition in the op's place."""
-    table = decompositions._decompositions()
+    table = inductor_table._decompositions()
     names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("deepsp::")]
     halves = [
         getattr(torch.ops.deepsp, name.removeprefix("deepsp::")).default

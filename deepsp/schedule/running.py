@@ -18,8 +18,8 @@ from deepsp.schedule.picking import pick_input, pick_output
 from deepsp.schedule.placement import Placement, Shard
 from deepsp.schedule.swap import swap
 from deepsp.schedule.sync import Sync
-from deepsp.weights.gradients import mark
 from deepsp.weights.rows import ParameterShard, shards_of
+from deepsp.weights.shard_gradient import mark
 
 RUNNING = "_deepsp_running"
 

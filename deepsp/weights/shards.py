@@ -13,9 +13,9 @@ from torch.nn.utils import parametrize
 
 from deepsp.groups import Member
 from deepsp.weights.access import ShardedWeight, Writes
-from deepsp.weights.gradients import mark
 from deepsp.weights.order import Order, Use, Wait
 from deepsp.weights.rows import ParameterShard, shard_rows
+from deepsp.weights.shard_gradient import mark
 
 _op = torch.ops.deepsp
 

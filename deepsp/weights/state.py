@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from deepsp.weights.gradients import plain
 from deepsp.weights.rows import all_shards
+from deepsp.weights.shard_gradient import plain
 
 
 def full_state_dict(module: nn.Module, gradients: bool = False) -> dict[str, Tensor]:

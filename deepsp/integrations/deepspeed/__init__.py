@@ -4,6 +4,6 @@ Importing this needs no DeepSpeed.
 """
 
 from deepsp.integrations.deepspeed.attention import DistributedAttention
-from deepsp.integrations.deepspeed.compile_pass import sequence_group
+from deepsp.integrations.deepspeed.config import sequence_group
 
 __all__ = ["DistributedAttention", "sequence_group"]
