@@ -91,7 +91,7 @@ bench-train: $(VENV)/ready $(VENV)/built
 zoo: $(VENV)/ready $(VENV)/built
 	$(BIN)/python benchmarks/architectures.py --write docs/architectures.md
 
-$(VENV)/docs: $(VENV)/torch pyproject.toml
+$(VENV)/docs: $(VENV)/ready
 	@echo "== what the docs need"
 	$(BIN)/pip install -q $$($(EXTRAS) docs)
 	@touch $@
