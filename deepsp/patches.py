@@ -1,6 +1,7 @@
 """Everything that deepsp changes in the process-wide state of other libraries.
 
-A change is made when somebody else imports the library that it is for, and undone by
+(transformers' models are told by a call, :func:`deepsp.integrations.transformers.register`, which
+isn't undone.) A change is made when somebody else imports the library that it is for, and undone by
 :func:`uninstall`. Besides, ``torch.compile(backend="deepsp")`` clears, behind each compilation,
 what Dynamo has noted of floats for it (``deepsp.compile.sharding.backend``).
 """

@@ -27,7 +27,7 @@ def check_linear(name: str, linear: nn.Module) -> None:
         )
     hooks = [*linear._forward_hooks.values(), *linear._forward_pre_hooks.values()]
     hooks += [*linear._backward_hooks.values(), *linear._backward_pre_hooks.values()]
-    if not all(getattr(hook, "observes", False) for hook in hooks):  # shard_parameters' own do
+    if hooks:
         raise ValueError(
             f"expected {name} to have no hooks, but {name} has hooks, which would not run: its "
             "weight is used, and its forward isn't called"

@@ -272,6 +272,30 @@ def _in_forward():
     _same(model, reference)
 
 
+class _Outer(nn.Module):
+    """Reads a weight that isn't its own."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids):
+        return self.model.embed(ids) @ self.model.embed.weight.t()
+
+
+def _elsewhere():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    reference, model = _pair()
+    ids = torch.arange(4)
+    torch.testing.assert_close(_Outer(model)(ids), _Outer(reference)(ids))
+    model.embed(ids).sum().backward()
+    assert "embed.weight" in deepsp.full_state_dict(model, gradients=True)
+    if rank == size - 1:
+        model.embed.parametrizations.weight.original.grad = None
+    with pytest.raises(ValueError, match=rf"embed\.weight on all {size} ranks .*, got it on"):
+        deepsp.full_state_dict(model, gradients=True)
+
+
 def _put_in_place():
     """Other parameters, and the same ones, frozen."""
     reference, model = _pair()
@@ -339,7 +363,7 @@ def _converted():
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(
     "case",
-    [_writes, _reads, _whole, _in_forward, _put_in_place, _converted],
+    [_writes, _reads, _whole, _in_forward, _elsewhere, _put_in_place, _converted],
     ids=lambda f: f.__name__,
 )
 def test_weights(ranks, case):

@@ -9,11 +9,13 @@ writes that each rank can do on its own rows. To read it is a collective, and so
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import tree_leaves, tree_map
 
 from deepsp.digest import first_difference
@@ -286,6 +288,19 @@ class Writes:
                     "copy: the write would be lost. Write to it outside of the forward, or skip it "
                     "in shard_parameters"
                 )
+
+
+def in_a_forward() -> bool:
+    """Whether a module is being called: its forward is on the stack."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__:
+            module = frame.f_locals["self"]
+            # A parametrization is called by whoever reads.
+            if not isinstance(module, ParametrizationList) and not hasattr(module, "right_inverse"):
+                return True
+        frame = frame.f_back
+    return False
 
 
 def _shard_key(name: str) -> str:

@@ -113,8 +113,6 @@ def shard_parameters(
     shards = Shards(member, reduce_dtype, mean, reshard_after_forward, prefetch_bytes)
     indices = {p: shards.add(names[p], p, d) for p, d in chosen.items()}
     shards.owners = [None] * len(indices)
-    for part in list(module.modules())[1:]:
-        shards.watch(part)
     for owner, name, parameter in owners:
         shard = Shard(shards, indices[parameter])
         parametrize.register_parametrization(owner, name, shard, unsafe=True)

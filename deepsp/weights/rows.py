@@ -173,7 +173,8 @@ def all_shards(module: nn.Module) -> Iterator[tuple[str, str, ParameterShard]]:
             yield dot + name, dot + name, shard
         if parametrize.is_parametrized(owner):
             for name, parametrizations in owner.parametrizations.items():
-                if (shard := getattr(parametrizations[0], "rows", None)) is not None:
+                shard = getattr(parametrizations[0], "rows", None)
+                if isinstance(shard, ParameterShard):
                     yield f"{dot}parametrizations.{name}.original", dot + name, shard
 
 

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrize
 
 from deepsp.groups import Member
-from deepsp.weights.access import ShardedWeight, Writes
+from deepsp.weights.access import ShardedWeight, Writes, in_a_forward
 from deepsp.weights.order import Order, Use, Wait
 from deepsp.weights.rows import ParameterShard, shard_rows
 from deepsp.weights.shard_gradient import mark
@@ -152,7 +152,6 @@ class Shards:
         self.owners: list[parametrize.ParametrizationList] = []
         self._reshard = reshard_after_forward
         self.inside = False  # the root module's forward
-        self._parts = 0  # forwards of parts of it that run
         self._hooks = None
         self.whole: dict[int, Tensor] = {}  # in full_parameters
         self._outside: dict[int, ShardedWeight] = {}  # one for each, as parameters are one object
@@ -170,7 +169,7 @@ class Shards:
     def __getstate__(self):
         # A copy of the module (an average of weights, say) gathers for itself: what is gathered
         # now, and the references to it, aren't copied.
-        anew = {"_gathered": {}, "inside": False, "_parts": 0, "_hooks": None}
+        anew = {"_gathered": {}, "inside": False, "_hooks": None}
         return {**self.__dict__, **anew, "whole": {}, "_outside": {}, "_writes": Writes()}
 
     def add(self, name: str, parameter: nn.Parameter, dtype: torch.dtype) -> int:
@@ -223,7 +222,7 @@ class Shards:
             return self.backward_order.take(use) if known else self.gather_alone(index, shard)
         if self.inside:
             whole = self._forward.take(use) if known else self.gather_alone(index, shard)
-        elif self._parts > 0:
+        elif in_a_forward():  # of a part of the module, or of one that uses it
             whole = self.gather_alone(index, shard)
         else:
             return self._outside.setdefault(index, ShardedWeight(self, index))
@@ -274,23 +273,7 @@ class Shards:
 
         return wait
 
-    # ---- forwards: of parts, of the root, and what autograd saves in that
-
-    def watch(self, part: nn.Module) -> None:
-        """What is read in a part's forward is gathered, also where the root isn't called."""
-        part.register_forward_pre_hook(self._enter_part, prepend=True)
-        part.register_forward_hook(self._leave_part, always_call=True)
-
-    def _enter_part(self, *_) -> None:
-        if not torch.compiler.is_compiling():  # compiled code would depend on the number
-            self._parts += 1
-
-    def _leave_part(self, *_) -> None:
-        if not torch.compiler.is_compiling():
-            self._parts -= 1
-
-    # Nothing is lost where they don't run: a layer that uses the weights of a linear one says so.
-    _enter_part.observes = _leave_part.observes = True
+    # ---- the root's forward, and what autograd saves in it
 
     def enter(self, *_) -> None:
         if torch.compiler.is_compiling() or _in_backward():
@@ -303,7 +286,7 @@ class Shards:
                 "was written in it isn't in the shards yet"
             )
         self._writes.check()
-        self.inside, self._parts = True, 0
+        self.inside = True
         self.refresh()
         self._forward = self.forward_order[torch.is_grad_enabled()]
         self._forward.begin()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 
+from deepsp.digest import device_of
 from deepsp.weights.rows import all_shards
 from deepsp.weights.shard_gradient import plain
 
@@ -19,14 +21,17 @@ def full_state_dict(module: nn.Module, gradients: bool = False) -> dict[str, Ten
     Args:
         module: what :func:`deepsp.shard_parameters` or :func:`deepsp.build` gave, or a part or
             wrapper of it.
-        gradients: return the parameters' gradients by name instead, those that are there on all
-            ranks.
+        gradients: return the parameters' gradients by name instead, those that are there.
+
+    Raises:
+        ValueError: some ranks have a gradient that others don't have.
     """
     shards = {key: (name, shard) for key, name, shard in all_shards(module)}
     tensors = module.state_dict(keep_vars=True)  # those of the module: what is tied is one object
     if gradients:
         named = module.named_parameters(remove_duplicate=False)
         tensors = {key: p.grad for key, p in named if p.grad is not None}
+        _check_on_all_ranks(shards, tensors)
     full: dict[int, Tensor] = {}
     result = {}
     for key, tensor in tensors.items():
@@ -38,6 +43,21 @@ def full_state_dict(module: nn.Module, gradients: bool = False) -> dict[str, Ten
         else:
             result[name] = tensor.detach() if isinstance(tensor, Tensor) else tensor
     return result
+
+
+def _check_on_all_ranks(shards: dict, gradients: Mapping[str, Tensor]) -> None:
+    """Each rank would gather those that it has."""
+    for rank, size, group in dict.fromkeys(shard.member for _, shard in shards.values()):
+        of = {k: name for k, (name, s) in shards.items() if s.member == (rank, size, group)}
+        device = device_of((rank, size, group))
+        there = torch.tensor([key in gradients for key in of], dtype=torch.int64, device=device)
+        ranks = torch.ops.deepsp.all_reduce(there, "replicated", rank, size, group).tolist()
+        for name, count in zip(of.values(), ranks, strict=True):
+            if 0 < count < size:
+                raise ValueError(
+                    f"expected the gradient of {name} on all {size} ranks of the group or on none, "
+                    f"got it on {count}: run the same backward on every rank"
+                )
 
 
 def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Tensor]) -> None:

@@ -48,7 +48,7 @@ def squeeze(call: Call, out: Tensor) -> Place:
     x, given = call.args[0], call.arg(1, "dim")
     value = call.value(x)
     gone = range(x.dim()) if given is None else _dims(x, given)
-    gone = [d for d in gone if x.size(d) == 1]
+    gone = [d for d in gone if x.dim() > 0 and x.size(d) == 1]
     if value.split and value.place.axis in gone:
         call.fail_split(value, "the sharded axis is squeezed away")
     return _moved(call, dims.without, gone)
