@@ -25,9 +25,12 @@ def check_linear(name: str, linear: nn.Module) -> None:
             f"expected {name} to be a plain nn.Linear, but {name} has a forward of its own, which "
             "would not be called"
         )
-    hooks = [*linear._forward_hooks.values(), *linear._forward_pre_hooks.values()]
-    hooks += [*linear._backward_hooks.values(), *linear._backward_pre_hooks.values()]
-    if hooks:
+    if (
+        linear._forward_hooks
+        or linear._forward_pre_hooks
+        or linear._backward_hooks
+        or linear._backward_pre_hooks
+    ):
         raise ValueError(
             f"expected {name} to have no hooks, but {name} has hooks, which would not run: its "
             "weight is used, and its forward isn't called"

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from deepsp.digest import first_difference
 from deepsp.schedule.flow import names
 from deepsp.schedule.flow.naming import name_of
+from deepsp.weights.rows import shard_key
 
 if TYPE_CHECKING:
     from deepsp.weights.shards import Shards
@@ -138,7 +139,7 @@ class ShardedWeight(Tensor):
             "module's forward. Reading it is a collective. Call, on every rank, "
             "`with deepsp.full_parameters(module): ...`, in which it is full (and can be written "
             "to), or deepsp.full_state_dict(module) for copies. This rank's rows, and their .grad, "
-            f"are in module.parameters(), under {_shard_key(name)}"
+            f"are in module.parameters(), under {shard_key(name)}"
         )
 
     # ---- writes
@@ -301,12 +302,6 @@ def in_a_forward() -> bool:
                 return True
         frame = frame.f_back
     return False
-
-
-def _shard_key(name: str) -> str:
-    """What a shard is called in ``named_parameters`` and ``state_dict``."""
-    prefix, _, leaf = name.rpartition(".")
-    return f"{prefix}.parametrizations.{leaf}.original".removeprefix(".")
 
 
 @contextlib.contextmanager

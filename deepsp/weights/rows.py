@@ -92,12 +92,6 @@ class ParameterShard:
     def alike(self, other: ParameterShard) -> bool:
         return (self.axis, self.parts, self.units) == (other.axis, other.parts, other.units)
 
-    def __str__(self) -> str:
-        text = f"{self.name.rpartition('.')[2]} along axis {self.axis}"
-        if len(self.parts) > 1:
-            text += f" in parts of {', '.join(map(str, self.parts))}"
-        return f"{text}: {list(self.shape)} -> {list(self.local_shape)}"
-
 
 def shard_rows(name: str, shape: Sequence[int], member: Member) -> ParameterShard:
     """Rows along the first axis, any number, zero too."""
@@ -164,6 +158,12 @@ def shards_of(module: nn.Module) -> dict[str, ParameterShard]:
     return vars(module).get(SHARDS, {})
 
 
+def shard_key(name: str) -> str:
+    """What ``named_parameters`` and ``state_dict`` call the shard of a parametrized parameter."""
+    prefix, _, leaf = name.rpartition(".")
+    return f"{prefix}.parametrizations.{leaf}.original".removeprefix(".")
+
+
 def all_shards(module: nn.Module) -> Iterator[tuple[str, str, ParameterShard]]:
     """(key in ``state_dict()``, name without sharding, shard) for everything of a module that is
     sharded; what is tied once for each name."""
@@ -175,7 +175,7 @@ def all_shards(module: nn.Module) -> Iterator[tuple[str, str, ParameterShard]]:
             for name, parametrizations in owner.parametrizations.items():
                 shard = getattr(parametrizations[0], "rows", None)
                 if isinstance(shard, ParameterShard):
-                    yield f"{dot}parametrizations.{name}.original", dot + name, shard
+                    yield shard_key(dot + name), dot + name, shard
 
 
 def sharded(model: nn.Module) -> dict[str, ParameterShard]:

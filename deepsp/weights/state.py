@@ -27,11 +27,12 @@ def full_state_dict(module: nn.Module, gradients: bool = False) -> dict[str, Ten
         ValueError: some ranks have a gradient that others don't have.
     """
     shards = {key: (name, shard) for key, name, shard in all_shards(module)}
-    tensors = module.state_dict(keep_vars=True)  # those of the module: what is tied is one object
     if gradients:
         named = module.named_parameters(remove_duplicate=False)
         tensors = {key: p.grad for key, p in named if p.grad is not None}
         _check_on_all_ranks(shards, tensors)
+    else:
+        tensors = module.state_dict(keep_vars=True)  # the module's own: what is tied is one object
     full: dict[int, Tensor] = {}
     result = {}
     for key, tensor in tensors.items():
