@@ -1,5 +1,6 @@
 """The dry run: what it finds against the gradients of one process, and what it refuses."""
 
+import contextlib
 import random
 
 import pytest
@@ -11,6 +12,7 @@ from placed import Placed, Sync, partial_of
 from torch import nn
 
 import deepsp
+from deepsp.schedule.flow.flow import Flow
 
 f64 = torch.float64
 
@@ -666,3 +668,60 @@ def test_what_is_accepted_is_right(size):
     assert len({(*a[:2], *a[2]) for a in answers}) == 1, "the ranks have to agree"
     accepted, refused, _ = answers[0]
     assert accepted > 60 and refused > 60, (accepted, refused)
+
+
+def dry_run(model, x):
+    return Flow(model, {}, (0, 1, "")).run((x,), {})
+
+
+class _Grad(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.func.grad(lambda y: self.fc(y).sum())(x)
+
+
+def test_an_error_in_the_dry_run_says_that_gradients_are_on():
+    with pytest.raises(RuntimeError) as raised:
+        dry_run(_Grad(), torch.randn(2, 4))
+    assert "torch.func.grad" in raised.value.__notes__[0]
+
+
+class _Kept(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.last = nn.Linear(4, 4), None
+
+    def forward(self, x):
+        self.last = self.fc(x)
+        return self.last
+
+
+def test_a_tensor_kept_from_the_dry_run_has_no_backward():
+    model = _Kept()
+    dry_run(model, torch.randn(2, 4))
+    with pytest.raises(RuntimeError, match="detach tensors that the model keeps"):
+        model.last.square().sum().backward()
+
+
+class _View(nn.Module):
+    def __init__(self, fails):
+        super().__init__()
+        self.fc, self.fails = nn.Linear(4, 4), fails
+        self.register_buffer("row", torch.zeros(3, 4)[0])
+
+    def forward(self, x):
+        self.row.copy_(self.fc(x).sum(0))
+        if self.fails:
+            raise KeyError("first")
+        return self.fc(x)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_buffer_that_is_a_view_is_as_before(fails):
+    model = _View(fails)
+    with pytest.raises(KeyError, match="first") if fails else contextlib.nullcontext():
+        dry_run(model, torch.randn(2, 4))
+    assert not model.row.requires_grad and not model.row.any()

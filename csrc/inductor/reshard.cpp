@@ -77,7 +77,7 @@ struct Blocks {
              return size == sizes[0];
            });
   }
-  bool stacks() const { return even() && layout[0].outer == 1; }
+  bool stacks() const { return even() && (parts() == 1 || layout[0].outer == 1); }
 
   at::Tensor slots(const at::Tensor& buffer) const {
     return as_bytes(landed(buffer, parts())).view_symint({parts(), slot()});

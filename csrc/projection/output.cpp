@@ -15,8 +15,9 @@ SymBlockLayout check_output(
     c10::SymIntArrayRef seq_lens,
     int64_t rank) {
   check_buffers(buffers);
+  TORCH_CHECK_VALUE(num_heads > 0, "expected num_heads >= 1, got ", num_heads);
   TORCH_CHECK_VALUE(
-      weight.dim() == 2 && num_heads > 0 && weight.sym_size(1) % num_heads == 0,
+      weight.dim() == 2 && weight.sym_size(1) % num_heads == 0,
       "expected weight to have shape [features, num_heads * head_dim] with num_heads = ", num_heads,
       ", got ", weight.sym_sizes());
   check_like(weight, "weight", buffers[0], "buffers[0]", kAutocast);

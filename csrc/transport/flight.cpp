@@ -2,6 +2,7 @@
 
 #include "agreement.h"
 #include "c10d.h"
+#include "errors.h"
 #include "pool.h"
 
 #include <torch/csrc/autograd/anomaly_mode.h>
@@ -34,7 +35,7 @@ void Flight::wait(Work& work, int64_t from) {
     return;
   }
   failed_ = true;  // unless it doesn't throw
-  named([&] { return what; }, from, [&] { return work->wait(); });
+  with_context([&] { return what; }, from, [&] { return work->wait(); });
   failed_ = false;
   work.reset();
 }
@@ -119,8 +120,8 @@ std::unique_ptr<Flight> flight_into(const at::Tensor& buffer) {
   auto flight = take_flight(buffer);
   TORCH_CHECK_VALUE(
       !flight || !flight->landed,
-      "expected the buffer of a start that hasn't been waited for, got one that was waited for "
-      "already; wait once for each start");
+      "expected a buffer that hasn't been waited for, got one that was waited for already; call "
+      "the wait once for each start");
   return flight;
 }
 

@@ -1,6 +1,7 @@
 #include "launch.h"
 
 #include "c10d.h"
+#include "errors.h"
 #include "pool.h"
 
 #include <ATen/ops/empty.h>
@@ -57,7 +58,7 @@ at::Tensor unowned(Bytes bytes) {
 // A launch fails, too, where a peer has died since the last exchange.
 template <class Launch>
 Work launched(const Group& group, const Launch& launch) {
-  return shared(named([&] { return name_of(group); }, -1, launch));
+  return shared(with_context([&] { return name_of(group); }, -1, launch));
 }
 
 }  // namespace
@@ -159,7 +160,7 @@ Work launch_max(const Group& group, const at::Tensor& tensor) {
 }
 
 void wait_for(const Group& group, const Work& work) {
-  named([&] { return name_of(group); }, -1, [&] { return work->wait(); });
+  with_context([&] { return name_of(group); }, -1, [&] { return work->wait(); });
 }
 
 }  // namespace deepsp

@@ -130,7 +130,7 @@ class Flow:
             self._know(tensor, REPLICATE, "an input of the model")
         saved = randomness.states()
         buffers = [
-            (module, name, b, b.detach().clone())
+            (module, name, b, b.detach().clone(), b.grad_fn is not None)
             for module in self.model.modules()
             for name, b in module._buffers.items()
             if b is not None
@@ -139,18 +139,22 @@ class Flow:
         try:
             nothing = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _no_backward)
             with torch.enable_grad(), nothing, self._following_modules(), self._modes():
-                out = self.model(*args, **kwargs)
+                out = _noted(self.model, args, kwargs)
             self.note_whole((tensor, self.value(tensor)) for tensor in tensors_in(out))
             self._finish(out)
         finally:
             _local.flow = None
             randomness.restore(saved)
             with torch.no_grad():
-                for module, name, buffer, before in buffers:
+                for module, name, buffer, before, computed in buffers:
                     module._buffers[name] = buffer  # the model may have put another in its place
                     if buffer.shape == before.shape:
                         buffer.copy_(before)
-                    if buffer.grad_fn is not None and not before.requires_grad:
+                    if buffer.grad_fn is None or computed:
+                        continue
+                    if buffer._is_view():  # can't be detached in place
+                        module._buffers[name] = buffer.detach()
+                    else:
                         buffer.detach_()
         if self.findings.streams:
             randomness.compare(saved, self.member, to_the_device_of((args, kwargs)))
@@ -381,9 +385,25 @@ class Flow:
         self.tape.append(Entry("forward", module_name, values, outs))
 
 
+def _noted(model: nn.Module, args: tuple, kwargs: Mapping):
+    """The model's output; an error of its forward says that this was the dry run."""
+    try:
+        return model(*args, **kwargs)
+    except RuntimeError as error:
+        error.add_note(
+            "In the schedule's dry run, which calls the model's forward once with gradients on, "
+            "also under torch.no_grad, and with saved tensors replaced. A forward that uses "
+            "torch.func.grad or vjp, or writes to a parameter in place outside of its own "
+            "torch.no_grad, can't be followed: register a method for that module "
+            "(deepsp.register_shard_method)."
+        )
+        raise
+
+
 def _no_backward(_) -> NoReturn:
     raise RuntimeError(
-        "a backward in the schedule's dry run; call it outside of the model's forward"
+        "expected no backward through tensors of the schedule's dry run: call backward outside of "
+        "the model's forward, and detach tensors that the model keeps from one call to the next"
     )
 
 
