@@ -303,7 +303,7 @@ def _errors():
         ),
         (
             lambda: op.all_gather(x, 1, [4, 4], "partial", rank, "nobody"),
-            "group_name to name a process group",
+            "group_name to be the name of a process group",
         ),
         (
             lambda: op.all_gather_wait(torch.ones(3), 1, [4, 4], [2, 8], "partial", rank, name),

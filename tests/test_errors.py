@@ -146,7 +146,7 @@ def _op_errors():
         (lambda: op.seq_to_heads([x], [], 0, name), "expected seq_lens .*, got an empty list"),
         (
             lambda: op.seq_to_heads([x], [4, 4], rank, "nobody"),
-            "group_name to name a process group.*'nobody'",
+            "group_name to be the name of a process group.*'nobody'",
         ),
         (
             lambda: op.seq_to_heads([x], [4, 4], 1 - rank, name),
