@@ -27,7 +27,7 @@ from deepsp.integrations.transformers.attention import attention
 from deepsp.integrations.transformers.check import check
 from deepsp.integrations.transformers.masks import Masks
 
-__all__ = ["check", "register"]
+__all__ = ["SequenceParallelTrainer", "check", "register", "sequence_parallel"]
 
 
 def register(group: Group = None, chunks: int = 1, name: str = "deepsp") -> None:
@@ -74,3 +74,12 @@ def register(group: Group = None, chunks: int = 1, name: str = "deepsp") -> None
     )
     transformers.AttentionMaskInterface.register(name, Masks)
     calls.install(name)
+
+
+def __getattr__(name: str):
+    # A trainer brings accelerate, which a model alone doesn't need.
+    if name in ("SequenceParallelTrainer", "sequence_parallel"):
+        from deepsp.integrations.transformers import trainer
+
+        return getattr(trainer, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -65,6 +65,9 @@ def _call(self, *args, **kwargs):
             _first(self)
         if getattr(self, CALLED, False):
             _check_arguments(self, args, kwargs)
+            if kwargs.get("shift_labels") is not None:
+                # Models compute a loss for labels, and pass shift_labels on to it.
+                kwargs["labels"] = kwargs["shift_labels"]
     elif not torch.compiler.is_compiling():
         _check_alone(self, args, kwargs)
     return nn.Module.__call__(self, *args, **kwargs)

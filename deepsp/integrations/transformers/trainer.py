@@ -1,0 +1,391 @@
+"""``Trainer`` over sharded sequences: transformers' own, TRL's, or any other subclass.
+
+Ranks that follow each other in number form a group that shares each batch. What differs from a
+``Trainer`` of data ranks alone:
+
+- the loader gives all ranks of a group the same batches (accelerate's loaders can do so);
+- ``compute_loss`` shards the batch first, so no step of training or evaluation misses it;
+- the loss is the full batch's on every rank, and its gradients are scaled for wrappers that average
+  over all ranks (DDP, FSDP, DeepSpeed);
+- what is counted over all processes counts each token once.
+
+Nothing here touches the accelerator's own context parallelism, which would replace attention.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from transformers import PreTrainedModel, Trainer
+
+from deepsp.data import shard_batch, unshard
+from deepsp.groups import member_of, on_all_ranks
+from deepsp.integrations.transformers import check, register
+from deepsp.loss import cross_entropy
+
+_BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""What collators add for kernels: borders of documents, which position_ids tell, too."""
+
+
+def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
+    """A subclass of ``trainer_class`` that trains on sharded sequences.
+
+    The class takes one more argument, ``sequence_parallel_size``: the number of ranks that share
+    each batch, a divisor of the number of processes. None: ``cp_size`` (or ``sp_size``) of
+    ``TrainingArguments.parallelism_config``. Everything else is as the class has it: with
+    ``per_device_train_batch_size=b`` on N processes, a step trains on b * N / size samples.
+
+    Losses, gradient norms, evaluation and metrics are those of the same training without sequence
+    parallelism on N / size processes. A causal language model trains on the loss of its full
+    sequences, as its own ``labels`` loss in one process. ``compute_loss_func`` gets the full logits
+    and labels. A ``compute_loss`` of the class's own gets the local batch: ``shift_labels``, the
+    token that each token is to predict, in place of ``labels``. It has to divide a sum over tokens
+    by ``num_items_in_batch``, as TRL's ``SFTTrainer`` does, which is checked on the first step.
+
+    Args:
+        trainer_class: transformers' ``Trainer`` or a subclass of it.
+
+    Returns:
+        The class. In ``compute_metrics`` and ``predict`` there are full logits; they take
+        [B, S, V] of memory on every rank, so ask for them in evaluation only.
+
+    Raises:
+        ValueError: on making a trainer: the model isn't a causal language model of transformers, or
+            computes something over tokens that isn't attention through deepsp
+            (:func:`deepsp.integrations.transformers.check`); the size doesn't divide the number of
+            processes; label smoothing with a class that computes its loss itself;
+            ``predict_with_generate``. On the first step: the class's loss isn't a sum that is
+            divided by ``num_items_in_batch``; ranks of a group have different batches.
+    """
+    if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
+        raise ValueError(
+            f"expected trainer_class to be transformers' Trainer or a subclass, got {trainer_class}"
+        )
+    if issubclass(trainer_class, _SequenceParallel):
+        return trainer_class
+    name = f"SequenceParallel{trainer_class.__name__}"
+    return type(name, (_SequenceParallel, trainer_class), {"__doc__": sequence_parallel.__doc__})
+
+
+class _SequenceParallel:
+    """What :func:`sequence_parallel` puts before a class of trainers."""
+
+    def __init__(self, *args, sequence_parallel_size: int | None = None, **kwargs):
+        self._asked_size = sequence_parallel_size
+        self._checked_loss = False
+        super().__init__(*args, **kwargs)
+        if self._size > 1:
+            self._prepare_model()
+
+    # ---- ranks
+
+    def _build_accelerator_args(self, **kwargs) -> dict[str, Any]:
+        given = super()._build_accelerator_args(**kwargs)
+        config = given.pop("parallelism_config", None)
+        if config is not None and (config.tp_size > 1 or config.dp_replicate_size > 1):
+            raise ValueError(
+                "expected parallelism_config with cp_size and dp_shard_size only, got tp_size="
+                f"{config.tp_size} and dp_replicate_size={config.dp_replicate_size}; leave them out"
+            )
+        if self._asked_size is None and config is not None:
+            self._asked_size = max(config.cp_size, config.sp_size)
+        return given
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        accelerator = self.accelerator
+        if getattr(accelerator.parallelism_config, "total_size", 1) > 1:
+            raise ValueError(
+                "expected no parallelism config from the launcher, which gives attention to "
+                "accelerate; pass sequence_parallel_size, or TrainingArguments.parallelism_config"
+            )
+        size, world = self._asked_size, accelerator.num_processes
+        if not isinstance(size, int) or size < 1 or world % size:
+            raise ValueError(
+                f"expected sequence_parallel_size to be a divisor of {world}, the number of "
+                f"processes, got {size!r}; it is the number of ranks that share each batch"
+            )
+        self._size, self._group = size, None
+        if size == 1:
+            return
+        # By these names accelerate's loaders know ranks that get the same batches, under DDP, FSDP
+        # and DeepSpeed alike.
+        mesh = dist.init_device_mesh(
+            accelerator.device.type, (world // size, size), mesh_dim_names=("dp_shard", "tp")
+        )
+        self._group = mesh["tp"].get_group()
+        accelerator._prepare_device_mesh = lambda: mesh
+        if accelerator.dispatch_batches is None:
+            accelerator.dataloader_config.dispatch_batches = False
+
+    def get_cp_size(self) -> int:
+        # As many ranks have the same batch. transformers counts tokens and batches by it.
+        return self._size
+
+    # ---- the model
+
+    def _prepare_model(self) -> None:
+        model = self._base_model()
+        if not isinstance(model, PreTrainedModel) or not self._loss_shifts_labels:
+            raise ValueError(
+                "expected model to be a causal language model of transformers, got "
+                f"{type(model).__name__}; for another one, use deepsp.shard_batch and a loss of "
+                "deepsp in a training loop"
+            )
+        if getattr(self.args, "predict_with_generate", False):
+            raise ValueError(
+                "expected predict_with_generate=False: a cache would hold one rank's tokens only; "
+                "generate after training, on a model with attn_implementation='sdpa'"
+            )
+        if self._has_own_loss() and self.label_smoother is not None:
+            raise ValueError(
+                f"expected label_smoothing_factor=0, since {type(self).__mro__[2].__name__} "
+                f"computes its loss itself, got {self.args.label_smoothing_factor}; leave it out"
+            )
+        register(self._group)
+        model.set_attn_implementation("deepsp")
+        check(model)  # before the first step, and before the model is wrapped
+
+    def _base_model(self) -> nn.Module:
+        model = self.accelerator.unwrap_model(self.model)
+        return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+    def _has_own_loss(self) -> bool:
+        after = type(self).__mro__[type(self).__mro__.index(_SequenceParallel) + 1 :]
+        owner = next(c for c in after if "compute_loss" in vars(c))
+        return owner is not Trainer
+
+    # ---- the loss
+
+    def _prepare_context_parallel_inputs(self, model, inputs):
+        if self._size > 1:
+            return contextlib.nullcontext, inputs  # compute_loss does it
+        return super()._prepare_context_parallel_inputs(model, inputs)
+
+    def _get_num_items_in_batch(self, batch_samples, device):
+        count = super()._get_num_items_in_batch(batch_samples, device)
+        if isinstance(count, Tensor) and not self.args.average_tokens_across_devices:
+            count = count * self._size  # nothing was gathered that had each token so often
+        return count
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if self._size == 1:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        local, seq_lens = self._shard(inputs)
+        labels = local.get("shift_labels")
+        if labels is None:
+            raise ValueError(
+                f"expected a batch with labels, got {sorted(inputs)}; a collator adds them, such "
+                "as DataCollatorForLanguageModeling(tokenizer, mlm=False)"
+            )
+        own = self._has_own_loss()
+        if not model.training:
+            num_items_in_batch = self._count(labels, None)
+        elif num_items_in_batch is None and own:
+            num_items_in_batch = self._count(labels, self._group)
+            if self.args.average_tokens_across_devices:
+                num_items_in_batch *= self.accelerator.num_processes // self._size
+        if own:
+            loss, outputs = self._theirs(model, local, num_items_in_batch, return_outputs)
+        else:
+            loss, outputs = self._ours(model, inputs, local, seq_lens, num_items_in_batch)
+        if not model.training:
+            loss = self._over_all(loss)
+        if self._returns_outputs:
+            outputs = self._gathered(outputs, seq_lens)
+        return (loss, outputs) if return_outputs else loss
+
+    def _count(self, labels: Tensor, group) -> Tensor:
+        """The number of valid tokens over a group; None: over all processes, each of which has
+        tokens of its own."""
+        everyone = on_all_ranks([int((labels != -100).sum())], group, labels.device)
+        return labels.new_tensor(max(1, sum(n for (n,) in everyone)))
+
+    def _over_all(self, loss: Tensor) -> Tensor:
+        """In evaluation, what one process has for the batches of all data ranks."""
+        loss = loss.detach().clone()
+        dist.all_reduce(loss)
+        averaged = self.args.average_tokens_across_devices or not self._has_own_loss()
+        return loss / self.accelerator.num_processes if averaged else loss
+
+    def _shard(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]]:
+        batch = {name: x for name, x in inputs.items() if name not in _BORDERS}
+        labels = batch.pop("labels", None)
+        if labels is not None and batch.get("shift_labels") is None:
+            # As transformers shifts them: documents of a row end where its collators say so.
+            batch["shift_labels"] = F.pad(labels, (0, 1), value=-100)[..., 1:]
+        return shard_batch(batch, self._group)
+
+    def _ours(self, model, inputs, local, seq_lens, num_items_in_batch):
+        """The loss of a model that returns logits."""
+        labels = local.pop("shift_labels")
+        outputs = model(**local, use_cache=False)
+        counted = num_items_in_batch is not None
+        if self.compute_loss_func is not None:
+            outputs = self._gathered(outputs, seq_lens)
+            loss = self.compute_loss_func(
+                outputs, inputs.get("labels"), num_items_in_batch=num_items_in_batch
+            )
+            loss = torch.ops.deepsp.scale_gradient(loss, float(self._size))
+        else:
+            loss = cross_entropy(
+                outputs["logits"],
+                labels,
+                self._group,
+                reduction="sum" if counted else "mean",
+                label_smoothing=self.args.label_smoothing_factor,
+                average_gradients=True,
+            )
+            loss = loss / num_items_in_batch if counted else loss
+        if counted and (self.args.average_tokens_across_devices or not model.training):
+            loss = loss * (self.accelerator.num_processes // self._size)
+        return loss, outputs
+
+    def _theirs(self, model, local, num_items_in_batch, return_outputs):
+        """The loss of a class that computes it itself: a sum over the local tokens, divided by the
+        number of all."""
+        count = torch.as_tensor(num_items_in_batch, dtype=torch.float32, device=self.args.device)
+        checks = model.training and not self._checked_loss
+        if checks:
+            count = count.detach().requires_grad_()
+        if hasattr(self, "_tp_size"):
+            # SFTTrainer divides by it what it counts over all processes, of full masks only.
+            self._tp_size = self._size if "attention_mask" in local else 1
+        base = self._base_model()
+        before = base.loss_function
+        base.loss_function = _local_loss
+        try:
+            found = super().compute_loss(model, local, return_outputs, count)
+        finally:
+            base.loss_function = before
+        loss, outputs = found if return_outputs else (found, None)
+        if not model.training:
+            return loss, outputs
+        if checks:
+            self._check_loss(loss, count)
+        rank, size, name = member_of(self._group)
+        # A class that averages tokens has a share of the loss here, times all processes.
+        averaged = self.args.average_tokens_across_devices
+        loss = torch.ops.deepsp.scale_gradient(loss / size if averaged else loss, float(size))
+        loss = torch.ops.deepsp.all_reduce(loss, "replicated", rank, size, name)
+        return loss, outputs
+
+    def _check_loss(self, loss: Tensor, count: Tensor) -> None:
+        """Raises unless ``loss`` is a sum / ``count``: the mean of a rank's own tokens isn't."""
+        (slope,) = torch.autograd.grad(loss, count, retain_graph=True, allow_unused=True)
+        wrong = slope is None or not torch.allclose(-slope * count, loss.float(), rtol=1e-3)
+        if any(n for (n,) in on_all_ranks([int(wrong)], self._group, self.args.device)):
+            raise ValueError(
+                f"expected compute_loss of {type(self).__mro__[2].__name__} to return a sum over "
+                "tokens divided by num_items_in_batch, got a loss that isn't proportional to "
+                "1 / num_items_in_batch; each rank has other tokens, so a mean of means, or a term "
+                "that isn't divided, would be wrong"
+            )
+        self._checked_loss = True
+
+    def _gathered(self, outputs, seq_lens: list[int]):
+        """Outputs of the full sequence."""
+        length = seq_lens[dist.get_rank(self._group)]
+
+        def gather(x: Tensor) -> Tensor:
+            ours = x.dim() >= 2 and x.size(1) == length
+            return unshard(x, 1, self._group, seq_lens) if ours else x
+
+        return tree_map_only(Tensor, gather, outputs)
+
+    # ---- evaluation
+
+    _returns_outputs = False
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        if self._size == 1:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if any(inputs.get(name) is not None for name in self.label_names):
+            inputs = self._without_repeats(inputs)
+            self._returns_outputs = not prediction_loss_only
+            try:
+                return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            finally:
+                self._returns_outputs = False
+        with torch.no_grad(), self.compute_loss_context_manager():
+            local, seq_lens = self._shard(self._prepare_inputs(inputs))
+            outputs = model(**local, use_cache=False)
+            if prediction_loss_only:
+                return None, None, None
+            return None, self._gathered(outputs, seq_lens)["logits"].detach(), None
+
+    def _without_repeats(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Loaders fill the last batches of an epoch with samples from its begin, which evaluation
+        drops from metrics: their labels don't count in the loss, either."""
+        state = self.accelerator.gradient_state
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return inputs
+        inputs = dict(inputs)
+        for name in ("labels", "shift_labels"):
+            if isinstance(inputs.get(name), Tensor):
+                labels = inputs[name].clone()
+                first = self.accelerator.process_index // self._size * len(labels)
+                labels[max(0, state.remainder - first) :] = -100
+                inputs[name] = labels
+        return inputs
+
+    @property
+    def gather_function(self):
+        """What evaluation gathers losses, logits and labels with: the ranks of a group have the
+        same, which count once."""
+        if getattr(self, "_size", 1) == 1:
+            return self._gather_function
+        return self._gather_once
+
+    @gather_function.setter
+    def gather_function(self, function) -> None:
+        self._gather_function = function
+
+    def _gather_once(self, tensors):
+        accelerator = self.accelerator
+        everyone, processes = accelerator.gather, accelerator.num_processes
+
+        def once(x: Tensor) -> Tensor:
+            return x.unflatten(0, (processes, -1))[:: self._size].flatten(0, 1)
+
+        accelerator.gather = lambda x: tree_map_only(Tensor, once, everyone(x))
+        try:
+            return self._gather_function(tensors)
+        finally:
+            del accelerator.gather
+
+    # ---- counts
+
+    def _track_num_input_tokens(self, inputs) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        more = self.state.num_input_tokens_seen - before
+        self.state.num_input_tokens_seen = before + more // self._size
+
+    def floating_point_ops(self, inputs):
+        return super().floating_point_ops(inputs) / self._size
+
+
+class SequenceParallelTrainer(_SequenceParallel, Trainer):
+    __doc__ = sequence_parallel.__doc__
+
+
+def _local_loss(
+    logits, labels, vocab_size=None, num_items_in_batch=None, shift_labels=None, **kwargs
+) -> Tensor:
+    """What a model's own loss is where a class of trainers computes the loss by it."""
+    if shift_labels is None or num_items_in_batch is None:
+        raise ValueError(
+            "expected shift_labels and num_items_in_batch in the model's call, which the trainer "
+            "passes to compute_loss; pass them on"
+        )
+    wide = logits.double() if logits.dtype == torch.float64 else logits.float()
+    sum_of = F.cross_entropy(wide.flatten(0, -2), shift_labels.flatten(), reduction="sum")
+    return sum_of / num_items_in_batch

@@ -1,0 +1,385 @@
+"""transformers' Trainer over sharded sequences: each logged number is that of one process."""
+
+import numpy as np
+import pytest
+import torch
+from harness import on_ranks
+from trained import VOCABULARY, Rows, arguments, launched, logs, one_process, tiny, wide_loss
+
+f64 = torch.float64
+
+
+def _metrics(prediction):
+    logits, labels = prediction.predictions, prediction.label_ids
+    right = logits.argmax(-1)[:, :-1] == labels[:, 1:]
+    return {"right": float(right.sum()), "rows": len(labels), "size": float(np.abs(logits).sum())}
+
+
+def _class(size):
+    if size > 1:
+        from deepsp.integrations.transformers import SequenceParallelTrainer
+
+        return SequenceParallelTrainer, {"sequence_parallel_size": size}
+    from transformers import Trainer
+
+    return Trainer, {}
+
+
+def _plain(size, batch, name="llama", dtype=torch.float32, rows=11, masked=None, **given):
+    model = tiny(name, dtype)
+    if size == 1 and dtype == f64 and "label_smoothing_factor" not in given:
+        model.loss_function = wide_loss
+    cls, more = _class(size)
+    args = arguments(per_device_train_batch_size=batch, per_device_eval_batch_size=batch, **given)
+    train, evaluation = Rows(40, keep=masked), Rows(rows, 1)
+    trainer = cls(
+        model, args, train_dataset=train, eval_dataset=evaluation, compute_metrics=_metrics, **more
+    )
+    trainer.train()
+    return logs(trainer)
+
+
+def _on_rank(function, size, batch, items):
+    with launched():
+        return function(size, batch, **dict(items))
+
+
+def _same(function, world, size, batch=4, digits=1e-5, **given):
+    """Every rank of ``world``, in groups of ``size``, logs what one process does."""
+    items = tuple(given.items())
+    expected = one_process(_on_rank, function, 1, batch, items)
+    rank_batch = batch // (world // size)
+    for mine in on_ranks(world, _on_rank, function, size, rank_batch, items):
+        assert len(mine) == len(expected) > 3
+        for a, b in zip(mine, expected, strict=True):
+            # transformers adds up the losses of steps in float32.
+            rough = {k: max(digits, 1e-6) if k in ("loss", "train_loss") else digits for k in b}
+            assert a.keys() == b.keys()
+            assert all(a[k] == pytest.approx(b[k], rel=rough[k]) for k in b), (a, b)
+
+
+@pytest.mark.parametrize(("world", "size"), [(2, 2), (3, 3), (4, 2)])
+def test_float64(world, size):
+    _same(_plain, world, size, dtype=f64, digits=1e-10)
+
+
+@pytest.mark.parametrize(("world", "size"), [(2, 2), (4, 2)])
+def test_accumulation(world, size):
+    _same(_plain, world, size, batch=2, name="qwen3", gradient_accumulation_steps=3)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"masked": 6},  # no label in the second half of any row
+        {"label_smoothing_factor": 0.1},
+        {"gradient_checkpointing": True},
+        {"average_tokens_across_devices": False, "max_grad_norm": 0.5},
+        {"bf16": True, "digits": 2e-2},
+        {"prediction_loss_only": True},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_arguments(given):
+    _same(_plain, 2, 2, **given)
+
+
+def _tokenizer():
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"t{n}": n for n in range(VOCABULARY)}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, "t3")),
+        pad_token="t0", bos_token="t1", eos_token="t2", unk_token="t3",
+    )  # fmt: skip
+
+
+def _lists(count, seed=0):
+    """Rows of different lengths, as a data set of lists of ids."""
+    from datasets import Dataset
+
+    rows = Rows(count, seed)
+    cut = [rows.ids[i, : 5 + (7 * i) % 16].tolist() for i in range(count)]
+    return Dataset.from_dict({"input_ids": cut})
+
+
+def _collated(size, batch, collator, **given):
+    from transformers import DataCollatorForLanguageModeling, DataCollatorWithFlattening
+
+    collate = {
+        "padding": lambda: DataCollatorForLanguageModeling(_tokenizer(), mlm=False),
+        "packing": lambda: DataCollatorWithFlattening(return_flash_attn_kwargs=size > 1),
+    }[collator]()
+    cls, more = _class(size)
+    args = arguments(per_device_train_batch_size=batch, per_device_eval_batch_size=batch, **given)
+    trainer = cls(
+        tiny(), args, train_dataset=_lists(40), eval_dataset=_lists(8, 1), data_collator=collate,
+        **more,
+    )  # fmt: skip
+    trainer.train()
+    return logs(trainer)
+
+
+@pytest.mark.parametrize(("world", "size"), [(2, 2), (4, 2)])
+def test_padded_rows(world, size):
+    _same(_collated, world, size, collator="padding", prediction_loss_only=True)
+
+
+def test_packed_rows():
+    _same(_collated, 2, 2, collator="packing", prediction_loss_only=True)
+
+
+def _sft(size, batch, packing=False, **given):
+    from trl import SFTConfig, SFTTrainer
+
+    cls, more = SFTTrainer, {}
+    if size > 1:
+        from deepsp.integrations.transformers import sequence_parallel
+
+        cls, more = sequence_parallel(SFTTrainer), {"sequence_parallel_size": size}
+    args = arguments(
+        SFTConfig, per_device_train_batch_size=batch, per_device_eval_batch_size=batch, bf16=False,
+        max_length=32, packing=packing, padding_free=False, dataset_num_proc=None, **given,
+    )  # fmt: skip
+    trainer = cls(
+        tiny("qwen3"), args, train_dataset=_lists(40), eval_dataset=_lists(8, 1),
+        processing_class=_tokenizer(), **more,
+    )  # fmt: skip
+    trainer.train()
+    return logs(trainer)
+
+
+@pytest.mark.parametrize(("world", "size"), [(2, 2), (4, 2)])
+def test_sft(world, size):
+    _same(_sft, world, size, digits=1e-4, gradient_accumulation_steps=3)
+
+
+def test_sft_packing():
+    _same(_sft, 2, 2, digits=1e-4, packing=True)
+
+
+def _lora(size, batch):
+    from peft import LoraConfig, get_peft_model
+    from transformers import set_seed
+
+    cls, more = _class(size)
+    set_seed(1)
+    lora = LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False
+    )
+    model = get_peft_model(tiny(), lora)
+    args = arguments(per_device_train_batch_size=batch, per_device_eval_batch_size=batch)
+    trainer = cls(model, args, train_dataset=Rows(40), eval_dataset=Rows(6, 1), **more)
+    trainer.train()
+    return logs(trainer)
+
+
+def test_lora():
+    _same(_lora, 2, 2, batch=2)
+
+
+def _predicts(size, batch):
+    cls, more = _class(size)
+    args = arguments(per_device_eval_batch_size=batch, eval_strategy="no")
+    trainer = cls(tiny(dtype=f64), args, **more)
+    unlabelled = [{"input_ids": row["input_ids"]} for row in Rows(7)]
+    found = trainer.predict(Rows(7)), trainer.predict(unlabelled)
+    return [(p.predictions, p.label_ids) for p in found]
+
+
+@pytest.mark.parametrize(("world", "size"), [(2, 2), (4, 2), (3, 3)])
+def test_predict(world, size):
+    """The full logits of each row once, also without labels."""
+    expected = one_process(_on_rank, _predicts, 1, 2, ())
+    for mine in on_ranks(world, _on_rank, _predicts, size, 2 // (world // size), ()):
+        for (logits, labels), (full, theirs) in zip(mine, expected, strict=True):
+            np.testing.assert_allclose(logits, full, atol=1e-6)
+            np.testing.assert_array_equal(labels, theirs)
+
+
+def _resumes(size, batch, folder):
+    """Four steps; two steps and, from what they saved, two more."""
+    from transformers import set_seed
+
+    cls, more = _class(size)
+    found = []
+    for steps, again in ((4, False), (2, False), (4, True)):
+        set_seed(0)
+        args = arguments(
+            per_device_train_batch_size=batch, max_steps=steps, eval_strategy="no",
+            save_strategy="steps" if steps == 2 else "no", save_steps=2, output_dir=folder,
+        )  # fmt: skip
+        trainer = cls(tiny(), args, train_dataset=Rows(40), **more)
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if again else None)
+        found.append(logs(trainer))
+    return found
+
+
+def _resumes_elsewhere(size, batch, folder):
+    cls, more = _class(size)
+    args = arguments(
+        per_device_train_batch_size=batch, max_steps=4, eval_strategy="no", output_dir=folder
+    )
+    trainer = cls(tiny(), args, train_dataset=Rows(40), **more)
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    return logs(trainer)
+
+
+def test_resumed_training_is_unbroken_training(tmp_path):
+    """Also on another number of ranks."""
+    items = (("folder", str(tmp_path)),)
+    unbroken, _, resumed = on_ranks(2, _on_rank, _resumes, 2, 2, items)[0]
+    assert resumed[:-1] == unbroken[:-1] and len(resumed) == 5
+    for world in (1, 3):
+        call = (_on_rank, _resumes_elsewhere, world, 2, items)
+        found = on_ranks(world, *call)[0] if world > 1 else call[0](*call[1:])
+        for a, b in zip(found[:-1], unbroken[:-1], strict=True):
+            assert a == pytest.approx(b, rel=1e-5)
+
+
+def _fsdp(size, batch):
+    cls, more = _class(size)
+    given = {} if size == 1 else {"fsdp": True, "fsdp_config": {"fsdp_version": 2}}
+    args = arguments(per_device_train_batch_size=batch, per_device_eval_batch_size=batch, **given)
+    trainer = cls(tiny(), args, train_dataset=Rows(40), eval_dataset=Rows(6, 1), **more)
+    trainer.train()
+    return logs(trainer)
+
+
+@pytest.mark.parametrize(("world", "size"), [(2, 2), (4, 2)])
+def test_fsdp(world, size):
+    _same(_fsdp, world, size)
+
+
+def _deepspeed(size, batch, stage):
+    cls, more = _class(size)
+    given = {}
+    if size > 1:
+        given["deepspeed"] = {
+            "train_micro_batch_size_per_gpu": batch, "gradient_accumulation_steps": 1,
+            "zero_optimization": {"stage": stage}, "gradient_clipping": 1.0,
+            "zero_allow_untested_optimizer": True,
+        }  # fmt: skip
+    args = arguments(per_device_train_batch_size=batch, per_device_eval_batch_size=batch, **given)
+    trainer = cls(tiny(), args, train_dataset=Rows(40), eval_dataset=Rows(6, 1), **more)
+    trainer.train()
+    return logs(trainer)
+
+
+def test_deepspeed():
+    _same(_deepspeed, 2, 2, stage=1)
+
+
+def _func(outputs, labels, num_items_in_batch=None):
+    wide = outputs.logits[:, :-1].flatten(0, 1)
+    losses = torch.nn.functional.cross_entropy(wide, labels[:, 1:].flatten(), reduction="sum")
+    return losses.pow(1.5) / num_items_in_batch  # a loss of the full batch only
+
+
+def _loss_of_ones_own(size, batch):
+    cls, more = _class(size)
+    args = arguments(per_device_train_batch_size=batch, per_device_eval_batch_size=batch)
+    trainer = cls(
+        tiny(), args, train_dataset=Rows(40), eval_dataset=Rows(8, 1), compute_loss_func=_func,
+        **more,
+    )  # fmt: skip
+    trainer.train()
+    return logs(trainer)
+
+
+def test_a_loss_function_gets_the_full_logits_and_labels():
+    _same(_loss_of_ones_own, 3, 3)
+
+
+class _Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(Rows(40))
+
+
+def _stream(size, batch):
+    cls, more = _class(size)
+    args = arguments(per_device_train_batch_size=batch, per_device_eval_batch_size=batch)
+    trainer = cls(tiny(), args, train_dataset=_Stream(), eval_dataset=Rows(8, 1), **more)
+    trainer.train()
+    return logs(trainer)
+
+
+@pytest.mark.parametrize(("world", "size"), [(2, 2), (4, 2)])
+def test_a_data_set_without_length(world, size):
+    _same(_stream, world, size)
+
+
+def _refusals():
+    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+    from transformers import BertConfig, BloomConfig, BloomForCausalLM, Trainer
+    from trl import SFTConfig, SFTTrainer
+
+    from deepsp.integrations.transformers import SequenceParallelTrainer, sequence_parallel
+
+    class Mean(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            logits = model(**inputs, num_items_in_batch=num_items_in_batch).logits
+            loss = torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), inputs["shift_labels"].flatten()
+            )
+            return (loss, None) if return_outputs else loss
+
+    class Shifts(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return inputs["labels"].sum() / num_items_in_batch
+
+    def trainer(cls=SequenceParallelTrainer, model=None, size=2, config=None, **given):
+        args = arguments(config, eval_strategy="no", **given)
+        model = tiny() if model is None else model
+        data, more = Rows(40), {}
+        if config is SFTConfig:
+            data, more = _lists(8), {"processing_class": _tokenizer()}
+        return cls(model, args, train_dataset=data, sequence_parallel_size=size, **more)
+
+    small = BertConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
+                       intermediate_size=32)  # fmt: skip
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=97, hidden_size=32, n_layer=1, n_head=4))
+    cases = [
+        (lambda: trainer(size=3), r"a divisor of 2, the number of processes, got 3"),
+        (lambda: trainer(size=None), r"a divisor of 2, the number of processes, got None"),
+        (lambda: trainer(model=AutoModelForSequenceClassification.from_config(small)),
+         r"a causal language model of transformers, got BertForSequenceClassification"),
+        (lambda: trainer(model=AutoModelForTokenClassification.from_config(small)),
+         r"a causal language model of transformers, got BertForTokenClassification"),
+        (lambda: trainer(model=bloom), r"BloomForCausalLM"),
+        (lambda: trainer(sequence_parallel(Mean)).train(),
+         r"compute_loss of Mean to return a sum over tokens divided by num_items_in_batch"),
+        (lambda: trainer(sequence_parallel(Shifts)).train(), r"labels"),
+        (lambda: trainer(sequence_parallel(SFTTrainer), config=SFTConfig, bf16=False,
+                         label_smoothing_factor=0.1),
+         r"label_smoothing_factor=0, since SFTTrainer computes its loss itself, got 0.1"),
+        (lambda: sequence_parallel(dict), r"trainer_class to be transformers' Trainer or a subcl"),
+    ]  # fmt: skip
+    for call, pattern in cases:
+        with launched(), pytest.raises((ValueError, KeyError), match=pattern):
+            call()
+
+
+def test_refusals():
+    on_ranks(2, _refusals)
+
+
+def _from_config():
+    from accelerate import ParallelismConfig
+
+    from deepsp.integrations.transformers import SequenceParallelTrainer
+
+    with launched():
+        args = arguments(
+            eval_strategy="no", parallelism_config=ParallelismConfig(cp_size=2, dp_shard_size=2)
+        )
+        trainer = SequenceParallelTrainer(tiny(), args, train_dataset=Rows(40))
+        assert trainer.get_total_train_batch_size(args) == 16
+        trainer.train()
+        return logs(trainer)
+
+
+def test_the_size_of_a_parallelism_config():
+    found = on_ranks(4, _from_config)
+    assert all(x == found[0] for x in found)

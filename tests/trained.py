@@ -1,0 +1,114 @@
+"""Small trainings by transformers' Trainer and its kind, for tests: what they log, by step."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import tempfile
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+VOCABULARY, LENGTH = 97, 21
+
+
+class Rows(torch.utils.data.Dataset):
+    """Rows of random ids. Half of them have labels for some tokens only, every fifth for none;
+    ``keep``: no token behind the first so many has one."""
+
+    def __init__(self, count: int, seed: int = 0, keep: int | None = None):
+        generator = torch.Generator().manual_seed(seed)
+        self.keep = LENGTH if keep is None else keep
+        self.ids = torch.randint(5, VOCABULARY, (count, LENGTH), generator=generator)
+        self.kept = torch.rand((count, LENGTH), generator=generator) > 0.4
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, i: int) -> dict:
+        labels = self.ids[i].clone()
+        if i % 2:
+            labels[~self.kept[i]] = -100
+        if i % 5 == 2:
+            labels[:] = -100
+        labels[self.keep :] = -100
+        return {"input_ids": self.ids[i], "labels": labels}
+
+
+def tiny(name: str = "llama", dtype: torch.dtype = torch.float32, **kwargs):
+    """A causal language model of transformers with two layers, the same on every rank."""
+    from transformers import AutoConfig, AutoModelForCausalLM, set_seed
+
+    set_seed(0)
+    config = AutoConfig.for_model(
+        name, vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, **kwargs,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    if dtype == torch.float64:  # transformers' own norms round to float32 in between
+        for module in list(model.modules()):
+            for child, norm in list(module.named_children()):
+                if type(norm).__name__.endswith("RMSNorm"):
+                    wide = torch.nn.RMSNorm(norm.weight.shape, norm.variance_epsilon, dtype=dtype)
+                    setattr(module, child, wide)
+    return model
+
+
+def arguments(cls=None, **kwargs):
+    from transformers import TrainingArguments
+
+    given = {
+        "output_dir": tempfile.mkdtemp(), "use_cpu": True, "max_steps": 3, "logging_steps": 1,
+        "report_to": [], "learning_rate": 1e-2, "lr_scheduler_type": "constant",
+        "save_strategy": "no", "disable_tqdm": True, "eval_strategy": "steps", "eval_steps": 3,
+        "ddp_find_unused_parameters": False,
+    }  # fmt: skip
+    return (cls or TrainingArguments)(**{**given, **kwargs})
+
+
+@contextlib.contextmanager
+def launched() -> Iterator[None]:
+    """As torchrun launches a process; without a group, as python does."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    names = {}
+    if dist.is_initialized():
+        rank, size = str(dist.get_rank()), str(dist.get_world_size())
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
+                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # fmt: skip
+    before = dict(os.environ)
+    os.environ.update(names)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._shared_state.clear()
+
+
+def logs(trainer) -> list[dict]:
+    """Of each step: loss, gradient norm, evaluation loss and metrics."""
+    skipped = ("runtime", "per_second", "flos", "epoch")
+    return [
+        {k: v for k, v in entry.items() if not any(word in k for word in skipped)}
+        for entry in trainer.state.log_history
+    ]
+
+
+def wide_loss(logits, labels, vocab_size, num_items_in_batch=None, **kwargs):
+    """transformers' own, but for its cast to float32."""
+    labels = F.pad(labels, (0, 1), value=-100)[..., 1:]
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+@functools.cache
+def one_process(function, *args):
+    """``function(*args)``, computed once."""
+    return function(*args)
