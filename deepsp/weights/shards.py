@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 from deepsp.groups import Member
 from deepsp.weights.access import ShardedWeight, Writes, in_a_forward
-from deepsp.weights.order import Order, Use, Wait
+from deepsp.weights.prefetch import Order, Use, Wait
 from deepsp.weights.rows import ParameterShard, shard_rows
 from deepsp.weights.shard_gradient import mark
 
