@@ -17,7 +17,7 @@ from deepsp.weights.rows import shards_of
 _COMPARED = "_deepsp_compared"  # an attribute of parameters: names of groups
 
 
-def whole_tensors(
+def replicated_tensors(
     module: nn.Module | Mapping[str, nn.Module], sharded: Container[Tensor] = ()
 ) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors of what is replicated of a module over a group: its parameters and

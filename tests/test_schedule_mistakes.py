@@ -485,7 +485,7 @@ FOUND = {
     ),
     "no such input": (
         _no_such_tensor,
-        r"mlp \(fwd_pre scatter\): expected tensor to be one of .*, got 'y'",
+        r"mlp \(fwd_pre scatter\): expected tensor= to name one of .*, got 'y'",
     ),
     "not heads": (_heads_of_what, r"out \(fwd_pre seq_to_heads\): .* 4 dimensions .*, got 2"),
 }

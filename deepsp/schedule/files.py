@@ -15,7 +15,7 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class Source:
-    """Whole tensors by name, read in parts."""
+    """Full tensors by name, read in parts."""
 
     names: set[str]
 

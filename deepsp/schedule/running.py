@@ -38,8 +38,8 @@ class Kind:
     origins: dict[Sync, object | None] = field(default_factory=dict)
     partial: set[str] = field(default_factory=set)  # parameters with a partial gradient
     replicated: set[str] = field(default_factory=set)  # with all of it
-    # Modules that draw random numbers: "whole", the same on each rank, or "sharded"; and those
-    # of "whole" that are called inside of "sharded" ones.
+    # Modules that draw random numbers: "replicated", the same on each rank, or "sharded"; and those
+    # of "replicated" that are called inside of "sharded" ones.
     streams: dict[nn.Module, str] = field(default_factory=dict)
     nested: set[nn.Module] = field(default_factory=set)
 

@@ -47,7 +47,7 @@ def _exchange(source: int | None, target: int | None):
         if call.name in ("deepsp.distributed_attention", "deepsp.attention_of_chunk"):
             moved = [x for x in call.args[:3] if isinstance(x, Tensor)]
         if _group(call) not in (None, call.flow.member[2]):
-            other = next((v for _, v in call.tensors if not v.whole), None)
+            other = next((v for _, v in call.tensors if not v.replicated), None)
             if other is None:
                 return REPLICATE
             if call.name == "deepsp.distributed_attention" and all(
@@ -59,7 +59,7 @@ def _exchange(source: int | None, target: int | None):
             value = call.value(x)
             if value.partial:
                 call.fail_partial(value, "it is exchanged")
-            if value.whole:
+            if value.replicated:
                 wanted = "Shard" if source is None else f"Shard({source})"
                 call.fail(
                     f"expected {value.name} to be {wanted}, got Replicate; the ranks' copies would "
@@ -72,7 +72,7 @@ def _exchange(source: int | None, target: int | None):
                     f"scatter it along {source}"
                 )
         for t, v in call.tensors:
-            if not any(t is x for x in moved) and not v.whole:
+            if not any(t is x for x in moved) and not v.replicated:
                 use = "all_reduce" if v.partial else "all_gather"
                 call.fail(f"expected {v.name} to be Replicate, got {v.place}; use {use} before")
         origin = call.place(moved[0]).origin if moved else None
@@ -95,19 +95,19 @@ def _collective(op: str):
         x = call.args[0]
         value = call.value(x)
         if _group(call) != call.flow.member[2]:
-            if not value.whole:
+            if not value.replicated:
                 _fail_other_group(call, value)
             return REPLICATE
         dim = None if op == "all_reduce" else call.args[1] % x.dim()
         if op in ("all_reduce", "reduce_scatter") and not value.partial:
             why = (
                 "the sum over the ranks would be P times too large: leave it out"
-                if value.whole
+                if value.replicated
                 else "it would add up different parts of the tensor: use all_gather, which joins "
                 "them"
             )
             call.fail(f"expected {value.name} to be Partial, got {value.place}; {why}")
-        if op == "scatter" and not value.whole:
+        if op == "scatter" and not value.replicated:
             why = (
                 "use reduce_scatter, which sums it too"
                 if value.partial
