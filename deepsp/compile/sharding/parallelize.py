@@ -48,7 +48,7 @@ class Parallelizer(Forms):
         placeholders = zip(self.old.find_nodes(op="placeholder"), inputs, strict=True)
         differentiated = {n for n, x in placeholders if is_differentiated(x)}
         self.gathers = summed_by_gathers(self.old, self.name, differentiated)
-        # Of the new graph: what is made of parameters and tokens, in parts and whole.
+        # Of the new graph: what is made of parameters and tokens, in parts and in full.
         self.worked: set[fx.Node] = set()
         self.repeated: dict[fx.Node, fx.Node] = {}
         self.alike: set[fx.Node] = set()  # placeholders of which all ranks have the same
@@ -150,7 +150,7 @@ class Parallelizer(Forms):
         self.values[node] = self.visit_op(node, node.target)
 
     def _size(self, node: fx.Node, value) -> None:
-        """A size: computed from the inputs' sizes, which are those of the whole."""
+        """A size: computed from the inputs' sizes, which are the full ones."""
         if isinstance(value, int) or not free_symbols(value) - set(self.symbols):
             self.values[node] = Value(self.int_(size_of(value)))
             return

@@ -3,10 +3,10 @@
 A rule is a function of a :class:`Call`. It says where the tokens are in the op's result, given
 where they are in its operands, by returning
 :class:`~deepsp.compile.sharding.tokens.Tokens` (a list of them for several results, None where
-every rank then has the whole), and what the rank computes with:
+every rank then has the full one), and what the rank computes with:
 
 - ``call.want(node, tokens)``: this operand as the rank's part with its tokens there;
-  ``call.want(node, None)``: whole. Without either, an operand is given as its own part, or whole
+  ``call.want(node, None)``: full. Without either, an operand is given as its own part, or full
   where it has no tokens. ``call.gather(node, tokens)``: likewise, gathered from all ranks first.
 - ``call.lower = function``: a function without arguments that makes the new nodes, where that is
   not the same op on those operands.

@@ -146,7 +146,7 @@ def _blocks(call: Call, x, heads: int, begin: int, end: int):
 
 
 def _of_heads(call: Call, node: fx.Node, argument: int, begin: int) -> fx.Node:
-    """A score_mod or mask_mod whose head, its ``argument``, is counted from the whole's first."""
+    """A score_mod or mask_mod whose head, its ``argument``, is counted from the first of all."""
     graph = call.graph
     whole = graph.values[node].whole
     module = copy_of(graph.env[whole])

@@ -128,7 +128,7 @@ def squeeze(call: Call) -> Tokens:
     shape, gone = call.shape(x), call["dim"]
     gone = [d % len(shape) for d in ([gone] if isinstance(gone, int) else gone)]
     gone = [d for d in gone if isinstance(shape[d], int) and shape[d] == 1]
-    # A part's one token must stay where the whole has several.
+    # A part's one token must stay where the full tensor has several.
     call.lower = lambda: call.graph.call(aten.squeeze.dims, call.given(x), gone)
     return _moved(call, dims.without, gone)
 
