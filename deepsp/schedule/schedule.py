@@ -426,7 +426,7 @@ def _confirm(plan: Plan, name: str, own: str, tensor: torch.Tensor, axis: int, p
     if not have.alike(asked):
         raise ValueError(
             f"expected {have.name} to be sharded with axis={have.axis}, parts={list(have.parts)}, "
-            f"unit={list(have.units)}, as the parameter that it follows needs it, got "
+            f"unit={list(have.units)}, since it follows a parameter that is sharded already, got "
             f"axis={asked.axis}, parts={list(asked.parts)}, unit={list(asked.units)}; remove this "
             "call, or pass the same"
         )
