@@ -232,7 +232,7 @@ def broadcast(call: Call, nodes, out: list[Size]) -> Tokens:
         if tokens is not None:
             found[node] = tokens.at(tokens.dim + len(out) - len(call.shape(node)))
             # What is only there in parts decides; the rest can be cut as needed.
-            if call.graph.values[node].whole is None:
+            if call.graph.values[node].full is None:
                 fixed[node] = found[node]
     # Of several, that of an operand that isn't broadcast: the smaller ones are gathered.
     deciding = fixed or found
@@ -247,9 +247,9 @@ def broadcast(call: Call, nodes, out: list[Size]) -> Tokens:
         take = call.gather if elsewhere else call.want
         if dim < 0 or (isinstance(shape[dim], int) and shape[dim] == 1):
             take(node, None)
-        elif not same(shape[dim], tokens.whole):
+        elif not same(shape[dim], tokens.full):
             call.refuse(
-                f"expected {node.name} to have {tokens.whole} tokens in dimension {dim}, got "
+                f"expected {node.name} to have {tokens.full} tokens in dimension {dim}, got "
                 f"{shape[dim]}"
             )
         else:
