@@ -17,7 +17,7 @@ from deepsp.weights.rows import shards_of
 _COMPARED = "_deepsp_compared"  # an attribute of parameters: names of groups
 
 
-def whole_tensors(
+def replicated_tensors(
     module: nn.Module | Mapping[str, nn.Module], sharded: Container[Tensor] = ()
 ) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors of what is replicated of a module over a group: its parameters and
@@ -55,10 +55,9 @@ def compare(tensors: Iterable[tuple[str, Tensor]], member: Member) -> None:
     if differ is not None:
         name, a, b = differ
         raise ValueError(
-            f"module: expected {name}, which is replicated, to have the same values on every rank, "
-            f"but ranks {a} and {b} of the group have different values of {name}. Call "
-            "torch.manual_seed with the same seed on all ranks before you make the model, or load "
-            "the same state_dict on all ranks"
+            f"module: expected {name} to be Replicate, the same on every rank, got different "
+            f"values on ranks {a} and {b} of the group; call torch.manual_seed with the same seed "
+            "on all ranks before you make the model, or load the same state_dict on all ranks"
         )
 
 

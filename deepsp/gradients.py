@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from deepsp.agreement import compare_once, ranks_in, whole_tensors
+from deepsp.agreement import compare_once, ranks_in, replicated_tensors
 from deepsp.groups import Group, Member, member_of
 from deepsp.weights.rows import all_shards, shards_of
 from deepsp.weights.shard_gradient import is_built, plain, shard_member
@@ -51,38 +51,37 @@ def sync_gradients(module: Parameters, group: Group = None) -> None:
         )
     if size == 1:
         return
-    whole = [(n, p) for n, p in named if p not in sharded]
-    for n, p in whole:
+    replicated = [(n, p) for n, p in named if p not in sharded]
+    for n, p in replicated:
         if p.requires_grad and isinstance(p, DTensor) and ranks_in(p, name) > 1:
             raise ValueError(
                 f"module: {n} is a DTensor over ranks of this group, whose gradient is averaged "
                 "already; don't call sync_gradients, and pass average_gradients=True to "
                 "deepsp.cross_entropy"
             )
-    trained = [(n, p) for n, p in whole if p.requires_grad]
+    trained = [(n, p) for n, p in replicated if p.requires_grad]
     of_module = isinstance(module, nn.Module)
-    compare_once(whole_tensors(module, sharded) if of_module else trained, member)
-    whole = trained
-    if not whole:
+    compare_once(replicated_tensors(module, sharded) if of_module else trained, member)
+    if not trained:
         return
     sparse = size + 1  # no sum of ones reaches it
     present = torch.tensor(
         [
             0 if p.grad is None else 1 if p.grad.layout == torch.strided else sparse
-            for _, p in whole
+            for _, p in trained
         ],
         dtype=torch.int64,
-        device=whole[0][1].device,
+        device=trained[0][1].device,
     )
     somewhere = torch.ops.deepsp.all_reduce(present, "replicated", rank, size, name).tolist()
-    for (n, _), ranks in zip(whole, somewhere, strict=True):
+    for (n, _), ranks in zip(trained, somewhere, strict=True):
         if ranks >= sparse:  # known to every rank by now
             raise ValueError(
                 f"module: expected dense gradients, but the gradient of {n} is sparse; make the "
                 "embedding with sparse=False"
             )
     gradients = []
-    for (_, p), ranks in zip(whole, somewhere, strict=True):
+    for (_, p), ranks in zip(trained, somewhere, strict=True):
         if ranks > 0:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
@@ -133,7 +132,7 @@ def clip_grad_norm_(module: Parameters, max_norm: float, norm_type: float = 2.0)
     """
     named, sharded = _named(module)
     local: dict[Member, list[Tensor]] = {}
-    whole = []
+    replicated = []
     for name, parameter in named:
         gradient = parameter.grad
         if gradient is not None and gradient.layout != torch.strided:
@@ -147,10 +146,10 @@ def clip_grad_norm_(module: Parameters, max_norm: float, norm_type: float = 2.0)
             if gradient is not None and parameter.numel() > 0:
                 of_group.append(plain(gradient))
         elif gradient is not None:
-            whole.append(gradient)
+            replicated.append(gradient)
     norms = []
     for of_fsdp in (False, True):
-        some = [g for g in whole if isinstance(g, DTensor) is of_fsdp]
+        some = [g for g in replicated if isinstance(g, DTensor) is of_fsdp]
         if some:
             norm = torch.nn.utils.get_total_norm(some, norm_type)
             norms.append(norm.full_tensor() if of_fsdp else norm)

@@ -99,7 +99,7 @@ def heads_to_seq(
         ValueError: ``inputs``, ``num_heads`` or ``seq_lens`` don't fit each other or the group.
     """
     rank, size, name = member_of(group)
-    lens = _lens_of_whole(seq_lens, _length(inputs), size)
+    lens = _full_lens(seq_lens, _length(inputs), size)
     return torch.ops.deepsp.heads_to_seq(inputs, list(num_heads), lens, rank, name)
 
 
@@ -159,7 +159,7 @@ def heads_to_seq_start(
         ValueError: ``inputs``, ``num_heads`` or ``seq_lens`` don't fit each other or the group.
     """
     rank, size, name = member_of(group)
-    lens = _lens_of_whole(seq_lens, _length(inputs), size)
+    lens = _full_lens(seq_lens, _length(inputs), size)
     heads = list(num_heads)
     head_dims = [x.size(3) for x in inputs]
     batch = inputs[0].size(0)
@@ -179,7 +179,7 @@ def _length(inputs: Sequence[Tensor]) -> int:
     return inputs[0].size(1)
 
 
-def _lens_of_whole(lens: Sequence[int] | None, total: int, size: int) -> list[int]:
+def _full_lens(lens: Sequence[int] | None, total: int, size: int) -> list[int]:
     if lens is None and total % size != 0:
         raise ValueError(
             f"expected the sequence length of inputs[0] to be a multiple of the {size} ranks, got "

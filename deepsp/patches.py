@@ -1,9 +1,12 @@
 """Everything that deepsp changes in the process-wide state of other libraries.
 
-(transformers' models are told by a call, :func:`deepsp.integrations.transformers.register`, which
-isn't undone.) A change is made when somebody else imports the library that it is for, and undone by
-:func:`uninstall`. Besides, ``torch.compile(backend="deepsp")`` clears, behind each compilation,
-what Dynamo has noted of floats for it (``deepsp.compile.sharding.backend``).
+A change is made when somebody else imports the library that it is for, or by a call of the user's,
+and undone by :func:`uninstall`. Two things are done elsewhere, and aren't undone:
+
+- :func:`deepsp.integrations.transformers.register` also adds an entry to each of transformers' two
+  registers of attention functions and masks, by their own method;
+- ``torch.compile(backend="deepsp")`` clears, behind each compilation, what Dynamo has noted of
+  floats for it (``deepsp.compile.sharding.backend``).
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from dataclasses import dataclass
 from deepsp._after_import import after_import, forget
 from deepsp.compile.lowering import inductor_table, overlap
 from deepsp.integrations.deepspeed import config
+from deepsp.integrations.transformers import calls
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,7 @@ class Patch:
     library: the module whose import it waits for; until then ``sys.meta_path`` has an entry.
     changes: what it replaces or adds to.
     reason: what for, and for whom it makes a difference.
+    on_call: it waits for a call of the user's, not for an import.
     """
 
     library: str
@@ -30,6 +35,7 @@ class Patch:
     reason: str
     install: Callable[[], None]
     uninstall: Callable[[], None]
+    on_call: bool = False
 
 
 PATCHES = (
@@ -60,13 +66,25 @@ PATCHES = (
         config.install,
         config.uninstall,
     ),
+    Patch(
+        "transformers",
+        tuple(f"transformers: {what}" for what in calls.REPLACED),
+        "Refuses calls of models that would be wrong on one rank's tokens, in processes that call "
+        "deepsp.integrations.transformers.register(); in others nothing is replaced.",
+        calls.install,
+        calls.uninstall,
+        on_call=True,
+    ),
 )
 
 
 def install() -> None:
-    """Makes every change now, or when the library that it is for is imported."""
+    """Makes every change now, or when what it waits for happens."""
     for patch in PATCHES:
-        after_import(patch.library, patch.install)
+        if patch.on_call:
+            patch.install()  # again, if that call was made
+        else:
+            after_import(patch.library, patch.install)
 
 
 def uninstall() -> None:

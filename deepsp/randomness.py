@@ -157,10 +157,10 @@ def apply(
     """Gives each module its random numbers, by hooks around its forward.
 
     Args:
-        streams: "sharded" or "whole" for modules that draw random numbers (as
+        streams: "sharded" or "replicated" for modules that draw random numbers (as
             :class:`deepsp.schedule.flow.Findings` has them).
         model: the model that they are in.
-        nested: those of "whole" that a "sharded" one calls though it doesn't contain them.
+        nested: those of "replicated" that a "sharded" one calls though it doesn't contain them.
 
     Returns:
         Handles; ``remove()`` takes the hooks away.

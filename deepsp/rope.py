@@ -85,5 +85,5 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         return torch.cat([turned, x[..., turning:]], -1)
     a, b = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
     turned = (a * cos - b * sin, a * sin + b * cos)
-    whole = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
-    return whole.type_as(x)
+    result = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    return result.type_as(x)

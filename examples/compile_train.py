@@ -9,7 +9,7 @@ tokens it has; here it knows nothing of ranks:
 
 The backend takes the graph of a plain model, attention by `F.scaled_dot_product_attention` and loss
 included, gives each rank its part of the tokens and puts the exchanges in. Each rank passes the
-whole batch, marked by `deepsp.prepare_inputs`, gets the whole loss, and every parameter's full
+full batch, marked by `deepsp.prepare_inputs`, gets its loss, and every parameter's full
 gradient, so that the training loop is that of one process.
 
 First one process trains it, without `torch.compile`; then a group of ranks. Losses and gradient

@@ -7,7 +7,7 @@ the pass by its name, and says how many ranks share a sequence:
     "compile": {"deepcompile": True, "passes": ["deepsp"]},
 
 `engine.compile()` then shards the graph. ZeRO (stage 0, 1 or 2), the optimizer, clipping and the
-average over the ranks stay DeepSpeed's. All ranks of a sequence pass the same whole batch, marked
+average over the ranks stay DeepSpeed's. All ranks of a sequence pass the same full batch, marked
 by `deepsp.prepare_inputs`.
 
 First one process trains it, in plain PyTorch; then a group of ranks. Losses and gradient norms must

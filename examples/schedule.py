@@ -9,7 +9,7 @@ a part of and where ranks communicate; the model's code stays as it is:
     sch["transformer.blocks.*.down_proj"].sync("fwd_post", "reduce_scatter", axis=1)
 
 Each rank has a part of the heads, of the MLP's columns and of the logits' classes; norms and the
-residual stream work on its tokens. It passes the whole batch and gets the whole loss.
+residual stream work on its tokens. It passes the full batch and gets its loss.
 
 First one process trains the model as it is; then a group of ranks. Losses and gradient norms must
 agree at every step, up to rounding; the script exits with an error if they don't.
@@ -43,10 +43,10 @@ def schedule(model: nn.Module, overlap: bool) -> deepsp.schedule.Schedule:
     blocks["down_proj"].shard("weight", axis=1)
     # The residual stream is split along the tokens, axis 1: into the first block, ...
     sch["transformer.blocks.0"].sync("fwd_pre", "scatter", axis=1, tensor=0)
-    # ... whole between a norm and what sums over ranks, ...
+    # ... replicated between a norm and what sums over ranks, ...
     blocks["*_norm"].sync("fwd_post", "all_gather", axis=1)
     blocks["[od]*_proj"].sync("fwd_post", "reduce_scatter", axis=1, overlap=overlap)
-    # ... and whole for the head, whose classes are put together.
+    # ... and for the head, whose classes are put together.
     sch["transformer.norm"].sync("fwd_post", "all_gather", axis=1)
     sch["transformer.head"].shard("weight", axis=0).sync("fwd_post", "all_gather", axis=-1)
     return sch
@@ -67,7 +67,7 @@ def train_sharded(args: argparse.Namespace, device: torch.device) -> dict:
         device,
         lambda model, ids: model(ids, ids),
         make=make,
-        clip=deepsp.clip_grad_norm_,  # whose norm is the whole gradient's
+        clip=deepsp.clip_grad_norm_,  # whose norm is the full gradient's
         description=f"{dist.get_world_size()} ranks",
         quiet=dist.get_rank() != 0,
     )

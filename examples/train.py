@@ -104,7 +104,7 @@ class ByteTransformer(nn.Module):
 
 
 def train_one_process(args: argparse.Namespace) -> dict:
-    """The reference: every sequence whole, no deepsp."""
+    """The reference: full sequences, no deepsp."""
     device = torch.device(args.device)
     position_ids = torch.arange(args.seq_len, device=device)[None]
 
@@ -194,7 +194,7 @@ def train(
             loss = compute_loss(model, ids)
         loss.backward()
         sync_gradients(model)
-        # Only now: clipping needs the norm of the whole gradient, the same on every rank.
+        # Only now: clipping needs the norm of the full gradient, the same on every rank.
         norm = clip(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -226,30 +226,36 @@ class Mpu:
 
 # What is changed in the config; what is given to deepspeed.initialize; what the message says.
 REFUSED = {
-    "stage 3": ({"zero_optimization": {"stage": 3}}, {}, "stage is 3.*stage 0, 1 or 2"),
+    "stage 3": ({"zero_optimization": {"stage": 3}}, {}, "stage to be 0, 1 or 2, .* got 3;"),
     "two passes": (
         {"compile": ON | {"passes": ["autosp", "deepsp"]}},
         {},
-        r"passes is \['autosp', 'deepsp'\].*Leave \[\"deepsp\"\]",
+        r"passes to be \[\"deepsp\"\], got \['autosp', 'deepsp'\];",
     ),
     "deepcompile off": (
-        {"compile": ON | {"deepcompile": False}}, {}, "deepcompile is False.*Set it to true",
+        {"compile": ON | {"deepcompile": False}}, {}, "deepcompile to be true, got False.*set it",
     ),
     "deepcompile missing": (
-        {"compile": {"passes": ["deepsp"]}}, {}, "deepcompile is False.*Set it to true",
+        {"compile": {"passes": ["deepsp"]}}, {}, "deepcompile to be true, got False.*set it",
     ),
     "another pass's option": (
-        {"compile": ON | {"offload_activation": True}}, {}, "offload_activation is True.*Remove it",
+        {"compile": ON | {"offload_activation": True}},
+        {},
+        "no compile.offload_activation, .* got True; remove it",
     ),
-    "size missing": ({"sequence_parallel_size": None}, {}, "sequence_parallel_size is missing"),
-    "size 3": ({"sequence_parallel_size": 3}, {}, "is 3, and the 2 ranks.*a divisor of 2"),
-    "size 0": ({"sequence_parallel_size": 0}, {}, "is 0.*at least 1"),
-    "size in words": ({"sequence_parallel_size": "two"}, {}, "is 'two'.*at least 1"),
-    "a mesh in the config": ({"data_parallel_size": 1}, {}, "data_parallel_size is 1.*follows"),
-    "a mesh": ({}, {"mesh_param": (1, 2)}, "mesh_param is.*follows"),
-    "an mpu": ({}, {"mpu": Mpu()}, "mpu is Mpu.*Leave it out"),
+    "size missing": (
+        {"sequence_parallel_size": None}, {}, "parallel_size to be an int >= 1, .* got None",
+    ),
+    "size 3": ({"sequence_parallel_size": 3}, {}, "to divide the 2 ranks, got 3"),
+    "size 0": ({"sequence_parallel_size": 0}, {}, "to be an int >= 1, .* got 0"),
+    "size in words": ({"sequence_parallel_size": "two"}, {}, "to be an int >= 1, .* got 'two'"),
+    "a mesh in the config": (
+        {"data_parallel_size": 1}, {}, "no data_parallel_size, got 1, .*follows",
+    ),
+    "a mesh": ({}, {"mesh_param": (1, 2)}, "no mesh_param, got .*follows"),
+    "an mpu": ({}, {"mpu": Mpu()}, "mpu to be None, got Mpu .*leave it out"),
     "tensor parallelism": (
-        {"tensor_parallel": {"autotp_size": 2}}, {}, "autotp_size is 2.*remove it",
+        {"tensor_parallel": {"autotp_size": 2}}, {}, "autotp_size to be 0 or 1, got 2; remove it",
     ),
     "training_data": (
         {},
@@ -276,7 +282,7 @@ def test_refused_by_initialize(what):
 
 
 NOT_COMPILED = {
-    "schedule": ({"schedule": [(0, ["z1"])]}, "schedule is.*Leave it out"),
+    "schedule": ({"schedule": [(0, ["z1"])]}, "schedule to be None, got .*leave it out"),
     "group": ({"compile_kwargs": {"options": {"group": None}}}, "'group'.*sequence_parallel_size"),
     "gradients": ({"compile_kwargs": {"options": {"gradients": "sum"}}}, "'gradients'.*average"),
 }
@@ -344,7 +350,7 @@ import deepsp
 from deepsp.integrations.deepspeed import sequence_group
 c.DeepSpeedConfig({"compile": {"passes": ["autosp"]}})
 c.DeepSpeedConfig({})
-with pytest.raises(RuntimeError, match="DeepSpeed 0.20.0 is installed.*0.19 only.*backend="):
+with pytest.raises(RuntimeError, match="DeepSpeed 0.19 .*, got DeepSpeed 0.20.0.*backend="):
     c.DeepSpeedConfig({"compile": {"passes": ["deepsp"]}})
 """
 

@@ -46,7 +46,7 @@ def _gather_errors():
         (lambda: cast(rank=-1), "0 <= rank < 2, .*, got -1"),
         (lambda: cast(rank=1 - rank),
          f"rank to be {rank}, the rank of this process.*, got {1 - rank}"),
-        (lambda: cast(group="nobody"), "group_name to be the name of a process group.*, got 'nobody'"),
+        (lambda: cast(group="nobody"), "group_name to be the name of a process gr.*, got 'nobody'"),
         (lambda: cast(sizes=()), "sizes to have one entry .* 1 shards, got 0"),
         (lambda: cast(sizes=(2,), rank=0), "one entry for each of the 2 ranks .*, got 1"),
         (lambda: cast(sizes=(2, 2, 2)), "one entry for each of the 2 ranks .*, got 3"),

@@ -194,13 +194,14 @@ def _weights():
     for door in (deepsp.sync_gradients, deepsp.shard_parameters, build):
         for of in ("0.weight", "2.bias", "kept"):
             message = (
-                rf"ranks 0 and {size - 1} of the group have different values of {of}.*manual_seed"
+                rf"expected {of} to be Replicate, .*, got different values on ranks 0 and "
+                rf"{size - 1} of the group; call torch.manual_seed"
             )
             model = make(of)
             for _ in range(2):  # once only is where it is right
                 with pytest.raises(ValueError, match=message):
                     door(model)
-        with pytest.raises(ValueError, match=r"ranks 0 and 1 .* different values of 0\.weight"):
+        with pytest.raises(ValueError, match=r"0\.weight .* different values on ranks 0 and 1"):
             door(make(None, seed=rank))
         model = make(None)
         if door is not build:
@@ -212,10 +213,10 @@ def _weights():
         model[0].weight.add_(rank)
     deepsp.sync_gradients(model)  # compared once
     other = make("0.weight")
-    with pytest.raises(ValueError, match="different values of parameter 0 of shape"):
+    with pytest.raises(ValueError, match=r"expected parameter 0 of shape .* different values"):
         deepsp.sync_gradients(other.parameters())
     deepsp.sync_gradients(list(other.parameters())[1:])
-    with pytest.raises(ValueError, match=r"different values of 0\.weight"):
+    with pytest.raises(ValueError, match=r"expected 0\.weight .* different values"):
         deepsp.sync_gradients(other)
 
 

@@ -88,11 +88,37 @@ print("as before")
 """
 )
 
+_TRANSFORMERS = """
+from transformers import PreTrainedModel
+import deepsp
+from deepsp import patches
+from deepsp.integrations.transformers import register
+before = dict(vars(PreTrainedModel))
+register()
+registered = dict(vars(PreTrainedModel))
+changed = {k for k in registered if before.get(k) is not registered[k]}
+listed = {what for patch in patches.PATCHES for what in patch.changes}
+assert changed == {"__call__", "get_correct_attn_implementation"}
+assert {f"transformers: PreTrainedModel.{k}" for k in changed} <= listed
+register(name="again")
+assert registered == vars(PreTrainedModel)
+patches.uninstall()
+assert before == vars(PreTrainedModel)
+patches.install()
+assert {k for k, v in vars(PreTrainedModel).items() if before.get(k) is not v} == changed
+patches.uninstall()
+assert before == vars(PreTrainedModel)
+print("as before")
+"""
 
-@pytest.mark.parametrize("script", [_INDUCTOR, _DEEPSPEED], ids=["torch", "deepspeed"])
-def test_libraries_are_as_before(script):
-    if script is _DEEPSPEED:
-        pytest.importorskip("deepspeed")
+
+@pytest.mark.parametrize(
+    "script, library",
+    [(_INDUCTOR, "torch"), (_DEEPSPEED, "deepspeed"), (_TRANSFORMERS, "transformers")],
+    ids=["torch", "deepspeed", "transformers"],
+)
+def test_libraries_are_as_before(script, library):
+    pytest.importorskip(library)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0 and "as before" in done.stdout, done.stderr[-3000:]
 

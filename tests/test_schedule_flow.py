@@ -1,6 +1,7 @@
 """The dry run: what it finds against the gradients of one process, and what it refuses."""
 
 import contextlib
+import functools
 import random
 
 import pytest
@@ -404,6 +405,59 @@ def test_in_place_through_a_view():
     on_ranks(2, _in_place)
 
 
+class Calls(nn.Module):
+    """Anything, in a user's module."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def _own_collectives():
+    """Collectives that a user's module calls on what doesn't fit them: each with its reason."""
+    alone, _ = dist.new_subgroups(1)
+    total = functools.partial(deepsp.all_reduce, grad="replicated")
+    split = [Sync("", "fwd_pre", "scatter", 1)]
+    for function, syncs, text in [
+        (total, [], "to be Partial, got Replicate; .* P times too large"),
+        (total, split, r"Partial, got Shard\(1\); .* different parts .*all_gather"),
+        (lambda x: deepsp.reduce_scatter(x, 1), split, r"got Shard\(1\); .* different parts"),
+        (
+            lambda x: deepsp.scatter(x, 1),
+            split,
+            r"to be Replicate, got Shard\(1\); .* already",
+        ),
+        (
+            lambda x: deepsp.all_gather(x, 1, grad="partial"),
+            [],
+            r"to be Shard\(1\), got Replicate; .* already",
+        ),
+        (
+            lambda x: deepsp.all_gather(x, 2, grad="partial"),
+            split,
+            r"to be Shard\(2\), got Shard\(1\); pass dim=1",
+        ),
+        (lambda x: total(x, alone), split, r"another group, got Shard\(1\); .*gather"),
+        (lambda x: deepsp.seq_to_heads([x], alone), split, r"another group, got Shard\(1\)"),
+        (lambda x: deepsp.seq_to_heads([x]), [], r"Shard\(1\), got Replicate; the ranks' copies"),
+        (
+            lambda x: deepsp.heads_to_seq([x], [6]),
+            split,
+            r"Shard\(2\) of .*, got Shard\(1\); gather",
+        ),
+    ]:
+        placed = Placed(Calls(function), {}, syncs)
+        with pytest.raises(ValueError, match=text):
+            placed.check(torch.ones(2, 8, 6, 2))
+
+
+def test_own_collectives():
+    on_ranks(2, _own_collectives)
+
+
 class Attending(nn.Module):
     """Attention over the group in a user's module."""
 
@@ -446,7 +500,7 @@ def _attending(local):
     (expected**2).sum().backward()
     torch.testing.assert_close(out, expected)
     placed.compare(plain)
-    with pytest.raises(ValueError, match="got Replicate, so every rank's would count"):
+    with pytest.raises(ValueError, match=r"to be Shard\(1\), got Replicate; the ranks' copies"):
         Placed(model).check(x)
 
 

@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import on_ranks
 from scheduled import Mlp, data, f64, run, seeded
 from torch import nn
@@ -485,7 +486,7 @@ FOUND = {
     ),
     "no such input": (
         _no_such_tensor,
-        r"mlp \(fwd_pre scatter\): expected tensor to be one of .*, got 'y'",
+        r"mlp \(fwd_pre scatter\): expected tensor= to name one of .*, got 'y'",
     ),
     "not heads": (_heads_of_what, r"out \(fwd_pre seq_to_heads\): .* 4 dimensions .*, got 2"),
 }
@@ -549,6 +550,37 @@ def _afterwards():
 
 def test_afterwards():
     on_ranks(2, _afterwards)
+
+
+class Drops(nn.Module):
+    """Leaves out the last tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = 0
+
+    def forward(self, x):
+        return x[:, : x.size(1) - self.tokens]
+
+
+def _other_lengths():
+    sch = deepsp.create_schedule(nn.Sequential(nn.Identity(), Drops(), nn.Identity()))
+    sch["0"].sync("fwd_post", "scatter", 1)
+    sch["2"].sync("fwd_pre", "all_gather", 1)
+    model, _ = deepsp.build(sch)
+    model(data(2, 5, 3))
+    model[1].tokens = 1
+    rank, sizes = dist.get_rank(), [3, 2]
+    message = (
+        rf"length {sizes[rank]} in dimension 1 on rank {rank}, since .* the ranks \[3, 2\], .* "
+        rf"got {sizes[rank] - 1}; "
+    )
+    with pytest.raises(ValueError, match=message):
+        model(data(2, 5, 3))
+
+
+def test_other_lengths_than_in_the_first_call():
+    on_ranks(2, _other_lengths)
 
 
 def _printed():

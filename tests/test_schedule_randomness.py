@@ -58,7 +58,7 @@ class Block(nn.Module):
 def _streams(checkpointed):
     torch.manual_seed(7)
     model = Block(checkpointed)
-    streams = {model.before: "whole", model.inner: "sharded", model.after: "whole"}
+    streams = {model.before: "replicated", model.inner: "sharded", model.after: "replicated"}
     randomness.apply(streams, model, member_of(None))
     x = torch.ones(40, requires_grad=True)
     for step in range(2):
@@ -109,7 +109,7 @@ class Outer(nn.Module):
 def _nested():
     torch.manual_seed(1)
     model = Outer()
-    randomness.apply({model: "sharded", model.inner: "whole"}, model, member_of(None))
+    randomness.apply({model: "sharded", model.inner: "replicated"}, model, member_of(None))
     x = torch.ones(40)
     model(x)
     assert _all_different(model.first) and _all_different(model.last) and _alike(model.middle)
@@ -126,7 +126,7 @@ def _nested():
     assert _alike(torch.rand(3))
 
     refused = Outer(around_inner=True)
-    randomness.apply({refused: "sharded", refused.inner: "whole"}, refused, member_of(None))
+    randomness.apply({refused: "sharded", refused.inner: "replicated"}, refused, member_of(None))
     out = refused(torch.ones(40, requires_grad=True))
     with pytest.raises(ValueError, match="checkpoint the outer module"):
         out.sum().backward()
@@ -218,7 +218,7 @@ def _found(tokens):
     findings = placed.check(torch.randn(2, 7, 6, generator=torch.Generator().manual_seed(1)))
     assert torch.equal(torch.get_rng_state(), before), "as it was"
     m = placed.model
-    kind = "sharded" if tokens else "whole"
+    kind = "sharded" if tokens else "replicated"
     assert findings.streams == {m.first: kind, m.wide: "sharded", m.last: kind}
     placed.model.eval()
     assert placed.check(torch.ones(2, 7, 6)).streams == {}

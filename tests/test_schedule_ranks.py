@@ -134,7 +134,7 @@ def _one_by_one():
     sch = deepsp.create_schedule(Mlp())
     sch["up"].shard("weight", axis=0, parts=[5, 6])
     with pytest.raises(
-        ValueError, match=r"bias to be .* follows.*parts=\[5, 6\].*, got .*parts=\[11\]"
+        ValueError, match=r"bias to be .*parts=\[5, 6\].* follows .*, got .*parts=\[11\]"
     ):
         sch["up"].shard("bias", axis=0, parts=[11])
     sch["up"].shard("bias", axis=-1)

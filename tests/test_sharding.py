@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import deepsp
-from deepsp.weights.order import Order, Use
 from deepsp.weights.parameters import sharded_parameters
+from deepsp.weights.prefetch import Order, Use
 
 f64 = torch.float64
 

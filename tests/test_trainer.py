@@ -311,8 +311,14 @@ def test_a_data_set_without_length(world, size):
 
 
 def _refusals():
-    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
-    from transformers import BertConfig, BloomConfig, BloomForCausalLM, Trainer
+    from transformers import (
+        AutoModelForSequenceClassification,
+        AutoModelForTokenClassification,
+        BertConfig,
+        BloomConfig,
+        BloomForCausalLM,
+        Trainer,
+    )
     from trl import SFTConfig, SFTTrainer
 
     from deepsp.integrations.transformers import SequenceParallelTrainer, sequence_parallel

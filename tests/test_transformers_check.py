@@ -290,7 +290,7 @@ def _when():
     }
     for alone in (model, transformers.FalconForCausalLM(transformers.FalconConfig(**sizes))):
         for given in (part, {n: x.clone() for n, x in part.items()}):
-            with pytest.raises(ValueError, match=r"attention of .* is 'sdpa', but it is called"):
+            with pytest.raises(ValueError, match=r"attention of .* to be 'deepsp', .*, got 'sdpa'"):
                 alone(**given)
         with pytest.raises(ValueError, match="is called with the tokens"):
             alone(part["input_ids"])

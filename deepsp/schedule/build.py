@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from deepsp.agreement import compare, whole_tensors
+from deepsp.agreement import compare, replicated_tensors
 from deepsp.schedule import flow, forwards
 from deepsp.schedule.around import Checkpointed
 from deepsp.schedule.attention import ScheduledAttention
@@ -75,16 +75,16 @@ def build(
             f"such as functools.partial(AdamW, lr=...), got {type(optimizer).__name__}"
         )
     plan = sch.plan
-    whole = Schedule(plan, [""])
-    whole._open()
-    whole.check()
+    root = Schedule(plan, [""])
+    root._open()
+    root.check()
     syncs = [sync for steps in plan.steps.values() for sync in steps.syncs if sync.op is not None]
     _derive(plan)
     running = Running(plan.member, syncs, outputs)
     before = set(plan.model.parameters())
     modules = dict(plan.walk())
     if checkpoint is None:
-        compare(whole_tensors(modules), plan.member)
+        compare(replicated_tensors(modules), plan.member)
     for name, new in plan.replaced.items():
         parent, _, own = name.rpartition(".")
         modules[parent]._modules[own] = new
@@ -94,7 +94,7 @@ def build(
         _compute(name, modules[name], steps)
     materialize(plan, modules, optimizer, checkpoint, init, device)
     if checkpoint is not None:
-        compare(whole_tensors(plan.model), plan.member)
+        compare(replicated_tensors(plan.model), plan.member)
     for name, steps in plan.steps.items():
         _communicate(name, modules[name], steps, running)
     # First of all pre-hooks: it sees what the caller gives.
@@ -177,7 +177,7 @@ def _hook(module: nn.Module, sync: Sync) -> None:
 
 def _trust(module: nn.Module, args: tuple, kwargs: dict):
     """For the dry run: what a backward hook makes of the inputs' gradients isn't seen, and is taken
-    for whole."""
+    for replicated."""
     following = flow.current()
     if following is None:
         return None

@@ -15,7 +15,7 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class Source:
-    """Whole tensors by name, read in parts."""
+    """Full tensors by name, read in parts."""
 
     names: set[str]
 
@@ -98,7 +98,8 @@ def source_of(checkpoint: Mapping[str, Tensor] | str | os.PathLike) -> Iterator[
             yield _Safetensors(_directory(path), stack)
         elif not path.is_file():
             raise ValueError(
-                f"expected checkpoint to be a file or directory, got {path}, where there is no file"
+                f"expected checkpoint to be the path of a file or directory, got {path}, where "
+                "there is neither; check the path"
             )
         elif path.suffix == ".safetensors":
             yield _Safetensors(_names_in(path), stack)
@@ -130,6 +131,6 @@ def _directory(path: Path) -> dict[str, Path]:
     if (path / _SINGLE).is_file():
         return _names_in(path / _SINGLE)
     raise ValueError(
-        f"expected checkpoint to have {_INDEX} or {_SINGLE}, got {path}, a directory without "
-        f"{_INDEX}"
+        f"expected checkpoint to be a directory with {_INDEX} or {_SINGLE}, got {path}, which has "
+        "neither; pass the path of the file"
     )

@@ -35,8 +35,8 @@ class Opaque(Swapped):
                 )
         with following.paused():
             out = super().forward(*args, **kwargs)
-        # Whole parameters count as inputs, too, but for what is added later: from what comes out
-        # follows what their gradients are.
+        # Replicated parameters count as inputs, too, but for what is added later: what comes out
+        # says what their gradients are.
         inputs += [p for n, p in self.named_parameters() if n != effect.add_after]
         outs = out if isinstance(out, (tuple, list)) else [out]
         for n, x in enumerate(x for x in outs if isinstance(x, Tensor)):

@@ -178,8 +178,8 @@ def _initialize(plan: Plan, made: dict[int, Tensor], filled: set[int], init) -> 
             # Once with the same random numbers on each rank, for replicated ones, then with others.
             seeds[0] = _fill_with(seeds[0], fill, module)
             if parts:
-                whole = [n for n in tensors if n not in parts and n not in kept]
-                kept.update({n: tensors[n].detach().clone() for n in whole})
+                replicated = [n for n in tensors if n not in parts and n not in kept]
+                kept.update({n: tensors[n].detach().clone() for n in replicated})
                 seeds[1] = _fill_with(seeds[1], fill, module)
             with torch.no_grad():
                 for n, tensor in kept.items():

@@ -54,8 +54,8 @@ def _place_of_input(module, args, kwargs, key, where) -> int | str:
         if 0 <= key < len(names) and names[key] in kwargs:
             return names[key]
     raise ValueError(
-        f"{where}: expected tensor to be one of the module's inputs, {len(args)} by position and "
-        f"{list(kwargs)} by name, got {key!r}"
+        f"{where}: expected tensor= to name one of the module's inputs, {len(args)} by position "
+        f"and {list(kwargs)} by name, got {key!r}; pass the position or name of an input"
     )
 
 
@@ -69,7 +69,7 @@ def pick_output(output: Any, key: Key, where: str):
         if key not in (None, 0, -1):
             raise ValueError(
                 f"{where}: expected no tensor=, since the module's output is one tensor, got "
-                f"{key!r}; leave it out"
+                f"{key!r}; leave tensor= out"
             )
         return output, lambda new: new
     if key is None:
@@ -80,8 +80,9 @@ def pick_output(output: Any, key: Key, where: str):
         value = None
     if not isinstance(value, torch.Tensor):
         raise ValueError(
-            f"{where}: expected tensor to be one of the module's output, a "
-            f"{type(output).__name__} with {_described(output)}, got {key!r}"
+            f"{where}: expected tensor= to name a tensor of the module's output, which is a "
+            f"{type(output).__name__} with {_described(output)}, got {key!r}; pass the position or "
+            "name of a tensor"
         )
     return value, lambda new: _put(output, key, new)
 

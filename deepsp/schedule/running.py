@@ -38,8 +38,8 @@ class Kind:
     origins: dict[Sync, object | None] = field(default_factory=dict)
     partial: set[str] = field(default_factory=set)  # parameters with a partial gradient
     replicated: set[str] = field(default_factory=set)  # with all of it
-    # Modules that draw random numbers: "whole", the same on each rank, or "sharded"; and those
-    # of "whole" that are called inside of "sharded" ones.
+    # Modules that draw random numbers: "replicated", the same on each rank, or "sharded"; and those
+    # of "replicated" that are called inside of "sharded" ones.
     streams: dict[nn.Module, str] = field(default_factory=dict)
     nested: set[nn.Module] = field(default_factory=set)
 
@@ -160,9 +160,9 @@ class Running:
     def _check_known(self) -> None:
         if self.now is None:
             raise ValueError(
-                "expected the model to have been called, which finds the gradients that are "
-                "Partial; a compiled model can't. Call the model, or sch.check(*inputs), once "
-                "before it is compiled"
+                "expected a call of the model before it is compiled, got none; call the model, or "
+                "sch.check(*inputs), once: that finds the gradients that are Partial, and compiled "
+                "code can't"
             )
 
     # ---- a sync
@@ -239,11 +239,12 @@ class Running:
         sizes = _sizes_of(origin)
         if sizes is None:
             return self._ask(x, dim)
-        if not torch.compiler.is_compiling() and sizes[self.member[0]] != x.size(dim):
+        rank = self.member[0]
+        if not torch.compiler.is_compiling() and sizes[rank] != x.size(dim):
             raise ValueError(
-                f"{sync.where}: expected one of the lengths {sizes} along axis {dim}, which the "
-                f"ranks got from the split before, as in the first such call, got {x.size(dim)} on "
-                "this rank"
+                f"{sync.where}: expected length {sizes[rank]} in dimension {dim} on rank {rank}, "
+                f"since the split before gave the ranks {sizes}, and the first call of this kind "
+                f"kept these lengths, got {x.size(dim)}; keep them in every call"
             )
         return sizes
 

@@ -425,9 +425,10 @@ def _confirm(plan: Plan, name: str, own: str, tensor: torch.Tensor, axis: int, p
     asked = make_shard(have.name, tensor.shape, axis, parts, unit, plan.member)
     if not have.alike(asked):
         raise ValueError(
-            f"expected {have.name} to be sharded as it follows from before, axis={have.axis}, "
-            f"parts={list(have.parts)}, unit={list(have.units)}, got axis={asked.axis}, "
-            f"parts={list(asked.parts)}, unit={list(asked.units)}; leave it out"
+            f"expected {have.name} to be sharded with axis={have.axis}, parts={list(have.parts)}, "
+            f"unit={list(have.units)}, since it follows a parameter that is sharded already, got "
+            f"axis={asked.axis}, parts={list(asked.parts)}, unit={list(asked.units)}; remove this "
+            "call, or pass the same"
         )
     steps.followers.discard(own)
 
@@ -452,11 +453,14 @@ def _shrunk(where: str, module, attributes, shard: ParameterShard) -> dict[str, 
     shrunk = {}
     for attribute in attributes:
         value = getattr(module, attribute)
-        local, rest = divmod(value * shard.local, shard.shape[shard.axis])
+        length = shard.shape[shard.axis]
+        local, rest = divmod(value * shard.local, length)
         if rest != 0:
             raise ValueError(
-                f"{where}: expected {attribute} to be divisible as {shard.name} is, of which this "
-                f"rank has {shard.local} of {shard.shape[shard.axis]}, got {value}; pass unit="
+                f"{where}: expected this rank's part of {attribute} to be an int, got "
+                f"{value} * {shard.local} / {length}, since this rank has {shard.local} of the "
+                f"{length} elements of {shard.name} along axis {shard.axis}; pass unit=, the "
+                "number of elements that stay together, such as head_dim"
             )
         shrunk[attribute] = local
     return shrunk

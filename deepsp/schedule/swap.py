@@ -27,7 +27,7 @@ def _made_of(cls: type) -> tuple[type, ...]:
     return cls._made_of if issubclass(cls, Swapped) else (cls,)
 
 
-def _whole_class(*made_of: type) -> type:
+def _swapped_class(*made_of: type) -> type:
     cls = made_of[-1]
     for front in reversed(made_of[:-1]):
         cls = _class(front, cls)
@@ -35,7 +35,7 @@ def _whole_class(*made_of: type) -> type:
 
 
 def _new(*made_of: type) -> nn.Module:
-    cls = _whole_class(*made_of)
+    cls = _swapped_class(*made_of)
     return cls.__new__(cls)
 
 
@@ -54,4 +54,4 @@ def swap(module: nn.Module, front: type, name: str, under: type | None = None) -
     if not isinstance(module, front):
         made_of = _made_of(type(module))
         at = made_of.index(under) + 1 if under in made_of else 0
-        module.__class__ = _whole_class(*made_of[:at], front, *made_of[at:])
+        module.__class__ = _swapped_class(*made_of[:at], front, *made_of[at:])

@@ -162,7 +162,7 @@ class Sync:
 
     def _all_gather(self, placement, ndim) -> Placement:
         if isinstance(placement, Replicate):
-            self._refuse("Shard", placement, "it may be gathered twice")
+            self._refuse("Shard", placement, "it may be gathered twice: leave a sync out")
         if isinstance(placement, Partial):
             self._refuse(
                 "Shard",
@@ -185,7 +185,9 @@ class Sync:
         if isinstance(placement, Partial):
             self._refuse("Replicate", placement, "use reduce_scatter, which sums it too")
         if isinstance(placement, Shard):
-            self._refuse("Replicate", placement, "each rank has its local part already")
+            self._refuse(
+                "Replicate", placement, "each rank has its local part already: leave the sync out"
+            )
         return Shard(self.axis if ndim is None else self.dim(ndim), self)
 
     def _seq_to_heads(self, placement, ndim) -> Placement:
@@ -208,8 +210,9 @@ class Sync:
             self._refuse(
                 "Partial",
                 placement,
-                "the sum over the ranks would be P times too large. Partial is, for example, the "
-                "output of a linear layer with sharded input features",
+                "the sum over the ranks would be P times too large: leave the sync out, or shard "
+                "what makes the tensor so that it is Partial, as the output of a Linear with "
+                "sharded input features is",
             )
         if isinstance(placement, Shard):
             self._refuse("Partial", placement, "use all_gather, which joins the local parts")
@@ -228,7 +231,7 @@ class Sync:
 
     def _refuse(self, expected: str, placement, why: str):
         raise ValueError(
-            f"{self.where}: expected an input that is {expected}, got {placement}; {why}"
+            f"{self.where}: expected a tensor that is {expected}, got {placement}; {why}"
         )
 
     # ---- at work

@@ -1,7 +1,7 @@
 """What ``module.weight`` is where the parameter is sharded.
 
-In a forward: the whole parameter, gathered, a :class:`GatheredWeight`. What is written to it would
-be lost, and is an error. Elsewhere: a :class:`ShardedWeight`, which has the whole's shape and takes
+In a forward: the full parameter, gathered, a :class:`GatheredWeight`. What is written to it would
+be lost, and is an error. Elsewhere: a :class:`ShardedWeight`, which has the full shape and takes
 writes that each rank can do on its own rows. To read it is a collective, and so has to be said:
 :func:`full_parameters`.
 """
@@ -35,13 +35,13 @@ _FILLS = names.words("normal uniform bernoulli exponential geometric cauchy log_
 
 
 class ShardedWeight(Tensor):
-    """A sharded parameter outside of a forward, or rows of it: shape and dtype of the whole, no
+    """A sharded parameter outside of a forward, or rows of it: shape and dtype of the full one, no
     data. Writes by element, random ones too, go to this rank's rows, as in PyTorch; every rank
     makes them. Whatever reads contents raises."""
 
     @staticmethod
     def __new__(cls, shards: Shards, index: int, rows: range | int | None = None, detached=False):
-        info, parameter = shards.wholes[index], shards.parameters[index]
+        info, parameter = shards.infos[index], shards.parameters[index]
         shape = info.shape if rows is None else torch.Size(info.row_shape)
         if isinstance(rows, range):
             shape = torch.Size([len(rows), *shape])
@@ -55,8 +55,8 @@ class ShardedWeight(Tensor):
     def __repr__(self) -> str:
         what = "" if self._rows is None else f"[{self._rows}]"
         return (
-            f"ShardedWeight({self.whole_name}{what}, shape={tuple(self.shape)}, "
-            f"rows on rank={self._shards.wholes[self.index].sizes})"
+            f"ShardedWeight({self.full_name}{what}, shape={tuple(self.shape)}, "
+            f"rows on rank={self._shards.infos[self.index].sizes})"
         )
 
     def __deepcopy__(self, memo):
@@ -70,8 +70,8 @@ class ShardedWeight(Tensor):
         return self._shards is shards and self._rows is None and not self._detached
 
     @property
-    def whole_name(self) -> str:
-        return self._shards.wholes[self.index].name
+    def full_name(self) -> str:
+        return self._shards.infos[self.index].name
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -79,7 +79,7 @@ class ShardedWeight(Tensor):
         return self._shards.owners[self.index]._parameters["original"]
 
     def gathered(self) -> Tensor:
-        """The whole, as in a forward. Every rank makes the call."""
+        """The full parameter, as in a forward. Every rank makes the call."""
         if self._rows is not None or self._detached:
             self._refuse("an op")
         return self._shards.gather_alone(self.index, self.parameter)
@@ -114,7 +114,7 @@ class ShardedWeight(Tensor):
                 value, dtype = args[1], self.parameter.dtype
                 if value.shape != self.shape or value.dtype != dtype:
                     raise ValueError(
-                        f"expected {self.whole_name}.data, which is sharded, to be set to {dtype} "
+                        f"expected {self.full_name}.data, which is sharded, to be set to {dtype} "
                         f"{list(self.shape)}, got {value.dtype} {list(value.shape)}"
                     )
                 with torch.no_grad():
@@ -133,7 +133,7 @@ class ShardedWeight(Tensor):
         self._refuse(str(func))
 
     def _refuse(self, what: str) -> NoReturn:
-        name = self.whole_name
+        name = self.full_name
         raise RuntimeError(
             f"{name} is sharded over the ranks, and {what} needs the full parameter outside of a "
             "module's forward. Reading it is a collective. Call, on every rank, "
@@ -148,7 +148,7 @@ class ShardedWeight(Tensor):
         initializes = getattr(func, "__module__", None) == "torch.nn.init"
         if torch.is_grad_enabled() and self.requires_grad and not initializes:
             raise RuntimeError(
-                f"{self.whole_name} requires grad and is used in an in-place operation, {name}_: "
+                f"{self.full_name} requires grad and is used in an in-place operation, {name}_: "
                 "write to it under torch.no_grad()"
             )
         with torch.no_grad():
@@ -170,14 +170,14 @@ class ShardedWeight(Tensor):
                 func = Tensor.copy_ if isinstance(value, Tensor) else Tensor.fill_
                 args, name = (self, value), "copy"
             if name in _FILLS or initializes:
-                # Every rank draws the whole, from the same generator, and takes its rows.
+                # Every rank draws the full one, from the same generator, and takes its rows.
                 parameter = self.parameter
-                whole = torch.empty(self.shape, dtype=parameter.dtype, device=parameter.device)
-                args, kwargs = tree_map(lambda x: whole if x is self else x, (args, kwargs))
+                full = torch.empty(self.shape, dtype=parameter.dtype, device=parameter.device)
+                args, kwargs = tree_map(lambda x: full if x is self else x, (args, kwargs))
                 if any(isinstance(x, ShardedWeight) for x in tree_leaves((args, kwargs))):
                     self._refuse(name)
                 func(*args, **kwargs)
-                func, args, kwargs = Tensor.copy_, (self, whole), {}
+                func, args, kwargs = Tensor.copy_, (self, full), {}
             elif name not in _BY_ELEMENT or "out" in kwargs:
                 self._refuse(name)
             given = tree_leaves((args, kwargs))
@@ -189,8 +189,8 @@ class ShardedWeight(Tensor):
                 func(*args, **kwargs)
 
     def _range(self) -> tuple[int, int]:
-        """(begin, end) of this rank's rows in the whole."""
-        (own,) = self._shards.wholes[self.index].rows.ranges()
+        """(begin, end) of this rank's rows in the full parameter."""
+        (own,) = self._shards.infos[self.index].rows.ranges()
         return own
 
     def _mine(self) -> Tensor | None:
@@ -229,7 +229,7 @@ class ShardedWeight(Tensor):
         if isinstance(index, int) and not isinstance(index, bool):
             if not -length <= index < length:
                 raise IndexError(
-                    f"expected an index of {self.whole_name} from {-length} to {length - 1}, got "
+                    f"expected an index of {self.full_name} from {-length} to {length - 1}, got "
                     f"{index}"
                 )
             rows = start + index % length
@@ -266,15 +266,15 @@ class Writes:
     def __init__(self):
         self._handed_out: list[tuple[Tensor, int, str]] = []
 
-    def watch(self, whole: Tensor, name: str) -> Tensor:
-        if whole.is_inference():  # it has no version
-            return whole
+    def watch(self, full: Tensor, name: str) -> Tensor:
+        if full.is_inference():  # it has no version
+            return full
         if len(self._handed_out) > 512:  # parts of the module are called, and not the module
             self.check()
-        version = whole.detach()
-        version.data = torch.empty(0, dtype=whole.dtype, device=whole.device)  # no memory is held
+        version = full.detach()
+        version.data = torch.empty(0, dtype=full.dtype, device=full.device)  # no memory is held
         self._handed_out.append((version, version._version, name))
-        return whole.as_subclass(GatheredWeight)
+        return full.as_subclass(GatheredWeight)
 
     def check(self) -> None:
         """
@@ -306,7 +306,7 @@ def in_a_forward() -> bool:
 
 @contextlib.contextmanager
 def full_parameters(module: nn.Module) -> Iterator[None]:
-    """In here, ``module.weight`` and whatever else is sharded in ``module`` is whole, for reading
+    """In here, ``module.weight`` and whatever else is sharded in ``module`` is full, for reading
     and writing, in the dtype of the shards. Every rank enters and leaves. ::
 
         with deepsp.full_parameters(model.head):
@@ -327,22 +327,22 @@ def full_parameters(module: nn.Module) -> Iterator[None]:
 
     found = {(id(s), i): (s, i) for _, _, s, i in sharded_parameters(module)}.values()
     for shards, index in found:
-        if shards.inside or index in shards.whole:
+        if shards.inside or index in shards.full:
             raise RuntimeError(
-                f"full_parameters: {shards.wholes[index].name} is gathered already: enter once, "
+                f"full_parameters: {shards.infos[index].name} is gathered already: enter once, "
                 "outside of the module's forward"
             )
     for shards, index in found:
-        shards.whole[index] = shards.gather_to_write(index)
+        shards.full[index] = shards.gather_to_write(index)
     failed = True
     try:
         yield
         failed = False
     finally:
         members = {shards.member: None for shards, _ in found}
-        wholes = [(s, i, s.whole.pop(i).detach()) for s, i in found]
+        written = [(s, i, s.full.pop(i).detach()) for s, i in found]
         for member in members:
-            mine = [(s.wholes[i].name, x) for s, i, x in wholes if s.member == member]
+            mine = [(s.infos[i].name, x) for s, i, x in written if s.member == member]
             differ = first_difference([("", torch.tensor(failed)), *mine], member)
             if differ is not None and not failed:
                 what, a, b = differ
@@ -353,5 +353,5 @@ def full_parameters(module: nn.Module) -> Iterator[None]:
                     + ": every rank must write the same"
                 )
         if not failed:
-            for shards, index, whole in wholes:
-                shards.take_rows(index, whole)
+            for shards, index, full in written:
+                shards.take_rows(index, full)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parametrize
 
-from deepsp.agreement import compare, whole_tensors
+from deepsp.agreement import compare, replicated_tensors
 from deepsp.groups import Group, Member, member_of
 from deepsp.weights.shards import Shard, Shards
 
@@ -43,7 +43,7 @@ def shard_parameters(
         group: whose ranks share the parameters.
         dtype: of the gathered parameters; or a function of name and parameter that gives it.
         reduce_dtype: in which gradients, which travel in ``dtype``, are summed.
-        min_numel: a parameter with fewer elements is left alone, and whole.
+        min_numel: a parameter with fewer elements is left alone, and full on every rank.
         skip: a function of name and parameter; where it is true, the parameter is left alone.
             What is left alone is yours to reduce: :func:`deepsp.sync_gradients` does it.
         gradient_reduction: "sum", or "mean": the sum divided by the number of ranks.
@@ -108,7 +108,7 @@ def shard_parameters(
                 "sparse=True, and only dense gradients can be summed: pass sparse=False, or skip it"
             )
     _check_ranks_agree(member, [(names[p], p, d) for p, d in chosen.items()])
-    compare(whole_tensors(module), member)
+    compare(replicated_tensors(module), member)
     mean = gradient_reduction == "mean"
     shards = Shards(member, reduce_dtype, mean, reshard_after_forward, prefetch_bytes)
     indices = {p: shards.add(names[p], p, d) for p, d in chosen.items()}
@@ -118,7 +118,7 @@ def shard_parameters(
         parametrize.register_parametrization(owner, name, shard, unsafe=True)
         shard.home.append(owner.parametrizations[name])
         shards.owners[indices[parameter]] = owner.parametrizations[name]
-        shards.wholes[indices[parameter]].owners += 1
+        shards.infos[indices[parameter]].owners += 1
         _assign_parameters(type(owner))
     shards.refresh()
     module.register_forward_pre_hook(shards.enter, prepend=True)
@@ -178,13 +178,13 @@ def _check_ranks_agree(member: Member, parameters) -> None:
 
 
 def sharded_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Shards, int]]:
-    """(name of the whole parameter, shard, its Shards, its index there) for every sharded
+    """(name of the full parameter, shard, its Shards, its index there) for every sharded
     parameter of the module; one that several submodules share once for each."""
     for prefix, owner in module.named_modules():
         if not parametrize.is_parametrized(owner):
             continue
         for name, parametrizations in owner.parametrizations.items():
             if isinstance(parametrizations[0], Shard):
-                whole = f"{prefix}.{name}" if prefix else name
+                full = f"{prefix}.{name}" if prefix else name
                 shard = parametrizations[0]
-                yield whole, parametrizations.original, shard.shards, shard.index
+                yield full, parametrizations.original, shard.shards, shard.index

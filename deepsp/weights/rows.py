@@ -33,7 +33,7 @@ class ParameterShard:
     axis: int
     parts: tuple[int, ...]
     units: tuple[int, ...]
-    shape: tuple[int, ...]  # of the whole
+    shape: tuple[int, ...]  # of the full parameter
     member: Member
 
     def part_sizes(self, rank: int) -> list[int]:
@@ -58,7 +58,7 @@ class ParameterShard:
         return (*self.shape[: self.axis], self.local, *self.shape[self.axis + 1 :])
 
     def ranges(self) -> list[tuple[int, int]]:
-        """(begin, end) in the whole of this rank's share of each part."""
+        """(begin, end) in the full parameter of this rank's share of each part."""
         rank, size, _ = self.member
         found, begin = [], 0
         for length, unit in zip(self.parts, self.units, strict=True):
@@ -68,21 +68,21 @@ class ParameterShard:
             begin += length
         return found
 
-    def take(self, whole: Tensor) -> Tensor:
-        """This rank's part of the whole: a copy, since a view would keep the whole alive."""
-        rows = whole.view(1) if whole.dim() == 0 else whole
+    def take(self, full: Tensor) -> Tensor:
+        """This rank's part of the full tensor: a copy, since a view would keep all of it alive."""
+        rows = full.view(1) if full.dim() == 0 else full
         pieces = [rows.narrow(self.axis, a, b - a) for a, b in self.ranges()]
         return pieces[0].clone() if len(pieces) == 1 else torch.cat(pieces, self.axis)
 
     def gather(self, part: Tensor) -> Tensor:
-        """The whole of what every rank holds a part of. Every rank makes the call."""
+        """The full tensor of which every rank holds a part. Every rank makes the call."""
         with torch.no_grad():
-            whole = collectives.all_gather(
+            full = collectives.all_gather(
                 part.detach(), self.axis, self.member, self.sizes, grad="replicated"
             )
             if len(self.parts) == 1:
-                return whole.view(self.shape)
-            by_rank = whole.split(self.sizes, self.axis)
+                return full.view(self.shape)
+            by_rank = full.split(self.sizes, self.axis)
             by_part = zip(
                 *(x.split(self.part_sizes(rank), self.axis) for rank, x in enumerate(by_rank)),
                 strict=True,

@@ -63,8 +63,8 @@ def mark(parameter: Tensor, member: Member | None, built: bool = False) -> None:
     don't take it along.
 
     Args:
-        member: this process's place in the group; None: every rank has the whole parameter.
-        built: by a schedule, which makes gradients whole by itself.
+        member: this process's place in the group; None: every rank has the full parameter.
+        built: by a schedule, which makes gradients full by itself.
     """
     if not (isinstance(parameter, nn.Parameter) and parameter.requires_grad and parameter.is_leaf):
         return
@@ -78,7 +78,7 @@ def _mark_of(parameter: Tensor) -> _Mark | None:
 
 
 def shard_member(parameter: Tensor) -> Member | None:
-    """The place in the group whose ranks have each a part of a parameter; None: it is whole."""
+    """The place in the group whose ranks have parts of a parameter; None: it is replicated."""
     found = _mark_of(parameter)
     return None if found is None else found.member
 

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 from deepsp.groups import Member
 from deepsp.weights.access import ShardedWeight, Writes, in_a_forward
-from deepsp.weights.order import Order, Use, Wait
+from deepsp.weights.prefetch import Order, Use, Wait
 from deepsp.weights.rows import ParameterShard, shard_rows
 from deepsp.weights.shard_gradient import mark
 
@@ -21,8 +21,8 @@ _op = torch.ops.deepsp
 
 
 @dataclass
-class _Whole:
-    """A sharded parameter as it was."""
+class _Info:
+    """What is known of a sharded parameter."""
 
     rows: ParameterShard
     sizes: list[int]  # rows of each rank
@@ -47,7 +47,7 @@ class _Whole:
 
 
 class Shard(nn.Module):
-    """The parametrization of one sharded parameter: from this rank's rows to the whole."""
+    """The parametrization of one sharded parameter: from this rank's rows to the full one."""
 
     def __init__(self, shards: Shards, index: int):
         super().__init__()
@@ -57,59 +57,59 @@ class Shard(nn.Module):
 
     @property
     def rows(self) -> ParameterShard:
-        return self.shards.wholes[self.index].rows
+        return self.shards.infos[self.index].rows
 
     def forward(self, shard: Tensor) -> Tensor:
         return self.shards.use(self.index, shard)
 
-    def right_inverse(self, whole: Tensor) -> Tensor:
-        """What the shard becomes where the parameter is set: this rank's rows of a whole tensor, or
+    def right_inverse(self, full: Tensor) -> Tensor:
+        """What the shard becomes where the parameter is set: this rank's rows of a full tensor, or
         what another sharded parameter has, with which it is tied from now on."""
-        shards, info = self.shards, self.shards.wholes[self.index]
+        shards, info = self.shards, self.shards.infos[self.index]
         if not self.home:  # it is being sharded
-            tied = whole.shape != info.shape  # it was sharded before
-            return whole if tied else shards.rows_of(self.index, whole)
+            tied = full.shape != info.shape  # it was sharded before
+            return full if tied else shards.rows_of(self.index, full)
         if shards.inside:
             raise RuntimeError(
                 f"{info.name} is sharded, and is set in a forward: set it outside of the forward"
             )
-        if not isinstance(whole, Tensor) or whole.shape != info.shape:
-            what = tuple(whole.shape) if isinstance(whole, Tensor) else whole
+        if not isinstance(full, Tensor) or full.shape != info.shape:
+            what = tuple(full.shape) if isinstance(full, Tensor) else full
             raise ValueError(
                 f"expected {info.name} to be set to a full tensor of shape {tuple(info.shape)}, "
                 f"got {what}"
             )
         (home,) = self.home
-        if isinstance(whole, ShardedWeight):
-            if not whole.is_all_of(shards):
+        if isinstance(full, ShardedWeight):
+            if not full.is_all_of(shards):
                 raise ValueError(
-                    f"{info.name} is to be tied with {whole!r}, which another call of "
+                    f"{info.name} is to be tied with {full!r}, which another call of "
                     "shard_parameters has sharded: tie them first, and shard both in one call"
                 )
             info.owners -= 1
-            self.index = whole.index
-            shards.wholes[self.index].owners += 1
-            home.original = whole.parameter
+            self.index = full.index
+            shards.infos[self.index].owners += 1
+            home.original = full.parameter
             return home.original
         original = home.original
-        if isinstance(whole, nn.Parameter) and info.owners > 1:
+        if isinstance(full, nn.Parameter) and info.owners > 1:
             raise ValueError(
                 f"{info.name} is shared by {info.owners} modules and sharded, so that one of them "
                 "can't take another parameter: write to it, `with torch.no_grad(): "
                 "module.weight.copy_(...)`, or untie them before they are sharded"
             )
-        if whole.dtype != original.dtype:
+        if full.dtype != original.dtype:
             raise ValueError(
                 f"expected {info.name} to be set to a tensor of {original.dtype}, the dtype of its "
-                f"shards, got {whole.dtype}"
+                f"shards, got {full.dtype}"
             )
-        if isinstance(whole, nn.Parameter):
-            original.requires_grad_(whole.requires_grad)
-        original.copy_(shards.rows_of(self.index, whole))
+        if isinstance(full, nn.Parameter):
+            original.requires_grad_(full.requires_grad)
+        original.copy_(shards.rows_of(self.index, full))
         return original
 
     def _apply(self, fn, recurse=True):
-        # module.to(dtype): what is gathered has the new dtype, too, as the whole would.
+        # module.to(dtype): what is gathered has the new dtype, too, as the full one would.
         self.shards.convert(self.index, fn)
         return super()._apply(fn, recurse)
 
@@ -147,13 +147,13 @@ class Shards:
         self.member = member
         self.reduce_dtype = reduce_dtype
         self._divisor = member[1] if mean else 1
-        self.wholes: list[_Whole] = []
+        self.infos: list[_Info] = []
         self.parameters: list[nn.Parameter] = []
         self.owners: list[parametrize.ParametrizationList] = []
         self._reshard = reshard_after_forward
         self.inside = False  # the root module's forward
         self._hooks = None
-        self.whole: dict[int, Tensor] = {}  # in full_parameters
+        self.full: dict[int, Tensor] = {}  # in full_parameters
         self._outside: dict[int, ShardedWeight] = {}  # one for each, as parameters are one object
         self._writes = Writes()
 
@@ -170,16 +170,16 @@ class Shards:
         # A copy of the module (an average of weights, say) gathers for itself: what is gathered
         # now, and the references to it, aren't copied.
         anew = {"_gathered": {}, "inside": False, "_hooks": None}
-        return {**self.__dict__, **anew, "whole": {}, "_outside": {}, "_writes": Writes()}
+        return {**self.__dict__, **anew, "full": {}, "_outside": {}, "_writes": Writes()}
 
     def add(self, name: str, parameter: nn.Parameter, dtype: torch.dtype) -> int:
         rows = shard_rows(name, parameter.shape, self.member)
-        self.wholes.append(_Whole(rows, rows.sizes, dtype))
+        self.infos.append(_Info(rows, rows.sizes, dtype))
         self.parameters.append(parameter)
-        return len(self.wholes) - 1
+        return len(self.infos) - 1
 
-    def rows_of(self, index: int, whole: Tensor) -> Tensor:
-        return self.wholes[index].rows.take(whole)
+    def rows_of(self, index: int, full: Tensor) -> Tensor:
+        return self.infos[index].rows.take(full)
 
     def refresh(self) -> None:
         """Takes the parameters that the module has now: ``load_state_dict(assign=True)`` and
@@ -190,21 +190,21 @@ class Shards:
 
     def convert(self, index: int, fn: Callable[[Tensor], Tensor]) -> None:
         """Gathers in the dtype that ``fn`` makes of the present one."""
-        info = self.wholes[index]
+        info = self.infos[index]
         info.dtype = fn(torch.empty(0, dtype=info.dtype)).dtype
         self.reduce_dtype = torch.promote_types(self.reduce_dtype, info.dtype)
         self._outside.pop(index, None)
 
     def gather_to_write(self, index: int) -> Tensor:
-        """The whole parameter in the dtype of its shards, for one's own; autograd sees the gather
+        """The full parameter in the dtype of its shards, for one's own; autograd sees the gather
         where gradients are enabled."""
         self.refresh()
         shard = self.parameters[index]
         return self.gather_alone(index, shard, shard.dtype).clone()
 
-    def take_rows(self, index: int, whole: Tensor) -> None:
-        """Makes the shard this rank's rows of ``whole``, if it isn't yet."""
-        shard, rows = self.parameters[index].detach(), self.rows_of(index, whole)
+    def take_rows(self, index: int, full: Tensor) -> None:
+        """Makes the shard this rank's rows of ``full``, if it isn't yet."""
+        shard, rows = self.parameters[index].detach(), self.rows_of(index, full)
         if not torch.equal(shard, rows):
             shard.copy_(rows)
 
@@ -213,36 +213,36 @@ class Shards:
     def use(self, index: int, shard: Tensor) -> Tensor:
         if torch.compiler.is_compiling():  # passes over the graph combine and look ahead
             return self.gather_alone(index, shard)
-        if index in self.whole:
-            return self.whole[index]
+        if index in self.full:
+            return self.full[index]
         use = Use(index, torch.is_grad_enabled() and shard.requires_grad)
         # Otherwise somebody has put another in its place.
         known = shard is self.parameters[index]
         if _in_backward():  # a checkpoint computes again
             return self.backward_order.take(use) if known else self.gather_alone(index, shard)
         if self.inside:
-            whole = self._forward.take(use) if known else self.gather_alone(index, shard)
+            full = self._forward.take(use) if known else self.gather_alone(index, shard)
         elif in_a_forward():  # of a part of the module, or of one that uses it
-            whole = self.gather_alone(index, shard)
+            full = self.gather_alone(index, shard)
         else:
             return self._outside.setdefault(index, ShardedWeight(self, index))
-        return self._writes.watch(whole, self.wholes[index].name)
+        return self._writes.watch(full, self.infos[index].name)
 
     def gather_alone(self, index: int, shard: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        info, (rank, _, name) = self.wholes[index], self.member
+        info, (rank, _, name) = self.infos[index], self.member
         if self._divisor != 1 and shard.requires_grad:
             shard = _op.scale_gradient(shard, 1 / self._divisor)
-        whole = _op.gather_cast(
+        full = _op.gather_cast(
             shard, info.sizes, dtype or info.dtype, rank, name, reduce_dtype=self.reduce_dtype
         )
-        return whole.view(info.shape)
+        return full.view(info.shape)
 
     def _bytes_of(self, index: int) -> int:
-        return self.wholes[index].bytes
+        return self.infos[index].bytes
 
     def _start(self, uses) -> Wait:
         rank, _, name = self.member
-        infos = [self.wholes[use.index] for use in uses]
+        infos = [self.infos[use.index] for use in uses]
         sizes = [rows for info in infos for rows in info.sizes]
         dtypes = [info.dtype for info in infos]
         row_shapes = [n for info in infos for n in info.row_shape]
@@ -263,13 +263,13 @@ class Shards:
                     buffer, sizes, row_shapes, row_dims, dtypes, rank, name
                 )
                 self._remember(uses, tensors)
-                wholes = [x.view(i.shape) for x, i in zip(tensors, infos, strict=True)]
+                full = [x.view(i.shape) for x, i in zip(tensors, infos, strict=True)]
 
             def give(n: int) -> Tensor:
                 used[n] = True
-                return wholes[n]
+                return full[n]
 
-            return [functools.partial(give, n) for n in range(len(wholes))]
+            return [functools.partial(give, n) for n in range(len(full))]
 
         return wait
 
@@ -280,7 +280,7 @@ class Shards:
             return
         if self.inside:  # an interrupt (Ctrl-C) has left it
             self.leave()
-        if self.whole:
+        if self.full:
             raise RuntimeError(
                 "the module is called within deepsp.full_parameters: leave it first, since what "
                 "was written in it isn't in the shards yet"
@@ -328,7 +328,7 @@ class Shards:
             return None
         at = tensor.storage_offset() * tensor.element_size()
         for begin, index in known[1]:
-            info = self.wholes[index]
+            info = self.infos[index]
             if begin <= at < begin + info.bytes and tensor.dtype == info.dtype:
                 offset = (at - begin) // tensor.element_size()
                 version = _version(self.parameters[index])
@@ -341,8 +341,8 @@ class Shards:
             _check_version(_version(saved.tensor), saved.version)
             return saved.tensor
         _check_version(_version(self.parameters[saved.index]), saved.version)
-        whole = self.backward_order.take(Use(saved.index, False))
-        return whole.as_strided(saved.size, saved.stride, whole.storage_offset() + saved.offset)
+        full = self.backward_order.take(Use(saved.index, False))
+        return full.as_strided(saved.size, saved.stride, full.storage_offset() + saved.offset)
 
 
 @dataclass

@@ -45,7 +45,7 @@ class Value:
     """What a node of the old graph has become. ``tokens``: where its tokens are, for several
     outputs a list; None where it has none."""
 
-    whole: Any = None
+    full: Any = None
     mine: Any = None
     tokens: Tokens | list[Tokens | None] | None = None
     of_parameter: bool = False
@@ -90,25 +90,25 @@ class Forms(Nodes):
         return [size_of(n) for n in node.meta["val"].shape]
 
     def all_of(self, node: fx.Node) -> fx.Node:
-        whole = self.values[node].whole
-        if whole is None:
+        full = self.values[node].full
+        if full is None:
             raise CannotShard(
                 f"it needs the full {node.name}, of which each rank has only its local tokens",
                 self.current,
             )
-        return whole
+        return full
 
-    def whole(self, node: fx.Node):
+    def full(self, node: fx.Node):
         """The full value of an old node, for ops on full values."""
-        whole = self.all_of(node)
-        local = self.gradients == "local" and whole in self.parameters_of_group
-        if (local or whole in self.shares) and self.differentiated(whole):
-            if whole not in self.scaled:
-                scaled = self.call(_ours.scale_gradient.default, whole, 1 / self.size)
-                self.scaled[whole] = scaled
-                self.unscaled[scaled] = whole
-            return self.scaled[whole]
-        return whole
+        full = self.all_of(node)
+        local = self.gradients == "local" and full in self.parameters_of_group
+        if (local or full in self.shares) and self.differentiated(full):
+            if full not in self.scaled:
+                scaled = self.call(_ours.scale_gradient.default, full, 1 / self.size)
+                self.scaled[full] = scaled
+                self.unscaled[scaled] = full
+            return self.scaled[full]
+        return full
 
     def for_part(self, node: fx.Node):
         """The full value of an old node, for ops on parts: its gradient becomes a sum."""
@@ -118,24 +118,22 @@ class Forms(Nodes):
         # Under no_grad there is nothing to sum, and what is made there must not be used elsewhere.
         return is_differentiated(self.env[node]) and torch.is_grad_enabled()
 
-    def share(self, whole: fx.Node):
+    def share(self, full: fx.Node):
         """A full value whose gradient is partial."""
-        if not self.differentiated(whole) or self.size == 1 or whole in self.shares:
-            return whole
-        if whole in self.shared:
-            return self.shared[whole]
-        if whole in self.parameters_of_group:
-            share = self.call(_aten.alias.default, whole)
-            self.parameters[share] = whole
-        elif whole in self.unscaled:
-            return self.share(self.unscaled[whole])
-        elif whole.target in _CHEAP and self._tensors_of(whole) == [whole.args[0]]:
-            share = self.call(
-                whole.target, self.share(whole.args[0]), *whole.args[1:], **whole.kwargs
-            )
+        if not self.differentiated(full) or self.size == 1 or full in self.shares:
+            return full
+        if full in self.shared:
+            return self.shared[full]
+        if full in self.parameters_of_group:
+            share = self.call(_aten.alias.default, full)
+            self.parameters[share] = full
+        elif full in self.unscaled:
+            return self.share(self.unscaled[full])
+        elif full.target in _CHEAP and self._tensors_of(full) == [full.args[0]]:
+            share = self.call(full.target, self.share(full.args[0]), *full.args[1:], **full.kwargs)
         else:
-            (share,) = self.replicate_wait(*self.replicate_start([whole]))
-        self.shared[whole] = share
+            (share,) = self.replicate_wait(*self.replicate_start([full]))
+        self.shared[full] = share
         return share
 
     def _tensors_of(self, node: fx.Node) -> list[fx.Node]:
@@ -159,33 +157,33 @@ class Forms(Nodes):
         here = value.tokens if isinstance(value.tokens, Tokens) else None
         if value.mine is not None and here is not None and here.plain == tokens.plain:
             return value.mine
-        if value.whole is None:
+        if value.full is None:
             raise CannotShard(
                 f"{node.name} is sharded along another dimension or over another sequence than "
                 "the tensors it is combined with",
                 self.current,
             )
         shape = self.shape_of(node)
-        if not 0 <= tokens.dim < len(shape) or not self.equal(shape[tokens.dim], tokens.whole):
+        if not 0 <= tokens.dim < len(shape) or not self.equal(shape[tokens.dim], tokens.full):
             raise CannotShard(
-                f"expected {node.name} to have {tokens.whole} tokens in dimension {tokens.dim}, "
+                f"expected {node.name} to have {tokens.full} tokens in dimension {tokens.dim}, "
                 f"got shape {tuple(shape)}",
                 self.current,
             )
-        key = (value.whole, tokens, torch.is_grad_enabled())
+        key = (value.full, tokens, torch.is_grad_enabled())
         if key not in self.parts:
-            self.parts[key] = self.cut(self.share(value.whole), shape, tokens)
+            self.parts[key] = self.cut(self.share(value.full), shape, tokens)
         return self.parts[key]
 
-    def cut(self, whole: fx.Node, shape: list[Size], tokens: Tokens) -> fx.Node:
+    def cut(self, full: fx.Node, shape: list[Size], tokens: Tokens) -> fx.Node:
         self._check_order(tokens)
         dim, begin = tokens.dim, tokens.sequence.begin(self.rank)
         count = tokens.sequence.lens[self.rank]
         if same(tokens.outer, 1):
             first, many = (size_of(x * tokens.inner) for x in (begin, count))
-            return self.call(_aten.narrow.default, whole, dim, self.int_(first), self.int_(many))
+            return self.call(_aten.narrow.default, full, dim, self.int_(first), self.int_(many))
         apart = [*shape[:dim], tokens.outer, tokens.length, tokens.inner, *shape[dim + 1 :]]
-        apart = self.call(_aten.reshape.default, whole, self.shape(apart))
+        apart = self.call(_aten.reshape.default, full, self.shape(apart))
         cut = self.call(_aten.narrow.default, apart, dim + 1, self.int_(begin), self.int_(count))
         return self.call(_aten.reshape.default, cut, self.shape(tokens.part(shape, self.rank)))
 
@@ -196,7 +194,7 @@ class Forms(Nodes):
         value, shape = self.values[node], self.shape_of(node)
         if key not in self.collected:
             source = node.args[0] if node.target in _VIEWS else None
-            there = source in self.values and self.values[source].whole is None
+            there = source in self.values and self.values[source].full is None
             if there and not {source, node} & self.rebound:
                 # What is gathered is what a view is taken of: heads, say, before they are repeated.
                 args, kwargs = self.mapped((node.args[1:], node.kwargs), self.all_of)

@@ -48,7 +48,7 @@ class Parallelizer(Forms):
         placeholders = zip(self.old.find_nodes(op="placeholder"), inputs, strict=True)
         differentiated = {n for n, x in placeholders if is_differentiated(x)}
         self.gathers = summed_by_gathers(self.old, self.name, differentiated)
-        # Of the new graph: what is made of parameters and tokens, in parts and whole.
+        # Of the new graph: what is made of parameters and tokens, in parts and in full.
         self.worked: set[fx.Node] = set()
         self.repeated: dict[fx.Node, fx.Node] = {}
         self.alike: set[fx.Node] = set()  # placeholders of which all ranks have the same
@@ -80,7 +80,7 @@ class Parallelizer(Forms):
             elif node.op == "call_function":
                 self._visit(node)
             if node in self.gathers:
-                self.shares.add(self.values[node].whole)
+                self.shares.add(self.values[node].full)
 
     def _attribute(self, node: fx.Node) -> fx.Node:
         new = self.new.get_attr(node.target)
@@ -131,9 +131,9 @@ class Parallelizer(Forms):
             value = self.values[node]
             value.tokens, value.of_data = tokens, True
             # Cut at the end of the walk's first use would do as well; here it is at hand.
-            value.mine = self.cut(self.share(value.whole), shape, tokens)
-            if value.mine is not None and self.env[value.whole].requires_grad:
-                value.whole = None
+            value.mine = self.cut(self.share(value.full), shape, tokens)
+            if value.mine is not None and self.env[value.full].requires_grad:
+                value.full = None
             self.report.note(node, f"{name}: Replicate -> Shard({dim})")
 
     def _visit(self, node: fx.Node) -> None:
@@ -150,11 +150,11 @@ class Parallelizer(Forms):
         self.values[node] = self.visit_op(node, node.target)
 
     def _size(self, node: fx.Node, value) -> None:
-        """A size: computed from the inputs' sizes, which are those of the whole."""
+        """A size: computed from the inputs' sizes, which are the full ones."""
         if isinstance(value, int) or not free_symbols(value) - set(self.symbols):
             self.values[node] = Value(self.int_(size_of(value)))
             return
-        new = self.call(node.target, *self.mapped(node.args, self.whole))
+        new = self.call(node.target, *self.mapped(node.args, self.full))
         self.know(value, new)
         self.values[node] = Value(new)
 
@@ -164,7 +164,7 @@ class Parallelizer(Forms):
             return  # a question, as which dtype two tensors have together
         if "assert" in str(node.target) or "constrain" in str(node.target):
             return
-        args, kwargs = self.mapped((node.args, node.kwargs), self.whole)
+        args, kwargs = self.mapped((node.args, node.kwargs), self.full)
         self.values[node] = Value(self.call(node.target, *args, **kwargs))
 
     def mapped(self, args, function):
@@ -172,12 +172,12 @@ class Parallelizer(Forms):
 
     def _as_size(self, node: fx.Node, function):
         value = self.values[node]
-        return function(node) if has_tensor(node.meta.get("val")) else value.whole
+        return function(node) if has_tensor(node.meta.get("val")) else value.full
 
     def _item(self, node: fx.Node) -> None:
         source, index = self.values[node.args[0]], node.args[1]
         tokens = source.tokens[index] if isinstance(source.tokens, list) else None
-        take = [None if x is None else self.item(x, index) for x in (source.whole, source.mine)]
+        take = [None if x is None else self.item(x, index) for x in (source.full, source.mine)]
         if tokens is None and take[1] is not None and take[0] is None:
             take = [take[1], None]
         self.values[node] = Value(take[0], take[1], tokens, source.of_parameter, source.of_data)
@@ -207,22 +207,22 @@ class Parallelizer(Forms):
             "of_parameter": any(v.of_parameter for v in values),
             "of_data": any(v.of_data for v in values),
         }
-        only_mine = any(v.whole is None for v in values)
+        only_mine = any(v.full is None for v in values)
         # What is random is drawn once: parts are cut from what every rank has.
         if not only_mine and (is_random(target) or not any(v.tokens for v in values)):
-            return self._whole_value(node, target, values, flags)
+            return self._full_value(node, target, values, flags)
         call = rules.Call(self, node, target)
         try:
             tokens = rules.find(call)(call)
             if not tokens and not only_mine:  # a reduction of a replicated tensor as well
-                return self._whole_value(node, target, values, flags)
+                return self._full_value(node, target, values, flags)
             mine = call.lower()
         except CannotShard as error:
             self.own.pop(node, None)
             # What parameters make of tokens is never computed in full, on every rank, in silence.
             if only_mine or all(flags.values()):
                 raise (error if error.node else error.at(node)) from error.__cause__
-            return self._whole_value(node, target, values, flags)
+            return self._full_value(node, target, values, flags)
         if node in self.own:
             self.report.note(node, "local tokens")
             return Value(None, mine, None, **flags)
@@ -234,24 +234,24 @@ class Parallelizer(Forms):
             self.report.note(node, call.said or places(tokens))
             self.worked.add(mine)
             return Value(None, mine, tokens, **flags)
-        return Value(self.emit_whole(node, target), mine, tokens, **flags)
+        return Value(self.emit_full(node, target), mine, tokens, **flags)
 
-    def _whole_value(self, node: fx.Node, target, values: list[Value], flags: dict) -> Value:
+    def _full_value(self, node: fx.Node, target, values: list[Value], flags: dict) -> Value:
         """What every rank computes; and its part, if it is plain which of its dimensions holds
         tokens."""
-        whole = self.emit_whole(node, target)
+        full = self.emit_full(node, target)
         if all(flags.values()):
-            self.repeated[whole] = node
+            self.repeated[full] = node
         tokens = None
         if (flags["of_data"] or not values) and is_tensor(node.meta["val"]):
             tokens = placing.placed(self, node, values)
         if tokens is None:
-            return Value(whole, **flags)
-        return Value(whole, self.cut(whole, self.shape_of(node), tokens), tokens, **flags)
+            return Value(full, **flags)
+        return Value(full, self.cut(full, self.shape_of(node), tokens), tokens, **flags)
 
-    def emit_whole(self, node: fx.Node, target) -> fx.Node:
+    def emit_full(self, node: fx.Node, target) -> fx.Node:
         # What is summed by a gather has its gradient there, whatever form others need.
-        form = self.all_of if node in self.gathers else self.whole
+        form = self.all_of if node in self.gathers else self.full
         args, kwargs = self.mapped((node.args, node.kwargs), form)
         new = self.call(target, *args, **kwargs)
         if is_random(target) and self.size > 1:
@@ -261,12 +261,14 @@ class Parallelizer(Forms):
     def _check(self, node: fx.Node, mine: fx.Node, tokens) -> None:
         """Whether the part has the shape that it should have."""
         one = not isinstance(tokens, list)
-        wholes = [node.meta["val"]] if one else list(node.meta["val"])
+        of_one_process = [node.meta["val"]] if one else list(node.meta["val"])
         parts = [self.env[mine]] if one else list(self.env[mine])
-        for whole, part, place in zip(wholes, parts, [tokens] if one else tokens, strict=True):
-            shape = [size_of(n) for n in whole.shape]
+        for full, part, place in zip(
+            of_one_process, parts, [tokens] if one else tokens, strict=True
+        ):
+            shape = [size_of(n) for n in full.shape]
             if place is not None:
-                fits = 0 <= place.dim < len(shape) and self.equal(shape[place.dim], place.whole)
+                fits = 0 <= place.dim < len(shape) and self.equal(shape[place.dim], place.full)
                 if not fits or not self.equal(sum(place.sequence.lens), place.length):
                     raise CannotShard(
                         f"expected a tensor that can be {places(place)}, got shape "
@@ -276,22 +278,22 @@ class Parallelizer(Forms):
             expected = place.part(shape, self.rank) if place else shape
             got = [size_of(n) for n in part.shape]
             if (
-                part.dtype != whole.dtype
+                part.dtype != full.dtype
                 or len(got) != len(expected)
                 or not all(self.equal(a, b) for a, b in zip(got, expected, strict=True))
             ):
                 raise CannotShard(
-                    f"expected a local tensor of shape {tuple(expected)} and {whole.dtype}, got "
+                    f"expected a local tensor of shape {tuple(expected)} and {full.dtype}, got "
                     f"{tuple(got)} and {part.dtype}; this is a bug in deepsp's rule for it",
                     node,
                 )
 
     def _output(self, node: fx.Node):
         value = self.values[node]
-        if value.whole is not None:
+        if value.full is not None:
             if self.outputs == "local" and value.tokens and value.mine is not None:
                 return value.mine
-            return self.whole(node)
+            return self.full(node)
         if value.tokens is None or (self.outputs == "local" and value.tokens.order is not None):
             raise CannotShard("it returns the order in which each rank sorted its own tokens", node)
         if self.outputs == "local":

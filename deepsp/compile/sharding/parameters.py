@@ -23,29 +23,29 @@ def drop_unused(forms: Forms) -> None:
                 reached.add(node)
                 stack.append(node)
     there = set(forms.new.nodes)
-    for share, whole in list(forms.parameters.items()):
+    for share, full in list(forms.parameters.items()):
         if share not in reached:
             if share in there:
-                share.replace_all_uses_with(whole)
+                share.replace_all_uses_with(full)
             del forms.parameters[share]
 
 
 def settle(forms: Forms) -> None:
     """Gives parameters that are used with tokens the gradients that were asked for."""
     if forms.gradients == "local":
-        for share, whole in forms.parameters.items():
-            share.replace_all_uses_with(whole)
+        for share, full in forms.parameters.items():
+            share.replace_all_uses_with(full)
         return
     if forms.gradients == "mean":
-        for share, whole in forms.parameters.items():
+        for share, full in forms.parameters.items():
             with forms.new.inserting_before(share):
-                new = forms.call(_ours.scale_gradient.default, whole, float(forms.size))
+                new = forms.call(_ours.scale_gradient.default, full, float(forms.size))
             share.replace_all_uses_with(new)
         return
     open_: dict[tuple, list[fx.Node]] = {}
     filled: dict[tuple, int] = {}
-    for share, whole in forms.parameters.items():
-        value = forms.env[whole]
+    for share, full in forms.parameters.items():
+        value = forms.env[full]
         key = (value.dtype, value.device)
         if key not in open_ or filled[key] >= BUCKET_BYTES:
             if key in open_:

@@ -31,7 +31,7 @@ def placed(walk, node: fx.Node, values: list[Value]) -> Tokens | None:
 
 def _only(walk, node: fx.Node, operand: Value, dim: int) -> bool:
     """Whether a result differs from an operand in its number of tokens alone."""
-    shape, before = walk.shape_of(node), list(walk.env[operand.whole].shape)
+    shape, before = walk.shape_of(node), list(walk.env[operand.full].shape)
     if operand.tokens.dim != dim or len(before) != len(shape) or not operand.tokens.alone:
         return False
     return shape[dim] > 1 and all(

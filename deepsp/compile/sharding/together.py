@@ -69,11 +69,11 @@ def together(
 
 def _differ(name: str, rank: int, other: int) -> None:
     raise ValueError(
-        f"ranks {min(rank, other)} and {max(rank, other)} of the group have different values of "
-        f"{name}, which every rank must have alike. Call torch.manual_seed with the same seed on "
-        "all ranks before you make the model, or load the same state_dict, and give every rank of "
-        "a sequence group the same full batch (a sampler that distributes over data-parallel ranks "
-        "alone)"
+        f"expected {name} to be Replicate, the same on every rank, got different values on ranks "
+        f"{min(rank, other)} and {max(rank, other)} of the group; call torch.manual_seed with the "
+        "same seed on all ranks before you make the model, or load the same state_dict, and give "
+        "every rank of a sequence group the same full batch (a sampler that distributes over "
+        "data-parallel ranks alone)"
     )
 
 

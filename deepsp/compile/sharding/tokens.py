@@ -101,7 +101,7 @@ class Tokens:
         return size_of(self.outer * self.sequence.lens[rank] * self.inner)
 
     @property
-    def whole(self) -> Size:
+    def full(self) -> Size:
         return size_of(self.outer * self.length * self.inner)
 
     @property
@@ -115,7 +115,7 @@ class Tokens:
         if same(self.inner, 1) or not same(self.outer, 1) or self.order is not None:
             return self
         lens = tuple(size_of(n * self.inner) for n in self.sequence.lens)
-        return Tokens(self.dim, self.whole, Sequence(lens))
+        return Tokens(self.dim, self.full, Sequence(lens))
 
     def part(self, shape: List[Size], rank: int) -> list[Size]:
         """The shape of a rank's part of a tensor of ``shape``."""
@@ -133,6 +133,6 @@ class Tokens:
                 if outer is not None:
                     found = replace(self, dim=dim, outer=outer, inner=inner)
                     # What is sorted can't be cut in pieces.
-                    return found if self.order is None or same(found.whole, self.whole) else None
+                    return found if self.order is None or same(found.full, self.full) else None
             behind = size_of(behind * new[dim])
         return None

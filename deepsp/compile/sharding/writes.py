@@ -116,22 +116,22 @@ def in_place(walk, node: fx.Node) -> None:
     """A write in place, done out of place where nobody sees the difference."""
     target = node.args[0]
     aliases = _aliases(walk, target)
-    if all(walk.values[n].whole is not None for n in (*aliases, *node.all_input_nodes)):
-        touched = [walk.env[walk.values[n].whole] for n in node.all_input_nodes]
+    if all(walk.values[n].full is not None for n in (*aliases, *node.all_input_nodes)):
+        touched = [walk.env[walk.values[n].full] for n in node.all_input_nodes]
         differentiated = any(is_differentiated(x) for x in touched)
         if differentiated and torch.is_grad_enabled():
             raise CannotShard(
                 "it writes into a tensor that requires grad; write x = x.op(...)", node
             )
-        new = walk.emit_whole(node, node.target)
+        new = walk.emit_full(node, node.target)
         if is_random(node.target):  # what the ranks agreed on
-            new = walk.call(_aten.copy_.default, walk.values[target].whole, new)
+            new = walk.call(_aten.copy_.default, walk.values[target].full, new)
         walk.values[node] = Value(new)
         walk.parts.clear()
         for n in (*aliases, node):  # parts are cut anew
             value, tokens = walk.values[n], walk.values[n].tokens
             if isinstance(tokens, Tokens):
-                value.mine = walk.cut(value.whole, walk.shape_of(n), tokens)
+                value.mine = walk.cut(value.full, walk.shape_of(n), tokens)
         walk.values[node] = walk.values[target]
         return
     out_of_place = functional(node.target)

@@ -95,14 +95,15 @@ def _refuse_version(config_class: type, version: str) -> None:
     """Says why the pass isn't there, to those who ask for it only: the rest of another DeepSpeed
     is none of our business."""
     original = config_class.__init__
+    known = ".".join(map(str, _VERSION))
 
     @functools.wraps(original)
     def __init__(self, config, *args, **kwargs):
         if isinstance(config, dict) and _asks(config.get("compile")):
             raise RuntimeError(
-                f'compile.passes holds "{PASS}", but DeepSpeed {version} is installed, and deepsp '
-                f"knows how to add a pass to DeepSpeed {_VERSION[0]}.{_VERSION[1]} only. Install "
-                f"that, or leave compile.deepcompile and compile.passes out and call "
+                f'expected DeepSpeed {known} for compile.passes ["{PASS}"], got DeepSpeed '
+                f"{version}, to which deepsp can't add a pass; install {known}, or leave "
+                "compile.deepcompile and compile.passes out and call "
                 'engine.compile(backend="deepsp", compile_kwargs={"dynamic": True, "options": '
                 '{"group": group, "gradients": "mean"}}), which needs nothing of DeepSpeed'
             )
@@ -149,20 +150,21 @@ def _check(config: dict, mpu, mesh_device) -> None:
     passes = section["passes"]
     if len(passes) > 1:
         raise ValueError(
-            f'compile.passes is {list(passes)}: "{PASS}" shards the whole graph by itself and runs '
-            f'with no other pass. Leave ["{PASS}"]'
+            f'expected compile.passes to be ["{PASS}"], got {list(passes)}; "{PASS}" runs with no '
+            "other pass: remove the others"
         )
     deepcompile = section.get("deepcompile", False)
     if not deepcompile:
         raise ValueError(
-            f"compile.deepcompile is {deepcompile!r}: DeepSpeed would not run compile.passes "
-            f"{list(passes)}, and every rank would compute the whole sequence. Set it to true"
+            f"expected compile.deepcompile to be true, got {deepcompile!r}, with which DeepSpeed "
+            f"doesn't run compile.passes {list(passes)} and every rank would compute the full "
+            "sequence; set it to true"
         )
     for key in _OWN_OPTIONS:
         if section.get(key, False):
             raise ValueError(
-                f"compile.{key} is {section[key]!r}: only DeepSpeed's own ZeRO passes read it, and "
-                f'with "{PASS}" it would do nothing. Remove it'
+                f"expected no compile.{key}, which only DeepSpeed's own ZeRO passes read, got "
+                f'{section[key]!r}; remove it: with "{PASS}" it would do nothing'
             )
     _check_stage(config)
     _check_mesh(config, mpu, mesh_device)
@@ -173,47 +175,45 @@ def _check_stage(config: dict) -> None:
     stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
     if stage not in (0, 1, 2):
         raise ValueError(
-            f'zero_optimization.stage is {stage!r}: "{PASS}" needs whole parameters in the graph, '
-            "and stage 3 gathers them by hooks that can't be in it. Take stage 0, 1 or 2; to shard "
-            "the parameters too, deepsp.shard_parameters does so without DeepSpeed"
+            f'expected zero_optimization.stage to be 0, 1 or 2, since "{PASS}" needs full '
+            f"parameters in the graph, got {stage!r}; set it to 0, 1 or 2, or shard the parameters "
+            "with deepsp.shard_parameters, without DeepSpeed"
         )
 
 
 def _check_mesh(config: dict, mpu, mesh_device) -> None:
     size = config.get("sequence_parallel_size")
-    advice = "Set it to the number of ranks that share one sequence"
-    if size is None:
-        raise ValueError(
-            f'sequence_parallel_size is missing, with compile.passes ["{PASS}"]. {advice}'
-        )
+    advice = "set it to the number of ranks that share one sequence"
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ValueError(f"sequence_parallel_size is {size!r}. {advice}, at least 1")
+        raise ValueError(
+            f'expected sequence_parallel_size to be an int >= 1, for compile.passes ["{PASS}"], '
+            f"got {size!r}; {advice}"
+        )
     world = dist.get_world_size() if dist.is_initialized() else None
     if world is not None and world % size:
         raise ValueError(
-            f"sequence_parallel_size is {size}, and the {world} ranks don't make groups of {size}. "
-            f"{advice}, a divisor of {world}"
+            f"expected sequence_parallel_size to divide the {world} ranks, got {size}; {advice}"
         )
     if mesh_device is not None:
         key = "data_parallel_size" if "data_parallel_size" in config else "mesh_param"
         given = config.get("data_parallel_size", "given to deepspeed.initialize")
         raise ValueError(
-            f"{key} is {given!r}: with a mesh DeepSpeed averages gradients over the data ranks "
-            "only, and the ranks of a sequence, which hold a share each, would drift apart. Leave "
-            f"it out: it follows from sequence_parallel_size, {size}"
+            f"expected no {key}, got {given!r}, a mesh, with which DeepSpeed averages gradients "
+            "over the data ranks only, and the ranks of a sequence, each with its share, would "
+            f"drift apart; leave it out: it follows from sequence_parallel_size, {size}"
         )
     if mpu is not None:
         raise ValueError(
-            f'mpu is {type(mpu).__name__}: "{PASS}" makes its sequence groups from '
-            "sequence_parallel_size, of consecutive ranks, and needs gradients averaged over all "
-            "ranks, which an mpu (pipeline modules bring one) changes. Leave it out"
+            f"expected mpu to be None, got {type(mpu).__name__} (pipeline modules bring one), "
+            f'which changes over which ranks gradients are averaged, and "{PASS}" needs all; leave '
+            "it out: the sequence groups follow from sequence_parallel_size"
         )
     tensor = config.get("tensor_parallel")
     autotp = tensor.get("autotp_size", 0) if isinstance(tensor, dict) else 0
     if isinstance(autotp, int) and autotp > 1:
         raise ValueError(
-            f"tensor_parallel.autotp_size is {autotp}: tensor-parallel ranks would be taken for "
-            f'those of a sequence. "{PASS}" runs without tensor parallelism: remove it'
+            f"expected tensor_parallel.autotp_size to be 0 or 1, got {autotp}; remove it: "
+            f'"{PASS}" would take tensor-parallel ranks for those of a sequence'
         )
 
 
@@ -242,9 +242,10 @@ def _deepspeed_io(original):
         own_sampler = given.get("data_sampler") is not None
         if size > 1 and (not own_sampler or self.curriculum_learning_enabled()):
             raise ValueError(
-                "training_data (or engine.deepspeed_io): DeepSpeed's sampler gives every rank "
-                f"samples of its own, and the {size} ranks of a sequence (sequence_parallel_size) "
-                "need the same. Make the DataLoader yourself, with DistributedSampler(dataset, "
+                f"expected the same samples on the {size} ranks of a sequence "
+                "(sequence_parallel_size), got training_data (or a call of engine.deepspeed_io), "
+                "of which DeepSpeed's sampler gives every rank other samples; make the DataLoader "
+                "yourself, with DistributedSampler(dataset, "
                 f"num_replicas=dist.get_world_size() // {size}, rank=dist.get_rank() // {size})"
             )
         return original(self, *args, **kwargs)
@@ -265,8 +266,8 @@ def _get_deepspeed_compile_backend(original):
             return original(self, backend, compile_kwargs, schedule)
         if schedule is not None:
             raise ValueError(
-                f'engine.compile: schedule is {schedule!r}, and "{PASS}" runs once, on the whole '
-                "graph. Leave it out"
+                f"engine.compile: expected schedule to be None, got {schedule!r}; leave it out, "
+                f'since "{PASS}" runs once, on the full graph'
             )
         _check_average(self)
         options = compile_kwargs.get("options") or {}
@@ -281,10 +282,10 @@ def _check_average(engine) -> None:
     ranks, world = dist.get_world_size(engine.seq_data_parallel_group), dist.get_world_size()
     if ranks != world or engine.sequence_parallel_size != 1:
         raise RuntimeError(
-            f"DeepSpeed averages gradients over {ranks} of the {world} ranks here, times "
+            f'expected DeepSpeed to average gradients over all {world} ranks, as "{PASS}" needs '
+            f"it, got an average over {ranks} of the {world} ranks, times "
             f"{engine.sequence_parallel_size}, by a mesh or mpu that an engine before this one set "
-            f'for the whole process. "{PASS}" needs the average over all ranks: run that engine in '
-            "a process of its own"
+            "for the process; run that engine in a process of its own"
         )
 
 
@@ -304,12 +305,12 @@ def _backend(group: dist.ProcessGroup, inner: str, options: dict):
 
     ``options``: ``engine.compile``'s ``compile_kwargs["options"]``.
     """
-    fixed = {"group": "sequence_parallel_size", "gradients": 'DeepSpeed\'s average, so "mean"'}
+    fixed = {"group": "sequence_parallel_size", "gradients": 'DeepSpeed\'s average ("mean")'}
     for key, why in fixed.items():
         if key in options:
             raise ValueError(
-                f"engine.compile: compile_kwargs['options'] has {key!r}, which follows from {why}, "
-                "with DeepSpeed. Leave it out"
+                f"engine.compile: expected no {key!r} in compile_kwargs['options'], since it "
+                f"follows from {why}, got {options[key]!r}; leave it out"
             )
 
     from deepsp.compile.sharding import backend

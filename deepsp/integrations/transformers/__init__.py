@@ -2,7 +2,8 @@
 
 A model of transformers runs as it is on this rank's part of a batch (:func:`deepsp.shard_batch`);
 only its attention sees the full sequence. transformers (5; tried with 5.23) has two registers for
-that. An entry in each, and what :mod:`.calls` has, is all the process-wide state there is here:
+that. An entry in each, and what :mod:`.calls` replaces (:mod:`deepsp.patches` lists it), is all the
+process-wide state there is here:
 
 - the attention interface: what a model's attention layer calls with q, k and v;
 - the mask interface: what a model calls once a forward for each kind of mask, with a function of
@@ -73,7 +74,7 @@ def register(group: Group = None, chunks: int = 1, name: str = "deepsp") -> None
         name, functools.partial(attention, member=member, chunks=chunks)
     )
     transformers.AttentionMaskInterface.register(name, Masks)
-    calls.install(name)
+    calls.notice(name)
 
 
 def __getattr__(name: str):

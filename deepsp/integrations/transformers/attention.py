@@ -56,10 +56,10 @@ def attention(
         is_causal = getattr(module, "is_causal", True)
     out = distributed_attention(
         *(x.transpose(1, 2) for x in (query, key, value)),
-        attn_mask=masks.whole,
+        attn_mask=masks.full,
         dropout_p=dropout,
         # As "sdpa": no mask is made where this says the same.
-        is_causal=bool(is_causal) and masks.whole is None and length > 1,
+        is_causal=bool(is_causal) and masks.full is None and length > 1,
         scale=scaling,
         enable_gqa=query.size(1) != key.size(1),
         group=member_of(member),
@@ -137,8 +137,8 @@ def _check_count(module: nn.Module, positions: list[Tensor]) -> None:
     doesn't."""
     if not getattr(module, COUNTS_OTHERWISE, False):
         return
-    whole = torch.cat(list(positions), 1)
-    if bool((whole == torch.arange(whole.size(1), device=whole.device)).all()):
+    full = torch.cat(list(positions), 1)
+    if bool((full == torch.arange(full.size(1), device=full.device)).all()):
         raise ValueError(
             "position_ids are 0, 1, 2, ..., as deepsp.shard_batch makes them, but the model of "
             f"{type(module).__name__} by itself counts otherwise (from another number, or by "

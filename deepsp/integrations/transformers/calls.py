@@ -3,8 +3,7 @@
 A model's attention may never come to us: it has none, computes it itself, or was left on "sdpa".
 So in a process in which :func:`register` was called, calls of ``PreTrainedModel`` go through
 :func:`_call`, and models that can't take attention of ours say so when they are made. Both are
-attributes of that class: ``del PreTrainedModel.__call__`` takes out the first, and putting back the
-``__wrapped__`` of ``PreTrainedModel.get_correct_attn_implementation`` the second.
+attributes of that class, and :mod:`deepsp.patches` takes them out.
 """
 
 from __future__ import annotations
@@ -22,6 +21,11 @@ from deepsp.integrations.transformers.check import CALLED, CHECKED, check, imple
 _names: set[str] = set()
 """Under which names attention of ours is registered: so that a call finds out soon."""
 
+REPLACED = ("PreTrainedModel.__call__", "PreTrainedModel.get_correct_attn_implementation")
+
+_originals: list[tuple[type, Any]] = []
+"""While it is installed: the class, and the second of what was replaced; it inherits the first."""
+
 _KNOWN = {
     "input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids",
     "num_items_in_batch", "shift_labels", "cache_position",
@@ -30,14 +34,19 @@ _KNOWN = {
 nothing does."""
 
 
-def install(name: str) -> None:
+def notice(name: str) -> None:
     """Has calls of all models noticed, and those checked that find their attention under
     ``name``."""
+    _names.add(name)
+    install()
+
+
+def install() -> None:
+    """Replaces what :data:`REPLACED` lists, once there is attention of ours to be noticed."""
+    if not _names or _originals:
+        return
     from transformers import PreTrainedModel
 
-    _names.add(name)
-    if PreTrainedModel.__call__ is _call:
-        return
     given = PreTrainedModel.get_correct_attn_implementation
 
     @functools.wraps(given)
@@ -46,14 +55,24 @@ def install(name: str) -> None:
         known = self._supports_attention_backend or self._can_set_attn_implementation()
         if requested_attention in _names and not known:
             raise ValueError(
-                f"attn_implementation is {requested_attention!r}, but {type(self).__name__} "
-                "computes its attention itself, without the AttentionInterface of transformers; "
-                "try the compile pass, torch.compile(backend='deepsp'), with 'sdpa'"
+                f"expected attn_implementation to be one of transformers' own, since "
+                f"{type(self).__name__} computes its attention itself, without the "
+                f"AttentionInterface of transformers, got {requested_attention!r}; try the compile "
+                "pass, torch.compile(backend='deepsp'), with 'sdpa'"
             )
         return given(self, requested_attention, *args, **kwargs)
 
+    _originals.append((PreTrainedModel, given))
     PreTrainedModel.__call__ = _call
     PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
+
+
+def uninstall() -> None:
+    """Undoes :func:`install`: no call is checked."""
+    while _originals:
+        cls, given = _originals.pop()
+        del cls.__call__
+        cls.get_correct_attn_implementation = given
 
 
 def _call(self, *args, **kwargs):
@@ -132,8 +151,8 @@ def _check_alone(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if any(isinstance(m, ours) or shards_of(m) for m in model.modules()):
             return
         raise ValueError(
-            f"attention of {type(model).__name__} is {model.config._attn_implementation!r}, but it "
-            "is called with the tokens that deepsp.shard_batch gave this rank, so each rank would "
-            "attend to its own tokens only; call model.set_attn_implementation("
-            f"{min(_names)!r})"
+            f"expected attention of {type(model).__name__} to be {min(_names)!r}, since it is "
+            "called with the tokens that deepsp.shard_batch gave this rank, got "
+            f"{model.config._attn_implementation!r}, with which each rank would attend to its own "
+            f"tokens only; call model.set_attn_implementation({min(_names)!r})"
         )

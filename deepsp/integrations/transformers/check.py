@@ -119,9 +119,9 @@ class _Check:
     def run(self) -> None:
         arguments = self._arguments()
         with _as_it_was(self.model), self._without_attention():
-            whole = self._call(arguments)
+            output = self._call(arguments)
             queries, self.queries = self.queries, []
-            outputs = [(name, x.shape, self._by_token(x)) for name, x in _tensors(whole)]
+            outputs = [(name, x.shape, self._by_token(x)) for name, x in _tensors(output)]
             for name, _, rows in outputs:
                 if rows is not None and self._mixed(rows):
                     raise ValueError(self._who(arguments, name))
@@ -279,15 +279,15 @@ class _Check:
         most = finite.max().item() if finite.numel() else 0.0
         return most * (0.1 if rough else 5e-3)
 
-    def _differs(self, whole: list) -> nn.Module | None:
+    def _differs(self, before: list) -> nn.Module | None:
         """The first attention whose queries or keys of the row's last tokens are others now than
         they were for the full row."""
-        if [m for m, _, _ in whole] != [m for m, _, _ in self.queries]:
+        if [m for m, _, _ in before] != [m for m, _, _ in self.queries]:
             raise ValueError(
                 f"expected {self.of} to call the same attention for fewer tokens, got other calls"
             )
-        for (module, *of_whole), (_, *of_now) in zip(whole, self.queries, strict=True):
-            for expected, found in zip(of_whole, of_now, strict=True):
+        for (module, *then), (_, *now) in zip(before, self.queries, strict=True):
+            for expected, found in zip(then, now, strict=True):
                 expected = expected[:, _TAIL:]  # [H, S, D]
                 off = (found[:, -expected.size(1) :] - expected).abs() > self._tolerance(expected)
                 # Of most tokens: a few may have been sent to other experts, by rounding.

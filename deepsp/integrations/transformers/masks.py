@@ -20,7 +20,7 @@ class Masks:
     """
 
     seq_lens: list[int] | None = None
-    whole: Tensor | None = None
+    full: Tensor | None = None
 
     def __init__(
         self,
@@ -86,11 +86,11 @@ class Masks:
             )
         positions = torch.ops.deepsp.all_gather(positions, 1, lens, "replicated", rank, name)
         _check_positions(positions, lens)
-        self.whole = self._whole(length, positions) if self.given is None else self.given
+        self.full = self._full(length, positions) if self.given is None else self.given
         self.seq_lens = lens
         return positions.split(lens, 1)
 
-    def _whole(self, length: int, positions: Tensor) -> Tensor | None:
+    def _full(self, length: int, positions: Tensor) -> Tensor | None:
         """[B, 1, S, S], or None where causal attention, or attention to all, is meant."""
         from transformers import masking_utils
 

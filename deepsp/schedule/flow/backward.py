@@ -41,12 +41,12 @@ def walk(tape: list[Entry], outputs: list[Value]) -> dict[Any, str]:
         for out in arriving:
             for value in entry.inputs:
                 if value.carries:
-                    _reach(value, out.state if out.whole else "partial", entry)
+                    _reach(value, out.state if out.replicated else "partial", entry)
     return found
 
 
 def _reach(value: Value, state: str, entry: Entry) -> None:
-    if not value.whole:
+    if not value.replicated:
         state = "own"
     if value.state is None:
         value.state, value.why = state, entry
@@ -76,7 +76,7 @@ def _sync(entry: Entry, arriving: list[Value], found: dict[Any, str]) -> None:
     if sync.mode == "bwd_post":
         if out is None:
             return
-        if out.whole and out.state == "replicated":
+        if out.replicated and out.state == "replicated":
             raise ValueError(
                 f"{entry}: expected a Partial gradient, got {_SAID['replicated']} from {out.why}, "
                 "whose sum over the ranks would be P times too large; leave this sync out"

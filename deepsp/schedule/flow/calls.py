@@ -43,11 +43,11 @@ def follow(flow: Flow, func, args, kwargs):
     name, inplace = name_of(func, raw)
     call = Call(flow, name, args, kwargs)
     rule = None
-    if flow.any_not_whole(call.tensors) or name.startswith("deepsp."):
+    if flow.any_not_replicated(call.tensors) or name.startswith("deepsp."):
         rule = _rule(flow, call)
     places = rule(call) if rule is not None and name in functions.BEFORE else None
     if name not in _VIEWS:
-        flow.note_whole(call.tensors)
+        flow.note_replicated(call.tensors)
     lengths.check(call)
     before = randomness.states()
     flow.unseen.seen += 1
@@ -84,7 +84,7 @@ def follow(flow: Flow, func, args, kwargs):
 
 def _read(call: Call) -> None:
     """What Python has seen has to be the same on every rank."""
-    value = next((v for _, v in call.tensors if not v.whole), None)
+    value = next((v for _, v in call.tensors if not v.replicated), None)
     if value is not None and call.name in names.READS:
         call.fail(
             f"its values are read, but {value.name} is {value.place}, and each rank would see "
@@ -97,9 +97,9 @@ def _rule(flow: Flow, call: Call):
     rule = functions.BEFORE.get(name) or functions.AFTER.get(name)
     if rule is not None:
         return rule
-    if not call.tensors or (not flow.any_not_whole(call.tensors) and "deepsp." not in name):
+    if not call.tensors or (not flow.any_not_replicated(call.tensors) and "deepsp." not in name):
         return None
-    value = next((v for _, v in call.tensors if not v.whole), None)
+    value = next((v for _, v in call.tensors if not v.replicated), None)
 
     def unknown(call: Call, out):
         if value is None:

@@ -27,9 +27,9 @@ def note(flow, call: Call, before: list[Tensor]) -> bool:
 
 
 def _note(flow, call: Call) -> None:
-    kind = "sharded" if any(v.split for _, v in call.tensors) else "whole"
+    kind = "sharded" if any(v.split for _, v in call.tensors) else "replicated"
     if randomness.inside():
-        if kind == "whole" and call.tensors and call.name in names.DROPOUTS:
+        if kind == "replicated" and call.tensors and call.name in names.DROPOUTS:
             call.fail(
                 f"{call.tensors[0][1].name} is {call.tensors[0][1].place}, but random numbers "
                 "differ by rank in sharded_randomness"
@@ -54,5 +54,5 @@ def nested(flow) -> set[nn.Module]:
     return {
         module
         for module, containers in flow.drawn_in.items()
-        if streams[module] == "whole" and any(streams.get(m) == "sharded" for m in containers)
+        if streams[module] == "replicated" and any(streams.get(m) == "sharded" for m in containers)
     }

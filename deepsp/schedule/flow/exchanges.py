@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NoReturn
 
 from torch import Tensor
 
-from deepsp.schedule.flow.values import Call, Split, tensors_in
+from deepsp.schedule.flow.values import Call, Split, Value, tensors_in
 from deepsp.schedule.placement import REPLICATE
 
 _TOKENS, _HEADS = 1, 2  # dimensions of [B, S, H, D]
@@ -29,6 +30,14 @@ def _group(call: Call) -> str | None:
     return next((a for a in reversed(call.args) if isinstance(a, str)), None)
 
 
+def _fail_other_group(call: Call, value: Value) -> NoReturn:
+    call.fail(
+        f"expected {value.name} to be Replicate over the schedule's group, since the op is over "
+        f"another group, got {value.place}; use {'all_reduce' if value.partial else 'all_gather'} "
+        "before"
+    )
+
+
 def _exchange(source: int | None, target: int | None):
     """All that comes in is sharded along ``source``, what comes out along ``target``; None: a
     buffer on its way."""
@@ -38,34 +47,34 @@ def _exchange(source: int | None, target: int | None):
         if call.name in ("deepsp.distributed_attention", "deepsp.attention_of_chunk"):
             moved = [x for x in call.args[:3] if isinstance(x, Tensor)]
         if _group(call) not in (None, call.flow.member[2]):
-            if not call.flow.any_not_whole(call.tensors):
+            other = next((v for _, v in call.tensors if not v.replicated), None)
+            if other is None:
                 return REPLICATE
             if call.name == "deepsp.distributed_attention" and all(
                 call.value(x).split and call.place(x).axis == _HEADS for x in moved
             ):
                 return call.place(moved[0])
-            call.fail(
-                "it exchanges over another group than the schedule's, and expected a Replicate "
-                "input over the schedule's"
-            )
+            _fail_other_group(call, other)
         for x in moved:
             value = call.value(x)
             if value.partial:
                 call.fail_partial(value, "it is exchanged")
-            if value.whole:
+            if value.replicated:
+                wanted = "Shard" if source is None else f"Shard({source})"
                 call.fail(
-                    f"expected {value.name} to be Shard({_TOKENS if source is None else source}), "
-                    "got Replicate, so every rank's would count as another part; split it with "
-                    "sync(..., 'scatter')"
+                    f"expected {value.name} to be {wanted}, got Replicate; the ranks' copies would "
+                    "be taken for different local parts: split it before with sync(..., 'scatter')"
                 )
             if source is not None and value.place.axis != source:
                 call.fail(
                     f"expected {value.name} to be Shard({source}) of [batch, sequence, heads, "
-                    f"head_dim], got {value.place}"
+                    f"head_dim], got {value.place}; gather it along that dimension before, and "
+                    f"scatter it along {source}"
                 )
         for t, v in call.tensors:
-            if not any(t is x for x in moved) and not v.whole:
-                call.fail(f"expected {v.name} to be Replicate, got {v.place}; use all_gather")
+            if not any(t is x for x in moved) and not v.replicated:
+                use = "all_reduce" if v.partial else "all_gather"
+                call.fail(f"expected {v.name} to be Replicate, got {v.place}; use {use} before")
         origin = call.place(moved[0]).origin if moved else None
 
         def result(out):
@@ -86,22 +95,32 @@ def _collective(op: str):
         x = call.args[0]
         value = call.value(x)
         if _group(call) != call.flow.member[2]:
-            if not value.whole:
-                call.fail(
-                    f"expected {value.name} to be Replicate, since the op is over another group "
-                    f"than the schedule's, got {value.place}"
-                )
+            if not value.replicated:
+                _fail_other_group(call, value)
             return REPLICATE
         dim = None if op == "all_reduce" else call.args[1] % x.dim()
         if op in ("all_reduce", "reduce_scatter") and not value.partial:
-            call.fail(
-                f"expected {value.name} to be Partial, got {value.place}, whose sum over the ranks "
-                "would be P times too large"
+            why = (
+                "the sum over the ranks would be P times too large: leave it out"
+                if value.replicated
+                else "it would add up different parts of the tensor: use all_gather, which joins "
+                "them"
             )
-        if op == "scatter" and not value.whole:
-            call.fail(f"expected {value.name} to be Replicate, got {value.place}")
+            call.fail(f"expected {value.name} to be Partial, got {value.place}; {why}")
+        if op == "scatter" and not value.replicated:
+            why = (
+                "use reduce_scatter, which sums it too"
+                if value.partial
+                else "each rank has its local part already: leave it out"
+            )
+            call.fail(f"expected {value.name} to be Replicate, got {value.place}; {why}")
         if op == "all_gather" and not (value.split and value.place.axis in (None, dim)):
-            call.fail(f"expected {value.name} to be Shard({dim}), got {value.place}")
+            why = "each rank has the full tensor already: leave it out"
+            if value.partial:
+                why = "use all_reduce, which sums it"
+            elif value.split:
+                why = f"pass dim={value.place.axis}"
+            call.fail(f"expected {value.name} to be Shard({dim}), got {value.place}; {why}")
         grad = {"all_reduce": 1, "all_gather": 3, "scatter": 3}.get(op)
         grad = None if grad is None else call.arg(grad, "grad")
         call.sync = OpSync(op, call.flow.where(), grad)

@@ -56,8 +56,8 @@ class Findings:
     origins: by sync that gathers, who split what comes in; None: several did, or it isn't known.
     partial_parameters: ids of the replicated parameters whose gradients are partial.
     replicated_parameters: of those whose gradients are replicated.
-    streams: by module that draws random numbers itself, "whole" | "sharded".
-    nested: those "whole" ones that were called inside of a "sharded" one.
+    streams: by module that draws random numbers itself, "replicated" | "sharded".
+    nested: those "replicated" ones that were called inside of a "sharded" one.
     outputs: placements of the model's output tensors.
     """
 
@@ -140,7 +140,7 @@ class Flow:
             nothing = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _no_backward)
             with torch.enable_grad(), nothing, self._following_modules(), self._modes():
                 out = _noted(self.model, args, kwargs)
-            self.note_whole((tensor, self.value(tensor)) for tensor in tensors_in(out))
+            self.note_replicated((tensor, self.value(tensor)) for tensor in tensors_in(out))
             self._finish(out)
         finally:
             _local.flow = None
@@ -239,10 +239,10 @@ class Flow:
             self._paused -= 1
             self._drawn = drawing.drawn_since(before)
 
-    def note_whole(self, tensors: Iterable[tuple[Tensor, Value]]) -> None:
+    def note_replicated(self, tensors: Iterable[tuple[Tensor, Value]]) -> None:
         """Something is computed from tensors: what is taken for replicated is compared last."""
         for tensor, value in tensors:
-            if value.whole and not (value.uniform or value.random or value.noted):
+            if value.replicated and not (value.uniform or value.random or value.noted):
                 value.noted = True
                 if id(tensor) not in self.parameters:
                     with self.paused():
@@ -293,8 +293,8 @@ class Flow:
         self._leaves.append(value)
         return value
 
-    def any_not_whole(self, tensors) -> bool:
-        return any(not v.whole for _, v in tensors)
+    def any_not_replicated(self, tensors) -> bool:
+        return any(not v.replicated for _, v in tensors)
 
     def where(self) -> str:
         """The innermost module that is running."""
@@ -368,7 +368,7 @@ class Flow:
         tensors = list(tensors_in(inputs))
         values = [self.value(t) for t in tensors]
         random = self._drawn or any(v.random for v in values)
-        self.note_whole(zip(tensors, values, strict=True))
+        self.note_replicated(zip(tensors, values, strict=True))
         outs = []
         for t in tensors_in(output):
             carries = differentiable(t) and self.grad.enabled

@@ -37,7 +37,7 @@ def loss(call: Call) -> Place:
     at = place.axis - (1 if classes and of.split and place.axis > 1 else 0)
     for t, v in ((x, of), (target, to)):
         where = at + (1 if classes and t is x and at >= 1 and x.dim() > 1 else 0)
-        if v.whole and not v.uniform and where < t.dim() and t.size(where) != 1:
+        if v.replicated and not v.uniform and where < t.dim() and t.size(where) != 1:
             call.fail(
                 f"{sharded.name} is {place}, but {v.name} is Replicate; split it with scatter "
                 "(labels: deepsp.shard), or gather the other with all_gather"
@@ -74,7 +74,7 @@ def index_select(call: Call) -> Place:
     if by.partial:
         call.fail_partial(by, "it is an index")
     if by.split:
-        if not of.whole:
+        if not of.replicated:
             call.fail("both the tensor and its index are sharded; gather one with all_gather")
         return by.place.at(dim)
     if of.split and of.place.axis in (None, dim):
@@ -98,9 +98,9 @@ def setitem(call: Call) -> Place:
     x, index, source = call.args[:3]
     held = call.value(x)
     given = call.place(source)
-    if any(not v.whole for t, v in call.tensors if t is not x and t is not source):
+    if any(not v.replicated for t, v in call.tensors if t is not x and t is not source):
         call.fail("expected its indices to be Replicate; gather them with all_gather")
-    if held.whole and given is REPLICATE:
+    if held.replicated and given is REPLICATE:
         return REPLICATE
     found = views.indices_of(x, index)
     if given is REPLICATE and held.split and held.place.axis is not None:

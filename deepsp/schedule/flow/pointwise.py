@@ -31,7 +31,7 @@ def pointwise(call: Call) -> Place:
                 f"{v.place}, of local shape {list(t.shape)}; gather one of them with all_gather"
             )
     for t, v in call.tensors:
-        if not v.whole or v.uniform or t.numel() == 1:
+        if not v.replicated or v.uniform or t.numel() == 1:
             continue
         if axis is None:
             call.fail_split(of, f"it is combined with {v.name}, which is Replicate")

@@ -52,9 +52,11 @@ def contract(call: Call, operands: list[Operand], output: list) -> Place:
         if label not in of:
             continue
         value = call.value(tensor)
-        if value.whole:
+        if value.replicated:
             if tensor.size(of.index(label)) != 1 and not value.uniform:
-                _one_is_whole(call, role, tensor, of.index(label), sharded[0], place, label, output)
+                _one_is_replicated(
+                    call, role, tensor, of.index(label), sharded[0], place, label, output
+                )
         elif not _alike(places[role], place):
             call.fail(
                 f"expected {role} to have the parts of {first_role} ({place}, "
@@ -85,7 +87,7 @@ def _conflict(call: Call, sharded, places, labels, output):
     )
 
 
-def _one_is_whole(call: Call, role, tensor, axis, first, place, label, output):
+def _one_is_replicated(call: Call, role, tensor, axis, first, place, label, output):
     other, x, _ = first
     value = call.value(tensor)
     if label in output:
@@ -163,7 +165,7 @@ def addmm(call: Call) -> Place:
     wrong = f"expected what is added to {value.name} to be {value.place}, got {place}"
     if place is PARTIAL or value.partial:
         call.fail(wrong)
-    if isinstance(place, Split) and value.whole and place.axis is not None:
+    if isinstance(place, Split) and value.replicated and place.axis is not None:
         axis = place.axis - max(a.dim(), b.dim()) + bias.dim()
         if axis < 0 or bias.size(axis) == 1:
             return place

@@ -58,7 +58,7 @@ def along(position: int, default=None, name: str = "dim", linear: bool = False):
         place = value.place
         if place is PARTIAL and not linear:
             call.fail_partial(value, "this isn't linear")
-        if any(v is not value and not v.whole for _, v in call.tensors):
+        if any(v is not value and not v.replicated for _, v in call.tensors):
             call.fail("expected its other arguments to be Replicate; gather them with all_gather")
         if not isinstance(place, Split):
             return place
@@ -80,7 +80,7 @@ def last(count: Callable[[Call], int], linear: bool = False):
         if place is PARTIAL and not linear:
             call.fail_partial(value, "this isn't linear")
         for t, v in call.tensors:
-            if t is not x and not v.whole:
+            if t is not x and not v.replicated:
                 call.fail(
                     f"{v.name} is {v.place}, which this function can't take; shard the norm "
                     "through the schedule, which takes its statistics over the group"
@@ -102,7 +102,7 @@ def batch_norm(call: Call) -> Place:
     value = call.value(x)
     if value.partial:
         call.fail_partial(value, "this isn't linear")
-    bad = [v for t, v in call.tensors if t is not x and not v.whole]
+    bad = [v for t, v in call.tensors if t is not x and not v.replicated]
     if value.split and (bad or value.place.axis == 1 or value.place.axis is None):
         call.fail_split(value, "its channels are sharded")
     if bad:
@@ -120,6 +120,6 @@ def group_norm(call: Call) -> Place:
         call.fail_partial(value, "this isn't linear")
     if value.split and value.place.axis != 0:
         call.fail_split(value, "its statistics would be those of this rank's part")
-    if any(v is not value and not v.whole for _, v in call.tensors):
+    if any(v is not value and not v.replicated for _, v in call.tensors):
         call.fail("expected its weight and bias to be Replicate; gather them with all_gather")
     return value.place

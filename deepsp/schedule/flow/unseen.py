@@ -39,4 +39,4 @@ class Unseen(TorchDispatchMode):
         if tensor in self.made or id(tensor) in self.flow.parameters:
             return True
         known = self.flow.values.get(tensor)
-        return known is not None and (not known.whole or known.carries)
+        return known is not None and (not known.replicated or known.carries)

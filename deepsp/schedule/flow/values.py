@@ -84,7 +84,7 @@ class Value:
     noted: bool = False
 
     @property
-    def whole(self) -> bool:
+    def replicated(self) -> bool:
         return self.place is REPLICATE
 
     @property

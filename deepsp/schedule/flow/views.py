@@ -253,7 +253,7 @@ def cat(call: Call) -> Place:
     for v in values:
         if v.split and v.place.axis != place.axis:
             call.fail_split(v, f"it is joined with a tensor that is {place}")
-        if v.whole and not v.uniform:
+        if v.replicated and not v.uniform:
             call.fail(
                 f"{v.name}, which is Replicate, is joined with {sharded[0].name}, which is "
                 f"{place}; gather that with all_gather, or split the other with scatter"
@@ -263,7 +263,7 @@ def cat(call: Call) -> Place:
     if call.name == "stack":
         return place.at(place.axis + (dim <= place.axis))
     if dim == place.axis and len(tensors) > 1:
-        if any(v.whole for v in values):
+        if any(v.replicated for v in values):
             call.fail_split(sharded[0], f"a Replicate tensor is joined to it along axis {dim}")
         parts = tuple(p for v in values if v.split for p in v.place.parts)
         return Split(dim, parts, place.origin)

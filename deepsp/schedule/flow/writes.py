@@ -66,7 +66,7 @@ def shares_memory(flow, tensor: Tensor) -> Value | None:
         (
             v
             for t, v in list(flow.values.items())
-            if v.leaf is None and (v.carries or not v.whole) and _storage(t) == storage
+            if v.leaf is None and (v.carries or not v.replicated) and _storage(t) == storage
         ),
         None,
     )

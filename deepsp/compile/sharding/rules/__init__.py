@@ -3,10 +3,10 @@
 A rule is a function of a :class:`Call`. It says where the tokens are in the op's result, given
 where they are in its operands, by returning
 :class:`~deepsp.compile.sharding.tokens.Tokens` (a list of them for several results, None where
-every rank then has the whole), and what the rank computes with:
+every rank then has the full one), and what the rank computes with:
 
 - ``call.want(node, tokens)``: this operand as the rank's part with its tokens there;
-  ``call.want(node, None)``: whole. Without either, an operand is given as its own part, or whole
+  ``call.want(node, None)``: full. Without either, an operand is given as its own part, or full
   where it has no tokens. ``call.gather(node, tokens)``: likewise, gathered from all ranks first.
 - ``call.lower = function``: a function without arguments that makes the new nodes, where that is
   not the same op on those operands.
@@ -232,7 +232,7 @@ def broadcast(call: Call, nodes, out: list[Size]) -> Tokens:
         if tokens is not None:
             found[node] = tokens.at(tokens.dim + len(out) - len(call.shape(node)))
             # What is only there in parts decides; the rest can be cut as needed.
-            if call.graph.values[node].whole is None:
+            if call.graph.values[node].full is None:
                 fixed[node] = found[node]
     # Of several, that of an operand that isn't broadcast: the smaller ones are gathered.
     deciding = fixed or found
@@ -247,9 +247,9 @@ def broadcast(call: Call, nodes, out: list[Size]) -> Tokens:
         take = call.gather if elsewhere else call.want
         if dim < 0 or (isinstance(shape[dim], int) and shape[dim] == 1):
             take(node, None)
-        elif not same(shape[dim], tokens.whole):
+        elif not same(shape[dim], tokens.full):
             call.refuse(
-                f"expected {node.name} to have {tokens.whole} tokens in dimension {dim}, got "
+                f"expected {node.name} to have {tokens.full} tokens in dimension {dim}, got "
                 f"{shape[dim]}"
             )
         else:

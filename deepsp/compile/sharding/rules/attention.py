@@ -22,7 +22,7 @@ def attention(call: Call) -> Tokens:
     ndim = len(call.shape(q))
     of_q, of_k, of_v = (t and t.plain for t in map(call.tokens, (q, k, v)))
     call.graph.attended |= {k, v}
-    if of_k != of_v and call.graph.values[k].whole is None:
+    if of_k != of_v and call.graph.values[k].full is None:
         call.refuse("key and value are sharded along different dimensions or sequences")
     if of_q is not None and of_q.dim < ndim - 2:
         return _batched(call, q, k, v)
@@ -33,15 +33,15 @@ def attention(call: Call) -> Tokens:
                 f"dimension {tokens.dim}, alone or merged with another"
             )
     if of_q is None:
-        return _of_whole(call, q, k, v, of_k)
+        return _of_full(call, q, k, v, of_k)
     if of_k is None:
-        return _to_whole(call, q, k, v)
+        return _to_full(call, q, k, v)
     if ndim not in (3, 4):
         call.refuse(
             f"expected the query to have 4 dimensions [batch, heads, tokens, head_dim], got {ndim}"
         )
     mask = call["attn_mask"]
-    if mask is not None and call.graph.values[mask].whole is None:
+    if mask is not None and call.graph.values[mask].full is None:
         call.refuse(
             f"expected its mask, {mask.name}, to be computed from replicated inputs, got one "
             "computed from sharded tokens"
@@ -61,7 +61,7 @@ def _batched(call: Call, q, k, v) -> Tokens:
     return broadcast(call, nodes, call.shape(q))
 
 
-def _to_whole(call: Call, q, k, v) -> Tokens:
+def _to_full(call: Call, q, k, v) -> Tokens:
     """Each token looks at what every rank has: no exchange."""
     if call["is_causal"]:
         call.refuse(_CAUSAL)
@@ -76,7 +76,7 @@ def _to_whole(call: Call, q, k, v) -> Tokens:
     return tokens
 
 
-def _of_whole(call: Call, q, k, v, tokens: Tokens) -> None:
+def _of_full(call: Call, q, k, v, tokens: Tokens) -> None:
     """A query that every rank has in full, as one token or latents are, looks at all ranks' tokens:
     each rank's products with its own, of which the ranks' sums are added."""
     if call["is_causal"]:

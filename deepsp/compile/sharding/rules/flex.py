@@ -38,7 +38,7 @@ def flex_attention(call: Call) -> list[Tokens] | None:
                 f"dimension {tokens.dim}, alone or merged with another"
             )
     for node in _tensors((block_mask, scores_read, mask_reads)):
-        if call.graph.values[node].whole is None:
+        if call.graph.values[node].full is None:
             call.refuse(
                 "expected its block_mask and what its score_mod and mask_mod read to be computed "
                 f"from replicated inputs, got {node.name}, which is sharded"
@@ -68,7 +68,7 @@ def _distributed(call: Call, of_q: Tokens, of_kv: Tokens | None) -> fx.Node:
             *(_blocks(call, x, heads, begin, end) for x in sizes_and_blocks),
             _of_heads(call, mask_mod, 1, begin),
         ),
-        *graph.mapped((scale, options), graph.whole),
+        *graph.mapped((scale, options), graph.full),
         *graph.mapped(tuple(read), graph.for_part),
     )
     # The output, and what softmax summed and saw at most: dropped where nobody asks for it.
@@ -112,8 +112,8 @@ def _exchanged(call: Call, of_q: Tokens, of_kv: Tokens | None) -> list[fx.Node]:
     else:
         q_all = to_heads((q,), of_q)[0]
         _, _, begin, end = ours.head_split(heads, kv_heads, graph.size, graph.rank)
-        wholes = [graph.call(aten.transpose.int, graph.for_part(x), 1, 2) for x in (k, v)]
-        kv = [graph.call(aten.narrow.default, x, 2, begin, end - begin) for x in wholes]
+        full = [graph.call(aten.transpose.int, graph.for_part(x), 1, 2) for x in (k, v)]
+        kv = [graph.call(aten.narrow.default, x, 2, begin, end - begin) for x in full]
     split = (heads, kv_heads, 0, 1, graph.rank, graph.size)
     kv = [graph.call(ours.kv_of_chunk.default, [x], *split) for x in kv]
     return [graph.call(aten.transpose.int, x, 1, 2) for x in (q_all, *kv)]
@@ -135,26 +135,26 @@ def _back(call: Call, x: fx.Node, tokens: Tokens, heads: int) -> fx.Node:
 def _blocks(call: Call, x, heads: int, begin: int, end: int):
     """What a block mask holds, for this rank's heads where it differs from head to head."""
     if not isinstance(x, fx.Node) or not has_tensor(x.meta.get("val")):
-        return call.graph.mapped(x, call.graph.whole)
+        return call.graph.mapped(x, call.graph.full)
     shape = call.shape(x)
-    whole = call.graph.for_part(x)
+    full = call.graph.for_part(x)
     if len(shape) < 3 or same(shape[1], 1):
-        return whole
+        return full
     if not same(shape[1], heads):
         call.refuse(f"expected its block_mask to be for 1 or {heads} heads, got {shape[1]}")
-    return call.graph.call(aten.narrow.default, whole, 1, begin, end - begin)
+    return call.graph.call(aten.narrow.default, full, 1, begin, end - begin)
 
 
 def _of_heads(call: Call, node: fx.Node, argument: int, begin: int) -> fx.Node:
-    """A score_mod or mask_mod whose head, its ``argument``, is counted from the whole's first."""
+    """A score_mod or mask_mod whose head, its ``argument``, is counted from the first of all."""
     graph = call.graph
-    whole = graph.values[node].whole
-    module = copy_of(graph.env[whole])
+    full = graph.values[node].full
+    module = copy_of(graph.env[full])
     copied = module.graph
     head = copied.find_nodes(op="placeholder")[argument]
     users = list(head.users)
     if not begin or not users:
-        return whole
+        return full
     with copied.inserting_before(next(n for n in copied.nodes if n.op != "placeholder")):
         shifted = copied.call_function(operator.add, (head, begin))
     shifted.meta = dict(head.meta)

@@ -27,7 +27,7 @@ from deepsp.compile.sharding.tokens import Tokens
 class Passed:
     """What goes into a body or comes out: in one process, on this rank, and its node there."""
 
-    whole: Any
+    full: Any
     local: Any
     tokens: Tokens | None = None
     node: Any = None
@@ -37,10 +37,10 @@ class Body(Parallelizer):
     """A forward or a backward, for what ``inputs`` are on this rank."""
 
     def __init__(self, outer: Parallelizer, body: fx.GraphModule, inputs: list[Passed]):
-        wholes = [_detached(x.whole) for x in inputs]
+        full = [_detached(x.full) for x in inputs]
         member = (outer.rank, outer.size, outer.name)
-        normal = normalize(body, wholes, outer.mode)
-        super().__init__(normal, wholes, outer.mode, member, outer.gradients, "local", 1)
+        normal = normalize(body, full, outer.mode)
+        super().__init__(normal, full, outer.mode, member, outer.gradients, "local", 1)
         self.lengths = outer.lengths
         for old, given in zip(self.old.find_nodes(op="placeholder"), inputs, strict=True):
             new = self.new.placeholder(old.name)
@@ -61,15 +61,15 @@ class Body(Parallelizer):
         if not isinstance(node, fx.Node):
             return Passed(node, node, None, node)
         value = self.values[node]
-        new = value.mine if value.whole is None else value.whole
+        new = value.mine if value.full is None else value.full
         local = self.env[new] if isinstance(new, fx.Node) else new
-        tokens = value.tokens if value.whole is None else None
+        tokens = value.tokens if value.full is None else None
         return Passed(node.meta["val"], local, tokens, new)
 
     def gradient(self, node, of: Passed):
         if node is None:
             return None
-        return self.whole(node) if of.tokens is None else self.part(node, of.tokens)
+        return self.full(node) if of.tokens is None else self.part(node, of.tokens)
 
     def returning(self, results) -> fx.GraphModule:
         self.new.output(results)
@@ -87,11 +87,11 @@ def _given(graph: Parallelizer, node) -> Passed:
         return Passed(node, node, None, node)
     value, tokens = graph.values[node], graph.values[node].tokens
     if not is_tensor(node.meta["val"]):
-        new = value.whole
+        new = value.full
     elif tokens is not None:
         new = graph.part(node, tokens)
     else:
-        new = graph.whole(node)
+        new = graph.full(node)
     local = graph.env[new] if isinstance(new, fx.Node) else new
     return Passed(node.meta["val"], local, tokens, new)
 
@@ -101,7 +101,7 @@ def function(call: Call):
     graph, node = call.graph, call.node
     if node.kwargs.get("dirty_idx"):
         call.refuse("it is a torch.autograd.Function that writes into its inputs")
-    forward, backward = (graph.env[graph.values[n].whole] for n in node.args[:2])
+    forward, backward = (graph.env[graph.values[n].full] for n in node.args[:2])
     inputs = [_given(graph, x) for x in node.args[2:]]
 
     there = Body(graph, forward, inputs)

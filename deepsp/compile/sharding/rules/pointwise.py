@@ -26,7 +26,7 @@ def pointwise(call: Call) -> Tokens:
     if call.target in _ONE_OPERAND:
         first, graph, dtype = call.node.args[0], call.graph, call.node.meta["val"].dtype
         if call.tokens(first) is None:
-            call.lower = lambda: graph.call(torch.ops.aten.to.dtype, graph.whole(first), dtype)
+            call.lower = lambda: graph.call(torch.ops.aten.to.dtype, graph.full(first), dtype)
         return call.tokens(first)
     several = isinstance(out, (list, tuple))
     shape = call.graph.shape_of(call.node) if not several else [*call.shape(call.operands[0])]

@@ -49,7 +49,7 @@ def contract(call: Call, operands: list[tuple[fx.Node, list]], out: list) -> Tok
         # A size of one is the same for all of an index.
         sizes = zip(labels, call.shape(node), strict=True)
         labels = [None if same(size, 1) else label for label, size in sizes]
-        fixed = call.graph.values[node].whole is None
+        fixed = call.graph.values[node].full is None
         known.append(Operand(node, labels, call.tokens(node), fixed))
     label, tokens = _followed(call, known, out)
     for x in known:
@@ -77,7 +77,7 @@ def _followed(call: Call, known: list[Operand], out: list) -> tuple:
     for x in known:
         for label, size in zip(x.labels, call.shape(x.node), strict=True):
             rows = label in out and summed.label in x.labels and label is not None
-            if not x.fixed and rows and same(size, summed.tokens.whole):
+            if not x.fixed and rows and same(size, summed.tokens.full):
                 return label, summed.tokens
     return summed.label, summed.tokens
 
@@ -100,7 +100,7 @@ def linear(call: Call) -> Tokens | None:
 
     def lower():  # the bias is added once to what is summed over the ranks
         total = graph.all_reduce(call.replaced(bias=None))
-        return graph.call(aten.add.Tensor, total, graph.whole(bias))
+        return graph.call(aten.add.Tensor, total, graph.full(bias))
 
     call.lower = lower
     return None
@@ -158,14 +158,14 @@ def convolution(call: Call) -> Tokens:
         return given[(tokens.dim - 2) % len(given)]
 
     size = call.shape(weight)[tokens.dim]
-    whole = call.shape(x)[tokens.dim]
+    full = call.shape(x)[tokens.dim]
     count = call.out[tokens.dim]
     apart = along("stride") == size and along("padding") == 0 and along("dilation") == 1
-    if not apart or not graph.equal(size_of(count * size), whole):
+    if not apart or not graph.equal(size_of(count * size), full):
         call.refuse(_BORDERS)
     if size == 1:
         return tokens
-    if graph.values[x].whole is None:
+    if graph.values[x].full is None:
         call.refuse("it makes patches of tokens that are sharded")
     patches = Tokens(tokens.dim, count, graph.sequence(count))
     call.want(x, replace(patches, inner=size))

@@ -94,7 +94,7 @@ def _is_inverse(call: Call, own: dict, blank: Own) -> bool:
     _, indices, values = call.node.args[:3]
     order = own.get(indices[0]) if len(indices) == 1 else None
     counted = values.target is aten.arange.default and same(
-        call.shape(values)[0], blank.tokens.whole
+        call.shape(values)[0], blank.tokens.full
     )
     if order is None or order.kind != ORDER or order.group != 1 or order.tokens != blank.tokens:
         return False

@@ -128,7 +128,7 @@ def squeeze(call: Call) -> Tokens:
     shape, gone = call.shape(x), call["dim"]
     gone = [d % len(shape) for d in ([gone] if isinstance(gone, int) else gone)]
     gone = [d for d in gone if isinstance(shape[d], int) and shape[d] == 1]
-    # A part's one token must stay where the whole has several.
+    # A part's one token must stay where the full tensor has several.
     call.lower = lambda: call.graph.call(aten.squeeze.dims, call.given(x), gone)
     return _moved(call, dims.without, gone)
 
@@ -161,7 +161,7 @@ def slice_(call: Call) -> Tokens:
         return tokens
     if call["step"] not in (None, 1):
         call.refuse(f"expected a step of 1 along the sequence, got {call['step']}")
-    if call.graph.values[x].whole is not None:
+    if call.graph.values[x].full is not None:
         call.refuse("it selects tokens of a replicated tensor")
     begin = _index(call, call["start"] if call["start"] is not None else 0, shape[dim])
     if same(out[dim], 1):
@@ -232,7 +232,7 @@ def cat(call: Call) -> Tokens:
 def _longer(call: Call, nodes: list, dim: int) -> Tokens:
     """Replicated tokens, in front of a sequence or behind it: the first rank's, and
     the last one's."""
-    fixed = [n for n in nodes if call.graph.values[n].whole is None]
+    fixed = [n for n in nodes if call.graph.values[n].full is None]
     if len(fixed) != 1:
         call.refuse("it concatenates two sequences, which would change the tokens of each rank")
     (x,) = fixed
@@ -263,7 +263,7 @@ def _longer(call: Call, nodes: list, dim: int) -> Tokens:
 
 def broadcast_but(call: Call, nodes, dim: int) -> Tokens:
     """Wants tensors that are alike but in one dimension cut alike."""
-    fixed = {call.tokens(n) for n in nodes if call.graph.values[n].whole is None} - {None}
+    fixed = {call.tokens(n) for n in nodes if call.graph.values[n].full is None} - {None}
     found = fixed or {call.tokens(n) for n in nodes} - {None}
     if len(found) != 1:
         call.refuse(SHIFTED)
@@ -327,7 +327,7 @@ def written_into(call: Call) -> Tokens:
     dim = call["dim"] % len(call.out)
     gone = call.target is aten.select_scatter.default
     tokens = call.tokens(x)
-    if call.graph.values[x].whole is not None and call.tokens(new) is not None:
+    if call.graph.values[x].full is not None and call.tokens(new) is not None:
         tokens = call.tokens(new)
         tokens = tokens.at(tokens.dim + (gone and dim <= tokens.dim))
     if tokens is None or tokens.dim == dim:
