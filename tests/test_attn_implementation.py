@@ -173,6 +173,24 @@ def test_compiled(family, kind):
     on_ranks(2, _trained, family, kind, 13, None, 2, "aot_eager")
 
 
+def _one_after_another():
+    """A model with attention of ours, whose compiled code breaks off, then one without."""
+    register()
+    part, _ = deepsp.shard_batch(_batch("plain", 13))
+    del part["shift_labels"]
+    ids = torch.randint(3, 60, (2, 13))
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(_make("Llama", "deepsp"), backend="eager")(**part)
+        other = _make("Llama", "sdpa")
+        compiled = torch.compile(other, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(ids).logits, other(ids).logits)
+
+
+def test_models_compiled_one_after_another():
+    on_ranks(2, _one_after_another)
+
+
 def _once():
     """Lengths and positions travel once a forward, however many layers and checkpoints."""
     register()

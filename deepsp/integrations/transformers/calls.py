@@ -76,9 +76,14 @@ def uninstall() -> None:
 
 
 def _call(self, *args, **kwargs):
+    # Dynamo skips this function for good once it has broken off in it without an op, and then takes
+    # each function that it calls for one to compile: a generator here would be an error.
     name = self.config._attn_implementation
-    of_parts = [getattr(self.config, key, None) for key in self.config.sub_configs]
-    if name in _names or any(c is not None and c._attn_implementation in _names for c in of_parts):
+    ours = name in _names
+    for key in self.config.sub_configs:
+        part = getattr(self.config, key, None)
+        ours = ours or (part is not None and part._attn_implementation in _names)
+    if ours:
         # Compiled code breaks off here once, and attention breaks it off anyway.
         if getattr(self, CHECKED, None) != name:
             _first(self)
@@ -139,6 +144,7 @@ def _check_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> N
             )
 
 
+@torch.compiler.disable
 def _check_alone(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Raises where a model whose attention isn't ours is given one rank's tokens."""
     given = _given(model, args, kwargs)

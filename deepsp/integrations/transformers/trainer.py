@@ -27,6 +27,7 @@ from transformers import PreTrainedModel, Trainer
 
 from deepsp.data import shard_batch, unshard
 from deepsp.groups import member_of, on_all_ranks
+from deepsp.integrations.accelerate import share_batches
 from deepsp.integrations.transformers import check, register
 from deepsp.loss import cross_entropy
 
@@ -100,30 +101,8 @@ class _SequenceParallel:
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        accelerator = self.accelerator
-        if getattr(accelerator.parallelism_config, "total_size", 1) > 1:
-            raise ValueError(
-                "expected no parallelism config from the launcher, which gives attention to "
-                "accelerate; pass sequence_parallel_size, or TrainingArguments.parallelism_config"
-            )
-        size, world = self._asked_size, accelerator.num_processes
-        if not isinstance(size, int) or size < 1 or world % size:
-            raise ValueError(
-                f"expected sequence_parallel_size to be a divisor of {world}, the number of "
-                f"processes, got {size!r}; it is the number of ranks that share each batch"
-            )
-        self._size, self._group = size, None
-        if size == 1:
-            return
-        # By these names accelerate's loaders know ranks that get the same batches, under DDP, FSDP
-        # and DeepSpeed alike.
-        mesh = dist.init_device_mesh(
-            accelerator.device.type, (world // size, size), mesh_dim_names=("dp_shard", "tp")
-        )
-        self._group = mesh["tp"].get_group()
-        accelerator._prepare_device_mesh = lambda: mesh
-        if accelerator.dispatch_batches is None:
-            accelerator.dataloader_config.dispatch_batches = False
+        self._group = share_batches(self.accelerator, self._asked_size)
+        self._size = 1 if self._group is None else self._asked_size
 
     def get_cp_size(self) -> int:
         # As many ranks have the same batch. transformers counts tokens and batches by it.
