@@ -66,8 +66,14 @@ def _call(self, *args, **kwargs):
         if getattr(self, CALLED, False):
             _check_arguments(self, args, kwargs)
     elif not torch.compiler.is_compiling():
-        _check_alone(self, args, kwargs)
+        check_alone(self, _given(self, args, kwargs))
     return nn.Module.__call__(self, *args, **kwargs)
+
+
+def ensure_checked(model: nn.Module) -> None:
+    """Checks a model now if its first forward would."""
+    if _names and getattr(model, CHECKED, None) != model.config._attn_implementation:
+        _first(model)
 
 
 @torch.compiler.disable
@@ -117,10 +123,10 @@ def _check_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> N
             )
 
 
-def _check_alone(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+def check_alone(model: nn.Module, given: dict[str, Any]) -> None:
     """Raises where a model whose attention isn't ours is given one rank's tokens."""
-    given = _given(model, args, kwargs)
-    if any(data.is_handed_out(given.get(name)) for name in ("input_ids", "inputs_embeds")):
+    tokens = (given.get(name) for name in ("input_ids", "inputs_embeds"))
+    if any(map(data.is_handed_out, tokens)) and not implementations(model):
         from deepsp.attention import DistributedAttention
         from deepsp.layer import SequenceParallelAttention
         from deepsp.weights.rows import shards_of
@@ -132,5 +138,5 @@ def _check_alone(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             f"attention of {type(model).__name__} is {model.config._attn_implementation!r}, but it "
             "is called with the tokens that deepsp.shard_batch gave this rank, so each rank would "
             "attend to its own tokens only; call model.set_attn_implementation("
-            f"{min(_names)!r})"
+            f"{min(_names, default='deepsp')!r})"
         )
