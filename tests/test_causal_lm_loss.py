@@ -21,10 +21,8 @@ FAMILIES = {
     "Cohere": {"logit_scale": 0.4},
     "Granite": {"logits_scaling": 3.0, "tie_word_embeddings": True},
     "GraniteMoe": {"logits_scaling": 0.5, "num_local_experts": 2, "num_experts_per_tok": 1},
-    "FalconH1": {},
     "Phi": {},  # its head has a bias
 }
-TESTED = ("Llama", "Qwen3", "Gemma2", "Cohere", "Granite", "GraniteMoe", "Phi")
 
 
 def _make(family, attention="sdpa", **options):
@@ -109,7 +107,7 @@ def _loss(family):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("family", TESTED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_loss_and_gradients(ranks, family):
     on_ranks(ranks, _loss, family, apart="transformers")
 
@@ -267,6 +265,8 @@ def test_wrapped(ranks):
 def _refused():
     import peft
     import transformers
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
 
     register()
     batch = _batch()
@@ -302,6 +302,11 @@ def _refused():
     model.lm_head.forward = lambda x: x
     with pytest.raises(ValueError, match="got one whose forward was replaced"):
         deepsp.causal_lm_loss(model, part)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = _make("Llama", "deepsp")
+    deepsp.causal_lm_loss(model, part)  # checked with the weight that it was made with
+    model.lm_head.weight = nn.Parameter(distribute_tensor(model.lm_head.weight.detach(), mesh))
+    refused(model, "head of LlamaForCausalLM to have its full weight in forward, got a DTensor")
     moe = _make("GraniteMoe", "deepsp", output_router_logits=True)
     refused(moe, "output_router_logits of GraniteMoeForCausalLM to be False, got True")
 

@@ -1,5 +1,9 @@
 """Log-probabilities of tokens without logits, against one process that has them all, in float64."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -291,3 +295,8 @@ def test_the_meta_device():
     gradients = torch.autograd.grad(log_probs.sum(), [hidden, weight])
     assert log_probs.dtype == torch.float32 and log_probs.shape == (2, 3)
     assert [(g.shape, g.dtype) for g in gradients] == [(x.shape, x.dtype) for x in (hidden, weight)]
+
+
+def test_policy_gradient_example():
+    example = Path(__file__).parents[1] / "examples/policy_gradient.py"
+    subprocess.run([sys.executable, example, "--ranks", "3", "--seq-len", "31"], check=True)

@@ -103,7 +103,8 @@ def causal_lm_loss(
         if isinstance(head.weight, DTensor):
             raise ValueError(
                 f"expected the head of {type(inner).__name__} to have its full weight in forward, "
-                "got a DTensor, a part of it; shard it with fully_shard or deepsp.shard_parameters"
+                "got a DTensor, as tensor parallelism makes it; leave the head out of the plan, or "
+                "shard it with fully_shard or deepsp.shard_parameters"
             )
         loss = linear_cross_entropy(
             *(hidden, head.weight, labels.to(hidden.device), head.bias),
