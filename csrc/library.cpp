@@ -450,7 +450,7 @@ TORCH_LIBRARY(deepsp, m) {
   // from here to there, the weight's and the bias's in float32.
   m.def(
       "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, "
-      "int ignore_index=-100, float label_smoothing=0.0, int? chunk_tokens=None, *, "
+      "int ignore_index=-100, float label_smoothing=0.0, int? chunk_tokens=None, "
       "float? softcap=None, float scale=1.0, float z_loss=0.0, Tensor? token_weights=None) "
       "-> Tensor",
       pure);
@@ -458,7 +458,7 @@ TORCH_LIBRARY(deepsp, m) {
   // derivative.
   m.def(
       "linear_cross_entropy_gradients(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, "
-      "int ignore_index, float label_smoothing, int? chunk_tokens, int[] wanted, *, "
+      "int ignore_index, float label_smoothing, int? chunk_tokens, int[] wanted, "
       "float? softcap=None, float scale=1.0, float z_loss=0.0, Tensor? token_weights=None) "
       "-> Tensor[]",
       pure);
@@ -468,7 +468,7 @@ TORCH_LIBRARY(deepsp, m) {
   // the logits is kept: backward computes them again.
   m.def(
       "token_log_probs(Tensor hidden, Tensor weight, Tensor? bias, Tensor ids, "
-      "int ignore_index=-100, int? chunk_tokens=None, *, float? softcap=None, float scale=1.0, "
+      "int ignore_index=-100, int? chunk_tokens=None, float? softcap=None, float scale=1.0, "
       "float temperature=1.0, bool entropy=False) -> Tensor[]",
       pure);
   // grads: of each of its outputs. The gradients of hidden, weight and bias that are wanted.

@@ -118,7 +118,8 @@ def linear_cross_entropy(
             MiB in float32 (float64 for float64), at least one. 16-bit logits are copied to float32,
             so both exist. At most 512 in float16, whose sums end at 65504.
         softcap: if given, ``softcap * tanh(logits / softcap)`` takes the logits' place (Gemma 2,
-            https://arxiv.org/abs/2408.00118, section 2).
+            https://arxiv.org/abs/2408.00118, section 2). Its slopes take as much memory as a
+            chunk's logits.
         scale: what logits are multiplied with, before ``softcap`` (Cohere; Granite divides).
         z_loss: as in :func:`cross_entropy`.
         token_weights: as in :func:`cross_entropy`. Autocast leaves them alone.
@@ -190,7 +191,8 @@ def token_log_probs(
         seq_dim: the sequence dimension of ``ids``, for ``outputs="full"``.
         seq_lens: the number of tokens on each rank, for ``outputs="full"``; None: the ranks
             exchange their numbers (one small collective, which ends a full graph of torch.compile).
-        entropy: whether to return the entropy of each token's distribution, too.
+        entropy: whether to return the entropy of each token's distribution, too. In backward that
+            takes the memory of a chunk's logits once more.
         chunk_tokens: as in :func:`linear_cross_entropy`.
 
     Returns:

@@ -292,11 +292,14 @@ def _refused():
         refused(_make("Llama"), r"attention of LlamaForCausalLM is 'sdpa'")
 
     lora = peft.LoraConfig(target_modules=["lm_head"])
-    refused(peft.get_peft_model(_make("Llama", "deepsp"), lora), "head of .* nn.Linear, got Linear")
+    refused(
+        peft.get_peft_model(_make("Llama", "deepsp"), lora),
+        r"head of .* nn.Linear, got peft\.\S+\.Linear: ",
+    )
     saved = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
     refused(
         peft.get_peft_model(_make("Llama", "deepsp"), saved),
-        "head of LlamaForCausalLM .* nn.Linear, got ModulesToSaveWrapper",
+        "head of LlamaForCausalLM .* nn.Linear, got peft.*ModulesToSaveWrapper",
     )
     model = _make("Llama", "deepsp")
     model.lm_head.forward = lambda x: x

@@ -44,7 +44,6 @@ def arguments(kind):
     rows = [[5, 8, 6], [1, 2]]
     biases, output = [_leaf(48), _leaf(12)], _leaf(7, 48)
     labels = torch.arange(2 * lens[rank]).view(2, -1) % 12
-    terms = {"softcap": 3.0, "scale": 0.5, "z_loss": 0.1, "token_weights": labels / 3}
     whole_q, slots = [2, sum(lens), 8, 6], _leaf(size, 2 * max(lens) * 8 * 6)
 
     def landed(buffers):
@@ -146,15 +145,12 @@ def arguments(kind):
             "replicate_start": ([_leaf(3, 4), _leaf(5)], rank, size, group),
             "replicate_wait": ([_leaf(3, 4), _leaf(5)], _leaf(17), rank, size, group),
             "scale_gradient": (_leaf(3, 4), 2.0),
-            "linear_cross_entropy": (x, weights[1], biases[1], labels, -100, 0.1, 3, terms),
+            "linear_cross_entropy": (x, weights[1], biases[1], labels, -100, 0.1, 3, 3.0),
             "linear_cross_entropy_gradients": (
                 *(x.detach(), weights[1].detach(), biases[1].detach(), labels),
-                *(1, 0.0, None, [1, 0, 1]),
+                *(1, 0.0, None, [1, 0, 1], None, 0.5, 0.1, labels / 3),
             ),
-            "token_log_probs": (
-                *(x, weights[1], biases[1], labels, -100, 3),
-                {"softcap": 3.0, "temperature": 0.7, "entropy": True},
-            ),
+            "token_log_probs": (x, weights[1], biases[1], labels, -100, 3, 3.0, 0.5, 0.7, True),
             "token_log_probs_backward": (
                 *([x.detach()[..., 0]] * 3, x.detach(), weights[1].detach(), None, labels),
                 *(x.detach()[..., 0], x.detach()[..., 1], 1, None, 30.0, 0.5, 2.0, [1, 1, 0]),
@@ -168,14 +164,13 @@ def arguments(kind):
 
 
 def _opcheck(name):
-    *args, last = arguments("skewed")[name]
-    args, kwargs = (args, last) if isinstance(last, dict) else ((*args, last), {})
+    args = arguments("skewed")[name]
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
         overload = getattr(op, "distributed_attention" if name == "chunked" else name).default
         utils = ["test_schema", "test_autograd_registration", "test_faketensor"]
         utils.append("test_aot_dispatch_dynamic")
         # PyTorch's schema check can't read lists of dtypes: test_gather_memory.py looks at aliases.
-        opcheck(overload, tuple(args), kwargs, test_utils=utils[name in _LISTS_OF_DTYPES :])
+        opcheck(overload, args, test_utils=utils[name in _LISTS_OF_DTYPES :])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -232,6 +232,22 @@ def test_wrong_arguments():
     ]:
         with pytest.raises(ValueError, match=message):
             call(**kwargs)
+    per_token = torch.zeros(2, 11).double()
+
+    def backward(grads, logsumexp=per_token, entropy=None):
+        rest = (-100, None, None, 1.0, 1.0, [1, 0, 0])
+        return op.token_log_probs_backward(
+            grads, hidden, weight, None, ids, logsumexp, entropy, *rest
+        )
+
+    with pytest.raises(ValueError, match=r"grads to have 2 entries, .*, got 1"):
+        backward([per_token])
+    with pytest.raises(ValueError, match=r"each of grads to be .* of ids \[2, 11\], got float64"):
+        backward([per_token, per_token[0]])
+    with pytest.raises(ValueError, match=r"logsumexp to be floating point, .*, got int64"):
+        backward([per_token] * 2, ids)
+    with pytest.raises(ValueError, match=r"entropy to be floating point, .*, got float64 \[2\]"):
+        backward([per_token] * 3, per_token, per_token[:, 0])
     bad = ids.clone()
     bad[1, 4] = 7
     with pytest.raises(IndexError, match="Target 7 is out of bounds"):

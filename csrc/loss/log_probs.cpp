@@ -73,6 +73,20 @@ Tensors token_log_probs_backward(
   TORCH_CHECK_VALUE(
       grads.size() == size_t(2 + entropy.has_value()), "expected grads to have ",
       2 + entropy.has_value(), " entries, one for each output, got ", grads.size());
+  const auto check_each = [&](const at::Tensor& x, const char* name) {
+    TORCH_CHECK_VALUE(
+        x.sym_sizes() == ids.sym_sizes() && x.is_floating_point(), "expected ", name,
+        " to be floating point, of the shape of ids ", ids.sym_sizes(), ", got ",
+        dtype_name(x.scalar_type()), " ", x.sym_sizes());
+    check_device(x, name, hidden, "hidden");
+  };
+  for (const at::Tensor& grad : grads) {
+    check_each(grad, "each of grads");
+  }
+  check_each(logsumexp, "logsumexp");
+  if (entropy.has_value()) {
+    check_each(*entropy, "entropy");
+  }
   LogitsGradients gradients(hidden, weight, bias, wanted);
   Tensors found = gradients.all;
   for (at::Tensor& x : found) {
@@ -107,7 +121,11 @@ Tensors token_log_probs_backward(
       grad = grad.div(unit);
     }
   }
-  const at::Tensor log_sum_exp = logsumexp.reshape({tokens, 1});
+  const at::Tensor log_sum_exp = logsumexp.reshape({tokens, 1}).to(wide);
+  at::Tensor entropies;
+  if (entropy.has_value()) {
+    entropies = entropy->reshape({tokens, 1}).to(wide);
+  }
   Logits head(hidden, weight, bias, tokens, of, chunk_tokens, gradients);
   at::Tensor surprises;  // p log p
   head.walk([&](int64_t begin, int64_t size, const at::Tensor& logits) {
@@ -123,7 +141,7 @@ Tensors token_log_probs_backward(
       at::Tensor surprise = surprises.narrow(0, 0, size);
       at::xlogy_out(surprise, logits, logits);
       const at::Tensor of_entropy = part(each[2]);
-      share.addcmul_(of_entropy, part(entropy->reshape({tokens, 1})), -1);
+      share.addcmul_(of_entropy, part(entropies), -1);
       logits.mul_(share).sub_(surprise.mul_(of_entropy));
     } else {
       logits.mul_(share);

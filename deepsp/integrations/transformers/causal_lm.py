@@ -177,7 +177,8 @@ def _head(model: nn.Module) -> nn.Linear:
     # Sharded parameters make a class of its own, with nn.Linear's forward.
     plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
     if not plain or "forward" in vars(head):
-        what = type(head).__name__ if not plain else "one whose forward was replaced"
+        name = f"{type(head).__module__}.{type(head).__qualname__}"
+        what = name if not plain else "one whose forward was replaced"
         raise ValueError(
             f"expected the head of {of} to be a plain nn.Linear, got {what}: its logits aren't "
             "those of its weight alone; leave the head without adapters and quantization, or use "
