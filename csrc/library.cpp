@@ -443,18 +443,39 @@ TORCH_LIBRARY(deepsp, m) {
 
   // hidden [..., E], weight [C, E], bias [C], labels [...] integers, 0 to C - 1: the sum of the
   // cross entropies of hidden's linear layer, over the tokens whose label isn't ignore_index, a
-  // float64 scalar. Logits are there for chunk_tokens at a time (None: for 32 MiB), in float32
-  // (float64 for float64). Where a gradient is needed it is found on the way, and scaled in
-  // backward: it is held from here to there, the weight's and the bias's in float32.
+  // float64 scalar. Logits are softcap * tanh(scale * (hidden weight^T + bias) / softcap), there
+  // for chunk_tokens at a time (None: for 32 MiB), in float32 (float64 for float64). A token counts
+  // token_weights [...] times; z_loss times the square of the logarithm of its sum of exponentials
+  // is added. Where a gradient is needed it is found on the way, and scaled in backward: it is held
+  // from here to there, the weight's and the bias's in float32.
   m.def(
       "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, "
-      "int ignore_index=-100, float label_smoothing=0.0, int? chunk_tokens=None) -> Tensor",
+      "int ignore_index=-100, float label_smoothing=0.0, int? chunk_tokens=None, "
+      "float? softcap=None, float scale=1.0, float z_loss=0.0, Tensor? token_weights=None) "
+      "-> Tensor",
       pure);
   // The sum, then those of its gradients that are wanted: of hidden, weight, bias. They have no
   // derivative.
   m.def(
       "linear_cross_entropy_gradients(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, "
-      "int ignore_index, float label_smoothing, int? chunk_tokens, int[] wanted) -> Tensor[]",
+      "int ignore_index, float label_smoothing, int? chunk_tokens, int[] wanted, "
+      "float? softcap=None, float scale=1.0, float z_loss=0.0, Tensor? token_weights=None) "
+      "-> Tensor[]",
+      pure);
+  // The same logits divided by temperature: of each token the logarithm of the probability of its
+  // id, the logarithm of the sum of exponentials, and, if asked for, the entropy; [...] in float32
+  // (float64 for float64). Where the id is ignore_index the first and the last are 0. Nothing of
+  // the logits is kept: backward computes them again.
+  m.def(
+      "token_log_probs(Tensor hidden, Tensor weight, Tensor? bias, Tensor ids, "
+      "int ignore_index=-100, int? chunk_tokens=None, float? softcap=None, float scale=1.0, "
+      "float temperature=1.0, bool entropy=False) -> Tensor[]",
+      pure);
+  // grads: of each of its outputs. The gradients of hidden, weight and bias that are wanted.
+  m.def(
+      "token_log_probs_backward(Tensor[] grads, Tensor hidden, Tensor weight, Tensor? bias, "
+      "Tensor ids, Tensor logsumexp, Tensor? entropy, int ignore_index, int? chunk_tokens, "
+      "float? softcap, float scale, float temperature, int[] wanted) -> Tensor[]",
       pure);
 
   // --- the CPU buffer pool

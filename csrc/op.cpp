@@ -275,7 +275,10 @@ void autocast(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) 
     check_buffers(buffers);
     dtype = buffers[0].scalar_type();
   }
-  change_tensors(given.slice(arriving), [&](const at::Tensor& x) {
+  // Weights of tokens are numbers to count by, and stay as exact as they are.
+  const bool weighs = arguments.back().name() == "token_weights";
+  const auto cast = given.slice(arriving, given.size() - arriving - weighs);
+  change_tensors(cast, [&](const at::Tensor& x) {
     return at::autocast::cached_cast(dtype, x, device);  // leaves integers as they are
   });
   op.callBoxed(stack);
@@ -286,7 +289,7 @@ void register_autocast(torch::Library& m) {
   for (const char* op :
        {"all_gather_matmul", "attention_of_chunk", "distributed_attention", "heads_to_output",
         "heads_to_output_wait", "linear_cross_entropy", "matmul_reduce_scatter",
-        "project_to_heads_start"}) {
+        "project_to_heads_start", "token_log_probs"}) {
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&autocast<device>>());
   }
 }

@@ -27,9 +27,10 @@ from deepsp.collectives import (
 from deepsp.compile.sharding.inputs import prepare_inputs
 from deepsp.data import shard, shard_batch, unshard
 from deepsp.gradients import clip_grad_norm_, sync_gradients
+from deepsp.integrations.transformers.causal_lm import causal_lm_loss
 from deepsp.layer import SequenceParallelAttention
 from deepsp.layout import local_heads, seq_lens
-from deepsp.loss import cross_entropy, linear_cross_entropy
+from deepsp.loss import cross_entropy, linear_cross_entropy, token_log_probs
 from deepsp.ops import (
     Pending,
     heads_to_seq,
@@ -54,6 +55,7 @@ __all__ = [
     "all_reduce_start",
     "buffers",
     "build",
+    "causal_lm_loss",
     "clip_grad_norm_",
     "create_schedule",
     "cross_entropy",
@@ -82,5 +84,6 @@ __all__ = [
     "shard_parameters",
     "sharded_randomness",
     "sync_gradients",
+    "token_log_probs",
     "unshard",
 ]

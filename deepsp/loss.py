@@ -1,11 +1,14 @@
-"""The loss of the full sequence from each rank's tokens."""
+"""The loss of the full sequence from each rank's tokens, and what losses are made of."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deepsp.data import unshard
 from deepsp.groups import Group, member_of
 
 
@@ -17,6 +20,9 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     average_gradients: bool = False,
+    *,
+    z_loss: float = 0.0,
+    token_weights: Tensor | None = None,
 ) -> Tensor:
     """Cross entropy over all tokens of a sharded sequence, the same number on every rank.
 
@@ -31,17 +37,26 @@ def cross_entropy(
         label_smoothing: 0 to 1, as in ``torch.nn.functional.cross_entropy``.
         average_gradients: multiplies gradients (not the loss) by the group's size, for wrappers
             that average over ranks which include the sequence group: DDP, FSDP, DeepSpeed.
+        z_loss: adds ``z_loss * logsumexp(logits) ** 2`` to the loss of each valid token, which
+            keeps logits from drifting (PaLM, https://arxiv.org/abs/2204.02311, section 5: 1e-4).
+        token_weights: [...], floating point, without a gradient: how often each token counts. The
+            mean divides by their sum over the valid tokens of all ranks. None: 1 each.
 
     Returns:
-        A scalar. A rank without a valid token adds zero; without any in the group, the loss and the
-        gradients are 0. A rank's gradients are partial, those of its tokens: their sum over the
-        group is the full gradient (:func:`deepsp.sync_gradients`).
+        A scalar. A rank without a valid token adds zero; without any in the group (or where the
+        weights' sum is 0), the mean and its gradients are 0. A rank's gradients are partial, those
+        of its tokens: their sum over the group is the full gradient
+        (:func:`deepsp.sync_gradients`).
 
     Raises:
-        ValueError: shapes or dtypes that don't fit, or an unknown ``reduction``.
+        ValueError: shapes or dtypes that don't fit, an unknown ``reduction``, a negative ``z_loss``
+            or ``token_weights`` that require a gradient.
     """
     _check_reduction(reduction)
-    shifted_labels = _classes(shifted_labels)
+    if not 0 <= z_loss < float("inf"):
+        raise ValueError(f"expected z_loss to be a finite number >= 0, got {z_loss}")
+    shifted_labels = _classes(shifted_labels, "shifted_labels")
+    _check_weights(token_weights, shifted_labels)
     if logits.shape[:-1] != shifted_labels.shape:
         raise ValueError(
             f"expected shifted_labels to have shape {tuple(logits.shape[:-1])}, one for each token "
@@ -49,15 +64,20 @@ def cross_entropy(
         )
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
-    local_sum = F.cross_entropy(
+    each = F.cross_entropy(
         logits.flatten(0, -2),
         shifted_labels.flatten(),
         ignore_index=ignore_index,
-        reduction="sum",
+        reduction="none",
         label_smoothing=label_smoothing,
-    )
-    valid = (shifted_labels != ignore_index).sum()
-    return _of_group(local_sum, valid, group, reduction, average_gradients).to(logits.dtype)
+    ).double()
+    valid = shifted_labels != ignore_index
+    counts = _counts(valid, token_weights)
+    if z_loss > 0:
+        squares = logits.logsumexp(-1).double().square().flatten()
+        each = each + z_loss * squares.where(valid.flatten(), 0)
+    local_sum = (each * counts.flatten()).sum()
+    return _of_group(local_sum, counts, group, reduction, average_gradients).to(logits.dtype)
 
 
 def linear_cross_entropy(
@@ -72,6 +92,10 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     average_gradients: bool = False,
     chunk_tokens: int | None = None,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    z_loss: float = 0.0,
+    token_weights: Tensor | None = None,
 ) -> Tensor:
     """:func:`cross_entropy` of ``torch.nn.functional.linear(hidden, weight, bias)``, whose logits
     exist for a chunk of tokens at a time only, in forward and backward.
@@ -93,15 +117,117 @@ def linear_cross_entropy(
         chunk_tokens: the number of tokens whose logits exist at a time; None: as many as take 32
             MiB in float32 (float64 for float64), at least one. 16-bit logits are copied to float32,
             so both exist. At most 512 in float16, whose sums end at 65504.
+        softcap: if given, ``softcap * tanh(logits / softcap)`` takes the logits' place (Gemma 2,
+            https://arxiv.org/abs/2408.00118, section 2). Its slopes take as much memory as a
+            chunk's logits.
+        scale: what logits are multiplied with, before ``softcap`` (Cohere; Granite divides).
+        z_loss: as in :func:`cross_entropy`.
+        token_weights: as in :func:`cross_entropy`. Autocast leaves them alone.
 
     Returns:
         A scalar, as :func:`cross_entropy` returns it: float32, or float64 for float64.
 
     Raises:
-        ValueError: shapes, dtypes or devices that don't fit, or an unknown ``reduction``.
+        ValueError: shapes, dtypes, devices or numbers that don't fit, an unknown ``reduction``, or
+            ``token_weights`` that require a gradient.
         IndexError: a label outside 0 to C - 1 (on a GPU, a device-side assertion).
     """
     _check_reduction(reduction)
+    shifted_labels = _classes(shifted_labels, "shifted_labels")
+    _check_linear(hidden, weight, bias, shifted_labels, "shifted_labels")
+    _check_weights(token_weights, shifted_labels)
+    local_sum = torch.ops.deepsp.linear_cross_entropy(
+        *(hidden, weight, bias, shifted_labels, ignore_index, label_smoothing, chunk_tokens),
+        softcap=softcap,
+        scale=scale,
+        z_loss=z_loss,
+        token_weights=token_weights,
+    )
+    counts = _counts(shifted_labels != ignore_index, token_weights)
+    loss = _of_group(local_sum, counts, group, reduction, average_gradients)
+    return loss if hidden.dtype == torch.float64 else loss.float()
+
+
+def token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    bias: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    group: Group = None,
+    ignore_index: int = -100,
+    outputs: str = "local",
+    seq_dim: int = 1,
+    seq_lens: Sequence[int] | None = None,
+    entropy: bool = False,
+    chunk_tokens: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The log-probability of each token's id under ``softmax(logits / temperature)``, for policy
+    gradients and preference losses. The logits, those of :func:`linear_cross_entropy`, exist for a
+    chunk of tokens at a time only; backward computes them again. A second derivative raises.
+
+    With ``outputs="full"`` every rank gets the log-probabilities of the full sequence and is to
+    compute the same loss from them. So the gradient of this rank's is its slice of the full one,
+    which every rank has (``all_gather(..., grad="replicated")``): gradients of parameters are
+    partial, as those of :func:`cross_entropy`, and no factor is needed. (With ``"partial"`` the
+    ranks' equal gradients would be summed, and be P times too large.)
+
+    Args:
+        hidden: [..., E], of this rank's tokens: float64, float32, bfloat16 or float16.
+        weight: [C, E], in the dtype of ``hidden``: the linear layer's. Autocast casts ``hidden``,
+            ``weight`` and ``bias``.
+        ids: [...], integer: what each token is followed by, 0 to C - 1, or ``ignore_index``:
+            ``shift_labels`` of :func:`deepsp.shard_batch`.
+        bias: [C], in the dtype of ``hidden``, or None.
+        temperature: what logits are divided by, after ``softcap``, as in sampling.
+        softcap: as in :func:`linear_cross_entropy`.
+        scale: as in :func:`linear_cross_entropy`.
+        group: the sequence group; used with ``outputs="full"`` only.
+        ignore_index: the id of tokens that don't count.
+        outputs: "local": those of this rank's tokens; nothing is sent. "full": those of all tokens.
+        seq_dim: the sequence dimension of ``ids``, for ``outputs="full"``.
+        seq_lens: the number of tokens on each rank, for ``outputs="full"``; None: the ranks
+            exchange their numbers (one small collective, which ends a full graph of torch.compile).
+        entropy: whether to return the entropy of each token's distribution, too. In backward that
+            takes the memory of a chunk's logits once more.
+        chunk_tokens: as in :func:`linear_cross_entropy`.
+
+    Returns:
+        The log-probabilities, [...], float32 (float64 for float64), 0 where ``ids`` is
+        ``ignore_index``. With ``entropy``, (log_probs, entropy), alike; both are differentiable.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or numbers that don't fit, or unknown ``outputs``.
+        IndexError: an id outside 0 to C - 1 (on a GPU, a device-side assertion).
+    """
+    if outputs not in ("local", "full"):
+        raise ValueError(f"expected outputs to be 'local' or 'full', got {outputs!r}")
+    ids = _classes(ids, "ids")
+    _check_linear(hidden, weight, bias, ids, "ids")
+    if outputs == "full" and not -ids.dim() <= seq_dim < ids.dim():
+        raise ValueError(
+            f"expected seq_dim to be a dimension of ids {tuple(ids.shape)}, got {seq_dim}"
+        )
+    log_probs, _, *rest = torch.ops.deepsp.token_log_probs(
+        *(hidden, weight, bias, ids, ignore_index, chunk_tokens),
+        softcap=softcap,
+        scale=scale,
+        temperature=temperature,
+        entropy=entropy,
+    )
+    found = torch.stack([log_probs, *rest], -1)
+    if outputs == "full":
+        # One message for both; the dimension behind the tokens' changes none of theirs.
+        found = unshard(found, seq_dim % ids.dim(), group, seq_lens)
+    return tuple(found.unbind(-1)) if entropy else found.squeeze(-1)
+
+
+def _check_linear(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, name: str
+) -> None:
     if not isinstance(weight, Tensor):
         raise ValueError(
             "expected weight to be a tensor [C, E], such as linear.weight, got "
@@ -112,18 +238,11 @@ def linear_cross_entropy(
             f"expected bias to be a tensor [C] or None, got {type(bias).__name__}; pass a group as "
             "group=..."
         )
-    shifted_labels = _classes(shifted_labels)
-    if hidden.shape[:-1] != shifted_labels.shape:
+    if hidden.shape[:-1] != labels.shape:
         raise ValueError(
-            f"expected shifted_labels to have shape {tuple(hidden.shape[:-1])}, one for each token "
-            f"of hidden {tuple(hidden.shape)}, got {tuple(shifted_labels.shape)}"
+            f"expected {name} to have shape {tuple(hidden.shape[:-1])}, one for each token of "
+            f"hidden {tuple(hidden.shape)}, got {tuple(labels.shape)}"
         )
-    local_sum = torch.ops.deepsp.linear_cross_entropy(
-        hidden, weight, bias, shifted_labels, ignore_index, label_smoothing, chunk_tokens
-    )
-    valid = (shifted_labels != ignore_index).sum()
-    loss = _of_group(local_sum, valid, group, reduction, average_gradients)
-    return loss if hidden.dtype == torch.float64 else loss.float()
 
 
 def _check_reduction(reduction: str) -> None:
@@ -131,22 +250,51 @@ def _check_reduction(reduction: str) -> None:
         raise ValueError(f"expected reduction to be 'mean' or 'sum', got {reduction!r}")
 
 
-def _classes(labels: Tensor) -> Tensor:
+def _classes(labels: Tensor, name: str) -> Tensor:
     """Labels of any integer dtype as those that losses take, int64."""
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype == torch.bool:
         said = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
-        raise ValueError(f"expected shifted_labels to be an integer tensor of classes, got {said}")
+        raise ValueError(f"expected {name} to be an integer tensor of classes, got {said}")
     return labels.long()
 
 
+def _check_weights(token_weights: Tensor | None, labels: Tensor) -> None:
+    if token_weights is None:
+        return
+    if not isinstance(token_weights, Tensor) or not token_weights.is_floating_point():
+        is_tensor = isinstance(token_weights, Tensor)
+        said = token_weights.dtype if is_tensor else type(token_weights).__name__
+        raise ValueError(f"expected token_weights to be a floating-point tensor, got {said}")
+    if token_weights.shape != labels.shape:
+        raise ValueError(
+            f"expected token_weights to have the shape of shifted_labels {tuple(labels.shape)}, "
+            f"got {tuple(token_weights.shape)}"
+        )
+    if token_weights.requires_grad:
+        raise ValueError(
+            "expected token_weights not to require a gradient, which isn't computed; detach them, "
+            "or weight deepsp.token_log_probs"
+        )
+
+
+def _counts(valid: Tensor, token_weights: Tensor | None) -> Tensor:
+    """How often each token counts, in float64: weights of tokens that are ignored may be NaN."""
+    if token_weights is None:
+        return valid.double()
+    return token_weights.double().where(valid, 0)
+
+
 def _of_group(
-    local_sum: Tensor, valid: Tensor, group: Group, reduction: str, average_gradients: bool
+    local_sum: Tensor, counts: Tensor, group: Group, reduction: str, average_gradients: bool
 ) -> Tensor:
-    """The loss over all ranks, in float64, from this rank's sum and its number of valid tokens."""
+    """The loss over all ranks, in float64, from this rank's sum and how often its tokens count."""
     rank, size, name = member_of(group)
     # In float64, sums of losses and counts of tokens are as good as exact.
-    mine = torch.stack([local_sum.double(), valid.double()])
+    mine = torch.stack([local_sum.double(), counts.sum()])
     if average_gradients:
         mine = torch.ops.deepsp.scale_gradient(mine, float(size))
     loss, count = torch.ops.deepsp.all_reduce(mine, "replicated", rank, size, name).unbind()
-    return loss / count.clamp(min=1) if reduction == "mean" else loss
+    if reduction == "sum":
+        return loss
+    nothing = count == 0
+    return (loss / count.masked_fill(nothing, 1)).masked_fill(nothing, 0)

@@ -145,10 +145,15 @@ def arguments(kind):
             "replicate_start": ([_leaf(3, 4), _leaf(5)], rank, size, group),
             "replicate_wait": ([_leaf(3, 4), _leaf(5)], _leaf(17), rank, size, group),
             "scale_gradient": (_leaf(3, 4), 2.0),
-            "linear_cross_entropy": (x, weights[1], biases[1], labels, -100, 0.1, 3),
+            "linear_cross_entropy": (x, weights[1], biases[1], labels, -100, 0.1, 3, 3.0),
             "linear_cross_entropy_gradients": (
                 *(x.detach(), weights[1].detach(), biases[1].detach(), labels),
-                *(1, 0.0, None, [1, 0, 1]),
+                *(1, 0.0, None, [1, 0, 1], None, 0.5, 0.1, labels / 3),
+            ),
+            "token_log_probs": (x, weights[1], biases[1], labels, -100, 3, 3.0, 0.5, 0.7, True),
+            "token_log_probs_backward": (
+                *([x.detach()[..., 0]] * 3, x.detach(), weights[1].detach(), None, labels),
+                *(x.detach()[..., 0], x.detach()[..., 1], 1, None, 30.0, 0.5, 2.0, [1, 1, 0]),
             ),
             "token_split": (13, size),
             "head_split": (8, 2, size, rank),
@@ -187,7 +192,8 @@ def _opcheck(name):
      "reduce_scatter_cast_coalesced_start", "reduce_scatter_cast_coalesced_wait",
      "gather_cast_float8", "gather_cast_float8_coalesced", "gather_through_float8",
      "replicate_start", "replicate_wait", "scale_gradient",
-     "linear_cross_entropy", "linear_cross_entropy_gradients",
+     "linear_cross_entropy", "linear_cross_entropy_gradients", "token_log_probs",
+     "token_log_probs_backward",
      "token_split", "head_split", "head_indices", "head_chunks", "check_agreement"],
 )  # fmt: skip
 def test_opcheck(ranks, name):

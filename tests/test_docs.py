@@ -227,9 +227,21 @@ def _sharded_weights():
 
 
 def _losses():
+    from deepsp.integrations.transformers import register
+
     ids = _batch()["input_ids"]
-    names = run("losses-and-data", {"ids": ids, "mask": torch.ones_like(ids)})
+    register()
+    model = _Auto.from_pretrained("Llama", attn_implementation="deepsp")
+    hidden = torch.randn(2, 13, 6, generator=torch.Generator().manual_seed(0))
+    weight = torch.randn(VOCABULARY, 6, generator=torch.Generator().manual_seed(1))
+    mine = deepsp.shard(hidden, 1).clone().requires_grad_()
+    names = {"ids": ids, "mask": torch.ones_like(ids), "model": model, "weight": weight}
+    names = run("losses-and-data", names | {"hidden": mine})
     batch, seq_lens = names["batch"], names["seq_lens"]
+    expected = (hidden @ weight.T / 0.7).log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])
+    torch.testing.assert_close(names["log_probs"][:, :-1], expected[..., 0])
+    whole = _Auto.from_pretrained("Llama")(ids, labels=ids).loss
+    torch.testing.assert_close(names["loss"], whole.double(), rtol=1e-6, atol=0)
     logits = _model()(batch["input_ids"], batch["position_ids"], seq_lens)
     loss = deepsp.cross_entropy(logits, batch["shift_labels"])
     torch.testing.assert_close(loss, _expected_loss())
@@ -264,7 +276,7 @@ ELSEWHERE = {"README", "guide"}  # test_guide.py
 def test_snippets(page):
     function, ranks = RUNS[page]
     # DeepSpeed and transformers keep state of the process.
-    apart = page if page in ("deepspeed", "transformers") else ""
+    apart = page if page in ("deepspeed", "transformers", "losses-and-data") else ""
     with tempfile.TemporaryDirectory() as folder:
         on_ranks(ranks, function, *([folder] if page == "schedule" else []), apart=apart)
 

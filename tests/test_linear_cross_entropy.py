@@ -95,6 +95,105 @@ def test_loss_and_gradients(ranks, kind):
     on_ranks(ranks, _loss, kind)
 
 
+def _shaped(hidden, weight, bias, labels, weights, *, softcap, scale, z_loss, smoothing, mean):
+    """The loss of whole logits by its definition, and the gradients."""
+    leaves = [x.double().requires_grad_() for x in (hidden, weight, bias)]
+    logits = F.linear(*leaves) * scale
+    if softcap is not None:
+        logits = softcap * (logits / softcap).tanh()
+    each = F.cross_entropy(
+        logits.flatten(0, -2), labels.flatten(), reduction="none", label_smoothing=smoothing
+    ).view(labels.shape)
+    valid = labels != -100
+    each = (each + z_loss * logits.logsumexp(-1) ** 2)[valid]
+    counts = torch.ones_like(each) if weights is None else weights.double()[valid]
+    loss = (each * counts).sum() / (counts.sum() if mean and counts.sum() != 0 else 1)
+    return loss.detach(), *torch.autograd.grad(loss, leaves)
+
+
+SHAPES = [
+    {"softcap": 1.5, "scale": 0.7, "z_loss": 0.0, "smoothing": 0.0, "mean": True},
+    {"softcap": None, "scale": -2.0, "z_loss": 0.3, "smoothing": 0.1, "mean": False},
+    {"softcap": 0.4, "scale": 3.0, "z_loss": 0.05, "smoothing": 0.2, "mean": True},
+]
+
+
+def _terms(kind):
+    """Softcap, scale, z_loss and weights of tokens."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    hidden, weight, bias, labels = _case()
+    labels = labels.clone()
+    labels[:, 1::3] = -100
+    lens = lens_of(kind, 11, size)
+    weights = draw(2, 11, seed=5).abs()
+    weights[0, 0] = 0
+    weights[:, 1] = torch.nan  # of tokens that are ignored
+    for shape in SHAPES:
+        for of_tokens in (None, weights, weights * 1e-9):
+            expected = _shaped(hidden, weight, bias, labels, of_tokens, **shape)
+            mine = None if of_tokens is None else of_tokens.split(lens, 1)[rank]
+            kwargs = {n: shape[n] for n in ("softcap", "scale", "z_loss")}
+            kwargs |= {"reduction": "mean" if shape["mean"] else "sum", "token_weights": mine}
+            kwargs |= {"label_smoothing": shape["smoothing"]}
+            for average in (False, True):
+                whole = (hidden, weight, bias, labels)
+                ours = _sharded(*whole, lens, **kwargs, average_gradients=average, chunk_tokens=3)
+                _close(ours, expected, lens, size if average else 1, rtol=1e-11, atol=1e-13)
+            # Its twin, of whole logits.
+            del kwargs["softcap"], kwargs["scale"]
+            logits = F.linear(hidden, weight, bias).split(lens, 1)[rank] * shape["scale"]
+            if shape["softcap"] is not None:
+                logits = shape["softcap"] * (logits / shape["softcap"]).tanh()
+            logits.requires_grad_()
+            twin = deepsp.cross_entropy(logits, labels.split(lens, 1)[rank], **kwargs)
+            torch.testing.assert_close(twin, expected[0], rtol=1e-11, atol=1e-13)
+            (grad,) = torch.autograd.grad(twin, logits)
+            assert grad.isfinite().all() and bool(grad.any()) == (logits.numel() > 0)
+    # Weights whose sum is 0, of both signs: the mean is 0.
+    for zero in (torch.zeros(2, 11), torch.tensor([1.0, -1.0])[:, None].expand(2, 11)):
+        kwargs = {"token_weights": zero.split(lens, 1)[rank]}
+        found = _sharded(hidden, weight, bias, labels.relu(), lens, **kwargs)
+        assert not any(x.any() for x in found)
+        logits = F.linear(hidden, weight, bias).split(lens, 1)[rank].requires_grad_()
+        loss = deepsp.cross_entropy(logits, labels.relu().split(lens, 1)[rank], **kwargs)
+        assert loss == 0 and not torch.autograd.grad(loss, logits)[0].any()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["skewed", "empty"])
+def test_terms_of_the_loss(ranks, kind):
+    on_ranks(ranks, _terms, kind)
+
+
+def _terms_in_low_precision():
+    hidden, weight, bias, labels = _case(tokens=40, features=32, classes=50)
+    shape = SHAPES[0] | {"z_loss": 1e-2}
+    for dtype, tolerance in ((torch.float32, 2e-6), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)):
+        low = [(x * 0.5).to(dtype) for x in (hidden, weight, bias)]
+        # Of float16, weights of this size would leave gradients without digits.
+        for factor in (1e-7, 1e5):
+            weights = draw(2, 40, seed=5).abs().float() * factor
+            expected = _shaped(*low, labels, weights, **shape)
+            kwargs = {n: shape[n] for n in ("softcap", "scale", "z_loss")}
+            ours = _sharded(*low, labels, [40], token_weights=weights, **kwargs)
+            for a, b in zip(ours, expected, strict=True):
+                most = b.abs().max().item()
+                torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=tolerance * most)
+    # Autocast leaves the weights alone: 1 + 2^-12 isn't a bfloat16.
+    weights = torch.full((2, 40), 1 + 2**-12, dtype=torch.float32)
+    weights[0] = 1
+    single = [x.float() for x in (hidden, weight)]
+    with torch.autocast("cpu", torch.bfloat16):
+        a = deepsp.linear_cross_entropy(*single, labels, token_weights=weights, reduction="sum")
+    low = [x.bfloat16() for x in single]
+    b = deepsp.linear_cross_entropy(*low, labels, token_weights=weights, reduction="sum")
+    assert torch.equal(a, b)
+
+
+def test_terms_in_low_precision():
+    on_ranks(1, _terms_in_low_precision)
+
+
 def _dtypes():
     size = dist.get_world_size()
     hidden, weight, bias, labels = _case(tokens=40, features=32, classes=50)
@@ -258,8 +357,9 @@ def _gradcheck():
 
     def loss(hidden, weight, bias):
         return deepsp.linear_cross_entropy(
-            hidden, weight, labels, bias, label_smoothing=0.1, chunk_tokens=2
-        )
+            hidden, weight, labels, bias, label_smoothing=0.1, chunk_tokens=2, softcap=0.8,
+            scale=1.3, z_loss=0.2, token_weights=torch.arange(6).view(2, 3) / 4,
+        )  # fmt: skip
 
     gradcheck(loss, leaves)
 
@@ -304,9 +404,37 @@ def _wrong():
         ({"label_smoothing": 1.5}, "0 <= label_smoothing <= 1, got 1.5"),
         ({"label_smoothing": float("nan")}, "label_smoothing <= 1, got nan"),
         ({"chunk_tokens": 0}, "chunk_tokens >= 1, got 0"),
+        ({"softcap": 0.0}, "softcap to be None or a finite number > 0, got 0"),
+        ({"scale": float("inf")}, "scale to be finite, got inf"),
+        ({"z_loss": -0.1}, "z_loss to be a finite number >= 0, got -0.1"),
+        (
+            {"token_weights": labels},
+            "token_weights to be a floating-point tensor, got torch.int64",
+        ),
+        ({"token_weights": 2.0}, "token_weights to be a floating-point tensor, got float"),
+        (
+            {"token_weights": torch.ones(2, 1)},
+            r"token_weights to have the shape of shifted_labels \(2, 11\), got \(2, 1\)",
+        ),
+        (
+            {"token_weights": torch.ones(2, 11, requires_grad=True)},
+            "token_weights not to require a gradient, .*; detach them",
+        ),
     ]:
         with pytest.raises(ValueError, match=message):
             call(**kwargs)
+    logits = F.linear(hidden, weight, bias)
+    for kwargs, message in [
+        ({"z_loss": float("nan")}, "z_loss to be .* >= 0, got nan"),
+        ({"token_weights": torch.ones(2, 11, requires_grad=True)}, "not to require a gradient"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            deepsp.cross_entropy(logits, labels, **kwargs)
+    learned = torch.ones(2, 11, requires_grad=True)
+    with pytest.raises(ValueError, match="token_weights not to require a gradient"):
+        op.linear_cross_entropy(hidden, weight, None, labels, token_weights=learned)
+    with pytest.raises(ValueError, match=r"token_weights to be floating point, of shape \[2, 11\]"):
+        op.linear_cross_entropy(hidden, weight, None, labels, token_weights=learned[:1].detach())
     with pytest.raises(ValueError, match="wanted asks for the gradient of bias"):
         op.linear_cross_entropy_gradients(hidden, weight, None, labels, -1, 0.0, None, [1, 1, 1])
 
@@ -401,8 +529,9 @@ def _compiled():
 
     def step(hidden, weight, bias, labels):
         return deepsp.linear_cross_entropy(
-            hidden.cos(), weight, labels, bias, label_smoothing=0.1, chunk_tokens=4
-        )
+            hidden.cos(), weight, labels, bias, label_smoothing=0.1, chunk_tokens=4, softcap=2.0,
+            scale=0.5, z_loss=0.1, token_weights=hidden.detach()[..., 0].abs(),
+        )  # fmt: skip
 
     for tokens in (9, 14, 21):  # dynamic from the second on
         hidden, weight, bias, labels = _case(tokens)

@@ -1,7 +1,9 @@
-// Forward finds the gradients of the sum, backward scales them.
+// The loss: forward finds the gradients of the sum, backward scales them. Log-probabilities:
+// backward computes a chunk's logits again.
 
 #include "../op.h"
 
+#include <ATen/ops/cat.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
 
 namespace deepsp {
@@ -15,8 +17,28 @@ const Op<Tensors(
     int64_t ignore_index,
     double label_smoothing,
     std::optional<int64_t> chunk_tokens,
-    at::IntArrayRef wanted)>
+    at::IntArrayRef wanted,
+    std::optional<double> softcap,
+    double scale,
+    double z_loss,
+    const OptionalTensor& token_weights)>
     linear_cross_entropy_gradients("linear_cross_entropy_gradients");
+
+const Op<Tensors(
+    at::TensorList grads,
+    const at::Tensor& hidden,
+    const at::Tensor& weight,
+    const OptionalTensor& bias,
+    const at::Tensor& ids,
+    const at::Tensor& logsumexp,
+    const OptionalTensor& entropy,
+    int64_t ignore_index,
+    std::optional<int64_t> chunk_tokens,
+    std::optional<double> softcap,
+    double scale,
+    double temperature,
+    at::IntArrayRef wanted)>
+    token_log_probs_backward("token_log_probs_backward");
 
 at::Tensor linear_cross_entropy(
     const at::Tensor& hidden,
@@ -25,13 +47,32 @@ at::Tensor linear_cross_entropy(
     const at::Tensor& labels,
     int64_t ignore_index,
     double label_smoothing,
-    std::optional<int64_t> chunk_tokens) {
+    std::optional<int64_t> chunk_tokens,
+    std::optional<double> softcap,
+    double scale,
+    double z_loss,
+    const OptionalTensor& token_weights) {
   const auto wants = [](const at::Tensor& x) {
     return at::GradMode::is_enabled() && x.requires_grad();
   };
-  return linear_cross_entropy_gradients(
-      hidden, weight, bias, labels, ignore_index, label_smoothing, chunk_tokens,
-      {wants(hidden), wants(weight), bias.has_value() && wants(*bias)})[0];
+  const auto loss = [&](const OptionalTensor& weights) {
+    return linear_cross_entropy_gradients(
+        hidden, weight, bias, labels, ignore_index, label_smoothing, chunk_tokens,
+        {wants(hidden), wants(weight), bias.has_value() && wants(*bias)}, softcap, scale, z_loss,
+        weights)[0];
+  };
+  if (!token_weights.has_value() || !token_weights->is_floating_point() ||
+      token_weights->sym_sizes() != labels.sym_sizes()) {
+    return loss(token_weights);
+  }
+  TORCH_CHECK_VALUE(
+      !token_weights->requires_grad(),
+      "expected token_weights not to require a gradient, which isn't computed; detach them");
+  // The largest is made 1, so that 16-bit gradients of small or large ones keep their digits.
+  const at::Tensor weights = token_weights->to(at::kDouble).where(labels.ne(ignore_index), 0);
+  at::Tensor unit = at::cat({weights.abs().flatten(), weights.new_zeros({1})}).amax();
+  unit = unit.where(unit.gt(0), 1);
+  return loss(weights.div(unit)).mul(unit);
 }
 
 void keep_gradients(Call& call) {
@@ -78,6 +119,30 @@ Tensors scaled_gradients(const Call& call, const Tensors& gradients) {
   return call.placed(found, wanted);
 }
 
+void keep_log_probs(Call& call) {
+  const at::TensorList given = call.inputs();  // hidden, weight, bias if there is one, ids
+  const bool has_bias = call.count("bias") > 0;
+  const at::TensorList outputs = call.outputs();
+  call.keep_tensors(
+      {given[0], given[1], has_bias ? given[2] : at::Tensor(), given[2 + has_bias], outputs[1],
+       outputs.size() > 2 ? outputs[2] : at::Tensor()});
+}
+
+Tensors log_probs_gradients(const Call& call, const Tensors& gradients) {
+  const Tensors kept = call.kept_tensors();
+  const auto optional = [](const at::Tensor& x) {
+    return x.defined() ? OptionalTensor(x) : std::nullopt;
+  };
+  auto wanted = call.wanted(3);
+  wanted[2] &= kept[2].defined();
+  return call.placed(
+      token_log_probs_backward(
+          gradients, kept[0], kept[1], optional(kept[2]), kept[3], kept[4], optional(kept[5]),
+          call["ignore_index"], call["chunk_tokens"], call["softcap"], call["scale"],
+          call["temperature"], wanted),
+      wanted);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(deepsp, CompositeImplicitAutograd, m) {
@@ -86,6 +151,8 @@ TORCH_LIBRARY_IMPL(deepsp, CompositeImplicitAutograd, m) {
 
 TORCH_LIBRARY_IMPL(deepsp, Autograd, m) {
   differentiable(m, "linear_cross_entropy_gradients", scaled_gradients, keep_gradients);
+  differentiable(m, "token_log_probs", log_probs_gradients, keep_log_probs);
+  not_differentiable(m, "token_log_probs_backward");
 }
 
 }  // namespace deepsp

@@ -58,9 +58,10 @@ def prepare(
         return accelerator.prepare(*objects)
     for model in objects:
         if isinstance(model, nn.Module):
-            from deepsp.integrations.transformers import trains
+            from deepsp.integrations.transformers import use_in
 
-            trains(model, group, chunks)
+            base = model.get_base_model() if hasattr(model, "get_base_model") else model
+            use_in(base, group, chunks)
     prepared = accelerator.prepare(*objects)
     several = len(objects) > 1
     found = [

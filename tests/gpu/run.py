@@ -135,6 +135,20 @@ def loss_and_rest():
     torch.testing.assert_close(grads[0], full[0].split(lens, 1)[rank], **TIGHT)
     share = deepsp.all_reduce(grads[1], grad="replicated")
     torch.testing.assert_close(share, full[1], **TIGHT)
+    log_p = (hidden @ weight.T / 0.7).log_softmax(-1)
+    expected = log_p.gather(-1, labels.clamp(min=0)[..., None])[..., 0] * (labels != -100)
+    full = torch.autograd.grad(expected.exp().sum(), (hidden, weight))
+    found, entropy = deepsp.token_log_probs(
+        mine, weight, labels.split(lens, 1)[rank], temperature=0.7, entropy=True, chunk_tokens=2,
+        outputs="full", seq_lens=lens,
+    )  # fmt: skip
+    torch.testing.assert_close(found, expected, **TIGHT)
+    of_all = -(log_p.exp() * log_p).sum(-1) * (labels != -100)
+    torch.testing.assert_close(entropy, of_all, **TIGHT)
+    grads = torch.autograd.grad(found.exp().sum(), (mine, weight))
+    torch.testing.assert_close(grads[0], full[0].split(lens, 1)[rank], **TIGHT)
+    share = deepsp.all_reduce(grads[1], grad="replicated")
+    torch.testing.assert_close(share, full[1], **TIGHT)
     torch.manual_seed(0)
     module = torch.nn.Linear(3, 4, device=labels.device)
     for p in module.parameters():

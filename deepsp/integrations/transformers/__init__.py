@@ -27,17 +27,21 @@ from deepsp.integrations.transformers import calls
 from deepsp.integrations.transformers.attention import attention
 from deepsp.integrations.transformers.check import check
 from deepsp.integrations.transformers.masks import Masks
+from deepsp.integrations.transformers.own_loss import OwnLoss
 
 __all__ = ["SequenceParallelTrainer", "check", "register", "sequence_parallel"]
 
 
-def register(group: Group = None, chunks: int = 1, name: str = "deepsp") -> None:
+def register(
+    group: Group = None, chunks: int = 1, name: str = "deepsp", average_gradients: bool = False
+) -> None:
     """Makes ``attn_implementation=name`` (or ``model.set_attn_implementation(name)``) attention
     over sequences that are sharded over ``group``.
 
     The model gets this rank's ``input_ids`` and ``position_ids`` and the full ``attention_mask``,
-    as :func:`deepsp.shard_batch` returns them, at least one token on every rank, and no ``labels``:
-    its own loss would be that of this rank's tokens. The ranks may have different numbers of
+    as :func:`deepsp.shard_batch` returns them, at least one token on every rank, and no ``labels``.
+    With ``shift_labels``, a causal language model returns its loss: that of the full sequence, the
+    same on every rank (:func:`deepsp.cross_entropy`). The ranks may have different numbers of
     tokens. The result is this rank's part of what one process computes with ``"sdpa"``: causal or
     not, with grouped heads, sliding windows or chunks, padding ([B, S], or a mask [B, 1, S, S]),
     and documents in one row that restart ``position_ids`` (in causal attention without
@@ -48,6 +52,8 @@ def register(group: Group = None, chunks: int = 1, name: str = "deepsp") -> None
         chunks: as in :func:`deepsp.distributed_attention`.
         name: the name of the attention implementation; use another one for each further group. The
             same name again replaces the earlier one, also for models that have it already.
+        average_gradients: of the loss that a model returns for ``shift_labels``: as in
+            :func:`deepsp.cross_entropy`.
 
     Raises:
         ValueError: ``chunks`` isn't an int >= 1, or this process isn't in ``group``. The model's
@@ -74,7 +80,28 @@ def register(group: Group = None, chunks: int = 1, name: str = "deepsp") -> None
         name, functools.partial(attention, member=member, chunks=chunks)
     )
     transformers.AttentionMaskInterface.register(name, Masks)
-    calls.notice(name)
+    calls.notice(name, OwnLoss(member, average_gradients))
+
+
+def use_in(model, group: Group, chunks: int = 1) -> None:
+    """Gives a causal language model attention over ``group`` and the loss of full sequences, for
+    wrappers that average gradients over all ranks; checks it.
+
+    Raises:
+        ValueError: it isn't one, or :func:`check` refuses it.
+    """
+    from transformers import PreTrainedModel
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    if not isinstance(model, PreTrainedModel) or model.loss_function is not ForCausalLMLoss:
+        raise ValueError(
+            "expected model to be a causal language model of transformers, got "
+            f"{type(model).__name__}; for another one, use deepsp.shard_batch and a loss of deepsp "
+            "in a training loop"
+        )
+    register(group, chunks, average_gradients=True)
+    model.set_attn_implementation("deepsp")
+    check(model)
 
 
 def __getattr__(name: str):

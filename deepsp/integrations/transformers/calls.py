@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 from deepsp import data
 from deepsp.integrations.transformers.check import CALLED, CHECKED, check, implementations
+from deepsp.integrations.transformers.own_loss import OwnLoss, computing
 
-_names: set[str] = set()
-"""Under which names attention of ours is registered: so that a call finds out soon."""
+_names: dict[str, OwnLoss] = {}
+"""Under which names attention of ours is registered, so that a call finds out soon, and what is the
+loss of models that have it."""
 
 REPLACED = ("PreTrainedModel.__call__", "PreTrainedModel.get_correct_attn_implementation")
 
@@ -34,10 +36,10 @@ _KNOWN = {
 nothing does."""
 
 
-def notice(name: str) -> None:
+def notice(name: str, loss: OwnLoss) -> None:
     """Has calls of all models noticed, and those checked that find their attention under
-    ``name``."""
-    _names.add(name)
+    ``name``. ``loss``: what they return for ``shift_labels``."""
+    _names[name] = loss
     install()
 
 
@@ -79,11 +81,12 @@ def _call(self, *args, **kwargs):
     # Dynamo skips this function for good once it has broken off in it without an op, and then takes
     # each function that it calls for one to compile: a generator here would be an error.
     name = self.config._attn_implementation
-    ours = name in _names
+    loss = _names.get(name)
     for key in self.config.sub_configs:
         part = getattr(self.config, key, None)
-        ours = ours or (part is not None and part._attn_implementation in _names)
-    if ours:
+        if loss is None and part is not None:
+            loss = _names.get(part._attn_implementation)
+    if loss is not None:
         # Compiled code breaks off here once, and attention breaks it off anyway.
         if getattr(self, CHECKED, None) != name:
             _first(self)
@@ -92,9 +95,17 @@ def _call(self, *args, **kwargs):
             if kwargs.get("shift_labels") is not None:
                 # Models compute a loss for labels, and pass shift_labels on to it.
                 kwargs["labels"] = kwargs["shift_labels"]
+                with computing(self, loss):
+                    return nn.Module.__call__(self, *args, **kwargs)
     elif not torch.compiler.is_compiling():
         _check_alone(self, args, kwargs)
     return nn.Module.__call__(self, *args, **kwargs)
+
+
+def ensure_checked(model: nn.Module) -> None:
+    """Checks a model now if its first forward would."""
+    if _names and getattr(model, CHECKED, None) != model.config._attn_implementation:
+        _first(model)
 
 
 @torch.compiler.disable
@@ -116,8 +127,7 @@ def _check_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> N
     if given.get("labels") is not None:
         raise ValueError(
             f"expected no labels in the call of {of}, whose loss would be that of this rank's "
-            "tokens only; leave labels out, and use deepsp.cross_entropy(logits, shift_labels) "
-            "with the shift_labels that deepsp.shard_batch returns"
+            "tokens only; pass the shift_labels that deepsp.shard_batch returns in their place"
         )
     if given.get("use_cache"):
         raise ValueError(
@@ -146,9 +156,13 @@ def _check_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> N
 
 @torch.compiler.disable
 def _check_alone(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    check_alone(model, _given(model, args, kwargs))
+
+
+def check_alone(model: nn.Module, given: dict[str, Any]) -> None:
     """Raises where a model whose attention isn't ours is given one rank's tokens."""
-    given = _given(model, args, kwargs)
-    if any(data.is_handed_out(given.get(name)) for name in ("input_ids", "inputs_embeds")):
+    tokens = (given.get(name) for name in ("input_ids", "inputs_embeds"))
+    if any(map(data.is_handed_out, tokens)) and not implementations(model):
         from deepsp.attention import DistributedAttention
         from deepsp.layer import SequenceParallelAttention
         from deepsp.weights.rows import shards_of
@@ -156,9 +170,10 @@ def _check_alone(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         ours = (DistributedAttention, SequenceParallelAttention)
         if any(isinstance(m, ours) or shards_of(m) for m in model.modules()):
             return
+        name = min(_names, default="deepsp")
         raise ValueError(
-            f"expected attention of {type(model).__name__} to be {min(_names)!r}, since it is "
-            "called with the tokens that deepsp.shard_batch gave this rank, got "
+            f"expected attention of {type(model).__name__} to be {name!r}, since it is called with "
+            "the tokens that deepsp.shard_batch gave this rank, got "
             f"{model.config._attn_implementation!r}, with which each rank would attend to its own "
-            f"tokens only; call model.set_attn_implementation({min(_names)!r})"
+            f"tokens only; call model.set_attn_implementation({name!r})"
         )

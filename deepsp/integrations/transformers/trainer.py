@@ -23,12 +23,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
-from transformers import PreTrainedModel, Trainer
+from transformers import Trainer
 
 from deepsp.data import shard_batch, unshard
 from deepsp.groups import member_of, on_all_ranks
 from deepsp.integrations.accelerate import share_batches
-from deepsp.integrations.transformers import check, register
+from deepsp.integrations.transformers import use_in
+from deepsp.integrations.transformers.own_loss import LocalLoss, computing
 from deepsp.loss import cross_entropy
 
 _BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -111,13 +112,6 @@ class _SequenceParallel:
     # ---- the model
 
     def _prepare_model(self) -> None:
-        model = self._base_model()
-        if not isinstance(model, PreTrainedModel) or not self._loss_shifts_labels:
-            raise ValueError(
-                "expected model to be a causal language model of transformers, got "
-                f"{type(model).__name__}; for another one, use deepsp.shard_batch and a loss of "
-                "deepsp in a training loop"
-            )
         if getattr(self.args, "predict_with_generate", False):
             raise ValueError(
                 "expected predict_with_generate=False: a cache would hold one rank's tokens only; "
@@ -128,9 +122,7 @@ class _SequenceParallel:
                 f"expected label_smoothing_factor=0, since {type(self).__mro__[2].__name__} "
                 f"computes its loss itself, got {self.args.label_smoothing_factor}; leave it out"
             )
-        register(self._group)
-        model.set_attn_implementation("deepsp")
-        check(model)  # before the first step, and before the model is wrapped
+        use_in(self._base_model(), self._group)  # before the first step, and any wrapper
 
     def _base_model(self) -> nn.Module:
         model = self.accelerator.unwrap_model(self.model)
@@ -237,13 +229,8 @@ class _SequenceParallel:
         if hasattr(self, "_tp_size"):
             # SFTTrainer divides by it what it counts over all processes, of full masks only.
             self._tp_size = self._size if "attention_mask" in local else 1
-        base = self._base_model()
-        before = base.loss_function
-        base.loss_function = _local_loss
-        try:
+        with computing(self._base_model(), LocalLoss()):
             found = super().compute_loss(model, local, return_outputs, count)
-        finally:
-            base.loss_function = before
         loss, outputs = found if return_outputs else (found, None)
         if not model.training:
             return loss, outputs
@@ -354,17 +341,3 @@ class _SequenceParallel:
 
 class SequenceParallelTrainer(_SequenceParallel, Trainer):
     __doc__ = sequence_parallel.__doc__
-
-
-def _local_loss(
-    logits, labels, vocab_size=None, num_items_in_batch=None, shift_labels=None, **kwargs
-) -> Tensor:
-    """What a model's own loss is where a class of trainers computes the loss by it."""
-    if shift_labels is None or num_items_in_batch is None:
-        raise ValueError(
-            "expected shift_labels and num_items_in_batch in the model's call, which the trainer "
-            "passes to compute_loss; pass them on"
-        )
-    wide = logits.double() if logits.dtype == torch.float64 else logits.float()
-    sum_of = F.cross_entropy(wide.flatten(0, -2), shift_labels.flatten(), reduction="sum")
-    return sum_of / num_items_in_batch

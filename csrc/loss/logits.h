@@ -1,0 +1,254 @@
+#pragma once
+// The logits of a linear layer for a chunk of tokens at a time, and their gradients' way back. They
+// are softcap * tanh(scale * (x weight^T + bias) / softcap) / temperature.
+
+#include "../common/checks.h"
+#include "../op.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <cmath>
+
+namespace deepsp {
+
+struct LogitsOf {
+  std::optional<double> softcap;
+  double scale = 1;
+  double temperature = 1;
+};
+
+// What logits are computed with, and gradients summed in: float32, float64 for float64.
+inline at::ScalarType wide_dtype(at::ScalarType dtype) {
+  return dtype == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+// What the logits of a chunk take where chunk_tokens isn't given. Smaller chunks cost speed, as
+// each adds to the full gradient of the weight; larger ones gain next to none.
+constexpr int64_t kChunkBytes = int64_t(32) << 20;
+
+// A sum over as many tokens of what is at most 1 times hidden would leave float16's range.
+constexpr int64_t kHalfTokens = 512;
+
+// `labels_name`: what the op calls the classes.
+inline void check_logits(
+    const at::Tensor& hidden,
+    const at::Tensor& weight,
+    const OptionalTensor& bias,
+    const at::Tensor& labels,
+    const std::string& labels_name,
+    const LogitsOf& of,
+    std::optional<int64_t> chunk_tokens,
+    at::IntArrayRef wanted) {
+  const at::ScalarType dtype = hidden.scalar_type();
+  TORCH_CHECK_VALUE(
+      is_summable(dtype), "expected hidden to be float64, float32, bfloat16 or float16, got ",
+      dtype_name(dtype));
+  TORCH_CHECK_VALUE(
+      hidden.dim() >= 1,
+      "expected hidden to have shape [..., E], with the features of each token "
+      "in the last dimension, got a scalar");
+  const c10::SymInt features = hidden.sym_size(-1);
+  TORCH_CHECK_VALUE(
+      weight.dim() == 2 && weight.sym_size(0) > 0 && weight.sym_size(1) == features,
+      "expected weight to have shape [C, ", features,
+      "], one row of hidden's features for each of at least one class, got ", weight.sym_sizes());
+  check_like(weight, "weight", hidden, "hidden", kAutocast);
+  if (bias.has_value()) {
+    check_bias(*bias, "bias", weight, "weight");
+    check_like(*bias, "bias", hidden, "hidden", kAutocast);
+  }
+  check_device(labels, labels_name, hidden, "hidden");
+  TORCH_CHECK_VALUE(
+      at::isIntegralType(labels.scalar_type(), /*includeBool=*/false), "expected ", labels_name,
+      " to have an integer dtype, got ", dtype_name(labels.scalar_type()));
+  const c10::SymIntArrayRef tokens = hidden.sym_sizes().slice(0, hidden.dim() - 1);
+  TORCH_CHECK_VALUE(
+      labels.sym_sizes() == tokens, "expected ", labels_name, " to have shape ", tokens,
+      ", one for each token of hidden ", hidden.sym_sizes(), ", got ", labels.sym_sizes());
+  const double softcap = of.softcap.value_or(1);
+  TORCH_CHECK_VALUE(
+      softcap > 0 && std::isfinite(softcap),
+      "expected softcap to be None or a finite number > 0, got ", softcap);
+  TORCH_CHECK_VALUE(std::isfinite(of.scale), "expected scale to be finite, got ", of.scale);
+  TORCH_CHECK_VALUE(
+      of.temperature > 0 && std::isfinite(of.temperature),
+      "expected temperature to be a finite number > 0, got ", of.temperature);
+  check_at_least(chunk_tokens.value_or(1), 1, "chunk_tokens");
+  check_wanted(wanted, 3, "hidden, weight and bias");
+  TORCH_CHECK_VALUE(
+      !wanted[2] || bias.has_value(), "wanted asks for the gradient of bias, which is None");
+}
+
+// The classes of tokens, with 0 where they are ignored.
+struct Classes {
+  at::Tensor of;     // [tokens, 1] int64
+  at::Tensor valid;  // [tokens, 1] bool
+
+  Classes(const at::Tensor& labels, int64_t classes, int64_t ignore_index)
+      : of(labels.reshape({labels.numel(), 1}).to(at::kLong)), valid(of.ne(ignore_index)) {
+    // As PyTorch's own; on a GPU gather asserts it.
+    if (of.is_cpu()) {
+      const at::Tensor outside = valid.logical_and(of.lt(0).logical_or_(of.ge(classes)));
+      if (outside.any().item<bool>()) {
+        TORCH_CHECK_INDEX(
+            false, "Target ", of.masked_select(outside)[0].item<int64_t>(),
+            " is out of bounds: expected labels from 0 to ", classes - 1, ", or ignore_index (",
+            ignore_index, ")");
+      }
+    }
+    of = of.masked_fill(valid.logical_not(), 0);
+  }
+};
+
+// The gradients that are wanted, of hidden, weight and bias. Those of weight and bias are sums over
+// the chunks, in the wide dtype.
+struct LogitsGradients {
+  at::Tensor hidden, weight, bias;
+  Tensors all;
+
+  LogitsGradients(
+      const at::Tensor& of_hidden,
+      const at::Tensor& of_weight,
+      const OptionalTensor& of_bias,
+      at::IntArrayRef wanted) {
+    const auto wide = of_hidden.options().dtype(wide_dtype(of_hidden.scalar_type()));
+    if (wanted[0]) {
+      hidden = all.emplace_back(at::empty_symint(of_hidden.sym_sizes(), of_hidden.options()));
+    }
+    if (wanted[1]) {
+      weight = all.emplace_back(at::zeros_symint(of_weight.sym_sizes(), wide));
+    }
+    if (wanted[2]) {
+      bias = all.emplace_back(at::zeros_symint(of_bias->sym_sizes(), wide));
+    }
+  }
+};
+
+class Logits {
+ public:
+  const int64_t tokens, classes;
+
+  // `gradients`: those that are wanted, which add_gradients computes.
+  Logits(
+      const at::Tensor& hidden,
+      const at::Tensor& weight,
+      const OptionalTensor& bias,
+      int64_t tokens,
+      const LogitsOf& of,
+      std::optional<int64_t> chunk_tokens,
+      const LogitsGradients& gradients)
+      : tokens(tokens),
+        classes(weight.size(0)),
+        x_(hidden.reshape({tokens, weight.size(1)})),
+        weight_(weight),
+        bias_(bias),
+        of_(of),
+        gradients_(gradients),
+        wide_(wide_dtype(hidden.scalar_type())),
+        narrow_(wide_ != hidden.scalar_type()),
+        half_(hidden.scalar_type() == at::kHalf) {
+    const int64_t row_bytes = classes * static_cast<int64_t>(c10::elementSize(wide_));
+    chunk_ = chunk_tokens.value_or(std::max<int64_t>(1, kChunkBytes / row_bytes));
+    chunk_ = std::max<int64_t>(1, std::min({tokens, chunk_, half_ ? kHalfTokens : chunk_}));
+    // Used by each chunk in turn: a fresh one each time would cost its page faults.
+    const auto wide_options = hidden.options().dtype(wide_);
+    wide_buffer_ = at::empty({chunk_, classes}, wide_options);
+    narrow_buffer_ = narrow_ ? at::empty({chunk_, classes}, hidden.options()) : wide_buffer_;
+    if (of.softcap.has_value() && !gradients.all.empty()) {
+      slopes_ = at::empty({chunk_, classes}, wide_options);
+    }
+    if (gradients.hidden.defined()) {
+      hidden_grad_ = gradients.hidden.view({tokens, weight.size(1)});
+    }
+    if (gradients.weight.defined() && narrow_) {
+      weight_part_ = at::empty(weight.sizes(), hidden.options());
+    }
+  }
+
+  // Calls visit(begin, count, logits) for each chunk. The logits, [count, classes], may be
+  // overwritten: the next chunk's take their place.
+  template <class Visit>
+  void walk(const Visit& visit) {
+    for (int64_t begin = 0; begin < tokens; begin += chunk_) {
+      const int64_t count = std::min(chunk_, tokens - begin);
+      visit(begin, count, of_chunk(begin, count));
+    }
+  }
+
+  // Of the chunk that is visited; what `grad` holds is lost. With `unit`, the gradient of hidden is
+  // that many times this one's.
+  void add_gradients(
+      int64_t begin, int64_t count, const at::Tensor& grad, const at::Tensor& unit = {}) {
+    if (slopes_.defined()) {
+      grad.mul_(slopes_.narrow(0, 0, count));
+    }
+    if (const double factor = of_.scale / of_.temperature; factor != 1) {
+      grad.mul_(factor);
+    }
+    if (gradients_.bias.defined()) {
+      gradients_.bias.add_(grad.sum(at::OptionalIntArrayRef{0}));
+    }
+    at::Tensor product = grad;
+    if (narrow_) {
+      product = narrow_buffer_.narrow(0, 0, count);
+      product.copy_(grad);
+    }
+    if (hidden_grad_.defined()) {
+      at::Tensor out = hidden_grad_.narrow(0, begin, count);
+      at::mm_out(out, product, weight_);
+      if (unit.defined()) {
+        out.copy_(out.to(wide_).mul_(unit));
+      }
+    }
+    if (gradients_.weight.defined()) {
+      const at::Tensor x = x_.narrow(0, begin, count);
+      if (narrow_) {
+        const int64_t scale = half_ ? kHalfTokens : 1;
+        at::mm_out(weight_part_, product.t(), half_ ? x.div(scale) : x);
+        gradients_.weight.add_(weight_part_, scale);
+      } else {
+        gradients_.weight.addmm_(product.t(), x);
+      }
+    }
+  }
+
+ private:
+  at::Tensor of_chunk(int64_t begin, int64_t count) {
+    const at::Tensor logits = wide_buffer_.narrow(0, 0, count);
+    at::Tensor product = narrow_buffer_.narrow(0, 0, count);
+    at::mm_out(product, x_.narrow(0, begin, count), weight_.t());
+    if (narrow_) {
+      logits.copy_(product);
+    }
+    if (bias_.has_value()) {
+      logits.add_(*bias_);
+    }
+    if (!of_.softcap.has_value()) {
+      if (const double factor = of_.scale / of_.temperature; factor != 1) {
+        logits.mul_(factor);
+      }
+      return logits;
+    }
+    logits.mul_(of_.scale / *of_.softcap).tanh_();
+    if (slopes_.defined()) {
+      at::Tensor slopes = slopes_.narrow(0, 0, count);
+      at::mul_out(slopes, logits, logits).neg_().add_(1);
+    }
+    return logits.mul_(*of_.softcap / of_.temperature);
+  }
+
+  const at::Tensor x_, weight_;
+  const OptionalTensor bias_;
+  const LogitsOf of_;
+  const LogitsGradients& gradients_;
+  const at::ScalarType wide_;
+  const bool narrow_, half_;
+  int64_t chunk_;
+  at::Tensor wide_buffer_, narrow_buffer_, slopes_, hidden_grad_, weight_part_;
+};
+
+}  // namespace deepsp

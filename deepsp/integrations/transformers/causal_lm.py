@@ -1,0 +1,310 @@
+"""The loss of a causal language model of transformers, without its logits.
+
+The model is called as it is, by whatever is around it (DDP, FSDP, PEFT), with another forward in
+its head: one that computes the loss from what the head is given, and returns no logits. So what
+comes before the head is the model's own code, and weights that are gathered for a forward are
+there. What comes after it, a cap or a factor, has to be known: see :func:`_after_head`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepsp.groups import Group, member_of
+from deepsp.integrations.transformers import calls
+from deepsp.loss import linear_cross_entropy
+
+_AFTER_HEAD = "_deepsp_after_head"
+"""Where a model remembers what it does to its logits."""
+
+_CAPS = ("final_logit_softcapping",)
+_FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier")
+"""What configurations call them. A model may multiply by a factor, divide by it, or not use it."""
+
+
+def causal_lm_loss(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    group: Group = None,
+    *,
+    reduction: str = "mean",
+    num_valid_tokens: int | Tensor | None = None,
+    average_gradients: bool = False,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    token_weights: Tensor | None = None,
+    chunk_tokens: int | None = None,
+) -> Tensor:
+    """The next-token loss of a causal language model of transformers on a sharded batch, without
+    its logits: :func:`deepsp.linear_cross_entropy` in place of the model's head.
+
+    The head is ``model.get_output_embeddings()``: its weight may be tied or frozen (then no
+    gradient is computed for it) and it may have a bias. Softcaps and factors of logits (Gemma,
+    Cohere, Granite) are part of the loss. What a model does to its logits is looked up in its
+    configuration and tried out, on the first call of each model: its forward, with given logits in
+    place of the head's, must return what the loss takes the logits to be. Layers aren't run for
+    that.
+
+    Args:
+        model: a causal language model of transformers, or PEFT, DDP, FSDP or
+            :func:`deepsp.shard_parameters` around one.
+        batch: what :func:`deepsp.shard_batch` returned, with ``shift_labels``. Everything else is
+            passed to the model.
+        group: the sequence group.
+        reduction: "mean" over the valid tokens of all ranks, or their "sum".
+        num_valid_tokens: what the mean divides by, if not the number of valid tokens of this batch:
+            that of all micro-batches of a step, over the group.
+        average_gradients: as in :func:`deepsp.cross_entropy`.
+        label_smoothing: 0 to 1.
+        z_loss: as in :func:`deepsp.cross_entropy`.
+        token_weights: [B, S_r], as in :func:`deepsp.cross_entropy`.
+        chunk_tokens: as in :func:`deepsp.linear_cross_entropy`.
+
+    Returns:
+        A scalar, the same on every rank: float32, or float64 for float64. Gradients are partial, as
+        those of :func:`deepsp.cross_entropy`.
+
+    Raises:
+        ValueError: the batch has no ``shift_labels``, or has ``labels``; the model isn't one of
+            transformers, has no head or another one than ``nn.Linear`` (with LoRA, quantized), adds
+            a loss of its own (``output_router_logits``), attends to this rank's tokens only, or
+            does something to its logits that isn't known; arguments that
+            :func:`deepsp.linear_cross_entropy` refuses.
+    """
+    labels = _labels(batch)
+    if num_valid_tokens is not None:
+        if reduction != "mean":
+            raise ValueError(
+                f"expected num_valid_tokens with reduction='mean' only, got {reduction!r}; leave "
+                "it out, and divide the sum yourself"
+            )
+        if not isinstance(num_valid_tokens, Tensor) and not num_valid_tokens > 0:
+            raise ValueError(f"expected num_valid_tokens > 0, got {num_valid_tokens}")
+    inner = _causal_lm(model, batch)
+    head = _head(inner)
+    inputs = {name: x for name, x in batch.items() if name != "shift_labels"}
+    if _takes(inner, "use_cache"):
+        inputs.setdefault("use_cache", False)  # it would hold this rank's tokens only
+    if member_of(group)[1] > 1 and not _is_compiled(model):
+        calls.check_alone(inner, inputs)
+    softcap, scale = _after_head(inner, head)
+    from torch.distributed.tensor import DTensor
+
+    losses: list[Tensor] = []
+
+    def forward(hidden: Tensor) -> Tensor:
+        if isinstance(head.weight, DTensor):
+            raise ValueError(
+                f"expected the head of {type(inner).__name__} to have its full weight in forward, "
+                "got a DTensor, as tensor parallelism makes it; leave the head out of the plan, or "
+                "shard it with fully_shard or deepsp.shard_parameters"
+            )
+        loss = linear_cross_entropy(
+            *(hidden, head.weight, labels.to(hidden.device), head.bias),
+            group=group,
+            reduction="sum" if num_valid_tokens is not None else reduction,
+            label_smoothing=label_smoothing,
+            average_gradients=average_gradients,
+            chunk_tokens=chunk_tokens,
+            softcap=softcap,
+            scale=scale,
+            z_loss=z_loss,
+            token_weights=token_weights,
+        )
+        losses.append(loss)
+        # Logits of no class. They depend on the loss, so that wrappers which look at a model's
+        # output for what takes part in backward (DDP, FSDP) find it all.
+        return loss.to(hidden.dtype).expand(*hidden.shape[:-1], 1)[..., :0]
+
+    with _in_place_of(head, forward):
+        logits = _logits(model(**inputs))
+    if len(losses) != 1:
+        raise ValueError(
+            f"expected {type(inner).__name__} to call its head once in a forward, got "
+            f"{len(losses)} calls; use deepsp.cross_entropy on its logits"
+        )
+    loss = losses[0] + logits.sum().to(losses[0].dtype)  # of nothing: 0
+    return loss if num_valid_tokens is None else loss / num_valid_tokens
+
+
+def _labels(batch: Mapping[str, Any]) -> Tensor:
+    if not isinstance(batch, Mapping):
+        raise ValueError(
+            "expected batch to be what deepsp.shard_batch returned first, a dictionary, got "
+            f"{type(batch).__name__}"
+        )
+    labels = batch.get("shift_labels")
+    if batch.get("labels") is not None or not isinstance(labels, Tensor):
+        raise ValueError(
+            "expected batch to have shift_labels and no labels, as deepsp.shard_batch returns it, "
+            f"got {sorted(batch)}; pass the full batch, with labels, to deepsp.shard_batch"
+        )
+    return labels
+
+
+def _causal_lm(model: nn.Module, batch: Mapping[str, Any]) -> nn.Module:
+    """The model of transformers in its wrappers."""
+    from transformers import PreTrainedModel
+
+    found = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    if found is None:
+        raise ValueError(f"expected model to be one of transformers, got {type(model).__name__}")
+    configs = (found.config, found.config.get_text_config())
+    asked = batch.get("output_router_logits")
+    if asked or (asked is None and any(getattr(c, "output_router_logits", 0) for c in configs)):
+        raise ValueError(
+            f"expected output_router_logits of {type(found).__name__} to be False, got True: the "
+            "auxiliary loss would be that of this rank's tokens only, and isn't part of this loss; "
+            "set model.config.output_router_logits = False"
+        )
+    return found
+
+
+def _head(model: nn.Module) -> nn.Linear:
+    of, head = type(model).__name__, model.get_output_embeddings()
+    if head is None:
+        raise ValueError(
+            f"expected {of} to have a head, model.get_output_embeddings(), got None; pass a model "
+            "for causal language modeling, such as AutoModelForCausalLM makes"
+        )
+    # Sharded parameters make a class of its own, with nn.Linear's forward.
+    plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+    if not plain or "forward" in vars(head):
+        name = f"{type(head).__module__}.{type(head).__qualname__}"
+        what = name if not plain else "one whose forward was replaced"
+        raise ValueError(
+            f"expected the head of {of} to be a plain nn.Linear, got {what}: its logits aren't "
+            "those of its weight alone; leave the head without adapters and quantization, or use "
+            "deepsp.cross_entropy on the model's logits"
+        )
+    return head
+
+
+def _takes(model: nn.Module, name: str) -> bool:
+    declared = inspect.signature(model.forward).parameters
+    return name in declared or any(p.kind == p.VAR_KEYWORD for p in declared.values())
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Whether a backend, which may shard attention, sees the model."""
+    return any(
+        hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules()
+    )
+
+
+def _logits(output: Any) -> Tensor:
+    return output.logits if hasattr(output, "logits") else output[0]
+
+
+@contextlib.contextmanager
+def _in_place_of(module: nn.Module, forward: Callable) -> Iterator[None]:
+    """``forward`` is the module's own; its hooks run around it."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
+
+
+# ------------------------------------------------------------------- what follows the head
+
+
+class _Hidden:
+    """What a model reads of its base model's output: hidden states, and nothing else."""
+
+    def __init__(self, hidden: Tensor):
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+    def __getitem__(self, index):
+        return (self.last_hidden_state,)[index]
+
+
+def _after_head(model: nn.Module, head: nn.Linear) -> tuple[float | None, float]:
+    """The softcap and the scale by which the model makes logits from what its head returns.
+
+    The model's forward is run with hidden states in place of its base model's and with given
+    numbers in place of its head's. Nothing of attention is in it: two tokens are all that it takes,
+    alike on every rank, however attention is sharded. All classes are there: some models treat some
+    of them otherwise.
+
+    Raises:
+        ValueError: none that the configuration names explains what the model returns.
+    """
+    config = model.config.get_text_config()
+    named = {n: getattr(config, n, None) for n in (*_CAPS, *_FACTORS)}
+    numbers = {n: float(x) for n, x in named.items() if isinstance(x, (int, float)) and x}
+    known = (numbers, head.weight.shape)
+    if getattr(model, _AFTER_HEAD, (None, None))[0] == known:
+        return getattr(model, _AFTER_HEAD)[1]
+    given, found = _tried(model, head)
+    eps = max(torch.finfo(x.dtype).eps for x in (given, found))
+    caps = [None, *(numbers[n] for n in _CAPS if n in numbers)]
+    factors = {n: (numbers[n], 1 / numbers[n]) for n in _FACTORS if n in numbers}
+    for cap, scale in product(caps, (1.0, *(f for both in factors.values() for f in both))):
+        expected = given.double() * scale
+        if cap is not None:
+            expected = cap * (expected / cap).tanh()
+        if torch.allclose(found.double(), expected, rtol=8 * eps, atol=8 * eps):
+            setattr(model, _AFTER_HEAD, (known, (cap, scale)))
+            return cap, scale
+    raise ValueError(
+        f"{type(model).__name__} changes its logits in a way that isn't known: not by a softcap or "
+        f"a factor that its configuration names ({numbers or 'none'}); use deepsp.cross_entropy on "
+        "its logits"
+    )
+
+
+def _tried(model: nn.Module, head: nn.Linear) -> tuple[Tensor, Tensor]:
+    """Numbers in place of the head's output, and the logits that the model returns."""
+    calls.ensure_checked(model)  # it would run the layers that are taken out here
+    of, given = type(model).__name__, []
+    weight = head.weight  # of its dtype and device; it may be sharded
+    generator = torch.Generator().manual_seed(0)
+
+    def forward_of_head(hidden: Tensor) -> Tensor:
+        # Small and large, to either side of any cap.
+        numbers = torch.randn(*hidden.shape[:-1], head.out_features, generator=generator)
+        numbers = numbers * torch.tensor([3.0, 60.0])[:, None]
+        given.append(numbers.to(hidden.device, hidden.dtype))
+        return given[-1].clone()
+
+    hidden = torch.randn(1, 2, head.in_features, generator=generator)
+    hidden = hidden.to(weight.device, weight.dtype)
+    base = {model.base_model, getattr(model, "get_decoder", lambda: None)()} - {model, None}
+    arguments = {"input_ids": torch.zeros(1, 2, dtype=torch.int64, device=weight.device)}
+    if _takes(model, "use_cache"):
+        arguments["use_cache"] = False
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(_in_place_of(head, forward_of_head))
+        for module in base:
+            stack.enter_context(_in_place_of(module, lambda *_, **__: _Hidden(hidden)))
+        try:
+            logits = _logits(model._call_impl(**arguments))
+        except Exception as error:
+            raise ValueError(
+                f"{of} couldn't be run with given hidden states and logits, to see what it does to "
+                f"them: {type(error).__name__}: {error}; use deepsp.cross_entropy on its logits"
+            ) from error
+    if len(given) != 1 or given[0].shape != logits.shape:
+        raise ValueError(
+            f"expected {of} to return what its head made of its base model's hidden states, got "
+            f"{len(given)} calls of the head, and logits of shape {list(logits.shape)}; use "
+            "deepsp.cross_entropy on its logits"
+        )
+    return given[0], logits

@@ -1,0 +1,95 @@
+"""The loss that a model of transformers returns itself, over a sharded sequence."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deepsp.groups import Group, Member
+from deepsp.loss import cross_entropy
+
+
+@dataclass(frozen=True)
+class OwnLoss:
+    """Takes the place of a causal language model's ``loss_function``: the loss of the full
+    sequence, on every rank. ``num_items_in_batch``: what its sum is divided by; None: the number of
+    valid tokens of the group."""
+
+    group: Group | Member
+    average_gradients: bool = False
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        vocab_size: int | None = None,
+        num_items_in_batch: int | Tensor | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **_,
+    ) -> Tensor:
+        if shift_labels is None:
+            raise ValueError(
+                "expected the model to pass shift_labels on to its loss function, got None; leave "
+                "shift_labels out of its call, and use deepsp.cross_entropy on its logits"
+            )
+        loss = cross_entropy(
+            logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits,
+            shift_labels,
+            self.group,
+            ignore_index=ignore_index,
+            reduction="mean" if num_items_in_batch is None else "sum",
+            average_gradients=self.average_gradients,
+        )
+        return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+class LocalLoss:
+    """The sum over this rank's tokens, divided by ``num_items_in_batch``: for who reduces it over
+    the ranks."""
+
+    def __call__(
+        self, logits, labels, vocab_size=None, num_items_in_batch=None, shift_labels=None, **_
+    ) -> Tensor:
+        if shift_labels is None or num_items_in_batch is None:
+            raise ValueError(
+                "expected shift_labels and num_items_in_batch in the model's call, as the trainer "
+                "passes them to compute_loss; pass them on"
+            )
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        losses = F.cross_entropy(wide.flatten(0, -2), shift_labels.flatten(), reduction="sum")
+        return losses / num_items_in_batch
+
+
+@contextlib.contextmanager
+def computing(model: nn.Module, loss: OwnLoss | LocalLoss) -> Iterator[None]:
+    """``model`` returns ``loss`` in here, unless it has been given one of these before.
+
+    Raises:
+        ValueError: its own loss isn't that of a causal language model of transformers.
+    """
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    own = vars(model).get("_loss_function")
+    if isinstance(own, (OwnLoss, LocalLoss)):
+        yield
+        return
+    if model.loss_function is not ForCausalLMLoss:
+        raise ValueError(
+            f"expected the loss function of {type(model).__name__} to be transformers' for causal "
+            f"language models, got {model.loss_function!r}; leave shift_labels out of the call, and "
+            "compute the loss from the logits with deepsp.cross_entropy"
+        )
+    model.loss_function = loss
+    try:
+        yield
+    finally:
+        if own is None:
+            del model._loss_function
+        else:
+            model._loss_function = own
