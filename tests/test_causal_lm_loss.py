@@ -190,6 +190,24 @@ def test_in_use(ranks):
     on_ranks(ranks, _in_use, apart="transformers")
 
 
+def _compiled():
+    """In a compiled model, and in one that compiles itself."""
+    register()
+    batch = _batch()
+    part, _ = deepsp.shard_batch(batch)
+    expected = _expected(_make("Llama"), batch)
+    model = _make("Llama", "deepsp")
+    compiled = torch.compile(model, backend="aot_eager")
+    _close(model, deepsp.causal_lm_loss(compiled, part), expected)
+    model = _make("Llama", "deepsp")
+    model.compile(backend="aot_eager")
+    _close(model, deepsp.causal_lm_loss(model, part), expected)
+
+
+def test_compiled():
+    on_ranks(2, _compiled, apart="transformers")
+
+
 def _wrapped():
     """DDP, FSDP, sharded parameters and PEFT around the model."""
     import peft
@@ -289,7 +307,9 @@ def _refused():
     refused(nn.Linear(2, 2), "expected model to be one of transformers, got Linear")
     refused(model.model, "LlamaModel to have a head, .*, got None")
     if dist.get_world_size() > 1:
-        refused(_make("Llama"), r"attention of LlamaForCausalLM is 'sdpa'")
+        alone = _make("Llama")
+        for model in (alone, torch.compile(alone, backend="deepsp")):  # which takes full batches
+            refused(model, "attention of LlamaForCausalLM is 'sdpa', but it is called with .* gave")
 
     lora = peft.LoraConfig(target_modules=["lm_head"])
     refused(
