@@ -1,6 +1,8 @@
 """The loss of transformers' causal language models without logits, against the same model with
 "sdpa" and all its logits in one process, in float64."""
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -229,11 +231,14 @@ def _wrapped():
         for name, p in model.named_parameters():
             torch.testing.assert_close(p.grad, expected[1][name], **TIGHT, msg=name)
 
-    for layers in ("model", "layers", "head"):
+    warnings.filterwarnings("error", message=".*returned a view")
+    for layers in ("model", "layers", "base", "head"):
         model = _make("Llama", "deepsp")
         if layers != "model":
             for layer in model.model.layers:
                 fully_shard(layer)
+        if layers == "base":
+            fully_shard(model.model)
         if layers == "head":
             fully_shard(model.lm_head)
         fully_shard(model)

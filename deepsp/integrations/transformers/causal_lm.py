@@ -120,8 +120,9 @@ def causal_lm_loss(
         )
         losses.append(loss)
         # Logits of no class. They depend on the loss, so that wrappers which look at a model's
-        # output for what takes part in backward (DDP, FSDP) find it all.
-        return loss.to(hidden.dtype).expand(*hidden.shape[:-1], 1)[..., :0]
+        # output for what takes part in backward (DDP, FSDP) find it all. No view: FSDP's hook on it
+        # would be lost where the model goes on in place.
+        return loss.to(hidden.dtype).expand(*hidden.shape[:-1], 1)[..., :0].clone()
 
     with _in_place_of(head, forward):
         logits = _logits(model(**inputs))
