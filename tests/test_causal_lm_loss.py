@@ -1,6 +1,8 @@
 """The loss of transformers' causal language models without logits, against the same model with
 "sdpa" and all its logits in one process, in float64."""
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -190,6 +192,24 @@ def test_in_use(ranks):
     on_ranks(ranks, _in_use, apart="transformers")
 
 
+def _compiled():
+    """In a compiled model, and in one that compiles itself."""
+    register()
+    batch = _batch()
+    part, _ = deepsp.shard_batch(batch)
+    expected = _expected(_make("Llama"), batch)
+    model = _make("Llama", "deepsp")
+    compiled = torch.compile(model, backend="aot_eager")
+    _close(model, deepsp.causal_lm_loss(compiled, part), expected)
+    model = _make("Llama", "deepsp")
+    model.compile(backend="aot_eager")
+    _close(model, deepsp.causal_lm_loss(model, part), expected)
+
+
+def test_compiled():
+    on_ranks(2, _compiled, apart="transformers")
+
+
 def _wrapped():
     """DDP, FSDP, sharded parameters and PEFT around the model."""
     import peft
@@ -211,11 +231,14 @@ def _wrapped():
         for name, p in model.named_parameters():
             torch.testing.assert_close(p.grad, expected[1][name], **TIGHT, msg=name)
 
-    for layers in ("model", "layers", "head"):
+    warnings.filterwarnings("error", message=".*returned a view")
+    for layers in ("model", "layers", "base", "head"):
         model = _make("Llama", "deepsp")
         if layers != "model":
             for layer in model.model.layers:
                 fully_shard(layer)
+        if layers == "base":
+            fully_shard(model.model)
         if layers == "head":
             fully_shard(model.lm_head)
         fully_shard(model)
@@ -289,7 +312,9 @@ def _refused():
     refused(nn.Linear(2, 2), "expected model to be one of transformers, got Linear")
     refused(model.model, "LlamaModel to have a head, .*, got None")
     if dist.get_world_size() > 1:
-        refused(_make("Llama"), r"attention of LlamaForCausalLM is 'sdpa'")
+        alone = _make("Llama")
+        for model in (alone, torch.compile(alone, backend="deepsp")):  # which takes full batches
+            refused(model, "attention of LlamaForCausalLM is 'sdpa', but it is called with .* gave")
 
     lora = peft.LoraConfig(target_modules=["lm_head"])
     refused(

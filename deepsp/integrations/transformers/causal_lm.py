@@ -92,7 +92,7 @@ def causal_lm_loss(
     inputs = {name: x for name, x in batch.items() if name != "shift_labels"}
     if _takes(inner, "use_cache"):
         inputs.setdefault("use_cache", False)  # it would hold this rank's tokens only
-    if member_of(group)[1] > 1 and not _is_compiled(model):
+    if member_of(group)[1] > 1 and _is_attention_of_theirs(inner):
         calls.check_alone(inner, inputs)
     softcap, scale = _after_head(inner, head)
     from torch.distributed.tensor import DTensor
@@ -120,8 +120,9 @@ def causal_lm_loss(
         )
         losses.append(loss)
         # Logits of no class. They depend on the loss, so that wrappers which look at a model's
-        # output for what takes part in backward (DDP, FSDP) find it all.
-        return loss.to(hidden.dtype).expand(*hidden.shape[:-1], 1)[..., :0]
+        # output for what takes part in backward (DDP, FSDP) find it all. No view: FSDP's hook on it
+        # would be lost where the model goes on in place.
+        return loss.to(hidden.dtype).expand(*hidden.shape[:-1], 1)[..., :0].clone()
 
     with _in_place_of(head, forward):
         logits = _logits(model(**inputs))
@@ -192,11 +193,10 @@ def _takes(model: nn.Module, name: str) -> bool:
     return name in declared or any(p.kind == p.VAR_KEYWORD for p in declared.values())
 
 
-def _is_compiled(model: nn.Module) -> bool:
-    """Whether a backend, which may shard attention, sees the model."""
-    return any(
-        hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules()
-    )
+def _is_attention_of_theirs(model: nn.Module) -> bool:
+    """Whether it is known to see this rank's tokens only; users register functions of their own."""
+    name = model.config._attn_implementation
+    return name in (None, "eager", "sdpa", "flex_attention") or "flash" in name
 
 
 def _logits(output: Any) -> Tensor:
