@@ -25,11 +25,23 @@ def _class(size):
     return Trainer, {}
 
 
-def _plain(size, batch, name="llama", dtype=torch.float32, rows=11, masked=None, **given):
-    model = tiny(name, dtype)
+def _plain(
+    size,
+    batch,
+    name="llama",
+    config=(),
+    dtype=torch.float32,
+    rows=11,
+    masked=None,
+    options=(),
+    **given,
+):
+    model = tiny(name, dtype, **dict(config))
     if size == 1 and dtype == f64 and "label_smoothing_factor" not in given:
         model.loss_function = wide_loss
     cls, more = _class(size)
+    if size > 1:
+        more |= dict(options)
     args = arguments(per_device_train_batch_size=batch, per_device_eval_batch_size=batch, **given)
     train, evaluation = Rows(40, keep=masked), Rows(rows, 1)
     trainer = cls(
@@ -77,6 +89,12 @@ def test_accumulation(world, size):
         {"average_tokens_across_devices": False, "max_grad_norm": 0.5},
         {"bf16": True, "digits": 2e-2},
         {"prediction_loss_only": True},
+        {
+            "options": (("without_logits", True),),
+            "name": "gemma2",
+            "prediction_loss_only": True,
+            "config": (("attn_logit_softcapping", None), ("final_logit_softcapping", 2.0)),
+        },
     ],
     ids=lambda given: next(iter(given)),
 )

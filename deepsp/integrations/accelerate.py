@@ -80,8 +80,8 @@ def share_batches(accelerator: Accelerator, size: int | None) -> dist.ProcessGro
     """
     if getattr(accelerator.parallelism_config, "total_size", 1) > 1:
         raise ValueError(
-            "expected no parallelism config in the accelerator or its launcher, by which accelerate "
-            f"would shard attention itself, got {accelerator.parallelism_config}; pass "
+            "expected no parallelism config in the accelerator or its launcher, by which "
+            f"accelerate would shard attention itself, got {accelerator.parallelism_config}; pass "
             "sequence_parallel_size only"
         )
     world = accelerator.num_processes

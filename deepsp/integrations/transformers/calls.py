@@ -95,6 +95,8 @@ def _call(self, *args, **kwargs):
             if kwargs.get("shift_labels") is not None:
                 # Models compute a loss for labels, and pass shift_labels on to it.
                 kwargs["labels"] = kwargs["shift_labels"]
+                if getattr(self.config, "use_cache", False):
+                    kwargs.setdefault("use_cache", False)  # it would hold this rank's tokens only
                 with computing(self, loss):
                     return nn.Module.__call__(self, *args, **kwargs)
     elif not torch.compiler.is_compiling():

@@ -82,8 +82,8 @@ def computing(model: nn.Module, loss: OwnLoss | LocalLoss) -> Iterator[None]:
     if model.loss_function is not ForCausalLMLoss:
         raise ValueError(
             f"expected the loss function of {type(model).__name__} to be transformers' for causal "
-            f"language models, got {model.loss_function!r}; leave shift_labels out of the call, and "
-            "compute the loss from the logits with deepsp.cross_entropy"
+            f"language models, got {model.loss_function!r}; leave shift_labels out of the call, "
+            "and compute the loss from the logits with deepsp.cross_entropy"
         )
     model.loss_function = loss
     try:

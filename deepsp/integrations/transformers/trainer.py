@@ -29,6 +29,7 @@ from deepsp.data import shard_batch, unshard
 from deepsp.groups import member_of, on_all_ranks
 from deepsp.integrations.accelerate import share_batches
 from deepsp.integrations.transformers import use_in
+from deepsp.integrations.transformers.causal_lm import causal_lm_loss
 from deepsp.integrations.transformers.own_loss import LocalLoss, computing
 from deepsp.loss import cross_entropy
 
@@ -39,10 +40,14 @@ _BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "s
 def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
     """A subclass of ``trainer_class`` that trains on sharded sequences.
 
-    The class takes one more argument, ``sequence_parallel_size``: the number of ranks that share
-    each batch, a divisor of the number of processes. None: ``cp_size`` (or ``sp_size``) of
-    ``TrainingArguments.parallelism_config``. Everything else is as the class has it: with
+    The class takes two more arguments, by name. Everything else is as the class has it: with
     ``per_device_train_batch_size=b`` on N processes, a step trains on b * N / size samples.
+
+    - ``sequence_parallel_size``: the number of ranks that share each batch, a divisor of the number
+      of processes. None: ``cp_size`` (or ``sp_size``) of
+      ``TrainingArguments.parallelism_config``.
+    - ``without_logits``: computes the loss by :func:`deepsp.causal_lm_loss`, so that logits exist
+      for a few tokens at a time only; not in an evaluation that asks for logits.
 
     Losses, gradient norms, evaluation and metrics are those of the same training without sequence
     parallelism on N / size processes. A causal language model trains on the loss of its full
@@ -59,7 +64,8 @@ def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
         [B, S, V] of memory on every rank, so ask for them in evaluation only.
 
     Raises:
-        ValueError: on making a trainer: the model isn't a causal language model of transformers, or
+        ValueError: on making a trainer: ``without_logits`` with a class or function that computes
+            the loss itself; the model isn't a causal language model of transformers, or
             computes something over tokens that isn't attention through deepsp
             (:func:`deepsp.integrations.transformers.check`); the size doesn't divide the number of
             processes; label smoothing with a class that computes its loss itself;
@@ -79,8 +85,14 @@ def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
 class _SequenceParallel:
     """What :func:`sequence_parallel` puts before a class of trainers."""
 
-    def __init__(self, *args, sequence_parallel_size: int | None = None, **kwargs):
-        self._asked_size = sequence_parallel_size
+    def __init__(
+        self,
+        *args,
+        sequence_parallel_size: int | None = None,
+        without_logits: bool = False,
+        **kwargs,
+    ):
+        self._asked_size, self._without_logits = sequence_parallel_size, without_logits
         self._checked_loss = False
         super().__init__(*args, **kwargs)
         if self._size > 1:
@@ -121,6 +133,11 @@ class _SequenceParallel:
             raise ValueError(
                 f"expected label_smoothing_factor=0, since {type(self).__mro__[2].__name__} "
                 f"computes its loss itself, got {self.args.label_smoothing_factor}; leave it out"
+            )
+        if self._without_logits and (self._has_own_loss() or self.compute_loss_func is not None):
+            raise ValueError(
+                "expected without_logits=False where a class or compute_loss_func computes the "
+                "loss itself, got True; leave it out"
             )
         use_in(self._base_model(), self._group)  # before the first step, and any wrapper
 
@@ -169,7 +186,7 @@ class _SequenceParallel:
             loss, outputs = self._ours(model, inputs, local, seq_lens, num_items_in_batch)
         if not model.training:
             loss = self._over_all(loss)
-        if self._returns_outputs:
+        if self._returns_outputs and self.compute_loss_func is None:
             outputs = self._gathered(outputs, seq_lens)
         return (loss, outputs) if return_outputs else loss
 
@@ -196,25 +213,27 @@ class _SequenceParallel:
 
     def _ours(self, model, inputs, local, seq_lens, num_items_in_batch):
         """The loss of a model that returns logits."""
-        labels = local.pop("shift_labels")
-        outputs = model(**local, use_cache=False)
         counted = num_items_in_batch is not None
-        if self.compute_loss_func is not None:
-            outputs = self._gathered(outputs, seq_lens)
-            loss = self.compute_loss_func(
-                outputs, inputs.get("labels"), num_items_in_batch=num_items_in_batch
-            )
-            loss = torch.ops.deepsp.scale_gradient(loss, float(self._size))
+        arguments = {
+            "reduction": "sum" if counted else "mean",
+            "label_smoothing": self.args.label_smoothing_factor,
+            "average_gradients": True,
+        }
+        if self._without_logits and not self._returns_outputs:
+            loss, outputs = causal_lm_loss(model, local, self._group, **arguments), {}
         else:
-            loss = cross_entropy(
-                outputs["logits"],
-                labels,
-                self._group,
-                reduction="sum" if counted else "mean",
-                label_smoothing=self.args.label_smoothing_factor,
-                average_gradients=True,
-            )
-            loss = loss / num_items_in_batch if counted else loss
+            labels = local.pop("shift_labels")
+            outputs = model(**local, use_cache=False)
+            if self.compute_loss_func is None:
+                loss = cross_entropy(outputs["logits"], labels, self._group, **arguments)
+            else:
+                outputs = self._gathered(outputs, seq_lens)
+                loss = self.compute_loss_func(
+                    outputs, inputs.get("labels"), num_items_in_batch=num_items_in_batch
+                )
+                loss = torch.ops.deepsp.scale_gradient(loss, float(self._size))
+        if counted and self.compute_loss_func is None:
+            loss = loss / num_items_in_batch
         if counted and (self.args.average_tokens_across_devices or not model.training):
             loss = loss * (self.accelerator.num_processes // self._size)
         return loss, outputs
