@@ -1,4 +1,5 @@
 # make demo      sets everything up and trains a model on a sharded sequence
+# make finetune  trains with transformers' Trainer on one process and on two ranks, and compares
 # make test      sets everything up and runs the tests, but for those marked slow
 # make test-all  runs all tests: what .ci/run does
 # make docs      the pages of docs/ and the API reference, into build/docs
@@ -27,7 +28,7 @@ CPP_TESTS := $(wildcard tests/cpp/*.cpp)
 CU := $(wildcard csrc/kernels/*.cu)
 CUDA_HOSTS := $(shell grep -lE "DEEPSP_(CUDA|KERNELS)" -r csrc --include=*.cpp)
 
-.PHONY: demo test test-all docs lint format sanitize cuda-check gpu-test bench overlap bench-gather bench-compile bench-memory bench-collectives bench-train zoo clean
+.PHONY: demo finetune test test-all docs lint format sanitize cuda-check gpu-test bench overlap bench-gather bench-compile bench-memory bench-collectives bench-train zoo clean
 
 EXTRAS = $(BIN)/python -c 'import sys, tomllib; \
 	extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
@@ -60,6 +61,11 @@ $(VENV)/built: $(VENV)/torch pyproject.toml setup.py $(CPP)
 demo: $(VENV)/demo $(VENV)/built
 	@echo "== training on two ranks, next to one process"
 	$(BIN)/python examples/train.py
+
+finetune: $(VENV)/torch $(VENV)/built
+	@echo "== what the example needs"
+	$(BIN)/pip install -q --no-build-isolation $$($(EXTRAS) finetune)
+	$(BIN)/python examples/finetune.py
 
 test: $(VENV)/ready $(VENV)/built
 	$(BIN)/python -m pytest -m "not slow"

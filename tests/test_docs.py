@@ -18,6 +18,8 @@ from reference import attention
 from test_model import VOCABULARY, Model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader
+from trained import Rows, arguments, launched, lists, tiny, tokenizer
 
 import deepsp
 
@@ -226,6 +228,20 @@ def _sharded_weights():
     assert names["w"].shape == (29, 6) and names["w8"].dtype == names["w"].dtype
 
 
+def _trainer():
+    from trl import SFTConfig
+
+    with launched():
+        given = {"per_device_train_batch_size": 2, "eval_strategy": "no", "max_steps": 2}
+        model = tiny()
+        names = {"model": model, "training_arguments": arguments(**given), "train_data": Rows(20)}
+        names |= {"eval_data": Rows(4), "sft_config": arguments(SFTConfig, bf16=False, **given)}
+        names |= {"sft_data": lists(20), "tokenizer": tokenizer()}
+        names |= {"optimizer": torch.optim.SGD(model.parameters()), "loader": DataLoader(Rows(4))}
+        names = run("trainer", names, {"Accelerator()": "Accelerator(cpu=True)"})
+    assert names["metrics"]["eval_loss"] > 0 and names["loss"] > 0
+
+
 def _losses():
     from deepsp.integrations.transformers import register
 
@@ -267,7 +283,7 @@ RUNS = {
     "attention": (_attention, 2), "layer": (_layer, 2), "transformers": (_transformers, 2),
     "compile": (_compile, 2), "deepspeed": (_deepspeed, 2), "schedule": (_schedule, 2),
     "sharded-weights": (_sharded_weights, 3), "losses-and-data": (_losses, 2),
-    "gradients": (_gradients, 2), "ops": (_ops, 2),
+    "gradients": (_gradients, 2), "ops": (_ops, 2), "trainer": (_trainer, 2),
 }  # fmt: skip
 ELSEWHERE = {"README", "guide"}  # test_guide.py
 
@@ -276,7 +292,7 @@ ELSEWHERE = {"README", "guide"}  # test_guide.py
 def test_snippets(page):
     function, ranks = RUNS[page]
     # DeepSpeed and transformers keep state of the process.
-    apart = page if page in ("deepspeed", "transformers", "losses-and-data") else ""
+    apart = page if page in ("deepspeed", "transformers", "losses-and-data", "trainer") else ""
     with tempfile.TemporaryDirectory() as folder:
         on_ranks(ranks, function, *([folder] if page == "schedule" else []), apart=apart)
 

@@ -4,7 +4,17 @@ import numpy as np
 import pytest
 import torch
 from harness import on_ranks
-from trained import VOCABULARY, Rows, arguments, launched, logs, one_process, tiny, wide_loss
+from trained import (
+    Rows,
+    arguments,
+    launched,
+    lists,
+    logs,
+    one_process,
+    tiny,
+    tokenizer,
+    wide_loss,
+)
 
 f64 = torch.float64
 
@@ -85,7 +95,7 @@ def test_accumulation(world, size):
     [
         {"masked": 6},  # no label in the second half of any row
         {"label_smoothing_factor": 0.1},
-        {"gradient_checkpointing": True},
+        {"activation_checkpointing": True},
         {"average_tokens_across_devices": False, "max_grad_norm": 0.5},
         {"bf16": True, "digits": 2e-2},
         {"prediction_loss_only": True},
@@ -102,37 +112,17 @@ def test_arguments(given):
     _same(_plain, 2, 2, **given)
 
 
-def _tokenizer():
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = {f"t{n}": n for n in range(VOCABULARY)}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, "t3")),
-        pad_token="t0", bos_token="t1", eos_token="t2", unk_token="t3",
-    )  # fmt: skip
-
-
-def _lists(count, seed=0):
-    """Rows of different lengths, as a data set of lists of ids."""
-    from datasets import Dataset
-
-    rows = Rows(count, seed)
-    cut = [rows.ids[i, : 5 + (7 * i) % 16].tolist() for i in range(count)]
-    return Dataset.from_dict({"input_ids": cut})
-
-
 def _collated(size, batch, collator, **given):
     from transformers import DataCollatorForLanguageModeling, DataCollatorWithFlattening
 
     collate = {
-        "padding": lambda: DataCollatorForLanguageModeling(_tokenizer(), mlm=False),
+        "padding": lambda: DataCollatorForLanguageModeling(tokenizer(), mlm=False),
         "packing": lambda: DataCollatorWithFlattening(return_flash_attn_kwargs=size > 1),
     }[collator]()
     cls, more = _class(size)
     args = arguments(per_device_train_batch_size=batch, per_device_eval_batch_size=batch, **given)
     trainer = cls(
-        tiny(), args, train_dataset=_lists(40), eval_dataset=_lists(8, 1), data_collator=collate,
+        tiny(), args, train_dataset=lists(40), eval_dataset=lists(8, 1), data_collator=collate,
         **more,
     )  # fmt: skip
     trainer.train()
@@ -161,8 +151,8 @@ def _sft(size, batch, packing=False, **given):
         max_length=32, packing=packing, padding_free=False, dataset_num_proc=None, **given,
     )  # fmt: skip
     trainer = cls(
-        tiny("qwen3"), args, train_dataset=_lists(40), eval_dataset=_lists(8, 1),
-        processing_class=_tokenizer(), **more,
+        tiny("qwen3"), args, train_dataset=lists(40), eval_dataset=lists(8, 1),
+        processing_class=tokenizer(), **more,
     )  # fmt: skip
     trainer.train()
     return logs(trainer)
@@ -329,6 +319,7 @@ def test_a_data_set_without_length(world, size):
 
 
 def _refusals():
+    from accelerate import ParallelismConfig
     from transformers import (
         AutoModelForSequenceClassification,
         AutoModelForTokenClassification,
@@ -353,13 +344,16 @@ def _refusals():
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             return inputs["labels"].sum() / num_items_in_batch
 
-    def trainer(cls=SequenceParallelTrainer, model=None, size=2, config=None, **given):
+    def trainer(
+        cls=SequenceParallelTrainer, model=None, size=2, config=None, without_logits=False, **given
+    ):
         args = arguments(config, eval_strategy="no", **given)
         model = tiny() if model is None else model
         data, more = Rows(40), {}
         if config is SFTConfig:
-            data, more = _lists(8), {"processing_class": _tokenizer()}
-        return cls(model, args, train_dataset=data, sequence_parallel_size=size, **more)
+            data, more = lists(8), {"processing_class": tokenizer()}
+        more |= {"sequence_parallel_size": size, "without_logits": without_logits}
+        return cls(model, args, train_dataset=data, **more)
 
     small = BertConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
                        intermediate_size=32)  # fmt: skip
@@ -377,7 +371,12 @@ def _refusals():
         (lambda: trainer(sequence_parallel(Shifts)).train(), r"labels"),
         (lambda: trainer(sequence_parallel(SFTTrainer), config=SFTConfig, bf16=False,
                          label_smoothing_factor=0.1),
-         r"label_smoothing_factor=0, since SFTTrainer computes its loss itself, got 0.1"),
+         r"no label_smoothing_factor, since SFTTrainer computes its loss itself.*, got 0.1"),
+        (lambda: trainer(eval_use_gather_object=True), r"eval_use_gather_object=False, got True"),
+        (lambda: trainer(sequence_parallel(Mean), without_logits=True),
+         r"without_logits=False where a class or compute_loss_func computes the loss itself"),
+        (lambda: trainer(parallelism_config=ParallelismConfig(cp_size=1, tp_size=2)),
+         r"cp_size and dp_shard_size only, got tp_size=2"),
         (lambda: sequence_parallel(dict), r"trainer_class to be transformers' Trainer or a subcl"),
     ]  # fmt: skip
     for call, pattern in cases:

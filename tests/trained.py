@@ -38,6 +38,26 @@ class Rows(torch.utils.data.Dataset):
         return {"input_ids": self.ids[i], "labels": labels}
 
 
+def tokenizer():
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"t{n}": n for n in range(VOCABULARY)}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, "t3")),
+        pad_token="t0", bos_token="t1", eos_token="t2", unk_token="t3",
+    )  # fmt: skip
+
+
+def lists(count, seed=0):
+    """Rows of different lengths, as a data set of lists of ids."""
+    from datasets import Dataset
+
+    rows = Rows(count, seed)
+    cut = [rows.ids[i, : 5 + (7 * i) % 16].tolist() for i in range(count)]
+    return Dataset.from_dict({"input_ids": cut})
+
+
 def tiny(name: str = "llama", dtype: torch.dtype = torch.float32, **kwargs):
     """A causal language model of transformers with two layers, the same on every rank."""
     from transformers import AutoConfig, AutoModelForCausalLM, set_seed

@@ -89,6 +89,7 @@ def share_batches(accelerator: Accelerator, size: int | None) -> dist.ProcessGro
         raise ValueError(
             f"expected sequence_parallel_size to be a divisor of {world}, the number of processes, "
             f"got {size!r}; it is the number of ranks that share each batch"
+            + ("" if world > 1 else "; start the script with torchrun --nproc-per-node N")
         )
     if size == 1:
         return None

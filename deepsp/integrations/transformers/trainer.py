@@ -129,11 +129,20 @@ class _SequenceParallel:
                 "expected predict_with_generate=False: a cache would hold one rank's tokens only; "
                 "generate after training, on a model with attn_implementation='sdpa'"
             )
-        if self._has_own_loss() and self.label_smoother is not None:
+        if self.args.eval_use_gather_object:
             raise ValueError(
-                f"expected label_smoothing_factor=0, since {type(self).__mro__[2].__name__} "
-                f"computes its loss itself, got {self.args.label_smoothing_factor}; leave it out"
+                "expected eval_use_gather_object=False, got True; only tensors are gathered once "
+                "for each group; leave it out"
             )
+        for name, given in (
+            ("label_smoothing_factor", self.args.label_smoothing_factor),
+            ("compute_loss_func", self.compute_loss_func),
+        ):
+            if given and self._has_own_loss():
+                raise ValueError(
+                    f"expected no {name}, since {type(self).__mro__[2].__name__} computes its loss "
+                    f"itself, from the local batch, got {given}; leave it out"
+                )
         if self._without_logits and (self._has_own_loss() or self.compute_loss_func is not None):
             raise ValueError(
                 "expected without_logits=False where a class or compute_loss_func computes the "
