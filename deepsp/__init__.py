@@ -29,6 +29,7 @@ from deepsp.data import shard, shard_batch, unshard
 from deepsp.gradients import clip_grad_norm_, sync_gradients
 from deepsp.layer import SequenceParallelAttention
 from deepsp.layout import local_heads, seq_lens
+from deepsp.loader import SequenceLoader
 from deepsp.loss import cross_entropy, linear_cross_entropy
 from deepsp.ops import (
     Pending,
@@ -46,6 +47,7 @@ from deepsp.weights.state import full_state_dict, load_full_state_dict
 __all__ = [
     "DistributedAttention",
     "Pending",
+    "SequenceLoader",
     "SequenceParallelAttention",
     "all_gather",
     "all_gather_matmul",
