@@ -1,8 +1,9 @@
 """SequenceLoader on real ranks: every batch is shard_batch's of its owner's full batch."""
 
-import os
+import contextlib
+import multiprocessing
 import pickle
-import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -50,8 +51,10 @@ def same(ours, theirs) -> bool:
         return False
     if isinstance(ours, torch.Tensor):
         return (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape) and torch.equal(
-            *(x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
-              for x in (ours, theirs))
+            *(
+                x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+                for x in (ours, theirs)
+            )
         )
     if isinstance(ours, dict):
         return list(ours) == list(theirs) and all(same(x, theirs[k]) for k, x in ours.items())
@@ -110,7 +113,9 @@ def _epochs():
         _check(loader, seen[-1])
     assert seen[0] != seen[1]
     own = [full(n) for n in range(rank, 9, size)]
-    numbers = list(range(9)) if 9 % size == 0 else _in_turns([range(r, 9, size) for r in range(size)])
+    numbers = (
+        list(range(9)) if 9 % size == 0 else _in_turns([range(r, 9, size) for r in range(size)])
+    )
     _check(deepsp.SequenceLoader(own, pad_to=16, ignore_index=-7), numbers, pad_to=16,
            ignore_index=-7)  # fmt: skip
     own = [full(n, 0) for n in range(rank, 9, size)]
@@ -130,8 +135,8 @@ def _together():
     loader = deepsp.SequenceLoader([full(4 * rank), full(4 * rank + 2)])
     for batch, lens in loader:
         whole = full(batch["number"])
-        assert sum(lens) == whole["input_ids"].size(1) and len(set(lens)) > 1
-        assert [batch["input_ids"].size(1)] == lens[rank : rank + 1]
+        assert sum(lens) == whole["input_ids"].size(1)
+        assert batch["input_ids"].size(1) == lens[rank]
         labels = deepsp.unshard(batch["shift_labels"], 1, None, lens)
         assert torch.equal(labels, F.pad(whole["labels"], (0, 1), value=-100)[:, 1:])
         positions = deepsp.unshard(batch["position_ids"], 1, None, lens)
@@ -153,15 +158,13 @@ def test_local_batches_put_together():
 
 def _one_all_to_all():
     """A round sends one all-to-all, and each rank only what is its own."""
-    from unittest import mock
-
     rank, size = dist.get_rank(), dist.get_world_size()
     ids = torch.arange(2000).view(2, 1000)
     loader = deepsp.SequenceLoader([{"input_ids": ids + rank, "labels": ids}])
     exchange = dist.all_to_all_single
     with mock.patch.object(dist, "all_to_all_single", side_effect=exchange) as called:
         assert len(list(loader)) == size
-    ((_, sent, into, out), _), = [(call.args, call.kwargs) for call in called.call_args_list]
+    (((_, sent, into, out), _),) = [(call.args, call.kwargs) for call in called.call_args_list]
     # ids and labels of two rows, and positions of one.
     expected = [5 * 8 * n for n in deepsp.seq_lens(1000)]
     assert out == expected and sent.numel() == sum(expected) and into == [expected[rank]] * size
@@ -258,11 +261,13 @@ def _made(kind):
             even_batches=False, use_seedable_sampler=True, data_seed=5,
         )  # fmt: skip
         # With 7 samples the ranks have other numbers of batches.
-        return Accelerator(cpu=True, dataloader_config=config).prepare(_loader(count=7, shuffle=True))
+        return Accelerator(cpu=True, dataloader_config=config).prepare(
+            _loader(count=7, shuffle=True)
+        )
     sampler = DistributedSampler(range(SAMPLES), size, rank)
     return {
         "plain": lambda: _loader(sampler),
-        "workers": lambda: _loader(sampler, num_workers=1),
+        "alike": lambda: _loader(DistributedSampler(range(SAMPLES), 1, 0)),
         "stateful": lambda: _loader(sampler, cls=StatefulDataLoader),
         "stateful, workers": lambda: _loader(sampler, cls=StatefulDataLoader, num_workers=1),
         "shuffled": lambda: _loader(
@@ -275,60 +280,210 @@ def _made(kind):
     }[kind]()  # fmt: skip
 
 
-def _resume(kind, replicated):
-    from unittest import mock
-
+def _resume(kind, replicated=False):
     def made():
         return deepsp.SequenceLoader(_made(kind), replicated=replicated)
 
     def epochs(loader, first, saved=None):
-        for epoch in range(first, 2):
+        for epoch in range(first, last):
             loader.set_epoch(epoch)
             for found in loader:
                 yield found
                 if saved is not None:
                     saved.append((epoch, pickle.dumps(loader.state_dict())))
-        if saved is not None:
-            saved.append((2, pickle.dumps(loader.state_dict())))
 
-    with launched() if kind.startswith("accelerate") else mock.MagicMock():
+    workers = "workers" in kind
+    # torchdata's shuffle itself goes on otherwise in the epochs after the one that it resumes.
+    last = 1 if workers or kind == "shuffled" else 2
+    # The tests' processes may otherwise have no children.
+    multiprocessing.current_process()._config["daemon"] = False
+    with launched() if kind.startswith("accelerate") else contextlib.nullcontext():
         whole, saved = made(), []
         start = whole.state_dict()
         unbroken = list(epochs(whole, 0, saved))
-        assert len(unbroken) == 2 * len(whole) > 0
-        # Shuffled anew, as far as the kind shuffles.
-        numbers = [batch["number"] for batch, _ in unbroken]
-        half = len(whole)
-        assert sorted(numbers[:half]) == sorted(numbers[half:])
-        assert (numbers[:half] != numbers[half:]) == (kind != "stream")
-        step = 3 if "workers" in kind else 1
-        for n, (epoch, state) in list(enumerate(saved[:-1]))[::step]:
+        if last == 2:  # shuffled anew, as far as the kind shuffles
+            numbers, half = [batch["number"] for batch, _ in unbroken], len(unbroken) // 2
+            assert half > 5 and sorted(numbers[:half]) == sorted(numbers[half:])
+            assert (numbers[:half] != numbers[half:]) == (kind != "stream")
+
+        def goes_on(n, epoch, state, saved=None):
             again = made()
             again.set_epoch(epoch)
             again.load_state_dict(pickle.loads(state))
-            assert pickle.dumps(again.state_dict()) == state
-            went_on = list(epochs(again, epoch))
-            assert same(went_on, unbroken[n + 1 :]), (n, [b["number"] for b, _ in went_on], numbers)
-        # From the begin, and saved again behind a resume.
-        again = made()
-        again.set_epoch(0)
-        again.load_state_dict(start)
-        assert same(list(epochs(again, 0)), unbroken)
-        again = made()
-        again.load_state_dict(pickle.loads(saved[0][1]))
-        states = []
-        assert same(list(epochs(again, 0, states)), unbroken[1:])
-        assert states[:half - 1] == saved[1:half]
+            assert same(again.state_dict(), pickle.loads(state))
+            assert same(list(epochs(again, epoch, saved)), unbroken[n:]), n
+
+        if workers:
+            goes_on(5, *saved[4])
+            return
+        goes_on(0, 0, pickle.dumps(start))
+        for n, state in enumerate(saved):
+            goes_on(n + 1, *state)
+        later = []
+        goes_on(2, *saved[1], later)
+        goes_on(5, *later[2])
 
 
-KINDS = ["plain", "workers", "stateful", "stateful, workers", "shuffled", "stream",
-         "accelerate", "accelerate, stateful"]  # fmt: skip
+KINDS = ["plain", "stateful", "stateful, workers", "shuffled", "stream", "accelerate",
+         "accelerate, stateful"]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_going_on(kind):
-    on_ranks(2, _resume, kind, False)
+    on_ranks(2, _resume, kind)
 
 
 def test_going_on_replicated():
-    on_ranks(2, _resume, "replicated", True)
+    on_ranks(2, _resume, "alike", True)
+
+
+# ------------------------------------------------------------------------------ training
+
+
+def _train(batches, model, loss_of, sync):
+    """The loss and every gradient of each step."""
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        sync(model)
+        seen.append((loss.detach(), [p.grad.clone() for p in model.parameters()]))
+        optimizer.step()
+    return seen
+
+
+def _ids(n):
+    batch = full(4 * n + n % 3)
+    ids = torch.randint(0, VOCABULARY, batch["labels"].shape, generator=torch.manual_seed(n))
+    return {"input_ids": ids, "labels": batch["labels"]}
+
+
+def _trains_like_one_process():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    attend = deepsp.DistributedAttention()
+
+    def made(attention_of):
+        torch.manual_seed(0)
+        return Model(attention_of).double()
+
+    ours = made(
+        lambda q, k, v, lens: attend(q, k, v, is_causal=True, enable_gqa=True, seq_lens=lens)
+    )
+    reference = made(lambda q, k, v, _: attention(q, k, v, is_causal=True))
+
+    def our_loss(model, found):
+        batch, lens = found
+        logits = model(batch["input_ids"], batch["position_ids"], lens)
+        return deepsp.cross_entropy(logits, batch["shift_labels"])
+
+    def one_loss(model, batch):
+        ids = batch["input_ids"]
+        logits = model(ids, torch.arange(ids.size(1))[None])
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+    own = [_ids(n) for n in range(rank, 7, size)]  # of other numbers
+    found = _train(deepsp.SequenceLoader(own), ours, our_loss, deepsp.sync_gradients)
+    expected = _train(map(_ids, range(7)), reference, one_loss, lambda model: None)
+    assert len(found) == 7
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_trains_like_one_process(ranks):
+    on_ranks(ranks, _trains_like_one_process)
+
+
+# ------------------------------------------------------------------------------ errors
+
+
+class Failing:
+    """Batches, and then an error on one rank."""
+
+    def __init__(self, rank, wrong):
+        self.wrong = wrong if dist.get_rank() == rank else full(6)
+
+    def __iter__(self):
+        yield full(0)
+        if isinstance(self.wrong, Exception):
+            raise self.wrong
+        yield self.wrong
+
+
+def _errors():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    last, ids = size - 1, torch.zeros(2, 8, dtype=torch.int64)
+    for at in {0, last}:
+        for replicated in (False, True):
+            error = OSError("no disk")
+            loader = deepsp.SequenceLoader(Failing(at, error), replicated=replicated)
+            found = []
+            with pytest.raises(
+                RuntimeError, match=f"rank {at} of the group .*OSError: no disk"
+            ) as e:
+                found.extend(loader)
+            assert len(found) == (1 if replicated else size)
+            assert (e.value.__cause__ is error) == (rank == at)
+        for wrong, message in [
+            ({"labels": ids}, "input_ids or inputs_embeds"),
+            ({"input_ids": ids, "labels": ids[:, 1:]}, r"\['labels'\] to have size 8 .*\(2, 7\)"),
+            ({"input_ids": ids, "a": {"b": [ids[0]]}}, r"batch\['a'\]\['b'\]\[0\] to have size 8"),
+            ({"input_ids": ids, "a": {"labels": ids}}, r"got batch\['a'\]\['labels'\]; shift it"),
+            ({"input_ids": ids, "a": lambda: 0}, "pickle"),
+            ({"input_ids": ids, "attention_mask": ids.to_sparse()}, "attention_mask.*to be dense"),
+            (ids, "to map names to tensors"), (None, "to map names to tensors.*NoneType"),
+        ]:  # fmt: skip
+            loader = deepsp.SequenceLoader(Failing(at, wrong))
+            with pytest.raises(
+                ValueError, match=f"rank {at}'s batch can't be sharded: .*{message}"
+            ):
+                list(loader)
+    with pytest.raises(ValueError, match=r"rank 0's batch .*expected pad_to >= 10"):
+        list(deepsp.SequenceLoader([full(2)], pad_to=9))
+    uneven = [full(0)] * (2 if rank == last else 1)
+    with pytest.raises(
+        ValueError, match=r"equally many batches.*of ranks \[0.*make their samplers"
+    ):
+        list(deepsp.SequenceLoader(uneven, replicated=True))
+    with pytest.raises(
+        ValueError, match=r"batch\['number'|batch\['input_ids'\] of rank 1 .*Sequence"
+    ):
+        other = {"input_ids": ids + rank}
+        list(deepsp.SequenceLoader([other], dist.new_group(), replicated=True))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_errors_reach_every_rank(ranks):
+    on_ranks(ranks, _errors)
+
+
+def _refusals():
+    size = dist.get_world_size()
+    for loader, how, message in [
+        (3, {}, "loader to be iterable.*, got int; pass what"),
+        ([], {"dim": -1}, "dim >= 0, got -1"),
+        ([], {"group": 3}, "group to be a ProcessGroup"),
+        ([], {"pad_to": 8 + dist.get_rank()}, "pad_to 8.*pad_to 9"),
+        ([], {"replicated": dist.get_rank() == 0}, "replicated True.*replicated False"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            deepsp.SequenceLoader(loader, **how)
+    loader = deepsp.SequenceLoader([full(0)])
+    state = loader.state_dict()
+    with pytest.raises(ValueError, match=f"of {size} ranks has saved, got one of 5 ranks"):
+        loader.load_state_dict(state | {"ranks": 5})
+    with pytest.raises(ValueError, match="got one of None ranks"):
+        loader.load_state_dict({})
+
+
+def test_refusals():
+    on_ranks(2, _refusals)
+
+
+def _one_rank():
+    with pytest.raises(RuntimeError, match="loader of rank 0 of the group failed: OSError"):
+        list(deepsp.SequenceLoader(Failing(0, OSError("no disk"))))
+
+
+def test_a_group_of_one():
+    on_ranks(1, _one_rank)
