@@ -18,6 +18,7 @@ from reference import attention
 from test_model import VOCABULARY, Model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader, DistributedSampler
 
 import deepsp
 
@@ -227,11 +228,30 @@ def _sharded_weights():
 
 def _losses():
     ids = _batch()["input_ids"]
-    names = run("losses-and-data", {"ids": ids, "mask": torch.ones_like(ids)})
+    first, *loader = snippets("losses-and-data")
+    names = run("losses-and-data", {"ids": ids, "mask": torch.ones_like(ids)},
+                dict.fromkeys(loader, ""))  # fmt: skip
     batch, seq_lens = names["batch"], names["seq_lens"]
     logits = _model()(batch["input_ids"], batch["position_ids"], seq_lens)
     loss = deepsp.cross_entropy(logits, batch["shift_labels"])
     torch.testing.assert_close(loss, _expected_loss())
+
+    ids = torch.randint(0, VOCABULARY, (8, 13), generator=torch.Generator().manual_seed(0))
+    names = {"samples": [{"input_ids": row, "labels": row} for row in ids], "model": _model()}
+    names |= {
+        "data": 1,
+        "sequence": dist.get_world_size(),
+        "DistributedSampler": DistributedSampler,
+    }
+    names |= {"DataLoader": DataLoader, "init_device_mesh": init_device_mesh}
+    names = run("losses-and-data", names, {first: "", '"cuda"': '"cpu"'})
+    ids = deepsp.unshard(names["batch"]["input_ids"], 1, None, names["seq_lens"])
+    reference = Model(lambda q, k, v, _: attention(q, k, v, is_causal=True))
+    reference.load_state_dict(names["model"].state_dict())
+    logits = reference(ids, torch.arange(13)[None])
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(names["loss"], expected)
+    assert len(names["loader"]) == len(list(names["replicated"])) == 4
 
 
 def _gradients():
