@@ -319,9 +319,10 @@ def _resume(kind, replicated=False):
         goes_on(0, 0, pickle.dumps(start))
         for n, state in enumerate(saved):
             goes_on(n + 1, *state)
-        later = []
-        goes_on(2, *saved[1], later)
-        goes_on(5, *later[2])
+        later = []  # saved behind a resume in the middle of round 1: in that round, and the next
+        goes_on(3, *saved[2], later)
+        goes_on(4, *later[0])
+        goes_on(6, *later[2])
 
 
 KINDS = ["plain", "stateful", "stateful, workers", "shuffled", "stream", "accelerate",
