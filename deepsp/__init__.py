@@ -30,6 +30,7 @@ from deepsp.gradients import clip_grad_norm_, sync_gradients
 from deepsp.integrations.transformers.causal_lm import causal_lm_loss
 from deepsp.layer import SequenceParallelAttention
 from deepsp.layout import local_heads, seq_lens
+from deepsp.loader import SequenceLoader
 from deepsp.loss import cross_entropy, linear_cross_entropy, token_log_probs
 from deepsp.ops import (
     Pending,
@@ -47,6 +48,7 @@ from deepsp.weights.state import full_state_dict, load_full_state_dict
 __all__ = [
     "DistributedAttention",
     "Pending",
+    "SequenceLoader",
     "SequenceParallelAttention",
     "all_gather",
     "all_gather_matmul",

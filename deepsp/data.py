@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -91,8 +91,9 @@ def shard_batch(
 
     Args:
         batch: tensors by name, ``input_ids`` or ``inputs_embeds`` among them, whose size along
-            ``dim`` is the sequence length S. Values that aren't tensors are passed on. None counts
-            as absent for the names below.
+            ``dim`` is the sequence length S. Tensors may also stand in mappings, lists and tuples,
+            which the local batch has as dicts, lists and tuples. Values that aren't tensors are
+            passed on. None counts as absent for the names below.
         group: the sequence group.
         dim: the sequence dimension, counted from the front (of ``position_ids``: the last).
         pad_to: pads the full sequence at its end to this many tokens: labels with ``ignore_index``,
@@ -115,23 +116,50 @@ def shard_batch(
 
     Raises:
         ValueError: there is no sequence, there are both ``labels`` and ``shift_labels``, a tensor
-            doesn't have S elements along ``dim``, ``pad_to`` is less than S, or the ranks of the
-            group have different batches. Batches are compared on a group's first calls, and on
-            every call with ``DEEPSP_DEBUG=1``; not in a data loader's worker or another thread.
+            doesn't have S elements along ``dim``, ``labels`` stand in a mapping of the batch,
+            ``pad_to`` is less than S, or the ranks of the group have different batches. Batches are
+            compared on a group's first calls, and on every call with ``DEEPSP_DEBUG=1``; not in a
+            data loader's worker or another thread.
     """
+    batch = named_values(batch, dim)
+    compare_batches(batch, group)
+    batch, named, length = full_batch(batch, dim, pad_to, ignore_index)
+
+    def local(path: Path, x: Tensor) -> Tensor:
+        at = dim_of(path, dim)
+        return x if at is None else shard(x, at, group)
+
+    batch = map_leaves(local, batch)
+    hand_out(batch[named], named, dim, length)
+    return batch, lens_of(length, group)
+
+
+def named_values(batch: Mapping[str, Any], dim: int) -> dict[str, Any]:
+    """What a batch holds, by name, without what counts as absent."""
     if not isinstance(batch, Mapping):
         shape = f" of shape {tuple(batch.shape)}" if isinstance(batch, Tensor) else ""
         raise ValueError(
             "expected batch to map names to tensors, such as {'input_ids': ids, ...}, got "
             f"{type(batch).__name__}{shape}"
         )
+    check_dim(dim)
+    return {name: x for name, x in batch.items() if x is not None or name not in _KNOWN}
+
+
+def check_dim(dim: int) -> None:
     if dim < 0:
         raise ValueError(
             f"expected dim >= 0, got {dim}; count it from the front, since the tensors of a batch "
             "may have different numbers of dimensions"
         )
-    batch = {name: x for name, x in batch.items() if x is not None or name not in _KNOWN}
-    compare_batches(batch, group)
+
+
+def full_batch(
+    batch: dict[str, Any], dim: int, pad_to: int | None, ignore_index: int
+) -> tuple[dict[str, Any], str, int]:
+    """A batch as :func:`shard_batch` has it before it splits tensors along :func:`dim_of`, the name
+    of its tokens, and how many they are. Raises what shard_batch does, but for the comparison."""
+    batch = dict(batch)
     for name in _KNOWN:
         if not isinstance(batch.get(name, torch.empty(0)), Tensor) and name not in _TOKENS:
             raise ValueError(
@@ -170,16 +198,53 @@ def shard_batch(
     if "labels" in batch:
         batch["shift_labels"] = _shift(batch.pop("labels"), restarts, dim, ignore_index)
     if pad_to is not None:
-        _pad(batch, named, dim, length, pad_to, ignore_index)
+        batch = _pad(batch, named, dim, length, pad_to, ignore_index)
         length = pad_to
+    return batch, named, length
 
-    for name, value in batch.items():
-        if isinstance(value, Tensor) and name != "attention_mask":
-            batch[name] = shard(value, _dim_of(name, dim), group)
-    if batch[named].size(dim) < length:
-        part = batch[named]
+
+Path = tuple[str | int, ...]
+"""Where a value stands in a batch: the names and indices that lead to it."""
+
+
+def map_leaves(
+    function: Callable[[Path, Any], Any], value: Any, kind: type = Tensor, path: Path = ()
+) -> Any:
+    """``value`` with ``function(path, x)`` in place of each ``x`` of a kind in it, at any depth of
+    mappings, lists and tuples."""
+    if isinstance(value, kind):
+        return function(path, value)
+    if isinstance(value, Mapping):
+        return {k: map_leaves(function, x, kind, (*path, k)) for k, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [map_leaves(function, x, kind, (*path, i)) for i, x in enumerate(value)]
+        if isinstance(value, list):
+            return items
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return value
+
+
+def leaves_of(batch: Mapping[str, Any], kind: type = Tensor) -> list[tuple[Path, Any]]:
+    """What :func:`map_leaves` replaces, in the same order."""
+    found: list[tuple[Path, Any]] = []
+    map_leaves(lambda path, x: found.append((path, x)), batch, kind)
+    return found
+
+
+def dim_of(path: Path, dim: int) -> int | None:
+    """The dimension along which a tensor of a batch is sharded; None: it stays full."""
+    return {"position_ids": -1, "attention_mask": None}.get(path[-1], dim)
+
+
+def hand_out(part: Tensor, named: str, dim: int, length: int) -> None:
+    """Keeps in mind which tokens of a sequence a rank got, for :func:`is_handed_out`."""
+    if part.size(dim) < length:
         _handed_out[:] = [part if named == "input_ids" else weakref.ref(part)]
-    return batch, lens_of(length, group)
+
+
+def name_of(path: Path) -> str:
+    """A value of a batch as messages name it."""
+    return "batch" + "".join(f"[{key!r}]" for key in path)
 
 
 def is_handed_out(tokens: Tensor | None) -> bool:
@@ -208,16 +273,17 @@ def compare_batches(batch: Mapping[str, Any], group: Group) -> None:
     compared = _batches_compared.get(of, 0)
     if compared >= _COMPARED and os.environ.get("DEEPSP_DEBUG") != "1":
         return
-    tensors = [(name, batch[name]) for name in sorted(batch) if isinstance(batch[name], Tensor)]
+    tensors = sorted(((name_of(path), x) for path, x in leaves_of(batch)), key=lambda pair: pair[0])
     difference = first_difference(tensors, member)
     if difference is not None:
         name, one, other = difference
         raise ValueError(
-            f"expected batch[{name!r}] to be the same full tensor on every rank of the group, but "
-            f"batch[{name!r}] of rank {other} is not that of rank {one}. DistributedSampler, "
-            "accelerate.prepare(loader) and Trainer give each process its own samples; use "
-            "DistributedSampler(data, num_replicas=<number of groups>, rank=<index of this rank's "
-            "group>), or no sampler if all processes form one group"
+            f"expected {name} to be the same full tensor on every rank of the group, but "
+            f"{name} of rank {other} is not that of rank {one}. DistributedSampler, "
+            "accelerate.prepare(loader) and Trainer give each process its own samples; put "
+            "deepsp.SequenceLoader around such a loader, or use DistributedSampler(data, "
+            "num_replicas=<number of groups>, rank=<index of this rank's group>), or no sampler if "
+            "all processes form one group"
         )
     _batches_compared[of] = compared + 1
 
@@ -245,19 +311,20 @@ def _restarts(positions: Tensor, batch: Mapping[str, Any], dim: int) -> Tensor:
     return restarts & ~ones
 
 
-def _dim_of(name: str, dim: int) -> int:
-    return -1 if name == "position_ids" else dim
-
-
 def _check_lengths(batch: Mapping[str, Any], named: str, dim: int, length: int) -> None:
-    for name, value in batch.items():
-        if not isinstance(value, Tensor) or name == "attention_mask":
+    for path, value in leaves_of(batch):
+        at = dim_of(path, dim)
+        if at is None:
             continue
-        at = _dim_of(name, dim)
         if not -value.dim() <= at < value.dim() or value.size(at) != length:
             raise ValueError(
-                f"expected batch[{name!r}] to have size {length} in dimension {at}, the sequence "
+                f"expected {name_of(path)} to have size {length} in dimension {at}, the sequence "
                 f"length of {named}, got shape {tuple(value.shape)}"
+            )
+        if path[-1] == "labels" and len(path) > 1:
+            raise ValueError(
+                f"expected labels as batch['labels'], which is shifted, got {name_of(path)}; shift "
+                "it yourself, and call it shift_labels"
             )
 
 
@@ -279,21 +346,19 @@ def _is_binary(mask: Tensor) -> bool:
 
 def _pad(
     batch: dict[str, Any], named: str, dim: int, length: int, pad_to: int, ignore_index: int
-) -> None:
+) -> dict[str, Any]:
     if pad_to < length:
         raise ValueError(f"expected pad_to >= {length}, the length of the sequence, got {pad_to}")
     if "attention_mask" not in batch and pad_to > length:
         shape = batch[named].shape if named == "input_ids" else batch[named].shape[:-1]
         batch["attention_mask"] = torch.ones(shape, dtype=torch.int64, device=batch[named].device)
-    for name, value in batch.items():
-        if not isinstance(value, Tensor):
-            continue
+
+    def padded(path: Path, value: Tensor) -> Tensor:
+        name = path[-1]
         if name == "position_ids":
             more = torch.arange(pad_to - length, device=value.device, dtype=value.dtype)
             more = more.expand(*value.shape[:-1], -1)
-            batch[name] = torch.cat([value, more], dim=-1)
-            continue
-        fill = ignore_index if name == "shift_labels" else 0
+            return torch.cat([value, more], dim=-1)
         if name == "attention_mask" and (
             value.dim() <= dim
             or value.size(dim) != length
@@ -301,9 +366,11 @@ def _pad(
             or (value.is_floating_point() and not _is_binary(value))
         ):
             raise ValueError(
-                "expected batch['attention_mask'] to have a 0 or 1 for each token, to pad it, got "
+                f"expected {name_of(path)} to have a 0 or 1 for each token, to pad it, got "
                 f"{value.dtype} of shape {tuple(value.shape)}; pad any other mask yourself"
             )
         padding = [0] * (2 * (value.dim() - dim))
         padding[-1] = pad_to - length
-        batch[name] = F.pad(value, padding, value=fill)
+        return F.pad(value, padding, value=ignore_index if name == "shift_labels" else 0)
+
+    return map_leaves(padded, batch)

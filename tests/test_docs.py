@@ -18,7 +18,7 @@ from reference import attention
 from test_model import VOCABULARY, Model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 from trained import Rows, arguments, launched, lists, tiny, tokenizer
 
 import deepsp
@@ -246,13 +246,14 @@ def _losses():
     from deepsp.integrations.transformers import register
 
     ids = _batch()["input_ids"]
+    loading = [x for x in snippets("losses-and-data") if "SequenceLoader" in x]
     register()
     model = _Auto.from_pretrained("Llama", attn_implementation="deepsp")
     hidden = torch.randn(2, 13, 6, generator=torch.Generator().manual_seed(0))
     weight = torch.randn(VOCABULARY, 6, generator=torch.Generator().manual_seed(1))
     mine = deepsp.shard(hidden, 1).clone().requires_grad_()
     names = {"ids": ids, "mask": torch.ones_like(ids), "model": model, "weight": weight}
-    names = run("losses-and-data", names | {"hidden": mine})
+    names = run("losses-and-data", names | {"hidden": mine}, dict.fromkeys(loading, ""))
     batch, seq_lens = names["batch"], names["seq_lens"]
     expected = (hidden @ weight.T).log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])
     torch.testing.assert_close(names["log_probs"][:, :-1], expected[..., 0])
@@ -261,6 +262,24 @@ def _losses():
     logits = _model()(batch["input_ids"], batch["position_ids"], seq_lens)
     loss = deepsp.cross_entropy(logits, batch["shift_labels"])
     torch.testing.assert_close(loss, _expected_loss())
+
+    ids = torch.randint(0, VOCABULARY, (8, 13), generator=torch.Generator().manual_seed(0))
+    names = {"samples": [{"input_ids": row, "labels": row} for row in ids], "model": _model()}
+    names |= {
+        "data": 1,
+        "sequence": dist.get_world_size(),
+        "DistributedSampler": DistributedSampler,
+    }
+    names |= {"DataLoader": DataLoader, "init_device_mesh": init_device_mesh}
+    others = [x for x in snippets("losses-and-data") if x not in loading]
+    names = run("losses-and-data", names, {**dict.fromkeys(others, ""), '"cuda"': '"cpu"'})
+    ids = deepsp.unshard(names["batch"]["input_ids"], 1, None, names["seq_lens"])
+    reference = Model(lambda q, k, v, _: attention(q, k, v, is_causal=True))
+    reference.load_state_dict(names["model"].state_dict())
+    logits = reference(ids, torch.arange(13)[None])
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(names["loss"], expected)
+    assert len(names["loader"]) == len(list(names["replicated"])) == 4
 
 
 def _gradients():
