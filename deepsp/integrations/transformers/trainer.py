@@ -368,4 +368,15 @@ class _SequenceParallel:
 
 
 class SequenceParallelTrainer(_SequenceParallel, Trainer):
-    __doc__ = sequence_parallel.__doc__
+    """transformers' ``Trainer`` on sharded sequences: :func:`sequence_parallel` of it, which says
+    what its numbers are.
+
+    Args:
+        args, kwargs: those of ``Trainer``.
+        sequence_parallel_size: the number of ranks that share each batch, a divisor of the number
+            of processes. None: ``cp_size`` of ``TrainingArguments.parallelism_config``.
+        without_logits: computes the loss by :func:`deepsp.causal_lm_loss`.
+
+    Raises:
+        ValueError: as :func:`sequence_parallel`.
+    """
