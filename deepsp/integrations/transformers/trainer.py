@@ -372,7 +372,8 @@ class SequenceParallelTrainer(_SequenceParallel, Trainer):
     what its numbers are.
 
     Args:
-        args, kwargs: those of ``Trainer``.
+        args: those of ``Trainer``, by place.
+        kwargs: those of ``Trainer``, by name.
         sequence_parallel_size: the number of ranks that share each batch, a divisor of the number
             of processes. None: ``cp_size`` of ``TrainingArguments.parallelism_config``.
         without_logits: computes the loss by :func:`deepsp.causal_lm_loss`.
