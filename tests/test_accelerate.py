@@ -10,8 +10,9 @@ import deepsp
 f64 = torch.float64
 
 
-def _accelerated(size, batch, accumulation, fsdp):
-    """Losses and weights of a few steps."""
+def _accelerated(size, batch, accumulation, fsdp, labelled):
+    """Losses and weights of a few steps. ``labelled``: all tokens are, so that the mean over data
+    ranks of their means is the mean."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if fsdp and size > 1 else None
@@ -19,7 +20,10 @@ def _accelerated(size, batch, accumulation, fsdp):
         cpu=True, gradient_accumulation_steps=accumulation, fsdp_plugin=plugin
     )
     model = tiny(dtype=f64)
-    loader = torch.utils.data.DataLoader(Rows(8 * accumulation), batch_size=batch)
+    rows = Rows(8 * accumulation)
+    if labelled:
+        rows = [{"input_ids": x, "labels": x} for x in rows.ids]
+    loader = torch.utils.data.DataLoader(rows, batch_size=batch)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if size == 1:
         model.loss_function = wide_loss
@@ -49,11 +53,14 @@ def _on_rank(*args):
 
 
 @pytest.mark.parametrize(
-    ("world", "size", "accumulation", "fsdp"), [(2, 2, 1, False), (3, 3, 2, False), (2, 2, 1, True)]
+    ("world", "size", "accumulation", "fsdp"),
+    [(2, 2, 1, False), (3, 3, 2, False), (4, 2, 2, False), (2, 2, 1, True)],
 )
 def test_prepare(world, size, accumulation, fsdp):
-    losses, weights = one_process(_on_rank, 1, 4, accumulation, False)
-    for rank, (mine, state) in enumerate(on_ranks(world, _on_rank, size, 4, accumulation, fsdp)):
+    groups = world // size
+    losses, weights = one_process(_on_rank, 1, 4, accumulation, False, groups > 1)
+    call = (_on_rank, size, 4 // groups, accumulation, fsdp, groups > 1)
+    for rank, (mine, state) in enumerate(on_ranks(world, *call)):
         assert mine == pytest.approx(losses, rel=1e-10)
         if not fsdp or rank == 0:  # FSDP gives the full state to rank 0
             torch.testing.assert_close(state, weights, rtol=1e-10, atol=1e-10)

@@ -1,5 +1,10 @@
 """transformers' Trainer over sharded sequences: each logged number is that of one process."""
 
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -406,3 +411,14 @@ def _from_config():
 def test_the_size_of_a_parallelism_config():
     found = on_ranks(4, _from_config)
     assert all(x == found[0] for x in found)
+
+
+def test_the_example():
+    root = Path(__file__).parents[1]
+    with tempfile.TemporaryDirectory() as folder:
+        picture = Path(folder) / "curves.png"
+        command = [sys.executable, root / "examples/finetune.py", "--ranks", "3", "--steps", "2"]
+        command += ["--seq-len", "100", "--picture", picture]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert "the same to" in done.stdout and picture.stat().st_size > 5000
