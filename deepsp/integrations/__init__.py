@@ -10,7 +10,7 @@ import importlib
 
 
 def __getattr__(name: str):
-    """``deepsp.integrations.deepspeed`` and ``.transformers`` need no import of their own."""
-    if name in ("deepspeed", "transformers"):
+    """``deepsp.integrations.transformers`` and the others need no import of their own."""
+    if name in ("accelerate", "deepspeed", "transformers"):
         return importlib.import_module(f"deepsp.integrations.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
