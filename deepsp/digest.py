@@ -104,9 +104,7 @@ def difference(mine: Sequence[tuple[str, int]], group: Group = None) -> tuple[st
     said = on_all_ranks([_number(everything)], member, device_of(member))
     if all(theirs == said[0] for theirs in said):
         return None
-    process_group = dist.distributed_c10d._resolve_process_group(member[2])
-    every: list = [None] * member[1]
-    dist.all_gather_object(every, list(mine), group=process_group)
+    every = objects_on_all_ranks(list(mine), member, device_of(member))
     for n in range(max(map(len, every))):
         of_ranks = [theirs[n] if n < len(theirs) else None for theirs in every]
         other = next((r for r, item in enumerate(of_ranks) if item != of_ranks[0]), None)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -87,6 +89,17 @@ def compare_calls(op: str, member: Member, like: Tensor, **arguments) -> bool:
             "have the same number"
         ) from None
     return True
+
+
+def objects_on_all_ranks(value: Any, group: Group | Member, device: torch.device) -> list[Any]:
+    """What every rank of the group passes, by rank: anything that can be pickled. By ops of deepsp,
+    since gloo's threads may hold the tensors of c10d's ``all_gather_object`` when the process
+    exits, which kills it."""
+    rank, _, name = member_of(group)
+    mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+    sizes = [n for (n,) in on_all_ranks([len(mine)], group, device)]
+    everything = torch.ops.deepsp.all_gather(mine, 0, sizes, "replicated", rank, name)
+    return [pickle.loads(bytes(part.tolist())) for part in everything.split(sizes)]
 
 
 def on_all_ranks(values: Sequence[int], group: Group, device: torch.device) -> list[list[int]]:

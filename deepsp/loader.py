@@ -14,7 +14,13 @@ import torch.distributed as dist
 from deepsp.data import check_dim, hand_out, shard_batch
 from deepsp.deal import describe, exchange, local_batch
 from deepsp.digest import device_of
-from deepsp.groups import Group, compare_calls, member_of, on_all_ranks
+from deepsp.groups import (
+    Group,
+    compare_calls,
+    member_of,
+    objects_on_all_ranks,
+    on_all_ranks,
+)
 
 Sharded = tuple[dict[str, Any], list[int]]
 """What :func:`deepsp.shard_batch` returns: the local batch and ``seq_lens``."""
@@ -196,8 +202,7 @@ class SequenceLoader:
         """The loader's state before a round, and its batches; None: all loaders have ended."""
         rank, size, _ = self._member
         start, found, said = self._read(own)
-        every: list = [None] * size
-        dist.all_gather_object(every, said, group=self._group)
+        every = objects_on_all_ranks(said, self._member, self._device)
         for r, (kind, value) in enumerate(every):
             cause = found if r == rank else None
             if kind == "failed":

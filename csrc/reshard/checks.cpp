@@ -272,8 +272,7 @@ c10::SymInt buffer_elements(const SymShards& layout, Dtypes dtypes) {
 // ------------------------------------------------------------------- one tensor, along a dimension
 
 int64_t wrap_dim(int64_t dim, int64_t dims) {
-  TORCH_CHECK_VALUE(
-      dims > 0, "expected at least one dimension, got a scalar");
+  TORCH_CHECK_VALUE(dims > 0, "expected at least one dimension, got a scalar");
   TORCH_CHECK_VALUE(
       dim >= -dims && dim < dims, "expected dim to be in [", -dims, ", ", dims - 1,
       "] for a tensor with ", dims, " dimensions, got ", dim);

@@ -72,8 +72,10 @@ SumShapes check_sum_wait(
   size_t at = 0;
   for (const int64_t dim : dims) {
     TORCH_CHECK_VALUE(
-        dim >= 0 && at + dim <= shapes.size(), "expected dims to be each tensor's number of "
-        "dimensions, which add up to the ", shapes.size(), " entries of shapes, got ", dims);
+        dim >= 0 && at + dim <= shapes.size(),
+        "expected dims to be each tensor's number of "
+        "dimensions, which add up to the ",
+        shapes.size(), " entries of shapes, got ", dims);
     result.of.emplace_back(shapes.begin() + at, shapes.begin() + at + dim);
     at += dim;
     result.elements = result.elements + product(result.of.back());

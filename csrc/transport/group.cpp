@@ -27,8 +27,8 @@ Group resolve_group(
     pg = c10d::resolve_process_group(std::string(name));
   } catch (const c10::Error&) {
     TORCH_CHECK_VALUE(
-        false, "expected group_name to be the name of a process group of this process, got '",
-        name, "'");
+        false, "expected group_name to be the name of a process group of this process, got '", name,
+        "'");
   }
   TORCH_CHECK_VALUE(
       pg->getSize() == size || sizes, "expected size to be ", pg->getSize(),

@@ -4,6 +4,7 @@
 #include "errors.h"
 #include "pool.h"
 
+#include <ATen/ops/alias.h>
 #include <ATen/ops/empty.h>
 #include <ATen/record_function.h>
 #include <torch/version.h>
@@ -53,6 +54,12 @@ at::Tensor unowned(Bytes bytes) {
       c10::DispatchKeySet(c10::DispatchKey::CPU), c10::scalarTypeToTypeMeta(at::kByte));
   tensor.unsafeGetTensorImpl()->set_sizes_contiguous({bytes.size});
   return tensor;
+}
+
+// The same memory in a tensor that Python doesn't know. A backend's thread may let go of it last,
+// and a Python object's end on such a thread kills a process that is about to exit.
+at::Tensor unnamed(const at::Tensor& tensor) {
+  return at::alias(tensor);
 }
 
 // A launch fails, too, where a peer has died since the last exchange.
@@ -107,8 +114,8 @@ Work launch_all_to_all(
   RECORD_FUNCTION("deepsp::exchange", {});
   // Bytes, since not every backend knows every dtype.
   const int64_t item = static_cast<int64_t>(sent.element_size());
-  at::Tensor to = received.view(at::kByte);
-  at::Tensor from = sent.view(at::kByte);
+  at::Tensor to = unnamed(received).view(at::kByte);
+  at::Tensor from = unnamed(sent).view(at::kByte);
   std::vector<int64_t> to_bytes, from_bytes;
   for (int64_t p = 0; p < group.size; ++p) {
     to_bytes.push_back(receive_counts[p] * item);
@@ -126,8 +133,8 @@ Work launch_all_to_all(
 }
 
 Work launch_all_gather(const Group& group, const at::Tensor& out, const at::Tensor& in) {
-  at::Tensor to = out;
-  at::Tensor from = in;
+  at::Tensor to = unnamed(out);
+  at::Tensor from = unnamed(in);
   c10d::AllgatherOptions options;
   options.asyncOp = true;
   return launched(group, [&] {
@@ -142,7 +149,7 @@ Work launch_all_gather(const Group& group, const at::Tensor& out, const at::Tens
 namespace {
 
 Work all_reduce(const Group& group, const at::Tensor& tensor, c10d::ReduceOp::RedOpType op) {
-  std::vector<at::Tensor> tensors{tensor};
+  std::vector<at::Tensor> tensors{unnamed(tensor)};
   c10d::AllreduceOptions options;
   options.reduceOp = op;
   options.asyncOp = true;

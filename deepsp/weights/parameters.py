@@ -159,12 +159,10 @@ def _check(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> None:
 
 
 def _check_ranks_agree(member: Member, parameters) -> None:
-    _, size, name = member
-    if size == 1:
+    if member[1] == 1:
         return
     mine = [f"{n}: {p.dtype} {list(p.shape)}, gathered in {d}" for n, p, d in parameters]
-    said: list = [None] * size
-    dist.all_gather_object(said, mine, group=dist.distributed_c10d._resolve_process_group(name))
+    said = objects_on_all_ranks(mine, member, device_of(member))
     for p, theirs in enumerate(said):
         if theirs == said[0]:
             continue
