@@ -49,6 +49,7 @@ def _plain(
     rows=11,
     masked=None,
     options=(),
+    evaluates_first=False,
     **given,
 ):
     model = tiny(name, dtype, **dict(config))
@@ -62,6 +63,9 @@ def _plain(
     trainer = cls(
         model, args, train_dataset=train, eval_dataset=evaluation, compute_metrics=_metrics, **more
     )
+    if evaluates_first:  # which prepares the model for no training
+        trainer.evaluate()
+        trainer.model_preparation_time = 0.0  # a metric
     trainer.train()
     return logs(trainer)
 
@@ -104,6 +108,7 @@ def test_accumulation(world, size):
         {"average_tokens_across_devices": False, "max_grad_norm": 0.5},
         {"bf16": True, "digits": 2e-2},
         {"prediction_loss_only": True},
+        {"evaluates_first": True},
         {
             "options": (("without_logits", True),),
             "name": "gemma2",
@@ -143,7 +148,7 @@ def test_packed_rows():
     _same(_collated, 2, 2, collator="packing", prediction_loss_only=True)
 
 
-def _sft(size, batch, packing=False, **given):
+def _sft(size, batch, packing=False, metrics=None, **given):
     from trl import SFTConfig, SFTTrainer
 
     cls, more = SFTTrainer, {}
@@ -157,7 +162,7 @@ def _sft(size, batch, packing=False, **given):
     )  # fmt: skip
     trainer = cls(
         tiny("qwen3"), args, train_dataset=lists(40), eval_dataset=lists(8, 1),
-        processing_class=tokenizer(), **more,
+        processing_class=tokenizer(), compute_metrics=metrics, **more,
     )  # fmt: skip
     trainer.train()
     return logs(trainer)
@@ -170,6 +175,30 @@ def test_sft(world, size):
 
 def test_sft_packing():
     _same(_sft, 2, 2, digits=1e-4, packing=True)
+
+
+def test_sft_metrics():
+    _same(_sft, 2, 2, digits=1e-4, metrics=_metrics)
+
+
+class _Masked(Rows):
+    """No row has labels."""
+
+    def __getitem__(self, i):
+        row = super().__getitem__(i)
+        return {**row, "labels": torch.full_like(row["labels"], -100)}
+
+
+def _no_labels(size, batch):
+    cls, more = _class(size)
+    args = arguments(per_device_eval_batch_size=batch, eval_strategy="no")
+    trainer = cls(tiny(), args, **more)
+    return trainer.evaluate(_Masked(4))["eval_loss"]
+
+
+def test_evaluation_without_labels_is_nan():
+    assert np.isnan(on_ranks(2, _on_rank, _no_labels, 2, 2, ())).all()
+    assert np.isnan(_on_rank(_no_labels, 1, 2, ()))
 
 
 def _lora(size, batch):
@@ -345,16 +374,28 @@ def _refusals():
             )
             return (loss, None) if return_outputs else loss
 
+    class Adds(Trainer):
+        """A little, which isn't divided."""
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            loss = super().compute_loss(model, inputs, False, num_items_in_batch)
+            return loss + 1e-6 * sum(p.pow(2).sum() for p in model.parameters())
+
+    class Few(Rows):
+        def __getitem__(self, i):
+            return {name: x[:1] for name, x in super().__getitem__(i).items()}
+
     class Shifts(Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             return inputs["labels"].sum() / num_items_in_batch
 
     def trainer(
-        cls=SequenceParallelTrainer, model=None, size=2, config=None, without_logits=False, **given
-    ):
+        cls=SequenceParallelTrainer, model=None, size=2, config=None, without_logits=False,
+        data=None, **given,
+    ):  # fmt: skip
         args = arguments(config, eval_strategy="no", **given)
         model = tiny() if model is None else model
-        data, more = Rows(40), {}
+        data, more = Rows(40) if data is None else data, {}
         if config is SFTConfig:
             data, more = lists(8), {"processing_class": tokenizer()}
         more |= {"sequence_parallel_size": size, "without_logits": without_logits}
@@ -374,6 +415,9 @@ def _refusals():
         (lambda: trainer(sequence_parallel(Mean)).train(),
          r"compute_loss of Mean to return a sum over tokens divided by num_items_in_batch"),
         (lambda: trainer(sequence_parallel(Shifts)).train(), r"labels"),
+        (lambda: trainer(sequence_parallel(Adds)).train(), r"compute_loss of Adds to return a sum"),
+        (lambda: trainer(data=Few(40)).train(), r"batches of at least 2 tokens, .*, got 1; pad"),
+        (lambda: trainer(neftune_noise_alpha=5.0), r"neftune_noise_alpha=None"),
         (lambda: trainer(sequence_parallel(SFTTrainer), config=SFTConfig, bf16=False,
                          label_smoothing_factor=0.1),
          r"no label_smoothing_factor, since SFTTrainer computes its loss itself.*, got 0.1"),

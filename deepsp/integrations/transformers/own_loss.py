@@ -49,13 +49,18 @@ class OwnLoss:
         return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
+@dataclass(frozen=True)
 class LocalLoss:
     """The sum over this rank's tokens, divided by ``num_items_in_batch``: for who reduces it over
-    the ranks."""
+    the ranks. ``count``: what to divide by where a call has none."""
+
+    count: Tensor | None = None
 
     def __call__(
         self, logits, labels, vocab_size=None, num_items_in_batch=None, shift_labels=None, **_
     ) -> Tensor:
+        if num_items_in_batch is None:
+            num_items_in_batch = self.count
         if shift_labels is None or num_items_in_batch is None:
             raise ValueError(
                 "expected shift_labels and num_items_in_batch in the model's call, as the trainer "

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from accelerate import DistributedType
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers import Trainer
@@ -32,6 +33,8 @@ from deepsp.integrations.transformers import use_in
 from deepsp.integrations.transformers.causal_lm import causal_lm_loss
 from deepsp.integrations.transformers.own_loss import LocalLoss, computing
 from deepsp.loss import cross_entropy
+
+_DDP = [x for x in DistributedType if x.name.startswith("MULTI_")]
 
 _BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """What collators add for kernels: borders of documents, which position_ids tell, too."""
@@ -134,6 +137,11 @@ class _SequenceParallel:
                 "expected eval_use_gather_object=False, got True; only tensors are gathered once "
                 "for each group; leave it out"
             )
+        if self.args.neftune_noise_alpha:
+            raise ValueError(
+                "expected neftune_noise_alpha=None, since the noise would be that of a rank's "
+                f"length, which is too much, got {self.args.neftune_noise_alpha}; leave it out"
+            )
         for name, given in (
             ("label_smoothing_factor", self.args.label_smoothing_factor),
             ("compute_loss_func", self.compute_loss_func),
@@ -149,6 +157,21 @@ class _SequenceParallel:
                 "loss itself, got True; leave it out"
             )
         use_in(self._base_model(), self._group)  # before the first step, and any wrapper
+
+    def _wrap_model(self, model, training=True, dataloader=None):
+        ddp = nn.parallel.DistributedDataParallel
+        if (
+            self._size > 1
+            and training
+            and self.accelerator.distributed_type in _DDP
+            and not any(isinstance(module, ddp) for module in model.modules())
+        ):
+            # An evaluation may have come first and prepared the model without DDP. accelerate
+            # prepares none twice, so no gradient would be reduced.
+            for prepared in (model, self.model):
+                vars(prepared).pop("_is_accelerate_prepared", None)
+            self.model_wrapped = model = self.model
+        return super()._wrap_model(model, training, dataloader)
 
     def _base_model(self) -> nn.Module:
         model = self.accelerator.unwrap_model(self.model)
@@ -203,7 +226,7 @@ class _SequenceParallel:
         """The number of valid tokens over a group; None: over all processes, each of which has
         tokens of its own."""
         everyone = on_all_ranks([int((labels != -100).sum())], group, labels.device)
-        return labels.new_tensor(max(1, sum(n for (n,) in everyone)))
+        return labels.new_tensor(sum(n for (n,) in everyone))
 
     def _over_all(self, loss: Tensor) -> Tensor:
         """In evaluation, what one process has for the batches of all data ranks."""
@@ -218,7 +241,13 @@ class _SequenceParallel:
         if labels is not None and batch.get("shift_labels") is None:
             # As transformers shifts them: documents of a row end where its collators say so.
             batch["shift_labels"] = F.pad(labels, (0, 1), value=-100)[..., 1:]
-        return shard_batch(batch, self._group)
+        local, seq_lens = shard_batch(batch, self._group)
+        if 0 in seq_lens:
+            raise ValueError(
+                f"expected batches of at least {self._size} tokens, one for each rank of a group, "
+                f"got {sum(seq_lens)}; pad them, or drop such samples"
+            )
+        return local, seq_lens
 
     def _ours(self, model, inputs, local, seq_lens, num_items_in_batch):
         """The loss of a model that returns logits."""
@@ -257,12 +286,13 @@ class _SequenceParallel:
         if hasattr(self, "_tp_size"):
             # SFTTrainer divides by it what it counts over all processes, of full masks only.
             self._tp_size = self._size if "attention_mask" in local else 1
-        with computing(self._base_model(), LocalLoss()):
+        # In evaluation, a class may call its model for the logits only, and drop that loss.
+        with computing(self._base_model(), LocalLoss(None if model.training else count)):
             found = super().compute_loss(model, local, return_outputs, count)
         loss, outputs = found if return_outputs else (found, None)
         if not model.training:
             return loss, outputs
-        if checks:
+        if checks and count > 0:  # else the next step has tokens to check it by
             self._check_loss(loss, count)
         rank, size, name = member_of(self._group)
         # A class that averages tokens has a share of the loss here, times all processes.
@@ -274,7 +304,7 @@ class _SequenceParallel:
     def _check_loss(self, loss: Tensor, count: Tensor) -> None:
         """Raises unless ``loss`` is a sum / ``count``: the mean of a rank's own tokens isn't."""
         (slope,) = torch.autograd.grad(loss, count, retain_graph=True, allow_unused=True)
-        wrong = slope is None or not torch.allclose(-slope * count, loss.float(), rtol=1e-3)
+        wrong = slope is None or not torch.allclose(-slope * count, loss.float(), rtol=1e-5)
         if any(n for (n,) in on_all_ranks([int(wrong)], self._group, self.args.device)):
             raise ValueError(
                 f"expected compute_loss of {type(self).__mro__[2].__name__} to return a sum over "
