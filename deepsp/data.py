@@ -28,6 +28,9 @@ _handed_out: list[weakref.ref | Tensor] = []
 part can be told from one that was given a full sequence (:func:`is_handed_out`): ids, or a
 reference to embeddings, which are large."""
 
+_positions: list[Tensor] = []
+"""The positions of those tokens (:func:`are_handed_out`)."""
+
 _TOKENS = ("input_ids", "inputs_embeds")
 _KNOWN = (*_TOKENS, "labels", "shift_labels", "position_ids", "attention_mask")
 
@@ -130,7 +133,7 @@ def shard_batch(
         return x if at is None else shard(x, at, group)
 
     batch = map_leaves(local, batch)
-    hand_out(batch[named], named, dim, length)
+    hand_out(batch, named, dim, length)
     return batch, lens_of(length, group)
 
 
@@ -236,10 +239,18 @@ def dim_of(path: Path, dim: int) -> int | None:
     return {"position_ids": -1, "attention_mask": None}.get(path[-1], dim)
 
 
-def hand_out(part: Tensor, named: str, dim: int, length: int) -> None:
+def hand_out(local: Mapping[str, Any], named: str, dim: int, length: int) -> None:
     """Keeps in mind which tokens of a sequence a rank got, for :func:`is_handed_out`."""
+    part = local[named]
     if part.size(dim) < length:
         _handed_out[:] = [part if named == "input_ids" else weakref.ref(part)]
+        _positions[:] = [local["position_ids"]]
+
+
+def are_handed_out(positions: Tensor) -> bool:
+    """Whether these are the positions that :func:`shard_batch` returned last."""
+    last = _positions[0].to(positions.device) if _positions else positions.new_empty(0)
+    return last.shape[-1:] == positions.shape[-1:] and bool((last == positions).all())
 
 
 def name_of(path: Path) -> str:

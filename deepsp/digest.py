@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from deepsp.groups import Group, member_of, on_all_ranks
+from deepsp.groups import Group, member_of, objects_on_all_ranks, on_all_ranks
 
 # 32-bit words whose weighted sum is taken at once: what that makes in between stays in a cache.
 _WORDS = 1 << 18

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepsp.data import check_dim, hand_out, shard_batch
+from deepsp.data import Path, check_dim, hand_out, name_of, shard_batch
 from deepsp.deal import describe, exchange, local_batch
-from deepsp.digest import device_of
+from deepsp.digest import device_of, first_difference
 from deepsp.groups import (
     Group,
     compare_calls,
@@ -57,7 +57,8 @@ class SequenceLoader:
 
     Raises:
         ValueError: the loader isn't iterable, ``dim`` is negative, or the ranks pass other
-            arguments. While iterating, on every rank: a batch of any rank isn't what
+            arguments. While iterating, on every rank: the first batch is the same on all ranks,
+            but ``replicated`` isn't set; a batch of any rank isn't what
             ``shard_batch`` takes; with ``replicated=True``, the ranks' batches differ, or how many
             they are.
         RuntimeError: while iterating, on every rank: a rank's loader failed. The error names it.
@@ -99,6 +100,7 @@ class SequenceLoader:
         self._pins = bool(getattr(loader, "pin_memory", False)) and torch.cuda.is_available()
         self._position: dict[str, Any] | None = None
         self._resumes = False
+        self._compared = False
 
     def __len__(self) -> int:
         if self._length < 0:
@@ -223,15 +225,29 @@ class SequenceLoader:
                 )
             return start, iter([shard_batch(found, self._group, **self._how)])
         known = [None if r in ended else pickle.loads(every[r][1]) for r in range(size)]
+        if not ended and not self._compared:
+            self._compare(known, found)
         parts = exchange(known, found or [], self._how["dim"], self._member)
         return start, self._made(known, parts)
+
+    def _compare(self, known: list, tensors: list[tuple[Path, torch.Tensor]]) -> None:
+        """Raises where the first batches of all ranks are the same one."""
+        self._compared = True
+        named = [(name_of(path), x) for path, x in tensors]
+        if first_difference(named, self._member) is None:
+            raise ValueError(
+                f"expected the loader of each rank to load batches of its own, got the same one on "
+                f"all {len(known)} ranks, on which the group would train {len(known)} times; give "
+                "the DataLoader a sampler that counts processes, DistributedSampler(data), or pass "
+                "replicated=True"
+            )
 
     def _made(self, known: list, parts: list) -> Iterator[Sharded]:
         """Batches of what has arrived, each on its turn."""
         for each, part in zip(known, parts, strict=True):
             if each is not None:
                 batch, lens = local_batch(each, part, self._member, self._pins)
-                hand_out(batch[each.named], each.named, self._how["dim"], each.length)
+                hand_out(batch, each.named, self._how["dim"], each.length)
                 yield batch, lens
 
     def _read(self, own: Iterator) -> tuple[dict[str, Any] | None, Any, tuple[str, Any]]:

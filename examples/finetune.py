@@ -143,6 +143,7 @@ def draw(one: list[dict], sharded: list[dict], ranks: int, path: Path) -> None:
         for name, marker in (("loss", None), ("eval_loss", "o")):
             points = [(entry["step"], entry[name]) for entry in log if name in entry]
             axes.plot(*zip(*points, strict=True), style, marker=marker, label=f"{label}, {name}")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per byte)")
     axes.legend()

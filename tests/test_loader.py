@@ -401,11 +401,12 @@ def test_trains_like_one_process(ranks):
 class Failing:
     """Batches, and then an error on one rank."""
 
-    def __init__(self, rank, wrong):
+    def __init__(self, rank, wrong, replicated=False):
+        self.first = full(0 if replicated else dist.get_rank())
         self.wrong = wrong if dist.get_rank() == rank else full(6)
 
     def __iter__(self):
-        yield full(0)
+        yield self.first
         if isinstance(self.wrong, Exception):
             raise self.wrong
         yield self.wrong
@@ -417,7 +418,7 @@ def _errors():
     for at in {0, last}:
         for replicated in (False, True):
             error = OSError("no disk")
-            loader = deepsp.SequenceLoader(Failing(at, error), replicated=replicated)
+            loader = deepsp.SequenceLoader(Failing(at, error, replicated), replicated=replicated)
             found = []
             with pytest.raises(
                 RuntimeError, match=f"rank {at} of the group .*OSError: no disk"
@@ -439,6 +440,8 @@ def _errors():
                 ValueError, match=f"rank {at}'s batch can't be sharded: .*{message}"
             ):
                 list(loader)
+    with pytest.raises(ValueError, match=r"got the same one on all . ranks.*DistributedSampler"):
+        list(deepsp.SequenceLoader([full(0), full(rank)]))
     with pytest.raises(ValueError, match=r"rank 0's batch .*expected pad_to >= 10"):
         list(deepsp.SequenceLoader([full(2)], pad_to=9))
     uneven = [full(0)] * (2 if rank == last else 1)

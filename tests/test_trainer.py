@@ -122,7 +122,7 @@ def test_arguments(given):
     _same(_plain, 2, 2, **given)
 
 
-def _collated(size, batch, collator, **given):
+def _collated(size, batch, collator, length=None, **given):
     from transformers import DataCollatorForLanguageModeling, DataCollatorWithFlattening
 
     collate = {
@@ -132,7 +132,8 @@ def _collated(size, batch, collator, **given):
     cls, more = _class(size)
     args = arguments(per_device_train_batch_size=batch, per_device_eval_batch_size=batch, **given)
     trainer = cls(
-        tiny(), args, train_dataset=lists(40), eval_dataset=lists(8, 1), data_collator=collate,
+        tiny(), args, train_dataset=lists(40, length=length),
+        eval_dataset=lists(8, 1, length=length), data_collator=collate,
         **more,
     )  # fmt: skip
     trainer.train()
@@ -146,6 +147,10 @@ def test_padded_rows(world, size):
 
 def test_packed_rows():
     _same(_collated, 2, 2, collator="packing", prediction_loss_only=True)
+
+
+def test_documents_that_end_where_the_tokens_of_ranks_do():
+    _same(_collated, 2, 2, batch=2, collator="packing", length=10, prediction_loss_only=True)
 
 
 def _sft(size, batch, packing=False, metrics=None, **given):
@@ -280,20 +285,6 @@ def test_resumed_training_is_unbroken_training(tmp_path):
             assert a == pytest.approx(b, rel=1e-5)
 
 
-def _fsdp(size, batch):
-    cls, more = _class(size)
-    given = {} if size == 1 else {"fsdp": True, "fsdp_config": {"fsdp_version": 2}}
-    args = arguments(per_device_train_batch_size=batch, per_device_eval_batch_size=batch, **given)
-    trainer = cls(tiny(), args, train_dataset=Rows(40), eval_dataset=Rows(6, 1), **more)
-    trainer.train()
-    return logs(trainer)
-
-
-@pytest.mark.parametrize(("world", "size"), [(2, 2), (4, 2)])
-def test_fsdp(world, size):
-    _same(_fsdp, world, size)
-
-
 def _deepspeed(size, batch, stage):
     cls, more = _class(size)
     given = {}
@@ -309,8 +300,9 @@ def _deepspeed(size, batch, stage):
     return logs(trainer)
 
 
-def test_deepspeed():
-    _same(_deepspeed, 2, 2, stage=1)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_deepspeed(stage):
+    _same(_deepspeed, 2, 2, stage=stage)
 
 
 def _func(outputs, labels, num_items_in_batch=None):

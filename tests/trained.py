@@ -49,12 +49,12 @@ def tokenizer():
     )  # fmt: skip
 
 
-def lists(count, seed=0):
-    """Rows of different lengths, as a data set of lists of ids."""
+def lists(count, seed=0, length=None):
+    """Rows of different lengths, or of one, as a data set of lists of ids."""
     from datasets import Dataset
 
     rows = Rows(count, seed)
-    cut = [rows.ids[i, : 5 + (7 * i) % 16].tolist() for i in range(count)]
+    cut = [rows.ids[i, : length or 5 + (7 * i) % 16].tolist() for i in range(count)]
     return Dataset.from_dict({"input_ids": cut})
 
 

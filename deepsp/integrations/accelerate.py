@@ -53,6 +53,11 @@ def prepare(
             (:func:`deepsp.integrations.transformers.check`). The loader raises what
             :func:`deepsp.shard_batch` does.
     """
+    if not isinstance(accelerator, Accelerator):
+        raise ValueError(
+            f"expected accelerator to be an Accelerator, got {type(accelerator).__name__}; pass it "
+            "first, prepare(accelerator, model, ...)"
+        )
     group = share_batches(accelerator, sequence_parallel_size)
     if group is None:
         return accelerator.prepare(*objects)
@@ -60,6 +65,11 @@ def prepare(
         if isinstance(model, nn.Module):
             from deepsp.integrations.transformers import use_in
 
+            if hasattr(model, "module"):
+                raise ValueError(
+                    f"expected a model that isn't prepared yet, got {type(model).__name__}; pass "
+                    "it to this prepare() in place of accelerator.prepare()"
+                )
             base = model.get_base_model() if hasattr(model, "get_base_model") else model
             use_in(base, group, chunks)
     prepared = accelerator.prepare(*objects)
@@ -88,7 +98,8 @@ def share_batches(accelerator: Accelerator, size: int | None) -> dist.ProcessGro
     if not isinstance(size, int) or size < 1 or world % size:
         raise ValueError(
             f"expected sequence_parallel_size to be a divisor of {world}, the number of processes, "
-            f"got {size!r}; it is the number of ranks that share each batch"
+            f"got {size!r}; it is the number of ranks that share each batch (for a trainer, also "
+            "cp_size of TrainingArguments.parallelism_config)"
             + ("" if world > 1 else "; start the script with torchrun --nproc-per-node N")
         )
     if size == 1:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parametrize
 
 from deepsp.agreement import compare, replicated_tensors
-from deepsp.groups import Group, Member, member_of
+from deepsp.digest import device_of
+from deepsp.groups import Group, Member, member_of, objects_on_all_ranks
 from deepsp.weights.shards import Shard, Shards
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from deepsp import data
 from deepsp.groups import Member, on_all_ranks
 
 
@@ -65,9 +66,10 @@ class Masks:
         rank, _, name = member
         width = -1 if self.padding is None else self.padding.size(-1)
         # Compared before anything of those sizes is sent.
-        said = [query.size(2), key.size(2), width, positions.size(0)]
+        known = int(data.are_handed_out(positions))
+        said = [query.size(2), key.size(2), width, positions.size(0), known]
         everyone = on_all_ranks(said, member, query.device)
-        lens, key_lens, widths, rows = (list(column) for column in zip(*everyone, strict=True))
+        lens, key_lens, widths, rows, made = map(list, zip(*everyone, strict=True))
         length = sum(lens)
         if key_lens != lens:
             raise ValueError(
@@ -85,7 +87,8 @@ class Masks:
                 f"expected position_ids to have as many rows on every rank, got {rows} by rank"
             )
         positions = torch.ops.deepsp.all_gather(positions, 1, lens, "replicated", rank, name)
-        _check_positions(positions, lens)
+        if not all(made):
+            _check_positions(positions, lens)
         self.full = self._full(length, positions) if self.given is None else self.given
         self.seq_lens = lens
         return positions.split(lens, 1)
@@ -115,7 +118,8 @@ class Masks:
 
 
 def _check_positions(positions: Tensor, lens: list[int]) -> None:
-    """Raises where each rank's positions, of more than one rank, count its own tokens from 0."""
+    """Raises where each rank's positions, of more than one rank, count its own tokens from 0.
+    Where shard_batch has made them, documents do."""
     own = torch.cat([torch.arange(n, device=positions.device) for n in lens])
     if sum(n > 0 for n in lens) > 1 and bool((positions == own).all()):
         raise ValueError(

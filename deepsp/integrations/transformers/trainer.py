@@ -52,12 +52,14 @@ def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
     - ``without_logits``: computes the loss by :func:`deepsp.causal_lm_loss`, so that logits exist
       for a few tokens at a time only; not in an evaluation that asks for logits.
 
-    Losses, gradient norms, evaluation and metrics are those of the same training without sequence
-    parallelism on N / size processes. A causal language model trains on the loss of its full
-    sequences, as its own ``labels`` loss in one process. ``compute_loss_func`` gets the full logits
-    and labels. A ``compute_loss`` of the class's own gets the local batch: ``shift_labels``, the
-    token that each token is to predict, in place of ``labels``. It has to divide a sum over tokens
-    by ``num_items_in_batch``, as TRL's ``SFTTrainer`` does, which is checked on the first step.
+    Losses and gradient norms are those of the same training without sequence parallelism on
+    N / size processes; evaluation losses and metrics those of one process with batches as large as
+    those of all groups, in which repeated rows don't count. A causal language model trains on the
+    loss of its full sequences, as its own ``labels`` loss in one process. ``compute_loss_func``
+    gets the full logits and labels. A ``compute_loss`` of the class's own gets the local batch:
+    ``shift_labels``, the token that each token is to predict, in place of ``labels``. It has to
+    divide a sum over tokens by ``num_items_in_batch``, as TRL's ``SFTTrainer`` does, which is
+    checked on every step.
 
     Args:
         trainer_class: transformers' ``Trainer`` or a subclass of it.
@@ -72,12 +74,13 @@ def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
             computes something over tokens that isn't attention through deepsp
             (:func:`deepsp.integrations.transformers.check`); the size doesn't divide the number of
             processes; label smoothing with a class that computes its loss itself;
-            ``predict_with_generate``. On the first step: the class's loss isn't a sum that is
+            ``predict_with_generate``; ZeRO 3. On a step: the class's loss isn't a sum that is
             divided by ``num_items_in_batch``; ranks of a group have different batches.
     """
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
         raise ValueError(
-            f"expected trainer_class to be transformers' Trainer or a subclass, got {trainer_class}"
+            "expected trainer_class to be transformers' Trainer or a subclass, got "
+            f"{trainer_class}; pass the class, sequence_parallel(SFTTrainer)(model, ...)"
         )
     if issubclass(trainer_class, _SequenceParallel):
         return trainer_class
@@ -96,7 +99,6 @@ class _SequenceParallel:
         **kwargs,
     ):
         self._asked_size, self._without_logits = sequence_parallel_size, without_logits
-        self._checked_loss = False
         super().__init__(*args, **kwargs)
         if self._size > 1:
             self._prepare_model()
@@ -156,6 +158,12 @@ class _SequenceParallel:
                 "expected without_logits=False where a class or compute_loss_func computes the "
                 "loss itself, got True; leave it out"
             )
+        plugin = self.accelerator.state.deepspeed_plugin
+        if plugin is not None and plugin.zero_stage == 3:
+            raise ValueError(
+                "expected ZeRO stage 0, 1 or 2, got 3, whose parameters the check of the model "
+                "can't read; take stage 2"
+            )
         use_in(self._base_model(), self._group)  # before the first step, and any wrapper
 
     def _wrap_model(self, model, training=True, dataloader=None):
@@ -206,11 +214,12 @@ class _SequenceParallel:
                 "as DataCollatorForLanguageModeling(tokenizer, mlm=False)"
             )
         own = self._has_own_loss()
-        if not model.training:
+        averaged = self.args.average_tokens_across_devices
+        if not model.training and (num_items_in_batch is None or not averaged):
             num_items_in_batch = self._count(labels, None)
         elif num_items_in_batch is None and own:
             num_items_in_batch = self._count(labels, self._group)
-            if self.args.average_tokens_across_devices:
+            if averaged:
                 num_items_in_batch *= self.accelerator.num_processes // self._size
         if own:
             loss, outputs = self._theirs(model, local, num_items_in_batch, return_outputs)
@@ -280,9 +289,8 @@ class _SequenceParallel:
         """The loss of a class that computes it itself: a sum over the local tokens, divided by the
         number of all."""
         count = torch.as_tensor(num_items_in_batch, dtype=torch.float32, device=self.args.device)
-        checks = model.training and not self._checked_loss
-        if checks:
-            count = count.detach().requires_grad_()
+        if model.training:
+            count = count.detach().requires_grad_()  # so that its part in the loss can be seen
         if hasattr(self, "_tp_size"):
             # SFTTrainer divides by it what it counts over all processes, of full masks only.
             self._tp_size = self._size if "attention_mask" in local else 1
@@ -292,7 +300,7 @@ class _SequenceParallel:
         loss, outputs = found if return_outputs else (found, None)
         if not model.training:
             return loss, outputs
-        if checks and count > 0:  # else the next step has tokens to check it by
+        if count > 0:
             self._check_loss(loss, count)
         rank, size, name = member_of(self._group)
         # A class that averages tokens has a share of the loss here, times all processes.
@@ -312,7 +320,6 @@ class _SequenceParallel:
                 "1 / num_items_in_batch; each rank has other tokens, so a mean of means, or a term "
                 "that isn't divided, would be wrong"
             )
-        self._checked_loss = True
 
     def _gathered(self, outputs, seq_lens: list[int]):
         """Outputs of the full sequence."""
