@@ -314,7 +314,9 @@ def _refused():
     if dist.get_world_size() > 1:
         alone = _make("Llama")
         for model in (alone, torch.compile(alone, backend="deepsp")):  # which takes full batches
-            refused(model, "attention of LlamaForCausalLM is 'sdpa', but it is called with .* gave")
+            refused(
+                model, "attention of LlamaForCausalLM to be 'deepsp', .* gave this rank, got 'sdpa'"
+            )
 
     lora = peft.LoraConfig(target_modules=["lm_head"])
     refused(
