@@ -352,6 +352,7 @@ def _refusals():
         BertConfig,
         BloomConfig,
         BloomForCausalLM,
+        DataCollatorWithFlattening,
         Trainer,
     )
     from trl import SFTConfig, SFTTrainer
@@ -383,11 +384,11 @@ def _refusals():
 
     def trainer(
         cls=SequenceParallelTrainer, model=None, size=2, config=None, without_logits=False,
-        data=None, **given,
+        data=None, collator=None, **given,
     ):  # fmt: skip
         args = arguments(config, eval_strategy="no", **given)
         model = tiny() if model is None else model
-        data, more = Rows(40) if data is None else data, {}
+        data, more = Rows(40) if data is None else data, {"data_collator": collator}
         if config is SFTConfig:
             data, more = lists(8), {"processing_class": tokenizer()}
         more |= {"sequence_parallel_size": size, "without_logits": without_logits}
@@ -413,6 +414,9 @@ def _refusals():
         (lambda: trainer(sequence_parallel(SFTTrainer), config=SFTConfig, bf16=False,
                          label_smoothing_factor=0.1),
          r"no label_smoothing_factor, since SFTTrainer computes its loss itself.*, got 0.1"),
+        (lambda: trainer(collator=DataCollatorWithFlattening(
+            return_position_ids=False, return_seq_idx=True, return_flash_attn_kwargs=True)).train(),
+         r"a batch with \['cu_seq_lens_k'.*'seq_idx'\] to have position_ids"),
         (lambda: trainer(eval_use_gather_object=True), r"eval_use_gather_object=False, got True"),
         (lambda: trainer(sequence_parallel(Mean), without_logits=True),
          r"without_logits=False where a class or compute_loss_func computes the loss itself"),

@@ -75,7 +75,8 @@ def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
             (:func:`deepsp.integrations.transformers.check`); the size doesn't divide the number of
             processes; label smoothing with a class that computes its loss itself;
             ``predict_with_generate``; ZeRO 3. On a step: the class's loss isn't a sum that is
-            divided by ``num_items_in_batch``; ranks of a group have different batches.
+            divided by ``num_items_in_batch``; a packed batch has no ``position_ids``; ranks of a
+            group have different batches.
     """
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
         raise ValueError(
@@ -246,6 +247,12 @@ class _SequenceParallel:
 
     def _shard(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]]:
         batch = {name: x for name, x in inputs.items() if name not in _BORDERS}
+        if len(batch) < len(inputs) and batch.get("position_ids") is None:
+            raise ValueError(
+                f"expected a batch with {sorted(inputs.keys() - batch.keys())} to have "
+                "position_ids, too, which start anew with each document, got none; have the "
+                "collator return them (return_position_ids=True)"
+            )
         labels = batch.pop("labels", None)
         if labels is not None and batch.get("shift_labels") is None:
             # As transformers shifts them: documents of a row end where its collators say so.
