@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from deepsp.data import Path, check_dim, hand_out, name_of, shard_batch
 from deepsp.deal import describe, exchange, local_batch
@@ -82,7 +81,6 @@ class SequenceLoader:
         check_dim(dim)
         self.loader = loader
         self._member = member_of(group)
-        self._group = dist.distributed_c10d._resolve_process_group(self._member[2])
         self._device = device_of(self._member)
         self._replicated = replicated or self._member[1] == 1
         self._how = {"dim": dim, "pad_to": pad_to, "ignore_index": ignore_index}
@@ -223,7 +221,7 @@ class SequenceLoader:
                     f"replicated=True, but those of ranks {ended} have ended before the others'; "
                     "make their samplers count groups, or pass replicated=False"
                 )
-            return start, iter([shard_batch(found, self._group, **self._how)])
+            return start, iter([shard_batch(found, self._member, **self._how)])
         known = [None if r in ended else pickle.loads(every[r][1]) for r in range(size)]
         if not ended and not self._compared:
             self._compare(known, found)

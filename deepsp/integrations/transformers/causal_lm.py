@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from deepsp.groups import Group, member_of
 from deepsp.integrations.transformers import calls
+from deepsp.integrations.transformers.check import model_in
 from deepsp.loss import linear_cross_entropy
 
 _AFTER_HEAD = "_deepsp_after_head"
@@ -151,12 +152,8 @@ def _labels(batch: Mapping[str, Any]) -> Tensor:
 
 
 def _causal_lm(model: nn.Module, batch: Mapping[str, Any]) -> nn.Module:
-    """The model of transformers in its wrappers."""
-    from transformers import PreTrainedModel
-
-    found = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
-    if found is None:
-        raise ValueError(f"expected model to be one of transformers, got {type(model).__name__}")
+    """The model of transformers in its wrappers, which may not add a loss of its own."""
+    found = model_in(model)
     configs = (found.config, found.config.get_text_config())
     asked = batch.get("output_router_logits")
     if asked or (asked is None and any(getattr(c, "output_router_logits", 0) for c in configs)):

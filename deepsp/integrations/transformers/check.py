@@ -57,9 +57,7 @@ def check(model: nn.Module) -> None:
     """
     from transformers import PreTrainedModel
 
-    found = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
-    if found is None:
-        raise ValueError(f"expected model to be one of transformers, got {type(model).__name__}")
+    found = model_in(model)
     names = implementations(found)
     if not names:
         raise ValueError(
@@ -85,6 +83,20 @@ def check(model: nn.Module) -> None:
         for m, of_before in zip(parts, before, strict=True):
             setattr(m, CHECKED, of_before)
         raise
+
+
+def model_in(module: nn.Module) -> nn.Module:
+    """The model of transformers that a module is, or that is in its wrappers.
+
+    Raises:
+        ValueError: there is none.
+    """
+    from transformers import PreTrainedModel
+
+    found = next((m for m in module.modules() if isinstance(m, PreTrainedModel)), None)
+    if found is None:
+        raise ValueError(f"expected model to be one of transformers, got {type(module).__name__}")
+    return found
 
 
 def implementations(model: nn.Module) -> set[str]:

@@ -39,7 +39,7 @@ class OwnLoss:
                 "shift_labels out of its call, and use deepsp.cross_entropy on its logits"
             )
         loss = cross_entropy(
-            logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits,
+            logits,
             shift_labels,
             self.group,
             ignore_index=ignore_index,

@@ -151,7 +151,7 @@ class _SequenceParallel:
         ):
             if given and self._has_own_loss():
                 raise ValueError(
-                    f"expected no {name}, since {type(self).__mro__[2].__name__} computes its loss "
+                    f"expected no {name}, since {self._loss_class().__name__} computes its loss "
                     f"itself, from the local batch, got {given}; leave it out"
                 )
         if self._without_logits and (self._has_own_loss() or self.compute_loss_func is not None):
@@ -186,10 +186,14 @@ class _SequenceParallel:
         model = self.accelerator.unwrap_model(self.model)
         return model.get_base_model() if hasattr(model, "get_base_model") else model
 
+    def _loss_class(self) -> type[Trainer]:
+        """The class whose ``compute_loss`` comes after ours."""
+        classes = type(self).__mro__
+        after = classes[classes.index(_SequenceParallel) + 1 :]
+        return next(c for c in after if "compute_loss" in vars(c))
+
     def _has_own_loss(self) -> bool:
-        after = type(self).__mro__[type(self).__mro__.index(_SequenceParallel) + 1 :]
-        owner = next(c for c in after if "compute_loss" in vars(c))
-        return owner is not Trainer
+        return self._loss_class() is not Trainer
 
     # ---- the loss
 
@@ -322,7 +326,7 @@ class _SequenceParallel:
         wrong = slope is None or not torch.allclose(-slope * count, loss.float(), rtol=1e-5)
         if any(n for (n,) in on_all_ranks([int(wrong)], self._group, self.args.device)):
             raise ValueError(
-                f"expected compute_loss of {type(self).__mro__[2].__name__} to return a sum over "
+                f"expected compute_loss of {self._loss_class().__name__} to return a sum over "
                 "tokens divided by num_items_in_batch, got a loss that isn't proportional to "
                 "1 / num_items_in_batch; each rank has other tokens, so a mean of means, or a term "
                 "that isn't divided, would be wrong"
