@@ -210,10 +210,15 @@ TORCH_LIBRARY(deepsp, m) {
   // while attention works on another. layout: "bshd", or "sbhd" or "bhsd": where
   // q, k, v and the output have their dimensions batch, sequence, heads and head_dim.
   // sharded_randomness: ranks that are seeded alike drop other weights all the same.
+  // documents, window_size, softcap, sinks: as in blockwise_attention, of all tokens and heads.
+  // kv_chunk: as in streamed_attention.
   m.def(
       "distributed_attention(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, float dropout_p, "
       "bool is_causal, float? scale, bool enable_gqa, int chunks, SymInt[] seq_lens, int rank, "
-      "str group_name, *, str layout='bshd', bool sharded_randomness=False) -> Tensor",
+      "str group_name, *, str layout='bshd', bool sharded_randomness=False, "
+      "Tensor? documents=None, int[] window_size=[], "
+      "float? softcap=None, Tensor? sinks=None, "
+      "int? kv_chunk=None) -> Tensor",
       collective);
   // What a chunk's query heads read of k or v: `received` is what each wait so far
   // has given, [B, S, h, D], the first chunk's first. Each head is repeated for its
@@ -227,8 +232,42 @@ TORCH_LIBRARY(deepsp, m) {
   m.def(
       "attention_of_chunk(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, float dropout_p, "
       "bool is_causal, float? scale, int num_heads, int chunk, int chunks, int rank, "
-      "int parts, *, bool sharded_randomness=False) -> Tensor",
+      "int parts, *, bool sharded_randomness=False, Tensor? documents=None, "
+      "int[] window_size=[], float? softcap=None, Tensor? sinks=None) -> Tensor",
       pure);
+  // Attention by blocks of scores, [B, S, h, D]: no mask and no matrix of all scores is made.
+  // documents [N, 2], integers on any device: where each begins and ends among the B * S tokens;
+  // tokens attend to those of their document only, and outside of all to none (0); None: each row
+  // is one. window_size: none or (left, right), how many tokens before and after its own a token
+  // sees; -1: all. softcap: scores are softcap * tanh(score / softcap). sinks [h]: a score of each
+  // head more, whose value is 0. The log-sum-exp [B, h, S] has no gradient; the gradients are of
+  // q, k, v and sinks, where wanted, and have no derivative.
+  m.def(
+      "blockwise_attention(Tensor q, Tensor k, Tensor v, Tensor? documents, bool is_causal, "
+      "int[] window_size, float? scale, float? softcap, Tensor? sinks) -> "
+      "(Tensor output, Tensor log_sum_exp)",
+      pure);
+  m.def(
+      "blockwise_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? documents, "
+      "bool is_causal, int[] window_size, float? scale, float? softcap, Tensor? sinks, "
+      "Tensor output, Tensor log_sum_exp, int[] wanted) -> Tensor[]",
+      pure);
+  // The same over a sharded sequence, q [B, S_rank, Hq, D], k and v alike; sinks [Hq]. Keys and
+  // values come a part at a time, kv_chunk tokens of the full sequence, in backward once more: two
+  // parts exist at a time. Also returns what backward needs: q, the output and the log-sum-exp of
+  // this rank's heads.
+  m.def(
+      "streamed_attention(Tensor q, Tensor k, Tensor v, Tensor? documents, bool is_causal, "
+      "int[] window_size, float? scale, float? softcap, Tensor? sinks, int kv_chunk, "
+      "SymInt[] seq_lens, int rank, str group_name) -> "
+      "(Tensor output, Tensor q_of_heads, Tensor output_of_heads, Tensor log_sum_exp)",
+      collective);
+  m.def(
+      "streamed_attention_backward(Tensor grad, Tensor k, Tensor v, Tensor? documents, "
+      "bool is_causal, int[] window_size, float? scale, float? softcap, Tensor? sinks, "
+      "int kv_chunk, SymInt num_heads, SymInt[] seq_lens, int rank, str group_name, "
+      "Tensor q_of_heads, Tensor output_of_heads, Tensor log_sum_exp) -> Tensor[]",
+      collective);
   // scaled_dot_product_attention of [B, S, h, D], dropping what this rank's own seed says, which
   // follows from the default generator and the rank: the output, and the seed. Its gradients, of
   // q, k, v and attn_mask, where wanted, compute it once more; they have no derivative.

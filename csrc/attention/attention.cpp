@@ -5,6 +5,7 @@
 #include "../exchange/checks.h"
 #include "../exchange/ops.h"
 #include "ops.h"
+#include "readers.h"
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
@@ -16,75 +17,28 @@ namespace {
 
 constexpr const char* kNames[] = {"q", "k", "v"};
 
-}  // namespace
-
-void check_attention(
-    const OptionalTensor& attn_mask,
-    double dropout_p,
-    bool is_causal,
-    at::ScalarType dtype,
-    c10::SymInt batch,
-    c10::SymInt num_heads,
-    c10::SymInt tokens) {
-  TORCH_CHECK_VALUE(
-      dropout_p >= 0 && dropout_p <= 1, "expected 0 <= dropout_p <= 1, got ", dropout_p);
-  if (!attn_mask.has_value()) {
-    return;
-  }
-  const at::Tensor& mask = *attn_mask;
-  TORCH_CHECK_VALUE(
-      !is_causal,
-      "expected attn_mask or is_causal=True, got both; put the causal part into the "
-      "mask");
-  TORCH_CHECK_VALUE(
-      mask.scalar_type() == at::kBool || mask.scalar_type() == dtype,
-      "expected attn_mask to be bool or to have the dtype of q (", dtype_name(dtype), "), got ",
-      dtype_name(mask.scalar_type()));
-  TORCH_CHECK_VALUE(
-      mask.dim() >= 2 && mask.dim() <= 4,
-      "expected attn_mask to have 2 to 4 dimensions ([[batch,] heads,] S, S), got ", mask.dim());
-  const c10::SymInt full[] = {batch, num_heads, tokens, tokens};
-  constexpr const char* dims[] = {"batch", "heads", "sequence (queries)", "sequence (keys)"};
-  const auto is_padding = [&] {
-    return mask.dim() == 2 && mask.sym_size(0) == batch && mask.sym_size(1) == tokens;
-  };
-  for (int64_t d = 0; d < mask.dim(); ++d) {
-    const int64_t at = 4 - mask.dim() + d;
-    TORCH_CHECK_VALUE(
-        mask.sym_size(d) == 1 || mask.sym_size(d) == full[at], "expected attn_mask to have size ",
-        full[at], " or 1 in dimension ", d, " (", dims[at], "), as for the full sequence, got ",
-        mask.sym_size(d),
-        is_padding() ? "; pass a padding mask [batch, sequence] as mask[:, None, None, :]" : "");
-  }
-}
-
-namespace {
-
 // The rows of a global mask that belong to these query heads.
 at::Tensor mask_of(const at::Tensor& mask, const Range& heads) {
   return mask.dim() >= 3 && mask.sym_size(-3) != 1 ? mask.narrow(-3, heads.begin, heads.size())
                                                    : mask;
 }
 
-// The query heads of a chunk, and how many of them read each kv head from `kv.begin` on.
-struct Readers {
-  Range q;
-  Range kv;
-  std::vector<int64_t> counts;
+OptionalTensor sinks_of(const OptionalTensor& sinks, const Range& heads) {
+  return sinks.has_value() ? OptionalTensor(sinks->narrow(0, heads.begin, heads.size()))
+                           : std::nullopt;
+}
 
-  Readers(const HeadLayout& layout, int64_t rank, int64_t chunk)
-      : q(layout.range(0, rank, chunk)), kv(layout.reads(1, rank, chunk)) {
-    const int64_t each = layout.num_heads(0) / layout.num_heads(1);
-    for (int64_t head = kv.begin; head < kv.end; ++head) {
-      counts.push_back(std::min(q.end, (head + 1) * each) - std::max(q.begin, head * each));
-    }
-  }
-
-  bool uniform() const {
-    return std::all_of(
-        counts.begin(), counts.end(), [&](int64_t n) { return n == counts.front(); });
-  }
-};
+// Blocks take neither.
+void check_only_pattern(const OptionalTensor& attn_mask, double dropout_p) {
+  TORCH_CHECK_VALUE(
+      !attn_mask.has_value(),
+      "expected no attn_mask with documents, window_size, softcap, sinks or kv_chunk, got one; put "
+      "all into attn_mask, or leave it out");
+  TORCH_CHECK_VALUE(
+      dropout_p == 0,
+      "expected dropout_p to be 0 with documents, window_size, softcap, sinks or kv_chunk, got ",
+      dropout_p);
+}
 
 at::Tensor kv_of_chunk(
     at::TensorList received,
@@ -146,7 +100,11 @@ at::Tensor attention_of_chunk(
     int64_t chunks,
     int64_t rank,
     int64_t parts,
-    bool sharded_randomness) {
+    bool sharded_randomness,
+    const OptionalTensor& documents,
+    at::IntArrayRef window_size,
+    std::optional<double> softcap,
+    const OptionalTensor& sinks) {
   check_num_heads({num_heads}, parts, kNames);
   const HeadLayout layout({num_heads}, parts, chunks);
   check_chunk(chunk, layout.chunks());
@@ -158,6 +116,14 @@ at::Tensor attention_of_chunk(
       v.sym_sizes());
   check_attention(
       attn_mask, dropout_p, is_causal, q.scalar_type(), q.sym_size(0), num_heads, q.sym_size(1));
+  const Pattern pattern{documents, window_size, softcap, sinks};
+  if (pattern.given()) {
+    check_only_pattern(attn_mask, dropout_p);
+    check_pattern(pattern, q.sym_size(0), q.sym_size(1), num_heads);
+    const OptionalTensor mine = sinks_of(sinks, heads);
+    return std::get<0>(blockwise_attention(
+        q, k, v, documents, is_causal, window_size, scale, softcap, mine));
+  }
   OptionalTensor mask;
   if (attn_mask.has_value()) {
     mask = mask_of(*attn_mask, heads);
@@ -221,7 +187,12 @@ at::Tensor distributed_attention(
     int64_t rank,
     std::string_view group_name,
     std::string_view order_name,
-    bool sharded_randomness) {
+    bool sharded_randomness,
+    const OptionalTensor& documents,
+    at::IntArrayRef window_size,
+    std::optional<double> softcap,
+    const OptionalTensor& sinks,
+    std::optional<int64_t> kv_chunk) {
   const Order order = order_of(order_name);
   Tensors inputs;  // [B, S_rank, H_i, D_i]
   for (const at::Tensor& x : {q, k, v}) {
@@ -238,6 +209,24 @@ at::Tensor distributed_attention(
   if (attn_mask.has_value()) {
     check_device(*attn_mask, "attn_mask", q, "q");
   }
+  const Pattern pattern{documents, window_size, softcap, sinks};
+  check_pattern(pattern, layout.batch, layout.token(layout.parts()), num_heads);
+  if (pattern.given() || kv_chunk.has_value()) {
+    check_only_pattern(attn_mask, dropout_p);
+  }
+  // What heads first looks like is what SDPA returns: in memory the tokens come first, as whoever
+  // joins the heads again wants them.
+  const bool tokens_first = order_name == "sbhd";
+  if (kv_chunk.has_value()) {
+    TORCH_CHECK_VALUE(
+        chunks == 1, "expected chunks to be 1 with kv_chunk, got ", chunks,
+        "; keys and values come in parts of tokens then, not of heads");
+    const at::Tensor out = std::get<0>(streamed_attention(
+        inputs[0], inputs[1], inputs[2], documents, is_causal, window_size, scale, softcap, sinks,
+        *kv_chunk, seq_lens, rank, group_name));
+    return (tokens_first ? out.transpose(0, 1).contiguous().transpose(0, 1) : out)
+        .permute(order.dims);
+  }
   Tensors ks, vs;
   const auto attend = [&](const Tensors& qkv, int64_t chunk) {
     ks.push_back(qkv[1]);
@@ -248,11 +237,9 @@ at::Tensor distributed_attention(
     };
     return attention_of_chunk(
         qkv[0], read(ks), read(vs), attn_mask, dropout_p, is_causal, scale, num_heads, chunk,
-        heads.chunks(), rank, heads.parts(), sharded_randomness);
+        heads.chunks(), rank, heads.parts(), sharded_randomness, documents, window_size, softcap,
+        sinks);
   };
-  // What heads first looks like is what SDPA returns: in memory the tokens come first, as whoever
-  // joins the heads again wants them.
-  const bool tokens_first = order_name == "sbhd";
   Tensors out;
   if (heads.chunks() == 1) {
     out = heads_to_seq(

@@ -37,27 +37,7 @@ void check(
     const OptionalTensor& attn_mask,
     double dropout_p,
     bool is_causal) {
-  TORCH_CHECK_VALUE(
-      q.dim() == 4 && k.dim() == 4 && v.dim() == 4,
-      "expected q, k and v of shape [batch, sequence, heads, head_dim], got ", q.sym_sizes(), ", ",
-      k.sym_sizes(), " and ", v.sym_sizes());
-  TORCH_CHECK_VALUE(
-      k.sym_size(0) == q.sym_size(0) && v.sym_size(0) == q.sym_size(0) &&
-          k.sym_size(1) == q.sym_size(1) && v.sym_size(1) == q.sym_size(1) &&
-          k.sym_size(2) == v.sym_size(2) && k.sym_size(3) == q.sym_size(3),
-      "expected q, k and v with the same batch size and sequence length, k and v with the same "
-      "number of heads, and k with the head_dim of q, got shapes ",
-      q.sym_sizes(), ", ", k.sym_sizes(), " and ", v.sym_sizes());
-  TORCH_CHECK_VALUE(
-      k.sym_size(2) > 0 && q.sym_size(2) % k.sym_size(2) == 0,
-      "expected the number of heads of k to divide that of q (", q.sym_size(2), "), got ",
-      k.sym_size(2));
-  TORCH_CHECK_VALUE(
-      q.is_floating_point() && k.scalar_type() == q.scalar_type() &&
-          v.scalar_type() == q.scalar_type(),
-      "expected q, k and v to have the same floating-point dtype, got ",
-      dtype_name(q.scalar_type()), ", ", dtype_name(k.scalar_type()), " and ",
-      dtype_name(v.scalar_type()));
+  check_full(q, k, v);
   check_attention(
       attn_mask, dropout_p, is_causal, q.scalar_type(), q.sym_size(0), q.sym_size(2),
       q.sym_size(1));

@@ -5,6 +5,47 @@
 
 namespace deepsp {
 
+// Who attends to whom and how, where scaled_dot_product_attention has no argument for it.
+struct Pattern {
+  const OptionalTensor& documents;
+  at::IntArrayRef window_size;
+  std::optional<double> softcap;
+  const OptionalTensor& sinks;
+
+  bool given() const {
+    return documents.has_value() || !window_size.empty() || softcap.has_value() ||
+           sinks.has_value();
+  }
+};
+
+inline const Op<std::tuple<at::Tensor, at::Tensor>(
+    const at::Tensor& q,
+    const at::Tensor& k,
+    const at::Tensor& v,
+    const OptionalTensor& documents,
+    bool is_causal,
+    at::IntArrayRef window_size,
+    std::optional<double> scale,
+    std::optional<double> softcap,
+    const OptionalTensor& sinks)>
+    blockwise_attention("blockwise_attention");
+
+inline const Op<std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>(
+    const at::Tensor& q,
+    const at::Tensor& k,
+    const at::Tensor& v,
+    const OptionalTensor& documents,
+    bool is_causal,
+    at::IntArrayRef window_size,
+    std::optional<double> scale,
+    std::optional<double> softcap,
+    const OptionalTensor& sinks,
+    int64_t kv_chunk,
+    c10::SymIntArrayRef seq_lens,
+    int64_t rank,
+    std::string_view group_name)>
+    streamed_attention("streamed_attention");
+
 inline const Op<std::tuple<at::Tensor, at::Tensor>(
     const at::Tensor& q,
     const at::Tensor& k,
@@ -25,5 +66,11 @@ void check_attention(
     c10::SymInt batch,
     c10::SymInt num_heads,
     c10::SymInt tokens);
+
+// q [B, S, h, D], k and v [B, S, h_kv, D] of the full sequence.
+void check_full(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
+// `heads`: how many the sinks are for.
+void check_pattern(
+    const Pattern& pattern, const c10::SymInt& batch, const c10::SymInt& tokens, int64_t heads);
 
 }  // namespace deepsp

@@ -1,0 +1,85 @@
+#pragma once
+// Attention by rectangles of queries and keys, merged by their log-sum-exp (Milakov and
+// Gimelshein, arXiv:1805.02867; Dao et al., arXiv:2205.14135): no matrix of all scores is held.
+// Sums are kept in float32, or float64 for float64.
+
+#include "../layout/pieces.h"
+#include "../op.h"
+
+namespace deepsp {
+
+// Who attends to whom, and how scores become weights.
+struct Attending {
+  std::vector<Document> documents;
+  Band band;
+  double scale = 1;
+  std::optional<double> softcap;  // scores are softcap * tanh(score / softcap)
+};
+
+// What the arguments of an op say. documents: [N, 2], where each begins and ends among the
+// [batch * tokens] tokens; none: each row is one. window_size: as of Band, empty: no window.
+Attending attending(
+    const OptionalTensor& documents,
+    bool is_causal,
+    at::IntArrayRef window_size,
+    std::optional<double> scale,
+    std::optional<double> softcap,
+    int64_t batch,
+    int64_t tokens,
+    int64_t head_dim);
+
+// [B, S, h, D], in memory the tokens first: as the exchange sends and receives it.
+at::Tensor tokens_first(c10::SymIntArrayRef sizes, const at::TensorOptions& options);
+
+// Forward. All of q's tokens [B, S, h, D] wait for keys, which come in ranges of tokens.
+class Attended {
+ public:
+  // whole: the keys of all tokens come at once.
+  Attended(const at::Tensor& q, int64_t head_dim_v, const Attending& how, bool whole);
+
+  // k, v [B, keys, h_kv, D]: those of a range of tokens.
+  void add(const at::Tensor& k, const at::Tensor& v, Range keys);
+  // After all keys: the output [B, S, h, Dv] and the log-sum-exp of each query's scores [B, h, S],
+  // of which a sink [h] is one more score, whose value is 0. Tokens outside of all documents get 0.
+  std::pair<at::Tensor, at::Tensor> finish(const OptionalTensor& sinks);
+
+ private:
+  void add_tiles(const at::Tensor& k, const at::Tensor& v, const Piece& piece);
+
+  const at::Tensor q_;
+  const Attending& how_;
+  const bool whole_;
+  at::Tensor out_, log_sum_;
+};
+
+// Backward, of what finish returned.
+class AttendedGradients {
+ public:
+  AttendedGradients(
+      const at::Tensor& grad,
+      const at::Tensor& q,
+      const at::Tensor& out,
+      const at::Tensor& log_sum,
+      const Attending& how);
+
+  // The gradients of k and v of a range of tokens.
+  std::pair<at::Tensor, at::Tensor> add(const at::Tensor& k, const at::Tensor& v, Range keys);
+  // After all keys.
+  at::Tensor of_q();
+  at::Tensor of_sinks(const at::Tensor& sinks);
+
+ private:
+  void add_tiles(
+      const at::Tensor& k,
+      const at::Tensor& v,
+      const Piece& piece,
+      const at::Tensor& dk,
+      const at::Tensor& dv);
+
+  const at::Tensor grad_, q_, out_, log_sum_;
+  const Attending& how_;
+  at::Tensor delta_;  // [B, S, h, 1]: the sum over Dv of grad * out
+  at::Tensor dq_;
+};
+
+}  // namespace deepsp

@@ -1,0 +1,31 @@
+#pragma once
+// Which query heads of a rank read which of the kv heads that it has received.
+
+#include "../layout/heads.h"
+
+#include <algorithm>
+#include <vector>
+
+namespace deepsp {
+
+// The query heads of a chunk, and how many of them read each kv head from `kv.begin` on.
+struct Readers {
+  Range q;
+  Range kv;
+  std::vector<int64_t> counts;
+
+  Readers(const HeadLayout& layout, int64_t rank, int64_t chunk)
+      : q(layout.range(0, rank, chunk)), kv(layout.reads(1, rank, chunk)) {
+    const int64_t each = layout.num_heads(0) / layout.num_heads(1);
+    for (int64_t head = kv.begin; head < kv.end; ++head) {
+      counts.push_back(std::min(q.end, (head + 1) * each) - std::max(q.begin, head * each));
+    }
+  }
+
+  bool uniform() const {
+    return std::all_of(
+        counts.begin(), counts.end(), [&](int64_t n) { return n == counts.front(); });
+  }
+};
+
+}  // namespace deepsp
