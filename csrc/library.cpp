@@ -240,7 +240,8 @@ TORCH_LIBRARY(deepsp, m) {
   // tokens attend to those of their document only, and outside of all to none (0); None: each row
   // is one. window_size: none or (left, right), how many tokens before and after its own a token
   // sees; -1: all. softcap: scores are softcap * tanh(score / softcap). sinks [h]: a score of each
-  // head more, whose value is 0. The log-sum-exp [B, h, S] has no gradient; the gradients are of
+  // head more, whose value is 0. The log-sum-exp [B, h, S] isn't
+  // differentiable; the gradients are of
   // q, k, v and sinks, where wanted, and have no derivative.
   m.def(
       "blockwise_attention(Tensor q, Tensor k, Tensor v, Tensor? documents, bool is_causal, "
@@ -283,7 +284,8 @@ TORCH_LIBRARY(deepsp, m) {
   // Raises what attention_of_chunk would, for callers that send before they attend.
   m.def(
       "check_attention(Tensor? attn_mask, float dropout_p, bool is_causal, ScalarType dtype, "
-      "SymInt batch, SymInt num_heads, SymInt tokens) -> ()",
+      "SymInt batch, SymInt num_heads, SymInt tokens, *, Tensor? documents=None, "
+      "int[] window_size=[], float? softcap=None, Tensor? sinks=None) -> ()",
       pure);
 
   // --- collectives along a dimension, and sums

@@ -209,6 +209,10 @@ Tensors Call::placed(const Tensors& found, at::IntArrayRef wanted) const {
   return gradients;
 }
 
+void Call::only_first_is_differentiable() {
+  static_cast<AutogradContext*>(context_)->mark_non_differentiable(outputs_.slice(1).vec());
+}
+
 void Call::leave_undefined() {
   static_cast<AutogradContext*>(context_)->set_materialize_grads(false);
 }

@@ -167,6 +167,8 @@ class Call {
   // In forward: gradients that nobody computed stay undefined in backward. No zeros are made for
   // them.
   void leave_undefined();
+  // In forward: all outputs but the first have no gradient.
+  void only_first_is_differentiable();
 
  private:
   friend struct Differentiated;

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from deepsp import chunks as auto_chunks
 from deepsp import local
+from deepsp.documents import ranges_of
 from deepsp.groups import Group, compare_calls, member_of
 from deepsp.layout import lens_or_equal
 
@@ -27,6 +28,12 @@ def distributed_attention(
     seq_lens: Sequence[int] | None = None,
     chunks: int = 1,
     layout: str = "bshd",
+    *,
+    documents: Tensor | None = None,
+    window_size: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    kv_chunk: int | None = None,
 ) -> Tensor:
     """``scaled_dot_product_attention`` over a sequence that is sharded over a group.
 
@@ -54,19 +61,37 @@ def distributed_attention(
             are exchanged. At most as many as leave every rank a query head in each.
         layout: "bshd", as the shapes here, or "sbhd" or "bhsd": the order of batch, sequence, heads
             and head_dim in q, k, v and the result. No layout costs a copy.
+        documents: integers, the same on every rank: the documents that are packed into the full
+            sequence. Either ``cu_seqlens`` [N + 1], their borders among the B * S tokens, row after
+            row; or [N, 2], where each begins and ends, which may leave out tokens (padding). Tokens
+            attend to those of their own document; tokens outside of all get 0. Time and memory go
+            by the lengths of documents: no mask is made.
+        window_size: (left, right), how many tokens before and after its own each token attends to;
+            -1: all of them. With ``is_causal``, right is 0.
+        softcap: scores become ``softcap * tanh(score / softcap)`` before the mask (Gemma 2,
+            arXiv:2408.00118).
+        sinks: [Hq], for each head one more score, whose value is 0 (GPT-OSS). Its gradients are
+            partial, those of this rank's heads.
+        kv_chunk: keys and values are sent and attended to this many tokens (of the full sequence)
+            at a time, and merged by their log-sum-exp, so that a rank never holds those of the full
+            sequence. Backward has them sent once more (the idea is FPDT's, arXiv:2408.16978).
 
     Returns:
         [B, S_r, Hq, Dv], contiguous; in the layout "bhsd" a transposed view of that, as
         ``scaled_dot_product_attention`` returns it.
 
     Raises:
-        ValueError: arguments that don't fit each other or the group.
+        ValueError: arguments that don't fit each other or the group: ``documents``,
+            ``window_size``, ``softcap``, ``sinks`` and ``kv_chunk`` go with neither ``attn_mask``
+            nor dropout, and ``kv_chunk`` with one chunk of heads.
     """
     member = member_of(group)
     local.check_layout(layout)
     local.check_four(q, "q", layout)
     rank, size, name = member
     lens = lens_or_equal(seq_lens, q.size(layout.index("s")), size)
+    if documents is not None:
+        documents = ranges_of(documents, q.size(layout.index("b")), sum(lens))
     with local.randomness_of(member, q.device) if dropout_p > 0 else contextlib.nullcontext():
         return torch.ops.deepsp.distributed_attention(
             q,
@@ -83,6 +108,11 @@ def distributed_attention(
             name,
             layout=layout,
             sharded_randomness=torch.compiler.is_compiling(),
+            documents=documents,
+            window_size=() if window_size is None else window_size,
+            softcap=softcap,
+            sinks=sinks,
+            kv_chunk=kv_chunk,
         )
 
 
@@ -177,7 +207,7 @@ class DistributedAttention(nn.Module):
             self._compare(q, k, v, lens)
         if self.local_attention is None:
             known = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-            local.check_sdpa_arguments(args, kwargs, known)
+            local.check_sdpa_arguments(args, kwargs, known, (*local.PATTERN, "kv_chunk"))
         local.check_kwargs(self._head_indices, kwargs)
         chunks = self.chunks
         if chunks == "auto":

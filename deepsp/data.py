@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepsp.digest import first_difference
+from deepsp.documents import as_positions
 from deepsp.groups import Group, member_of, on_all_ranks
 from deepsp.layout import lens_or_equal
 from deepsp.layout import seq_lens as lens_of
@@ -114,6 +115,8 @@ def shard_batch(
           for each token) ends no document. A given ``shift_labels`` is sharded as it is.
         - ``position_ids`` are the global positions of this rank's tokens; if absent, they are made,
           [1, S_r].
+        - ``cu_seq_lens_q``, ``seq_idx`` and what else a collator of packed samples adds for kernels
+          becomes ``position_ids`` that start anew with each document, if they are absent.
         - ``attention_mask`` stays full, since attention needs all of it.
         - every other tensor is local.
 
@@ -184,6 +187,8 @@ def full_batch(
             f"dimension {dim}, got {said}"
         )
     length = batch[named].size(dim)
+    if dim == 1:
+        batch = as_positions(batch, tuple(batch[named].shape[:2]), batch[named].device)
     _check_lengths(batch, named, dim, length)
 
     if "position_ids" not in batch:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from deepsp import chunks as auto_chunks
 from deepsp import local, rope
+from deepsp.documents import ranges_of
 from deepsp.groups import Group, compare_calls, member_of
 from deepsp.layout import lens_or_equal
 from deepsp.projections import biases, check_linear, head_sizes, is_wide
@@ -259,7 +260,8 @@ class SequenceParallelAttention(nn.Module):
             x: [B, S_r, hidden_size], in the dtype of the parameters (or under autocast).
             args: passed to the local attention. For ``scaled_dot_product_attention``, positional or
                 by name: ``attn_mask`` (of the full sequence), ``dropout_p``, ``is_causal``,
-                ``scale``.
+                ``scale``; and by name ``documents``, ``window_size``, ``softcap``, ``sinks``, as in
+                :func:`distributed_attention`.
             position_ids: [S] or [B, S], of the full sequence, for the rotary embedding; None: 0, 1,
                 2, ...
             rotary: in place of the constructor's, such as the (cos, sin) that a model computes once
@@ -284,6 +286,9 @@ class SequenceParallelAttention(nn.Module):
             local.check_sdpa_arguments(
                 args, kwargs, ("attn_mask", "dropout_p", "is_causal", "scale")
             )
+            if kwargs.get("documents") is not None:
+                found = ranges_of(kwargs["documents"], x.size(0), sum(lens))
+                kwargs = {**kwargs, "documents": found}
             _check_sdpa(x, sum(lens), self.num_heads, *args, **kwargs)
         local.check_kwargs(self._head_indices, kwargs)
         turn = self._angles(x, lens, position_ids, rotary)
@@ -491,21 +496,50 @@ def _drops(attn_mask=None, dropout_p=0.0, *_, **__) -> bool:
 
 
 def _sdpa(
-    q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, *, where: tuple
+    q,
+    k,
+    v,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    *,
+    where: tuple,
+    **pattern,
 ) -> Tensor:
     sharded = torch.compiler.is_compiling()
     return torch.ops.deepsp.attention_of_chunk(
-        q, k, v, attn_mask, dropout_p, is_causal, scale, *where, sharded_randomness=sharded
+        q,
+        k,
+        v,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        *where,
+        sharded_randomness=sharded,
+        **_given(pattern),
     )
 
 
 def _check_sdpa(
-    x, tokens, num_heads, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None
+    x,
+    tokens,
+    num_heads,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    **pattern,
 ) -> None:
     """Raises before anything is sent."""
     dtype = x.dtype
     if attn_mask is not None and local.autocasts(x.device):
         dtype = attn_mask.dtype  # it will be cast
     torch.ops.deepsp.check_attention(
-        attn_mask, dropout_p, is_causal, dtype, x.size(0), num_heads, tokens
+        attn_mask, dropout_p, is_causal, dtype, x.size(0), num_heads, tokens, **_given(pattern)
     )
+
+
+def _given(pattern: dict) -> dict:
+    return {name: value for name, value in pattern.items() if value is not None}

@@ -51,8 +51,15 @@ def check_kwargs(head_indices: bool, kwargs: dict) -> None:
         )
 
 
-def check_sdpa_arguments(args: tuple, kwargs: dict, known: tuple[str, ...]) -> None:
-    """Raises where there is no local attention that would take what is passed."""
+PATTERN = ("documents", "window_size", "softcap", "sinks")
+"""What attention takes besides the arguments of ``scaled_dot_product_attention``, by name."""
+
+
+def check_sdpa_arguments(
+    args: tuple, kwargs: dict, known: tuple[str, ...], named: tuple[str, ...] = PATTERN
+) -> None:
+    """Raises where there is no local attention that would take what is passed. ``named``: what may
+    be passed by name only."""
     if len(args) > len(known):
         raise ValueError(
             f"expected at most {len(known)} more positional arguments ({', '.join(known)}), got "
@@ -64,10 +71,10 @@ def check_sdpa_arguments(args: tuple, kwargs: dict, known: tuple[str, ...]) -> N
                 "enable_gqa isn't an argument here: the number of kv heads follows from k_proj; "
                 "leave it out"
             )
-        if name not in known:
+        if name not in (*known, *named):
             raise ValueError(
-                f"expected an argument of scaled_dot_product_attention ({', '.join(known)}), got "
-                f"{name}; pass a local_attention that takes it"
+                f"expected an argument of scaled_dot_product_attention ({', '.join(known)}) or "
+                f"{', '.join(named)}, got {name}; pass a local_attention that takes it"
             )
 
 

@@ -1,6 +1,8 @@
 """transformers' models with ``attn_implementation="deepsp"``, each rank with its tokens, against
 the same model with "sdpa" in one process."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,6 +22,37 @@ SMALL = {
 }  # fmt: skip
 
 
+def _plain(module, query, key, value, attention_mask, scaling=None, s_aux=None, softcap=None, **_):
+    """transformers' eager attention, whose softmax is float32, in the dtype of the model."""
+    readers = module.num_key_value_groups
+    key, value = (x.repeat_interleave(readers, 1) for x in (key, value))
+    scores = query @ key.mT * scaling
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores.masked_fill(~attention_mask, -torch.inf)
+    if s_aux is not None:
+        scores = torch.cat([scores, s_aux.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    nothing = scores.isneginf().all(-1, keepdim=True)
+    weights = scores.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0)
+    weights = weights[..., : key.size(2)]
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+def _plain_mask(allow_is_causal_skip=False, **kwargs):
+    from transformers import masking_utils
+
+    return masking_utils.sdpa_mask(allow_is_causal_skip=False, **kwargs)
+
+
+class _GemmaNorm(nn.Module):
+    def __init__(self, weight, eps):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(weight.detach()), eps
+
+    def forward(self, x):
+        return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * (1 + self.weight)
+
+
 def _make(family, attention="sdpa", **options):
     import transformers
 
@@ -31,18 +64,23 @@ def _make(family, attention="sdpa", **options):
         config = transformers.GPT2Config(**sizes, **off, **tokens)
         make = transformers.GPT2LMHeadModel
     else:
-        if family == "Mistral":
+        if family in ("Mistral", "Gemma2", "GptOss"):
             options = {"sliding_window": 5} | options
+        if family == "GptOss":
+            options = {"num_local_experts": 2, "num_experts_per_tok": 1} | options
         config = getattr(transformers, f"{family}Config")(**SMALL, **options)
         make = getattr(transformers, f"{family}ForCausalLM")
     config.use_cache = False
     config._attn_implementation = attention
+    config._experts_implementation = "eager"  # the other one has no float64
     model = make(config).double()
     for module in list(model.modules()):  # theirs are computed in float32
         for name, inner in module.named_children():
             if hasattr(inner, "variance_epsilon"):
                 norm = nn.RMSNorm(inner.weight.numel(), inner.variance_epsilon, dtype=torch.float64)
                 setattr(module, name, norm)
+            elif type(inner).__name__ == "Gemma2RMSNorm":
+                setattr(module, name, _GemmaNorm(inner.weight, inner.eps))
     return model.train()
 
 
@@ -59,10 +97,12 @@ def _batch(kind, length):
     generator = torch.Generator().manual_seed(length)
     ids = torch.randint(0, VOCAB, (2, length), generator=generator)
     batch = {"input_ids": ids, "labels": ids.clone()}
-    if kind in ("padding", "whole mask"):
+    if kind in ("padding", "holes", "whole mask"):
         mask = torch.ones(2, length, dtype=torch.int64)
         mask[0, :3] = 0
         mask[1, -4:] = 0
+        if kind == "holes":
+            mask[0, 6:8] = 0
         batch["labels"][mask == 0] = -100
         if kind == "whole mask":
             causal = torch.ones(length, length, dtype=torch.bool).tril()
@@ -99,13 +139,27 @@ def _part(batch, kind):
     return part
 
 
-def _trained(family, kind, length, checkpointing=None, chunks=1, backend=None, **options):
-    register(chunks=chunks)
+def _trained(
+    family, kind, length, checkpointing=None, chunks=1, backend=None, core="auto", kv_chunk=None,
+    **options,
+):  # fmt: skip
+    import transformers
+
+    register(chunks=chunks, core=core, kv_chunk=kv_chunk)
     batch = _batch(kind, length)
-    reference = _make(family, **options)
+    # "sdpa" has neither softcap nor sinks.
+    transformers.AttentionInterface.register("reference", _plain)
+    transformers.AttentionMaskInterface.register("reference", _plain_mask)
+    theirs = "reference" if family in ("Gemma2", "GptOss") else "sdpa"
+    reference = _make(family, theirs, **options)
     model = _make(family, "deepsp", **options)
     assert model.config._attn_implementation == "deepsp"
     given = {name: batch[name] for name in batch if name != "labels"}
+    if family == "GptOss" and kind == "documents":
+        # transformers' own masks for it tell documents apart with flash attention only.
+        numbers = (batch["position_ids"] == 0).cumsum(1)
+        causal = torch.ones(length, length, dtype=torch.bool).tril()
+        given["attention_mask"] = (causal & (numbers[:, :, None] == numbers[:, None]))[:, None]
     logits = reference(**given).logits
     labels = batch["labels"][:, 1:].clone()
     if "position_ids" in batch:
@@ -153,6 +207,25 @@ CASES = {
         ("Mistral", "plain", 13, {"sliding_window": None}),
         ("Qwen3", "padding", 13, {"use_sliding_window": True, "sliding_window": 4,
                                   "layer_types": ["full_attention", "sliding_attention"]}),
+    ],
+    "softcap and sinks": [
+        ("Gemma2", "plain", 13, {"attn_logit_softcapping": 0.5}),
+        ("Gemma2", "documents", 13, {"attn_logit_softcapping": 0.5, "chunks": 2}),
+        ("Gemma2", "padding", 14, {"attn_logit_softcapping": 0.5, "kv_chunk": 5}),
+        ("GptOss", "plain", 13, {}),
+        ("GptOss", "documents", 14, {"kv_chunk": 4, "sliding_window": 64}),
+        ("GptOss", "padding", 13, {"chunks": 2}),
+    ],
+    "parts": [
+        ("Llama", "skewed", 13, {"kv_chunk": 3}),
+        ("Mistral", "documents", 13, {"kv_chunk": 4, "checkpointing": False}),
+        ("Llama", "padding", 13, {"kv_chunk": 100}),
+        ("Llama", "holes", 13, {}),
+    ],
+    "sdpa": [
+        ("Mistral", "documents", 13, {"core": "sdpa"}),
+        ("Llama", "padding", 13, {"core": "sdpa"}),
+        ("Llama", "plain", 13, {"core": "sdpa", "chunks": 2}),
     ],
     "checkpoints": [
         ("Llama", "padding", 13, {"checkpointing": False}),
@@ -224,7 +297,10 @@ def _refused():
     cache = transformers.DynamicCache()
     for layer in range(2):
         cache.update(*torch.zeros(2, 2, 2, 3, 8, dtype=torch.float64), layer)
-    capped = _make("Gemma2", "deepsp", attn_logit_softcapping=30.0)
+    register(name="masked", core="sdpa")
+    capped = _make("Gemma2", "masked", attn_logit_softcapping=30.0)
+    sunk = _make("GptOss", "deepsp")
+    dropping = _make("Gemma2", "deepsp", attn_logit_softcapping=30.0, attention_dropout=0.5)
     attention = transformers.AttentionInterface()["deepsp"]
     masks = transformers.AttentionMaskInterface()["deepsp"]
     q, k, v = torch.zeros(3, 1, 2, 6, 8, dtype=torch.float64)
@@ -249,8 +325,14 @@ def _refused():
         (lambda: model(**part, past_key_values=cache), "no past_key_values, got 3 tokens"),
         (lambda: model(**part, output_attentions=True), "output_attentions"),
         (lambda: model(**part, cu_seq_lens_q=torch.arange(3)), r"no cu_seq_lens_q .* shape \(3,\)"),
-        (lambda: capped(**part), "no softcap in Gemma2Attention, got 30.0"),
-        (lambda: direct(s_aux=torch.zeros(2)), "no s_aux in Linear"),
+        (lambda: capped(**part), "no softcap in Gemma2Attention, .* core='auto'"),
+        (lambda: dropping(**part), "no softcap in Gemma2Attention, .* attention_dropout to 0"),
+        (lambda: sunk(**part, attention_mask=torch.ones(2, 1, 12, 12).bool()),
+         r"no s_aux in GptOssAttention, .* padding mask \[B, S\]"),
+        (lambda: register(core="quick"), r"core to be one of \['auto', .*'sdpa'\], got 'quick'"),
+        (lambda: register(core="deepsp"), "got 'deepsp'"),
+        (lambda: register(kv_chunk=0), "kv_chunk to be an int >= 1 or None, got 0"),
+        (lambda: register(kv_chunk=8, core="sdpa"), "core='auto' and chunks=1 with kv_chunk"),
         (lambda: direct(position_bias=torch.zeros(1, 2, 6, 6)), "no position_bias in Linear"),
         (lambda: direct(mask=None), "attention_mask .*, got None in Linear"),
         (lambda: direct(position_ids=None), "position_ids .*, got None"),
@@ -313,3 +395,66 @@ def _two_groups():
 
 def test_a_group_of_its_own():
     on_ranks(3, _two_groups)
+
+
+def _no_masks():
+    """What attends by ranges makes no mask of all pairs of tokens."""
+    from deepsp.integrations.transformers.masks import Masks
+
+    register()
+    made, make = [], Masks._make
+    Masks._make = lambda self, *args: made.append(args[0]) or make(self, *args)
+    try:
+        for family, kind in itertools.product(
+            ("Llama", "Mistral", "Gemma2", "GptOss"), ("plain", "padding", "documents")
+        ):
+            part, _ = deepsp.shard_batch(_batch(kind, 13))
+            del part["shift_labels"]
+            _make(family, "deepsp")(**part)
+            assert not made, (family, kind)
+        part, _ = deepsp.shard_batch(_batch("holes", 13))
+        del part["shift_labels"]
+        _make("Llama", "deepsp")(**part)
+        assert made == ["sdpa"]  # once for all layers
+    finally:
+        Masks._make = make
+
+
+def test_no_mask_of_all_pairs():
+    on_ranks(2, _no_masks)
+
+
+def _cores():
+    """Another core gets what it would get in one process, of its heads."""
+    import transformers
+
+    seen = []
+
+    def plain(module, query, *args, position_ids=None, scaling=None, dropout=0.0, s_aux=None,
+              **kwargs):  # fmt: skip
+        seen.append((query.shape, position_ids))
+        return _plain(module, query, *args, scaling=scaling, s_aux=s_aux)
+
+    transformers.AttentionInterface.register("plain", plain)
+    transformers.AttentionMaskInterface.register("plain", _plain_mask)
+    for family, kind, options in [
+        ("GptOss", "documents", {"chunks": 2, "sliding_window": 64}),
+        ("Llama", "padding", {}),
+        ("Mistral", "plain", {}),
+    ]:
+        _trained(family, kind, 13, core="plain", **options)
+    heads = 6 // dist.get_world_size()
+    assert {shape[1] for shape, _ in seen} <= {heads - 1, heads, 1}
+    assert all(positions.size(-1) == 13 for _, positions in seen)
+    register(core="plain")
+    part, _ = deepsp.shard_batch(_batch("plain", 13))
+    del part["shift_labels"]
+    with pytest.raises(
+        ValueError, match=r"no softcap in Gemma2Attention, .*'plain' doesn't take it"
+    ):
+        _make("Gemma2", "deepsp", attn_logit_softcapping=30.0)(**part)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_cores(ranks):
+    on_ranks(ranks, _cores)

@@ -186,3 +186,41 @@ def _arguments():
 
 def test_arguments():
     on_ranks(2, _arguments)
+
+
+def _borders():
+    """What collators add for kernels says where documents begin."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    ids = torch.arange(10)[None]
+    expected = torch.tensor([[0, 1, 2, 0, 0, 1, 2, 3, 4, 5]])
+    cu = torch.tensor([0, 3, 4, 10], dtype=torch.int32)
+    index = torch.tensor([[0] * 3 + [1] + [2] * 6], dtype=torch.int32)
+    lengths = {"max_length_q": 6, "max_length_k": 6}
+    ends = torch.tensor([[1, 2, -100, -100, 5, 6, 7, 8, 9, -100]])
+    for more in (
+        {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, **lengths},
+        {"seq_idx": index},
+        {"cu_seq_lens_q": cu, "seq_idx": index, "position_ids": expected},
+        {"position_ids": expected, **lengths},
+        {"cu_seq_lens_q": cu, "position_ids": None},
+    ):
+        batch, _ = deepsp.shard_batch({"input_ids": ids, "labels": ids, **more})
+        assert sorted(batch) == ["input_ids", "position_ids", "shift_labels"]
+        assert batch["position_ids"].tolist() == expected.tensor_split(size, 1)[rank].tolist()
+        assert batch["shift_labels"].tolist() == ends.tensor_split(size, 1)[rank].tolist()
+    rows, _ = deepsp.shard_batch(
+        {"input_ids": ids.view(2, 5), "cu_seq_lens_q": torch.tensor([0, 3, 5, 10])}
+    )
+    whole = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]])
+    assert rows["position_ids"].tolist() == whole.tensor_split(size, 1)[rank].tolist()
+    for more, message in [
+        (lengths, r"seq_idx in a batch with \['max_length_k', 'max_length_q'\], got none"),
+        ({"cu_seq_lens_q": cu, "position_ids": torch.arange(10)[None]}, "start anew where cu_seq"),
+        ({"cu_seq_lens_q": cu[:-1]}, r"go from 0 to 10, .* got \[0, 3, 4\]"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            deepsp.shard_batch({"input_ids": ids, **more})
+
+
+def test_borders_of_documents():
+    on_ranks(2, _borders)

@@ -127,7 +127,9 @@ def _collated(size, batch, collator, length=None, **given):
 
     collate = {
         "padding": lambda: DataCollatorForLanguageModeling(tokenizer(), mlm=False),
-        "packing": lambda: DataCollatorWithFlattening(return_flash_attn_kwargs=size > 1),
+        "packing": lambda: DataCollatorWithFlattening(
+            return_position_ids=size == 1, return_flash_attn_kwargs=size > 1
+        ),
     }[collator]()
     cls, more = _class(size)
     args = arguments(per_device_train_batch_size=batch, per_device_eval_batch_size=batch, **given)
@@ -387,7 +389,6 @@ def _refusals():
         BertConfig,
         BloomConfig,
         BloomForCausalLM,
-        DataCollatorWithFlattening,
         Trainer,
     )
     from trl import SFTConfig, SFTTrainer
@@ -449,9 +450,6 @@ def _refusals():
         (lambda: trainer(sequence_parallel(SFTTrainer), config=SFTConfig, bf16=False,
                          label_smoothing_factor=0.1),
          r"no label_smoothing_factor, since SFTTrainer computes its loss itself.*, got 0.1"),
-        (lambda: trainer(collator=DataCollatorWithFlattening(
-            return_position_ids=False, return_seq_idx=True, return_flash_attn_kwargs=True)).train(),
-         r"a batch with \['cu_seq_lens_k'.*'seq_idx'\] to have position_ids"),
         (lambda: trainer(eval_use_gather_object=True), r"eval_use_gather_object=False, got True"),
         (lambda: trainer(sequence_parallel(Mean), without_logits=True),
          r"without_logits=False where a class or compute_loss_func computes the loss itself"),

@@ -264,13 +264,33 @@ at::Tensor distributed_attention(
   return out[0].permute(order.dims);  // each order is its own inverse
 }
 
+void check_attention_op(
+    const OptionalTensor& attn_mask,
+    double dropout_p,
+    bool is_causal,
+    at::ScalarType dtype,
+    c10::SymInt batch,
+    c10::SymInt num_heads,
+    c10::SymInt tokens,
+    const OptionalTensor& documents,
+    at::IntArrayRef window_size,
+    std::optional<double> softcap,
+    const OptionalTensor& sinks) {
+  check_attention(attn_mask, dropout_p, is_causal, dtype, batch, num_heads, tokens);
+  const Pattern pattern{documents, window_size, softcap, sinks};
+  if (pattern.given()) {
+    check_only_pattern(attn_mask, dropout_p);
+  }
+  check_pattern(pattern, batch, tokens, num_heads.guard_int(__FILE__, __LINE__));
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(deepsp, CompositeImplicitAutograd, m) {
   m.impl("distributed_attention", distributed_attention);
   m.impl("kv_of_chunk", kv_of_chunk);
   m.impl("attention_of_chunk", attention_of_chunk);
-  m.impl("check_attention", check_attention);
+  m.impl("check_attention", check_attention_op);
 }
 
 }  // namespace deepsp

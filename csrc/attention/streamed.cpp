@@ -324,13 +324,10 @@ void keep_for_backward(Call& call) {
   call.keep("num_heads", given[0].sym_size(2));
   call.keep_tensors(std::move(kept));
   call.leave_undefined();
+  call.only_first_is_differentiable();
 }
 
 Tensors gradients_of(const Call& call, const Tensors& gradients) {
-  for (size_t i = 1; i < gradients.size(); ++i) {
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        !gradients[i].defined(), "streamed_attention: only its first output has a derivative");
-  }
   const Tensors kept = call.kept_tensors();
   size_t next = 2;
   const auto optional = [&](const char* name) {

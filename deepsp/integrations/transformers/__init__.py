@@ -26,6 +26,7 @@ from deepsp.groups import Group, member_of
 from deepsp.integrations.transformers import calls
 from deepsp.integrations.transformers.attention import attention
 from deepsp.integrations.transformers.check import check
+from deepsp.integrations.transformers.cores import check_core
 from deepsp.integrations.transformers.masks import Masks
 from deepsp.integrations.transformers.own_loss import OwnLoss
 
@@ -33,7 +34,12 @@ __all__ = ["SequenceParallelTrainer", "check", "register", "sequence_parallel"]
 
 
 def register(
-    group: Group = None, chunks: int = 1, name: str = "deepsp", average_gradients: bool = False
+    group: Group = None,
+    chunks: int = 1,
+    name: str = "deepsp",
+    average_gradients: bool = False,
+    core: str = "auto",
+    kv_chunk: int | None = None,
 ) -> None:
     """Makes ``attn_implementation=name`` (or ``model.set_attn_implementation(name)``) attention
     over sequences that are sharded over ``group``.
@@ -44,8 +50,12 @@ def register(
     same on every rank (:func:`deepsp.cross_entropy`). The ranks may have different numbers of
     tokens. The result is this rank's part of what one process computes with ``"sdpa"``: causal or
     not, with grouped heads, sliding windows or chunks, padding ([B, S], or a mask [B, 1, S, S]),
-    and documents in one row that restart ``position_ids`` (in causal attention without
-    ``attention_mask``, as there). Any mask but a causal one takes S x S bools of memory.
+    documents in one row that restart ``position_ids`` (in causal attention without
+    ``attention_mask``, as there), softcap and sinks. Attention of padding itself is 0.
+
+    Windows, documents and padding at the ends of rows take time and memory by what is attended to.
+    S x S bools are made for padding between tokens, for masks [B, 1, S, S], and for windows,
+    documents or padding with dropout in attention.
 
     Args:
         group: the sequence group; None: the default group at the time of a forward.
@@ -54,14 +64,21 @@ def register(
             same name again replaces the earlier one, also for models that have it already.
         average_gradients: of the loss that a model returns for ``shift_labels``: as in
             :func:`deepsp.cross_entropy`.
+        core: what computes attention on the full sequence of a rank's heads. "auto": deepsp, as
+            described here, by torch's kernels. Or the name of an attention implementation of
+            transformers: "sdpa", "flex_attention", "flash_attention_2", or one that was registered
+            with its ``AttentionInterface``. It gets what it would get in one process: the mask
+            made for it, the full ``position_ids``, and sinks of its heads.
+        kv_chunk: as in :func:`deepsp.distributed_attention`; for "auto" only.
 
     Raises:
-        ValueError: ``chunks`` isn't an int >= 1, or this process isn't in ``group``. The model's
-            forward raises what :func:`check` finds, and for ``labels``; ``position_ids`` that start
-            from 0 on every rank (left out, or documents that all end where a rank's tokens do); an
-            ``attention_mask`` of this rank's tokens only; a cache; masks made by a model's own
-            functions; attention with sinks, softcap, relative biases or the like; cross-attention
-            of other lengths; models that don't make masks by the mask interface or don't pass on
+        ValueError: ``chunks`` or ``kv_chunk`` isn't an int >= 1, ``core`` isn't known, or this
+            process isn't in ``group``. The model's forward raises what :func:`check` finds, and for
+            ``labels``; ``position_ids`` that start from 0 on every rank (left out, or documents
+            that all end where a rank's tokens do); an ``attention_mask`` of this rank's tokens
+            only; a cache; masks made by a model's own functions; attention with what the core
+            doesn't take (softcap and sinks in "sdpa", relative biases, ...); cross-attention of
+            other lengths; models that don't make masks by the mask interface or don't pass on
             ``position_ids``.
         RuntimeError: transformers isn't version 5.
     """
@@ -75,9 +92,18 @@ def register(
         )
     if not isinstance(chunks, int) or chunks < 1:
         raise ValueError(f"expected chunks to be an int >= 1, got {chunks!r}")
+    if kv_chunk is not None and (not isinstance(kv_chunk, int) or kv_chunk < 1):
+        raise ValueError(f"expected kv_chunk to be an int >= 1 or None, got {kv_chunk!r}")
+    if kv_chunk is not None and (core != "auto" or chunks != 1):
+        raise ValueError(
+            f"expected core='auto' and chunks=1 with kv_chunk, got core={core!r} and "
+            f"chunks={chunks}"
+        )
+    check_core(core)
     member = None if group is None else member_of(group)
     transformers.AttentionInterface.register(
-        name, functools.partial(attention, member=member, chunks=chunks)
+        name,
+        functools.partial(attention, member=member, chunks=chunks, core=core, kv_chunk=kv_chunk),
     )
     transformers.AttentionMaskInterface.register(name, Masks)
     calls.notice(name, OwnLoss(member, average_gradients))

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepsp.attention import distributed_attention
+from deepsp.attention import DistributedAttention, distributed_attention
 from deepsp.groups import Member, member_of
-from deepsp.integrations.transformers.masks import Masks
+from deepsp.integrations.transformers.cores import Core
+from deepsp.integrations.transformers.masks import Masks, Ranges
 
 COUNTS_OTHERWISE = "_deepsp_counts_otherwise"
 """Where a module remembers of its model that it makes other position_ids than 0, 1, 2, ..."""
@@ -32,16 +33,21 @@ def attention(
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     position_ids: Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     *,
     member: Member | None,
     chunks: int,
+    core: str,
+    kv_chunk: int | None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """What transformers calls: query [B, Hq, S_r, D], key and value [B, Hkv, S_r, D] to
     [B, S_r, Hq, D]."""
     masks = masks_of(module, query, attention_mask, position_ids, kwargs)
+    member = member_of(member)
     if masks.seq_lens is None:  # the first layer's
-        parts = masks.exchange(query, key, position_ids, member_of(member))
+        parts = masks.exchange(query, key, position_ids, member)
         _check_rope(module, parts)
         _check_count(module, parts)
     length = sum(masks.seq_lens)
@@ -54,19 +60,66 @@ def attention(
         )
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
+    more = {"softcap": softcap, "s_aux": s_aux, "sliding_window": sliding_window}
+    if core not in ("auto", "sdpa"):
+        more |= {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
+        call = Core(core, module, masks, {n: x for n, x in more.items() if x is not None})
+        wrapped = DistributedAttention(call, member, chunks, layout="bhsd")
+        wrapped._compared = True  # the masks' exchange has
+        out = wrapped(query, key, value, seq_lens=masks.seq_lens)
+        return out.transpose(1, 2), None
+    pattern = masks.ranges
+    causal = bool(is_causal) and length > 1
+    if core == "auto" and pattern is not None and (dropout == 0 or _is_plain(pattern, more)):
+        # As "sdpa": where there is no mask, the layer says whether attention is causal.
+        plain = pattern.documents is None and pattern.window_size is None
+        arguments = {
+            "is_causal": causal if plain else pattern.is_causal,
+            "documents": pattern.documents,
+            "window_size": pattern.window_size,
+            "softcap": softcap,
+            "sinks": s_aux,
+            "kv_chunk": kv_chunk,
+        }
+    else:
+        mask = masks.mask_for("sdpa", query, module.config)
+        arguments = {"attn_mask": mask, "is_causal": causal and mask is None}
+        _check_masked(module, core, dropout, masks, softcap, s_aux, kv_chunk)
     out = distributed_attention(
         *(x.transpose(1, 2) for x in (query, key, value)),
-        attn_mask=masks.full,
         dropout_p=dropout,
-        # As "sdpa": no mask is made where this says the same.
-        is_causal=bool(is_causal) and masks.full is None and length > 1,
         scale=scaling,
         enable_gqa=query.size(1) != key.size(1),
-        group=member_of(member),
+        group=member,
         seq_lens=masks.seq_lens,
         chunks=chunks,
+        **arguments,
     )
     return out, None
+
+
+def _is_plain(pattern: Ranges, more: dict[str, Any]) -> bool:
+    """Whether it is what scaled_dot_product_attention takes without a mask."""
+    none = pattern.documents is None and pattern.window_size is None
+    return none and more["softcap"] is None and more["s_aux"] is None
+
+
+def _check_masked(module, core, dropout, masks, softcap, s_aux, kv_chunk) -> None:
+    """Raises where a mask of all tokens, or dropout, meets what only attention by blocks has."""
+    named = {"softcap": softcap, "s_aux": s_aux, "kv_chunk": kv_chunk}
+    for name, value in named.items():
+        if value is None:
+            continue
+        if core == "sdpa":
+            why = "scaled_dot_product_attention doesn't take it; register with core='auto'"
+        elif dropout > 0:
+            why = f"dropout ({dropout}) isn't supported with it; set attention_dropout to 0"
+        else:
+            why = (
+                "a mask that isn't causal attention, a window, documents and padding at the ends "
+                "of rows isn't supported with it; pass position_ids and a padding mask [B, S]"
+            )
+        raise ValueError(f"expected no {name} in {type(module).__name__}, got one: {why}")
 
 
 def masks_of(

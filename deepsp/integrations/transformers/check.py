@@ -101,17 +101,23 @@ def model_in(module: nn.Module) -> nn.Module:
 
 def implementations(model: nn.Module) -> set[str]:
     """By which names parts of a model of transformers find attention of ours."""
-    from transformers import AttentionMaskInterface, PreTrainedModel
+    from transformers import PreTrainedModel
 
-    from deepsp.integrations.transformers.masks import Masks
-
-    ours = {n for n, f in AttentionMaskInterface._global_mapping.items() if f is Masks}
     found, configs = set(), [m.config for m in model.modules() if isinstance(m, PreTrainedModel)]
     while configs:
         config = configs.pop()
         found.add(config._attn_implementation)
         configs += [c for c in (getattr(config, n, None) for n in config.sub_configs) if c]
-    return found & ours
+    return found & ours()
+
+
+def ours() -> set[str]:
+    """The names under which attention of ours is registered."""
+    from transformers import AttentionMaskInterface
+
+    from deepsp.integrations.transformers.masks import Masks
+
+    return {n for n, f in AttentionMaskInterface._global_mapping.items() if f is Masks}
 
 
 class _Check:
@@ -234,7 +240,7 @@ class _Check:
         from transformers import AttentionInterface
 
         def stand_in(module, query, key, value, attention_mask, position_ids=None, **kwargs):
-            for known in ("dropout", "scaling", "is_causal", "sliding_window"):
+            for known in ("dropout", "scaling", "is_causal", "sliding_window", "softcap", "s_aux"):
                 kwargs.pop(known, None)
             try:
                 masks_of(module, query, attention_mask, position_ids, kwargs)

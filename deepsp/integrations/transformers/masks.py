@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from deepsp import data
 from deepsp.groups import Member, on_all_ranks
+from deepsp.integrations.transformers.patterns import (
+    document_ranges,
+    pattern_of,
+    without_documents,
+)
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """A mask as :func:`deepsp.distributed_attention` takes it: causal or not, documents and a
+    window."""
+
+    is_causal: bool
+    documents: Tensor | None
+    window_size: tuple[int, int] | None
 
 
 class Masks:
@@ -21,7 +36,10 @@ class Masks:
     """
 
     seq_lens: list[int] | None = None
-    full: Tensor | None = None
+    ranges: Ranges | None = None
+    """None where only a mask of all tokens says what is meant."""
+    positions: Tensor
+    """Of the full sequence."""
 
     def __init__(
         self,
@@ -50,7 +68,7 @@ class Masks:
         self.causal, self.bidirectional = allow_is_causal_skip, allow_is_bidirectional_skip
         if given is None and not self.causal and not self.bidirectional:
             # Documents in this rank's own tokens: those of the full sequence are found later.
-            self.pattern = None if use_vmap else _without_documents(mask_function)
+            self.pattern = None if use_vmap else without_documents(mask_function)
             self.causal = True
             if self.pattern is None:
                 raise ValueError(
@@ -89,31 +107,63 @@ class Masks:
         positions = torch.ops.deepsp.all_gather(positions, 1, lens, "replicated", rank, name)
         if not all(made):
             _check_positions(positions, lens)
-        self.full = self._full(length, positions) if self.given is None else self.given
-        self.seq_lens = lens
+        self.positions, self.seq_lens, self._made = positions, lens, {}
+        self.ranges = self._ranges()
         return positions.split(lens, 1)
 
-    def _full(self, length: int, positions: Tensor) -> Tensor | None:
-        """[B, 1, S, S], or None where causal attention, or attention to all, is meant."""
+    def _ranges(self) -> Ranges | None:
+        pattern = None if self.given is not None else pattern_of(self.pattern)
+        if pattern is None:
+            return None
+        packed = self.causal and self.padding is None
+        positions = self.positions if packed else torch.arange(
+            self.positions.size(1), device=self.positions.device
+        )[None]  # fmt: skip
+        padding = None if self.padding is None or bool(self.padding.all()) else ~self.padding.bool()
+        try:
+            documents = document_ranges(pattern, positions, padding, self.batch_size)
+        except LookupError:
+            return None
+        return Ranges(pattern.right == 0, documents, pattern.window_size(positions.size(1)))
+
+    def mask_for(self, implementation: str, like: Tensor, config) -> Tensor | None:
+        """The full mask as one of transformers' attention implementations takes it: for "sdpa",
+        [B, 1, S, S], or None where causal attention, or attention to all, is meant."""
+        if self.given is not None:
+            return self.given
+        if implementation not in self._made:
+            self._made[implementation] = self._make(implementation, like, config)
+        return self._made[implementation]
+
+    def _make(self, implementation: str, like: Tensor, config):
         from transformers import masking_utils
 
-        pattern, documents = self.pattern, None
+        make = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.get(implementation)
+        if make is None:  # as in transformers: it needs none
+            return None
+        pattern, documents, positions = self.pattern, None, self.positions
         if self.causal and self.padding is None:
             documents = masking_utils.find_packed_sequence_indices(positions)
         if documents is not None:
             pattern = masking_utils.packed_sequence_compatibility_function(
                 pattern, *(x.expand(self.batch_size, -1) for x in (positions, documents))
             )
-        return masking_utils.sdpa_mask(
-            self.batch_size,
-            length,
-            length,
+        length = positions.size(1)
+        return make(
+            batch_size=self.batch_size,
+            q_length=length,
+            kv_length=length,
+            q_offset=0,
+            kv_offset=0,
             mask_function=pattern,
             attention_mask=self.padding,
             local_size=self.local_size,
             allow_is_causal_skip=self.causal and documents is None,
             allow_is_bidirectional_skip=self.bidirectional,
-            device=positions.device,
+            dtype=like.dtype,
+            config=config,
+            use_vmap=False,
+            device=like.device,
         )
 
 
@@ -127,18 +177,3 @@ def _check_positions(positions: Tensor, lens: list[int]) -> None:
             "they do if they are left out; pass the position_ids of deepsp.shard_batch. (Documents "
             "that all end where a rank's tokens do look the same: put each in a row of its own)"
         )
-
-
-def _without_documents(mask_function: Callable) -> Callable | None:
-    """The pattern that transformers made a mask of a rank's documents from (by
-    ``packed_sequence_compatibility_function``); None if ``mask_function`` isn't one."""
-    from transformers import masking_utils
-
-    # Compared with one of the same make: there is no other way to ask.
-    like = masking_utils.packed_sequence_compatibility_function(lambda: None, None, None)
-    if mask_function.__code__ is not like.__code__:
-        return None
-    made = [inspect.getclosurevars(f).nonlocals["mask_functions"] for f in (mask_function, like)]
-    if [f.__code__ for f in made[0]] != [f.__code__ for f in made[1]]:
-        return None
-    return inspect.getclosurevars(made[0][1]).nonlocals["mask_function"]

@@ -36,9 +36,6 @@ from deepsp.loss import cross_entropy
 
 _DDP = [x for x in DistributedType if x.name.startswith("MULTI_")]
 
-_BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""What collators add for kernels: borders of documents, which position_ids tell, too."""
-
 
 def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
     """A subclass of ``trainer_class`` that trains on sharded sequences.
@@ -75,8 +72,8 @@ def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
             (:func:`deepsp.integrations.transformers.check`); the size doesn't divide the number of
             processes; label smoothing with a class that computes its loss itself;
             ``predict_with_generate``; ZeRO 3. On a step: the class's loss isn't a sum that is
-            divided by ``num_items_in_batch``; a packed batch has no ``position_ids``; ranks of a
-            group have different batches.
+            divided by ``num_items_in_batch``; nothing says where the documents of a packed batch
+            begin; ranks of a group have different batches.
     """
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
         raise ValueError(
@@ -250,13 +247,7 @@ class _SequenceParallel:
         return loss / self.accelerator.num_processes if averaged else loss
 
     def _shard(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]]:
-        batch = {name: x for name, x in inputs.items() if name not in _BORDERS}
-        if len(batch) < len(inputs) and batch.get("position_ids") is None:
-            raise ValueError(
-                f"expected a batch with {sorted(inputs.keys() - batch.keys())} to have "
-                "position_ids, too, which start anew with each document, got none; have the "
-                "collator return them (return_position_ids=True)"
-            )
+        batch = dict(inputs)
         labels = batch.pop("labels", None)
         if labels is not None and batch.get("shift_labels") is None:
             # As transformers shifts them: documents of a row end where its collators say so.

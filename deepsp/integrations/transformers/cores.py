@@ -1,0 +1,71 @@
+"""transformers' own attention implementations, on the full sequence of some heads."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from deepsp.integrations.transformers.masks import Masks
+
+
+def check_core(core: str) -> None:
+    """Raises unless ``core`` is one that attention can be computed by."""
+    from transformers import AttentionInterface
+
+    from deepsp.integrations.transformers.check import ours
+
+    known = sorted(set(AttentionInterface._global_mapping) - ours())
+    known = ["auto", *(name for name in known if not name.startswith("paged|"))]
+    if core not in known:
+        raise ValueError(f"expected core to be one of {known}, got {core!r}")
+
+
+class Core:
+    """A local attention (:class:`deepsp.DistributedAttention`, layout "bhsd") by an implementation
+    that transformers knows as ``name``."""
+
+    def __init__(self, name: str, module: nn.Module, masks: Masks, arguments: dict[str, Any]):
+        from transformers import AttentionInterface
+
+        self.function = AttentionInterface._global_mapping[name]
+        self.name, self.module, self.masks, self.arguments = name, module, masks, arguments
+        self.taken = _declared(self.function)
+        # Whether attention is causal, and its window, are in the mask, too.
+        refused = [n for n in ("softcap", "s_aux") if n in arguments and n not in self.taken]
+        if arguments["dropout"] > 0 and "dropout" not in self.taken:
+            refused.append("dropout")
+        if refused:
+            raise ValueError(
+                f"expected no {refused[0]} in {type(module).__name__}, got one: {name!r} doesn't "
+                "take it; register with another core, such as 'auto'"
+            )
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, head_indices: Tensor) -> Tensor:
+        arguments = {n: x for n, x in self.arguments.items() if n in self.taken}
+        if "s_aux" in arguments:
+            arguments["s_aux"] = arguments["s_aux"][head_indices]
+        mask = self.masks.mask_for(self.name, q, self.module.config)
+        if isinstance(mask, Tensor) and mask.dim() == 4 and mask.size(1) > 1:
+            mask = mask[:, head_indices]
+        seen = _Seen(self.module, q.size(1) // k.size(1))
+        out = self.function(seen, q, k, v, mask, position_ids=self.masks.positions, **arguments)[0]
+        return out.transpose(1, 2)
+
+
+class _Seen:
+    """An attention layer as its local part: this rank's query heads may be fewer for each kv
+    head."""
+
+    def __init__(self, module: nn.Module, groups: int):
+        self.__dict__.update(_module=module, num_key_value_groups=groups)
+
+    def __getattr__(self, name: str):
+        return getattr(self._module, name)
+
+
+def _declared(function: Callable) -> set[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}

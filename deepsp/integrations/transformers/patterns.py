@@ -1,0 +1,138 @@
+"""What a mask function of transformers says, read from what it was made of.
+
+transformers describes masks by functions of a query's and a key's index. What they are is told by
+their code and what they enclose: there is no other way to ask. A function that isn't known has no
+pattern; its mask is made in full then.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """``left`` and ``right``: how many tokens before and after its own each token attends to; -1:
+    all. ``chunk``: tokens attend within chunks of that many tokens only, counted from
+    ``left_padding`` [B] on."""
+
+    left: int = -1
+    right: int = -1
+    chunk: int | None = None
+    left_padding: Tensor | None = None
+
+    def window_size(self, length: int) -> tuple[int, int] | None:
+        """None where all of a sequence is in sight, but for what is_causal says."""
+        left = self.left if 0 <= self.left < length - 1 else -1
+        right = self.right if 0 < self.right < length - 1 else -1
+        return None if (left, right) == (-1, -1) else (left, right)
+
+
+def pattern_of(function: Callable) -> Pattern | None:
+    """None where it isn't known."""
+    from transformers import masking_utils as known
+
+    if function is known.causal_mask_function:
+        return Pattern(right=0)
+    if function is known.bidirectional_mask_function:
+        return Pattern()
+    if (inside := _made(function, known.and_masks(lambda: None))) is not None:
+        parts = [pattern_of(part) for part in inside["mask_functions"]]
+        return None if None in parts else _both(parts)
+    if (inside := _made(function, known.sliding_window_overlay(1))) is not None:
+        return Pattern(left=inside["sliding_window"] - 1)
+    if (inside := _made(function, known.sliding_window_bidirectional_overlay(1))) is not None:
+        return Pattern(inside["sliding_window"], inside["sliding_window"])
+    if (inside := _made(function, known.chunked_overlay(1, None))) is not None:
+        return Pattern(chunk=inside["chunk_size"], left_padding=inside["left_padding"])
+    return None
+
+
+def without_documents(function: Callable) -> Callable | None:
+    """The function that transformers made one of a rank's documents from (by
+    ``packed_sequence_compatibility_function``); None if it isn't one."""
+    from transformers import masking_utils as known
+
+    like = known.packed_sequence_compatibility_function(lambda: None, None, None)
+    inside = _made(function, like)
+    if inside is None or len(inside["mask_functions"]) != 2:
+        return None
+    of_like = inspect.getclosurevars(like).nonlocals["mask_functions"]
+    pairs = zip(inside["mask_functions"], of_like, strict=True)
+    if any(_made(found, other) is None for found, other in pairs):
+        return None
+    return inspect.getclosurevars(inside["mask_functions"][1]).nonlocals["mask_function"]
+
+
+def document_ranges(
+    pattern: Pattern, positions: Tensor, padding: Tensor | None, batch: int
+) -> Tensor | None:
+    """Begin and end [N, 2] of each document among the tokens of ``batch`` rows, on the CPU; None:
+    each row is one.
+
+    Args:
+        pattern: within a document.
+        positions: [1 or B, S], of the full sequence. Where they don't go on by one, a document
+            begins, unless there is padding.
+        padding: [B, S], bool, True for tokens that are none; or None.
+        batch: the number of rows.
+
+    Raises:
+        LookupError: a row has padding between its tokens, so they aren't a range.
+    """
+    length = positions.size(1)
+    counted = torch.arange(length, device=positions.device).expand_as(positions)
+    begins = torch.zeros_like(positions, dtype=torch.bool)
+    begins[:, :1] = True
+    if padding is None:
+        begins[:, 1:] |= positions.diff(dim=1) != 1
+        if bool(begins[:, 1:].any()):
+            counted = positions  # chunks begin anew with each document
+    if pattern.chunk is not None and pattern.chunk < length:
+        first = 0 if pattern.left_padding is None else pattern.left_padding[:, None]
+        chunks = (counted - first) // pattern.chunk
+        begins = begins.expand(chunks.size(0), -1).clone()
+        begins[:, 1:] |= chunks.diff(dim=1) != 0
+    if padding is None and not bool(begins[:, 1:].any()):
+        return None
+    begins = begins.expand(batch, -1)
+    begin = begins.flatten().nonzero().flatten()
+    end = torch.cat([begin[1:], begin.new_tensor([batch * length])])
+    if padding is not None:
+        borders = padding.diff(dim=1)
+        inner = borders & ~padding[:, 1:]  # the first token after padding
+        if bool((inner.sum(1) + ~padding[:, 0] > 1).any()):
+            raise LookupError
+        first = padding.int().argmin(1) + torch.arange(batch, device=padding.device) * length
+        last = first + (~padding).sum(1)
+        row = begin // length
+        begin, end = torch.maximum(begin, first[row]), torch.minimum(end, last[row])
+    ranges = torch.stack([begin, end], 1)
+    return ranges[begin < end].cpu()
+
+
+def _made(function: Callable, like: Callable) -> dict | None:
+    """What a function encloses, if it was made where ``like`` was."""
+    if getattr(function, "__code__", None) is not like.__code__:
+        return None
+    return dict(inspect.getclosurevars(function).nonlocals)
+
+
+def _both(parts: list[Pattern]) -> Pattern | None:
+    chunked = [part for part in parts if part.chunk is not None]
+    if len(chunked) > 1:
+        return None
+
+    def least(sides: list[int]) -> int:
+        return min((n for n in sides if n >= 0), default=-1)
+
+    return Pattern(
+        least([p.left for p in parts]),
+        least([p.right for p in parts]),
+        *((chunked[0].chunk, chunked[0].left_padding) if chunked else ()),
+    )

@@ -1,0 +1,369 @@
+"""Attention by blocks of scores, documents by their borders, keys in parts: against all scores at
+once, in float64."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import on_ranks
+from reference import draw, lens_of, names
+
+import deepsp
+
+BLOCKWISE = torch.ops.deepsp.blockwise_attention
+BACKWARD = torch.ops.deepsp.blockwise_attention_backward
+
+
+def everything(q, k, v, documents=None, is_causal=False, window=None, softcap=None, sinks=None):
+    """The definition: all scores, a mask of all pairs of tokens."""
+    batch, length, heads, dim = q.shape
+    k, v = (x.repeat_interleave(heads // k.size(2), 2) for x in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(dim)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    i, j = torch.arange(length)[:, None], torch.arange(length)
+    seen = torch.ones(batch, length, length, dtype=torch.bool)
+    if is_causal:
+        seen &= j <= i
+    left, right = window or (-1, -1)
+    if left >= 0:
+        seen &= j >= i - left
+    if right >= 0:
+        seen &= j <= i + right
+    if documents is not None:
+        number = torch.full((batch * length,), -1)
+        for n, (begin, end) in enumerate(documents.tolist()):
+            number[begin:end] = n
+        number = number.view(batch, length)
+        seen &= (number[:, :, None] == number[:, None]) & (number >= 0)[:, None]
+    scores = scores.masked_fill(~seen[:, None], -math.inf)
+    if sinks is not None:
+        more = sinks.view(1, heads, 1, 1).expand(batch, heads, length, 1)
+        scores = torch.cat([scores, more], -1)
+    nothing = scores.isneginf().all(-1, keepdim=True)
+    weights = scores.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0)
+    return torch.einsum("bhij,bjhd->bihd", weights[..., :length], v)
+
+
+def _leaves(batch, length, heads, kv_heads, dim, dim_v, with_sinks, dtype=torch.float64):
+    shapes = [(batch, length, heads, dim), (batch, length, kv_heads, dim),
+              (batch, length, kv_heads, dim_v), *[(heads,)] * with_sinks]  # fmt: skip
+    return [draw(*s, seed=n, dtype=dtype).requires_grad_() for n, s in enumerate(shapes)]
+
+
+def _compare(found, expected, leaves, grad, atol=1e-12):
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+    mine = torch.autograd.grad(found, leaves, grad)
+    theirs = torch.autograd.grad(expected, leaves, grad)
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize(
+    ("shape", "documents"),
+    [
+        ((1, 300, 4, 2, 16, 16), [[0, 37], [37, 38], [40, 300]]),
+        ((1, 700, 2, 2, 8, 12), [[100, 700]]),  # more keys than a tile has
+        ((2, 150, 6, 2, 8, 8), [[0, 100], [100, 140], [150, 250]]),
+    ],
+)
+@pytest.mark.parametrize("packed", [True, False])
+def test_equals_all_scores(shape, documents, packed):
+    documents = torch.tensor(documents) if packed else None
+    windows = ((), (20, -1), (5, 7), (0, 0), (1000, 1000))
+    for causal, window, cap, sunk in itertools.product(
+        (True, False), windows, (None, 3.0), (False, True)
+    ):
+        q, k, v, *sinks = leaves = _leaves(*shape, sunk)
+        sinks = sinks[0] if sinks else None
+        out, log_sum = BLOCKWISE(q, k, v, documents, causal, window, None, cap, sinks)
+        expected = everything(q, k, v, documents, causal, window, cap, sinks)
+        _compare(out, expected, leaves, draw(*out.shape, seed=9))
+        assert not log_sum.isnan().any()
+
+
+def test_inputs_stay_as_they_are():
+    # A document of one token: what tiles are made of are views then.
+    leaves = _leaves(1, 5, 2, 1, 4, 6, True)
+    before = [x.detach().clone() for x in leaves]
+    q, k, v, sinks = leaves
+    out, _ = BLOCKWISE(q, k, v, torch.tensor([[1, 2], [2, 5]]), True, [], None, 2.0, sinks)
+    out.sum().backward()
+    torch.testing.assert_close([x.detach() for x in leaves], before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_narrow_dtypes(dtype):
+    documents = torch.tensor([[0, 50], [50, 200]])
+    for cap, window in ((None, ()), (None, (30, 0)), (5.0, ())):
+        leaves = _leaves(1, 200, 4, 2, 16, 16, True, dtype)
+        wide = [x.detach().double().requires_grad_() for x in leaves]
+        out, log_sum = BLOCKWISE(*leaves[:3], documents, True, window, None, cap, leaves[3])
+        assert log_sum.dtype == torch.float32 and out.dtype == dtype
+        expected = everything(*wide[:3], documents, True, window, cap, wide[3])
+        grad = draw(*out.shape, seed=9, dtype=dtype)
+        mine = torch.autograd.grad(out, leaves, grad)
+        theirs = torch.autograd.grad(expected, wide, grad.double())
+        rough = 2e-5 if dtype == torch.float32 else 2e-2 if dtype == torch.bfloat16 else 4e-3
+        for x, y in zip((out, *mine), (expected, *theirs), strict=True):
+            assert (x.double() - y).abs().max() <= rough * max(1, y.abs().max())
+
+
+def test_opcheck():
+    documents = torch.tensor([[0, 5], [5, 9], [12, 20]])
+    for cap, window, sunk in ((None, (), False), (3.0, (4, 2), True)):
+        q, k, v, *sinks = _leaves(2, 10, 4, 2, 8, 8, sunk)
+        sinks = sinks[0] if sinks else None
+        call = (q, k, v, documents, True, window, None, cap, sinks)
+        torch.library.opcheck(BLOCKWISE.default, call)
+        out, log_sum = BLOCKWISE(*(x.detach() if isinstance(x, torch.Tensor) else x for x in call))
+        with torch.no_grad():
+            torch.library.opcheck(
+                BACKWARD.default,
+                (out, *call, out, log_sum, [1, 1, 1, int(sunk)]),
+                test_utils=("test_schema", "test_faketensor"),
+            )
+
+
+def test_the_log_sum_has_no_gradient():
+    q, k, v = _leaves(1, 6, 2, 2, 4, 4, False)
+    out, log_sum = BLOCKWISE(q, k, v, None, True, [], None, None, None)
+    assert not log_sum.requires_grad
+    (first,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="not implemented"):
+        first.sum().backward()
+
+
+def _largest(call):
+    """Bytes of the largest piece of memory that a call asks for."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        call()
+    return max(
+        event.typed[1].alloc_size
+        for event in profile.profiler.kineto_results.experimental_event_tree()
+        for event in _with_children(event)
+        if isinstance(event.typed[1], torch._C._profiler._ExtraFields_Allocation)
+    )
+
+
+def _with_children(event):
+    yield event
+    for child in event.children:
+        yield from _with_children(child)
+
+
+def test_no_matrix_of_scores():
+    length, heads, dim = 4096, 2, 8
+    one = length * heads * dim * 4  # a float32 tensor like q
+    for cap, window, dim_v in (
+        (None, None, 8),
+        (None, (64, 0), 8),
+        (5.0, None, 8),
+        (None, None, 9),
+    ):
+        leaves = _leaves(1, length, heads, heads, dim, dim_v, False, torch.float32)
+        documents = torch.arange(0, length + 1, 512)
+
+        def run(leaves=leaves, documents=documents, cap=cap, window=window):
+            deepsp.distributed_attention(
+                *leaves, is_causal=True, documents=documents, window_size=window, softcap=cap
+            ).sum().backward()
+
+        largest = _largest_alone(run)
+        assert largest <= max(2 * one, heads * 128 * 512 * 4), (cap, window, largest)
+
+
+def _largest_alone(run):
+    if not dist.is_initialized():
+        dist.init_process_group("fake", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        return _largest(run)
+    finally:
+        dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------------- over ranks
+
+
+def _sharded(cases):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for shape, kind, packed, options in cases:
+        batch, length, *_ = shape
+        lens = lens_of(kind, length, size)
+        documents = None
+        if packed:
+            third = length // 3
+            documents = [[0, third], [third, length]]
+            if batch > 1:
+                documents.append([length + 3, 2 * length - 5])
+            documents = torch.tensor(documents)
+        options = dict(options)
+        sunk = options.pop("sunk", False)
+        window, softcap = options.get("window_size"), options.get("softcap")
+        causal = options.get("is_causal", False)
+        q, k, v, *sinks = leaves = _leaves(*shape, sunk)
+        given = {"sinks": sinks[0]} if sinks else {}
+        first = sum(lens[:rank])
+        out = deepsp.distributed_attention(
+            *(x[:, first : first + lens[rank]] for x in (q, k, v)), enable_gqa=True, seq_lens=lens,
+            documents=documents, **given, **options,
+        )  # fmt: skip
+        expected = everything(
+            q, k, v, documents, causal, window, softcap, sinks[0] if sinks else None
+        )
+        grad = draw(*expected.shape, seed=9)
+        here = slice(first, first + lens[rank])
+        torch.testing.assert_close(out, expected[:, here], rtol=0, atol=1e-12)
+        mine = torch.autograd.grad(out, leaves, grad[:, here])
+        theirs = torch.autograd.grad(expected, leaves, grad)
+        for x, y in zip(mine, theirs, strict=True):
+            x = x.clone()
+            dist.all_reduce(x)
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
+
+
+UNEVEN = (1, 57, 8, 2, 16, 16)  # on 3 ranks, kv heads have different numbers of readers
+ROWS = (2, 40, 6, 3, 8, 8)
+WIDE_V = (2, 37, 4, 4, 8, 12)
+CAUSAL = {"is_causal": True}
+ALL = {"is_causal": True, "window_size": (9, 3), "softcap": 2.0, "sunk": True}
+CASES = [
+    (UNEVEN, "split", True, CAUSAL),
+    (ROWS, "empty", True, ALL | {"chunks": 2}),
+    (WIDE_V, "skewed", False, {"sunk": True}),
+    (UNEVEN, "skewed", True, CAUSAL | {"layout": "bshd", "chunks": 3, "sunk": True}),
+    *[
+        (shape, kind, packed, options | {"kv_chunk": chunk})
+        for (shape, kind, packed, options), chunk in itertools.product(
+            [
+                (UNEVEN, "split", True, CAUSAL | {"sunk": True}),
+                (ROWS, "empty", False, CAUSAL),
+                (WIDE_V, "skewed", True, {"window_size": (4, 6)}),
+                (UNEVEN, "skewed", False, ALL),
+            ],
+            (1, 11, 1000),
+        )
+    ],
+]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_over_ranks(ranks):
+    on_ranks(ranks, _sharded, CASES)
+
+
+def _classes():
+    """DistributedAttention and the layer take the same, as does compiled code."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    length = 22
+    lens = lens_of("skewed", length, size)
+    here = slice(sum(lens[:rank]), sum(lens[: rank + 1]))
+    documents = torch.tensor([0, 9, 10, 22, 30, 44])
+    ranges = torch.stack([documents[:-1], documents[1:]], 1)
+    q, k, v, sinks = leaves = _leaves(2, length, 4, 2, 8, 8, True)
+    expected = everything(q, k, v, ranges, True, (6, 0), None, sinks)
+    attend = deepsp.DistributedAttention(layout="bhsd")
+    heads_first = [x[:, here].transpose(1, 2) for x in (q, k, v)]
+    options = {"is_causal": True, "enable_gqa": True, "seq_lens": lens, "window_size": (6, 0)}
+    out = attend(*heads_first, documents=documents, sinks=sinks, **options).transpose(1, 2)
+    torch.testing.assert_close(out, expected[:, here], rtol=0, atol=1e-12)
+    found = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    for backend in ("aot_eager", "inductor"):
+        torch._dynamo.reset()
+
+        def run(*x):
+            *qkv, sinks = x
+            return attend(*qkv, documents=documents, sinks=sinks, **options)
+
+        compiled = torch.compile(run, fullgraph=True, backend=backend)(*heads_first, sinks)
+        compiled = compiled.transpose(1, 2)
+        torch.testing.assert_close(compiled, out, rtol=0, atol=1e-12)
+        again = torch.autograd.grad(compiled, leaves, torch.ones_like(out))
+        torch.testing.assert_close(again, found, rtol=0, atol=1e-12)
+    streamed = torch.compile(
+        lambda q, k, v: attend(q, k, v, documents=documents, kv_chunk=5, **options),
+        fullgraph=True, backend="aot_eager",
+    )(*heads_first).transpose(1, 2)  # fmt: skip
+    torch.testing.assert_close(
+        streamed, everything(q, k, v, ranges, True, (6, 0))[:, here], rtol=0, atol=1e-12
+    )
+
+    torch.manual_seed(0)
+    layer = deepsp.SequenceParallelAttention(16, 4, 2, chunks=2, dtype=torch.float64)
+    x = draw(2, length, 16)
+    y = layer(x[:, here], is_causal=True, seq_lens=lens, documents=documents, softcap=2.0)
+    q, k, v = (p(x).unflatten(-1, (-1, 4)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+    whole = layer.o_proj(everything(q, k, v, ranges, True, None, 2.0).flatten(2))
+    torch.testing.assert_close(y, whole[:, here], rtol=0, atol=1e-12)
+
+
+def test_classes_and_compiled_code():
+    on_ranks(2, _classes)
+
+
+def _kept():
+    """With kv_chunk, keys and values are sent in parts, in backward once more, and aren't kept."""
+    size = dist.get_world_size()
+    length, heads, dim, chunk = 4096, size, 16, 256
+    q, k, v = (draw(1, length // size, heads, dim, dtype=torch.float32, seed=n) for n in range(3))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        out = deepsp.distributed_attention(*leaves, is_causal=True, kv_chunk=chunk)
+    full = length * dim
+    given = [x.data_ptr() for x in leaves]
+    sizes = sorted(x.numel() for x in kept if x.data_ptr() not in given)
+    assert sizes == [length, full, full]  # of one head: log-sum-exp, q, output
+    counts = names(lambda: out.sum().backward())
+    assert counts["deepsp::seq_to_heads_start"] == 1 + length // chunk
+    assert counts["deepsp::heads_to_seq_start"] == length // chunk
+
+
+def test_keys_come_in_parts():
+    on_ranks(2, _kept)
+
+
+def _refused():
+    q = torch.zeros(1, 4, 4, 8, requires_grad=True)
+    mask = torch.ones(8, 8, dtype=torch.bool)
+    for options, message in [
+        ({"documents": torch.tensor([0, 4])}, r"go from 0 to 8, .* got \[0, 4\]"),
+        (
+            {"documents": torch.tensor([[0, 5], [4, 8]])},
+            r"without overlaps, got \[4, 8\] as number 1",
+        ),
+        ({"documents": torch.tensor([[0, 9]])}, r"ranges of the 1 x 8 tokens .* got \[0, 9\]"),
+        ({"documents": torch.tensor([[3, 2]])}, r"got \[3, 2\] as number 0"),
+        ({"documents": torch.tensor([0.0, 8.0])}, "tensor of integers, got torch.float32"),
+        ({"documents": [0, 8]}, "tensor of integers, got list"),
+        ({"documents": torch.zeros(1, 2, 3).long()}, r"shape \[N, 2\], got \(1, 2, 3\)"),
+        ({"window_size": (3, 2, 1)}, r"window_size to be \(left, right\).* got \[3, 2, 1\]"),
+        ({"window_size": (-2, 0)}, r"got \[-2, 0\]"),
+        ({"softcap": 0.0}, "softcap > 0, got 0"),
+        ({"sinks": torch.zeros(3)}, r"sinks .* shape \[4\].* got float32 \[3\]"),
+        ({"softcap": 1.0, "attn_mask": mask}, "no attn_mask with documents, window_size"),
+        ({"kv_chunk": 2, "attn_mask": mask}, "no attn_mask with documents, window_size"),
+        ({"window_size": (1, 1), "dropout_p": 0.5}, "dropout_p to be 0 .* got 0.5"),
+        ({"kv_chunk": 0}, "kv_chunk >= 1, got 0"),
+        ({"kv_chunk": 2, "chunks": 2}, "chunks to be 1 with kv_chunk, got 2"),
+    ]:
+
+        def raises(options=options, message=message):
+            with pytest.raises(ValueError, match=message):
+                deepsp.distributed_attention(q, q, q, **options)
+
+        assert not [n for n in names(raises) if n.startswith("gloo")], message
+    layer = deepsp.SequenceParallelAttention(16, 4)
+    x = torch.zeros(1, 4, 16)
+    for options, message in [
+        ({"softcap": -1.0}, "softcap > 0, got -1"),
+        ({"documents": torch.tensor([0, 4])}, "go from 0 to 8"),
+        ({"kv_chunk": 4}, "or documents, window_size, softcap, sinks, got kv_chunk"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            layer(x, **options)
+
+
+def test_wrong_arguments():
+    on_ranks(2, _refused)
