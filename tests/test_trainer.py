@@ -27,7 +27,8 @@ f64 = torch.float64
 def _metrics(prediction):
     logits, labels = prediction.predictions, prediction.label_ids
     right = logits.argmax(-1)[:, :-1] == labels[:, 1:]
-    return {"right": float(right.sum()), "rows": len(labels), "size": float(np.abs(logits).sum())}
+    size = np.abs(logits[labels != -100]).sum()
+    return {"right": float(right.sum()), "rows": len(labels), "size": float(size)}
 
 
 def _class(size):
