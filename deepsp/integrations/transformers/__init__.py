@@ -25,7 +25,7 @@ import inspect
 from deepsp.groups import Group, member_of
 from deepsp.integrations.transformers import calls
 from deepsp.integrations.transformers.attention import attention
-from deepsp.integrations.transformers.check import check
+from deepsp.integrations.transformers.check import check, ours
 from deepsp.integrations.transformers.cores import check_core
 from deepsp.integrations.transformers.masks import Masks
 from deepsp.integrations.transformers.own_loss import OwnLoss
@@ -111,7 +111,8 @@ def register(
 
 def use_in(model, group: Group, chunks: int = 1) -> None:
     """Gives a causal language model attention over ``group`` and the loss of full sequences, for
-    wrappers that average gradients over all ranks; checks it.
+    wrappers that average gradients over all ranks; checks it. Attention other than "sdpa" and
+    "eager" stays its core.
 
     Raises:
         ValueError: it isn't one, or :func:`check` refuses it.
@@ -125,7 +126,10 @@ def use_in(model, group: Group, chunks: int = 1) -> None:
             f"{type(model).__name__}; for another one, use deepsp.shard_batch and a loss of deepsp "
             "in a training loop"
         )
-    register(group, chunks, average_gradients=True)
+    # What the model was loaded with goes on computing its attention.
+    given = model.config._attn_implementation
+    core = "auto" if given in ("sdpa", "eager", *ours()) else given
+    register(group, chunks, average_gradients=True, core=core)
     model.set_attn_implementation("deepsp")
     check(model)
 
