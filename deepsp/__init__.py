@@ -41,6 +41,7 @@ from deepsp.ops import (
 )
 from deepsp.randomness import sharded_randomness
 from deepsp.schedule import build, create_schedule, register_shard_method
+from deepsp.tiling.tile import tile, tile_
 from deepsp.weights.access import full_parameters
 from deepsp.weights.parameters import shard_parameters
 from deepsp.weights.state import full_state_dict, load_full_state_dict
@@ -86,6 +87,8 @@ __all__ = [
     "shard_parameters",
     "sharded_randomness",
     "sync_gradients",
+    "tile",
+    "tile_",
     "token_log_probs",
     "unshard",
 ]

@@ -1,0 +1,297 @@
+"""Whether a module works on each token alone: dry runs on a few tokens say so.
+
+The tokens are the call's own, with noise, in an order that repeats one of them: experts with a
+capacity drop it. They run as one and as two tiles; then with one token changed, and with NaN in
+it, which passes through whatever depends on it, however little.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from deepsp import randomness
+from deepsp.tiling.run import Call, Place, differ
+from deepsp.tiling.weights import Weights
+
+_ORDER = (0, 1, 0, 2, 0, 0, 3, 4, 0, 0, 5, 6, 0)  # of the tokens
+_FIRST = 5  # in the first tile
+_CHANGED = 3
+
+
+def check(call: Call, weights: Weights, grad: bool) -> list[Place]:
+    """The places of the outputs' tokens.
+
+    Raises:
+        ValueError: the module mixes tokens, writes to its input or its buffers, communicates, or
+            has an output without tokens.
+    """
+    return _Check(call, weights, grad).places()
+
+
+class _Check:
+    def __init__(self, call: Call, weights: Weights, grad: bool):
+        self.call, self.weights, self.grad = call, weights, grad
+        self.name, self.dim = call.name, call.dim
+        self.device = call.inputs[0].device
+
+    def places(self) -> list[Place]:
+        before = randomness.states(self.device)
+        leaves = [x.detach().requires_grad_(x.requires_grad) for x in self.weights.tensors]
+        real = not any(x.is_meta or isinstance(x, FakeTensor) for x in (*leaves, *self.call.inputs))
+        try:
+            with (
+                self._aside(real),
+                self._buffers_as_they_were(),
+                self.weights.replaced(leaves),
+            ):
+                return self._places(leaves, before, real)
+        finally:
+            randomness.restore(before, self.device)
+
+    @contextlib.contextmanager
+    def _aside(self, real: bool) -> Iterator[None]:
+        """No mode or hook of the caller's sees these runs: a checkpoint's, say, which would expect
+        them again."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            if self.grad:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
+            if real:
+                stack.enter_context(_disable_current_modes())
+                stack.enter_context(_NoCollectives(self.name))
+            yield
+
+    def _run(self, inputs: Sequence[Tensor], states: list[Tensor]) -> list[Tensor]:
+        randomness.restore(states, self.device)
+        try:
+            return self.call.run(inputs)
+        except ValueError:
+            raise
+        except Exception as error:
+            count = inputs[0].size(self.dim)
+            raise ValueError(
+                f"{self.name} couldn't be run on {count} tokens (dimension {self.dim} of shape "
+                f"{list(inputs[0].shape)}) to check that it works on each token alone: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    def _places(self, leaves: list[Tensor], states: list[Tensor], real: bool) -> list[Place]:
+        inputs = self._tokens()
+        versions = [_version(x) for x in inputs]
+        whole = self._run(inputs, states)
+        if [_version(x) for x in inputs] != versions:
+            raise ValueError(
+                f"{self.name} writes to its input in place, so that it can't be computed again in "
+                "backward: it can't be tiled"
+            )
+        self._check_buffers()
+        random = differ(states, randomness.states(self.device))
+        self._check_leaves(whole, [*leaves, *inputs])
+        first = self._run(self._cut(inputs, 0, _FIRST), states)
+        places = [self._place(a, b) for a, b in self._pairs(whole, first)]
+        if not real:
+            return places
+        changed, poisoned = list(inputs), list(inputs)
+        for i, (x, tiled) in enumerate(zip(inputs, self.call.tiled, strict=True)):
+            if not tiled:
+                continue
+            changed[i] = self._put(x, x.select(self.dim, 1))
+            if x.is_floating_point():
+                poisoned[i] = self._put(x, torch.full_like(x.select(self.dim, 1), torch.nan))
+        for other in (changed, poisoned):
+            for a, b, place in zip(whole, self._run(other, states), places, strict=True):
+                a, b = (torch.cat([x[:_CHANGED], x[_CHANGED + 1 :]]) for x in (
+                    self._by_token(a, place), self._by_token(b, place)))  # fmt: skip
+                if bool(self._off(a, b).any()):
+                    raise ValueError(self._mixes("a change of one token changes others' outputs"))
+        with self._without_randomness(random):
+            if random:
+                whole = self._run(inputs, states)
+                first = self._run(self._cut(inputs, 0, _FIRST), states)
+            second = self._run(self._cut(inputs, _FIRST, len(_ORDER) - _FIRST), states)
+        for a, b, c, place in zip(whole, first, second, places, strict=True):
+            parts = torch.cat([self._by_token(b, place, _FIRST),
+                               self._by_token(c, place, len(_ORDER) - _FIRST)])  # fmt: skip
+            off = self._off(self._by_token(a, place), parts).flatten(1).any(1)
+            # A few may have been sent to other experts, by the rounding of narrow types.
+            if off.double().mean() > (0.25 if _rough(a, *leaves) else 0.0):
+                raise ValueError(self._mixes("its outputs for a part of the tokens are others"))
+        return places
+
+    # ---- tokens
+
+    def _tokens(self) -> list[Tensor]:
+        """The arguments with a few tokens, the same ones in each."""
+        generator = torch.Generator().manual_seed(0)
+        length, count = self.call.length, max(_ORDER) + 1
+        made = []
+        for x, tiled in zip(self.call.inputs, self.call.tiled, strict=True):
+            if not tiled:
+                made.append(x.detach().requires_grad_(x.requires_grad))
+                continue
+            x = x.detach()
+            shape = [count if d == self.dim else n for d, n in enumerate(x.shape)]
+            if length == 0:
+                own = x.new_zeros(shape)
+            else:
+                at = torch.arange(count, device=x.device) * max(1, length // count) % length
+                own = x.index_select(self.dim, at)
+            if x.is_floating_point():
+                own = own.nan_to_num(0.0, 0.0, 0.0)
+                scale = own.float().std() if own.numel() > 1 else own.new_zeros(())
+                noise = torch.randn(shape, generator=generator).to(x.device)
+                own = own + (noise * torch.where(scale > 0, scale, 1.0)).to(x.dtype)
+            order = torch.tensor(_ORDER, device=x.device)
+            needs = self.call.inputs[len(made)].requires_grad
+            made.append(own.index_select(self.dim, order).requires_grad_(needs and self.grad))
+        return made
+
+    def _cut(self, inputs: Sequence[Tensor], start: int, length: int) -> list[Tensor]:
+        return [x.detach() if not tiled else x.detach().narrow(self.dim, start, length).clone()
+                for x, tiled in zip(inputs, self.call.tiled, strict=True)]  # fmt: skip
+
+    def _put(self, x: Tensor, token: Tensor) -> Tensor:
+        return x.detach().select_scatter(token.detach(), self.dim, _CHANGED)
+
+    # ---- outputs
+
+    def _pairs(self, whole: list[Tensor], first: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        if len(whole) != len(first):
+            raise ValueError(
+                f"expected {self.name} to return as many tensors for some tokens as for all, got "
+                f"{len(first)} and {len(whole)}: it can't be tiled"
+            )
+        return zip(whole, first, strict=True)
+
+    def _place(self, whole: Tensor, first: Tensor) -> Place:
+        sizes = list(zip(whole.shape, first.shape, strict=False))
+        differing = [d for d, (a, b) in enumerate(sizes) if a != b]
+        lead = self.call.lead.numel()
+        if whole.dim() == first.dim() and len(differing) == 1:
+            (dim,) = differing
+            if sizes[dim] == (len(_ORDER), _FIRST):
+                return Place(dim, False, whole.requires_grad)
+            if sizes[dim] == (len(_ORDER) * lead, _FIRST * lead):
+                return Place(dim, True, whole.requires_grad)
+        raise ValueError(
+            f"expected every output of {self.name} to have a dimension for the tokens, got shapes "
+            f"{list(whole.shape)} for {len(_ORDER)} tokens and {list(first.shape)} for {_FIRST}: "
+            "it is computed from several tokens, and can't be tiled; tile a submodule"
+        )
+
+    def _by_token(self, x: Tensor, place: Place, length: int = len(_ORDER)) -> Tensor:
+        x, dim = x.detach(), place.dim
+        if place.flat:
+            x, dim = x.unflatten(dim, (*self.call.lead, length)), dim + len(self.call.lead)
+        return x.movedim(dim, 0)
+
+    def _off(self, a: Tensor, b: Tensor) -> Tensor:
+        """Where two outputs differ by more than rounding."""
+        rough = _rough(a, *self.weights.tensors)
+        a, b = a.double(), b.double()
+        finite = a[a.isfinite()].abs()
+        border = (0.1 if rough else 5e-3) * (finite.max() if finite.numel() else 0.0)
+        return (b.isnan() & ~a.isnan()) | ((a - b).abs() > border)
+
+    def _mixes(self, how: str) -> str:
+        return (
+            f"{self.name} mixes tokens: {how}. A tiled module must work on each token alone, in "
+            f"dimension {self.call.settings.dim}; tile the submodules that do"
+        )
+
+    # ---- what else a module may do
+
+    def _check_leaves(self, outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
+        """Gradients must go to inputs and weights alone: others wouldn't get theirs."""
+        identities = {id(x) for x in known}
+        nodes = [x.grad_fn for x in outputs if x.grad_fn is not None]
+        seen = set(nodes)
+        while nodes:
+            node = nodes.pop()
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and id(leaf) not in identities:
+                raise ValueError(
+                    f"{self.name} uses a tensor of shape {list(leaf.shape)} that requires "
+                    "gradients, and is neither a parameter of it nor an argument: make it one"
+                )
+            for following, _ in node.next_functions:
+                if following is not None and following not in seen:
+                    seen.add(following)
+                    nodes.append(following)
+
+    @contextlib.contextmanager
+    def _buffers_as_they_were(self) -> Iterator[None]:
+        self._buffers = [
+            (owner, key, x, _version(x), x.clone())
+            for owner in self.call.module.modules()
+            for key, x in owner._buffers.items()
+            if x is not None
+        ]
+        try:
+            yield
+        finally:
+            for owner, key, x, version, content in self._buffers:
+                if _version(x) != version:
+                    with torch.no_grad():
+                        x.copy_(content)
+                owner._buffers[key] = x
+
+    def _check_buffers(self) -> None:
+        for owner, key, x, version, _ in self._buffers:
+            if owner._buffers[key] is not x or _version(x) != version:
+                raise ValueError(
+                    f"{self.name}: {type(owner).__name__} writes to its buffer {key} in its "
+                    "forward, so a tile would see other statistics than the next; a module that "
+                    "does can't be tiled"
+                )
+
+    @contextlib.contextmanager
+    def _without_randomness(self, random: bool) -> Iterator[None]:
+        """Tiles draw other random numbers than all tokens do: without, where any were drawn."""
+        modules = list(self.call.module.modules())
+        modes = [m.training for m in modules]
+        try:
+            for m in modules if random else ():
+                m.training = False
+            yield
+        finally:
+            for m, mode in zip(modules, modes, strict=True):
+                m.training = mode
+
+
+class _NoCollectives(TorchDispatchMode):
+    """Ranks have different numbers of tiles: no tile may talk to other ranks."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self._name = name
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        space = func.namespace
+        if space in ("c10d", "_c10d_functional") or (
+            space == "deepsp" and any(a.name == "group_name" for a in func._schema.arguments)
+        ):
+            raise ValueError(
+                f"{self._name} communicates ({func}) in its forward. Ranks with other numbers of "
+                "tiles would do so more or less often: it can't be tiled; tile the submodules that "
+                "don't"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _rough(*tensors: Tensor) -> bool:
+    return any(x.is_floating_point() and torch.finfo(x.dtype).eps > 1e-6 for x in tensors)
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+def _same(x: Tensor) -> Tensor:
+    return x

@@ -1,0 +1,143 @@
+"""What a module computes with, and how other tensors take its place for a while."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
+
+from deepsp.weights.shards import Shard
+
+_ABSENT = object()
+
+
+class Weights:
+    """The parameters of a module and its submodules, each once. Those that
+    :func:`deepsp.shard_parameters` has sharded are gathered here, once, in an order that is the
+    same on every rank."""
+
+    def __init__(self, module: nn.Module, name: str):
+        self.tensors: list[Tensor] = []
+        # For each, the dictionaries and keys under which the module finds it.
+        self._places: list[list[tuple[dict, str | int]]] = []
+        known: dict[tuple, int] = {}
+
+        def add(key: tuple, place: tuple[dict, str | int], tensor) -> None:
+            if key not in known:
+                known[key] = len(self.tensors)
+                self.tensors.append(tensor())
+                self._places.append([])
+            self._places[known[key]].append(place)
+
+        of_shards = set()
+        for prefix, owner in module.named_modules():
+            if owner in of_shards:
+                continue
+            for key, parameter in owner._parameters.items():
+                if parameter is not None:
+                    _check(parameter, f"{prefix}.{key}".lstrip("."), name)
+                    add((id(parameter),), (owner._parameters, key), lambda p=parameter: p)
+            if not parametrize.is_parametrized(owner):
+                continue
+            for key, parametrizations in owner.parametrizations.items():
+                shard = parametrizations[0]
+                if isinstance(shard, Shard):
+                    of_shards.add(parametrizations)
+                    place = shard.shards.full, shard.index
+                    add((id(shard.shards), shard.index), place,
+                        lambda o=owner, k=key: getattr(o, k))  # fmt: skip
+
+    @contextlib.contextmanager
+    def replaced(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """The module computes with ``tensors`` in here."""
+        before = []
+        try:
+            for tensor, places in zip(tensors, self._places, strict=True):
+                for values, key in places:
+                    before.append((values, key, values.get(key, _ABSENT)))
+                    values[key] = tensor
+            yield
+        finally:
+            for values, key, value in reversed(before):
+                if value is _ABSENT:
+                    del values[key]
+                else:
+                    values[key] = value
+
+
+def _check(parameter: Tensor, key: str, name: str) -> None:
+    if hasattr(parameter, "ds_id"):
+        raise ValueError(
+            f"{name}: {key} is partitioned by DeepSpeed ZeRO 3, which gathers parameters for each "
+            "call of a submodule. A tiled module needs them whole: use ZeRO 1 or 2, FSDP2, or "
+            "deepsp.shard_parameters"
+        )
+    if isinstance(parameter, DTensor):
+        raise ValueError(
+            f"expected {key} of {name} to be a plain tensor when the module is called, got a "
+            "DTensor: tensor parallelism within a tiled module isn't supported, and FSDP2's "
+            "parameters are whole in the module's own call only"
+        )
+
+
+class ShardedChildren:
+    """Submodules that FSDP2 shards by themselves. Their hooks gather and reduce for each call: they
+    run once for all tiles, as if the tiled module's call were theirs."""
+
+    def __init__(self, module: nn.Module, name: str):
+        self._children = [
+            m for m in module.modules() if m is not module and hasattr(m, "_get_fsdp_state")
+        ]
+        self._states = [m._get_fsdp_state() for m in self._children]
+        for child, state in zip(self._children, self._states, strict=True):
+            if len(state._modules) > 1:
+                raise ValueError(
+                    f"{type(child).__name__} in {name} is one of several modules that one call of "
+                    "fully_shard groups: call fully_shard on the tiled module, or on each of them"
+                )
+        self._name = name
+
+    def gather(self, x: Tensor) -> Tensor:
+        """``x``, whose gradient lets them reduce theirs."""
+        for child, state in zip(self._children, self._states, strict=True):
+            dtype = state._mp_policy.param_dtype
+            if state._mp_policy.cast_forward_inputs and dtype not in (None, x.dtype):
+                raise ValueError(
+                    f"expected the input of {self._name} to be {dtype}, the param_dtype of "
+                    f"{type(child).__name__} in it, got {x.dtype}: call fully_shard on the tiled "
+                    "module, which casts its input"
+                )
+            ((x,), _) = state._pre_forward(child, (x,), {})
+        return x
+
+    def free(self, x: Tensor, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """``outputs``, whose gradients let them gather again."""
+        for child, state in reversed(list(zip(self._children, self._states, strict=True))):
+            outputs = state._post_forward(child, (x,), outputs)
+        return outputs
+
+    @contextlib.contextmanager
+    def left_alone(self) -> Iterator[None]:
+        """Calls of them gather and reduce nothing in here."""
+        before = []
+        for child, state in zip(self._children, self._states, strict=True):
+            for hooks, handle in (
+                (child._forward_pre_hooks, state._pre_forward_hook_handle),
+                (child._forward_hooks, state._post_forward_hook_handle),
+            ):
+                before.append((hooks, list(hooks.items())))
+                hooks.pop(handle.id)
+        try:
+            yield
+        finally:
+            for hooks, items in before:
+                hooks.clear()
+                hooks.update(items)
+
+
+def has_grad(tensors: Sequence[Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
