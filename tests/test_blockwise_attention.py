@@ -16,11 +16,13 @@ BLOCKWISE = torch.ops.deepsp.blockwise_attention
 BACKWARD = torch.ops.deepsp.blockwise_attention_backward
 
 
-def everything(q, k, v, documents=None, is_causal=False, window=None, softcap=None, sinks=None):
+def everything(
+    q, k, v, documents=None, is_causal=False, window=None, softcap=None, sinks=None, scale=None
+):
     """The definition: all scores, a mask of all pairs of tokens."""
     batch, length, heads, dim = q.shape
     k, v = (x.repeat_interleave(heads // k.size(2), 2) for x in (k, v))
-    scores = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(dim)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * (scale or 1 / math.sqrt(dim))
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     i, j = torch.arange(length)[:, None], torch.arange(length)
@@ -77,8 +79,8 @@ def test_equals_all_scores(shape, documents, packed):
     ):
         q, k, v, *sinks = leaves = _leaves(*shape, sunk)
         sinks = sinks[0] if sinks else None
-        out, log_sum = BLOCKWISE(q, k, v, documents, causal, window, None, cap, sinks)
-        expected = everything(q, k, v, documents, causal, window, cap, sinks)
+        out, log_sum = BLOCKWISE(q, k, v, documents, causal, window, 0.3, cap, sinks)
+        expected = everything(q, k, v, documents, causal, window, cap, sinks, 0.3)
         _compare(out, expected, leaves, draw(*out.shape, seed=9))
         assert not log_sum.isnan().any()
 
