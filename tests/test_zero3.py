@@ -224,3 +224,92 @@ def _layer(names, **zero):
 )
 def test_layer(ranks, names):
     on_ranks(ranks, _layer, names)
+
+
+class Attending(nn.Module):
+    """Attention by a function, without parameters."""
+
+    def __init__(self, distributed):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+        self.attend = deepsp.DistributedAttention() if distributed else None
+
+    def forward(self, x, lens=None):
+        q, k, v = self.qkv(x).unflatten(-1, (3 * HEADS, -1)).split(HEADS, 2)
+        if self.attend is not None:
+            return self.out(self.attend(q, k, v, is_causal=True, seq_lens=lens).flatten(2))
+        out = F.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True
+        )
+        return self.out(out.transpose(1, 2).flatten(2))
+
+
+def _attention():
+    model, reference = (Model(functools.partial(Attending, ours)) for ours in (True, False))
+    trained(engine_of(model), model, reference, by_logits, one_process)
+
+
+def test_distributed_attention():
+    on_ranks(2, _attention)
+
+
+# ---------------------------------------------------------------- transformers
+
+
+def tiny(name, **config):
+    from trained import tiny
+
+    return tiny(name, f64, **config)
+
+
+def of_one(model, ids, labels):
+    logits = model(input_ids=ids, use_cache=False).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def own_loss(group):
+    def loss_of(engine, ids, labels):
+        local, _ = deepsp.shard_batch({"input_ids": ids, "labels": labels}, group)
+        # A model rounds its own loss to float32.
+        shift_labels = local.pop("shift_labels")
+        logits = engine(**local, use_cache=False).logits
+        return deepsp.cross_entropy(logits, shift_labels, group, average_gradients=True)
+
+    return loss_of
+
+
+def lm_loss(group):
+    def loss_of(engine, ids, labels):
+        local, _ = deepsp.shard_batch({"input_ids": ids, "labels": labels}, group)
+        return deepsp.causal_lm_loss(engine, local, group, average_gradients=True)
+
+    return loss_of
+
+
+MODELS = {
+    "logits": ("llama", {}, own_loss),
+    "without logits": ("qwen3", {"tie_word_embeddings": True}, lm_loss),
+    "checkpoints": ("llama", {}, lm_loss),
+}
+
+
+def _model(names, size):
+    from deepsp.integrations.transformers import register
+
+    group = deepsp.integrations.deepspeed.sequence_group(size)
+    register(group)
+    for name in names:
+        kind, config, loss = MODELS[name]
+        model, reference = (tiny(kind, attn_implementation=a, **config) for a in ("deepsp", "sdpa"))
+        if name == "checkpoints":
+            model.gradient_checkpointing_enable()
+        data = dist.get_world_size() // size
+        mine = dist.get_rank() // size
+        trained(engine_of(model), model, reference, loss(group), of_one, data, mine)
+
+
+@pytest.mark.parametrize(("ranks", "size", "names"), [
+    (2, 2, list(MODELS)), (3, 3, ["logits"]), (4, 2, ["without logits"]),
+])  # fmt: skip
+def test_transformers(ranks, size, names):
+    on_ranks(ranks, _model, names, size)
