@@ -1,7 +1,7 @@
 """DeepSpeed's ZeRO 3, which partitions parameters, against one process that has none of it.
 
-Models are in float64, and losses are equal to 1e-12 before the first step. DeepSpeed keeps gradients
-and the weights that it updates in float32."""
+Models are in float64, and losses are equal to 1e-12 before the first step. DeepSpeed keeps
+gradients and the weights that it updates in float32."""
 
 import copy
 import functools
@@ -313,3 +313,51 @@ def _model(names, size):
 ])  # fmt: skip
 def test_transformers(ranks, size, names):
     on_ranks(ranks, _model, names, size)
+
+
+# ---------------------------------------------------------------- errors
+
+
+class Unused(nn.Module):
+    """Calls something that uses parameters which this model's forward doesn't gather."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+
+    def forward(self, x):
+        return x
+
+
+def _refused():
+    """On every rank, before anything is sent: nothing of this rank's waits for another."""
+    from deepspeed import zero
+
+    from deepsp.integrations.transformers import check, register
+
+    engine_of(model := Unused(deepsp.SequenceParallelAttention(DIM, HEADS, KV)))
+    layer, x = model.part, torch.zeros(1, 4, DIM)
+    with pytest.raises(ValueError, match=r"q_proj.weight to be the full parameter \(32, 32\), got"):
+        layer(x)  # not in the engine's forward
+    with pytest.raises(ValueError, match=r"has partitioned part.q_proj.weight.*average_gradients"):
+        deepsp.sync_gradients(model)
+    with pytest.raises(ValueError, match=r"has partitioned parameter 0 .*gradient_clipping"):
+        deepsp.clip_grad_norm_(list(model.parameters()), 1.0)
+    with pytest.raises(ValueError, match=r"expected weight to be .*\(32, 32\), got \(0,\).*engine"):
+        deepsp.linear_cross_entropy(x, layer.q_proj.weight, torch.zeros(1, 4, dtype=torch.int64))
+    # Made of partitioned parameters, and never given to DeepSpeed.
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    with zero.Init(config_dict_or_path=config):
+        layer = deepsp.SequenceParallelAttention(DIM, HEADS, KV, overlap=False)
+    with pytest.raises(ValueError, match=r"q_proj.weight to be the full parameter"):
+        layer(x)
+    register()
+    model = tiny("llama", attn_implementation="deepsp")
+    zero.Init(module=model, config_dict_or_path=config, dtype=f64)
+    for call in (check, lambda model: model(torch.zeros(1, 4, dtype=torch.int64))):
+        with pytest.raises(ValueError, match=r"LlamaForCausalLM with data.*deepspeed.initialize"):
+            call(model)
+
+
+def test_refused():
+    on_ranks(2, _refused)
