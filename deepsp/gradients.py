@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from deepsp.agreement import compare_once, ranks_in, replicated_tensors
 from deepsp.groups import Group, Member, member_of
+from deepsp.partitioned import is_partitioned
 from deepsp.weights.rows import all_shards, shards_of
 from deepsp.weights.shard_gradient import is_built, plain, shard_member
 
@@ -37,8 +38,8 @@ def sync_gradients(module: Parameters, group: Group = None) -> None:
 
     Raises:
         ValueError: a gradient is sparse; a schedule built the module; FSDP shards parameters, or
-            averages their gradients, over ranks of ``group``; the ranks have different weights, as
-            after different seeds.
+            averages their gradients, over ranks of ``group``; DeepSpeed's ZeRO 3 has partitioned
+            them; the ranks have different weights, as after different seeds.
     """
     rank, size, name = member = member_of(group)
     named, sharded = _named(module)
@@ -98,7 +99,7 @@ def _named(module: Parameters) -> tuple[list[tuple[str, Tensor]], dict[Tensor, M
     if isinstance(module, nn.Module):
         by_key = dict(module.named_parameters(remove_duplicate=False))
         sharded = {by_key[k]: shard.member for k, _, shard in all_shards(module) if k in by_key}
-        return list(module.named_parameters()), sharded
+        return _not_partitioned(list(module.named_parameters())), sharded
     parameters = [module] if isinstance(module, Tensor) else list(module)
     for n, p in enumerate(parameters):
         if not isinstance(p, Tensor):
@@ -107,9 +108,22 @@ def _named(module: Parameters) -> tuple[list[tuple[str, Tensor]], dict[Tensor, M
                 f"{type(p).__name__} as item {n}"
             )
     parameters = dict.fromkeys(parameters)
-    named = [(f"parameter {n} of shape {list(p.shape)}", p) for n, p in enumerate(parameters)]
+    named = _not_partitioned(
+        [(f"parameter {n} of shape {list(p.shape)}", p) for n, p in enumerate(parameters)]
+    )
     members = {p: shard_member(p) for p in parameters}
     return named, {p: member for p, member in members.items() if member is not None}
+
+
+def _not_partitioned(named: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    for n, p in named:
+        if is_partitioned(p):
+            raise ValueError(
+                f"module: expected parameters with gradients of their own, but DeepSpeed's ZeRO 3 "
+                f"has partitioned {n}, and its engine averages and clips gradients; pass "
+                "average_gradients=True to the loss, and set gradient_clipping in its config"
+            )
+    return named
 
 
 def clip_grad_norm_(module: Parameters, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -128,7 +142,7 @@ def clip_grad_norm_(module: Parameters, max_norm: float, norm_type: float = 2.0)
         The norm before clipping, a scalar tensor.
 
     Raises:
-        ValueError: a gradient is sparse.
+        ValueError: a gradient is sparse, or DeepSpeed's ZeRO 3 has partitioned the parameters.
     """
     named, sharded = _named(module)
     local: dict[Member, list[Tensor]] = {}

@@ -13,6 +13,7 @@ from deepsp import local, rope
 from deepsp.documents import ranges_of
 from deepsp.groups import Group, compare_calls, member_of
 from deepsp.layout import lens_or_equal
+from deepsp.partitioned import check_linear_here
 from deepsp.projections import biases, check_linear, head_sizes, is_wide
 
 _NAMES = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -273,7 +274,8 @@ class SequenceParallelAttention(nn.Module):
             [B, S_r, hidden_size].
 
         Raises:
-            ValueError: arguments that don't fit each other or the group.
+            ValueError: arguments that don't fit each other or the group; DeepSpeed's ZeRO 3 has
+                partitioned the parameters, and this isn't the forward of an engine.
         """
         if x.dim() != 3:
             raise ValueError(
@@ -281,6 +283,9 @@ class SequenceParallelAttention(nn.Module):
             )
         for name, linear in zip(_NAMES, self._used()[:4], strict=True):
             check_linear(name, linear)  # they may have changed
+            if not torch.compiler.is_compiling():
+                called = not self.overlap or (any(self._wide) and name != "o_proj")
+                check_linear_here(name, linear, called)
         lens = lens_or_equal(seq_lens, x.size(1), self.member[1])
         if self.local_attention is None:
             local.check_sdpa_arguments(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deepsp.data import unshard
 from deepsp.groups import Group, member_of
+from deepsp.partitioned import check_here
 
 
 def cross_entropy(
@@ -233,6 +234,7 @@ def _check_linear(
             "expected weight to be a tensor [C, E], such as linear.weight, got "
             f"{type(weight).__name__}"
         )
+    check_here("weight", weight)
     if bias is not None and not isinstance(bias, Tensor):
         raise ValueError(
             f"expected bias to be a tensor [C] or None, got {type(bias).__name__}; pass a group as "

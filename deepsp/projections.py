@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from deepsp import partitioned
+
 
 def biases(projections: Sequence[nn.Linear]) -> list[Tensor]:
     if all(p.bias is None for p in projections):
@@ -25,12 +27,14 @@ def check_linear(name: str, linear: nn.Module) -> None:
             f"expected {name} to be a plain nn.Linear, but {name} has a forward of its own, which "
             "would not be called"
         )
-    if (
-        linear._forward_hooks
-        or linear._forward_pre_hooks
-        or linear._backward_hooks
-        or linear._backward_pre_hooks
-    ):
+    hooks = (
+        *linear._forward_hooks.values(),
+        *linear._forward_pre_hooks.values(),
+        *linear._backward_hooks.values(),
+        *linear._backward_pre_hooks.values(),
+    )
+    # The access to a weight gathers it, too.
+    if not all(map(partitioned.is_hook, hooks)):
         raise ValueError(
             f"expected {name} to have no hooks, but {name} has hooks, which would not run: its "
             "weight is used, and its forward isn't called"
@@ -77,7 +81,8 @@ def is_wide(name: str, norm: nn.Module | None, num_heads: int, head_dim: int) ->
     size = getattr(norm, "normalized_shape", None)
     if size is None:
         weight = getattr(norm, "weight", None)
-        size = weight.shape if isinstance(weight, Tensor) and weight.dim() == 1 else (head_dim,)
+        size = partitioned.full_shape(weight) if isinstance(weight, Tensor) else ()
+        size = size if len(size) == 1 else (head_dim,)
     size = math.prod(size) if isinstance(size, (tuple, list)) else size
     if size not in (head_dim, num_heads * head_dim):
         raise ValueError(

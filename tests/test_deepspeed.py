@@ -226,7 +226,9 @@ class Mpu:
 
 # What is changed in the config; what is given to deepspeed.initialize; what the message says.
 REFUSED = {
-    "stage 3": ({"zero_optimization": {"stage": 3}}, {}, "stage to be 0, 1 or 2, .* got 3;"),
+    "stage 3": (
+        {"zero_optimization": {"stage": 3}}, {}, "to be 0, 1 or 2, .* got 3, .*GPUs.*eager mode",
+    ),
     "two passes": (
         {"compile": ON | {"passes": ["autosp", "deepsp"]}},
         {},

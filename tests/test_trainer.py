@@ -323,24 +323,35 @@ def test_fsdp(world, size, options):
     _same(_fsdp, world, size, **options)
 
 
-def _deepspeed(size, batch, stage):
+def _deepspeed(size, batch, stage, saved=None):
     cls, more = _class(size)
     given = {}
     if size > 1:
         given["deepspeed"] = {
             "train_micro_batch_size_per_gpu": batch, "gradient_accumulation_steps": 1,
-            "zero_optimization": {"stage": stage}, "gradient_clipping": 1.0,
-            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            "gradient_clipping": 1.0, "zero_allow_untested_optimizer": True,
         }  # fmt: skip
+        more |= {"without_logits": saved is not None}
+    model = tiny()
     args = arguments(per_device_train_batch_size=batch, per_device_eval_batch_size=batch, **given)
-    trainer = cls(tiny(), args, train_dataset=Rows(40), eval_dataset=Rows(6, 1), **more)
+    if saved is not None and size > 1:
+        # Now that there are arguments, transformers makes models of partitioned parameters.
+        model = type(model).from_pretrained(saved)
+        assert all(p.numel() == 0 for p in model.parameters())
+    trainer = cls(model, args, train_dataset=Rows(40), eval_dataset=Rows(6, 1), **more)
     trainer.train()
     return logs(trainer)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_deepspeed(stage):
     _same(_deepspeed, 2, 2, stage=stage)
+
+
+def test_zero3_from_files(tmp_path):
+    tiny().save_pretrained(tmp_path)
+    _same(_deepspeed, 2, 2, stage=3, saved=str(tmp_path))
 
 
 def _func(outputs, labels, num_items_in_batch=None):

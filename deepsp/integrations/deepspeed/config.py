@@ -176,8 +176,10 @@ def _check_stage(config: dict) -> None:
     if stage not in (0, 1, 2):
         raise ValueError(
             f'expected zero_optimization.stage to be 0, 1 or 2, since "{PASS}" needs full '
-            f"parameters in the graph, got {stage!r}; set it to 0, 1 or 2, or shard the parameters "
-            "with deepsp.shard_parameters, without DeepSpeed"
+            f"parameters in the graph, got {stage!r}, whose gathers only DeepSpeed's own pass puts "
+            "there, which needs GPUs and runs with no other; set it to 0, 1 or 2, or leave "
+            "compile.deepcompile and compile.passes out and use deepsp in eager mode, with "
+            'attn_implementation="deepsp" or deepsp.DistributedAttention'
         )
 
 

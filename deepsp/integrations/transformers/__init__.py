@@ -29,6 +29,7 @@ from deepsp.integrations.transformers.check import check, ours
 from deepsp.integrations.transformers.cores import check_core
 from deepsp.integrations.transformers.masks import Masks
 from deepsp.integrations.transformers.own_loss import OwnLoss
+from deepsp.partitioned import is_away
 
 __all__ = ["SequenceParallelTrainer", "check", "register", "sequence_parallel"]
 
@@ -131,7 +132,8 @@ def use_in(model, group: Group, chunks: int = 1) -> None:
     core = "auto" if given in ("sdpa", "eager", *ours()) else given
     register(group, chunks, average_gradients=True, core=core)
     model.set_attn_implementation("deepsp")
-    check(model)
+    if not any(map(is_away, model.parameters())):
+        check(model)  # else on its first forward, in which DeepSpeed gathers them
 
 
 def __getattr__(name: str):

@@ -21,6 +21,7 @@ from deepsp.groups import Group, member_of
 from deepsp.integrations.transformers import calls
 from deepsp.integrations.transformers.check import model_in
 from deepsp.loss import linear_cross_entropy
+from deepsp.partitioned import full_shape
 
 _AFTER_HEAD = "_deepsp_after_head"
 """Where a model remembers what it does to its logits."""
@@ -245,7 +246,7 @@ def _after_head(model: nn.Module, head: nn.Linear) -> tuple[float | None, float]
     config = model.config.get_text_config()
     named = {n: getattr(config, n, None) for n in (*_CAPS, *_FACTORS)}
     numbers = {n: float(x) for n, x in named.items() if isinstance(x, (int, float)) and x}
-    known = (numbers, head.weight.shape)
+    known = (numbers, full_shape(head.weight))
     if getattr(model, _AFTER_HEAD, (None, None))[0] == known:
         return getattr(model, _AFTER_HEAD)[1]
     given, found = _tried(model, head)

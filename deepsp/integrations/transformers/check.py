@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from deepsp.integrations.transformers.attention import COUNTS_OTHERWISE, masks_of
+from deepsp.partitioned import full_shape, is_away, is_gathered_when_called
 
 CHECKED, CALLED = "_deepsp_checked", "_deepsp_called"
 """Where a model and its parts remember with which attention they were checked, and that it was the
@@ -70,6 +71,12 @@ def check(model: nn.Module) -> None:
         raise ValueError(
             f"expected parameters of {type(found).__name__} with data, but some have no data; load "
             "them first"
+        )
+    if any(map(is_away, found.parameters())) and not is_gathered_when_called(found):
+        raise ValueError(
+            f"expected parameters of {type(found).__name__} with data, but DeepSpeed's ZeRO 3 has "
+            "partitioned them and nothing gathers them yet; pass the model to "
+            "deepspeed.initialize: it is checked in the engine's first forward"
         )
     parts = [m for m in found.modules() if isinstance(m, PreTrainedModel)]
     before = [getattr(m, CHECKED, None) for m in parts]
@@ -125,7 +132,8 @@ class _Check:
         self.model, self.names = model, names
         self.of = type(model).__name__
         config = model.config.to_dict()
-        taken = {n for x in (*model.parameters(), *model.buffers()) for n in x.shape}
+        taken = {n for p in model.parameters() for n in full_shape(p)}
+        taken |= {n for b in model.buffers() for n in b.shape}
         taken |= {n for n in config.values() if isinstance(n, int)}
         # Found again by its size in whatever a module takes and returns.
         self.length = next(n for n in (11, 13, 17, 19, 23, 29, 31, 37, 41, 43)

@@ -71,9 +71,9 @@ def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
             computes something over tokens that isn't attention through deepsp
             (:func:`deepsp.integrations.transformers.check`); the size doesn't divide the number of
             processes; label smoothing with a class that computes its loss itself;
-            ``predict_with_generate``; ZeRO 3. On a step: the class's loss isn't a sum that is
-            divided by ``num_items_in_batch``; nothing says where the documents of a packed batch
-            begin; ranks of a group have different batches.
+            ``predict_with_generate``. On a step: the class's loss isn't a sum that is divided by
+            ``num_items_in_batch``; nothing says where the documents of a packed batch begin; ranks
+            of a group have different batches.
     """
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
         raise ValueError(
@@ -155,12 +155,6 @@ class _SequenceParallel:
             raise ValueError(
                 "expected without_logits=False where a class or compute_loss_func computes the "
                 "loss itself, got True; leave it out"
-            )
-        plugin = self.accelerator.state.deepspeed_plugin
-        if plugin is not None and plugin.zero_stage == 3:
-            raise ValueError(
-                "expected ZeRO stage 0, 1 or 2, got 3, whose parameters the check of the model "
-                "can't read; take stage 2"
             )
         use_in(self._base_model(), self._group)  # before the first step, and any wrapper
 
