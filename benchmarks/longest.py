@@ -214,7 +214,7 @@ def longest(ranks: Ranks, limit: int, first: int, precision: float, say) -> tupl
         if too_long is None:
             length = max(int(fits * (1 + precision)) + 1, min(guess, 6 * length))
         else:
-            margin = max(1, int(fits * precision / 2))
+            margin = max(16, int(fits * precision / 2))
             length = max(fits + margin, min(guess, too_long - margin))
         if too_long is not None and length >= too_long:
             break
