@@ -401,6 +401,8 @@ class _Runs:
             if shards > 1 and parts["gradients"]:
                 parts["gradients"] += gathered
             parts["optimizer states"] = 2 * held / shards
+            if levers["without_logits"] and phase == "the loss":
+                parts["logits"] += self._chunk_of_logits(seq_len)
             if levers["offload"]:
                 # One layer's input is back while its backward runs.
                 parts["activations"] -= (count - 1) * kept if phase != list(first)[-1] else 0
@@ -413,7 +415,18 @@ class _Runs:
             "optimizer states": 2 * held / shards,
             "activations": 2 * max(sizes) / shards,
         }
+        buffers = max(parts["exchange buffers"] for parts in found.values())
+        for parts in found.values():
+            parts["exchange buffers"] = buffers  # which a pool keeps
         return found
+
+    def _chunk_of_logits(self, seq_len: int) -> int:
+        """What the loss keeps while it runs: kChunkBytes of csrc/loss/logits.h, and a narrow copy."""
+        wide = max(4, self.dtype.itemsize)
+        vocabulary = self.config.get_text_config().vocab_size
+        tokens = min(self.batch * -(-seq_len // self.ranks), max(1, 2**25 // (wide * vocabulary)))
+        narrow = self.dtype.itemsize if self.dtype.itemsize < wide else 0
+        return tokens * vocabulary * (wide + narrow)
 
     def plan(self, seq_len: int, levers: dict[str, bool]) -> MemoryPlan:
         found = self.phases(seq_len, levers)
