@@ -49,7 +49,7 @@ def measured(*case) -> int:
     import deepsp
     from deepsp.integrations.transformers import register
 
-    *sizes, tokens, ranks, dtype, levers = case
+    *sizes, tokens, _, dtype, levers = case
     register()
     torch.manual_seed(0)
     config = config_of(*sizes, tokens)
@@ -75,6 +75,7 @@ def measured(*case) -> int:
         optimizer.zero_grad()
 
     step()
+    deepsp.buffers.clear()  # of what ran before
     held = [*model.parameters()]
     held += [x for s in optimizer.state.values() for x in s.values() if x.dim() > 0]
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

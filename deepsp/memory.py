@@ -9,29 +9,19 @@ The peak is the largest phase.
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import re
-import weakref
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch import nn
 
-from deepsp.attention import distributed_attention
-from deepsp.loss import cross_entropy, linear_cross_entropy
+from deepsp.fake_step import peaks_of_step
 
 PARTS = ("parameters", "gradients", "optimizer states", "activations", "logits", "exchange buffers")
 LEVERS = ("without_logits", "sharded", "checkpoint", "offload")
 """In the order of what they cost in time: the head's product once more; gathers of weights, which
 can hide behind compute; one more forward; and the transfers of every layer's input."""
 
-_ATTENTION = "deepsp-plan"
 _UNITS = {"": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12,
           "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
 
@@ -189,7 +179,7 @@ def plan_memory(
         if on["offload"] and not on["checkpoint"]:
             continue
         plan = runs.plan(seq_len, on)
-        plan.limit, plan.longest = allowed, runs.longest(seq_len, on, allowed)
+        plan.limit, plan.longest = allowed, runs.longest(on, allowed)
         tried.append(plan)
     chosen = next((p for p in tried if p.fits), tried[-1])
     return MemoryPlan(**{**vars(chosen), "alternatives": tried})
@@ -218,147 +208,6 @@ def _bytes(limit: int | str) -> int:
     return int(float(found[1]) * _UNITS[(found[2] or "").upper()])
 
 
-# ------------------------------------------------------------------- a step on fake tensors
-
-
-class _Live(TorchDispatchMode):
-    """Live bytes by part, and the largest sum in each phase."""
-
-    def __init__(self):
-        super().__init__()
-        self.refs: dict[int, weakref.ref] = {}
-        self.known: dict[int, tuple[str, int]] = {}
-        self.live: Counter[str] = Counter()
-        self.peaks: dict[str, Counter[str]] = {}
-        self.phase, self.part = "set-up", "activations"
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        namespace, name = func.namespace, func._schema.name
-        sends = namespace == "deepsp" and ("_to_heads" in name or "_to_seq" in name)
-        part = "exchange buffers" if sends else self.part
-        tree_map_only(Tensor, lambda x: self.see(x, part), out)
-        if sum(self.live.values()) > sum(self.peaks.get(self.phase, Counter()).values()):
-            self.peaks[self.phase] = self.live.copy()
-        return out
-
-    def see(self, tensor: Tensor, part: str) -> Tensor:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self.known:
-            size = storage.nbytes()
-            self.known[key] = (part, size)
-            self.live[part] += size
-            self.refs[key] = weakref.ref(storage, lambda _: self._gone(key))
-        return tensor
-
-    def _gone(self, key: int) -> None:
-        part, size = self.known.pop(key)
-        self.live[part] -= size
-        del self.refs[key]
-
-    def move(self, tensor: Tensor, part: str) -> None:
-        """Says what a tensor is for, once that is known."""
-        key = tensor.untyped_storage()._cdata
-        before, size = self.known.get(key, (None, 0))
-        if before is not None:
-            self.known[key] = (part, size)
-            self.live[before] -= size
-            self.live[part] += size
-
-
-@contextlib.contextmanager
-def _attention_over(ranks: int, seq_lens: list[int]) -> Iterator[None]:
-    """In place of transformers' attention: ours on rank 0, causal. Nothing is sent, since fake
-    tensors have no data."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
-        out = distributed_attention(
-            *(x.transpose(1, 2) for x in (query, key, value)),
-            is_causal=True,
-            scale=scaling,
-            enable_gqa=query.size(1) != key.size(1),
-            group=(0, ranks, _ATTENTION),
-            seq_lens=seq_lens,
-        )
-        return out, None
-
-    AttentionInterface._global_mapping[_ATTENTION] = attend
-    AttentionMaskInterface._global_mapping[_ATTENTION] = lambda *args, **kwargs: None
-    try:
-        yield
-    finally:
-        del AttentionInterface._global_mapping[_ATTENTION]
-        del AttentionMaskInterface._global_mapping[_ATTENTION]
-
-
-def _with_layers(config, layers: int):
-    config = copy.deepcopy(config)
-    text = config.get_text_config()
-    text.num_hidden_layers = layers
-    kinds = getattr(text, "layer_types", None)
-    if kinds:
-        text.layer_types = [kinds[i % len(kinds)] for i in range(layers)]
-    return config
-
-
-def _step(config, layers, dtype, ranks, batch, seq_len, without_logits, checkpoint):
-    """Peaks by phase of a step of the model with so many layers, its parameters' sizes, and those
-    of one layer's."""
-    from transformers import AutoModelForCausalLM
-
-    seq_lens = list(torch.ops.deepsp.token_split(seq_len, ranks))
-    member = (0, ranks, _ATTENTION)
-    phases = {layers - 1: "backward of the last layer", 0: "backward of the first layer"}
-    with FakeTensorMode(), _attention_over(ranks, seq_lens), _Live() as live:
-        live.part = "parameters"
-        model = AutoModelForCausalLM.from_config(
-            _with_layers(config, layers), attn_implementation=_ATTENTION, dtype=dtype
-        )
-        model.train()
-        if checkpoint:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        blocks = model.get_decoder().layers
-        for index, phase in phases.items():
-            blocks[index].register_forward_hook(_phase_hook(live, phase))
-        for p in model.parameters():
-            live.see(p, "parameters")
-            p.register_post_accumulate_grad_hook(lambda p: live.move(p.grad, "gradients"))
-        live.part, live.phase = "activations", "forward"
-        ids = torch.zeros(batch, seq_lens[0], dtype=torch.int64)
-        positions = torch.zeros(1, seq_lens[0], dtype=torch.int64)
-        hidden = model.get_decoder()(
-            input_ids=ids, position_ids=positions, use_cache=False, attention_mask=None
-        ).last_hidden_state
-        live.phase, live.part = "the loss", "logits"
-        head = model.get_output_embeddings()
-        if without_logits:
-            loss = linear_cross_entropy(hidden, head.weight, ids, head.bias, group=member)
-        else:
-            logits = head(hidden)
-            loss = cross_entropy(logits, ids, group=member)
-            del logits
-        del hidden
-        loss.backward()
-        sizes = [p.numel() * p.element_size() for p in model.parameters()]
-        block = sum(p.numel() * p.element_size() for p in blocks[0].parameters())
-        largest_activation = batch * seq_lens[0] * config.get_text_config().hidden_size
-        return live.peaks, sizes, block, largest_activation * dtype.itemsize
-
-
-def _phase_hook(live: _Live, phase: str):
-    def entered(_):
-        live.phase, live.part = phase, "activations"
-
-    def after(module, args, output):
-        output = output[0] if isinstance(output, tuple) else output
-        if output.requires_grad and live.phase == "forward":
-            output.register_hook(entered)
-
-    return after
-
-
 class _Runs:
     """Steps on fake tensors, each once."""
 
@@ -378,7 +227,7 @@ class _Runs:
         for layers in dict.fromkeys((few, more)):
             key = (layers, seq_len, levers["without_logits"], levers["checkpoint"])
             if key not in self.seen:
-                self.seen[key] = _step(
+                self.seen[key] = peaks_of_step(
                     self.config, layers, self.dtype, self.ranks, self.batch, *key[1:]
                 )
             runs.append(self.seen[key])
@@ -421,12 +270,14 @@ class _Runs:
         return found
 
     def _chunk_of_logits(self, seq_len: int) -> int:
-        """What the loss keeps while it runs: kChunkBytes of csrc/loss/logits.h, and a narrow copy."""
+        """What the loss keeps while it runs, by kChunkBytes of csrc/loss/logits.h."""
         wide = max(4, self.dtype.itemsize)
         vocabulary = self.config.get_text_config().vocab_size
         tokens = min(self.batch * -(-seq_len // self.ranks), max(1, 2**25 // (wide * vocabulary)))
         narrow = self.dtype.itemsize if self.dtype.itemsize < wide else 0
-        return tokens * vocabulary * (wide + narrow)
+        # Narrow, a chunk's part of the weight's gradient stands beside the sum.
+        part = narrow * self.config.get_text_config().hidden_size
+        return vocabulary * (tokens * (wide + narrow) + part)
 
     def plan(self, seq_len: int, levers: dict[str, bool]) -> MemoryPlan:
         found = self.phases(seq_len, levers)
@@ -434,31 +285,38 @@ class _Runs:
         parts = {name: round(found[phase][name]) for name in PARTS}
         return MemoryPlan(parts, dict(levers), seq_len, self.ranks, phase)
 
-    def longest(self, seq_len: int, levers: dict[str, bool], limit: int) -> int:
-        """The longest sequence that fits, a multiple of the ranks: bytes are a polynomial of second
-        degree in the tokens, in each phase."""
-        step = max(self.ranks, 64 * self.ranks)
-        lengths = [step, 2 * step, 4 * step]
-        totals = [
-            {phase: sum(parts.values()) for phase, parts in self.phases(n, levers).items()}
-            for n in lengths
-        ]
+    def longest(self, levers: dict[str, bool], limit: int) -> int:
+        """The longest sequence that fits, a multiple of the ranks, to within a few tokens. In each
+        phase bytes are a polynomial of second degree in the tokens, once more near the answer: what
+        runs in chunks stops growing somewhere."""
+        found = self._fitting([64, 128, 256], levers, limit)
+        if found > 8:
+            found = self._fitting([found * 7 // 8, found, found * 9 // 8], levers, limit)
+        return found * self.ranks
 
-        def total(n: float) -> float:
-            (a, b, c), sums = lengths, []
-            for phase in totals[0]:
-                x, y, z = (t[phase] for t in totals)
-                sums.append(
-                    x * (n - b) * (n - c) / ((a - b) * (a - c))
-                    + y * (n - a) * (n - c) / ((b - a) * (b - c))
-                    + z * (n - a) * (n - b) / ((c - a) * (c - b))
-                )
-            return max(sums)
+    def _fitting(self, rank_tokens: list[int], levers: dict[str, bool], limit: int) -> int:
+        """How many tokens fit on a rank, by the totals at three numbers of them."""
+        totals = [
+            {name: sum(parts.values()) for name, parts in phases.items()}
+            for phases in (self.phases(n * self.ranks, levers) for n in rank_tokens)
+        ]
+        a, b, c = rank_tokens
+
+        def total(n: int) -> float:
+            weights = (
+                (n - b) * (n - c) / ((a - b) * (a - c)),
+                (n - a) * (n - c) / ((b - a) * (b - c)),
+                (n - a) * (n - b) / ((c - a) * (c - b)),
+            )
+            return max(
+                sum(w * t[phase] for w, t in zip(weights, totals, strict=True))
+                for phase in totals[0]
+            )
 
         low, high = 0, 1
-        while total(high * self.ranks) <= limit and high < 2**40:
+        while total(high) <= limit and high < 2**40:
             low, high = high, 2 * high
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if total(middle * self.ranks) <= limit else (low, middle)
-        return low * self.ranks
+            low, high = (middle, high) if total(middle) <= limit else (low, middle)
+        return low
