@@ -32,6 +32,7 @@ from deepsp.layer import SequenceParallelAttention
 from deepsp.layout import local_heads, seq_lens
 from deepsp.loader import SequenceLoader
 from deepsp.loss import cross_entropy, linear_cross_entropy, token_log_probs
+from deepsp.memory import MemoryPlan, plan_memory
 from deepsp.ops import (
     Pending,
     heads_to_seq,
@@ -48,6 +49,7 @@ from deepsp.weights.state import full_state_dict, load_full_state_dict
 
 __all__ = [
     "DistributedAttention",
+    "MemoryPlan",
     "Pending",
     "SequenceLoader",
     "SequenceParallelAttention",
@@ -71,6 +73,7 @@ __all__ = [
     "load_full_state_dict",
     "local_heads",
     "matmul_reduce_scatter",
+    "plan_memory",
     "plans",
     "prepare_inputs",
     "reduce_scatter",
