@@ -200,28 +200,20 @@ class Ranks:
 def longest(ranks: Ranks, limit: int, first: int, precision: float, say) -> tuple[int, float]:
     """The most tokens whose step stays under the limit, and that step's seconds."""
     fits, too_long, seconds = 0, None, 0.0
-    known = []
     length = first
-    while too_long is None or too_long > fits * (1 + precision):
+    while True:
         memory, took, _ = ranks.step(length)
         say(f"{length} tokens: {memory / MIB:.0f} MiB")
-        known.append((length, memory))
         if memory <= limit:
             fits, seconds = length, took
         else:
             too_long = length
-        # Memory is nearly linear: the next guess is where a line meets the limit.
-        guess = 2 * length
-        if len(known) > 1:
-            (a, x), (b, y) = sorted(known, key=lambda at: abs(at[1] - limit))[:2]
-            guess = a + (limit - x) * (b - a) // (y - x) if y != x else 2 * length
         if too_long is None:
-            length = max(int(fits * (1 + precision)) + 1, min(guess, 6 * length))
-        else:
-            margin = max(16, int(fits * precision / 2))
-            length = max(fits + margin, min(guess, too_long - margin))
-        if too_long is not None and length >= too_long:
+            length *= 2
+        elif too_long <= max(64, fits * (1 + precision)):
             break
+        else:
+            length = (fits + too_long) // 2
     return fits, seconds
 
 

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from deepsp.attention import distributed_attention
 from deepsp.loss import cross_entropy, linear_cross_entropy
+from deepsp.tiling.tile import tile_
 
 _ATTENTION = "deepsp-plan"
 
@@ -67,7 +68,7 @@ class _Live(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def _attention_over(ranks: int, seq_lens: list[int]) -> Iterator[None]:
+def _attention_over(ranks: int, seq_lens: list[int], kv_chunk: int | None) -> Iterator[None]:
     """In place of transformers' attention: ours on rank 0, causal. Nothing is sent, since fake
     tensors have no data."""
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -80,6 +81,7 @@ def _attention_over(ranks: int, seq_lens: list[int]) -> Iterator[None]:
             enable_gqa=query.size(1) != key.size(1),
             group=(0, ranks, _ATTENTION),
             seq_lens=seq_lens,
+            kv_chunk=kv_chunk,
         )
         return out, None
 
@@ -102,7 +104,9 @@ def _with_layers(config, layers: int):
     return config
 
 
-def peaks_of_step(config, layers, dtype, ranks, batch, seq_len, without_logits, checkpoint):
+def peaks_of_step(
+    config, layers, dtype, ranks, batch, seq_len, without_logits, tiled, checkpoint, kv_chunk=None
+):
     """Peaks by phase of a step of the model with so many layers, its parameters' sizes, and those
     of one layer's."""
     from transformers import AutoModelForCausalLM
@@ -110,12 +114,14 @@ def peaks_of_step(config, layers, dtype, ranks, batch, seq_len, without_logits, 
     seq_lens = list(torch.ops.deepsp.token_split(seq_len, ranks))
     member = (0, ranks, _ATTENTION)
     phases = {layers - 1: "backward of the last layer", 0: "backward of the first layer"}
-    with FakeTensorMode(), _attention_over(ranks, seq_lens), _Live() as live:
+    with FakeTensorMode(), _attention_over(ranks, seq_lens, kv_chunk), _Live() as live:
         live.part = "parameters"
         model = AutoModelForCausalLM.from_config(
             _with_layers(config, layers), attn_implementation=_ATTENTION, dtype=dtype
         )
         model.train()
+        if tiled:
+            tile_(model)
         if checkpoint:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         blocks = model.get_decoder().layers

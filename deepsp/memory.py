@@ -18,9 +18,10 @@ from torch import nn
 from deepsp.fake_step import peaks_of_step
 
 PARTS = ("parameters", "gradients", "optimizer states", "activations", "logits", "exchange buffers")
-LEVERS = ("without_logits", "sharded", "checkpoint", "offload")
+LEVERS = ("without_logits", "sharded", "tiled", "checkpoint", "offload")
 """In the order of what they cost in time: the head's product once more; gathers of weights, which
-can hide behind compute; one more forward; and the transfers of every layer's input."""
+can hide behind compute; one more forward of the MLPs; one of everything, which includes that; and
+the transfers of every layer's input."""
 
 _UNITS = {"": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12,
           "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
@@ -115,8 +116,10 @@ def plan_memory(
     dtype: torch.dtype | None = None,
     without_logits: bool = False,
     sharded: bool = False,
+    tiled: bool = False,
     checkpoint: bool = False,
     offload: bool = False,
+    kv_chunk: int | None = None,
     limit: int | str | None = None,
 ) -> MemoryPlan:
     """Predicts the peak memory of a training step with AdamW on each rank of a sequence group, for
@@ -134,12 +137,14 @@ def plan_memory(
         without_logits: the loss is :func:`deepsp.causal_lm_loss`.
         sharded: parameters, gradients and optimizer states are sharded over the ranks (ZeRO 3,
             FSDP); one layer's (or the largest parameter) is gathered at a time.
+        tiled: the MLPs run in tiles (:func:`deepsp.tile_`).
         checkpoint: ``model.gradient_checkpointing_enable()``.
         offload: the inputs of layers, which checkpoints keep, are kept elsewhere (``save_on_cpu``).
             Needs ``checkpoint``.
+        kv_chunk: as in :func:`deepsp.distributed_attention`.
         limit: bytes, or a string such as "80 GB". Levers are switched on, in the order
-            without_logits, sharded, checkpoint, offload, until the step fits. Those that are on
-            stay on.
+            without_logits, sharded, tiled, checkpoint, offload, until the step fits. Those that
+            are on stay on.
 
     Returns:
         A :class:`MemoryPlan`; with a limit, that of the cheapest setting that fits, or of the last,
@@ -166,9 +171,9 @@ def plan_memory(
         raise ValueError(f"expected ranks <= {heads}, the number of query heads, got {ranks}")
     if dtype is None:
         dtype = getattr(model, "dtype", None) or getattr(config, "dtype", None) or torch.float32
-    asked = {"without_logits": without_logits, "sharded": sharded,
+    asked = {"without_logits": without_logits, "sharded": sharded, "tiled": tiled,
              "checkpoint": checkpoint, "offload": offload}  # fmt: skip
-    runs = _Runs(config, dtype, ranks, batch_size)
+    runs = _Runs(config, dtype, ranks, batch_size, kv_chunk)
     if limit is None:
         return runs.plan(seq_len, asked)
     allowed, tried, on = _bytes(limit), [], dict(asked)
@@ -211,8 +216,9 @@ def _bytes(limit: int | str) -> int:
 class _Runs:
     """Steps on fake tensors, each once."""
 
-    def __init__(self, config, dtype: torch.dtype, ranks: int, batch: int):
+    def __init__(self, config, dtype, ranks: int, batch: int, kv_chunk: int | None):
         self.config, self.dtype, self.ranks, self.batch = config, dtype, ranks, batch
+        self.kv_chunk = kv_chunk
         self.seen: dict[tuple, tuple] = {}
 
     def phases(self, seq_len: int, levers: dict[str, bool]) -> dict[str, dict[str, float]]:
@@ -225,10 +231,11 @@ class _Runs:
         few, more = (count, count) if count <= 3 * period else (2 * period, 3 * period)
         runs = []
         for layers in dict.fromkeys((few, more)):
-            key = (layers, seq_len, levers["without_logits"], levers["checkpoint"])
+            on = (levers[name] for name in ("without_logits", "tiled", "checkpoint"))
+            key = (layers, seq_len, *on)
             if key not in self.seen:
                 self.seen[key] = peaks_of_step(
-                    self.config, layers, self.dtype, self.ranks, self.batch, *key[1:]
+                    self.config, layers, self.dtype, self.ranks, self.batch, *key[1:], self.kv_chunk
                 )
             runs.append(self.seen[key])
         (first, sizes, block, kept), (second, more_sizes, _, _) = runs[0], runs[-1]

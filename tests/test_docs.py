@@ -1,6 +1,7 @@
 """The README and the docs: their links lead somewhere, and their Python runs, on real ranks."""
 
 import ast
+import contextlib
 import copy
 import functools
 import re
@@ -291,6 +292,13 @@ def _gradients():
     torch.testing.assert_close(names["loss"], _expected_loss())
 
 
+def _memory():
+    model = _Auto.from_pretrained("Llama")
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        run("memory", {"model": model, "my_module": torch.nn.Linear(4, 4)})
+    assert all(type(layer.mlp).__name__ == "TiledLlamaMLP" for layer in model.model.layers)
+
+
 def _ops():
     x = torch.randn(2, [10, 9][dist.get_rank()], 3, requires_grad=True)
     names = run("ops", {"x": x})
@@ -303,6 +311,7 @@ RUNS = {
     "compile": (_compile, 2), "deepspeed": (_deepspeed, 2), "schedule": (_schedule, 2),
     "sharded-weights": (_sharded_weights, 3), "losses-and-data": (_losses, 2),
     "gradients": (_gradients, 2), "ops": (_ops, 2), "trainer": (_trainer, 2),
+    "memory": (_memory, 1),
 }  # fmt: skip
 ELSEWHERE = {"README", "guide"}  # test_guide.py
 
