@@ -297,7 +297,7 @@ class _Runs:
         phase bytes are a polynomial of second degree in the tokens, once more near the answer: what
         runs in chunks stops growing somewhere."""
         found = self._fitting([64, 128, 256], levers, limit)
-        if found > 8:
+        if 8 < found < 2**24:
             found = self._fitting([found * 7 // 8, found, found * 9 // 8], levers, limit)
         return found * self.ranks
 
@@ -309,19 +309,17 @@ class _Runs:
         ]
         a, b, c = rank_tokens
 
+        def of_phase(n: int, x: float, y: float, z: float) -> float:
+            first, second = (y - x) / (b - a), (z - y) / (c - b)
+            # What grows ever slower is no polynomial: something in it has stopped to.
+            curve = max(0.0, (second - first) / (c - a))
+            return z + (n - c) * second + (n - b) * (n - c) * curve
+
         def total(n: int) -> float:
-            weights = (
-                (n - b) * (n - c) / ((a - b) * (a - c)),
-                (n - a) * (n - c) / ((b - a) * (b - c)),
-                (n - a) * (n - b) / ((c - a) * (c - b)),
-            )
-            return max(
-                sum(w * t[phase] for w, t in zip(weights, totals, strict=True))
-                for phase in totals[0]
-            )
+            return max(of_phase(n, *(t[phase] for t in totals)) for phase in totals[0])
 
         low, high = 0, 1
-        while total(high) <= limit and high < 2**40:
+        while total(high) <= limit and high < 2**26:
             low, high = high, 2 * high
         while high - low > 1:
             middle = (low + high) // 2
