@@ -184,7 +184,7 @@ def plan_memory(
         if on["offload"] and not on["checkpoint"]:
             continue
         plan = runs.plan(seq_len, on)
-        plan.limit, plan.longest = allowed, runs.longest(on, allowed)
+        plan.limit, plan.longest = allowed, runs.longest(seq_len, on, allowed)
         tried.append(plan)
     chosen = next((p for p in tried if p.fits), tried[-1])
     return MemoryPlan(**{**vars(chosen), "alternatives": tried})
@@ -292,36 +292,23 @@ class _Runs:
         parts = {name: round(found[phase][name]) for name in PARTS}
         return MemoryPlan(parts, dict(levers), seq_len, self.ranks, phase)
 
-    def longest(self, levers: dict[str, bool], limit: int) -> int:
-        """The longest sequence that fits, a multiple of the ranks, to within a few tokens. In each
-        phase bytes are a polynomial of second degree in the tokens, once more near the answer: what
-        runs in chunks stops growing somewhere."""
-        found = self._fitting([64, 128, 256], levers, limit)
-        if 8 < found < 2**24:
-            found = self._fitting([found * 7 // 8, found, found * 9 // 8], levers, limit)
-        return found * self.ranks
-
-    def _fitting(self, rank_tokens: list[int], levers: dict[str, bool], limit: int) -> int:
-        """How many tokens fit on a rank, by the totals at three numbers of them."""
-        totals = [
-            {name: sum(parts.values()) for name, parts in phases.items()}
-            for phases in (self.phases(n * self.ranks, levers) for n in rank_tokens)
-        ]
-        a, b, c = rank_tokens
-
-        def of_phase(n: int, x: float, y: float, z: float) -> float:
-            first, second = (y - x) / (b - a), (z - y) / (c - b)
-            # What grows ever slower is no polynomial: something in it has stopped to.
-            curve = max(0.0, (second - first) / (c - a))
-            return z + (n - c) * second + (n - b) * (n - c) * curve
-
-        def total(n: int) -> float:
-            return max(of_phase(n, *(t[phase] for t in totals)) for phase in totals[0])
-
-        low, high = 0, 1
-        while total(high) <= limit and high < 2**26:
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if total(middle) <= limit else (low, middle)
-        return low
+    def longest(self, seq_len: int, levers: dict[str, bool], limit: int) -> int:
+        """About the longest sequence that fits, a multiple of the ranks: bytes grow with the tokens
+        nearly by a line, which each further run brings nearer."""
+        known: list[tuple[int, float]] = []
+        best, tokens = 0, max(1, seq_len // self.ranks)
+        for _ in range(8):
+            phases = self.phases(tokens * self.ranks, levers)
+            total = max(sum(parts.values()) for parts in phases.values())
+            best = max(best, tokens) if total <= limit else best
+            known.append((tokens, total))
+            nearest = sorted(known, key=lambda at: abs(at[1] - limit))[:2]
+            (a, x), (b, y) = nearest if len(known) > 1 else ((0, 0.0), known[0])
+            if x == y:
+                break
+            found = int(a + (limit - x) * (b - a) / (y - x))
+            near = [n for n, _ in known if abs(found - n) <= n // 100]
+            if found < 1 or any(n <= best for n in near):
+                break
+            tokens = max(1, min(49 * min(near) // 50 if near else found, 16 * tokens, 2**26))
+        return best * self.ranks

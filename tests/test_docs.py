@@ -152,11 +152,6 @@ def _deepspeed():
     torch.testing.assert_close(names["loss"], expected, rtol=1e-4, atol=0)
 
 
-def _memory():
-    with tempfile.TemporaryDirectory() as folder:
-        run("memory_plan_section", {}, {'"plan.png"': f'"{folder}/plan.png"'})
-
-
 class _Attention(nn.Module):
     def __init__(self):
         super().__init__()
@@ -315,7 +310,6 @@ RUNS = {
     "attention": (_attention, 2), "layer": (_layer, 2), "transformers": (_transformers, 2),
     "compile": (_compile, 2), "deepspeed": (_deepspeed, 2), "schedule": (_schedule, 2),
     "sharded-weights": (_sharded_weights, 3), "losses-and-data": (_losses, 2),
-    "memory_plan_section": (_memory, 1),
     "gradients": (_gradients, 2), "ops": (_ops, 2), "trainer": (_trainer, 2),
     "memory": (_memory, 1),
 }  # fmt: skip

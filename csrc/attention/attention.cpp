@@ -121,8 +121,8 @@ at::Tensor attention_of_chunk(
     check_only_pattern(attn_mask, dropout_p);
     check_pattern(pattern, q.sym_size(0), q.sym_size(1), num_heads);
     const OptionalTensor mine = sinks_of(sinks, heads);
-    return std::get<0>(blockwise_attention(
-        q, k, v, documents, is_causal, window_size, scale, softcap, mine));
+    return std::get<0>(
+        blockwise_attention(q, k, v, documents, is_causal, window_size, scale, softcap, mine));
   }
   OptionalTensor mask;
   if (attn_mask.has_value()) {

@@ -108,8 +108,7 @@ at::Tensor scores_of(
     return scores;
   }
   const Band band = piece.sight == Sight::kCausal ? Band{kUnlimited, 0} : how.band;
-  const bool passes_right =
-      band.right != kUnlimited && keys.end - 1 > queries.begin + band.right;
+  const bool passes_right = band.right != kUnlimited && keys.end - 1 > queries.begin + band.right;
   const bool passes_left = band.left != kUnlimited && keys.begin < queries.end - 1 - band.left;
   if (!passes_right && !passes_left) {
     return scores;
@@ -326,8 +325,7 @@ void AttendedGradients::add_tiles(
     q = tile(q_).mul(how_.scale);
     grad = tile(grad_);
     delta = tile(delta_);
-    log_sum =
-        finite(part(log_sum_, piece.rows, queries, 2).reshape({q.size(0), q.size(1), 1}));
+    log_sum = finite(part(log_sum_, piece.rows, queries, 2).reshape({q.size(0), q.size(1), 1}));
     dq = at::zeros_like(q);
   };
   const auto visit = [&](Range queries, Range keys) {
@@ -349,8 +347,7 @@ void AttendedGradients::add_tiles(
     add(dk, at::bmm(of_scores.transpose(1, 2), q));
   };
   const auto end = [&](Range queries) {
-    part(dq_, piece.rows, queries)
-        .add_(by_token(dq, rows, kv_heads, queries.size()), how_.scale);
+    part(dq_, piece.rows, queries).add_(by_token(dq, rows, kv_heads, queries.size()), how_.scale);
   };
   walk(piece, how_.band, start, visit, end);
 }

@@ -28,8 +28,7 @@ const Op<Tensors(
 
 void check(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Pattern& pattern) {
   check_full(q, k, v);
-  check_pattern(
-      pattern, q.sym_size(0), q.sym_size(1), q.sym_size(2).guard_int(__FILE__, __LINE__));
+  check_pattern(pattern, q.sym_size(0), q.sym_size(1), q.sym_size(2).guard_int(__FILE__, __LINE__));
 }
 
 std::tuple<at::Tensor, at::Tensor> blockwise_attention_kernel(
@@ -49,8 +48,8 @@ std::tuple<at::Tensor, at::Tensor> blockwise_attention_kernel(
     const auto wide = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
     return {tokens_first(out, q.options()), at::empty_symint(sums, q.options().dtype(wide))};
   }
-  const Attending how = attending(
-      documents, is_causal, window_size, scale, softcap, q.size(0), q.size(1), q.size(3));
+  const Attending how =
+      attending(documents, is_causal, window_size, scale, softcap, q.size(0), q.size(1), q.size(3));
   Attended attended(q, v.size(3), how, /*whole=*/true);
   attended.add(k, v, {0, k.size(1)});
   return attended.finish(sinks);

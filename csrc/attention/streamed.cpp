@@ -141,8 +141,8 @@ class Stream {
     }
     Tensors repeated;
     for (size_t head = 0; head < readers_.counts.size(); ++head) {
-      repeated.push_back(x.narrow(2, static_cast<int64_t>(head), 1)
-                             .expand({-1, -1, readers_.counts[head], -1}));
+      repeated.push_back(
+          x.narrow(2, static_cast<int64_t>(head), 1).expand({-1, -1, readers_.counts[head], -1}));
     }
     return at::cat(repeated, 2);
   }
@@ -180,8 +180,8 @@ void each_range(const TokenPart& part, const Visit& visit) {
   }
 }
 
-OptionalTensor own_sinks(const OptionalTensor& sinks, int64_t num_heads, int64_t kv_heads,
-                         int64_t ranks, int64_t rank) {
+OptionalTensor own_sinks(
+    const OptionalTensor& sinks, int64_t num_heads, int64_t kv_heads, int64_t ranks, int64_t rank) {
   if (!sinks.has_value()) {
     return std::nullopt;
   }
@@ -236,10 +236,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> streamed_attention_ke
       attended.add(k_part.narrow(1, at, range.size()), v_part.narrow(1, at, range.size()), range);
     });
   });
-  const auto [out, log_sum] =
-      attended.finish(own_sinks(sinks, num_heads, kv_heads, ranks, rank));
-  const at::Tensor mine =
-      heads_to_seq({out}, {num_heads}, seq_lens, rank, group_name, false)[0];
+  const auto [out, log_sum] = attended.finish(own_sinks(sinks, num_heads, kv_heads, ranks, rank));
+  const at::Tensor mine = heads_to_seq({out}, {num_heads}, seq_lens, rank, group_name, false)[0];
   return {mine, all, out, log_sum};
 }
 
@@ -279,8 +277,7 @@ Tensors streamed_attention_backward_kernel(
   }
   const auto ranks = static_cast<int64_t>(seq_lens.size());
   const Attending how = attending(
-      documents, is_causal, window_size, scale, softcap, k.size(0), q_of_heads.size(1),
-      k.size(3));
+      documents, is_causal, window_size, scale, softcap, k.size(0), q_of_heads.size(1), k.size(3));
   const at::Tensor of_heads = seq_to_heads({grad}, seq_lens, rank, group_name)[0];
   AttendedGradients gradients(of_heads, q_of_heads, output_of_heads, log_sum_exp, how);
   const Stream stream(k, v, heads, seq_lens, rank, group_name, kv_chunk);

@@ -157,7 +157,12 @@ def _tiled_class(cls: type[nn.Module]) -> type[nn.Module]:
     def reduce(self, protocol):
         return _rebuilt, (cls,), super(tiled, self).__reduce_ex__(protocol)[2]
 
-    members = {"forward": forward, "__reduce_ex__": reduce, "__module__": cls.__module__}
+    members = {
+        "forward": forward,
+        "__reduce_ex__": reduce,
+        "__module__": cls.__module__,
+        "_get_name": lambda self: cls.__name__,  # what it is printed as
+    }
     tiled = type(f"Tiled{cls.__name__}", (cls,), members)
     return tiled
 
