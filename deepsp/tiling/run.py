@@ -145,8 +145,8 @@ class Call:
     # ---- all tiles
 
     def of_tile(self, tensors: Sequence[Tensor], start: int, length: int) -> list[Tensor]:
-        return [
-            x.narrow(self.dim, start, length) if tiled else x
+        return [  # contiguous: some modules call view
+            x.narrow(self.dim, start, length).contiguous() if tiled else x
             for x, tiled in zip(tensors, self.tiled, strict=True)
         ]
 
