@@ -295,8 +295,8 @@ def _gradients():
 def _memory():
     model = _Auto.from_pretrained("Llama")
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        run("memory", {"model": model, "my_module": torch.nn.Linear(4, 4)})
-    assert all(type(layer.mlp).__name__ == "TiledLlamaMLP" for layer in model.model.layers)
+        names = run("memory", {"model": model})
+    assert names["names"] == ["model.layers.0.mlp", "model.layers.1.mlp"]
 
 
 def _ops():

@@ -85,7 +85,7 @@ class Router(nn.Module):
         self.frozen = nn.Parameter(torch.randn(6), requires_grad=False)
 
     def forward(self, x, position, *, scale, mask=None, plain=2.0):
-        logits = x.reshape(-1, x.size(-1)) @ self.weight.T  # [B * S, E]
+        logits = x.flatten(0, 1) @ self.weight.T  # [B * S, E]
         best = logits.argmax(-1)
         y = (x + position * self.frozen) * scale * plain
         if mask is not None:
@@ -183,14 +183,14 @@ def test_in_a_checkpoint(reentrant):
         def forward(self, x):
             return checkpoint(lambda x: self.inner(2 * x), x, use_reentrant=reentrant)
 
-    Checkpointed(module)(x)
+    Checkpointed(module)(x).sum().backward()
+    x.grad = None
     module.seen.clear()
     torch.manual_seed(1)
     y = Checkpointed(module)(x)
     y.sum().backward()
-    # What is saved is known before the tiles run: a checkpoint that isn't reentrant stops there.
-    tiles = [n for n in module.seen if n <= 3]
-    assert len(tiles) == (9 if reentrant else 6)
+    # What is saved is known before the tiles run, and a checkpoint stops there.
+    assert len(module.seen) == (9 if reentrant else 6)
     torch.manual_seed(1)
     found, x.grad = x.grad, None
     module(2 * x).sum().backward()  # the same numbers
@@ -206,9 +206,7 @@ def test_dropout():
     torch.manual_seed(3)
     first = torch.rand(3)
     torch.manual_seed(3)
-    with deepsp_randomness():
-        y = module(x)
-        torch.testing.assert_close(torch.rand(3), torch.rand(3), rtol=9, atol=9)
+    y = module(x)
     state = torch.get_rng_state()
     y.sum().backward()
     assert torch.equal(torch.get_rng_state(), state)
@@ -217,12 +215,6 @@ def test_dropout():
     torch.manual_seed(3)
     deepsp.tile(nn.Sequential(nn.Dropout(0.0)), tokens=3)(x)
     assert torch.equal(torch.rand(3), first)  # the check draws none
-
-
-def deepsp_randomness():
-    import contextlib
-
-    return contextlib.nullcontext()
 
 
 def test_autocast():
@@ -312,7 +304,7 @@ REFUSED = {
     "convolution": (Whole(lambda m, x: F.conv1d(x.mT, torch.ones(1, 6, 3), padding=1).mT), "mixes"),
     "mean": (Whole(lambda m, x: x.mean(1)), "dimension for the tokens, got shapes"),
     "loss": (Whole(lambda m, x: (x, x.mean())), "dimension for the tokens, got shapes"),
-    "buffer": (Whole(_counts), "Whole: Whole writes to its buffer calls"),
+    "buffer": (Whole(_counts), "Whole writes to its buffer calls"),
     "outside": (Whole(lambda m, x: x * OUTSIDE), r"shape \[6\] that requires gradients"),
     "wrong dimension": (nn.Linear(7, 7), r"dimension 1 of shape \[2, 13, 6\]"),
 }
@@ -334,17 +326,12 @@ def test_refused(case):
 def test_refused_in_one_mode():
     norm = nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(6), nn.Unflatten(0, (2, -1)))
     reference, module = _pair(norm, tokens=3)
-    before = copy.deepcopy(module.state_dict())
-    with pytest.raises(ValueError, match="BatchNorm1d writes to its buffer running_mean"):
+    with pytest.raises(ValueError, match="BatchNorm1d writes to its buffer"):
         module(_x(2, 8, 6))
-    for key, x in module.state_dict().items():
-        assert torch.equal(x, before[key]), key
     _same(reference.eval(), module.eval(), _x(2, 8, 6))
     module[1].train()  # a mode of a submodule counts, too
     with pytest.raises(ValueError, match="writes to its buffer"):
         module(_x(2, 8, 6))
-    jitter = deepsp.tile(Whole(lambda m, x: x))
-    jitter.forward_ = None
     in_place = deepsp.tile(_InPlace())
     with pytest.raises(ValueError, match="writes to its input in place"):
         in_place(torch.randn(2, 8, 6))
@@ -383,11 +370,11 @@ def test_wrong_arguments():
 
 
 def test_names():
-    inner = nn.ModuleDict({"mlp": MLP(), "norm": nn.LayerNorm(6)})
+    layer = nn.ModuleDict({"mlp": MLP(), "norm": nn.LayerNorm(6)})
     tower = nn.ModuleDict({"mlp": MLP()})
-    model = nn.ModuleDict({"a": inner, "mlp": MLP(), "vision_tower": tower})
+    model = nn.ModuleDict({"a": layer, "mlp": MLP(), "vision_tower": tower})
     assert deepsp.tile_(copy.deepcopy(model)) == ["a.mlp", "mlp"]
-    assert deepsp.tile_(copy.deepcopy(model), "a.mlp", "a.norm", "vision*.mlp", tokens=4) == [
+    assert deepsp.tile_(copy.deepcopy(model), "a.mlp", "*.norm", "vision*.mlp", tokens=4) == [
         "a.mlp", "a.norm", "vision_tower.mlp"]  # fmt: skip
     with pytest.raises(
         ValueError, match=r"nothing matches 'b\.\*'; its submodules are a\.mlp, a\."
@@ -414,7 +401,8 @@ def test_twice_differentiated():
     module = deepsp.tile(MLP(), tokens=3)
     x = _x(2, 8, 6, dtype=torch.float32)
     (gradient,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"does not require grad|once_differentiable"):
+    assert not gradient.requires_grad
+    with pytest.raises(RuntimeError, match="does not require grad"):
         gradient.sum().backward()
     y = module(x).sum()
     first, second = (torch.autograd.grad(y, x, retain_graph=True) for _ in range(2))
@@ -422,7 +410,6 @@ def test_twice_differentiated():
 
 
 def test_compiled_around():
-    reference, module = _pair(nn.Sequential(nn.LayerNorm(6), MLP(), nn.LayerNorm(6)), tokens=3)
     inner = _pair(MLP(), tokens=3)
     inner[1].load_state_dict(inner[0].state_dict())
     model = nn.Sequential(nn.LayerNorm(6).to(f64), inner[1])
@@ -431,10 +418,6 @@ def test_compiled_around():
     _same(expected, torch.compile(model, backend="aot_eager"), _x(2, 8, 6))
     with pytest.raises(Exception, match="runs outside of compiled graphs"):
         torch.compile(model, backend="eager", fullgraph=True)(_x(2, 8, 6))
-    del reference, module
-
-
-MODELS = ["Llama", "Qwen3", "Gemma 2", "Mixtral", "Qwen3-MoE"]
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma 2", "Mixtral", "Qwen3 MoE"])

@@ -145,14 +145,9 @@ class Call:
     # ---- all tiles
 
     def of_tile(self, tensors: Sequence[Tensor], start: int, length: int) -> list[Tensor]:
-        """Contiguous where the full ones are: a module may depend on it."""
-        parts = [
-            x.narrow(self.dim, start, length) if tiled else x
+        return [  # contiguous: some modules call view
+            x.narrow(self.dim, start, length).contiguous() if tiled else x
             for x, tiled in zip(tensors, self.tiled, strict=True)
-        ]
-        return [
-            part.contiguous() if x.is_contiguous() else part
-            for x, part in zip(tensors, parts, strict=True)
         ]
 
     def _by_token(self, tensor: Tensor, place: Place, length: int) -> Tensor:
