@@ -242,6 +242,16 @@ def _trainer():
     assert names["metrics"]["eval_loss"] > 0 and names["loss"] > 0
 
 
+def _memory():
+    torch.manual_seed(0)
+    model = make("Llama")
+    ids = torch.randint(3, 60, (2, 13), generator=torch.Generator().manual_seed(0))
+    expected = model(ids).logits
+    names = run("memory", {"model": model})
+    assert names["names"] == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    torch.testing.assert_close(model(ids).logits, expected, rtol=1e-6, atol=1e-6)
+
+
 def _losses():
     from deepsp.integrations.transformers import register
 
@@ -302,7 +312,7 @@ RUNS = {
     "attention": (_attention, 2), "layer": (_layer, 2), "transformers": (_transformers, 2),
     "compile": (_compile, 2), "deepspeed": (_deepspeed, 2), "schedule": (_schedule, 2),
     "sharded-weights": (_sharded_weights, 3), "losses-and-data": (_losses, 2),
-    "gradients": (_gradients, 2), "ops": (_ops, 2), "trainer": (_trainer, 2),
+    "gradients": (_gradients, 2), "memory": (_memory, 1), "ops": (_ops, 2), "trainer": (_trainer, 2),
 }  # fmt: skip
 ELSEWHERE = {"README", "guide"}  # test_guide.py
 
