@@ -312,7 +312,8 @@ RUNS = {
     "attention": (_attention, 2), "layer": (_layer, 2), "transformers": (_transformers, 2),
     "compile": (_compile, 2), "deepspeed": (_deepspeed, 2), "schedule": (_schedule, 2),
     "sharded-weights": (_sharded_weights, 3), "losses-and-data": (_losses, 2),
-    "gradients": (_gradients, 2), "memory": (_memory, 1), "ops": (_ops, 2), "trainer": (_trainer, 2),
+    "gradients": (_gradients, 2), "memory": (_memory, 1),
+    "ops": (_ops, 2), "trainer": (_trainer, 2),
 }  # fmt: skip
 ELSEWHERE = {"README", "guide"}  # test_guide.py
 

@@ -156,7 +156,7 @@ def _freed():
     """What is gathered for the tiles isn't kept until backward."""
     x = _x(1, 5, 6)
     model = MLP().to(f64)
-    for child in (model.up, model.down):
+    for child in (model.up, model.down, model):
         fully_shard(child)
     y = deepsp.tile(model, tokens=2)(x)
     assert all(isinstance(p, DTensor) for p in model.parameters())
