@@ -243,6 +243,17 @@ def _trainer():
     assert names["metrics"]["eval_loss"] > 0 and names["loss"] > 0
 
 
+def _memory():
+    torch.manual_seed(0)
+    model = make("Llama")
+    ids = torch.randint(3, 60, (2, 13), generator=torch.Generator().manual_seed(0))
+    expected = model(ids).logits
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        names = run("memory", {"model": model})
+    assert names["names"] == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    torch.testing.assert_close(model(ids).logits, expected, rtol=1e-6, atol=1e-6)
+
+
 def _losses():
     from deepsp.integrations.transformers import register
 
@@ -292,13 +303,6 @@ def _gradients():
     torch.testing.assert_close(names["loss"], _expected_loss())
 
 
-def _memory():
-    model = _Auto.from_pretrained("Llama")
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        names = run("memory", {"model": model})
-    assert names["names"] == ["model.layers.0.mlp", "model.layers.1.mlp"]
-
-
 def _ops():
     x = torch.randn(2, [10, 9][dist.get_rank()], 3, requires_grad=True)
     names = run("ops", {"x": x})
@@ -310,8 +314,8 @@ RUNS = {
     "attention": (_attention, 2), "layer": (_layer, 2), "transformers": (_transformers, 2),
     "compile": (_compile, 2), "deepspeed": (_deepspeed, 2), "schedule": (_schedule, 2),
     "sharded-weights": (_sharded_weights, 3), "losses-and-data": (_losses, 2),
-    "gradients": (_gradients, 2), "ops": (_ops, 2), "trainer": (_trainer, 2),
-    "memory": (_memory, 1),
+    "gradients": (_gradients, 2), "memory": (_memory, 1),
+    "ops": (_ops, 2), "trainer": (_trainer, 2),
 }  # fmt: skip
 ELSEWHERE = {"README", "guide"}  # test_guide.py
 

@@ -2,6 +2,7 @@
 that reduce gradients; against one process, untiled."""
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -14,12 +15,14 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import deepsp
 from deepsp.integrations.transformers import register
+from deepsp.tiling.weights import Weights
 from deepsp.weights.parameters import sharded_parameters
 
 f64 = torch.float64
@@ -147,6 +150,51 @@ def _all_wrapped(wraps):
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_wrapped(kind, ranks):
     on_ranks(ranks, _all_wrapped, [name for name in WRAPS if name.startswith(kind)])
+
+
+def _freed():
+    """What is gathered for the tiles isn't kept until backward."""
+    torch.manual_seed(0)
+    x = _x(1, 5, 6)
+    model = MLP().to(f64)
+    for child in (model.up, model.down, model):
+        fully_shard(child)
+    y = deepsp.tile(model, tokens=2)(x)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    y.sum().backward()
+    model = deepsp.shard_parameters(nn.Sequential(MLP().to(f64)), dtype=f64, reduce_dtype=f64)
+    deepsp.tile(model[0], tokens=2)
+    storages = []
+    gathered = Weights.__init__
+
+    def spy(self, *args):
+        gathered(self, *args)
+        storages.extend(StorageWeakRef(t.untyped_storage()) for t in self.tensors)
+
+    with mock.patch.object(Weights, "__init__", spy):
+        y = model(x)
+    assert len(storages) == 3 and all(s.expired() for s in storages)
+    y.sum().backward()
+
+
+def test_gathered_weights_are_freed():
+    on_ranks(2, _freed)
+
+
+class _Reduces(nn.Module):
+    def forward(self, x):
+        return deepsp.all_reduce(x, grad="replicated")
+
+
+def _communicates():
+    module = deepsp.tile(_Reduces(), tokens=2)
+    for tokens in (5, 0):
+        with pytest.raises(ValueError, match="communicates"):
+            module(_x(1, tokens, 6))
+
+
+def test_communication_is_refused():
+    on_ranks(2, _communicates)
 
 
 class Gathers(TorchDispatchMode):
