@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 import deepsp
 from deepsp.fake_step import _Live
 
-
 DOCUMENTS = torch.tensor([[0, 9], [9, 26]])
 
 
