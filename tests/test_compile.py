@@ -56,6 +56,11 @@ def arguments(kind):
         out = landed([op.heads_to_seq_start(held[:1], [8], lens, 0, 1, rank, group)])
         leaving = landed([op.heads_to_seq_start(held, [8, 2], lens, 0, 1, rank, group)])
         chunks = len(arriving)
+        documents = torch.tensor([[0, 3], [3, sum(lens)], [sum(lens) + 1, 2 * sum(lens)]])
+        attended = held[0], held[1], held[1]
+        blocks = op.blockwise_attention(*attended, documents, True, [2, 0], None, None, None)
+        streamed = [y.detach() for y in op.streamed_attention(
+            q, k, k, documents, True, [], None, 2.0, _leaf(8), 3, lens, rank, group)]  # fmt: skip
         shards = [y.detach().requires_grad_() for y in shards]
         (one,) = landed([op.gather_cast_start(shards[0], lens, bf16, rank, group)])
         (gathered,) = landed(
@@ -98,6 +103,18 @@ def arguments(kind):
                 *(draw(*held[0].shape, dtype=torch.float32), held[0].detach()),
                 *(held[1].detach(), held[1].detach(), None, 0.3, True, None),
                 *(torch.tensor(5), [1, 0, 1, 0]),
+            ),
+            "blockwise_attention": (*attended, documents, True, [2, 0], None, None, None),
+            "blockwise_attention_backward": (
+                *(torch.ones_like(blocks[0]), *(y.detach() for y in attended), documents, True),
+                *([2, 0], None, None, None, *(y.detach() for y in blocks), [1, 1, 1, 0]),
+            ),
+            "streamed_attention": (
+                *(q, k, k, documents, True, [], None, 2.0, _leaf(8), 3, lens, rank, group),
+            ),
+            "streamed_attention_backward": (
+                *(torch.ones_like(streamed[0]), k.detach(), k.detach(), documents, True, [], None),
+                *(2.0, _leaf(8).detach(), 3, 8, lens, rank, group, *streamed[1:]),
             ),
             "check_attention": (*(torch.ones(8, 8).bool(), 0.0, False, torch.float32, 2, 8, 8),),
             "all_reduce": (_leaf(3, 4), "replicated", rank, size, group),
@@ -181,7 +198,9 @@ def _opcheck(name):
      "project_to_heads_start", "project_to_heads_backward", "heads_to_output_wait",
      "heads_to_output_weight_grad", "distributed_attention", "chunked",
      "kv_of_chunk", "attention_of_chunk", "attention_with_dropout",
-     "attention_with_dropout_backward", "check_attention", "all_reduce", "all_reduce_start",
+     "attention_with_dropout_backward", "blockwise_attention", "blockwise_attention_backward",
+     "streamed_attention", "streamed_attention_backward", "check_attention",
+     "all_reduce", "all_reduce_start",
      "all_reduce_wait", "all_gather", "all_gather_start", "all_gather_wait", "reduce_scatter",
      "reduce_scatter_start", "reduce_scatter_wait", "scatter", "scatter_start", "scatter_wait",
      "all_gather_matmul", "all_gather_matmul_backward", "matmul_reduce_scatter",
