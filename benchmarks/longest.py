@@ -2,9 +2,9 @@
 
 A small Llama whose sizes have the proportions of Llama 3 8B, float32, one row: forward, backward
 and AdamW. A rank's memory is the most that its process takes, from before the model is made
-(VmHWM - VmRSS); the longest sequence is found by bisection. Each lever is added to those before it.
-The losses of all ways are compared on one sequence, and so is each one's slope: the bytes of a rank
-for each token of the sequence more.
+(VmHWM - VmRSS), code aside; malloc is told to give freed tensors back to the system. Each lever is
+added to those before it. The losses of all ways are compared on one sequence. The slope is a rank's
+bytes for each token of the sequence more, from the shortest to the longest one that was tried.
 
 The machine's memory is what plays the device, so offloading to it isn't among the levers.
 
@@ -17,6 +17,7 @@ import ctypes
 import gc
 import itertools
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -140,6 +141,26 @@ def _tile_as_deepspeed(model) -> None:
         layer.mlp.forward = tiled.__get__(layer.mlp)
 
 
+def tidy() -> None:
+    """Gives the system back what steps have left."""
+    import deepsp
+
+    deepsp.buffers.clear()
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def taken_by_libraries(args: argparse.Namespace, on: set[str]) -> int:
+    """Bytes of this process once a model has been trained and dropped: code, and what libraries
+    keep."""
+    if "ulysses" in on:  # which can be registered once only
+        import deepspeed.runtime.sequence_parallel.ulysses_sp  # noqa: F401
+    small = argparse.Namespace(**vars(args) | {"hidden": 64, "layers": 1})
+    Way(small, on - {"ulysses"}).step(64)
+    tidy()
+    return status("VmRSS")
+
+
 def serve(rank: int, ranks: int, store: str, args, on: str, asked, answers) -> None:
     """Answers lengths with the memory, time and loss of a step."""
     torch.set_num_threads(1)
@@ -150,13 +171,11 @@ def serve(rank: int, ranks: int, store: str, args, on: str, asked, answers) -> N
     import deepsp
 
     transformers.logging.set_verbosity_error()
-    before = status("VmRSS")
+    before = taken_by_libraries(args, set(on.split()))
     way = Way(args, set(on.split()))
     way.step(64)
     while (length := asked[rank].get()) is not None:
-        deepsp.buffers.clear()
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # what the step before has left
+        tidy()
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
         began = time.perf_counter()
         torch.manual_seed(0)
@@ -197,24 +216,32 @@ class Ranks:
             pass
 
 
-def longest(ranks: Ranks, limit: int, first: int, precision: float, say) -> tuple[int, float]:
-    """The most tokens whose step stays under the limit, and that step's seconds."""
-    fits, too_long, seconds = 0, None, 0.0
-    length = first
-    while True:
-        memory, took, _ = ranks.step(length)
-        say(f"{length} tokens: {memory / MIB:.0f} MiB")
+def longest(ranks: Ranks, limit: int, first: int, precision: float, say) -> dict:
+    """The most tokens whose step stays under the limit, to within ``precision``: lengths are tried
+    where a line through the nearest ones says that the limit is, then beside them."""
+    tried: dict[int, tuple[int, float]] = {}
+    fits, above, length = 0, None, first
+    while above is None or above > max(64, fits * (1 + precision)):
+        memory, seconds, _ = ranks.step(length)
+        tried[length] = memory, seconds
+        say(f"{length} tokens: {memory / MIB:.0f} MiB, {seconds:.1f} s")
         if memory <= limit:
-            fits, seconds = length, took
+            fits = length
         else:
-            too_long = length
-        if too_long is None:
-            length *= 2
-        elif too_long <= max(64, fits * (1 + precision)):
-            break
-        else:
-            length = (fits + too_long) // 2
-    return fits, seconds
+            above = length
+        if len(tried) == 1 or not fits:
+            length = above // 2 if above else 2 * first
+            continue
+        low, high = (fits, above) if above else sorted(tried)[-2:]
+        slope = (tried[high][0] - tried[low][0]) / (high - low)
+        guess = low + (limit - tried[low][0]) / max(slope, 1)
+        near = 1 + 0.9 * precision
+        bounds = fits * near, above / near if above else 8 * fits
+        length = int(min(max(guess, bounds[0]), max(bounds)) if bounds[0] < bounds[1]
+                     else sum(bounds) / 2)  # fmt: skip
+    least = min(tried)
+    slope = (tried[fits][0] - tried[least][0]) / (fits - least)
+    return {"tokens": fits, "seconds": tried[fits][1], "slope": slope}
 
 
 def table(args: argparse.Namespace) -> None:
@@ -224,18 +251,14 @@ def table(args: argparse.Namespace) -> None:
     for name, (count, on) in bar:
         ranks = Ranks(args, count, on)
         loss = ranks.step(args.compare)[2]  # the same weights for all: after one step
-        first = args.compare if not found else found["PyTorch, 1 process"]["tokens"]
         try:
-            low, high = (ranks.step(n * first)[0] for n in (1, 2))
-            tokens, seconds = longest(
-                ranks, args.limit * MIB, first, args.precision,
+            result = longest(
+                ranks, args.limit * MIB, args.compare, args.precision,
                 lambda text, name=name: bar.set_postfix_str(f"{name}, {text}"),
             )  # fmt: skip
         finally:
             ranks.stop()
-        slope = (high - low) / first
-        found[name] = {"ranks": count, "tokens": tokens, "seconds": seconds, "slope": slope,
-                       "loss": loss}  # fmt: skip
+        found[name] = {"ranks": count, "loss": loss} | result
     plain = found["PyTorch, 1 process"]
     lines = [
         f"Limit {args.limit} MiB a rank; hidden {args.hidden}, {args.layers} layers.", "",
@@ -264,12 +287,12 @@ def plot(found: dict) -> None:
     figure, axes = plt.subplots(figsize=(8, 0.5 + 0.45 * len(found)))
     names = list(found)[::-1]
     tokens = [found[name]["tokens"] for name in names]
-    bars = axes.barh(names, tokens, color=["#999999" if "DeepS" in n or "Tiled" in n else "#33658a"
+    bars = axes.barh(names, tokens, color=["#999999" if n in DEEPSPEED or n == names[-1] else "#33658a"
                                            for n in names])  # fmt: skip
     base = found["PyTorch, 1 process"]["tokens"]
     axes.bar_label(bars, [f"{n:,}  ({n / base:.1f} x)" for n in tokens], padding=3)
     axes.set_xlabel("longest sequence that trains under the limit, tokens")
-    axes.margins(x=0.25)
+    axes.set_xlim(0, 1.35 * max(tokens))  # room for the labels
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     figure.savefig(HERE / "results/longest.png", dpi=120)
@@ -281,10 +304,10 @@ def slopes(args: argparse.Namespace) -> None:
     for count in tqdm((1, 2, 4), desc="ranks"):
         ranks = Ranks(args, count, "sp" if count > 1 else "")
         try:
-            low, high = (ranks.step(n * args.compare)[0] for n in (2, 6))
+            low, high = (ranks.step(n * args.compare)[0] for n in (8, 24))
         finally:
             ranks.stop()
-        known[count] = (high - low) / (4 * args.compare)
+        known[count] = (high - low) / (16 * args.compare)
     for count, slope in known.items():
         print(f"{count} ranks: {slope:.0f} bytes a token, {known[1] / slope:.2f} times fewer")
 
@@ -297,7 +320,7 @@ def mlp(args: argparse.Namespace) -> None:
         "DeepSpeed's TiledMLP": "sp checkpoint loss ds-tile",
     }
     all_ranks = {name: Ranks(args, 1, on) for name, on in ways.items()}
-    low, high = 4 * args.compare, 12 * args.compare
+    low, high = 16 * args.compare, 48 * args.compare  # from where the loss takes all that it may
     times = {name: [] for name in ways}
     memory = {name: {} for name in ways}
     losses = {}
@@ -329,17 +352,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--limit", type=int, default=512, help="MiB a rank (default: 512)")
-    add("--hidden", type=int, default=256, help="features of a token (default: 256)")
+    add("--limit", type=int, default=128, help="MiB a rank (default: 128)")
+    add("--hidden", type=int, default=128, help="features of a token (default: 128)")
     add("--layers", type=int, default=4, help="(default: 4)")
     add("--kv-chunk", type=int, default=2048, help="tokens whose keys come at a time")
-    add("--compare", type=int, default=512, help="tokens on which losses are compared")
+    add("--compare", type=int, default=256, help="tokens on which losses are compared")
     add("--precision", type=float, default=0.03, help="of the longest length (default: 0.03)")
     add("--rounds", type=int, default=5, help="of --mlp (default: 5)")
     add("--peers", action="store_true", help="DeepSpeed's attention and tiles, too")
     add("--slopes", action="store_true", help="bytes a token on 1, 2 and 4 ranks alone")
     add("--mlp", action="store_true", help="tiled MLPs alone: slope and time")
     args = parser.parse_args()
+    os.environ |= {f"MALLOC_{name}_THRESHOLD_": str(2**16) for name in ("MMAP", "TRIM")}  # of ranks
     if args.mlp:
         mlp(args)
     elif args.slopes:

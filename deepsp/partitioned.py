@@ -59,3 +59,23 @@ def check_linear_here(name: str, linear: nn.Module, called: bool) -> None:
     for of, parameter in linear._parameters.items():  # no access as DeepSpeed understands it
         if is_partitioned(parameter) and not (called and is_gathered_when_called(linear)):
             check_here(f"{name}.{of}", parameter if called else getattr(linear, of))
+
+
+def gather_as_a_whole(module: nn.Module) -> None:
+    """Makes an engine that is made later gather all of the module's parameters in its own hooks,
+    and none in its submodules': DeepSpeed's "leaf module"."""
+    module._z3_leaf = True
+
+
+def check_gathered_as_a_whole(name: str, module: nn.Module) -> None:
+    """Raises ValueError where a call of the module doesn't gather all of its parameters, once."""
+    owned = [of for of, parameter in module.named_parameters() if is_partitioned(parameter)]
+    inner = [m for m in module.modules() if m is not module]
+    if owned and any(map(is_gathered_when_called, inner)):
+        raise ValueError(
+            f"expected {name} to be tiled before deepspeed.initialize, so that ZeRO 3 gathers it "
+            f"once for all tiles, got submodules that ZeRO 3 gathers one by one ({owned[0]}, say): "
+            "call deepsp.tile before deepspeed.initialize"
+        )
+    for of, parameter in module.named_parameters():
+        check_here(f"{of} of {name}", parameter)

@@ -21,6 +21,8 @@ from trained import (
     wide_loss,
 )
 
+import deepsp
+
 f64 = torch.float64
 
 
@@ -51,9 +53,12 @@ def _plain(
     masked=None,
     options=(),
     evaluates_first=False,
+    tiled=False,
     **given,
 ):
     model = tiny(name, dtype, **dict(config))
+    if tiled and size > 1:
+        deepsp.tile_(model, tokens=3)
     if size == 1 and dtype == f64 and "label_smoothing_factor" not in given:
         model.loss_function = wide_loss
     cls, more = _class(size)
@@ -110,6 +115,7 @@ def test_accumulation(world, size):
         {"bf16": True, "digits": 2e-2},
         {"prediction_loss_only": True},
         {"evaluates_first": True},
+        {"tiled": True, "activation_checkpointing": True},
         {
             "options": (("without_logits", True),),
             "name": "gemma2",

@@ -290,6 +290,8 @@ MODELS = {
     "logits": ("llama", {}, own_loss),
     "without logits": ("qwen3", {"tie_word_embeddings": True}, lm_loss),
     "checkpoints": ("llama", {}, lm_loss),
+    "tiles": ("llama", {}, own_loss),
+    "checkpoints, tiles": ("qwen3", {}, lm_loss),
 }
 
 
@@ -301,15 +303,18 @@ def _model(names, size):
     for name in names:
         kind, config, loss = MODELS[name]
         model, reference = (tiny(kind, attn_implementation=a, **config) for a in ("deepsp", "sdpa"))
-        if name == "checkpoints":
+        if "checkpoints" in name:
             model.gradient_checkpointing_enable()
+        if "tiles" in name:  # ranks have different numbers of them
+            deepsp.tile_(model, tokens=2)
+            deepsp.tile_(model, "*norm", "lm_head", tokens=3)
         data = dist.get_world_size() // size
         mine = dist.get_rank() // size
         trained(engine_of(model), model, reference, loss(group), of_one, data, mine)
 
 
 @pytest.mark.parametrize(("ranks", "size", "names"), [
-    (2, 2, list(MODELS)), (3, 3, ["logits"]), (4, 2, ["without logits"]),
+    (2, 2, list(MODELS)), (3, 3, ["logits", "tiles"]), (4, 2, ["without logits"]),
 ])  # fmt: skip
 def test_transformers(ranks, size, names):
     on_ranks(ranks, _model, names, size)
@@ -345,12 +350,19 @@ def _refused():
         deepsp.clip_grad_norm_(list(model.parameters()), 1.0)
     with pytest.raises(ValueError, match=r"expected weight to be .*\(32, 32\), got \(0,\).*engine"):
         deepsp.linear_cross_entropy(x, layer.q_proj.weight, torch.zeros(1, 4, dtype=torch.int64))
+    # Tiled too late for ZeRO 3 to gather it once for all tiles.
+    engine_of(model := Unused(nn.Sequential(nn.Linear(DIM, DIM), nn.ReLU())))
+    with pytest.raises(ValueError, match=r"Sequential to be tiled before deepspeed.initialize"):
+        deepsp.tile(model.part)(x)
     # Made of partitioned parameters, and never given to DeepSpeed.
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
     with zero.Init(config_dict_or_path=config):
         layer = deepsp.SequenceParallelAttention(DIM, HEADS, KV, overlap=False)
+        tiled = deepsp.tile(nn.Sequential(nn.Linear(DIM, DIM), nn.ReLU()))
     with pytest.raises(ValueError, match=r"q_proj.weight to be the full parameter"):
         layer(x)
+    with pytest.raises(ValueError, match=r"0.weight of Sequential to be the full parameter"):
+        tiled(x)
     register()
     model = tiny("llama", attn_implementation="deepsp")
     zero.Init(module=model, config_dict_or_path=config, dtype=f64)

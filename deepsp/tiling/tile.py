@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepsp import partitioned
 from deepsp.tiling.check import check
 from deepsp.tiling.run import Call, Settings, run_tiled
 
-_SETTINGS = "_deepsp_tile"
+_SETTINGS, _IS_TILED = "_deepsp_tile", "_deepsp_is_tiled"
 # What models of transformers call the part of a layer that works on each token alone.
 _MLPS = ("*.mlp", "*.feed_forward", "*.ffn", "*.ff", "*.block_sparse_moe", "*.moe")
 _OTHER_TOWERS = re.compile(r"(^|[._])(vision|visual|audio|image)")
@@ -25,9 +26,10 @@ def tile(module: nn.Module, tokens: int | str = "auto", dim: int = 1) -> nn.Modu
     Activations inside the module exist for one tile only: backward computes each tile again. The
     module is changed in place; names, parameters and ``isinstance`` stay. Each parameter's gradient
     is summed over the tiles in float32 (float64 for float64), and accumulated once for a call;
-    ranks issue the same collectives whatever the number of their tiles. So DDP, FSDP2, DeepSpeed
-    ZeRO 1 and 2, and :func:`deepsp.shard_parameters` work as without tiles. The gradient of a
-    parameter that no token has used is zero, not None.
+    ranks issue the same collectives whatever the number of their tiles. So DDP, FSDP2, DeepSpeed's
+    ZeRO, and :func:`deepsp.shard_parameters` work as without tiles. For ZeRO 3, tile before
+    ``deepspeed.initialize``: the module becomes a leaf module of its, gathered once for all tiles.
+    The gradient of a parameter that no token has used is zero, not None.
 
     The first call in each mode checks the module on a few tokens.
 
@@ -48,7 +50,7 @@ def tile(module: nn.Module, tokens: int | str = "auto", dim: int = 1) -> nn.Modu
         ValueError: tokens or dim is invalid; the module has no forward, or is tiled, or contains a
             tiled one. When it is called: it mixes tokens, has an output without tokens, writes to
             its input or its buffers, communicates, or uses a tensor that requires gradients and is
-            neither a parameter nor an argument; its parameters are partitioned by ZeRO 3.
+            neither a parameter nor an argument; ZeRO 3 doesn't gather it as a whole.
     """
     _check_arguments(tokens, dim)
     return _tile(module, type(module).__name__, tokens, dim)
@@ -140,8 +142,14 @@ def _check_module(module: nn.Module, name: str) -> None:
 def _tile(module: nn.Module, name: str, tokens: int | str, dim: int) -> nn.Module:
     _check_module(module, name)
     vars(module)[_SETTINGS] = Settings(name, tokens, dim)
+    partitioned.gather_as_a_whole(module)
     module.__class__ = _tiled_class(type(module))
     return module
+
+
+def untiled(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class that a tiled module's was made from; any other class itself."""
+    return cls.__base__ if _IS_TILED in vars(cls) else cls
 
 
 def _tiled_class(cls: type[nn.Module]) -> type[nn.Module]:
@@ -161,6 +169,7 @@ def _tiled_class(cls: type[nn.Module]) -> type[nn.Module]:
         "forward": forward,
         "__reduce_ex__": reduce,
         "__module__": cls.__module__,
+        _IS_TILED: True,
         "_get_name": lambda self: cls.__name__,  # what it is printed as
     }
     tiled = type(f"Tiled{cls.__name__}", (cls,), members)

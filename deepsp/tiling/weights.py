@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
+from deepsp.partitioned import check_gathered_as_a_whole
 from deepsp.weights.shards import Shard
 
 _ABSENT = object()
@@ -21,6 +22,7 @@ class Weights:
     same on every rank."""
 
     def __init__(self, module: nn.Module, name: str):
+        check_gathered_as_a_whole(name, module)
         self.tensors: list[Tensor] = []
         # For each, the dictionaries and keys under which the module finds it.
         self._places: list[list[tuple[dict, str | int]]] = []
@@ -70,12 +72,6 @@ class Weights:
 
 
 def _check(parameter: Tensor, key: str, name: str) -> None:
-    if hasattr(parameter, "ds_id"):
-        raise ValueError(
-            f"{name}: {key} is partitioned by DeepSpeed ZeRO 3, which gathers parameters for each "
-            "call of a submodule. A tiled module needs them whole: use ZeRO 1 or 2, FSDP2, or "
-            "deepsp.shard_parameters"
-        )
     if isinstance(parameter, DTensor):
         raise ValueError(
             f"expected {key} of {name} to be a plain tensor when the module is called, got a "

@@ -22,6 +22,7 @@ from deepsp.integrations.transformers import calls
 from deepsp.integrations.transformers.check import model_in
 from deepsp.loss import linear_cross_entropy
 from deepsp.partitioned import full_shape
+from deepsp.tiling.tile import untiled
 
 _AFTER_HEAD = "_deepsp_after_head"
 """Where a model remembers what it does to its logits."""
@@ -174,7 +175,7 @@ def _head(model: nn.Module) -> nn.Linear:
             "for causal language modeling, such as AutoModelForCausalLM makes"
         )
     # Sharded parameters make a class of its own, with nn.Linear's forward.
-    plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+    plain = isinstance(head, nn.Linear) and untiled(type(head)).forward is nn.Linear.forward
     if not plain or "forward" in vars(head):
         name = f"{type(head).__module__}.{type(head).__qualname__}"
         what = name if not plain else "one whose forward was replaced"
