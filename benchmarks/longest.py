@@ -168,7 +168,7 @@ def serve(rank: int, ranks: int, store: str, args, on: str, asked, answers) -> N
     import transformers
     from transformers import LlamaForCausalLM  # noqa: F401  (before memory is counted)
 
-    import deepsp
+    import deepsp  # noqa: F401  (before memory is counted)
 
     transformers.logging.set_verbosity_error()
     before = taken_by_libraries(args, set(on.split()))
@@ -287,8 +287,8 @@ def plot(found: dict) -> None:
     figure, axes = plt.subplots(figsize=(8, 0.5 + 0.45 * len(found)))
     names = list(found)[::-1]
     tokens = [found[name]["tokens"] for name in names]
-    bars = axes.barh(names, tokens, color=["#999999" if n in DEEPSPEED or n == names[-1] else "#33658a"
-                                           for n in names])  # fmt: skip
+    others = {*DEEPSPEED, names[-1]}
+    bars = axes.barh(names, tokens, color=["#999999" if n in others else "#33658a" for n in names])
     base = found["PyTorch, 1 process"]["tokens"]
     axes.bar_label(bars, [f"{n:,}  ({n / base:.1f} x)" for n in tokens], padding=3)
     axes.set_xlabel("longest sequence that trains under the limit, tokens")
