@@ -15,9 +15,11 @@
 #include "layout/heads.h"
 #include "common/checks.h"
 #include "inductor/decomposition.h"
+#include "shares/ops.h"
 
 #include <Python.h>
 #include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
 #include <torch/library.h>
 
 namespace deepsp {
@@ -66,15 +68,42 @@ std::vector<int64_t> head_split(
   return {q.begin, q.end, kv.begin, kv.end};
 }
 
-at::Tensor head_indices(
-    const at::Tensor& like,
+std::vector<c10::SymInt> share_split(
     int64_t num_heads,
+    const c10::SymInt& total,
+    int64_t query_parts,
     int64_t parts,
     int64_t rank,
     int64_t chunk,
     int64_t chunks) {
-  const auto heads = head_split(num_heads, num_heads, parts, rank, chunk, chunks);
-  return at::arange(heads[0], heads[1], like.options().dtype(at::kLong));
+  check_at_least(parts, 1, "parts");
+  check_rank(rank, parts);
+  check_chunk(chunk, chunks);
+  check_at_least(total, 0, "total");
+  const ShareLayout layout = share_layout({num_heads}, parts, query_parts);
+  std::vector<c10::SymInt> cells;
+  for (const Cell& cell : layout.cells(rank)) {
+    cells.push_back(cell.heads.begin);
+    cells.push_back(cell.heads.end);
+    auto ranges = layout.tokens(cell, total, chunk, chunks);
+    ranges.resize(2, {ranges.back().second, ranges.back().second});
+    for (const auto& [begin, end] : ranges) {
+      cells.push_back(begin);
+      cells.push_back(end);
+    }
+  }
+  return cells;
+}
+
+at::Tensor indices_in(const at::Tensor& like, c10::SymIntArrayRef ranges) {
+  TORCH_CHECK_VALUE(
+      !ranges.empty() && ranges.size() % 2 == 0,
+      "expected ranges to have the begin and end of each, got ", ranges.size(), " numbers");
+  std::vector<at::Tensor> parts;
+  for (size_t n = 0; n < ranges.size(); n += 2) {
+    parts.push_back(at::arange(ranges[n], ranges[n + 1], like.options().dtype(at::kLong)));
+  }
+  return at::cat(parts);
 }
 
 int64_t head_chunks(int64_t num_heads, int64_t parts, int64_t chunks) {
@@ -98,12 +127,10 @@ TORCH_LIBRARY(deepsp, m) {
       "head_split(int num_heads, int num_kv_heads, int parts, int rank, int chunk=0, "
       "int chunks=1) -> int[]",
       pure);
-  // The query heads of a rank (and chunk), int64 [h] on the device of `like`. An op, not an arange
-  // in a graph: Inductor's FlexAttention reads tensors that are there, not what it would compute.
-  m.def(
-      "head_indices(Tensor like, int num_heads, int parts, int rank, int chunk, int chunks) -> "
-      "Tensor",
-      pure);
+  // The numbers in ranges, begin and end of each: int64 on the device of `like`. An op, not an
+  // arange in a graph: Inductor's FlexAttention reads tensors that are there, not what it would
+  // compute.
+  m.def("indices_in(Tensor like, SymInt[] ranges) -> Tensor", pure);
   // The number of chunks in force when `chunks` are asked for: every rank has a
   // query head in each.
   m.def("head_chunks(int num_heads, int parts, int chunks) -> int", pure);
@@ -160,6 +187,49 @@ TORCH_LIBRARY(deepsp, m) {
       "bool tokens_first=False) -> Tensor[]",
       collective);
 
+  // --- the exchange where ranks share heads
+
+  // Queries are cut, keys and values stay whole. query_parts: into how many parts the queries of
+  // a head are cut, 0: wherever it takes for every rank to have the same work; each rank has cells,
+  // some heads and the same share of their queries (layout/shares.h).
+  //
+  // Where a rank's shares are: for each cell six numbers, the begin and end of its heads and of its
+  // two ranges of tokens, of `total` in the sequence, where the second may be empty.
+  m.def(
+      "share_split(int num_heads, SymInt total, int query_parts, int parts, int rank, int chunk=0, "
+      "int chunks=1) -> SymInt[]",
+      pure);
+  // The kv heads that a cell's query heads read, of those that the rank has received [B, S, h, D];
+  // repeated as by kv_of_chunk.
+  m.def(
+      "kv_of_share(Tensor(a) received, int num_heads, int num_kv_heads, int query_parts, int "
+      "parts, "
+      "int rank, int cell) -> Tensor(a)",
+      pure);
+  // In halves, as above. inputs[i] [B, S_rank, H_i, D_i]; one buffer for each of 1 or 2 chunks, the
+  // first with the tokens up to the middle of the sequence and all tensors but the queries.
+  m.def(
+      "seq_to_shares_start(Tensor[] inputs, int query_parts, SymInt[] seq_lens, int chunks, "
+      "bool last_first, int rank, str group_name) -> Tensor[]",
+      collective);
+  // For each cell, queries [B, n, h, D_0]; with chunk 0, then the heads that they read of each
+  // other tensor, [B, S, h_i, D_i]. Fresh.
+  m.def(
+      "seq_to_shares_wait(Tensor buffer, SymInt[] num_heads, SymInt[] head_dims, SymInt batch, "
+      "int query_parts, SymInt[] seq_lens, int chunk, int chunks, int rank, str group_name) -> "
+      "Tensor[]",
+      collective);
+  // What such a wait returns, on its way back: [B, S_rank, H_i, D_i]. What several ranks say of one
+  // head is summed as by heads_to_seq.
+  m.def(
+      "shares_to_seq_start(Tensor[] inputs, SymInt[] num_heads, int query_parts, "
+      "SymInt[] seq_lens, int chunk, int chunks, int rank, str group_name) -> Tensor",
+      collective);
+  m.def(
+      "shares_to_seq_wait(Tensor[] buffers, SymInt[] num_heads, SymInt[] head_dims, SymInt batch, "
+      "int query_parts, SymInt[] seq_lens, int rank, str group_name) -> Tensor[]",
+      collective);
+
   // --- linear layers around the exchange
 
   // x [B, S_rank, dim] through linear layers weights[i] [H_i·D_i, dim], biases[i]
@@ -211,14 +281,14 @@ TORCH_LIBRARY(deepsp, m) {
   // q, k, v and the output have their dimensions batch, sequence, heads and head_dim.
   // sharded_randomness: ranks that are seeded alike drop other weights all the same.
   // documents, window_size, softcap, sinks: as in blockwise_attention, of all tokens and heads.
-  // kv_chunk: as in streamed_attention.
+  // kv_chunk: as in streamed_attention. query_parts: as above; 1: heads alone are shared out.
   m.def(
       "distributed_attention(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, float dropout_p, "
       "bool is_causal, float? scale, bool enable_gqa, int chunks, SymInt[] seq_lens, int rank, "
       "str group_name, *, str layout='bshd', bool sharded_randomness=False, "
       "Tensor? documents=None, int[] window_size=[], "
       "float? softcap=None, Tensor? sinks=None, "
-      "int? kv_chunk=None) -> Tensor",
+      "int? kv_chunk=None, int query_parts=1) -> Tensor",
       collective);
   // What a chunk's query heads read of k or v: `received` is what each wait so far
   // has given, [B, S, h, D], the first chunk's first. Each head is repeated for its
@@ -240,18 +310,18 @@ TORCH_LIBRARY(deepsp, m) {
   // tokens attend to those of their document only, and outside of all to none (0); None: each row
   // is one. window_size: none or (left, right), how many tokens before and after its own a token
   // sees; -1: all. softcap: scores are softcap * tanh(score / softcap). sinks [h]: a score of each
-  // head more, whose value is 0. The log-sum-exp [B, h, S] isn't
-  // differentiable; the gradients are of
-  // q, k, v and sinks, where wanted, and have no derivative.
+  // head more, whose value is 0. queries: none, or begin and end of each of some ascending ranges
+  // of tokens, those that q has. The log-sum-exp [B, h, S] isn't differentiable; the gradients are
+  // of q, k, v and sinks, where wanted, and have no derivative.
   m.def(
       "blockwise_attention(Tensor q, Tensor k, Tensor v, Tensor? documents, bool is_causal, "
-      "int[] window_size, float? scale, float? softcap, Tensor? sinks) -> "
+      "int[] window_size, float? scale, float? softcap, Tensor? sinks, SymInt[] queries=[]) -> "
       "(Tensor output, Tensor log_sum_exp)",
       pure);
   m.def(
       "blockwise_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? documents, "
       "bool is_causal, int[] window_size, float? scale, float? softcap, Tensor? sinks, "
-      "Tensor output, Tensor log_sum_exp, int[] wanted) -> Tensor[]",
+      "Tensor output, Tensor log_sum_exp, int[] wanted, SymInt[] queries=[]) -> Tensor[]",
       pure);
   // The same over a sharded sequence, q [B, S_rank, Hq, D], k and v alike; sinks [Hq]. Keys and
   // values come a part at a time, kv_chunk tokens of the full sequence, in backward once more: two
@@ -531,6 +601,11 @@ TORCH_LIBRARY_IMPL(deepsp, CompositeImplicitAutograd, m) {
   m.impl("token_split", [](c10::SymInt total, int64_t parts) { return token_split(total, parts); });
   m.impl("head_split", head_split);
   m.impl("head_chunks", head_chunks);
+  m.impl(
+      "share_split", [](int64_t num_heads, c10::SymInt total, int64_t query_parts, int64_t parts,
+                        int64_t rank, int64_t chunk, int64_t chunks) {
+        return share_split(num_heads, total, query_parts, parts, rank, chunk, chunks);
+      });
   m.impl("pool_idle_bytes", pool_idle_bytes);
   m.impl("pool_limit", pool_limit);
   m.impl("pool_set_limit", pool_set_limit);
@@ -538,7 +613,7 @@ TORCH_LIBRARY_IMPL(deepsp, CompositeImplicitAutograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(deepsp, CompositeExplicitAutograd, m) {
-  m.impl("head_indices", head_indices);
+  m.impl("indices_in", indices_in);
 }
 
 }  // namespace deepsp

@@ -29,7 +29,7 @@ class Op;
 template <class Result, class... Args>
 class Op<Result(Args...)> {
  public:
-  constexpr explicit Op(const char* name) : name_(name) {}
+  constexpr explicit Op(const char* name, const char* ns = "deepsp") : ns_(ns), name_(name) {}
 
   Result operator()(Args... args) const { return handle().call(std::forward<Args>(args)...); }
 
@@ -43,7 +43,7 @@ class Op<Result(Args...)> {
 
   const Handle& find() const {
     const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(
-        ("deepsp::" + std::string(name_)).c_str(), "");
+        (std::string(ns_) + "::" + name_).c_str(), "");
     auto* made = new Handle(op.template typed<Result(Args...)>());  // never destroyed, as the op
     const Handle* other = nullptr;
     if (!handle_.compare_exchange_strong(other, made, std::memory_order_acq_rel)) {
@@ -53,6 +53,7 @@ class Op<Result(Args...)> {
     return *made;
   }
 
+  const char* const ns_;
   const char* const name_;
   mutable std::atomic<const Handle*> handle_ = nullptr;
 };
@@ -60,24 +61,26 @@ class Op<Result(Args...)> {
 // A block of m.impl(name, kernel), for each device that kernels are compiled for, and for meta
 // tensors: there a kernel returns tensors of the right shapes as soon as its arguments are checked.
 #ifdef DEEPSP_CUDA
-#define DEEPSP_KERNELS_CUDA(kernels)    \
-  TORCH_LIBRARY_IMPL(deepsp, CUDA, m) { \
-    kernels(m);                         \
+#define DEEPSP_KERNELS_CUDA(ns, kernels) \
+  TORCH_LIBRARY_IMPL(ns, CUDA, m) {      \
+    kernels(m);                          \
   }
 #else
-#define DEEPSP_KERNELS_CUDA(kernels)
+#define DEEPSP_KERNELS_CUDA(ns, kernels)
 #endif
-#define DEEPSP_KERNELS_AS(kernels, m)   \
-  static void kernels(torch::Library&); \
-  TORCH_LIBRARY_IMPL(deepsp, CPU, m) {  \
-    kernels(m);                         \
-  }                                     \
-  TORCH_LIBRARY_IMPL(deepsp, Meta, m) { \
-    kernels(m);                         \
-  }                                     \
-  DEEPSP_KERNELS_CUDA(kernels)          \
+#define DEEPSP_KERNELS_AS(ns, kernels, m) \
+  static void kernels(torch::Library&);   \
+  TORCH_LIBRARY_IMPL(ns, CPU, m) {        \
+    kernels(m);                           \
+  }                                       \
+  TORCH_LIBRARY_IMPL(ns, Meta, m) {       \
+    kernels(m);                           \
+  }                                       \
+  DEEPSP_KERNELS_CUDA(ns, kernels)        \
   static void kernels([[maybe_unused]] torch::Library& m)
-#define DEEPSP_KERNELS(m) DEEPSP_KERNELS_AS(C10_CONCATENATE(register_kernels_, C10_UID), m)
+#define DEEPSP_KERNELS_IN(ns, m) \
+  DEEPSP_KERNELS_AS(ns, C10_CONCATENATE(register_kernels_, C10_UID), m)
+#define DEEPSP_KERNELS(m) DEEPSP_KERNELS_IN(deepsp, m)
 // The same for kinds of tensors that kernels refuse, in words.
 #define DEEPSP_REFUSED_KINDS_AS(kernels, m)     \
   static void kernels(torch::Library&);         \

@@ -11,6 +11,7 @@ from deepsp import (
     plans,
 )
 from deepsp.attention import DistributedAttention, distributed_attention
+from deepsp.attention_plan import AttentionPlan, plan_attention
 from deepsp.collectives import (
     all_gather,
     all_gather_matmul,
@@ -48,6 +49,7 @@ from deepsp.weights.parameters import shard_parameters
 from deepsp.weights.state import full_state_dict, load_full_state_dict
 
 __all__ = [
+    "AttentionPlan",
     "DistributedAttention",
     "MemoryPlan",
     "Pending",
@@ -73,6 +75,7 @@ __all__ = [
     "load_full_state_dict",
     "local_heads",
     "matmul_reduce_scatter",
+    "plan_attention",
     "plan_memory",
     "plans",
     "prepare_inputs",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from deepsp import chunks as auto_chunks
-from deepsp import local
+from deepsp import local, shares
 from deepsp.documents import ranges_of
 from deepsp.groups import Group, compare_calls, member_of
 from deepsp.layout import lens_or_equal
@@ -34,6 +34,7 @@ def distributed_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     kv_chunk: int | None = None,
+    query_parts: int | str = "auto",
 ) -> Tensor:
     """``scaled_dot_product_attention`` over a sequence that is sharded over a group.
 
@@ -42,8 +43,8 @@ def distributed_attention(
     call of :class:`DistributedAttention`, but not here.
 
     Args:
-        q: [B, S_r, Hq, D], this rank's tokens of all query heads; at least as many heads as ranks.
-            Floating point, any dtype that ``scaled_dot_product_attention`` takes.
+        q: [B, S_r, Hq, D], this rank's tokens of all query heads; any number of them, more or fewer
+            than ranks. Floating point, any dtype that ``scaled_dot_product_attention`` takes.
         k: [B, S_r, Hkv, D], in the dtype of q.
         v: [B, S_r, Hkv, Dv], in the dtype of q.
         attn_mask: bool, or added to the scores; that of the full sequence, broadcastable to [B, Hq,
@@ -75,6 +76,14 @@ def distributed_attention(
         kv_chunk: keys and values are sent and attended to this many tokens (of the full sequence)
             at a time, and merged by their log-sum-exp, so that a rank never holds those of the full
             sequence. Backward has them sent once more (the idea is FPDT's, arXiv:2408.16978).
+        query_parts: how ranks share heads. 1: not at all; each rank has whole heads, some one more
+            than others, and there are at least as many heads as ranks. An int R, which divides the
+            number of ranks P: heads are dealt out to groups of P / R ranks, and R ranks share each
+            head's queries evenly. "auto": 1 where P divides the number of heads; else every rank
+            has the same share of the work (Hq / P heads), of which some heads' queries are cut. On
+            a GPU it is 1 wherever there are as many heads as ranks. Keys and values stay whole.
+            Over a mesh of two dimensions it is the size of the first one, so that each row has all
+            heads. :func:`plan_attention` says who computes what.
 
     Returns:
         [B, S_r, Hq, Dv], contiguous; in the layout "bhsd" a transposed view of that, as
@@ -83,7 +92,7 @@ def distributed_attention(
     Raises:
         ValueError: arguments that don't fit each other or the group: ``documents``,
             ``window_size``, ``softcap``, ``sinks`` and ``kv_chunk`` go with neither ``attn_mask``
-            nor dropout, and ``kv_chunk`` with one chunk of heads.
+            nor dropout, and ``kv_chunk`` with one chunk of heads and ``query_parts`` 1.
     """
     member = member_of(group)
     local.check_layout(layout)
@@ -92,6 +101,9 @@ def distributed_attention(
     lens = lens_or_equal(seq_lens, q.size(layout.index("s")), size)
     if documents is not None:
         documents = ranges_of(documents, q.size(layout.index("b")), sum(lens))
+    whole = None if kv_chunk is None else "kv_chunk needs whole queries; leave it out"
+    asked = shares.asked_of(query_parts, group)
+    query_parts = shares.parts_of(asked, q.size(layout.index("h")), size, q.device, whole)
     with local.randomness_of(member, q.device) if dropout_p > 0 else contextlib.nullcontext():
         return torch.ops.deepsp.distributed_attention(
             q,
@@ -113,6 +125,7 @@ def distributed_attention(
             softcap=softcap,
             sinks=sinks,
             kv_chunk=kv_chunk,
+            query_parts=query_parts,
         )
 
 
@@ -126,13 +139,16 @@ class DistributedAttention(nn.Module):
             ``scaled_dot_product_attention``, with its arguments, as in
             :func:`distributed_attention`. If it declares an argument ``head_indices`` (by name:
             ``**kwargs`` declares nothing), it gets the global indices of its query heads there,
-            int64 [h].
+            int64 [h]; in ``query_indices`` those of the tokens of its queries, int64 [n]. Who
+            declares that gets q [B, n, h, D] where ranks share heads, and masks accordingly.
         group: the sequence group.
         chunks: as in :func:`distributed_attention`; ``local_attention`` is called once for each.
             "auto": measured on the first call with a shape, by forward and backward passes (forward
             only without gradients) with 1, 2, 4, ... chunks, the same on every rank. Compiled code
             uses the last choice.
         layout: as in :func:`distributed_attention`.
+        query_parts: as in :func:`distributed_attention`; "auto" is 1 for a local attention that
+            doesn't declare ``query_indices``.
 
     Raises:
         ValueError: ``chunks`` or ``layout`` isn't one of these, or this process isn't in the group;
@@ -158,6 +174,7 @@ class DistributedAttention(nn.Module):
         group: Group = None,
         chunks: int | str = 1,
         layout: str = "bshd",
+        query_parts: int | str = "auto",
     ):
         super().__init__()
         local.check_layout(layout)
@@ -167,12 +184,16 @@ class DistributedAttention(nn.Module):
         self.chunks = chunks
         self.picked: int | None = None  # what "auto" has found last
         self.layout = layout
-        self._head_indices = local.wants_head_indices(local_attention)
+        self.query_parts = shares.asked_of(query_parts, group)
+        self._indices = local.indices_wanted(local_attention)
         self._compared = False
 
     def extra_repr(self) -> str:
         rank, size, _ = self.member
-        return f"rank={rank}, size={size}, chunks={self.chunks!r}, layout={self.layout}"
+        return (
+            f"rank={rank}, size={size}, chunks={self.chunks!r}, layout={self.layout}, "
+            f"query_parts={self.query_parts!r}"
+        )
 
     def forward(
         self,
@@ -208,7 +229,7 @@ class DistributedAttention(nn.Module):
         if self.local_attention is None:
             known = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
             local.check_sdpa_arguments(args, kwargs, known, (*local.PATTERN, "kv_chunk"))
-        local.check_kwargs(self._head_indices, kwargs)
+        local.check_kwargs(self._indices, kwargs)
         chunks = self.chunks
         if chunks == "auto":
             chunks = self._pick_chunks(q, k, v, lens, args, kwargs)
@@ -225,6 +246,7 @@ class DistributedAttention(nn.Module):
                 seq_lens=lens,
                 chunks=chunks,
                 layout=self.layout,
+                query_parts=self.query_parts,
                 **kwargs,
             )
         rank, size, name = self.member
@@ -237,6 +259,20 @@ class DistributedAttention(nn.Module):
             )
         batch, _, num_heads, _ = q.shape
         num_kv_heads = k.size(2)
+        query_parts = local.query_parts_of(self, num_heads, q.device)
+        if query_parts != 1:
+
+            def attend_cell(q, k, v, cell):
+                given = local.indices(self._indices, q, cell.heads, sum(cell.queries, ()))
+                return local.attend(
+                    self.local_attention, (q, k, v), args, kwargs | given, self.layout
+                )
+
+            with local.randomness_of(self.member, q.device):
+                out = shares.attend((q, k, v), attend_cell, query_parts, chunks, lens, self.member)
+            return (
+                out.transpose(0, 1).contiguous().transpose(0, 1) if self.layout == "sbhd" else out
+            ).permute(order)
         shape = ([num_heads, num_kv_heads, v.size(2)], [q.size(3), k.size(3), v.size(3)], batch)
 
         arriving = torch.ops.deepsp.seq_to_heads_start([q, k, v], lens, chunks, False, rank, name)
@@ -255,17 +291,10 @@ class DistributedAttention(nn.Module):
                     )
                     for x in (ks, vs)
                 )
+                heads = torch.ops.deepsp.head_split(num_heads, num_heads, size, rank, chunk, chunks)
+                given = local.indices(self._indices, q_all, heads[:2], (0, sum(lens)))
                 out = local.attend(
-                    self.local_attention,
-                    (q_all, k_all, v_all),
-                    args,
-                    kwargs,
-                    head_indices=self._head_indices,
-                    num_heads=num_heads,
-                    chunk=chunk,
-                    chunks=chunks,
-                    member=self.member,
-                    layout=self.layout,
+                    self.local_attention, (q_all, k_all, v_all), args, kwargs | given, self.layout
                 )
                 leaving.append(
                     torch.ops.deepsp.heads_to_seq_start(
@@ -293,7 +322,8 @@ class DistributedAttention(nn.Module):
             *((x.shape, x.dtype) for x in (q, k, v)), q.device, trains, local.autocasts(q.device),
         )  # fmt: skip
         num_heads = q.size(self.layout.index("h"))
-        most = torch.ops.deepsp.head_chunks(num_heads, size, num_heads)
+        shared = local.query_parts_of(self, num_heads, q.device) != 1
+        most = 2 if shared else torch.ops.deepsp.head_chunks(num_heads, size, num_heads)
 
         def run(chunks: int) -> None:
             mine = [x.detach().requires_grad_(trains) for x in (q, k, v)]
@@ -317,5 +347,6 @@ class DistributedAttention(nn.Module):
             shapes=[[n for d, n in enumerate(x.shape) if d != s] for x in (q, k, v)],
             dtype=q.dtype,
             chunks=self.chunks,
+            query_parts=self.query_parts,
             gradients=[trains and x.requires_grad for x in (q, k, v)],
         )

@@ -13,7 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 Group = dist.ProcessGroup | DeviceMesh | None
-"""What public functions take: a group, a mesh of one dimension, or None, the default group."""
+"""What public functions take: a group, a mesh, or None, the default group. The ranks of a mesh of
+two dimensions are a group; where they share heads, those of a row (the last dimension) have
+different ones."""
 
 
 Member = tuple[int, int, str]
@@ -26,18 +28,18 @@ def member_of(group: Group | Member) -> Member:
     """This process's place in ``group``.
 
     Raises:
-        ValueError: there is no default group yet, the mesh has more than one dimension, or this
+        ValueError: there is no default group yet, the mesh has more than two dimensions, or this
             process isn't in the group.
     """
     if isinstance(group, tuple):
         return group
     if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
+        if group.ndim > 2:
             raise ValueError(
-                f"expected group to be a mesh of 1 dimension, got one of {group.ndim} dimensions; "
-                "pass one of them, mesh['name']"
+                f"expected group to be a mesh of 1 or 2 dimensions, got one of {group.ndim} "
+                "dimensions; pass one or two of them, mesh['name'] or mesh['outer', 'heads']"
             )
-        group = group.get_group()
+        group = group.get_group() if group.ndim == 1 else _flattened(group)
     if not dist.is_initialized():
         raise ValueError(
             "expected group to exist, but there is no process group yet; call "
@@ -49,13 +51,31 @@ def member_of(group: Group | Member) -> Member:
         if group is dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError(_outside())
         raise ValueError(
-            "expected group to be a ProcessGroup, a DeviceMesh of one dimension or None, got "
-            f"{group!r}"
+            "expected group to be a ProcessGroup, a DeviceMesh of one or two dimensions or None, "
+            f"got {group!r}"
         )
     rank = dist.get_rank(group)
     if rank < 0:
         raise ValueError(_outside())
     return rank, dist.get_world_size(group), group.group_name
+
+
+def _flattened(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """One group of all ranks of a mesh, made once, by all processes."""
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks != sorted(ranks):
+        raise ValueError(
+            "expected the ranks of a mesh of two dimensions to ascend, row by row, got "
+            f"{mesh.mesh.tolist()}; order them so, since a group does"
+        )
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    if not mesh.mesh_dim_names:
+        raise ValueError(
+            "expected the dimensions of the mesh to have names, got none; pass mesh_dim_names to "
+            "init_device_mesh"
+        )
+    return mesh._flatten().get_group()
 
 
 def _outside() -> str:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from deepsp import chunks as auto_chunks
-from deepsp import local, rope
+from deepsp import local, rope, shares
+from deepsp.attention import distributed_attention
 from deepsp.documents import ranges_of
 from deepsp.groups import Group, compare_calls, member_of
 from deepsp.layout import lens_or_equal
@@ -31,7 +32,7 @@ class SequenceParallelAttention(nn.Module):
 
     Args:
         hidden_size: the number of features of the input and the output.
-        num_heads: the number of query heads, at least one for each rank of the group.
+        num_heads: the number of query heads; any number, more or fewer than ranks.
         num_kv_heads: the number of key and value heads; divides ``num_heads``. None: ``num_heads``.
         head_dim: the number of features of a head; None: ``hidden_size // num_heads``.
         bias: whether the projections of q, k and v have a bias.
@@ -58,6 +59,9 @@ class SequenceParallelAttention(nn.Module):
             the same on every rank. Compiled code uses the last choice.
         overlap: False: projections, one exchange, attention, one exchange and projection, one after
             another; for comparison.
+        query_parts: as in :func:`distributed_attention`, but "auto" is 1 wherever there are as many
+            heads as ranks: where ranks share heads, no exchange hides behind the projections. The
+            rotary embedding and norms then come before the exchange.
         group: the sequence group.
         device: where the parameters are made.
         dtype: that of the parameters.
@@ -88,6 +92,7 @@ class SequenceParallelAttention(nn.Module):
         local_attention: Callable[..., Tensor] | None = None,
         chunks: int | str = 1,
         overlap: bool = True,
+        query_parts: int | str = "auto",
         group: Group = None,
         device=None,
         dtype=None,
@@ -124,6 +129,7 @@ class SequenceParallelAttention(nn.Module):
             local_attention=local_attention,
             chunks=chunks,
             overlap=overlap,
+            query_parts=query_parts,
             group=group,
         )
 
@@ -187,6 +193,7 @@ class SequenceParallelAttention(nn.Module):
         local_attention=None,
         chunks=1,
         overlap=True,
+        query_parts="auto",
         group=None,
     ) -> None:
         projections = dict(zip(_NAMES, projections, strict=True))
@@ -195,12 +202,6 @@ class SequenceParallelAttention(nn.Module):
         self.member = member_of(group)
         self.num_heads = num_heads
         self.head_dim, self.num_kv_heads, self.v_head_dim = head_sizes(projections, num_heads)
-        _, size, _ = self.member
-        if num_heads < size:
-            raise ValueError(
-                f"expected num_heads >= {size}, the number of ranks of the group, got {num_heads}; "
-                f"use a group of at most {num_heads} ranks"
-            )
         if rope_theta is not None and self.head_dim % 2 != 0:
             raise ValueError(
                 f"expected head_dim to be even for a rotary embedding, got {self.head_dim}"
@@ -215,7 +216,9 @@ class SequenceParallelAttention(nn.Module):
         self.rope_theta = rope_theta
         self.rope_interleaved = rope_interleaved
         self.local_attention = local_attention
-        self._head_indices = local.wants_head_indices(local_attention)
+        self._indices = local.indices_wanted(local_attention)
+        self.query_parts = shares.asked_of(query_parts, group)
+        self._parts = local.query_parts_of(self, num_heads, overlaps=True)
         self._compared = False
         self.chunks = chunks
         self.picked: int | None = None  # what "auto" has found last
@@ -284,7 +287,9 @@ class SequenceParallelAttention(nn.Module):
         for name, linear in zip(_NAMES, self._used()[:4], strict=True):
             check_linear(name, linear)  # they may have changed
             if not torch.compiler.is_compiling():
-                called = not self.overlap or (any(self._wide) and name != "o_proj")
+                called = (
+                    self._parts != 1 or not self.overlap or (any(self._wide) and name != "o_proj")
+                )
                 check_linear_here(name, linear, called)
         lens = lens_or_equal(seq_lens, x.size(1), self.member[1])
         if self.local_attention is None:
@@ -295,11 +300,13 @@ class SequenceParallelAttention(nn.Module):
                 found = ranges_of(kwargs["documents"], x.size(0), sum(lens))
                 kwargs = {**kwargs, "documents": found}
             _check_sdpa(x, sum(lens), self.num_heads, *args, **kwargs)
-        local.check_kwargs(self._head_indices, kwargs)
+        local.check_kwargs(self._indices, kwargs)
         turn = self._angles(x, lens, position_ids, rotary)
         if not self._compared and not torch.compiler.is_compiling():
             self._compare(x, lens)
         count = self.chunks
+        if self._parts != 1:
+            return self._of_shares(x, lens, turn, 1 if count == "auto" else count, args, kwargs)
         if self.overlap and count == "auto":
             count = self._pick_chunks(x, lens, turn, args, kwargs)
         draws = self.local_attention is not None or _drops(*args, **kwargs)
@@ -358,6 +365,37 @@ class SequenceParallelAttention(nn.Module):
         out = self._attend(q, [k], [v], 0, 1, args, kwargs)
         (mine,) = ops.heads_to_seq([out], [self.num_heads], lens, rank, name)
         return o_proj(mine.flatten(2))
+
+    def _of_shares(self, x, lens, turn, chunks, args, kwargs) -> Tensor:
+        rank = self.member[0]
+        if turn is not None:
+            first = sum(lens[:rank])
+            turn = tuple(t.narrow(-3, first, lens[rank]) for t in turn)
+        q, k, v = self._projected(x)
+        q, k = self._turned(q, k, turn)
+        if self.local_attention is None:
+            out = distributed_attention(
+                q,
+                k,
+                v,
+                *args,
+                enable_gqa=True,
+                group=self.member,
+                seq_lens=lens,
+                chunks=chunks,
+                query_parts=self._parts or "auto",
+                **kwargs,
+            )
+        else:
+
+            def attend_cell(q, k, v, cell):
+                given = local.indices(self._indices, q, cell.heads, sum(cell.queries, ()))
+                out = local.attend(self.local_attention, (q, k, v), args, kwargs | given)
+                return self._checked(out, q)
+
+            with local.randomness_of(self.member, x.device):
+                out = shares.attend((q, k, v), attend_cell, self._parts, chunks, lens, self.member)
+        return self._used()[3](out.flatten(2))
 
     def _projected(self, x: Tensor) -> list[Tensor]:
         """q, k and v [B, S_r, h, D] of this rank's tokens, normed where that takes all heads."""
@@ -433,17 +471,13 @@ class SequenceParallelAttention(nn.Module):
             return _sdpa(
                 q, k, v, *args, **kwargs, where=(self.num_heads, chunk, chunks, rank, size)
             )
-        out = local.attend(
-            self.local_attention,
-            (q, k, v),
-            args,
-            kwargs,
-            head_indices=self._head_indices,
-            num_heads=self.num_heads,
-            chunk=chunk,
-            chunks=chunks,
-            member=self.member,
+        heads = torch.ops.deepsp.head_split(
+            self.num_heads, self.num_heads, size, rank, chunk, chunks
         )
+        given = local.indices(self._indices, q, heads[:2], (0, k.size(1)))
+        return self._checked(local.attend(self.local_attention, (q, k, v), args, kwargs | given), q)
+
+    def _checked(self, out: Tensor, q: Tensor) -> Tensor:
         if out.size(3) != self.v_head_dim:
             raise ValueError(
                 f"expected local_attention to return shape {(*q.shape[:3], self.v_head_dim)}, got "
@@ -467,6 +501,7 @@ class SequenceParallelAttention(nn.Module):
             dtype=x.dtype,
             chunks=self.chunks,
             overlap=self.overlap,
+            query_parts=self.query_parts,
             gradients=[trains and x.requires_grad, trains and of_parameters],
         )
 

@@ -28,8 +28,8 @@ def seq_lens(total: int, group: Group = None) -> list[int]:
 def local_heads(
     num_heads: int, group: Group = None, num_kv_heads: int | None = None
 ) -> range | tuple[range, range]:
-    """The heads that this rank computes attention for: a contiguous range of the global heads, the
-    same for any number of chunks.
+    """The heads that this rank computes attention for where heads are whole (``query_parts`` 1): a
+    contiguous range of the global heads, the same for any number of chunks.
 
     Slice with it what a model has per head: ``slopes[heads.start : heads.stop]``.
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from deepsp import shares
 from deepsp.groups import Member
 from deepsp.randomness import sharded_randomness
 
@@ -30,25 +31,54 @@ def check_four(x: Tensor, name: str, layout: str) -> None:
         raise ValueError(f"expected {name} to have 4 dimensions [{dims}], got {x.dim()}")
 
 
-def wants_head_indices(function: Callable | None) -> bool:
-    """Whether a local attention declares an argument ``head_indices``."""
+INDICES = ("head_indices", "query_indices")
+"""What a local attention may ask for, by declaring it."""
+
+
+def indices_wanted(function: Callable | None) -> tuple[str, ...]:
+    """Which of INDICES a local attention declares as arguments."""
     if function is None:
-        return False
+        return ()
     try:
-        return "head_indices" in inspect.signature(_declaring(function)).parameters
+        declared = inspect.signature(_declaring(function)).parameters
     except (TypeError, ValueError):  # built in, without a signature
-        return False
+        return ()
+    return tuple(name for name in INDICES if name in declared)
+
+
+def query_parts_of(module: nn.Module, num_heads: int, device=None, overlaps: bool = False) -> int:
+    """``query_parts`` of an attention module, as ops take it. ``overlaps``: it gains by whole
+    heads, and has them where it can."""
+    whole = None
+    if module.local_attention is not None and "query_indices" not in module._indices:
+        whole = (
+            "local_attention sees all queries of its heads; let it declare an argument "
+            "query_indices, the tokens of its queries, to be called with some of them"
+        )
+    asked, size = module.query_parts, module.member[1]
+    if overlaps and asked == "auto" and num_heads >= size:
+        return 1
+    return shares.parts_of(asked, num_heads, size, device or torch.device("cpu"), whole)
+
+
+def indices(
+    wanted: tuple[str, ...], like: Tensor, heads: Sequence[int], queries: Sequence[int]
+) -> dict[str, Tensor]:
+    """The arguments wanted. heads, queries: the begin and end of each range."""
+    given = dict(zip(INDICES, (heads, queries), strict=True))
+    return {name: torch.ops.deepsp.indices_in(like, list(given[name])) for name in wanted}
 
 
 def autocasts(device: torch.device) -> bool:
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
-def check_kwargs(head_indices: bool, kwargs: dict) -> None:
-    if head_indices and "head_indices" in kwargs:
-        raise ValueError(
-            "expected no head_indices, which deepsp passes to local_attention itself; leave it out"
-        )
+def check_kwargs(wanted: tuple[str, ...], kwargs: dict) -> None:
+    for name in wanted:
+        if name in kwargs:
+            raise ValueError(
+                f"expected no {name}, which deepsp passes to local_attention itself; leave it out"
+            )
 
 
 PATTERN = ("documents", "window_size", "softcap", "sinks")
@@ -101,24 +131,14 @@ def attend(
     qkv: tuple[Tensor, Tensor, Tensor],
     args: tuple,
     kwargs: dict,
-    *,
-    head_indices: bool,
-    num_heads: int,
-    chunk: int,
-    chunks: int,
-    member: Member,
     layout: str = "bshd",
 ) -> Tensor:
-    """The local attention of a chunk's heads: q, k and v and what it returns [B, S, h, D].
+    """The local attention of some heads: q, k and v and what it returns [B, S, h, D].
 
     Raises:
         ValueError: it returned no tensor (or tuple that begins with one), or one of another shape.
     """
-    rank, size, _ = member
     order = ORDERS[layout]
-    if head_indices:
-        indices = torch.ops.deepsp.head_indices(qkv[0], num_heads, size, rank, chunk, chunks)
-        kwargs = {**kwargs, "head_indices": indices}
     out = function(*(x.permute(order) for x in qkv), *args, **kwargs)
     if isinstance(out, (tuple, list)) and out:
         out = out[0]  # with log-sum-exp and the like, as flash attention returns it

@@ -16,6 +16,7 @@ All that sharding takes is in `train_sharded`: `shard_batch`, `DistributedAttent
 """
 
 import argparse
+import functools
 import json
 import os
 import resource
@@ -37,8 +38,9 @@ from tqdm import tqdm
 
 import deepsp
 
-VOCAB, DIM, LAYERS, HEADS, KV_HEADS, HIDDEN = 256, 256, 4, 8, 2, 704
-HEAD_DIM = DIM // HEADS
+VOCAB, DIM, LAYERS, HEADS, HIDDEN = 256, 256, 4, 8, 704
+SHARE_KV = 4  # query heads share a key and value head
+KV_HEADS, HEAD_DIM = HEADS // SHARE_KV, DIM // HEADS
 ROPE_THETA = 10000.0
 
 # The largest differences that rounding explains: of losses, and (relative) of gradient norms.
@@ -58,13 +60,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, heads: int) -> None:
         super().__init__()
+        self.heads, self.head_dim = heads, DIM // heads
+        kv_dim = max(1, heads // SHARE_KV) * self.head_dim
         self.attention_norm = nn.RMSNorm(DIM)
-        self.q_proj = nn.Linear(DIM, HEADS * HEAD_DIM, bias=False)
-        self.k_proj = nn.Linear(DIM, KV_HEADS * HEAD_DIM, bias=False)
-        self.v_proj = nn.Linear(DIM, KV_HEADS * HEAD_DIM, bias=False)
-        self.o_proj = nn.Linear(HEADS * HEAD_DIM, DIM, bias=False)
+        self.q_proj = nn.Linear(DIM, DIM, bias=False)
+        self.k_proj = nn.Linear(DIM, kv_dim, bias=False)
+        self.v_proj = nn.Linear(DIM, kv_dim, bias=False)
+        self.o_proj = nn.Linear(DIM, DIM, bias=False)
         self.mlp_norm = nn.RMSNorm(DIM)
         self.gate_proj = nn.Linear(DIM, HIDDEN, bias=False)
         self.up_proj = nn.Linear(DIM, HIDDEN, bias=False)
@@ -73,12 +77,12 @@ class Block(nn.Module):
     def qkv(self, h: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # A shard doesn't start at position 0: angles come from the positions in the sequence.
         wide = torch.float64 if h.dtype == torch.float64 else torch.float32
-        channel = torch.arange(0, HEAD_DIM, 2, device=h.device, dtype=wide) / HEAD_DIM
+        channel = torch.arange(0, self.head_dim, 2, device=h.device, dtype=wide) / self.head_dim
         angles = position_ids[..., None, None] * ROPE_THETA**-channel  # [B, S, 1, D / 2]
         cos, sin = angles.cos(), angles.sin()
-        q = rotate(self.q_proj(h).unflatten(-1, (-1, HEAD_DIM)), cos, sin)
-        k = rotate(self.k_proj(h).unflatten(-1, (-1, HEAD_DIM)), cos, sin)
-        return q, k, self.v_proj(h).unflatten(-1, (-1, HEAD_DIM))
+        q = rotate(self.q_proj(h).unflatten(-1, (-1, self.head_dim)), cos, sin)
+        k = rotate(self.k_proj(h).unflatten(-1, (-1, self.head_dim)), cos, sin)
+        return q, k, self.v_proj(h).unflatten(-1, (-1, self.head_dim))
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
         x = x + attend(self, self.attention_norm(x))
@@ -89,10 +93,10 @@ class Block(nn.Module):
 class ByteTransformer(nn.Module):
     """One class for all runs: what differs between them, attention, is an argument."""
 
-    def __init__(self) -> None:
+    def __init__(self, heads: int = HEADS) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, DIM)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(Block(heads) for _ in range(LAYERS))
         self.norm = nn.RMSNorm(DIM)
         self.head = nn.Linear(DIM, VOCAB, bias=False)
 
@@ -117,7 +121,8 @@ def train_one_process(args: argparse.Namespace) -> dict:
         logits = model(ids, attend)
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
-    return train(args, device, compute_loss, description="one process")
+    make = functools.partial(ByteTransformer, args.heads)
+    return train(args, device, compute_loss, make=make, description="one process")
 
 
 def train_sharded(args: argparse.Namespace, device: torch.device) -> dict:
@@ -140,7 +145,7 @@ def train_sharded(args: argparse.Namespace, device: torch.device) -> dict:
                     block.k_proj,
                     block.v_proj,
                     block.o_proj,
-                    HEADS,
+                    block.heads,
                     rope_theta=ROPE_THETA,
                     chunks=args.chunks,
                 )
@@ -153,6 +158,7 @@ def train_sharded(args: argparse.Namespace, device: torch.device) -> dict:
         args,
         device,
         compute_loss,
+        make=functools.partial(ByteTransformer, args.heads),
         # A rank's gradients are its tokens' share; their sum over the ranks is the gradient.
         sync_gradients=deepsp.sync_gradients,
         description=f"{dist.get_world_size()} ranks",
@@ -340,7 +346,7 @@ def parser_of(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.set_defaults(device="cpu", dtype="float32")
+    parser.set_defaults(device="cpu", dtype="float32", heads=HEADS)
     add = parser.add_argument
     add("--ranks", type=int, default=2, help="processes of the sharded run (not with torchrun)")
     add("--seq-len", type=int, default=8192, help="tokens (bytes) of the sequence in each step")
@@ -354,8 +360,10 @@ def parser_of(description: str) -> argparse.ArgumentParser:
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     args = parser.parse_args()
-    if not 1 <= args.ranks <= HEADS:
-        parser.error(f"--ranks must be between 1 and {HEADS}, the model's number of query heads")
+    if args.ranks < 1:
+        parser.error("--ranks must be at least 1")
+    if args.heads < 1 or DIM % (2 * args.heads):
+        parser.error(f"--heads must be a power of 2, at most {DIM // 2}")
     if args.steps < 1 or args.seq_len < 2:
         parser.error("--steps must be at least 1 and --seq-len at least 2")
     if args.seq_len > (available := len(load_text(args.data))):
@@ -395,6 +403,7 @@ def compare(
 def main() -> None:
     parser = parser_of("Train a small language model in one process and sharded, and compare.")
     add = parser.add_argument
+    add("--heads", type=int, help="query heads of the model; may be fewer than ranks")
     add("--chunks", type=int, default=1, help="head chunks of the attention's exchange")
     add("--overlap", action="store_true", help="hide exchanges behind the layers' own compute")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where to train")

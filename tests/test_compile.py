@@ -61,6 +61,16 @@ def arguments(kind):
         blocks = op.blockwise_attention(*attended, documents, True, [2, 0], None, None, None)
         streamed = [y.detach() for y in op.streamed_attention(
             q, k, k, documents, True, [], None, 2.0, _leaf(8), 3, lens, rank, group)]  # fmt: skip
+        sharing = landed(op.seq_to_shares_start([q, k], size, lens, 2, False, rank, group))
+        shares, rest = (
+            landed(op.seq_to_shares_wait(b, *shape, size, lens, n, 2, rank, group))
+            for n, b in enumerate(sharing)
+        )
+        returning = landed([
+            op.shares_to_seq_start(x, [8, 2], size, lens, n, 2, rank, group)
+            for n, x in enumerate((shares, rest))
+        ])  # fmt: skip
+        sharing = landed(op.seq_to_shares_start([q, k], size, lens, 2, False, rank, group))
         shards = [y.detach().requires_grad_() for y in shards]
         (one,) = landed([op.gather_cast_start(shards[0], lens, bf16, rank, group)])
         (gathered,) = landed(
@@ -174,7 +184,13 @@ def arguments(kind):
             ),
             "token_split": (13, size),
             "head_split": (8, 2, size, rank),
-            "head_indices": (q, 8, size, rank, 1, 2),
+            "indices_in": (q, [2, 5, 7, 7]),
+            "share_split": (3, 13, 0, size, rank, 1, 2),
+            "kv_of_share": (_leaf(2, 4, 2, 6), 2, 2, size, size, rank, 0),
+            "seq_to_shares_start": ([q, k], size, lens, 2, False, rank, group),
+            "seq_to_shares_wait": (sharing[0], *shape, size, lens, 0, 2, rank, group),
+            "shares_to_seq_start": (shares, [8, 2], size, lens, 0, 2, rank, group),
+            "shares_to_seq_wait": (returning, *shape, size, lens, rank, group),
             "check_agreement": ("a call", [f"lengths {lens}"], q, rank, size, group),
             "head_chunks": (8, size, 4),
         }
@@ -213,7 +229,9 @@ def _opcheck(name):
      "replicate_start", "replicate_wait", "scale_gradient",
      "linear_cross_entropy", "linear_cross_entropy_gradients", "token_log_probs",
      "token_log_probs_backward",
-     "token_split", "head_split", "head_indices", "head_chunks", "check_agreement"],
+     "share_split", "kv_of_share", "seq_to_shares_start", "seq_to_shares_wait",
+     "shares_to_seq_start", "shares_to_seq_wait",
+     "token_split", "head_split", "indices_in", "head_chunks", "check_agreement"],
 )  # fmt: skip
 def test_opcheck(ranks, name):
     on_ranks(ranks, _opcheck, name)

@@ -68,7 +68,7 @@ def _expected_loss():
 
 
 def _attention():
-    from torch.nn.attention.flex_attention import flex_attention
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     rank = dist.get_rank()
     lens, generator = [9, 4], torch.Generator().manual_seed(0)
@@ -76,16 +76,19 @@ def _attention():
     q, k, v = (x.split(lens, 1)[rank] for x in whole)
     batch, seq_lens = deepsp.shard_batch(_batch())
     names = {"q": q, "k": k, "v": v, "seq_lens": lens, "mask": None, "model": _model()}
-    names |= {"flex_attention": flex_attention, "slopes": torch.arange(1.0, 5.0)}
-    # The last snippet is about a model.
-    last = snippets("attention")[-1]
+    names |= {"flex_attention": flex_attention, "create_block_mask": create_block_mask}
+    names |= {"slopes": torch.arange(1.0, 5.0)}
+    (of_a_model,) = (s for s in snippets("attention") if "model(" in s)
     with torch.no_grad():
-        names = run("attention", names | {"batch": batch}, {last: ""})
+        names = run("attention", names | {"batch": batch}, {of_a_model: ""})
         expected = attention(*whole, is_causal=True).split(lens, 1)[rank]
         torch.testing.assert_close(names["out"], expected)
-        alibi = names["local"](*whole, torch.arange(4)).split(lens, 1)[rank]
+        alibi = names["attend"].local_attention(*whole, torch.arange(4)).split(lens, 1)[rank]
         torch.testing.assert_close(names["attend"](q, k, v, seq_lens=lens), alibi)
-        exec(last, names | {"seq_lens": seq_lens})
+        one = [x[:, :, :1] for x in (q, k, v)]  # head, on two ranks
+        expected = attention(*(x[:, :, :1] for x in whole), is_causal=True).split(lens, 1)[rank]
+        torch.testing.assert_close(names["by_shares"](*one, seq_lens=lens), expected)
+        exec(of_a_model, names | {"seq_lens": seq_lens})
 
 
 def _layer():

@@ -233,9 +233,14 @@ def _refused():
         x = embed(ids).unflatten(-1, (4, -1))
         return flex.flex_attention(x, x, x)
 
+    def one_head(ids):
+        x = embed(ids)[:, None]
+        return flex.flex_attention(x, x, x)
+
     for function, why in (
         (made_of_tokens, "computed from replicated inputs, got mean.*, which is sharded"),
         (heads_as_tokens, r"of shape \[batch, heads, tokens, head_dim\], got its tokens in"),
+        (one_head, r"as many query heads as ranks \(2\), since .*, got 1; use fewer ranks"),
     ):
         ids, *_ = deepsp.prepare_inputs(torch.randint(0, VOCAB, (2, 12)))
         with pytest.raises(Exception) as caught:

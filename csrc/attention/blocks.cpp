@@ -43,6 +43,11 @@ at::Tensor part(const at::Tensor& x, Range rows, Range tokens, int64_t dim = 1) 
   return x.narrow(0, rows.begin, rows.size()).narrow(dim, tokens.begin, tokens.size());
 }
 
+// The queries of a piece, or some of them, in what has an entry for each query.
+at::Tensor of_queries(const at::Tensor& x, const Piece& piece, Range queries, int64_t dim = 1) {
+  return part(x, piece.rows, {queries.begin - piece.before, queries.end - piece.before}, dim);
+}
+
 // [R, n, h, D] of h / g kv heads to [R * h / g, g * n, D], in the dtype that is computed in. It may
 // be a view: nobody writes to it.
 at::Tensor by_kv_head(const at::Tensor& x, int64_t kv_heads, at::ScalarType wide) {
@@ -143,8 +148,12 @@ Attending attending(
     std::optional<double> softcap,
     int64_t batch,
     int64_t tokens,
-    int64_t head_dim) {
+    int64_t head_dim,
+    at::IntArrayRef queries) {
   Attending how;
+  for (size_t n = 0; n < queries.size(); n += 2) {
+    how.queries.push_back({queries[n], queries[n + 1]});
+  }
   how.scale = scale.value_or(1 / std::sqrt(static_cast<double>(std::max<int64_t>(head_dim, 1))));
   how.softcap = softcap;
   if (!window_size.empty()) {
@@ -193,7 +202,7 @@ Attended::Attended(const at::Tensor& q, int64_t head_dim_v, const Attending& how
 }
 
 void Attended::add(const at::Tensor& k, const at::Tensor& v, Range keys) {
-  for (const Piece& piece : pieces_of(how_.documents, how_.band, keys)) {
+  for (const Piece& piece : pieces_of(how_.documents, how_.band, keys, how_.queries)) {
     if (!is_for_flash(q_, v, piece, how_)) {
       add_tiles(
           k.narrow(1, piece.keys.begin - keys.begin, piece.keys.size()),
@@ -202,12 +211,12 @@ void Attended::add(const at::Tensor& k, const at::Tensor& v, Range keys) {
     }
     const Range here = {piece.keys.begin - keys.begin, piece.keys.end - keys.begin};
     auto [found, log_sum] = at::_scaled_dot_product_flash_attention_for_cpu(
-        part(q_, piece.rows, piece.queries).transpose(1, 2),
+        of_queries(q_, piece, piece.queries).transpose(1, 2),
         part(k, piece.rows, here).transpose(1, 2), part(v, piece.rows, here).transpose(1, 2), 0.0,
         piece.sight == Sight::kCausal, std::nullopt, how_.scale);
     found = found.transpose(1, 2);
-    const at::Tensor out = part(out_, piece.rows, piece.queries);
-    const at::Tensor before = part(log_sum_, piece.rows, piece.queries, 2);
+    const at::Tensor out = of_queries(out_, piece, piece.queries);
+    const at::Tensor before = of_queries(log_sum_, piece, piece.queries, 2);
     if (whole_) {
       out.copy_(found);
       before.copy_(log_sum);
@@ -226,14 +235,14 @@ void Attended::add_tiles(const at::Tensor& k, const at::Tensor& v, const Piece& 
   const at::ScalarType wide = log_sum_.scalar_type();
   const int64_t kv_heads = k.size(2), rows = piece.rows.size();
   at::Tensor q, most, sum, out;
-  const auto log_sum_of = [&](Range queries) { return part(log_sum_, piece.rows, queries, 2); };
+  const auto log_sum_of = [&](Range queries) { return of_queries(log_sum_, piece, queries, 2); };
   const auto start = [&](Range queries) {
-    q = by_kv_head(part(q_, piece.rows, queries), kv_heads, wide).mul(how_.scale);
+    q = by_kv_head(of_queries(q_, piece, queries), kv_heads, wide).mul(how_.scale);
     most = log_sum_of(queries).reshape({q.size(0), q.size(1), 1});
     // What came before is one more key, whose score is its log-sum-exp.
     sum = most.ne(-kInfinity).to(wide);
     out = whole_ ? at::zeros({q.size(0), q.size(1), v.size(3)}, q.options())
-                 : by_kv_head(part(out_, piece.rows, queries), kv_heads, wide).clone();
+                 : by_kv_head(of_queries(out_, piece, queries), kv_heads, wide).clone();
   };
   const auto visit = [&](Range queries, Range keys) {
     const Range here = {keys.begin - piece.keys.begin, keys.end - piece.keys.begin};
@@ -250,7 +259,7 @@ void Attended::add_tiles(const at::Tensor& k, const at::Tensor& v, const Piece& 
   const auto end = [&](Range queries) {
     const at::Tensor none = sum.eq(0);
     out.div_(sum.masked_fill(none, 1));
-    part(out_, piece.rows, queries).copy_(by_token(out, rows, kv_heads, queries.size()));
+    of_queries(out_, piece, queries).copy_(by_token(out, rows, kv_heads, queries.size()));
     const at::Tensor log_sum = log_sum_of(queries);
     log_sum.copy_(sum.log_().add_(finite(most)).view(log_sum.sizes()));
   };
@@ -286,7 +295,7 @@ std::pair<at::Tensor, at::Tensor> AttendedGradients::add(
   const auto wide = q_.options().dtype(log_sum_.scalar_type());
   const at::Tensor dk = tokens_first(k.sym_sizes(), wide).zero_();
   const at::Tensor dv = tokens_first(v.sym_sizes(), wide).zero_();
-  for (const Piece& piece : pieces_of(how_.documents, how_.band, keys)) {
+  for (const Piece& piece : pieces_of(how_.documents, how_.band, keys, how_.queries)) {
     const Range here = {piece.keys.begin - keys.begin, piece.keys.end - keys.begin};
     if (!is_for_flash(q_, v, piece, how_)) {
       add_tiles(
@@ -297,12 +306,14 @@ std::pair<at::Tensor, at::Tensor> AttendedGradients::add(
     const auto heads_first = [&](const at::Tensor& x, Range tokens) {
       return part(x, piece.rows, tokens).transpose(1, 2);
     };
+    const auto queries = [&](const at::Tensor& x) {
+      return of_queries(x, piece, piece.queries).transpose(1, 2);
+    };
     const auto [of_q, of_k, of_v] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
-        heads_first(grad_, piece.queries), heads_first(q_, piece.queries), heads_first(k, here),
-        heads_first(v, here), heads_first(out_, piece.queries),
-        part(log_sum_, piece.rows, piece.queries, 2), 0.0, piece.sight == Sight::kCausal,
+        queries(grad_), queries(q_), heads_first(k, here), heads_first(v, here), queries(out_),
+        of_queries(log_sum_, piece, piece.queries, 2), 0.0, piece.sight == Sight::kCausal,
         std::nullopt, how_.scale);
-    heads_first(dq_, piece.queries).add_(of_q);
+    queries(dq_).add_(of_q);
     heads_first(dk, here).add_(of_k);
     heads_first(dv, here).add_(of_v);
   }
@@ -320,12 +331,12 @@ void AttendedGradients::add_tiles(
   at::Tensor q, grad, log_sum, delta, dq;
   const auto start = [&](Range queries) {
     const auto tile = [&](const at::Tensor& x) {
-      return by_kv_head(part(x, piece.rows, queries), kv_heads, wide);
+      return by_kv_head(of_queries(x, piece, queries), kv_heads, wide);
     };
     q = tile(q_).mul(how_.scale);
     grad = tile(grad_);
     delta = tile(delta_);
-    log_sum = finite(part(log_sum_, piece.rows, queries, 2).reshape({q.size(0), q.size(1), 1}));
+    log_sum = finite(of_queries(log_sum_, piece, queries, 2).reshape({q.size(0), q.size(1), 1}));
     dq = at::zeros_like(q);
   };
   const auto visit = [&](Range queries, Range keys) {
@@ -347,7 +358,7 @@ void AttendedGradients::add_tiles(
     add(dk, at::bmm(of_scores.transpose(1, 2), q));
   };
   const auto end = [&](Range queries) {
-    part(dq_, piece.rows, queries).add_(by_token(dq, rows, kv_heads, queries.size()), how_.scale);
+    of_queries(dq_, piece, queries).add_(by_token(dq, rows, kv_heads, queries.size()), how_.scale);
   };
   walk(piece, how_.band, start, visit, end);
 }

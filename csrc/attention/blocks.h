@@ -11,6 +11,7 @@ namespace deepsp {
 // Who attends to whom, and how scores become weights.
 struct Attending {
   std::vector<Document> documents;
+  std::vector<Range> queries;  // the tokens that q has, in ascending ranges; empty: all
   Band band;
   double scale = 1;
   std::optional<double> softcap;  // scores are softcap * tanh(score / softcap)
@@ -18,6 +19,7 @@ struct Attending {
 
 // What the arguments of an op say. documents: [N, 2], where each begins and ends among the
 // [batch * tokens] tokens; none: each row is one. window_size: as of Band, empty: no window.
+// queries: begin and end of each range.
 Attending attending(
     const OptionalTensor& documents,
     bool is_causal,
@@ -26,7 +28,8 @@ Attending attending(
     std::optional<double> softcap,
     int64_t batch,
     int64_t tokens,
-    int64_t head_dim);
+    int64_t head_dim,
+    at::IntArrayRef queries = {});
 
 // [B, S, h, D], in memory the tokens first: as the exchange sends and receives it.
 at::Tensor tokens_first(c10::SymIntArrayRef sizes, const at::TensorOptions& options);
@@ -34,7 +37,7 @@ at::Tensor tokens_first(c10::SymIntArrayRef sizes, const at::TensorOptions& opti
 // Forward. All of q's tokens [B, S, h, D] wait for keys, which come in ranges of tokens.
 class Attended {
  public:
-  // whole: the keys of all tokens come at once.
+  // whole: the keys of all tokens come at once, and each query is in one piece.
   Attended(const at::Tensor& q, int64_t head_dim_v, const Attending& how, bool whole);
 
   // k, v [B, keys, h_kv, D]: those of a range of tokens.

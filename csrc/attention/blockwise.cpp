@@ -23,12 +23,18 @@ const Op<Tensors(
     const OptionalTensor& sinks,
     const at::Tensor& output,
     const at::Tensor& log_sum_exp,
-    at::IntArrayRef wanted)>
+    at::IntArrayRef wanted,
+    c10::SymIntArrayRef queries)>
     blockwise_attention_backward("blockwise_attention_backward");
 
-void check(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Pattern& pattern) {
-  check_full(q, k, v);
-  check_pattern(pattern, q.sym_size(0), q.sym_size(1), q.sym_size(2).guard_int(__FILE__, __LINE__));
+void check(
+    const at::Tensor& q,
+    const at::Tensor& k,
+    const at::Tensor& v,
+    const Pattern& pattern,
+    c10::SymIntArrayRef queries) {
+  check_full(q, k, v, queries);
+  check_pattern(pattern, q.sym_size(0), k.sym_size(1), q.sym_size(2).guard_int(__FILE__, __LINE__));
 }
 
 std::tuple<at::Tensor, at::Tensor> blockwise_attention_kernel(
@@ -40,17 +46,20 @@ std::tuple<at::Tensor, at::Tensor> blockwise_attention_kernel(
     at::IntArrayRef window_size,
     std::optional<double> scale,
     std::optional<double> softcap,
-    const OptionalTensor& sinks) {
-  check(q, k, v, {documents, window_size, softcap, sinks});
+    const OptionalTensor& sinks,
+    c10::SymIntArrayRef queries) {
+  check(q, k, v, {documents, window_size, softcap, sinks}, queries);
   if (q.is_meta()) {
     const c10::SymInt out[] = {q.sym_size(0), q.sym_size(1), q.sym_size(2), v.sym_size(3)};
     const c10::SymInt sums[] = {q.sym_size(0), q.sym_size(2), q.sym_size(1)};
     const auto wide = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
     return {tokens_first(out, q.options()), at::empty_symint(sums, q.options().dtype(wide))};
   }
-  const Attending how =
-      attending(documents, is_causal, window_size, scale, softcap, q.size(0), q.size(1), q.size(3));
-  Attended attended(q, v.size(3), how, /*whole=*/true);
+  const Attending how = attending(
+      documents, is_causal, window_size, scale, softcap, q.size(0), k.size(1), q.size(3),
+      ints(queries));
+  // Some queries see a square of keys up to their own, and all keys before it.
+  Attended attended(q, v.size(3), how, /*whole=*/queries.empty() || how.band.right != 0);
   attended.add(k, v, {0, k.size(1)});
   return attended.finish(sinks);
 }
@@ -68,8 +77,9 @@ Tensors blockwise_attention_backward_kernel(
     const OptionalTensor& sinks,
     const at::Tensor& output,
     const at::Tensor& log_sum_exp,
-    at::IntArrayRef wanted) {
-  check(q, k, v, {documents, window_size, softcap, sinks});
+    at::IntArrayRef wanted,
+    c10::SymIntArrayRef queries) {
+  check(q, k, v, {documents, window_size, softcap, sinks}, queries);
   const c10::SymInt shape[] = {q.sym_size(0), q.sym_size(1), q.sym_size(2), v.sym_size(3)};
   const c10::SymInt sums[] = {q.sym_size(0), q.sym_size(2), q.sym_size(1)};
   const std::pair<const char*, const at::Tensor*> like_output[] = {
@@ -94,7 +104,8 @@ Tensors blockwise_attention_backward_kernel(
     found.push_back(wanted[3] ? at::empty_symint(sinks->sym_sizes(), sinks->options()) : q);
   } else {
     const Attending how = attending(
-        documents, is_causal, window_size, scale, softcap, q.size(0), q.size(1), q.size(3));
+        documents, is_causal, window_size, scale, softcap, q.size(0), k.size(1), q.size(3),
+        ints(queries));
     AttendedGradients gradients(grad, q, output, log_sum_exp, how);
     const auto [dk, dv] = gradients.add(k, v, {0, k.size(1)});
     found = {gradients.of_q(), dk, dv, wanted[3] ? gradients.of_sinks(*sinks) : q};
@@ -130,7 +141,7 @@ Tensors gradients_of(const Call& call, const Tensors& gradients) {
   wanted.push_back(sinks.has_value() && call.wants(next - 1));
   const Tensors found = blockwise_attention_backward(
       gradients[0], kept[0], kept[1], kept[2], documents, call["is_causal"], call["window_size"],
-      call["scale"], call["softcap"], sinks, kept[next], kept[next + 1], wanted);
+      call["scale"], call["softcap"], sinks, kept[next], kept[next + 1], wanted, call["queries"]);
   if (documents.has_value()) {
     wanted.insert(wanted.begin() + 3, 0);
   }

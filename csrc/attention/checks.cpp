@@ -44,15 +44,28 @@ void check_attention(
   }
 }
 
-void check_full(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+void check_full(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, c10::SymIntArrayRef queries) {
   TORCH_CHECK_VALUE(
       q.dim() == 4 && k.dim() == 4 && v.dim() == 4,
       "expected q, k and v of shape [batch, sequence, heads, head_dim], got ", q.sym_sizes(), ", ",
       k.sym_sizes(), " and ", v.sym_sizes());
   TORCH_CHECK_VALUE(
-      k.sym_size(0) == q.sym_size(0) && v.sym_size(0) == q.sym_size(0) &&
-          k.sym_size(1) == q.sym_size(1) && v.sym_size(1) == q.sym_size(1) &&
-          k.sym_size(2) == v.sym_size(2) && k.sym_size(3) == q.sym_size(3),
+      queries.size() % 2 == 0, "expected queries to have the begin and end of each range, got ",
+      queries.size(), " numbers");
+  c10::SymInt count = queries.empty() ? k.sym_size(1) : c10::SymInt(0), last = 0;
+  for (size_t n = 0; n < queries.size(); n += 2) {
+    TORCH_CHECK_VALUE(
+        queries[n] >= last && queries[n + 1] >= queries[n] && queries[n + 1] <= k.sym_size(1),
+        "expected queries to be ascending ranges of the ", k.sym_size(1), " tokens of k, got ",
+        queries);
+    last = queries[n + 1];
+    count = count + (queries[n + 1] - queries[n]);
+  }
+  TORCH_CHECK_VALUE(
+      k.sym_size(0) == q.sym_size(0) && v.sym_size(0) == q.sym_size(0) && q.sym_size(1) == count &&
+          v.sym_size(1) == k.sym_size(1) && k.sym_size(2) == v.sym_size(2) &&
+          k.sym_size(3) == q.sym_size(3),
       "expected q, k and v with the same batch size and sequence length, k and v with the same "
       "number of heads, and k with the head_dim of q, got shapes ",
       q.sym_sizes(), ", ", k.sym_sizes(), " and ", v.sym_sizes());

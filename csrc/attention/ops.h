@@ -27,7 +27,8 @@ inline const Op<std::tuple<at::Tensor, at::Tensor>(
     at::IntArrayRef window_size,
     std::optional<double> scale,
     std::optional<double> softcap,
-    const OptionalTensor& sinks)>
+    const OptionalTensor& sinks,
+    c10::SymIntArrayRef queries)>
     blockwise_attention("blockwise_attention");
 
 inline const Op<std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>(
@@ -67,8 +68,13 @@ void check_attention(
     c10::SymInt num_heads,
     c10::SymInt tokens);
 
-// q [B, S, h, D], k and v [B, S, h_kv, D] of the full sequence.
-void check_full(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
+// q [B, S, h, D], k and v [B, S, h_kv, D] of the full sequence; or q of `queries`, begin and end of
+// ascending ranges of its tokens.
+void check_full(
+    const at::Tensor& q,
+    const at::Tensor& k,
+    const at::Tensor& v,
+    c10::SymIntArrayRef queries = {});
 // `heads`: how many the sinks are for.
 void check_pattern(
     const Pattern& pattern, const c10::SymInt& batch, const c10::SymInt& tokens, int64_t heads);

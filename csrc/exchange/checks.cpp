@@ -96,22 +96,27 @@ void check_num_heads(
   }
 }
 
+HeadSizes check_inputs_by_tokens(
+    at::TensorList inputs, c10::SymIntArrayRef seq_lens, int64_t rank, const char* const* names) {
+  check_seq_lens(seq_lens, rank);
+  check_alike(inputs, names);
+  check_local_length(inputs[0], name_of(names, 0), seq_lens, rank);
+  HeadSizes sizes;
+  for (const at::Tensor& x : inputs) {
+    sizes.num_heads.push_back(x.sym_size(2).guard_int(__FILE__, __LINE__));
+    sizes.head_dims.push_back(x.sym_size(3));
+  }
+  return sizes;
+}
+
 SymBlockLayout check_by_tokens(
     at::TensorList inputs,
     c10::SymIntArrayRef seq_lens,
     int64_t chunks,
     int64_t rank,
     const char* const* names) {
-  check_seq_lens(seq_lens, rank);
-  check_alike(inputs, names);
-  check_local_length(inputs[0], name_of(names, 0), seq_lens, rank);
+  const auto [num_heads, head_dims] = check_inputs_by_tokens(inputs, seq_lens, rank, names);
   check_at_least(chunks, 1, "chunks");
-  std::vector<int64_t> num_heads;
-  std::vector<c10::SymInt> head_dims;
-  for (const at::Tensor& x : inputs) {
-    num_heads.push_back(x.sym_size(2).guard_int(__FILE__, __LINE__));
-    head_dims.push_back(x.sym_size(3));
-  }
   const int64_t parts = static_cast<int64_t>(seq_lens.size());
   check_num_heads(num_heads, parts, names);
   SymBlockLayout layout{
@@ -159,6 +164,27 @@ SymBlockLayout check_by_heads(
   return layout;
 }
 
+void check_described(
+    c10::SymIntArrayRef num_heads, c10::SymIntArrayRef head_dims, const c10::SymInt& batch) {
+  TORCH_CHECK_VALUE(
+      !num_heads.empty() && num_heads.size() == head_dims.size(),
+      "expected num_heads and head_dims to have one entry for each tensor exchanged, got ",
+      num_heads.size(), " and ", head_dims.size(), " entries");
+  check_at_least(batch, 0, "batch");
+  for (size_t i = 0; i < head_dims.size(); ++i) {
+    check_at_least(head_dims[i], 0, "head_dims[", i, "]");
+  }
+}
+
+void check_buffer(
+    const at::Tensor& buffer, size_t n, const at::Tensor& first, const c10::SymInt& elements) {
+  check_like(buffer, "buffers[" + std::to_string(n) + "]", first, "buffers[0]");
+  TORCH_CHECK_VALUE(
+      buffer.dim() == 1 && buffer.sym_size(0) == elements,
+      "expected the buffer of the exchange described to have shape [", elements, "], got ",
+      buffer.sym_sizes(), "; pass what the start returned, with the sizes given to it");
+}
+
 SymBlockLayout check_wait(
     at::TensorList buffers,
     c10::SymIntArrayRef num_heads,
@@ -169,29 +195,18 @@ SymBlockLayout check_wait(
     int64_t chunks,
     int64_t rank) {
   check_seq_lens(seq_lens, rank);
-  TORCH_CHECK_VALUE(
-      !num_heads.empty() && num_heads.size() == head_dims.size(),
-      "expected num_heads and head_dims to have one entry for each tensor exchanged, got ",
-      num_heads.size(), " and ", head_dims.size(), " entries");
+  check_described(num_heads, head_dims, batch);
   const int64_t parts = static_cast<int64_t>(seq_lens.size());
   const std::vector<int64_t> heads = ints(num_heads);
   check_num_heads(heads, parts, nullptr);
   check_at_least(chunks, 1, "chunks");
   SymBlockLayout layout{
       HeadLayout(heads, parts, chunks), head_dims.vec(), batch, seq_lens.vec(), rank};
-  check_at_least(batch, 0, "batch");
-  for (size_t i = 0; i < head_dims.size(); ++i) {
-    check_at_least(head_dims[i], 0, "head_dims[", i, "]");
-  }
   check_all_fits(layout);
   for (size_t n = 0; n < buffers.size(); ++n) {
     check_chunk(chunk + static_cast<int64_t>(n), layout.heads.chunks());
-    check_like(buffers[n], "buffers[" + std::to_string(n) + "]", buffers[0], "buffers[0]");
-    const c10::SymInt elements = buffer_elements(layout, chunk + static_cast<int64_t>(n));
-    TORCH_CHECK_VALUE(
-        buffers[n].dim() == 1 && buffers[n].sym_size(0) == elements,
-        "expected the buffer of the exchange described to have shape [", elements, "], got ",
-        buffers[n].sym_sizes(), "; pass what the start returned, with the sizes given to it");
+    check_buffer(
+        buffers[n], n, buffers[0], buffer_elements(layout, chunk + static_cast<int64_t>(n)));
   }
   return layout;
 }

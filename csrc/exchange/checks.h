@@ -28,7 +28,16 @@ void check_local_length(
 void check_num_heads(
     const std::vector<int64_t>& num_heads, int64_t parts, const char* const* names);
 
+struct HeadSizes {
+  std::vector<int64_t> num_heads;
+  std::vector<c10::SymInt> head_dims;
+};
+
 // Inputs [B, S_rank, H_i, D_i], alike but for H and D.
+HeadSizes check_inputs_by_tokens(
+    at::TensorList inputs, c10::SymIntArrayRef seq_lens, int64_t rank, const char* const* names);
+
+// Their layout, with heads shared out.
 SymBlockLayout check_by_tokens(
     at::TensorList inputs,
     c10::SymIntArrayRef seq_lens,
@@ -44,6 +53,13 @@ SymBlockLayout check_by_heads(
     int64_t chunk,
     int64_t chunks,
     int64_t rank);
+
+// What a wait is told of an exchange: one entry for each tensor, none negative.
+void check_described(
+    c10::SymIntArrayRef num_heads, c10::SymIntArrayRef head_dims, const c10::SymInt& batch);
+// Buffer n of an exchange, alike the first one.
+void check_buffer(
+    const at::Tensor& buffer, size_t n, const at::Tensor& first, const c10::SymInt& elements);
 
 // What a wait says of the buffer that it is given.
 SymBlockLayout check_wait(

@@ -10,6 +10,15 @@ namespace {
 
 constexpr const char* kNamespace = "deepsp_inductor";
 
+// Ops that decompositions are made of. Those of kMerges have the schemas of waits.
+constexpr const char* kPacks[] = {
+    "seq_to_shares_pack(Tensor[] inputs, int query_parts, SymInt[] seq_lens, int chunk, "
+    "int chunks, int rank) -> Tensor",
+    "shares_to_seq_pack(Tensor[] inputs, SymInt[] num_heads, int query_parts, SymInt[] seq_lens, "
+    "int chunk, int chunks, int rank) -> Tensor"};
+constexpr std::pair<const char*, const char*> kMerges[] = {
+    {"seq_to_shares_merge", "seq_to_shares_wait"}, {"shares_to_seq_merge", "shares_to_seq_wait"}};
+
 at::Tensor call(const char* op, Stack arguments) {
   // Boxed: the type of group_name differs between versions of torch.
   c10::Dispatcher::singleton()
@@ -23,12 +32,22 @@ at::Tensor call(const char* op, Stack arguments) {
 void define_decompositions() {
   static torch::Library m(torch::Library::DEF, kNamespace, std::nullopt, __FILE__, __LINE__);
   auto& dispatcher = c10::Dispatcher::singleton();
+  const auto define = [&](const std::string& name, const std::string& as) {
+    const auto op = dispatcher.findSchemaOrThrow(("deepsp::" + as).c_str(), "");
+    m.def(op.schema().cloneWithName(std::string(kNamespace) + "::" + name, ""));
+  };
   for (const c10::OperatorName& op :
        dispatcher.getRegistrationsForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) {
     if (op.getNamespace() == kNamespace) {
-      const std::string name = "deepsp" + op.name.substr(op.name.find("::"));
-      m.def(dispatcher.findSchemaOrThrow(name.c_str(), "").schema().cloneWithName(op.name, ""));
+      const std::string name = op.name.substr(op.name.find("::") + 2);
+      define(name, name);
     }
+  }
+  for (const char* schema : kPacks) {
+    m.def(schema);
+  }
+  for (const auto& [name, as] : kMerges) {
+    define(name, as);
   }
 }
 

@@ -45,6 +45,8 @@ struct BlockLayout {
     return sum;
   }
 
+  Int total() const { return token(parts()); }
+
   // Elements of each block that this rank gets from, or gives to, every rank: by heads
   // [S_p, B, X_rank], by tokens [S_rank, B, X_p].
   std::vector<Int> counts_by_heads(int64_t chunk) const {

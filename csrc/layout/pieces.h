@@ -32,11 +32,17 @@ struct Piece {
   Range queries;
   Range keys;
   Sight sight = Sight::kAll;
+  int64_t before = 0;  // tokens before these queries that have none
 };
 
 // What queries see of the keys in a range of tokens: every pair once, no pair that a document or
 // the band forbids outside of a piece of kBand. Pieces of one call share queries only where keys
-// are a part of a document.
-std::vector<Piece> pieces_of(const std::vector<Document>& documents, Band band, Range keys);
+// are a part of a document, or queries are. queries: the tokens that have any, in ascending ranges;
+// empty: all.
+std::vector<Piece> pieces_of(
+    const std::vector<Document>& documents,
+    Band band,
+    Range keys,
+    const std::vector<Range>& queries);
 
 }  // namespace deepsp

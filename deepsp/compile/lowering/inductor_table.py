@@ -26,14 +26,19 @@ _NAMESPACE = "deepsp_inductor::"
 
 
 def _decompositions() -> dict:
-    """From our ops to those that decompose them, which have the same names."""
+    """From our ops to those that decompose them, which have the same names. Others are what
+    decompositions are made of."""
     names = [
         name.removeprefix(_NAMESPACE)
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith(_NAMESPACE)
     ]
     ours, theirs = torch.ops.deepsp, torch.ops.deepsp_inductor
-    return {getattr(ours, name).default: getattr(theirs, name).default for name in names}
+    return {
+        getattr(ours, name).default: getattr(theirs, name).default
+        for name in names
+        if hasattr(ours, name)
+    }
 
 
 @functools.cache

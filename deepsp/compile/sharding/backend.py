@@ -9,6 +9,7 @@ from torch._dynamo.symbolic_convert import TensorifyState
 from torch._functorch import config as functorch_config
 from torch._guards import CompileContext
 
+from deepsp import shares
 from deepsp.compile.sharding.inputs import role_of
 from deepsp.compile.sharding.parallelize import parallelize
 from deepsp.compile.sharding.together import together
@@ -34,13 +35,14 @@ def deepsp(gm: fx.GraphModule, example_inputs, *, options=None, **kwargs):
     options = dict(options or {})
     inner = options.pop("inner", "inductor")
     group: Group = options.pop("group", None)
-    known = {"gradients", "outputs", "memory_budget", "chunks"}
+    known = {"gradients", "outputs", "memory_budget", "chunks", "query_parts"}
     if set(options) - known:
         raise ValueError(
-            "expected options to have group, inner, gradients, outputs, memory_budget and chunks "
-            f"only, got {sorted(set(options) - known)}"
+            "expected options to have group, inner, gradients, outputs, memory_budget, chunks and "
+            f"query_parts only, got {sorted(set(options) - known)}"
         )
     _settle_floats(gm)
+    options["query_parts"] = shares.asked_of(options.get("query_parts", "auto"), group)
     member = member_of(group)
 
     alike: list[int] = []

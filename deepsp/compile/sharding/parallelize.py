@@ -21,6 +21,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils._pytree import tree_leaves
 
+from deepsp import shares
 from deepsp.compile.sharding import checkpointing, outcome, parameters, placing, rules, writes
 from deepsp.compile.sharding.forms import Forms, Value
 from deepsp.compile.sharding.inputs import role_of
@@ -41,10 +42,21 @@ _aten = torch.ops.aten
 class Parallelizer(Forms):
     """One run over a normalised graph. Rules see it as the ``graph`` of their call."""
 
-    def __init__(self, gm, inputs: list, mode, member, gradients: str, outputs: str, chunks: int):
+    def __init__(
+        self,
+        gm,
+        inputs: list,
+        mode,
+        member,
+        gradients: str,
+        outputs: str,
+        chunks: int,
+        query_parts: int | str,
+    ):
         super().__init__(mode, member, gradients)
         self.gm, self.old = gm, gm.graph
-        self.inputs, self.outputs, self.chunks = inputs, outputs, chunks
+        self.inputs, self.outputs = inputs, outputs
+        self.chunks, self.query_parts = chunks, query_parts
         placeholders = zip(self.old.find_nodes(op="placeholder"), inputs, strict=True)
         differentiated = {n for n, x in placeholders if is_differentiated(x)}
         self.gathers = summed_by_gathers(self.old, self.name, differentiated)
@@ -337,6 +349,7 @@ def parallelize(
     outputs: str = "full",
     memory_budget: float | None = None,
     chunks: int = 1,
+    query_parts: int | str = "auto",
     report: Report | None = None,
 ) -> fx.GraphModule:
     """Turns a graph for one device into this rank's graph, sharded over the sequence.
@@ -355,6 +368,7 @@ def parallelize(
             recomputed. None: as the inner compiler decides.
         chunks: the number of parts of each rank's heads; while attention works on one, the next is
             exchanged.
+        query_parts: as in :func:`deepsp.distributed_attention`.
         report: records the decisions.
 
     Returns:
@@ -373,6 +387,7 @@ def parallelize(
         raise ValueError(f"expected 0 <= memory_budget <= 1 or None, got {memory_budget}")
     if type(chunks) is not int or chunks < 1:
         raise ValueError(f"expected chunks to be an int >= 1, got {chunks!r}")
+    query_parts = shares.asked_of(query_parts, group)
     member = member_of(group)
     does_nothing = all(n.op in ("placeholder", "output") for n in gm.graph.nodes)
     if (member[1] == 1 and memory_budget is None) or does_nothing:
@@ -382,7 +397,7 @@ def parallelize(
     normal = normalize(gm, inputs, mode)
     writes.views_out_of_place(normal, mode)
     normal.compile_subgraph_reason = getattr(gm, "compile_subgraph_reason", None)
-    walk = Parallelizer(normal, inputs, mode, member, gradients, outputs, chunks)
+    walk = Parallelizer(normal, inputs, mode, member, gradients, outputs, chunks, query_parts)
     if report is not None:
         walk.report = report
     with mode:

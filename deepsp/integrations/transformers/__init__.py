@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 import inspect
 
+from deepsp import shares
 from deepsp.groups import Group, member_of
 from deepsp.integrations.transformers import calls
 from deepsp.integrations.transformers.attention import attention
@@ -41,6 +42,7 @@ def register(
     average_gradients: bool = False,
     core: str = "auto",
     kv_chunk: int | None = None,
+    query_parts: int | str = "auto",
 ) -> None:
     """Makes ``attn_implementation=name`` (or ``model.set_attn_implementation(name)``) attention
     over sequences that are sharded over ``group``.
@@ -71,6 +73,8 @@ def register(
             with its ``AttentionInterface``. It gets what it would get in one process: the mask
             made for it, the full ``position_ids``, and sinks of its heads.
         kv_chunk: as in :func:`deepsp.distributed_attention`; for "auto" only.
+        query_parts: as in :func:`deepsp.distributed_attention`; other cores than "auto" and "sdpa"
+            have whole heads.
 
     Raises:
         ValueError: ``chunks`` or ``kv_chunk`` isn't an int >= 1, ``core`` isn't known, or this
@@ -101,10 +105,18 @@ def register(
             f"chunks={chunks}"
         )
     check_core(core)
+    query_parts = shares.asked_of(query_parts, group)
     member = None if group is None else member_of(group)
     transformers.AttentionInterface.register(
         name,
-        functools.partial(attention, member=member, chunks=chunks, core=core, kv_chunk=kv_chunk),
+        functools.partial(
+            attention,
+            member=member,
+            chunks=chunks,
+            core=core,
+            kv_chunk=kv_chunk,
+            query_parts=query_parts,
+        ),
     )
     transformers.AttentionMaskInterface.register(name, Masks)
     calls.notice(name, OwnLoss(member, average_gradients))

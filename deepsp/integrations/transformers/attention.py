@@ -40,6 +40,7 @@ def attention(
     chunks: int,
     core: str,
     kv_chunk: int | None,
+    query_parts: int | str,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """What transformers calls: query [B, Hq, S_r, D], key and value [B, Hkv, S_r, D] to
@@ -64,7 +65,7 @@ def attention(
     if core not in ("auto", "sdpa"):
         more |= {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
         call = Core(core, module, masks, {n: x for n, x in more.items() if x is not None})
-        wrapped = DistributedAttention(call, member, chunks, layout="bhsd")
+        wrapped = DistributedAttention(call, member, chunks, "bhsd", query_parts)
         wrapped._compared = True  # the masks' exchange has
         out = wrapped(query, key, value, seq_lens=masks.seq_lens)
         return out.transpose(1, 2), None
@@ -93,6 +94,7 @@ def attention(
         group=member,
         seq_lens=masks.seq_lens,
         chunks=chunks,
+        query_parts=query_parts,
         **arguments,
     )
     return out, None

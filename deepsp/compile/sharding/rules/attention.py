@@ -7,6 +7,7 @@ import operator
 import torch
 from torch import fx
 
+from deepsp import shares
 from deepsp.compile.sharding.rules import Call, broadcast, rule
 from deepsp.compile.sharding.rules.indexing import log_softmax
 from deepsp.compile.sharding.tokens import Tokens, same
@@ -180,9 +181,14 @@ def _distributed(call: Call, q, k, v, mask, of_q: Tokens, of_k: Tokens) -> fx.No
     if same(call.shape(k)[-3], 1) and same(call.shape(v)[-3], 1):
         gqa = True  # one head for all, as broadcasting has it
     # Softmax over a full sequence of which a rank has some heads: each of them as if alone.
+    heads = call.shape(q)[-3]
+    if not isinstance(heads, int):
+        call.refuse(f"expected a constant number of query heads, got {heads}")
+    qkv = [_by_tokens(call, x, of_q) for x in (q, k, v)]
+    device = graph.env[qkv[0]].device
     out = graph.call(
         ours.distributed_attention.default,
-        *(_by_tokens(call, x, of_q) for x in (q, k, v)),
+        *qkv,
         _mask(call, mask),
         call["dropout_p"] or 0.0,
         bool(call["is_causal"]),
@@ -192,6 +198,7 @@ def _distributed(call: Call, q, k, v, mask, of_q: Tokens, of_k: Tokens) -> fx.No
         graph.lens(of_q),
         graph.rank,
         graph.name,
+        query_parts=shares.parts_of(graph.query_parts, heads, graph.size, device),
     )
     return _back(call, out)
 

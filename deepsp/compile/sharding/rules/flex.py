@@ -37,6 +37,12 @@ def flex_attention(call: Call) -> list[Tokens] | None:
                 f"expected {x.name} of shape [batch, heads, tokens, head_dim], got its tokens in "
                 f"dimension {tokens.dim}, alone or merged with another"
             )
+    if call.shape(q)[1] < call.graph.size:
+        call.refuse(
+            f"expected at least as many query heads as ranks ({call.graph.size}), since a block "
+            f"mask is for all queries of a head, got {call.shape(q)[1]}; use fewer ranks, or "
+            "scaled_dot_product_attention"
+        )
     for node in _tensors((block_mask, scores_read, mask_reads)):
         if call.graph.values[node].full is None:
             call.refuse(
