@@ -40,7 +40,9 @@ class Body(Parallelizer):
         full = [_detached(x.full) for x in inputs]
         member = (outer.rank, outer.size, outer.name)
         normal = normalize(body, full, outer.mode)
-        super().__init__(normal, full, outer.mode, member, outer.gradients, "local", 1)
+        super().__init__(
+            normal, full, outer.mode, member, outer.gradients, "local", 1, outer.query_parts
+        )
         self.lengths = outer.lengths
         for old, given in zip(self.old.find_nodes(op="placeholder"), inputs, strict=True):
             new = self.new.placeholder(old.name)
