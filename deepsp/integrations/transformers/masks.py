@@ -13,6 +13,7 @@ from deepsp.groups import Member, on_all_ranks
 from deepsp.integrations.transformers.patterns import (
     document_ranges,
     pattern_of,
+    with_documents,
     without_documents,
 )
 
@@ -145,9 +146,8 @@ class Masks:
         if self.causal and self.padding is None:
             documents = masking_utils.find_packed_sequence_indices(positions)
         if documents is not None:
-            pattern = masking_utils.packed_sequence_compatibility_function(
-                pattern, *(x.expand(self.batch_size, -1) for x in (positions, documents))
-            )
+            of_rows = (x.expand(self.batch_size, -1) for x in (positions, documents))
+            pattern = with_documents(pattern, *of_rows)
         length = positions.size(1)
         return make(
             batch_size=self.batch_size,

@@ -54,19 +54,37 @@ def pattern_of(function: Callable) -> Pattern | None:
 
 
 def without_documents(function: Callable) -> Callable | None:
-    """The function that transformers made one of a rank's documents from (by
-    ``packed_sequence_compatibility_function``); None if it isn't one."""
+    """The function that transformers made one of a rank's documents from; None if it isn't one, or
+    if its pattern isn't known."""
     from transformers import masking_utils as known
 
-    like = known.packed_sequence_compatibility_function(lambda: None, None, None)
-    inside = _made(function, like)
-    if inside is None or len(inside["mask_functions"]) != 2:
+    inside = _made(function, known.and_masks(lambda: None))
+    documents = known.packed_sequence_mask_function(None)
+    # Versions differ in which comes first.
+    others = [f for f in (inside or {}).get("mask_functions", ()) if _made(f, documents) is None]
+    if inside is None or len(others) != 1 or len(inside["mask_functions"]) != 2:
         return None
-    of_like = inspect.getclosurevars(like).nonlocals["mask_functions"]
-    pairs = zip(inside["mask_functions"], of_like, strict=True)
-    if any(_made(found, other) is None for found, other in pairs):
-        return None
-    return inspect.getclosurevars(inside["mask_functions"][1]).nonlocals["mask_function"]
+    (pattern,) = others
+    remap = getattr(known, "remap_positions_for_packed_sequence", None)  # since 5.23
+    if remap is not None and (inside := _made(pattern, remap(lambda: None, None))) is not None:
+        pattern = inside["mask_function"]
+    return None if pattern_of(pattern) is None else pattern
+
+
+def with_documents(function: Callable, positions: Tensor, documents: Tensor) -> Callable:
+    """``function`` within each document, by the positions there.
+
+    Args:
+        function: a mask function of transformers.
+        positions: [B, S].
+        documents: [B, S], the number of each token's document.
+    """
+    from transformers import masking_utils as known
+
+    def within(batch, head, query, key):
+        return function(batch, head, positions[batch, query], positions[batch, key])
+
+    return known.and_masks(known.packed_sequence_mask_function(documents), within)
 
 
 def document_ranges(
