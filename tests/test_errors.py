@@ -36,8 +36,8 @@ def _attention_errors():
     mask = torch.zeros(8, 8)
     cases = [
         (
-            lambda: att(q[:, :, :1], q[:, :, :1], q[:, :, :1]),
-            "q to have at least 2 heads.*got 1; use",
+            lambda: att(q[:, :, :1], q[:, :, :1], q[:, :, :1], query_parts=1),
+            r"as many query heads as ranks \(2\) with query_parts 1, got 1",
         ),
         (
             lambda: att(q, q[:, :, :3], q[:, :, :3], enable_gqa=True),
@@ -241,12 +241,12 @@ def test_no_group_yet():
 def _mesh():
     from torch.distributed.device_mesh import init_device_mesh
 
-    mesh = init_device_mesh("cpu", (1, 2))
-    with pytest.raises(ValueError, match="got one of 2 dimensions"):
+    mesh = init_device_mesh("cpu", (1, 1, 2))
+    with pytest.raises(ValueError, match="got one of 3 dimensions"):
         deepsp.DistributedAttention(group=mesh)
 
 
-def test_a_mesh_of_two_dimensions():
+def test_a_mesh_of_three_dimensions():
     on_ranks(2, _mesh)
 
 

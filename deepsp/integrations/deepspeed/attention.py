@@ -110,13 +110,20 @@ class DistributedAttention(nn.Module):
         distributed = self._by_batch_dim[batch_dim_idx]
         for x, of in ((query, "query"), (key, "key"), (value, "value")):
             check_four(x, of, distributed.layout)
+        ranks = distributed.member[1]
+        if query.size(2) < ranks:
+            raise ValueError(
+                f"expected query to have at least {ranks} heads, one for each rank, got "
+                f"{query.size(2)}; use fewer ranks, or deepsp.distributed_attention, whose ranks "
+                "can share a head"
+            )
         if self.num_kv_heads not in (None, key.size(2)):
             raise ValueError(
                 f"expected key to have num_kv_heads ({self.num_kv_heads}) heads, got {key.size(2)}"
             )
         rotary = None
         if rotary_pos_emb is not None:
-            length = query.size(1 - batch_dim_idx) * distributed.member[1]
+            length = query.size(1 - batch_dim_idx) * ranks
             rotary = self._rotary(rotary_pos_emb, batch_dim_idx, length, query.size(3))
         return distributed(query, key, value, rotary, args, kwargs)
 
