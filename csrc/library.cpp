@@ -344,7 +344,7 @@ TORCH_LIBRARY(deepsp, m) {
   // q, k, v and attn_mask, where wanted, compute it once more; they have no derivative.
   m.def(
       "attention_with_dropout(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, float dropout_p, "
-      "bool is_causal, float? scale, int rank) -> (Tensor output, Tensor seed)",
+      "bool is_causal, float? scale, int rank, int draws=1) -> (Tensor output, Tensor seed)",
       {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
   m.def(
       "attention_with_dropout_backward(Tensor grad, Tensor q, Tensor k, Tensor v, "

@@ -59,7 +59,8 @@ def distributed_attention(
         seq_lens: the number of tokens of each rank, zero included; None: all ranks have as many as
             this one.
         chunks: the number of parts of each rank's heads; while attention works on one, the others
-            are exchanged. At most as many as leave every rank a query head in each.
+            are exchanged. At most as many as leave every rank a query head in each. Where ranks
+            share heads, parts of its queries instead, at most 2.
         layout: "bshd", as the shapes here, or "sbhd" or "bhsd": the order of batch, sequence, heads
             and head_dim in q, k, v and the result. No layout costs a copy.
         documents: integers, the same on every rank: the documents that are packed into the full
@@ -80,10 +81,11 @@ def distributed_attention(
             than others, and there are at least as many heads as ranks. An int R, which divides the
             number of ranks P: heads are dealt out to groups of P / R ranks, and R ranks share each
             head's queries evenly. "auto": 1 where P divides the number of heads; else every rank
-            has the same share of the work (Hq / P heads), of which some heads' queries are cut. On
-            a GPU it is 1 wherever there are as many heads as ranks. Keys and values stay whole.
-            Over a mesh of two dimensions it is the size of the first one, so that each row has all
-            heads. :func:`plan_attention` says who computes what.
+            has the same share of the work (Hq / P heads), of which some heads' queries are cut;
+            documents and windows may make it less even. On a GPU it is 1 wherever there are as many
+            heads as ranks. Keys and values stay whole. Over a mesh of two dimensions it is the size
+            of the first one, so that each row has all heads. :func:`plan_attention` says who
+            computes what.
 
     Returns:
         [B, S_r, Hq, Dv], contiguous; in the layout "bhsd" a transposed view of that, as
@@ -140,12 +142,14 @@ class DistributedAttention(nn.Module):
             :func:`distributed_attention`. If it declares an argument ``head_indices`` (by name:
             ``**kwargs`` declares nothing), it gets the global indices of its query heads there,
             int64 [h]; in ``query_indices`` those of the tokens of its queries, int64 [n]. Who
-            declares that gets q [B, n, h, D] where ranks share heads, and masks accordingly.
+            declares that gets q [B, n, h, D] where ranks share heads, and masks accordingly; n may
+            be 0 in short sequences.
         group: the sequence group.
-        chunks: as in :func:`distributed_attention`; ``local_attention`` is called once for each.
-            "auto": measured on the first call with a shape, by forward and backward passes (forward
-            only without gradients) with 1, 2, 4, ... chunks, the same on every rank. Compiled code
-            uses the last choice.
+        chunks: as in :func:`distributed_attention`; ``local_attention`` is called once for each,
+            and where ranks share heads once for each range of heads with the same queries. "auto":
+            measured on the first call with a shape, by forward and backward passes (forward only
+            without gradients) with 1, 2, 4, ... chunks, the same on every rank. Compiled code uses
+            the last choice.
         layout: as in :func:`distributed_attention`.
         query_parts: as in :func:`distributed_attention`; "auto" is 1 for a local attention that
             doesn't declare ``query_indices``.

@@ -114,7 +114,7 @@ def plan_attention(
         raise ValueError(
             f"expected seq_lens to have {size} entries that sum to {seq_len}, got {lens}"
         )
-    asked = query_parts if isinstance(ranks, int) else rows
+    asked = query_parts if rows == 1 else rows
     parts = parts_of(asked, num_heads, size, torch.device(device))
     ops.head_split(num_heads, kv, 1, 0)  # checks them
     every = [_cells(num_heads, kv, seq_len, parts, size, rank) for rank in range(size)]

@@ -51,8 +51,9 @@ class SequenceParallelAttention(nn.Module):
         k_norm: the same for k.
         local_attention: called as ``local_attention(q, k, v, *args, **kwargs)`` with q [B, S, h,
             D], k and v [B, S, h_kv, D], once for each chunk, as in :class:`DistributedAttention`;
-            it doesn't write to k and v, which chunks may share. It gets ``head_indices`` if it
-            declares that argument. None: ``scaled_dot_product_attention``.
+            it doesn't write to k and v, which chunks may share. It gets ``head_indices`` and
+            ``query_indices`` if it declares those arguments, with the latter q [B, n, h, D] where
+            ranks share heads. None: ``scaled_dot_product_attention``.
         chunks: the number of parts of each rank's heads; at most as many as leave every rank a
             query head in each. "auto": measured on the first call with a shape, by forward and
             backward passes of this layer (forward only without gradients) with 1, 2, 4, ... chunks,

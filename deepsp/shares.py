@@ -20,8 +20,8 @@ def check(query_parts: int | str) -> None:
 
 @torch.compiler.assume_constant_result
 def asked_of(query_parts: int | str, group: Group | Member) -> int | str:
-    """``query_parts`` over ``group``: where that is a mesh of two dimensions, as many as the first
-    has ranks.
+    """``query_parts`` over ``group``: where that is a mesh of two dimensions, as many as it has
+    rows.
 
     Raises:
         ValueError: it isn't "auto" or an int >= 1, or not what the mesh says.
@@ -29,13 +29,13 @@ def asked_of(query_parts: int | str, group: Group | Member) -> int | str:
     check(query_parts)
     if not isinstance(group, DeviceMesh) or group.ndim != 2:
         return query_parts
-    outer = group.size(0)
-    if query_parts not in ("auto", outer):
+    rows = group.size(0)
+    if query_parts not in ("auto", rows):
         raise ValueError(
-            f"expected query_parts to be 'auto' or {outer}, the size of the first dimension of the "
+            f"expected query_parts to be 'auto' or {rows}, the size of the first dimension of the "
             f"mesh, got {query_parts}"
         )
-    return outer
+    return query_parts if rows == 1 else rows
 
 
 def parts_of(
@@ -64,7 +64,8 @@ def parts_of(
         problem = (
             f"expected at least as many query heads as ranks ({size}), got {num_heads}"
             if asked == "auto"
-            else f"expected query_parts to be 1 or 'auto', got {asked}"
+            else "expected query_parts (over a mesh of two dimensions: its rows) to be 1 or "
+            f"'auto', got {asked}"
         )
         raise ValueError(f"{problem}: {whole}")
     return 0 if asked == "auto" else asked

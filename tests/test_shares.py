@@ -163,6 +163,76 @@ def test_dropout():
     on_ranks(4, _dropout)
 
 
+def _compiled_dropout(heads, more):
+    """Each head and query drops others, on whatever rank; generators go on alike."""
+    torch._dynamo.reset()
+    rank, size, total = dist.get_rank(), dist.get_world_size(), 24
+    lens = lens_of("split", total, size)
+    zeros = torch.zeros(1, lens[rank], heads, total, dtype=f64)
+    eye = torch.eye(total, dtype=f64)[None, :, None].expand(1, -1, heads, -1)
+    v = eye.split(lens, 1)[rank].clone().requires_grad_()
+    mask = {"mask": torch.zeros(total, total, dtype=f64)}.get(more)
+
+    @functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
+    def attend(v):
+        return deepsp.distributed_attention(
+            zeros, zeros, v, mask, 0.5, is_causal=more == "causal", seq_lens=lens, chunks=2
+        )
+
+    torch.manual_seed(0)
+    out = attend(v)
+    after = [None] * size
+    dist.all_gather_object(after, torch.rand(()).item())
+    assert len(set(after)) == 1
+    weights = deepsp.unshard(out.detach(), 1, seq_lens=lens)[0].transpose(0, 1)  # [h, query, key]
+    seen = torch.ones(total, total).tril() if more == "causal" else torch.ones(total, total)
+    assert (weights * (1 - seen) == 0).all()
+    (kept,) = (weights[:, seen.bool()] != 0).double()[None]
+    assert ((kept.mean(1) - 0.5).abs() < 0.15).all()
+    for i, j in itertools.combinations(range(heads), 2):
+        assert (kept[i] - kept[j]).abs().mean() > 0.3, (i, j)
+    (grad,) = torch.autograd.grad(out.sum(), v)
+    expected = weights.sum(1).T[..., None].split(lens)[rank]
+    torch.testing.assert_close(grad[0], expected.expand_as(grad[0]))
+
+
+@pytest.mark.parametrize("more", ["", "causal", "mask"])
+def test_compiled_dropout(more):
+    on_ranks(3, _compiled_dropout, 8, more)
+
+
+def _mask_alone_trains():
+    """Ranks without queries take part in backward, too."""
+    rank, size, total = dist.get_rank(), dist.get_world_size(), 3
+    lens = lens_of("split", total, size)
+    whole = draw(1, total, 1, 4)
+    masks = [draw(total, total, seed=3).masked_fill(torch.eye(total) > 0, -math.inf)
+             .requires_grad_() for _ in range(2)]  # fmt: skip
+    q = whole.split(lens, 1)[rank]
+    deepsp.distributed_attention(q, q, q, masks[0], seq_lens=lens).square().sum().backward()
+    attention(whole, whole, whole, attn_mask=masks[1]).square().sum().backward()
+    dist.all_reduce(masks[0].grad)
+    torch.testing.assert_close(masks[0].grad, masks[1].grad)
+
+
+def test_mask_alone_trains():
+    on_ranks(4, _mask_alone_trains)
+
+
+def _differ(monkey):
+    """Ranks that cut queries in other ways are told so."""
+    x = draw(1, 4, 3, 8)
+    with monkey.context() as patch:
+        patch.setenv("DEEPSP_DEBUG", "1")
+        parts = "auto" if dist.get_rank() == 0 else 2
+        with pytest.raises(ValueError, match=r"query_parts auto.*query_parts 2"):
+            deepsp.distributed_attention(x, x, x, query_parts=parts)
+
+
+def test_differences_are_found():
+    on_ranks(2, _differ, pytest.MonkeyPatch)
+
+
 def _rounding(dtype):
     """No worse than attention of whole heads."""
     size, total = dist.get_world_size(), 300
@@ -361,7 +431,7 @@ def _refused():
     x = draw(1, 3, 2, 8)
     with pytest.raises(ValueError, match=r"as many query heads as ranks \(4\), got 2: .*query_ind"):
         deepsp.DistributedAttention(whole)(x, x, x)
-    with pytest.raises(ValueError, match=r"query_parts to be 1 or 'auto', got 2: local_attention"):
+    with pytest.raises(ValueError, match=r"to be 1 or 'auto', got 2: local_attention"):
         deepsp.DistributedAttention(whole, query_parts=2)(x, x, x)
     with pytest.raises(ValueError, match=r"query_parts 1, got 2; pass query_parts='auto'"):
         deepsp.distributed_attention(x, x, x, query_parts=1)

@@ -9,9 +9,10 @@ void check_attention(
     double dropout_p,
     bool is_causal,
     at::ScalarType dtype,
-    c10::SymInt batch,
-    c10::SymInt num_heads,
-    c10::SymInt tokens) {
+    const c10::SymInt& batch,
+    const c10::SymInt& num_heads,
+    const c10::SymInt& tokens,
+    const std::optional<c10::SymInt>& queries) {
   TORCH_CHECK_VALUE(
       dropout_p >= 0 && dropout_p <= 1, "expected 0 <= dropout_p <= 1, got ", dropout_p);
   if (!attn_mask.has_value()) {
@@ -29,7 +30,7 @@ void check_attention(
   TORCH_CHECK_VALUE(
       mask.dim() >= 2 && mask.dim() <= 4,
       "expected attn_mask to have 2 to 4 dimensions ([[batch,] heads,] S, S), got ", mask.dim());
-  const c10::SymInt full[] = {batch, num_heads, tokens, tokens};
+  const c10::SymInt full[] = {batch, num_heads, queries.value_or(tokens), tokens};
   constexpr const char* dims[] = {"batch", "heads", "sequence (queries)", "sequence (keys)"};
   const auto is_padding = [&] {
     return mask.dim() == 2 && mask.sym_size(0) == batch && mask.sym_size(1) == tokens;

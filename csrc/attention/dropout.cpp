@@ -37,9 +37,10 @@ void check(
     const OptionalTensor& attn_mask,
     double dropout_p,
     bool is_causal) {
-  check_full(q, k, v);
+  // Some tokens' queries, in any order: what they see is the mask's.
+  check_full(q, k, v, {c10::SymInt(0), is_causal ? k.sym_size(1) : q.sym_size(1)});
   check_attention(
-      attn_mask, dropout_p, is_causal, q.scalar_type(), q.sym_size(0), q.sym_size(2),
+      attn_mask, dropout_p, is_causal, q.scalar_type(), q.sym_size(0), q.sym_size(2), k.sym_size(1),
       q.sym_size(1));
 }
 
@@ -113,17 +114,23 @@ std::tuple<at::Tensor, at::Tensor> attention_with_dropout_kernel(
     double dropout_p,
     bool is_causal,
     std::optional<double> scale,
-    int64_t rank) {
+    int64_t rank,
+    int64_t draws) {
   check(q, k, v, attn_mask, dropout_p, is_causal);
+  check_at_least(draws, 1, "draws");
   const auto seed_options = q.options().dtype(at::kLong);
   if (q.is_meta()) {
     const c10::SymInt sizes[] = {q.sym_size(0), q.sym_size(1), q.sym_size(2), v.sym_size(3)};
     return {at::empty_symint(sizes, q.options()), at::empty({}, seed_options)};
   }
   at::Generator generator = generator_of(q);
-  const int64_t seed =
-      dropout_p > 0 ? static_cast<int64_t>(mix(draw(generator), static_cast<uint64_t>(rank)) >> 1)
-                    : 0;
+  int64_t seed = 0;
+  if (dropout_p > 0) {
+    seed = static_cast<int64_t>(mix(draw(generator), static_cast<uint64_t>(rank)) >> 1);
+    for (int64_t n = 1; n < draws; ++n) {
+      draw(generator);
+    }
+  }
   const at::Tensor out =
       seeded_attention(q, k, v, attn_mask, dropout_p, is_causal, scale, generator, seed);
   return {out.contiguous(), at::full({}, seed, seed_options)};

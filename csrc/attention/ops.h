@@ -55,18 +55,21 @@ inline const Op<std::tuple<at::Tensor, at::Tensor>(
     double dropout_p,
     bool is_causal,
     std::optional<double> scale,
-    int64_t rank)>
+    int64_t rank,
+    int64_t draws)>
     attention_with_dropout("attention_with_dropout");
 
-// What scaled_dot_product_attention's arguments must be, besides q, k and v.
+// What scaled_dot_product_attention's arguments must be, besides q, k and v. `queries`: where they
+// are fewer than all tokens.
 void check_attention(
     const OptionalTensor& attn_mask,
     double dropout_p,
     bool is_causal,
     at::ScalarType dtype,
-    c10::SymInt batch,
-    c10::SymInt num_heads,
-    c10::SymInt tokens);
+    const c10::SymInt& batch,
+    const c10::SymInt& num_heads,
+    const c10::SymInt& tokens,
+    const std::optional<c10::SymInt>& queries = std::nullopt);
 
 // q [B, S, h, D], k and v [B, S, h_kv, D] of the full sequence; or q of `queries`, begin and end of
 // ascending ranges of its tokens.

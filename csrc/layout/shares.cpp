@@ -33,6 +33,14 @@ std::vector<Cell> ShareLayout::cells(int64_t rank) const {
   return cells;
 }
 
+int64_t ShareLayout::most_cells() const {
+  size_t most = 0;
+  for (int64_t rank = 0; rank < ranks_; ++rank) {
+    most = std::max(most, cells(rank).size());
+  }
+  return static_cast<int64_t>(most);
+}
+
 Range ShareLayout::reads(size_t i, int64_t rank) const {
   const int64_t readers = num_heads_[0] / num_heads_[i];
   const std::vector<Cell> cells = this->cells(rank);

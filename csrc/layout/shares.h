@@ -34,9 +34,12 @@ class ShareLayout {
 
   int64_t ranks() const { return ranks_; }
   int64_t parts() const { return parts_; }
+  int64_t query_parts() const { return query_parts_; }
   size_t tensors() const { return num_heads_.size(); }
   int64_t num_heads(size_t i) const { return num_heads_[i]; }
   std::vector<Cell> cells(int64_t rank) const;
+  // Of the rank that has most.
+  int64_t most_cells() const;
   // The heads of tensor `i` >= 1 that the cells of a rank read.
   Range reads(size_t i, int64_t rank) const;
 

@@ -45,7 +45,9 @@ ShareLayout share_layout(
   TORCH_CHECK_VALUE(
       num_heads[0] >= groups, "expected ", names ? names[0] : "inputs[0]", " to have at least ",
       groups, " heads with query_parts ", query_parts, " on ", ranks, " ranks, got ", num_heads[0],
-      "; raise query_parts, or pass \"auto\"");
+      "; raise query_parts (over a mesh of two dimensions: its rows), or pass \"auto\" with a "
+      "group "
+      "of one dimension");
   check_num_heads(num_heads, 1, names);
   return ShareLayout(num_heads, ranks, query_parts);
 }

@@ -44,7 +44,9 @@ std::unique_ptr<Group> group_of(
             said("batch size ", blocks.batch),
             said("num_heads ", heads),
             said("head_dims ", blocks.head_dims),
-            said("query parts ", blocks.shares.parts()),
+            blocks.shares.query_parts() == ShareLayout::kAuto
+                ? "query_parts auto"
+                : said("query_parts ", blocks.shares.query_parts()),
             said("dtype ", like.scalar_type()),
             said("chunk ", chunk, " of ", blocks.chunks)};
       });
