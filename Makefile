@@ -4,7 +4,8 @@
 # make test-all  runs all tests: what .ci/run does
 # make docs      the pages of docs/ and the API reference, into build/docs
 # make lint      ruff and clang-format
-# make sanitize  kernels, layouts and the buffer pool under ASan, UBSan and TSan
+# make sanitize  kernels (CUDA's, too, run on the CPU), layouts and the buffer pool under ASan, UBSan
+#                and TSan
 # make cuda-check    compiles every .cu without a GPU, where there is an nvcc
 # make gpu-test  on a machine with a GPU: builds against its torch and tests there
 # make bench     the exchange against its floor
@@ -21,10 +22,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH := 2.13.0
 NVCC ?= $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
+CUDA_INCLUDE = $(shell $(NVCC) --dryrun x.cu 2>&1 | sed -n 's/^\#$$ TOP=//p')/include
 ARCHS := 80 90 100
 COMMA := ,
 CPP := $(shell find csrc -name '*.cpp' -o -name '*.h')
-CPP_TESTS := $(wildcard tests/cpp/*.cpp)
+CPP_TESTS := $(wildcard tests/cpp/*.cpp tests/cpp/*.h)
 CU := $(wildcard csrc/kernels/*.cu)
 CUDA_HOSTS := $(shell grep -lE "DEEPSP_(CUDA|KERNELS)" -r csrc --include=*.cpp)
 
@@ -117,8 +119,9 @@ format: $(VENV)/ready
 	$(BIN)/clang-format -i $(CPP) $(CPP_TESTS) $(CU)
 
 # Each program once with ASan and UBSan, once with TSan. Only the pool's needs torch, which isn't
-# instrumented itself.
-SANITIZED := $(foreach kind,address thread,build/sanitize/kernels-$(kind) build/sanitize/pool-$(kind))
+# instrumented itself. The CUDA kernels run on one thread, where the headers of CUDA are.
+SANITIZED := $(foreach kind,address thread,build/sanitize/kernels-$(kind) build/sanitize/pool-$(kind)) \
+	$(if $(NVCC),build/sanitize/cuda-address)
 SAN := -std=c++20 -O1 -g -fno-sanitize-recover=all -Wall -Wno-unknown-pragmas -pthread
 
 sanitize: $(SANITIZED)
@@ -128,6 +131,11 @@ build/sanitize/kernels-%: tests/cpp/kernels.cpp $(wildcard csrc/kernels/*.cpp cs
 	@mkdir -p build/sanitize
 	$(CXX) $(SAN) -fsanitize=$*$(if $(filter address,$*),$(COMMA)undefined) $< csrc/kernels/*.cpp \
 		csrc/layout/*.cpp -o $@
+
+build/sanitize/cuda-address: tests/cpp/cuda.cpp tests/cpp/cuda_on_cpu.h $(CU) $(wildcard csrc/kernels/*)
+	@mkdir -p build/sanitize
+	$(CXX) $(SAN) -fsanitize=address,undefined -DDEEPSP_CUDA -I$(CUDA_INCLUDE) \
+		-include tests/cpp/cuda_on_cpu.h -x c++ $< $(CU) csrc/kernels/*.cpp -o $@
 
 build/sanitize/pool-%: tests/cpp/pool.cpp $(wildcard csrc/transport/pool.* csrc/transport/*.h) $(VENV)/ready
 	@mkdir -p build/sanitize
@@ -147,7 +155,7 @@ else
 		$(NVCC) -std=c++17 -O3 -DDEEPSP_CUDA -Werror all-warnings \
 			-gencode arch=compute_$$arch,code=sm_$$arch -c $$cu -o build/cuda-check/out.o || exit 1; \
 	done; done
-	@for cu in copy_cuda cast_cuda; do \
+	@for cu in copy_cuda cast_cuda sum_cuda; do \
 		$(NVCC) -std=c++17 -O3 -DDEEPSP_CUDA -arch=compute_90 -ptx csrc/kernels/$$cu.cu \
 			-o build/cuda-check/out.ptx || exit 1; \
 		grep -q 'ld.global.*v4' build/cuda-check/out.ptx && \
@@ -159,7 +167,7 @@ else
 		$(CXX) -std=c++20 -fsyntax-only -DAT_PER_OPERATOR_HEADERS -DDEEPSP_CUDA -DC10_CUDA_NO_CMAKE_CONFIGURE_FILE \
 			$$($(BIN)/python -c 'from torch.utils.cpp_extension import include_paths as i; \
 			import sysconfig; print(*["-I" + p for p in [*i(), sysconfig.get_path("include")]])') \
-			-I$$($(NVCC) --dryrun x.cu 2>&1 | sed -n 's/^#$$ TOP=//p')/include $$cpp || exit 1; done
+			-I$(CUDA_INCLUDE) $$cpp || exit 1; done
 endif
 
 # Uses the machine's own python and torch, and leaves nothing installed.

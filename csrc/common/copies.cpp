@@ -75,9 +75,7 @@ void run(const std::vector<StridedSum>& sums, c10::Device device) {
   }
 #ifdef DEEPSP_CUDA
   c10::cuda::CUDAGuard device_guard(device);
-  for (const StridedSum& sum : sums) {
-    C10_CUDA_CHECK(sum_rows_cuda(sum, c10::cuda::getCurrentCUDAStream(device.index())));
-  }
+  C10_CUDA_CHECK(sum_rows_cuda(sums, c10::cuda::getCurrentCUDAStream(device.index())));
 #endif
 }
 

@@ -21,6 +21,38 @@ __device__ inline float load(__half x) {
   return __half2float(x);
 }
 
+// Elements that one thread takes at once: 16 bytes of a 16-bit dtype.
+constexpr int kVector = 8;
+
+// 16 bytes at a time, whatever the dtype: a struct of bfloat16 would be moved by fours.
+template <class T>
+union Pack {
+  static constexpr int kWords = static_cast<int>(kVector * sizeof(T) / 16);
+  uint4 words[kWords];
+  T items[kVector];
+  __device__ Pack() {}
+};
+
+template <class T>
+__device__ Pack<T> read_pack(const T* from) {
+  Pack<T> pack;
+  const uint4* words = reinterpret_cast<const uint4*>(from);
+#pragma unroll
+  for (int w = 0; w < Pack<T>::kWords; ++w) {
+    pack.words[w] = words[w];
+  }
+  return pack;
+}
+
+template <class T>
+__device__ void write_pack(T* to, const Pack<T>& pack) {
+  uint4* words = reinterpret_cast<uint4*>(to);
+#pragma unroll
+  for (int w = 0; w < Pack<T>::kWords; ++w) {
+    words[w] = pack.words[w];
+  }
+}
+
 // To 16 bits by way of float32, as Tensor.to goes.
 template <class To, class X>
 __device__ To round_to(X x) {

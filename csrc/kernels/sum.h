@@ -45,8 +45,9 @@ struct StridedSum {
 void sum_rows_cpu(const StridedSum& sum, int64_t begin, int64_t end);
 
 #ifdef DEEPSP_CUDA
-// At most kMaxSumSources sources.
-cudaError_t sum_rows_cuda(const StridedSum& sum, cudaStream_t stream);
+// All sums in as few launches as their number allows; none reads what another writes. At most
+// kMaxSumSources sources each.
+cudaError_t sum_rows_cuda(const std::vector<StridedSum>& sums, cudaStream_t stream);
 #endif
 
 }  // namespace deepsp

@@ -1,43 +1,34 @@
+#include "float_cuda.h"
+#include "launch_cuda.h"
 #include "sum.h"
 
 #include <algorithm>
-
-#include "float_cuda.h"
 
 namespace deepsp {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kMaxSums = 96;
 
-struct Params {
+// A sum, whose sources lie in its batch.
+struct Sum {
   void* dst;
+  int64_t n[kSumDims];  // the innermost in vectors, if `vectors`
+  int64_t dst_stride[kSumDims];
+  int32_t first_source;
+  int32_t count;
+  Float dtype;
   Float to;
   Float within;
-  int64_t n[kSumDims];
-  int64_t dst_stride[kSumDims];
-  int count;
-  SumSource sources[kMaxSumSources];
+  bool vectors;  // kVector elements at a time, by 16 bytes
 };
 
-static_assert(sizeof(Params) <= 32764, "kernel parameters hold no more");
-
-template <class A>
-__device__ void store(Float dtype, void* dst, int64_t at, A x) {
-  switch (dtype) {
-    case Float::f64:
-      static_cast<double*>(dst)[at] = round_to<double>(x);
-      break;
-    case Float::f32:
-      static_cast<float*>(dst)[at] = round_to<float>(x);
-      break;
-    case Float::bf16:
-      static_cast<__nv_bfloat16*>(dst)[at] = round_to<__nv_bfloat16>(x);
-      break;
-    case Float::f16:
-      static_cast<__half*>(dst)[at] = round_to<__half>(x);
-      break;
-  }
-}
+struct Batch {
+  int count;
+  int64_t first_block[kMaxSums + 1];  // of each sum; the last: their number
+  Sum sums[kMaxSums];
+  SumSource sources[kMaxSumSources];
+};
 
 template <class A>
 __device__ A kept_in(Float within, A x) {
@@ -50,80 +41,175 @@ __device__ A kept_in(Float within, A x) {
   return x;
 }
 
-template <class T, class A>
-__global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ Params p) {
-  const int64_t total = p.n[0] * p.n[1] * p.n[2] * p.n[3];
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t e = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; e < total;
-       e += step) {
-    int64_t index[kSumDims];
-    int64_t rest = e;
+template <class O, class A>
+__device__ void store(O* to, const A* sums, bool vectors) {
+  if (!vectors) {
+    *to = round_to<O>(sums[0]);
+    return;
+  }
+  Pack<O> out;
 #pragma unroll
-    for (int d = kSumDims - 1; d >= 0; --d) {
-      index[d] = rest % p.n[d];
-      rest /= p.n[d];
-    }
-    A sum = -0.0;  // unlike 0, it leaves -0 as it is
-    for (int s = 0; s < p.count; ++s) {
-      int64_t at = 0;
-#pragma unroll
-      for (int d = 0; d < kSumDims; ++d) {
-        at += index[d] * p.sources[s].stride[d];
-      }
-      sum = kept_in(
-          p.within, sum + static_cast<A>(load(static_cast<const T*>(p.sources[s].data)[at])));
-    }
-    int64_t to = 0;
-#pragma unroll
-    for (int d = 0; d < kSumDims; ++d) {
-      to += index[d] * p.dst_stride[d];
-    }
-    store(p.to, p.dst, to, sum);
+  for (int e = 0; e < kVector; ++e) {
+    out.items[e] = round_to<O>(sums[e]);
+  }
+  write_pack(to, out);
+}
+
+template <class A>
+__device__ void store(Float dtype, void* dst, int64_t at, const A* sums, bool vectors) {
+  switch (dtype) {
+    case Float::f64:
+      return store(static_cast<double*>(dst) + at, sums, vectors);
+    case Float::f32:
+      return store(static_cast<float*>(dst) + at, sums, vectors);
+    case Float::bf16:
+      return store(static_cast<__nv_bfloat16*>(dst) + at, sums, vectors);
+    case Float::f16:
+      return store(static_cast<__half*>(dst) + at, sums, vectors);
   }
 }
 
-template <class T>
-void launch(const Params& params, int64_t elements, cudaStream_t stream) {
-  const int64_t blocks = std::min<int64_t>((elements + kThreads - 1) / kThreads, 1 << 16);
-  if (params.within == Float::f64) {
-    sum_kernel<T, double><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params);
-  } else {
-    sum_kernel<T, float><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params);
+// Element or vector number `e` of a sum.
+template <class T, class A>
+__device__ void sum_one(const Sum& sum, const SumSource* sources, int64_t e) {
+  int64_t index[kSumDims];
+  int64_t rest = e;
+#pragma unroll
+  for (int d = kSumDims - 1; d >= 0; --d) {
+    const int64_t next = quotient(rest, sum.n[d]);
+    index[d] = rest - next * sum.n[d];
+    rest = next;
   }
+  if (sum.vectors) {
+    index[kSumDims - 1] *= kVector;
+  }
+  const auto place = [&](const int64_t* stride) {
+    int64_t at = 0;
+#pragma unroll
+    for (int d = 0; d < kSumDims; ++d) {
+      at += index[d] * stride[d];
+    }
+    return at;
+  };
+  A total[kVector];
+#pragma unroll
+  for (int k = 0; k < kVector; ++k) {
+    total[k] = -0.0;  // unlike 0, it leaves -0 as it is
+  }
+  for (int s = 0; s < sum.count; ++s) {
+    const T* from = static_cast<const T*>(sources[s].data) + place(sources[s].stride);
+    if (sum.vectors) {
+      const Pack<T> in = read_pack(from);
+#pragma unroll
+      for (int k = 0; k < kVector; ++k) {
+        total[k] = kept_in(sum.within, total[k] + static_cast<A>(load(in.items[k])));
+      }
+    } else {
+      total[0] = kept_in(sum.within, total[0] + static_cast<A>(load(*from)));
+    }
+  }
+  store(sum.to, sum.dst, place(sum.dst_stride), total, sum.vectors);
+}
+
+template <class T>
+__device__ void sum_in(const Sum& sum, const SumSource* sources, int64_t e) {
+  if (sum.within == Float::f64) {
+    sum_one<T, double>(sum, sources, e);
+  } else {
+    sum_one<T, float>(sum, sources, e);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ Batch batch) {
+  const int n = item_at(batch.first_block, batch.count, blockIdx.x);
+  const Sum& sum = batch.sums[n];
+  const SumSource* sources = batch.sources + sum.first_source;
+  const int64_t e =
+      (static_cast<int64_t>(blockIdx.x) - batch.first_block[n]) * kThreads + threadIdx.x;
+  if (e >= sum.n[0] * sum.n[1] * sum.n[2] * sum.n[3]) {
+    return;
+  }
+  switch (sum.dtype) {
+    case Float::f64:
+      return sum_in<double>(sum, sources, e);
+    case Float::f32:
+      return sum_in<float>(sum, sources, e);
+    case Float::bf16:
+      return sum_in<__nv_bfloat16>(sum, sources, e);
+    case Float::f16:
+      return sum_in<__half>(sum, sources, e);
+  }
+}
+
+int64_t size_of(Float dtype) {
+  return dtype == Float::f64 ? 8 : dtype == Float::f32 ? 4 : 2;
+}
+
+// Whether each kVector elements lie together, at a multiple of 16 bytes.
+bool has_vectors(const StridedSum& sum) {
+  const auto fits = [&](const void* data, const int64_t* stride, int64_t item) {
+    bool fine = reinterpret_cast<uint64_t>(data) % 16 == 0 && stride[kSumDims - 1] == 1;
+    for (int d = 0; d + 1 < kSumDims; ++d) {
+      fine = fine && (sum.n[d] == 1 || stride[d] * item % 16 == 0);
+    }
+    return fine;
+  };
+  return sum.n[kSumDims - 1] % kVector == 0 && fits(sum.dst, sum.dst_stride, size_of(sum.to)) &&
+         std::all_of(sum.sources.begin(), sum.sources.end(), [&](const SumSource& source) {
+           return fits(source.data, source.stride, size_of(sum.dtype));
+         });
 }
 
 }  // namespace
 
-cudaError_t sum_rows_cuda(const StridedSum& sum, cudaStream_t stream) {
-  if (sum.elements() == 0) {
-    return cudaSuccess;
+cudaError_t sum_rows_cuda(const std::vector<StridedSum>& sums, cudaStream_t stream) {
+  for (size_t next = 0; next < sums.size();) {
+    Batch batch = {};
+    int64_t sources = 0;
+    for (; next < sums.size() && batch.count < kMaxSums; ++next) {
+      const StridedSum& sum = sums[next];
+      const auto count = static_cast<int64_t>(sum.sources.size());
+      if (sum.elements() == 0) {
+        continue;
+      }
+      if (count > kMaxSumSources) {
+        return cudaErrorInvalidValue;
+      }
+      if (sources + count > kMaxSumSources) {
+        break;
+      }
+      const int n = batch.count++;
+      Sum& s = batch.sums[n];
+      s = {
+          sum.dst,
+          {},
+          {},
+          static_cast<int32_t>(sources),
+          static_cast<int32_t>(count),
+          sum.dtype,
+          sum.to,
+          sum.within,
+          has_vectors(sum)};
+      std::copy_n(sum.n, kSumDims, s.n);
+      std::copy_n(sum.dst_stride, kSumDims, s.dst_stride);
+      std::copy(sum.sources.begin(), sum.sources.end(), batch.sources + sources);
+      sources += count;
+      if (s.vectors) {
+        s.n[kSumDims - 1] /= kVector;
+      }
+      const int64_t steps = s.n[0] * s.n[1] * s.n[2] * s.n[3];
+      batch.first_block[n + 1] = batch.first_block[n] + (steps + kThreads - 1) / kThreads;
+    }
+    if (batch.count == 0) {
+      break;
+    }
+    const cudaError_t error =
+        launch(sum_kernel, batch.first_block[batch.count], kThreads, stream, batch);
+    if (error != cudaSuccess) {
+      return error;
+    }
   }
-  if (sum.sources.size() > kMaxSumSources) {
-    return cudaErrorInvalidValue;
-  }
-  Params params = {};
-  params.dst = sum.dst;
-  params.to = sum.to;
-  params.within = sum.within;
-  std::copy_n(sum.n, kSumDims, params.n);
-  std::copy_n(sum.dst_stride, kSumDims, params.dst_stride);
-  params.count = static_cast<int>(sum.sources.size());
-  std::copy(sum.sources.begin(), sum.sources.end(), params.sources);
-  switch (sum.dtype) {
-    case Float::f64:
-      launch<double>(params, sum.elements(), stream);
-      break;
-    case Float::f32:
-      launch<float>(params, sum.elements(), stream);
-      break;
-    case Float::bf16:
-      launch<__nv_bfloat16>(params, sum.elements(), stream);
-      break;
-    case Float::f16:
-      launch<__half>(params, sum.elements(), stream);
-      break;
-  }
-  return cudaGetLastError();
+  return cudaSuccess;
 }
 
 }  // namespace deepsp
