@@ -58,7 +58,7 @@ std::unique_ptr<Group> group_of(
                 said("dtype ", like.scalar_type()),
                 said("chunk ", chunk, " of ", layout.heads.chunks())};
       });
-  return group.size == 1 ? nullptr : std::make_unique<Group>(std::move(group));
+  return group.alone ? nullptr : std::make_unique<Group>(std::move(group));
 }
 
 }  // namespace deepsp

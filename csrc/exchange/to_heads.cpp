@@ -62,7 +62,7 @@ std::vector<Place> launch_to_heads(
   make(places);
   launch_into(
       *group, buffer,
-      launch_all_to_all(*group, buffer.narrow(0, 0, got_at.back()), sent, gets, gives), sent);
+      launch_all_to_all(*group, lent(buffer.narrow(0, 0, got_at.back())), sent, gets, gives), sent);
   return {};
 }
 

@@ -180,8 +180,8 @@ void launch_to_seq(
   if (group != nullptr) {
     const int64_t got = prefix_sums(gets).back();
     launch_into(
-        *group, buffer, launch_all_to_all(*group, buffer.narrow(0, 0, got), sent, gets, gives),
-        sent);
+        *group, buffer,
+        launch_all_to_all(*group, lent(buffer.narrow(0, 0, got)), sent, gets, gives), sent);
   }
 }
 

@@ -16,7 +16,7 @@ namespace {
 constexpr int64_t kPoolBytes = int64_t(256) << 10;
 
 at::Tensor bytes_of(const at::Tensor& x) {
-  return x.view({-1}).view(at::kByte);
+  return x.as_strided({x.numel()}, {1}).view(at::kByte);  // one element may have any stride
 }
 
 constexpr const char* kListSizes = "the sizes of each tensor";
@@ -82,7 +82,7 @@ at::Tensor list_buffer(const SymShards& layout, Dtypes dtypes, const at::Tensor&
 }
 
 Reshard::Reshard(Shards shards, Group group, c10::Device device)
-    : at_(std::move(shards), group.point_to_point || (group.size == 1 && device.is_cpu())),
+    : at_(std::move(shards), group.point_to_point || (group.alone && device.is_cpu())),
       group_(std::move(group)) {
 }
 
@@ -113,9 +113,9 @@ void Reshard::place_gathered(const at::Tensor& part, const at::Tensor& buffer) c
 void Reshard::gather_slots(const at::Tensor& buffer) const {
   const int64_t slot = shards_.slot();
   if (!alone() && slot > 0) {
-    const at::Tensor all = bytes_of(buffer);
+    const at::Tensor all = lent(bytes_of(buffer));
     launch_into(
-        group_, buffer, launch_all_gather(group_, all, all.narrow(0, rank_ * slot, slot)), all);
+        group_, buffer, launch_all_gather(group_, all, all.narrow(0, rank_ * slot, slot)), buffer);
   }
 }
 
@@ -258,8 +258,10 @@ void Reshard::scatter_blocks(const Tensors& inputs, const at::Tensor& buffer) co
     counts.push_back(shards_.block(p));
   }
   const int64_t mine = shards_.block(rank_);
-  at::Tensor sent = bytes_of(inputs[0]);
-  if (at_.any_packed()) {
+  at::Tensor sent;
+  if (!at_.any_packed()) {
+    sent = bytes_of(inputs[0]);
+  } else {
     RECORD_FUNCTION("deepsp::pack", {});
     const int64_t bytes = std::accumulate(counts.begin(), counts.end(), int64_t(0));
     sent = buffer_for({bytes}, buffer.options().dtype(at::kByte));
@@ -271,7 +273,7 @@ void Reshard::scatter_blocks(const Tensors& inputs, const at::Tensor& buffer) co
     }
     run(copies, buffer.device());
   }
-  const at::Tensor received = bytes_of(buffer).narrow(0, 0, group_.size * mine);
+  const at::Tensor received = lent(bytes_of(buffer).narrow(0, 0, group_.size * mine));
   const std::vector<int64_t> each(group_.size, mine);
   launch_into(group_, buffer, launch_all_to_all(group_, received, sent, each, counts), sent);
 }

@@ -49,7 +49,7 @@ class Reshard {
       OptionalDtype reduce_dtype) const;
 
  private:
-  bool alone() const { return group_.size == 1; }
+  bool alone() const { return group_.alone; }
   // Rank p's part of tensor i, of which rows lie so far apart.
   StridedCopy copy_of(
       size_t i, int64_t p, const char* from, int64_t from_row, char* to, int64_t to_row) const;

@@ -39,7 +39,7 @@ at::Tensor scales_of(at::TensorList shards, at::ScalarType dtype, const Group& g
   }
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
   const at::Tensor amax = at::stack(magnitudes).nan_to_num(kInfinity, kInfinity);
-  if (group.size > 1) {
+  if (!group.alone) {
     wait_for(group, launch_max(group, amax));
   }
   const at::Tensor scales =

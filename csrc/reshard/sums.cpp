@@ -132,8 +132,8 @@ at::Tensor all_reduce_start_kernel(
   if (sums_on_arrival(flat.scalar_type(), reduce_dtype)) {
     return reduce_scatter_start(flat, 0, sum_parts(elements, size), rank, group_name);
   }
-  if (size > 1 && elements > 0) {
-    launch_into(group, flat, launch_sum(group, flat), flat);
+  if (!group.alone && elements > 0) {
+    launch_into(group, flat, launch_sum(group, lent(flat)), flat);
   }
   return flat;
 }
@@ -191,7 +191,7 @@ struct Bucket {
 
 void sum_gradients_kernel(
     at::TensorList gradients, int64_t rank, int64_t size, std::string_view group_name) {
-  if (size == 1 || gradients.empty() || gradients[0].is_meta()) {
+  if (gradients.empty() || gradients[0].is_meta()) {
     return;
   }
   std::vector<Bucket> buckets;
@@ -214,6 +214,9 @@ void sum_gradients_kernel(
         }
         return arguments;
       });
+  if (group.alone) {
+    return;
+  }
   for (Bucket& bucket : buckets) {
     Tensors flat;
     for (const at::Tensor& gradient : bucket.gradients) {

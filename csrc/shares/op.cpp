@@ -50,7 +50,7 @@ std::unique_ptr<Group> group_of(
             said("dtype ", like.scalar_type()),
             said("chunk ", chunk, " of ", blocks.chunks)};
       });
-  return group.size == 1 ? nullptr : std::make_unique<Group>(std::move(group));
+  return group.alone ? nullptr : std::make_unique<Group>(std::move(group));
 }
 
 // A part of a block, and where it lies.
@@ -157,7 +157,7 @@ void launch(
   }
   launch_into(
       *group, buffer,
-      launch_all_to_all(*group, buffer.narrow(0, 0, got_at.back()), sent, gets, gives), sent);
+      launch_all_to_all(*group, lent(buffer.narrow(0, 0, got_at.back())), sent, gets, gives), sent);
 }
 
 Tensors seq_to_shares_start_kernel(

@@ -135,7 +135,7 @@ std::optional<Rows> rows_in_parts(
             "input ", like.scalar_type(), " with rows ", counts, " in ", shard.outer,
             " matrices of ", like.size(-1), " columns")};
       });
-  if (!group.point_to_point || group.size == 1) {
+  if (!group.point_to_point || group.alone) {
     return std::nullopt;
   }
   return Rows{shard.outer.guard_int(__FILE__, __LINE__), std::move(counts), std::move(group)};

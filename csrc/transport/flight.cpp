@@ -74,7 +74,9 @@ void launch_into(
     auto flight = std::make_unique<Flight>();
     flight->what = name_of(group);
     flight->collective = work;
-    flight->holds.push_back(sent);
+    if (!sent.is_alias_of(buffer)) {
+      flight->holds.push_back(sent);
+    }
     if (watched()) {
       return flight->wait_all();
     }

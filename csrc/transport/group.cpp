@@ -2,6 +2,8 @@
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
+#include <cstdlib>
+
 namespace deepsp {
 namespace {
 
@@ -14,6 +16,11 @@ bool is_gloo(c10d::ProcessGroup& pg, c10::DeviceType device) {
 }
 
 }  // namespace
+
+bool only_collectives() {
+  const char* value = std::getenv("DEEPSP_TEST_COLLECTIVES");
+  return value != nullptr && std::string_view(value) == "1";
+}
 
 Group resolve_group(
     const char* op,
@@ -39,8 +46,10 @@ Group resolve_group(
   TORCH_CHECK_VALUE(
       pg->getRank() == rank, "expected rank to be ", pg->getRank(),
       ", the rank of this process in group '", name, "', got ", rank);
-  const bool point_to_point = device.is_cpu() && is_gloo(*pg, device.type());
-  return {shared(std::move(pg)), std::string(name), op, rank, size, point_to_point};
+  const bool collectives = only_collectives();
+  const bool point_to_point = !collectives && device.is_cpu() && is_gloo(*pg, device.type());
+  return {shared(std::move(pg)), std::string(name),        op, rank, size,
+          point_to_point,        size == 1 && !collectives};
 }
 
 }  // namespace deepsp

@@ -22,7 +22,13 @@ struct Group {
   int64_t size;
   // Blocks travel by irecv and isend: steady on gloo, where all-to-all isn't.
   bool point_to_point;
+  // Nothing travels.
+  bool alone;
 };
+
+// For tests, with DEEPSP_TEST_COLLECTIVES=1: blocks travel in collectives, as they do on NCCL, on
+// gloo, too, and in groups of one rank. So one process, or one GPU, goes NCCL's way.
+bool only_collectives();
 
 // ValueError if no group of that name exists, or if this process is not `rank`
 // of `size` in it; `sizes` is the list that has an entry for each rank, nullptr where the call

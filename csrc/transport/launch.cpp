@@ -48,12 +48,17 @@ int next_tag(const std::shared_ptr<c10d::ProcessGroup>& pg) {
 
 // Not owned: a tensor that owned its block's memory, held by a work that belongs
 // to the block, would keep itself alive.
-at::Tensor unowned(Bytes bytes) {
+at::Tensor unowned(void* data, at::IntArrayRef sizes, at::ScalarType dtype) {
+  const auto bytes = c10::multiply_integers(sizes) * static_cast<int64_t>(c10::elementSize(dtype));
   at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(c10::Storage::use_byte_size_t(), bytes.size, at::DataPtr(bytes.data, at::kCPU)),
-      c10::DispatchKeySet(c10::DispatchKey::CPU), c10::scalarTypeToTypeMeta(at::kByte));
-  tensor.unsafeGetTensorImpl()->set_sizes_contiguous({bytes.size});
+      c10::Storage(c10::Storage::use_byte_size_t(), bytes, at::DataPtr(data, at::kCPU)),
+      c10::DispatchKeySet(c10::DispatchKey::CPU), c10::scalarTypeToTypeMeta(dtype));
+  tensor.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
   return tensor;
+}
+
+at::Tensor unowned(Bytes bytes) {
+  return unowned(bytes.data, {bytes.size}, at::kByte);
 }
 
 // The same memory in a tensor that Python doesn't know. A backend's thread may let go of it last,
@@ -73,6 +78,11 @@ Work launched(const Group& group, const Launch& launch) {
 at::Tensor empty_buffer(at::IntArrayRef sizes, const at::TensorOptions& options) {
   return options.device().is_cpu() ? pool_empty(sizes, c10::typeMetaToScalarType(options.dtype()))
                                    : at::empty(sizes, options);
+}
+
+at::Tensor lent(const at::Tensor& tensor) {
+  return tensor.is_cpu() ? unowned(tensor.data_ptr(), tensor.sizes(), tensor.scalar_type())
+                         : tensor;
 }
 
 void exchange_point_to_point(

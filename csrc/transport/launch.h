@@ -28,6 +28,10 @@ void exchange_point_to_point(
     const std::function<Bytes(int64_t)>& send,
     Flight& flight);
 
+// A contiguous tensor for a collective whose work will belong to the tensor's own memory
+// (launch_into): on the CPU it doesn't own that, lest both live forever where nobody waits.
+at::Tensor lent(const at::Tensor& tensor);
+
 // One exchange as a collective of one-dimensional tensors; counts in elements.
 Work launch_all_to_all(
     const Group& group,

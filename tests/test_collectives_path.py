@@ -1,0 +1,147 @@
+"""NCCL's way over gloo: blocks travel in collectives, and in a group of one rank, too
+(DEEPSP_TEST_COLLECTIVES). The tests of point to point, against one process, once more."""
+
+import os
+from collections import Counter
+
+import pytest
+import test_along_dim
+import test_attention
+import test_exchange
+import test_gather
+import test_gather_float8
+import test_gradients
+import test_layer
+import test_shares
+import torch
+import torch.distributed as dist
+from harness import on_ranks
+from reference import draw, events
+
+import deepsp
+
+op = torch.ops.deepsp
+bf16, f32, f64 = torch.bfloat16, torch.float32, torch.float64
+RANKS = pytest.mark.parametrize("ranks", [1, 2, 3])
+
+
+def _by_collectives(calls):
+    os.environ["DEEPSP_TEST_COLLECTIVES"] = "1"
+    try:
+        for function, *args in calls:
+            function(*args)
+    finally:
+        del os.environ["DEEPSP_TEST_COLLECTIVES"]
+
+
+def run(ranks, *calls):
+    on_ranks(ranks, _by_collectives, calls)
+
+
+def _counted():
+    """What is launched is a collective each time, and no message."""
+    where = dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name
+    rank, size, name = where
+    x = [draw(1, 4, 4, 8).requires_grad_() for _ in range(3)]
+    shard = draw(3, 5).requires_grad_()
+    out = {}
+
+    def attend():
+        out["y"] = deepsp.distributed_attention(*x, is_causal=True)
+
+    def gather():
+        out["y"] = op.gather_cast(shard, [3] * size, f32, rank, name)
+
+    for forward, there, back in (
+        (attend, {"all_to_all": 2}, {"all_to_all": 2}),
+        (gather, {"all_gather": 1}, {"all_to_all": 1}),
+        (lambda: op.all_reduce(shard.detach(), "partial", *where), {"all_reduce": 1}, {}),
+    ):
+        for call, expected in ((forward, there), (lambda: out["y"].sum().backward(), back)):
+            if expected:
+                found = Counter(e.name for e in events(call) if e.name.startswith("gloo:"))
+                assert found == {f"gloo:{what}": n for what, n in expected.items()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_collectives_are_launched(ranks):
+    run(ranks, (_counted,))
+
+
+@RANKS
+def test_exchange_path(ranks):
+    values = test_exchange._values
+    run(
+        ranks,
+        (values, 2, 13, 6, 3, (8, 8, 4), f64, "bshd", "skewed"),
+        (values, 1, 9, 9, 3, (5, 5, 5), bf16, "bhsd", "empty"),
+        (values, 2, 7, 4, 4, (8, 8, 8), f32, "slices", "split"),
+        (test_exchange._pairs,),
+        (test_exchange._fresh,),
+        (test_exchange._modes,),
+    )
+
+
+@RANKS
+def test_attention_path(ranks):
+    for chunks, kind in ((1, "skewed"), (2, "empty")):
+        run(
+            ranks,
+            (test_attention._sdpa, 2, 13, 8, 2, (8, 8), True, chunks, kind, None),
+            (test_shares._shares, 2, 1, kind, "auto", chunks, "causal", (8, 8)),
+            (test_shares._shares, 8, 2, kind, ranks, chunks, "mask", (4, 6)),
+        )
+
+
+@RANKS
+def test_layer_path(ranks):
+    for heads, kv_heads, chunks, overlap in ((8, 2, 2, True), (4, 4, 1, True), (6, 2, 1, False)):
+        case = (2, 11, heads, kv_heads, 8, 16, (True, True), True, "half", 1, chunks, overlap,
+                "skewed", True)  # fmt: skip
+        run(ranks, (test_layer._equals, case))
+
+
+@RANKS
+def test_gather_path(ranks):
+    even, uneven, one = (2, 2, 2, 2), (3, 0, 5, 1), (1, 0, 0, 0)
+    specs = [
+        (rows, shape, source, dtype, layout)
+        for rows, shape, source, dtype, layout in (
+            (even, (4, 3), f32, bf16, "plain"), (uneven, (7,), f64, f32, "transposed"),
+            (one, (), f64, f64, "strided"), (uneven, (5, 2), bf16, bf16, "expanded"),
+        )
+    ]  # fmt: skip
+    equals = test_gather._equals_one_process
+    run(ranks, (equals, specs, None, False), *((equals, [spec], f64, False) for spec in specs))
+    run(
+        ranks,
+        (test_gather_float8._values, [(uneven, (7,), f32, 1.0)], torch.float8_e4m3fn),
+        (test_along_dim._check, f64, [0, 1, -1], ["even", "split"]),
+        *([(test_gradients._parameters,)] if ranks > 1 else []),
+    )
+
+
+def _dropped():
+    """Nobody waits for what was started: its memory returns."""
+    rank, size, name = dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name
+    x = torch.zeros(1 << 22)  # 16 MiB
+    q = x.view(1, -1, 4, 256)
+
+    def start(times):
+        for _ in range(times):
+            op.all_reduce_start([x], "partial", rank, size, name)
+            op.gather_cast_start(x.view(1, -1), [1] * size, f32, rank, name)
+            op.seq_to_heads_start([q], [q.size(1)] * size, 1, False, rank, name)
+            dist.barrier()
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    start(4)
+    before = start(1)
+    assert start(12) - before < 4 * x.nbytes
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_start_without_a_wait_path(ranks):
+    run(ranks, (_dropped,))
+    on_ranks(ranks, _dropped)  # a sum is a collective, anyway
