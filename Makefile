@@ -170,12 +170,13 @@ else
 			-I$(CUDA_INCLUDE) $$cpp || exit 1; done
 endif
 
-# Uses the machine's own python and torch, and leaves nothing installed.
+# Uses the machine's own python and torch, and leaves nothing installed but build/gpu, of which only
+# what has changed is compiled again. make gpu-test ONLY="along_dim dropout" runs some tests.
 gpu-test:
-	rm -rf build/gpu && mkdir -p build/gpu
+	mkdir -p build/gpu
 	TORCH_CUDA_ARCH_LIST="$$($(PYTHON) -c 'import torch; print("%d.%d" % torch.cuda.get_device_capability())')" \
 		$(PYTHON) setup.py -q build --build-base build/gpu --build-lib build/gpu/lib
-	PYTHONPATH=build/gpu/lib $(PYTHON) tests/gpu/run.py
+	PYTHONPATH=build/gpu/lib $(PYTHON) tests/gpu/run.py $(ONLY)
 
 clean:
 	rm -rf build dist *.egg-info deepsp/*.so deepsp/_built_for.py $(VENV)/built

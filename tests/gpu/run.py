@@ -1,18 +1,20 @@
-"""All that needs a GPU, in one command: ``make gpu-test``. Prints one summary.
+"""All that needs a GPU, in one command: ``make gpu-test``.
 
-Ops on CUDA tensors over gloo with two ranks on one GPU; in an NCCL group of one rank (all but
-the exchange itself: there is nobody to talk to); opcheck and Inductor on CUDA, and the kernels'
-speed against a copy of the same bytes.
+Ops on CUDA tensors over gloo with two ranks on one GPU; in an NCCL group of one rank, where nothing
+travels, and where it sends to itself by collectives (DEEPSP_TEST_COLLECTIVES); opcheck and Inductor
+on CUDA, and the kernels' speed against a copy of the same bytes.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import os
 import sys
 import tempfile
 import time
 import traceback
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,7 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from common import TIGHT, draw, timed
 from gather import cast_bandwidth, gathered, sharded_training
+from launches import capture, large, never_waited_for, odd_rows, streams, threads
 from torch.library import opcheck
 
 import deepsp
@@ -438,20 +441,24 @@ def kernel_bandwidth():
     copy of the same bytes."""
     name = dist.group.WORLD.group_name
     lines = []
-    for heads, kv_heads, d, dtype in (
-        (32, 8, 128, torch.bfloat16), (8, 8, 64, torch.bfloat16), (32, 32, 128, torch.float32),
-        (8, 8, 65, torch.bfloat16),
+    for mib, heads, kv_heads, d, dtype in (
+        (256, 32, 8, 128, torch.bfloat16), (256, 8, 8, 64, torch.bfloat16),
+        (256, 32, 32, 128, torch.float32), (256, 8, 8, 65, torch.bfloat16),
+        (256, 8, 8, 80, torch.bfloat16), (4, 32, 8, 128, torch.bfloat16),
+        (16, 32, 8, 128, torch.bfloat16),
     ):  # fmt: skip
-        s = (256 << 20) // ((heads + 2 * kv_heads) * d * dtype.itemsize)
+        s = (mib << 20) // ((heads + 2 * kv_heads) * d * dtype.itemsize)
         x = [torch.randn(1, s, h, d, device="cuda").to(dtype) for h in (heads, kv_heads, kv_heads)]
         flat = torch.cat([t.flatten() for t in x])
         to = torch.empty_like(flat)
 
+        for y, t in zip(op.seq_to_heads(x, [s], 0, name), x, strict=True):
+            assert torch.equal(y, t)
         plain = timed(lambda to=to, flat=flat: to.copy_(flat))
         pack = timed(lambda x=x, s=s: op.seq_to_heads(x, [s], 0, name))
         gb = 2 * flat.nbytes / 1e9
         lines.append(
-            f"pack {heads},{kv_heads},{d} {dtype}: {gb / pack:.0f} GB/s, "
+            f"pack {mib} MiB of {heads},{kv_heads},{d} {dtype}: {gb / pack:.0f} GB/s, "
             f"plain copy {gb / plain:.0f}, ratio {plain / pack:.2f}"
         )
     return lines
@@ -471,23 +478,33 @@ GLOO_2 = [
     overlap_profile,
     gathered,
     sharded_training,
+    odd_rows,
 ]
-NCCL_1 = [*GLOO_2, kernel_bandwidth, projection_speed, cast_bandwidth]
+ONE = [large, streams, threads, capture, never_waited_for]
+SPEED = [kernel_bandwidth, projection_speed, cast_bandwidth]
+# Backend, ranks, whether one rank sends to itself, tests.
+RUNS = [
+    ("gloo", 2, False, GLOO_2),
+    ("nccl", 1, False, [*GLOO_2, *ONE, *SPEED]),
+    ("nccl", 1, True, [*GLOO_2, *ONE]),
+]
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 
 
-def work(rank: int, size: int, backend: str, path: str, queue) -> None:
+def work(rank: int, size: int, backend: str, collectives: bool, tests, path: str, queue) -> None:
+    os.environ["DEEPSP_TEST_COLLECTIVES"] = str(int(collectives))
     torch.cuda.set_device(0)
     dist.init_process_group(
         backend, init_method=f"file://{path}", rank=rank, world_size=size,
         timeout=datetime.timedelta(seconds=90),
     )  # fmt: skip
-    for test in NCCL_1 if backend == "nccl" else GLOO_2:
+    for test in tests:
         start, error, lines = time.perf_counter(), None, None
         try:
             lines = test()
         except Exception:
             error = traceback.format_exc()
-        queue.put((backend, size, rank, test.__name__, time.perf_counter() - start, error, lines))
+        queue.put((rank, test.__name__, time.perf_counter() - start, error, lines))
         if error:
             break  # the ranks are out of step
     else:
@@ -498,45 +515,71 @@ def work(rank: int, size: int, backend: str, path: str, queue) -> None:
     os._exit(0)  # threads of a broken group must not keep the process
 
 
+def results_of(run: str, size: int, arguments: tuple, count: int, report) -> tuple[int, int]:
+    """Runs the tests on ``size`` ranks. Returns how many passed and failed."""
+    spawn = mp.get_context("spawn")
+    queue = spawn.Queue()
+    passed = failed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "store")
+        group = [
+            spawn.Process(target=work, args=(rank, size, *arguments, path, queue))
+            for rank in range(size)
+        ]
+        for process in group:
+            process.start()
+        seen = dict.fromkeys(range(size), 0)
+        open_ranks = set(seen)
+        while open_ranks:
+            try:
+                rank, name, seconds, error, lines = queue.get(timeout=200)
+            except Exception:
+                report(f"FAILED {run}: no answer from ranks {open_ranks}")
+                failed += len(open_ranks)
+                break
+            seen[rank] += 1
+            if error or seen[rank] == count:
+                open_ranks.discard(rank)
+            failed, passed = failed + bool(error), passed + (not error)
+            word = "FAILED" if error else "passed"
+            report(f"{word} {run}, rank {rank}: {name} {seconds:.1f} s")
+            for line in [error] if error else lines or []:
+                report(f"    {line}")
+        for process in group:
+            process.join(timeout=10)
+            if process.is_alive():
+                process.kill()
+    return passed, failed
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("only", nargs="*", help="parts of the names of tests (default: all)")
+    args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("gpu-test: there is no GPU here")
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    spawn = mp.get_context("spawn")
+    device = torch.cuda.get_device_name()
+    said = []
+
+    def report(line: str) -> None:
+        said.append(line)
+        print(line, flush=True)
+
+    report(f"{device}, torch {torch.__version__}, {datetime.date.today()}")
     passed = failed = 0
-    for backend, size in (("gloo", 2), ("nccl", 1)):
-        queue = spawn.Queue()
-        with tempfile.TemporaryDirectory() as folder:
-            path = os.path.join(folder, "store")
-            group = [
-                spawn.Process(target=work, args=(rank, size, backend, path, queue))
-                for rank in range(size)
-            ]
-            for process in group:
-                process.start()
-            open_ranks = set(range(size))
-            count = len(NCCL_1 if backend == "nccl" else GLOO_2)
-            seen = dict.fromkeys(range(size), 0)
-            while open_ranks:
-                try:
-                    _, _, rank, name, seconds, error, lines = queue.get(timeout=200)
-                except Exception:
-                    print(f"FAILED {backend} x {size}: no answer from ranks {open_ranks}")
-                    failed += len(open_ranks)
-                    break
-                seen[rank] += 1
-                if error or seen[rank] == count:
-                    open_ranks.discard(rank)
-                failed, passed = failed + bool(error), passed + (not error)
-                word = "FAILED" if error else "passed"
-                print(f"{word} {backend} x {size} rank {rank} {name} {seconds:.1f} s", flush=True)
-                for line in [error] if error else lines or []:
-                    print(line, flush=True)
-            for process in group:
-                process.join(timeout=10)
-                if process.is_alive():
-                    process.kill()
-    print(f"{passed} passed, {failed} failed")
+    for backend, size, collectives, tests in RUNS:
+        tests = [t for t in tests if not args.only or any(n in t.__name__ for n in args.only)]
+        if tests:
+            run = f"{backend} x {size}" + ", collectives" * collectives
+            found = results_of(run, size, (backend, collectives, tests), len(tests), report)
+            passed, failed = passed + found[0], failed + found[1]
+    report(f"{passed} passed, {failed} failed")
+    if not args.only:
+        name = "_".join(device.lower().replace("nvidia", "").split())
+        text = "\n".join(["# make gpu-test", "", "```text", *said, "```", ""])
+        (RESULTS / f"gpu_{name}.md").write_text(text)
     sys.exit(1 if failed else 0)
 
 

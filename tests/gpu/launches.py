@@ -1,0 +1,121 @@
+"""How things are launched: large, odd and shifted memory, streams, threads, graphs; and what is
+started and never waited for."""
+
+import os
+import threading
+
+import torch
+import torch.distributed as dist
+from common import TIGHT, draw
+
+import deepsp
+
+op = torch.ops.deepsp
+
+
+def odd_rows():
+    """Rows of 13 MB and 2 bytes, which begin 2 bytes behind a multiple of 16; many small rows."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for outer, row in ((3, 6_500_001), (100_003, 3), (517, 65), (64, 2048)):
+        whole = draw(size * outer * row + 1, dtype=torch.bfloat16)[1:].view(size, outer, row)
+        x = whole[rank]
+        y = deepsp.all_gather(x, 1, sizes=[row] * size, grad="replicated")
+        assert torch.equal(y, torch.cat(list(whole), 1)), (outer, row)
+        y = deepsp.reduce_scatter(y, 1, sizes=[row] * size)
+        assert torch.equal(y, (whole[rank].float() * size).bfloat16()), (outer, row)
+
+
+def large():
+    """More than 2^31 elements, there and back."""
+    shape = (1, (1 << 20) + 8, 16, 129)
+    x = torch.arange(shape[1], device="cuda").remainder(251).to(torch.uint8)
+    x = x[None, :, None, None] + torch.arange(129, device="cuda", dtype=torch.uint8)
+    x = x.expand(shape).transpose(1, 2).contiguous().transpose(1, 2)  # heads lie apart
+    assert x.numel() > 1 << 31
+    (y,) = deepsp.seq_to_heads([x])
+    assert torch.equal(y, x)
+    (z,) = deepsp.heads_to_seq([y], [16])
+    assert torch.equal(z, x)
+
+
+def streams():
+    """Started on one stream, waited for on another."""
+    side = torch.cuda.Stream()
+    for n in range(10):
+        x = draw(1, 512, 8, 64, seed=n, dtype=torch.float32)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(10_000_000)
+            handle = deepsp.seq_to_heads_start([x])
+        torch.cuda.current_stream().wait_stream(side)
+        (y,) = handle.wait()
+        assert torch.equal(y, x), n
+
+
+def threads():
+    """Forward and backward in several threads at once."""
+    errors = []
+
+    def run(seed):
+        try:
+            for n in range(5):
+                x = draw(1, 64, 4, 16, seed=10 * seed + n).requires_grad_()
+                deepsp.distributed_attention(x, x, x, is_causal=True).square().sum().backward()
+                heads = [x.detach().transpose(1, 2).requires_grad_()] * 3
+                y = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+                (g,) = torch.autograd.grad(y.square().sum(), heads[0])
+                torch.testing.assert_close(x.grad, g.transpose(1, 2), **TIGHT)
+        except Exception as error:
+            errors.append(error)
+
+    started = [threading.Thread(target=run, args=(seed,)) for seed in range(3)]
+    for thread in started:
+        thread.start()
+    for thread in started:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def capture():
+    """A CUDA graph of an attention in a group of one. With collectives it isn't captured: their ops
+    say so (cudagraph_unsafe)."""
+    if os.environ["DEEPSP_TEST_COLLECTIVES"] == "1":
+        return
+    x = draw(1, 64, 4, 16, dtype=torch.float32)
+
+    def call():
+        return deepsp.distributed_attention(x, x, x, is_causal=True)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = call()
+    for n in range(3):
+        x.copy_(draw(1, 64, 4, 16, seed=n, dtype=torch.float32))
+        graph.replay()
+        torch.testing.assert_close(y, call())
+
+
+def never_waited_for():
+    """The memory of starts that nobody waits for returns, and the group goes on."""
+    x = draw(1, 1024, 8, 128, dtype=torch.float32)  # 4 MiB
+    rank, size, name = dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name
+
+    def start(times):
+        for _ in range(times):
+            op.seq_to_heads_start([x], [1024] * size, 1, False, rank, name)
+            op.all_reduce_start([x], "partial", rank, size, name)
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    before = start(5)
+    after = start(50)
+    (y,) = deepsp.seq_to_heads([x])
+    assert torch.equal(y, x)
+    assert after - before < 10 * x.nbytes, f"{(after - before) >> 20} MiB more"
