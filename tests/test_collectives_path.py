@@ -101,6 +101,29 @@ def test_layer_path(ranks):
         run(ranks, (test_layer._equals, case))
 
 
+def _products(kv_heads, chunks, forward, backward):
+    """One product makes a chunk's blocks for all ranks; one reads what all have sent."""
+    torch.manual_seed(0)
+    layer = deepsp.SequenceParallelAttention(32, 4, kv_heads, chunks=chunks)
+    x = torch.randn(1, 6, 32, requires_grad=True)
+    out = {}
+
+    def call():
+        out["y"] = layer(x, is_causal=True)
+
+    call()
+    for run_, expected in ((call, forward), (lambda: out["y"].sum().backward(), backward)):
+        found = Counter(e.name for e in events(run_) if e.name in ("aten::mm", "aten::bmm"))
+        assert (found["aten::bmm"], found["aten::mm"]) == expected, found
+
+
+def test_products():
+    # Forward: q, k, v; the output. Backward: dO; dx, dW_q, dW_k, dW_v, dW_o.
+    run(2, (_products, 2, 1, (1, 1), (1, 5)), (_products, 2, 2, (2, 1), (2, 5)))
+    # Ranks with as many query heads but not as many columns: packed behind the product.
+    run(3, (_products, 4, 1, (0, 2), (0, 6)))
+
+
 @RANKS
 def test_gather_path(ranks):
     even, uneven, one = (2, 2, 2, 2), (3, 0, 5, 1), (1, 0, 0, 0)

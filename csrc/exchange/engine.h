@@ -102,6 +102,9 @@ at::Tensor sum_of(const std::vector<at::Tensor>& parts);
 // lying as [S_rank, B, H_i, D_i].
 std::vector<at::Tensor> merge_by_tokens(
     const std::vector<at::Tensor>& buffers, const Layout& layout, bool tokens_first);
+// The same side by side, as a matrix [S_rank·B, Σ H_i·D_i]. landed: nothing is on its way.
+at::Tensor merge_to_rows(
+    const std::vector<at::Tensor>& buffers, const Layout& layout, bool landed = false);
 
 // Waits, and makes the buffer hold all that a wait would find.
 void settle(const at::Tensor& buffer, const Layout& layout, int64_t chunk);

@@ -185,8 +185,14 @@ void launch_to_seq(
   }
 }
 
-std::vector<at::Tensor> merge_by_tokens(
-    const std::vector<at::Tensor>& buffers, const Layout& layout, bool tokens_first) {
+namespace {
+
+// Into outputs [B, S_rank, H_i, D_i].
+void merge_into(
+    const std::vector<at::Tensor>& outputs,
+    const std::vector<at::Tensor>& buffers,
+    const Layout& layout,
+    bool landed) {
   const c10::Device device = buffers[0].device();
   const int64_t item = item_of(buffers[0]);
   const int64_t chunks = layout.heads.chunks();
@@ -194,7 +200,7 @@ std::vector<at::Tensor> merge_by_tokens(
 
   std::vector<std::unique_ptr<Flight>> flights;
   for (const at::Tensor& buffer : buffers) {
-    flights.push_back(flight_into(buffer));
+    flights.push_back(landed ? nullptr : flight_into(buffer));
   }
 
   // Tensor i's heads from `head` on, as rank p sent them in `chunk`.
@@ -212,15 +218,10 @@ std::vector<at::Tensor> merge_by_tokens(
     return view;
   };
 
-  std::vector<at::Tensor> outputs;
   std::vector<std::vector<StridedCopy>> copies(chunks * layout.parts());  // by chunk and source
   std::vector<StridedSum> sums;
   for (size_t i = 0; i < layout.heads.tensors(); ++i) {
     const int64_t dim = layout.head_dims[i];
-    const int64_t heads = layout.heads.num_heads(i);
-    outputs.push_back(
-        tokens_first ? empty_buffer({tokens, layout.batch, heads, dim}, buffers[0]).transpose(0, 1)
-                     : empty_buffer({layout.batch, tokens, heads, dim}, buffers[0]));
     for (const HeadSegment& segment : layout.heads.segments(i)) {
       const View to = view_of(outputs[i], 0, segment.heads.begin);
       const int64_t n[kCopyDims] = {tokens, layout.batch, segment.heads.size(), dim};
@@ -266,10 +267,46 @@ std::vector<at::Tensor> merge_by_tokens(
   for (int64_t chunk = 0; chunk < chunks; ++chunk) {
     if (flights[chunk]) {
       flights[chunk]->wait_sends();
-      mark_landed(buffers[chunk]);
+      mark_landed(buffers[chunk], flights[chunk]->together);
     }
   }
+}
+
+}  // namespace
+
+std::vector<at::Tensor> merge_by_tokens(
+    const std::vector<at::Tensor>& buffers, const Layout& layout, bool tokens_first) {
+  const int64_t tokens = layout.seq_lens[layout.rank];
+  std::vector<at::Tensor> outputs;
+  for (size_t i = 0; i < layout.heads.tensors(); ++i) {
+    const int64_t heads = layout.heads.num_heads(i), dim = layout.head_dims[i];
+    outputs.push_back(
+        tokens_first ? empty_buffer({tokens, layout.batch, heads, dim}, buffers[0]).transpose(0, 1)
+                     : empty_buffer({layout.batch, tokens, heads, dim}, buffers[0]));
+  }
+  merge_into(outputs, buffers, layout, /*landed=*/false);
   return outputs;
+}
+
+at::Tensor merge_to_rows(
+    const std::vector<at::Tensor>& buffers, const Layout& layout, bool landed) {
+  const int64_t tokens = layout.seq_lens[layout.rank];
+  int64_t columns = 0;
+  for (size_t i = 0; i < layout.heads.tensors(); ++i) {
+    columns += layout.heads.num_heads(i) * layout.head_dims[i];
+  }
+  const at::Tensor rows = empty_buffer({tokens, layout.batch, columns}, buffers[0]);
+  std::vector<at::Tensor> outputs;
+  int64_t column = 0;
+  for (size_t i = 0; i < layout.heads.tensors(); ++i) {
+    const int64_t heads = layout.heads.num_heads(i), dim = layout.head_dims[i];
+    outputs.push_back(rows.narrow(2, column, heads * dim)
+                          .view({tokens, layout.batch, heads, dim})
+                          .transpose(0, 1));
+    column += heads * dim;
+  }
+  merge_into(outputs, buffers, layout, landed);
+  return rows.view({tokens * layout.batch, columns});
 }
 
 namespace {
@@ -306,6 +343,7 @@ void settle(const at::Tensor& buffer, const Layout& layout, int64_t chunk) {
   // Nothing is on its way any more, but a wait must know how the buffer is laid out.
   auto settled = std::make_unique<Flight>();
   settled->split = flight->split;
+  settled->together = flight->together;
   launch_into(buffer, std::move(settled));
 }
 
@@ -336,7 +374,7 @@ at::Tensor Arrivals::part(size_t i, int64_t p, Range heads) const {
 void Arrivals::finish() {
   if (flight_) {
     flight_->wait_all();
-    mark_landed(buffer_);
+    mark_landed(buffer_, flight_->together);
   }
 }
 

@@ -10,6 +10,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 
+#include <algorithm>
+
 namespace deepsp {
 
 // x, or a gradient: [B, S_rank, dim].
@@ -45,6 +47,12 @@ inline at::Tensor batches_of(const at::Tensor& rows, const Layout& layout) {
 inline at::Tensor rows_for(at::TensorList of, const Layout& layout, size_t i, Range heads) {
   const int64_t dim = layout.head_dims[i];
   return of[i].narrow(0, heads.begin * dim, heads.size() * dim);
+}
+
+// Whether all blocks arrive at once, from several ranks: then one copy that puts them side by side
+// costs less than a product for each.
+inline bool arrive_together(const Tensors& buffers, const Layout& layout) {
+  return layout.parts() > 1 && std::all_of(buffers.begin(), buffers.end(), travels_together);
 }
 
 // What arrives in the buffers of all chunks. Calls visit(chunk, p) for every block

@@ -48,12 +48,16 @@ at::Tensor heads_to_output_wait(
   const at::Tensor by_head = weight.t();  // [H·D, features]
   ProductSum sum({layout.seq_lens[rank] * layout.batch, weight.size(0)}, buffers[0]);
   const Tensors arriving = dense(buffers);
-  Landing arrivals(arriving, layout, false);
-  arrivals.in_order([&](int64_t chunk, int64_t p) {
-    sum.add_product(
-        block_of(arriving[chunk], layout, chunk, p),
-        rows_for(by_head, layout, 0, layout.heads.range(0, p, chunk)));
-  });
+  if (arrive_together(arriving, layout)) {
+    sum.add_product(merge_to_rows(arriving, layout), by_head);
+  } else {
+    Landing arrivals(arriving, layout, false);
+    arrivals.in_order([&](int64_t chunk, int64_t p) {
+      sum.add_product(
+          block_of(arriving[chunk], layout, chunk, p),
+          rows_for(by_head, layout, 0, layout.heads.range(0, p, chunk)));
+    });
+  }
   at::Tensor y = sum.total();
   if (bias.has_value()) {
     y.add_(*bias);
@@ -83,9 +87,17 @@ at::Tensor heads_to_output_weight_grad(
   const Tensors arrived = dense(buffers);
   const int64_t dim = layout.head_dims[0];
   const at::Tensor result = empty_buffer({grad.size(2), layout.heads.num_heads(0) * dim}, grad);
+  const bool together = arrive_together(arrived, layout);
   for (int64_t chunk = 0; chunk < layout.heads.chunks(); ++chunk) {
     // A graph that computes the forward again has no use for its output, nor a wait.
     ensure_landed(arrived[chunk], layout, chunk);
+  }
+  if (together) {
+    at::Tensor out = result;
+    at::mm_out(out, rows.t(), merge_to_rows(arrived, layout, /*landed=*/true));
+    return result;
+  }
+  for (int64_t chunk = 0; chunk < layout.heads.chunks(); ++chunk) {
     for (int64_t p = 0; p < layout.parts(); ++p) {
       const Range heads = layout.heads.range(0, p, chunk);
       at::Tensor out = result.narrow(1, heads.begin * dim, heads.size() * dim);

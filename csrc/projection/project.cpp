@@ -3,6 +3,7 @@
 #include "../common/product_sum.h"
 #include "linear.h"
 
+#include <ATen/ops/bmm.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/sum.h>
@@ -126,6 +127,51 @@ struct Projection {
     }
   }
 
+  // Makes the blocks of all ranks, which lie behind one another, by one product.
+  void together(int64_t chunk, c10::ArrayRef<Place> places) const {
+    Tensors weights_of, biases_of;
+    std::vector<int64_t> widths;
+    for (const Place& place : places) {
+      for (const HeadColumns& piece : pieces_of(layout, place.p, chunk)) {
+        weights_of.push_back(rows_for(weights, layout, piece.i, piece.heads));
+        if (!biases.empty()) {
+          biases_of.push_back(rows_for(biases, layout, piece.i, piece.heads));
+        }
+      }
+      widths.push_back(layout.columns(place.p, chunk));
+    }
+    const at::Tensor weight = at::cat(weights_of);
+    const int64_t n = rows.size(0), dim = rows.size(1);
+    const auto ranks = static_cast<int64_t>(places.size());
+    if (std::all_of(widths.begin(), widths.end(), [&](int64_t w) { return w == widths[0]; })) {
+      at::Tensor blocks = at::for_blob(places[0].block, {ranks, n, widths[0]})
+                              .target_device(rows.device())
+                              .options(rows.options())
+                              .make_tensor();
+      at::bmm_out(
+          blocks, rows.expand({ranks, n, dim}),
+          weight.view({ranks, widths[0], dim}).transpose(1, 2));
+      if (!biases.empty()) {
+        blocks.add_(at::cat(biases_of).view({ranks, 1, widths[0]}));
+      }
+      return;
+    }
+    at::Tensor product = at::mm(rows, weight.t());
+    if (!biases.empty()) {
+      product.add_(at::cat(biases_of));
+    }
+    const int64_t item = item_of(rows), all = product.size(1) * item;
+    const char* from = data_of(product);
+    std::vector<StridedCopy> copies;
+    for (size_t i = 0; i < places.size(); ++i) {
+      const int64_t row = widths[i] * item;
+      copies.push_back(
+          coalesce({from, places[i].block, {1, 1, 1, n}, {0, 0, 0, all}, {0, 0, 0, row}, row}));
+      from += row;
+    }
+    run(copies, rows.device());
+  }
+
   // Makes the block [S_rank·B, X_p].
   void operator()(int64_t chunk, const Place& place) const {
     const std::vector<HeadColumns> pieces = pieces_of(layout, place.p, chunk);
@@ -175,9 +221,10 @@ Tensors project_to_heads_start(
     const int64_t chunk = last_first ? count - 1 - n : n;
     buffers[chunk] = buffer_for(shapes, chunk, x);
     const auto make = [&](c10::ArrayRef<Place> places) {
-      for (const Place& place : places) {
-        project(chunk, place);
+      if (places.size() > 1) {
+        return project.together(chunk, places);
       }
+      project(chunk, places[0]);
     };
     for (const Place& left : launch_to_heads(make, layout, chunk, group.get(), buffers[chunk])) {
       own.emplace_back(chunk, left);
@@ -251,6 +298,36 @@ struct ProjectionGradients {
     }
     add_weight(grad, i, heads);
   }
+
+  // grads [S_rank·B, Σ H_i·D_i]: all there is.
+  Tensors of_rows(const at::Tensor& grads) {
+    if (x.has_value()) {
+      x->add_product(grads, weights.size() == 1 ? weights[0] : at::cat(weights));
+    }
+    int64_t column = 0;
+    for (size_t i = 0; i < weights.size(); ++i) {
+      const int64_t heads = layout.heads.num_heads(i), width = heads * layout.head_dims[i];
+      add_weight(grads.narrow(1, column, width), i, {0, heads});
+      column += width;
+    }
+    return all();
+  }
+
+  // What was wanted, in order.
+  Tensors all() {
+    Tensors results;
+    if (x.has_value()) {
+      results.push_back(batches_of(x->total(), layout));
+    }
+    for (const auto& of : {weight, bias}) {
+      for (const at::Tensor& gradient : of) {
+        if (gradient.defined()) {
+          results.push_back(gradient);
+        }
+      }
+    }
+    return results;
+  }
 };
 
 Tensors project_to_heads_backward(
@@ -306,6 +383,9 @@ Tensors project_to_heads_backward(
     }
   }
   const Tensors arriving = dense(buffers);
+  if (arrive_together(arriving, layout)) {
+    return gradients.of_rows(merge_to_rows(arriving, layout));
+  }
   Landing arrivals(arriving, layout, true);
   arrivals.in_order([&](int64_t chunk, int64_t p) {
     const std::vector<HeadColumns> pieces = pieces_of(layout, p, chunk);
@@ -339,17 +419,7 @@ Tensors project_to_heads_backward(
     }
   }
 
-  if (wanted[0]) {
-    results.push_back(batches_of(gradients.x->total(), layout));
-  }
-  for (const auto& of : {gradients.weight, gradients.bias}) {
-    for (const at::Tensor& gradient : of) {
-      if (gradient.defined()) {
-        results.push_back(gradient);
-      }
-    }
-  }
-  return results;
+  return gradients.all();
 }
 
 }  // namespace

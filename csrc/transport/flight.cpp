@@ -74,6 +74,7 @@ void launch_into(
     auto flight = std::make_unique<Flight>();
     flight->what = name_of(group);
     flight->collective = work;
+    flight->together = true;
     if (!sent.is_alias_of(buffer)) {
       flight->holds.push_back(sent);
     }
@@ -90,28 +91,39 @@ std::unique_ptr<Flight> land(const at::Tensor& buffer) {
   auto flight = flight_into(buffer);
   if (flight) {
     flight->wait_all();
-    mark_landed(buffer);
+    mark_landed(buffer, flight->together);
   }
   return flight;
 }
 
-void mark_landed(const at::Tensor& buffer) {
+void mark_landed(const at::Tensor& buffer, bool together) {
   auto landed = std::make_unique<Flight>();
   landed->landed = true;
+  landed->together = together;
   set_flight(buffer, std::move(landed));
 }
 
-bool has_landed(const at::Tensor& buffer) {
-  if (!buffer.is_cpu()) {
-    return false;
-  }
+namespace {
+
+// Of a buffer on the CPU.
+bool has(const at::Tensor& buffer, bool Flight::* what) {
   auto flight = take_flight(buffer);
   if (!flight) {
     return false;
   }
-  const bool landed = flight->landed;
+  const bool it_has = (*flight).*what;
   set_flight(buffer, std::move(flight));
-  return landed;
+  return it_has;
+}
+
+}  // namespace
+
+bool has_landed(const at::Tensor& buffer) {
+  return buffer.is_cpu() && has(buffer, &Flight::landed);
+}
+
+bool travels_together(const at::Tensor& buffer) {
+  return !buffer.is_cpu() || has(buffer, &Flight::together);
 }
 
 std::unique_ptr<Flight> flight_into(const at::Tensor& buffer) {

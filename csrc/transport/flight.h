@@ -28,6 +28,7 @@ struct Flight {
   std::vector<Work> sends;
   // Any other backend.
   Work collective;
+  bool together = false;  // all blocks arrive at once, by a collective
   // Waited for, and so without `own`: to be waited for no more.
   bool landed = false;
   // Which exchange it is, for errors: set when it is launched.
@@ -67,7 +68,9 @@ std::unique_ptr<Flight> flight_into(const at::Tensor& buffer);
 // Waits, if nobody has, and takes the buffer.
 std::unique_ptr<Flight> land(const at::Tensor& buffer);
 // From now on flight_into(buffer) raises: a buffer is waited for once.
-void mark_landed(const at::Tensor& buffer);
+void mark_landed(const at::Tensor& buffer, bool together = false);
+// Whether all blocks of the buffer arrive, or have arrived, at once.
+bool travels_together(const at::Tensor& buffer);
 // Whether it was marked so.
 bool has_landed(const at::Tensor& buffer);
 
