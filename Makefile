@@ -127,17 +127,17 @@ SAN := -std=c++20 -O1 -g -fno-sanitize-recover=all -Wall -Wno-unknown-pragmas -p
 sanitize: $(SANITIZED)
 	@for program in $(SANITIZED); do echo $$program && $$program || exit 1; done
 
-build/sanitize/kernels-%: tests/cpp/kernels.cpp $(wildcard csrc/kernels/*.cpp csrc/kernels/*.h csrc/layout/*)
+build/sanitize/kernels-%: tests/cpp/kernels.cpp tests/cpp/common.h $(wildcard csrc/kernels/*.cpp csrc/kernels/*.h csrc/layout/*)
 	@mkdir -p build/sanitize
 	$(CXX) $(SAN) -fsanitize=$*$(if $(filter address,$*),$(COMMA)undefined) $< csrc/kernels/*.cpp \
 		csrc/layout/*.cpp -o $@
 
-build/sanitize/cuda-address: tests/cpp/cuda.cpp tests/cpp/cuda_on_cpu.h $(CU) $(wildcard csrc/kernels/*)
+build/sanitize/cuda-address: tests/cpp/cuda.cpp $(wildcard tests/cpp/*.h) $(CU) $(wildcard csrc/kernels/*)
 	@mkdir -p build/sanitize
 	$(CXX) $(SAN) -fsanitize=address,undefined -DDEEPSP_CUDA -I$(CUDA_INCLUDE) \
 		-include tests/cpp/cuda_on_cpu.h -x c++ $< $(CU) csrc/kernels/*.cpp -o $@
 
-build/sanitize/pool-%: tests/cpp/pool.cpp $(wildcard csrc/transport/pool.* csrc/transport/*.h) $(VENV)/ready
+build/sanitize/pool-%: tests/cpp/pool.cpp tests/cpp/common.h $(wildcard csrc/transport/pool.* csrc/transport/*.h) $(VENV)/ready
 	@mkdir -p build/sanitize
 	torch=$$($(BIN)/python -c 'import os, torch; print(os.path.dirname(torch.__file__))') && \
 		$(CXX) $(SAN) -fsanitize=$*$(if $(filter address,$*),$(COMMA)undefined) $< -o $@ \

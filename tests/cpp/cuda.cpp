@@ -5,30 +5,15 @@
 #include "../../csrc/kernels/cast.h"
 #include "../../csrc/kernels/copy_plan.h"
 #include "../../csrc/kernels/float16.h"
+#include "common.h"
 
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
 #include <memory>
-#include <random>
 #include <type_traits>
 
 using namespace deepsp;
 
 namespace {
-
-void require(bool fine, const char* what) {
-  if (!fine) {
-    std::fprintf(stderr, "failed: %s\n", what);
-    std::exit(1);
-  }
-}
-
-std::mt19937_64 generator(0);
-
-int64_t draw(int64_t least, int64_t most) {
-  return std::uniform_int_distribution<int64_t>(least, most)(generator);
-}
 
 int64_t one_of(std::initializer_list<int64_t> values) {
   return values.begin()[draw(0, static_cast<int64_t>(values.size()) - 1)];

@@ -7,30 +7,15 @@
 #include "../../csrc/layout/blocks.h"
 #include "../../csrc/layout/buffer.h"
 #include "../../csrc/layout/shards.h"
+#include "common.h"
 
-#include <cstdio>
-#include <cstdlib>
 #include <functional>
 #include <memory>
-#include <random>
 #include <thread>
 
 using namespace deepsp;
 
 namespace {
-
-void require(bool fine, const char* what) {
-  if (!fine) {
-    std::fprintf(stderr, "failed: %s\n", what);
-    std::exit(1);
-  }
-}
-
-std::mt19937_64 generator(0);
-
-int64_t draw(int64_t least, int64_t most) {
-  return std::uniform_int_distribution<int64_t>(least, most)(generator);
-}
 
 // Rows [0, rows), each by one thread.
 void on_threads(int64_t rows, const std::function<void(int64_t, int64_t)>& work) {

@@ -3,10 +3,9 @@
 
 // Its source: torch's headers take longest, and are read once.
 #include "../../csrc/transport/pool.cpp"
+#include "common.h"
 
 #include <atomic>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <mutex>
 #include <random>
@@ -28,13 +27,6 @@ namespace {
 constexpr int kThreads = 4;
 constexpr int kRounds = 300;
 constexpr int64_t kLimit = 4 << 20;
-
-void require(bool fine, const char* what) {
-  if (!fine) {
-    std::fprintf(stderr, "failed: %s\n", what);
-    std::exit(1);
-  }
-}
 
 // Tensors on their way from one thread to another.
 std::mutex mutex;
