@@ -116,8 +116,8 @@ def linear_cross_entropy(
         label_smoothing: 0 to 1.
         average_gradients: as in :func:`cross_entropy`.
         chunk_tokens: the number of tokens whose logits exist at a time; None: as many as take 32
-            MiB in float32 (float64 for float64), at least one. 16-bit logits are copied to float32,
-            so both exist. At most 512 in float16, whose sums end at 65504.
+            MiB in float32 (float64 for float64), at least one, on a GPU 1024. 16-bit logits are
+            copied to float32, so both exist. At most 512 in float16, whose sums end at 65504.
         softcap: if given, ``softcap * tanh(logits / softcap)`` takes the logits' place (Gemma 2,
             https://arxiv.org/abs/2408.00118, section 2). Its slopes take as much memory as a
             chunk's logits.
