@@ -144,6 +144,23 @@ def _parameters():
             deepsp.sync_gradients(wrong)
 
 
+def _large():
+    """More than two buckets (25 MiB), of several dtypes."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    sizes = [(1 << 20, torch.float32)] * 30 + [(3, torch.float64)] + [(5 << 20, torch.bfloat16)] * 3
+    parameters = [nn.Parameter(torch.zeros(n, dtype=dtype)) for n, dtype in sizes]
+    for i, p in enumerate(parameters):
+        p.grad = torch.full_like(p, float(i + rank))
+    deepsp.sync_gradients(parameters)
+    for i, p in enumerate(parameters):
+        expected = torch.full_like(p, float(size * i + size * (size - 1) // 2))
+        assert torch.equal(p.grad, expected), i
+
+
+def test_many_buckets():
+    on_ranks(2, _large)
+
+
 def _sparse():
     torch.manual_seed(0)
     embedding = nn.Embedding(4, 2, sparse=True)

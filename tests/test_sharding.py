@@ -271,6 +271,8 @@ def _limit(prefetch, expected):
     [
         (250, [2, 4, 4, 4, 6, 6, 8, 8, 9, 9, 9]),
         (0, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
+        # Each is larger than the limit: the next one travels nevertheless.
+        (50, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 10]),
         (10_000, [8] * 11),
     ],
 )

@@ -217,22 +217,29 @@ void sum_gradients_kernel(
   if (group.alone) {
     return;
   }
-  for (Bucket& bucket : buckets) {
-    Tensors flat;
-    for (const at::Tensor& gradient : bucket.gradients) {
-      flat.push_back(gradient.reshape({-1}));
-    }
-    bucket.flat = at::cat(flat);
-    bucket.work = launch_sum(group, bucket.flat);
-  }
-  for (Bucket& bucket : buckets) {
+  const auto finish = [&](Bucket& bucket) {
     wait_for(group, bucket.work);
     int64_t offset = 0;
     for (const at::Tensor& gradient : bucket.gradients) {
       gradient.copy_(bucket.flat.narrow(0, offset, gradient.numel()).view(gradient.sizes()));
       offset += gradient.numel();
     }
+    bucket.flat.reset();
+    bucket.work.reset();
+  };
+  // Two are in flight: all at once would be the gradients once more.
+  for (size_t n = 0; n < buckets.size(); ++n) {
+    Tensors flat;
+    for (const at::Tensor& gradient : buckets[n].gradients) {
+      flat.push_back(gradient.reshape({-1}));
+    }
+    buckets[n].flat = at::cat(flat);
+    buckets[n].work = launch_sum(group, buckets[n].flat);
+    if (n > 0) {
+      finish(buckets[n - 1]);
+    }
   }
+  finish(buckets.back());
 }
 
 at::Tensor all_reduce_kernel(

@@ -48,8 +48,8 @@ def shard_parameters(
             What is left alone is yours to reduce: :func:`deepsp.sync_gradients` does it.
         gradient_reduction: "sum", or "mean": the sum divided by the number of ranks.
         reshard_after_forward: False keeps in memory what autograd saves of gathered parameters.
-        prefetch_bytes: at most so many gathered bytes, but for what is in use, travel or lie ready;
-            0: every parameter is gathered alone, when it is used.
+        prefetch_bytes: at most so many gathered bytes, or one parameter if it is larger, travel or
+            lie ready besides what is in use; 0: every parameter is gathered alone, when it is used.
 
     Returns:
         ``module``.

@@ -46,7 +46,8 @@ class Order:
     Args:
         start: launches the gather of several parameters, all of which autograd sees or none.
         size: bytes of a gathered parameter.
-        prefetch_bytes: at most so many gathered bytes travel or lie ready before their first use.
+        prefetch_bytes: at most so many gathered bytes, or one bucket, travel or lie ready before
+            their first use; 0: none.
     """
 
     def __init__(
@@ -120,7 +121,8 @@ class Order:
         ahead = 0
         for n in range(current + 1, len(self._buckets)):
             ahead += self._buckets[n].bytes
-            if ahead > self._prefetch_bytes:
+            # A parameter may be larger: the next one is under way nevertheless.
+            if ahead > self._prefetch_bytes and (n > current + 1 or self._prefetch_bytes == 0):
                 return
             self._launch_until(n + 1)
 
