@@ -147,7 +147,7 @@ def test_gather_path(ranks):
 def _dropped():
     """Nobody waits for what was started: its memory returns."""
     rank, size, name = dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name
-    x = torch.zeros(1 << 22)  # 16 MiB
+    x = torch.zeros(1 << 20)  # 4 MiB
     q = x.view(1, -1, 4, 256)
 
     def start(times):
@@ -161,7 +161,8 @@ def _dropped():
 
     start(4)
     before = start(1)
-    assert start(12) - before < 4 * x.nbytes
+    # A backend's threads may let go of some later.
+    assert start(60) - before < 25 * x.nbytes
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
