@@ -131,8 +131,10 @@ def main() -> None:
     lines = [
         "# What the attention layer launches on NCCL", "",
         f"One rank of {args.ranks}, {args.tokens} tokens, hidden size {HIDDEN}, {HEADS} and "
-        f"{KV_HEADS} heads, bfloat16. GiB are what is read and written, by products' inputs, by",
-        "copies, and element by element (sums of products, casts, concatenated weights).", "",
+        f"{KV_HEADS} heads, bfloat16. GiB are the inputs of products (in a batch as often as they "
+        "are read), what is copied, and what is read and written element by element (sums of "
+        "products, casts). Copies are calls on the CPU, where a merge is one for each rank; on a "
+        "GPU it is one.", "",
         "| overlap, chunks | | products | GiB | copies | GiB | elementwise | GiB | exchanges |",
         "|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
