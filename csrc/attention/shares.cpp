@@ -150,6 +150,9 @@ at::Tensor attention_of_shares(
   const c10::SymInt batch = inputs[0].sym_size(0);
   const ShareLayout shares(counts, ranks, query_parts);
   const std::vector<Cell> cells = shares.cells(rank);
+  // As many draws on every rank, whatever the number of its cells.
+  const auto last = static_cast<int64_t>(cells.size()) - 1;
+  const int64_t draws = asked.dropout_p > 0 ? shares.most_cells() - last : 1;
   chunks = std::min<int64_t>(chunks, 2);
   const Tensors arriving =
       seq_to_shares_start(inputs, query_parts, seq_lens, chunks, false, rank, group_name);
@@ -164,20 +167,18 @@ at::Tensor attention_of_shares(
       v = arrived[cells.size() + 1];
     }
     Tensors out;
-    for (size_t c = 0; c < cells.size(); ++c) {
+    for (int64_t c = 0; c <= last; ++c) {
       const auto read = [&](const at::Tensor& x) {
-        return kv_of_share(
-            x, counts[0], counts[1], query_parts, ranks, rank, static_cast<int64_t>(c));
+        return kv_of_share(x, counts[0], counts[1], query_parts, ranks, rank, c);
       };
       SymInts queries;
       for (const auto& [begin, end] : shares.tokens(cells[c], total, chunk, chunks)) {
         queries.push_back(begin);
         queries.push_back(end);
       }
-      // As many in all on every rank, whatever the number of its cells.
-      const auto draws = c + 1 < cells.size() ? 1 : shares.most_cells() - static_cast<int64_t>(c);
       out.push_back(attention_of_queries(
-          arrived[c], read(k), read(v), asked, cells[c].heads, queries, rank, draws));
+          arrived[c], read(k), read(v), asked, cells[c].heads, queries, rank,
+          c < last ? 1 : draws));
     }
     leaving.push_back(shares_to_seq_start(
         out, {num_heads[0]}, query_parts, seq_lens, chunk, chunks, rank, group_name));

@@ -31,10 +31,6 @@ int64_t bytes_of(const std::vector<StridedCopy>& copies) {
   return bytes;
 }
 
-int64_t size_of(Float dtype) {
-  return dtype == Float::f64 ? 8 : dtype == Float::f32 ? 4 : 2;
-}
-
 }  // namespace
 
 StridedCopy copy_of(const View& from, const View& to, const int64_t (&n)[kCopyDims], int64_t item) {

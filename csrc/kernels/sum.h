@@ -13,6 +13,10 @@ namespace deepsp {
 
 enum class Float { f64, f32, bf16, f16 };
 
+inline int64_t size_of(Float dtype) {
+  return dtype == Float::f64 ? 8 : dtype == Float::f32 ? 4 : 2;
+}
+
 constexpr int kSumDims = 4;
 constexpr int kMaxSumSources = 512;
 

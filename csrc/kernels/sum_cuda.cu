@@ -141,10 +141,6 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ B
   }
 }
 
-int64_t size_of(Float dtype) {
-  return dtype == Float::f64 ? 8 : dtype == Float::f32 ? 4 : 2;
-}
-
 // Whether each kVector elements lie together, at a multiple of 16 bytes.
 bool has_vectors(const StridedSum& sum) {
   const auto fits = [&](const void* data, const int64_t* stride, int64_t item) {

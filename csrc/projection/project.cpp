@@ -127,38 +127,39 @@ struct Projection {
     }
   }
 
+  at::Tensor over(char* block, at::IntArrayRef sizes) const {
+    return at::for_blob(block, sizes)
+        .target_device(rows.device())
+        .options(rows.options())
+        .make_tensor();
+  }
+
   // Makes the blocks of all ranks, which lie behind one another, by one product.
   void together(int64_t chunk, c10::ArrayRef<Place> places) const {
-    Tensors weights_of, biases_of;
+    std::vector<HeadColumns> pieces;
     std::vector<int64_t> widths;
     for (const Place& place : places) {
       for (const HeadColumns& piece : pieces_of(layout, place.p, chunk)) {
-        weights_of.push_back(rows_for(weights, layout, piece.i, piece.heads));
-        if (!biases.empty()) {
-          biases_of.push_back(rows_for(biases, layout, piece.i, piece.heads));
-        }
+        pieces.push_back(piece);
       }
       widths.push_back(layout.columns(place.p, chunk));
     }
-    const at::Tensor weight = at::cat(weights_of);
+    const at::Tensor weight = rows_for(weights, layout, pieces);
     const int64_t n = rows.size(0), dim = rows.size(1);
     const auto ranks = static_cast<int64_t>(places.size());
     if (std::all_of(widths.begin(), widths.end(), [&](int64_t w) { return w == widths[0]; })) {
-      at::Tensor blocks = at::for_blob(places[0].block, {ranks, n, widths[0]})
-                              .target_device(rows.device())
-                              .options(rows.options())
-                              .make_tensor();
+      at::Tensor blocks = over(places[0].block, {ranks, n, widths[0]});
       at::bmm_out(
           blocks, rows.expand({ranks, n, dim}),
           weight.view({ranks, widths[0], dim}).transpose(1, 2));
       if (!biases.empty()) {
-        blocks.add_(at::cat(biases_of).view({ranks, 1, widths[0]}));
+        blocks.add_(rows_for(biases, layout, pieces).view({ranks, 1, widths[0]}));
       }
       return;
     }
     at::Tensor product = at::mm(rows, weight.t());
     if (!biases.empty()) {
-      product.add_(at::cat(biases_of));
+      product.add_(rows_for(biases, layout, pieces));
     }
     const int64_t item = item_of(rows), all = product.size(1) * item;
     const char* from = data_of(product);
@@ -176,10 +177,7 @@ struct Projection {
   void operator()(int64_t chunk, const Place& place) const {
     const std::vector<HeadColumns> pieces = pieces_of(layout, place.p, chunk);
     const int64_t columns = layout.columns(place.p, chunk);
-    const at::Tensor block = at::for_blob(place.block, {rows.size(0), columns})
-                                 .target_device(rows.device())
-                                 .options(rows.options())
-                                 .make_tensor();
+    const at::Tensor block = over(place.block, {rows.size(0), columns});
     if (narrow(pieces, kNarrow)) {
       write(
           block, rows_for(weights, layout, pieces),

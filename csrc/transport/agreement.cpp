@@ -9,7 +9,6 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <sstream>
 
 namespace deepsp {
@@ -43,8 +42,7 @@ std::string line_of(const std::string& text, size_t n) {
 }  // namespace
 
 bool debugging() {
-  const char* value = std::getenv("DEEPSP_DEBUG");
-  return value != nullptr && std::string(value) == "1";
+  return is_switched_on("DEEPSP_DEBUG");
 }
 
 void check_agreement(

@@ -17,8 +17,8 @@ bool is_gloo(c10d::ProcessGroup& pg, c10::DeviceType device) {
 
 }  // namespace
 
-bool only_collectives() {
-  const char* value = std::getenv("DEEPSP_TEST_COLLECTIVES");
+bool is_switched_on(const char* variable) {
+  const char* value = std::getenv(variable);
   return value != nullptr && std::string_view(value) == "1";
 }
 
@@ -46,7 +46,9 @@ Group resolve_group(
   TORCH_CHECK_VALUE(
       pg->getRank() == rank, "expected rank to be ", pg->getRank(),
       ", the rank of this process in group '", name, "', got ", rank);
-  const bool collectives = only_collectives();
+  // For tests: blocks travel in collectives, as they do on NCCL, on gloo, too, and in groups of one
+  // rank. So one process, or one GPU, goes NCCL's way.
+  const bool collectives = is_switched_on("DEEPSP_TEST_COLLECTIVES");
   const bool point_to_point = !collectives && device.is_cpu() && is_gloo(*pg, device.type());
   return {shared(std::move(pg)), std::string(name),        op, rank, size,
           point_to_point,        size == 1 && !collectives};

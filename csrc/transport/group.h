@@ -26,9 +26,8 @@ struct Group {
   bool alone;
 };
 
-// For tests, with DEEPSP_TEST_COLLECTIVES=1: blocks travel in collectives, as they do on NCCL, on
-// gloo, too, and in groups of one rank. So one process, or one GPU, goes NCCL's way.
-bool only_collectives();
+// Whether an environment variable is 1.
+bool is_switched_on(const char* variable);
 
 // ValueError if no group of that name exists, or if this process is not `rank`
 // of `size` in it; `sizes` is the list that has an entry for each rank, nullptr where the call

@@ -164,10 +164,6 @@ void large_copies() {
 
 // ---------------------------------------------------------------- floats
 
-int64_t size_of(Float dtype) {
-  return dtype == Float::f64 ? 8 : dtype == Float::f32 ? 4 : 2;
-}
-
 constexpr Float kFloats[] = {Float::f64, Float::f32, Float::bf16, Float::f16};
 
 double value_of(Float dtype, const char* at) {

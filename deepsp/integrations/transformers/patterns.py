@@ -59,10 +59,12 @@ def without_documents(function: Callable) -> Callable | None:
     from transformers import masking_utils as known
 
     inside = _made(function, known.and_masks(lambda: None))
+    if inside is None or len(inside["mask_functions"]) != 2:
+        return None
     documents = known.packed_sequence_mask_function(None)
     # Versions differ in which comes first.
-    others = [f for f in (inside or {}).get("mask_functions", ()) if _made(f, documents) is None]
-    if inside is None or len(others) != 1 or len(inside["mask_functions"]) != 2:
+    others = [f for f in inside["mask_functions"] if _made(f, documents) is None]
+    if len(others) != 1:
         return None
     (pattern,) = others
     remap = getattr(known, "remap_positions_for_packed_sequence", None)  # since 5.23
