@@ -137,7 +137,7 @@ build/sanitize/cuda-address: tests/cpp/cuda.cpp $(wildcard tests/cpp/*.h) $(CU) 
 	$(CXX) $(SAN) -fsanitize=address,undefined -DDEEPSP_CUDA -I$(CUDA_INCLUDE) \
 		-include tests/cpp/cuda_on_cpu.h -x c++ $< $(CU) csrc/kernels/*.cpp -o $@
 
-build/sanitize/pool-%: tests/cpp/pool.cpp tests/cpp/common.h $(wildcard csrc/transport/pool.* csrc/transport/*.h) $(VENV)/ready
+build/sanitize/pool-%: tests/cpp/pool.cpp tests/cpp/common.h $(wildcard csrc/transport/pool.* csrc/transport/flight_table.* csrc/transport/*.h) $(VENV)/ready
 	@mkdir -p build/sanitize
 	torch=$$($(BIN)/python -c 'import os, torch; print(os.path.dirname(torch.__file__))') && \
 		$(CXX) $(SAN) -fsanitize=$*$(if $(filter address,$*),$(COMMA)undefined) $< -o $@ \
@@ -177,6 +177,11 @@ gpu-test:
 	TORCH_CUDA_ARCH_LIST="$$($(PYTHON) -c 'import torch; print("%d.%d" % torch.cuda.get_device_capability())')" \
 		$(PYTHON) setup.py -q build --build-base build/gpu --build-lib build/gpu/lib
 	PYTHONPATH=build/gpu/lib $(PYTHON) tests/gpu/run.py $(ONLY)
+	@if command -v compute-sanitizer > /dev/null; then \
+		echo "== memory accesses of the kernels, under compute-sanitizer" && \
+		PYTHONPATH=build/gpu/lib compute-sanitizer --target-processes all --report-api-errors no \
+			--error-exitcode 1 $(PYTHON) tests/gpu/run.py exchange_values odd_rows along_dim; \
+	else echo "== there is no compute-sanitizer: memory accesses stay unchecked here"; fi
 
 clean:
 	rm -rf build dist *.egg-info deepsp/*.so deepsp/_built_for.py $(VENV)/built

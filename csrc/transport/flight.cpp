@@ -5,6 +5,7 @@
 #include "errors.h"
 #include "pool.h"
 
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 
 namespace deepsp {
@@ -20,7 +21,7 @@ void clear_if_watched(const at::Tensor& buffer) {
 }
 
 Flight::~Flight() {
-  if (failed_) {
+  if (failed_ || stream.has_value()) {
     return;
   }
   try {
@@ -64,27 +65,48 @@ void Flight::wait_all() {
   wait_sends();
 }
 
+namespace {
+
+c10::Stream current_stream(const at::Tensor& of) {
+  return c10::impl::VirtualGuardImpl(of.device().type()).getStream(of.device());
+}
+
+// Memory belongs to the stream that it was made for: torch gives it to the next tensor of that
+// stream as soon as its own is gone. What another stream waits for, it uses, too.
+void used_on_current_stream(const at::Tensor& buffer, const Flight& flight) {
+  const c10::Stream current = current_stream(buffer);
+  if (current == *flight.stream) {
+    return;
+  }
+  const c10::impl::VirtualGuardImpl device(buffer.device().type());
+  device.recordDataPtrOnStream(buffer.storage().data_ptr(), current);
+  for (const at::Tensor& sent : flight.holds) {
+    device.recordDataPtrOnStream(sent.storage().data_ptr(), current);
+  }
+}
+
+}  // namespace
+
 void launch_into(const at::Tensor& buffer, std::unique_ptr<Flight> flight) {
   set_flight(buffer, std::move(flight));
 }
 
 void launch_into(
     const Group& group, const at::Tensor& buffer, const Work& work, const at::Tensor& sent) {
-  if (buffer.is_cpu()) {
-    auto flight = std::make_unique<Flight>();
-    flight->what = name_of(group);
-    flight->collective = work;
-    flight->together = true;
-    if (!sent.is_alias_of(buffer)) {
-      flight->holds.push_back(sent);
-    }
-    if (watched()) {
-      return flight->wait_all();
-    }
-    set_flight(buffer, std::move(flight));
-  } else {
-    c10d::register_work(buffer, intrusive(work));  // an asynchronous work holds what it sends
+  auto flight = std::make_unique<Flight>();
+  flight->what = name_of(group);
+  flight->collective = work;
+  flight->together = true;
+  if (!buffer.is_cpu()) {
+    flight->stream = current_stream(buffer);
   }
+  if (!sent.is_alias_of(buffer)) {
+    flight->holds.push_back(sent);
+  }
+  if (watched()) {
+    return flight->wait_all();
+  }
+  set_flight(buffer, std::move(flight));
 }
 
 std::unique_ptr<Flight> land(const at::Tensor& buffer) {
@@ -105,7 +127,6 @@ void mark_landed(const at::Tensor& buffer, bool together) {
 
 namespace {
 
-// Of a buffer on the CPU.
 bool has(const at::Tensor& buffer, bool Flight::* what) {
   auto flight = take_flight(buffer);
   if (!flight) {
@@ -119,7 +140,7 @@ bool has(const at::Tensor& buffer, bool Flight::* what) {
 }  // namespace
 
 bool has_landed(const at::Tensor& buffer) {
-  return buffer.is_cpu() && has(buffer, &Flight::landed);
+  return has(buffer, &Flight::landed);
 }
 
 bool travels_together(const at::Tensor& buffer) {
@@ -127,15 +148,14 @@ bool travels_together(const at::Tensor& buffer) {
 }
 
 std::unique_ptr<Flight> flight_into(const at::Tensor& buffer) {
-  if (!buffer.is_cpu()) {
-    c10d::wait_tensor(buffer);
-    return nullptr;
-  }
-  auto flight = take_flight(buffer);
   TORCH_CHECK_VALUE(
-      !flight || !flight->landed,
+      !has(buffer, &Flight::landed),
       "expected a buffer that hasn't been waited for, got one that was waited for already; call "
       "the wait once for each start");
+  auto flight = take_flight(buffer);
+  if (flight && flight->stream.has_value()) {
+    used_on_current_stream(buffer, *flight);
+  }
   return flight;
 }
 

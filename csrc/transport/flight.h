@@ -3,7 +3,10 @@
 
 #include "group.h"
 
+#include <c10/core/Stream.h>
+
 #include <memory>
+#include <optional>
 #include <vector>
 
 namespace c10d {
@@ -15,8 +18,8 @@ namespace deepsp {
 using Work = std::shared_ptr<c10d::Work>;
 
 // An exchange that is on its way into a buffer, and all that must live until it
-// has arrived. It belongs to the buffer's block (pool.h), so a buffer that
-// nobody waits for takes it along when it goes.
+// has arrived. It belongs to the buffer's block (pool.h), or is found by its storage
+// (flight_table.h), so a buffer that nobody waits for takes it along when it goes.
 struct Flight {
   // Declared before the works, which must end before what they send goes.
   std::vector<at::Tensor> holds;  // what is being sent
@@ -29,6 +32,9 @@ struct Flight {
   // Any other backend.
   Work collective;
   bool together = false;  // all blocks arrive at once, by a collective
+  // On a GPU: where it was launched. What is sent and received is then the backend's, too, until it
+  // has arrived, so that nobody need wait.
+  std::optional<c10::Stream> stream;
   // Waited for, and so without `own`: to be waited for no more.
   bool landed = false;
   // Which exchange it is, for errors: set when it is launched.
@@ -37,8 +43,8 @@ struct Flight {
   Flight() = default;
   Flight(const Flight&) = delete;
   Flight& operator=(const Flight&) = delete;
-  // Waits, if nobody has: what is on its way must not write into memory that
-  // somebody else has by then, nor leave the group halfway.
+  // Waits on the CPU, if nobody has: what is on its way must not write into memory
+  // that somebody else has by then, nor leave the group halfway.
   ~Flight();
 
   void wait_receive(int64_t source);
@@ -62,8 +68,7 @@ void clear_if_watched(const at::Tensor& buffer);
 void launch_into(const at::Tensor& buffer, std::unique_ptr<Flight> flight);
 void launch_into(
     const Group& group, const at::Tensor& buffer, const Work& work, const at::Tensor& sent);
-// The flight into the buffer, null where nothing is on its way or what is has
-// arrived (on a GPU: in the order of the current stream).
+// The flight into the buffer, null where nothing is on its way.
 std::unique_ptr<Flight> flight_into(const at::Tensor& buffer);
 // Waits, if nobody has, and takes the buffer.
 std::unique_ptr<Flight> land(const at::Tensor& buffer);

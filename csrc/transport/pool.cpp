@@ -2,6 +2,7 @@
 
 #include "../common/checks.h"
 #include "flight.h"
+#include "flight_table.h"
 
 #include <ATen/EmptyTensor.h>
 #include <c10/util/safe_numerics.h>
@@ -120,6 +121,12 @@ Pool& pool() {
   return *instance;
 }
 
+// Never destroyed, for the same reason.
+FlightTable& table() {
+  static FlightTable* const instance = new FlightTable;
+  return *instance;
+}
+
 void release(void* context) {
   Block* block = static_cast<Block*>(context);
   block->flight.reset();  // waits
@@ -154,13 +161,16 @@ at::Tensor pool_empty(at::IntArrayRef sizes, at::ScalarType dtype) {
 
 void set_flight(const at::Tensor& buffer, std::unique_ptr<Flight> flight) {
   Block* block = block_of(buffer);
-  TORCH_INTERNAL_ASSERT(block && !block->flight);
+  if (!block) {
+    return table().set(buffer.storage(), std::move(flight));
+  }
+  TORCH_INTERNAL_ASSERT(!block->flight);
   block->flight = std::move(flight);
 }
 
 std::unique_ptr<Flight> take_flight(const at::Tensor& buffer) {
   Block* block = block_of(buffer);
-  return block ? std::move(block->flight) : nullptr;
+  return block ? std::move(block->flight) : table().take(buffer.storage());
 }
 
 int64_t pool_idle_bytes() {

@@ -14,8 +14,9 @@ struct Flight;
 // A contiguous uninitialised CPU tensor on a block of the pool.
 at::Tensor pool_empty(at::IntArrayRef sizes, at::ScalarType dtype);
 
-// The exchange that is filling the tensor's block, null where none is; only
-// tensors of the pool can have one. take_flight leaves none behind.
+// The exchange that is filling the tensor's memory, null where none is. take_flight leaves none
+// behind. A block of the pool owns its flight, and waits for it before it is given back; other
+// memory's is in a table (flight_table.h).
 void set_flight(const at::Tensor& buffer, std::unique_ptr<Flight> flight);
 std::unique_ptr<Flight> take_flight(const at::Tensor& buffer);
 

@@ -1,9 +1,13 @@
 // The buffer pool under sanitizers (`make sanitize`): several threads take blocks, write them, hand
-// them to each other and give them back, while its limit changes.
+// them to each other and give them back, while its limit changes. And what is on its way into
+// memory that isn't the pool's.
 
 // Its source: torch's headers take longest, and are read once.
+#include "../../csrc/transport/flight_table.cpp"
 #include "../../csrc/transport/pool.cpp"
 #include "common.h"
+
+#include <ATen/ops/empty.h>
 
 #include <atomic>
 #include <cstring>
@@ -64,6 +68,69 @@ void work(int thread) {
   }
 }
 
+// What a GPU's buffers rely on; any memory will do.
+void flights_of_other_memory() {
+  const auto flight = [](bool landed) {
+    auto made = std::make_unique<Flight>();
+    made->landed = landed;
+    return made;
+  };
+  FlightTable table;
+  ended = 0;
+  at::Tensor dropped = at::empty({4}, at::kFloat), waited = at::empty({4}, at::kFloat);
+  const at::Tensor view = waited.view({2, 2});
+  table.set(dropped.storage(), flight(false));
+  table.set(waited.storage(), flight(false));
+  dropped.reset();
+  require(ended == 0 && table.size() == 2, "nothing is looked at before the next launch");
+  const at::Tensor other = at::empty({4}, at::kFloat);
+  table.set(other.storage(), flight(false));
+  require(ended == 1 && table.size() == 2, "what nobody waits for leaves with the next launch");
+  require(table.take(view.storage()) != nullptr, "a view finds its storage's flight");
+  require(table.take(waited.storage()) == nullptr, "a flight is taken once");
+
+  table.set(waited.storage(), flight(true));
+  std::vector<at::Tensor> kept;
+  for (int n = 0; n < 1000; ++n) {
+    const at::Tensor gone = at::empty({4}, at::kFloat);
+    kept.push_back(n % 10 == 0 ? at::empty({4}, at::kFloat) : at::Tensor());
+    for (const at::Tensor& of : {gone, kept.back()}) {
+      if (of.defined()) {
+        table.set(of.storage(), flight(true));
+      }
+    }
+    require(table.size() < 400, "marks go with their storages");
+  }
+  for (at::Tensor& of : kept) {
+    require(!of.defined() || table.take(of.storage())->landed, "marks stay with their storages");
+  }
+  require(table.take(waited.storage())->landed, "so does the first");
+
+  // Of several threads. Their tensors live: torch's own code isn't built for TSan.
+  kept.assign(kThreads * 50, at::Tensor());
+  for (at::Tensor& of : kept) {
+    of = at::empty({4}, at::kFloat);
+  }
+  std::vector<std::thread> threads;
+  for (int t = 0; t < kThreads; ++t) {
+    threads.emplace_back([&, t] {
+      for (int round = 0; round < 20; ++round) {
+        for (int n = 0; n < 50; ++n) {
+          const c10::Storage& mine = kept[t * 50 + n].storage();
+          table.set(mine, flight(n % 2 == 0));
+          require(n % 5 == 0 || table.take(mine)->landed == (n % 2 == 0), "one's own flight");
+        }
+        for (int n = 0; n < 50; n += 5) {
+          require(table.take(kept[t * 50 + n].storage()) != nullptr, "it is still there");
+        }
+      }
+    });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -80,5 +147,6 @@ int main() {
   require(pool_idle_bytes() <= pool_limit(), "the limit holds at the end");
   pool_clear();
   require(pool_idle_bytes() == 0, "clear gives everything back");
+  flights_of_other_memory();
   std::puts("pool: fine");
 }

@@ -39,7 +39,8 @@ def large():
 
 
 def streams():
-    """Started on one stream, waited for on another."""
+    """Started on one stream, waited for on another, which still reads what arrived, and what was
+    sent, when the first makes tensors anew."""
     side = torch.cuda.Stream()
     for n in range(10):
         x = draw(1, 512, 8, 64, seed=n, dtype=torch.float32)
@@ -49,7 +50,32 @@ def streams():
             handle = deepsp.seq_to_heads_start([x])
         torch.cuda.current_stream().wait_stream(side)
         (y,) = handle.wait()
-        assert torch.equal(y, x), n
+        torch.cuda._sleep(10_000_000)
+        found = y.clone()
+        del handle, y
+        with torch.cuda.stream(side):
+            anew = [torch.full_like(x, -1) for _ in range(4)]
+        assert torch.equal(found, x), n
+        del anew
+
+
+def waited_for_twice():
+    """Each start is waited for once."""
+    x = draw(1, 512, 8, 64, dtype=torch.float32)
+    rank, size, name = dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name
+    if size == 1 and os.environ["DEEPSP_TEST_COLLECTIVES"] != "1":
+        return  # nothing travels
+    lens = [512] * size
+    (buffer,) = op.seq_to_heads_start([x], lens, 1, False, rank, name)
+    call = (buffer, [8], [64], 1, lens, 0, 1, rank, name)
+    op.seq_to_heads_wait(*call)
+    for _ in range(2):
+        try:
+            op.seq_to_heads_wait(*call)
+        except ValueError as error:
+            assert "waited for already" in str(error)
+        else:
+            raise AssertionError("expected the second wait to raise")
 
 
 def threads():

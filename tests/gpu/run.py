@@ -22,7 +22,15 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from common import TIGHT, draw, timed
 from gather import cast_bandwidth, gathered, sharded_training
-from launches import capture, large, never_waited_for, odd_rows, streams, threads
+from launches import (
+    capture,
+    large,
+    never_waited_for,
+    odd_rows,
+    streams,
+    threads,
+    waited_for_twice,
+)
 from torch.library import opcheck
 
 import deepsp
@@ -479,6 +487,7 @@ GLOO_2 = [
     gathered,
     sharded_training,
     odd_rows,
+    waited_for_twice,
 ]
 ONE = [large, streams, threads, capture, never_waited_for]
 SPEED = [kernel_bandwidth, projection_speed, cast_bandwidth]

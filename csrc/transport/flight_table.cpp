@@ -1,0 +1,60 @@
+#include "flight_table.h"
+
+#include "flight.h"
+
+#include <algorithm>
+
+namespace deepsp {
+
+FlightTable::FlightTable() = default;
+FlightTable::~FlightTable() = default;
+
+FlightTable::Entries FlightTable::expired(Entries& entries) {
+  Entries gone;
+  for (auto it = entries.begin(); it != entries.end();) {
+    const auto next = std::next(it);
+    if (it->second.storage.expired()) {
+      gone.insert(entries.extract(it));
+    }
+    it = next;
+  }
+  return gone;
+}
+
+void FlightTable::set(const c10::Storage& storage, std::unique_ptr<Flight> flight) {
+  Entries flown, marks;  // end outside the lock
+  std::lock_guard<std::mutex> lock(mutex_);
+  flown = expired(flying_);
+  if (landed_.size() >= look_at_) {
+    marks = expired(landed_);
+    look_at_ = std::max<size_t>(64, 2 * landed_.size());
+  }
+  Entries& entries = flight->landed ? landed_ : flying_;
+  // An entry keeps its storage's address from being given to another.
+  const bool is_new = entries
+                          .emplace(
+                              storage.unsafeGetStorageImpl(),
+                              Entry{storage.getWeakStorageImpl(), std::move(flight)})
+                          .second;
+  TORCH_INTERNAL_ASSERT(is_new);
+}
+
+std::unique_ptr<Flight> FlightTable::take(const c10::Storage& storage) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (Entries* entries : {&flying_, &landed_}) {
+    const auto found = entries->find(storage.unsafeGetStorageImpl());
+    if (found != entries->end()) {
+      auto flight = std::move(found->second.flight);
+      entries->erase(found);
+      return flight;
+    }
+  }
+  return nullptr;
+}
+
+size_t FlightTable::size() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return flying_.size() + landed_.size();
+}
+
+}  // namespace deepsp

@@ -1,0 +1,44 @@
+#pragma once
+// What is on its way into buffers that aren't the pool's: those of a GPU, which torch allocates.
+
+#include <c10/core/Storage.h>
+
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+
+namespace deepsp {
+
+struct Flight;
+
+// Flights by the storage that they fill. The table owns nothing of a storage: what nobody waits
+// for leaves it when something else is launched.
+class FlightTable {
+ public:
+  FlightTable();
+  ~FlightTable();
+
+  void set(const c10::Storage& storage, std::unique_ptr<Flight> flight);
+  // Null where there is none. Leaves none behind.
+  std::unique_ptr<Flight> take(const c10::Storage& storage);
+  // How many it has, of storages that live or not.
+  size_t size();
+
+ private:
+  struct Entry {
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+    std::unique_ptr<Flight> flight;
+  };
+  using Entries = std::unordered_map<const void*, Entry>;
+
+  // Of storages that are gone.
+  static Entries expired(Entries& entries);
+
+  std::mutex mutex_;
+  Entries flying_;
+  // Many: a mark stays as long as its storage, and is looked at now and then.
+  Entries landed_;
+  size_t look_at_ = 64;
+};
+
+}  // namespace deepsp
