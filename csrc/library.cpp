@@ -114,8 +114,8 @@ int64_t head_chunks(int64_t num_heads, int64_t parts, int64_t chunks) {
 
 TORCH_LIBRARY(deepsp, m) {
   const std::vector<at::Tag> pure = {at::Tag::pt2_compliant_tag};
-  // A collective that waits inside can't be captured in a CUDA graph.
-  const std::vector<at::Tag> collective = {at::Tag::pt2_compliant_tag, at::Tag::cudagraph_unsafe};
+  // What waits inside, or asks a generator where it stands, can't be captured in a CUDA graph.
+  const std::vector<at::Tag> uncaptured = {at::Tag::pt2_compliant_tag, at::Tag::cudagraph_unsafe};
 
   // --- layout: pure integer functions
 
@@ -143,7 +143,7 @@ TORCH_LIBRARY(deepsp, m) {
   m.def(
       "check_agreement(str op, str[] arguments, Tensor like, int rank, int size, "
       "str group_name) -> ()",
-      collective);
+      uncaptured);
 
   // --- exchange
 
@@ -153,14 +153,14 @@ TORCH_LIBRARY(deepsp, m) {
   // Composite: the start and the wait below.
   m.def(
       "seq_to_heads(Tensor[] inputs, SymInt[] seq_lens, int rank, str group_name) -> Tensor[]",
-      collective);
+      uncaptured);
   // Its adjoint: inputs[i] [B, S, h_i, D_i] -> [B, S_rank, H_i, D_i], fresh and
   // contiguous; tokens_first: lying in memory as [S_rank, B, H_i, D_i]. What several
   // ranks say of one head is summed, in rank order, in float32 (float64 for float64).
   m.def(
       "heads_to_seq(Tensor[] inputs, SymInt[] num_heads, SymInt[] seq_lens, int rank, "
       "str group_name, *, bool tokens_first=False) -> Tensor[]",
-      collective);
+      uncaptured);
   // The same in two halves. What a start returns is on its way: nobody may read
   // it, and nobody may write to the inputs, until it was waited for, once. A wait
   // consumes its buffer. Both halves run in eager code, or both in compiled code.
@@ -169,23 +169,23 @@ TORCH_LIBRARY(deepsp, m) {
   m.def(
       "seq_to_heads_start(Tensor[] inputs, SymInt[] seq_lens, int chunks, bool last_first, "
       "int rank, str group_name) -> Tensor[]",
-      collective);
+      uncaptured);
   m.def(
       "seq_to_heads_wait(Tensor(a -> *) buffer, SymInt[] num_heads, SymInt[] head_dims, "
       "SymInt batch, SymInt[] seq_lens, int chunk, int chunks, int rank, "
       "str group_name) -> Tensor(a)[]",
-      collective);
+      uncaptured);
   // The heads of one chunk.
   m.def(
       "heads_to_seq_start(Tensor[] inputs, SymInt[] num_heads, SymInt[] seq_lens, int chunk, "
       "int chunks, int rank, str group_name) -> Tensor",
-      collective);
+      uncaptured);
   // The buffers of all chunks, in order.
   m.def(
       "heads_to_seq_wait(Tensor[] buffers, SymInt[] num_heads, SymInt[] head_dims, "
       "SymInt batch, SymInt[] seq_lens, int rank, str group_name, *, "
       "bool tokens_first=False) -> Tensor[]",
-      collective);
+      uncaptured);
 
   // --- the exchange where ranks share heads
 
@@ -211,24 +211,24 @@ TORCH_LIBRARY(deepsp, m) {
   m.def(
       "seq_to_shares_start(Tensor[] inputs, int query_parts, SymInt[] seq_lens, int chunks, "
       "bool last_first, int rank, str group_name) -> Tensor[]",
-      collective);
+      uncaptured);
   // For each cell, queries [B, n, h, D_0]; with chunk 0, then the heads that they read of each
   // other tensor, [B, S, h_i, D_i]. Fresh.
   m.def(
       "seq_to_shares_wait(Tensor buffer, SymInt[] num_heads, SymInt[] head_dims, SymInt batch, "
       "int query_parts, SymInt[] seq_lens, int chunk, int chunks, int rank, str group_name) -> "
       "Tensor[]",
-      collective);
+      uncaptured);
   // What such a wait returns, on its way back: [B, S_rank, H_i, D_i]. What several ranks say of one
   // head is summed as by heads_to_seq.
   m.def(
       "shares_to_seq_start(Tensor[] inputs, SymInt[] num_heads, int query_parts, "
       "SymInt[] seq_lens, int chunk, int chunks, int rank, str group_name) -> Tensor",
-      collective);
+      uncaptured);
   m.def(
       "shares_to_seq_wait(Tensor[] buffers, SymInt[] num_heads, SymInt[] head_dims, SymInt batch, "
       "int query_parts, SymInt[] seq_lens, int rank, str group_name) -> Tensor[]",
-      collective);
+      uncaptured);
 
   // --- linear layers around the exchange
 
@@ -239,13 +239,13 @@ TORCH_LIBRARY(deepsp, m) {
   m.def(
       "project_to_heads(Tensor x, Tensor[] weights, Tensor[] biases, SymInt[] num_heads, "
       "SymInt[] seq_lens, int rank, str group_name) -> Tensor[]",
-      collective);
+      uncaptured);
   // input [B, S, h, D], exchanged to this rank's tokens of all heads, then through a
   // linear layer: weight [dim, H·D], bias [dim] -> [B, S_rank, dim]. Composite.
   m.def(
       "heads_to_output(Tensor input, Tensor weight, Tensor? bias, SymInt num_heads, "
       "SymInt[] seq_lens, int rank, str group_name) -> Tensor",
-      collective);
+      uncaptured);
   // The halves that compute; seq_to_heads_wait and heads_to_seq_start are the others.
   // Products are written into what is sent, and taken from what arrived: nothing is
   // packed or merged. Sums of 16-bit products are taken in float32.
@@ -253,19 +253,19 @@ TORCH_LIBRARY(deepsp, m) {
       "project_to_heads_start(Tensor x, Tensor[] weights, Tensor[] biases, "
       "SymInt[] num_heads, SymInt[] seq_lens, int chunks, bool last_first, int rank, "
       "str group_name) -> Tensor[]",
-      collective);
+      uncaptured);
   // The buffers of all chunks, in order.
   m.def(
       "heads_to_output_wait(Tensor[] buffers, Tensor weight, Tensor? bias, SymInt num_heads, "
       "SymInt batch, SymInt[] seq_lens, int rank, str group_name) -> Tensor",
-      collective);
+      uncaptured);
   // What their backwards need. `wanted`: whether for x, each weight, each bias; the
   // gradients wanted come in that order. They have no derivative.
   m.def(
       "project_to_heads_backward(Tensor[] buffers, Tensor? x, Tensor[] weights, "
       "SymInt[] num_heads, SymInt batch, SymInt[] seq_lens, int[] wanted, int rank, "
       "str group_name) -> Tensor[]",
-      collective);
+      uncaptured);
   // From the buffers of heads_to_output_wait, which may have waited for them.
   m.def(
       "heads_to_output_weight_grad(Tensor grad, Tensor[] buffers, SymInt num_heads, "
@@ -289,7 +289,7 @@ TORCH_LIBRARY(deepsp, m) {
       "Tensor? documents=None, int[] window_size=[], "
       "float? softcap=None, Tensor? sinks=None, "
       "int? kv_chunk=None, int query_parts=1) -> Tensor",
-      collective);
+      uncaptured);
   // What a chunk's query heads read of k or v: `received` is what each wait so far
   // has given, [B, S, h, D], the first chunk's first. Each head is repeated for its
   // query heads where their numbers differ from head to head; else a view.
@@ -332,25 +332,30 @@ TORCH_LIBRARY(deepsp, m) {
       "int[] window_size, float? scale, float? softcap, Tensor? sinks, int kv_chunk, "
       "SymInt[] seq_lens, int rank, str group_name) -> "
       "(Tensor output, Tensor q_of_heads, Tensor output_of_heads, Tensor log_sum_exp)",
-      collective);
+      uncaptured);
   m.def(
       "streamed_attention_backward(Tensor grad, Tensor k, Tensor v, Tensor? documents, "
       "bool is_causal, int[] window_size, float? scale, float? softcap, Tensor? sinks, "
       "int kv_chunk, SymInt num_heads, SymInt[] seq_lens, int rank, str group_name, "
       "Tensor q_of_heads, Tensor output_of_heads, Tensor log_sum_exp) -> Tensor[]",
-      collective);
-  // scaled_dot_product_attention of [B, S, h, D], dropping what this rank's own seed says, which
-  // follows from the default generator and the rank: the output, and the seed. Its gradients, of
+      uncaptured);
+  // scaled_dot_product_attention of [B, S, h, D], dropping what a seed says. Its gradients, of
   // q, k, v and attn_mask, where wanted, compute it once more; they have no derivative.
+  // dropout_seed: a rank's own, an int64 scalar on the CPU, lest a GPU be waited for. It follows
+  // from the rank and the default generator of like's device, which draws `draws` times. (A fake
+  // one's device is said in Python.)
+  m.def(
+      "dropout_seed(Tensor like, int rank, int draws=1) -> Tensor",
+      {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded, at::Tag::cudagraph_unsafe});
   m.def(
       "attention_with_dropout(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, float dropout_p, "
-      "bool is_causal, float? scale, int rank, int draws=1) -> (Tensor output, Tensor seed)",
-      {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
+      "bool is_causal, float? scale, Tensor seed) -> Tensor",
+      uncaptured);
   m.def(
       "attention_with_dropout_backward(Tensor grad, Tensor q, Tensor k, Tensor v, "
       "Tensor? attn_mask, float dropout_p, bool is_causal, float? scale, Tensor seed, "
       "int[] wanted) -> Tensor[]",
-      pure);
+      uncaptured);
   // Raises what attention_of_chunk would, for callers that send before they attend.
   m.def(
       "check_attention(Tensor? attn_mask, float dropout_p, bool is_causal, ScalarType dtype, "
@@ -371,36 +376,36 @@ TORCH_LIBRARY(deepsp, m) {
   m.def(
       "all_gather(Tensor input, int dim, SymInt[] sizes, str grad, int rank, str group_name, *, "
       "ScalarType? reduce_dtype=None) -> Tensor",
-      collective);
+      uncaptured);
   // This rank's part along dim of the sum. The gradient is the all-gather of the parts'. Composite.
   m.def(
       "reduce_scatter(Tensor input, int dim, SymInt[] sizes, int rank, str group_name, *, "
       "ScalarType? reduce_dtype=None) -> Tensor",
-      collective);
+      uncaptured);
   // This rank's part along dim of what every rank has: nothing travels. Its gradient is the
   // all-gather of the parts' ("replicated"), or zero beside the part ("partial"). Composite.
   m.def(
       "scatter(Tensor input, int dim, SymInt[] sizes, str grad, int rank, str group_name) -> "
       "Tensor",
-      collective);
+      uncaptured);
   // In halves, as above: what a start returns is on its way; a wait consumes it. shape: the full
   // tensor's. A buffer is [ranks, the largest part's elements].
   m.def(
       "all_gather_start(Tensor input, int dim, SymInt[] sizes, str grad, int rank, "
       "str group_name, *, ScalarType? reduce_dtype=None) -> Tensor",
-      collective);
+      uncaptured);
   m.def(
       "all_gather_wait(Tensor(a -> *) buffer, int dim, SymInt[] sizes, SymInt[] shape, str grad, "
       "int rank, str group_name) -> Tensor(a)[]",
-      collective);
+      uncaptured);
   m.def(
       "reduce_scatter_start(Tensor input, int dim, SymInt[] sizes, int rank, str group_name) -> "
       "Tensor",
-      collective);
+      uncaptured);
   m.def(
       "reduce_scatter_wait(Tensor buffer, int dim, SymInt[] sizes, SymInt[] shape, int rank, "
       "str group_name, *, ScalarType? reduce_dtype=None) -> Tensor",
-      collective);
+      uncaptured);
   // For "replicated" gradients.
   m.def(
       "scatter_start(Tensor input, int dim, SymInt[] sizes, int rank, str group_name) -> Tensor",
@@ -415,21 +420,21 @@ TORCH_LIBRARY(deepsp, m) {
   m.def(
       "all_reduce(Tensor input, str grad, int rank, int size, str group_name, *, "
       "ScalarType? reduce_dtype=None) -> Tensor",
-      collective);
+      uncaptured);
   // The tensors of one call have one dtype and travel in one message: one flat buffer on its way;
   // views of it. shapes: one after another, dims: how many sizes each tensor has.
   m.def(
       "all_reduce_start(Tensor[] inputs, str grad, int rank, int size, str group_name, *, "
       "ScalarType? reduce_dtype=None) -> Tensor",
-      collective);
+      uncaptured);
   m.def(
       "all_reduce_wait(Tensor(a -> *) buffer, SymInt[] shapes, int[] dims, str grad, int rank, "
       "int size, str group_name, *, ScalarType? reduce_dtype=None) -> Tensor(a)[]",
-      collective);
+      uncaptured);
   // In place: each tensor becomes its sum over the group.
   m.def(
       "sum_gradients_(Tensor(a!)[] gradients, int rank, int size, str group_name) -> ()",
-      collective);
+      uncaptured);
 
   // --- linear layers around them
 
@@ -439,24 +444,24 @@ TORCH_LIBRARY(deepsp, m) {
   m.def(
       "all_gather_matmul(Tensor input, Tensor weight, Tensor? bias, int dim, SymInt[] sizes, "
       "int rank, str group_name, *, ScalarType? reduce_dtype=None) -> Tensor",
-      collective);
+      uncaptured);
   // This rank's part along dim of the sum of the ranks' products, and the bias: on gloo, a part
   // travels while the next is computed.
   m.def(
       "matmul_reduce_scatter(Tensor input, Tensor weight, Tensor? bias, int dim, SymInt[] sizes, "
       "int rank, str group_name, *, ScalarType? reduce_dtype=None) -> Tensor",
-      collective);
+      uncaptured);
   // What their backwards need. wanted: whether for input, weight, bias; the gradients wanted come
   // in that order. They have no derivative.
   m.def(
       "all_gather_matmul_backward(Tensor grad, Tensor input, Tensor weight, int dim, "
       "SymInt[] sizes, int[] wanted, int rank, str group_name, *, "
       "ScalarType? reduce_dtype=None) -> Tensor[]",
-      collective);
+      uncaptured);
   m.def(
       "matmul_reduce_scatter_backward(Tensor grad, Tensor input, Tensor weight, int dim, "
       "SymInt[] sizes, int[] wanted, int rank, str group_name) -> Tensor[]",
-      collective);
+      uncaptured);
 
   // --- replicated tensors that every rank uses for its own tokens
 
@@ -484,71 +489,71 @@ TORCH_LIBRARY(deepsp, m) {
   m.def(
       "gather_cast(Tensor shard, SymInt[] sizes, ScalarType dtype, int rank, str group_name, *, "
       "ScalarType? reduce_dtype=None) -> Tensor",
-      collective);
+      uncaptured);
   // In two halves; a wait consumes its buffer. row_shape: the shard's shape without
   // dimension 0.
   m.def(
       "gather_cast_start(Tensor shard, SymInt[] sizes, ScalarType dtype, int rank, "
       "str group_name, *, ScalarType? reduce_dtype=None) -> Tensor",
-      collective);
+      uncaptured);
   m.def(
       "gather_cast_wait(Tensor(a) buffer, SymInt[] sizes, SymInt[] row_shape, ScalarType dtype, "
       "int rank, str group_name) -> Tensor(a)",
-      collective);
+      uncaptured);
   // Many at once, each with a dtype of its own: as few messages as pay. sizes: those of
   // the first shard on every rank, then those of the second, ... Large ones arrive in
   // place, small ones share a message and are copied out once.
   m.def(
       "gather_cast_coalesced(Tensor[] shards, SymInt[] sizes, ScalarType[] dtypes, int rank, "
       "str group_name, *, ScalarType? reduce_dtype=None) -> Tensor[]",
-      collective);
+      uncaptured);
   m.def(
       "gather_cast_coalesced_start(Tensor[] shards, SymInt[] sizes, ScalarType[] dtypes, "
       "int rank, str group_name, *, ScalarType? reduce_dtype=None) -> Tensor",
-      collective);
+      uncaptured);
   // row_shapes: the shapes without dimension 0, one after another; row_dims: how many
   // entries of it each tensor has.
   m.def(
       "gather_cast_coalesced_wait(Tensor(a -> *) buffer, SymInt[] sizes, SymInt[] row_shapes, "
       "int[] row_dims, ScalarType[] dtypes, int rank, str group_name) -> Tensor(a)[]",
-      collective);
+      uncaptured);
   // The adjoint: input [sum of sizes, ...] travels in the dtype that it has; the sum over
   // ranks of this rank's rows, fresh, in `dtype`. The same bytes as the gather. By all-to-all
   // and a local sum on every backend: NCCL's own reduce-scatter has another order.
   m.def(
       "reduce_scatter_cast(Tensor input, SymInt[] sizes, ScalarType dtype, int rank, "
       "str group_name, *, ScalarType? reduce_dtype=None) -> Tensor",
-      collective);
+      uncaptured);
   m.def(
       "reduce_scatter_cast_coalesced(Tensor[] inputs, SymInt[] sizes, ScalarType[] dtypes, "
       "int rank, str group_name, *, ScalarType? reduce_dtype=None) -> Tensor[]",
-      collective);
+      uncaptured);
   m.def(
       "reduce_scatter_cast_coalesced_start(Tensor[] inputs, SymInt[] sizes, int rank, "
       "str group_name) -> Tensor",
-      collective);
+      uncaptured);
   m.def(
       "reduce_scatter_cast_coalesced_wait(Tensor buffer, SymInt[] sizes, SymInt[] row_shapes, "
       "int[] row_dims, ScalarType[] wire_dtypes, ScalarType[] dtypes, ScalarType? reduce_dtype, "
       "int rank, str group_name) -> Tensor[]",
-      collective);
+      uncaptured);
   // Gathered in float8_e4m3fn or float8_e5m2: data times inv_scale is the weight. A
   // tensor is scaled so that its largest magnitude on any rank is the largest float8. No
   // derivative: autograd would cast it to float8.
   m.def(
       "gather_cast_float8(Tensor shard, SymInt[] sizes, ScalarType dtype, int rank, "
       "str group_name) -> (Tensor data, Tensor inv_scale)",
-      collective);
+      uncaptured);
   m.def(
       "gather_cast_float8_coalesced(Tensor[] shards, SymInt[] sizes, ScalarType dtype, int rank, "
       "str group_name) -> (Tensor[] data, Tensor inv_scales)",
-      collective);
+      uncaptured);
   // For training: gathered in float8_dtype, returned in `dtype`; the gradient is
   // reduce_scatter_cast's, as if nothing had been rounded.
   m.def(
       "gather_through_float8(Tensor[] shards, SymInt[] sizes, ScalarType float8_dtype, "
       "ScalarType dtype, int rank, str group_name, *, ScalarType? reduce_dtype=None) -> Tensor[]",
-      collective);
+      uncaptured);
 
   // --- the loss
 

@@ -18,6 +18,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from deepsp.groups import Group, Member, member_of, on_all_ranks
 
 _local = threading.local()
+
+
+@torch.library.register_fake("deepsp::dropout_seed")
+def _fake_seed(like, rank, draws=1):
+    """C++ sees a fake tensor as one on the meta device, and can't say "on the CPU"."""
+    return torch.empty((), dtype=torch.int64, device="cpu")
+
+
 _MASK = (1 << 64) - 1
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import test_along_dim
 import test_attention
+import test_compile
 import test_exchange
 import test_gather
 import test_gather_float8
@@ -122,6 +123,51 @@ def test_products():
     run(2, (_products, 2, 1, (1, 1), (1, 5)), (_products, 2, 2, (2, 1), (2, 5)))
     # Ranks with as many query heads but not as many columns: packed behind the product.
     run(3, (_products, 4, 1, (0, 2), (0, 6)))
+
+
+def _decomposed(*case):
+    """What Inductor is given, run as it is."""
+    test_compile._compiled_layer("aot_eager_decomp_partition", case, False, (20, 13))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [(8, 4, 1, (0, 0, 0)), (8, 4, 2, (0, 3, 1)), (7, 1, 2, (0, 3, 1)), (9, 3, 1, (0, 0, 0))],
+)
+@RANKS
+def test_the_layer_compiles(ranks, case):
+    run(ranks, (_decomposed, *case))
+
+
+def _order():
+    """As in eager mode, a product makes a chunk, and one takes what all chunks bring."""
+    from deepsp.compile.graphs import target_of
+    from deepsp.compile.lowering.overlap import keep_overlap
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layer = deepsp.SequenceParallelAttention(32, 8, 4, bias=True, rope_theta=1e4, chunks=2)
+    x = torch.randn(1, 16, 32, requires_grad=True)
+    orders = []
+
+    def note(graph):
+        keep_overlap(graph)
+        calls = [n for n in graph.nodes if n.op == "call_function"]
+        orders.append(test_compile._marks(str(target_of(n)) for n in calls))
+
+    compiled = torch.compile(layer, fullgraph=True)
+    # Graphs are cached by what they are before decomposition, which doesn't show the switch.
+    patch = {"post_grad_custom_post_pass": note, "force_disable_caches": True}
+    with torch._inductor.config.patch(patch):
+        ours = torch.autograd.grad(compiled(x, is_causal=True).sum(), [x, *layer.parameters()])
+    expected = torch.autograd.grad(layer(x, is_causal=True).sum(), [x, *layer.parameters()])
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+    # Each chunk's attention while the other travels; dW_o while dO does; dX, dW_q, dW_k, dW_v.
+    assert orders == ["mxmxwAxwAxwwm", "mxmxmwAxwAxwwmmmm"], orders
+
+
+def test_order_in_compiled_code():
+    run(2, (_order,))
 
 
 @RANKS

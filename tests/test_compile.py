@@ -105,9 +105,10 @@ def arguments(kind):
                 *(held[0], held[1], held[1], None, 0.0, True, None),
                 *(8, 0, 1, rank, size),
             ),
+            "dropout_seed": (q, rank, 2),
             "attention_with_dropout": (
                 *(held[0], held[1], held[1], torch.zeros(sum(lens), sum(lens)).requires_grad_()),
-                *(0.0, False, None, rank),
+                *(0.3, False, None, torch.tensor(5)),
             ),
             "attention_with_dropout_backward": (
                 *(draw(*held[0].shape, dtype=torch.float32), held[0].detach()),
@@ -203,7 +204,12 @@ def _opcheck(name):
         utils = ["test_schema", "test_autograd_registration", "test_faketensor"]
         utils.append("test_aot_dispatch_dynamic")
         # PyTorch's schema check can't read lists of dtypes: test_gather_memory.py looks at aliases.
-        opcheck(overload, args, test_utils=utils[name in _LISTS_OF_DTYPES :])
+        # Compiled, a seed is another draw.
+        opcheck(
+            overload,
+            args,
+            test_utils=utils[name in _LISTS_OF_DTYPES : -1 if name == "dropout_seed" else None],
+        )
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -213,7 +219,7 @@ def _opcheck(name):
      "heads_to_seq_start", "heads_to_seq_wait", "project_to_heads", "heads_to_output",
      "project_to_heads_start", "project_to_heads_backward", "heads_to_output_wait",
      "heads_to_output_weight_grad", "distributed_attention", "chunked",
-     "kv_of_chunk", "attention_of_chunk", "attention_with_dropout",
+     "kv_of_chunk", "attention_of_chunk", "dropout_seed", "attention_with_dropout",
      "attention_with_dropout_backward", "blockwise_attention", "blockwise_attention_backward",
      "streamed_attention", "streamed_attention_backward", "check_attention",
      "all_reduce", "all_reduce_start",
@@ -402,6 +408,7 @@ def _marks(targets):
         "scaled_dot_product": "A",
         "aten.mm": "m",
         "aten.addmm": "m",
+        "aten.bmm": "m",
         "extern_kernels.mm(": "m",
         "extern_kernels.addmm(": "m",
     }
@@ -483,6 +490,35 @@ def _schedule():
 
 def test_inductors_schedule_keeps_the_overlap():
     on_ranks(2, _schedule)
+
+
+def test_what_hides_an_exchange():
+    from deepsp.compile.graphs import computes
+
+    custom = torch.library.custom_op("deepsp_test::flash_attn_forward", mutates_args=())
+
+    @custom
+    def forward(q: torch.Tensor) -> torch.Tensor:
+        return q.clone()
+
+    aten, ours = torch.ops.aten, torch.ops.deepsp
+    hides = [
+        aten.mm.default, aten.bmm.default, aten._scaled_mm.default, aten._grouped_mm.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward,
+        torch.ops.deepsp_test.flash_attn_forward.default, ours.attention_with_dropout.default,
+        ours.blockwise_attention_backward.default,
+    ]  # fmt: skip
+    not_these = [aten.add.Tensor, aten.clone.default, ours.streamed_attention.default]
+    graph = torch.fx.Graph()
+    for targets, expected in ((hides, True), (not_these, False)):
+        for target in targets:
+            node = graph.call_function(target)
+            node.meta["val"] = torch.zeros(1)
+            assert computes(node) is expected, target
+    check = graph.call_function(ours.check_attention.default)
+    check.meta["val"] = None
+    assert not computes(check)
 
 
 def _compiled_checkpoint():

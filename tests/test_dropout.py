@@ -93,11 +93,12 @@ def _gradients_of_the_op(rank):
     """With the seed given, dropout is a function like any other."""
     draws = functools.partial(draw, dtype=torch.float64)
     q, k, v, mask = draws(2, 4, 4, 3), draws(2, 4, 2, 3), draws(2, 4, 2, 5), draws(4, 4, 4)
-    op = torch.ops.deepsp.attention_with_dropout
+    op = torch.ops.deepsp
 
     def seeded(q, k, v, mask):
         torch.manual_seed(5)
-        return op(q, k, v, mask, 0.4, False, 0.7, rank)[0]
+        seed = op.dropout_seed(q, rank)
+        return op.attention_with_dropout(q, k, v, mask, 0.4, False, 0.7, seed)
 
     inputs = [x.requires_grad_() for x in (q, k, v, mask)]
     assert torch.autograd.gradcheck(seeded, inputs)

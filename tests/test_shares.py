@@ -201,6 +201,37 @@ def test_compiled_dropout(more):
     on_ranks(3, _compiled_dropout, 8, more)
 
 
+def _mask_alone():
+    """What dropout leaves depends on a trained mask, on ranks that have no query, too."""
+    torch._dynamo.reset()
+    rank, size, total, heads = dist.get_rank(), dist.get_world_size(), 2, 2
+    lens = [2] + [0] * (size - 1)
+    zeros = torch.zeros(1, lens[rank], heads, total, dtype=f64)
+    v = torch.eye(total, dtype=f64)[None, :, None].expand(1, -1, heads, -1).split(lens, 1)[rank]
+    mask = draw(total, total, seed=3).requires_grad_()
+    by_column = torch.tensor([1.0, 3.0], dtype=f64)
+
+    @functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
+    def attend(mask):
+        return deepsp.distributed_attention(zeros, zeros, v, mask, 0.5, seq_lens=lens)
+
+    torch.manual_seed(4)
+    out = attend(mask)
+    (out * by_column).sum().backward()
+    whole = deepsp.unshard(out.detach(), 1, seq_lens=lens)
+    plain = mask.detach().requires_grad_()
+    kept = (whole[0].transpose(0, 1) != 0) * 2.0  # [heads, queries, keys]
+    (plain.softmax(-1) * kept * by_column).sum().backward()
+    torch.testing.assert_close(
+        deepsp.all_reduce(mask.grad, grad="replicated"), plain.grad, rtol=1e-9, atol=1e-12
+    )
+    assert plain.grad.any()
+
+
+def test_compiled_dropout_of_a_trained_mask():
+    on_ranks(5, _mask_alone)
+
+
 def _mask_alone_trains():
     """Ranks without queries take part in backward, too."""
     rank, size, total = dist.get_rank(), dist.get_world_size(), 3

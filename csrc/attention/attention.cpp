@@ -104,7 +104,8 @@ at::Tensor attention_of_chunk(
     mask = mask_of(*attn_mask, heads);
   }
   if (sharded_randomness && dropout_p > 0 && parts > 1) {
-    return std::get<0>(attention_with_dropout(q, k, v, mask, dropout_p, is_causal, scale, rank, 1));
+    return attention_with_dropout(
+        q, k, v, mask, dropout_p, is_causal, scale, dropout_seed(q, rank, 1));
   }
   const bool grouped = q.sym_size(2) != k.sym_size(2);
   return at::scaled_dot_product_attention(

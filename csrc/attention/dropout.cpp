@@ -11,6 +11,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/autograd.h>
 
 namespace deepsp {
@@ -29,6 +30,13 @@ const Op<Tensors(
     const at::Tensor& seed,
     at::IntArrayRef wanted)>
     attention_with_dropout_backward("attention_with_dropout_backward");
+
+void check_seed(const at::Tensor& seed) {
+  TORCH_CHECK_VALUE(
+      seed.dim() == 0 && seed.scalar_type() == at::kLong && (seed.is_cpu() || seed.is_meta()),
+      "expected seed to be the int64 scalar on the CPU that dropout_seed returns, got ",
+      dtype_name(seed.scalar_type()), " of shape ", seed.sym_sizes(), " on ", seed.device());
+}
 
 void check(
     const at::Tensor& q,
@@ -106,7 +114,22 @@ const at::Generator& generator_of(const at::Tensor& q) {
   return at::globalContext().defaultGenerator(q.device());
 }
 
-std::tuple<at::Tensor, at::Tensor> attention_with_dropout_kernel(
+at::Tensor dropout_seed_kernel(const at::Tensor& like, int64_t rank, int64_t draws) {
+  check_at_least(rank, 0, "rank");
+  check_at_least(draws, 1, "draws");
+  if (like.is_meta()) {
+    return at::empty({}, like.options().dtype(at::kLong));
+  }
+  at::Generator generator = generator_of(like);
+  const uint64_t drawn = draw(generator);
+  for (int64_t n = 1; n < draws; ++n) {
+    draw(generator);
+  }
+  const auto seed = static_cast<int64_t>(mix(drawn, static_cast<uint64_t>(rank)) >> 1);
+  return at::full({}, seed, at::kLong);
+}
+
+at::Tensor attention_with_dropout_kernel(
     const at::Tensor& q,
     const at::Tensor& k,
     const at::Tensor& v,
@@ -114,26 +137,16 @@ std::tuple<at::Tensor, at::Tensor> attention_with_dropout_kernel(
     double dropout_p,
     bool is_causal,
     std::optional<double> scale,
-    int64_t rank,
-    int64_t draws) {
+    const at::Tensor& seed) {
   check(q, k, v, attn_mask, dropout_p, is_causal);
-  check_at_least(draws, 1, "draws");
-  const auto seed_options = q.options().dtype(at::kLong);
+  check_seed(seed);
   if (q.is_meta()) {
     const c10::SymInt sizes[] = {q.sym_size(0), q.sym_size(1), q.sym_size(2), v.sym_size(3)};
-    return {at::empty_symint(sizes, q.options()), at::empty({}, seed_options)};
+    return at::empty_symint(sizes, q.options());
   }
-  at::Generator generator = generator_of(q);
-  int64_t seed = 0;
-  if (dropout_p > 0) {
-    seed = static_cast<int64_t>(mix(draw(generator), static_cast<uint64_t>(rank)) >> 1);
-    for (int64_t n = 1; n < draws; ++n) {
-      draw(generator);
-    }
-  }
-  const at::Tensor out =
-      seeded_attention(q, k, v, attn_mask, dropout_p, is_causal, scale, generator, seed);
-  return {out.contiguous(), at::full({}, seed, seed_options)};
+  return seeded_attention(
+             q, k, v, attn_mask, dropout_p, is_causal, scale, generator_of(q), seed.item<int64_t>())
+      .contiguous();
 }
 
 Tensors attention_with_dropout_backward_kernel(
@@ -153,10 +166,7 @@ Tensors attention_with_dropout_backward_kernel(
           grad.sym_size(2) == q.sym_size(2) && grad.sym_size(3) == v.sym_size(3),
       "expected grad to have the shape of the output, [", q.sym_size(0), ", ", q.sym_size(1), ", ",
       q.sym_size(2), ", ", v.sym_size(3), "], got ", grad.sym_sizes());
-  TORCH_CHECK_VALUE(
-      seed.dim() == 0 && seed.scalar_type() == at::kLong,
-      "expected seed to be the int64 scalar that was returned with the output, got ",
-      dtype_name(seed.scalar_type()), " of shape ", seed.sym_sizes());
+  check_seed(seed);
   check_wanted(wanted, 4, "q, k, v and attn_mask");
   TORCH_CHECK_VALUE(
       !wanted[3] || (attn_mask.has_value() && attn_mask->is_floating_point()),
@@ -166,6 +176,14 @@ Tensors attention_with_dropout_backward_kernel(
     for (size_t i = 0; i < wanted.size(); ++i) {
       if (wanted[i]) {
         found.push_back(at::empty_symint(inputs[i].sym_sizes(), inputs[i].options()));
+      }
+    }
+    return found;
+  }
+  if (grad.numel() == 0) {  // a rank without queries
+    for (size_t i = 0; i < wanted.size(); ++i) {
+      if (wanted[i]) {
+        found.push_back(at::zeros(inputs[i].sizes(), inputs[i].options()));
       }
     }
     return found;
@@ -198,17 +216,10 @@ Tensors attention_with_dropout_backward_kernel(
 }
 
 void keep_all(Call& call) {
-  const at::Tensor& seed = call.outputs()[1];
-  Tensors kept = call.inputs().vec();
-  kept.push_back(seed);
-  call.keep_tensors(kept);
-  call.leave_undefined();
+  call.keep_tensors(call.inputs().vec());
 }
 
 Tensors attention_with_dropout_gradients(const Call& call, const Tensors& gradients) {
-  if (!gradients[0].defined()) {
-    return {};
-  }
   const Tensors kept = call.kept_tensors();
   const auto wanted = call.wanted(4);
   return call.placed(
@@ -222,11 +233,13 @@ Tensors attention_with_dropout_gradients(const Call& call, const Tensors& gradie
 }  // namespace
 
 TORCH_LIBRARY_IMPL(deepsp, CompositeExplicitAutograd, m) {
+  m.impl("dropout_seed", dropout_seed_kernel);
   m.impl("attention_with_dropout", attention_with_dropout_kernel);
   m.impl("attention_with_dropout_backward", attention_with_dropout_backward_kernel);
 }
 
 TORCH_LIBRARY_IMPL(deepsp, Autograd, m) {
+  not_differentiable(m, "dropout_seed");
   differentiable(m, "attention_with_dropout", attention_with_dropout_gradients, keep_all);
   not_differentiable(m, "attention_with_dropout_backward");
 }

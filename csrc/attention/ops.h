@@ -47,7 +47,10 @@ inline const Op<std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>(
     std::string_view group_name)>
     streamed_attention("streamed_attention");
 
-inline const Op<std::tuple<at::Tensor, at::Tensor>(
+inline const Op<at::Tensor(const at::Tensor& like, int64_t rank, int64_t draws)> dropout_seed(
+    "dropout_seed");
+
+inline const Op<at::Tensor(
     const at::Tensor& q,
     const at::Tensor& k,
     const at::Tensor& v,
@@ -55,8 +58,7 @@ inline const Op<std::tuple<at::Tensor, at::Tensor>(
     double dropout_p,
     bool is_causal,
     std::optional<double> scale,
-    int64_t rank,
-    int64_t draws)>
+    const at::Tensor& seed)>
     attention_with_dropout("attention_with_dropout");
 
 // What scaled_dot_product_attention's arguments must be, besides q, k and v. `queries`: where they

@@ -81,7 +81,7 @@ at::Tensor causal_mask(const at::Tensor& k, c10::SymIntArrayRef queries) {
 }
 
 // Attention of some heads' queries, those of ranges of tokens: q [B, n, h, D], k and v [B, S, h_kv,
-// D]. draws: as of attention_with_dropout.
+// D]. draws: as of dropout_seed.
 at::Tensor attention_of_queries(
     const at::Tensor& q,
     const at::Tensor& k,
@@ -112,8 +112,9 @@ at::Tensor attention_of_queries(
     }
   }
   if (asked.sharded_randomness && asked.dropout_p > 0) {
-    return std::get<0>(attention_with_dropout(
-        q, k, v, mask, asked.dropout_p, /*is_causal=*/false, asked.scale, rank, draws));
+    return attention_with_dropout(
+        q, k, v, mask, asked.dropout_p, /*is_causal=*/false, asked.scale,
+        dropout_seed(q, rank, draws));
   }
   const at::Tensor out =
       at::scaled_dot_product_attention(

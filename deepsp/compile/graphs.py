@@ -21,7 +21,17 @@ c10d = torch.ops._c10d_functional
 WAIT = c10d.wait_tensor.default
 CONVERT = torch.ops.prims.convert_element_type.default
 
-_COMPUTE = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
+_COMPUTE = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten._scaled_mm.default,
+    aten._grouped_mm.default,
+    aten._scaled_grouped_mm.default,
+}
+# In the names of attention: PyTorch's, FlexAttention, custom ops of others, ours.
+_ATTENTION = ("scaled_dot_product", "attention", "attn")
 
 # Views, and below them copies: they give elements of their inputs as they are. But for the last
 # view, a cast before and a cast after them give the same bits.
@@ -72,9 +82,14 @@ def is_op(node: fx.Node, name: str) -> bool:
 def computes(node: fx.Node) -> bool:
     """Matrix products and attention: what takes long enough to hide a collective behind."""
     target = target_of(node)
-    return target in _COMPUTE or (
-        node.op == "call_function" and "scaled_dot_product" in str(target)
-    )
+    if target in _COMPUTE:
+        return True
+    if not isinstance(target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
+        return False
+    named_so = any(word in target.name() for word in _ATTENTION)
+    # A check gives nothing.
+    gives = node.meta.get("val") is not None
+    return named_so and gives and not is_collective(node)
 
 
 def is_collective(node: fx.Node) -> bool:

@@ -93,7 +93,6 @@ def raise_starts(graph: fx.Graph) -> None:
 def sink_waits(graph: fx.Graph) -> None:
     """Moves each wait of ours, and what is made of nothing but what arrived (views, copies, sums of
     the ranks' blocks), to its first use."""
-    place = {node: i for i, node in enumerate(graph.nodes)}
     sinks: set[fx.Node] = set()
     for node in graph.nodes:
         if node.target is WAIT:
@@ -109,9 +108,7 @@ def sink_waits(graph: fx.Graph) -> None:
             sinks.add(node)
     for node in reversed(list(graph.nodes)):
         if node in sinks and node.users:
-            first = min(node.users, key=place.__getitem__)
-            first.prepend(node)
-            place[node] = place[first] - 0.5
+            min(node.users).prepend(node)  # nodes compare by where they stand
 
 
 def keep_overlap(graph: fx.Graph) -> None:
