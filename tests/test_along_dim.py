@@ -258,6 +258,31 @@ def _dtypes():
     assert torch.equal(rounded, torch.tensor([1.0]).bfloat16())
 
 
+def _sixteen_bits():
+    """Of any length: shares begin at multiples of 16 bytes, and the last ones may be short."""
+    rank, size, _ = _where()
+    dynamic = torch.compile(
+        lambda x: deepsp.all_reduce(x * 1, grad="partial"), dynamic=True, backend="aot_eager"
+    )
+    for n in (0, 1, 7, 8, 9, 16, 17, 64, 65, 8 * size + 1, 1000):
+        each = [draw(n, seed=n + r, dtype=torch.float32).bfloat16() for r in range(size)]
+        x = each[rank].clone().requires_grad_()
+        expected = sum(e.float() for e in each).bfloat16()
+        for call in (lambda x: deepsp.all_reduce(x, grad="partial"), dynamic):
+            y = call(x)
+            assert torch.equal(y, expected), n
+            (g,) = torch.autograd.grad(y.float().square().sum() / 2, x)
+            assert torch.equal(g, (size * expected.float()).bfloat16()), n
+        shape = torch.ops.deepsp.all_reduce_start([x.detach()], "partial", *_where()).shape
+        meta = torch.ops.deepsp.all_reduce_start([x.detach().to("meta")], "partial", *_where())
+        assert shape == meta.shape and (shape[1] % 8 == 0 or shape[1] == n)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_sums_of_sixteen_bits(ranks):
+    on_ranks(ranks, _sixteen_bits)
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_dtypes_and_sums(ranks):
     on_ranks(ranks, _dtypes)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deepsp
 from deepsp.weights.parameters import sharded_parameters
-from deepsp.weights.prefetch import Order, Use
+from deepsp.weights.prefetch import Order, Use, bucket_bytes
 
 f64 = torch.float64
 
@@ -242,7 +242,7 @@ def test_it_looks_ahead():
     on_ranks(2, _ahead)
 
 
-def _limit(prefetch, expected):
+def _limit(prefetch, expected, bucket):
     """``expected``: how many parameters were launched by each use, from the second step on."""
     started, landed = [], []
 
@@ -250,7 +250,7 @@ def _limit(prefetch, expected):
         started.extend(uses)
         return lambda: landed.extend(uses) or [lambda: torch.zeros(()) for _ in uses]
 
-    order = Order(start, lambda index: 100, prefetch)
+    order = Order(start, lambda index: 100, lambda: bucket, prefetch)
     uses = [Use(n, False) for n in (0, 1, 0, 2, 3, 4, 5, 0)] + [Use(6, True), Use(7, False)]
     for _ in range(3):
         started.clear()
@@ -266,18 +266,24 @@ def _limit(prefetch, expected):
 
 
 @pytest.mark.parametrize(
-    ("prefetch", "expected"),
+    ("prefetch", "expected", "bucket"),
     # Buckets of two: 0 1, 2 3, 4 5, 0 (again, since it had gone), 6 (autograd sees it), 7.
     [
-        (250, [2, 4, 4, 4, 6, 6, 8, 8, 9, 9, 9]),
-        (0, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
+        (250, [2, 4, 4, 4, 6, 6, 8, 8, 9, 9, 9], 1000),
+        # One by one: as many as fit.
+        (250, [2, 3, 4, 5, 6, 7, 8, 9, 10, 10, 10], 100),
+        (0, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 1000),
         # Each is larger than the limit: the next one travels nevertheless.
-        (50, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 10]),
-        (10_000, [8] * 11),
+        (50, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 10], 1000),
+        (10_000, [8] * 11, 1000),
     ],
 )
-def test_the_limit_holds(prefetch, expected):
-    _limit(prefetch, expected)
+def test_the_limit_holds(prefetch, expected, bucket):
+    _limit(prefetch, expected, bucket)
+
+
+def test_buckets_are_larger_between_gpus():
+    assert [bucket_bytes(torch.device(d)) for d in ("cpu", "cuda:1")] == [4 << 20, 64 << 20]
 
 
 def _other_order():

@@ -72,8 +72,14 @@ std::tuple<Tensors, at::Tensor> float8_kernel(
   reshard.launch_gather(
       [&](const std::vector<Piece>& pieces) {
         for (const auto& [i, to] : pieces) {
+          if (shards[i].numel() == 0) {
+            continue;  // `to` needn't be memory of the device
+          }
           const at::Tensor scaled = at::mul(shards[i].to(at::kFloat), scales.select(0, i));
-          at::from_blob(to, shards[i].sizes(), options.dtype(dtype))
+          at::for_blob(to, shards[i].sizes())
+              .target_device(options.device())
+              .options(options.dtype(dtype))
+              .make_tensor()
               .copy_(scaled.clamp(-largest(dtype), largest(dtype)));
         }
       },

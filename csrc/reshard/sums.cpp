@@ -43,10 +43,20 @@ bool sums_on_arrival(at::ScalarType dtype, OptionalDtype reduce_dtype) {
          reduce_dtype.value_or(at::kFloat) != dtype;
 }
 
+namespace {
+
+c10::SymInt largest_part(const c10::SymInt& elements, int64_t size) {
+  constexpr int64_t kUnit = 8;  // 16-bit elements in 16 bytes
+  return ((elements + (kUnit * size - 1)) / (kUnit * size) * kUnit).min(elements);
+}
+
+}  // namespace
+
 SymInts sum_parts(const c10::SymInt& elements, int64_t size) {
+  const c10::SymInt part = largest_part(elements, size);
   SymInts parts;
   for (int64_t p = 0; p < size; ++p) {
-    parts.push_back((elements + (size - 1 - p)) / size);
+    parts.push_back((elements - part * p).max(0).min(part));
   }
   return parts;
 }
@@ -56,7 +66,7 @@ SymInts sum_buffer_shape(
   if (!sums_on_arrival(dtype, reduce_dtype)) {
     return {elements};
   }
-  return {size, (elements + (size - 1)) / size};
+  return {size, largest_part(elements, size)};
 }
 
 SumShapes check_sum_wait(

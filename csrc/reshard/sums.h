@@ -17,7 +17,8 @@ c10::SymInt check_sum(
 // 16-bit floats are summed in more bits where they arrive: they are scattered, summed and gathered,
 // each rank's part from a slot.
 bool sums_on_arrival(at::ScalarType dtype, OptionalDtype reduce_dtype);
-// The elements that each rank sums.
+// The elements that each rank sums: as many on each, but for what the last ones lack. Those of all
+// begin at multiples of 16 bytes, at which a GPU reads and writes them.
 SymInts sum_parts(const c10::SymInt& elements, int64_t size);
 // The shape of the buffer of so many elements.
 SymInts sum_buffer_shape(

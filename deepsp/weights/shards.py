@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 from deepsp.groups import Member
 from deepsp.weights.access import ShardedWeight, Writes, in_a_forward
-from deepsp.weights.prefetch import Order, Use, Wait
+from deepsp.weights.prefetch import Order, Use, Wait, bucket_bytes
 from deepsp.weights.rows import ParameterShard, shard_rows
 from deepsp.weights.shard_gradient import mark
 
@@ -158,7 +158,7 @@ class Shards:
         self._writes = Writes()
 
         def order() -> Order:
-            return Order(self._start, self._bytes_of, prefetch_bytes)
+            return Order(self._start, self._bytes_of, self._bucket_bytes, prefetch_bytes)
 
         self.forward_order = {True: order(), False: order()}  # with and without autograd
         self.backward_order = order()
@@ -236,6 +236,9 @@ class Shards:
             shard, info.sizes, dtype or info.dtype, rank, name, reduce_dtype=self.reduce_dtype
         )
         return full.view(info.shape)
+
+    def _bucket_bytes(self) -> int:
+        return bucket_bytes(self.parameters[0].device)
 
     def _bytes_of(self, index: int) -> int:
         return self.infos[index].bytes
