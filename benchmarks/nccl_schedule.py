@@ -6,6 +6,10 @@ two short lengths; what grows with the length is extrapolated to the length aske
 what is launched says which exchanges something hides: E is an exchange, m a product, A attention,
 and W where what arrives is waited for.
 
+From the order, the products' operations and the exchanges' bytes follows how long the GPU would
+wait: a model with one queue for compute and one for exchanges, and rates that are arguments.
+Nothing of it is measured on a GPU.
+
     python benchmarks/nccl_schedule.py
 """
 
@@ -15,6 +19,7 @@ import os
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,6 +34,14 @@ WAITS = ("seq_to_heads_wait", "heads_to_seq_wait", "heads_to_output_wait",
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
 
+class Step(NamedTuple):
+    """What is launched: of a product and attention operations, of an exchange bytes; of a wait, how
+    many exchanges it waits for, 0: all."""
+
+    what: str
+    amount: float
+
+
 def sizes_of(event) -> list[int]:
     sizes = []
     for shape in event.input_shapes or []:
@@ -37,25 +50,41 @@ def sizes_of(event) -> list[int]:
     return sizes
 
 
-def counted(events) -> tuple[Counter, str]:
-    """Numbers of one forward or backward, and its order."""
+def operations(event) -> float:
+    """Of a product of two matrices, or of batches of them."""
+    a, b = [shape for shape in event.input_shapes if len(shape) > 1][:2]
+    return 2.0 * torch.Size(a).numel() * b[-1]
+
+
+def attention_operations(event) -> float:
+    """Causal; its backward has five products where forward has two."""
+    batch, heads, tokens, dim = next(s for s in event.input_shapes if len(s) == 4)
+    forward = 2.0 * batch * heads * tokens**2 * dim
+    return forward * (2.5 if "backward" in event.name else 1)
+
+
+def counted(events, tokens: float) -> tuple[Counter, list[Step]]:
+    """Numbers of one forward or backward, and its order, with the amounts of `tokens` times as
+    long a sequence."""
     found, order = Counter(), []
     last = 0
-    for event in sorted(events, key=lambda e: e.time_range.start):
+    events = sorted(events, key=lambda e: e.time_range.start)
+    sent = iter([e for e in events if e.name == "gloo:all_to_all"])
+    for event in events:
         name = event.name
         if event.time_range.start < last:
             continue  # inside of a product
         if name in PRODUCTS:
-            order.append("m")
+            order.append(Step("m", operations(event) * tokens))
             found["products"] += 1
             a, b = sizes_of(event)[:2]
             found["product elements"] += a + b
             last = event.time_range.end
         elif name.startswith(ATTENTION):
-            order.append("A")
+            order.append(Step("A", attention_operations(event) * tokens**2))
             last = event.time_range.end
         elif name == "deepsp::exchange":
-            order.append("E")
+            order.append(Step("E", sum(sizes_of(next(sent))) * tokens))
             found["exchanges"] += 1
         elif name == "deepsp::copy":
             found["copies"] += 1
@@ -65,21 +94,75 @@ def counted(events) -> tuple[Counter, str]:
             found["elementwise elements"] += sum(sizes_of(event))
             last = event.time_range.end
         elif name.removeprefix("deepsp::") in WAITS:
-            order.append("W")
-    return found, " ".join(
+            order.append(Step("W", int(name.removeprefix("deepsp::") == "seq_to_heads_wait")))
+    return found, order
+
+
+def written(order: list[Step]) -> str:
+    return " ".join(
         f"{n}{what}" if (n := len(list(group))) > 1 else what
-        for what, group in itertools.groupby(order)
+        for what, group in itertools.groupby(step.what for step in order)
     )
 
 
-def profiled(call) -> tuple[Counter, str]:
+def profiled(call, tokens: float) -> tuple[Counter, list[Step]]:
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, record_shapes=True) as profile:
         call()
-    return counted(profile.events())
+    return counted(profile.events(), tokens)
 
 
-def work(rank: int, ranks: int, store: str, chunks_of: list[int], results) -> None:
+class Rates(NamedTuple):
+    """Operations and bytes per second, and seconds that a launch takes."""
+
+    products: float
+    attention: float
+    link: float
+    latency: float = 20e-6
+
+
+def exposed(order: list[Step], rates: Rates, ranks: int) -> tuple[float, float]:
+    """Seconds in all, and of them those in which the GPU waits for exchanges."""
+    clock = busy = free = 0.0  # of compute, how much of it computes, when the link is free
+    flying = []
+    for step in order:
+        if step.what == "E":
+            free = max(clock, free) + rates.latency
+            free += step.amount * (ranks - 1) / ranks / rates.link
+            flying.append(free)
+        elif step.what == "W":
+            count = int(step.amount) or len(flying)
+            clock = max([clock, *flying[:count]])
+            flying = flying[count:]
+        else:
+            took = step.amount / (rates.products if step.what == "m" else rates.attention)
+            clock, busy = clock + took, busy + took
+    clock = max([clock, *flying])
+    return clock, clock - busy
+
+
+def by_tensor(forward: list[Step], backward: list[Step]) -> tuple[list[Step], list[Step]]:
+    """What would be if q, k and v travelled one by one, in one chunk: q while k and v are computed;
+    backward, dW of each as it arrives, and dX of all."""
+    qkv, there, *rest = forward
+    shares = [n / (HEADS + 2 * KV_HEADS) for n in (HEADS, KV_HEADS, KV_HEADS)]
+    start = [
+        step
+        for share in shares
+        for step in (Step("m", qkv.amount * share), Step("E", there.amount * share))
+    ]
+    at = next(n for n, step in enumerate(rest) if step.what == "W")
+    rest[at] = Step("W", 0)
+    last = max(n for n, step in enumerate(backward) if step.what == "E")
+    *before, back = backward[: last + 1]
+    of_x, *of_weights = [step for step in backward[last:] if step.what == "m"]
+    small_first = [2, 1, 0]
+    arriving = [Step("E", back.amount * shares[i]) for i in small_first]
+    products = [x for i in small_first for x in (Step("W", 1), of_weights[i])]
+    return [*start, *rest], [*before, *arriving, *products, of_x]
+
+
+def work(rank: int, ranks: int, store: str, chunks_of, length_of: int, results) -> None:
     import deepsp
 
     torch.set_num_threads(1)
@@ -101,7 +184,8 @@ def work(rank: int, ranks: int, store: str, chunks_of: list[int], results) -> No
 
             forward()
             backward()
-            found[overlap, chunks, length] = profiled(forward), profiled(backward)
+            tokens = length_of / length
+            found[overlap, chunks, length] = profiled(forward, tokens), profiled(backward, tokens)
             dist.barrier()
     if rank == 0:
         results.put(found)
@@ -115,6 +199,39 @@ def at_length(numbers: list[Counter], what: str, length: int) -> float:
     return first + (second - first) * (length - LENGTHS[0]) / (LENGTHS[1] - LENGTHS[0])
 
 
+def waits(found: dict, args) -> list[str]:
+    """A table of how long the GPU waits, by the model."""
+    schedules = {}
+    for overlap, chunks in dict.fromkeys((o, c) for o, c, _ in found):
+        orders = [order for _, order in found[overlap, chunks, LENGTHS[0]]]
+        if not overlap:  # it waits at once
+            orders = [
+                [s for step in order if step.what != "W"
+                 for s in ([step, Step("W", 0)] if step.what == "E" else [step])]
+                for order in orders
+            ]  # fmt: skip
+        schedules[f"{overlap}, {chunks}"] = orders
+        if overlap and chunks == 1:
+            schedules["(q, k and v one by one, 1)"] = by_tensor(*orders)
+    lines = [
+        "How long the GPU would wait for exchanges, and in brackets the whole, in milliseconds, "
+        f"forward + backward: a model, with products at {args.products:g} TFLOP/s, attention at "
+        f"{args.attention:g} TFLOP/s and 20 us a launch; nothing is measured. The schedule in "
+        "brackets isn't built.", "",
+        "| overlap, chunks |" + "".join(f" {link:g} GB/s |" for link in args.links),
+        "|---|" + "---|" * len(args.links),
+    ]  # fmt: skip
+    for name, orders in schedules.items():
+        cells = []
+        for link in args.links:
+            rates = Rates(args.products * 1e12, args.attention * 1e12, link * 1e9)
+            both = [exposed(order, rates, args.ranks) for order in orders]
+            whole, waited = (1e3 * sum(part) for part in zip(*both, strict=True))
+            cells.append(f" {waited:.2f} ({whole:.2f}) |")
+        lines.append(f"| {name} |" + "".join(cells))
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -122,11 +239,19 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8, help="(default: 8)")
     parser.add_argument("--tokens", type=int, default=8192, help="of a rank (default: 8192)")
     parser.add_argument("--chunks", type=int, nargs="+", default=[1, 2, 4], help="(default: 1 2 4)")
+    parser.add_argument("--products", type=float, default=600, help="TFLOP/s (default: 600)")
+    parser.add_argument("--attention", type=float, default=400, help="TFLOP/s (default: 400)")
+    parser.add_argument(
+        "--links", type=float, nargs="+", default=[350, 45],
+        help="GB/s out of a GPU in an all-to-all (default: 350, NVLink; 45, a 400 Gbit/s network)",
+    )  # fmt: skip
     args = parser.parse_args()
     os.environ["DEEPSP_TEST_COLLECTIVES"] = "1"
     results = mp.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(work, (args.ranks, f"{folder}/store", args.chunks, results), args.ranks)
+        mp.spawn(
+            work, (args.ranks, f"{folder}/store", args.chunks, args.tokens, results), args.ranks
+        )
     found = results.get()
     lines = [
         "# What the attention layer launches on NCCL", "",
@@ -155,9 +280,11 @@ def main() -> None:
                 f"{count('copies')} | {gib('copied bytes', 2)} | {count('elementwise')} | "
                 f"{gib('elementwise elements', 2)} | {count('exchanges')} |"
             )
-            orders.append(f"| {name} | {way} | `{found[overlap, chunks, LENGTHS[0]][n][1]}` |")
+            order = written(found[overlap, chunks, LENGTHS[0]][n][1])
+            orders.append(f"| {name} | {way} | `{order}` |")
     lines += ["", "The order: E an exchange, m a product, A attention, W a wait.", ""]
-    lines += ["| overlap, chunks | | order |", "|---|---|---|", *orders]
+    lines += ["| overlap, chunks | | order |", "|---|---|---|", *orders, ""]
+    lines += waits(found, args)
     text = "\n".join(lines) + "\n"
     print(text)
     (HERE / "results/nccl_schedule.md").write_text(text)

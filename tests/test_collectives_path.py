@@ -69,6 +69,24 @@ def test_collectives_are_launched(ranks):
     run(ranks, (_counted,))
 
 
+def _copies():
+    """What is even is gathered from where it is to where it is wanted; one list of copies packs or
+    lands what isn't."""
+    x = draw(2, 6, 4)
+    for name, call, lists in (
+        ("even", lambda: deepsp.all_gather(x, 0, grad="partial"), 0),
+        ("rows", lambda: deepsp.all_gather(x, 1, grad="partial"), 2),
+        ("even, summed", lambda: deepsp.reduce_scatter(x, 0), 0),
+        ("rows, summed", lambda: deepsp.reduce_scatter(x, 1), 1),
+    ):
+        found = sum(e.name == "deepsp::copy" for e in events(call))
+        assert found == lists, (name, found)
+
+
+def test_what_is_even_is_not_copied():
+    run(2, (_copies,))
+
+
 @RANKS
 def test_exchange_path(ranks):
     values = test_exchange._values

@@ -121,6 +121,10 @@ void Reshard::gather_slots(const at::Tensor& buffer) const {
 
 void Reshard::launch_gather(const at::Tensor& part, const at::Tensor& buffer) const {
   if (!group_.point_to_point || alone()) {
+    if (!alone() && at_.arrives_whole(0) && shards_.slot() > 0) {
+      const at::Tensor all = lent(bytes_of(buffer));
+      return launch_into(group_, buffer, launch_all_gather(group_, all, bytes_of(part)), part);
+    }
     place_gathered(part, buffer);
     return gather_slots(buffer);
   }
