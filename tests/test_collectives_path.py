@@ -157,6 +157,27 @@ def test_the_layer_compiles(ranks, case):
     run(ranks, (_decomposed, *case))
 
 
+def _frozen():
+    """Only what is wanted, and each where it belongs."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layer = deepsp.SequenceParallelAttention(16, 4, 2, bias=True, chunks=2, dtype=f64)
+    for frozen in (layer.q_proj.weight, layer.k_proj.bias, layer.v_proj.bias):
+        frozen.requires_grad_(False)
+    trained = [p for p in layer.parameters() if p.requires_grad]
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager_decomp_partition")
+    x = draw(1, 6, 16, seed=dist.get_rank())
+    grad = draw(1, 6, 16, seed=9)
+    found = [torch.autograd.grad(f(x, is_causal=True), trained, grad) for f in (compiled, layer)]
+    torch.testing.assert_close(*found, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_layer_compiles_with_frozen_weights(ranks):
+    run(ranks, (_frozen,))
+    on_ranks(ranks, _frozen)
+
+
 def _order():
     """As in eager mode, a product makes a chunk, and one takes what all chunks bring."""
     from deepsp.compile.graphs import target_of
