@@ -1,12 +1,15 @@
 """What a user meets before the first op."""
 
 import importlib.util
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import torch
 
+ROOT = Path(__file__).parents[1]
 PACKAGE = Path(importlib.util.find_spec("deepsp").origin).parent
 
 
@@ -52,3 +55,22 @@ def test_public_names():
 
     for name in deepsp.__all__:
         assert getattr(deepsp, name).__doc__, name
+
+
+def test_every_type_has_one_definition():
+    """Two of one name would share their vectors' code in the linked library, whatever their size."""
+    definition = re.compile(r"(?:struct|class) (\w+)[^;]*\{$")
+    found = Counter()
+    for path in sorted((ROOT / "csrc").rglob("*")):
+        if path.suffix not in (".h", ".cpp", ".cu"):
+            continue
+        spaces = []
+        for line in path.read_text().splitlines():
+            if opened := re.match(r"namespace ?([\w:]*) ?\{$", line):
+                spaces.append(opened[1])
+            elif line.startswith("}  // namespace"):
+                spaces.pop()
+            elif (type_ := definition.match(line)) and "" not in spaces:
+                found["::".join([*spaces, type_[1]])] += 1
+    assert len(found) > 30
+    assert [name for name, times in found.items() if times > 1] == []

@@ -151,10 +151,10 @@ void Reshard::launch_gather(const at::Tensor& part, const at::Tensor& buffer) co
   launch_into(buffer, std::move(flight));
 }
 
-void Reshard::launch_gather(const MakePieces& make, const at::Tensor& buffer) const {
+void Reshard::launch_gather(const MakeParts& make, const at::Tensor& buffer) const {
   RECORD_FUNCTION("deepsp::cast", {});
   char* const base = data_of(buffer);
-  std::vector<Piece> packed;
+  std::vector<Destination> packed;
   for (size_t i = 0; i < shards_.size(); ++i) {
     if (!at_.point_to_point || !at_.in_place(i)) {
       packed.push_back({i, base + at_.gathered(i, rank_)});
@@ -167,7 +167,7 @@ void Reshard::launch_gather(const MakePieces& make, const at::Tensor& buffer) co
 
   auto flight = std::make_unique<Flight>();
   // Pieces are made when their receives are posted, and sent from where they were made.
-  const auto exchange = [&](const std::vector<Piece>& pieces, const auto& bytes_of) {
+  const auto exchange = [&](const std::vector<Destination>& pieces, const auto& bytes_of) {
     if (alone()) {
       return make(pieces);
     }

@@ -14,11 +14,11 @@ namespace deepsp {
 using Shapes = std::vector<std::vector<int64_t>>;
 
 // Where this rank's part of a tensor is to be made.
-struct Piece {
+struct Destination {
   size_t tensor;
   char* to;
 };
-using MakePieces = std::function<void(const std::vector<Piece>&)>;
+using MakeParts = std::function<void(const std::vector<Destination>&)>;
 
 // One exchange on real tensors, into a buffer on `device`.
 class Reshard {
@@ -30,7 +30,7 @@ class Reshard {
   const Group& group() const { return group_; }
 
   // Makes this rank's parts where they belong in the buffer, and sends them off from there.
-  void launch_gather(const MakePieces& make, const at::Tensor& buffer) const;
+  void launch_gather(const MakeParts& make, const at::Tensor& buffer) const;
   // The same for a single tensor whose part, contiguous, travels as it is.
   void launch_gather(const at::Tensor& part, const at::Tensor& buffer) const;
   // Waits: the full tensors, views where each lies in one piece, else (or where they must be

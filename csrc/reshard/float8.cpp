@@ -70,7 +70,7 @@ std::tuple<Tensors, at::Tensor> float8_kernel(
   const at::Tensor scales = scales_of(shards, dtype, reshard.group());
   const at::Tensor buffer = list_buffer(layout, dtypes, shards[0]);
   reshard.launch_gather(
-      [&](const std::vector<Piece>& pieces) {
+      [&](const std::vector<Destination>& pieces) {
         for (const auto& [i, to] : pieces) {
           if (shards[i].numel() == 0) {
             continue;  // `to` needn't be memory of the device

@@ -16,7 +16,7 @@ namespace {
 
 // ------------------------------------------------------------------- lists, along dimension 0
 
-void cast(at::TensorList shards, Dtypes dtypes, const std::vector<Piece>& pieces) {
+void cast(at::TensorList shards, Dtypes dtypes, const std::vector<Destination>& pieces) {
 #ifdef DEEPSP_CUDA
   if (shards[0].is_cuda()) {
     std::vector<Cast> casts;
@@ -85,7 +85,7 @@ at::Tensor gather_cast_coalesced_start_kernel(
   if (!buffer.is_meta()) {
     reshard_lists("gather_cast", "shards", shards, layout, dtypes, group_name)
         .launch_gather(
-            [&](const std::vector<Piece>& pieces) { cast(shards, dtypes, pieces); }, buffer);
+            [&](const std::vector<Destination>& pieces) { cast(shards, dtypes, pieces); }, buffer);
   }
   return buffer;
 }
