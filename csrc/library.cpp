@@ -343,9 +343,10 @@ TORCH_LIBRARY(deepsp, m) {
   // q, k, v and attn_mask, where wanted, compute it once more; they have no derivative.
   // dropout_seed: a rank's own, an int64 scalar on the CPU, lest a GPU be waited for. It follows
   // from the rank and the default generator of like's device, which draws `draws` times. (A fake
-  // one's device is said in Python.)
+  // one's device is said in Python.) An empty tensor there tells what draws anew, AOTAutograd's
+  // checkpoints, whose generator it is.
   m.def(
-      "dropout_seed(Tensor like, int rank, int draws=1) -> Tensor",
+      "dropout_seed(Tensor like, int rank, int draws=1) -> (Tensor seed, Tensor of_device)",
       {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded, at::Tag::cudagraph_unsafe});
   m.def(
       "attention_with_dropout(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, float dropout_p, "

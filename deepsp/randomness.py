@@ -23,7 +23,8 @@ _local = threading.local()
 @torch.library.register_fake("deepsp::dropout_seed")
 def _fake_seed(like, rank, draws=1):
     """C++ sees a fake tensor as one on the meta device, and can't say "on the CPU"."""
-    return torch.empty((), dtype=torch.int64, device="cpu")
+    seed = torch.empty((), dtype=torch.int64, device="cpu")
+    return seed, torch.empty(0, dtype=torch.int64, device=like.device)
 
 
 _MASK = (1 << 64) - 1

@@ -501,6 +501,12 @@ def test_what_hides_an_exchange():
     def forward(q: torch.Tensor) -> torch.Tensor:
         return q.clone()
 
+    backward = torch.library.custom_op("deepsp_test::flash_attn_back", mutates_args=("dq",))
+
+    @backward
+    def back(q: torch.Tensor, dq: torch.Tensor) -> None:
+        dq.copy_(q)
+
     aten, ours = torch.ops.aten, torch.ops.deepsp
     hides = [
         aten.mm.default, aten.bmm.default, aten._scaled_mm.default, aten._grouped_mm.default,
@@ -516,6 +522,10 @@ def test_what_hides_an_exchange():
             node = graph.call_function(target)
             node.meta["val"] = torch.zeros(1)
             assert computes(node) is expected, target
+    written = torch.ops.higher_order.auto_functionalized_v2
+    node = graph.call_function(written, (torch.ops.deepsp_test.flash_attn_back.default,))
+    node.meta["val"] = (None, torch.zeros(1))
+    assert computes(node)
     check = graph.call_function(ours.check_attention.default)
     check.meta["val"] = None
     assert not computes(check)

@@ -58,7 +58,7 @@ def test_public_names():
 
 
 def test_every_type_has_one_definition():
-    """Two of one name would share their vectors' code in the linked library, whatever their size."""
+    """Two of one name would share their vectors' code in the linked library, of whatever size."""
     definition = re.compile(r"(?:struct|class) (\w+)[^;]*\{$")
     found = Counter()
     for path in sorted((ROOT / "csrc").rglob("*")):

@@ -105,7 +105,7 @@ at::Tensor attention_of_chunk(
   }
   if (sharded_randomness && dropout_p > 0 && parts > 1) {
     return attention_with_dropout(
-        q, k, v, mask, dropout_p, is_causal, scale, dropout_seed(q, rank, 1));
+        q, k, v, mask, dropout_p, is_causal, scale, std::get<0>(dropout_seed(q, rank, 1)));
   }
   const bool grouped = q.sym_size(2) != k.sym_size(2);
   return at::scaled_dot_product_attention(

@@ -114,11 +114,13 @@ const at::Generator& generator_of(const at::Tensor& q) {
   return at::globalContext().defaultGenerator(q.device());
 }
 
-at::Tensor dropout_seed_kernel(const at::Tensor& like, int64_t rank, int64_t draws) {
+std::tuple<at::Tensor, at::Tensor> dropout_seed_kernel(
+    const at::Tensor& like, int64_t rank, int64_t draws) {
   check_at_least(rank, 0, "rank");
   check_at_least(draws, 1, "draws");
+  const auto options = like.options().dtype(at::kLong);
   if (like.is_meta()) {
-    return at::empty({}, like.options().dtype(at::kLong));
+    return {at::empty({}, options), at::empty({0}, options)};
   }
   at::Generator generator = generator_of(like);
   const uint64_t drawn = draw(generator);
@@ -126,7 +128,7 @@ at::Tensor dropout_seed_kernel(const at::Tensor& like, int64_t rank, int64_t dra
     draw(generator);
   }
   const auto seed = static_cast<int64_t>(mix(drawn, static_cast<uint64_t>(rank)) >> 1);
-  return at::full({}, seed, at::kLong);
+  return {at::full({}, seed, at::kLong), at::empty({0}, options)};
 }
 
 at::Tensor attention_with_dropout_kernel(

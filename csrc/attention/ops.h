@@ -47,8 +47,9 @@ inline const Op<std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>(
     std::string_view group_name)>
     streamed_attention("streamed_attention");
 
-inline const Op<at::Tensor(const at::Tensor& like, int64_t rank, int64_t draws)> dropout_seed(
-    "dropout_seed");
+inline const Op<
+    std::tuple<at::Tensor, at::Tensor>(const at::Tensor& like, int64_t rank, int64_t draws)>
+    dropout_seed("dropout_seed");
 
 inline const Op<at::Tensor(
     const at::Tensor& q,

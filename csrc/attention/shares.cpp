@@ -114,7 +114,7 @@ at::Tensor attention_of_queries(
   if (asked.sharded_randomness && asked.dropout_p > 0) {
     return attention_with_dropout(
         q, k, v, mask, asked.dropout_p, /*is_causal=*/false, asked.scale,
-        dropout_seed(q, rank, draws));
+        std::get<0>(dropout_seed(q, rank, draws)));
   }
   const at::Tensor out =
       at::scaled_dot_product_attention(

@@ -12,6 +12,7 @@ at::Tensor buffer_for(const SymBlockLayout& shapes, int64_t chunk, const at::Ten
     return at::empty_symint({elements}, like.options());
   }
   const at::Tensor buffer = empty_buffer({elements.expect_int()}, like);
+  made_here(buffer);
   clear_if_watched(buffer);  // it may be larger than what arrives
   return buffer;
 }

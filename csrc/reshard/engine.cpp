@@ -73,6 +73,7 @@ at::Tensor buffer_for(c10::SymIntArrayRef sizes, const at::TensorOptions& option
     return at::empty_symint(sizes, options);
   }
   const at::Tensor buffer = empty_buffer(ints(sizes), options);
+  made_here(buffer);
   clear_if_watched(buffer);
   return buffer;
 }

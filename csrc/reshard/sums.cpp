@@ -134,6 +134,7 @@ at::Tensor all_reduce_start_kernel(
         return {said("inputs of ", elements, " elements, ", inputs[0].scalar_type())};
       });
   at::Tensor flat = empty_buffer({elements}, inputs[0]);
+  made_here(flat);
   Tensors parts;
   for (const at::Tensor& input : inputs) {
     parts.push_back(input.reshape({-1}));

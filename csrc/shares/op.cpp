@@ -22,6 +22,7 @@ at::Tensor buffer_for(const SymShareBlocks& blocks, int64_t chunk, const at::Ten
     return at::empty_symint({elements}, like.options());
   }
   const at::Tensor buffer = empty_buffer({elements.guard_int(__FILE__, __LINE__)}, like);
+  made_here(buffer);
   clear_if_watched(buffer);  // it may be larger than what arrives
   return buffer;
 }

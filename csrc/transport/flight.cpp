@@ -5,6 +5,7 @@
 #include "errors.h"
 #include "pool.h"
 
+#include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 
@@ -78,6 +79,11 @@ void used_on_current_stream(const at::Tensor& buffer, const Flight& flight) {
   if (current == *flight.stream) {
     return;
   }
+  if (!flight.collective) {  // whose wait would order the streams
+    c10::Event so_far(buffer.device().type());
+    so_far.record(*flight.stream);
+    so_far.block(current);
+  }
   const c10::impl::VirtualGuardImpl device(buffer.device().type());
   device.recordDataPtrOnStream(buffer.storage().data_ptr(), current);
   for (const at::Tensor& sent : flight.holds) {
@@ -86,6 +92,23 @@ void used_on_current_stream(const at::Tensor& buffer, const Flight& flight) {
 }
 
 }  // namespace
+
+void made_here(const at::Tensor& buffer) {
+  if (!buffer.is_cpu()) {
+    auto flight = std::make_unique<Flight>();
+    flight->stream = current_stream(buffer);
+    flight->local = true;
+    set_flight(buffer, std::move(flight));
+  }
+}
+
+void let_go_if_done(Flight& flight) {
+  const Work& work = flight.collective;
+  if (flight.done_on_device && work && work->isCompleted() && !work->exception()) {
+    flight.collective.reset();
+    flight.holds.clear();
+  }
+}
 
 void launch_into(const at::Tensor& buffer, std::unique_ptr<Flight> flight) {
   set_flight(buffer, std::move(flight));
@@ -99,6 +122,7 @@ void launch_into(
   flight->together = true;
   if (!buffer.is_cpu()) {
     flight->stream = current_stream(buffer);
+    flight->done_on_device = group.done_on_device;
   }
   if (!sent.is_alias_of(buffer)) {
     flight->holds.push_back(sent);
@@ -155,6 +179,10 @@ std::unique_ptr<Flight> flight_into(const at::Tensor& buffer) {
   auto flight = take_flight(buffer);
   if (flight && flight->stream.has_value()) {
     used_on_current_stream(buffer, *flight);
+  }
+  if (flight && flight->local) {
+    set_flight(buffer, std::move(flight));
+    return nullptr;
   }
   return flight;
 }

@@ -35,6 +35,9 @@ struct Flight {
   // On a GPU: where it was launched. What is sent and received is then the backend's, too, until it
   // has arrived, so that nobody need wait.
   std::optional<c10::Stream> stream;
+  bool done_on_device = false;  // the group's
+  // On a GPU: nothing is on its way any more, or ever was; only the stream is of interest.
+  bool local = false;
   // Waited for, and so without `own`: to be waited for no more.
   bool landed = false;
   // Which exchange it is, for errors: set when it is launched.
@@ -62,6 +65,13 @@ struct Flight {
 bool watched();
 // It looks for NaN in whole buffers, between blocks and behind them, too.
 void clear_if_watched(const at::Tensor& buffer);
+
+// A buffer has been made, for what will be launched into it. On a GPU, what is made of it on
+// another stream comes after what this one does then.
+void made_here(const at::Tensor& buffer);
+
+// Lets go of what is done, whose work owns the buffer that it would fill.
+void let_go_if_done(Flight& flight);
 
 // Ties `flight`, or the work of any other backend, to the buffer that it fills. When watched()
 // holds, a work lands here at once; a flight's caller has waited for it before.

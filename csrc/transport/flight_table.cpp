@@ -24,12 +24,21 @@ FlightTable::Entries FlightTable::expired(Entries& entries) {
 void FlightTable::set(const c10::Storage& storage, std::unique_ptr<Flight> flight) {
   Entries flown, marks;  // end outside the lock
   std::lock_guard<std::mutex> lock(mutex_);
-  flown = expired(flying_);
+  Entries& entries = flight->landed || flight->local ? landed_ : flying_;
+  if (&entries == &flying_) {
+    for (auto& [_, entry] : flying_) {
+      let_go_if_done(*entry.flight);
+    }
+    flown = expired(flying_);
+  }
   if (landed_.size() >= look_at_) {
     marks = expired(landed_);
     look_at_ = std::max<size_t>(64, 2 * landed_.size());
   }
-  Entries& entries = flight->landed ? landed_ : flying_;
+  if (const auto found = landed_.find(storage.unsafeGetStorageImpl()); found != landed_.end()) {
+    TORCH_INTERNAL_ASSERT(found->second.flight->local);
+    marks.insert(landed_.extract(found));
+  }
   // An entry keeps its storage's address from being given to another.
   const bool is_new = entries
                           .emplace(

@@ -11,13 +11,14 @@ namespace deepsp {
 
 struct Flight;
 
-// Flights by the storage that they fill. The table owns nothing of a storage: what nobody waits
-// for leaves it when something else is launched.
+// Flights by the storage that they fill. The table owns nothing of a storage, and lets go of works
+// that are done, which do: what nobody waits for leaves when something else is launched.
 class FlightTable {
  public:
   FlightTable();
   ~FlightTable();
 
+  // In the place of a local one, if there is.
   void set(const c10::Storage& storage, std::unique_ptr<Flight> flight);
   // Null where there is none. Leaves none behind.
   std::unique_ptr<Flight> take(const c10::Storage& storage);
@@ -36,7 +37,7 @@ class FlightTable {
 
   std::mutex mutex_;
   Entries flying_;
-  // Many: a mark stays as long as its storage, and is looked at now and then.
+  // Landed, or local: many, which stay as long as their storages, and are looked at now and then.
   Entries landed_;
   size_t look_at_ = 64;
 };

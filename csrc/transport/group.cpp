@@ -7,9 +7,9 @@
 namespace deepsp {
 namespace {
 
-bool is_gloo(c10d::ProcessGroup& pg, c10::DeviceType device) {
+bool is_backend(const char* name, c10d::ProcessGroup& pg, c10::DeviceType device) {
   try {
-    return pg.getBackend(device)->getBackendName() == "gloo";
+    return pg.getBackend(device)->getBackendName() == name;
   } catch (const c10::Error&) {
     return false;  // a group without backends of its own: the fake one
   }
@@ -49,9 +49,11 @@ Group resolve_group(
   // For tests: blocks travel in collectives, as they do on NCCL, on gloo, too, and in groups of one
   // rank. So one process, or one GPU, goes NCCL's way.
   const bool collectives = is_switched_on("DEEPSP_TEST_COLLECTIVES");
-  const bool point_to_point = !collectives && device.is_cpu() && is_gloo(*pg, device.type());
-  return {shared(std::move(pg)), std::string(name),        op, rank, size,
-          point_to_point,        size == 1 && !collectives};
+  const bool point_to_point =
+      !collectives && device.is_cpu() && is_backend("gloo", *pg, device.type());
+  const bool nccl = is_backend("nccl", *pg, device.type());
+  return {shared(std::move(pg)), std::string(name),         op,  rank, size,
+          point_to_point,        size == 1 && !collectives, nccl};
 }
 
 }  // namespace deepsp

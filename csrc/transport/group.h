@@ -24,6 +24,8 @@ struct Group {
   bool point_to_point;
   // Nothing travels.
   bool alone;
+  // NCCL's works: one that has completed has done so on the device, and need not be waited for.
+  bool done_on_device;
 };
 
 // Whether an environment variable is 1.

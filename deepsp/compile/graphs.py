@@ -33,6 +33,11 @@ _COMPUTE = {
 # In the names of attention: PyTorch's, FlexAttention, custom ops of others, ours.
 _ATTENTION = ("scaled_dot_product", "attention", "attn")
 
+_FUNCTIONALIZED = (
+    torch.ops.higher_order.auto_functionalized,
+    torch.ops.higher_order.auto_functionalized_v2,
+)
+
 # Views, and below them copies: they give elements of their inputs as they are. But for the last
 # view, a cast before and a cast after them give the same bits.
 VIEWS = {
@@ -69,7 +74,9 @@ def target_of(node: fx.Node):
     """What a node calls, also where it is tied behind others."""
     if node.target is control_deps:
         inner = getattr(node.graph.owning_module, node.args[1].target)
-        return next(n.target for n in inner.graph.nodes if n.op == "call_function")
+        node = next(n for n in inner.graph.nodes if n.op == "call_function")
+    if node.target in _FUNCTIONALIZED:  # a custom op that writes to its arguments
+        return node.args[0]
     return node.target
 
 

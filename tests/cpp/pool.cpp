@@ -24,6 +24,13 @@ deepsp::Flight::~Flight() {
   ++ended;
 }
 
+// A work that is done and owns what it filled: here, what it sends does.
+void deepsp::let_go_if_done(Flight& flight) {
+  if (flight.done_on_device) {
+    flight.holds.clear();
+  }
+}
+
 using namespace deepsp;
 
 namespace {
@@ -88,6 +95,32 @@ void flights_of_other_memory() {
   require(ended == 1 && table.size() == 2, "what nobody waits for leaves with the next launch");
   require(table.take(view.storage()) != nullptr, "a view finds its storage's flight");
   require(table.take(waited.storage()) == nullptr, "a flight is taken once");
+
+  // A work that isn't done keeps what it fills; one that is lets go of it.
+  at::Tensor filled = at::empty({4}, at::kFloat);
+  auto flying = flight(false);
+  flying->holds.push_back(filled);
+  Flight* const of_filled = flying.get();
+  table.set(filled.storage(), std::move(flying));
+  filled.reset();
+  const at::Tensor third = at::empty({4}, at::kFloat), fourth = at::empty({4}, at::kFloat);
+  table.set(third.storage(), flight(false));
+  require(table.size() == 3, "it is kept");
+  of_filled->done_on_device = true;
+  table.set(fourth.storage(), flight(true));
+  require(table.size() == 4, "a mark is no launch");
+  table.take(fourth.storage());
+  table.set(fourth.storage(), flight(false));
+  require(table.size() == 3, "it is let go");
+  table.take(third.storage());
+  table.take(fourth.storage());
+
+  auto local = flight(false);
+  local->local = true;
+  table.set(third.storage(), std::move(local));
+  table.set(third.storage(), flight(false));
+  require(!table.take(third.storage())->local, "a launch takes the place of a local one");
+  require(table.take(third.storage()) == nullptr, "which is gone");
 
   table.set(waited.storage(), flight(true));
   std::vector<at::Tensor> kept;
