@@ -52,6 +52,9 @@ void check(
       q.sym_size(1));
 }
 
+// One for each of a rank's parts of heads, of which there are few; they are drawn one by one.
+constexpr int64_t kMaxDraws = int64_t(1) << 20;
+
 // splitmix64's finalizer: neighbours have nothing in common.
 uint64_t mix(uint64_t seed, uint64_t number) {
   uint64_t x = seed + (number + 1) * 0x9E3779B97F4A7C15;
@@ -117,7 +120,9 @@ const at::Generator& generator_of(const at::Tensor& q) {
 std::tuple<at::Tensor, at::Tensor> dropout_seed_kernel(
     const at::Tensor& like, int64_t rank, int64_t draws) {
   check_at_least(rank, 0, "rank");
-  check_at_least(draws, 1, "draws");
+  TORCH_CHECK_VALUE(
+      draws >= 1 && draws <= kMaxDraws, "expected draws to be a number from 1 to ", kMaxDraws,
+      ", got ", draws);
   const auto options = like.options().dtype(at::kLong);
   if (like.is_meta()) {
     return {at::empty({}, options), at::empty({0}, options)};

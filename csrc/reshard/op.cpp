@@ -287,6 +287,7 @@ Tensors scatter_wait_kernel(
   const SymShards layout = check_buffer(buffer, dim, sizes, shape, rank);
   if (!buffer.is_meta()) {
     resolve_group("scatter", group_name, rank, layout.parts(), buffer.device(), "sizes");
+    land(buffer);
   }
   return {buffer.select(0, rank)
               .narrow_symint(0, 0, layout.block(rank))

@@ -89,42 +89,45 @@ std::vector<int64_t> places(
   return prefix_sums(sizes);
 }
 
-// The copies that make the block for rank p of tokens, of inputs [B, S_rank, H_i, D_i].
+// Makes ranks' blocks, by one list of copies. Of tokens, of inputs [B, S_rank, H_i, D_i].
 void pack_tokens(
-    at::TensorList inputs, const Blocks& blocks, int64_t chunk, int64_t p, char* data) {
+    at::TensorList inputs, const Blocks& blocks, int64_t chunk, c10::ArrayRef<Place> at) {
   RECORD_FUNCTION("deepsp::pack", {});
   const int64_t first = first_token(blocks), item = item_of(inputs[0]);
   std::vector<StridedCopy> copies;
-  for (const Part& part : parts_of(blocks, blocks.rank, p, chunk, data, item)) {
-    copies.push_back(copy_of(
-        view_of(inputs[part.tensor], part.begin - first, part.heads.begin), part.view, part.n,
-        item));
+  for (const auto& [p, data] : at) {
+    for (const Part& part : parts_of(blocks, blocks.rank, p, chunk, data, item)) {
+      copies.push_back(copy_of(
+          view_of(inputs[part.tensor], part.begin - first, part.heads.begin), part.view, part.n,
+          item));
+    }
   }
   run(copies, inputs[0].device());
 }
 
 // Of cells' queries and what they read.
 void pack_shares(
-    at::TensorList inputs, const Blocks& blocks, int64_t chunk, int64_t p, char* data) {
+    at::TensorList inputs, const Blocks& blocks, int64_t chunk, c10::ArrayRef<Place> at) {
   RECORD_FUNCTION("deepsp::pack", {});
   const int64_t item = item_of(inputs[0]);
   std::vector<StridedCopy> copies;
-  for (const Part& part : parts_of(blocks, p, blocks.rank, chunk, data, item)) {
-    copies.push_back(copy_of(view_of(inputs[part.cell], part.row, 0), part.view, part.n, item));
+  for (const auto& [p, data] : at) {
+    for (const Part& part : parts_of(blocks, p, blocks.rank, chunk, data, item)) {
+      copies.push_back(copy_of(view_of(inputs[part.cell], part.row, 0), part.view, part.n, item));
+    }
   }
   run(copies, inputs[0].device());
 }
 
-// Sends blocks off, each as soon as make(p, data) has packed it. This rank's own goes straight to
-// where it would arrive.
-template <class Make>
+// Sends blocks off, each as soon as it is made. This rank's own goes straight to where it would
+// arrive.
 void launch(
     const Group* group,
     const at::Tensor& buffer,
     const std::vector<int64_t>& gives,
     const std::vector<int64_t>& gets,
     int64_t rank,
-    const Make& make) {
+    const MakeBlocks& make) {
   const int64_t item = item_of(buffer);
   const auto got_at = prefix_sums(gets), given_at = prefix_sums(gives);
   char* const arrivals = data_of(buffer);
@@ -138,24 +141,26 @@ void launch(
           *group, [&](int64_t p) { return Bytes{arrivals + got_at[p] * item, gets[p] * item}; },
           [&](int64_t p) {
             const Bytes block{next, gives[p] * item};
-            make(p, block.data);
+            make(Place{p, block.data});
             next += block.size;
             return block;
           },
           *flight);
     }
-    make(rank, arrivals + got_at[rank] * item);
+    make(Place{rank, arrivals + got_at[rank] * item});
     if (watched()) {
       flight->wait_all();
-    } else {
+    } else if (group != nullptr) {
       launch_into(buffer, std::move(flight));
     }
     return;
   }
   const at::Tensor sent = empty_buffer({given_at.back()}, buffer);
+  std::vector<Place> all;
   for (int64_t p = 0; p < group->size; ++p) {
-    make(p, data_of(sent) + given_at[p] * item);
+    all.push_back({p, data_of(sent) + given_at[p] * item});
   }
+  make(all);
   launch_into(
       *group, buffer,
       launch_all_to_all(*group, lent(buffer.narrow(0, 0, got_at.back())), sent, gets, gives), sent);
@@ -182,7 +187,7 @@ Tensors seq_to_shares_start_kernel(
     launch(
         group.get(), buffer, counts_of_blocks(blocks, chunk, true),
         counts_of_blocks(blocks, chunk, false), rank,
-        [&](int64_t p, char* data) { pack_tokens(inputs, blocks, chunk, p, data); });
+        [&](c10::ArrayRef<Place> at) { pack_tokens(inputs, blocks, chunk, at); });
   }
   return buffers;
 }
@@ -263,7 +268,7 @@ at::Tensor shares_to_seq_start_kernel(
   launch(
       group.get(), buffer, counts_of_blocks(blocks, chunk, false),
       counts_of_blocks(blocks, chunk, true), rank,
-      [&](int64_t p, char* data) { pack_shares(inputs, blocks, chunk, p, data); });
+      [&](c10::ArrayRef<Place> at) { pack_shares(inputs, blocks, chunk, at); });
   return buffer;
 }
 
@@ -382,9 +387,11 @@ at::Tensor packed(
   const auto at =
       places(blocks, chunk, mine_are_tokens, padding_of(blocks, chunk, !mine_are_tokens));
   const at::Tensor sent = empty_buffer({at.back()}, like);
+  std::vector<Place> all;
   for (int64_t p = 0; p < blocks.shares.ranks(); ++p) {
-    pack(blocks, p, data_of(sent) + at[p] * item_of(sent));
+    all.push_back({p, data_of(sent) + at[p] * item_of(sent)});
   }
+  pack(blocks, all);
   return sent;
 }
 
@@ -397,8 +404,8 @@ at::Tensor seq_to_shares_pack_kernel(
     int64_t rank) {
   return packed(
       check_tokens_to_share(inputs, query_parts, seq_lens, chunks, rank), chunk, true, inputs[0],
-      [&](const Blocks& blocks, int64_t p, char* data) {
-        pack_tokens(inputs, blocks, chunk, p, data);
+      [&](const Blocks& blocks, c10::ArrayRef<Place> at) {
+        pack_tokens(inputs, blocks, chunk, at);
       });
 }
 
@@ -412,8 +419,8 @@ at::Tensor shares_to_seq_pack_kernel(
     int64_t rank) {
   return packed(
       check_shares(inputs, num_heads, query_parts, seq_lens, chunk, chunks, rank), chunk, false,
-      inputs[0], [&](const Blocks& blocks, int64_t p, char* data) {
-        pack_shares(inputs, blocks, chunk, p, data);
+      inputs[0], [&](const Blocks& blocks, c10::ArrayRef<Place> at) {
+        pack_shares(inputs, blocks, chunk, at);
       });
 }
 

@@ -9,6 +9,10 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 
+#ifdef DEEPSP_CUDA
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#endif
+
 namespace deepsp {
 
 bool watched() {
@@ -102,12 +106,25 @@ void made_here(const at::Tensor& buffer) {
   }
 }
 
-void let_go_if_done(Flight& flight) {
+std::unique_ptr<Flight> let_go_if_done(Flight& flight) {
   const Work& work = flight.collective;
-  if (flight.done_on_device && work && work->isCompleted() && !work->exception()) {
-    flight.collective.reset();
-    flight.holds.clear();
+  if (!flight.done_on_device || !work || !work->isCompleted() || work->exception()) {
+    return nullptr;
   }
+  auto done = std::make_unique<Flight>();
+  done->stream = flight.stream;
+  done->collective = std::move(flight.collective);
+  done->holds = std::move(flight.holds);
+  return done;
+}
+
+bool capturing([[maybe_unused]] c10::Device device) {
+#ifdef DEEPSP_CUDA
+  if (device.is_cuda()) {
+    return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+  }
+#endif
+  return false;
 }
 
 void launch_into(const at::Tensor& buffer, std::unique_ptr<Flight> flight) {
@@ -122,7 +139,7 @@ void launch_into(
   flight->together = true;
   if (!buffer.is_cpu()) {
     flight->stream = current_stream(buffer);
-    flight->done_on_device = group.done_on_device;
+    flight->done_on_device = group.done_on_device && !capturing(buffer.device());
   }
   if (!sent.is_alias_of(buffer)) {
     flight->holds.push_back(sent);

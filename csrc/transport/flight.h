@@ -70,8 +70,11 @@ void clear_if_watched(const at::Tensor& buffer);
 // another stream comes after what this one does then.
 void made_here(const at::Tensor& buffer);
 
-// Lets go of what is done, whose work owns the buffer that it would fill.
-void let_go_if_done(Flight& flight);
+// Of what is done, takes what owns the buffer that it has filled: its work, and what was sent. Null
+// where it isn't done.
+std::unique_ptr<Flight> let_go_if_done(Flight& flight);
+// Whether the current stream's work is captured in a graph: nothing may be asked of a device then.
+bool capturing(c10::Device device);
 
 // Ties `flight`, or the work of any other backend, to the buffer that it fills. When watched()
 // holds, a work lands here at once; a flight's caller has waited for it before.

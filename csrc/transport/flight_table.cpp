@@ -3,6 +3,7 @@
 #include "flight.h"
 
 #include <algorithm>
+#include <vector>
 
 namespace deepsp {
 
@@ -21,29 +22,44 @@ FlightTable::Entries FlightTable::expired(Entries& entries) {
   return gone;
 }
 
+void FlightTable::let_go_of_done() {
+  std::vector<std::unique_ptr<Flight>> done;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& [_, entry] : flying_) {
+      if (auto flight = let_go_if_done(*entry.flight)) {
+        done.push_back(std::move(flight));
+      }
+    }
+  }
+  // A backend keeps what it sent and received until somebody waits.
+  for (const auto& flight : done) {
+    flight->wait_all();
+  }
+}
+
 void FlightTable::set(const c10::Storage& storage, std::unique_ptr<Flight> flight) {
+  const bool flies = !flight->landed && !flight->local;
+  if (flies && !capturing(storage.device())) {
+    let_go_of_done();
+  }
   Entries flown, marks;  // end outside the lock
   std::lock_guard<std::mutex> lock(mutex_);
-  Entries& entries = flight->landed || flight->local ? landed_ : flying_;
-  if (&entries == &flying_) {
-    for (auto& [_, entry] : flying_) {
-      let_go_if_done(*entry.flight);
-    }
+  if (flies) {
     flown = expired(flying_);
   }
   if (landed_.size() >= look_at_) {
     marks = expired(landed_);
     look_at_ = std::max<size_t>(64, 2 * landed_.size());
   }
-  if (const auto found = landed_.find(storage.unsafeGetStorageImpl()); found != landed_.end()) {
+  const void* const key = storage.unsafeGetStorageImpl();
+  if (const auto found = landed_.find(key); found != landed_.end()) {
     TORCH_INTERNAL_ASSERT(found->second.flight->local);
     marks.insert(landed_.extract(found));
   }
   // An entry keeps its storage's address from being given to another.
-  const bool is_new = entries
-                          .emplace(
-                              storage.unsafeGetStorageImpl(),
-                              Entry{storage.getWeakStorageImpl(), std::move(flight)})
+  const bool is_new = (flies ? flying_ : landed_)
+                          .emplace(key, Entry{storage.getWeakStorageImpl(), std::move(flight)})
                           .second;
   TORCH_INTERNAL_ASSERT(is_new);
 }

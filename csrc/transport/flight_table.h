@@ -32,6 +32,7 @@ class FlightTable {
   };
   using Entries = std::unordered_map<const void*, Entry>;
 
+  void let_go_of_done();
   // Of storages that are gone.
   static Entries expired(Entries& entries);
 

@@ -70,14 +70,17 @@ _SIZES = {aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default}
 # ------------------------------------------------------------------------------- what a node is
 
 
-def target_of(node: fx.Node):
-    """What a node calls, also where it is tied behind others."""
+def _call_of(node: fx.Node) -> fx.Node:
+    """The node, or the call in it where it is tied behind others."""
     if node.target is control_deps:
         inner = getattr(node.graph.owning_module, node.args[1].target)
-        node = next(n for n in inner.graph.nodes if n.op == "call_function")
-    if node.target in _FUNCTIONALIZED:  # a custom op that writes to its arguments
-        return node.args[0]
-    return node.target
+        return next(n for n in inner.graph.nodes if n.op == "call_function")
+    return node
+
+
+def target_of(node: fx.Node):
+    """What a node calls, also where it is tied behind others."""
+    return _call_of(node).target
 
 
 def is_op(node: fx.Node, name: str) -> bool:
@@ -88,7 +91,9 @@ def is_op(node: fx.Node, name: str) -> bool:
 
 def computes(node: fx.Node) -> bool:
     """Matrix products and attention: what takes long enough to hide a collective behind."""
-    target = target_of(node)
+    call = _call_of(node)
+    # A custom op that writes to its arguments is an argument of what calls it with copies.
+    target = call.args[0] if call.target in _FUNCTIONALIZED else call.target
     if target in _COMPUTE:
         return True
     if not isinstance(target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):

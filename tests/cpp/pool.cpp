@@ -25,10 +25,21 @@ deepsp::Flight::~Flight() {
 }
 
 // A work that is done and owns what it filled: here, what it sends does.
-void deepsp::let_go_if_done(Flight& flight) {
-  if (flight.done_on_device) {
-    flight.holds.clear();
+std::unique_ptr<deepsp::Flight> deepsp::let_go_if_done(Flight& flight) {
+  if (!flight.done_on_device || flight.holds.empty()) {
+    return nullptr;
   }
+  auto done = std::make_unique<Flight>();
+  done->holds = std::move(flight.holds);
+  --ended;  // it ends, too
+  return done;
+}
+
+bool deepsp::capturing(c10::Device) {
+  return false;
+}
+
+void deepsp::Flight::wait_all() {
 }
 
 using namespace deepsp;
