@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from deepsp.groups import Group, Member, member_of, on_all_ranks
 
 _local = threading.local()
+_MASK = (1 << 64) - 1
 
 
 @torch.library.register_fake("deepsp::dropout_seed")
@@ -25,9 +26,6 @@ def _fake_seed(like, rank, draws=1):
     """C++ sees a fake tensor as one on the meta device, and can't say "on the CPU"."""
     seed = torch.empty((), dtype=torch.int64, device="cpu")
     return seed, torch.empty(0, dtype=torch.int64, device=like.device)
-
-
-_MASK = (1 << 64) - 1
 
 
 def _generators(device: torch.device | None = None) -> list[torch.Generator]:

@@ -179,18 +179,10 @@ Tensors attention_with_dropout_backward_kernel(
       !wanted[3] || (attn_mask.has_value() && attn_mask->is_floating_point()),
       "wanted asks for the gradient of attn_mask, which isn't a floating-point tensor");
   Tensors inputs{q, k, v, attn_mask.value_or(at::Tensor())}, asked, found;
-  if (q.is_meta()) {
+  if (q.is_meta() || grad.numel() == 0) {  // shapes only; or a rank without queries
     for (size_t i = 0; i < wanted.size(); ++i) {
       if (wanted[i]) {
-        found.push_back(at::empty_symint(inputs[i].sym_sizes(), inputs[i].options()));
-      }
-    }
-    return found;
-  }
-  if (grad.numel() == 0) {  // a rank without queries
-    for (size_t i = 0; i < wanted.size(); ++i) {
-      if (wanted[i]) {
-        found.push_back(at::zeros(inputs[i].sizes(), inputs[i].options()));
+        found.push_back(at::zeros_symint(inputs[i].sym_sizes(), inputs[i].options()));
       }
     }
     return found;

@@ -226,12 +226,14 @@ c10::IValue heads_to_output_wait(const Given& given) {
       given["rank"]);
   at::Tensor sum;
   if (at_once(buffers[0])) {
-    add_product(sum, all_heads_of(blocks_by_tokens(buffers, layout), layout, 0, 1), weight.t());
-  }
-  for (size_t chunk = 0; !at_once(buffers[0]) && chunk < buffers.size(); ++chunk) {
-    const Tensors blocks = blocks_by_tokens(buffers[chunk], layout, chunk);
-    for (int64_t p = 0; p < layout.parts(); ++p) {
-      add_product(sum, blocks[p], rows_for(weight.t(), layout, 0, layout.heads.range(0, p, chunk)));
+    sum = at::mm(all_heads_of(blocks_by_tokens(buffers, layout), layout, 0, 1), weight.t());
+  } else {
+    for (size_t chunk = 0; chunk < buffers.size(); ++chunk) {
+      const Tensors blocks = blocks_by_tokens(buffers[chunk], layout, chunk);
+      for (int64_t p = 0; p < layout.parts(); ++p) {
+        const Range heads = layout.heads.range(0, p, chunk);
+        add_product(sum, blocks[p], rows_for(weight.t(), layout, 0, heads));
+      }
     }
   }
   const at::Tensor y = sum.to(buffers[0].scalar_type());
