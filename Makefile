@@ -4,8 +4,8 @@
 # make test-all  runs all tests: what .ci/run does
 # make docs      the pages of docs/ and the API reference, into build/docs
 # make lint      ruff and clang-format
-# make sanitize  kernels (CUDA's, too, run on the CPU), layouts and the buffer pool under ASan, UBSan
-#                and TSan
+# make sanitize  kernels (CUDA's, too, run on the CPU), layouts, the buffer pool and shared memory
+#                under ASan, UBSan and TSan
 # make cuda-check    compiles every .cu without a GPU, where there is an nvcc
 # make gpu-test  on a machine with a GPU: builds against its torch and tests there
 # make bench     the exchange against its floor
@@ -120,7 +120,8 @@ format: $(VENV)/ready
 
 # Each program once with ASan and UBSan, once with TSan. Only the pool's needs torch, which isn't
 # instrumented itself. The CUDA kernels run on one thread, where the headers of CUDA are.
-SANITIZED := $(foreach kind,address thread,build/sanitize/kernels-$(kind) build/sanitize/pool-$(kind)) \
+SANITIZED := $(foreach kind,address thread,build/sanitize/kernels-$(kind) build/sanitize/pool-$(kind) \
+	build/sanitize/board-$(kind)) \
 	$(if $(NVCC),build/sanitize/cuda-address)
 SAN := -std=c++20 -O1 -g -fno-sanitize-recover=all -Wall -Wno-unknown-pragmas -pthread
 
@@ -131,6 +132,11 @@ build/sanitize/kernels-%: tests/cpp/kernels.cpp tests/cpp/common.h $(wildcard cs
 	@mkdir -p build/sanitize
 	$(CXX) $(SAN) -fsanitize=$*$(if $(filter address,$*),$(COMMA)undefined) $< csrc/kernels/*.cpp \
 		csrc/layout/*.cpp -o $@
+
+build/sanitize/board-%: tests/cpp/board.cpp tests/cpp/common.h $(wildcard csrc/transport/board.* csrc/transport/shared_memory.*)
+	@mkdir -p build/sanitize
+	$(CXX) $(SAN) -fsanitize=$*$(if $(filter address,$*),$(COMMA)undefined) $< csrc/transport/board.cpp \
+		csrc/transport/shared_memory.cpp -o $@
 
 build/sanitize/cuda-address: tests/cpp/cuda.cpp $(wildcard tests/cpp/*.h) $(CU) $(wildcard csrc/kernels/*)
 	@mkdir -p build/sanitize

@@ -175,10 +175,11 @@ TORCH_LIBRARY(deepsp, m) {
       "SymInt batch, SymInt[] seq_lens, int chunk, int chunks, int rank, "
       "str group_name) -> Tensor(a)[]",
       uncaptured);
-  // The heads of one chunk.
+  // The heads of one chunk. tokens_first: what heads_to_seq_wait will be given, if that is known and
+  // waits for it; a buffer that ranks write into then holds the result.
   m.def(
       "heads_to_seq_start(Tensor[] inputs, SymInt[] num_heads, SymInt[] seq_lens, int chunk, "
-      "int chunks, int rank, str group_name) -> Tensor",
+      "int chunks, int rank, str group_name, *, bool? tokens_first=None) -> Tensor",
       uncaptured);
   // The buffers of all chunks, in order.
   m.def(
@@ -601,6 +602,14 @@ TORCH_LIBRARY(deepsp, m) {
   m.def("pool_limit() -> int");
   m.def("pool_set_limit(int bytes) -> ()");
   m.def("pool_clear() -> ()");
+
+  // --- how a group's blocks travel on the CPU
+
+  // By rank: the lowest rank of those whose memory it reaches, and why it reaches nobody's. All
+  // ranks call this. use: "auto", "mapped" or "messages"; to be given before the group's first
+  // exchange.
+  m.def(
+      "transport(int rank, int size, str group_name, str? use=None) -> (int[], str[])");
 }
 
 TORCH_LIBRARY_IMPL(deepsp, CompositeImplicitAutograd, m) {
@@ -612,10 +621,8 @@ TORCH_LIBRARY_IMPL(deepsp, CompositeImplicitAutograd, m) {
                         int64_t rank, int64_t chunk, int64_t chunks) {
         return share_split(num_heads, total, query_parts, parts, rank, chunk, chunks);
       });
-  m.impl("pool_idle_bytes", pool_idle_bytes);
   m.impl("pool_limit", pool_limit);
   m.impl("pool_set_limit", pool_set_limit);
-  m.impl("pool_clear", pool_clear);
 }
 
 TORCH_LIBRARY_IMPL(deepsp, CompositeExplicitAutograd, m) {

@@ -44,6 +44,7 @@ from deepsp.ops import (
 from deepsp.randomness import sharded_randomness
 from deepsp.schedule import build, create_schedule, register_shard_method
 from deepsp.tiling.tile import tile, tile_
+from deepsp.transport import Transport, transport
 from deepsp.weights.access import full_parameters
 from deepsp.weights.parameters import shard_parameters
 from deepsp.weights.state import full_state_dict, load_full_state_dict
@@ -55,6 +56,7 @@ __all__ = [
     "Pending",
     "SequenceLoader",
     "SequenceParallelAttention",
+    "Transport",
     "all_gather",
     "all_gather_matmul",
     "all_gather_start",
@@ -96,5 +98,6 @@ __all__ = [
     "tile",
     "tile_",
     "token_log_probs",
+    "transport",
     "unshard",
 ]

@@ -302,7 +302,8 @@ class DistributedAttention(nn.Module):
                 )
                 leaving.append(
                     torch.ops.deepsp.heads_to_seq_start(
-                        [out], [num_heads], lens, chunk, chunks, rank, name
+                        *([out], [num_heads], lens, chunk, chunks, rank, name),
+                        tokens_first=self.layout == "sbhd",
                     )
                 )
         return torch.ops.deepsp.heads_to_seq_wait(

@@ -163,7 +163,9 @@ def heads_to_seq_start(
     heads = list(num_heads)
     head_dims = [x.size(3) for x in inputs]
     batch = inputs[0].size(0)
-    buffer = torch.ops.deepsp.heads_to_seq_start(inputs, heads, lens, 0, 1, rank, name)
+    buffer = torch.ops.deepsp.heads_to_seq_start(
+        inputs, heads, lens, 0, 1, rank, name, tokens_first=False
+    )
     return Pending(
         lambda: torch.ops.deepsp.heads_to_seq_wait(
             [buffer], heads, head_dims, batch, lens, rank, name

@@ -23,7 +23,17 @@ GROUP_TIMEOUT = 60.0
 CALL_TIMEOUT = 240.0
 
 
-def _serve(rank: int, size: int, path: str, timeout: float, pipe) -> None:
+# What processes that are kept apart under these words find in their environment, by rank.
+ENVIRONMENTS = {
+    "messages": lambda rank: {"DEEPSP_TRANSPORT": "messages"},
+    "mapped": lambda rank: {"DEEPSP_TRANSPORT": "mapped"},
+    # Ranks 0 and 1 on one machine, 2 and 3 on another.
+    "machines": lambda rank: {"DEEPSP_TRANSPORT": "auto", "DEEPSP_TEST_MACHINE": str(rank // 2)},
+}
+
+
+def _serve(rank: int, size: int, path: str, timeout: float, pipe, environment: dict) -> None:
+    os.environ.update(environment)
     import torch
     import torch.distributed as dist
 
@@ -55,7 +65,7 @@ def _serve(rank: int, size: int, path: str, timeout: float, pipe) -> None:
 class Workers:
     """A group of processes that wait for something to do."""
 
-    def __init__(self, size: int, timeout: float = GROUP_TIMEOUT):
+    def __init__(self, size: int, timeout: float = GROUP_TIMEOUT, apart: str = ""):
         self.size = size
         spawn = multiprocessing.get_context("spawn")
         self.folder = tempfile.TemporaryDirectory()
@@ -63,8 +73,9 @@ class Workers:
         self.pipes, self.processes = [], []
         for rank in range(size):
             mine, theirs = spawn.Pipe()
+            environment = ENVIRONMENTS[apart](rank) if apart in ENVIRONMENTS else {}
             process = spawn.Process(
-                target=_serve, args=(rank, size, path, timeout, theirs), daemon=True
+                target=_serve, args=(rank, size, path, timeout, theirs, environment), daemon=True
             )
             process.start()
             theirs.close()
@@ -116,10 +127,11 @@ _workers: dict[tuple[int, str], Workers] = {}
 def on_ranks(size: int, function: Callable, *args, apart: str = "") -> list[Any]:
     """Calls ``function(*args)`` on every rank of a group of ``size``; AssertionError if any of
     them fails, with the tracebacks of those that do. ``apart``: on processes that only calls with
-    the same word share, for what changes a process for good."""
+    the same word share, for what changes a process for good, or needs one of
+    ENVIRONMENTS."""
     key = size, apart
     if key not in _workers:
-        _workers[key] = Workers(size)
+        _workers[key] = Workers(size, apart=apart)
     answers = _workers[key].call(function, *args)
     if not all(fine for fine, _ in answers):
         _workers.pop(key).stop()  # nobody knows what state it is in

@@ -181,7 +181,7 @@ def _copies():
 
 
 def test_copies():
-    on_ranks(2, _copies)
+    on_ranks(2, _copies, apart="messages")
 
 
 def _disagree():

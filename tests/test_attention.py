@@ -242,7 +242,7 @@ def _sizes():
 
 
 def test_what_travels_with_which_chunk():
-    on_ranks(2, _sizes)
+    on_ranks(2, _sizes, apart="messages")
 
 
 # ------------------------------------------------------------------------- a local attention

@@ -354,7 +354,7 @@ def _own_block():
 
 
 def test_a_ranks_own_block_is_not_sent():
-    on_ranks(2, _own_block)
+    on_ranks(2, _own_block, apart="messages")
 
 
 def _anomaly_on_one_rank():
@@ -428,11 +428,19 @@ def _costs(batch, tokens, expected_forward, expected_backward):
 def test_collectives_and_copies():
     """Exchanges, packs, merges. A pack or a merge is one copy of all that travels together."""
     # Small: gradients go packed. B = 1: the output needs no packing (it lies by tokens).
-    on_ranks(2, _costs, 1, 256, (2, 1, 1), (2, 2, 1))
+    on_ranks(2, _costs, 1, 256, (2, 1, 1), (2, 2, 1), apart="messages")
     # Large, B = 1: dq, dk and dv go as they are.
-    on_ranks(2, _costs, 1, 8192, (2, 1, 1), (4, 1, 1))
+    on_ranks(2, _costs, 1, 8192, (2, 1, 1), (4, 1, 1), apart="messages")
     # B > 1 and an attention that returns [B, S, h, D]: its output is packed, too.
-    on_ranks(2, _costs, 2, 256, (2, 2, 1), (2, 2, 1))
+    on_ranks(2, _costs, 2, 256, (2, 2, 1), (2, 2, 1), apart="messages")
+
+
+def test_one_copy():
+    """Through shared memory, what packs writes to where it is read: nothing is merged."""
+    for tokens in (256, 8192):
+        on_ranks(2, _costs, 1, tokens, (2, 2, 0), (2, 2, 0), apart="mapped")
+    # B > 1: in which order dq, dk and dv are wanted isn't known when they leave.
+    on_ranks(2, _costs, 2, 256, (2, 2, 0), (2, 2, 1), apart="mapped")
 
 
 def _sdpa_needs_no_copy():
@@ -455,7 +463,7 @@ def _sdpa_needs_no_copy():
 
 def test_sdpa_works_on_the_views():
     """Attention's output of our views lies by tokens, at any batch size: it is never packed."""
-    on_ranks(2, _sdpa_needs_no_copy)
+    on_ranks(2, _sdpa_needs_no_copy, apart="messages")
 
 
 # ------------------------------------------------------------------------------ meta, P = 1024

@@ -257,7 +257,7 @@ def _large():
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_large_ones_arrive_in_place(ranks):
-    on_ranks(ranks, _large)
+    on_ranks(ranks, _large, apart="messages")
 
 
 # -------------------------------------------------------------------------------- gradients
@@ -455,4 +455,4 @@ def _costs():
 
 
 def test_messages_and_copies():
-    on_ranks(2, _costs)
+    on_ranks(2, _costs, apart="messages")

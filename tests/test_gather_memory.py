@@ -185,4 +185,4 @@ def _steady():
 
 
 def test_training_memory_is_flat():
-    on_ranks(2, _steady)
+    on_ranks(2, _steady, apart="messages")

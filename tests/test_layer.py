@@ -235,7 +235,7 @@ def _copies(chunks):
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_copies(chunks):
-    on_ranks(2, _copies, chunks)
+    on_ranks(2, _copies, chunks, apart="messages")
 
 
 MARKS = {
@@ -283,7 +283,7 @@ def _order():
 
 
 def test_order():
-    on_ranks(2, _order)
+    on_ranks(2, _order, apart="messages")
 
 
 def _leaving():
@@ -301,7 +301,7 @@ def _leaving():
 
 
 def test_the_order_in_which_chunks_leave():
-    on_ranks(2, _leaving)
+    on_ranks(2, _leaving, apart="messages")
 
 
 def _on_meta():

@@ -43,7 +43,7 @@ def _reuse():
 
 def test_blocks_come_back():
     on_ranks(1, _reuse)
-    on_ranks(2, _reuse)
+    on_ranks(2, _reuse, apart="messages")
 
 
 def _limit():
@@ -105,4 +105,4 @@ def _steady():
 
 
 def test_training_memory_is_flat():
-    on_ranks(2, _steady)
+    on_ranks(2, _steady, apart="messages")

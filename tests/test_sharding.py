@@ -239,7 +239,7 @@ def _ahead():
 
 
 def test_it_looks_ahead():
-    on_ranks(2, _ahead)
+    on_ranks(2, _ahead, apart="messages")
 
 
 def _limit(prefetch, expected, bucket):
@@ -570,10 +570,11 @@ def _bytes():
 
 
 def test_bytes_on_the_wire():
-    on_ranks(2, _bytes)
+    on_ranks(2, _bytes, apart="messages")
 
 
 def _errors():
+    torch.manual_seed(0)
     rank = dist.get_rank()
     linear = functools.partial(nn.Linear, 4, 4)
     shard = deepsp.shard_parameters

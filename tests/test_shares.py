@@ -332,8 +332,8 @@ def _traffic(heads, kv_heads):
 
 
 def test_traffic():
-    on_ranks(4, _traffic, 2, 1)
-    on_ranks(3, _traffic, 8, 2)
+    on_ranks(4, _traffic, 2, 1, apart="messages")
+    on_ranks(3, _traffic, 8, 2, apart="messages")
 
 
 def _decomposed(heads, kv_heads, kind, chunks):

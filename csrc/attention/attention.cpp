@@ -248,7 +248,8 @@ at::Tensor distributed_attention(
           arriving[chunk], counts, head_dims, batch, seq_lens, chunk, heads.chunks(), rank,
           group_name);
       leaving.push_back(heads_to_seq_start(
-          {attend(qkv, chunk)}, {num_heads}, seq_lens, chunk, heads.chunks(), rank, group_name));
+          {attend(qkv, chunk)}, {num_heads}, seq_lens, chunk, heads.chunks(), rank, group_name,
+          tokens_first));
     }
     out = heads_to_seq_wait(
         leaving, {num_heads}, head_dims[2], batch, seq_lens, rank, group_name, tokens_first);

@@ -109,7 +109,7 @@ class Stream {
     const c10::SymInt none[] = {dk.size(0), dk.size(1), readers_.q.size(), 0};
     return heads_to_seq_start(
         {at::empty_symint(none, dk.options()), of_readers(dk), of_readers(dv)}, num_heads_,
-        part.seq_lens, 0, 1, rank_, group_name_);
+        part.seq_lens, 0, 1, rank_, group_name_, /*tokens_first=*/false);
   }
 
   // The gradients of this rank's tokens of a part.

@@ -56,7 +56,7 @@ Tensors seq_to_heads_start_backward(const Call& call, const Tensors& buffers) {
 Tensors seq_to_heads_wait_backward(const Call& call, const Tensors& gradients) {
   return {heads_to_seq_start(
       gradients, call["num_heads"], call["seq_lens"], call["chunk"], call["chunks"], call["rank"],
-      call["group_name"])};
+      call["group_name"], {})};
 }
 
 Tensors heads_to_seq_start_backward(const Call& call, const Tensors& buffers) {

@@ -6,21 +6,24 @@
 
 namespace deepsp {
 
-at::Tensor buffer_for(const SymBlockLayout& shapes, int64_t chunk, const at::Tensor& like) {
-  const c10::SymInt elements = buffer_elements(shapes, chunk);
-  if (like.is_meta()) {
-    return at::empty_symint({elements}, like.options());
-  }
-  const at::Tensor buffer = empty_buffer({elements.expect_int()}, like);
-  made_here(buffer);
-  clear_if_watched(buffer);  // it may be larger than what arrives
-  return buffer;
+Departure departure_of(
+    const Group* group, const Layout& layout, int64_t chunk, const at::Tensor& like) {
+  const auto elements = [&](int64_t p) {
+    Layout theirs = layout;
+    theirs.rank = p;
+    return std::max(theirs.elements_by_heads(chunk), theirs.elements_by_tokens(chunk));
+  };
+  return Departure(group, elements, {elements(layout.rank)}, like.options());
+}
+
+at::Tensor meta_buffer(const SymBlockLayout& shapes, int64_t chunk, const at::Tensor& like) {
+  return at::empty_symint({buffer_elements(shapes, chunk)}, like.options());
 }
 
 std::vector<at::Tensor> meta_buffers(const SymBlockLayout& shapes, const at::Tensor& like) {
   std::vector<at::Tensor> buffers;
   for (int64_t chunk = 0; chunk < shapes.heads.chunks(); ++chunk) {
-    buffers.push_back(buffer_for(shapes, chunk, like));
+    buffers.push_back(meta_buffer(shapes, chunk, like));
   }
   return buffers;
 }

@@ -3,8 +3,8 @@
 // landed. One copy before sending, none after arriving by heads, one after
 // arriving by tokens; on the CPU a rank's own block goes straight to its place.
 
-#include "../transport/launch.h"
 #include "../layout/blocks.h"
+#include "../transport/departure.h"
 #include "checks.h"
 #include "../common/copies.h"
 
@@ -12,9 +12,10 @@ namespace deepsp {
 
 using Layout = BlockLayout<int64_t>;
 
-// A buffer for an exchange, of the size that both directions have.
-at::Tensor buffer_for(const SymBlockLayout& shapes, int64_t chunk, const at::Tensor& like);
-// Those of all chunks, on the meta device.
+// An exchange whose buffers have the size that both directions have.
+Departure departure_of(const Group* group, const Layout& layout, int64_t chunk, const at::Tensor& like);
+// The same buffer on the meta device; those of all chunks.
+at::Tensor meta_buffer(const SymBlockLayout& shapes, int64_t chunk, const at::Tensor& like);
 std::vector<at::Tensor> meta_buffers(const SymBlockLayout& shapes, const at::Tensor& like);
 
 // The group to talk to; null where there is nobody. With DEEPSP_DEBUG=1 its ranks have made the
@@ -48,7 +49,7 @@ std::vector<Place> launch_to_heads(
     const Layout& layout,
     int64_t chunk,
     const Group* group,
-    const at::Tensor& buffer);
+    Departure& departure);
 
 // The copies that make blocks of inputs [B, S_rank, H_i, D_i].
 void pack_by_tokens(
@@ -58,13 +59,15 @@ void pack_by_tokens(
 std::vector<at::Tensor> views_by_heads(
     const at::Tensor& buffer, const SymBlockLayout& layout, int64_t chunk);
 
-// Sends inputs [B, S, h_i, D_i] off; blocks [S_rank, B, X_p] arrive in the buffer.
+// Sends inputs [B, S, h_i, D_i] off; blocks [S_rank, B, X_p] arrive in the buffer. Ranks whose memory
+// is reached order theirs as `reached` says.
 void launch_to_seq(
     at::TensorList inputs,
     const Layout& layout,
     int64_t chunk,
     const Group* group,
-    const at::Tensor& buffer);
+    Departure& departure,
+    Order reached);
 
 // What a heads_to_seq exchange brings, block by block as it arrives.
 class Arrivals {
@@ -75,8 +78,10 @@ class Arrivals {
   void wait(int64_t p);
   // Of rank p's block, `heads` of tensor i: [S_rank·B, heads·D_i].
   at::Tensor part(size_t i, int64_t p, Range heads) const;
-  // Whether blocks are whole: not, where tensors travelled one by one.
-  bool whole() const { return !split_; }
+  // Rank p's whole block: [S_rank·B, X_p]. Of one tensor, or whole().
+  at::Tensor block(int64_t p) const;
+  // Whether a block of several tensors lies in one piece.
+  bool whole() const { return order_ == Order::packed; }
   // Waits for what is left. A buffer is waited for once.
   void finish();
 
@@ -84,12 +89,12 @@ class Arrivals {
   at::Tensor buffer_;
   const Layout& layout_;
   int64_t chunk_;
-  bool split_;
+  Order order_;
   std::unique_ptr<Flight> flight_;
 };
 
-// Rank p's whole block in a buffer where it has arrived: [S_rank·B, X_p].
-at::Tensor block_of(const at::Tensor& buffer, const Layout& layout, int64_t chunk, int64_t p);
+// The same as Arrivals::block, of a buffer that was waited for.
+at::Tensor landed_block(const at::Tensor& buffer, const Layout& layout, int64_t chunk, int64_t p);
 
 // Waits for a buffer by tokens that nobody has waited for; one that was waited for is
 // left as it is.

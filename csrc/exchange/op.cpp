@@ -25,6 +25,11 @@ Tensors meta_by_tokens(const SymBlockLayout& layout, const at::Tensor& like, boo
   return outputs;
 }
 
+// That of results which lie in memory as [S_rank, B, H, D], or as [B, S_rank, H, D].
+Order order_for(bool tokens_first) {
+  return tokens_first ? Order::rows : Order::batches;
+}
+
 Tensors heads_to_seq_kernel(
     at::TensorList inputs,
     c10::SymIntArrayRef num_heads,
@@ -38,16 +43,16 @@ Tensors heads_to_seq_kernel(
   }
   const Layout layout = concrete(shapes);
   const auto group = group_of("heads_to_seq", group_name, layout, inputs[0]);
-  const at::Tensor buffer = empty_buffer({layout.elements_by_tokens(0)}, inputs[0]);
-  if (group == nullptr && buffer.is_cpu()) {
+  Departure departure = departure_of(group.get(), layout, 0, inputs[0]);
+  if (group == nullptr && inputs[0].is_cpu()) {
     // Straight from the inputs to the outputs.
     auto flight = std::make_unique<Flight>();
     flight->own = inputs.vec();
-    launch_into(buffer, std::move(flight));
+    launch_into(departure.buffer(), std::move(flight));
   } else {
-    launch_to_seq(inputs, layout, 0, group.get(), buffer);
+    launch_to_seq(inputs, layout, 0, group.get(), departure, order_for(tokens_first));
   }
-  return merge_by_tokens({buffer}, layout, tokens_first);
+  return merge_by_tokens({departure.buffer()}, layout, tokens_first);
 }
 
 Tensors seq_to_heads_start_kernel(
@@ -67,12 +72,13 @@ Tensors seq_to_heads_start_kernel(
   Tensors buffers(count);
   for (int64_t n = 0; n < count; ++n) {
     const int64_t chunk = last_first ? count - 1 - n : n;
-    buffers[chunk] = buffer_for(shapes, chunk, inputs[0]);
+    Departure departure = departure_of(group.get(), layout, chunk, inputs[0]);
+    buffers[chunk] = departure.buffer();
     RECORD_FUNCTION("deepsp::pack", {});
     const auto make = [&](c10::ArrayRef<Place> places) {
       pack_by_tokens(inputs, layout, chunk, places);
     };
-    make(launch_to_heads(make, layout, chunk, group.get(), buffers[chunk]));
+    make(launch_to_heads(make, layout, chunk, group.get(), departure));
     settle_if_watched(buffers[chunk], layout, chunk);
   }
   return buffers;
@@ -103,17 +109,23 @@ at::Tensor heads_to_seq_start_kernel(
     int64_t chunk,
     int64_t chunks,
     int64_t rank,
-    std::string_view group_name) {
+    std::string_view group_name,
+    std::optional<bool> tokens_first) {
   const SymBlockLayout shapes = check_by_heads(inputs, num_heads, seq_lens, chunk, chunks, rank);
-  const at::Tensor buffer = buffer_for(shapes, chunk, inputs[0]);
-  if (buffer.is_meta()) {
-    return buffer;
+  if (inputs[0].is_meta()) {
+    return meta_buffer(shapes, chunk, inputs[0]);
   }
   const Layout layout = concrete(shapes);
   const auto group = group_of("heads_to_seq", group_name, layout, inputs[0], chunk);
-  launch_to_seq(inputs, layout, chunk, group.get(), buffer);
-  settle_if_watched(buffer, layout, chunk);
-  return buffer;
+  Departure departure = departure_of(group.get(), layout, chunk, inputs[0]);
+  // Unless heads_to_seq_wait follows, one tensor's buffer may be kept for backward (heads_to_output),
+  // which may find a copy of it: nobody knows the order of that.
+  const Order order = tokens_first.has_value() ? order_for(*tokens_first)
+                      : inputs.size() == 1     ? Order::packed
+                                               : Order::rows;
+  launch_to_seq(inputs, layout, chunk, group.get(), departure, order);
+  settle_if_watched(departure.buffer(), layout, chunk);
+  return departure.buffer();
 }
 
 Tensors heads_to_seq_wait_kernel(

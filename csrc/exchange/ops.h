@@ -46,7 +46,8 @@ inline const Op<at::Tensor(
     int64_t chunk,
     int64_t chunks,
     int64_t rank,
-    std::string_view group_name)>
+    std::string_view group_name,
+    std::optional<bool> tokens_first)>
     heads_to_seq_start("heads_to_seq_start");
 
 inline const Op<Tensors(

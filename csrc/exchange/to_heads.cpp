@@ -25,7 +25,8 @@ std::vector<Place> launch_to_heads(
     const Layout& layout,
     int64_t chunk,
     const Group* group,
-    const at::Tensor& buffer) {
+    Departure& departure) {
+  const at::Tensor& buffer = departure.buffer();
   const int64_t item = item_of(buffer);
   const auto gives = layout.counts_by_tokens(chunk);
   const auto gets = layout.counts_by_heads(chunk);
@@ -36,16 +37,26 @@ std::vector<Place> launch_to_heads(
   if (group == nullptr || group->point_to_point) {
     if (group != nullptr) {
       auto flight = std::make_unique<Flight>();
-      const at::Tensor sent = empty_buffer({sent_at.back() - gives[layout.rank]}, buffer);
-      flight->holds.push_back(sent);
-      char* next = data_of(sent);
-      exchange_point_to_point(
-          *group, [&](int64_t p) { return Bytes{arrivals + got_at[p] * item, gets[p] * item}; },
-          [&](int64_t p) {
-            const Bytes block{next, gives[p] * item};
-            make(Place{p, block.data});
-            next += block.size;
-            return block;
+      if (!departure.reaches_all()) {
+        const at::Tensor sent = empty_buffer({sent_at.back() - gives[layout.rank]}, buffer);
+        flight->holds.push_back(sent);
+        char* next = data_of(sent);
+        departure.send(
+            [&](int64_t p) { return Bytes{arrivals + got_at[p] * item, gets[p] * item}; },
+            [&](int64_t p) {
+              const Bytes block{next, gives[p] * item};
+              make(Place{p, block.data});
+              next += block.size;
+              return block;
+            },
+            *flight);
+      }
+      const int64_t before = layout.token(layout.rank) * layout.batch;
+      departure.write(
+          [&](int64_t p, char* theirs) {
+            if (gives[p] > 0) {
+              make(Place{p, theirs + before * layout.columns(p, chunk) * item});
+            }
           },
           *flight);
       launch_into(buffer, std::move(flight));

@@ -24,30 +24,63 @@ bool lies_by_tokens(const at::Tensor& x) {
   return true;
 }
 
-// Where rank p's part of tensor i begins in the buffer, and how long a token of
-// the block around it is. Packed blocks lie one after another by rank; split,
-// each tensor has the blocks of all ranks to itself.
+// Where rank p's part of tensor i lies in the buffer: its first element, and how far apart tokens,
+// and sequences of the batch, are.
 struct Arrival {
   int64_t offset;
-  int64_t columns;
+  int64_t token;
+  int64_t sequence;
+
+  View view(char* buffer, int64_t dim, int64_t item) const {
+    return {buffer + offset * item, {token, sequence, dim, 1}};
+  }
 };
 
-Arrival arrival_of(const Layout& layout, int64_t chunk, int64_t p, size_t i, bool split) {
-  const int64_t rows = layout.seq_lens[layout.rank] * layout.batch;
+Arrival arrival_of(const Layout& layout, int64_t chunk, int64_t p, size_t i, Order order) {
+  const int64_t tokens = layout.seq_lens[layout.rank];
+  const int64_t rows = tokens * layout.batch;
+  const auto width = [&](size_t j, int64_t r) {
+    return layout.heads.range(j, r, chunk).size() * layout.head_dims[j];
+  };
   int64_t before = 0;
-  if (!split) {
+  if (order == Order::packed) {
     for (int64_t r = 0; r < p; ++r) {
       before += layout.columns(r, chunk);
     }
-    return {rows * before + layout.column(i, p, chunk), layout.columns(p, chunk)};
+    const int64_t columns = layout.columns(p, chunk);
+    return {rows * before + layout.column(i, p, chunk), layout.batch * columns, columns};
   }
   for (int64_t r = 0; r < layout.parts(); ++r) {
     before += layout.column(i, r, chunk);
-    if (r < p) {
-      before += layout.heads.range(i, r, chunk).size() * layout.head_dims[i];
-    }
   }
-  return {rows * before, layout.heads.range(i, p, chunk).size() * layout.head_dims[i]};
+  int64_t left = 0, columns = 0;
+  for (int64_t r = 0; r < layout.parts(); ++r) {
+    left += r < p ? width(i, r) : 0;
+    columns += width(i, r);
+  }
+  switch (order) {
+    case Order::apart:
+      return {rows * (before + left), layout.batch * width(i, p), width(i, p)};
+    case Order::batches:
+      return {rows * before + left, columns, tokens * columns};
+    default:
+      return {rows * before + left, layout.batch * columns, columns};
+  }
+}
+
+// Whether each head of tensor i is one rank's alone.
+bool has_one_reader_each(const Layout& layout, size_t i) {
+  const auto segments = layout.heads.segments(i);
+  return std::all_of(segments.begin(), segments.end(), [](const HeadSegment& segment) {
+    return segment.readers.size() == 1;
+  });
+}
+
+// Whether tensor i arrives as it is wanted, [B, S_rank, H_i, D_i], with tokens first or not.
+bool arrives_whole(const Layout& layout, size_t i, Order order, bool tokens_first) {
+  const bool by_token = order == Order::rows, by_sequence = order == Order::batches;
+  const bool fits = layout.batch == 1 ? by_token || by_sequence : tokens_first ? by_token : by_sequence;
+  return fits && layout.heads.chunks() == 1 && has_one_reader_each(layout, i);
 }
 
 bool travels_split(const Layout& layout, int64_t item) {
@@ -82,11 +115,11 @@ void block_by_heads(
   }
 }
 
-// Sends `inputs`, which travel together, by point to point.
+// Sends `inputs`, which travel together, by messages.
 void send_by_heads(
     at::TensorList inputs,
     const Layout& layout,
-    const Group& group,
+    const Departure& departure,
     const std::function<Bytes(int64_t)>& receive,
     Flight& flight) {
   const int64_t item = item_of(inputs[0]);
@@ -96,8 +129,8 @@ void send_by_heads(
   }
   if (inputs.size() == 1 && lies_by_tokens(inputs[0])) {
     flight.holds.push_back(inputs[0]);
-    exchange_point_to_point(
-        group, receive,
+    departure.send(
+        receive,
         [&](int64_t p) {
           return Bytes{
               data_of(inputs[0]) + layout.token(p) * row_bytes, layout.seq_lens[p] * row_bytes};
@@ -111,8 +144,8 @@ void send_by_heads(
   flight.holds.push_back(sent);
   char* next = data_of(sent);
   std::vector<StridedCopy> copies;
-  exchange_point_to_point(
-      group, receive,
+  departure.send(
+      receive,
       [&](int64_t p) {
         const Bytes block{next, layout.seq_lens[p] * row_bytes};
         copies.clear();
@@ -124,6 +157,90 @@ void send_by_heads(
       flight);
 }
 
+// The copies of those inputs that are defined to where rank p's buffer has this rank's part of them.
+void place_by_tokens(
+    at::TensorList inputs,
+    const Layout& layout,
+    int64_t chunk,
+    int64_t p,
+    char* buffer,
+    Order order,
+    std::vector<StridedCopy>& copies) {
+  Layout theirs = layout;
+  theirs.rank = p;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (inputs[i].defined()) {
+      const int64_t dim = layout.head_dims[i], item = item_of(inputs[i]);
+      copies.push_back(copy_of(
+          view_of(inputs[i], layout.token(p), 0),
+          arrival_of(theirs, chunk, layout.rank, i, order).view(buffer, dim, item),
+          {layout.seq_lens[p], layout.batch, inputs[i].size(2), dim}, item));
+    }
+  }
+}
+
+// Writes what ranks get whose memory is reached; the others get and send messages, which are put
+// where the rest lies as they arrive.
+void write_by_heads(
+    at::TensorList inputs,
+    const Layout& layout,
+    int64_t chunk,
+    Departure& departure,
+    Order order,
+    Flight& flight) {
+  const at::Tensor& buffer = departure.buffer();
+  const int64_t item = item_of(buffer), tokens = layout.seq_lens[layout.rank];
+  if (!departure.reaches_all()) {
+    const auto gets = layout.counts_by_tokens(chunk);
+    std::vector<at::Tensor> landed(layout.parts());
+    flight.on_arrival.resize(layout.parts());
+    for (int64_t p = 0; p < layout.parts(); ++p) {
+      if (p == layout.rank || departure.reaches(p)) {
+        continue;
+      }
+      landed[p] = empty_buffer({gets[p]}, buffer);
+      // Not the buffer itself, which owns the flight.
+      flight.on_arrival[p] = [=, block = landed[p], to = data_of(buffer)] {
+        std::vector<StridedCopy> copies;
+        for (size_t i = 0; i < layout.heads.tensors(); ++i) {
+          const int64_t dim = layout.head_dims[i];
+          copies.push_back(copy_of(
+              block_view(
+                  data_of(block), layout.batch, layout.columns(p, chunk),
+                  layout.column(i, p, chunk), dim, item),
+              arrival_of(layout, chunk, p, i, order).view(to, dim, item),
+              {tokens, layout.batch, layout.heads.range(i, p, chunk).size(), dim}, item));
+        }
+        run(copies, block.device());
+      };
+    }
+    send_by_heads(
+        inputs, layout, departure,
+        [&](int64_t p) { return Bytes{data_of(landed[p]), gets[p] * item}; }, flight);
+  }
+  RECORD_FUNCTION("deepsp::pack", {});
+  std::vector<StridedCopy> copies;
+  departure.write(
+      [&](int64_t p, char* theirs) {
+        copies.clear();
+        place_by_tokens(inputs, layout, chunk, p, theirs, order, copies);
+        run(copies, buffer.device());
+      },
+      flight);
+  // This rank's own, where nothing is copied once more.
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    flight.own.push_back(
+        arrives_whole(layout, i, order, /*tokens_first=*/false) ? at::Tensor() : inputs[i]);
+  }
+  std::vector<at::Tensor> whole;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    whole.push_back(flight.own[i].defined() ? at::Tensor() : inputs[i]);
+  }
+  copies.clear();
+  place_by_tokens(whole, layout, chunk, layout.rank, data_of(buffer), order, copies);
+  run(copies, buffer.device());
+}
+
 }  // namespace
 
 void launch_to_seq(
@@ -131,29 +248,38 @@ void launch_to_seq(
     const Layout& layout,
     int64_t chunk,
     const Group* group,
-    const at::Tensor& buffer) {
+    Departure& departure,
+    Order reached) {
+  const at::Tensor& buffer = departure.buffer();
   const c10::Device device = inputs[0].device();
   const int64_t item = item_of(inputs[0]);
   char* const arrivals = data_of(buffer);
 
+  if (departure.reaches_any()) {
+    auto flight = std::make_unique<Flight>();
+    flight->order = reached;
+    write_by_heads(inputs, layout, chunk, departure, reached, *flight);
+    launch_into(buffer, std::move(flight));
+    return;
+  }
   if (group != nullptr && group->point_to_point) {
     auto flight = std::make_unique<Flight>();
     flight->own = inputs.vec();
-    flight->split = travels_split(layout, item);
+    flight->order = travels_split(layout, item) ? Order::apart : Order::packed;
     const auto receive = [&](size_t first) {
       return [&, first](int64_t p) {
-        const Arrival at = arrival_of(layout, chunk, p, first, flight->split);
+        const Arrival at = arrival_of(layout, chunk, p, first, flight->order);
         return Bytes{
             arrivals + at.offset * item,
-            layout.seq_lens[layout.rank] * layout.batch * at.columns * item};
+            layout.seq_lens[layout.rank] * layout.batch * at.sequence * item};
       };
     };
-    if (flight->split) {
+    if (flight->order == Order::apart) {
       for (size_t i = 0; i < inputs.size(); ++i) {
-        send_by_heads(inputs.slice(i, 1), layout, *group, receive(i), *flight);
+        send_by_heads(inputs.slice(i, 1), layout, departure, receive(i), *flight);
       }
     } else {
-      send_by_heads(inputs, layout, *group, receive(0), *flight);
+      send_by_heads(inputs, layout, departure, receive(0), *flight);
     }
     launch_into(buffer, std::move(flight));
     return;
@@ -207,13 +333,12 @@ void merge_into(
   const auto source = [&](size_t i, int64_t p, int64_t chunk, int64_t head) -> View {
     const int64_t first = layout.heads.range(i, p, chunk).begin;
     const Flight* flight = flights[chunk].get();
-    if (flight && !flight->own.empty() && p == layout.rank) {
+    if (flight && p == layout.rank && !flight->own.empty() && flight->own[i].defined()) {
       return view_of(flight->own[i], layout.token(p), head - first);
     }
     const int64_t dim = layout.head_dims[i];
-    const Arrival at = arrival_of(layout, chunk, p, i, flight && flight->split);
-    View view = block_view(
-        data_of(buffers[chunk]) + at.offset * item, layout.batch, at.columns, 0, dim, item);
+    View view = arrival_of(layout, chunk, p, i, flight ? flight->order : Order::packed)
+                    .view(data_of(buffers[chunk]), dim, item);
     view.data += (head - first) * dim * item;
     return view;
   };
@@ -228,8 +353,10 @@ void merge_into(
       if (segment.readers.size() == 1) {
         const int64_t p = segment.readers[0];
         const int64_t chunk = segment.chunks[0];
-        copies[chunk * layout.parts() + p].push_back(
-            copy_of(source(i, p, chunk, segment.heads.begin), to, n, item));
+        const View from = source(i, p, chunk, segment.heads.begin);
+        if (from.data != to.data) {  // else it has arrived where it is wanted
+          copies[chunk * layout.parts() + p].push_back(copy_of(from, to, n, item));
+        }
       } else {
         const Float dtype = float_type(buffers[0].scalar_type());
         StridedSum sum{dtype, dtype, wide(dtype), to.data, {}, {}, {}};
@@ -245,7 +372,14 @@ void merge_into(
     }
   }
 
-  RECORD_FUNCTION("deepsp::merge", {});
+  const bool merges =
+      !sums.empty() || std::any_of(copies.begin(), copies.end(), [](const auto& of_block) {
+        return !of_block.empty();
+      });
+  at::RecordFunction merging(at::RecordScope::FUNCTION);
+  if (merges && merging.isActive()) {
+    merging.before("deepsp::merge");
+  }
   std::vector<StridedCopy> all;
   for (int64_t chunk = 0; chunk < chunks; ++chunk) {
     // This rank's own block is there while the others travel.
@@ -267,7 +401,7 @@ void merge_into(
   for (int64_t chunk = 0; chunk < chunks; ++chunk) {
     if (flights[chunk]) {
       flights[chunk]->wait_sends();
-      mark_landed(buffers[chunk], flights[chunk]->together);
+      mark_landed(buffers[chunk], *flights[chunk]);
     }
   }
 }
@@ -276,13 +410,21 @@ void merge_into(
 
 std::vector<at::Tensor> merge_by_tokens(
     const std::vector<at::Tensor>& buffers, const Layout& layout, bool tokens_first) {
-  const int64_t tokens = layout.seq_lens[layout.rank];
+  const int64_t tokens = layout.seq_lens[layout.rank], item = item_of(buffers[0]);
+  const Order order = order_of(buffers[0]);
   std::vector<at::Tensor> outputs;
   for (size_t i = 0; i < layout.heads.tensors(); ++i) {
     const int64_t heads = layout.heads.num_heads(i), dim = layout.head_dims[i];
-    outputs.push_back(
-        tokens_first ? empty_buffer({tokens, layout.batch, heads, dim}, buffers[0]).transpose(0, 1)
-                     : empty_buffer({layout.batch, tokens, heads, dim}, buffers[0]));
+    std::vector<int64_t> sizes{layout.batch, tokens, heads, dim};
+    if (tokens_first) {
+      std::swap(sizes[0], sizes[1]);
+    }
+    // A wait consumes its buffer: what lies in it as it is wanted stays there.
+    const int64_t first = arrival_of(layout, 0, 0, i, order).offset * item;
+    const at::Tensor output = arrives_whole(layout, i, order, tokens_first)
+                                  ? part_of(buffers[0], first, sizes, buffers[0].scalar_type())
+                                  : empty_buffer(sizes, buffers[0]);
+    outputs.push_back(tokens_first ? output.transpose(0, 1) : output);
   }
   merge_into(outputs, buffers, layout, /*landed=*/false);
   return outputs;
@@ -315,15 +457,9 @@ namespace {
 void place_own(
     const Flight& flight, const at::Tensor& buffer, const Layout& layout, int64_t chunk) {
   RECORD_FUNCTION("deepsp::own", {});
-  const int64_t item = item_of(buffer);
   std::vector<StridedCopy> copies;
-  for (size_t i = 0; i < flight.own.size(); ++i) {
-    const Arrival at = arrival_of(layout, chunk, layout.rank, i, flight.split);
-    const int64_t dim = layout.head_dims[i];
-    copies.push_back(copy_of(
-        view_of(flight.own[i], layout.token(layout.rank), 0),
-        block_view(data_of(buffer) + at.offset * item, layout.batch, at.columns, 0, dim, item),
-        {layout.seq_lens[layout.rank], layout.batch, flight.own[i].size(2), dim}, item));
+  if (!flight.own.empty()) {
+    place_by_tokens(flight.own, layout, chunk, layout.rank, data_of(buffer), flight.order, copies);
   }
   run(copies, buffer.device());
 }
@@ -342,14 +478,14 @@ void settle(const at::Tensor& buffer, const Layout& layout, int64_t chunk) {
   place_own(*flight, buffer, layout, chunk);
   // Nothing is on its way any more, but a wait must know how the buffer is laid out.
   auto settled = std::make_unique<Flight>();
-  settled->split = flight->split;
+  settled->order = flight->order;
   settled->together = flight->together;
   launch_into(buffer, std::move(settled));
 }
 
 Arrivals::Arrivals(const at::Tensor& buffer, const Layout& layout, int64_t chunk)
     : buffer_(buffer), layout_(layout), chunk_(chunk), flight_(flight_into(buffer)) {
-  split_ = flight_ && flight_->split;
+  order_ = flight_ ? flight_->order : Order::packed;
   if (flight_ && !flight_->own.empty()) {
     place_own(*flight_, buffer_, layout_, chunk_);
     flight_->own.clear();
@@ -363,18 +499,18 @@ void Arrivals::wait(int64_t p) {
 }
 
 at::Tensor Arrivals::part(size_t i, int64_t p, Range heads) const {
-  const Arrival at = arrival_of(layout_, chunk_, p, i, split_);
+  const Arrival at = arrival_of(layout_, chunk_, p, i, order_);
   const int64_t dim = layout_.head_dims[i];
   const int64_t first = layout_.heads.range(i, p, chunk_).begin;
   return buffer_.as_strided(
-      {layout_.seq_lens[layout_.rank] * layout_.batch, heads.size() * dim}, {at.columns, 1},
+      {layout_.seq_lens[layout_.rank] * layout_.batch, heads.size() * dim}, {at.sequence, 1},
       buffer_.storage_offset() + at.offset + (heads.begin - first) * dim);
 }
 
 void Arrivals::finish() {
   if (flight_) {
     flight_->wait_all();
-    mark_landed(buffer_, flight_->together);
+    mark_landed(buffer_, *flight_);
   }
 }
 
@@ -384,11 +520,24 @@ void ensure_landed(const at::Tensor& buffer, const Layout& layout, int64_t chunk
   }
 }
 
-at::Tensor block_of(const at::Tensor& buffer, const Layout& layout, int64_t chunk, int64_t p) {
-  const Arrival at = arrival_of(layout, chunk, p, 0, false);
+namespace {
+
+at::Tensor block_in(
+    const at::Tensor& buffer, const Layout& layout, int64_t chunk, int64_t p, Order order) {
+  const Arrival at = arrival_of(layout, chunk, p, 0, order);
   return buffer.as_strided(
-      {layout.seq_lens[layout.rank] * layout.batch, at.columns}, {at.columns, 1},
+      {layout.seq_lens[layout.rank] * layout.batch, layout.columns(p, chunk)}, {at.sequence, 1},
       buffer.storage_offset() + at.offset);
+}
+
+}  // namespace
+
+at::Tensor Arrivals::block(int64_t p) const {
+  return block_in(buffer_, layout_, chunk_, p, order_);
+}
+
+at::Tensor landed_block(const at::Tensor& buffer, const Layout& layout, int64_t chunk, int64_t p) {
+  return block_in(buffer, layout, chunk, p, order_of(buffer));
 }
 
 at::Tensor sum_of(const std::vector<at::Tensor>& parts) {

@@ -178,7 +178,7 @@ c10::IValue heads_to_seq(const Given& given) {
     dims.push_back(x.sym_size(3));
   }
   const at::Tensor buffer = deepsp::heads_to_seq_start(
-      inputs, given["num_heads"], given["seq_lens"], 0, 1, given["rank"], given["group_name"]);
+      inputs, given["num_heads"], given["seq_lens"], 0, 1, given["rank"], given["group_name"], {});
   return deepsp::heads_to_seq_wait(
       buffer, given["num_heads"], dims, inputs[0].sym_size(0), given["seq_lens"], given["rank"],
       given["group_name"], given["tokens_first"]);

@@ -54,7 +54,7 @@ at::Tensor heads_to_output_wait(
     Landing arrivals(arriving, layout, false);
     arrivals.in_order([&](int64_t chunk, int64_t p) {
       sum.add_product(
-          block_of(arriving[chunk], layout, chunk, p),
+          arrivals[chunk].block(p),
           rows_for(by_head, layout, 0, layout.heads.range(0, p, chunk)));
     });
   }
@@ -101,7 +101,7 @@ at::Tensor heads_to_output_weight_grad(
     for (int64_t p = 0; p < layout.parts(); ++p) {
       const Range heads = layout.heads.range(0, p, chunk);
       at::Tensor out = result.narrow(1, heads.begin * dim, heads.size() * dim);
-      at::mm_out(out, rows.t(), block_of(arrived[chunk], layout, chunk, p));
+      at::mm_out(out, rows.t(), landed_block(arrived[chunk], layout, chunk, p));
     }
   }
   return result;

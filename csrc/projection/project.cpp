@@ -217,14 +217,15 @@ Tensors project_to_heads_start(
   std::vector<std::pair<int64_t, Place>> own;
   for (int64_t n = 0; n < count; ++n) {
     const int64_t chunk = last_first ? count - 1 - n : n;
-    buffers[chunk] = buffer_for(shapes, chunk, x);
+    Departure departure = departure_of(group.get(), layout, chunk, x);
+    buffers[chunk] = departure.buffer();
     const auto make = [&](c10::ArrayRef<Place> places) {
       if (places.size() > 1) {
         return project.together(chunk, places);
       }
       project(chunk, places[0]);
     };
-    for (const Place& left : launch_to_heads(make, layout, chunk, group.get(), buffers[chunk])) {
+    for (const Place& left : launch_to_heads(make, layout, chunk, group.get(), departure)) {
       own.emplace_back(chunk, left);
     }
   }
@@ -390,7 +391,7 @@ Tensors project_to_heads_backward(
     if (!shared && arrivals[chunk].whole() && narrow(pieces, kNarrowSum)) {
       if (gradients.x.has_value()) {
         gradients.x->add_product(
-            block_of(arriving[chunk], layout, chunk, p), rows_for(weights, layout, pieces));
+            arrivals[chunk].block(p), rows_for(weights, layout, pieces));
       }
       for (const HeadColumns& piece : pieces) {
         gradients.add_weight(arrivals[chunk].part(piece.i, p, piece.heads), piece.i, piece.heads);

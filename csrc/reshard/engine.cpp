@@ -78,13 +78,20 @@ at::Tensor buffer_for(c10::SymIntArrayRef sizes, const at::TensorOptions& option
   return buffer;
 }
 
-at::Tensor list_buffer(const SymShards& layout, Dtypes dtypes, const at::Tensor& like) {
-  return buffer_for({buffer_elements(layout, dtypes)}, like.options().dtype(buffer_dtype(dtypes)));
+BufferShape list_buffer(const SymShards& layout, Dtypes dtypes, const at::Tensor& like) {
+  return {{buffer_elements(layout, dtypes)}, like.options().dtype(buffer_dtype(dtypes))};
 }
 
 Reshard::Reshard(Shards shards, Group group, c10::Device device)
     : at_(std::move(shards), group.point_to_point || (group.alone && device.is_cpu())),
       group_(std::move(group)) {
+}
+
+Departure Reshard::departure(const BufferShape& shape) const {
+  const std::vector<int64_t> sizes = ints(shape.sizes);
+  const int64_t elements = c10::multiply_integers(sizes);
+  return Departure(
+      alone() ? nullptr : &group_, [=](int64_t) { return elements; }, sizes, shape.options);
 }
 
 StridedCopy Reshard::copy_of(
@@ -104,11 +111,14 @@ char* Reshard::part_of(const at::Tensor& full, size_t i, int64_t p) const {
 
 // ------------------------------------------------------------------- gather
 
-void Reshard::place_gathered(const at::Tensor& part, const at::Tensor& buffer) const {
+StridedCopy Reshard::copy_gathered(const at::Tensor& part, char* buffer) const {
   const int64_t row = shards_[0].row(rank_);
   const int64_t to_row = at_.arrives_whole(0) ? shards_[0].row() : row;
-  char* const to = data_of(buffer) + at_.gathered(0, rank_);
-  run({copy_of(0, rank_, data_of(part), row, to, to_row)}, buffer.device());
+  return copy_of(0, rank_, data_of(part), row, buffer + at_.gathered(0, rank_), to_row);
+}
+
+void Reshard::place_gathered(const at::Tensor& part, const at::Tensor& buffer) const {
+  run({copy_gathered(part, data_of(buffer))}, buffer.device());
 }
 
 void Reshard::gather_slots(const at::Tensor& buffer) const {
@@ -120,25 +130,35 @@ void Reshard::gather_slots(const at::Tensor& buffer) const {
   }
 }
 
-void Reshard::launch_gather(const at::Tensor& part, const at::Tensor& buffer) const {
+at::Tensor Reshard::launch_gather(const at::Tensor& part, const BufferShape& shape) const {
+  Departure departure = this->departure(shape);
+  const at::Tensor& buffer = departure.buffer();
   if (!group_.point_to_point || alone()) {
     if (!alone() && at_.arrives_whole(0) && shards_.slot() > 0) {
       const at::Tensor all = lent(bytes_of(buffer));
-      return launch_into(group_, buffer, launch_all_gather(group_, all, bytes_of(part)), part);
+      launch_into(group_, buffer, launch_all_gather(group_, all, bytes_of(part)), part);
+      return buffer;
     }
     place_gathered(part, buffer);
-    return gather_slots(buffer);
+    gather_slots(buffer);
+    return buffer;
   }
   auto flight = std::make_unique<Flight>();
   const int64_t messages = at_.in_place(0) ? at_.rows(0) : 1;
   for (int64_t m = 0; m < messages; ++m) {
     char* const to = data_of(buffer) + m * shards_[0].row();
     const int64_t mine = shards_[0].part(rank_) / messages;
-    exchange_point_to_point(
-        group_,
+    departure.send(
         [&](int64_t p) { return Bytes{to + at_.gathered(0, p), shards_[0].part(p) / messages}; },
         [&](int64_t) { return Bytes{data_of(part) + m * mine, mine}; }, *flight);
   }
+  departure.write(
+      [&](int64_t, char* theirs) {
+        if (theirs != nullptr) {
+          run({copy_gathered(part, theirs)}, buffer.device());
+        }
+      },
+      *flight);
   flight->holds.push_back(part);
   // While the others travel; or on arrival, where all is copied once more.
   if (at_.arrives_whole(0) || watched()) {
@@ -150,56 +170,76 @@ void Reshard::launch_gather(const at::Tensor& part, const at::Tensor& buffer) co
     flight->wait_all();
   }
   launch_into(buffer, std::move(flight));
+  return buffer;
 }
 
-void Reshard::launch_gather(const MakeParts& make, const at::Tensor& buffer) const {
+at::Tensor Reshard::launch_gather(const MakeParts& make, const BufferShape& shape) const {
   RECORD_FUNCTION("deepsp::cast", {});
+  Departure departure = this->departure(shape);
+  const at::Tensor& buffer = departure.buffer();
   char* const base = data_of(buffer);
-  std::vector<Destination> packed;
+  std::vector<Destination> packed, in_place;
   for (size_t i = 0; i < shards_.size(); ++i) {
-    if (!at_.point_to_point || !at_.in_place(i)) {
-      packed.push_back({i, base + at_.gathered(i, rank_)});
-    }
+    const bool alone_in_message = at_.point_to_point && at_.in_place(i);
+    (alone_in_message ? in_place : packed).push_back({i, base + at_.gathered(i, rank_)});
   }
   if (!at_.point_to_point) {
     make(packed);
-    return gather_slots(buffer);
+    gather_slots(buffer);
+    return buffer;
   }
 
   auto flight = std::make_unique<Flight>();
   // Pieces are made when their receives are posted, and sent from where they were made.
   const auto exchange = [&](const std::vector<Destination>& pieces, const auto& bytes_of) {
-    if (alone()) {
-      return make(pieces);
-    }
     bool made = false;
-    exchange_point_to_point(
-        group_, bytes_of,
+    const auto make_once = [&] {
+      if (!made) {
+        make(pieces);
+        made = true;
+      }
+    };
+    departure.send(
+        bytes_of,
         [&](int64_t) {
-          if (!made) {
-            make(pieces);
-            made = true;
-          }
+          make_once();
           return bytes_of(rank_);
         },
         *flight);
+    make_once();
   };
   if (!packed.empty()) {
     exchange(packed, [&](int64_t p) {
       return Bytes{base + at_.gathered_block(p), at_.packed_bytes(p)};
     });
   }
-  for (size_t i = 0; i < shards_.size(); ++i) {
-    if (at_.in_place(i)) {
-      exchange({{i, base + at_.gathered(i, rank_)}}, [&](int64_t p) {
-        return Bytes{base + at_.gathered(i, p), shards_[i].part(p)};
-      });
-    }
+  for (const Destination& piece : in_place) {
+    exchange({piece}, [&](int64_t p) {
+      return Bytes{base + at_.gathered(piece.tensor, p), shards_[piece.tensor].part(p)};
+    });
   }
+  // All buffers are alike, so what was made here goes to the same place there.
+  departure.write(
+      [&](int64_t, char* theirs) {
+        std::vector<StridedCopy> copies;
+        const auto add = [&](char* from, int64_t bytes) {
+          if (bytes > 0) {
+            copies.push_back(coalesce(
+                {from, theirs + (from - base), {1, 1, 1, 1}, {}, {}, bytes}));
+          }
+        };
+        add(base + at_.gathered_block(rank_), at_.packed_bytes(rank_));
+        for (const Destination& piece : in_place) {
+          add(piece.to, shards_[piece.tensor].part(rank_));
+        }
+        run(copies, buffer.device());
+      },
+      *flight);
   if (watched()) {
     flight->wait_all();
   }
   launch_into(buffer, std::move(flight));
+  return buffer;
 }
 
 Tensors Reshard::land_gather(
@@ -283,16 +323,19 @@ void Reshard::scatter_blocks(const Tensors& inputs, const at::Tensor& buffer) co
   launch_into(group_, buffer, launch_all_to_all(group_, received, sent, each, counts), sent);
 }
 
-void Reshard::launch_scatter(const Tensors& inputs, const at::Tensor& buffer) const {
+at::Tensor Reshard::launch_scatter(const Tensors& inputs, const BufferShape& shape) const {
   if (shards_.slot() == 0) {
-    return;
+    return buffer_for(shape.sizes, shape.options);
   }
+  Departure departure = this->departure(shape);
+  const at::Tensor& buffer = departure.buffer();
   if (!at_.point_to_point) {
-    return alone() ? place_scattered(inputs, buffer) : scatter_blocks(inputs, buffer);
+    alone() ? place_scattered(inputs, buffer) : scatter_blocks(inputs, buffer);
+    return buffer;
   }
   char* const base = data_of(buffer);
   auto flight = std::make_unique<Flight>();
-  if (!alone() && at_.any_packed()) {
+  if (!departure.reaches_all() && at_.any_packed()) {
     int64_t bytes = -at_.packed_bytes(rank_);
     for (int64_t p = 0; p < group_.size; ++p) {
       bytes += at_.packed_bytes(p);
@@ -300,8 +343,7 @@ void Reshard::launch_scatter(const Tensors& inputs, const at::Tensor& buffer) co
     const at::Tensor sent = buffer_for({bytes}, buffer.options().dtype(at::kByte));
     flight->holds.push_back(sent);
     char* next = data_of(sent);
-    exchange_point_to_point(
-        group_,
+    departure.send(
         [&](int64_t p) { return Bytes{base + at_.scattered_block(p), at_.packed_bytes(rank_)}; },
         [&](int64_t p) {
           RECORD_FUNCTION("deepsp::pack", {});
@@ -316,10 +358,9 @@ void Reshard::launch_scatter(const Tensors& inputs, const at::Tensor& buffer) co
   }
   for (size_t i = 0; i < shards_.size(); ++i) {
     const Shard<int64_t>& shard = shards_[i];
-    const int64_t messages = !alone() && at_.in_place(i) ? at_.rows(i) : 0;
+    const int64_t messages = at_.in_place(i) ? at_.rows(i) : 0;
     for (int64_t m = 0; m < messages; ++m) {
-      exchange_point_to_point(
-          group_,
+      departure.send(
           [&](int64_t p) {
             return Bytes{base + at_.scattered(i, p) + m * shard.row(rank_), shard.row(rank_)};
           },
@@ -329,6 +370,20 @@ void Reshard::launch_scatter(const Tensors& inputs, const at::Tensor& buffer) co
           *flight);
     }
   }
+  departure.write(
+      [&](int64_t p, char* theirs) {
+        Shards of_p = shards_;
+        of_p.rank = p;
+        const BufferLayout at(std::move(of_p), /*point_to_point=*/true);
+        std::vector<StridedCopy> copies;
+        for (size_t i = 0; i < inputs.size(); ++i) {
+          copies.push_back(copy_of(
+              i, p, part_of(inputs[i], i, p), shards_[i].row(), theirs + at.scattered(i, rank_),
+              shards_[i].row(p)));
+        }
+        run(copies, buffer.device());
+      },
+      *flight);
   // They are sent from where they are, and this rank's own parts are read there.
   flight->own = inputs;
   if (watched()) {
@@ -337,6 +392,7 @@ void Reshard::launch_scatter(const Tensors& inputs, const at::Tensor& buffer) co
     flight->own.clear();
   }
   launch_into(buffer, std::move(flight));
+  return buffer;
 }
 
 Tensors Reshard::land_scatter(

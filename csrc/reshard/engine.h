@@ -4,8 +4,10 @@
 #include "../common/copies.h"
 #include "../layout/buffer.h"
 #include "../op.h"
-#include "../transport/launch.h"
+#include "../transport/departure.h"
 #include "checks.h"
+
+#include <ATen/ops/empty.h>
 
 #include <functional>
 
@@ -20,6 +22,14 @@ struct Destination {
 };
 using MakeParts = std::function<void(const std::vector<Destination>&)>;
 
+// The buffer of an exchange. All ranks' are alike.
+struct BufferShape {
+  SymInts sizes;
+  at::TensorOptions options;
+
+  at::Tensor meta() const { return at::empty_symint(sizes, options); }
+};
+
 // One exchange on real tensors, into a buffer on `device`.
 class Reshard {
  public:
@@ -29,17 +39,18 @@ class Reshard {
 
   const Group& group() const { return group_; }
 
-  // Makes this rank's parts where they belong in the buffer, and sends them off from there.
-  void launch_gather(const MakeParts& make, const at::Tensor& buffer) const;
+  // Makes this rank's parts where they belong in the buffer, and sends them off from there. The
+  // buffer.
+  at::Tensor launch_gather(const MakeParts& make, const BufferShape& shape) const;
   // The same for a single tensor whose part, contiguous, travels as it is.
-  void launch_gather(const at::Tensor& part, const at::Tensor& buffer) const;
+  at::Tensor launch_gather(const at::Tensor& part, const BufferShape& shape) const;
   // Waits: the full tensors, views where each lies in one piece, else (or where they must be
   // `fresh`) copies.
   Tensors land_gather(
       const at::Tensor& buffer, const Shapes& shapes, Dtypes dtypes, bool fresh = false) const;
 
-  // Sends every rank's parts of the inputs, contiguous, off to it.
-  void launch_scatter(const Tensors& inputs, const at::Tensor& buffer) const;
+  // Sends every rank's parts of the inputs, contiguous, off to it. The buffer.
+  at::Tensor launch_scatter(const Tensors& inputs, const BufferShape& shape) const;
   // Waits: the sums of this rank's parts, which travelled in `wire`, in rank order.
   Tensors land_scatter(
       const at::Tensor& buffer,
@@ -50,11 +61,14 @@ class Reshard {
 
  private:
   bool alone() const { return group_.alone; }
+  Departure departure(const BufferShape& shape) const;
   // Rank p's part of tensor i, of which rows lie so far apart.
   StridedCopy copy_of(
       size_t i, int64_t p, const char* from, int64_t from_row, char* to, int64_t to_row) const;
   // Its part of a full tensor.
   char* part_of(const at::Tensor& full, size_t i, int64_t p) const;
+  // The copies of this rank's part of a single tensor to where a buffer has it.
+  StridedCopy copy_gathered(const at::Tensor& part, char* buffer) const;
   // This rank's own, to where they would have arrived.
   void place_gathered(const at::Tensor& part, const at::Tensor& buffer) const;
   void place_scattered(const Tensors& inputs, const at::Tensor& buffer) const;
@@ -85,8 +99,9 @@ Reshard reshard_lists(
 
 // An uninitialised tensor; a large one on the CPU comes from the pool.
 at::Tensor empty_result(at::IntArrayRef sizes, const at::TensorOptions& options);
-// The buffer of an exchange; of lists.
+// A buffer that is sent, or that nothing travels to.
 at::Tensor buffer_for(c10::SymIntArrayRef sizes, const at::TensorOptions& options);
-at::Tensor list_buffer(const SymShards& layout, Dtypes dtypes, const at::Tensor& like);
+// That of an exchange of lists.
+BufferShape list_buffer(const SymShards& layout, Dtypes dtypes, const at::Tensor& like);
 
 }  // namespace deepsp

@@ -68,8 +68,7 @@ std::tuple<Tensors, at::Tensor> float8_kernel(
   const Reshard reshard =
       reshard_lists("gather_cast_float8", "shards", shards, layout, dtypes, group_name);
   const at::Tensor scales = scales_of(shards, dtype, reshard.group());
-  const at::Tensor buffer = list_buffer(layout, dtypes, shards[0]);
-  reshard.launch_gather(
+  const at::Tensor buffer = reshard.launch_gather(
       [&](const std::vector<Destination>& pieces) {
         for (const auto& [i, to] : pieces) {
           if (shards[i].numel() == 0) {
@@ -83,7 +82,7 @@ std::tuple<Tensors, at::Tensor> float8_kernel(
               .copy_(scaled.clamp(-largest(dtype), largest(dtype)));
         }
       },
-      buffer);
+      list_buffer(layout, dtypes, shards[0]));
   // Several views of one buffer would be outputs that alias.
   const bool fresh = shards.size() > 1;
   return {reshard.land_gather(buffer, concrete(shapes), dtypes, fresh), scales.reciprocal()};

@@ -81,13 +81,13 @@ at::Tensor gather_cast_coalesced_start_kernel(
     OptionalDtype reduce_dtype) {
   const SymShards layout = check_shards(shards, sizes, dtypes, rank);
   check_reduce_dtype(reduce_dtype);
-  const at::Tensor buffer = list_buffer(layout, dtypes, shards[0]);
-  if (!buffer.is_meta()) {
-    reshard_lists("gather_cast", "shards", shards, layout, dtypes, group_name)
-        .launch_gather(
-            [&](const std::vector<Destination>& pieces) { cast(shards, dtypes, pieces); }, buffer);
+  const BufferShape shape = list_buffer(layout, dtypes, shards[0]);
+  if (shards[0].is_meta()) {
+    return shape.meta();
   }
-  return buffer;
+  return reshard_lists("gather_cast", "shards", shards, layout, dtypes, group_name)
+      .launch_gather(
+          [&](const std::vector<Destination>& pieces) { cast(shards, dtypes, pieces); }, shape);
 }
 
 Tensors gather_cast_coalesced_wait_kernel(
@@ -111,16 +111,16 @@ at::Tensor reduce_scatter_cast_coalesced_start_kernel(
     at::TensorList inputs, c10::SymIntArrayRef sizes, int64_t rank, std::string_view group_name) {
   const SymShards layout = check_full(inputs, sizes, rank);
   const std::vector<at::ScalarType> dtypes = dtypes_of(inputs);
-  const at::Tensor buffer = list_buffer(layout, dtypes, inputs[0]);
-  if (!buffer.is_meta()) {
-    Tensors full;
-    for (const at::Tensor& x : inputs) {
-      full.push_back(x.contiguous());
-    }
-    reshard_lists("reduce_scatter_cast", "inputs", inputs, layout, dtypes, group_name)
-        .launch_scatter(full, buffer);
+  const BufferShape shape = list_buffer(layout, dtypes, inputs[0]);
+  if (inputs[0].is_meta()) {
+    return shape.meta();
   }
-  return buffer;
+  Tensors full;
+  for (const at::Tensor& x : inputs) {
+    full.push_back(x.contiguous());
+  }
+  return reshard_lists("reduce_scatter_cast", "inputs", inputs, layout, dtypes, group_name)
+      .launch_scatter(full, shape);
 }
 
 Tensors reduce_scatter_cast_coalesced_wait_kernel(
@@ -176,8 +176,8 @@ Reshard reshard_along(
   return Reshard(concrete(layout, item_of(input)), group, input.device());
 }
 
-at::Tensor along_buffer(const SymShards& layout, const at::Tensor& like) {
-  return buffer_for({layout.parts(), layout.slot()}, like.options());
+BufferShape along_buffer(const SymShards& layout, const at::Tensor& like) {
+  return {{layout.parts(), layout.slot()}, like.options()};
 }
 
 at::Tensor all_gather_start_kernel(
@@ -190,12 +190,12 @@ at::Tensor all_gather_start_kernel(
     OptionalDtype /*reduce_dtype*/) {
   is_partial(grad);
   const SymShards layout = check_part(input, dim, sizes, rank);
-  const at::Tensor buffer = along_buffer(layout, input);
-  if (!buffer.is_meta()) {
-    reshard_along("all_gather", layout, input, dim, group_name)
-        .launch_gather(input.contiguous(), buffer);
+  const BufferShape shape = along_buffer(layout, input);
+  if (input.is_meta()) {
+    return shape.meta();
   }
-  return buffer;
+  return reshard_along("all_gather", layout, input, dim, group_name)
+      .launch_gather(input.contiguous(), shape);
 }
 
 Tensors all_gather_wait_kernel(
@@ -232,12 +232,12 @@ at::Tensor reduce_scatter_start_kernel(
     std::string_view group_name) {
   check_float(input.scalar_type(), "input");
   const SymShards layout = check_entire(input, dim, sizes, rank);
-  const at::Tensor buffer = along_buffer(layout, input);
-  if (!buffer.is_meta()) {
-    reshard_along("reduce_scatter", layout, input, dim, group_name)
-        .launch_scatter({input.contiguous()}, buffer);
+  const BufferShape shape = along_buffer(layout, input);
+  if (input.is_meta()) {
+    return shape.meta();
   }
-  return buffer;
+  return reshard_along("reduce_scatter", layout, input, dim, group_name)
+      .launch_scatter({input.contiguous()}, shape);
 }
 
 at::Tensor reduce_scatter_wait_kernel(

@@ -16,15 +16,8 @@ namespace {
 
 using Blocks = ShareBlocks<int64_t>;
 
-at::Tensor buffer_for(const SymShareBlocks& blocks, int64_t chunk, const at::Tensor& like) {
-  const c10::SymInt elements = elements_of_buffer(blocks, chunk);
-  if (like.is_meta()) {
-    return at::empty_symint({elements}, like.options());
-  }
-  const at::Tensor buffer = empty_buffer({elements.guard_int(__FILE__, __LINE__)}, like);
-  made_here(buffer);
-  clear_if_watched(buffer);  // it may be larger than what arrives
-  return buffer;
+at::Tensor meta_buffer(const SymShareBlocks& blocks, int64_t chunk, const at::Tensor& like) {
+  return at::empty_symint({elements_of_buffer(blocks, chunk)}, like.options());
 }
 
 std::unique_ptr<Group> group_of(
@@ -119,26 +112,37 @@ void pack_shares(
   run(copies, inputs[0].device());
 }
 
-// Sends blocks off, each as soon as it is made. This rank's own goes straight to where it would
-// arrive.
-void launch(
+// Sends blocks of tokens, or of cells, off, each as soon as it is made. This rank's own goes straight
+// to where it would arrive.
+at::Tensor launch(
     const Group* group,
-    const at::Tensor& buffer,
-    const std::vector<int64_t>& gives,
-    const std::vector<int64_t>& gets,
-    int64_t rank,
+    const Blocks& blocks,
+    int64_t chunk,
+    bool mine_are_tokens,
+    const at::Tensor& like,
     const MakeBlocks& make) {
+  const int64_t rank = blocks.rank;
+  const auto of = [&](int64_t p) {
+    Blocks theirs = blocks;
+    theirs.rank = p;
+    return theirs;
+  };
+  const auto elements = [&](int64_t p) { return elements_of_buffer(of(p), chunk); };
+  Departure departure(group, elements, {elements(rank)}, like.options());
+  const at::Tensor& buffer = departure.buffer();
+  const auto gives = counts_of_blocks(blocks, chunk, mine_are_tokens);
+  const auto gets = counts_of_blocks(blocks, chunk, !mine_are_tokens);
   const int64_t item = item_of(buffer);
   const auto got_at = prefix_sums(gets), given_at = prefix_sums(gives);
   char* const arrivals = data_of(buffer);
   if (group == nullptr || group->point_to_point) {
     auto flight = std::make_unique<Flight>();
-    if (group != nullptr) {
+    if (!departure.reaches_all()) {
       const at::Tensor sent = empty_buffer({given_at.back() - gives[rank]}, buffer);
       flight->holds.push_back(sent);
       char* next = data_of(sent);
-      exchange_point_to_point(
-          *group, [&](int64_t p) { return Bytes{arrivals + got_at[p] * item, gets[p] * item}; },
+      departure.send(
+          [&](int64_t p) { return Bytes{arrivals + got_at[p] * item, gets[p] * item}; },
           [&](int64_t p) {
             const Bytes block{next, gives[p] * item};
             make(Place{p, block.data});
@@ -147,13 +151,21 @@ void launch(
           },
           *flight);
     }
+    departure.write(
+        [&](int64_t p, char* theirs) {
+          if (gives[p] > 0) {
+            const auto at = prefix_sums(counts_of_blocks(of(p), chunk, !mine_are_tokens));
+            make(Place{p, theirs + at[rank] * item});
+          }
+        },
+        *flight);
     make(Place{rank, arrivals + got_at[rank] * item});
     if (watched()) {
       flight->wait_all();
     } else if (group != nullptr) {
       launch_into(buffer, std::move(flight));
     }
-    return;
+    return buffer;
   }
   const at::Tensor sent = empty_buffer({given_at.back()}, buffer);
   std::vector<Place> all;
@@ -164,6 +176,7 @@ void launch(
   launch_into(
       *group, buffer,
       launch_all_to_all(*group, lent(buffer.narrow(0, 0, got_at.back())), sent, gets, gives), sent);
+  return buffer;
 }
 
 Tensors seq_to_shares_start_kernel(
@@ -178,15 +191,14 @@ Tensors seq_to_shares_start_kernel(
   Tensors buffers(chunks);
   for (int64_t n = 0; n < chunks; ++n) {
     const int64_t chunk = last_first ? chunks - 1 - n : n;
-    const at::Tensor buffer = buffers[chunk] = buffer_for(shapes, chunk, inputs[0]);
-    if (buffer.is_meta()) {
+    if (inputs[0].is_meta()) {
+      buffers[chunk] = meta_buffer(shapes, chunk, inputs[0]);
       continue;
     }
     const Blocks blocks = concrete(shapes);
     const auto group = group_of("seq_to_shares", group_name, blocks, inputs[0], chunk);
-    launch(
-        group.get(), buffer, counts_of_blocks(blocks, chunk, true),
-        counts_of_blocks(blocks, chunk, false), rank,
+    buffers[chunk] = launch(
+        group.get(), blocks, chunk, /*mine_are_tokens=*/true, inputs[0],
         [&](c10::ArrayRef<Place> at) { pack_tokens(inputs, blocks, chunk, at); });
   }
   return buffers;
@@ -259,17 +271,14 @@ at::Tensor shares_to_seq_start_kernel(
     std::string_view group_name) {
   const SymShareBlocks shapes =
       check_shares(inputs, num_heads, query_parts, seq_lens, chunk, chunks, rank);
-  const at::Tensor buffer = buffer_for(shapes, chunk, inputs[0]);
-  if (buffer.is_meta()) {
-    return buffer;
+  if (inputs[0].is_meta()) {
+    return meta_buffer(shapes, chunk, inputs[0]);
   }
   const Blocks blocks = concrete(shapes);
   const auto group = group_of("shares_to_seq", group_name, blocks, inputs[0], chunk);
-  launch(
-      group.get(), buffer, counts_of_blocks(blocks, chunk, false),
-      counts_of_blocks(blocks, chunk, true), rank,
+  return launch(
+      group.get(), blocks, chunk, /*mine_are_tokens=*/false, inputs[0],
       [&](c10::ArrayRef<Place> at) { pack_shares(inputs, blocks, chunk, at); });
-  return buffer;
 }
 
 // What ranks say of the heads of tensor `i`: each head's sum, in rank order.

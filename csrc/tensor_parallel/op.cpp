@@ -9,9 +9,10 @@
 #include "../reshard/checks.h"
 #include "../reshard/ops.h"
 #include "../transport/agreement.h"
-#include "../transport/launch.h"
+#include "../transport/departure.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/mm.h>
@@ -159,13 +160,40 @@ class Arriving {
   Arriving(const at::Tensor& part, const Rows& rows) : rows_(rows), part_(part) {
     const int64_t rank = rows.group.rank;
     const int64_t columns = part.size(2);
+    const auto elements = [&](int64_t p) { return rows.outer * rows.counts[p] * columns; };
+    const auto others = [&](int64_t p) {
+      return rows.outer * rows.total() * columns - elements(p);
+    };
+    Departure departure(&rows.group, others, {others(rank)}, part.options());
+    // Where the block of `source` begins in p's buffer, in elements.
+    const auto place = [&](int64_t source, int64_t p) {
+      return rows.outer * rows.begin(source) * columns - (p < source ? elements(p) : 0);
+    };
     for (int64_t p = 0; p < rows.group.size; ++p) {
       blocks_.push_back(
-          p == rank ? part : empty_buffer({rows.outer, rows.counts[p], columns}, part));
+          p == rank ? part
+                    : departure.buffer()
+                          .narrow(0, place(p, rank), elements(p))
+                          .view({rows.outer, rows.counts[p], columns}));
     }
-    exchange_point_to_point(
-        rows.group, [&](int64_t p) { return bytes_of(blocks_[p]); },
-        [&](int64_t) { return bytes_of(part_); }, flight_);
+    departure.send(
+        [&](int64_t p) { return bytes_of(blocks_[p]); }, [&](int64_t) { return bytes_of(part_); },
+        flight_);
+    departure.write(
+        [&](int64_t p, char* theirs) {
+          const auto bytes = static_cast<int64_t>(part_.nbytes());
+          if (bytes > 0) {
+            run({coalesce(
+                    {data_of(part_),
+                     theirs + place(rank, p) * item_of(part_),
+                     {1, 1, 1, 1},
+                     {0, 0, 0, 0},
+                     {0, 0, 0, 0},
+                     bytes})},
+                part_.device());
+          }
+        },
+        flight_);
   }
 
   // Calls visit(p, block), this rank's own first.
@@ -192,22 +220,40 @@ class Leaving {
  public:
   // x [outer, all rows, K], weight [K, M].
   Leaving(const at::Tensor& x, const at::Tensor& weight, const Rows& rows) : rows_(rows) {
-    const int64_t rank = rows.group.rank;
+    const int64_t rank = rows.group.rank, size = rows.group.size;
     const int64_t columns = weight.size(1);
-    for (int64_t p = 0; p < rows.group.size; ++p) {
-      products_.push_back(empty_buffer({rows.outer, rows.counts[p], columns}, x));
-      received_.push_back(
-          p == rank ? products_[rank] : empty_buffer({rows.outer, rows.counts[rank], columns}, x));
+    const auto shape = [&](int64_t p) {
+      return std::vector<int64_t>{rows.outer, rows.counts[p], columns};
+    };
+    const auto elements = [&](int64_t p) { return c10::multiply_integers(shape(p)); };
+    Departure departure(
+        &rows.group, [&](int64_t p) { return size * elements(p); }, {size, elements(rank)},
+        x.options());
+    for (int64_t p = 0; p < size; ++p) {
+      received_.push_back(departure.buffer()[p].view(shape(rank)));
     }
-    const auto make = [&](int64_t p) { multiply(products_[p], rows.rows_of(x, p), weight); };
-    exchange_point_to_point(
-        rows.group, [&](int64_t p) { return bytes_of(received_[p]); },
+    const auto make = [&](int64_t p, const at::Tensor& to) {
+      multiply(to, rows.rows_of(x, p), weight);
+    };
+    departure.send(
+        [&](int64_t p) { return bytes_of(received_[p]); },
         [&](int64_t p) {
-          make(p);
-          return bytes_of(products_[p]);
+          products_.push_back(empty_buffer(shape(p), x));
+          make(p, products_.back());
+          return bytes_of(products_.back());
         },
         flight_);
-    make(rank);  // what nobody waits for but this rank
+    departure.write(
+        [&](int64_t p, char* theirs) {
+          if (elements(p) > 0) {
+            make(
+                p, at::for_blob(theirs + rank * elements(p) * item_of(x), shape(p))
+                       .options(x.options())
+                       .make_tensor());
+          }
+        },
+        flight_);
+    make(rank, received_[rank]);  // what nobody waits for but this rank
   }
 
   // [outer, this rank's rows, M], in rank order.

@@ -3,6 +3,7 @@
 #include "agreement.h"
 #include "c10d.h"
 #include "errors.h"
+#include "mapped.h"
 #include "pool.h"
 
 #include <c10/core/Event.h>
@@ -46,9 +47,21 @@ void Flight::wait(Work& work, int64_t from) {
   work.reset();
 }
 
+void Flight::wait_mapped(int64_t source) {
+  failed_ = true;
+  with_context([&] { return what; }, source, [&] { mapped->wait(exchange, source); });
+  failed_ = false;
+}
+
 void Flight::wait_receive(int64_t source) {
   for (std::vector<Work>& by_source : receives) {
     wait(by_source[source], source);
+  }
+  if (!on_arrival.empty() && on_arrival[source]) {
+    std::exchange(on_arrival[source], nullptr)();
+  }
+  if (mapped && mapped->reaches(source)) {
+    wait_mapped(source);
   }
   wait(collective);
 }
@@ -61,10 +74,9 @@ void Flight::wait_sends() {
 }
 
 void Flight::wait_all() {
-  for (std::vector<Work>& by_source : receives) {
-    for (size_t source = 0; source < by_source.size(); ++source) {
-      wait(by_source[source], static_cast<int64_t>(source));
-    }
+  const size_t size = mapped ? mapped->size() : receives.empty() ? 0 : receives[0].size();
+  for (size_t source = 0; source < size; ++source) {
+    wait_receive(static_cast<int64_t>(source));
   }
   wait(collective);
   wait_sends();
@@ -154,43 +166,49 @@ std::unique_ptr<Flight> land(const at::Tensor& buffer) {
   auto flight = flight_into(buffer);
   if (flight) {
     flight->wait_all();
-    mark_landed(buffer, flight->together);
+    mark_landed(buffer, *flight);
   }
   return flight;
 }
 
-void mark_landed(const at::Tensor& buffer, bool together) {
+void mark_landed(const at::Tensor& buffer, const Flight& flight) {
   auto landed = std::make_unique<Flight>();
   landed->landed = true;
-  landed->together = together;
+  landed->together = flight.together;
+  landed->order = flight.order;
   set_flight(buffer, std::move(landed));
 }
 
 namespace {
 
-bool has(const at::Tensor& buffer, bool Flight::* what) {
+template <class T>
+T asked(const at::Tensor& buffer, T Flight::* what) {
   auto flight = take_flight(buffer);
   if (!flight) {
-    return false;
+    return T{};
   }
-  const bool it_has = (*flight).*what;
+  const T found = (*flight).*what;
   set_flight(buffer, std::move(flight));
-  return it_has;
+  return found;
 }
 
 }  // namespace
 
 bool has_landed(const at::Tensor& buffer) {
-  return has(buffer, &Flight::landed);
+  return asked(buffer, &Flight::landed);
 }
 
 bool travels_together(const at::Tensor& buffer) {
-  return !buffer.is_cpu() || has(buffer, &Flight::together);
+  return !buffer.is_cpu() || asked(buffer, &Flight::together);
+}
+
+Order order_of(const at::Tensor& buffer) {
+  return asked(buffer, &Flight::order);
 }
 
 std::unique_ptr<Flight> flight_into(const at::Tensor& buffer) {
   TORCH_CHECK_VALUE(
-      !has(buffer, &Flight::landed),
+      !asked(buffer, &Flight::landed),
       "expected a buffer that hasn't been waited for, got one that was waited for already; call "
       "the wait once for each start");
   auto flight = take_flight(buffer);

@@ -5,6 +5,7 @@
 
 #include <c10/core/Stream.h>
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -16,6 +17,12 @@ class Work;
 namespace deepsp {
 
 using Work = std::shared_ptr<c10d::Work>;
+class Mapped;
+
+// How blocks lie in the buffer of a heads_to_seq: packed, one after another by rank; apart, the
+// same of each tensor, one after another; in rows, each tensor's blocks side by side, token by
+// token; in batches, sequence by sequence.
+enum class Order { packed, apart, rows, batches };
 
 // An exchange that is on its way into a buffer, and all that must live until it
 // has arrived. It belongs to the buffer's block (pool.h), or is found by its storage
@@ -23,12 +30,18 @@ using Work = std::shared_ptr<c10d::Work>;
 struct Flight {
   // Declared before the works, which must end before what they send goes.
   std::vector<at::Tensor> holds;  // what is being sent
-  // heads_to_seq: this rank's own block lies in these inputs, not in the buffer.
+  // heads_to_seq: this rank's own block lies in these inputs, not in the buffer; an undefined one
+  // does lie in the buffer.
   std::vector<at::Tensor> own;
-  bool split = false;  // each input was sent on its own
+  Order order = Order::packed;
   // Point to point: one entry an exchange, its works by source rank.
   std::vector<std::vector<Work>> receives;
   std::vector<Work> sends;
+  // From ranks that write into the buffer: as which exchange of theirs.
+  std::shared_ptr<Mapped> mapped;
+  uint64_t exchange = 0;
+  // What is done when a rank's messages have arrived, by rank.
+  std::vector<std::function<void()>> on_arrival;
   // Any other backend.
   Work collective;
   bool together = false;  // all blocks arrive at once, by a collective
@@ -57,6 +70,7 @@ struct Flight {
  private:
   // `from`: whose block it is that arrives, -1: any.
   void wait(Work& work, int64_t from = -1);
+  void wait_mapped(int64_t source);
   bool failed_ = false;  // a wait threw: the group is broken
 };
 
@@ -86,9 +100,11 @@ std::unique_ptr<Flight> flight_into(const at::Tensor& buffer);
 // Waits, if nobody has, and takes the buffer.
 std::unique_ptr<Flight> land(const at::Tensor& buffer);
 // From now on flight_into(buffer) raises: a buffer is waited for once.
-void mark_landed(const at::Tensor& buffer, bool together = false);
+void mark_landed(const at::Tensor& buffer, const Flight& flight);
 // Whether all blocks of the buffer arrive, or have arrived, at once.
 bool travels_together(const at::Tensor& buffer);
+// How blocks lie in it, on their way or landed; packed where nothing was on its way.
+Order order_of(const at::Tensor& buffer);
 // Whether it was marked so.
 bool has_landed(const at::Tensor& buffer);
 

@@ -87,6 +87,7 @@ at::Tensor lent(const at::Tensor& tensor) {
 
 void exchange_point_to_point(
     const Group& group,
+    const std::function<bool(int64_t)>& among,
     const std::function<Bytes(int64_t)>& receive,
     const std::function<Bytes(int64_t)>& send,
     Flight& flight) {
@@ -97,7 +98,7 @@ void exchange_point_to_point(
   flight.receives.emplace_back(group.size);
   for (int64_t step = 1; step < group.size; ++step) {
     const int64_t source = (group.rank - step + group.size) % group.size;
-    const Bytes bytes = receive(source);
+    const Bytes bytes = among(source) ? receive(source) : Bytes{};
     if (bytes.size > 0) {
       std::vector<at::Tensor> block{unowned(bytes)};
       flight.receives.back()[source] =
@@ -106,7 +107,7 @@ void exchange_point_to_point(
   }
   for (int64_t step = 1; step < group.size; ++step) {
     const int64_t target = (group.rank + step) % group.size;
-    const Bytes bytes = send(target);
+    const Bytes bytes = among(target) ? send(target) : Bytes{};
     if (bytes.size > 0) {
       std::vector<at::Tensor> block{unowned(bytes)};
       flight.sends.push_back(

@@ -12,6 +12,7 @@
 #include <list>
 #include <map>
 #include <mutex>
+#include <vector>
 
 namespace deepsp {
 namespace {
@@ -19,12 +20,6 @@ namespace {
 // Blocks are multiples of this, so that shapes that differ a little share them.
 constexpr size_t kGranule = size_t(64) << 10;
 constexpr size_t kAlignment = 64;
-
-struct Block {
-  void* data = nullptr;
-  size_t bytes = 0;
-  std::unique_ptr<Flight> flight;
-};
 
 class Pool {
  public:
@@ -121,6 +116,38 @@ Pool& pool() {
   return *instance;
 }
 
+// Of other memory, what lives.
+class Watched {
+ public:
+  void add(const std::shared_ptr<Memory>& memory) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    all_.push_back(memory);
+  }
+
+  std::vector<std::shared_ptr<Memory>> living() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<std::shared_ptr<Memory>> found;
+    for (auto it = all_.begin(); it != all_.end();) {
+      if (auto memory = it->lock()) {
+        found.push_back(std::move(memory));
+        ++it;
+      } else {
+        it = all_.erase(it);
+      }
+    }
+    return found;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::weak_ptr<Memory>> all_;
+};
+
+Watched& watched_memory() {
+  static Watched* const instance = new Watched;
+  return *instance;
+}
+
 // Never destroyed, for the same reason.
 FlightTable& table() {
   static FlightTable* const instance = new FlightTable;
@@ -129,8 +156,10 @@ FlightTable& table() {
 
 void release(void* context) {
   Block* block = static_cast<Block*>(context);
+  std::unique_ptr<Block> owned(block);
   block->flight.reset();  // waits
-  pool().give(block);
+  const std::shared_ptr<Memory> memory = block->memory;
+  memory ? memory->give(std::move(owned)) : pool().give(owned.release());
 }
 
 Block* block_of(const at::Tensor& tensor) {
@@ -140,23 +169,49 @@ Block* block_of(const at::Tensor& tensor) {
 
 }  // namespace
 
-at::Tensor pool_empty(at::IntArrayRef sizes, at::ScalarType dtype) {
-  const auto type = c10::scalarTypeToTypeMeta(dtype);
+namespace {
+
+size_t bytes_of(at::IntArrayRef sizes, at::ScalarType dtype) {
   uint64_t bytes = 0;
   TORCH_CHECK_WITH(
       OutOfMemoryError,
       !c10::safe_multiplies_u64(sizes, &bytes) &&
-          !c10::mul_overflows(bytes, uint64_t(type.itemsize()), &bytes) && bytes >> 62 == 0,
+          !c10::mul_overflows(bytes, uint64_t(c10::elementSize(dtype)), &bytes) && bytes >> 62 == 0,
       "deepsp: no memory for a buffer of shape ", sizes, ", ", dtype);
-  Block* block = pool().take(bytes);
+  return bytes;
+}
+
+at::Tensor tensor_over(at::DataPtr data, at::IntArrayRef sizes, at::ScalarType dtype) {
   c10::Storage storage(
-      c10::Storage::use_byte_size_t(), bytes, at::DataPtr(block->data, block, &release, at::kCPU),
+      c10::Storage::use_byte_size_t(), bytes_of(sizes, dtype), std::move(data),
       /*allocator=*/nullptr,
       /*resizable=*/false);
   at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
-      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), type);
+      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU),
+      c10::scalarTypeToTypeMeta(dtype));
   tensor.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
   return tensor;
+}
+
+}  // namespace
+
+at::Tensor tensor_on(
+    std::unique_ptr<Block> block, size_t offset, at::IntArrayRef sizes, at::ScalarType dtype) {
+  char* const data = static_cast<char*>(block->data) + offset;
+  return tensor_over(at::DataPtr(data, block.release(), &release, at::kCPU), sizes, dtype);
+}
+
+at::Tensor pool_empty(at::IntArrayRef sizes, at::ScalarType dtype) {
+  std::unique_ptr<Block> block(pool().take(bytes_of(sizes, dtype)));
+  return tensor_on(std::move(block), 0, sizes, dtype);
+}
+
+at::Tensor part_of(
+    const at::Tensor& buffer, int64_t first_byte, at::IntArrayRef sizes, at::ScalarType dtype) {
+  char* const data = static_cast<char*>(buffer.storage().mutable_data()) + first_byte;
+  const auto let_go = [](void* whole) { delete static_cast<c10::Storage*>(whole); };
+  return tensor_over(
+      at::DataPtr(data, new c10::Storage(buffer.storage()), let_go, at::kCPU), sizes, dtype);
 }
 
 void set_flight(const at::Tensor& buffer, std::unique_ptr<Flight> flight) {
@@ -173,8 +228,32 @@ std::unique_ptr<Flight> take_flight(const at::Tensor& buffer) {
   return block ? std::move(block->flight) : table().take(buffer.storage());
 }
 
+void pool_watch(const std::shared_ptr<Memory>& memory) {
+  watched_memory().add(memory);
+}
+
 int64_t pool_idle_bytes() {
-  return pool().idle_bytes();
+  int64_t bytes = pool().idle_bytes();
+  for (const auto& memory : watched_memory().living()) {
+    bytes += memory->idle_bytes();
+  }
+  return bytes;
+}
+
+namespace {
+
+void trim(int64_t limit) {
+  int64_t left = limit - pool().idle_bytes();
+  for (const auto& memory : watched_memory().living()) {
+    memory->trim(std::max<int64_t>(left, 0));
+    left -= memory->idle_bytes();
+  }
+}
+
+}  // namespace
+
+void pool_trim() {
+  trim(pool_limit());
 }
 
 int64_t pool_limit() {
@@ -184,10 +263,12 @@ int64_t pool_limit() {
 void pool_set_limit(int64_t bytes) {
   check_at_least(bytes, 0, "bytes");
   pool().set_limit(bytes);
+  trim(bytes);
 }
 
 void pool_clear() {
   pool().clear();
+  trim(0);
 }
 
 }  // namespace deepsp

@@ -1,0 +1,275 @@
+#include "board.h"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+namespace deepsp {
+namespace {
+
+// A peer that runs on another core answers within these; where ranks share cores, only giving way
+// helps.
+constexpr int kSpins = 400;
+constexpr int kYields = 40;
+
+// A word: where a block lies, and a mark beside it. In a slot it is the turn of an exchange; on top
+// of a stack it counts changes, so that nobody takes one top for another.
+constexpr int kUnitBits = 32, kMemberBits = 12, kMarkBits = 20;
+
+uint64_t word_of(const BlockPlace& block, uint64_t mark) {
+  return mark << (kUnitBits + kMemberBits) | static_cast<uint64_t>(block.member) << kUnitBits |
+         block.place / kPlaceUnit;
+}
+
+uint64_t mark_of(uint64_t word) {
+  return word >> (kUnitBits + kMemberBits);
+}
+
+uint64_t next_mark(uint64_t word) {
+  return (mark_of(word) + 1) & ((uint64_t(1) << kMarkBits) - 1);
+}
+
+// At place 0 are control words: no block.
+BlockPlace place_in(uint64_t word) {
+  return {
+      static_cast<int64_t>(word >> kUnitBits & (kMostMembers - 1)),
+      (word & ((uint64_t(1) << kUnitBits) - 1)) * kPlaceUnit};
+}
+
+uint64_t turn_of(uint64_t n) {
+  return (n / kSlots + 1) & ((uint64_t(1) << kMarkBits) - 1);
+}
+
+bool is_of(uint64_t slot, uint64_t n) {
+  return mark_of(slot) == turn_of(n);
+}
+
+void relax() {
+#if defined(__SSE2__)
+  _mm_pause();
+#endif
+}
+
+// Shared between processes, so not FUTEX_PRIVATE.
+void futex_wait(std::atomic<uint32_t>& word, uint32_t seen, std::chrono::nanoseconds most) {
+  const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(most);
+  const timespec time{seconds.count(), (most - seconds).count()};
+  syscall(SYS_futex, &word, FUTEX_WAIT, seen, &time, nullptr, 0);
+}
+
+void futex_wake(std::atomic<uint32_t>& word) {
+  syscall(SYS_futex, &word, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
+}
+
+}  // namespace
+
+// Words that different members write lie in different lines of the cache.
+struct Board::Control {
+  alignas(64) std::atomic<uint32_t> bell;
+  alignas(64) std::atomic<uint32_t> sleepers;
+  alignas(64) std::atomic<uint32_t> failed;
+  alignas(64) std::atomic<uint64_t> opened;
+  alignas(64) std::atomic<uint64_t> returned;
+  alignas(64) std::atomic<uint64_t> spare_bytes;
+  alignas(64) std::atomic<uint64_t> spares[kSizeClasses];
+  alignas(64) std::atomic<uint64_t> slots[kSlots];
+  // arrived, one line for each source, follows.
+};
+
+static_assert(std::atomic<uint64_t>::is_always_lock_free, "words are shared between processes");
+
+uint64_t size_class_of(uint64_t bytes) {
+  const uint64_t units = std::max<uint64_t>(1, (bytes + kPlaceUnit - 1) / kPlaceUnit);
+  const int shift = std::max(0, static_cast<int>(std::bit_width(units)) - 4);
+  const uint64_t rounded = (units + (uint64_t(1) << shift) - 1) >> shift;  // 1 to 16
+  return static_cast<uint64_t>(shift) * 8 + rounded;
+}
+
+uint64_t bytes_of_class(uint64_t size_class) {
+  // Eight classes a shift: from 9 to 16 of its units, and the first ones exactly.
+  const uint64_t shift = size_class <= 16 ? 0 : (size_class - 9) / 8;
+  return ((size_class - shift * 8) << shift) * kPlaceUnit;
+}
+
+uint64_t Board::control_bytes(int64_t members) {
+  const uint64_t bytes = sizeof(Control) + static_cast<uint64_t>(members) * 64;
+  return (bytes + kPlaceUnit - 1) / kPlaceUnit * kPlaceUnit;
+}
+
+Board::Board(int64_t member, std::vector<char*> memories)
+    : member_(member), memories_(std::move(memories)) {
+}
+
+Board::Control& Board::control(int64_t member) const {
+  return *reinterpret_cast<Control*>(memories_[member]);
+}
+
+std::atomic<uint64_t>& Board::arrived(int64_t owner, int64_t source) const {
+  return *reinterpret_cast<std::atomic<uint64_t>*>(
+      memories_[owner] + sizeof(Control) + source * 64);
+}
+
+bool Board::has_room(uint64_t n) {
+  if (n < all_opened_ + kSlots) {
+    return true;
+  }
+  uint64_t least = UINT64_MAX;
+  for (int64_t m = 0; m < members(); ++m) {
+    least = std::min(least, control(m).opened.load(std::memory_order_acquire));
+  }
+  all_opened_ = least;
+  return n < all_opened_ + kSlots;
+}
+
+std::optional<BlockPlace> Board::find(uint64_t n, int64_t owner) const {
+  const uint64_t slot = control(owner).slots[n % kSlots].load(std::memory_order_acquire);
+  if (!is_of(slot, n)) {
+    return std::nullopt;
+  }
+  return place_in(slot);
+}
+
+BlockPlace Board::publish(uint64_t n, int64_t owner, const BlockPlace& block) {
+  std::atomic<uint64_t>& slot = control(owner).slots[n % kSlots];
+  uint64_t seen = slot.load(std::memory_order_acquire);
+  while (!is_of(seen, n)) {
+    if (slot.compare_exchange_weak(
+            seen, word_of(block, turn_of(n)), std::memory_order_acq_rel,
+            std::memory_order_acquire)) {
+      return block;
+    }
+  }
+  return place_in(seen);
+}
+
+void Board::ring(int64_t member) {
+  Control& of = control(member);
+  of.bell.fetch_add(1, std::memory_order_seq_cst);
+  if (of.sleepers.load(std::memory_order_seq_cst) > 0) {
+    futex_wake(of.bell);
+  }
+}
+
+void Board::deliver(uint64_t n, int64_t owner) {
+  arrived(owner, member_).store(n + 1, std::memory_order_release);
+  ring(owner);
+}
+
+void Board::pass(uint64_t n) {
+  control(member_).opened.store(n + 1, std::memory_order_release);
+}
+
+bool Board::has_arrived(uint64_t n, int64_t source) const {
+  return arrived(member_, source).load(std::memory_order_acquire) > n;
+}
+
+bool Board::wait(
+    const std::function<bool()>& ready, std::chrono::steady_clock::time_point deadline) {
+  for (int i = 0; i < kSpins; ++i) {
+    if (ready()) {
+      return true;
+    }
+    relax();
+  }
+  for (int i = 0; i < kYields; ++i) {
+    sched_yield();
+    if (ready()) {
+      return true;
+    }
+  }
+  Control& mine = control(member_);
+  while (true) {
+    mine.sleepers.fetch_add(1, std::memory_order_seq_cst);
+    const uint32_t seen = mine.bell.load(std::memory_order_seq_cst);
+    const bool is_ready = ready();
+    const auto left = deadline - std::chrono::steady_clock::now();
+    if (!is_ready && left.count() > 0) {
+      futex_wait(mine.bell, seen, left);
+    }
+    mine.sleepers.fetch_sub(1, std::memory_order_seq_cst);
+    if (is_ready || ready()) {
+      return true;
+    }
+    if (left.count() <= 0) {
+      return false;
+    }
+  }
+}
+
+void Board::push(std::atomic<uint64_t>& stack, const BlockPlace& block) const {
+  uint64_t top = stack.load(std::memory_order_relaxed);
+  do {
+    head(block)->next.store(top, std::memory_order_relaxed);
+  } while (!stack.compare_exchange_weak(
+      top, word_of(block, next_mark(top)), std::memory_order_release, std::memory_order_relaxed));
+}
+
+void Board::give_spare(int64_t owner, const BlockPlace& block) {
+  Control& of = control(owner);
+  const uint64_t size_class = head(block)->size_class;
+  of.spare_bytes.fetch_add(bytes_of_class(size_class), std::memory_order_relaxed);
+  push(of.spares[size_class], block);
+}
+
+std::optional<BlockPlace> Board::take_spare(int64_t owner, uint64_t size_class) {
+  Control& of = control(owner);
+  std::atomic<uint64_t>& stack = of.spares[size_class];
+  uint64_t top = stack.load(std::memory_order_acquire);
+  while (true) {
+    const BlockPlace block = place_in(top);
+    if (block.place == 0) {
+      return std::nullopt;
+    }
+    // Another may take the block meanwhile, and write what it likes there: then the top has another
+    // mark.
+    const BlockPlace below = place_in(head(block)->next.load(std::memory_order_relaxed));
+    if (stack.compare_exchange_weak(
+            top, word_of(below, next_mark(top)), std::memory_order_acq_rel,
+            std::memory_order_acquire)) {
+      of.spare_bytes.fetch_sub(bytes_of_class(size_class), std::memory_order_relaxed);
+      return block;
+    }
+  }
+}
+
+uint64_t Board::spare_bytes(int64_t owner) const {
+  return control(owner).spare_bytes.load(std::memory_order_relaxed);
+}
+
+void Board::give_back(const BlockPlace& block) {
+  push(control(block.member).returned, block);
+}
+
+void Board::take_back(const std::function<void(const BlockPlace&)>& take) {
+  std::atomic<uint64_t>& stack = control(member_).returned;
+  if (place_in(stack.load(std::memory_order_relaxed)).place == 0) {
+    return;
+  }
+  BlockPlace block = place_in(stack.exchange(0, std::memory_order_acquire));
+  while (block.place != 0) {
+    const BlockPlace below = place_in(head(block)->next.load(std::memory_order_relaxed));
+    take(block);
+    block = below;
+  }
+}
+
+void Board::fail() {
+  control(member_).failed.store(1, std::memory_order_seq_cst);
+  for (int64_t m = 0; m < members(); ++m) {
+    ring(m);
+  }
+}
+
+bool Board::has_failed(int64_t member) const {
+  return control(member).failed.load(std::memory_order_acquire) != 0;
+}
+
+}  // namespace deepsp

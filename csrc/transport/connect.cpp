@@ -1,0 +1,407 @@
+#include "connect.h"
+
+#include "board.h"
+#include "launch.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+
+#include <poll.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/time.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <system_error>
+
+namespace deepsp {
+namespace {
+
+// Ranks that have all said that they come: longer means that one of them failed.
+constexpr std::chrono::milliseconds kMeeting{20000};
+constexpr int64_t kMostAddresses = int64_t(1) << 45;  // of 2^47 that a process has
+
+// A string that travels in a struct.
+template <size_t size>
+struct Text {
+  char data[size] = {};
+
+  Text& operator=(const std::string& text) {
+    std::memset(data, 0, size);
+    std::memcpy(data, text.data(), std::min(text.size(), size - 1));
+    return *this;
+  }
+  std::string str() const { return data; }
+};
+
+// What a rank says of itself.
+struct Offer {
+  Wanted wanted;
+  Text<160> machine;  // empty: it has no memory to offer
+  Text<48> socket;    // the name that it listens on
+  Text<32> secret;    // what those who call it must know
+  Text<200> why;      // why it has none
+};
+
+// What came of it.
+struct Outcome {
+  bool connected;
+  Text<240> why;
+};
+
+// Every rank's `mine`.
+template <class T>
+std::vector<T> all_say(const Group& group, const T& mine) {
+  const auto bytes = static_cast<int64_t>(sizeof(T));
+  const at::Tensor said = at::empty({bytes}, at::kByte);
+  std::memcpy(said.mutable_data_ptr(), &mine, sizeof(T));
+  const at::Tensor heard = at::empty({group.size * bytes}, at::kByte);
+  wait_for(group, launch_all_gather(group, heard, said));
+  std::vector<T> all(group.size);
+  std::memcpy(static_cast<void*>(all.data()), heard.const_data_ptr(), sizeof(T) * all.size());
+  return all;
+}
+
+std::string random_word() {
+  std::array<unsigned char, 12> bytes{};
+  if (getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size())) {
+    throw std::system_error(errno, std::generic_category(), "getrandom");
+  }
+  std::string word;
+  for (const unsigned char byte : bytes) {
+    word += "0123456789abcdef"[byte >> 4];
+    word += "0123456789abcdef"[byte & 15];
+  }
+  return word;
+}
+
+// Ranks with the same word may share memory: one kernel, one network, one user.
+std::string machine_word() {
+  std::string boot;
+  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot);
+  struct stat network {};
+  if (boot.empty() || stat("/proc/self/ns/net", &network) != 0) {
+    throw std::runtime_error("/proc doesn't say which machine this is");
+  }
+  std::string word = boot + "/" + std::to_string(network.st_ino) + "/" + std::to_string(geteuid());
+  // For tests: ranks that say different words are on different machines.
+  if (const char* other = std::getenv("DEEPSP_TEST_MACHINE")) {
+    word += std::string("/") + other;
+  }
+  return word;
+}
+
+// As much as the machine has: pages come into being when they are used.
+uint64_t bytes_to_offer(int64_t ranks) {
+  const int64_t all = int64_t(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
+  const int64_t most = std::min(all, kMostAddresses / ranks);
+  return static_cast<uint64_t>(most) / kPlaceUnit * kPlaceUnit;
+}
+
+sockaddr_un address_of(const std::string& name, socklen_t& length) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  // Abstract: it begins with a zero byte, and stands in no folder.
+  std::memcpy(address.sun_path + 1, name.data(), name.size());
+  length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+  return address;
+}
+
+[[noreturn]] void fail(const char* what) {
+  throw std::system_error(errno, std::generic_category(), what);
+}
+
+Descriptor new_socket() {
+  Descriptor made(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  if (!made) {
+    fail("socket");
+  }
+  return made;
+}
+
+void set_timeout(const Descriptor& socket, std::chrono::milliseconds timeout) {
+  const timeval time{timeout.count() / 1000, timeout.count() % 1000 * 1000};
+  if (setsockopt(socket.get(), SOL_SOCKET, SO_RCVTIMEO, &time, sizeof(time)) != 0 ||
+      setsockopt(socket.get(), SOL_SOCKET, SO_SNDTIMEO, &time, sizeof(time)) != 0) {
+    fail("setsockopt");
+  }
+}
+
+void check_same_user(const Descriptor& socket) {
+  ucred peer{};
+  socklen_t length = sizeof(peer);
+  if (getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &peer, &length) != 0) {
+    fail("SO_PEERCRED");
+  }
+  if (peer.uid != geteuid()) {
+    throw std::runtime_error("another user answers on its socket");
+  }
+}
+
+struct Hello {
+  int64_t rank;
+  Text<32> secret;
+};
+
+// A hello, with the sender's memory.
+void send_hello(const Descriptor& socket, const Hello& hello, int file) {
+  iovec content{const_cast<Hello*>(&hello), sizeof(hello)};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  msghdr message{};
+  message.msg_iov = &content;
+  message.msg_iovlen = 1;
+  message.msg_control = control;
+  message.msg_controllen = sizeof(control);
+  cmsghdr* const header = CMSG_FIRSTHDR(&message);
+  header->cmsg_level = SOL_SOCKET;
+  header->cmsg_type = SCM_RIGHTS;
+  header->cmsg_len = CMSG_LEN(sizeof(int));
+  std::memcpy(CMSG_DATA(header), &file, sizeof(int));
+  if (sendmsg(socket.get(), &message, MSG_NOSIGNAL) != sizeof(hello)) {
+    fail("sendmsg to a peer");
+  }
+}
+
+std::pair<Hello, Descriptor> receive_hello(const Descriptor& socket) {
+  Hello hello{};
+  iovec content{&hello, sizeof(hello)};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  msghdr message{};
+  message.msg_iov = &content;
+  message.msg_iovlen = 1;
+  message.msg_control = control;
+  message.msg_controllen = sizeof(control);
+  const ssize_t got = recvmsg(socket.get(), &message, MSG_CMSG_CLOEXEC);
+  if (got < 0) {
+    fail("recvmsg from a peer");
+  }
+  cmsghdr* const header = CMSG_FIRSTHDR(&message);
+  int file = -1;
+  if (header != nullptr && header->cmsg_type == SCM_RIGHTS) {
+    std::memcpy(&file, CMSG_DATA(header), sizeof(int));
+  }
+  Descriptor memory(file);
+  if (got != sizeof(hello) || !memory) {
+    throw std::runtime_error("a peer said something else than hello");
+  }
+  return {hello, std::move(memory)};
+}
+
+// Meets all ranks of this machine. Those above it call this rank, it calls those below it.
+class Meeting {
+ public:
+  Meeting(const Group& group, std::chrono::milliseconds timeout)
+      : group_(group), timeout_(timeout), listener_(new_socket()) {
+    offer_.machine = machine_word();
+    offer_.socket = "deepsp-" + random_word();
+    offer_.secret = random_word();
+    socklen_t length = 0;
+    const sockaddr_un address = address_of(offer_.socket.str(), length);
+    if (bind(listener_.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
+        listen(listener_.get(), static_cast<int>(std::min<int64_t>(group.size, 4096))) != 0) {
+      fail("bind of a local socket");
+    }
+    set_timeout(listener_, timeout);
+    memory_ = std::make_unique<SharedMemory>(bytes_to_offer(group.size));
+  }
+
+  const Offer& offer() const { return offer_; }
+
+  void meet(const std::vector<Offer>& offers, Connection& result) {
+    const std::string machine = offer_.machine.str();
+    std::vector<int64_t> below, above;
+    for (int64_t p = 0; p < group_.size; ++p) {
+      if (p != group_.rank && offers[p].machine.str() == machine) {
+        (p < group_.rank ? below : above).push_back(p);
+      }
+    }
+    if (below.empty() && above.empty()) {
+      return;
+    }
+    result.memory = std::move(memory_);
+    const int file = result.memory->file();
+    std::vector<Descriptor> called(group_.size);
+    for (const int64_t p : below) {
+      called[p] = new_socket();
+      set_timeout(called[p], timeout_);
+      socklen_t length = 0;
+      const sockaddr_un address = address_of(offers[p].socket.str(), length);
+      if (::connect(called[p].get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) {
+        fail(("connect to rank " + std::to_string(p)).c_str());
+      }
+      check_same_user(called[p]);
+      send_hello(called[p], {group_.rank, offers[p].secret}, file);
+    }
+    for (size_t met = 0; met < above.size();) {
+      Descriptor caller(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+      if (!caller) {
+        fail("accept of the ranks above this one");
+      }
+      check_same_user(caller);
+      set_timeout(caller, timeout_);
+      auto [hello, memory] = receive_hello(caller);
+      if (hello.secret.str() != offer_.secret.str() || hello.rank <= group_.rank ||
+          hello.rank >= group_.size || result.neighbors[hello.rank] != nullptr) {
+        continue;  // whoever that is
+      }
+      send_hello(caller, {group_.rank, offers[hello.rank].secret}, file);
+      add(hello.rank, std::move(memory), std::move(caller), result);
+      ++met;
+    }
+    for (const int64_t p : below) {
+      auto [hello, memory] = receive_hello(called[p]);
+      if (hello.secret.str() != offer_.secret.str() || hello.rank != p) {
+        throw std::runtime_error("rank " + std::to_string(p) + " isn't who answers");
+      }
+      add(p, std::move(memory), std::move(called[p]), result);
+    }
+  }
+
+ private:
+  static void add(int64_t rank, Descriptor memory, Descriptor socket, Connection& result) {
+    auto neighbor = std::make_unique<Neighbor>();
+    neighbor->memory = std::make_unique<SharedMemory>(std::move(memory));
+    neighbor->memory->close_file();
+    neighbor->socket = std::move(socket);
+    result.neighbors[rank] = std::move(neighbor);
+  }
+
+  const Group& group_;
+  std::chrono::milliseconds timeout_;
+  Descriptor listener_;
+  std::unique_ptr<SharedMemory> memory_;
+  Offer offer_{};
+};
+
+const char* word_of(Wanted wanted) {
+  return wanted == Wanted::mapped     ? "mapped"
+         : wanted == Wanted::messages ? "messages"
+                                      : "auto";
+}
+
+void check_alike(const Group& group, const std::vector<Offer>& offers) {
+  for (int64_t p = 1; p < group.size; ++p) {
+    TORCH_CHECK_VALUE(
+        offers[p].wanted == offers[0].wanted, "expected all ranks of group '", group.name,
+        "' to use the same transport, got ", word_of(offers[0].wanted), " on rank 0 and ",
+        word_of(offers[p].wanted), " on rank ", p,
+        "; set DEEPSP_TRANSPORT, or the argument of deepsp.transport, alike on every rank");
+  }
+}
+
+// Ranks of one machine that all reach each other; where one of them failed, none does.
+Reach reach_of(
+    const Group& group, const std::vector<Offer>& offers, const std::vector<Outcome>& outcomes) {
+  Reach reach{{}, std::vector<std::string>(group.size)};
+  for (int64_t p = 0; p < group.size; ++p) {
+    reach.machine.push_back(p);
+    if (offers[p].wanted == Wanted::messages) {
+      reach.why[p] = "messages are asked for";
+      continue;
+    }
+    const std::string machine = offers[p].machine.str();
+    if (machine.empty()) {
+      reach.why[p] = offers[p].why.str();
+      continue;
+    }
+    int64_t first = -1, others = 0;
+    for (int64_t q = 0; q < group.size; ++q) {
+      if (offers[q].machine.str() == machine) {
+        first = first < 0 ? q : first;
+        others += q != p;
+        if (!outcomes[q].connected && reach.why[p].empty()) {
+          reach.why[p] = "rank " + std::to_string(q) + ": " + outcomes[q].why.str();
+        }
+      }
+    }
+    if (others == 0) {
+      reach.why[p] = "no other rank of the group runs on its machine";
+    } else if (reach.why[p].empty()) {
+      reach.machine[p] = first;
+    }
+  }
+  return reach;
+}
+
+void check_mapped(const Group& group, const Reach& reach) {
+  for (int64_t p = 0; p < group.size; ++p) {
+    TORCH_CHECK_VALUE(
+        reach.reaches(p, 0), "expected all ranks of group '", group.name,
+        "' to reach each other's memory, since the transport is \"mapped\", but ranks 0 and ", p,
+        " don't", reach.why[p].empty() ? std::string() : " (" + reach.why[p] + ")",
+        "; use \"auto\", which sends messages where memory can't be reached");
+  }
+}
+
+}  // namespace
+
+Wanted wanted_of(const std::string& word, const char* name) {
+  for (const Wanted wanted : {Wanted::automatic, Wanted::mapped, Wanted::messages}) {
+    if (word == word_of(wanted)) {
+      return wanted;
+    }
+  }
+  TORCH_CHECK_VALUE(
+      false, "expected ", name, " to be \"auto\", \"mapped\" or \"messages\", got \"", word, "\"");
+}
+
+Connection connect(const Group& group, Wanted wanted, std::chrono::milliseconds timeout) {
+  Connection result;
+  result.neighbors.resize(group.size);
+  std::unique_ptr<Meeting> meeting;
+  Offer mine{};
+  if (wanted != Wanted::messages && group.size <= kMostMembers) {
+    try {
+      meeting = std::make_unique<Meeting>(group, std::min(timeout, kMeeting));
+      mine = meeting->offer();
+    } catch (const std::exception& error) {
+      mine.why = error.what();
+    }
+  }
+  mine.wanted = wanted;
+  const std::vector<Offer> offers = all_say(group, mine);
+  check_alike(group, offers);
+  Outcome outcome{true, {}};
+  if (wanted != Wanted::messages) {
+    try {
+      if (meeting) {
+        meeting->meet(offers, result);
+      }
+    } catch (const std::exception& error) {
+      outcome.connected = false;
+      outcome.why = error.what();
+    }
+    result.reach = reach_of(group, offers, all_say(group, outcome));
+  } else {
+    result.reach = reach_of(group, offers, std::vector<Outcome>(group.size, outcome));
+  }
+  if (wanted == Wanted::mapped) {
+    check_mapped(group, result.reach);
+  }
+  for (int64_t p = 0; p < group.size; ++p) {
+    if (!result.reach.reaches(group.rank, p)) {
+      result.neighbors[p].reset();
+    }
+  }
+  if (!result.reach.why[group.rank].empty()) {
+    result.memory.reset();
+  }
+  if (result.memory) {
+    result.memory->close_file();
+  }
+  return result;
+}
+
+bool has_left(const Neighbor& neighbor) {
+  pollfd socket{neighbor.socket.get(), POLLIN | POLLRDHUP, 0};
+  return poll(&socket, 1, 0) > 0 && (socket.revents & (POLLHUP | POLLRDHUP | POLLERR)) != 0;
+}
+
+}  // namespace deepsp

@@ -1,0 +1,49 @@
+#pragma once
+// Which ranks of a group reach each other's memory: found out once, by all ranks together.
+
+#include "group.h"
+#include "shared_memory.h"
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace deepsp {
+
+// How blocks are to travel. automatic: by memory where that is possible.
+enum class Wanted { automatic, mapped, messages };
+// ValueError unless it is "auto", "mapped" or "messages"; `name`: what messages call it.
+Wanted wanted_of(const std::string& word, const char* name);
+
+// What all ranks know of all ranks.
+struct Reach {
+  // By rank: the lowest rank among those whose memory it reaches, itself included; a rank that
+  // stands alone reaches nobody's.
+  std::vector<int64_t> machine;
+  // By rank: why it stands alone; else empty.
+  std::vector<std::string> why;
+
+  bool reaches(int64_t rank, int64_t other) const { return machine[rank] == machine[other]; }
+};
+
+// Another rank of this machine.
+struct Neighbor {
+  std::unique_ptr<SharedMemory> memory;
+  Descriptor socket;  // stays open as long as the rank is in the group
+};
+
+struct Connection {
+  Reach reach;
+  std::unique_ptr<SharedMemory> memory;           // this rank's; null if it stands alone
+  std::vector<std::unique_ptr<Neighbor>> neighbors;  // by rank; null: not reached
+};
+
+// All ranks of the group call this. ValueError on every rank if they want different things, or if
+// they want memory that some pair can't reach.
+Connection connect(const Group& group, Wanted wanted, std::chrono::milliseconds timeout);
+
+// Whether the rank at the other end of the socket has left.
+bool has_left(const Neighbor& neighbor);
+
+}  // namespace deepsp

@@ -1,0 +1,88 @@
+#include "departure.h"
+
+#include "errors.h"
+
+#include <ATen/record_function.h>
+
+namespace deepsp {
+namespace {
+
+// Tells exchanges apart that ranks take for the same one.
+uint64_t number_of(const Group& group, const std::vector<int64_t>& bytes) {
+  uint64_t hash = 14695981039346656037ull;  // FNV-1a
+  const auto add = [&](const void* data, size_t size) {
+    for (size_t i = 0; i < size; ++i) {
+      hash = (hash ^ static_cast<const unsigned char*>(data)[i]) * 1099511628211ull;
+    }
+  };
+  add(group.op, std::strlen(group.op));
+  add(bytes.data(), bytes.size() * sizeof(int64_t));
+  return hash;
+}
+
+}  // namespace
+
+Departure::Departure(
+    const Group* group,
+    const std::function<int64_t(int64_t)>& elements,
+    at::IntArrayRef sizes,
+    const at::TensorOptions& options)
+    : group_(group) {
+  if (group != nullptr && options.device().is_cpu()) {
+    mapped_ = mapped_of(*group);
+  }
+  if (mapped_ == nullptr) {
+    buffer_ = empty_buffer(sizes, options);
+    made_here(buffer_);
+    clear_if_watched(buffer_);  // it may be larger than what arrives
+    return;
+  }
+  const auto item = static_cast<int64_t>(options.dtype().itemsize());
+  std::vector<int64_t> bytes;
+  for (int64_t p = 0; p < group->size; ++p) {
+    bytes.push_back(elements(p) * item);
+  }
+  with_context([&] { return name_of(*group); }, -1, [&] {
+    exchange_.emplace(mapped_, number_of(*group, bytes), bytes);
+  });
+  buffer_ = exchange_->take_buffer(sizes, c10::typeMetaToScalarType(options.dtype()));
+}
+
+bool Departure::reaches_all() const {
+  for (int64_t p = 0; group_ != nullptr && p < group_->size; ++p) {
+    if (p != group_->rank && !reaches(p)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void Departure::write(const std::function<void(int64_t, char*)>& write, Flight& flight) {
+  if (mapped_ == nullptr) {
+    return;
+  }
+  RECORD_FUNCTION("deepsp::exchange", {});
+  flight.what = name_of(*group_);
+  flight.mapped = mapped_;
+  flight.exchange = exchange_->number();
+  // Each rank begins with a neighbour, so that no rank is everybody's last.
+  for (int64_t step = 1; step < group_->size; ++step) {
+    const int64_t p = (group_->rank + step) % group_->size;
+    if (reaches(p)) {
+      write(p, exchange_->data(p));
+      exchange_->deliver(p);
+    }
+  }
+  exchange_->close();
+}
+
+void Departure::send(
+    const std::function<Bytes(int64_t)>& receive,
+    const std::function<Bytes(int64_t)>& send,
+    Flight& flight) const {
+  if (!reaches_all()) {
+    exchange_point_to_point(*group_, [&](int64_t p) { return !reaches(p); }, receive, send, flight);
+  }
+}
+
+}  // namespace deepsp

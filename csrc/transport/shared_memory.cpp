@@ -1,0 +1,119 @@
+#include "shared_memory.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <iterator>
+#include <system_error>
+#include <utility>
+
+namespace deepsp {
+namespace {
+
+[[noreturn]] void fail(const char* what) {
+  throw std::system_error(errno, std::generic_category(), what);
+}
+
+}  // namespace
+
+Descriptor& Descriptor::operator=(Descriptor&& other) noexcept {
+  std::swap(fd_, other.fd_);
+  return *this;
+}
+
+Descriptor::~Descriptor() {
+  if (fd_ >= 0) {
+    close(fd_);
+  }
+}
+
+int Descriptor::release() {
+  return std::exchange(fd_, -1);
+}
+
+SharedMemory::SharedMemory(uint64_t bytes)
+    : file_(memfd_create("deepsp", MFD_CLOEXEC | MFD_ALLOW_SEALING)), bytes_(bytes) {
+  if (!file_) {
+    fail("memfd_create");
+  }
+  // Nobody can make it shorter under those who have it mapped.
+  if (ftruncate(file_.get(), static_cast<off_t>(bytes)) != 0 ||
+      fcntl(file_.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0) {
+    fail("memfd_create");
+  }
+  map();
+}
+
+SharedMemory::SharedMemory(Descriptor file) : file_(std::move(file)) {
+  struct stat seen {};
+  if (fstat(file_.get(), &seen) != 0) {
+    fail("fstat of a peer's memory");
+  }
+  bytes_ = static_cast<uint64_t>(seen.st_size);
+  map();
+}
+
+void SharedMemory::map() {
+  void* const mapped = mmap(
+      nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file_.get(), 0);
+  if (mapped == MAP_FAILED) {
+    fail("mmap of shared memory");
+  }
+  data_ = static_cast<char*>(mapped);
+  madvise(data_, bytes_, MADV_HUGEPAGE);  // where the system allows it for shared memory
+}
+
+SharedMemory::~SharedMemory() {
+  if (data_ != nullptr) {
+    munmap(data_, bytes_);
+  }
+}
+
+bool SharedMemory::populate(uint64_t place, uint64_t bytes) const {
+#ifdef MADV_POPULATE_WRITE
+  return madvise(data_ + place, bytes, MADV_POPULATE_WRITE) == 0 ||
+         (errno != ENOMEM && errno != EHWPOISON);
+#else
+  return true;
+#endif
+}
+
+void SharedMemory::punch(uint64_t place, uint64_t bytes) const {
+  madvise(data_ + place, bytes, MADV_REMOVE);
+}
+
+std::optional<uint64_t> FreeRanges::take(uint64_t bytes) {
+  for (auto it = free_.begin(); it != free_.end(); ++it) {
+    const auto [begin, end] = *it;
+    if (end - begin >= bytes) {
+      free_.erase(it);
+      if (end - begin > bytes) {
+        free_.emplace(begin + bytes, end);
+      }
+      return begin;
+    }
+  }
+  return std::nullopt;
+}
+
+void FreeRanges::give(uint64_t place, uint64_t bytes) {
+  uint64_t end = place + bytes;
+  auto next = free_.lower_bound(place);
+  if (next != free_.end() && next->first == end) {
+    end = next->second;
+    next = free_.erase(next);
+  }
+  if (next != free_.begin()) {
+    const auto before = std::prev(next);
+    if (before->second == place) {
+      before->second = end;
+      return;
+    }
+  }
+  free_.emplace(place, end);
+}
+
+}  // namespace deepsp

@@ -1,0 +1,72 @@
+#pragma once
+// Memory that other processes of this machine can map: a file without a name, which is gone when the
+// last process that has it mapped ends, however it ends. Knows no torch.
+
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <optional>
+
+namespace deepsp {
+
+// A file descriptor, closed at the end.
+class Descriptor {
+ public:
+  Descriptor() = default;
+  explicit Descriptor(int fd) : fd_(fd) {}
+  Descriptor(Descriptor&& other) noexcept : fd_(other.release()) {}
+  Descriptor& operator=(Descriptor&& other) noexcept;
+  ~Descriptor();
+
+  int get() const { return fd_; }
+  int release();
+  explicit operator bool() const { return fd_ >= 0; }
+
+ private:
+  int fd_ = -1;
+};
+
+// A whole file of memory, mapped. Errors are std::system_error.
+class SharedMemory {
+ public:
+  // New memory. Pages come into being when they are first written.
+  explicit SharedMemory(uint64_t bytes);
+  // Another process's.
+  explicit SharedMemory(Descriptor file);
+  SharedMemory(const SharedMemory&) = delete;
+  SharedMemory& operator=(const SharedMemory&) = delete;
+  ~SharedMemory();
+
+  char* data() const { return data_; }
+  uint64_t bytes() const { return bytes_; }
+  int file() const { return file_.get(); }
+  // Nobody maps it from here on.
+  void close_file() { file_ = Descriptor(); }
+  // Brings these pages into this process, at a fraction of what touching them one by one costs.
+  // False: there is no memory left.
+  bool populate(uint64_t place, uint64_t bytes) const;
+  // Gives these pages back to the system, in all processes: they read as zeros.
+  void punch(uint64_t place, uint64_t bytes) const;
+
+ private:
+  void map();
+
+  Descriptor file_;
+  char* data_ = nullptr;
+  uint64_t bytes_ = 0;
+};
+
+// Which parts of a range of places are free: first fit.
+class FreeRanges {
+ public:
+  FreeRanges(uint64_t begin, uint64_t end) : free_{{begin, end}} {}
+
+  // None if no free range is as long.
+  std::optional<uint64_t> take(uint64_t bytes);
+  void give(uint64_t place, uint64_t bytes);
+
+ private:
+  std::map<uint64_t, uint64_t> free_;  // begin to end; no two touch
+};
+
+}  // namespace deepsp

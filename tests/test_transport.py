@@ -1,0 +1,471 @@
+"""Ranks of one machine write into each other's memory: who reaches whom, and that results are one
+process's whoever is early, whatever is mixed, and whoever dies."""
+
+import datetime
+import gc
+import os
+import signal
+import time
+
+import pytest
+import test_along_dim
+import test_attention
+import test_exchange
+import test_gather
+import test_layer
+import test_shares
+import test_tensor_parallel
+import torch
+import torch.distributed as dist
+from harness import Workers, on_ranks
+from reference import draw
+
+import deepsp
+
+op = torch.ops.deepsp
+bf16, f32, f64 = torch.bfloat16, torch.float32, torch.float64
+
+
+def mapped_files() -> int:
+    """How many pieces of shared memory this process has mapped."""
+    with open("/proc/self/maps") as file:
+        return sum("memfd:deepsp" in line for line in file)
+
+
+def shared_mib() -> float:
+    """Of them, what is in this process's pages."""
+    total, counts = 0, False
+    with open("/proc/self/smaps") as file:
+        for line in file:
+            if "-" in line.split(" ")[0]:
+                counts = "memfd:deepsp" in line
+            elif counts and line.startswith("Rss:"):
+                total += int(line.split()[1])
+    return total / 1024
+
+
+# ------------------------------------------------------------------------------ who reaches whom
+
+
+def _reports():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    before = os.environ.get("DEEPSP_TRANSPORT")
+    os.environ.pop("DEEPSP_TRANSPORT", None)
+    try:
+        found = deepsp.transport(dist.new_group())
+        everybody = tuple(range(size))
+        assert found.machines == (everybody,) and found.reasons == ("",) * size
+        assert found.mapped(0, size - 1)
+        assert str(found) == f"ranks {', '.join(map(str, everybody))}: shared memory"
+
+        group = dist.new_group()
+        found = deepsp.transport(group, use="messages")
+        assert found.machines == tuple((p,) for p in range(size)) and not found.mapped(0, 1)
+        assert str(found).startswith("rank 0: messages, since messages are asked for\nrank 1:")
+        assert deepsp.transport(group) == deepsp.transport(group, use="messages") == found
+        with pytest.raises(ValueError, match='has used since its first exchange, got "auto"'):
+            deepsp.transport(group, use="auto")
+
+        os.environ["DEEPSP_TRANSPORT"] = "messages"
+        assert not deepsp.transport(dist.new_group()).mapped(0, 1)
+        assert deepsp.transport(dist.new_group(), use="mapped").mapped(0, 1)
+        os.environ["DEEPSP_TRANSPORT"] = "pigeons"
+        with pytest.raises(ValueError, match='DEEPSP_TRANSPORT to be "auto".*got "pigeons"'):
+            deepsp.transport(dist.new_group())
+
+        # Different on one rank: said on every rank, naming who.
+        os.environ["DEEPSP_TRANSPORT"] = "auto" if rank < size - 1 else "messages"
+        x = draw(1, 4, size, 2)
+        with pytest.raises(ValueError, match=f"auto on rank 0 and messages on rank {size - 1}"):
+            deepsp.seq_to_heads([x], group=dist.new_group())
+
+        del os.environ["DEEPSP_TRANSPORT"]
+        os.environ["DEEPSP_TEST_MACHINE"] = str(rank)
+        group = dist.new_group()
+        with pytest.raises(ValueError, match=r"ranks 0 and 1 don't \(no other rank"):
+            deepsp.transport(group, use="mapped")
+        assert not deepsp.transport(group, use="auto").mapped(0, 1)
+    finally:
+        os.environ.pop("DEEPSP_TEST_MACHINE", None)
+        if before is not None:
+            os.environ["DEEPSP_TRANSPORT"] = before
+    with pytest.raises(ValueError, match='use to be "auto", "mapped" or "messages", got "ram"'):
+        deepsp.transport(use="ram")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_who_reaches_whom(ranks):
+    on_ranks(ranks, _reports)
+
+
+def _alone():
+    group = [dist.new_group([p]) for p in range(dist.get_world_size())][dist.get_rank()]
+    assert str(deepsp.transport(group)) == "rank 0: messages, since the group has one rank"
+
+
+def test_a_group_of_one():
+    on_ranks(2, _alone)
+
+
+def _cannot_map():
+    """A rank that can't map memory: all of its machine send messages, and say whose fault it is."""
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_AS)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_AS, (8 << 30, limit[1]))
+    try:
+        group = dist.new_group()
+        found = deepsp.transport(group)
+        x = draw(1, 4, 4, 2)
+        (y,) = deepsp.seq_to_heads([x], group=group)
+        assert torch.equal(deepsp.heads_to_seq([y], [4], group=group)[0], x)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limit)
+    assert not found.mapped(0, 1)
+    assert "mmap of shared memory: Cannot allocate memory" in found.reasons[1]
+
+
+def test_a_rank_that_cannot_map_memory():
+    on_ranks(2, _cannot_map, apart="limited")
+
+
+# ------------------------------------------------------------------------------ results
+
+MIXED = pytest.mark.parametrize("ranks", [3, 4])
+
+
+def _all(calls):
+    for function, *args in calls:
+        function(*args)
+
+
+def _is_mixed():
+    size = dist.get_world_size()
+    found = deepsp.transport()
+    assert found.machines == (((0, 1), (2, 3)) if size == 4 else ((0, 1), (2,)))
+    assert str(found).endswith("all other pairs: messages")
+
+
+@MIXED
+def test_machines_mixed(ranks):
+    """Ranks 0 and 1 share memory, so do 2 and 3; between them go messages."""
+    values, sdpa = test_exchange._values, test_attention._sdpa
+    layers = [
+        (test_layer._equals, (2, 11, heads, kv_heads, 8, 16, (True, True), True, "half", 1, chunks,
+                              overlap, "skewed", True))
+        for heads, kv_heads, chunks, overlap in ((8, 2, 2, True), (4, 4, 1, True), (6, 2, 1, False))
+    ]  # fmt: skip
+    even, uneven, one = (2, 2, 2, 2), (3, 0, 5, 1), (1, 0, 0, 0)
+    specs = [
+        (even, (4, 3), f32, bf16, "plain"),
+        (uneven, (7,), f64, f32, "transposed"),
+        (one, (), f64, f64, "strided"),
+        ((90000, 1, 70000, 5), (2,), bf16, f64, "plain"),
+    ]
+    calls = [
+        (_is_mixed,),
+        (values, 2, 13, 6, 3, (8, 8, 4), f64, "bshd", "skewed"),
+        (values, 1, 9, 9, 3, (5, 5, 5), bf16, "bhsd", "empty"),
+        (values, 2, 7, 4, 4, (8, 8, 8), f32, "slices", "split"),
+        (values, 1, 64, 8, 8, (8, 8, 8), f64, "bshd", "split"),
+        (test_exchange._pairs,),
+        (test_exchange._fresh,),
+        (sdpa, 2, 13, 8, 2, (8, 8), True, 1, "skewed", None),
+        (sdpa, 2, 13, 8, 2, (8, 8), True, 2, "empty", None),
+        (sdpa, 1, 32, 8, 8, (8, 8), True, 1, "even", None),
+        (test_shares._shares, 2, 1, "skewed", "auto", 1, "causal", (8, 8)),
+        (test_shares._shares, 8, 2, "empty", ranks, 2, "mask", (4, 6)),
+        *layers,
+        (test_gather._equals_one_process, specs, None, False),
+        (test_along_dim._check, f64, [0, 1, -1], ["even", "split"]),
+        (test_tensor_parallel._against_one_process, f64),
+    ]
+    on_ranks(ranks, _all, calls, apart="machines")
+
+
+def _late(late):
+    """One rank comes late to everything: the others bring its buffers, and start returns at once."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group()
+    deepsp.transport(group)
+    x = [draw(1, 5 + p, 8, 4, seed=p) for p in range(size)]
+    lens = [len(t[0]) for t in x]
+    expected = torch.cat(x, 1)
+    owned = torch.arange(8).tensor_split(size)[rank]
+    for _ in range(3):
+        dist.barrier()
+        if rank == late:
+            time.sleep(0.5)
+        begin = time.monotonic()
+        starts = [
+            deepsp.seq_to_heads_start([x[rank] * n], seq_lens=lens, group=group) for n in range(3)
+        ]
+        if rank != late:
+            assert time.monotonic() - begin < 0.4, "a start waits for nobody"
+        for n, start in reversed(list(enumerate(starts))):
+            (y,) = start.wait()
+            assert torch.equal(y, expected[:, :, owned] * n)
+            (back,) = deepsp.heads_to_seq([y], [8], seq_lens=lens, group=group)
+            assert torch.equal(back, x[rank] * n)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_late_rank(late):
+    for ranks in (2, 3):
+        on_ranks(ranks, _late, late)
+
+
+def _inputs_may_be_written():
+    """After a wait, inputs are the user's again, though others may not have read theirs."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = torch.full((1, 1000, 4, 8), float(rank))
+    for _ in range(20):
+        (y,) = deepsp.seq_to_heads([x.clone()])
+        expected = torch.arange(size).repeat_interleave(1000)[None, :, None, None].expand_as(y)
+        if rank == 0:
+            time.sleep(0.002)
+        (z,) = deepsp.heads_to_seq([y], [4])
+        y.fill_(-1.0)
+        assert torch.equal(z, x)
+        z.fill_(-2.0)
+        (y,) = deepsp.seq_to_heads([x])
+        assert torch.equal(y, expected.to(y.dtype))
+
+
+def test_buffers_are_not_shared_between_calls():
+    on_ranks(2, _inputs_may_be_written)
+
+
+def _many():
+    """More exchanges than a group has slots; and many in flight."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    where = rank, dist.group.WORLD.group_name
+    x = torch.full((1, 2, size, 1), float(rank))
+    for n in range(2300):
+        (y,) = op.seq_to_heads([x + n], [2] * size, *where)
+        if n % 100 == 0:
+            assert torch.equal(y.flatten(), torch.arange(size).repeat_interleave(2) + float(n))
+    started = [op.seq_to_heads_start([x + n], [2] * size, 1, False, *where)[0] for n in range(300)]
+    dist.barrier()
+    for n, buffer in enumerate(started):
+        (y,) = op.seq_to_heads_wait(buffer, [size], [1], 1, [2] * size, 0, 1, *where)
+        assert torch.equal(y.flatten(), torch.arange(size).repeat_interleave(2) + float(n))
+
+
+def test_many_exchanges():
+    on_ranks(2, _many)
+
+
+def _outputs():
+    """Outputs have storage of their own: written, resized or saved, they show nothing else."""
+    x = [draw(1, 6, h, 4, seed=h).requires_grad_() for h in (8, 4, 2)]
+    y = deepsp.seq_to_heads(x)
+    gradients = torch.autograd.grad([t.sum() for t in y], x)
+    for g, t in zip(gradients, x, strict=True):
+        assert g.is_contiguous() and g.storage_offset() == 0
+        assert g.untyped_storage().nbytes() == t.nbytes
+        assert torch.equal(g, torch.ones_like(g))
+    gradients[0].zero_()
+    assert all(torch.equal(g, torch.ones_like(g)) for g in gradients[1:])
+    kept = gradients[2]
+    del gradients, y
+    gc.collect()
+    for _ in range(3):  # the memory of the others isn't used again while one lives
+        deepsp.seq_to_heads(x)
+    assert torch.equal(kept, torch.ones_like(kept))
+
+
+def test_outputs_are_ordinary_tensors():
+    on_ranks(2, _outputs, apart="mapped")
+
+
+# ------------------------------------------------------------------------------ memory
+
+
+def _memory():
+    """Buffers are used again; idle ones obey the pool's limit; a dropped group leaves nothing."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    before = mapped_files()
+    group = dist.new_group()
+    x = torch.ones(1, 4096, 8, 64)  # 8 MiB
+    for _ in range(30):
+        (y,) = deepsp.seq_to_heads([x], group=group)
+        (z,) = deepsp.heads_to_seq([y], [8], group=group)
+        del y
+        if rank == 0:
+            time.sleep(0.001)
+    assert torch.equal(z, x)
+    assert mapped_files() == before + size, "each rank's, once"
+    dist.barrier()
+    assert shared_mib() < 100, shared_mib()  # each rank's four or so, and the peer's
+    assert 0 < deepsp.buffers.idle_bytes() <= deepsp.buffers.limit()
+    dist.barrier()
+    deepsp.buffers.set_limit(1 << 20)
+    dist.barrier()
+    assert deepsp.buffers.idle_bytes() <= 1 << 20
+    deepsp.buffers.set_limit(2 << 30)
+    dist.barrier()
+    dist.destroy_process_group(group)
+    del group
+    deepsp.buffers.clear()
+    dist.barrier()
+    assert torch.equal(z, x)  # a tensor outlives its group
+    assert mapped_files() == before + size, "as long as the tensor"
+    del z
+    gc.collect()
+    assert mapped_files() == before
+
+
+def test_memory():
+    on_ranks(2, _memory, apart="memory")
+
+
+def _steady():
+    """A training loop's memory stays what it was after the first steps."""
+    x = draw(1, 256, 8, 64, dtype=f32).requires_grad_()
+    levels = []
+    for step in range(40):
+        out = deepsp.distributed_attention(x, x, x, is_causal=True, chunks=2)
+        out.sum().backward()
+        del out
+        if step % 7 == dist.get_rank():
+            time.sleep(0.003)  # now this one, now that one is late
+        if step % 4 == 3:
+            dist.barrier()
+            levels.append(deepsp.buffers.idle_bytes())
+            dist.barrier()
+    # A step holds five or six blocks of at most 384 KiB at once, and one rank is a step ahead.
+    assert max(levels) < 12 * (384 << 10) * 8 // 7, levels
+    assert max(levels[5:]) <= 2 * max(levels[:3]), levels
+
+
+def test_training_memory():
+    on_ranks(2, _steady, apart="memory")
+
+
+def _forks():
+    """A child reads its parent's tensors, and can't harm them."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = torch.ones(1, 4096, 4, 16)
+    (y,) = deepsp.seq_to_heads([x])
+    dist.barrier()
+    child = os.fork()
+    if child == 0:
+        fine = bool((y == 1).all())
+        try:
+            deepsp.seq_to_heads([x])
+            fine = False
+        except RuntimeError as error:
+            fine = fine and "forked" in str(error)
+        del y
+        deepsp.buffers.clear()
+        os._exit(0 if fine else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.equal(y, torch.ones_like(y))
+    (z,) = deepsp.heads_to_seq([y], [4])
+    assert torch.equal(z, x)
+
+
+def test_a_forked_child():
+    on_ranks(2, _forks)
+
+
+# ------------------------------------------------------------------------------ errors
+
+
+def _other_calls():
+    group = dist.new_group()
+    deepsp.transport(group)
+    x = draw(1, 4 + dist.get_rank(), 4, 2)
+    with pytest.raises(RuntimeError, match=r"seq_to_heads of rank . in group .*(makes another call|its own exchange failed)"):  # fmt: skip # noqa: E501
+        deepsp.seq_to_heads([x], seq_lens=[len(x[0])] * 2, group=group)
+    with pytest.raises(RuntimeError, match="has failed before"):
+        deepsp.seq_to_heads([x], group=group)
+    group = dist.new_group()
+    x = draw(1, 4, 4, 2)
+    (y,) = deepsp.seq_to_heads([x], group=group)
+    assert torch.equal(deepsp.heads_to_seq([y], [4], group=group)[0], x)
+
+
+def test_ranks_that_make_other_calls():
+    """Messages would bring each other's data, or abort the process."""
+    on_ranks(2, _other_calls)
+
+
+def _fate(fate):
+    x = torch.zeros(1, 64, 8, 8)
+    deepsp.distributed_attention(x, x, x)
+    rank = dist.get_rank()
+    if rank == 1:
+        if fate == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fate == "stops":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if fate == "raises":
+            deepsp.seq_to_heads_start([x])
+            return None
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        for _ in range(2):
+            deepsp.seq_to_heads([x])
+    waited = time.monotonic() - begin
+    # The process goes on, in a group of those that are left.
+    store = dist.FileStore(f"/tmp/deepsp-{os.getppid()}-{fate}", 2)
+    if rank in (0, 2):
+        dist.destroy_process_group()
+        dist.init_process_group(
+            "gloo", store=store, rank=rank // 2, world_size=2,
+            timeout=datetime.timedelta(seconds=20),
+        )  # fmt: skip
+        x = draw(1, 6, 4, 4)
+        (y,) = deepsp.seq_to_heads([x])
+        assert torch.equal(deepsp.heads_to_seq([y], [4])[0], x)
+        assert deepsp.transport().mapped(0, 1)
+    return waited, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "fate, says, most",
+    [
+        ("dies", "waiting for rank 1: it has left the group, or died", 4),
+        ("stops", "waiting for rank 1: nothing came within the group's timeout of 5000 ms", 9),
+        ("raises", "waiting for rank 1: nothing came within the group's timeout", 9),
+    ],
+)
+def test_a_peer_that(fate, says, most):
+    workers = Workers(3, timeout=5.0)
+    try:
+        answers = workers.call(_fate, fate)
+    finally:
+        os.kill(workers.processes[1].pid, signal.SIGCONT) if fate == "stops" else None
+        workers.stop()
+        for rank in (0, 2):
+            assert answers[rank][0], answers[rank][1]
+    messages = [answers[rank][1][1] for rank in (0, 2)]
+    waited = [answers[rank][1][0] for rank in (0, 2)]
+    assert any(says in message for message in messages), messages
+    # The one that waited for a rank which had failed itself names that one.
+    other = r"its own exchange failed"
+    assert all(says in message or other in message for message in messages), messages
+    assert max(waited) < most, waited
+
+
+def test_nothing_is_left():
+    """Killed outright, processes leave no file, and no shared memory."""
+    before = set(os.listdir("/dev/shm"))
+    workers = Workers(2)
+    fine = workers.call(_uses)
+    for process in workers.processes:
+        process.kill()
+        process.join()
+    workers.stop()
+    assert all(ok for ok, _ in fine), fine
+    assert set(os.listdir("/dev/shm")) == before
+
+
+def _uses():
+    x = draw(1, 64, 4, 8)
+    (y,) = deepsp.seq_to_heads([x])
+    return y.sum().item()
+
