@@ -175,8 +175,8 @@ TORCH_LIBRARY(deepsp, m) {
       "SymInt batch, SymInt[] seq_lens, int chunk, int chunks, int rank, "
       "str group_name) -> Tensor(a)[]",
       uncaptured);
-  // The heads of one chunk. tokens_first: what heads_to_seq_wait will be given, if that is known and
-  // waits for it; a buffer that ranks write into then holds the result.
+  // The heads of one chunk. tokens_first: what heads_to_seq_wait will be given, if that is known
+  // and waits for it; a buffer that ranks write into then holds the result.
   m.def(
       "heads_to_seq_start(Tensor[] inputs, SymInt[] num_heads, SymInt[] seq_lens, int chunk, "
       "int chunks, int rank, str group_name, *, bool? tokens_first=None) -> Tensor",
@@ -608,8 +608,7 @@ TORCH_LIBRARY(deepsp, m) {
   // By rank: the lowest rank of those whose memory it reaches, and why it reaches nobody's. All
   // ranks call this. use: "auto", "mapped" or "messages"; to be given before the group's first
   // exchange.
-  m.def(
-      "transport(int rank, int size, str group_name, str? use=None) -> (int[], str[])");
+  m.def("transport(int rank, int size, str group_name, str? use=None) -> (int[], str[])");
 }
 
 TORCH_LIBRARY_IMPL(deepsp, CompositeImplicitAutograd, m) {

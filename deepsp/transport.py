@@ -60,5 +60,7 @@ def transport(group: Group = None, *, use: Use | None = None) -> Transport:
     """
     rank, size, name = member_of(group)
     machine, reasons = torch.ops.deepsp.transport(rank, size, name, use)
-    machines = [tuple(p for p in range(size) if machine[p] == first) for first in sorted({*machine})]
+    machines = [
+        tuple(p for p in range(size) if machine[p] == first) for first in sorted({*machine})
+    ]
     return Transport(tuple(machines), tuple(reasons))

@@ -70,7 +70,7 @@ def _reports():
         assert not deepsp.transport(dist.new_group()).mapped(0, 1)
         assert deepsp.transport(dist.new_group(), use="mapped").mapped(0, 1)
         os.environ["DEEPSP_TRANSPORT"] = "pigeons"
-        with pytest.raises(ValueError, match='DEEPSP_TRANSPORT to be "auto".*got "pigeons"'):
+        with pytest.raises(ValueError, match=r'DEEPSP_TRANSPORT to be "auto".*got "pigeons"'):
             deepsp.transport(dist.new_group())
 
         # Different on one rank: said on every rank, naming who.
@@ -185,7 +185,7 @@ def test_machines_mixed(ranks):
 
 
 def _late(late):
-    """One rank comes late to everything: the others bring its buffers, and start returns at once."""
+    """One rank comes late to everything: others bring its buffers, and start returns at once."""
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.new_group()
     deepsp.transport(group)
@@ -346,7 +346,6 @@ def test_training_memory():
 
 def _forks():
     """A child reads its parent's tensors, and can't harm them."""
-    rank, size = dist.get_rank(), dist.get_world_size()
     x = torch.ones(1, 4096, 4, 16)
     (y,) = deepsp.seq_to_heads([x])
     dist.barrier()
@@ -468,4 +467,3 @@ def _uses():
     x = draw(1, 64, 4, 8)
     (y,) = deepsp.seq_to_heads([x])
     return y.sum().item()
-

@@ -13,7 +13,8 @@ namespace deepsp {
 using Layout = BlockLayout<int64_t>;
 
 // An exchange whose buffers have the size that both directions have.
-Departure departure_of(const Group* group, const Layout& layout, int64_t chunk, const at::Tensor& like);
+Departure departure_of(
+    const Group* group, const Layout& layout, int64_t chunk, const at::Tensor& like);
 // The same buffer on the meta device; those of all chunks.
 at::Tensor meta_buffer(const SymBlockLayout& shapes, int64_t chunk, const at::Tensor& like);
 std::vector<at::Tensor> meta_buffers(const SymBlockLayout& shapes, const at::Tensor& like);
@@ -59,8 +60,8 @@ void pack_by_tokens(
 std::vector<at::Tensor> views_by_heads(
     const at::Tensor& buffer, const SymBlockLayout& layout, int64_t chunk);
 
-// Sends inputs [B, S, h_i, D_i] off; blocks [S_rank, B, X_p] arrive in the buffer. Ranks whose memory
-// is reached order theirs as `reached` says.
+// Sends inputs [B, S, h_i, D_i] off; blocks [S_rank, B, X_p] arrive in the buffer. Ranks whose
+// memory is reached order theirs as `reached` says.
 void launch_to_seq(
     at::TensorList inputs,
     const Layout& layout,

@@ -118,8 +118,8 @@ at::Tensor heads_to_seq_start_kernel(
   const Layout layout = concrete(shapes);
   const auto group = group_of("heads_to_seq", group_name, layout, inputs[0], chunk);
   Departure departure = departure_of(group.get(), layout, chunk, inputs[0]);
-  // Unless heads_to_seq_wait follows, one tensor's buffer may be kept for backward (heads_to_output),
-  // which may find a copy of it: nobody knows the order of that.
+  // Unless heads_to_seq_wait follows, one tensor's buffer may be kept for backward
+  // (heads_to_output), which may find a copy of it: nobody knows the order of that.
   const Order order = tokens_first.has_value() ? order_for(*tokens_first)
                       : inputs.size() == 1     ? Order::packed
                                                : Order::rows;

@@ -79,7 +79,9 @@ bool has_one_reader_each(const Layout& layout, size_t i) {
 // Whether tensor i arrives as it is wanted, [B, S_rank, H_i, D_i], with tokens first or not.
 bool arrives_whole(const Layout& layout, size_t i, Order order, bool tokens_first) {
   const bool by_token = order == Order::rows, by_sequence = order == Order::batches;
-  const bool fits = layout.batch == 1 ? by_token || by_sequence : tokens_first ? by_token : by_sequence;
+  const bool fits = layout.batch == 1 ? by_token || by_sequence
+                    : tokens_first    ? by_token
+                                      : by_sequence;
   return fits && layout.heads.chunks() == 1 && has_one_reader_each(layout, i);
 }
 
@@ -157,7 +159,8 @@ void send_by_heads(
       flight);
 }
 
-// The copies of those inputs that are defined to where rank p's buffer has this rank's part of them.
+// The copies of those inputs that are defined to where rank p's buffer has this rank's part of
+// them.
 void place_by_tokens(
     at::TensorList inputs,
     const Layout& layout,
@@ -372,10 +375,9 @@ void merge_into(
     }
   }
 
-  const bool merges =
-      !sums.empty() || std::any_of(copies.begin(), copies.end(), [](const auto& of_block) {
-        return !of_block.empty();
-      });
+  const bool merges = !sums.empty() || std::any_of(
+                                           copies.begin(), copies.end(),
+                                           [](const auto& of_block) { return !of_block.empty(); });
   at::RecordFunction merging(at::RecordScope::FUNCTION);
   if (merges && merging.isActive()) {
     merging.before("deepsp::merge");

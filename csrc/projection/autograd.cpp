@@ -168,7 +168,8 @@ at::Tensor heads_to_output(
     c10::SymIntArrayRef seq_lens,
     int64_t rank,
     std::string_view group_name) {
-  const at::Tensor buffer = heads_to_seq_start(input, num_heads, seq_lens, 0, 1, rank, group_name, {});
+  const at::Tensor buffer =
+      heads_to_seq_start(input, num_heads, seq_lens, 0, 1, rank, group_name, {});
   return heads_to_output_wait(
       buffer, weight, bias, num_heads, input.sym_size(0), seq_lens, rank, group_name);
 }

@@ -54,8 +54,7 @@ at::Tensor heads_to_output_wait(
     Landing arrivals(arriving, layout, false);
     arrivals.in_order([&](int64_t chunk, int64_t p) {
       sum.add_product(
-          arrivals[chunk].block(p),
-          rows_for(by_head, layout, 0, layout.heads.range(0, p, chunk)));
+          arrivals[chunk].block(p), rows_for(by_head, layout, 0, layout.heads.range(0, p, chunk)));
     });
   }
   at::Tensor y = sum.total();

@@ -390,8 +390,7 @@ Tensors project_to_heads_backward(
     const std::vector<HeadColumns> pieces = pieces_of(layout, p, chunk);
     if (!shared && arrivals[chunk].whole() && narrow(pieces, kNarrowSum)) {
       if (gradients.x.has_value()) {
-        gradients.x->add_product(
-            arrivals[chunk].block(p), rows_for(weights, layout, pieces));
+        gradients.x->add_product(arrivals[chunk].block(p), rows_for(weights, layout, pieces));
       }
       for (const HeadColumns& piece : pieces) {
         gradients.add_weight(arrivals[chunk].part(piece.i, p, piece.heads), piece.i, piece.heads);

@@ -224,8 +224,7 @@ at::Tensor Reshard::launch_gather(const MakeParts& make, const BufferShape& shap
         std::vector<StridedCopy> copies;
         const auto add = [&](char* from, int64_t bytes) {
           if (bytes > 0) {
-            copies.push_back(coalesce(
-                {from, theirs + (from - base), {1, 1, 1, 1}, {}, {}, bytes}));
+            copies.push_back(coalesce({from, theirs + (from - base), {1, 1, 1, 1}, {}, {}, bytes}));
           }
         };
         add(base + at_.gathered_block(rank_), at_.packed_bytes(rank_));

@@ -112,8 +112,8 @@ void pack_shares(
   run(copies, inputs[0].device());
 }
 
-// Sends blocks of tokens, or of cells, off, each as soon as it is made. This rank's own goes straight
-// to where it would arrive.
+// Sends blocks of tokens, or of cells, off, each as soon as it is made. This rank's own goes
+// straight to where it would arrive.
 at::Tensor launch(
     const Group* group,
     const Blocks& blocks,

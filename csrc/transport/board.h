@@ -8,7 +8,8 @@
 // memory and publishes its place in the owner's slot for that exchange, by compare-and-swap. So
 // each byte is copied once, whoever is early, and nobody waits to begin. A buffer that its owner is
 // done with becomes a spare of the owner's, wherever it lies: whoever comes first takes a spare
-// before it brings memory of its own, so that an owner has no more blocks than it ever used at once.
+// before it brings memory of its own, so that an owner has no more blocks than it ever used at
+// once.
 //
 //   slots[n % kSlots] of member r    where r's buffer of exchange n lies: turn, bringer, place
 //   arrived[s] of member r           how many exchanges' blocks from s are in r's buffers
@@ -34,10 +35,10 @@ constexpr int64_t kMostMembers = 1 << 12;
 
 // What stands at the beginning of a block, before the buffer's data.
 struct alignas(64) BlockHead {
-  uint64_t call;                // which exchange it is for: a number made of its sizes
-  uint64_t bytes;               // of that buffer
-  uint64_t size_class;          // of the block
-  std::atomic<uint64_t> next;   // below it in a stack
+  uint64_t call;               // which exchange it is for: a number made of its sizes
+  uint64_t bytes;              // of that buffer
+  uint64_t size_class;         // of the block
+  std::atomic<uint64_t> next;  // below it in a stack
 };
 
 // A block in the memory of a member, in bytes from its beginning.

@@ -86,7 +86,7 @@ std::string random_word() {
 std::string machine_word() {
   std::string boot;
   std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot);
-  struct stat network {};
+  struct stat network{};
   if (boot.empty() || stat("/proc/self/ns/net", &network) != 0) {
     throw std::runtime_error("/proc doesn't say which machine this is");
   }
@@ -281,9 +281,7 @@ class Meeting {
 };
 
 const char* word_of(Wanted wanted) {
-  return wanted == Wanted::mapped     ? "mapped"
-         : wanted == Wanted::messages ? "messages"
-                                      : "auto";
+  return wanted == Wanted::mapped ? "mapped" : wanted == Wanted::messages ? "messages" : "auto";
 }
 
 void check_alike(const Group& group, const std::vector<Offer>& offers) {

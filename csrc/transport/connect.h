@@ -35,7 +35,7 @@ struct Neighbor {
 
 struct Connection {
   Reach reach;
-  std::unique_ptr<SharedMemory> memory;           // this rank's; null if it stands alone
+  std::unique_ptr<SharedMemory> memory;              // this rank's; null if it stands alone
   std::vector<std::unique_ptr<Neighbor>> neighbors;  // by rank; null: not reached
 };
 

@@ -42,9 +42,9 @@ Departure::Departure(
   for (int64_t p = 0; p < group->size; ++p) {
     bytes.push_back(elements(p) * item);
   }
-  with_context([&] { return name_of(*group); }, -1, [&] {
-    exchange_.emplace(mapped_, number_of(*group, bytes), bytes);
-  });
+  with_context(
+      [&] { return name_of(*group); }, -1,
+      [&] { exchange_.emplace(mapped_, number_of(*group, bytes), bytes); });
   buffer_ = exchange_->take_buffer(sizes, c10::typeMetaToScalarType(options.dtype()));
 }
 

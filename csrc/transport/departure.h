@@ -26,8 +26,8 @@ class Departure {
   bool reaches_any() const { return mapped_ != nullptr; }
   bool reaches_all() const;
 
-  // Makes this rank's block for every rank that is reached: write(p, where p's buffer begins). To be
-  // called once. Nothing happens where none is.
+  // Makes this rank's block for every rank that is reached: write(p, where p's buffer begins). To
+  // be called once. Nothing happens where none is.
   void write(const std::function<void(int64_t, char*)>& write, Flight& flight);
   // exchange_point_to_point, with the others.
   void send(

@@ -21,8 +21,8 @@ inline at::Tensor empty_buffer(at::IntArrayRef sizes, const at::Tensor& like) {
 // One exchange, point to point: receives are posted first, then each block is
 // produced and sent in turn. `receive(p)` says where p's block goes, `send(p)`
 // produces the block for p; empty: nothing travels. This rank's own block
-// doesn't, nor what others get that aren't `among`. The caller keeps the memory until the flight has
-// landed.
+// doesn't, nor what others get that aren't `among`. The caller keeps the memory until the flight
+// has landed.
 void exchange_point_to_point(
     const Group& group,
     const std::function<bool(int64_t)>& among,

@@ -92,8 +92,7 @@ BlockPlace Mapped::allocate(uint64_t size_class, uint64_t bytes) {
   }
   const SharedMemory& memory = *connection_.memory;
   TORCH_CHECK_WITH(
-      OutOfMemoryError,
-      place.has_value() && memory.populate(*place, sizeof(BlockHead) + bytes),
+      OutOfMemoryError, place.has_value() && memory.populate(*place, sizeof(BlockHead) + bytes),
       "deepsp: no shared memory for a buffer of ", bytes, " bytes");
   const BlockPlace block{board_->member(), *place};
   board_->head(block)->size_class = size_class;
@@ -223,7 +222,8 @@ void Mapped::wait(uint64_t exchange, int64_t source) {
       fail(why);
     }
     if (Clock::now() >= deadline) {
-      fail("nothing came within the group's timeout of " + std::to_string(timeout_.count()) + " ms");
+      fail(
+          "nothing came within the group's timeout of " + std::to_string(timeout_.count()) + " ms");
     }
   }
   if (!arrived()) {

@@ -27,8 +27,7 @@ class Mapped final : public Memory, public std::enable_shared_from_this<Mapped> 
   class Exchange {
    public:
     // Of rank p the buffer has bytes[p] bytes, alike on all ranks; `call` tells exchanges apart.
-    Exchange(
-        std::shared_ptr<Mapped> mapped, uint64_t call, const std::vector<int64_t>& bytes);
+    Exchange(std::shared_ptr<Mapped> mapped, uint64_t call, const std::vector<int64_t>& bytes);
     // Where it wasn't closed, the group is broken.
     ~Exchange();
     Exchange(const Exchange&) = delete;

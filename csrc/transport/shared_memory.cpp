@@ -48,7 +48,7 @@ SharedMemory::SharedMemory(uint64_t bytes)
 }
 
 SharedMemory::SharedMemory(Descriptor file) : file_(std::move(file)) {
-  struct stat seen {};
+  struct stat seen{};
   if (fstat(file_.get(), &seen) != 0) {
     fail("fstat of a peer's memory");
   }
@@ -57,8 +57,8 @@ SharedMemory::SharedMemory(Descriptor file) : file_(std::move(file)) {
 }
 
 void SharedMemory::map() {
-  void* const mapped = mmap(
-      nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file_.get(), 0);
+  void* const mapped =
+      mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file_.get(), 0);
   if (mapped == MAP_FAILED) {
     fail("mmap of shared memory");
   }

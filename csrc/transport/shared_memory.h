@@ -1,6 +1,6 @@
 #pragma once
-// Memory that other processes of this machine can map: a file without a name, which is gone when the
-// last process that has it mapped ends, however it ends. Knows no torch.
+// Memory that other processes of this machine can map: a file without a name, which is gone when
+// the last process that has it mapped ends, however it ends. Knows no torch.
 
 #include <cstdint>
 #include <map>

@@ -1,6 +1,6 @@
-// The protocol by which ranks write into each other's memory, on threads: each is a member, and their
-// memories are plain. Built with TSan it shows that nobody reads what isn't written, and nobody
-// writes what is still read.
+// The protocol by which ranks write into each other's memory, on threads: each is a member, and
+// their memories are plain. Built with TSan it shows that nobody reads what isn't written, and
+// nobody writes what is still read.
 
 #include "../../csrc/transport/board.h"
 #include "../../csrc/transport/shared_memory.h"
