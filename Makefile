@@ -72,8 +72,11 @@ finetune: $(VENV)/torch $(VENV)/built
 test: $(VENV)/ready $(VENV)/built
 	$(BIN)/python -m pytest -m "not slow"
 
+# Where ranks share memory, nothing else would send messages.
 test-all: $(VENV)/ready $(VENV)/built
 	$(BIN)/python -m pytest
+	DEEPSP_TRANSPORT=messages $(BIN)/python -m pytest tests/test_exchange.py tests/test_attention.py \
+		tests/test_layer.py tests/test_along_dim.py
 
 bench: $(VENV)/ready $(VENV)/built
 	$(BIN)/python benchmarks/exchange.py
@@ -119,10 +122,10 @@ format: $(VENV)/ready
 	$(BIN)/clang-format -i $(CPP) $(CPP_TESTS) $(CU)
 
 # Each program once with ASan and UBSan, once with TSan. Only the pool's needs torch, which isn't
-# instrumented itself. The CUDA kernels run on one thread, where the headers of CUDA are.
+# instrumented itself. The CUDA kernels run on the CPU, where the headers of CUDA are.
 SANITIZED := $(foreach kind,address thread,build/sanitize/kernels-$(kind) build/sanitize/pool-$(kind) \
 	build/sanitize/board-$(kind)) \
-	$(if $(NVCC),build/sanitize/cuda-address)
+	$(if $(NVCC),build/sanitize/cuda-address build/sanitize/stages-address build/sanitize/stages-thread)
 SAN := -std=c++20 -O1 -g -fno-sanitize-recover=all -Wall -Wno-unknown-pragmas -pthread
 
 sanitize: $(SANITIZED)
@@ -142,6 +145,11 @@ build/sanitize/cuda-address: tests/cpp/cuda.cpp $(wildcard tests/cpp/*.h) $(CU) 
 	@mkdir -p build/sanitize
 	$(CXX) $(SAN) -fsanitize=address,undefined -DDEEPSP_CUDA -I$(CUDA_INCLUDE) \
 		-include tests/cpp/cuda_on_cpu.h -x c++ $< $(CU) csrc/kernels/*.cpp -o $@
+
+build/sanitize/stages-%: tests/cpp/stages.cpp $(wildcard tests/cpp/*.h csrc/kernels/*.h) csrc/kernels/copy_cuda.cu csrc/kernels/signal_cuda.cu csrc/kernels/copy.cpp $(wildcard csrc/transport/stages.*)
+	@mkdir -p build/sanitize
+	$(CXX) $(SAN) -fsanitize=$*$(if $(filter address,$*),$(COMMA)undefined) -DDEEPSP_CUDA -I$(CUDA_INCLUDE) \
+		-include tests/cpp/cuda_on_cpu.h -x c++ $(filter %.cpp %.cu,$^) -o $@
 
 build/sanitize/pool-%: tests/cpp/pool.cpp tests/cpp/common.h $(wildcard csrc/transport/pool.* csrc/transport/flight_table.* csrc/transport/*.h) $(VENV)/ready
 	@mkdir -p build/sanitize

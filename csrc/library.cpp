@@ -603,12 +603,14 @@ TORCH_LIBRARY(deepsp, m) {
   m.def("pool_set_limit(int bytes) -> ()");
   m.def("pool_clear() -> ()");
 
-  // --- how a group's blocks travel on the CPU
+  // --- how a group's blocks travel between tensors of a kind of device
 
   // By rank: the lowest rank of those whose memory it reaches, and why it reaches nobody's. All
   // ranks call this. use: "auto", "mapped" or "messages"; to be given before the group's first
   // exchange.
-  m.def("transport(int rank, int size, str group_name, str? use=None) -> (int[], str[])");
+  m.def(
+      "transport(int rank, int size, str group_name, str? use, Device device) -> "
+      "(int[], str[])");
 }
 
 TORCH_LIBRARY_IMPL(deepsp, CompositeImplicitAutograd, m) {

@@ -1,5 +1,4 @@
-"""How a group's blocks travel between CPU tensors: through memory that ranks of one machine share,
-or as messages."""
+"""How a group's blocks travel: through memory that ranks of one machine share, or as messages."""
 
 from __future__ import annotations
 
@@ -7,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from deepsp.groups import Group, member_of
 
@@ -15,16 +15,24 @@ Use = Literal["auto", "mapped", "messages"]
 
 @dataclass(frozen=True)
 class Transport:
-    """What :func:`transport` returns. ``print`` shows it."""
+    """What :func:`transport` returns. ``print`` shows it.
+
+    Args:
+        machines: the ranks of the group, by who reaches whose memory: ranks of one tuple write
+            straight into each other's memory; all other pairs send messages.
+        reasons: by rank: why it reaches nobody's memory; empty where it does.
+    """
 
     machines: tuple[tuple[int, ...], ...]
-    """The ranks of the group, by who reaches whose memory: ranks of one tuple write straight into
-    each other's memory; all other pairs send messages."""
     reasons: tuple[str, ...]
-    """By rank: why it reaches nobody's memory; empty where it does."""
 
     def mapped(self, rank: int, other: int) -> bool:
-        """Whether these two ranks write into each other's memory."""
+        """Whether two ranks write into each other's memory.
+
+        Args:
+            rank: of the group.
+            other: likewise.
+        """
         return any(rank in ranks and other in ranks for ranks in self.machines)
 
     def __str__(self) -> str:
@@ -39,19 +47,23 @@ class Transport:
         return "\n".join(lines)
 
 
-def transport(group: Group = None, *, use: Use | None = None) -> Transport:
-    """How blocks of CPU tensors travel in ``group``, and the choice of it. All ranks of the group
-    call this together.
+def transport(
+    group: Group = None, *, use: Use | None = None, device: torch.device | str | None = None
+) -> Transport:
+    """How blocks travel in ``group``, and the choice of it. All ranks of the group call this
+    together.
 
-    A group's first exchange finds out which ranks run on one machine and reach each other's memory;
-    the others send messages through the group's backend. This function does the same before it.
+    A group's first exchange finds out which ranks reach each other's memory; the others send
+    messages through the group's backend. This function does the same before it.
 
     Args:
         group: process group, 1-D or 2-D device mesh, or None for the default group.
-        use: ``"auto"``: shared memory where ranks reach it, else messages. ``"mapped"``: shared
-            memory between all ranks. ``"messages"``: messages only. None: as the group does
-            already, else what the environment variable ``DEEPSP_TRANSPORT`` says (``"auto"`` unless
-            set).
+        use: ``"auto"``: shared memory where CPU ranks reach it, else messages; between GPUs,
+            messages. ``"mapped"``: shared memory between all ranks. ``"messages"``: messages only.
+            None: as the group does already, else what the environment variable
+            ``DEEPSP_TRANSPORT`` says (``"auto"`` unless set).
+        device: of the tensors in question, each kind of device having a transport of its own. None:
+            the CPU if the group has a backend for it, else CUDA.
 
     Raises:
         ValueError: ``use`` is none of these, differs between ranks, or differs from what the group
@@ -59,7 +71,13 @@ def transport(group: Group = None, *, use: Use | None = None) -> Transport:
             other's memory (the message says which, and why).
     """
     rank, size, name = member_of(group)
-    machine, reasons = torch.ops.deepsp.transport(rank, size, name, use)
+    if device is None:
+        kinds = {kind.type for kind in _resolve_process_group(name)._device_types}
+        device = "cuda" if "cuda" in kinds and "cpu" not in kinds else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    machine, reasons = torch.ops.deepsp.transport(rank, size, name, use, device)
     machines = [
         tuple(p for p in range(size) if machine[p] == first) for first in sorted({*machine})
     ]

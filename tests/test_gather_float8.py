@@ -136,7 +136,7 @@ def _costs():
 
 
 def test_costs():
-    on_ranks(2, _costs)
+    on_ranks(2, _costs, apart="messages")
 
 
 def _gradients(reduce_dtype, source):

@@ -135,7 +135,7 @@ def _sends(tokens):
 
 
 def test_bytes_that_travel():
-    on_ranks(2, _sends, 16)
+    on_ranks(2, _sends, 16, apart="messages")
 
 
 def test_picture():

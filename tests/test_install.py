@@ -59,7 +59,7 @@ def test_public_names():
 
 def test_every_type_has_one_definition():
     """Two of one name would share their vectors' code in the linked library, of whatever size."""
-    definition = re.compile(r"(?:struct|class) (\w+)[^;]*\{$")
+    definition = re.compile(r"(?:struct|class) ((?:\w+::)*\w+)[^;]*\{$")
     found = Counter()
     for path in sorted((ROOT / "csrc").rglob("*")):
         if path.suffix not in (".h", ".cpp", ".cu"):

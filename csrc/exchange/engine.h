@@ -44,9 +44,10 @@ using MakeBlocks = std::function<void(c10::ArrayRef<Place>)>;
 
 // Sends blocks off, each as soon as it is made; [S, B, X_rank] arrives in the
 // buffer. Empty, or the place of this rank's own block, which is left to the
-// caller to make: nobody else waits for it.
+// caller to make: nobody else waits for it. `copied`: what `make` copies; none where it computes.
 std::vector<Place> launch_to_heads(
     const MakeBlocks& make,
+    at::TensorList copied,
     const Layout& layout,
     int64_t chunk,
     const Group* group,
@@ -61,14 +62,16 @@ std::vector<at::Tensor> views_by_heads(
     const at::Tensor& buffer, const SymBlockLayout& layout, int64_t chunk);
 
 // Sends inputs [B, S, h_i, D_i] off; blocks [S_rank, B, X_p] arrive in the buffer. Ranks whose
-// memory is reached order theirs as `reached` says.
+// memory is reached order theirs as `reached` says; is_wanted: merge_by_tokens wants them so, for
+// sure.
 void launch_to_seq(
     at::TensorList inputs,
     const Layout& layout,
     int64_t chunk,
     const Group* group,
     Departure& departure,
-    Order reached);
+    Order reached,
+    bool is_wanted);
 
 // What a heads_to_seq exchange brings, block by block as it arrives.
 class Arrivals {

@@ -50,7 +50,8 @@ Tensors heads_to_seq_kernel(
     flight->own = inputs.vec();
     launch_into(departure.buffer(), std::move(flight));
   } else {
-    launch_to_seq(inputs, layout, 0, group.get(), departure, order_for(tokens_first));
+    launch_to_seq(
+        inputs, layout, 0, group.get(), departure, order_for(tokens_first), /*is_wanted=*/true);
   }
   return merge_by_tokens({departure.buffer()}, layout, tokens_first);
 }
@@ -78,7 +79,7 @@ Tensors seq_to_heads_start_kernel(
     const auto make = [&](c10::ArrayRef<Place> places) {
       pack_by_tokens(inputs, layout, chunk, places);
     };
-    make(launch_to_heads(make, layout, chunk, group.get(), departure));
+    make(launch_to_heads(make, inputs, layout, chunk, group.get(), departure));
     settle_if_watched(buffers[chunk], layout, chunk);
   }
   return buffers;
@@ -123,7 +124,7 @@ at::Tensor heads_to_seq_start_kernel(
   const Order order = tokens_first.has_value() ? order_for(*tokens_first)
                       : inputs.size() == 1     ? Order::packed
                                                : Order::rows;
-  launch_to_seq(inputs, layout, chunk, group.get(), departure, order);
+  launch_to_seq(inputs, layout, chunk, group.get(), departure, order, tokens_first.has_value());
   settle_if_watched(departure.buffer(), layout, chunk);
   return departure.buffer();
 }

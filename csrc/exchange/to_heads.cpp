@@ -22,6 +22,7 @@ void pack_by_tokens(
 
 std::vector<Place> launch_to_heads(
     const MakeBlocks& make,
+    at::TensorList copied,
     const Layout& layout,
     int64_t chunk,
     const Group* group,
@@ -33,6 +34,12 @@ std::vector<Place> launch_to_heads(
   const auto got_at = prefix_sums(gets);
   const auto sent_at = prefix_sums(gives);
   char* const arrivals = data_of(buffer);
+
+  // Where this rank's block begins in p's buffer.
+  const auto place_in = [&](int64_t p, char* theirs) {
+    const int64_t before = layout.token(layout.rank) * layout.batch;
+    return Place{p, theirs + before * layout.columns(p, chunk) * item};
+  };
 
   if (group == nullptr || group->point_to_point) {
     if (group != nullptr) {
@@ -51,11 +58,10 @@ std::vector<Place> launch_to_heads(
             },
             *flight);
       }
-      const int64_t before = layout.token(layout.rank) * layout.batch;
       departure.write(
           [&](int64_t p, char* theirs) {
             if (gives[p] > 0) {
-              make(Place{p, theirs + before * layout.columns(p, chunk) * item});
+              make(place_in(p, theirs));
             }
           },
           *flight);
@@ -65,12 +71,35 @@ std::vector<Place> launch_to_heads(
     return {{layout.rank, arrivals + got_at[layout.rank] * item}};
   }
 
-  const at::Tensor sent = empty_buffer({sent_at.back()}, buffer);
   std::vector<Place> places;
+  const auto stage = [&](at::TensorList reads, const auto& write) {
+    launch_into(buffer, departure.stage(reads, [&](const Buffers& buffers) {
+      std::vector<Place> staged;
+      for (int64_t p = 0; p < layout.parts(); ++p) {
+        staged.push_back(place_in(p, buffers[p]));
+      }
+      write(staged);
+    }));
+  };
+  if (departure.staged() && !copied.empty()) {
+    stage(copied, make);
+    return {};
+  }
+  const at::Tensor sent = empty_buffer({sent_at.back()}, buffer);
   for (int64_t p = 0; p < layout.parts(); ++p) {
     places.push_back({p, data_of(sent) + sent_at[p] * item});
   }
   make(places);
+  if (departure.staged()) {
+    stage({sent}, [&](const std::vector<Place>& staged) {
+      std::vector<StridedCopy> copies;
+      for (const auto& [p, block] : staged) {
+        copies.push_back(copy_of_bytes(places[p].block, block, gives[p] * item));
+      }
+      run(copies, buffer.device());
+    });
+    return {};
+  }
   launch_into(
       *group, buffer,
       launch_all_to_all(*group, lent(buffer.narrow(0, 0, got_at.back())), sent, gets, gives), sent);

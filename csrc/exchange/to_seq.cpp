@@ -190,6 +190,7 @@ void write_by_heads(
     int64_t chunk,
     Departure& departure,
     Order order,
+    bool is_wanted,
     Flight& flight) {
   const at::Tensor& buffer = departure.buffer();
   const int64_t item = item_of(buffer), tokens = layout.seq_lens[layout.rank];
@@ -230,10 +231,10 @@ void write_by_heads(
         run(copies, buffer.device());
       },
       flight);
-  // This rank's own, where nothing is copied once more.
+  // This rank's own, where it is sure that nothing is copied once more.
   for (size_t i = 0; i < inputs.size(); ++i) {
-    flight.own.push_back(
-        arrives_whole(layout, i, order, /*tokens_first=*/false) ? at::Tensor() : inputs[i]);
+    const bool whole = arrives_whole(layout, i, order, is_wanted && order == Order::rows);
+    flight.own.push_back(whole ? at::Tensor() : inputs[i]);
   }
   std::vector<at::Tensor> whole;
   for (size_t i = 0; i < inputs.size(); ++i) {
@@ -252,7 +253,8 @@ void launch_to_seq(
     int64_t chunk,
     const Group* group,
     Departure& departure,
-    Order reached) {
+    Order reached,
+    bool is_wanted) {
   const at::Tensor& buffer = departure.buffer();
   const c10::Device device = inputs[0].device();
   const int64_t item = item_of(inputs[0]);
@@ -261,7 +263,7 @@ void launch_to_seq(
   if (departure.reaches_any()) {
     auto flight = std::make_unique<Flight>();
     flight->order = reached;
-    write_by_heads(inputs, layout, chunk, departure, reached, *flight);
+    write_by_heads(inputs, layout, chunk, departure, reached, is_wanted, *flight);
     launch_into(buffer, std::move(flight));
     return;
   }
@@ -284,6 +286,19 @@ void launch_to_seq(
     } else {
       send_by_heads(inputs, layout, departure, receive(0), *flight);
     }
+    launch_into(buffer, std::move(flight));
+    return;
+  }
+
+  if (departure.staged()) {
+    auto flight = departure.stage(inputs, [&](const Buffers& buffers) {
+      std::vector<StridedCopy> copies;
+      for (int64_t p = 0; p < layout.parts(); ++p) {
+        place_by_tokens(inputs, layout, chunk, p, buffers[p], reached, copies);
+      }
+      run(copies, device);
+    });
+    flight->order = reached;
     launch_into(buffer, std::move(flight));
     return;
   }
@@ -474,7 +489,7 @@ void settle(const at::Tensor& buffer, const Layout& layout, int64_t chunk) {
     return;
   }
   flight->wait_all();
-  if (flight->own.empty()) {
+  if (flight->own.empty() && flight->order == Order::packed) {
     return;
   }
   place_own(*flight, buffer, layout, chunk);

@@ -225,7 +225,7 @@ Tensors project_to_heads_start(
       }
       project(chunk, places[0]);
     };
-    for (const Place& left : launch_to_heads(make, layout, chunk, group.get(), departure)) {
+    for (const Place& left : launch_to_heads(make, {}, layout, chunk, group.get(), departure)) {
       own.emplace_back(chunk, left);
     }
   }

@@ -121,13 +121,28 @@ void Reshard::place_gathered(const at::Tensor& part, const at::Tensor& buffer) c
   run({copy_gathered(part, data_of(buffer))}, buffer.device());
 }
 
-void Reshard::gather_slots(const at::Tensor& buffer) const {
+void Reshard::gather_slots(const Departure& departure) const {
+  const at::Tensor& buffer = departure.buffer();
   const int64_t slot = shards_.slot();
   if (!alone() && slot > 0) {
+    if (departure.staged()) {
+      return stage_slot(departure, bytes_of(buffer).narrow(0, rank_ * slot, slot));
+    }
     const at::Tensor all = lent(bytes_of(buffer));
     launch_into(
         group_, buffer, launch_all_gather(group_, all, all.narrow(0, rank_ * slot, slot)), buffer);
   }
+}
+
+void Reshard::stage_slot(const Departure& departure, const at::Tensor& slot) const {
+  launch_into(departure.buffer(), departure.stage({slot}, [&](const Buffers& buffers) {
+    std::vector<StridedCopy> copies;
+    for (char* const of_p : buffers) {
+      const auto bytes = static_cast<int64_t>(slot.nbytes());
+      copies.push_back(copy_of_bytes(data_of(slot), of_p + rank_ * shards_.slot(), bytes));
+    }
+    run(copies, slot.device());
+  }));
 }
 
 at::Tensor Reshard::launch_gather(const at::Tensor& part, const BufferShape& shape) const {
@@ -135,12 +150,16 @@ at::Tensor Reshard::launch_gather(const at::Tensor& part, const BufferShape& sha
   const at::Tensor& buffer = departure.buffer();
   if (!group_.point_to_point || alone()) {
     if (!alone() && at_.arrives_whole(0) && shards_.slot() > 0) {
+      if (departure.staged()) {
+        stage_slot(departure, part);
+        return buffer;
+      }
       const at::Tensor all = lent(bytes_of(buffer));
       launch_into(group_, buffer, launch_all_gather(group_, all, bytes_of(part)), part);
       return buffer;
     }
     place_gathered(part, buffer);
-    gather_slots(buffer);
+    gather_slots(departure);
     return buffer;
   }
   auto flight = std::make_unique<Flight>();
@@ -185,7 +204,7 @@ at::Tensor Reshard::launch_gather(const MakeParts& make, const BufferShape& shap
   }
   if (!at_.point_to_point) {
     make(packed);
-    gather_slots(buffer);
+    gather_slots(departure);
     return buffer;
   }
 
@@ -224,7 +243,7 @@ at::Tensor Reshard::launch_gather(const MakeParts& make, const BufferShape& shap
         std::vector<StridedCopy> copies;
         const auto add = [&](char* from, int64_t bytes) {
           if (bytes > 0) {
-            copies.push_back(coalesce({from, theirs + (from - base), {1, 1, 1, 1}, {}, {}, bytes}));
+            copies.push_back(copy_of_bytes(from, theirs + (from - base), bytes));
           }
         };
         add(base + at_.gathered_block(rank_), at_.packed_bytes(rank_));
@@ -296,12 +315,28 @@ void Reshard::add_block(
   }
 }
 
-void Reshard::scatter_blocks(const Tensors& inputs, const at::Tensor& buffer) const {
+void Reshard::scatter_blocks(const Tensors& inputs, const Departure& departure) const {
+  const at::Tensor& buffer = departure.buffer();
   std::vector<int64_t> counts;
   for (int64_t p = 0; p < group_.size; ++p) {
     counts.push_back(shards_.block(p));
   }
   const int64_t mine = shards_.block(rank_);
+  if (departure.staged()) {
+    launch_into(buffer, departure.stage(inputs, [&](const Buffers& buffers) {
+      std::vector<StridedCopy> copies;
+      for (int64_t p = 0; p < group_.size; ++p) {
+        char* const to = buffers[p] + rank_ * counts[p];
+        if (at_.any_packed()) {
+          add_block(inputs, p, to, copies);
+        } else {
+          copies.push_back(copy_of_bytes(part_of(inputs[0], 0, p), to, counts[p]));
+        }
+      }
+      run(copies, buffer.device());
+    }));
+    return;
+  }
   at::Tensor sent;
   if (!at_.any_packed()) {
     sent = bytes_of(inputs[0]);
@@ -329,7 +364,7 @@ at::Tensor Reshard::launch_scatter(const Tensors& inputs, const BufferShape& sha
   Departure departure = this->departure(shape);
   const at::Tensor& buffer = departure.buffer();
   if (!at_.point_to_point) {
-    alone() ? place_scattered(inputs, buffer) : scatter_blocks(inputs, buffer);
+    alone() ? place_scattered(inputs, buffer) : scatter_blocks(inputs, departure);
     return buffer;
   }
   char* const base = data_of(buffer);

@@ -73,8 +73,10 @@ class Reshard {
   void place_gathered(const at::Tensor& part, const at::Tensor& buffer) const;
   void place_scattered(const Tensors& inputs, const at::Tensor& buffer) const;
 
-  void gather_slots(const at::Tensor& buffer) const;
-  void scatter_blocks(const Tensors& inputs, const at::Tensor& buffer) const;
+  void gather_slots(const Departure& departure) const;
+  // Writes this rank's slot to where every rank's buffer has it.
+  void stage_slot(const Departure& departure, const at::Tensor& slot) const;
+  void scatter_blocks(const Tensors& inputs, const Departure& departure) const;
   // The copies that make rank p's packed block.
   void add_block(
       const Tensors& inputs, int64_t p, char* to, std::vector<StridedCopy>& copies) const;

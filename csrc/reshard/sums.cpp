@@ -3,6 +3,7 @@
 #include "../common/checks.h"
 #include "../transport/agreement.h"
 #include "../transport/launch.h"
+#include "mapped_sum.h"
 #include "ops.h"
 
 #include <ATen/ops/cat.h>
@@ -143,7 +144,13 @@ at::Tensor all_reduce_start_kernel(
   if (sums_on_arrival(flat.scalar_type(), reduce_dtype)) {
     return reduce_scatter_start(flat, 0, sum_parts(elements, size), rank, group_name);
   }
-  if (!group.alone && elements > 0) {
+  if (group.alone || elements == 0) {
+    return flat;
+  }
+  if (sums_by_memory(group, flat.device(), flat.scalar_type())) {
+    auto flight = launch_mapped_sum(group, flat);
+    launch_into(flat, std::move(flight));
+  } else {
     launch_into(group, flat, launch_sum(group, lent(flat)), flat);
   }
   return flat;
@@ -165,8 +172,18 @@ Tensors all_reduce_wait_kernel(
         on_arrival ? at::empty_symint({sums.elements}, buffer.options()) : buffer, sums.of);
   }
   if (!on_arrival) {
-    land(buffer);
-    return views_of(buffer, sums.of);
+    auto flight = flight_into(buffer);
+    at::Tensor sum = buffer;
+    if (flight && flight->mapped) {
+      const Group group = resolve_group("all_reduce", group_name, rank, size, buffer.device());
+      sum = land_mapped_sum(group, buffer, *flight);
+    } else if (flight) {
+      flight->wait_all();
+    }
+    if (flight) {
+      mark_landed(buffer, *flight);
+    }
+    return views_of(sum, sums.of);
   }
   const auto parts = sum_parts(sums.elements, size);
   const SymInts full{sums.elements};
@@ -187,7 +204,8 @@ struct Bucket {
   Tensors gradients;
   int64_t bytes = 0;
   at::Tensor flat;
-  Work work;
+  std::unique_ptr<Flight> flight;  // by memory
+  Work work;                       // or by the backend
 
   bool takes(const at::Tensor& gradient) const {
     return bytes < kBucketBytes && gradients[0].scalar_type() == gradient.scalar_type() &&
@@ -229,14 +247,17 @@ void sum_gradients_kernel(
     return;
   }
   const auto finish = [&](Bucket& bucket) {
-    wait_for(group, bucket.work);
+    if (bucket.flight) {
+      bucket.flat = land_mapped_sum(group, bucket.flat, *bucket.flight);
+    } else {
+      wait_for(group, bucket.work);
+    }
     int64_t offset = 0;
     for (const at::Tensor& gradient : bucket.gradients) {
       gradient.copy_(bucket.flat.narrow(0, offset, gradient.numel()).view(gradient.sizes()));
       offset += gradient.numel();
     }
-    bucket.flat.reset();
-    bucket.work.reset();
+    bucket = {};
   };
   // Two are in flight: all at once would be the gradients once more.
   for (size_t n = 0; n < buckets.size(); ++n) {
@@ -244,8 +265,15 @@ void sum_gradients_kernel(
     for (const at::Tensor& gradient : buckets[n].gradients) {
       flat.push_back(gradient.reshape({-1}));
     }
-    buckets[n].flat = at::cat(flat);
-    buckets[n].work = launch_sum(group, buckets[n].flat);
+    Bucket& bucket = buckets[n];
+    bucket.flat = at::cat(flat);
+    const bool by_memory = sums_by_memory(group, bucket.flat.device(), bucket.flat.scalar_type()) &&
+                           bucket.flat.numel() > 0;
+    if (by_memory) {
+      bucket.flight = launch_mapped_sum(group, bucket.flat);
+    } else {
+      bucket.work = launch_sum(group, bucket.flat);
+    }
     if (n > 0) {
       finish(buckets[n - 1]);
     }

@@ -112,14 +112,14 @@ void pack_shares(
   run(copies, inputs[0].device());
 }
 
-// Sends blocks of tokens, or of cells, off, each as soon as it is made. This rank's own goes
-// straight to where it would arrive.
+// Sends blocks of tokens, or of cells, off, each as soon as it is made of what it `reads`. This
+// rank's own goes straight to where it would arrive.
 at::Tensor launch(
     const Group* group,
     const Blocks& blocks,
     int64_t chunk,
     bool mine_are_tokens,
-    const at::Tensor& like,
+    at::TensorList reads,
     const MakeBlocks& make) {
   const int64_t rank = blocks.rank;
   const auto of = [&](int64_t p) {
@@ -128,13 +128,18 @@ at::Tensor launch(
     return theirs;
   };
   const auto elements = [&](int64_t p) { return elements_of_buffer(of(p), chunk); };
-  Departure departure(group, elements, {elements(rank)}, like.options());
+  Departure departure(group, elements, {elements(rank)}, reads[0].options());
   const at::Tensor& buffer = departure.buffer();
   const auto gives = counts_of_blocks(blocks, chunk, mine_are_tokens);
   const auto gets = counts_of_blocks(blocks, chunk, !mine_are_tokens);
   const int64_t item = item_of(buffer);
   const auto got_at = prefix_sums(gets), given_at = prefix_sums(gives);
   char* const arrivals = data_of(buffer);
+  // Where this rank's block begins in p's buffer.
+  const auto place_in = [&](int64_t p, char* theirs) {
+    return Place{
+        p, theirs + prefix_sums(counts_of_blocks(of(p), chunk, !mine_are_tokens))[rank] * item};
+  };
   if (group == nullptr || group->point_to_point) {
     auto flight = std::make_unique<Flight>();
     if (!departure.reaches_all()) {
@@ -154,8 +159,7 @@ at::Tensor launch(
     departure.write(
         [&](int64_t p, char* theirs) {
           if (gives[p] > 0) {
-            const auto at = prefix_sums(counts_of_blocks(of(p), chunk, !mine_are_tokens));
-            make(Place{p, theirs + at[rank] * item});
+            make(place_in(p, theirs));
           }
         },
         *flight);
@@ -165,6 +169,16 @@ at::Tensor launch(
     } else if (group != nullptr) {
       launch_into(buffer, std::move(flight));
     }
+    return buffer;
+  }
+  if (departure.staged()) {
+    launch_into(buffer, departure.stage(reads, [&](const Buffers& buffers) {
+      std::vector<Place> places;
+      for (int64_t p = 0; p < group->size; ++p) {
+        places.push_back(place_in(p, buffers[p]));
+      }
+      make(places);
+    }));
     return buffer;
   }
   const at::Tensor sent = empty_buffer({given_at.back()}, buffer);
@@ -198,7 +212,7 @@ Tensors seq_to_shares_start_kernel(
     const Blocks blocks = concrete(shapes);
     const auto group = group_of("seq_to_shares", group_name, blocks, inputs[0], chunk);
     buffers[chunk] = launch(
-        group.get(), blocks, chunk, /*mine_are_tokens=*/true, inputs[0],
+        group.get(), blocks, chunk, /*mine_are_tokens=*/true, inputs,
         [&](c10::ArrayRef<Place> at) { pack_tokens(inputs, blocks, chunk, at); });
   }
   return buffers;
@@ -277,7 +291,7 @@ at::Tensor shares_to_seq_start_kernel(
   const Blocks blocks = concrete(shapes);
   const auto group = group_of("shares_to_seq", group_name, blocks, inputs[0], chunk);
   return launch(
-      group.get(), blocks, chunk, /*mine_are_tokens=*/false, inputs[0],
+      group.get(), blocks, chunk, /*mine_are_tokens=*/false, inputs,
       [&](c10::ArrayRef<Place> at) { pack_shares(inputs, blocks, chunk, at); });
 }
 

@@ -183,14 +183,8 @@ class Arriving {
         [&](int64_t p, char* theirs) {
           const auto bytes = static_cast<int64_t>(part_.nbytes());
           if (bytes > 0) {
-            run({coalesce(
-                    {data_of(part_),
-                     theirs + place(rank, p) * item_of(part_),
-                     {1, 1, 1, 1},
-                     {0, 0, 0, 0},
-                     {0, 0, 0, 0},
-                     bytes})},
-                part_.device());
+            char* const to = theirs + place(rank, p) * item_of(part_);
+            run({copy_of_bytes(data_of(part_), to, bytes)}, part_.device());
           }
         },
         flight_);

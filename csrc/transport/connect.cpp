@@ -1,15 +1,11 @@
 #include "connect.h"
 
 #include "board.h"
-#include "launch.h"
-
-#include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
 #include <poll.h>
 #include <sys/random.h>
 #include <sys/socket.h>
-#include <sys/stat.h>
 #include <sys/time.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -18,7 +14,6 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
-#include <fstream>
 #include <system_error>
 
 namespace deepsp {
@@ -27,19 +22,6 @@ namespace {
 // Ranks that have all said that they come: longer means that one of them failed.
 constexpr std::chrono::milliseconds kMeeting{20000};
 constexpr int64_t kMostAddresses = int64_t(1) << 45;  // of 2^47 that a process has
-
-// A string that travels in a struct.
-template <size_t size>
-struct Text {
-  char data[size] = {};
-
-  Text& operator=(const std::string& text) {
-    std::memset(data, 0, size);
-    std::memcpy(data, text.data(), std::min(text.size(), size - 1));
-    return *this;
-  }
-  std::string str() const { return data; }
-};
 
 // What a rank says of itself.
 struct Offer {
@@ -56,19 +38,6 @@ struct Outcome {
   Text<240> why;
 };
 
-// Every rank's `mine`.
-template <class T>
-std::vector<T> all_say(const Group& group, const T& mine) {
-  const auto bytes = static_cast<int64_t>(sizeof(T));
-  const at::Tensor said = at::empty({bytes}, at::kByte);
-  std::memcpy(said.mutable_data_ptr(), &mine, sizeof(T));
-  const at::Tensor heard = at::empty({group.size * bytes}, at::kByte);
-  wait_for(group, launch_all_gather(group, heard, said));
-  std::vector<T> all(group.size);
-  std::memcpy(static_cast<void*>(all.data()), heard.const_data_ptr(), sizeof(T) * all.size());
-  return all;
-}
-
 std::string random_word() {
   std::array<unsigned char, 12> bytes{};
   if (getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size())) {
@@ -78,22 +47,6 @@ std::string random_word() {
   for (const unsigned char byte : bytes) {
     word += "0123456789abcdef"[byte >> 4];
     word += "0123456789abcdef"[byte & 15];
-  }
-  return word;
-}
-
-// Ranks with the same word may share memory: one kernel, one network, one user.
-std::string machine_word() {
-  std::string boot;
-  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot);
-  struct stat network{};
-  if (boot.empty() || stat("/proc/self/ns/net", &network) != 0) {
-    throw std::runtime_error("/proc doesn't say which machine this is");
-  }
-  std::string word = boot + "/" + std::to_string(network.st_ino) + "/" + std::to_string(geteuid());
-  // For tests: ranks that say different words are on different machines.
-  if (const char* other = std::getenv("DEEPSP_TEST_MACHINE")) {
-    word += std::string("/") + other;
   }
   return word;
 }
@@ -280,20 +233,6 @@ class Meeting {
   Offer offer_{};
 };
 
-const char* word_of(Wanted wanted) {
-  return wanted == Wanted::mapped ? "mapped" : wanted == Wanted::messages ? "messages" : "auto";
-}
-
-void check_alike(const Group& group, const std::vector<Offer>& offers) {
-  for (int64_t p = 1; p < group.size; ++p) {
-    TORCH_CHECK_VALUE(
-        offers[p].wanted == offers[0].wanted, "expected all ranks of group '", group.name,
-        "' to use the same transport, got ", word_of(offers[0].wanted), " on rank 0 and ",
-        word_of(offers[p].wanted), " on rank ", p,
-        "; set DEEPSP_TRANSPORT, or the argument of deepsp.transport, alike on every rank");
-  }
-}
-
 // Ranks of one machine that all reach each other; where one of them failed, none does.
 Reach reach_of(
     const Group& group, const std::vector<Offer>& offers, const std::vector<Outcome>& outcomes) {
@@ -328,27 +267,7 @@ Reach reach_of(
   return reach;
 }
 
-void check_mapped(const Group& group, const Reach& reach) {
-  for (int64_t p = 0; p < group.size; ++p) {
-    TORCH_CHECK_VALUE(
-        reach.reaches(p, 0), "expected all ranks of group '", group.name,
-        "' to reach each other's memory, since the transport is \"mapped\", but ranks 0 and ", p,
-        " don't", reach.why[p].empty() ? std::string() : " (" + reach.why[p] + ")",
-        "; use \"auto\", which sends messages where memory can't be reached");
-  }
-}
-
 }  // namespace
-
-Wanted wanted_of(const std::string& word, const char* name) {
-  for (const Wanted wanted : {Wanted::automatic, Wanted::mapped, Wanted::messages}) {
-    if (word == word_of(wanted)) {
-      return wanted;
-    }
-  }
-  TORCH_CHECK_VALUE(
-      false, "expected ", name, " to be \"auto\", \"mapped\" or \"messages\", got \"", word, "\"");
-}
 
 Connection connect(const Group& group, Wanted wanted, std::chrono::milliseconds timeout) {
   Connection result;
@@ -365,7 +284,11 @@ Connection connect(const Group& group, Wanted wanted, std::chrono::milliseconds 
   }
   mine.wanted = wanted;
   const std::vector<Offer> offers = all_say(group, mine);
-  check_alike(group, offers);
+  std::vector<Wanted> all_want;
+  for (const Offer& offer : offers) {
+    all_want.push_back(offer.wanted);
+  }
+  check_alike(group, all_want);
   Outcome outcome{true, {}};
   if (wanted != Wanted::messages) {
     try {

@@ -1,7 +1,7 @@
 #pragma once
 // Which ranks of a group reach each other's memory: found out once, by all ranks together.
 
-#include "group.h"
+#include "introduction.h"
 #include "shared_memory.h"
 
 #include <chrono>
@@ -10,22 +10,6 @@
 #include <vector>
 
 namespace deepsp {
-
-// How blocks are to travel. automatic: by memory where that is possible.
-enum class Wanted { automatic, mapped, messages };
-// ValueError unless it is "auto", "mapped" or "messages"; `name`: what messages call it.
-Wanted wanted_of(const std::string& word, const char* name);
-
-// What all ranks know of all ranks.
-struct Reach {
-  // By rank: the lowest rank among those whose memory it reaches, itself included; a rank that
-  // stands alone reaches nobody's.
-  std::vector<int64_t> machine;
-  // By rank: why it stands alone; else empty.
-  std::vector<std::string> why;
-
-  bool reaches(int64_t rank, int64_t other) const { return machine[rank] == machine[other]; }
-};
 
 // Another rank of this machine.
 struct Neighbor {

@@ -30,6 +30,13 @@ Departure::Departure(
     : group_(group) {
   if (group != nullptr && options.device().is_cpu()) {
     mapped_ = mapped_of(*group);
+  } else if (group != nullptr) {
+    staged_ = staged_of(*group, options.device());
+  }
+  if (mapped_ != nullptr || staged_ != nullptr) {
+    for (int64_t p = 0; p < group->size; ++p) {
+      bytes_.push_back(elements(p) * static_cast<int64_t>(options.dtype().itemsize()));
+    }
   }
   if (mapped_ == nullptr) {
     buffer_ = empty_buffer(sizes, options);
@@ -37,24 +44,14 @@ Departure::Departure(
     clear_if_watched(buffer_);  // it may be larger than what arrives
     return;
   }
-  const auto item = static_cast<int64_t>(options.dtype().itemsize());
-  std::vector<int64_t> bytes;
-  for (int64_t p = 0; p < group->size; ++p) {
-    bytes.push_back(elements(p) * item);
-  }
   with_context(
       [&] { return name_of(*group); }, -1,
-      [&] { exchange_.emplace(mapped_, number_of(*group, bytes), bytes); });
+      [&] { exchange_.emplace(mapped_, number_of(*group, bytes_), bytes_); });
   buffer_ = exchange_->take_buffer(sizes, c10::typeMetaToScalarType(options.dtype()));
 }
 
 bool Departure::reaches_all() const {
-  for (int64_t p = 0; group_ != nullptr && p < group_->size; ++p) {
-    if (p != group_->rank && !reaches(p)) {
-      return false;
-    }
-  }
-  return true;
+  return group_ == nullptr || (mapped_ != nullptr && mapped_->reaches_all());
 }
 
 void Departure::write(const std::function<void(int64_t, char*)>& write, Flight& flight) {
@@ -83,6 +80,16 @@ void Departure::send(
   if (!reaches_all()) {
     exchange_point_to_point(*group_, [&](int64_t p) { return !reaches(p); }, receive, send, flight);
   }
+}
+
+std::unique_ptr<Flight> Departure::stage(
+    at::TensorList reads, const std::function<void(const Buffers&)>& write) const {
+  auto flight = staged_->exchange(*group_, bytes_, buffer_, reads, write);
+  flight->what = name_of(*group_);
+  if (watched()) {
+    flight->wait_all();
+  }
+  return flight;
 }
 
 }  // namespace deepsp

@@ -2,8 +2,8 @@
 // How the blocks of one exchange leave: straight into the memory of the ranks that are reached so,
 // by messages to the others.
 
+#include "choice.h"
 #include "launch.h"
-#include "mapped.h"
 
 #include <functional>
 #include <optional>
@@ -35,10 +35,19 @@ class Departure {
       const std::function<Bytes(int64_t)>& send,
       Flight& flight) const;
 
+  // Between GPUs that reach each other's memory, this takes the place of write and send:
+  // write(buffers) makes this rank's blocks for all ranks, itself included, of what it `reads`, by
+  // launches on the current stream.
+  bool staged() const { return staged_ != nullptr; }
+  std::unique_ptr<Flight> stage(
+      at::TensorList reads, const std::function<void(const Buffers&)>& write) const;
+
  private:
   const Group* group_;
   std::shared_ptr<Mapped> mapped_;
   std::optional<Mapped::Exchange> exchange_;
+  std::shared_ptr<Staged> staged_;
+  std::vector<int64_t> bytes_;  // of all ranks' buffers, where some rank writes into them
   at::Tensor buffer_;
 };
 

@@ -4,13 +4,9 @@
 #include "c10d.h"
 #include "flight.h"
 
-#include <torch/library.h>
-
 #include <pthread.h>
 
-#include <cstdlib>
 #include <cstring>
-#include <map>
 #include <set>
 #include <thread>
 
@@ -42,10 +38,6 @@ void watch_forks() {
   TORCH_INTERNAL_ASSERT(watched == 0);
 }
 
-std::chrono::milliseconds timeout_of(const Group& group) {
-  return group.pg->getBackend(at::kCPU)->getBackendOptions()->timeout;
-}
-
 }  // namespace
 
 // ------------------------------------------------------------------- memory
@@ -53,7 +45,7 @@ std::chrono::milliseconds timeout_of(const Group& group) {
 Mapped::Mapped(const Group& group, Connection connection)
     : rank_(group.rank),
       member_of_(group.size, -1),
-      timeout_(timeout_of(group)),
+      timeout_(timeout_of(group, at::kCPU)),
       connection_(std::move(connection)),
       free_(0, 0) {
   std::vector<char*> memories;
@@ -318,134 +310,6 @@ void Mapped::Exchange::close() {
   mapped_->board_->pass(number_);
   closed_ = true;
   lock_.unlock();
-}
-
-// ------------------------------------------------------------------- groups
-
-namespace {
-
-struct Known {
-  c10::weak_intrusive_ptr<c10d::ProcessGroup> group;
-  Wanted wanted;
-  Reach reach;
-  std::shared_ptr<Mapped> mapped;
-};
-
-std::mutex known_mutex;
-std::map<const void*, Known>& known() {
-  static auto* const all = new std::map<const void*, Known>;
-  return *all;
-}
-
-std::vector<std::shared_ptr<Mapped>> swept() {
-  std::vector<std::shared_ptr<Mapped>> gone;
-  for (auto it = known().begin(); it != known().end();) {
-    if (it->second.group.expired()) {
-      gone.push_back(std::move(it->second.mapped));
-      it = known().erase(it);
-    } else {
-      ++it;
-    }
-  }
-  return gone;
-}
-
-Wanted wanted_by_default() {
-  const char* const word = std::getenv("DEEPSP_TRANSPORT");
-  return word == nullptr ? Wanted::automatic : wanted_of(word, "DEEPSP_TRANSPORT");
-}
-
-Known known_of(const Group& group, std::optional<Wanted> wanted) {
-  {
-    std::lock_guard<std::mutex> lock(known_mutex);
-    const auto found = known().find(group.pg.get());
-    if (found != known().end() && !found->second.group.expired()) {
-      return found->second;
-    }
-  }
-  sweep_mapped();
-  Known made{
-      c10::weak_intrusive_ptr<c10d::ProcessGroup>(intrusive(group.pg)),
-      wanted.value_or(wanted_by_default()),
-      {},
-      nullptr};
-  Connection connection = connect(group, made.wanted, timeout_of(group));
-  made.reach = connection.reach;
-  if (connection.memory) {
-    made.mapped = std::make_shared<Mapped>(group, std::move(connection));
-    pool_watch(made.mapped);
-  }
-  std::lock_guard<std::mutex> lock(known_mutex);
-  return known().emplace(group.pg.get(), std::move(made)).first->second;
-}
-
-}  // namespace
-
-void sweep_mapped() {
-  std::vector<std::shared_ptr<Mapped>> gone;
-  {
-    std::lock_guard<std::mutex> lock(known_mutex);
-    gone = swept();
-  }
-  for (const auto& mapped : gone) {
-    if (mapped) {
-      mapped->close();
-    }
-  }
-}
-
-std::shared_ptr<Mapped> mapped_of(const Group& group) {
-  return group.point_to_point && !group.alone ? known_of(group, std::nullopt).mapped : nullptr;
-}
-
-namespace {
-
-void clear() {
-  sweep_mapped();
-  pool_clear();
-}
-
-int64_t idle_bytes() {
-  pool_trim();
-  return pool_idle_bytes();
-}
-
-// By rank: the lowest rank of those whose memory it reaches, and why it reaches nobody's.
-std::tuple<std::vector<int64_t>, std::vector<std::string>> transport(
-    int64_t rank, int64_t size, std::string_view group_name, std::optional<std::string_view> use) {
-  const Group group = resolve_group("transport", group_name, rank, size, at::kCPU);
-  std::optional<Wanted> wanted;
-  if (use.has_value()) {
-    wanted = wanted_of(std::string(*use), "use");
-  }
-  if (group.alone || !group.point_to_point) {
-    const std::string why =
-        group.alone ? "the group has one rank" : "the group's backend for CPU tensors isn't gloo";
-    TORCH_CHECK_VALUE(
-        group.alone || wanted != Wanted::mapped,
-        "expected a group whose backend for CPU tensors is gloo, since use is \"mapped\", got "
-        "group '",
-        group.name, "'; use \"auto\"");
-    std::vector<int64_t> machine;
-    for (int64_t p = 0; p < size; ++p) {
-      machine.push_back(p);
-    }
-    return {machine, std::vector<std::string>(size, why)};
-  }
-  const Known found = known_of(group, wanted);
-  TORCH_CHECK_VALUE(
-      !wanted.has_value() || *wanted == found.wanted, "expected use to be what group '", group.name,
-      "' has used since its first exchange, got \"", use.value_or(""),
-      "\"; choose before that, or make a new group");
-  return {found.reach.machine, found.reach.why};
-}
-
-}  // namespace
-
-TORCH_LIBRARY_IMPL(deepsp, CompositeExplicitAutograd, m) {
-  m.impl("transport", transport);
-  m.impl("pool_clear", clear);
-  m.impl("pool_idle_bytes", idle_bytes);
 }
 
 }  // namespace deepsp

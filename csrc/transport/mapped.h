@@ -22,6 +22,7 @@ class Mapped final : public Memory, public std::enable_shared_from_this<Mapped> 
   // Of the group.
   size_t size() const { return member_of_.size(); }
   bool reaches(int64_t rank) const { return rank != rank_ && member_of(rank) >= 0; }
+  bool reaches_all() const { return ranks_.size() == size(); }
 
   // One exchange, from its opening until this rank has written all its blocks. One at a time.
   class Exchange {
@@ -99,11 +100,5 @@ class Mapped final : public Memory, public std::enable_shared_from_this<Mapped> 
   std::atomic<bool> closed_ = false;
   std::atomic<bool> ours_ = true;
 };
-
-// That of a group; null where all its blocks travel by messages. The first call for a group is made
-// by all its ranks together.
-std::shared_ptr<Mapped> mapped_of(const Group& group);
-// Lets go of groups that are gone.
-void sweep_mapped();
 
 }  // namespace deepsp

@@ -19,8 +19,8 @@ inline thread_local dim3 gridDim, blockDim;
 
 namespace deepsp {
 
-// Launches since it was last set to 0.
-inline int launches = 0;
+// Launches of this thread since it was last set to 0.
+inline thread_local int launches = 0;
 
 template <class Params>
 cudaError_t launch_on_cpu(

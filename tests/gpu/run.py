@@ -1,8 +1,9 @@
 """All that needs a GPU, in one command: ``make gpu-test``.
 
 Ops on CUDA tensors over gloo with two ranks on one GPU; in an NCCL group of one rank, where nothing
-travels, and where it sends to itself by collectives (DEEPSP_TEST_COLLECTIVES); opcheck and Inductor
-on CUDA, and the kernels' speed against a copy of the same bytes.
+travels, and where it sends to itself by collectives (DEEPSP_TEST_COLLECTIVES), or through symmetric
+memory; on several GPUs, if there are, through each other's memory. opcheck and Inductor on CUDA;
+the kernels' speed against a copy of the same bytes.
 """
 
 from __future__ import annotations
@@ -474,6 +475,13 @@ def kernel_bandwidth():
     return lines
 
 
+def is_mapped():
+    """Which way the tests behind it go."""
+    found = deepsp.transport(device="cuda")
+    assert found.machines == (tuple(range(dist.get_world_size())),), str(found)
+    return [str(found)]
+
+
 GLOO_2 = [
     exchange_values,
     attention_gradients,
@@ -493,18 +501,26 @@ GLOO_2 = [
 ]
 ONE = [large, streams, threads, capture, never_waited_for]
 SPEED = [kernel_bandwidth, projection_speed, cast_bandwidth]
-# Backend, ranks, whether one rank sends to itself, tests.
+GPUS = torch.cuda.device_count()
+# Through symmetric memory: what is captured in a graph goes by NCCL, and is tested there.
+MAPPED = [is_mapped, *GLOO_2, large, streams, threads]
+# Backend, ranks, whether one rank sends to itself, the transport, tests.
 RUNS = [
-    ("gloo", 2, False, GLOO_2),
-    ("nccl", 1, False, [*GLOO_2, *ONE, *SPEED]),
-    ("nccl", 1, True, [*GLOO_2, *ONE]),
+    ("gloo", 2, False, "auto", GLOO_2),
+    ("nccl", 1, False, "auto", [*GLOO_2, *ONE, *SPEED]),
+    ("nccl", 1, True, "auto", [*GLOO_2, *ONE]),
+    ("nccl", 1, True, "mapped", MAPPED),
+    *(("nccl", ranks, False, "mapped", MAPPED) for ranks in {min(GPUS, 4)} if ranks > 1),
 ]
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 
 
-def work(rank: int, size: int, backend: str, collectives: bool, tests, path: str, queue) -> None:
+def work(
+    rank: int, size: int, backend: str, collectives: bool, transport: str, tests, path: str, queue
+) -> None:
     os.environ["DEEPSP_TEST_COLLECTIVES"] = str(int(collectives))
-    torch.cuda.set_device(0)
+    os.environ["DEEPSP_TRANSPORT"] = transport
+    torch.cuda.set_device(rank if backend == "nccl" else 0)
     dist.init_process_group(
         backend, init_method=f"file://{path}", rank=rank, world_size=size,
         timeout=datetime.timedelta(seconds=90),
@@ -580,11 +596,13 @@ def main() -> None:
 
     report(f"{device}, torch {torch.__version__}, {datetime.date.today()}")
     passed = failed = 0
-    for backend, size, collectives, tests in RUNS:
+    for backend, size, collectives, transport, tests in RUNS:
         tests = [t for t in tests if not args.only or any(n in t.__name__ for n in args.only)]
         if tests:
-            run = f"{backend} x {size}" + ", collectives" * collectives
-            found = results_of(run, size, (backend, collectives, tests), len(tests), report)
+            mapped = ", mapped" * (transport == "mapped")
+            run = f"{backend} x {size}" + ", collectives" * collectives + mapped
+            arguments = backend, collectives, transport, tests
+            found = results_of(run, size, arguments, len(tests), report)
             passed, failed = passed + found[0], failed + found[1]
     report(f"{passed} passed, {failed} failed")
     if not args.only:

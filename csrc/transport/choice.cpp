@@ -1,0 +1,152 @@
+#include "choice.h"
+
+#include "c10d.h"
+#include "flight.h"
+#include "pool.h"
+
+#include <torch/library.h>
+
+#include <map>
+#include <mutex>
+#include <utility>
+
+namespace deepsp {
+namespace {
+
+struct Choice {
+  c10::weak_intrusive_ptr<c10d::ProcessGroup> group;
+  Wanted wanted;
+  Reach reach;
+  std::shared_ptr<Mapped> mapped;
+  std::shared_ptr<Staged> staged;
+};
+using Chosen = std::shared_ptr<const Choice>;
+
+using Key = std::pair<const void*, c10::DeviceType>;
+std::mutex mutex;
+std::map<Key, Chosen>& choices() {
+  static auto* const all = new std::map<Key, Chosen>;
+  return *all;
+}
+
+// Lets go of groups that are gone.
+void sweep() {
+  std::vector<Chosen> gone;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    for (auto it = choices().begin(); it != choices().end();) {
+      if (it->second->group.expired()) {
+        gone.push_back(std::move(it->second));
+        it = choices().erase(it);
+      } else {
+        ++it;
+      }
+    }
+  }
+  for (const Chosen& choice : gone) {
+    if (choice->mapped) {
+      choice->mapped->close();
+    }
+  }
+}
+
+Chosen known(const Key& key) {
+  std::lock_guard<std::mutex> lock(mutex);
+  const auto found = choices().find(key);
+  return found != choices().end() && !found->second->group.expired() ? found->second : nullptr;
+}
+
+Chosen choice_of(const Group& group, c10::Device device, std::optional<Wanted> wanted) {
+  const Key key(group.pg.get(), device.type());
+  if (Chosen found = known(key)) {
+    return found;
+  }
+  sweep();
+  Choice made{
+      c10::weak_intrusive_ptr<c10d::ProcessGroup>(intrusive(group.pg)),
+      wanted.value_or(wanted_by_default()),
+      {},
+      nullptr,
+      nullptr};
+  if (device.is_cpu()) {
+    Connection connection = connect(group, made.wanted, timeout_of(group, device));
+    made.reach = connection.reach;
+    if (connection.memory) {
+      made.mapped = std::make_shared<Mapped>(group, std::move(connection));
+      pool_watch(made.mapped);
+    }
+  } else {
+    std::tie(made.reach, made.staged) = connect_gpus(group, made.wanted, device);
+  }
+  std::lock_guard<std::mutex> lock(mutex);
+  return choices().emplace(key, std::make_shared<const Choice>(std::move(made))).first->second;
+}
+
+}  // namespace
+
+std::shared_ptr<Mapped> mapped_of(const Group& group) {
+  return group.point_to_point && !group.alone ? choice_of(group, at::kCPU, std::nullopt)->mapped
+                                              : nullptr;
+}
+
+std::shared_ptr<Staged> staged_of(const Group& group, c10::Device device) {
+  // What a graph replays would be counted once; and ranks can't talk while one is captured.
+  return group.done_on_device && !group.alone && !capturing(device)
+             ? choice_of(group, device, std::nullopt)->staged
+             : nullptr;
+}
+
+namespace {
+
+void clear() {
+  sweep();
+  pool_clear();
+}
+
+int64_t idle_bytes() {
+  pool_trim();
+  return pool_idle_bytes();
+}
+
+// By rank: the lowest rank of those whose memory it reaches, and why it reaches nobody's.
+std::tuple<std::vector<int64_t>, std::vector<std::string>> transport(
+    int64_t rank,
+    int64_t size,
+    std::string_view group_name,
+    std::optional<std::string_view> use,
+    at::Device device) {
+  const Group group = resolve_group("transport", group_name, rank, size, device);
+  std::optional<Wanted> wanted;
+  if (use.has_value()) {
+    wanted = wanted_of(std::string(*use), "use");
+  }
+  const bool possible = device.is_cpu() ? group.point_to_point : group.done_on_device;
+  if (group.alone || !possible) {
+    const char* const backend = device.is_cpu() ? "gloo" : "nccl";
+    const std::string tensors = device.is_cpu() ? "CPU" : c10::DeviceTypeName(device.type());
+    TORCH_CHECK_VALUE(
+        group.alone || wanted != Wanted::mapped, "expected a group whose backend for ", tensors,
+        " tensors is ", backend, ", since use is \"mapped\", got group '", group.name,
+        "'; use \"auto\"");
+    const Reach reach = Reach::nobody(
+        size, group.alone ? "the group has one rank"
+                          : "the group's backend for " + tensors + " tensors isn't " + backend);
+    return {reach.machine, reach.why};
+  }
+  const Chosen found = choice_of(group, device, wanted);
+  TORCH_CHECK_VALUE(
+      !wanted.has_value() || *wanted == found->wanted, "expected use to be what group '",
+      group.name, "' has used since its first exchange, got \"", use.value_or(""),
+      "\"; choose before that, or make a new group");
+  return {found->reach.machine, found->reach.why};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(deepsp, CompositeExplicitAutograd, m) {
+  m.impl("transport", transport);
+  m.impl("pool_clear", clear);
+  m.impl("pool_idle_bytes", idle_bytes);
+}
+
+}  // namespace deepsp

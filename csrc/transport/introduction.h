@@ -1,0 +1,67 @@
+#pragma once
+// What the ranks of a group tell each other before they choose how blocks travel.
+
+#include "group.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <vector>
+
+namespace deepsp {
+
+// How blocks are to travel. automatic: by memory where that is possible.
+enum class Wanted { automatic, mapped, messages };
+// ValueError unless it is "auto", "mapped" or "messages"; `name`: what messages call it.
+Wanted wanted_of(const std::string& word, const char* name);
+const char* word_of(Wanted wanted);
+// What DEEPSP_TRANSPORT says.
+Wanted wanted_by_default();
+// ValueError unless all ranks want the same.
+void check_alike(const Group& group, const std::vector<Wanted>& wanted);
+
+// What all ranks know of all ranks.
+struct Reach {
+  // By rank: the lowest rank among those whose memory it reaches, itself included; a rank that
+  // stands alone reaches nobody's.
+  std::vector<int64_t> machine;
+  // By rank: why it stands alone; else empty.
+  std::vector<std::string> why;
+
+  bool reaches(int64_t rank, int64_t other) const { return machine[rank] == machine[other]; }
+  // Everybody stands alone, for the same reason.
+  static Reach nobody(int64_t size, const std::string& why);
+};
+// ValueError unless everybody reaches everybody.
+void check_mapped(const Group& group, const Reach& reach);
+
+// Ranks with the same word may share memory: one kernel, one network, one user.
+std::string machine_word();
+
+// A string that travels in a struct.
+template <size_t size>
+struct Text {
+  char data[size] = {};
+
+  Text& operator=(const std::string& text) {
+    std::memset(data, 0, size);
+    std::memcpy(data, text.data(), std::min(text.size(), size - 1));
+    return *this;
+  }
+  std::string str() const { return data; }
+};
+
+// Every rank's `bytes` bytes, behind one another; they travel in tensors on `device`.
+std::string all_bytes(const Group& group, const void* mine, int64_t bytes, c10::Device device);
+// Every rank's `mine`.
+template <class T>
+std::vector<T> all_say(const Group& group, const T& mine, c10::Device device = at::kCPU) {
+  const std::string said = all_bytes(group, &mine, sizeof(T), device);
+  std::vector<T> all(group.size);
+  std::memcpy(static_cast<void*>(all.data()), said.data(), said.size());
+  return all;
+}
+
+}  // namespace deepsp
