@@ -121,7 +121,9 @@ def _error_of(traceback_: str) -> str:
     return next((line for line in lines[at + 1 :] if ":" in line or "Error" in line), lines[-1])
 
 
-_workers: dict[tuple[int, str], Workers] = {}
+_workers: dict[tuple[int, str], Workers] = {}  # those used last are the last
+# That wait for something to do: each holds some 300 MiB.
+MOST_PROCESSES = 24
 
 
 def on_ranks(size: int, function: Callable, *args, apart: str = "") -> list[Any]:
@@ -130,8 +132,10 @@ def on_ranks(size: int, function: Callable, *args, apart: str = "") -> list[Any]
     the same word share, for what changes a process for good, or needs one of
     ENVIRONMENTS."""
     key = size, apart
-    if key not in _workers:
-        _workers[key] = Workers(size, apart=apart)
+    workers = _workers.pop(key, None)
+    while _workers and size + sum(idle.size for idle in _workers.values()) > MOST_PROCESSES:
+        _workers.pop(next(iter(_workers))).stop()
+    _workers[key] = workers or Workers(size, apart=apart)
     answers = _workers[key].call(function, *args)
     if not all(fine for fine, _ in answers):
         _workers.pop(key).stop()  # nobody knows what state it is in

@@ -313,12 +313,16 @@ def _ops():
     torch.testing.assert_close(names["z"], 2 * x)
 
 
+def _transport():
+    run("transport", {})
+
+
 RUNS = {
     "attention": (_attention, 2), "layer": (_layer, 2), "transformers": (_transformers, 2),
     "compile": (_compile, 2), "deepspeed": (_deepspeed, 2), "schedule": (_schedule, 2),
     "sharded-weights": (_sharded_weights, 3), "losses-and-data": (_losses, 2),
     "gradients": (_gradients, 2), "memory": (_memory, 1),
-    "ops": (_ops, 2), "trainer": (_trainer, 2),
+    "ops": (_ops, 2), "trainer": (_trainer, 2), "transport": (_transport, 2),
 }  # fmt: skip
 ELSEWHERE = {"README", "guide"}  # test_guide.py
 
