@@ -177,6 +177,11 @@ class Netlink:
             for process in self._processes:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(max(0.0, end - time.monotonic()))
+        for name in self._made:  # what those have started, and left in process groups of its own
+            left = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
+            for pid in left.stdout.split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
 
     def set_rate(self, rate: str | None) -> None:
         """Sets the rate of all links, also while they are in use."""

@@ -1,23 +1,32 @@
 """Hours of use in minutes: attention, exchanges and collectives of random shapes, dtypes, layouts,
-chunks and groups, each compared with one process, while memory and descriptors are watched.
+chunks, transports and groups, each compared with one process, while memory and descriptors are
+watched. Now and then other processes run the same until one of them is killed: the others must
+notice, go on without it, and have nothing left open or mapped.
 
 A case's shapes follow from its number alone, so that every rank runs the same; `--first` repeats
-one. Ends with an error when a result is wrong, or when memory or descriptors keep growing.
+one, and a kill, but for when it strikes. Ends with an error when a result is wrong, when memory or
+descriptors keep growing, or when a kill leaves more than it should.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import datetime
+import faulthandler
 import gc
+import multiprocessing
 import os
 import random
+import re
 import resource
+import tempfile
 import time
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from mapped import mapped_files, shared_mib
 from ranks import Ranks
 from tqdm import tqdm
 
@@ -27,6 +36,10 @@ CASES_A_CALL = 20
 WARM = 5  # calls before memory is compared: by then pools and caches are full
 MOST_GROUPS = 3  # beside the default one
 groups: list = []  # of this process: None where it isn't a member
+
+KILLED = 3  # processes of a group of which one is killed
+TIMEOUT = 10  # of that group, in seconds
+BUSY = 10  # seconds that a case may take on a busy machine
 
 
 def whole(shape, dtype, seed: int) -> torch.Tensor:
@@ -140,24 +153,32 @@ def loss(rng, group, rank, size, seed) -> None:
     )
 
 
+def compare(rng, group, number: int) -> None:
+    """Something that ranks do together, with one process."""
+    kind = rng.choice([attention, attention, exchange, collectives, loss])
+    try:
+        kind(rng, group, dist.get_rank(group), dist.get_world_size(group), number)
+    except Exception as error:
+        error.add_note(f"case {number}: {kind.__name__} in a group of {group.size()}")
+        raise
+
+
 def case(number: int) -> None:
     rng = random.Random(number)
     world, rank = dist.get_world_size(), dist.get_rank()
     if rng.random() < 0.1:
         members = sorted(rng.sample(range(world), rng.randint(1, world)))
         made = dist.new_group(members)
+        by_messages = rng.random() < 0.5  # else memory is shared
         groups.append(made if rank in members else None)
+        if rank in members and by_messages:
+            deepsp.transport(made, use="messages")
         if len(groups) > MOST_GROUPS and (oldest := groups.pop(0)) is not None:
             dist.destroy_process_group(oldest)
     at = rng.randint(-1, MOST_GROUPS - 1)
     group = dist.group.WORLD if at < 0 or at >= len(groups) else groups[at]
-    kind = rng.choice([attention, attention, exchange, collectives, loss])
     if group is not None:
-        try:
-            kind(rng, group, dist.get_rank(group), dist.get_world_size(group), number)
-        except Exception as error:
-            error.add_note(f"case {number}: {kind.__name__} in a group of {group.size()}")
-            raise
+        compare(rng, group, number)
     assert deepsp.buffers.idle_bytes() <= deepsp.buffers.limit(), "the pool passed its limit"
 
 
@@ -182,16 +203,129 @@ def memory() -> tuple[int, int]:
 
 def run(first: int, pool_mib: int) -> list[int]:
     """Some cases; then the largest of all ranks: MiB on the heap and MiB resident, both without
-    what the pool keeps, MiB in the pool, open descriptors."""
+    what the pool keeps, MiB in the pool, open descriptors, pieces of shared memory, and MiB of
+    theirs in this process's pages."""
     deepsp.buffers.set_limit(pool_mib << 20)
     for number in range(first, first + CASES_A_CALL):
         case(number)
     gc.collect()
     descriptors, pool = len(os.listdir("/proc/self/fd")), deepsp.buffers.idle_bytes()
     heap, resident = memory()
-    seen = torch.tensor([heap - pool >> 20, resident - pool >> 20, pool >> 20, descriptors])
+    seen = [heap - pool >> 20, resident - pool >> 20, pool >> 20, descriptors]
+    seen = torch.tensor([*seen, mapped_files(), round(shared_mib())])
     dist.all_reduce(seen, dist.ReduceOp.MAX)
     return seen.tolist()
+
+
+# ------------------------------------------------------------------------------ kills
+
+
+def open_and_mapped() -> tuple[int, int]:
+    """Descriptors, and pieces of shared memory, of this process once nobody needs them."""
+    gc.collect()
+    deepsp.buffers.clear()
+    return len(os.listdir("/proc/self/fd")), mapped_files()
+
+
+def join(path: str, rank: int, size: int, timeout: float) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{path}", rank=rank, world_size=size,
+        timeout=datetime.timedelta(seconds=timeout),
+    )  # fmt: skip
+
+
+def until_one_dies(rank: int, number: int, victim: int, transport: str, folder: str, pipe) -> None:
+    """A process of a group of which one is killed. Says when it noticed, by what error, and what
+    was open and mapped before and afterwards."""
+    # Whoever hangs says where.
+    faulthandler.dump_traceback_later(4 * TIMEOUT + 6 * BUSY, exit=True)
+    torch.set_num_threads(1)
+    os.environ["DEEPSP_TRANSPORT"] = "auto" if transport == "machines" else transport
+    if transport == "machines":  # ranks 0 and 1 on one, rank 2 on another
+        os.environ["DEEPSP_TEST_MACHINE"] = str(rank // 2)
+    before = open_and_mapped()
+    join(f"{folder}/all", rank, KILLED, TIMEOUT)
+    pipe.send("ready")
+    try:
+        while True:
+            compare(random.Random(number), dist.group.WORLD, number)
+            number += 1
+    except RuntimeError as error:
+        noticed, message = time.monotonic(), str(error)
+    dist.destroy_process_group()
+    # Another that is left may have waited for longer.
+    rest = [p for p in range(KILLED) if p != victim]
+    join(f"{folder}/rest", rest.index(rank), len(rest), 2 * TIMEOUT + BUSY)
+    shares = transport == "auto" or (transport == "machines" and victim == 2)
+    assert deepsp.transport().mapped(0, 1) == shares, deepsp.transport()
+    for n in range(CASES_A_CALL):
+        compare(random.Random(n), dist.group.WORLD, n)
+    dist.barrier()
+    dist.destroy_process_group()
+    pipe.send((noticed, message, before, open_and_mapped()))
+
+
+def kill(number: int) -> float:
+    """Kills one of a group's processes. How long the others took to notice, in seconds."""
+    rng = random.Random(number)
+    victim, transport = rng.randrange(KILLED), rng.choice(["auto", "machines", "messages"])
+    # At once: ranks find out whom they reach.
+    seconds = rng.choice([0.0, 0.1 * rng.random(), 2 * rng.random()])
+    name = f"kill {number}, of rank {victim} after {seconds:.3f} s, transport {transport}"
+    files = set(os.listdir("/dev/shm"))
+    # Forked off a process that has only imported this: an import takes longer than all the rest.
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["deepsp"])
+    pipes, processes = [], []
+
+    def hear(rank: int):
+        try:
+            return pipes[rank].recv()
+        except EOFError:
+            raise SystemExit(f"{name}: rank {rank} died; its message is above") from None
+
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for rank in range(KILLED):
+                ours, theirs = server.Pipe()
+                args = rank, number * 1000, victim, transport, folder, theirs
+                process = server.Process(target=until_one_dies, args=args, daemon=True)
+                process.start()
+                processes.append(process)
+                theirs.close()
+                pipes.append(ours)
+            for rank in range(KILLED):
+                hear(rank)
+            time.sleep(seconds)
+            processes[victim].kill()
+            killed = time.monotonic()
+            rest = [p for p in range(KILLED) if p != victim]
+            said = [hear(rank) for rank in rest]
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+    # Other programs' files come and go.
+    ours = ["deepsp", *(str(process.pid) for process in processes)]
+    left = [f for f in os.listdir("/dev/shm") if f not in files and any(w in f for w in ours)]
+    if left:
+        raise SystemExit(f"{name}: left in /dev/shm: {', '.join(left)}")
+    for rank, (noticed, message, before, after) in zip(rest, said, strict=True):
+        if not killed <= noticed < killed + TIMEOUT + BUSY:
+            raise SystemExit(
+                f"{name}: rank {rank} raised {noticed - killed:.1f} s later: {message}"
+            )
+        if not re.search(rf"\w+ of rank {rank} in group '.*' of {KILLED} failed", message):
+            raise SystemExit(f"{name}: rank {rank} doesn't say what it waited for: {message}")
+        if after != before:
+            raise SystemExit(
+                f"{name}: rank {rank} had {before} descriptors and pieces of shared memory, then "
+                f"{after}"
+            )
+    return max(noticed for noticed, *_ in said) - killed
+
+
+# ------------------------------------------------------------------------------ the whole
 
 
 def slope(seconds: list[float], values: list[float]) -> float:
@@ -214,9 +348,14 @@ def main() -> None:
         help="growth of a rank's memory, warm, that is an error (32)",
     )
     parser.add_argument("--pool-mib", type=int, default=32, help="limit of the buffer pool (32)")
-    parser.add_argument("--first", type=int, default=0, help="number of the first case (0)")
+    parser.add_argument(
+        "--kills", type=float, default=1, help="a minute, the first one at once (1); 0: none"
+    )
+    parser.add_argument(
+        "--first", type=int, default=0, help="number of the first case, and of the first kill (0)"
+    )
     args = parser.parse_args()
-    seconds, seen = [], []
+    seconds, seen, noticed = [], [], []
     begin, total = time.monotonic(), args.minutes * 60
     with (
         Ranks(None, args.ranks) as ranks,
@@ -224,15 +363,20 @@ def main() -> None:
     ):
         while len(seconds) < 2 * WARM or time.monotonic() - begin < total:
             seen.append(ranks(run, args.first + len(seconds) * CASES_A_CALL, args.pool_mib))
+            if len(noticed) < args.kills * (time.monotonic() - begin) / 60:
+                noticed.append(kill(args.first + len(noticed)))
             seconds.append(time.monotonic() - begin)
             bar.n = min(round(seconds[-1]), bar.total)
             cases = len(seconds) * CASES_A_CALL
-            heap, resident, _, descriptors = seen[-1]
+            heap, resident, _, descriptors, *_ = seen[-1]
             bar.set_postfix_str(f"{cases} cases, {heap} and {resident} MiB, {descriptors} open")
     half = (len(seconds) + WARM) // 2
     print(f"{cases} cases on {args.ranks} ranks in {seconds[-1]:.0f} s: all right")
+    if noticed:
+        print(f"{len(noticed)} killed: the others noticed within {max(noticed):.1f} s and went on")
     allowed = {"heap, MiB": args.memory_mib, "resident, MiB": args.memory_mib}
     allowed |= {"idle in the pool, MiB": args.pool_mib, "open descriptors": 16}
+    allowed |= {"pieces of shared memory": 16, "shared memory, MiB": args.memory_mib}
     growing = []
     for (name, most), values in zip(allowed.items(), zip(*seen, strict=True), strict=True):
         growth = max(values[half:]) - max(values[WARM:half])

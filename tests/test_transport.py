@@ -6,7 +6,9 @@ import gc
 import os
 import signal
 import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import test_along_dim
@@ -23,26 +25,12 @@ from reference import draw
 
 import deepsp
 
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+
+from mapped import mapped_files, shared_mib
+
 op = torch.ops.deepsp
 bf16, f32, f64 = torch.bfloat16, torch.float32, torch.float64
-
-
-def mapped_files() -> int:
-    """How many pieces of shared memory this process has mapped."""
-    with open("/proc/self/maps") as file:
-        return sum("memfd:deepsp" in line for line in file)
-
-
-def shared_mib() -> float:
-    """Of them, what is in this process's pages."""
-    total, counts = 0, False
-    with open("/proc/self/smaps") as file:
-        for line in file:
-            if "-" in line.split(" ")[0]:
-                counts = "memfd:deepsp" in line
-            elif counts and line.startswith("Rss:"):
-                total += int(line.split()[1])
-    return total / 1024
 
 
 # ------------------------------------------------------------------------------ who reaches whom
