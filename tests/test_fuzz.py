@@ -66,6 +66,9 @@ VALUES = {
         st.just("is"), st.sampled_from([float("nan"), float("inf"), -1.0, 0.0, 0.5, 2.0, 1e300])
     ),
     "bool": st.tuples(st.just("is"), st.booleans()),
+    "Device": st.tuples(
+        st.just("is"), st.sampled_from([torch.device(name) for name in ("cpu", "meta", "cuda:0")])
+    ),
     "ScalarType": st.tuples(st.just("is"), st.sampled_from([*DTYPES, 99, -1])),
     "ScalarType[]": st.one_of(
         st.tuples(st.sampled_from(["empty", "drop", "twice", "reverse"])),
@@ -186,7 +189,8 @@ def _run(name, calls, folder):
     with open("/proc/self/statm") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + (4 << 30), resource.RLIM_INFINITY))
-    right = POOL[name] if name in POOL else arguments("split")[name]
+    others = POOL | {"transport": (rank, dist.get_world_size(), "0", None, torch.device("cpu"))}
+    right = others[name] if name in others else arguments("split")[name]
     op = getattr(torch.ops.deepsp, name).default
     names = [a.name for a in op._schema.arguments]
     differentiable = not name.endswith("_")
