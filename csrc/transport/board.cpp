@@ -6,7 +6,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <bit>
 
 #if defined(__SSE2__)
 #include <emmintrin.h>
@@ -88,9 +87,12 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free, "words are shared betw
 
 uint64_t size_class_of(uint64_t bytes) {
   const uint64_t units = std::max<uint64_t>(1, (bytes + kPlaceUnit - 1) / kPlaceUnit);
-  const int shift = std::max(0, static_cast<int>(std::bit_width(units)) - 4);
+  uint64_t shift = 0;
+  while (units >> shift > 15) {
+    ++shift;
+  }
   const uint64_t rounded = (units + (uint64_t(1) << shift) - 1) >> shift;  // 1 to 16
-  return static_cast<uint64_t>(shift) * 8 + rounded;
+  return shift * 8 + rounded;
 }
 
 uint64_t bytes_of_class(uint64_t size_class) {

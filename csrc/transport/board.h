@@ -46,7 +46,9 @@ struct BlockPlace {
   int64_t member;
   uint64_t place;  // a multiple of kPlaceUnit, and not 0
 
-  bool operator==(const BlockPlace& other) const = default;
+  bool operator==(const BlockPlace& other) const {
+    return member == other.member && place == other.place;
+  }
 };
 
 // Blocks have one of a few sizes, at most an eighth apart, so that a spare fits or doesn't.
