@@ -72,7 +72,7 @@ finetune: $(VENV)/torch $(VENV)/built
 test: $(VENV)/ready $(VENV)/built
 	$(BIN)/python -m pytest -m "not slow"
 
-# Where ranks share memory, nothing else would send messages.
+# Ranks of one machine share memory, so only the second run tests messages.
 test-all: $(VENV)/ready $(VENV)/built
 	$(BIN)/python -m pytest
 	DEEPSP_TRANSPORT=messages $(BIN)/python -m pytest tests/test_exchange.py tests/test_attention.py \

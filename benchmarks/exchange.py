@@ -3,6 +3,7 @@
 Contenders, interleaved in one run, one thread a rank, over gloo on this machine:
 
   deepsp     deepsp.DistributedAttention around an attention that does nothing
+  messages   the same in a group whose ranks don't share memory
   deepspeed  DeepSpeed's DistributedAttention, where heads divide by the ranks
   yunchang   yunchang's UlyssesAttention, likewise (both: pip install ".[bench]")
   torch      the same written with torch alone: for each tensor permute + contiguous,

@@ -3,6 +3,7 @@ an attention that does nothing."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Callable
 
@@ -81,6 +82,14 @@ def torch_alone(q: Tensor, k: Tensor, v: Tensor, attention) -> Tensor:
     return TorchHeadsToSeq.apply(attention(*(TorchSeqToHeads.apply(x) for x in (q, k, v))))
 
 
+@functools.cache
+def without_memory() -> dist.ProcessGroup:
+    """All ranks, in a group where they send messages."""
+    group = dist.new_group()
+    deepsp.transport(group, use="messages")
+    return group
+
+
 def deepspeed(attention) -> Callable[..., Tensor]:
     """DeepSpeed's own."""
     import deepspeed.comm
@@ -138,12 +147,14 @@ def contenders(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Callable
     grad = torch.randn(b, mine, heads, d, dtype=dtype)
     attention = do_nothing({})
     ours = deepsp.DistributedAttention(attention)
+    messages = deepsp.DistributedAttention(attention, group=without_memory())
 
     def train(forward: Callable[[], Tensor]) -> Callable[[], None]:
         return lambda: torch.autograd.grad(forward(), (q, k, v), grad)
 
     found = {
         "deepsp": train(lambda: ours(q, k, v)),
+        "messages": train(lambda: messages(q, k, v)),
         "torch": train(lambda: torch_alone(q, k, v, attention)),
         "floor": floor(shape, dtype),
     }

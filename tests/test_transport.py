@@ -173,6 +173,54 @@ def test_machines_mixed(ranks):
     on_ranks(ranks, _all, calls, apart="machines")
 
 
+def _large():
+    """Of one sequence, large enough that ranks which reach nobody send tensor by tensor."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = [draw(1, 8192 // size + rank, 6, d, seed=d, dtype=f32) for d in (64, 32, 96)]
+    lens = [8192 // size + p for p in range(size)]
+    y = deepsp.seq_to_heads(x, seq_lens=lens)
+    for a, b in zip(deepsp.heads_to_seq(y, [6] * 3, seq_lens=lens), x, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_large_gradients_of_mixed_machines():
+    on_ranks(3, _large, apart="machines")
+
+
+def _other_orders():
+    """The order of the result decides where others write: one rank wants another."""
+    group = dist.new_group()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = draw(2, 4, 2, 3)
+    lens, where = [2] * size, (rank, group.group_name)
+    with pytest.raises(RuntimeError, match=r"another call|its own exchange failed"):
+        buffer = op.heads_to_seq_start([x], [2 * size], lens, 0, 1, *where, tokens_first=rank == 0)
+        op.heads_to_seq_wait([buffer], [2 * size], [3], 2, lens, *where, tokens_first=rank == 0)
+
+
+def test_ranks_that_want_other_orders():
+    on_ranks(2, _other_orders, apart="mapped")
+
+
+def _sums_in_another_order():
+    """Sums have two exchanges each: waits in another order are an error, and no wrong number."""
+    group = dist.new_group()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = torch.ones(1000) * (rank + 1)
+    started = [deepsp.all_reduce_start(x * n, group, grad="replicated") for n in (1, 10)]
+    with pytest.raises(RuntimeError, match=r"another call|its own exchange failed"):
+        for one in started if rank == 0 else started[::-1]:
+            one.wait()
+    group = dist.new_group()
+    started = [deepsp.all_reduce_start(x * n, group, grad="replicated") for n in (1, 10)]
+    for n, one in reversed([*zip((1, 10), started, strict=True)]):
+        assert torch.equal(one.wait(), torch.full((1000,), n * size * (size + 1) / 2))
+
+
+def test_sums_waited_for_in_another_order():
+    on_ranks(2, _sums_in_another_order, apart="mapped")
+
+
 def _late(late):
     """One rank comes late to everything: others bring its buffers, and start waits for nobody."""
     rank, size = dist.get_rank(), dist.get_world_size()

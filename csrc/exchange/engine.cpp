@@ -7,13 +7,14 @@
 namespace deepsp {
 
 Departure departure_of(
-    const Group* group, const Layout& layout, int64_t chunk, const at::Tensor& like) {
+    const Group* group, const Layout& layout, int64_t chunk, const at::Tensor& like, Order order) {
   const auto elements = [&](int64_t p) {
     Layout theirs = layout;
     theirs.rank = p;
     return std::max(theirs.elements_by_heads(chunk), theirs.elements_by_tokens(chunk));
   };
-  return Departure(group, elements, {elements(layout.rank)}, like.options());
+  return Departure(
+      group, elements, {elements(layout.rank)}, like.options(), static_cast<uint64_t>(order));
 }
 
 at::Tensor meta_buffer(const SymBlockLayout& shapes, int64_t chunk, const at::Tensor& like) {

@@ -2,6 +2,8 @@
 // One exchange on real tensors, in either direction: packed and launched, then
 // landed. One copy before sending, none after arriving by heads, one after
 // arriving by tokens; on the CPU a rank's own block goes straight to its place.
+// Where ranks write into each other's memory, the first copy is all, wherever
+// it is known how the result is to lie.
 
 #include "../layout/blocks.h"
 #include "../transport/departure.h"
@@ -13,8 +15,13 @@ namespace deepsp {
 using Layout = BlockLayout<int64_t>;
 
 // An exchange whose buffers have the size that both directions have.
+// Ranks that write into each other's memory agree on the order.
 Departure departure_of(
-    const Group* group, const Layout& layout, int64_t chunk, const at::Tensor& like);
+    const Group* group,
+    const Layout& layout,
+    int64_t chunk,
+    const at::Tensor& like,
+    Order order = Order::packed);
 // The same buffer on the meta device; those of all chunks.
 at::Tensor meta_buffer(const SymBlockLayout& shapes, int64_t chunk, const at::Tensor& like);
 std::vector<at::Tensor> meta_buffers(const SymBlockLayout& shapes, const at::Tensor& like);

@@ -43,7 +43,7 @@ Tensors heads_to_seq_kernel(
   }
   const Layout layout = concrete(shapes);
   const auto group = group_of("heads_to_seq", group_name, layout, inputs[0]);
-  Departure departure = departure_of(group.get(), layout, 0, inputs[0]);
+  Departure departure = departure_of(group.get(), layout, 0, inputs[0], order_for(tokens_first));
   if (group == nullptr && inputs[0].is_cpu()) {
     // Straight from the inputs to the outputs.
     auto flight = std::make_unique<Flight>();
@@ -118,12 +118,12 @@ at::Tensor heads_to_seq_start_kernel(
   }
   const Layout layout = concrete(shapes);
   const auto group = group_of("heads_to_seq", group_name, layout, inputs[0], chunk);
-  Departure departure = departure_of(group.get(), layout, chunk, inputs[0]);
   // Unless heads_to_seq_wait follows, one tensor's buffer may be kept for backward
   // (heads_to_output), which may find a copy of it: nobody knows the order of that.
   const Order order = tokens_first.has_value() ? order_for(*tokens_first)
                       : inputs.size() == 1     ? Order::packed
                                                : Order::rows;
+  Departure departure = departure_of(group.get(), layout, chunk, inputs[0], order);
   launch_to_seq(inputs, layout, chunk, group.get(), departure, order, tokens_first.has_value());
   settle_if_watched(departure.buffer(), layout, chunk);
   return departure.buffer();

@@ -182,6 +182,66 @@ void place_by_tokens(
   }
 }
 
+// Sends messages to the ranks whose memory isn't reached, as those do that reach nobody's; what
+// they send is put where the rest lies as it arrives.
+void receive_apart(
+    at::TensorList inputs,
+    const Layout& layout,
+    int64_t chunk,
+    const Departure& departure,
+    Order order,
+    Flight& flight) {
+  const at::Tensor& buffer = departure.buffer();
+  const int64_t item = item_of(buffer), tokens = layout.seq_lens[layout.rank];
+  const bool split = travels_split(layout, item);
+  const auto width = [&](size_t i, int64_t p) {
+    return layout.heads.range(i, p, chunk).size() * layout.head_dims[i];
+  };
+  // By message and rank.
+  std::vector<std::vector<at::Tensor>> landed(split ? inputs.size() : 1);
+  for (size_t m = 0; m < landed.size(); ++m) {
+    landed[m].resize(layout.parts());
+    for (int64_t p = 0; p < layout.parts(); ++p) {
+      if (p != layout.rank && !departure.reaches(p)) {
+        const int64_t columns = split ? width(m, p) : layout.columns(p, chunk);
+        landed[m][p] = empty_buffer({tokens * layout.batch * columns}, buffer);
+      }
+    }
+  }
+  flight.on_arrival.resize(layout.parts());
+  for (int64_t p = 0; p < layout.parts(); ++p) {
+    if (!landed[0][p].defined()) {
+      continue;
+    }
+    std::vector<at::Tensor> of_p;
+    for (const auto& of_message : landed) {
+      of_p.push_back(of_message[p]);
+    }
+    // Not the buffer itself, which owns the flight.
+    flight.on_arrival[p] = [=, to = data_of(buffer)] {
+      std::vector<StridedCopy> copies;
+      for (size_t i = 0; i < layout.heads.tensors(); ++i) {
+        const int64_t dim = layout.head_dims[i];
+        const int64_t columns = split ? width(i, p) : layout.columns(p, chunk);
+        const int64_t column = split ? 0 : layout.column(i, p, chunk);
+        copies.push_back(copy_of(
+            block_view(data_of(of_p[split ? i : 0]), layout.batch, columns, column, dim, item),
+            arrival_of(layout, chunk, p, i, order).view(to, dim, item),
+            {tokens, layout.batch, layout.heads.range(i, p, chunk).size(), dim}, item));
+      }
+      run(copies, of_p[0].device());
+    };
+  }
+  for (size_t m = 0; m < landed.size(); ++m) {
+    send_by_heads(
+        split ? inputs.slice(m, 1) : inputs, layout, departure,
+        [&](int64_t p) {
+          return Bytes{data_of(landed[m][p]), static_cast<int64_t>(landed[m][p].nbytes())};
+        },
+        flight);
+  }
+}
+
 // Writes what ranks get whose memory is reached; the others get and send messages, which are put
 // where the rest lies as they arrive.
 void write_by_heads(
@@ -193,34 +253,8 @@ void write_by_heads(
     bool is_wanted,
     Flight& flight) {
   const at::Tensor& buffer = departure.buffer();
-  const int64_t item = item_of(buffer), tokens = layout.seq_lens[layout.rank];
   if (!departure.reaches_all()) {
-    const auto gets = layout.counts_by_tokens(chunk);
-    std::vector<at::Tensor> landed(layout.parts());
-    flight.on_arrival.resize(layout.parts());
-    for (int64_t p = 0; p < layout.parts(); ++p) {
-      if (p == layout.rank || departure.reaches(p)) {
-        continue;
-      }
-      landed[p] = empty_buffer({gets[p]}, buffer);
-      // Not the buffer itself, which owns the flight.
-      flight.on_arrival[p] = [=, block = landed[p], to = data_of(buffer)] {
-        std::vector<StridedCopy> copies;
-        for (size_t i = 0; i < layout.heads.tensors(); ++i) {
-          const int64_t dim = layout.head_dims[i];
-          copies.push_back(copy_of(
-              block_view(
-                  data_of(block), layout.batch, layout.columns(p, chunk),
-                  layout.column(i, p, chunk), dim, item),
-              arrival_of(layout, chunk, p, i, order).view(to, dim, item),
-              {tokens, layout.batch, layout.heads.range(i, p, chunk).size(), dim}, item));
-        }
-        run(copies, block.device());
-      };
-    }
-    send_by_heads(
-        inputs, layout, departure,
-        [&](int64_t p) { return Bytes{data_of(landed[p]), gets[p] * item}; }, flight);
+    receive_apart(inputs, layout, chunk, departure, order, flight);
   }
   RECORD_FUNCTION("deepsp::pack", {});
   std::vector<StridedCopy> copies;
@@ -438,9 +472,9 @@ std::vector<at::Tensor> merge_by_tokens(
     }
     // A wait consumes its buffer: what lies in it as it is wanted stays there.
     const int64_t first = arrival_of(layout, 0, 0, i, order).offset * item;
-    const at::Tensor output = arrives_whole(layout, i, order, tokens_first)
-                                  ? part_of(buffers[0], first, sizes, buffers[0].scalar_type())
-                                  : empty_buffer(sizes, buffers[0]);
+    const bool whole = buffers[0].is_cpu() && arrives_whole(layout, i, order, tokens_first);
+    const at::Tensor output = whole ? tensor_in(buffers[0], first, sizes, buffers[0].scalar_type())
+                                    : empty_buffer(sizes, buffers[0]);
     outputs.push_back(tokens_first ? output.transpose(0, 1) : output);
   }
   merge_into(outputs, buffers, layout, /*landed=*/false);
@@ -497,6 +531,7 @@ void settle(const at::Tensor& buffer, const Layout& layout, int64_t chunk) {
   auto settled = std::make_unique<Flight>();
   settled->order = flight->order;
   settled->together = flight->together;
+  settled->stream = flight->stream;
   launch_into(buffer, std::move(settled));
 }
 

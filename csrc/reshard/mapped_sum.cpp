@@ -62,8 +62,10 @@ at::Tensor land_mapped_sum(const Group& group, const at::Tensor& flat, Flight& f
   const at::Tensor arrived = flight.holds[0];
   flight.wait_all();
 
+  // Ranks that wait for their sums in different orders would mix them up.
+  const uint64_t of_exchange = flight.exchange + 1;
   Departure departure(
-      &group, [&](int64_t) { return flat.numel(); }, {flat.numel()}, flat.options());
+      &group, [&](int64_t) { return flat.numel(); }, {flat.numel()}, flat.options(), of_exchange);
   const at::Tensor& sum = departure.buffer();
   {
     RECORD_FUNCTION("deepsp::sum", {});

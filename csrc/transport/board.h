@@ -85,7 +85,7 @@ class Board {
   // Whether the block of `source` is in this member's buffer.
   bool has_arrived(uint64_t n, int64_t source) const;
 
-  // Calls `ready` until it holds, at most until `deadline`: spins shortly, gives way to other
+  // Calls `ready` until it holds, at most until `deadline`: spins briefly, yields to other
   // threads, then sleeps until somebody delivers. Whether it held.
   bool wait(const std::function<bool()>& ready, std::chrono::steady_clock::time_point deadline);
 

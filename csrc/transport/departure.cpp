@@ -8,7 +8,8 @@ namespace deepsp {
 namespace {
 
 // Tells exchanges apart that ranks take for the same one.
-uint64_t number_of(const Group& group, const std::vector<int64_t>& bytes) {
+uint64_t number_of(
+    const Group& group, const std::vector<int64_t>& bytes, at::ScalarType dtype, uint64_t kind) {
   uint64_t hash = 14695981039346656037ull;  // FNV-1a
   const auto add = [&](const void* data, size_t size) {
     for (size_t i = 0; i < size; ++i) {
@@ -17,6 +18,8 @@ uint64_t number_of(const Group& group, const std::vector<int64_t>& bytes) {
   };
   add(group.op, std::strlen(group.op));
   add(bytes.data(), bytes.size() * sizeof(int64_t));
+  add(&dtype, sizeof(dtype));
+  add(&kind, sizeof(kind));
   return hash;
 }
 
@@ -26,7 +29,8 @@ Departure::Departure(
     const Group* group,
     const std::function<int64_t(int64_t)>& elements,
     at::IntArrayRef sizes,
-    const at::TensorOptions& options)
+    const at::TensorOptions& options,
+    uint64_t kind)
     : group_(group) {
   if (group != nullptr && options.device().is_cpu()) {
     mapped_ = mapped_of(*group);
@@ -44,10 +48,11 @@ Departure::Departure(
     clear_if_watched(buffer_);  // it may be larger than what arrives
     return;
   }
+  const at::ScalarType dtype = c10::typeMetaToScalarType(options.dtype());
   with_context(
       [&] { return name_of(*group); }, -1,
-      [&] { exchange_.emplace(mapped_, number_of(*group, bytes_), bytes_); });
-  buffer_ = exchange_->take_buffer(sizes, c10::typeMetaToScalarType(options.dtype()));
+      [&] { exchange_.emplace(mapped_, number_of(*group, bytes_, dtype, kind), bytes_); });
+  buffer_ = exchange_->take_buffer(sizes, dtype);
 }
 
 bool Departure::reaches_all() const {
@@ -62,13 +67,18 @@ void Departure::write(const std::function<void(int64_t, char*)>& write, Flight& 
   flight.what = name_of(*group_);
   flight.mapped = mapped_;
   flight.exchange = exchange_->number();
-  // Each rank begins with a neighbour, so that no rank is everybody's last.
-  for (int64_t step = 1; step < group_->size; ++step) {
-    const int64_t p = (group_->rank + step) % group_->size;
-    if (reaches(p)) {
-      write(p, exchange_->data(p));
-      exchange_->deliver(p);
+  try {
+    // Each rank begins with a neighbour, so that no rank is everybody's last.
+    for (int64_t step = 1; step < group_->size; ++step) {
+      const int64_t p = (group_->rank + step) % group_->size;
+      if (reaches(p)) {
+        write(p, exchange_->data(p));
+        exchange_->deliver(p);
+      }
     }
+  } catch (...) {
+    exchange_.reset();  // fails, before the flight waits for others who may have failed, too
+    throw;
   }
   exchange_->close();
 }

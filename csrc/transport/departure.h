@@ -13,11 +13,13 @@ namespace deepsp {
 class Departure {
  public:
   // The buffers of all ranks, in elements, alike on every rank. group: null where nothing travels.
+  // kind: what else must be alike on all ranks, where ranks write into each other's memory.
   Departure(
       const Group* group,
       const std::function<int64_t(int64_t)>& elements,
       at::IntArrayRef sizes,
-      const at::TensorOptions& options);
+      const at::TensorOptions& options,
+      uint64_t kind = 0);
 
   // This rank's buffer, of shape `sizes`.
   const at::Tensor& buffer() const { return buffer_; }
@@ -45,10 +47,10 @@ class Departure {
  private:
   const Group* group_;
   std::shared_ptr<Mapped> mapped_;
-  std::optional<Mapped::Exchange> exchange_;
   std::shared_ptr<Staged> staged_;
   std::vector<int64_t> bytes_;  // of all ranks' buffers, where some rank writes into them
   at::Tensor buffer_;
+  std::optional<Mapped::Exchange> exchange_;  // ends before the buffer goes
 };
 
 }  // namespace deepsp

@@ -42,7 +42,14 @@ void Flight::wait(Work& work, int64_t from) {
     return;
   }
   failed_ = true;  // unless it doesn't throw
-  with_context([&] { return what; }, from, [&] { return work->wait(); });
+  try {
+    with_context([&] { return what; }, from, [&] { return work->wait(); });
+  } catch (...) {
+    if (mapped) {
+      mapped->fail();  // others may still write, and wait for what this rank won't write any more
+    }
+    throw;
+  }
   failed_ = false;
   work.reset();
 }

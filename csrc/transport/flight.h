@@ -30,6 +30,8 @@ enum class Order { packed, apart, rows, batches };
 struct Flight {
   // Declared before the works, which must end before what they send goes.
   std::vector<at::Tensor> holds;  // what is being sent
+  // What is done when a rank's messages have arrived, by rank.
+  std::vector<std::function<void()>> on_arrival;
   // heads_to_seq: this rank's own block lies in these inputs, not in the buffer; an undefined one
   // does lie in the buffer.
   std::vector<at::Tensor> own;
@@ -40,8 +42,6 @@ struct Flight {
   // From ranks that write into the buffer: as which exchange of theirs.
   std::shared_ptr<Mapped> mapped;
   uint64_t exchange = 0;
-  // What is done when a rank's messages have arrived, by rank.
-  std::vector<std::function<void()>> on_arrival;
   // Any other backend.
   Work collective;
   bool together = false;  // all blocks arrive at once, by a collective

@@ -18,6 +18,7 @@ namespace {
 
 // How long a rank sleeps before it looks whether the others are still there.
 constexpr std::chrono::milliseconds kLook{100};
+constexpr const char* kForked = "the group is that of the process that forked this one";
 
 // Those of this process, for its children.
 std::mutex living_mutex;
@@ -187,7 +188,8 @@ void Mapped::wait_for_room(uint64_t exchange) {
   const auto deadline = Clock::now() + timeout_;
   while (!board_->has_room(exchange)) {
     for (const int64_t p : ranks_) {
-      if (const std::string why = p == rank_ ? "" : lost(p); !why.empty()) {
+      const std::string why = p == rank_ ? "" : lost(p);
+      if (!why.empty() && !board_->has_room(exchange)) {
         throw std::runtime_error("rank " + std::to_string(p) + ": " + why);
       }
     }
@@ -200,11 +202,14 @@ void Mapped::wait_for_room(uint64_t exchange) {
 }
 
 void Mapped::wait(uint64_t exchange, int64_t source) {
-  if (!ours_) {
-    return;
-  }
   const int64_t member = member_of(source);
   const auto arrived = [&] { return board_->has_arrived(exchange, member); };
+  if (!ours_) {
+    if (!arrived()) {
+      throw std::runtime_error(kForked);
+    }
+    return;
+  }
   const auto deadline = Clock::now() + timeout_;
   while (!board_->wait(
       [&] { return arrived() || board_->has_failed(member); },
@@ -225,11 +230,15 @@ void Mapped::wait(uint64_t exchange, int64_t source) {
 
 Mapped::Exchange::Exchange(
     std::shared_ptr<Mapped> mapped, uint64_t call, const std::vector<int64_t>& bytes)
-    : mapped_(std::move(mapped)), lock_(mapped_->exchanging_), data_(bytes.size(), nullptr) {
-  if (mapped_->failed_ || !mapped_->ours_) {
-    throw std::runtime_error(
-        mapped_->ours_ ? "an exchange of this group has failed before"
-                       : "the group is that of the process that forked this one");
+    : mapped_(std::move(mapped)),
+      lock_(mapped_->exchanging_, std::defer_lock),
+      data_(bytes.size(), nullptr) {
+  if (!mapped_->ours_) {
+    throw std::runtime_error(kForked);
+  }
+  lock_.lock();
+  if (mapped_->failed_) {
+    throw std::runtime_error("an exchange of this group has failed before");
   }
   number_ = mapped_->next_++;
   try {

@@ -59,6 +59,8 @@ class Mapped final : public Memory, public std::enable_shared_from_this<Mapped> 
   // come.
   void wait(uint64_t exchange, int64_t source);
 
+  // Nothing is exchanged any more, and the other ranks are told.
+  void fail();
   // The group is gone: nothing is exchanged any more, and nothing is kept.
   void close();
   // After a fork, in the child: this memory is the parent's.
@@ -80,8 +82,6 @@ class Mapped final : public Memory, public std::enable_shared_from_this<Mapped> 
   void wait_for_room(uint64_t exchange);
   // Why nothing more arrives from that rank; empty if it may.
   std::string lost(int64_t source) const;
-  // Nothing is exchanged any more.
-  void fail();
   [[noreturn]] void fail(const std::string& why);
 
   int64_t rank_;

@@ -159,7 +159,13 @@ void release(void* context) {
   std::unique_ptr<Block> owned(block);
   block->flight.reset();  // waits
   const std::shared_ptr<Memory> memory = block->memory;
-  memory ? memory->give(std::move(owned)) : pool().give(owned.release());
+  if (memory) {
+    return memory->give(std::move(owned));
+  }
+  pool().give(owned.release());
+  if (pool_idle_bytes() > pool_limit()) {
+    pool_trim();
+  }
 }
 
 Block* block_of(const at::Tensor& tensor) {
@@ -206,7 +212,7 @@ at::Tensor pool_empty(at::IntArrayRef sizes, at::ScalarType dtype) {
   return tensor_on(std::move(block), 0, sizes, dtype);
 }
 
-at::Tensor part_of(
+at::Tensor tensor_in(
     const at::Tensor& buffer, int64_t first_byte, at::IntArrayRef sizes, at::ScalarType dtype) {
   char* const data = static_cast<char*>(buffer.storage().mutable_data()) + first_byte;
   const auto let_go = [](void* whole) { delete static_cast<c10::Storage*>(whole); };

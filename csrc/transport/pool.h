@@ -40,7 +40,7 @@ at::Tensor tensor_on(
     std::unique_ptr<Block> block, size_t offset, at::IntArrayRef sizes, at::ScalarType dtype);
 // A contiguous tensor with storage of its own on part of the memory of `buffer`, which lives as
 // long.
-at::Tensor part_of(
+at::Tensor tensor_in(
     const at::Tensor& buffer, int64_t first_byte, at::IntArrayRef sizes, at::ScalarType dtype);
 
 // The exchange that is filling the tensor's memory, null where none is. take_flight leaves none

@@ -142,13 +142,15 @@ class Symmetric final : public Staged {
     if (bytes <= half_bytes_) {
       return;
     }
-    while (half_bytes_ < bytes) {
-      half_bytes_ *= 2;
+    int64_t half_bytes = half_bytes_;
+    while (half_bytes < bytes) {
+      half_bytes *= 2;
     }
     // Nobody writes into the old one any more when all ranks have come this far.
     stream_.synchronize();
-    std::optional<Region> larger(std::in_place, Region::allocate(half_bytes_, device_), group);
+    std::optional<Region> larger(std::in_place, Region::allocate(half_bytes, device_), group);
     region_.swap(larger);
+    half_bytes_ = half_bytes;
     stages_ = region_->stages(group, half_bytes_, device_);
   }
 
