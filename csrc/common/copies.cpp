@@ -43,10 +43,6 @@ StridedCopy copy_of(const View& from, const View& to, const int64_t (&n)[kCopyDi
   return coalesce(copy);
 }
 
-StridedCopy copy_of_bytes(const char* from, char* to, int64_t bytes) {
-  return coalesce({from, to, {1, 1, 1, 1}, {}, {}, bytes});
-}
-
 void run(const std::vector<StridedCopy>& copies, c10::Device device) {
   RECORD_FUNCTION("deepsp::copy", (std::vector<c10::IValue>{bytes_of(copies)}));
   if (device.is_cpu()) {

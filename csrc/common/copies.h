@@ -30,9 +30,6 @@ struct View {
 // Copies of n = {tokens, batch, heads, head_dim} elements of `item` bytes.
 StridedCopy copy_of(const View& from, const View& to, const int64_t (&n)[kCopyDims], int64_t item);
 
-// Of bytes that lie together.
-StridedCopy copy_of_bytes(const char* from, char* to, int64_t bytes);
-
 void run(const std::vector<StridedCopy>& copies, c10::Device device);
 void run(const std::vector<StridedSum>& sums, c10::Device device);
 #ifdef DEEPSP_CUDA

@@ -39,9 +39,6 @@ struct Arrival {
 Arrival arrival_of(const Layout& layout, int64_t chunk, int64_t p, size_t i, Order order) {
   const int64_t tokens = layout.seq_lens[layout.rank];
   const int64_t rows = tokens * layout.batch;
-  const auto width = [&](size_t j, int64_t r) {
-    return layout.heads.range(j, r, chunk).size() * layout.head_dims[j];
-  };
   int64_t before = 0;
   if (order == Order::packed) {
     for (int64_t r = 0; r < p; ++r) {
@@ -55,12 +52,14 @@ Arrival arrival_of(const Layout& layout, int64_t chunk, int64_t p, size_t i, Ord
   }
   int64_t left = 0, columns = 0;
   for (int64_t r = 0; r < layout.parts(); ++r) {
-    left += r < p ? width(i, r) : 0;
-    columns += width(i, r);
+    left += r < p ? layout.width(i, r, chunk) : 0;
+    columns += layout.width(i, r, chunk);
   }
   switch (order) {
     case Order::apart:
-      return {rows * (before + left), layout.batch * width(i, p), width(i, p)};
+      return {
+          rows * (before + left), layout.batch * layout.width(i, p, chunk),
+          layout.width(i, p, chunk)};
     case Order::batches:
       return {rows * before + left, columns, tokens * columns};
     default:
@@ -184,7 +183,7 @@ void place_by_tokens(
 
 // Sends messages to the ranks whose memory isn't reached, as those do that reach nobody's; what
 // they send is put where the rest lies as it arrives.
-void receive_apart(
+void exchange_messages(
     at::TensorList inputs,
     const Layout& layout,
     int64_t chunk,
@@ -194,16 +193,13 @@ void receive_apart(
   const at::Tensor& buffer = departure.buffer();
   const int64_t item = item_of(buffer), tokens = layout.seq_lens[layout.rank];
   const bool split = travels_split(layout, item);
-  const auto width = [&](size_t i, int64_t p) {
-    return layout.heads.range(i, p, chunk).size() * layout.head_dims[i];
-  };
   // By message and rank.
   std::vector<std::vector<at::Tensor>> landed(split ? inputs.size() : 1);
   for (size_t m = 0; m < landed.size(); ++m) {
     landed[m].resize(layout.parts());
     for (int64_t p = 0; p < layout.parts(); ++p) {
       if (p != layout.rank && !departure.reaches(p)) {
-        const int64_t columns = split ? width(m, p) : layout.columns(p, chunk);
+        const int64_t columns = split ? layout.width(m, p, chunk) : layout.columns(p, chunk);
         landed[m][p] = empty_buffer({tokens * layout.batch * columns}, buffer);
       }
     }
@@ -222,7 +218,7 @@ void receive_apart(
       std::vector<StridedCopy> copies;
       for (size_t i = 0; i < layout.heads.tensors(); ++i) {
         const int64_t dim = layout.head_dims[i];
-        const int64_t columns = split ? width(i, p) : layout.columns(p, chunk);
+        const int64_t columns = split ? layout.width(i, p, chunk) : layout.columns(p, chunk);
         const int64_t column = split ? 0 : layout.column(i, p, chunk);
         copies.push_back(copy_of(
             block_view(data_of(of_p[split ? i : 0]), layout.batch, columns, column, dim, item),
@@ -254,7 +250,7 @@ void write_by_heads(
     Flight& flight) {
   const at::Tensor& buffer = departure.buffer();
   if (!departure.reaches_all()) {
-    receive_apart(inputs, layout, chunk, departure, order, flight);
+    exchange_messages(inputs, layout, chunk, departure, order, flight);
   }
   RECORD_FUNCTION("deepsp::pack", {});
   std::vector<StridedCopy> copies;

@@ -27,6 +27,11 @@ struct StridedCopy {
   int64_t bytes() const { return rows() * row_bytes; }
 };
 
+// Of bytes that lie together.
+inline StridedCopy copy_of_bytes(const char* from, char* to, int64_t bytes) {
+  return {from, to, {1, 1, 1, 1}, {}, {}, bytes};
+}
+
 // The same copy with the longest rows and the fewest dimensions that its
 // strides allow.
 StridedCopy coalesce(const StridedCopy& copy);

@@ -27,11 +27,16 @@ struct BlockLayout {
   // X_p of one chunk.
   Int columns(int64_t p, int64_t chunk) const { return column(heads.tensors(), p, chunk); }
 
+  // What tensor i takes of them.
+  Int width(size_t i, int64_t p, int64_t chunk) const {
+    return Int(heads.range(i, p, chunk).size()) * head_dims[i];
+  }
+
   // Where tensor i begins within the X_p elements of a token.
   Int column(size_t i, int64_t p, int64_t chunk) const {
     Int sum = 0;
     for (size_t j = 0; j < i; ++j) {
-      sum = sum + Int(heads.range(j, p, chunk).size()) * head_dims[j];
+      sum = sum + width(j, p, chunk);
     }
     return sum;
   }

@@ -1,29 +1,20 @@
 #include "mapped_sum.h"
 
+#include "../common/checks.h"
 #include "../common/copies.h"
+#include "../layout/shards.h"
 #include "../transport/departure.h"
 #include "sums.h"
 
 #include <ATen/record_function.h>
 
-#include <algorithm>
-
 namespace deepsp {
 namespace {
 
-// Each rank's part of a flat tensor, in elements: where it begins, and how long it is.
-struct Parts {
-  std::vector<int64_t> begin, size;
-
-  Parts(int64_t elements, int64_t ranks) {
-    int64_t at = 0;
-    for (const c10::SymInt& part : sum_parts(elements, ranks)) {
-      begin.push_back(at);
-      size.push_back(part.expect_int());
-      at += size.back();
-    }
-  }
-};
+// Each rank's part of a flat tensor.
+Shard<int64_t> parts_of(const at::Tensor& flat, const Group& group) {
+  return {1, ints(sum_parts(flat.numel(), group.size)), item_of(flat)};
+}
 
 }  // namespace
 
@@ -36,17 +27,16 @@ bool sums_by_memory(const Group& group, c10::Device device, at::ScalarType dtype
 }
 
 std::unique_ptr<Flight> launch_mapped_sum(const Group& group, const at::Tensor& flat) {
-  const Parts parts(flat.numel(), group.size);
-  const int64_t item = item_of(flat);
+  const Shard<int64_t> parts = parts_of(flat, group);
   Departure departure(
-      &group, [&](int64_t p) { return group.size * parts.size[p]; },
-      {group.size, parts.size[group.rank]}, flat.options());
+      &group, [&](int64_t p) { return group.size * parts.sizes[p]; },
+      {group.size, parts.sizes[group.rank]}, flat.options());
   auto flight = std::make_unique<Flight>();
   departure.write(
       [&](int64_t p, char* theirs) {
-        const int64_t bytes = parts.size[p] * item;
+        const int64_t bytes = parts.part(p);
         if (bytes > 0) {
-          const char* const from = data_of(flat) + parts.begin[p] * item;
+          const char* const from = data_of(flat) + parts.begin(p) * parts.inner;
           run({copy_of_bytes(from, theirs + group.rank * bytes, bytes)}, flat.device());
         }
       },
@@ -56,9 +46,9 @@ std::unique_ptr<Flight> launch_mapped_sum(const Group& group, const at::Tensor& 
 }
 
 at::Tensor land_mapped_sum(const Group& group, const at::Tensor& flat, Flight& flight) {
-  const Parts parts(flat.numel(), group.size);
-  const int64_t item = item_of(flat), rank = group.rank;
-  const int64_t mine = parts.begin[rank] * item, bytes = parts.size[rank] * item;
+  const Shard<int64_t> parts = parts_of(flat, group);
+  const int64_t rank = group.rank, first = parts.begin(rank), count = parts.sizes[rank];
+  const int64_t mine = first * parts.inner, bytes = parts.part(rank);
   const at::Tensor arrived = flight.holds[0];
   flight.wait_all();
 
@@ -71,13 +61,10 @@ at::Tensor land_mapped_sum(const Group& group, const at::Tensor& flat, Flight& f
     RECORD_FUNCTION("deepsp::sum", {});
     std::vector<Addend> addends;
     for (int64_t p = 0; p < group.size; ++p) {
-      addends.push_back(
-          {p == rank ? data_of(flat) + mine : data_of(arrived) + p * bytes, parts.size[rank]});
+      addends.push_back({p == rank ? data_of(flat) + mine : data_of(arrived) + p * bytes, count});
     }
     std::vector<StridedSum> sums;
-    add_sum(
-        sum.narrow(0, parts.begin[rank], parts.size[rank]), 1, parts.size[rank], flat.scalar_type(),
-        std::nullopt, addends, sums);
+    add_sum(sum.narrow(0, first, count), 1, count, flat.scalar_type(), std::nullopt, addends, sums);
     run(sums, flat.device());
   }
   Flight back;

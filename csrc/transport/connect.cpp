@@ -1,6 +1,7 @@
 #include "connect.h"
 
 #include "board.h"
+
 #include <c10/util/Exception.h>
 
 #include <poll.h>
@@ -29,13 +30,7 @@ struct Offer {
   Text<160> machine;  // empty: it has no memory to offer
   Text<48> socket;    // the name that it listens on
   Text<32> secret;    // what those who call it must know
-  Text<200> why;      // why it has none
-};
-
-// What came of it.
-struct Outcome {
-  bool connected;
-  Text<240> why;
+  Text<240> why;      // why it has none
 };
 
 std::string random_word() {
@@ -253,7 +248,7 @@ Reach reach_of(
       if (offers[q].machine.str() == machine) {
         first = first < 0 ? q : first;
         others += q != p;
-        if (!outcomes[q].connected && reach.why[p].empty()) {
+        if (!outcomes[q].done && reach.why[p].empty()) {
           reach.why[p] = "rank " + std::to_string(q) + ": " + outcomes[q].why.str();
         }
       }
@@ -267,6 +262,17 @@ Reach reach_of(
   return reach;
 }
 
+// ValueError unless everybody reaches everybody.
+void check_mapped(const Group& group, const Reach& reach) {
+  for (int64_t p = 0; p < group.size; ++p) {
+    TORCH_CHECK_VALUE(
+        reach.reaches(p, 0), "expected all ranks of group '", group.name,
+        "' to reach each other's memory, since the transport is \"mapped\", but ranks 0 and ", p,
+        " don't", reach.why[p].empty() ? std::string() : " (" + reach.why[p] + ")",
+        "; use \"auto\", which sends messages where memory can't be reached");
+  }
+}
+
 }  // namespace
 
 Connection connect(const Group& group, Wanted wanted, std::chrono::milliseconds timeout) {
@@ -275,34 +281,26 @@ Connection connect(const Group& group, Wanted wanted, std::chrono::milliseconds 
   std::unique_ptr<Meeting> meeting;
   Offer mine{};
   if (wanted != Wanted::messages && group.size <= kMostMembers) {
-    try {
-      meeting = std::make_unique<Meeting>(group, std::min(timeout, kMeeting));
+    const Outcome made = outcome_of(
+        [&] { meeting = std::make_unique<Meeting>(group, std::min(timeout, kMeeting)); });
+    if (made.done) {
       mine = meeting->offer();
-    } catch (const std::exception& error) {
-      mine.why = error.what();
+    } else {
+      mine.why = made.why;
     }
   }
   mine.wanted = wanted;
   const std::vector<Offer> offers = all_say(group, mine);
-  std::vector<Wanted> all_want;
-  for (const Offer& offer : offers) {
-    all_want.push_back(offer.wanted);
-  }
-  check_alike(group, all_want);
-  Outcome outcome{true, {}};
+  check_alike(group, [&](int64_t p) { return offers[p].wanted; });
+  std::vector<Outcome> outcomes(group.size, {true, {}});
   if (wanted != Wanted::messages) {
-    try {
-      if (meeting) {
-        meeting->meet(offers, result);
-      }
-    } catch (const std::exception& error) {
-      outcome.connected = false;
-      outcome.why = error.what();
-    }
-    result.reach = reach_of(group, offers, all_say(group, outcome));
-  } else {
-    result.reach = reach_of(group, offers, std::vector<Outcome>(group.size, outcome));
+    outcomes = all_say(group, outcome_of([&] {
+                         if (meeting) {
+                           meeting->meet(offers, result);
+                         }
+                       }));
   }
+  result.reach = reach_of(group, offers, outcomes);
   if (wanted == Wanted::mapped) {
     check_mapped(group, result.reach);
   }

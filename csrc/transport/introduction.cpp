@@ -3,7 +3,6 @@
 #include "launch.h"
 
 #include <ATen/ops/empty.h>
-#include <c10/util/Exception.h>
 
 #include <sys/stat.h>
 #include <unistd.h>
@@ -34,12 +33,13 @@ Wanted wanted_by_default() {
   return word == nullptr ? Wanted::automatic : wanted_of(word, "DEEPSP_TRANSPORT");
 }
 
-void check_alike(const Group& group, const std::vector<Wanted>& wanted) {
+void check_alike(const Group& group, const std::function<Wanted(int64_t)>& wanted_by) {
+  const Wanted first = wanted_by(0);
   for (int64_t p = 1; p < group.size; ++p) {
     TORCH_CHECK_VALUE(
-        wanted[p] == wanted[0], "expected all ranks of group '", group.name,
-        "' to use the same transport, got ", word_of(wanted[0]), " on rank 0 and ",
-        word_of(wanted[p]), " on rank ", p,
+        wanted_by(p) == first, "expected all ranks of group '", group.name,
+        "' to use the same transport, got ", word_of(first), " on rank 0 and ",
+        word_of(wanted_by(p)), " on rank ", p,
         "; set DEEPSP_TRANSPORT, or the argument of deepsp.transport, alike on every rank");
   }
 }
@@ -48,16 +48,6 @@ Reach Reach::nobody(int64_t size, const std::string& why) {
   Reach reach{std::vector<int64_t>(size), std::vector<std::string>(size, why)};
   std::iota(reach.machine.begin(), reach.machine.end(), 0);
   return reach;
-}
-
-void check_mapped(const Group& group, const Reach& reach) {
-  for (int64_t p = 0; p < group.size; ++p) {
-    TORCH_CHECK_VALUE(
-        reach.reaches(p, 0), "expected all ranks of group '", group.name,
-        "' to reach each other's memory, since the transport is \"mapped\", but ranks 0 and ", p,
-        " don't", reach.why[p].empty() ? std::string() : " (" + reach.why[p] + ")",
-        "; use \"auto\", which sends messages where memory can't be reached");
-  }
 }
 
 std::string machine_word() {

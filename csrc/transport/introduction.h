@@ -5,8 +5,12 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <c10/util/Exception.h>
+
 #include <algorithm>
 #include <cstring>
+#include <exception>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -19,8 +23,8 @@ Wanted wanted_of(const std::string& word, const char* name);
 const char* word_of(Wanted wanted);
 // What DEEPSP_TRANSPORT says.
 Wanted wanted_by_default();
-// ValueError unless all ranks want the same.
-void check_alike(const Group& group, const std::vector<Wanted>& wanted);
+// ValueError unless all ranks want the same; wanted_by(p): what rank p does.
+void check_alike(const Group& group, const std::function<Wanted(int64_t)>& wanted_by);
 
 // What all ranks know of all ranks.
 struct Reach {
@@ -34,8 +38,6 @@ struct Reach {
   // Everybody stands alone, for the same reason.
   static Reach nobody(int64_t size, const std::string& why);
 };
-// ValueError unless everybody reaches everybody.
-void check_mapped(const Group& group, const Reach& reach);
 
 // Ranks with the same word may share memory: one kernel, one network, one user.
 std::string machine_word();
@@ -52,6 +54,25 @@ struct Text {
   }
   std::string str() const { return data; }
 };
+
+// What came of something that a rank did on its own.
+struct Outcome {
+  bool done;
+  Text<240> why;  // it isn't
+};
+// Of act(), which may throw.
+template <class Act>
+Outcome outcome_of(const Act& act) {
+  Outcome outcome{true, {}};
+  try {
+    act();
+  } catch (const std::exception& error) {
+    const auto* ours = dynamic_cast<const c10::Error*>(&error);
+    outcome.done = false;
+    outcome.why = ours ? ours->what_without_backtrace() : error.what();
+  }
+  return outcome;
+}
 
 // Every rank's `bytes` bytes, behind one another; they travel in tensors on `device`.
 std::string all_bytes(const Group& group, const void* mine, int64_t bytes, c10::Device device);

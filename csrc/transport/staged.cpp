@@ -49,11 +49,10 @@ struct Region {
 
   Stages stages(const Group& group, int64_t half_bytes, c10::Device device) const {
     const auto timeout = std::chrono::nanoseconds(timeout_of(group, device));
-    Stages stages(
+    return Stages(
         group.rank, of<char>(mapped->get_buffer_ptrs()),
         of<uint64_t>(mapped->get_signal_pad_ptrs()), half_bytes,
         static_cast<uint64_t>(timeout.count()));
-    return stages;
   }
 
  private:
@@ -165,47 +164,23 @@ class Symmetric final : public Staged {
 struct Offer {
   Wanted wanted;
   Text<160> machine;
-  bool allocated;
-  Text<240> why;
+  Outcome allocated;
 };
-
-struct Outcome {
-  bool connected;
-  Text<240> why;
-};
-
-// Calls `act`; what it throws.
-template <class Act>
-std::string error_of(const Act& act) {
-  try {
-    act();
-    return "";
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-}
 
 }  // namespace
 
 std::pair<Reach, std::shared_ptr<Staged>> connect_gpus(
     const Group& group, Wanted wanted, c10::Device device) {
-  Offer mine{wanted, {}, false, {}};
+  Offer mine{wanted, {}, {}};
   at::Tensor memory;
   if (wanted == Wanted::mapped) {
-    mine.why = error_of([&] {
+    mine.allocated = outcome_of([&] {
       mine.machine = machine_word();
       memory = Region::allocate(kFirstHalf, device);
-      mine.allocated = true;
     });
   }
   const std::vector<Offer> offers = all_say(group, mine, device);
-  std::vector<Wanted> all_want;
-  for (const Offer& offer : offers) {
-    all_want.push_back(offer.wanted);
-  }
-  check_alike(group, all_want);
+  check_alike(group, [&](int64_t p) { return offers[p].wanted; });
   if (wanted != Wanted::mapped) {
     const bool messages = wanted == Wanted::messages;
     return {
@@ -215,30 +190,30 @@ std::pair<Reach, std::shared_ptr<Staged>> connect_gpus(
                                    "for, by use=\"mapped\": it is new"),
         nullptr};
   }
-  Reach reach{std::vector<int64_t>(group.size, 0), std::vector<std::string>(group.size)};
+  const auto check = [&](int64_t p, bool reaches, const std::string& why) {
+    TORCH_CHECK_VALUE(
+        reaches, "expected all ranks of group '", group.name,
+        "' to reach each other's memory, since the transport is \"mapped\", but rank ", p,
+        " doesn't (", why, "); use \"auto\" or \"messages\"");
+  };
   for (int64_t p = 0; p < group.size; ++p) {
-    const bool fine = offers[p].allocated && offers[p].machine.str() == offers[0].machine.str();
-    if (!fine) {
-      reach.machine[p] = p;
-      reach.why[p] =
-          offers[p].allocated ? "it runs on another machine than rank 0" : offers[p].why.str();
-    }
+    check(p, offers[p].allocated.done, offers[p].allocated.why.str());
+    check(
+        p, offers[p].machine.str() == offers[0].machine.str(),
+        "it runs on another machine than rank 0");
   }
-  check_mapped(group, reach);
 
   std::shared_ptr<Staged> staged;
-  Outcome outcome{true, {}};
-  outcome.why =
-      error_of([&] { staged = std::make_shared<Symmetric>(group, std::move(memory), device); });
-  outcome.connected = staged != nullptr;
-  const std::vector<Outcome> outcomes = all_say(group, outcome, device);
+  const std::vector<Outcome> outcomes = all_say(
+      group,
+      outcome_of([&] { staged = std::make_shared<Symmetric>(group, std::move(memory), device); }),
+      device);
   for (int64_t p = 0; p < group.size; ++p) {
-    TORCH_CHECK_VALUE(
-        outcomes[p].connected, "expected all ranks of group '", group.name,
-        "' to reach each other's memory, since the transport is \"mapped\", but rank ", p,
-        " doesn't (", outcomes[p].why.str(), "); use \"auto\" or \"messages\"");
+    check(p, outcomes[p].done, outcomes[p].why.str());
   }
-  return {reach, staged};
+  return {
+      {std::vector<int64_t>(group.size, 0), std::vector<std::string>(group.size)},
+      std::move(staged)};
 }
 
 #else

@@ -39,7 +39,7 @@ cudaError_t Stages::arrive(cudaStream_t stream) {
 cudaError_t Stages::take(char* buffer, int64_t bytes, cudaStream_t stream) {
   const char* const from = half(rank_);
   ++exchange_;
-  return copy_rows_cuda({{from, buffer, {1, 1, 1, 1}, {}, {}, bytes}}, stream);
+  return copy_rows_cuda({copy_of_bytes(from, buffer, bytes)}, stream);
 }
 
 }  // namespace deepsp

@@ -74,16 +74,6 @@ struct Member {
     BlockPlace place;
   };
 
-  void nap() {
-    switch (random() % 64) {
-      case 0:
-        std::this_thread::sleep_for(std::chrono::microseconds(random() % 300));
-        break;
-      case 1:
-        std::this_thread::yield();
-    }
-  }
-
   BlockPlace place_of(uint64_t n, int owner, const Exchange& exchange) {
     if (const auto found = board.find(n, owner)) {
       return *found;
@@ -113,7 +103,7 @@ struct Member {
     board.take_back([&](const BlockPlace& block) { free.push_back(block); });
     Buffer mine{n, {me(), 0}};
     for (int step = 0; step < kMembers; ++step) {
-      nap();
+      nap(random);
       const int owner = (me() + step) % kMembers;
       if (exchange.bytes[owner] > 0) {
         const BlockPlace place = place_of(n, owner, exchange);

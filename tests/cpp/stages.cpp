@@ -42,19 +42,9 @@ struct Rank {
   Stages stages;
   std::mt19937_64 random;
 
-  void nap() {
-    switch (random() % 32) {
-      case 0:
-        std::this_thread::sleep_for(std::chrono::microseconds(random() % 200));
-        break;
-      case 1:
-        std::this_thread::yield();
-    }
-  }
-
   // Rows of all ranks side by side: [kRows, kRanks, row].
   void exchange(uint64_t n) {
-    nap();
+    nap(random);
     std::vector<std::vector<char>> sources(kRanks);
     std::vector<StridedCopy> copies;
     for (int owner = 0; owner < kRanks; ++owner) {
@@ -73,9 +63,9 @@ struct Rank {
            row});
     }
     require_done(copy_rows_cuda(copies, nullptr));
-    nap();
+    nap(random);
     require_done(stages.arrive(nullptr));
-    nap();
+    nap(random);
     const int64_t row = row_of(n, me);
     std::vector<char> buffer(kRanks * kRows * row + 1, 'x');
     require_done(stages.take(buffer.data(), kRanks * kRows * row, nullptr));
