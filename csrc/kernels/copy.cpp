@@ -3,9 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
+#include "stream.h"
 
 namespace deepsp {
 
@@ -41,43 +39,8 @@ StridedCopy coalesce(const StridedCopy& copy) {
 
 namespace {
 
-// From here on, what is written won't be in the cache when it is read, and
-// stores that bypass it save reading every line first.
-constexpr int64_t kStreamBytes = int64_t(1) << 20;
 // Shorter rows don't fill whole lines often enough.
 constexpr int64_t kStreamRowBytes = 256;
-
-#if defined(__SSE2__)
-void stream_row(char* dst, const char* src, int64_t bytes) {
-  const int64_t head = -reinterpret_cast<intptr_t>(dst) & 15;
-  std::memcpy(dst, src, head);
-  int64_t at = head;
-  for (; at + 64 <= bytes; at += 64) {
-    const auto* from = reinterpret_cast<const __m128i*>(src + at);
-    auto* to = reinterpret_cast<__m128i*>(dst + at);
-    const __m128i a = _mm_loadu_si128(from);
-    const __m128i b = _mm_loadu_si128(from + 1);
-    const __m128i c = _mm_loadu_si128(from + 2);
-    const __m128i d = _mm_loadu_si128(from + 3);
-    _mm_stream_si128(to, a);
-    _mm_stream_si128(to + 1, b);
-    _mm_stream_si128(to + 2, c);
-    _mm_stream_si128(to + 3, d);
-  }
-  std::memcpy(dst + at, src + at, bytes - at);
-}
-
-void finish_streaming() {
-  _mm_sfence();
-}
-#else
-void stream_row(char* dst, const char* src, int64_t bytes) {
-  std::memcpy(dst, src, bytes);
-}
-
-void finish_streaming() {
-}
-#endif
 
 constexpr int kAnyRow = 0;
 constexpr int kStream = -1;
@@ -102,7 +65,7 @@ void copy_range(const StridedCopy& c, int64_t begin, int64_t end) {
     const int64_t run = std::min(c.n[kInner] - i[kInner], end - row);
     for (int64_t k = 0; k < run; ++k) {
       if constexpr (ROW == kStream) {
-        stream_row(dst, src, c.row_bytes);
+        stream_bytes(dst, src, c.row_bytes);
       } else {
         std::memcpy(dst, src, ROW == kAnyRow ? c.row_bytes : ROW);
       }

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "float16.h"
+#include "stream.h"
 
 namespace deepsp {
 namespace {
@@ -32,6 +33,8 @@ inline void store(Float16* to, float x) {
   *to = Float16::store(x);
 }
 
+constexpr int64_t kBlock = 256;  // elements that are summed at once
+
 // Rounds to what the sum is kept in.
 inline void round_to(Float within, float* total, int64_t count) {
   if (within == Float::bf16) {
@@ -60,9 +63,18 @@ void add(A* total, const T* src, int64_t step, int64_t count) {
   }
 }
 
-template <class O, class A>
+// Of the sum's elements [at, at + count); STREAM: past the cache.
+template <bool STREAM, class O, class A>
 void put(void* dst, int64_t at, int64_t step, const A* total, int64_t count) {
   O* to = static_cast<O*>(dst) + at;
+  if constexpr (STREAM) {
+    O rounded[kBlock];
+    for (int64_t e = 0; e < count; ++e) {
+      store(rounded + e, static_cast<decltype(load(O{}))>(total[e]));
+    }
+    return stream_bytes(
+        reinterpret_cast<char*>(to), reinterpret_cast<const char*>(rounded), count * sizeof(O));
+  }
   if (step == 1) {
     for (int64_t e = 0; e < count; ++e) {
       store(to + e, static_cast<decltype(load(O{}))>(total[e]));
@@ -74,25 +86,24 @@ void put(void* dst, int64_t at, int64_t step, const A* total, int64_t count) {
   }
 }
 
-template <class A>
+template <bool STREAM, class A>
 void put(Float dtype, void* dst, int64_t at, int64_t step, const A* total, int64_t count) {
   switch (dtype) {
     case Float::f64:
-      return put<double>(dst, at, step, total, count);
+      return put<STREAM, double>(dst, at, step, total, count);
     case Float::f32:
-      return put<float>(dst, at, step, total, count);
+      return put<STREAM, float>(dst, at, step, total, count);
     case Float::bf16:
-      return put<BFloat16>(dst, at, step, total, count);
+      return put<STREAM, BFloat16>(dst, at, step, total, count);
     case Float::f16:
-      return put<Float16>(dst, at, step, total, count);
+      return put<STREAM, Float16>(dst, at, step, total, count);
   }
 }
 
 // A: float or double.
-template <class T, class A>
+template <bool STREAM, class T, class A>
 void sum_range(const StridedSum& s, int64_t begin, int64_t end) {
   constexpr int kInner = kSumDims - 1;
-  constexpr int64_t kBlock = 256;
   A total[kBlock];
   for (int64_t row = begin; row < end; ++row) {
     int64_t index[kInner];
@@ -118,14 +129,26 @@ void sum_range(const StridedSum& s, int64_t begin, int64_t end) {
         round_to(s.within, total, count);
       }
       const int64_t step = s.dst_stride[kInner];
-      put(s.to, s.dst, dst + first * step, step, total, count);
+      put<STREAM>(s.to, s.dst, dst + first * step, step, total, count);
     }
+  }
+}
+
+template <class T, class A>
+void sum_wide(const StridedSum& s, int64_t begin, int64_t end) {
+  constexpr int kInner = kSumDims - 1;
+  const bool dense = s.dst_stride[kInner] == 1 && s.n[kInner] >= kBlock;
+  if (dense && s.elements() * size_of(s.to) >= kStreamBytes) {
+    sum_range<true, T, A>(s, begin, end);
+    finish_streaming();
+  } else {
+    sum_range<false, T, A>(s, begin, end);
   }
 }
 
 template <class T>
 void sum_in(const StridedSum& s, int64_t begin, int64_t end) {
-  s.within == Float::f64 ? sum_range<T, double>(s, begin, end) : sum_range<T, float>(s, begin, end);
+  s.within == Float::f64 ? sum_wide<T, double>(s, begin, end) : sum_wide<T, float>(s, begin, end);
 }
 
 }  // namespace
