@@ -112,6 +112,7 @@ class Argument {
   operator OptionalDtype() const { return value_.toOptional<at::ScalarType>(); }
   // Not const: a better match than optional's own constructor, by way of a double.
   operator std::optional<double>() { return value_.toOptional<double>(); }
+  operator std::optional<bool>() { return value_.toOptional<bool>(); }
   operator std::optional<int64_t>() { return value_.toOptional<int64_t>(); }
   // These last as long as the Argument does: a temporary's, to the end of the call that takes them.
   operator c10::SymIntArrayRef() const {

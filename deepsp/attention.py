@@ -264,6 +264,7 @@ class DistributedAttention(nn.Module):
         batch, _, num_heads, _ = q.shape
         num_kv_heads = k.size(2)
         query_parts = local.query_parts_of(self, num_heads, q.device)
+        tokens_first = self.layout == "sbhd"  # in memory
         if query_parts != 1:
 
             def attend_cell(q, k, v, cell):
@@ -274,9 +275,8 @@ class DistributedAttention(nn.Module):
 
             with local.randomness_of(self.member, q.device):
                 out = shares.attend((q, k, v), attend_cell, query_parts, chunks, lens, self.member)
-            return (
-                out.transpose(0, 1).contiguous().transpose(0, 1) if self.layout == "sbhd" else out
-            ).permute(order)
+            out = out.transpose(0, 1).contiguous().transpose(0, 1) if tokens_first else out
+            return out.permute(order)
         shape = ([num_heads, num_kv_heads, v.size(2)], [q.size(3), k.size(3), v.size(3)], batch)
 
         arriving = torch.ops.deepsp.seq_to_heads_start([q, k, v], lens, chunks, False, rank, name)
@@ -285,7 +285,8 @@ class DistributedAttention(nn.Module):
         with local.randomness_of(self.member, q.device):
             for chunk in range(chunks):
                 q_all, k_all, v_all = torch.ops.deepsp.seq_to_heads_wait(
-                    arriving[chunk], *shape, lens, chunk, chunks, rank, name
+                    *(arriving[chunk], *shape, lens, chunk, chunks, rank, name),
+                    tokens_first=tokens_first,
                 )
                 ks.append(k_all)
                 vs.append(v_all)
@@ -303,7 +304,7 @@ class DistributedAttention(nn.Module):
                 leaving.append(
                     torch.ops.deepsp.heads_to_seq_start(
                         *([out], [num_heads], lens, chunk, chunks, rank, name),
-                        tokens_first=self.layout == "sbhd",
+                        tokens_first=tokens_first,
                     )
                 )
         return torch.ops.deepsp.heads_to_seq_wait(
@@ -314,7 +315,7 @@ class DistributedAttention(nn.Module):
             lens,
             rank,
             name,
-            tokens_first=self.layout == "sbhd",
+            tokens_first=tokens_first,
         )[0].permute(order)
 
     def _pick_chunks(self, q, k, v, lens, args, kwargs) -> int:

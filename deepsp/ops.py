@@ -130,7 +130,7 @@ def seq_to_heads_start(
     (buffer,) = torch.ops.deepsp.seq_to_heads_start(inputs, lens, 1, False, rank, name)
     return Pending(
         lambda: torch.ops.deepsp.seq_to_heads_wait(
-            buffer, num_heads, head_dims, batch, lens, 0, 1, rank, name
+            buffer, num_heads, head_dims, batch, lens, 0, 1, rank, name, tokens_first=False
         )
     )
 

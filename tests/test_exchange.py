@@ -437,10 +437,54 @@ def test_collectives_and_copies():
 
 def test_one_copy():
     """Through shared memory, what packs writes to where it is read: nothing is merged."""
-    for tokens in (256, 8192):
-        on_ranks(2, _costs, 1, tokens, (2, 2, 0), (2, 2, 0), apart="mapped")
-    # B > 1: in which order dq, dk and dv are wanted isn't known when they leave.
-    on_ranks(2, _costs, 2, 256, (2, 2, 0), (2, 2, 1), apart="mapped")
+    for batch, tokens in ((1, 256), (1, 8192), (2, 256)):
+        on_ranks(2, _costs, batch, tokens, (2, 2, 0), (2, 2, 0), apart="mapped")
+
+
+def _merges_of_ops():
+    for layout in ("bshd", "sbhd"):
+        shape = (2, 64) if layout == "bshd" else (64, 2)
+        x = [torch.ones(*shape, h, 16, requires_grad=True) for h in (8, 4, 4)]
+        kept = []
+
+        def forward(x=x, kept=kept, layout=layout):
+            kept.append(deepsp.distributed_attention(*x, enable_gqa=True, layout=layout))
+
+        forward()
+        assert names(forward)["deepsp::merge"] == 0, layout
+        seen = names(lambda kept=kept, x=x: torch.autograd.grad(kept[-1].sum(), x))
+        assert seen["deepsp::merge"] == 0, layout
+    x = [torch.ones(2, 64, h, 16, requires_grad=True) for h in (8, 4)]
+    for start in (deepsp.seq_to_heads, lambda x: deepsp.seq_to_heads_start(x).wait()):
+        got = start(x)
+        seen = names(lambda got=got: torch.autograd.grad([y.sum() for y in got], x))
+        assert seen["deepsp::merge"] == 0
+
+
+def test_ops_merge_nothing():
+    on_ranks(2, _merges_of_ops, apart="mapped")
+
+
+def _memory_differs():
+    """The gradient of seq_to_heads, whatever the order of a rank's inputs in memory."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    lens = lens_of("uneven", 11, size)
+    weights = [draw(2, 11, h, 3, seed=h) for h in (5, 1)]
+    for of_rank in (("bshd", "sbhd", "bhsd"), ("sbhd", "sbhd", "sbhd")):
+        mine = [w.split(lens, 1)[rank] for w in weights]
+        x = [_layouts(torch.ones_like(w), of_rank[rank]).requires_grad_() for w in mine]
+        for op in (deepsp.seq_to_heads, lambda x, **k: deepsp.seq_to_heads_start(x, **k).wait()):
+            got = op(x, seq_lens=lens)
+            read = heads_of(rank, size, 5, 1)
+            loss = sum((y * w[:, :, hs]).sum() for y, w, hs in zip(got, weights, read, strict=True))
+            grads = torch.autograd.grad(loss, x)
+            assert torch.equal(grads[0], mine[0])
+            torch.testing.assert_close(grads[1], size * mine[1])
+
+
+@pytest.mark.parametrize("apart", ["mapped", "messages"])
+def test_memory_of_ranks_differs(apart):
+    on_ranks(3, _memory_differs, apart=apart)
 
 
 def _sdpa_needs_no_copy():

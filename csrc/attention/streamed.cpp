@@ -99,7 +99,8 @@ class Stream {
     at::Tensor next = start(0);
     for (size_t at = 0; at < parts.size(); ++at) {
       const Tensors found = seq_to_heads_wait(
-          next, num_heads_, head_dims_, k_.size(0), parts[at].seq_lens, 0, 1, rank_, group_name_);
+          next, num_heads_, head_dims_, k_.size(0), parts[at].seq_lens, 0, 1, rank_, group_name_,
+          {});
       next = start(at + 1);
       visit(parts[at], for_readers(found[1]), for_readers(found[2]));
     }

@@ -56,13 +56,13 @@ Tensors seq_to_heads_start_backward(const Call& call, const Tensors& buffers) {
 Tensors seq_to_heads_wait_backward(const Call& call, const Tensors& gradients) {
   return {heads_to_seq_start(
       gradients, call["num_heads"], call["seq_lens"], call["chunk"], call["chunks"], call["rank"],
-      call["group_name"], {})};
+      call["group_name"], call["tokens_first"])};
 }
 
 Tensors heads_to_seq_start_backward(const Call& call, const Tensors& buffers) {
   return seq_to_heads_wait(
       buffers[0], call["num_heads"], call["dims"], call["batch"], call["seq_lens"], call["chunk"],
-      call["chunks"], call["rank"], call["group_name"]);
+      call["chunks"], call["rank"], call["group_name"], call["tokens_first"]);
 }
 
 Tensors heads_to_seq_wait_backward(const Call& call, const Tensors& gradients) {
@@ -85,7 +85,7 @@ Tensors seq_to_heads_composite(
   const HeadShapes shapes(inputs);  // the start has checked them
   return seq_to_heads_wait(
       buffers[0], shapes.heads, shapes.dims, inputs[0].sym_size(0), seq_lens, 0, 1, rank,
-      group_name);
+      group_name, /*tokens_first=*/false);
 }
 
 }  // namespace

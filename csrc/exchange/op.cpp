@@ -94,7 +94,8 @@ Tensors seq_to_heads_wait_kernel(
     int64_t chunk,
     int64_t chunks,
     int64_t rank,
-    std::string_view /*group_name*/) {
+    std::string_view /*group_name*/,
+    std::optional<bool> /*tokens_first*/) {
   const SymBlockLayout layout =
       check_wait(buffer, num_heads, head_dims, batch, seq_lens, chunk, chunks, rank);
   if (!buffer.is_meta()) {

@@ -36,7 +36,8 @@ inline const Op<Tensors(
     int64_t chunk,
     int64_t chunks,
     int64_t rank,
-    std::string_view group_name)>
+    std::string_view group_name,
+    std::optional<bool> tokens_first)>
     seq_to_heads_wait("seq_to_heads_wait");
 
 inline const Op<at::Tensor(

@@ -157,7 +157,7 @@ Tensors project_to_heads(
     head_dims.push_back(each[i].sym_size(0) / num_heads[i]);
   }
   return seq_to_heads_wait(
-      buffers[0], num_heads, head_dims, x.sym_size(0), seq_lens, 0, 1, rank, group_name);
+      buffers[0], num_heads, head_dims, x.sym_size(0), seq_lens, 0, 1, rank, group_name, {});
 }
 
 at::Tensor heads_to_output(
