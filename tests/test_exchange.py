@@ -468,7 +468,7 @@ def test_ops_merge_nothing():
 def _memory_differs():
     """The gradient of seq_to_heads, whatever the order of a rank's inputs in memory."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    lens = lens_of("uneven", 11, size)
+    lens = lens_of("skewed", 11, size)
     weights = [draw(2, 11, h, 3, seed=h) for h in (5, 1)]
     for of_rank in (("bshd", "sbhd", "bhsd"), ("sbhd", "sbhd", "sbhd")):
         mine = [w.split(lens, 1)[rank] for w in weights]

@@ -40,7 +40,7 @@ StridedCopy coalesce(const StridedCopy& copy) {
 namespace {
 
 // Shorter rows don't fill whole lines often enough.
-constexpr int64_t kStreamRowBytes = 256;
+constexpr int64_t kStreamRowBytes = 128;
 
 constexpr int kAnyRow = 0;
 constexpr int kStream = -1;

@@ -10,9 +10,9 @@
 
 namespace deepsp {
 
-// From here on, what is written won't be in the cache when it is read, and stores that bypass it
-// save reading every line first.
-constexpr int64_t kStreamBytes = int64_t(1) << 20;
+// From here on, stores bypass the cache, which saves reading every line first: what is written is
+// mostly read by another core, or much later. Measured: benchmarks/results/transport.md.
+constexpr int64_t kStreamBytes = int64_t(64) << 10;
 
 #if defined(__SSE2__)
 inline void stream_bytes(char* dst, const char* src, int64_t bytes) {

@@ -31,13 +31,13 @@ void on_threads(int64_t rows, const std::function<void(int64_t, int64_t)>& work)
 
 void copies() {
   // Rows of all kinds: of a size known at compile time, any, and large enough to stream.
-  for (const int64_t row : {1, 2, 4, 8, 16, 3, 24, 100, 4100}) {
+  for (const int64_t row : {1, 2, 4, 8, 16, 3, 24, 100, 130, 4100}) {
     for (int round = 0; round < 8; ++round) {
       StridedCopy c{};
       c.row_bytes = row;
       int64_t src = row + (round % 2 ? draw(0, 9) : 0), dst = row + (round % 3 ? draw(0, 9) : 0);
       for (int d = kCopyDims - 1; d >= 0; --d) {
-        c.n[d] = d == 0 && row == 4100 ? 70 : draw(round == 7 ? 0 : 1, 5);
+        c.n[d] = d == 0 && row >= 130 ? (row == 130 ? 600 : 70) : draw(round == 7 ? 0 : 1, 5);
         c.src_stride[d] = src;
         c.dst_stride[d] = dst;
         src = src * std::max<int64_t>(c.n[d], 1) + (round % 4 == 3 ? draw(0, 5) : 0);
@@ -87,7 +87,7 @@ template <class T>
 void sums(Float dtype, Float to, Float within) {
   for (const int64_t inner : {1, 7, 300, 263}) {
     for (const int64_t step : {1, 2}) {
-      const int64_t rows = inner == 263 ? 2003 : 5;  // 1 MiB in any dtype: written past the cache
+      const int64_t rows = inner == 263 ? 203 : 5;  // 64 KiB in any dtype: written past the cache
       const int64_t sources = 3, length = (rows * inner - 1) * step + 1;
       std::vector<std::unique_ptr<T[]>> data;
       StridedSum sum{dtype, to, within, nullptr, {1, 1, rows, inner}, {0, 0, inner, 1}, {}};
