@@ -10,6 +10,8 @@ gather:
   cast, then gather    the shard .to(bfloat16), then all_gather_into_tensor
   FSDP2 unshard        fully_shard with MixedPrecisionPolicy(param_dtype=bfloat16); reshard untimed
   ours                 deepsp::gather_cast; for "100 mixed" one by one and coalesced
+  cast and copy alone  the cast, and a copy for every other rank, without any of them: what memory
+                       takes where ranks share it
   floor                bare irecv and isend of the same bfloat16 bytes, on warm buffers
 
 reduce: gradients in bfloat16 to float32 sums of the rank's rows:

@@ -25,6 +25,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 FLOAT, HALF = torch.float32, torch.bfloat16
+ALONE = "cast and copy alone"
 FIRST = {"gather": "gather, then cast", "reduce": "upcast, then reduce-scatter"}
 
 # 100 parameters: 70 biases and 30 small matrices, one in five of them gathered as float32.
@@ -146,6 +147,22 @@ def floor(bytes_each: int) -> Callable[[], list]:
     return run
 
 
+def cast_and_copy(pairs: list) -> Callable[[], list]:
+    """A gather's cast, and a copy for every other rank, without any of them, on warm buffers."""
+    casts = [torch.ones(s.shape, dtype=d) for s, d in pairs]
+    copies = [[torch.ones_like(x) for x in casts] for _ in range(dist.get_world_size() - 1)]
+
+    def run() -> list:
+        for (shard, _), cast in zip(pairs, casts, strict=True):
+            cast.copy_(shard)
+        for of_rank in copies:
+            for cast, copy in zip(casts, of_rank, strict=True):
+                copy.copy_(cast)
+        return []
+
+    return run
+
+
 def op(name: str) -> Callable | None:
     return getattr(torch.ops.deepsp, name, None)
 
@@ -190,6 +207,7 @@ def gathers(parameters: list) -> tuple[dict[str, tuple[Callable, Callable]], Cal
             lambda: all_at_once(shards, flat, dtypes, rank, group),
             nothing,
         )
+    found[ALONE] = (cast_and_copy(pairs), nothing)
     found["floor"] = (floor(sum(s.numel() * d.itemsize for s, d in pairs)), nothing)
     expected = [w.to(d) for w, d in zip(wholes, dtypes, strict=True)]
 
@@ -279,7 +297,7 @@ def measure(
     found = {}
     for name, (call, after) in contenders.items():
         result, found[name] = account(call, interface)
-        if name != "floor":
+        if name not in ("floor", ALONE):
             check(result)
         del result
         after()
