@@ -170,15 +170,18 @@ TORCH_LIBRARY(deepsp, m) {
       "seq_to_heads_start(Tensor[] inputs, SymInt[] seq_lens, int chunks, bool last_first, "
       "int rank, str group_name) -> Tensor[]",
       uncaptured);
-  // tokens_first: whether what was started lies in memory as [S_rank, B, H_i, D_i], alike on all
-  // ranks, if its gradients go back by heads_to_seq_wait; ranks then write them so.
+  // tokens_first: a hint, alike on all ranks. True: the inputs of the start lie in memory as
+  // [S_rank, B, H_i, D_i]; false: as [B, S_rank, H_i, D_i]. Ranks that share memory write gradients
+  // in that order. None: unknown, or project_to_heads_start was the start, whose backward reads
+  // rows.
   m.def(
       "seq_to_heads_wait(Tensor(a -> *) buffer, SymInt[] num_heads, SymInt[] head_dims, "
       "SymInt batch, SymInt[] seq_lens, int chunk, int chunks, int rank, "
       "str group_name, *, bool? tokens_first=None) -> Tensor(a)[]",
       uncaptured);
-  // The heads of one chunk. tokens_first: what heads_to_seq_wait will be given, if that is known
-  // and waits for it; a buffer that ranks write into then holds the result.
+  // The heads of one chunk. tokens_first: what heads_to_seq_wait will most likely be given, if that
+  // waits for it; a buffer that ranks write into then holds the result. None: unknown, or
+  // heads_to_output_wait waits, which reads rows.
   m.def(
       "heads_to_seq_start(Tensor[] inputs, SymInt[] num_heads, SymInt[] seq_lens, int chunk, "
       "int chunks, int rank, str group_name, *, bool? tokens_first=None) -> Tensor",

@@ -342,7 +342,8 @@ class SequenceParallelAttention(nn.Module):
         leaving, ks, vs = [], [], []
         for chunk in range(chunks):
             q, k, v = ops.seq_to_heads_wait(
-                arriving[chunk], heads, dims, batch, lens, chunk, chunks, rank, name
+                *(arriving[chunk], heads, dims, batch, lens, chunk, chunks, rank, name),
+                tokens_first=False if any(self._wide) else None,
             )
             q, k = self._turned(q, k, turn)
             ks.append(k)

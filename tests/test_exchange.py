@@ -480,9 +480,23 @@ def _memory_differs():
             grads = torch.autograd.grad(loss, x)
             assert torch.equal(grads[0], mine[0])
             torch.testing.assert_close(grads[1], size * mine[1])
+        # The op takes layout's order for what lies in memory.
+        found = []
+        for memory in (of_rank[rank], "sbhd"):
+            q, k, v = (
+                _layouts(draw(2, 11, h, 4, seed=h).split(lens, 1)[rank], memory).requires_grad_()
+                for h in (6, 3, 3)
+            )
+            out = deepsp.distributed_attention(
+                *(x.transpose(0, 1) for x in (q, k, v)),
+                enable_gqa=True, layout="sbhd", seq_lens=lens,
+            )  # fmt: skip
+            found.append((out, *torch.autograd.grad((out * out).sum(), (q, k, v))))
+        for x, y in zip(*found, strict=True):
+            torch.testing.assert_close(x, y)
 
 
-@pytest.mark.parametrize("apart", ["mapped", "messages"])
+@pytest.mark.parametrize("apart", ["mapped", "machines", "messages"])
 def test_memory_of_ranks_differs(apart):
     on_ranks(3, _memory_differs, apart=apart)
 

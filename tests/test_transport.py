@@ -202,6 +202,20 @@ def test_ranks_that_want_other_orders():
     on_ranks(2, _other_orders, apart="mapped")
 
 
+def _wait_for_rows():
+    """A buffer ordered for heads_to_seq_wait is none for heads_to_output_wait."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x, weight = draw(2, 4, 2, 3), draw(5, 6 * size)
+    lens, where = [4 // size] * size, (rank, dist.group.WORLD.group_name)
+    buffer = op.heads_to_seq_start([x], [2 * size], lens, 0, 1, *where, tokens_first=False)
+    with pytest.raises(ValueError, match="leave tokens_first out"):
+        op.heads_to_output_wait([buffer], weight, None, 2 * size, 2, lens, *where)
+
+
+def test_a_wait_for_rows():
+    on_ranks(2, _wait_for_rows, apart="mapped")
+
+
 def _sums_in_another_order():
     """Sums have two exchanges each: waits in another order are an error, and no wrong number."""
     group = dist.new_group()

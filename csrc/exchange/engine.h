@@ -69,8 +69,8 @@ std::vector<at::Tensor> views_by_heads(
     const at::Tensor& buffer, const SymBlockLayout& layout, int64_t chunk);
 
 // Sends inputs [B, S, h_i, D_i] off; blocks [S_rank, B, X_p] arrive in the buffer. Ranks whose
-// memory is reached order theirs as `reached` says; is_wanted: merge_by_tokens wants them so, for
-// sure.
+// memory is reached order theirs as `reached` says; is_expected: merge_by_tokens most likely wants
+// them so. Where it doesn't, it merges once more.
 void launch_to_seq(
     at::TensorList inputs,
     const Layout& layout,
@@ -78,7 +78,7 @@ void launch_to_seq(
     const Group* group,
     Departure& departure,
     Order reached,
-    bool is_wanted);
+    bool is_expected);
 
 // What a heads_to_seq exchange brings, block by block as it arrives.
 class Arrivals {

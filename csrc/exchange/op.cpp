@@ -51,7 +51,7 @@ Tensors heads_to_seq_kernel(
     launch_into(departure.buffer(), std::move(flight));
   } else {
     launch_to_seq(
-        inputs, layout, 0, group.get(), departure, order_for(tokens_first), /*is_wanted=*/true);
+        inputs, layout, 0, group.get(), departure, order_for(tokens_first), /*is_expected=*/true);
   }
   return merge_by_tokens({departure.buffer()}, layout, tokens_first);
 }

@@ -246,7 +246,7 @@ void write_by_heads(
     int64_t chunk,
     Departure& departure,
     Order order,
-    bool is_wanted,
+    bool is_expected,
     Flight& flight) {
   const at::Tensor& buffer = departure.buffer();
   if (!departure.reaches_all()) {
@@ -261,9 +261,9 @@ void write_by_heads(
         run(copies, buffer.device());
       },
       flight);
-  // This rank's own, where it is sure that nothing is copied once more.
+  // This rank's own, where nothing is expected to be copied once more.
   for (size_t i = 0; i < inputs.size(); ++i) {
-    const bool whole = arrives_whole(layout, i, order, is_wanted && order == Order::rows);
+    const bool whole = arrives_whole(layout, i, order, is_expected && order == Order::rows);
     flight.own.push_back(whole ? at::Tensor() : inputs[i]);
   }
   std::vector<at::Tensor> whole;
@@ -284,7 +284,7 @@ void launch_to_seq(
     const Group* group,
     Departure& departure,
     Order reached,
-    bool is_wanted) {
+    bool is_expected) {
   const at::Tensor& buffer = departure.buffer();
   const c10::Device device = inputs[0].device();
   const int64_t item = item_of(inputs[0]);
@@ -293,7 +293,7 @@ void launch_to_seq(
   if (departure.reaches_any()) {
     auto flight = std::make_unique<Flight>();
     flight->order = reached;
-    write_by_heads(inputs, layout, chunk, departure, reached, is_wanted, *flight);
+    write_by_heads(inputs, layout, chunk, departure, reached, is_expected, *flight);
     launch_into(buffer, std::move(flight));
     return;
   }
@@ -531,6 +531,19 @@ void settle(const at::Tensor& buffer, const Layout& layout, int64_t chunk) {
   launch_into(buffer, std::move(settled));
 }
 
+namespace {
+
+// How far apart rows [tokens x batch] of a part lie.
+int64_t row_of(const Arrival& at, Order order) {
+  TORCH_CHECK_VALUE(
+      order != Order::batches,
+      "expected a buffer whose exchange was started without tokens_first, got one that "
+      "heads_to_seq_wait is to merge; leave tokens_first out");
+  return at.sequence;
+}
+
+}  // namespace
+
 Arrivals::Arrivals(const at::Tensor& buffer, const Layout& layout, int64_t chunk)
     : buffer_(buffer), layout_(layout), chunk_(chunk), flight_(flight_into(buffer)) {
   order_ = flight_ ? flight_->order : Order::packed;
@@ -551,7 +564,7 @@ at::Tensor Arrivals::part(size_t i, int64_t p, Range heads) const {
   const int64_t dim = layout_.head_dims[i];
   const int64_t first = layout_.heads.range(i, p, chunk_).begin;
   return buffer_.as_strided(
-      {layout_.seq_lens[layout_.rank] * layout_.batch, heads.size() * dim}, {at.sequence, 1},
+      {layout_.seq_lens[layout_.rank] * layout_.batch, heads.size() * dim}, {row_of(at, order_), 1},
       buffer_.storage_offset() + at.offset + (heads.begin - first) * dim);
 }
 
@@ -574,8 +587,8 @@ at::Tensor block_in(
     const at::Tensor& buffer, const Layout& layout, int64_t chunk, int64_t p, Order order) {
   const Arrival at = arrival_of(layout, chunk, p, 0, order);
   return buffer.as_strided(
-      {layout.seq_lens[layout.rank] * layout.batch, layout.columns(p, chunk)}, {at.sequence, 1},
-      buffer.storage_offset() + at.offset);
+      {layout.seq_lens[layout.rank] * layout.batch, layout.columns(p, chunk)},
+      {row_of(at, order), 1}, buffer.storage_offset() + at.offset);
 }
 
 }  // namespace

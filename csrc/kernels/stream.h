@@ -10,9 +10,11 @@
 
 namespace deepsp {
 
-// From here on, stores bypass the cache, which saves reading every line first: what is written is
-// mostly read by another core, or much later. Measured: benchmarks/results/transport.md.
+// Copies, and sums, of this size and more bypass the cache, which saves reading every line first:
+// another core reads a copy, or this one much later; a sum may be read at once. Measured:
+// benchmarks/results/transport.md.
 constexpr int64_t kStreamBytes = int64_t(64) << 10;
+constexpr int64_t kStreamSumBytes = int64_t(1) << 20;
 
 #if defined(__SSE2__)
 inline void stream_bytes(char* dst, const char* src, int64_t bytes) {
@@ -34,7 +36,7 @@ inline void stream_bytes(char* dst, const char* src, int64_t bytes) {
   std::memcpy(dst + at, src + at, bytes - at);
 }
 
-// Before others are told what has been written so.
+// Must be called before others are told that the data is there.
 inline void finish_streaming() {
   _mm_sfence();
 }

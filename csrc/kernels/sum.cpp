@@ -63,7 +63,7 @@ void add(A* total, const T* src, int64_t step, int64_t count) {
   }
 }
 
-// Of the sum's elements [at, at + count); STREAM: past the cache.
+// Writes elements [at, at + count) of the sum; STREAM: past the cache.
 template <bool STREAM, class O, class A>
 void put(void* dst, int64_t at, int64_t step, const A* total, int64_t count) {
   O* to = static_cast<O*>(dst) + at;
@@ -135,10 +135,10 @@ void sum_range(const StridedSum& s, int64_t begin, int64_t end) {
 }
 
 template <class T, class A>
-void sum_wide(const StridedSum& s, int64_t begin, int64_t end) {
+void sum_or_stream(const StridedSum& s, int64_t begin, int64_t end) {
   constexpr int kInner = kSumDims - 1;
   const bool dense = s.dst_stride[kInner] == 1 && s.n[kInner] >= kBlock;
-  if (dense && s.elements() * size_of(s.to) >= kStreamBytes) {
+  if (dense && s.elements() * size_of(s.to) >= kStreamSumBytes) {
     sum_range<true, T, A>(s, begin, end);
     finish_streaming();
   } else {
@@ -148,7 +148,8 @@ void sum_wide(const StridedSum& s, int64_t begin, int64_t end) {
 
 template <class T>
 void sum_in(const StridedSum& s, int64_t begin, int64_t end) {
-  s.within == Float::f64 ? sum_wide<T, double>(s, begin, end) : sum_wide<T, float>(s, begin, end);
+  s.within == Float::f64 ? sum_or_stream<T, double>(s, begin, end)
+                         : sum_or_stream<T, float>(s, begin, end);
 }
 
 }  // namespace

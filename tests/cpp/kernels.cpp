@@ -87,7 +87,7 @@ template <class T>
 void sums(Float dtype, Float to, Float within) {
   for (const int64_t inner : {1, 7, 300, 263}) {
     for (const int64_t step : {1, 2}) {
-      const int64_t rows = inner == 263 ? 203 : 5;  // 64 KiB in any dtype: written past the cache
+      const int64_t rows = inner == 263 ? 2003 : 5;  // 1 MiB in any dtype: written past the cache
       const int64_t sources = 3, length = (rows * inner - 1) * step + 1;
       std::vector<std::unique_ptr<T[]>> data;
       StridedSum sum{dtype, to, within, nullptr, {1, 1, rows, inner}, {0, 0, inner, 1}, {}};
