@@ -216,6 +216,24 @@ def test_a_wait_for_rows():
     on_ranks(2, _wait_for_rows, apart="mapped")
 
 
+def _sum_by_rank():
+    """A sum adds the ranks' tensors in their order, in float32 if they have 16 bits."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for dtype in (torch.float32, torch.bfloat16):
+        of_ranks = [draw(1001, seed=p).to(dtype) for p in range(size)]
+        expected = of_ranks[0].float()
+        for x in of_ranks[1:]:
+            expected = expected + x.float()
+        if dtype == torch.float32:  # another order has other bits
+            assert not torch.equal(expected, sum(of_ranks[::-1]))
+        found = deepsp.all_reduce(of_ranks[rank], grad="replicated")
+        assert torch.equal(found, expected.to(dtype))
+
+
+def test_sums_are_by_rank():
+    on_ranks(3, _sum_by_rank, apart="mapped")
+
+
 def _sums_in_another_order():
     """Sums have two exchanges each: waits in another order are an error, and no wrong number."""
     group = dist.new_group()
@@ -353,6 +371,8 @@ def _memory():
     deepsp.buffers.set_limit(1 << 20)
     dist.barrier()
     assert deepsp.buffers.idle_bytes() <= 1 << 20
+    dist.barrier()
+    assert shared_mib() < 24, shared_mib()  # z, and what this rank wrote of the peer's
     deepsp.buffers.set_limit(2 << 30)
     dist.barrier()
     dist.destroy_process_group(group)
