@@ -324,7 +324,8 @@ class SequenceParallelAttention(nn.Module):
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         dims = [self.head_dim, self.head_dim, self.v_head_dim]
         batch = x.size(0)
-        if any(self._wide):
+        wide = any(self._wide)
+        if wide:
             arriving = ops.seq_to_heads_start(self._projected(x), lens, chunks, False, rank, name)
         else:
             arriving = ops.project_to_heads_start(
@@ -343,7 +344,7 @@ class SequenceParallelAttention(nn.Module):
         for chunk in range(chunks):
             q, k, v = ops.seq_to_heads_wait(
                 *(arriving[chunk], heads, dims, batch, lens, chunk, chunks, rank, name),
-                tokens_first=False if any(self._wide) else None,
+                tokens_first=False if wide else None,
             )
             q, k = self._turned(q, k, turn)
             ks.append(k)

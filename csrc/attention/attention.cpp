@@ -219,7 +219,15 @@ at::Tensor distributed_attention(
   const HeadLayout heads(
       {num_heads, num_kv_heads, num_kv_heads}, static_cast<int64_t>(seq_lens.size()), chunks);
   Tensors ks, vs;
-  const auto attend = [&](const Tensors& qkv, int64_t chunk) {
+  const c10::SymInt counts[] = {num_heads, num_kv_heads, num_kv_heads};
+  const c10::SymInt head_dims[] = {
+      inputs[0].sym_size(3), inputs[1].sym_size(3), inputs[2].sym_size(3)};
+  const Tensors arriving =
+      seq_to_heads_start(inputs, seq_lens, heads.chunks(), false, rank, group_name);
+  const auto attend = [&](int64_t chunk) {
+    const Tensors qkv = seq_to_heads_wait(
+        arriving[chunk], counts, head_dims, batch, seq_lens, chunk, heads.chunks(), rank,
+        group_name, tokens_first);
     ks.push_back(qkv[1]);
     vs.push_back(qkv[2]);
     const auto read = [&](at::TensorList received) {
@@ -231,25 +239,14 @@ at::Tensor distributed_attention(
         heads.chunks(), rank, heads.parts(), sharded_randomness, documents, window_size, softcap,
         sinks);
   };
-  const c10::SymInt counts[] = {num_heads, num_kv_heads, num_kv_heads};
-  const c10::SymInt head_dims[] = {
-      inputs[0].sym_size(3), inputs[1].sym_size(3), inputs[2].sym_size(3)};
-  const Tensors arriving =
-      seq_to_heads_start(inputs, seq_lens, heads.chunks(), false, rank, group_name);
-  const auto attended = [&](int64_t chunk) {
-    const Tensors qkv = seq_to_heads_wait(
-        arriving[chunk], counts, head_dims, batch, seq_lens, chunk, heads.chunks(), rank,
-        group_name, tokens_first);
-    return attend(qkv, chunk);
-  };
   Tensors out;
   if (heads.chunks() == 1) {
-    out = heads_to_seq({attended(0)}, {num_heads}, seq_lens, rank, group_name, tokens_first);
+    out = heads_to_seq({attend(0)}, {num_heads}, seq_lens, rank, group_name, tokens_first);
   } else {
     Tensors leaving;
     for (int64_t chunk = 0; chunk < heads.chunks(); ++chunk) {
       leaving.push_back(heads_to_seq_start(
-          {attended(chunk)}, {num_heads}, seq_lens, chunk, heads.chunks(), rank, group_name,
+          {attend(chunk)}, {num_heads}, seq_lens, chunk, heads.chunks(), rank, group_name,
           tokens_first));
     }
     out = heads_to_seq_wait(

@@ -262,13 +262,11 @@ void write_by_heads(
       },
       flight);
   // This rank's own, where nothing is expected to be copied once more.
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    const bool whole = arrives_whole(layout, i, order, is_expected && order == Order::rows);
-    flight.own.push_back(whole ? at::Tensor() : inputs[i]);
-  }
   std::vector<at::Tensor> whole;
   for (size_t i = 0; i < inputs.size(); ++i) {
-    whole.push_back(flight.own[i].defined() ? at::Tensor() : inputs[i]);
+    const bool is_whole = arrives_whole(layout, i, order, is_expected && order == Order::rows);
+    flight.own.push_back(is_whole ? at::Tensor() : inputs[i]);
+    whole.push_back(is_whole ? inputs[i] : at::Tensor());
   }
   copies.clear();
   place_by_tokens(whole, layout, chunk, layout.rank, data_of(buffer), order, copies);
@@ -500,6 +498,15 @@ at::Tensor merge_to_rows(
 
 namespace {
 
+// How far apart rows [tokens x batch] of a part lie.
+int64_t row_of(const Arrival& at, Order order) {
+  TORCH_CHECK_VALUE(
+      order != Order::batches,
+      "expected a buffer whose exchange was started without tokens_first, got one that "
+      "heads_to_seq_wait is to merge; leave tokens_first out");
+  return at.sequence;
+}
+
 // This rank's own block, as if it had travelled.
 void place_own(
     const Flight& flight, const at::Tensor& buffer, const Layout& layout, int64_t chunk) {
@@ -530,19 +537,6 @@ void settle(const at::Tensor& buffer, const Layout& layout, int64_t chunk) {
   settled->stream = flight->stream;
   launch_into(buffer, std::move(settled));
 }
-
-namespace {
-
-// How far apart rows [tokens x batch] of a part lie.
-int64_t row_of(const Arrival& at, Order order) {
-  TORCH_CHECK_VALUE(
-      order != Order::batches,
-      "expected a buffer whose exchange was started without tokens_first, got one that "
-      "heads_to_seq_wait is to merge; leave tokens_first out");
-  return at.sequence;
-}
-
-}  // namespace
 
 Arrivals::Arrivals(const at::Tensor& buffer, const Layout& layout, int64_t chunk)
     : buffer_(buffer), layout_(layout), chunk_(chunk), flight_(flight_into(buffer)) {

@@ -63,15 +63,13 @@ void add(A* total, const T* src, int64_t step, int64_t count) {
   }
 }
 
-// Writes elements [at, at + count) of the sum; STREAM: past the cache.
-template <bool STREAM, class O, class A>
-void put(void* dst, int64_t at, int64_t step, const A* total, int64_t count) {
+// Writes elements [at, at + count) of the sum; stream: past the cache.
+template <class O, class A>
+void put(void* dst, int64_t at, int64_t step, const A* total, int64_t count, bool stream) {
   O* to = static_cast<O*>(dst) + at;
-  if constexpr (STREAM) {
+  if (stream) {
     O rounded[kBlock];
-    for (int64_t e = 0; e < count; ++e) {
-      store(rounded + e, static_cast<decltype(load(O{}))>(total[e]));
-    }
+    put<O>(rounded, 0, 1, total, count, /*stream=*/false);
     return stream_bytes(
         reinterpret_cast<char*>(to), reinterpret_cast<const char*>(rounded), count * sizeof(O));
   }
@@ -86,24 +84,28 @@ void put(void* dst, int64_t at, int64_t step, const A* total, int64_t count) {
   }
 }
 
-template <bool STREAM, class A>
-void put(Float dtype, void* dst, int64_t at, int64_t step, const A* total, int64_t count) {
+template <class A>
+void put(
+    Float dtype, void* dst, int64_t at, int64_t step, const A* total, int64_t count, bool stream) {
   switch (dtype) {
     case Float::f64:
-      return put<STREAM, double>(dst, at, step, total, count);
+      return put<double>(dst, at, step, total, count, stream);
     case Float::f32:
-      return put<STREAM, float>(dst, at, step, total, count);
+      return put<float>(dst, at, step, total, count, stream);
     case Float::bf16:
-      return put<STREAM, BFloat16>(dst, at, step, total, count);
+      return put<BFloat16>(dst, at, step, total, count, stream);
     case Float::f16:
-      return put<STREAM, Float16>(dst, at, step, total, count);
+      return put<Float16>(dst, at, step, total, count, stream);
   }
 }
 
 // A: float or double.
-template <bool STREAM, class T, class A>
+template <class T, class A>
 void sum_range(const StridedSum& s, int64_t begin, int64_t end) {
   constexpr int kInner = kSumDims - 1;
+  const int64_t step = s.dst_stride[kInner];
+  const bool stream =
+      step == 1 && s.n[kInner] >= kBlock && s.elements() * size_of(s.to) >= kStreamSumBytes;
   A total[kBlock];
   for (int64_t row = begin; row < end; ++row) {
     int64_t index[kInner];
@@ -120,36 +122,25 @@ void sum_range(const StridedSum& s, int64_t begin, int64_t end) {
       const int64_t count = std::min(kBlock, s.n[kInner] - first);
       std::fill_n(total, count, A(-0.0));  // unlike 0, it leaves -0 as it is
       for (const SumSource& source : s.sources) {
-        const int64_t step = source.stride[kInner];
-        const T* src = static_cast<const T*>(source.data) + first * step;
+        const int64_t src_step = source.stride[kInner];
+        const T* src = static_cast<const T*>(source.data) + first * src_step;
         for (int d = 0; d < kInner; ++d) {
           src += index[d] * source.stride[d];
         }
-        add(total, src, step, count);
+        add(total, src, src_step, count);
         round_to(s.within, total, count);
       }
-      const int64_t step = s.dst_stride[kInner];
-      put<STREAM>(s.to, s.dst, dst + first * step, step, total, count);
+      put(s.to, s.dst, dst + first * step, step, total, count, stream);
     }
   }
-}
-
-template <class T, class A>
-void sum_or_stream(const StridedSum& s, int64_t begin, int64_t end) {
-  constexpr int kInner = kSumDims - 1;
-  const bool dense = s.dst_stride[kInner] == 1 && s.n[kInner] >= kBlock;
-  if (dense && s.elements() * size_of(s.to) >= kStreamSumBytes) {
-    sum_range<true, T, A>(s, begin, end);
+  if (stream) {
     finish_streaming();
-  } else {
-    sum_range<false, T, A>(s, begin, end);
   }
 }
 
 template <class T>
 void sum_in(const StridedSum& s, int64_t begin, int64_t end) {
-  s.within == Float::f64 ? sum_or_stream<T, double>(s, begin, end)
-                         : sum_or_stream<T, float>(s, begin, end);
+  s.within == Float::f64 ? sum_range<T, double>(s, begin, end) : sum_range<T, float>(s, begin, end);
 }
 
 }  // namespace
