@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepsp.digest import first_difference
 from deepsp.documents import as_positions
 from deepsp.groups import Group, member_of, on_all_ranks
 from deepsp.layout import lens_or_equal
 from deepsp.layout import seq_lens as lens_of
-
-_COMPARED = 3
-_batches_compared: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-"""How many batches each group's ranks have compared: a loader that deals out other samples to each
-rank does so from the first batch on. It goes with the group."""
+from deepsp.same_batch import ADVICE, compare_batches
 
 _handed_out: list[weakref.ref | Tensor] = []
 """The tokens that :func:`shard_batch` returned last, so that a model that isn't made for one rank's
@@ -34,6 +26,8 @@ _positions: list[Tensor] = []
 
 _TOKENS = ("input_ids", "inputs_embeds")
 _KNOWN = (*_TOKENS, "labels", "shift_labels", "position_ids", "attention_mask")
+_INPUTS = ("token_type_ids", "mm_token_type_ids", "segment_ids", "decoder_input_ids")
+"""What models take for each token beside that."""
 
 
 def shard(tensor: Tensor, dim: int, group: Group = None) -> Tensor:
@@ -90,6 +84,7 @@ def shard_batch(
     dim: int = 1,
     pad_to: int | None = None,
     ignore_index: int = -100,
+    shift: Sequence[str] | None = None,
 ) -> tuple[dict[str, Any], list[int]]:
     """Shards a batch that every rank has in full, ready for a next-token loss.
 
@@ -104,6 +99,10 @@ def shard_batch(
             ``attention_mask`` (made if absent) and everything else with 0. None: no padding; the
             ranks may then differ by one token.
         ignore_index: the label of tokens that don't count.
+        shift: names of tensors that say something of each label (weights, masks of a loss), and so
+            are shifted as labels are, with 0 at the last position. Needed where the batch has
+            ``labels`` and a tensor of their shape that isn't a known input of a model; () if all of
+            these belong to the inputs.
 
     Returns:
         The local batch, and ``seq_lens``, the number of tokens of each rank. In the batch:
@@ -123,13 +122,27 @@ def shard_batch(
     Raises:
         ValueError: there is no sequence, there are both ``labels`` and ``shift_labels``, a tensor
             doesn't have S elements along ``dim``, ``labels`` stand in a mapping of the batch,
-            ``pad_to`` is less than S, or the ranks of the group have different batches. Batches are
-            compared on a group's first calls, and on every call with ``DEEPSP_DEBUG=1``; not in a
-            data loader's worker or another thread.
+            ``pad_to`` is less than S, ``shift`` is needed, or the ranks of the group have different
+            batches. Batches are compared on every call, or in the model that comes next where it
+            exchanges numbers itself (attention of transformers' models); not in a data loader's
+            worker or another thread.
     """
+    return split_batch(batch, group, ADVICE, dim, pad_to, ignore_index, shift)
+
+
+def split_batch(
+    batch: Mapping[str, Any],
+    group: Group,
+    advice: str,
+    dim: int = 1,
+    pad_to: int | None = None,
+    ignore_index: int = -100,
+    shift: Sequence[str] | None = None,
+) -> tuple[dict[str, Any], list[int]]:
+    """:func:`shard_batch`. ``advice``: what to do about different batches."""
     batch = named_values(batch, dim)
-    compare_batches(batch, group)
-    batch, named, length = full_batch(batch, dim, pad_to, ignore_index)
+    compare_batches([(name_of(path), x) for path, x in leaves_of(batch)], group, advice)
+    batch, named, length = full_batch(batch, dim, pad_to, ignore_index, shift)
 
     def local(path: Path, x: Tensor) -> Tensor:
         at = dim_of(path, dim)
@@ -161,7 +174,11 @@ def check_dim(dim: int) -> None:
 
 
 def full_batch(
-    batch: dict[str, Any], dim: int, pad_to: int | None, ignore_index: int
+    batch: dict[str, Any],
+    dim: int,
+    pad_to: int | None,
+    ignore_index: int,
+    shift: Sequence[str] | None,
 ) -> tuple[dict[str, Any], str, int]:
     """A batch as :func:`shard_batch` has it before it splits tensors along :func:`dim_of`, the name
     of its tokens, and how many they are. Raises what shard_batch does, but for the comparison."""
@@ -204,6 +221,8 @@ def full_batch(
             )
         restarts = _restarts(positions, batch, dim) if "labels" in batch else None
     if "labels" in batch:
+        for name in _with_labels(batch, shift):
+            batch[name] = _shift(batch[name], restarts, dim, 0)
         batch["shift_labels"] = _shift(batch.pop("labels"), restarts, dim, ignore_index)
     if pad_to is not None:
         batch = _pad(batch, named, dim, length, pad_to, ignore_index)
@@ -277,33 +296,6 @@ def is_handed_out(tokens: Tensor | None) -> bool:
     return False
 
 
-def compare_batches(batch: Mapping[str, Any], group: Group) -> None:
-    """Raises, on every rank, where a rank of the group holds another batch than the others. Every
-    rank calls it; compares on a group's first calls only, unless ``DEEPSP_DEBUG=1``, and in the
-    main thread."""
-    member = member_of(group)
-    elsewhere = threading.current_thread() is not threading.main_thread()
-    if member[1] == 1 or elsewhere or torch.utils.data.get_worker_info() is not None:
-        return
-    of = dist.distributed_c10d._resolve_process_group(member[2])
-    compared = _batches_compared.get(of, 0)
-    if compared >= _COMPARED and os.environ.get("DEEPSP_DEBUG") != "1":
-        return
-    tensors = sorted(((name_of(path), x) for path, x in leaves_of(batch)), key=lambda pair: pair[0])
-    difference = first_difference(tensors, member)
-    if difference is not None:
-        name, one, other = difference
-        raise ValueError(
-            f"expected {name} to be the same full tensor on every rank of the group, but "
-            f"{name} of rank {other} is not that of rank {one}. DistributedSampler, "
-            "accelerate.prepare(loader) and Trainer give each process its own samples; put "
-            "deepsp.SequenceLoader around such a loader, or use DistributedSampler(data, "
-            "num_replicas=<number of groups>, rank=<index of this rank's group>), or no sampler if "
-            "all processes form one group"
-        )
-    _batches_compared[of] = compared + 1
-
-
 def _restarts(positions: Tensor, batch: Mapping[str, Any], dim: int) -> Tensor:
     """Whether a document ends with a token, for all but the last: [S - 1] or [B, S - 1]."""
     restarts = positions[..., 1:] <= positions[..., :-1]
@@ -342,6 +334,28 @@ def _check_lengths(batch: Mapping[str, Any], named: str, dim: int, length: int) 
                 f"expected labels as batch['labels'], which is shifted, got {name_of(path)}; shift "
                 "it yourself, and call it shift_labels"
             )
+
+
+def _with_labels(batch: Mapping[str, Any], shift: Sequence[str] | None) -> Sequence[str]:
+    """The tensors that are shifted as labels are."""
+    shape = batch["labels"].shape
+    beside = [
+        name
+        for name, x in batch.items()
+        if isinstance(x, Tensor) and x.shape == shape and name not in (*_KNOWN, *_INPUTS)
+    ]
+    if shift is None and beside:
+        raise ValueError(
+            f"expected shift to say whether {', '.join(f'batch[{n!r}]' for n in beside)} of shape "
+            f"{tuple(shape)} belongs to labels, which are shifted by one token, got None; pass "
+            f"shift={tuple(beside)} if it does, shift=() if it belongs to the inputs"
+        )
+    if wrong := [name for name in shift or () if name not in beside]:
+        raise ValueError(
+            f"expected shift to name tensors of the shape of labels {tuple(shape)} that aren't "
+            f"known inputs ({', '.join(beside) or 'there are none'}), got {wrong[0]!r}"
+        )
+    return tuple(shift or ())
 
 
 def _shift(labels: Tensor, restarts: Tensor | None, dim: int, ignore_index: int) -> Tensor:

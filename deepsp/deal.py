@@ -50,11 +50,15 @@ class Described:
 
 
 def describe(
-    batch: Mapping[str, Any], dim: int, pad_to: int | None, ignore_index: int
+    batch: Mapping[str, Any],
+    dim: int,
+    pad_to: int | None,
+    ignore_index: int,
+    shift: Sequence[str] | None,
 ) -> tuple[list[tuple[Path, Tensor]], bytes]:
     """The tensors of a batch before they are split, and the pickled :class:`Described`, in which
     values that aren't tensors are. ValueError for what :func:`deepsp.shard_batch` doesn't take."""
-    full, named, length = full_batch(named_values(batch, dim), dim, pad_to, ignore_index)
+    full, named, length = full_batch(named_values(batch, dim), dim, pad_to, ignore_index, shift)
 
     def part_of(path: Path, x: Tensor) -> Part:
         if x.layout != torch.strided:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterable, Sequence
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from deepsp.groups import Group, member_of, objects_on_all_ranks, on_all_ranks
 
@@ -16,7 +18,8 @@ from deepsp.groups import Group, member_of, objects_on_all_ranks, on_all_ranks
 _WORDS = 1 << 18
 
 
-class Digest:
+@torch.no_grad()
+def digest_of(name: str, tensor: Tensor) -> int:
     """A number of a tensor, from 0 to 2^62 - 1. It follows from the name, the shape, the dtype and
     every bit of the contents, and from nothing else: not from strides or the device. Equal tensors
     have equal numbers on every rank; others don't, but by a chance of 2^-33 at most.
@@ -24,26 +27,21 @@ class Digest:
     One pass over memory; a tensor that isn't contiguous is copied. Of meta and fake tensors only
     name, shape and dtype count.
     """
+    with torch._C.DisableTorchFunction():
+        said = repr((name, str(tensor.dtype), list(tensor.shape)))
+        found = hashlib.blake2b(said.encode(), digest_size=8)
+        if not (tensor.is_meta or isinstance(tensor, FakeTensor)):
+            found.update(repr(_sums(tensor)).encode())
+        return _number(found)
 
-    def __init__(self):
-        self._weights: dict[torch.device, Tensor] = {}
 
-    @torch.no_grad()
-    def __call__(self, name: str, tensor: Tensor) -> int:
-        with torch._C.DisableTorchFunction():
-            digest = hashlib.blake2b(
-                repr((name, str(tensor.dtype), list(tensor.shape))).encode(), digest_size=8
-            )
-            if not (tensor.is_meta or isinstance(tensor, FakeTensor)):
-                digest.update(repr(_sums(tensor, self._weights_on(tensor.device))).encode())
-            return _number(digest)
-
-    def _weights_on(self, device: torch.device) -> Tensor:
-        if device not in self._weights:
-            generator = torch.Generator(device="cpu").manual_seed(0)
-            ours = torch.empty(_WORDS, dtype=torch.int64, device="cpu").random_(generator=generator)
-            self._weights[device] = ours.to(device)
-        return self._weights[device]
+@functools.cache
+def _weights(device: torch.device) -> Tensor:
+    """A constant table: the same random numbers in every process."""
+    with _disable_current_modes():  # the first call may come while something is traced
+        generator = torch.Generator(device="cpu").manual_seed(0)
+        table = torch.empty(_WORDS, dtype=torch.int64, device="cpu").random_(generator=generator)
+        return table.to(device)
 
 
 def _number(digest) -> int:
@@ -51,12 +49,11 @@ def _number(digest) -> int:
 
 
 def digests(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
-    """The :class:`Digest` of each tensor, by name."""
-    digest = Digest()
-    return {name: digest(name, tensor) for name, tensor in tensors}
+    """The :func:`digest_of` of each tensor, by name."""
+    return {name: digest_of(name, tensor) for name, tensor in tensors}
 
 
-def _sums(tensor: Tensor, weights: Tensor) -> list[int]:
+def _sums(tensor: Tensor) -> list[int]:
     """Weighted sums, modulo 2^64, of the words of each part of a tensor.
 
     Words have half as many bits as weights: a difference in a word's highest bit alone (a sign)
@@ -69,15 +66,16 @@ def _sums(tensor: Tensor, weights: Tensor) -> list[int]:
     if flat.stride(0) != 1:  # expanded
         flat = flat.clone(memory_format=torch.contiguous_format)
     data = flat.view(torch.uint8)
-    sums = []
+    sums, weights = [], _weights(flat.device)
     for part in data.split(4 * _WORDS):
         left = part.numel() % 4
         if left:
             part = torch.nn.functional.pad(part, (0, 4 - left))
         elif part.storage_offset() % 4:
             part = part.clone()
-        words = part.view(torch.int32)
-        sums.append((words * weights[: words.numel()]).sum())
+        words, mine = part.view(torch.int32), weights[: part.numel() // 4]
+        # On the CPU dot is three times as fast; CUDA has none of integers.
+        sums.append(words.long().dot(mine) if words.is_cpu else (words * mine).sum())
     return torch.stack(sums).tolist()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from deepsp.groups import (
     objects_on_all_ranks,
     on_all_ranks,
 )
+from deepsp.randomness import align
 
 Sharded = tuple[dict[str, Any], list[int]]
 """What :func:`deepsp.shard_batch` returns: the local batch and ``seq_lens``."""
@@ -53,6 +54,7 @@ class SequenceLoader:
         dim: the sequence dimension, counted from the front.
         pad_to: pads each full sequence at its end to this many tokens; None: no padding.
         ignore_index: the label of tokens that don't count.
+        shift: as in :func:`deepsp.shard_batch`.
 
     Raises:
         ValueError: the loader isn't iterable, ``dim`` is negative, or the ranks pass other
@@ -72,6 +74,7 @@ class SequenceLoader:
         dim: int = 1,
         pad_to: int | None = None,
         ignore_index: int = -100,
+        shift: Sequence[str] | None = None,
     ):
         if not isinstance(loader, Iterable):
             raise ValueError(
@@ -83,7 +86,7 @@ class SequenceLoader:
         self._member = member_of(group)
         self._device = device_of(self._member)
         self._replicated = replicated or self._member[1] == 1
-        self._how = {"dim": dim, "pad_to": pad_to, "ignore_index": ignore_index}
+        self._how = {"dim": dim, "pad_to": pad_to, "ignore_index": ignore_index, "shift": shift}
         said = {"replicated": replicated, **self._how}
         compare_calls("SequenceLoader", self._member, torch.empty(0, device=self._device), **said)
         # All ranks are here. Later, a progress bar may ask one rank alone.
@@ -158,6 +161,8 @@ class SequenceLoader:
         before = self._position if self._resumes else None
         self._resumes = False
         dropped = before["turn"] if before else 0
+        if self._replicated:
+            align(self._member)  # samplers and workers draw the same on all ranks
         own = self._own(before)
         for rounds in itertools.count(before["rounds"] if before else 0):
             start, batches = self._round(own)

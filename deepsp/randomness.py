@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import random
+import sys
 import threading
 from collections.abc import Container, Iterator, Mapping
 
@@ -15,7 +17,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from deepsp.groups import Group, Member, member_of, on_all_ranks
+from deepsp.digest import device_of
+from deepsp.groups import Group, Member, member_of, objects_on_all_ranks, on_all_ranks
 
 _local = threading.local()
 _MASK = (1 << 64) - 1
@@ -72,13 +75,15 @@ def inside() -> bool:
 
 
 class _Fork:
-    """Random numbers of this rank's own from :meth:`enter` to :meth:`leave`."""
+    """Random numbers of this rank's own from :meth:`enter` to :meth:`leave`. ``lazy``: where none
+    is drawn, the default generators stay as they were."""
 
-    def __init__(self, rank: int, device: torch.device | None = None):
-        self.rank, self.device = rank, device
+    def __init__(self, rank: int, device: torch.device | None = None, lazy: bool = False):
+        self.rank, self.device, self.lazy = rank, device, lazy
 
     def enter(self) -> None:
         with torch._C.DisableTorchFunction():
+            self.before = states(self.device)
             # The same draw on every rank, which moves the default generator on: the next region
             # has other numbers.
             with _disable_current_modes():  # nobody's trace
@@ -86,11 +91,13 @@ class _Fork:
             self.outer = states(self.device)
             for generator in _generators(self.device):
                 generator.manual_seed(mix(seed, self.rank))
+            self.seeded = states(self.device) if self.lazy else []
         _stack().append(self)
 
     def leave(self) -> None:
         _stack().remove(self)
-        restore(self.outer, self.device)
+        unused = self.lazy and all(map(torch.equal, self.seeded, states(self.device)))
+        restore(self.before if unused else self.outer, self.device)
 
 
 class _Common:
@@ -144,6 +151,37 @@ def sharded_randomness(group: Group = None, device: torch.device | None = None) 
 
 
 @contextlib.contextmanager
+def randomness_of_a_model(member: Member, device: torch.device | None = None) -> Iterator[None]:
+    """:func:`sharded_randomness` around a model's forward in which every rank has a token. A model
+    that draws nothing leaves the default generators alone, so that samplers draw from them what
+    they draw in one process. Within another such context it does nothing."""
+    if member[1] == 1 or inside():
+        yield
+        return
+    fork = _Fork(member[0], device, lazy=True)
+    fork.enter()
+    try:
+        yield
+    finally:
+        fork.leave()
+
+
+def align(member: Member) -> None:
+    """Gives all ranks of a group the states that the default generators of torch (on the CPU),
+    Python and numpy have on its first rank, so that samplers and the workers of loaders, which
+    are seeded from them, draw the same on every rank. All ranks make this call."""
+    if member[1] == 1:
+        return
+    numpy = sys.modules.get("numpy")
+    mine = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
+    first = objects_on_all_ranks(mine if member[0] == 0 else None, member, device_of(member))[0]
+    torch.set_rng_state(first[0])
+    random.setstate(first[1])
+    if numpy and first[2]:
+        numpy.random.set_state(first[2])
+
+
+@contextlib.contextmanager
 def common_randomness(name: str) -> Iterator[None]:
     """Random numbers in here are those that all ranks share, inside of
     :func:`sharded_randomness`, too. ``name``: of the module, for errors."""
@@ -185,6 +223,12 @@ def apply(
     return handles
 
 
+def around_forward(module: nn.Module, member: Member) -> None:
+    """:func:`randomness_of_a_model` around each forward of ``module``, by hooks, which compiled
+    modules call outside of what is compiled."""
+    _around(module, lambda: None if inside() else _Fork(member[0], lazy=True))
+
+
 def _above(name: str) -> list[str]:
     parts = name.split(".")
     return [".".join(parts[:n]) for n in range(len(parts))]
@@ -197,12 +241,13 @@ def _around(module: nn.Module, make) -> list:
         if not hasattr(entered, "contexts"):
             entered.contexts = []
         context = make()
-        context.enter()
+        if context is not None:
+            context.enter()
         entered.contexts.append(context)
 
     def leave(module, args, output):
-        if getattr(entered, "contexts", None):
-            entered.contexts.pop().leave()
+        if getattr(entered, "contexts", None) and (context := entered.contexts.pop()) is not None:
+            context.leave()
 
     return [
         module.register_forward_pre_hook(enter),

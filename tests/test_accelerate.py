@@ -32,7 +32,7 @@ def _accelerated(size, batch, accumulation, labelled):
             accelerator, model, optimizer, loader, sequence_parallel_size=size
         )
     found = []
-    assert len(loader) == 8 * accumulation // batch // (accelerator.num_processes // size)
+    assert len(loader) == 8 * accumulation // batch // accelerator.num_processes
     for each in loader:
         with accelerator.accumulate(model):
             loss = model(**each).loss
@@ -101,8 +101,84 @@ def test_a_model_returns_the_loss_of_the_full_sequence(ranks):
     on_ranks(ranks, _own_loss)
 
 
+def _idioms(size, batch, groups):
+    """What accelerate's own examples do: a schedule of the rate, the tokens of several batches
+    counted, gathered metrics, batches skipped. Losses, norms, rates and what is gathered."""
+    from accelerate import Accelerator
+    from torch.optim.lr_scheduler import LinearLR
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = tiny(dtype=f64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    # accelerate takes a step of the schedule for each batch of a step.
+    scheduler = LinearLR(optimizer, 1.0, 0.1, 16 // (1 if size > 1 else groups))
+    rows = [{"input_ids": x, "labels": x} for x in Rows(16).ids]
+    loader = torch.utils.data.DataLoader(rows, batch_size=batch)
+    evaluation = torch.utils.data.DataLoader(rows[:7], batch_size=batch)
+    if size > 1:
+        from deepsp.integrations.accelerate import prepare
+
+        prepared = prepare(accelerator, model, optimizer, scheduler, sequence_parallel_size=size)
+        model, optimizer, scheduler = prepared
+        loader = accelerator.prepare(loader)
+        evaluation = prepare(accelerator, evaluation, sequence_parallel_size=size)
+    else:
+        model.loss_function = wide_loss
+        objects = accelerator.prepare(model, optimizer, scheduler, loader, evaluation)
+        model, optimizer, scheduler, loader, evaluation = objects
+    found = []
+    batches = iter(loader)
+    for _ in range(len(loader) // 2):
+        pair = [next(batches), next(batches)]
+        if size > 1:
+            count = torch.tensor(sum(int((x["shift_labels"] != -100).sum()) for x in pair))
+            with pytest.raises(ValueError, match=r"gather of what all ranks .*deepsp.all_reduce"):
+                accelerator.gather(count)
+            count = deepsp.all_reduce(count, grad="replicated")
+        else:
+            count = accelerator.gather(torch.tensor(20 * 2 * batch)).sum()
+        for each in pair:
+            with accelerator.accumulate(model):
+                loss = model(**each, num_items_in_batch=count).loss
+                accelerator.backward(loss * accelerator.num_processes * 2)
+                if accelerator.sync_gradients:
+                    found.append(accelerator.clip_grad_norm_(model.parameters(), 1.0).item())
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        found.append(scheduler.get_last_lr()[0])
+        found.append(accelerator.reduce(loss.detach(), "sum").item())
+    model.eval()
+    losses, tokens = [], []
+    for each in evaluation:
+        with torch.no_grad():
+            outputs = model(**each)
+        losses.append(accelerator.gather_for_metrics(outputs.loss.repeat(batch)))
+        right = accelerator.pad_across_processes(outputs.logits.argmax(-1), dim=1)
+        tokens.append(accelerator.gather_for_metrics((right, each["input_ids"])))
+    found += [torch.cat([x for x, _ in tokens]), torch.cat([x for _, x in tokens])]
+    found.append(torch.cat(losses).shape[0])
+    rest = accelerator.skip_first_batches(loader, 1)
+    skipped = [accelerator.gather(each["input_ids"]) for each in rest]
+    return [*found, torch.cat(skipped)]
+
+
+def _idioms_on_rank(*args):
+    with launched():
+        return _idioms(*args)
+
+
+@pytest.mark.parametrize(("world", "size"), [(2, 2), (3, 3), (4, 2)])
+def test_what_accelerates_examples_do(world, size):
+    groups = world // size
+    expected = one_process(_idioms_on_rank, 1, 4, groups)
+    for found in on_ranks(world, _idioms_on_rank, size, 4 // groups, groups):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
 def _refusals():
     from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration
 
     from deepsp.integrations.accelerate import prepare
 
@@ -111,7 +187,43 @@ def _refusals():
             prepare(Accelerator(cpu=True), tiny(), sequence_parallel_size=size)
     with launched(), pytest.raises(ValueError, match="causal language model of transformers, got"):
         prepare(Accelerator(cpu=True), torch.nn.Linear(2, 2), sequence_parallel_size=2)
+    config = DataLoaderConfiguration(dispatch_batches=True)
+    with launched(), pytest.raises(ValueError, match="dispatch_batches=False, got True"):
+        prepare(Accelerator(cpu=True, dataloader_config=config), tiny(), sequence_parallel_size=2)
+    with launched():
+        accelerator = Accelerator(cpu=True)
+        rows = [{"input_ids": x, "labels": x} for x in Rows(4).ids]
+        model, loader = prepare(
+            accelerator, tiny(), torch.utils.data.DataLoader(rows), sequence_parallel_size=2
+        )
+        batch = next(iter(loader))
+        for read in (lambda: batch["labels"], lambda: batch.pop("labels")):
+            with pytest.raises(KeyError, match=r"a local batch has .shift_labels. in"):
+                read()
+        assert batch.pop("nothing", 3) == 3 and "labels" not in batch
+        logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
+        own = torch.nn.functional.cross_entropy(logits[0], batch["shift_labels"][0])
+        with pytest.raises(ValueError, match=r"loss of the full sequence in backward"):
+            accelerator.backward(own)
+        with pytest.raises(ValueError, match=r"gather_for_metrics of tensors"):
+            accelerator.gather_for_metrics(["text"])
+        with pytest.raises(ValueError, match=r"gather of what all ranks of a group have"):
+            accelerator.reduce(own)
+        with pytest.raises(ValueError, match=r"sequence_parallel_size=2, with which .*, got 1"):
+            prepare(accelerator, loader, sequence_parallel_size=1)
+
+
+def _uneven_batches():
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration
+
+    from deepsp.integrations.accelerate import prepare
+
+    config = DataLoaderConfiguration(even_batches=False)
+    with launched(), pytest.raises(ValueError, match="even_batches=True with several groups, got"):
+        prepare(Accelerator(cpu=True, dataloader_config=config), tiny(), sequence_parallel_size=2)
 
 
 def test_refusals():
     on_ranks(2, _refusals)
+    on_ranks(4, _uneven_batches)

@@ -1,7 +1,6 @@
 """Batches that aren't what every rank takes them for: padding's positions, other batches on other
 ranks, what isn't a tensor."""
 
-import os
 import threading
 
 import pytest
@@ -103,18 +102,10 @@ def _others():
         other = size - 1 if group in (3, 4, 5, 6) else 1
         with pytest.raises(ValueError, match=rf"batch\['{name}'\] of rank {other} .*Distributed"):
             deepsp.shard_batch(batch, every[group])
-    # After the first calls it isn't compared, but in debug mode always.
-    for _ in range(3):
+    for _ in range(4):  # on every call
         deepsp.shard_batch({"input_ids": ids, "labels": ids}, every[7])
-    part, _ = deepsp.shard_batch({"input_ids": mine}, every[7])
-    assert torch.equal(part["input_ids"], deepsp.shard(mine, 1))
-    os.environ["DEEPSP_DEBUG"] = "1"
-    try:
-        deepsp.shard_batch({"input_ids": ids}, every[7])
-        with pytest.raises(ValueError, match="DistributedSampler"):
-            deepsp.shard_batch({"input_ids": mine}, every[7])
-    finally:
-        del os.environ["DEEPSP_DEBUG"]
+    with pytest.raises(ValueError, match="DistributedSampler"):
+        deepsp.shard_batch({"input_ids": mine}, every[7])
     # In a thread of a loader nothing is sent: it would meet what the training sends.
     other = dist.new_group()
     found = []
@@ -133,6 +124,110 @@ def _others():
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_other_batches_on_other_ranks(ranks):
     on_ranks(ranks, _others)
+
+
+def _carried(name):
+    """The digest travels with what attention of a model exchanges; nothing else is sent."""
+    from trained import tiny
+
+    from deepsp import same_batch
+    from deepsp.integrations.transformers import register
+
+    register()
+    rank, group = dist.get_rank(), dist.group.WORLD
+    model = tiny(name)
+    model.set_attn_implementation("deepsp")
+    calls, compare = [], same_batch.difference
+    same_batch.difference = lambda *args: calls.append(1) or compare(*args)
+    try:
+        for step in range(5):
+            ids = torch.arange(2 * LENGTH).view(2, LENGTH) + 7 * step
+            if step == 4:
+                ids[1, 3] += rank
+            batch, _ = deepsp.shard_batch({"input_ids": ids, "labels": ids}, group)
+            assert len(calls) == 1  # the first batch's, when it isn't known yet what follows
+            if step < 4:
+                model(**batch)
+        with pytest.raises(ValueError, match=r"batch\['input_ids'\] of rank 1 .* seed"):
+            model(**batch)
+        deepsp.shard_batch({"input_ids": torch.zeros(1, 4, dtype=torch.int64)}, group)
+        # Nothing has come after that batch, so that this one is compared at once.
+        with pytest.raises(ValueError, match=r"batch\['input_ids'\] of rank 1"):
+            deepsp.shard_batch({"input_ids": torch.full((1, 4), rank)}, group)
+    finally:
+        same_batch.difference = compare
+
+
+def test_the_digest_of_a_batch_travels_with_the_models_exchange():
+    on_ranks(2, _carried, "llama")
+
+
+def _dropout():
+    """Each rank drops other elements, and the default generators go on alike."""
+    from trained import tiny
+
+    from deepsp.integrations.transformers import register
+
+    register()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = tiny("gpt2", embd_pdrop=0.5, attn_pdrop=0.0, resid_pdrop=0.0)
+    model.set_attn_implementation("deepsp")
+    seen = []
+    model.transformer.drop.register_forward_hook(lambda m, i, out: seen.append(out == 0))
+    ids = torch.zeros(4, 5 * LENGTH, dtype=torch.int64)  # other numbers on each rank
+    batch, lens = deepsp.shard_batch({"input_ids": ids, "labels": ids})
+    model.eval()
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    model(**batch)
+    assert torch.equal(torch.rand(3), expected)  # nothing was drawn
+    model.train()
+    seen.clear()
+    for _ in range(2):
+        model(**batch).loss.backward()
+    states = deepsp.groups.objects_on_all_ranks(torch.rand(3), None, torch.device("cpu"))
+    assert all(torch.equal(x, states[0]) for x in states)
+    first = deepsp.unshard(seen[0], 1, seq_lens=lens).split(lens, 1)
+    assert len(set(lens)) > 1
+    same = (first[0][:, : lens[1]] == first[1][:, : lens[1]]).double().mean()
+    again = (seen[0] == seen[1]).double().mean()
+    assert abs(same - 0.5) < 0.05 and abs(again - 0.5) < 0.05, (same, again)
+    assert rank < size
+
+
+def test_ranks_drop_other_elements():
+    on_ranks(3, _dropout)
+
+
+def _beside_labels():
+    """What says something of each label moves as labels do."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    ids = torch.arange(10)[None]
+    batch = {"input_ids": ids, "labels": ids, "weights": ids.double(), "token_type_ids": ids}
+    with pytest.raises(
+        ValueError, match=r"whether batch\['weights'\] of shape \(1, 10\) .*shift=\("
+    ):
+        deepsp.shard_batch(batch)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5, 6]])
+    for shift, expected in (((), ids), (("weights",), [[1, 2, 0, 4, 5, 6, 7, 8, 9, 0]])):
+        part, _ = deepsp.shard_batch({**batch, "position_ids": positions}, shift=shift)
+        expected = torch.as_tensor(expected).double().tensor_split(size, 1)[rank]
+        assert torch.equal(part["weights"], expected)
+        assert torch.equal(part["token_type_ids"], ids.tensor_split(size, 1)[rank])
+        loader = deepsp.SequenceLoader(
+            [{**batch, "position_ids": positions}], replicated=True, shift=shift
+        )
+        assert torch.equal(next(iter(loader))[0]["weights"], expected)
+    for wrong in (("input_ids",), ("nothing",)):
+        with pytest.raises(ValueError, match=rf"known inputs \(weights\), got '{wrong[0]}'"):
+            deepsp.shard_batch(batch, shift=wrong)
+    shifted, _ = deepsp.shard_batch({n: x for n, x in batch.items() if n != "labels"})
+    assert torch.equal(shifted["weights"], ids.double().tensor_split(size, 1)[rank])
+
+
+def test_what_stands_beside_labels():
+    on_ranks(3, _beside_labels)
 
 
 def _arguments():

@@ -32,7 +32,7 @@ def full(n: int, dim: int = 1) -> dict:
     else:
         batch["input_ids"] = ids
     batch["labels"] = ids.masked_fill(torch.rand(2, length, generator=generator) > 0.8, -100)
-    batch["kept"] = ids > 9
+    batch["kept"] = (ids > 9).unsqueeze(-1)
     batch["more"] = {"half": (ids / 3).bfloat16(), "list": [ids.byte(), (ids.float(), "x")]}
     if n % 3 == 0:
         batch["attention_mask"] = torch.ones_like(ids)

@@ -1,5 +1,6 @@
 """transformers' Trainer over sharded sequences: each logged number is that of one process."""
 
+import multiprocessing
 import subprocess
 import sys
 import tempfile
@@ -10,6 +11,7 @@ import pytest
 import torch
 from harness import on_ranks
 from trained import (
+    LENGTH,
     Rows,
     arguments,
     launched,
@@ -162,7 +164,7 @@ def test_documents_that_end_where_the_tokens_of_ranks_do():
     _same(_collated, 2, 2, batch=2, collator="packing", length=10, prediction_loss_only=True)
 
 
-def _sft(size, batch, packing=False, metrics=None, **given):
+def _sft(size, batch, packing=False, metrics=None, rows=40, **given):
     from trl import SFTConfig, SFTTrainer
 
     cls, more = SFTTrainer, {}
@@ -175,7 +177,7 @@ def _sft(size, batch, packing=False, metrics=None, **given):
         max_length=32, packing=packing, padding_free=False, dataset_num_proc=None, **given,
     )  # fmt: skip
     trainer = cls(
-        tiny("qwen3"), args, train_dataset=lists(40), eval_dataset=lists(8, 1),
+        tiny("qwen3"), args, train_dataset=lists(rows), eval_dataset=lists(8 + rows % 8, 1),
         processing_class=tokenizer(), compute_metrics=metrics, **more,
     )  # fmt: skip
     trainer.train()
@@ -185,6 +187,10 @@ def _sft(size, batch, packing=False, metrics=None, **given):
 @pytest.mark.parametrize(("world", "size"), [(2, 2), (4, 2)])
 def test_sft(world, size):
     _same(_sft, world, size, digits=1e-4, gradient_accumulation_steps=3)
+
+
+def test_sft_metrics_of_a_last_batch_with_one_row():
+    _same(_sft, 2, 2, digits=1e-4, rows=9)
 
 
 def test_sft_packing():
@@ -382,21 +388,130 @@ def test_a_loss_function_gets_the_full_logits_and_labels():
 
 
 class _Stream(torch.utils.data.IterableDataset):
+    def __init__(self, count=40):
+        self.count = count
+
     def __iter__(self):
-        return iter(Rows(40))
+        return iter(Rows(self.count))
 
 
 def _stream(size, batch):
+    """The last batch of an evaluation is smaller."""
     cls, more = _class(size)
     args = arguments(per_device_train_batch_size=batch, per_device_eval_batch_size=batch)
-    trainer = cls(tiny(), args, train_dataset=_Stream(), eval_dataset=Rows(8, 1), **more)
+    trainer = cls(
+        tiny(), args, train_dataset=_Stream(), eval_dataset=_Stream(9), compute_metrics=_metrics,
+        **more,
+    )  # fmt: skip
     trainer.train()
-    return logs(trainer)
+    found = trainer.predict(_Stream(3))
+    return [*logs(trainer), {"predicted": float(np.abs(found.predictions).sum())}]
 
 
 @pytest.mark.parametrize(("world", "size"), [(2, 2), (4, 2)])
 def test_a_data_set_without_length(world, size):
     _same(_stream, world, size)
+
+
+def _own(size, batch, factor, evaluates):
+    """A class whose loss is a sum over tokens / num_items_in_batch, with its labels' weights, and
+    maybe the factor by which Trainer undoes the average over processes."""
+    from transformers import Trainer
+
+    from deepsp.integrations.transformers import sequence_parallel
+
+    class Weighted(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            inputs = dict(inputs)
+            weights = inputs.pop("weights")
+            sharded = "shift_labels" in inputs
+            labels = inputs.pop("shift_labels" if sharded else "labels")
+            if not sharded:
+                labels = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
+                weights = torch.nn.functional.pad(weights, (0, 1))[..., 1:]
+            outputs = model(**inputs, use_cache=False)
+            each = torch.nn.functional.cross_entropy(
+                outputs.logits.flatten(0, 1), labels.flatten(), reduction="none"
+            )
+            count = num_items_in_batch
+            if count is None:
+                count = (labels != -100).sum()
+            loss = (each * weights.flatten()).sum() / count
+            if factor:
+                loss = loss * self.accelerator.num_processes
+            return (loss, outputs) if return_outputs else loss
+
+    cls, more = (sequence_parallel(Weighted), _class(size)[1]) if size > 1 else (Weighted, {})
+    rows = [
+        {**row, "weights": torch.linspace(0.1, 2, LENGTH, dtype=f64) * (1 + i % 3)}
+        for i, row in enumerate(Rows(40))
+    ]
+    args = arguments(
+        per_device_train_batch_size=batch, per_device_eval_batch_size=batch,
+        remove_unused_columns=False, eval_strategy="steps" if evaluates else "no",
+    )  # fmt: skip
+    trainer = cls(tiny(dtype=f64), args, train_dataset=rows, eval_dataset=rows[:8], **more)
+    trainer.train()
+    return logs(trainer)
+
+
+@pytest.mark.parametrize(("world", "size", "factor"), [(2, 2, False), (3, 3, True), (4, 2, False)])
+def test_a_class_with_a_loss_of_its_own(world, size, factor):
+    """Whether it multiplies by the number of processes or not; its weights move as labels do."""
+    _same(_own, world, size, digits=1e-6, factor=factor, evaluates=True)
+
+
+class _Changed(Rows):
+    """Rows that are changed at random where they are read."""
+
+    def __getitem__(self, i):
+        row = dict(super().__getitem__(i))
+        row["input_ids"] = torch.where(torch.rand(LENGTH) < 0.3, 4, row["input_ids"])
+        return row
+
+
+def _alike(kind):
+    """The rows of each step, while something draws on one rank otherwise than on another."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import TrainerCallback
+
+    seen = []
+
+    class Trainer(_class(2)[0]):
+        def training_step(self, model, inputs, *args, **kwargs):
+            seen.append(inputs["input_ids"])
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    class Draws(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            torch.rand(3 * args.process_index)
+            np.random.rand(args.process_index)
+
+    given = {"train_sampling_strategy": "group_by_length", "max_steps": 8}
+    if kind == "workers":
+        given = {"dataloader_num_workers": 1, "max_steps": 3}
+        multiprocessing.current_process()._config["daemon"] = False  # it may have children
+    with launched():
+        model = tiny("gpt2" if kind == "dropout" else "llama")
+        if kind == "LoRA":
+            lora = LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.1)
+            model = get_peft_model(model, lora)
+        args = arguments(eval_strategy="no", per_device_train_batch_size=4, **given)
+        data = _Changed(16) if kind == "workers" else Rows(16)
+        trainer = Trainer(
+            model, args, train_dataset=data, sequence_parallel_size=2,
+            callbacks=[Draws()] if kind == "callback" else [],
+        )  # fmt: skip
+        trainer.train()
+    return torch.stack(seen)
+
+
+@pytest.mark.parametrize("kind", ["LoRA", "dropout", "callback", "workers"])
+def test_ranks_of_a_group_have_the_same_rows(kind):
+    rows = on_ranks(2 if kind == "workers" else 4, _alike, kind)
+    assert torch.equal(rows[0], rows[1]) and len(rows[0]) >= 3
+    if kind != "workers":
+        assert torch.equal(rows[2], rows[3]) and not torch.equal(rows[0], rows[2])
 
 
 def _refusals():
@@ -428,6 +543,17 @@ def _refusals():
             loss = super().compute_loss(model, inputs, False, num_items_in_batch)
             return loss + 1e-6 * sum(p.pow(2).sum() for p in model.parameters())
 
+    class Evaluates(Trainer):
+        """Another loss in evaluation."""
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+            loss = outputs.loss
+            if not model.training:
+                labels = inputs["shift_labels"].flatten()
+                loss = torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels)
+            return (loss, outputs) if return_outputs else loss
+
     class Few(Rows):
         def __getitem__(self, i):
             return {name: x[:1] for name, x in super().__getitem__(i).items()}
@@ -440,13 +566,32 @@ def _refusals():
         cls=SequenceParallelTrainer, model=None, size=2, config=None, without_logits=False,
         data=None, collator=None, **given,
     ):  # fmt: skip
-        args = arguments(config, eval_strategy="no", **given)
+        args = arguments(config, **{"eval_strategy": "no", **given})
         model = tiny() if model is None else model
         data, more = Rows(40) if data is None else data, {"data_collator": collator}
+        evaluated = Rows(4)
         if config is SFTConfig:
             data, more = lists(8), {"processing_class": tokenizer()}
+            evaluated = None
         more |= {"sequence_parallel_size": size, "without_logits": without_logits}
-        return cls(model, args, train_dataset=data, **more)
+        return cls(model, args, train_dataset=data, eval_dataset=evaluated, **more)
+
+    class Others(Rows):
+        """Rows of each process's own, from the second epoch on."""
+
+        read = 0
+
+        def __getitem__(self, i):
+            self.read += 1
+            return super().__getitem__((i + (self.read > 16) * torch.distributed.get_rank()) % 16)
+
+    from peft import PromptTuningConfig, get_peft_model
+    from trl import DPOTrainer
+    from trl.experimental.kto import KTOTrainer
+
+    tuning = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    skipping = tiny()
+    skipping.model.layerdrop = 0.1
 
     small = BertConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
                        intermediate_size=32)  # fmt: skip
@@ -455,13 +600,25 @@ def _refusals():
         (lambda: trainer(size=3), r"a divisor of 2, the number of processes, got 3"),
         (lambda: trainer(size=None), r"a divisor of 2, the number of processes, got None"),
         (lambda: trainer(model=AutoModelForSequenceClassification.from_config(small)),
-         r"a causal language model of transformers, got BertForSequenceClassification"),
+         r"a causal .*, got BertForSequenceClassification; .* try the compile pass, torch.compile"),
         (lambda: trainer(model=AutoModelForTokenClassification.from_config(small)),
          r"a causal language model of transformers, got BertForTokenClassification"),
         (lambda: trainer(model=bloom), r"BloomForCausalLM"),
         (lambda: trainer(sequence_parallel(Mean)).train(),
          r"compute_loss of Mean to return a sum over tokens divided by num_items_in_batch"),
-        (lambda: trainer(sequence_parallel(Shifts)).train(), r"labels"),
+        (lambda: trainer(sequence_parallel(Shifts)).train(), r"a local batch has 'shift_labels'"),
+        (lambda: trainer(sequence_parallel(Evaluates), eval_strategy="steps", eval_steps=1).train(),
+         r"compute_loss of Evaluates to return a sum over tokens divided by num_items_in_batch"),
+        (lambda: trainer(data=Others(16), max_steps=9).train(),
+         r"batch\['input_ids'\] of rank 1 is not that of rank 0. Something deals rows to proc"),
+        (lambda: trainer(train_sampling_strategy="batch_rebalance"),
+         r"train_sampling_strategy other than 'batch_rebalance', which deals"),
+        (lambda: trainer(accelerator_config={"dispatch_batches": True}), r"dispatch_batches=False"),
+        (lambda: trainer(model=get_peft_model(tiny(), tuning)),
+         r"adapters within the model's layers, .*, got PromptTuningConfig: .*; use LoRA"),
+        (lambda: trainer(model=skipping), r"layerdrop of LlamaForCausalLM to be 0, .*, got 0.1"),
+        (lambda: sequence_parallel(DPOTrainer), r"got DPOTrainer: DPOTrainer of TRL calls its mod"),
+        (lambda: sequence_parallel(type("Mine", (KTOTrainer,), {})), r"got Mine: KTOTrainer of"),
         (lambda: trainer(sequence_parallel(Adds)).train(), r"compute_loss of Adds to return a sum"),
         (lambda: trainer(data=Few(40)).train(), r"batches of at least 2 tokens, .*, got 1; pad"),
         (lambda: trainer(neftune_noise_alpha=5.0), r"neftune_noise_alpha=None"),

@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch import nn
+from accelerate.scheduler import AcceleratedScheduler
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader
 
-from deepsp.data import shard_batch
+from deepsp.data import split_batch, unshard
+from deepsp.digest import device_of, digest_of, first_difference
+from deepsp.groups import member_of, objects_on_all_ranks
+from deepsp.randomness import align, around_forward
+
+ADVICE = (
+    "Something deals rows to processes instead of groups that share a sequence, or draws other "
+    "random numbers on each process: leave DistributedSampler out, give samplers, data sets and "
+    "collators generators that are seeded alike on all ranks of a group, and draw none on one rank "
+    "alone, such as in a callback of rank 0"
+)
+"""What to do about different batches where accelerate deals out the data."""
+
+_BACKWARDS = 2  # calls of backward that are checked
 
 
 def prepare(
-    accelerator: Accelerator, *objects: Any, sequence_parallel_size: int, chunks: int = 1
+    accelerator: Accelerator,
+    *objects: Any,
+    sequence_parallel_size: int,
+    chunks: int = 1,
+    shift: Sequence[str] | None = None,
 ) -> Any:
     """``accelerator.prepare(*objects)`` for sharded sequences.
 
@@ -36,21 +57,28 @@ def prepare(
     its gradients are scaled for wrappers that average over all ranks, as accelerate's do (DDP,
     FSDP2, DeepSpeed).
 
+    From then on the accelerator counts groups: ``num_processes`` is their number, schedulers take
+    as many steps, and ``gather``, ``gather_for_metrics``, ``pad_across_processes`` and ``reduce``
+    take what the ranks of a group have alike once, and what has an entry for each local token
+    [B, S_r, ...] put together. They raise for what differs within a group otherwise: a sum over
+    this rank's tokens. ``prepare`` and ``skip_first_batches`` of the accelerator wrap loaders, too.
+
     Args:
         accelerator: made without a ``parallelism_config`` of its own.
         objects: models, optimizers, loaders, schedulers, as ``accelerator.prepare`` takes them.
         sequence_parallel_size: the number of ranks that share each batch, a divisor of the number
             of processes. 1: ``accelerator.prepare`` alone.
         chunks: as in :func:`deepsp.distributed_attention`.
+        shift: as in :func:`deepsp.shard_batch`.
 
     Returns:
         What ``accelerator.prepare`` returns, loaders wrapped.
 
     Raises:
-        ValueError: the size isn't a divisor; the accelerator has a parallelism config; a model
-            isn't one of transformers for causal language modeling, or computes something over
-            tokens that isn't attention through deepsp
-            (:func:`deepsp.integrations.transformers.check`). The loader raises what
+        ValueError: the size isn't a divisor; the accelerator has a parallelism config, dispatches
+            batches, or doesn't give data ranks equally many; a model isn't one of transformers for
+            causal language modeling, or computes something over tokens that isn't attention
+            through deepsp (:func:`deepsp.integrations.transformers.check`). The loader raises what
             :func:`deepsp.shard_batch` does.
     """
     if not isinstance(accelerator, Accelerator):
@@ -58,27 +86,20 @@ def prepare(
             f"expected accelerator to be an Accelerator, got {type(accelerator).__name__}; pass it "
             "first, prepare(accelerator, model, ...)"
         )
-    group = share_batches(accelerator, sequence_parallel_size)
-    if group is None:
-        return accelerator.prepare(*objects)
-    for model in objects:
-        if isinstance(model, nn.Module):
-            from deepsp.integrations.transformers import use_in
-
-            if hasattr(model, "module"):
-                raise ValueError(
-                    f"expected a model that isn't prepared yet, got {type(model).__name__}; pass "
-                    "it to this prepare() in place of accelerator.prepare()"
-                )
-            base = model.get_base_model() if hasattr(model, "get_base_model") else model
-            use_in(base, group, chunks)
-    prepared = accelerator.prepare(*objects)
-    several = len(objects) > 1
-    found = [
-        _Sharded(x, group) if isinstance(x, DataLoader) else x
-        for x in (prepared if several else [prepared])
-    ]
-    return tuple(found) if several else found[0]
+    if isinstance(accelerator, _OfGroups) and accelerator.sequence_size != sequence_parallel_size:
+        raise ValueError(
+            f"expected sequence_parallel_size={accelerator.sequence_size}, with which this "
+            f"accelerator has prepared before, got {sequence_parallel_size}; pass that"
+        )
+    if not isinstance(accelerator, _OfGroups):
+        group = share_batches(accelerator, sequence_parallel_size)
+        if group is None:
+            return accelerator.prepare(*objects)
+        name = f"SequenceParallel{type(accelerator).__name__}"
+        accelerator.__class__ = type(name, (_OfGroups, type(accelerator)), {})
+        accelerator.sequence_group, accelerator.sequence_size = group, sequence_parallel_size
+    accelerator.sequence_chunks, accelerator.shifted = chunks, shift
+    return accelerator.prepare(*objects)
 
 
 def share_batches(accelerator: Accelerator, size: int | None) -> dist.ProcessGroup | None:
@@ -94,7 +115,14 @@ def share_batches(accelerator: Accelerator, size: int | None) -> dist.ProcessGro
             f"accelerate would shard attention itself, got {accelerator.parallelism_config}; pass "
             "sequence_parallel_size only"
         )
-    world = accelerator.num_processes
+    world = accelerator.state.num_processes
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1 < launched:
+        raise ValueError(
+            f"expected {launched} processes, as many as were launched, but accelerate has made no "
+            "process group, since there is no GPU and it wasn't told to use the CPU; pass "
+            "Accelerator(cpu=True), or use_cpu=True in TrainingArguments"
+        )
     if not isinstance(size, int) or size < 1 or world % size:
         raise ValueError(
             f"expected sequence_parallel_size to be a divisor of {world}, the number of processes, "
@@ -104,6 +132,17 @@ def share_batches(accelerator: Accelerator, size: int | None) -> dist.ProcessGro
         )
     if size == 1:
         return None
+    if accelerator.dispatch_batches:
+        raise ValueError(
+            "expected dispatch_batches=False, got True, with which accelerate deals batches to "
+            "processes instead of groups that share a sequence; leave it out: each rank of a group "
+            "reads the same rows itself"
+        )
+    if not accelerator.even_batches and world > size:
+        raise ValueError(
+            "expected even_batches=True with several groups, got False: groups with fewer batches "
+            "would leave the others waiting; leave it out"
+        )
     # By these names accelerate's loaders know ranks that get the same batches, under DDP, FSDP and
     # DeepSpeed alike.
     mesh = dist.init_device_mesh(
@@ -115,18 +154,178 @@ def share_batches(accelerator: Accelerator, size: int | None) -> dist.ProcessGro
     return mesh["tp"].get_group()
 
 
+class LocalBatch(dict):
+    """A local batch, which says what has become of its labels."""
+
+    def __missing__(self, key: str) -> Any:
+        if key == "labels" and "shift_labels" in self:
+            key = (
+                "labels: a local batch has 'shift_labels' in their place, the token that each "
+                "token is to predict; read those, and don't shift them again"
+            )
+        raise KeyError(key)
+
+    def pop(self, key: str, *default: Any) -> Any:
+        return self[key] if key not in self and not default else super().pop(key, *default)
+
+
 class _Sharded:
     """A loader whose batches are local. All else is the loader's."""
 
-    def __init__(self, loader: DataLoader, group: dist.ProcessGroup):
-        self._loader, self._group = loader, group
+    def __init__(self, loader: DataLoader, accelerator: _OfGroups):
+        self._loader, self._accelerator = loader, accelerator
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        group = self._accelerator.sequence_group
+        align(member_of(group))  # samplers and workers draw the same on all ranks of the group
         for batch in self._loader:
-            yield shard_batch(batch, self._group)[0]
+            local, lens = split_batch(batch, group, ADVICE, shift=self._accelerator.shifted)
+            self._accelerator.sequence_lens = lens
+            yield LocalBatch(local)
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
+
+
+class _Scheduler(AcceleratedScheduler):
+    """Takes a step for each group that has trained on a batch, instead of for each process."""
+
+    groups: int
+
+    def step(self, *args, **kwargs):
+        self.split_batches = True  # one step in each call
+        trained = self.step_with_optimizer and self.gradient_state.sync_gradients
+        for _ in range(self.groups if trained else 1):
+            total = getattr(self.scheduler, "total_steps", None)
+            if not trained or total is None or self.scheduler._step_count <= total:
+                super().step(*args, **kwargs)
+
+
+class _OfGroups:
+    """What :func:`prepare` puts before the class of an accelerator."""
+
+    sequence_group: dist.ProcessGroup
+    sequence_size: int
+    sequence_chunks: int
+    sequence_lens: Sequence[int] = ()
+    """The tokens of each rank in the batch that a loader has yielded last."""
+    shifted: Sequence[str] | None
+    _preparing = False
+    _backwards = 0
+
+    @property
+    def num_processes(self) -> int:
+        # What prepares for DDP, FSDP and DeepSpeed counts processes.
+        return self.state.num_processes // (1 if self._preparing else self.sequence_size)
+
+    @property
+    def is_last_process(self) -> bool:
+        return self.state.is_last_process
+
+    # ---- what is prepared
+
+    def prepare(self, *objects: Any, **kwargs: Any) -> Any:
+        from deepsp.integrations.transformers import base_of, use_in
+
+        for model in objects:
+            if isinstance(model, nn.Module):
+                if hasattr(model, "module"):
+                    raise ValueError(
+                        f"expected a model that isn't prepared yet, got {type(model).__name__}; "
+                        "pass it to this prepare() in place of accelerator.prepare()"
+                    )
+                use_in(base_of(model), self.sequence_group, self.sequence_chunks)
+        self._preparing = True
+        try:
+            prepared = super().prepare(*objects, **kwargs)
+        finally:
+            self._preparing = False
+        for model in prepared if len(objects) > 1 else [prepared]:
+            if isinstance(model, nn.Module):
+                around_forward(model, member_of(self.sequence_group))
+        return prepared
+
+    def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
+        return _Sharded(super().prepare_data_loader(*args, **kwargs), self)
+
+    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        prepared = super().prepare_scheduler(scheduler)
+        if type(prepared) is AcceleratedScheduler and not prepared.split_batches:
+            prepared.__class__ = _Scheduler
+            prepared.groups = self.state.num_processes // self.sequence_size
+        return prepared
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        loader = dataloader._loader if isinstance(dataloader, _Sharded) else dataloader
+        return _Sharded(super().skip_first_batches(loader, num_batches), self)
+
+    # ---- what is gathered
+
+    def gather(self, tensor: Any) -> Any:
+        def once(x: Tensor) -> Tensor:
+            rows = x.unflatten(0, (self.state.num_processes, -1))
+            return rows[:: self.sequence_size].flatten(0, 1)
+
+        return tree_map_only(Tensor, once, super().gather(self._of_group(tensor, "gather")))
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        if use_gather_object or not all(isinstance(x, Tensor) for x in tree_leaves(input_data)):
+            raise ValueError(
+                "expected gather_for_metrics of tensors, since ranks of a group have the same "
+                "objects, got objects; gather tensors"
+            )
+        return super().gather_for_metrics(input_data)
+
+    def pad_across_processes(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        full = self._of_group(tensor, "pad_across_processes")
+        return super().pad_across_processes(full, *args, **kwargs)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        if reduction not in ("sum", "mean", "max"):
+            return super().reduce(tensor, reduction, scale)
+        kinds = {"sum": torch.sum, "mean": torch.mean, "max": torch.amax}
+        every = self.gather(tree_map_only(Tensor, lambda x: x.unsqueeze(0), tensor))
+        return tree_map_only(Tensor, lambda x: kinds[reduction](x, 0), every)
+
+    def _of_group(self, tensors: Any, name: str) -> Any:
+        """What the ranks of a group have alike, and full tensors of what has local tokens."""
+        rank, _, _ = member = member_of(self.sequence_group)
+        lens = self.sequence_lens
+        leaves = [x for x in tree_leaves(tensors) if isinstance(x, Tensor)]
+        mine = [
+            (len(lens) > 0 and x.dim() > 1 and x.size(1) == lens[rank], digest_of("", x),
+             x.numel() == 1 and not x.is_floating_point())
+            for x in leaves
+        ]  # fmt: skip
+        every = objects_on_all_ranks(mine, member, device_of(member))
+        if any(len(said) != len(mine) for said in every):
+            raise ValueError(f"expected {name} of equally many tensors on all ranks of a group")
+        found = {}
+        for x, said in zip(leaves, zip(*every, strict=True), strict=True):
+            by_token, numbers, counts = zip(*said, strict=True)
+            if all(by_token):
+                found[x] = unshard(x, 1, self.sequence_group, lens)
+            elif any(counts) or len(set(numbers)) > 1:
+                raise ValueError(
+                    f"expected {name} of what all ranks of a group have alike, or of [B, S_r, ...] "
+                    f"with an entry for each local token, got {x.dtype} of shape {tuple(x.shape)}, "
+                    "which is of this rank's tokens; sum it over all ranks by deepsp.all_reduce(x, "
+                    "grad='replicated'). (An integer that all have alike: pass it as a float)"
+                )
+        return tree_map_only(Tensor, lambda x: found.get(x, x), tensors)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        if self._backwards < _BACKWARDS:
+            self._backwards += 1
+            member = member_of(self.sequence_group)
+            if first_difference([("", loss.detach())], member) is not None:
+                raise ValueError(
+                    "expected the loss of the full sequence in backward, the same number on all "
+                    "ranks of a group, got different ones: it is that of this rank's tokens; use "
+                    "model(**batch).loss, or deepsp.cross_entropy(logits, batch['shift_labels'], "
+                    "group, average_gradients=True)"
+                )
+        super().backward(loss, **kwargs)

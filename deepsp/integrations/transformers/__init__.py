@@ -122,6 +122,22 @@ def register(
     calls.notice(name, OwnLoss(member, average_gradients))
 
 
+def base_of(model):
+    """The model of transformers that PEFT has adapters around, or ``model`` itself.
+
+    Raises:
+        ValueError: PEFT puts tokens of its own before each rank's (prompt tuning).
+    """
+    config = getattr(model, "active_peft_config", None)
+    if getattr(config, "is_prompt_learning", False):
+        raise ValueError(
+            "expected adapters within the model's layers, such as LoRA, got "
+            f"{type(config).__name__}: prompt tuning puts tokens of its own before the tokens of "
+            "each rank, instead of once before the sequence; use LoRA"
+        )
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def use_in(model, group: Group, chunks: int = 1) -> None:
     """Gives a causal language model attention over ``group`` and the loss of full sequences, for
     wrappers that average gradients over all ranks; checks it. Attention other than "sdpa" and
@@ -136,9 +152,11 @@ def use_in(model, group: Group, chunks: int = 1) -> None:
     if not isinstance(model, PreTrainedModel) or model.loss_function is not ForCausalLMLoss:
         raise ValueError(
             "expected model to be a causal language model of transformers, got "
-            f"{type(model).__name__}; for another one, use deepsp.shard_batch and a loss of deepsp "
-            "in a training loop"
+            f"{type(model).__name__}; for another one, try the compile pass, torch.compile(model, "
+            "backend='deepsp'), or deepsp.shard_batch and a loss of deepsp, in a training loop of "
+            "your own"
         )
+    calls.check_layerdrop(model)
     # What the model was loaded with goes on computing its attention.
     given = model.config._attn_implementation
     core = "auto" if given in ("sdpa", "eager", *ours()) else given

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from deepsp import data
+from deepsp.groups import member_of
 from deepsp.integrations.transformers.check import CALLED, CHECKED, check, implementations
 from deepsp.integrations.transformers.own_loss import OwnLoss, computing
+from deepsp.randomness import randomness_of_a_model
 
 _names: dict[str, OwnLoss] = {}
 """Under which names attention of ours is registered, so that a call finds out soon, and what is the
@@ -90,18 +92,26 @@ def _call(self, *args, **kwargs):
         # Compiled code breaks off here once, and attention breaks it off anyway.
         if getattr(self, CHECKED, None) != name:
             _first(self)
-        if getattr(self, CALLED, False):
-            _check_arguments(self, args, kwargs)
-            if kwargs.get("shift_labels") is not None:
-                # Models compute a loss for labels, and pass shift_labels on to it.
-                kwargs["labels"] = kwargs["shift_labels"]
-                if getattr(self.config, "use_cache", False):
-                    kwargs.setdefault("use_cache", False)  # it would hold this rank's tokens only
-                with computing(self, loss):
-                    return nn.Module.__call__(self, *args, **kwargs)
-    elif not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
+            with randomness_of_a_model(member_of(loss.group)):
+                return _run(self, loss, args, kwargs)
+        return _run(self, loss, args, kwargs)
+    if not torch.compiler.is_compiling():
         _check_alone(self, args, kwargs)
     return nn.Module.__call__(self, *args, **kwargs)
+
+
+def _run(model: nn.Module, loss: OwnLoss, args: tuple, kwargs: dict[str, Any]) -> Any:
+    if getattr(model, CALLED, False):
+        _check_arguments(model, args, kwargs)
+        if getattr(model.config, "use_cache", False):
+            kwargs.setdefault("use_cache", False)  # it would hold this rank's tokens only
+        if kwargs.get("shift_labels") is not None:
+            # Models compute a loss for labels, and pass shift_labels on to it.
+            kwargs["labels"] = kwargs["shift_labels"]
+            with computing(model, loss):
+                return nn.Module.__call__(model, *args, **kwargs)
+    return nn.Module.__call__(model, *args, **kwargs)
 
 
 def ensure_checked(model: nn.Module) -> None:
@@ -110,8 +120,22 @@ def ensure_checked(model: nn.Module) -> None:
         _first(model)
 
 
+def check_layerdrop(model: nn.Module) -> None:
+    """Raises where a model skips layers at random: ranks would skip others, and wait for ever."""
+    for name, module in model.named_modules():
+        rate = getattr(module, "layerdrop", 0)
+        if isinstance(rate, (int, float)) and rate > 0:
+            raise ValueError(
+                f"expected layerdrop of {type(model).__name__} to be 0, since each rank draws its "
+                f"own random numbers and would skip other layers, got {rate} in "
+                f"{name or type(module).__name__}; set {name + '.' if name else ''}layerdrop = 0 "
+                "on the model"
+            )
+
+
 @torch.compiler.disable
 def _first(model: nn.Module) -> None:
+    check_layerdrop(model)
     if implementations(model) and not any(p.is_meta for p in model.parameters()):
         check(model)
 

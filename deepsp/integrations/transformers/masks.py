@@ -16,6 +16,7 @@ from deepsp.integrations.transformers.patterns import (
     with_documents,
     without_documents,
 )
+from deepsp.same_batch import carried, compare_carried
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,10 @@ class Masks:
         width = -1 if self.padding is None else self.padding.size(-1)
         # Compared before anything of those sizes is sent.
         known = int(data.are_handed_out(positions))
-        said = [query.size(2), key.size(2), width, positions.size(0), known]
+        said = [query.size(2), key.size(2), width, positions.size(0), known, carried(member)]
         everyone = on_all_ranks(said, member, query.device)
-        lens, key_lens, widths, rows, made = map(list, zip(*everyone, strict=True))
+        lens, key_lens, widths, rows, made, batches = map(list, zip(*everyone, strict=True))
+        compare_carried(batches, member)
         length = sum(lens)
         if key_lens != lens:
             raise ValueError(

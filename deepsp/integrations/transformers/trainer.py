@@ -15,6 +15,8 @@ Nothing here touches the accelerator's own context parallelism, which would repl
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,16 +26,20 @@ import torch.nn.functional as F
 from accelerate import DistributedType
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import seed_worker
 
-from deepsp.data import shard_batch, unshard
+from deepsp.data import split_batch, unshard
 from deepsp.groups import member_of, on_all_ranks
-from deepsp.integrations.accelerate import share_batches
-from deepsp.integrations.transformers import use_in
+from deepsp.integrations.accelerate import ADVICE, LocalBatch, share_batches
+from deepsp.integrations.transformers import base_of, use_in
 from deepsp.integrations.transformers.causal_lm import causal_lm_loss
-from deepsp.integrations.transformers.own_loss import LocalLoss, computing
+from deepsp.integrations.transformers.class_loss import OneProcess, class_loss
+from deepsp.integrations.transformers.evaluation import Evaluation
 from deepsp.loss import cross_entropy
+from deepsp.randomness import align, randomness_of_a_model
 
+_OF_TRL = ("SFTTrainer", "_BaseTrainer", "BaseTrainer")
 _DDP = [x for x in DistributedType if x.name.startswith("MULTI_")]
 
 
@@ -82,11 +88,19 @@ def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
         )
     if issubclass(trainer_class, _SequenceParallel):
         return trainer_class
+    for cls in trainer_class.__mro__:
+        if cls.__module__.split(".")[0] == "trl" and cls.__name__ not in _OF_TRL:
+            raise ValueError(
+                "expected trainer_class to be transformers' Trainer, TRL's SFTTrainer or a "
+                f"subclass of these, got {trainer_class.__name__}: {cls.__name__} of TRL calls its "
+                "model in ways that aren't supported over sharded sequences; write its loss in a "
+                "loop of your own, with deepsp.token_log_probs"
+            )
     name = f"SequenceParallel{trainer_class.__name__}"
     return type(name, (_SequenceParallel, trainer_class), {"__doc__": sequence_parallel.__doc__})
 
 
-class _SequenceParallel:
+class _SequenceParallel(Evaluation):
     """What :func:`sequence_parallel` puts before a class of trainers."""
 
     def __init__(
@@ -100,6 +114,7 @@ class _SequenceParallel:
         super().__init__(*args, **kwargs)
         if self._size > 1:
             self._prepare_model()
+            self.add_callback(_AlikeGenerators(self._member))
 
     # ---- ranks
 
@@ -119,6 +134,9 @@ class _SequenceParallel:
         super().create_accelerator_and_postprocess()
         self._group = share_batches(self.accelerator, self._asked_size)
         self._size = 1 if self._group is None else self._asked_size
+        if self._size > 1:
+            self._member = member_of(self._group)
+            self._groups = self.accelerator.num_processes // self._size
 
     def get_cp_size(self) -> int:
         # As many ranks have the same batch. transformers counts tokens and batches by it.
@@ -127,6 +145,12 @@ class _SequenceParallel:
     # ---- the model
 
     def _prepare_model(self) -> None:
+        if getattr(self.args, "train_sampling_strategy", "") == "batch_rebalance":
+            raise ValueError(
+                "expected a train_sampling_strategy other than 'batch_rebalance', which deals "
+                "batches to processes instead of groups that share a sequence; use "
+                "'group_by_length'"
+            )
         if getattr(self.args, "predict_with_generate", False):
             raise ValueError(
                 "expected predict_with_generate=False: a cache would hold one rank's tokens only; "
@@ -174,8 +198,7 @@ class _SequenceParallel:
         return super()._wrap_model(model, training, dataloader)
 
     def _base_model(self) -> nn.Module:
-        model = self.accelerator.unwrap_model(self.model)
-        return model.get_base_model() if hasattr(model, "get_base_model") else model
+        return base_of(self.accelerator.unwrap_model(self.model))
 
     def _loss_class(self) -> type[Trainer]:
         """The class whose ``compute_loss`` comes after ours."""
@@ -185,6 +208,18 @@ class _SequenceParallel:
 
     def _has_own_loss(self) -> bool:
         return self._loss_class() is not Trainer
+
+    # ---- data
+
+    def _get_dataloader(self, *args, **kwargs):
+        loader = super()._get_dataloader(*args, **kwargs)
+        seed = getattr(loader, "worker_init_fn", None)
+        if self._size > 1 and isinstance(seed, functools.partial) and seed.func is seed_worker:
+            # By process: workers of a group would read other rows, or change them otherwise.
+            rank = seed.keywords["rank"] // self._size
+            seed = functools.partial(seed_worker, **{**seed.keywords, "rank": rank})
+            loader.base_dataloader.worker_init_fn = seed
+        return loader
 
     # ---- the loss
 
@@ -202,6 +237,10 @@ class _SequenceParallel:
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if self._size == 1:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        with randomness_of_a_model(self._member, self.args.device):
+            return self._compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def _compute_loss(self, model, inputs, return_outputs, num_items_in_batch):
         local, seq_lens = self._shard(inputs)
         labels = local.get("shift_labels")
         if labels is None:
@@ -216,13 +255,13 @@ class _SequenceParallel:
         elif num_items_in_batch is None and own:
             num_items_in_batch = self._count(labels, self._group)
             if averaged:
-                num_items_in_batch *= self.accelerator.num_processes // self._size
+                num_items_in_batch *= self._groups
         if own:
             loss, outputs = self._theirs(model, local, num_items_in_batch, return_outputs)
         else:
             loss, outputs = self._ours(model, inputs, local, seq_lens, num_items_in_batch)
         if not model.training:
-            loss = self._over_all(loss)
+            loss = self._over_all(loss, own)
         if self._returns_outputs and self.compute_loss_func is None:
             outputs = self._gathered(outputs, seq_lens)
         return (loss, outputs) if return_outputs else loss
@@ -233,12 +272,12 @@ class _SequenceParallel:
         everyone = on_all_ranks([int((labels != -100).sum())], group, labels.device)
         return labels.new_tensor(sum(n for (n,) in everyone))
 
-    def _over_all(self, loss: Tensor) -> Tensor:
-        """In evaluation, what one process has for the batches of all data ranks."""
+    def _over_all(self, loss: Tensor, own: bool) -> Tensor:
+        """In evaluation, what one process has for the batches of all data ranks. ``own``: the loss
+        is that of a rank's tokens."""
         rank, size, name = member_of(None)
         loss = torch.ops.deepsp.all_reduce(loss.detach(), "replicated", rank, size, name)
-        averaged = self.args.average_tokens_across_devices or not self._has_own_loss()
-        return loss / self.accelerator.num_processes if averaged else loss
+        return loss if own else loss / size
 
     def _shard(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]]:
         batch = dict(inputs)
@@ -246,13 +285,21 @@ class _SequenceParallel:
         if labels is not None and batch.get("shift_labels") is None:
             # As transformers shifts them: documents of a row end where its collators say so.
             batch["shift_labels"] = F.pad(labels, (0, 1), value=-100)[..., 1:]
-        local, seq_lens = shard_batch(batch, self._group)
+            for name, x in batch.items():
+                if name not in self._inputs and isinstance(x, Tensor) and x.shape == labels.shape:
+                    batch[name] = F.pad(x, (0, 1))[..., 1:]  # a weight of each label, say
+        local, seq_lens = split_batch(batch, self._group, ADVICE)
         if 0 in seq_lens:
             raise ValueError(
                 f"expected batches of at least {self._size} tokens, one for each rank of a group, "
                 f"got {sum(seq_lens)}; pad them, or drop such samples"
             )
-        return local, seq_lens
+        return LocalBatch(local), seq_lens
+
+    @functools.cached_property
+    def _inputs(self) -> set[str]:
+        """What belongs to the inputs of a batch, and not to its labels."""
+        return {"shift_labels", *inspect.signature(self._base_model().forward).parameters}
 
     def _ours(self, model, inputs, local, seq_lens, num_items_in_batch):
         """The loss of a model that returns logits."""
@@ -278,44 +325,35 @@ class _SequenceParallel:
         if counted and self.compute_loss_func is None:
             loss = loss / num_items_in_batch
         if counted and (self.args.average_tokens_across_devices or not model.training):
-            loss = loss * (self.accelerator.num_processes // self._size)
+            loss = loss * self._groups
         return loss, outputs
 
     def _theirs(self, model, local, num_items_in_batch, return_outputs):
-        """The loss of a class that computes it itself: a sum over the local tokens, divided by the
-        number of all."""
-        count = torch.as_tensor(num_items_in_batch, dtype=torch.float32, device=self.args.device)
-        if model.training:
-            count = count.detach().requires_grad_()  # so that its part in the loss can be seen
+        """The loss of a class that computes it itself."""
         if hasattr(self, "_tp_size"):
             # SFTTrainer divides by it what it counts over all processes, of full masks only.
             self._tp_size = self._size if "attention_mask" in local else 1
-        # In evaluation, a class may call its model for the logits only, and drop that loss.
-        with computing(self._base_model(), LocalLoss(None if model.training else count)):
-            found = super().compute_loss(model, local, return_outputs, count)
-        loss, outputs = found if return_outputs else (found, None)
+
+        def compute(count):
+            accelerator, self.accelerator = self.accelerator, OneProcess(self.accelerator)
+            try:
+                return super(_SequenceParallel, self).compute_loss(
+                    model, local, return_outputs, count
+                )
+            finally:
+                self.accelerator = accelerator
+
+        name, device = self._loss_class().__name__, self.args.device
+        loss, outputs = class_loss(
+            *(compute, num_items_in_batch, model, self._base_model(), self._group, name, device)
+        )
         if not model.training:
             return loss, outputs
-        if count > 0:
-            self._check_loss(loss, count)
-        rank, size, name = member_of(self._group)
-        # A class that averages tokens has a share of the loss here, times all processes.
-        averaged = self.args.average_tokens_across_devices
-        loss = torch.ops.deepsp.scale_gradient(loss / size if averaged else loss, float(size))
-        loss = torch.ops.deepsp.all_reduce(loss, "replicated", rank, size, name)
-        return loss, outputs
-
-    def _check_loss(self, loss: Tensor, count: Tensor) -> None:
-        """Raises unless ``loss`` is a sum / ``count``: the mean of a rank's own tokens isn't."""
-        (slope,) = torch.autograd.grad(loss, count, retain_graph=True, allow_unused=True)
-        wrong = slope is None or not torch.allclose(-slope * count, loss.float(), rtol=1e-5)
-        if any(n for (n,) in on_all_ranks([int(wrong)], self._group, self.args.device)):
-            raise ValueError(
-                f"expected compute_loss of {self._loss_class().__name__} to return a sum over "
-                "tokens divided by num_items_in_batch, got a loss that isn't proportional to "
-                "1 / num_items_in_batch; each rank has other tokens, so a mean of means, or a term "
-                "that isn't divided, would be wrong"
-            )
+        rank, size, name = self._member
+        if self.args.average_tokens_across_devices:
+            loss = loss * self._groups  # whose losses are averaged
+        loss = torch.ops.deepsp.scale_gradient(loss, float(size))
+        return torch.ops.deepsp.all_reduce(loss, "replicated", rank, size, name), outputs
 
     def _gathered(self, outputs, seq_lens: list[int]):
         """Outputs of the full sequence."""
@@ -327,67 +365,6 @@ class _SequenceParallel:
 
         return tree_map_only(Tensor, gather, outputs)
 
-    # ---- evaluation
-
-    _returns_outputs = False
-
-    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        if self._size == 1:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        if any(inputs.get(name) is not None for name in self.label_names):
-            inputs = self._without_repeats(inputs)
-            self._returns_outputs = not prediction_loss_only
-            try:
-                return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-            finally:
-                self._returns_outputs = False
-        with torch.no_grad(), self.compute_loss_context_manager():
-            local, seq_lens = self._shard(self._prepare_inputs(inputs))
-            outputs = model(**local, use_cache=False)
-            if prediction_loss_only:
-                return None, None, None
-            return None, self._gathered(outputs, seq_lens)["logits"].detach(), None
-
-    def _without_repeats(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Loaders fill the last batches of an epoch with samples from its begin, which evaluation
-        drops from metrics: their labels don't count in the loss, either."""
-        state = self.accelerator.gradient_state
-        if not state.end_of_dataloader or state.remainder <= 0:
-            return inputs
-        inputs = dict(inputs)
-        for name in ("labels", "shift_labels"):
-            if isinstance(inputs.get(name), Tensor):
-                labels = inputs[name].clone()
-                first = self.accelerator.process_index // self._size * len(labels)
-                labels[max(0, state.remainder - first) :] = -100
-                inputs[name] = labels
-        return inputs
-
-    @property
-    def gather_function(self):
-        """What evaluation gathers losses, logits and labels with: the ranks of a group have the
-        same, which count once."""
-        if getattr(self, "_size", 1) == 1:
-            return self._gather_function
-        return self._gather_once
-
-    @gather_function.setter
-    def gather_function(self, function) -> None:
-        self._gather_function = function
-
-    def _gather_once(self, tensors):
-        accelerator = self.accelerator
-        everyone, processes = accelerator.gather, accelerator.num_processes
-
-        def once(x: Tensor) -> Tensor:
-            return x.unflatten(0, (processes, -1))[:: self._size].flatten(0, 1)
-
-        accelerator.gather = lambda x: tree_map_only(Tensor, once, everyone(x))
-        try:
-            return self._gather_function(tensors)
-        finally:
-            del accelerator.gather
-
     # ---- counts
 
     def _track_num_input_tokens(self, inputs) -> None:
@@ -398,6 +375,16 @@ class _SequenceParallel:
 
     def floating_point_ops(self, inputs):
         return super().floating_point_ops(inputs) / self._size
+
+
+class _AlikeGenerators(TrainerCallback):
+    """Samplers of an epoch draw the same on all ranks of a group, whatever one of them drew."""
+
+    def __init__(self, member):
+        self._member = member
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        align(self._member)
 
 
 class SequenceParallelTrainer(_SequenceParallel, Trainer):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from deepsp.digest import Digest, device_of, difference, digests
+from deepsp.digest import device_of, difference, digest_of, digests
 from deepsp.groups import Member
 from deepsp.schedule.flow.values import tensors_in
 
@@ -28,7 +28,6 @@ class Alike:
 
     def __init__(self, member: Member):
         self.member = member
-        self._digest = Digest()
         self._said: list[tuple[str, int]] = []
         self._floats: list[tuple[str, float, Tensor]] = []  # name, rounding, sums and norm
 
@@ -40,9 +39,9 @@ class Alike:
         with torch._C.DisableTorchFunction():
             rounding = _ROUNDING.get(tensor.dtype)
             if rounding is None or tensor.layout != torch.strided:
-                self._said.append((name, self._digest("", tensor)))
+                self._said.append((name, digest_of("", tensor)))
                 return
-            self._said.append((name, self._digest("", tensor.to("meta"))))
+            self._said.append((name, digest_of("", tensor.to("meta"))))
             self._floats.append((name, rounding, _sums(tensor)))
 
     def compare(self) -> None:

@@ -1,0 +1,110 @@
+"""The loss of a Trainer subclass whose ``compute_loss`` is its own: a sum over the local tokens,
+divided by ``num_items_in_batch``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from deepsp.groups import Group, on_all_ranks
+from deepsp.integrations.transformers.own_loss import LocalLoss, computing
+
+
+class OneProcess:
+    """An accelerator as ``compute_loss`` sees it. DDP averages gradients, so classes multiply by
+    ``num_processes``, or don't: here that is 1, and the caller knows the factor. Sums that are
+    gathered for metrics are those of each rank's tokens: none is a repeated row's."""
+
+    num_processes = 1
+
+    def __init__(self, accelerator: Accelerator):
+        self._accelerator = accelerator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+    def gather_for_metrics(self, input_data, use_gather_object: bool = False):
+        return self._accelerator.gather(input_data)
+
+
+def class_loss(
+    compute: Callable[[Tensor], Any],
+    count: int | Tensor,
+    model: nn.Module,
+    base: nn.Module,
+    group: Group,
+    name: str,
+    device: torch.device,
+) -> tuple[Tensor, Any]:
+    """This rank's share of the loss, and the outputs.
+
+    Args:
+        compute: ``compute_loss`` of the class, given ``num_items_in_batch``; returns the loss, or
+            the loss and outputs.
+        count: the number of items.
+        model: what ``compute`` calls.
+        base: the model of transformers in it.
+        group: the sequence group.
+        name: of the class, for errors.
+        device: the ranks'.
+
+    Raises:
+        ValueError: on every rank: the loss isn't a sum divided by the count.
+    """
+    trains = torch.is_grad_enabled()
+    # Requires a gradient, so that its part in the loss can be seen.
+    items = torch.as_tensor(count, dtype=torch.float32, device=device).detach().requires_grad_()
+    # In evaluation, a class may call its model for the logits only, and drop that loss.
+    with computing(base, LocalLoss(None if trains else items)), _gradients_around((model, base)):
+        found = compute(items)
+    loss, outputs = found if isinstance(found, tuple) else (found, None)
+    if items > 0:
+        _check(loss, items, group, name)
+    return (loss if trains else loss.detach()), outputs
+
+
+@contextlib.contextmanager
+def _gradients_around(models: Iterable[nn.Module]) -> Iterator[None]:
+    """In evaluation: gradients of what is computed outside of these models' calls."""
+    if torch.is_grad_enabled():
+        yield
+        return
+
+    def leave(module, args):
+        before.append(torch.is_grad_enabled())
+        torch._C._set_grad_enabled(False)
+
+    def enter(module, args, output):
+        torch._C._set_grad_enabled(before.pop())
+
+    before: list[bool] = []
+    handles = []
+    for model in set(models):
+        handles.append(model.register_forward_pre_hook(leave, prepend=True))
+        handles.append(model.register_forward_hook(enter, always_call=True))
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _check(loss: Tensor, count: Tensor, group: Group, name: str) -> None:
+    """Raises unless ``loss`` is a sum / ``count``: the mean of a rank's own tokens isn't."""
+    slope = None
+    if loss.requires_grad:
+        (slope,) = torch.autograd.grad(loss, count, retain_graph=True, allow_unused=True)
+    wrong = slope is None or not torch.allclose(-slope * count, loss.float(), rtol=1e-5)
+    if any(n for (n,) in on_all_ranks([int(wrong)], group, count.device)):
+        raise ValueError(
+            f"expected compute_loss of {name} to return a sum over tokens divided by "
+            "num_items_in_batch, got a loss that isn't proportional to 1 / num_items_in_batch; "
+            "each rank has other tokens, so a mean of means, or a term that isn't divided, would "
+            "be wrong"
+        )

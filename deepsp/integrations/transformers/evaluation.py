@@ -1,0 +1,146 @@
+"""Evaluation by a Trainer of sharded sequences: each row counts once."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate.utils import find_batch_size
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import IterableDataset
+from transformers.trainer_utils import has_length
+
+from deepsp.groups import on_all_ranks
+from deepsp.randomness import align
+
+_NUMBERS = "deepsp_row_numbers"
+"""What the rows of a stream are numbered by, in its batches."""
+
+
+class _Numbered(IterableDataset):
+    """A stream whose samples have numbers."""
+
+    def __init__(self, dataset: IterableDataset):
+        self._dataset = dataset
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        return zip(itertools.count(), self._dataset, strict=False)
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(epoch)
+
+
+class _CollateNumbered:
+    def __init__(self, collate: Callable):
+        self._collate = collate
+
+    def __call__(self, samples: Sequence[tuple[int, Any]]) -> dict[str, Any]:
+        numbers, rows = zip(*samples, strict=True)
+        return {**self._collate(list(rows)), _NUMBERS: torch.tensor(numbers)}
+
+
+class Evaluation:
+    """The part of :func:`deepsp.integrations.transformers.sequence_parallel` that evaluates.
+
+    accelerate fills the last batches of an epoch with rows from its begin. For a data set with a
+    length it knows how many they are. The rows of a stream get numbers here, which say so.
+    """
+
+    _returns_outputs = False
+
+    def evaluation_loop(self, *args, **kwargs):
+        if self._size > 1:
+            align(self._member)  # workers of loaders are seeded from the generators
+        return super().evaluation_loop(*args, **kwargs)
+
+    def _get_dataloader(self, dataset, description, *args, **kwargs):
+        make = super()._get_dataloader
+        evaluates = self._size > 1 and self._groups > 1 and not kwargs.get("is_training")
+        if not evaluates or not isinstance(dataset, IterableDataset) or has_length(dataset):
+            return make(dataset, description, *args, **kwargs)
+        given = self.data_collator
+        # Its columns are removed before there are numbers.
+        inner = self._get_collator_with_removed_columns(given, description=description)
+        self.data_collator = _CollateNumbered(inner)
+        try:
+            return make(_Numbered(dataset), description, *args, **kwargs)
+        finally:
+            self.data_collator = given
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        if self._size == 1:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        labelled = any(inputs.get(name) is not None for name in self.label_names)
+        inputs = self._without_repeats(inputs)
+        if labelled:
+            self._returns_outputs = not prediction_loss_only
+            try:
+                return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            finally:
+                self._returns_outputs = False
+        with torch.no_grad(), self.compute_loss_context_manager():
+            local, seq_lens = self._shard(self._prepare_inputs(inputs))
+            outputs = model(**local, use_cache=False)
+            if prediction_loss_only:
+                return None, None, None
+            return None, self._gathered(outputs, seq_lens)["logits"].detach(), None
+
+    def _without_repeats(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Repeated rows are dropped from metrics: their labels don't count in the loss, either."""
+        inputs = dict(inputs)
+        numbers = inputs.pop(_NUMBERS, None)
+        state, rows = self.accelerator.gradient_state, self.args.eval_batch_size
+        group, total = self.accelerator.process_index // self._size, rows * self._groups
+        places = torch.arange(rows) + group * rows
+        if state.end_of_dataloader and state.remainder < 0:
+            # accelerate knows no remainder of a stream, but in one process.
+            last = find_batch_size(inputs)
+            if numbers is not None:
+                # A repeat takes the place of a row that would have another number.
+                real = int((numbers.cpu() % total == places).sum())
+                said = on_all_ranks([real], None, self.args.device)
+                last = sum(n for (n,) in said[:: self._size])
+            state.active_dataloader.remainder = last
+        real = places < state.remainder
+        repeats = state.end_of_dataloader and 0 < state.remainder < total and self._groups > 1
+        for name in ("labels", "shift_labels"):
+            labels = inputs.get(name)
+            if repeats and isinstance(labels, Tensor):
+                if len(labels) != rows:
+                    raise ValueError(
+                        f"expected as many rows of labels as samples, {rows}, in the last batch of "
+                        f"an evaluation, got {len(labels)}: the collator packs them, and samples "
+                        "that fill the batch up can't be told from others; evaluate a number of "
+                        f"samples that {total} divides, or set dataloader_drop_last=True"
+                    )
+                inputs[name] = labels.masked_fill(~real.to(labels.device)[:, None], -100)
+        return inputs
+
+    @property
+    def gather_function(self):
+        """What evaluation gathers losses, logits and labels with: the ranks of a group have the
+        same, which count once."""
+        if getattr(self, "_size", 1) == 1:
+            return self._gather_function
+        return self._gather_once
+
+    @gather_function.setter
+    def gather_function(self, function) -> None:
+        self._gather_function = function
+
+    def _gather_once(self, tensors):
+        accelerator = self.accelerator
+        everyone, processes = accelerator.gather, accelerator.num_processes
+
+        def once(x: Tensor) -> Tensor:
+            return x.unflatten(0, (processes, -1))[:: self._size].flatten(0, 1)
+
+        accelerator.gather = lambda x: tree_map_only(Tensor, once, everyone(x))
+        try:
+            return self._gather_function(tensors)
+        finally:
+            del accelerator.gather

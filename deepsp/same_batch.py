@@ -1,0 +1,117 @@
+"""The ranks of a group read the same batch, or it is an error: compared on every step.
+
+:func:`deepsp.shard_batch` computes a digest of the full batch. Where each batch is followed by an
+exchange of numbers anyway (attention of transformers' models exchanges lengths once a forward), the
+digest travels with that. Elsewhere the ranks compare digests in ``shard_batch``, in one small
+collective.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepsp.digest import difference, digests
+from deepsp.groups import Group, Member, member_of
+
+ADVICE = (
+    "DistributedSampler, accelerate.prepare(loader) and Trainer give each process its own samples; "
+    "put deepsp.SequenceLoader around such a loader, or use DistributedSampler(data, "
+    "num_replicas=<number of groups>, rank=<index of this rank's group>), or no sampler if all "
+    "processes form one group. Random numbers of samplers, data sets and collators need the same "
+    "seed on all ranks of a group"
+)
+"""What to do about different batches in a training loop of the user's own."""
+
+
+class DifferentBatches(ValueError):
+    """Ranks of a group have different batches. ``found``: the first difference, in words."""
+
+    def __init__(self, found: str, advice: str = ADVICE):
+        super().__init__(f"{found}. {advice}")
+        self.found = found
+
+
+@dataclass
+class _Batches:
+    """What a group's ranks have yet to compare."""
+
+    digests: list[tuple[str, int]] = field(default_factory=list)
+    carried: bool = False
+    """Whether an exchange of the model has come after the last batch. The next one's will."""
+    advice: str = ADVICE
+
+
+_of_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _Batches] = weakref.WeakKeyDictionary()
+"""By group. An entry goes with its group."""
+
+
+def _batches(member: Member) -> _Batches:
+    group = dist.distributed_c10d._resolve_process_group(member[2])
+    return _of_groups.setdefault(group, _Batches())
+
+
+def compare_batches(
+    tensors: Sequence[tuple[str, Tensor]], group: Group | Member, advice: str = ADVICE
+) -> None:
+    """Compares a batch's tensors across the group, now or in the next :func:`compare_carried`.
+    Every rank calls it. In a data loader's worker or another thread it does nothing, since an
+    exchange there would meet those of the training.
+
+    Raises:
+        DifferentBatches: on every rank, where one holds another batch than the others.
+    """
+    member = member_of(group)
+    elsewhere = threading.current_thread() is not threading.main_thread()
+    if member[1] == 1 or elsewhere or torch.utils.data.get_worker_info() is not None:
+        return
+    batches = _batches(member)
+    batches.digests += sorted(digests(tensors).items())
+    batches.advice = advice
+    if batches.carried and os.environ.get("DEEPSP_DEBUG") != "1":
+        batches.carried = False
+        return
+    _compare(batches, member)
+
+
+def carried(member: Member) -> int:
+    """The number that this rank sends with an exchange after which all ranks call
+    :func:`compare_carried`."""
+    said = _batches(member).digests
+    found = hashlib.blake2b(repr(said).encode(), digest_size=8).digest()
+    return int.from_bytes(found, "little") >> 2 if said else 0
+
+
+def compare_carried(numbers: Sequence[int], member: Member) -> None:
+    """Compares what the ranks have sent, by rank.
+
+    Raises:
+        DifferentBatches: on every rank, where one holds another batch than the others.
+    """
+    if member[1] == 1:
+        return
+    batches = _batches(member)
+    batches.carried = True
+    if any(number != numbers[0] for number in numbers):
+        _compare(batches, member)
+    batches.digests = []
+
+
+def _compare(batches: _Batches, member: Member) -> None:
+    said, batches.digests = batches.digests, []
+    found = difference(said, member)
+    if found is not None:
+        name, one, other = found
+        raise DifferentBatches(
+            f"expected {name} to be the same full tensor on every rank of the group, but {name} of "
+            f"rank {other} is not that of rank {one}",
+            batches.advice,
+        )
