@@ -17,7 +17,6 @@ from deepsp.integrations.transformers import check, register
 OWN = "computes its attention itself"
 PLACES = "forward to take position_ids"
 REFUSED = {
-    "Mistral, use_cache": "use_cache to be False, got True: .*; set model.config.use_cache = False",
     "GPT-Neo": OWN, "BLOOM": OWN, "Falcon": OWN,
     "Llama, dynamic RoPE": "rope_type of LlamaAttention is 'dynamic', .* at most 8 tokens",
     "OPT": "OPTAttention by itself counts otherwise",

@@ -259,7 +259,8 @@ class Parallelizer(Forms):
             tokens = placing.placed(self, node, values)
         if tokens is None:
             return Value(full, **flags)
-        return Value(full, self.cut(full, self.shape_of(node), tokens), tokens, **flags)
+        mine = self.cut(self.share(full), self.shape_of(node), tokens)
+        return Value(full, mine, tokens, **flags)
 
     def emit_full(self, node: fx.Node, target) -> fx.Node:
         # What is summed by a gather has its gradient there, whatever form others need.
@@ -395,6 +396,7 @@ def parallelize(
     check_supported(gm)
     inputs, mode = fake_inputs(gm, example_inputs)
     normal = normalize(gm, inputs, mode)
+    writes.results_out_of_place(normal, mode)
     writes.views_out_of_place(normal, mode)
     normal.compile_subgraph_reason = getattr(gm, "compile_subgraph_reason", None)
     walk = Parallelizer(normal, inputs, mode, member, gradients, outputs, chunks, query_parts)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves
 
 from deepsp.compile.sharding.forms import Value
 from deepsp.compile.sharding.messages import CannotShard
@@ -50,6 +52,86 @@ def functional(target):
     return getattr(packet, target._overloadname, None)
 
 
+def written(node: fx.Node) -> list[fx.Node]:
+    """The tensors that an op writes into, as its schema says."""
+    found = []
+    for i, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        by_place = not argument.kwarg_only and i < len(node.args)
+        value = node.args[i] if by_place else node.kwargs.get(argument.name)
+        found += [n for n in tree_leaves(value) if isinstance(n, fx.Node)]
+    return found
+
+
+def _without_out(target):
+    """The op that returns what this one writes into ``out``, or what a foreach op writes in place;
+    None if there is none."""
+    if any(a.kwarg_only and a.alias_info is not None for a in target._schema.arguments):
+        given = [(a.name, str(a.type)) for a in target._schema.arguments if a.alias_info is None]
+        packet = getattr(getattr(torch.ops, target.namespace), target._opname)
+        for overload in map(packet.__getattr__, packet.overloads()):
+            known = [(a.name, str(a.type)) for a in overload._schema.arguments]
+            if known == given and not overload._schema.is_mutable:
+                return overload
+        return None
+    return functional(target)
+
+
+def results_out_of_place(gm: fx.GraphModule, mode) -> None:
+    """Replaces ops that write into other arguments than their first, or into several (``out=``,
+    foreach): what they compute is copied there.
+
+    Raises:
+        CannotShard: there is no op that returns what this one writes.
+    """
+    for node in list(gm.graph.nodes):
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not schema.is_mutable or written(node) == [node.args[0]]:
+            continue
+        target, into = _without_out(node.target), written(node)
+        if target is None:
+            raise CannotShard("it writes into arguments in a way that isn't known", node)
+        kept = {a.name for a in target._schema.arguments}
+        kwargs = {name: x for name, x in node.kwargs.items() if name in kept}
+        with gm.graph.inserting_before(node):
+            result = _add(gm.graph, node, mode, target, node.args, kwargs)
+            items = [result]
+            if not is_tensor(result.meta["val"]):
+                items = [
+                    _add(gm.graph, node, mode, operator.getitem, (result, i))
+                    for i in range(len(into))
+                ]
+            copies = []
+            for old, new in zip(into, items, strict=True):
+                if old.meta["val"].shape != new.meta["val"].shape:
+                    raise CannotShard("it changes the size of the tensor that it writes into", node)
+                copies.append(_add(gm.graph, node, mode, _aten.copy_.default, (old, new)))
+        if is_tensor(node.meta.get("val")):
+            node.replace_all_uses_with(copies[0])
+        for user in list(node.users):
+            user.replace_all_uses_with(copies[user.args[1]])
+            gm.graph.erase_node(user)
+        gm.graph.erase_node(node)
+
+
+def _add(graph: fx.Graph, like: fx.Node, mode, target, args, kwargs=None) -> fx.Node:
+    """A call, on the line of the user's code that ``like`` is from."""
+    new = graph.call_function(target, args, kwargs or {})
+    new.meta = {k: v for k, v in like.meta.items() if k != "val"}
+    given, named = fx.node.map_arg((new.args, new.kwargs), lambda n: n.meta["val"])
+    with mode, torch.no_grad():
+        value = target(*given, **named)
+    if not getattr(getattr(target, "_schema", None), "is_mutable", False):
+        tensors = [n.meta["val"] for n in new.all_input_nodes if is_tensor(n.meta["val"])]
+        touched = any(x.requires_grad for x in tensors)
+        for x in tree_leaves(value):
+            if is_tensor(x) and (x.is_floating_point() or x.is_complex()):
+                x.requires_grad_(touched)
+    new.meta["val"] = value
+    return new
+
+
 def views_out_of_place(gm: fx.GraphModule, mode) -> None:
     """Replaces writes into views of what the graph itself has made, where no other view of it is
     used afterwards."""
@@ -81,15 +163,7 @@ def views_out_of_place(gm: fx.GraphModule, mode) -> None:
 
 def _replace(graph: fx.Graph, node: fx.Node, views: list, base: fx.Node, mode, order) -> None:
     def add(target, args, kwargs=None):
-        new = graph.call_function(target, args, kwargs or {})
-        new.meta = {k: v for k, v in node.meta.items() if k != "val"}
-        values = fx.node.map_arg((new.args, new.kwargs), lambda n: n.meta["val"])
-        with mode, torch.no_grad():
-            value = target(*values[0], **values[1])
-        touched = any(
-            is_tensor(n.meta["val"]) and n.meta["val"].requires_grad for n in new.all_input_nodes
-        )
-        new.meta["val"] = tree_map(lambda x: x.requires_grad_(touched), value)
+        new = _add(graph, node, mode, target, args, kwargs)
         order[new] = order[node]
         return new
 
@@ -131,17 +205,23 @@ def in_place(walk, node: fx.Node) -> None:
         for n in (*aliases, node):  # parts are cut anew
             value, tokens = walk.values[n], walk.values[n].tokens
             if isinstance(tokens, Tokens):
-                value.mine = walk.cut(value.full, walk.shape_of(n), tokens)
+                value.mine = walk.cut(walk.share(value.full), walk.shape_of(n), tokens)
         walk.values[node] = walk.values[target]
         return
     out_of_place = functional(node.target)
     seen = [n for n in aliases if n is not target and _used_behind(n, node)]
     if out_of_place is None or seen or target.op == "placeholder":
         raise CannotShard("it writes into a tensor that shares memory with others", node)
-    result = walk.visit_op(node, out_of_place)
+    source = node.args[1] if node.target is _aten.copy_.default else None
+    alike = source is not None and _like(node) == _like(source)
+    result = walk.values[source] if alike else walk.visit_op(node, out_of_place)
     walk.values[node] = walk.values[target] = result
     walk.rebound.add(target)
     walk.collected = {key: new for key, new in walk.collected.items() if key[0] is not target}
+
+
+def _like(node: fx.Node) -> tuple:
+    return node.meta["val"].shape, node.meta["val"].dtype
 
 
 def _aliases(walk, node: fx.Node) -> list[fx.Node]:
