@@ -10,7 +10,6 @@ from harness import on_ranks
 
 REFUSED = {
     "Llama, dynamic RoPE": "Data-dependent branching",  # also without deepsp, by Dynamo
-    "Mistral, use_cache": "use_cache = False",
 }
 _ELSEWHERE = ["Llama", "Qwen3", "Mistral", "GPT-2", "Gemma"]  # in test_transformers.py
 # Attention by hand, two sequences, sorted tokens, patches.

@@ -155,7 +155,6 @@ def _refused(model, message):
     "model, message",
     [
         (Lost, "nothing in this graph would be sharded"),
-        (Returning, "use_cache = False"),
         (Mixing, "cumsum.*all earlier tokens"),
         (Sorted, "sorted its own tokens"),
         (SortedRows, "sorted its own tokens"),
@@ -163,6 +162,31 @@ def _refused(model, message):
 )
 def test_refused(model, message):
     on_ranks(2, _refused, model, message)
+
+
+def _cache():
+    """A model returns keys that nobody reads in training; who does is told."""
+    for inner in ("eager", "aot_eager"):
+        compare(lambda: First(Returning), (13,), inner=inner)
+        compiled = torch.compile(Returning().double(), options={"inner": inner}, **BACKEND)
+        _, keys = compiled(**deepsp.prepare_inputs(batch(13)))
+        assert "aren't gathered" in repr(keys) and not keys.requires_grad
+        for use in (lambda x: x + 1, lambda x: x.shape, torch.relu, lambda x: x[0]):
+            with pytest.raises(ValueError, match="use_cache = False in the config that the model"):
+                use(keys)
+
+
+class First(nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.model = make()
+
+    def forward(self, **inputs):
+        return self.model(**inputs)[0]
+
+
+def test_a_cache():
+    on_ranks(2, _cache)
 
 
 # -------------------------------------------------------------- compilation succeeds together

@@ -10,6 +10,7 @@ from torch._functorch import config as functorch_config
 from torch._guards import CompileContext
 
 from deepsp import shares
+from deepsp.compile.sharding import caches
 from deepsp.compile.sharding.inputs import role_of
 from deepsp.compile.sharding.parallelize import parallelize
 from deepsp.compile.sharding.together import together
@@ -48,13 +49,14 @@ def deepsp(gm: fx.GraphModule, example_inputs, *, options=None, **kwargs):
     alike: list[int] = []
 
     def work():
-        new = parallelize(gm, example_inputs, member, **options)
+        new = parallelize(gm, example_inputs, member, drop_caches=True, **options)
         alike.extend(new.meta.get("alike", ()))
         compiler = lookup_backend(inner) if isinstance(inner, str) else inner
         if inner == "inductor" and any(node.target in GATHERS for node in new.graph.nodes):
             kwargs["config_patches"] = _fuse_gathers(kwargs.get("config_patches"))
         with functorch_config.patch(_EAGER_BACKWARD):
-            return compiler(new, example_inputs, **kwargs)
+            compiled = compiler(new, example_inputs, **kwargs)
+        return caches.without(compiled, new.meta.get("absent", ()))
 
     def compared():
         names = [_name(n) for n in gm.graph.find_nodes(op="placeholder")]

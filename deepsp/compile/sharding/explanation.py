@@ -63,7 +63,7 @@ def explain(model, *args, group: Group = None, **kwargs) -> Explanation:
 
     def backend(gm, example_inputs):
         try:
-            parallelize(gm, example_inputs, group, report=report)
+            parallelize(gm, example_inputs, group, report=report, drop_caches=True)
         except CannotShard as error:
             refused.append(str(error))
         return gm.forward

@@ -22,7 +22,15 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils._pytree import tree_leaves
 
 from deepsp import shares
-from deepsp.compile.sharding import checkpointing, outcome, parameters, placing, rules, writes
+from deepsp.compile.sharding import (
+    caches,
+    checkpointing,
+    outcome,
+    parameters,
+    placing,
+    rules,
+    writes,
+)
 from deepsp.compile.sharding.forms import Forms, Value
 from deepsp.compile.sharding.inputs import role_of
 from deepsp.compile.sharding.messages import CannotShard
@@ -66,12 +74,22 @@ class Parallelizer(Forms):
         self.alike: set[fx.Node] = set()  # placeholders of which all ranks have the same
         self.attended: set[fx.Node] = set()  # keys and values, of the old graph
         self.report = Report()
+        self.drop_caches = False
+        self.absent: set[fx.Node] = set()  # outputs of the old graph that are caches
 
     def run(self) -> fx.Graph:
         self._placeholders()
         self.walk()
         self.current = self.old.output_node()
-        outcome.check_caches(self)
+        outputs = self.current.args[0]
+        self.absent = caches.found(self, self.current.all_input_nodes)
+        if self.absent and not self.drop_caches:
+            raise CannotShard(
+                "the graph returns the keys or values of attention, a cache, in training; set "
+                "use_cache = False in the model's config, or pass drop_caches=True",
+                next(iter(self.absent)),
+            )
+        self.absent_places = [i for i, n in enumerate(outputs) if n in self.absent]
         self.new.output(fx.node.map_arg(self.current.args[0], self._output))
         self.current = None
         self.new.eliminate_dead_code(is_impure_node=_is_impure)
@@ -303,6 +321,9 @@ class Parallelizer(Forms):
 
     def _output(self, node: fx.Node):
         value = self.values[node]
+        if node in self.absent:
+            self.report.note(node, "an output, a cache: not gathered")
+            return self.call(_aten.empty.memory_format, [0])
         if value.full is not None:
             if self.outputs == "local" and value.tokens and value.mine is not None:
                 return value.mine
@@ -352,6 +373,8 @@ def parallelize(
     chunks: int = 1,
     query_parts: int | str = "auto",
     report: Report | None = None,
+    *,
+    drop_caches: bool = False,
 ) -> fx.GraphModule:
     """Turns a graph for one device into this rank's graph, sharded over the sequence.
 
@@ -371,6 +394,9 @@ def parallelize(
             exchanged.
         query_parts: as in :func:`deepsp.distributed_attention`.
         report: records the decisions.
+        drop_caches: returns an empty tensor in place of each output that is keys or values of
+            attention in training, and lists their places in ``.meta["absent"]``:
+            :func:`deepsp.compile.sharding.caches.without` says so to whoever uses one.
 
     Returns:
         A differentiable graph with the inputs and outputs of ``gm``, for any inner compiler.
@@ -400,6 +426,7 @@ def parallelize(
     writes.views_out_of_place(normal, mode)
     normal.compile_subgraph_reason = getattr(gm, "compile_subgraph_reason", None)
     walk = Parallelizer(normal, inputs, mode, member, gradients, outputs, chunks, query_parts)
+    walk.drop_caches = drop_caches
     if report is not None:
         walk.report = report
     with mode:
@@ -411,4 +438,5 @@ def parallelize(
     result = fx.GraphModule(normal, graph)
     placeholders = enumerate(graph.find_nodes(op="placeholder"))
     result.meta["alike"] = [i for i, n in placeholders if n in walk.alike]
+    result.meta["absent"] = walk.absent_places
     return result
