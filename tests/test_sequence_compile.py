@@ -252,19 +252,28 @@ class _Dropped(torch.nn.Module):
 
 
 def _random():
+    rank, size = dist.get_rank(), dist.get_world_size()
     torch._dynamo.reset()
-    torch.manual_seed(dist.get_rank())  # as they should be, for their tokens' sake
+    torch.manual_seed(0)
     model = _Dropped().double()
-    for p in model.parameters():
-        dist.broadcast(p.data, 0)
     compiled = torch.compile(model, options={"inner": "aot_eager"}, **BACKEND)
-    x, pooled = compiled(**deepsp.prepare_inputs(batch(13)))
-    others = [torch.empty_like(pooled) for _ in range(dist.get_world_size())]
-    dist.all_gather(others, pooled.detach())
-    assert all(torch.equal(other, pooled) for other in others)
-    kept = pooled != 0
-    assert 0 < kept.sum() < kept.numel()
-    torch.testing.assert_close(pooled[kept], 2 * x.mean(1)[kept])
+    seen = []
+    for _ in range(2):
+        x, pooled = compiled(**deepsp.prepare_inputs(batch(13 * size + 1)))
+        batches = deepsp.groups.objects_on_all_ranks(torch.rand(3), None, torch.device("cpu"))
+        assert all(torch.equal(other, batches[0]) for other in batches)  # whoever has more tokens
+        others = [torch.empty_like(pooled) for _ in range(size)]
+        dist.all_gather(others, pooled.detach())
+        assert all(torch.equal(other, pooled) for other in others)
+        kept = pooled != 0
+        assert 0 < kept.sum() < kept.numel()
+        torch.testing.assert_close(pooled[kept], 2 * x.mean(1)[kept])
+        first, second = (x == 0)[:, :13], (x == 0)[:, 14:27]  # two ranks' tokens
+        seen += [first, second]
+    for i, a in enumerate(seen):
+        for b in seen[:i]:
+            assert 0.35 < (a == b).double().mean() < 0.65
+    assert rank < size
 
 
 def test_random_numbers():

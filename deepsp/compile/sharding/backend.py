@@ -12,10 +12,12 @@ from torch._guards import CompileContext
 from deepsp import shares
 from deepsp.compile.sharding import caches
 from deepsp.compile.sharding.inputs import role_of
+from deepsp.compile.sharding.nodes import draws
 from deepsp.compile.sharding.parallelize import parallelize
 from deepsp.compile.sharding.together import together
 from deepsp.compile.sharding.weights import GATHERS
-from deepsp.groups import Group, member_of
+from deepsp.groups import Group, Member, member_of
+from deepsp.randomness import sharded_randomness
 
 # Backward is compiled at once, too: one rank's error there would come while the others run theirs.
 _EAGER_BACKWARD = {
@@ -56,6 +58,8 @@ def deepsp(gm: fx.GraphModule, example_inputs, *, options=None, **kwargs):
             kwargs["config_patches"] = _fuse_gathers(kwargs.get("config_patches"))
         with functorch_config.patch(_EAGER_BACKWARD):
             compiled = compiler(new, example_inputs, **kwargs)
+        if any(map(draws, new.graph.nodes)):
+            compiled = _with_numbers_of_its_own(compiled, member)
         return caches.without(compiled, new.meta.get("absent", ()))
 
     def compared():
@@ -66,6 +70,17 @@ def deepsp(gm: fx.GraphModule, example_inputs, *, options=None, **kwargs):
     # Names of floats are counted anew by each compilation: those of this one mean others there.
     TensorifyState.clear()
     return compiled
+
+
+def _with_numbers_of_its_own(compiled, member: Member):
+    """Each rank drops other tokens, and the default generators go on alike, so that what draws
+    batches from them draws the same ones on every rank."""
+
+    def run(*args):
+        with sharded_randomness(member):
+            return compiled(*args)
+
+    return run
 
 
 def _name(placeholder: fx.Node) -> str:

@@ -37,6 +37,16 @@ def is_random(target) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
+def draws(node: fx.Node) -> bool:
+    """Whether a call draws random numbers: dropout of nothing, or in evaluation, doesn't."""
+    if node.op != "call_function" or not is_random(node.target):
+        return False
+    given = {a.name: x for a, x in zip(node.target._schema.arguments, node.args, strict=False)}
+    given |= node.kwargs
+    rate = given.get("dropout_p", given.get("p", 1.0))
+    return not (isinstance(rate, (int, float)) and rate == 0) and given.get("train") is not False
+
+
 def values_of(target, args, kwargs):
     """What a node has, of fake values. How an op that holds functions is differentiated is left to
     whoever compiles it: here it matters that it is."""
