@@ -259,6 +259,22 @@ def _different(what):
         compiled(**deepsp.prepare_inputs(inputs))
 
 
+def _later():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    compiled = torch.compile(LM().double(), options={"inner": "eager"}, **BACKEND)
+    for _ in range(2):
+        compiled(**deepsp.prepare_inputs(batch(13)))
+    inputs = {**batch(13), "labels": batch(13, seed=dist.get_rank())["labels"]}
+    with pytest.raises(ValueError, match="expected labels to be the same full tensor on every ra"):
+        compiled(**deepsp.prepare_inputs(inputs))
+    compiled(**deepsp.prepare_inputs(batch(13)))
+
+
+def test_every_batch_is_compared():
+    on_ranks(2, _later)
+
+
 @pytest.mark.parametrize("what", ["weight", "labels"])
 def test_ranks_that_compile_different_values(what):
     on_ranks(3, _different, what)

@@ -18,6 +18,7 @@ from deepsp.compile.sharding.together import together
 from deepsp.compile.sharding.weights import GATHERS
 from deepsp.groups import Group, Member, member_of
 from deepsp.randomness import sharded_randomness
+from deepsp.same_batch import compare_batches
 
 # Backward is compiled at once, too: one rank's error there would come while the others run theirs.
 _EAGER_BACKWARD = {
@@ -49,6 +50,7 @@ def deepsp(gm: fx.GraphModule, example_inputs, *, options=None, **kwargs):
     member = member_of(group)
 
     alike: list[int] = []
+    names = [_name(n) for n in gm.graph.find_nodes(op="placeholder")]
 
     def work():
         new = parallelize(gm, example_inputs, member, drop_caches=True, **options)
@@ -58,18 +60,29 @@ def deepsp(gm: fx.GraphModule, example_inputs, *, options=None, **kwargs):
             kwargs["config_patches"] = _fuse_gathers(kwargs.get("config_patches"))
         with functorch_config.patch(_EAGER_BACKWARD):
             compiled = compiler(new, example_inputs, **kwargs)
+        marked = [i for i, n in enumerate(gm.graph.find_nodes(op="placeholder")) if role_of(n)]
+        compiled = _with_one_batch(compiled, [(i, names[i]) for i in marked], member)
         if any(map(draws, new.graph.nodes)):
             compiled = _with_numbers_of_its_own(compiled, member)
         return caches.without(compiled, new.meta.get("absent", ()))
 
     def compared():
-        names = [_name(n) for n in gm.graph.find_nodes(op="placeholder")]
         return [(names[i], example_inputs[i]) for i in alike]
 
     compiled = together(work, compared, member)
     # Names of floats are counted anew by each compilation: those of this one mean others there.
     TensorifyState.clear()
     return compiled
+
+
+def _with_one_batch(compiled, inputs: list[tuple[int, str]], member: Member):
+    """Compares what holds tokens across the ranks before each call."""
+
+    def run(*args):
+        compare_batches([(name, args[i]) for i, name in inputs], member)
+        return compiled(*args)
+
+    return run if inputs else compiled
 
 
 def _with_numbers_of_its_own(compiled, member: Member):
