@@ -129,3 +129,65 @@ class Writing(LM):
             factor = self.writes(self, x)
         x = self.norm(x * factor + self.aux(x))
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def _quantized(m, x, ids):
+    scale = x.detach().abs().amax() / 127
+    return x + ((x / scale).round() * scale - x).detach()
+
+
+def _nearest(m, x, ids):
+    """A codebook, straight through."""
+    distance = torch.cdist(x.flatten(0, 1), m.code)
+    chosen = m.code[distance.argmin(-1)].view_as(x)
+    return x + (chosen - x).detach() + chosen + distance.amin(-1).view(*x.shape[:2], 1)
+
+
+def _ties(m, x, ids):
+    y = x.relu()
+    return x + y.amin((0, 1), keepdim=True) + y.amax(1, keepdim=True) - y.min()
+
+
+def _rows(m, x):
+    return m.classes(x).flatten(0, 1)
+
+
+# Ops that are plain, whatever they are called: [B, S, D] to that, or to a loss.
+OPS = {
+    "batch norm": lambda m, x, ids: m.batch_norm.eval()(x.transpose(1, 2)).transpose(1, 2),
+    "batch norm of rows": lambda m, x, ids: m.batch_norm.eval()(x.flatten(0, 1)).view_as(x),
+    "cdist": lambda m, x, ids: x + torch.cdist(x, m.code.expand(2, -1, -1)).softmax(-1) @ m.code,
+    "codebook": _nearest,
+    "fft": lambda m, x, ids: torch.fft.irfft(torch.fft.rfft(x), n=DIM) + torch.fft.fft(x).real,
+    "multi margin": lambda m, x, ids: F.multi_margin_loss(_rows(m, x), (ids % 5).flatten()),
+    "multilabel margin": lambda m, x, ids: F.multilabel_margin_loss(
+        _rows(m, x), F.one_hot(ids % 5, 5).flatten(0, 1), reduction="sum"
+    ),
+    "amax": lambda m, x, ids: x / x.abs().amax(),
+    "max": lambda m, x, ids: x / x.abs().max() + x.min(),
+    "quantized": _quantized,
+    "ties": _ties,
+    "pooled by index": lambda m, x, ids: m.aux(x)[torch.arange(len(x)), ids.argmax(-1) - 1].sum(),
+    "bincount": lambda m, x, ids: x * torch.bincount(ids.flatten(), minlength=200)[:DIM],
+    "cond": lambda m, x, ids: (
+        x + torch.cond(m.code.sum() > 0, lambda c: c * 2, lambda c: c * 3, (m.code,)).mean(0)
+    ),
+}
+
+
+class Op(LM):
+    def __init__(self, op):
+        super().__init__()
+        self.op = OPS[op]
+        self.batch_norm = nn.BatchNorm1d(DIM)
+        self.batch_norm.running_mean.normal_()
+        self.batch_norm.running_var.uniform_(1, 2)
+        self.code = nn.Parameter(torch.randn(7, DIM))
+        self.aux, self.classes = nn.Linear(DIM, DIM), nn.Linear(DIM, 5)
+
+    def forward(self, ids, labels):
+        x = self.embed(ids) + self.position(torch.arange(ids.size(1)))
+        x = self.op(self, x, ids)
+        if x.dim() == 0:
+            return x
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())

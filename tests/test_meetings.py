@@ -1,10 +1,10 @@
-"""Full values that meet parts, and what ops write, through the compile pass: gradients equal one
-process's, or the pass refuses the graph."""
+"""Full values that meet parts, what ops write, and ops that are plain, through the compile pass:
+gradients equal one process's, or the pass refuses the graph."""
 
 import pytest
 import torch
 from harness import on_ranks
-from meetings import FULL, MEETS, WRITES, Writing, make
+from meetings import FULL, MEETS, OPS, WRITES, Op, Writing, make
 from test_sequence_compile import compare
 
 from deepsp.compile import CannotShard
@@ -51,3 +51,14 @@ def _writes():
 
 def test_what_ops_write():
     on_ranks(2, _writes)
+
+
+def _ops(names, lengths):
+    models = [(name, lambda name=name: Op(name)) for name in names]
+    _all(models, lengths, "sum", lambda name: False)
+
+
+def test_plain_ops():
+    on_ranks(2, _ops, list(OPS), (13,))
+    on_ranks(3, _ops, ["max", "ties", "pooled by index", "cdist"], (14,))
+    on_ranks(4, _ops, ["max", "ties", "pooled by index"], (3,))  # one rank has no token

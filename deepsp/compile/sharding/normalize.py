@@ -42,6 +42,8 @@ def fake_inputs(gm: fx.GraphModule, example_inputs) -> tuple[list, FakeTensorMod
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 # Ops that hold functions, and have a rule.
 _FLEX = torch.ops.higher_order.flex_attention
+# Of what every rank has in full: which branch is taken is the same everywhere.
+_COND = torch.ops.higher_order.cond
 
 
 def check_supported(gm: fx.GraphModule) -> None:
@@ -64,7 +66,10 @@ def check_supported(gm: fx.GraphModule) -> None:
         elif node.target is autograd_function_apply:
             for body in node.args[:2]:
                 check_supported(getattr(gm, body.target))
-        elif isinstance(node.target, torch._ops.HigherOrderOperator) and node.target is not _FLEX:
+        elif isinstance(node.target, torch._ops.HigherOrderOperator) and node.target not in (
+            _FLEX,
+            _COND,
+        ):
             raise CannotShard("it contains code that can't be traced", node)
         if node.op != "placeholder" and "hook" in name:
             raise CannotShard("it has a gradient hook, which can't be traced", node)
@@ -78,7 +83,7 @@ class _Inline(fx.Interpreter):
     _regions = itertools.count()
 
     def call_function(self, target, args, kwargs):
-        if target in (_FLEX, autograd_function_apply):
+        if target in (_FLEX, _COND, autograd_function_apply):
             return _one_op(target, args, kwargs)
         if target is torch._C._autograd._get_data_attr:
             return args[0].detach()  # .data, which no dispatcher sees

@@ -13,6 +13,16 @@ aten, ours = torch.ops.aten, torch.ops.deepsp
 
 _AMONG = "along the sequence it depends on all earlier tokens, or on all of them"
 refused("nonzero masked_select unique _unique2 searchsorted", _AMONG)
+refused("bincount", "its length depends on all tokens; use F.one_hot(x, n), summed over the tokens")
+
+
+@rule(*overloads("_fft_r2c _fft_c2r _fft_c2c"))
+def fourier(call: Call) -> Tokens:
+    """Along other dimensions than the sequence."""
+    x, tokens = call.node.args[0], call.one_of()
+    if tokens.dim in [d % len(call.shape(x)) for d in call["dim"]]:
+        call.refuse(_AMONG)
+    return tokens
 
 
 @rule(aten.embedding.default)
@@ -113,7 +123,7 @@ def index_select(call: Call) -> Tokens:
 
 
 @rule(aten.index.Tensor)
-def index(call: Call) -> Tokens:
+def index(call: Call) -> Tokens | None:
     """A table looked up by tokens; or tokens of which another dimension is indexed."""
     x, indices = call.node.args[:2]
     chosen = [n for n in indices if isinstance(n, fx.Node)]
@@ -124,6 +134,8 @@ def index(call: Call) -> Tokens:
         call.refuse("its indices are not next to each other")
     ndim = max(len(call.shape(n)) for n in chosen)
     tokens = call.tokens(x)
+    if tokens is not None and tokens.dim in at and call.graph.values[x].full is None:
+        return _chosen(call, x, indices, tokens, ndim, at[0])
     if tokens is not None:
         if tokens.dim in at or any(call.tokens(n) is not None for n in chosen):
             call.refuse("it indexes tokens by their position in the sequence")
@@ -131,6 +143,41 @@ def index(call: Call) -> Tokens:
     out = call.out[at[0] : at[0] + ndim]
     tokens = broadcast(call, chosen, out)
     return tokens.at(tokens.dim + at[0])
+
+
+def _chosen(call: Call, x, indices, tokens: Tokens, ndim: int, first: int) -> None:
+    """Some tokens, by their positions, which every rank knows: who has one says so to the
+    others."""
+    for n in indices:
+        if isinstance(n, fx.Node) and call.graph.values[n].full is None:
+            call.refuse("it indexes tokens by their position in the sequence")
+        call.want(n, None)
+    if not tokens.alone or not call.node.meta["val"].dtype.is_floating_point:
+        call.refuse("it indexes tokens by their position in the sequence")
+    graph = call.graph
+    begin, count = tokens.sequence.begin(graph.rank), tokens.sequence.lens[graph.rank]
+
+    def lower():
+        mine, given = call.given(x), [n if n is None else call.given(n) for n in indices]
+        # One more token, so that there is one on each rank: of zeros, for what others have.
+        padding = [0] * (2 * (len(call.shape(x)) - tokens.dim))
+        padding[-1] = 1
+        mine = graph.call(aten.constant_pad_nd.default, mine, padding, 0)
+        at = given[tokens.dim]
+        behind = graph.call(aten.add.Scalar, at, graph.int_(tokens.length))
+        at = graph.call(aten.where.self, graph.call(aten.lt.Scalar, at, 0), behind, at)
+        at = graph.call(aten.sub.Scalar, at, graph.int_(begin))
+        inside = graph.call(
+            aten.logical_and.default,
+            graph.call(aten.ge.Scalar, at, 0),
+            graph.call(aten.lt.Scalar, at, graph.int_(count)),
+        )
+        last = graph.call(aten.full_like.default, at, graph.int_(count))
+        given[tokens.dim] = graph.call(aten.where.self, inside, at, last)
+        return graph.all_reduce(graph.call(aten.index.Tensor, mine, given))
+
+    call.lower, call.said = lower, "some tokens, broadcast to all ranks"
+    return None
 
 
 @rule(aten.index_put.default)

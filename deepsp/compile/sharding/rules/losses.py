@@ -63,6 +63,29 @@ def cross_entropy(call: Call) -> Tokens | None:
     return None
 
 
+@rule(aten.multi_margin_loss.default, aten.multilabel_margin_loss.default)
+def margin(call: Call) -> Tokens | None:
+    """Rows [N, C]; targets [N] or [N, C]."""
+    x, target = call.node.args[:2]
+    tokens = call.tokens(x)
+    if tokens is None or tokens.dim != 0 or len(call.shape(x)) != 2:
+        call.refuse("expected rows [N, C] of tokens")
+    call.want(target, tokens)
+    call.want(call["weight"], None)
+    if call["reduction"] == _NONE:
+        return tokens
+    graph = call.graph
+
+    def lower():
+        result = graph.all_reduce(_summed(call))
+        if call["reduction"] == _MEAN:
+            result = graph.call(aten.div.Scalar, result, graph.int_(call.shape(x)[0]))
+        return graph.call(aten.to.dtype, result, call.node.meta["val"].dtype)
+
+    call.lower, call.said = lower, "the loss of all ranks' tokens"
+    return None
+
+
 @rule(
     *overloads(
         "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy kl_div soft_margin_loss "

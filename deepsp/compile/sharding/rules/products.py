@@ -23,7 +23,23 @@ _BORDERS = "a convolution along the sequence needs other ranks' tokens at the bo
 refused("convolution conv_transpose1d conv_transpose2d conv_transpose3d _convolution", _BORDERS)
 refused("conv_tbc", _BORDERS)
 refused("lstm gru rnn_tanh rnn_relu lstm_cell", "its recurrence goes from token to token")
-refused("cov corrcoef cdist", "it sums over tokens, and there is no rule for that")
+refused("cov corrcoef", "it sums over tokens, and there is no rule for that")
+
+
+@rule(aten.cdist.default)
+def cdist(call: Call) -> Tokens:
+    """[..., P, M] and [..., R, M] to [..., P, R]: each row of one with all of the other."""
+    x, y = call.node.args[:2]
+    ndim = len(call.out)
+    for node, other, place in ((x, y, -2), (y, x, -1)):
+        tokens = call.tokens(node)
+        if tokens is None or tokens.dim != len(call.shape(node)) - 2:
+            continue
+        if call.tokens(other) is not None and call.graph.values[other].full is None:
+            call.refuse("both of its operands are sharded")
+        call.want(other, None)
+        return tokens.at(ndim + place)
+    call.refuse("it sums over tokens, and there is no rule for that")
 
 
 @dataclass

@@ -10,10 +10,22 @@ from deepsp.compile.sharding.tokens import Tokens, product
 aten = torch.ops.aten
 
 _ALL = "over the tokens it depends on all of them, and there is no rule for that"
-refused(
-    "batch_norm native_batch_norm cudnn_batch_norm _native_batch_norm_legit instance_norm",
-    "its statistics are taken over the tokens, and its running statistics would differ by rank",
+_STATISTICS = (
+    "its statistics are taken over the tokens, and its running statistics would differ by rank"
 )
+refused("native_batch_norm cudnn_batch_norm _native_batch_norm_legit instance_norm", _STATISTICS)
+
+
+@rule(aten.batch_norm.default)
+def batch_norm(call: Call) -> Tokens:
+    """In evaluation, each element by itself, with numbers for each channel, dimension 1."""
+    x = call.node.args[0]
+    call.only(x)
+    if call["training"] or call["running_mean"] is None:
+        call.refuse(_STATISTICS)
+    if call.one_of().dim == min(1, len(call.shape(x)) - 1):
+        call.refuse("the tokens are in its channel dimension")
+    return call.tokens(x)
 
 
 @rule(aten.group_norm.default)
@@ -105,6 +117,49 @@ def over_others(call: Call):
     place = _left(call, tokens, dims)
     value = call.node.meta["val"]
     return [place for _ in value] if isinstance(value, (list, tuple)) else place
+
+
+@rule(aten.amax.default, aten.amin.default, aten.max.default, aten.min.default)
+def extreme(call: Call) -> Tokens | None:
+    """Over the tokens, the ranks' own are compared. Equal ones share the gradient, on whichever
+    ranks they are."""
+    x, tokens = call.node.args[0], call.one_of()
+    dims = _dims(call, len(call.shape(x)))
+    if tokens.dim not in dims:
+        return _left(call, tokens, dims)
+    graph, most = call.graph, call.target._opname.endswith("max")
+
+    def lower():
+        mine, dtype = call.given(x), call.node.meta["val"].dtype
+        detached = graph.call(aten.detach.default, mine)
+        if not graph.holds(tokens.sequence.lens[graph.rank] * tokens.inner > 0):  # no tokens
+            info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+            padding = [0] * (2 * (len(call.shape(x)) - tokens.dim))
+            padding[-1] = 1
+            fill = info.min if most else info.max
+            detached = graph.call(aten.constant_pad_nd.default, detached, padding, fill)
+        op = aten.amax.default if most else aten.amin.default
+        own = graph.call(op, detached, dims, True)
+        every = graph.call(
+            torch.ops.deepsp.all_gather.default,
+            *(own, tokens.dim, [1] * graph.size, "replicated", graph.rank, graph.name),
+        )
+        kept = graph.call(op, every, [tokens.dim], True)
+        result = kept if call["keepdim"] else graph.call(aten.squeeze.dims, kept, dims)
+        if not graph.differentiated(mine):
+            return result
+        # The value as it is, with the gradient of the mean of all that equal it.
+        equal = graph.call(aten.eq.Tensor, graph.call(aten.detach.default, mine), kept)
+        count = graph.call(aten.sum.dim_IntList, equal, dims, bool(call["keepdim"]), dtype=dtype)
+        zeros = graph.call(aten.zeros_like.default, mine)
+        chosen = graph.call(aten.where.self, equal, mine, zeros)
+        chosen = graph.call(aten.sum.dim_IntList, chosen, dims, bool(call["keepdim"]))
+        mean = graph.call(aten.div.Tensor, graph.all_reduce(chosen), graph.all_reduce(count))
+        rest = graph.call(aten.sub.Tensor, mean, graph.call(aten.detach.default, mean))
+        return graph.call(aten.add.Tensor, result, rest)
+
+    call.lower, call.said = lower, "compared over all ranks"
+    return None
 
 
 @rule(*overloads("layer_norm native_layer_norm rms_norm _fused_rms_norm"))
