@@ -50,25 +50,25 @@ def parts_of(
         device: where attention is computed.
         whole: why queries can't be cut, and what to do about it; None: they can.
     """
-    check(asked)
-    if asked == 1 and num_heads < size:
+    auto = isinstance(asked, str)  # Dynamo can't compare an int that it traces with a string
+    if not auto and asked == 1 and num_heads < size:
         raise ValueError(
             f"expected at least as many query heads as ranks ({size}) with query_parts 1, got "
             f"{num_heads}; pass query_parts='auto', or use a group of at most {num_heads} ranks"
         )
     # Not on a GPU unless needed: causal attention of a part runs by tiles there, not by one kernel.
     enough = num_heads >= size and (whole is not None or device.type == "cuda")
-    if asked == 1 or (asked == "auto" and (num_heads % size == 0 or enough)):
+    if (auto and (num_heads % size == 0 or enough)) or (not auto and asked == 1):
         return 1
     if whole is not None:
         problem = (
             f"expected at least as many query heads as ranks ({size}), got {num_heads}"
-            if asked == "auto"
+            if auto
             else "expected query_parts (over a mesh of two dimensions: its rows) to be 1 or "
             f"'auto', got {asked}"
         )
         raise ValueError(f"{problem}: {whole}")
-    return 0 if asked == "auto" else asked
+    return 0 if auto else asked
 
 
 class Cell(NamedTuple):

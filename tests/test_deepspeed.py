@@ -6,6 +6,7 @@ import functools
 import os
 import subprocess
 import sys
+import warnings
 
 import harness
 import pytest
@@ -300,6 +301,19 @@ def _not_compiled(given, message):
 @pytest.mark.parametrize("what", NOT_COMPILED)
 def test_refused_by_compile(what):
     on_ranks(2, _not_compiled, *NOT_COMPILED[what])
+
+
+def _never_compiled():
+    engine = engine_of(nn.Linear(2, 2))
+    with pytest.warns(UserWarning, match=r"engine.compile\(\) wasn't called: every rank computes"):
+        engine(torch.ones(1, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine(torch.ones(1, 2))  # says so once
+
+
+def test_an_engine_that_is_never_compiled():
+    on_ranks(2, _never_compiled)
 
 
 def _mesh_of_another_engine():

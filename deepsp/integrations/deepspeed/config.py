@@ -15,6 +15,7 @@ with 0.19.8). Nothing on disk is edited. Replaced in memory (:mod:`deepsp.patche
   DeepSpeed takes every other DeepCompile graph for one that reduces gradients itself through the
   DeepCompile C++ library: it would load that, and skip its own reduction.
 - ``DeepSpeedEngine.get_deepspeed_compile_backend``: gives ``engine.compile`` our backend.
+- ``DeepSpeedEngine.forward``: warns once where ``engine.compile`` wasn't called.
 
 Gradients: without ``mpu`` and mesh, which are refused, DeepSpeed's data-parallel group is the
 whole world, and it averages gradients over all of it: D data ranks x P sequence ranks. So a rank's
@@ -27,12 +28,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from typing import Literal, get_args
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 PASS = "deepsp"
+_WARNED = "_deepsp_warned"  # an attribute of engines
 _VERSION = (0, 19)
 
 _OWN_OPTIONS = (
@@ -50,6 +53,7 @@ REPLACED = (
     "DeepSpeedEngine.deepspeed_io",
     "DeepSpeedEngine.uses_parallelization_pass_only",
     "DeepSpeedEngine.get_deepspeed_compile_backend",
+    "DeepSpeedEngine.forward",
 )
 
 _originals: list[tuple[object, str, object]] = []
@@ -220,7 +224,12 @@ def _check_mesh(config: dict, mpu, mesh_device) -> None:
 
 
 def _take_engine(engine_class: type) -> None:
-    replaced = (_deepspeed_io, _uses_parallelization_pass_only, _get_deepspeed_compile_backend)
+    replaced = (
+        _deepspeed_io,
+        _uses_parallelization_pass_only,
+        _get_deepspeed_compile_backend,
+        _forward,
+    )
     for replacement in replaced:
         name = replacement.__name__.removeprefix("_")
         original = getattr(engine_class, name)
@@ -253,6 +262,20 @@ def _deepspeed_io(original):
         return original(self, *args, **kwargs)
 
     return deepspeed_io
+
+
+def _forward(original):
+    def forward(self, *args, **kwargs):
+        if _runs(self) and not self.is_compiled and not getattr(self, _WARNED, False):
+            setattr(self, _WARNED, True)
+            warnings.warn(
+                f'the config has "passes": ["{PASS}"], but engine.compile() wasn\'t called: every '
+                "rank computes the full sequence; call engine.compile() before the first step",
+                stacklevel=2,
+            )
+        return original(self, *args, **kwargs)
+
+    return forward
 
 
 def _uses_parallelization_pass_only(original):
