@@ -148,6 +148,26 @@ class SortedRows(Sorted):
         return F.cross_entropy(self.head(x), labels.flatten())
 
 
+class Printing(LM):
+    """A graph break."""
+
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        print(end="")
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+
+
+def _broken():
+    torch._dynamo.reset()
+    compiled = torch.compile(Printing().double(), backend="deepsp", options={"inner": "eager"})
+    with pytest.raises(Exception, match=r"A graph break cut the model before this.*a print"):
+        compiled(**deepsp.prepare_inputs(batch(13)))
+
+
+def test_a_graph_break_is_named():
+    on_ranks(2, _broken)
+
+
 def _refused(model, message):
     torch._dynamo.reset()
     model = model().double()

@@ -32,9 +32,14 @@ class CannotShard(ValueError):
         if self.node is None:
             return f"deepsp can't shard this model: {self.reason}"
         line = line_of(self.node)
-        return f"deepsp can't shard {where(self.node)} over the sequence: {self.reason}" + (
-            f"\n  {line}" if line else ""
-        )
+        text = f"deepsp can't shard {where(self.node)} over the sequence: {self.reason}"
+        if "torch_dynamo_resume_in_" in (self.node.meta.get("stack_trace") or ""):
+            text += (
+                ". A graph break cut the model before this: what it computed there isn't known to "
+                "hold tokens. Remove the break (a print, .item(), a branch on a tensor's value); "
+                "torch.compile(..., fullgraph=True) names it"
+            )
+        return text + (f"\n  {line}" if line else "")
 
 
 def where(node: fx.Node) -> str:

@@ -29,6 +29,10 @@ from deepsp.compile.sharding.nodes import has_tensor
 from deepsp.compile.sharding.tokens import Size, Tokens, same
 
 SHIFTED = "it combines tokens of different positions, as when a sequence is shifted"
+OUTERMOST = (
+    "; if tokens are made of several dimensions, as of images (height, width) and video (frames, "
+    "...), mark the outermost one: prepare_inputs(..., seq_dim=that of the height, or the frames)"
+)
 _RULES: dict[Any, Callable] = {}
 _REASONS: dict[Any, str] = {}
 _FAMILIES = (

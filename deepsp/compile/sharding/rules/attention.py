@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from deepsp import shares
-from deepsp.compile.sharding.rules import Call, broadcast, rule
+from deepsp.compile.sharding.rules import OUTERMOST, Call, broadcast, rule
 from deepsp.compile.sharding.rules.indexing import log_softmax
 from deepsp.compile.sharding.tokens import Tokens, same
 
@@ -31,7 +31,7 @@ def attention(call: Call) -> Tokens:
         if tokens is not None and (tokens.dim != len(call.shape(x)) - 2 or not tokens.alone):
             call.refuse(
                 f"expected {x.name} of shape [batch, heads, tokens, head_dim], got its tokens in "
-                f"dimension {tokens.dim}, alone or merged with another"
+                f"dimension {tokens.dim}, alone or merged with another{OUTERMOST}"
             )
     if of_q is None:
         return _of_full(call, q, k, v, of_k)

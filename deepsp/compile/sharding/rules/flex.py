@@ -12,7 +12,7 @@ from torch._higher_order_ops.flex_attention import flex_attention as op
 from torch.utils._pytree import tree_leaves
 
 from deepsp.compile.sharding.nodes import copy_of, has_tensor
-from deepsp.compile.sharding.rules import Call, rule
+from deepsp.compile.sharding.rules import OUTERMOST, Call, rule
 from deepsp.compile.sharding.tokens import Tokens, same
 
 aten, ours = torch.ops.aten, torch.ops.deepsp
@@ -35,7 +35,7 @@ def flex_attention(call: Call) -> list[Tokens] | None:
         if tokens and (tokens.dim != 2 or not tokens.alone):
             call.refuse(
                 f"expected {x.name} of shape [batch, heads, tokens, head_dim], got its tokens in "
-                f"dimension {tokens.dim}, alone or merged with another"
+                f"dimension {tokens.dim}, alone or merged with another{OUTERMOST}"
             )
     if call.shape(q)[1] < call.graph.size:
         call.refuse(
