@@ -360,10 +360,59 @@ def _converted():
             torch.testing.assert_close(p.grad.as_subclass(torch.Tensor), expected)
 
 
+class _Product(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 3))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+def _without_autocast():
+    """Says what to do, in place of PyTorch's error; what is right stays as it is."""
+    torch.manual_seed(1)
+    x = torch.ones(2, 3, 3)
+    for module in (nn.Linear(3, 3), nn.Conv1d(3, 3, 1)):
+        model = deepsp.shard_parameters(nn.Sequential(module))
+        says = (
+            "input of 0.weight's module in bfloat16, in which shard_parameters gathers 0.weight, "
+            r'got float32; call the module within torch.autocast\("cpu", dtype=torch.bfloat16\), '
+            "or pass dtype=torch.float32 to shard_parameters"
+        )
+        for _ in range(2):
+            with pytest.raises(ValueError, match=says):
+                model(x)
+        assert model(x.bfloat16()).dtype == torch.bfloat16
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            model(x)
+    model = deepsp.shard_parameters(_Product())
+    with pytest.raises(RuntimeError) as caught:
+        model(x)
+    (note,) = caught.value.__notes__
+    assert "such as weight in bfloat16, and autocast is off; call the module within" in note
+    model(x.bfloat16())
+    model = deepsp.shard_parameters(nn.LayerNorm(3))
+    with pytest.raises(RuntimeError) as caught, torch.autocast("cpu", dtype=torch.bfloat16):
+        model(x)
+    assert "pass dtype to shard_parameters as a function" in caught.value.__notes__[0]
+    model = deepsp.shard_parameters(nn.Sequential(nn.Embedding(4, 3), nn.RMSNorm(3)))
+    model(torch.arange(4))
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(
     "case",
-    [_writes, _reads, _whole, _in_forward, _elsewhere, _put_in_place, _converted],
+    [
+        _writes,
+        _reads,
+        _whole,
+        _in_forward,
+        _elsewhere,
+        _put_in_place,
+        _converted,
+        _without_autocast,
+    ],
     ids=lambda f: f.__name__,
 )
 def test_weights(ranks, case):

@@ -58,9 +58,14 @@ def _reports():
         os.environ["DEEPSP_TRANSPORT"] = "messages"
         assert not deepsp.transport(dist.new_group()).mapped(0, 1)
         assert deepsp.transport(dist.new_group(), use="mapped").mapped(0, 1)
-        os.environ["DEEPSP_TRANSPORT"] = "pigeons"
-        with pytest.raises(ValueError, match=r'DEEPSP_TRANSPORT to be "auto".*got "pigeons"'):
-            deepsp.transport(dist.new_group())
+        # A wrong word on one rank: an error on every rank, and the group works once it is right.
+        group = dist.new_group()
+        for word in ("pigeons", "", "x" * 100):
+            os.environ["DEEPSP_TRANSPORT"] = "auto" if rank < size - 1 else word
+            says = f'DEEPSP_TRANSPORT to be "auto".*got "{word[:30] or " "}.*" on rank {size - 1}'
+            with pytest.raises(ValueError, match=says):
+                deepsp.transport(group)
+        assert deepsp.transport(group, use="mapped").mapped(0, 1)
 
         # Different on one rank: said on every rank, naming who.
         os.environ["DEEPSP_TRANSPORT"] = "auto" if rank < size - 1 else "messages"
@@ -117,6 +122,105 @@ def _cannot_map():
 
 def test_a_rank_that_cannot_map_memory():
     on_ranks(2, _cannot_map, apart="limited")
+
+
+STRANGER = """
+import array, os, socket, sys, time
+
+kind, met, parent, first = sys.argv[1], set(), os.getppid(), []
+if kind == "another user":
+    os.setuid(65534)
+print(flush=True)
+while os.getppid() == parent:
+    time.sleep(0.005)
+    for line in open("/proc/net/unix"):
+        fields = line.split()
+        name = fields[-1]
+        if not name.startswith("@deepsp-") or fields[3] != "00010000" or name in met:
+            continue
+        met.add(name)
+        try:
+            for n in range(4):
+                caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                caller.setblocking(False)
+                caller.connect("\\0" + name[1:])
+                first.append(caller)
+                if kind == "garbage":
+                    said = [b"", b"hi", b"\\xff" * 40, b"\\xff" * 4096][n]
+                    files = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1][:n]))]
+                    caller.sendmsg([said], files if n else [])
+        except BlockingIOError:
+            pass  # as many wait already as the socket takes
+        except OSError:
+            continue  # the group has formed by then
+        print(name, flush=True)
+"""
+
+
+def _strangers(kinds):
+    """The last rank comes when every stranger has called one that waits for it."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    command = [sys.executable, "-uc", STRANGER]
+    pipe = {"stdout": subprocess.PIPE, "text": True}
+    callers = [subprocess.Popen([*command, kind], **pipe) for kind in kinds if last]
+    try:
+        for caller in callers:
+            assert caller.stdout.readline() == "\n"
+        for _ in range(3):
+            group = dist.new_group()
+            called = {caller.stdout.readline()[:8] for caller in callers}
+            assert called <= {"@deepsp-"}, called
+            begin = time.monotonic()
+            found = deepsp.transport(group)
+            assert found.mapped(0, 1) and found.mapped(0, 2), str(found)
+            assert not last or time.monotonic() - begin < 8
+    finally:
+        for caller in callers:
+            caller.kill()
+            caller.wait()
+            caller.stdout.close()
+
+
+def test_strangers_that_call():
+    """Any process can connect to a rank's socket: the group forms as if it hadn't."""
+    kinds = ["garbage", "silence", *(["another user"] if os.getuid() == 0 else [])]
+    on_ranks(3, _strangers, kinds)
+
+
+def _missing():
+    rank, x = dist.get_rank(), draw(1, 4, 4, 2)
+    names = []
+    for absent, call in (
+        ([1, 2], lambda group: deepsp.transport(group)),
+        ([0], lambda group: deepsp.seq_to_heads([x], group=group)),
+        ([2], lambda group: deepsp.DistributedAttention(group=group)(x, x, x)),
+    ):
+        group = dist.new_group(timeout=datetime.timedelta(seconds=1))
+        if rank not in absent:
+            with pytest.raises(RuntimeError) as caught:
+                call(group)
+            names.append(str(caught.value))
+            numbers = " and ".join(map(str, absent))
+            assert f"failed waiting for rank{'s' * (len(absent) > 1)} {numbers}: " in names[-1]
+        dist.barrier()
+    return names
+
+
+def test_a_first_exchange_names_who_is_missing():
+    on_ranks(3, _missing)
+
+
+def _core_dump():
+    deepsp.transport()
+    mappings = Path("/proc/self/smaps").read_text().split("VmFlags:")
+    flags = [after.split("\n", 1)[0].split() for after in mappings[1:]]
+    ours = [f for text, f in zip(mappings, flags, strict=False) if "memfd:deepsp" in text]
+    assert len(ours) >= dist.get_world_size()
+    assert all("dd" in f for f in ours), ours
+
+
+def test_core_dumps_leave_shared_memory_out():
+    on_ranks(2, _core_dump)
 
 
 # ------------------------------------------------------------------------------ results

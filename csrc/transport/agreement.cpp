@@ -1,6 +1,7 @@
 #include "agreement.h"
 
 #include "c10d.h"
+#include "errors.h"
 #include "launch.h"
 
 #include <ATen/ops/empty.h>
@@ -18,7 +19,7 @@ namespace {
 at::Tensor gather(const Group& group, c10::Device device, const at::Tensor& mine) {
   const at::Tensor sent = mine.to(device);
   const at::Tensor received = at::empty({group.size * sent.numel()}, sent.options());
-  wait_for(group, launch_all_gather(group, received, sent));
+  gather_from_all(group, received, sent);
   return received.cpu();
 }
 
@@ -84,10 +85,7 @@ void check_agreement(
     if (sides.size() > 1) {
       std::ostringstream text;
       for (const auto& [line, ranks] : sides) {
-        text << ", " << (ranks.size() == 1 ? "rank" : "ranks");
-        for (size_t i = 0; i < ranks.size(); ++i) {
-          text << (i == 0 ? " " : i + 1 == ranks.size() ? " and " : ", ") << ranks[i];
-        }
+        text << ", " << names_of(ranks);
         text << (ranks.size() == 1 ? " passes " : " pass ") << line;
       }
       TORCH_CHECK_VALUE(

@@ -62,21 +62,22 @@ Chosen choice_of(const Group& group, c10::Device device, std::optional<Wanted> w
     return found;
   }
   sweep();
+  const Request request = request_of(wanted);
   Choice made{
       c10::weak_intrusive_ptr<c10d::ProcessGroup>(intrusive(group.pg)),
-      wanted.value_or(wanted_by_default()),
+      request.wanted,
       {},
       nullptr,
       nullptr};
   if (device.is_cpu()) {
-    Connection connection = connect(group, made.wanted, timeout_of(group, device));
+    Connection connection = connect(group, request, timeout_of(group, device));
     made.reach = connection.reach;
     if (connection.memory) {
       made.mapped = std::make_shared<Mapped>(group, std::move(connection));
       pool_watch(made.mapped);
     }
   } else {
-    std::tie(made.reach, made.staged) = connect_gpus(group, made.wanted, device);
+    std::tie(made.reach, made.staged) = connect_gpus(group, request, device);
   }
   std::lock_guard<std::mutex> lock(mutex);
   return choices().emplace(key, std::make_shared<const Choice>(std::move(made))).first->second;

@@ -1,6 +1,7 @@
 #include "connect.h"
 
 #include "board.h"
+#include "errors.h"
 
 #include <c10/util/Exception.h>
 
@@ -15,6 +16,8 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <iterator>
+#include <optional>
 #include <system_error>
 
 namespace deepsp {
@@ -22,11 +25,12 @@ namespace {
 
 // Ranks that have all said that they come: longer means that one of them failed.
 constexpr std::chrono::milliseconds kMeeting{20000};
+constexpr size_t kMostStrangers = 64;  // that are connected at a time, beside the group's ranks
 constexpr int64_t kMostAddresses = int64_t(1) << 45;  // of 2^47 that a process has
 
 // What a rank says of itself.
 struct Offer {
-  Wanted wanted;
+  Request request;
   Text<160> machine;  // empty: it has no memory to offer
   Text<48> socket;    // the name that it listens on
   Text<32> secret;    // what those who call it must know
@@ -82,15 +86,13 @@ void set_timeout(const Descriptor& socket, std::chrono::milliseconds timeout) {
   }
 }
 
-void check_same_user(const Descriptor& socket) {
+bool is_same_user(const Descriptor& socket) {
   ucred peer{};
   socklen_t length = sizeof(peer);
   if (getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &peer, &length) != 0) {
     fail("SO_PEERCRED");
   }
-  if (peer.uid != geteuid()) {
-    throw std::runtime_error("another user answers on its socket");
-  }
+  return peer.uid == geteuid();
 }
 
 struct Hello {
@@ -117,7 +119,13 @@ void send_hello(const Descriptor& socket, const Hello& hello, int file) {
   }
 }
 
-std::pair<Hello, Descriptor> receive_hello(const Descriptor& socket) {
+struct Greeting {
+  Hello hello;
+  Descriptor memory;
+};
+
+// None if something else than a hello with memory came: any process may have sent that.
+std::optional<Greeting> receive_hello(const Descriptor& socket, int flags = 0) {
   Hello hello{};
   iovec content{&hello, sizeof(hello)};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
@@ -125,21 +133,21 @@ std::pair<Hello, Descriptor> receive_hello(const Descriptor& socket) {
   message.msg_iov = &content;
   message.msg_iovlen = 1;
   message.msg_control = control;
-  message.msg_controllen = sizeof(control);
-  const ssize_t got = recvmsg(socket.get(), &message, MSG_CMSG_CLOEXEC);
+  message.msg_controllen = CMSG_LEN(sizeof(int));  // one file: the padding would hold a second one
+  const ssize_t got = recvmsg(socket.get(), &message, MSG_CMSG_CLOEXEC | flags);
   if (got < 0) {
-    fail("recvmsg from a peer");
+    return std::nullopt;
   }
   cmsghdr* const header = CMSG_FIRSTHDR(&message);
   int file = -1;
-  if (header != nullptr && header->cmsg_type == SCM_RIGHTS) {
+  if (header != nullptr && header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_RIGHTS) {
     std::memcpy(&file, CMSG_DATA(header), sizeof(int));
   }
   Descriptor memory(file);
-  if (got != sizeof(hello) || !memory) {
-    throw std::runtime_error("a peer said something else than hello");
+  if (got != sizeof(hello) || !memory || (message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0) {
+    return std::nullopt;
   }
-  return {hello, std::move(memory)};
+  return Greeting{hello, std::move(memory)};
 }
 
 // Meets all ranks of this machine. Those above it call this rank, it calls those below it.
@@ -184,35 +192,102 @@ class Meeting {
       if (::connect(called[p].get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) {
         fail(("connect to rank " + std::to_string(p)).c_str());
       }
-      check_same_user(called[p]);
+      if (!is_same_user(called[p])) {
+        throw std::runtime_error("another user answers on its socket");
+      }
       send_hello(called[p], {group_.rank, offers[p].secret}, file);
     }
-    for (size_t met = 0; met < above.size();) {
-      Descriptor caller(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
-      if (!caller) {
-        fail("accept of the ranks above this one");
-      }
-      check_same_user(caller);
-      set_timeout(caller, timeout_);
-      auto [hello, memory] = receive_hello(caller);
-      if (hello.secret.str() != offer_.secret.str() || hello.rank <= group_.rank ||
-          hello.rank >= group_.size || result.neighbors[hello.rank] != nullptr) {
-        continue;  // whoever that is
-      }
-      send_hello(caller, {group_.rank, offers[hello.rank].secret}, file);
-      add(hello.rank, std::move(memory), std::move(caller), result);
-      ++met;
-    }
+    serve(above, offers, file, result);
     for (const int64_t p : below) {
-      auto [hello, memory] = receive_hello(called[p]);
-      if (hello.secret.str() != offer_.secret.str() || hello.rank != p) {
-        throw std::runtime_error("rank " + std::to_string(p) + " isn't who answers");
+      std::optional<Greeting> answer = receive_hello(called[p]);
+      if (!answer || answer->hello.secret.str() != offer_.secret.str() || answer->hello.rank != p) {
+        throw std::runtime_error("rank " + std::to_string(p) + " doesn't answer");
       }
-      add(p, std::move(memory), std::move(called[p]), result);
+      add(p, std::move(answer->memory), std::move(called[p]), result);
     }
   }
 
  private:
+  // Until all ranks above this one have called. Every process of the machine sees the socket's name
+  // and may connect: a caller of another user, or one that says something else than a rank's hello,
+  // is dropped, and one that says nothing keeps nobody waiting.
+  void serve(
+      const std::vector<int64_t>& above,
+      const std::vector<Offer>& offers,
+      int file,
+      Connection& result) {
+    const auto deadline = std::chrono::steady_clock::now() + timeout_;
+    std::vector<Descriptor> callers;  // that have said nothing yet, the oldest first
+    for (size_t met = 0; met < above.size();) {
+      std::vector<pollfd> sockets{{listener_.get(), POLLIN, 0}};
+      for (const Descriptor& caller : callers) {
+        sockets.push_back({caller.get(), POLLIN, 0});
+      }
+      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
+          deadline - std::chrono::steady_clock::now());
+      if (left.count() <= 0) {
+        throw std::runtime_error(
+            not_met(above, result) + " within " + std::to_string(timeout_.count()) + " ms");
+      }
+      if (poll(sockets.data(), sockets.size(), static_cast<int>(left.count())) < 0 &&
+          errno != EINTR) {
+        fail("poll of a local socket");
+      }
+      std::vector<Descriptor> silent;
+      for (size_t i = 0; i < callers.size(); ++i) {
+        if (sockets[i + 1].revents == 0) {
+          silent.push_back(std::move(callers[i]));
+        } else if (std::optional<Greeting> greeting = receive_hello(callers[i], MSG_DONTWAIT)) {
+          met += answer(std::move(callers[i]), std::move(*greeting), offers, file, result);
+        }
+      }
+      callers = std::move(silent);
+      if (sockets[0].revents != 0) {
+        accept(callers);
+      }
+    }
+  }
+
+  void accept(std::vector<Descriptor>& callers) const {
+    Descriptor caller(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    if (!caller) {
+      if (errno != ECONNABORTED && errno != EINTR && errno != EAGAIN) {
+        fail("accept of the ranks above this one");
+      }
+    } else if (is_same_user(caller)) {
+      set_timeout(caller, timeout_);
+      callers.push_back(std::move(caller));
+      if (callers.size() > static_cast<size_t>(group_.size) + kMostStrangers) {
+        callers.erase(callers.begin());
+      }
+    }
+  }
+
+  // Whether the caller is a rank above this one.
+  bool answer(
+      Descriptor caller,
+      Greeting greeting,
+      const std::vector<Offer>& offers,
+      int file,
+      Connection& result) const {
+    const int64_t rank = greeting.hello.rank;
+    if (greeting.hello.secret.str() != offer_.secret.str() || rank <= group_.rank ||
+        rank >= group_.size || result.neighbors[rank] != nullptr) {
+      return false;
+    }
+    send_hello(caller, {group_.rank, offers[rank].secret}, file);
+    add(rank, std::move(greeting.memory), std::move(caller), result);
+    return true;
+  }
+
+  static std::string not_met(const std::vector<int64_t>& above, const Connection& result) {
+    std::vector<int64_t> missing;
+    std::copy_if(above.begin(), above.end(), std::back_inserter(missing), [&](int64_t p) {
+      return result.neighbors[p] == nullptr;
+    });
+    return "no call came from " + names_of(missing);
+  }
+
   static void add(int64_t rank, Descriptor memory, Descriptor socket, Connection& result) {
     auto neighbor = std::make_unique<Neighbor>();
     neighbor->memory = std::make_unique<SharedMemory>(std::move(memory));
@@ -234,7 +309,7 @@ Reach reach_of(
   Reach reach{{}, std::vector<std::string>(group.size)};
   for (int64_t p = 0; p < group.size; ++p) {
     reach.machine.push_back(p);
-    if (offers[p].wanted == Wanted::messages) {
+    if (offers[p].request.wanted == Wanted::messages) {
       reach.why[p] = "messages are asked for";
       continue;
     }
@@ -275,7 +350,8 @@ void check_mapped(const Group& group, const Reach& reach) {
 
 }  // namespace
 
-Connection connect(const Group& group, Wanted wanted, std::chrono::milliseconds timeout) {
+Connection connect(const Group& group, const Request& request, std::chrono::milliseconds timeout) {
+  const Wanted wanted = request.wanted;
   Connection result;
   result.neighbors.resize(group.size);
   std::unique_ptr<Meeting> meeting;
@@ -289,9 +365,9 @@ Connection connect(const Group& group, Wanted wanted, std::chrono::milliseconds 
       mine.why = made.why;
     }
   }
-  mine.wanted = wanted;
+  mine.request = request;
   const std::vector<Offer> offers = all_say(group, mine);
-  check_alike(group, [&](int64_t p) { return offers[p].wanted; });
+  check_requests(group, [&](int64_t p) -> const Request& { return offers[p].request; });
   std::vector<Outcome> outcomes(group.size, {true, {}});
   if (wanted != Wanted::messages) {
     outcomes = all_say(group, outcome_of([&] {

@@ -25,7 +25,7 @@ struct Connection {
 
 // All ranks of the group call this. ValueError on every rank if they want different things, or if
 // they want memory that some pair can't reach.
-Connection connect(const Group& group, Wanted wanted, std::chrono::milliseconds timeout);
+Connection connect(const Group& group, const Request& request, std::chrono::milliseconds timeout);
 
 // Whether the rank at the other end of the socket has left.
 bool has_left(const Neighbor& neighbor);

@@ -80,6 +80,31 @@ void Flight::wait_sends() {
   holds.clear();
 }
 
+void Flight::wait_naming_all() {
+  std::vector<int64_t> missing;
+  std::string why;
+  failed_ = true;
+  for (size_t source = 0; source < receives[0].size(); ++source) {
+    const Work& work = receives[0][source];
+    try {
+      if (work && missing.empty()) {
+        work->wait();
+      } else if (work) {
+        work->wait(std::chrono::milliseconds(1));  // the others have had as long
+      }
+    } catch (const std::exception& error) {
+      why = missing.empty() ? text_of(error) : why;
+      missing.push_back(static_cast<int64_t>(source));
+    }
+  }
+  if (!missing.empty()) {
+    raise_failed(what, missing, why);
+  }
+  receives.clear();
+  failed_ = false;
+  wait_sends();
+}
+
 void Flight::wait_all() {
   const size_t size = mapped ? mapped->size() : receives.empty() ? 0 : receives[0].size();
   for (size_t source = 0; source < size; ++source) {

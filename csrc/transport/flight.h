@@ -66,6 +66,9 @@ struct Flight {
   void wait_receive(int64_t source);
   void wait_sends();
   void wait_all();
+  // Waits for one exchange of messages with all ranks. An error names every rank whose block hasn't
+  // come.
+  void wait_naming_all();
 
  private:
   // `from`: whose block it is that arrives, -1: any.

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <exception>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -21,10 +22,6 @@ enum class Wanted { automatic, mapped, messages };
 // ValueError unless it is "auto", "mapped" or "messages"; `name`: what messages call it.
 Wanted wanted_of(const std::string& word, const char* name);
 const char* word_of(Wanted wanted);
-// What DEEPSP_TRANSPORT says.
-Wanted wanted_by_default();
-// ValueError unless all ranks want the same; wanted_by(p): what rank p does.
-void check_alike(const Group& group, const std::function<Wanted(int64_t)>& wanted_by);
 
 // What all ranks know of all ranks.
 struct Reach {
@@ -52,8 +49,20 @@ struct Text {
     std::memcpy(data, text.data(), std::min(text.size(), size - 1));
     return *this;
   }
-  std::string str() const { return data; }
+  // The other end may have sent `size` bytes without a zero.
+  std::string str() const { return {data, strnlen(data, size)}; }
 };
+
+// What a rank asks for. A wrong word in its environment is sent to the other ranks, too: if it
+// raised at once, they would wait for this rank.
+struct Request {
+  Wanted wanted = Wanted::automatic;
+  Text<40> unknown_word;  // of DEEPSP_TRANSPORT; empty: it has a known one, or none
+};
+// `use` if given, else what DEEPSP_TRANSPORT says.
+Request request_of(std::optional<Wanted> use);
+// ValueError unless all ranks ask for the same; request_by(p): what rank p asks for.
+void check_requests(const Group& group, const std::function<const Request&(int64_t)>& request_by);
 
 // What came of something that a rank did on its own.
 struct Outcome {

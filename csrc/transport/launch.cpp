@@ -67,10 +67,10 @@ at::Tensor unnamed(const at::Tensor& tensor) {
   return at::alias(tensor);
 }
 
-// A launch fails, too, where a peer has died since the last exchange.
+// A launch fails, too, where a peer has died since the last exchange. `peer`: -1 for all.
 template <class Launch>
-Work launched(const Group& group, const Launch& launch) {
-  return shared(with_context([&] { return name_of(group); }, -1, launch));
+Work launched(const Group& group, const Launch& launch, int64_t peer = -1) {
+  return shared(with_context([&] { return name_of(group); }, peer, launch));
 }
 
 }  // namespace
@@ -101,8 +101,8 @@ void exchange_point_to_point(
     const Bytes bytes = among(source) ? receive(source) : Bytes{};
     if (bytes.size > 0) {
       std::vector<at::Tensor> block{unowned(bytes)};
-      flight.receives.back()[source] =
-          launched(group, [&] { return group.pg->recv(block, static_cast<int>(source), tag); });
+      flight.receives.back()[source] = launched(
+          group, [&] { return group.pg->recv(block, static_cast<int>(source), tag); }, source);
     }
   }
   for (int64_t step = 1; step < group.size; ++step) {
@@ -110,8 +110,8 @@ void exchange_point_to_point(
     const Bytes bytes = among(target) ? send(target) : Bytes{};
     if (bytes.size > 0) {
       std::vector<at::Tensor> block{unowned(bytes)};
-      flight.sends.push_back(
-          launched(group, [&] { return group.pg->send(block, static_cast<int>(target), tag); }));
+      flight.sends.push_back(launched(
+          group, [&] { return group.pg->send(block, static_cast<int>(target), tag); }, target));
     }
   }
 }
@@ -179,6 +179,22 @@ Work launch_max(const Group& group, const at::Tensor& tensor) {
 
 void wait_for(const Group& group, const Work& work) {
   with_context([&] { return name_of(group); }, -1, [&] { return work->wait(); });
+}
+
+void gather_from_all(const Group& group, const at::Tensor& out, const at::Tensor& in) {
+  if (!group.point_to_point) {
+    return wait_for(group, launch_all_gather(group, out, in));
+  }
+  const auto bytes = static_cast<int64_t>(in.nbytes());
+  char* const received = static_cast<char*>(out.mutable_data_ptr());
+  char* const sent = static_cast<char*>(in.data_ptr());
+  std::memcpy(received + group.rank * bytes, sent, bytes);
+  Flight flight;
+  exchange_point_to_point(
+      group, [](int64_t) { return true; },
+      [&](int64_t p) { return Bytes{received + p * bytes, bytes}; },
+      [&](int64_t) { return Bytes{sent, bytes}; }, flight);
+  flight.wait_naming_all();
 }
 
 }  // namespace deepsp

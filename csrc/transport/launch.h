@@ -48,6 +48,10 @@ Work launch_all_gather(const Group& group, const at::Tensor& out, const at::Tens
 Work launch_sum(const Group& group, const at::Tensor& tensor);
 Work launch_max(const Group& group, const at::Tensor& tensor);
 
+// `out` holds every rank's contiguous `in`, in rank order. For what ranks tell each other before
+// their first exchange: an error names every rank that hasn't come, where the backend knows.
+void gather_from_all(const Group& group, const at::Tensor& out, const at::Tensor& in);
+
 // Waits for what was launched on its own; an error names the group's op.
 void wait_for(const Group& group, const Work& work);
 

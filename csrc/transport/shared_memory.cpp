@@ -63,6 +63,11 @@ void SharedMemory::map() {
     fail("mmap of shared memory");
   }
   data_ = static_cast<char*>(mapped);
+  // A core dump would hold every byte of the mapping, written or not: as much as the machine has.
+  if (madvise(data_, bytes_, MADV_DONTDUMP) != 0) {
+    munmap(std::exchange(data_, nullptr), bytes_);
+    fail("madvise of shared memory");
+  }
   madvise(data_, bytes_, MADV_HUGEPAGE);  // where the system allows it for shared memory
 }
 

@@ -162,7 +162,7 @@ class Symmetric final : public Staged {
 };
 
 struct Offer {
-  Wanted wanted;
+  Request request;
   Text<160> machine;
   Outcome allocated;
 };
@@ -170,9 +170,10 @@ struct Offer {
 }  // namespace
 
 std::pair<Reach, std::shared_ptr<Staged>> connect_gpus(
-    const Group& group, Wanted wanted, c10::Device device) {
-  Offer mine{wanted, {}, {}};
+    const Group& group, const Request& request, c10::Device device) {
+  Offer mine{request, {}, {}};
   at::Tensor memory;
+  const Wanted wanted = request.wanted;
   if (wanted == Wanted::mapped) {
     mine.allocated = outcome_of([&] {
       mine.machine = machine_word();
@@ -180,7 +181,7 @@ std::pair<Reach, std::shared_ptr<Staged>> connect_gpus(
     });
   }
   const std::vector<Offer> offers = all_say(group, mine, device);
-  check_alike(group, [&](int64_t p) { return offers[p].wanted; });
+  check_requests(group, [&](int64_t p) -> const Request& { return offers[p].request; });
   if (wanted != Wanted::mapped) {
     const bool messages = wanted == Wanted::messages;
     return {
@@ -218,7 +219,8 @@ std::pair<Reach, std::shared_ptr<Staged>> connect_gpus(
 
 #else
 
-std::pair<Reach, std::shared_ptr<Staged>> connect_gpus(const Group& group, Wanted, c10::Device) {
+std::pair<Reach, std::shared_ptr<Staged>> connect_gpus(
+    const Group& group, const Request&, c10::Device) {
   return {Reach::nobody(group.size, "deepsp was built without CUDA"), nullptr};
 }
 

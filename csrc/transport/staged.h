@@ -33,6 +33,6 @@ class Staged {
 // All ranks of the group call this. ValueError on every rank if they want different things, or if
 // they want memory that they don't reach.
 std::pair<Reach, std::shared_ptr<Staged>> connect_gpus(
-    const Group& group, Wanted wanted, c10::Device device);
+    const Group& group, const Request& request, c10::Device device);
 
 }  // namespace deepsp

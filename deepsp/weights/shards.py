@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from torch.nn.utils import parametrize
 
 from deepsp.groups import Member
 from deepsp.weights.access import ShardedWeight, Writes, in_a_forward
+from deepsp.weights.dtypes import check_input_dtype, explain_dtypes
 from deepsp.weights.prefetch import Order, Use, Wait, bucket_bytes
 from deepsp.weights.rows import ParameterShard, shard_rows
 from deepsp.weights.shard_gradient import mark
@@ -215,6 +217,8 @@ class Shards:
             return self.gather_alone(index, shard)
         if index in self.full:
             return self.full[index]
+        if self.infos[index].dtype != shard.dtype:
+            check_input_dtype(self.infos[index].name, self.infos[index].dtype, shard)
         use = Use(index, torch.is_grad_enabled() and shard.requires_grad)
         # Otherwise somebody has put another in its place.
         known = shard is self.parameters[index]
@@ -309,6 +313,7 @@ class Shards:
         if self._hooks is not None:
             self._hooks.__exit__()
             self._hooks = None
+        explain_dtypes(sys.exception(), self.infos, self.parameters)
         self._writes.check()
 
     def _remember(self, uses, tensors: list[Tensor]) -> None:
