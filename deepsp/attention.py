@@ -98,9 +98,10 @@ def distributed_attention(
     """
     member = member_of(group)
     local.check_layout(layout)
-    local.check_four(q, "q", layout)
+    local.check_qkv(q, k, v, layout)
     rank, size, name = member
     lens = lens_or_equal(seq_lens, q.size(layout.index("s")), size)
+    local.check_length(q, lens, rank, layout)
     if documents is not None:
         documents = ranges_of(documents, q.size(layout.index("b")), sum(lens))
     whole = None if kv_chunk is None else "kv_chunk needs whole queries; leave it out"
@@ -182,6 +183,12 @@ class DistributedAttention(nn.Module):
     ):
         super().__init__()
         local.check_layout(layout)
+        local.check_function(
+            local_attention,
+            layout,
+            "q, k and v in that order with layout='bhsd', or no local_attention: that is "
+            "scaled_dot_product_attention in any layout",
+        )
         auto_chunks.check(chunks)
         self.local_attention = local_attention
         self.member = member_of(group)
@@ -190,6 +197,7 @@ class DistributedAttention(nn.Module):
         self.layout = layout
         self.query_parts = shares.asked_of(query_parts, group)
         self._indices = local.indices_wanted(local_attention)
+        self._watch = local.Watch(local_attention)
         self._compared = False
 
     def extra_repr(self) -> str:
@@ -225,9 +233,9 @@ class DistributedAttention(nn.Module):
             ValueError: arguments that don't fit each other or the group, or what the local
                 attention returns.
         """
-        for x, of in ((q, "q"), (k, "k"), (v, "v")):
-            local.check_four(x, of, self.layout)
+        local.check_qkv(q, k, v, self.layout)
         lens = lens_or_equal(seq_lens, q.size(self.layout.index("s")), self.member[1])
+        local.check_length(q, lens, self.member[0], self.layout)
         if not self._compared and not torch.compiler.is_compiling():
             self._compare(q, k, v, lens)
         if self.local_attention is None:
@@ -270,7 +278,8 @@ class DistributedAttention(nn.Module):
             def attend_cell(q, k, v, cell):
                 given = local.indices(self._indices, q, cell.heads, sum(cell.queries, ()))
                 return local.attend(
-                    self.local_attention, (q, k, v), args, kwargs | given, self.layout
+                    *(self.local_attention, (q, k, v), args, kwargs | given),
+                    *(self._watch, self.layout),
                 )
 
             with local.randomness_of(self.member, q.device):
@@ -299,7 +308,8 @@ class DistributedAttention(nn.Module):
                 heads = torch.ops.deepsp.head_split(num_heads, num_heads, size, rank, chunk, chunks)
                 given = local.indices(self._indices, q_all, heads[:2], (0, sum(lens)))
                 out = local.attend(
-                    self.local_attention, (q_all, k_all, v_all), args, kwargs | given, self.layout
+                    *(self.local_attention, (q_all, k_all, v_all), args, kwargs | given),
+                    *(self._watch, self.layout),
                 )
                 leaving.append(
                     torch.ops.deepsp.heads_to_seq_start(

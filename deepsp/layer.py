@@ -213,11 +213,18 @@ class SequenceParallelAttention(nn.Module):
             )
         if rotary is not None and not callable(rotary):
             rope.check_pair(rotary)
+        local.check_function(
+            local_attention,
+            "bshd",
+            "no local_attention, which is scaled_dot_product_attention, or a function that "
+            "transposes q, k, v and the output",
+        )
         auto_chunks.check(chunks)
         self.rope_theta = rope_theta
         self.rope_interleaved = rope_interleaved
         self.local_attention = local_attention
         self._indices = local.indices_wanted(local_attention)
+        self._watch = local.Watch(local_attention)
         self.query_parts = shares.asked_of(query_parts, group)
         self._parts = local.query_parts_of(self, num_heads, overlaps=True)
         self._compared = False
@@ -393,7 +400,9 @@ class SequenceParallelAttention(nn.Module):
 
             def attend_cell(q, k, v, cell):
                 given = local.indices(self._indices, q, cell.heads, sum(cell.queries, ()))
-                out = local.attend(self.local_attention, (q, k, v), args, kwargs | given)
+                out = local.attend(
+                    self.local_attention, (q, k, v), args, kwargs | given, self._watch
+                )
                 return self._checked(out, q)
 
             with local.randomness_of(self.member, x.device):
@@ -478,7 +487,8 @@ class SequenceParallelAttention(nn.Module):
             self.num_heads, self.num_heads, size, rank, chunk, chunks
         )
         given = local.indices(self._indices, q, heads[:2], (0, k.size(1)))
-        return self._checked(local.attend(self.local_attention, (q, k, v), args, kwargs | given), q)
+        out = local.attend(self.local_attention, (q, k, v), args, kwargs | given, self._watch)
+        return self._checked(out, q)
 
     def _checked(self, out: Tensor, q: Tensor) -> Tensor:
         if out.size(3) != self.v_head_dim:

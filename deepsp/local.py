@@ -8,7 +8,11 @@ import inspect
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo import external_utils
+from torch.nn.attention.flex_attention import flex_attention
+from torch.overrides import TorchFunctionMode
 
 from deepsp import shares
 from deepsp.groups import Member
@@ -30,6 +34,31 @@ def check_four(x: Tensor, name: str, layout: str) -> None:
         dims = ", ".join(_NAMES[d] for d in layout)
         raise ValueError(f"expected {name} to have 4 dimensions [{dims}], got {x.dim()}")
 
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:
+    for x, name in ((q, "q"), (k, "k"), (v, "v")):
+        check_four(x, name, layout)
+    s, h = layout.index("s"), layout.index("h")
+    for x, name in ((k, "k"), (v, "v")):
+        if x.size(s) != q.size(s):
+            swapped = layout != "bhsd" and q.size(h) == k.size(h) == v.size(h)
+            raise ValueError(
+                f"expected {name} to have the sequence length of q ({q.size(s)}), got {x.size(s)}"
+                + (_SWAPPED if swapped else "")
+            )
+
+
+def check_length(q: Tensor, lens: Sequence[int], rank: int, layout: str) -> None:
+    s, h = layout.index("s"), layout.index("h")
+    if q.size(s) != lens[rank]:
+        swapped = layout != "bhsd" and q.size(h) == lens[rank]
+        raise ValueError(
+            f"expected q to have sequence length {lens[rank]}, which is seq_lens[{rank}], this "
+            f"rank's entry, got {q.size(s)}" + (_SWAPPED if swapped else "")
+        )
+
+
+_SWAPPED = "; if q, k and v are [batch, heads, sequence, head_dim], pass layout='bhsd'"
 
 INDICES = ("head_indices", "query_indices")
 """What a local attention may ask for, by declaring it."""
@@ -67,6 +96,96 @@ def indices(
     """The arguments wanted. heads, queries: the begin and end of each range."""
     given = dict(zip(INDICES, (heads, queries), strict=True))
     return {name: torch.ops.deepsp.indices_in(like, list(given[name])) for name in wanted}
+
+
+def heads_before_tokens(function: Callable | None) -> str | None:
+    """The name of a function that takes [B, H, S, D] whatever the layout: given [B, S, H, D] it
+    attends over heads, without an error."""
+    while True:
+        if isinstance(function, functools.partial):
+            function = function.func
+        elif (inner := getattr(function, "_torchdynamo_orig_callable", None)) is not None:
+            # Dynamo wraps what has no Python code, such as a partial.
+            wraps = getattr(inner, "__globals__", None) is vars(external_utils)
+            function = inner.__wrapped__ if wraps else inner
+        else:
+            break
+    op = torch.ops.aten.scaled_dot_product_attention
+    for known, name in (
+        (F.scaled_dot_product_attention, "scaled_dot_product_attention"),
+        (op, "scaled_dot_product_attention"),
+        (op.default, "scaled_dot_product_attention"),
+        (flex_attention, "flex_attention"),
+    ):
+        if function is known:
+            return name
+    return None
+
+
+def check_function(function: Callable | None, layout: str, advice: str) -> None:
+    """Raises for a local attention that is known to take another layout; ``advice``: what to pass
+    in its place, after "pass"."""
+    name = heads_before_tokens(function)
+    if name is not None and layout != "bhsd":
+        raise ValueError(
+            f"expected local_attention to take {_shape(layout)}, but {name} takes "
+            f"{_shape('bhsd')} and would attend over heads; pass {advice}"
+        )
+
+
+def _shape(layout: str) -> str:
+    return "[" + ", ".join(d.upper() for d in layout) + "]"
+
+
+class Watch:
+    """Looks once at what a local attention that calls ``scaled_dot_product_attention`` passes to
+    it. A wrapper that forgets to transpose attends over heads, without an error."""
+
+    def __init__(self, function: Callable | None):
+        self._looks = _names_sdpa(function)
+
+    def over(self, shape: list[int], right: list[int], layout: str):
+        """The context of one call. shape: of what the function gets; right: as [B, H, S, D]."""
+        if not self._looks or torch.compiler.is_compiling() or shape[:3] == right[:3]:
+            return contextlib.nullcontext()
+        self._looks = False
+        return _SdpaSees(shape, layout)
+
+
+def _names_sdpa(function: Callable | None) -> bool:
+    while isinstance(function, functools.partial):
+        function = function.func
+    if isinstance(function, nn.Module):
+        function = type(function).forward
+    code = getattr(function, "__code__", None)
+    if code is None or hasattr(function, "_torchdynamo_orig_callable"):
+        return False
+    sdpa = F.scaled_dot_product_attention
+    try:
+        known = inspect.getclosurevars(function)
+    except (TypeError, ValueError):  # not plain Python, or a variable that has no value yet
+        return sdpa.__name__ in code.co_names
+    values = (*known.globals.values(), *known.nonlocals.values())
+    return sdpa.__name__ in code.co_names or any(value is sdpa for value in values)
+
+
+class _SdpaSees(TorchFunctionMode):
+    def __init__(self, shape: list[int], layout: str):
+        super().__init__()
+        self._shape, self._layout = shape, layout
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            query = args[0] if args else kwargs["query"]
+            if list(query.shape[:3]) == self._shape[:3]:
+                raise ValueError(
+                    f"local_attention passes q as it gets it, {_shape(self._layout)} of shape "
+                    f"{list(query.shape)}, to scaled_dot_product_attention, which takes "
+                    f"{_shape('bhsd')} and would attend over heads; transpose q, k, v and the "
+                    "output in it, or leave local_attention out"
+                )
+        return func(*args, **kwargs)
 
 
 def autocasts(device: torch.device) -> bool:
@@ -131,6 +250,7 @@ def attend(
     qkv: tuple[Tensor, Tensor, Tensor],
     args: tuple,
     kwargs: dict,
+    watch: Watch,
     layout: str = "bshd",
 ) -> Tensor:
     """The local attention of some heads: q, k and v and what it returns [B, S, h, D].
@@ -139,10 +259,12 @@ def attend(
         ValueError: it returned no tensor (or tuple that begins with one), or one of another shape.
     """
     order = ORDERS[layout]
-    out = function(*(x.permute(order) for x in qkv), *args, **kwargs)
+    q = qkv[0]
+    seen = [q.size(d) for d in order]
+    with watch.over(seen, [q.size(d) for d in ORDERS["bhsd"]], layout):
+        out = function(*(x.permute(order) for x in qkv), *args, **kwargs)
     if isinstance(out, (tuple, list)) and out:
         out = out[0]  # with log-sum-exp and the like, as flash attention returns it
-    seen = [qkv[0].size(d) for d in order]
     if not isinstance(out, Tensor):
         raise ValueError(
             f"expected local_attention to return a tensor of shape {tuple(seen[:3])} and a head "

@@ -88,12 +88,80 @@ def _declared():
         torch._dynamo.reset()
         out = deepsp.DistributedAttention(local)(x, x, x)
         assert out[0, 0, :, 0].tolist() == [0, 1, 2, 3], (rank, local)
-    for local in (F.scaled_dot_product_attention, functools.partial(attention, is_causal=True)):
-        deepsp.DistributedAttention(local)(x, x, x)  # without
+    deepsp.DistributedAttention(functools.partial(attention, is_causal=True))(x, x, x)  # without
+    y = x.transpose(1, 2)
+    deepsp.DistributedAttention(F.scaled_dot_product_attention, layout="bhsd")(y, y, y)
 
 
 def test_whoever_declares_head_indices_gets_them():
     on_ranks(2, _declared)
+
+
+def _attends_over_heads():
+    """What takes [B, H, S, D] attends over heads in any other layout: refused, however it is
+    wrapped, where that can be seen."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    from deepsp.integrations.deepspeed.attention import DistributedAttention as OfDeepSpeed
+
+    sdpa, group = F.scaled_dot_product_attention, dist.group.WORLD
+    raw = [
+        sdpa,
+        functools.partial(sdpa, is_causal=True),
+        torch.compile(sdpa),
+        functools.partial(torch.compile(functools.partial(flex_attention)), enable_gqa=True),
+        flex_attention,
+        torch.ops.aten.scaled_dot_product_attention.default,
+    ]
+    for function in raw:
+        for layout, shape in (("bshd", r"\[B, S, H, D\]"), ("sbhd", r"\[S, B, H, D\]")):
+            says = rf"to take {shape}, but .*attention takes \[B, H, S, D\] .*layout='bhsd', or no"
+            with pytest.raises(ValueError, match=says):
+                deepsp.DistributedAttention(function, layout=layout)
+        deepsp.DistributedAttention(function, layout="bhsd")
+        with pytest.raises(ValueError, match="would attend over heads; pass no local_attention"):
+            deepsp.SequenceParallelAttention(8, 4, local_attention=function)
+        with pytest.raises(ValueError, match="pass a function that transposes"):
+            OfDeepSpeed(function, group)
+
+    def as_it_is(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v)
+
+    def transposed(q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return sdpa(q, k, v).transpose(1, 2)
+
+    class Wraps(nn.Module):
+        def forward(self, q, k, v):
+            return sdpa(q, k, v)
+
+    x = draw(2, 3, 4, 8)
+    lens = [3] * dist.get_world_size()
+    for function in (as_it_is, functools.partial(as_it_is), lambda *qkv: sdpa(*qkv), Wraps()):
+        for layout in ("bshd", "sbhd"):
+            module = deepsp.DistributedAttention(function, layout=layout)
+            with pytest.raises(
+                ValueError, match="transpose q, k, v and the output in it, or leave"
+            ):
+                module(x, x, x, seq_lens=None if layout == "sbhd" else lens)
+        y = x.transpose(1, 2)
+        deepsp.DistributedAttention(function, layout="bhsd")(y, y, y)
+    expected = deepsp.distributed_attention(x, x, x)
+    torch.testing.assert_close(deepsp.DistributedAttention(transposed)(x, x, x), expected)
+
+    # [B, H, S, D] where it can be told apart: other numbers of kv heads, or seq_lens.
+    q, k = draw(2, 8, 3, 4), draw(2, 2, 3, 4)
+    for attend in (deepsp.DistributedAttention(), deepsp.distributed_attention):
+        for call in (
+            lambda attend=attend: attend(q, k, k, enable_gqa=True),
+            lambda attend=attend: attend(q, q, q, seq_lens=lens),
+        ):
+            with pytest.raises(ValueError, match=r"head_dim\], pass layout='bhsd'"):
+                call()
+
+
+def test_attention_over_heads_is_refused():
+    on_ranks(2, _attends_over_heads)
 
 
 def _passed_by_the_caller():

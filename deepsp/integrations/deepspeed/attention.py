@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import deepsp.attention
 from deepsp.groups import Group
-from deepsp.local import check_four
+from deepsp.local import check_four, check_function
 
 
 class DistributedAttention(nn.Module):
@@ -52,6 +52,12 @@ class DistributedAttention(nn.Module):
             raise ValueError(
                 "expected local_attention to be a function or module that takes query, key and "
                 f"value, got {local_attention!r}"
+            )
+        for layout in ("bshd", "sbhd"):
+            check_function(
+                local_attention,
+                layout,
+                "a function that transposes q, k, v and the output",
             )
         if scatter_idx != 2:
             raise ValueError(
