@@ -44,6 +44,7 @@ from deepsp.ops import (
 from deepsp.randomness import sharded_randomness
 from deepsp.schedule import build, create_schedule, register_shard_method
 from deepsp.tiling.tile import tile, tile_
+from deepsp.tokenwise import check
 from deepsp.transport import Transport, transport
 from deepsp.weights.access import full_parameters
 from deepsp.weights.parameters import shard_parameters
@@ -65,6 +66,7 @@ __all__ = [
     "buffers",
     "build",
     "causal_lm_loss",
+    "check",
     "clip_grad_norm_",
     "create_schedule",
     "cross_entropy",

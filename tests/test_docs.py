@@ -78,9 +78,11 @@ def _attention():
     names = {"q": q, "k": k, "v": v, "seq_lens": lens, "mask": None, "model": _model()}
     names |= {"flex_attention": flex_attention, "create_block_mask": create_block_mask}
     names |= {"slopes": torch.arange(1.0, 5.0)}
-    (of_a_model,) = (s for s in snippets("attention") if "model(" in s)
+    of_a_model, check = (
+        s for n in ("model(", "deepsp.check(") for s in snippets("attention") if n in s
+    )
     with torch.no_grad():
-        names = run("attention", names | {"batch": batch}, {of_a_model: ""})
+        names = run("attention", names | {"batch": batch}, {of_a_model: "", check: ""})
         expected = attention(*whole, is_causal=True).split(lens, 1)[rank]
         torch.testing.assert_close(names["out"], expected)
         alibi = names["attend"].local_attention(*whole, torch.arange(4)).split(lens, 1)[rank]
@@ -88,7 +90,8 @@ def _attention():
         one = [x[:, :, :1] for x in (q, k, v)]  # head, on two ranks
         expected = attention(*(x[:, :, :1] for x in whole), is_causal=True).split(lens, 1)[rank]
         torch.testing.assert_close(names["by_shares"](*one, seq_lens=lens), expected)
-        exec(of_a_model, names | {"seq_lens": seq_lens})
+        for snippet in (check, of_a_model):
+            exec(snippet, names | {"seq_lens": seq_lens})
 
 
 def _layer():

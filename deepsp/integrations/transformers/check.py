@@ -18,21 +18,23 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from deepsp import tokenwise
 from deepsp.integrations.transformers.attention import COUNTS_OTHERWISE, masks_of
 from deepsp.partitioned import full_shape, is_away, is_gathered_when_called
+from deepsp.tokenwise import Probe, as_it_was, name_in, tensors_in
 
 CHECKED, CALLED = "_deepsp_checked", "_deepsp_called"
 """Where a model and its parts remember with which attention they were checked, and that it was the
 model that was, not one of its parts."""
 
-_PLACES = (1, 4, 7)  # of tokens that are changed
+_PLACES = (0, 4, 10)  # of tokens that are changed: the first, and often the last
 _ROWS = 1 + 2 * len(_PLACES)
 _TAIL = 5  # where the last tokens begin
 
@@ -127,44 +129,40 @@ def ours() -> set[str]:
     return {n for n, f in AttentionMaskInterface._global_mapping.items() if f is Masks}
 
 
-class _Check:
+class _Check(Probe):
     def __init__(self, model: nn.Module, names: set[str]):
-        self.model, self.names = model, names
-        self.of = type(model).__name__
+        self.names = names
         config = model.config.to_dict()
         taken = {n for p in model.parameters() for n in full_shape(p)}
         taken |= {n for b in model.buffers() for n in b.shape}
         taken |= {n for n in config.values() if isinstance(n, int)}
         # Found again by its size in whatever a module takes and returns.
-        self.length = next(n for n in (11, 13, 17, 19, 23, 29, 31, 37, 41, 43)
-                           if not {n, _ROWS * n} & taken or n == 43)  # fmt: skip
-        self.dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+        length = next(n for n in (11, 13, 17, 19, 23, 29, 31, 37, 41, 43)
+                      if not {n, _ROWS * n} & taken or n == 43)  # fmt: skip
+        super().__init__(model, length, _PLACES)
         self.refusal: ValueError | None = None  # attention's
         self.queries: list[tuple[nn.Module, Tensor, Tensor]] = []
 
     def run(self) -> None:
         arguments = self._arguments()
-        with _as_it_was(self.model), self._without_attention():
+        self.check_batch_norms()
+        with as_it_was(self.model), self._without_attention():
             output = self._call(arguments)
             queries, self.queries = self.queries, []
-            outputs = [(name, x.shape, self._by_token(x)) for name, x in _tensors(output)]
+            outputs = [(name, x, self.by_token(x)) for name, x in tensors_in(output)]
             for name, _, rows in outputs:
-                if rows is not None and self._mixed(rows):
-                    raise ValueError(self._who(arguments, name))
+                if rows is not None and self.mixed(rows):
+                    raise ValueError(self.who(lambda h: self._call(arguments, hooks=h), name))
             if self.refusal is not None:
                 raise self.refusal
-            for name, shape, rows in outputs:
+            for name, x, rows in outputs:
                 if rows is None:
-                    raise ValueError(
-                        f"expected {name} of {self.of} to have shape [B, S, ...], each token's "
-                        f"own, got {list(shape)}: a rank would compute it from its own tokens "
-                        "only; leave it out, or compute it from hidden states yourself"
-                    )
+                    raise ValueError(self.pooled(name, x))
             tail = {k: v[:, _TAIL:] if isinstance(v, Tensor) else v for k, v in arguments.items()}
             self._call(tail, poisoned=False)
             if (module := self._differs(queries)) is not None:
                 raise ValueError(
-                    f"{_name_of(self.model, module)} ({type(module).__name__}) of {self.of} gets "
+                    f"{name_in(self.model, module)} ({type(module).__name__}) of {self.of} gets "
                     "other queries or keys for some of the tokens with their position_ids than for "
                     "all of them: the model depends on the number or place of the tokens on a rank"
                 )
@@ -232,11 +230,7 @@ class _Check:
         except ValueError:
             raise
         except Exception as error:
-            who = self._raising(error)
-            raise ValueError(
-                f"{who} couldn't be run on {self.length} tokens to check that it works on each "
-                f"token alone: {type(error).__name__}: {error}"
-            ) from error
+            raise ValueError(self.not_run(error)) from error
         finally:
             for handle in handles:
                 handle.remove()
@@ -260,10 +254,7 @@ class _Check:
                     f"({query.size(2)}), got {key.size(2)}; deepsp supports self-attention only"
                 )
             self.queries.append((module, query[0].clone(), key[0].clone()))
-            readers = query.size(1) // key.size(1)
-            key, value = (x.repeat_interleave(readers, 1) for x in (key, value))
-            out = value + (query.mean(-1, keepdim=True) + key.mean(-1, keepdim=True))
-            return out.transpose(1, 2).contiguous(), None
+            return tokenwise.stand_in(query, key, value, 1).transpose(1, 2).contiguous(), None
 
         registered = {name: AttentionInterface._global_mapping[name] for name in self.names}
         try:
@@ -274,36 +265,10 @@ class _Check:
 
     # ---- what shows
 
-    def _by_token(self, tensor: Tensor) -> Tensor | None:
-        """[rows, T, ...]; None if that isn't what it is of."""
-        shape, b, t = list(tensor.shape), _ROWS, self.length
-        if b in shape and t in shape:
-            return tensor.movedim((shape.index(b), shape.index(t)), (0, 1)).reshape(b, t, -1)
-        if b * t in shape:
-            return tensor.movedim(shape.index(b * t), 0).reshape(b, t, -1)
-        return None
-
-    def _mixed(self, rows: Tensor) -> bool:
-        """Whether other tokens than the one that was changed are others in a row than in the
-        first."""
-        rows = rows if rows.is_floating_point() else rows.double()
-        border = self._tolerance(rows[0])
-        for row, place in enumerate(_PLACES * 2, 1):
-            clean, changed = (torch.cat([x[:place], x[place + 1 :]]) for x in (rows[0], rows[row]))
-            if bool((changed.isnan() & ~clean.isnan()).any()):
-                return True
-            # Without NaN: what was chosen by comparing tokens, or follows from their ids.
-            if bool(((changed - clean).abs() > border).any()):
-                return True
-        return False
-
-    def _tolerance(self, x: Tensor) -> float:
-        """What may be rounding, which differs with the sizes of products (of experts, say)."""
-        of_attention = {q.dtype for _, q, _ in self.queries[:1]}
-        rough = any(torch.finfo(t).eps > 1e-6 for t in self.dtypes | of_attention)
-        finite = x[x.isfinite()].abs()
-        most = finite.max().item() if finite.numel() else 0.0
-        return most * (0.1 if rough else 5e-3)
+    def tolerance(self, x: Tensor) -> float:
+        of_attention = {q.dtype for _, q, _ in self.queries[:1] if q.is_floating_point()}
+        self.dtypes |= of_attention
+        return super().tolerance(x)
 
     def _differs(self, before: list) -> nn.Module | None:
         """The first attention whose queries or keys of the row's last tokens are others now than
@@ -315,85 +280,8 @@ class _Check:
         for (module, *then), (_, *now) in zip(before, self.queries, strict=True):
             for expected, found in zip(then, now, strict=True):
                 expected = expected[:, _TAIL:]  # [H, S, D]
-                off = (found[:, -expected.size(1) :] - expected).abs() > self._tolerance(expected)
+                off = (found[:, -expected.size(1) :] - expected).abs() > self.tolerance(expected)
                 # Of most tokens: a few may have been sent to other experts, by rounding.
                 if off.any(-1).any(0).double().mean() > 0.5:
                     return module
         return None
-
-    def _who(self, arguments: dict[str, Any], output: str) -> str:
-        """Which module mixes tokens."""
-        mixing: list[str] = []
-
-        def after(module, args, kwargs, result):
-            given = [rows for _, x in _tensors((args, kwargs))
-                     if (rows := self._by_token(x)) is not None]  # fmt: skip
-            returned = [
-                rows for _, x in _tensors(result) if (rows := self._by_token(x)) is not None
-            ]
-            if not mixing and not any(map(self._mixed, given)) and any(map(self._mixed, returned)):
-                mixing.append(f"{_name_of(self.model, module)} ({type(module).__name__})")
-
-        hooks = [m.register_forward_hook(after, with_kwargs=True) for m in self.model.modules()]
-        self._call(arguments, hooks=hooks)
-        who = mixing[0] if mixing else "something"
-        return (
-            f"{who} of {self.of} mixes tokens, and isn't attention that goes through deepsp: a "
-            f"change of one token changes the {output} of others, which a rank with its own tokens "
-            "only can't compute; such layers aren't supported"
-        )
-
-    def _raising(self, error: Exception) -> str:
-        """The innermost module in whose forward an error was raised."""
-        inner, trace = self.model, error.__traceback__
-        while trace is not None:
-            if isinstance(module := trace.tb_frame.f_locals.get("self"), nn.Module):
-                inner = module
-            trace = trace.tb_next
-        name = _name_of(self.model, inner)
-        return self.of if inner is self.model else f"{name} ({type(inner).__name__}) of {self.of}"
-
-
-def _tensors(value: Any, name: str = "output") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of what a module takes or returns, by name."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _tensors(inner, str(key))
-    elif isinstance(value, (tuple, list)):
-        for inner in value:
-            yield from _tensors(inner, name)
-
-
-def _name_of(model: nn.Module, module: nn.Module) -> str:
-    name = next((n for n, m in model.named_modules() if m is module), "")
-    return name or "forward"
-
-
-@contextlib.contextmanager
-def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """Evaluation without gradients; modes, random numbers, buffers and what modules remember in
-    numbers and tensors (the longest sequence, say) are as before then."""
-    modules = list(model.modules())
-    # Not by eval(), which some modules do more in.
-    modes = [m.training for m in modules]
-    buffers = [{n: (b, b._version, b.clone()) for n, b in m._buffers.items() if b is not None}
-               for m in modules]  # fmt: skip
-    remembered = [{n: v for n, v in vars(m).items()
-                   if isinstance(v, (bool, int, float, str, Tensor))} for m in modules]  # fmt: skip
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    try:
-        for m in modules:
-            m.training = False
-        with torch.no_grad(), torch.random.fork_rng(list(devices)):
-            yield
-    finally:
-        for m, mode, of_module, known in zip(modules, modes, buffers, remembered, strict=True):
-            for name, (buffer, version, content) in of_module.items():
-                if buffer._version != version:
-                    with torch.no_grad():
-                        buffer.copy_(content)
-                m._buffers[name] = buffer
-            vars(m).update(known)
-            m.training = mode
