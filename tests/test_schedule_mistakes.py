@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from harness import on_ranks
 from scheduled import Mlp, data, f64, run, seeded
 from torch import nn
@@ -700,3 +701,56 @@ def _overlap_along_features():
 
 def test_overlap_along_features():
     on_ranks(2, _overlap_along_features)
+
+
+class _Heads(nn.Module):
+    """Attention that gives the number of heads and -1, with rotary positions as complex numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.n_head = 4
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16, bias=False) for _ in range(4))
+
+    def forward(self, x):
+        b, t, _ = x.shape
+        q, k, v = (f(x).view(b, t, self.n_head, -1) for f in (self.q, self.k, self.v))
+        angles = torch.arange(t, dtype=x.dtype)[:, None] * torch.tensor([1.0, 0.1]).to(x.dtype)
+        turns = torch.polar(torch.ones_like(angles), angles)[None, :, None]
+        q, k = (
+            torch.view_as_real(torch.view_as_complex(y.unflatten(-1, (-1, 2))) * turns).flatten(3)
+            for y in (q, k)
+        )
+        y = F.scaled_dot_product_attention(*(y.transpose(1, 2) for y in (q, k, v)), is_causal=True)
+        return self.o(y.transpose(1, 2).reshape(b, t, -1))
+
+
+def _divided():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for divided in (True, False):
+        torch.manual_seed(0)
+        model = _Heads().double()
+        full, x = copy.deepcopy(model), torch.randn(2, 6, 16, dtype=torch.float64)
+        schedule = deepsp.create_schedule(model)
+        for name in "qkv":
+            schedule[name].shard("weight", axis=0, unit=4)
+        schedule["o"].shard("weight", axis=1, unit=4).sync("fwd_post", "all_reduce")
+        model.n_head //= size if divided else 1
+        built = deepsp.build(schedule)[0]
+        if not divided:
+            with pytest.raises(
+                ValueError, match=r"size given as -1 \(2 here\) .*pass unit=<the in"
+            ):
+                built(x)
+            continue
+        out, expected = built(x), full(x)
+        out.pow(2).sum().backward()
+        expected.pow(2).sum().backward()
+        torch.testing.assert_close(out, expected)
+        for name, dim in (("q", 0), ("k", 0), ("v", 0), ("o", 1)):
+            ours = built.get_submodule(name).weight.grad
+            whole = full.get_submodule(name).weight.grad
+            torch.testing.assert_close(ours, whole.tensor_split(size, dim)[rank])
+
+
+def test_a_divided_number_of_heads_and_complex_numbers():
+    on_ranks(2, _divided)

@@ -170,6 +170,7 @@ def _fill():
     AFTER["squeeze"], AFTER["unsqueeze"] = views.squeeze, views.unsqueeze
     for name in ("expand", "expand_as", "broadcast_to"):
         AFTER[name] = views.expand
+    AFTER["view_as_complex"] = AFTER["view_as_real"] = views.complex_
     AFTER["repeat_interleave"] = views.repeat_interleave
     for name in [
         "split",

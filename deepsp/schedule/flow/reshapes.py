@@ -89,15 +89,19 @@ def reshape(call: Call, out: Tensor) -> Place:
     if free is not None and result.axis is not None and place.axis is not None:
         # The axis was cut: its outer part is what the ranks share, the inner one all have.
         inner = math.prod(x.shape[place.axis + 1 :])
+        # As large as the unit in which a weight was cut (1 says nothing), the ranks don't share it.
+        unit = _unit(place)
         if (
-            free > result.axis
+            (unit in (None, 1) or unit * inner != math.prod(out.shape[free:]))
+            and free > result.axis
             and math.prod(out.shape[free + 1 :]) >= inner
             and x.shape != out.shape
         ):
             call.fail(
                 f"the size given as -1 ({out.size(free)} here) is an inner one of a tensor that is "
                 f"{place}, but its outer one, such as the number of heads, is sharded; divide that "
-                "(the module's attribute) as the weight is sharded"
+                "(the module's attribute) as the weight is sharded, and pass unit=<the inner size> "
+                "to shard, which shows that it is divided"
             )
     return result
 

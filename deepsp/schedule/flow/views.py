@@ -58,6 +58,15 @@ def unsqueeze(call: Call, out: Tensor) -> Place:
     return _moved(call, dims.unsqueeze, call.arg(1, "dim"))
 
 
+def complex_(call: Call, out: Tensor) -> Place:
+    """``view_as_complex`` and ``view_as_real``: pairs of numbers along the last axis, or one."""
+    x = call.args[0]
+    place = call.place(x)
+    if isinstance(place, Split) and place.axis == out.dim():
+        call.fail_split(call.value(x), "the sharded axis becomes real and imaginary parts")
+    return place
+
+
 def expand(call: Call, out: Tensor) -> Place:
     x = call.args[0]
     place = call.place(x)
