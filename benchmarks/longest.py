@@ -84,7 +84,7 @@ class Way:
             self._register_ulysses(config)
         self.model = transformers.LlamaForCausalLM(config)
         if "checkpoint" in on:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            self.model.activation_checkpointing_enable({"use_reentrant": False})
         if "tile" in on:
             deepsp.tile_(self.model, "*.mlp")
         if "ds-tile" in on:

@@ -57,7 +57,7 @@ def measured(*case) -> int:
         config, attn_implementation="deepsp", dtype=getattr(torch, dtype)
     )
     if levers.get("checkpoint"):
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters())
     ids = torch.randint(config.vocab_size, (1, tokens))
 

@@ -104,6 +104,8 @@ def plan_attention(
     kv = num_heads if num_kv_heads is None else num_kv_heads
     ops = torch.ops.deepsp
     rows, row = (1, ranks) if isinstance(ranks, int) else ranks
+    if rows < 1 or row < 1:
+        raise ValueError(f"expected ranks >= 1, or (rows, ranks of a row) >= 1, got {ranks}")
     size = rows * row
     if not isinstance(ranks, int) and query_parts not in ("auto", rows):
         raise ValueError(

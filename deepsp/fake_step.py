@@ -33,7 +33,10 @@ class _Live(TorchDispatchMode):
         self.phase, self.part = "set-up", "activations"
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            out = _grouped_mm(*args, **(kwargs or {}))
+        else:
+            out = func(*args, **(kwargs or {}))
         namespace, name = func.namespace, func._schema.name
         sends = namespace == "deepsp" and ("_to_heads" in name or "_to_seq" in name)
         part = "exchange buffers" if sends else self.part
@@ -65,6 +68,28 @@ class _Live(TorchDispatchMode):
             self.known[key] = (part, size)
             self.live[before] -= size
             self.live[part] += size
+
+
+def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *_, **__) -> Tensor:
+    """Its sizes: PyTorch computes it in every dtype, but says them for bfloat16 only."""
+    if a.dim() == b.dim() == 2:
+        return a.new_empty(offs.size(0), a.size(0), b.size(1))
+    if a.dim() == 2:
+        return a.new_empty(a.size(0), b.size(2))
+    if b.dim() == 2:
+        return a.new_empty(a.size(1), b.size(1))
+    return a.new_empty(a.size(0), a.size(1), b.size(2))
+
+
+def _blocks(model: torch.nn.Module, layers: int) -> torch.nn.ModuleList:
+    decoder = model.get_decoder()
+    for module in decoder.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == layers:
+            return module
+    raise ValueError(
+        f"expected {type(decoder).__name__} to have its {layers} layers in a list, got none of "
+        "that length; its memory can't be planned"
+    )
 
 
 @contextlib.contextmanager
@@ -123,8 +148,9 @@ def peaks_of_step(
         if tiled:
             tile_(model)
         if checkpoint:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        blocks = model.get_decoder().layers
+            name = "activation_checkpointing_enable"  # transformers' name from 5.24 on
+            getattr(model, name, model.gradient_checkpointing_enable)({"use_reentrant": False})
+        blocks = _blocks(model, layers)
         for index, phase in phases.items():
             blocks[index].register_forward_hook(_phase_hook(live, phase))
         for p in model.parameters():

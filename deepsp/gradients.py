@@ -8,9 +8,13 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from deepsp.agreement import compare_once, ranks_in, replicated_tensors
+from deepsp.digest import first_difference
+from deepsp.drift import is_averaged
 from deepsp.groups import Group, Member, member_of
 from deepsp.partitioned import is_partitioned
 from deepsp.weights.rows import all_shards, shards_of
@@ -37,9 +41,12 @@ def sync_gradients(module: Parameters, group: Group = None) -> None:
         group: the ranks whose gradients are partial.
 
     Raises:
-        ValueError: a gradient is sparse; a schedule built the module; FSDP shards parameters, or
-            averages their gradients, over ranks of ``group``; DeepSpeed's ZeRO 3 has partitioned
-            them; the ranks have different weights, as after different seeds.
+        ValueError: a gradient is sparse; a schedule built the module; DDP averages gradients over
+            ranks of ``group``, or the loss had ``average_gradients=True``; FSDP shards parameters,
+            or averages their gradients, over ranks of ``group``; DeepSpeed's ZeRO 3 has
+            partitioned them; the ranks have different weights, as after different seeds.
+
+    Without this call weights drift apart: the loss raises, on a step after an update.
     """
     rank, size, name = member = member_of(group)
     named, sharded = _named(module)
@@ -52,6 +59,7 @@ def sync_gradients(module: Parameters, group: Group = None) -> None:
         )
     if size == 1:
         return
+    _check_no_ddp(module, name)
     replicated = [(n, p) for n, p in named if p not in sharded]
     for n, p in replicated:
         if p.requires_grad and isinstance(p, DTensor) and ranks_in(p, name) > 1:
@@ -62,7 +70,8 @@ def sync_gradients(module: Parameters, group: Group = None) -> None:
             )
     trained = [(n, p) for n, p in replicated if p.requires_grad]
     of_module = isinstance(module, nn.Module)
-    compare_once(replicated_tensors(module, sharded) if of_module else trained, member)
+    if compare_once(replicated_tensors(module, sharded) if of_module else trained, member):
+        _check_not_averaged(trained, member)
     if not trained:
         return
     sparse = size + 1  # no sum of ones reaches it
@@ -91,6 +100,35 @@ def sync_gradients(module: Parameters, group: Group = None) -> None:
         gradients = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
         if gradients:
             torch.ops.deepsp.sum_gradients_(gradients, rank, size, name)
+
+
+def _check_no_ddp(module: Parameters, group: str) -> None:
+    of_group = distributed_c10d._resolve_process_group(group)
+    ranks = set(distributed_c10d.get_process_group_ranks(of_group))
+    for n, m in module.named_modules() if isinstance(module, nn.Module) else ():
+        if isinstance(m, nn.parallel.DistributedDataParallel) and m.require_forward_param_sync:
+            common = ranks & set(distributed_c10d.get_process_group_ranks(m.process_group))
+            if len(common) > 1:
+                raise ValueError(
+                    f"module: {n or 'the module'} is a DistributedDataParallel over ranks of this "
+                    "group, so gradients are averaged already; don't call sync_gradients, and pass "
+                    "average_gradients=True to the loss (or give DDP the group of the data ranks)"
+                )
+
+
+def _check_not_averaged(trained: list[tuple[str, Tensor]], member: Member) -> None:
+    """Raises if a wrapper that isn't seen here (DDP around a part, say) has averaged gradients: the
+    loss has prepared for that, and they are the same on all ranks."""
+    n, p = next(((n, p) for n, p in trained if is_averaged(p, member[2])), ("", None))
+    gradient = torch.zeros(1) if p is None or p.grad is None else p.grad
+    known = torch.tensor(p is not None and p.grad is not None and bool(p.grad.any()))
+    alike = first_difference([("known", known), ("gradient", gradient)], member) is None
+    if alike and bool(known):
+        raise ValueError(
+            f"module: the gradient of {n} is the same on every rank already, and its loss was "
+            "called with average_gradients=True, for wrappers that average gradients themselves "
+            "(DDP, FSDP, DeepSpeed); don't call sync_gradients then, which would sum it again"
+        )
 
 
 def _named(module: Parameters) -> tuple[list[tuple[str, Tensor]], dict[Tensor, Member]]:
@@ -146,7 +184,7 @@ def clip_grad_norm_(module: Parameters, max_norm: float, norm_type: float = 2.0)
     """
     named, sharded = _named(module)
     local: dict[Member, list[Tensor]] = {}
-    replicated = []
+    replicated: dict[DeviceMesh | None, list[Tensor]] = {}  # by the mesh of DTensors
     for name, parameter in named:
         gradient = parameter.grad
         if gradient is not None and gradient.layout != torch.strided:
@@ -160,13 +198,12 @@ def clip_grad_norm_(module: Parameters, max_norm: float, norm_type: float = 2.0)
             if gradient is not None and parameter.numel() > 0:
                 of_group.append(plain(gradient))
         elif gradient is not None:
-            replicated.append(gradient)
+            mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
+            replicated.setdefault(mesh, []).append(gradient)
     norms = []
-    for of_fsdp in (False, True):
-        some = [g for g in replicated if isinstance(g, DTensor) is of_fsdp]
-        if some:
-            norm = torch.nn.utils.get_total_norm(some, norm_type)
-            norms.append(norm.full_tensor() if of_fsdp else norm)
+    for mesh, some in replicated.items():
+        norm = torch.nn.utils.get_total_norm(some, norm_type)
+        norms.append(norm if mesh is None else norm.full_tensor())
     for (rank, size, name), gradients in local.items():
         norm = torch.nn.utils.get_total_norm(gradients, norm_type)
         device = next(iter(sharded)).device

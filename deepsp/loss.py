@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deepsp import drift
 from deepsp.data import unshard
 from deepsp.groups import Group, member_of
 from deepsp.partitioned import check_here
@@ -15,7 +16,7 @@ from deepsp.partitioned import check_here
 
 def cross_entropy(
     logits: Tensor,
-    shifted_labels: Tensor,
+    shift_labels: Tensor,
     group: Group = None,
     ignore_index: int = -100,
     reduction: str = "mean",
@@ -29,7 +30,7 @@ def cross_entropy(
 
     Args:
         logits: [..., C], of this rank's tokens, floating point; 16-bit logits are cast to float32.
-        shifted_labels: [...], integer: the class that each token is to predict, that is, labels
+        shift_labels: [...], integer: the class that each token is to predict, that is, labels
             that were shifted before the sequence was sharded, as :func:`deepsp.shard_batch` returns
             them.
         group: the sequence group.
@@ -56,35 +57,37 @@ def cross_entropy(
     _check_reduction(reduction)
     if not 0 <= z_loss < float("inf"):
         raise ValueError(f"expected z_loss to be a finite number >= 0, got {z_loss}")
-    shifted_labels = _classes(shifted_labels, "shifted_labels")
-    _check_weights(token_weights, shifted_labels)
-    if logits.shape[:-1] != shifted_labels.shape:
+    shift_labels = _classes(shift_labels, "shift_labels")
+    _check_weights(token_weights, shift_labels)
+    if logits.shape[:-1] != shift_labels.shape:
         raise ValueError(
-            f"expected shifted_labels to have shape {tuple(logits.shape[:-1])}, one for each token "
-            f"of logits {tuple(logits.shape)}, got {tuple(shifted_labels.shape)}"
+            f"expected shift_labels to have shape {tuple(logits.shape[:-1])}, one for each token "
+            f"of logits {tuple(logits.shape)}, got {tuple(shift_labels.shape)}"
         )
+    weight = None if torch.compiler.is_compiling() else drift.weight_of(logits)
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
     each = F.cross_entropy(
         logits.flatten(0, -2),
-        shifted_labels.flatten(),
+        shift_labels.flatten(),
         ignore_index=ignore_index,
         reduction="none",
         label_smoothing=label_smoothing,
     ).double()
-    valid = shifted_labels != ignore_index
+    valid = shift_labels != ignore_index
     counts = _counts(valid, token_weights)
     if z_loss > 0:
         squares = logits.logsumexp(-1).double().square().flatten()
         each = each + z_loss * squares.where(valid.flatten(), 0)
     local_sum = (each * counts.flatten()).sum()
-    return _of_group(local_sum, counts, group, reduction, average_gradients).to(logits.dtype)
+    loss = _of_group(local_sum, counts, group, reduction, average_gradients, weight)
+    return loss.to(logits.dtype)
 
 
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
-    shifted_labels: Tensor,
+    shift_labels: Tensor,
     bias: Tensor | None = None,
     *,
     group: Group = None,
@@ -108,7 +111,7 @@ def linear_cross_entropy(
         hidden: [..., E], of this rank's tokens: float64, float32, bfloat16 or float16.
         weight: [C, E], in the dtype of ``hidden``: the linear layer's, which may be tied to an
             embedding. Autocast casts ``hidden``, ``weight`` and ``bias``.
-        shifted_labels: [...], integer, 0 to C - 1 or ``ignore_index``, as in :func:`cross_entropy`.
+        shift_labels: [...], integer, 0 to C - 1 or ``ignore_index``, as in :func:`cross_entropy`.
         bias: [C], in the dtype of ``hidden``, or None.
         group: the sequence group.
         ignore_index: the label of tokens that don't count.
@@ -134,18 +137,19 @@ def linear_cross_entropy(
         IndexError: a label outside 0 to C - 1 (on a GPU, a device-side assertion).
     """
     _check_reduction(reduction)
-    shifted_labels = _classes(shifted_labels, "shifted_labels")
-    _check_linear(hidden, weight, bias, shifted_labels, "shifted_labels")
-    _check_weights(token_weights, shifted_labels)
+    shift_labels = _classes(shift_labels, "shift_labels")
+    _check_linear(hidden, weight, bias, shift_labels, "shift_labels")
+    _check_weights(token_weights, shift_labels)
     local_sum = torch.ops.deepsp.linear_cross_entropy(
-        *(hidden, weight, bias, shifted_labels, ignore_index, label_smoothing, chunk_tokens),
+        *(hidden, weight, bias, shift_labels, ignore_index, label_smoothing, chunk_tokens),
         softcap=softcap,
         scale=scale,
         z_loss=z_loss,
         token_weights=token_weights,
     )
-    counts = _counts(shifted_labels != ignore_index, token_weights)
-    loss = _of_group(local_sum, counts, group, reduction, average_gradients)
+    counts = _counts(shift_labels != ignore_index, token_weights)
+    trained = weight if weight.requires_grad and torch.is_grad_enabled() else None
+    loss = _of_group(local_sum, counts, group, reduction, average_gradients, trained)
     return loss if hidden.dtype == torch.float64 else loss.float()
 
 
@@ -269,7 +273,7 @@ def _check_weights(token_weights: Tensor | None, labels: Tensor) -> None:
         raise ValueError(f"expected token_weights to be a floating-point tensor, got {said}")
     if token_weights.shape != labels.shape:
         raise ValueError(
-            f"expected token_weights to have the shape of shifted_labels {tuple(labels.shape)}, "
+            f"expected token_weights to have the shape of shift_labels {tuple(labels.shape)}, "
             f"got {tuple(token_weights.shape)}"
         )
     if token_weights.requires_grad:
@@ -287,15 +291,27 @@ def _counts(valid: Tensor, token_weights: Tensor | None) -> Tensor:
 
 
 def _of_group(
-    local_sum: Tensor, counts: Tensor, group: Group, reduction: str, average_gradients: bool
+    local_sum: Tensor,
+    counts: Tensor,
+    group: Group,
+    reduction: str,
+    average_gradients: bool,
+    weight: Tensor | None,
 ) -> Tensor:
-    """The loss over all ranks, in float64, from this rank's sum and how often its tokens count."""
+    """The loss over all ranks, in float64, from this rank's sum and how often its tokens count.
+    weight: what makes the logits, where that is known, to compare it."""
     rank, size, name = member_of(group)
+    said = [0.0] * drift.SIZE
+    if size > 1 and not torch.compiler.is_compiling():
+        said = drift.said_of(weight, average_gradients, name)
     # In float64, sums of losses and counts of tokens are as good as exact.
     mine = torch.stack([local_sum.double(), counts.sum()])
+    mine = torch.cat([mine, mine.new_tensor(said) if any(said) else mine.new_zeros(drift.SIZE)])
     if average_gradients:
         mine = torch.ops.deepsp.scale_gradient(mine, float(size))
-    loss, count = torch.ops.deepsp.all_reduce(mine, "replicated", rank, size, name).unbind()
+    totals = torch.ops.deepsp.all_reduce(mine, "replicated", rank, size, name)
+    loss, count = totals[:2].unbind()
+    drift.check(weight, said, totals.detach()[2:], size)
     if reduction == "sum":
         return loss
     nothing = count == 0

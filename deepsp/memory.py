@@ -138,7 +138,7 @@ def plan_memory(
         sharded: parameters, gradients and optimizer states are sharded over the ranks (ZeRO 3,
             FSDP); one layer's (or the largest parameter) is gathered at a time.
         tiled: the MLPs run in tiles (:func:`deepsp.tile_`).
-        checkpoint: ``model.gradient_checkpointing_enable()``.
+        checkpoint: ``model.activation_checkpointing_enable()``.
         offload: the inputs of layers, which checkpoints keep, are kept elsewhere (``save_on_cpu``).
             Needs ``checkpoint``.
         kv_chunk: as in :func:`deepsp.distributed_attention`.
@@ -166,7 +166,19 @@ def plan_memory(
             "checkpoint=False; pass checkpoint=True"
         )
     config = _config_of(model)
-    heads = config.get_text_config().num_attention_heads
+    heads = getattr(config.get_text_config(), "num_attention_heads", None)
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    for what, number in (("num_attention_heads", heads), ("num_hidden_layers", layers)):
+        if not isinstance(number, int) or number < 1:
+            raise ValueError(
+                f"expected {what} of {type(config).__name__} to be an int >= 1, got {number!r}; "
+                "only models whose layers have attention can be planned"
+            )
+    if config.is_encoder_decoder:
+        raise ValueError(
+            f"expected a decoder alone, got {type(config).__name__} of an encoder and a decoder; "
+            "its memory can't be planned"
+        )
     if heads < ranks:
         raise ValueError(f"expected ranks <= {heads}, the number of query heads, got {ranks}")
     if dtype is None:
@@ -183,7 +195,13 @@ def plan_memory(
         on = on if name is None else on | {name: True}
         if on["offload"] and not on["checkpoint"]:
             continue
-        plan = runs.plan(seq_len, on)
+        try:
+            plan = runs.plan(seq_len, on)
+        except ValueError:
+            if name != "tiled":
+                raise
+            on = on | {"tiled": False}  # it has no MLPs that deepsp.tile_ knows
+            continue
         plan.limit, plan.longest = allowed, runs.longest(seq_len, on, allowed)
         tried.append(plan)
     chosen = next((p for p in tried if p.fits), tried[-1])
@@ -234,9 +252,7 @@ class _Runs:
             on = (levers[name] for name in ("without_logits", "tiled", "checkpoint"))
             key = (layers, seq_len, *on)
             if key not in self.seen:
-                self.seen[key] = peaks_of_step(
-                    self.config, layers, self.dtype, self.ranks, self.batch, *key[1:], self.kv_chunk
-                )
+                self.seen[key] = self._peaks(layers, *key[1:])
             runs.append(self.seen[key])
         (first, sizes, block, kept), (second, more_sizes, _, _) = runs[0], runs[-1]
         slope = (count - few) / (more - few) if more > few else 0.0
@@ -275,6 +291,20 @@ class _Runs:
         for parts in found.values():
             parts["exchange buffers"] = buffers  # which a pool keeps
         return found
+
+    def _peaks(self, layers: int, *how) -> tuple:
+        try:
+            return peaks_of_step(
+                self.config, layers, self.dtype, self.ranks, self.batch, *how, self.kv_chunk
+            )
+        except ValueError:
+            raise
+        except Exception as error:
+            raise ValueError(
+                f"expected a step of {type(self.config).__name__} in {self.dtype} to run on "
+                "tensors without data, from whose sizes memory is planned, got "
+                f"{type(error).__name__}: {error}; this model can't be planned"
+            ) from error
 
     def _chunk_of_logits(self, seq_len: int) -> int:
         """What the loss keeps while it runs, by kChunkBytes of csrc/loss/logits.h."""

@@ -168,7 +168,7 @@ def _trained(
         reference, F.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten()), lambda _: None
     )
     if checkpointing is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+        model.activation_checkpointing_enable({"use_reentrant": checkpointing})
     part = _part(batch, kind)
     shifted = part.pop("shift_labels")
     run = model
@@ -270,7 +270,7 @@ def _once():
     part, _ = deepsp.shard_batch(_batch("documents", 13))
     shifted = part.pop("shift_labels")
     model = _make("Llama", "deepsp")
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.activation_checkpointing_enable({"use_reentrant": False})
     held = []
     forward = names(lambda: held.append(model(**part).logits))
     backward = names(lambda: F.cross_entropy(held[0].flatten(0, 1), shifted.flatten()).backward())

@@ -264,7 +264,7 @@ def _arguments():
             assert torch.equal(loss(*args, labels.to(dtype)), loss(*args, labels))
         for wrong, message in ((labels.double(), "torch.float64"), (None, "NoneType")):
             with pytest.raises(
-                ValueError, match=f"shifted_labels to be an integer tensor.*, got {message}"
+                ValueError, match=f"shift_labels to be an integer tensor.*, got {message}"
             ):
                 loss(*args, wrong)
     q = draw(1, 3, 6, 2)

@@ -181,7 +181,7 @@ def _nothing_valid():
     low = deepsp.cross_entropy(logits.bfloat16(), labels.fill_(1))
     assert low.dtype == torch.float32
     for call, message in [
-        (lambda: deepsp.cross_entropy(logits, labels[:, :2]), "shifted_labels to have shape"),
+        (lambda: deepsp.cross_entropy(logits, labels[:, :2]), "shift_labels to have shape"),
         (
             lambda: deepsp.cross_entropy(logits, labels, reduction="none"),
             "reduction to be .*, got 'none'",

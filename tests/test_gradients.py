@@ -237,7 +237,111 @@ def _weights():
         deepsp.sync_gradients(other)
 
 
+class _Model(nn.Module):
+    def __init__(self, bias, tied):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(9, 8)
+        self.mix = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 9, bias=bias)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        return self.mix(self.embed(ids)).tanh()
+
+
+def _forgotten():
+    """Weights that drift are found on the step after an update, and nothing else is."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    ids = torch.arange(5 * size).view(1, -1).mul(4).remainder(9)
+    mine = ids[:, :0] if rank == size - 1 > 1 else ids[:, 5 * rank : 5 * rank + 5]
+    drifts = r"weight of shape .9, 8. that makes the logits .*call deepsp.sync_gradients.model."
+
+    def plain(model, **options):
+        return deepsp.cross_entropy(model.head(model(mine)), mine, **options)
+
+    def capped(model, **options):
+        return deepsp.cross_entropy(30 * torch.tanh(model.head(model(mine)) / 30), mine, **options)
+
+    def linear(model, **options):
+        head = model.head
+        return deepsp.linear_cross_entropy(model(mine), head.weight, mine, head.bias, **options)
+
+    for loss_of in (plain, capped, linear):
+        for bias, tied, kind, accumulated in (
+            (False, False, torch.optim.SGD, 1),
+            (True, True, torch.optim.AdamW, 3),
+        ):
+            for syncs in (True, False):
+                model = _Model(bias, tied)
+                optimizer = kind(model.parameters(), lr=1e-3)
+                for step in range(5 * accumulated):
+                    with torch.no_grad():
+                        loss_of(model)  # an evaluation compares nothing
+                    if not syncs and step == accumulated:
+                        with pytest.raises(ValueError, match=drifts):
+                            loss_of(model)
+                        break
+                    loss_of(model).backward()
+                    if (step + 1) % accumulated == 0:
+                        if syncs:
+                            deepsp.sync_gradients(model)
+                        optimizer.step()
+                        optimizer.zero_grad()
+
+    # Different rightly: other weights than the head's (experts), one that is frozen, one that a
+    # schedule or shard_parameters shards.
+    for loss_of in (plain, linear):
+        model = _Model(False, False)
+        model.mix.weight.data.add_(rank)
+        frozen = _Model(False, False)
+        frozen.head.weight.requires_grad_(False)
+        for m in (model, frozen, deepsp.shard_parameters(_Model(False, False).head)):
+            weight = m.head.weight if m is not frozen and hasattr(m, "head") else None
+            for _ in range(4):
+                if isinstance(m, nn.Linear):
+                    loss = deepsp.cross_entropy(m(torch.ones(1, 9, 8).bfloat16()), ids[:, :9])
+                else:
+                    loss = loss_of(m)
+                loss.backward()
+                if weight is not None:
+                    deepsp.sync_gradients([weight])
+                with torch.no_grad():
+                    for p in m.parameters():
+                        if p.grad is not None:
+                            p.sub_(p.grad)
+                            p.grad = None
+
+    # Averaged already: by a wrapper that is seen, or isn't.
+    for wraps in (True, False):
+        model = _Model(True, False)
+        plain(model, average_gradients=True).backward()
+        for p in model.parameters():
+            if wraps:
+                p.grad = deepsp.all_reduce(p.grad, grad="replicated") / size
+        if wraps:
+            with pytest.raises(ValueError, match=r"gradient of head.weight is the same on every"):
+                deepsp.sync_gradients(model)
+        else:
+            deepsp.sync_gradients(model)
+    ddp = nn.parallel.DistributedDataParallel(_Model(True, False))
+    with pytest.raises(ValueError, match=r"the module is a DistributedDataParallel over ranks of"):
+        deepsp.sync_gradients(ddp)
+    with ddp.no_sync():
+        ddp(mine).sum().backward()
+        ddp.module.head(torch.ones(1, 8)).sum().backward()
+    deepsp.sync_gradients(ddp)  # nothing was averaged
+    alone = [dist.new_group([p]) for p in range(size)][rank]
+    of_data = nn.parallel.DistributedDataParallel(nn.Linear(2, 2), process_group=alone)
+    with torch.no_grad():
+        for p in of_data.parameters():
+            p.fill_(1.0)
+    of_data(torch.ones(1, 2)).sum().backward()
+    deepsp.sync_gradients(of_data)
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("case", [_parameters, _sparse, _weights])
+@pytest.mark.parametrize("case", [_parameters, _sparse, _weights, _forgotten])
 def test_gradients(ranks, case):
     on_ranks(ranks, case)

@@ -381,12 +381,12 @@ def _wrong():
         return deepsp.linear_cross_entropy(hidden, weight, labels, bias, **kwargs)
 
     for kwargs, message in [
-        ({"labels": labels[:, :2]}, r"shifted_labels to have shape .* of hidden .*, got \(2, 2\)"),
+        ({"labels": labels[:, :2]}, r"shift_labels to have shape .* of hidden .*, got \(2, 2\)"),
         (
             {"labels": labels.double()},
-            "shifted_labels to be an integer tensor.*, got torch.float64",
+            "shift_labels to be an integer tensor.*, got torch.float64",
         ),
-        ({"labels": labels.bool()}, "shifted_labels to be an integer tensor.*, got torch.bool"),
+        ({"labels": labels.bool()}, "shift_labels to be an integer tensor.*, got torch.bool"),
         ({"reduction": "none"}, "reduction to be .*, got 'none'"),
         ({"weight": weight.T}, r"weight to have shape \[C, 6\].*, got \[6, 7\]"),
         ({"weight": weight[:0]}, r"weight to have shape .*, got \[0, 6\]"),
@@ -400,7 +400,7 @@ def _wrong():
         ({"bias": dist.group.WORLD}, "bias to be a tensor .*, got ProcessGroup; .*group=..."),
         ({"weight": torch.nn.Linear(6, 7)}, r"weight to be a tensor .*linear\.weight, got Linear"),
         ({"hidden": hidden.long()}, "hidden to be float64.*, got int64"),
-        ({"hidden": hidden[0, 0], "labels": labels}, "shifted_labels to have shape"),
+        ({"hidden": hidden[0, 0], "labels": labels}, "shift_labels to have shape"),
         ({"label_smoothing": 1.5}, "0 <= label_smoothing <= 1, got 1.5"),
         ({"label_smoothing": float("nan")}, "label_smoothing <= 1, got nan"),
         ({"chunk_tokens": 0}, "chunk_tokens >= 1, got 0"),
@@ -414,7 +414,7 @@ def _wrong():
         ({"token_weights": 2.0}, "token_weights to be a floating-point tensor, got float"),
         (
             {"token_weights": torch.ones(2, 1)},
-            r"token_weights to have the shape of shifted_labels \(2, 11\), got \(2, 1\)",
+            r"token_weights to have the shape of shift_labels \(2, 11\), got \(2, 1\)",
         ),
         (
             {"token_weights": torch.ones(2, 11, requires_grad=True)},

@@ -111,6 +111,37 @@ def test_limit(tmp_path):
     assert (tmp_path / "plan.png").stat().st_size > 5000
 
 
+def test_other_models():
+    """Experts in any dtype, and decoders that call their layers something else."""
+    import transformers as t
+
+    sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    common = sizes | {"intermediate_size": 64, "num_key_value_heads": 2, "pad_token_id": 0}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    for config in (
+        t.MixtralConfig(**common, **experts),
+        t.Qwen3MoeConfig(**common, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+        t.GptOssConfig(**common, **experts, head_dim=8),
+        t.GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4),
+    ):
+        for levers in ({}, {"without_logits": True, "tiled": True, "checkpoint": True}):
+            plans = [deepsp.plan_memory(config, 64, 2, dtype=dtype, **levers).total
+                     for dtype in (torch.float32, torch.bfloat16)]  # fmt: skip
+            assert 1.5 < plans[0] / plans[1] < 2.2, (type(config), levers, plans)
+    bert = t.BertConfig(**sizes, intermediate_size=64, is_decoder=True)
+    plan = deepsp.plan_memory(bert, 64, 2, limit="1 KB")  # which has no MLPs to tile
+    assert plan.levers["offload"] and not plan.levers["tiled"]
+    for config, message in (
+        (t.MambaConfig(**{n: sizes[n] for n in list(sizes)[:3]}), "num_attention_heads of MambaC"),
+        (
+            t.LlamaConfig(**common | {"num_hidden_layers": 0}),
+            "num_hidden_layers .* int >= 1, got 0",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            deepsp.plan_memory(config, 64, 2)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -524,7 +524,7 @@ def _with_loss():
     placed = Placed(WithLoss().double(), {}, [Sync("", "fwd_pre", "scatter", 1)])
     labels = torch.arange(14).view(2, 7) % 5
     mine = deepsp.shard(labels, 1)
-    with pytest.raises(ValueError, match="shifted_labels to have shape"):
+    with pytest.raises(ValueError, match="shift_labels to have shape"):
         placed.check(_X, labels)
 
     class Labels(nn.Module):

@@ -43,7 +43,7 @@ def _trained(family, lens, offloads=False, **options):
     deepsp.tile_(model, tokens=2)
     deepsp.tile_(model, "lm_head", tokens=3)
     if offloads:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
         for layer in model.model.layers:
             layer._gradient_checkpointing_func = _offloaded
     ids = torch.randint(0, 64, (2, sum(lens)), generator=torch.Generator().manual_seed(0))

@@ -43,7 +43,7 @@ def _compared(name, given, length, checkpointed=False, inner="eager"):
     reference = _make(name)
     model = copy.deepcopy(reference)
     if checkpointed:
-        model.gradient_checkpointing_enable()
+        model.activation_checkpointing_enable()
     compiled = torch.compile(model, backend="deepsp", fullgraph=True, options={"inner": inner})
     ids = torch.randint(0, VOCAB, (2, length))
     labels = ids.clone()

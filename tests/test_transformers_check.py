@@ -375,7 +375,7 @@ def _sharded_weights():
                 fully_shard(layer)
             fully_shard(model)
         if how == "checkpointed":
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.activation_checkpointing_enable({"use_reentrant": False})
         for _ in range(2):
             model.zero_grad()
             average = how == "fsdp"

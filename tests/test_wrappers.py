@@ -104,7 +104,9 @@ def _clipped(wrap, kind):
     reference = torch.nn.Sequential(*[torch.nn.Linear(6, 6) for _ in range(3)]).double()
     model = copy.deepcopy(reference)
     for n in (0, 1):  # the third stays as it is
-        fully_shard(model[n], mesh=mesh[wrap] if wrap else mesh)
+        # In two meshes, the norms of both count.
+        of = mesh[("dp", "sp")[n]] if wrap == "two" else mesh[wrap] if wrap else mesh
+        fully_shard(model[n], mesh=of)
     for i, (a, b) in enumerate(zip(model.parameters(), reference.parameters(), strict=True)):
         b.grad = torch.sin(torch.arange(b.numel()) + 3.0 * i).view_as(b).double()
         whole = b.grad.clone()
@@ -120,7 +122,7 @@ def _clipped(wrap, kind):
 
 
 @pytest.mark.parametrize("kind", [2.0, float("inf")])
-@pytest.mark.parametrize("wrap", ["dp", None])
+@pytest.mark.parametrize("wrap", ["dp", None, "two"])
 def test_clipping_by_the_norm(wrap, kind):
     on_ranks(4, _clipped, wrap, kind)
 

@@ -304,7 +304,7 @@ def _model(names, size):
         kind, config, loss = MODELS[name]
         model, reference = (tiny(kind, attn_implementation=a, **config) for a in ("deepsp", "sdpa"))
         if "checkpoints" in name:
-            model.gradient_checkpointing_enable()
+            model.activation_checkpointing_enable()
         if "tiles" in name:  # ranks have different numbers of them
             deepsp.tile_(model, tokens=2)
             deepsp.tile_(model, "*norm", "lm_head", tokens=3)
