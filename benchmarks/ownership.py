@@ -147,8 +147,8 @@ def main() -> None:
     )
     add = parser.add_argument
     add("--tokens", type=int, default=11, help="of the whole sequence (default: 11)")
-    add("--heads", type=int, default=8, help="query heads (default: 8)")
-    add("--kv-heads", type=int, default=4, help="key and value heads (default: 4)")
+    add("--heads", type=int, default=6, help="query heads (default: 6)")
+    add("--kv-heads", type=int, default=2, help="key and value heads (default: 2)")
     add("--ranks", type=int, default=3, help="that share the sequence (default: 3)")
     add("--output", type=Path, metavar="FILE",
         default=Path(__file__).parents[1] / "docs" / "ownership.png",

@@ -313,6 +313,7 @@ def _ops():
     x = torch.randn(2, [10, 9][dist.get_rank()], 3, requires_grad=True)
     names = run("ops", {"x": x})
     assert names["y"].shape == (2, 19, 3)
+    assert names["heads"].shape == (1, 10, 2, 8) and torch.equal(names["same"], names["q"])
     torch.testing.assert_close(names["z"], 2 * x)
 
 
@@ -327,7 +328,7 @@ RUNS = {
     "gradients": (_gradients, 2), "memory": (_memory, 1),
     "ops": (_ops, 2), "trainer": (_trainer, 2), "transport": (_transport, 2),
 }  # fmt: skip
-ELSEWHERE = {"README", "guide"}  # test_guide.py
+ELSEWHERE = {"README", "guide", "training"}  # test_guide.py
 
 
 @pytest.mark.parametrize("page", RUNS)

@@ -59,6 +59,45 @@ def _snippets():
             torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12, msg=name)
 
 
+def _launched(ranks, program, folder):
+    """What torchrun prints."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, f"--nproc-per-node={ranks}", program],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_whole_training(tmp_path):
+    """Prints what its page says."""
+    page = (ROOT / "docs" / "training.md").read_text()
+    program, *others = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (expected,) = re.findall(r"It prints\n\n```\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "training.py").write_text(program)
+    for line, same in zip(
+        _launched(2, "training.py", tmp_path).splitlines(), expected.splitlines(), strict=True
+    ):
+        numbers, wanted = ([float(n) for n in re.findall(r"\d+\.?\d*", x)] for x in (line, same))
+        assert re.sub(r"\d", "", line) == re.sub(r"\d", "", same)
+        assert numbers == pytest.approx(wanted, abs=0.03)
+    assert len(others) == 2
+    for snippet in others:
+        on_ranks(2, _of_the_training, snippet, str(tmp_path))
+
+
+def _of_the_training(snippet, folder):
+    names = {"torch": torch, "deepsp": deepsp, "data": 1, "sequence": 2, "model": None}
+    x = torch.zeros(1, 3, 2, 4, requires_grad=True)
+    names["loss_of"] = lambda *_: deepsp.distributed_attention(x, x, x).sum()
+    exec(snippet.replace("step.json", f"{folder}/step{dist.get_rank()}.json"), names)
+    assert names.get("sent", [1]) and names.get("number", 0) == 0
+
+
 def test_the_readmes_first_program(tmp_path):
     """Runs as it stands, and its losses are those of one process."""
     readme = (ROOT / "README.md").read_text()
@@ -66,16 +105,8 @@ def test_the_readmes_first_program(tmp_path):
     (tmp_path / "first.py").write_text(program)
     printed = []
     for ranks in (1, 2, 3):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        done = subprocess.run(
-            [*command, f"--nproc-per-node={ranks}", "first.py"],
-            cwd=tmp_path,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        printed.append(re.findall(r"step (\d): loss (\d\.\d+)", done.stdout))
+        out = _launched(ranks, "first.py", tmp_path)
+        printed.append(re.findall(r"step (\d): loss (\d\.\d+)", out))
     assert len(printed[0]) == 5
     for losses in printed[1:]:
         for (step, loss), (same_step, expected) in zip(losses, printed[0], strict=True):
@@ -127,6 +158,8 @@ def _sends(tokens):
     def backward():
         outputs[-1].backward(torch.ones_like(q))
 
+    forward()  # the group's ranks tell each other first how they travel
+    outputs.clear()
     if dist.get_rank() == 0:
         assert sum(sent(forward)) == sum(sent(backward)) == sum(_bytes(ranks, tokens))
     else:
@@ -140,8 +173,8 @@ def test_bytes_that_travel():
 
 def test_picture():
     """What the text says of it."""
-    assert "Here 3 ranks share 11 tokens, 8 query heads and 4 kv heads" in GUIDE
-    split = [list(torch.ops.deepsp.head_split(8, 4, 3, rank)) for rank in range(3)]
-    assert split == [[0, 3, 0, 2], [3, 6, 1, 3], [6, 8, 3, 4]]
+    assert "Here 3 ranks share 11 tokens, 6 query heads and 2 kv heads" in GUIDE
+    split = [list(torch.ops.deepsp.head_split(6, 2, 3, rank)) for rank in range(3)]
+    assert split == [[0, 2, 0, 1], [2, 4, 0, 2], [4, 6, 1, 2]]
     for name in re.findall(r"!\[.*\]\((.*)\)", GUIDE):
         assert (Path(__file__).parents[1] / "docs" / name).exists(), name
