@@ -305,8 +305,11 @@ def _of_group(
     if size > 1 and not torch.compiler.is_compiling():
         said = drift.said_of(weight, average_gradients, name)
     # In float64, sums of losses and counts of tokens are as good as exact.
-    mine = torch.stack([local_sum.double(), counts.sum()])
-    mine = torch.cat([mine, mine.new_tensor(said) if any(said) else mine.new_zeros(drift.SIZE)])
+    count = counts.sum()
+    nothing = count * 0  # a part of a sum, as what it is stacked with
+    mine = torch.stack(
+        [local_sum.double(), count, *(nothing + x if x != 0 else nothing for x in said)]
+    )
     if average_gradients:
         mine = torch.ops.deepsp.scale_gradient(mine, float(size))
     totals = torch.ops.deepsp.all_reduce(mine, "replicated", rank, size, name)

@@ -1,6 +1,7 @@
 """The dry run: what it finds against the gradients of one process, and what it refuses."""
 
 import contextlib
+import copy
 import functools
 import random
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from harness import on_ranks
 from placed import Placed, Sync, partial_of
+from reference import draw
 from torch import nn
 
 import deepsp
@@ -517,6 +519,60 @@ class WithLoss(nn.Module):
 
     def forward(self, x, labels):
         return deepsp.cross_entropy(self.head(x), labels, reduction="mean")
+
+
+class _Rotated(nn.Module):
+    """Attention as nanoGPT views heads, with Meta's rotary embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.n_head = 6
+        self.q, self.k, self.v, self.out = (nn.Linear(24, 24) for _ in range(4))
+
+    def forward(self, x):
+        batch, tokens, _ = x.shape
+        q, k, v = (p(x).view(batch, tokens, self.n_head, -1) for p in (self.q, self.k, self.v))
+        angles = torch.arange(tokens)[:, None] * torch.tensor([1.0, 0.5], dtype=f64)
+        turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+        q, k = (
+            torch.view_as_real(torch.view_as_complex(y.reshape(*y.shape[:-1], -1, 2)) * turn)
+            for y in (q, k)
+        )
+        q, k, v = (y.flatten(3).transpose(1, 2) for y in (q, k, v[..., None]))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(out.transpose(1, 2).reshape(batch, tokens, -1))
+
+
+def _divided_views():
+    """view(B, T, n_head, -1): right where the schedule has divided n_head, else refused."""
+    for divides in (True, False):
+        torch.manual_seed(0)
+        reference = _Rotated().to(f64)
+        sch = deepsp.create_schedule(copy.deepcopy(reference))
+        for name in ("q", "k", "v"):
+            sch[name].shard(["weight", "bias"], axis=0, unit=4)
+            sch[name].sync("bwd_post", "all_reduce")
+        sch["out"].shard("weight", axis=1, unit=4)
+        sch["out"].sync("fwd_post", "all_reduce")
+        if divides:
+            sch.divide("n_head")
+        model, _ = deepsp.build(sch)
+        x = draw(2, 5, 24)
+        if not divides:
+            with pytest.raises(ValueError, match=r"inner one|sizes don't fit"):
+                model(x)
+            continue
+        for m in (model, reference):
+            m(x).square().sum().backward()
+        torch.testing.assert_close(model(x), reference(x))
+        full = deepsp.full_state_dict(model)
+        assert full.keys() == reference.state_dict().keys()
+        torch.testing.assert_close(model.out.bias.grad, reference.out.bias.grad)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_views_by_a_divided_number(ranks):
+    on_ranks(ranks, _divided_views)
 
 
 def _with_loss():

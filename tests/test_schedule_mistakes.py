@@ -738,7 +738,7 @@ def _divided():
         built = deepsp.build(schedule)[0]
         if not divided:
             with pytest.raises(
-                ValueError, match=r"size given as -1 \(2 here\) .*pass unit=<the in"
+                ValueError, match=r"size given as -1 \(2 here\) .*with unit=<the in"
             ):
                 built(x)
             continue

@@ -123,6 +123,8 @@ def _compute(name: str, module: nn.Module, steps: Steps) -> None:
         vars(module)[SHARDS] = {**shards_of(module), **steps.shards}
     for attribute, value in steps.attributes.items():
         setattr(module, attribute, value)
+    if steps.attributes:
+        vars(module)[flow.DIVIDED] = tuple(steps.attributes)
     if steps.effect is not None:
         if steps.effect.forward is not None:
             swap(module, steps.effect.forward, name)

@@ -168,9 +168,9 @@ def _fill():
         AFTER[name] = views.transpose
     AFTER["movedim"] = AFTER["moveaxis"] = views.movedim
     AFTER["squeeze"], AFTER["unsqueeze"] = views.squeeze, views.unsqueeze
+    AFTER["view_as_complex"], AFTER["view_as_real"] = views.as_complex, views.as_real
     for name in ("expand", "expand_as", "broadcast_to"):
         AFTER[name] = views.expand
-    AFTER["view_as_complex"] = AFTER["view_as_real"] = views.complex_
     AFTER["repeat_interleave"] = views.repeat_interleave
     for name in [
         "split",

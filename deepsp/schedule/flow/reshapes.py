@@ -8,6 +8,9 @@ from torch import Tensor
 
 from deepsp.schedule.flow.values import Call, Place, Split
 
+DIVIDED = "_deepsp_divided"
+"""Where a module has the names of its attributes that the schedule has divided."""
+
 
 def reshaped(
     split: Split, before: tuple[int, ...], after: tuple[int, ...], free: int | None = None
@@ -85,6 +88,8 @@ def reshape(call: Call, out: Tensor) -> Place:
     if not isinstance(place, Split):
         return place
     free = _free(call, x, out)
+    if free and _is_divided(call, out.size(free - 1)):
+        free -= 1  # view(B, T, num_heads, -1): the heads depend on the rank, and not their size
     result = reshaped(place, tuple(x.shape), tuple(out.shape), free)
     if free is not None and result.axis is not None and place.axis is not None:
         # The axis was cut: its outer part is what the ranks share, the inner one all have.
@@ -100,10 +105,21 @@ def reshape(call: Call, out: Tensor) -> Place:
             call.fail(
                 f"the size given as -1 ({out.size(free)} here) is an inner one of a tensor that is "
                 f"{place}, but its outer one, such as the number of heads, is sharded; divide that "
-                "(the module's attribute) as the weight is sharded, and pass unit=<the inner size> "
-                "to shard, which shows that it is divided"
+                "(the module's attribute) as the weight is sharded, by sch[...].divide, or by hand "
+                "with unit=<the inner size> in shard, which shows that it is divided"
             )
     return result
+
+
+def _is_divided(call: Call, size: int) -> bool:
+    """Whether a size is what the schedule has left of an attribute of a running module, and can't
+    be another of its numbers."""
+    divided, others = set(), set()
+    for module in call.flow.stack:
+        for name, value in vars(module).items():
+            if isinstance(value, int) and not isinstance(value, bool):
+                (divided if name in vars(module).get(DIVIDED, ()) else others).add(value)
+    return size in divided - others
 
 
 def _free(call: Call, x: Tensor, out: Tensor) -> int | None:

@@ -54,17 +54,20 @@ def squeeze(call: Call, out: Tensor) -> Place:
     return _moved(call, dims.without, gone)
 
 
+def as_complex(call: Call, out: Tensor) -> Place:
+    x = call.args[0]
+    value = call.value(x)
+    if value.split and value.place.axis == x.dim() - 1:
+        call.fail_split(value, "the real and the imaginary part are on different ranks")
+    return call.place(x)
+
+
+def as_real(call: Call, out: Tensor) -> Place:
+    return call.place(call.args[0])
+
+
 def unsqueeze(call: Call, out: Tensor) -> Place:
     return _moved(call, dims.unsqueeze, call.arg(1, "dim"))
-
-
-def complex_(call: Call, out: Tensor) -> Place:
-    """``view_as_complex`` and ``view_as_real``: pairs of numbers along the last axis, or one."""
-    x = call.args[0]
-    place = call.place(x)
-    if isinstance(place, Split) and place.axis == out.dim():
-        call.fail_split(call.value(x), "the sharded axis becomes real and imaginary parts")
-    return place
 
 
 def expand(call: Call, out: Tensor) -> Place:
