@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from deepsp.compile.sharding.rules import Call, broadcast, overloads, rule
-from deepsp.compile.sharding.tokens import Tokens, product
+from deepsp.compile.sharding.tokens import Size, Tokens, product
 
 aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2
@@ -17,6 +17,19 @@ def _summed(call: Call):
         return call.replaced(reduction=_SUM)
     each = call.replaced(reduction=_NONE)
     return call.graph.call(aten.sum.default, each, dtype=torch.float32)
+
+
+def _reduced(call: Call, count: Size) -> None:
+    """The sum of all ranks' losses, or their mean: of ``count``."""
+    graph = call.graph
+
+    def lower():
+        result = graph.all_reduce(_summed(call))
+        if call["reduction"] == _MEAN:
+            result = graph.call(aten.div.Scalar, result, graph.int_(count))
+        return graph.call(aten.to.dtype, result, call.node.meta["val"].dtype)
+
+    call.lower, call.said = lower, "the loss of all ranks' tokens"
 
 
 @rule(aten.cross_entropy_loss.default, aten.nll_loss.default, aten.nll_loss_nd.default)
@@ -74,16 +87,7 @@ def margin(call: Call) -> Tokens | None:
     call.want(call["weight"], None)
     if call["reduction"] == _NONE:
         return tokens
-    graph = call.graph
-
-    def lower():
-        result = graph.all_reduce(_summed(call))
-        if call["reduction"] == _MEAN:
-            result = graph.call(aten.div.Scalar, result, graph.int_(call.shape(x)[0]))
-        return graph.call(aten.to.dtype, result, call.node.meta["val"].dtype)
-
-    call.lower, call.said = lower, "the loss of all ranks' tokens"
-    return None
+    return _reduced(call, call.shape(x)[0])
 
 
 @rule(
@@ -100,13 +104,4 @@ def elementwise(call: Call) -> Tokens | None:
     tokens = broadcast(call, call.operands, out)
     if call["reduction"] == _NONE:
         return tokens
-    graph = call.graph
-
-    def lower():
-        result = graph.all_reduce(_summed(call))
-        if call["reduction"] == _MEAN:
-            result = graph.call(aten.div.Scalar, result, graph.int_(product(out)))
-        return graph.call(aten.to.dtype, result, call.node.meta["val"].dtype)
-
-    call.lower, call.said = lower, "the loss of all ranks' tokens"
-    return None
+    return _reduced(call, product(out))
