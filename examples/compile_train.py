@@ -4,7 +4,7 @@ The model, the text and the loop are those of `examples/train.py`. There, the mo
 tokens it has; here it knows nothing of ranks:
 
     model = torch.compile(model, backend="deepsp", fullgraph=True)
-    ids, labels, *_ = deepsp.prepare_inputs(ids, labels)
+    ids, labels = deepsp.prepare_inputs(ids, labels)
     loss = model(ids, labels)
 
 The backend takes the graph of a plain model, attention by `F.scaled_dot_product_attention` and loss
@@ -69,7 +69,7 @@ def train_sharded(args: argparse.Namespace, device: torch.device) -> dict:
         return torch.compile(model, backend="deepsp", options={"inner": args.inner})  # the line
 
     def compute_loss(model: nn.Module, ids: Tensor) -> Tensor:
-        input_ids, labels, *_ = deepsp.prepare_inputs(ids, ids.clone())
+        input_ids, labels = deepsp.prepare_inputs(ids, ids.clone())
         return compiled(model)(input_ids, labels)
 
     return train.train(

@@ -67,7 +67,7 @@ def train_sharded(args: argparse.Namespace, device: torch.device) -> dict:
     for start in progress:
         began = time.perf_counter()
         ids = text[None, start : start + args.seq_len].long()
-        input_ids, labels, *_ = deepsp.prepare_inputs(ids, ids.clone())
+        input_ids, labels = deepsp.prepare_inputs(ids, ids.clone())
         loss = engine(input_ids, labels)
         engine.backward(loss)
         engine.step()

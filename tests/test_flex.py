@@ -204,7 +204,7 @@ def test_cases(name, ranks):
 def _explained():
     flex._validate_device = lambda *args: None
     ids = torch.randint(0, VOCAB, (2, 12))
-    ids, labels, _, _ = deepsp.prepare_inputs(ids, ids.clone())
+    ids, labels = deepsp.prepare_inputs(ids, ids.clone())
     mask = flex.create_block_mask(causal, None, None, 12, 12, "cpu", BLOCK)
     found = explain(Model("causal"), ids, labels, mask)
     assert found.refused is None, found
@@ -242,7 +242,7 @@ def _refused():
         (heads_as_tokens, r"of shape \[batch, heads, tokens, head_dim\], got its tokens in"),
         (one_head, r"as many query heads as ranks \(2\), since .*, got 1; use fewer ranks"),
     ):
-        ids, *_ = deepsp.prepare_inputs(torch.randint(0, VOCAB, (2, 12)))
+        ids = deepsp.prepare_inputs(torch.randint(0, VOCAB, (2, 12)))
         with pytest.raises(Exception) as caught:
             torch.compile(function, backend="deepsp", fullgraph=True)(ids)
         text = str(caught.value)

@@ -327,7 +327,7 @@ def _sharded_inputs():
     # Embeddings, with a gradient.
     x = torch.randn(2, 13, 4).double().requires_grad_()
     part = x.detach().split(lens["ids"], 1)[rank].requires_grad_()
-    embedded, labels, _, _ = deepsp.prepare_inputs(part, mine["labels"], sharded_inputs=True)
+    embedded, labels = deepsp.prepare_inputs(part, mine["labels"], sharded_inputs=True)
     weight = torch.randn(4, VOCAB).double()
 
     def loss(x, labels):

@@ -45,8 +45,8 @@ def prepare_inputs(
         group: the sequence group; used with ``sharded_inputs`` only.
 
     Returns:
-        ``(input_ids, labels, position_ids, attention_mask)``, or the dict: the given tensors,
-        marked, unless they were gathered.
+        The tensors that were given, in the order of the arguments (one by itself, not in a tuple),
+        or the dict: marked, unless they were gathered.
 
     Raises:
         ValueError: a tensor lacks the dimension or has another length; with ``sharded_inputs``, the
@@ -83,7 +83,10 @@ def prepare_inputs(
         batch = dict(batch) | _gathered(batch, dims, group)
     for name, dim in dims.items():
         _mark(batch[name], name, dim)
-    return batch if isinstance(input_ids, Mapping) else tuple(batch.values())
+    if isinstance(input_ids, Mapping):
+        return batch
+    given = tuple(x for x in batch.values() if x is not None)
+    return given if len(given) > 1 else given[0]
 
 
 def _check_lengths(batch: Mapping[str, Any], dims: dict[str, int]) -> None:
