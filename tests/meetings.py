@@ -44,6 +44,8 @@ MEETS = {
     "bmm": lambda x, v: x @ (v[:, :, None] * v[:, None]),
     "norm": lambda x, v: F.layer_norm(x, (DIM,), v[0], v[1]),
     "written": lambda x, v: _written(x, v),
+    "topk": lambda x, v: x + v[:, None].expand(-1, x.size(1), -1).topk(DIM, -1)[0],
+    "chunks": lambda x, v: torch.cat(v[:, None].expand(-1, x.size(1), -1).chunk(2, -1)[::-1], -1),
     "heads": lambda x, v: x + v.view(-1, 1, 2, DIM // 2).expand(-1, x.size(1), -1, -1).flatten(2),
 }
 
@@ -83,6 +85,9 @@ WRITES = {
     "mul": lambda m, x: torch.mul(m.p, 2, out=m.buffer),
     "add a part": lambda m, x: torch.add(x, 1, out=torch.empty_like(x)) * m.p,
     "mean of a part": lambda m, x: torch.mean(x, 1, out=m.rows[: len(x)])[:, None] * m.p,
+    "cat of parts": lambda m, x: torch.cat([x, x * 2], -1, out=x.new_empty(*x.shape[:2], 2 * DIM))[
+        ..., DIM:
+    ],
     "normalize": lambda m, x: F.normalize(m.p, dim=0, out=m.buffer) * x,
     "two results": lambda m, x: torch.max(m.two, 0, out=(m.buffer, m.places)).values,
     "buffer used": lambda m, x: _then(torch.sub(m.p, 1, out=m.buffer), m.buffer),

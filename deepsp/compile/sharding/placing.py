@@ -7,6 +7,7 @@ import sympy
 from torch import fx
 
 from deepsp.compile.sharding.forms import Value
+from deepsp.compile.sharding.nodes import is_tensor
 from deepsp.compile.sharding.tokens import Size, Tokens, same, size_of
 
 
@@ -42,6 +43,8 @@ def _only(walk, node: fx.Node, operand: Value, dim: int) -> bool:
 def of_pairs(walk, node: fx.Node) -> bool:
     """Whether it has a number for each pair of tokens, as a mask has: every rank has it in full,
     if it has what it is made of."""
+    if not is_tensor(node.meta["val"]):
+        return False  # several results
     shape = walk.shape_of(node)
     return sum(any(same(n, x) for x in walk.lengths) for n in shape if n != 1) > 1
 

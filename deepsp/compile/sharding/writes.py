@@ -70,7 +70,8 @@ def _without_out(target):
     if any(a.kwarg_only and a.alias_info is not None for a in target._schema.arguments):
         given = [(a.name, str(a.type)) for a in target._schema.arguments if a.alias_info is None]
         packet = getattr(getattr(torch.ops, target.namespace), target._opname)
-        for overload in map(packet.__getattr__, packet.overloads()):
+        # Not packet.__getattr__: it makes a new overload, which no table of torch or deepsp knows.
+        for overload in (getattr(packet, name) for name in packet.overloads()):
             known = [(a.name, str(a.type)) for a in overload._schema.arguments]
             if known == given and not overload._schema.is_mutable:
                 return overload
