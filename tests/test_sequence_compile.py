@@ -238,24 +238,53 @@ def test_modes():
     on_ranks(2, _modes)
 
 
+class _OwnDropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        kept = 2 * (torch.rand_like(x) > 0.5).to(x.dtype)
+        ctx.save_for_backward(kept)
+        return x * kept
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0]
+
+
+class _DrawnLate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * torch.rand_like(gradient)
+
+
+def _drawn_in_a_branch(x):
+    return x * torch.cond(x.size(1) * VOCAB > torch.ones(()).sum(), F.dropout, torch.sin, (P,))
+
+
+P = torch.ones(8, dtype=torch.float64)
+
+
 class _Dropped(torch.nn.Module):
     """Random numbers: on tokens each rank draws its own, on what is whole all have the same."""
 
-    def __init__(self):
+    def __init__(self, drop=F.dropout):
         super().__init__()
-        self.embed = torch.nn.Embedding(VOCAB, 8)
+        self.embed, self.drop = torch.nn.Embedding(VOCAB, 8), drop
 
     def forward(self, ids, labels):
-        x = F.dropout(self.embed(ids), 0.5)
+        x = self.drop(self.embed(ids))
         pooled = F.dropout(x.mean(1), 0.5)
         return x, pooled
 
 
-def _random():
+def _random(drop):
     rank, size = dist.get_rank(), dist.get_world_size()
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = _Dropped().double()
+    model = _Dropped(drop).double()
     compiled = torch.compile(model, options={"inner": "aot_eager"}, **BACKEND)
     seen = []
     for _ in range(2):
@@ -276,8 +305,18 @@ def _random():
     assert rank < size
 
 
+def _refused_random(drop, message):
+    torch._dynamo.reset()
+    compiled = torch.compile(_Dropped(drop).double(), options={"inner": "eager"}, **BACKEND)
+    with pytest.raises(Exception, match=message):
+        compiled(**deepsp.prepare_inputs(batch(13)))
+
+
 def test_random_numbers():
-    on_ranks(2, _random)
+    on_ranks(2, _random, F.dropout)
+    on_ranks(2, _random, _OwnDropout.apply)
+    on_ranks(2, _refused_random, _DrawnLate.apply, "its backward draws random numbers")
+    on_ranks(2, _refused_random, _drawn_in_a_branch, "one of its branches draws random numbers")
 
 
 def _meshes():

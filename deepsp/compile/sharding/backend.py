@@ -12,7 +12,7 @@ from torch._guards import CompileContext
 from deepsp import shares
 from deepsp.compile.sharding import caches
 from deepsp.compile.sharding.inputs import role_of
-from deepsp.compile.sharding.nodes import draws
+from deepsp.compile.sharding.nodes import draws_inside
 from deepsp.compile.sharding.parallelize import parallelize
 from deepsp.compile.sharding.together import together
 from deepsp.compile.sharding.weights import GATHERS
@@ -62,7 +62,7 @@ def deepsp(gm: fx.GraphModule, example_inputs, *, options=None, **kwargs):
             compiled = compiler(new, example_inputs, **kwargs)
         marked = [i for i, n in enumerate(gm.graph.find_nodes(op="placeholder")) if role_of(n)]
         compiled = _with_one_batch(compiled, [(i, names[i]) for i in marked], member)
-        if any(map(draws, new.graph.nodes)):
+        if draws_inside(new):
             compiled = _with_numbers_of_its_own(compiled, member)
         return caches.without(compiled, new.meta.get("absent", ()))
 

@@ -47,6 +47,12 @@ def draws(node: fx.Node) -> bool:
     return not (isinstance(rate, (int, float)) and rate == 0) and given.get("train") is not False
 
 
+def draws_inside(gm: fx.GraphModule) -> bool:
+    """Whether a graph draws random numbers, or the functions do that its ops hold."""
+    graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
+    return any(draws(node) for graph in graphs for node in graph.nodes)
+
+
 def values_of(target, args, kwargs):
     """What a node has, of fake values. How an op that holds functions is differentiated is left to
     whoever compiles it: here it matters that it is."""

@@ -43,7 +43,7 @@ _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 # Ops that hold functions, and have a rule.
 _FLEX = torch.ops.higher_order.flex_attention
 # Of what every rank has in full: which branch is taken is the same everywhere.
-_COND = torch.ops.higher_order.cond
+COND = torch.ops.higher_order.cond
 
 
 def check_supported(gm: fx.GraphModule) -> None:
@@ -68,7 +68,7 @@ def check_supported(gm: fx.GraphModule) -> None:
                 check_supported(getattr(gm, body.target))
         elif isinstance(node.target, torch._ops.HigherOrderOperator) and node.target not in (
             _FLEX,
-            _COND,
+            COND,
         ):
             raise CannotShard("it contains code that can't be traced", node)
         if node.op != "placeholder" and "hook" in name:
@@ -83,7 +83,7 @@ class _Inline(fx.Interpreter):
     _regions = itertools.count()
 
     def call_function(self, target, args, kwargs):
-        if target in (_FLEX, _COND, autograd_function_apply):
+        if target in (_FLEX, COND, autograd_function_apply):
             return _one_op(target, args, kwargs)
         if target is torch._C._autograd._get_data_attr:
             return args[0].detach()  # .data, which no dispatcher sees

@@ -34,8 +34,14 @@ from deepsp.compile.sharding import (
 from deepsp.compile.sharding.forms import Forms, Value
 from deepsp.compile.sharding.inputs import role_of
 from deepsp.compile.sharding.messages import CannotShard
-from deepsp.compile.sharding.nodes import has_tensor, is_differentiated, is_random, is_tensor
-from deepsp.compile.sharding.normalize import check_supported, fake_inputs, normalize
+from deepsp.compile.sharding.nodes import (
+    draws_inside,
+    has_tensor,
+    is_differentiated,
+    is_random,
+    is_tensor,
+)
+from deepsp.compile.sharding.normalize import COND, check_supported, fake_inputs, normalize
 from deepsp.compile.sharding.report import Report, places
 from deepsp.compile.sharding.tokens import Tokens, same, size_of
 from deepsp.compile.sharding.weights import summed_by_gathers
@@ -285,9 +291,20 @@ class Parallelizer(Forms):
         form = self.all_of if node in self.gathers else self.full
         args, kwargs = self.mapped((node.args, node.kwargs), form)
         new = self.call(target, *args, **kwargs)
+        if target is COND and any(self._draws(branch, args[3]) for branch in args[1:3]):
+            raise CannotShard(
+                "one of its branches draws random numbers, and every rank would draw different "
+                "ones; draw them outside of torch.cond and pass them in",
+                node,
+            )
         if is_random(target) and self.size > 1:
             return rules.agree(self, node, target, args, kwargs, new)
         return new
+
+    def _draws(self, branch: fx.Node, operands) -> bool:
+        values = [self.env[x] if isinstance(x, fx.Node) else x for x in operands]
+        values = [x.detach() if is_tensor(x) else x for x in values]
+        return draws_inside(normalize(self.env[branch], values, self.mode))
 
     def _check(self, node: fx.Node, mine: fx.Node, tokens) -> None:
         """Whether the part has the shape that it should have."""

@@ -16,7 +16,7 @@ from torch._functorch.autograd_function import autograd_function_apply as op
 from torch.utils._pytree import tree_map
 
 from deepsp.compile.sharding.forms import Value
-from deepsp.compile.sharding.nodes import is_tensor
+from deepsp.compile.sharding.nodes import draws_inside, is_tensor
 from deepsp.compile.sharding.normalize import normalize
 from deepsp.compile.sharding.parallelize import Parallelizer
 from deepsp.compile.sharding.rules import Call, rule
@@ -114,6 +114,11 @@ def function(call: Call):
     back = Body(graph, backward, [*results, *saved])
     found = back.results if isinstance(back.results, (tuple, list)) else (back.results,)
     found = [back.gradient(x, of) for x, of in zip(found, inputs, strict=True)]
+    if draws_inside(back.gm):
+        call.refuse(
+            "its backward draws random numbers, which would be the same on all ranks; draw them "
+            "in its forward and save them with ctx.save_for_backward"
+        )
     bodies = [
         there.returning(tree_map(lambda x: x.node, (outs, tuple(saved)))),
         back.returning(tuple(found)),
