@@ -270,21 +270,23 @@ P = torch.ones(8, dtype=torch.float64)
 class _Dropped(torch.nn.Module):
     """Random numbers: on tokens each rank draws its own, on what is whole all have the same."""
 
-    def __init__(self, drop=F.dropout):
+    def __init__(self, drop, pooled):
         super().__init__()
-        self.embed, self.drop = torch.nn.Embedding(VOCAB, 8), drop
+        self.embed, self.drop, self.pooled = torch.nn.Embedding(VOCAB, 8), drop, pooled
 
     def forward(self, ids, labels):
         x = self.drop(self.embed(ids))
-        pooled = F.dropout(x.mean(1), 0.5)
+        pooled = x.mean(1)
+        if self.pooled is not None:
+            pooled = self.pooled(pooled)
         return x, pooled
 
 
-def _random(drop):
+def _random(drop, then):
     rank, size = dist.get_rank(), dist.get_world_size()
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = _Dropped(drop).double()
+    model = _Dropped(drop, then).double()
     compiled = torch.compile(model, options={"inner": "aot_eager"}, **BACKEND)
     seen = []
     for _ in range(2):
@@ -295,8 +297,9 @@ def _random(drop):
         dist.all_gather(others, pooled.detach())
         assert all(torch.equal(other, pooled) for other in others)
         kept = pooled != 0
-        assert 0 < kept.sum() < kept.numel()
-        torch.testing.assert_close(pooled[kept], 2 * x.mean(1)[kept])
+        assert then is None or 0 < kept.sum() < kept.numel()
+        factor = 1 if then is None else 2
+        torch.testing.assert_close(pooled[kept], factor * x.mean(1)[kept])
         first, second = (x == 0)[:, :13], (x == 0)[:, 14:27]  # two ranks' tokens
         seen += [first, second]
     for i, a in enumerate(seen):
@@ -305,18 +308,20 @@ def _random(drop):
     assert rank < size
 
 
-def _refused_random(drop, message):
+def _refused_random(drop, then, message):
     torch._dynamo.reset()
-    compiled = torch.compile(_Dropped(drop).double(), options={"inner": "eager"}, **BACKEND)
+    compiled = torch.compile(_Dropped(drop, then).double(), options={"inner": "eager"}, **BACKEND)
     with pytest.raises(Exception, match=message):
         compiled(**deepsp.prepare_inputs(batch(13)))
 
 
 def test_random_numbers():
-    on_ranks(2, _random, F.dropout)
-    on_ranks(2, _random, _OwnDropout.apply)
-    on_ranks(2, _refused_random, _DrawnLate.apply, "its backward draws random numbers")
-    on_ranks(2, _refused_random, _drawn_in_a_branch, "one of its branches draws random numbers")
+    on_ranks(2, _random, F.dropout, F.dropout)
+    on_ranks(2, _random, _OwnDropout.apply, None)
+    inside = "a function inside of it draws random numbers"
+    on_ranks(2, _refused_random, F.dropout, _OwnDropout.apply, inside)
+    on_ranks(2, _refused_random, _drawn_in_a_branch, None, inside)
+    on_ranks(2, _refused_random, _DrawnLate.apply, None, "its backward draws random numbers")
 
 
 def _meshes():

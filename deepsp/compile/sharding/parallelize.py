@@ -18,6 +18,7 @@ import operator
 
 import torch
 from torch import fx
+from torch._functorch.autograd_function import autograd_function_apply
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils._pytree import tree_leaves
 
@@ -291,20 +292,25 @@ class Parallelizer(Forms):
         form = self.all_of if node in self.gathers else self.full
         args, kwargs = self.mapped((node.args, node.kwargs), form)
         new = self.call(target, *args, **kwargs)
-        if target is COND and any(self._draws(branch, args[3]) for branch in args[1:3]):
+        held, given = [], ()
+        if target is COND:
+            held, given = args[1:3], args[3]
+        elif target is autograd_function_apply:
+            held, given = args[:1], args[2:]
+        if self.size > 1 and any(self._draws(function, given) for function in held):
             raise CannotShard(
-                "one of its branches draws random numbers, and every rank would draw different "
-                "ones; draw them outside of torch.cond and pass them in",
+                "a function inside of it draws random numbers for replicated tensors, and every "
+                "rank would draw different ones; draw them outside and pass them in",
                 node,
             )
         if is_random(target) and self.size > 1:
             return rules.agree(self, node, target, args, kwargs, new)
         return new
 
-    def _draws(self, branch: fx.Node, operands) -> bool:
+    def _draws(self, function: fx.Node, operands) -> bool:
         values = [self.env[x] if isinstance(x, fx.Node) else x for x in operands]
         values = [x.detach() if is_tensor(x) else x for x in values]
-        return draws_inside(normalize(self.env[branch], values, self.mode))
+        return draws_inside(normalize(self.env[function], values, self.mode))
 
     def _check(self, node: fx.Node, mine: fx.Node, tokens) -> None:
         """Whether the part has the shape that it should have."""
