@@ -323,6 +323,12 @@ def test_refused(case):
     torch.testing.assert_close(module.state_dict(), before)
 
 
+def test_what_branches_on_many_tokens():
+    module = deepsp.tile(Whole(lambda m, x: x * 2 if x.size(1) > 16 else x), tokens=10)
+    with pytest.raises(ValueError, match="mixes tokens: its outputs for 20 tokens are others"):
+        module(_x(2, 40, 6, dtype=torch.float32))
+
+
 def test_refused_in_one_mode():
     norm = nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(6), nn.Unflatten(0, (2, -1)))
     reference, module = _pair(norm, tokens=3)

@@ -2,7 +2,8 @@
 
 The tokens are the call's own, with noise, in an order that repeats one of them: experts with a
 capacity drop it. They run as one and as two tiles; then with one token changed, and with NaN in
-it, which passes through whatever depends on it, however little.
+it, which passes through whatever depends on it, however little. The call's own first two tiles run
+together and one by one.
 """
 
 from __future__ import annotations
@@ -122,7 +123,28 @@ class _Check:
             # A few may have been sent to other experts, by the rounding of narrow types.
             if off.double().mean() > (0.25 if _rough(a, *leaves) else 0.0):
                 raise ValueError(self._mixes("its outputs for a part of the tokens are others"))
+        self._check_two_tiles(states, leaves, places, random)
         return places
+
+    def _check_two_tiles(self, states, leaves: list[Tensor], places: list[Place], random) -> None:
+        """The call's own first two tiles, as one and one by one: a module may do something else
+        with many tokens than with few."""
+        (_, first), (_, second) = (*self.call.tiles[:2], (0, 0), (0, 0))[:2]
+        if second == 0:
+            return
+        with torch.no_grad(), self._without_randomness(random):
+            inputs = self._cut(self.call.inputs, 0, first + second)
+            whole = self._run(inputs, states)
+            parts = [self._run(self._cut(inputs, 0, first), states)]
+            parts.append(self._run(self._cut(inputs, first, second), states))
+        for a, b, c, place in zip(whole, *parts, places, strict=True):
+            together = torch.cat(
+                [self._by_token(b, place, first), self._by_token(c, place, second)]
+            )
+            off = self._off(self._by_token(a, place, first + second), together)
+            off = off.reshape(first + second, -1).any(1)
+            if off.double().mean() > (0.25 if _rough(a, *leaves) else 0.0):
+                raise ValueError(self._mixes(f"its outputs for {first + second} tokens are others"))
 
     # ---- tokens
 

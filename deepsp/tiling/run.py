@@ -98,7 +98,7 @@ class Call:
         self.lead, self.length = x.shape[: self.dim], x.size(self.dim)
         self.tiled = [self._has_tokens(t) for t in self.inputs]
         step = tile_length(x, self.dim, settings.tokens)
-        self._tiles = [(a, min(step, self.length - a)) for a in range(0, self.length, step)]
+        self.tiles = [(a, min(step, self.length - a)) for a in range(0, self.length, step)]
         self._keys = recording()
         self.places: list[Place] = []
         self._returned: Any = None
@@ -164,13 +164,13 @@ class Call:
         device = inputs[0].device
         before = randomness.states(device)
         outputs: list[Tensor] = []
-        for start, length in self._tiles:
+        for start, length in self.tiles:
             results = self.run(self.of_tile(inputs, start, length))
             if not outputs:
                 outputs = [self._empty(x, p) for x, p in self._placed(results)]
             for (x, place), whole in zip(self._placed(results), outputs, strict=True):
                 self._part(whole, place, start, length).copy_(self._by_token(x, place, length))
-        if not self._tiles:  # what no tokens give, one that isn't there tells
+        if not self.tiles:  # what no tokens give, one that isn't there tells
             results = self.run([
                 x.new_zeros([1 if d == self.dim else n for d, n in enumerate(x.shape)])
                 if tiled else x for x, tiled in zip(inputs, self.tiled, strict=True)
@@ -219,7 +219,7 @@ class Call:
             alone(),
             weights.replaced(leaves[count:]),
         ):
-            for start, length in self._tiles:
+            for start, length in self.tiles:
                 own = [
                     x.detach().requires_grad_(n) if t else leaves[i]
                     for i, (x, n, t) in enumerate(
