@@ -61,16 +61,15 @@ def compare(tensors: Iterable[tuple[str, Tensor]], member: Member) -> None:
         )
 
 
-def compare_once(tensors: Iterable[tuple[str, Tensor]], member: Member) -> bool:
-    """:func:`compare` on the first call with these parameters and this group; whether it was."""
+def compare_once(tensors: Iterable[tuple[str, Tensor]], member: Member) -> None:
+    """:func:`compare` on the first call with these parameters and this group."""
     tensors, group = list(tensors), member[2]
     parameters = [t for _, t in tensors if isinstance(t, nn.Parameter)]
     if all(group in getattr(p, _COMPARED, ()) for p in parameters):
-        return False
+        return
     compare(tensors, member)
     for parameter in parameters:
         setattr(parameter, _COMPARED, {*getattr(parameter, _COMPARED, ()), group})
-    return True
 
 
 def _local(name: str, tensor: Tensor, group: str) -> tuple[str, Tensor]:

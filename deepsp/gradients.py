@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from deepsp.agreement import compare_once, ranks_in, replicated_tensors
-from deepsp.digest import first_difference
 from deepsp.drift import is_averaged
 from deepsp.groups import Group, Member, member_of
 from deepsp.partitioned import is_partitioned
@@ -70,8 +69,7 @@ def sync_gradients(module: Parameters, group: Group = None) -> None:
             )
     trained = [(n, p) for n, p in replicated if p.requires_grad]
     of_module = isinstance(module, nn.Module)
-    if compare_once(replicated_tensors(module, sharded) if of_module else trained, member):
-        _check_not_averaged(trained, member)
+    compare_once(replicated_tensors(module, sharded) if of_module else trained, member)
     if not trained:
         return
     sparse = size + 1  # no sum of ones reaches it
@@ -79,11 +77,18 @@ def sync_gradients(module: Parameters, group: Group = None) -> None:
         [
             0 if p.grad is None else 1 if p.grad.layout == torch.strided else sparse
             for _, p in trained
-        ],
+        ]
+        + [any(is_averaged(p, name) for _, p in trained)],
         dtype=torch.int64,
         device=trained[0][1].device,
     )
     somewhere = torch.ops.deepsp.all_reduce(present, "replicated", rank, size, name).tolist()
+    if somewhere.pop():
+        raise ValueError(
+            "module: the loss was called with average_gradients=True, for wrappers that average "
+            "gradients themselves (DDP, FSDP, DeepSpeed), so their sum would be too large; leave "
+            "that out, or, with such a wrapper, don't call sync_gradients"
+        )
     for (n, _), ranks in zip(trained, somewhere, strict=True):
         if ranks >= sparse:  # known to every rank by now
             raise ValueError(
@@ -114,21 +119,6 @@ def _check_no_ddp(module: Parameters, group: str) -> None:
                     "group, so gradients are averaged already; don't call sync_gradients, and pass "
                     "average_gradients=True to the loss (or give DDP the group of the data ranks)"
                 )
-
-
-def _check_not_averaged(trained: list[tuple[str, Tensor]], member: Member) -> None:
-    """Raises if a wrapper that isn't seen here (DDP around a part, say) has averaged gradients: the
-    loss has prepared for that, and they are the same on all ranks."""
-    n, p = next(((n, p) for n, p in trained if is_averaged(p, member[2])), ("", None))
-    gradient = torch.zeros(1) if p is None or p.grad is None else p.grad
-    known = torch.tensor(p is not None and p.grad is not None and bool(p.grad.any()))
-    alike = first_difference([("known", known), ("gradient", gradient)], member) is None
-    if alike and bool(known):
-        raise ValueError(
-            f"module: the gradient of {n} is the same on every rank already, and its loss was "
-            "called with average_gradients=True, for wrappers that average gradients themselves "
-            "(DDP, FSDP, DeepSpeed); don't call sync_gradients then, which would sum it again"
-        )
 
 
 def _named(module: Parameters) -> tuple[list[tuple[str, Tensor]], dict[Tensor, Member]]:

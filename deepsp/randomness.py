@@ -14,6 +14,7 @@ import threading
 from collections.abc import Container, Iterator, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -22,6 +23,9 @@ from deepsp.groups import Group, Member, member_of, objects_on_all_ranks, on_all
 
 _local = threading.local()
 _MASK = (1 << 64) - 1
+# The upper half of the seeds of a rank's own numbers (the CPU's generator uses the lower one), by
+# which a state that a checkpoint restores in backward is known for one.
+_OWN = 0x5EED5D5E
 
 
 @torch.library.register_fake("deepsp::dropout_seed")
@@ -74,6 +78,12 @@ def inside() -> bool:
     return bool(_stack()) and _stack()[-1] is not None
 
 
+def _own() -> bool:
+    """Whether random numbers are a rank's own here: in a fork, or where a checkpoint in one runs
+    again."""
+    return inside() or torch.initial_seed() >> 32 == _OWN
+
+
 class _Fork:
     """Random numbers of this rank's own from :meth:`enter` to :meth:`leave`. ``lazy``: where none
     is drawn, the default generators stay as they were."""
@@ -90,13 +100,15 @@ class _Fork:
                 seed = int(torch.empty((), dtype=torch.int64).random_())
             self.outer = states(self.device)
             for generator in _generators(self.device):
-                generator.manual_seed(mix(seed, self.rank))
+                generator.manual_seed(_OWN << 32 | mix(seed, self.rank) & 0xFFFFFFFF)
+            self.drawn = self.outer  # another list once common_randomness has moved it on
             self.seeded = states(self.device) if self.lazy else []
         _stack().append(self)
 
     def leave(self) -> None:
         _stack().remove(self)
-        unused = self.lazy and all(map(torch.equal, self.seeded, states(self.device)))
+        unused = self.lazy and self.outer is self.drawn
+        unused = unused and all(map(torch.equal, self.seeded, states(self.device)))
         restore(self.before if unused else self.outer, self.device)
 
 
@@ -154,11 +166,12 @@ def sharded_randomness(group: Group = None, device: torch.device | None = None) 
 def randomness_of_a_model(member: Member, device: torch.device | None = None) -> Iterator[None]:
     """:func:`sharded_randomness` around a model's forward in which every rank has a token. A model
     that draws nothing leaves the default generators alone, so that samplers draw from them what
-    they draw in one process. Within another such context it does nothing."""
-    if member[1] == 1 or inside():
+    they draw in one process. Data ranks draw other numbers, too. Within another such context it
+    does nothing."""
+    if member[1] == 1 or _own():
         yield
         return
-    fork = _Fork(member[0], device, lazy=True)
+    fork = _Fork(dist.get_rank(), device, lazy=True)
     fork.enter()
     try:
         yield
@@ -169,7 +182,8 @@ def randomness_of_a_model(member: Member, device: torch.device | None = None) ->
 def align(member: Member) -> None:
     """Gives all ranks of a group the states that the default generators of torch (on the CPU),
     Python and numpy have on its first rank, so that samplers and the workers of loaders, which
-    are seeded from them, draw the same on every rank. All ranks make this call."""
+    are seeded from them, draw the same on every rank. Where accelerate deals out the data, that is
+    needed of all ranks: each takes its rows from the same order. All ranks make this call."""
     if member[1] == 1:
         return
     numpy = sys.modules.get("numpy")
@@ -223,10 +237,10 @@ def apply(
     return handles
 
 
-def around_forward(module: nn.Module, member: Member) -> None:
+def around_forward(module: nn.Module) -> None:
     """:func:`randomness_of_a_model` around each forward of ``module``, by hooks, which compiled
     modules call outside of what is compiled."""
-    _around(module, lambda: None if inside() else _Fork(member[0], lazy=True))
+    _around(module, lambda: None if _own() else _Fork(dist.get_rank(), lazy=True))
 
 
 def _above(name: str) -> list[str]:

@@ -48,6 +48,8 @@ class _Batches:
     carried: bool = False
     """Whether an exchange of the model has come after the last batch. The next one's will."""
     advice: str = ADVICE
+    thread: int | None = None
+    """The thread in which the model exchanges; None: not known, the main thread."""
 
 
 _of_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _Batches] = weakref.WeakKeyDictionary()
@@ -63,18 +65,21 @@ def compare_batches(
     tensors: Sequence[tuple[str, Tensor]], group: Group | Member, advice: str = ADVICE
 ) -> None:
     """Compares a batch's tensors across the group, now or in the next :func:`compare_carried`.
-    Every rank calls it. In a data loader's worker or another thread it does nothing, since an
-    exchange there would meet those of the training.
+    Every rank calls it. In a data loader's worker, or another thread than the training's, it does
+    nothing, since an exchange there would meet those of the training.
 
     Raises:
         DifferentBatches: on every rank, where one holds another batch than the others.
     """
     member = member_of(group)
-    elsewhere = threading.current_thread() is not threading.main_thread()
-    if member[1] == 1 or elsewhere or torch.utils.data.get_worker_info() is not None:
+    if member[1] == 1 or torch.utils.data.get_worker_info() is not None:
         return
     batches = _batches(member)
-    batches.digests += sorted(digests(tensors).items())
+    if threading.get_ident() != (batches.thread or threading.main_thread().ident):
+        return
+    # What is computed with gradients may be rounded otherwise on each rank.
+    known = ((name, x.to("meta") if x.requires_grad else x) for name, x in tensors)
+    batches.digests += sorted(digests(known).items())
     batches.advice = advice
     if batches.carried and os.environ.get("DEEPSP_DEBUG") != "1":
         batches.carried = False
@@ -100,6 +105,8 @@ def compare_carried(numbers: Sequence[int], member: Member) -> None:
         return
     batches = _batches(member)
     batches.carried = True
+    if torch._C._current_graph_task_id() == -1:  # no checkpoint that runs again in backward
+        batches.thread = threading.get_ident()
     if any(number != numbers[0] for number in numbers):
         _compare(batches, member)
     batches.digests = []

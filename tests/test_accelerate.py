@@ -201,13 +201,24 @@ def _refusals():
             with pytest.raises(KeyError, match=r"a local batch has .shift_labels. in"):
                 read()
         assert batch.pop("nothing", 3) == 3 and "labels" not in batch
+        whole = accelerator.gather(batch)
+        assert torch.equal(whole["input_ids"], rows[0]["input_ids"][None])
+        alike = torch.arange(33.0).view(3, 11)  # as many columns as rank 0 has tokens
+        assert torch.equal(accelerator.gather(alike), alike)
+        assert torch.equal(accelerator.reduce(alike[:1]), alike[:1])
+        for number in range(3):
+            if number == torch.distributed.get_rank():
+                accelerator.set_trigger()
+            assert accelerator.check_trigger() == (number < 2)
+        with pytest.raises(ValueError, match=r"no split_between_processes after prepare"):
+            accelerator.split_between_processes([1, 2])
         logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
         own = torch.nn.functional.cross_entropy(logits[0], batch["shift_labels"][0])
         with pytest.raises(ValueError, match=r"loss of the full sequence in backward"):
             accelerator.backward(own)
         with pytest.raises(ValueError, match=r"gather_for_metrics of tensors"):
             accelerator.gather_for_metrics(["text"])
-        with pytest.raises(ValueError, match=r"gather of what all ranks of a group have"):
+        with pytest.raises(ValueError, match=r"reduce of what all ranks of a group have"):
             accelerator.reduce(own)
         with pytest.raises(ValueError, match=r"sequence_parallel_size=2, with which .*, got 1"):
             prepare(accelerator, loader, sequence_parallel_size=1)

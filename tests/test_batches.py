@@ -164,6 +164,7 @@ def test_the_digest_of_a_batch_travels_with_the_models_exchange():
 
 def _dropout():
     """Each rank drops other elements, and the default generators go on alike."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from trained import tiny
 
     from deepsp.integrations.transformers import register
@@ -194,6 +195,15 @@ def _dropout():
     again = (seen[0] == seen[1]).double().mean()
     assert abs(same - 0.5) < 0.05 and abs(again - 0.5) < 0.05, (same, again)
     assert rank < size
+    # A checkpoint around a part that is a model itself draws the same again.
+    plain, found = model.transformer, []
+    for checkpointed in (False, True):
+        model.zero_grad()
+        torch.manual_seed(5)
+        model.transformer = checkpoint_wrapper(plain) if checkpointed else plain
+        model(**batch).loss.backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def test_ranks_drop_other_elements():

@@ -320,11 +320,10 @@ def _forgotten():
         for p in model.parameters():
             if wraps:
                 p.grad = deepsp.all_reduce(p.grad, grad="replicated") / size
-        if wraps:
-            with pytest.raises(ValueError, match=r"gradient of head.weight is the same on every"):
-                deepsp.sync_gradients(model)
-        else:
+        with pytest.raises(ValueError, match=r"called with average_gradients=True.*leave that out"):
             deepsp.sync_gradients(model)
+    plain(model).backward()
+    deepsp.sync_gradients(model)
     ddp = nn.parallel.DistributedDataParallel(_Model(True, False))
     with pytest.raises(ValueError, match=r"the module is a DistributedDataParallel over ranks of"):
         deepsp.sync_gradients(ddp)

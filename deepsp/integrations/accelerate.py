@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import find_batch_size
 from torch import Tensor, nn
+from torch.utils import _pytree
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader
 
 from deepsp.data import split_batch, unshard
 from deepsp.digest import device_of, digest_of, first_difference
-from deepsp.groups import member_of, objects_on_all_ranks
+from deepsp.groups import member_of, objects_on_all_ranks, on_all_ranks
 from deepsp.randomness import align, around_forward
 
 ADVICE = (
@@ -169,6 +171,27 @@ class LocalBatch(dict):
         return self[key] if key not in self and not default else super().pop(key, *default)
 
 
+# So that accelerate's gathers, too, see the tensors in it.
+_pytree.register_pytree_node(
+    LocalBatch,
+    lambda batch: (list(batch.values()), list(batch)),
+    lambda values, names: LocalBatch(zip(names, values, strict=True)),
+)
+
+
+def local_batch(
+    batch: Mapping[str, Any], group: dist.ProcessGroup, shift: Sequence[str] | None = None
+) -> tuple[LocalBatch, list[int]]:
+    """This rank's part of a batch, and the tokens of each rank, of which each has one at least."""
+    local, lens = split_batch(batch, group, ADVICE, shift=shift)
+    if 0 in lens:
+        raise ValueError(
+            f"expected batches of at least {len(lens)} tokens, one for each rank of a group, got "
+            f"{sum(lens)}; pad them, or drop such samples"
+        )
+    return LocalBatch(local), lens
+
+
 class _Sharded:
     """A loader whose batches are local. All else is the loader's."""
 
@@ -176,12 +199,12 @@ class _Sharded:
         self._loader, self._accelerator = loader, accelerator
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        group = self._accelerator.sequence_group
-        align(member_of(group))  # samplers and workers draw the same on all ranks of the group
+        to = self._accelerator
+        align(member_of(None))  # samplers and workers draw the same on all ranks
         for batch in self._loader:
-            local, lens = split_batch(batch, group, ADVICE, shift=self._accelerator.shifted)
-            self._accelerator.sequence_lens = lens
-            yield LocalBatch(local)
+            local, to.sequence_lens = local_batch(batch, to.sequence_group, to.shifted)
+            to.sequence_rows = find_batch_size(batch)
+            yield local
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -212,6 +235,8 @@ class _OfGroups:
     sequence_chunks: int
     sequence_lens: Sequence[int] = ()
     """The tokens of each rank in the batch that a loader has yielded last."""
+    sequence_rows: int | None = None
+    """Its rows."""
     shifted: Sequence[str] | None
     _preparing = False
     _backwards = 0
@@ -245,11 +270,15 @@ class _OfGroups:
             self._preparing = False
         for model in prepared if len(objects) > 1 else [prepared]:
             if isinstance(model, nn.Module):
-                around_forward(model, member_of(self.sequence_group))
+                around_forward(model)
         return prepared
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
-        return _Sharded(super().prepare_data_loader(*args, **kwargs), self)
+        before, self._preparing = self._preparing, True
+        try:
+            return _Sharded(super().prepare_data_loader(*args, **kwargs), self)
+        finally:
+            self._preparing = before
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         prepared = super().prepare_scheduler(scheduler)
@@ -265,11 +294,16 @@ class _OfGroups:
     # ---- what is gathered
 
     def gather(self, tensor: Any) -> Any:
+        return self._once(super().gather(self._of_group(tensor, "gather")))
+
+    def _once(self, gathered: Any) -> Any:
+        """One rank's of each group."""
+
         def once(x: Tensor) -> Tensor:
             rows = x.unflatten(0, (self.state.num_processes, -1))
             return rows[:: self.sequence_size].flatten(0, 1)
 
-        return tree_map_only(Tensor, once, super().gather(self._of_group(tensor, "gather")))
+        return tree_map_only(Tensor, once, gathered)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         if use_gather_object or not all(isinstance(x, Tensor) for x in tree_leaves(input_data)):
@@ -287,19 +321,38 @@ class _OfGroups:
         if reduction not in ("sum", "mean", "max"):
             return super().reduce(tensor, reduction, scale)
         kinds = {"sum": torch.sum, "mean": torch.mean, "max": torch.amax}
-        every = self.gather(tree_map_only(Tensor, lambda x: x.unsqueeze(0), tensor))
+        alike = self._of_group(tensor, "reduce", by_token=False)
+        every = self._once(super().gather(tree_map_only(Tensor, lambda x: x[None], alike)))
         return tree_map_only(Tensor, lambda x: kinds[reduction](x, 0), every)
 
-    def _of_group(self, tensors: Any, name: str) -> Any:
+    def check_trigger(self) -> bool:
+        # A flag that one rank may set, and no number of a group's.
+        flag = 0 if self.flag_tensor is None else int(self.flag_tensor)
+        self.flag_tensor = None
+        return any(n for (n,) in on_all_ranks([flag], None, self.device))
+
+    def split_between_processes(self, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError(
+            "expected no split_between_processes after prepare, since the ranks of a group need "
+            "the same inputs; split them by accelerator.process_index // accelerator.sequence_size"
+        )
+
+    def _of_group(self, tensors: Any, name: str, by_token: bool = True) -> Any:
         """What the ranks of a group have alike, and full tensors of what has local tokens."""
         rank, _, _ = member = member_of(self.sequence_group)
-        lens = self.sequence_lens
+        lens, rows = self.sequence_lens, self.sequence_rows
+
+        def has_tokens(x: Tensor) -> bool:
+            known = by_token and rows is not None and x.dim() > 1
+            return known and tuple(x.shape[:2]) == (rows, lens[rank])
+
+        def counts_tokens(x: Tensor) -> bool:
+            return not x.is_floating_point() and (
+                x.numel() == 1 or (x.dim() == 1 and rows is not None and len(x) != rows)
+            )
+
         leaves = [x for x in tree_leaves(tensors) if isinstance(x, Tensor)]
-        mine = [
-            (len(lens) > 0 and x.dim() > 1 and x.size(1) == lens[rank], digest_of("", x),
-             x.numel() == 1 and not x.is_floating_point())
-            for x in leaves
-        ]  # fmt: skip
+        mine = [(has_tokens(x), digest_of("", x), counts_tokens(x)) for x in leaves]
         every = objects_on_all_ranks(mine, member, device_of(member))
         if any(len(said) != len(mine) for said in every):
             raise ValueError(f"expected {name} of equally many tensors on all ranks of a group")

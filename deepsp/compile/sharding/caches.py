@@ -34,7 +34,7 @@ class Absent(Tensor):
 
     @staticmethod
     def __new__(cls) -> Absent:
-        return torch.empty(0).as_subclass(cls)
+        return torch.empty(0, dtype=torch.float32).as_subclass(cls)
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):

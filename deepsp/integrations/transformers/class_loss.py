@@ -106,5 +106,6 @@ def _check(loss: Tensor, count: Tensor, group: Group, name: str) -> None:
             f"expected compute_loss of {name} to return a sum over tokens divided by "
             "num_items_in_batch, got a loss that isn't proportional to 1 / num_items_in_batch; "
             "each rank has other tokens, so a mean of means, or a term that isn't divided, would "
-            "be wrong"
+            "be wrong. (Under torch.no_grad() of its own, or of a Python number made of "
+            "num_items_in_batch, that can't be seen: leave those out.)"
         )

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import IterableDataset
 from transformers.trainer_utils import has_length
 
-from deepsp.groups import on_all_ranks
+from deepsp.groups import member_of, on_all_ranks
 from deepsp.randomness import align
 
 _NUMBERS = "deepsp_row_numbers"
@@ -54,7 +54,7 @@ class Evaluation:
 
     def evaluation_loop(self, *args, **kwargs):
         if self._size > 1:
-            align(self._member)  # workers of loaders are seeded from the generators
+            align(member_of(None))  # workers of loaders are seeded from the generators
         return super().evaluation_loop(*args, **kwargs)
 
     def _get_dataloader(self, dataset, description, *args, **kwargs):

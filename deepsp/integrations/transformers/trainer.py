@@ -29,9 +29,9 @@ from torch.utils._pytree import tree_map_only
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import seed_worker
 
-from deepsp.data import split_batch, unshard
+from deepsp.data import unshard
 from deepsp.groups import member_of, on_all_ranks
-from deepsp.integrations.accelerate import ADVICE, LocalBatch, share_batches
+from deepsp.integrations.accelerate import local_batch, share_batches
 from deepsp.integrations.transformers import base_of, use_in
 from deepsp.integrations.transformers.causal_lm import causal_lm_loss
 from deepsp.integrations.transformers.class_loss import OneProcess, class_loss
@@ -114,7 +114,7 @@ class _SequenceParallel(Evaluation):
         super().__init__(*args, **kwargs)
         if self._size > 1:
             self._prepare_model()
-            self.add_callback(_AlikeGenerators(self._member))
+            self.add_callback(_AlikeGenerators())
 
     # ---- ranks
 
@@ -288,13 +288,7 @@ class _SequenceParallel(Evaluation):
             for name, x in batch.items():
                 if name not in self._inputs and isinstance(x, Tensor) and x.shape == labels.shape:
                     batch[name] = F.pad(x, (0, 1))[..., 1:]  # a weight of each label, say
-        local, seq_lens = split_batch(batch, self._group, ADVICE)
-        if 0 in seq_lens:
-            raise ValueError(
-                f"expected batches of at least {self._size} tokens, one for each rank of a group, "
-                f"got {sum(seq_lens)}; pad them, or drop such samples"
-            )
-        return LocalBatch(local), seq_lens
+        return local_batch(batch, self._group)
 
     @functools.cached_property
     def _inputs(self) -> set[str]:
@@ -378,13 +372,10 @@ class _SequenceParallel(Evaluation):
 
 
 class _AlikeGenerators(TrainerCallback):
-    """Samplers of an epoch draw the same on all ranks of a group, whatever one of them drew."""
-
-    def __init__(self, member):
-        self._member = member
+    """Samplers of an epoch draw the same on all ranks, whatever one of them drew."""
 
     def on_epoch_begin(self, args, state, control, **kwargs):
-        align(self._member)
+        align(member_of(None))
 
 
 class SequenceParallelTrainer(_SequenceParallel, Trainer):
