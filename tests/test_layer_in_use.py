@@ -452,6 +452,7 @@ def _wrong(kind):
     else:
         layer = make(8, 4, rope_theta=10.0, dtype=torch.float64)
         x = draw(1, 3, 8)
+        layer(x)  # the first call compares
         for call, message in [
             (lambda: layer(x[0]), "x to have 3 dimensions .*, got 2"),
             (lambda: layer(x, seq_lens=[3]), "seq_lens to have one entry .*, got 1"),

@@ -438,9 +438,6 @@ class Changed(LM):
     def sorted_(self, x):
         return x.sort(1).values
 
-    def biggest(self, x):
-        return x * x.amax(1, keepdim=True)
-
     def halves(self, x):
         return x.reshape(x.size(0), 2, -1, x.size(2)).flip(2).reshape(x.shape)
 
@@ -457,7 +454,6 @@ REFUSED = {
     "shifted": "cat|sub",
     "differences": "sub.*different positions",
     "sorted_": "sort",
-    "biggest": "amax.*all of them",
     "halves": "reshape.*splits the sequence",
     "every_second": "slice.*got 2",
     "scan": "cumprod.*all earlier tokens",
