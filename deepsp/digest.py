@@ -93,13 +93,17 @@ def first_difference(
     return difference(list(digests(tensors).items()), group)
 
 
+def number_of(digests: Sequence[tuple[str, int]]) -> int:
+    """One number of names and numbers, from 0 to 2^62 - 1."""
+    return _number(hashlib.blake2b(repr(digests).encode(), digest_size=8))
+
+
 def difference(mine: Sequence[tuple[str, int]], group: Group = None) -> tuple[str, int, int] | None:
     """:func:`first_difference` of names and numbers."""
     member = member_of(group)
     if member[1] == 1:
         return None
-    everything = hashlib.blake2b(repr(mine).encode(), digest_size=8)
-    said = on_all_ranks([_number(everything)], member, device_of(member))
+    said = on_all_ranks([number_of(mine)], member, device_of(member))
     if all(theirs == said[0] for theirs in said):
         return None
     every = objects_on_all_ranks(list(mine), member, device_of(member))

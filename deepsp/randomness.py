@@ -93,7 +93,7 @@ class _Fork:
 
     def enter(self) -> None:
         with torch._C.DisableTorchFunction():
-            self.before = states(self.device)
+            self.before = states(self.device) if self.lazy else []
             # The same draw on every rank, which moves the default generator on: the next region
             # has other numbers.
             with _disable_current_modes():  # nobody's trace

@@ -8,7 +8,6 @@ collective.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 import weakref
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepsp.digest import difference, digests
+from deepsp.digest import difference, digests, number_of
 from deepsp.groups import Group, Member, member_of
 
 ADVICE = (
@@ -30,14 +29,6 @@ ADVICE = (
     "seed on all ranks of a group"
 )
 """What to do about different batches in a training loop of the user's own."""
-
-
-class DifferentBatches(ValueError):
-    """Ranks of a group have different batches. ``found``: the first difference, in words."""
-
-    def __init__(self, found: str, advice: str = ADVICE):
-        super().__init__(f"{found}. {advice}")
-        self.found = found
 
 
 @dataclass
@@ -69,7 +60,7 @@ def compare_batches(
     nothing, since an exchange there would meet those of the training.
 
     Raises:
-        DifferentBatches: on every rank, where one holds another batch than the others.
+        ValueError: on every rank, where one holds another batch than the others.
     """
     member = member_of(group)
     if member[1] == 1 or torch.utils.data.get_worker_info() is not None:
@@ -91,15 +82,14 @@ def carried(member: Member) -> int:
     """The number that this rank sends with an exchange after which all ranks call
     :func:`compare_carried`."""
     said = _batches(member).digests
-    found = hashlib.blake2b(repr(said).encode(), digest_size=8).digest()
-    return int.from_bytes(found, "little") >> 2 if said else 0
+    return number_of(said) if said else 0
 
 
 def compare_carried(numbers: Sequence[int], member: Member) -> None:
     """Compares what the ranks have sent, by rank.
 
     Raises:
-        DifferentBatches: on every rank, where one holds another batch than the others.
+        ValueError: on every rank, where one holds another batch than the others.
     """
     if member[1] == 1:
         return
@@ -117,8 +107,7 @@ def _compare(batches: _Batches, member: Member) -> None:
     found = difference(said, member)
     if found is not None:
         name, one, other = found
-        raise DifferentBatches(
+        raise ValueError(
             f"expected {name} to be the same full tensor on every rank of the group, but {name} of "
-            f"rank {other} is not that of rank {one}",
-            batches.advice,
+            f"rank {other} is not that of rank {one}. {batches.advice}"
         )

@@ -156,6 +156,15 @@ def share_batches(accelerator: Accelerator, size: int | None) -> dist.ProcessGro
     return mesh["tp"].get_group()
 
 
+def once_per_group(gathered: Any, size: int, processes: int) -> Any:
+    """Of what was gathered from all processes, one rank's of each group of ``size``."""
+
+    def once(x: Tensor) -> Tensor:
+        return x.unflatten(0, (processes, -1))[::size].flatten(0, 1)
+
+    return tree_map_only(Tensor, once, gathered)
+
+
 class LocalBatch(dict):
     """A local batch, which says what has become of its labels."""
 
@@ -294,16 +303,8 @@ class _OfGroups:
     # ---- what is gathered
 
     def gather(self, tensor: Any) -> Any:
-        return self._once(super().gather(self._of_group(tensor, "gather")))
-
-    def _once(self, gathered: Any) -> Any:
-        """One rank's of each group."""
-
-        def once(x: Tensor) -> Tensor:
-            rows = x.unflatten(0, (self.state.num_processes, -1))
-            return rows[:: self.sequence_size].flatten(0, 1)
-
-        return tree_map_only(Tensor, once, gathered)
+        every = super().gather(self._of_group(tensor, "gather"))
+        return once_per_group(every, self.sequence_size, self.state.num_processes)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         if use_gather_object or not all(isinstance(x, Tensor) for x in tree_leaves(input_data)):
@@ -322,7 +323,8 @@ class _OfGroups:
             return super().reduce(tensor, reduction, scale)
         kinds = {"sum": torch.sum, "mean": torch.mean, "max": torch.amax}
         alike = self._of_group(tensor, "reduce", by_token=False)
-        every = self._once(super().gather(tree_map_only(Tensor, lambda x: x[None], alike)))
+        every = super().gather(tree_map_only(Tensor, lambda x: x[None], alike))
+        every = once_per_group(every, self.sequence_size, self.state.num_processes)
         return tree_map_only(Tensor, lambda x: kinds[reduction](x, 0), every)
 
     def check_trigger(self) -> bool:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from accelerate.utils import find_batch_size
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import IterableDataset
 from transformers.trainer_utils import has_length
 
 from deepsp.groups import member_of, on_all_ranks
+from deepsp.integrations.accelerate import once_per_group
 from deepsp.randomness import align
 
 _NUMBERS = "deepsp_row_numbers"
@@ -135,11 +135,7 @@ class Evaluation:
     def _gather_once(self, tensors):
         accelerator = self.accelerator
         everyone, processes = accelerator.gather, accelerator.num_processes
-
-        def once(x: Tensor) -> Tensor:
-            return x.unflatten(0, (processes, -1))[:: self._size].flatten(0, 1)
-
-        accelerator.gather = lambda x: tree_map_only(Tensor, once, everyone(x))
+        accelerator.gather = lambda x: once_per_group(everyone(x), self._size, processes)
         try:
             return self._gather_function(tensors)
         finally:
