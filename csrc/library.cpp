@@ -9,13 +9,13 @@
 //   group_name  the group as c10d knows it
 //   chunks      into how many consecutive parts each rank's own query heads are cut; a
 //               head of another tensor travels with the first part that reads it
+//   ranks       the number of ranks
 // Wrong arguments raise ValueError before anything is sent.
 
 #include "transport/pool.h"
-#include "layout/heads.h"
 #include "common/checks.h"
 #include "inductor/decomposition.h"
-#include "shares/ops.h"
+#include "exchange/checks.h"
 
 #include <Python.h>
 #include <ATen/ops/arange.h>
@@ -28,86 +28,73 @@ namespace {
 // More ranks than any group has: a list of as many lengths still fits in memory.
 constexpr int64_t kMostParts = int64_t(1) << 24;
 
-std::vector<c10::SymInt> token_split(const c10::SymInt& total, int64_t parts) {
+c10::IValue token_split(const Given& given) {
+  const c10::SymInt total = given["total"];
+  const int64_t parts = given["parts"];
   TORCH_CHECK_VALUE(
       parts > 0 && parts <= kMostParts, "expected 1 <= parts <= ", kMostParts, ", got ", parts);
   check_at_least(total, 0, "total");
   check_fits({total}, "total");
-  std::vector<c10::SymInt> lengths;
+  SymInts lengths;
   for (int64_t p = 0; p < parts; ++p) {
     lengths.push_back((total + (parts - 1 - p)) / parts);
   }
   return lengths;
 }
 
-HeadLayout head_layout(int64_t num_heads, int64_t num_kv_heads, int64_t parts, int64_t chunks) {
-  check_at_least(parts, 1, "parts");
-  check_at_least(chunks, 1, "chunks");
-  TORCH_CHECK_VALUE(
-      num_heads >= parts, "expected num_heads >= ", parts,
-      ", the number of ranks of the group, got ", num_heads, "; use a group of at most ", num_heads,
-      " ranks");
-  TORCH_CHECK_VALUE(
-      num_kv_heads > 0 && num_heads % num_kv_heads == 0,
-      "expected num_kv_heads to divide num_heads (", num_heads, "), got ", num_kv_heads);
-  return HeadLayout({num_heads, num_kv_heads}, parts, chunks);
+constexpr const char* kHeads[] = {"num_heads", "num_kv_heads"};
+
+c10::IValue head_split(const Given& given) {
+  const int64_t num_heads = given["num_heads"], num_kv_heads = given["num_kv_heads"];
+  const int64_t parts = given["parts"], rank = given["rank"], chunk = given["chunk"];
+  const HeadLayout heads =
+      head_layout({num_heads, num_kv_heads}, parts, given["chunks"], 1, kHeads);
+  check_rank(rank, parts);
+  check_chunk(chunk, heads.chunks());
+  const Range q = heads.range(0, rank, chunk), kv = heads.range(1, rank, chunk);
+  return std::vector<int64_t>{q.begin, q.end, kv.begin, kv.end};
 }
 
-std::vector<int64_t> head_split(
-    int64_t num_heads,
-    int64_t num_kv_heads,
-    int64_t parts,
-    int64_t rank,
-    int64_t chunk,
-    int64_t chunks) {
-  const HeadLayout layout = head_layout(num_heads, num_kv_heads, parts, chunks);
-  check_rank(rank, parts);
-  check_chunk(chunk, layout.chunks());
-  const Range q = layout.range(0, rank, chunk);
-  const Range kv = layout.range(1, rank, chunk);
-  return {q.begin, q.end, kv.begin, kv.end};
-}
-
-std::vector<c10::SymInt> share_split(
-    int64_t num_heads,
-    const c10::SymInt& total,
-    int64_t query_parts,
-    int64_t parts,
-    int64_t rank,
-    int64_t chunk,
-    int64_t chunks) {
-  check_at_least(parts, 1, "parts");
-  check_rank(rank, parts);
-  check_chunk(chunk, chunks);
+c10::IValue cells(const Given& given) {
+  const int64_t num_heads = given["num_heads"], ranks = given["ranks"], rank = given["rank"];
+  const int64_t chunk = given["chunk"];
+  const c10::SymInt total = given["total"];
+  const HeadLayout heads =
+      head_layout({num_heads}, ranks, given["chunks"], given["query_parts"], kHeads);
+  check_rank(rank, ranks);
+  check_chunk(chunk, heads.chunks());
   check_at_least(total, 0, "total");
-  const ShareLayout layout = share_layout({num_heads}, parts, query_parts);
-  std::vector<c10::SymInt> cells;
-  for (const Cell& cell : layout.cells(rank)) {
-    cells.push_back(cell.heads.begin);
-    cells.push_back(cell.heads.end);
-    auto ranges = layout.tokens(cell, total, chunk, chunks);
+  SymInts found;
+  for (const Cell& cell : heads.cells(rank, chunk)) {
+    found.push_back(cell.heads.begin);
+    found.push_back(cell.heads.end);
+    auto ranges = heads.tokens(cell, total, chunk);
     ranges.resize(2, {ranges.back().second, ranges.back().second});
     for (const auto& [begin, end] : ranges) {
-      cells.push_back(begin);
-      cells.push_back(end);
+      found.push_back(begin);
+      found.push_back(end);
     }
   }
-  return cells;
+  return found;
 }
 
-at::Tensor indices_in(const at::Tensor& like, c10::SymIntArrayRef ranges) {
+c10::IValue chunks_in_force(const Given& given) {
+  const int64_t num_heads = given["num_heads"];
+  return head_layout({num_heads}, given["ranks"], given["chunks"], given["query_parts"], kHeads)
+      .chunks();
+}
+
+c10::IValue indices_in(const Given& given) {
+  const at::Tensor like = given["like"];
+  const c10::SymIntArrayRef ranges = given["ranges"];
   TORCH_CHECK_VALUE(
       !ranges.empty() && ranges.size() % 2 == 0,
       "expected ranges to have the begin and end of each, got ", ranges.size(), " numbers");
-  std::vector<at::Tensor> parts;
+  Tensors parts;
   for (size_t n = 0; n < ranges.size(); n += 2) {
     parts.push_back(at::arange(ranges[n], ranges[n + 1], like.options().dtype(at::kLong)));
   }
   return at::cat(parts);
-}
-
-int64_t head_chunks(int64_t num_heads, int64_t parts, int64_t chunks) {
-  return head_layout(num_heads, num_heads, parts, chunks).chunks();
 }
 
 }  // namespace
@@ -127,13 +114,19 @@ TORCH_LIBRARY(deepsp, m) {
       "head_split(int num_heads, int num_kv_heads, int parts, int rank, int chunk=0, "
       "int chunks=1) -> int[]",
       pure);
+  // The cells that a rank computes attention for in a chunk (layout/heads.h), six numbers each: the
+  // begin and end of its query heads, and of two ranges of tokens, of `total` in the sequence, the
+  // second of which may be empty.
+  m.def(
+      "_cells(int num_heads, SymInt total, int ranks, int rank, int chunk=0, int chunks=1, "
+      "int query_parts=1) -> SymInt[]",
+      pure);
+  // The number of chunks in force when `chunks` are asked for.
+  m.def("_chunks_in_force(int num_heads, int ranks, int chunks, int query_parts=1) -> int", pure);
   // The numbers in ranges, begin and end of each: int64 on the device of `like`. An op, not an
   // arange in a graph: Inductor's FlexAttention reads tensors that are there, not what it would
   // compute.
-  m.def("indices_in(Tensor like, SymInt[] ranges) -> Tensor", pure);
-  // The number of chunks in force when `chunks` are asked for: every rank has a
-  // query head in each.
-  m.def("head_chunks(int num_heads, int parts, int chunks) -> int", pure);
+  m.def("_indices_in(Tensor like, SymInt[] ranges) -> Tensor", pure);
 
   // --- agreement
 
@@ -166,10 +159,15 @@ TORCH_LIBRARY(deepsp, m) {
   // consumes its buffer. Both halves run in eager code, or both in compiled code.
   // One buffer a chunk; fewer than asked for where the heads don't allow as many.
   // last_first: the last chunk leaves first, as backward wants it.
+  // query_parts: 1: heads are whole. Else a head's queries are cut into as many parts, 0: wherever
+  // it takes for every rank to have the same work (layout/heads.h). A rank then gets for each of
+  // its cells queries [B, n, h, D_0] and, with chunk 0, the heads that they read of each other
+  // tensor, [B, S, h_i, D_i]. Chunks are halves of the sequence, at most two.
   m.def(
       "seq_to_heads_start(Tensor[] inputs, SymInt[] seq_lens, int chunks, bool last_first, "
-      "int rank, str group_name) -> Tensor[]",
+      "int rank, str group_name, *, int query_parts=1) -> Tensor[]",
       uncaptured);
+  // Views of the buffer, or, of several cells, fresh.
   // tokens_first: a hint, alike on all ranks. True: the inputs of the start lie in memory as
   // [S_rank, B, H_i, D_i]; false: as [B, S_rank, H_i, D_i]. Ranks that share memory write gradients
   // in that order. None: unknown, or project_to_heads_start was the start, whose backward reads
@@ -177,63 +175,21 @@ TORCH_LIBRARY(deepsp, m) {
   m.def(
       "seq_to_heads_wait(Tensor(a -> *) buffer, SymInt[] num_heads, SymInt[] head_dims, "
       "SymInt batch, SymInt[] seq_lens, int chunk, int chunks, int rank, "
-      "str group_name, *, bool? tokens_first=None) -> Tensor(a)[]",
+      "str group_name, *, bool? tokens_first=None, int query_parts=1) -> Tensor(a)[]",
       uncaptured);
   // The heads of one chunk. tokens_first: what heads_to_seq_wait will most likely be given, if that
   // waits for it; a buffer that ranks write into then holds the result. None: unknown, or
   // heads_to_output_wait waits, which reads rows.
   m.def(
       "heads_to_seq_start(Tensor[] inputs, SymInt[] num_heads, SymInt[] seq_lens, int chunk, "
-      "int chunks, int rank, str group_name, *, bool? tokens_first=None) -> Tensor",
+      "int chunks, int rank, str group_name, *, bool? tokens_first=None, int query_parts=1) -> "
+      "Tensor",
       uncaptured);
   // The buffers of all chunks, in order.
   m.def(
       "heads_to_seq_wait(Tensor[] buffers, SymInt[] num_heads, SymInt[] head_dims, "
       "SymInt batch, SymInt[] seq_lens, int rank, str group_name, *, "
-      "bool tokens_first=False) -> Tensor[]",
-      uncaptured);
-
-  // --- the exchange where ranks share heads
-
-  // Queries are cut, keys and values stay whole. query_parts: into how many parts the queries of
-  // a head are cut, 0: wherever it takes for every rank to have the same work; each rank has cells,
-  // some heads and the same share of their queries (layout/shares.h).
-  //
-  // Where a rank's shares are: for each cell six numbers, the begin and end of its heads and of its
-  // two ranges of tokens, of `total` in the sequence, where the second may be empty.
-  m.def(
-      "share_split(int num_heads, SymInt total, int query_parts, int parts, int rank, int chunk=0, "
-      "int chunks=1) -> SymInt[]",
-      pure);
-  // The kv heads that a cell's query heads read, of those that the rank has received [B, S, h, D];
-  // repeated as by kv_of_chunk.
-  m.def(
-      "kv_of_share(Tensor(a) received, int num_heads, int num_kv_heads, int query_parts, int "
-      "parts, "
-      "int rank, int cell) -> Tensor(a)",
-      pure);
-  // In halves, as above. inputs[i] [B, S_rank, H_i, D_i]; one buffer for each of 1 or 2 chunks, the
-  // first with the tokens up to the middle of the sequence and all tensors but the queries.
-  m.def(
-      "seq_to_shares_start(Tensor[] inputs, int query_parts, SymInt[] seq_lens, int chunks, "
-      "bool last_first, int rank, str group_name) -> Tensor[]",
-      uncaptured);
-  // For each cell, queries [B, n, h, D_0]; with chunk 0, then the heads that they read of each
-  // other tensor, [B, S, h_i, D_i]. Fresh.
-  m.def(
-      "seq_to_shares_wait(Tensor buffer, SymInt[] num_heads, SymInt[] head_dims, SymInt batch, "
-      "int query_parts, SymInt[] seq_lens, int chunk, int chunks, int rank, str group_name) -> "
-      "Tensor[]",
-      uncaptured);
-  // What such a wait returns, on its way back: [B, S_rank, H_i, D_i]. What several ranks say of one
-  // head is summed as by heads_to_seq.
-  m.def(
-      "shares_to_seq_start(Tensor[] inputs, SymInt[] num_heads, int query_parts, "
-      "SymInt[] seq_lens, int chunk, int chunks, int rank, str group_name) -> Tensor",
-      uncaptured);
-  m.def(
-      "shares_to_seq_wait(Tensor[] buffers, SymInt[] num_heads, SymInt[] head_dims, SymInt batch, "
-      "int query_parts, SymInt[] seq_lens, int rank, str group_name) -> Tensor[]",
+      "bool tokens_first=False, int query_parts=1) -> Tensor[]",
       uncaptured);
 
   // --- linear layers around the exchange
@@ -258,24 +214,26 @@ TORCH_LIBRARY(deepsp, m) {
   m.def(
       "project_to_heads_start(Tensor x, Tensor[] weights, Tensor[] biases, "
       "SymInt[] num_heads, SymInt[] seq_lens, int chunks, bool last_first, int rank, "
-      "str group_name) -> Tensor[]",
+      "str group_name, *, int query_parts=1) -> Tensor[]",
       uncaptured);
   // The buffers of all chunks, in order.
   m.def(
       "heads_to_output_wait(Tensor[] buffers, Tensor weight, Tensor? bias, SymInt num_heads, "
-      "SymInt batch, SymInt[] seq_lens, int rank, str group_name) -> Tensor",
+      "SymInt batch, SymInt[] seq_lens, int rank, str group_name, *, int query_parts=1) -> "
+      "Tensor",
       uncaptured);
   // What their backwards need. `wanted`: whether for x, each weight, each bias; the
   // gradients wanted come in that order. They have no derivative.
   m.def(
-      "project_to_heads_backward(Tensor[] buffers, Tensor? x, Tensor[] weights, "
+      "_project_to_heads_backward(Tensor[] buffers, Tensor? x, Tensor[] weights, "
       "SymInt[] num_heads, SymInt batch, SymInt[] seq_lens, int[] wanted, int rank, "
-      "str group_name) -> Tensor[]",
+      "str group_name, *, int query_parts=1) -> Tensor[]",
       uncaptured);
   // From the buffers of heads_to_output_wait, which may have waited for them.
   m.def(
-      "heads_to_output_weight_grad(Tensor grad, Tensor[] buffers, SymInt num_heads, "
-      "SymInt head_dim, SymInt[] seq_lens, int rank, str group_name) -> Tensor",
+      "_heads_to_output_weight_grad(Tensor grad, Tensor[] buffers, SymInt num_heads, "
+      "SymInt head_dim, SymInt[] seq_lens, int rank, str group_name, *, int query_parts=1) -> "
+      "Tensor",
       pure);
 
   // --- attention
@@ -296,20 +254,21 @@ TORCH_LIBRARY(deepsp, m) {
       "float? softcap=None, Tensor? sinks=None, "
       "int? kv_chunk=None, int query_parts=1) -> Tensor",
       uncaptured);
-  // What a chunk's query heads read of k or v: `received` is what each wait so far
-  // has given, [B, S, h, D], the first chunk's first. Each head is repeated for its
-  // query heads where their numbers differ from head to head; else a view.
+  // What the query heads of a cell read of k or v: `received` is what each wait so far has given,
+  // [B, S, h, D], the first chunk's first. Each head is repeated for its query heads where their
+  // numbers differ from head to head; else a view.
   m.def(
-      "kv_of_chunk(Tensor(a)[] received, int num_heads, int num_kv_heads, int chunk, "
-      "int chunks, int rank, int parts) -> Tensor(a)",
+      "_kv_of_cell(Tensor(a)[] received, int num_heads, int num_kv_heads, int ranks, int rank, "
+      "int chunk=0, int chunks=1, int query_parts=1, int cell=0) -> Tensor(a)",
       pure);
-  // scaled_dot_product_attention of a chunk's heads, [B, S, h, D]: k and v as
-  // kv_of_chunk gives them, the mask that of all num_heads heads.
+  // scaled_dot_product_attention of a cell, [B, n, h, D]: k and v as _kv_of_cell gives them, the
+  // mask that of all num_heads heads and all queries.
   m.def(
-      "attention_of_chunk(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, float dropout_p, "
-      "bool is_causal, float? scale, int num_heads, int chunk, int chunks, int rank, "
-      "int parts, *, bool sharded_randomness=False, Tensor? documents=None, "
-      "int[] window_size=[], float? softcap=None, Tensor? sinks=None) -> Tensor",
+      "_attention_of_cell(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, float dropout_p, "
+      "bool is_causal, float? scale, int num_heads, int ranks, int rank, int chunk=0, "
+      "int chunks=1, int query_parts=1, int cell=0, *, bool sharded_randomness=False, "
+      "Tensor? documents=None, int[] window_size=[], float? softcap=None, Tensor? sinks=None) -> "
+      "Tensor",
       pure);
   // Attention by blocks of scores, [B, S, h, D]: no mask and no matrix of all scores is made.
   // documents [N, 2], integers on any device: where each begins and ends among the B * S tokens;
@@ -363,9 +322,9 @@ TORCH_LIBRARY(deepsp, m) {
       "Tensor? attn_mask, float dropout_p, bool is_causal, float? scale, Tensor seed, "
       "int[] wanted) -> Tensor[]",
       uncaptured);
-  // Raises what attention_of_chunk would, for callers that send before they attend.
+  // Raises what _attention_of_cell would, for callers that send before they attend.
   m.def(
-      "check_attention(Tensor? attn_mask, float dropout_p, bool is_causal, ScalarType dtype, "
+      "_check_attention(Tensor? attn_mask, float dropout_p, bool is_causal, ScalarType dtype, "
       "SymInt batch, SymInt num_heads, SymInt tokens, *, Tensor? documents=None, "
       "int[] window_size=[], float? softcap=None, Tensor? sinks=None) -> ()",
       pure);
@@ -619,20 +578,16 @@ TORCH_LIBRARY(deepsp, m) {
 }
 
 TORCH_LIBRARY_IMPL(deepsp, CompositeImplicitAutograd, m) {
-  m.impl("token_split", [](c10::SymInt total, int64_t parts) { return token_split(total, parts); });
-  m.impl("head_split", head_split);
-  m.impl("head_chunks", head_chunks);
-  m.impl(
-      "share_split", [](int64_t num_heads, c10::SymInt total, int64_t query_parts, int64_t parts,
-                        int64_t rank, int64_t chunk, int64_t chunks) {
-        return share_split(num_heads, total, query_parts, parts, rank, chunk, chunks);
-      });
+  implement<token_split>(m, "token_split");
+  implement<head_split>(m, "head_split");
+  implement<cells>(m, "_cells");
+  implement<chunks_in_force>(m, "_chunks_in_force");
   m.impl("pool_limit", pool_limit);
   m.impl("pool_set_limit", pool_set_limit);
 }
 
 TORCH_LIBRARY_IMPL(deepsp, CompositeExplicitAutograd, m) {
-  m.impl("indices_in", indices_in);
+  implement<indices_in>(m, "_indices_in");
 }
 
 }  // namespace deepsp

@@ -65,6 +65,14 @@ std::deque<Formula>& formulas() {
   return *all;
 }
 
+bool holds_tensors(const c10::Type& type) {
+  if (type.kind() == c10::TypeKind::TensorType) {
+    return true;
+  }
+  const auto contained = type.containedTypes();
+  return !contained.empty() && holds_tensors(*contained[0]);
+}
+
 // What is kept. Empty lists become None: compiled autograd asks what they are lists of.
 c10::IValue as_kept(c10::IValue value) {
   return value.isList() && value.toListRef().empty() ? c10::IValue() : value;
@@ -88,6 +96,115 @@ Argument::operator Dtypes() const {
     return dtypes;
   });
 }
+
+// ------------------------------------------------------------------- arguments by name
+
+Argument* Given::at(std::string_view name) const {
+  const auto& arguments = schema_.arguments();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (arguments[i].name() == name) {
+      return &values_[i];
+    }
+  }
+  return nullptr;
+}
+
+Argument& Given::operator[](std::string_view name) const {
+  Argument* found = at(name);
+  TORCH_INTERNAL_ASSERT(found != nullptr, schema_.name(), " has no argument ", name);
+  return *found;
+}
+
+std::optional<c10::IValue> Given::find(std::string_view name) const {
+  const Argument* found = at(name);
+  return found ? std::make_optional(found->value()) : std::nullopt;
+}
+
+int64_t Given::get(std::string_view name, int64_t otherwise) const {
+  const Argument* found = at(name);
+  return found ? static_cast<int64_t>(*found) : otherwise;
+}
+
+void push_results(const c10::FunctionSchema& schema, c10::IValue result, Stack* stack) {
+  const size_t count = schema.returns().size();
+  if (count == 1) {
+    stack->push_back(std::move(result));
+  } else if (count > 1) {
+    for (const c10::IValue& each : result.toTupleRef().elements()) {
+      stack->push_back(each);
+    }
+  }
+}
+
+Argument NamedOp::operator()(std::initializer_list<With> arguments) const {
+  return call(nullptr, arguments);
+}
+
+Argument NamedOp::operator()(const Named& given, std::initializer_list<With> arguments) const {
+  return call(&given, arguments);
+}
+
+namespace {
+
+// An empty list that was kept as None.
+c10::IValue as_given(c10::IValue value, const c10::Type& type) {
+  if (!value.isNone() || type.kind() != c10::TypeKind::ListType) {
+    return value;
+  }
+  return type.castRaw<c10::ListType>()->getElementType()->kind() == c10::TypeKind::TensorType
+             ? c10::IValue(Tensors())
+             : c10::IValue(std::vector<int64_t>());
+}
+
+}  // namespace
+
+Argument NamedOp::call(const Named* given, std::initializer_list<With> arguments) const {
+  const c10::OperatorHandle& op = handle();
+  Stack stack;
+  size_t used = 0;
+  for (const c10::Argument& argument : op.schema().arguments()) {
+    const auto listed = std::find_if(arguments.begin(), arguments.end(), [&](const With& with) {
+      return argument.name() == with.name;
+    });
+    std::optional<c10::IValue> value;
+    if (listed != arguments.end()) {
+      value = listed->value;
+      ++used;
+    } else if (given != nullptr) {
+      value = given->find(argument.name());
+    }
+    value = value.has_value() ? value : argument.default_value();
+    TORCH_INTERNAL_ASSERT(value.has_value(), name_, " is called without ", argument.name());
+    stack.push_back(as_given(std::move(*value), *argument.real_type()));
+  }
+  TORCH_INTERNAL_ASSERT(used == arguments.size(), name_, " is called with an unknown argument");
+  op.callBoxed(&stack);
+  if (stack.size() == 1) {
+    return Argument(std::move(stack[0]));
+  }
+  Tensors results;
+  for (const c10::IValue& value : stack) {
+    append_tensors(value, results);
+  }
+  return Argument(std::move(results));
+}
+
+const c10::OperatorHandle& NamedOp::handle() const {
+  if (const auto* found = handle_.load(std::memory_order_acquire)) {
+    return *found;
+  }
+  auto* made = new c10::OperatorHandle(
+      c10::Dispatcher::singleton().findSchemaOrThrow(
+          (std::string(ns_) + "::" + name_).c_str(), ""));  // never destroyed, as the op
+  const c10::OperatorHandle* other = nullptr;
+  if (!handle_.compare_exchange_strong(other, made, std::memory_order_acq_rel)) {
+    delete made;
+    return *other;
+  }
+  return *made;
+}
+
+// ------------------------------------------------------------------- autograd
 
 struct Differentiated : Function<Differentiated> {
   static Tensors forward(
@@ -155,6 +272,20 @@ c10::IValue Call::kept(const char* name) const {
     }
   }
   return data.at(name);
+}
+
+std::optional<c10::IValue> Call::find(std::string_view name) const {
+  const auto& data = static_cast<AutogradContext*>(context_)->saved_data;
+  const auto& arguments = formulas()[said(kFormula)].schema.load()->arguments();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (arguments[i].name() == name) {
+      return holds_tensors(*arguments[i].type())
+                 ? std::nullopt
+                 : std::make_optional(data.at(kCall).toList().get(kArguments + i));
+    }
+  }
+  const auto other = data.find(std::string(name));
+  return other == data.end() ? std::nullopt : std::make_optional(other->second);
 }
 
 void Call::keep(const char* name, c10::IValue value) {
@@ -291,7 +422,7 @@ void autocast(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) 
 template <c10::DeviceType device>
 void register_autocast(torch::Library& m) {
   for (const char* op :
-       {"all_gather_matmul", "attention_of_chunk", "distributed_attention", "heads_to_output",
+       {"all_gather_matmul", "_attention_of_cell", "distributed_attention", "heads_to_output",
         "heads_to_output_wait", "linear_cross_entropy", "matmul_reduce_scatter",
         "project_to_heads_start", "token_log_probs"}) {
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&autocast<device>>());

@@ -11,6 +11,7 @@
 #include <torch/library.h>
 
 #include <atomic>
+#include <initializer_list>
 #include <optional>
 #include <string_view>
 #include <vector>
@@ -96,9 +97,9 @@ class Op<Result(Args...)> {
   static void kernels([[maybe_unused]] torch::Library& m)
 #define DEEPSP_REFUSED_KINDS(m) DEEPSP_REFUSED_KINDS_AS(C10_CONCATENATE(refused_kinds_, C10_UID), m)
 
-// ------------------------------------------------------------------- autograd
+// ------------------------------------------------------------------- arguments by name
 
-// An argument that a call was given, as the op wants it that it is passed on to.
+// An argument or a result, converted to the type that its reader takes.
 class Argument {
  public:
   explicit Argument(c10::IValue value) : value_(std::move(value)) {}
@@ -109,8 +110,10 @@ class Argument {
   operator c10::SymInt() const { return value_.toSymInt(); }
   operator std::string_view() const { return value_.toStringView(); }
   operator at::Tensor() const { return value_.isNone() ? at::Tensor() : value_.toTensor(); }
-  operator OptionalDtype() const { return value_.toOptional<at::ScalarType>(); }
+  operator at::ScalarType() const { return value_.toScalarType(); }
   // Not const: a better match than optional's own constructor, by way of a double.
+  operator OptionalDtype() { return value_.toOptional<at::ScalarType>(); }
+  operator OptionalTensor() { return value_.toOptional<at::Tensor>(); }
   operator std::optional<double>() { return value_.toOptional<double>(); }
   operator std::optional<bool>() { return value_.toOptional<bool>(); }
   operator std::optional<int64_t>() { return value_.toOptional<int64_t>(); }
@@ -125,6 +128,9 @@ class Argument {
     return list(tensors_, [&] { return value_.toTensorVector(); });
   }
   operator Dtypes() const;
+  operator Tensors() const { return value_.toTensorVector(); }
+
+  const c10::IValue& value() const { return value_; }
 
  private:
   template <class List, class Read>
@@ -142,10 +148,92 @@ class Argument {
   mutable std::vector<at::ScalarType> dtypes_;
 };
 
+// What a call was given, by the names of its schema.
+class Named {
+ public:
+  virtual ~Named() = default;
+  // None where there is no argument of that name, or where its value isn't known any more.
+  virtual std::optional<c10::IValue> find(std::string_view name) const = 0;
+};
+
+class Given : public Named {
+ public:
+  Given(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> values)
+      : schema_(schema), values_(values.begin(), values.end()) {}
+
+  // The lists that it converts to last as long as this does.
+  Argument& operator[](std::string_view name) const;
+  std::optional<c10::IValue> find(std::string_view name) const override;
+  template <class T>
+  std::optional<T> optional(std::string_view name) const {
+    return (*this)[name].value().toOptional<T>();
+  }
+  // For checks that serve several ops: `otherwise` where the op has no such argument.
+  int64_t get(std::string_view name, int64_t otherwise) const;
+
+ private:
+  Argument* at(std::string_view name) const;
+
+  const c10::FunctionSchema& schema_;
+  mutable std::vector<Argument> values_;
+};
+
+// A kernel that reads its arguments by name. It returns a tensor or Tensors; of an op with several
+// results a tuple of these; of one without results anything.
+using Kernel = c10::IValue (*)(const Given& given);
+
+void push_results(const c10::FunctionSchema& schema, c10::IValue result, torch::jit::Stack* stack);
+
+template <Kernel kernel>
+void run_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const size_t count = op.schema().arguments().size();
+  c10::IValue result = kernel(Given(op.schema(), torch::jit::last(*stack, count)));
+  torch::jit::drop(*stack, count);
+  push_results(op.schema(), std::move(result), stack);
+}
+
+template <Kernel kernel>
+void implement(torch::Library& m, const char* op) {
+  m.impl(op, torch::CppFunction::makeFromBoxedFunction<&run_kernel<kernel>>());
+}
+
+// An argument that is passed on by name.
+struct With {
+  With(const char* name, c10::IValue value) : name(name), value(std::move(value)) {}
+  With(const char* name, const Argument& argument) : With(name, argument.value()) {}
+
+  const char* name;
+  c10::IValue value;
+};
+
+// An op that is called by the names of its arguments, through the dispatcher.
+class NamedOp {
+ public:
+  constexpr explicit NamedOp(const char* name, const char* ns = "deepsp") : ns_(ns), name_(name) {}
+
+  // Arguments that aren't listed have their defaults. Several results are one list of tensors.
+  Argument operator()(std::initializer_list<With> arguments) const;
+  // Arguments that aren't listed are those of `given`, where it has any of the same name.
+  Argument operator()(const Named& given, std::initializer_list<With> arguments) const;
+
+ private:
+  Argument call(const Named* given, std::initializer_list<With> arguments) const;
+  const c10::OperatorHandle& handle() const;
+
+  const char* const ns_;
+  const char* const name_;
+  mutable std::atomic<const c10::OperatorHandle*> handle_ = nullptr;
+};
+
+// ------------------------------------------------------------------- autograd
+
 // A differentiable call: in forward its tensors, and what is to be kept of them; in backward what
 // was kept.
-class Call {
+class Call : public Named {
  public:
+  // Not of tensors, of which only the number is kept.
+  std::optional<c10::IValue> find(std::string_view name) const override;
+
   // Arguments that aren't tensors are kept, by their names in the schema; of tensors, how many.
   Argument operator[](const char* name) const { return Argument(kept(name)); }
 

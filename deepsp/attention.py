@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
 
 from deepsp import chunks as auto_chunks
-from deepsp import local, shares
+from deepsp import local, parts
 from deepsp.documents import ranges_of
 from deepsp.groups import Group, compare_calls, member_of
 from deepsp.layout import lens_or_equal
@@ -105,8 +107,8 @@ def distributed_attention(
     if documents is not None:
         documents = ranges_of(documents, q.size(layout.index("b")), sum(lens))
     whole = None if kv_chunk is None else "kv_chunk needs whole queries; leave it out"
-    asked = shares.asked_of(query_parts, group)
-    query_parts = shares.parts_of(asked, q.size(layout.index("h")), size, q.device, whole)
+    asked = parts.validate(query_parts, group)
+    query_parts = parts.resolve(asked, q.size(layout.index("h")), size, q.device, whole)
     with local.randomness_of(member, q.device) if dropout_p > 0 else contextlib.nullcontext():
         return torch.ops.deepsp.distributed_attention(
             q,
@@ -130,6 +132,15 @@ def distributed_attention(
             kv_chunk=kv_chunk,
             query_parts=query_parts,
         )
+
+
+def _one_call(q, k, v, group_name, call, *seen) -> Tensor:
+    """Attention by a function, q, k and v [B, S_r, H, D]: what follows torch functions, as the
+    schedule's dry run does, sees one call, and in ``seen`` what else goes in."""
+    return call(q, k, v)
+
+
+_one_call.__name__ = "deepsp.DistributedAttention"
 
 
 class DistributedAttention(nn.Module):
@@ -195,7 +206,7 @@ class DistributedAttention(nn.Module):
         self.chunks = chunks
         self.picked: int | None = None  # what "auto" has found last
         self.layout = layout
-        self.query_parts = shares.asked_of(query_parts, group)
+        self.query_parts = parts.validate(query_parts, group)
         self._indices = local.indices_wanted(local_attention)
         self._watch = local.Watch(local_attention)
         self._compared = False
@@ -261,7 +272,7 @@ class DistributedAttention(nn.Module):
                 query_parts=self.query_parts,
                 **kwargs,
             )
-        rank, size, name = self.member
+        name = self.member[2]
         order = local.ORDERS[self.layout]
         q, k, v = (x.permute(order) for x in (q, k, v))
         if k.size(2) != v.size(2) or k.size(2) == 0 or q.size(2) % k.size(2) != 0:
@@ -269,64 +280,35 @@ class DistributedAttention(nn.Module):
                 "expected k and v to have the same number of heads, which divides that of q, got "
                 f"q, k and v with {q.size(2)}, {k.size(2)} and {v.size(2)} heads"
             )
-        batch, _, num_heads, _ = q.shape
-        num_kv_heads = k.size(2)
-        query_parts = local.query_parts_of(self, num_heads, q.device)
-        tokens_first = self.layout == "sbhd"  # in memory
-        if query_parts != 1:
+        call = functools.partial(self._attend_by_function, lens, chunks, args, kwargs)
+        if not torch.compiler.is_compiling() and has_torch_function((q, k, v)):
+            seen = (args, kwargs, list(self.parameters()))
+            return handle_torch_function(_one_call, (q, k, v), q, k, v, name, call, *seen).permute(
+                order
+            )
+        return call(q, k, v).permute(order)
 
-            def attend_cell(q, k, v, cell):
-                given = local.indices(self._indices, q, cell.heads, sum(cell.queries, ()))
-                return local.attend(
-                    *(self.local_attention, (q, k, v), args, kwargs | given),
-                    *(self._watch, self.layout),
-                )
+    def _attend_by_function(self, lens, chunks, args, kwargs, q, k, v) -> Tensor:
+        rank, _, name = self.member
+        query_parts = local.query_parts_of(self, q.size(2), q.device)
+        shape = ([x.size(2) for x in (q, k, v)], [x.size(3) for x in (q, k, v)], q.size(0))
+        how = {"query_parts": query_parts, "tokens_first": self.layout == "sbhd"}  # in memory
 
-            with local.randomness_of(self.member, q.device):
-                out = shares.attend((q, k, v), attend_cell, query_parts, chunks, lens, self.member)
-            out = out.transpose(0, 1).contiguous().transpose(0, 1) if tokens_first else out
-            return out.permute(order)
-        shape = ([num_heads, num_kv_heads, v.size(2)], [q.size(3), k.size(3), v.size(3)], batch)
+        def attend(part: parts.Part) -> Tensor:
+            given = local.indices(self._indices, part.q, part.cell)
+            return local.attend(
+                *(self.local_attention, (part.q, part.k, part.v), args, kwargs | given),
+                *(self._watch, self.layout),
+            )
 
-        arriving = torch.ops.deepsp.seq_to_heads_start([q, k, v], lens, chunks, False, rank, name)
-        chunks = len(arriving)  # as many as the heads allow
-        leaving, ks, vs = [], [], []
+        arriving = torch.ops.deepsp.seq_to_heads_start(
+            [q, k, v], lens, chunks, False, rank, name, query_parts=query_parts
+        )
         with local.randomness_of(self.member, q.device):
-            for chunk in range(chunks):
-                q_all, k_all, v_all = torch.ops.deepsp.seq_to_heads_wait(
-                    *(arriving[chunk], *shape, lens, chunk, chunks, rank, name),
-                    tokens_first=tokens_first,
-                )
-                ks.append(k_all)
-                vs.append(v_all)
-                k_all, v_all = (
-                    torch.ops.deepsp.kv_of_chunk(
-                        x, num_heads, num_kv_heads, chunk, chunks, rank, size
-                    )
-                    for x in (ks, vs)
-                )
-                heads = torch.ops.deepsp.head_split(num_heads, num_heads, size, rank, chunk, chunks)
-                given = local.indices(self._indices, q_all, heads[:2], (0, sum(lens)))
-                out = local.attend(
-                    *(self.local_attention, (q_all, k_all, v_all), args, kwargs | given),
-                    *(self._watch, self.layout),
-                )
-                leaving.append(
-                    torch.ops.deepsp.heads_to_seq_start(
-                        *([out], [num_heads], lens, chunk, chunks, rank, name),
-                        tokens_first=tokens_first,
-                    )
-                )
+            leaving, dim = parts.attend(arriving, attend, shape, lens, self.member, **how)
         return torch.ops.deepsp.heads_to_seq_wait(
-            leaving,
-            [num_heads],
-            [out.size(3)],
-            batch,
-            lens,
-            rank,
-            name,
-            tokens_first=tokens_first,
-        )[0].permute(order)
+            leaving, shape[0][:1], [dim], q.size(0), lens, rank, name, **how
+        )[0]
 
     def _pick_chunks(self, q, k, v, lens, args, kwargs) -> int:
         if torch.compiler.is_compiling():
@@ -338,8 +320,8 @@ class DistributedAttention(nn.Module):
             *((x.shape, x.dtype) for x in (q, k, v)), q.device, trains, local.autocasts(q.device),
         )  # fmt: skip
         num_heads = q.size(self.layout.index("h"))
-        shared = local.query_parts_of(self, num_heads, q.device) != 1
-        most = 2 if shared else torch.ops.deepsp.head_chunks(num_heads, size, num_heads)
+        query_parts = local.query_parts_of(self, num_heads, q.device)
+        most = torch.ops.deepsp._chunks_in_force(num_heads, size, num_heads, query_parts)
 
         def run(chunks: int) -> None:
             mine = [x.detach().requires_grad_(trains) for x in (q, k, v)]

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import torch
 
-from deepsp.shares import Cell, cells_of, parts_of
+from deepsp.parts import Cell, cells_of, resolve
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def plan_attention(
             f"expected seq_lens to have {size} entries that sum to {seq_len}, got {lens}"
         )
     asked = query_parts if rows == 1 else rows
-    parts = parts_of(asked, num_heads, size, torch.device(device))
+    parts = resolve(asked, num_heads, size, torch.device(device))
     ops.head_split(num_heads, kv, 1, 0)  # checks them
     every = [_cells(num_heads, kv, seq_len, parts, size, rank) for rank in range(size)]
     own = [(end - n, end) for n, end in zip(lens, accumulate(lens), strict=True)]
@@ -153,9 +153,6 @@ def _cells(
     num_heads: int, num_kv_heads: int, seq_len: int, parts: int, size: int, rank: int
 ) -> tuple[list[Cell], tuple[int, int]]:
     """A rank's cells, and the kv heads that they read."""
-    if parts == 1:
-        begin, end, *kv = torch.ops.deepsp.head_split(num_heads, num_kv_heads, size, rank)
-        return [Cell((begin, end), ((0, seq_len),))], tuple(kv)
     cells = [
         Cell(c.heads, tuple(r for r in c.queries if r[0] < r[1]))
         for c in cells_of(num_heads, seq_len, parts, size, rank)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from deepsp import chunks as auto_chunks
-from deepsp import local, rope, shares
-from deepsp.attention import distributed_attention
+from deepsp import local, parts, rope
 from deepsp.documents import ranges_of
 from deepsp.groups import Group, compare_calls, member_of
 from deepsp.layout import lens_or_equal
@@ -61,8 +60,8 @@ class SequenceParallelAttention(nn.Module):
         overlap: False: projections, one exchange, attention, one exchange and projection, one after
             another; for comparison.
         query_parts: as in :func:`distributed_attention`, but "auto" is 1 wherever there are as many
-            heads as ranks: where ranks share heads, no exchange hides behind the projections. The
-            rotary embedding and norms then come before the exchange.
+            heads as ranks: where ranks share heads, what arrives is put together before it is
+            multiplied, so that less is hidden.
         group: the sequence group.
         device: where the parameters are made.
         dtype: that of the parameters.
@@ -225,7 +224,7 @@ class SequenceParallelAttention(nn.Module):
         self.local_attention = local_attention
         self._indices = local.indices_wanted(local_attention)
         self._watch = local.Watch(local_attention)
-        self.query_parts = shares.asked_of(query_parts, group)
+        self.query_parts = parts.validate(query_parts, group)
         self._parts = local.query_parts_of(self, num_heads, overlaps=True)
         self._compared = False
         self.chunks = chunks
@@ -295,9 +294,7 @@ class SequenceParallelAttention(nn.Module):
         for name, linear in zip(_NAMES, self._used()[:4], strict=True):
             check_linear(name, linear)  # they may have changed
             if not torch.compiler.is_compiling():
-                called = (
-                    self._parts != 1 or not self.overlap or (any(self._wide) and name != "o_proj")
-                )
+                called = not self.overlap or (any(self._wide) and name != "o_proj")
                 check_linear_here(name, linear, called)
         lens = lens_or_equal(seq_lens, x.size(1), self.member[1])
         if self.local_attention is None:
@@ -312,102 +309,53 @@ class SequenceParallelAttention(nn.Module):
         turn = self._angles(x, lens, position_ids, rotary)
         if not self._compared and not torch.compiler.is_compiling():
             self._compare(x, lens)
-        count = self.chunks
-        if self._parts != 1:
-            return self._of_shares(x, lens, turn, 1 if count == "auto" else count, args, kwargs)
-        if self.overlap and count == "auto":
+        count = self.chunks if self.overlap else 1
+        if count == "auto":
             count = self._pick_chunks(x, lens, turn, args, kwargs)
         draws = self.local_attention is not None or _drops(*args, **kwargs)
         with local.randomness_of(self.member, x.device) if draws else nullcontext():
-            if not self.overlap:
-                return self._one_after_another(x, lens, turn, args, kwargs)
-            return self._overlapped(x, lens, turn, count, args, kwargs)
+            return self._run(x, lens, turn, count, args, kwargs)
 
-    def _overlapped(self, x, lens, turn, chunks, args, kwargs) -> Tensor:
+    def _run(self, x, lens, turn, chunks, args, kwargs) -> Tensor:
         rank, _, name = self.member
-        ops = torch.ops.deepsp
+        ops, query_parts = torch.ops.deepsp, self._parts
         q_proj, k_proj, v_proj, o_proj, _, _ = self._used()
-        projections = (q_proj, k_proj, v_proj)
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         dims = [self.head_dim, self.head_dim, self.v_head_dim]
-        batch = x.size(0)
-        wide = any(self._wide)
-        if wide:
-            arriving = ops.seq_to_heads_start(self._projected(x), lens, chunks, False, rank, name)
-        else:
+        projects = self.overlap and not any(self._wide)
+        if projects:
+            projections = (q_proj, k_proj, v_proj)
+            weights = [p.weight for p in projections]
             arriving = ops.project_to_heads_start(
-                x,
-                [p.weight for p in projections],
-                biases(projections),
-                heads,
-                lens,
-                chunks,
-                False,
-                rank,
-                name,
-            )
-        chunks = len(arriving)  # as many as the heads allow
-        leaving, ks, vs = [], [], []
-        for chunk in range(chunks):
-            q, k, v = ops.seq_to_heads_wait(
-                *(arriving[chunk], heads, dims, batch, lens, chunk, chunks, rank, name),
-                tokens_first=False if wide else None,
-            )
-            q, k = self._turned(q, k, turn)
-            ks.append(k)
-            vs.append(v)
-            out = self._attend(q, ks, vs, chunk, chunks, args, kwargs)
-            if local.autocasts(out.device):  # as a linear layer would, but earlier
-                out = out.to(torch.get_autocast_dtype(out.device.type))
-            leaving.append(
-                ops.heads_to_seq_start([out], heads[:1], lens, chunk, chunks, rank, name)
-            )
-        return ops.heads_to_output_wait(
-            leaving, o_proj.weight, o_proj.bias, self.num_heads, batch, lens, rank, name
-        )
-
-    def _one_after_another(self, x, lens, turn, args, kwargs) -> Tensor:
-        rank, _, name = self.member
-        ops = torch.ops.deepsp
-        o_proj = self._used()[3]
-        q, k, v = ops.seq_to_heads(self._projected(x), lens, rank, name)
-        q, k = self._turned(q, k, turn)
-        out = self._attend(q, [k], [v], 0, 1, args, kwargs)
-        (mine,) = ops.heads_to_seq([out], [self.num_heads], lens, rank, name)
-        return o_proj(mine.flatten(2))
-
-    def _of_shares(self, x, lens, turn, chunks, args, kwargs) -> Tensor:
-        rank = self.member[0]
-        if turn is not None:
-            first = sum(lens[:rank])
-            turn = tuple(t.narrow(-3, first, lens[rank]) for t in turn)
-        q, k, v = self._projected(x)
-        q, k = self._turned(q, k, turn)
-        if self.local_attention is None:
-            out = distributed_attention(
-                q,
-                k,
-                v,
-                *args,
-                enable_gqa=True,
-                group=self.member,
-                seq_lens=lens,
-                chunks=chunks,
-                query_parts=self._parts or "auto",
-                **kwargs,
+                *(x, weights, biases(projections), heads, lens, chunks, False, rank, name),
+                query_parts=query_parts,
             )
         else:
+            arriving = ops.seq_to_heads_start(
+                self._projected(x), lens, chunks, False, rank, name, query_parts=query_parts
+            )
 
-            def attend_cell(q, k, v, cell):
-                given = local.indices(self._indices, q, cell.heads, sum(cell.queries, ()))
-                out = local.attend(
-                    self.local_attention, (q, k, v), args, kwargs | given, self._watch
-                )
-                return self._checked(out, q)
+        def attend(part: parts.Part) -> Tensor:
+            out = self._attend(part, args, kwargs)
+            if self.overlap and local.autocasts(out.device):  # as a linear layer would, but earlier
+                out = out.to(torch.get_autocast_dtype(out.device.type))
+            return out
 
-            with local.randomness_of(self.member, x.device):
-                out = shares.attend((q, k, v), attend_cell, self._parts, chunks, lens, self.member)
-        return self._used()[3](out.flatten(2))
+        leaving, dim = parts.attend(
+            *(arriving, attend, (heads, dims, x.size(0)), lens, self.member, query_parts),
+            tokens_first=None if projects else False,
+            merged=not self.overlap,
+            on_arrival=lambda heads, which, tokens: self._turned(heads, which, turn, tokens),
+        )
+        if self.overlap:
+            return ops.heads_to_output_wait(
+                *(leaving, o_proj.weight, o_proj.bias, self.num_heads, x.size(0), lens, rank, name),
+                query_parts=query_parts,
+            )
+        (mine,) = ops.heads_to_seq_wait(
+            leaving, heads[:1], [dim], x.size(0), lens, rank, name, query_parts=query_parts
+        )
+        return o_proj(mine.flatten(2))
 
     def _projected(self, x: Tensor) -> list[Tensor]:
         """q, k and v [B, S_r, h, D] of this rank's tokens, normed where that takes all heads."""
@@ -459,36 +407,30 @@ class SequenceParallelAttention(nn.Module):
             rotary, x.size(0), total, self.head_dim, self.rope_interleaved, look=first
         )
 
-    def _turned(self, q, k, turn) -> tuple[Tensor, Tensor]:
-        """Norms and rotary embedding of the heads of one chunk; k may have none."""
-        q_norm, k_norm = self._used()[4:]
+    def _turned(self, x: Tensor, which: int, turn, tokens) -> Tensor:
+        """Norm and rotary embedding of heads of q or k (0 or 1), in ranges of tokens; v stays as it
+        is, and so does a tensor without heads."""
+        if which == 2 or x.size(2) == 0:
+            return x
+        norm = self._used()[4 + which]
+        if norm is not None and not self._wide[which]:
+            x = norm(x)
+        if turn is None:
+            return x
+        if self._parts != 1 and which == 0:  # some tokens of the full sequence
+            turn = [
+                torch.cat([t.narrow(-3, begin, end - begin) for begin, end in tokens], -3)
+                for t in turn
+            ]
+        return rope.rotate(x, *turn, self.rope_interleaved)
 
-        def one(heads, norm, wide):
-            if norm is not None and not wide:
-                heads = norm(heads)
-            return heads if turn is None else rope.rotate(heads, *turn, self.rope_interleaved)
-
-        wide_q, wide_k = self._wide
-        return one(q, q_norm, wide_q), one(k, k_norm, wide_k) if k.size(2) > 0 else k
-
-    def _attend(self, q, ks, vs, chunk, chunks, args, kwargs) -> Tensor:
-        rank, size, _ = self.member
-        k, v = (
-            torch.ops.deepsp.kv_of_chunk(
-                x, self.num_heads, self.num_kv_heads, chunk, chunks, rank, size
-            )
-            for x in (ks, vs)
-        )
+    def _attend(self, part: parts.Part, args, kwargs) -> Tensor:
+        qkv = (part.q, part.k, part.v)
         if self.local_attention is None:
-            return _sdpa(
-                q, k, v, *args, **kwargs, where=(self.num_heads, chunk, chunks, rank, size)
-            )
-        heads = torch.ops.deepsp.head_split(
-            self.num_heads, self.num_heads, size, rank, chunk, chunks
-        )
-        given = local.indices(self._indices, q, heads[:2], (0, k.size(1)))
-        out = local.attend(self.local_attention, (q, k, v), args, kwargs | given, self._watch)
-        return self._checked(out, q)
+            return _sdpa(*qkv, *args, **kwargs, where=(self.num_heads, *part.where))
+        given = local.indices(self._indices, part.q, part.cell)
+        out = local.attend(self.local_attention, qkv, args, kwargs | given, self._watch)
+        return self._checked(out, part.q)
 
     def _checked(self, out: Tensor, q: Tensor) -> Tensor:
         if out.size(3) != self.v_head_dim:
@@ -528,7 +470,7 @@ class SequenceParallelAttention(nn.Module):
             name, self.num_heads, self.num_kv_heads, self.head_dim, self.v_head_dim,
             tuple(lens), x.size(0), x.size(2), x.dtype, x.device, trains, autocast,
         )  # fmt: skip
-        most = torch.ops.deepsp.head_chunks(self.num_heads, size, self.num_heads)
+        most = torch.ops.deepsp._chunks_in_force(self.num_heads, size, self.num_heads, self._parts)
         used = [p for m in self._used() if m is not None for p in m.parameters()]
         parameters = [p for p in used if p.requires_grad] if trains else []
 
@@ -536,7 +478,7 @@ class SequenceParallelAttention(nn.Module):
             mine = x.detach().requires_grad_(trains)
             # Hooks of our own, lest a checkpoint around us counts what is saved here.
             with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-                y = self._overlapped(mine, lens, turn, chunks, args, kwargs)
+                y = self._run(mine, lens, turn, chunks, args, kwargs)
             if trains:
                 torch.autograd.grad(y, [mine, *parameters], torch.ones_like(y), allow_unused=True)
 
@@ -561,7 +503,7 @@ def _sdpa(
     **pattern,
 ) -> Tensor:
     sharded = torch.compiler.is_compiling()
-    return torch.ops.deepsp.attention_of_chunk(
+    return torch.ops.deepsp._attention_of_cell(
         q,
         k,
         v,
@@ -589,7 +531,7 @@ def _check_sdpa(
     dtype = x.dtype
     if attn_mask is not None and local.autocasts(x.device):
         dtype = attn_mask.dtype  # it will be cast
-    torch.ops.deepsp.check_attention(
+    torch.ops.deepsp._check_attention(
         attn_mask, dropout_p, is_causal, dtype, x.size(0), num_heads, tokens, **_given(pattern)
     )
 

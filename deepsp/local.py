@@ -14,7 +14,7 @@ from torch._dynamo import external_utils
 from torch.nn.attention.flex_attention import flex_attention
 from torch.overrides import TorchFunctionMode
 
-from deepsp import shares
+from deepsp import parts
 from deepsp.groups import Member
 from deepsp.randomness import sharded_randomness
 
@@ -87,15 +87,13 @@ def query_parts_of(module: nn.Module, num_heads: int, device=None, overlaps: boo
     asked, size = module.query_parts, module.member[1]
     if overlaps and asked == "auto" and num_heads >= size:
         return 1
-    return shares.parts_of(asked, num_heads, size, device or torch.device("cpu"), whole)
+    return parts.resolve(asked, num_heads, size, device or torch.device("cpu"), whole)
 
 
-def indices(
-    wanted: tuple[str, ...], like: Tensor, heads: Sequence[int], queries: Sequence[int]
-) -> dict[str, Tensor]:
-    """The arguments wanted. heads, queries: the begin and end of each range."""
-    given = dict(zip(INDICES, (heads, queries), strict=True))
-    return {name: torch.ops.deepsp.indices_in(like, list(given[name])) for name in wanted}
+def indices(wanted: tuple[str, ...], like: Tensor, cell: parts.Cell) -> dict[str, Tensor]:
+    """The arguments wanted: the global indices of a cell's heads and queries."""
+    given = dict(zip(INDICES, (cell.heads, sum(cell.queries, ())), strict=True))
+    return {name: torch.ops.deepsp._indices_in(like, list(given[name])) for name in wanted}
 
 
 def heads_before_tokens(function: Callable | None) -> str | None:

@@ -179,8 +179,6 @@ def plan_memory(
             f"expected a decoder alone, got {type(config).__name__} of an encoder and a decoder; "
             "its memory can't be planned"
         )
-    if heads < ranks:
-        raise ValueError(f"expected ranks <= {heads}, the number of query heads, got {ranks}")
     if dtype is None:
         dtype = getattr(model, "dtype", None) or getattr(config, "dtype", None) or torch.float32
     asked = {"without_logits": without_logits, "sharded": sharded, "tiled": tiled,

@@ -61,16 +61,17 @@ def arguments(kind):
         blocks = op.blockwise_attention(*attended, documents, True, [2, 0], None, None, None)
         streamed = [y.detach() for y in op.streamed_attention(
             q, k, k, documents, True, [], None, 2.0, _leaf(8), 3, lens, rank, group)]  # fmt: skip
-        sharing = landed(op.seq_to_shares_start([q, k], size, lens, 2, False, rank, group))
-        shares, rest = (
-            landed(op.seq_to_shares_wait(b, *shape, size, lens, n, 2, rank, group))
-            for n, b in enumerate(sharing)
-        )
+        parts = {"query_parts": size}
+        cut = landed(op.seq_to_heads_start([q, k], lens, 2, False, rank, group, **parts))
+        cells = [
+            landed(op.seq_to_heads_wait(b, *shape, lens, n, len(cut), rank, group, **parts))
+            for n, b in enumerate(cut)
+        ]
         returning = landed([
-            op.shares_to_seq_start(x, [8, 2], size, lens, n, 2, rank, group)
-            for n, x in enumerate((shares, rest))
+            op.heads_to_seq_start(x, [8, 2], lens, n, len(cut), rank, group, **parts)
+            for n, x in enumerate(cells)
         ])  # fmt: skip
-        sharing = landed(op.seq_to_shares_start([q, k], size, lens, 2, False, rank, group))
+        cut = landed(op.seq_to_heads_start([q, k], lens, 2, False, rank, group, **parts))
         shards = [y.detach().requires_grad_() for y in shards]
         (one,) = landed([op.gather_cast_start(shards[0], lens, bf16, rank, group)])
         (gathered,) = landed(
@@ -89,21 +90,20 @@ def arguments(kind):
             "project_to_heads": (x, weights, biases, [8, 2], lens, rank, group),
             "heads_to_output": (held[0], output, _leaf(7), 8, lens, rank, group),
             "project_to_heads_start": (*(x, weights, biases, [8, 2], lens, 2, False, rank, group),),
-            "project_to_heads_backward": (
+            "_project_to_heads_backward": (
                 *([b.detach() for b in leaving], x.detach(), [w.detach() for w in weights]),
                 *([8, 2], 2, lens, [1, 1, 0, 0, 1], rank, group),
             ),
             "heads_to_output_wait": (out, output, _leaf(7), 8, 2, lens, rank, group),
-            "heads_to_output_weight_grad": (
+            "_heads_to_output_weight_grad": (
                 *(draw(2, lens[rank], 7, dtype=torch.float32), [b.detach() for b in out]),
                 *(8, 6, lens, rank, group),
             ),
             "distributed_attention": (q, k, k, None, 0.0, True, None, True, 1, lens, rank, group),
             "chunked": (q, k, k, None, 0.0, False, 0.5, True, 2, lens, rank, group),
-            "kv_of_chunk": ([held[1]], 8, 2, 0, 1, rank, size),
-            "attention_of_chunk": (
-                *(held[0], held[1], held[1], None, 0.0, True, None),
-                *(8, 0, 1, rank, size),
+            "_kv_of_cell": ([held[1]], 8, 2, size, rank),
+            "_attention_of_cell": (
+                *(held[0], held[1], held[1], None, 0.0, True, None, 8, size, rank),
             ),
             "dropout_seed": (q, rank, 2),
             "attention_with_dropout": (
@@ -127,7 +127,7 @@ def arguments(kind):
                 *(torch.ones_like(streamed[0]), k.detach(), k.detach(), documents, True, [], None),
                 *(2.0, _leaf(8).detach(), 3, 8, lens, rank, group, *streamed[1:]),
             ),
-            "check_attention": (*(torch.ones(8, 8).bool(), 0.0, False, torch.float32, 2, 8, 8),),
+            "_check_attention": (*(torch.ones(8, 8).bool(), 0.0, False, torch.float32, 2, 8, 8),),
             "all_reduce": (_leaf(3, 4), "replicated", rank, size, group),
             "all_reduce_start": ([_leaf(3, 4), _leaf(5)], "partial", rank, size, group),
             "all_reduce_wait": (_leaf(17), [3, 4, 5], [2, 1], "partial", rank, size, group),
@@ -185,22 +185,22 @@ def arguments(kind):
             ),
             "token_split": (13, size),
             "head_split": (8, 2, size, rank),
-            "indices_in": (q, [2, 5, 7, 7]),
-            "share_split": (3, 13, 0, size, rank, 1, 2),
-            "kv_of_share": (_leaf(2, 4, 2, 6), 2, 2, size, size, rank, 0),
-            "seq_to_shares_start": ([q, k], size, lens, 2, False, rank, group),
-            "seq_to_shares_wait": (sharing[0], *shape, size, lens, 0, 2, rank, group),
-            "shares_to_seq_start": (shares, [8, 2], size, lens, 0, 2, rank, group),
-            "shares_to_seq_wait": (returning, *shape, size, lens, rank, group),
+            "_indices_in": (q, [2, 5, 7, 7]),
+            "_cells": (3, 13, size, rank, 1 if size > 1 else 0, 2, 0 if size > 1 else 1),
+            "cut:seq_to_heads_start": ([q, k], lens, 2, False, rank, group),
+            "cut:seq_to_heads_wait": (cut[0], *shape, lens, 0, len(cut), rank, group),
+            "cut:heads_to_seq_start": (cells[0], [8, 2], lens, 0, len(cut), rank, group),
+            "cut:heads_to_seq_wait": (returning, *shape, lens, rank, group),
             "check_agreement": ("a call", [f"lengths {lens}"], q, rank, size, group),
-            "head_chunks": (8, size, 4),
+            "_chunks_in_force": (8, size, 4),
         }
 
 
 def _opcheck(name):
     args = arguments("skewed")[name]
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
-        overload = getattr(op, "distributed_attention" if name == "chunked" else name).default
+        cut, _, plain = name.rpartition(":")
+        overload = getattr(op, "distributed_attention" if name == "chunked" else plain).default
         utils = ["test_schema", "test_autograd_registration", "test_faketensor"]
         utils.append("test_aot_dispatch_dynamic")
         # PyTorch's schema check can't read lists of dtypes: test_gather_memory.py looks at aliases.
@@ -208,6 +208,7 @@ def _opcheck(name):
         opcheck(
             overload,
             args,
+            {"query_parts": dist.get_world_size()} if cut else {},
             test_utils=utils[name in _LISTS_OF_DTYPES : -1 if name == "dropout_seed" else None],
         )
 
@@ -217,11 +218,11 @@ def _opcheck(name):
     "name",
     ["seq_to_heads", "heads_to_seq", "seq_to_heads_start", "seq_to_heads_wait",
      "heads_to_seq_start", "heads_to_seq_wait", "project_to_heads", "heads_to_output",
-     "project_to_heads_start", "project_to_heads_backward", "heads_to_output_wait",
-     "heads_to_output_weight_grad", "distributed_attention", "chunked",
-     "kv_of_chunk", "attention_of_chunk", "dropout_seed", "attention_with_dropout",
+     "project_to_heads_start", "_project_to_heads_backward", "heads_to_output_wait",
+     "_heads_to_output_weight_grad", "distributed_attention", "chunked",
+     "_kv_of_cell", "_attention_of_cell", "dropout_seed", "attention_with_dropout",
      "attention_with_dropout_backward", "blockwise_attention", "blockwise_attention_backward",
-     "streamed_attention", "streamed_attention_backward", "check_attention",
+     "streamed_attention", "streamed_attention_backward", "_check_attention",
      "all_reduce", "all_reduce_start",
      "all_reduce_wait", "all_gather", "all_gather_start", "all_gather_wait", "reduce_scatter",
      "reduce_scatter_start", "reduce_scatter_wait", "scatter", "scatter_start", "scatter_wait",
@@ -235,9 +236,9 @@ def _opcheck(name):
      "replicate_start", "replicate_wait", "scale_gradient",
      "linear_cross_entropy", "linear_cross_entropy_gradients", "token_log_probs",
      "token_log_probs_backward",
-     "share_split", "kv_of_share", "seq_to_shares_start", "seq_to_shares_wait",
-     "shares_to_seq_start", "shares_to_seq_wait",
-     "token_split", "head_split", "indices_in", "head_chunks", "check_agreement"],
+     "cut:seq_to_heads_start", "cut:seq_to_heads_wait", "cut:heads_to_seq_start",
+     "cut:heads_to_seq_wait", "_cells", "token_split", "head_split", "_indices_in",
+     "_chunks_in_force", "check_agreement"],
 )  # fmt: skip
 def test_opcheck(ranks, name):
     on_ranks(ranks, _opcheck, name)
@@ -527,7 +528,7 @@ def test_what_hides_an_exchange():
     node = graph.call_function(written, (torch.ops.deepsp_test.flash_attn_back.default,))
     node.meta["val"] = (None, torch.zeros(1))
     assert computes(node)
-    check = graph.call_function(ours.check_attention.default)
+    check = graph.call_function(ours._check_attention.default)
     check.meta["val"] = None
     assert not computes(check)
 

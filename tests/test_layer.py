@@ -177,8 +177,8 @@ def _fused():
         strict=True,
     ):  # fmt: skip
         torch.testing.assert_close(t, e[:, :, own], rtol=1e-12, atol=1e-12)
-    k, v = (op.kv_of_chunk([t], 8, 4, 0, 1, rank, size) for t in (k, v))
-    out = op.attention_of_chunk(q, k, v, None, 0.0, True, None, 8, 0, 1, rank, size)
+    k, v = (op._kv_of_cell([t], 8, 4, size, rank) for t in (k, v))
+    out = op._attention_of_cell(q, k, v, None, 0.0, True, None, 8, size, rank)
     y = op.heads_to_output(out, leaves[2], leaves[3], 8, lens, rank, group)
     e = F.linear(attention(*expected, is_causal=True).flatten(2), *whole[3:])
     torch.testing.assert_close(y, e.split(lens, 1)[rank], rtol=1e-10, atol=1e-10)
@@ -244,8 +244,8 @@ MARKS = {
     "aten::scaled_dot_product_attention": "A",
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": "A",
     "deepsp::heads_to_output_wait": "O",
-    "deepsp::heads_to_output_weight_grad": "W",
-    "deepsp::project_to_heads_backward": "P",
+    "deepsp::_heads_to_output_weight_grad": "W",
+    "deepsp::_project_to_heads_backward": "P",
     "aten::mm": "m",
     "aten::addmm": "m",
     "aten::addmm_": "m",

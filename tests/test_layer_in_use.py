@@ -84,7 +84,7 @@ def _frozen(which):
     assert not layer(x, seq_lens=lens).requires_grad
     y = layer(x.requires_grad_(), seq_lens=lens)
     frozen = names(lambda: y.sum().backward())
-    assert frozen["deepsp::heads_to_output_weight_grad"] == 0 and x.grad is not None
+    assert frozen["deepsp::_heads_to_output_weight_grad"] == 0 and x.grad is not None
     layer.requires_grad_(True)
     y = layer(x, seq_lens=lens)
     trained = names(lambda: y.sum().backward())
@@ -472,7 +472,7 @@ def _wrong(kind):
             ),
             (lambda: layer(x, dropout_p=2.0), "dropout_p <= 1, got 2"),
             (lambda: layer(x, position_ids=torch.zeros(2, 6)), "position_ids of the full sequence"),
-            (lambda: op.kv_of_chunk([x[None]], 4, 4, 0, 1, 0, 0), "parts >= 1, got 0"),
+            (lambda: op._kv_of_cell([x[None]], 4, 4, 0, 0), "parts >= 1, got 0"),
         ]:
 
             def raises(call=call, message=message):

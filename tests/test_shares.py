@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from harness import on_ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import attention, draw, events, lens_of, sent
+from reference import attention, draw, events, lens_of, names, sent
 from test_attention import _compare, _qkv
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import deepsp
 from deepsp.groups import member_of
-from deepsp.shares import cells_of
+from deepsp.parts import cells_of
 
 op = torch.ops.deepsp
 f64 = torch.float64
@@ -38,6 +38,7 @@ def test_each_query_has_one_rank(heads, ranks, total, chunks, data):
         )
     )
     found = []
+    chunks = op._chunks_in_force(heads, ranks, chunks, parts)
     for rank, chunk in itertools.product(range(ranks), range(chunks)):
         for cell in cells_of(heads, total, parts, ranks, rank, chunk, chunks):
             tokens = [t for a, b in cell.queries for t in range(a, b)]
@@ -343,14 +344,18 @@ def _decomposed(heads, kv_heads, kind, chunks):
     x = [draw(2, lens[rank], h, d, seed=rank) for h, d in zip(counts, dims, strict=True)]
 
     def there_and_back(ops):
-        arriving = ops.seq_to_shares_start(x, 0, lens, chunks, False, rank, name)
+        arriving = ops.seq_to_heads_start(x, lens, chunks, False, rank, name, query_parts=0)
         found, leaving = [], []
         for chunk in range(chunks):
             part = (chunk, chunks, rank, name)
-            arrived = ops.seq_to_shares_wait(arriving[chunk], counts, dims, 2, 0, lens, *part)
+            arrived = ops.seq_to_heads_wait(
+                arriving[chunk], counts, dims, 2, lens, *part, query_parts=0
+            )
             found += arrived
-            leaving.append(ops.shares_to_seq_start(arrived, counts, 0, lens, *part))
-        return found + ops.shares_to_seq_wait(leaving, counts, dims, 2, 0, lens, rank, name)
+            leaving.append(ops.heads_to_seq_start(arrived, counts, lens, *part, query_parts=0))
+        return found + ops.heads_to_seq_wait(
+            leaving, counts, dims, 2, lens, rank, name, query_parts=0
+        )
 
     for y, z in zip(there_and_back(op), there_and_back(torch.ops.deepsp_inductor), strict=True):
         assert torch.equal(y, z)
@@ -468,8 +473,10 @@ def _refused():
         deepsp.distributed_attention(x, x, x, query_parts=1)
     with pytest.raises(ValueError, match=r"divide the number of ranks of the group \(4\), got 3"):
         deepsp.distributed_attention(x, x, x, query_parts=3)
-    with pytest.raises(ValueError, match=r"at least 4 heads with query_parts 1 on 4 ranks, got 2"):
-        op.seq_to_shares_start([x], 1, [3] * 4, 1, False, 0, "0")
+    with pytest.raises(
+        ValueError, match=r"at least 4 heads, the number of ranks of the group, got 2"
+    ):
+        op.seq_to_heads_start([x], [3] * 4, 1, False, 0, "0", query_parts=1)
     with pytest.raises(ValueError, match=r"kv_chunk needs whole queries"):
         deepsp.distributed_attention(x, x, x, kv_chunk=4)
     for wrong in (0, -1, "R", 1.0, True):
@@ -490,7 +497,7 @@ def test_refused():
 # ---------------------------------------------------------------- layers and models
 
 
-def _layer(heads, kv_heads, parts, norm, own, checkpointed):
+def _layer(heads, kv_heads, parts, norm, own, checkpointed, chunks):
     rank, size, total, dim = dist.get_rank(), dist.get_world_size(), 15, 8
     lens = lens_of("skewed", total, size)
 
@@ -507,7 +514,7 @@ def _layer(heads, kv_heads, parts, norm, own, checkpointed):
                 torch.nn.init.normal_(module.weight)
         return deepsp.SequenceParallelAttention(
             24, heads, kv_heads, head_dim=dim, rope_theta=1e4, bias=True, group=group, dtype=f64,
-            local_attention=_alibi if own else None, query_parts=parts, **norms,
+            local_attention=_alibi if own else None, query_parts=parts, chunks=chunks, **norms,
         )  # fmt: skip
 
     alone = dist.new_subgroups(1)[0]
@@ -520,6 +527,11 @@ def _layer(heads, kv_heads, parts, norm, own, checkpointed):
     call = functools.partial(layer, seq_lens=lens, **args)
     mine = x.split(lens, 1)[rank].clone()
     found = checkpoint(call, mine, use_reentrant=False) if checkpointed else call(mine)
+    if norm != "all":  # products are written into what is sent, and taken from what arrives
+        with torch.no_grad():
+            ran = names(lambda: call(mine))
+        assert ran["deepsp::project_to_heads_start"] == ran["deepsp::heads_to_output_wait"] == 1
+        assert ran["deepsp::heads_to_seq_start"] == min(2, chunks)
     expected.square().sum().backward()
     found.square().sum().backward()
     deepsp.sync_gradients(layer)
@@ -528,12 +540,12 @@ def _layer(heads, kv_heads, parts, norm, own, checkpointed):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize(("ranks", "heads", "kv_heads", "parts", "norm", "own", "checkpointed"), [
-    (4, 2, 1, "auto", None, False, False), (4, 2, 2, "auto", "each", False, True),
-    (3, 2, 1, "auto", "all", False, False), (2, 4, 2, 2, "each", True, False),
+@pytest.mark.parametrize(("ranks", "heads", "kv_heads", "parts", "norm", "own", "chunks"), [
+    (4, 2, 1, "auto", None, False, 2), (4, 2, 2, "auto", "each", False, 1),
+    (3, 2, 1, "auto", "all", False, 3), (2, 4, 2, 2, "each", True, 2), (3, 2, 1, 3, None, True, 1),
 ])  # fmt: skip
-def test_layer(ranks, heads, kv_heads, parts, norm, own, checkpointed):
-    on_ranks(ranks, _layer, heads, kv_heads, parts, norm, own, checkpointed)
+def test_layer(ranks, heads, kv_heads, parts, norm, own, chunks):
+    on_ranks(ranks, _layer, heads, kv_heads, parts, norm, own, norm == "each", chunks)
 
 
 def _model(family):

@@ -2,117 +2,13 @@
 // sequences, an exchange back. Composite: no kernel and no backward of its own.
 
 #include "../common/checks.h"
-#include "../exchange/checks.h"
 #include "../exchange/ops.h"
-#include "../shares/checks.h"
-#include "shares.h"
-
-#include <ATen/ops/scaled_dot_product_attention.h>
-
-#include <algorithm>
+#include "cell.h"
 
 namespace deepsp {
 namespace {
 
 constexpr const char* kNames[] = {"q", "k", "v"};
-
-// Blocks take neither.
-void check_only_pattern(const OptionalTensor& attn_mask, double dropout_p) {
-  TORCH_CHECK_VALUE(
-      !attn_mask.has_value(),
-      "expected no attn_mask with documents, window_size, softcap, sinks or kv_chunk, got one; put "
-      "all into attn_mask, or leave it out");
-  TORCH_CHECK_VALUE(
-      dropout_p == 0,
-      "expected dropout_p to be 0 with documents, window_size, softcap, sinks or kv_chunk, got ",
-      dropout_p);
-}
-
-at::Tensor kv_of_chunk(
-    at::TensorList received,
-    int64_t num_heads,
-    int64_t num_kv_heads,
-    int64_t chunk,
-    int64_t chunks,
-    int64_t rank,
-    int64_t parts) {
-  check_num_heads({num_heads, num_kv_heads}, parts, kNames);
-  const HeadLayout layout({num_heads, num_kv_heads}, parts, chunks);
-  check_chunk(chunk, layout.chunks());
-  TORCH_CHECK_VALUE(
-      static_cast<int64_t>(received.size()) > chunk,
-      "expected received to have the tensors of chunks 0 to ", chunk, ", got ", received.size(),
-      " entries");
-  const Readers readers(layout, rank, chunk);
-  Tensors pieces;  // the heads read, in order
-  for (int64_t c = 0; c <= chunk; ++c) {
-    const Range came = layout.range(1, rank, c);
-    const at::Tensor& x = received[c];
-    TORCH_CHECK_VALUE(
-        x.dim() == 4 && x.sym_size(2) == came.size(), "expected received[", c,
-        "] to have shape [batch, sequence, ", came.size(),
-        ", head_dim], with the kv heads that rank ", rank, " of ", parts, " receives in chunk ", c,
-        ", got ", x.sym_sizes());
-    const Range used = {std::max(came.begin, readers.kv.begin), std::min(came.end, readers.kv.end)};
-    if (used.size() > 0) {
-      pieces.push_back(
-          used.size() == came.size() ? x : x.narrow(2, used.begin - came.begin, used.size()));
-    }
-  }
-  return for_readers(pieces, readers);
-}
-
-at::Tensor attention_of_chunk(
-    const at::Tensor& q,
-    const at::Tensor& k,
-    const at::Tensor& v,
-    const OptionalTensor& attn_mask,
-    double dropout_p,
-    bool is_causal,
-    std::optional<double> scale,
-    int64_t num_heads,
-    int64_t chunk,
-    int64_t chunks,
-    int64_t rank,
-    int64_t parts,
-    bool sharded_randomness,
-    const OptionalTensor& documents,
-    at::IntArrayRef window_size,
-    std::optional<double> softcap,
-    const OptionalTensor& sinks) {
-  check_num_heads({num_heads}, parts, kNames);
-  const HeadLayout layout({num_heads}, parts, chunks);
-  check_chunk(chunk, layout.chunks());
-  const Range heads = layout.range(0, rank, chunk);
-  TORCH_CHECK_VALUE(
-      q.dim() == 4 && k.dim() == 4 && v.dim() == 4 && q.sym_size(2) == heads.size(),
-      "expected q, k and v of shape [batch, sequence, heads, head_dim], with the ", heads.size(),
-      " query heads of this chunk, got ", q.sym_sizes(), ", ", k.sym_sizes(), " and ",
-      v.sym_sizes());
-  check_attention(
-      attn_mask, dropout_p, is_causal, q.scalar_type(), q.sym_size(0), num_heads, q.sym_size(1));
-  const Pattern pattern{documents, window_size, softcap, sinks};
-  if (pattern.given()) {
-    check_only_pattern(attn_mask, dropout_p);
-    check_pattern(pattern, q.sym_size(0), q.sym_size(1), num_heads);
-    const OptionalTensor mine = sinks_of(sinks, heads);
-    return std::get<0>(
-        blockwise_attention(q, k, v, documents, is_causal, window_size, scale, softcap, mine, {}));
-  }
-  OptionalTensor mask;
-  if (attn_mask.has_value()) {
-    mask = mask_of(*attn_mask, heads);
-  }
-  if (sharded_randomness && dropout_p > 0 && parts > 1) {
-    return attention_with_dropout(
-        q, k, v, mask, dropout_p, is_causal, scale, std::get<0>(dropout_seed(q, rank, 1)));
-  }
-  const bool grouped = q.sym_size(2) != k.sym_size(2);
-  return at::scaled_dot_product_attention(
-             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, dropout_p, is_causal,
-             scale, grouped)
-      .transpose(1, 2);
-}
 
 // Where [B, S, H, D] stand among the dimensions of a layout.
 struct Order {
@@ -149,139 +45,103 @@ void check_heads(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, 
       dtype_name(q.scalar_type()));
 }
 
-at::Tensor distributed_attention(
-    const at::Tensor& q,
-    const at::Tensor& k,
-    const at::Tensor& v,
-    const OptionalTensor& attn_mask,
-    double dropout_p,
-    bool is_causal,
-    std::optional<double> scale,
-    bool enable_gqa,
-    int64_t chunks,
-    c10::SymIntArrayRef seq_lens,
-    int64_t rank,
-    std::string_view group_name,
-    std::string_view order_name,
-    bool sharded_randomness,
-    const OptionalTensor& documents,
-    at::IntArrayRef window_size,
-    std::optional<double> softcap,
-    const OptionalTensor& sinks,
-    std::optional<int64_t> kv_chunk,
-    int64_t query_parts) {
-  const Order order = order_of(order_name);
+// The loop over the parts of a plan: what arrives with a chunk, attention of each cell, and what
+// leaves. While attention works on a chunk, the others are on their way.
+at::Tensor attend(
+    const Tensors& inputs,
+    const SymPlan& plan,
+    const Asked& asked,
+    bool tokens_first,
+    const Given& given) {
+  const HeadLayout& heads = plan.heads;
+  const std::vector<int64_t>& num_heads = heads.num_heads();
+  const Tensors arriving = seq_to_heads_start(given, {{"inputs", inputs}, {"last_first", false}});
+  Tensors ks, vs, leaving;
+  for (int64_t chunk = 0; chunk < plan.chunks(); ++chunk) {
+    const Tensors arrived = seq_to_heads_wait(
+        given, {{"buffer", arriving[chunk]},
+                {"num_heads", num_heads},
+                {"head_dims", plan.head_dims},
+                {"batch", plan.batch},
+                {"chunk", chunk},
+                {"chunks", plan.chunks()},
+                {"tokens_first", tokens_first}});
+    const size_t cells = heads.cells(plan.rank, chunk).size();
+    if (arrived.size() > cells) {
+      ks.push_back(arrived[cells]);
+      vs.push_back(arrived[cells + 1]);
+    }
+    Tensors outputs;
+    for (size_t n = 0; n < cells; ++n) {
+      const CellOf cell{heads, plan.rank, chunk, static_cast<int64_t>(n)};
+      outputs.push_back(
+          attention_of_cell(arrived[n], kv_of_cell(ks, cell), kv_of_cell(vs, cell), asked, cell));
+    }
+    if (plan.chunks() == 1 && !plan.cuts_queries()) {
+      const Tensors out = heads_to_seq(
+          given, {{"inputs", outputs},
+                  {"num_heads", std::vector<int64_t>{num_heads[0]}},
+                  {"tokens_first", tokens_first}});
+      return out[0];
+    }
+    leaving.push_back(heads_to_seq_start(
+        given, {{"inputs", outputs},
+                {"num_heads", std::vector<int64_t>{num_heads[0]}},
+                {"chunk", chunk},
+                {"chunks", plan.chunks()},
+                {"tokens_first", tokens_first}}));
+  }
+  const Tensors out = heads_to_seq_wait(
+      given, {{"buffers", leaving},
+              {"num_heads", std::vector<int64_t>{num_heads[0]}},
+              {"head_dims", SymInts{plan.head_dims[2]}},
+              {"batch", plan.batch},
+              {"tokens_first", tokens_first}});
+  return out[0];
+}
+
+c10::IValue distributed_attention(const Given& given) {
+  const Order order = order_of(given["layout"]);
   Tensors inputs;  // [B, S_rank, H_i, D_i]
-  for (const at::Tensor& x : {q, k, v}) {
-    check_four(x, kNames[inputs.size()], order.names);
+  for (const char* name : kNames) {
+    const at::Tensor x = given[name];
+    check_four(x, name, order.names);
     inputs.push_back(x.permute(order.dims));
   }
-  const bool cuts_queries = query_parts != 1;
-  check_at_least(chunks, 1, "chunks");
-  const c10::SymInt total =
-      cuts_queries ? check_tokens_to_share(inputs, query_parts, seq_lens, 1, rank, kNames).total()
-                   : check_by_tokens(inputs, seq_lens, chunks, rank, kNames).total();
-  check_heads(inputs[0], inputs[1], inputs[2], enable_gqa);
-  const int64_t num_heads = inputs[0].sym_size(2).guard_int(__FILE__, __LINE__);
-  const int64_t num_kv_heads = inputs[1].sym_size(2).guard_int(__FILE__, __LINE__);
-  const c10::SymInt batch = inputs[0].sym_size(0);
-  check_attention(attn_mask, dropout_p, is_causal, q.scalar_type(), batch, num_heads, total);
-  if (attn_mask.has_value()) {
-    check_device(*attn_mask, "attn_mask", q, "q");
-  }
-  const Pattern pattern{documents, window_size, softcap, sinks};
-  check_pattern(pattern, batch, total, num_heads);
-  if (pattern.given() || kv_chunk.has_value()) {
-    check_only_pattern(attn_mask, dropout_p);
+  const SymPlan plan = plan_by_tokens(inputs, given, kNames);
+  check_heads(inputs[0], inputs[1], inputs[2], given["enable_gqa"]);
+  const Asked asked = asked_of(given);
+  asked.check(inputs[0].scalar_type(), plan.batch, plan.heads.num_heads(0), plan.total());
+  if (asked.attn_mask.has_value()) {
+    check_device(*asked.attn_mask, "attn_mask", inputs[0], "q");
   }
   // What heads first looks like is what SDPA returns: in memory the tokens come first, as whoever
   // joins the heads again wants them.
-  const bool tokens_first = order_name == "sbhd";
-  if (kv_chunk.has_value()) {
-    TORCH_CHECK_VALUE(
-        !cuts_queries, "expected query_parts to be 1 with kv_chunk, got ", query_parts);
-    TORCH_CHECK_VALUE(
-        chunks == 1, "expected chunks to be 1 with kv_chunk, got ", chunks,
-        "; keys and values come in parts of tokens then, not of heads");
-    const at::Tensor out = std::get<0>(streamed_attention(
-        inputs[0], inputs[1], inputs[2], documents, is_causal, window_size, scale, softcap, sinks,
-        *kv_chunk, seq_lens, rank, group_name));
-    return (tokens_first ? out.transpose(0, 1).contiguous().transpose(0, 1) : out)
-        .permute(order.dims);
+  const bool tokens_first = static_cast<std::string_view>(given["layout"]) == "sbhd";
+  const std::optional<int64_t> kv_chunk = given["kv_chunk"];
+  if (!kv_chunk.has_value()) {
+    return attend(inputs, plan, asked, tokens_first, given).permute(order.dims);
   }
-  if (cuts_queries) {
-    const Asked asked{attn_mask, dropout_p, is_causal, scale, sharded_randomness, pattern};
-    const at::Tensor out =
-        attention_of_shares(inputs, asked, query_parts, chunks, seq_lens, rank, group_name);
-    return (tokens_first ? out.transpose(0, 1).contiguous().transpose(0, 1) : out)
-        .permute(order.dims);
-  }
-  const HeadLayout heads(
-      {num_heads, num_kv_heads, num_kv_heads}, static_cast<int64_t>(seq_lens.size()), chunks);
-  Tensors ks, vs;
-  const c10::SymInt counts[] = {num_heads, num_kv_heads, num_kv_heads};
-  const c10::SymInt head_dims[] = {
-      inputs[0].sym_size(3), inputs[1].sym_size(3), inputs[2].sym_size(3)};
-  const Tensors arriving =
-      seq_to_heads_start(inputs, seq_lens, heads.chunks(), false, rank, group_name);
-  const auto attend = [&](int64_t chunk) {
-    const Tensors qkv = seq_to_heads_wait(
-        arriving[chunk], counts, head_dims, batch, seq_lens, chunk, heads.chunks(), rank,
-        group_name, tokens_first);
-    ks.push_back(qkv[1]);
-    vs.push_back(qkv[2]);
-    const auto read = [&](at::TensorList received) {
-      return kv_of_chunk(
-          received, num_heads, num_kv_heads, chunk, heads.chunks(), rank, heads.parts());
-    };
-    return attention_of_chunk(
-        qkv[0], read(ks), read(vs), attn_mask, dropout_p, is_causal, scale, num_heads, chunk,
-        heads.chunks(), rank, heads.parts(), sharded_randomness, documents, window_size, softcap,
-        sinks);
-  };
-  Tensors out;
-  if (heads.chunks() == 1) {
-    out = heads_to_seq({attend(0)}, {num_heads}, seq_lens, rank, group_name, tokens_first);
-  } else {
-    Tensors leaving;
-    for (int64_t chunk = 0; chunk < heads.chunks(); ++chunk) {
-      leaving.push_back(heads_to_seq_start(
-          {attend(chunk)}, {num_heads}, seq_lens, chunk, heads.chunks(), rank, group_name,
-          tokens_first));
-    }
-    out = heads_to_seq_wait(
-        leaving, {num_heads}, head_dims[2], batch, seq_lens, rank, group_name, tokens_first);
-  }
-  return out[0].permute(order.dims);  // each order is its own inverse
-}
-
-void check_attention_op(
-    const OptionalTensor& attn_mask,
-    double dropout_p,
-    bool is_causal,
-    at::ScalarType dtype,
-    c10::SymInt batch,
-    c10::SymInt num_heads,
-    c10::SymInt tokens,
-    const OptionalTensor& documents,
-    at::IntArrayRef window_size,
-    std::optional<double> softcap,
-    const OptionalTensor& sinks) {
-  check_attention(attn_mask, dropout_p, is_causal, dtype, batch, num_heads, tokens);
-  const Pattern pattern{documents, window_size, softcap, sinks};
-  if (pattern.given()) {
-    check_only_pattern(attn_mask, dropout_p);
-  }
-  check_pattern(pattern, batch, tokens, num_heads.guard_int(__FILE__, __LINE__));
+  check_only_pattern(asked.attn_mask, asked.dropout_p);
+  TORCH_CHECK_VALUE(
+      !plan.cuts_queries(), "expected query_parts to be 1 with kv_chunk, got ",
+      plan.heads.query_parts());
+  const int64_t chunks = given["chunks"];
+  TORCH_CHECK_VALUE(
+      chunks == 1, "expected chunks to be 1 with kv_chunk, got ", chunks,
+      "; keys and values come in parts of tokens then, not of heads");
+  const at::Tensor out = std::get<0>(streamed_attention(
+      inputs[0], inputs[1], inputs[2], asked.documents, asked.is_causal, asked.window_size,
+      asked.scale, asked.softcap, asked.sinks, *kv_chunk, given["seq_lens"], plan.rank,
+      given["group_name"]));
+  return (tokens_first ? out.transpose(0, 1).contiguous().transpose(0, 1) : out)
+      .permute(order.dims);  // each order is its own inverse
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(deepsp, CompositeImplicitAutograd, m) {
-  m.impl("distributed_attention", distributed_attention);
-  m.impl("kv_of_chunk", kv_of_chunk);
-  m.impl("attention_of_chunk", attention_of_chunk);
-  m.impl("check_attention", check_attention_op);
+  implement<distributed_attention>(m, "distributed_attention");
 }
 
 }  // namespace deepsp

@@ -73,21 +73,15 @@ std::vector<TokenPart> token_parts(
 // The exchange of k and v, and of their gradients, whose heads go where those of q do.
 class Stream {
  public:
-  Stream(
-      const at::Tensor& k,
-      const at::Tensor& v,
-      int64_t num_heads,
-      c10::SymIntArrayRef seq_lens,
-      int64_t rank,
-      std::string_view group_name,
-      int64_t kv_chunk)
-      : parts(token_parts(ints(seq_lens), rank, kv_chunk)),
+  Stream(const at::Tensor& k, const at::Tensor& v, int64_t num_heads, const Given& given)
+      : parts(token_parts(ints(given["seq_lens"]), given["rank"], given["kv_chunk"])),
+        given_(given),
         k_(k),
         v_(v),
-        rank_(rank),
-        group_name_(group_name),
-        heads_({num_heads, k.size(2), k.size(2)}, static_cast<int64_t>(seq_lens.size())),
-        readers_(heads_, rank, 0),
+        heads_(
+            {num_heads, k.size(2), k.size(2)},
+            static_cast<int64_t>(static_cast<c10::SymIntArrayRef>(given["seq_lens"]).size())),
+        readers_(heads_, given["rank"], 0),
         num_heads_{num_heads, k.size(2), k.size(2)},
         head_dims_{0, k.size(3), v.size(3)} {}
 
@@ -99,8 +93,13 @@ class Stream {
     at::Tensor next = start(0);
     for (size_t at = 0; at < parts.size(); ++at) {
       const Tensors found = seq_to_heads_wait(
-          next, num_heads_, head_dims_, k_.size(0), parts[at].seq_lens, 0, 1, rank_, group_name_,
-          {});
+          given_, {{"buffer", next},
+                   {"num_heads", num_heads_},
+                   {"head_dims", head_dims_},
+                   {"batch", k_.size(0)},
+                   {"seq_lens", parts[at].seq_lens},
+                   {"chunk", 0},
+                   {"chunks", 1}});
       next = start(at + 1);
       visit(parts[at], for_readers(found[1]), for_readers(found[2]));
     }
@@ -109,14 +108,23 @@ class Stream {
   at::Tensor start_back(const TokenPart& part, const at::Tensor& dk, const at::Tensor& dv) const {
     const c10::SymInt none[] = {dk.size(0), dk.size(1), readers_.q.size(), 0};
     return heads_to_seq_start(
-        {at::empty_symint(none, dk.options()), of_readers(dk), of_readers(dv)}, num_heads_,
-        part.seq_lens, 0, 1, rank_, group_name_, /*tokens_first=*/false);
+        given_,
+        {{"inputs", Tensors{at::empty_symint(none, dk.options()), of_readers(dk), of_readers(dv)}},
+         {"num_heads", num_heads_},
+         {"seq_lens", part.seq_lens},
+         {"chunk", 0},
+         {"chunks", 1},
+         {"tokens_first", false}});
   }
 
   // The gradients of this rank's tokens of a part.
   Tensors wait_back(const TokenPart& part, const at::Tensor& buffer) const {
     return heads_to_seq_wait(
-        {buffer}, num_heads_, head_dims_, k_.size(0), part.seq_lens, rank_, group_name_, false);
+        given_, {{"buffers", Tensors{buffer}},
+                 {"num_heads", num_heads_},
+                 {"head_dims", head_dims_},
+                 {"batch", k_.size(0)},
+                 {"seq_lens", part.seq_lens}});
   }
 
  private:
@@ -130,9 +138,12 @@ class Stream {
     };
     // q says where heads go; of it, nothing travels.
     const c10::SymInt none[] = {k_.size(0), part.mine.size(), heads_.num_heads(0), 0};
-    return seq_to_heads_start(
-        {at::empty_symint(none, k_.options()), own(k_), own(v_)}, part.seq_lens, 1, false, rank_,
-        group_name_)[0];
+    const Tensors buffers = seq_to_heads_start(
+        given_, {{"inputs", Tensors{at::empty_symint(none, k_.options()), own(k_), own(v_)}},
+                 {"seq_lens", part.seq_lens},
+                 {"chunks", 1},
+                 {"last_first", false}});
+    return buffers[0];
   }
 
   // Each kv head as often as is needed for all to be read by as many query heads.
@@ -161,9 +172,8 @@ class Stream {
     return at::cat(summed, 2);
   }
 
+  const Given& given_;
   const at::Tensor k_, v_;
-  const int64_t rank_;
-  const std::string_view group_name_;
   const HeadLayout heads_;
   const Readers readers_;
   const SymInts num_heads_, head_dims_;
@@ -190,28 +200,23 @@ OptionalTensor own_sinks(
   return sinks->narrow(0, heads.begin, heads.size());
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> streamed_attention_kernel(
-    const at::Tensor& q,
-    const at::Tensor& k,
-    const at::Tensor& v,
-    const OptionalTensor& documents,
-    bool is_causal,
-    at::IntArrayRef window_size,
-    std::optional<double> scale,
-    std::optional<double> softcap,
-    const OptionalTensor& sinks,
-    int64_t kv_chunk,
-    c10::SymIntArrayRef seq_lens,
-    int64_t rank,
-    std::string_view group_name) {
-  const SymBlockLayout layout = check_by_tokens({q, k, v}, seq_lens, 1, rank, kNames);
+c10::IValue streamed_attention_kernel(const Given& given) {
+  const at::Tensor q = given["q"];
+  const at::Tensor k = given["k"], v = given["v"];
+  const OptionalTensor documents = given["documents"], sinks = given["sinks"];
+  const bool is_causal = given["is_causal"];
+  const at::IntArrayRef window_size = given["window_size"];
+  const std::optional<double> scale = given["scale"], softcap = given["softcap"];
+  const int64_t kv_chunk = given["kv_chunk"], rank = given["rank"];
+  const c10::SymIntArrayRef seq_lens = given["seq_lens"];
+  const SymPlan layout = plan_by_tokens({q, k, v}, given, kNames);
   TORCH_CHECK_VALUE(
       layout.heads.num_heads(1) == layout.heads.num_heads(2) && q.sym_size(3) == k.sym_size(3) &&
           q.is_floating_point(),
       "expected floating-point q and k of one head_dim, and k and v of as many heads, got shapes ",
       q.sym_sizes(), ", ", k.sym_sizes(), " and ", v.sym_sizes());
   const int64_t num_heads = layout.heads.num_heads(0), kv_heads = layout.heads.num_heads(1);
-  const c10::SymInt tokens = layout.token(layout.parts());
+  const c10::SymInt tokens = layout.total();
   check_pattern({documents, window_size, softcap, sinks}, layout.batch, tokens, num_heads);
   check_at_least(kv_chunk, 1, "kv_chunk");
   const auto ranks = static_cast<int64_t>(seq_lens.size());
@@ -222,45 +227,41 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> streamed_attention_ke
     const c10::SymInt of_out[] = {q.sym_size(0), tokens, heads, v.sym_size(3)};
     const c10::SymInt sums[] = {q.sym_size(0), heads, tokens};
     const auto wide = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-    return {
+    return std::make_tuple(
         at::empty_symint(out, q.options()), tokens_first(of_q, q.options()),
-        tokens_first(of_out, q.options()), at::empty_symint(sums, q.options().dtype(wide))};
+        tokens_first(of_out, q.options()), at::empty_symint(sums, q.options().dtype(wide)));
   }
   const Attending how = attending(
       documents, is_causal, window_size, scale, softcap, q.size(0),
       tokens.guard_int(__FILE__, __LINE__), q.size(3));
-  const at::Tensor all = seq_to_heads({q}, seq_lens, rank, group_name)[0];
+  const Tensors received = seq_to_heads(given, {{"inputs", Tensors{q}}});
+  const at::Tensor& all = received[0];
   Attended attended(all, v.size(3), how, /*whole=*/false);
-  const Stream stream(k, v, num_heads, seq_lens, rank, group_name, kv_chunk);
+  const Stream stream(k, v, num_heads, given);
   stream.each([&](const TokenPart& part, const at::Tensor& k_part, const at::Tensor& v_part) {
     each_range(part, [&](Range range, int64_t at) {
       attended.add(k_part.narrow(1, at, range.size()), v_part.narrow(1, at, range.size()), range);
     });
   });
   const auto [out, log_sum] = attended.finish(own_sinks(sinks, num_heads, kv_heads, ranks, rank));
-  const at::Tensor mine = heads_to_seq({out}, {num_heads}, seq_lens, rank, group_name, false)[0];
-  return {mine, all, out, log_sum};
+  const Tensors mine = heads_to_seq(
+      given, {{"inputs", Tensors{out}}, {"num_heads", std::vector<int64_t>{num_heads}}});
+  return std::make_tuple(mine[0], all, out, log_sum);
 }
 
-Tensors streamed_attention_backward_kernel(
-    const at::Tensor& grad,
-    const at::Tensor& k,
-    const at::Tensor& v,
-    const OptionalTensor& documents,
-    bool is_causal,
-    at::IntArrayRef window_size,
-    std::optional<double> scale,
-    std::optional<double> softcap,
-    const OptionalTensor& sinks,
-    int64_t kv_chunk,
-    c10::SymInt num_heads,
-    c10::SymIntArrayRef seq_lens,
-    int64_t rank,
-    std::string_view group_name,
-    const at::Tensor& q_of_heads,
-    const at::Tensor& output_of_heads,
-    const at::Tensor& log_sum_exp) {
-  const SymBlockLayout layout = check_by_tokens({grad, k, v}, seq_lens, 1, rank, kNames);
+c10::IValue streamed_attention_backward_kernel(const Given& given) {
+  const at::Tensor grad = given["grad"];
+  const at::Tensor k = given["k"], v = given["v"];
+  const OptionalTensor documents = given["documents"], sinks = given["sinks"];
+  const bool is_causal = given["is_causal"];
+  const at::IntArrayRef window_size = given["window_size"];
+  const std::optional<double> scale = given["scale"], softcap = given["softcap"];
+  const int64_t kv_chunk = given["kv_chunk"], rank = given["rank"];
+  const c10::SymIntArrayRef seq_lens = given["seq_lens"];
+  const c10::SymInt num_heads = given["num_heads"];
+  const at::Tensor q_of_heads = given["q_of_heads"], output_of_heads = given["output_of_heads"];
+  const at::Tensor log_sum_exp = given["log_sum_exp"];
+  const SymPlan layout = plan_by_tokens({grad, k, v}, given, kNames);
   TORCH_CHECK_VALUE(
       grad.sym_size(2) == num_heads && grad.sym_size(3) == v.sym_size(3),
       "expected grad of shape [batch, sequence, ", num_heads, ", ", v.sym_size(3), "], got ",
@@ -279,9 +280,10 @@ Tensors streamed_attention_backward_kernel(
   const auto ranks = static_cast<int64_t>(seq_lens.size());
   const Attending how = attending(
       documents, is_causal, window_size, scale, softcap, k.size(0), q_of_heads.size(1), k.size(3));
-  const at::Tensor of_heads = seq_to_heads({grad}, seq_lens, rank, group_name)[0];
+  const Tensors received = seq_to_heads(given, {{"inputs", Tensors{grad}}});
+  const at::Tensor& of_heads = received[0];
   AttendedGradients gradients(of_heads, q_of_heads, output_of_heads, log_sum_exp, how);
-  const Stream stream(k, v, heads, seq_lens, rank, group_name, kv_chunk);
+  const Stream stream(k, v, heads, given);
   Tensors found{at::Tensor(), at::empty(k.sizes(), k.options()), at::empty(v.sizes(), v.options())};
   const TokenPart* sent = nullptr;
   at::Tensor leaving;
@@ -305,7 +307,9 @@ Tensors streamed_attention_backward_kernel(
     sent = &part;
   });
   arrive();
-  found[0] = heads_to_seq({gradients.of_q()}, {num_heads}, seq_lens, rank, group_name, false)[0];
+  const Tensors of_q = heads_to_seq(
+      given, {{"inputs", Tensors{gradients.of_q()}}, {"num_heads", SymInts{num_heads}}});
+  found[0] = of_q[0];
   if (sinks.has_value()) {
     found.push_back(sinks->new_zeros(sinks->sizes()));
     const Range own = layout.heads.range(0, rank);
@@ -354,8 +358,8 @@ Tensors gradients_of(const Call& call, const Tensors& gradients) {
 }  // namespace
 
 DEEPSP_KERNELS(m) {
-  m.impl("streamed_attention", streamed_attention_kernel);
-  m.impl("streamed_attention_backward", streamed_attention_backward_kernel);
+  implement<streamed_attention_kernel>(m, "streamed_attention");
+  implement<streamed_attention_backward_kernel>(m, "streamed_attention_backward");
 }
 
 TORCH_LIBRARY_IMPL(deepsp, Autograd, m) {

@@ -14,84 +14,84 @@ bool lies_tokens_first(const at::Tensor& x) {
          TORCH_GUARD_OR_FALSE(x.sym_stride(0).sym_lt(x.sym_stride(1)));
 }
 
-// Of inputs [B, S, H_i, D_i].
-struct HeadShapes {
-  SymInts heads;
-  SymInts dims;
-
-  explicit HeadShapes(at::TensorList inputs) {
-    for (const at::Tensor& x : inputs) {
-      heads.push_back(x.sym_size(2));
-      dims.push_back(x.sym_size(3));
-    }
+// The size of every tensor in one dimension.
+SymInts sizes_of(at::TensorList tensors, int64_t dim) {
+  SymInts sizes;
+  for (const at::Tensor& x : tensors) {
+    sizes.push_back(x.sym_size(dim));
   }
-};
+  return sizes;
+}
 
 Tensors heads_to_seq_backward(const Call& call, const Tensors& gradients) {
-  return seq_to_heads(gradients, call["seq_lens"], call["rank"], call["group_name"]);
-}
-
-HeadShapes kept_shapes(Call& call) {
-  const HeadShapes shapes(call.inputs());
-  call.keep("dims", shapes.dims);
-  call.keep("batch", call.inputs()[0].sym_size(0));
-  return shapes;
-}
-
-void keep_local_shapes(Call& call) {
-  kept_shapes(call);
+  return seq_to_heads(call, {{"inputs", gradients}});
 }
 
 void keep_shapes(Call& call) {
-  call.keep("heads", kept_shapes(call).heads);
+  call.keep("num_heads", sizes_of(call.inputs(), 2));
+  call.keep("head_dims", sizes_of(call.inputs(), 3));
+  call.keep("batch", call.inputs()[0].sym_size(0));
   call.keep("tokens_first", lies_tokens_first(call.inputs()[0]));
 }
 
+// Of inputs by heads: queries, one tensor a cell, then the other tensors, if they travel at all.
+void keep_local_shapes(Call& call) {
+  const at::TensorList inputs = call.inputs();
+  const auto tensors =
+      static_cast<size_t>(static_cast<c10::SymIntArrayRef>(call["num_heads"]).size());
+  SymInts dims = sizes_of(inputs.slice(0, 1), 3);
+  const bool cut = static_cast<int64_t>(call["query_parts"]) != 1;
+  if (!cut || static_cast<int64_t>(call["chunk"]) == 0) {
+    const SymInts others = sizes_of(inputs.slice(inputs.size() - tensors + 1), 3);
+    dims.insert(dims.end(), others.begin(), others.end());
+  }
+  dims.resize(tensors, 0);
+  call.keep("head_dims", dims);
+  call.keep("batch", inputs[0].sym_size(0));
+}
+
 Tensors seq_to_heads_start_backward(const Call& call, const Tensors& buffers) {
-  return heads_to_seq_wait(
-      buffers, call["heads"], call["dims"], call["batch"], call["seq_lens"], call["rank"],
-      call["group_name"], call["tokens_first"]);
+  return heads_to_seq_wait(call, {{"buffers", buffers}});
 }
 
 Tensors seq_to_heads_wait_backward(const Call& call, const Tensors& gradients) {
-  return {heads_to_seq_start(
-      gradients, call["num_heads"], call["seq_lens"], call["chunk"], call["chunks"], call["rank"],
-      call["group_name"], call["tokens_first"])};
+  return {heads_to_seq_start(call, {{"inputs", gradients}})};
 }
 
 Tensors heads_to_seq_start_backward(const Call& call, const Tensors& buffers) {
-  return seq_to_heads_wait(
-      buffers[0], call["num_heads"], call["dims"], call["batch"], call["seq_lens"], call["chunk"],
-      call["chunks"], call["rank"], call["group_name"], call["tokens_first"]);
+  return seq_to_heads_wait(call, {{"buffer", buffers[0]}});
 }
 
 Tensors heads_to_seq_wait_backward(const Call& call, const Tensors& gradients) {
   // The last chunk first: autograd asks for it first.
   return seq_to_heads_start(
-      gradients, call["seq_lens"], static_cast<int64_t>(call.count()), /*last_first=*/true,
-      call["rank"], call["group_name"]);
+      call, {{"inputs", gradients},
+             {"chunks", static_cast<int64_t>(call.count())},
+             {"last_first", true}});
 }
 
 // Not an op of its own below autograd: its outputs share a buffer, and only a
 // wait's schema can say so.
-Tensors seq_to_heads_composite(
-    at::TensorList inputs,
-    c10::SymIntArrayRef seq_lens,
-    int64_t rank,
-    std::string_view group_name) {
+c10::IValue seq_to_heads_composite(const Given& given) {
+  const at::TensorList inputs = given["inputs"];
   check_inputs(inputs);
-  const Tensors buffers =
-      seq_to_heads_start(inputs, seq_lens, /*chunks=*/1, /*last_first=*/false, rank, group_name);
-  const HeadShapes shapes(inputs);  // the start has checked them
+  const Tensors buffers = seq_to_heads_start(given, {{"chunks", 1}, {"last_first", false}});
+  // The start has checked them.
   return seq_to_heads_wait(
-      buffers[0], shapes.heads, shapes.dims, inputs[0].sym_size(0), seq_lens, 0, 1, rank,
-      group_name, /*tokens_first=*/false);
+             given, {{"buffer", buffers[0]},
+                     {"num_heads", sizes_of(inputs, 2)},
+                     {"head_dims", sizes_of(inputs, 3)},
+                     {"batch", inputs[0].sym_size(0)},
+                     {"chunk", 0},
+                     {"chunks", 1},
+                     {"tokens_first", false}})
+      .value();
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(deepsp, CompositeImplicitAutograd, m) {
-  m.impl("seq_to_heads", seq_to_heads_composite);
+  implement<seq_to_heads_composite>(m, "seq_to_heads");
 }
 
 TORCH_LIBRARY_IMPL(deepsp, Autograd, m) {

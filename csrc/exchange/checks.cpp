@@ -9,7 +9,8 @@ std::string name_of(const char* const* names, size_t i) {
   return names ? names[i] : "inputs[" + std::to_string(i) + "]";
 }
 
-void check_alike(at::TensorList inputs, const char* const* names) {
+// lengths: whether these are alike, too.
+void check_alike(at::TensorList inputs, const char* const* names, bool lengths = true) {
   check_inputs(inputs);
   const at::Tensor& first = inputs[0];
   const std::string first_name = name_of(names, 0);
@@ -21,18 +22,22 @@ void check_alike(at::TensorList inputs, const char* const* names) {
         x.sym_size(0) == first.sym_size(0), "expected ", name, " to have the batch size of ",
         first_name, " (", first.sym_size(0), "), got ", x.sym_size(0));
     TORCH_CHECK_VALUE(
-        x.sym_size(1) == first.sym_size(1), "expected ", name, " to have the sequence length of ",
-        first_name, " (", first.sym_size(1), "), got ", x.sym_size(1));
+        !lengths || x.sym_size(1) == first.sym_size(1), "expected ", name,
+        " to have the sequence length of ", first_name, " (", first.sym_size(1), "), got ",
+        x.sym_size(1));
     check_like(x, name, first, first_name.c_str());
   }
 }
 
-// A head that several ranks hold comes back as a sum.
-void check_sums(const HeadLayout& heads, at::ScalarType dtype) {
-  for (size_t i = 0; !is_summable(dtype) && i < heads.tensors(); ++i) {
-    for (int64_t p = 0; p + 1 < heads.parts(); ++p) {
+// Products of the two, and with lengths, don't overflow.
+constexpr int64_t kMostRanks = int64_t(1) << 20;
+
+// A head that several ranks hold comes back as a sum. Queries that are cut don't.
+void check_sums(const SymPlan& plan, at::ScalarType dtype) {
+  for (size_t i = plan.cuts_queries(); !is_summable(dtype) && i < plan.heads.tensors(); ++i) {
+    for (int64_t p = 0; p + 1 < plan.ranks(); ++p) {
       TORCH_CHECK_VALUE(
-          heads.range(i, p).end <= heads.range(i, p + 1).begin,
+          plan.heads.range(i, p).end <= plan.heads.range(i, p + 1).begin,
           "expected float64, float32, bfloat16 or float16 for inputs[", i,
           "], since several ranks hold the same head of it and their parts are summed, got ",
           dtype_name(dtype));
@@ -40,13 +45,43 @@ void check_sums(const HeadLayout& heads, at::ScalarType dtype) {
   }
 }
 
-void check_all_fits(const SymBlockLayout& layout) {
-  for (size_t i = 0; i < layout.head_dims.size(); ++i) {
+SymPlan checked_plan(
+    HeadLayout heads,
+    SymInts head_dims,
+    const c10::SymInt& batch,
+    c10::SymIntArrayRef seq_lens,
+    int64_t rank) {
+  SymPlan plan(std::move(heads), std::move(head_dims), batch, seq_lens.vec(), rank);
+  for (size_t i = 0; i < plan.head_dims.size(); ++i) {
     check_fits(
-        {layout.token(layout.parts()), layout.batch, layout.heads.num_heads(i),
-         layout.head_dims[i]},
+        {plan.total(), plan.batch, plan.heads.num_heads(i), plan.head_dims[i]},
         "seq_lens, batch, num_heads and head_dims");
   }
+  return plan;
+}
+
+// Checks what an owner has of a section, and returns how many tensors that is.
+size_t check_section(
+    at::TensorList inputs, const SymPlan& plan, const Section<c10::SymInt>& section, size_t first) {
+  for (size_t n = 0; n < section.tensors.size(); ++n) {
+    const at::Tensor& x = inputs[first + n];
+    const auto& [tensor, heads, column, columns] = section.tensors[n];
+    TORCH_CHECK_VALUE(
+        x.sym_size(1) == section.rows(), "expected ", name_of(nullptr, first + n),
+        " to have sequence length ", section.rows(), ", the ",
+        section.all_tokens ? "sum of seq_lens" : "number of queries of this rank's cell", ", got ",
+        x.sym_size(1));
+    TORCH_CHECK_VALUE(
+        x.sym_size(2) == heads.size(), "expected ", name_of(nullptr, first + n), " to have ",
+        heads.size(), " heads, those of num_heads[", tensor, "] = ", plan.heads.num_heads(tensor),
+        " that rank ", plan.rank, " of ", plan.ranks(), " holds",
+        plan.chunks() > 1 ? " in this chunk" : "", ", got ", x.sym_size(2));
+    TORCH_CHECK_VALUE(
+        x.sym_size(3) == plan.head_dims[tensor], "expected ", name_of(nullptr, first + n),
+        " to have head_dim ", plan.head_dims[tensor], ", that of the other cells, got ",
+        x.sym_size(3));
+  }
+  return section.tensors.size();
 }
 
 }  // namespace
@@ -81,91 +116,119 @@ void check_local_length(
       seq_lens[rank], ", which is seq_lens[", rank, "], this rank's entry, got ", x.sym_size(1));
 }
 
-void check_num_heads(
-    const std::vector<int64_t>& num_heads, int64_t parts, const char* const* names) {
-  check_at_least(parts, 1, "parts");
-  TORCH_CHECK_VALUE(
-      num_heads[0] >= parts, "expected ", name_of(names, 0), " to have at least ", parts,
-      " heads, the number of ranks of the group, got ", num_heads[0], "; use a group of at most ",
-      num_heads[0], " ranks");
+HeadLayout head_layout(
+    const std::vector<int64_t>& num_heads,
+    int64_t ranks,
+    int64_t chunks,
+    int64_t query_parts,
+    const char* const* names) {
+  check_at_least(ranks, 1, "parts");
+  check_at_least(chunks, 1, "chunks");
+  check_at_least(query_parts, 0, "query_parts");
+  const std::string first = name_of(names, 0);
+  if (query_parts == 1) {
+    TORCH_CHECK_VALUE(
+        num_heads[0] >= ranks, "expected ", first, " to have at least ", ranks,
+        " heads, the number of ranks of the group, got ", num_heads[0], "; use a group of at most ",
+        num_heads[0], " ranks");
+  } else {
+    TORCH_CHECK_VALUE(
+        ranks <= kMostRanks && num_heads[0] <= kMostRanks, "expected at most ", kMostRanks,
+        " ranks and heads, got ", ranks, " and ", num_heads[0]);
+    TORCH_CHECK_VALUE(
+        query_parts == HeadLayout::kAuto || ranks % query_parts == 0,
+        "expected query_parts to divide the number of ranks of the group (", ranks, "), got ",
+        query_parts, "; or pass \"auto\"");
+    const int64_t groups = query_parts == HeadLayout::kAuto ? 1 : ranks / query_parts;
+    TORCH_CHECK_VALUE(
+        num_heads[0] >= groups, "expected ", first, " to have at least ", groups,
+        " heads with query_parts ", query_parts, " on ", ranks, " ranks, got ", num_heads[0],
+        "; raise query_parts (over a mesh of two dimensions: its rows), or pass \"auto\" with a "
+        "group of one dimension");
+  }
   for (size_t i = 1; i < num_heads.size(); ++i) {
     TORCH_CHECK_VALUE(
         num_heads[i] > 0 && num_heads[0] % num_heads[i] == 0, "expected the number of heads of ",
-        name_of(names, i), " to divide that of ", name_of(names, 0), " (", num_heads[0], "), got ",
+        name_of(names, i), " to divide that of ", first, " (", num_heads[0], "), got ",
         num_heads[i]);
   }
+  return HeadLayout(num_heads, ranks, chunks, query_parts);
 }
 
-HeadSizes check_inputs_by_tokens(
-    at::TensorList inputs, c10::SymIntArrayRef seq_lens, int64_t rank, const char* const* names) {
+SymPlan plan_by_tokens(at::TensorList inputs, const Given& given, const char* const* names) {
+  const c10::SymIntArrayRef seq_lens = given["seq_lens"];
+  const int64_t rank = given["rank"];
   check_seq_lens(seq_lens, rank);
   check_alike(inputs, names);
   check_local_length(inputs[0], name_of(names, 0), seq_lens, rank);
-  HeadSizes sizes;
+  std::vector<int64_t> num_heads;
+  SymInts head_dims;
   for (const at::Tensor& x : inputs) {
-    sizes.num_heads.push_back(x.sym_size(2).guard_int(__FILE__, __LINE__));
-    sizes.head_dims.push_back(x.sym_size(3));
-  }
-  return sizes;
-}
-
-SymBlockLayout check_by_tokens(
-    at::TensorList inputs,
-    c10::SymIntArrayRef seq_lens,
-    int64_t chunks,
-    int64_t rank,
-    const char* const* names) {
-  const auto [num_heads, head_dims] = check_inputs_by_tokens(inputs, seq_lens, rank, names);
-  check_at_least(chunks, 1, "chunks");
-  const int64_t parts = static_cast<int64_t>(seq_lens.size());
-  check_num_heads(num_heads, parts, names);
-  SymBlockLayout layout{
-      HeadLayout(num_heads, parts, chunks), head_dims, inputs[0].sym_size(0), seq_lens.vec(), rank};
-  check_all_fits(layout);
-  return layout;
-}
-
-SymBlockLayout check_by_heads(
-    at::TensorList inputs,
-    c10::SymIntArrayRef num_heads,
-    c10::SymIntArrayRef seq_lens,
-    int64_t chunk,
-    int64_t chunks,
-    int64_t rank) {
-  check_seq_lens(seq_lens, rank);
-  check_alike(inputs, nullptr);
-  TORCH_CHECK_VALUE(
-      num_heads.size() == inputs.size(), "expected num_heads to have one entry for each of the ",
-      inputs.size(), " inputs, got ", num_heads.size());
-  check_at_least(chunks, 1, "chunks");
-  const int64_t parts = static_cast<int64_t>(seq_lens.size());
-  const std::vector<int64_t> heads = ints(num_heads);
-  check_num_heads(heads, parts, nullptr);
-  std::vector<c10::SymInt> head_dims;
-  for (const at::Tensor& x : inputs) {
+    num_heads.push_back(x.sym_size(2).guard_int(__FILE__, __LINE__));
     head_dims.push_back(x.sym_size(3));
   }
-  SymBlockLayout layout{
-      HeadLayout(heads, parts, chunks), head_dims, inputs[0].sym_size(0), seq_lens.vec(), rank};
-  check_all_fits(layout);
-  check_chunk(chunk, layout.heads.chunks());
-  check_sums(layout.heads, inputs[0].scalar_type());
-  TORCH_CHECK_VALUE(
-      inputs[0].sym_size(1) == layout.token(parts), "expected inputs[0] to have sequence length ",
-      layout.token(parts), ", the sum of seq_lens, got ", inputs[0].sym_size(1));
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    const int64_t mine = layout.heads.range(i, rank, chunk).size();
-    TORCH_CHECK_VALUE(
-        inputs[i].sym_size(2) == mine, "expected inputs[", i, "] to have ", mine,
-        " heads, those of num_heads[", i, "] = ", heads[i], " that rank ", rank, " of ", parts,
-        " holds", layout.heads.chunks() > 1 ? " in this chunk" : "", ", got ",
-        inputs[i].sym_size(2));
-  }
-  return layout;
+  return checked_plan(
+      head_layout(
+          num_heads, static_cast<int64_t>(seq_lens.size()), given.get("chunks", 1),
+          given.get("query_parts", 1), names),
+      std::move(head_dims), inputs[0].sym_size(0), seq_lens, rank);
 }
 
-void check_described(
-    c10::SymIntArrayRef num_heads, c10::SymIntArrayRef head_dims, const c10::SymInt& batch) {
+SymPlan plan_by_heads(at::TensorList inputs, const Given& given) {
+  const c10::SymIntArrayRef seq_lens = given["seq_lens"];
+  const int64_t rank = given["rank"], chunk = given.get("chunk", 0);
+  check_seq_lens(seq_lens, rank);
+  const std::vector<int64_t> num_heads = ints(given["num_heads"]);
+  const int64_t query_parts = given.get("query_parts", 1);
+  check_alike(inputs, nullptr, /*lengths=*/query_parts == 1);
+  TORCH_CHECK_VALUE(
+      query_parts == 1 ? num_heads.size() == inputs.size() : !num_heads.empty(),
+      "expected num_heads to have one entry for each of the ", inputs.size(), " inputs, got ",
+      num_heads.size());
+  SymPlan plan(
+      head_layout(
+          num_heads, static_cast<int64_t>(seq_lens.size()), given.get("chunks", 1), query_parts),
+      SymInts(num_heads.size(), 0), inputs[0].sym_size(0), seq_lens.vec(), rank);
+  check_chunk(chunk, plan.chunks());
+  const auto sections = plan.sections(rank, chunk);
+  size_t count = 0;
+  for (const auto& section : sections) {
+    for (const auto& heads : section.tensors) {
+      if (count < inputs.size()) {
+        plan.head_dims[heads.tensor] = inputs[count].sym_size(3);
+      }
+      ++count;
+    }
+  }
+  TORCH_CHECK_VALUE(
+      inputs.size() == count, "expected inputs to have ", count, " tensors, the queries of the ",
+      plan.heads.cells(rank, chunk).size(), " cells of rank ", rank, " and what they read, got ",
+      inputs.size());
+  plan = checked_plan(plan.heads, plan.head_dims, plan.batch, seq_lens, rank);
+  check_sums(plan, inputs[0].scalar_type());
+  count = 0;
+  for (const auto& section : sections) {
+    count += check_section(inputs, plan, section, count);
+  }
+  return plan;
+}
+
+SymPlan plan_of_wait(at::TensorList buffers, const Given& given, int64_t chunk, int64_t chunks) {
+  return plan_of_wait(
+      buffers, given["num_heads"], given["head_dims"], given["batch"], given, chunk, chunks);
+}
+
+SymPlan plan_of_wait(
+    at::TensorList buffers,
+    c10::SymIntArrayRef num_heads,
+    c10::SymIntArrayRef head_dims,
+    const c10::SymInt& batch,
+    const Given& given,
+    int64_t chunk,
+    int64_t chunks) {
+  const c10::SymIntArrayRef seq_lens = given["seq_lens"];
+  const int64_t rank = given["rank"];
+  check_seq_lens(seq_lens, rank);
   TORCH_CHECK_VALUE(
       !num_heads.empty() && num_heads.size() == head_dims.size(),
       "expected num_heads and head_dims to have one entry for each tensor exchanged, got ",
@@ -174,54 +237,28 @@ void check_described(
   for (size_t i = 0; i < head_dims.size(); ++i) {
     check_at_least(head_dims[i], 0, "head_dims[", i, "]");
   }
-}
-
-void check_buffer(
-    const at::Tensor& buffer, size_t n, const at::Tensor& first, const c10::SymInt& elements) {
-  check_like(buffer, "buffers[" + std::to_string(n) + "]", first, "buffers[0]");
-  TORCH_CHECK_VALUE(
-      buffer.dim() == 1 && buffer.sym_size(0) == elements,
-      "expected the buffer of the exchange described to have shape [", elements, "], got ",
-      buffer.sym_sizes(), "; pass what the start returned, with the sizes given to it");
-}
-
-SymBlockLayout check_wait(
-    at::TensorList buffers,
-    c10::SymIntArrayRef num_heads,
-    c10::SymIntArrayRef head_dims,
-    const c10::SymInt& batch,
-    c10::SymIntArrayRef seq_lens,
-    int64_t chunk,
-    int64_t chunks,
-    int64_t rank) {
-  check_seq_lens(seq_lens, rank);
-  check_described(num_heads, head_dims, batch);
-  const int64_t parts = static_cast<int64_t>(seq_lens.size());
-  const std::vector<int64_t> heads = ints(num_heads);
-  check_num_heads(heads, parts, nullptr);
-  check_at_least(chunks, 1, "chunks");
-  SymBlockLayout layout{
-      HeadLayout(heads, parts, chunks), head_dims.vec(), batch, seq_lens.vec(), rank};
-  check_all_fits(layout);
+  const SymPlan plan = checked_plan(
+      head_layout(
+          ints(num_heads), static_cast<int64_t>(seq_lens.size()), chunks,
+          given.get("query_parts", 1)),
+      head_dims.vec(), batch, seq_lens, rank);
   for (size_t n = 0; n < buffers.size(); ++n) {
-    check_chunk(chunk + static_cast<int64_t>(n), layout.heads.chunks());
-    check_buffer(
-        buffers[n], n, buffers[0], buffer_elements(layout, chunk + static_cast<int64_t>(n)));
+    const int64_t of = chunk + static_cast<int64_t>(n);
+    check_chunk(of, plan.chunks());
+    check_like(buffers[n], "buffers[" + std::to_string(n) + "]", buffers[0], "buffers[0]");
+    const c10::SymInt elements = plan.buffer_elements(of);
+    TORCH_CHECK_VALUE(
+        buffers[n].dim() == 1 && buffers[n].sym_size(0) == elements,
+        "expected the buffer of the exchange described to have shape [", elements, "], got ",
+        buffers[n].sym_sizes(), "; pass what the start returned, with the sizes given to it");
   }
-  return layout;
+  return plan;
 }
 
-c10::SymInt buffer_elements(const SymBlockLayout& layout, int64_t chunk) {
-  const c10::SymInt by_heads = layout.elements_by_heads(chunk);
-  const c10::SymInt by_tokens = layout.elements_by_tokens(chunk);
-  // Not a comparison: a graph is for both.
-  return by_heads.max(by_tokens);
-}
-
-BlockLayout<int64_t> concrete(const SymBlockLayout& layout) {
-  return {
-      layout.heads, ints(layout.head_dims), layout.batch.guard_int(__FILE__, __LINE__),
-      ints(layout.seq_lens), layout.rank};
+Layout concrete(const SymPlan& plan) {
+  return Layout(
+      plan.heads, ints(plan.head_dims), plan.batch.guard_int(__FILE__, __LINE__),
+      ints(plan.seq_lens), plan.rank);
 }
 
 }  // namespace deepsp

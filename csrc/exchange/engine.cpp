@@ -7,24 +7,16 @@
 namespace deepsp {
 
 Departure departure_of(
-    const Group* group, const Layout& layout, int64_t chunk, const at::Tensor& like, Order order) {
-  const auto elements = [&](int64_t p) {
-    Layout theirs = layout;
-    theirs.rank = p;
-    return std::max(theirs.elements_by_heads(chunk), theirs.elements_by_tokens(chunk));
-  };
+    const Group* group, const Layout& plan, int64_t chunk, const at::Tensor& like, Order order) {
+  const auto elements = [&](int64_t p) { return plan.buffer_elements(p, chunk); };
   return Departure(
-      group, elements, {elements(layout.rank)}, like.options(), static_cast<uint64_t>(order));
+      group, elements, {elements(plan.rank)}, like.options(), static_cast<uint64_t>(order));
 }
 
-at::Tensor meta_buffer(const SymBlockLayout& shapes, int64_t chunk, const at::Tensor& like) {
-  return at::empty_symint({buffer_elements(shapes, chunk)}, like.options());
-}
-
-std::vector<at::Tensor> meta_buffers(const SymBlockLayout& shapes, const at::Tensor& like) {
+std::vector<at::Tensor> meta_buffers(const SymPlan& plan, const at::Tensor& like) {
   std::vector<at::Tensor> buffers;
-  for (int64_t chunk = 0; chunk < shapes.heads.chunks(); ++chunk) {
-    buffers.push_back(meta_buffer(shapes, chunk, like));
+  for (int64_t chunk = 0; chunk < plan.chunks(); ++chunk) {
+    buffers.push_back(at::empty_symint({plan.buffer_elements(chunk)}, like.options()));
   }
   return buffers;
 }
@@ -37,31 +29,30 @@ std::vector<at::Tensor> dense(at::TensorList buffers) {
   return result;
 }
 
-void settle_if_watched(const at::Tensor& buffer, const Layout& layout, int64_t chunk) {
+void settle_if_watched(const at::Tensor& buffer, const Layout& plan, int64_t chunk) {
   if (watched()) {
-    settle(buffer, layout, chunk);
+    settle(buffer, plan, chunk);
   }
 }
 
 std::unique_ptr<Group> group_of(
     const char* op,
     std::string_view name,
-    const Layout& layout,
+    const Layout& plan,
     const at::Tensor& like,
     int64_t chunk) {
   Group group = agreed_group(
-      op, name, layout.rank, layout.parts(), like.device(), "seq_lens",
+      op, name, plan.rank, plan.ranks(), like.device(), "seq_lens",
       [&]() -> std::vector<std::string> {
-        std::vector<int64_t> heads;
-        for (size_t i = 0; i < layout.heads.tensors(); ++i) {
-          heads.push_back(layout.heads.num_heads(i));
-        }
-        return {said("seq_lens ", layout.seq_lens),
-                said("batch size ", layout.batch),
-                said("num_heads ", heads),
-                said("head_dims ", layout.head_dims),
-                said("dtype ", like.scalar_type()),
-                said("chunk ", chunk, " of ", layout.heads.chunks())};
+        const int64_t parts = plan.heads.query_parts();
+        return {
+            said("seq_lens ", plan.seq_lens),
+            said("batch size ", plan.batch),
+            said("num_heads ", plan.heads.num_heads()),
+            said("head_dims ", plan.head_dims),
+            parts == HeadLayout::kAuto ? "query_parts auto" : said("query_parts ", parts),
+            said("dtype ", like.scalar_type()),
+            said("chunk ", chunk, " of ", plan.chunks())};
       });
   return group.alone ? nullptr : std::make_unique<Group>(std::move(group));
 }

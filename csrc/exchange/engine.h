@@ -1,37 +1,32 @@
 #pragma once
-// One exchange on real tensors, in either direction: packed and launched, then
-// landed. One copy before sending, none after arriving by heads, one after
-// arriving by tokens; on the CPU a rank's own block goes straight to its place.
-// Where ranks write into each other's memory, the first copy is all, wherever
-// it is known how the result is to lie.
+// One exchange on real tensors, in either direction: packed and launched, then received. Blocks are
+// copied once before they are sent, and once where what a rank receives doesn't lie as it is
+// wanted; on the CPU a rank's own block goes straight to its place. Where ranks write into each
+// other's memory, they write into the receiver's result, if its strides are known.
 
-#include "../layout/blocks.h"
+#include "../common/copies.h"
 #include "../transport/departure.h"
 #include "checks.h"
-#include "../common/copies.h"
 
 namespace deepsp {
-
-using Layout = BlockLayout<int64_t>;
 
 // An exchange whose buffers have the size that both directions have.
 // Ranks that write into each other's memory agree on the order.
 Departure departure_of(
     const Group* group,
-    const Layout& layout,
+    const Layout& plan,
     int64_t chunk,
     const at::Tensor& like,
     Order order = Order::packed);
-// The same buffer on the meta device; those of all chunks.
-at::Tensor meta_buffer(const SymBlockLayout& shapes, int64_t chunk, const at::Tensor& like);
-std::vector<at::Tensor> meta_buffers(const SymBlockLayout& shapes, const at::Tensor& like);
+// The buffers of all chunks, on the meta device.
+std::vector<at::Tensor> meta_buffers(const SymPlan& plan, const at::Tensor& like);
 
-// The group to talk to; null where there is nobody. With DEEPSP_DEBUG=1 its ranks have made the
-// same call then: of this op, these sizes and this chunk.
+// The group to talk to; null where it has one rank. With DEEPSP_DEBUG=1 its ranks have made the
+// same call: of this op, this plan and this chunk.
 std::unique_ptr<Group> group_of(
     const char* op,
     std::string_view name,
-    const Layout& layout,
+    const Layout& plan,
     const at::Tensor& like,
     int64_t chunk = 0);
 
@@ -40,51 +35,98 @@ std::vector<at::Tensor> dense(at::TensorList buffers);
 
 // Anomaly mode looks for NaN in every gradient, in buffers on their way too: for
 // it, an exchange arrives before its start returns.
-void settle_if_watched(const at::Tensor& buffer, const Layout& layout, int64_t chunk);
+void settle_if_watched(const at::Tensor& buffer, const Layout& plan, int64_t chunk);
 
-// Where the block [S_rank, B, X_p] for rank p is to be made.
+// Where the block for rank p is to be made.
 struct Place {
   int64_t p;
   char* block;
 };
 using MakeBlocks = std::function<void(c10::ArrayRef<Place>)>;
 
-// Sends blocks off, each as soon as it is made; [S, B, X_rank] arrives in the
-// buffer. Empty, or the place of this rank's own block, which is left to the
-// caller to make: nobody else waits for it. `copied`: what `make` copies; none where it computes.
+// Sends the blocks of this rank's tokens, each as soon as it is made; the blocks of what this rank
+// computes attention for arrive in the buffer. Returns nothing, or the place of this rank's own
+// block, which the caller makes: no other rank waits for it. `copied`: what `make` copies; none
+// where it computes.
 std::vector<Place> launch_to_heads(
     const MakeBlocks& make,
     at::TensorList copied,
-    const Layout& layout,
+    const Layout& plan,
     int64_t chunk,
     const Group* group,
     Departure& departure);
 
 // The copies that make blocks of inputs [B, S_rank, H_i, D_i].
 void pack_by_tokens(
-    at::TensorList inputs, const Layout& layout, int64_t chunk, c10::ArrayRef<Place> places);
+    at::TensorList inputs, const Layout& plan, int64_t chunk, c10::ArrayRef<Place> places);
 
-// Views [B, S, h_i, D_i] of what arrived.
-std::vector<at::Tensor> views_by_heads(
-    const at::Tensor& buffer, const SymBlockLayout& layout, int64_t chunk);
+// What a buffer of all blocks by heads holds of a plan, for this rank: for each section's tensors
+// [B, tokens, h_i, D_i]. Views where the blocks stack to one section; else fresh. `padding`:
+// elements behind this rank's own block.
+std::vector<at::Tensor> receive_by_heads(
+    const at::Tensor& buffer, const SymPlan& plan, int64_t chunk, int64_t padding = 0);
 
-// Sends inputs [B, S, h_i, D_i] off; blocks [S_rank, B, X_p] arrive in the buffer. Ranks whose
-// memory is reached order theirs as `reached` says; is_expected: merge_by_tokens most likely wants
-// them so. Where it doesn't, it merges once more.
+// Sends inputs by heads; blocks by tokens arrive in the buffer. Ranks whose memory is reached order
+// theirs as `reached` says; is_expected: merge_by_tokens most likely wants them so. Where it
+// doesn't, it merges once more.
 void launch_to_seq(
     at::TensorList inputs,
-    const Layout& layout,
+    const Layout& plan,
     int64_t chunk,
     const Group* group,
     Departure& departure,
     Order reached,
     bool is_expected);
 
-// What a heads_to_seq exchange brings, block by block as it arrives.
+// The copies that make blocks of inputs by heads.
+void pack_by_heads(
+    at::TensorList inputs, const Layout& plan, int64_t chunk, c10::ArrayRef<Place> places);
+
+// Where the parts of blocks by tokens lie in the buffer of rank `source`.
+class BlockPlaces {
+ public:
+  BlockPlaces(const Layout& plan, int64_t source, int64_t chunk, Order order, int64_t padding = 0);
+
+  // Rank p's part: of the first element, and how far apart tokens, and sequences of the batch, are.
+  struct At {
+    int64_t offset;
+    int64_t token;
+    int64_t sequence;
+
+    View view(char* buffer, int64_t dim, int64_t item) const {
+      return {buffer + offset * item, {token, sequence, dim, 1}};
+    }
+  };
+  At of(int64_t p, const Part<int64_t>& part) const;
+  // Where its whole block begins, if the order is packed.
+  int64_t block(int64_t p) const { return before_[p]; }
+
+ private:
+  const Layout& plan_;
+  int64_t tokens_;  // of the source
+  Order order_;
+  std::vector<int64_t> before_;              // packed: elements before each rank's block
+  std::vector<std::vector<int64_t>> lefts_;  // else: by tensor, columns before each rank's
+};
+
+// The copies of inputs by heads, where defined, into the buffer of rank p.
+void place_by_tokens(
+    at::TensorList inputs,
+    const Layout& plan,
+    int64_t chunk,
+    int64_t p,
+    char* buffer,
+    Order order,
+    std::vector<StridedCopy>& copies);
+
+// Whether tensor i arrives as it is wanted, [B, S_rank, H_i, D_i], with tokens first or not.
+bool arrives_whole(const Layout& plan, size_t i, Order order, bool tokens_first);
+
+// What a heads_to_seq exchange of whole heads brings, block by block as it arrives.
 class Arrivals {
  public:
   // Puts this rank's own block where it would have arrived.
-  Arrivals(const at::Tensor& buffer, const Layout& layout, int64_t chunk);
+  Arrivals(const at::Tensor& buffer, const Layout& plan, int64_t chunk);
   // Waits for rank p's block.
   void wait(int64_t p);
   // Of rank p's block, `heads` of tensor i: [S_rank·B, heads·D_i].
@@ -98,32 +140,34 @@ class Arrivals {
 
  private:
   at::Tensor buffer_;
-  const Layout& layout_;
+  const Layout& plan_;
   int64_t chunk_;
   Order order_;
   std::unique_ptr<Flight> flight_;
 };
 
 // The same as Arrivals::block, of a buffer that was waited for.
-at::Tensor landed_block(const at::Tensor& buffer, const Layout& layout, int64_t chunk, int64_t p);
+at::Tensor landed_block(const at::Tensor& buffer, const Layout& plan, int64_t chunk, int64_t p);
 
-// Waits for a buffer by tokens that nobody has waited for; one that was waited for is
-// left as it is.
-void ensure_landed(const at::Tensor& buffer, const Layout& layout, int64_t chunk);
+// Waits for a buffer by tokens, unless that was done already.
+void ensure_landed(const at::Tensor& buffer, const Layout& plan, int64_t chunk);
 
 // The sum of matrices, taken as heads_to_seq takes it.
 at::Tensor sum_of(const std::vector<at::Tensor>& parts);
 
 // Waits for the buffers of all chunks, and merges them to [B, S_rank, H_i, D_i], contiguous or
-// lying as [S_rank, B, H_i, D_i].
+// lying as [S_rank, B, H_i, D_i]. paddings: elements behind this rank's own block in each buffer.
 std::vector<at::Tensor> merge_by_tokens(
-    const std::vector<at::Tensor>& buffers, const Layout& layout, bool tokens_first);
+    const std::vector<at::Tensor>& buffers,
+    const Layout& plan,
+    bool tokens_first,
+    const std::vector<int64_t>& paddings = {});
 // The same side by side, as a matrix [S_rank·B, Σ H_i·D_i]. landed: nothing is on its way.
 at::Tensor merge_to_rows(
-    const std::vector<at::Tensor>& buffers, const Layout& layout, bool landed = false);
+    const std::vector<at::Tensor>& buffers, const Layout& plan, bool landed = false);
 
 // Waits, and makes the buffer hold all that a wait would find.
-void settle(const at::Tensor& buffer, const Layout& layout, int64_t chunk);
+void settle(const at::Tensor& buffer, const Layout& plan, int64_t chunk);
 
 // ---- how blocks lie in memory
 
@@ -134,11 +178,21 @@ inline View view_of(const at::Tensor& x, int64_t token, int64_t head) {
       {x.stride(1), x.stride(0), x.stride(2), x.stride(3)}};
 }
 
-// Tensor i's part of a block [T, B, X]; `column` of X is where it begins.
-inline View block_view(
-    char* block, int64_t batch, int64_t columns, int64_t column, int64_t dim, int64_t item) {
-  return {block + column * item, {batch * columns, columns, dim, 1}};
+// A part of a packed block, which begins at `block`.
+inline View view_in_block(
+    char* block, const Layout& plan, const Part<int64_t>& part, int64_t item) {
+  return {
+      block + (part.offset + part.column) * item,
+      {plan.batch * part.columns, part.columns, plan.head_dims[part.tensor], 1}};
 }
+
+// n = {tokens, batch, heads, head_dim} of a part.
+struct Extent {
+  int64_t n[kCopyDims];
+
+  Extent(const Layout& plan, const Part<int64_t>& part)
+      : n{part.tokens(), plan.batch, part.heads.size(), plan.head_dims[part.tensor]} {}
+};
 
 inline std::vector<int64_t> prefix_sums(const std::vector<int64_t>& counts) {
   std::vector<int64_t> sums{0};

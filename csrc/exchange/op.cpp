@@ -1,7 +1,7 @@
 // The exchange's kernels, the same for CPU and CUDA, and for meta tensors as far as results have
 // shapes and strides.
 
-#include "../op.h"
+#include "../common/checks.h"
 #include "checks.h"
 #include "engine.h"
 
@@ -11,151 +11,183 @@
 namespace deepsp {
 namespace {
 
-Tensors meta_by_tokens(const SymBlockLayout& layout, const at::Tensor& like, bool tokens_first) {
-  const c10::SymInt& tokens = layout.seq_lens[layout.rank];
+Tensors meta_by_tokens(const SymPlan& plan, const at::Tensor& like, bool tokens_first) {
   Tensors outputs;
-  for (size_t i = 0; i < layout.heads.tensors(); ++i) {
-    const c10::SymInt heads = layout.heads.num_heads(i);
-    const c10::SymInt& dim = layout.head_dims[i];
+  for (size_t i = 0; i < plan.heads.tensors(); ++i) {
+    const c10::SymInt heads = plan.heads.num_heads(i);
+    const c10::SymInt& dim = plan.head_dims[i];
     outputs.push_back(
-        tokens_first
-            ? at::empty_symint({tokens, layout.batch, heads, dim}, like.options()).transpose(0, 1)
-            : at::empty_symint({layout.batch, tokens, heads, dim}, like.options()));
+        tokens_first ? at::empty_symint({plan.tokens(), plan.batch, heads, dim}, like.options())
+                           .transpose(0, 1)
+                     : at::empty_symint({plan.batch, plan.tokens(), heads, dim}, like.options()));
   }
   return outputs;
 }
 
-// That of results which lie in memory as [S_rank, B, H, D], or as [B, S_rank, H, D].
-Order order_for(bool tokens_first) {
-  return tokens_first ? Order::rows : Order::batches;
+// That of results which lie in memory as [S_rank, B, H, D], or as [B, S_rank, H, D]. Blocks of
+// queries that are cut are merged in any case.
+Order order_for(const Layout& plan, bool tokens_first) {
+  return plan.cuts_queries() ? Order::packed : tokens_first ? Order::rows : Order::batches;
 }
 
-Tensors heads_to_seq_kernel(
-    at::TensorList inputs,
-    c10::SymIntArrayRef num_heads,
-    c10::SymIntArrayRef seq_lens,
-    int64_t rank,
-    std::string_view group_name,
-    bool tokens_first) {
-  const SymBlockLayout shapes = check_by_heads(inputs, num_heads, seq_lens, 0, 1, rank);
+c10::IValue heads_to_seq(const Given& given) {
+  const at::TensorList inputs = given["inputs"];
+  const SymPlan shapes = plan_by_heads(inputs, given);
+  const bool tokens_first = given["tokens_first"];
   if (inputs[0].is_meta()) {
     return meta_by_tokens(shapes, inputs[0], tokens_first);
   }
-  const Layout layout = concrete(shapes);
-  const auto group = group_of("heads_to_seq", group_name, layout, inputs[0]);
-  Departure departure = departure_of(group.get(), layout, 0, inputs[0], order_for(tokens_first));
+  const Layout plan = concrete(shapes);
+  const auto group = group_of("heads_to_seq", given["group_name"], plan, inputs[0]);
+  const Order order = order_for(plan, tokens_first);
+  Departure departure = departure_of(group.get(), plan, 0, inputs[0], order);
   if (group == nullptr && inputs[0].is_cpu()) {
     // Straight from the inputs to the outputs.
     auto flight = std::make_unique<Flight>();
     flight->own = inputs.vec();
     launch_into(departure.buffer(), std::move(flight));
   } else {
-    launch_to_seq(
-        inputs, layout, 0, group.get(), departure, order_for(tokens_first), /*is_expected=*/true);
+    launch_to_seq(inputs, plan, 0, group.get(), departure, order, /*is_expected=*/true);
   }
-  return merge_by_tokens({departure.buffer()}, layout, tokens_first);
+  return merge_by_tokens({departure.buffer()}, plan, tokens_first);
 }
 
-Tensors seq_to_heads_start_kernel(
-    at::TensorList inputs,
-    c10::SymIntArrayRef seq_lens,
-    int64_t chunks,
-    bool last_first,
-    int64_t rank,
-    std::string_view group_name) {
-  const SymBlockLayout shapes = check_by_tokens(inputs, seq_lens, chunks, rank);
+c10::IValue seq_to_heads_start(const Given& given) {
+  const at::TensorList inputs = given["inputs"];
+  const SymPlan shapes = plan_by_tokens(inputs, given);
   if (inputs[0].is_meta()) {
     return meta_buffers(shapes, inputs[0]);
   }
-  const Layout layout = concrete(shapes);
-  const auto group = group_of("seq_to_heads", group_name, layout, inputs[0]);
-  const int64_t count = layout.heads.chunks();
+  const Layout plan = concrete(shapes);
+  const auto group = group_of("seq_to_heads", given["group_name"], plan, inputs[0]);
+  const int64_t count = plan.chunks();
+  const bool last_first = given["last_first"];
   Tensors buffers(count);
   for (int64_t n = 0; n < count; ++n) {
     const int64_t chunk = last_first ? count - 1 - n : n;
-    Departure departure = departure_of(group.get(), layout, chunk, inputs[0]);
+    Departure departure = departure_of(group.get(), plan, chunk, inputs[0]);
     buffers[chunk] = departure.buffer();
     RECORD_FUNCTION("deepsp::pack", {});
     const auto make = [&](c10::ArrayRef<Place> places) {
-      pack_by_tokens(inputs, layout, chunk, places);
+      pack_by_tokens(inputs, plan, chunk, places);
     };
-    make(launch_to_heads(make, inputs, layout, chunk, group.get(), departure));
-    settle_if_watched(buffers[chunk], layout, chunk);
+    make(launch_to_heads(make, inputs, plan, chunk, group.get(), departure));
+    settle_if_watched(buffers[chunk], plan, chunk);
   }
   return buffers;
 }
 
-Tensors seq_to_heads_wait_kernel(
-    const at::Tensor& buffer,
-    c10::SymIntArrayRef num_heads,
-    c10::SymIntArrayRef head_dims,
-    c10::SymInt batch,
-    c10::SymIntArrayRef seq_lens,
-    int64_t chunk,
-    int64_t chunks,
-    int64_t rank,
-    std::string_view /*group_name*/,
-    std::optional<bool> /*tokens_first*/) {
-  const SymBlockLayout layout =
-      check_wait(buffer, num_heads, head_dims, batch, seq_lens, chunk, chunks, rank);
+c10::IValue seq_to_heads_wait(const Given& given) {
+  const at::Tensor buffer = given["buffer"];
+  const int64_t chunk = given["chunk"];
+  const SymPlan plan = plan_of_wait(buffer, given, chunk, given["chunks"]);
   if (!buffer.is_meta()) {
     land(buffer);
   }
-  return views_by_heads(buffer, layout, chunk);
+  return receive_by_heads(buffer, plan, chunk);
 }
 
-at::Tensor heads_to_seq_start_kernel(
-    at::TensorList inputs,
-    c10::SymIntArrayRef num_heads,
-    c10::SymIntArrayRef seq_lens,
-    int64_t chunk,
-    int64_t chunks,
-    int64_t rank,
-    std::string_view group_name,
-    std::optional<bool> tokens_first) {
-  const SymBlockLayout shapes = check_by_heads(inputs, num_heads, seq_lens, chunk, chunks, rank);
+c10::IValue heads_to_seq_start(const Given& given) {
+  const at::TensorList inputs = given["inputs"];
+  const int64_t chunk = given["chunk"];
+  const SymPlan shapes = plan_by_heads(inputs, given);
   if (inputs[0].is_meta()) {
-    return meta_buffer(shapes, chunk, inputs[0]);
+    return at::empty_symint({shapes.buffer_elements(chunk)}, inputs[0].options());
   }
-  const Layout layout = concrete(shapes);
-  const auto group = group_of("heads_to_seq", group_name, layout, inputs[0], chunk);
+  const Layout plan = concrete(shapes);
+  const auto group = group_of("heads_to_seq", given["group_name"], plan, inputs[0], chunk);
   // Unless heads_to_seq_wait follows, one tensor's buffer may be kept for backward
-  // (heads_to_output), which may find a copy of it: nobody knows the order of that.
-  const Order order = tokens_first.has_value() ? order_for(*tokens_first)
+  // (heads_to_output); autograd may save a copy, and a copy doesn't record its order.
+  const std::optional<bool> tokens_first = given["tokens_first"];
+  const Order order = tokens_first.has_value() ? order_for(plan, *tokens_first)
                       : inputs.size() == 1     ? Order::packed
-                                               : Order::rows;
-  Departure departure = departure_of(group.get(), layout, chunk, inputs[0], order);
-  launch_to_seq(inputs, layout, chunk, group.get(), departure, order, tokens_first.has_value());
-  settle_if_watched(departure.buffer(), layout, chunk);
+                                               : order_for(plan, true);
+  Departure departure = departure_of(group.get(), plan, chunk, inputs[0], order);
+  launch_to_seq(inputs, plan, chunk, group.get(), departure, order, tokens_first.has_value());
+  settle_if_watched(departure.buffer(), plan, chunk);
   return departure.buffer();
 }
 
-Tensors heads_to_seq_wait_kernel(
-    at::TensorList buffers,
-    c10::SymIntArrayRef num_heads,
-    c10::SymIntArrayRef head_dims,
-    c10::SymInt batch,
-    c10::SymIntArrayRef seq_lens,
-    int64_t rank,
-    std::string_view /*group_name*/,
-    bool tokens_first) {
-  const SymBlockLayout shapes = check_wait(
-      buffers, num_heads, head_dims, batch, seq_lens, 0, static_cast<int64_t>(buffers.size()),
-      rank);
+c10::IValue heads_to_seq_wait(const Given& given) {
+  const at::TensorList buffers = given["buffers"];
+  check_buffers(buffers);
+  const SymPlan plan = plan_of_wait(buffers, given, 0, static_cast<int64_t>(buffers.size()));
   if (buffers[0].is_meta()) {
-    return meta_by_tokens(shapes, buffers[0], tokens_first);
+    return meta_by_tokens(plan, buffers[0], given["tokens_first"]);
   }
-  return merge_by_tokens(dense(buffers), concrete(shapes), tokens_first);
+  return merge_by_tokens(dense(buffers), concrete(plan), given["tokens_first"]);
+}
+
+// ------------------------------------------------------------------- Inductor's
+
+// Where lengths are symbols, so is what of each range lies on which rank, and Inductor takes
+// minutes for the graph of all those slices: kernels make the blocks of a plan that cuts queries,
+// and merge them. The difference in size between the two ways travels from this rank to itself,
+// behind its own block.
+
+c10::IValue pack_blocks(const Given& given) {
+  const at::TensorList inputs = given["inputs"];
+  const bool to_heads = given["to_heads"];
+  const int64_t chunk = given["chunk"];
+  const SymPlan shapes = to_heads ? plan_by_tokens(inputs, given) : plan_by_heads(inputs, given);
+  const c10::SymInt padding = shapes.padding(chunk, to_heads);
+  SymInts counts = to_heads ? shapes.counts_by_tokens(chunk) : shapes.counts_by_heads(chunk);
+  counts[shapes.rank] = counts[shapes.rank] + padding;
+  if (inputs[0].is_meta()) {
+    c10::SymInt size = 0;
+    for (const c10::SymInt& count : counts) {
+      size = size + count;
+    }
+    return at::empty_symint({size}, inputs[0].options());
+  }
+  const Layout plan = concrete(shapes);
+  const auto at = prefix_sums(ints(counts));
+  const at::Tensor sent = empty_buffer({at.back()}, inputs[0]);
+  std::vector<Place> places;
+  for (int64_t p = 0; p < plan.ranks(); ++p) {
+    places.push_back({p, data_of(sent) + at[p] * item_of(sent)});
+  }
+  (to_heads ? pack_by_tokens : pack_by_heads)(inputs, plan, chunk, places);
+  return sent;
+}
+
+c10::IValue merge_to_heads(const Given& given) {
+  const at::Tensor buffer = given["buffer"];
+  const int64_t chunk = given["chunk"];
+  const SymPlan plan = plan_of_wait(buffer, given, chunk, given["chunks"]);
+  return receive_by_heads(
+      buffer, plan, chunk,
+      buffer.is_meta() ? 0 : plan.padding(chunk, true).guard_int(__FILE__, __LINE__));
+}
+
+c10::IValue merge_to_seq(const Given& given) {
+  const at::TensorList buffers = given["buffers"];
+  check_buffers(buffers);
+  const SymPlan plan = plan_of_wait(buffers, given, 0, static_cast<int64_t>(buffers.size()));
+  if (buffers[0].is_meta()) {
+    return meta_by_tokens(plan, buffers[0], given["tokens_first"]);
+  }
+  std::vector<int64_t> paddings;
+  for (int64_t chunk = 0; chunk < plan.chunks(); ++chunk) {
+    paddings.push_back(plan.padding(chunk, false).guard_int(__FILE__, __LINE__));
+  }
+  return merge_by_tokens(dense(buffers), concrete(plan), given["tokens_first"], paddings);
 }
 
 }  // namespace
 
 DEEPSP_KERNELS(m) {
-  m.impl("heads_to_seq", heads_to_seq_kernel);
-  m.impl("seq_to_heads_start", seq_to_heads_start_kernel);
-  m.impl("seq_to_heads_wait", seq_to_heads_wait_kernel);
-  m.impl("heads_to_seq_start", heads_to_seq_start_kernel);
-  m.impl("heads_to_seq_wait", heads_to_seq_wait_kernel);
+  implement<heads_to_seq>(m, "heads_to_seq");
+  implement<seq_to_heads_start>(m, "seq_to_heads_start");
+  implement<seq_to_heads_wait>(m, "seq_to_heads_wait");
+  implement<heads_to_seq_start>(m, "heads_to_seq_start");
+  implement<heads_to_seq_wait>(m, "heads_to_seq_wait");
+}
+
+DEEPSP_KERNELS_IN(deepsp_inductor, m) {
+  implement<pack_blocks>(m, "pack_blocks");
+  implement<merge_to_heads>(m, "merge_to_heads");
+  implement<merge_to_seq>(m, "merge_to_seq");
 }
 
 TORCH_LIBRARY_IMPL(deepsp, Functionalize, m) {

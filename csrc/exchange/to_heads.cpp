@@ -1,20 +1,23 @@
+// Blocks of this rank's tokens, sent to the ranks that compute attention for them.
+
+#include <ATen/record_function.h>
+
+#include "../common/checks.h"
 #include "engine.h"
+
+#include <ATen/ops/empty.h>
 
 namespace deepsp {
 
 void pack_by_tokens(
-    at::TensorList inputs, const Layout& layout, int64_t chunk, c10::ArrayRef<Place> places) {
-  const int64_t item = item_of(inputs[0]);
+    at::TensorList inputs, const Layout& plan, int64_t chunk, c10::ArrayRef<Place> places) {
+  const int64_t item = item_of(inputs[0]), first = plan.first(plan.rank);
   std::vector<StridedCopy> copies;
   for (const auto& [p, block] : places) {
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      const Range heads = layout.heads.range(i, p, chunk);
-      const int64_t dim = layout.head_dims[i];
+    for (const auto& part : plan.parts(plan.rank, p, chunk)) {
       copies.push_back(copy_of(
-          view_of(inputs[i], 0, heads.begin),
-          block_view(
-              block, layout.batch, layout.columns(p, chunk), layout.column(i, p, chunk), dim, item),
-          {layout.seq_lens[layout.rank], layout.batch, heads.size(), dim}, item));
+          view_of(inputs[part.tensor], part.begin - first, part.heads.begin),
+          view_in_block(block, plan, part, item), Extent(plan, part).n, item));
     }
   }
   run(copies, inputs[0].device());
@@ -23,29 +26,28 @@ void pack_by_tokens(
 std::vector<Place> launch_to_heads(
     const MakeBlocks& make,
     at::TensorList copied,
-    const Layout& layout,
+    const Layout& plan,
     int64_t chunk,
     const Group* group,
     Departure& departure) {
   const at::Tensor& buffer = departure.buffer();
   const int64_t item = item_of(buffer);
-  const auto gives = layout.counts_by_tokens(chunk);
-  const auto gets = layout.counts_by_heads(chunk);
+  const auto gives = plan.counts_by_tokens(chunk);
+  const auto gets = plan.counts_by_heads(chunk);
   const auto got_at = prefix_sums(gets);
   const auto sent_at = prefix_sums(gives);
   char* const arrivals = data_of(buffer);
 
   // Where this rank's block begins in p's buffer.
   const auto place_in = [&](int64_t p, char* theirs) {
-    const int64_t before = layout.token(layout.rank) * layout.batch;
-    return Place{p, theirs + before * layout.columns(p, chunk) * item};
+    return Place{p, theirs + plan.elements_before(plan.rank, p, chunk) * item};
   };
 
   if (group == nullptr || group->point_to_point) {
     if (group != nullptr) {
       auto flight = std::make_unique<Flight>();
       if (!departure.reaches_all()) {
-        const at::Tensor sent = empty_buffer({sent_at.back() - gives[layout.rank]}, buffer);
+        const at::Tensor sent = empty_buffer({sent_at.back() - gives[plan.rank]}, buffer);
         flight->holds.push_back(sent);
         char* next = data_of(sent);
         departure.send(
@@ -68,14 +70,14 @@ std::vector<Place> launch_to_heads(
       launch_into(buffer, std::move(flight));
     }
     // This rank's own block is made where it would arrive.
-    return {{layout.rank, arrivals + got_at[layout.rank] * item}};
+    return {{plan.rank, arrivals + got_at[plan.rank] * item}};
   }
 
   std::vector<Place> places;
   const auto stage = [&](at::TensorList reads, const auto& write) {
     launch_into(buffer, departure.stage(reads, [&](const Buffers& buffers) {
       std::vector<Place> staged;
-      for (int64_t p = 0; p < layout.parts(); ++p) {
+      for (int64_t p = 0; p < plan.ranks(); ++p) {
         staged.push_back(place_in(p, buffers[p]));
       }
       write(staged);
@@ -86,7 +88,7 @@ std::vector<Place> launch_to_heads(
     return {};
   }
   const at::Tensor sent = empty_buffer({sent_at.back()}, buffer);
-  for (int64_t p = 0; p < layout.parts(); ++p) {
+  for (int64_t p = 0; p < plan.ranks(); ++p) {
     places.push_back({p, data_of(sent) + sent_at[p] * item});
   }
   make(places);
@@ -106,20 +108,60 @@ std::vector<Place> launch_to_heads(
   return {};
 }
 
-std::vector<at::Tensor> views_by_heads(
-    const at::Tensor& buffer, const SymBlockLayout& layout, int64_t chunk) {
-  const c10::SymInt columns = layout.columns(layout.rank, chunk);
+namespace {
+
+// Views of blocks that stack to one section.
+std::vector<at::Tensor> views_of(
+    const at::Tensor& buffer, const SymPlan& plan, const Section<c10::SymInt>& section) {
   std::vector<at::Tensor> views;
-  for (size_t i = 0; i < layout.heads.tensors(); ++i) {
-    const c10::SymInt dim = layout.head_dims[i];
-    const c10::SymInt step = buffer.sym_stride(0);  // 1, but for a buffer that never travelled
+  const c10::SymInt step = buffer.sym_stride(0);  // 1, but for a buffer that never travelled
+  for (const auto& [tensor, heads, column, columns] : section.tensors) {
+    const c10::SymInt& dim = plan.head_dims[tensor];
     views.push_back(buffer.as_strided_symint(
-        {layout.batch, layout.token(layout.parts()),
-         c10::SymInt(layout.heads.range(i, layout.rank, chunk).size()), dim},
-        {step * columns, step * layout.batch * columns, step * dim, step},
-        buffer.sym_storage_offset() + step * layout.column(i, layout.rank, chunk)));
+        {plan.batch, section.rows(), c10::SymInt(heads.size()), dim},
+        {step * section.columns, step * plan.batch * section.columns, step * dim, step},
+        buffer.sym_storage_offset() + step * column));
   }
   return views;
+}
+
+}  // namespace
+
+std::vector<at::Tensor> receive_by_heads(
+    const at::Tensor& buffer, const SymPlan& plan, int64_t chunk, int64_t padding) {
+  const auto sections = plan.sections(plan.rank, chunk);
+  if (sections.size() == 1) {
+    return views_of(buffer, plan, sections[0]);
+  }
+  std::vector<at::Tensor> outputs;
+  for (const auto& section : sections) {
+    for (const auto& heads : section.tensors) {
+      const c10::SymInt sizes[] = {
+          plan.batch, section.rows(), heads.heads.size(), plan.head_dims[heads.tensor]};
+      outputs.push_back(
+          buffer.is_meta() ? at::empty_symint(sizes, buffer.options())
+                           : empty_buffer(ints(sizes), buffer));
+    }
+  }
+  if (buffer.is_meta()) {
+    return outputs;
+  }
+  RECORD_FUNCTION("deepsp::merge", {});
+  const Layout layout = concrete(plan);
+  const at::Tensor received = buffer.contiguous();  // but for one that never travelled
+  const int64_t item = item_of(buffer);
+  char* block = data_of(received);
+  std::vector<StridedCopy> copies;
+  for (int64_t p = 0; p < layout.ranks(); ++p) {
+    for (const auto& part : layout.parts(p, layout.rank, chunk)) {
+      copies.push_back(copy_of(
+          view_in_block(block, layout, part, item), view_of(outputs[part.result], part.row, 0),
+          Extent(layout, part).n, item));
+    }
+    block += (layout.elements(p, layout.rank, chunk) + (p == layout.rank ? padding : 0)) * item;
+  }
+  run(copies, buffer.device());
+  return outputs;
 }
 
 }  // namespace deepsp

@@ -8,16 +8,14 @@ using torch::jit::Stack;
 
 namespace {
 
-constexpr const char* kNamespace = "deepsp_inductor";
-
-// Ops that decompositions are made of. Those of kMerges have the schemas of waits.
-constexpr const char* kPacks[] = {
-    "seq_to_shares_pack(Tensor[] inputs, int query_parts, SymInt[] seq_lens, int chunk, "
-    "int chunks, int rank) -> Tensor",
-    "shares_to_seq_pack(Tensor[] inputs, SymInt[] num_heads, int query_parts, SymInt[] seq_lens, "
-    "int chunk, int chunks, int rank) -> Tensor"};
-constexpr std::pair<const char*, const char*> kMerges[] = {
-    {"seq_to_shares_merge", "seq_to_shares_wait"}, {"shares_to_seq_merge", "shares_to_seq_wait"}};
+// Ops that decompositions are made of (exchange/op.cpp).
+constexpr const char* kParts[] = {
+    "pack_blocks(Tensor[] inputs, SymInt[] num_heads, SymInt[] seq_lens, int chunk, int chunks, "
+    "bool to_heads, int rank, int query_parts) -> Tensor",
+    "merge_to_heads(Tensor buffer, SymInt[] num_heads, SymInt[] head_dims, SymInt batch, "
+    "SymInt[] seq_lens, int chunk, int chunks, int rank, int query_parts) -> Tensor[]",
+    "merge_to_seq(Tensor[] buffers, SymInt[] num_heads, SymInt[] head_dims, SymInt batch, "
+    "SymInt[] seq_lens, int rank, bool tokens_first, int query_parts) -> Tensor[]"};
 
 at::Tensor call(const char* op, Stack arguments) {
   // Boxed: the type of group_name differs between versions of torch.
@@ -32,22 +30,16 @@ at::Tensor call(const char* op, Stack arguments) {
 void define_decompositions() {
   static torch::Library m(torch::Library::DEF, kNamespace, std::nullopt, __FILE__, __LINE__);
   auto& dispatcher = c10::Dispatcher::singleton();
-  const auto define = [&](const std::string& name, const std::string& as) {
-    const auto op = dispatcher.findSchemaOrThrow(("deepsp::" + as).c_str(), "");
-    m.def(op.schema().cloneWithName(std::string(kNamespace) + "::" + name, ""));
-  };
-  for (const c10::OperatorName& op :
+  for (const c10::OperatorName& name :
        dispatcher.getRegistrationsForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) {
-    if (op.getNamespace() == kNamespace) {
-      const std::string name = op.name.substr(op.name.find("::") + 2);
-      define(name, name);
+    if (name.getNamespace() == kNamespace) {
+      const std::string op = name.name.substr(name.name.find("::") + 2);
+      const auto& schema = dispatcher.findSchemaOrThrow(("deepsp::" + op).c_str(), "").schema();
+      m.def(schema.cloneWithName(std::string(kNamespace) + "::" + op, ""));
     }
   }
-  for (const char* schema : kPacks) {
+  for (const char* schema : kParts) {
     m.def(schema);
-  }
-  for (const auto& [name, as] : kMerges) {
-    define(name, as);
   }
 }
 

@@ -11,12 +11,12 @@ namespace deepsp::inductor {
 
 at::Tensor send(Tensors blocks, const Way& way, std::string_view group_name) {
   SymInts gets = way.gets, gives = way.gives;
-  if (!is_zero(way.padding)) {
+  gets[way.rank] = gets[way.rank] + way.padding;
+  gives[way.rank] = gives[way.rank] + way.padding;
+  if (!way.is_padded && !is_zero(way.padding)) {
     if (blocks.size() == 1) {
-      blocks = blocks[0].split_with_sizes_symint(gives);
+      blocks = blocks[0].split_with_sizes_symint(way.gives);
     }
-    gets[way.rank] = gets[way.rank] + way.padding;
-    gives[way.rank] = gives[way.rank] + way.padding;
     blocks.insert(blocks.begin() + way.rank + 1, blocks[way.rank].new_zeros_symint(way.padding));
   }
   return launch("all_to_all_single", way.parts(), joined(blocks), {gets, gives}, group_name);
@@ -38,48 +38,44 @@ at::Tensor receive(const at::Tensor& buffer, const Way& way) {
 
 }  // namespace
 
-Tensors blocks_by_tokens(const at::Tensor& buffer, const SymBlockLayout& layout, int64_t chunk) {
-  const Way way(layout, chunk, /*to_heads=*/false);
+Tensors blocks_by_tokens(const at::Tensor& buffer, const SymPlan& plan, int64_t chunk) {
+  const Way way(plan, chunk, /*to_heads=*/false);
   Tensors blocks = receive(buffer, way).split_with_sizes_symint(way.gets);
-  for (int64_t p = 0; p < layout.parts(); ++p) {
-    blocks[p] = blocks[p].view_symint(
-        {layout.seq_lens[layout.rank] * layout.batch, layout.columns(p, chunk)});
+  for (int64_t p = 0; p < plan.ranks(); ++p) {
+    blocks[p] = blocks[p].view_symint({plan.tokens() * plan.batch, plan.columns(p, chunk)});
   }
   return blocks;
 }
 
-std::vector<Tensors> blocks_by_tokens(at::TensorList buffers, const SymBlockLayout& layout) {
+std::vector<Tensors> blocks_by_tokens(at::TensorList buffers, const SymPlan& plan) {
   std::vector<Tensors> blocks;
   for (size_t chunk = 0; chunk < buffers.size(); ++chunk) {
-    blocks.push_back(blocks_by_tokens(buffers[chunk], layout, chunk));
+    blocks.push_back(blocks_by_tokens(buffers[chunk], plan, chunk));
   }
   return blocks;
 }
 
 at::Tensor heads_of(
-    const std::vector<Tensors>& blocks,
-    const SymBlockLayout& layout,
-    size_t i,
-    const HeadSegment& segment) {
+    const std::vector<Tensors>& blocks, const SymPlan& plan, size_t i, const HeadSegment& segment) {
   Tensors parts;
   for (size_t r = 0; r < segment.readers.size(); ++r) {
     const int64_t p = segment.readers[r], chunk = segment.chunks[r];
-    const int64_t first = layout.heads.range(i, p, chunk).begin;
-    const c10::SymInt& dim = layout.head_dims[i];
+    const int64_t first = plan.heads.range(i, p, chunk).begin;
+    const c10::SymInt& dim = plan.head_dims[i];
     parts.push_back(
         blocks[chunk][p].narrow_symint(
-            1, layout.column(i, p, chunk) + dim * (segment.heads.begin - first),
+            1, plan.column(i, p, chunk) + dim * (segment.heads.begin - first),
             dim * segment.heads.size()));
   }
   return parts.size() == 1 ? parts[0] : sum_in_order(parts, {}, parts[0].scalar_type());
 }
 
 at::Tensor all_heads_of(
-    const std::vector<Tensors>& blocks, const SymBlockLayout& layout, size_t first, size_t last) {
+    const std::vector<Tensors>& blocks, const SymPlan& plan, size_t first, size_t last) {
   Tensors columns;
   for (size_t i = first; i < last; ++i) {
-    for (const HeadSegment& segment : layout.heads.segments(i)) {
-      columns.push_back(heads_of(blocks, layout, i, segment));
+    for (const HeadSegment& segment : plan.heads.segments(i)) {
+      columns.push_back(heads_of(blocks, plan, i, segment));
     }
   }
   return at::cat(columns, 1);
@@ -89,12 +85,12 @@ namespace {
 
 // One flat block [S_rank, B, X_p] for every rank p, of inputs [B, S_rank, H_i, D_i]; all in one
 // where they are made at once.
-Tensors pack_by_tokens(at::TensorList inputs, const SymBlockLayout& layout, int64_t chunk) {
-  const int64_t parts = layout.parts();
-  const c10::SymInt& tokens = layout.seq_lens[layout.rank];
-  bool even = layout.heads.chunks() == 1;
+Tensors pack_by_tokens(at::TensorList inputs, const SymPlan& plan, int64_t chunk) {
+  const int64_t parts = plan.ranks();
+  const c10::SymInt& tokens = plan.tokens();
+  bool even = plan.chunks() == 1;
   for (size_t i = 0; i < inputs.size(); ++i) {
-    even = even && layout.heads.num_heads(i) % parts == 0;
+    even = even && plan.heads.num_heads(i) % parts == 0;
   }
   Tensors blocks;
   if (even) {
@@ -103,8 +99,7 @@ Tensors pack_by_tokens(at::TensorList inputs, const SymBlockLayout& layout, int6
       blocks.push_back(
           inputs[i]
               .reshape_symint(
-                  {layout.batch, tokens, parts, layout.heads.num_heads(i) / parts,
-                   layout.head_dims[i]})
+                  {plan.batch, tokens, parts, plan.heads.num_heads(i) / parts, plan.head_dims[i]})
               .permute({2, 1, 0, 3, 4})
               .flatten(3));
     }
@@ -113,7 +108,7 @@ Tensors pack_by_tokens(at::TensorList inputs, const SymBlockLayout& layout, int6
   for (int64_t p = 0; p < parts; ++p) {
     Tensors columns;
     for (size_t i = 0; i < inputs.size(); ++i) {
-      const Range heads = layout.heads.range(i, p, chunk);
+      const Range heads = plan.heads.range(i, p, chunk);
       columns.push_back(
           inputs[i].narrow(2, heads.begin, heads.size()).permute({1, 0, 2, 3}).flatten(2));
     }
@@ -122,29 +117,43 @@ Tensors pack_by_tokens(at::TensorList inputs, const SymBlockLayout& layout, int6
   return blocks;
 }
 
+const NamedOp pack_blocks("pack_blocks", kNamespace);
+const NamedOp merge_to_heads("merge_to_heads", kNamespace);
+const NamedOp merge_to_seq("merge_to_seq", kNamespace);
+
 c10::IValue seq_to_heads_start(const Given& given) {
   const at::TensorList inputs = given["inputs"];
-  const SymBlockLayout layout =
-      check_by_tokens(inputs, given["seq_lens"], given["chunks"], given["rank"]);
-  return start_chunks(
-      given, layout, [&](int64_t chunk) { return pack_by_tokens(inputs, layout, chunk); });
+  const SymPlan plan = plan_by_tokens(inputs, given);
+  return start_chunks(given, plan, [&](int64_t chunk) -> Tensors {
+    if (plan.cuts_queries()) {
+      return {pack_blocks(
+          given, {{"num_heads", SymInts()},
+                  {"chunk", chunk},
+                  {"chunks", plan.chunks()},
+                  {"to_heads", true}})};
+    }
+    return pack_by_tokens(inputs, plan, chunk);
+  });
 }
 
 c10::IValue seq_to_heads_wait(const Given& given) {
-  const SymBlockLayout layout = check_wait(
-      {}, given["num_heads"], given["head_dims"], given["batch"], given["seq_lens"], 0,
-      given["chunks"], given["rank"]);
   const int64_t chunk = given["chunk"];
-  return views_by_heads(
-      receive(given["buffer"], Way(layout, chunk, /*to_heads=*/true)), layout, chunk);
+  const SymPlan plan = plan_of_wait({}, given, 0, given["chunks"]);
+  const at::Tensor buffer = given["buffer"];
+  if (plan.sections(plan.rank, chunk).size() > 1) {
+    return merge_to_heads(given, {{"buffer", landed(buffer, plan.ranks())}}).value();
+  }
+  return receive_by_heads(receive(buffer, Way(plan, chunk, /*to_heads=*/true)), plan, chunk);
 }
 
 c10::IValue heads_to_seq_start(const Given& given) {
   const at::TensorList inputs = given["inputs"];
   const int64_t chunk = given["chunk"];
-  const SymBlockLayout layout = check_by_heads(
-      inputs, given["num_heads"], given["seq_lens"], chunk, given["chunks"], given["rank"]);
-  const Way way(layout, chunk, /*to_heads=*/false);
+  const SymPlan plan = plan_by_heads(inputs, given);
+  const Way way(plan, chunk, /*to_heads=*/false);
+  if (plan.cuts_queries()) {
+    return send({pack_blocks(given, {{"to_heads", false}})}, way, given["group_name"]);
+  }
   // The flat blocks [S_p, B, X_rank] for every rank p, one after another.
   Tensors columns;
   for (const at::Tensor& x : inputs) {
@@ -155,17 +164,21 @@ c10::IValue heads_to_seq_start(const Given& given) {
 
 c10::IValue heads_to_seq_wait(const Given& given) {
   const at::TensorList buffers = given["buffers"];
-  const SymBlockLayout layout = check_wait(
-      {}, given["num_heads"], given["head_dims"], given["batch"], given["seq_lens"], 0,
-      buffers.size(), given["rank"]);
-  const std::vector<Tensors> blocks = blocks_by_tokens(buffers, layout);
+  const SymPlan plan = plan_of_wait({}, given, 0, static_cast<int64_t>(buffers.size()));
   Tensors outputs;
-  for (size_t i = 0; i < layout.heads.tensors(); ++i) {
-    const at::Tensor output = all_heads_of(blocks, layout, i, i + 1)
-                                  .view_symint(
-                                      {layout.seq_lens[layout.rank], layout.batch,
-                                       layout.heads.num_heads(i), layout.head_dims[i]})
-                                  .transpose(0, 1);
+  if (plan.cuts_queries()) {
+    Tensors arrived;
+    for (const at::Tensor& buffer : buffers) {
+      arrived.push_back(landed(buffer, plan.ranks()));
+    }
+    return merge_to_seq(given, {{"buffers", arrived}}).value();
+  }
+  const std::vector<Tensors> blocks = blocks_by_tokens(buffers, plan);
+  for (size_t i = 0; i < plan.heads.tensors(); ++i) {
+    const at::Tensor output =
+        all_heads_of(blocks, plan, i, i + 1)
+            .view_symint({plan.tokens(), plan.batch, plan.heads.num_heads(i), plan.head_dims[i]})
+            .transpose(0, 1);
     outputs.push_back(given["tokens_first"] ? output : output.contiguous());
   }
   return outputs;
@@ -177,21 +190,22 @@ c10::IValue heads_to_seq(const Given& given) {
   for (const at::Tensor& x : inputs) {
     dims.push_back(x.sym_size(3));
   }
-  const at::Tensor buffer = deepsp::heads_to_seq_start(
-      inputs, given["num_heads"], given["seq_lens"], 0, 1, given["rank"], given["group_name"], {});
+  const at::Tensor buffer =
+      deepsp::heads_to_seq_start(given, {{"chunk", 0}, {"chunks", 1}, {"tokens_first", {}}});
   return deepsp::heads_to_seq_wait(
-      buffer, given["num_heads"], dims, inputs[0].sym_size(0), given["seq_lens"], given["rank"],
-      given["group_name"], given["tokens_first"]);
+             given,
+             {{"buffers", Tensors{buffer}}, {"head_dims", dims}, {"batch", inputs[0].sym_size(0)}})
+      .value();
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(deepsp_inductor, CompositeImplicitAutograd, m) {
-  decomposes<heads_to_seq>(m, "heads_to_seq");
-  decomposes<seq_to_heads_start>(m, "seq_to_heads_start");
-  decomposes<seq_to_heads_wait>(m, "seq_to_heads_wait");
-  decomposes<heads_to_seq_start>(m, "heads_to_seq_start");
-  decomposes<heads_to_seq_wait>(m, "heads_to_seq_wait");
+  implement<heads_to_seq>(m, "heads_to_seq");
+  implement<seq_to_heads_start>(m, "seq_to_heads_start");
+  implement<seq_to_heads_wait>(m, "seq_to_heads_wait");
+  implement<heads_to_seq_start>(m, "heads_to_seq_start");
+  implement<heads_to_seq_wait>(m, "heads_to_seq_wait");
 }
 
 }  // namespace deepsp::inductor

@@ -15,12 +15,21 @@ struct Way {
   // Both directions' buffers have the size of the larger one: they are each other's gradients. The
   // difference travels from this rank to itself, behind its own block.
   c10::SymInt padding = 0;
+  bool is_padded;  // blocks come with it
   int64_t rank;
 
-  Way(const SymBlockLayout& layout, int64_t chunk, bool to_heads)
-      : gets(layout.counts_by_heads(chunk)),
-        gives(layout.counts_by_tokens(chunk)),
-        rank(layout.rank) {
+  Way(const SymPlan& plan, int64_t chunk, bool to_heads)
+      : gets(plan.counts_by_heads(chunk)),
+        gives(plan.counts_by_tokens(chunk)),
+        is_padded(plan.cuts_queries()),
+        rank(plan.rank) {
+    if (plan.cuts_queries()) {
+      if (!to_heads) {
+        std::swap(gets, gives);
+      }
+      padding = plan.padding(chunk, to_heads);
+      return;
+    }
     const c10::SymInt by_heads = std::accumulate(gets.begin(), gets.end(), c10::SymInt(0));
     const c10::SymInt by_tokens = std::accumulate(gives.begin(), gives.end(), c10::SymInt(0));
     const bool larger_by_heads = by_heads >= by_tokens;  // one question, lest two answers differ
@@ -35,37 +44,35 @@ struct Way {
   int64_t parts() const { return static_cast<int64_t>(gets.size()); }
 };
 
-// One all-to-all of flat blocks, one for each rank, or of all in one tensor.
+// One all-to-all of flat blocks, one for each rank, or of all in one tensor. Blocks of queries that
+// are cut have the padding already.
 at::Tensor send(Tensors blocks, const Way& way, std::string_view group_name);
 
 // Launches all chunks, of which `pack` makes the blocks.
 template <class Pack>
-Tensors start_chunks(const Given& given, const SymBlockLayout& layout, const Pack& pack) {
-  const int64_t count = layout.heads.chunks();
+Tensors start_chunks(const Given& given, const SymPlan& plan, const Pack& pack) {
+  const int64_t count = plan.chunks();
   const bool last_first = given["last_first"];
   Tensors buffers(count);
   for (int64_t n = 0; n < count; ++n) {
     const int64_t chunk = last_first ? count - 1 - n : n;
-    buffers[chunk] = send(pack(chunk), Way(layout, chunk, /*to_heads=*/true), given["group_name"]);
+    buffers[chunk] = send(pack(chunk), Way(plan, chunk, /*to_heads=*/true), given["group_name"]);
   }
   return buffers;
 }
 
 // Rank p's blocks [S_rank·B, X_p] of what arrives by tokens, in one chunk.
-Tensors blocks_by_tokens(const at::Tensor& buffer, const SymBlockLayout& layout, int64_t chunk);
+Tensors blocks_by_tokens(const at::Tensor& buffer, const SymPlan& plan, int64_t chunk);
 
 // By chunk, and by rank.
-std::vector<Tensors> blocks_by_tokens(at::TensorList buffers, const SymBlockLayout& layout);
+std::vector<Tensors> blocks_by_tokens(at::TensorList buffers, const SymPlan& plan);
 
 // What arrived of a run of tensor i's heads: [S_rank·B, h·D_i], the sum of what its ranks sent.
 at::Tensor heads_of(
-    const std::vector<Tensors>& blocks,
-    const SymBlockLayout& layout,
-    size_t i,
-    const HeadSegment& segment);
+    const std::vector<Tensors>& blocks, const SymPlan& plan, size_t i, const HeadSegment& segment);
 
 // Of all heads of tensors [first, last): [S_rank·B, Σ H_i·D_i], fresh.
 at::Tensor all_heads_of(
-    const std::vector<Tensors>& blocks, const SymBlockLayout& layout, size_t first, size_t last);
+    const std::vector<Tensors>& blocks, const SymPlan& plan, size_t first, size_t last);
 
 }  // namespace deepsp::inductor

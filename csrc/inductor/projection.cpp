@@ -5,6 +5,7 @@
 
 #include "exchange.h"
 
+#include "../exchange/ops.h"
 #include "../transport/group.h"
 
 #include <ATen/ops/addmm.h>
@@ -29,8 +30,8 @@ at::Tensor batches_of(const at::Tensor& rows, const c10::SymInt& batch) {
 }
 
 // The rows of a weight, or of its bias, that belong to these of tensor i's heads.
-at::Tensor rows_for(const at::Tensor& of, const SymBlockLayout& layout, size_t i, Range heads) {
-  const c10::SymInt& dim = layout.head_dims[i];
+at::Tensor rows_for(const at::Tensor& of, const SymPlan& plan, size_t i, Range heads) {
+  const c10::SymInt& dim = plan.head_dims[i];
   return of.narrow_symint(0, dim * heads.begin, dim * heads.size());
 }
 
@@ -64,22 +65,22 @@ Tensors project_at_once(
     const at::Tensor& rows,
     at::TensorList weights,
     at::TensorList biases,
-    const SymBlockLayout& layout,
+    const SymPlan& plan,
     int64_t chunk) {
   Tensors of_weights, of_biases;
   SymInts widths;
   bool even = true;
-  for (int64_t p = 0; p < layout.parts(); ++p) {
+  for (int64_t p = 0; p < plan.ranks(); ++p) {
     for (size_t i = 0; i < weights.size(); ++i) {
-      const Range heads = layout.heads.range(i, p, chunk);
+      const Range heads = plan.heads.range(i, p, chunk);
       if (heads.size() > 0) {
-        of_weights.push_back(rows_for(weights[i], layout, i, heads));
+        of_weights.push_back(rows_for(weights[i], plan, i, heads));
         if (!biases.empty()) {
-          of_biases.push_back(rows_for(biases[i], layout, i, heads));
+          of_biases.push_back(rows_for(biases[i], plan, i, heads));
         }
       }
     }
-    widths.push_back(layout.columns(p, chunk));
+    widths.push_back(plan.columns(p, chunk));
     even = even && TORCH_STATICALLY_KNOWN_TRUE(widths[p].sym_eq(widths[0]));
   }
   const at::Tensor weight = joined(of_weights);
@@ -87,7 +88,7 @@ Tensors project_at_once(
   Tensors blocks;
   if (even) {
     // It writes the blocks as they are sent.
-    const c10::SymInt parts = layout.parts(), n = rows.sym_size(0), dim = rows.sym_size(1);
+    const c10::SymInt parts = plan.ranks(), n = rows.sym_size(0), dim = rows.sym_size(1);
     at::Tensor all = at::bmm(
         rows.expand_symint({parts, n, dim}),
         weight.view_symint({parts, widths[0], dim}).transpose(1, 2));
@@ -107,24 +108,33 @@ Tensors project_at_once(
 c10::IValue project_to_heads_start(const Given& given) {
   const at::Tensor x = given["x"];
   const at::TensorList weights = given["weights"], biases = given["biases"];
-  const SymBlockLayout layout = check_wait(
-      {}, given["num_heads"], head_dims_of(weights, given["num_heads"]), x.sym_size(0),
-      given["seq_lens"], 0, given["chunks"], given["rank"]);
+  const SymInts dims = head_dims_of(weights, given["num_heads"]);
+  const SymPlan plan =
+      plan_of_wait({}, given["num_heads"], dims, x.sym_size(0), given, 0, given["chunks"]);
   const at::Tensor rows = rows_of(x);
-  return start_chunks(given, layout, [&](int64_t chunk) {
+  if (plan.cuts_queries()) {
+    Tensors inputs;
+    for (size_t i = 0; i < weights.size(); ++i) {
+      inputs.push_back(
+          at::linear(x, weights[i], biases.empty() ? at::Tensor() : biases[i])
+              .unflatten_symint(-1, {plan.heads.num_heads(i), dims[i]}));
+    }
+    return deepsp::seq_to_heads_start(given, {{"inputs", inputs}}).value();
+  }
+  return start_chunks(given, plan, [&](int64_t chunk) {
     if (at_once(x)) {
-      return project_at_once(rows, weights, biases, layout, chunk);
+      return project_at_once(rows, weights, biases, plan, chunk);
     }
     Tensors blocks;
-    for (int64_t p = 0; p < layout.parts(); ++p) {
+    for (int64_t p = 0; p < plan.ranks(); ++p) {
       Tensors columns;
       for (size_t i = 0; i < weights.size(); ++i) {
-        const Range heads = layout.heads.range(i, p, chunk);
+        const Range heads = plan.heads.range(i, p, chunk);
         if (heads.size() > 0) {
           columns.push_back(
               at::linear(
-                  rows, rows_for(weights[i], layout, i, heads),
-                  biases.empty() ? at::Tensor() : rows_for(biases[i], layout, i, heads)));
+                  rows, rows_for(weights[i], plan, i, heads),
+                  biases.empty() ? at::Tensor() : rows_for(biases[i], plan, i, heads)));
         }
       }
       blocks.push_back(at::cat(columns, 1).reshape(-1));
@@ -133,12 +143,29 @@ c10::IValue project_to_heads_start(const Given& given) {
   });
 }
 
+// All that arrived, as rows [S_rank·B, Σ H_i·D_i].
+at::Tensor rows_by_tokens(at::TensorList buffers, const SymPlan& plan, const Given& given) {
+  if (!plan.cuts_queries()) {
+    return all_heads_of(blocks_by_tokens(buffers, plan), plan, 0, plan.heads.tensors());
+  }
+  const Tensors merged = deepsp::heads_to_seq_wait(
+      given, {{"buffers", buffers.vec()},
+              {"num_heads", plan.heads.num_heads()},
+              {"head_dims", plan.head_dims},
+              {"batch", plan.batch},
+              {"tokens_first", true}});
+  Tensors rows;
+  for (const at::Tensor& x : merged) {
+    rows.push_back(rows_of(x.flatten(2)));
+  }
+  return joined(rows, 1);
+}
+
 // Of all that arrived.
 Tensors project_backward_at_once(
-    const std::vector<Tensors>& blocks,
+    const at::Tensor& all,
     const at::Tensor& rows,
     at::TensorList weights,
-    const SymBlockLayout& layout,
     at::IntArrayRef wanted,
     const c10::SymInt& batch) {
   const size_t n = weights.size();
@@ -147,7 +174,6 @@ Tensors project_backward_at_once(
   for (const at::Tensor& weight : weights) {
     widths.push_back(weight.sym_size(0));
   }
-  const at::Tensor all = all_heads_of(blocks, layout, 0, n);
   const Tensors grads = all.split_with_sizes_symint(widths, 1);
   if (wanted[0]) {
     results.push_back(batches_of(at::mm(all, joined(weights.vec())), batch));
@@ -170,21 +196,21 @@ c10::IValue project_to_heads_backward(const Given& given) {
   const at::IntArrayRef wanted = given["wanted"];
   const c10::SymInt batch = given["batch"];
   const size_t n = weights.size();
-  const SymBlockLayout layout = check_wait(
-      {}, given["num_heads"], head_dims_of(weights, given["num_heads"]), batch, given["seq_lens"],
-      0, buffers.size(), given["rank"]);
+  const SymPlan plan = plan_of_wait(
+      {}, given["num_heads"], head_dims_of(weights, given["num_heads"]), batch, given, 0,
+      buffers.size());
   const at::Tensor x = given["x"], rows = x.defined() ? rows_of(x) : x;
-  if (at_once(buffers[0])) {
+  if (at_once(buffers[0]) || plan.cuts_queries()) {
     return project_backward_at_once(
-        blocks_by_tokens(buffers, layout), rows, weights, layout, wanted, batch);
+        rows_by_tokens(buffers, plan, given), rows, weights, wanted, batch);
   }
   at::Tensor of_x;
   std::vector<Tensors> of(2 * n);  // weights and biases, by segment
   std::vector<Tensors> blocks(buffers.size());
   for (int64_t chunk = buffers.size() - 1; chunk >= 0; --chunk) {  // as they were sent
-    blocks[chunk] = blocks_by_tokens(buffers[chunk], layout, chunk);
+    blocks[chunk] = blocks_by_tokens(buffers[chunk], plan, chunk);
     for (size_t i = 0; i < n; ++i) {
-      const auto segments = layout.heads.segments(i);
+      const auto segments = plan.heads.segments(i);
       of[i].resize(segments.size());
       of[n + i].resize(segments.size());
       for (size_t s = 0; s < segments.size(); ++s) {
@@ -192,9 +218,9 @@ c10::IValue project_to_heads_backward(const Given& given) {
         if (*std::min_element(segment.chunks.begin(), segment.chunks.end()) != chunk) {
           continue;  // no part of it is there yet, or it was complete before
         }
-        const at::Tensor grad = heads_of(blocks, layout, i, segment);
+        const at::Tensor grad = heads_of(blocks, plan, i, segment);
         if (wanted[0]) {
-          add_product(of_x, grad, rows_for(weights[i], layout, i, segment.heads));
+          add_product(of_x, grad, rows_for(weights[i], plan, i, segment.heads));
         }
         if (wanted[1 + i]) {
           of[i][s] = at::mm(grad.t(), rows);
@@ -221,18 +247,17 @@ c10::IValue heads_to_output_wait(const Given& given) {
   const at::TensorList buffers = given["buffers"];
   const at::Tensor weight = given["weight"], bias = given["bias"];
   const c10::SymInt num_heads = given["num_heads"], batch = given["batch"];
-  const SymBlockLayout layout = check_wait(
-      {}, num_heads, weight.sym_size(1) / num_heads, batch, given["seq_lens"], 0, buffers.size(),
-      given["rank"]);
+  const SymPlan plan =
+      plan_of_wait({}, num_heads, weight.sym_size(1) / num_heads, batch, given, 0, buffers.size());
   at::Tensor sum;
-  if (at_once(buffers[0])) {
-    sum = at::mm(all_heads_of(blocks_by_tokens(buffers, layout), layout, 0, 1), weight.t());
+  if (at_once(buffers[0]) || plan.cuts_queries()) {
+    sum = at::mm(rows_by_tokens(buffers, plan, given), weight.t());
   } else {
     for (size_t chunk = 0; chunk < buffers.size(); ++chunk) {
-      const Tensors blocks = blocks_by_tokens(buffers[chunk], layout, chunk);
-      for (int64_t p = 0; p < layout.parts(); ++p) {
-        const Range heads = layout.heads.range(0, p, chunk);
-        add_product(sum, blocks[p], rows_for(weight.t(), layout, 0, heads));
+      const Tensors blocks = blocks_by_tokens(buffers[chunk], plan, chunk);
+      for (int64_t p = 0; p < plan.ranks(); ++p) {
+        const Range heads = plan.heads.range(0, p, chunk);
+        add_product(sum, blocks[p], rows_for(weight.t(), plan, 0, heads));
       }
     }
   }
@@ -244,16 +269,15 @@ c10::IValue heads_to_output_weight_grad(const Given& given) {
   const at::TensorList buffers = given["buffers"];
   const at::Tensor grad = given["grad"], columns = rows_of(grad).t();
   const c10::SymInt num_heads = given["num_heads"], head_dim = given["head_dim"];
-  const SymBlockLayout layout = check_wait(
-      {}, num_heads, head_dim, grad.sym_size(0), given["seq_lens"], 0, buffers.size(),
-      given["rank"]);
-  const std::vector<Tensors> blocks = blocks_by_tokens(buffers, layout);
-  if (at_once(grad)) {
-    return at::mm(columns, all_heads_of(blocks, layout, 0, 1));
+  const SymPlan plan =
+      plan_of_wait({}, num_heads, head_dim, grad.sym_size(0), given, 0, buffers.size());
+  if (at_once(grad) || plan.cuts_queries()) {
+    return at::mm(columns, rows_by_tokens(buffers, plan, given));
   }
+  const std::vector<Tensors> blocks = blocks_by_tokens(buffers, plan);
   Tensors parts;
-  for (const HeadSegment& segment : layout.heads.segments(0)) {
-    parts.push_back(at::mm(columns, heads_of(blocks, layout, 0, segment)));
+  for (const HeadSegment& segment : plan.heads.segments(0)) {
+    parts.push_back(at::mm(columns, heads_of(blocks, plan, 0, segment)));
   }
   return at::cat(parts, 1);
 }
@@ -261,10 +285,10 @@ c10::IValue heads_to_output_weight_grad(const Given& given) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(deepsp_inductor, CompositeImplicitAutograd, m) {
-  decomposes<project_to_heads_start>(m, "project_to_heads_start");
-  decomposes<project_to_heads_backward>(m, "project_to_heads_backward");
-  decomposes<heads_to_output_wait>(m, "heads_to_output_wait");
-  decomposes<heads_to_output_weight_grad>(m, "heads_to_output_weight_grad");
+  implement<project_to_heads_start>(m, "project_to_heads_start");
+  implement<project_to_heads_backward>(m, "_project_to_heads_backward");
+  implement<heads_to_output_wait>(m, "heads_to_output_wait");
+  implement<heads_to_output_weight_grad>(m, "_heads_to_output_weight_grad");
 }
 
 }  // namespace deepsp::inductor

@@ -268,18 +268,18 @@ c10::IValue all_reduce_wait(const Given& given) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(deepsp_inductor, CompositeImplicitAutograd, m) {
-  decomposes<gather_cast_coalesced_start>(m, "gather_cast_coalesced_start");
-  decomposes<gather_cast_coalesced_wait>(m, "gather_cast_coalesced_wait");
-  decomposes<reduce_scatter_cast_coalesced_start>(m, "reduce_scatter_cast_coalesced_start");
-  decomposes<reduce_scatter_cast_coalesced_wait>(m, "reduce_scatter_cast_coalesced_wait");
-  decomposes<all_gather_start>(m, "all_gather_start");
-  decomposes<all_gather_wait>(m, "all_gather_wait");
-  decomposes<reduce_scatter_start>(m, "reduce_scatter_start");
-  decomposes<reduce_scatter_wait>(m, "reduce_scatter_wait");
-  decomposes<scatter_start>(m, "scatter_start");
-  decomposes<scatter_wait>(m, "scatter_wait");
-  decomposes<all_reduce_start>(m, "all_reduce_start");
-  decomposes<all_reduce_wait>(m, "all_reduce_wait");
+  implement<gather_cast_coalesced_start>(m, "gather_cast_coalesced_start");
+  implement<gather_cast_coalesced_wait>(m, "gather_cast_coalesced_wait");
+  implement<reduce_scatter_cast_coalesced_start>(m, "reduce_scatter_cast_coalesced_start");
+  implement<reduce_scatter_cast_coalesced_wait>(m, "reduce_scatter_cast_coalesced_wait");
+  implement<all_gather_start>(m, "all_gather_start");
+  implement<all_gather_wait>(m, "all_gather_wait");
+  implement<reduce_scatter_start>(m, "reduce_scatter_start");
+  implement<reduce_scatter_wait>(m, "reduce_scatter_wait");
+  implement<scatter_start>(m, "scatter_start");
+  implement<scatter_wait>(m, "scatter_wait");
+  implement<all_reduce_start>(m, "all_reduce_start");
+  implement<all_reduce_wait>(m, "all_reduce_wait");
 }
 
 }  // namespace deepsp::inductor

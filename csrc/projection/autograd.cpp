@@ -10,50 +10,10 @@
 namespace deepsp {
 namespace {
 
-const Op<Tensors(
-    const at::Tensor& x,
-    at::TensorList weights,
-    at::TensorList biases,
-    c10::SymIntArrayRef num_heads,
-    c10::SymIntArrayRef seq_lens,
-    int64_t chunks,
-    bool last_first,
-    int64_t rank,
-    std::string_view group_name)>
-    project_to_heads_start("project_to_heads_start");
-
-const Op<Tensors(
-    at::TensorList buffers,
-    const OptionalTensor& x,
-    at::TensorList weights,
-    c10::SymIntArrayRef num_heads,
-    c10::SymInt batch,
-    c10::SymIntArrayRef seq_lens,
-    at::IntArrayRef wanted,
-    int64_t rank,
-    std::string_view group_name)>
-    project_to_heads_backward("project_to_heads_backward");
-
-const Op<at::Tensor(
-    at::TensorList buffers,
-    const at::Tensor& weight,
-    const OptionalTensor& bias,
-    c10::SymInt num_heads,
-    c10::SymInt batch,
-    c10::SymIntArrayRef seq_lens,
-    int64_t rank,
-    std::string_view group_name)>
-    heads_to_output_wait("heads_to_output_wait");
-
-const Op<at::Tensor(
-    const at::Tensor& grad,
-    at::TensorList buffers,
-    c10::SymInt num_heads,
-    c10::SymInt head_dim,
-    c10::SymIntArrayRef seq_lens,
-    int64_t rank,
-    std::string_view group_name)>
-    heads_to_output_weight_grad("heads_to_output_weight_grad");
+const NamedOp project_to_heads_start("project_to_heads_start");
+const NamedOp project_to_heads_backward("_project_to_heads_backward");
+const NamedOp heads_to_output_wait("heads_to_output_wait");
+const NamedOp heads_to_output_weight_grad("_heads_to_output_weight_grad");
 
 bool any_requires_grad(at::TensorList tensors) {
   return std::any_of(
@@ -75,12 +35,12 @@ Tensors project_to_heads_start_gradients(const Call& call, const Tensors& buffer
   const size_t n = call.count("weights");
   const Tensors kept = call.kept_tensors();
   const auto wanted = call.wanted(1 + 2 * n);
-  return call.placed(
-      project_to_heads_backward(
-          buffers, kept.size() > n ? OptionalTensor(kept[n]) : std::nullopt,
-          at::TensorList(kept).slice(0, n), call["num_heads"], call["batch"], call["seq_lens"],
-          wanted, call["rank"], call["group_name"]),
-      wanted);
+  const Tensors found = project_to_heads_backward(
+      call, {{"buffers", buffers},
+             {"x", kept.size() > n ? c10::IValue(kept[n]) : c10::IValue()},
+             {"weights", Tensors(kept.begin(), kept.begin() + n)},
+             {"wanted", wanted}});
+  return call.placed(found, wanted);
 }
 
 // Of buffers, weight and bias: buffers only for the weight's gradient.
@@ -98,20 +58,25 @@ Tensors heads_to_output_wait_gradients(const Call& call, const Tensors& gradient
   const size_t chunks = call.count("buffers");
   const c10::SymInt num_heads = call["num_heads"];
   const Tensors kept = call.kept_tensors();
-  const at::Tensor& weight = kept[0];
+  const at::Tensor weight = kept[0];
   Tensors found;
   if (call.wanted(chunks) != std::vector<int64_t>(chunks, 0)) {
     // The last chunk first: autograd asks for it first.
     found = project_to_heads_start(
-        grad, weight.t(), {}, num_heads, call["seq_lens"], static_cast<int64_t>(chunks),
-        /*last_first=*/true, call["rank"], call["group_name"]);
+        call, {{"x", grad},
+               {"weights", Tensors{weight.t()}},
+               {"biases", Tensors()},
+               {"num_heads", SymInts{num_heads}},
+               {"chunks", static_cast<int64_t>(chunks)},
+               {"last_first", true}});
   }
   found.resize(call.count());
   // While that travels.
   if (call.wants(chunks)) {
     found[chunks] = heads_to_output_weight_grad(
-        grad, at::TensorList(kept).slice(1), num_heads, weight.sym_size(1) / num_heads,
-        call["seq_lens"], call["rank"], call["group_name"]);
+        call, {{"grad", grad},
+               {"buffers", Tensors(kept.begin() + 1, kept.end())},
+               {"head_dim", weight.sym_size(1) / num_heads}});
   }
   if (call.wants(chunks + 1)) {
     found[chunks + 1] = grad.sum(at::IntArrayRef{0, 1});
@@ -140,52 +105,50 @@ Tensors split_fused(at::TensorList fused, c10::SymIntArrayRef num_heads, const c
   return fused[0].split_with_sizes_symint(sizes, 0);
 }
 
-Tensors project_to_heads(
-    const at::Tensor& x,
-    at::TensorList weights,
-    at::TensorList biases,
-    c10::SymIntArrayRef num_heads,
-    c10::SymIntArrayRef seq_lens,
-    int64_t rank,
-    std::string_view group_name) {
-  const Tensors each = split_fused(weights, num_heads, "weights");
+c10::IValue project_to_heads(const Given& given) {
+  const c10::SymIntArrayRef num_heads = given["num_heads"];
+  const Tensors each = split_fused(given["weights"], num_heads, "weights");
+  const at::Tensor x = given["x"];
   const Tensors buffers = project_to_heads_start(
-      x, each, split_fused(biases, num_heads, "biases"), num_heads, seq_lens, /*chunks=*/1,
-      /*last_first=*/false, rank, group_name);
+      given, {{"weights", each},
+              {"biases", split_fused(given["biases"], num_heads, "biases")},
+              {"chunks", 1},
+              {"last_first", false}});
   SymInts head_dims;  // the start has checked them
   for (size_t i = 0; i < each.size(); ++i) {
     head_dims.push_back(each[i].sym_size(0) / num_heads[i]);
   }
   return seq_to_heads_wait(
-      buffers[0], num_heads, head_dims, x.sym_size(0), seq_lens, 0, 1, rank, group_name, {});
+             given, {{"buffer", buffers[0]},
+                     {"head_dims", head_dims},
+                     {"batch", x.sym_size(0)},
+                     {"chunk", 0},
+                     {"chunks", 1}})
+      .value();
 }
 
-at::Tensor heads_to_output(
-    const at::Tensor& input,
-    const at::Tensor& weight,
-    const OptionalTensor& bias,
-    c10::SymInt num_heads,
-    c10::SymIntArrayRef seq_lens,
-    int64_t rank,
-    std::string_view group_name) {
-  const at::Tensor buffer =
-      heads_to_seq_start(input, num_heads, seq_lens, 0, 1, rank, group_name, {});
-  return heads_to_output_wait(
-      buffer, weight, bias, num_heads, input.sym_size(0), seq_lens, rank, group_name);
+c10::IValue heads_to_output(const Given& given) {
+  const at::Tensor input = given["input"];
+  const c10::SymInt num_heads = given["num_heads"];
+  const at::Tensor buffer = heads_to_seq_start(
+      given,
+      {{"inputs", Tensors{input}}, {"num_heads", SymInts{num_heads}}, {"chunk", 0}, {"chunks", 1}});
+  return heads_to_output_wait(given, {{"buffers", Tensors{buffer}}, {"batch", input.sym_size(0)}})
+      .value();
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(deepsp, CompositeImplicitAutograd, m) {
-  m.impl("project_to_heads", project_to_heads);
-  m.impl("heads_to_output", heads_to_output);
+  implement<project_to_heads>(m, "project_to_heads");
+  implement<heads_to_output>(m, "heads_to_output");
 }
 
 TORCH_LIBRARY_IMPL(deepsp, Autograd, m) {
   differentiable(m, "project_to_heads_start", project_to_heads_start_gradients, keep_factors);
   differentiable(m, "heads_to_output_wait", heads_to_output_wait_gradients, keep_weight);
-  not_differentiable(m, "project_to_heads_backward");
-  not_differentiable(m, "heads_to_output_weight_grad");
+  not_differentiable(m, "_project_to_heads_backward");
+  not_differentiable(m, "_heads_to_output_weight_grad");
 }
 
 }  // namespace deepsp

@@ -36,23 +36,33 @@ inline at::Tensor rows_of(const at::Tensor& x) {
 }
 
 // The way back: [S_rank·B, dim] -> [B, S_rank, dim], contiguous.
-inline at::Tensor batches_of(const at::Tensor& rows, const Layout& layout) {
-  const int64_t tokens = layout.seq_lens[layout.rank];
-  return layout.batch == 1
+inline at::Tensor batches_of(const at::Tensor& rows, const Layout& plan) {
+  const int64_t tokens = plan.tokens();
+  return plan.batch == 1
              ? rows.view({1, tokens, rows.size(1)})
-             : rows.view({tokens, layout.batch, rows.size(1)}).transpose(0, 1).contiguous();
+             : rows.view({tokens, plan.batch, rows.size(1)}).transpose(0, 1).contiguous();
 }
 
-// The rows of a weight, or of its bias, that belong to these heads.
-inline at::Tensor rows_for(at::TensorList of, const Layout& layout, size_t i, Range heads) {
-  const int64_t dim = layout.head_dims[i];
+// The rows of a weight, or of its bias, that belong to these of tensor i's heads.
+inline at::Tensor rows_for(at::TensorList of, const Layout& plan, size_t i, Range heads) {
+  const int64_t dim = plan.head_dims[i];
   return of[i].narrow(0, heads.begin * dim, heads.size() * dim);
 }
 
-// Whether all blocks arrive at once, from several ranks: then one copy that puts them side by side
-// costs less than a product for each.
-inline bool arrive_together(const Tensors& buffers, const Layout& layout) {
-  return layout.parts() > 1 && std::all_of(buffers.begin(), buffers.end(), travels_together);
+// Whether blocks are put side by side before they are multiplied: if all arrive at once, from
+// several ranks, one copy costs less than a product for each; and of queries that are cut several
+// ranks have parts of one head.
+inline bool are_merged(const Tensors& buffers, const Layout& plan) {
+  return plan.cuts_queries() ||
+         (plan.ranks() > 1 && std::all_of(buffers.begin(), buffers.end(), travels_together));
+}
+
+// Merges buffers that may be read again: in each, this rank's own block lies in its place then.
+inline at::Tensor merge_to_rows_again(const Tensors& buffers, const Layout& plan) {
+  for (int64_t chunk = 0; chunk < plan.chunks(); ++chunk) {
+    ensure_landed(buffers[chunk], plan, chunk);
+  }
+  return merge_to_rows(buffers, plan, /*landed=*/true);
 }
 
 // What arrives in the buffers of all chunks. Calls visit(chunk, p) for every block
@@ -60,12 +70,12 @@ inline bool arrive_together(const Tensors& buffers, const Layout& layout) {
 // they were sent. Where blocks travel together, so do a chunk's.
 class Landing {
  public:
-  Landing(at::TensorList buffers, const Layout& layout, bool last_first)
-      : buffers_(buffers), layout_(layout), last_first_(last_first), chunks_(buffers.size()) {}
+  Landing(at::TensorList buffers, const Layout& plan, bool last_first)
+      : buffers_(buffers), plan_(plan), last_first_(last_first), chunks_(buffers.size()) {}
 
   Arrivals& operator[](int64_t chunk) {
     if (!chunks_[chunk].has_value()) {
-      chunks_[chunk].emplace(buffers_[chunk], layout_, chunk);
+      chunks_[chunk].emplace(buffers_[chunk], plan_, chunk);
     }
     return *chunks_[chunk];
   }
@@ -74,8 +84,8 @@ class Landing {
   void in_order(const Visit& visit) {
     const bool own_first = buffers_[0].is_cpu();
     const auto visit_own = [&](int64_t chunk) {
-      (*this)[chunk].wait(layout_.rank);
-      visit(chunk, layout_.rank);
+      (*this)[chunk].wait(plan_.rank);
+      visit(chunk, plan_.rank);
     };
     for (int64_t n = 0; own_first && n < count(); ++n) {
       visit_own(nth(n));
@@ -84,8 +94,8 @@ class Landing {
       if (!own_first) {
         visit_own(nth(n));
       }
-      for (int64_t step = 1; step < layout_.parts(); ++step) {
-        const int64_t p = (layout_.rank - step + layout_.parts()) % layout_.parts();
+      for (int64_t step = 1; step < plan_.ranks(); ++step) {
+        const int64_t p = (plan_.rank - step + plan_.ranks()) % plan_.ranks();
         (*this)[nth(n)].wait(p);
         visit(nth(n), p);
       }
@@ -94,11 +104,11 @@ class Landing {
   }
 
  private:
-  int64_t count() const { return layout_.heads.chunks(); }
+  int64_t count() const { return plan_.chunks(); }
   int64_t nth(int64_t n) const { return last_first_ ? count() - 1 - n : n; }
 
   at::TensorList buffers_;
-  const Layout& layout_;
+  const Layout& plan_;
   bool last_first_;
   std::vector<std::optional<Arrivals>> chunks_;
 };

@@ -6,14 +6,11 @@
 namespace deepsp {
 namespace {
 
-SymBlockLayout check_output(
-    at::TensorList buffers,
-    const at::Tensor& weight,
-    const OptionalTensor& bias,
-    const c10::SymInt& num_heads,
-    const c10::SymInt& batch,
-    c10::SymIntArrayRef seq_lens,
-    int64_t rank) {
+SymPlan check_output(const Given& given) {
+  const at::TensorList buffers = given["buffers"];
+  const at::Tensor weight = given["weight"];
+  const OptionalTensor bias = given["bias"];
+  const c10::SymInt num_heads = given["num_heads"];
   check_buffers(buffers);
   TORCH_CHECK_VALUE(num_heads > 0, "expected num_heads >= 1, got ", num_heads);
   TORCH_CHECK_VALUE(
@@ -25,82 +22,73 @@ SymBlockLayout check_output(
     check_like(*bias, "bias", buffers[0], "buffers[0]", kAutocast);
     check_bias(*bias, "bias", weight, "weight");
   }
-  return check_wait(
-      buffers, num_heads, weight.sym_size(1) / num_heads, batch, seq_lens, 0,
-      static_cast<int64_t>(buffers.size()), rank);
+  return plan_of_wait(
+      buffers, num_heads, weight.sym_size(1) / num_heads, given["batch"], given, 0,
+      static_cast<int64_t>(buffers.size()));
 }
 
-at::Tensor heads_to_output_wait(
-    at::TensorList buffers,
-    const at::Tensor& weight,
-    const OptionalTensor& bias,
-    c10::SymInt num_heads,
-    c10::SymInt batch,
-    c10::SymIntArrayRef seq_lens,
-    int64_t rank,
-    std::string_view /*group_name*/) {
-  const SymBlockLayout shapes =
-      check_output(buffers, weight, bias, num_heads, batch, seq_lens, rank);
+c10::IValue heads_to_output_wait(const Given& given) {
+  const SymPlan shapes = check_output(given);
+  const at::TensorList buffers = given["buffers"];
+  const at::Tensor weight = given["weight"];
+  const OptionalTensor bias = given["bias"];
   if (weight.is_meta()) {
-    return at::empty_symint({batch, seq_lens[rank], weight.sym_size(0)}, weight.options());
+    return at::empty_symint({shapes.batch, shapes.tokens(), weight.sym_size(0)}, weight.options());
   }
-  const Layout layout = concrete(shapes);
+  const Layout plan = concrete(shapes);
   const at::Tensor by_head = weight.t();  // [H·D, features]
-  ProductSum sum({layout.seq_lens[rank] * layout.batch, weight.size(0)}, buffers[0]);
+  ProductSum sum({plan.tokens() * plan.batch, weight.size(0)}, buffers[0]);
   const Tensors arriving = dense(buffers);
-  if (arrive_together(arriving, layout)) {
-    sum.add_product(merge_to_rows(arriving, layout), by_head);
+  if (plan.cuts_queries()) {
+    sum.add_product(merge_to_rows_again(arriving, plan), by_head);
+  } else if (are_merged(arriving, plan)) {
+    sum.add_product(merge_to_rows(arriving, plan), by_head);
   } else {
-    Landing arrivals(arriving, layout, false);
+    Landing arrivals(arriving, plan, false);
     arrivals.in_order([&](int64_t chunk, int64_t p) {
       sum.add_product(
-          arrivals[chunk].block(p), rows_for(by_head, layout, 0, layout.heads.range(0, p, chunk)));
+          arrivals[chunk].block(p), rows_for(by_head, plan, 0, plan.heads.range(0, p, chunk)));
     });
   }
   at::Tensor y = sum.total();
   if (bias.has_value()) {
     y.add_(*bias);
   }
-  return batches_of(y, layout);
+  return batches_of(y, plan);
 }
 
-at::Tensor heads_to_output_weight_grad(
-    const at::Tensor& grad,
-    at::TensorList buffers,
-    c10::SymInt num_heads,
-    c10::SymInt head_dim,
-    c10::SymIntArrayRef seq_lens,
-    int64_t rank,
-    std::string_view /*group_name*/) {
+c10::IValue heads_to_output_weight_grad(const Given& given) {
+  const at::TensorList buffers = given["buffers"];
+  const at::Tensor grad = given["grad"];
+  const c10::SymInt num_heads = given["num_heads"], head_dim = given["head_dim"];
   check_buffers(buffers);
-  check_tokens(grad, "grad", seq_lens, rank);
+  check_tokens(grad, "grad", given["seq_lens"], given["rank"]);
   check_like(grad, "grad", buffers[0], "buffers[0]", kAutocast);
-  const SymBlockLayout shapes = check_wait(
-      buffers, num_heads, head_dim, grad.sym_size(0), seq_lens, 0,
-      static_cast<int64_t>(buffers.size()), rank);
+  const SymPlan shapes = plan_of_wait(
+      buffers, num_heads, head_dim, grad.sym_size(0), given, 0,
+      static_cast<int64_t>(buffers.size()));
   if (grad.is_meta()) {
     return at::empty_symint({grad.sym_size(2), num_heads * head_dim}, grad.options());
   }
-  const Layout layout = concrete(shapes);
+  const Layout plan = concrete(shapes);
   const at::Tensor rows = rows_of(grad);
   const Tensors arrived = dense(buffers);
-  const int64_t dim = layout.head_dims[0];
-  const at::Tensor result = empty_buffer({grad.size(2), layout.heads.num_heads(0) * dim}, grad);
-  const bool together = arrive_together(arrived, layout);
-  for (int64_t chunk = 0; chunk < layout.heads.chunks(); ++chunk) {
+  const int64_t dim = plan.head_dims[0];
+  at::Tensor result = empty_buffer({grad.size(2), plan.heads.num_heads(0) * dim}, grad);
+  const bool merged = are_merged(arrived, plan);
+  for (int64_t chunk = 0; chunk < plan.chunks(); ++chunk) {
     // A graph that computes the forward again has no use for its output, nor a wait.
-    ensure_landed(arrived[chunk], layout, chunk);
+    ensure_landed(arrived[chunk], plan, chunk);
   }
-  if (together) {
-    at::Tensor out = result;
-    at::mm_out(out, rows.t(), merge_to_rows(arrived, layout, /*landed=*/true));
+  if (merged) {
+    at::mm_out(result, rows.t(), merge_to_rows(arrived, plan, /*landed=*/true));
     return result;
   }
-  for (int64_t chunk = 0; chunk < layout.heads.chunks(); ++chunk) {
-    for (int64_t p = 0; p < layout.parts(); ++p) {
-      const Range heads = layout.heads.range(0, p, chunk);
+  for (int64_t chunk = 0; chunk < plan.chunks(); ++chunk) {
+    for (int64_t p = 0; p < plan.ranks(); ++p) {
+      const Range heads = plan.heads.range(0, p, chunk);
       at::Tensor out = result.narrow(1, heads.begin * dim, heads.size() * dim);
-      at::mm_out(out, rows.t(), landed_block(arrived[chunk], layout, chunk, p));
+      at::mm_out(out, rows.t(), landed_block(arrived[chunk], plan, chunk, p));
     }
   }
   return result;
@@ -109,8 +97,8 @@ at::Tensor heads_to_output_weight_grad(
 }  // namespace
 
 DEEPSP_KERNELS(m) {
-  m.impl("heads_to_output_wait", heads_to_output_wait);
-  m.impl("heads_to_output_weight_grad", heads_to_output_weight_grad);
+  implement<heads_to_output_wait>(m, "heads_to_output_wait");
+  implement<heads_to_output_weight_grad>(m, "_heads_to_output_weight_grad");
 }
 
 }  // namespace deepsp

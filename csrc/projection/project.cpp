@@ -49,55 +49,51 @@ SymInts head_dims_of(
   return dims;
 }
 
-// Tensor i's `heads`, which lie in `columns` of a block: rows of its weight.
-struct HeadColumns {
-  size_t i;
-  Range heads;
-  Range columns;
+// Heads of some tensors whose columns lie side by side, in rows of consecutive tokens.
+struct Slab {
+  Range tokens;
+  int64_t offset;  // in a block
+  int64_t columns;
+  std::vector<SectionHeads<int64_t>> pieces;
 };
 
-// What rank p's block of a chunk is made of.
-std::vector<HeadColumns> pieces_of(const Layout& layout, int64_t p, int64_t chunk) {
-  std::vector<HeadColumns> pieces;
-  for (size_t i = 0; i < layout.heads.tensors(); ++i) {
-    const Range heads = layout.heads.range(i, p, chunk);
-    const int64_t begin = layout.column(i, p, chunk);
-    const int64_t width = heads.size() * layout.head_dims[i];
-    if (width > 0) {
-      pieces.push_back({i, heads, {begin, begin + width}});
+// What rank p's block of a chunk is made of: one slab, where heads are whole.
+std::vector<Slab> slabs_of(const Layout& plan, int64_t p, int64_t chunk) {
+  std::vector<Slab> slabs;
+  for (const auto& part : plan.parts(plan.rank, p, chunk)) {
+    if (slabs.empty() || part.column == 0) {
+      slabs.push_back({{part.begin, part.end}, part.offset, part.columns, {}});
+    }
+    const int64_t columns = part.heads.size() * plan.head_dims[part.tensor];
+    if (columns > 0) {
+      slabs.back().pieces.push_back({part.tensor, part.heads, part.column, columns});
     }
   }
-  return pieces;
+  return slabs;
 }
 
-bool narrow(const std::vector<HeadColumns>& pieces, int64_t width) {
-  return pieces.size() > 1 &&
-         std::any_of(pieces.begin(), pieces.end(), [&](const HeadColumns& piece) {
-           return piece.columns.size() < width;
-         });
+bool narrow(const Slab& slab, int64_t width) {
+  return slab.pieces.size() > 1 && std::any_of(
+                                       slab.pieces.begin(), slab.pieces.end(),
+                                       [&](const auto& piece) { return piece.columns < width; });
 }
 
 at::Tensor rows_for(
-    at::TensorList of, const Layout& layout, const std::vector<HeadColumns>& pieces) {
+    at::TensorList of, const Layout& plan, const std::vector<SectionHeads<int64_t>>& pieces) {
   Tensors rows;
-  for (const HeadColumns& piece : pieces) {
-    rows.push_back(rows_for(of, layout, piece.i, piece.heads));
+  for (const auto& piece : pieces) {
+    rows.push_back(rows_for(of, plan, piece.tensor, piece.heads));
   }
   return at::cat(rows);
 }
 
 // ------------------------------------------------------------------- project
 
-SymBlockLayout check_project(
-    const at::Tensor& x,
-    at::TensorList weights,
-    at::TensorList biases,
-    c10::SymIntArrayRef num_heads,
-    c10::SymIntArrayRef seq_lens,
-    int64_t chunks,
-    int64_t rank) {
-  check_tokens(x, "x", seq_lens, rank);
-  const SymInts dims = head_dims_of(weights, num_heads, x.sym_size(2));
+SymPlan check_project(const Given& given) {
+  const at::Tensor x = given["x"];
+  const at::TensorList weights = given["weights"], biases = given["biases"];
+  check_tokens(x, "x", given["seq_lens"], given["rank"]);
+  const SymInts dims = head_dims_of(weights, given["num_heads"], x.sym_size(2));
   TORCH_CHECK_VALUE(
       biases.empty() || biases.size() == weights.size(),
       "expected biases to be empty or to have one entry for each of the ", weights.size(),
@@ -110,18 +106,22 @@ SymBlockLayout check_project(
       check_bias(biases[i], name, weights[i], weight_name(i));
     }
   }
-  return check_wait({}, num_heads, dims, x.sym_size(0), seq_lens, 0, chunks, rank);
+  return plan_of_wait({}, given["num_heads"], dims, x.sym_size(0), given, 0, given["chunks"]);
 }
 
 struct Projection {
   const at::Tensor& rows;  // [S_rank·B, dim]
   at::TensorList weights;
   at::TensorList biases;
-  const Layout& layout;
+  const Layout& plan;
 
-  void write(const at::Tensor& to, const at::Tensor& weight, const at::Tensor& bias) const {
+  void write(
+      const at::Tensor& to,
+      const at::Tensor& of,
+      const at::Tensor& weight,
+      const at::Tensor& bias) const {
     at::Tensor out = to;
-    at::mm_out(out, rows, weight.t());
+    at::mm_out(out, of, weight.t());
     if (bias.defined()) {
       out.add_(bias);
     }
@@ -134,17 +134,23 @@ struct Projection {
         .make_tensor();
   }
 
-  // Makes the blocks of all ranks, which lie behind one another, by one product.
+  // Makes the blocks of all ranks, which lie behind one another: by one product, of whole heads.
   void together(int64_t chunk, c10::ArrayRef<Place> places) const {
-    std::vector<HeadColumns> pieces;
+    std::vector<SectionHeads<int64_t>> pieces;
     std::vector<int64_t> widths;
     for (const Place& place : places) {
-      for (const HeadColumns& piece : pieces_of(layout, place.p, chunk)) {
-        pieces.push_back(piece);
+      if (plan.cuts_queries()) {
+        (*this)(chunk, place);
+        continue;
       }
-      widths.push_back(layout.columns(place.p, chunk));
+      const Slab slab = slabs_of(plan, place.p, chunk)[0];
+      pieces.insert(pieces.end(), slab.pieces.begin(), slab.pieces.end());
+      widths.push_back(slab.columns);
     }
-    const at::Tensor weight = rows_for(weights, layout, pieces);
+    if (widths.empty()) {
+      return;
+    }
+    const at::Tensor weight = rows_for(weights, plan, pieces);
     const int64_t n = rows.size(0), dim = rows.size(1);
     const auto ranks = static_cast<int64_t>(places.size());
     if (std::all_of(widths.begin(), widths.end(), [&](int64_t w) { return w == widths[0]; })) {
@@ -153,13 +159,13 @@ struct Projection {
           blocks, rows.expand({ranks, n, dim}),
           weight.view({ranks, widths[0], dim}).transpose(1, 2));
       if (!biases.empty()) {
-        blocks.add_(rows_for(biases, layout, pieces).view({ranks, 1, widths[0]}));
+        blocks.add_(rows_for(biases, plan, pieces).view({ranks, 1, widths[0]}));
       }
       return;
     }
     at::Tensor product = at::mm(rows, weight.t());
     if (!biases.empty()) {
-      product.add_(rows_for(biases, layout, pieces));
+      product.add_(rows_for(biases, plan, pieces));
     }
     const int64_t item = item_of(rows), all = product.size(1) * item;
     const char* from = data_of(product);
@@ -173,51 +179,47 @@ struct Projection {
     run(copies, rows.device());
   }
 
-  // Makes the block [S_rank·B, X_p].
+  // Makes the block for a rank.
   void operator()(int64_t chunk, const Place& place) const {
-    const std::vector<HeadColumns> pieces = pieces_of(layout, place.p, chunk);
-    const int64_t columns = layout.columns(place.p, chunk);
-    const at::Tensor block = over(place.block, {rows.size(0), columns});
-    if (narrow(pieces, kNarrow)) {
-      write(
-          block, rows_for(weights, layout, pieces),
-          biases.empty() ? at::Tensor() : rows_for(biases, layout, pieces));
-      return;
-    }
-    for (const HeadColumns& piece : pieces) {
-      write(
-          block.narrow(1, piece.columns.begin, piece.columns.size()),
-          rows_for(weights, layout, piece.i, piece.heads),
-          biases.empty() ? at::Tensor() : rows_for(biases, layout, piece.i, piece.heads));
+    for (const Slab& slab : slabs_of(plan, place.p, chunk)) {
+      const int64_t tokens = slab.tokens.size() * plan.batch;
+      const at::Tensor of =
+          rows.narrow(0, (slab.tokens.begin - plan.first(plan.rank)) * plan.batch, tokens);
+      const at::Tensor block =
+          over(place.block + slab.offset * item_of(rows), {tokens, slab.columns});
+      if (narrow(slab, kNarrow)) {
+        write(
+            block, of, rows_for(weights, plan, slab.pieces),
+            biases.empty() ? at::Tensor() : rows_for(biases, plan, slab.pieces));
+        continue;
+      }
+      for (const auto& [tensor, heads, column, columns] : slab.pieces) {
+        write(
+            block.narrow(1, column, columns), of, rows_for(weights, plan, tensor, heads),
+            biases.empty() ? at::Tensor() : rows_for(biases, plan, tensor, heads));
+      }
     }
   }
 };
 
-Tensors project_to_heads_start(
-    const at::Tensor& x,
-    at::TensorList weights,
-    at::TensorList biases,
-    c10::SymIntArrayRef num_heads,
-    c10::SymIntArrayRef seq_lens,
-    int64_t chunks,
-    bool last_first,
-    int64_t rank,
-    std::string_view group_name) {
-  const SymBlockLayout shapes =
-      check_project(x, weights, biases, num_heads, seq_lens, chunks, rank);
+c10::IValue project_to_heads_start(const Given& given) {
+  const SymPlan shapes = check_project(given);
+  const at::Tensor x = given["x"];
+  const at::TensorList weights = given["weights"], biases = given["biases"];
   if (x.is_meta()) {
     return meta_buffers(shapes, x);
   }
-  const Layout layout = concrete(shapes);
-  const auto group = group_of("project_to_heads", group_name, layout, x);
+  const Layout plan = concrete(shapes);
+  const auto group = group_of("project_to_heads", given["group_name"], plan, x);
+  const bool last_first = given["last_first"];
   const at::Tensor rows = rows_of(x);
-  const Projection project{rows, weights, biases, layout};
-  const int64_t count = layout.heads.chunks();
+  const Projection project{rows, weights, biases, plan};
+  const int64_t count = plan.chunks();
   Tensors buffers(count);
   std::vector<std::pair<int64_t, Place>> own;
   for (int64_t n = 0; n < count; ++n) {
     const int64_t chunk = last_first ? count - 1 - n : n;
-    Departure departure = departure_of(group.get(), layout, chunk, x);
+    Departure departure = departure_of(group.get(), plan, chunk, x);
     buffers[chunk] = departure.buffer();
     const auto make = [&](c10::ArrayRef<Place> places) {
       if (places.size() > 1) {
@@ -225,7 +227,7 @@ Tensors project_to_heads_start(
       }
       project(chunk, places[0]);
     };
-    for (const Place& left : launch_to_heads(make, {}, layout, chunk, group.get(), departure)) {
+    for (const Place& left : launch_to_heads(make, {}, plan, chunk, group.get(), departure)) {
       own.emplace_back(chunk, left);
     }
   }
@@ -234,41 +236,37 @@ Tensors project_to_heads_start(
     project(chunk, place);
   }
   for (int64_t chunk = 0; chunk < count; ++chunk) {
-    settle_if_watched(buffers[chunk], layout, chunk);
+    settle_if_watched(buffers[chunk], plan, chunk);
   }
   return buffers;
 }
 
 // ------------------------------------------------------------------- its backward
 
-SymBlockLayout check_project_backward(
-    at::TensorList buffers,
-    const OptionalTensor& x,
-    at::TensorList weights,
-    c10::SymIntArrayRef num_heads,
-    const c10::SymInt& batch,
-    c10::SymIntArrayRef seq_lens,
-    at::IntArrayRef wanted,
-    int64_t rank) {
+SymPlan check_project_backward(const Given& given) {
+  const at::TensorList buffers = given["buffers"], weights = given["weights"];
+  const OptionalTensor x = given["x"];
+  const at::IntArrayRef wanted = given["wanted"];
   check_buffers(buffers);
   check_wanted(wanted, 1 + 2 * weights.size(), "x, each weight and each bias");
-  const auto dims = head_dims_of(weights, num_heads, std::nullopt);
+  const auto dims = head_dims_of(weights, given["num_heads"], std::nullopt);
   for (size_t i = 0; i < weights.size(); ++i) {
     TORCH_CHECK_VALUE(
         !wanted[1 + i] || x.has_value(), "expected x, which the gradient of ", weight_name(i),
         " needs, got None");
   }
   if (x.has_value()) {
-    check_tokens(*x, "x", seq_lens, rank);
+    check_tokens(*x, "x", given["seq_lens"], given["rank"]);
   }
-  return check_wait(
-      buffers, num_heads, dims, batch, seq_lens, 0, static_cast<int64_t>(buffers.size()), rank);
+  return plan_of_wait(
+      buffers, given["num_heads"], dims, given["batch"], given, 0,
+      static_cast<int64_t>(buffers.size()));
 }
 
 // Gradients of x, weights and biases from those of a projection's outputs, which
 // are on their way.
 struct ProjectionGradients {
-  const Layout& layout;
+  const Layout& plan;
   at::TensorList weights;
   at::Tensor rows;  // of x [S_rank·B, dim], where weights' gradients are wanted
   std::optional<ProductSum> x;
@@ -277,7 +275,7 @@ struct ProjectionGradients {
 
   // `grad` [S_rank·B, h·D_i] is all there is of these heads.
   void add_weight(const at::Tensor& grad, size_t i, Range heads) {
-    const int64_t dim = layout.head_dims[i];
+    const int64_t dim = plan.head_dims[i];
     const auto mine = [&](const at::Tensor& of) {
       return of.narrow(0, heads.begin * dim, heads.size() * dim);
     };
@@ -293,7 +291,7 @@ struct ProjectionGradients {
 
   void add(const at::Tensor& grad, size_t i, Range heads) {
     if (x.has_value()) {
-      x->add_product(grad, rows_for(weights, layout, i, heads));
+      x->add_product(grad, rows_for(weights, plan, i, heads));
     }
     add_weight(grad, i, heads);
   }
@@ -305,7 +303,7 @@ struct ProjectionGradients {
     }
     int64_t column = 0;
     for (size_t i = 0; i < weights.size(); ++i) {
-      const int64_t heads = layout.heads.num_heads(i), width = heads * layout.head_dims[i];
+      const int64_t heads = plan.heads.num_heads(i), width = heads * plan.head_dims[i];
       add_weight(grads.narrow(1, column, width), i, {0, heads});
       column += width;
     }
@@ -316,7 +314,7 @@ struct ProjectionGradients {
   Tensors all() {
     Tensors results;
     if (x.has_value()) {
-      results.push_back(batches_of(x->total(), layout));
+      results.push_back(batches_of(x->total(), plan));
     }
     for (const auto& of : {weight, bias}) {
       for (const at::Tensor& gradient : of) {
@@ -329,18 +327,11 @@ struct ProjectionGradients {
   }
 };
 
-Tensors project_to_heads_backward(
-    at::TensorList buffers,
-    const OptionalTensor& x,
-    at::TensorList weights,
-    c10::SymIntArrayRef num_heads,
-    c10::SymInt batch,
-    c10::SymIntArrayRef seq_lens,
-    at::IntArrayRef wanted,
-    int64_t rank,
-    std::string_view /*group_name*/) {
-  const SymBlockLayout shapes =
-      check_project_backward(buffers, x, weights, num_heads, batch, seq_lens, wanted, rank);
+c10::IValue project_to_heads_backward(const Given& given) {
+  const SymPlan shapes = check_project_backward(given);
+  const at::TensorList buffers = given["buffers"], weights = given["weights"];
+  const OptionalTensor x = given["x"];
+  const at::IntArrayRef wanted = given["wanted"];
   const size_t n = weights.size();
   Tensors results;
   if (buffers[0].is_meta()) {
@@ -349,18 +340,18 @@ Tensors project_to_heads_backward(
         results.push_back(at::empty_symint(shape, like.options()));
       }
     };
-    add(wanted[0], {batch, seq_lens[rank], weights[0].sym_size(1)}, buffers[0]);
+    add(wanted[0], {shapes.batch, shapes.tokens(), weights[0].sym_size(1)}, buffers[0]);
     for (size_t i = 0; i < 2 * n; ++i) {
       const at::Tensor& weight = weights[i % n];
       add(wanted[1 + i], weight.sym_sizes().slice(0, i < n ? 2 : 1), weight);
     }
     return results;
   }
-  const Layout layout = concrete(shapes);
-  ProjectionGradients gradients{layout, weights, {}, std::nullopt, Tensors(n), Tensors(n)};
+  const Layout plan = concrete(shapes);
+  ProjectionGradients gradients{plan, weights, {}, std::nullopt, Tensors(n), Tensors(n)};
   if (wanted[0]) {
     gradients.x.emplace(
-        std::vector<int64_t>{layout.seq_lens[rank] * layout.batch, weights[0].size(1)}, buffers[0]);
+        std::vector<int64_t>{plan.tokens() * plan.batch, weights[0].size(1)}, buffers[0]);
   }
   for (size_t i = 0; i < n; ++i) {
     if (wanted[1 + i]) {
@@ -376,24 +367,25 @@ Tensors project_to_heads_backward(
   std::vector<std::vector<HeadSegment>> segments;
   bool shared = false;
   for (size_t i = 0; i < n; ++i) {
-    segments.push_back(layout.heads.segments(i));
+    segments.push_back(plan.heads.segments(i));
     for (const HeadSegment& segment : segments.back()) {
       shared = shared || segment.readers.size() > 1;
     }
   }
   const Tensors arriving = dense(buffers);
-  if (arrive_together(arriving, layout)) {
-    return gradients.of_rows(merge_to_rows(arriving, layout));
+  if (are_merged(arriving, plan)) {
+    return gradients.of_rows(merge_to_rows(arriving, plan));
   }
-  Landing arrivals(arriving, layout, true);
+  Landing arrivals(arriving, plan, true);
   arrivals.in_order([&](int64_t chunk, int64_t p) {
-    const std::vector<HeadColumns> pieces = pieces_of(layout, p, chunk);
-    if (!shared && arrivals[chunk].whole() && narrow(pieces, kNarrowSum)) {
+    const Slab slab = slabs_of(plan, p, chunk)[0];
+    if (!shared && arrivals[chunk].whole() && narrow(slab, kNarrowSum)) {
       if (gradients.x.has_value()) {
-        gradients.x->add_product(arrivals[chunk].block(p), rows_for(weights, layout, pieces));
+        gradients.x->add_product(arrivals[chunk].block(p), rows_for(weights, plan, slab.pieces));
       }
-      for (const HeadColumns& piece : pieces) {
-        gradients.add_weight(arrivals[chunk].part(piece.i, p, piece.heads), piece.i, piece.heads);
+      for (const auto& piece : slab.pieces) {
+        gradients.add_weight(
+            arrivals[chunk].part(piece.tensor, p, piece.heads), piece.tensor, piece.heads);
       }
       return;
     }
@@ -423,8 +415,8 @@ Tensors project_to_heads_backward(
 }  // namespace
 
 DEEPSP_KERNELS(m) {
-  m.impl("project_to_heads_start", project_to_heads_start);
-  m.impl("project_to_heads_backward", project_to_heads_backward);
+  implement<project_to_heads_start>(m, "project_to_heads_start");
+  implement<project_to_heads_backward>(m, "_project_to_heads_backward");
 }
 
 }  // namespace deepsp

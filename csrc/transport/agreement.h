@@ -20,7 +20,7 @@ void check_agreement(
 
 // The group of a call, as resolve_group finds it. With DEEPSP_DEBUG=1 its ranks have made the same
 // call then, with the `arguments()` that tell calls apart.
-template <class Arguments>
+template <class Given>
 Group agreed_group(
     const char* op,
     std::string_view name,
@@ -28,7 +28,7 @@ Group agreed_group(
     int64_t size,
     c10::Device device,
     const char* sizes,
-    const Arguments& arguments) {
+    const Given& arguments) {
   Group group = resolve_group(op, name, rank, size, device, sizes);
   if (debugging()) {
     check_agreement(group, device, arguments());

@@ -38,6 +38,7 @@ def prepare(
     sequence_parallel_size: int,
     chunks: int = 1,
     shift: Sequence[str] | None = None,
+    query_parts: int | str = "auto",
 ) -> Any:
     """``accelerator.prepare(*objects)`` for sharded sequences.
 
@@ -72,6 +73,7 @@ def prepare(
             of processes. 1: ``accelerator.prepare`` alone.
         chunks: as in :func:`deepsp.distributed_attention`.
         shift: as in :func:`deepsp.shard_batch`.
+        query_parts: as in :func:`deepsp.distributed_attention`.
 
     Returns:
         What ``accelerator.prepare`` returns, loaders wrapped.
@@ -100,7 +102,7 @@ def prepare(
         name = f"SequenceParallel{type(accelerator).__name__}"
         accelerator.__class__ = type(name, (_OfGroups, type(accelerator)), {})
         accelerator.sequence_group, accelerator.sequence_size = group, sequence_parallel_size
-    accelerator.sequence_chunks, accelerator.shifted = chunks, shift
+    accelerator.sequence_attention, accelerator.shifted = (chunks, query_parts), shift
     return accelerator.prepare(*objects)
 
 
@@ -241,7 +243,7 @@ class _OfGroups:
 
     sequence_group: dist.ProcessGroup
     sequence_size: int
-    sequence_chunks: int
+    sequence_attention: tuple[int, int | str]  # chunks and query_parts
     sequence_lens: Sequence[int] = ()
     """The tokens of each rank in the batch that a loader has yielded last."""
     sequence_rows: int | None = None
@@ -271,7 +273,7 @@ class _OfGroups:
                         f"expected a model that isn't prepared yet, got {type(model).__name__}; "
                         "pass it to this prepare() in place of accelerator.prepare()"
                     )
-                use_in(base_of(model), self.sequence_group, self.sequence_chunks)
+                use_in(base_of(model), self.sequence_group, *self.sequence_attention)
         self._preparing = True
         try:
             prepared = super().prepare(*objects, **kwargs)

@@ -4,8 +4,8 @@
 #include "../../csrc/kernels/copy.h"
 #include "../../csrc/kernels/float16.h"
 #include "../../csrc/kernels/sum.h"
-#include "../../csrc/layout/blocks.h"
 #include "../../csrc/layout/buffer.h"
+#include "../../csrc/layout/plan.h"
 #include "../../csrc/layout/shards.h"
 #include "common.h"
 
@@ -164,17 +164,6 @@ void layouts() {
           require(!segment.readers.empty(), "each kv head is read");
         }
         require(covered == kv, "segments cover all heads");
-        std::vector<int64_t> lens(parts, 3);
-        lens[0] = 0;
-        const BlockLayout<int64_t> blocks{layout, {4, 2}, 2, lens, parts - 1};
-        int64_t columns = 0;
-        for (int64_t chunk = 0; chunk < layout.chunks(); ++chunk) {
-          columns += blocks.elements_by_heads(chunk);
-        }
-        const Range q = layout.range(0, parts - 1), k = layout.range(1, parts - 1);
-        require(
-            columns == blocks.token(parts) * 2 * (q.size() * 4 + k.size() * 2),
-            "elements_by_heads");
       }
     }
     std::vector<int64_t> sizes;
@@ -209,6 +198,90 @@ class Claims {
  private:
   std::vector<bool> taken_;
 };
+
+// Every element of every block: the tokens of heads that its owner reads, each once, where sections
+// say that it lies.
+void check_plan(const Plan<int64_t>& plan) {
+  const HeadLayout& heads = plan.heads;
+  const int64_t ranks = plan.ranks(), total = plan.total();
+  std::vector<int> queries(heads.num_heads(0) * total);
+  for (int64_t owner = 0; owner < ranks; ++owner) {
+    std::vector<int> others(heads.num_heads(1) * total);
+    Range read{heads.num_heads(1), 0};
+    const int64_t each = heads.num_heads(0) / heads.num_heads(1);
+    for (int64_t chunk = 0; chunk < plan.chunks(); ++chunk) {
+      for (const Cell& cell : heads.cells(owner, chunk)) {
+        read.begin = std::min(read.begin, cell.heads.begin / each);
+        read.end = std::max(read.end, (cell.heads.end - 1) / each + 1);
+      }
+      int64_t before = 0, all = 0;
+      for (const auto& section : plan.sections(owner, chunk)) {
+        all += section.rows() * plan.batch * section.columns;
+      }
+      require(plan.elements_by_heads(owner, chunk) == all, "elements_by_heads");
+      for (int64_t source = 0; source < ranks; ++source) {
+        require(plan.elements_before(source, owner, chunk) == before, "elements_before");
+        const int64_t elements = plan.elements(source, owner, chunk);
+        before += elements;
+        Claims block(elements);
+        int64_t claimed = 0;
+        for (const auto& part : plan.parts(source, owner, chunk)) {
+          const int64_t width = part.heads.size() * plan.head_dims[part.tensor];
+          block.claim(part.offset + part.column, width, part.columns, part.tokens() * plan.batch);
+          claimed += width * part.tokens() * plan.batch;
+          require(
+              part.tokens() == 0 ||
+                  (part.begin >= plan.first(source) && part.end <= plan.first(source + 1)),
+              "a source sends its own tokens");
+          for (int64_t h = part.heads.begin; h < part.heads.end; ++h) {
+            for (int64_t t = part.begin; t < part.end; ++t) {
+              ++(part.tensor == 0 ? queries : others)[h * total + t];
+            }
+          }
+        }
+        require(claimed == elements, "blocks are full");
+      }
+      require(before == all, "blocks stack to sections");
+      const auto ways = {
+          plan.elements_by_heads(owner, chunk), plan.elements_by_tokens(owner, chunk)};
+      require(plan.buffer_elements(owner, chunk) == std::max(ways), "buffer_elements");
+      Plan<int64_t> theirs = plan;
+      theirs.rank = owner;
+      require(
+          theirs.padding(chunk, true) >= 0 && theirs.padding(chunk, false) >= 0,
+          "a buffer holds what arrives both ways");
+    }
+    for (int64_t h = 0; h < heads.num_heads(1); ++h) {
+      for (int64_t t = 0; t < total; ++t) {
+        require(
+            others[h * total + t] == (h >= read.begin && h < read.end),
+            "a kv head goes once to each rank that reads it");
+      }
+    }
+  }
+  for (const int times : queries) {
+    require(times == 1, "each query is one rank's");
+  }
+}
+
+void plans() {
+  const auto below = [](int64_t n) { return static_cast<int64_t>(generator() % n); };
+  for (int round = 0; round < 2000; ++round) {
+    const int64_t ranks = 1 + below(7), kv = 1 + below(4), heads = kv * (1 + below(3));
+    std::vector<int64_t> lens, query_parts{0};
+    for (int64_t p = 0; p < ranks; ++p) {
+      lens.push_back(below(4) ? below(7) : 0);
+    }
+    for (int64_t parts = 1; parts <= ranks; ++parts) {
+      if (ranks % parts == 0 && heads >= ranks / parts) {
+        query_parts.push_back(parts);
+      }
+    }
+    const HeadLayout layout(
+        {heads, kv}, ranks, 1 + below(3), query_parts[below(query_parts.size())]);
+    check_plan({layout, {1 + below(3), 1 + below(3)}, 1 + below(2), lens, below(ranks)});
+  }
+}
 
 void buffers() {
   for (int round = 0; round < 120; ++round) {
@@ -252,6 +325,7 @@ int main() {
   sums<Float16>(Float::f16, Float::f16, Float::f16);
   casts();
   layouts();
+  plans();
   buffers();
   std::puts("kernels and layouts: fine");
 }

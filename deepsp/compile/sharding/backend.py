@@ -9,7 +9,7 @@ from torch._dynamo.symbolic_convert import TensorifyState
 from torch._functorch import config as functorch_config
 from torch._guards import CompileContext
 
-from deepsp import shares
+from deepsp import parts
 from deepsp.compile.sharding import caches
 from deepsp.compile.sharding.inputs import role_of
 from deepsp.compile.sharding.nodes import draws_inside
@@ -46,7 +46,7 @@ def deepsp(gm: fx.GraphModule, example_inputs, *, options=None, **kwargs):
             f"query_parts only, got {sorted(set(options) - known)}"
         )
     _settle_floats(gm)
-    options["query_parts"] = shares.asked_of(options.get("query_parts", "auto"), group)
+    options["query_parts"] = parts.validate(options.get("query_parts", "auto"), group)
     member = member_of(group)
 
     alike: list[int] = []

@@ -23,7 +23,7 @@ from deepsp.compile.sharding.weights import COMMUNICATE
 
 _ATTENTION = {
     torch.ops.deepsp.distributed_attention.default,
-    torch.ops.deepsp.attention_of_chunk.default,
+    torch.ops.deepsp._attention_of_cell.default,
     torch.ops.aten.scaled_dot_product_attention.default,
     flex_attention,
 }

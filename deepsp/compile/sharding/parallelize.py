@@ -22,7 +22,7 @@ from torch._functorch.autograd_function import autograd_function_apply
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils._pytree import tree_leaves
 
-from deepsp import shares
+from deepsp import parts
 from deepsp.compile.sharding import (
     caches,
     checkpointing,
@@ -437,7 +437,7 @@ def parallelize(
         raise ValueError(f"expected 0 <= memory_budget <= 1 or None, got {memory_budget}")
     if type(chunks) is not int or chunks < 1:
         raise ValueError(f"expected chunks to be an int >= 1, got {chunks!r}")
-    query_parts = shares.asked_of(query_parts, group)
+    query_parts = parts.validate(query_parts, group)
     member = member_of(group)
     does_nothing = all(n.op in ("placeholder", "output") for n in gm.graph.nodes)
     if (member[1] == 1 and memory_budget is None) or does_nothing:

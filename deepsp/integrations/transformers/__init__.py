@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import inspect
 
-from deepsp import shares
+from deepsp import parts
 from deepsp.groups import Group, member_of
 from deepsp.integrations.transformers import calls
 from deepsp.integrations.transformers.attention import attention
@@ -105,7 +105,7 @@ def register(
             f"chunks={chunks}"
         )
     check_core(core)
-    query_parts = shares.asked_of(query_parts, group)
+    query_parts = parts.validate(query_parts, group)
     member = None if group is None else member_of(group)
     transformers.AttentionInterface.register(
         name,
@@ -138,7 +138,7 @@ def base_of(model):
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def use_in(model, group: Group, chunks: int = 1) -> None:
+def use_in(model, group: Group, chunks: int = 1, query_parts: int | str = "auto") -> None:
     """Gives a causal language model attention over ``group`` and the loss of full sequences, for
     wrappers that average gradients over all ranks; checks it. Attention other than "sdpa" and
     "eager" stays its core.
@@ -160,7 +160,7 @@ def use_in(model, group: Group, chunks: int = 1) -> None:
     # What the model was loaded with goes on computing its attention.
     given = model.config._attn_implementation
     core = "auto" if given in ("sdpa", "eager", *ours()) else given
-    register(group, chunks, average_gradients=True, core=core)
+    register(group, chunks, average_gradients=True, core=core, query_parts=query_parts)
     model.set_attn_implementation("deepsp")
     if not any(map(is_away, model.parameters())):
         check(model)  # else on its first forward, in which DeepSpeed gathers them

@@ -46,7 +46,7 @@ _DDP = [x for x in DistributedType if x.name.startswith("MULTI_")]
 def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
     """A subclass of ``trainer_class`` that trains on sharded sequences.
 
-    The class takes two more arguments, by name. Everything else is as the class has it: with
+    The class takes three more arguments, by name. Everything else is as the class has it: with
     ``per_device_train_batch_size=b`` on N processes, a step trains on b * N / size samples.
 
     - ``sequence_parallel_size``: the number of ranks that share each batch, a divisor of the number
@@ -54,6 +54,7 @@ def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
       ``TrainingArguments.parallelism_config``.
     - ``without_logits``: computes the loss by :func:`deepsp.causal_lm_loss`, so that logits exist
       for a few tokens at a time only; not in an evaluation that asks for logits.
+    - ``query_parts``: how ranks share heads, as in :func:`deepsp.distributed_attention`.
 
     Losses and gradient norms are those of the same training without sequence parallelism on
     N / size processes; evaluation losses and metrics those of one process with batches as large as
@@ -108,9 +109,11 @@ class _SequenceParallel(Evaluation):
         *args,
         sequence_parallel_size: int | None = None,
         without_logits: bool = False,
+        query_parts: int | str = "auto",
         **kwargs,
     ):
         self._asked_size, self._without_logits = sequence_parallel_size, without_logits
+        self._query_parts = query_parts
         super().__init__(*args, **kwargs)
         if self._size > 1:
             self._prepare_model()
@@ -180,7 +183,9 @@ class _SequenceParallel(Evaluation):
                 "expected without_logits=False where a class or compute_loss_func computes the "
                 "loss itself, got True; leave it out"
             )
-        use_in(self._base_model(), self._group)  # before the first step, and any wrapper
+        use_in(
+            self._base_model(), self._group, query_parts=self._query_parts
+        )  # before the first step, and any wrapper
 
     def _wrap_model(self, model, training=True, dataloader=None):
         ddp = nn.parallel.DistributedDataParallel

@@ -12,6 +12,9 @@ from deepsp.schedule.placement import REPLICATE
 
 _TOKENS, _HEADS = 1, 2  # dimensions of [B, S, H, D]
 
+_TO_TOKENS = ("deepsp.distributed_attention", "deepsp.DistributedAttention")
+_ATTENTION = (*_TO_TOKENS, "deepsp._attention_of_cell")  # of q, k and v
+
 
 @dataclass(frozen=True)
 class OpSync:
@@ -44,13 +47,13 @@ def _exchange(source: int | None, target: int | None):
 
     def rule(call: Call):
         moved = list(tensors_in(call.args[0]))
-        if call.name in ("deepsp.distributed_attention", "deepsp.attention_of_chunk"):
+        if call.name in _ATTENTION:
             moved = [x for x in call.args[:3] if isinstance(x, Tensor)]
         if _group(call) not in (None, call.flow.member[2]):
             other = next((v for _, v in call.tensors if not v.replicated), None)
             if other is None:
                 return REPLICATE
-            if call.name == "deepsp.distributed_attention" and all(
+            if call.name in _TO_TOKENS and all(
                 call.value(x).split and call.place(x).axis == _HEADS for x in moved
             ):
                 return call.place(moved[0])
@@ -148,9 +151,9 @@ RULES = {
     "deepsp.seq_to_heads_wait": _exchange(None, _HEADS),
     "deepsp.heads_to_seq_start": _exchange(_HEADS, None),
     "deepsp.heads_to_seq_wait": _exchange(None, _TOKENS),
-    "deepsp.kv_of_chunk": _exchange(_HEADS, _HEADS),
-    "deepsp.attention_of_chunk": _exchange(_HEADS, _HEADS),
-    "deepsp.distributed_attention": _exchange(_TOKENS, _TOKENS),
+    "deepsp._kv_of_cell": _exchange(_HEADS, _HEADS),
+    "deepsp._attention_of_cell": _exchange(_HEADS, _HEADS),
+    **dict.fromkeys(_TO_TOKENS, _exchange(_TOKENS, _TOKENS)),
     "deepsp.project_to_heads": _exchange(_TOKENS, _HEADS),
     "deepsp.project_to_heads_start": _exchange(_TOKENS, None),
     "deepsp.heads_to_output": _exchange(_HEADS, _TOKENS),
@@ -160,5 +163,5 @@ RULES = {
     "deepsp.reduce_scatter": _collective("reduce_scatter"),
     "deepsp.scatter": _collective("scatter"),
     "deepsp.scale_gradient": _scale_gradient,
-    "deepsp.check_attention": lambda call: REPLICATE,
+    "deepsp._check_attention": lambda call: REPLICATE,
 }

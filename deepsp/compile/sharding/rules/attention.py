@@ -7,7 +7,7 @@ import operator
 import torch
 from torch import fx
 
-from deepsp import shares
+from deepsp import parts
 from deepsp.compile.sharding.rules import OUTERMOST, Call, broadcast, rule
 from deepsp.compile.sharding.rules.indexing import log_softmax
 from deepsp.compile.sharding.tokens import Tokens, same
@@ -198,7 +198,7 @@ def _distributed(call: Call, q, k, v, mask, of_q: Tokens, of_k: Tokens) -> fx.No
         graph.lens(of_q),
         graph.rank,
         graph.name,
-        query_parts=shares.parts_of(graph.query_parts, heads, graph.size, device),
+        query_parts=parts.resolve(graph.query_parts, heads, graph.size, device),
     )
     return _back(call, out)
 

@@ -11,6 +11,7 @@ from torch import fx
 from torch._higher_order_ops.flex_attention import flex_attention as op
 from torch.utils._pytree import tree_leaves
 
+from deepsp import parts
 from deepsp.compile.sharding.nodes import copy_of, has_tensor
 from deepsp.compile.sharding.rules import OUTERMOST, Call, rule
 from deepsp.compile.sharding.tokens import Tokens, same
@@ -37,19 +38,16 @@ def flex_attention(call: Call) -> list[Tokens] | None:
                 f"expected {x.name} of shape [batch, heads, tokens, head_dim], got its tokens in "
                 f"dimension {tokens.dim}, alone or merged with another{OUTERMOST}"
             )
-    if call.shape(q)[1] < call.graph.size:
-        call.refuse(
-            f"expected at least as many query heads as ranks ({call.graph.size}), since a block "
-            f"mask is for all queries of a head, got {call.shape(q)[1]}; use fewer ranks, or "
-            "scaled_dot_product_attention"
-        )
+    query_parts = _query_parts(call, of_q, of_kv)
     for node in _tensors((block_mask, scores_read, mask_reads)):
         if call.graph.values[node].full is None:
             call.refuse(
                 "expected its block_mask and what its score_mod and mask_mod read to be computed "
                 f"from replicated inputs, got {node.name}, which is sharded"
             )
-    call.lower = lambda: _distributed(call, of_q, of_kv)
+    call.lower = lambda: (
+        _distributed(call, of_q, of_kv) if query_parts == 1 else _of_cells(call, of_q, query_parts)
+    )
     call.said = "distributed FlexAttention"
     return [of_q.at(2) for _ in call.node.meta["val"]]
 
@@ -57,6 +55,170 @@ def flex_attention(call: Call) -> list[Tokens] | None:
 def _tensors(args) -> list[fx.Node]:
     nodes = [n for n in tree_leaves(args) if isinstance(n, fx.Node)]
     return [n for n in nodes if has_tensor(n.meta.get("val"))]
+
+
+def _query_parts(call: Call, of_q: Tokens, of_kv: Tokens | None) -> int:
+    """As ops take it. Whole heads where it can be: a block mask is made for whole sequences."""
+    graph, heads = call.graph, call.shape(call.node.args[0])[1]
+    if graph.query_parts in ("auto", 1) and heads >= graph.size:
+        return 1
+    query_parts = parts.resolve(graph.query_parts, heads, graph.size, torch.device("cpu"))
+    together = of_kv is not None and of_q.sequence == of_kv.sequence
+    if not together or not same(call.shape(call.node.args[0])[0], call.shape(call.node.args[1])[0]):
+        call.refuse(
+            f"expected query and key of the same sequence where ranks share heads ({heads} query "
+            f"heads on {graph.size} ranks), got others; use fewer ranks"
+        )
+    if any(not isinstance(n, int) for n in graph.lens(of_q)):
+        call.refuse(
+            f"expected lengths known when it is compiled where ranks share heads ({heads} query "
+            f"heads on {graph.size} ranks), got symbolic ones; pass dynamic=False to torch.compile"
+        )
+    return query_parts
+
+
+def _of_cells(call: Call, of_q: Tokens, query_parts: int) -> fx.Node:
+    """Where ranks share heads: FlexAttention for each range of queries of each cell."""
+    graph = call.graph
+    q, k, v, score_mod, block_mask, scale, options, *read = call.node.args
+    lens, (rank, size, name) = graph.lens(of_q), (graph.rank, graph.size, graph.name)
+    shapes = [call.shape(x) for x in (q, k, v)]
+    heads, dims = [[shape[d] for shape in shapes] for d in (1, 3)]
+    how = {"query_parts": query_parts}
+    mine = [graph.call(aten.transpose.int, graph.part(x, of_q), 1, 2) for x in (q, k, v)]
+    arriving = graph.call(ours.seq_to_heads_start.default, mine, lens, 1, False, rank, name, **how)
+    buffer = graph.call(operator.getitem, arriving, 0)
+    arrived = graph.call(
+        ours.seq_to_heads_wait.default,
+        *(buffer, heads, dims, shapes[0][0], lens, 0, 1, rank, name),
+        **how,
+    )
+    cells = parts.cells_of(heads[0], sum(lens), query_parts, size, rank)
+    kv = [graph.call(operator.getitem, arrived, len(cells) + i) for i in range(2)]
+    seen = _Blocks(call, block_mask)
+    by_cell = []
+    for i, cell in enumerate(cells):
+        where = (*heads[:2], size, rank, 0, 1, query_parts, i)
+        of_cell = [
+            graph.call(aten.transpose.int, x, 1, 2)
+            for x in (
+                graph.call(operator.getitem, arrived, i),
+                *(graph.call(ours._kv_of_cell.default, [x], *where) for x in kv),
+            )
+        ]
+        found, row = [], 0
+        for begin, end in cell.queries:
+            if begin == end and (found or (begin, end) != cell.queries[-1]):
+                continue
+            queries = graph.call(aten.narrow.default, of_cell[0], 2, row, end - begin)
+            row += end - begin
+            of_range = (queries, *of_cell[1:])
+            if begin == end:
+                found.append(_of_none(call, *of_range))
+                continue
+            out = graph.call(
+                op,
+                *of_range,
+                _shifted(call, score_mod, {2: cell.heads[0], 3: begin}),
+                (
+                    *seen.of(cell.heads, begin, end),
+                    _shifted(call, block_mask[-1], {1: cell.heads[0], 2: begin}),
+                ),
+                *graph.mapped((scale, options), graph.full),
+                *graph.mapped(tuple(read), graph.for_part),
+            )
+            results = range(len(call.node.meta["val"]))
+            found.append([graph.call(operator.getitem, out, n) for n in results])
+        by_cell.append(
+            [
+                one[0] if len(one) == 1 else graph.call(aten.cat.default, list(one), 2)
+                for one in zip(*found, strict=True)
+            ]
+        )
+    results = []
+    for of_cells in zip(*by_cell, strict=True):
+        flat = graph.env[of_cells[0]].dim() == 3
+        outs = [graph.call(aten.unsqueeze.default, x, -1) for x in of_cells] if flat else of_cells
+        outs = [graph.call(aten.transpose.int, x, 1, 2) for x in outs]
+        leaving = graph.call(
+            ours.heads_to_seq_start.default, outs, heads[:1], lens, 0, 1, rank, name, **how
+        )
+        dim = [1 if flat else dims[2]]
+        x = graph.call(
+            ours.heads_to_seq_wait.default,
+            *([leaving], heads[:1], dim, shapes[0][0], lens, rank, name),
+            **how,
+        )
+        x = graph.call(aten.transpose.int, graph.call(operator.getitem, x, 0), 1, 2)
+        results.append(graph.call(aten.squeeze.dim, x, -1) if flat else x)
+    return graph.call(tuple, results)
+
+
+def _of_none(call: Call, q: fx.Node, k: fx.Node, v: fx.Node) -> list[fx.Node]:
+    """The results for no queries, on which k and v depend: other ranks wait for their gradients."""
+    graph = call.graph
+    times = graph.env[q].shape[1] // graph.env[k].shape[1]
+    k, v = (graph.call(aten.repeat_interleave.self_int, x, times, 1) for x in (k, v))
+    scores = graph.call(aten.matmul.default, q, graph.call(aten.transpose.int, k, -2, -1))
+    sums = graph.call(aten.sum.dim_IntList, scores, [-1])
+    return [graph.call(aten.matmul.default, scores, v), sums, sums][: len(call.node.meta["val"])]
+
+
+class _Blocks:
+    """The blocks of keys of which queries see any part, for some heads and a range of queries."""
+
+    def __init__(self, call: Call, block_mask: tuple):
+        self.call = call
+        names = ("keys", "counts", "indices", "full_counts", "full_indices")
+        self.given = dict(zip(names, block_mask[1:6], strict=True))
+        *_, self.q_size, self.kv_size, _ = block_mask
+        self.others = block_mask[10:-3]
+
+    def of(self, heads: tuple[int, int], begin: int, end: int) -> tuple:
+        """All of a block mask but its function."""
+        graph = self.call.graph
+        seen = self._seen("counts", "indices", heads)
+        if self.given["full_counts"] is not None:
+            full = self._seen("full_counts", "full_indices", heads)
+            seen = graph.call(aten.logical_or.default, seen, full)
+        first, last = begin // self.q_size, -(-end // self.q_size)
+        count = -(-(end - begin) // self.q_size)
+        rows = graph.call(aten.narrow.default, seen, 2, first, last - first)
+        if begin % self.q_size:  # each block lies across two
+            below = graph.call(aten.narrow.default, rows, 2, 1, last - first - 1)
+            below = graph.call(aten.constant_pad_nd.default, below, [0, 0, 0, 1])
+            rows = graph.call(aten.logical_or.default, rows, below)
+            rows = graph.call(aten.narrow.default, rows, 2, 0, count)
+        other = graph.call(aten.transpose.int, rows, 2, 3)
+        lists = (*self._listed(rows), None, None, *self._listed(other), None, None)
+        none = [None] * len(self.others)
+        return (end - begin, self.given["keys"], *lists, *none, self.q_size, self.kv_size)
+
+    def _seen(self, counts: str, indices: str, heads: tuple[int, int]) -> fx.Node:
+        """[B, H, blocks of queries, blocks of keys]: whether the latter are among those listed."""
+        call, graph = self.call, self.call.graph
+        total = call.shape(call.node.args[0])[1]
+        counts, indices = (_blocks(call, self.given[x], total, *heads) for x in (counts, indices))
+        blocks = graph.env[indices].shape[-1]
+        device = graph.env[indices].device
+        at = graph.call(aten.arange.default, blocks, device=device)
+        listed = graph.call(aten.lt.Tensor, at, graph.call(aten.unsqueeze.default, counts, -1))
+        none = graph.call(aten.zeros_like.default, listed)
+        index = graph.call(aten.to.dtype, indices, torch.int64)
+        added = graph.call(aten.scatter_add.default, *(
+            graph.call(aten.to.dtype, none, torch.int32), -1, index,
+            graph.call(aten.to.dtype, listed, torch.int32),
+        ))  # fmt: skip
+        return graph.call(aten.gt.Scalar, added, 0)
+
+    def _listed(self, seen: fx.Node) -> list[fx.Node]:
+        """How many blocks each row sees, and which: those first."""
+        graph = self.call.graph
+        numbers = graph.call(aten.to.dtype, seen, torch.int32)
+        counts = graph.call(aten.sum.dim_IntList, numbers, [-1], dtype=torch.int32)
+        order = graph.call(aten.argsort.stable, numbers, stable=True, dim=-1, descending=True)
+        order = graph.call(aten.to.dtype, order, torch.int32)
+        return [counts, graph.call(aten.contiguous.default, order)]
 
 
 def _distributed(call: Call, of_q: Tokens, of_kv: Tokens | None) -> fx.Node:
@@ -69,10 +231,10 @@ def _distributed(call: Call, of_q: Tokens, of_kv: Tokens | None) -> fx.Node:
     out = graph.call(
         op,
         *by_heads,
-        _of_heads(call, score_mod, 2, begin),
+        _shifted(call, score_mod, {2: begin}),
         (
             *(_blocks(call, x, heads, begin, end) for x in sizes_and_blocks),
-            _of_heads(call, mask_mod, 1, begin),
+            _shifted(call, mask_mod, {1: begin}),
         ),
         *graph.mapped((scale, options), graph.full),
         *graph.mapped(tuple(read), graph.for_part),
@@ -120,8 +282,10 @@ def _exchanged(call: Call, of_q: Tokens, of_kv: Tokens | None) -> list[fx.Node]:
         _, _, begin, end = ours.head_split(heads, kv_heads, graph.size, graph.rank)
         full = [graph.call(aten.transpose.int, graph.for_part(x), 1, 2) for x in (k, v)]
         kv = [graph.call(aten.narrow.default, x, 2, begin, end - begin) for x in full]
-    split = (heads, kv_heads, 0, 1, graph.rank, graph.size)
-    kv = [graph.call(ours.kv_of_chunk.default, [x], *split) for x in kv]
+    kv = [
+        graph.call(ours._kv_of_cell.default, [x], heads, kv_heads, graph.size, graph.rank)
+        for x in kv
+    ]
     return [graph.call(aten.transpose.int, x, 1, 2) for x in (q_all, *kv)]
 
 
@@ -151,20 +315,23 @@ def _blocks(call: Call, x, heads: int, begin: int, end: int):
     return call.graph.call(aten.narrow.default, full, 1, begin, end - begin)
 
 
-def _of_heads(call: Call, node: fx.Node, argument: int, begin: int) -> fx.Node:
-    """A score_mod or mask_mod whose head, its ``argument``, is counted from the first of all."""
+def _shifted(call: Call, node: fx.Node, shifts: dict[int, int]) -> fx.Node:
+    """A score_mod or mask_mod of which some arguments, a head or a query, are counted from another
+    one than the first of all."""
     graph = call.graph
     full = graph.values[node].full
     module = copy_of(graph.env[full])
     copied = module.graph
-    head = copied.find_nodes(op="placeholder")[argument]
-    users = list(head.users)
-    if not begin or not users:
+    placeholders = copied.find_nodes(op="placeholder")
+    shifts = {placeholders[i]: n for i, n in shifts.items() if n and placeholders[i].users}
+    if not shifts:
         return full
-    with copied.inserting_before(next(n for n in copied.nodes if n.op != "placeholder")):
-        shifted = copied.call_function(operator.add, (head, begin))
-    shifted.meta = dict(head.meta)
-    for user in users:
-        user.replace_input_with(head, shifted)
+    for argument, shift in shifts.items():
+        users = list(argument.users)
+        with copied.inserting_before(next(n for n in copied.nodes if n.op != "placeholder")):
+            shifted = copied.call_function(operator.add, (argument, shift))
+        shifted.meta = dict(argument.meta)
+        for user in users:
+            user.replace_input_with(argument, shifted)
     module.recompile()
     return graph.module(module, node.name)

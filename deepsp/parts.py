@@ -1,4 +1,5 @@
-"""Shares of attention, where heads alone can't be dealt out evenly: ranks cut queries, too."""
+"""What each rank computes attention for, whole heads or some queries of heads that ranks share, and
+the loop over what arrives, attention and what leaves."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ def check(query_parts: int | str) -> None:
 
 
 @torch.compiler.assume_constant_result
-def asked_of(query_parts: int | str, group: Group | Member) -> int | str:
+def validate(query_parts: int | str, group: Group | Member) -> int | str:
     """``query_parts`` over ``group``: where that is a mesh of two dimensions, as many as it has
     rows.
 
@@ -38,10 +39,11 @@ def asked_of(query_parts: int | str, group: Group | Member) -> int | str:
     return query_parts if rows == 1 else rows
 
 
-def parts_of(
+def resolve(
     asked: int | str, num_heads: int, size: int, device: torch.device, whole: str | None = None
 ) -> int:
-    """``query_parts`` as ops take it: 1 for heads alone, 0 for shares that are as even as can be.
+    """``query_parts`` as ops take it: 1 for whole heads, 0 for parts of queries that are as even as
+    can be.
 
     Args:
         asked: "auto" or an int.
@@ -88,50 +90,77 @@ def cells_of(
     chunks: int = 1,
 ) -> list[Cell]:
     """What a rank computes, in a chunk; ``query_parts`` as ops take it."""
-    split = torch.ops.deepsp.share_split
-    n = split(num_heads, total, query_parts, size, rank, chunk, chunks)
+    n = torch.ops.deepsp._cells(num_heads, total, size, rank, chunk, chunks, query_parts)
     return [
         Cell((n[i], n[i + 1]), ((n[i + 2], n[i + 3]), (n[i + 4], n[i + 5])))
         for i in range(0, len(n), 6)
     ]
 
 
+class Part(NamedTuple):
+    """What has arrived for a cell."""
+
+    q: Tensor  # [B, n, h, D]
+    k: Tensor  # [B, S, h_kv, D], each head repeated until as many query heads read each
+    v: Tensor
+    cell: Cell
+    where: tuple  # the cell, as ops take it: ranks, rank, chunk, chunks, query_parts, cell
+
+
 def attend(
-    qkv: Sequence[Tensor],
-    attend_cell: Callable[[Tensor, Tensor, Tensor, Cell], Tensor],
-    query_parts: int,
-    chunks: int,
+    arriving: Sequence[Tensor],
+    function: Callable[[Part], Tensor],
+    shape: tuple[list[int], list[int], int],
     lens: list[int],
     member: Member,
-) -> Tensor:
-    """Attention of this rank's tokens by a function for the queries of a cell.
+    query_parts: int = 1,
+    tokens_first: bool | None = None,
+    merged: bool = True,
+    on_arrival: Callable[[Tensor, int, tuple], Tensor] = lambda x, *_: x,
+) -> tuple[list[Tensor], int]:
+    """Attention by a function for the queries of a cell, of what is on its way: while it works on a
+    chunk, the others travel.
 
     Args:
-        qkv: q, k and v [B, S_r, h, D].
-        attend_cell: takes q [B, n, h, D] of a cell, k and v [B, S, h_kv, D], and the cell.
-        query_parts: as ops take it.
-        chunks: at most 2 are made.
+        arriving: the buffers of q, k and v, one for each chunk.
+        function: attention of a part, [B, n, h, Dv].
+        shape: the numbers of heads and the head dimensions of q, k and v, and the batch size.
         lens: tokens of each rank.
         member: the group.
+        query_parts: as ops take it.
+        tokens_first: how q, k, v and the output lie in memory, as ``seq_to_heads_wait`` takes it.
+        merged: whether ``heads_to_seq_wait`` waits for what leaves.
+        on_arrival: what q, k and v become when they arrive: called with the tensor, 0, 1 or 2 (k
+            has no heads in some chunks), and the ranges of its tokens.
+
+    Returns:
+        The buffers of the output, which are on their way, one for each chunk; and Dv.
     """
     ops, (rank, size, name) = torch.ops.deepsp, member
-    heads = [x.size(2) for x in qkv]
-    shape = (heads, [x.size(3) for x in qkv], qkv[0].size(0), query_parts, lens)
-    chunks = min(chunks, 2)
-    arriving = ops.seq_to_shares_start(list(qkv), query_parts, lens, chunks, False, rank, name)
-    leaving, kv = [], []
+    (heads, kv_heads, _), _, _ = shape
+    chunks, total = len(arriving), sum(lens)
+    leaving, ks, vs = [], [], []
     for chunk in range(chunks):
-        cells = cells_of(heads[0], sum(lens), query_parts, size, rank, chunk, chunks)
-        arrived = ops.seq_to_shares_wait(arriving[chunk], *shape, chunk, chunks, rank, name)
-        kv = arrived[len(cells) :] or kv
+        arrived = ops.seq_to_heads_wait(
+            *(arriving[chunk], *shape, lens, chunk, chunks, rank, name),
+            tokens_first=tokens_first,
+            query_parts=query_parts,
+        )
+        cells = cells_of(heads, total, query_parts, size, rank, chunk, chunks)
+        for i, all_ in enumerate((ks, vs)):
+            if len(arrived) > len(cells):
+                all_.append(on_arrival(arrived[len(cells) + i], 1 + i, ((0, total),)))
         outs = []
         for i, cell in enumerate(cells):
-            k, v = (ops.kv_of_share(x, heads[0], heads[1], query_parts, size, rank, i) for x in kv)
-            outs.append(attend_cell(arrived[i], k, v, cell))
+            where = (size, rank, chunk, chunks, query_parts, i)
+            k, v = (ops._kv_of_cell(x, heads, kv_heads, *where) for x in (ks, vs))
+            q = on_arrival(arrived[i], 0, cell.queries)
+            outs.append(function(Part(q, k, v, cell, where)))
         leaving.append(
-            ops.shares_to_seq_start(outs, heads[:1], query_parts, lens, chunk, chunks, rank, name)
+            ops.heads_to_seq_start(
+                *(outs, [heads], lens, chunk, chunks, rank, name),
+                tokens_first=tokens_first if merged else None,
+                query_parts=query_parts,
+            )
         )
-    (out,) = ops.shares_to_seq_wait(
-        leaving, heads[:1], [outs[0].size(3)], qkv[0].size(0), query_parts, lens, rank, name
-    )
-    return out
+    return leaving, outs[0].size(3)

@@ -1,0 +1,73 @@
+#pragma once
+// Attention of a cell: some heads of a rank, and all of their queries or some.
+
+#include "../exchange/checks.h"
+#include "ops.h"
+#include "readers.h"
+
+namespace deepsp {
+
+// How queries attend to keys: the arguments of distributed_attention.
+struct Asked {
+  OptionalTensor attn_mask;
+  double dropout_p;
+  bool is_causal;
+  std::optional<double> scale;
+  OptionalTensor documents;
+  at::IntArrayRef window_size;
+  std::optional<double> softcap;
+  OptionalTensor sinks;
+  bool sharded_randomness;
+
+  Pattern pattern() const { return {documents, window_size, softcap, sinks}; }
+  void check(
+      at::ScalarType dtype,
+      const c10::SymInt& batch,
+      int64_t num_heads,
+      const c10::SymInt& tokens) const;
+};
+Asked asked_of(const Given& given);
+
+// Attention by blocks takes neither.
+void check_only_pattern(const OptionalTensor& attn_mask, double dropout_p);
+
+// Which cell it is.
+struct CellOf {
+  HeadLayout heads;
+  int64_t rank;
+  int64_t chunk;
+  int64_t index;
+
+  Cell cell() const { return heads.cells(rank, chunk)[index]; }
+  // Begin and end of each range of its queries; empty: all tokens.
+  SymInts queries(const c10::SymInt& total) const {
+    SymInts borders;
+    const auto ranges = heads.tokens(cell(), total, chunk);
+    for (const auto& [begin, end] : ranges) {
+      borders.push_back(begin);
+      borders.push_back(end);
+    }
+    return heads.is_whole(cell()) ? SymInts() : borders;
+  }
+  // How often it draws from the generator, so that ranks draw alike often, whatever the number of
+  // their cells.
+  int64_t draws() const {
+    const auto last = static_cast<int64_t>(heads.cells(rank, chunk).size()) - 1;
+    return index < last || !heads.cuts_queries() ? 1 : heads.most_cells() - last;
+  }
+};
+
+// What its query heads read of k or v: `received` is what each wait so far has given, [B, S, h, D],
+// the first chunk's first. Heads are repeated for their query heads where their numbers differ from
+// head to head; else a view.
+at::Tensor kv_of_cell(at::TensorList received, const CellOf& of);
+
+// q [B, n, h, D], k and v [B, S, h_kv, D] as kv_of_cell gives them.
+at::Tensor attention_of_cell(
+    const at::Tensor& q,
+    const at::Tensor& k,
+    const at::Tensor& v,
+    const Asked& asked,
+    const CellOf& of);
+
+}  // namespace deepsp

@@ -1,0 +1,265 @@
+#pragma once
+// The plan of an exchange: which tokens of which heads every pair of ranks sends each other. Int is
+// int64_t, or c10::SymInt where shapes are symbolic.
+//
+//   seq_to_heads: rank r, which holds the tokens [first(r), first(r + 1)) of all heads, sends every
+//                 owner p the block of what p computes attention for of these tokens.
+//   heads_to_seq: the same blocks the other way.
+//
+// With one chunk, an owner gets sections: some tokens of some heads, [tokens, B, columns]. A block
+// has what its source holds of each section, one after another. Where an owner has one section,
+// all ranks' blocks stack to it.
+
+#include "heads.h"
+
+namespace deepsp {
+
+inline int64_t least(int64_t a, int64_t b) {
+  return std::min(a, b);
+}
+inline int64_t most(int64_t a, int64_t b) {
+  return std::max(a, b);
+}
+// Of symbolic sizes: no comparison, since a graph is for both answers.
+template <class Int>
+Int least(const Int& a, const Int& b) {
+  return a.min(b);
+}
+template <class Int>
+Int most(const Int& a, const Int& b) {
+  return a.max(b);
+}
+
+// Some heads of tensor `tensor`; `column` is where they begin among the section's.
+template <class Int>
+struct SectionHeads {
+  size_t tensor;
+  Range heads;
+  Int column;
+  Int columns;  // h · D
+};
+
+template <class Int>
+struct Section {
+  bool all_tokens;
+  std::vector<std::pair<Int, Int>> tokens;  // ascending ranges
+  std::vector<SectionHeads<Int>> tensors;
+  Int columns;
+
+  // How many of its tokens come before `token` of the sequence.
+  Int rows_before(const Int& token) const {
+    if (all_tokens) {
+      return token;
+    }
+    Int rows = 0;
+    for (const auto& [begin, end] : tokens) {
+      rows = rows + least(most(token - begin, Int(0)), end - begin);
+    }
+    return rows;
+  }
+
+  Int rows() const {
+    Int rows = 0;
+    for (const auto& [begin, end] : tokens) {
+      rows = rows + (end - begin);
+    }
+    return rows;
+  }
+};
+
+// What a block has of one tensor's heads in consecutive tokens: [tokens, B, columns].
+template <class Int>
+struct Part {
+  size_t tensor;
+  size_t result;  // which of the tensors that the owner gets with this chunk
+  Range heads;
+  Int begin, end;  // tokens of the full sequence
+  Int row;         // of `begin` among the section's tokens
+  Int offset;      // of these rows in the block, in elements
+  Int columns;     // of a row
+  Int column;      // where the tensor begins in it
+
+  Int tokens() const { return end - begin; }
+};
+
+template <class Int>
+class Plan {
+ public:
+  Plan(
+      HeadLayout heads,
+      std::vector<Int> head_dims,
+      Int batch,
+      std::vector<Int> seq_lens,
+      int64_t rank)
+      : heads(std::move(heads)),
+        head_dims(std::move(head_dims)),
+        batch(std::move(batch)),
+        seq_lens(std::move(seq_lens)),
+        rank(rank),
+        firsts_{Int(0)} {
+    for (const Int& length : this->seq_lens) {
+      firsts_.push_back(firsts_.back() + length);
+    }
+  }
+
+  HeadLayout heads;
+  std::vector<Int> head_dims;  // D_i
+  Int batch;                   // B
+  std::vector<Int> seq_lens;   // S_p
+  int64_t rank;                // this one
+
+  int64_t ranks() const { return heads.ranks(); }
+  int64_t chunks() const { return heads.chunks(); }
+  bool cuts_queries() const { return heads.cuts_queries(); }
+  // The first token of rank p; first(ranks()) is the length S of the sequence.
+  const Int& first(int64_t p) const { return firsts_[p]; }
+  const Int& total() const { return firsts_.back(); }
+  const Int& tokens() const { return seq_lens[rank]; }
+
+  // What `owner` gets with a chunk: queries first, where they are cut.
+  std::vector<Section<Int>> sections(int64_t owner, int64_t chunk) const {
+    std::vector<Section<Int>> found;
+    size_t others = 0;
+    if (cuts_queries()) {
+      others = 1;
+      for (const Cell& cell : heads.cells(owner, chunk)) {
+        found.push_back({false, heads.tokens(cell, total(), chunk), {}, Int(0)});
+        add(found.back(), 0, cell.heads);
+      }
+      if (chunk > 0 || heads.tensors() == 1) {
+        return found;
+      }
+    }
+    found.push_back({true, {{Int(0), total()}}, {}, Int(0)});
+    for (size_t i = others; i < heads.tensors(); ++i) {
+      add(found.back(), i, heads.range(i, owner, chunk));
+    }
+    return found;
+  }
+
+  // The parts of the block between a source and an owner, in order, some without tokens.
+  std::vector<Part<Int>> parts(int64_t source, int64_t owner, int64_t chunk) const {
+    std::vector<Part<Int>> found;
+    const Int &first = this->first(source), &last = this->first(source + 1);
+    Int offset = 0;
+    size_t result = 0;
+    for (const Section<Int>& section : sections(owner, chunk)) {
+      Int row = 0;
+      for (const auto& [from, to] : section.tokens) {
+        const bool all = section.all_tokens;
+        const Int begin = all ? first : least(most(from, first), last);
+        const Int end = all ? last : most(begin, least(to, last));
+        // The row of a range's part that is empty is anything within the range.
+        const Int at = all ? first : row + least(most(begin - from, Int(0)), to - from);
+        for (size_t i = 0; i < section.tensors.size(); ++i) {
+          const auto& heads = section.tensors[i];
+          found.push_back(
+              {heads.tensor, result + i, heads.heads, begin, end, at, offset, section.columns,
+               heads.column});
+        }
+        offset = offset + (end - begin) * batch * section.columns;
+        row = row + (to - from);
+      }
+      result += section.tensors.size();
+    }
+    return found;
+  }
+
+  // Elements of the blocks of all sources before this one that `owner` gets.
+  Int elements_before(int64_t source, int64_t owner, int64_t chunk) const {
+    Int sum = 0;
+    for (const Section<Int>& section : sections(owner, chunk)) {
+      sum = sum + section.rows_before(first(source)) * batch * section.columns;
+    }
+    return sum;
+  }
+
+  // Elements of the block between a source and an owner.
+  Int elements(int64_t source, int64_t owner, int64_t chunk) const {
+    Int sum = 0;
+    for (const Section<Int>& section : sections(owner, chunk)) {
+      const Int rows = section.all_tokens ? seq_lens[source]
+                                          : section.rows_before(first(source + 1)) -
+                                                section.rows_before(first(source));
+      sum = sum + rows * batch * section.columns;
+    }
+    return sum;
+  }
+
+  // Of each block between this rank and every rank: as the owner of heads, and of tokens.
+  std::vector<Int> counts_by_heads(int64_t chunk) const {
+    return counts([&](int64_t p) { return elements(p, rank, chunk); });
+  }
+  std::vector<Int> counts_by_tokens(int64_t chunk) const {
+    return counts([&](int64_t p) { return elements(rank, p, chunk); });
+  }
+
+  // Elements that rank p exchanges as an owner of heads.
+  Int elements_by_heads(int64_t p, int64_t chunk) const {
+    Int sum = 0;
+    for (const Section<Int>& section : sections(p, chunk)) {
+      sum = sum + section.rows() * batch * section.columns;
+    }
+    return sum;
+  }
+
+  // As the owner of tokens; of queries that are cut, those of all chunks, which is simpler.
+  Int elements_by_tokens(int64_t p, int64_t chunk) const {
+    Int columns = cuts_queries() ? Int(heads.num_heads(0)) * head_dims[0] : Int(0);
+    for (int64_t owner = 0; owner < ranks(); ++owner) {
+      for (const Section<Int>& section : sections(owner, chunk)) {
+        columns = section.all_tokens ? columns + section.columns : columns;
+      }
+    }
+    return seq_lens[p] * batch * columns;
+  }
+
+  // Of rank p's buffer of a chunk. The same both ways: a buffer's gradient is the buffer of the
+  // exchange back.
+  Int buffer_elements(int64_t p, int64_t chunk) const {
+    return most(elements_by_heads(p, chunk), elements_by_tokens(p, chunk));
+  }
+  Int buffer_elements(int64_t chunk) const { return buffer_elements(rank, chunk); }
+
+  // How much of the buffer this rank receives nothing in, by heads or by tokens.
+  Int padding(int64_t chunk, bool to_heads) const {
+    Int left = buffer_elements(chunk);
+    for (const Int& count : to_heads ? counts_by_heads(chunk) : counts_by_tokens(chunk)) {
+      left = left - count;
+    }
+    return left;
+  }
+
+  // The columns of owner p's section of whole heads; of tensor i among them; where that begins.
+  Int columns(int64_t p, int64_t chunk) const { return column(heads.tensors(), p, chunk); }
+  Int width(size_t i, int64_t p, int64_t chunk) const {
+    return Int(heads.range(i, p, chunk).size()) * head_dims[i];
+  }
+  Int column(size_t i, int64_t p, int64_t chunk) const {
+    Int sum = 0;
+    for (size_t j = 0; j < i; ++j) {
+      sum = sum + width(j, p, chunk);
+    }
+    return sum;
+  }
+
+ private:
+  void add(Section<Int>& section, size_t i, Range range) const {
+    const Int columns = Int(range.size()) * head_dims[i];
+    section.tensors.push_back({i, range, section.columns, columns});
+    section.columns = section.columns + columns;
+  }
+
+  template <class Count>
+  std::vector<Int> counts(const Count& count) const {
+    std::vector<Int> found;
+    for (int64_t p = 0; p < ranks(); ++p) {
+      found.push_back(count(p));
+    }
+    return found;
+  }
+
+  std::vector<Int> firsts_;  // and the sum of all
+};
+
+}  // namespace deepsp
