@@ -103,6 +103,7 @@ class Argument {
  public:
   explicit Argument(c10::IValue value) : value_(std::move(value)) {}
 
+  const c10::IValue& value() const { return value_; }
   operator int64_t() const { return value_.toInt(); }
   operator double() const { return value_.toDouble(); }
   operator bool() const { return value_.toBool(); }

@@ -1,15 +1,15 @@
-// Attention over a sharded sequence whose keys and values come a part at a time, so that a rank
-// never holds those of the full sequence (the idea is FPDT's: Yao et al., arXiv:2408.16978). Each
-// rank cuts its own tokens, so every exchange moves alike much to and from every rank. While
-// attention works on a part, the next is on its way. Backward has them sent once more: what is
-// kept is q, the output and the log-sum-exp of this rank's heads, and the k and v that were given.
+// Attention over a sharded sequence whose keys and values are exchanged a part of the tokens at a
+// time, so that a rank never holds those of the full sequence (the idea is FPDT's: Yao et al.,
+// arXiv:2408.16978). Each part has tokens of every rank, so every exchange moves about as much to
+// and from each rank. While attention computes with one part, the next is in flight. Backward
+// exchanges k and v again: what is saved is q, the output and the log-sum-exp of this rank's heads,
+// and this rank's tokens of k and v.
 
 #include "../common/checks.h"
 #include "../exchange/checks.h"
 #include "../exchange/ops.h"
 #include "blocks.h"
-#include "ops.h"
-#include "readers.h"
+#include "shares.h"
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -20,31 +20,11 @@ namespace {
 
 constexpr const char* kNames[] = {"q", "k", "v"};
 
-const Op<Tensors(
-    const at::Tensor& grad,
-    const at::Tensor& k,
-    const at::Tensor& v,
-    const OptionalTensor& documents,
-    bool is_causal,
-    at::IntArrayRef window_size,
-    std::optional<double> scale,
-    std::optional<double> softcap,
-    const OptionalTensor& sinks,
-    int64_t kv_chunk,
-    c10::SymInt num_heads,
-    c10::SymIntArrayRef seq_lens,
-    int64_t rank,
-    std::string_view group_name,
-    const at::Tensor& q_of_heads,
-    const at::Tensor& output_of_heads,
-    const at::Tensor& log_sum_exp)>
-    streamed_attention_backward("streamed_attention_backward");
-
-// Tokens that travel together: some of each rank's.
+// Tokens that are exchanged together: some of each rank's.
 struct TokenPart {
   std::vector<c10::SymInt> seq_lens;
-  Range mine;                 // among this rank's own
-  std::vector<Range> tokens;  // of the full sequence, of each rank
+  Range mine;                 // among this rank's tokens
+  std::vector<Range> tokens;  // each rank's, in the full sequence
 };
 
 std::vector<TokenPart> token_parts(
@@ -55,7 +35,7 @@ std::vector<TokenPart> token_parts(
   std::vector<TokenPart> parts;
   for (int64_t at = 0; at < longest; at += each) {
     TokenPart part;
-    int64_t first = 0;  // of a rank, in the full sequence
+    int64_t first = 0;  // a rank's first token
     for (int64_t r = 0; r < ranks; ++r) {
       const Range own = {std::min(at, seq_lens[r]), std::min(at + each, seq_lens[r])};
       part.seq_lens.push_back(own.size());
@@ -70,10 +50,11 @@ std::vector<TokenPart> token_parts(
   return parts;
 }
 
-// The exchange of k and v, and of their gradients, whose heads go where those of q do.
-class Stream {
+// The exchange of k and v, and of their gradients. q, of which nothing is sent, decides which rank
+// reads which heads.
+class KvStream {
  public:
-  Stream(
+  KvStream(
       const at::Tensor& k,
       const at::Tensor& v,
       int64_t num_heads,
@@ -93,7 +74,7 @@ class Stream {
 
   const std::vector<TokenPart> parts;
 
-  // Calls visit(part, k, v) with k and v of this rank's heads, each for as many query heads.
+  // Calls visit(part, k, v) with k and v of this rank's heads. As many query heads read each.
   template <class Visit>
   void each(const Visit& visit) const {
     at::Tensor next = start(0);
@@ -102,7 +83,7 @@ class Stream {
           next, num_heads_, head_dims_, k_.size(0), parts[at].seq_lens, 0, 1, rank_, group_name_,
           {});
       next = start(at + 1);
-      visit(parts[at], for_readers(found[1]), for_readers(found[2]));
+      visit(parts[at], for_readers({found[1]}, readers_), for_readers({found[2]}, readers_));
     }
   }
 
@@ -128,26 +109,13 @@ class Stream {
     const auto own = [&](const at::Tensor& x) {
       return x.narrow(1, part.mine.begin, part.mine.size());
     };
-    // q says where heads go; of it, nothing travels.
     const c10::SymInt none[] = {k_.size(0), part.mine.size(), heads_.num_heads(0), 0};
     return seq_to_heads_start(
         {at::empty_symint(none, k_.options()), own(k_), own(v_)}, part.seq_lens, 1, false, rank_,
         group_name_)[0];
   }
 
-  // Each kv head as often as is needed for all to be read by as many query heads.
-  at::Tensor for_readers(const at::Tensor& x) const {
-    if (readers_.uniform()) {
-      return x;
-    }
-    Tensors repeated;
-    for (size_t head = 0; head < readers_.counts.size(); ++head) {
-      repeated.push_back(
-          x.narrow(2, static_cast<int64_t>(head), 1).expand({-1, -1, readers_.counts[head], -1}));
-    }
-    return at::cat(repeated, 2);
-  }
-
+  // The adjoint of for_readers: sums the gradients of each kv head's repetitions.
   at::Tensor of_readers(const at::Tensor& x) const {
     if (readers_.uniform()) {
       return x;
@@ -169,7 +137,7 @@ class Stream {
   const SymInts num_heads_, head_dims_;
 };
 
-// Visits the ranges of a part that hold tokens, and where they begin among its own.
+// Visits the ranges of a part that hold tokens, and where each begins among the part's tokens.
 template <class Visit>
 void each_range(const TokenPart& part, const Visit& visit) {
   int64_t at = 0;
@@ -181,185 +149,165 @@ void each_range(const TokenPart& part, const Visit& visit) {
   }
 }
 
-OptionalTensor own_sinks(
-    const OptionalTensor& sinks, int64_t num_heads, int64_t kv_heads, int64_t ranks, int64_t rank) {
-  if (!sinks.has_value()) {
-    return std::nullopt;
-  }
-  const Range heads = HeadLayout({num_heads, kv_heads}, ranks).range(0, rank);
-  return sinks->narrow(0, heads.begin, heads.size());
-}
+// The arguments that streamed_attention and its backward share.
+struct StreamedCall {
+  const at::Tensor k, v;
+  const BlockArguments how;
+  const int64_t kv_chunk, rank;
+  const c10::SymIntArrayRef seq_lens;
+  const std::string_view group_name;
+  const SymBlockLayout layout;
+  const c10::SymInt tokens = layout.total();
+  const Range heads = layout.heads.range(0, rank);  // this rank's
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> streamed_attention_kernel(
-    const at::Tensor& q,
-    const at::Tensor& k,
-    const at::Tensor& v,
-    const OptionalTensor& documents,
-    bool is_causal,
-    at::IntArrayRef window_size,
-    std::optional<double> scale,
-    std::optional<double> softcap,
-    const OptionalTensor& sinks,
-    int64_t kv_chunk,
-    c10::SymIntArrayRef seq_lens,
-    int64_t rank,
-    std::string_view group_name) {
-  const SymBlockLayout layout = check_by_tokens({q, k, v}, seq_lens, 1, rank, kNames);
+  // q: what has its shape, but for head_dim.
+  StreamedCall(const Given& given, const at::Tensor& q)
+      : k(given["k"]),
+        v(given["v"]),
+        how(given),
+        kv_chunk(given["kv_chunk"]),
+        rank(given["rank"]),
+        seq_lens(given["seq_lens"]),
+        group_name(given["group_name"]),
+        layout(check_by_tokens({q, k, v}, seq_lens, 1, rank, kNames)) {}
+
+  Attending attending() const {
+    return deepsp::attending(how, k.size(0), tokens.guard_int(__FILE__, __LINE__), k.size(3));
+  }
+  KvStream stream() const {
+    return KvStream(k, v, layout.heads.num_heads(0), seq_lens, rank, group_name, kv_chunk);
+  }
+  at::Tensor to_heads(const at::Tensor& x) const {
+    return seq_to_heads({x}, seq_lens, rank, group_name)[0];
+  }
+  at::Tensor to_seq(const at::Tensor& x) const {
+    return heads_to_seq({x}, {layout.heads.num_heads(0)}, seq_lens, rank, group_name, false)[0];
+  }
+};
+
+c10::IValue streamed_attention_kernel(const Given& given) {
+  const at::Tensor q = given["q"];
+  const StreamedCall call(given, q);
+  const auto& [k, v, how, kv_chunk, rank, seq_lens, group_name, layout, tokens, heads] = call;
   TORCH_CHECK_VALUE(
       layout.heads.num_heads(1) == layout.heads.num_heads(2) && q.sym_size(3) == k.sym_size(3) &&
           q.is_floating_point(),
       "expected floating-point q and k of one head_dim, and k and v of as many heads, got shapes ",
       q.sym_sizes(), ", ", k.sym_sizes(), " and ", v.sym_sizes());
-  const int64_t num_heads = layout.heads.num_heads(0), kv_heads = layout.heads.num_heads(1);
-  const c10::SymInt tokens = layout.token(layout.parts());
-  check_pattern({documents, window_size, softcap, sinks}, layout.batch, tokens, num_heads);
+  check_pattern(how.pattern(), layout.batch, tokens, layout.heads.num_heads(0));
   check_at_least(kv_chunk, 1, "kv_chunk");
-  const auto ranks = static_cast<int64_t>(seq_lens.size());
   if (q.is_meta()) {
-    const c10::SymInt heads = layout.heads.range(0, rank).size();
-    const c10::SymInt out[] = {q.sym_size(0), q.sym_size(1), num_heads, v.sym_size(3)};
-    const c10::SymInt of_q[] = {q.sym_size(0), tokens, heads, q.sym_size(3)};
-    const c10::SymInt of_out[] = {q.sym_size(0), tokens, heads, v.sym_size(3)};
-    const c10::SymInt sums[] = {q.sym_size(0), heads, tokens};
-    const auto wide = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-    return {
-        at::empty_symint(out, q.options()), tokens_first(of_q, q.options()),
-        tokens_first(of_out, q.options()), at::empty_symint(sums, q.options().dtype(wide))};
+    const c10::SymInt out[] = {q.sym_size(0), q.sym_size(1), q.sym_size(2), v.sym_size(3)};
+    const c10::SymInt of_q[] = {q.sym_size(0), tokens, heads.size(), q.sym_size(3)};
+    Tensors results{at::empty_symint(out, q.options()), tokens_first(of_q, q.options())};
+    for (const at::Tensor& x : empty_attended(q, tokens, heads.size(), v.sym_size(3))) {
+      results.push_back(x);
+    }
+    return results;
   }
-  const Attending how = attending(
-      documents, is_causal, window_size, scale, softcap, q.size(0),
-      tokens.guard_int(__FILE__, __LINE__), q.size(3));
-  const at::Tensor all = seq_to_heads({q}, seq_lens, rank, group_name)[0];
-  Attended attended(all, v.size(3), how, /*whole=*/false);
-  const Stream stream(k, v, num_heads, seq_lens, rank, group_name, kv_chunk);
-  stream.each([&](const TokenPart& part, const at::Tensor& k_part, const at::Tensor& v_part) {
+  const Attending attending = call.attending();
+  const at::Tensor q_of_heads = call.to_heads(q);
+  Attended attended(q_of_heads, v.size(3), attending, /*whole=*/false);
+  call.stream().each([&](const TokenPart& part, const at::Tensor& k, const at::Tensor& v) {
     each_range(part, [&](Range range, int64_t at) {
-      attended.add(k_part.narrow(1, at, range.size()), v_part.narrow(1, at, range.size()), range);
+      attended.add(k.narrow(1, at, range.size()), v.narrow(1, at, range.size()), range);
     });
   });
-  const auto [out, log_sum] = attended.finish(own_sinks(sinks, num_heads, kv_heads, ranks, rank));
-  const at::Tensor mine = heads_to_seq({out}, {num_heads}, seq_lens, rank, group_name, false)[0];
-  return {mine, all, out, log_sum};
+  const Tensors found = attended.finish(sinks_of(how.sinks, heads));
+  return Tensors{call.to_seq(found[0]), q_of_heads, found[0], found[1]};
 }
 
-Tensors streamed_attention_backward_kernel(
-    const at::Tensor& grad,
-    const at::Tensor& k,
-    const at::Tensor& v,
-    const OptionalTensor& documents,
-    bool is_causal,
-    at::IntArrayRef window_size,
-    std::optional<double> scale,
-    std::optional<double> softcap,
-    const OptionalTensor& sinks,
-    int64_t kv_chunk,
-    c10::SymInt num_heads,
-    c10::SymIntArrayRef seq_lens,
-    int64_t rank,
-    std::string_view group_name,
-    const at::Tensor& q_of_heads,
-    const at::Tensor& output_of_heads,
-    const at::Tensor& log_sum_exp) {
-  const SymBlockLayout layout = check_by_tokens({grad, k, v}, seq_lens, 1, rank, kNames);
+c10::IValue streamed_attention_backward(const Given& given) {
+  const at::Tensor grad = given["grad"];
+  const StreamedCall call(given, grad);
+  const auto& [k, v, how, kv_chunk, rank, seq_lens, group_name, layout, tokens, heads] = call;
+  const c10::SymInt num_heads = given["num_heads"];
   TORCH_CHECK_VALUE(
       grad.sym_size(2) == num_heads && grad.sym_size(3) == v.sym_size(3),
       "expected grad of shape [batch, sequence, ", num_heads, ", ", v.sym_size(3), "], got ",
       grad.sym_sizes());
-  const int64_t heads = layout.heads.num_heads(0), kv_heads = layout.heads.num_heads(1);
   if (grad.is_meta()) {
     const c10::SymInt of_q[] = {grad.sym_size(0), grad.sym_size(1), num_heads, k.sym_size(3)};
     Tensors found{
         at::empty_symint(of_q, grad.options()), at::empty_symint(k.sym_sizes(), k.options()),
         at::empty_symint(v.sym_sizes(), v.options())};
-    if (sinks.has_value()) {
-      found.push_back(at::empty_symint(sinks->sym_sizes(), sinks->options()));
+    if (how.sinks.has_value()) {
+      found.push_back(at::empty_symint(how.sinks->sym_sizes(), how.sinks->options()));
     }
     return found;
   }
-  const auto ranks = static_cast<int64_t>(seq_lens.size());
-  const Attending how = attending(
-      documents, is_causal, window_size, scale, softcap, k.size(0), q_of_heads.size(1), k.size(3));
-  const at::Tensor of_heads = seq_to_heads({grad}, seq_lens, rank, group_name)[0];
-  AttendedGradients gradients(of_heads, q_of_heads, output_of_heads, log_sum_exp, how);
-  const Stream stream(k, v, heads, seq_lens, rank, group_name, kv_chunk);
-  Tensors found{at::Tensor(), at::empty(k.sizes(), k.options()), at::empty(v.sizes(), v.options())};
+  const Attending attending = call.attending();
+  AttendedGradients gradients(
+      call.to_heads(grad), given["q_of_heads"], given["output_of_heads"], given["log_sum_exp"],
+      attending);
+  const KvStream stream = call.stream();
+  const at::Tensor dk = at::empty(k.sizes(), k.options()), dv = at::empty(v.sizes(), v.options());
   const TokenPart* sent = nullptr;
-  at::Tensor leaving;
-  const auto arrive = [&] {
+  at::Tensor sending;
+  const auto finish_sent = [&] {
     if (sent != nullptr) {
-      const Tensors mine = stream.wait_back(*sent, leaving);
-      found[1].narrow(1, sent->mine.begin, sent->mine.size()).copy_(mine[1]);
-      found[2].narrow(1, sent->mine.begin, sent->mine.size()).copy_(mine[2]);
+      const Tensors mine = stream.wait_back(*sent, sending);
+      dk.narrow(1, sent->mine.begin, sent->mine.size()).copy_(mine[1]);
+      dv.narrow(1, sent->mine.begin, sent->mine.size()).copy_(mine[2]);
     }
   };
-  stream.each([&](const TokenPart& part, const at::Tensor& k_part, const at::Tensor& v_part) {
+  stream.each([&](const TokenPart& part, const at::Tensor& k, const at::Tensor& v) {
     Tensors dks, dvs;
     each_range(part, [&](Range range, int64_t at) {
-      const auto [dk, dv] = gradients.add(
-          k_part.narrow(1, at, range.size()), v_part.narrow(1, at, range.size()), range);
-      dks.push_back(dk);
-      dvs.push_back(dv);
+      const auto [of_k, of_v] =
+          gradients.add(k.narrow(1, at, range.size()), v.narrow(1, at, range.size()), range);
+      dks.push_back(of_k);
+      dvs.push_back(of_v);
     });
-    arrive();
-    leaving = stream.start_back(part, at::cat(dks, 1), at::cat(dvs, 1));
+    finish_sent();
+    sending = stream.start_back(part, at::cat(dks, 1), at::cat(dvs, 1));
     sent = &part;
   });
-  arrive();
-  found[0] = heads_to_seq({gradients.of_q()}, {num_heads}, seq_lens, rank, group_name, false)[0];
-  if (sinks.has_value()) {
-    found.push_back(sinks->new_zeros(sinks->sizes()));
-    const Range own = layout.heads.range(0, rank);
-    const at::Tensor mine = *own_sinks(sinks, heads, kv_heads, ranks, rank);
-    found.back().narrow(0, own.begin, own.size()).copy_(gradients.of_sinks(mine));
+  finish_sent();
+  Tensors found{call.to_seq(gradients.of_q()), dk, dv};
+  if (how.sinks.has_value()) {
+    found.push_back(how.sinks->new_zeros(how.sinks->sizes()));
+    const at::Tensor mine = *sinks_of(how.sinks, heads);
+    found[3].narrow(0, heads.begin, heads.size()).copy_(gradients.of_sinks(mine));
   }
   return found;
 }
 
-void keep_for_backward(Call& call) {
-  const at::TensorList given = call.inputs(), outputs = call.outputs();
-  Tensors kept(given.begin() + 1, given.end());  // k, v, documents, sinks
-  kept.insert(kept.end(), outputs.begin() + 1, outputs.end());
-  call.keep("num_heads", given[0].sym_size(2));
-  call.keep_tensors(std::move(kept));
+const BackwardOp kBackward{
+    "streamed_attention_backward",
+    /*inputs=*/{"q", "k", "v", "documents", "sinks"},
+    /*results=*/{"output", "q_of_heads", "output_of_heads", "log_sum_exp"},
+    /*saved=*/{"k", "v", "documents", "sinks", "q_of_heads", "output_of_heads", "log_sum_exp"},
+    /*gradients=*/{"q", "k", "v", "sinks"},
+    /*takes_wanted=*/false};
+
+void save(Call& call) {
+  call.keep("num_heads", call.inputs()[0].sym_size(2));
+  save_for(kBackward, call);
   call.leave_undefined();
   call.only_first_is_differentiable();
 }
 
 Tensors gradients_of(const Call& call, const Tensors& gradients) {
-  const Tensors kept = call.kept_tensors();
-  size_t next = 2;
-  const auto optional = [&](const char* name) {
-    return call.count(name) > 0 ? OptionalTensor(kept[next++]) : std::nullopt;
-  };
-  const OptionalTensor documents = optional("documents"), sinks = optional("sinks");
-  const at::Tensor& q = kept[next];
-  const at::Tensor& out = kept[next + 1];
-  const c10::SymInt num_heads = call["num_heads"];
   at::Tensor grad = gradients[0];
-  if (!grad.defined()) {  // other ranks may have one
+  if (!grad.defined()) {  // other ranks may have one, and exchange it
+    const Tensors saved = call.kept_tensors();
     const c10::SymInt sizes[] = {
-        kept[0].sym_size(0), kept[0].sym_size(1), num_heads, kept[1].sym_size(3)};
-    grad = at::zeros_symint(sizes, q.options());
+        saved[0].sym_size(0), saved[0].sym_size(1), call["num_heads"], saved[1].sym_size(3)};
+    grad = at::zeros_symint(sizes, saved[0].options());
   }
-  Tensors found = streamed_attention_backward(
-      grad, kept[0], kept[1], documents, call["is_causal"], call["window_size"], call["scale"],
-      call["softcap"], sinks, call["kv_chunk"], num_heads, call["seq_lens"], call["rank"],
-      call["group_name"], q, out, kept[next + 2]);
-  if (documents.has_value()) {
-    found.insert(found.begin() + 3, at::Tensor());
-  }
-  return found;
+  return call_backward(kBackward, call, {{"grad", grad}});
 }
 
 }  // namespace
 
 DEEPSP_KERNELS(m) {
-  m.impl("streamed_attention", streamed_attention_kernel);
-  m.impl("streamed_attention_backward", streamed_attention_backward_kernel);
+  impl_by_name<streamed_attention_kernel>(m, "streamed_attention");
+  impl_by_name<streamed_attention_backward>(m, "streamed_attention_backward");
 }
 
 TORCH_LIBRARY_IMPL(deepsp, Autograd, m) {
-  differentiable(m, "streamed_attention", gradients_of, keep_for_backward);
+  differentiable(m, "streamed_attention", gradients_of, save);
   not_differentiable(m, "streamed_attention_backward");
 }
 

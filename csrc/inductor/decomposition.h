@@ -3,40 +3,13 @@
 // asynchronous. An op's decomposition is an op of the same name and schema in the namespace
 // deepsp_inductor, which nobody calls but Inductor, while it traces.
 
-#include "../op.h"
+#include "../common/by_name.h"
 
 namespace deepsp::inductor {
 
-// What a decomposition was given.
-class Given {
- public:
-  Given(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> values)
-      : schema_(schema), arguments_(values.begin(), values.end()) {}
-
-  // By its name in the schema. The lists it converts to last as long as this does.
-  const Argument& operator[](const char* name) const {
-    return arguments_[*schema_.argumentIndexWithName(name)];
-  }
-
- private:
-  const c10::FunctionSchema& schema_;
-  std::vector<Argument> arguments_;
-};
-
-// A tensor, or Tensors.
-using Decomposition = c10::IValue (*)(const Given& given);
-
-template <Decomposition decomposition>
-void run_boxed(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const size_t count = op.schema().arguments().size();
-  c10::IValue result = decomposition(Given(op.schema(), torch::jit::last(*stack, count)));
-  torch::jit::drop(*stack, count);
-  stack->push_back(std::move(result));
-}
-
-template <Decomposition decomposition>
+template <NamedKernel decomposition>
 void decomposes(torch::Library& m, const char* op) {
-  m.impl(op, torch::CppFunction::makeFromBoxedFunction<&run_boxed<decomposition>>());
+  impl_by_name<decomposition>(m, op);
 }
 
 // To be called when all schemas and all decompositions are registered.
