@@ -289,20 +289,19 @@ TORCH_LIBRARY(deepsp, m) {
       "Tensor output, Tensor log_sum_exp, int[] wanted, SymInt[] queries=[]) -> Tensor[]",
       pure);
   // The same over a sharded sequence, q [B, S_rank, Hq, D], k and v alike; sinks [Hq]. Keys and
-  // values come a part at a time, kv_chunk tokens of the full sequence, in backward once more: two
-  // parts exist at a time. Also returns what backward needs: q, the output and the log-sum-exp of
-  // this rank's heads.
+  // values are exchanged a part at a time, kv_chunk tokens of the full sequence, in backward once
+  // more: two parts exist at a time. Returns the output, then what backward needs: q, the output and
+  // the log-sum-exp of each of this rank's cells.
   m.def(
       "streamed_attention(Tensor q, Tensor k, Tensor v, Tensor? documents, bool is_causal, "
       "int[] window_size, float? scale, float? softcap, Tensor? sinks, int kv_chunk, "
-      "SymInt[] seq_lens, int rank, str group_name) -> "
-      "(Tensor output, Tensor q_of_heads, Tensor output_of_heads, Tensor log_sum_exp)",
+      "SymInt[] seq_lens, int rank, str group_name, *, int query_parts=1) -> Tensor[]",
       uncaptured);
   m.def(
       "streamed_attention_backward(Tensor grad, Tensor k, Tensor v, Tensor? documents, "
       "bool is_causal, int[] window_size, float? scale, float? softcap, Tensor? sinks, "
-      "int kv_chunk, SymInt num_heads, SymInt[] seq_lens, int rank, str group_name, "
-      "Tensor q_of_heads, Tensor output_of_heads, Tensor log_sum_exp) -> Tensor[]",
+      "int kv_chunk, SymInt[] seq_lens, int rank, str group_name, Tensor[] saved, *, "
+      "int query_parts=1) -> Tensor[]",
       uncaptured);
   // scaled_dot_product_attention of [B, S, h, D], dropping what a seed says. Its gradients, of
   // q, k, v and attn_mask, where wanted, compute it once more; they have no derivative.

@@ -130,17 +130,17 @@ void push_results(const c10::FunctionSchema& schema, c10::IValue result, Stack* 
   if (count == 1) {
     stack->push_back(std::move(result));
   } else if (count > 1) {
-    for (const c10::IValue& each : result.toTupleRef().elements()) {
+    for (const at::Tensor& each : result.toTensorVector()) {
       stack->push_back(each);
     }
   }
 }
 
-Argument NamedOp::operator()(std::initializer_list<With> arguments) const {
+Argument NamedOp::operator()(at::ArrayRef<With> arguments) const {
   return call(nullptr, arguments);
 }
 
-Argument NamedOp::operator()(const Named& given, std::initializer_list<With> arguments) const {
+Argument NamedOp::operator()(const Named& given, at::ArrayRef<With> arguments) const {
   return call(&given, arguments);
 }
 
@@ -158,7 +158,7 @@ c10::IValue as_given(c10::IValue value, const c10::Type& type) {
 
 }  // namespace
 
-Argument NamedOp::call(const Named* given, std::initializer_list<With> arguments) const {
+Argument NamedOp::call(const Named* given, at::ArrayRef<With> arguments) const {
   const c10::OperatorHandle& op = handle();
   Stack stack;
   size_t used = 0;

@@ -178,8 +178,8 @@ class Given : public Named {
   mutable std::vector<Argument> values_;
 };
 
-// A kernel that reads its arguments by name. It returns a tensor or Tensors; of an op with several
-// results a tuple of these; of one without results anything.
+// A kernel that reads its arguments by name. It returns a tensor or Tensors: a list, or one tensor
+// for each of several results.
 using Kernel = c10::IValue (*)(const Given& given);
 
 void push_results(const c10::FunctionSchema& schema, c10::IValue result, torch::jit::Stack* stack);
@@ -212,12 +212,12 @@ class NamedOp {
   constexpr explicit NamedOp(const char* name, const char* ns = "deepsp") : ns_(ns), name_(name) {}
 
   // Arguments that aren't listed have their defaults. Several results are one list of tensors.
-  Argument operator()(std::initializer_list<With> arguments) const;
+  Argument operator()(at::ArrayRef<With> arguments) const;
   // Arguments that aren't listed are those of `given`, where it has any of the same name.
-  Argument operator()(const Named& given, std::initializer_list<With> arguments) const;
+  Argument operator()(const Named& given, at::ArrayRef<With> arguments) const;
 
  private:
-  Argument call(const Named* given, std::initializer_list<With> arguments) const;
+  Argument call(const Named* given, at::ArrayRef<With> arguments) const;
   const c10::OperatorHandle& handle() const;
 
   const char* const ns_;

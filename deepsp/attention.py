@@ -96,7 +96,7 @@ def distributed_attention(
     Raises:
         ValueError: arguments that don't fit each other or the group: ``documents``,
             ``window_size``, ``softcap``, ``sinks`` and ``kv_chunk`` go with neither ``attn_mask``
-            nor dropout, and ``kv_chunk`` with one chunk of heads and ``query_parts`` 1.
+            nor dropout, and ``kv_chunk`` with one chunk of heads.
     """
     member = member_of(group)
     local.check_layout(layout)
@@ -106,9 +106,8 @@ def distributed_attention(
     local.check_length(q, lens, rank, layout)
     if documents is not None:
         documents = ranges_of(documents, q.size(layout.index("b")), sum(lens))
-    whole = None if kv_chunk is None else "kv_chunk needs whole queries; leave it out"
     asked = parts.validate(query_parts, group)
-    query_parts = parts.resolve(asked, q.size(layout.index("h")), size, q.device, whole)
+    query_parts = parts.resolve(asked, q.size(layout.index("h")), size, q.device)
     with local.randomness_of(member, q.device) if dropout_p > 0 else contextlib.nullcontext():
         return torch.ops.deepsp.distributed_attention(
             q,

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from harness import on_ranks
 from trained import Rows, launched, one_process, tiny, wide_loss
 
@@ -28,9 +29,13 @@ def _accelerated(size, batch, accumulation, labelled):
     else:
         from deepsp.integrations.accelerate import prepare
 
+        parts = "auto" if accumulation > 1 else size  # heads are whole, or shared by all ranks
         model, optimizer, loader = prepare(
-            accelerator, model, optimizer, loader, sequence_parallel_size=size
-        )
+            *(accelerator, model, optimizer, loader), sequence_parallel_size=size,
+            query_parts=parts,
+        )  # fmt: skip
+        attention = transformers.AttentionInterface()["deepsp"]
+        assert attention.keywords["query_parts"] == parts
     found = []
     assert len(loader) == 8 * accumulation // batch // accelerator.num_processes
     for each in loader:

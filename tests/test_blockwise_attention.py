@@ -228,6 +228,7 @@ def _sharded(cases):
 UNEVEN = (1, 57, 8, 2, 16, 16)  # on 3 ranks, kv heads have different numbers of readers
 ROWS = (2, 40, 6, 3, 8, 8)
 WIDE_V = (2, 37, 4, 4, 8, 12)
+FEW = (2, 31, 2, 1, 8, 4)  # on 3 ranks, each has a part of both heads' queries
 CAUSAL = {"is_causal": True}
 ALL = {"is_causal": True, "window_size": (9, 3), "softcap": 2.0, "sunk": True}
 CASES = [
@@ -243,6 +244,8 @@ CASES = [
                 (ROWS, "empty", False, CAUSAL),
                 (WIDE_V, "skewed", True, {"window_size": (4, 6)}),
                 (UNEVEN, "skewed", False, ALL),
+                (UNEVEN, "split", True, CAUSAL | {"sunk": True, "query_parts": 1}),
+                (FEW, "skewed", True, ALL),
             ],
             (1, 11, 1000),
         )

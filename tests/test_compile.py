@@ -123,9 +123,12 @@ def arguments(kind):
             "streamed_attention": (
                 *(q, k, k, documents, True, [], None, 2.0, _leaf(8), 3, lens, rank, group),
             ),
+            "cut:streamed_attention": (
+                *(q, k, k, documents, True, [], None, 2.0, _leaf(8), 3, lens, rank, group),
+            ),
             "streamed_attention_backward": (
                 *(torch.ones_like(streamed[0]), k.detach(), k.detach(), documents, True, [], None),
-                *(2.0, _leaf(8).detach(), 3, 8, lens, rank, group, *streamed[1:]),
+                *(2.0, _leaf(8).detach(), 3, lens, rank, group, streamed[1:]),
             ),
             "_check_attention": (*(torch.ones(8, 8).bool(), 0.0, False, torch.float32, 2, 8, 8),),
             "all_reduce": (_leaf(3, 4), "replicated", rank, size, group),
@@ -237,7 +240,7 @@ def _opcheck(name):
      "linear_cross_entropy", "linear_cross_entropy_gradients", "token_log_probs",
      "token_log_probs_backward",
      "cut:seq_to_heads_start", "cut:seq_to_heads_wait", "cut:heads_to_seq_start",
-     "cut:heads_to_seq_wait", "_cells", "token_split", "head_split", "_indices_in",
+     "cut:heads_to_seq_wait", "cut:streamed_attention", "_cells", "token_split", "head_split", "_indices_in",
      "_chunks_in_force", "check_agreement"],
 )  # fmt: skip
 def test_opcheck(ranks, name):

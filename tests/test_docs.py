@@ -311,10 +311,16 @@ def _gradients():
 
 def _ops():
     x = torch.randn(2, [10, 9][dist.get_rank()], 3, requires_grad=True)
-    names = run("ops", {"x": x})
-    assert names["y"].shape == (2, 19, 3)
-    assert names["heads"].shape == (1, 10, 2, 8) and torch.equal(names["same"], names["q"])
+    names = run("ops", {"given": x}, {"y = deepsp": "x = given; y = deepsp"})
+    assert names["same"].shape == names["q"].shape and torch.equal(names["same"], names["q"])
     torch.testing.assert_close(names["z"], 2 * x)
+
+
+def test_every_public_op_has_a_call():
+    text = "\n".join(snippets("ops"))
+    found = {name.removeprefix("deepsp::") for name in torch._C._dispatch_get_all_op_names()
+             if name.startswith("deepsp::") and not name.startswith("deepsp::_")}  # fmt: skip
+    assert not [name for name in found if f"ops.{name}(" not in text]
 
 
 def _transport():

@@ -468,7 +468,7 @@ class Attending(nn.Module):
         self.qkv = nn.Linear(6, 18, bias=False)
         self.out = nn.Linear(6, 6)
         self.attention = (
-            deepsp.DistributedAttention(_local if local else None)
+            deepsp.DistributedAttention(_LOCAL[local])
             if dist.is_initialized()
             else None
         )
@@ -482,6 +482,14 @@ class Attending(nn.Module):
 def _local(q, k, v):
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+
+def _of_queries(q, k, v, query_indices):
+    assert query_indices.numel() == q.size(1)
+    return _local(q, k, v)
+
+
+_LOCAL = {"sdpa": None, "local": _local, "queries": _of_queries}
 
 
 def _attending(local):
@@ -507,7 +515,7 @@ def _attending(local):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("local", _LOCAL)
 def test_distributed_attention(size, local):
     on_ranks(size, _attending, local)
 

@@ -477,8 +477,6 @@ def _refused():
         ValueError, match=r"at least 4 heads, the number of ranks of the group, got 2"
     ):
         op.seq_to_heads_start([x], [3] * 4, 1, False, 0, "0", query_parts=1)
-    with pytest.raises(ValueError, match=r"kv_chunk needs whole queries"):
-        deepsp.distributed_attention(x, x, x, kv_chunk=4)
     for wrong in (0, -1, "R", 1.0, True):
         with pytest.raises(ValueError, match='query_parts to be "auto" or an int >= 1, got'):
             deepsp.distributed_attention(x, x, x, query_parts=wrong)

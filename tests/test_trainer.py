@@ -117,7 +117,7 @@ def test_accumulation(world, size):
         {"bf16": True, "digits": 2e-2},
         {"prediction_loss_only": True},
         {"evaluates_first": True},
-        {"tiled": True, "activation_checkpointing": True},
+        {"tiled": True, "activation_checkpointing": True, "options": (("query_parts", 2),)},
         {
             "options": (("without_logits", True),),
             "name": "gemma2",

@@ -123,17 +123,13 @@ c10::IValue distributed_attention(const Given& given) {
     return attend(inputs, plan, asked, tokens_first, given).permute(order.dims);
   }
   check_only_pattern(asked.attn_mask, asked.dropout_p);
-  TORCH_CHECK_VALUE(
-      !plan.cuts_queries(), "expected query_parts to be 1 with kv_chunk, got ",
-      plan.heads.query_parts());
   const int64_t chunks = given["chunks"];
   TORCH_CHECK_VALUE(
       chunks == 1, "expected chunks to be 1 with kv_chunk, got ", chunks,
       "; keys and values come in parts of tokens then, not of heads");
-  const at::Tensor out = std::get<0>(streamed_attention(
-      inputs[0], inputs[1], inputs[2], asked.documents, asked.is_causal, asked.window_size,
-      asked.scale, asked.softcap, asked.sinks, *kv_chunk, given["seq_lens"], plan.rank,
-      given["group_name"]));
+  const Tensors found =
+      streamed_attention(given, {{"q", inputs[0]}, {"k", inputs[1]}, {"v", inputs[2]}});
+  const at::Tensor& out = found[0];
   return (tokens_first ? out.transpose(0, 1).contiguous().transpose(0, 1) : out)
       .permute(order.dims);  // each order is its own inverse
 }

@@ -1,6 +1,7 @@
 #include "blocks.h"
 
 #include "../common/checks.h"
+#include "../common/wide.h"
 
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
@@ -26,10 +27,6 @@ constexpr int64_t kQueries = 128;
 constexpr int64_t kKeys = 512;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-
-at::ScalarType wide_of(const at::Tensor& x) {
-  return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
 
 // torch's kernel for the CPU: what it takes, it computes faster than tiles (1.2 to 1.4 times in
 // float32, more in 16 bits).
@@ -140,12 +137,17 @@ at::Tensor finite(const at::Tensor& log_sum) {
 
 }  // namespace
 
+BlockArguments::BlockArguments(const Given& given)
+    : documents(given.optional<at::Tensor>("documents")),
+      sinks(given.optional<at::Tensor>("sinks")),
+      is_causal(given["is_causal"]),
+      window_size(given["window_size"]),
+      scale(given.optional<double>("scale")),
+      softcap(given.optional<double>("softcap")) {
+}
+
 Attending attending(
-    const OptionalTensor& documents,
-    bool is_causal,
-    at::IntArrayRef window_size,
-    std::optional<double> scale,
-    std::optional<double> softcap,
+    const BlockArguments& given,
     int64_t batch,
     int64_t tokens,
     int64_t head_dim,
@@ -154,19 +156,21 @@ Attending attending(
   for (size_t n = 0; n < queries.size(); n += 2) {
     how.queries.push_back({queries[n], queries[n + 1]});
   }
-  how.scale = scale.value_or(1 / std::sqrt(static_cast<double>(std::max<int64_t>(head_dim, 1))));
-  how.softcap = softcap;
-  if (!window_size.empty()) {
-    how.band = {std::max(window_size[0], kUnlimited), std::max(window_size[1], kUnlimited)};
+  const double root = std::sqrt(static_cast<double>(std::max<int64_t>(head_dim, 1)));
+  how.scale = given.scale.value_or(1 / root);
+  how.softcap = given.softcap;
+  if (!given.window_size.empty()) {
+    const at::IntArrayRef window = given.window_size;
+    how.band = {std::max(window[0], kUnlimited), std::max(window[1], kUnlimited)};
   }
-  if (is_causal) {
+  if (given.is_causal) {
     how.band.right = 0;
   }
-  if (!documents.has_value()) {
+  if (!given.documents.has_value()) {
     how.documents.push_back({{0, batch}, {0, tokens}});
     return how;
   }
-  const at::Tensor borders = documents->to(at::kCPU, at::kLong).contiguous();
+  const at::Tensor borders = given.documents->to(at::kCPU, at::kLong).contiguous();
   const int64_t* const data = borders.const_data_ptr<int64_t>();
   int64_t last = 0;
   for (int64_t n = 0; n < borders.size(0); ++n) {
@@ -190,11 +194,22 @@ at::Tensor tokens_first(c10::SymIntArrayRef sizes, const at::TensorOptions& opti
   return at::empty_symint({sizes[1], sizes[0], sizes[2], sizes[3]}, options).transpose(0, 1);
 }
 
+Tensors empty_attended(
+    const at::Tensor& q,
+    const c10::SymInt& tokens,
+    const c10::SymInt& heads,
+    const c10::SymInt& head_dim_v) {
+  const c10::SymInt out[] = {q.sym_size(0), tokens, heads, head_dim_v};
+  const c10::SymInt sums[] = {q.sym_size(0), heads, tokens};
+  const auto wide = q.options().dtype(wide_dtype(q.scalar_type()));
+  return {tokens_first(out, q.options()), at::empty_symint(sums, wide)};
+}
+
 // ------------------------------------------------------------------- forward
 
 Attended::Attended(const at::Tensor& q, int64_t head_dim_v, const Attending& how, bool whole)
     : q_(q), how_(how), whole_(whole) {
-  const auto wide = q.options().dtype(wide_of(q));
+  const auto wide = q.options().dtype(wide_dtype(q.scalar_type()));
   const c10::SymInt sizes[] = {q.size(0), q.size(1), q.size(2), head_dim_v};
   // Parts are summed: where there is one only, each entry is written once.
   out_ = tokens_first(sizes, whole ? q.options() : wide).zero_();
@@ -266,7 +281,7 @@ void Attended::add_tiles(const at::Tensor& k, const at::Tensor& v, const Piece& 
   walk(piece, how_.band, start, visit, end);
 }
 
-std::pair<at::Tensor, at::Tensor> Attended::finish(const OptionalTensor& sinks) {
+Tensors Attended::finish(const OptionalTensor& sinks) {
   if (sinks.has_value()) {
     const at::Tensor both =
         at::logaddexp(log_sum_, sinks->to(log_sum_.scalar_type()).view({1, -1, 1}));

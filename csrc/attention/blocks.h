@@ -3,8 +3,9 @@
 // Gimelshein, arXiv:1805.02867; Dao et al., arXiv:2205.14135): no matrix of all scores is held.
 // Sums are kept in float32, or float64 for float64.
 
+#include "../common/backward.h"
 #include "../layout/pieces.h"
-#include "../op.h"
+#include "ops.h"
 
 namespace deepsp {
 
@@ -17,22 +18,35 @@ struct Attending {
   std::optional<double> softcap;  // scores are softcap * tanh(score / softcap)
 };
 
-// What the arguments of an op say. documents: [N, 2], where each begins and ends among the
-// [batch * tokens] tokens; none: each row is one. window_size: as of Band, empty: no window.
+// What the ops say of that. documents: [N, 2], where each begins and ends among the
+// [batch * tokens] tokens; none: each row is one. window_size: as of Band, empty: no window. Lives
+// no longer than the arguments.
+struct BlockArguments {
+  const OptionalTensor documents, sinks;
+  const bool is_causal;
+  const at::IntArrayRef window_size;
+  const std::optional<double> scale, softcap;
+
+  explicit BlockArguments(const Given& given);
+  Pattern pattern() const { return {documents, window_size, softcap, sinks}; }
+};
 // queries: begin and end of each range.
 Attending attending(
-    const OptionalTensor& documents,
-    bool is_causal,
-    at::IntArrayRef window_size,
-    std::optional<double> scale,
-    std::optional<double> softcap,
+    const BlockArguments& how,
     int64_t batch,
     int64_t tokens,
     int64_t head_dim,
     at::IntArrayRef queries = {});
 
-// [B, S, h, D], in memory the tokens first: as the exchange sends and receives it.
+// An empty tensor of shape [B, S, h, D] with strides of [S, B, h, D], the order in which the
+// exchange sends and receives.
 at::Tensor tokens_first(c10::SymIntArrayRef sizes, const at::TensorOptions& options);
+// For q of that many tokens and heads, empty tensors like those that Attended::finish returns.
+Tensors empty_attended(
+    const at::Tensor& q,
+    const c10::SymInt& tokens,
+    const c10::SymInt& heads,
+    const c10::SymInt& head_dim_v);
 
 // Forward. All of q's tokens [B, S, h, D] wait for keys, which come in ranges of tokens.
 class Attended {
@@ -44,7 +58,7 @@ class Attended {
   void add(const at::Tensor& k, const at::Tensor& v, Range keys);
   // After all keys: the output [B, S, h, Dv] and the log-sum-exp of each query's scores [B, h, S],
   // of which a sink [h] is one more score, whose value is 0. Tokens outside of all documents get 0.
-  std::pair<at::Tensor, at::Tensor> finish(const OptionalTensor& sinks);
+  Tensors finish(const OptionalTensor& sinks);
 
  private:
   void add_tiles(const at::Tensor& k, const at::Tensor& v, const Piece& piece);

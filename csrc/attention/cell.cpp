@@ -191,9 +191,19 @@ at::Tensor attention_of_cell(
   const Pattern pattern = asked.pattern();
   if (pattern.given() || (cut && asked.is_causal && asked.dropout_p == 0)) {
     const OptionalTensor sinks = sinks_of(asked.sinks, cell.heads);
-    return std::get<0>(blockwise_attention(
-        q, k, v, asked.documents, asked.is_causal, asked.window_size, asked.scale, asked.softcap,
-        sinks, queries));
+    const Tensors found = blockwise_attention({
+        {"q", q},
+        {"k", k},
+        {"v", v},
+        {"documents", asked.documents},
+        {"is_causal", asked.is_causal},
+        {"window_size", asked.window_size},
+        {"scale", asked.scale},
+        {"softcap", asked.softcap},
+        {"sinks", sinks},
+        {"queries", queries},
+    });
+    return found[0];
   }
   OptionalTensor mask;
   if (cut && asked.is_causal) {
@@ -203,9 +213,17 @@ at::Tensor attention_of_cell(
   }
   const bool is_causal = asked.is_causal && !cut;
   if (asked.sharded_randomness && asked.dropout_p > 0 && of.heads.ranks() > 1) {
-    return attention_with_dropout(
-        q, k, v, mask, asked.dropout_p, is_causal, asked.scale,
-        std::get<0>(dropout_seed(q, of.rank, of.draws())));
+    const Tensors seed = dropout_seed({{"like", q}, {"rank", of.rank}, {"draws", of.draws()}});
+    return attention_with_dropout({
+        {"q", q},
+        {"k", k},
+        {"v", v},
+        {"attn_mask", mask},
+        {"dropout_p", asked.dropout_p},
+        {"is_causal", is_causal},
+        {"scale", asked.scale},
+        {"seed", seed[0]},
+    });
   }
   const at::Tensor out =
       at::scaled_dot_product_attention(

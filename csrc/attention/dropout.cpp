@@ -1,7 +1,9 @@
-// Attention with dropout as one node of a graph. What draws inside of a graph draws from generators
-// that are seeded alike on all ranks, so that each would drop what the others drop in their heads.
-// Here a rank's own seed says what it drops, in backward once more: only the seed is kept.
+// Attention with dropout as one node of a graph. Ops that draw inside of a graph use generators
+// that are seeded alike on all ranks, so ranks would drop the same weights of different heads. Here
+// a seed of this rank decides what is dropped, in forward and again in backward: only the seed is
+// saved.
 
+#include "../common/backward.h"
 #include "../common/checks.h"
 #include "ops.h"
 
@@ -17,20 +19,6 @@
 namespace deepsp {
 namespace {
 
-// wanted: whether for q, k, v, attn_mask.
-const Op<Tensors(
-    const at::Tensor& grad,
-    const at::Tensor& q,
-    const at::Tensor& k,
-    const at::Tensor& v,
-    const OptionalTensor& attn_mask,
-    double dropout_p,
-    bool is_causal,
-    std::optional<double> scale,
-    const at::Tensor& seed,
-    at::IntArrayRef wanted)>
-    attention_with_dropout_backward("attention_with_dropout_backward");
-
 void check_seed(const at::Tensor& seed) {
   TORCH_CHECK_VALUE(
       seed.dim() == 0 && seed.scalar_type() == at::kLong && (seed.is_cpu() || seed.is_meta()),
@@ -38,24 +26,47 @@ void check_seed(const at::Tensor& seed) {
       dtype_name(seed.scalar_type()), " of shape ", seed.sym_sizes(), " on ", seed.device());
 }
 
-void check(
-    const at::Tensor& q,
-    const at::Tensor& k,
-    const at::Tensor& v,
-    const OptionalTensor& attn_mask,
-    double dropout_p,
-    bool is_causal) {
-  // Some tokens' queries, in any order: what they see is the mask's.
-  check_full(q, k, v, {c10::SymInt(0), is_causal ? k.sym_size(1) : q.sym_size(1)});
-  check_attention(
-      attn_mask, dropout_p, is_causal, q.scalar_type(), q.sym_size(0), q.sym_size(2), k.sym_size(1),
-      q.sym_size(1));
-}
+// The arguments that attention_with_dropout and its backward share, checked.
+struct DropoutCall {
+  const at::Tensor q, k, v, seed;
+  const OptionalTensor attn_mask;
+  const double dropout_p;
+  const bool is_causal;
+  const std::optional<double> scale;
 
-// One for each of a rank's parts of heads, of which there are few; they are drawn one by one.
+  explicit DropoutCall(const Given& given)
+      : q(given["q"]),
+        k(given["k"]),
+        v(given["v"]),
+        seed(given["seed"]),
+        attn_mask(given.optional<at::Tensor>("attn_mask")),
+        dropout_p(given["dropout_p"]),
+        is_causal(given["is_causal"]),
+        scale(given.optional<double>("scale")) {
+    // Queries of some tokens, in any order, where the mask says which keys they see.
+    check_full(q, k, v, {c10::SymInt(0), is_causal ? k.sym_size(1) : q.sym_size(1)});
+    check_attention(
+        attn_mask, dropout_p, is_causal, q.scalar_type(), q.sym_size(0), q.sym_size(2),
+        k.sym_size(1), q.sym_size(1));
+  }
+
+  SymInts output_shape() const {
+    return {q.sym_size(0), q.sym_size(1), q.sym_size(2), v.sym_size(3)};
+  }
+  const at::Generator& generator() const {
+    return at::globalContext().defaultGenerator(q.device());
+  }
+  at::Tensor attend(
+      const at::Tensor& q,
+      const at::Tensor& k,
+      const at::Tensor& v,
+      const OptionalTensor& attn_mask) const;
+};
+
+// A rank makes one draw for each of its few parts of heads, one after another.
 constexpr int64_t kMaxDraws = int64_t(1) << 20;
 
-// splitmix64's finalizer: neighbours have nothing in common.
+// splitmix64's finalizer: seeds that differ by one give unrelated numbers.
 uint64_t mix(uint64_t seed, uint64_t number) {
   uint64_t x = seed + (number + 1) * 0x9E3779B97F4A7C15;
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9;
@@ -68,13 +79,13 @@ uint64_t draw(at::Generator& generator) {
   if (generator.device().is_cpu()) {
     return at::check_generator<at::CPUGeneratorImpl>(generator)->random64();
   }
-  // A counter: where it stands says what comes next. Nothing is asked of the device.
+  // A GPU's generator is a counter, so the device isn't asked for a number.
   const uint64_t at = generator.get_offset();
   generator.set_offset(at + 4);
   return mix(generator.current_seed(), at);
 }
 
-// The generator draws what a seed says, and goes on afterwards as if nothing had been drawn.
+// Seeds a generator for this object's lifetime, and restores its state afterwards.
 class Seeded {
  public:
   Seeded(at::Generator generator, int64_t seed) : generator_(std::move(generator)) {
@@ -94,27 +105,18 @@ class Seeded {
   at::Tensor before_;
 };
 
-at::Tensor seeded_attention(
+at::Tensor DropoutCall::attend(
     const at::Tensor& q,
     const at::Tensor& k,
     const at::Tensor& v,
-    const OptionalTensor& attn_mask,
-    double dropout_p,
-    bool is_causal,
-    std::optional<double> scale,
-    const at::Generator& generator,
-    int64_t seed) {
-  // Whoever calls has cast, once: backward wouldn't again.
+    const OptionalTensor& attn_mask) const {
+  // The caller has cast its arguments once; autocast doesn't cast in backward.
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  const Seeded seeded(generator, seed);
+  const Seeded seeded(generator(), seed.item<int64_t>());
   return at::scaled_dot_product_attention(
              q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask, dropout_p,
              is_causal, scale, q.size(2) != k.size(2))
       .transpose(1, 2);
-}
-
-const at::Generator& generator_of(const at::Tensor& q) {
-  return at::globalContext().defaultGenerator(q.device());
 }
 
 std::tuple<at::Tensor, at::Tensor> dropout_seed_kernel(
@@ -127,7 +129,7 @@ std::tuple<at::Tensor, at::Tensor> dropout_seed_kernel(
   if (like.is_meta()) {
     return {at::empty({}, options), at::empty({0}, options)};
   }
-  at::Generator generator = generator_of(like);
+  at::Generator generator = at::globalContext().defaultGenerator(like.device());
   const uint64_t drawn = draw(generator);
   for (int64_t n = 1; n < draws; ++n) {
     draw(generator);
@@ -136,50 +138,31 @@ std::tuple<at::Tensor, at::Tensor> dropout_seed_kernel(
   return {at::full({}, seed, at::kLong), at::empty({0}, options)};
 }
 
-at::Tensor attention_with_dropout_kernel(
-    const at::Tensor& q,
-    const at::Tensor& k,
-    const at::Tensor& v,
-    const OptionalTensor& attn_mask,
-    double dropout_p,
-    bool is_causal,
-    std::optional<double> scale,
-    const at::Tensor& seed) {
-  check(q, k, v, attn_mask, dropout_p, is_causal);
-  check_seed(seed);
-  if (q.is_meta()) {
-    const c10::SymInt sizes[] = {q.sym_size(0), q.sym_size(1), q.sym_size(2), v.sym_size(3)};
-    return at::empty_symint(sizes, q.options());
+c10::IValue attention_with_dropout_kernel(const Given& given) {
+  const DropoutCall call(given);
+  check_seed(call.seed);
+  if (call.q.is_meta()) {
+    return at::empty_symint(call.output_shape(), call.q.options());
   }
-  return seeded_attention(
-             q, k, v, attn_mask, dropout_p, is_causal, scale, generator_of(q), seed.item<int64_t>())
-      .contiguous();
+  return call.attend(call.q, call.k, call.v, call.attn_mask).contiguous();
 }
 
-Tensors attention_with_dropout_backward_kernel(
-    const at::Tensor& grad,
-    const at::Tensor& q,
-    const at::Tensor& k,
-    const at::Tensor& v,
-    const OptionalTensor& attn_mask,
-    double dropout_p,
-    bool is_causal,
-    std::optional<double> scale,
-    const at::Tensor& seed,
-    at::IntArrayRef wanted) {
-  check(q, k, v, attn_mask, dropout_p, is_causal);
+c10::IValue attention_with_dropout_backward(const Given& given) {
+  const DropoutCall call(given);
+  const at::Tensor grad = given["grad"];
+  const at::IntArrayRef wanted = given["wanted"];
+  const SymInts shape = call.output_shape();
   TORCH_CHECK_VALUE(
-      grad.dim() == 4 && grad.sym_size(0) == q.sym_size(0) && grad.sym_size(1) == q.sym_size(1) &&
-          grad.sym_size(2) == q.sym_size(2) && grad.sym_size(3) == v.sym_size(3),
-      "expected grad to have the shape of the output, [", q.sym_size(0), ", ", q.sym_size(1), ", ",
-      q.sym_size(2), ", ", v.sym_size(3), "], got ", grad.sym_sizes());
-  check_seed(seed);
+      grad.sym_sizes() == c10::SymIntArrayRef(shape),
+      "expected grad to have the shape of the output, ", c10::SymIntArrayRef(shape), ", got ",
+      grad.sym_sizes());
+  check_seed(call.seed);
   check_wanted(wanted, 4, "q, k, v and attn_mask");
   TORCH_CHECK_VALUE(
-      !wanted[3] || (attn_mask.has_value() && attn_mask->is_floating_point()),
+      !wanted[3] || (call.attn_mask.has_value() && call.attn_mask->is_floating_point()),
       "wanted asks for the gradient of attn_mask, which isn't a floating-point tensor");
-  Tensors inputs{q, k, v, attn_mask.value_or(at::Tensor())}, asked, found;
-  if (q.is_meta() || grad.numel() == 0) {  // shapes only; or a rank without queries
+  Tensors inputs{call.q, call.k, call.v, call.attn_mask.value_or(at::Tensor())}, asked, found;
+  if (call.q.is_meta() || grad.numel() == 0) {  // shapes only; or a rank without queries
     for (size_t i = 0; i < wanted.size(); ++i) {
       if (wanted[i]) {
         found.push_back(at::zeros_symint(inputs[i].sym_sizes(), inputs[i].options()));
@@ -187,7 +170,7 @@ Tensors attention_with_dropout_backward_kernel(
     }
     return found;
   }
-  // A kernel runs below autograd, which is what this one needs.
+  // Kernels run with autograd excluded; this one differentiates.
   auto keys = c10::impl::tls_local_dispatch_key_set();
   keys.excluded_ = keys.excluded_ - c10::autograd_dispatch_keyset_with_ADInplaceOrView;
   const c10::impl::ForceDispatchKeyGuard above(keys);
@@ -203,10 +186,8 @@ Tensors attention_with_dropout_backward_kernel(
   if (asked.empty()) {
     return found;
   }
-  const auto mask = attn_mask.has_value() ? std::make_optional(inputs[3]) : std::nullopt;
-  const at::Tensor out = seeded_attention(
-      inputs[0], inputs[1], inputs[2], mask, dropout_p, is_causal, scale, generator_of(q),
-      seed.item<int64_t>());
+  const auto mask = call.attn_mask.has_value() ? OptionalTensor(inputs[3]) : std::nullopt;
+  const at::Tensor out = call.attend(inputs[0], inputs[1], inputs[2], mask);
   found = torch::autograd::grad({out}, asked, {grad});
   for (at::Tensor& gradient : found) {
     gradient = gradient.contiguous();
@@ -214,32 +195,32 @@ Tensors attention_with_dropout_backward_kernel(
   return found;
 }
 
-void keep_all(Call& call) {
-  call.keep_tensors(call.inputs().vec());
+const BackwardOp kBackward{
+    NamedOp("attention_with_dropout_backward"),
+    /*inputs=*/{"q", "k", "v", "attn_mask", "seed"},
+    /*results=*/{},
+    /*saved=*/{"q", "k", "v", "attn_mask", "seed"},
+    /*gradients=*/{"q", "k", "v", "attn_mask"}};
+
+void save(Call& call) {
+  save_for(kBackward, call);
 }
 
-Tensors attention_with_dropout_gradients(const Call& call, const Tensors& gradients) {
-  const Tensors kept = call.kept_tensors();
-  const auto wanted = call.wanted(4);
-  return call.placed(
-      attention_with_dropout_backward(
-          gradients[0], kept[0], kept[1], kept[2],
-          call.count("attn_mask") ? OptionalTensor(kept[3]) : std::nullopt, call["dropout_p"],
-          call["is_causal"], call["scale"], kept.back(), wanted),
-      wanted);
+Tensors gradients_of(const Call& call, const Tensors& gradients) {
+  return call_backward(kBackward, call, {{"grad", gradients[0]}});
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(deepsp, CompositeExplicitAutograd, m) {
   m.impl("dropout_seed", dropout_seed_kernel);
-  m.impl("attention_with_dropout", attention_with_dropout_kernel);
-  m.impl("attention_with_dropout_backward", attention_with_dropout_backward_kernel);
+  implement<attention_with_dropout_kernel>(m, "attention_with_dropout");
+  implement<attention_with_dropout_backward>(m, "attention_with_dropout_backward");
 }
 
 TORCH_LIBRARY_IMPL(deepsp, Autograd, m) {
   not_differentiable(m, "dropout_seed");
-  differentiable(m, "attention_with_dropout", attention_with_dropout_gradients, keep_all);
+  differentiable(m, "attention_with_dropout", gradients_of, save);
   not_differentiable(m, "attention_with_dropout_backward");
 }
 

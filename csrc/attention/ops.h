@@ -18,49 +18,10 @@ struct Pattern {
   }
 };
 
-inline const Op<std::tuple<at::Tensor, at::Tensor>(
-    const at::Tensor& q,
-    const at::Tensor& k,
-    const at::Tensor& v,
-    const OptionalTensor& documents,
-    bool is_causal,
-    at::IntArrayRef window_size,
-    std::optional<double> scale,
-    std::optional<double> softcap,
-    const OptionalTensor& sinks,
-    c10::SymIntArrayRef queries)>
-    blockwise_attention("blockwise_attention");
-
-inline const Op<std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>(
-    const at::Tensor& q,
-    const at::Tensor& k,
-    const at::Tensor& v,
-    const OptionalTensor& documents,
-    bool is_causal,
-    at::IntArrayRef window_size,
-    std::optional<double> scale,
-    std::optional<double> softcap,
-    const OptionalTensor& sinks,
-    int64_t kv_chunk,
-    c10::SymIntArrayRef seq_lens,
-    int64_t rank,
-    std::string_view group_name)>
-    streamed_attention("streamed_attention");
-
-inline const Op<
-    std::tuple<at::Tensor, at::Tensor>(const at::Tensor& like, int64_t rank, int64_t draws)>
-    dropout_seed("dropout_seed");
-
-inline const Op<at::Tensor(
-    const at::Tensor& q,
-    const at::Tensor& k,
-    const at::Tensor& v,
-    const OptionalTensor& attn_mask,
-    double dropout_p,
-    bool is_causal,
-    std::optional<double> scale,
-    const at::Tensor& seed)>
-    attention_with_dropout("attention_with_dropout");
+inline const NamedOp blockwise_attention("blockwise_attention");
+inline const NamedOp streamed_attention("streamed_attention");
+inline const NamedOp dropout_seed("dropout_seed");
+inline const NamedOp attention_with_dropout("attention_with_dropout");
 
 // What scaled_dot_product_attention's arguments must be, besides q, k and v. `queries`: where they
 // are fewer than all tokens.

@@ -1,7 +1,7 @@
 // The loss: forward finds the gradients of the sum, backward scales them. Log-probabilities:
 // backward computes a chunk's logits again.
 
-#include "../op.h"
+#include "../common/backward.h"
 
 #include <ATen/ops/cat.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
@@ -9,58 +9,20 @@
 namespace deepsp {
 namespace {
 
-const Op<Tensors(
-    const at::Tensor& hidden,
-    const at::Tensor& weight,
-    const OptionalTensor& bias,
-    const at::Tensor& labels,
-    int64_t ignore_index,
-    double label_smoothing,
-    std::optional<int64_t> chunk_tokens,
-    at::IntArrayRef wanted,
-    std::optional<double> softcap,
-    double scale,
-    double z_loss,
-    const OptionalTensor& token_weights)>
-    linear_cross_entropy_gradients("linear_cross_entropy_gradients");
+const NamedOp gradients_op("linear_cross_entropy_gradients");
 
-const Op<Tensors(
-    at::TensorList grads,
-    const at::Tensor& hidden,
-    const at::Tensor& weight,
-    const OptionalTensor& bias,
-    const at::Tensor& ids,
-    const at::Tensor& logsumexp,
-    const OptionalTensor& entropy,
-    int64_t ignore_index,
-    std::optional<int64_t> chunk_tokens,
-    std::optional<double> softcap,
-    double scale,
-    double temperature,
-    at::IntArrayRef wanted)>
-    token_log_probs_backward("token_log_probs_backward");
-
-at::Tensor linear_cross_entropy(
-    const at::Tensor& hidden,
-    const at::Tensor& weight,
-    const OptionalTensor& bias,
-    const at::Tensor& labels,
-    int64_t ignore_index,
-    double label_smoothing,
-    std::optional<int64_t> chunk_tokens,
-    std::optional<double> softcap,
-    double scale,
-    double z_loss,
-    const OptionalTensor& token_weights) {
-  const auto wants = [](const at::Tensor& x) {
-    return at::GradMode::is_enabled() && x.requires_grad();
-  };
+c10::IValue linear_cross_entropy(const Given& given) {
+  std::vector<int64_t> wanted;
+  for (const char* name : {"hidden", "weight", "bias"}) {
+    const OptionalTensor x = given.optional<at::Tensor>(name);
+    wanted.push_back(at::GradMode::is_enabled() && x.has_value() && x->requires_grad());
+  }
   const auto loss = [&](const OptionalTensor& weights) {
-    return linear_cross_entropy_gradients(
-        hidden, weight, bias, labels, ignore_index, label_smoothing, chunk_tokens,
-        {wants(hidden), wants(weight), bias.has_value() && wants(*bias)}, softcap, scale, z_loss,
-        weights)[0];
+    const Tensors found = gradients_op(given, {{"wanted", wanted}, {"token_weights", weights}});
+    return found[0];
   };
+  const at::Tensor labels = given["labels"];
+  const OptionalTensor token_weights = given.optional<at::Tensor>("token_weights");
   if (!token_weights.has_value() || !token_weights->is_floating_point() ||
       token_weights->sym_sizes() != labels.sym_sizes()) {
     return loss(token_weights);
@@ -69,7 +31,8 @@ at::Tensor linear_cross_entropy(
       !token_weights->requires_grad(),
       "expected token_weights not to require a gradient, which isn't computed; detach them");
   // The largest is made 1, so that 16-bit gradients of small or large ones keep their digits.
-  const at::Tensor weights = token_weights->to(at::kDouble).where(labels.ne(ignore_index), 0);
+  const at::Tensor weights = token_weights->to(at::kDouble)
+                                 .where(labels.ne(static_cast<int64_t>(given["ignore_index"])), 0);
   at::Tensor unit = at::cat({weights.abs().flatten(), weights.new_zeros({1})}).amax();
   unit = unit.where(unit.gt(0), 1);
   return loss(weights.div(unit)).mul(unit);
@@ -119,39 +82,30 @@ Tensors scaled_gradients(const Call& call, const Tensors& gradients) {
   return call.placed(found, wanted);
 }
 
-void keep_log_probs(Call& call) {
-  const at::TensorList given = call.inputs();  // hidden, weight, bias if there is one, ids
-  const bool has_bias = call.count("bias") > 0;
-  const at::TensorList outputs = call.outputs();
-  call.keep_tensors(
-      {given[0], given[1], has_bias ? given[2] : at::Tensor(), given[2 + has_bias], outputs[1],
-       outputs.size() > 2 ? outputs[2] : at::Tensor()});
+const BackwardOp kLogProbsBackward{
+    NamedOp("token_log_probs_backward"),
+    /*inputs=*/{"hidden", "weight", "bias", "ids"},
+    /*results=*/{"log_probs", "logsumexp", "entropy"},
+    /*saved=*/{"hidden", "weight", "bias", "ids", "logsumexp", "entropy"},
+    /*gradients=*/{"hidden", "weight", "bias"}};
+
+void save_log_probs(Call& call) {
+  save_for(kLogProbsBackward, call);
 }
 
 Tensors log_probs_gradients(const Call& call, const Tensors& gradients) {
-  const Tensors kept = call.kept_tensors();
-  const auto optional = [](const at::Tensor& x) {
-    return x.defined() ? OptionalTensor(x) : std::nullopt;
-  };
-  auto wanted = call.wanted(3);
-  wanted[2] &= kept[2].defined();
-  return call.placed(
-      token_log_probs_backward(
-          gradients, kept[0], kept[1], optional(kept[2]), kept[3], kept[4], optional(kept[5]),
-          call["ignore_index"], call["chunk_tokens"], call["softcap"], call["scale"],
-          call["temperature"], wanted),
-      wanted);
+  return call_backward(kLogProbsBackward, call, {{"grads", gradients}});
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(deepsp, CompositeImplicitAutograd, m) {
-  m.impl("linear_cross_entropy", linear_cross_entropy);
+  implement<linear_cross_entropy>(m, "linear_cross_entropy");
 }
 
 TORCH_LIBRARY_IMPL(deepsp, Autograd, m) {
   differentiable(m, "linear_cross_entropy_gradients", scaled_gradients, keep_gradients);
-  differentiable(m, "token_log_probs", log_probs_gradients, keep_log_probs);
+  differentiable(m, "token_log_probs", log_probs_gradients, save_log_probs);
   not_differentiable(m, "token_log_probs_backward");
 }
 

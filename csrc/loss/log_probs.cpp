@@ -9,19 +9,12 @@
 namespace deepsp {
 namespace {
 
-Tensors token_log_probs(
-    const at::Tensor& hidden,
-    const at::Tensor& weight,
-    const OptionalTensor& bias,
-    const at::Tensor& ids,
-    int64_t ignore_index,
-    std::optional<int64_t> chunk_tokens,
-    std::optional<double> softcap,
-    double scale,
-    double temperature,
-    bool entropy) {
-  const LogitsOf of{softcap, scale, temperature};
-  check_logits(hidden, weight, bias, ids, "ids", of, chunk_tokens, {0, 0, 0});
+c10::IValue token_log_probs(const Given& given) {
+  const LogitsArguments logits_of(given, given["temperature"]);
+  const at::Tensor& hidden = logits_of.hidden;
+  const at::Tensor ids = given["ids"];
+  const bool entropy = given["entropy"];
+  check_logits(logits_of, ids, "ids", {0, 0, 0});
   const auto wide = hidden.options().dtype(wide_dtype(hidden.scalar_type()));
   Tensors found;
   for (int i = 0; i < 2 + entropy; ++i) {
@@ -30,9 +23,9 @@ Tensors token_log_probs(
   if (hidden.is_meta()) {
     return found;
   }
-  const Classes id(ids, weight.size(0), ignore_index);
-  const LogitsGradients none(hidden, weight, bias, {0, 0, 0});
-  Logits head(hidden, weight, bias, id.of.size(0), of, chunk_tokens, none);
+  const Classes id(ids, logits_of.weight.size(0), given["ignore_index"]);
+  const LogitsGradients none(logits_of, {0, 0, 0});
+  Logits head(logits_of, id.of.size(0), none);
   head.walk([&](int64_t begin, int64_t size, const at::Tensor& logits) {
     const auto part = [&](const at::Tensor& x) { return x.view({-1, 1}).narrow(0, begin, size); };
     const at::Tensor ignored = id.valid.narrow(0, begin, size).logical_not();
@@ -54,22 +47,14 @@ Tensors token_log_probs(
   return found;
 }
 
-Tensors token_log_probs_backward(
-    at::TensorList grads,
-    const at::Tensor& hidden,
-    const at::Tensor& weight,
-    const OptionalTensor& bias,
-    const at::Tensor& ids,
-    const at::Tensor& logsumexp,
-    const OptionalTensor& entropy,
-    int64_t ignore_index,
-    std::optional<int64_t> chunk_tokens,
-    std::optional<double> softcap,
-    double scale,
-    double temperature,
-    at::IntArrayRef wanted) {
-  const LogitsOf of{softcap, scale, temperature};
-  check_logits(hidden, weight, bias, ids, "ids", of, chunk_tokens, wanted);
+c10::IValue token_log_probs_backward(const Given& given) {
+  const LogitsArguments logits_of(given, given["temperature"]);
+  const at::Tensor& hidden = logits_of.hidden;
+  const at::TensorList grads = given["grads"];
+  const at::Tensor ids = given["ids"], logsumexp = given["logsumexp"];
+  const OptionalTensor entropy = given.optional<at::Tensor>("entropy");
+  const at::IntArrayRef wanted = given["wanted"];
+  check_logits(logits_of, ids, "ids", wanted);
   TORCH_CHECK_VALUE(
       grads.size() == size_t(2 + entropy.has_value()), "expected grads to have ",
       2 + entropy.has_value(), " entries, one for each output, got ", grads.size());
@@ -87,7 +72,7 @@ Tensors token_log_probs_backward(
   if (entropy.has_value()) {
     check_each(*entropy, "entropy");
   }
-  LogitsGradients gradients(hidden, weight, bias, wanted);
+  LogitsGradients gradients(logits_of, wanted);
   Tensors found = gradients.all;
   for (at::Tensor& x : found) {
     if (hidden.is_meta() && x.scalar_type() != hidden.scalar_type()) {
@@ -98,7 +83,7 @@ Tensors token_log_probs_backward(
     return found;
   }
   const at::ScalarType wide = wide_dtype(hidden.scalar_type());
-  const Classes id(ids, weight.size(0), ignore_index);
+  const Classes id(ids, logits_of.weight.size(0), given["ignore_index"]);
   const int64_t tokens = id.of.size(0);
   Tensors each;  // of log_probs, logsumexp, entropy
   for (const at::Tensor& grad : grads) {
@@ -126,7 +111,7 @@ Tensors token_log_probs_backward(
   if (entropy.has_value()) {
     entropies = entropy->reshape({tokens, 1}).to(wide);
   }
-  Logits head(hidden, weight, bias, tokens, of, chunk_tokens, gradients);
+  Logits head(logits_of, tokens, gradients);
   at::Tensor surprises;  // p log p
   head.walk([&](int64_t begin, int64_t size, const at::Tensor& logits) {
     const auto part = [&](const at::Tensor& x) { return x.narrow(0, begin, size); };
@@ -165,8 +150,8 @@ Tensors token_log_probs_backward(
 }  // namespace
 
 DEEPSP_KERNELS(m) {
-  m.impl("token_log_probs", token_log_probs);
-  m.impl("token_log_probs_backward", token_log_probs_backward);
+  implement<token_log_probs>(m, "token_log_probs");
+  implement<token_log_probs_backward>(m, "token_log_probs_backward");
 }
 
 }  // namespace deepsp

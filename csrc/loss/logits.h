@@ -2,8 +2,9 @@
 // The logits of a linear layer for a chunk of tokens at a time, and their gradients' way back. They
 // are softcap * tanh(scale * (x weight^T + bias) / softcap) / temperature.
 
+#include "../common/backward.h"
 #include "../common/checks.h"
-#include "../op.h"
+#include "../common/wide.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
@@ -21,10 +22,20 @@ struct LogitsOf {
   double temperature = 1;
 };
 
-// What logits are computed with, and gradients summed in: float32, float64 for float64.
-inline at::ScalarType wide_dtype(at::ScalarType dtype) {
-  return dtype == at::kDouble ? at::kDouble : at::kFloat;
-}
+// The arguments that these ops share.
+struct LogitsArguments {
+  const at::Tensor hidden, weight;
+  const OptionalTensor bias;
+  const std::optional<int64_t> chunk_tokens;
+  const LogitsOf of;
+
+  explicit LogitsArguments(const Given& given, double temperature = 1)
+      : hidden(given["hidden"]),
+        weight(given["weight"]),
+        bias(given.optional<at::Tensor>("bias")),
+        chunk_tokens(given.optional<int64_t>("chunk_tokens")),
+        of{given.optional<double>("softcap"), given["scale"], temperature} {}
+};
 
 // What the logits of a chunk take where chunk_tokens isn't given. Smaller chunks cost speed, as
 // each adds to the full gradient of the weight; larger ones gain next to none.
@@ -37,16 +48,13 @@ constexpr int64_t kGpuTokens = 1024;
 // A sum over as many tokens of what is at most 1 times hidden would leave float16's range.
 constexpr int64_t kHalfTokens = 512;
 
-// `labels_name`: what the op calls the classes.
+// `labels_name`: the op's name for the classes.
 inline void check_logits(
-    const at::Tensor& hidden,
-    const at::Tensor& weight,
-    const OptionalTensor& bias,
+    const LogitsArguments& given,
     const at::Tensor& labels,
     const std::string& labels_name,
-    const LogitsOf& of,
-    std::optional<int64_t> chunk_tokens,
     at::IntArrayRef wanted) {
+  const auto& [hidden, weight, bias, chunk_tokens, of] = given;
   const at::ScalarType dtype = hidden.scalar_type();
   TORCH_CHECK_VALUE(
       is_summable(dtype), "expected hidden to be float64, float32, bfloat16 or float16, got ",
@@ -114,20 +122,16 @@ struct LogitsGradients {
   at::Tensor hidden, weight, bias;
   Tensors all;
 
-  LogitsGradients(
-      const at::Tensor& of_hidden,
-      const at::Tensor& of_weight,
-      const OptionalTensor& of_bias,
-      at::IntArrayRef wanted) {
-    const auto wide = of_hidden.options().dtype(wide_dtype(of_hidden.scalar_type()));
+  LogitsGradients(const LogitsArguments& of, at::IntArrayRef wanted) {
+    const auto wide = of.hidden.options().dtype(wide_dtype(of.hidden.scalar_type()));
     if (wanted[0]) {
-      hidden = all.emplace_back(at::empty_symint(of_hidden.sym_sizes(), of_hidden.options()));
+      hidden = all.emplace_back(at::empty_symint(of.hidden.sym_sizes(), of.hidden.options()));
     }
     if (wanted[1]) {
-      weight = all.emplace_back(at::zeros_symint(of_weight.sym_sizes(), wide));
+      weight = all.emplace_back(at::zeros_symint(of.weight.sym_sizes(), wide));
     }
     if (wanted[2]) {
-      bias = all.emplace_back(at::zeros_symint(of_bias->sym_sizes(), wide));
+      bias = all.emplace_back(at::zeros_symint(of.bias->sym_sizes(), wide));
     }
   }
 };
@@ -136,41 +140,34 @@ class Logits {
  public:
   const int64_t tokens, classes;
 
-  // `gradients`: those that are wanted, which add_gradients computes.
-  Logits(
-      const at::Tensor& hidden,
-      const at::Tensor& weight,
-      const OptionalTensor& bias,
-      int64_t tokens,
-      const LogitsOf& of,
-      std::optional<int64_t> chunk_tokens,
-      const LogitsGradients& gradients)
+  // `gradients`: those that add_gradients is to compute.
+  Logits(const LogitsArguments& given, int64_t tokens, const LogitsGradients& gradients)
       : tokens(tokens),
-        classes(weight.size(0)),
-        x_(hidden.reshape({tokens, weight.size(1)})),
-        weight_(weight),
-        bias_(bias),
-        of_(of),
+        classes(given.weight.size(0)),
+        x_(given.hidden.reshape({tokens, given.weight.size(1)})),
+        weight_(given.weight),
+        bias_(given.bias),
+        of_(given.of),
         gradients_(gradients),
-        wide_(wide_dtype(hidden.scalar_type())),
-        narrow_(wide_ != hidden.scalar_type()),
-        half_(hidden.scalar_type() == at::kHalf) {
+        wide_(wide_dtype(x_.scalar_type())),
+        narrow_(wide_ != x_.scalar_type()),
+        half_(x_.scalar_type() == at::kHalf) {
     const int64_t row_bytes = classes * static_cast<int64_t>(c10::elementSize(wide_));
-    const int64_t least = hidden.is_cpu() ? 1 : kGpuTokens;
-    chunk_ = chunk_tokens.value_or(std::max(least, kChunkBytes / row_bytes));
+    const int64_t least = x_.is_cpu() ? 1 : kGpuTokens;
+    chunk_ = given.chunk_tokens.value_or(std::max(least, kChunkBytes / row_bytes));
     chunk_ = std::max<int64_t>(1, std::min({tokens, chunk_, half_ ? kHalfTokens : chunk_}));
     // Used by each chunk in turn: a fresh one each time would cost its page faults.
-    const auto wide_options = hidden.options().dtype(wide_);
+    const auto wide_options = x_.options().dtype(wide_);
     wide_buffer_ = at::empty({chunk_, classes}, wide_options);
-    narrow_buffer_ = narrow_ ? at::empty({chunk_, classes}, hidden.options()) : wide_buffer_;
-    if (of.softcap.has_value() && !gradients.all.empty()) {
+    narrow_buffer_ = narrow_ ? at::empty({chunk_, classes}, x_.options()) : wide_buffer_;
+    if (of_.softcap.has_value() && !gradients.all.empty()) {
       slopes_ = at::empty({chunk_, classes}, wide_options);
     }
     if (gradients.hidden.defined()) {
-      hidden_grad_ = gradients.hidden.view({tokens, weight.size(1)});
+      hidden_grad_ = gradients.hidden.view(x_.sizes());
     }
     if (gradients.weight.defined() && narrow_) {
-      weight_part_ = at::empty(weight.sizes(), hidden.options());
+      weight_part_ = at::empty(weight_.sizes(), x_.options());
     }
   }
 

@@ -8,21 +8,14 @@
 namespace deepsp {
 namespace {
 
-Tensors linear_cross_entropy_gradients(
-    const at::Tensor& hidden,
-    const at::Tensor& weight,
-    const OptionalTensor& bias,
-    const at::Tensor& labels,
-    int64_t ignore_index,
-    double label_smoothing,
-    std::optional<int64_t> chunk_tokens,
-    at::IntArrayRef wanted,
-    std::optional<double> softcap,
-    double scale,
-    double z_loss,
-    const OptionalTensor& token_weights) {
-  const LogitsOf of{softcap, scale};
-  check_logits(hidden, weight, bias, labels, "labels", of, chunk_tokens, wanted);
+c10::IValue linear_cross_entropy_gradients(const Given& given) {
+  const LogitsArguments logits_of(given);
+  const at::Tensor& hidden = logits_of.hidden;
+  const at::Tensor labels = given["labels"];
+  const OptionalTensor token_weights = given.optional<at::Tensor>("token_weights");
+  const double label_smoothing = given["label_smoothing"], z_loss = given["z_loss"];
+  const at::IntArrayRef wanted = given["wanted"];
+  check_logits(logits_of, labels, "labels", wanted);
   TORCH_CHECK_VALUE(
       label_smoothing >= 0 && label_smoothing <= 1, "expected 0 <= label_smoothing <= 1, got ",
       label_smoothing);
@@ -38,20 +31,20 @@ Tensors linear_cross_entropy_gradients(
     check_device(*token_weights, "token_weights", hidden, "hidden");
   }
   const at::Tensor loss = at::zeros({}, hidden.options().dtype(at::kDouble));
-  LogitsGradients gradients(hidden, weight, bias, wanted);
+  LogitsGradients gradients(logits_of, wanted);
   Tensors found{loss};
   found.insert(found.end(), gradients.all.begin(), gradients.all.end());
   if (hidden.is_meta()) {
     return found;
   }
   const at::ScalarType wide = wide_dtype(hidden.scalar_type());
-  const Classes label(labels, weight.size(0), ignore_index);
+  const Classes label(labels, logits_of.weight.size(0), given["ignore_index"]);
   // 1 for each token, or its weight; 0 where it is ignored.
   const at::Tensor counts =
       token_weights.has_value()
           ? token_weights->reshape(label.of.sizes()).to(wide).where(label.valid, 0)
           : label.valid.to(wide);
-  Logits head(hidden, weight, bias, label.of.size(0), of, chunk_tokens, gradients);
+  Logits head(logits_of, label.of.size(0), gradients);
   head.walk([&](int64_t begin, int64_t size, const at::Tensor& logits) {
     const at::Tensor label_part = label.of.narrow(0, begin, size);
     const at::Tensor count = counts.narrow(0, begin, size);
@@ -90,7 +83,7 @@ Tensors linear_cross_entropy_gradients(
 }  // namespace
 
 DEEPSP_KERNELS(m) {
-  m.impl("linear_cross_entropy_gradients", linear_cross_entropy_gradients);
+  implement<linear_cross_entropy_gradients>(m, "linear_cross_entropy_gradients");
 }
 
 }  // namespace deepsp

@@ -1,275 +1,103 @@
-// The kernels, the same for CPU and CUDA. Point to point, products are computed rank by rank: a
-// part that arrived while another travels, a part that is to leave before the next. Nothing is
-// packed or copied out: products read and write blocks as they travel. On other backends, and for
+// Linear layers with the all-gather before them, or the reduce-scatter after them. Where blocks are
+// sent point to point, products are computed rank by rank (rows.h): on a network link that hides
+// most of the transfer (benchmarks/results/tensor_parallel.md). On other backends, and for
 // Inductor, the ops are made of collectives and products.
+//
+// The backward of each is the other's forward with the weight transposed, and the weight's gradient
+// from what is gathered meanwhile. Only this rank's input and the weight are saved: what was
+// gathered is gathered again.
 
+#include "../common/backward.h"
 #include "../common/checks.h"
-#include "../common/copies.h"
 #include "../common/product_sum.h"
 #include "../reshard/checks.h"
 #include "../reshard/ops.h"
 #include "../transport/agreement.h"
-#include "../transport/departure.h"
+#include "rows.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/matmul.h>
-#include <ATen/ops/mm.h>
 #include <ATen/ops/sum.h>
-#include <ATen/record_function.h>
-
-#include <functional>
 
 namespace deepsp {
 namespace {
 
-// ------------------------------------------------------------------- checks
+// Which of the two ops, or of their backwards: input is this rank's part and the product is full,
+// or input is full and the product this rank's part.
+enum class Kind { kGather, kScatter };
 
-struct Product {
-  Shard<c10::SymInt> rows;  // who has which, as matrices: [outer, n·inner, K]
-  SymInts shape;
-};
+// The arguments that all four share, checked: input [.., n, .., K], where dim isn't the last
+// dimension, and weight [M, K].
+struct LinearCall {
+  const at::Tensor input, weight;
+  const int64_t dim, rank;
+  const c10::SymIntArrayRef sizes;
+  const std::string_view group_name;
+  Shard<c10::SymInt> rows;  // each rank's, as matrices [outer, n·inner, K]
+  SymInts shape;            // of the product
 
-// input [.., n, .., K], of which dim is not the last; weight [M, K]; bias [M]. gathers: input is
-// local, and the product full; or the other way round.
-Product check_product(
-    const at::Tensor& input,
-    const at::Tensor& weight,
-    const OptionalTensor& bias,
-    int64_t dim,
-    c10::SymIntArrayRef sizes,
-    int64_t rank,
-    OptionalDtype reduce_dtype,
-    bool gathers) {
-  TORCH_CHECK_VALUE(
-      input.dim() >= 2, "expected input to have at least 2 dimensions, got ", input.dim());
-  TORCH_CHECK_VALUE(
-      wrap_dim(dim, input.dim()) != input.dim() - 1,
-      "expected dim to be before the last dimension, which weight multiplies, got ", dim);
-  check_float(input.scalar_type(), "input");
-  const c10::SymInt columns = input.sym_size(-1);
-  TORCH_CHECK_VALUE(
-      weight.dim() == 2 && weight.sym_size(1) == columns, "expected weight to have shape [M, ",
-      columns, "] for input of shape ", input.sym_sizes(), ", got ", weight.sym_sizes());
-  check_like(weight, "weight", input, "input");
-  if (bias.has_value()) {
-    check_like(*bias, "bias", input, "input");
-    check_bias(*bias, "bias", weight, "weight");
-  }
-  Shard<c10::SymInt> rows = gathers ? check_part(input, dim, sizes, rank).tensors[0]
-                                    : check_entire(input, dim, sizes, rank).tensors[0];
-  check_reduce_dtype(reduce_dtype);
-  rows.inner = columns == 0 ? c10::SymInt(0) : rows.inner / columns;
-  SymInts shape = resized(input.sym_sizes(), dim, gathers ? rows.begin(rows.parts()) : sizes[rank]);
-  shape.back() = weight.sym_size(0);
-  return {rows, shape};
-}
-
-// grad is the product's.
-Shard<c10::SymInt> check_product_backward(
-    const at::Tensor& grad,
-    const at::Tensor& input,
-    const at::Tensor& weight,
-    int64_t dim,
-    c10::SymIntArrayRef sizes,
-    at::IntArrayRef wanted,
-    int64_t rank,
-    bool gathers) {
-  const auto [rows, shape] = check_product(input, weight, {}, dim, sizes, rank, {}, gathers);
-  TORCH_CHECK_VALUE(
-      grad.sym_sizes() == c10::SymIntArrayRef(shape) && grad.scalar_type() == input.scalar_type(),
-      "expected grad to be like the output, ", dtype_name(input.scalar_type()), " of shape ",
-      c10::SymIntArrayRef(shape), ", got ", dtype_name(grad.scalar_type()), " of shape ",
-      grad.sym_sizes());
-  check_wanted(wanted, 3, "input, weight and bias");
-  return rows;
-}
-
-// ------------------------------------------------------------------- what travels
-
-// Rows of several matrices [outer, n·inner], shared out along n.
-struct Rows {
-  int64_t outer;
-  std::vector<int64_t> counts;  // of each rank, in one matrix
-  Group group;
-
-  int64_t begin(int64_t p) const {
-    int64_t sum = 0;
-    for (int64_t r = 0; r < p; ++r) {
-      sum += counts[r];
+  LinearCall(
+      const Given& given,
+      Kind kind,
+      const OptionalTensor& bias = std::nullopt,
+      OptionalDtype reduce_dtype = std::nullopt)
+      : input(given["input"]),
+        weight(given["weight"]),
+        dim(given["dim"]),
+        rank(given["rank"]),
+        sizes(given["sizes"]),
+        group_name(given["group_name"]) {
+    TORCH_CHECK_VALUE(
+        input.dim() >= 2, "expected input to have at least 2 dimensions, got ", input.dim());
+    TORCH_CHECK_VALUE(
+        wrap_dim(dim, input.dim()) != input.dim() - 1,
+        "expected dim to be before the last dimension, which weight multiplies, got ", dim);
+    check_float(input.scalar_type(), "input");
+    const c10::SymInt columns = input.sym_size(-1);
+    TORCH_CHECK_VALUE(
+        weight.dim() == 2 && weight.sym_size(1) == columns, "expected weight to have shape [M, ",
+        columns, "] for input of shape ", input.sym_sizes(), ", got ", weight.sym_sizes());
+    check_like(weight, "weight", input, "input");
+    if (bias.has_value()) {
+      check_like(*bias, "bias", input, "input");
+      check_bias(*bias, "bias", weight, "weight");
     }
-    return sum;
+    const bool gathers = kind == Kind::kGather;
+    rows =
+        gathers ? check_part(input, dim, sizes, rank)[0] : check_entire(input, dim, sizes, rank)[0];
+    check_reduce_dtype(reduce_dtype);
+    rows.inner = columns == 0 ? c10::SymInt(0) : rows.inner / columns;
+    shape = resized(input.sym_sizes(), dim, gathers ? rows.begin(rows.parts()) : sizes[rank]);
+    shape.back() = weight.sym_size(0);
   }
-  int64_t total() const { return begin(group.size); }
 
-  at::Tensor matrices(const at::Tensor& x, int64_t rows) const {
-    return x.contiguous().view({outer, rows, x.size(-1)});
+  at::Tensor gathered(const at::Tensor& x) const {
+    return all_gather(x, dim, sizes, "partial", rank, group_name, {});
   }
-  at::Tensor full(const at::Tensor& x) const { return matrices(x, total()); }
-  at::Tensor part(const at::Tensor& x) const { return matrices(x, counts[group.rank]); }
-  // Rank p's rows of full matrices.
-  at::Tensor rows_of(const at::Tensor& full, int64_t p) const {
-    return full.narrow(1, begin(p), counts[p]);
-  }
-};
 
-// None where products aren't computed part by part.
-std::optional<Rows> rows_in_parts(
-    const Shard<c10::SymInt>& shard,
-    const at::Tensor& like,
-    int64_t rank,
-    std::string_view group_name,
-    const char* op) {
-  if (like.key_set().has(c10::DispatchKey::Python)) {
-    return std::nullopt;  // it is being traced
-  }
-  const int64_t inner = shard.inner.guard_int(__FILE__, __LINE__);
-  std::vector<int64_t> counts;
-  for (const int64_t size : ints(shard.sizes)) {
-    counts.push_back(size * inner);
-  }
-  Group group = agreed_group(
-      op, group_name, rank, shard.parts(), like.device(), "sizes",
-      [&]() -> std::vector<std::string> {
-        return {said(
-            "input ", like.scalar_type(), " with rows ", counts, " in ", shard.outer,
-            " matrices of ", like.size(-1), " columns")};
-      });
-  if (!group.point_to_point || group.alone) {
-    return std::nullopt;
-  }
-  return Rows{shard.outer.guard_int(__FILE__, __LINE__), std::move(counts), std::move(group)};
-}
-
-// out [outer, rows, M] = x [outer, rows, K] by weight [K, M].
-void multiply(const at::Tensor& out, const at::Tensor& x, const at::Tensor& weight) {
-  for (int64_t o = 0; o < out.size(0); ++o) {
-    at::Tensor to = out[o];
-    at::mm_out(to, x[o], weight);
-  }
-}
-
-Bytes bytes_of(const at::Tensor& x) {
-  return {data_of(x), static_cast<int64_t>(x.nbytes())};
-}
-
-// Every rank's matrices, as they arrive.
-class Arriving {
- public:
-  Arriving(const at::Tensor& part, const Rows& rows) : rows_(rows), part_(part) {
-    const int64_t rank = rows.group.rank;
-    const int64_t columns = part.size(2);
-    const auto elements = [&](int64_t p) { return rows.outer * rows.counts[p] * columns; };
-    const auto others = [&](int64_t p) {
-      return rows.outer * rows.total() * columns - elements(p);
-    };
-    Departure departure(&rows.group, others, {others(rank)}, part.options());
-    // Where the block of `source` begins in p's buffer, in elements.
-    const auto place = [&](int64_t source, int64_t p) {
-      return rows.outer * rows.begin(source) * columns - (p < source ? elements(p) : 0);
-    };
-    for (int64_t p = 0; p < rows.group.size; ++p) {
-      blocks_.push_back(
-          p == rank ? part
-                    : departure.buffer()
-                          .narrow(0, place(p, rank), elements(p))
-                          .view({rows.outer, rows.counts[p], columns}));
+  // None where products aren't computed rank by rank.
+  std::optional<Rows> point_to_point(const char* op) const {
+    if (input.key_set().has(c10::DispatchKey::Python)) {
+      return std::nullopt;  // it is being traced
     }
-    departure.send(
-        [&](int64_t p) { return bytes_of(blocks_[p]); }, [&](int64_t) { return bytes_of(part_); },
-        flight_);
-    departure.write(
-        [&](int64_t p, char* theirs) {
-          const auto bytes = static_cast<int64_t>(part_.nbytes());
-          if (bytes > 0) {
-            char* const to = theirs + place(rank, p) * item_of(part_);
-            run({copy_of_bytes(data_of(part_), to, bytes)}, part_.device());
-          }
-        },
-        flight_);
-  }
-
-  // Calls visit(p, block), this rank's own first.
-  void in_order(const std::function<void(int64_t, const at::Tensor&)>& visit) {
-    const int64_t rank = rows_.group.rank, size = rows_.group.size;
-    visit(rank, part_);
-    for (int64_t step = 1; step < size; ++step) {
-      const int64_t p = (rank - step + size) % size;
-      flight_.wait_receive(p);
-      visit(p, blocks_[p]);
+    const int64_t inner = rows.inner.guard_int(__FILE__, __LINE__);
+    std::vector<int64_t> counts;
+    for (const int64_t size : ints(rows.sizes)) {
+      counts.push_back(size * inner);
     }
-    flight_.wait_sends();
-  }
-
- private:
-  const Rows& rows_;
-  at::Tensor part_;
-  Tensors blocks_;
-  Flight flight_;  // last: it ends before what it fills goes
-};
-
-// The sum over ranks of products, of which each gets its rows: sent as they are computed.
-class Leaving {
- public:
-  // x [outer, all rows, K], weight [K, M].
-  Leaving(const at::Tensor& x, const at::Tensor& weight, const Rows& rows) : rows_(rows) {
-    const int64_t rank = rows.group.rank, size = rows.group.size;
-    const int64_t columns = weight.size(1);
-    const auto shape = [&](int64_t p) {
-      return std::vector<int64_t>{rows.outer, rows.counts[p], columns};
-    };
-    const auto elements = [&](int64_t p) { return c10::multiply_integers(shape(p)); };
-    Departure departure(
-        &rows.group, [&](int64_t p) { return size * elements(p); }, {size, elements(rank)},
-        x.options());
-    for (int64_t p = 0; p < size; ++p) {
-      received_.push_back(departure.buffer()[p].view(shape(rank)));
+    Group group = agreed_group(
+        op, group_name, rank, rows.parts(), input.device(), "sizes",
+        [&]() -> std::vector<std::string> {
+          return {said(
+              "input ", input.scalar_type(), " with rows ", counts, " in ", rows.outer,
+              " matrices of ", input.size(-1), " columns")};
+        });
+    if (!group.point_to_point || group.alone) {
+      return std::nullopt;
     }
-    const auto make = [&](int64_t p, const at::Tensor& to) {
-      multiply(to, rows.rows_of(x, p), weight);
-    };
-    departure.send(
-        [&](int64_t p) { return bytes_of(received_[p]); },
-        [&](int64_t p) {
-          products_.push_back(empty_buffer(shape(p), x));
-          make(p, products_.back());
-          return bytes_of(products_.back());
-        },
-        flight_);
-    departure.write(
-        [&](int64_t p, char* theirs) {
-          if (elements(p) > 0) {
-            make(
-                p, at::for_blob(theirs + rank * elements(p) * item_of(x), shape(p))
-                       .options(x.options())
-                       .make_tensor());
-          }
-        },
-        flight_);
-    make(rank, received_[rank]);  // what nobody waits for but this rank
+    return Rows{rows.outer.guard_int(__FILE__, __LINE__), std::move(counts), std::move(group)};
   }
-
-  // [outer, this rank's rows, M], in rank order.
-  at::Tensor sum(OptionalDtype reduce_dtype) {
-    flight_.wait_all();
-    RECORD_FUNCTION("deepsp::sum", {});
-    const at::Tensor result = empty_buffer(received_[0].sizes(), received_[0]);
-    std::vector<Addend> addends;
-    for (const at::Tensor& block : received_) {
-      addends.push_back({data_of(block), result.numel()});
-    }
-    std::vector<StridedSum> sums;
-    add_sum(result, 1, result.numel(), result.scalar_type(), reduce_dtype, addends, sums);
-    run(sums, result.device());
-    return result;
-  }
-
- private:
-  const Rows& rows_;
-  Tensors products_;
-  Tensors received_;
-  Flight flight_;
 };
 
 at::Tensor flat(const at::Tensor& x) {
@@ -288,219 +116,212 @@ void add_weight_grad(ProductSum& sum, const at::Tensor& grad, const at::Tensor& 
   }
 }
 
-// ------------------------------------------------------------------- the ops
+// ------------------------------------------------------------------- forward
 
-Tensors empty_gradients(const at::Tensor& input, const at::Tensor& weight, at::IntArrayRef wanted) {
-  Tensors gradients;
-  const auto add = [&](bool asked, c10::SymIntArrayRef shape) {
-    if (asked) {
-      gradients.push_back(at::empty_symint(shape, input.options()));
-    }
-  };
-  add(wanted[0], input.sym_sizes());
-  add(wanted[1], weight.sym_sizes());
-  add(wanted[2], weight.sym_size(0));
-  return gradients;
-}
-
-at::Tensor all_gather_matmul(
-    const at::Tensor& input,
-    const at::Tensor& weight,
-    const OptionalTensor& bias,
-    int64_t dim,
-    c10::SymIntArrayRef sizes,
-    int64_t rank,
-    std::string_view group_name,
-    OptionalDtype reduce_dtype) {
-  const Product expected =
-      check_product(input, weight, bias, dim, sizes, rank, reduce_dtype, /*gathers=*/true);
-  if (input.is_meta()) {
-    return at::empty_symint(expected.shape, input.options());
+c10::IValue all_gather_matmul(const Given& given) {
+  const OptionalTensor bias = given.optional<at::Tensor>("bias");
+  const LinearCall call(given, Kind::kGather, bias, given["reduce_dtype"]);
+  if (call.input.is_meta()) {
+    return at::empty_symint(call.shape, call.input.options());
   }
-  const auto in_parts = rows_in_parts(expected.rows, input, rank, group_name, "all_gather_matmul");
-  if (!in_parts) {
-    return at::linear(all_gather(input, dim, sizes, "partial", rank, group_name, {}), weight, bias);
+  const auto rows = call.point_to_point("all_gather_matmul");
+  if (!rows) {
+    return at::linear(call.gathered(call.input), call.weight, bias);
   }
-  const Rows& rows = *in_parts;
-  const at::Tensor product = empty_buffer(ints(expected.shape), input);
-  const at::Tensor out = rows.full(product);
-  const at::Tensor by = weight.t();
-  Arriving(rows.part(input), rows).in_order([&](int64_t p, const at::Tensor& block) {
-    multiply(rows.rows_of(out, p), block, by);
+  const at::Tensor product = empty_buffer(ints(call.shape), call.input);
+  const at::Tensor out = rows->full(product), weight = call.weight.t();
+  GatheredRows(rows->part(call.input), *rows).in_order([&](int64_t p, const at::Tensor& block) {
+    multiply(rows->rows_of(out, p), block, weight);
   });
-  if (bias.has_value()) {
-    product.add_(*bias);
-  }
-  return product;
+  return bias.has_value() ? product.add_(*bias) : product;
 }
 
-Tensors all_gather_matmul_backward(
-    const at::Tensor& grad,
-    const at::Tensor& input,
-    const at::Tensor& weight,
-    int64_t dim,
-    c10::SymIntArrayRef sizes,
-    at::IntArrayRef wanted,
-    int64_t rank,
-    std::string_view group_name,
-    OptionalDtype reduce_dtype) {
-  const Shard<c10::SymInt> shard =
-      check_product_backward(grad, input, weight, dim, sizes, wanted, rank, /*gathers=*/true);
-  if (input.is_meta()) {
-    return empty_gradients(input, weight, wanted);
+c10::IValue matmul_reduce_scatter(const Given& given) {
+  const OptionalTensor bias = given.optional<at::Tensor>("bias");
+  const OptionalDtype reduce_dtype = given["reduce_dtype"];
+  const LinearCall call(given, Kind::kScatter, bias, reduce_dtype);
+  if (call.input.is_meta()) {
+    return at::empty_symint(call.shape, call.input.options());
   }
-  const auto in_parts = rows_in_parts(shard, input, rank, group_name, "all_gather_matmul_backward");
-  Tensors results;
-  if (!in_parts) {
-    // What can be launched is, before products that don't need it.
-    at::Tensor arriving, product, leaving, of_weight;
-    if (wanted[1]) {
-      arriving = all_gather_start(input, dim, sizes, "partial", rank, group_name, {});
-    }
-    if (wanted[0]) {
-      product = at::matmul(grad, weight);
-      leaving = reduce_scatter_start(product, dim, sizes, rank, group_name);
-    }
-    if (wanted[1]) {
-      const SymInts shape = entire_shape(input.sym_sizes(), dim, sizes);
-      of_weight = weight_grad(
-          grad, all_gather_wait(arriving, dim, sizes, shape, "partial", rank, group_name)[0]);
-    }
-    if (wanted[0]) {
-      results.push_back(reduce_scatter_wait(
-          leaving, dim, sizes, product.sym_sizes(), rank, group_name, reduce_dtype));
-    }
-    if (wanted[1]) {
-      results.push_back(of_weight);
-    }
-  } else {
-    const Rows& rows = *in_parts;
-    const at::Tensor grads = rows.full(grad);
-    std::optional<Arriving> arriving;
-    if (wanted[1]) {
-      arriving.emplace(rows.part(input), rows);
-    }
-    std::optional<Leaving> leaving;
-    if (wanted[0]) {
-      leaving.emplace(grads, weight, rows);
-    }
-    std::optional<ProductSum> of_weight;
-    if (wanted[1]) {
-      of_weight.emplace(weight.sizes(), weight);
-      arriving->in_order([&](int64_t p, const at::Tensor& block) {
-        add_weight_grad(*of_weight, rows.rows_of(grads, p), block);
-      });
-    }
-    if (wanted[0]) {
-      results.push_back(leaving->sum(reduce_dtype).view(input.sizes()));
-    }
-    if (wanted[1]) {
-      results.push_back(of_weight->total());
-    }
-  }
-  if (wanted[2]) {
-    results.push_back(flat(grad).sum(0));
-  }
-  return results;
-}
-
-at::Tensor matmul_reduce_scatter(
-    const at::Tensor& input,
-    const at::Tensor& weight,
-    const OptionalTensor& bias,
-    int64_t dim,
-    c10::SymIntArrayRef sizes,
-    int64_t rank,
-    std::string_view group_name,
-    OptionalDtype reduce_dtype) {
-  const Product expected =
-      check_product(input, weight, bias, dim, sizes, rank, reduce_dtype, /*gathers=*/false);
-  if (input.is_meta()) {
-    return at::empty_symint(expected.shape, input.options());
-  }
-  const auto in_parts =
-      rows_in_parts(expected.rows, input, rank, group_name, "matmul_reduce_scatter");
-  if (!in_parts) {
-    const at::Tensor sum =
-        reduce_scatter(at::linear(input, weight), dim, sizes, rank, group_name, reduce_dtype);
+  const auto rows = call.point_to_point("matmul_reduce_scatter");
+  if (!rows) {
+    const at::Tensor sum = reduce_scatter(
+        at::linear(call.input, call.weight), call.dim, call.sizes, call.rank, call.group_name,
+        reduce_dtype);
     return bias.has_value() ? sum.add(*bias) : sum;
   }
-  const at::Tensor result = Leaving(in_parts->full(input), weight.t(), *in_parts)
-                                .sum(reduce_dtype)
-                                .view(ints(expected.shape));
-  if (bias.has_value()) {
-    result.add_(*bias);
-  }
-  return result;
+  const at::Tensor sum = ScatteredProducts(rows->full(call.input), call.weight.t(), *rows)
+                             .sum(reduce_dtype)
+                             .view(ints(call.shape));
+  return bias.has_value() ? sum.add_(*bias) : sum;
 }
 
-Tensors matmul_reduce_scatter_backward(
-    const at::Tensor& grad,
-    const at::Tensor& input,
-    const at::Tensor& weight,
-    int64_t dim,
-    c10::SymIntArrayRef sizes,
-    at::IntArrayRef wanted,
-    int64_t rank,
-    std::string_view group_name) {
-  const Shard<c10::SymInt> shard =
-      check_product_backward(grad, input, weight, dim, sizes, wanted, rank, /*gathers=*/false);
-  if (input.is_meta()) {
-    return empty_gradients(input, weight, wanted);
+// ------------------------------------------------------------------- backward
+
+// Checks, and the gradient of bias. compute(call, grad, wanted): those of input and weight, where
+// they are wanted.
+template <class Compute>
+c10::IValue backward(const Given& given, Kind kind, const Compute& compute) {
+  const LinearCall call(given, kind);
+  const at::Tensor grad = given["grad"];
+  const at::IntArrayRef wanted = given["wanted"];
+  TORCH_CHECK_VALUE(
+      grad.sym_sizes() == c10::SymIntArrayRef(call.shape) &&
+          grad.scalar_type() == call.input.scalar_type(),
+      "expected grad to be like the output, ", dtype_name(call.input.scalar_type()), " of shape ",
+      c10::SymIntArrayRef(call.shape), ", got ", dtype_name(grad.scalar_type()), " of shape ",
+      grad.sym_sizes());
+  check_wanted(wanted, 3, "input, weight and bias");
+  Tensors found(2);
+  if (call.input.is_meta()) {
+    found = {
+        at::empty_symint(call.input.sym_sizes(), call.input.options()),
+        at::empty_symint(call.weight.sym_sizes(), call.input.options())};
+  } else {
+    compute(call, grad, wanted, found[0], found[1]);
   }
-  const auto in_parts =
-      rows_in_parts(shard, input, rank, group_name, "matmul_reduce_scatter_backward");
   Tensors results;
-  const bool travels = wanted[0] || wanted[1];
-  if (travels && !in_parts) {
-    const at::Tensor full = all_gather(grad, dim, sizes, "partial", rank, group_name, {});
-    if (wanted[0]) {
-      results.push_back(at::matmul(full, weight));
-    }
-    if (wanted[1]) {
-      results.push_back(weight_grad(full, input));
-    }
-  } else if (travels) {
-    const Rows& rows = *in_parts;
-    const at::Tensor of_input = wanted[0] ? empty_buffer(input.sizes(), input) : at::Tensor();
-    const at::Tensor out = wanted[0] ? rows.full(of_input) : at::Tensor();
-    const at::Tensor x = wanted[1] ? rows.full(input) : at::Tensor();
-    ProductSum of_weight(weight.sizes(), weight);
-    Arriving(rows.part(grad), rows).in_order([&](int64_t p, const at::Tensor& block) {
-      if (wanted[0]) {
-        multiply(rows.rows_of(out, p), block, weight);
-      }
-      if (wanted[1]) {
-        add_weight_grad(of_weight, block, rows.rows_of(x, p));
-      }
-    });
-    if (wanted[0]) {
-      results.push_back(of_input);
-    }
-    if (wanted[1]) {
-      results.push_back(of_weight.total());
+  for (size_t i = 0; i < found.size(); ++i) {
+    if (wanted[i]) {
+      results.push_back(found[i]);
     }
   }
   if (wanted[2]) {
-    results.push_back(flat(grad).sum(0));
+    results.push_back(
+        call.input.is_meta() ? at::empty_symint(call.weight.sym_size(0), call.input.options())
+                             : flat(grad).sum(0));
   }
   return results;
+}
+
+c10::IValue all_gather_matmul_backward(const Given& given) {
+  const OptionalDtype reduce_dtype = given["reduce_dtype"];
+  return backward(
+      given, Kind::kGather,
+      [&](const LinearCall& call, const at::Tensor& grad, at::IntArrayRef wanted,
+          at::Tensor& of_input, at::Tensor& of_weight) {
+        const auto& [input, weight, dim, rank, sizes, group_name, of_rank, shape] = call;
+        const auto rows = call.point_to_point("all_gather_matmul_backward");
+        if (rows) {
+          const at::Tensor grads = rows->full(grad);
+          std::optional<GatheredRows> gathered;
+          std::optional<ScatteredProducts> products;
+          if (wanted[1]) {
+            gathered.emplace(rows->part(input), *rows);
+          }
+          if (wanted[0]) {
+            products.emplace(grads, weight, *rows);
+          }
+          if (wanted[1]) {
+            ProductSum sum(weight.sizes(), weight);
+            gathered->in_order([&](int64_t p, const at::Tensor& block) {
+              add_weight_grad(sum, rows->rows_of(grads, p), block);
+            });
+            of_weight = sum.total();
+          }
+          if (wanted[0]) {
+            of_input = products->sum(reduce_dtype).view(input.sizes());
+          }
+          return;
+        }
+        // Launches before the products that don't need what is sent.
+        at::Tensor gathering, product, scattering;
+        if (wanted[1]) {
+          gathering = all_gather_start(input, dim, sizes, "partial", rank, group_name, {});
+        }
+        if (wanted[0]) {
+          product = at::matmul(grad, weight);
+          scattering = reduce_scatter_start(product, dim, sizes, rank, group_name);
+        }
+        if (wanted[1]) {
+          const SymInts entire = entire_shape(input.sym_sizes(), dim, sizes);
+          of_weight = weight_grad(
+              grad, all_gather_wait(gathering, dim, sizes, entire, "partial", rank, group_name)[0]);
+        }
+        if (wanted[0]) {
+          of_input = reduce_scatter_wait(
+              scattering, dim, sizes, product.sym_sizes(), rank, group_name, reduce_dtype);
+        }
+      });
+}
+
+c10::IValue matmul_reduce_scatter_backward(const Given& given) {
+  return backward(
+      given, Kind::kScatter,
+      [&](const LinearCall& call, const at::Tensor& grad, at::IntArrayRef wanted,
+          at::Tensor& of_input, at::Tensor& of_weight) {
+        const at::Tensor &input = call.input, &weight = call.weight;
+        const auto rows = call.point_to_point("matmul_reduce_scatter_backward");
+        if (!wanted[0] && !wanted[1]) {
+          return;
+        }
+        if (!rows) {
+          const at::Tensor full = call.gathered(grad);
+          of_input = wanted[0] ? at::matmul(full, weight) : of_input;
+          of_weight = wanted[1] ? weight_grad(full, input) : of_weight;
+          return;
+        }
+        of_input = wanted[0] ? empty_buffer(input.sizes(), input) : at::Tensor();
+        const at::Tensor out = wanted[0] ? rows->full(of_input) : at::Tensor();
+        const at::Tensor x = wanted[1] ? rows->full(input) : at::Tensor();
+        ProductSum sum(weight.sizes(), weight);
+        GatheredRows(rows->part(grad), *rows).in_order([&](int64_t p, const at::Tensor& block) {
+          if (wanted[0]) {
+            multiply(rows->rows_of(out, p), block, weight);
+          }
+          if (wanted[1]) {
+            add_weight_grad(sum, block, rows->rows_of(x, p));
+          }
+        });
+        of_weight = wanted[1] ? sum.total() : of_weight;
+      });
+}
+
+BackwardOp backward_of(const char* op) {
+  return {
+      op,
+      /*inputs=*/{"input", "weight", "bias"},
+      /*results=*/{},
+      /*saved=*/{"input", "weight"},
+      /*gradients=*/{"input", "weight", "bias"}};
+}
+
+const BackwardOp kGatherBackward = backward_of("all_gather_matmul_backward");
+const BackwardOp kScatterBackward = backward_of("matmul_reduce_scatter_backward");
+
+template <const BackwardOp& op>
+void save(Call& call) {
+  save_for(op, call);
+}
+
+template <const BackwardOp& op>
+Tensors gradients_of(const Call& call, const Tensors& gradients) {
+  return call_backward(op, call, {{"grad", gradients[0]}});
+}
+
+void register_kernels(torch::Library& m) {
+  implement<all_gather_matmul>(m, "all_gather_matmul");
+  implement<all_gather_matmul_backward>(m, "all_gather_matmul_backward");
+  implement<matmul_reduce_scatter>(m, "matmul_reduce_scatter");
+  implement<matmul_reduce_scatter_backward>(m, "matmul_reduce_scatter_backward");
 }
 
 }  // namespace
 
 DEEPSP_KERNELS(m) {
-  m.impl("all_gather_matmul", all_gather_matmul);
-  m.impl("all_gather_matmul_backward", all_gather_matmul_backward);
-  m.impl("matmul_reduce_scatter", matmul_reduce_scatter);
-  m.impl("matmul_reduce_scatter_backward", matmul_reduce_scatter_backward);
+  register_kernels(m);
 }
 
 TORCH_LIBRARY_IMPL(deepsp_inductor, CompositeImplicitAutograd, m) {
-  m.impl("all_gather_matmul", all_gather_matmul);
-  m.impl("all_gather_matmul_backward", all_gather_matmul_backward);
-  m.impl("matmul_reduce_scatter", matmul_reduce_scatter);
-  m.impl("matmul_reduce_scatter_backward", matmul_reduce_scatter_backward);
+  register_kernels(m);
+}
+
+TORCH_LIBRARY_IMPL(deepsp, Autograd, m) {
+  differentiable(m, "all_gather_matmul", gradients_of<kGatherBackward>, save<kGatherBackward>);
+  differentiable(
+      m, "matmul_reduce_scatter", gradients_of<kScatterBackward>, save<kScatterBackward>);
+  not_differentiable(m, "all_gather_matmul_backward");
+  not_differentiable(m, "matmul_reduce_scatter_backward");
 }
 
 }  // namespace deepsp

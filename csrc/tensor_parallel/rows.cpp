@@ -1,0 +1,126 @@
+#include "rows.h"
+
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/mm.h>
+#include <ATen/record_function.h>
+
+#include <numeric>
+
+namespace deepsp {
+namespace {
+
+Bytes bytes_of(const at::Tensor& x) {
+  return {data_of(x), static_cast<int64_t>(x.nbytes())};
+}
+
+}  // namespace
+
+int64_t Rows::begin(int64_t p) const {
+  return std::accumulate(counts.begin(), counts.begin() + p, int64_t(0));
+}
+
+void multiply(const at::Tensor& out, const at::Tensor& x, const at::Tensor& weight) {
+  for (int64_t o = 0; o < out.size(0); ++o) {
+    at::Tensor to = out[o];
+    at::mm_out(to, x[o], weight);
+  }
+}
+
+// ------------------------------------------------------------------- gather
+
+GatheredRows::GatheredRows(const at::Tensor& part, const Rows& rows) : rows_(rows), part_(part) {
+  const int64_t rank = rows.group.rank;
+  const int64_t columns = part.size(2);
+  const auto elements = [&](int64_t p) { return rows.outer * rows.counts[p] * columns; };
+  const auto others = [&](int64_t p) { return rows.outer * rows.total() * columns - elements(p); };
+  Departure departure(&rows.group, others, {others(rank)}, part.options());
+  // Where the block of `source` begins in p's buffer, in elements.
+  const auto place = [&](int64_t source, int64_t p) {
+    return rows.outer * rows.begin(source) * columns - (p < source ? elements(p) : 0);
+  };
+  for (int64_t p = 0; p < rows.group.size; ++p) {
+    blocks_.push_back(
+        p == rank ? part
+                  : departure.buffer()
+                        .narrow(0, place(p, rank), elements(p))
+                        .view({rows.outer, rows.counts[p], columns}));
+  }
+  departure.send(
+      [&](int64_t p) { return bytes_of(blocks_[p]); }, [&](int64_t) { return bytes_of(part_); },
+      flight_);
+  departure.write(
+      [&](int64_t p, char* theirs) {
+        const auto bytes = static_cast<int64_t>(part_.nbytes());
+        if (bytes > 0) {
+          char* const to = theirs + place(rank, p) * item_of(part_);
+          run({copy_of_bytes(data_of(part_), to, bytes)}, part_.device());
+        }
+      },
+      flight_);
+}
+
+void GatheredRows::in_order(const std::function<void(int64_t, const at::Tensor&)>& visit) {
+  const int64_t rank = rows_.group.rank, size = rows_.group.size;
+  visit(rank, part_);
+  for (int64_t step = 1; step < size; ++step) {
+    const int64_t p = (rank - step + size) % size;
+    flight_.wait_receive(p);
+    visit(p, blocks_[p]);
+  }
+  flight_.wait_sends();
+}
+
+// ------------------------------------------------------------------- scatter
+
+ScatteredProducts::ScatteredProducts(
+    const at::Tensor& x, const at::Tensor& weight, const Rows& rows) {
+  const int64_t rank = rows.group.rank, size = rows.group.size;
+  const auto shape = [&](int64_t p) {
+    return std::vector<int64_t>{rows.outer, rows.counts[p], weight.size(1)};
+  };
+  const auto elements = [&](int64_t p) { return c10::multiply_integers(shape(p)); };
+  Departure departure(
+      &rows.group, [&](int64_t p) { return size * elements(p); }, {size, elements(rank)},
+      x.options());
+  for (int64_t p = 0; p < size; ++p) {
+    received_.push_back(departure.buffer()[p].view(shape(rank)));
+  }
+  const auto make = [&](int64_t p, const at::Tensor& to) {
+    multiply(to, rows.rows_of(x, p), weight);
+  };
+  departure.send(
+      [&](int64_t p) { return bytes_of(received_[p]); },
+      [&](int64_t p) {
+        products_.push_back(empty_buffer(shape(p), x));
+        make(p, products_.back());
+        return bytes_of(products_.back());
+      },
+      flight_);
+  departure.write(
+      [&](int64_t p, char* theirs) {
+        if (elements(p) > 0) {
+          make(
+              p, at::for_blob(theirs + rank * elements(p) * item_of(x), shape(p))
+                     .options(x.options())
+                     .make_tensor());
+        }
+      },
+      flight_);
+  make(rank, received_[rank]);  // last: only this rank waits for it
+}
+
+at::Tensor ScatteredProducts::sum(OptionalDtype reduce_dtype) {
+  flight_.wait_all();
+  RECORD_FUNCTION("deepsp::sum", {});
+  const at::Tensor result = empty_buffer(received_[0].sizes(), received_[0]);
+  std::vector<Addend> addends;
+  for (const at::Tensor& block : received_) {
+    addends.push_back({data_of(block), result.numel()});
+  }
+  std::vector<StridedSum> sums;
+  add_sum(result, 1, result.numel(), result.scalar_type(), reduce_dtype, addends, sums);
+  run(sums, result.device());
+  return result;
+}
+
+}  // namespace deepsp
