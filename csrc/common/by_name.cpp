@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string_view>
+#include <unordered_map>
 
 namespace deepsp {
 namespace {
@@ -23,18 +24,30 @@ std::optional<size_t> place_given(const BackwardOp& backward, const Call& call, 
 
 using Stack = torch::jit::Stack;
 
+// To look an op up takes as long as a small op. Names are literals, so an address finds it again.
+c10::OperatorHandle handle_of(const char* name) {
+  thread_local std::unordered_map<const char*, c10::OperatorHandle> handles;
+  const auto known = handles.find(name);
+  if (known != handles.end()) {
+    return known->second;
+  }
+  const std::string qualified = std::string("deepsp::") + name;
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(qualified.c_str(), "");
+  handles.emplace(name, op);
+  return op;
+}
+
 // `rest`: an argument that isn't among `values`.
 template <class Rest>
-Tensors call_op(const char* name, const NamedValues& values, const Rest& rest) {
-  const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow(("deepsp::" + std::string(name)).c_str(), "");
+c10::IValue call_op(const char* name, const NamedValues& values, const Rest& rest) {
+  const c10::OperatorHandle op = handle_of(name);
   Stack stack;
+  stack.reserve(op.schema().arguments().size());
   for (const c10::Argument& argument : op.schema().arguments()) {
     const auto named = std::find_if(values.begin(), values.end(), [&](const auto& value) {
       return argument.name() == value.first;
     });
-    c10::IValue value =
-        named != values.end() ? named->second : rest(argument.name().c_str()).value();
+    c10::IValue value = named != values.end() ? named->second : rest(argument);
     // A call saves an empty list as None.
     if (value.isNone() && argument.type()->kind() == c10::TypeKind::ListType) {
       value = c10::impl::GenericList(argument.type()->containedType(0));
@@ -42,13 +55,28 @@ Tensors call_op(const char* name, const NamedValues& values, const Rest& rest) {
     stack.push_back(std::move(value));
   }
   op.callBoxed(stack);
-  return stack[0].toTensorVector();
+  return stack.size() == 1 ? std::move(stack[0]) : c10::ivalue::Tuple::create(std::move(stack));
 }
 
 }  // namespace
 
-Tensors call_by_name(const char* op, const NamedValues& values, const Given& given) {
-  return call_op(op, values, [&](const char* name) { return given[name]; });
+c10::IValue call_by_name(const char* op, const NamedValues& values) {
+  return call_op(op, values, [&](const c10::Argument& argument) {
+    TORCH_INTERNAL_ASSERT(argument.default_value().has_value(), op, ": ", argument.name());
+    return *argument.default_value();
+  });
+}
+
+c10::IValue call_by_name(const char* op, const NamedValues& values, const Given& given) {
+  return call_op(op, values, [&](const c10::Argument& argument) {
+    return given[argument.name().c_str()].value();
+  });
+}
+
+c10::IValue call_by_name(const char* op, const NamedValues& values, const Call& call) {
+  return call_op(op, values, [&](const c10::Argument& argument) {
+    return call[argument.name().c_str()].value();
+  });
 }
 
 void save_for(const BackwardOp& backward, Call& call) {
@@ -78,7 +106,7 @@ Tensors call_backward(const BackwardOp& backward, const Call& call, NamedValues 
         backward.saved[i], saved[i].defined() ? c10::IValue(saved[i]) : c10::IValue());
   }
   values.emplace_back("wanted", wanted);
-  const Tensors found = call_op(backward.op, values, [&](const char* name) { return call[name]; });
+  const Tensors found = call_by_name(backward.op, values, call).toTensorVector();
   Tensors gradients(call.count());
   size_t next = 0;
   for (size_t i = 0; i < places.size(); ++i) {

@@ -29,7 +29,7 @@ class Given {
   mutable std::vector<Argument> arguments_;
 };
 
-// Returns a tensor, or Tensors: a list, or one tensor for each of several results.
+// Returns the result, or of several results a tuple, or Tensors with one for each.
 using NamedKernel = c10::IValue (*)(const Given& given);
 
 template <NamedKernel kernel>
@@ -41,9 +41,9 @@ void run_by_name(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     stack->push_back(std::move(result));
     return;
   }
-  for (const at::Tensor& x : result.toTensorVector()) {
-    stack->push_back(x);
-  }
+  const auto results =
+      result.isTuple() ? result.toTuple()->elements().vec() : result.toListRef().vec();
+  stack->insert(stack->end(), results.begin(), results.end());
 }
 
 template <NamedKernel kernel>
@@ -53,8 +53,11 @@ void impl_by_name(torch::Library& m, const char* op) {
 
 using NamedValues = std::vector<std::pair<const char*, c10::IValue>>;
 
-// Calls an op of the library with `values`, and with `given` for its other arguments.
-Tensors call_by_name(const char* op, const NamedValues& values, const Given& given);
+// Calls an op of the library with `values`, and for its other arguments with their defaults, those
+// that a kernel was given, or those that a call saved. Several results are a tuple.
+c10::IValue call_by_name(const char* op, const NamedValues& values);
+c10::IValue call_by_name(const char* op, const NamedValues& values, const Given& given);
+c10::IValue call_by_name(const char* op, const NamedValues& values, const Call& call);
 
 // ------------------------------------------------------------------- backward
 

@@ -17,8 +17,9 @@ c10::IValue linear_cross_entropy(const Given& given) {
   }
   const auto loss = [&](const OptionalTensor& weights) {
     return call_by_name(
-        "linear_cross_entropy_gradients", {{"wanted", wanted}, {"token_weights", weights}},
-        given)[0];
+               "linear_cross_entropy_gradients", {{"wanted", wanted}, {"token_weights", weights}},
+               given)
+        .toTensorVector()[0];
   };
   const at::Tensor labels = given["labels"];
   const OptionalTensor token_weights = given.optional<at::Tensor>("token_weights");
