@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <deque>
+#include <map>
 
 namespace deepsp {
 
@@ -130,9 +131,9 @@ void push_results(const c10::FunctionSchema& schema, c10::IValue result, Stack* 
   if (count == 1) {
     stack->push_back(std::move(result));
   } else if (count > 1) {
-    for (const at::Tensor& each : result.toTensorVector()) {
-      stack->push_back(each);
-    }
+    const auto results =
+        result.isTuple() ? result.toTuple()->elements().vec() : result.toListRef().vec();
+    stack->insert(stack->end(), results.begin(), results.end());
   }
 }
 
@@ -145,6 +146,19 @@ Argument NamedOp::operator()(const Named& given, at::ArrayRef<With> arguments) c
 }
 
 namespace {
+
+// Looking an op up takes as long as a small op does. Names are literals: an address finds it again.
+c10::OperatorHandle handle_of(const char* ns, const char* name) {
+  thread_local std::map<std::pair<const char*, const char*>, c10::OperatorHandle> handles;
+  const auto known = handles.find({ns, name});
+  if (known != handles.end()) {
+    return known->second;
+  }
+  const std::string qualified = std::string(ns) + "::" + name;
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(qualified.c_str(), "");
+  handles.emplace(std::pair(ns, name), op);
+  return op;
+}
 
 // An empty list that was kept as None.
 c10::IValue as_given(c10::IValue value, const c10::Type& type) {
@@ -159,8 +173,9 @@ c10::IValue as_given(c10::IValue value, const c10::Type& type) {
 }  // namespace
 
 Argument NamedOp::call(const Named* given, at::ArrayRef<With> arguments) const {
-  const c10::OperatorHandle& op = handle();
+  const c10::OperatorHandle op = handle_of(ns_, name_);
   Stack stack;
+  stack.reserve(op.schema().arguments().size());
   size_t used = 0;
   for (const c10::Argument& argument : op.schema().arguments()) {
     const auto listed = std::find_if(arguments.begin(), arguments.end(), [&](const With& with) {
@@ -187,21 +202,6 @@ Argument NamedOp::call(const Named* given, at::ArrayRef<With> arguments) const {
     append_tensors(value, results);
   }
   return Argument(std::move(results));
-}
-
-const c10::OperatorHandle& NamedOp::handle() const {
-  if (const auto* found = handle_.load(std::memory_order_acquire)) {
-    return *found;
-  }
-  auto* made = new c10::OperatorHandle(
-      c10::Dispatcher::singleton().findSchemaOrThrow(
-          (std::string(ns_) + "::" + name_).c_str(), ""));  // never destroyed, as the op
-  const c10::OperatorHandle* other = nullptr;
-  if (!handle_.compare_exchange_strong(other, made, std::memory_order_acq_rel)) {
-    delete made;
-    return *other;
-  }
-  return *made;
 }
 
 // ------------------------------------------------------------------- autograd

@@ -206,7 +206,7 @@ struct With {
   c10::IValue value;
 };
 
-// An op that is called by the names of its arguments, through the dispatcher.
+// An op that is called by the names of its arguments, through the dispatcher. `name` is a literal.
 class NamedOp {
  public:
   constexpr explicit NamedOp(const char* name, const char* ns = "deepsp") : ns_(ns), name_(name) {}
@@ -218,11 +218,9 @@ class NamedOp {
 
  private:
   Argument call(const Named* given, at::ArrayRef<With> arguments) const;
-  const c10::OperatorHandle& handle() const;
 
-  const char* const ns_;
-  const char* const name_;
-  mutable std::atomic<const c10::OperatorHandle*> handle_ = nullptr;
+  const char* ns_;
+  const char* name_;
 };
 
 // ------------------------------------------------------------------- autograd

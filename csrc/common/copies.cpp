@@ -1,6 +1,7 @@
 #include "copies.h"
 
 #include "checks.h"
+#include "wide.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/record_function.h>
@@ -104,7 +105,7 @@ void add_sum(
     StridedSum sum{
         from,
         to,
-        within ? float_type(*within) : wide(from),
+        float_type(within.value_or(wide_dtype(dtype))),
         data_of(result) + begin * size_of(to),
         {1, rows, blocks, block},
         {0, row, block, 1},

@@ -1,5 +1,7 @@
 #include "decomposition.h"
 
+#include "../common/wide.h"
+
 #include <ATen/ops/cat.h>
 
 namespace deepsp::inductor {
@@ -71,13 +73,11 @@ at::Tensor joined(const Tensors& tensors, int64_t dim) {
 
 at::Tensor sum_in_order(
     const Tensors& parts, OptionalDtype reduce_dtype, at::ScalarType result_dtype) {
-  const auto wide = [](at::ScalarType dtype) {
-    return dtype == at::kDouble ? at::kDouble : at::kFloat;
-  };
-  const at::ScalarType kept = reduce_dtype.value_or(wide(parts[0].scalar_type()));
-  at::Tensor sum = parts[0].to(wide(kept)).to(kept);
+  const at::ScalarType kept = reduce_dtype.value_or(wide_dtype(parts[0].scalar_type()));
+  const at::ScalarType wide = wide_dtype(kept);
+  at::Tensor sum = parts[0].to(wide).to(kept);
   for (size_t n = 1; n < parts.size(); ++n) {
-    sum = sum.to(wide(kept)).add(parts[n].to(wide(kept))).to(kept);
+    sum = sum.to(wide).add(parts[n].to(wide)).to(kept);
   }
   return sum.to(result_dtype);
 }

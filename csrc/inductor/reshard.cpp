@@ -1,6 +1,5 @@
 // Gather-cast, collectives along a dimension, and sums over the group.
 
-#include "../reshard/ops.h"
 #include "../reshard/sums.h"
 #include "decomposition.h"
 
@@ -244,25 +243,23 @@ c10::IValue all_reduce_start(const Given& given) {
   const at::Tensor sent = at::cat(flat);
   const int64_t size = given["size"];
   if (sums_on_arrival(sent.scalar_type(), given["reduce_dtype"])) {
-    return deepsp::reduce_scatter_start(
-        sent, 0, sum_parts(sent.sym_size(0), size), given["rank"], given["group_name"]);
+    return NamedOp("reduce_scatter_start")(
+               given, {{"input", sent}, {"dim", 0}, {"sizes", sum_parts(sent.sym_size(0), size)}})
+        .value();
   }
   return size == 1 ? sent : launch("all_reduce", size, sent, {"sum"}, given["group_name"]);
 }
 
 c10::IValue all_reduce_wait(const Given& given) {
   const at::Tensor buffer = given["buffer"];
-  const int64_t size = given["size"], rank = given["rank"];
+  const int64_t size = given["size"];
   const SumShapes sums = check_sum_wait(
-      buffer, given["shapes"], given["dims"], given["grad"], rank, size, given["reduce_dtype"]);
+      buffer, given["shapes"], given["dims"], given["grad"], given["rank"], size,
+      given["reduce_dtype"]);
   if (!sums_on_arrival(buffer.scalar_type(), given["reduce_dtype"])) {
     return views_of(landed(buffer, size), sums.of);
   }
-  const SymInts parts = sum_parts(sums.elements, size);
-  const at::Tensor mine = deepsp::reduce_scatter_wait(
-      buffer, 0, parts, sums.elements, rank, given["group_name"], given["reduce_dtype"]);
-  return views_of(
-      deepsp::all_gather(mine, 0, parts, given["grad"], rank, given["group_name"], {}), sums.of);
+  return views_of(gather_sums(sums, given), sums.of);
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 #include "sum.h"
 
 #include <algorithm>
+#include <type_traits>
 
 #include "float16.h"
 #include "stream.h"
@@ -8,46 +9,52 @@
 namespace deepsp {
 namespace {
 
-inline float load(float x) {
-  return x;
+template <class T>
+auto load(T x) {
+  if constexpr (std::is_floating_point_v<T>) {
+    return x;
+  } else {
+    return T::load(x);
+  }
 }
-inline double load(double x) {
-  return x;
+
+template <class T, class A>
+T rounded(A x) {
+  if constexpr (std::is_floating_point_v<T>) {
+    return static_cast<T>(x);
+  } else {
+    return T::store(static_cast<float>(x));
+  }
 }
-inline float load(BFloat16 x) {
-  return BFloat16::load(x);
-}
-inline float load(Float16 x) {
-  return Float16::load(x);
-}
-inline void store(float* to, float x) {
-  *to = x;
-}
-inline void store(double* to, double x) {
-  *to = x;
-}
-inline void store(BFloat16* to, float x) {
-  *to = BFloat16::store(x);
-}
-inline void store(Float16* to, float x) {
-  *to = Float16::store(x);
+
+// Calls visit with a value of the type that holds a dtype.
+template <class Visit>
+void with_type(Float dtype, const Visit& visit) {
+  switch (dtype) {
+    case Float::f64:
+      return visit(double());
+    case Float::f32:
+      return visit(float());
+    case Float::bf16:
+      return visit(BFloat16());
+    case Float::f16:
+      return visit(Float16());
+  }
 }
 
 constexpr int64_t kBlock = 256;  // elements that are summed at once
 
-// Rounds to what the sum is kept in.
-inline void round_to(Float within, float* total, int64_t count) {
-  if (within == Float::bf16) {
-    for (int64_t e = 0; e < count; ++e) {
-      total[e] = BFloat16::load(BFloat16::store(total[e]));
-    }
-  } else if (within == Float::f16) {
-    for (int64_t e = 0; e < count; ++e) {
-      total[e] = Float16::load(Float16::store(total[e]));
-    }
+// Rounds to the dtype that the sum is kept in.
+template <class A>
+void round_to(Float within, A* total, int64_t count) {
+  if (within == Float::f64 || within == Float::f32) {
+    return;
   }
-}
-inline void round_to(Float, double*, int64_t) {
+  with_type(within, [&](auto kept) {
+    for (int64_t e = 0; e < count; ++e) {
+      total[e] = static_cast<A>(load(rounded<decltype(kept)>(total[e])));
+    }
+  });
 }
 
 template <class T, class A>
@@ -68,34 +75,19 @@ template <class O, class A>
 void put(void* dst, int64_t at, int64_t step, const A* total, int64_t count, bool stream) {
   O* to = static_cast<O*>(dst) + at;
   if (stream) {
-    O rounded[kBlock];
-    put<O>(rounded, 0, 1, total, count, /*stream=*/false);
+    O block[kBlock];
+    put<O>(block, 0, 1, total, count, /*stream=*/false);
     return stream_bytes(
-        reinterpret_cast<char*>(to), reinterpret_cast<const char*>(rounded), count * sizeof(O));
+        reinterpret_cast<char*>(to), reinterpret_cast<const char*>(block), count * sizeof(O));
   }
   if (step == 1) {
     for (int64_t e = 0; e < count; ++e) {
-      store(to + e, static_cast<decltype(load(O{}))>(total[e]));
+      to[e] = rounded<O>(total[e]);
     }
     return;
   }
   for (int64_t e = 0; e < count; ++e) {
-    store(to + e * step, static_cast<decltype(load(O{}))>(total[e]));
-  }
-}
-
-template <class A>
-void put(
-    Float dtype, void* dst, int64_t at, int64_t step, const A* total, int64_t count, bool stream) {
-  switch (dtype) {
-    case Float::f64:
-      return put<double>(dst, at, step, total, count, stream);
-    case Float::f32:
-      return put<float>(dst, at, step, total, count, stream);
-    case Float::bf16:
-      return put<BFloat16>(dst, at, step, total, count, stream);
-    case Float::f16:
-      return put<Float16>(dst, at, step, total, count, stream);
+    to[e * step] = rounded<O>(total[e]);
   }
 }
 
@@ -130,7 +122,9 @@ void sum_range(const StridedSum& s, int64_t begin, int64_t end) {
         add(total, src, src_step, count);
         round_to(s.within, total, count);
       }
-      put(s.to, s.dst, dst + first * step, step, total, count, stream);
+      with_type(s.to, [&](auto to) {
+        put<decltype(to)>(s.dst, dst + first * step, step, total, count, stream);
+      });
     }
   }
   if (stream) {
@@ -138,24 +132,14 @@ void sum_range(const StridedSum& s, int64_t begin, int64_t end) {
   }
 }
 
-template <class T>
-void sum_in(const StridedSum& s, int64_t begin, int64_t end) {
-  s.within == Float::f64 ? sum_range<T, double>(s, begin, end) : sum_range<T, float>(s, begin, end);
-}
-
 }  // namespace
 
 void sum_rows_cpu(const StridedSum& sum, int64_t begin, int64_t end) {
-  switch (sum.dtype) {
-    case Float::f64:
-      return sum_in<double>(sum, begin, end);
-    case Float::f32:
-      return sum_in<float>(sum, begin, end);
-    case Float::bf16:
-      return sum_in<BFloat16>(sum, begin, end);
-    case Float::f16:
-      return sum_in<Float16>(sum, begin, end);
-  }
+  with_type(sum.dtype, [&](auto type) {
+    using T = decltype(type);
+    sum.within == Float::f64 ? sum_range<T, double>(sum, begin, end)
+                             : sum_range<T, float>(sum, begin, end);
+  });
 }
 
 }  // namespace deepsp

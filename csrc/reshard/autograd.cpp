@@ -1,9 +1,9 @@
-// The backward of a start is the other direction's wait, that of a wait its start. What becomes of
-// the gradient of a full tensor, `grad` says: "partial" ones are reduce-scattered, "replicated"
-// ones sliced. The gradient of gathered weights is reduce-scattered.
+// The backward of a start is the reverse collective's wait, that of a wait the reverse collective's
+// start. `grad` decides about the gradient of a full tensor: "partial" ones are reduce-scattered,
+// "replicated" ones sliced. The gradient of gathered weights is reduce-scattered.
 
+#include "../common/backward.h"
 #include "checks.h"
-#include "ops.h"
 #include "sums.h"
 
 #include <ATen/ops/cat.h>
@@ -11,6 +11,15 @@
 
 namespace deepsp {
 namespace {
+
+// Calls an op that returns one tensor, or a list, with the saved arguments of `call` for those that
+// aren't among `values`.
+Tensors one_by(const char* op, const Call& call, at::ArrayRef<With> values) {
+  return {NamedOp(op)(call, values)};
+}
+Tensors list_by(const char* op, const Call& call, at::ArrayRef<With> values) {
+  return NamedOp(op)(call, values);
+}
 
 // ------------------------------------------------------------------- lists, along dimension 0
 
@@ -22,32 +31,33 @@ void keep_rows(Call& call) {
 }
 
 Tensors gather_cast_start_backward(const Call& call, const Tensors& buffers) {
-  return reduce_scatter_cast_coalesced_wait(
-      buffers[0].contiguous(), call["sizes"], call["row_shapes"], call["row_dims"], call["dtypes"],
-      call["input_dtypes"], call["reduce_dtype"], call["rank"], call["group_name"]);
+  return list_by(
+      "reduce_scatter_cast_coalesced_wait", call,
+      {{"buffer", buffers[0].contiguous()},
+       {"wire_dtypes", call["dtypes"].value()},
+       {"dtypes", call["input_dtypes"].value()}});
 }
 
 Tensors gather_cast_wait_backward(const Call& call, const Tensors& gradients) {
-  return {reduce_scatter_cast_coalesced_start(
-      gradients, call["sizes"], call["rank"], call["group_name"])};
+  return one_by("reduce_scatter_cast_coalesced_start", call, {{"inputs", gradients}});
 }
 
 Tensors reduce_scatter_cast_start_backward(const Call& call, const Tensors& buffers) {
-  return gather_cast_coalesced_wait(
-      buffers[0].contiguous(), call["sizes"], call["row_shapes"], call["row_dims"],
-      call["input_dtypes"], call["rank"], call["group_name"]);
+  return list_by(
+      "gather_cast_coalesced_wait", call,
+      {{"buffer", buffers[0].contiguous()}, {"dtypes", call["input_dtypes"].value()}});
 }
 
 Tensors reduce_scatter_cast_wait_backward(const Call& call, const Tensors& gradients) {
-  return {gather_cast_coalesced_start(
-      gradients, call["sizes"], call["wire_dtypes"], call["rank"], call["group_name"],
-      call["reduce_dtype"])};
+  return one_by(
+      "gather_cast_coalesced_start", call,
+      {{"shards", gradients}, {"dtypes", call["wire_dtypes"].value()}});
 }
 
 Tensors gather_through_float8_backward(const Call& call, const Tensors& gradients) {
-  return reduce_scatter_cast_coalesced(
-      gradients, call["sizes"], call["input_dtypes"], call["rank"], call["group_name"],
-      call["reduce_dtype"]);
+  return list_by(
+      "reduce_scatter_cast_coalesced", call,
+      {{"inputs", gradients}, {"dtypes", call["input_dtypes"].value()}});
 }
 
 // ------------------------------------------------------------------- one tensor, along a dimension
@@ -62,43 +72,35 @@ void keep_shape(Call& call) {
 
 Tensors all_gather_start_backward(const Call& call, const Tensors& buffers) {
   if (!is_partial(call["grad"])) {
-    return scatter_wait(
-        buffers[0], call["dim"], call["sizes"], call["shape"], call["rank"], call["group_name"]);
+    return list_by("scatter_wait", call, {{"buffer", buffers[0]}});
   }
-  return {reduce_scatter_wait(
-      buffers[0].contiguous(), call["dim"], call["sizes"], call["shape"], call["rank"],
-      call["group_name"], call["reduce_dtype"])};
+  return one_by("reduce_scatter_wait", call, {{"buffer", buffers[0].contiguous()}});
 }
 
 Tensors all_gather_wait_backward(const Call& call, const Tensors& gradients) {
-  const auto& start = is_partial(call["grad"]) ? reduce_scatter_start : scatter_start;
-  return {start(gradients[0], call["dim"], call["sizes"], call["rank"], call["group_name"])};
-}
-
-Tensors gather_wait_of(const Call& call, const Tensors& buffers, const char* grad) {
-  return all_gather_wait(
-      buffers[0].contiguous(), call["dim"], call["sizes"], call["shape"], grad, call["rank"],
-      call["group_name"]);
+  return one_by(
+      is_partial(call["grad"]) ? "reduce_scatter_start" : "scatter_start", call,
+      {{"input", gradients[0]}});
 }
 
 Tensors reduce_scatter_start_backward(const Call& call, const Tensors& buffers) {
-  return gather_wait_of(call, buffers, "partial");
+  return list_by(
+      "all_gather_wait", call, {{"buffer", buffers[0].contiguous()}, {"grad", "partial"}});
 }
 
 Tensors reduce_scatter_wait_backward(const Call& call, const Tensors& gradients) {
-  return {all_gather_start(
-      gradients[0], call["dim"], call["sizes"], "partial", call["rank"], call["group_name"],
-      call["reduce_dtype"])};
+  return one_by("all_gather_start", call, {{"input", gradients[0]}, {"grad", "partial"}});
 }
 
 Tensors scatter_start_backward(const Call& call, const Tensors& buffers) {
-  return gather_wait_of(call, buffers, "replicated");
+  return list_by(
+      "all_gather_wait", call, {{"buffer", buffers[0].contiguous()}, {"grad", "replicated"}});
 }
 
 Tensors scatter_wait_backward(const Call& call, const Tensors& gradients) {
-  return {all_gather_start(
-      gradients[0], call["dim"], call["sizes"], "replicated", call["rank"], call["group_name"],
-      std::nullopt)};
+  return one_by(
+      "all_gather_start", call,
+      {{"input", gradients[0]}, {"grad", "replicated"}, {"reduce_dtype", c10::IValue()}});
 }
 
 // ------------------------------------------------------------------- sums
@@ -110,9 +112,7 @@ Tensors all_reduce_backward(const Call& call, const Tensors& gradients) {
   if (!is_partial(call["grad"])) {
     return gradients;
   }
-  return {all_reduce(
-      gradients[0], "partial", call["rank"], call["size"], call["group_name"],
-      call["reduce_dtype"])};
+  return one_by("all_reduce", call, {{"input", gradients[0]}});
 }
 
 void keep_shapes(Call& call) {
@@ -129,9 +129,7 @@ void keep_shapes(Call& call) {
 Tensors all_reduce_start_backward(const Call& call, const Tensors& buffers) {
   const at::Tensor buffer = buffers[0].contiguous();
   if (is_partial(call["grad"])) {
-    return all_reduce_wait(
-        buffer, call["shapes"], call["dims"], "partial", call["rank"], call["size"],
-        call["group_name"], call["reduce_dtype"]);
+    return list_by("all_reduce_wait", call, {{"buffer", buffer}});
   }
   const SumShapes sums = check_sum_wait(
       buffer, call["shapes"], call["dims"], "replicated", call["rank"], call["size"],
@@ -141,11 +139,9 @@ Tensors all_reduce_start_backward(const Call& call, const Tensors& buffers) {
 
 Tensors all_reduce_wait_backward(const Call& call, const Tensors& gradients) {
   if (is_partial(call["grad"])) {
-    return {all_reduce_start(
-        gradients, "partial", call["rank"], call["size"], call["group_name"],
-        call["reduce_dtype"])};
+    return one_by("all_reduce_start", call, {{"inputs", gradients}});
   }
-  // As it passes through, in the shape that the buffer has.
+  // It is passed on, in the shape of the buffer.
   Tensors flat;
   for (const at::Tensor& gradient : gradients) {
     flat.push_back(gradient.reshape({-1}));

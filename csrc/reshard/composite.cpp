@@ -1,163 +1,130 @@
-// The ops that are made of others: a start and a wait make one op, and those of one tensor are
-// those of several. They check everything before the start sends.
+// The ops that are made of others: a start and a wait make one op, and an op on one tensor calls
+// that on a list. They check everything before the start sends.
 
+#include "../common/backward.h"
 #include "checks.h"
-#include "ops.h"
 
 namespace deepsp {
 namespace {
 
-Tensors gather_cast_coalesced(
-    at::TensorList shards,
-    c10::SymIntArrayRef sizes,
-    Dtypes dtypes,
-    int64_t rank,
-    std::string_view group_name,
-    OptionalDtype reduce_dtype) {
-  check_shards(shards, sizes, dtypes, rank);
+// Calls an op that returns a tensor, or a list, with `values`, and with `given` for the rest.
+at::Tensor one(const char* op, const Given& given, at::ArrayRef<With> values = {}) {
+  return NamedOp(op)(given, values);
+}
+Tensors list(const char* op, const Given& given, at::ArrayRef<With> values) {
+  return NamedOp(op)(given, values);
+}
+
+c10::IValue gather_cast_coalesced(const Given& given) {
+  const at::TensorList shards = given["shards"];
+  check_shards(shards, given["sizes"], given["dtypes"], given["rank"]);
   const RowShapes rows(shards);
-  return gather_cast_coalesced_wait(
-      gather_cast_coalesced_start(shards, sizes, dtypes, rank, group_name, reduce_dtype), sizes,
-      rows.shapes, rows.dims, dtypes, rank, group_name);
+  return list(
+      "gather_cast_coalesced_wait", given,
+      {{"buffer", one("gather_cast_coalesced_start", given)},
+       {"row_shapes", rows.shapes},
+       {"row_dims", rows.dims}});
 }
 
-at::Tensor gather_cast_start(
-    const at::Tensor& shard,
-    c10::SymIntArrayRef sizes,
-    at::ScalarType dtype,
-    int64_t rank,
-    std::string_view group_name,
-    OptionalDtype reduce_dtype) {
-  check_shards(shard, sizes, dtype, rank, /*single=*/true);
-  return gather_cast_coalesced_start(shard, sizes, dtype, rank, group_name, reduce_dtype);
+// A list of one dtype, as ops take it.
+c10::IValue list_of(const Argument& dtype) {
+  return std::vector<int64_t>{dtype};
 }
 
-at::Tensor gather_cast_wait(
-    const at::Tensor& buffer,
-    c10::SymIntArrayRef sizes,
-    c10::SymIntArrayRef row_shape,
-    at::ScalarType dtype,
-    int64_t rank,
-    std::string_view group_name) {
-  return gather_cast_coalesced_wait(
-      buffer, sizes, row_shape, static_cast<int64_t>(row_shape.size()), dtype, rank, group_name)[0];
+c10::IValue gather_cast_start(const Given& given) {
+  const at::Tensor shard = given["shard"];
+  const at::ScalarType dtype = *OptionalDtype(given["dtype"]);
+  check_shards(shard, given["sizes"], dtype, given["rank"], /*single=*/true);
+  return one(
+      "gather_cast_coalesced_start", given,
+      {{"shards", Tensors{shard}}, {"dtypes", list_of(given["dtype"])}});
 }
 
-at::Tensor gather_cast(
-    const at::Tensor& shard,
-    c10::SymIntArrayRef sizes,
-    at::ScalarType dtype,
-    int64_t rank,
-    std::string_view group_name,
-    OptionalDtype reduce_dtype) {
-  const at::Tensor buffer = gather_cast_start(shard, sizes, dtype, rank, group_name, reduce_dtype);
-  return gather_cast_wait(buffer, sizes, RowShapes(shard).shapes, dtype, rank, group_name);
+c10::IValue gather_cast_wait(const Given& given) {
+  const c10::SymIntArrayRef row_shape = given["row_shape"];
+  return list(
+      "gather_cast_coalesced_wait", given,
+      {{"row_shapes", row_shape},
+       {"row_dims", std::vector<int64_t>{static_cast<int64_t>(row_shape.size())}},
+       {"dtypes", list_of(given["dtype"])}})[0];
+}
+
+c10::IValue gather_cast(const Given& given) {
+  const at::Tensor buffer = one("gather_cast_start", given);
+  return one(
+      "gather_cast_wait", given,
+      {{"buffer", buffer}, {"row_shape", RowShapes(at::Tensor(given["shard"])).shapes}});
 }
 
 Tensors scattered_sums(
-    at::TensorList inputs,
-    c10::SymIntArrayRef sizes,
-    Dtypes dtypes,
-    int64_t rank,
-    std::string_view group_name,
-    OptionalDtype reduce_dtype,
-    bool single) {
-  check_full(inputs, sizes, rank, single);
-  check_results(dtypes, reduce_dtype, inputs.size(), single);
+    const Given& given, at::TensorList inputs, const Argument& dtypes, bool single) {
+  check_full(inputs, given["sizes"], given["rank"], single);
+  check_results(dtypes, given["reduce_dtype"], inputs.size(), single);
   const RowShapes rows(inputs);
-  return reduce_scatter_cast_coalesced_wait(
-      reduce_scatter_cast_coalesced_start(inputs, sizes, rank, group_name), sizes, rows.shapes,
-      rows.dims, dtypes_of(inputs), dtypes, reduce_dtype, rank, group_name);
+  std::vector<int64_t> wire;
+  for (const at::Tensor& x : inputs) {
+    wire.push_back(static_cast<int64_t>(x.scalar_type()));
+  }
+  return list(
+      "reduce_scatter_cast_coalesced_wait", given,
+      {{"buffer", one("reduce_scatter_cast_coalesced_start", given, {{"inputs", inputs}})},
+       {"row_shapes", rows.shapes},
+       {"row_dims", rows.dims},
+       {"wire_dtypes", wire},
+       {"dtypes", dtypes.value()}});
 }
 
-at::Tensor reduce_scatter_cast(
-    const at::Tensor& input,
-    c10::SymIntArrayRef sizes,
-    at::ScalarType dtype,
-    int64_t rank,
-    std::string_view group_name,
-    OptionalDtype reduce_dtype) {
-  return scattered_sums(input, sizes, dtype, rank, group_name, reduce_dtype, /*single=*/true)[0];
+c10::IValue reduce_scatter_cast(const Given& given) {
+  const Argument dtypes(list_of(given["dtype"]));
+  return scattered_sums(given, at::Tensor(given["input"]), dtypes, /*single=*/true)[0];
 }
 
-Tensors reduce_scatter_cast_coalesced_composite(
-    at::TensorList inputs,
-    c10::SymIntArrayRef sizes,
-    Dtypes dtypes,
-    int64_t rank,
-    std::string_view group_name,
-    OptionalDtype reduce_dtype) {
-  return scattered_sums(inputs, sizes, dtypes, rank, group_name, reduce_dtype, /*single=*/false);
+c10::IValue reduce_scatter_cast_coalesced(const Given& given) {
+  return scattered_sums(given, given["inputs"], given["dtypes"], /*single=*/false);
 }
 
-std::tuple<at::Tensor, at::Tensor> gather_cast_float8(
-    const at::Tensor& shard,
-    c10::SymIntArrayRef sizes,
-    at::ScalarType dtype,
-    int64_t rank,
-    std::string_view group_name) {
-  const auto [data, inv_scales] =
-      gather_cast_float8_coalesced(shard, sizes, dtype, rank, group_name);
-  return {data[0], inv_scales.select(0, 0)};
+c10::IValue all_gather(const Given& given) {
+  const at::Tensor input = given["input"];
+  check_part(input, given["dim"], given["sizes"], given["rank"]);
+  return list(
+      "all_gather_wait", given,
+      {{"buffer", one("all_gather_start", given)},
+       {"shape", entire_shape(input.sym_sizes(), given["dim"], given["sizes"])}})[0];
 }
 
-at::Tensor all_gather_composite(
-    const at::Tensor& input,
-    int64_t dim,
-    c10::SymIntArrayRef sizes,
-    std::string_view grad,
-    int64_t rank,
-    std::string_view group_name,
-    OptionalDtype reduce_dtype) {
-  check_part(input, dim, sizes, rank);
-  return all_gather_wait(
-      all_gather_start(input, dim, sizes, grad, rank, group_name, reduce_dtype), dim, sizes,
-      entire_shape(input.sym_sizes(), dim, sizes), grad, rank, group_name)[0];
+c10::IValue reduce_scatter(const Given& given) {
+  check_reduce_dtype(given["reduce_dtype"]);
+  const at::Tensor buffer = one("reduce_scatter_start", given);
+  return one(
+      "reduce_scatter_wait", given,
+      {{"buffer", buffer}, {"shape", at::Tensor(given["input"]).sym_sizes()}});
 }
 
-at::Tensor reduce_scatter_composite(
-    const at::Tensor& input,
-    int64_t dim,
-    c10::SymIntArrayRef sizes,
-    int64_t rank,
-    std::string_view group_name,
-    OptionalDtype reduce_dtype) {
-  check_reduce_dtype(reduce_dtype);
-  return reduce_scatter_wait(
-      reduce_scatter_start(input, dim, sizes, rank, group_name), dim, sizes, input.sym_sizes(),
-      rank, group_name, reduce_dtype);
-}
-
-at::Tensor scatter(
-    const at::Tensor& input,
-    int64_t dim,
-    c10::SymIntArrayRef sizes,
-    std::string_view grad,
-    int64_t rank,
-    std::string_view group_name) {
-  if (is_partial(grad)) {
-    const SymShards layout = check_entire(input, dim, sizes, rank);
-    return input.narrow_symint(dim, layout[0].begin(rank), sizes[rank])
+c10::IValue scatter(const Given& given) {
+  const at::Tensor input = given["input"];
+  const int64_t dim = given["dim"], rank = given["rank"];
+  if (is_partial(given["grad"])) {
+    const Shard<c10::SymInt> part = check_entire(input, dim, given["sizes"], rank)[0];
+    return input.narrow_symint(dim, part.begin(rank), part.sizes[rank])
         .clone(at::MemoryFormat::Contiguous);
   }
-  return scatter_wait(
-      scatter_start(input, dim, sizes, rank, group_name), dim, sizes, input.sym_sizes(), rank,
-      group_name)[0];
+  return list(
+      "scatter_wait", given,
+      {{"buffer", one("scatter_start", given)}, {"shape", input.sym_sizes()}})[0];
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(deepsp, CompositeImplicitAutograd, m) {
-  m.impl("gather_cast", gather_cast);
-  m.impl("gather_cast_start", gather_cast_start);
-  m.impl("gather_cast_wait", gather_cast_wait);
-  m.impl("gather_cast_coalesced", gather_cast_coalesced);
-  m.impl("reduce_scatter_cast", reduce_scatter_cast);
-  m.impl("reduce_scatter_cast_coalesced", reduce_scatter_cast_coalesced_composite);
-  m.impl("gather_cast_float8", gather_cast_float8);
-  m.impl("all_gather", all_gather_composite);
-  m.impl("reduce_scatter", reduce_scatter_composite);
-  m.impl("scatter", scatter);
+  implement<gather_cast>(m, "gather_cast");
+  implement<gather_cast_start>(m, "gather_cast_start");
+  implement<gather_cast_wait>(m, "gather_cast_wait");
+  implement<gather_cast_coalesced>(m, "gather_cast_coalesced");
+  implement<reduce_scatter_cast>(m, "reduce_scatter_cast");
+  implement<reduce_scatter_cast_coalesced>(m, "reduce_scatter_cast_coalesced");
+  implement<all_gather>(m, "all_gather");
+  implement<reduce_scatter>(m, "reduce_scatter");
+  implement<scatter>(m, "scatter");
 }
 
 }  // namespace deepsp

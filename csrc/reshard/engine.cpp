@@ -1,7 +1,6 @@
 #include "engine.h"
 
 #include "../common/checks.h"
-#include "../transport/agreement.h"
 
 #include <ATen/TensorUtils.h>
 #include <ATen/ops/empty.h>
@@ -19,7 +18,12 @@ at::Tensor bytes_of(const at::Tensor& x) {
   return x.as_strided({x.numel()}, {1}).view(at::kByte);  // one element may have any stride
 }
 
-constexpr const char* kListSizes = "the sizes of each tensor";
+// An uninitialised tensor; a large one on the CPU is the pool's.
+at::Tensor empty_result(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  const int64_t bytes =
+      c10::multiply_integers(sizes) * static_cast<int64_t>(options.dtype().itemsize());
+  return bytes >= kPoolBytes ? empty_buffer(sizes, options) : at::empty(sizes, options);
+}
 
 std::unique_ptr<Flight> land_dense(const at::Tensor& buffer) {
   TORCH_CHECK_VALUE(
@@ -30,58 +34,6 @@ std::unique_ptr<Flight> land_dense(const at::Tensor& buffer) {
 
 }  // namespace
 
-Reshard reshard_lists(
-    const char* op,
-    const at::Tensor& buffer,
-    const SymShards& layout,
-    std::string_view group_name) {
-  return Reshard(
-      concrete(layout, /*item=*/1),
-      resolve_group(op, group_name, layout.rank, layout.parts(), buffer.device(), kListSizes),
-      buffer.device());
-}
-
-Reshard reshard_lists(
-    const char* op,
-    const char* name,
-    at::TensorList tensors,
-    const SymShards& layout,
-    Dtypes dtypes,
-    std::string_view group_name) {
-  const c10::Device device = tensors[0].device();
-  const Group group =
-      agreed_group(op, group_name, layout.rank, layout.parts(), device, kListSizes, [&] {
-        std::vector<std::string> arguments;
-        for (size_t i = 0; i < tensors.size(); ++i) {
-          arguments.push_back(said(
-              name, "[", i, "] ", tensors[i].scalar_type(), " with rows of ",
-              tensors[i].sizes().slice(1), ", sizes ", layout[i].sizes, " and dtype ", dtypes[i]));
-        }
-        return arguments;
-      });
-  return Reshard(concrete(layout, /*item=*/1), group, device);
-}
-
-at::Tensor empty_result(at::IntArrayRef sizes, const at::TensorOptions& options) {
-  const int64_t bytes =
-      c10::multiply_integers(sizes) * static_cast<int64_t>(options.dtype().itemsize());
-  return bytes >= kPoolBytes ? empty_buffer(sizes, options) : at::empty(sizes, options);
-}
-
-at::Tensor buffer_for(c10::SymIntArrayRef sizes, const at::TensorOptions& options) {
-  if (options.device().is_meta()) {
-    return at::empty_symint(sizes, options);
-  }
-  const at::Tensor buffer = empty_buffer(ints(sizes), options);
-  made_here(buffer);
-  clear_if_watched(buffer);
-  return buffer;
-}
-
-BufferShape list_buffer(const SymShards& layout, Dtypes dtypes, const at::Tensor& like) {
-  return {{buffer_elements(layout, dtypes)}, like.options().dtype(buffer_dtype(dtypes))};
-}
-
 Reshard::Reshard(Shards shards, Group group, c10::Device device)
     : at_(std::move(shards), group.point_to_point || (group.alone && device.is_cpu())),
       group_(std::move(group)) {
@@ -91,7 +43,8 @@ Departure Reshard::departure(const BufferShape& shape) const {
   const std::vector<int64_t> sizes = ints(shape.sizes);
   const int64_t elements = c10::multiply_integers(sizes);
   return Departure(
-      alone() ? nullptr : &group_, [=](int64_t) { return elements; }, sizes, shape.options);
+      alone() ? nullptr : &group_, [=](int64_t) { return elements; }, sizes, shape.options,
+      shape.kind);
 }
 
 StridedCopy Reshard::copy_of(
@@ -435,13 +388,24 @@ Tensors Reshard::land_scatter(
     Dtypes wire,
     Dtypes dtypes,
     OptionalDtype reduce_dtype) const {
+  Tensors results;
+  for (size_t i = 0; i < shards_.size(); ++i) {
+    results.push_back(empty_result(shapes[i], buffer.options().dtype(dtypes[i])));
+  }
+  land_scatter(buffer, results, wire, reduce_dtype);
+  return results;
+}
+
+void Reshard::land_scatter(
+    const at::Tensor& buffer,
+    const Tensors& results,
+    Dtypes wire,
+    OptionalDtype reduce_dtype) const {
   const auto flight = land_dense(buffer);
   const bool own_apart = flight && !flight->own.empty();
   RECORD_FUNCTION("deepsp::sum", {});
-  Tensors results;
   std::vector<StridedSum> sums;
   for (size_t i = 0; i < shards_.size(); ++i) {
-    results.push_back(empty_result(shapes[i], buffer.options().dtype(dtypes[i])));
     const auto item = static_cast<int64_t>(c10::elementSize(wire[i]));
     const int64_t row = shards_[i].row(rank_) / item;
     std::vector<Addend> addends;
@@ -454,7 +418,6 @@ Tensors Reshard::land_scatter(
     add_sum(results[i], shards_[i].outer, row, wire[i], reduce_dtype, addends, sums);
   }
   run(sums, buffer.device());
-  return results;
 }
 
 }  // namespace deepsp

@@ -1,6 +1,7 @@
 #pragma once
-// Parts of tensors sent off and landed, in both directions, whatever they hold.
+// Parts of tensors, gathered and scattered: launches and waits, whatever they hold.
 
+#include "../common/backward.h"
 #include "../common/copies.h"
 #include "../layout/buffer.h"
 #include "../op.h"
@@ -26,6 +27,7 @@ using MakeParts = std::function<void(const std::vector<Destination>&)>;
 struct BufferShape {
   SymInts sizes;
   at::TensorOptions options;
+  uint64_t kind = 0;  // as Departure's
 
   at::Tensor meta() const { return at::empty_symint(sizes, options); }
 };
@@ -39,37 +41,43 @@ class Reshard {
 
   const Group& group() const { return group_; }
 
-  // Makes this rank's parts where they belong in the buffer, and sends them off from there. The
+  // Makes this rank's parts where they belong in the buffer, and sends them from there. Returns the
   // buffer.
   at::Tensor launch_gather(const MakeParts& make, const BufferShape& shape) const;
-  // The same for a single tensor whose part, contiguous, travels as it is.
+  // The same for a single tensor whose part, contiguous, is sent from where it is.
   at::Tensor launch_gather(const at::Tensor& part, const BufferShape& shape) const;
-  // Waits: the full tensors, views where each lies in one piece, else (or where they must be
-  // `fresh`) copies.
+  // Waits. Returns the full tensors: views of the buffer where the layout fits, else, or if they
+  // must be `fresh`, copies.
   Tensors land_gather(
       const at::Tensor& buffer, const Shapes& shapes, Dtypes dtypes, bool fresh = false) const;
 
-  // Sends every rank's parts of the inputs, contiguous, off to it. The buffer.
+  // Sends each rank its parts of the inputs, which are contiguous. Returns the buffer.
   at::Tensor launch_scatter(const Tensors& inputs, const BufferShape& shape) const;
-  // Waits: the sums of this rank's parts, which travelled in `wire`, in rank order.
+  // Waits. Returns the sums, in rank order, of this rank's parts, which were sent in `wire`.
   Tensors land_scatter(
       const at::Tensor& buffer,
       const Shapes& shapes,
       Dtypes wire,
       Dtypes dtypes,
       OptionalDtype reduce_dtype) const;
+  // The same into `results`, contiguous.
+  void land_scatter(
+      const at::Tensor& buffer,
+      const Tensors& results,
+      Dtypes wire,
+      OptionalDtype reduce_dtype) const;
 
  private:
   bool alone() const { return group_.alone; }
   Departure departure(const BufferShape& shape) const;
-  // Rank p's part of tensor i, of which rows lie so far apart.
+  // A copy of rank p's part of tensor i, with these distances between rows.
   StridedCopy copy_of(
       size_t i, int64_t p, const char* from, int64_t from_row, char* to, int64_t to_row) const;
   // Its part of a full tensor.
   char* part_of(const at::Tensor& full, size_t i, int64_t p) const;
   // The copies of this rank's part of a single tensor to where a buffer has it.
   StridedCopy copy_gathered(const at::Tensor& part, char* buffer) const;
-  // This rank's own, to where they would have arrived.
+  // Copies this rank's own parts to where they would have been received.
   void place_gathered(const at::Tensor& part, const at::Tensor& buffer) const;
   void place_scattered(const Tensors& inputs, const at::Tensor& buffer) const;
 
@@ -87,21 +95,28 @@ class Reshard {
   Group group_;
 };
 
-// That of an op on lists, which wait for `buffer`.
-Reshard reshard_lists(
-    const char* op, const at::Tensor& buffer, const SymShards& layout, std::string_view group_name);
-// That of one which starts, with tensors that messages call so: compared with DEEPSP_DEBUG=1.
+// The exchange of an op that was given `rank` and `group_name`, between tensors on the device of
+// `like`. `item`: the bytes that the layout counts as one; `sizes`: what has an entry for each
+// rank. Ranks compare a start's `arguments` with DEEPSP_DEBUG=1.
+Reshard reshard_of(
+    const char* op,
+    const SymShards& layout,
+    int64_t item,
+    const char* sizes,
+    const at::Tensor& like,
+    const Given& given,
+    const std::function<std::vector<std::string>()>& arguments = {});
+constexpr const char* kListSizes = "the sizes of each tensor";
+// That of a start of lists; `name`: what messages call the tensors.
 Reshard reshard_lists(
     const char* op,
     const char* name,
     at::TensorList tensors,
     const SymShards& layout,
     Dtypes dtypes,
-    std::string_view group_name);
+    const Given& given);
 
-// An uninitialised tensor; a large one on the CPU comes from the pool.
-at::Tensor empty_result(at::IntArrayRef sizes, const at::TensorOptions& options);
-// A buffer that is sent, or that nothing travels to.
+// A buffer that is sent, or that nothing is received into.
 at::Tensor buffer_for(c10::SymIntArrayRef sizes, const at::TensorOptions& options);
 // That of an exchange of lists.
 BufferShape list_buffer(const SymShards& layout, Dtypes dtypes, const at::Tensor& like);

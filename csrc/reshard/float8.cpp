@@ -3,7 +3,6 @@
 #include "../common/checks.h"
 #include "../transport/agreement.h"
 #include "engine.h"
-#include "ops.h"
 
 #include <ATen/ops/abs.h>
 #include <ATen/ops/clamp.h>
@@ -47,13 +46,10 @@ at::Tensor scales_of(at::TensorList shards, at::ScalarType dtype, const Group& g
   return at::where(amax.gt(0), scales, at::ones_like(scales));
 }
 
-std::tuple<Tensors, at::Tensor> float8_kernel(
-    at::TensorList shards,
-    c10::SymIntArrayRef sizes,
-    at::ScalarType dtype,
-    int64_t rank,
-    std::string_view group_name) {
-  const SymShards layout = check_float8(shards, sizes, dtype, rank);
+c10::IValue gather_cast_float8_coalesced(const Given& given) {
+  const at::TensorList shards = given["shards"];
+  const at::ScalarType dtype = *OptionalDtype(given["dtype"]);
+  const SymShards layout = check_float8(shards, given["sizes"], dtype, given["rank"]);
   const std::vector<at::ScalarType> dtypes(shards.size(), dtype);
   const RowShapes rows(shards);
   const std::vector<SymInts> shapes = shapes_of(layout, rows.shapes, rows.dims);
@@ -63,10 +59,11 @@ std::tuple<Tensors, at::Tensor> float8_kernel(
     for (const SymInts& shape : shapes) {
       data.push_back(at::empty_symint(shape, options.dtype(dtype)));
     }
-    return {data, at::empty({static_cast<int64_t>(data.size())}, options.dtype(at::kFloat))};
+    const int64_t count = static_cast<int64_t>(data.size());
+    return std::make_tuple(data, at::empty({count}, options.dtype(at::kFloat)));
   }
   const Reshard reshard =
-      reshard_lists("gather_cast_float8", "shards", shards, layout, dtypes, group_name);
+      reshard_lists("gather_cast_float8", "shards", shards, layout, dtypes, given);
   const at::Tensor scales = scales_of(shards, dtype, reshard.group());
   const at::Tensor buffer = reshard.launch_gather(
       [&](const std::vector<Destination>& pieces) {
@@ -85,21 +82,28 @@ std::tuple<Tensors, at::Tensor> float8_kernel(
       list_buffer(layout, dtypes, shards[0]));
   // Several views of one buffer would be outputs that alias.
   const bool fresh = shards.size() > 1;
-  return {reshard.land_gather(buffer, concrete(shapes), dtypes, fresh), scales.reciprocal()};
+  return std::make_tuple(
+      reshard.land_gather(buffer, concrete(shapes), dtypes, fresh), scales.reciprocal());
 }
 
-Tensors through_float8(
-    at::TensorList shards,
-    c10::SymIntArrayRef sizes,
-    at::ScalarType float8_dtype,
-    at::ScalarType dtype,
-    int64_t rank,
-    std::string_view group_name,
-    OptionalDtype reduce_dtype) {
+// Calls it: the data of each tensor, and the inverses of their scales.
+std::pair<Tensors, at::Tensor> gathered(const Given& given, at::ArrayRef<With> values) {
+  Tensors data = NamedOp("gather_cast_float8_coalesced")(given, values);
+  const at::Tensor inv_scales = data.back();
+  data.pop_back();
+  return {std::move(data), inv_scales};
+}
+
+c10::IValue gather_cast_float8(const Given& given) {
+  const auto [data, inv_scales] = gathered(given, {{"shards", Tensors{given["shard"]}}});
+  return Tensors{data[0], inv_scales.select(0, 0)};
+}
+
+c10::IValue gather_through_float8(const Given& given) {
+  const at::ScalarType dtype = *OptionalDtype(given["dtype"]);
   check_float(dtype, "dtype");
-  check_reduce_dtype(reduce_dtype);
-  const auto [data, inv_scales] =
-      gather_cast_float8_coalesced(shards, sizes, float8_dtype, rank, group_name);
+  check_reduce_dtype(given["reduce_dtype"]);
+  const auto [data, inv_scales] = gathered(given, {{"dtype", given["float8_dtype"].value()}});
   Tensors results;
   for (size_t i = 0; i < data.size(); ++i) {
     const at::Tensor wide = data[i].to(at::kFloat).mul_(inv_scales.select(0, i));
@@ -110,16 +114,20 @@ Tensors through_float8(
 
 }  // namespace
 
+TORCH_LIBRARY_IMPL(deepsp, CompositeImplicitAutograd, m) {
+  implement<gather_cast_float8>(m, "gather_cast_float8");
+}
+
 TORCH_LIBRARY_IMPL(deepsp, CompositeExplicitAutograd, m) {
-  m.impl("gather_through_float8", through_float8);
+  implement<gather_through_float8>(m, "gather_through_float8");
 }
 
 DEEPSP_KERNELS(m) {
-  m.impl("gather_cast_float8_coalesced", float8_kernel);
+  implement<gather_cast_float8_coalesced>(m, "gather_cast_float8_coalesced");
 }
 
 DEEPSP_REFUSED_KINDS(m) {
-  m.impl("gather_cast_float8_coalesced", float8_kernel);
+  implement<gather_cast_float8_coalesced>(m, "gather_cast_float8_coalesced");
 }
 
 }  // namespace deepsp

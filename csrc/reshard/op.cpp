@@ -1,11 +1,11 @@
-// The kernels, the same for CPU, CUDA and meta tensors, where they stop at the results' shapes.
-// They copy once at most: a gather copies what arrived to its rows, a scatter packs rows for
-// sending, and neither copies what travels as it lies.
+// The kernels, the same for CPU, CUDA and meta tensors, for which they stop at the results' shapes.
+// They copy at most once: a gather copies received blocks to their rows, a scatter packs rows for
+// sending, and neither copies rows that are already contiguous there.
 
+#include "../common/backward.h"
 #include "../common/checks.h"
 #include "../transport/agreement.h"
 #include "engine.h"
-#include "ops.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
@@ -72,44 +72,46 @@ Tensors meta_full(
   return results;
 }
 
-at::Tensor gather_cast_coalesced_start_kernel(
-    at::TensorList shards,
-    c10::SymIntArrayRef sizes,
-    Dtypes dtypes,
-    int64_t rank,
-    std::string_view group_name,
-    OptionalDtype reduce_dtype) {
-  const SymShards layout = check_shards(shards, sizes, dtypes, rank);
-  check_reduce_dtype(reduce_dtype);
+c10::IValue gather_cast_coalesced_start(const Given& given) {
+  const at::TensorList shards = given["shards"];
+  const Dtypes dtypes = given["dtypes"];
+  const SymShards layout = check_shards(shards, given["sizes"], dtypes, given["rank"]);
+  check_reduce_dtype(given["reduce_dtype"]);
   const BufferShape shape = list_buffer(layout, dtypes, shards[0]);
   if (shards[0].is_meta()) {
     return shape.meta();
   }
-  return reshard_lists("gather_cast", "shards", shards, layout, dtypes, group_name)
+  return reshard_lists("gather_cast", "shards", shards, layout, dtypes, given)
       .launch_gather(
           [&](const std::vector<Destination>& pieces) { cast(shards, dtypes, pieces); }, shape);
 }
 
-Tensors gather_cast_coalesced_wait_kernel(
-    const at::Tensor& buffer,
-    c10::SymIntArrayRef sizes,
-    c10::SymIntArrayRef row_shapes,
-    at::IntArrayRef row_dims,
-    Dtypes dtypes,
-    int64_t rank,
-    std::string_view group_name) {
-  const SymShards layout = check_wait(buffer, sizes, row_shapes, row_dims, dtypes, rank);
-  const std::vector<SymInts> shapes = shapes_of(layout, row_shapes, row_dims);
+// What a wait is given: its buffer, and which shards that holds.
+struct ListWait {
+  const at::Tensor buffer;
+  const Dtypes wire;  // the dtypes in which they were sent
+  const SymShards layout;
+
+  ListWait(const Given& given, const char* wire_name)
+      : buffer(given["buffer"]),
+        wire(given[wire_name]),
+        layout(check_wait(
+            buffer, given["sizes"], given["row_shapes"], given["row_dims"], wire, given["rank"])) {}
+};
+
+c10::IValue gather_cast_coalesced_wait(const Given& given) {
+  const auto [buffer, dtypes, layout] = ListWait(given, "dtypes");
+  const std::vector<SymInts> shapes = shapes_of(layout, given["row_shapes"], given["row_dims"]);
   if (buffer.is_meta()) {
     return meta_full(buffer, layout, shapes, dtypes);
   }
-  return reshard_lists("gather_cast", buffer, layout, group_name)
+  return reshard_of("gather_cast", layout, 1, kListSizes, buffer, given)
       .land_gather(buffer, concrete(shapes), dtypes);
 }
 
-at::Tensor reduce_scatter_cast_coalesced_start_kernel(
-    at::TensorList inputs, c10::SymIntArrayRef sizes, int64_t rank, std::string_view group_name) {
-  const SymShards layout = check_full(inputs, sizes, rank);
+c10::IValue reduce_scatter_cast_coalesced_start(const Given& given) {
+  const at::TensorList inputs = given["inputs"];
+  const SymShards layout = check_full(inputs, given["sizes"], given["rank"]);
   const std::vector<at::ScalarType> dtypes = dtypes_of(inputs);
   const BufferShape shape = list_buffer(layout, dtypes, inputs[0]);
   if (inputs[0].is_meta()) {
@@ -119,23 +121,17 @@ at::Tensor reduce_scatter_cast_coalesced_start_kernel(
   for (const at::Tensor& x : inputs) {
     full.push_back(x.contiguous());
   }
-  return reshard_lists("reduce_scatter_cast", "inputs", inputs, layout, dtypes, group_name)
+  return reshard_lists("reduce_scatter_cast", "inputs", inputs, layout, dtypes, given)
       .launch_scatter(full, shape);
 }
 
-Tensors reduce_scatter_cast_coalesced_wait_kernel(
-    const at::Tensor& buffer,
-    c10::SymIntArrayRef sizes,
-    c10::SymIntArrayRef row_shapes,
-    at::IntArrayRef row_dims,
-    Dtypes wire_dtypes,
-    Dtypes dtypes,
-    OptionalDtype reduce_dtype,
-    int64_t rank,
-    std::string_view group_name) {
-  const SymShards layout = check_wait(buffer, sizes, row_shapes, row_dims, wire_dtypes, rank);
+c10::IValue reduce_scatter_cast_coalesced_wait(const Given& given) {
+  const auto [buffer, wire_dtypes, layout] = ListWait(given, "wire_dtypes");
+  const Dtypes dtypes = given["dtypes"];
+  const OptionalDtype reduce_dtype = given["reduce_dtype"];
   check_results(dtypes, reduce_dtype, layout.size());
-  const std::vector<SymInts> shapes = shapes_of(layout, row_shapes, row_dims, rank);
+  const std::vector<SymInts> shapes =
+      shapes_of(layout, given["row_shapes"], given["row_dims"], layout.rank);
   if (buffer.is_meta()) {
     Tensors results;
     for (size_t i = 0; i < shapes.size(); ++i) {
@@ -143,175 +139,155 @@ Tensors reduce_scatter_cast_coalesced_wait_kernel(
     }
     return results;
   }
-  return reshard_lists("reduce_scatter_cast", buffer, layout, group_name)
+  return reshard_of("reduce_scatter_cast", layout, 1, kListSizes, buffer, given)
       .land_scatter(buffer, concrete(shapes), wire_dtypes, dtypes, reduce_dtype);
 }
 
 // ------------------------------------------------------------------- one tensor, along a dimension
 
+// That of a wait.
 Reshard reshard_along(
-    const char* op, const SymShards& layout, const at::Tensor& like, std::string_view group_name) {
-  return Reshard(
-      concrete(layout, item_of(like)),
-      resolve_group(op, group_name, layout.rank, layout.parts(), like.device(), "sizes"),
-      like.device());
+    const char* op, const SymShards& layout, const at::Tensor& buffer, const Given& given) {
+  return reshard_of(op, layout, item_of(buffer), "sizes", buffer, given);
 }
 
-// The same for a start, which is compared.
-Reshard reshard_along(
-    const char* op,
-    const SymShards& layout,
-    const at::Tensor& input,
-    int64_t dim,
-    std::string_view group_name) {
-  const Group group = agreed_group(
-      op, group_name, layout.rank, layout.parts(), input.device(), "sizes",
-      [&]() -> std::vector<std::string> {
-        dim = wrap_dim(dim, input.dim());
-        return {said(
-            "input ", input.scalar_type(), " of full shape ",
-            ints(entire_shape(input.sym_sizes(), dim, layout[0].sizes)), ", dim ", dim,
-            " and sizes ", ints(layout[0].sizes))};
-      });
-  return Reshard(concrete(layout, item_of(input)), group, input.device());
+// That of a start.
+Reshard start_along(
+    const char* op, const SymShards& layout, const at::Tensor& input, const Given& given) {
+  return reshard_of(op, layout, item_of(input), "sizes", input, given, [&] {
+    const int64_t dim = wrap_dim(given["dim"], input.dim());
+    return std::vector<std::string>{said(
+        "input ", input.scalar_type(), " of full shape ",
+        ints(entire_shape(input.sym_sizes(), dim, layout[0].sizes)), ", dim ", dim, " and sizes ",
+        ints(layout[0].sizes))};
+  });
 }
 
 BufferShape along_buffer(const SymShards& layout, const at::Tensor& like) {
   return {{layout.parts(), layout.slot()}, like.options()};
 }
 
-at::Tensor all_gather_start_kernel(
-    const at::Tensor& input,
-    int64_t dim,
-    c10::SymIntArrayRef sizes,
-    std::string_view grad,
-    int64_t rank,
-    std::string_view group_name,
-    OptionalDtype /*reduce_dtype*/) {
-  is_partial(grad);
-  const SymShards layout = check_part(input, dim, sizes, rank);
+c10::IValue all_gather_start(const Given& given) {
+  is_partial(given["grad"]);
+  const at::Tensor input = given["input"];
+  const SymShards layout = check_part(input, given["dim"], given["sizes"], given["rank"]);
   const BufferShape shape = along_buffer(layout, input);
   if (input.is_meta()) {
     return shape.meta();
   }
-  return reshard_along("all_gather", layout, input, dim, group_name)
-      .launch_gather(input.contiguous(), shape);
+  return start_along("all_gather", layout, input, given).launch_gather(input.contiguous(), shape);
 }
 
-Tensors all_gather_wait_kernel(
-    const at::Tensor& buffer,
-    int64_t dim,
-    c10::SymIntArrayRef sizes,
-    c10::SymIntArrayRef shape,
-    std::string_view grad,
-    int64_t rank,
-    std::string_view group_name) {
-  is_partial(grad);
-  const SymShards layout = check_buffer(buffer, dim, sizes, shape, rank);
+// What a wait is given: its buffer, and the tensor of which that holds parts.
+struct AlongWait {
+  const at::Tensor buffer;
+  const c10::SymIntArrayRef shape;  // the full tensor's
+  const SymShards layout;
+
+  explicit AlongWait(const Given& given)
+      : buffer(given["buffer"]),
+        shape(given["shape"]),
+        layout(check_buffer(buffer, given["dim"], given["sizes"], shape, given["rank"])) {}
+
+  // The shape of this rank's part.
+  SymInts part(const Given& given) const {
+    return resized(shape, given["dim"], layout[0].sizes[layout.rank]);
+  }
+};
+
+c10::IValue all_gather_wait(const Given& given) {
+  is_partial(given["grad"]);
+  const auto [buffer, shape, layout] = AlongWait(given);
   if (!buffer.is_meta()) {
-    return reshard_along("all_gather", layout, buffer, group_name)
+    return reshard_along("all_gather", layout, buffer, given)
         .land_gather(buffer, {ints(shape)}, buffer.scalar_type());
   }
-  // As point to point has it; where blocks are padded, uneven ones are copied out, and long rows
-  // may be views, too.
+  // As with point to point. Collectives copy uneven parts out of padded blocks, and may return
+  // views of long rows, too.
   const c10::SymInt slot = layout.slot(), elements = layout[0].full();
   // Meta views know no symbolic shapes; functionalization cuts the alias anyway.
   if (layout[0].outer == 1 && !slot.is_symbolic() && !elements.is_symbolic()) {
-    return {buffer.view_symint({slot * layout.parts()})
-                .narrow_symint(0, 0, elements)
-                .view_symint(shape)};
+    return Tensors{buffer.view_symint({slot * layout.parts()})
+                       .narrow_symint(0, 0, elements)
+                       .view_symint(shape)};
   }
-  return {at::empty_symint(shape, buffer.options())};
+  return Tensors{at::empty_symint(shape, buffer.options())};
 }
 
-at::Tensor reduce_scatter_start_kernel(
-    const at::Tensor& input,
-    int64_t dim,
-    c10::SymIntArrayRef sizes,
-    int64_t rank,
-    std::string_view group_name) {
+c10::IValue reduce_scatter_start(const Given& given) {
+  const at::Tensor input = given["input"];
   check_float(input.scalar_type(), "input");
-  const SymShards layout = check_entire(input, dim, sizes, rank);
+  const SymShards layout = check_entire(input, given["dim"], given["sizes"], given["rank"]);
   const BufferShape shape = along_buffer(layout, input);
   if (input.is_meta()) {
     return shape.meta();
   }
-  return reshard_along("reduce_scatter", layout, input, dim, group_name)
+  return start_along("reduce_scatter", layout, input, given)
       .launch_scatter({input.contiguous()}, shape);
 }
 
-at::Tensor reduce_scatter_wait_kernel(
-    const at::Tensor& buffer,
-    int64_t dim,
-    c10::SymIntArrayRef sizes,
-    c10::SymIntArrayRef shape,
-    int64_t rank,
-    std::string_view group_name,
-    OptionalDtype reduce_dtype) {
-  const at::ScalarType dtype = buffer.scalar_type();
+c10::IValue reduce_scatter_wait(const Given& given) {
+  const at::ScalarType dtype = at::Tensor(given["buffer"]).scalar_type();
+  const OptionalDtype reduce_dtype = given["reduce_dtype"];
   check_float(dtype, "buffer");
   check_reduce_dtype(reduce_dtype);
-  const SymShards layout = check_buffer(buffer, dim, sizes, shape, rank);
-  const SymInts part = resized(shape, dim, sizes[rank]);
-  if (buffer.is_meta()) {
-    return at::empty_symint(part, buffer.options());
+  const AlongWait wait(given);
+  const SymInts part = wait.part(given);
+  if (wait.buffer.is_meta()) {
+    return at::empty_symint(part, wait.buffer.options());
   }
-  return reshard_along("reduce_scatter", layout, buffer, group_name)
-      .land_scatter(buffer, {ints(part)}, dtype, dtype, reduce_dtype)[0];
+  return reshard_along("reduce_scatter", wait.layout, wait.buffer, given)
+      .land_scatter(wait.buffer, {ints(part)}, dtype, dtype, reduce_dtype)[0];
 }
 
-// Nothing travels, but its gradient does: the slots of a buffer all show this rank's block.
-at::Tensor scatter_start_kernel(
-    const at::Tensor& input,
-    int64_t dim,
-    c10::SymIntArrayRef sizes,
-    int64_t rank,
-    std::string_view group_name) {
-  const SymShards layout = check_entire(input, dim, sizes, rank);
+// Nothing is sent, but its gradient will be. All slots of the buffer are views of this rank's
+// block.
+c10::IValue scatter_start(const Given& given) {
+  const at::Tensor input = given["input"];
+  const int64_t dim = given["dim"];
+  const SymShards layout = check_entire(input, dim, given["sizes"], given["rank"]);
   const at::Tensor slot = buffer_for({layout.slot()}, input.options());
   if (!slot.is_meta()) {
-    resolve_group("scatter", group_name, rank, layout.parts(), input.device(), "sizes");
-    const at::Tensor part = input.narrow_symint(dim, layout[0].begin(rank), sizes[rank]);
+    resolve_group(
+        "scatter", given["group_name"], layout.rank, layout.parts(), input.device(), "sizes");
+    const at::Tensor part =
+        input.narrow_symint(dim, layout[0].begin(layout.rank), layout[0].sizes[layout.rank]);
     slot.narrow(0, 0, part.numel()).view(part.sizes()).copy_(part);
   }
   return slot.view_symint({1, layout.slot()}).expand_symint({layout.parts(), layout.slot()});
 }
 
-Tensors scatter_wait_kernel(
-    const at::Tensor& buffer,
-    int64_t dim,
-    c10::SymIntArrayRef sizes,
-    c10::SymIntArrayRef shape,
-    int64_t rank,
-    std::string_view group_name) {
-  const SymShards layout = check_buffer(buffer, dim, sizes, shape, rank);
+c10::IValue scatter_wait(const Given& given) {
+  const AlongWait wait(given);
+  const auto& [buffer, shape, layout] = wait;
   if (!buffer.is_meta()) {
-    resolve_group("scatter", group_name, rank, layout.parts(), buffer.device(), "sizes");
+    resolve_group(
+        "scatter", given["group_name"], layout.rank, layout.parts(), buffer.device(), "sizes");
     land(buffer);
   }
-  return {buffer.select(0, rank)
-              .narrow_symint(0, 0, layout.block(rank))
-              .view_symint(resized(shape, dim, sizes[rank]))};
+  return Tensors{buffer.select(0, layout.rank)
+                     .narrow_symint(0, 0, layout.block(layout.rank))
+                     .view_symint(wait.part(given))};
 }
 
 }  // namespace
 
 DEEPSP_KERNELS(m) {
-  m.impl("gather_cast_coalesced_start", gather_cast_coalesced_start_kernel);
-  m.impl("gather_cast_coalesced_wait", gather_cast_coalesced_wait_kernel);
-  m.impl("reduce_scatter_cast_coalesced_start", reduce_scatter_cast_coalesced_start_kernel);
-  m.impl("reduce_scatter_cast_coalesced_wait", reduce_scatter_cast_coalesced_wait_kernel);
-  m.impl("all_gather_start", all_gather_start_kernel);
-  m.impl("all_gather_wait", all_gather_wait_kernel);
-  m.impl("reduce_scatter_start", reduce_scatter_start_kernel);
-  m.impl("reduce_scatter_wait", reduce_scatter_wait_kernel);
-  m.impl("scatter_start", scatter_start_kernel);
-  m.impl("scatter_wait", scatter_wait_kernel);
+  implement<gather_cast_coalesced_start>(m, "gather_cast_coalesced_start");
+  implement<gather_cast_coalesced_wait>(m, "gather_cast_coalesced_wait");
+  implement<reduce_scatter_cast_coalesced_start>(m, "reduce_scatter_cast_coalesced_start");
+  implement<reduce_scatter_cast_coalesced_wait>(m, "reduce_scatter_cast_coalesced_wait");
+  implement<all_gather_start>(m, "all_gather_start");
+  implement<all_gather_wait>(m, "all_gather_wait");
+  implement<reduce_scatter_start>(m, "reduce_scatter_start");
+  implement<reduce_scatter_wait>(m, "reduce_scatter_wait");
+  implement<scatter_start>(m, "scatter_start");
+  implement<scatter_wait>(m, "scatter_wait");
 }
 
 DEEPSP_REFUSED_KINDS(m) {
-  m.impl("gather_cast_coalesced_start", gather_cast_coalesced_start_kernel);
-  m.impl("reduce_scatter_cast_coalesced_start", reduce_scatter_cast_coalesced_start_kernel);
+  implement<gather_cast_coalesced_start>(m, "gather_cast_coalesced_start");
+  implement<reduce_scatter_cast_coalesced_start>(m, "reduce_scatter_cast_coalesced_start");
 }
 
 TORCH_LIBRARY_IMPL(deepsp, Functionalize, m) {

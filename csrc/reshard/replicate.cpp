@@ -1,9 +1,9 @@
 // Forward, nothing is computed or sent: the outputs are the inputs. Backward, the partial gradients
-// of a bucket are summed over the group: the later op launches the sum, the earlier one
-// waits for it, so that it travels while what stands between them is differentiated. The sums go
-// from one to the other as the gradient of a token, which has the shape of their buffer.
+// of a bucket are summed over the group: the later op launches the sum and the earlier one waits
+// for it, so that it is in flight during the backward of the ops between them. The buffer passes
+// from one to the other as the gradient of a token, which has its shape.
 
-#include "ops.h"
+#include "../common/backward.h"
 #include "sums.h"
 
 #include <ATen/ops/alias.h>
@@ -36,6 +36,14 @@ void save_group(AutogradContext* ctx, int64_t rank, int64_t size, std::string_vi
   ctx->saved_data["group_name"] = std::string(group_name);
 }
 
+Argument call_saved(const char* op, AutogradContext* ctx, With argument) {
+  std::vector<With> values{std::move(argument), {"grad", "partial"}, {"reduce_dtype", c10::IValue()}};
+  for (const auto& [name, value] : ctx->saved_data) {
+    values.emplace_back(name.c_str(), value);
+  }
+  return NamedOp(op)(values);
+}
+
 struct ReplicateStart : Function<ReplicateStart> {
   static variable_list forward(
       AutogradContext* ctx,
@@ -62,13 +70,10 @@ struct ReplicateStart : Function<ReplicateStart> {
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list gradients) {
-    auto& data = ctx->saved_data;
-    const std::vector<int64_t> dims = data["dims"].toIntVector();
-    variable_list sums(dims.size());
-    if (gradients.back().defined()) {
-      sums = all_reduce_wait(
-          gradients.back(), data["shapes"].toSymIntVector(), dims, "partial", data["rank"].toInt(),
-          data["size"].toInt(), data["group_name"].toStringRef(), {});
+    const at::Tensor& token = gradients.back();
+    variable_list sums(ctx->saved_data["dims"].toIntVector().size());
+    if (token.defined()) {
+      sums = call_saved("all_reduce_wait", ctx, {"buffer", token}).toTensorVector();
     }
     sums.resize(sums.size() + 3);
     return sums;
@@ -89,10 +94,7 @@ struct ReplicateWait : Function<ReplicateWait> {
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list gradients) {
-    auto& data = ctx->saved_data;
-    const at::Tensor sum = all_reduce_start(
-        gradients, "partial", data["rank"].toInt(), data["size"].toInt(),
-        data["group_name"].toStringRef(), {});
+    const at::Tensor sum = call_saved("all_reduce_start", ctx, {"inputs", gradients}).toTensor();
     variable_list result(gradients.size());
     result.push_back(sum);
     result.resize(result.size() + 3);

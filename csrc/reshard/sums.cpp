@@ -1,13 +1,15 @@
 #include "sums.h"
 
+#include "../common/backward.h"
 #include "../common/checks.h"
 #include "../transport/agreement.h"
+#include "../transport/choice.h"
 #include "../transport/launch.h"
-#include "mapped_sum.h"
-#include "ops.h"
+#include "engine.h"
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 
 namespace deepsp {
 namespace {
@@ -60,6 +62,18 @@ SymInts sum_parts(const c10::SymInt& elements, int64_t size) {
     parts.push_back((elements - part * p).max(0).min(part));
   }
   return parts;
+}
+
+const NamedOp reduce_scatter_start("reduce_scatter_start");
+const NamedOp reduce_scatter_wait("reduce_scatter_wait");
+const NamedOp all_gather("all_gather");
+
+at::Tensor gather_sums(const SumShapes& sums, const Given& given) {
+  const SymInts parts = sum_parts(sums.elements, given["size"]);
+  const at::Tensor mine = reduce_scatter_wait(
+      given, {{"dim", 0}, {"sizes", parts}, {"shape", SymInts{sums.elements}}});
+  return all_gather(
+      given, {{"input", mine}, {"dim", 0}, {"sizes", parts}, {"grad", "replicated"}});
 }
 
 SymInts sum_buffer_shape(
@@ -115,14 +129,90 @@ Tensors views_of(const at::Tensor& flat, const std::vector<SymInts>& shapes) {
 
 namespace {
 
-at::Tensor all_reduce_start_kernel(
-    at::TensorList inputs,
-    std::string_view grad,
-    int64_t rank,
-    int64_t size,
-    std::string_view group_name,
-    OptionalDtype reduce_dtype) {
-  const c10::SymInt counted = check_sum(inputs, grad, rank, size, reduce_dtype);
+// The tensors flattened, one after another.
+at::Tensor flattened(at::TensorList tensors, int64_t elements) {
+  at::Tensor flat = empty_buffer({elements}, tensors[0]);
+  made_here(flat);
+  Tensors parts;
+  for (const at::Tensor& x : tensors) {
+    parts.push_back(x.reshape({-1}));
+  }
+  at::cat_out(flat, parts);
+  return flat;
+}
+
+// Whether the ranks sum parts of `flat` in rank order, since they write into each other's memory.
+// The first call for a group is made by all its ranks together.
+bool sums_by_parts(const Group& group, const at::Tensor& flat) {
+  const at::ScalarType dtype = flat.scalar_type();
+  if (!flat.is_cpu() || !at::isFloatingType(dtype) || c10::elementSize(dtype) == 1) {
+    return false;
+  }
+  const auto mapped = mapped_of(group);
+  return mapped != nullptr && mapped->reaches_all();
+}
+
+Reshard parts_of(const Group& group, const at::Tensor& flat) {
+  const std::vector<int64_t> sizes = ints(sum_parts(flat.numel(), group.size));
+  return Reshard({{{1, sizes, item_of(flat)}}, group.rank}, group, flat.device());
+}
+
+// Launches the sum of a flat tensor over the group: into the tensor itself or, where ranks sum
+// parts, the scatter of these. The tensor must stay as it is until finish_sum.
+void start_sum(const Group& group, const at::Tensor& flat) {
+  if (group.alone || flat.numel() == 0) {
+    return;
+  }
+  if (!sums_by_parts(group, flat)) {
+    return launch_into(group, flat, launch_sum(group, lent(flat)), flat);
+  }
+  const SymInts shape = {group.size, largest_part(flat.numel(), group.size)};
+  // Lent: this flight is freed with the tensor, so it must not own the tensor.
+  const at::Tensor slots =
+      parts_of(group, flat).launch_scatter({lent(flat)}, {shape, flat.options()});
+  auto scattering = flight_into(slots);
+  auto flight = std::make_unique<Flight>();
+  flight->exchange = scattering->exchange;
+  flight->holds.push_back(slots);
+  launch_into(slots, std::move(scattering));
+  launch_into(flat, std::move(flight));
+}
+
+// Waits for the sum. `group()` is called only if ranks sum parts.
+template <class GroupOf>
+at::Tensor finish_sum(const at::Tensor& flat, const GroupOf& group) {
+  const auto flight = flight_into(flat);
+  if (flight == nullptr) {
+    return flat;
+  }
+  at::Tensor sum = flat;
+  if (flight->collective == nullptr && !flight->holds.empty()) {
+    const Group& of = group();
+    const Reshard parts = parts_of(of, flat);
+    const int64_t mine = ints(sum_parts(flat.numel(), of.size))[of.rank];
+    // The number of the first exchange: ranks that wait for their sums in different orders would
+    // mix them up.
+    const BufferShape shape{{flat.numel()}, flat.options(), /*kind=*/flight->exchange + 1};
+    const at::Tensor all = parts.launch_gather(
+        [&](const std::vector<Destination>& place) {
+          const at::Tensor to = at::from_blob(place[0].to, {mine}, flat.options());
+          parts.land_scatter(flight->holds[0], {to}, flat.scalar_type(), std::nullopt);
+        },
+        shape);
+    sum = parts.land_gather(all, {std::vector<int64_t>{flat.numel()}}, flat.scalar_type())[0];
+  } else {
+    flight->wait_all();
+  }
+  mark_landed(flat, *flight);
+  return sum;
+}
+
+c10::IValue all_reduce_start(const Given& given) {
+  const at::TensorList inputs = given["inputs"];
+  const int64_t rank = given["rank"], size = given["size"];
+  const std::string_view group_name = given["group_name"];
+  const OptionalDtype reduce_dtype = given["reduce_dtype"];
+  const c10::SymInt counted = check_sum(inputs, given["grad"], rank, size, reduce_dtype);
   if (inputs[0].is_meta()) {
     return at::empty_symint(
         sum_buffer_shape(counted, size, inputs[0].scalar_type(), reduce_dtype),
@@ -134,78 +224,46 @@ at::Tensor all_reduce_start_kernel(
       [&]() -> std::vector<std::string> {
         return {said("inputs of ", elements, " elements, ", inputs[0].scalar_type())};
       });
-  at::Tensor flat = empty_buffer({elements}, inputs[0]);
-  made_here(flat);
-  Tensors parts;
-  for (const at::Tensor& input : inputs) {
-    parts.push_back(input.reshape({-1}));
-  }
-  at::cat_out(flat, parts);
+  const at::Tensor flat = flattened(inputs, elements);
   if (sums_on_arrival(flat.scalar_type(), reduce_dtype)) {
-    return reduce_scatter_start(flat, 0, sum_parts(elements, size), rank, group_name);
+    return reduce_scatter_start(
+               given, {{"input", flat}, {"dim", 0}, {"sizes", sum_parts(elements, size)}})
+        .value();
   }
-  if (group.alone || elements == 0) {
-    return flat;
-  }
-  if (sums_by_memory(group, flat.device(), flat.scalar_type())) {
-    auto flight = launch_mapped_sum(group, flat);
-    launch_into(flat, std::move(flight));
-  } else {
-    launch_into(group, flat, launch_sum(group, lent(flat)), flat);
-  }
+  start_sum(group, flat);
   return flat;
 }
 
-Tensors all_reduce_wait_kernel(
-    const at::Tensor& buffer,
-    c10::SymIntArrayRef shapes,
-    at::IntArrayRef dims,
-    std::string_view grad,
-    int64_t rank,
-    int64_t size,
-    std::string_view group_name,
-    OptionalDtype reduce_dtype) {
-  const SumShapes sums = check_sum_wait(buffer, shapes, dims, grad, rank, size, reduce_dtype);
+c10::IValue all_reduce_wait(const Given& given) {
+  const at::Tensor buffer = given["buffer"];
+  const int64_t rank = given["rank"], size = given["size"];
+  const std::string_view group_name = given["group_name"];
+  const OptionalDtype reduce_dtype = given["reduce_dtype"];
+  const SumShapes sums = check_sum_wait(
+      buffer, given["shapes"], given["dims"], given["grad"], rank, size, reduce_dtype);
   const bool on_arrival = sums_on_arrival(buffer.scalar_type(), reduce_dtype);
   if (buffer.is_meta()) {
     return views_of(
         on_arrival ? at::empty_symint({sums.elements}, buffer.options()) : buffer, sums.of);
   }
   if (!on_arrival) {
-    auto flight = flight_into(buffer);
-    at::Tensor sum = buffer;
-    if (flight && flight->mapped) {
-      const Group group = resolve_group("all_reduce", group_name, rank, size, buffer.device());
-      sum = land_mapped_sum(group, buffer, *flight);
-    } else if (flight) {
-      flight->wait_all();
-    }
-    if (flight) {
-      mark_landed(buffer, *flight);
-    }
-    return views_of(sum, sums.of);
+    return views_of(
+        finish_sum(
+            buffer,
+            [&] { return resolve_group("all_reduce", group_name, rank, size, buffer.device()); }),
+        sums.of);
   }
-  const auto parts = sum_parts(sums.elements, size);
-  const SymInts full{sums.elements};
-  const at::Tensor mine =
-      reduce_scatter_wait(buffer, 0, parts, full, rank, group_name, reduce_dtype);
-  return views_of(
-      all_gather_wait(
-          all_gather_start(mine, 0, parts, "replicated", rank, group_name, {}), 0, parts, full,
-          "replicated", rank, group_name)[0],
-      sums.of);
+  return views_of(gather_sums(sums, given), sums.of);
 }
 
-// Gradients travel in flat buckets of about this size, each in flight while the
-// next is filled.
+// Gradients are summed in flat buckets of about this size, each in flight while the next is filled.
 constexpr int64_t kBucketBytes = int64_t(25) << 20;
 
 struct Bucket {
   Tensors gradients;
   int64_t bytes = 0;
+  int64_t elements = 0;
   at::Tensor flat;
-  std::unique_ptr<Flight> flight;  // by memory
-  Work work;                       // or by the backend
 
   bool takes(const at::Tensor& gradient) const {
     return bytes < kBucketBytes && gradients[0].scalar_type() == gradient.scalar_type() &&
@@ -215,6 +273,22 @@ struct Bucket {
   void add(const at::Tensor& gradient) {
     gradients.push_back(gradient);
     bytes += static_cast<int64_t>(gradient.nbytes());
+    elements += gradient.numel();
+  }
+
+  void start(const Group& group) {
+    flat = flattened(gradients, elements);
+    start_sum(group, flat);
+  }
+
+  void finish(const Group& group) {
+    const at::Tensor sum = finish_sum(flat, [&] { return group; });
+    int64_t begin = 0;
+    for (const at::Tensor& gradient : gradients) {
+      gradient.copy_(sum.narrow(0, begin, gradient.numel()).view(gradient.sizes()));
+      begin += gradient.numel();
+    }
+    *this = {};
   }
 };
 
@@ -246,68 +320,41 @@ void sum_gradients_kernel(
   if (group.alone) {
     return;
   }
-  const auto finish = [&](Bucket& bucket) {
-    if (bucket.flight) {
-      bucket.flat = land_mapped_sum(group, bucket.flat, *bucket.flight);
-    } else {
-      wait_for(group, bucket.work);
-    }
-    int64_t offset = 0;
-    for (const at::Tensor& gradient : bucket.gradients) {
-      gradient.copy_(bucket.flat.narrow(0, offset, gradient.numel()).view(gradient.sizes()));
-      offset += gradient.numel();
-    }
-    bucket = {};
-  };
-  // Two are in flight: all at once would be the gradients once more.
+  // Two are in flight: all at once would hold the gradients a second time.
   for (size_t n = 0; n < buckets.size(); ++n) {
-    Tensors flat;
-    for (const at::Tensor& gradient : buckets[n].gradients) {
-      flat.push_back(gradient.reshape({-1}));
-    }
-    Bucket& bucket = buckets[n];
-    bucket.flat = at::cat(flat);
-    const bool by_memory = sums_by_memory(group, bucket.flat.device(), bucket.flat.scalar_type()) &&
-                           bucket.flat.numel() > 0;
-    if (by_memory) {
-      bucket.flight = launch_mapped_sum(group, bucket.flat);
-    } else {
-      bucket.work = launch_sum(group, bucket.flat);
-    }
+    buckets[n].start(group);
     if (n > 0) {
-      finish(buckets[n - 1]);
+      buckets[n - 1].finish(group);
     }
   }
-  finish(buckets.back());
+  buckets.back().finish(group);
 }
 
-at::Tensor all_reduce_kernel(
-    const at::Tensor& input,
-    std::string_view grad,
-    int64_t rank,
-    int64_t size,
-    std::string_view group_name,
-    OptionalDtype reduce_dtype) {
+c10::IValue all_reduce(const Given& given) {
+  const at::Tensor input = given["input"];
   if (input.is_meta()) {
-    check_sum({input}, grad, rank, size, reduce_dtype);
+    check_sum({input}, given["grad"], given["rank"], given["size"], given["reduce_dtype"]);
     return at::empty_symint(input.sym_sizes(), input.options());
   }
-  return all_reduce_wait(
-      all_reduce_start({input}, grad, rank, size, group_name, reduce_dtype), input.sym_sizes(),
-      {input.dim()}, grad, rank, size, group_name, reduce_dtype)[0];
+  const at::Tensor buffer = NamedOp("all_reduce_start")(given, {{"inputs", Tensors{input}}});
+  const Tensors sums = NamedOp("all_reduce_wait")(
+      given, {{"buffer", buffer},
+              {"shapes", input.sym_sizes()},
+              {"dims", std::vector<int64_t>{input.dim()}}});
+  return sums[0];
 }
 
 }  // namespace
 
 DEEPSP_KERNELS(m) {
-  m.impl("all_reduce", all_reduce_kernel);
-  m.impl("all_reduce_start", all_reduce_start_kernel);
-  m.impl("all_reduce_wait", all_reduce_wait_kernel);
+  implement<all_reduce>(m, "all_reduce");
+  implement<all_reduce_start>(m, "all_reduce_start");
+  implement<all_reduce_wait>(m, "all_reduce_wait");
   m.impl("sum_gradients_", sum_gradients_kernel);
 }
 
 TORCH_LIBRARY_IMPL(deepsp_inductor, CompositeImplicitAutograd, m) {
-  m.impl("all_reduce", all_reduce_kernel);
+  implement<all_reduce>(m, "all_reduce");
 }
 
 TORCH_LIBRARY_IMPL(deepsp, Functionalize, m) {

@@ -2,6 +2,7 @@
 // What the kernels of sums over the group share with their autograd and meta functions: checks,
 // which raise ValueError, and shapes.
 
+#include "../common/backward.h"
 #include "checks.h"
 
 namespace deepsp {
@@ -37,6 +38,8 @@ SumShapes check_sum_wait(
     int64_t rank,
     int64_t size,
     OptionalDtype reduce_dtype);
+// Of a wait whose buffer holds what is summed on arrival: the sums of all ranks.
+at::Tensor gather_sums(const SumShapes& sums, const Given& given);
 // Views of a flat tensor, one after another.
 Tensors views_of(const at::Tensor& flat, const std::vector<SymInts>& shapes);
 

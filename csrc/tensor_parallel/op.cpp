@@ -11,7 +11,6 @@
 #include "../common/checks.h"
 #include "../common/product_sum.h"
 #include "../reshard/checks.h"
-#include "../reshard/ops.h"
 #include "../transport/agreement.h"
 #include "rows.h"
 
@@ -30,6 +29,7 @@ enum class Kind { kGather, kScatter };
 // The arguments that all four share, checked: input [.., n, .., K], where dim isn't the last
 // dimension, and weight [M, K].
 struct LinearCall {
+  const Given& given;
   const at::Tensor input, weight;
   const int64_t dim, rank;
   const c10::SymIntArrayRef sizes;
@@ -42,7 +42,8 @@ struct LinearCall {
       Kind kind,
       const OptionalTensor& bias = std::nullopt,
       OptionalDtype reduce_dtype = std::nullopt)
-      : input(given["input"]),
+      : given(given),
+        input(given["input"]),
         weight(given["weight"]),
         dim(given["dim"]),
         rank(given["rank"]),
@@ -73,7 +74,8 @@ struct LinearCall {
   }
 
   at::Tensor gathered(const at::Tensor& x) const {
-    return all_gather(x, dim, sizes, "partial", rank, group_name, {});
+    const With values[]{{"input", x}, {"grad", "partial"}, {"reduce_dtype", c10::IValue()}};
+    return NamedOp("all_gather")(given, values);
   }
 
   // None where products aren't computed rank by rank.
@@ -145,9 +147,8 @@ c10::IValue matmul_reduce_scatter(const Given& given) {
   }
   const auto rows = call.point_to_point("matmul_reduce_scatter");
   if (!rows) {
-    const at::Tensor sum = reduce_scatter(
-        at::linear(call.input, call.weight), call.dim, call.sizes, call.rank, call.group_name,
-        reduce_dtype);
+    const at::Tensor product = at::linear(call.input, call.weight);
+    const at::Tensor sum = NamedOp("reduce_scatter")(given, {{"input", product}});
     return bias.has_value() ? sum.add(*bias) : sum;
   }
   const at::Tensor sum = ScatteredProducts(rows->full(call.input), call.weight.t(), *rows)
@@ -200,7 +201,7 @@ c10::IValue all_gather_matmul_backward(const Given& given) {
       given, Kind::kGather,
       [&](const LinearCall& call, const at::Tensor& grad, at::IntArrayRef wanted,
           at::Tensor& of_input, at::Tensor& of_weight) {
-        const auto& [input, weight, dim, rank, sizes, group_name, of_rank, shape] = call;
+        const at::Tensor &input = call.input, &weight = call.weight;
         const auto rows = call.point_to_point("all_gather_matmul_backward");
         if (rows) {
           const at::Tensor grads = rows->full(grad);
@@ -225,22 +226,23 @@ c10::IValue all_gather_matmul_backward(const Given& given) {
           return;
         }
         // Launches before the products that don't need what is sent.
-        at::Tensor gathering, product, scattering;
+        c10::IValue gathering, scattering;
+        const SymInts entire = entire_shape(input.sym_sizes(), call.dim, call.sizes);
         if (wanted[1]) {
-          gathering = all_gather_start(input, dim, sizes, "partial", rank, group_name, {});
+          gathering = NamedOp("all_gather_start")(given, {{"grad", "partial"}});
         }
         if (wanted[0]) {
-          product = at::matmul(grad, weight);
-          scattering = reduce_scatter_start(product, dim, sizes, rank, group_name);
+          const at::Tensor product = at::matmul(grad, weight);
+          scattering = NamedOp("reduce_scatter_start")(given, {{"input", product}});
         }
         if (wanted[1]) {
-          const SymInts entire = entire_shape(input.sym_sizes(), dim, sizes);
-          of_weight = weight_grad(
-              grad, all_gather_wait(gathering, dim, sizes, entire, "partial", rank, group_name)[0]);
+          const With values[]{{"buffer", gathering}, {"shape", entire}, {"grad", "partial"}};
+          const Tensors full = NamedOp("all_gather_wait")(given, values);
+          of_weight = weight_grad(grad, full[0]);
         }
         if (wanted[0]) {
-          of_input = reduce_scatter_wait(
-              scattering, dim, sizes, product.sym_sizes(), rank, group_name, reduce_dtype);
+          const With values[]{{"buffer", scattering}, {"shape", entire}};
+          of_input = NamedOp("reduce_scatter_wait")(given, values);
         }
       });
 }
@@ -279,7 +281,7 @@ c10::IValue matmul_reduce_scatter_backward(const Given& given) {
 
 BackwardOp backward_of(const char* op) {
   return {
-      op,
+      NamedOp(op),
       /*inputs=*/{"input", "weight", "bias"},
       /*results=*/{},
       /*saved=*/{"input", "weight"},
