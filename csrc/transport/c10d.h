@@ -1,5 +1,5 @@
 #pragma once
-// c10d's own classes, whose headers are large: for the files of this folder.
+// c10d's own classes, whose headers are large: only for sources of this folder.
 
 #include "group.h"
 

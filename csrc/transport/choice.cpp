@@ -1,8 +1,7 @@
 #include "choice.h"
 
 #include "c10d.h"
-#include "flight.h"
-#include "pool.h"
+#include "handshake.h"
 
 #include <torch/library.h>
 
@@ -29,7 +28,7 @@ std::map<Key, Chosen>& choices() {
   return *all;
 }
 
-// Lets go of groups that are gone.
+// Closes the shared memory of groups that are gone.
 void sweep() {
   std::vector<Chosen> gone;
   {
@@ -50,7 +49,60 @@ void sweep() {
   }
 }
 
-Chosen known(const Key& key) {
+#ifdef DEEPSP_CUDA
+struct GpuOffer {
+  Request request;
+  Text<160> machine;
+  Outcome allocated;
+};
+
+// All ranks of the group call this. ValueError on every rank if they want different things, or if
+// they want memory that they don't reach.
+void choose_for_gpus(const Group& group, const Request& request, c10::Device device, Choice& made) {
+  GpuOffer mine{request, {}, {}};
+  at::Tensor stage;
+  if (request.wanted == Wanted::mapped) {
+    mine.allocated = outcome_of([&] {
+      mine.machine = machine_id();
+      stage = allocate_stage(device);
+    });
+  }
+  const std::vector<GpuOffer> offers = gather_structs(group, mine, device);
+  check_requests(group, [&](int64_t p) -> const Request& { return offers[p].request; });
+  if (request.wanted != Wanted::mapped) {
+    const bool messages = request.wanted == Wanted::messages;
+    made.reach = Reach::nobody(
+        group.size, messages ? "messages are asked for"
+                             : "GPUs write into each other's memory only where that is asked for, "
+                               "by use=\"mapped\": it is new");
+    return;
+  }
+  const auto check = [&](int64_t p, bool reaches, const std::string& why) {
+    TORCH_CHECK_VALUE(
+        reaches, "expected all ranks of group '", group.name,
+        "' to reach each other's memory, since the transport is \"mapped\", but rank ", p,
+        " doesn't (", why, "); use \"auto\" or \"messages\"");
+  };
+  for (int64_t p = 0; p < group.size; ++p) {
+    check(p, offers[p].allocated.done, offers[p].allocated.why.str());
+    check(
+        p, offers[p].machine.str() == offers[0].machine.str(),
+        "it runs on another machine than rank 0");
+  }
+  const Outcome outcome = outcome_of([&] { made.staged = make_staged(group, stage, device); });
+  const std::vector<Outcome> outcomes = gather_structs(group, outcome, device);
+  for (int64_t p = 0; p < group.size; ++p) {
+    check(p, outcomes[p].done, outcomes[p].why.str());
+  }
+  made.reach = {std::vector<int64_t>(group.size, 0), std::vector<std::string>(group.size)};
+}
+#else
+void choose_for_gpus(const Group& group, const Request&, c10::Device, Choice& made) {
+  made.reach = Reach::nobody(group.size, "deepsp was built without CUDA");
+}
+#endif
+
+Chosen find(const Key& key) {
   std::lock_guard<std::mutex> lock(mutex);
   const auto found = choices().find(key);
   return found != choices().end() && !found->second->group.expired() ? found->second : nullptr;
@@ -58,7 +110,7 @@ Chosen known(const Key& key) {
 
 Chosen choice_of(const Group& group, c10::Device device, std::optional<Wanted> wanted) {
   const Key key(group.pg.get(), device.type());
-  if (Chosen found = known(key)) {
+  if (Chosen found = find(key)) {
     return found;
   }
   sweep();
@@ -70,14 +122,14 @@ Chosen choice_of(const Group& group, c10::Device device, std::optional<Wanted> w
       nullptr,
       nullptr};
   if (device.is_cpu()) {
-    Connection connection = connect(group, request, timeout_of(group, device));
-    made.reach = connection.reach;
-    if (connection.memory) {
-      made.mapped = std::make_shared<Mapped>(group, std::move(connection));
+    auto [reach, peers] = map_peers(group, request, timeout_of(group, device));
+    made.reach = std::move(reach);
+    if (!peers.empty()) {
+      made.mapped = std::make_shared<Mapped>(group, std::move(peers));
       pool_watch(made.mapped);
     }
   } else {
-    std::tie(made.reach, made.staged) = connect_gpus(group, request, device);
+    choose_for_gpus(group, request, device, made);
   }
   std::lock_guard<std::mutex> lock(mutex);
   return choices().emplace(key, std::make_shared<const Choice>(std::move(made))).first->second;
@@ -91,7 +143,8 @@ std::shared_ptr<Mapped> mapped_of(const Group& group) {
 }
 
 std::shared_ptr<Staged> staged_of(const Group& group, c10::Device device) {
-  // What a graph replays would be counted once; and ranks can't talk while one is captured.
+  // A graph replays the kernels, not the count of exchanges; and ranks can't agree during a
+  // capture.
   return group.done_on_device && !group.alone && !capturing(device)
              ? choice_of(group, device, std::nullopt)->staged
              : nullptr;
@@ -109,7 +162,7 @@ int64_t idle_bytes() {
   return pool_idle_bytes();
 }
 
-// By rank: the lowest rank of those whose memory it reaches, and why it reaches nobody's.
+// For each rank: the lowest rank it shares memory with, and the reason if it shares none.
 std::tuple<std::vector<int64_t>, std::vector<std::string>> transport(
     int64_t rank,
     int64_t size,
@@ -119,7 +172,7 @@ std::tuple<std::vector<int64_t>, std::vector<std::string>> transport(
   const Group group = resolve_group("transport", group_name, rank, size, device);
   std::optional<Wanted> wanted;
   if (use.has_value()) {
-    wanted = wanted_of(std::string(*use), "use");
+    wanted = parse_wanted(std::string(*use), "use");
   }
   const bool possible = device.is_cpu() ? group.point_to_point : group.done_on_device;
   if (group.alone || !possible) {

@@ -22,6 +22,10 @@ bool is_switched_on(const char* variable) {
   return value != nullptr && std::string_view(value) == "1";
 }
 
+bool debugging() {
+  return is_switched_on("DEEPSP_DEBUG");
+}
+
 Group resolve_group(
     const char* op,
     std::string_view name,
@@ -46,8 +50,8 @@ Group resolve_group(
   TORCH_CHECK_VALUE(
       pg->getRank() == rank, "expected rank to be ", pg->getRank(),
       ", the rank of this process in group '", name, "', got ", rank);
-  // For tests: blocks travel in collectives, as they do on NCCL, on gloo, too, and in groups of one
-  // rank. So one process, or one GPU, goes NCCL's way.
+  // For tests: gloo, too, and groups of one rank exchange blocks by collectives, as NCCL does, so
+  // that one process, or one GPU, runs NCCL's path.
   const bool collectives = is_switched_on("DEEPSP_TEST_COLLECTIVES");
   const bool point_to_point =
       !collectives && device.is_cpu() && is_backend("gloo", *pg, device.type());

@@ -3,7 +3,7 @@
 // memory that isn't the pool's.
 
 // Its source: torch's headers take longest, and are read once.
-#include "../../csrc/transport/flight_table.cpp"
+#include "../../csrc/transport/attach.cpp"
 #include "../../csrc/transport/pool.cpp"
 #include "common.h"
 
@@ -19,23 +19,27 @@ namespace {
 std::atomic<int> ended{0};
 }
 
-// The pool only lets go of them: what they wait for is c10d's.
+// The pool only destroys flights: they wait for c10d's works.
 deepsp::Flight::~Flight() {
   ++ended;
 }
 
-// A work that is done and owns what it filled: here, what it sends does.
-std::unique_ptr<deepsp::Flight> deepsp::let_go_if_done(Flight& flight) {
-  if (!flight.done_on_device || flight.holds.empty()) {
+// A work that is done and owns the memory that it filled: here, the tensors that it sent do.
+std::unique_ptr<deepsp::Flight> deepsp::Flight::release_if_done() {
+  if (!done_on_device || holds.empty()) {
     return nullptr;
   }
   auto done = std::make_unique<Flight>();
-  done->holds = std::move(flight.holds);
+  done->holds = std::move(holds);
   --ended;  // it ends, too
   return done;
 }
 
 bool deepsp::capturing(c10::Device) {
+  return false;
+}
+
+bool deepsp::watched() {
   return false;
 }
 
@@ -62,11 +66,11 @@ void work(int thread) {
     at::Tensor tensor = pool_empty({count}, at::kFloat);
     std::memset(tensor.mutable_data_ptr(), thread + 1, count * 4);
     if (round % 3 == 0) {
-      set_flight(tensor, std::make_unique<Flight>());
+      launch_into(tensor, std::make_unique<Flight>());
       ++flown;
       if (round % 2 == 0) {
-        require(take_flight(tensor) != nullptr, "take_flight");
-        require(take_flight(tensor) == nullptr, "a flight is taken once");
+        require(flight_into(tensor) != nullptr, "it has a flight");
+        require(flight_into(tensor) == nullptr, "a flight is taken once");
       }
     }
     const char* bytes = static_cast<const char*>(tensor.const_data_ptr());

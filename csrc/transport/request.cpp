@@ -1,8 +1,4 @@
-#include "introduction.h"
-
-#include "launch.h"
-
-#include <ATen/ops/empty.h>
+#include "request.h"
 
 #include <sys/stat.h>
 #include <unistd.h>
@@ -15,11 +11,11 @@
 
 namespace deepsp {
 
+namespace {
+
 const char* word_of(Wanted wanted) {
   return wanted == Wanted::mapped ? "mapped" : wanted == Wanted::messages ? "messages" : "auto";
 }
-
-namespace {
 
 std::optional<Wanted> known(std::string_view word) {
   for (const Wanted wanted : {Wanted::automatic, Wanted::mapped, Wanted::messages}) {
@@ -32,7 +28,7 @@ std::optional<Wanted> known(std::string_view word) {
 
 }  // namespace
 
-Wanted wanted_of(const std::string& word, const char* name) {
+Wanted parse_wanted(const std::string& word, const char* name) {
   const std::optional<Wanted> wanted = known(word);
   TORCH_CHECK_VALUE(
       wanted.has_value(), "expected ", name, " to be \"auto\", \"mapped\" or \"messages\", got \"",
@@ -53,20 +49,20 @@ Request request_of(std::optional<Wanted> use) {
   return request;
 }
 
-void check_requests(const Group& group, const std::function<const Request&(int64_t)>& request_by) {
+void check_requests(const Group& group, const std::function<const Request&(int64_t)>& request_of) {
   for (int64_t p = 0; p < group.size; ++p) {
-    const std::string unknown = request_by(p).unknown_word.str();
+    const std::string unknown = request_of(p).unknown_word.str();
     TORCH_CHECK_VALUE(
         unknown.empty(),
         "expected DEEPSP_TRANSPORT to be \"auto\", \"mapped\" or \"messages\", got \"", unknown,
         "\" on rank ", p, " of group '", group.name, "'; set it alike on every rank, or unset it");
   }
-  const Wanted first = request_by(0).wanted;
+  const Wanted first = request_of(0).wanted;
   for (int64_t p = 1; p < group.size; ++p) {
     TORCH_CHECK_VALUE(
-        request_by(p).wanted == first, "expected all ranks of group '", group.name,
+        request_of(p).wanted == first, "expected all ranks of group '", group.name,
         "' to use the same transport, got ", word_of(first), " on rank 0 and ",
-        word_of(request_by(p).wanted), " on rank ", p,
+        word_of(request_of(p).wanted), " on rank ", p,
         "; set DEEPSP_TRANSPORT, or the argument of deepsp.transport, alike on every rank");
   }
 }
@@ -77,29 +73,19 @@ Reach Reach::nobody(int64_t size, const std::string& why) {
   return reach;
 }
 
-std::string machine_word() {
+std::string machine_id() {
   std::string boot;
   std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot);
   struct stat network{};
   if (boot.empty() || stat("/proc/self/ns/net", &network) != 0) {
     throw std::runtime_error("/proc doesn't say which machine this is");
   }
-  std::string word = boot + "/" + std::to_string(network.st_ino) + "/" + std::to_string(geteuid());
-  // For tests: ranks that say different words are on different machines.
+  std::string id = boot + "/" + std::to_string(network.st_ino) + "/" + std::to_string(geteuid());
+  // For tests: ranks with different words count as on different machines.
   if (const char* other = std::getenv("DEEPSP_TEST_MACHINE")) {
-    word += std::string("/") + other;
+    id += std::string("/") + other;
   }
-  return word;
-}
-
-std::string all_bytes(const Group& group, const void* mine, int64_t bytes, c10::Device device) {
-  const at::Tensor said = at::empty({bytes}, at::kByte);
-  std::memcpy(said.mutable_data_ptr(), mine, bytes);
-  const at::TensorOptions there = said.options().device(device);
-  const at::Tensor heard = at::empty({group.size * bytes}, there);
-  gather_from_all(group, heard, said.to(there));
-  const at::Tensor all = heard.cpu();
-  return {static_cast<const char*>(all.const_data_ptr()), static_cast<size_t>(all.numel())};
+  return id;
 }
 
 }  // namespace deepsp

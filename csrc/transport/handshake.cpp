@@ -1,0 +1,244 @@
+#include "handshake.h"
+
+#include "peer_socket.h"
+
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <iterator>
+#include <optional>
+#include <stdexcept>
+
+namespace deepsp {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// All ranks have made their offers when one waits so long: a longer wait means that one failed.
+constexpr std::chrono::milliseconds kMostWait{20000};
+constexpr size_t kMostStrangers = 64;                 // callers at a time, beside the group's ranks
+constexpr int64_t kMostAddresses = int64_t(1) << 45;  // of 2^47 that a process has
+
+// What a rank tells the others before the handshakes.
+struct Offer {
+  Request request;
+  Text<160> machine;  // empty: it offers no memory
+  Text<48> socket;    // the name that it listens on
+  Text<32> secret;    // what a caller must send
+  Text<240> why;      // why it offers none
+};
+
+// As much as the machine has: the system allocates a page when it is first written.
+uint64_t bytes_to_offer(int64_t ranks) {
+  const int64_t all = int64_t(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
+  const int64_t most = std::min(all, kMostAddresses / ranks);
+  return static_cast<uint64_t>(most) / kPlaceUnit * kPlaceUnit;
+}
+
+// Exchanges handshakes with all ranks of this machine: calls those below this rank, and answers
+// those above it.
+class Handshakes {
+ public:
+  Handshakes(const Group& group, std::chrono::milliseconds timeout)
+      : group_(group), timeout_(timeout), peers_(group.size) {
+    offer_.machine = machine_id();
+    offer_.socket = "deepsp-" + random_word();
+    offer_.secret = random_word();
+    const auto backlog = static_cast<int>(std::min<int64_t>(group.size, 4096));
+    listener_ = listen_on(offer_.socket.str(), backlog, timeout);
+    memory_ = std::make_unique<SharedMemory>(bytes_to_offer(group.size));
+  }
+
+  const Offer& offer() const { return offer_; }
+
+  void run(const std::vector<Offer>& offers) {
+    const std::string machine = offer_.machine.str();
+    std::vector<Descriptor> called(group_.size);
+    std::vector<int64_t> above;
+    for (int64_t p = 0; p < group_.size; ++p) {
+      if (p == group_.rank || offers[p].machine.str() != machine) {
+        continue;
+      }
+      if (p > group_.rank) {
+        above.push_back(p);
+      } else {
+        called[p] = connect_to(offers[p].socket.str(), p, timeout_);
+        send_handshake(called[p], group_.rank, offers[p].secret.str(), memory_->file());
+      }
+    }
+    answer_all(above, offers);
+    for (int64_t p = 0; p < group_.rank; ++p) {
+      if (called[p]) {
+        auto answer = receive_handshake(called[p]);
+        if (!answer || answer->secret != offer_.secret.str() || answer->rank != p) {
+          throw std::runtime_error("rank " + std::to_string(p) + " doesn't answer");
+        }
+        add(std::move(*answer), std::move(called[p]));
+      }
+    }
+  }
+
+  // This rank's memory, too.
+  Peers take_peers() {
+    memory_->close_file();
+    peers_[group_.rank] = std::make_unique<Peer>(Peer{std::move(memory_), {}});
+    return std::move(peers_);
+  }
+
+ private:
+  // Until all ranks above this one have called. Every process of the machine sees the socket's name
+  // and may connect: a caller of another user, or one that sends anything else than a rank's
+  // handshake, is dropped, and one that sends nothing delays nobody.
+  void answer_all(const std::vector<int64_t>& above, const std::vector<Offer>& offers) {
+    const auto deadline = Clock::now() + timeout_;
+    std::vector<Descriptor> callers;  // that have sent nothing yet, the oldest first
+    for (size_t answered = 0; answered < above.size();) {
+      std::vector<pollfd> sockets{{listener_.get(), POLLIN, 0}};
+      for (const Descriptor& caller : callers) {
+        sockets.push_back({caller.get(), POLLIN, 0});
+      }
+      const auto left =
+          std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
+      if (left.count() <= 0) {
+        std::vector<int64_t> missing;
+        std::copy_if(above.begin(), above.end(), std::back_inserter(missing), [&](int64_t p) {
+          return peers_[p] == nullptr;
+        });
+        throw std::runtime_error(
+            "no call came from " + list_ranks(missing) + " within " +
+            std::to_string(timeout_.count()) + " ms");
+      }
+      if (poll(sockets.data(), sockets.size(), static_cast<int>(left.count())) < 0 &&
+          errno != EINTR) {
+        raise_errno("poll of a local socket");
+      }
+      std::vector<Descriptor> silent;
+      for (size_t i = 0; i < callers.size(); ++i) {
+        if (sockets[i + 1].revents == 0) {
+          silent.push_back(std::move(callers[i]));
+        } else if (auto handshake = receive_handshake(callers[i], MSG_DONTWAIT)) {
+          answered += answer(std::move(*handshake), std::move(callers[i]), offers);
+        }
+      }
+      callers = std::move(silent);
+      if (sockets[0].revents != 0) {
+        if (Descriptor caller = accept_from(listener_, timeout_)) {
+          callers.push_back(std::move(caller));
+        }
+        if (callers.size() > static_cast<size_t>(group_.size) + kMostStrangers) {
+          callers.erase(callers.begin());
+        }
+      }
+    }
+  }
+
+  // Whether the caller is a rank above this one.
+  bool answer(Handshake handshake, Descriptor caller, const std::vector<Offer>& offers) {
+    const int64_t rank = handshake.rank;
+    if (handshake.secret != offer_.secret.str() || rank <= group_.rank || rank >= group_.size ||
+        peers_[rank] != nullptr) {
+      return false;
+    }
+    send_handshake(caller, group_.rank, offers[rank].secret.str(), memory_->file());
+    add(std::move(handshake), std::move(caller));
+    return true;
+  }
+
+  void add(Handshake handshake, Descriptor socket) {
+    auto memory = std::make_unique<SharedMemory>(std::move(handshake.memory));
+    memory->close_file();
+    peers_[handshake.rank] = std::make_unique<Peer>(Peer{std::move(memory), std::move(socket)});
+  }
+
+  const Group& group_;
+  std::chrono::milliseconds timeout_;
+  Peers peers_;
+  Descriptor listener_;
+  std::unique_ptr<SharedMemory> memory_;
+  Offer offer_{};
+};
+
+// The ranks of a machine reach each other, unless the handshakes of one of them failed.
+Reach reach_of(
+    const Group& group, const std::vector<Offer>& offers, const std::vector<Outcome>& outcomes) {
+  Reach reach = Reach::nobody(group.size, "");
+  for (int64_t p = 0; p < group.size; ++p) {
+    const std::string machine = offers[p].machine.str();
+    if (offers[p].request.wanted == Wanted::messages) {
+      reach.why[p] = "messages are asked for";
+    } else if (machine.empty()) {
+      reach.why[p] = offers[p].why.str();
+    } else {
+      int64_t first = p, others = 0;
+      for (int64_t q = group.size - 1; q >= 0; --q) {
+        if (offers[q].machine.str() == machine) {
+          first = q;
+          others += q != p;
+          if (!outcomes[q].done) {
+            reach.why[p] = "rank " + std::to_string(q) + ": " + outcomes[q].why.str();
+          }
+        }
+      }
+      if (others == 0) {
+        reach.why[p] = "no other rank of the group runs on its machine";
+      } else if (reach.why[p].empty()) {
+        reach.machine[p] = first;
+      }
+    }
+  }
+  return reach;
+}
+
+// ValueError unless all ranks reach each other.
+void check_mapped(const Group& group, const Reach& reach) {
+  for (int64_t p = 0; p < group.size; ++p) {
+    TORCH_CHECK_VALUE(
+        reach.reaches(p, 0), "expected all ranks of group '", group.name,
+        "' to reach each other's memory, since the transport is \"mapped\", but ranks 0 and ", p,
+        " don't", reach.why[p].empty() ? std::string() : " (" + reach.why[p] + ")",
+        "; use \"auto\", which sends messages where memory can't be reached");
+  }
+}
+
+}  // namespace
+
+std::pair<Reach, Peers> map_peers(
+    const Group& group, const Request& request, std::chrono::milliseconds timeout) {
+  const bool messages = request.wanted == Wanted::messages;
+  std::optional<Handshakes> handshakes;
+  Offer mine{};
+  if (group.size > kMostMembers) {
+    mine.why = "the group has more than " + std::to_string(kMostMembers) + " ranks";
+  } else if (!messages) {
+    const Outcome made =
+        outcome_of([&] { handshakes.emplace(group, std::min(timeout, kMostWait)); });
+    if (made.done) {
+      mine = handshakes->offer();
+    } else {
+      mine.why = made.why;
+    }
+  }
+  mine.request = request;
+  const std::vector<Offer> offers = gather_structs(group, mine);
+  check_requests(group, [&](int64_t p) -> const Request& { return offers[p].request; });
+  std::vector<Outcome> outcomes(group.size, {true, {}});
+  if (!messages) {
+    const Outcome outcome = outcome_of([&] {
+      if (handshakes) {
+        handshakes->run(offers);
+      }
+    });
+    outcomes = gather_structs(group, outcome);
+  }
+  Reach reach = reach_of(group, offers, outcomes);
+  if (request.wanted == Wanted::mapped) {
+    check_mapped(group, reach);
+  }
+  const bool shares = reach.why[group.rank].empty();
+  return {std::move(reach), shares ? handshakes->take_peers() : Peers()};
+}
+
+}  // namespace deepsp
