@@ -62,7 +62,7 @@ def _reports():
         group = dist.new_group()
         for word in ("pigeons", "", "x" * 100):
             os.environ["DEEPSP_TRANSPORT"] = "auto" if rank < size - 1 else word
-            says = f'DEEPSP_TRANSPORT to be "auto".*got "{word[:30] or " "}.*" on rank {size - 1}'
+            says = f'DEEPSP_TRANSPORT to be "auto".*got "{word[:30]}.*" on rank {size - 1}'
             with pytest.raises(ValueError, match=says):
                 deepsp.transport(group)
         assert deepsp.transport(group, use="mapped").mapped(0, 1)

@@ -64,19 +64,11 @@ void Departure::write(const std::function<void(int64_t, char*)>& write, Flight& 
   flight.mapped = mapped_;
   flight.exchange = exchange_->number();
   try {
-    // Each rank begins with the next one, so that no rank is everybody's last.
-    for (int64_t step = 1; step < group_->size; ++step) {
-      const int64_t p = (group_->rank + step) % group_->size;
-      if (reaches(p)) {
-        write(p, exchange_->data(p));
-        exchange_->deliver(p);
-      }
-    }
+    exchange_->write(write);
   } catch (...) {
     exchange_.reset();  // tells the peers, before the flight waits for them
     throw;
   }
-  exchange_->close();
 }
 
 void Departure::send(

@@ -3,9 +3,9 @@
 // folders of csrc include.
 //
 // The transport has three floors. A file includes files of its own floor or of lower ones:
-//   agree  departure, choice, handshake, peer_socket, request, agreement
+//   agree  departure, choice, handshake, peer_socket, agreement
 //   move   launch, mapped, mailbox, shared_memory, staged, stages
-//   wait   attach, pool, flight, peer_memory, errors, c10d, group
+//   wait   attach, pool, flight, errors, c10d, group
 // Agree: ranks tell each other what they can and want, and choose how blocks get across. Move:
 // messages and collectives, writes into peers' memory, staged copies between GPUs. Wait: buffers,
 // and the flights that fill them.

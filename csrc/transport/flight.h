@@ -2,7 +2,6 @@
 // A flight: an exchange that is filling a buffer, and how to wait for it.
 
 #include "group.h"
-#include "peer_memory.h"
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Stream.h>
@@ -25,6 +24,31 @@ using Work = std::shared_ptr<c10d::Work>;
 // same for each tensor, one after another; in rows, each tensor's blocks side by side, token by
 // token; in batches, sequence by sequence.
 enum class Order { packed, apart, rows, batches };
+
+struct Block;
+
+// Memory that ranks of a group share: flights wait for it, and the pool counts its idle blocks.
+class PeerMemory {
+ public:
+  virtual ~PeerMemory() = default;
+
+  // The number of ranks of the group.
+  virtual int64_t size() const = 0;
+  // Whether rank writes into this rank's buffers, and this rank into its.
+  virtual bool reaches(int64_t rank) const = 0;
+  // Waits until rank `source` has written its block of an exchange. std::runtime_error if it won't.
+  virtual void wait(uint64_t exchange, int64_t source) = 0;
+  // Ends all exchanges, and tells the other ranks.
+  virtual void fail() = 0;
+  // After a fork, in the child: the memory is the parent's.
+  virtual void disown() = 0;
+
+  // Takes a block that no tensor uses any more. Its flight has ended.
+  virtual void give(std::unique_ptr<Block> block) = 0;
+  virtual int64_t idle_bytes() = 0;
+  // Frees idle blocks until at most so many bytes are left.
+  virtual void trim(int64_t bytes) = 0;
+};
 
 // It owns all that must live until the exchange is complete. The buffer's block (pool.h) or a table
 // (attach.h) owns the flight, so that freeing an unawaited buffer frees its flight.

@@ -1,35 +1,132 @@
 #include "handshake.h"
 
+#include "c10d.h"
 #include "peer_socket.h"
 
 #include <poll.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdlib>
+#include <fstream>
 #include <iterator>
-#include <optional>
+#include <numeric>
 #include <stdexcept>
 
 namespace deepsp {
+
+bool is_transport(std::string_view use) {
+  return use == "auto" || use == "mapped" || use == "messages";
+}
+
+Reach Reach::nobody(int64_t size, const std::string& why) {
+  Reach reach{std::vector<int64_t>(size), std::vector<std::string>(size, why)};
+  std::iota(reach.machine.begin(), reach.machine.end(), 0);
+  return reach;
+}
+
+// ------------------------------------------------------------------- offers
+
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
 // All ranks have made their offers when one waits so long: a longer wait means that one failed.
 constexpr std::chrono::milliseconds kMostWait{20000};
-constexpr size_t kMostStrangers = 64;                 // callers at a time, beside the group's ranks
+constexpr size_t kMostStrangers = 64;  // callers at a time, beside the group's ranks
+constexpr const char* kMessages = "messages are asked for";
 constexpr int64_t kMostAddresses = int64_t(1) << 45;  // of 2^47 that a process has
 
 // What a rank tells the others before the handshakes.
 struct Offer {
-  Request request;
+  Text<40> use;
   Text<160> machine;  // empty: it offers no memory
   Text<48> socket;    // the name that it listens on
   Text<32> secret;    // what a caller must send
   Text<240> why;      // why it offers none
 };
+
+// Ranks may share memory if they have the same: kernel, network namespace and user.
+std::string machine_id() {
+  std::string boot;
+  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot);
+  struct stat network{};
+  if (boot.empty() || stat("/proc/self/ns/net", &network) != 0) {
+    throw std::runtime_error("/proc doesn't say which machine this is");
+  }
+  std::string id = boot + "/" + std::to_string(network.st_ino) + "/" + std::to_string(geteuid());
+  // For tests: ranks with different words count as on different machines.
+  if (const char* other = std::getenv("DEEPSP_TEST_MACHINE")) {
+    id += std::string("/") + other;
+  }
+  return id;
+}
+
+// Every rank's offer. ValueError unless all ranks ask for the same.
+std::vector<Offer> gather_offers(const Group& group, const Offer& mine, c10::Device device) {
+  const std::vector<Offer> offers = gather_structs(group, mine, device);
+  const std::string first = offers[0].use.str();
+  for (int64_t p = 0; p < group.size; ++p) {
+    const std::string use = offers[p].use.str();
+    TORCH_CHECK_VALUE(
+        is_transport(use),
+        "expected DEEPSP_TRANSPORT to be \"auto\", \"mapped\" or \"messages\", got \"", use,
+        "\" on rank ", p, " of group '", group.name, "'; set it alike on every rank, or unset it");
+  }
+  for (int64_t p = 1; p < group.size; ++p) {
+    const std::string use = offers[p].use.str();
+    TORCH_CHECK_VALUE(
+        use == first, "expected all ranks of group '", group.name,
+        "' to use the same transport, got ", first, " on rank 0 and ", use, " on rank ", p,
+        "; set DEEPSP_TRANSPORT, or the argument of deepsp.transport, alike on every rank");
+  }
+  return offers;
+}
+
+// The ranks of a machine reach each other, unless the handshakes of one of them failed.
+Reach reach_of(const std::vector<Offer>& offers, const std::vector<Outcome>& outcomes) {
+  const auto size = static_cast<int64_t>(offers.size());
+  Reach reach = Reach::nobody(size, "");
+  for (int64_t p = 0; p < size; ++p) {
+    const std::string machine = offers[p].machine.str();
+    if (machine.empty()) {
+      reach.why[p] = offers[p].why.str();
+    } else {
+      int64_t first = p, others = 0;
+      for (int64_t q = size - 1; q >= 0; --q) {
+        if (offers[q].machine.str() == machine) {
+          first = q;
+          others += q != p;
+          if (!outcomes[q].done) {
+            reach.why[p] = "rank " + std::to_string(q) + ": " + outcomes[q].why.str();
+          }
+        }
+      }
+      if (others == 0) {
+        reach.why[p] = "no other rank of the group runs on its machine";
+      } else if (reach.why[p].empty()) {
+        reach.machine[p] = first;
+      }
+    }
+  }
+  return reach;
+}
+
+// ValueError unless all ranks reach each other.
+void check_mapped(const Group& group, const Reach& reach) {
+  for (int64_t p = 0; p < group.size; ++p) {
+    TORCH_CHECK_VALUE(
+        reach.reaches(p, 0), "expected all ranks of group '", group.name,
+        "' to reach each other's memory, since the transport is \"mapped\", but ranks 0 and ", p,
+        " don't", reach.why[p].empty() ? std::string() : " (" + reach.why[p] + ")",
+        "; use \"auto\", which sends messages where memory can't be reached");
+  }
+}
+
+// ------------------------------------------------------------------- handshakes
 
 // As much as the machine has: the system allocates a page when it is first written.
 uint64_t bytes_to_offer(int64_t ranks) {
@@ -161,84 +258,76 @@ class Handshakes {
   Offer offer_{};
 };
 
-// The ranks of a machine reach each other, unless the handshakes of one of them failed.
-Reach reach_of(
-    const Group& group, const std::vector<Offer>& offers, const std::vector<Outcome>& outcomes) {
-  Reach reach = Reach::nobody(group.size, "");
-  for (int64_t p = 0; p < group.size; ++p) {
-    const std::string machine = offers[p].machine.str();
-    if (offers[p].request.wanted == Wanted::messages) {
-      reach.why[p] = "messages are asked for";
-    } else if (machine.empty()) {
-      reach.why[p] = offers[p].why.str();
-    } else {
-      int64_t first = p, others = 0;
-      for (int64_t q = group.size - 1; q >= 0; --q) {
-        if (offers[q].machine.str() == machine) {
-          first = q;
-          others += q != p;
-          if (!outcomes[q].done) {
-            reach.why[p] = "rank " + std::to_string(q) + ": " + outcomes[q].why.str();
-          }
-        }
-      }
-      if (others == 0) {
-        reach.why[p] = "no other rank of the group runs on its machine";
-      } else if (reach.why[p].empty()) {
-        reach.machine[p] = first;
-      }
-    }
-  }
-  return reach;
-}
-
-// ValueError unless all ranks reach each other.
-void check_mapped(const Group& group, const Reach& reach) {
-  for (int64_t p = 0; p < group.size; ++p) {
-    TORCH_CHECK_VALUE(
-        reach.reaches(p, 0), "expected all ranks of group '", group.name,
-        "' to reach each other's memory, since the transport is \"mapped\", but ranks 0 and ", p,
-        " don't", reach.why[p].empty() ? std::string() : " (" + reach.why[p] + ")",
-        "; use \"auto\", which sends messages where memory can't be reached");
-  }
-}
-
 }  // namespace
 
-std::pair<Reach, Peers> map_peers(
-    const Group& group, const Request& request, std::chrono::milliseconds timeout) {
-  const bool messages = request.wanted == Wanted::messages;
+std::pair<Reach, Peers> map_peers(const Group& group, const std::string& use) {
+  const bool messages = use == "messages";
   std::optional<Handshakes> handshakes;
   Offer mine{};
   if (group.size > kMostMembers) {
     mine.why = "the group has more than " + std::to_string(kMostMembers) + " ranks";
   } else if (!messages) {
-    const Outcome made =
-        outcome_of([&] { handshakes.emplace(group, std::min(timeout, kMostWait)); });
+    const Outcome made = outcome_of(
+        [&] { handshakes.emplace(group, std::min(timeout_of(group, at::kCPU), kMostWait)); });
     if (made.done) {
       mine = handshakes->offer();
     } else {
       mine.why = made.why;
     }
   }
-  mine.request = request;
-  const std::vector<Offer> offers = gather_structs(group, mine);
-  check_requests(group, [&](int64_t p) -> const Request& { return offers[p].request; });
-  std::vector<Outcome> outcomes(group.size, {true, {}});
-  if (!messages) {
-    const Outcome outcome = outcome_of([&] {
-      if (handshakes) {
-        handshakes->run(offers);
-      }
-    });
-    outcomes = gather_structs(group, outcome);
+  mine.use = use;
+  const std::vector<Offer> offers = gather_offers(group, mine, at::kCPU);
+  if (messages) {
+    return {Reach::nobody(group.size, kMessages), Peers()};
   }
-  Reach reach = reach_of(group, offers, outcomes);
-  if (request.wanted == Wanted::mapped) {
+  const Outcome outcome = outcome_of([&] {
+    if (handshakes) {
+      handshakes->run(offers);
+    }
+  });
+  Reach reach = reach_of(offers, gather_structs(group, outcome));
+  if (use == "mapped") {
     check_mapped(group, reach);
   }
   const bool shares = reach.why[group.rank].empty();
   return {std::move(reach), shares ? handshakes->take_peers() : Peers()};
 }
+
+#ifdef DEEPSP_CUDA
+std::pair<Reach, std::shared_ptr<Staged>> stage_peers(
+    const Group& group, const std::string& use, c10::Device device) {
+  Offer mine{};
+  mine.use = use;
+  at::Tensor stage;
+  if (use == "mapped") {
+    const Outcome made = outcome_of([&] {
+      stage = allocate_stage(device);
+      mine.machine = machine_id();
+    });
+    mine.why = made.why;
+  }
+  const std::vector<Offer> offers = gather_offers(group, mine, device);
+  if (use != "mapped") {
+    return {
+        Reach::nobody(
+            group.size, use == "messages"
+                            ? kMessages
+                            : "GPUs write into each other's memory only where that is asked for, "
+                              "by use=\"mapped\": it is new"),
+        nullptr};
+  }
+  check_mapped(group, reach_of(offers, std::vector<Outcome>(group.size, {true, {}})));
+  std::shared_ptr<Staged> staged;
+  const Outcome outcome = outcome_of([&] { staged = make_staged(group, stage, device); });
+  Reach reach = reach_of(offers, gather_structs(group, outcome, device));
+  check_mapped(group, reach);
+  return {std::move(reach), std::move(staged)};
+}
+#else
+std::pair<Reach, std::shared_ptr<Staged>> stage_peers(
+    const Group& group, const std::string&, c10::Device) {
+  return {Reach::nobody(group.size, "deepsp was built without CUDA"), nullptr};
+}
+#endif
 
 }  // namespace deepsp

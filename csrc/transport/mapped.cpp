@@ -4,6 +4,7 @@
 
 #include <poll.h>
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <thread>
@@ -136,11 +137,11 @@ void Mapped::disown() {
 
 // ------------------------------------------------------------------- waits
 
-std::string Mapped::why_lost(int64_t source) const {
-  if (mailbox_->has_failed(member_of_[source])) {
+std::string Mapped::why_lost(int64_t rank) const {
+  if (mailbox_->has_failed(member_of_[rank])) {
     return "its own exchange failed";
   }
-  return peers_[source]->has_left() ? "it has left the group, or died" : "";
+  return rank != rank_ && peers_[rank]->has_left() ? "it has left the group, or died" : "";
 }
 
 void Mapped::fail() {
@@ -150,52 +151,44 @@ void Mapped::fail() {
   }
 }
 
-void Mapped::raise(const std::string& why) {
-  fail();
-  throw std::runtime_error(why);
-}
-
-void Mapped::wait_for_room(uint64_t exchange) {
+void Mapped::wait_until(
+    const std::function<bool()>& ready,
+    const std::vector<int64_t>& ranks,
+    std::chrono::milliseconds look,
+    const std::string& late) {
   const auto deadline = Clock::now() + timeout_;
-  while (!mailbox_->has_room(exchange)) {
-    for (const int64_t p : ranks_) {
-      const std::string why = p == rank_ ? "" : why_lost(p);
-      if (!why.empty() && !mailbox_->has_room(exchange)) {
-        throw std::runtime_error("rank " + std::to_string(p) + ": " + why);
+  const auto ready_or_failed = [&] {
+    return ready() || std::any_of(ranks.begin(), ranks.end(), [&](int64_t p) {
+             return mailbox_->has_failed(member_of_[p]);
+           });
+  };
+  while (true) {
+    mailbox_->wait(ready_or_failed, std::min(deadline, Clock::now() + look));
+    for (const int64_t p : ranks) {
+      if (ready()) {
+        return;
+      }
+      const std::string why = why_lost(p);
+      if (!why.empty() && !ready()) {
+        const std::string name = ranks.size() > 1 ? "rank " + std::to_string(p) + ": " : "";
+        throw std::runtime_error(name + why);
       }
     }
     if (Clock::now() >= deadline) {
-      throw std::runtime_error(
-          "more than " + std::to_string(kSlots) + " exchanges wait for a rank that is behind");
+      throw std::runtime_error(late);
     }
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
 }
 
 void Mapped::wait(uint64_t exchange, int64_t source) {
   const int64_t member = member_of_[source];
   const auto arrived = [&] { return mailbox_->has_arrived(exchange, member); };
-  if (!ours_) {
-    if (!arrived()) {
-      throw std::runtime_error(kForked);
-    }
-    return;
-  }
-  const auto deadline = Clock::now() + timeout_;
-  while (!mailbox_->wait(
-      [&] { return arrived() || mailbox_->has_failed(member); },
-      std::min(deadline, Clock::now() + kLook))) {
-    const std::string why = why_lost(source);
-    if (!why.empty() && !arrived()) {
-      raise(why);
-    }
-    if (Clock::now() >= deadline) {
-      raise(
-          "nothing came within the group's timeout of " + std::to_string(timeout_.count()) + " ms");
-    }
-  }
-  if (!arrived()) {
-    raise(why_lost(source));
+  if (ours_) {
+    wait_until(
+        arrived, {source}, kLook,
+        "nothing came within the group's timeout of " + std::to_string(timeout_.count()) + " ms");
+  } else if (!arrived()) {
+    throw std::runtime_error(kForked);
   }
 }
 
@@ -223,7 +216,11 @@ Mapped::Exchange::Exchange(
 }
 
 void Mapped::Exchange::open(uint64_t call, const std::vector<int64_t>& bytes) {
-  mapped_->wait_for_room(number_);
+  // No bell rings for room.
+  mapped_->wait_until(
+      [&] { return mapped_->mailbox_->has_room(number_); }, mapped_->ranks_,
+      std::chrono::milliseconds(1),
+      "more than " + std::to_string(kSlots) + " exchanges wait for a rank that is behind");
   mapped_->free_returned();
   // This rank's own buffer first: its spares are mapped in this process.
   for (int64_t step = 0; step < mapped_->size(); ++step) {
@@ -278,11 +275,15 @@ at::Tensor Mapped::Exchange::take_buffer(at::IntArrayRef sizes, at::ScalarType d
                  : pool_empty(sizes, dtype);  // of no elements
 }
 
-void Mapped::Exchange::deliver(int64_t rank) {
-  mapped_->mailbox_->deliver(number_, mapped_->member_of_[rank]);
-}
-
-void Mapped::Exchange::close() {
+void Mapped::Exchange::write(const std::function<void(int64_t, char*)>& write) {
+  // Each rank begins with the next one, so that no rank is everybody's last.
+  for (int64_t step = 1; step < mapped_->size(); ++step) {
+    const int64_t p = (mapped_->rank_ + step) % mapped_->size();
+    if (mapped_->reaches(p)) {
+      write(p, data_[p]);
+      mapped_->mailbox_->deliver(number_, mapped_->member_of_[p]);
+    }
+  }
   mapped_->mailbox_->pass(number_);
   closed_ = true;
   lock_.unlock();

@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -32,12 +33,12 @@ class Mapped final : public PeerMemory {
   bool reaches(int64_t rank) const override { return rank != rank_ && member_of_[rank] >= 0; }
   bool reaches_all() const { return ranks_.size() == peers_.size(); }
 
-  // One exchange, from its opening until this rank has written all its blocks. One at a time.
+  // One exchange, from its opening until this rank has written its blocks. One at a time.
   class Exchange {
    public:
     // bytes[p]: the size of rank p's buffer, alike on all ranks. `call` tells exchanges apart.
     Exchange(std::shared_ptr<Mapped> mapped, uint64_t call, const std::vector<int64_t>& bytes);
-    // If close() wasn't called, the group is broken.
+    // If write() didn't return, the group is broken.
     ~Exchange();
     Exchange(const Exchange&) = delete;
     Exchange& operator=(const Exchange&) = delete;
@@ -45,11 +46,9 @@ class Mapped final : public PeerMemory {
     uint64_t number() const { return number_; }
     // This rank's buffer, once.
     at::Tensor take_buffer(at::IntArrayRef sizes, at::ScalarType dtype);
-    // The buffer of a rank that is reached; null if it has no bytes.
-    char* data(int64_t rank) const { return data_[rank]; }
-    // This rank has written its block into that buffer.
-    void deliver(int64_t rank);
-    void close();
+    // Calls write(p, p's buffer) for each rank p that is reached, to make this rank's block there;
+    // the buffer is null if it has no bytes.
+    void write(const std::function<void(int64_t, char*)>& write);
 
    private:
     void open(uint64_t call, const std::vector<int64_t>& bytes);
@@ -81,10 +80,15 @@ class Mapped final : public PeerMemory {
   void release(const BlockPlace& block);
   void free_returned();
   void leave();
-  void wait_for_room(uint64_t exchange);
+  // Waits until `ready`, and looks at `ranks` now and then. std::runtime_error if one of them is
+  // lost, or, with `late`, after the group's timeout.
+  void wait_until(
+      const std::function<bool()>& ready,
+      const std::vector<int64_t>& ranks,
+      std::chrono::milliseconds look,
+      const std::string& late);
   // Why that rank will write nothing more; empty if it may.
-  std::string why_lost(int64_t source) const;
-  [[noreturn]] void raise(const std::string& why);
+  std::string why_lost(int64_t rank) const;
 
   int64_t rank_;
   std::vector<int64_t> member_of_;  // by rank; -1: not reached

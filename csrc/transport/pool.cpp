@@ -7,6 +7,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <list>
 #include <map>
@@ -19,6 +20,8 @@ namespace {
 // Blocks are multiples of this, so that shapes that differ a little share them.
 constexpr size_t kGranule = size_t(64) << 10;
 constexpr size_t kAlignment = 64;
+
+std::atomic<int64_t> limit{int64_t(2) << 30};
 
 class Pool {
  public:
@@ -51,30 +54,18 @@ class Pool {
     idle_.emplace_front(block);
     by_size_.emplace(block->bytes, idle_.begin());
     idle_bytes_ += static_cast<int64_t>(block->bytes);
-    evict(limit_, evicted);
+    evict(limit, evicted);
   }
 
-  void set_limit(int64_t bytes) {
+  void trim(int64_t to) {
     Idle evicted;
     std::lock_guard<std::mutex> lock(mutex_);
-    limit_ = bytes;
-    evict(limit_, evicted);
-  }
-
-  void clear() {
-    Idle evicted;
-    std::lock_guard<std::mutex> lock(mutex_);
-    evict(0, evicted);
+    evict(to, evicted);
   }
 
   int64_t idle_bytes() {
     std::lock_guard<std::mutex> lock(mutex_);
     return idle_bytes_;
-  }
-
-  int64_t limit() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return limit_;
   }
 
  private:
@@ -86,8 +77,8 @@ class Pool {
   };
   using Idle = std::list<std::unique_ptr<Block, Free>>;  // most recently used first
 
-  void evict(int64_t limit, Idle& evicted) {
-    while (idle_bytes_ > limit) {
+  void evict(int64_t to, Idle& evicted) {
+    while (idle_bytes_ > to) {
       const auto last = std::prev(idle_.end());
       const size_t bytes = (*last)->bytes;
       auto [it, end] = by_size_.equal_range(bytes);
@@ -104,7 +95,6 @@ class Pool {
   Idle idle_;
   std::multimap<size_t, Idle::iterator> by_size_;
   int64_t idle_bytes_ = 0;
-  int64_t limit_ = int64_t(2) << 30;
 };
 
 // Never destroyed: tensors may outlive static destructors.
@@ -140,8 +130,9 @@ PeerMemories living() {
   return living_locked();
 }
 
-void trim(int64_t limit) {
-  int64_t left = limit - pool().idle_bytes();
+void trim(int64_t to) {
+  pool().trim(to);
+  int64_t left = to - pool().idle_bytes();
   for (const auto& memory : living()) {
     memory->trim(std::max<int64_t>(left, 0));
     left -= memory->idle_bytes();
@@ -236,17 +227,16 @@ void pool_trim() {
 }
 
 int64_t pool_limit() {
-  return pool().limit();
+  return limit;
 }
 
 void pool_set_limit(int64_t bytes) {
   check_at_least(bytes, 0, "bytes");
-  pool().set_limit(bytes);
-  trim(bytes);
+  limit = bytes;
+  pool_trim();
 }
 
 void pool_clear() {
-  pool().clear();
   trim(0);
 }
 

@@ -47,19 +47,8 @@ struct Region {
   Stages stages(const Group& group, int64_t half_bytes, c10::Device device) const {
     const auto timeout = std::chrono::nanoseconds(timeout_of(group, device));
     return Stages(
-        group.rank, cast<char>(mapped->get_buffer_ptrs()),
-        cast<uint64_t>(mapped->get_signal_pad_ptrs()), half_bytes,
+        group.rank, mapped->get_buffer_ptrs(), mapped->get_signal_pad_ptrs(), half_bytes,
         static_cast<uint64_t>(timeout.count()));
-  }
-
- private:
-  template <class T>
-  static std::vector<T*> cast(const std::vector<void*>& pointers) {
-    std::vector<T*> found;
-    for (void* const pointer : pointers) {
-      found.push_back(static_cast<T*>(pointer));
-    }
-    return found;
   }
 };
 

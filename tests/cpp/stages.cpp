@@ -84,8 +84,8 @@ struct Rank {
 struct Memory {
   std::vector<std::unique_ptr<char[]>> stages;
   std::vector<std::unique_ptr<uint64_t[]>> words;
-  std::vector<char*> of_stages;
-  std::vector<uint64_t*> of_words;
+  std::vector<void*> of_stages;
+  std::vector<void*> of_words;
 
   explicit Memory(int ranks) {
     for (int p = 0; p < ranks; ++p) {
