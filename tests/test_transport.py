@@ -4,6 +4,7 @@ process's whoever is early, whatever is mixed, and whoever dies."""
 import datetime
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -644,3 +645,18 @@ def _uses():
     x = draw(1, 64, 4, 8)
     (y,) = deepsp.seq_to_heads([x])
     return y.sum().item()
+
+
+# ------------------------------------------------------------------------------ floors
+
+
+def test_no_include_goes_up():
+    """The header that callers include lists the transport's floors, the highest first."""
+    folder = Path(__file__).parent.parent / "csrc" / "transport"
+    (header,) = (f for f in folder.glob("*.h") if "three floors" in f.read_text())
+    lines = re.findall(r"^//   (?:agree|move|wait) +(.*)$", header.read_text(), re.MULTILINE)
+    floors = {name: floor for floor, line in enumerate(lines) for name in line.split(", ")}
+    assert set(floors) == {path.stem for path in folder.iterdir()} and len(lines) == 3
+    for path in sorted(folder.iterdir()):
+        for name in re.findall(r'^#include "(\w+)\.h"', path.read_text(), re.MULTILINE):
+            assert floors[name] >= floors[path.stem], f"{path.name} includes {name}.h"

@@ -1,3 +1,5 @@
+#include "group.h"
+
 #include "c10d.h"
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
@@ -58,6 +60,10 @@ Group resolve_group(
   const bool nccl = is_backend("nccl", *pg, device.type());
   return {shared(std::move(pg)), std::string(name),         op,  rank, size,
           point_to_point,        size == 1 && !collectives, nccl};
+}
+
+std::chrono::milliseconds timeout_of(const Group& group, c10::Device device) {
+  return group.pg->getBackend(device.type())->getBackendOptions()->timeout;
 }
 
 }  // namespace deepsp

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <chrono>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -41,5 +42,7 @@ Group resolve_group(
     int64_t size,
     c10::Device device,
     const char* sizes = nullptr);
+
+std::chrono::milliseconds timeout_of(const Group& group, c10::Device device);
 
 }  // namespace deepsp
