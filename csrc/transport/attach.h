@@ -12,11 +12,11 @@
 
 namespace deepsp {
 
-// GPU only: records the current stream as the one that made the buffer. A launch into it from
-// another stream comes after what this stream does then.
+// GPU only: records the current stream as the one that made the buffer. If another stream waits for
+// the buffer, it waits for that stream, too.
 void made_here(const at::Tensor& buffer);
 
-// Attaches a flight. If watched() holds, its caller has waited for it before.
+// Attaches a flight, which the caller has waited for if watched() holds.
 void launch_into(const at::Tensor& buffer, std::unique_ptr<Flight> flight);
 // Attaches a collective of any backend; if watched() holds, waits for it instead.
 void launch_into(

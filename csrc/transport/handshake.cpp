@@ -49,15 +49,23 @@ struct Offer {
   Text<240> why;      // why it offers none
 };
 
+// "boot_id": alike for all processes until the next boot; "uuid": a new one at each call.
+std::string random_word(const std::string& name) {
+  std::string word;
+  if (!std::getline(std::ifstream("/proc/sys/kernel/random/" + name), word)) {
+    throw std::runtime_error("expected /proc to be mounted, got no /proc/sys/kernel/random");
+  }
+  return word;
+}
+
 // Ranks may share memory if they have the same: kernel, network namespace and user.
 std::string machine_id() {
-  std::string boot;
-  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot);
   struct stat network{};
-  if (boot.empty() || stat("/proc/self/ns/net", &network) != 0) {
-    throw std::runtime_error("/proc doesn't say which machine this is");
+  if (stat("/proc/self/ns/net", &network) != 0) {
+    raise_errno("/proc/self/ns/net");
   }
-  std::string id = boot + "/" + std::to_string(network.st_ino) + "/" + std::to_string(geteuid());
+  std::string id = random_word("boot_id") + "/" + std::to_string(network.st_ino) + "/" +
+                   std::to_string(geteuid());
   // For tests: ranks with different words count as on different machines.
   if (const char* other = std::getenv("DEEPSP_TEST_MACHINE")) {
     id += std::string("/") + other;
@@ -142,8 +150,8 @@ class Handshakes {
   Handshakes(const Group& group, std::chrono::milliseconds timeout)
       : group_(group), timeout_(timeout), peers_(group.size) {
     offer_.machine = machine_id();
-    offer_.socket = "deepsp-" + random_word();
-    offer_.secret = random_word();
+    offer_.socket = "deepsp-" + random_word("uuid");
+    offer_.secret = random_word("uuid");
     const auto backlog = static_cast<int>(std::min<int64_t>(group.size, 4096));
     listener_ = listen_on(offer_.socket.str(), backlog, timeout);
     memory_ = std::make_unique<SharedMemory>(bytes_to_offer(group.size));

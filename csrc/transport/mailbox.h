@@ -38,6 +38,7 @@ struct alignas(64) BlockHead {
   uint64_t call;               // a hash of the exchange's op and sizes
   uint64_t bytes;              // of the buffer
   uint64_t size_class;         // of the block
+  uint64_t member, place;      // of the block
   std::atomic<uint64_t> next;  // the block below it in a stack
 };
 

@@ -58,7 +58,10 @@ BlockPlace Mapped::allocate(uint64_t size_class, uint64_t bytes) {
       place.has_value() && memory_of(rank_).populate(*place, sizeof(BlockHead) + bytes),
       "deepsp: no shared memory for a buffer of ", bytes, " bytes");
   const BlockPlace block{mailbox_->member(), *place};
-  mailbox_->head(block)->size_class = size_class;
+  BlockHead& head = *mailbox_->head(block);
+  head.size_class = size_class;
+  head.member = static_cast<uint64_t>(block.member);
+  head.place = block.place;
   return block;
 }
 
@@ -80,18 +83,13 @@ void Mapped::give(std::unique_ptr<Block> given) {
   if (!ours_ || failed_) {
     return;  // a peer may still write there
   }
-  const char* const data = static_cast<char*>(given->data);
-  for (const int64_t p : ranks_) {
-    const SharedMemory& memory = memory_of(p);
-    if (data < memory.data() || data >= memory.data() + memory.bytes()) {
-      continue;
-    }
-    const BlockPlace block{member_of_[p], static_cast<uint64_t>(data - memory.data())};
-    const auto bytes = static_cast<int64_t>(bytes_of_class(mailbox_->head(block)->size_class));
-    if (closed_ || pool_idle_bytes() + bytes > pool_limit()) {
-      return release(block);
-    }
-    return mailbox_->give_spare(mailbox_->member(), block);
+  const auto* const head = static_cast<const BlockHead*>(given->data);
+  const BlockPlace block{static_cast<int64_t>(head->member), head->place};
+  const auto bytes = static_cast<int64_t>(bytes_of_class(head->size_class));
+  if (closed_ || pool_idle_bytes() + bytes > pool_limit()) {
+    release(block);
+  } else {
+    mailbox_->give_spare(mailbox_->member(), block);
   }
 }
 

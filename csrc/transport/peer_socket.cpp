@@ -1,13 +1,11 @@
 #include "peer_socket.h"
 
-#include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/time.h>
 #include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <cstring>
 #include <stdexcept>
@@ -73,19 +71,6 @@ struct Envelope {
 };
 
 }  // namespace
-
-std::string random_word() {
-  std::array<unsigned char, 12> bytes{};
-  if (getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size())) {
-    raise_errno("getrandom");
-  }
-  std::string word;
-  for (const unsigned char byte : bytes) {
-    word += "0123456789abcdef"[byte >> 4];
-    word += "0123456789abcdef"[byte & 15];
-  }
-  return word;
-}
 
 Descriptor listen_on(const std::string& name, int backlog, std::chrono::milliseconds timeout) {
   Descriptor listener = new_socket();

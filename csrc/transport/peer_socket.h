@@ -10,9 +10,6 @@
 
 namespace deepsp {
 
-// 24 random hexadecimal digits.
-std::string random_word();
-
 // A socket that listens on an abstract name, which begins with a zero byte and is in no folder.
 Descriptor listen_on(const std::string& name, int backlog, std::chrono::milliseconds timeout);
 // A connection to it; `rank` is for errors. An error if another user listens there.
