@@ -126,7 +126,7 @@ def test_a_rank_that_cannot_map_memory():
 
 
 STRANGER = """
-import array, os, socket, sys, time
+import array, os, socket, struct, sys, time
 
 kind, met, parent, first = sys.argv[1], set(), os.getppid(), []
 if kind == "another user":
@@ -147,7 +147,8 @@ while os.getppid() == parent:
                 caller.connect("\\0" + name[1:])
                 first.append(caller)
                 if kind == "garbage":
-                    said = [b"", b"hi", b"\\xff" * 40, b"\\xff" * 4096][n]
+                    forged = struct.pack("<q32s", 2, b"a rank, but not its secret")
+                    said = [b"", forged, b"hi", b"\\xff" * 4096][n]
                     files = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1][:n]))]
                     caller.sendmsg([said], files if n else [])
         except BlockingIOError:
