@@ -29,7 +29,7 @@ void FlightTable::release_done() {
   std::vector<std::unique_ptr<Flight>> done;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    for (auto& [_, entry] : flying_) {
+    for (auto& [_, entry] : flights_) {
       if (auto flight = entry.flight->release_if_done()) {
         done.push_back(std::move(flight));
       }
@@ -42,26 +42,26 @@ void FlightTable::release_done() {
 }
 
 void FlightTable::set(const c10::Storage& storage, std::unique_ptr<Flight> flight) {
-  const bool flies = !flight->landed && !flight->local;
-  if (flies && !capturing(storage.device())) {
+  const bool is_flight = !flight->landed && !flight->local;
+  if (is_flight && !capturing(storage.device())) {
     release_done();
   }
-  Entries flown, marks;  // destroyed outside the lock
+  Entries freed, marks;  // destroyed outside the lock
   std::lock_guard<std::mutex> lock(mutex_);
-  if (flies) {
-    flown = remove_expired(flying_);
+  if (is_flight) {
+    freed = remove_expired(flights_);
   }
-  if (landed_.size() >= search_at_) {
-    marks = remove_expired(landed_);
-    search_at_ = std::max<size_t>(64, 2 * landed_.size());
+  if (marks_.size() >= search_at_) {
+    marks = remove_expired(marks_);
+    search_at_ = std::max<size_t>(64, 2 * marks_.size());
   }
   const void* const key = storage.unsafeGetStorageImpl();
-  if (const auto found = landed_.find(key); found != landed_.end()) {
+  if (const auto found = marks_.find(key); found != marks_.end()) {
     TORCH_INTERNAL_ASSERT(found->second.flight->local);
-    marks.insert(landed_.extract(found));
+    marks.insert(marks_.extract(found));
   }
   // The weak pointer keeps the storage's address from being reused, so the key is unique.
-  const bool is_new = (flies ? flying_ : landed_)
+  const bool is_new = (is_flight ? flights_ : marks_)
                           .emplace(key, Entry{storage.getWeakStorageImpl(), std::move(flight)})
                           .second;
   TORCH_INTERNAL_ASSERT(is_new);
@@ -69,7 +69,7 @@ void FlightTable::set(const c10::Storage& storage, std::unique_ptr<Flight> fligh
 
 std::unique_ptr<Flight> FlightTable::take(const c10::Storage& storage) {
   std::lock_guard<std::mutex> lock(mutex_);
-  for (Entries* entries : {&flying_, &landed_}) {
+  for (Entries* entries : {&flights_, &marks_}) {
     if (auto found = entries->extract(storage.unsafeGetStorageImpl())) {
       return std::move(found.mapped().flight);
     }
@@ -79,7 +79,7 @@ std::unique_ptr<Flight> FlightTable::take(const c10::Storage& storage) {
 
 size_t FlightTable::size() {
   std::lock_guard<std::mutex> lock(mutex_);
-  return flying_.size() + landed_.size();
+  return flights_.size() + marks_.size();
 }
 
 // ------------------------------------------------------------------- buffers
@@ -196,11 +196,11 @@ std::unique_ptr<Flight> land(const at::Tensor& buffer) {
 }
 
 void mark_landed(const at::Tensor& buffer, const Flight& flight) {
-  auto landed = std::make_unique<Flight>();
-  landed->landed = true;
-  landed->together = flight.together;
-  landed->order = flight.order;
-  launch_into(buffer, std::move(landed));
+  auto mark = std::make_unique<Flight>();
+  mark->landed = true;
+  mark->together = flight.together;
+  mark->order = flight.order;
+  launch_into(buffer, std::move(mark));
 }
 
 bool has_landed(const at::Tensor& buffer) {

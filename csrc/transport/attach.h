@@ -57,10 +57,10 @@ class FlightTable {
   static Entries remove_expired(Entries& entries);
 
   std::mutex mutex_;
-  Entries flying_;
-  // Landed or local flights: many, which stay as long as their storages; searched for freed ones
+  Entries flights_;
+  // Marks of waits, and local flights: many, which stay as long as their storages; searched for freed ones
   // only when their number has doubled.
-  Entries landed_;
+  Entries marks_;
   size_t search_at_ = 64;
 };
 

@@ -125,7 +125,7 @@ std::tuple<std::vector<int64_t>, std::vector<std::string>> transport(
         group.alone || use != "mapped", "expected a group whose backend for ", tensors,
         " tensors is ", backend, ", since use is \"mapped\", got group '", group.name,
         "'; use \"auto\"");
-    const Reach reach = Reach::nobody(
+    const Reach reach = Reach::none(
         size, group.alone ? "the group has one rank"
                           : "the group's backend for " + tensors + " tensors isn't " + backend);
     return {reach.machine, reach.why};

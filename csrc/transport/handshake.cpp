@@ -22,7 +22,7 @@ bool is_transport(std::string_view use) {
   return use == "auto" || use == "mapped" || use == "messages";
 }
 
-Reach Reach::nobody(int64_t size, const std::string& why) {
+Reach Reach::none(int64_t size, const std::string& why) {
   Reach reach{std::vector<int64_t>(size), std::vector<std::string>(size, why)};
   std::iota(reach.machine.begin(), reach.machine.end(), 0);
   return reach;
@@ -97,7 +97,7 @@ std::vector<Offer> gather_offers(const Group& group, const Offer& mine, c10::Dev
 // The ranks of a machine reach each other, unless the handshakes of one of them failed.
 Reach reach_of(const std::vector<Offer>& offers, const std::vector<Outcome>& outcomes) {
   const auto size = static_cast<int64_t>(offers.size());
-  Reach reach = Reach::nobody(size, "");
+  Reach reach = Reach::none(size, "");
   for (int64_t p = 0; p < size; ++p) {
     const std::string machine = offers[p].machine.str();
     if (machine.empty()) {
@@ -196,7 +196,7 @@ class Handshakes {
  private:
   // Until all ranks above this one have called. Every process of the machine sees the socket's name
   // and may connect: a caller of another user, or one that sends anything else than a rank's
-  // handshake, is dropped, and one that sends nothing delays nobody.
+  // handshake, is dropped, and one that sends nothing delays no rank.
   void answer_all(const std::vector<int64_t>& above, const std::vector<Offer>& offers) {
     const auto deadline = Clock::now() + timeout_;
     std::vector<Descriptor> callers;  // that have sent nothing yet, the oldest first
@@ -286,7 +286,7 @@ std::pair<Reach, Peers> map_peers(const Group& group, const std::string& use) {
   mine.use = use;
   const std::vector<Offer> offers = gather_offers(group, mine, at::kCPU);
   if (messages) {
-    return {Reach::nobody(group.size, kMessages), Peers()};
+    return {Reach::none(group.size, kMessages), Peers()};
   }
   const Outcome outcome = outcome_of([&] {
     if (handshakes) {
@@ -317,7 +317,7 @@ std::pair<Reach, std::shared_ptr<Staged>> stage_peers(
   const std::vector<Offer> offers = gather_offers(group, mine, device);
   if (use != "mapped") {
     return {
-        Reach::nobody(
+        Reach::none(
             group.size, use == "messages"
                             ? kMessages
                             : "GPUs write into each other's memory only where that is asked for, "
@@ -334,7 +334,7 @@ std::pair<Reach, std::shared_ptr<Staged>> stage_peers(
 #else
 std::pair<Reach, std::shared_ptr<Staged>> stage_peers(
     const Group& group, const std::string&, c10::Device) {
-  return {Reach::nobody(group.size, "deepsp was built without CUDA"), nullptr};
+  return {Reach::none(group.size, "deepsp was built without CUDA"), nullptr};
 }
 #endif
 

@@ -24,7 +24,7 @@ struct Reach {
 
   bool reaches(int64_t rank, int64_t other) const { return machine[rank] == machine[other]; }
   // No rank shares memory, all for the same reason.
-  static Reach nobody(int64_t size, const std::string& why);
+  static Reach none(int64_t size, const std::string& why);
 };
 
 // All ranks of the group call these, each with what it wants. A wrong word raises here, on every

@@ -7,7 +7,7 @@
 // member with a block for it, supplies the buffer: it takes a block of its own memory and publishes
 // its place in the owner's slot for that exchange, by compare-and-swap. So each byte is copied
 // once, and no member waits to begin. When the owner has freed a buffer, the block becomes one of
-// the owner's spares, whoever's memory it lies in; the next supplier takes a spare before it
+// the owner's spares, even in another member's memory; the next supplier takes a spare before it
 // allocates, so an owner never has more blocks than it used at once.
 //
 //   slots[n % kSlots] of member r    the place of r's buffer of exchange n, and n's turn

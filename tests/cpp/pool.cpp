@@ -1,5 +1,5 @@
 // The buffer pool under sanitizers (`make sanitize`): several threads take blocks, write them, hand
-// them to each other and give them back, while its limit changes. And what is on its way into
+// them to each other and give them back, while its limit changes. And the flights of
 // memory that isn't the pool's.
 
 // Its source: torch's headers take longest, and are read once.
@@ -107,7 +107,8 @@ void flights_of_other_memory() {
   require(ended == 0 && table.size() == 2, "nothing is looked at before the next launch");
   const at::Tensor other = at::empty({4}, at::kFloat);
   table.set(other.storage(), flight(false));
-  require(ended == 1 && table.size() == 2, "what nobody waits for leaves with the next launch");
+  require(
+      ended == 1 && table.size() == 2, "the flight of a freed buffer goes with the next launch");
   require(table.take(view.storage()) != nullptr, "a view finds its storage's flight");
   require(table.take(waited.storage()) == nullptr, "a flight is taken once");
 
@@ -154,7 +155,7 @@ void flights_of_other_memory() {
   }
   require(table.take(waited.storage())->landed, "so does the first");
 
-  // Of several threads. Their tensors live: torch's own code isn't built for TSan.
+  // With several threads. Their tensors live: torch's own code isn't built for TSan.
   kept.assign(kThreads * 50, at::Tensor());
   for (at::Tensor& of : kept) {
     of = at::empty({4}, at::kFloat);

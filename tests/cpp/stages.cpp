@@ -1,6 +1,6 @@
 // The protocol by which GPUs write into each other's memory, on threads: each is a rank with its
 // stream, their memories are plain, and the CUDA kernels run on the CPU. Built with TSan it shows
-// that nobody reads what isn't written, and nobody writes what is still read.
+// that no rank reads a block before it is written, or writes one that is still read.
 
 #include "../../csrc/kernels/copy.h"
 #include "../../csrc/transport/stages.h"
