@@ -124,7 +124,7 @@ format: $(VENV)/ready
 # Each program once with ASan and UBSan, once with TSan. Only the pool's needs torch, which isn't
 # instrumented itself. The CUDA kernels run on the CPU, where the headers of CUDA are.
 SANITIZED := $(foreach kind,address thread,build/sanitize/kernels-$(kind) build/sanitize/pool-$(kind) \
-	build/sanitize/board-$(kind)) \
+	build/sanitize/mailbox-$(kind)) \
 	$(if $(NVCC),build/sanitize/cuda-address build/sanitize/stages-address build/sanitize/stages-thread)
 SAN := -std=c++20 -O1 -g -fno-sanitize-recover=all -Wall -Wno-unknown-pragmas -pthread
 
@@ -136,9 +136,9 @@ build/sanitize/kernels-%: tests/cpp/kernels.cpp tests/cpp/common.h $(wildcard cs
 	$(CXX) $(SAN) -fsanitize=$*$(if $(filter address,$*),$(COMMA)undefined) $< csrc/kernels/*.cpp \
 		csrc/layout/*.cpp -o $@
 
-build/sanitize/board-%: tests/cpp/board.cpp tests/cpp/common.h $(wildcard csrc/transport/board.* csrc/transport/shared_memory.*)
+build/sanitize/mailbox-%: tests/cpp/mailbox.cpp tests/cpp/common.h $(wildcard csrc/transport/mailbox.* csrc/transport/shared_memory.*)
 	@mkdir -p build/sanitize
-	$(CXX) $(SAN) -fsanitize=$*$(if $(filter address,$*),$(COMMA)undefined) $< csrc/transport/board.cpp \
+	$(CXX) $(SAN) -fsanitize=$*$(if $(filter address,$*),$(COMMA)undefined) $< csrc/transport/mailbox.cpp \
 		csrc/transport/shared_memory.cpp -o $@
 
 build/sanitize/cuda-address: tests/cpp/cuda.cpp $(wildcard tests/cpp/*.h) $(CU) $(wildcard csrc/kernels/*)
@@ -151,7 +151,7 @@ build/sanitize/stages-%: tests/cpp/stages.cpp $(wildcard tests/cpp/*.h csrc/kern
 	$(CXX) $(SAN) -fsanitize=$*$(if $(filter address,$*),$(COMMA)undefined) -DDEEPSP_CUDA -I$(CUDA_INCLUDE) \
 		-include tests/cpp/cuda_on_cpu.h -x c++ $(filter %.cpp %.cu,$^) -o $@
 
-build/sanitize/pool-%: tests/cpp/pool.cpp tests/cpp/common.h $(wildcard csrc/transport/pool.* csrc/transport/flight_table.* csrc/transport/*.h) $(VENV)/ready
+build/sanitize/pool-%: tests/cpp/pool.cpp tests/cpp/common.h $(wildcard csrc/transport/pool.* csrc/transport/attach.* csrc/transport/*.h) $(VENV)/ready
 	@mkdir -p build/sanitize
 	torch=$$($(BIN)/python -c 'import os, torch; print(os.path.dirname(torch.__file__))') && \
 		$(CXX) $(SAN) -fsanitize=$*$(if $(filter address,$*),$(COMMA)undefined) $< -o $@ \

@@ -4,6 +4,7 @@ process's whoever is early, whatever is mixed, and whoever dies."""
 import datetime
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -62,7 +63,7 @@ def _reports():
         group = dist.new_group()
         for word in ("pigeons", "", "x" * 100):
             os.environ["DEEPSP_TRANSPORT"] = "auto" if rank < size - 1 else word
-            says = f'DEEPSP_TRANSPORT to be "auto".*got "{word[:30] or " "}.*" on rank {size - 1}'
+            says = f'DEEPSP_TRANSPORT to be "auto".*got "{word[:30]}.*" on rank {size - 1}'
             with pytest.raises(ValueError, match=says):
                 deepsp.transport(group)
         assert deepsp.transport(group, use="mapped").mapped(0, 1)
@@ -125,7 +126,7 @@ def test_a_rank_that_cannot_map_memory():
 
 
 STRANGER = """
-import array, os, socket, sys, time
+import array, os, socket, struct, sys, time
 
 kind, met, parent, first = sys.argv[1], set(), os.getppid(), []
 if kind == "another user":
@@ -146,7 +147,8 @@ while os.getppid() == parent:
                 caller.connect("\\0" + name[1:])
                 first.append(caller)
                 if kind == "garbage":
-                    said = [b"", b"hi", b"\\xff" * 40, b"\\xff" * 4096][n]
+                    forged = struct.pack("<q32s", 2, b"a rank, but not its secret")
+                    said = [b"", forged, b"hi", b"\\xff" * 4096][n]
                     files = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1][:n]))]
                     caller.sendmsg([said], files if n else [])
         except BlockingIOError:
@@ -644,3 +646,18 @@ def _uses():
     x = draw(1, 64, 4, 8)
     (y,) = deepsp.seq_to_heads([x])
     return y.sum().item()
+
+
+# ------------------------------------------------------------------------------ floors
+
+
+def test_no_include_goes_up():
+    """The header that callers include lists the transport's floors, the highest first."""
+    folder = Path(__file__).parent.parent / "csrc" / "transport"
+    (header,) = (f for f in folder.glob("*.h") if "three floors" in f.read_text())
+    lines = re.findall(r"^//   (?:agree|move|wait) +(.*)$", header.read_text(), re.MULTILINE)
+    floors = {name: floor for floor, line in enumerate(lines) for name in line.split(", ")}
+    assert set(floors) == {path.stem for path in folder.iterdir()} and len(lines) == 3
+    for path in sorted(folder.iterdir()):
+        for name in re.findall(r'^#include "(\w+)\.h"', path.read_text(), re.MULTILINE):
+            assert floors[name] >= floors[path.stem], f"{path.name} includes {name}.h"

@@ -226,7 +226,7 @@ c10::IValue all_gather_matmul_backward(const Given& given) {
           return;
         }
         // Launches before the products that don't need what is sent.
-        c10::IValue gathering, scattering;
+        at::Tensor gathering, scattering;
         const SymInts entire = entire_shape(input.sym_sizes(), call.dim, call.sizes);
         if (wanted[1]) {
           gathering = NamedOp("all_gather_start")(given, {{"grad", "partial"}});

@@ -1,29 +1,16 @@
 #include "agreement.h"
 
 #include "c10d.h"
-#include "errors.h"
 #include "launch.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 
 #include <torch/library.h>
-
-#include <algorithm>
-#include <sstream>
 
 namespace deepsp {
 namespace {
 
-// Every rank's `mine`, which has the same length everywhere.
-at::Tensor gather(const Group& group, c10::Device device, const at::Tensor& mine) {
-  const at::Tensor sent = mine.to(device);
-  const at::Tensor received = at::empty({group.size * sent.numel()}, sent.options());
-  gather_from_all(group, received, sent);
-  return received.cpu();
-}
-
-// Ranks that don't exist say nothing.
+// A group without peers: its collectives return anything.
 bool is_fake(const Group& group) {
   return group.pg->getBackendName() == "fake";
 }
@@ -40,10 +27,40 @@ std::string line_of(const std::string& text, size_t n) {
   return text.substr(begin, text.find('\n', begin) - begin);
 }
 
+// The first line in which `texts` differ: each version, and which ranks pass it.
+std::string first_difference(const std::vector<std::string>& texts) {
+  for (size_t n = 0;; ++n) {
+    std::vector<std::pair<std::string, std::vector<int64_t>>> versions;
+    for (size_t p = 0; p < texts.size(); ++p) {
+      const std::string line = line_of(texts[p], n);
+      auto version = std::find_if(
+          versions.begin(), versions.end(), [&](const auto& other) { return other.first == line; });
+      if (version == versions.end()) {
+        version = versions.insert(versions.end(), {line, {}});
+      }
+      version->second.push_back(static_cast<int64_t>(p));
+    }
+    if (versions.size() > 1) {
+      std::string text;
+      for (const auto& [line, ranks] : versions) {
+        text += text.empty() ? "" : ", ";
+        text += list_ranks(ranks) + (ranks.size() == 1 ? " passes " : " pass ") + line;
+      }
+      return text;
+    }
+  }
+}
+
 }  // namespace
 
-bool debugging() {
-  return is_switched_on("DEEPSP_DEBUG");
+std::string gather_bytes(const Group& group, const void* mine, int64_t bytes, c10::Device device) {
+  const at::Tensor sent = at::empty({bytes}, at::kByte);
+  std::memcpy(sent.mutable_data_ptr(), mine, bytes);
+  const at::TensorOptions options = sent.options().device(device);
+  const at::Tensor received = at::empty({group.size * bytes}, options);
+  gather_from_all(group, received, sent.to(options));
+  const at::Tensor all = received.cpu();
+  return {static_cast<const char*>(all.const_data_ptr()), static_cast<size_t>(all.numel())};
 }
 
 void check_agreement(
@@ -55,49 +72,24 @@ void check_agreement(
   for (const std::string& argument : arguments) {
     mine += '\n' + argument;
   }
-  at::Tensor length = at::empty({1}, at::kLong);
-  length.data_ptr<int64_t>()[0] = static_cast<int64_t>(mine.size());
-  const at::Tensor lengths = gather(group, device, length);
-  const int64_t longest = lengths.max().item<int64_t>();
-  at::Tensor text = at::zeros({longest}, at::kByte);
-  std::copy(mine.begin(), mine.end(), text.data_ptr<uint8_t>());
-  const at::Tensor texts = gather(group, device, text);
-  const auto said_by = [&](int64_t p) {
-    const auto* begin = reinterpret_cast<const char*>(texts.data_ptr<uint8_t>()) + p * longest;
-    return std::string(begin, lengths.data_ptr<int64_t>()[p]);
-  };
-  bool alike = true;
-  for (int64_t p = 1; p < group.size; ++p) {
-    alike = alike && said_by(p) == said_by(0);
+  const std::vector<size_t> lengths = gather_structs(group, mine.size(), device);
+  const size_t longest = *std::max_element(lengths.begin(), lengths.end());
+  mine.resize(longest);
+  const std::string all = gather_bytes(group, mine.data(), static_cast<int64_t>(longest), device);
+  std::vector<std::string> texts;
+  for (const size_t length : lengths) {
+    texts.push_back(all.substr(texts.size() * longest, length));
   }
-  for (size_t n = 0; !alike; ++n) {
-    // What is said, in the order of who says it first, and by whom.
-    std::vector<std::pair<std::string, std::vector<int64_t>>> sides;
-    for (int64_t p = 0; p < group.size; ++p) {
-      const std::string line = line_of(said_by(p), n);
-      auto side = std::find_if(
-          sides.begin(), sides.end(), [&](const auto& other) { return other.first == line; });
-      if (side == sides.end()) {
-        side = sides.insert(sides.end(), {line, {}});
-      }
-      side->second.push_back(p);
-    }
-    if (sides.size() > 1) {
-      std::ostringstream text;
-      for (const auto& [line, ranks] : sides) {
-        text << ", " << names_of(ranks);
-        text << (ranks.size() == 1 ? " passes " : " pass ") << line;
-      }
-      TORCH_CHECK_VALUE(
-          false, group.op, ": ranks disagree: ", text.str().substr(2),
-          "; every rank must make the same call");
-    }
+  if (std::any_of(texts.begin(), texts.end(), [&](const auto& text) { return text != texts[0]; })) {
+    TORCH_CHECK_VALUE(
+        false, group.op, ": ranks disagree: ", first_difference(texts),
+        "; every rank must make the same call");
   }
 }
 
 namespace {
 
-// For ops that compare on their own: a module's first call.
+// For ops that compare in Python: a module's first call.
 void check_agreement_kernel(
     std::string_view op,
     const std::vector<std::string>& arguments,

@@ -1,26 +1,26 @@
 #pragma once
-// What only a comparison between ranks shows. It costs two small collectives: on a module's first
-// call, and on each with DEEPSP_DEBUG=1.
+// What ranks tell each other, and whether all of them make the same call.
 
 #include "../common/checks.h"
-#include "group.h"
+#include "errors.h"
 
+#include <algorithm>
+#include <cstring>
 #include <sstream>
 #include <string>
 #include <vector>
 
 namespace deepsp {
 
-bool debugging();
-
-// ValueError, on every rank, unless all ranks say the same: names the first difference, and who
-// says what. `arguments` begin with the argument's name.
+// ValueError, on every rank, unless all ranks pass the same: names the first difference, and which
+// ranks pass what. Each of `arguments` begins with the argument's name. It costs two small
+// collectives: on a module's first call, and on each with DEEPSP_DEBUG=1.
 void check_agreement(
     const Group& group, c10::Device device, const std::vector<std::string>& arguments);
 
-// The group of a call, as resolve_group finds it. With DEEPSP_DEBUG=1 its ranks have made the same
-// call then, with the `arguments()` that tell calls apart.
-template <class Given>
+// The group of a call, by resolve_group. With DEEPSP_DEBUG=1, also checks that its ranks make the
+// same call, by the `arguments()` that tell calls apart.
+template <class Arguments>
 Group agreed_group(
     const char* op,
     std::string_view name,
@@ -28,7 +28,7 @@ Group agreed_group(
     int64_t size,
     c10::Device device,
     const char* sizes,
-    const Given& arguments) {
+    const Arguments& arguments) {
   Group group = resolve_group(op, name, rank, size, device, sizes);
   if (debugging()) {
     check_agreement(group, device, arguments());
@@ -37,23 +37,65 @@ Group agreed_group(
 }
 
 template <class T>
-const T& shown(const T& part) {
+const T& printable(const T& part) {
   return part;
 }
 template <class T>
-at::ArrayRef<T> shown(const std::vector<T>& part) {
+at::ArrayRef<T> printable(const std::vector<T>& part) {
   return part;
 }
-inline std::string shown(at::ScalarType part) {
+inline std::string printable(at::ScalarType part) {
   return dtype_name(part);
 }
 
-// The parts of what a rank says, one after another.
+// The parts as one text.
 template <class... Parts>
 std::string said(const Parts&... parts) {
   std::ostringstream text;
-  (text << ... << shown(parts));
+  (text << ... << printable(parts));
   return text.str();
+}
+
+// A string in a struct that is sent to other ranks.
+template <size_t size>
+struct Text {
+  char data[size] = {};
+
+  Text& operator=(const std::string& text) {
+    std::memset(data, 0, size);
+    std::memcpy(data, text.data(), std::min(text.size(), size - 1));
+    return *this;
+  }
+  // A peer may have sent `size` bytes without a zero.
+  std::string str() const { return {data, strnlen(data, size)}; }
+};
+
+// Whether something that a rank did by itself succeeded.
+struct Outcome {
+  bool done;
+  Text<240> why;  // it failed
+};
+template <class Act>
+Outcome outcome_of(const Act& act) {
+  Outcome outcome{true, {}};
+  try {
+    act();
+  } catch (const std::exception& error) {
+    outcome.done = false;
+    outcome.why = message_of(error);
+  }
+  return outcome;
+}
+
+// Every rank's `bytes` bytes, in rank order, sent as tensors on `device`.
+std::string gather_bytes(const Group& group, const void* mine, int64_t bytes, c10::Device device);
+// Every rank's `mine`.
+template <class T>
+std::vector<T> gather_structs(const Group& group, const T& mine, c10::Device device = at::kCPU) {
+  const std::string bytes = gather_bytes(group, &mine, sizeof(T), device);
+  std::vector<T> all(group.size);
+  std::memcpy(static_cast<void*>(all.data()), bytes.data(), bytes.size());
+  return all;
 }
 
 }  // namespace deepsp

@@ -1,12 +1,9 @@
 #pragma once
-// c10d's own classes, whose headers are large: for the files of this folder.
-
-#include "group.h"
+// c10d's own classes, whose headers are large: only for sources of this folder.
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include <chrono>
 #include <memory>
 
 namespace deepsp {
@@ -20,10 +17,6 @@ std::shared_ptr<T> shared(c10::intrusive_ptr<T> owner) {
 template <class T>
 c10::intrusive_ptr<T> intrusive(const std::shared_ptr<T>& pointer) {
   return c10::intrusive_ptr<T>::reclaim_copy(pointer.get());
-}
-
-inline std::chrono::milliseconds timeout_of(const Group& group, c10::Device device) {
-  return group.pg->getBackend(device.type())->getBackendOptions()->timeout;
 }
 
 }  // namespace deepsp

@@ -1,8 +1,7 @@
 #include "choice.h"
 
 #include "c10d.h"
-#include "flight.h"
-#include "pool.h"
+#include "handshake.h"
 
 #include <torch/library.h>
 
@@ -15,10 +14,10 @@ namespace {
 
 struct Choice {
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group;
-  Wanted wanted;
-  Reach reach;
-  std::shared_ptr<Mapped> mapped;
-  std::shared_ptr<Staged> staged;
+  std::string use;
+  Reach reach{};
+  std::shared_ptr<Mapped> mapped = nullptr;
+  std::shared_ptr<Staged> staged = nullptr;
 };
 using Chosen = std::shared_ptr<const Choice>;
 
@@ -29,7 +28,7 @@ std::map<Key, Chosen>& choices() {
   return *all;
 }
 
-// Lets go of groups that are gone.
+// Closes the shared memory of groups that are gone.
 void sweep() {
   std::vector<Chosen> gone;
   {
@@ -50,34 +49,31 @@ void sweep() {
   }
 }
 
-Chosen known(const Key& key) {
+Chosen find(const Key& key) {
   std::lock_guard<std::mutex> lock(mutex);
   const auto found = choices().find(key);
   return found != choices().end() && !found->second->group.expired() ? found->second : nullptr;
 }
 
-Chosen choice_of(const Group& group, c10::Device device, std::optional<Wanted> wanted) {
+Chosen choice_of(const Group& group, c10::Device device, std::optional<std::string_view> use) {
   const Key key(group.pg.get(), device.type());
-  if (Chosen found = known(key)) {
+  if (Chosen found = find(key)) {
     return found;
   }
   sweep();
-  const Request request = request_of(wanted);
+  const char* const word = std::getenv("DEEPSP_TRANSPORT");
   Choice made{
       c10::weak_intrusive_ptr<c10d::ProcessGroup>(intrusive(group.pg)),
-      request.wanted,
-      {},
-      nullptr,
-      nullptr};
+      std::string(use.value_or(word ? word : "auto"))};
   if (device.is_cpu()) {
-    Connection connection = connect(group, request, timeout_of(group, device));
-    made.reach = connection.reach;
-    if (connection.memory) {
-      made.mapped = std::make_shared<Mapped>(group, std::move(connection));
+    auto [reach, peers] = map_peers(group, made.use);
+    made.reach = std::move(reach);
+    if (!peers.empty()) {
+      made.mapped = std::make_shared<Mapped>(group, std::move(peers));
       pool_watch(made.mapped);
     }
   } else {
-    std::tie(made.reach, made.staged) = connect_gpus(group, request, device);
+    std::tie(made.reach, made.staged) = stage_peers(group, made.use, device);
   }
   std::lock_guard<std::mutex> lock(mutex);
   return choices().emplace(key, std::make_shared<const Choice>(std::move(made))).first->second;
@@ -91,7 +87,8 @@ std::shared_ptr<Mapped> mapped_of(const Group& group) {
 }
 
 std::shared_ptr<Staged> staged_of(const Group& group, c10::Device device) {
-  // What a graph replays would be counted once; and ranks can't talk while one is captured.
+  // A graph replays the kernels, not the count of exchanges; and ranks can't agree during a
+  // capture.
   return group.done_on_device && !group.alone && !capturing(device)
              ? choice_of(group, device, std::nullopt)->staged
              : nullptr;
@@ -109,7 +106,7 @@ int64_t idle_bytes() {
   return pool_idle_bytes();
 }
 
-// By rank: the lowest rank of those whose memory it reaches, and why it reaches nobody's.
+// For each rank: the lowest rank it shares memory with, and the reason if it shares none.
 std::tuple<std::vector<int64_t>, std::vector<std::string>> transport(
     int64_t rank,
     int64_t size,
@@ -117,27 +114,26 @@ std::tuple<std::vector<int64_t>, std::vector<std::string>> transport(
     std::optional<std::string_view> use,
     at::Device device) {
   const Group group = resolve_group("transport", group_name, rank, size, device);
-  std::optional<Wanted> wanted;
-  if (use.has_value()) {
-    wanted = wanted_of(std::string(*use), "use");
-  }
+  TORCH_CHECK_VALUE(
+      is_transport(use.value_or("auto")),
+      "expected use to be \"auto\", \"mapped\" or \"messages\", got \"", *use, "\"");
   const bool possible = device.is_cpu() ? group.point_to_point : group.done_on_device;
   if (group.alone || !possible) {
     const char* const backend = device.is_cpu() ? "gloo" : "nccl";
     const std::string tensors = device.is_cpu() ? "CPU" : c10::DeviceTypeName(device.type());
     TORCH_CHECK_VALUE(
-        group.alone || wanted != Wanted::mapped, "expected a group whose backend for ", tensors,
+        group.alone || use != "mapped", "expected a group whose backend for ", tensors,
         " tensors is ", backend, ", since use is \"mapped\", got group '", group.name,
         "'; use \"auto\"");
-    const Reach reach = Reach::nobody(
+    const Reach reach = Reach::none(
         size, group.alone ? "the group has one rank"
                           : "the group's backend for " + tensors + " tensors isn't " + backend);
     return {reach.machine, reach.why};
   }
-  const Chosen found = choice_of(group, device, wanted);
+  const Chosen found = choice_of(group, device, use);
   TORCH_CHECK_VALUE(
-      !wanted.has_value() || *wanted == found->wanted, "expected use to be what group '",
-      group.name, "' has used since its first exchange, got \"", use.value_or(""),
+      use.value_or(found->use) == found->use, "expected use to be what group '", group.name,
+      "' has used since its first exchange, got \"", *use,
       "\"; choose before that, or make a new group");
   return {found->reach.machine, found->reach.why};
 }

@@ -1,6 +1,6 @@
 #pragma once
-// How a group's blocks travel: chosen once for each group and kind of device, by all its ranks
-// together.
+// How a group's ranks exchange blocks: chosen once for each group and kind of device, by all its
+// ranks together.
 
 #include "mapped.h"
 #include "staged.h"
@@ -9,8 +9,8 @@
 
 namespace deepsp {
 
-// That of a group; null where its blocks travel by messages. The first call for a group is made by
-// all its ranks together.
+// The group's shared memory, or its staged copies between GPUs; null: it uses neither. All ranks of
+// the group make its first call together.
 std::shared_ptr<Mapped> mapped_of(const Group& group);
 std::shared_ptr<Staged> staged_of(const Group& group, c10::Device device);
 

@@ -7,8 +7,8 @@
 namespace deepsp {
 namespace {
 
-// Tells exchanges apart that ranks take for the same one.
-uint64_t number_of(
+// A hash by which ranks notice that they make different calls.
+uint64_t hash_of(
     const Group& group, const std::vector<int64_t>& bytes, at::ScalarType dtype, uint64_t kind) {
   uint64_t hash = 14695981039346656037ull;  // FNV-1a
   const auto add = [&](const void* data, size_t size) {
@@ -45,18 +45,14 @@ Departure::Departure(
   if (mapped_ == nullptr) {
     buffer_ = empty_buffer(sizes, options);
     made_here(buffer_);
-    clear_if_watched(buffer_);  // it may be larger than what arrives
+    clear_if_watched(buffer_);  // it may be larger than all blocks
     return;
   }
   const at::ScalarType dtype = c10::typeMetaToScalarType(options.dtype());
-  with_context(
-      [&] { return name_of(*group); }, -1,
-      [&] { exchange_.emplace(mapped_, number_of(*group, bytes_, dtype, kind), bytes_); });
+  with_context(*group, -1, [&] {
+    exchange_.emplace(mapped_, hash_of(*group, bytes_, dtype, kind), bytes_);
+  });
   buffer_ = exchange_->take_buffer(sizes, dtype);
-}
-
-bool Departure::reaches_all() const {
-  return group_ == nullptr || (mapped_ != nullptr && mapped_->reaches_all());
 }
 
 void Departure::write(const std::function<void(int64_t, char*)>& write, Flight& flight) {
@@ -64,23 +60,15 @@ void Departure::write(const std::function<void(int64_t, char*)>& write, Flight& 
     return;
   }
   RECORD_FUNCTION("deepsp::exchange", {});
-  flight.what = name_of(*group_);
+  flight.what = describe(*group_);
   flight.mapped = mapped_;
   flight.exchange = exchange_->number();
   try {
-    // Each rank begins with a neighbour, so that no rank is everybody's last.
-    for (int64_t step = 1; step < group_->size; ++step) {
-      const int64_t p = (group_->rank + step) % group_->size;
-      if (reaches(p)) {
-        write(p, exchange_->data(p));
-        exchange_->deliver(p);
-      }
-    }
+    exchange_->write(write);
   } catch (...) {
-    exchange_.reset();  // fails, before the flight waits for others who may have failed, too
+    exchange_.reset();  // tells the peers, before the flight waits for them
     throw;
   }
-  exchange_->close();
 }
 
 void Departure::send(
@@ -95,7 +83,7 @@ void Departure::send(
 std::unique_ptr<Flight> Departure::stage(
     at::TensorList reads, const std::function<void(const Buffers&)>& write) const {
   auto flight = staged_->exchange(*group_, bytes_, buffer_, reads, write);
-  flight->what = name_of(*group_);
+  flight->what = describe(*group_);
   if (watched()) {
     flight->wait_all();
   }

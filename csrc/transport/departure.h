@@ -1,6 +1,14 @@
 #pragma once
-// How the blocks of one exchange leave: straight into the memory of the ranks that are reached so,
-// by messages to the others.
+// One exchange: how a rank's blocks get into the buffers of all ranks of its group. What the other
+// folders of csrc include.
+//
+// The transport has three floors. A file includes files of its own floor or of lower ones:
+//   agree  departure, choice, handshake, peer_socket, agreement
+//   move   launch, mapped, mailbox, shared_memory, staged, stages
+//   wait   attach, pool, flight, errors, c10d, group
+// Agree: ranks tell each other what they can and want, and choose how blocks get across. Move:
+// messages and collectives, writes into peers' memory, staged copies between GPUs. Wait: buffers,
+// and the flights that fill them.
 
 #include "choice.h"
 #include "launch.h"
@@ -12,8 +20,8 @@ namespace deepsp {
 
 class Departure {
  public:
-  // The buffers of all ranks, in elements, alike on every rank. group: null where nothing travels.
-  // kind: what else must be alike on all ranks, where ranks write into each other's memory.
+  // elements(p): the size of rank p's buffer, alike on every rank. group: null if nothing is sent.
+  // kind: what else must be alike if ranks write into each other's memory.
   Departure(
       const Group* group,
       const std::function<int64_t(int64_t)>& elements,
@@ -23,23 +31,23 @@ class Departure {
 
   // This rank's buffer, of shape `sizes`.
   const at::Tensor& buffer() const { return buffer_; }
-  // Whether rank p's memory is reached; any rank's; every other rank's.
+  // Whether this rank writes into the memory of rank p; of any rank; of every other rank.
   bool reaches(int64_t p) const { return mapped_ != nullptr && mapped_->reaches(p); }
   bool reaches_any() const { return mapped_ != nullptr; }
-  bool reaches_all() const;
+  bool reaches_all() const { return group_ == nullptr || (mapped_ && mapped_->reaches_all()); }
 
-  // Makes this rank's block for every rank that is reached: write(p, where p's buffer begins). To
-  // be called once. Nothing happens where none is.
+  // Writes this rank's blocks to all ranks that it reaches: write(p, where p's buffer begins). To
+  // be called once, also if it reaches none.
   void write(const std::function<void(int64_t, char*)>& write, Flight& flight);
-  // exchange_point_to_point, with the others.
+  // exchange_point_to_point, with the other ranks.
   void send(
       const std::function<Bytes(int64_t)>& receive,
       const std::function<Bytes(int64_t)>& send,
       Flight& flight) const;
 
-  // Between GPUs that reach each other's memory, this takes the place of write and send:
-  // write(buffers) makes this rank's blocks for all ranks, itself included, of what it `reads`, by
-  // launches on the current stream.
+  // Whether stage() takes the place of write() and send(), between GPUs that reach each other's
+  // memory. write(buffers) launches copies on the current stream that make this rank's blocks for
+  // all ranks, itself included, from `reads`.
   bool staged() const { return staged_ != nullptr; }
   std::unique_ptr<Flight> stage(
       at::TensorList reads, const std::function<void(const Buffers&)>& write) const;
@@ -48,9 +56,9 @@ class Departure {
   const Group* group_;
   std::shared_ptr<Mapped> mapped_;
   std::shared_ptr<Staged> staged_;
-  std::vector<int64_t> bytes_;  // of all ranks' buffers, where some rank writes into them
+  std::vector<int64_t> bytes_;  // of all ranks' buffers, if some rank writes into them
   at::Tensor buffer_;
-  std::optional<Mapped::Exchange> exchange_;  // ends before the buffer goes
+  std::optional<Mapped::Exchange> exchange_;  // destroyed before the buffer
 };
 
 }  // namespace deepsp

@@ -1,3 +1,5 @@
+#include "group.h"
+
 #include "c10d.h"
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
@@ -20,6 +22,10 @@ bool is_backend(const char* name, c10d::ProcessGroup& pg, c10::DeviceType device
 bool is_switched_on(const char* variable) {
   const char* value = std::getenv(variable);
   return value != nullptr && std::string_view(value) == "1";
+}
+
+bool debugging() {
+  return is_switched_on("DEEPSP_DEBUG");
 }
 
 Group resolve_group(
@@ -46,14 +52,18 @@ Group resolve_group(
   TORCH_CHECK_VALUE(
       pg->getRank() == rank, "expected rank to be ", pg->getRank(),
       ", the rank of this process in group '", name, "', got ", rank);
-  // For tests: blocks travel in collectives, as they do on NCCL, on gloo, too, and in groups of one
-  // rank. So one process, or one GPU, goes NCCL's way.
+  // For tests: gloo, too, and groups of one rank exchange blocks by collectives, as NCCL does, so
+  // that one process, or one GPU, runs NCCL's path.
   const bool collectives = is_switched_on("DEEPSP_TEST_COLLECTIVES");
   const bool point_to_point =
       !collectives && device.is_cpu() && is_backend("gloo", *pg, device.type());
   const bool nccl = is_backend("nccl", *pg, device.type());
   return {shared(std::move(pg)), std::string(name),         op,  rank, size,
           point_to_point,        size == 1 && !collectives, nccl};
+}
+
+std::chrono::milliseconds timeout_of(const Group& group, c10::Device device) {
+  return group.pg->getBackend(device.type())->getBackendOptions()->timeout;
 }
 
 }  // namespace deepsp

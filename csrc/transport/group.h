@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <chrono>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -16,24 +17,24 @@ namespace deepsp {
 struct Group {
   std::shared_ptr<c10d::ProcessGroup> pg;
   std::string name;
-  // What it is used for, as errors say it.
-  const char* op;
+  const char* op;  // the op that uses the group, for error messages
   int64_t rank;
   int64_t size;
-  // Blocks travel by irecv and isend: steady on gloo, where all-to-all isn't.
+  // Blocks are sent by irecv and isend: steady on gloo, where all-to-all isn't.
   bool point_to_point;
-  // Nothing travels.
+  // A group of one rank: nothing is sent.
   bool alone;
-  // NCCL's works: one that has completed has done so on the device, and need not be waited for.
+  // NCCL: a work that has completed has done so on the device, and needs no wait.
   bool done_on_device;
 };
 
 // Whether an environment variable is 1.
 bool is_switched_on(const char* variable);
+// DEEPSP_DEBUG=1.
+bool debugging();
 
-// ValueError if no group of that name exists, or if this process is not `rank`
-// of `size` in it; `sizes` is the list that has an entry for each rank, nullptr where the call
-// passes the size itself.
+// ValueError if no group of that name exists, or if this process is not `rank` of `size` in it.
+// `sizes` names the argument with one entry for each rank; nullptr: the call passes the size.
 Group resolve_group(
     const char* op,
     std::string_view name,
@@ -41,5 +42,7 @@ Group resolve_group(
     int64_t size,
     c10::Device device,
     const char* sizes = nullptr);
+
+std::chrono::milliseconds timeout_of(const Group& group, c10::Device device);
 
 }  // namespace deepsp

@@ -23,8 +23,7 @@ namespace {
 constexpr int kFirstTag = 1 << 30;
 constexpr int kTags = 1 << 29;
 
-// Exchanges are counted by group, so that a message meets the receive of the
-// same exchange and no other.
+// Counts exchanges by group, so that a message meets the receive of the same exchange.
 int next_tag(const std::shared_ptr<c10d::ProcessGroup>& pg) {
   struct Count {
     c10::weak_intrusive_ptr<c10d::ProcessGroup> group;
@@ -46,31 +45,20 @@ int next_tag(const std::shared_ptr<c10d::ProcessGroup>& pg) {
   return tag;
 }
 
-// Not owned: a tensor that owned its block's memory, held by a work that belongs
-// to the block, would keep itself alive.
-at::Tensor unowned(void* data, at::IntArrayRef sizes, at::ScalarType dtype) {
-  const auto bytes = c10::multiply_integers(sizes) * static_cast<int64_t>(c10::elementSize(dtype));
-  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(c10::Storage::use_byte_size_t(), bytes, at::DataPtr(data, at::kCPU)),
-      c10::DispatchKeySet(c10::DispatchKey::CPU), c10::scalarTypeToTypeMeta(dtype));
-  tensor.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
-  return tensor;
-}
-
 at::Tensor unowned(Bytes bytes) {
-  return unowned(bytes.data, {bytes.size}, at::kByte);
+  return tensor_over(at::DataPtr(bytes.data, at::kCPU), {bytes.size}, at::kByte);
 }
 
-// The same memory in a tensor that Python doesn't know. A backend's thread may let go of it last,
-// and a Python object's end on such a thread kills a process that is about to exit.
+// The same memory in a tensor that Python doesn't know. A backend's thread may free it last, and
+// freeing a Python object on such a thread kills a process that is about to exit.
 at::Tensor unnamed(const at::Tensor& tensor) {
   return at::alias(tensor);
 }
 
-// A launch fails, too, where a peer has died since the last exchange. `peer`: -1 for all.
+// A launch fails, too, if a peer has died since the last exchange. `peer`: -1 for all.
 template <class Launch>
 Work launched(const Group& group, const Launch& launch, int64_t peer = -1) {
-  return shared(with_context([&] { return name_of(group); }, peer, launch));
+  return shared(with_context(group, peer, launch));
 }
 
 }  // namespace
@@ -81,8 +69,10 @@ at::Tensor empty_buffer(at::IntArrayRef sizes, const at::TensorOptions& options)
 }
 
 at::Tensor lent(const at::Tensor& tensor) {
-  return tensor.is_cpu() ? unowned(tensor.data_ptr(), tensor.sizes(), tensor.scalar_type())
-                         : tensor;
+  return tensor.is_cpu()
+             ? tensor_over(
+                   at::DataPtr(tensor.data_ptr(), at::kCPU), tensor.sizes(), tensor.scalar_type())
+             : tensor;
 }
 
 void exchange_point_to_point(
@@ -93,8 +83,8 @@ void exchange_point_to_point(
     Flight& flight) {
   RECORD_FUNCTION("deepsp::exchange", {});
   const int tag = next_tag(group.pg);
-  flight.what = name_of(group);
-  // Each rank begins with a neighbour, so that no rank is everybody's first.
+  flight.what = describe(group);
+  // Each rank begins with the next one, so that no rank is everybody's first.
   flight.receives.emplace_back(group.size);
   for (int64_t step = 1; step < group.size; ++step) {
     const int64_t source = (group.rank - step + group.size) % group.size;
@@ -123,7 +113,7 @@ Work launch_all_to_all(
     const std::vector<int64_t>& receive_counts,
     const std::vector<int64_t>& send_counts) {
   RECORD_FUNCTION("deepsp::exchange", {});
-  // Bytes, since not every backend knows every dtype.
+  // As bytes: not every backend knows every dtype.
   const int64_t item = static_cast<int64_t>(sent.element_size());
   at::Tensor to = unnamed(received).view(at::kByte);
   at::Tensor from = unnamed(sent).view(at::kByte);
@@ -178,7 +168,7 @@ Work launch_max(const Group& group, const at::Tensor& tensor) {
 }
 
 void wait_for(const Group& group, const Work& work) {
-  with_context([&] { return name_of(group); }, -1, [&] { return work->wait(); });
+  with_context(group, -1, [&] { return work->wait(); });
 }
 
 void gather_from_all(const Group& group, const at::Tensor& out, const at::Tensor& in) {
@@ -194,7 +184,7 @@ void gather_from_all(const Group& group, const at::Tensor& out, const at::Tensor
       group, [](int64_t) { return true; },
       [&](int64_t p) { return Bytes{received + p * bytes, bytes}; },
       [&](int64_t) { return Bytes{sent, bytes}; }, flight);
-  flight.wait_naming_all();
+  flight.wait_messages();
 }
 
 }  // namespace deepsp

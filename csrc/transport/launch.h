@@ -1,7 +1,7 @@
 #pragma once
-// Launching what travels between ranks. Nothing else talks to c10d but this folder.
+// Launches messages and collectives. Only this folder calls c10d.
 
-#include "flight.h"
+#include "attach.h"
 
 #include <functional>
 
@@ -12,17 +12,16 @@ struct Bytes {
   int64_t size = 0;
 };
 
-// An uninitialised tensor for blocks that travel, or that are made of them.
+// An uninitialised tensor for blocks that are sent or received, or for what is made of them.
 at::Tensor empty_buffer(at::IntArrayRef sizes, const at::TensorOptions& options);
 inline at::Tensor empty_buffer(at::IntArrayRef sizes, const at::Tensor& like) {
   return empty_buffer(sizes, like.options());
 }
 
-// One exchange, point to point: receives are posted first, then each block is
-// produced and sent in turn. `receive(p)` says where p's block goes, `send(p)`
-// produces the block for p; empty: nothing travels. This rank's own block
-// doesn't, nor what others get that aren't `among`. The caller keeps the memory until the flight
-// has landed.
+// One exchange of messages: posts all receives, then makes and sends one block after another.
+// `receive(p)` is where p's block goes, `send(p)` makes the block for p; empty: no message. Neither
+// is called for this rank, nor for ranks that `among` excludes. The caller keeps the memory until
+// the wait.
 void exchange_point_to_point(
     const Group& group,
     const std::function<bool(int64_t)>& among,
@@ -30,11 +29,13 @@ void exchange_point_to_point(
     const std::function<Bytes(int64_t)>& send,
     Flight& flight);
 
-// A contiguous tensor for a collective whose work will belong to the tensor's own memory
-// (launch_into): on the CPU it doesn't own that, lest both live forever where nobody waits.
+// A contiguous tensor for a collective that will be attached to the tensor's own memory
+// (launch_into). On the CPU it doesn't own that memory: a cycle would leak both if wait is never
+// called.
 at::Tensor lent(const at::Tensor& tensor);
 
-// One exchange as a collective of one-dimensional tensors; counts in elements.
+// All launches are asynchronous. One exchange as a collective of one-dimensional tensors; counts in
+// elements.
 Work launch_all_to_all(
     const Group& group,
     const at::Tensor& received,
@@ -42,17 +43,17 @@ Work launch_all_to_all(
     const std::vector<int64_t>& receive_counts,
     const std::vector<int64_t>& send_counts);
 
-// Asynchronous; `out` holds every rank's `in`, in rank order.
+// `out` holds every rank's `in`, in rank order.
 Work launch_all_gather(const Group& group, const at::Tensor& out, const at::Tensor& in);
-// Asynchronous, in place: the sum, or the largest, over the group.
+// In place: the sum, or the largest, over the group.
 Work launch_sum(const Group& group, const at::Tensor& tensor);
 Work launch_max(const Group& group, const at::Tensor& tensor);
 
-// `out` holds every rank's contiguous `in`, in rank order. For what ranks tell each other before
-// their first exchange: an error names every rank that hasn't come, where the backend knows.
-void gather_from_all(const Group& group, const at::Tensor& out, const at::Tensor& in);
-
-// Waits for what was launched on its own; an error names the group's op.
+// Waits for a work that isn't attached to a buffer; an error names the group's op.
 void wait_for(const Group& group, const Work& work);
+
+// `out` holds every rank's contiguous `in`, in rank order. If messages fail, the error names every
+// rank that is missing.
+void gather_from_all(const Group& group, const at::Tensor& out, const at::Tensor& in);
 
 }  // namespace deepsp

@@ -1,13 +1,12 @@
 #include "mapped.h"
 
-#include "../common/checks.h"
 #include "c10d.h"
-#include "flight.h"
 
-#include <pthread.h>
+#include <poll.h>
 
+#include <algorithm>
 #include <cstring>
-#include <set>
+#include <stdexcept>
 #include <thread>
 
 namespace deepsp {
@@ -16,65 +15,36 @@ using Clock = std::chrono::steady_clock;
 
 namespace {
 
-// How long a rank sleeps before it looks whether the others are still there.
+// How long a rank sleeps before it looks whether its peers are still there.
 constexpr std::chrono::milliseconds kLook{100};
 constexpr const char* kForked = "the group is that of the process that forked this one";
 
-// Those of this process, for its children.
-std::mutex living_mutex;
-std::set<Mapped*>& living() {
-  static auto* const all = new std::set<Mapped*>;
-  return *all;
-}
-
-void watch_forks() {
-  static const int watched = pthread_atfork(
-      [] { living_mutex.lock(); }, [] { living_mutex.unlock(); },
-      [] {
-        for (Mapped* mapped : living()) {
-          mapped->disown();
-        }
-        living_mutex.unlock();
-      });
-  TORCH_INTERNAL_ASSERT(watched == 0);
-}
-
 }  // namespace
+
+bool Peer::has_left() const {
+  pollfd polled{socket.get(), POLLIN | POLLRDHUP, 0};
+  return poll(&polled, 1, 0) > 0 && (polled.revents & (POLLHUP | POLLRDHUP | POLLERR)) != 0;
+}
 
 // ------------------------------------------------------------------- memory
 
-Mapped::Mapped(const Group& group, Connection connection)
+Mapped::Mapped(const Group& group, Peers peers)
     : rank_(group.rank),
       member_of_(group.size, -1),
       timeout_(timeout_of(group, at::kCPU)),
-      connection_(std::move(connection)),
+      peers_(std::move(peers)),
       free_(0, 0) {
   std::vector<char*> memories;
-  int64_t me = 0;
   for (int64_t p = 0; p < group.size; ++p) {
-    if (!connection_.reach.reaches(group.rank, p)) {
-      continue;
+    if (peers_[p]) {
+      member_of_[p] = static_cast<int64_t>(ranks_.size());
+      ranks_.push_back(p);
+      memories.push_back(memory_of(p).data());
     }
-    member_of_[p] = static_cast<int64_t>(ranks_.size());
-    me = p == rank_ ? member_of_[p] : me;
-    ranks_.push_back(p);
-    memories.push_back(memory_of(p).data());
   }
-  free_ = FreeRanges(
-      Board::control_bytes(static_cast<int64_t>(ranks_.size())), connection_.memory->bytes());
-  board_ = std::make_unique<Board>(me, std::move(memories));
-  watch_forks();
-  std::lock_guard<std::mutex> lock(living_mutex);
-  living().insert(this);
-}
-
-Mapped::~Mapped() {
-  std::lock_guard<std::mutex> lock(living_mutex);
-  living().erase(this);
-}
-
-const SharedMemory& Mapped::memory_of(int64_t rank) const {
-  return rank == rank_ ? *connection_.memory : *connection_.neighbors[rank]->memory;
+  const auto members = static_cast<int64_t>(ranks_.size());
+  free_ = FreeRanges(Mailbox::control_bytes(members), memory_of(rank_).bytes());
+  mailbox_ = std::make_unique<Mailbox>(member_of_[rank_], std::move(memories));
 }
 
 BlockPlace Mapped::allocate(uint64_t size_class, uint64_t bytes) {
@@ -83,50 +53,48 @@ BlockPlace Mapped::allocate(uint64_t size_class, uint64_t bytes) {
     std::lock_guard<std::mutex> lock(allocating_);
     place = free_.take(bytes_of_class(size_class));
   }
-  const SharedMemory& memory = *connection_.memory;
   TORCH_CHECK_WITH(
-      OutOfMemoryError, place.has_value() && memory.populate(*place, sizeof(BlockHead) + bytes),
+      OutOfMemoryError,
+      place.has_value() && memory_of(rank_).populate(*place, sizeof(BlockHead) + bytes),
       "deepsp: no shared memory for a buffer of ", bytes, " bytes");
-  const BlockPlace block{board_->member(), *place};
-  board_->head(block)->size_class = size_class;
+  const BlockPlace block{mailbox_->member(), *place};
+  BlockHead& head = *mailbox_->head(block);
+  head.size_class = size_class;
+  head.member = static_cast<uint64_t>(block.member);
+  head.place = block.place;
   return block;
 }
 
 void Mapped::release(const BlockPlace& block) {
-  if (block.member != board_->member()) {
-    return board_->give_back(block);
+  if (block.member != mailbox_->member()) {
+    return mailbox_->give_back(block);
   }
-  const uint64_t bytes = bytes_of_class(board_->head(block)->size_class);
-  connection_.memory->punch(block.place, bytes);
+  const uint64_t bytes = bytes_of_class(mailbox_->head(block)->size_class);
+  memory_of(rank_).punch(block.place, bytes);
   std::lock_guard<std::mutex> lock(allocating_);
   free_.give(block.place, bytes);
 }
 
 void Mapped::free_returned() {
-  board_->take_back([&](const BlockPlace& block) { release(block); });
+  mailbox_->take_back([&](const BlockPlace& block) { release(block); });
 }
 
 void Mapped::give(std::unique_ptr<Block> given) {
   if (!ours_ || failed_) {
-    return;  // somebody may still write there
+    return;  // a peer may still write there
   }
-  const char* const data = static_cast<char*>(given->data);
-  for (const int64_t p : ranks_) {
-    const SharedMemory& memory = memory_of(p);
-    if (data < memory.data() || data >= memory.data() + memory.bytes()) {
-      continue;
-    }
-    const BlockPlace block{member_of(p), static_cast<uint64_t>(data - memory.data())};
-    const auto bytes = static_cast<int64_t>(bytes_of_class(board_->head(block)->size_class));
-    if (closed_ || pool_idle_bytes() + bytes > pool_limit()) {
-      return release(block);
-    }
-    return board_->give_spare(board_->member(), block);
+  const auto* const head = static_cast<const BlockHead*>(given->data);
+  const BlockPlace block{static_cast<int64_t>(head->member), head->place};
+  const auto bytes = static_cast<int64_t>(bytes_of_class(head->size_class));
+  if (closed_ || pool_idle_bytes() + bytes > pool_limit()) {
+    release(block);
+  } else {
+    mailbox_->give_spare(mailbox_->member(), block);
   }
 }
 
 int64_t Mapped::idle_bytes() {
-  return ours_ && !failed_ ? static_cast<int64_t>(board_->spare_bytes(board_->member())) : 0;
+  return ours_ && !failed_ ? static_cast<int64_t>(mailbox_->spare_bytes(mailbox_->member())) : 0;
 }
 
 void Mapped::trim(int64_t bytes) {
@@ -134,9 +102,9 @@ void Mapped::trim(int64_t bytes) {
     return;
   }
   free_returned();
-  for (uint64_t size_class = kSizeClasses; size_class-- > 0 && idle_bytes() > bytes;) {
+  for (uint64_t size_class = kSizeClasses; size_class-- > 0;) {
     while (idle_bytes() > bytes) {
-      const auto spare = board_->take_spare(board_->member(), size_class);
+      const auto spare = mailbox_->take_spare(mailbox_->member(), size_class);
       if (!spare.has_value()) {
         break;
       }
@@ -146,9 +114,9 @@ void Mapped::trim(int64_t bytes) {
 }
 
 void Mapped::leave() {
-  for (const auto& neighbor : connection_.neighbors) {
-    if (neighbor) {
-      neighbor->socket = Descriptor();
+  for (const auto& peer : peers_) {
+    if (peer) {
+      peer->socket = Descriptor();
     }
   }
 }
@@ -165,68 +133,64 @@ void Mapped::disown() {
   leave();
 }
 
-// ------------------------------------------------------------------- exchanges
+// ------------------------------------------------------------------- waits
 
-std::string Mapped::lost(int64_t source) const {
-  if (board_->has_failed(member_of(source))) {
+std::string Mapped::why_lost(int64_t rank) const {
+  if (mailbox_->has_failed(member_of_[rank])) {
     return "its own exchange failed";
   }
-  return has_left(*connection_.neighbors[source]) ? "it has left the group, or died" : "";
-}
-
-void Mapped::fail(const std::string& why) {
-  fail();
-  throw std::runtime_error(why);
+  return rank != rank_ && peers_[rank]->has_left() ? "it has left the group, or died" : "";
 }
 
 void Mapped::fail() {
-  failed_ = true;
-  board_->fail();
+  if (ours_) {
+    failed_ = true;
+    mailbox_->fail();
+  }
 }
 
-void Mapped::wait_for_room(uint64_t exchange) {
+void Mapped::wait_until(
+    const std::function<bool()>& ready,
+    const std::vector<int64_t>& ranks,
+    std::chrono::milliseconds look,
+    const std::string& late) {
   const auto deadline = Clock::now() + timeout_;
-  while (!board_->has_room(exchange)) {
-    for (const int64_t p : ranks_) {
-      const std::string why = p == rank_ ? "" : lost(p);
-      if (!why.empty() && !board_->has_room(exchange)) {
-        throw std::runtime_error("rank " + std::to_string(p) + ": " + why);
+  const auto ready_or_failed = [&] {
+    return ready() || std::any_of(ranks.begin(), ranks.end(), [&](int64_t p) {
+             return mailbox_->has_failed(member_of_[p]);
+           });
+  };
+  while (true) {
+    mailbox_->wait(ready_or_failed, std::min(deadline, Clock::now() + look));
+    for (const int64_t p : ranks) {
+      if (ready()) {
+        return;
+      }
+      const std::string why = why_lost(p);
+      if (!why.empty() && !ready()) {
+        const std::string name = ranks.size() > 1 ? "rank " + std::to_string(p) + ": " : "";
+        throw std::runtime_error(name + why);
       }
     }
     if (Clock::now() >= deadline) {
-      throw std::runtime_error(
-          "more than " + std::to_string(kSlots) + " exchanges wait for a rank that is behind");
+      throw std::runtime_error(late);
     }
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
 }
 
 void Mapped::wait(uint64_t exchange, int64_t source) {
-  const int64_t member = member_of(source);
-  const auto arrived = [&] { return board_->has_arrived(exchange, member); };
-  if (!ours_) {
-    if (!arrived()) {
-      throw std::runtime_error(kForked);
-    }
-    return;
-  }
-  const auto deadline = Clock::now() + timeout_;
-  while (!board_->wait(
-      [&] { return arrived() || board_->has_failed(member); },
-      std::min(deadline, Clock::now() + kLook))) {
-    const std::string why = lost(source);
-    if (!why.empty() && !arrived()) {
-      fail(why);
-    }
-    if (Clock::now() >= deadline) {
-      fail(
-          "nothing came within the group's timeout of " + std::to_string(timeout_.count()) + " ms");
-    }
-  }
-  if (!arrived()) {
-    fail(lost(source));
+  const int64_t member = member_of_[source];
+  const auto arrived = [&] { return mailbox_->has_arrived(exchange, member); };
+  if (ours_) {
+    wait_until(
+        arrived, {source}, kLook,
+        "nothing came within the group's timeout of " + std::to_string(timeout_.count()) + " ms");
+  } else if (!arrived()) {
+    throw std::runtime_error(kForked);
   }
 }
+
+// ------------------------------------------------------------------- exchanges
 
 Mapped::Exchange::Exchange(
     std::shared_ptr<Mapped> mapped, uint64_t call, const std::vector<int64_t>& bytes)
@@ -250,46 +214,48 @@ Mapped::Exchange::Exchange(
 }
 
 void Mapped::Exchange::open(uint64_t call, const std::vector<int64_t>& bytes) {
-  mapped_->wait_for_room(number_);
+  // No bell rings for room.
+  mapped_->wait_until(
+      [&] { return mapped_->mailbox_->has_room(number_); }, mapped_->ranks_,
+      std::chrono::milliseconds(1),
+      "more than " + std::to_string(kSlots) + " exchanges wait for a rank that is behind");
   mapped_->free_returned();
-  // This rank's own first: its pages are in this process.
-  const auto size = static_cast<int64_t>(bytes.size());
-  for (int64_t step = 0; step < size; ++step) {
-    const int64_t p = (mapped_->rank_ + step) % size;
-    if (mapped_->member_of(p) < 0 || bytes[p] == 0) {
+  // This rank's own buffer first: its spares are mapped in this process.
+  for (int64_t step = 0; step < mapped_->size(); ++step) {
+    const int64_t p = (mapped_->rank_ + step) % mapped_->size();
+    if (mapped_->member_of_[p] < 0 || bytes[p] == 0) {
       continue;
     }
-    BlockHead* const head =
-        mapped_->board_->head(place_of(p, call, static_cast<uint64_t>(bytes[p])));
-    data_[p] = Board::data(head);
+    const BlockPlace place = find_or_publish(p, call, static_cast<uint64_t>(bytes[p]));
+    BlockHead* const head = mapped_->mailbox_->head(place);
+    data_[p] = Mailbox::data(head);
     if (p == mapped_->rank_) {
       buffer_ = std::make_unique<Block>(Block{head, 0, nullptr, mapped_});
     }
   }
 }
 
-// Where rank p's buffer lies: brings it, if nobody has.
-BlockPlace Mapped::Exchange::place_of(int64_t rank, uint64_t call, uint64_t bytes) {
-  Board& board = *mapped_->board_;
-  const int64_t owner = mapped_->member_of(rank);
-  auto found = board.find(number_, owner);
+BlockPlace Mapped::Exchange::find_or_publish(int64_t rank, uint64_t call, uint64_t bytes) {
+  Mailbox& mailbox = *mapped_->mailbox_;
+  const int64_t owner = mapped_->member_of_[rank];
+  auto found = mailbox.find(number_, owner);
   if (!found.has_value()) {
     const uint64_t size_class = size_class_of(sizeof(BlockHead) + bytes);
-    const auto spare = board.take_spare(owner, size_class);
-    const BlockPlace brought = spare ? *spare : mapped_->allocate(size_class, bytes);
-    BlockHead* const head = board.head(brought);
+    const auto spare = mailbox.take_spare(owner, size_class);
+    const BlockPlace supplied = spare ? *spare : mapped_->allocate(size_class, bytes);
+    BlockHead* const head = mailbox.head(supplied);
     head->call = call;
     head->bytes = bytes;
-    if (watched()) {  // anomaly mode looks for NaN everywhere
-      std::memset(Board::data(head), 0, bytes);
+    if (watched()) {  // anomaly mode looks for NaN in the whole buffer
+      std::memset(Mailbox::data(head), 0, bytes);
     }
-    found = board.publish(number_, owner, brought);
-    if (*found == brought) {
-      return brought;
+    found = mailbox.publish(number_, owner, supplied);
+    if (*found == supplied) {
+      return supplied;
     }
-    board.give_spare(owner, brought);
+    mailbox.give_spare(owner, supplied);
   }
-  const BlockHead& head = *board.head(*found);
+  const BlockHead& head = *mailbox.head(*found);
   if (head.call != call || head.bytes != bytes) {
     throw std::runtime_error("another rank makes another call, or passes other sizes");
   }
@@ -307,16 +273,16 @@ at::Tensor Mapped::Exchange::take_buffer(at::IntArrayRef sizes, at::ScalarType d
                  : pool_empty(sizes, dtype);  // of no elements
 }
 
-char* Mapped::Exchange::data(int64_t rank) const {
-  return data_[rank];
-}
-
-void Mapped::Exchange::deliver(int64_t rank) {
-  mapped_->board_->deliver(number_, mapped_->member_of(rank));
-}
-
-void Mapped::Exchange::close() {
-  mapped_->board_->pass(number_);
+void Mapped::Exchange::write(const std::function<void(int64_t, char*)>& write) {
+  // Each rank begins with the next one, so that no rank is everybody's last.
+  for (int64_t step = 1; step < mapped_->size(); ++step) {
+    const int64_t p = (mapped_->rank_ + step) % mapped_->size();
+    if (mapped_->reaches(p)) {
+      write(p, data_[p]);
+      mapped_->mailbox_->deliver(number_, mapped_->member_of_[p]);
+    }
+  }
+  mapped_->mailbox_->pass(number_);
   closed_ = true;
   lock_.unlock();
 }

@@ -1,13 +1,13 @@
 #include "pool.h"
 
 #include "../common/checks.h"
-#include "flight.h"
-#include "flight_table.h"
 
 #include <ATen/EmptyTensor.h>
 #include <c10/util/safe_numerics.h>
+#include <pthread.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <list>
 #include <map>
@@ -21,6 +21,8 @@ namespace {
 constexpr size_t kGranule = size_t(64) << 10;
 constexpr size_t kAlignment = 64;
 
+std::atomic<int64_t> limit{int64_t(2) << 30};
+
 class Pool {
  public:
   Block* take(size_t bytes) {
@@ -30,54 +32,40 @@ class Pool {
       // A block up to a quarter too large is better than a new one.
       auto found = by_size_.lower_bound(rounded);
       if (found != by_size_.end() && found->first <= rounded + rounded / 4) {
-        // Of that size, the one that was given back last: it may still be cached.
+        // The one of that size that was given back last: it may still be cached.
         found = std::prev(by_size_.upper_bound(found->first));
         const auto entry = found->second;
         Block* block = entry->release();
         by_size_.erase(found);
         idle_.erase(entry);
-        idle_bytes_ -= block->bytes;
+        idle_bytes_ -= static_cast<int64_t>(block->bytes);
         return block;
       }
     }
-    auto block = std::make_unique<Block>();
-    block->bytes = rounded;
-    block->data = std::aligned_alloc(kAlignment, rounded);
+    void* const data = std::aligned_alloc(kAlignment, rounded);
     TORCH_CHECK_WITH(
-        OutOfMemoryError, block->data, "deepsp: no memory for a buffer of ", rounded, " bytes");
-    return block.release();
+        OutOfMemoryError, data, "deepsp: no memory for a buffer of ", rounded, " bytes");
+    return new Block{data, rounded};
   }
 
   void give(Block* block) {
-    std::list<std::unique_ptr<Block, Free>> evicted;  // freed outside the lock
+    Idle evicted;  // freed outside the lock
     std::lock_guard<std::mutex> lock(mutex_);
     idle_.emplace_front(block);
     by_size_.emplace(block->bytes, idle_.begin());
-    idle_bytes_ += block->bytes;
-    evict(limit_, evicted);
+    idle_bytes_ += static_cast<int64_t>(block->bytes);
+    evict(limit, evicted);
   }
 
-  void set_limit(int64_t bytes) {
-    std::list<std::unique_ptr<Block, Free>> evicted;
+  void trim(int64_t to) {
+    Idle evicted;
     std::lock_guard<std::mutex> lock(mutex_);
-    limit_ = bytes;
-    evict(limit_, evicted);
-  }
-
-  void clear() {
-    std::list<std::unique_ptr<Block, Free>> evicted;
-    std::lock_guard<std::mutex> lock(mutex_);
-    evict(0, evicted);
+    evict(to, evicted);
   }
 
   int64_t idle_bytes() {
     std::lock_guard<std::mutex> lock(mutex_);
     return idle_bytes_;
-  }
-
-  int64_t limit() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return limit_;
   }
 
  private:
@@ -89,8 +77,8 @@ class Pool {
   };
   using Idle = std::list<std::unique_ptr<Block, Free>>;  // most recently used first
 
-  void evict(int64_t limit, Idle& evicted) {
-    while (idle_bytes_ > limit) {
+  void evict(int64_t to, Idle& evicted) {
+    while (idle_bytes_ > to) {
       const auto last = std::prev(idle_.end());
       const size_t bytes = (*last)->bytes;
       auto [it, end] = by_size_.equal_range(bytes);
@@ -107,7 +95,6 @@ class Pool {
   Idle idle_;
   std::multimap<size_t, Idle::iterator> by_size_;
   int64_t idle_bytes_ = 0;
-  int64_t limit_ = int64_t(2) << 30;
 };
 
 // Never destroyed: tensors may outlive static destructors.
@@ -116,66 +103,53 @@ Pool& pool() {
   return *instance;
 }
 
-// Of other memory, what lives.
-class Watched {
- public:
-  void add(const std::shared_ptr<Memory>& memory) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    all_.push_back(memory);
-  }
+using PeerMemories = std::vector<std::shared_ptr<PeerMemory>>;
 
-  std::vector<std::shared_ptr<Memory>> living() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    std::vector<std::shared_ptr<Memory>> found;
-    for (auto it = all_.begin(); it != all_.end();) {
-      if (auto memory = it->lock()) {
-        found.push_back(std::move(memory));
-        ++it;
-      } else {
-        it = all_.erase(it);
-      }
-    }
-    return found;
-  }
-
- private:
-  std::mutex mutex_;
-  std::vector<std::weak_ptr<Memory>> all_;
-};
-
-Watched& watched_memory() {
-  static Watched* const instance = new Watched;
-  return *instance;
+std::mutex watched_mutex;
+std::vector<std::weak_ptr<PeerMemory>>& watched_memory() {
+  static auto* const all = new std::vector<std::weak_ptr<PeerMemory>>;
+  return *all;
 }
 
-// Never destroyed, for the same reason.
-FlightTable& table() {
-  static FlightTable* const instance = new FlightTable;
-  return *instance;
+// The caller holds watched_mutex, and lets go of it before the result: freeing one takes locks.
+PeerMemories living_locked() {
+  PeerMemories living;
+  std::vector<std::weak_ptr<PeerMemory>> left;
+  for (const auto& weak : watched_memory()) {
+    if (auto memory = weak.lock()) {
+      living.push_back(std::move(memory));
+      left.push_back(weak);
+    }
+  }
+  watched_memory().swap(left);
+  return living;
+}
+
+PeerMemories living() {
+  std::lock_guard<std::mutex> lock(watched_mutex);
+  return living_locked();
+}
+
+void trim(int64_t to) {
+  pool().trim(to);
+  int64_t left = to - pool().idle_bytes();
+  for (const auto& memory : living()) {
+    memory->trim(std::max<int64_t>(left, 0));
+    left -= memory->idle_bytes();
+  }
 }
 
 void release(void* context) {
-  Block* block = static_cast<Block*>(context);
-  std::unique_ptr<Block> owned(block);
+  std::unique_ptr<Block> block(static_cast<Block*>(context));
   block->flight.reset();  // waits
-  const std::shared_ptr<Memory> memory = block->memory;
-  if (memory) {
-    return memory->give(std::move(owned));
+  if (const std::shared_ptr<PeerMemory> memory = block->memory) {
+    return memory->give(std::move(block));
   }
-  pool().give(owned.release());
+  pool().give(block.release());
   if (pool_idle_bytes() > pool_limit()) {
     pool_trim();
   }
 }
-
-Block* block_of(const at::Tensor& tensor) {
-  const at::DataPtr& data = tensor.storage().data_ptr();
-  return data.get_deleter() == &release ? static_cast<Block*>(data.get_context()) : nullptr;
-}
-
-}  // namespace
-
-namespace {
 
 size_t bytes_of(at::IntArrayRef sizes, at::ScalarType dtype) {
   uint64_t bytes = 0;
@@ -186,6 +160,8 @@ size_t bytes_of(at::IntArrayRef sizes, at::ScalarType dtype) {
       "deepsp: no memory for a buffer of shape ", sizes, ", ", dtype);
   return bytes;
 }
+
+}  // namespace
 
 at::Tensor tensor_over(at::DataPtr data, at::IntArrayRef sizes, at::ScalarType dtype) {
   c10::Storage storage(
@@ -198,8 +174,6 @@ at::Tensor tensor_over(at::DataPtr data, at::IntArrayRef sizes, at::ScalarType d
   tensor.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
   return tensor;
 }
-
-}  // namespace
 
 at::Tensor tensor_on(
     std::unique_ptr<Block> block, size_t offset, at::IntArrayRef sizes, at::ScalarType dtype) {
@@ -215,65 +189,54 @@ at::Tensor pool_empty(at::IntArrayRef sizes, at::ScalarType dtype) {
 at::Tensor tensor_in(
     const at::Tensor& buffer, int64_t first_byte, at::IntArrayRef sizes, at::ScalarType dtype) {
   char* const data = static_cast<char*>(buffer.storage().mutable_data()) + first_byte;
-  const auto let_go = [](void* whole) { delete static_cast<c10::Storage*>(whole); };
+  const auto free = [](void* whole) { delete static_cast<c10::Storage*>(whole); };
   return tensor_over(
-      at::DataPtr(data, new c10::Storage(buffer.storage()), let_go, at::kCPU), sizes, dtype);
+      at::DataPtr(data, new c10::Storage(buffer.storage()), free, at::kCPU), sizes, dtype);
 }
 
-void set_flight(const at::Tensor& buffer, std::unique_ptr<Flight> flight) {
-  Block* block = block_of(buffer);
-  if (!block) {
-    return table().set(buffer.storage(), std::move(flight));
-  }
-  TORCH_INTERNAL_ASSERT(!block->flight);
-  block->flight = std::move(flight);
+Block* block_of(const at::Tensor& tensor) {
+  const at::DataPtr& data = tensor.storage().data_ptr();
+  return data.get_deleter() == &release ? static_cast<Block*>(data.get_context()) : nullptr;
 }
 
-std::unique_ptr<Flight> take_flight(const at::Tensor& buffer) {
-  Block* block = block_of(buffer);
-  return block ? std::move(block->flight) : table().take(buffer.storage());
-}
-
-void pool_watch(const std::shared_ptr<Memory>& memory) {
-  watched_memory().add(memory);
+void pool_watch(const std::shared_ptr<PeerMemory>& memory) {
+  static const int forks = pthread_atfork(
+      [] { watched_mutex.lock(); }, [] { watched_mutex.unlock(); },
+      [] {
+        const PeerMemories living = living_locked();
+        for (const auto& memory : living) {
+          memory->disown();
+        }
+        watched_mutex.unlock();
+      });
+  TORCH_INTERNAL_ASSERT(forks == 0);
+  std::lock_guard<std::mutex> lock(watched_mutex);
+  watched_memory().push_back(memory);
 }
 
 int64_t pool_idle_bytes() {
   int64_t bytes = pool().idle_bytes();
-  for (const auto& memory : watched_memory().living()) {
+  for (const auto& memory : living()) {
     bytes += memory->idle_bytes();
   }
   return bytes;
 }
-
-namespace {
-
-void trim(int64_t limit) {
-  int64_t left = limit - pool().idle_bytes();
-  for (const auto& memory : watched_memory().living()) {
-    memory->trim(std::max<int64_t>(left, 0));
-    left -= memory->idle_bytes();
-  }
-}
-
-}  // namespace
 
 void pool_trim() {
   trim(pool_limit());
 }
 
 int64_t pool_limit() {
-  return pool().limit();
+  return limit;
 }
 
 void pool_set_limit(int64_t bytes) {
   check_at_least(bytes, 0, "bytes");
-  pool().set_limit(bytes);
-  trim(bytes);
+  limit = bytes;
+  pool_trim();
 }
 
 void pool_clear() {
-  pool().clear();
   trim(0);
 }
 

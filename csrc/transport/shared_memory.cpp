@@ -11,13 +11,10 @@
 #include <utility>
 
 namespace deepsp {
-namespace {
 
-[[noreturn]] void fail(const char* what) {
+void raise_errno(const char* what) {
   throw std::system_error(errno, std::generic_category(), what);
 }
-
-}  // namespace
 
 Descriptor& Descriptor::operator=(Descriptor&& other) noexcept {
   std::swap(fd_, other.fd_);
@@ -37,12 +34,12 @@ int Descriptor::release() {
 SharedMemory::SharedMemory(uint64_t bytes)
     : file_(memfd_create("deepsp", MFD_CLOEXEC | MFD_ALLOW_SEALING)), bytes_(bytes) {
   if (!file_) {
-    fail("memfd_create");
+    raise_errno("memfd_create");
   }
-  // Nobody can make it shorter under those who have it mapped.
+  // Seal the size, so that no process can truncate a mapped file (SIGBUS).
   if (ftruncate(file_.get(), static_cast<off_t>(bytes)) != 0 ||
       fcntl(file_.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0) {
-    fail("memfd_create");
+    raise_errno("memfd_create");
   }
   map();
 }
@@ -50,7 +47,7 @@ SharedMemory::SharedMemory(uint64_t bytes)
 SharedMemory::SharedMemory(Descriptor file) : file_(std::move(file)) {
   struct stat seen{};
   if (fstat(file_.get(), &seen) != 0) {
-    fail("fstat of a peer's memory");
+    raise_errno("fstat of a peer's memory");
   }
   bytes_ = static_cast<uint64_t>(seen.st_size);
   map();
@@ -60,15 +57,15 @@ void SharedMemory::map() {
   void* const mapped =
       mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file_.get(), 0);
   if (mapped == MAP_FAILED) {
-    fail("mmap of shared memory");
+    raise_errno("mmap of shared memory");
   }
   data_ = static_cast<char*>(mapped);
-  // A core dump would hold every byte of the mapping, written or not: as much as the machine has.
+  // A core dump would hold the whole mapping, written or not: the size of the machine's memory.
   if (madvise(data_, bytes_, MADV_DONTDUMP) != 0) {
     munmap(std::exchange(data_, nullptr), bytes_);
-    fail("madvise of shared memory");
+    raise_errno("madvise of shared memory");
   }
-  madvise(data_, bytes_, MADV_HUGEPAGE);  // where the system allows it for shared memory
+  madvise(data_, bytes_, MADV_HUGEPAGE);  // if the system allows it for shared memory
 }
 
 SharedMemory::~SharedMemory() {

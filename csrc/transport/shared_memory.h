@@ -1,10 +1,9 @@
 #pragma once
-// Memory that other processes of this machine can map: a file without a name, which is gone when
-// the last process that has it mapped ends, however it ends. Knows no torch.
+// Memory that other processes of this machine can map: an anonymous file, which is gone when the
+// last process that has it mapped ends, however it ends. It uses no torch.
 
 #include <cstdint>
 #include <map>
-#include <mutex>
 #include <optional>
 
 namespace deepsp {
@@ -26,10 +25,13 @@ class Descriptor {
   int fd_ = -1;
 };
 
+// std::system_error with the text of errno.
+[[noreturn]] void raise_errno(const char* what);
+
 // A whole file of memory, mapped. Errors are std::system_error.
 class SharedMemory {
  public:
-  // New memory. Pages come into being when they are first written.
+  // New memory. The system allocates a page when it is first written.
   explicit SharedMemory(uint64_t bytes);
   // Another process's.
   explicit SharedMemory(Descriptor file);
@@ -40,12 +42,12 @@ class SharedMemory {
   char* data() const { return data_; }
   uint64_t bytes() const { return bytes_; }
   int file() const { return file_.get(); }
-  // Nobody maps it from here on.
+  // No further process can map it through this one.
   void close_file() { file_ = Descriptor(); }
-  // Brings these pages into this process, at a fraction of what touching them one by one costs.
-  // False: there is no memory left.
+  // Faults these pages in, at a fraction of what touching them one by one costs. False: the system
+  // has no memory left.
   bool populate(uint64_t place, uint64_t bytes) const;
-  // Gives these pages back to the system, in all processes: they read as zeros.
+  // Frees these pages in all processes: they read as zeros.
   void punch(uint64_t place, uint64_t bytes) const;
 
  private:
@@ -56,7 +58,7 @@ class SharedMemory {
   uint64_t bytes_ = 0;
 };
 
-// Which parts of a range of places are free: first fit.
+// The free parts of a range of places: first fit.
 class FreeRanges {
  public:
   FreeRanges(uint64_t begin, uint64_t end) : free_{{begin, end}} {}

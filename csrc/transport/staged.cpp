@@ -1,6 +1,6 @@
+#ifdef DEEPSP_CUDA
 #include "staged.h"
 
-#ifdef DEEPSP_CUDA
 #include "../kernels/signal.h"
 #include "c10d.h"
 #include "stages.h"
@@ -15,20 +15,17 @@
 
 #include <mutex>
 #include <optional>
-#endif
 
 namespace deepsp {
-
-#ifdef DEEPSP_CUDA
 
 namespace symmetric = c10d::symmetric_memory;
 
 namespace {
 
-// Halves grow by powers of two from here on.
+// The first size of a half; it grows by powers of two.
 constexpr int64_t kFirstHalf = int64_t(4) << 20;
 
-// Memory of all ranks.
+// The memory of all ranks' stages.
 struct Region {
   at::Tensor memory;
   c10::intrusive_ptr<symmetric::SymmetricMemory> mapped;
@@ -37,8 +34,8 @@ struct Region {
     return symmetric::empty_strided_p2p(
         {2 * half_bytes}, {1}, at::kByte, device, std::nullopt, std::nullopt);
   }
-  Region(at::Tensor of, const Group& group)
-      : memory(std::move(of)), mapped(symmetric::rendezvous(memory, group.name)) {
+  Region(at::Tensor allocated, const Group& group)
+      : memory(std::move(allocated)), mapped(symmetric::rendezvous(memory, group.name)) {
     TORCH_CHECK(
         mapped->world_within_direct_access(), "a GPU doesn't reach the memory of another one");
     TORCH_CHECK(
@@ -50,26 +47,15 @@ struct Region {
   Stages stages(const Group& group, int64_t half_bytes, c10::Device device) const {
     const auto timeout = std::chrono::nanoseconds(timeout_of(group, device));
     return Stages(
-        group.rank, of<char>(mapped->get_buffer_ptrs()),
-        of<uint64_t>(mapped->get_signal_pad_ptrs()), half_bytes,
+        group.rank, mapped->get_buffer_ptrs(), mapped->get_signal_pad_ptrs(), half_bytes,
         static_cast<uint64_t>(timeout.count()));
-  }
-
- private:
-  template <class T>
-  static std::vector<T*> of(const std::vector<void*>& pointers) {
-    std::vector<T*> found;
-    for (void* const pointer : pointers) {
-      found.push_back(static_cast<T*>(pointer));
-    }
-    return found;
   }
 };
 
-// What waits for it comes after it.
-class Landing final : public c10d::Work {
+// The work of an exchange: a wait makes the current stream wait for the exchange's stream.
+class StreamWork final : public c10d::Work {
  public:
-  explicit Landing(c10::Stream stream) : device_(stream.device()), event_(device_.type()) {
+  explicit StreamWork(c10::Stream stream) : device_(stream.device()), event_(device_.type()) {
     event_.record(stream);
   }
 
@@ -129,14 +115,14 @@ class Symmetric final : public Staged {
     }
     auto flight = std::make_unique<Flight>();
     flight->collective =
-        shared(c10::intrusive_ptr<c10d::Work>(c10::make_intrusive<Landing>(stream_)));
+        shared(c10::intrusive_ptr<c10d::Work>(c10::make_intrusive<StreamWork>(stream_)));
     flight->together = true;
     flight->stream = current;
     return flight;
   }
 
  private:
-  // All ranks come here with the same sizes, so they meet.
+  // All ranks grow in the same exchange, since their sizes are alike.
   void grow(const Group& group, int64_t bytes) {
     if (bytes <= half_bytes_) {
       return;
@@ -145,7 +131,7 @@ class Symmetric final : public Staged {
     while (half_bytes < bytes) {
       half_bytes *= 2;
     }
-    // Nobody writes into the old one any more when all ranks have come this far.
+    // The rendezvous ends when all ranks have come this far, and so have done with the old region.
     stream_.synchronize();
     std::optional<Region> larger(std::in_place, Region::allocate(half_bytes, device_), group);
     region_.swap(larger);
@@ -161,69 +147,15 @@ class Symmetric final : public Staged {
   Stages stages_;
 };
 
-struct Offer {
-  Request request;
-  Text<160> machine;
-  Outcome allocated;
-};
-
 }  // namespace
 
-std::pair<Reach, std::shared_ptr<Staged>> connect_gpus(
-    const Group& group, const Request& request, c10::Device device) {
-  Offer mine{request, {}, {}};
-  at::Tensor memory;
-  const Wanted wanted = request.wanted;
-  if (wanted == Wanted::mapped) {
-    mine.allocated = outcome_of([&] {
-      mine.machine = machine_word();
-      memory = Region::allocate(kFirstHalf, device);
-    });
-  }
-  const std::vector<Offer> offers = all_say(group, mine, device);
-  check_requests(group, [&](int64_t p) -> const Request& { return offers[p].request; });
-  if (wanted != Wanted::mapped) {
-    const bool messages = wanted == Wanted::messages;
-    return {
-        Reach::nobody(
-            group.size, messages ? "messages are asked for"
-                                 : "GPUs write into each other's memory only where that is asked "
-                                   "for, by use=\"mapped\": it is new"),
-        nullptr};
-  }
-  const auto check = [&](int64_t p, bool reaches, const std::string& why) {
-    TORCH_CHECK_VALUE(
-        reaches, "expected all ranks of group '", group.name,
-        "' to reach each other's memory, since the transport is \"mapped\", but rank ", p,
-        " doesn't (", why, "); use \"auto\" or \"messages\"");
-  };
-  for (int64_t p = 0; p < group.size; ++p) {
-    check(p, offers[p].allocated.done, offers[p].allocated.why.str());
-    check(
-        p, offers[p].machine.str() == offers[0].machine.str(),
-        "it runs on another machine than rank 0");
-  }
-
-  std::shared_ptr<Staged> staged;
-  const std::vector<Outcome> outcomes = all_say(
-      group,
-      outcome_of([&] { staged = std::make_shared<Symmetric>(group, std::move(memory), device); }),
-      device);
-  for (int64_t p = 0; p < group.size; ++p) {
-    check(p, outcomes[p].done, outcomes[p].why.str());
-  }
-  return {
-      {std::vector<int64_t>(group.size, 0), std::vector<std::string>(group.size)},
-      std::move(staged)};
+at::Tensor allocate_stage(c10::Device device) {
+  return Region::allocate(kFirstHalf, device);
 }
 
-#else
-
-std::pair<Reach, std::shared_ptr<Staged>> connect_gpus(
-    const Group& group, const Request&, c10::Device) {
-  return {Reach::nobody(group.size, "deepsp was built without CUDA"), nullptr};
+std::shared_ptr<Staged> make_staged(const Group& group, at::Tensor stage, c10::Device device) {
+  return std::make_shared<Symmetric>(group, std::move(stage), device);
 }
-
-#endif
 
 }  // namespace deepsp
+#endif

@@ -1,13 +1,11 @@
 #pragma once
-// The ranks of a group whose GPUs reach each other's memory: symmetric memory for their stages
-// (stages.h), and a stream in which blocks travel.
+// Staged copies between GPUs that reach each other's memory: symmetric memory for their stages
+// (stages.h), and a stream for the exchanges.
 
 #include "flight.h"
-#include "introduction.h"
 
 #include <functional>
 #include <memory>
-#include <utility>
 #include <vector>
 
 namespace deepsp {
@@ -19,9 +17,9 @@ class Staged {
  public:
   virtual ~Staged() = default;
 
-  // Launches one exchange, and ties it to this rank's `buffer`. `bytes`: of the buffers, by rank,
-  // alike on all ranks. write(buffers) launches the copies of this rank's blocks for all ranks,
-  // itself included, on the current stream; they read `reads`.
+  // Launches one exchange that fills this rank's `buffer`, and returns its flight. `bytes`: the
+  // sizes of the buffers, by rank, alike on all ranks. write(buffers) launches the copies of this
+  // rank's blocks for all ranks, itself included, on the current stream; they read `reads`.
   virtual std::unique_ptr<Flight> exchange(
       const Group& group,
       const std::vector<int64_t>& bytes,
@@ -30,9 +28,10 @@ class Staged {
       const std::function<void(const Buffers&)>& write) = 0;
 };
 
-// All ranks of the group call this. ValueError on every rank if they want different things, or if
-// they want memory that they don't reach.
-std::pair<Reach, std::shared_ptr<Staged>> connect_gpus(
-    const Group& group, const Request& request, c10::Device device);
+// With CUDA only. This rank's first stage.
+at::Tensor allocate_stage(c10::Device device);
+// All ranks of the group call this together, each with its stage. An error if a GPU doesn't reach
+// another one.
+std::shared_ptr<Staged> make_staged(const Group& group, at::Tensor stage, c10::Device device);
 
 }  // namespace deepsp

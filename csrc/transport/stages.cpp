@@ -10,8 +10,8 @@ namespace deepsp {
 
 Stages::Stages(
     int64_t rank,
-    std::vector<char*> stages,
-    std::vector<uint64_t*> arrived,
+    std::vector<void*> stages,
+    std::vector<void*> arrived,
     int64_t half_bytes,
     uint64_t most_ns)
     : rank_(rank),
@@ -22,15 +22,15 @@ Stages::Stages(
 }
 
 char* Stages::half(int64_t p) const {
-  return stages_[p] + static_cast<int64_t>(exchange_ % 2) * half_bytes_;
+  return static_cast<char*>(stages_[p]) + static_cast<int64_t>(exchange_ % 2) * half_bytes_;
 }
 
 cudaError_t Stages::arrive(cudaStream_t stream) {
   Signals theirs{static_cast<int>(arrived_.size()), {}, exchange_ + 1};
   Signals mine = theirs;
   for (int p = 0; p < mine.count; ++p) {
-    theirs.words[p] = arrived_[p] + rank_;
-    mine.words[p] = arrived_[rank_] + p;
+    theirs.words[p] = static_cast<uint64_t*>(arrived_[p]) + rank_;
+    mine.words[p] = static_cast<uint64_t*>(arrived_[rank_]) + p;
   }
   const cudaError_t error = set_signals_cuda(theirs, stream);
   return error != cudaSuccess ? error : wait_signals_cuda(mine, most_ns_, stream);

@@ -1,18 +1,18 @@
 #pragma once
-// How ranks whose GPUs reach each other's memory write into it: the protocol, in kernels of a
-// stream of each rank's. Knows no torch.
+// How ranks whose GPUs reach each other's memory write into it: the protocol, in kernels on one
+// stream of each rank. It uses no torch.
 //
-// Every rank has a stage, memory that all ranks can write, of two halves. Exchange n uses half
-// n % 2 of each:
+// Every rank has a stage, memory of two halves that all ranks can write. Exchange n uses half n %
+// 2:
 //
-//   (write)   every rank writes its block for p straight to where p's buffer has it, in p's half
-//   arrive    tells all ranks that it has, and waits until all have told it
-//   take      copies the half to the buffer
+//   (write)   every rank writes its block for p into p's half, at its place in p's buffer
+//   arrive    tells all ranks that its blocks are written, and waits until all have told it
+//   take      copies the rank's own half to its buffer
 //
-// A half is written again two exchanges later. Whoever does so has seen all ranks arrive in the
-// exchange between, and they did that when they had taken this one: no other word is needed.
-// arrived[s] of rank r is a word in r's memory that rank s sets to n + 1. Exchanges are numbered
-// alike on all ranks.
+// A half is written again two exchanges later. Its writer has then seen all ranks arrive in the
+// exchange between, which they do only after this one's take: no other signal is needed. arrived[s]
+// of rank r is a word in r's memory that rank s sets to n + 1. Exchanges are numbered alike on all
+// ranks.
 
 #ifdef DEEPSP_CUDA
 #include <cuda_runtime_api.h>
@@ -24,30 +24,30 @@ namespace deepsp {
 
 class Stages {
  public:
-  // By rank: where its stage is mapped here, and its words, which are 0 at first. After `most_ns`
-  // nanoseconds of waiting, the device reports an error.
+  // By rank: where its stage is mapped here, and its words, 0 at first. The device reports an error
+  // when it has waited for `most_ns` nanoseconds.
   Stages(
       int64_t rank,
-      std::vector<char*> stages,
-      std::vector<uint64_t*> arrived,
+      std::vector<void*> stages,
+      std::vector<void*> arrived,
       int64_t half_bytes,
       uint64_t most_ns);
 
-  // What the words of a rank take.
+  // The size of a rank's words.
   static int64_t word_bytes(int64_t ranks) {
     return ranks * static_cast<int64_t>(sizeof(uint64_t));
   }
 
-  // Where rank p's buffer of this exchange begins.
+  // The half of rank p that this exchange uses.
   char* half(int64_t p) const;
   cudaError_t arrive(cudaStream_t stream);
-  // The exchange is over with it.
+  // It ends the exchange.
   cudaError_t take(char* buffer, int64_t bytes, cudaStream_t stream);
 
  private:
   int64_t rank_;
-  std::vector<char*> stages_;
-  std::vector<uint64_t*> arrived_;
+  std::vector<void*> stages_;
+  std::vector<void*> arrived_;
   int64_t half_bytes_;
   uint64_t most_ns_;
   uint64_t exchange_ = 0;

@@ -1,9 +1,9 @@
 // The buffer pool under sanitizers (`make sanitize`): several threads take blocks, write them, hand
-// them to each other and give them back, while its limit changes. And what is on its way into
+// them to each other and give them back, while its limit changes. And the flights of
 // memory that isn't the pool's.
 
 // Its source: torch's headers take longest, and are read once.
-#include "../../csrc/transport/flight_table.cpp"
+#include "../../csrc/transport/attach.cpp"
 #include "../../csrc/transport/pool.cpp"
 #include "common.h"
 
@@ -19,23 +19,27 @@ namespace {
 std::atomic<int> ended{0};
 }
 
-// The pool only lets go of them: what they wait for is c10d's.
+// The pool only destroys flights: they wait for c10d's works.
 deepsp::Flight::~Flight() {
   ++ended;
 }
 
-// A work that is done and owns what it filled: here, what it sends does.
-std::unique_ptr<deepsp::Flight> deepsp::let_go_if_done(Flight& flight) {
-  if (!flight.done_on_device || flight.holds.empty()) {
+// A work that is done and owns the memory that it filled: here, the tensors that it sent do.
+std::unique_ptr<deepsp::Flight> deepsp::Flight::release_if_done() {
+  if (!done_on_device || holds.empty()) {
     return nullptr;
   }
   auto done = std::make_unique<Flight>();
-  done->holds = std::move(flight.holds);
+  done->holds = std::move(holds);
   --ended;  // it ends, too
   return done;
 }
 
 bool deepsp::capturing(c10::Device) {
+  return false;
+}
+
+bool deepsp::watched() {
   return false;
 }
 
@@ -62,11 +66,11 @@ void work(int thread) {
     at::Tensor tensor = pool_empty({count}, at::kFloat);
     std::memset(tensor.mutable_data_ptr(), thread + 1, count * 4);
     if (round % 3 == 0) {
-      set_flight(tensor, std::make_unique<Flight>());
+      launch_into(tensor, std::make_unique<Flight>());
       ++flown;
       if (round % 2 == 0) {
-        require(take_flight(tensor) != nullptr, "take_flight");
-        require(take_flight(tensor) == nullptr, "a flight is taken once");
+        require(flight_into(tensor) != nullptr, "it has a flight");
+        require(flight_into(tensor) == nullptr, "a flight is taken once");
       }
     }
     const char* bytes = static_cast<const char*>(tensor.const_data_ptr());
@@ -103,7 +107,8 @@ void flights_of_other_memory() {
   require(ended == 0 && table.size() == 2, "nothing is looked at before the next launch");
   const at::Tensor other = at::empty({4}, at::kFloat);
   table.set(other.storage(), flight(false));
-  require(ended == 1 && table.size() == 2, "what nobody waits for leaves with the next launch");
+  require(
+      ended == 1 && table.size() == 2, "the flight of a freed buffer goes with the next launch");
   require(table.take(view.storage()) != nullptr, "a view finds its storage's flight");
   require(table.take(waited.storage()) == nullptr, "a flight is taken once");
 
@@ -150,7 +155,7 @@ void flights_of_other_memory() {
   }
   require(table.take(waited.storage())->landed, "so does the first");
 
-  // Of several threads. Their tensors live: torch's own code isn't built for TSan.
+  // With several threads. Their tensors live: torch's own code isn't built for TSan.
   kept.assign(kThreads * 50, at::Tensor());
   for (at::Tensor& of : kept) {
     of = at::empty({4}, at::kFloat);

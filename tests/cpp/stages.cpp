@@ -1,6 +1,6 @@
 // The protocol by which GPUs write into each other's memory, on threads: each is a rank with its
 // stream, their memories are plain, and the CUDA kernels run on the CPU. Built with TSan it shows
-// that nobody reads what isn't written, and nobody writes what is still read.
+// that no rank reads a block before it is written, or writes one that is still read.
 
 #include "../../csrc/kernels/copy.h"
 #include "../../csrc/transport/stages.h"
@@ -84,8 +84,8 @@ struct Rank {
 struct Memory {
   std::vector<std::unique_ptr<char[]>> stages;
   std::vector<std::unique_ptr<uint64_t[]>> words;
-  std::vector<char*> of_stages;
-  std::vector<uint64_t*> of_words;
+  std::vector<void*> of_stages;
+  std::vector<void*> of_words;
 
   explicit Memory(int ranks) {
     for (int p = 0; p < ranks; ++p) {

@@ -1,4 +1,4 @@
-#include "board.h"
+#include "mailbox.h"
 
 #include <linux/futex.h>
 #include <sched.h>
@@ -14,13 +14,12 @@
 namespace deepsp {
 namespace {
 
-// A peer that runs on another core answers within these; where ranks share cores, only giving way
-// helps.
+// Spins pay if the peer runs on another core; if ranks share cores, only yields help.
 constexpr int kSpins = 400;
 constexpr int kYields = 40;
 
-// A word: where a block lies, and a mark beside it. In a slot it is the turn of an exchange; on top
-// of a stack it counts changes, so that nobody takes one top for another.
+// A word holds the place of a block and a mark. In a slot the mark is the turn of an exchange; on
+// top of a stack it counts changes (against ABA).
 constexpr int kUnitBits = 32, kMemberBits = 12, kMarkBits = 20;
 
 uint64_t word_of(const BlockPlace& block, uint64_t mark) {
@@ -36,7 +35,7 @@ uint64_t next_mark(uint64_t word) {
   return (mark_of(word) + 1) & ((uint64_t(1) << kMarkBits) - 1);
 }
 
-// At place 0 are control words: no block.
+// Place 0, where control words lie, means no block.
 BlockPlace place_in(uint64_t word) {
   return {
       static_cast<int64_t>(word >> kUnitBits & (kMostMembers - 1)),
@@ -70,8 +69,8 @@ void futex_wake(std::atomic<uint32_t>& word) {
 
 }  // namespace
 
-// Words that different members write lie in different lines of the cache.
-struct Board::Control {
+// Words that different members write lie in different cache lines.
+struct Mailbox::Control {
   alignas(64) std::atomic<uint32_t> bell;
   alignas(64) std::atomic<uint32_t> sleepers;
   alignas(64) std::atomic<uint32_t> failed;
@@ -96,30 +95,30 @@ uint64_t size_class_of(uint64_t bytes) {
 }
 
 uint64_t bytes_of_class(uint64_t size_class) {
-  // Eight classes a shift: from 9 to 16 of its units, and the first ones exactly.
+  // Eight classes for each shift: 9 to 16 of its units; the first 16 classes are exact.
   const uint64_t shift = size_class <= 16 ? 0 : (size_class - 9) / 8;
   return ((size_class - shift * 8) << shift) * kPlaceUnit;
 }
 
-uint64_t Board::control_bytes(int64_t members) {
+uint64_t Mailbox::control_bytes(int64_t members) {
   const uint64_t bytes = sizeof(Control) + static_cast<uint64_t>(members) * 64;
   return (bytes + kPlaceUnit - 1) / kPlaceUnit * kPlaceUnit;
 }
 
-Board::Board(int64_t member, std::vector<char*> memories)
+Mailbox::Mailbox(int64_t member, std::vector<char*> memories)
     : member_(member), memories_(std::move(memories)) {
 }
 
-Board::Control& Board::control(int64_t member) const {
+Mailbox::Control& Mailbox::control(int64_t member) const {
   return *reinterpret_cast<Control*>(memories_[member]);
 }
 
-std::atomic<uint64_t>& Board::arrived(int64_t owner, int64_t source) const {
+std::atomic<uint64_t>& Mailbox::arrived(int64_t owner, int64_t source) const {
   return *reinterpret_cast<std::atomic<uint64_t>*>(
       memories_[owner] + sizeof(Control) + source * 64);
 }
 
-bool Board::has_room(uint64_t n) {
+bool Mailbox::has_room(uint64_t n) {
   if (n < all_opened_ + kSlots) {
     return true;
   }
@@ -131,7 +130,7 @@ bool Board::has_room(uint64_t n) {
   return n < all_opened_ + kSlots;
 }
 
-std::optional<BlockPlace> Board::find(uint64_t n, int64_t owner) const {
+std::optional<BlockPlace> Mailbox::find(uint64_t n, int64_t owner) const {
   const uint64_t slot = control(owner).slots[n % kSlots].load(std::memory_order_acquire);
   if (!is_of(slot, n)) {
     return std::nullopt;
@@ -139,7 +138,7 @@ std::optional<BlockPlace> Board::find(uint64_t n, int64_t owner) const {
   return place_in(slot);
 }
 
-BlockPlace Board::publish(uint64_t n, int64_t owner, const BlockPlace& block) {
+BlockPlace Mailbox::publish(uint64_t n, int64_t owner, const BlockPlace& block) {
   std::atomic<uint64_t>& slot = control(owner).slots[n % kSlots];
   uint64_t seen = slot.load(std::memory_order_acquire);
   while (!is_of(seen, n)) {
@@ -152,28 +151,28 @@ BlockPlace Board::publish(uint64_t n, int64_t owner, const BlockPlace& block) {
   return place_in(seen);
 }
 
-void Board::ring(int64_t member) {
-  Control& of = control(member);
-  of.bell.fetch_add(1, std::memory_order_seq_cst);
-  if (of.sleepers.load(std::memory_order_seq_cst) > 0) {
-    futex_wake(of.bell);
+void Mailbox::ring(int64_t member) {
+  Control& theirs = control(member);
+  theirs.bell.fetch_add(1, std::memory_order_seq_cst);
+  if (theirs.sleepers.load(std::memory_order_seq_cst) > 0) {
+    futex_wake(theirs.bell);
   }
 }
 
-void Board::deliver(uint64_t n, int64_t owner) {
+void Mailbox::deliver(uint64_t n, int64_t owner) {
   arrived(owner, member_).store(n + 1, std::memory_order_release);
   ring(owner);
 }
 
-void Board::pass(uint64_t n) {
+void Mailbox::pass(uint64_t n) {
   control(member_).opened.store(n + 1, std::memory_order_release);
 }
 
-bool Board::has_arrived(uint64_t n, int64_t source) const {
+bool Mailbox::has_arrived(uint64_t n, int64_t source) const {
   return arrived(member_, source).load(std::memory_order_acquire) > n;
 }
 
-bool Board::wait(
+bool Mailbox::wait(
     const std::function<bool()>& ready, std::chrono::steady_clock::time_point deadline) {
   for (int i = 0; i < kSpins; ++i) {
     if (ready()) {
@@ -206,7 +205,7 @@ bool Board::wait(
   }
 }
 
-void Board::push(std::atomic<uint64_t>& stack, const BlockPlace& block) const {
+void Mailbox::push(std::atomic<uint64_t>& stack, const BlockPlace& block) const {
   uint64_t top = stack.load(std::memory_order_relaxed);
   do {
     head(block)->next.store(top, std::memory_order_relaxed);
@@ -214,43 +213,42 @@ void Board::push(std::atomic<uint64_t>& stack, const BlockPlace& block) const {
       top, word_of(block, next_mark(top)), std::memory_order_release, std::memory_order_relaxed));
 }
 
-void Board::give_spare(int64_t owner, const BlockPlace& block) {
-  Control& of = control(owner);
+void Mailbox::give_spare(int64_t owner, const BlockPlace& block) {
+  Control& theirs = control(owner);
   const uint64_t size_class = head(block)->size_class;
-  of.spare_bytes.fetch_add(bytes_of_class(size_class), std::memory_order_relaxed);
-  push(of.spares[size_class], block);
+  theirs.spare_bytes.fetch_add(bytes_of_class(size_class), std::memory_order_relaxed);
+  push(theirs.spares[size_class], block);
 }
 
-std::optional<BlockPlace> Board::take_spare(int64_t owner, uint64_t size_class) {
-  Control& of = control(owner);
-  std::atomic<uint64_t>& stack = of.spares[size_class];
+std::optional<BlockPlace> Mailbox::take_spare(int64_t owner, uint64_t size_class) {
+  Control& theirs = control(owner);
+  std::atomic<uint64_t>& stack = theirs.spares[size_class];
   uint64_t top = stack.load(std::memory_order_acquire);
   while (true) {
     const BlockPlace block = place_in(top);
     if (block.place == 0) {
       return std::nullopt;
     }
-    // Another may take the block meanwhile, and write what it likes there: then the top has another
-    // mark.
+    // If another member takes the block meanwhile and overwrites `next`, the top's mark changes.
     const BlockPlace below = place_in(head(block)->next.load(std::memory_order_relaxed));
     if (stack.compare_exchange_weak(
             top, word_of(below, next_mark(top)), std::memory_order_acq_rel,
             std::memory_order_acquire)) {
-      of.spare_bytes.fetch_sub(bytes_of_class(size_class), std::memory_order_relaxed);
+      theirs.spare_bytes.fetch_sub(bytes_of_class(size_class), std::memory_order_relaxed);
       return block;
     }
   }
 }
 
-uint64_t Board::spare_bytes(int64_t owner) const {
+uint64_t Mailbox::spare_bytes(int64_t owner) const {
   return control(owner).spare_bytes.load(std::memory_order_relaxed);
 }
 
-void Board::give_back(const BlockPlace& block) {
+void Mailbox::give_back(const BlockPlace& block) {
   push(control(block.member).returned, block);
 }
 
-void Board::take_back(const std::function<void(const BlockPlace&)>& take) {
+void Mailbox::take_back(const std::function<void(const BlockPlace&)>& take) {
   std::atomic<uint64_t>& stack = control(member_).returned;
   if (place_in(stack.load(std::memory_order_relaxed)).place == 0) {
     return;
@@ -263,14 +261,14 @@ void Board::take_back(const std::function<void(const BlockPlace&)>& take) {
   }
 }
 
-void Board::fail() {
+void Mailbox::fail() {
   control(member_).failed.store(1, std::memory_order_seq_cst);
   for (int64_t m = 0; m < members(); ++m) {
     ring(m);
   }
 }
 
-bool Board::has_failed(int64_t member) const {
+bool Mailbox::has_failed(int64_t member) const {
   return control(member).failed.load(std::memory_order_acquire) != 0;
 }
 

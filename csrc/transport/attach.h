@@ -1,0 +1,67 @@
+#pragma once
+// Attaches a flight to the buffer that it fills, and waits for a buffer by its flight.
+
+#include "flight.h"
+#include "group.h"
+
+#include <c10/core/Storage.h>
+
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+
+namespace deepsp {
+
+// GPU only: records the current stream as the one that made the buffer. If another stream waits for
+// the buffer, it waits for that stream, too.
+void made_here(const at::Tensor& buffer);
+
+// Attaches a flight, which the caller has waited for if watched() holds.
+void launch_into(const at::Tensor& buffer, std::unique_ptr<Flight> flight);
+// Attaches a collective of any backend; if watched() holds, waits for it instead.
+void launch_into(
+    const Group& group, const at::Tensor& buffer, const Work& work, const at::Tensor& sent);
+// Detaches the buffer's flight; null if nothing fills it. ValueError after mark_landed.
+std::unique_ptr<Flight> flight_into(const at::Tensor& buffer);
+// Detaches the flight, waits for it, and marks the buffer.
+std::unique_ptr<Flight> land(const at::Tensor& buffer);
+// From now on flight_into(buffer) raises: a buffer is waited for once.
+void mark_landed(const at::Tensor& buffer, const Flight& flight);
+bool has_landed(const at::Tensor& buffer);
+// Whether one collective receives all blocks of the buffer, before and after the wait.
+bool travels_together(const at::Tensor& buffer);
+// How blocks lie in it, before and after the wait; packed if it never had a flight.
+Order order_of(const at::Tensor& buffer);
+
+// The flights of buffers that aren't the pool's (a GPU's), by their storage. The table owns no
+// storage, so the flights of freed buffers go with the next launch; so do the works and the sent
+// tensors of flights whose collective is complete.
+class FlightTable {
+ public:
+  // Replaces a local flight.
+  void set(const c10::Storage& storage, std::unique_ptr<Flight> flight);
+  // Removes and returns it; null if there is none.
+  std::unique_ptr<Flight> take(const c10::Storage& storage);
+  // The number of entries, those of freed storages included.
+  size_t size();
+
+ private:
+  struct Entry {
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+    std::unique_ptr<Flight> flight;
+  };
+  using Entries = std::unordered_map<const void*, Entry>;
+
+  void release_done();
+  // Removes and returns the entries of freed storages.
+  static Entries remove_expired(Entries& entries);
+
+  std::mutex mutex_;
+  Entries flights_;
+  // Marks of waits, and local flights: many, which stay as long as their storages; searched for freed ones
+  // only when their number has doubled.
+  Entries marks_;
+  size_t search_at_ = 64;
+};
+
+}  // namespace deepsp

@@ -1,0 +1,146 @@
+#include "peer_socket.h"
+
+#include <sys/socket.h>
+#include <sys/time.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <stdexcept>
+
+namespace deepsp {
+namespace {
+
+// A handshake as it is sent; its file travels beside it.
+struct Message {
+  int64_t rank;
+  char secret[32];
+};
+
+Descriptor new_socket() {
+  Descriptor made(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  if (!made) {
+    raise_errno("socket");
+  }
+  return made;
+}
+
+// Calls bind or connect.
+int with_address(
+    int (*call)(int, const sockaddr*, socklen_t),
+    const Descriptor& socket,
+    const std::string& name) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  std::memcpy(address.sun_path + 1, name.data(), name.size());
+  const auto length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+  return call(socket.get(), reinterpret_cast<const sockaddr*>(&address), length);
+}
+
+void set_timeout(const Descriptor& socket, std::chrono::milliseconds timeout) {
+  const timeval time{timeout.count() / 1000, timeout.count() % 1000 * 1000};
+  if (setsockopt(socket.get(), SOL_SOCKET, SO_RCVTIMEO, &time, sizeof(time)) != 0 ||
+      setsockopt(socket.get(), SOL_SOCKET, SO_SNDTIMEO, &time, sizeof(time)) != 0) {
+    raise_errno("setsockopt");
+  }
+}
+
+bool is_same_user(const Descriptor& socket) {
+  ucred peer{};
+  socklen_t length = sizeof(peer);
+  if (getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &peer, &length) != 0) {
+    raise_errno("SO_PEERCRED");
+  }
+  return peer.uid == geteuid();
+}
+
+// A message with room for one file: any more would be a second one.
+struct Envelope {
+  iovec content;
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  msghdr header{};
+
+  explicit Envelope(Message* message) : content{message, sizeof(*message)} {
+    header.msg_iov = &content;
+    header.msg_iovlen = 1;
+    header.msg_control = control;
+    header.msg_controllen = CMSG_LEN(sizeof(int));
+  }
+};
+
+}  // namespace
+
+Descriptor listen_on(const std::string& name, int backlog, std::chrono::milliseconds timeout) {
+  Descriptor listener = new_socket();
+  if (with_address(&bind, listener, name) != 0 || listen(listener.get(), backlog) != 0) {
+    raise_errno("bind of a local socket");
+  }
+  set_timeout(listener, timeout);
+  return listener;
+}
+
+Descriptor connect_to(const std::string& name, int64_t rank, std::chrono::milliseconds timeout) {
+  Descriptor socket = new_socket();
+  set_timeout(socket, timeout);
+  if (with_address(&connect, socket, name) != 0) {
+    raise_errno(("connect to rank " + std::to_string(rank)).c_str());
+  }
+  if (!is_same_user(socket)) {
+    throw std::runtime_error("another user answers on its socket");
+  }
+  return socket;
+}
+
+Descriptor accept_from(const Descriptor& listener, std::chrono::milliseconds timeout) {
+  Descriptor caller(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+  if (!caller) {
+    if (errno != ECONNABORTED && errno != EINTR && errno != EAGAIN) {
+      raise_errno("accept of a peer");
+    }
+  } else if (is_same_user(caller)) {
+    set_timeout(caller, timeout);
+    return caller;
+  }
+  return {};
+}
+
+void send_handshake(const Descriptor& socket, int64_t rank, const std::string& secret, int memory) {
+  Message message{rank, {}};
+  std::memcpy(message.secret, secret.data(), std::min(secret.size(), sizeof(message.secret) - 1));
+  Envelope envelope(&message);
+  cmsghdr* const header = CMSG_FIRSTHDR(&envelope.header);
+  header->cmsg_level = SOL_SOCKET;
+  header->cmsg_type = SCM_RIGHTS;
+  header->cmsg_len = CMSG_LEN(sizeof(int));
+  std::memcpy(CMSG_DATA(header), &memory, sizeof(int));
+  if (sendmsg(socket.get(), &envelope.header, MSG_NOSIGNAL) != sizeof(message)) {
+    raise_errno("sendmsg to a peer");
+  }
+}
+
+std::optional<Handshake> receive_handshake(const Descriptor& socket, int flags) {
+  Message message{};
+  Envelope envelope(&message);
+  const ssize_t got = recvmsg(socket.get(), &envelope.header, MSG_CMSG_CLOEXEC | flags);
+  if (got < 0) {
+    return std::nullopt;
+  }
+  cmsghdr* const header = CMSG_FIRSTHDR(&envelope.header);
+  int file = -1;
+  if (header != nullptr && header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_RIGHTS) {
+    std::memcpy(&file, CMSG_DATA(header), sizeof(int));
+  }
+  Descriptor memory(file);
+  if (got != sizeof(message) || !memory ||
+      (envelope.header.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0) {
+    return std::nullopt;
+  }
+  return Handshake{
+      message.rank,
+      {message.secret, strnlen(message.secret, sizeof(message.secret))},
+      std::move(memory)};
+}
+
+}  // namespace deepsp
