@@ -290,8 +290,8 @@ TORCH_LIBRARY(deepsp, m) {
       pure);
   // The same over a sharded sequence, q [B, S_rank, Hq, D], k and v alike; sinks [Hq]. Keys and
   // values are exchanged a part at a time, kv_chunk tokens of the full sequence, in backward once
-  // more: two parts exist at a time. Returns the output, then what backward needs: q, the output and
-  // the log-sum-exp of each of this rank's cells.
+  // more: two parts exist at a time. Returns the output, then what backward needs: q, the output
+  // and the log-sum-exp of each of this rank's cells.
   m.def(
       "streamed_attention(Tensor q, Tensor k, Tensor v, Tensor? documents, bool is_causal, "
       "int[] window_size, float? scale, float? softcap, Tensor? sinks, int kv_chunk, "

@@ -248,7 +248,7 @@ struct Differentiated : Function<Differentiated> {
     const Call call(ctx);
     // All nodes have one name: what ran is said here.
     RECORD_FUNCTION(call.op() + "_backward", {});
-    Tensors found = formulas()[call.said(kFormula)].backward(call, gradients);
+    Tensors found = formulas()[call.to_text(kFormula)].backward(call, gradients);
     constexpr size_t others = 3;  // forward's arguments that aren't tensors
     found.resize(call.count() + others);
     return found;
@@ -256,16 +256,16 @@ struct Differentiated : Function<Differentiated> {
 };
 
 const std::string& Call::op() const {
-  return formulas()[said(kFormula)].schema.load()->name();
+  return formulas()[to_text(kFormula)].schema.load()->name();
 }
 
-int64_t Call::said(size_t what) const {
+int64_t Call::to_text(size_t what) const {
   return static_cast<AutogradContext*>(context_)->saved_data.at(kCall).toList().get(what).toInt();
 }
 
 c10::IValue Call::kept(const char* name) const {
   const auto& data = static_cast<AutogradContext*>(context_)->saved_data;
-  const auto& arguments = formulas()[said(kFormula)].schema.load()->arguments();
+  const auto& arguments = formulas()[to_text(kFormula)].schema.load()->arguments();
   for (size_t i = 0; i < arguments.size(); ++i) {
     if (arguments[i].name() == name) {
       return data.at(kCall).toList().get(kArguments + i);
@@ -276,7 +276,7 @@ c10::IValue Call::kept(const char* name) const {
 
 std::optional<c10::IValue> Call::find(std::string_view name) const {
   const auto& data = static_cast<AutogradContext*>(context_)->saved_data;
-  const auto& arguments = formulas()[said(kFormula)].schema.load()->arguments();
+  const auto& arguments = formulas()[to_text(kFormula)].schema.load()->arguments();
   for (size_t i = 0; i < arguments.size(); ++i) {
     if (arguments[i].name() == name) {
       return holds_tensors(*arguments[i].type())
@@ -309,7 +309,7 @@ Tensors Call::kept_tensors() const {
 }
 
 size_t Call::count() const {
-  return said(kCount);
+  return to_text(kCount);
 }
 
 size_t Call::count(const char* argument) const {

@@ -264,7 +264,7 @@ class Call : public Named {
   friend struct Differentiated;
   explicit Call(void* context) : context_(context) {}
   const std::string& op() const;
-  int64_t said(size_t what) const;
+  int64_t to_text(size_t what) const;
   c10::IValue kept(const char* name) const;
 
   void* context_;  // torch::autograd::AutogradContext, whose header is large

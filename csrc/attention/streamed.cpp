@@ -88,8 +88,8 @@ struct StreamedCall {
 
   // What every cell gets of x [B, S_rank, H, D].
   Tensors to_heads(const at::Tensor& x) const {
-    const Tensors buffers = seq_to_heads_start(
-        given, {{"inputs", Tensors{x}}, {"chunks", 1}, {"last_first", false}});
+    const Tensors buffers =
+        seq_to_heads_start(given, {{"inputs", Tensors{x}}, {"chunks", 1}, {"last_first", false}});
     return seq_to_heads_wait(
         given, {{"buffer", buffers[0]},
                 {"num_heads", SymInts{heads()}},
@@ -165,8 +165,7 @@ class KvStream {
 
   at::Tensor start_back(const TokenPart& part, const at::Tensor& dk, const at::Tensor& dv) const {
     Tensors inputs;
-    const SymPlan plan(
-        call_.plan.heads, head_dims_, call_.plan.batch, part.seq_lens, call_.rank);
+    const SymPlan plan(call_.plan.heads, head_dims_, call_.plan.batch, part.seq_lens, call_.rank);
     for (const auto& section : plan.sections(call_.rank, 0)) {
       for (const auto& of : section.tensors) {
         const c10::SymInt none[] = {plan.batch, section.rows(), of.heads.size(), 0};
@@ -204,8 +203,8 @@ class KvStream {
     const auto own = [&](const at::Tensor& x) {
       return x.narrow(1, part.mine.begin, part.mine.size());
     };
-    const at::Tensor q = at::empty(
-        {call_.k.size(0), part.mine.size(), call_.heads(), 0}, call_.k.options());
+    const at::Tensor q =
+        at::empty({call_.k.size(0), part.mine.size(), call_.heads(), 0}, call_.k.options());
     const Tensors buffers = seq_to_heads_start(
         call_.given, {{"inputs", Tensors{q, own(call_.k), own(call_.v)}},
                       {"seq_lens", part.seq_lens},
@@ -291,8 +290,8 @@ c10::IValue streamed_attention_backward_kernel(const Given& given) {
   const StreamedCall call(given, grad);
   const auto& [_, k, v, how, kv_chunk, rank, plan, cells] = call;
   TORCH_CHECK_VALUE(
-      grad.sym_size(3) == v.sym_size(3), "expected grad to have the head_dim of v (",
-      v.sym_size(3), "), got ", grad.sym_size(3));
+      grad.sym_size(3) == v.sym_size(3), "expected grad to have the head_dim of v (", v.sym_size(3),
+      "), got ", grad.sym_size(3));
   TORCH_CHECK_VALUE(
       saved.size() == kSaved * cells.size(), "expected saved to have ", kSaved * cells.size(),
       " tensors, ", kSaved, " for each cell of this rank, got ", saved.size());

@@ -6,10 +6,10 @@
 
 namespace deepsp {
 
-Departure departure_of(
+Transfer transfer_of(
     const Group* group, const Layout& plan, int64_t chunk, const at::Tensor& like, Order order) {
   const auto elements = [&](int64_t p) { return plan.buffer_elements(p, chunk); };
-  return Departure(
+  return Transfer(
       group, elements, {elements(plan.rank)}, like.options(), static_cast<uint64_t>(order));
 }
 
@@ -30,7 +30,7 @@ std::vector<at::Tensor> dense(at::TensorList buffers) {
 }
 
 void settle_if_watched(const at::Tensor& buffer, const Layout& plan, int64_t chunk) {
-  if (watched()) {
+  if (waits_at_once()) {
     settle(buffer, plan, chunk);
   }
 }
@@ -46,13 +46,13 @@ std::unique_ptr<Group> group_of(
       [&]() -> std::vector<std::string> {
         const int64_t parts = plan.heads.query_parts();
         return {
-            said("seq_lens ", plan.seq_lens),
-            said("batch size ", plan.batch),
-            said("num_heads ", plan.heads.num_heads()),
-            said("head_dims ", plan.head_dims),
-            parts == HeadLayout::kAuto ? "query_parts auto" : said("query_parts ", parts),
-            said("dtype ", like.scalar_type()),
-            said("chunk ", chunk, " of ", plan.chunks())};
+            to_text("seq_lens ", plan.seq_lens),
+            to_text("batch size ", plan.batch),
+            to_text("num_heads ", plan.heads.num_heads()),
+            to_text("head_dims ", plan.head_dims),
+            parts == HeadLayout::kAuto ? "query_parts auto" : to_text("query_parts ", parts),
+            to_text("dtype ", like.scalar_type()),
+            to_text("chunk ", chunk, " of ", plan.chunks())};
       });
   return group.alone ? nullptr : std::make_unique<Group>(std::move(group));
 }

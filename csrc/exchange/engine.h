@@ -5,14 +5,14 @@
 // other's memory, they write into the receiver's result, if its strides are known.
 
 #include "../common/copies.h"
-#include "../transport/departure.h"
+#include "../transport/transfer.h"
 #include "checks.h"
 
 namespace deepsp {
 
 // An exchange whose buffers have the size that both directions have.
 // Ranks that write into each other's memory agree on the order.
-Departure departure_of(
+Transfer transfer_of(
     const Group* group,
     const Layout& plan,
     int64_t chunk,
@@ -54,7 +54,7 @@ std::vector<Place> launch_to_heads(
     const Layout& plan,
     int64_t chunk,
     const Group* group,
-    Departure& departure);
+    Transfer& transfer);
 
 // The copies that make blocks of inputs [B, S_rank, H_i, D_i].
 void pack_by_tokens(
@@ -74,7 +74,7 @@ void launch_to_seq(
     const Layout& plan,
     int64_t chunk,
     const Group* group,
-    Departure& departure,
+    Transfer& transfer,
     Order reached,
     bool is_expected);
 

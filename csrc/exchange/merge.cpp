@@ -22,7 +22,7 @@ class Received {
       const std::vector<int64_t>& paddings)
       : buffers_(buffers), plan_(plan) {
     for (int64_t chunk = 0; chunk < plan.chunks(); ++chunk) {
-      flights_.push_back(landed ? nullptr : flight_into(buffers[chunk]));
+      flights_.push_back(landed ? nullptr : take_flight(buffers[chunk]));
       places_.emplace_back(
           plan, plan.rank, chunk, flights_.back() ? flights_.back()->order : Order::packed,
           paddings.empty() ? 0 : paddings[chunk]);
@@ -62,7 +62,7 @@ class Received {
     for (size_t chunk = 0; chunk < flights_.size(); ++chunk) {
       if (flights_[chunk]) {
         flights_[chunk]->wait_sends();
-        mark_landed(buffers_[chunk], *flights_[chunk]);
+        mark_waited(buffers_[chunk], *flights_[chunk]);
       }
     }
   }
@@ -243,7 +243,7 @@ at::Tensor block_in(
 }  // namespace
 
 void settle(const at::Tensor& buffer, const Layout& plan, int64_t chunk) {
-  const auto flight = flight_into(buffer);
+  const auto flight = take_flight(buffer);
   if (!flight) {
     return;
   }
@@ -257,11 +257,11 @@ void settle(const at::Tensor& buffer, const Layout& plan, int64_t chunk) {
   settled->order = flight->order;
   settled->together = flight->together;
   settled->stream = flight->stream;
-  launch_into(buffer, std::move(settled));
+  attach(buffer, std::move(settled));
 }
 
 Arrivals::Arrivals(const at::Tensor& buffer, const Layout& plan, int64_t chunk)
-    : buffer_(buffer), plan_(plan), chunk_(chunk), flight_(flight_into(buffer)) {
+    : buffer_(buffer), plan_(plan), chunk_(chunk), flight_(take_flight(buffer)) {
   order_ = flight_ ? flight_->order : Order::packed;
   if (flight_ && !flight_->own.empty()) {
     place_own(*flight_, buffer_, plan_, chunk_);
@@ -287,7 +287,7 @@ at::Tensor Arrivals::part(size_t i, int64_t p, Range heads) const {
 void Arrivals::finish() {
   if (flight_) {
     flight_->wait_all();
-    mark_landed(buffer_, *flight_);
+    mark_waited(buffer_, *flight_);
   }
 }
 
@@ -296,7 +296,7 @@ at::Tensor Arrivals::block(int64_t p) const {
 }
 
 void ensure_landed(const at::Tensor& buffer, const Layout& plan, int64_t chunk) {
-  if (!has_landed(buffer)) {
+  if (!was_waited(buffer)) {
     Arrivals(buffer, plan, chunk).finish();
   }
 }

@@ -40,16 +40,16 @@ c10::IValue heads_to_seq(const Given& given) {
   const Layout plan = concrete(shapes);
   const auto group = group_of("heads_to_seq", given["group_name"], plan, inputs[0]);
   const Order order = order_for(plan, tokens_first);
-  Departure departure = departure_of(group.get(), plan, 0, inputs[0], order);
+  Transfer transfer = transfer_of(group.get(), plan, 0, inputs[0], order);
   if (group == nullptr && inputs[0].is_cpu()) {
     // Straight from the inputs to the outputs.
     auto flight = std::make_unique<Flight>();
     flight->own = inputs.vec();
-    launch_into(departure.buffer(), std::move(flight));
+    attach(transfer.buffer(), std::move(flight));
   } else {
-    launch_to_seq(inputs, plan, 0, group.get(), departure, order, /*is_expected=*/true);
+    launch_to_seq(inputs, plan, 0, group.get(), transfer, order, /*is_expected=*/true);
   }
-  return merge_by_tokens({departure.buffer()}, plan, tokens_first);
+  return merge_by_tokens({transfer.buffer()}, plan, tokens_first);
 }
 
 c10::IValue seq_to_heads_start(const Given& given) {
@@ -65,13 +65,13 @@ c10::IValue seq_to_heads_start(const Given& given) {
   Tensors buffers(count);
   for (int64_t n = 0; n < count; ++n) {
     const int64_t chunk = last_first ? count - 1 - n : n;
-    Departure departure = departure_of(group.get(), plan, chunk, inputs[0]);
-    buffers[chunk] = departure.buffer();
+    Transfer transfer = transfer_of(group.get(), plan, chunk, inputs[0]);
+    buffers[chunk] = transfer.buffer();
     RECORD_FUNCTION("deepsp::pack", {});
     const auto make = [&](c10::ArrayRef<Place> places) {
       pack_by_tokens(inputs, plan, chunk, places);
     };
-    make(launch_to_heads(make, inputs, plan, chunk, group.get(), departure));
+    make(launch_to_heads(make, inputs, plan, chunk, group.get(), transfer));
     settle_if_watched(buffers[chunk], plan, chunk);
   }
   return buffers;
@@ -82,7 +82,7 @@ c10::IValue seq_to_heads_wait(const Given& given) {
   const int64_t chunk = given["chunk"];
   const SymPlan plan = plan_of_wait(buffer, given, chunk, given["chunks"]);
   if (!buffer.is_meta()) {
-    land(buffer);
+    wait_and_take(buffer);
   }
   return receive_by_heads(buffer, plan, chunk);
 }
@@ -102,10 +102,10 @@ c10::IValue heads_to_seq_start(const Given& given) {
   const Order order = tokens_first.has_value() ? order_for(plan, *tokens_first)
                       : inputs.size() == 1     ? Order::packed
                                                : order_for(plan, true);
-  Departure departure = departure_of(group.get(), plan, chunk, inputs[0], order);
-  launch_to_seq(inputs, plan, chunk, group.get(), departure, order, tokens_first.has_value());
-  settle_if_watched(departure.buffer(), plan, chunk);
-  return departure.buffer();
+  Transfer transfer = transfer_of(group.get(), plan, chunk, inputs[0], order);
+  launch_to_seq(inputs, plan, chunk, group.get(), transfer, order, tokens_first.has_value());
+  settle_if_watched(transfer.buffer(), plan, chunk);
+  return transfer.buffer();
 }
 
 c10::IValue heads_to_seq_wait(const Given& given) {

@@ -29,8 +29,8 @@ std::vector<Place> launch_to_heads(
     const Layout& plan,
     int64_t chunk,
     const Group* group,
-    Departure& departure) {
-  const at::Tensor& buffer = departure.buffer();
+    Transfer& transfer) {
+  const at::Tensor& buffer = transfer.buffer();
   const int64_t item = item_of(buffer);
   const auto gives = plan.counts_by_tokens(chunk);
   const auto gets = plan.counts_by_heads(chunk);
@@ -46,11 +46,11 @@ std::vector<Place> launch_to_heads(
   if (group == nullptr || group->point_to_point) {
     if (group != nullptr) {
       auto flight = std::make_unique<Flight>();
-      if (!departure.reaches_all()) {
+      if (!transfer.reaches_all()) {
         const at::Tensor sent = empty_buffer({sent_at.back() - gives[plan.rank]}, buffer);
         flight->holds.push_back(sent);
         char* next = data_of(sent);
-        departure.send(
+        transfer.send(
             [&](int64_t p) { return Bytes{arrivals + got_at[p] * item, gets[p] * item}; },
             [&](int64_t p) {
               const Bytes block{next, gives[p] * item};
@@ -60,14 +60,14 @@ std::vector<Place> launch_to_heads(
             },
             *flight);
       }
-      departure.write(
+      transfer.write(
           [&](int64_t p, char* theirs) {
             if (gives[p] > 0) {
               make(place_in(p, theirs));
             }
           },
           *flight);
-      launch_into(buffer, std::move(flight));
+      attach(buffer, std::move(flight));
     }
     // This rank's own block is made where it would arrive.
     return {{plan.rank, arrivals + got_at[plan.rank] * item}};
@@ -75,7 +75,7 @@ std::vector<Place> launch_to_heads(
 
   std::vector<Place> places;
   const auto stage = [&](at::TensorList reads, const auto& write) {
-    launch_into(buffer, departure.stage(reads, [&](const Buffers& buffers) {
+    attach(buffer, transfer.stage(reads, [&](const Buffers& buffers) {
       std::vector<Place> staged;
       for (int64_t p = 0; p < plan.ranks(); ++p) {
         staged.push_back(place_in(p, buffers[p]));
@@ -83,7 +83,7 @@ std::vector<Place> launch_to_heads(
       write(staged);
     }));
   };
-  if (departure.staged() && !copied.empty()) {
+  if (transfer.staged() && !copied.empty()) {
     stage(copied, make);
     return {};
   }
@@ -92,7 +92,7 @@ std::vector<Place> launch_to_heads(
     places.push_back({p, data_of(sent) + sent_at[p] * item});
   }
   make(places);
-  if (departure.staged()) {
+  if (transfer.staged()) {
     stage({sent}, [&](const std::vector<Place>& staged) {
       std::vector<StridedCopy> copies;
       for (const auto& [p, block] : staged) {
@@ -102,9 +102,10 @@ std::vector<Place> launch_to_heads(
     });
     return {};
   }
-  launch_into(
+  attach(
       *group, buffer,
-      launch_all_to_all(*group, lent(buffer.narrow(0, 0, got_at.back())), sent, gets, gives), sent);
+      launch_all_to_all(*group, unowned(buffer.narrow(0, 0, got_at.back())), sent, gets, gives),
+      sent);
   return {};
 }
 

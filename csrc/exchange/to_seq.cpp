@@ -125,7 +125,7 @@ void send_by_heads(
     std::optional<size_t> only,
     const Layout& plan,
     int64_t chunk,
-    const Departure& departure,
+    const Transfer& transfer,
     const std::function<Bytes(int64_t)>& receive,
     Flight& flight) {
   const at::Tensor& x = inputs[only.value_or(0)];
@@ -138,7 +138,7 @@ void send_by_heads(
   const auto bytes = [&](int64_t p) { return (before(p + 1) - before(p)) * item; };
   if ((only || inputs.size() == 1) && lies_by_tokens(x)) {
     flight.holds.push_back(x);
-    departure.send(
+    transfer.send(
         receive, [&](int64_t p) { return Bytes{data_of(x) + before(p) * item, bytes(p)}; }, flight);
     return;
   }
@@ -147,7 +147,7 @@ void send_by_heads(
   const at::Tensor sent = empty_buffer({before(plan.ranks()) - own}, x);
   flight.holds.push_back(sent);
   char* next = data_of(sent);
-  departure.send(
+  transfer.send(
       receive,
       [&](int64_t p) {
         const Bytes block{next, bytes(p)};
@@ -172,10 +172,10 @@ void exchange_messages(
     at::TensorList inputs,
     const Layout& plan,
     int64_t chunk,
-    const Departure& departure,
+    const Transfer& transfer,
     Order order,
     Flight& flight) {
-  const at::Tensor& buffer = departure.buffer();
+  const at::Tensor& buffer = transfer.buffer();
   const int64_t item = item_of(buffer);
   const bool split = travels_split(plan, item);
   const BlockPlaces places(plan, plan.rank, chunk, order);
@@ -184,7 +184,7 @@ void exchange_messages(
       split ? inputs.size() : 1, std::vector<at::Tensor>(plan.ranks()));
   flight.on_arrival.resize(plan.ranks());
   for (int64_t p = 0; p < plan.ranks(); ++p) {
-    if (p == plan.rank || departure.reaches(p)) {
+    if (p == plan.rank || transfer.reaches(p)) {
       continue;
     }
     std::vector<at::Tensor> holds;
@@ -213,7 +213,7 @@ void exchange_messages(
   }
   for (size_t m = 0; m < received.size(); ++m) {
     send_by_heads(
-        inputs, split ? std::make_optional(m) : std::nullopt, plan, chunk, departure,
+        inputs, split ? std::make_optional(m) : std::nullopt, plan, chunk, transfer,
         [&](int64_t p) {
           return Bytes{data_of(received[m][p]), static_cast<int64_t>(received[m][p].nbytes())};
         },
@@ -226,17 +226,17 @@ void write_by_heads(
     at::TensorList inputs,
     const Layout& plan,
     int64_t chunk,
-    Departure& departure,
+    Transfer& transfer,
     Order order,
     bool is_expected,
     Flight& flight) {
-  const at::Tensor& buffer = departure.buffer();
-  if (!departure.reaches_all()) {
-    exchange_messages(inputs, plan, chunk, departure, order, flight);
+  const at::Tensor& buffer = transfer.buffer();
+  if (!transfer.reaches_all()) {
+    exchange_messages(inputs, plan, chunk, transfer, order, flight);
   }
   RECORD_FUNCTION("deepsp::pack", {});
   std::vector<StridedCopy> copies;
-  departure.write(
+  transfer.write(
       [&](int64_t p, char* theirs) {
         copies.clear();
         place_by_tokens(inputs, plan, chunk, p, theirs, order, copies);
@@ -276,18 +276,18 @@ void launch_to_seq(
     const Layout& plan,
     int64_t chunk,
     const Group* group,
-    Departure& departure,
+    Transfer& transfer,
     Order reached,
     bool is_expected) {
-  const at::Tensor& buffer = departure.buffer();
+  const at::Tensor& buffer = transfer.buffer();
   const c10::Device device = inputs[0].device();
   const int64_t item = item_of(inputs[0]);
 
-  if (departure.reaches_any()) {
+  if (transfer.reaches_any()) {
     auto flight = std::make_unique<Flight>();
     flight->order = reached;
-    write_by_heads(inputs, plan, chunk, departure, reached, is_expected, *flight);
-    launch_into(buffer, std::move(flight));
+    write_by_heads(inputs, plan, chunk, transfer, reached, is_expected, *flight);
+    attach(buffer, std::move(flight));
     return;
   }
   if (group != nullptr && group->point_to_point) {
@@ -307,15 +307,15 @@ void launch_to_seq(
         return Bytes{data_of(buffer) + at.offset * item, part.tokens() * at.token * item};
       };
       send_by_heads(
-          inputs, split ? std::make_optional(m) : std::nullopt, plan, chunk, departure, receive,
+          inputs, split ? std::make_optional(m) : std::nullopt, plan, chunk, transfer, receive,
           *flight);
     }
-    launch_into(buffer, std::move(flight));
+    attach(buffer, std::move(flight));
     return;
   }
 
-  if (departure.staged()) {
-    auto flight = departure.stage(inputs, [&](const Buffers& buffers) {
+  if (transfer.staged()) {
+    auto flight = transfer.stage(inputs, [&](const Buffers& buffers) {
       std::vector<StridedCopy> copies;
       for (int64_t p = 0; p < plan.ranks(); ++p) {
         place_by_tokens(inputs, plan, chunk, p, buffers[p], reached, copies);
@@ -323,7 +323,7 @@ void launch_to_seq(
       run(copies, device);
     });
     flight->order = reached;
-    launch_into(buffer, std::move(flight));
+    attach(buffer, std::move(flight));
     return;
   }
 
@@ -345,10 +345,10 @@ void launch_to_seq(
   }
   if (group != nullptr) {
     const auto gets = plan.counts_by_tokens(chunk);
-    launch_into(
+    attach(
         *group, buffer,
         launch_all_to_all(
-            *group, lent(buffer.narrow(0, 0, prefix_sums(gets).back())), sent, gets, gives),
+            *group, unowned(buffer.narrow(0, 0, prefix_sums(gets).back())), sent, gets, gives),
         sent);
   }
 }

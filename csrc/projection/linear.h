@@ -54,7 +54,7 @@ inline at::Tensor rows_for(at::TensorList of, const Layout& plan, size_t i, Rang
 // ranks have parts of one head.
 inline bool are_merged(const Tensors& buffers, const Layout& plan) {
   return plan.cuts_queries() ||
-         (plan.ranks() > 1 && std::all_of(buffers.begin(), buffers.end(), travels_together));
+         (plan.ranks() > 1 && std::all_of(buffers.begin(), buffers.end(), arrives_at_once));
 }
 
 // Merges buffers that may be read again: in each, this rank's own block lies in its place then.

@@ -1,6 +1,6 @@
 // A linear layer behind the exchange, the same for CPU and CUDA.
 
-#include "../common/product_sum.h"
+#include "product_sum.h"
 #include "linear.h"
 
 namespace deepsp {

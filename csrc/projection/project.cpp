@@ -1,6 +1,6 @@
 // Linear layers in front of the exchange, the same for CPU and CUDA.
 
-#include "../common/product_sum.h"
+#include "product_sum.h"
 #include "linear.h"
 
 #include <ATen/ops/bmm.h>
@@ -219,15 +219,15 @@ c10::IValue project_to_heads_start(const Given& given) {
   std::vector<std::pair<int64_t, Place>> own;
   for (int64_t n = 0; n < count; ++n) {
     const int64_t chunk = last_first ? count - 1 - n : n;
-    Departure departure = departure_of(group.get(), plan, chunk, x);
-    buffers[chunk] = departure.buffer();
+    Transfer transfer = transfer_of(group.get(), plan, chunk, x);
+    buffers[chunk] = transfer.buffer();
     const auto make = [&](c10::ArrayRef<Place> places) {
       if (places.size() > 1) {
         return project.together(chunk, places);
       }
       project(chunk, places[0]);
     };
-    for (const Place& left : launch_to_heads(make, {}, plan, chunk, group.get(), departure)) {
+    for (const Place& left : launch_to_heads(make, {}, plan, chunk, group.get(), transfer)) {
       own.emplace_back(chunk, left);
     }
   }

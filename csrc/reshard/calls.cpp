@@ -32,7 +32,7 @@ Reshard reshard_lists(
   return reshard_of(op, layout, /*item=*/1, kListSizes, tensors[0], given, [&] {
     std::vector<std::string> arguments;
     for (size_t i = 0; i < tensors.size(); ++i) {
-      arguments.push_back(said(
+      arguments.push_back(to_text(
           name, "[", i, "] ", tensors[i].scalar_type(), " with rows of ",
           tensors[i].sizes().slice(1), ", sizes ", layout[i].sizes, " and dtype ", dtypes[i]));
     }
@@ -45,8 +45,8 @@ at::Tensor buffer_for(c10::SymIntArrayRef sizes, const at::TensorOptions& option
     return at::empty_symint(sizes, options);
   }
   const at::Tensor buffer = empty_buffer(ints(sizes), options);
-  made_here(buffer);
-  clear_if_watched(buffer);
+  remember_stream(buffer);
+  clear_if_waiting_at_once(buffer);
   return buffer;
 }
 

@@ -29,7 +29,7 @@ std::unique_ptr<Flight> land_dense(const at::Tensor& buffer) {
   TORCH_CHECK_VALUE(
       buffer.is_contiguous(),
       "expected the contiguous buffer that the start returned, got strides ", buffer.strides());
-  return land(buffer);
+  return wait_and_take(buffer);
 }
 
 }  // namespace
@@ -39,10 +39,10 @@ Reshard::Reshard(Shards shards, Group group, c10::Device device)
       group_(std::move(group)) {
 }
 
-Departure Reshard::departure(const BufferShape& shape) const {
+Transfer Reshard::transfer(const BufferShape& shape) const {
   const std::vector<int64_t> sizes = ints(shape.sizes);
   const int64_t elements = c10::multiply_integers(sizes);
-  return Departure(
+  return Transfer(
       alone() ? nullptr : &group_, [=](int64_t) { return elements; }, sizes, shape.options,
       shape.kind);
 }
@@ -74,21 +74,21 @@ void Reshard::place_gathered(const at::Tensor& part, const at::Tensor& buffer) c
   run({copy_gathered(part, data_of(buffer))}, buffer.device());
 }
 
-void Reshard::gather_slots(const Departure& departure) const {
-  const at::Tensor& buffer = departure.buffer();
+void Reshard::gather_slots(const Transfer& transfer) const {
+  const at::Tensor& buffer = transfer.buffer();
   const int64_t slot = shards_.slot();
   if (!alone() && slot > 0) {
-    if (departure.staged()) {
-      return stage_slot(departure, bytes_of(buffer).narrow(0, rank_ * slot, slot));
+    if (transfer.staged()) {
+      return stage_slot(transfer, bytes_of(buffer).narrow(0, rank_ * slot, slot));
     }
-    const at::Tensor all = lent(bytes_of(buffer));
-    launch_into(
+    const at::Tensor all = unowned(bytes_of(buffer));
+    attach(
         group_, buffer, launch_all_gather(group_, all, all.narrow(0, rank_ * slot, slot)), buffer);
   }
 }
 
-void Reshard::stage_slot(const Departure& departure, const at::Tensor& slot) const {
-  launch_into(departure.buffer(), departure.stage({slot}, [&](const Buffers& buffers) {
+void Reshard::stage_slot(const Transfer& transfer, const at::Tensor& slot) const {
+  attach(transfer.buffer(), transfer.stage({slot}, [&](const Buffers& buffers) {
     std::vector<StridedCopy> copies;
     for (char* const of_p : buffers) {
       const auto bytes = static_cast<int64_t>(slot.nbytes());
@@ -99,20 +99,20 @@ void Reshard::stage_slot(const Departure& departure, const at::Tensor& slot) con
 }
 
 at::Tensor Reshard::launch_gather(const at::Tensor& part, const BufferShape& shape) const {
-  Departure departure = this->departure(shape);
-  const at::Tensor& buffer = departure.buffer();
+  Transfer transfer = this->transfer(shape);
+  const at::Tensor& buffer = transfer.buffer();
   if (!group_.point_to_point || alone()) {
     if (!alone() && at_.arrives_whole(0) && shards_.slot() > 0) {
-      if (departure.staged()) {
-        stage_slot(departure, part);
+      if (transfer.staged()) {
+        stage_slot(transfer, part);
         return buffer;
       }
-      const at::Tensor all = lent(bytes_of(buffer));
-      launch_into(group_, buffer, launch_all_gather(group_, all, bytes_of(part)), part);
+      const at::Tensor all = unowned(bytes_of(buffer));
+      attach(group_, buffer, launch_all_gather(group_, all, bytes_of(part)), part);
       return buffer;
     }
     place_gathered(part, buffer);
-    gather_slots(departure);
+    gather_slots(transfer);
     return buffer;
   }
   auto flight = std::make_unique<Flight>();
@@ -120,11 +120,11 @@ at::Tensor Reshard::launch_gather(const at::Tensor& part, const BufferShape& sha
   for (int64_t m = 0; m < messages; ++m) {
     char* const to = data_of(buffer) + m * shards_[0].row();
     const int64_t mine = shards_[0].part(rank_) / messages;
-    departure.send(
+    transfer.send(
         [&](int64_t p) { return Bytes{to + at_.gathered(0, p), shards_[0].part(p) / messages}; },
         [&](int64_t) { return Bytes{data_of(part) + m * mine, mine}; }, *flight);
   }
-  departure.write(
+  transfer.write(
       [&](int64_t, char* theirs) {
         if (theirs != nullptr) {
           run({copy_gathered(part, theirs)}, buffer.device());
@@ -133,22 +133,22 @@ at::Tensor Reshard::launch_gather(const at::Tensor& part, const BufferShape& sha
       *flight);
   flight->holds.push_back(part);
   // While the others travel; or on arrival, where all is copied once more.
-  if (at_.arrives_whole(0) || watched()) {
+  if (at_.arrives_whole(0) || waits_at_once()) {
     place_gathered(part, buffer);
   } else {
     flight->own.push_back(part);
   }
-  if (watched()) {
+  if (waits_at_once()) {
     flight->wait_all();
   }
-  launch_into(buffer, std::move(flight));
+  attach(buffer, std::move(flight));
   return buffer;
 }
 
 at::Tensor Reshard::launch_gather(const MakeParts& make, const BufferShape& shape) const {
   RECORD_FUNCTION("deepsp::cast", {});
-  Departure departure = this->departure(shape);
-  const at::Tensor& buffer = departure.buffer();
+  Transfer transfer = this->transfer(shape);
+  const at::Tensor& buffer = transfer.buffer();
   char* const base = data_of(buffer);
   std::vector<Destination> packed, in_place;
   for (size_t i = 0; i < shards_.size(); ++i) {
@@ -157,7 +157,7 @@ at::Tensor Reshard::launch_gather(const MakeParts& make, const BufferShape& shap
   }
   if (!at_.point_to_point) {
     make(packed);
-    gather_slots(departure);
+    gather_slots(transfer);
     return buffer;
   }
 
@@ -171,7 +171,7 @@ at::Tensor Reshard::launch_gather(const MakeParts& make, const BufferShape& shap
         made = true;
       }
     };
-    departure.send(
+    transfer.send(
         bytes_of,
         [&](int64_t) {
           make_once();
@@ -191,7 +191,7 @@ at::Tensor Reshard::launch_gather(const MakeParts& make, const BufferShape& shap
     });
   }
   // All buffers are alike, so what was made here goes to the same place there.
-  departure.write(
+  transfer.write(
       [&](int64_t, char* theirs) {
         std::vector<StridedCopy> copies;
         const auto add = [&](char* from, int64_t bytes) {
@@ -206,10 +206,10 @@ at::Tensor Reshard::launch_gather(const MakeParts& make, const BufferShape& shap
         run(copies, buffer.device());
       },
       *flight);
-  if (watched()) {
+  if (waits_at_once()) {
     flight->wait_all();
   }
-  launch_into(buffer, std::move(flight));
+  attach(buffer, std::move(flight));
   return buffer;
 }
 
@@ -268,15 +268,15 @@ void Reshard::add_block(
   }
 }
 
-void Reshard::scatter_blocks(const Tensors& inputs, const Departure& departure) const {
-  const at::Tensor& buffer = departure.buffer();
+void Reshard::scatter_blocks(const Tensors& inputs, const Transfer& transfer) const {
+  const at::Tensor& buffer = transfer.buffer();
   std::vector<int64_t> counts;
   for (int64_t p = 0; p < group_.size; ++p) {
     counts.push_back(shards_.block(p));
   }
   const int64_t mine = shards_.block(rank_);
-  if (departure.staged()) {
-    launch_into(buffer, departure.stage(inputs, [&](const Buffers& buffers) {
+  if (transfer.staged()) {
+    attach(buffer, transfer.stage(inputs, [&](const Buffers& buffers) {
       std::vector<StridedCopy> copies;
       for (int64_t p = 0; p < group_.size; ++p) {
         char* const to = buffers[p] + rank_ * counts[p];
@@ -305,24 +305,24 @@ void Reshard::scatter_blocks(const Tensors& inputs, const Departure& departure) 
     }
     run(copies, buffer.device());
   }
-  const at::Tensor received = lent(bytes_of(buffer).narrow(0, 0, group_.size * mine));
+  const at::Tensor received = unowned(bytes_of(buffer).narrow(0, 0, group_.size * mine));
   const std::vector<int64_t> each(group_.size, mine);
-  launch_into(group_, buffer, launch_all_to_all(group_, received, sent, each, counts), sent);
+  attach(group_, buffer, launch_all_to_all(group_, received, sent, each, counts), sent);
 }
 
 at::Tensor Reshard::launch_scatter(const Tensors& inputs, const BufferShape& shape) const {
   if (shards_.slot() == 0) {
     return buffer_for(shape.sizes, shape.options);
   }
-  Departure departure = this->departure(shape);
-  const at::Tensor& buffer = departure.buffer();
+  Transfer transfer = this->transfer(shape);
+  const at::Tensor& buffer = transfer.buffer();
   if (!at_.point_to_point) {
-    alone() ? place_scattered(inputs, buffer) : scatter_blocks(inputs, departure);
+    alone() ? place_scattered(inputs, buffer) : scatter_blocks(inputs, transfer);
     return buffer;
   }
   char* const base = data_of(buffer);
   auto flight = std::make_unique<Flight>();
-  if (!departure.reaches_all() && at_.any_packed()) {
+  if (!transfer.reaches_all() && at_.any_packed()) {
     int64_t bytes = -at_.packed_bytes(rank_);
     for (int64_t p = 0; p < group_.size; ++p) {
       bytes += at_.packed_bytes(p);
@@ -330,7 +330,7 @@ at::Tensor Reshard::launch_scatter(const Tensors& inputs, const BufferShape& sha
     const at::Tensor sent = buffer_for({bytes}, buffer.options().dtype(at::kByte));
     flight->holds.push_back(sent);
     char* next = data_of(sent);
-    departure.send(
+    transfer.send(
         [&](int64_t p) { return Bytes{base + at_.scattered_block(p), at_.packed_bytes(rank_)}; },
         [&](int64_t p) {
           RECORD_FUNCTION("deepsp::pack", {});
@@ -347,7 +347,7 @@ at::Tensor Reshard::launch_scatter(const Tensors& inputs, const BufferShape& sha
     const Shard<int64_t>& shard = shards_[i];
     const int64_t messages = at_.in_place(i) ? at_.rows(i) : 0;
     for (int64_t m = 0; m < messages; ++m) {
-      departure.send(
+      transfer.send(
           [&](int64_t p) {
             return Bytes{base + at_.scattered(i, p) + m * shard.row(rank_), shard.row(rank_)};
           },
@@ -357,7 +357,7 @@ at::Tensor Reshard::launch_scatter(const Tensors& inputs, const BufferShape& sha
           *flight);
     }
   }
-  departure.write(
+  transfer.write(
       [&](int64_t p, char* theirs) {
         Shards of_p = shards_;
         of_p.rank = p;
@@ -373,12 +373,12 @@ at::Tensor Reshard::launch_scatter(const Tensors& inputs, const BufferShape& sha
       *flight);
   // They are sent from where they are, and this rank's own parts are read there.
   flight->own = inputs;
-  if (watched()) {
+  if (waits_at_once()) {
     flight->wait_all();
     place_scattered(inputs, buffer);
     flight->own.clear();
   }
-  launch_into(buffer, std::move(flight));
+  attach(buffer, std::move(flight));
   return buffer;
 }
 

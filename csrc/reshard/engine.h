@@ -5,7 +5,7 @@
 #include "../common/copies.h"
 #include "../layout/buffer.h"
 #include "../op.h"
-#include "../transport/departure.h"
+#include "../transport/transfer.h"
 #include "checks.h"
 
 #include <ATen/ops/empty.h>
@@ -27,7 +27,7 @@ using MakeParts = std::function<void(const std::vector<Destination>&)>;
 struct BufferShape {
   SymInts sizes;
   at::TensorOptions options;
-  uint64_t kind = 0;  // as Departure's
+  uint64_t kind = 0;  // as Transfer's
 
   at::Tensor meta() const { return at::empty_symint(sizes, options); }
 };
@@ -69,7 +69,7 @@ class Reshard {
 
  private:
   bool alone() const { return group_.alone; }
-  Departure departure(const BufferShape& shape) const;
+  Transfer transfer(const BufferShape& shape) const;
   // A copy of rank p's part of tensor i, with these distances between rows.
   StridedCopy copy_of(
       size_t i, int64_t p, const char* from, int64_t from_row, char* to, int64_t to_row) const;
@@ -81,10 +81,10 @@ class Reshard {
   void place_gathered(const at::Tensor& part, const at::Tensor& buffer) const;
   void place_scattered(const Tensors& inputs, const at::Tensor& buffer) const;
 
-  void gather_slots(const Departure& departure) const;
+  void gather_slots(const Transfer& transfer) const;
   // Writes this rank's slot to where every rank's buffer has it.
-  void stage_slot(const Departure& departure, const at::Tensor& slot) const;
-  void scatter_blocks(const Tensors& inputs, const Departure& departure) const;
+  void stage_slot(const Transfer& transfer, const at::Tensor& slot) const;
+  void scatter_blocks(const Tensors& inputs, const Transfer& transfer) const;
   // The copies that make rank p's packed block.
   void add_block(
       const Tensors& inputs, int64_t p, char* to, std::vector<StridedCopy>& copies) const;

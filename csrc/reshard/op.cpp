@@ -156,7 +156,7 @@ Reshard start_along(
     const char* op, const SymShards& layout, const at::Tensor& input, const Given& given) {
   return reshard_of(op, layout, item_of(input), "sizes", input, given, [&] {
     const int64_t dim = wrap_dim(given["dim"], input.dim());
-    return std::vector<std::string>{said(
+    return std::vector<std::string>{to_text(
         "input ", input.scalar_type(), " of full shape ",
         ints(entire_shape(input.sym_sizes(), dim, layout[0].sizes)), ", dim ", dim, " and sizes ",
         ints(layout[0].sizes))};
@@ -263,7 +263,7 @@ c10::IValue scatter_wait(const Given& given) {
   if (!buffer.is_meta()) {
     resolve_group(
         "scatter", given["group_name"], layout.rank, layout.parts(), buffer.device(), "sizes");
-    land(buffer);
+    wait_and_take(buffer);
   }
   return Tensors{buffer.select(0, layout.rank)
                      .narrow_symint(0, 0, layout.block(layout.rank))

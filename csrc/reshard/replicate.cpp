@@ -37,7 +37,8 @@ void save_group(AutogradContext* ctx, int64_t rank, int64_t size, std::string_vi
 }
 
 Argument call_saved(const char* op, AutogradContext* ctx, With argument) {
-  std::vector<With> values{std::move(argument), {"grad", "partial"}, {"reduce_dtype", c10::IValue()}};
+  std::vector<With> values{
+      std::move(argument), {"grad", "partial"}, {"reduce_dtype", c10::IValue()}};
   for (const auto& [name, value] : ctx->saved_data) {
     values.emplace_back(name.c_str(), value);
   }

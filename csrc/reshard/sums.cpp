@@ -70,10 +70,9 @@ const NamedOp all_gather("all_gather");
 
 at::Tensor gather_sums(const SumShapes& sums, const Given& given) {
   const SymInts parts = sum_parts(sums.elements, given["size"]);
-  const at::Tensor mine = reduce_scatter_wait(
-      given, {{"dim", 0}, {"sizes", parts}, {"shape", SymInts{sums.elements}}});
-  return all_gather(
-      given, {{"input", mine}, {"dim", 0}, {"sizes", parts}, {"grad", "replicated"}});
+  const at::Tensor mine =
+      reduce_scatter_wait(given, {{"dim", 0}, {"sizes", parts}, {"shape", SymInts{sums.elements}}});
+  return all_gather(given, {{"input", mine}, {"dim", 0}, {"sizes", parts}, {"grad", "replicated"}});
 }
 
 SymInts sum_buffer_shape(
@@ -132,7 +131,7 @@ namespace {
 // The tensors flattened, one after another.
 at::Tensor flattened(at::TensorList tensors, int64_t elements) {
   at::Tensor flat = empty_buffer({elements}, tensors[0]);
-  made_here(flat);
+  remember_stream(flat);
   Tensors parts;
   for (const at::Tensor& x : tensors) {
     parts.push_back(x.reshape({-1}));
@@ -164,24 +163,24 @@ void start_sum(const Group& group, const at::Tensor& flat) {
     return;
   }
   if (!sums_by_parts(group, flat)) {
-    return launch_into(group, flat, launch_sum(group, lent(flat)), flat);
+    return attach(group, flat, launch_sum(group, unowned(flat)), flat);
   }
   const SymInts shape = {group.size, largest_part(flat.numel(), group.size)};
   // Lent: this flight is freed with the tensor, so it must not own the tensor.
   const at::Tensor slots =
-      parts_of(group, flat).launch_scatter({lent(flat)}, {shape, flat.options()});
-  auto scattering = flight_into(slots);
+      parts_of(group, flat).launch_scatter({unowned(flat)}, {shape, flat.options()});
+  auto scattering = take_flight(slots);
   auto flight = std::make_unique<Flight>();
   flight->exchange = scattering->exchange;
   flight->holds.push_back(slots);
-  launch_into(slots, std::move(scattering));
-  launch_into(flat, std::move(flight));
+  attach(slots, std::move(scattering));
+  attach(flat, std::move(flight));
 }
 
 // Waits for the sum. `group()` is called only if ranks sum parts.
 template <class GroupOf>
 at::Tensor finish_sum(const at::Tensor& flat, const GroupOf& group) {
-  const auto flight = flight_into(flat);
+  const auto flight = take_flight(flat);
   if (flight == nullptr) {
     return flat;
   }
@@ -203,7 +202,7 @@ at::Tensor finish_sum(const at::Tensor& flat, const GroupOf& group) {
   } else {
     flight->wait_all();
   }
-  mark_landed(flat, *flight);
+  mark_waited(flat, *flight);
   return sum;
 }
 
@@ -222,7 +221,7 @@ c10::IValue all_reduce_start(const Given& given) {
   const Group group = agreed_group(
       "all_reduce", group_name, rank, size, inputs[0].device(), /*sizes=*/nullptr,
       [&]() -> std::vector<std::string> {
-        return {said("inputs of ", elements, " elements, ", inputs[0].scalar_type())};
+        return {to_text("inputs of ", elements, " elements, ", inputs[0].scalar_type())};
       });
   const at::Tensor flat = flattened(inputs, elements);
   if (sums_on_arrival(flat.scalar_type(), reduce_dtype)) {
@@ -311,7 +310,7 @@ void sum_gradients_kernel(
       agreed_group("sum_gradients_", group_name, rank, size, gradients[0].device(), nullptr, [&] {
         std::vector<std::string> arguments;
         for (size_t i = 0; i < gradients.size(); ++i) {
-          arguments.push_back(said(
+          arguments.push_back(to_text(
               "gradients[", i, "] of shape ", gradients[i].sizes(), ", ",
               gradients[i].scalar_type()));
         }

@@ -9,7 +9,7 @@
 
 #include "../common/backward.h"
 #include "../common/checks.h"
-#include "../common/product_sum.h"
+#include "../projection/product_sum.h"
 #include "../reshard/checks.h"
 #include "../transport/agreement.h"
 #include "rows.h"
@@ -91,7 +91,7 @@ struct LinearCall {
     Group group = agreed_group(
         op, group_name, rank, rows.parts(), input.device(), "sizes",
         [&]() -> std::vector<std::string> {
-          return {said(
+          return {to_text(
               "input ", input.scalar_type(), " with rows ", counts, " in ", rows.outer,
               " matrices of ", input.size(-1), " columns")};
         });

@@ -33,7 +33,7 @@ GatheredRows::GatheredRows(const at::Tensor& part, const Rows& rows) : rows_(row
   const int64_t columns = part.size(2);
   const auto elements = [&](int64_t p) { return rows.outer * rows.counts[p] * columns; };
   const auto others = [&](int64_t p) { return rows.outer * rows.total() * columns - elements(p); };
-  Departure departure(&rows.group, others, {others(rank)}, part.options());
+  Transfer transfer(&rows.group, others, {others(rank)}, part.options());
   // Where the block of `source` begins in p's buffer, in elements.
   const auto place = [&](int64_t source, int64_t p) {
     return rows.outer * rows.begin(source) * columns - (p < source ? elements(p) : 0);
@@ -41,14 +41,14 @@ GatheredRows::GatheredRows(const at::Tensor& part, const Rows& rows) : rows_(row
   for (int64_t p = 0; p < rows.group.size; ++p) {
     blocks_.push_back(
         p == rank ? part
-                  : departure.buffer()
+                  : transfer.buffer()
                         .narrow(0, place(p, rank), elements(p))
                         .view({rows.outer, rows.counts[p], columns}));
   }
-  departure.send(
+  transfer.send(
       [&](int64_t p) { return bytes_of(blocks_[p]); }, [&](int64_t) { return bytes_of(part_); },
       flight_);
-  departure.write(
+  transfer.write(
       [&](int64_t p, char* theirs) {
         const auto bytes = static_cast<int64_t>(part_.nbytes());
         if (bytes > 0) {
@@ -79,16 +79,16 @@ ScatteredProducts::ScatteredProducts(
     return std::vector<int64_t>{rows.outer, rows.counts[p], weight.size(1)};
   };
   const auto elements = [&](int64_t p) { return c10::multiply_integers(shape(p)); };
-  Departure departure(
+  Transfer transfer(
       &rows.group, [&](int64_t p) { return size * elements(p); }, {size, elements(rank)},
       x.options());
   for (int64_t p = 0; p < size; ++p) {
-    received_.push_back(departure.buffer()[p].view(shape(rank)));
+    received_.push_back(transfer.buffer()[p].view(shape(rank)));
   }
   const auto make = [&](int64_t p, const at::Tensor& to) {
     multiply(to, rows.rows_of(x, p), weight);
   };
-  departure.send(
+  transfer.send(
       [&](int64_t p) { return bytes_of(received_[p]); },
       [&](int64_t p) {
         products_.push_back(empty_buffer(shape(p), x));
@@ -96,7 +96,7 @@ ScatteredProducts::ScatteredProducts(
         return bytes_of(products_.back());
       },
       flight_);
-  departure.write(
+  transfer.write(
       [&](int64_t p, char* theirs) {
         if (elements(p) > 0) {
           make(

@@ -5,7 +5,7 @@
 
 #include "../common/copies.h"
 #include "../op.h"
-#include "../transport/departure.h"
+#include "../transport/transfer.h"
 
 #include <functional>
 

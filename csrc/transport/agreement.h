@@ -50,7 +50,7 @@ inline std::string printable(at::ScalarType part) {
 
 // The parts as one text.
 template <class... Parts>
-std::string said(const Parts&... parts) {
+std::string to_text(const Parts&... parts) {
   std::ostringstream text;
   (text << ... << printable(parts));
   return text.str();

@@ -42,7 +42,7 @@ void FlightTable::release_done() {
 }
 
 void FlightTable::set(const c10::Storage& storage, std::unique_ptr<Flight> flight) {
-  const bool is_flight = !flight->landed && !flight->local;
+  const bool is_flight = !flight->waited && !flight->local;
   if (is_flight && !capturing(storage.device())) {
     release_done();
   }
@@ -104,7 +104,7 @@ T peek(const at::Tensor& buffer, T Flight::* member) {
     return T{};
   }
   const T found = (*flight).*member;
-  launch_into(buffer, std::move(flight));
+  attach(buffer, std::move(flight));
   return found;
 }
 
@@ -133,16 +133,16 @@ void record_current_stream(const at::Tensor& buffer, const Flight& flight) {
 
 }  // namespace
 
-void made_here(const at::Tensor& buffer) {
+void remember_stream(const at::Tensor& buffer) {
   if (!buffer.is_cpu()) {
     auto flight = std::make_unique<Flight>();
     flight->stream = current_stream(buffer);
     flight->local = true;
-    launch_into(buffer, std::move(flight));
+    attach(buffer, std::move(flight));
   }
 }
 
-void launch_into(const at::Tensor& buffer, std::unique_ptr<Flight> flight) {
+void attach(const at::Tensor& buffer, std::unique_ptr<Flight> flight) {
   Block* const block = block_of(buffer);
   if (!block) {
     return table().set(buffer.storage(), std::move(flight));
@@ -151,7 +151,7 @@ void launch_into(const at::Tensor& buffer, std::unique_ptr<Flight> flight) {
   block->flight = std::move(flight);
 }
 
-void launch_into(
+void attach(
     const Group& group, const at::Tensor& buffer, const Work& work, const at::Tensor& sent) {
   auto flight = std::make_unique<Flight>();
   flight->what = describe(group);
@@ -164,15 +164,15 @@ void launch_into(
   if (!sent.is_alias_of(buffer)) {
     flight->holds.push_back(sent);
   }
-  if (watched()) {
+  if (waits_at_once()) {
     return flight->wait_all();
   }
-  launch_into(buffer, std::move(flight));
+  attach(buffer, std::move(flight));
 }
 
-std::unique_ptr<Flight> flight_into(const at::Tensor& buffer) {
+std::unique_ptr<Flight> take_flight(const at::Tensor& buffer) {
   TORCH_CHECK_VALUE(
-      !has_landed(buffer),
+      !was_waited(buffer),
       "expected a buffer that hasn't been waited for, got one that was waited for already; call "
       "the wait once for each start");
   auto flight = remove_flight(buffer);
@@ -180,34 +180,34 @@ std::unique_ptr<Flight> flight_into(const at::Tensor& buffer) {
     record_current_stream(buffer, *flight);
   }
   if (flight && flight->local) {
-    launch_into(buffer, std::move(flight));
+    attach(buffer, std::move(flight));
     return nullptr;
   }
   return flight;
 }
 
-std::unique_ptr<Flight> land(const at::Tensor& buffer) {
-  auto flight = flight_into(buffer);
+std::unique_ptr<Flight> wait_and_take(const at::Tensor& buffer) {
+  auto flight = take_flight(buffer);
   if (flight) {
     flight->wait_all();
-    mark_landed(buffer, *flight);
+    mark_waited(buffer, *flight);
   }
   return flight;
 }
 
-void mark_landed(const at::Tensor& buffer, const Flight& flight) {
+void mark_waited(const at::Tensor& buffer, const Flight& flight) {
   auto mark = std::make_unique<Flight>();
-  mark->landed = true;
+  mark->waited = true;
   mark->together = flight.together;
   mark->order = flight.order;
-  launch_into(buffer, std::move(mark));
+  attach(buffer, std::move(mark));
 }
 
-bool has_landed(const at::Tensor& buffer) {
-  return peek(buffer, &Flight::landed);
+bool was_waited(const at::Tensor& buffer) {
+  return peek(buffer, &Flight::waited);
 }
 
-bool travels_together(const at::Tensor& buffer) {
+bool arrives_at_once(const at::Tensor& buffer) {
   return !buffer.is_cpu() || peek(buffer, &Flight::together);
 }
 

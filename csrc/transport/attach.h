@@ -14,22 +14,21 @@ namespace deepsp {
 
 // GPU only: records the current stream as the one that made the buffer. If another stream waits for
 // the buffer, it waits for that stream, too.
-void made_here(const at::Tensor& buffer);
+void remember_stream(const at::Tensor& buffer);
 
-// Attaches a flight, which the caller has waited for if watched() holds.
-void launch_into(const at::Tensor& buffer, std::unique_ptr<Flight> flight);
-// Attaches a collective of any backend; if watched() holds, waits for it instead.
-void launch_into(
-    const Group& group, const at::Tensor& buffer, const Work& work, const at::Tensor& sent);
-// Detaches the buffer's flight; null if nothing fills it. ValueError after mark_landed.
-std::unique_ptr<Flight> flight_into(const at::Tensor& buffer);
+// Attaches a flight, which the caller has waited for if waits_at_once() holds.
+void attach(const at::Tensor& buffer, std::unique_ptr<Flight> flight);
+// Attaches a collective of any backend; if waits_at_once() holds, waits for it instead.
+void attach(const Group& group, const at::Tensor& buffer, const Work& work, const at::Tensor& sent);
+// Detaches the buffer's flight; null if nothing fills it. ValueError after mark_waited.
+std::unique_ptr<Flight> take_flight(const at::Tensor& buffer);
 // Detaches the flight, waits for it, and marks the buffer.
-std::unique_ptr<Flight> land(const at::Tensor& buffer);
-// From now on flight_into(buffer) raises: a buffer is waited for once.
-void mark_landed(const at::Tensor& buffer, const Flight& flight);
-bool has_landed(const at::Tensor& buffer);
+std::unique_ptr<Flight> wait_and_take(const at::Tensor& buffer);
+// From now on take_flight(buffer) raises: a buffer is waited for once.
+void mark_waited(const at::Tensor& buffer, const Flight& flight);
+bool was_waited(const at::Tensor& buffer);
 // Whether one collective receives all blocks of the buffer, before and after the wait.
-bool travels_together(const at::Tensor& buffer);
+bool arrives_at_once(const at::Tensor& buffer);
 // How blocks lie in it, before and after the wait; packed if it never had a flight.
 Order order_of(const at::Tensor& buffer);
 
@@ -58,8 +57,8 @@ class FlightTable {
 
   std::mutex mutex_;
   Entries flights_;
-  // Marks of waits, and local flights: many, which stay as long as their storages; searched for freed ones
-  // only when their number has doubled.
+  // Marks of waits, and local flights: many, which stay as long as their storages; searched for
+  // freed ones only when their number has doubled.
   Entries marks_;
   size_t search_at_ = 64;
 };

@@ -11,12 +11,12 @@
 
 namespace deepsp {
 
-bool watched() {
+bool waits_at_once() {
   return torch::autograd::AnomalyMode::is_enabled() || debugging();
 }
 
-void clear_if_watched(const at::Tensor& buffer) {
-  if (watched()) {
+void clear_if_waiting_at_once(const at::Tensor& buffer) {
+  if (waits_at_once()) {
     buffer.zero_();
   }
 }

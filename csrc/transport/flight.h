@@ -77,7 +77,7 @@ struct Flight {
   // GPU only: no exchange; the flight only records the stream that made the buffer.
   bool local = false;
   // The wait is done, and the flight stays as a mark: it has no `own`, and can't be waited for.
-  bool landed = false;
+  bool waited = false;
   // Names the exchange in errors; set by the launch.
   std::string what;
 
@@ -106,9 +106,9 @@ struct Flight {
 };
 
 // Anomaly mode, or DEEPSP_DEBUG=1: a start then waits at once.
-bool watched();
+bool waits_at_once();
 // Anomaly mode looks for NaN in whole buffers, between blocks and behind them, too.
-void clear_if_watched(const at::Tensor& buffer);
+void clear_if_waiting_at_once(const at::Tensor& buffer);
 // Whether a CUDA graph is being captured: no query or synchronization is allowed then.
 bool capturing(c10::Device device);
 

@@ -68,7 +68,7 @@ at::Tensor empty_buffer(at::IntArrayRef sizes, const at::TensorOptions& options)
                                    : at::empty(sizes, options);
 }
 
-at::Tensor lent(const at::Tensor& tensor) {
+at::Tensor unowned(const at::Tensor& tensor) {
   return tensor.is_cpu()
              ? tensor_over(
                    at::DataPtr(tensor.data_ptr(), at::kCPU), tensor.sizes(), tensor.scalar_type())

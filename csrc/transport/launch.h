@@ -30,9 +30,9 @@ void exchange_point_to_point(
     Flight& flight);
 
 // A contiguous tensor for a collective that will be attached to the tensor's own memory
-// (launch_into). On the CPU it doesn't own that memory: a cycle would leak both if wait is never
+// (attach). On the CPU it doesn't own that memory: a cycle would leak both if wait is never
 // called.
-at::Tensor lent(const at::Tensor& tensor);
+at::Tensor unowned(const at::Tensor& tensor);
 
 // All launches are asynchronous. One exchange as a collective of one-dimensional tensors; counts in
 // elements.

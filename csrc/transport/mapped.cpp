@@ -246,7 +246,7 @@ BlockPlace Mapped::Exchange::find_or_publish(int64_t rank, uint64_t call, uint64
     BlockHead* const head = mailbox.head(supplied);
     head->call = call;
     head->bytes = bytes;
-    if (watched()) {  // anomaly mode looks for NaN in the whole buffer
+    if (waits_at_once()) {  // anomaly mode looks for NaN in the whole buffer
       std::memset(Mailbox::data(head), 0, bytes);
     }
     found = mailbox.publish(number_, owner, supplied);

@@ -39,7 +39,7 @@ bool deepsp::capturing(c10::Device) {
   return false;
 }
 
-bool deepsp::watched() {
+bool deepsp::waits_at_once() {
   return false;
 }
 
@@ -66,11 +66,11 @@ void work(int thread) {
     at::Tensor tensor = pool_empty({count}, at::kFloat);
     std::memset(tensor.mutable_data_ptr(), thread + 1, count * 4);
     if (round % 3 == 0) {
-      launch_into(tensor, std::make_unique<Flight>());
+      attach(tensor, std::make_unique<Flight>());
       ++flown;
       if (round % 2 == 0) {
-        require(flight_into(tensor) != nullptr, "it has a flight");
-        require(flight_into(tensor) == nullptr, "a flight is taken once");
+        require(take_flight(tensor) != nullptr, "it has a flight");
+        require(take_flight(tensor) == nullptr, "a flight is taken once");
       }
     }
     const char* bytes = static_cast<const char*>(tensor.const_data_ptr());
@@ -94,7 +94,7 @@ void work(int thread) {
 void flights_of_other_memory() {
   const auto flight = [](bool landed) {
     auto made = std::make_unique<Flight>();
-    made->landed = landed;
+    made->waited = landed;
     return made;
   };
   FlightTable table;
@@ -151,9 +151,9 @@ void flights_of_other_memory() {
     require(table.size() < 400, "marks go with their storages");
   }
   for (at::Tensor& of : kept) {
-    require(!of.defined() || table.take(of.storage())->landed, "marks stay with their storages");
+    require(!of.defined() || table.take(of.storage())->waited, "marks stay with their storages");
   }
-  require(table.take(waited.storage())->landed, "so does the first");
+  require(table.take(waited.storage())->waited, "so does the first");
 
   // With several threads. Their tensors live: torch's own code isn't built for TSan.
   kept.assign(kThreads * 50, at::Tensor());
@@ -167,7 +167,7 @@ void flights_of_other_memory() {
         for (int n = 0; n < 50; ++n) {
           const c10::Storage& mine = kept[t * 50 + n].storage();
           table.set(mine, flight(n % 2 == 0));
-          require(n % 5 == 0 || table.take(mine)->landed == (n % 2 == 0), "one's own flight");
+          require(n % 5 == 0 || table.take(mine)->waited == (n % 2 == 0), "one's own flight");
         }
         for (int n = 0; n < 50; n += 5) {
           require(table.take(kept[t * 50 + n].storage()) != nullptr, "it is still there");

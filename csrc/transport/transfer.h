@@ -3,7 +3,7 @@
 // folders of csrc include.
 //
 // The transport has three floors. A file includes files of its own floor or of lower ones:
-//   agree  departure, choice, handshake, peer_socket, agreement
+//   agree  transfer, choice, handshake, peer_socket, agreement
 //   move   launch, mapped, mailbox, shared_memory, staged, stages
 //   wait   attach, pool, flight, errors, c10d, group
 // Agree: ranks tell each other what they can and want, and choose how blocks get across. Move:
@@ -18,11 +18,11 @@
 
 namespace deepsp {
 
-class Departure {
+class Transfer {
  public:
   // elements(p): the size of rank p's buffer, alike on every rank. group: null if nothing is sent.
   // kind: what else must be alike if ranks write into each other's memory.
-  Departure(
+  Transfer(
       const Group* group,
       const std::function<int64_t(int64_t)>& elements,
       at::IntArrayRef sizes,

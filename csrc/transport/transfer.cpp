@@ -1,4 +1,4 @@
-#include "departure.h"
+#include "transfer.h"
 
 #include "errors.h"
 
@@ -25,7 +25,7 @@ uint64_t hash_of(
 
 }  // namespace
 
-Departure::Departure(
+Transfer::Transfer(
     const Group* group,
     const std::function<int64_t(int64_t)>& elements,
     at::IntArrayRef sizes,
@@ -44,8 +44,8 @@ Departure::Departure(
   }
   if (mapped_ == nullptr) {
     buffer_ = empty_buffer(sizes, options);
-    made_here(buffer_);
-    clear_if_watched(buffer_);  // it may be larger than all blocks
+    remember_stream(buffer_);
+    clear_if_waiting_at_once(buffer_);  // it may be larger than all blocks
     return;
   }
   const at::ScalarType dtype = c10::typeMetaToScalarType(options.dtype());
@@ -55,7 +55,7 @@ Departure::Departure(
   buffer_ = exchange_->take_buffer(sizes, dtype);
 }
 
-void Departure::write(const std::function<void(int64_t, char*)>& write, Flight& flight) {
+void Transfer::write(const std::function<void(int64_t, char*)>& write, Flight& flight) {
   if (mapped_ == nullptr) {
     return;
   }
@@ -71,7 +71,7 @@ void Departure::write(const std::function<void(int64_t, char*)>& write, Flight& 
   }
 }
 
-void Departure::send(
+void Transfer::send(
     const std::function<Bytes(int64_t)>& receive,
     const std::function<Bytes(int64_t)>& send,
     Flight& flight) const {
@@ -80,11 +80,11 @@ void Departure::send(
   }
 }
 
-std::unique_ptr<Flight> Departure::stage(
+std::unique_ptr<Flight> Transfer::stage(
     at::TensorList reads, const std::function<void(const Buffers&)>& write) const {
   auto flight = staged_->exchange(*group_, bytes_, buffer_, reads, write);
   flight->what = describe(*group_);
-  if (watched()) {
+  if (waits_at_once()) {
     flight->wait_all();
   }
   return flight;
