@@ -134,7 +134,7 @@ TORCH_LIBRARY(deepsp, m) {
   // `arguments`, each of which begins with its name. `op`: what the error begins with; `like`: a
   // tensor on the device to communicate from.
   m.def(
-      "check_agreement(str op, str[] arguments, Tensor like, int rank, int size, "
+      "_check_agreement(str op, str[] arguments, Tensor like, int rank, int size, "
       "str group_name) -> ()",
       uncaptured);
 
@@ -212,13 +212,13 @@ TORCH_LIBRARY(deepsp, m) {
   // Products are written into what is sent, and taken from what arrived: nothing is
   // packed or merged. Sums of 16-bit products are taken in float32.
   m.def(
-      "project_to_heads_start(Tensor x, Tensor[] weights, Tensor[] biases, "
+      "_project_to_heads_start(Tensor x, Tensor[] weights, Tensor[] biases, "
       "SymInt[] num_heads, SymInt[] seq_lens, int chunks, bool last_first, int rank, "
       "str group_name, *, int query_parts=1) -> Tensor[]",
       uncaptured);
   // The buffers of all chunks, in order.
   m.def(
-      "heads_to_output_wait(Tensor[] buffers, Tensor weight, Tensor? bias, SymInt num_heads, "
+      "_heads_to_output_wait(Tensor[] buffers, Tensor weight, Tensor? bias, SymInt num_heads, "
       "SymInt batch, SymInt[] seq_lens, int rank, str group_name, *, int query_parts=1) -> "
       "Tensor",
       uncaptured);
@@ -279,12 +279,12 @@ TORCH_LIBRARY(deepsp, m) {
   // of tokens, those that q has. The log-sum-exp [B, h, S] isn't differentiable; the gradients are
   // of q, k, v and sinks, where wanted, and have no derivative.
   m.def(
-      "blockwise_attention(Tensor q, Tensor k, Tensor v, Tensor? documents, bool is_causal, "
+      "_blockwise_attention(Tensor q, Tensor k, Tensor v, Tensor? documents, bool is_causal, "
       "int[] window_size, float? scale, float? softcap, Tensor? sinks, SymInt[] queries=[]) -> "
       "(Tensor output, Tensor log_sum_exp)",
       pure);
   m.def(
-      "blockwise_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? documents, "
+      "_blockwise_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? documents, "
       "bool is_causal, int[] window_size, float? scale, float? softcap, Tensor? sinks, "
       "Tensor output, Tensor log_sum_exp, int[] wanted, SymInt[] queries=[]) -> Tensor[]",
       pure);
@@ -293,12 +293,12 @@ TORCH_LIBRARY(deepsp, m) {
   // more: two parts exist at a time. Returns the output, then what backward needs: q, the output
   // and the log-sum-exp of each of this rank's cells.
   m.def(
-      "streamed_attention(Tensor q, Tensor k, Tensor v, Tensor? documents, bool is_causal, "
+      "_streamed_attention(Tensor q, Tensor k, Tensor v, Tensor? documents, bool is_causal, "
       "int[] window_size, float? scale, float? softcap, Tensor? sinks, int kv_chunk, "
       "SymInt[] seq_lens, int rank, str group_name, *, int query_parts=1) -> Tensor[]",
       uncaptured);
   m.def(
-      "streamed_attention_backward(Tensor grad, Tensor k, Tensor v, Tensor? documents, "
+      "_streamed_attention_backward(Tensor grad, Tensor k, Tensor v, Tensor? documents, "
       "bool is_causal, int[] window_size, float? scale, float? softcap, Tensor? sinks, "
       "int kv_chunk, SymInt[] seq_lens, int rank, str group_name, Tensor[] saved, *, "
       "int query_parts=1) -> Tensor[]",
@@ -310,14 +310,14 @@ TORCH_LIBRARY(deepsp, m) {
   // one's device is said in Python.) An empty tensor there tells what draws anew, AOTAutograd's
   // checkpoints, whose generator it is.
   m.def(
-      "dropout_seed(Tensor like, int rank, int draws=1) -> (Tensor seed, Tensor of_device)",
+      "_dropout_seed(Tensor like, int rank, int draws=1) -> (Tensor seed, Tensor of_device)",
       {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded, at::Tag::cudagraph_unsafe});
   m.def(
-      "attention_with_dropout(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, float dropout_p, "
+      "_attention_with_dropout(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, float dropout_p, "
       "bool is_causal, float? scale, Tensor seed) -> Tensor",
       uncaptured);
   m.def(
-      "attention_with_dropout_backward(Tensor grad, Tensor q, Tensor k, Tensor v, "
+      "_attention_with_dropout_backward(Tensor grad, Tensor q, Tensor k, Tensor v, "
       "Tensor? attn_mask, float dropout_p, bool is_causal, float? scale, Tensor seed, "
       "int[] wanted) -> Tensor[]",
       uncaptured);
@@ -398,7 +398,7 @@ TORCH_LIBRARY(deepsp, m) {
       uncaptured);
   // In place: each tensor becomes its sum over the group.
   m.def(
-      "sum_gradients_(Tensor(a!)[] gradients, int rank, int size, str group_name) -> ()",
+      "_sum_gradients_(Tensor(a!)[] gradients, int rank, int size, str group_name) -> ()",
       uncaptured);
 
   // --- linear layers around them
@@ -419,12 +419,12 @@ TORCH_LIBRARY(deepsp, m) {
   // What their backwards need. wanted: whether for input, weight, bias; the gradients wanted come
   // in that order. They have no derivative.
   m.def(
-      "all_gather_matmul_backward(Tensor grad, Tensor input, Tensor weight, int dim, "
+      "_all_gather_matmul_backward(Tensor grad, Tensor input, Tensor weight, int dim, "
       "SymInt[] sizes, int[] wanted, int rank, str group_name, *, "
       "ScalarType? reduce_dtype=None) -> Tensor[]",
       uncaptured);
   m.def(
-      "matmul_reduce_scatter_backward(Tensor grad, Tensor input, Tensor weight, int dim, "
+      "_matmul_reduce_scatter_backward(Tensor grad, Tensor input, Tensor weight, int dim, "
       "SymInt[] sizes, int[] wanted, int rank, str group_name) -> Tensor[]",
       uncaptured);
 
@@ -442,7 +442,7 @@ TORCH_LIBRARY(deepsp, m) {
       "Tensor(a)[]",
       pure);
   // The tensor itself; its gradient times scale. Composite.
-  m.def("scale_gradient(Tensor(a) input, float scale) -> Tensor(a)", pure);
+  m.def("_scale_gradient(Tensor(a) input, float scale) -> Tensor(a)", pure);
 
   // --- sharded weights
 
@@ -473,13 +473,13 @@ TORCH_LIBRARY(deepsp, m) {
       "str group_name, *, ScalarType? reduce_dtype=None) -> Tensor[]",
       uncaptured);
   m.def(
-      "gather_cast_coalesced_start(Tensor[] shards, SymInt[] sizes, ScalarType[] dtypes, "
+      "_gather_cast_coalesced_start(Tensor[] shards, SymInt[] sizes, ScalarType[] dtypes, "
       "int rank, str group_name, *, ScalarType? reduce_dtype=None) -> Tensor",
       uncaptured);
   // row_shapes: the shapes without dimension 0, one after another; row_dims: how many
   // entries of it each tensor has.
   m.def(
-      "gather_cast_coalesced_wait(Tensor(a -> *) buffer, SymInt[] sizes, SymInt[] row_shapes, "
+      "_gather_cast_coalesced_wait(Tensor(a -> *) buffer, SymInt[] sizes, SymInt[] row_shapes, "
       "int[] row_dims, ScalarType[] dtypes, int rank, str group_name) -> Tensor(a)[]",
       uncaptured);
   // The adjoint: input [sum of sizes, ...] travels in the dtype that it has; the sum over
@@ -490,15 +490,15 @@ TORCH_LIBRARY(deepsp, m) {
       "str group_name, *, ScalarType? reduce_dtype=None) -> Tensor",
       uncaptured);
   m.def(
-      "reduce_scatter_cast_coalesced(Tensor[] inputs, SymInt[] sizes, ScalarType[] dtypes, "
+      "_reduce_scatter_cast_coalesced(Tensor[] inputs, SymInt[] sizes, ScalarType[] dtypes, "
       "int rank, str group_name, *, ScalarType? reduce_dtype=None) -> Tensor[]",
       uncaptured);
   m.def(
-      "reduce_scatter_cast_coalesced_start(Tensor[] inputs, SymInt[] sizes, int rank, "
+      "_reduce_scatter_cast_coalesced_start(Tensor[] inputs, SymInt[] sizes, int rank, "
       "str group_name) -> Tensor",
       uncaptured);
   m.def(
-      "reduce_scatter_cast_coalesced_wait(Tensor buffer, SymInt[] sizes, SymInt[] row_shapes, "
+      "_reduce_scatter_cast_coalesced_wait(Tensor buffer, SymInt[] sizes, SymInt[] row_shapes, "
       "int[] row_dims, ScalarType[] wire_dtypes, ScalarType[] dtypes, ScalarType? reduce_dtype, "
       "int rank, str group_name) -> Tensor[]",
       uncaptured);
@@ -510,7 +510,7 @@ TORCH_LIBRARY(deepsp, m) {
       "str group_name) -> (Tensor data, Tensor inv_scale)",
       uncaptured);
   m.def(
-      "gather_cast_float8_coalesced(Tensor[] shards, SymInt[] sizes, ScalarType dtype, int rank, "
+      "_gather_cast_float8_coalesced(Tensor[] shards, SymInt[] sizes, ScalarType dtype, int rank, "
       "str group_name) -> (Tensor[] data, Tensor inv_scales)",
       uncaptured);
   // For training: gathered in float8_dtype, returned in `dtype`; the gradient is
@@ -538,7 +538,7 @@ TORCH_LIBRARY(deepsp, m) {
   // The sum, then those of its gradients that are wanted: of hidden, weight, bias. They have no
   // derivative.
   m.def(
-      "linear_cross_entropy_gradients(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, "
+      "_linear_cross_entropy_gradients(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, "
       "int ignore_index, float label_smoothing, int? chunk_tokens, int[] wanted, "
       "float? softcap=None, float scale=1.0, float z_loss=0.0, Tensor? token_weights=None) "
       "-> Tensor[]",
@@ -554,17 +554,17 @@ TORCH_LIBRARY(deepsp, m) {
       pure);
   // grads: of each of its outputs. The gradients of hidden, weight and bias that are wanted.
   m.def(
-      "token_log_probs_backward(Tensor[] grads, Tensor hidden, Tensor weight, Tensor? bias, "
+      "_token_log_probs_backward(Tensor[] grads, Tensor hidden, Tensor weight, Tensor? bias, "
       "Tensor ids, Tensor logsumexp, Tensor? entropy, int ignore_index, int? chunk_tokens, "
       "float? softcap, float scale, float temperature, int[] wanted) -> Tensor[]",
       pure);
 
   // --- the CPU buffer pool
 
-  m.def("pool_idle_bytes() -> int");
-  m.def("pool_limit() -> int");
-  m.def("pool_set_limit(int bytes) -> ()");
-  m.def("pool_clear() -> ()");
+  m.def("_pool_idle_bytes() -> int");
+  m.def("_pool_limit() -> int");
+  m.def("_pool_set_limit(int bytes) -> ()");
+  m.def("_pool_clear() -> ()");
 
   // --- how a group's blocks travel between tensors of a kind of device
 
@@ -572,7 +572,7 @@ TORCH_LIBRARY(deepsp, m) {
   // ranks call this. use: "auto", "mapped" or "messages"; to be given before the group's first
   // exchange.
   m.def(
-      "transport(int rank, int size, str group_name, str? use, Device device) -> "
+      "_transport(int rank, int size, str group_name, str? use, Device device) -> "
       "(int[], str[])");
 }
 
@@ -581,8 +581,8 @@ TORCH_LIBRARY_IMPL(deepsp, CompositeImplicitAutograd, m) {
   implement<head_split>(m, "head_split");
   implement<cells>(m, "_cells");
   implement<chunks_in_force>(m, "_chunks_in_force");
-  m.impl("pool_limit", pool_limit);
-  m.impl("pool_set_limit", pool_set_limit);
+  m.impl("_pool_limit", pool_limit);
+  m.impl("_pool_set_limit", pool_set_limit);
 }
 
 TORCH_LIBRARY_IMPL(deepsp, CompositeExplicitAutograd, m) {

@@ -1,5 +1,6 @@
 #pragma once
-// An op of the library as one handle, and what is the same for all ops. C++ calls ops through the
+// What is the same for all ops: arguments by name, so that an op's signature stands only in its
+// schema; an op as one handle; its autograd from a backward formula. C++ calls ops through the
 // dispatcher, as Python does, so that autograd, tracing and functionalization see them.
 //
 // To add an op: its schema in library.cpp; a kernel, which is its own meta function
@@ -23,41 +24,6 @@ using SymInts = std::vector<c10::SymInt>;
 using Dtypes = at::ArrayRef<at::ScalarType>;
 using OptionalTensor = std::optional<at::Tensor>;
 using OptionalDtype = std::optional<at::ScalarType>;
-
-template <class Signature>
-class Op;
-
-template <class Result, class... Args>
-class Op<Result(Args...)> {
- public:
-  constexpr explicit Op(const char* name, const char* ns = "deepsp") : ns_(ns), name_(name) {}
-
-  Result operator()(Args... args) const { return handle().call(std::forward<Args>(args)...); }
-
- private:
-  using Handle = c10::TypedOperatorHandle<Result(Args...)>;
-
-  const Handle& handle() const {
-    const Handle* found = handle_.load(std::memory_order_acquire);
-    return found ? *found : find();
-  }
-
-  const Handle& find() const {
-    const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(
-        (std::string(ns_) + "::" + name_).c_str(), "");
-    auto* made = new Handle(op.template typed<Result(Args...)>());  // never destroyed, as the op
-    const Handle* other = nullptr;
-    if (!handle_.compare_exchange_strong(other, made, std::memory_order_acq_rel)) {
-      delete made;
-      return *other;
-    }
-    return *made;
-  }
-
-  const char* const ns_;
-  const char* const name_;
-  mutable std::atomic<const Handle*> handle_ = nullptr;
-};
 
 // A block of m.impl(name, kernel), for each device that kernels are compiled for, and for meta
 // tensors: there a kernel returns tensors of the right shapes as soon as its arguments are checked.
@@ -148,6 +114,26 @@ class Argument {
   mutable std::vector<at::ScalarType> dtypes_;
 };
 
+// Adds the tensors of a value, and of a list.
+void append_tensors(const c10::IValue& value, Tensors& to);
+
+// Calls `change` with every tensor among `values`, which it becomes.
+template <class Change>
+void change_tensors(at::ArrayRef<c10::IValue> values, const Change& change) {
+  for (const c10::IValue& value : values) {
+    auto& slot = const_cast<c10::IValue&>(value);
+    if (value.isTensor() && value.toTensor().defined()) {
+      slot = change(value.toTensor());
+    } else if (value.isTensorList()) {
+      Tensors changed;
+      for (const at::Tensor& x : value.toTensorVector()) {
+        changed.push_back(change(x));
+      }
+      slot = std::move(changed);
+    }
+  }
+}
+
 // What a call was given, by the names of its schema.
 class Named {
  public:
@@ -207,9 +193,9 @@ struct With {
 };
 
 // An op that is called by the names of its arguments, through the dispatcher. `name` is a literal.
-class NamedOp {
+class Op {
  public:
-  constexpr explicit NamedOp(const char* name, const char* ns = "deepsp") : ns_(ns), name_(name) {}
+  constexpr explicit Op(const char* name, const char* ns = "deepsp") : ns_(ns), name_(name) {}
 
   // Arguments that aren't listed have their defaults. Several results are one list of tensors.
   Argument operator()(at::ArrayRef<With> arguments) const;
@@ -264,7 +250,7 @@ class Call : public Named {
   friend struct Differentiated;
   explicit Call(void* context) : context_(context) {}
   const std::string& op() const;
-  int64_t to_text(size_t what) const;
+  int64_t saved_int(size_t what) const;
   c10::IValue kept(const char* name) const;
 
   void* context_;  // torch::autograd::AutogradContext, whose header is large
@@ -282,6 +268,25 @@ using Keep = void (*)(Call& call);
 void differentiable(torch::Library& m, const char* op, Backward backward, Keep keep = nullptr);
 // A gradient asked of the op raises.
 void not_differentiable(torch::Library& m, const char* op);
+
+using Names = std::vector<const char*>;
+
+// An op whose backward is an op, too, and what they share, by name.
+struct BackwardOp {
+  Op op;                     // the backward
+  Names inputs;              // the forward's arguments that are tensors, in order
+  Names results;             // the forward's results; empty: none of them is saved
+  Names saved;               // inputs and results that the backward takes
+  Names gradients;           // inputs whose gradients the backward returns, in order
+  bool takes_wanted = true;  // whether it returns only those that its argument `wanted` asks for
+};
+
+// Saves the tensors of `backward.saved`, undefined ones for arguments that are None.
+void save_for(const BackwardOp& backward, Call& call);
+
+// Calls the backward with the saved tensors, `values`, `wanted`, and the forward's arguments for
+// the rest. Returns a gradient for each input, undefined where it isn't wanted.
+Tensors call_backward(const BackwardOp& backward, const Call& call, std::vector<With> values);
 
 // ------------------------------------------------------------------- functionalization, autocast
 

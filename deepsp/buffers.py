@@ -7,12 +7,12 @@ import torch
 
 def idle_bytes() -> int:
     """The number of bytes that the pool keeps and that are not in use."""
-    return torch.ops.deepsp.pool_idle_bytes()
+    return torch.ops.deepsp._pool_idle_bytes()
 
 
 def limit() -> int:
     """The largest number of idle bytes that the pool keeps (2 GiB unless set)."""
-    return torch.ops.deepsp.pool_limit()
+    return torch.ops.deepsp._pool_limit()
 
 
 def set_limit(limit_bytes: int) -> None:
@@ -25,9 +25,9 @@ def set_limit(limit_bytes: int) -> None:
     Raises:
         ValueError: ``limit_bytes`` is negative.
     """
-    torch.ops.deepsp.pool_set_limit(limit_bytes)
+    torch.ops.deepsp._pool_set_limit(limit_bytes)
 
 
 def clear() -> None:
     """Frees all idle buffers of the pool."""
-    torch.ops.deepsp.pool_clear()
+    torch.ops.deepsp._pool_clear()

@@ -104,7 +104,7 @@ def sync_gradients(module: Parameters, group: Group = None) -> None:
     with torch.no_grad():
         gradients = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
         if gradients:
-            torch.ops.deepsp.sum_gradients_(gradients, rank, size, name)
+            torch.ops.deepsp._sum_gradients_(gradients, rank, size, name)
 
 
 def _check_no_ddp(module: Parameters, group: str) -> None:

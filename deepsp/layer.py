@@ -326,7 +326,7 @@ class SequenceParallelAttention(nn.Module):
         if projects:
             projections = (q_proj, k_proj, v_proj)
             weights = [p.weight for p in projections]
-            arriving = ops.project_to_heads_start(
+            arriving = ops._project_to_heads_start(
                 *(x, weights, biases(projections), heads, lens, chunks, False, rank, name),
                 query_parts=query_parts,
             )
@@ -348,7 +348,7 @@ class SequenceParallelAttention(nn.Module):
             on_arrival=lambda heads, which, tokens: self._turned(heads, which, turn, tokens),
         )
         if self.overlap:
-            return ops.heads_to_output_wait(
+            return ops._heads_to_output_wait(
                 *(leaving, o_proj.weight, o_proj.bias, self.num_heads, x.size(0), lens, rank, name),
                 query_parts=query_parts,
             )

@@ -311,7 +311,7 @@ def _of_group(
         [local_sum.double(), count, *(nothing + x if x != 0 else nothing for x in said)]
     )
     if average_gradients:
-        mine = torch.ops.deepsp.scale_gradient(mine, float(size))
+        mine = torch.ops.deepsp._scale_gradient(mine, float(size))
     totals = torch.ops.deepsp.all_reduce(mine, "replicated", rank, size, name)
     loss, count = totals[:2].unbind()
     drift.check(weight, said, totals.detach()[2:], size)

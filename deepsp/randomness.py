@@ -28,7 +28,7 @@ _MASK = (1 << 64) - 1
 _OWN = 0x5EED5D5E
 
 
-@torch.library.register_fake("deepsp::dropout_seed")
+@torch.library.register_fake("deepsp::_dropout_seed")
 def _fake_seed(like, rank, draws=1):
     """C++ sees a fake tensor as one on the meta device, and can't say "on the CPU"."""
     seed = torch.empty((), dtype=torch.int64, device="cpu")

@@ -77,7 +77,7 @@ def transport(
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    machine, reasons = torch.ops.deepsp.transport(rank, size, name, use, device)
+    machine, reasons = torch.ops.deepsp._transport(rank, size, name, use, device)
     machines = [
         tuple(p for p in range(size) if machine[p] == first) for first in sorted({*machine})
     ]

@@ -28,7 +28,7 @@ def _fine():
 def _by_themselves():
     """The ops' own comparison: of texts that differ by an empty line at the end, too."""
     rank, size, name = dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name
-    check = torch.ops.deepsp.check_agreement
+    check = torch.ops.deepsp._check_agreement
     for mine in (["a", ""], ["a", "b"]):
         with pytest.raises(ValueError, match="rank 0 passes nothing, rank 1 passes"):
             check("a call", mine if rank == 1 else ["a"], torch.ones(1), rank, size, name)
@@ -202,7 +202,7 @@ def _each_exchange():
             ValueError,
             match=r"sum_gradients_: .*rank 0 passes gradients\[0\] of shape \[2, 8\], fl",
         ):
-            torch.ops.deepsp.sum_gradients_(
+            torch.ops.deepsp._sum_gradients_(
                 gradients if rank == 0 else gradients[::-1], rank, 2, layer.member[2]
             )
         _fine()
@@ -235,7 +235,7 @@ def _survive(fate, store, timeout):
             deepsp.DistributedAttention()(part, part, part)
         assert "Another rank died" in str(error.value)
         with pytest.raises(RuntimeError, match=r"sum_gradients_ of rank \d in group"):
-            torch.ops.deepsp.sum_gradients_([torch.ones(3)], rank, 3, module.member[2])
+            torch.ops.deepsp._sum_gradients_([torch.ones(3)], rank, 3, module.member[2])
     started = time.monotonic()
     with pytest.raises(
         RuntimeError, match=r"_to_\w+ of rank \d in group '.*' of 3 failed"
@@ -244,7 +244,7 @@ def _survive(fate, store, timeout):
             module(part, part, part).sum().backward()
     assert time.monotonic() - started < 3 * timeout
     assert "Another rank died, hangs, or makes another call" in str(error.value)
-    limit = torch.ops.deepsp.pool_limit()
+    limit = torch.ops.deepsp._pool_limit()
     assert 0 <= deepsp.buffers.idle_bytes() <= limit
     dist.destroy_process_group()
     dist.init_process_group(

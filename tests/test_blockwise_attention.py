@@ -12,8 +12,8 @@ from reference import draw, lens_of, names
 
 import deepsp
 
-BLOCKWISE = torch.ops.deepsp.blockwise_attention
-BACKWARD = torch.ops.deepsp.blockwise_attention_backward
+BLOCKWISE = torch.ops.deepsp._blockwise_attention
+BACKWARD = torch.ops.deepsp._blockwise_attention_backward
 
 
 def everything(

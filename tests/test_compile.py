@@ -25,8 +25,8 @@ def _leaf(*shape, seed=0):
 
 _LISTS_OF_DTYPES = {
     "gather_cast", "gather_cast_start", "gather_cast_wait", "gather_cast_coalesced",
-    "gather_cast_coalesced_start", "gather_cast_coalesced_wait", "reduce_scatter_cast",
-    "reduce_scatter_cast_coalesced", "reduce_scatter_cast_coalesced_wait",
+    "_gather_cast_coalesced_start", "_gather_cast_coalesced_wait", "reduce_scatter_cast",
+    "_reduce_scatter_cast_coalesced", "_reduce_scatter_cast_coalesced_wait",
 }  # fmt: skip
 
 
@@ -58,8 +58,8 @@ def arguments(kind):
         chunks = len(arriving)
         documents = torch.tensor([[0, 3], [3, sum(lens)], [sum(lens) + 1, 2 * sum(lens)]])
         attended = held[0], held[1], held[1]
-        blocks = op.blockwise_attention(*attended, documents, True, [2, 0], None, None, None)
-        streamed = [y.detach() for y in op.streamed_attention(
+        blocks = op._blockwise_attention(*attended, documents, True, [2, 0], None, None, None)
+        streamed = [y.detach() for y in op._streamed_attention(
             q, k, k, documents, True, [], None, 2.0, _leaf(8), 3, lens, rank, group)]  # fmt: skip
         parts = {"query_parts": size}
         cut = landed(op.seq_to_heads_start([q, k], lens, 2, False, rank, group, **parts))
@@ -75,10 +75,10 @@ def arguments(kind):
         shards = [y.detach().requires_grad_() for y in shards]
         (one,) = landed([op.gather_cast_start(shards[0], lens, bf16, rank, group)])
         (gathered,) = landed(
-            [op.gather_cast_coalesced_start(shards, lens * 2, [bf16, f32], rank, group)]
+            [op._gather_cast_coalesced_start(shards, lens * 2, [bf16, f32], rank, group)]
         )
         (scattered,) = landed(
-            [op.reduce_scatter_cast_coalesced_start(whole, lens * 2, rank, group)]
+            [op._reduce_scatter_cast_coalesced_start(whole, lens * 2, rank, group)]
         )
         return {
             "seq_to_heads": ([q, k], lens, rank, group),
@@ -89,12 +89,14 @@ def arguments(kind):
             "heads_to_seq_wait": (leaving, *shape, lens, rank, group),
             "project_to_heads": (x, weights, biases, [8, 2], lens, rank, group),
             "heads_to_output": (held[0], output, _leaf(7), 8, lens, rank, group),
-            "project_to_heads_start": (*(x, weights, biases, [8, 2], lens, 2, False, rank, group),),
+            "_project_to_heads_start": (
+                *(x, weights, biases, [8, 2], lens, 2, False, rank, group),
+            ),
             "_project_to_heads_backward": (
                 *([b.detach() for b in leaving], x.detach(), [w.detach() for w in weights]),
                 *([8, 2], 2, lens, [1, 1, 0, 0, 1], rank, group),
             ),
-            "heads_to_output_wait": (out, output, _leaf(7), 8, 2, lens, rank, group),
+            "_heads_to_output_wait": (out, output, _leaf(7), 8, 2, lens, rank, group),
             "_heads_to_output_weight_grad": (
                 *(draw(2, lens[rank], 7, dtype=torch.float32), [b.detach() for b in out]),
                 *(8, 6, lens, rank, group),
@@ -105,28 +107,28 @@ def arguments(kind):
             "_attention_of_cell": (
                 *(held[0], held[1], held[1], None, 0.0, True, None, 8, size, rank),
             ),
-            "dropout_seed": (q, rank, 2),
-            "attention_with_dropout": (
+            "_dropout_seed": (q, rank, 2),
+            "_attention_with_dropout": (
                 *(held[0], held[1], held[1], torch.zeros(sum(lens), sum(lens)).requires_grad_()),
                 *(0.3, False, None, torch.tensor(5)),
             ),
-            "attention_with_dropout_backward": (
+            "_attention_with_dropout_backward": (
                 *(draw(*held[0].shape, dtype=torch.float32), held[0].detach()),
                 *(held[1].detach(), held[1].detach(), None, 0.3, True, None),
                 *(torch.tensor(5), [1, 0, 1, 0]),
             ),
-            "blockwise_attention": (*attended, documents, True, [2, 0], None, None, None),
-            "blockwise_attention_backward": (
+            "_blockwise_attention": (*attended, documents, True, [2, 0], None, None, None),
+            "_blockwise_attention_backward": (
                 *(torch.ones_like(blocks[0]), *(y.detach() for y in attended), documents, True),
                 *([2, 0], None, None, None, *(y.detach() for y in blocks), [1, 1, 1, 0]),
             ),
-            "streamed_attention": (
+            "_streamed_attention": (
                 *(q, k, k, documents, True, [], None, 2.0, _leaf(8), 3, lens, rank, group),
             ),
-            "cut:streamed_attention": (
+            "cut:_streamed_attention": (
                 *(q, k, k, documents, True, [], None, 2.0, _leaf(8), 3, lens, rank, group),
             ),
-            "streamed_attention_backward": (
+            "_streamed_attention_backward": (
                 *(torch.ones_like(streamed[0]), k.detach(), k.detach(), documents, True, [], None),
                 *(2.0, _leaf(8).detach(), 3, lens, rank, group, streamed[1:]),
             ),
@@ -141,48 +143,48 @@ def arguments(kind):
             "reduce_scatter_start": (_leaf(*whole_q), 1, lens, rank, group),
             "reduce_scatter_wait": (slots, 1, lens, whole_q, rank, group),
             "all_gather_matmul": (x, weights[1], biases[1], 1, lens, rank, group),
-            "all_gather_matmul_backward": (
+            "_all_gather_matmul_backward": (
                 *(draw(2, sum(lens), 12, dtype=torch.float32), x.detach(), weights[1].detach()),
                 *(1, lens, [1, 1, 1], rank, group),
             ),
             "matmul_reduce_scatter": (
                 *(_leaf(2, sum(lens), 5), weights[1], biases[1], 1, lens, rank, group),
             ),
-            "matmul_reduce_scatter_backward": (
+            "_matmul_reduce_scatter_backward": (
                 *(draw(2, lens[rank], 12, dtype=torch.float32), _leaf(2, sum(lens), 5).detach()),
                 *(weights[1].detach(), 1, lens, [1, 1, 1], rank, group),
             ),
             "scatter": (_leaf(*whole_q), 1, lens, "replicated", rank, group),
             "scatter_start": (_leaf(*whole_q), 1, lens, rank, group),
             "scatter_wait": (slots, 1, lens, whole_q, rank, group),
-            "sum_gradients_": ([torch.ones(3), torch.ones(2, 2)], rank, size, group),
+            "_sum_gradients_": ([torch.ones(3), torch.ones(2, 2)], rank, size, group),
             "gather_cast": (shards[0], lens, bf16, rank, group),
             "gather_cast_start": (shards[0], lens, bf16, rank, group),
             "gather_cast_wait": (one, lens, [5], bf16, rank, group),
             "gather_cast_coalesced": (shards, lens * 2, [bf16, f32], rank, group),
-            "gather_cast_coalesced_start": (shards, lens * 2, [bf16, f32], rank, group),
-            "gather_cast_coalesced_wait": (gathered, lens * 2, *rows, [bf16, f32], rank, group),
+            "_gather_cast_coalesced_start": (shards, lens * 2, [bf16, f32], rank, group),
+            "_gather_cast_coalesced_wait": (gathered, lens * 2, *rows, [bf16, f32], rank, group),
             "reduce_scatter_cast": (whole[0], lens, f32, rank, group),
-            "reduce_scatter_cast_coalesced": (whole, lens * 2, [f32, f32], rank, group),
-            "reduce_scatter_cast_coalesced_start": (whole, lens * 2, rank, group),
-            "reduce_scatter_cast_coalesced_wait": (
+            "_reduce_scatter_cast_coalesced": (whole, lens * 2, [f32, f32], rank, group),
+            "_reduce_scatter_cast_coalesced_start": (whole, lens * 2, rank, group),
+            "_reduce_scatter_cast_coalesced_wait": (
                 *(scattered, lens * 2, *rows, [f32, bf16], [f32, f32], None, rank, group),
             ),
             "gather_cast_float8": (shards[0].detach(), lens, e5m2, rank, group),
-            "gather_cast_float8_coalesced": (
+            "_gather_cast_float8_coalesced": (
                 *([y.detach() for y in shards], lens * 2, e5m2, rank, group),
             ),
             "gather_through_float8": (shards, lens * 2, e5m2, bf16, rank, group),
             "replicate_start": ([_leaf(3, 4), _leaf(5)], rank, size, group),
             "replicate_wait": ([_leaf(3, 4), _leaf(5)], _leaf(17), rank, size, group),
-            "scale_gradient": (_leaf(3, 4), 2.0),
+            "_scale_gradient": (_leaf(3, 4), 2.0),
             "linear_cross_entropy": (x, weights[1], biases[1], labels, -100, 0.1, 3, 3.0),
-            "linear_cross_entropy_gradients": (
+            "_linear_cross_entropy_gradients": (
                 *(x.detach(), weights[1].detach(), biases[1].detach(), labels),
                 *(1, 0.0, None, [1, 0, 1], None, 0.5, 0.1, labels / 3),
             ),
             "token_log_probs": (x, weights[1], biases[1], labels, -100, 3, 3.0, 0.5, 0.7, True),
-            "token_log_probs_backward": (
+            "_token_log_probs_backward": (
                 *([x.detach()[..., 0]] * 3, x.detach(), weights[1].detach(), None, labels),
                 *(x.detach()[..., 0], x.detach()[..., 1], 1, None, 30.0, 0.5, 2.0, [1, 1, 0]),
             ),
@@ -194,7 +196,7 @@ def arguments(kind):
             "cut:seq_to_heads_wait": (cut[0], *shape, lens, 0, len(cut), rank, group),
             "cut:heads_to_seq_start": (cells[0], [8, 2], lens, 0, len(cut), rank, group),
             "cut:heads_to_seq_wait": (returning, *shape, lens, rank, group),
-            "check_agreement": ("a call", [f"lengths {lens}"], q, rank, size, group),
+            "_check_agreement": ("a call", [f"lengths {lens}"], q, rank, size, group),
             "_chunks_in_force": (8, size, 4),
         }
 
@@ -212,7 +214,7 @@ def _opcheck(name):
             overload,
             args,
             {"query_parts": dist.get_world_size()} if cut else {},
-            test_utils=utils[name in _LISTS_OF_DTYPES : -1 if name == "dropout_seed" else None],
+            test_utils=utils[name in _LISTS_OF_DTYPES : -1 if name == "_dropout_seed" else None],
         )
 
 
@@ -221,27 +223,28 @@ def _opcheck(name):
     "name",
     ["seq_to_heads", "heads_to_seq", "seq_to_heads_start", "seq_to_heads_wait",
      "heads_to_seq_start", "heads_to_seq_wait", "project_to_heads", "heads_to_output",
-     "project_to_heads_start", "_project_to_heads_backward", "heads_to_output_wait",
+     "_project_to_heads_start", "_project_to_heads_backward", "_heads_to_output_wait",
      "_heads_to_output_weight_grad", "distributed_attention", "chunked",
-     "_kv_of_cell", "_attention_of_cell", "dropout_seed", "attention_with_dropout",
-     "attention_with_dropout_backward", "blockwise_attention", "blockwise_attention_backward",
-     "streamed_attention", "streamed_attention_backward", "_check_attention",
+     "_kv_of_cell", "_attention_of_cell", "_dropout_seed", "_attention_with_dropout",
+     "_attention_with_dropout_backward", "_blockwise_attention", "_blockwise_attention_backward",
+     "_streamed_attention", "_streamed_attention_backward", "_check_attention",
      "all_reduce", "all_reduce_start",
      "all_reduce_wait", "all_gather", "all_gather_start", "all_gather_wait", "reduce_scatter",
      "reduce_scatter_start", "reduce_scatter_wait", "scatter", "scatter_start", "scatter_wait",
-     "all_gather_matmul", "all_gather_matmul_backward", "matmul_reduce_scatter",
-     "matmul_reduce_scatter_backward", "sum_gradients_",
+     "all_gather_matmul", "_all_gather_matmul_backward", "matmul_reduce_scatter",
+     "_matmul_reduce_scatter_backward", "_sum_gradients_",
      "gather_cast", "gather_cast_start", "gather_cast_wait",
-     "gather_cast_coalesced", "gather_cast_coalesced_start", "gather_cast_coalesced_wait",
-     "reduce_scatter_cast", "reduce_scatter_cast_coalesced",
-     "reduce_scatter_cast_coalesced_start", "reduce_scatter_cast_coalesced_wait",
-     "gather_cast_float8", "gather_cast_float8_coalesced", "gather_through_float8",
-     "replicate_start", "replicate_wait", "scale_gradient",
-     "linear_cross_entropy", "linear_cross_entropy_gradients", "token_log_probs",
-     "token_log_probs_backward",
+     "gather_cast_coalesced", "_gather_cast_coalesced_start", "_gather_cast_coalesced_wait",
+     "reduce_scatter_cast", "_reduce_scatter_cast_coalesced",
+     "_reduce_scatter_cast_coalesced_start", "_reduce_scatter_cast_coalesced_wait",
+     "gather_cast_float8", "_gather_cast_float8_coalesced", "gather_through_float8",
+     "replicate_start", "replicate_wait", "_scale_gradient",
+     "linear_cross_entropy", "_linear_cross_entropy_gradients", "token_log_probs",
+     "_token_log_probs_backward",
      "cut:seq_to_heads_start", "cut:seq_to_heads_wait", "cut:heads_to_seq_start",
-     "cut:heads_to_seq_wait", "cut:streamed_attention", "_cells", "token_split", "head_split", "_indices_in",
-     "_chunks_in_force", "check_agreement"],
+     "cut:heads_to_seq_wait", "cut:_streamed_attention", "_cells", "token_split", "head_split",
+     "_indices_in",
+     "_chunks_in_force", "_check_agreement"],
 )  # fmt: skip
 def test_opcheck(ranks, name):
     on_ranks(ranks, _opcheck, name)
@@ -249,8 +252,8 @@ def test_opcheck(ranks, name):
 
 def test_every_op_is_checked():
     checked = set(test_opcheck.pytestmark[0].args[1]) - {"chunked"}
-    pool = {"pool_idle_bytes", "pool_limit", "pool_set_limit", "pool_clear"}  # and the like
-    pool.add("transport")
+    pool = {"_pool_idle_bytes", "_pool_limit", "_pool_set_limit", "_pool_clear"}  # and the like
+    pool.add("_transport")
     ours = {
         n.split("::")[1] for n in torch._C._dispatch_get_all_op_names() if n.startswith("deepsp::")
     }
@@ -517,10 +520,10 @@ def test_what_hides_an_exchange():
         aten.mm.default, aten.bmm.default, aten._scaled_mm.default, aten._grouped_mm.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
         torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward,
-        torch.ops.deepsp_test.flash_attn_forward.default, ours.attention_with_dropout.default,
-        ours.blockwise_attention_backward.default,
+        torch.ops.deepsp_test.flash_attn_forward.default, ours._attention_with_dropout.default,
+        ours._blockwise_attention_backward.default,
     ]  # fmt: skip
-    not_these = [aten.add.Tensor, aten.clone.default, ours.streamed_attention.default]
+    not_these = [aten.add.Tensor, aten.clone.default, ours._streamed_attention.default]
     graph = torch.fx.Graph()
     for targets, expected in ((hides, True), (not_these, False)):
         for target in targets:

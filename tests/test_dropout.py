@@ -97,8 +97,8 @@ def _gradients_of_the_op(rank):
 
     def seeded(q, k, v, mask):
         torch.manual_seed(5)
-        seed, _ = op.dropout_seed(q, rank)
-        return op.attention_with_dropout(q, k, v, mask, 0.4, False, 0.7, seed)
+        seed, _ = op._dropout_seed(q, rank)
+        return op._attention_with_dropout(q, k, v, mask, 0.4, False, 0.7, seed)
 
     inputs = [x.requires_grad_() for x in (q, k, v, mask)]
     assert torch.autograd.gradcheck(seeded, inputs)

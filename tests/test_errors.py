@@ -201,7 +201,7 @@ def _op_errors():
             lambda: op.all_gather(x, 1, [4, 5] if rank else [5, 4], "partial", rank, name),
             "input to have size 5 .*, got 4",
         ),
-        (lambda: op.pool_set_limit(-1), "bytes >= 0, got -1"),
+        (lambda: op._pool_set_limit(-1), "bytes >= 0, got -1"),
     ]
     _all_raise(cases)
     with pytest.raises(NotImplementedError, match="non-empty list"):  # PyTorch's own

@@ -27,7 +27,7 @@ OPS = sorted(
     n.split("::")[1] for n in torch._C._dispatch_get_all_op_names() if n.startswith("deepsp::")
 )
 # Nothing is sent, and nothing is wrong with any argument but the limit's.
-POOL = {"pool_idle_bytes": (), "pool_limit": (), "pool_set_limit": (1 << 20,), "pool_clear": ()}
+POOL = {"_pool_idle_bytes": (), "_pool_limit": (), "_pool_set_limit": (1 << 20,), "_pool_clear": ()}
 
 # ------------------------------------------------------------------- edits, as plain data
 
@@ -189,7 +189,7 @@ def _run(name, calls, folder):
     with open("/proc/self/statm") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + (4 << 30), resource.RLIM_INFINITY))
-    others = POOL | {"transport": (rank, dist.get_world_size(), "0", None, torch.device("cpu"))}
+    others = POOL | {"_transport": (rank, dist.get_world_size(), "0", None, torch.device("cpu"))}
     right = others[name] if name in others else arguments("split")[name]
     op = getattr(torch.ops.deepsp, name).default
     names = [a.name for a in op._schema.arguments]

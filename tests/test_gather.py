@@ -105,9 +105,9 @@ class Case:
         if len(shards) == 1:
             buffer = op.gather_cast_start(shards[0], self.sizes, self.dtypes[0], *where)
             return [op.gather_cast_wait(buffer, self.sizes, shapes[0], self.dtypes[0], *where)]
-        buffer = op.gather_cast_coalesced_start(shards, self.sizes, self.dtypes, *where)
+        buffer = op._gather_cast_coalesced_start(shards, self.sizes, self.dtypes, *where)
         dims = [len(shape) for shape in shapes]
-        return op.gather_cast_coalesced_wait(
+        return op._gather_cast_coalesced_wait(
             buffer, self.sizes, flat(shapes), dims, self.dtypes, *where
         )
 
@@ -137,7 +137,7 @@ def _equals_one_process(specs, within, frozen):
     # The adjoint itself, and a single one of it.
     dtypes = [x.dtype for x in shards]
     where = (case.rank, case.group)
-    ours = op.reduce_scatter_cast_coalesced(grads, case.sizes, dtypes, *where, reduce_dtype=within)
+    ours = op._reduce_scatter_cast_coalesced(grads, case.sizes, dtypes, *where, reduce_dtype=within)
     for x, g, dtype in zip(ours, expected, dtypes, strict=True):
         assert torch.equal(x, g) and x.dtype == dtype and x.is_contiguous()
     for i, rows in enumerate(case.rows):
@@ -300,7 +300,7 @@ def _derivatives():
 
     def scatter(*whole):
         mine = [Take.apply(x, [n] * size, 0) for x, n in zip(whole, totals, strict=True)]
-        a, b = op.reduce_scatter_cast_coalesced(mine, flat(sizes), [f64, f64], rank, group)
+        a, b = op._reduce_scatter_cast_coalesced(mine, flat(sizes), [f64, f64], rank, group)
         a = a * op.reduce_scatter_cast(mine[0], sizes[0], f64, rank, group)
         return tuple(
             Whole.apply(x * x, rows, 0) for x, rows in zip((a, b), sizes, strict=True)
@@ -326,7 +326,7 @@ def _scatters_gradient():
     sizes = [[3, 1, 0, 2][:size], [0, 2, 2, 1][:size]]
     x = [draw(sum(rows), 3).to(dtype).requires_grad_()
          for rows, dtype in zip(sizes, (torch.bfloat16, torch.float64), strict=True)]  # fmt: skip
-    out = op.reduce_scatter_cast_coalesced(
+    out = op._reduce_scatter_cast_coalesced(
         x, flat(sizes), [torch.float32, torch.float16], rank, group
     )
     asked = [[draw(n, 3, seed=9 + p).to(y.dtype) for p, n in enumerate(rows)]
@@ -412,7 +412,7 @@ def _order():
 
     def seen(call):
         marks = {"deepsp::exchange": "x", "deepsp::sum": "w", "aten::mm": "m"}
-        marks["deepsp::gather_cast_coalesced_wait"] = "w"
+        marks["deepsp::_gather_cast_coalesced_wait"] = "w"
         return "".join(marks.get(event.name, "") for event in events(call))
 
     assert seen(forward) == "xmwm"

@@ -43,16 +43,16 @@ def _functions(rows, specs, within=None):
         return op.gather_cast_coalesced(shards, sizes, wire, *where, reduce_dtype=within)
 
     def halves(*shards):
-        buffer = op.gather_cast_coalesced_start(
+        buffer = op._gather_cast_coalesced_start(
             [x * 2 for x in shards], sizes, wire, *where, reduce_dtype=within
         )
         dims = [len(shape) for shape in shapes]
-        return op.gather_cast_coalesced_wait(buffer, sizes, flat(shapes), dims, wire, *where)
+        return op._gather_cast_coalesced_wait(buffer, sizes, flat(shapes), dims, wire, *where)
 
     def scatter(*shards):
         whole = op.gather_cast_coalesced([x * 2 for x in shards], sizes, wire, *where)
         dtypes = [x.dtype for x in shards]
-        return op.reduce_scatter_cast_coalesced(
+        return op._reduce_scatter_cast_coalesced(
             [y * 2 for y in whole], sizes, dtypes, *where, reduce_dtype=within
         )
 

@@ -81,18 +81,19 @@ def _gather_errors():
         (lambda: op.reduce_scatter_cast(x, [2], f32, 0, group),
          "one entry for each of the 2 ranks .*, got 1"),
         (lambda: op.reduce_scatter_cast(x, [3, -1], *ok[1:]), r"sizes\[1\] >= 0, got -1"),
-        (lambda: op.reduce_scatter_cast_coalesced([], [1, 1], [], rank, group),
+        (lambda: op._reduce_scatter_cast_coalesced([], [1, 1], [], rank, group),
          "inputs to have at least one tensor, got an empty|non-empty"),
-        (lambda: op.reduce_scatter_cast_coalesced([x, x], [1, 1] * 2, [f32], rank, group),
+        (lambda: op._reduce_scatter_cast_coalesced([x, x], [1, 1] * 2, [f32], rank, group),
          "dtypes to have one entry .* 2 inputs, got 1"),
-        (lambda: op.reduce_scatter_cast_coalesced([x, x[0, 0]], [1, 1] * 2, [f32] * 2, rank, group),
+        (lambda: op._reduce_scatter_cast_coalesced(
+            [x, x[0, 0]], [1, 1] * 2, [f32] * 2, rank, group),
          r"inputs\[1\] to have at least one dimension"),
         (lambda: op.reduce_scatter_cast(x, [1, 1], f32, rank, group, reduce_dtype=torch.bool),
          "reduce_dtype to be .*, got bool"),
     ])  # fmt: skip
     for call in (  # an empty list is PyTorch's own affair
         lambda: many([], (), ()),
-        lambda: op.gather_cast_float8_coalesced([], [2, 2], e5m2, rank, group),
+        lambda: op._gather_cast_float8_coalesced([], [2, 2], e5m2, rank, group),
     ):
         with pytest.raises((ValueError, NotImplementedError), match="empty"):
             call()
@@ -128,7 +129,7 @@ def _kind(name):
         (lambda: op.gather_through_float8([y, x], two, e5m2, f32, *where),
          rf"expected shards\[1\] to be .*{name}"),
         (lambda: op.reduce_scatter_cast(x, [1, 1], f32, *where), f"expected input to be .*{name}"),
-        (lambda: op.reduce_scatter_cast_coalesced([y, x], [1] * 4, [f32] * 2, *where),
+        (lambda: op._reduce_scatter_cast_coalesced([y, x], [1] * 4, [f32] * 2, *where),
          rf"expected inputs\[1\] to be .*{name}"),
     ])  # fmt: skip
     _still_usable()
@@ -147,7 +148,7 @@ def _wait_errors():
     x, sizes, where = torch.full((2, 2, 3), float(rank)), [2] * size, (rank, group)
     buffer = op.gather_cast_start(x, sizes, f32, *where)
     wait = op.gather_cast_wait
-    many = op.gather_cast_coalesced_wait
+    many = op._gather_cast_coalesced_wait
     cases = [
         (
             lambda: wait(buffer, sizes, [2, 4], f32, *where),
@@ -194,8 +195,8 @@ def _wait_errors():
     full = wait(buffer, sizes, [2, 3], f32, *where)
     assert torch.equal(full[::2, 0, 0], torch.arange(float(size)))
     _all_raise([(lambda: wait(buffer, sizes, [2, 3], f32, *where), "waited for already")])
-    buffer = op.reduce_scatter_cast_coalesced_start([full], sizes, *where)
-    wait = op.reduce_scatter_cast_coalesced_wait
+    buffer = op._reduce_scatter_cast_coalesced_start([full], sizes, *where)
+    wait = op._reduce_scatter_cast_coalesced_wait
     rest = (None, *where)
     _all_raise([
         (lambda: wait(buffer, sizes, [2, 4], [2], [f32], [f32], *rest),

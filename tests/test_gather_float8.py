@@ -44,7 +44,7 @@ def _values(specs, dtype):
     shards = [x.split(lens)[rank] for x, lens in zip(whole, rows, strict=True)]
     shards[0] = shards[0].transpose(0, -1).contiguous().transpose(0, -1)
     sizes = flat(rows)
-    data, inv_scales = op.gather_cast_float8_coalesced(shards, sizes, dtype, rank, group)
+    data, inv_scales = op._gather_cast_float8_coalesced(shards, sizes, dtype, rank, group)
     assert inv_scales.dtype == f32 and inv_scales.shape == (len(specs),)
     one, one_inv = op.gather_cast_float8(shards[0], rows[0], dtype, rank, group)
     assert torch.equal(_bits(one), _bits(data[0])) and torch.equal(one_inv, inv_scales[0])
@@ -130,8 +130,8 @@ def _costs():
     # A quarter of the bytes, one message and one all-reduce for all.
     sizes = [64, 64, 32, 32]
     call = (x, sizes, torch.float8_e4m3fn, rank, group)
-    assert sent(lambda: op.gather_cast_float8_coalesced(*call)) == [96 * 256]
-    seen = names(lambda: op.gather_cast_float8_coalesced(*call))
+    assert sent(lambda: op._gather_cast_float8_coalesced(*call)) == [96 * 256]
+    seen = names(lambda: op._gather_cast_float8_coalesced(*call))
     assert seen["gloo:all_reduce"] == 1 and seen["deepsp::exchange"] == 1
 
 
@@ -149,7 +149,7 @@ def _gradients(reduce_dtype, source):
     y = op.gather_through_float8(x, sizes, torch.float8_e5m2, bf16, rank, group, **within)
     grads = [draw(*t.shape, seed=rank + 3).to(bf16) for t in y]
     ours = torch.autograd.grad(y, x, grads, retain_graph=True)
-    expected = op.reduce_scatter_cast_coalesced(
+    expected = op._reduce_scatter_cast_coalesced(
         grads, sizes, [source, source], rank, group, **within
     )
     for a, b in zip(ours, expected, strict=True):

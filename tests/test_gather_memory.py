@@ -31,7 +31,7 @@ def _fresh():
         whole = op.gather_cast(x, sizes, f32, *where)
         both = op.gather_cast_coalesced([x, y], sizes * 2, [f32, f32], *where)
         sums = op.reduce_scatter_cast(whole, sizes, f32, *where)
-        more = op.reduce_scatter_cast_coalesced([whole, both[1]], sizes * 2, [f32, f32], *where)
+        more = op._reduce_scatter_cast_coalesced([whole, both[1]], sizes * 2, [f32, f32], *where)
         given = {_storage(t) for t in (x, y, whole, *both)}
         assert len(given) == 4 + (rows == 2)  # large ones arrive in one buffer
         assert len(given | {_storage(t) for t in (sums, *more)}) == len(given) + 3
@@ -62,11 +62,11 @@ def _written_early():
         dtypes = [f32] * len(shards)
         if rank == size - 1:
             time.sleep(0.3)
-        buffer = op.gather_cast_coalesced_start(shards, lens, dtypes, rank, group)
+        buffer = op._gather_cast_coalesced_start(shards, lens, dtypes, rank, group)
         for x in shards:
             x.fill_(-1.0)
         shapes = [x.size(1) for x in shards]
-        full = op.gather_cast_coalesced_wait(
+        full = op._gather_cast_coalesced_wait(
             buffer, lens, shapes, [1] * len(shards), dtypes, rank, group
         )
         firsts = [y.view(size, -1)[:, ::511].clone() for y in full]
@@ -97,7 +97,7 @@ def _dropped():
     for _ in range(3):
         op.gather_cast_start(x, sizes, f32, rank, group)
         other = op.gather_cast(x + 5, sizes, f32, rank, group)
-        op.reduce_scatter_cast_coalesced_start([other], sizes, rank, group)
+        op._reduce_scatter_cast_coalesced_start([other], sizes, rank, group)
         expected = (torch.arange(size) + 5.0).repeat_interleave(4096)[:, None].expand(other.shape)
         assert torch.equal(other, expected)
         del other

@@ -203,10 +203,10 @@ def _ours_gather(shards, dtypes, sizes):
     if len(shards) == 1:
         buffer = op.gather_cast_start(shards[0], flat, dtypes[0], *where)
         return [op.gather_cast_wait(buffer, flat, list(shards[0].shape[1:]), dtypes[0], *where)]
-    buffer = op.gather_cast_coalesced_start(shards, flat, dtypes, *where)
+    buffer = op._gather_cast_coalesced_start(shards, flat, dtypes, *where)
     shapes = [n for s in shards for n in s.shape[1:]]
     dims = [s.dim() - 1 for s in shards]
-    return op.gather_cast_coalesced_wait(buffer, flat, shapes, dims, dtypes, *where)
+    return op._gather_cast_coalesced_wait(buffer, flat, shapes, dims, dtypes, *where)
 
 
 def _ours():
@@ -263,8 +263,8 @@ def _ours():
     def scatter(a, b):
         sizes = [*rows, *others]
         inputs = [a.to(F32), b.view(-1, 3, 2).to(F32).mul(1)]
-        buffer = op.reduce_scatter_cast_coalesced_start(inputs, sizes, *where)
-        return op.reduce_scatter_cast_coalesced_wait(
+        buffer = op._reduce_scatter_cast_coalesced_start(inputs, sizes, *where)
+        return op._reduce_scatter_cast_coalesced_wait(
             buffer, sizes, [4, 3, 2], [1, 2], [F32, F32], [F32, BF16], None, *where
         )
 

@@ -243,7 +243,7 @@ MARKS = {
     "deepsp::seq_to_heads_wait": "w",
     "aten::scaled_dot_product_attention": "A",
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": "A",
-    "deepsp::heads_to_output_wait": "O",
+    "deepsp::_heads_to_output_wait": "O",
     "deepsp::_heads_to_output_weight_grad": "W",
     "deepsp::_project_to_heads_backward": "P",
     "aten::mm": "m",

@@ -203,7 +203,7 @@ def _autocast():
     class Spy(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
-            if func in (op.project_to_heads_start.default, op.heads_to_seq_start.default):
+            if func in (op._project_to_heads_start.default, op.heads_to_seq_start.default):
                 sent.extend(b.dtype for b in (out if isinstance(out, list) else [out]))
             return out
 
@@ -279,7 +279,7 @@ def _sixteen_bit_sums():
         q0, q1, _, _ = op.head_split(heads, heads, size, rank, chunk, chunks)
         out = held[:, :, q0 - mine[0] : q1 - mine[0]]
         leaving.append(op.heads_to_seq_start([out], [heads], lens, chunk, chunks, rank, group))
-    y = op.heads_to_output_wait(leaving, weight, None, heads, 1, lens, rank, group)
+    y = op._heads_to_output_wait(leaving, weight, None, heads, 1, lens, rank, group)
     tokens = whole[:, 8 * rank : 8 * rank + 8].flatten(2)
     exact = F.linear(tokens.double(), weight.double())
     one = (F.linear(tokens, weight).double() - exact).abs().mean()

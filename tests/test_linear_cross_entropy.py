@@ -436,7 +436,7 @@ def _wrong():
     with pytest.raises(ValueError, match=r"token_weights to be floating point, of shape \[2, 11\]"):
         op.linear_cross_entropy(hidden, weight, None, labels, token_weights=learned[:1].detach())
     with pytest.raises(ValueError, match="wanted asks for the gradient of bias"):
-        op.linear_cross_entropy_gradients(hidden, weight, None, labels, -1, 0.0, None, [1, 1, 1])
+        op._linear_cross_entropy_gradients(hidden, weight, None, labels, -1, 0.0, None, [1, 1, 1])
 
 
 def test_wrong_arguments():

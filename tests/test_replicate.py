@@ -34,7 +34,7 @@ def _sums(dtype):
     (a * (rank == 0)).sum().backward()
     assert torch.equal(x.grad, torch.ones_like(x)) and torch.equal(y.grad, torch.zeros_like(y))
     x.grad = None
-    op.scale_gradient(x, 3.0).sum().backward()
+    op._scale_gradient(x, 3.0).sum().backward()
     assert torch.equal(x.grad, torch.full_like(x, 3))
 
 

@@ -468,9 +468,7 @@ class Attending(nn.Module):
         self.qkv = nn.Linear(6, 18, bias=False)
         self.out = nn.Linear(6, 6)
         self.attention = (
-            deepsp.DistributedAttention(_LOCAL[local])
-            if dist.is_initialized()
-            else None
+            deepsp.DistributedAttention(_LOCAL[local]) if dist.is_initialized() else None
         )
 
     def forward(self, x):

@@ -121,7 +121,7 @@ def _patterns(options):
 
     def theirs(q, k, v, sinks=None):
         given = {"documents": None, "window_size": [], "softcap": None} | options
-        found = op.blockwise_attention(
+        found = op._blockwise_attention(
             q, k, v, given["documents"], True, given["window_size"], None, given["softcap"], sinks
         )
         return found[0]
@@ -528,7 +528,7 @@ def _layer(heads, kv_heads, parts, norm, own, checkpointed, chunks):
     if norm != "all":  # products are written into what is sent, and taken from what arrives
         with torch.no_grad():
             ran = names(lambda: call(mine))
-        assert ran["deepsp::project_to_heads_start"] == ran["deepsp::heads_to_output_wait"] == 1
+        assert ran["deepsp::_project_to_heads_start"] == ran["deepsp::_heads_to_output_wait"] == 1
         assert ran["deepsp::heads_to_seq_start"] == min(2, chunks)
     expected.square().sum().backward()
     found.square().sum().backward()

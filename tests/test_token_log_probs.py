@@ -236,7 +236,7 @@ def test_wrong_arguments():
 
     def backward(grads, logsumexp=per_token, entropy=None):
         rest = (-100, None, None, 1.0, 1.0, [1, 0, 0])
-        return op.token_log_probs_backward(
+        return op._token_log_probs_backward(
             grads, hidden, weight, None, ids, logsumexp, entropy, *rest
         )
 

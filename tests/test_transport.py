@@ -315,7 +315,7 @@ def _wait_for_rows():
     lens, where = [4 // size] * size, (rank, dist.group.WORLD.group_name)
     buffer = op.heads_to_seq_start([x], [2 * size], lens, 0, 1, *where, tokens_first=False)
     with pytest.raises(ValueError, match="leave tokens_first out"):
-        op.heads_to_output_wait([buffer], weight, None, 2 * size, 2, lens, *where)
+        op._heads_to_output_wait([buffer], weight, None, 2 * size, 2, lens, *where)
 
 
 def test_a_wait_for_rows():

@@ -3,7 +3,7 @@
 // Gimelshein, arXiv:1805.02867; Dao et al., arXiv:2205.14135): no matrix of all scores is held.
 // Sums are kept in float32, or float64 for float64.
 
-#include "../common/backward.h"
+#include "../op.h"
 #include "../layout/pieces.h"
 #include "ops.h"
 

@@ -85,7 +85,7 @@ c10::IValue blockwise_attention_backward(const Given& given) {
 }
 
 const BackwardOp kBackward{
-    NamedOp("blockwise_attention_backward"),
+    Op("_blockwise_attention_backward"),
     /*inputs=*/{"q", "k", "v", "documents", "sinks"},
     /*results=*/{"output", "log_sum_exp"},
     /*saved=*/{"q", "k", "v", "documents", "sinks", "output", "log_sum_exp"},
@@ -107,13 +107,13 @@ Tensors gradients_of(const Call& call, const Tensors& gradients) {
 }  // namespace
 
 DEEPSP_KERNELS(m) {
-  implement<blockwise_attention_kernel>(m, "blockwise_attention");
-  implement<blockwise_attention_backward>(m, "blockwise_attention_backward");
+  implement<blockwise_attention_kernel>(m, "_blockwise_attention");
+  implement<blockwise_attention_backward>(m, "_blockwise_attention_backward");
 }
 
 TORCH_LIBRARY_IMPL(deepsp, Autograd, m) {
-  differentiable(m, "blockwise_attention", gradients_of, save);
-  not_differentiable(m, "blockwise_attention_backward");
+  differentiable(m, "_blockwise_attention", gradients_of, save);
+  not_differentiable(m, "_blockwise_attention_backward");
 }
 
 }  // namespace deepsp

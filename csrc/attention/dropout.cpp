@@ -3,7 +3,7 @@
 // a seed of this rank decides what is dropped, in forward and again in backward: only the seed is
 // saved.
 
-#include "../common/backward.h"
+#include "../op.h"
 #include "../common/checks.h"
 #include "ops.h"
 
@@ -196,7 +196,7 @@ c10::IValue attention_with_dropout_backward(const Given& given) {
 }
 
 const BackwardOp kBackward{
-    NamedOp("attention_with_dropout_backward"),
+    Op("_attention_with_dropout_backward"),
     /*inputs=*/{"q", "k", "v", "attn_mask", "seed"},
     /*results=*/{},
     /*saved=*/{"q", "k", "v", "attn_mask", "seed"},
@@ -213,15 +213,15 @@ Tensors gradients_of(const Call& call, const Tensors& gradients) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(deepsp, CompositeExplicitAutograd, m) {
-  m.impl("dropout_seed", dropout_seed_kernel);
-  implement<attention_with_dropout_kernel>(m, "attention_with_dropout");
-  implement<attention_with_dropout_backward>(m, "attention_with_dropout_backward");
+  m.impl("_dropout_seed", dropout_seed_kernel);
+  implement<attention_with_dropout_kernel>(m, "_attention_with_dropout");
+  implement<attention_with_dropout_backward>(m, "_attention_with_dropout_backward");
 }
 
 TORCH_LIBRARY_IMPL(deepsp, Autograd, m) {
-  not_differentiable(m, "dropout_seed");
-  differentiable(m, "attention_with_dropout", gradients_of, save);
-  not_differentiable(m, "attention_with_dropout_backward");
+  not_differentiable(m, "_dropout_seed");
+  differentiable(m, "_attention_with_dropout", gradients_of, save);
+  not_differentiable(m, "_attention_with_dropout_backward");
 }
 
 }  // namespace deepsp

@@ -18,10 +18,10 @@ struct Pattern {
   }
 };
 
-inline const NamedOp blockwise_attention("blockwise_attention");
-inline const NamedOp streamed_attention("streamed_attention");
-inline const NamedOp dropout_seed("dropout_seed");
-inline const NamedOp attention_with_dropout("attention_with_dropout");
+inline const Op blockwise_attention("_blockwise_attention");
+inline const Op streamed_attention("_streamed_attention");
+inline const Op dropout_seed("_dropout_seed");
+inline const Op attention_with_dropout("_attention_with_dropout");
 
 // What scaled_dot_product_attention's arguments must be, besides q, k and v. `queries`: where they
 // are fewer than all tokens.

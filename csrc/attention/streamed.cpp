@@ -357,7 +357,7 @@ c10::IValue streamed_attention_backward_kernel(const Given& given) {
   return found;
 }
 
-const NamedOp streamed_attention_backward("streamed_attention_backward");
+const Op streamed_attention_backward("_streamed_attention_backward");
 
 // k, v, the documents and sinks if given; what is saved of each cell.
 void save(Call& call) {
@@ -395,13 +395,13 @@ Tensors gradients_of(const Call& call, const Tensors& gradients) {
 }  // namespace
 
 DEEPSP_KERNELS(m) {
-  implement<streamed_attention_kernel>(m, "streamed_attention");
-  implement<streamed_attention_backward_kernel>(m, "streamed_attention_backward");
+  implement<streamed_attention_kernel>(m, "_streamed_attention");
+  implement<streamed_attention_backward_kernel>(m, "_streamed_attention_backward");
 }
 
 TORCH_LIBRARY_IMPL(deepsp, Autograd, m) {
-  differentiable(m, "streamed_attention", gradients_of, save);
-  not_differentiable(m, "streamed_attention_backward");
+  differentiable(m, "_streamed_attention", gradients_of, save);
+  not_differentiable(m, "_streamed_attention_backward");
 }
 
 }  // namespace deepsp

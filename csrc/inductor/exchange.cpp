@@ -117,9 +117,9 @@ Tensors pack_by_tokens(at::TensorList inputs, const SymPlan& plan, int64_t chunk
   return blocks;
 }
 
-const NamedOp pack_blocks("pack_blocks", kNamespace);
-const NamedOp merge_to_heads("merge_to_heads", kNamespace);
-const NamedOp merge_to_seq("merge_to_seq", kNamespace);
+const Op pack_blocks("pack_blocks", kNamespace);
+const Op merge_to_heads("merge_to_heads", kNamespace);
+const Op merge_to_seq("merge_to_seq", kNamespace);
 
 c10::IValue seq_to_heads_start(const Given& given) {
   const at::TensorList inputs = given["inputs"];

@@ -285,9 +285,9 @@ c10::IValue heads_to_output_weight_grad(const Given& given) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(deepsp_inductor, CompositeImplicitAutograd, m) {
-  implement<project_to_heads_start>(m, "project_to_heads_start");
+  implement<project_to_heads_start>(m, "_project_to_heads_start");
   implement<project_to_heads_backward>(m, "_project_to_heads_backward");
-  implement<heads_to_output_wait>(m, "heads_to_output_wait");
+  implement<heads_to_output_wait>(m, "_heads_to_output_wait");
   implement<heads_to_output_weight_grad>(m, "_heads_to_output_weight_grad");
 }
 

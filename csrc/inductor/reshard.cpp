@@ -243,7 +243,7 @@ c10::IValue all_reduce_start(const Given& given) {
   const at::Tensor sent = at::cat(flat);
   const int64_t size = given["size"];
   if (sums_on_arrival(sent.scalar_type(), given["reduce_dtype"])) {
-    return NamedOp("reduce_scatter_start")(
+    return Op("reduce_scatter_start")(
                given, {{"input", sent}, {"dim", 0}, {"sizes", sum_parts(sent.sym_size(0), size)}})
         .value();
   }
@@ -265,10 +265,10 @@ c10::IValue all_reduce_wait(const Given& given) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(deepsp_inductor, CompositeImplicitAutograd, m) {
-  implement<gather_cast_coalesced_start>(m, "gather_cast_coalesced_start");
-  implement<gather_cast_coalesced_wait>(m, "gather_cast_coalesced_wait");
-  implement<reduce_scatter_cast_coalesced_start>(m, "reduce_scatter_cast_coalesced_start");
-  implement<reduce_scatter_cast_coalesced_wait>(m, "reduce_scatter_cast_coalesced_wait");
+  implement<gather_cast_coalesced_start>(m, "_gather_cast_coalesced_start");
+  implement<gather_cast_coalesced_wait>(m, "_gather_cast_coalesced_wait");
+  implement<reduce_scatter_cast_coalesced_start>(m, "_reduce_scatter_cast_coalesced_start");
+  implement<reduce_scatter_cast_coalesced_wait>(m, "_reduce_scatter_cast_coalesced_wait");
   implement<all_gather_start>(m, "all_gather_start");
   implement<all_gather_wait>(m, "all_gather_wait");
   implement<reduce_scatter_start>(m, "reduce_scatter_start");

@@ -1,7 +1,7 @@
 // The loss: forward finds the gradients of the sum, backward scales them. Log-probabilities:
 // backward computes a chunk's logits again.
 
-#include "../common/backward.h"
+#include "../op.h"
 
 #include <ATen/ops/cat.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
@@ -9,7 +9,7 @@
 namespace deepsp {
 namespace {
 
-const NamedOp gradients_op("linear_cross_entropy_gradients");
+const Op gradients_op("_linear_cross_entropy_gradients");
 
 c10::IValue linear_cross_entropy(const Given& given) {
   std::vector<int64_t> wanted;
@@ -83,7 +83,7 @@ Tensors scaled_gradients(const Call& call, const Tensors& gradients) {
 }
 
 const BackwardOp kLogProbsBackward{
-    NamedOp("token_log_probs_backward"),
+    Op("_token_log_probs_backward"),
     /*inputs=*/{"hidden", "weight", "bias", "ids"},
     /*results=*/{"log_probs", "logsumexp", "entropy"},
     /*saved=*/{"hidden", "weight", "bias", "ids", "logsumexp", "entropy"},
@@ -104,9 +104,9 @@ TORCH_LIBRARY_IMPL(deepsp, CompositeImplicitAutograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(deepsp, Autograd, m) {
-  differentiable(m, "linear_cross_entropy_gradients", scaled_gradients, keep_gradients);
+  differentiable(m, "_linear_cross_entropy_gradients", scaled_gradients, keep_gradients);
   differentiable(m, "token_log_probs", log_probs_gradients, save_log_probs);
-  not_differentiable(m, "token_log_probs_backward");
+  not_differentiable(m, "_token_log_probs_backward");
 }
 
 }  // namespace deepsp

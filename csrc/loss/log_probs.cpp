@@ -151,7 +151,7 @@ c10::IValue token_log_probs_backward(const Given& given) {
 
 DEEPSP_KERNELS(m) {
   implement<token_log_probs>(m, "token_log_probs");
-  implement<token_log_probs_backward>(m, "token_log_probs_backward");
+  implement<token_log_probs_backward>(m, "_token_log_probs_backward");
 }
 
 }  // namespace deepsp

@@ -2,7 +2,7 @@
 // The logits of a linear layer for a chunk of tokens at a time, and their gradients' way back. They
 // are softcap * tanh(scale * (x weight^T + bias) / softcap) / temperature.
 
-#include "../common/backward.h"
+#include "../op.h"
 #include "../common/checks.h"
 #include "../common/wide.h"
 

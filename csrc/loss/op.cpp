@@ -83,7 +83,7 @@ c10::IValue linear_cross_entropy_gradients(const Given& given) {
 }  // namespace
 
 DEEPSP_KERNELS(m) {
-  implement<linear_cross_entropy_gradients>(m, "linear_cross_entropy_gradients");
+  implement<linear_cross_entropy_gradients>(m, "_linear_cross_entropy_gradients");
 }
 
 }  // namespace deepsp

@@ -10,10 +10,10 @@
 namespace deepsp {
 namespace {
 
-const NamedOp project_to_heads_start("project_to_heads_start");
-const NamedOp project_to_heads_backward("_project_to_heads_backward");
-const NamedOp heads_to_output_wait("heads_to_output_wait");
-const NamedOp heads_to_output_weight_grad("_heads_to_output_weight_grad");
+const Op project_to_heads_start("_project_to_heads_start");
+const Op project_to_heads_backward("_project_to_heads_backward");
+const Op heads_to_output_wait("_heads_to_output_wait");
+const Op heads_to_output_weight_grad("_heads_to_output_weight_grad");
 
 bool any_requires_grad(at::TensorList tensors) {
   return std::any_of(
@@ -145,8 +145,8 @@ TORCH_LIBRARY_IMPL(deepsp, CompositeImplicitAutograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(deepsp, Autograd, m) {
-  differentiable(m, "project_to_heads_start", project_to_heads_start_gradients, keep_factors);
-  differentiable(m, "heads_to_output_wait", heads_to_output_wait_gradients, keep_weight);
+  differentiable(m, "_project_to_heads_start", project_to_heads_start_gradients, keep_factors);
+  differentiable(m, "_heads_to_output_wait", heads_to_output_wait_gradients, keep_weight);
   not_differentiable(m, "_project_to_heads_backward");
   not_differentiable(m, "_heads_to_output_weight_grad");
 }

@@ -97,7 +97,7 @@ c10::IValue heads_to_output_weight_grad(const Given& given) {
 }  // namespace
 
 DEEPSP_KERNELS(m) {
-  implement<heads_to_output_wait>(m, "heads_to_output_wait");
+  implement<heads_to_output_wait>(m, "_heads_to_output_wait");
   implement<heads_to_output_weight_grad>(m, "_heads_to_output_weight_grad");
 }
 

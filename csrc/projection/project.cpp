@@ -415,7 +415,7 @@ c10::IValue project_to_heads_backward(const Given& given) {
 }  // namespace
 
 DEEPSP_KERNELS(m) {
-  implement<project_to_heads_start>(m, "project_to_heads_start");
+  implement<project_to_heads_start>(m, "_project_to_heads_start");
   implement<project_to_heads_backward>(m, "_project_to_heads_backward");
 }
 

@@ -2,7 +2,7 @@
 // start. `grad` decides about the gradient of a full tensor: "partial" ones are reduce-scattered,
 // "replicated" ones sliced. The gradient of gathered weights is reduce-scattered.
 
-#include "../common/backward.h"
+#include "../op.h"
 #include "checks.h"
 #include "sums.h"
 
@@ -15,10 +15,10 @@ namespace {
 // Calls an op that returns one tensor, or a list, with the saved arguments of `call` for those that
 // aren't among `values`.
 Tensors one_by(const char* op, const Call& call, at::ArrayRef<With> values) {
-  return {NamedOp(op)(call, values)};
+  return {Op(op)(call, values)};
 }
 Tensors list_by(const char* op, const Call& call, at::ArrayRef<With> values) {
-  return NamedOp(op)(call, values);
+  return Op(op)(call, values);
 }
 
 // ------------------------------------------------------------------- lists, along dimension 0
@@ -32,31 +32,31 @@ void keep_rows(Call& call) {
 
 Tensors gather_cast_start_backward(const Call& call, const Tensors& buffers) {
   return list_by(
-      "reduce_scatter_cast_coalesced_wait", call,
+      "_reduce_scatter_cast_coalesced_wait", call,
       {{"buffer", buffers[0].contiguous()},
        {"wire_dtypes", call["dtypes"].value()},
        {"dtypes", call["input_dtypes"].value()}});
 }
 
 Tensors gather_cast_wait_backward(const Call& call, const Tensors& gradients) {
-  return one_by("reduce_scatter_cast_coalesced_start", call, {{"inputs", gradients}});
+  return one_by("_reduce_scatter_cast_coalesced_start", call, {{"inputs", gradients}});
 }
 
 Tensors reduce_scatter_cast_start_backward(const Call& call, const Tensors& buffers) {
   return list_by(
-      "gather_cast_coalesced_wait", call,
+      "_gather_cast_coalesced_wait", call,
       {{"buffer", buffers[0].contiguous()}, {"dtypes", call["input_dtypes"].value()}});
 }
 
 Tensors reduce_scatter_cast_wait_backward(const Call& call, const Tensors& gradients) {
   return one_by(
-      "gather_cast_coalesced_start", call,
+      "_gather_cast_coalesced_start", call,
       {{"shards", gradients}, {"dtypes", call["wire_dtypes"].value()}});
 }
 
 Tensors gather_through_float8_backward(const Call& call, const Tensors& gradients) {
   return list_by(
-      "reduce_scatter_cast_coalesced", call,
+      "_reduce_scatter_cast_coalesced", call,
       {{"inputs", gradients}, {"dtypes", call["input_dtypes"].value()}});
 }
 
@@ -160,13 +160,13 @@ Tensors all_reduce_wait_backward(const Call& call, const Tensors& gradients) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(deepsp, Autograd, m) {
-  differentiable(m, "gather_cast_coalesced_start", gather_cast_start_backward, keep_rows);
-  differentiable(m, "gather_cast_coalesced_wait", gather_cast_wait_backward);
+  differentiable(m, "_gather_cast_coalesced_start", gather_cast_start_backward, keep_rows);
+  differentiable(m, "_gather_cast_coalesced_wait", gather_cast_wait_backward);
   differentiable(
-      m, "reduce_scatter_cast_coalesced_start", reduce_scatter_cast_start_backward, keep_rows);
-  differentiable(m, "reduce_scatter_cast_coalesced_wait", reduce_scatter_cast_wait_backward);
+      m, "_reduce_scatter_cast_coalesced_start", reduce_scatter_cast_start_backward, keep_rows);
+  differentiable(m, "_reduce_scatter_cast_coalesced_wait", reduce_scatter_cast_wait_backward);
   differentiable(m, "gather_through_float8", gather_through_float8_backward, keep_rows);
-  not_differentiable(m, "gather_cast_float8_coalesced");
+  not_differentiable(m, "_gather_cast_float8_coalesced");
   differentiable(m, "all_gather_start", all_gather_start_backward, keep_full_shape);
   differentiable(m, "all_gather_wait", all_gather_wait_backward);
   differentiable(m, "reduce_scatter_start", reduce_scatter_start_backward, keep_shape);
@@ -176,7 +176,7 @@ TORCH_LIBRARY_IMPL(deepsp, Autograd, m) {
   differentiable(m, "all_reduce", all_reduce_backward);
   differentiable(m, "all_reduce_start", all_reduce_start_backward, keep_shapes);
   differentiable(m, "all_reduce_wait", all_reduce_wait_backward);
-  not_differentiable(m, "sum_gradients_");
+  not_differentiable(m, "_sum_gradients_");
 }
 
 }  // namespace deepsp

@@ -1,7 +1,7 @@
 // The ops that are made of others: a start and a wait make one op, and an op on one tensor calls
 // that on a list. They check everything before the start sends.
 
-#include "../common/backward.h"
+#include "../op.h"
 #include "checks.h"
 
 namespace deepsp {
@@ -9,10 +9,10 @@ namespace {
 
 // Calls an op that returns a tensor, or a list, with `values`, and with `given` for the rest.
 at::Tensor one(const char* op, const Given& given, at::ArrayRef<With> values = {}) {
-  return NamedOp(op)(given, values);
+  return Op(op)(given, values);
 }
 Tensors list(const char* op, const Given& given, at::ArrayRef<With> values) {
-  return NamedOp(op)(given, values);
+  return Op(op)(given, values);
 }
 
 c10::IValue gather_cast_coalesced(const Given& given) {
@@ -20,8 +20,8 @@ c10::IValue gather_cast_coalesced(const Given& given) {
   check_shards(shards, given["sizes"], given["dtypes"], given["rank"]);
   const RowShapes rows(shards);
   return list(
-      "gather_cast_coalesced_wait", given,
-      {{"buffer", one("gather_cast_coalesced_start", given)},
+      "_gather_cast_coalesced_wait", given,
+      {{"buffer", one("_gather_cast_coalesced_start", given)},
        {"row_shapes", rows.shapes},
        {"row_dims", rows.dims}});
 }
@@ -36,14 +36,14 @@ c10::IValue gather_cast_start(const Given& given) {
   const at::ScalarType dtype = *OptionalDtype(given["dtype"]);
   check_shards(shard, given["sizes"], dtype, given["rank"], /*single=*/true);
   return one(
-      "gather_cast_coalesced_start", given,
+      "_gather_cast_coalesced_start", given,
       {{"shards", Tensors{shard}}, {"dtypes", list_of(given["dtype"])}});
 }
 
 c10::IValue gather_cast_wait(const Given& given) {
   const c10::SymIntArrayRef row_shape = given["row_shape"];
   return list(
-      "gather_cast_coalesced_wait", given,
+      "_gather_cast_coalesced_wait", given,
       {{"row_shapes", row_shape},
        {"row_dims", std::vector<int64_t>{static_cast<int64_t>(row_shape.size())}},
        {"dtypes", list_of(given["dtype"])}})[0];
@@ -66,8 +66,8 @@ Tensors scattered_sums(
     wire.push_back(static_cast<int64_t>(x.scalar_type()));
   }
   return list(
-      "reduce_scatter_cast_coalesced_wait", given,
-      {{"buffer", one("reduce_scatter_cast_coalesced_start", given, {{"inputs", inputs}})},
+      "_reduce_scatter_cast_coalesced_wait", given,
+      {{"buffer", one("_reduce_scatter_cast_coalesced_start", given, {{"inputs", inputs}})},
        {"row_shapes", rows.shapes},
        {"row_dims", rows.dims},
        {"wire_dtypes", wire},
@@ -121,7 +121,7 @@ TORCH_LIBRARY_IMPL(deepsp, CompositeImplicitAutograd, m) {
   implement<gather_cast_wait>(m, "gather_cast_wait");
   implement<gather_cast_coalesced>(m, "gather_cast_coalesced");
   implement<reduce_scatter_cast>(m, "reduce_scatter_cast");
-  implement<reduce_scatter_cast_coalesced>(m, "reduce_scatter_cast_coalesced");
+  implement<reduce_scatter_cast_coalesced>(m, "_reduce_scatter_cast_coalesced");
   implement<all_gather>(m, "all_gather");
   implement<reduce_scatter>(m, "reduce_scatter");
   implement<scatter>(m, "scatter");

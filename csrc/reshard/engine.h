@@ -1,10 +1,9 @@
 #pragma once
 // Parts of tensors, gathered and scattered: launches and waits, whatever they hold.
 
-#include "../common/backward.h"
+#include "../op.h"
 #include "../common/copies.h"
 #include "../layout/buffer.h"
-#include "../op.h"
 #include "../transport/transfer.h"
 #include "checks.h"
 

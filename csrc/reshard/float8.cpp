@@ -88,7 +88,7 @@ c10::IValue gather_cast_float8_coalesced(const Given& given) {
 
 // Calls it: the data of each tensor, and the inverses of their scales.
 std::pair<Tensors, at::Tensor> gathered(const Given& given, at::ArrayRef<With> values) {
-  Tensors data = NamedOp("gather_cast_float8_coalesced")(given, values);
+  Tensors data = Op("_gather_cast_float8_coalesced")(given, values);
   const at::Tensor inv_scales = data.back();
   data.pop_back();
   return {std::move(data), inv_scales};
@@ -123,11 +123,11 @@ TORCH_LIBRARY_IMPL(deepsp, CompositeExplicitAutograd, m) {
 }
 
 DEEPSP_KERNELS(m) {
-  implement<gather_cast_float8_coalesced>(m, "gather_cast_float8_coalesced");
+  implement<gather_cast_float8_coalesced>(m, "_gather_cast_float8_coalesced");
 }
 
 DEEPSP_REFUSED_KINDS(m) {
-  implement<gather_cast_float8_coalesced>(m, "gather_cast_float8_coalesced");
+  implement<gather_cast_float8_coalesced>(m, "_gather_cast_float8_coalesced");
 }
 
 }  // namespace deepsp

@@ -2,7 +2,7 @@
 // They copy at most once: a gather copies received blocks to their rows, a scatter packs rows for
 // sending, and neither copies rows that are already contiguous there.
 
-#include "../common/backward.h"
+#include "../op.h"
 #include "../common/checks.h"
 #include "../transport/agreement.h"
 #include "engine.h"
@@ -273,10 +273,10 @@ c10::IValue scatter_wait(const Given& given) {
 }  // namespace
 
 DEEPSP_KERNELS(m) {
-  implement<gather_cast_coalesced_start>(m, "gather_cast_coalesced_start");
-  implement<gather_cast_coalesced_wait>(m, "gather_cast_coalesced_wait");
-  implement<reduce_scatter_cast_coalesced_start>(m, "reduce_scatter_cast_coalesced_start");
-  implement<reduce_scatter_cast_coalesced_wait>(m, "reduce_scatter_cast_coalesced_wait");
+  implement<gather_cast_coalesced_start>(m, "_gather_cast_coalesced_start");
+  implement<gather_cast_coalesced_wait>(m, "_gather_cast_coalesced_wait");
+  implement<reduce_scatter_cast_coalesced_start>(m, "_reduce_scatter_cast_coalesced_start");
+  implement<reduce_scatter_cast_coalesced_wait>(m, "_reduce_scatter_cast_coalesced_wait");
   implement<all_gather_start>(m, "all_gather_start");
   implement<all_gather_wait>(m, "all_gather_wait");
   implement<reduce_scatter_start>(m, "reduce_scatter_start");
@@ -286,12 +286,12 @@ DEEPSP_KERNELS(m) {
 }
 
 DEEPSP_REFUSED_KINDS(m) {
-  implement<gather_cast_coalesced_start>(m, "gather_cast_coalesced_start");
-  implement<reduce_scatter_cast_coalesced_start>(m, "reduce_scatter_cast_coalesced_start");
+  implement<gather_cast_coalesced_start>(m, "_gather_cast_coalesced_start");
+  implement<reduce_scatter_cast_coalesced_start>(m, "_reduce_scatter_cast_coalesced_start");
 }
 
 TORCH_LIBRARY_IMPL(deepsp, Functionalize, m) {
-  for (const char* wait : {"gather_cast_coalesced_wait", "all_gather_wait", "scatter_wait"}) {
+  for (const char* wait : {"_gather_cast_coalesced_wait", "all_gather_wait", "scatter_wait"}) {
     cuts_alias(m, wait);
   }
 }

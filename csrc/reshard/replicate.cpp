@@ -3,7 +3,7 @@
 // for it, so that it is in flight during the backward of the ops between them. The buffer passes
 // from one to the other as the gradient of a token, which has its shape.
 
-#include "../common/backward.h"
+#include "../op.h"
 #include "sums.h"
 
 #include <ATen/ops/alias.h>
@@ -42,7 +42,7 @@ Argument call_saved(const char* op, AutogradContext* ctx, With argument) {
   for (const auto& [name, value] : ctx->saved_data) {
     values.emplace_back(name.c_str(), value);
   }
-  return NamedOp(op)(values);
+  return Op(op)(values);
 }
 
 struct ReplicateStart : Function<ReplicateStart> {
@@ -141,7 +141,7 @@ at::Tensor scale_gradient(const at::Tensor& input, double scale) {
 TORCH_LIBRARY_IMPL(deepsp, CompositeImplicitAutograd, m) {
   m.impl("replicate_start", replicate_start);
   m.impl("replicate_wait", replicate_wait);
-  m.impl("scale_gradient", scale_gradient);
+  m.impl("_scale_gradient", scale_gradient);
 }
 
 }  // namespace deepsp

@@ -1,6 +1,6 @@
 #include "sums.h"
 
-#include "../common/backward.h"
+#include "../op.h"
 #include "../common/checks.h"
 #include "../transport/agreement.h"
 #include "../transport/choice.h"
@@ -64,9 +64,9 @@ SymInts sum_parts(const c10::SymInt& elements, int64_t size) {
   return parts;
 }
 
-const NamedOp reduce_scatter_start("reduce_scatter_start");
-const NamedOp reduce_scatter_wait("reduce_scatter_wait");
-const NamedOp all_gather("all_gather");
+const Op reduce_scatter_start("reduce_scatter_start");
+const Op reduce_scatter_wait("reduce_scatter_wait");
+const Op all_gather("all_gather");
 
 at::Tensor gather_sums(const SumShapes& sums, const Given& given) {
   const SymInts parts = sum_parts(sums.elements, given["size"]);
@@ -307,7 +307,7 @@ void sum_gradients_kernel(
     buckets.back().add(gradient);
   }
   const Group group =
-      agreed_group("sum_gradients_", group_name, rank, size, gradients[0].device(), nullptr, [&] {
+      agreed_group("_sum_gradients_", group_name, rank, size, gradients[0].device(), nullptr, [&] {
         std::vector<std::string> arguments;
         for (size_t i = 0; i < gradients.size(); ++i) {
           arguments.push_back(to_text(
@@ -335,8 +335,8 @@ c10::IValue all_reduce(const Given& given) {
     check_sum({input}, given["grad"], given["rank"], given["size"], given["reduce_dtype"]);
     return at::empty_symint(input.sym_sizes(), input.options());
   }
-  const at::Tensor buffer = NamedOp("all_reduce_start")(given, {{"inputs", Tensors{input}}});
-  const Tensors sums = NamedOp("all_reduce_wait")(
+  const at::Tensor buffer = Op("all_reduce_start")(given, {{"inputs", Tensors{input}}});
+  const Tensors sums = Op("all_reduce_wait")(
       given, {{"buffer", buffer},
               {"shapes", input.sym_sizes()},
               {"dims", std::vector<int64_t>{input.dim()}}});
@@ -349,7 +349,7 @@ DEEPSP_KERNELS(m) {
   implement<all_reduce>(m, "all_reduce");
   implement<all_reduce_start>(m, "all_reduce_start");
   implement<all_reduce_wait>(m, "all_reduce_wait");
-  m.impl("sum_gradients_", sum_gradients_kernel);
+  m.impl("_sum_gradients_", sum_gradients_kernel);
 }
 
 TORCH_LIBRARY_IMPL(deepsp_inductor, CompositeImplicitAutograd, m) {

@@ -2,7 +2,7 @@
 // What the kernels of sums over the group share with their autograd and meta functions: checks,
 // which raise ValueError, and shapes.
 
-#include "../common/backward.h"
+#include "../op.h"
 #include "checks.h"
 
 namespace deepsp {

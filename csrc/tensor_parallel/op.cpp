@@ -7,7 +7,7 @@
 // from what is gathered meanwhile. Only this rank's input and the weight are saved: what was
 // gathered is gathered again.
 
-#include "../common/backward.h"
+#include "../op.h"
 #include "../common/checks.h"
 #include "../projection/product_sum.h"
 #include "../reshard/checks.h"
@@ -75,7 +75,7 @@ struct LinearCall {
 
   at::Tensor gathered(const at::Tensor& x) const {
     const With values[]{{"input", x}, {"grad", "partial"}, {"reduce_dtype", c10::IValue()}};
-    return NamedOp("all_gather")(given, values);
+    return Op("all_gather")(given, values);
   }
 
   // None where products aren't computed rank by rank.
@@ -148,7 +148,7 @@ c10::IValue matmul_reduce_scatter(const Given& given) {
   const auto rows = call.point_to_point("matmul_reduce_scatter");
   if (!rows) {
     const at::Tensor product = at::linear(call.input, call.weight);
-    const at::Tensor sum = NamedOp("reduce_scatter")(given, {{"input", product}});
+    const at::Tensor sum = Op("reduce_scatter")(given, {{"input", product}});
     return bias.has_value() ? sum.add(*bias) : sum;
   }
   const at::Tensor sum = ScatteredProducts(rows->full(call.input), call.weight.t(), *rows)
@@ -202,7 +202,7 @@ c10::IValue all_gather_matmul_backward(const Given& given) {
       [&](const LinearCall& call, const at::Tensor& grad, at::IntArrayRef wanted,
           at::Tensor& of_input, at::Tensor& of_weight) {
         const at::Tensor &input = call.input, &weight = call.weight;
-        const auto rows = call.point_to_point("all_gather_matmul_backward");
+        const auto rows = call.point_to_point("_all_gather_matmul_backward");
         if (rows) {
           const at::Tensor grads = rows->full(grad);
           std::optional<GatheredRows> gathered;
@@ -229,20 +229,20 @@ c10::IValue all_gather_matmul_backward(const Given& given) {
         at::Tensor gathering, scattering;
         const SymInts entire = entire_shape(input.sym_sizes(), call.dim, call.sizes);
         if (wanted[1]) {
-          gathering = NamedOp("all_gather_start")(given, {{"grad", "partial"}});
+          gathering = Op("all_gather_start")(given, {{"grad", "partial"}});
         }
         if (wanted[0]) {
           const at::Tensor product = at::matmul(grad, weight);
-          scattering = NamedOp("reduce_scatter_start")(given, {{"input", product}});
+          scattering = Op("reduce_scatter_start")(given, {{"input", product}});
         }
         if (wanted[1]) {
           const With values[]{{"buffer", gathering}, {"shape", entire}, {"grad", "partial"}};
-          const Tensors full = NamedOp("all_gather_wait")(given, values);
+          const Tensors full = Op("all_gather_wait")(given, values);
           of_weight = weight_grad(grad, full[0]);
         }
         if (wanted[0]) {
           const With values[]{{"buffer", scattering}, {"shape", entire}};
-          of_input = NamedOp("reduce_scatter_wait")(given, values);
+          of_input = Op("reduce_scatter_wait")(given, values);
         }
       });
 }
@@ -253,7 +253,7 @@ c10::IValue matmul_reduce_scatter_backward(const Given& given) {
       [&](const LinearCall& call, const at::Tensor& grad, at::IntArrayRef wanted,
           at::Tensor& of_input, at::Tensor& of_weight) {
         const at::Tensor &input = call.input, &weight = call.weight;
-        const auto rows = call.point_to_point("matmul_reduce_scatter_backward");
+        const auto rows = call.point_to_point("_matmul_reduce_scatter_backward");
         if (!wanted[0] && !wanted[1]) {
           return;
         }
@@ -281,15 +281,15 @@ c10::IValue matmul_reduce_scatter_backward(const Given& given) {
 
 BackwardOp backward_of(const char* op) {
   return {
-      NamedOp(op),
+      Op(op),
       /*inputs=*/{"input", "weight", "bias"},
       /*results=*/{},
       /*saved=*/{"input", "weight"},
       /*gradients=*/{"input", "weight", "bias"}};
 }
 
-const BackwardOp kGatherBackward = backward_of("all_gather_matmul_backward");
-const BackwardOp kScatterBackward = backward_of("matmul_reduce_scatter_backward");
+const BackwardOp kGatherBackward = backward_of("_all_gather_matmul_backward");
+const BackwardOp kScatterBackward = backward_of("_matmul_reduce_scatter_backward");
 
 template <const BackwardOp& op>
 void save(Call& call) {
@@ -303,9 +303,9 @@ Tensors gradients_of(const Call& call, const Tensors& gradients) {
 
 void register_kernels(torch::Library& m) {
   implement<all_gather_matmul>(m, "all_gather_matmul");
-  implement<all_gather_matmul_backward>(m, "all_gather_matmul_backward");
+  implement<all_gather_matmul_backward>(m, "_all_gather_matmul_backward");
   implement<matmul_reduce_scatter>(m, "matmul_reduce_scatter");
-  implement<matmul_reduce_scatter_backward>(m, "matmul_reduce_scatter_backward");
+  implement<matmul_reduce_scatter_backward>(m, "_matmul_reduce_scatter_backward");
 }
 
 }  // namespace
@@ -322,8 +322,8 @@ TORCH_LIBRARY_IMPL(deepsp, Autograd, m) {
   differentiable(m, "all_gather_matmul", gradients_of<kGatherBackward>, save<kGatherBackward>);
   differentiable(
       m, "matmul_reduce_scatter", gradients_of<kScatterBackward>, save<kScatterBackward>);
-  not_differentiable(m, "all_gather_matmul_backward");
-  not_differentiable(m, "matmul_reduce_scatter_backward");
+  not_differentiable(m, "_all_gather_matmul_backward");
+  not_differentiable(m, "_matmul_reduce_scatter_backward");
 }
 
 }  // namespace deepsp

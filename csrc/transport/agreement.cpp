@@ -108,7 +108,7 @@ void check_agreement_kernel(
 }  // namespace
 
 TORCH_LIBRARY_IMPL(deepsp, CompositeExplicitAutograd, m) {
-  m.impl("check_agreement", check_agreement_kernel);
+  m.impl("_check_agreement", check_agreement_kernel);
 }
 
 }  // namespace deepsp

@@ -141,9 +141,9 @@ std::tuple<std::vector<int64_t>, std::vector<std::string>> transport(
 }  // namespace
 
 TORCH_LIBRARY_IMPL(deepsp, CompositeExplicitAutograd, m) {
-  m.impl("transport", transport);
-  m.impl("pool_clear", clear);
-  m.impl("pool_idle_bytes", idle_bytes);
+  m.impl("_transport", transport);
+  m.impl("_pool_clear", clear);
+  m.impl("_pool_idle_bytes", idle_bytes);
 }
 
 }  // namespace deepsp

@@ -235,7 +235,7 @@ class Shards:
     def gather_alone(self, index: int, shard: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         info, (rank, _, name) = self.infos[index], self.member
         if self._divisor != 1 and shard.requires_grad:
-            shard = _op.scale_gradient(shard, 1 / self._divisor)
+            shard = _op._scale_gradient(shard, 1 / self._divisor)
         full = _op.gather_cast(
             shard, info.sizes, dtype or info.dtype, rank, name, reduce_dtype=self.reduce_dtype
         )
@@ -260,13 +260,13 @@ class Shards:
             shards = [self.parameters[use.index] for use in uses]
             if grad and (self._divisor != 1 or len(uses) > 1):
                 shards = [_Gate.apply(x, self._divisor, used, n) for n, x in enumerate(shards)]
-            buffer = _op.gather_cast_coalesced_start(
+            buffer = _op._gather_cast_coalesced_start(
                 shards, sizes, dtypes, rank, name, reduce_dtype=self.reduce_dtype
             )
 
         def wait() -> list[Callable[[], Tensor]]:
             with torch.set_grad_enabled(grad):
-                tensors = _op.gather_cast_coalesced_wait(
+                tensors = _op._gather_cast_coalesced_wait(
                     buffer, sizes, row_shapes, row_dims, dtypes, rank, name
                 )
                 self._remember(uses, tensors)

@@ -90,7 +90,7 @@ def cast_bandwidth():
         sizes, targets = [numel] * count, [torch.bfloat16] * count
         # One rank: start is the cast alone.
         packed = timed(
-            lambda shards=shards, sizes=sizes, targets=targets: op.gather_cast_coalesced_start(
+            lambda shards=shards, sizes=sizes, targets=targets: op._gather_cast_coalesced_start(
                 shards, sizes, targets, 0, name
             )
         )

@@ -197,9 +197,9 @@ def dropout():
         found = []
         for _ in range(2):
             torch.manual_seed(3)
-            seed, _ = op.dropout_seed(x[0], rank)
+            seed, _ = op._dropout_seed(x[0], rank)
             assert seed.is_cpu
-            out = op.attention_with_dropout(*x, None, 0.3, True, None, seed)
+            out = op._attention_with_dropout(*x, None, 0.3, True, None, seed)
             found.append([out, *torch.autograd.grad(out.sum(), x)])
         for a, b in zip(*found, strict=True):
             torch.testing.assert_close(a, b)
@@ -346,13 +346,13 @@ def layer_checks():
     weights = [draw(n, 5, dtype=torch.float32).requires_grad_() for n in (48, 12)]
     biases = [draw(n, dtype=torch.float32).requires_grad_() for n in (48, 12)]
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
-        opcheck(op.project_to_heads_start.default,
+        opcheck(op._project_to_heads_start.default,
                 (x, weights, biases, [8, 2], lens, 2, False, rank, name))  # fmt: skip
         held = op.seq_to_heads([draw(2, lens[rank], 8, 6, dtype=torch.float32)], lens, rank, name)
         leaving = op.heads_to_seq_start(held, [8], lens, 0, 1, rank, name)
         leaving = leaving.detach().requires_grad_()
         output = draw(7, 48, dtype=torch.float32).requires_grad_()
-        opcheck(op.heads_to_output_wait.default,
+        opcheck(op._heads_to_output_wait.default,
                 ([leaving], output, None, 8, 2, lens, rank, name))  # fmt: skip
     torch.manual_seed(0)
     layer = deepsp.SequenceParallelAttention(64, 8, 4, rope_theta=1e4, chunks=2, device="cuda")
@@ -433,7 +433,7 @@ def projection_speed():
         fused = torch.cat(weights)
 
         def blocks(x=x, weights=weights, counts=counts, chunks=chunks):
-            op.project_to_heads_start(x, weights, [], counts, [tokens], chunks, False, 0, name)
+            op._project_to_heads_start(x, weights, [], counts, [tokens], chunks, False, 0, name)
 
         def one_and_pack(x=x, fused=fused, counts=counts, chunks=chunks):
             qkv = F.linear(x, fused).unflatten(-1, (-1, 128)).split(counts, 2)

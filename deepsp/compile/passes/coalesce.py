@@ -122,10 +122,10 @@ def _join_ours(gathers: list[Gather], place: dict[fx.Node, int]) -> None:
     shards = [shard for gather in gathers for shard in gather.shards]
     where = first.args[3:]  # rank and group
     args = (shards, sizes, dtypes, *where)
-    target = ours.gather_cast_coalesced_start.default
+    target = ours._gather_cast_coalesced_start.default
     start = add(target, args, first.kwargs, before=first, like=first)
     args = (start, sizes, row_shapes, row_dims, dtypes, *where)
-    target = ours.gather_cast_coalesced_wait.default
+    target = ours._gather_cast_coalesced_wait.default
     wait = add(target, args, before=first_wait, like=first_wait)
     outputs = [output for gather in gathers for output in gather.outputs]
     for i, output in enumerate(outputs):

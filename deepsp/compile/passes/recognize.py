@@ -77,9 +77,9 @@ def _gather(start: fx.Node) -> Gather | None:
         if len(waits) != 1 or not is_op(waits[0], "gather_cast_wait"):
             return None
         return Gather(start, [start.args[0]], waits, [start, *waits], len(start.args[1]), True)
-    if is_op(start, "gather_cast_coalesced_start"):
+    if is_op(start, "_gather_cast_coalesced_start"):
         waits = list(start.users)
-        if len(waits) != 1 or not is_op(waits[0], "gather_cast_coalesced_wait"):
+        if len(waits) != 1 or not is_op(waits[0], "_gather_cast_coalesced_wait"):
             return None
         shards = list(start.args[0])
         items = _by_index(waits[0], len(shards))

@@ -149,7 +149,7 @@ def fuse_casts(graph: fx.Graph, report) -> None:
     for start in list(graph.nodes):
         if start.target is _REDUCE_SCATTER:
             _fuse_reduce_scatter(start, report)
-        elif is_op(start, "reduce_scatter_cast_coalesced_start") and len(start.users) == 1:
+        elif is_op(start, "_reduce_scatter_cast_coalesced_start") and len(start.users) == 1:
             (wait,) = start.users
-            if is_op(wait, "reduce_scatter_cast_coalesced_wait"):
+            if is_op(wait, "_reduce_scatter_cast_coalesced_wait"):
                 _fuse_our_reduce_scatter(start, wait, report)

@@ -320,7 +320,7 @@ class _SequenceParallel(Evaluation):
                 loss = self.compute_loss_func(
                     outputs, inputs.get("labels"), num_items_in_batch=num_items_in_batch
                 )
-                loss = torch.ops.deepsp.scale_gradient(loss, float(self._size))
+                loss = torch.ops.deepsp._scale_gradient(loss, float(self._size))
         if counted and self.compute_loss_func is None:
             loss = loss / num_items_in_batch
         if counted and (self.args.average_tokens_across_devices or not model.training):
@@ -351,7 +351,7 @@ class _SequenceParallel(Evaluation):
         rank, size, name = self._member
         if self.args.average_tokens_across_devices:
             loss = loss * self._groups  # whose losses are averaged
-        loss = torch.ops.deepsp.scale_gradient(loss, float(size))
+        loss = torch.ops.deepsp._scale_gradient(loss, float(size))
         return torch.ops.deepsp.all_reduce(loss, "replicated", rank, size, name), outputs
 
     def _gathered(self, outputs, seq_lens: list[int]):
