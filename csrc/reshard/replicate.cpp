@@ -74,7 +74,7 @@ struct ReplicateStart : Function<ReplicateStart> {
     const at::Tensor& token = gradients.back();
     variable_list sums(ctx->saved_data["dims"].toIntVector().size());
     if (token.defined()) {
-      sums = call_saved("all_reduce_wait", ctx, {"buffer", token}).toTensorVector();
+      sums = static_cast<Tensors>(call_saved("all_reduce_wait", ctx, {"buffer", token}));
     }
     sums.resize(sums.size() + 3);
     return sums;
@@ -95,7 +95,7 @@ struct ReplicateWait : Function<ReplicateWait> {
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list gradients) {
-    const at::Tensor sum = call_saved("all_reduce_start", ctx, {"inputs", gradients}).toTensor();
+    const at::Tensor sum = call_saved("all_reduce_start", ctx, {"inputs", gradients});
     variable_list result(gradients.size());
     result.push_back(sum);
     result.resize(result.size() + 3);

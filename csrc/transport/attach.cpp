@@ -42,13 +42,13 @@ void FlightTable::release_done() {
 }
 
 void FlightTable::set(const c10::Storage& storage, std::unique_ptr<Flight> flight) {
-  const bool is_flight = !flight->waited && !flight->local;
-  if (is_flight && !capturing(storage.device())) {
+  const bool is_pending = !flight->waited && !flight->local;
+  if (is_pending && !capturing(storage.device())) {
     release_done();
   }
   Entries freed, marks;  // destroyed outside the lock
   std::lock_guard<std::mutex> lock(mutex_);
-  if (is_flight) {
+  if (is_pending) {
     freed = remove_expired(flights_);
   }
   if (marks_.size() >= search_at_) {
@@ -61,7 +61,7 @@ void FlightTable::set(const c10::Storage& storage, std::unique_ptr<Flight> fligh
     marks.insert(marks_.extract(found));
   }
   // The weak pointer keeps the storage's address from being reused, so the key is unique.
-  const bool is_new = (is_flight ? flights_ : marks_)
+  const bool is_new = (is_pending ? flights_ : marks_)
                           .emplace(key, Entry{storage.getWeakStorageImpl(), std::move(flight)})
                           .second;
   TORCH_INTERNAL_ASSERT(is_new);

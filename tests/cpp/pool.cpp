@@ -1,6 +1,6 @@
 // The buffer pool under sanitizers (`make sanitize`): several threads take blocks, write them, hand
-// them to each other and give them back, while its limit changes. And the flights of
-// memory that isn't the pool's.
+// them to each other and give them back, while its limit changes. And the flights of buffers that
+// aren't the pool's.
 
 // Its source: torch's headers take longest, and are read once.
 #include "../../csrc/transport/attach.cpp"
