@@ -30,7 +30,6 @@ from deepsp.data import shard, shard_batch, unshard
 from deepsp.gradients import clip_grad_norm_, sync_gradients
 from deepsp.integrations.transformers.causal_lm import causal_lm_loss
 from deepsp.layer import SequenceParallelAttention
-from deepsp.layout import local_heads, seq_lens
 from deepsp.loader import SequenceLoader
 from deepsp.loss import cross_entropy, linear_cross_entropy, token_log_probs
 from deepsp.memory import MemoryPlan, plan_memory
@@ -41,6 +40,7 @@ from deepsp.ops import (
     seq_to_heads,
     seq_to_heads_start,
 )
+from deepsp.parts import local_heads, seq_lens
 from deepsp.randomness import sharded_randomness
 from deepsp.schedule import build, create_schedule, register_shard_method
 from deepsp.tiling.tile import tile, tile_

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,6 @@ from deepsp import chunks as auto_chunks
 from deepsp import local, parts
 from deepsp.documents import ranges_of
 from deepsp.groups import Group, compare_calls, member_of
-from deepsp.layout import lens_or_equal
 
 
 def distributed_attention(
@@ -98,38 +98,46 @@ def distributed_attention(
             ``window_size``, ``softcap``, ``sinks`` and ``kv_chunk`` go with neither ``attn_mask``
             nor dropout, and ``kv_chunk`` with one chunk of heads.
     """
-    member = member_of(group)
-    local.check_layout(layout)
-    local.check_qkv(q, k, v, layout)
-    rank, size, name = member
-    lens = lens_or_equal(seq_lens, q.size(layout.index("s")), size)
-    local.check_length(q, lens, rank, layout)
-    if documents is not None:
-        documents = ranges_of(documents, q.size(layout.index("b")), sum(lens))
+    parts.check_layout(layout)
     asked = parts.validate(query_parts, group)
-    query_parts = parts.resolve(asked, q.size(layout.index("h")), size, q.device)
-    with local.randomness_of(member, q.device) if dropout_p > 0 else contextlib.nullcontext():
+    return _attend(
+        parts.Call(q, k, v, layout, seq_lens, member_of(group), asked),
+        *(chunks, attn_mask, dropout_p, is_causal, scale, enable_gqa),
+        documents=documents,
+        window_size=window_size,
+        softcap=softcap,
+        sinks=sinks,
+        kv_chunk=kv_chunk,
+    )
+
+
+def _attend(
+    call: parts.Call,
+    chunks: int,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    enable_gqa=False,
+    *,
+    documents=None,
+    window_size=None,
+    **options,
+) -> Tensor:
+    (rank, _, name), lens = call.member, call.lens
+    if documents is not None:
+        documents = ranges_of(documents, call.batch, sum(lens))
+    draws = local.randomness_of(call.member, call.device) if dropout_p > 0 else nullcontext()
+    with draws:
         return torch.ops.deepsp.distributed_attention(
-            q,
-            k,
-            v,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale,
-            enable_gqa,
-            chunks,
-            lens,
-            rank,
-            name,
-            layout=layout,
+            *(*call.given, attn_mask, dropout_p, is_causal, scale, enable_gqa),
+            *(chunks, lens, rank, name),
+            layout=call.layout,
             sharded_randomness=torch.compiler.is_compiling(),
             documents=documents,
             window_size=() if window_size is None else window_size,
-            softcap=softcap,
-            sinks=sinks,
-            kv_chunk=kv_chunk,
-            query_parts=query_parts,
+            query_parts=call.query_parts,
+            **options,
         )
 
 
@@ -192,7 +200,7 @@ class DistributedAttention(nn.Module):
         query_parts: int | str = "auto",
     ):
         super().__init__()
-        local.check_layout(layout)
+        parts.check_layout(layout)
         local.check_function(
             local_attention,
             layout,
@@ -207,6 +215,7 @@ class DistributedAttention(nn.Module):
         self.layout = layout
         self.query_parts = parts.validate(query_parts, group)
         self._indices = local.indices_wanted(local_attention)
+        self._whole = local.why_whole(local_attention, self._indices)
         self._watch = local.Watch(local_attention)
         self._compared = False
 
@@ -243,55 +252,33 @@ class DistributedAttention(nn.Module):
             ValueError: arguments that don't fit each other or the group, or what the local
                 attention returns.
         """
-        local.check_qkv(q, k, v, self.layout)
-        lens = lens_or_equal(seq_lens, q.size(self.layout.index("s")), self.member[1])
-        local.check_length(q, lens, self.member[0], self.layout)
+        call = parts.Call(
+            *(q, k, v, self.layout, seq_lens, self.member, self.query_parts, self._whole)
+        )
         if not self._compared and not torch.compiler.is_compiling():
-            self._compare(q, k, v, lens)
+            self._compare(call)
         if self.local_attention is None:
             known = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
             local.check_sdpa_arguments(args, kwargs, known, (*local.PATTERN, "kv_chunk"))
         local.check_kwargs(self._indices, kwargs)
-        chunks = self.chunks
-        if chunks == "auto":
-            chunks = self._pick_chunks(q, k, v, lens, args, kwargs)
-        return self._attend(q, k, v, lens, chunks, args, kwargs)
+        chunks = self._pick_chunks(call, args, kwargs) if self.chunks == "auto" else self.chunks
+        return self._attend(call, chunks, args, kwargs)
 
-    def _attend(self, q, k, v, lens, chunks, args, kwargs) -> Tensor:
+    def _attend(self, call: parts.Call, chunks: int, args, kwargs) -> Tensor:
         if self.local_attention is None:
-            return distributed_attention(
-                q,
-                k,
-                v,
-                *args,
-                group=self.member,
-                seq_lens=lens,
-                chunks=chunks,
-                layout=self.layout,
-                query_parts=self.query_parts,
-                **kwargs,
-            )
-        name = self.member[2]
-        order = local.ORDERS[self.layout]
-        q, k, v = (x.permute(order) for x in (q, k, v))
-        if k.size(2) != v.size(2) or k.size(2) == 0 or q.size(2) % k.size(2) != 0:
-            raise ValueError(
-                "expected k and v to have the same number of heads, which divides that of q, got "
-                f"q, k and v with {q.size(2)}, {k.size(2)} and {v.size(2)} heads"
-            )
-        call = functools.partial(self._attend_by_function, lens, chunks, args, kwargs)
-        if not torch.compiler.is_compiling() and has_torch_function((q, k, v)):
-            seen = (args, kwargs, list(self.parameters()))
-            return handle_torch_function(_one_call, (q, k, v), q, k, v, name, call, *seen).permute(
-                order
-            )
-        return call(q, k, v).permute(order)
+            return _attend(call, chunks, *args, **kwargs)
+        run = functools.partial(self._by_function, call, chunks, args, kwargs)
+        qkv, order = call.by_tokens(), parts.ORDERS[self.layout]
+        if torch.compiler.is_compiling() or not has_torch_function(qkv):
+            return run(*qkv).permute(order)
+        seen = (args, kwargs, list(self.parameters()))
+        out = handle_torch_function(_one_call, qkv, *qkv, self.member[2], run, *seen)
+        return out.permute(order)
 
-    def _attend_by_function(self, lens, chunks, args, kwargs, q, k, v) -> Tensor:
-        rank, _, name = self.member
-        query_parts = local.query_parts_of(self, q.size(2), q.device)
-        shape = ([x.size(2) for x in (q, k, v)], [x.size(3) for x in (q, k, v)], q.size(0))
-        how = {"query_parts": query_parts, "tokens_first": self.layout == "sbhd"}  # in memory
+    def _by_function(self, call: parts.Call, chunks: int, args, kwargs, q, k, v) -> Tensor:
+        (rank, _, name), lens, batch = self.member, call.lens, call.batch
+        shape = ([x.size(2) for x in (q, k, v)], [x.size(3) for x in (q, k, v)], batch)
+        how = {"query_parts": call.query_parts, "tokens_first": self.layout == "sbhd"}  # in memory
 
         def attend(part: parts.Part) -> Tensor:
             given = local.indices(self._indices, part.q, part.cell)
@@ -301,49 +288,50 @@ class DistributedAttention(nn.Module):
             )
 
         arriving = torch.ops.deepsp.seq_to_heads_start(
-            [q, k, v], lens, chunks, False, rank, name, query_parts=query_parts
+            [q, k, v], lens, chunks, False, rank, name, query_parts=call.query_parts
         )
-        with local.randomness_of(self.member, q.device):
+        with local.randomness_of(self.member, call.device):
             leaving, dim = parts.attend(arriving, attend, shape, lens, self.member, **how)
         return torch.ops.deepsp.heads_to_seq_wait(
-            leaving, shape[0][:1], [dim], q.size(0), lens, rank, name, **how
+            leaving, shape[0][:1], [dim], batch, lens, rank, name, **how
         )[0]
 
-    def _pick_chunks(self, q, k, v, lens, args, kwargs) -> int:
+    def _pick_chunks(self, call: parts.Call, args, kwargs) -> int:
         if torch.compiler.is_compiling():
             return auto_chunks.picked_before(self.picked)
         _, size, name = self.member
-        trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        trains = any(call.needs_gradient())
         key = (
-            "DistributedAttention", name, self.local_attention is None, self.layout, tuple(lens),
-            *((x.shape, x.dtype) for x in (q, k, v)), q.device, trains, local.autocasts(q.device),
+            "DistributedAttention", name, self.local_attention is None, self.layout,
+            tuple(call.lens), *((x.shape, x.dtype) for x in call.given), call.device, trains,
+            local.autocasts(call.device),
         )  # fmt: skip
-        num_heads = q.size(self.layout.index("h"))
-        query_parts = local.query_parts_of(self, num_heads, q.device)
-        most = torch.ops.deepsp._chunks_in_force(num_heads, size, num_heads, query_parts)
+        heads = call.num_heads
+        most = torch.ops.deepsp._chunks_in_force(heads, size, heads, call.query_parts)
 
         def run(chunks: int) -> None:
-            mine = [x.detach().requires_grad_(trains) for x in (q, k, v)]
+            again = copy.copy(call)
+            again.given = mine = [x.detach().requires_grad_(trains) for x in call.given]
             # Hooks of our own, lest a checkpoint around us counts what is saved here.
             with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-                y = self._attend(*mine, lens, chunks, args, kwargs)
+                y = self._attend(again, chunks, args, kwargs)
             if trains:
                 torch.autograd.grad(y, mine, torch.ones_like(y), allow_unused=True)
 
-        self.picked = auto_chunks.pick(key, most, run, self.member, q.device)
+        self.picked = auto_chunks.pick(key, most, run, self.member, call.device)
         return self.picked
 
-    def _compare(self, q: Tensor, k: Tensor, v: Tensor, lens: list[int]) -> None:
-        s, trains = self.layout.index("s"), torch.is_grad_enabled()
+    def _compare(self, call: parts.Call) -> None:
+        s = self.layout.index("s")
         self._compared = compare_calls(
             "DistributedAttention",
             self.member,
-            q,
+            call.given[0],
             layout=self.layout,
-            seq_lens=lens,
-            shapes=[[n for d, n in enumerate(x.shape) if d != s] for x in (q, k, v)],
-            dtype=q.dtype,
+            seq_lens=call.lens,
+            shapes=[[n for d, n in enumerate(x.shape) if d != s] for x in call.given],
+            dtype=call.given[0].dtype,
             chunks=self.chunks,
             query_parts=self.query_parts,
-            gradients=[trains and x.requires_grad for x in (q, k, v)],
+            gradients=call.needs_gradient(),
         )

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from deepsp.groups import Group, member_of
-from deepsp.layout import seq_lens
 from deepsp.ops import Pending
+from deepsp.parts import seq_lens
 
 _op = torch.ops.deepsp
 _SUMMED = {

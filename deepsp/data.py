@@ -12,8 +12,8 @@ from torch import Tensor
 
 from deepsp.documents import as_positions
 from deepsp.groups import Group, member_of, on_all_ranks
-from deepsp.layout import lens_or_equal
-from deepsp.layout import seq_lens as lens_of
+from deepsp.parts import lens_or_equal
+from deepsp.parts import seq_lens as lens_of
 from deepsp.same_batch import ADVICE, compare_batches
 
 _handed_out: list[weakref.ref | Tensor] = []

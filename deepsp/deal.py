@@ -16,7 +16,7 @@ from torch import Tensor
 from deepsp.data import Path, dim_of, full_batch, leaves_of, map_leaves, name_of, named_values
 from deepsp.digest import device_of
 from deepsp.groups import Member
-from deepsp.layout import seq_lens
+from deepsp.parts import seq_lens
 
 
 @dataclass

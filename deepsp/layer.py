@@ -12,7 +12,6 @@ from deepsp import chunks as auto_chunks
 from deepsp import local, parts, rope
 from deepsp.documents import ranges_of
 from deepsp.groups import Group, compare_calls, member_of
-from deepsp.layout import lens_or_equal
 from deepsp.partitioned import check_linear_here
 from deepsp.projections import biases, check_linear, head_sizes, is_wide
 
@@ -225,7 +224,12 @@ class SequenceParallelAttention(nn.Module):
         self._indices = local.indices_wanted(local_attention)
         self._watch = local.Watch(local_attention)
         self.query_parts = parts.validate(query_parts, group)
-        self._parts = local.query_parts_of(self, num_heads, overlaps=True)
+        size = self.member[1]
+        self._parts = 1
+        if self.query_parts != "auto" or num_heads < size:  # whole heads hide more
+            whole = local.why_whole(local_attention, self._indices)
+            cpu = torch.device("cpu")
+            self._parts = parts.resolve(self.query_parts, num_heads, size, cpu, whole)
         self._compared = False
         self.chunks = chunks
         self.picked: int | None = None  # what "auto" has found last
@@ -296,7 +300,7 @@ class SequenceParallelAttention(nn.Module):
             if not torch.compiler.is_compiling():
                 called = not self.overlap or (any(self._wide) and name != "o_proj")
                 check_linear_here(name, linear, called)
-        lens = lens_or_equal(seq_lens, x.size(1), self.member[1])
+        lens = parts.lens_or_equal(seq_lens, x.size(1), self.member[1])
         if self.local_attention is None:
             local.check_sdpa_arguments(
                 args, kwargs, ("attn_mask", "dropout_p", "is_causal", "scale")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -17,48 +17,6 @@ from torch.overrides import TorchFunctionMode
 from deepsp import parts
 from deepsp.groups import Member
 from deepsp.randomness import sharded_randomness
-
-ORDERS = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}
-"""By layout: where batch, sequence, heads and head_dim stand. Each order is its own inverse."""
-
-_NAMES = {"b": "batch", "s": "sequence", "h": "heads", "d": "head_dim"}
-
-
-def check_layout(layout: str) -> None:
-    if layout not in ORDERS:
-        raise ValueError(f"expected layout to be 'bshd', 'sbhd' or 'bhsd', got {layout!r}")
-
-
-def check_four(x: Tensor, name: str, layout: str) -> None:
-    if x.dim() != 4:
-        dims = ", ".join(_NAMES[d] for d in layout)
-        raise ValueError(f"expected {name} to have 4 dimensions [{dims}], got {x.dim()}")
-
-
-def check_qkv(q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:
-    for x, name in ((q, "q"), (k, "k"), (v, "v")):
-        check_four(x, name, layout)
-    s, h = layout.index("s"), layout.index("h")
-    for x, name in ((k, "k"), (v, "v")):
-        if x.size(s) != q.size(s):
-            swapped = layout != "bhsd" and q.size(h) == k.size(h) == v.size(h)
-            raise ValueError(
-                f"expected {name} to have the sequence length of q ({q.size(s)}), got {x.size(s)}"
-                + (_SWAPPED if swapped else "")
-            )
-
-
-def check_length(q: Tensor, lens: Sequence[int], rank: int, layout: str) -> None:
-    s, h = layout.index("s"), layout.index("h")
-    if q.size(s) != lens[rank]:
-        swapped = layout != "bhsd" and q.size(h) == lens[rank]
-        raise ValueError(
-            f"expected q to have sequence length {lens[rank]}, which is seq_lens[{rank}], this "
-            f"rank's entry, got {q.size(s)}" + (_SWAPPED if swapped else "")
-        )
-
-
-_SWAPPED = "; if q, k and v are [batch, heads, sequence, head_dim], pass layout='bhsd'"
 
 INDICES = ("head_indices", "query_indices")
 """What a local attention may ask for, by declaring it."""
@@ -75,19 +33,14 @@ def indices_wanted(function: Callable | None) -> tuple[str, ...]:
     return tuple(name for name in INDICES if name in declared)
 
 
-def query_parts_of(module: nn.Module, num_heads: int, device=None, overlaps: bool = False) -> int:
-    """``query_parts`` of an attention module, as ops take it. ``overlaps``: it gains by whole
-    heads, and has them where it can."""
-    whole = None
-    if module.local_attention is not None and "query_indices" not in module._indices:
-        whole = (
-            "local_attention sees all queries of its heads; let it declare an argument "
-            "query_indices, the tokens of its queries, to be called with some of them"
-        )
-    asked, size = module.query_parts, module.member[1]
-    if overlaps and asked == "auto" and num_heads >= size:
-        return 1
-    return parts.resolve(asked, num_heads, size, device or torch.device("cpu"), whole)
+def why_whole(function: Callable | None, wanted: tuple[str, ...]) -> str | None:
+    """Why heads are whole for a local attention, and what to do about it; None: they may be cut."""
+    if function is None or "query_indices" in wanted:
+        return None
+    return (
+        "local_attention sees all queries of its heads; let it declare an argument query_indices, "
+        "the tokens of its queries, to be called with some of them"
+    )
 
 
 def indices(wanted: tuple[str, ...], like: Tensor, cell: parts.Cell) -> dict[str, Tensor]:
@@ -256,10 +209,10 @@ def attend(
     Raises:
         ValueError: it returned no tensor (or tuple that begins with one), or one of another shape.
     """
-    order = ORDERS[layout]
+    order = parts.ORDERS[layout]
     q = qkv[0]
     seen = [q.size(d) for d in order]
-    with watch.over(seen, [q.size(d) for d in ORDERS["bhsd"]], layout):
+    with watch.over(seen, [q.size(d) for d in parts.ORDERS["bhsd"]], layout):
         out = function(*(x.permute(order) for x in qkv), *args, **kwargs)
     if isinstance(out, (tuple, list)) and out:
         out = out[0]  # with log-sum-exp and the like, as flash attention returns it

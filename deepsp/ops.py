@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from deepsp.groups import Group, member_of
-from deepsp.layout import lens_or_equal
-from deepsp.local import check_four
+from deepsp.parts import check_four, lens_or_equal
 
 Arriving = TypeVar("Arriving")
 

@@ -1,5 +1,6 @@
-"""What each rank computes attention for, whole heads or some queries of heads that ranks share, and
-the loop over what arrives, attention and what leaves."""
+"""Who owns which tokens and heads: what each rank holds, what it computes attention for (whole
+heads, or some queries of heads that ranks share), and the loop over what arrives, attention and
+what leaves."""
 
 from __future__ import annotations
 
@@ -10,7 +11,89 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from deepsp.groups import Group, Member
+from deepsp.groups import Group, Member, member_of
+
+ORDERS = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}
+"""By layout: where batch, sequence, heads and head_dim stand. Each order is its own inverse."""
+
+_NAMES = {"b": "batch", "s": "sequence", "h": "heads", "d": "head_dim"}
+
+
+def check_layout(layout: str) -> None:
+    if layout not in ORDERS:
+        raise ValueError(f"expected layout to be 'bshd', 'sbhd' or 'bhsd', got {layout!r}")
+
+
+_SWAPPED = "; if q, k and v are [batch, heads, sequence, head_dim], pass layout='bhsd'"
+
+
+def check_four(x: Tensor, name: str, layout: str) -> None:
+    if x.dim() != 4:
+        dims = ", ".join(_NAMES[d] for d in layout)
+        raise ValueError(f"expected {name} to have 4 dimensions [{dims}], got {x.dim()}")
+
+
+def seq_lens(total: int, group: Group = None) -> list[int]:
+    """Splits ``total`` tokens over the ranks of ``group`` like ``torch.tensor_split``: the first
+    ``total % P`` of P ranks get one more.
+
+    Args:
+        total: the number of tokens of the full sequence.
+        group: the sequence group.
+
+    Returns:
+        The number of tokens of each rank, by rank: a list of P ints.
+
+    Raises:
+        ValueError: ``total`` is negative, or this process isn't in the group.
+    """
+    _, size, _ = member_of(group)
+    return list(torch.ops.deepsp.token_split(total, size))
+
+
+def local_heads(
+    num_heads: int, group: Group = None, num_kv_heads: int | None = None
+) -> range | tuple[range, range]:
+    """The heads that this rank computes attention for where heads are whole (``query_parts`` 1): a
+    contiguous range of the global heads, the same for any number of chunks.
+
+    Slice with it what a model has per head: ``slopes[heads.start : heads.stop]``.
+
+    Args:
+        num_heads: the number of query heads of the model, at least one for each rank.
+        group: the sequence group.
+        num_kv_heads: the number of key and value heads of the model; divides ``num_heads``.
+
+    Returns:
+        The range of query heads; with ``num_kv_heads``, a pair of it and the range of the kv heads
+        that they read.
+
+    Raises:
+        ValueError: fewer query heads than ranks, or ``num_kv_heads`` doesn't divide ``num_heads``.
+    """
+    rank, size, _ = member_of(group)
+    q_begin, q_end, kv_begin, kv_end = torch.ops.deepsp.head_split(
+        num_heads, num_heads if num_kv_heads is None else num_kv_heads, size, rank
+    )
+    if num_kv_heads is None:
+        return range(q_begin, q_end)
+    return range(q_begin, q_end), range(kv_begin, kv_end)
+
+
+def lens_or_equal(lens, length, size: int) -> list[int]:
+    """``lens``; where it is None, the same ``length`` on each of ``size`` ranks."""
+    if lens is None:
+        return [length] * size
+    if any(not isinstance(n, (int, torch.SymInt)) for n in lens):
+        raise ValueError(
+            f"expected seq_lens to be ints, such as {[int(n) for n in lens]}, got {lens}"
+        )
+    if len(lens) != size:
+        raise ValueError(
+            f"expected seq_lens to have one entry for each of the {size} ranks of the group, got "
+            f"{len(lens)}"
+        )
+    return list(lens)
 
 
 def check(query_parts: int | str) -> None:
@@ -71,6 +154,55 @@ def resolve(
         )
         raise ValueError(f"{problem}: {whole}")
     return 0 if auto else asked
+
+
+class Call:
+    """The arguments of one attention over a group, checked.
+
+    Attributes:
+        given: q, k and v as they were given, in ``layout``.
+        lens: tokens of each rank.
+        query_parts: as ops take it.
+        member: the group.
+
+    Raises:
+        ValueError: they don't fit each other or the group.
+    """
+
+    def __init__(self, q, k, v, layout: str, seq_lens, member: Member, asked, whole=None):
+        self.given, self.layout, self.member = (q, k, v), layout, member
+        for x, name in ((q, "q"), (k, "k"), (v, "v")):
+            check_four(x, name, layout)
+        s, h = layout.index("s"), layout.index("h")
+        length, heads = q.size(s), q.size(h)
+        for x, name in ((k, "k"), (v, "v")):
+            if x.size(s) != length:
+                swapped = layout != "bhsd" and heads == k.size(h) == v.size(h)
+                raise ValueError(
+                    f"expected {name} to have the sequence length of q ({length}), got {x.size(s)}"
+                    + (_SWAPPED if swapped else "")
+                )
+        rank, size, _ = member
+        self.lens = lens_or_equal(seq_lens, length, size)
+        if length != self.lens[rank]:
+            swapped = layout != "bhsd" and heads == self.lens[rank]
+            raise ValueError(
+                f"expected q to have sequence length {self.lens[rank]}, which is seq_lens[{rank}], "
+                f"this rank's entry, got {length}" + (_SWAPPED if swapped else "")
+            )
+        self.num_heads, self.device = heads, q.device
+        self.query_parts = resolve(asked, heads, size, q.device, whole)
+
+    @property
+    def batch(self) -> int:
+        return self.given[0].size(self.layout.index("b"))
+
+    def by_tokens(self) -> list[Tensor]:
+        """q, k and v [B, S_r, H, D]."""
+        return [x.permute(ORDERS[self.layout]) for x in self.given]
+
+    def needs_gradient(self) -> list[bool]:
+        return [torch.is_grad_enabled() and x.requires_grad for x in self.given]
 
 
 class Cell(NamedTuple):

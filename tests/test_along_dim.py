@@ -9,7 +9,7 @@ from harness import on_ranks
 from reference import draw
 
 import deepsp
-from deepsp.layout import seq_lens
+from deepsp.parts import seq_lens
 
 op = torch.ops.deepsp
 SHAPE = [3, 7, 2, 5]

@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import deepsp
 from deepsp.compile.graphs import target_of
 from deepsp.compile.lowering.overlap import keep_overlap
-from deepsp.layout import seq_lens
+from deepsp.parts import seq_lens
 
 
 def _functions(dim, dtype):

@@ -62,7 +62,7 @@ def _shares(heads, kv_heads, kind, parts, chunks, more, dims, layout="bshd"):
     size = dist.get_world_size()
     total = 19
     lens = lens_of(kind, total, size)
-    order = deepsp.local.ORDERS[layout]
+    order = deepsp.parts.ORDERS[layout]
     own, reference, extra = {}, {}, []
     if "mask" in more:
         mask = draw(2, heads, total, total, seed=7)

@@ -9,7 +9,7 @@ from reference import draw
 from torch import nn
 
 import deepsp
-from deepsp.layout import seq_lens
+from deepsp.parts import seq_lens
 
 K, M = 4, 5
 

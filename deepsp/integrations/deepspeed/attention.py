@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 import deepsp.attention
 from deepsp.groups import Group
-from deepsp.local import check_four, check_function
+from deepsp.local import check_function
+from deepsp.parts import check_four
 
 
 class DistributedAttention(nn.Module):
