@@ -48,13 +48,13 @@ Tensors empty_attended(
     const c10::SymInt& heads,
     const c10::SymInt& head_dim_v);
 
-// Forward. All of q's tokens [B, S, h, D] wait for keys, which come in ranges of tokens.
+// Forward: the queries [B, S, h, D] attend to keys that are added one range of tokens at a time.
 class Attended {
  public:
-  // whole: the keys of all tokens come at once, and each query is in one piece.
+  // whole: the keys of all tokens are added at once, and each query is in one piece.
   Attended(const at::Tensor& q, int64_t head_dim_v, const Attending& how, bool whole);
 
-  // k, v [B, keys, h_kv, D]: those of a range of tokens.
+  // k, v [B, keys, h_kv, D] of a range of tokens.
   void add(const at::Tensor& k, const at::Tensor& v, Range keys);
   // After all keys: the output [B, S, h, Dv] and the log-sum-exp of each query's scores [B, h, S],
   // of which a sink [h] is one more score, whose value is 0. Tokens outside of all documents get 0.
@@ -69,7 +69,7 @@ class Attended {
   at::Tensor out_, log_sum_;
 };
 
-// Backward, of what finish returned.
+// Backward, from the results of finish.
 class AttendedGradients {
  public:
   AttendedGradients(

@@ -1,6 +1,6 @@
 #pragma once
-// Symbolic sizes as plain ones, in kernels, where all are known; the checks that several ops share.
-// Messages say what was expected, what was got and, where that isn't plain, what to do.
+// Symbolic sizes as integers, for kernels, where all sizes are known; and checks that several ops
+// share. Messages say what was expected, what was got and, if that isn't plain, what to do.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
@@ -21,11 +21,12 @@ inline std::vector<int64_t> ints(c10::SymIntArrayRef values) {
   return result;
 }
 
-// More than any machine holds. Up to here, sums over ranks of sizes, and of bytes, don't overflow.
+// More than any machine holds, and few enough that sums of sizes and bytes over ranks don't
+// overflow.
 constexpr int64_t kMostElements = int64_t(1) << 44;
 
-// ValueError where so many elements, the product of sizes that aren't negative, can't be held.
-// Symbolic sizes are those of tensors that exist.
+// ValueError if no memory holds a tensor of these sizes, which aren't negative. Symbolic sizes are
+// those of existing tensors, so they aren't checked.
 inline void check_fits(c10::SymIntArrayRef sizes, const char* name) {
   int64_t product = 1;
   for (const c10::SymInt& size : sizes) {

@@ -20,8 +20,8 @@ inline char* data_of(const at::Tensor& x) {
   return static_cast<char*>(const_cast<void*>(x.const_data_ptr()));
 }
 
-// A [tokens, batch, heads, head_dim] view of memory: where its first element
-// lies, and strides in elements in that order.
+// A [tokens, batch, heads, head_dim] view of memory: the address of its first element, and strides
+// in elements in that order.
 struct View {
   char* data;
   int64_t stride[kCopyDims];
@@ -36,14 +36,14 @@ void run(const std::vector<StridedSum>& sums, c10::Device device);
 void run(const std::vector<Cast>& casts, c10::Device device);
 #endif
 
-// What is summed: rows that lie so many elements apart.
+// Rows to sum, `row` elements apart.
 struct Addend {
   const void* data;
   int64_t row;
 };
-// Adds the sum of addends [rows, row], in their order and rounded to `within` after every step
-// (none: float32, float64 for float64), into a contiguous result, in pieces that several threads
-// can share.
+// Appends to `sums` the sum of addends [rows, row] into a contiguous result: in the order of the
+// addends, rounded to `within` after every step (none: float32, or float64 for float64), in pieces
+// that several threads can share.
 void add_sum(
     const at::Tensor& result,
     int64_t rows,

@@ -25,7 +25,7 @@ struct SumSource {
   int64_t stride[kSumDims];  // in elements
 };
 
-// What a sum of 16-bit numbers is accumulated in unless somebody asks otherwise.
+// The default dtype in which a sum is accumulated.
 inline Float wide(Float dtype) {
   return dtype == Float::f64 ? Float::f64 : Float::f32;
 }

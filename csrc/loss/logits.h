@@ -37,8 +37,8 @@ struct LogitsArguments {
         of{given.optional<double>("softcap"), given["scale"], temperature} {}
 };
 
-// What the logits of a chunk take where chunk_tokens isn't given. Smaller chunks cost speed, as
-// each adds to the full gradient of the weight; larger ones gain next to none.
+// The memory for one chunk's logits unless chunk_tokens is given. Smaller chunks are slower, since
+// each adds to the full gradient of the weight; larger ones are hardly faster.
 constexpr int64_t kChunkBytes = int64_t(32) << 20;
 // On a GPU at least as many tokens: by arithmetic, reading and writing the weight's gradient in
 // float32 takes as long there as the products of 350 (8 bytes at 3 TB/s, 6 operations a token at
@@ -116,8 +116,8 @@ struct Classes {
   }
 };
 
-// The gradients that are wanted, of hidden, weight and bias. Those of weight and bias are sums over
-// the chunks, in the wide dtype.
+// The wanted gradients of hidden, weight and bias. Those of weight and bias are summed over the
+// chunks, in the wide dtype.
 struct LogitsGradients {
   at::Tensor hidden, weight, bias;
   Tensors all;

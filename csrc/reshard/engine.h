@@ -22,7 +22,7 @@ struct Destination {
 };
 using MakeParts = std::function<void(const std::vector<Destination>&)>;
 
-// The buffer of an exchange. All ranks' are alike.
+// The buffer of an exchange: of one shape on all ranks.
 struct BufferShape {
   SymInts sizes;
   at::TensorOptions options;

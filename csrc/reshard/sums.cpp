@@ -189,13 +189,18 @@ at::Tensor finish_sum(const at::Tensor& flat, const GroupOf& group) {
     const Group& of = group();
     const Reshard parts = parts_of(of, flat);
     const int64_t mine = ints(sum_parts(flat.numel(), of.size))[of.rank];
+    // One exchange ends before the next begins.
+    const at::Tensor& slots = flight->holds[0];
+    auto scattering = flight_into(slots);
+    scattering->wait_all();
+    launch_into(slots, std::move(scattering));
     // The number of the first exchange: ranks that wait for their sums in different orders would
     // mix them up.
     const BufferShape shape{{flat.numel()}, flat.options(), /*kind=*/flight->exchange + 1};
     const at::Tensor all = parts.launch_gather(
         [&](const std::vector<Destination>& place) {
           const at::Tensor to = at::from_blob(place[0].to, {mine}, flat.options());
-          parts.land_scatter(flight->holds[0], {to}, flat.scalar_type(), std::nullopt);
+          parts.land_scatter(slots, {to}, flat.scalar_type(), std::nullopt);
         },
         shape);
     sum = parts.land_gather(all, {std::vector<int64_t>{flat.numel()}}, flat.scalar_type())[0];
