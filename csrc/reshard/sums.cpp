@@ -191,9 +191,9 @@ at::Tensor finish_sum(const at::Tensor& flat, const GroupOf& group) {
     const int64_t mine = ints(sum_parts(flat.numel(), of.size))[of.rank];
     // One exchange ends before the next begins.
     const at::Tensor& slots = flight->holds[0];
-    auto scattering = flight_into(slots);
+    auto scattering = take_flight(slots);
     scattering->wait_all();
-    launch_into(slots, std::move(scattering));
+    attach(slots, std::move(scattering));
     // The number of the first exchange: ranks that wait for their sums in different orders would
     // mix them up.
     const BufferShape shape{{flat.numel()}, flat.options(), /*kind=*/flight->exchange + 1};
