@@ -164,7 +164,8 @@ def cast_and_copy(pairs: list) -> Callable[[], list]:
 
 
 def op(name: str) -> Callable | None:
-    return getattr(torch.ops.deepsp, name, None)
+    found = getattr(torch.ops.deepsp, name, None)
+    return found or getattr(torch.ops.deepsp, f"_{name}", None)
 
 
 def shards_of(parameters: list) -> tuple[list[Tensor], list[Tensor]]:

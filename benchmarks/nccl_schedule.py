@@ -29,8 +29,8 @@ HERE = Path(__file__).parent
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 4096, 32, 8, 128
 LENGTHS = (32, 64)
 PRODUCTS = {"aten::mm": "m", "aten::bmm": "m", "aten::addmm": "m", "aten::addmm_": "m"}
-WAITS = ("seq_to_heads_wait", "heads_to_seq_wait", "heads_to_output_wait",
-         "project_to_heads_backward")  # fmt: skip
+WAITS = ("seq_to_heads_wait", "heads_to_seq_wait", "_heads_to_output_wait",
+         "_project_to_heads_backward")  # fmt: skip
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
 

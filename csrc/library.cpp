@@ -47,6 +47,13 @@ constexpr const char* kHeads[] = {"num_heads", "num_kv_heads"};
 c10::IValue head_split(const Given& given) {
   const int64_t num_heads = given["num_heads"], num_kv_heads = given["num_kv_heads"];
   const int64_t parts = given["parts"], rank = given["rank"], chunk = given["chunk"];
+  TORCH_CHECK_VALUE(
+      parts < 1 || num_heads >= parts, "expected num_heads >= ", parts,
+      ", the number of ranks of the group, got ", num_heads, "; use a group of at most ", num_heads,
+      " ranks");
+  TORCH_CHECK_VALUE(
+      num_kv_heads > 0 && num_heads % num_kv_heads == 0,
+      "expected num_kv_heads to divide num_heads (", num_heads, "), got ", num_kv_heads);
   const HeadLayout heads =
       head_layout({num_heads, num_kv_heads}, parts, given["chunks"], 1, kHeads);
   check_rank(rank, parts);

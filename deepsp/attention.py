@@ -276,6 +276,11 @@ class DistributedAttention(nn.Module):
         return out.permute(order)
 
     def _by_function(self, call: parts.Call, chunks: int, args, kwargs, q, k, v) -> Tensor:
+        if k.size(2) != v.size(2) or k.size(2) == 0 or q.size(2) % k.size(2) != 0:
+            raise ValueError(
+                "expected k and v to have the same number of heads, which divides that of q, got "
+                f"q, k and v with {q.size(2)}, {k.size(2)} and {v.size(2)} heads"
+            )
         (rank, _, name), lens, batch = self.member, call.lens, call.batch
         shape = ([x.size(2) for x in (q, k, v)], [x.size(3) for x in (q, k, v)], batch)
         how = {"query_parts": call.query_parts, "tokens_first": self.layout == "sbhd"}  # in memory

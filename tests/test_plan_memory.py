@@ -49,9 +49,9 @@ def test_depth_is_linear():
     from deepsp.fake_step import peaks_of_step
 
     for ranks, levers in ((2, {}), (2, {"checkpoint": True}), (8, {})):  # with 4 heads
-        plan = deepsp.plan_memory(config(7), 256, ranks, **levers)
+        plan = deepsp.plan_memory(config(7), 128 * ranks, ranks, **levers)
         peaks, sizes, _, _ = peaks_of_step(
-            config(7), 7, torch.float32, ranks, 1, 256, False, False, "checkpoint" in levers
+            config(7), 7, torch.float32, ranks, 1, 128 * ranks, False, False, "checkpoint" in levers
         )
         phase = peaks[plan.phase]
         held = sum(sizes)

@@ -104,7 +104,7 @@ class Forms(Nodes):
         local = self.gradients == "local" and full in self.parameters_of_group
         if (local or full in self.shares) and self.differentiated(full):
             if full not in self.scaled:
-                scaled = self.call(_ours.scale_gradient.default, full, 1 / self.size)
+                scaled = self.call(_ours._scale_gradient.default, full, 1 / self.size)
                 self.scaled[full] = scaled
                 self.unscaled[scaled] = full
             return self.scaled[full]

@@ -39,7 +39,7 @@ def settle(forms: Forms) -> None:
     if forms.gradients == "mean":
         for share, full in forms.parameters.items():
             with forms.new.inserting_before(share):
-                new = forms.call(_ours.scale_gradient.default, full, float(forms.size))
+                new = forms.call(_ours._scale_gradient.default, full, float(forms.size))
             share.replace_all_uses_with(new)
         return
     open_: dict[tuple, list[fx.Node]] = {}
