@@ -28,7 +28,7 @@ void append_tensors(const c10::IValue& value, Tensors& to) {
 }
 
 Argument::operator Dtypes() const {
-  return list(dtypes_, [&] {
+  return list(&Lists::dtypes, [&] {
     std::vector<at::ScalarType> dtypes;
     for (const c10::IValue& code : value_.toList().vec()) {  // boxed as integers
       dtypes.push_back(static_cast<at::ScalarType>(code.toInt()));

@@ -12,7 +12,7 @@
 #include <torch/library.h>
 
 #include <atomic>
-#include <initializer_list>
+#include <memory>
 #include <optional>
 #include <string_view>
 #include <vector>
@@ -85,13 +85,13 @@ class Argument {
   operator std::optional<int64_t>() { return value_.toOptional<int64_t>(); }
   // These last as long as the Argument does: a temporary's, to the end of the call that takes them.
   operator c10::SymIntArrayRef() const {
-    return list(symints_, [&] { return value_.toSymIntVector(); });
+    return list(&Lists::symints, [&] { return value_.toSymIntVector(); });
   }
   operator at::IntArrayRef() const {
-    return list(ints_, [&] { return value_.toIntVector(); });
+    return list(&Lists::ints, [&] { return value_.toIntVector(); });
   }
   operator at::TensorList() const {
-    return list(tensors_, [&] { return value_.toTensorVector(); });
+    return list(&Lists::tensors, [&] { return value_.toTensorVector(); });
   }
   operator Dtypes() const;
   operator Tensors() const { return value_.toTensorVector(); }
@@ -99,8 +99,19 @@ class Argument {
   const c10::IValue& value() const { return value_; }
 
  private:
+  struct Lists {
+    SymInts symints;
+    std::vector<int64_t> ints;
+    Tensors tensors;
+    std::vector<at::ScalarType> dtypes;
+  };
+
   template <class List, class Read>
-  const List& list(List& kept, const Read& read) const {
+  const List& list(List Lists::* which, const Read& read) const {
+    if (lists_ == nullptr) {
+      lists_ = std::make_unique<Lists>();
+    }
+    List& kept = (*lists_).*which;
     if (kept.empty() && !value_.isNone()) {
       kept = read();
     }
@@ -108,10 +119,7 @@ class Argument {
   }
 
   c10::IValue value_;
-  mutable SymInts symints_;
-  mutable std::vector<int64_t> ints_;
-  mutable Tensors tensors_;
-  mutable std::vector<at::ScalarType> dtypes_;
+  mutable std::unique_ptr<Lists> lists_;
 };
 
 // Adds the tensors of a value, and of a list.

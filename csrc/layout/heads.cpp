@@ -21,9 +21,7 @@ HeadLayout::HeadLayout(
 std::vector<Cell> HeadLayout::cells(int64_t rank, int64_t chunk) const {
   const int64_t heads = num_heads_[0];
   if (query_parts_ == 1) {
-    const Range own = split_range(heads, ranks_, rank);
-    const Range part = split_range(own.size(), chunks_, chunk);
-    return {{{own.begin + part.begin, own.begin + part.end}, {0, 1}}};
+    return {{queries(rank, chunk), {0, 1}}};
   }
   if (query_parts_ != kAuto) {
     const int64_t groups = ranks_ / query_parts_;
@@ -56,6 +54,11 @@ int64_t HeadLayout::most_cells() const {
 }
 
 Range HeadLayout::queries(int64_t rank, int64_t chunk) const {
+  if (query_parts_ == 1) {
+    const Range own = split_range(num_heads_[0], ranks_, rank);
+    const Range part = split_range(own.size(), chunks_, chunk);
+    return {own.begin + part.begin, own.begin + part.end};
+  }
   const std::vector<Cell> cells = this->cells(rank, chunk);
   return {cells.front().heads.begin, cells.back().heads.end};
 }

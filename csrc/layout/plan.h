@@ -167,6 +167,9 @@ class Plan {
 
   // Elements of the blocks of all sources before this one that `owner` gets.
   Int elements_before(int64_t source, int64_t owner, int64_t chunk) const {
+    if (!cuts_queries()) {  // as below, without lists
+      return first(source) * batch * columns(owner, chunk);
+    }
     Int sum = 0;
     for (const Section<Int>& section : sections(owner, chunk)) {
       sum = sum + section.rows_before(first(source)) * batch * section.columns;
@@ -176,6 +179,9 @@ class Plan {
 
   // Elements of the block between a source and an owner.
   Int elements(int64_t source, int64_t owner, int64_t chunk) const {
+    if (!cuts_queries()) {
+      return seq_lens[source] * batch * columns(owner, chunk);
+    }
     Int sum = 0;
     for (const Section<Int>& section : sections(owner, chunk)) {
       const Int rows = section.all_tokens ? seq_lens[source]
@@ -196,6 +202,9 @@ class Plan {
 
   // Elements that rank p exchanges as an owner of heads.
   Int elements_by_heads(int64_t p, int64_t chunk) const {
+    if (!cuts_queries()) {
+      return total() * batch * columns(p, chunk);
+    }
     Int sum = 0;
     for (const Section<Int>& section : sections(p, chunk)) {
       sum = sum + section.rows() * batch * section.columns;
@@ -205,13 +214,17 @@ class Plan {
 
   // As the owner of tokens; of queries that are cut, those of all chunks, which is simpler.
   Int elements_by_tokens(int64_t p, int64_t chunk) const {
-    Int columns = cuts_queries() ? Int(heads.num_heads(0)) * head_dims[0] : Int(0);
+    Int all = cuts_queries() ? Int(heads.num_heads(0)) * head_dims[0] : Int(0);
     for (int64_t owner = 0; owner < ranks(); ++owner) {
+      if (!cuts_queries()) {
+        all = all + columns(owner, chunk);
+        continue;
+      }
       for (const Section<Int>& section : sections(owner, chunk)) {
-        columns = section.all_tokens ? columns + section.columns : columns;
+        all = section.all_tokens ? all + section.columns : all;
       }
     }
-    return seq_lens[p] * batch * columns;
+    return seq_lens[p] * batch * all;
   }
 
   // Of rank p's buffer of a chunk. The same both ways: a buffer's gradient is the buffer of the
