@@ -9,7 +9,7 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import handle_torch_function, has_torch_function
+from torch.overrides import _get_current_function_mode_stack, handle_torch_function
 
 from deepsp import chunks as auto_chunks
 from deepsp import local, parts
@@ -141,9 +141,18 @@ def _attend(
         )
 
 
+def _is_followed() -> bool:
+    """Whether the schedule's dry run follows torch functions. Other modes (``torch.device``) are to
+    stay on while the user's function runs, so it isn't hidden in one call from them."""
+    modes = _get_current_function_mode_stack()
+    return any(getattr(mode, "sees_attention_as_one_call", False) for mode in modes)
+
+
 def _one_call(q, k, v, group_name, call, *seen) -> Tensor:
-    """Attention by a function, q, k and v [B, S_r, H, D]: what follows torch functions, as the
-    schedule's dry run does, sees one call, and in ``seen`` what else goes in."""
+    """Attention by a function, q, k and v [B, S_r, H, D], as the schedule's dry run sees it;
+    ``seen``: what else goes in."""
+    if _is_followed():
+        return handle_torch_function(_one_call, (), q, k, v, group_name, call, *seen)
     return call(q, k, v)
 
 
@@ -269,11 +278,10 @@ class DistributedAttention(nn.Module):
             return _attend(call, chunks, *args, **kwargs)
         run = functools.partial(self._by_function, call, chunks, args, kwargs)
         qkv, order = call.by_tokens(), parts.ORDERS[self.layout]
-        if torch.compiler.is_compiling() or not has_torch_function(qkv):
+        if torch.compiler.is_compiling() or not _is_followed():
             return run(*qkv).permute(order)
         seen = (args, kwargs, list(self.parameters()))
-        out = handle_torch_function(_one_call, qkv, *qkv, self.member[2], run, *seen)
-        return out.permute(order)
+        return _one_call(*qkv, self.member[2], run, *seen).permute(order)
 
     def _by_function(self, call: parts.Call, chunks: int, args, kwargs, q, k, v) -> Tensor:
         if k.size(2) != v.size(2) or k.size(2) == 0 or q.size(2) % k.size(2) != 0:

@@ -339,6 +339,24 @@ def test_a_local_attention_that_returns_nonsense():
 # ------------------------------------------------------------------------- dtypes and groups
 
 
+def _in_modes():
+    """A user's function runs in the modes of the call, such as that of a default device."""
+    found = []
+
+    def look(q, k, v):
+        found.append(torch.empty(0).device.type)
+        return q
+
+    q = draw(1, 2, 2, 4)
+    with torch.device("meta"):
+        deepsp.DistributedAttention(look)(q, q, q)
+    assert found == ["meta"]
+
+
+def test_a_local_attention_in_modes():
+    on_ranks(1, _in_modes)
+
+
 def _low(dtype):
     lens = lens_of("split", 33, dist.get_world_size())
     whole = _qkv(2, 33, 8, 2, 16, 16, dtype)

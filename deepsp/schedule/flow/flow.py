@@ -408,6 +408,8 @@ def _no_backward(_) -> NoReturn:
 
 
 class _Mode(TorchFunctionMode):
+    sees_attention_as_one_call = True
+
     def __init__(self, flow: Flow):
         super().__init__()
         self.flow = flow
