@@ -162,6 +162,9 @@ void layouts() {
         for (const HeadSegment& segment : layout.segments(1)) {
           covered += segment.heads.size();
           require(!segment.readers.empty(), "each kv head is read");
+          require(
+              std::is_sorted(segment.readers.begin(), segment.readers.end()),
+              "readers ascend, and sums with them");
         }
         require(covered == kv, "segments cover all heads");
       }
@@ -215,8 +218,16 @@ void check_plan(const Plan<int64_t>& plan) {
         read.end = std::max(read.end, (cell.heads.end - 1) / each + 1);
       }
       int64_t before = 0, all = 0;
+      std::vector<std::vector<int64_t>> tokens;  // by result: its section's, row by row
       for (const auto& section : plan.sections(owner, chunk)) {
         all += section.rows() * plan.batch * section.columns;
+        std::vector<int64_t> rows;
+        for (const auto& [begin, end] : section.tokens) {
+          for (int64_t t = begin; t < end; ++t) {
+            rows.push_back(t);
+          }
+        }
+        tokens.insert(tokens.end(), section.tensors.size(), rows);
       }
       require(plan.elements_by_heads(owner, chunk) == all, "elements_by_heads");
       for (int64_t source = 0; source < ranks; ++source) {
@@ -236,6 +247,9 @@ void check_plan(const Plan<int64_t>& plan) {
           for (int64_t h = part.heads.begin; h < part.heads.end; ++h) {
             for (int64_t t = part.begin; t < part.end; ++t) {
               ++(part.tensor == 0 ? queries : others)[h * total + t];
+              require(
+                  tokens[part.result].at(part.row + t - part.begin) == t,
+                  "rows are those of its section");
             }
           }
         }
