@@ -62,9 +62,12 @@ void pack_by_tokens(
 
 // What a buffer of all blocks by heads holds of a plan, for this rank: for each section's tensors
 // [B, tokens, h_i, D_i]. Views where the blocks stack to one section; else fresh. `padding`:
-// elements behind this rank's own block.
+// elements behind this rank's own block; if given, all are fresh.
 std::vector<at::Tensor> receive_by_heads(
-    const at::Tensor& buffer, const SymPlan& plan, int64_t chunk, int64_t padding = 0);
+    const at::Tensor& buffer,
+    const SymPlan& plan,
+    int64_t chunk,
+    std::optional<int64_t> padding = std::nullopt);
 
 // Sends inputs by heads; blocks by tokens arrive in the buffer. Ranks whose memory is reached order
 // theirs as `reached` says; is_expected: merge_by_tokens most likely wants them so. Where it

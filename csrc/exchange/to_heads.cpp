@@ -129,9 +129,9 @@ std::vector<at::Tensor> views_of(
 }  // namespace
 
 std::vector<at::Tensor> receive_by_heads(
-    const at::Tensor& buffer, const SymPlan& plan, int64_t chunk, int64_t padding) {
+    const at::Tensor& buffer, const SymPlan& plan, int64_t chunk, std::optional<int64_t> padding) {
   const auto sections = plan.sections(plan.rank, chunk);
-  if (sections.size() == 1) {
+  if (sections.size() == 1 && !padding.has_value()) {
     return views_of(buffer, plan, sections[0]);
   }
   std::vector<at::Tensor> outputs;
@@ -159,7 +159,9 @@ std::vector<at::Tensor> receive_by_heads(
           view_in_block(block, layout, part, item), view_of(outputs[part.result], part.row, 0),
           Extent(layout, part).n, item));
     }
-    block += (layout.elements(p, layout.rank, chunk) + (p == layout.rank ? padding : 0)) * item;
+    block +=
+        (layout.elements(p, layout.rank, chunk) + (p == layout.rank ? padding.value_or(0) : 0)) *
+        item;
   }
   run(copies, buffer.device());
   return outputs;

@@ -140,7 +140,10 @@ c10::IValue seq_to_heads_wait(const Given& given) {
   const int64_t chunk = given["chunk"];
   const SymPlan plan = plan_of_wait({}, given, 0, given["chunks"]);
   const at::Tensor buffer = given["buffer"];
-  if (plan.sections(plan.rank, chunk).size() > 1) {
+  // Of queries that are cut, a copy: where this rank holds none of a chunk's, the padding is in
+  // front of all that is received, and Inductor makes what is behind it a view. Views of that by
+  // as_strided, as of whole heads, would begin at the padding.
+  if (plan.cuts_queries()) {
     return merge_to_heads(given, {{"buffer", landed(buffer, plan.ranks())}}).value();
   }
   return receive_by_heads(receive(buffer, Way(plan, chunk, /*to_heads=*/true)), plan, chunk);
