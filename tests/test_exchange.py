@@ -230,6 +230,11 @@ def _undefined():
     q, k, v = torch.autograd.grad(y[1].sum(), x)
     assert torch.equal(k, torch.ones_like(k))
     assert not q.any() and not v.any()
+    # Nor did this one travel: of a sum over the buffer, it is one number, expanded.
+    place = (0, 1, dist.get_rank(), dist.group.WORLD.group_name)
+    buffer = torch.ops.deepsp.heads_to_seq_start([y[0]], [4], [2, 2], *place)
+    (q,) = torch.autograd.grad(buffer.sum(), y[0])
+    assert torch.equal(q, torch.ones_like(q))
 
 
 def test_undefined_gradients():
