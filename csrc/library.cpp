@@ -161,8 +161,8 @@ TORCH_LIBRARY(deepsp, m) {
       "heads_to_seq(Tensor[] inputs, SymInt[] num_heads, SymInt[] seq_lens, int rank, "
       "str group_name, *, bool tokens_first=False) -> Tensor[]",
       uncaptured);
-  // The same in two halves. What a start returns is on its way: nobody may read
-  // it, and nobody may write to the inputs, until it was waited for, once. A wait
+  // The same in two halves. What a start returns is on its way: the caller may neither read
+  // it nor write to the inputs until it was waited for, once. A wait
   // consumes its buffer. Both halves run in eager code, or both in compiled code.
   // One buffer a chunk; fewer than asked for where the heads don't allow as many.
   // last_first: the last chunk leaves first, as backward wants it.
@@ -312,10 +312,10 @@ TORCH_LIBRARY(deepsp, m) {
       uncaptured);
   // scaled_dot_product_attention of [B, S, h, D], dropping what a seed says. Its gradients, of
   // q, k, v and attn_mask, where wanted, compute it once more; they have no derivative.
-  // dropout_seed: a rank's own, an int64 scalar on the CPU, lest a GPU be waited for. It follows
-  // from the rank and the default generator of like's device, which draws `draws` times. (A fake
-  // one's device is said in Python.) An empty tensor there tells what draws anew, AOTAutograd's
-  // checkpoints, whose generator it is.
+  // dropout_seed: a rank's own, an int64 scalar on the CPU, so that no GPU is waited for. It
+  // follows from the rank and the default generator of like's device, which draws `draws` times. (A
+  // fake one's device is said in Python.) An empty tensor there tells what draws anew,
+  // AOTAutograd's checkpoints, whose generator it is.
   m.def(
       "_dropout_seed(Tensor like, int rank, int draws=1) -> (Tensor seed, Tensor of_device)",
       {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded, at::Tag::cudagraph_unsafe});
@@ -575,7 +575,7 @@ TORCH_LIBRARY(deepsp, m) {
 
   // --- how a group's blocks travel between tensors of a kind of device
 
-  // By rank: the lowest rank of those whose memory it reaches, and why it reaches nobody's. All
+  // By rank: the lowest rank that it shares memory with, or why it shares none. All
   // ranks call this. use: "auto", "mapped" or "messages"; to be given before the group's first
   // exchange.
   m.def(

@@ -223,7 +223,7 @@ class Op {
 // was kept.
 class Call : public Named {
  public:
-  // Not of tensors, of which only the number is kept.
+  // None for tensors: only their number is kept.
   std::optional<c10::IValue> find(std::string_view name) const override;
 
   // Arguments that aren't tensors are kept, by their names in the schema; of tensors, how many.
@@ -248,7 +248,7 @@ class Call : public Named {
   std::vector<int64_t> wanted(size_t count) const;
   // The gradients of the inputs that are wanted, each at its input's index.
   Tensors placed(const Tensors& found, at::IntArrayRef wanted) const;
-  // In forward: gradients that nobody computed stay undefined in backward. No zeros are made for
+  // In forward: gradients that weren't computed stay undefined in backward. No zeros are made for
   // them.
   void leave_undefined();
   // In forward: all outputs but the first have no gradient.

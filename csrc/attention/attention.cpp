@@ -115,8 +115,8 @@ c10::IValue distributed_attention(const Given& given) {
   if (asked.attn_mask.has_value()) {
     check_device(*asked.attn_mask, "attn_mask", inputs[0], "q");
   }
-  // What heads first looks like is what SDPA returns: in memory the tokens come first, as whoever
-  // joins the heads again wants them.
+  // "bhsd" returns what SDPA does: a transposed view of memory with the tokens first, so that the
+  // caller joins the heads without a copy.
   const bool tokens_first = static_cast<std::string_view>(given["layout"]) == "sbhd";
   const std::optional<int64_t> kv_chunk = given["kv_chunk"];
   if (!kv_chunk.has_value()) {

@@ -333,7 +333,7 @@ void launch_to_seq(
   if (group != nullptr && inputs.size() == 1 && lies_by_tokens(inputs[0])) {
     sent = inputs[0].as_strided({given_at.back()}, {1});
   } else {
-    // With one rank there is nobody to send to: the block is made where it would arrive.
+    // In a group of one rank nothing is sent: the block is made where it would arrive.
     sent =
         group ? empty_buffer({given_at.back()}, inputs[0]) : buffer.narrow(0, 0, given_at.back());
     RECORD_FUNCTION("deepsp::pack", {});

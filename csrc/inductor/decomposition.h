@@ -1,7 +1,7 @@
 #pragma once
 // The ops as Inductor sees them: aten ops and collectives of _c10d_functional, which it knows as
 // asynchronous. An op's decomposition is an op of the same name and schema in the namespace
-// deepsp_inductor, which nobody calls but Inductor, while it traces.
+// deepsp_inductor, which only Inductor calls, while it traces.
 
 #include "../op.h"
 

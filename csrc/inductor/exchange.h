@@ -32,7 +32,7 @@ struct Way {
     }
     const c10::SymInt by_heads = std::accumulate(gets.begin(), gets.end(), c10::SymInt(0));
     const c10::SymInt by_tokens = std::accumulate(gives.begin(), gives.end(), c10::SymInt(0));
-    const bool larger_by_heads = by_heads >= by_tokens;  // one question, lest two answers differ
+    const bool larger_by_heads = by_heads >= by_tokens;  // one guard, so that the two sizes agree
     if (!to_heads) {
       std::swap(gets, gives);
     }

@@ -37,7 +37,7 @@ struct Cell {
 Range split_range(int64_t total, int64_t parts, int64_t index);
 
 // The heads of tensors that travel together. Tensor 0 is q: its heads are dealt out to the ranks;
-// head j of q reads head j / (H_0 / H_i) of tensor i, of which a rank gets all tokens.
+// head j of q reads head j / (H_0 / H_i) of tensor i. A rank gets all tokens of these.
 //
 // Whole heads (query_parts 1): each rank has consecutive query heads, cut evenly into chunks. A
 // head of another tensor travels to a rank once, with the first chunk whose query heads read it.
@@ -75,7 +75,7 @@ class HeadLayout {
   int64_t most_cells() const;
 
   // The heads of tensor i that travel to or from `rank` with `chunk`. Queries that are cut travel
-  // by cells, of which this is the hull.
+  // by cells; this is the range from the first cell's heads to the last one's.
   Range range(size_t i, int64_t rank, int64_t chunk) const;
   // The same over all chunks.
   Range range(size_t i, int64_t rank) const;

@@ -231,7 +231,7 @@ c10::IValue project_to_heads_start(const Given& given) {
       own.emplace_back(chunk, left);
     }
   }
-  // What nobody waits for but this rank: while everything else travels.
+  // This rank's own blocks, which no other rank waits for, while the others travel.
   for (const auto& [chunk, place] : own) {
     project(chunk, place);
   }
