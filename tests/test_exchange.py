@@ -98,7 +98,7 @@ def test_large_and_streamed():
     """Past every threshold: streaming stores, unpacked gradients, several pool blocks."""
     on_ranks(2, _values, 1, 8192, 8, 4, (64, 64, 64), torch.float32, "bshd", "skewed")
     on_ranks(2, _values, 1, 8192, 8, 4, (64, 64, 64), torch.float32, "bhsd", "split")
-    on_ranks(3, _values, 1, 6000, 6, 2, (67, 67, 67), torch.float32, "bshd", "empty")
+    on_ranks(3, _values, 1, 6400, 6, 2, (67, 67, 67), torch.float32, "bshd", "empty")
 
 
 def _expanded():
@@ -230,6 +230,11 @@ def _undefined():
     q, k, v = torch.autograd.grad(y[1].sum(), x)
     assert torch.equal(k, torch.ones_like(k))
     assert not q.any() and not v.any()
+    # Nor did this one travel: of a sum over the buffer, it is one number, expanded.
+    place = (0, 1, dist.get_rank(), dist.group.WORLD.group_name)
+    buffer = torch.ops.deepsp.heads_to_seq_start([y[0]], [4], [2, 2], *place)
+    (q,) = torch.autograd.grad(buffer.sum(), y[0])
+    assert torch.equal(q, torch.ones_like(q))
 
 
 def test_undefined_gradients():
@@ -312,6 +317,13 @@ def _waited_twice():
     op.heads_to_seq_wait([buffer], [4], [3], 1, [4, 4], rank, name)
     with pytest.raises(ValueError, match="waited for already"):
         op.heads_to_seq_wait([buffer], [4], [3], 1, [4, 4], rank, name)
+    first, last, fresh = (
+        op.heads_to_seq_start([y[:, :, :1]], [4], [4, 4], chunk, 2, rank, name)
+        for chunk in (0, 1, 0)
+    )
+    op.heads_to_seq_wait([first, last], [4], [3], 1, [4, 4], rank, name)
+    with pytest.raises(ValueError, match="waited for already"):
+        op.heads_to_seq_wait([fresh, last], [4], [3], 1, [4, 4], rank, name)
 
 
 def test_waiting_twice_raises():
@@ -431,8 +443,9 @@ def test_collectives_and_copies():
     on_ranks(2, _costs, 1, 256, (2, 1, 1), (2, 2, 1), apart="messages")
     # Large, B = 1: dq, dk and dv go as they are.
     on_ranks(2, _costs, 1, 8192, (2, 1, 1), (4, 1, 1), apart="messages")
-    # B > 1 and an attention that returns [B, S, h, D]: its output is packed, too.
-    on_ranks(2, _costs, 2, 256, (2, 2, 1), (2, 2, 1), apart="messages")
+    # B > 1 and an attention that returns [B, S, h, D]: its output is packed, too, and gradients are
+    # at any size.
+    on_ranks(2, _costs, 2, 2048, (2, 2, 1), (2, 2, 1), apart="messages")
 
 
 def test_one_copy():

@@ -337,35 +337,43 @@ def test_traffic():
     on_ranks(3, _traffic, 8, 2, apart="messages")
 
 
-def _decomposed(heads, kv_heads, kind, chunks):
-    """What Inductor makes of the ops moves what they do."""
+def _decomposed(heads, kv_heads, parts, kind, chunks):
+    """What Inductor makes of the ops moves what they do; and gradients of the ops go back."""
     rank, size, name = member_of(None)
     lens, dims, counts = lens_of(kind, 17, size), [4, 4, 6], [heads, kv_heads, kv_heads]
     x = [draw(2, lens[rank], h, d, seed=rank) for h, d in zip(counts, dims, strict=True)]
 
-    def there_and_back(ops):
-        arriving = ops.seq_to_heads_start(x, lens, chunks, False, rank, name, query_parts=0)
+    def there_and_back(ops, x):
+        arriving = ops.seq_to_heads_start(x, lens, chunks, False, rank, name, query_parts=parts)
         found, leaving = [], []
         for chunk in range(chunks):
             part = (chunk, chunks, rank, name)
             arrived = ops.seq_to_heads_wait(
-                arriving[chunk], counts, dims, 2, lens, *part, query_parts=0
+                arriving[chunk], counts, dims, 2, lens, *part, query_parts=parts
             )
             found += arrived
-            leaving.append(ops.heads_to_seq_start(arrived, counts, lens, *part, query_parts=0))
+            leaving.append(ops.heads_to_seq_start(arrived, counts, lens, *part, query_parts=parts))
         return found + ops.heads_to_seq_wait(
-            leaving, counts, dims, 2, lens, rank, name, query_parts=0
+            leaving, counts, dims, 2, lens, rank, name, query_parts=parts
         )
 
-    for y, z in zip(there_and_back(op), there_and_back(torch.ops.deepsp_inductor), strict=True):
+    leaves = [y.clone().requires_grad_() for y in x]
+    found = there_and_back(op, leaves)
+    for y, z in zip(found, there_and_back(torch.ops.deepsp_inductor, x), strict=True):
         assert torch.equal(y, z)
+    loss = sum((y * draw(*y.shape, seed=7 + rank)).sum() for y in found)
+    grads = torch.autograd.grad(loss, leaves)
+    # All is linear: <x, gradient> is the loss.
+    both = torch.stack([loss.detach(), sum((y * g).sum() for y, g in zip(x, grads, strict=True))])
+    dist.all_reduce(both)
+    torch.testing.assert_close(both[0], both[1], rtol=1e-12, atol=1e-10)
 
 
 @pytest.mark.parametrize("kind", ["split", "skewed", "empty"])
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_decomposition(ranks, kind):
-    for heads, kv_heads in ((2, 1), (8, 2)):
-        on_ranks(ranks, _decomposed, heads, kv_heads, kind, 1 + ranks % 2)
+    for heads, kv_heads, parts in ((2, 1, 0), (8, 2, 0), (9, 3, 1)):
+        on_ranks(ranks, _decomposed, heads, kv_heads, parts, kind, 1 + ranks % 2)
 
 
 # ---------------------------------------------------------------- a mesh of two dimensions
