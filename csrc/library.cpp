@@ -177,7 +177,7 @@ TORCH_LIBRARY(deepsp, m) {
   // Views of the buffer, or, of several cells, fresh.
   // tokens_first: a hint, alike on all ranks. True: the inputs of the start lie in memory as
   // [S_rank, B, H_i, D_i]; false: as [B, S_rank, H_i, D_i]. Ranks that share memory write gradients
-  // in that order. None: unknown, or project_to_heads_start was the start, whose backward reads
+  // in that order. None: unknown, or _project_to_heads_start was the start, whose backward reads
   // rows.
   m.def(
       "seq_to_heads_wait(Tensor(a -> *) buffer, SymInt[] num_heads, SymInt[] head_dims, "
@@ -186,7 +186,7 @@ TORCH_LIBRARY(deepsp, m) {
       uncaptured);
   // The heads of one chunk. tokens_first: what heads_to_seq_wait will most likely be given, if that
   // waits for it; a buffer that ranks write into then holds the result. None: unknown, or
-  // heads_to_output_wait waits, which reads rows.
+  // _heads_to_output_wait waits, which reads rows.
   m.def(
       "heads_to_seq_start(Tensor[] inputs, SymInt[] num_heads, SymInt[] seq_lens, int chunk, "
       "int chunks, int rank, str group_name, *, bool? tokens_first=None, int query_parts=1) -> "
@@ -236,7 +236,7 @@ TORCH_LIBRARY(deepsp, m) {
       "SymInt[] num_heads, SymInt batch, SymInt[] seq_lens, int[] wanted, int rank, "
       "str group_name, *, int query_parts=1) -> Tensor[]",
       uncaptured);
-  // From the buffers of heads_to_output_wait, which may have waited for them.
+  // From the buffers of _heads_to_output_wait, which may have waited for them.
   m.def(
       "_heads_to_output_weight_grad(Tensor grad, Tensor[] buffers, SymInt num_heads, "
       "SymInt head_dim, SymInt[] seq_lens, int rank, str group_name, *, int query_parts=1) -> "
@@ -251,8 +251,8 @@ TORCH_LIBRARY(deepsp, m) {
   // while attention works on another. layout: "bshd", or "sbhd" or "bhsd": where
   // q, k, v and the output have their dimensions batch, sequence, heads and head_dim.
   // sharded_randomness: ranks that are seeded alike drop other weights all the same.
-  // documents, window_size, softcap, sinks: as in blockwise_attention, of all tokens and heads.
-  // kv_chunk: as in streamed_attention. query_parts: as above; 1: heads alone are shared out.
+  // documents, window_size, softcap, sinks: as in _blockwise_attention, of all tokens and heads.
+  // kv_chunk: as in _streamed_attention. query_parts: as above; 1: heads alone are shared out.
   m.def(
       "distributed_attention(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, float dropout_p, "
       "bool is_causal, float? scale, bool enable_gqa, int chunks, SymInt[] seq_lens, int rank, "
@@ -312,7 +312,7 @@ TORCH_LIBRARY(deepsp, m) {
       uncaptured);
   // scaled_dot_product_attention of [B, S, h, D], dropping what a seed says. Its gradients, of
   // q, k, v and attn_mask, where wanted, compute it once more; they have no derivative.
-  // dropout_seed: a rank's own, an int64 scalar on the CPU, so that no GPU is waited for. It
+  // _dropout_seed: a rank's own, an int64 scalar on the CPU, so that no GPU is waited for. It
   // follows from the rank and the default generator of like's device, which draws `draws` times. (A
   // fake one's device is said in Python.) An empty tensor there tells what draws anew,
   // AOTAutograd's checkpoints, whose generator it is.

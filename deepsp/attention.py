@@ -270,7 +270,10 @@ class DistributedAttention(nn.Module):
             known = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
             local.check_sdpa_arguments(args, kwargs, known, (*local.PATTERN, "kv_chunk"))
         local.check_kwargs(self._indices, kwargs)
-        chunks = self._pick_chunks(call, args, kwargs) if self.chunks == "auto" else self.chunks
+        chunks = self.chunks
+        if chunks == "auto":  # with kv_chunk, tokens come in parts, not heads
+            streams = self.local_attention is None and kwargs.get("kv_chunk") is not None
+            chunks = 1 if streams else self._pick_chunks(call, args, kwargs)
         return self._attend(call, chunks, args, kwargs)
 
     def _attend(self, call: parts.Call, chunks: int, args, kwargs) -> Tensor:

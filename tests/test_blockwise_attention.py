@@ -293,6 +293,9 @@ def _classes():
     torch.testing.assert_close(
         streamed, everything(q, k, v, ranges, True, (6, 0))[:, here], rtol=0, atol=1e-12
     )
+    measured = deepsp.DistributedAttention(layout="bhsd", chunks="auto")
+    again = measured(*heads_first, documents=documents, kv_chunk=5, **options).transpose(1, 2)
+    torch.testing.assert_close(again, streamed, rtol=0, atol=1e-12)
 
     torch.manual_seed(0)
     layer = deepsp.SequenceParallelAttention(16, 4, 2, chunks=2, dtype=torch.float64)

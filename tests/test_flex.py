@@ -249,7 +249,17 @@ def _refused():
         x = embed(ids).unflatten(-1, (4, -1))
         return flex.flex_attention(x, x, x)
 
+    blocks = flex.create_block_mask(causal, None, None, 12, 12, "cpu", BLOCK)
+    alone = flex.BlockMask.from_kv_blocks(
+        blocks.kv_num_blocks, blocks.kv_indices, BLOCK_SIZE=BLOCK, seq_lengths=(12, 12)
+    )
+
+    def blocks_alone(ids):
+        x = embed(ids)[:, None]
+        return flex.flex_attention(x, x, x, block_mask=alone)
+
     for function, why in (
+        (blocks_alone, "whose mask_mod says which keys are seen .*, got blocks alone"),
         (made_of_tokens, "computed from replicated inputs, got mean.*, which is sharded"),
         (heads_as_tokens, r"of shape \[batch, heads, tokens, head_dim\], got its tokens in"),
     ):

@@ -9,7 +9,7 @@
 namespace deepsp {
 namespace {
 
-// The arguments that blockwise_attention and its backward share, checked.
+// The arguments that _blockwise_attention and its backward share, checked.
 struct BlockwiseCall {
   const at::Tensor q, k, v;
   const BlockArguments how;

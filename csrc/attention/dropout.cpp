@@ -26,7 +26,7 @@ void check_seed(const at::Tensor& seed) {
       dtype_name(seed.scalar_type()), " of shape ", seed.sym_sizes(), " on ", seed.device());
 }
 
-// The arguments that attention_with_dropout and its backward share, checked.
+// The arguments that _attention_with_dropout and its backward share, checked.
 struct DropoutCall {
   const at::Tensor q, k, v, seed;
   const OptionalTensor attn_mask;

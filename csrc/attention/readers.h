@@ -8,18 +8,13 @@
 
 namespace deepsp {
 
-// Some query heads, and how many of them read each kv head from `kv.begin` on.
+// The kv heads that some query heads read, and how many of them read each.
 struct Readers {
-  Range q;
   Range kv;
   std::vector<int64_t> counts;
 
-  Readers(const HeadLayout& layout, int64_t rank, int64_t chunk)
-      : Readers(layout.range(0, rank, chunk), layout.num_heads(0) / layout.num_heads(1)) {}
-
   // `each`: how many query heads read a kv head.
-  Readers(Range heads, int64_t each)
-      : q(heads), kv{heads.begin / each, (heads.end + each - 1) / each} {
+  Readers(Range q, int64_t each) : kv{q.begin / each, (q.end + each - 1) / each} {
     for (int64_t head = kv.begin; head < kv.end; ++head) {
       counts.push_back(std::min(q.end, (head + 1) * each) - std::max(q.begin, head * each));
     }

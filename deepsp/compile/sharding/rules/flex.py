@@ -171,8 +171,16 @@ class _Blocks:
         self.call = call
         names = ("keys", "counts", "indices", "full_counts", "full_indices")
         self.given = dict(zip(names, block_mask[1:6], strict=True))
-        *_, self.q_size, self.kv_size, _ = block_mask
+        *_, self.q_size, self.kv_size, mask_mod = block_mask
         self.others = block_mask[10:-3]
+        function = call.graph.env[call.graph.values[mask_mod].full].graph
+        says_nothing = not any(n.users for n in function.find_nodes(op="placeholder"))
+        if says_nothing and call.shape(self.given["counts"])[-1] > 1:
+            call.refuse(
+                "expected a block_mask whose mask_mod says which keys are seen where ranks share "
+                "heads, since a rank's queries may lie across two blocks, got blocks alone; make "
+                "it by create_block_mask, or use at most as many ranks as query heads"
+            )
 
     def of(self, heads: tuple[int, int], begin: int, end: int) -> tuple:
         """All of a block mask but its function."""
