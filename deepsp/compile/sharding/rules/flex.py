@@ -174,8 +174,8 @@ class _Blocks:
         *_, self.q_size, self.kv_size, mask_mod = block_mask
         self.others = block_mask[10:-3]
         function = call.graph.env[call.graph.values[mask_mod].full].graph
-        says_nothing = not any(n.users for n in function.find_nodes(op="placeholder"))
-        if says_nothing and call.shape(self.given["counts"])[-1] > 1:
+        of_key = function.find_nodes(op="placeholder")[3]
+        if not of_key.users and call.shape(self.given["counts"])[-1] > 1:
             call.refuse(
                 "expected a block_mask whose mask_mod says which keys are seen where ranks share "
                 "heads, since a rank's queries may lie across two blocks, got blocks alone; make "
