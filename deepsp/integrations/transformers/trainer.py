@@ -393,6 +393,7 @@ class SequenceParallelTrainer(_SequenceParallel, Trainer):
         sequence_parallel_size: the number of ranks that share each batch, a divisor of the number
             of processes. None: ``cp_size`` of ``TrainingArguments.parallelism_config``.
         without_logits: computes the loss by :func:`deepsp.causal_lm_loss`.
+        query_parts: how ranks share heads, as in :func:`deepsp.distributed_attention`.
 
     Raises:
         ValueError: as :func:`sequence_parallel`.
