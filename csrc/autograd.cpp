@@ -113,29 +113,29 @@ int64_t Call::saved_int(size_t what) const {
   return static_cast<AutogradContext*>(context_)->saved_data.at(kCall).toList().get(what).toInt();
 }
 
-c10::IValue Call::kept(const char* name) const {
-  const auto& data = static_cast<AutogradContext*>(context_)->saved_data;
+const c10::Argument* Call::argument(std::string_view name) const {
   const auto& arguments = formulas()[saved_int(kFormula)].schema.load()->arguments();
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    if (arguments[i].name() == name) {
-      return data.at(kCall).toList().get(kArguments + i);
-    }
+  const auto found = std::find_if(
+      arguments.begin(), arguments.end(),
+      [&](const c10::Argument& argument) { return argument.name() == name; });
+  return found == arguments.end() ? nullptr : &*found;
+}
+
+c10::IValue Call::kept(std::string_view name) const {
+  const auto& data = static_cast<AutogradContext*>(context_)->saved_data;
+  if (const c10::Argument* found = argument(name)) {
+    const auto& all = formulas()[saved_int(kFormula)].schema.load()->arguments();
+    return data.at(kCall).toList().get(kArguments + (found - all.data()));
   }
-  return data.at(name);
+  return data.at(std::string(name));
 }
 
 std::optional<c10::IValue> Call::find(std::string_view name) const {
   const auto& data = static_cast<AutogradContext*>(context_)->saved_data;
-  const auto& arguments = formulas()[saved_int(kFormula)].schema.load()->arguments();
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    if (arguments[i].name() == name) {
-      return holds_tensors(*arguments[i].type())
-                 ? std::nullopt
-                 : std::make_optional(data.at(kCall).toList().get(kArguments + i));
-    }
-  }
-  const auto other = data.find(std::string(name));
-  return other == data.end() ? std::nullopt : std::make_optional(other->second);
+  const c10::Argument* found = argument(name);
+  const bool known =
+      found ? !holds_tensors(*found->type()) : data.find(std::string(name)) != data.end();
+  return known ? std::make_optional(kept(name)) : std::nullopt;
 }
 
 void Call::keep(const char* name, c10::IValue value) {
@@ -240,6 +240,7 @@ void differentiable(torch::Library& m, const char* op, Backward backward, Keep k
 void not_differentiable(torch::Library& m, const char* op) {
   m.impl(op, torch::autograd::autogradNotImplementedFallback());
 }
+
 namespace {
 
 // The place of a name; the number of names if it isn't among them.

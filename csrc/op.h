@@ -259,7 +259,9 @@ class Call : public Named {
   explicit Call(void* context) : context_(context) {}
   const std::string& op() const;
   int64_t saved_int(size_t what) const;
-  c10::IValue kept(const char* name) const;
+  // In the schema; null where it has none of that name.
+  const c10::Argument* argument(std::string_view name) const;
+  c10::IValue kept(std::string_view name) const;
 
   void* context_;  // torch::autograd::AutogradContext, whose header is large
   at::TensorList inputs_;

@@ -96,12 +96,6 @@ def lens_or_equal(lens, length, size: int) -> list[int]:
     return list(lens)
 
 
-def check(query_parts: int | str) -> None:
-    """Raises ValueError unless it is "auto" or an int >= 1."""
-    if query_parts != "auto" and (type(query_parts) is not int or query_parts < 1):
-        raise ValueError(f'expected query_parts to be "auto" or an int >= 1, got {query_parts!r}')
-
-
 @torch.compiler.assume_constant_result
 def validate(query_parts: int | str, group: Group | Member) -> int | str:
     """``query_parts`` over ``group``: where that is a mesh of two dimensions, as many as it has
@@ -110,7 +104,8 @@ def validate(query_parts: int | str, group: Group | Member) -> int | str:
     Raises:
         ValueError: it isn't "auto" or an int >= 1, or not what the mesh says.
     """
-    check(query_parts)
+    if query_parts != "auto" and (type(query_parts) is not int or query_parts < 1):
+        raise ValueError(f'expected query_parts to be "auto" or an int >= 1, got {query_parts!r}')
     if not isinstance(group, DeviceMesh) or group.ndim != 2:
         return query_parts
     rows = group.size(0)

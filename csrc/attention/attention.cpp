@@ -110,8 +110,10 @@ c10::IValue distributed_attention(const Given& given) {
   }
   const SymPlan plan = plan_by_tokens(inputs, given, kNames);
   check_heads(inputs[0], inputs[1], inputs[2], given["enable_gqa"]);
-  const Asked asked = asked_of(given);
-  asked.check(inputs[0].scalar_type(), plan.batch, plan.heads.num_heads(0), plan.total());
+  const Asked asked(given);
+  check_asked(
+      asked.attn_mask, asked.dropout_p, asked.is_causal, asked.pattern(), inputs[0].scalar_type(),
+      plan.batch, plan.heads.num_heads(0), plan.total());
   if (asked.attn_mask.has_value()) {
     check_device(*asked.attn_mask, "attn_mask", inputs[0], "q");
   }

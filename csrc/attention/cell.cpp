@@ -23,31 +23,27 @@ void check_only_pattern(const OptionalTensor& attn_mask, double dropout_p) {
       dropout_p);
 }
 
-Asked asked_of(const Given& given) {
-  const OptionalTensor mask = given["attn_mask"], documents = given["documents"];
-  const OptionalTensor sinks = given["sinks"];
-  return {
-      mask,
-      given["dropout_p"],
-      given["is_causal"],
-      given["scale"],
-      documents,
-      given["window_size"],
-      given["softcap"],
-      sinks,
-      given["sharded_randomness"]};
+Asked::Asked(const Given& given)
+    : BlockArguments(given),
+      attn_mask(given.optional<at::Tensor>("attn_mask")),
+      dropout_p(given["dropout_p"]),
+      sharded_randomness(given["sharded_randomness"]) {
 }
 
-void Asked::check(
+void check_asked(
+    const OptionalTensor& attn_mask,
+    double dropout_p,
+    bool is_causal,
+    const Pattern& pattern,
     at::ScalarType dtype,
     const c10::SymInt& batch,
     int64_t num_heads,
-    const c10::SymInt& tokens) const {
+    const c10::SymInt& tokens) {
   check_attention(attn_mask, dropout_p, is_causal, dtype, batch, num_heads, tokens);
-  if (pattern().given()) {
+  if (pattern.given()) {
     check_only_pattern(attn_mask, dropout_p);
   }
-  check_pattern(pattern(), batch, tokens, num_heads);
+  check_pattern(pattern, batch, tokens, num_heads);
 }
 
 namespace {
@@ -129,24 +125,26 @@ c10::IValue kv_of_cell_op(const Given& given) {
 c10::IValue attention_of_cell_op(const Given& given) {
   const CellOf cell = cell_of(given, given["num_heads"]);
   const at::Tensor q = given["q"], k = given["k"], v = given["v"];
-  const int64_t heads = cell.cell().heads.size(), num_heads = given["num_heads"];
+  const int64_t heads = cell.cell.heads.size(), num_heads = given["num_heads"];
   TORCH_CHECK_VALUE(
       q.dim() == 4 && k.dim() == 4 && v.dim() == 4 && q.sym_size(2) == heads,
       "expected q, k and v of shape [batch, sequence, heads, head_dim], with the ", heads,
       " query heads of this chunk, got ", q.sym_sizes(), ", ", k.sym_sizes(), " and ",
       v.sym_sizes());
-  const Asked asked = asked_of(given);
-  asked.check(q.scalar_type(), q.sym_size(0), num_heads, k.sym_size(1));
+  const Asked asked(given);
+  check_asked(
+      asked.attn_mask, asked.dropout_p, asked.is_causal, asked.pattern(), q.scalar_type(),
+      q.sym_size(0), num_heads, k.sym_size(1));
   return attention_of_cell(q, k, v, asked, cell);
 }
 
 c10::IValue check_attention_op(const Given& given) {
-  const OptionalTensor mask = given["attn_mask"], documents = given["documents"];
-  const OptionalTensor sinks = given["sinks"];
-  const Asked asked{mask,      given["dropout_p"],   given["is_causal"], std::nullopt,
-                    documents, given["window_size"], given["softcap"],   sinks,
-                    false};
-  asked.check(given["dtype"], given["batch"], given["num_heads"], given["tokens"]);
+  const OptionalTensor documents = given.optional<at::Tensor>("documents");
+  const OptionalTensor sinks = given.optional<at::Tensor>("sinks");
+  check_asked(
+      given["attn_mask"], given["dropout_p"], given["is_causal"],
+      {documents, given["window_size"], given["softcap"], sinks}, given["dtype"], given["batch"],
+      given["num_heads"], given["tokens"]);
   return {};
 }
 
@@ -154,7 +152,7 @@ c10::IValue check_attention_op(const Given& given) {
 
 at::Tensor kv_of_cell(at::TensorList received, const CellOf& of) {
   const HeadLayout& heads = of.heads;
-  const Readers readers(of.cell().heads, heads.num_heads(0) / heads.num_heads(1));
+  const Readers readers(of.cell.heads, heads.num_heads(0) / heads.num_heads(1));
   // With queries that are cut, all came with the first chunk.
   const int64_t came_until = heads.cuts_queries() ? 0 : of.chunk;
   TORCH_CHECK_VALUE(
@@ -185,7 +183,7 @@ at::Tensor attention_of_cell(
     const at::Tensor& v,
     const Asked& asked,
     const CellOf& of) {
-  const Cell cell = of.cell();
+  const Cell& cell = of.cell;
   const SymInts queries = of.queries(k.sym_size(1));
   const bool cut = !queries.empty();
   const Pattern pattern = asked.pattern();

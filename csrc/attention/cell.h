@@ -2,31 +2,30 @@
 // Attention of a cell: some heads of a rank, and all of their queries or some.
 
 #include "../exchange/checks.h"
-#include "ops.h"
+#include "blocks.h"
 #include "readers.h"
 
 namespace deepsp {
 
 // How queries attend to keys: the arguments of distributed_attention.
-struct Asked {
-  OptionalTensor attn_mask;
-  double dropout_p;
-  bool is_causal;
-  std::optional<double> scale;
-  OptionalTensor documents;
-  at::IntArrayRef window_size;
-  std::optional<double> softcap;
-  OptionalTensor sinks;
-  bool sharded_randomness;
+struct Asked : BlockArguments {
+  const OptionalTensor attn_mask;
+  const double dropout_p;
+  const bool sharded_randomness;
 
-  Pattern pattern() const { return {documents, window_size, softcap, sinks}; }
-  void check(
-      at::ScalarType dtype,
-      const c10::SymInt& batch,
-      int64_t num_heads,
-      const c10::SymInt& tokens) const;
+  explicit Asked(const Given& given);
 };
-Asked asked_of(const Given& given);
+
+// Of all tokens and heads.
+void check_asked(
+    const OptionalTensor& attn_mask,
+    double dropout_p,
+    bool is_causal,
+    const Pattern& pattern,
+    at::ScalarType dtype,
+    const c10::SymInt& batch,
+    int64_t num_heads,
+    const c10::SymInt& tokens);
 
 // Attention by blocks takes neither.
 void check_only_pattern(const OptionalTensor& attn_mask, double dropout_p);
@@ -37,17 +36,18 @@ struct CellOf {
   int64_t rank;
   int64_t chunk;
   int64_t index;
+  Cell cell = heads.cells(rank, chunk)[index];
 
-  Cell cell() const { return heads.cells(rank, chunk)[index]; }
   // Begin and end of each range of its queries; empty: all tokens.
   SymInts queries(const c10::SymInt& total) const {
     SymInts borders;
-    const auto ranges = heads.tokens(cell(), total, chunk);
-    for (const auto& [begin, end] : ranges) {
-      borders.push_back(begin);
-      borders.push_back(end);
+    if (!heads.is_whole(cell)) {
+      for (const auto& [begin, end] : heads.tokens(cell, total, chunk)) {
+        borders.push_back(begin);
+        borders.push_back(end);
+      }
     }
-    return heads.is_whole(cell()) ? SymInts() : borders;
+    return borders;
   }
   // How often it draws from the generator, so that ranks draw alike often, whatever the number of
   // their cells.

@@ -75,9 +75,16 @@ struct StreamedCall {
   int64_t heads() const { return plan.heads.num_heads(0); }
   // The number of a cell's queries.
   c10::SymInt queries(size_t n) const { return plan.sections(rank, 0)[n].rows(); }
-  Attending attending(size_t n) const {
-    return deepsp::attending(
-        how, k.size(0), ints(plan.total())[0], k.size(3), ints(cell_of(n).queries(plan.total())));
+  // Of each cell.
+  std::vector<Attending> attending() const {
+    const int64_t tokens = plan.total().guard_int(__FILE__, __LINE__);
+    std::vector<Attending> found;
+    for (size_t n = 0; n < cells.size(); ++n) {
+      found.push_back(
+          deepsp::attending(
+              how, k.size(0), tokens, k.size(3), ints(cell_of(n).queries(plan.total()))));
+    }
+    return found;
   }
   OptionalTensor sinks(size_t n) const {
     return how.sinks.has_value() ? OptionalTensor(of_cell(*how.sinks, n)) : std::nullopt;
@@ -256,11 +263,8 @@ c10::IValue streamed_attention_kernel(const Given& given) {
     return results;
   }
   const Tensors qs = call.to_heads(q);
-  std::vector<Attending> attending;
+  const std::vector<Attending> attending = call.attending();
   std::vector<Attended> attended;
-  for (size_t n = 0; n < cells.size(); ++n) {
-    attending.push_back(call.attending(n));
-  }
   for (size_t n = 0; n < cells.size(); ++n) {
     attended.emplace_back(qs[n], v.size(3), attending[n], /*whole=*/false);
   }
@@ -307,11 +311,8 @@ c10::IValue streamed_attention_backward_kernel(const Given& given) {
     return found;
   }
   const Tensors grads = call.to_heads(grad);
-  std::vector<Attending> attending;
+  const std::vector<Attending> attending = call.attending();
   std::vector<AttendedGradients> gradients;
-  for (size_t n = 0; n < cells.size(); ++n) {
-    attending.push_back(call.attending(n));
-  }
   for (size_t n = 0; n < cells.size(); ++n) {
     gradients.emplace_back(
         grads[n], saved[kSaved * n], saved[kSaved * n + 1], saved[kSaved * n + 2], attending[n]);

@@ -108,6 +108,8 @@ c10::IValue heads_to_seq_start(const Given& given) {
   return transfer.buffer();
 }
 
+// padded: each buffer has the difference in size between the two ways behind this rank's own block.
+template <bool padded>
 c10::IValue heads_to_seq_wait(const Given& given) {
   const at::TensorList buffers = given["buffers"];
   check_buffers(buffers);
@@ -115,7 +117,11 @@ c10::IValue heads_to_seq_wait(const Given& given) {
   if (buffers[0].is_meta()) {
     return meta_by_tokens(plan, buffers[0], given["tokens_first"]);
   }
-  return merge_by_tokens(dense(buffers), concrete(plan), given["tokens_first"]);
+  std::vector<int64_t> paddings;
+  for (int64_t chunk = 0; padded && chunk < plan.chunks(); ++chunk) {
+    paddings.push_back(plan.padding(chunk, false).guard_int(__FILE__, __LINE__));
+  }
+  return merge_by_tokens(dense(buffers), concrete(plan), given["tokens_first"], paddings);
 }
 
 // ------------------------------------------------------------------- Inductor's
@@ -160,20 +166,6 @@ c10::IValue merge_to_heads(const Given& given) {
       buffer.is_meta() ? 0 : plan.padding(chunk, true).guard_int(__FILE__, __LINE__));
 }
 
-c10::IValue merge_to_seq(const Given& given) {
-  const at::TensorList buffers = given["buffers"];
-  check_buffers(buffers);
-  const SymPlan plan = plan_of_wait(buffers, given, 0, static_cast<int64_t>(buffers.size()));
-  if (buffers[0].is_meta()) {
-    return meta_by_tokens(plan, buffers[0], given["tokens_first"]);
-  }
-  std::vector<int64_t> paddings;
-  for (int64_t chunk = 0; chunk < plan.chunks(); ++chunk) {
-    paddings.push_back(plan.padding(chunk, false).guard_int(__FILE__, __LINE__));
-  }
-  return merge_by_tokens(dense(buffers), concrete(plan), given["tokens_first"], paddings);
-}
-
 }  // namespace
 
 DEEPSP_KERNELS(m) {
@@ -181,13 +173,13 @@ DEEPSP_KERNELS(m) {
   implement<seq_to_heads_start>(m, "seq_to_heads_start");
   implement<seq_to_heads_wait>(m, "seq_to_heads_wait");
   implement<heads_to_seq_start>(m, "heads_to_seq_start");
-  implement<heads_to_seq_wait>(m, "heads_to_seq_wait");
+  implement<heads_to_seq_wait<false>>(m, "heads_to_seq_wait");
 }
 
 DEEPSP_KERNELS_IN(deepsp_inductor, m) {
   implement<pack_blocks>(m, "pack_blocks");
   implement<merge_to_heads>(m, "merge_to_heads");
-  implement<merge_to_seq>(m, "merge_to_seq");
+  implement<heads_to_seq_wait<true>>(m, "merge_to_seq");
 }
 
 TORCH_LIBRARY_IMPL(deepsp, Functionalize, m) {

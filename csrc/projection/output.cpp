@@ -75,16 +75,13 @@ c10::IValue heads_to_output_weight_grad(const Given& given) {
   const Tensors arrived = dense(buffers);
   const int64_t dim = plan.head_dims[0];
   at::Tensor result = empty_buffer({grad.size(2), plan.heads.num_heads(0) * dim}, grad);
-  const bool merged = are_merged(arrived, plan);
-  for (int64_t chunk = 0; chunk < plan.chunks(); ++chunk) {
-    // A graph that computes the forward again has no use for its output, nor a wait.
-    ensure_landed(arrived[chunk], plan, chunk);
-  }
-  if (merged) {
-    at::mm_out(result, rows.t(), merge_to_rows(arrived, plan, /*landed=*/true));
+  // A graph that computes the forward again has no use for its output, nor a wait.
+  if (are_merged(arrived, plan)) {
+    at::mm_out(result, rows.t(), merge_to_rows_again(arrived, plan));
     return result;
   }
   for (int64_t chunk = 0; chunk < plan.chunks(); ++chunk) {
+    ensure_landed(arrived[chunk], plan, chunk);
     for (int64_t p = 0; p < plan.ranks(); ++p) {
       const Range heads = plan.heads.range(0, p, chunk);
       at::Tensor out = result.narrow(1, heads.begin * dim, heads.size() * dim);

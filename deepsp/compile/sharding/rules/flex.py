@@ -107,9 +107,7 @@ def _of_cells(call: Call, of_q: Tokens, query_parts: int) -> fx.Node:
             )
         ]
         found, row = [], 0
-        for begin, end in cell.queries:
-            if begin == end and (found or (begin, end) != cell.queries[-1]):
-                continue
+        for begin, end in [r for r in cell.queries if r[0] < r[1]] or cell.queries[:1]:
             queries = graph.call(aten.narrow.default, of_cell[0], 2, row, end - begin)
             row += end - begin
             of_range = (queries, *of_cell[1:])
@@ -135,22 +133,10 @@ def _of_cells(call: Call, of_q: Tokens, query_parts: int) -> fx.Node:
                 for one in zip(*found, strict=True)
             ]
         )
-    results = []
-    for of_cells in zip(*by_cell, strict=True):
-        flat = graph.env[of_cells[0]].dim() == 3
-        outs = [graph.call(aten.unsqueeze.default, x, -1) for x in of_cells] if flat else of_cells
-        outs = [graph.call(aten.transpose.int, x, 1, 2) for x in outs]
-        leaving = graph.call(
-            ours.heads_to_seq_start.default, outs, heads[:1], lens, 0, 1, rank, name, **how
-        )
-        dim = [1 if flat else dims[2]]
-        x = graph.call(
-            ours.heads_to_seq_wait.default,
-            *([leaving], heads[:1], dim, shapes[0][0], lens, rank, name),
-            **how,
-        )
-        x = graph.call(aten.transpose.int, graph.call(operator.getitem, x, 0), 1, 2)
-        results.append(graph.call(aten.squeeze.dim, x, -1) if flat else x)
+    results = [
+        _back(call, of_cells, of_q, heads[0], query_parts)
+        for of_cells in zip(*by_cell, strict=True)
+    ]
     return graph.call(tuple, results)
 
 
@@ -249,7 +235,7 @@ def _distributed(call: Call, of_q: Tokens, of_kv: Tokens | None) -> fx.Node:
     )
     # The output, and what softmax summed and saw at most: dropped where nobody asks for it.
     results = [
-        _back(call, graph.call(operator.getitem, out, i), of_q, heads)
+        _back(call, [graph.call(operator.getitem, out, i)], of_q, heads)
         for i in range(len(call.node.meta["val"]))
     ]
     return graph.call(tuple, results)
@@ -297,15 +283,27 @@ def _exchanged(call: Call, of_q: Tokens, of_kv: Tokens | None) -> list[fx.Node]:
     return [graph.call(aten.transpose.int, x, 1, 2) for x in (q_all, *kv)]
 
 
-def _back(call: Call, x: fx.Node, tokens: Tokens, heads: int) -> fx.Node:
-    """[B, h, S(, D)] -> [B, H, S_r(, D)]."""
+def _back(call: Call, outs, tokens: Tokens, heads: int, query_parts: int = 1) -> fx.Node:
+    """What each cell computed, [B, h, n(, D)] -> [B, H, S_r(, D)]."""
     graph = call.graph
-    flat = graph.env[x].dim() == 3
+    flat = graph.env[outs[0]].dim() == 3
     if flat:
-        x = graph.call(aten.unsqueeze.default, x, -1)
-    x = graph.call(aten.transpose.int, x, 1, 2)
-    lens = graph.lens(tokens)
-    x = graph.call(ours.heads_to_seq.default, [x], [heads], lens, graph.rank, graph.name)
+        outs = [graph.call(aten.unsqueeze.default, x, -1) for x in outs]
+    outs = [graph.call(aten.transpose.int, x, 1, 2) for x in outs]
+    batch, dim = graph.env[outs[0]].shape[0], graph.env[outs[0]].shape[3]
+    where = (graph.lens(tokens), graph.rank, graph.name)
+    if query_parts == 1:
+        x = graph.call(ours.heads_to_seq.default, outs, [heads], *where)
+    else:
+        lens, rank, name = where
+        leaving = graph.call(
+            *(ours.heads_to_seq_start.default, outs, [heads], lens, 0, 1, rank, name),
+            query_parts=query_parts,
+        )
+        x = graph.call(
+            *(ours.heads_to_seq_wait.default, [leaving], [heads], [dim], batch, *where),
+            query_parts=query_parts,
+        )
     x = graph.call(aten.transpose.int, graph.call(operator.getitem, x, 0), 1, 2)
     return graph.call(aten.squeeze.dim, x, -1) if flat else x
 
