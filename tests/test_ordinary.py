@@ -7,44 +7,35 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import on_ranks
+from lockstep import alone, compare, on_two_and_three
 from ordinary import ORDINARY, Ordinary
-from test_sequence_compile import BACKEND, batch, compare
+from test_sequence_compile import BACKEND
 from torch import nn
-from zoo import DIM, LM, VOCAB
+from zoo import DIM, LM, VOCAB, batch
 
 import deepsp
 from deepsp import randomness
 
-# What depends on which rank has which tokens.
-_ON_THREE = [
-    "shifted_right", "prefixed", "by_hand", "attention_pooling", "one_query", "written",
-    "function", "mixture", "correlation",
-]  # fmt: skip
 _BY_INDUCTOR = ["by_hand", "mixture", "function"]
-
-
-def _equal(case, inner="eager"):
-    torch.manual_seed(0)
-    compare(lambda: Ordinary(case), (13,), inner=inner)
 
 
 @pytest.mark.parametrize("case", ORDINARY)
 def test_equal(case):
-    on_ranks(2, _equal, case)
+    def make():
+        model = Ordinary(case)
+        del model.blocks[1:]
+        return model
+
+    on_two_and_three(make)
 
 
-@pytest.mark.parametrize("case", _ON_THREE)
-def test_on_three_ranks(case):
-    on_ranks(3, _equal, case)
-
-
-def test_by_aot_eager():
-    on_ranks(2, _equal, "prefixed", "aot_eager")
+def _inductor(case):
+    compare(lambda: Ordinary(case), (13,), inner="inductor")
 
 
 @pytest.mark.parametrize("case", _BY_INDUCTOR)
 def test_by_inductor(case):
-    on_ranks(2, _equal, case, "inductor")
+    on_ranks(2, _inductor, case)
 
 
 # ------------------------------------------------------------------ random numbers, in place
@@ -77,7 +68,7 @@ def _random():
     first.leave()
     expected.backward()
     torch.manual_seed(7 + dist.get_rank())
-    out = torch.compile(model, options={"inner": "aot_eager"}, **BACKEND)(
+    out = torch.compile(model, options={"inner": "eager"}, **BACKEND)(
         **deepsp.prepare_inputs(inputs)
     )
     out.backward()
@@ -87,9 +78,8 @@ def _random():
             torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_random_numbers_in_place(ranks):
-    on_ranks(ranks, _random)
+def test_random_numbers_in_place():
+    on_ranks(2, _random)
 
 
 # ------------------------------------------------------------------------------- refused
@@ -169,13 +159,6 @@ def test_a_graph_break_is_named():
     on_ranks(2, _broken)
 
 
-def _refused(model, message):
-    torch._dynamo.reset()
-    model = model().double()
-    with pytest.raises(Exception, match=message):
-        torch.compile(model, **BACKEND)(**deepsp.prepare_inputs(batch(13)))
-
-
 @pytest.mark.parametrize(
     "model, message",
     [
@@ -186,7 +169,10 @@ def _refused(model, message):
     ],
 )
 def test_refused(model, message):
-    on_ranks(2, _refused, model, message)
+    torch._dynamo.reset()
+    compiled = torch.compile(model().double(), **BACKEND)
+    with alone(2), pytest.raises(Exception, match=message):
+        compiled(**deepsp.prepare_inputs(batch(13)))
 
 
 def _cache():
@@ -273,7 +259,7 @@ def _different(what):
     model = LM().double()
     inputs = batch(13, seed=int(dist.get_rank() == 1 and what == "labels"))
     inputs["ids"] = batch(13)["ids"]
-    compiled = torch.compile(model, options={"inner": "aot_eager"}, **BACKEND)
+    compiled = torch.compile(model, options={"inner": "eager"}, **BACKEND)
     with pytest.raises(
         Exception, match=rf"expected .*{what}.* to be Replicate.*ranks . and . of the group"
     ):
@@ -317,9 +303,5 @@ class Encoder(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
-def _encoder():
-    compare(Encoder, (12,))
-
-
 def test_transformer_encoder():
-    on_ranks(2, _encoder)
+    compare(Encoder, (12,), ranks=2)

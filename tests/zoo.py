@@ -458,3 +458,27 @@ REFUSED = {
     "every_second": "slice.*got 2",
     "scan": "cumprod.*all earlier tokens",
 }
+
+
+def batch(length, name="", seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(n):
+        return torch.randint(0, VOCAB, (2, n), generator=generator)
+
+    ids, labels = draw(length), draw(length)
+    labels[0, : length // 2] = -100  # a rank without a valid token in a row
+    if name in ("mean", "masked mean", "first", "last"):
+        labels = labels.abs()
+        labels[labels == 100] = 3
+    inputs = {"ids": ids, "labels": labels}
+    if name == "encoder-decoder":
+        inputs["source"] = draw(length + 4)
+    return inputs
+
+
+def total(out, labels):
+    """A loss of what a model returns."""
+    if out.dim() == 0:
+        return out
+    return F.cross_entropy(out[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
