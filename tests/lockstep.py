@@ -325,14 +325,15 @@ def lockstep(model, ranks: int, gradients: str = "sum", **options):
     in full: every rank's ("sum"), their sum ("local") or their mean ("mean")."""
 
     def backend(gm, example_inputs):
-        name = dist.group.WORLD.group_name
-        graphs = [
-            parallelize(
-                gm, example_inputs, (rank, ranks, name), gradients, drop_caches=True,
-                **options,
+        name, graphs = dist.group.WORLD.group_name, []
+        for rank in range(ranks):
+            # Each rank's pass makes anew the sizes that depend on data: Dynamo finds none left.
+            context = torch._guards.TracingContext.try_get()
+            context.fake_mode.shape_env.pending_fresh_unbacked_symbols.clear()
+            member = rank, ranks, name
+            graphs.append(
+                parallelize(gm, example_inputs, member, gradients, drop_caches=True, **options)
             )
-            for rank in range(ranks)
-        ]  # fmt: skip
 
         def run(*args):
             return _Bridge.apply(graphs, gradients, *args)

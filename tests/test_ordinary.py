@@ -7,26 +7,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import on_ranks
-from lockstep import alone, compare, on_two_and_three
-from ordinary import ORDINARY, Ordinary
+from lockstep import compare
+from ordinary import Ordinary
 from test_sequence_compile import BACKEND
 from torch import nn
-from zoo import DIM, LM, VOCAB, batch
+from zoo import DIM, LM, batch
 
 import deepsp
 from deepsp import randomness
 
 _BY_INDUCTOR = ["by_hand", "mixture", "function"]
-
-
-@pytest.mark.parametrize("case", ORDINARY)
-def test_equal(case):
-    def make():
-        model = Ordinary(case)
-        del model.blocks[1:]
-        return model
-
-    on_two_and_three(make)
 
 
 def _inductor(case):
@@ -85,14 +75,6 @@ def test_random_numbers_in_place():
 # ------------------------------------------------------------------------------- refused
 
 
-class Lost(LM):
-    """Nothing is left that could be sharded."""
-
-    def forward(self, ids, labels):
-        x = self.embed(ids.flatten()[:6])
-        return self.head(self.norm(x)).pow(2).mean()
-
-
 class Returning(LM):
     """Keys and values among the outputs, as a cache has them."""
 
@@ -102,40 +84,6 @@ class Returning(LM):
         y = F.scaled_dot_product_attention(k, k, k, is_causal=True)
         logits = self.head(y.transpose(1, 2).flatten(2))
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), k[:, :, -4:]
-
-
-class Backward(torch.autograd.Function):
-    """Its backward mixes tokens."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.cumsum(1)
-
-
-class Mixing(LM):
-    def forward(self, ids, labels):
-        x = Backward.apply(self.embed(ids))
-        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
-
-
-class Sorted(LM):
-    """An order that each rank has for itself, used for something else than experts."""
-
-    def forward(self, ids, labels):
-        x = self.embed(ids).flatten(0, 1)
-        order = x[:, 0].sort().indices
-        return F.cross_entropy(self.head(x) * order[:, None], labels.flatten())
-
-
-class SortedRows(Sorted):
-    def forward(self, ids, labels):
-        x = self.embed(ids).flatten(0, 1)
-        x = x[x[:, 0].sort().indices]
-        return F.cross_entropy(self.head(x), labels.flatten())
 
 
 class Printing(LM):
@@ -157,22 +105,6 @@ def _broken():
 
 def test_a_graph_break_is_named():
     on_ranks(2, _broken)
-
-
-@pytest.mark.parametrize(
-    "model, message",
-    [
-        (Lost, "nothing in this graph would be sharded"),
-        (Mixing, "cumsum.*all earlier tokens"),
-        (Sorted, "sorted its own tokens"),
-        (SortedRows, "sorted its own tokens"),
-    ],
-)
-def test_refused(model, message):
-    torch._dynamo.reset()
-    compiled = torch.compile(model().double(), **BACKEND)
-    with alone(2), pytest.raises(Exception, match=message):
-        compiled(**deepsp.prepare_inputs(batch(13)))
 
 
 def _cache():
@@ -285,23 +217,3 @@ def test_every_batch_is_compared():
 @pytest.mark.parametrize("what", ["weight", "labels"])
 def test_ranks_that_compile_different_values(what):
     on_ranks(3, _different, what)
-
-
-# ------------------------------------------------------------------------------ torch's own
-
-
-class Encoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(DIM, 4, 2 * DIM, 0.0, batch_first=True)
-        self.embed, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
-        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-
-    def forward(self, ids, labels):
-        mask = nn.Transformer.generate_square_subsequent_mask(ids.size(1), dtype=torch.float64)
-        x = self.encoder(self.embed(ids), mask=mask, is_causal=True)
-        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
-
-
-def test_transformer_encoder():
-    compare(Encoder, (12,), ranks=2)

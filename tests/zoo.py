@@ -482,3 +482,47 @@ def total(out, labels):
     if out.dim() == 0:
         return out
     return F.cross_entropy(out[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class OwnDropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        kept = 2 * (torch.rand_like(x) > 0.5).to(x.dtype)
+        ctx.save_for_backward(kept)
+        return x * kept
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0]
+
+
+class DrawnLate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * torch.rand_like(gradient)
+
+
+def drawn_in_a_branch(x):
+    return x * torch.cond(x.size(1) * VOCAB > torch.ones(()).sum(), F.dropout, torch.sin, (P,))
+
+
+P = torch.ones(8, dtype=torch.float64)
+
+
+class Dropped(torch.nn.Module):
+    """Random numbers: on tokens each rank draws its own, on what is whole all have the same."""
+
+    def __init__(self, drop, pooled):
+        super().__init__()
+        self.embed, self.drop, self.pooled = torch.nn.Embedding(VOCAB, 8), drop, pooled
+
+    def forward(self, ids, labels):
+        x = self.drop(self.embed(ids))
+        pooled = x.mean(1)
+        if self.pooled is not None:
+            pooled = self.pooled(pooled)
+        return x, pooled
