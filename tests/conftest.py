@@ -58,3 +58,19 @@ def pytest_terminal_summary(terminalreporter, config):
     files = ", ".join(f"{name} {count}" for name, count in sorted(_left_out.items()))
     count = sum(_left_out.values())
     terminalreporter.write_line(f"{count} tests, which `make test-all` runs: {files}")
+
+
+@pytest.fixture
+def golden():
+    """``golden(name, texts)`` compares texts with tests/refusals/name.txt, a paragraph each. With
+    DEEPSP_WRITE_GOLDEN=1 it writes them there: read the difference before you commit it."""
+
+    def compare(name: str, texts: list[str]) -> None:
+        path = Path(__file__).parent / "refusals" / f"{name}.txt"
+        now = "\n\n".join(texts) + "\n"
+        if os.environ.get("DEEPSP_WRITE_GOLDEN"):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(now)
+        assert now == path.read_text()
+
+    return compare
