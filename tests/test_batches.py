@@ -130,7 +130,7 @@ def _carried(name):
     """The digest travels with what attention of a model exchanges; nothing else is sent."""
     from trained import tiny
 
-    from deepsp import same_batch
+    from deepsp.data.sharding import same_batch
     from deepsp.integrations.transformers import register
 
     register()
@@ -187,7 +187,7 @@ def _dropout():
     seen.clear()
     for _ in range(2):
         model(**batch).loss.backward()
-    states = deepsp.groups.objects_on_all_ranks(torch.rand(3), None, torch.device("cpu"))
+    states = deepsp.ranks.groups.objects_on_all_ranks(torch.rand(3), None, torch.device("cpu"))
     assert all(torch.equal(x, states[0]) for x in states)
     first = deepsp.unshard(seen[0], 1, seq_lens=lens).split(lens, 1)
     assert len(set(lens)) > 1

@@ -177,7 +177,7 @@ def _sparse():
         (torch.int16, "int32"),
     ):
         x = torch.ones(3).to(kind)
-        for call in (deepsp.all_reduce, deepsp.all_reduce_start):
+        for call in (deepsp.collectives.all_reduce, deepsp.collectives.all_reduce_start):
             with pytest.raises(
                 ValueError,
                 match=rf"expected x to be .*, got {kind}.*{instead}".replace("torch.", ""),
@@ -319,7 +319,7 @@ def _forgotten():
         plain(model, average_gradients=True).backward()
         for p in model.parameters():
             if wraps:
-                p.grad = deepsp.all_reduce(p.grad, grad="replicated") / size
+                p.grad = deepsp.collectives.all_reduce(p.grad, grad="replicated") / size
         with pytest.raises(ValueError, match=r"called with average_gradients=True.*leave that out"):
             deepsp.sync_gradients(model)
     plain(model).backward()

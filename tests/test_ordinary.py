@@ -13,7 +13,7 @@ from torch import nn
 from zoo import DIM, LM, VOCAB
 
 import deepsp
-from deepsp import randomness
+from deepsp.ranks import randomness
 
 # What depends on which rank has which tokens.
 _ON_THREE = [

@@ -11,9 +11,9 @@ from placed import Placed, Sync
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from deepsp import randomness
-from deepsp.groups import member_of
-from deepsp.randomness import sharded_randomness
+from deepsp.ranks import randomness
+from deepsp.ranks.groups import member_of
+from deepsp.ranks.randomness import sharded_randomness
 
 SIZES = [2, 3]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from deepsp.agreement import compare, replicated_tensors
+from deepsp.ranks.agreement import compare, replicated_tensors
 from deepsp.schedule import flow, forwards
 from deepsp.schedule.around import Checkpointed
 from deepsp.schedule.attention import ScheduledAttention

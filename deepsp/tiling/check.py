@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from deepsp import randomness
+from deepsp.ranks import randomness
 from deepsp.tiling.run import Call, Place, differ
 from deepsp.tiling.weights import Weights
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from deepsp.data import unshard
-from deepsp.groups import Group, on_all_ranks
+from deepsp.data.sharding import unshard
+from deepsp.ranks.groups import Group, on_all_ranks
 
 # Of a tensor's attributes, Dynamo passes on to backends none but ``tag``.
 _PREFIX = "deepsp"

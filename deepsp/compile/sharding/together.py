@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch._dynamo.exc import RestartAnalysis
 from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
 
-from deepsp.digest import digests
-from deepsp.groups import Member
+from deepsp.ranks.digest import digests
+from deepsp.ranks.groups import Member
 
 _BEAT = 1.0  # seconds
 _SILENT = 120.0  # seconds after which a rank that gives no sign of life is taken for dead

@@ -25,10 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from deepsp import tokenwise
 from deepsp.integrations.transformers.attention import COUNTS_OTHERWISE, masks_of
-from deepsp.partitioned import full_shape, is_away, is_gathered_when_called
-from deepsp.tokenwise import Probe, as_it_was, name_in, tensors_in
+from deepsp.integrations.transformers.masks import ours
+from deepsp.tokenwise import check as tokenwise
+from deepsp.tokenwise.check import Probe, as_it_was, name_in, tensors_in
+from deepsp.weights.partitioned import full_shape, is_away, is_gathered_when_called
 
 CHECKED, CALLED = "_deepsp_checked", "_deepsp_called"
 """Where a model and its parts remember with which attention they were checked, and that it was the
@@ -118,15 +119,6 @@ def implementations(model: nn.Module) -> set[str]:
         found.add(config._attn_implementation)
         configs += [c for c in (getattr(config, n, None) for n in config.sub_configs) if c]
     return found & ours()
-
-
-def ours() -> set[str]:
-    """The names under which attention of ours is registered."""
-    from transformers import AttentionMaskInterface
-
-    from deepsp.integrations.transformers.masks import Masks
-
-    return {n for n, f in AttentionMaskInterface._global_mapping.items() if f is Masks}
 
 
 class _Check(Probe):

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from deepsp.digest import device_of, difference, digest_of, digests
-from deepsp.groups import Member
+from deepsp.ranks.digest import device_of, difference, digest_of, digests
+from deepsp.ranks.groups import Member
 from deepsp.schedule.flow.values import tensors_in
 
 _NUMBERS = (int, float, bool, str)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from deepsp import randomness
+from deepsp.ranks import randomness
 from deepsp.schedule.flow import (
     drawing,
     functions,

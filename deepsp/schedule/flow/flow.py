@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from deepsp import randomness
-from deepsp.groups import Member
+from deepsp.ranks import randomness
+from deepsp.ranks.groups import Member
 from deepsp.schedule.flow import (
     backward,
     calls,

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from deepsp.groups import Group, member_of, objects_on_all_ranks, on_all_ranks
+from deepsp.ranks.groups import Group, member_of, objects_on_all_ranks, on_all_ranks
 
 # 32-bit words whose weighted sum is taken at once: what that makes in between stays in a cache.
 _WORDS = 1 << 18

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from deepsp.attention import DistributedAttention
-from deepsp.layer import SequenceParallelAttention
+from deepsp.attention.layer import SequenceParallelAttention
+from deepsp.attention.module import DistributedAttention
 
 _LEAST = 4  # tokens of an example
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from deepsp.digest import device_of
-from deepsp.groups import Group, Member, member_of, objects_on_all_ranks, on_all_ranks
+from deepsp.ranks.digest import device_of
+from deepsp.ranks.groups import Group, Member, member_of, objects_on_all_ranks, on_all_ranks
 
 _local = threading.local()
 _MASK = (1 << 64) - 1

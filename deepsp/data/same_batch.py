@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepsp.digest import difference, digests, number_of
-from deepsp.groups import Group, Member, member_of
+from deepsp.ranks.digest import difference, digests, number_of
+from deepsp.ranks.groups import Group, Member, member_of
 
 ADVICE = (
     "DistributedSampler, accelerate.prepare(loader) and Trainer give each process its own samples; "

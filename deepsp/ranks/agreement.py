@@ -7,11 +7,10 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from deepsp.digest import first_difference
-from deepsp.groups import Member
+from deepsp.ranks.digest import first_difference
+from deepsp.ranks.groups import Member, is_dtensor
 from deepsp.weights.rows import shards_of
 
 _COMPARED = "_deepsp_compared"  # an attribute of parameters: names of groups
@@ -75,7 +74,7 @@ def compare_once(tensors: Iterable[tuple[str, Tensor]], member: Member) -> None:
 def _local(name: str, tensor: Tensor, group: str) -> tuple[str, Tensor]:
     """What is to be alike of a tensor: of a DTensor how it lies on its mesh, and its local part
     where no other rank of the group is in that."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return name, tensor.detach()
     text = f"{name} {tensor.placements}"
     if ranks_in(tensor, group) > 1:
@@ -83,8 +82,8 @@ def _local(name: str, tensor: Tensor, group: str) -> tuple[str, Tensor]:
     return f"{text} at {tensor.device_mesh.get_coordinate()}", tensor.detach().to_local()
 
 
-def ranks_in(parameter: DTensor, name: str) -> int:
-    """How many ranks of the group called ``name`` the parameter lies on."""
+def ranks_in(parameter: Tensor, name: str) -> int:
+    """How many ranks of the group called ``name`` the parameter, a DTensor, lies on."""
     group = distributed_c10d._resolve_process_group(name)
     mesh = parameter.device_mesh.mesh.flatten().tolist()
     return len(set(mesh) & set(distributed_c10d.get_process_group_ranks(group)))
