@@ -646,7 +646,8 @@ print("exported")
 _IMPORT = """
 import sys, torch
 import deepsp
-assert "torch._inductor.decomposition" not in sys.modules, "import deepsp drags Inductor in"
+found = {"torch._dynamo", "torch._inductor"} & sys.modules.keys()
+assert not found, f"import deepsp drags {found} in"
 from deepsp import patches
 from torch._inductor import decomposition
 op = torch.ops.deepsp.seq_to_heads_start.default

@@ -11,7 +11,7 @@ from deepsp.weights.rows import ParameterShard, make_shard
 
 
 def shard(plan: Plan, name: str, names: tuple[str, ...], axis: int, parts, unit) -> None:
-    """Records the step for a module; arguments as :meth:`deepsp.schedule.Schedule.shard` has them."""
+    """Records the step for a module: :meth:`deepsp.schedule.Schedule.shard`."""
     if all("." in n for n in names):  # of a child
         child = names[0].rpartition(".")[0]
         if any(n.rpartition(".")[0] != child for n in names):
