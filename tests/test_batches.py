@@ -130,7 +130,7 @@ def _carried(name):
     """The digest travels with what attention of a model exchanges; nothing else is sent."""
     from trained import tiny
 
-    from deepsp.data.sharding import same_batch
+    from deepsp.data import same_batch
     from deepsp.integrations.transformers import register
 
     register()

@@ -83,9 +83,7 @@ def check(theta: float | None, rotary: Callable | tuple | None, head_dim: int) -
 
 def _check_one(theta: float | None, rotary: Callable | tuple | None) -> None:
     if theta is not None and rotary is not None:
-        raise ValueError(
-            f"expected rotary or the layer's rope_theta, got both (rope_theta is {theta})"
-        )
+        raise ValueError(f"expected rope_theta or rotary, got both (rope_theta is {theta})")
 
 
 def _check_pair(pair) -> None:
