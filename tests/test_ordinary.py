@@ -71,10 +71,8 @@ def _random():
     model = copy.deepcopy(reference)
     inputs = batch(13)
     torch.manual_seed(7)
-    first = randomness._Fork(0)
-    first.enter()
-    expected = reference(**inputs)
-    first.leave()
+    with randomness._Fork(0):
+        expected = reference(**inputs)
     expected.backward()
     torch.manual_seed(7 + dist.get_rank())
     out = torch.compile(model, options={"inner": "aot_eager"}, **BACKEND)(
