@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from deepsp.ranks.agreement import compare_once, ranks_in, replicated_tensors
 from deepsp.ranks.groups import Group, Member, is_dtensor, member_of
 from deepsp.weights.drift import is_averaged
 from deepsp.weights.partitioned import is_partitioned
+from deepsp.weights.replicated import compare_once, ranks_in, replicated_tensors
 from deepsp.weights.rows import all_shards, shards_of
 from deepsp.weights.shard_gradient import is_built, plain, shard_member
 

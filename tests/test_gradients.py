@@ -211,8 +211,8 @@ def _weights():
     for door in (deepsp.sync_gradients, deepsp.shard_parameters, build):
         for of in ("0.weight", "2.bias", "kept"):
             message = (
-                rf"expected {of} to be Replicate, .*, got different values on ranks 0 and "
-                rf"{size - 1} of the group; call torch.manual_seed"
+                rf"expected {of} to be the same on every rank .*, got different values on ranks "
+                rf"0 and {size - 1}; call torch.manual_seed"
             )
             model = make(of)
             for _ in range(2):  # once only is where it is right

@@ -450,7 +450,8 @@ def _errors():
     ):
         list(deepsp.SequenceLoader(uneven, replicated=True))
     with pytest.raises(
-        ValueError, match=r"batch\['number'|batch\['input_ids'\] of rank 1 .*Sequence"
+        ValueError,
+        match=r"batch\['number'|batch\['input_ids'\], a full .* ranks 0 and 1; .*Sequence",
     ):
         other = {"input_ids": ids + rank}
         list(deepsp.SequenceLoader([other], dist.new_group(), replicated=True))

@@ -285,7 +285,7 @@ def _later():
     for _ in range(2):
         compiled(**deepsp.prepare_inputs(batch(13)))
     inputs = {**batch(13), "labels": batch(13, seed=dist.get_rank())["labels"]}
-    with pytest.raises(ValueError, match="expected labels to be the same full tensor on every ra"):
+    with pytest.raises(ValueError, match="expected labels, a full tensor, to be the same"):
         compiled(**deepsp.prepare_inputs(inputs))
     compiled(**deepsp.prepare_inputs(batch(13)))
 

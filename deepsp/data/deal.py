@@ -22,8 +22,7 @@ from deepsp.data.sharding import (
     name_of,
     named_values,
 )
-from deepsp.ranks.digest import device_of
-from deepsp.ranks.groups import Member
+from deepsp.ranks.groups import Member, device_of
 from deepsp.ranks.lengths import seq_lens
 
 

@@ -17,15 +17,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader
 
 from deepsp.data.sharding import split_batch, unshard
-from deepsp.ranks.digest import device_of, digest_of, first_difference
-from deepsp.ranks.groups import member_of, objects_on_all_ranks, on_all_ranks
+from deepsp.ranks.agreement import digest_of, first_difference
+from deepsp.ranks.groups import device_of, member_of, objects_on_all_ranks, on_all_ranks
 from deepsp.ranks.randomness import align, around_forward
 
 ADVICE = (
-    "Something deals rows to processes instead of groups that share a sequence, or draws other "
-    "random numbers on each process: leave DistributedSampler out, give samplers, data sets and "
-    "collators generators that are seeded alike on all ranks of a group, and draw none on one rank "
-    "alone, such as in a callback of rank 0"
+    "leave DistributedSampler out, which deals rows to processes instead of groups that share a "
+    "sequence; give samplers, data sets and collators generators that are seeded alike on all "
+    "ranks of a group, and draw none on one rank alone, such as in a callback of rank 0"
 )
 """What to do about different batches where accelerate deals out the data."""
 

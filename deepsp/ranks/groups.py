@@ -146,3 +146,10 @@ def on_all_ranks(values: Sequence[int], group: Group, device: torch.device) -> l
     said = torch.zeros(size, len(values), dtype=torch.int64, device=device)
     said[rank] = torch.tensor(values, device=device)
     return torch.ops.deepsp.all_reduce(said, "replicated", rank, size, name).tolist()
+
+
+def device_of(group: Group = None) -> torch.device:
+    """The device on which a group exchanges what lies on none: the CPU, unless its backend takes
+    only tensors of an accelerator."""
+    process_group = dist.distributed_c10d._resolve_process_group(member_of(group)[2])
+    return torch.device(dist.distributed_c10d._get_object_coll_device(process_group))

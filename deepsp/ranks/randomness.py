@@ -7,7 +7,6 @@ Nothing is kept but the default generators' states, all seeded alike on the rank
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import random
 import sys
 import threading
@@ -18,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from deepsp.ranks.digest import device_of
-from deepsp.ranks.groups import Group, Member, member_of, objects_on_all_ranks, on_all_ranks
+from deepsp.ranks.agreement import first_difference
+from deepsp.ranks.groups import Group, Member, device_of, member_of, objects_on_all_ranks
 
 _local = threading.local()
 _MASK = (1 << 64) - 1
@@ -207,22 +206,17 @@ def around_forward(module: nn.Module) -> None:
     module.register_forward_hook(leave, always_call=True)
 
 
-def compare(saved: list[torch.Tensor], member: Member, device: torch.device) -> None:
+def compare(saved: list[torch.Tensor], member: Member) -> None:
     """All ranks make this call.
 
     Raises:
         ValueError: their default generators aren't in the same state.
     """
-    digest = hashlib.blake2b(digest_size=8)
-    for state in saved:
-        digest.update(state.cpu().numpy().tobytes())
-    mine = int.from_bytes(digest.digest(), "little") >> 2
-    every = [said[0] for said in on_all_ranks([mine], member, device)]
-    if len(set(every)) > 1:
-        other = next(r for r, value in enumerate(every) if value != every[0])
-        raise ValueError(
-            "expected the random number generators to be in the same state on every rank, but "
-            f"those of rank 0 and rank {other} differ. The model draws the same numbers on every "
-            "rank for replicated tensors, and seeds for sharded ones; call torch.manual_seed with "
-            "the same seed on every rank of the group before the first step"
+    found = first_difference([(str(n), state) for n, state in enumerate(saved)], member)
+    if found is not None:
+        raise found.error(
+            "the state of the random number generators",
+            "the model draws the same numbers on every rank for replicated tensors, and seeds for "
+            "sharded ones: call torch.manual_seed with the same seed on every rank of the group "
+            "before the first step",
         )

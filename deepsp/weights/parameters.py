@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from deepsp.ranks.agreement import compare, replicated_tensors
-from deepsp.ranks.digest import device_of, first_difference
-from deepsp.ranks.groups import Group, Member, member_of, objects_on_all_ranks
+from deepsp.ranks.agreement import first_difference
+from deepsp.ranks.groups import Group, Member, member_of
+from deepsp.weights.replicated import compare, replicated_tensors
 from deepsp.weights.shards import Shard, Shards
 
 
@@ -160,20 +160,13 @@ def _check(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> None:
 
 
 def _check_ranks_agree(member: Member, parameters) -> None:
-    if member[1] == 1:
-        return
-    mine = [f"{n}: {p.dtype} {list(p.shape)}, gathered in {d}" for n, p, d in parameters]
-    said = objects_on_all_ranks(mine, member, device_of(member))
-    for p, theirs in enumerate(said):
-        if theirs == said[0]:
-            continue
-        for n in range(max(len(theirs), len(said[0]))):
-            a, b = (x[n] if n < len(x) else "no more" for x in (said[0], theirs))
-            if a != b:
-                raise ValueError(
-                    f"module: expected the same parameters on all ranks, got parameter {n} as {a} "
-                    f"on rank 0, and as {b} on rank {p}"
-                )
+    mine = [(f"{n} ({p.dtype}, {list(p.shape)}, gathered in {d})", None) for n, p, d in parameters]
+    found = first_difference(mine, member)
+    if found is not None:
+        raise found.error(
+            f"the parameters, their shapes and dtypes ({found.name})",
+            "make the same model, and pass the same dtype, min_numel and skip, on all ranks",
+        )
 
 
 def sharded_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Shards, int]]:
@@ -226,15 +219,12 @@ def full_parameters(module: nn.Module) -> Iterator[None]:
         written = [(s, i, s.full.pop(i).detach()) for s, i in found]
         for member in members:
             mine = [(s.infos[i].name, x) for s, i, x in written if s.member == member]
-            differ = first_difference([("", torch.tensor(failed)), *mine], member)
+            differ = first_difference([("", failed), *mine], member)
             if differ is not None and not failed:
-                what, a, b = differ
-                raise ValueError(
-                    f"full_parameters: ranks {a} and {b} "
-                    + (f"have written different values to {what}" if what else "differ: one of ")
-                    + ("" if what else "them left by an exception")
-                    + ": every rank must write the same"
-                )
+                what = f"what full_parameters writes to {differ.name}"
+                if not differ.name:
+                    what = "the way out of full_parameters (one left by an exception)"
+                raise differ.error(what, "write the same on every rank")
         if not failed:
             for shards, index, full in written:
                 shards.take_rows(index, full)

@@ -40,7 +40,6 @@ from deepsp.schedule.flow.values import (
     internal,
     public,
     tensors_in,
-    to_the_device_of,
 )
 from deepsp.schedule.placement import REPLICATE, Placement, Shard
 
@@ -157,7 +156,7 @@ class Flow:
                     else:
                         buffer.detach_()
         if self.findings.streams:
-            randomness.compare(saved, self.member, to_the_device_of((args, kwargs)))
+            randomness.compare(saved, self.member)
         return self.findings
 
     def _finish(self, out) -> None:
