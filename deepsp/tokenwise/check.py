@@ -10,17 +10,17 @@ module that got what is each token's own, and returned what isn't.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from deepsp.attention.layer import SequenceParallelAttention
 from deepsp.attention.module import DistributedAttention
+from deepsp.tokenwise.probe import Probe, as_it_was, stand_in, tensors_in
 
 _LEAST = 4  # tokens of an example
 
@@ -50,167 +50,7 @@ def check(model: nn.Module, example: Tensor | Sequence[Any] | Mapping[str, Any])
             example has fewer than four tokens.
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile
-    _Check(model, *_arguments(example)).run()
-
-
-class Probe:
-    """A model on a batch of changed rows.
-
-    Args:
-        model: whose forward is run.
-        length: the number of tokens of a row.
-        places: the tokens that are changed: row ``1 + i`` has another token in ``places[i]``, row
-            ``1 + len(places) + i`` NaN.
-    """
-
-    def __init__(self, model: nn.Module, length: int, places: Sequence[int]):
-        self.model, self.length, self.places = model, length, tuple(places)
-        self.of = type(model).__name__
-        self.count = 1 + 2 * len(self.places)
-        self.dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-
-    def check_batch_norms(self) -> None:
-        """In evaluation, as the probes run, they work on each token alone."""
-        for name, m in self.model.named_modules():
-            alone = isinstance(m, SyncBatchNorm) or not isinstance(m, _BatchNorm)
-            if not alone and (m.training or m.running_mean is None):
-                raise ValueError(
-                    f"{name or 'forward'} ({type(m).__name__}) of {self.of} mixes tokens: in "
-                    "training it normalizes by the statistics of a batch, and a rank would take "
-                    "those of its own tokens; call its eval(), or use another norm"
-                )
-
-    def by_token(self, tensor: Tensor) -> Tensor | None:
-        """[rows, tokens, ...]; None if that isn't what it is of."""
-        shape, b, t = list(tensor.shape), self.count, self.length
-        if b in shape and t in shape and (b != t or shape.count(b) > 1):
-            rows = shape.index(b)
-            tokens = shape.index(t, rows + 1 if b == t else 0)
-            return tensor.movedim((rows, tokens), (0, 1)).reshape(b, t, -1)
-        if b * t in shape:
-            return tensor.movedim(shape.index(b * t), 0).reshape(b, t, -1)
-        return None
-
-    def mixed(self, rows: Tensor) -> bool:
-        """Whether other tokens than the one that was changed are others in a row than in the
-        first."""
-        rows = rows if rows.is_floating_point() else rows.double()
-        border = self.tolerance(rows[0])
-        for row, place in enumerate(self.places * 2, 1):
-            clean, changed = (torch.cat([x[:place], x[place + 1 :]]) for x in (rows[0], rows[row]))
-            if bool((changed.isnan() & ~clean.isnan()).any()):
-                return True
-            # Without NaN: what was chosen by comparing tokens, or follows from their ids.
-            if bool(((changed - clean).abs() > border).any()):
-                return True
-        return False
-
-    def tolerance(self, x: Tensor) -> float:
-        """What may be rounding, which differs with the sizes of products (of experts, say)."""
-        rough = any(torch.finfo(t).eps > 1e-6 for t in self.dtypes)
-        finite = x[x.isfinite()].abs()
-        most = finite.max().item() if finite.numel() else 0.0
-        return most * (0.1 if rough else 5e-3)
-
-    def who(self, call: Callable[[list], Any], output: str) -> str:
-        """Which module mixes tokens. ``call(hooks)`` runs the model, and removes the hooks."""
-        mixing: list[str] = []
-
-        def after(module, args, kwargs, result):
-            given = [rows for _, x in tensors_in((args, kwargs))
-                     if (rows := self.by_token(x)) is not None]  # fmt: skip
-            returned = [
-                rows for _, x in tensors_in(result) if (rows := self.by_token(x)) is not None
-            ]
-            if not mixing and not any(map(self.mixed, given)) and any(map(self.mixed, returned)):
-                mixing.append(f"{name_in(self.model, module)} ({type(module).__name__})")
-
-        call([m.register_forward_hook(after, with_kwargs=True) for m in self.model.modules()])
-        who = mixing[0] if mixing else "something"
-        return (
-            f"{who} of {self.of} mixes tokens, and isn't attention that goes through deepsp: a "
-            f"change of one token changes the {output} of others, which a rank with its own tokens "
-            "only can't compute; such layers aren't supported"
-        )
-
-    def pooled(self, name: str, tensor: Tensor) -> str:
-        return (
-            f"expected {name} of {self.of} to have shape [B, S, ...], each token's own, got "
-            f"{list(tensor.shape)}: a rank would compute it from its own tokens only; leave it "
-            "out, or compute it from hidden states yourself"
-        )
-
-    def not_run(self, error: Exception) -> str:
-        return (
-            f"{self._raising(error)} couldn't be run on {self.length} tokens to check that it "
-            f"works on each token alone: {type(error).__name__}: {error}"
-        )
-
-    def _raising(self, error: Exception) -> str:
-        """The innermost module in whose forward an error was raised."""
-        inner, trace = self.model, error.__traceback__
-        while trace is not None:
-            if isinstance(module := trace.tb_frame.f_locals.get("self"), nn.Module):
-                inner = module
-            trace = trace.tb_next
-        name = name_in(self.model, inner)
-        return self.of if inner is self.model else f"{name} ({type(inner).__name__}) of {self.of}"
-
-
-def stand_in(query: Tensor, key: Tensor, value: Tensor, heads: int) -> Tensor:
-    """In place of attention: on each token alone, it keeps all that the token's query, key and
-    value have. heads: their dimension."""
-    readers = query.size(heads) // key.size(heads)
-    key, value = (x.repeat_interleave(readers, heads) for x in (key, value))
-    return value + (query.mean(-1, keepdim=True) + key.mean(-1, keepdim=True))
-
-
-def tensors_in(value: Any, name: str = "output") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of what a module takes or returns, by name."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from tensors_in(inner, str(key))
-    elif isinstance(value, (tuple, list)):
-        for inner in value:
-            yield from tensors_in(inner, name)
-
-
-def name_in(model: nn.Module, module: nn.Module) -> str:
-    name = next((n for n, m in model.named_modules() if m is module), "")
-    return name or "forward"
-
-
-@contextlib.contextmanager
-def as_it_was(model: nn.Module) -> Iterator[None]:
-    """Evaluation without gradients; modes, random numbers, buffers and what modules remember in
-    numbers and tensors (the longest sequence, say) are as before then."""
-    modules = list(model.modules())
-    # Not by eval(), which some modules do more in.
-    modes = [m.training for m in modules]
-    buffers = [{n: (b, b._version, b.clone()) for n, b in m._buffers.items() if b is not None}
-               for m in modules]  # fmt: skip
-    remembered = [{n: v for n, v in vars(m).items()
-                   if isinstance(v, (bool, int, float, str, Tensor))} for m in modules]  # fmt: skip
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    try:
-        for m in modules:
-            m.training = False
-        with torch.no_grad(), torch.random.fork_rng(list(devices)):
-            yield
-    finally:
-        for m, mode, of_module, known in zip(modules, modes, buffers, remembered, strict=True):
-            for name, (buffer, version, content) in of_module.items():
-                if buffer._version != version:
-                    with torch.no_grad():
-                        buffer.copy_(content)
-                m._buffers[name] = buffer
-            vars(m).update(known)
-            m.training = mode
-
-
-# ---- a model of the user's own
+    _Check(model, *_arguments(example)).check()
 
 
 def _arguments(example) -> tuple[tuple, dict[str, Any]]:
@@ -257,7 +97,7 @@ class _Check(Probe):
             return 0 if x.size(0) == length else None
         return 1 if x.size(1) == length and x.size(0) in (1, batch) else None
 
-    def run(self) -> None:
+    def check(self) -> None:
         first = self.values[self.tokens][:1]
         rows = first.repeat(self.count, *[1] * (first.dim() - 1))
         for row, place in enumerate(self.places, 1):
@@ -266,7 +106,7 @@ class _Check(Probe):
                 rows[row, place] = first[0, others[-1, 0]]
         ids = rows.clone()
         if rows.is_floating_point():
-            self._poison(rows)
+            rows = self.poison(rows)
         values = [self._of_row(x) for x in self.values]
         values[self.tokens] = rows
         self.check_batch_norms()
@@ -276,10 +116,7 @@ class _Check(Probe):
             except Exception:  # NaN may be what it can't take
                 values[self.tokens], ids = ids, None
                 output = self._call(values, ids)
-            outputs = [(name, x, self.by_token(x)) for name, x in tensors_in(output)]
-            for name, _, of_tokens in outputs:
-                if of_tokens is not None and self.mixed(of_tokens):
-                    raise ValueError(self.who(lambda h: self._call(values, ids, h), name))
+            outputs = self.outputs(output, lambda hooks: self._call(values, ids, hooks))
             for name, x, of_tokens in outputs:
                 if of_tokens is None:
                     raise ValueError(
@@ -303,10 +140,7 @@ class _Check(Probe):
         for name, then, now in zip(names, full, tail, strict=True):
             if now is None or now.shape[2:] != then.shape[2:]:
                 continue
-            then = then[0, begin:].double()
-            off = (now[0].double() - then).abs() > self.tolerance(then)
-            # Of most tokens: a few may have been sent to other experts, by rounding.
-            if off.any(-1).double().mean() > 0.5:
+            if self.mostly_differ(then[0, begin:], now[0]):
                 raise ValueError(
                     f"{self.of} returns another {name} for some of the tokens alone than for all "
                     "of them: it makes positions itself (torch.arange(S), say), which begin at 0 "
@@ -324,38 +158,22 @@ class _Check(Probe):
             return x
         return x[:1].repeat(self.count, *[1] * (x.dim() - 1))
 
-    def _poison(self, x: Tensor) -> None:
-        for row, place in enumerate(self.places, 1 + len(self.places)):
-            x[row, place] = torch.nan
-
     def _call(self, values: list, ids: Tensor | None, hooks: Sequence = ()) -> Any:
         """ids: embeddings of these are poisoned."""
-
-        def poison(module, args, output):
-            if args and isinstance(args[0], Tensor) and torch.equal(args[0], ids):
-                output = output.clone()
-                self._poison(output)
-                return output
-
-        handles = list(hooks)
-        if ids is not None and not ids.is_floating_point():
-            handles += [
-                m.register_forward_hook(poison, prepend=True)
-                for m in self.model.modules()
-                if isinstance(m, nn.Embedding)
-            ]
         args = [x for n, x in zip(self.names, values, strict=True) if isinstance(n, int)]
         kwargs = {n: x for n, x in zip(self.names, values, strict=True) if isinstance(n, str)}
-        try:
-            with torch.compiler.set_stance("force_eager"):
-                return self.model(*args, **kwargs)
-        except ValueError:
-            raise
-        except Exception as error:
-            raise ValueError(self.not_run(error)) from error
-        finally:
-            for handle in handles:
-                handle.remove()
+        embeddings = [m for m in self.model.modules() if isinstance(m, nn.Embedding)]
+        if ids is None or ids.is_floating_point():
+            embeddings = []
+        with torch.compiler.set_stance("force_eager"):
+            return self.run(
+                lambda: self.model(*args, **kwargs),
+                hooks,
+                embeddings,
+                lambda args, _: (
+                    bool(args) and isinstance(args[0], Tensor) and torch.equal(args[0], ids)
+                ),
+            )
 
 
 _KINDS = (DistributedAttention, SequenceParallelAttention)
