@@ -29,8 +29,7 @@ class Patch:
     library: the module whose import it waits for; until then ``sys.meta_path`` has an entry.
     changes: what it replaces or adds to.
     reason: what for, and for whom it makes a difference.
-    home: the module whose ``install()`` makes it and whose ``uninstall()`` undoes it; imported no
-        earlier than ``library``.
+    home: the module whose functions make it and undo it, imported no earlier than ``library``.
     on_call: it waits for a call of the user's, not for an import.
     """
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
 from deepsp.schedule.placement import PARTIAL, REPLICATE, Partial, Placement, Replicate, Shard
@@ -176,7 +175,3 @@ def tensors_in(x) -> Iterator[Tensor]:
 
 def differentiable(x: Tensor) -> bool:
     return x.dtype.is_floating_point or x.dtype.is_complex
-
-
-def to_the_device_of(x) -> torch.device:
-    return next((t.device for t in tensors_in(x)), torch.device("cpu"))
