@@ -51,10 +51,10 @@ def pick(
     ranks: the same on every rank. Every rank must call it alike.
 
     Args:
-        key: what the count depends on.
+        key: what the count depends on; a key is measured once.
         run: attention, called with a count and tensors like ``inputs``.
-        inputs: those of the call that is waiting.
-        parameters: what has gradients besides.
+        inputs: the tensors of the call that needs a count.
+        parameters: those whose gradients backward computes, too.
         member: the group.
         num_heads: the number of query heads.
         query_parts: as ops take it.

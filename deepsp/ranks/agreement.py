@@ -87,12 +87,13 @@ class Difference(NamedTuple):
     """Where ranks of a group differ first; the same on every rank."""
 
     name: str
-    """Of the first thing in which they do, as the lower rank calls it, if it has that."""
+    """The first item that differs, as ``rank`` names it (``other``, if ``rank`` has no such item)."""
     rank: int
     other: int
 
     def error(self, what: str, advice: str) -> ValueError:
-        """To raise. ``what`` should be the same; ``advice``: what to do, in a sentence's middle."""
+        """The error to raise: ``what`` should be the same. ``advice`` says what to do, and follows a
+        semicolon."""
         return ValueError(
             f"expected {what} to be the same on every rank of the group, got different values on "
             f"ranks {self.rank} and {self.other}; {advice}"

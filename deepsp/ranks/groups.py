@@ -28,7 +28,7 @@ Function = TypeVar("Function", bound=Callable)
 
 
 def constant(function: Function) -> Function:
-    """``torch.compiler.assume_constant_result``, which would import Dynamo now."""
+    """Marks a function as ``torch.compiler.assume_constant_result`` does, which imports Dynamo."""
     function._dynamo_marked_constant = True
     return function
 

@@ -65,7 +65,7 @@ class Probe:
         return bool(differ(then, now, self.dtypes).any(feature_dims).double().mean() > 0.5)
 
     def poison(self, x: Tensor) -> Tensor:
-        """A batch with NaN in the rows that are to have it."""
+        """A copy of a batch, with NaN for the changed tokens in its last rows."""
         x = x.clone()
         for row, place in enumerate(self.places, 1 + len(self.places)):
             x[row, place] = torch.nan
@@ -78,8 +78,8 @@ class Probe:
         embeddings: Sequence[nn.Module] = (),
         is_batch: Callable[[tuple, Any], bool] = lambda args, output: True,
     ) -> Any:
-        """What ``call`` returns, with NaN in what ``embeddings`` make of a batch, as ``is_batch``
-        knows it by their arguments and output. Removes the hooks."""
+        """Runs ``call`` and returns its result. Meanwhile the outputs of ``embeddings`` get NaN for
+        the changed tokens, where ``is_batch(arguments, output)`` is true. Removes all hooks."""
 
         def poison(module, args, output):
             return self.poison(output) if is_batch(args, output) else None
