@@ -87,7 +87,7 @@ class Difference(NamedTuple):
     """Where ranks of a group differ first; the same on every rank."""
 
     name: str
-    """The first item that differs, as ``rank`` names it (``other``, if ``rank`` has no such item)."""
+    """The first item that differs, as ``rank`` names it, or ``other`` if ``rank`` has no more."""
     rank: int
     other: int
 

@@ -28,7 +28,7 @@ Function = TypeVar("Function", bound=Callable)
 
 
 def constant(function: Function) -> Function:
-    """Marks a function as ``torch.compiler.assume_constant_result`` does, which imports Dynamo."""
+    """As ``torch.compiler.assume_constant_result`` marks a function, without importing Dynamo."""
     function._dynamo_marked_constant = True
     return function
 
