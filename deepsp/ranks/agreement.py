@@ -92,8 +92,7 @@ class Difference(NamedTuple):
     other: int
 
     def error(self, what: str, advice: str) -> ValueError:
-        """The error to raise: ``what`` should be the same. ``advice`` says what to do, and follows a
-        semicolon."""
+        """The error to raise: ``what`` should be the same; ``advice`` says what to do."""
         return ValueError(
             f"expected {what} to be the same on every rank of the group, got different values on "
             f"ranks {self.rank} and {self.other}; {advice}"
