@@ -273,7 +273,8 @@ def _different(what):
     inputs["ids"] = batch(13)["ids"]
     compiled = torch.compile(model, options={"inner": "aot_eager"}, **BACKEND)
     with pytest.raises(
-        Exception, match=rf"expected .*{what}.* to be Replicate.*ranks . and . of the group"
+        Exception,
+        match=rf"expected .*{what}.* to be the same on every rank of the group.* ranks . and .;",
     ):
         compiled(**deepsp.prepare_inputs(inputs))
 
