@@ -183,7 +183,7 @@ def _drops():
     model.drop.p = 0.5
     for _ in range(3):
         whole, both = model(ones)
-        every = deepsp.all_gather(whole[None], 0, grad="replicated")
+        every = deepsp.collectives.all_gather(whole[None], 0, grad="replicated")
         assert (every == whole).all()
         first, second = (both / (2 * whole)).nan_to_num().chunk(2, 1)
         kept = (whole.chunk(2, 1)[0] > 0) & (whole.chunk(2, 1)[1] > 0)

@@ -81,10 +81,7 @@ def expand(op: Op) -> list[Row]:
     """Sizes among the arguments are those of each rank's result."""
     x, like = op["self"], op["other"]
     shape = op.shape(x)
-    if like is not None:
-        size = op.shape(like)
-    else:
-        size = op["size"]
+    size = op["size"] if like is None else op.shape(like)
     behind = len(size) - len(shape)
     rows = []
     for d in range(len(size)):
@@ -136,7 +133,7 @@ def triangle(op: Op) -> list[Row]:
 
 @rule("diagonal", "it reads positions along the sharded dimension")
 def diagonal(op: Op) -> list[Row]:
-    return moved(op, dims.without(_ndim(op), [op["dim1"], op["dim2"]]) + [None])
+    return moved(op, [*dims.without(_ndim(op), [op["dim1"], op["dim2"]]), None])
 
 
 @rule("repeat", "the sharded dimension is repeated")

@@ -12,7 +12,8 @@ from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepsp import placement, randomness
+from deepsp import placement
+from deepsp.ranks import randomness
 from deepsp.schedule.flow import drawing, exchanges, lengths, pieces, reshapes, writes
 from deepsp.schedule.flow.rows import places_of
 from deepsp.schedule.flow.values import (

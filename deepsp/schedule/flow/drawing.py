@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from deepsp import randomness
+from deepsp.ranks import randomness
 from deepsp.schedule.flow.values import Call
 
 _DROPOUTS = {

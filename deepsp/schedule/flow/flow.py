@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from deepsp import randomness
-from deepsp.groups import Member
+from deepsp.ranks import randomness
+from deepsp.ranks.groups import Member
 from deepsp.schedule.flow import backward, calls, drawing, writes
 from deepsp.schedule.flow.alike import Alike
 from deepsp.schedule.flow.arguments import copied
@@ -32,7 +32,6 @@ from deepsp.schedule.flow.values import (
     internal,
     public,
     tensors_in,
-    to_the_device_of,
 )
 from deepsp.schedule.placement import REPLICATE, Placement, Shard
 
@@ -148,7 +147,7 @@ class Flow:
                     else:
                         buffer.detach_()
         if self.findings.streams:
-            randomness.compare(saved, self.member, to_the_device_of((args, kwargs)))
+            randomness.compare(saved, self.member)
         return self.findings
 
     def _finish(self, out) -> None:

@@ -206,7 +206,3 @@ def tensors_in(x) -> Iterator[Tensor]:
 
 def differentiable(x: Tensor) -> bool:
     return x.dtype.is_floating_point or x.dtype.is_complex
-
-
-def to_the_device_of(x) -> torch.device:
-    return next((t.device for t in tensors_in(x)), torch.device("cpu"))

@@ -7,7 +7,7 @@ import operator
 import torch
 from torch import fx
 
-from deepsp import parts
+from deepsp.attention import parts
 from deepsp.compile.sharding.rules import OUTERMOST, Call, by_rows, rule
 from deepsp.compile.sharding.rules.indexing import log_softmax
 from deepsp.compile.sharding.tokens import Tokens, same

@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo import external_utils
-from torch.nn.attention.flex_attention import flex_attention
 from torch.overrides import TorchFunctionMode
 
-from deepsp import parts
-from deepsp.groups import Member
-from deepsp.randomness import sharded_randomness
+from deepsp.attention import parts
+from deepsp.ranks.groups import Member
+from deepsp.ranks.randomness import sharded_randomness
 
 INDICES = ("head_indices", "query_indices")
 """What a local attention may ask for, by declaring it."""
@@ -56,6 +55,8 @@ def heads_before_tokens(function: Callable | None) -> str | None:
         if isinstance(function, functools.partial):
             function = function.func
         elif (inner := getattr(function, "_torchdynamo_orig_callable", None)) is not None:
+            from torch._dynamo import external_utils  # imported already here, unlike elsewhere
+
             # Dynamo wraps what has no Python code, such as a partial.
             wraps = getattr(inner, "__globals__", None) is vars(external_utils)
             function = inner.__wrapped__ if wraps else inner
@@ -66,11 +67,11 @@ def heads_before_tokens(function: Callable | None) -> str | None:
         (F.scaled_dot_product_attention, "scaled_dot_product_attention"),
         (op, "scaled_dot_product_attention"),
         (op.default, "scaled_dot_product_attention"),
-        (flex_attention, "flex_attention"),
     ):
         if function is known:
             return name
-    return None
+    flex = sys.modules.get("torch.nn.attention.flex_attention")
+    return "flex_attention" if flex is not None and function is flex.flex_attention else None
 
 
 def check_function(function: Callable | None, layout: str, advice: str) -> None:
@@ -203,8 +204,10 @@ def attend(
     kwargs: dict,
     watch: Watch,
     layout: str = "bshd",
+    head_dim: int | None = None,
 ) -> Tensor:
-    """The local attention of some heads: q, k and v and what it returns [B, S, h, D].
+    """The local attention of some heads: q, k and v and what it returns [B, S, h, D]. ``head_dim``:
+    D of what it returns; None: any.
 
     Raises:
         ValueError: it returned no tensor (or tuple that begins with one), or one of another shape.
@@ -221,9 +224,72 @@ def attend(
             f"expected local_attention to return a tensor of shape {tuple(seen[:3])} and a head "
             f"dimension, got {type(out).__name__}"
         )
-    if out.dim() != 4 or list(out.shape[:3]) != seen[:3]:
+    wrong = out.dim() != 4 or list(out.shape[:3]) != seen[:3]
+    if wrong or (head_dim is not None and out.size(3) != head_dim):
+        expected = (
+            f"{tuple(seen[:3])} and a head dimension"
+            if head_dim is None
+            else f"{(*seen[:3], head_dim)}"
+        )
         raise ValueError(
-            f"expected local_attention to return shape {tuple(seen[:3])} and a head dimension, got "
-            f"{tuple(out.shape)}"
+            f"expected local_attention to return shape {expected}, got {tuple(out.shape)}"
         )
     return out.permute(order)
+
+
+def drops(attn_mask=None, dropout_p=0.0, *_, **__) -> bool:
+    """Whether ``scaled_dot_product_attention`` with these arguments drops weights."""
+    return dropout_p > 0
+
+
+def sdpa(
+    q,
+    k,
+    v,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    *,
+    where: tuple,
+    **pattern,
+) -> Tensor:
+    """Attention of a cell without a local attention, q, k and v [B, S, h, D]. ``where``: the number
+    of query heads, and the cell as ops take it."""
+    sharded = torch.compiler.is_compiling()
+    return torch.ops.deepsp._attention_of_cell(
+        q,
+        k,
+        v,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        *where,
+        sharded_randomness=sharded,
+        **_given(pattern),
+    )
+
+
+def check_sdpa(
+    x,
+    tokens,
+    num_heads,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    **pattern,
+) -> None:
+    """Raises for arguments of ``scaled_dot_product_attention`` that don't fit, before anything is
+    sent."""
+    dtype = x.dtype
+    if attn_mask is not None and autocasts(x.device):
+        dtype = attn_mask.dtype  # it will be cast
+    torch.ops.deepsp._check_attention(
+        attn_mask, dropout_p, is_causal, dtype, x.size(0), num_heads, tokens, **_given(pattern)
+    )
+
+
+def _given(pattern: dict) -> dict:
+    return {name: value for name, value in pattern.items() if value is not None}

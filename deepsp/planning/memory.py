@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from deepsp.fake_step import peaks_of_step
+from deepsp.planning.fake_step import peaks_of_step
 
 PARTS = ("parameters", "gradients", "optimizer states", "activations", "logits", "exchange buffers")
 LEVERS = ("without_logits", "sharded", "tiled", "checkpoint", "offload")

@@ -8,12 +8,14 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from deepsp import chunks as auto_chunks
-from deepsp import local, parts, rope
-from deepsp.documents import ranges_of
-from deepsp.groups import Group, compare_calls, member_of
-from deepsp.partitioned import check_linear_here
-from deepsp.projections import biases, check_linear, head_sizes, is_wide
+from deepsp.attention import chunks as auto_chunks
+from deepsp.attention import function as local
+from deepsp.attention import parts, rope
+from deepsp.attention.documents import ranges_of
+from deepsp.attention.projections import biases, check_linear, head_sizes, is_wide
+from deepsp.ranks.groups import Group, compare_calls, member_of
+from deepsp.ranks.lengths import lens_or_equal
+from deepsp.weights.partitioned import check_linear_here
 
 _NAMES = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -201,16 +203,7 @@ class SequenceParallelAttention(nn.Module):
         self.member = member_of(group)
         self.num_heads = num_heads
         self.head_dim, self.num_kv_heads, self.v_head_dim = head_sizes(projections, num_heads)
-        if rope_theta is not None and self.head_dim % 2 != 0:
-            raise ValueError(
-                f"expected head_dim to be even for a rotary embedding, got {self.head_dim}"
-            )
-        if rope_theta is not None and rotary is not None:
-            raise ValueError(
-                f"expected rope_theta or rotary, got both (rope_theta is {rope_theta})"
-            )
-        if rotary is not None and not callable(rotary):
-            rope.check_pair(rotary)
+        rope.check(rope_theta, rotary, self.head_dim)
         local.check_function(
             local_attention,
             "bshd",
@@ -300,7 +293,7 @@ class SequenceParallelAttention(nn.Module):
             if not torch.compiler.is_compiling():
                 called = not self.overlap or (any(self._wide) and name != "o_proj")
                 check_linear_here(name, linear, called)
-        lens = parts.lens_or_equal(seq_lens, x.size(1), self.member[1])
+        lens = lens_or_equal(seq_lens, x.size(1), self.member[1])
         if self.local_attention is None:
             local.check_sdpa_arguments(
                 args, kwargs, ("attn_mask", "dropout_p", "is_causal", "scale")
@@ -308,15 +301,24 @@ class SequenceParallelAttention(nn.Module):
             if kwargs.get("documents") is not None:
                 found = ranges_of(kwargs["documents"], x.size(0), sum(lens))
                 kwargs = {**kwargs, "documents": found}
-            _check_sdpa(x, sum(lens), self.num_heads, *args, **kwargs)
+            local.check_sdpa(x, sum(lens), self.num_heads, *args, **kwargs)
         local.check_kwargs(self._indices, kwargs)
-        turn = self._angles(x, lens, position_ids, rotary)
+        turn = rope.angles_of(
+            x,
+            sum(lens),
+            position_ids,
+            self._rotary[0] if rotary is None else rotary,
+            theta=self.rope_theta,
+            head_dim=self.head_dim,
+            interleaved=self.rope_interleaved,
+            look=not self._compared and not torch.compiler.is_compiling(),
+        )
         if not self._compared and not torch.compiler.is_compiling():
             self._compare(x, lens)
         count = self.chunks if self.overlap else 1
         if count == "auto":
             count = self._pick_chunks(x, lens, turn, args, kwargs)
-        draws = self.local_attention is not None or _drops(*args, **kwargs)
+        draws = self.local_attention is not None or local.drops(*args, **kwargs)
         with local.randomness_of(self.member, x.device) if draws else nullcontext():
             return self._run(x, lens, turn, count, args, kwargs)
 
@@ -374,43 +376,6 @@ class SequenceParallelAttention(nn.Module):
             v.unflatten(-1, (self.num_kv_heads, self.v_head_dim)),
         ]
 
-    def _angles(self, x, lens, position_ids, rotary) -> tuple | None:
-        if rotary is not None and self.rope_theta is not None:
-            raise ValueError(
-                f"expected rotary or the layer's rope_theta, got both (rope_theta is "
-                f"{self.rope_theta})"
-            )
-        rotary = self._rotary[0] if rotary is None else rotary
-        used = self.rope_theta is not None or callable(rotary)
-        if not used and position_ids is not None:
-            raise ValueError(
-                "expected no position_ids, which nothing uses: "
-                + ("rope_theta is None" if rotary is None else "rotary is (cos, sin)")
-            )
-        total = sum(lens)
-        if used and position_ids is None:
-            position_ids = torch.arange(total, device=x.device)
-        elif used and (
-            position_ids.dim() not in (1, 2)
-            or position_ids.size(-1) != total
-            or (position_ids.dim() == 2 and position_ids.size(0) not in (1, x.size(0)))
-        ):
-            raise ValueError(
-                f"expected position_ids of the full sequence, [{total}] or [batch, {total}], got "
-                f"shape {tuple(position_ids.shape)}; deepsp.unshard(position_ids, 1) gathers the "
-                "local ones"
-            )
-        if self.rope_theta is not None:
-            return rope.angles(position_ids, self.head_dim, self.rope_theta, x.dtype)
-        if callable(rotary):
-            rotary = rotary(x, position_ids if position_ids.dim() == 2 else position_ids[None])
-        if rotary is None:
-            return None
-        first = not self._compared and not torch.compiler.is_compiling()
-        return rope.of_pair(
-            rotary, x.size(0), total, self.head_dim, self.rope_interleaved, look=first
-        )
-
     def _turned(self, x: Tensor, which: int, turn, tokens) -> Tensor:
         """Norm and rotary embedding of heads of q or k (0 or 1), in ranges of tokens; v stays as it
         is, and so does a tensor without heads."""
@@ -431,18 +396,12 @@ class SequenceParallelAttention(nn.Module):
     def _attend(self, part: parts.Part, args, kwargs) -> Tensor:
         qkv = (part.q, part.k, part.v)
         if self.local_attention is None:
-            return _sdpa(*qkv, *args, **kwargs, where=(self.num_heads, *part.where))
+            return local.sdpa(*qkv, *args, **kwargs, where=(self.num_heads, *part.where))
         given = local.indices(self._indices, part.q, part.cell)
-        out = local.attend(self.local_attention, qkv, args, kwargs | given, self._watch)
-        return self._checked(out, part.q)
-
-    def _checked(self, out: Tensor, q: Tensor) -> Tensor:
-        if out.size(3) != self.v_head_dim:
-            raise ValueError(
-                f"expected local_attention to return shape {(*q.shape[:3], self.v_head_dim)}, got "
-                f"{tuple(out.shape)}"
-            )
-        return out
+        return local.attend(
+            *(self.local_attention, qkv, args, kwargs | given, self._watch),
+            head_dim=self.v_head_dim,
+        )
 
     def _compare(self, x: Tensor, lens: list[int]) -> None:
         trains = torch.is_grad_enabled()
@@ -467,78 +426,22 @@ class SequenceParallelAttention(nn.Module):
     def _pick_chunks(self, x, lens, turn, args, kwargs) -> int:
         if torch.compiler.is_compiling():
             return auto_chunks.picked_before(self.picked)
-        _, size, name = self.member
+        _, _, name = self.member
         trains = torch.is_grad_enabled()
         autocast = local.autocasts(x.device)
         key = (
             name, self.num_heads, self.num_kv_heads, self.head_dim, self.v_head_dim,
             tuple(lens), x.size(0), x.size(2), x.dtype, x.device, trains, autocast,
         )  # fmt: skip
-        most = torch.ops.deepsp._chunks_in_force(self.num_heads, size, self.num_heads, self._parts)
         used = [p for m in self._used() if m is not None for p in m.parameters()]
         parameters = [p for p in used if p.requires_grad] if trains else []
 
-        def run(chunks: int) -> None:
-            mine = x.detach().requires_grad_(trains)
-            # Hooks of our own, lest a checkpoint around us counts what is saved here.
-            with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-                y = self._run(mine, lens, turn, chunks, args, kwargs)
-            if trains:
-                torch.autograd.grad(y, [mine, *parameters], torch.ones_like(y), allow_unused=True)
-
-        self.picked = auto_chunks.pick(key, most, run, self.member, x.device)
+        self.picked = auto_chunks.pick(
+            key,
+            lambda chunks, inputs: self._run(*inputs, lens, turn, chunks, args, kwargs),
+            *([x], parameters, self.member),
+            num_heads=self.num_heads,
+            query_parts=self._parts,
+            trains=trains,
+        )
         return self.picked
-
-
-def _drops(attn_mask=None, dropout_p=0.0, *_, **__) -> bool:
-    return dropout_p > 0
-
-
-def _sdpa(
-    q,
-    k,
-    v,
-    attn_mask=None,
-    dropout_p=0.0,
-    is_causal=False,
-    scale=None,
-    *,
-    where: tuple,
-    **pattern,
-) -> Tensor:
-    sharded = torch.compiler.is_compiling()
-    return torch.ops.deepsp._attention_of_cell(
-        q,
-        k,
-        v,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale,
-        *where,
-        sharded_randomness=sharded,
-        **_given(pattern),
-    )
-
-
-def _check_sdpa(
-    x,
-    tokens,
-    num_heads,
-    attn_mask=None,
-    dropout_p=0.0,
-    is_causal=False,
-    scale=None,
-    **pattern,
-) -> None:
-    """Raises before anything is sent."""
-    dtype = x.dtype
-    if attn_mask is not None and local.autocasts(x.device):
-        dtype = attn_mask.dtype  # it will be cast
-    torch.ops.deepsp._check_attention(
-        attn_mask, dropout_p, is_causal, dtype, x.size(0), num_heads, tokens, **_given(pattern)
-    )
-
-
-def _given(pattern: dict) -> dict:
-    return {name: value for name, value in pattern.items() if value is not None}

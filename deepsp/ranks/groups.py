@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
-from typing import Any
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,16 @@ Member = tuple[int, int, str]
 2.11 can't unpack a named one that is a constant."""
 
 
-@torch.compiler.assume_constant_result
+Function = TypeVar("Function", bound=Callable)
+
+
+def constant(function: Function) -> Function:
+    """As ``torch.compiler.assume_constant_result`` marks a function, without importing Dynamo."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+@constant
 def member_of(group: Group | Member) -> Member:
     """This process's place in ``group``.
 
@@ -58,6 +68,13 @@ def member_of(group: Group | Member) -> Member:
     if rank < 0:
         raise ValueError(_outside())
     return rank, dist.get_world_size(group), group.group_name
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Whether ``tensor`` is a DTensor. Importing that class takes a second, so it isn't imported:
+    without it there are no DTensors."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def _flattened(mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -129,3 +146,10 @@ def on_all_ranks(values: Sequence[int], group: Group, device: torch.device) -> l
     said = torch.zeros(size, len(values), dtype=torch.int64, device=device)
     said[rank] = torch.tensor(values, device=device)
     return torch.ops.deepsp.all_reduce(said, "replicated", rank, size, name).tolist()
+
+
+def device_of(group: Group = None) -> torch.device:
+    """The device on which a group exchanges what lies on none: the CPU, unless its backend takes
+    only tensors of an accelerator."""
+    process_group = dist.distributed_c10d._resolve_process_group(member_of(group)[2])
+    return torch.device(dist.distributed_c10d._get_object_coll_device(process_group))

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from deepsp.groups import Group, member_of
+from deepsp.ranks.groups import Group, member_of
 
 Use = Literal["auto", "mapped", "messages"]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,76 @@ def angles(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -
     return turned.cos(), turned.sin()
 
 
-def check_pair(pair) -> None:
+def angles_of(
+    x: Tensor,
+    total: int,
+    position_ids: Tensor | None,
+    rotary: Callable | tuple[Tensor, Tensor] | None,
+    *,
+    theta: float | None,
+    head_dim: int,
+    interleaved: bool,
+    look: bool,
+) -> tuple[Tensor, Tensor] | None:
+    """Cosine and sine for the ``total`` tokens of the full sequence, as :func:`angles` has them;
+    None: there is no rotary embedding.
+
+    Args:
+        x: the layer's input.
+        total: the number of tokens of the full sequence.
+        position_ids: [S] or [1 or B, S]; None: 0, 1, 2, ...
+        rotary: what the layer or its caller was given.
+        theta: the layer's ``rope_theta``; with it there is no ``rotary``.
+        head_dim: the number of channels of a head.
+        interleaved: as in :func:`rotate`.
+        look: as in :func:`of_pair`.
+
+    Raises:
+        ValueError: arguments that don't fit each other or the sequence.
+    """
+    _check_one(theta, rotary)
+    used = theta is not None or callable(rotary)
+    if not used and position_ids is not None:
+        raise ValueError(
+            "expected no position_ids, which nothing uses: "
+            + ("rope_theta is None" if rotary is None else "rotary is (cos, sin)")
+        )
+    if used and position_ids is None:
+        position_ids = torch.arange(total, device=x.device)
+    elif used and (
+        position_ids.dim() not in (1, 2)
+        or position_ids.size(-1) != total
+        or (position_ids.dim() == 2 and position_ids.size(0) not in (1, x.size(0)))
+    ):
+        raise ValueError(
+            f"expected position_ids of the full sequence, [{total}] or [batch, {total}], got "
+            f"shape {tuple(position_ids.shape)}; deepsp.unshard(position_ids, 1) gathers the "
+            "local ones"
+        )
+    if theta is not None:
+        return angles(position_ids, head_dim, theta, x.dtype)
+    if callable(rotary):
+        rotary = rotary(x, position_ids if position_ids.dim() == 2 else position_ids[None])
+    if rotary is None:
+        return None
+    return of_pair(rotary, x.size(0), total, head_dim, interleaved, look)
+
+
+def check(theta: float | None, rotary: Callable | tuple | None, head_dim: int) -> None:
+    """Raises ValueError for arguments of a layer that don't fit each other."""
+    if theta is not None and head_dim % 2 != 0:
+        raise ValueError(f"expected head_dim to be even for a rotary embedding, got {head_dim}")
+    _check_one(theta, rotary)
+    if rotary is not None and not callable(rotary):
+        _check_pair(rotary)
+
+
+def _check_one(theta: float | None, rotary: Callable | tuple | None) -> None:
+    if theta is not None and rotary is not None:
+        raise ValueError(f"expected rope_theta or rotary, got both (rope_theta is {theta})")
+
+
+def _check_pair(pair) -> None:
     """Raises ValueError unless it is (cos, sin)."""
     if (
         not isinstance(pair, (tuple, list))
@@ -42,7 +113,7 @@ def of_pair(
     Raises:
         ValueError: other shapes, or what is there twice differs.
     """
-    check_pair(pair)
+    _check_pair(pair)
     halves = []
     for name, x in zip(("cos", "sin"), pair, strict=True):
         shape = list(x.shape)

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp._flat_param import FlatParameter
-from torch.distributed.tensor import DTensor
 
-from deepsp.partitioned import is_partitioned
+from deepsp.ranks.groups import is_dtensor
+from deepsp.weights.partitioned import is_partitioned
 from deepsp.weights.shard_gradient import is_built, shard_member
 
 SIZE = 4
@@ -97,7 +96,13 @@ def is_averaged(parameter: Tensor, group: str) -> bool:
 
 
 def _is_whole(weight: Tensor) -> bool:
-    sharded = isinstance(weight, (DTensor, FlatParameter)) or is_partitioned(weight)
-    if sharded or is_built(weight) or shard_member(weight) is not None or weight.is_meta:
+    sharded = is_dtensor(weight) or getattr(weight, "_is_flat_param", False)  # FSDP2's and FSDP1's
+    if (
+        sharded
+        or is_partitioned(weight)
+        or is_built(weight)
+        or shard_member(weight) is not None
+        or weight.is_meta
+    ):
         return False
     return weight.untyped_storage().size() > 0  # FSDP frees what it has gathered

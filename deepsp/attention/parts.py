@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from deepsp.groups import Group, Member, member_of
+from deepsp.ranks.groups import Group, Member, constant, member_of
+from deepsp.ranks.lengths import lens_or_equal
 
 ORDERS = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}
 """By layout: where batch, sequence, heads and head_dim stand. Each order is its own inverse."""
@@ -31,24 +32,6 @@ def check_four(x: Tensor, name: str, layout: str) -> None:
     if x.dim() != 4:
         dims = ", ".join(_NAMES[d] for d in layout)
         raise ValueError(f"expected {name} to have 4 dimensions [{dims}], got {x.dim()}")
-
-
-def seq_lens(total: int, group: Group = None) -> list[int]:
-    """Splits ``total`` tokens over the ranks of ``group`` like ``torch.tensor_split``: the first
-    ``total % P`` of P ranks get one more.
-
-    Args:
-        total: the number of tokens of the full sequence.
-        group: the sequence group.
-
-    Returns:
-        The number of tokens of each rank, by rank: a list of P ints.
-
-    Raises:
-        ValueError: ``total`` is negative, or this process isn't in the group.
-    """
-    _, size, _ = member_of(group)
-    return list(torch.ops.deepsp.token_split(total, size))
 
 
 def local_heads(
@@ -80,23 +63,7 @@ def local_heads(
     return range(q_begin, q_end), range(kv_begin, kv_end)
 
 
-def lens_or_equal(lens, length, size: int) -> list[int]:
-    """``lens``; where it is None, the same ``length`` on each of ``size`` ranks."""
-    if lens is None:
-        return [length] * size
-    if any(not isinstance(n, (int, torch.SymInt)) for n in lens):
-        raise ValueError(
-            f"expected seq_lens to be ints, such as {[int(n) for n in lens]}, got {lens}"
-        )
-    if len(lens) != size:
-        raise ValueError(
-            f"expected seq_lens to have one entry for each of the {size} ranks of the group, got "
-            f"{len(lens)}"
-        )
-    return list(lens)
-
-
-@torch.compiler.assume_constant_result
+@constant
 def validate(query_parts: int | str, group: Group | Member) -> int | str:
     """``query_parts`` over ``group``: where that is a mesh of two dimensions, as many as it has
     rows.

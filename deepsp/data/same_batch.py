@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepsp.digest import difference, digests, number_of
-from deepsp.groups import Group, Member, member_of
+from deepsp.ranks.agreement import difference, digests, number_of
+from deepsp.ranks.groups import Group, Member, member_of
 
 ADVICE = (
-    "DistributedSampler, accelerate.prepare(loader) and Trainer give each process its own samples; "
-    "put deepsp.SequenceLoader around such a loader, or use DistributedSampler(data, "
+    "put deepsp.SequenceLoader around a loader that gives each process its own samples, as "
+    "DistributedSampler, accelerate and Trainer make it, or use DistributedSampler(data, "
     "num_replicas=<number of groups>, rank=<index of this rank's group>), or no sampler if all "
     "processes form one group. Random numbers of samplers, data sets and collators need the same "
     "seed on all ranks of a group"
@@ -106,8 +106,4 @@ def _compare(batches: _Batches, member: Member) -> None:
     said, batches.digests = batches.digests, []
     found = difference(said, member)
     if found is not None:
-        name, one, other = found
-        raise ValueError(
-            f"expected {name} to be the same full tensor on every rank of the group, but {name} of "
-            f"rank {other} is not that of rank {one}. {batches.advice}"
-        )
+        raise found.error(f"{found.name}, a full tensor,", batches.advice)

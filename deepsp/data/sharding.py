@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepsp.documents import as_positions
-from deepsp.groups import Group, member_of, on_all_ranks
-from deepsp.parts import lens_or_equal
-from deepsp.parts import seq_lens as lens_of
-from deepsp.same_batch import ADVICE, compare_batches
+from deepsp.attention.documents import as_positions
+from deepsp.data.same_batch import ADVICE, compare_batches
+from deepsp.ranks.groups import Group, member_of, on_all_ranks
+from deepsp.ranks.lengths import lens_or_equal
+from deepsp.ranks.lengths import seq_lens as lens_of
 
 _handed_out: list[weakref.ref | Tensor] = []
 """The tokens that :func:`shard_batch` returned last, so that a model that isn't made for one rank's

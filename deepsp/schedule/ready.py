@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from deepsp.groups import Group
+from deepsp.ranks.groups import Group
 from deepsp.schedule import Schedule, create_schedule
 
 

@@ -1,18 +1,22 @@
-"""What tensors hold, in a number: to compare across ranks what all of them must hold alike."""
+"""Whether all ranks of a group hold the same: tensors, compared by a number each, and other values.
+
+Every rank calls :func:`first_difference` with what it holds; the caller says by
+:meth:`Difference.error` what should be the same, and what to do.
+"""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from deepsp.groups import Group, member_of, objects_on_all_ranks, on_all_ranks
+from deepsp.ranks.groups import Group, device_of, member_of, objects_on_all_ranks, on_all_ranks
 
 # 32-bit words whose weighted sum is taken at once: what that makes in between stays in a cache.
 _WORDS = 1 << 18
@@ -79,44 +83,54 @@ def _sums(tensor: Tensor) -> list[int]:
     return torch.stack(sums).tolist()
 
 
+class Difference(NamedTuple):
+    """Where ranks of a group differ first; the same on every rank."""
+
+    name: str
+    """The first item that differs, as ``rank`` names it, or ``other`` if ``rank`` has no more."""
+    rank: int
+    other: int
+
+    def error(self, what: str, advice: str) -> ValueError:
+        """The error to raise: ``what`` should be the same; ``advice`` says what to do."""
+        return ValueError(
+            f"expected {what} to be the same on every rank of the group, got different values on "
+            f"ranks {self.rank} and {self.other}; {advice}"
+        )
+
+
 def first_difference(
-    tensors: Iterable[tuple[str, Tensor]], group: Group = None
-) -> tuple[str, int, int] | None:
-    """All ranks make this call, each with what it holds: where is the first difference? One small
-    collective, another one where there is a difference.
+    items: Iterable[tuple[str, Tensor | Any]], group: Group = None
+) -> Difference | None:
+    """All ranks make this call, each with what it holds by name: tensors, and other values, which
+    are compared by their ``repr``. One small collective, another one where there is a difference.
 
     Returns:
-        The name of the first tensor in which ranks differ (another name, shape, dtype or contents,
-        or none left), and the first two ranks that differ there; None: all hold the same. The same
-        on every rank.
+        The first item in which ranks differ (another name, shape, dtype or contents, or none left),
+        and the first two ranks that differ there; None: all hold the same.
     """
-    return difference(list(digests(tensors).items()), group)
+    numbers = [(n, digest_of(n, x) if isinstance(x, Tensor) else repr(x)) for n, x in items]
+    return difference(numbers, group)
 
 
-def number_of(digests: Sequence[tuple[str, int]]) -> int:
+def number_of(numbers: Sequence[tuple[str, Any]]) -> int:
     """One number of names and numbers, from 0 to 2^62 - 1."""
-    return _number(hashlib.blake2b(repr(digests).encode(), digest_size=8))
+    return _number(hashlib.blake2b(repr(numbers).encode(), digest_size=8))
 
 
-def difference(mine: Sequence[tuple[str, int]], group: Group = None) -> tuple[str, int, int] | None:
-    """:func:`first_difference` of names and numbers."""
+def difference(mine: Sequence[tuple[str, Any]], group: Group = None) -> Difference | None:
+    """:func:`first_difference` of names and the numbers of what they name."""
     member = member_of(group)
     if member[1] == 1:
         return None
-    said = on_all_ranks([number_of(mine)], member, device_of(member))
+    device = device_of(member)
+    said = on_all_ranks([number_of(mine)], member, device)
     if all(theirs == said[0] for theirs in said):
         return None
-    every = objects_on_all_ranks(list(mine), member, device_of(member))
+    every = objects_on_all_ranks(list(mine), member, device)
     for n in range(max(map(len, every))):
         of_ranks = [theirs[n] if n < len(theirs) else None for theirs in every]
         other = next((r for r, item in enumerate(of_ranks) if item != of_ranks[0]), None)
         if other is not None:
-            return (of_ranks[0] or of_ranks[other])[0], 0, other
+            return Difference((of_ranks[0] or of_ranks[other])[0], 0, other)
     raise AssertionError("digests differ, and nothing in them does")
-
-
-def device_of(group: Group = None) -> torch.device:
-    """The device on which a group exchanges what lies on none: the CPU, unless its backend takes
-    only tensors of an accelerator."""
-    process_group = dist.distributed_c10d._resolve_process_group(member_of(group)[2])
-    return torch.device(dist.distributed_c10d._get_object_coll_device(process_group))

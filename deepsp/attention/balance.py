@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import torch
 
-from deepsp.parts import Cell, cells_of, resolve
+from deepsp.attention.parts import Cell, cells_of, resolve
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from deepsp.attention import distributed_attention
+from deepsp.attention.distributed import distributed_attention
 from deepsp.loss import cross_entropy, linear_cross_entropy
 from deepsp.tiling.tile import tile_
 

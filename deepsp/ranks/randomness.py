@@ -7,19 +7,18 @@ Nothing is kept but the default generators' states, all seeded alike on the rank
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import random
 import sys
 import threading
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from deepsp.digest import device_of
-from deepsp.groups import Group, Member, member_of, objects_on_all_ranks, on_all_ranks
+from deepsp.ranks.agreement import first_difference
+from deepsp.ranks.groups import Group, Member, device_of, member_of, objects_on_all_ranks
 
 _local = threading.local()
 _MASK = (1 << 64) - 1
@@ -85,13 +84,13 @@ def _own() -> bool:
 
 
 class _Fork:
-    """Random numbers of this rank's own from :meth:`enter` to :meth:`leave`. ``lazy``: where none
-    is drawn, the default generators stay as they were."""
+    """A context in which random numbers are this rank's own. ``lazy``: where none is drawn, the
+    default generators stay as they were."""
 
     def __init__(self, rank: int, device: torch.device | None = None, lazy: bool = False):
         self.rank, self.device, self.lazy = rank, device, lazy
 
-    def enter(self) -> None:
+    def __enter__(self) -> None:
         with torch._C.DisableTorchFunction():
             self.before = states(self.device) if self.lazy else []
             # The same draw on every rank, which moves the default generator on: the next region
@@ -105,38 +104,11 @@ class _Fork:
             self.seeded = states(self.device) if self.lazy else []
         _stack().append(self)
 
-    def leave(self) -> None:
+    def __exit__(self, *_) -> None:
         _stack().remove(self)
         unused = self.lazy and self.outer is self.drawn
         unused = unused and all(map(torch.equal, self.seeded, states(self.device)))
         restore(self.before if unused else self.outer, self.device)
-
-
-class _Common:
-    """The numbers that all ranks share, within a fork: nothing to do outside of one."""
-
-    def __init__(self, nested: bool, name: str):
-        self.nested, self.name = nested, name
-
-    def enter(self) -> None:
-        self.fork = _stack()[-1] if inside() else None
-        if self.fork is None:
-            if self.nested:
-                raise ValueError(
-                    f"{self.name} draws the same random numbers on all ranks, inside a module "
-                    "whose random numbers differ by rank. A checkpoint between the two would draw "
-                    "other numbers when it runs again; checkpoint the outer module"
-                )
-            return
-        self.own = states(self.fork.device)
-        restore(self.fork.outer, self.fork.device)
-        _stack().append(None)
-
-    def leave(self) -> None:
-        if self.fork is not None:
-            _stack().pop()
-            self.fork.outer = states(self.fork.device)
-            restore(self.own, self.fork.device)
 
 
 @contextlib.contextmanager
@@ -154,29 +126,20 @@ def sharded_randomness(group: Group = None, device: torch.device | None = None) 
     Raises:
         ValueError: this process isn't in the group.
     """
-    fork = _Fork(member_of(group)[0], device)
-    fork.enter()
-    try:
+    with _Fork(member_of(group)[0], device):
         yield
-    finally:
-        fork.leave()
 
 
-@contextlib.contextmanager
-def randomness_of_a_model(member: Member, device: torch.device | None = None) -> Iterator[None]:
+def randomness_of_a_model(
+    member: Member, device: torch.device | None = None
+) -> contextlib.AbstractContextManager[None]:
     """:func:`sharded_randomness` around a model's forward in which every rank has a token. A model
     that draws nothing leaves the default generators alone, so that samplers draw from them what
     they draw in one process. Data ranks draw other numbers, too. Within another such context it
     does nothing."""
     if member[1] == 1 or _own():
-        yield
-        return
-    fork = _Fork(dist.get_rank(), device, lazy=True)
-    fork.enter()
-    try:
-        yield
-    finally:
-        fork.leave()
+        return contextlib.nullcontext()
+    return _Fork(dist.get_rank(), device, lazy=True)
 
 
 def align(member: Member) -> None:
@@ -197,94 +160,63 @@ def align(member: Member) -> None:
 
 @contextlib.contextmanager
 def common_randomness(name: str) -> Iterator[None]:
-    """Random numbers in here are those that all ranks share, inside of
-    :func:`sharded_randomness`, too. ``name``: of the module, for errors."""
-    common = _Common(True, name)
-    common.enter()
+    """Random numbers in here are those that all ranks share, though this is inside of
+    :func:`sharded_randomness`. ``name``: of the module, for errors.
+
+    Raises:
+        ValueError: it isn't: a checkpoint runs the module again without what is around it.
+    """
+    if not inside():
+        raise ValueError(
+            f"{name} draws the same random numbers on all ranks, inside a module whose random "
+            "numbers differ by rank. A checkpoint between the two would draw other numbers when it "
+            "runs again; checkpoint the outer module"
+        )
+    fork = _stack()[-1]
+    own = states(fork.device)
+    restore(fork.outer, fork.device)
+    _stack().append(None)
     try:
         yield
     finally:
-        common.leave()
-
-
-def apply(
-    streams: Mapping[nn.Module, str],
-    model: nn.Module,
-    member: Member,
-    nested: Container[nn.Module] = (),
-) -> list:
-    """Gives each module its random numbers, by hooks around its forward.
-
-    Args:
-        streams: "sharded" or "replicated" for modules that draw random numbers (as
-            :class:`deepsp.schedule.flow.Findings` has them).
-        model: the model that they are in.
-        nested: those of "replicated" that a "sharded" one calls though it doesn't contain them.
-
-    Returns:
-        Handles; ``remove()`` takes the hooks away.
-    """
-    names = {module: name for name, module in model.named_modules()}
-    handles = []
-    for module, stream in streams.items():
-        if stream == "sharded":
-            handles += _around(module, lambda: _Fork(member[0]))
-            continue
-        name = names.get(module, "")
-        above = [model.get_submodule(n) for n in _above(name)] if name else []
-        within = module in nested or any(streams.get(m) == "sharded" for m in above)
-        handles += _around(module, lambda name=name, within=within: _Common(within, name))
-    return handles
+        _stack().pop()
+        fork.outer = states(fork.device)
+        restore(own, fork.device)
 
 
 def around_forward(module: nn.Module) -> None:
     """:func:`randomness_of_a_model` around each forward of ``module``, by hooks, which compiled
     modules call outside of what is compiled."""
-    _around(module, lambda: None if _own() else _Fork(dist.get_rank(), lazy=True))
-
-
-def _above(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:n]) for n in range(len(parts))]
-
-
-def _around(module: nn.Module, make) -> list:
     entered = threading.local()
 
     def enter(module, args):
         if not hasattr(entered, "contexts"):
             entered.contexts = []
-        context = make()
-        if context is not None:
-            context.enter()
-        entered.contexts.append(context)
+        own = _own()
+        entered.contexts.append(
+            contextlib.nullcontext() if own else _Fork(dist.get_rank(), lazy=True)
+        )
+        entered.contexts[-1].__enter__()
 
     def leave(module, args, output):
-        if getattr(entered, "contexts", None) and (context := entered.contexts.pop()) is not None:
-            context.leave()
+        if getattr(entered, "contexts", None):
+            entered.contexts.pop().__exit__(None, None, None)
 
-    return [
-        module.register_forward_pre_hook(enter),
-        module.register_forward_hook(leave, always_call=True),
-    ]
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave, always_call=True)
 
 
-def compare(saved: list[torch.Tensor], member: Member, device: torch.device) -> None:
+def compare(saved: list[torch.Tensor], member: Member) -> None:
     """All ranks make this call.
 
     Raises:
         ValueError: their default generators aren't in the same state.
     """
-    digest = hashlib.blake2b(digest_size=8)
-    for state in saved:
-        digest.update(state.cpu().numpy().tobytes())
-    mine = int.from_bytes(digest.digest(), "little") >> 2
-    every = [said[0] for said in on_all_ranks([mine], member, device)]
-    if len(set(every)) > 1:
-        other = next(r for r, value in enumerate(every) if value != every[0])
-        raise ValueError(
-            "expected the random number generators to be in the same state on every rank, but "
-            f"those of rank 0 and rank {other} differ. The model draws the same numbers on every "
-            "rank for replicated tensors, and seeds for sharded ones; call torch.manual_seed with "
-            "the same seed on every rank of the group before the first step"
+    found = first_difference([(str(n), state) for n, state in enumerate(saved)], member)
+    if found is not None:
+        raise found.error(
+            "the state of the random number generators",
+            "the model draws the same numbers on every rank for replicated tensors, and seeds for "
+            "sharded ones: call torch.manual_seed with the same seed on every rank of the group "
+            "before the first step",
         )

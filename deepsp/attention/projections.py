@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from deepsp import partitioned
+from deepsp.weights import partitioned
 
 
 def biases(projections: Sequence[nn.Linear]) -> list[Tensor]:

@@ -10,17 +10,18 @@ from typing import Any
 
 import torch
 
-from deepsp.data import Path, check_dim, hand_out, name_of, shard_batch
-from deepsp.deal import describe, exchange, local_batch
-from deepsp.digest import device_of, first_difference
-from deepsp.groups import (
+from deepsp.data.deal import describe, exchange, local_batch
+from deepsp.data.sharding import Path, check_dim, hand_out, name_of, shard_batch
+from deepsp.ranks.agreement import first_difference
+from deepsp.ranks.groups import (
     Group,
     compare_calls,
+    device_of,
     member_of,
     objects_on_all_ranks,
     on_all_ranks,
 )
-from deepsp.randomness import align
+from deepsp.ranks.randomness import align
 
 Sharded = tuple[dict[str, Any], list[int]]
 """What :func:`deepsp.shard_batch` returns: the local batch and ``seq_lens``."""

@@ -7,12 +7,17 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from deepsp.digest import first_difference
-from deepsp.groups import Member
+from deepsp.ranks.agreement import first_difference
+from deepsp.ranks.groups import Member, is_dtensor
 from deepsp.weights.rows import shards_of
+
+SEED = (
+    "call torch.manual_seed with the same seed on all ranks before you make the model, or load the "
+    "same state_dict on all ranks"
+)
+"""What to do about different weights."""
 
 _COMPARED = "_deepsp_compared"  # an attribute of parameters: names of groups
 
@@ -51,14 +56,9 @@ def compare(tensors: Iterable[tuple[str, Tensor]], member: Member) -> None:
     """
     if member[1] == 1:
         return
-    differ = first_difference([_local(n, t, member[2]) for n, t in tensors], member)
-    if differ is not None:
-        name, a, b = differ
-        raise ValueError(
-            f"module: expected {name} to be Replicate, the same on every rank, got different "
-            f"values on ranks {a} and {b} of the group; call torch.manual_seed with the same seed "
-            "on all ranks before you make the model, or load the same state_dict on all ranks"
-        )
+    found = first_difference([_local(n, t, member[2]) for n, t in tensors], member)
+    if found is not None:
+        raise found.error(found.name, SEED)
 
 
 def compare_once(tensors: Iterable[tuple[str, Tensor]], member: Member) -> None:
@@ -75,7 +75,7 @@ def compare_once(tensors: Iterable[tuple[str, Tensor]], member: Member) -> None:
 def _local(name: str, tensor: Tensor, group: str) -> tuple[str, Tensor]:
     """What is to be alike of a tensor: of a DTensor how it lies on its mesh, and its local part
     where no other rank of the group is in that."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return name, tensor.detach()
     text = f"{name} {tensor.placements}"
     if ranks_in(tensor, group) > 1:
@@ -83,8 +83,8 @@ def _local(name: str, tensor: Tensor, group: str) -> tuple[str, Tensor]:
     return f"{text} at {tensor.device_mesh.get_coordinate()}", tensor.detach().to_local()
 
 
-def ranks_in(parameter: DTensor, name: str) -> int:
-    """How many ranks of the group called ``name`` the parameter lies on."""
+def ranks_in(parameter: Tensor, name: str) -> int:
+    """How many ranks of the group called ``name`` the parameter, a DTensor, lies on."""
     group = distributed_c10d._resolve_process_group(name)
     mesh = parameter.device_mesh.mesh.flatten().tolist()
     return len(set(mesh) & set(distributed_c10d.get_process_group_ranks(group)))

@@ -13,10 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepsp.data import Path, dim_of, full_batch, leaves_of, map_leaves, name_of, named_values
-from deepsp.digest import device_of
-from deepsp.groups import Member
-from deepsp.parts import seq_lens
+from deepsp.data.sharding import (
+    Path,
+    dim_of,
+    full_batch,
+    leaves_of,
+    map_leaves,
+    name_of,
+    named_values,
+)
+from deepsp.ranks.groups import Member, device_of
+from deepsp.ranks.lengths import seq_lens
 
 
 @dataclass
