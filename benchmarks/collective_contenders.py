@@ -84,14 +84,14 @@ def collectives(kind: str, shape: tuple[int, int, int], dtype: torch.dtype) -> d
     if kind == "all_gather":
         x, dy = part.requires_grad_(), torch.randn_like(whole)
         ops = {
-            "deepsp": lambda: deepsp.all_gather(x, 1, grad="partial"),
+            "deepsp": lambda: deepsp.collectives.all_gather(x, 1, grad="partial"),
             "transpose + dim 0": lambda: gather_transposed(x),
             "functional": lambda: functional.all_gather_single_autograd(x, 1, group),
         }
     else:
         x, dy = whole.requires_grad_(), torch.randn_like(part)
         ops = {
-            "deepsp": lambda: deepsp.reduce_scatter(x, 1),
+            "deepsp": lambda: deepsp.collectives.reduce_scatter(x, 1),
             "transpose + dim 0": lambda: scatter_transposed(x),
             "functional": lambda: functional.reduce_scatter_single_autograd(x, "sum", 1, group),
         }
@@ -124,12 +124,12 @@ def linears(shape: tuple[int, int, int], columns: int, dtype: torch.dtype) -> di
     dy = torch.randn_like(x)
 
     def plain() -> Tensor:
-        h = F.gelu(F.linear(deepsp.all_gather(x, 1, grad="partial"), up))
-        return deepsp.reduce_scatter(F.linear(h, down), 1)
+        h = F.gelu(F.linear(deepsp.collectives.all_gather(x, 1, grad="partial"), up))
+        return deepsp.collectives.reduce_scatter(F.linear(h, down), 1)
 
     def pipelined() -> Tensor:
-        h = F.gelu(deepsp.all_gather_matmul(x, up, None, 1))
-        return deepsp.matmul_reduce_scatter(h, down, None, 1)
+        h = F.gelu(deepsp.collectives.all_gather_matmul(x, up, None, 1))
+        return deepsp.collectives.matmul_reduce_scatter(h, down, None, 1)
 
     def functional_plain() -> Tensor:
         group = dist.group.WORLD

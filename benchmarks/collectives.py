@@ -2,14 +2,14 @@
 machine; contenders interleaved in one run, one thread a rank. A time is that of the slowest rank.
 
 collectives   forward and backward of one:
-  deepsp              deepsp.all_gather(x, 1, grad="partial"), deepsp.reduce_scatter(x, 1)
+  deepsp              deepsp.collectives: all_gather(x, 1, grad="partial"), reduce_scatter(x, 1)
   transpose + dim 0   torch alone: transposed, along dimension 0, and transposed back
   functional          torch.distributed._functional_collectives' own, with autograd
   floor               bare sends and receives of the same bytes, on warm buffers
 linears       all-gather, linear, gelu, linear, reduce-scatter, forward and backward: plain, with
               all_gather_matmul and matmul_reduce_scatter (pipelined), and the products alone
 step          a training step of a transformers Llama, tensor parallel with sequence parallel, by
-              deepsp.plans and by torch.distributed.tensor.parallel, and whole in each process
+              deepsp.schedule.ready, by torch.distributed.tensor.parallel, and whole in each process
 
 Copies are those of whole tensors, aten's and our kernels', as the profiler has them.
 """

@@ -187,7 +187,7 @@ def work(rank: int, ranks: int, path: str, args, queue) -> None:
         for dtype in args.dtypes:
             torch.manual_seed(rank)
             rows = measure(shape, getattr(torch, dtype), args.seconds)
-            deepsp.buffers.clear()
+            deepsp.ranks.buffers.clear()
             if rank == 0:
                 queue.put(rows)
     dist.barrier()

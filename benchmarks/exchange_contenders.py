@@ -115,7 +115,7 @@ def floor(shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], None]:
     """The bare collectives: q, k and v together; the output; and both ways back."""
     b, s, heads, kv_heads, d = shape
     rank, size = dist.get_rank(), dist.get_world_size()
-    lens = deepsp.seq_lens(s)
+    lens = deepsp.ranks.seq_lens(s)
 
     def columns(p: int, kv: bool) -> int:
         q0, q1, kv0, kv1 = torch.ops.deepsp.head_split(heads, kv_heads, size, p)
@@ -139,7 +139,7 @@ def floor(shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], None]:
 
 def contenders(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Callable[[], None]]:
     b, s, heads, kv_heads, d = shape
-    mine = deepsp.seq_lens(s)[dist.get_rank()]
+    mine = deepsp.ranks.seq_lens(s)[dist.get_rank()]
     q, k, v = (
         torch.randn(b, mine, h, d, dtype=dtype).requires_grad_()
         for h in (heads, kv_heads, kv_heads)

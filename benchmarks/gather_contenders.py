@@ -45,7 +45,7 @@ def single(mib: float) -> list:
 
 def trim() -> None:
     """Gives idle memory back, so that what comes next is counted from the start."""
-    deepsp.buffers.clear()
+    deepsp.ranks.buffers.clear()
     ctypes.CDLL(None).malloc_trim(0)
 
 

@@ -145,7 +145,7 @@ def tidy() -> None:
     """Gives the system back what steps have left."""
     import deepsp
 
-    deepsp.buffers.clear()
+    deepsp.ranks.buffers.clear()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 

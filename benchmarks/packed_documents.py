@@ -28,7 +28,7 @@ def attention(q, k, v, documents, mask):
 
 def peak(run) -> int:
     """Bytes that tensors made in ``run`` take at most at a time."""
-    deepsp.buffers.clear()
+    deepsp.ranks.buffers.clear()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         run()
     level = most = 0

@@ -75,7 +75,7 @@ def measured(*case) -> int:
         optimizer.zero_grad()
 
     step()
-    deepsp.buffers.clear()  # of what ran before
+    deepsp.ranks.buffers.clear()  # of what ran before
     held = [*model.parameters()]
     held += [x for s in optimizer.state.values() for x in s.values() if x.dim() > 0]
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -86,7 +86,7 @@ def measured(*case) -> int:
         live += event.nbytes()
         most = max(most, live)
     # The pool of exchange buffers keeps what it once made; torch.profiler does not see it.
-    pool = deepsp.buffers.idle_bytes()
+    pool = deepsp.ranks.buffers.idle_bytes()
     peak = torch.tensor(most + sum(x.nbytes for x in held) + pool)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     return int(peak)

@@ -118,16 +118,16 @@ def collectives(rng, group, rank, size, seed) -> None:
     shape = [rng.choice([1, 3, 40]) for _ in range(3)]
     shape[dim] = sum(sizes)
     x = torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-    gathered = deepsp.all_gather(
+    gathered = deepsp.collectives.all_gather(
         x.split(sizes, dim)[rank].contiguous(), dim, group, sizes, grad="replicated"
     )
     assert torch.equal(gathered, x), "all_gather"
     if dtype == torch.int64:
         return
-    scattered = deepsp.reduce_scatter(x * (rank + 1), dim, group, sizes)
+    scattered = deepsp.collectives.reduce_scatter(x * (rank + 1), dim, group, sizes)
     factor = size * (size + 1) // 2
     assert torch.equal(scattered, x.split(sizes, dim)[rank] * factor), "reduce_scatter"
-    total = deepsp.all_reduce(x * (rank + 1), group, grad="replicated")
+    total = deepsp.collectives.all_reduce(x * (rank + 1), group, grad="replicated")
     assert torch.equal(total, x * factor), "all_reduce"
 
 
@@ -179,7 +179,9 @@ def case(number: int) -> None:
     group = dist.group.WORLD if at < 0 or at >= len(groups) else groups[at]
     if group is not None:
         compare(rng, group, number)
-    assert deepsp.buffers.idle_bytes() <= deepsp.buffers.limit(), "the pool passed its limit"
+    assert deepsp.ranks.buffers.idle_bytes() <= deepsp.ranks.buffers.limit(), (
+        "the pool passed its limit"
+    )
 
 
 class Heap(ctypes.Structure):
@@ -205,11 +207,11 @@ def run(first: int, pool_mib: int) -> list[int]:
     """Some cases; then the largest of all ranks: MiB on the heap and MiB resident, both without
     what the pool keeps, MiB in the pool, open descriptors, pieces of shared memory, and MiB of
     theirs in this process's pages."""
-    deepsp.buffers.set_limit(pool_mib << 20)
+    deepsp.ranks.buffers.set_limit(pool_mib << 20)
     for number in range(first, first + CASES_A_CALL):
         case(number)
     gc.collect()
-    descriptors, pool = len(os.listdir("/proc/self/fd")), deepsp.buffers.idle_bytes()
+    descriptors, pool = len(os.listdir("/proc/self/fd")), deepsp.ranks.buffers.idle_bytes()
     heap, resident = memory()
     seen = [heap - pool >> 20, resident - pool >> 20, pool >> 20, descriptors]
     seen = torch.tensor([*seen, mapped_files(), round(shared_mib())])
@@ -223,7 +225,7 @@ def run(first: int, pool_mib: int) -> list[int]:
 def open_and_mapped() -> tuple[int, int]:
     """Descriptors, and pieces of shared memory, of this process once nobody needs them."""
     gc.collect()
-    deepsp.buffers.clear()
+    deepsp.ranks.buffers.clear()
     return len(os.listdir("/proc/self/fd")), mapped_files()
 
 

@@ -86,17 +86,17 @@ def contenders(kind: str, tokens: int, features: int, dtype: torch.dtype) -> dic
         x = torch.randn(1, tokens // size, features)
         y = torch.randn(1, tokens, features)
         calls = {
-            "fused": lambda x, w: deepsp.all_gather_matmul(x, w, None, 1),
+            "fused": lambda x, w: deepsp.collectives.all_gather_matmul(x, w, None, 1),
             "plain": GatherLinear.apply,
-            "saved": lambda x, w: F.linear(deepsp.all_gather(x, 1, grad="partial"), w),
+            "saved": lambda x, w: F.linear(deepsp.collectives.all_gather(x, 1, grad="partial"), w),
         }
     else:
         x = torch.randn(1, tokens, features)
         y = torch.randn(1, tokens // size, features)
         calls = {
-            "fused": lambda x, w: deepsp.matmul_reduce_scatter(x, w, None, 1),
+            "fused": lambda x, w: deepsp.collectives.matmul_reduce_scatter(x, w, None, 1),
             "plain": LinearScatter.apply,
-            "saved": lambda x, w: deepsp.reduce_scatter(F.linear(x, w), 1),
+            "saved": lambda x, w: deepsp.collectives.reduce_scatter(F.linear(x, w), 1),
         }
     x, dy = x.to(dtype).requires_grad_(), y.to(dtype)
     w = (torch.randn(features, features) / features**0.5).to(dtype).requires_grad_()

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import deepsp
-from deepsp.plans import tensor_sequence_parallel
+from deepsp.schedule.ready import tensor_sequence_parallel
 
 
 def make_model(shape: dict) -> nn.Module:

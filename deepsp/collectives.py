@@ -17,9 +17,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deepsp.groups import Group, member_of
 from deepsp.ops import Pending
-from deepsp.parts import seq_lens
+from deepsp.ranks.groups import Group, member_of
+from deepsp.ranks.lengths import seq_lens
 
 _op = torch.ops.deepsp
 _SUMMED = {
@@ -268,7 +268,7 @@ def all_gather_start(
         reduce_dtype: the dtype in which gradients are summed.
 
     Returns:
-        A :class:`deepsp.Pending` of the full tensor.
+        A :class:`deepsp.ops.Pending` of the full tensor.
 
     Raises:
         ValueError: ``dim``, ``sizes`` or ``grad`` doesn't fit.
@@ -300,7 +300,7 @@ def reduce_scatter_start(
         reduce_dtype: the dtype in which the sum is taken.
 
     Returns:
-        A :class:`deepsp.Pending` of the local tensor.
+        A :class:`deepsp.ops.Pending` of the local tensor.
 
     Raises:
         ValueError: ``dim``, ``sizes`` or a dtype doesn't fit.
@@ -328,7 +328,7 @@ def scatter_start(
         sizes: how many of ``x.size(dim)`` each rank gets; None: split like ``torch.tensor_split``.
 
     Returns:
-        A :class:`deepsp.Pending` of the local tensor.
+        A :class:`deepsp.ops.Pending` of the local tensor.
 
     Raises:
         ValueError: ``dim`` or ``sizes`` doesn't fit.
@@ -356,7 +356,7 @@ def all_reduce_start(
         reduce_dtype: the dtype in which the sum is taken.
 
     Returns:
-        A :class:`deepsp.Pending` of the sum.
+        A :class:`deepsp.ops.Pending` of the sum.
 
     Raises:
         ValueError: ``grad`` doesn't fit, or ``x`` has a dtype that can't be reduced.

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from deepsp.agreement import compare_once, ranks_in, replicated_tensors
-from deepsp.drift import is_averaged
-from deepsp.groups import Group, Member, member_of
-from deepsp.partitioned import is_partitioned
+from deepsp.ranks.groups import Group, Member, is_dtensor, member_of
+from deepsp.weights.drift import is_averaged
+from deepsp.weights.partitioned import is_partitioned
+from deepsp.weights.replicated import compare_once, ranks_in, replicated_tensors
 from deepsp.weights.rows import all_shards, shards_of
 from deepsp.weights.shard_gradient import is_built, plain, shard_member
 
@@ -61,7 +60,7 @@ def sync_gradients(module: Parameters, group: Group = None) -> None:
     _check_no_ddp(module, name)
     replicated = [(n, p) for n, p in named if p not in sharded]
     for n, p in replicated:
-        if p.requires_grad and isinstance(p, DTensor) and ranks_in(p, name) > 1:
+        if p.requires_grad and is_dtensor(p) and ranks_in(p, name) > 1:
             raise ValueError(
                 f"module: {n} is a DTensor over ranks of this group, whose gradient is averaged "
                 "already; don't call sync_gradients, and pass average_gradients=True to "
@@ -102,7 +101,7 @@ def sync_gradients(module: Parameters, group: Group = None) -> None:
                 p.grad = torch.zeros_like(p)
             gradients.append(p.grad)
     with torch.no_grad():
-        gradients = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+        gradients = [g.to_local() if is_dtensor(g) else g for g in gradients]
         if gradients:
             torch.ops.deepsp._sum_gradients_(gradients, rank, size, name)
 
@@ -188,7 +187,7 @@ def clip_grad_norm_(module: Parameters, max_norm: float, norm_type: float = 2.0)
             if gradient is not None and parameter.numel() > 0:
                 of_group.append(plain(gradient))
         elif gradient is not None:
-            mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
+            mesh = gradient.device_mesh if is_dtensor(gradient) else None
             replicated.setdefault(mesh, []).append(gradient)
     norms = []
     for mesh, some in replicated.items():

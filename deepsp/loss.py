@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepsp import drift
-from deepsp.data import unshard
-from deepsp.groups import Group, member_of
-from deepsp.partitioned import check_here
+from deepsp.data.sharding import unshard
+from deepsp.ranks.groups import Group, member_of
+from deepsp.weights import drift
+from deepsp.weights.partitioned import check_here
 
 
 def cross_entropy(

@@ -12,8 +12,9 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from deepsp.groups import Group, member_of
-from deepsp.parts import check_four, lens_or_equal
+from deepsp.attention.parts import check_four
+from deepsp.ranks.groups import Group, member_of
+from deepsp.ranks.lengths import lens_or_equal
 
 Arriving = TypeVar("Arriving")
 

@@ -11,11 +11,13 @@ and undone by :func:`uninstall`. Two things are done elsewhere, and aren't undon
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 
-from deepsp._after_import import after_import, forget
-from deepsp.compile.lowering import inductor_table, overlap
 from deepsp.integrations.deepspeed import config
 from deepsp.integrations.transformers import calls
 
@@ -27,15 +29,21 @@ class Patch:
     library: the module whose import it waits for; until then ``sys.meta_path`` has an entry.
     changes: what it replaces or adds to.
     reason: what for, and for whom it makes a difference.
+    home: the module whose functions make it and undo it, imported no earlier than ``library``.
     on_call: it waits for a call of the user's, not for an import.
     """
 
     library: str
     changes: tuple[str, ...]
     reason: str
-    install: Callable[[], None]
-    uninstall: Callable[[], None]
+    home: str
     on_call: bool = False
+
+    def install(self) -> None:
+        importlib.import_module(self.home).install()
+
+    def uninstall(self) -> None:
+        importlib.import_module(self.home).uninstall()
 
 
 PATCHES = (
@@ -44,8 +52,7 @@ PATCHES = (
         ("torch._inductor.config.post_grad_custom_post_pass",),
         "Keeps the order start, compute, wait in graphs with deepsp's ops; others are left alone. "
         "Made at once: a config.patch around the first compilation would undo it later.",
-        overlap.install,
-        overlap.uninstall,
+        "deepsp.compile.lowering.overlap",
     ),
     Patch(
         "torch._inductor.decomposition",
@@ -56,23 +63,20 @@ PATCHES = (
         ),
         "Entries for deepsp's ops, which Inductor then knows as asynchronous collectives. Its copy "
         "of the table is made anew, and compiled graphs are cached under deepsp's version.",
-        inductor_table.install,
-        inductor_table.uninstall,
+        "deepsp.compile.lowering.inductor_table",
     ),
     Patch(
         "deepspeed",
         tuple(f"deepspeed: {what}" for what in config.REPLACED),
         'Takes "passes": ["deepsp"] in DeepSpeed\'s config; others\' configs mean what they did.',
-        config.install,
-        config.uninstall,
+        config.__name__,
     ),
     Patch(
         "transformers",
         tuple(f"transformers: {what}" for what in calls.REPLACED),
         "Refuses calls of models that would be wrong on one rank's tokens, in processes that call "
         "deepsp.integrations.transformers.register(); in others nothing is replaced.",
-        calls.install,
-        calls.uninstall,
+        calls.__name__,
         on_call=True,
     ),
 )
@@ -84,11 +88,59 @@ def install() -> None:
         if patch.on_call:
             patch.install()  # again, if that call was made
         else:
-            after_import(patch.library, patch.install)
+            _after_import(patch.library, patch.install)
 
 
 def uninstall() -> None:
     """Undoes :func:`install`: Inductor then calls the C++ kernels, as other backends do."""
     for patch in reversed(PATCHES):
-        if not forget(patch.library):
+        if not _forget(patch.library):
             patch.uninstall()
+
+
+# ---- after another library has been imported
+
+
+class _AfterImport(MetaPathFinder, Loader):
+    """Lets the usual machinery import a module, and calls a function then."""
+
+    def __init__(self, name: str, function: Callable[[], None]):
+        self.name, self._function = name, function
+
+    def find_spec(self, fullname, path=None, target=None) -> ModuleSpec | None:
+        if fullname != self.name:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        # Without a loader it is a bare folder of that name.
+        if spec is None or spec.loader is None:
+            return None
+        self._loader, spec.loader = spec.loader, self
+        return spec
+
+    def create_module(self, spec):
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module):
+        module.__spec__.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        sys.meta_path.remove(self)
+        self._function()
+
+
+def _after_import(name: str, function: Callable[[], None]) -> None:
+    """Calls ``function`` now if module ``name`` is there, else when it is imported; once, however
+    often this is called."""
+    if name in sys.modules:
+        function()
+    elif not any(_waits_for(finder, name) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterImport(name, function))
+
+
+def _forget(name: str) -> bool:
+    """Undoes :func:`_after_import` of a module that hasn't been imported; whether that is so."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not _waits_for(finder, name)]
+    return name not in sys.modules
+
+
+def _waits_for(finder, name: str) -> bool:
+    return isinstance(finder, _AfterImport) and finder.name == name

@@ -96,3 +96,19 @@ def pytest_sessionfinish(session):
         rows = sorted(f"{name} {seconds:.1f}" for name, seconds in slow)
         rows = [" ".join(reversed(row.rsplit(" ", 1))) for row in rows]
         _SLOW.write_text(_HEADER + "\n".join(rows) + "\n")
+
+
+@pytest.fixture
+def golden():
+    """``golden(name, texts)`` compares texts with tests/refusals/name.txt, a paragraph each. With
+    DEEPSP_WRITE_GOLDEN=1 it writes them there: read the difference before you commit it."""
+
+    def compare(name: str, texts: list[str]) -> None:
+        path = Path(__file__).parent / "refusals" / f"{name}.txt"
+        now = "\n\n".join(texts) + "\n"
+        if os.environ.get("DEEPSP_WRITE_GOLDEN"):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(now)
+        assert now == path.read_text()
+
+    return compare

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from deepsp import collectives
-from deepsp.groups import member_of, on_all_ranks
+from deepsp.ranks.groups import member_of, on_all_ranks
 from deepsp.schedule.flow import Flow, current
 from deepsp.schedule.placement import PARTIAL, REPLICATE, Partial, Replicate, Shard
 

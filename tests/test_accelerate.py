@@ -137,9 +137,11 @@ def _idioms(size, batch, groups):
         pair = [next(batches), next(batches)]
         if size > 1:
             count = torch.tensor(sum(int((x["shift_labels"] != -100).sum()) for x in pair))
-            with pytest.raises(ValueError, match=r"gather of what all ranks .*deepsp.all_reduce"):
+            with pytest.raises(
+                ValueError, match=r"gather of what all ranks .*deepsp.collectives.all_reduce"
+            ):
                 accelerator.gather(count)
-            count = deepsp.all_reduce(count, grad="replicated")
+            count = deepsp.collectives.all_reduce(count, grad="replicated")
         else:
             count = accelerator.gather(torch.tensor(20 * 2 * batch)).sum()
         for each in pair:

@@ -245,7 +245,7 @@ def _survive(fate, store, timeout):
     assert time.monotonic() - started < 3 * timeout
     assert "Another rank died, hangs, or makes another call" in str(error.value)
     limit = torch.ops.deepsp._pool_limit()
-    assert 0 <= deepsp.buffers.idle_bytes() <= limit
+    assert 0 <= deepsp.ranks.buffers.idle_bytes() <= limit
     dist.destroy_process_group()
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank // 2, world_size=2,

@@ -9,7 +9,7 @@ from harness import on_ranks
 from reference import draw
 
 import deepsp
-from deepsp.parts import seq_lens
+from deepsp.ranks.lengths import seq_lens
 
 op = torch.ops.deepsp
 SHAPE = [3, 7, 2, 5]
@@ -57,7 +57,7 @@ def _check(dtype, dims, kinds):
                 x = x.transpose(0, -1).contiguous().transpose(0, -1)
             x.requires_grad_()
             for grad in ("replicated", "partial"):
-                y = deepsp.all_gather(x, dim, sizes=lens, grad=grad)
+                y = deepsp.collectives.all_gather(x, dim, sizes=lens, grad=grad)
                 same(y, each[0])
                 assert y.is_contiguous()
                 w = weights[0 if grad == "replicated" else rank]
@@ -69,14 +69,14 @@ def _check(dtype, dims, kinds):
             if strided:
                 x = x.transpose(0, -1).contiguous().transpose(0, -1)
             x.requires_grad_()
-            y = deepsp.reduce_scatter(x, dim, sizes=lens)
+            y = deepsp.collectives.reduce_scatter(x, dim, sizes=lens)
             same(y, mine(total))
             (g,) = torch.autograd.grad((y * mine(weights[0])).sum(), x)
             same(g, weights[0])
             # scatter
             x = each[0].clone().requires_grad_()
             for grad in ("replicated", "partial"):
-                y = deepsp.scatter(x, dim, sizes=lens, grad=grad)
+                y = deepsp.collectives.scatter(x, dim, sizes=lens, grad=grad)
                 same(y, mine(each[0]))
                 (g,) = torch.autograd.grad((y * mine(weights[0])).sum(), x)
                 padded = torch.zeros_like(weights[0])
@@ -85,12 +85,12 @@ def _check(dtype, dims, kinds):
         # all_reduce
         x = each[rank].clone().requires_grad_()
         for grad in ("replicated", "partial"):
-            y = deepsp.all_reduce(x, grad=grad)
+            y = deepsp.collectives.all_reduce(x, grad=grad)
             same(y, total)
             w = weights[0 if grad == "replicated" else rank]
             (g,) = torch.autograd.grad((y * w).sum(), x)
             same(g, w if grad == "replicated" else sum(w.double() for w in weights).to(dtype))
-        y = deepsp.replicate(x)
+        y = deepsp.collectives.replicate(x)
         same(y, x)
         (g,) = torch.autograd.grad((y * weights[rank]).sum(), x)
         same(g, sum(w.double() for w in weights).to(dtype))
@@ -115,8 +115,8 @@ def _rows():
         shape = [2, sum(lens), 20000]
         x = torch.arange(2 * sum(lens), dtype=torch.float32).view(2, -1, 1).expand(shape)
         part = x.narrow(1, sum(lens[:rank]), lens[rank])
-        assert torch.equal(deepsp.all_gather(part, 1, sizes=lens, grad="partial"), x)
-        y = deepsp.reduce_scatter(x * (rank + 1), 1, sizes=lens)
+        assert torch.equal(deepsp.collectives.all_gather(part, 1, sizes=lens, grad="partial"), x)
+        y = deepsp.collectives.reduce_scatter(x * (rank + 1), 1, sizes=lens)
         assert torch.equal(y, part * sum(range(1, size + 1)))
 
 
@@ -136,17 +136,17 @@ def _halves():
     mine = w.narrow(1, 0, lens[rank])
     for grad in ("replicated", "partial"):
         pending = [
-            deepsp.all_gather_start(x, 1, sizes=lens, grad=grad),
-            deepsp.reduce_scatter_start(whole, 1, sizes=lens),
-            deepsp.all_reduce_start(whole, grad=grad),
-            deepsp.scatter_start(whole, 1, sizes=lens),
+            deepsp.collectives.all_gather_start(x, 1, sizes=lens, grad=grad),
+            deepsp.collectives.reduce_scatter_start(whole, 1, sizes=lens),
+            deepsp.collectives.all_reduce_start(whole, grad=grad),
+            deepsp.collectives.scatter_start(whole, 1, sizes=lens),
         ]
         got = [p.wait() for p in pending]
         want = [
-            deepsp.all_gather(x, 1, sizes=lens, grad=grad),
-            deepsp.reduce_scatter(whole, 1, sizes=lens),
-            deepsp.all_reduce(whole, grad=grad),
-            deepsp.scatter(whole, 1, sizes=lens),
+            deepsp.collectives.all_gather(x, 1, sizes=lens, grad=grad),
+            deepsp.collectives.reduce_scatter(whole, 1, sizes=lens),
+            deepsp.collectives.all_reduce(whole, grad=grad),
+            deepsp.collectives.scatter(whole, 1, sizes=lens),
         ]
         for a, b in zip(got, want, strict=True):
             assert torch.equal(a, b)
@@ -172,7 +172,7 @@ def _overlap():
     """In backward, the gradient's collective is launched before what stood between is
     differentiated, and waited for behind it."""
     a, b = (draw(6, 6, seed=s).requires_grad_() for s in (1, 2))
-    pending = deepsp.reduce_scatter_start(a @ a, 0)
+    pending = deepsp.collectives.reduce_scatter_start(a @ a, 0)
     between = b @ b
     loss = pending.wait().sum() + between.sum()
     with torch.profiler.profile() as profile:
@@ -198,19 +198,19 @@ def _gradcheck(dim):
 
     def gather(x):
         part = x[0].narrow(dim, sum(lens[:rank]), lens[rank])
-        y = deepsp.all_gather(part, dim, sizes=lens, grad="partial")
-        return deepsp.all_reduce(y * (rank + 1), grad="replicated")
+        y = deepsp.collectives.all_gather(part, dim, sizes=lens, grad="partial")
+        return deepsp.collectives.all_reduce(y * (rank + 1), grad="replicated")
 
     def scatter(x):
-        y = deepsp.reduce_scatter(x[rank], dim, sizes=lens)
+        y = deepsp.collectives.reduce_scatter(x[rank], dim, sizes=lens)
         parts = [torch.zeros(_with(shape, dim, n), dtype=y.dtype) for n in lens]
         parts[rank] = y
-        return deepsp.all_reduce(torch.cat(parts, dim), grad="replicated")
+        return deepsp.collectives.all_reduce(torch.cat(parts, dim), grad="replicated")
 
     for f in (gather, scatter):
         # A rank's gradient of the inputs is its share of it.
         def summed(x, f=f):
-            return f(deepsp.replicate(x))
+            return f(deepsp.collectives.replicate(x))
 
         assert torch.autograd.gradcheck(summed, [inputs])
 
@@ -232,7 +232,7 @@ def _second_derivative():
     x, v = draw(2, 5, seed=1), draw(2, 5, seed=2)
     ws = [draw(2, 5, seed=3 + r) for r in range(size)]
     part, w = x[:, mine].clone().requires_grad_(), ws[rank].clone().requires_grad_()
-    loss = (deepsp.all_gather(part**3, 1, sizes=lens, grad="partial") * w).sum()
+    loss = (deepsp.collectives.all_gather(part**3, 1, sizes=lens, grad="partial") * w).sum()
     (g,) = torch.autograd.grad(loss, part, create_graph=True)
     torch.testing.assert_close(g, (3 * x**2 * sum(ws))[:, mine])
     by_part, by_w = torch.autograd.grad((g * v[:, mine]).sum(), (part, w))
@@ -249,17 +249,17 @@ def _dtypes():
     rank, size, _ = _where()
     for dtype in (torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64, torch.half):
         x = (torch.arange(2 * 3).view(2, 3) + 10 * rank).to(dtype)
-        y = deepsp.all_gather(x, 1, grad="partial")
+        y = deepsp.collectives.all_gather(x, 1, grad="partial")
         each = [(torch.arange(6).view(2, 3) + 10 * r).to(dtype) for r in range(size)]
         assert torch.equal(y, torch.cat(each, 1))
-        assert torch.equal(deepsp.scatter(y, 1), x)
+        assert torch.equal(deepsp.collectives.scatter(y, 1), x)
     # In float32, one bit beyond bfloat16 survives; in bfloat16 it doesn't.
     x = torch.tensor([1.0 if rank == 0 else 2**-8]).bfloat16().repeat(size)
-    y = deepsp.reduce_scatter(x, 0)
+    y = deepsp.collectives.reduce_scatter(x, 0)
     exact = torch.tensor([1 + (size - 1) * 2**-8]).bfloat16()
     assert torch.equal(y, exact)
-    assert torch.equal(deepsp.all_reduce(x, grad="partial"), exact.expand(size))
-    rounded = deepsp.reduce_scatter(x, 0, reduce_dtype=torch.bfloat16)
+    assert torch.equal(deepsp.collectives.all_reduce(x, grad="partial"), exact.expand(size))
+    rounded = deepsp.collectives.reduce_scatter(x, 0, reduce_dtype=torch.bfloat16)
     assert torch.equal(rounded, torch.tensor([1.0]).bfloat16())
 
 
@@ -267,13 +267,15 @@ def _sixteen_bits():
     """Of any length: shares begin at multiples of 16 bytes, and the last ones may be short."""
     rank, size, _ = _where()
     dynamic = torch.compile(
-        lambda x: deepsp.all_reduce(x * 1, grad="partial"), dynamic=True, backend="aot_eager"
+        lambda x: deepsp.collectives.all_reduce(x * 1, grad="partial"),
+        dynamic=True,
+        backend="aot_eager",
     )
     for n in (0, 1, 7, 8, 9, 16, 17, 64, 65, 8 * size + 1, 1000):
         each = [draw(n, seed=n + r, dtype=torch.float32).bfloat16() for r in range(size)]
         x = each[rank].clone().requires_grad_()
         expected = sum(e.float() for e in each).bfloat16()
-        for call in (lambda x: deepsp.all_reduce(x, grad="partial"), dynamic):
+        for call in (lambda x: deepsp.collectives.all_reduce(x, grad="partial"), dynamic):
             y = call(x)
             assert torch.equal(y, expected), n
             (g,) = torch.autograd.grad(y.float().square().sum() / 2, x)
@@ -298,32 +300,41 @@ def _errors():
     rank, size, name = _where()
     x = torch.ones(2, 4)
     cases = [
-        (lambda: deepsp.all_gather(x, 2, grad="partial"), r"dim to be in \[-2, 1\] .*, got 2"),
         (
-            lambda: deepsp.all_gather(x, 1, grad="whole"),
+            lambda: deepsp.collectives.all_gather(x, 2, grad="partial"),
+            r"dim to be in \[-2, 1\] .*, got 2",
+        ),
+        (
+            lambda: deepsp.collectives.all_gather(x, 1, grad="whole"),
             "grad to be 'replicated' or .*, got 'whole'",
         ),
         (
-            lambda: deepsp.all_gather(x, 1, sizes=[4], grad="partial"),
+            lambda: deepsp.collectives.all_gather(x, 1, sizes=[4], grad="partial"),
             "sizes to have one entry .*, got 1",
         ),
         (
-            lambda: deepsp.all_gather(x, 1, sizes=[3, 3], grad="partial"),
+            lambda: deepsp.collectives.all_gather(x, 1, sizes=[3, 3], grad="partial"),
             "input to have size 3 .*, got 4",
         ),
         (
-            lambda: deepsp.reduce_scatter(x, 1, sizes=[3, 3]),
+            lambda: deepsp.collectives.reduce_scatter(x, 1, sizes=[3, 3]),
             "input to have size 6 .*, the sum of sizes, got 4",
         ),
-        (lambda: deepsp.reduce_scatter(x, 1, sizes=[5, -1]), r"sizes\[1\] >= 0, got -1"),
-        (lambda: deepsp.reduce_scatter(x.long(), 1), "input to be float64.*, got int64"),
         (
-            lambda: deepsp.reduce_scatter(x, 1, reduce_dtype=torch.int32),
+            lambda: deepsp.collectives.reduce_scatter(x, 1, sizes=[5, -1]),
+            r"sizes\[1\] >= 0, got -1",
+        ),
+        (
+            lambda: deepsp.collectives.reduce_scatter(x.long(), 1),
+            "input to be float64.*, got int64",
+        ),
+        (
+            lambda: deepsp.collectives.reduce_scatter(x, 1, reduce_dtype=torch.int32),
             "reduce_dtype to be .*, got int32",
         ),
-        (lambda: deepsp.all_reduce(x, grad="x"), "grad to be .*, got 'x'"),
-        (lambda: deepsp.scatter(x, -3), "dim to be in .*, got -3"),
-        (lambda: deepsp.scatter(x.sum(), 0), "dim to be in .* 0 dimensions, got 0"),
+        (lambda: deepsp.collectives.all_reduce(x, grad="x"), "grad to be .*, got 'x'"),
+        (lambda: deepsp.collectives.scatter(x, -3), "dim to be in .*, got -3"),
+        (lambda: deepsp.collectives.scatter(x.sum(), 0), "dim to be in .* 0 dimensions, got 0"),
         (
             lambda: op.all_gather(x, 1, [4, 4], "partial", 1 - rank, name),
             "rank to be .*, the rank of this process",
@@ -349,7 +360,7 @@ def _errors():
         with pytest.raises(ValueError, match=message):
             call()
     # Nothing was sent: the group still works.
-    assert deepsp.all_reduce(x, grad="partial").sum() == 8 * size
+    assert deepsp.collectives.all_reduce(x, grad="partial").sum() == 8 * size
 
 
 def test_errors():

@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import deepsp
 from deepsp.compile.graphs import target_of
 from deepsp.compile.lowering.overlap import keep_overlap
-from deepsp.parts import seq_lens
+from deepsp.ranks.lengths import seq_lens
 
 
 def _functions(dim, dtype):
@@ -21,22 +21,26 @@ def _functions(dim, dtype):
     reduce = torch.bfloat16 if dtype == torch.float16 else None  # a dtype that isn't the default
 
     def whole_ops(part, whole, sizes):
-        a = deepsp.all_gather(part * 2, dim, sizes=sizes, grad="partial", reduce_dtype=reduce)
-        b = deepsp.all_gather(part.sin(), dim, sizes=sizes, grad="replicated")
-        c = deepsp.reduce_scatter(whole * a, dim, sizes=sizes, reduce_dtype=reduce)
-        d = deepsp.scatter(whole + b, dim, sizes=sizes)
-        e = deepsp.scatter(whole - b, dim, sizes=sizes, grad="partial")
-        f = deepsp.all_reduce(whole, grad="partial") + deepsp.all_reduce(whole, grad="replicated")
-        return a * b, c, d * e, f * deepsp.replicate(whole)
+        a = deepsp.collectives.all_gather(
+            part * 2, dim, sizes=sizes, grad="partial", reduce_dtype=reduce
+        )
+        b = deepsp.collectives.all_gather(part.sin(), dim, sizes=sizes, grad="replicated")
+        c = deepsp.collectives.reduce_scatter(whole * a, dim, sizes=sizes, reduce_dtype=reduce)
+        d = deepsp.collectives.scatter(whole + b, dim, sizes=sizes)
+        e = deepsp.collectives.scatter(whole - b, dim, sizes=sizes, grad="partial")
+        f = deepsp.collectives.all_reduce(whole, grad="partial") + deepsp.collectives.all_reduce(
+            whole, grad="replicated"
+        )
+        return a * b, c, d * e, f * deepsp.collectives.replicate(whole)
 
     def halves(part, whole, sizes):
         pending = [
-            deepsp.all_gather_start(part * 2, dim, sizes=sizes, grad="partial"),
-            deepsp.all_gather_start(part.sin(), dim, sizes=sizes, grad="replicated"),
-            deepsp.reduce_scatter_start(whole * 3, dim, sizes=sizes),
-            deepsp.scatter_start(whole * 4, dim, sizes=sizes),
-            deepsp.all_reduce_start(whole, grad="partial"),
-            deepsp.all_reduce_start(whole, grad="replicated"),
+            deepsp.collectives.all_gather_start(part * 2, dim, sizes=sizes, grad="partial"),
+            deepsp.collectives.all_gather_start(part.sin(), dim, sizes=sizes, grad="replicated"),
+            deepsp.collectives.reduce_scatter_start(whole * 3, dim, sizes=sizes),
+            deepsp.collectives.scatter_start(whole * 4, dim, sizes=sizes),
+            deepsp.collectives.all_reduce_start(whole, grad="partial"),
+            deepsp.collectives.all_reduce_start(whole, grad="replicated"),
         ]
         y = whole.cos()
         return (*(p.wait() for p in pending), y)
@@ -106,8 +110,8 @@ def _graph():
 
     def function(x, w, part):
         scattered, gathered = (
-            deepsp.reduce_scatter_start(x @ w, 1),
-            deepsp.all_gather_start(part.sin(), 1, grad="replicated"),
+            deepsp.collectives.reduce_scatter_start(x @ w, 1),
+            deepsp.collectives.all_gather_start(part.sin(), 1, grad="replicated"),
         )
         between = (w @ w).sum()
         return scattered.wait() * between, gathered.wait() * between
@@ -133,9 +137,9 @@ def _watched(lens):
     rank = dist.get_rank()
     part = draw(2, lens[rank], 3, seed=rank).requires_grad_()
     whole = draw(2, sum(lens), 3, seed=9).requires_grad_()
-    deepsp.buffers.clear()
+    deepsp.ranks.buffers.clear()
     nan = torch.full((4000,), torch.nan)  # what the pool hands out again
-    deepsp.all_gather(nan, 0, grad="partial")
+    deepsp.collectives.all_gather(nan, 0, grad="partial")
     results = []
     for watch in (False, True):
         with torch.autograd.set_detect_anomaly(watch):
@@ -174,8 +178,8 @@ def _copies():
     ]:
         whole = torch.ones(shape)
         part = whole.chunk(size, dim)[rank].contiguous()
-        gather = events(deepsp.all_gather, part, dim, grad="partial")
-        scatter = events(deepsp.reduce_scatter, whole, dim)
+        gather = events(deepsp.collectives.all_gather, part, dim, grad="partial")
+        scatter = events(deepsp.collectives.reduce_scatter, whole, dim)
         assert gather == ({"deepsp::land"} if copied else set()), (shape, gather)
         assert scatter == ({"deepsp::pack"} if copied else set()), (shape, scatter)
 
@@ -189,18 +193,18 @@ def _disagree():
     os.environ["DEEPSP_DEBUG"] = "1"
     try:
         x = torch.ones(2, 4)
-        assert deepsp.all_gather(x, 1, grad="partial").shape == (2, 8)
+        assert deepsp.collectives.all_gather(x, 1, grad="partial").shape == (2, 8)
         with pytest.raises(ValueError, match="ranks disagree: rank 0 passes input float32 of full"):
-            deepsp.all_gather(x.double() if rank else x, 1, grad="partial")
+            deepsp.collectives.all_gather(x.double() if rank else x, 1, grad="partial")
         with pytest.raises(ValueError, match=r"ranks disagree.*sizes"):
-            deepsp.reduce_scatter(x, 1, sizes=[1, 3] if rank else [3, 1])
+            deepsp.collectives.reduce_scatter(x, 1, sizes=[1, 3] if rank else [3, 1])
         with pytest.raises(ValueError, match="ranks disagree"):
             if rank:
-                deepsp.all_gather(x, 1, grad="partial")
+                deepsp.collectives.all_gather(x, 1, grad="partial")
             else:
-                deepsp.reduce_scatter(x, 1)
+                deepsp.collectives.reduce_scatter(x, 1)
         with pytest.raises(ValueError, match="ranks disagree"):
-            deepsp.all_reduce(torch.ones(2 + rank), grad="partial")
+            deepsp.collectives.all_reduce(torch.ones(2 + rank), grad="partial")
     finally:
         del os.environ["DEEPSP_DEBUG"]
 

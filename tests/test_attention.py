@@ -264,8 +264,8 @@ def _wrapped(heads, kv_heads, chunks):
     rank, size = dist.get_rank(), dist.get_world_size()
     lens = lens_of("skewed", 10, size)
     slopes = torch.linspace(0.1, 1, heads, dtype=torch.float64)
-    mine = deepsp.local_heads(heads)
-    q_heads, kv = deepsp.local_heads(heads, num_kv_heads=kv_heads)
+    mine = deepsp.attention.local_heads(heads)
+    q_heads, kv = deepsp.attention.local_heads(heads, num_kv_heads=kv_heads)
     assert mine == q_heads and [list(q_heads), list(kv)] == list(
         heads_of(rank, size, heads, kv_heads)
     )
@@ -407,7 +407,7 @@ def _groups():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "seq"))
     row, place = mesh.get_coordinate()
     whole = [x + row for x in _qkv(1, 7, 4, 2, 8, 8)]
-    lens = deepsp.seq_lens(7, mesh["seq"])
+    lens = deepsp.ranks.seq_lens(7, mesh["seq"])
     assert lens == [4, 3]
     mine = [x.split(lens, 1)[place] for x in whole]
     expected = attention(*whole, is_causal=True).split(lens, 1)[place]
@@ -416,8 +416,8 @@ def _groups():
             *mine, is_causal=True, enable_gqa=True, group=group, seq_lens=lens
         )
         torch.testing.assert_close(out, expected, **TIGHT)
-    assert deepsp.local_heads(4, mesh["seq"]) == range(2 * place, 2 * place + 2)
-    assert deepsp.local_heads(4) == range(dist.get_rank(), dist.get_rank() + 1)
+    assert deepsp.attention.local_heads(4, mesh["seq"]) == range(2 * place, 2 * place + 2)
+    assert deepsp.attention.local_heads(4) == range(dist.get_rank(), dist.get_rank() + 1)
 
 
 def test_groups_and_meshes():

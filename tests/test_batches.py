@@ -100,7 +100,7 @@ def _others():
         ]
     ):
         other = size - 1 if group in (3, 4, 5, 6) else 1
-        with pytest.raises(ValueError, match=rf"batch\['{name}'\] of rank {other} .*Distributed"):
+        with pytest.raises(ValueError, match=rf"batch\['{name}'\],.* and {other}; .*Distributed"):
             deepsp.shard_batch(batch, every[group])
     for _ in range(4):  # on every call
         deepsp.shard_batch({"input_ids": ids, "labels": ids}, every[7])
@@ -130,7 +130,7 @@ def _carried(name):
     """The digest travels with what attention of a model exchanges; nothing else is sent."""
     from trained import tiny
 
-    from deepsp import same_batch
+    from deepsp.data import same_batch
     from deepsp.integrations.transformers import register
 
     register()
@@ -148,11 +148,13 @@ def _carried(name):
             assert len(calls) == 1  # the first batch's, when it isn't known yet what follows
             if step < 4:
                 model(**batch)
-        with pytest.raises(ValueError, match=r"batch\['input_ids'\] of rank 1 .* seed"):
+        with pytest.raises(
+            ValueError, match=r"batch\['input_ids'\], a full .* ranks 0 and 1; .* seed"
+        ):
             model(**batch)
         deepsp.shard_batch({"input_ids": torch.zeros(1, 4, dtype=torch.int64)}, group)
         # Nothing has come after that batch, so that this one is compared at once.
-        with pytest.raises(ValueError, match=r"batch\['input_ids'\] of rank 1"):
+        with pytest.raises(ValueError, match=r"batch\['input_ids'\], a full .* ranks 0 and 1;"):
             deepsp.shard_batch({"input_ids": torch.full((1, 4), rank)}, group)
     finally:
         same_batch.difference = compare
@@ -187,7 +189,7 @@ def _dropout():
     seen.clear()
     for _ in range(2):
         model(**batch).loss.backward()
-    states = deepsp.groups.objects_on_all_ranks(torch.rand(3), None, torch.device("cpu"))
+    states = deepsp.ranks.groups.objects_on_all_ranks(torch.rand(3), None, torch.device("cpu"))
     assert all(torch.equal(x, states[0]) for x in states)
     first = deepsp.unshard(seen[0], 1, seq_lens=lens).split(lens, 1)
     assert len(set(lens)) > 1

@@ -74,10 +74,10 @@ def _copies():
     lands what isn't."""
     x = draw(2, 6, 4)
     for name, call, lists in (
-        ("even", lambda: deepsp.all_gather(x, 0, grad="partial"), 0),
-        ("rows", lambda: deepsp.all_gather(x, 1, grad="partial"), 2),
-        ("even, summed", lambda: deepsp.reduce_scatter(x, 0), 0),
-        ("rows, summed", lambda: deepsp.reduce_scatter(x, 1), 1),
+        ("even", lambda: deepsp.collectives.all_gather(x, 0, grad="partial"), 0),
+        ("rows", lambda: deepsp.collectives.all_gather(x, 1, grad="partial"), 2),
+        ("even, summed", lambda: deepsp.collectives.reduce_scatter(x, 0), 0),
+        ("rows, summed", lambda: deepsp.collectives.reduce_scatter(x, 1), 1),
     ):
         found = sum(e.name == "deepsp::copy" for e in events(call))
         assert found == lists, (name, found)

@@ -343,7 +343,7 @@ def _functions():
         pending = deepsp.seq_to_heads_start([q])
         extra = (q * 2).sum()
         (again,) = pending.wait()
-        heads = deepsp.local_heads(q.size(2))
+        heads = deepsp.attention.local_heads(q.size(2))
         loss = deepsp.cross_entropy(back[0].flatten(2), labels, group=group)
         return loss + again.square().sum() * 1e-3 + extra * 0.1 + heads.start
 
@@ -370,7 +370,7 @@ def _compiled_autograd():
     weight, labels = _leaf(11, 8).detach(), torch.arange(2 * 4 * 8).view(2, 4, 8) % 11
     for function in (
         lambda x: deepsp.distributed_attention(x, x, x, is_causal=True, dropout_p=0.0),
-        lambda x: deepsp.all_gather(x, 1, grad="partial"),
+        lambda x: deepsp.collectives.all_gather(x, 1, grad="partial"),
         lambda x: deepsp.linear_cross_entropy(x, weight, labels),
         # Rows of no dimension: a list that is empty.
         lambda x: op.gather_cast(x.flatten(), [x.numel()] * size, torch.bfloat16, rank, group),
@@ -646,7 +646,8 @@ print("exported")
 _IMPORT = """
 import sys, torch
 import deepsp
-assert "torch._inductor.decomposition" not in sys.modules, "import deepsp drags Inductor in"
+found = {"torch._dynamo", "torch._inductor"} & sys.modules.keys()
+assert not found, f"import deepsp drags {found} in"
 from deepsp import patches
 from torch._inductor import decomposition
 op = torch.ops.deepsp.seq_to_heads_start.default

@@ -30,7 +30,7 @@ def _shard():
     assert torch.equal(deepsp.unshard(mine, 1), x)  # lengths are asked for
     integers = torch.arange(7)
     assert torch.equal(deepsp.unshard(deepsp.shard(integers, 0), 0), integers)
-    assert deepsp.seq_lens(7) == [len(t) for t in integers.tensor_split(size)]
+    assert deepsp.ranks.seq_lens(7) == [len(t) for t in integers.tensor_split(size)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from harness import on_ranks
 
-from deepsp.digest import digests, first_difference
+from deepsp.ranks.agreement import digests, first_difference
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
 

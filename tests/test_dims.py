@@ -8,7 +8,7 @@ from reference import draw
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from deepsp import dims
+from deepsp.placement import dims
 
 PRODUCTS = [
     ("linear", F.linear, [(4, 6), (8, 6)], dims.linear(2, 2)),

@@ -372,6 +372,12 @@ def test_snippets_parse():
             ast.parse(snippet)
 
 
+def test_public_names_are_explained():
+    """Each is named on a page, as users write it."""
+    pages = "".join(path.read_text() for path in PAGES.values())
+    assert not [n for n in deepsp.__all__ if not re.search(rf"\bdeepsp\.{n}\b", pages)]
+
+
 def test_reference():
     """The API reference has every public name."""
     listed = re.findall(r"^\.\. auto\w+:: (\S+)", (ROOT / "docs/api.rst").read_text(), re.MULTILINE)

@@ -15,7 +15,7 @@ import deepsp.schedule
 SECTIONS = ("Args", "Attributes", "Returns", "Raises")
 IN_THE_TEXT = {  # what their arguments are
     "deepsp.full_state_dict", "deepsp.load_full_state_dict", "deepsp.full_parameters",
-    "deepsp.integrations.deepspeed.sequence_group", "deepsp.AttentionPlan",
+    "deepsp.integrations.deepspeed.sequence_group", "deepsp.attention.AttentionPlan",
 }  # fmt: skip
 
 
@@ -26,11 +26,12 @@ def _of(module, names):
 def _public():
     found = {}
     others = (deepsp.integrations.deepspeed, deepsp.integrations.transformers)
-    for module in (deepsp, deepsp.schedule, *others):
+    rooms = (deepsp.attention, deepsp.planning, deepsp.ranks)
+    for module in (deepsp, deepsp.schedule, *rooms, *others):
         found |= _of(module, module.__all__)
     found |= _of(deepsp.compile, deepsp.compile._HOMES)
-    for module in (deepsp.plans, deepsp.buffers):
-        own = inspect.getmembers(module, inspect.isfunction)
+    for module in (deepsp.collectives, deepsp.ops, deepsp.schedule.ready, deepsp.ranks.buffers):
+        own = inspect.getmembers(module, lambda x: inspect.isfunction(x) or inspect.isclass(x))
         found |= _of(module, [n for n, f in own if f.__module__ == module.__name__ and n[0] != "_"])
     for name, thing in list(found.items()):
         if inspect.isclass(thing):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import deepsp
-from deepsp.randomness import sharded_randomness
+from deepsp.ranks.randomness import sharded_randomness
 
 
 def _masks(kind, chunks, backend=None):
@@ -56,7 +56,7 @@ def _masks(kind, chunks, backend=None):
 
     def run():
         out = call(x, x, v)
-        whole = deepsp.all_gather(out, 1, grad="replicated")
+        whole = deepsp.collectives.all_gather(out, 1, grad="replicated")
         return whole[0].permute(1, 0, 2) > 0  # [heads, tokens, tokens]
 
     torch.manual_seed(7)
@@ -71,7 +71,7 @@ def _masks(kind, chunks, backend=None):
         for j in range(i):
             assert (every[i] != every[j]).float().mean() > 0.3, (i, j)
     # What is drawn elsewhere stays the same on all ranks.
-    assert len(set(deepsp.all_gather(after, 0, grad="replicated").tolist())) == 1
+    assert len(set(deepsp.collectives.all_gather(after, 0, grad="replicated").tolist())) == 1
 
 
 @pytest.mark.parametrize("kind", ["function", "sdpa", "local", "layer"])
@@ -129,7 +129,9 @@ def _compiled_under_a_checkpoint(backend):
     out = compiled(q, k, v)
     found = torch.autograd.grad(out.square().sum(), (q, k, v))
 
-    whole = [deepsp.all_gather(x.detach(), 1, grad="replicated") for x in (q, k, v, out)]
+    whole = [
+        deepsp.collectives.all_gather(x.detach(), 1, grad="replicated") for x in (q, k, v, out)
+    ]
     q, k, v = (x.requires_grad_() for x in whole[:3])
     kept = (whole[3][..., 8:] != 0).permute(0, 2, 1, 3) * 2.0
     scores = torch.einsum("bshd,bthd->bhst", q, k) * 8**-0.5

@@ -113,12 +113,12 @@ def _attention_errors():
             r"inputs\[1\] to have 4 dimensions .*, got 3",
         ),
         (lambda: deepsp.DistributedAttention(chunks=0), "expected chunks >= 1.*, got 0"),
-        (lambda: deepsp.local_heads(1), "num_heads >= 2, .*, got 1"),
+        (lambda: deepsp.attention.local_heads(1), "num_heads >= 2, .*, got 1"),
         (
-            lambda: deepsp.local_heads(8, num_kv_heads=3),
+            lambda: deepsp.attention.local_heads(8, num_kv_heads=3),
             r"num_kv_heads to divide num_heads \(8\), got 3",
         ),
-        (lambda: deepsp.seq_lens(-1), "total >= 0, got -1"),
+        (lambda: deepsp.ranks.seq_lens(-1), "total >= 0, got -1"),
         (lambda: att(q, q, q, attn_mask=torch.ones(q.size(0), 8).bool()), r"mask\[:, None, None"),
     ]
     _all_raise(cases)

@@ -356,19 +356,19 @@ def _own_block():
     """A rank's own block is copied from source to destination: the pool holds the received block
     and what went to the other rank, no more."""
     x = draw(1, 4096, 4, 64, dtype=torch.float32)
-    deepsp.buffers.clear()
+    deepsp.ranks.buffers.clear()
     (y,) = deepsp.seq_to_heads([x])
     received, sent = y.nbytes, y.nbytes // 2
     del y
-    assert deepsp.buffers.idle_bytes() == received + sent
-    deepsp.buffers.clear()
+    assert deepsp.ranks.buffers.idle_bytes() == received + sent
+    deepsp.ranks.buffers.clear()
     (y,) = deepsp.seq_to_heads([x])
-    base = deepsp.buffers.idle_bytes()
+    base = deepsp.ranks.buffers.idle_bytes()
     (z,) = deepsp.heads_to_seq([y], [4])  # lies by tokens: sent from where it is
     assert torch.equal(z, x)
     merged = z.nbytes
     del z
-    assert deepsp.buffers.idle_bytes() <= max(base, 0) + merged + x.nbytes
+    assert deepsp.ranks.buffers.idle_bytes() <= max(base, 0) + merged + x.nbytes
     del y
 
 
@@ -393,13 +393,13 @@ def test_anomaly_mode_on_one_rank_only():
 def _dropped():
     """Nobody waits (an exception came between, say): the group stays usable, memory returns."""
     x = draw(1, 64, 4, 32)
-    deepsp.buffers.clear()
+    deepsp.ranks.buffers.clear()
     for _ in range(3):
         deepsp.seq_to_heads_start([x])
         (y,) = deepsp.seq_to_heads([x])
         deepsp.heads_to_seq_start([y], [4])
         del y
-    assert deepsp.buffers.idle_bytes() > 0
+    assert deepsp.ranks.buffers.idle_bytes() > 0
     (y,) = deepsp.seq_to_heads([x])
     assert torch.equal(deepsp.heads_to_seq([y], [4])[0], x)
 

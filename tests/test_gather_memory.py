@@ -91,7 +91,7 @@ def test_writing_early(ranks):
 def _dropped():
     """Nobody waits: the group stays usable, and what arrives late harms nobody."""
     rank, size, group = _here()
-    deepsp.buffers.clear()
+    deepsp.ranks.buffers.clear()
     x = torch.full((4096, 64), float(rank))
     sizes = [4096] * size
     for _ in range(3):
@@ -101,7 +101,7 @@ def _dropped():
         expected = (torch.arange(size) + 5.0).repeat_interleave(4096)[:, None].expand(other.shape)
         assert torch.equal(other, expected)
         del other
-    assert deepsp.buffers.idle_bytes() > 0
+    assert deepsp.ranks.buffers.idle_bytes() > 0
     # Not waited for by autograd, either: the output is never used.
     w = x.clone().requires_grad_()
     op.gather_cast(w, sizes, bf16, rank, group)
@@ -132,7 +132,7 @@ def _poisoned(anomaly):
     """No element that nobody wrote shows: neither in results nor, in anomaly mode, in buffers that
     are larger than what arrives."""
     rank, size, group = _here()
-    deepsp.buffers.clear()
+    deepsp.ranks.buffers.clear()
     rows = [[700, 1, 130][:size], [3, 0, 1][:size], [0, 5, 400][:size]]
     sizes, dtypes = flat(rows), [bf16, f32, torch.float64]
     shapes = [[513], [7], [9, 50]]
@@ -180,7 +180,7 @@ def _steady():
         full = op.gather_cast_coalesced(x, sizes, [bf16, bf16], rank, group)
         sum(y.float().square().sum() for y in full).backward()
         del full
-        levels.append(deepsp.buffers.idle_bytes())
+        levels.append(deepsp.ranks.buffers.idle_bytes())
     assert len(set(levels[3:])) == 1, levels
 
 

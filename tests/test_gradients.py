@@ -177,7 +177,7 @@ def _sparse():
         (torch.int16, "int32"),
     ):
         x = torch.ones(3).to(kind)
-        for call in (deepsp.all_reduce, deepsp.all_reduce_start):
+        for call in (deepsp.collectives.all_reduce, deepsp.collectives.all_reduce_start):
             with pytest.raises(
                 ValueError,
                 match=rf"expected x to be .*, got {kind}.*{instead}".replace("torch.", ""),
@@ -211,8 +211,8 @@ def _weights():
     for door in (deepsp.sync_gradients, deepsp.shard_parameters, build):
         for of in ("0.weight", "2.bias", "kept"):
             message = (
-                rf"expected {of} to be Replicate, .*, got different values on ranks 0 and "
-                rf"{size - 1} of the group; call torch.manual_seed"
+                rf"expected {of} to be the same on every rank .*, got different values on ranks "
+                rf"0 and {size - 1}; call torch.manual_seed"
             )
             model = make(of)
             for _ in range(2):  # once only is where it is right
@@ -319,7 +319,7 @@ def _forgotten():
         plain(model, average_gradients=True).backward()
         for p in model.parameters():
             if wraps:
-                p.grad = deepsp.all_reduce(p.grad, grad="replicated") / size
+                p.grad = deepsp.collectives.all_reduce(p.grad, grad="replicated") / size
         with pytest.raises(ValueError, match=r"called with average_gradients=True.*leave that out"):
             deepsp.sync_gradients(model)
     plain(model).backward()

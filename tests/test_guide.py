@@ -50,8 +50,17 @@ def _snippets():
         "data": 1,
         "sequence": dist.get_world_size(),
     }
-    assert len(SNIPPETS) == 2
-    for snippet in SNIPPETS:
+    rank, lens = dist.get_rank(), deepsp.ranks.seq_lens(TOTAL)
+    first, *trainings = SNIPPETS
+    whole = [torch.randn(2, TOTAL, heads, 8).double() for heads in (4, 2, 2)]
+    for name, x in zip("qkv", whole, strict=True):
+        names[name] = x.split(lens, 1)[rank]
+    exec(first, names | {"seq_lens": lens}, names)
+    mine = attention(*whole, is_causal=True).split(lens, 1)[rank]
+    torch.testing.assert_close(names["out"], mine, rtol=1e-10, atol=1e-12)
+
+    assert len(trainings) == 2
+    for snippet in trainings:
         model.zero_grad()
         exec(snippet, names)
         torch.testing.assert_close(names["loss"], expected, rtol=1e-10, atol=0)

@@ -1,5 +1,6 @@
 """What a user meets before the first op."""
 
+import ast
 import importlib.util
 import re
 import subprocess
@@ -55,6 +56,42 @@ def test_public_names():
 
     for name in deepsp.__all__:
         assert getattr(deepsp, name).__doc__, name
+
+
+def _imports(path, modules):
+    """The modules of deepsp that one imports, within functions, too."""
+    tree = ast.parse(path.read_text())
+    typed = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    for node in (n for n in ast.walk(tree) if id(n) not in typed):
+        if isinstance(node, ast.Import):
+            yield from (a.name for a in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module in modules:
+            names = {f"{node.module}.{a.name}" for a in node.names} - {"deepsp._C"}
+            yield from names & modules.keys()
+            if names - modules.keys():
+                yield node.module
+
+
+def test_no_module_imports_itself_by_others():
+    paths = {
+        path: path.relative_to(PACKAGE.parent).with_suffix("") for path in PACKAGE.rglob("*.py")
+    }
+    modules = {".".join(p.parts).removesuffix(".__init__"): path for path, p in paths.items()}
+    imports = {m: set(_imports(path, modules)) & modules.keys() for m, path in modules.items()}
+    # The rules' own: to go with the table of placements.
+    imports["deepsp.compile.sharding.rules"] = set()
+    while free := [m for m, theirs in imports.items() if not theirs & imports.keys()]:
+        for m in free:
+            del imports[m]
+    assert not imports, f"these import each other, or what does: {sorted(imports)}"
+    assert len(list(PACKAGE.glob("*.py"))) <= 9  # dims goes to the table of placements
+    long = [path.name for path in paths if path.read_text().count("\n") > 450]
+    assert set(long) <= {"parallelize.py"}, long
 
 
 def test_every_type_has_one_definition():

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import deepsp
-from deepsp import chunks as auto_chunks
+from deepsp.attention import chunks as auto_chunks
 
 op = torch.ops.deepsp
 
@@ -145,7 +145,7 @@ def _compiled_checkpoint(backend):
     expected = torch.autograd.grad(model(mine, False).square().sum(), leaves)
     y = torch.compile(model, fullgraph=True, backend=backend)(mine, True)
     # Memory that holds what was right in forward must not do for backward.
-    deepsp.buffers.clear()
+    deepsp.ranks.buffers.clear()
     poison = [torch.full((1, 64, 4, 64), float("nan")) for _ in range(4)]
     for x in poison:
         deepsp.seq_to_heads([x])
@@ -240,13 +240,13 @@ def _autocast_elsewhere():
     mine = draw(1, 24, 32, dtype=torch.float32).split(lens, 1)[dist.get_rank()].clone()
     leaves = [mine.requires_grad_(), *layer.parameters()]
     expected = torch.autograd.grad(layer(mine, seq_lens=lens).square().sum(), leaves)
-    deepsp.buffers.clear()  # lest memory still holds what is right
+    deepsp.ranks.buffers.clear()  # lest memory still holds what is right
     loss = layer(mine, seq_lens=lens).square().sum()
     with torch.autocast("cpu", torch.bfloat16):
         ours = torch.autograd.grad(loss, leaves)
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
     layer.local_attention = lambda q, k, v: attention(q.float(), k.float(), v.float())
-    deepsp.buffers.clear()
+    deepsp.ranks.buffers.clear()
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(mine, seq_lens=lens)
         assert y.dtype == torch.bfloat16

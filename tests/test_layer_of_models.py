@@ -9,7 +9,7 @@ from reference import attention, draw, lens_of
 from torch import nn
 
 import deepsp
-from deepsp import chunks as auto_chunks
+from deepsp.attention import chunks as auto_chunks
 
 TOTAL, SIZE, HEADS, KV_HEADS = 13, 48, 6, 2
 SCALED = {
@@ -147,7 +147,7 @@ def _mistakes():
         (lambda: make(8, 2, rotary=lambda x, p: p)(x.float()),
          "expected rotary to be a callable .*, got Tensor"),
         (lambda: turning(x, rotary=table(total, 4)),
-         "rotary or the layer's rope_theta, got both .*100.0"),
+         "rope_theta or rotary, got both .*100.0"),
         (lambda: layer(x, rotary=table(3, 4)), rf"to have shape \[{total}, R\] .*, got \[3, 4\]"),
         (lambda: layer(x, rotary=table(total, 6)), "cos of rotary to have shape .* at most 4"),
         (lambda: layer(x, rotary=table(2, total, 4)), r"cos of rotary to have shape .*, got \[2,"),

@@ -41,7 +41,7 @@ def full(n: int, dim: int = 1) -> dict:
         batch["position_ids"] = torch.arange(length).remainder(4).expand(2, -1)
     if dim == 0:
         flip = lambda path, x: x if path == ("position_ids",) else x.transpose(0, 1)  # noqa: E731
-        batch = deepsp.data.map_leaves(flip, batch)
+        batch = deepsp.data.sharding.map_leaves(flip, batch)
     return batch
 
 
@@ -143,11 +143,11 @@ def _together():
         assert torch.equal(positions, torch.arange(sum(lens))[None])
         nested = deepsp.unshard(batch["more"]["list"][0].int(), 1, None, lens)
         assert torch.equal(nested, whole["input_ids"].int())
-        assert deepsp.data.is_handed_out(batch["input_ids"])
+        assert deepsp.data.sharding.is_handed_out(batch["input_ids"])
         if "attention_mask" in whole:
             assert torch.equal(batch["attention_mask"], whole["attention_mask"])
         # Memory of its own: what is saved isn't the whole round.
-        for _, x in deepsp.data.leaves_of(batch):
+        for _, x in deepsp.data.sharding.leaves_of(batch):
             assert x.untyped_storage().nbytes() == x.nbytes
     assert size == 3
 
@@ -166,7 +166,7 @@ def _one_all_to_all():
         assert len(list(loader)) == size
     (((_, sent, into, out), _),) = [(call.args, call.kwargs) for call in called.call_args_list]
     # ids and labels of two rows, and positions of one.
-    expected = [5 * 8 * n for n in deepsp.seq_lens(1000)]
+    expected = [5 * 8 * n for n in deepsp.ranks.seq_lens(1000)]
     assert out == expected and sent.numel() == sum(expected) and into == [expected[rank]] * size
 
 
@@ -450,7 +450,8 @@ def _errors():
     ):
         list(deepsp.SequenceLoader(uneven, replicated=True))
     with pytest.raises(
-        ValueError, match=r"batch\['number'|batch\['input_ids'\] of rank 1 .*Sequence"
+        ValueError,
+        match=r"batch\['number'|batch\['input_ids'\], a full .* ranks 0 and 1; .*Sequence",
     ):
         other = {"input_ids": ids + rank}
         list(deepsp.SequenceLoader([other], dist.new_group(), replicated=True))

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import deepsp
-from deepsp.fake_step import _Live
+from deepsp.planning.fake_step import _Live
 
 DOCUMENTS = torch.tensor([[0, 9], [9, 26]])
 

@@ -14,7 +14,7 @@ from torch import nn
 from zoo import DIM, LM, batch
 
 import deepsp
-from deepsp import randomness
+from deepsp.ranks import randomness
 
 _BY_INDUCTOR = ["by_hand", "mixture", "function"]
 
@@ -52,10 +52,8 @@ def _random():
     model = copy.deepcopy(reference)
     inputs = batch(13)
     torch.manual_seed(7)
-    first = randomness._Fork(0)
-    first.enter()
-    expected = reference(**inputs)
-    first.leave()
+    with randomness._Fork(0):
+        expected = reference(**inputs)
     expected.backward()
     torch.manual_seed(7 + dist.get_rank())
     out = torch.compile(model, options={"inner": "eager"}, **BACKEND)(
@@ -193,7 +191,8 @@ def _different(what):
     inputs["ids"] = batch(13)["ids"]
     compiled = torch.compile(model, options={"inner": "eager"}, **BACKEND)
     with pytest.raises(
-        Exception, match=rf"expected .*{what}.* to be Replicate.*ranks . and . of the group"
+        Exception,
+        match=rf"expected .*{what}.* to be the same on every rank of the group.* ranks . and .;",
     ):
         compiled(**deepsp.prepare_inputs(inputs))
 
@@ -205,7 +204,7 @@ def _later():
     for _ in range(2):
         compiled(**deepsp.prepare_inputs(batch(13)))
     inputs = {**batch(13), "labels": batch(13, seed=dist.get_rank())["labels"]}
-    with pytest.raises(ValueError, match="expected labels to be the same full tensor on every ra"):
+    with pytest.raises(ValueError, match="expected labels, a full tensor, to be the same"):
         compiled(**deepsp.prepare_inputs(inputs))
     compiled(**deepsp.prepare_inputs(batch(13)))
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from harness import on_ranks
 
 import deepsp
-from deepsp.plans import tensor_sequence_parallel
+from deepsp.schedule.ready import tensor_sequence_parallel
 
 
 def _model(family, dropout=0.0, **options):

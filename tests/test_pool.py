@@ -11,7 +11,7 @@ import deepsp
 
 
 def _reuse():
-    pool = deepsp.buffers
+    pool = deepsp.ranks.buffers
     pool.clear()
     assert pool.idle_bytes() == 0
     x = draw(1, 512, 4, 64, dtype=torch.float32)
@@ -47,7 +47,7 @@ def test_blocks_come_back():
 
 
 def _limit():
-    pool = deepsp.buffers
+    pool = deepsp.ranks.buffers
     before = pool.limit()
     pool.clear()
     try:
@@ -100,7 +100,7 @@ def _steady():
         out = deepsp.distributed_attention(x, x, x, is_causal=True, chunks=2)
         out.sum().backward()
         del out
-        levels.append(deepsp.buffers.idle_bytes())
+        levels.append(deepsp.ranks.buffers.idle_bytes())
     assert len(set(levels[3:])) == 1, levels
 
 

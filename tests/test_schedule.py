@@ -44,7 +44,7 @@ def _column_row(bias):
         sch.sync("bwd_post", "all_reduce")
 
     _, built, _ = check(functools.partial(Mlp, bias=bias), plan, data(3, 7, 5))
-    rank, size, _ = deepsp.groups.member_of(None)
+    rank, size, _ = deepsp.ranks.groups.member_of(None)
     mine = [11 // size + (r < 11 % size) for r in range(size)][rank]
     assert built.up.weight.shape == (mine, 5) and built.up.out_features == mine
     assert built.down.weight.shape == (5, mine) and built.down.in_features == mine
@@ -304,7 +304,7 @@ def _attention(*args):
         sch.sync("bwd_post", "all_reduce")
 
     _, built, _ = check(functools.partial(Attention, *args), plan, data(4, 6, 12))
-    rank, size, _ = deepsp.groups.member_of(None)
+    rank, size, _ = deepsp.ranks.groups.member_of(None)
     heads = [3 // size + (r < 3 % size) for r in range(size)][rank]
     assert built.attn.num_heads == heads and built.attn.in_proj_weight.shape == (12 * heads, 12)
     assert built.attn.out_proj.weight.shape == (12, 4 * heads)

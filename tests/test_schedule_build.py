@@ -244,7 +244,7 @@ def _made():
     and no whole parameter anywhere."""
     with torch.device("meta"):
         model = nn.Sequential(Mlp(16, 300), Mlp(16, 300), nn.BatchNorm1d(16))
-    rank, size, _ = deepsp.groups.member_of(None)
+    rank, size, _ = deepsp.ranks.groups.member_of(None)
     sch = deepsp.create_schedule(model)
     sch["*.up"].shard("weight", 0).sync("bwd_post", "all_reduce")
     sch["*.down"].shard("weight", 1).sync("fwd_post", "all_reduce", grad="replicated")

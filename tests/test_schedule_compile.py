@@ -8,7 +8,7 @@ from harness import on_ranks
 from scheduled import Mlp, compare, data, seeded
 
 import deepsp
-from deepsp.plans import tensor_sequence_parallel
+from deepsp.schedule.ready import tensor_sequence_parallel
 
 
 def _tensor_parallel(sch):

@@ -421,24 +421,28 @@ class Calls(nn.Module):
 def _own_collectives():
     """Collectives that a user's module calls on what doesn't fit them: each with its reason."""
     alone, _ = dist.new_subgroups(1)
-    total = functools.partial(deepsp.all_reduce, grad="replicated")
+    total = functools.partial(deepsp.collectives.all_reduce, grad="replicated")
     split = [Sync("", "fwd_pre", "scatter", 1)]
     for function, syncs, text in [
         (total, [], "to be Partial, got Replicate; .* P times too large"),
         (total, split, r"Partial, got Shard\(1\); .* different parts .*all_gather"),
-        (lambda x: deepsp.reduce_scatter(x, 1), split, r"got Shard\(1\); .* different parts"),
         (
-            lambda x: deepsp.scatter(x, 1),
+            lambda x: deepsp.collectives.reduce_scatter(x, 1),
+            split,
+            r"got Shard\(1\); .* different parts",
+        ),
+        (
+            lambda x: deepsp.collectives.scatter(x, 1),
             split,
             r"to be Replicate, got Shard\(1\); .* already",
         ),
         (
-            lambda x: deepsp.all_gather(x, 1, grad="partial"),
+            lambda x: deepsp.collectives.all_gather(x, 1, grad="partial"),
             [],
             r"to be Shard\(1\), got Replicate; .* already",
         ),
         (
-            lambda x: deepsp.all_gather(x, 2, grad="partial"),
+            lambda x: deepsp.collectives.all_gather(x, 2, grad="partial"),
             split,
             r"to be Shard\(2\), got Shard\(1\); pass dim=1",
         ),

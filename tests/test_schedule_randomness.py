@@ -1,6 +1,7 @@
 """Masks: alike on whole tensors, different on sharded ones, and the same again when run again."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -11,9 +12,8 @@ from placed import Placed, Sync
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from deepsp import randomness
-from deepsp.groups import member_of
-from deepsp.randomness import sharded_randomness
+from deepsp.ranks import randomness
+from deepsp.ranks.randomness import sharded_randomness
 
 SIZES = [2, 3]
 
@@ -31,6 +31,25 @@ def _alike(x):
 def _all_different(x):
     parts = _all(x)
     return not any(torch.equal(a, b) for n, a in enumerate(parts) for b in parts[n + 1 :])
+
+
+def _give(streams):
+    """Random numbers around modules' forwards, as a built schedule has them."""
+    sharded = [module for module, stream in streams.items() if stream == "sharded"]
+    for module, stream in streams.items():
+        if stream == "sharded":
+            module.forward = _around(module.forward, sharded_randomness)
+        elif any(module in outer.modules() for outer in sharded):
+            common = functools.partial(randomness.common_randomness, "inner")
+            module.forward = _around(module.forward, common)
+
+
+def _around(forward, context):
+    def call(*args):
+        with context():
+            return forward(*args)
+
+    return call
 
 
 class Block(nn.Module):
@@ -59,7 +78,7 @@ def _streams(checkpointed):
     torch.manual_seed(7)
     model = Block(checkpointed)
     streams = {model.before: "replicated", model.inner: "sharded", model.after: "replicated"}
-    randomness.apply(streams, model, member_of(None))
+    _give(streams)
     x = torch.ones(40, requires_grad=True)
     for step in range(2):
         model(x).sum().backward()
@@ -76,7 +95,7 @@ def _streams(checkpointed):
     torch.manual_seed(7)
     again = Block(None)
     streams = {again.inner: "sharded"}
-    randomness.apply(streams, again, member_of(None))
+    _give(streams)
     again(x)
     for a, b in zip(again.masks[0], first, strict=True):
         assert torch.equal(a, b), "the seed alone decides"
@@ -109,7 +128,7 @@ class Outer(nn.Module):
 def _nested():
     torch.manual_seed(1)
     model = Outer()
-    randomness.apply({model: "sharded", model.inner: "replicated"}, model, member_of(None))
+    _give({model: "sharded", model.inner: "replicated"})
     x = torch.ones(40)
     model(x)
     assert _all_different(model.first) and _all_different(model.last) and _alike(model.middle)
@@ -120,13 +139,13 @@ def _nested():
     assert _alike(torch.rand(3))
 
     both = Outer()
-    randomness.apply({both: "sharded", both.inner: "sharded"}, both, member_of(None))
+    _give({both: "sharded", both.inner: "sharded"})
     both(x)
     assert _all_different(both.middle)
     assert _alike(torch.rand(3))
 
     refused = Outer(around_inner=True)
-    randomness.apply({refused: "sharded", refused.inner: "replicated"}, refused, member_of(None))
+    _give({refused: "sharded", refused.inner: "replicated"})
     out = refused(torch.ones(40, requires_grad=True))
     with pytest.raises(ValueError, match="checkpoint the outer module"):
         out.sum().backward()
@@ -142,7 +161,7 @@ def _early_stop():
     torch.manual_seed(1)
     inner = nn.Dropout(0.5)
     model = nn.Sequential(inner)
-    randomness.apply({inner: "sharded"}, model, member_of(None))
+    _give({inner: "sharded"})
     x = torch.ones(40, requires_grad=True)
     out = checkpoint(model, x, use_reentrant=False)
     before = torch.get_rng_state()

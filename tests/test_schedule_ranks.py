@@ -94,15 +94,13 @@ def _batches():
     built, _ = deepsp.build(sch)
     other = data(3, 5)
     other[-1, -1] += rank == size - 1
-    message = (
-        rf"inputs differ between ranks 0 and {size - 1} \(for example tensor 0.*DistributedSampler"
-    )
+    message = rf"inputs \(for example tensor 0.* ranks 0 and {size - 1};.*DistributedSampler"
     for _ in range(2):
         with pytest.raises(ValueError, match=message):
             built(other)
-    with pytest.raises(ValueError, match="inputs differ between ranks 0 and 1"):
+    with pytest.raises(ValueError, match=r"inputs .* different values on ranks 0 and 1;"):
         built(data(3 + rank, 5))
-    with pytest.raises(ValueError, match="inputs differ between ranks 0 and 1"):
+    with pytest.raises(ValueError, match=r"inputs .* different values on ranks 0 and 1;"):
         sch.check(data(3, 5, seed=rank))
     built(data(3, 5))
 

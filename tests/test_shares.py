@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import deepsp
-from deepsp.groups import member_of
-from deepsp.parts import cells_of
+from deepsp.attention.parts import cells_of
+from deepsp.ranks.groups import member_of
 
 op = torch.ops.deepsp
 f64 = torch.float64
@@ -62,7 +62,7 @@ def _shares(heads, kv_heads, kind, parts, chunks, more, dims, layout="bshd"):
     size = dist.get_world_size()
     total = 19
     lens = lens_of(kind, total, size)
-    order = deepsp.parts.ORDERS[layout]
+    order = deepsp.attention.parts.ORDERS[layout]
     own, reference, extra = {}, {}, []
     if "mask" in more:
         mask = draw(2, heads, total, total, seed=7)
@@ -227,7 +227,10 @@ def _mask_alone():
     kept = (whole[0].transpose(0, 1) != 0) * 2.0  # [heads, queries, keys]
     (plain.softmax(-1) * kept * by_column).sum().backward()
     torch.testing.assert_close(
-        deepsp.all_reduce(mask.grad, grad="replicated"), plain.grad, rtol=1e-9, atol=1e-12
+        deepsp.collectives.all_reduce(mask.grad, grad="replicated"),
+        plain.grad,
+        rtol=1e-9,
+        atol=1e-12,
     )
     assert plain.grad.any()
 

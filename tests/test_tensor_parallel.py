@@ -9,7 +9,7 @@ from reference import draw
 from torch import nn
 
 import deepsp
-from deepsp.parts import seq_lens
+from deepsp.ranks.lengths import seq_lens
 
 K, M = 4, 5
 
@@ -40,7 +40,9 @@ def _against_one_process(dtype, function=lambda f: f):
             x = part(whole).detach().clone().requires_grad_()
             weight, bias = (t[rank].detach().clone().requires_grad_() for t in (weights, biases))
             gather = function(
-                lambda x, w, b, lens, dim=dim: deepsp.all_gather_matmul(x, w, b, dim, sizes=lens)
+                lambda x, w, b, lens, dim=dim: deepsp.collectives.all_gather_matmul(
+                    x, w, b, dim, sizes=lens
+                )
             )
             y = gather(x, weight, bias, lens)
             wants = [F.linear(whole, w, b) for w, b in zip(weights, biases, strict=True)]
@@ -60,7 +62,7 @@ def _against_one_process(dtype, function=lambda f: f):
             x, weight = (t[rank].detach().clone().requires_grad_() for t in (wholes, weights))
             share = bias.detach().clone().requires_grad_()
             scatter = function(
-                lambda x, w, b, lens, dim=dim: deepsp.matmul_reduce_scatter(
+                lambda x, w, b, lens, dim=dim: deepsp.collectives.matmul_reduce_scatter(
                     x, w, b, dim, sizes=lens
                 )
             )
@@ -74,7 +76,7 @@ def _against_one_process(dtype, function=lambda f: f):
             (want * out).sum().backward()
             torch.testing.assert_close(x.grad, wholes[rank].grad, **close)
             torch.testing.assert_close(weight.grad, weights[rank].grad, **close)
-            total = deepsp.all_reduce(share.grad, grad="partial")  # its tokens' share
+            total = deepsp.collectives.all_reduce(share.grad, grad="partial")  # its tokens' share
             torch.testing.assert_close(total, bias.grad, **close)
 
 
@@ -104,8 +106,8 @@ def _inductor():
     )
 
     def mlp(x, weight, bias):
-        h = deepsp.all_gather_matmul(x, weight, bias, 1, sizes=lens).relu()
-        return deepsp.matmul_reduce_scatter(h, weight, bias, 1, sizes=lens)
+        h = deepsp.collectives.all_gather_matmul(x, weight, bias, 1, sizes=lens).relu()
+        return deepsp.collectives.matmul_reduce_scatter(h, weight, bias, 1, sizes=lens)
 
     torch._dynamo.reset()
     ys = [f(x, weight, bias) for f in (mlp, torch.compile(mlp, fullgraph=True))]
@@ -126,20 +128,23 @@ def _frozen_and_autocast():
     for frozen in ("weight", "bias", "both"):
         linear.weight.requires_grad_(frozen == "bias")
         linear.bias.requires_grad_(frozen == "weight")
-        for op in (deepsp.all_gather_matmul, deepsp.matmul_reduce_scatter):
+        for op in (deepsp.collectives.all_gather_matmul, deepsp.collectives.matmul_reduce_scatter):
             leaf = x.detach().requires_grad_(frozen == "both")
             y = op(leaf, linear.weight, linear.bias, 0)
             y.sum().backward()
             assert (leaf.grad is not None) == (frozen == "both")
     assert linear.weight.grad is not None and linear.bias.grad is not None
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = deepsp.all_gather_matmul(x.requires_grad_(), linear.weight, linear.bias, 1)
+        y = deepsp.collectives.all_gather_matmul(x.requires_grad_(), linear.weight, linear.bias, 1)
         assert y.dtype == torch.bfloat16 and y.shape == (2, 3 * size, M)
-        assert deepsp.matmul_reduce_scatter(x, linear.weight, None, 1).dtype == torch.bfloat16
+        assert (
+            deepsp.collectives.matmul_reduce_scatter(x, linear.weight, None, 1).dtype
+            == torch.bfloat16
+        )
     y.sum().backward()
     assert x.grad.dtype == torch.float32
     g = torch.autograd.grad(
-        deepsp.all_gather_matmul(x, linear.weight, None, 1).sum(), x, create_graph=True
+        deepsp.collectives.all_gather_matmul(x, linear.weight, None, 1).sum(), x, create_graph=True
     )[0]
     with pytest.raises(RuntimeError, match="not implemented"):
         g.sum().backward()
@@ -151,7 +156,7 @@ def test_frozen_parameters_and_autocast():
 
 def _errors():
     x, w = torch.ones(2, 3, K), torch.ones(M, K)
-    for op in (deepsp.all_gather_matmul, deepsp.matmul_reduce_scatter):
+    for op in (deepsp.collectives.all_gather_matmul, deepsp.collectives.matmul_reduce_scatter):
         for call, message in [
             (lambda op=op: op(x, w, None, 2), "dim to be before the last dimension.*, got 2"),
             (lambda op=op: op(x, w.t(), None, 1), r"weight to have shape \[M, 4\].*, got \[4, 5\]"),
@@ -175,7 +180,9 @@ def _pipelined():
     """A rank's product is computed before all parts are there, and before all have left."""
     x, w = torch.ones(2, 4, K).requires_grad_(), torch.ones(K, K).requires_grad_()
     with torch.profiler.profile() as profile:
-        y = deepsp.matmul_reduce_scatter(deepsp.all_gather_matmul(x, w, None, 0), w, None, 0)
+        y = deepsp.collectives.matmul_reduce_scatter(
+            deepsp.collectives.all_gather_matmul(x, w, None, 0), w, None, 0
+        )
         y.sum().backward()
     names = {e.name for e in profile.events()}
     # Nothing is packed, copied out or put together.

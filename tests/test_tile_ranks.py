@@ -183,7 +183,7 @@ def test_gathered_weights_are_freed():
 
 class _Reduces(nn.Module):
     def forward(self, x):
-        return deepsp.all_reduce(x, grad="replicated")
+        return deepsp.collectives.all_reduce(x, grad="replicated")
 
 
 def _communicates():

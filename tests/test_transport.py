@@ -332,7 +332,7 @@ def _sum_by_rank():
             expected = expected + x.float()
         if dtype == torch.float32:  # another order has other bits
             assert not torch.equal(expected, sum(of_ranks[::-1]))
-        found = deepsp.all_reduce(of_ranks[rank], grad="replicated")
+        found = deepsp.collectives.all_reduce(of_ranks[rank], grad="replicated")
         assert torch.equal(found, expected.to(dtype))
 
 
@@ -345,12 +345,16 @@ def _sums_in_another_order():
     group = dist.new_group()
     rank, size = dist.get_rank(), dist.get_world_size()
     x = torch.ones(1000) * (rank + 1)
-    started = [deepsp.all_reduce_start(x * n, group, grad="replicated") for n in (1, 10)]
+    started = [
+        deepsp.collectives.all_reduce_start(x * n, group, grad="replicated") for n in (1, 10)
+    ]
     with pytest.raises(RuntimeError, match=r"another call|its own exchange failed"):
         for one in started if rank == 0 else started[::-1]:
             one.wait()
     group = dist.new_group()
-    started = [deepsp.all_reduce_start(x * n, group, grad="replicated") for n in (1, 10)]
+    started = [
+        deepsp.collectives.all_reduce_start(x * n, group, grad="replicated") for n in (1, 10)
+    ]
     for n, one in reversed([*zip((1, 10), started, strict=True)]):
         assert torch.equal(one.wait(), torch.full((1000,), n * size * (size + 1) / 2))
 
@@ -472,18 +476,18 @@ def _memory():
     assert mapped_files() == before + size, "each rank's, once"
     dist.barrier()
     assert shared_mib() < 100, shared_mib()  # each rank's four or so, and the peer's
-    assert 0 < deepsp.buffers.idle_bytes() <= deepsp.buffers.limit()
+    assert 0 < deepsp.ranks.buffers.idle_bytes() <= deepsp.ranks.buffers.limit()
     dist.barrier()
-    deepsp.buffers.set_limit(1 << 20)
+    deepsp.ranks.buffers.set_limit(1 << 20)
     dist.barrier()
-    assert deepsp.buffers.idle_bytes() <= 1 << 20
+    assert deepsp.ranks.buffers.idle_bytes() <= 1 << 20
     dist.barrier()
     assert shared_mib() < 24, shared_mib()  # z, and what this rank wrote of the peer's
-    deepsp.buffers.set_limit(2 << 30)
+    deepsp.ranks.buffers.set_limit(2 << 30)
     dist.barrier()
     dist.destroy_process_group(group)
     del group
-    deepsp.buffers.clear()
+    deepsp.ranks.buffers.clear()
     dist.barrier()
     assert torch.equal(z, x)  # a tensor outlives its group
     assert mapped_files() == before + size, "as long as the tensor"
@@ -508,7 +512,7 @@ def _steady():
             time.sleep(0.003)  # now this one, now that one is late
         if step % 4 == 3:
             dist.barrier()
-            levels.append(deepsp.buffers.idle_bytes())
+            levels.append(deepsp.ranks.buffers.idle_bytes())
             dist.barrier()
     # A step holds five or six blocks of at most 384 KiB at once, and a rank may be steps ahead.
     assert max(levels) < 24 * (384 << 10) * 8 // 7, levels
@@ -533,7 +537,7 @@ def _forks():
         except RuntimeError as error:
             fine = fine and "forked" in str(error)
         del y
-        deepsp.buffers.clear()
+        deepsp.ranks.buffers.clear()
         os._exit(0 if fine else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert torch.equal(y, torch.ones_like(y))

@@ -99,8 +99,8 @@ def _along_a_dim(rank, size, sizes, dim):
     shape[dim] = sum(sizes)
     x = draw(*shape).mul(8).round()  # whole numbers: sums are exact
     mine = x.split(sizes, dim)[rank].contiguous()
-    assert torch.equal(deepsp.all_gather(mine, dim, sizes=sizes, grad="replicated"), x)
-    y = deepsp.reduce_scatter(x * (rank + 1), dim, sizes=sizes)
+    assert torch.equal(deepsp.collectives.all_gather(mine, dim, sizes=sizes, grad="replicated"), x)
+    y = deepsp.collectives.reduce_scatter(x * (rank + 1), dim, sizes=sizes)
     assert torch.equal(y, mine * (size * (size + 1) // 2))
 
 

@@ -16,16 +16,15 @@ from torch.utils import _pytree
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader
 
-from deepsp.data import split_batch, unshard
-from deepsp.digest import device_of, digest_of, first_difference
-from deepsp.groups import member_of, objects_on_all_ranks, on_all_ranks
-from deepsp.randomness import align, around_forward
+from deepsp.data.sharding import split_batch, unshard
+from deepsp.ranks.agreement import digest_of, first_difference
+from deepsp.ranks.groups import device_of, member_of, objects_on_all_ranks, on_all_ranks
+from deepsp.ranks.randomness import align, around_forward
 
 ADVICE = (
-    "Something deals rows to processes instead of groups that share a sequence, or draws other "
-    "random numbers on each process: leave DistributedSampler out, give samplers, data sets and "
-    "collators generators that are seeded alike on all ranks of a group, and draw none on one rank "
-    "alone, such as in a callback of rank 0"
+    "leave DistributedSampler out, which deals rows to processes instead of groups that share a "
+    "sequence; give samplers, data sets and collators generators that are seeded alike on all "
+    "ranks of a group, and draw none on one rank alone, such as in a callback of rank 0"
 )
 """What to do about different batches where accelerate deals out the data."""
 
@@ -264,7 +263,7 @@ class _OfGroups:
     # ---- what is prepared
 
     def prepare(self, *objects: Any, **kwargs: Any) -> Any:
-        from deepsp.integrations.transformers import base_of, use_in
+        from deepsp.integrations.transformers.registration import base_of, use_in
 
         for model in objects:
             if isinstance(model, nn.Module):
@@ -369,8 +368,9 @@ class _OfGroups:
                 raise ValueError(
                     f"expected {name} of what all ranks of a group have alike, or of [B, S_r, ...] "
                     f"with an entry for each local token, got {x.dtype} of shape {tuple(x.shape)}, "
-                    "which is of this rank's tokens; sum it over all ranks by deepsp.all_reduce(x, "
-                    "grad='replicated'). (An integer that all have alike: pass it as a float)"
+                    "which is of this rank's tokens; sum it over all ranks by "
+                    "deepsp.collectives.all_reduce(x, grad='replicated'). (An integer that all "
+                    "have alike: pass it as a float)"
                 )
         return tree_map_only(Tensor, lambda x: found.get(x, x), tensors)
 

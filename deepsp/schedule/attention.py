@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from deepsp.groups import Member
-from deepsp.layer import SequenceParallelAttention
+from deepsp.attention.layer import SequenceParallelAttention
+from deepsp.ranks.groups import Member
 from deepsp.schedule import flow
 from deepsp.schedule.placement import Shard
 from deepsp.schedule.running import Running

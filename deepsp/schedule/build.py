@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from deepsp.agreement import compare, replicated_tensors
 from deepsp.schedule import flow, forwards
 from deepsp.schedule.around import Checkpointed
 from deepsp.schedule.attention import ScheduledAttention
@@ -22,6 +21,7 @@ from deepsp.schedule.running import RUNNING, Running, SyncInput, SyncOutput
 from deepsp.schedule.schedule import Schedule
 from deepsp.schedule.swap import swap
 from deepsp.schedule.sync import Sync
+from deepsp.weights.replicated import compare, replicated_tensors
 from deepsp.weights.rows import SHARDS, shards_of
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepsp import collectives
-from deepsp.randomness import sharded_randomness
+from deepsp.ranks.randomness import sharded_randomness
 from deepsp.schedule.swap import Swapped
 from deepsp.weights.rows import shards_of
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from deepsp.groups import on_all_ranks
+from deepsp.ranks.groups import on_all_ranks
 from deepsp.schedule.files import Source, source_of
 from deepsp.schedule.plan import Plan
 from deepsp.weights.rows import ParameterShard, sharded, shards_of

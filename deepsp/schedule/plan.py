@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from deepsp.groups import Member
+from deepsp.ranks.groups import Member
 from deepsp.schedule.registry import Effect
 from deepsp.schedule.sync import Sync
 from deepsp.weights.rows import ParameterShard

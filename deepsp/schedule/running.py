@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from deepsp import collectives, randomness
-from deepsp.groups import Member, on_all_ranks
+from deepsp import collectives
+from deepsp.ranks import randomness
+from deepsp.ranks.groups import Member, on_all_ranks
 from deepsp.schedule import flow
 from deepsp.schedule.around import Checkpointed, Drawing
 from deepsp.schedule.flow import call_key

@@ -9,16 +9,16 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from deepsp.groups import Group, member_of
+from deepsp.ranks.groups import Group, member_of
 from deepsp.schedule import tree
 from deepsp.schedule.attention import parallel_attention
 from deepsp.schedule.check import problems
 from deepsp.schedule.picking import Key
-from deepsp.schedule.plan import Plan, tensor_of
-from deepsp.schedule.registry import Effect, Follow, method_of
+from deepsp.schedule.plan import Plan
 from deepsp.schedule.running import RUNNING
+from deepsp.schedule.shard import shard
 from deepsp.schedule.sync import Sync
-from deepsp.weights.rows import ParameterShard, make_shard, shards_of
+from deepsp.weights.rows import shards_of
 
 
 def create_schedule(model: nn.Module, group: Group = None) -> Schedule:
@@ -123,7 +123,7 @@ class Schedule:
         if not isinstance(axis, int):
             raise ValueError(f"expected axis to be an int, got {axis!r}")
         for module in self._open():
-            _shard(self.plan, module, tuple(names), axis, parts, unit)
+            shard(self.plan, module, tuple(names), axis, parts, unit)
         return self
 
     def sync(
@@ -336,131 +336,3 @@ class Schedule:
         for other in [n for n in self.plan.replaced if n.startswith(f"{name}.")]:
             del self.plan.replaced[other]
         self.plan.replaced[name] = new
-
-
-def _shard(plan: Plan, name: str, names: tuple[str, ...], axis: int, parts, unit) -> None:
-    if all("." in n for n in names):  # of a child
-        child = names[0].rpartition(".")[0]
-        if any(n.rpartition(".")[0] != child for n in names):
-            raise ValueError(f"expected names of one module's parameters, got {list(names)}")
-        (name,) = plan.find(f"{name}.{child}" if name else child)
-        names = tuple(n.rpartition(".")[2] for n in names)
-    module = plan.module(name)
-    where = name or "the model"
-    tensors = {n: _tensor(where, module, n) for n in names}
-    first = tensors[names[0]]
-    if not -first.dim() <= axis < first.dim():
-        make_shard(f"{where}.{names[0]}", first.shape, axis, parts, unit, plan.member)  # raises
-    if name in plan.steps and set(names) <= plan.of(name).followers:
-        for n, tensor in tensors.items():
-            _confirm(plan, name, n, tensor, axis, parts, unit)
-        return
-    method = method_of(name, module)
-    axis %= first.dim()
-    try:
-        effect = method(module, names, axis)
-    except ValueError as error:
-        why = _together(plan, name, method, names) or error
-        raise ValueError(f"{where}: {why}") from None
-    if not isinstance(effect, Effect):
-        raise ValueError(
-            f"{where}: expected the shard method of {type(module).__name__} to return a "
-            f"deepsp.schedule.Effect, got {type(effect).__name__}"
-        )
-    parts = effect.parts if parts == 1 and effect.parts is not None else parts
-    unit = effect.unit if unit == 1 and effect.unit is not None else unit
-    wanted = {n: Follow(axis, parts, unit) for n in names if n not in effect.also}
-    for n, how in effect.also.items():
-        if not isinstance(how, Follow):
-            how = Follow(how, parts, unit)
-        owner, _, own = n.rpartition(".")
-        if tensor_of(module.get_submodule(owner), own) is not None:
-            wanted[n] = how
-    made: list[tuple[str, str, ParameterShard]] = []
-    for n, how in wanted.items():
-        child, _, own = n.rpartition(".")
-        owner = f"{name}.{child}".strip(".") if child else name
-        full = f"{owner}.{own}" if owner else own
-        if own in plan.of(owner).shards:
-            raise ValueError(f"{full} is sharded already")
-        shape = _tensor(owner, plan.module(owner), own).shape
-        made.append(
-            (owner, own, make_shard(full, shape, how.axis, how.parts, how.unit, plan.member))
-        )
-    steps = plan.of(name)
-    merged = effect if steps.effect is None else steps.effect.merged(effect, where)
-    attributes = _shrunk(where, module, effect.attributes, made[0][2])
-    steps.effect = merged
-    steps.attributes.update(attributes)
-    for owner, own, shard in made:
-        plan.of(owner).shards[own] = shard
-        if owner != name or own not in names:
-            plan.of(owner).followers.add(own)
-
-
-def _together(plan: Plan, name: str, method, names: tuple[str, ...]) -> ValueError | None:
-    """Why parameters can't be sharded in one step with those that were sharded before: a better
-    reason than that they can't be sharded without them."""
-    before = plan.of(name).shards if name in plan.steps else {}
-    if not before or set(before) & set(names):
-        return None
-    try:
-        method(plan.module(name), (*before, *names), next(iter(before.values())).axis)
-    except ValueError as error:
-        return error
-    return None
-
-
-def _confirm(plan: Plan, name: str, own: str, tensor: torch.Tensor, axis: int, parts, unit) -> None:
-    """A parameter that follows another one is named by itself, too: ``shard("weight", 0)``, then
-    ``shard("bias", 0)``.
-
-    Raises:
-        ValueError: it is to be sharded in another way than it follows.
-    """
-    steps = plan.of(name)
-    have = steps.shards[own]
-    if parts == 1:
-        parts, unit = have.parts, have.units if unit == 1 else unit
-    asked = make_shard(have.name, tensor.shape, axis, parts, unit, plan.member)
-    if not have.alike(asked):
-        raise ValueError(
-            f"expected {have.name} to be sharded with axis={have.axis}, parts={list(have.parts)}, "
-            f"unit={list(have.units)}, since it follows a parameter that is sharded already, got "
-            f"axis={asked.axis}, parts={list(asked.parts)}, unit={list(asked.units)}; remove this "
-            "call, or pass the same"
-        )
-    steps.followers.discard(own)
-
-
-def _tensor(where: str, module: nn.Module, name: str) -> torch.Tensor:
-    tensor = tensor_of(module, name)
-    if tensor is None:
-        own = [
-            n
-            for own in (module._parameters, module._buffers)
-            for n, v in own.items()
-            if v is not None
-        ]
-        raise ValueError(
-            f"{where}: expected a parameter or buffer of {type(module).__name__}, {own}, got "
-            f"{name!r}"
-        )
-    return tensor
-
-
-def _shrunk(where: str, module, attributes, shard: ParameterShard) -> dict[str, int]:
-    shrunk = {}
-    for attribute in attributes:
-        value = getattr(module, attribute)
-        length = shard.shape[shard.axis]
-        local, rest = divmod(value * shard.local, length)
-        if rest != 0:
-            raise ValueError(
-                f"{where}: expected this rank's part of {attribute} to be an int, got "
-                f"{value} * {shard.local} / {length}, since this rank has {shard.local} of the "
-                f"{length} elements of {shard.name} along axis {shard.axis}; pass unit=, the "
-                "number of elements that stay together, such as head_dim"
-            )
-        shrunk[attribute] = local
-    return shrunk

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import deepsp.ops
 from deepsp import collectives
-from deepsp.groups import Member
+from deepsp.ranks.groups import Member
 from deepsp.schedule.picking import Key
 from deepsp.schedule.placement import REPLICATE, Partial, Placement, Replicate, Shard
 

@@ -16,9 +16,11 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from deepsp import randomness
-from deepsp.tiling.run import Call, Place, differ
+from deepsp.ranks import randomness
+from deepsp.tiling.run import Call, Place
+from deepsp.tiling.run import differ as states_differ
 from deepsp.tiling.weights import Weights
+from deepsp.tokenwise.probe import Buffers, differ, evaluation, is_rough, others_differ, version
 
 _ORDER = (0, 1, 0, 2, 0, 0, 3, 4, 0, 0, 5, 6, 0)  # of the tokens
 _FIRST = 5  # in the first tile
@@ -45,14 +47,12 @@ class _Check:
         before = randomness.states(self.device)
         leaves = [x.detach().requires_grad_(x.requires_grad) for x in self.weights.tensors]
         real = not any(x.is_meta or isinstance(x, FakeTensor) for x in (*leaves, *self.call.inputs))
+        self._buffers = Buffers(self.call.module)
         try:
-            with (
-                self._aside(real),
-                self._buffers_as_they_were(),
-                self.weights.replaced(leaves),
-            ):
+            with self._aside(real), self.weights.replaced(leaves):
                 return self._places(leaves, before, real)
         finally:
+            self._buffers.restore()
             randomness.restore(before, self.device)
 
     @contextlib.contextmanager
@@ -84,15 +84,15 @@ class _Check:
 
     def _places(self, leaves: list[Tensor], states: list[Tensor], real: bool) -> list[Place]:
         inputs = self._tokens()
-        versions = [_version(x) for x in inputs]
+        versions = [version(x) for x in inputs]
         whole = self._run(inputs, states)
-        if [_version(x) for x in inputs] != versions:
+        if [version(x) for x in inputs] != versions:
             raise ValueError(
                 f"{self.name} writes to its input in place, so that it can't be computed again in "
                 "backward: it can't be tiled"
             )
         self._check_buffers()
-        random = differ(states, randomness.states(self.device))
+        random = states_differ(states, randomness.states(self.device))
         self._check_leaves(whole, [*leaves, *inputs])
         first = self._run(self._cut(inputs, 0, _FIRST), states)
         places = [self._place(a, b) for a, b in self._pairs(whole, first)]
@@ -107,9 +107,8 @@ class _Check:
                 poisoned[i] = self._put(x, torch.full_like(x.select(self.dim, 1), torch.nan))
         for other in (changed, poisoned):
             for a, b, place in zip(whole, self._run(other, states), places, strict=True):
-                a, b = (torch.cat([x[:_CHANGED], x[_CHANGED + 1 :]]) for x in (
-                    self._by_token(a, place), self._by_token(b, place)))  # fmt: skip
-                if bool(self._off(a, b).any()):
+                a, b = self._by_token(a, place), self._by_token(b, place)
+                if others_differ(a, b, _CHANGED, self._dtypes(a)):
                     raise ValueError(self._mixes("a change of one token changes others' outputs"))
         with self._without_randomness(random):
             if random:
@@ -119,14 +118,12 @@ class _Check:
         for a, b, c, place in zip(whole, first, second, places, strict=True):
             parts = torch.cat([self._by_token(b, place, _FIRST),
                                self._by_token(c, place, len(_ORDER) - _FIRST)])  # fmt: skip
-            off = self._off(self._by_token(a, place), parts).reshape(len(parts), -1).any(1)
-            # A few may have been sent to other experts, by the rounding of narrow types.
-            if off.double().mean() > (0.25 if _rough(a, *leaves) else 0.0):
+            if self._differ(self._by_token(a, place), parts):
                 raise ValueError(self._mixes("its outputs for a part of the tokens are others"))
-        self._check_two_tiles(states, leaves, places, random)
+        self._check_two_tiles(states, places, random)
         return places
 
-    def _check_two_tiles(self, states, leaves: list[Tensor], places: list[Place], random) -> None:
+    def _check_two_tiles(self, states, places: list[Place], random) -> None:
         """The call's own first two tiles, as one and one by one: a module may do something else
         with many tokens than with few."""
         (_, first), (_, second) = (*self.call.tiles[:2], (0, 0), (0, 0))[:2]
@@ -141,9 +138,7 @@ class _Check:
             together = torch.cat(
                 [self._by_token(b, place, first), self._by_token(c, place, second)]
             )
-            off = self._off(self._by_token(a, place, first + second), together)
-            off = off.reshape(first + second, -1).any(1)
-            if off.double().mean() > (0.25 if _rough(a, *leaves) else 0.0):
+            if self._differ(self._by_token(a, place, first + second), together):
                 raise ValueError(self._mixes(f"its outputs for {first + second} tokens are others"))
 
     # ---- tokens
@@ -213,13 +208,15 @@ class _Check:
             x, dim = x.unflatten(dim, (*self.call.lead, length)), dim + len(self.call.lead)
         return x.movedim(dim, 0)
 
-    def _off(self, a: Tensor, b: Tensor) -> Tensor:
-        """Where two outputs differ by more than rounding."""
-        rough = _rough(a, *self.weights.tensors)
-        a, b = a.double(), b.double()
-        finite = a[a.isfinite()].abs()
-        border = (0.1 if rough else 5e-3) * (finite.max() if finite.numel() else 0.0)
-        return (b.isnan() & ~a.isnan()) | ((a - b).abs() > border)
+    def _dtypes(self, x: Tensor) -> list[torch.dtype]:
+        return [x.dtype, *(w.dtype for w in self.weights.tensors)]
+
+    def _differ(self, whole: Tensor, parts: Tensor) -> bool:
+        """Whether outputs by token do; of narrow types a few may: they may have been sent to other
+        experts, by rounding."""
+        dtypes = self._dtypes(whole)
+        off = differ(whole, parts, dtypes).reshape(len(whole), -1).any(1)
+        return bool(off.double().mean() > (0.25 if is_rough(dtypes) else 0.0))
 
     def _mixes(self, how: str) -> str:
         return (
@@ -247,44 +244,17 @@ class _Check:
                     seen.add(following)
                     nodes.append(following)
 
-    @contextlib.contextmanager
-    def _buffers_as_they_were(self) -> Iterator[None]:
-        self._buffers = [
-            (owner, key, x, _version(x), x.clone())
-            for owner in self.call.module.modules()
-            for key, x in owner._buffers.items()
-            if x is not None
-        ]
-        try:
-            yield
-        finally:
-            for owner, key, x, version, content in self._buffers:
-                if _written(x, version, content):
-                    with torch.no_grad():
-                        x.copy_(content)
-                owner._buffers[key] = x
-
     def _check_buffers(self) -> None:
-        for owner, key, x, version, content in self._buffers:
-            if owner._buffers[key] is not x or _written(x, version, content):
-                raise ValueError(
-                    f"{self.name}: {type(owner).__name__} writes to its buffer {key} in its "
-                    "forward, so a tile would see other statistics than the next; a module that "
-                    "does can't be tiled"
-                )
+        if (written := self._buffers.written()) is not None:
+            owner, key = written
+            raise ValueError(
+                f"{self.name}: {type(owner).__name__} writes to its buffer {key} in its forward, "
+                "so a tile would see other statistics than the next: it can't be tiled"
+            )
 
-    @contextlib.contextmanager
-    def _without_randomness(self, random: bool) -> Iterator[None]:
+    def _without_randomness(self, random: bool) -> contextlib.AbstractContextManager:
         """Tiles draw other random numbers than all tokens do: without, where any were drawn."""
-        modules = list(self.call.module.modules())
-        modes = [m.training for m in modules]
-        try:
-            for m in modules if random else ():
-                m.training = False
-            yield
-        finally:
-            for m, mode in zip(modules, modes, strict=True):
-                m.training = mode
+        return evaluation(self.call.module) if random else contextlib.nullcontext()
 
 
 class _NoCollectives(TorchDispatchMode):
@@ -305,25 +275,6 @@ class _NoCollectives(TorchDispatchMode):
                 "don't"
             )
         return func(*args, **(kwargs or {}))
-
-
-def _rough(*tensors: Tensor) -> bool:
-    return any(x.is_floating_point() and torch.finfo(x.dtype).eps > 1e-6 for x in tensors)
-
-
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
-
-
-def _written(x: Tensor, version: int, content: Tensor) -> bool:
-    """By content, too: batch_norm changes no version."""
-    if _version(x) != version:
-        return True
-    return not (
-        x.is_meta
-        or isinstance(x, FakeTensor)
-        or torch.allclose(x, content, rtol=0, atol=0, equal_nan=True)
-    )
 
 
 def _same(x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from deepsp import randomness
+from deepsp.ranks import randomness
 from deepsp.tiling.recording import record, recorded, recording
 from deepsp.tiling.weights import ShardedChildren, Weights, has_grad
 

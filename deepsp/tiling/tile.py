@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepsp import partitioned
 from deepsp.tiling.check import check
 from deepsp.tiling.run import Call, Settings, run_tiled
+from deepsp.weights import partitioned
 
 _SETTINGS, _IS_TILED = "_deepsp_tile", "_deepsp_is_tiled"
 # What models of transformers call the part of a layer that works on each token alone.

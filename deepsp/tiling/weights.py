@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
-from deepsp.partitioned import check_gathered_as_a_whole
+from deepsp.ranks.groups import is_dtensor
+from deepsp.weights.partitioned import check_gathered_as_a_whole
 from deepsp.weights.shards import Shard
 
 _ABSENT = object()
@@ -72,7 +72,7 @@ class Weights:
 
 
 def _check(parameter: Tensor, key: str, name: str) -> None:
-    if isinstance(parameter, DTensor):
+    if is_dtensor(parameter):
         raise ValueError(
             f"expected {key} of {name} to be a plain tensor when the module is called, got a "
             "DTensor: tensor parallelism within a tiled module isn't supported, and FSDP2's "

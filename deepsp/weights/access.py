@@ -8,9 +8,7 @@ writes that each rank can do on its own rows. To read it is a collective, and so
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -18,20 +16,16 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import tree_leaves, tree_map
 
-from deepsp.digest import first_difference
-from deepsp.schedule.flow import names
-from deepsp.schedule.flow.naming import name_of
+from deepsp.placement.functions import ABOUT, is_by_element, name_of
 from deepsp.weights.rows import shard_key
 
 if TYPE_CHECKING:
     from deepsp.weights.shards import Shards
 
-_BY_ELEMENT = (
-    names.UNARY | names.BINARY | names.SUMS | names.PRODUCTS | names.QUOTIENTS
-    | names.words("fill zero copy masked_fill neg negative")
-) - names.DROPOUTS  # fmt: skip
 # What fills a tensor with random numbers, or with what depends on its shape.
-_FILLS = names.words("normal uniform bernoulli exponential geometric cauchy log_normal random")
+_FILLS = {
+    "normal", "uniform", "bernoulli", "exponential", "geometric", "cauchy", "log_normal", "random",
+}  # fmt: skip
 
 
 class ShardedWeight(Tensor):
@@ -89,8 +83,8 @@ class ShardedWeight(Tensor):
         kwargs = kwargs or {}
         self = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedWeight))
         raw = getattr(func, "__name__", "")
-        name, writes = name_of(func, raw)
-        if name in names.ABOUT or (name == "type" and len(args) == 1 and not kwargs):
+        name, writes = name_of(func)
+        if name in ABOUT or (name == "type" and len(args) == 1 and not kwargs):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if name.startswith("deepsp."):  # every rank makes the call: linear_cross_entropy, say
@@ -178,7 +172,7 @@ class ShardedWeight(Tensor):
                     self._refuse(name)
                 func(*args, **kwargs)
                 func, args, kwargs = Tensor.copy_, (self, full), {}
-            elif name not in _BY_ELEMENT or "out" in kwargs:
+            elif not is_by_element(name) or "out" in kwargs:
                 self._refuse(name)
             given = tree_leaves((args, kwargs))
             locals_ = {id(x): self._part_of(x, name) for x in given if isinstance(x, Tensor)}
@@ -302,56 +296,3 @@ def in_a_forward() -> bool:
                 return True
         frame = frame.f_back
     return False
-
-
-@contextlib.contextmanager
-def full_parameters(module: nn.Module) -> Iterator[None]:
-    """In here, ``module.weight`` and whatever else is sharded in ``module`` is full, for reading
-    and writing, in the dtype of the shards. Every rank enters and leaves. ::
-
-        with deepsp.full_parameters(model.head):
-            norm = model.head.weight.norm()
-            nn.init.orthogonal_(model.head.weight)  # the same on all ranks
-
-    What was written goes to the shards at the end; not after an exception. Where gradients are
-    enabled, what is computed from the parameters in here has its gradients in those of the shards.
-    Pass a part of the model to hold no more than that in memory. A module that
-    :func:`deepsp.shard_parameters` didn't see is left as it is.
-
-    Raises:
-        ValueError: at the end, on every rank: ranks have written different values, or one of them
-            left by an exception.
-        RuntimeError: within a forward, or within another such block.
-    """
-    from deepsp.weights.parameters import sharded_parameters
-
-    found = {(id(s), i): (s, i) for _, _, s, i in sharded_parameters(module)}.values()
-    for shards, index in found:
-        if shards.inside or index in shards.full:
-            raise RuntimeError(
-                f"full_parameters: {shards.infos[index].name} is gathered already: enter once, "
-                "outside of the module's forward"
-            )
-    for shards, index in found:
-        shards.full[index] = shards.gather_to_write(index)
-    failed = True
-    try:
-        yield
-        failed = False
-    finally:
-        members = {shards.member: None for shards, _ in found}
-        written = [(s, i, s.full.pop(i).detach()) for s, i in found]
-        for member in members:
-            mine = [(s.infos[i].name, x) for s, i, x in written if s.member == member]
-            differ = first_difference([("", torch.tensor(failed)), *mine], member)
-            if differ is not None and not failed:
-                what, a, b = differ
-                raise ValueError(
-                    f"full_parameters: ranks {a} and {b} "
-                    + (f"have written different values to {what}" if what else "differ: one of ")
-                    + ("" if what else "them left by an exception")
-                    + ": every rank must write the same"
-                )
-        if not failed:
-            for shards, index, full in written:
-                shards.take_rows(index, full)

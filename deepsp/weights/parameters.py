@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from deepsp.agreement import compare, replicated_tensors
-from deepsp.digest import device_of
-from deepsp.groups import Group, Member, member_of, objects_on_all_ranks
+from deepsp.ranks.agreement import first_difference
+from deepsp.ranks.groups import Group, Member, member_of
+from deepsp.weights.replicated import compare, replicated_tensors
 from deepsp.weights.shards import Shard, Shards
 
 
@@ -159,20 +160,13 @@ def _check(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> None:
 
 
 def _check_ranks_agree(member: Member, parameters) -> None:
-    if member[1] == 1:
-        return
-    mine = [f"{n}: {p.dtype} {list(p.shape)}, gathered in {d}" for n, p, d in parameters]
-    said = objects_on_all_ranks(mine, member, device_of(member))
-    for p, theirs in enumerate(said):
-        if theirs == said[0]:
-            continue
-        for n in range(max(len(theirs), len(said[0]))):
-            a, b = (x[n] if n < len(x) else "no more" for x in (said[0], theirs))
-            if a != b:
-                raise ValueError(
-                    f"module: expected the same parameters on all ranks, got parameter {n} as {a} "
-                    f"on rank 0, and as {b} on rank {p}"
-                )
+    mine = [(f"{n} ({p.dtype}, {list(p.shape)}, gathered in {d})", None) for n, p, d in parameters]
+    found = first_difference(mine, member)
+    if found is not None:
+        raise found.error(
+            f"the parameters, their shapes and dtypes ({found.name})",
+            "make the same model, and pass the same dtype, min_numel and skip, on all ranks",
+        )
 
 
 def sharded_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Shards, int]]:
@@ -186,3 +180,51 @@ def sharded_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, S
                 full = f"{prefix}.{name}" if prefix else name
                 shard = parametrizations[0]
                 yield full, parametrizations.original, shard.shards, shard.index
+
+
+@contextlib.contextmanager
+def full_parameters(module: nn.Module) -> Iterator[None]:
+    """In here, ``module.weight`` and whatever else is sharded in ``module`` is full, for reading
+    and writing, in the dtype of the shards. Every rank enters and leaves. ::
+
+        with deepsp.full_parameters(model.head):
+            norm = model.head.weight.norm()
+            nn.init.orthogonal_(model.head.weight)  # the same on all ranks
+
+    What was written goes to the shards at the end; not after an exception. Where gradients are
+    enabled, what is computed from the parameters in here has its gradients in those of the shards.
+    Pass a part of the model to hold no more than that in memory. A module that
+    :func:`deepsp.shard_parameters` didn't see is left as it is.
+
+    Raises:
+        ValueError: at the end, on every rank: ranks have written different values, or one of them
+            left by an exception.
+        RuntimeError: within a forward, or within another such block.
+    """
+    found = {(id(s), i): (s, i) for _, _, s, i in sharded_parameters(module)}.values()
+    for shards, index in found:
+        if shards.inside or index in shards.full:
+            raise RuntimeError(
+                f"full_parameters: {shards.infos[index].name} is gathered already: enter once, "
+                "outside of the module's forward"
+            )
+    for shards, index in found:
+        shards.full[index] = shards.gather_to_write(index)
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        members = {shards.member: None for shards, _ in found}
+        written = [(s, i, s.full.pop(i).detach()) for s, i in found]
+        for member in members:
+            mine = [(s.infos[i].name, x) for s, i, x in written if s.member == member]
+            differ = first_difference([("", failed), *mine], member)
+            if differ is not None and not failed:
+                what = f"what full_parameters writes to {differ.name}"
+                if not differ.name:
+                    what = "the way out of full_parameters (one left by an exception)"
+                raise differ.error(what, "write the same on every rank")
+        if not failed:
+            for shards, index, full in written:
+                shards.take_rows(index, full)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from deepsp import collectives
-from deepsp.groups import Member
+from deepsp.ranks.groups import Member
 
 _split = torch.ops.deepsp.token_split
 

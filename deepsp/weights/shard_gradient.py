@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from deepsp.groups import Member
+from deepsp.ranks.groups import Member
 
 _unscale = torch._amp_foreach_non_finite_check_and_unscale_
 _NORMS = {"norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", "_foreach_norm"}

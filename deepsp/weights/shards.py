@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrize
 
-from deepsp.groups import Member
+from deepsp.ranks.groups import Member
 from deepsp.weights.access import ShardedWeight, Writes, in_a_forward
 from deepsp.weights.dtypes import check_input_dtype, explain_dtypes
 from deepsp.weights.prefetch import Order, Use, Wait, bucket_bytes

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from deepsp.digest import device_of
+from deepsp.ranks.groups import device_of
 from deepsp.weights.rows import all_shards
 from deepsp.weights.shard_gradient import plain
 

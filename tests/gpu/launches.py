@@ -19,9 +19,9 @@ def odd_rows():
     for outer, row in ((3, 6_500_001), (100_003, 3), (517, 65), (64, 2048)):
         whole = draw(size * outer * row + 1, dtype=torch.bfloat16)[1:].view(size, outer, row)
         x = whole[rank]
-        y = deepsp.all_gather(x, 1, sizes=[row] * size, grad="replicated")
+        y = deepsp.collectives.all_gather(x, 1, sizes=[row] * size, grad="replicated")
         assert torch.equal(y, torch.cat(list(whole), 1)), (outer, row)
-        y = deepsp.reduce_scatter(y, 1, sizes=[row] * size)
+        y = deepsp.collectives.reduce_scatter(y, 1, sizes=[row] * size)
         assert torch.equal(y, (whole[rank].float() * size).bfloat16()), (outer, row)
 
 

@@ -47,7 +47,7 @@ def attention(q, k, v, **kwargs):
 
 
 def uneven(total):
-    lens = deepsp.seq_lens(total)
+    lens = deepsp.ranks.seq_lens(total)
     if len(lens) > 1:
         lens[0] -= 2
         lens[-1] += 2
@@ -73,7 +73,7 @@ def exchange_values():
                 if layout == "slices":
                     mine = [torch.stack([x, x], -1).flatten(3)[..., ::2] for x in mine]
                 there = deepsp.seq_to_heads(mine, seq_lens=lens)
-                q, kv = deepsp.local_heads(6, num_kv_heads=3)
+                q, kv = deepsp.attention.local_heads(6, num_kv_heads=3)
                 for x, y, h in zip(whole, there, (q, kv, kv), strict=True):
                     assert torch.equal(y, x[:, :, h.start : h.stop]), (dtype, dims, layout)
                 (back,) = deepsp.heads_to_seq(there[:1], [6], seq_lens=lens)
@@ -145,7 +145,7 @@ def loss_and_rest():
     torch.testing.assert_close(loss, expected, **TIGHT)
     grads = torch.autograd.grad(loss, (mine, weight))
     torch.testing.assert_close(grads[0], full[0].split(lens, 1)[rank], **TIGHT)
-    share = deepsp.all_reduce(grads[1], grad="replicated")
+    share = deepsp.collectives.all_reduce(grads[1], grad="replicated")
     torch.testing.assert_close(share, full[1], **TIGHT)
     log_p = (hidden @ weight.T / 0.7).log_softmax(-1)
     expected = log_p.gather(-1, labels.clamp(min=0)[..., None])[..., 0] * (labels != -100)
@@ -159,7 +159,7 @@ def loss_and_rest():
     torch.testing.assert_close(entropy, of_all, **TIGHT)
     grads = torch.autograd.grad(found.exp().sum(), (mine, weight))
     torch.testing.assert_close(grads[0], full[0].split(lens, 1)[rank], **TIGHT)
-    share = deepsp.all_reduce(grads[1], grad="replicated")
+    share = deepsp.collectives.all_reduce(grads[1], grad="replicated")
     torch.testing.assert_close(share, full[1], **TIGHT)
     torch.manual_seed(0)
     module = torch.nn.Linear(3, 4, device=labels.device)
@@ -186,7 +186,9 @@ def dropout():
             torch._dynamo.reset()
             torch.manual_seed(7)
             out = call(zeros, zeros, v)
-            weights = deepsp.all_gather(out.detach(), 1, grad="replicated")[0].transpose(0, 1)
+            weights = deepsp.collectives.all_gather(out.detach(), 1, grad="replicated")[
+                0
+            ].transpose(0, 1)
             kept = (weights != 0).float()  # [heads, queries, keys]
             for i in range(heads):
                 assert all((kept[i] - kept[j]).abs().mean() > 0.3 for j in range(i)), (i, call)
@@ -246,33 +248,33 @@ def along_dim():
 
         x = part(each[0]).clone().requires_grad_()
         for grad, expected in (("replicated", weights[0]), ("partial", total)):
-            y = deepsp.all_gather(x, dim, sizes=lens, grad=grad)
+            y = deepsp.collectives.all_gather(x, dim, sizes=lens, grad=grad)
             assert torch.equal(y, each[0])
             w = weights[0 if grad == "replicated" else rank]
             (g,) = torch.autograd.grad((y * w).sum(), x)
             torch.testing.assert_close(g, part(expected), **TIGHT)
         x = each[rank].clone().requires_grad_()
-        y = deepsp.reduce_scatter(x, dim, sizes=lens)
+        y = deepsp.collectives.reduce_scatter(x, dim, sizes=lens)
         torch.testing.assert_close(y, part(sum(each)), **TIGHT)
         (g,) = torch.autograd.grad((y * part(weights[0])).sum(), x)
         assert torch.equal(g, weights[0])
-        y = deepsp.scatter(x, dim, sizes=lens)
+        y = deepsp.collectives.scatter(x, dim, sizes=lens)
         assert torch.equal(y, part(each[rank]))
-        y = deepsp.all_reduce(each[rank], grad="partial")
+        y = deepsp.collectives.all_reduce(each[rank], grad="partial")
         torch.testing.assert_close(y, sum(each), **TIGHT)
-        half = deepsp.all_reduce(each[rank].bfloat16(), grad="partial")
+        half = deepsp.collectives.all_reduce(each[rank].bfloat16(), grad="partial")
         wide = sum(e.bfloat16().float() for e in each).bfloat16()
         torch.testing.assert_close(half, wide)
 
         w = draw(3, 6, seed=8).requires_grad_()
         x = part(each[0]).clone().requires_grad_()
-        y = deepsp.all_gather_matmul(x, w, None, dim, sizes=lens)
+        y = deepsp.collectives.all_gather_matmul(x, w, None, dim, sizes=lens)
         torch.testing.assert_close(y, F.linear(each[0], w), **TIGHT)
         g = torch.autograd.grad(y.sum(), (x, w))
         ones = torch.ones_like(y)
         torch.testing.assert_close(g[0], part(size * ones @ w), **TIGHT)
         torch.testing.assert_close(g[1], ones.flatten(0, -2).t() @ each[0].flatten(0, -2), **TIGHT)
-        y = deepsp.matmul_reduce_scatter(each[rank], w, None, dim, sizes=lens)
+        y = deepsp.collectives.matmul_reduce_scatter(each[rank], w, None, dim, sizes=lens)
         torch.testing.assert_close(y, part(sum(F.linear(e, w) for e in each)), **TIGHT)
 
 

@@ -9,16 +9,16 @@ from torch._dynamo.symbolic_convert import TensorifyState
 from torch._functorch import config as functorch_config
 from torch._guards import CompileContext
 
-from deepsp import parts
+from deepsp.attention import parts
 from deepsp.compile.sharding import caches
 from deepsp.compile.sharding.inputs import role_of
 from deepsp.compile.sharding.nodes import draws_inside
 from deepsp.compile.sharding.parallelize import parallelize
 from deepsp.compile.sharding.together import together
 from deepsp.compile.sharding.weights import GATHERS
-from deepsp.groups import Group, Member, member_of
-from deepsp.randomness import sharded_randomness
-from deepsp.same_batch import compare_batches
+from deepsp.data.same_batch import compare_batches
+from deepsp.ranks.groups import Group, Member, member_of
+from deepsp.ranks.randomness import sharded_randomness
 
 # Backward is compiled at once, too: one rank's error there would come while the others run theirs.
 _EAGER_BACKWARD = {

@@ -10,7 +10,7 @@ import torch
 from deepsp.compile.sharding.messages import CannotShard
 from deepsp.compile.sharding.parallelize import parallelize
 from deepsp.compile.sharding.report import Decision, Report
-from deepsp.groups import Group
+from deepsp.ranks.groups import Group
 
 
 @dataclass

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from deepsp.data import unshard
-from deepsp.groups import Group, on_all_ranks
+from deepsp.data.sharding import unshard
+from deepsp.ranks.agreement import first_difference
+from deepsp.ranks.groups import Group, on_all_ranks
 
 # Of a tensor's attributes, Dynamo passes on to backends none but ``tag``.
 _PREFIX = "deepsp"
@@ -109,15 +109,12 @@ def _gathered(batch: Mapping[str, Any], dims: dict[str, int], group: Group) -> d
         for x in [batch[name]]
     ]
     device = batch[next(iter(dims))].device
-    # Any hash would do, but Python's own is another on each rank.
-    digest = int.from_bytes(hashlib.sha256(repr(alike).encode()).digest()[:7])
-    digests = [row[0] for row in on_all_ranks([digest], group, device)]
-    others = [rank for rank, d in enumerate(digests) if d != digest]
-    if others:
-        raise ValueError(
-            "expected the tensors of sharded_inputs to be alike on all ranks but for their number "
-            f"of tokens S, but ranks {others} of the group pass other tensors than this rank's "
-            f"{alike} (name, sequence dimension, dtype, requires_grad, shape)"
+    found = first_difference([(name, rest) for name, *rest in alike], group)
+    if found is not None:
+        raise found.error(
+            f"{found.name} of sharded_inputs, but for its number of tokens S,",
+            "pass the same sequence dimension, dtype, requires_grad and shape on all ranks; this "
+            f"rank's are {alike}",
         )
     lens = on_all_ranks([batch[name].size(dim) for name, dim in dims.items()], group, device)
     return {

@@ -22,7 +22,7 @@ from torch._functorch.autograd_function import autograd_function_apply
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils._pytree import tree_leaves
 
-from deepsp import parts
+from deepsp.attention import parts
 from deepsp.compile.sharding import (
     caches,
     checkpointing,
@@ -46,7 +46,7 @@ from deepsp.compile.sharding.normalize import COND, check_supported, fake_inputs
 from deepsp.compile.sharding.report import Report, places
 from deepsp.compile.sharding.tokens import Tokens, same, size_of
 from deepsp.compile.sharding.weights import summed_by_gathers
-from deepsp.groups import Group, member_of
+from deepsp.ranks.groups import Group, member_of
 
 GRADIENTS = ("sum", "local", "mean")
 OUTPUTS = ("full", "local")

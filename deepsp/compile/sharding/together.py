@@ -22,8 +22,9 @@ import torch.distributed as dist
 from torch._dynamo.exc import RestartAnalysis
 from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
 
-from deepsp.digest import digests
-from deepsp.groups import Member
+from deepsp.ranks.agreement import Difference, digests
+from deepsp.ranks.groups import Member
+from deepsp.weights.replicated import SEED
 
 _BEAT = 1.0  # seconds
 _SILENT = 120.0  # seconds after which a rank that gives no sign of life is taken for dead
@@ -63,18 +64,13 @@ def together(
     for other, theirs in _wait(store, rank, size).items():
         names = [name for name in said if theirs.get(name) != said[name]]
         if names:
-            _differ(names[0], rank, other)
+            found = Difference(names[0], min(rank, other), max(rank, other))
+            raise found.error(
+                found.name,
+                f"{SEED}, and give every rank of a sequence group the same full batch (a sampler "
+                "that distributes over data-parallel ranks alone)",
+            )
     return result
-
-
-def _differ(name: str, rank: int, other: int) -> None:
-    raise ValueError(
-        f"expected {name} to be Replicate, the same on every rank, got different values on ranks "
-        f"{min(rank, other)} and {max(rank, other)} of the group; call torch.manual_seed with the "
-        "same seed on all ranks before you make the model, or load the same state_dict, and give "
-        "every rank of a sequence group the same full batch (a sampler that distributes over "
-        "data-parallel ranks alone)"
-    )
 
 
 @contextlib.contextmanager

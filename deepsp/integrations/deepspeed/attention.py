@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-import deepsp.attention
-from deepsp.groups import Group
-from deepsp.local import check_function
-from deepsp.parts import check_four
+from deepsp.attention import module
+from deepsp.attention.function import check_function
+from deepsp.attention.parts import check_four
+from deepsp.ranks.groups import Group
 
 
 class DistributedAttention(nn.Module):
@@ -76,9 +76,7 @@ class DistributedAttention(nn.Module):
         self.local_attn = local_attention
         self.num_kv_heads = num_kv_heads
         self._by_batch_dim = [  # they hold nothing: no modules of this one
-            deepsp.attention.DistributedAttention(
-                self._attend, sequence_process_group, layout=layout
-            )
+            module.DistributedAttention(self._attend, sequence_process_group, layout=layout)
             for layout in ("bshd", "sbhd")
         ]
 

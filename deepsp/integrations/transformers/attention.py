@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepsp.attention import DistributedAttention, distributed_attention
-from deepsp.groups import Member, member_of
+from deepsp.attention.distributed import distributed_attention
+from deepsp.attention.module import DistributedAttention
 from deepsp.integrations.transformers.cores import Core
 from deepsp.integrations.transformers.masks import Masks, Ranges
+from deepsp.ranks.groups import Member, member_of
 
 COUNTS_OTHERWISE = "_deepsp_counts_otherwise"
 """Where a module remembers of its model that it makes other position_ids than 0, 1, 2, ..."""

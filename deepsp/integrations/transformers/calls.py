@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # torch.compiler.disable would import Dynamo now
 
-from deepsp import data
-from deepsp.groups import member_of
+from deepsp.data import sharding as data
 from deepsp.integrations.transformers.check import CALLED, CHECKED, check, implementations
 from deepsp.integrations.transformers.own_loss import OwnLoss, computing
-from deepsp.randomness import randomness_of_a_model
+from deepsp.ranks.groups import member_of
+from deepsp.ranks.randomness import randomness_of_a_model
 
 _names: dict[str, OwnLoss] = {}
 """Under which names attention of ours is registered, so that a call finds out soon, and what is the
@@ -133,7 +134,7 @@ def check_layerdrop(model: nn.Module) -> None:
             )
 
 
-@torch.compiler.disable
+@_disable_dynamo
 def _first(model: nn.Module) -> None:
     check_layerdrop(model)
     if implementations(model) and not any(p.is_meta for p in model.parameters()):
@@ -180,7 +181,7 @@ def _check_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> N
             )
 
 
-@torch.compiler.disable
+@_disable_dynamo
 def _check_alone(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     check_alone(model, _given(model, args, kwargs))
 
@@ -189,8 +190,8 @@ def check_alone(model: nn.Module, given: dict[str, Any]) -> None:
     """Raises where a model whose attention isn't ours is given one rank's tokens."""
     tokens = (given.get(name) for name in ("input_ids", "inputs_embeds"))
     if any(map(data.is_handed_out, tokens)) and not implementations(model):
-        from deepsp.attention import DistributedAttention
-        from deepsp.layer import SequenceParallelAttention
+        from deepsp.attention.layer import SequenceParallelAttention
+        from deepsp.attention.module import DistributedAttention
         from deepsp.weights.rows import shards_of
 
         ours = (DistributedAttention, SequenceParallelAttention)

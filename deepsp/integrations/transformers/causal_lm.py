@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepsp.groups import Group, member_of
 from deepsp.integrations.transformers import calls
 from deepsp.integrations.transformers.check import model_in
 from deepsp.loss import linear_cross_entropy
-from deepsp.partitioned import full_shape
+from deepsp.ranks.groups import Group, is_dtensor, member_of
 from deepsp.tiling.tile import untiled
+from deepsp.weights.partitioned import full_shape
 
 _AFTER_HEAD = "_deepsp_after_head"
 """Where a model remembers what it does to its logits."""
@@ -98,12 +98,10 @@ def causal_lm_loss(
     if member_of(group)[1] > 1 and _is_attention_of_theirs(inner):
         calls.check_alone(inner, inputs)
     softcap, scale = _after_head(inner, head)
-    from torch.distributed.tensor import DTensor
-
     losses: list[Tensor] = []
 
     def forward(hidden: Tensor) -> Tensor:
-        if isinstance(head.weight, DTensor):
+        if is_dtensor(head.weight):
             raise ValueError(
                 f"expected the head of {type(inner).__name__} to have its full weight in forward, "
                 "got a DTensor, as tensor parallelism makes it; leave the head out of the plan, or "

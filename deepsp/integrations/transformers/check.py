@@ -25,10 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from deepsp import tokenwise
 from deepsp.integrations.transformers.attention import COUNTS_OTHERWISE, masks_of
-from deepsp.partitioned import full_shape, is_away, is_gathered_when_called
-from deepsp.tokenwise import Probe, as_it_was, name_in, tensors_in
+from deepsp.integrations.transformers.masks import ours
+from deepsp.tokenwise import probe
+from deepsp.tokenwise.probe import Probe, as_it_was, name_in
+from deepsp.weights.partitioned import full_shape, is_away, is_gathered_when_called
 
 CHECKED, CALLED = "_deepsp_checked", "_deepsp_called"
 """Where a model and its parts remember with which attention they were checked, and that it was the
@@ -86,7 +87,7 @@ def check(model: nn.Module) -> None:
         # Before the run: it calls the parts.
         setattr(m, CHECKED, m.config._attn_implementation)
     try:
-        _Check(found, names).run()
+        _Check(found, names).check()
         setattr(found, CALLED, True)
     except BaseException:
         for m, of_before in zip(parts, before, strict=True):
@@ -120,15 +121,6 @@ def implementations(model: nn.Module) -> set[str]:
     return found & ours()
 
 
-def ours() -> set[str]:
-    """The names under which attention of ours is registered."""
-    from transformers import AttentionMaskInterface
-
-    from deepsp.integrations.transformers.masks import Masks
-
-    return {n for n, f in AttentionMaskInterface._global_mapping.items() if f is Masks}
-
-
 class _Check(Probe):
     def __init__(self, model: nn.Module, names: set[str]):
         self.names = names
@@ -143,16 +135,13 @@ class _Check(Probe):
         self.refusal: ValueError | None = None  # attention's
         self.queries: list[tuple[nn.Module, Tensor, Tensor]] = []
 
-    def run(self) -> None:
+    def check(self) -> None:
         arguments = self._arguments()
         self.check_batch_norms()
         with as_it_was(self.model), self._without_attention():
             output = self._call(arguments)
             queries, self.queries = self.queries, []
-            outputs = [(name, x, self.by_token(x)) for name, x in tensors_in(output)]
-            for name, _, rows in outputs:
-                if rows is not None and self.mixed(rows):
-                    raise ValueError(self.who(lambda h: self._call(arguments, hooks=h), name))
+            outputs = self.outputs(output, lambda hooks: self._call(arguments, hooks=hooks))
             if self.refusal is not None:
                 raise self.refusal
             for name, x, rows in outputs:
@@ -213,27 +202,15 @@ class _Check(Probe):
         return arguments
 
     def _call(self, arguments: dict[str, Any], poisoned: bool = True, hooks=()) -> Any:
-        def poison(module, args, output):
-            if isinstance(output, Tensor) and output.shape[:2] == (_ROWS, self.length):
-                output = output.clone()
-                for row, place in enumerate(_PLACES, 1 + len(_PLACES)):
-                    output[row, place] = torch.nan
-                return output
-
-        handles = list(hooks)
-        try:
-            if poisoned:
-                with contextlib.suppress(NotImplementedError):
-                    embeddings = self.model.get_input_embeddings()
-                    handles.append(embeddings.register_forward_hook(poison))
-            return nn.Module.__call__(self.model, **arguments)
-        except ValueError:
-            raise
-        except Exception as error:
-            raise ValueError(self.not_run(error)) from error
-        finally:
-            for handle in handles:
-                handle.remove()
+        embeddings = []
+        with contextlib.suppress(NotImplementedError):
+            embeddings += [self.model.get_input_embeddings()] * poisoned
+        return self.run(
+            lambda: nn.Module.__call__(self.model, **arguments),
+            hooks,
+            embeddings,
+            lambda _, out: isinstance(out, Tensor) and out.shape[:2] == (_ROWS, self.length),
+        )
 
     @contextlib.contextmanager
     def _without_attention(self) -> Iterator[None]:
@@ -253,8 +230,9 @@ class _Check(Probe):
                     f"expected key of {type(module).__name__} to have as many tokens as query "
                     f"({query.size(2)}), got {key.size(2)}; deepsp supports self-attention only"
                 )
+            self.dtypes |= {query.dtype}
             self.queries.append((module, query[0].clone(), key[0].clone()))
-            return tokenwise.stand_in(query, key, value, 1).transpose(1, 2).contiguous(), None
+            return probe.stand_in(query, key, value, 1).transpose(1, 2).contiguous(), None
 
         registered = {name: AttentionInterface._global_mapping[name] for name in self.names}
         try:
@@ -264,11 +242,6 @@ class _Check(Probe):
             AttentionInterface._global_mapping.update(registered)
 
     # ---- what shows
-
-    def tolerance(self, x: Tensor) -> float:
-        of_attention = {q.dtype for _, q, _ in self.queries[:1] if q.is_floating_point()}
-        self.dtypes |= of_attention
-        return super().tolerance(x)
 
     def _differs(self, before: list) -> nn.Module | None:
         """The first attention whose queries or keys of the row's last tokens are others now than
@@ -280,8 +253,6 @@ class _Check(Probe):
         for (module, *then), (_, *now) in zip(before, self.queries, strict=True):
             for expected, found in zip(then, now, strict=True):
                 expected = expected[:, _TAIL:]  # [H, S, D]
-                off = (found[:, -expected.size(1) :] - expected).abs() > self.tolerance(expected)
-                # Of most tokens: a few may have been sent to other experts, by rounding.
-                if off.any(-1).any(0).double().mean() > 0.5:
+                if self.mostly_differ(expected, found[:, -expected.size(1) :], (0, -1)):
                     return module
         return None

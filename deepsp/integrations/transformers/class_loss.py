@@ -11,8 +11,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from deepsp.groups import Group, on_all_ranks
 from deepsp.integrations.transformers.own_loss import LocalLoss, computing
+from deepsp.ranks.groups import Group, on_all_ranks
 
 
 class OneProcess:

@@ -8,14 +8,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from deepsp.integrations.transformers.masks import Masks
+from deepsp.integrations.transformers.masks import Masks, ours
 
 
 def check_core(core: str) -> None:
     """Raises unless ``core`` is one that attention can be computed by."""
     from transformers import AttentionInterface
-
-    from deepsp.integrations.transformers.check import ours
 
     known = sorted(set(AttentionInterface._global_mapping) - ours())
     known = ["auto", *(name for name in known if not name.startswith("paged|"))]

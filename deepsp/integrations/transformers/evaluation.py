@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers.trainer_utils import has_length
 
-from deepsp.groups import member_of, on_all_ranks
 from deepsp.integrations.accelerate import once_per_group
-from deepsp.randomness import align
+from deepsp.ranks.groups import member_of, on_all_ranks
+from deepsp.ranks.randomness import align
 
 _NUMBERS = "deepsp_row_numbers"
 """What the rows of a stream are numbered by, in its batches."""

@@ -7,16 +7,17 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
-from deepsp import data
-from deepsp.groups import Member, on_all_ranks
+from deepsp.data import sharding as data
+from deepsp.data.same_batch import carried, compare_carried
 from deepsp.integrations.transformers.patterns import (
     document_ranges,
     pattern_of,
     with_documents,
     without_documents,
 )
-from deepsp.same_batch import carried, compare_carried
+from deepsp.ranks.groups import Member, on_all_ranks
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Masks:
                     "a full attention_mask of shape [B, 1, S, S]"
                 )
 
-    @torch.compiler.disable  # what follows isn't known before: compiled code breaks here
+    @_disable_dynamo  # what follows isn't known before: compiled code breaks here
     def exchange(self, query: Tensor, key: Tensor, positions: Tensor, member: Member):
         """Finds every rank's number of tokens, and the mask of the full sequence. Returns every
         rank's positions."""
@@ -179,3 +180,10 @@ def _check_positions(positions: Tensor, lens: list[int]) -> None:
             "they do if they are left out; pass the position_ids of deepsp.shard_batch. (Documents "
             "that all end where a rank's tokens do look the same: put each in a row of its own)"
         )
+
+
+def ours() -> set[str]:
+    """The names under which attention of ours is registered."""
+    from transformers import AttentionMaskInterface
+
+    return {n for n, f in AttentionMaskInterface._global_mapping.items() if f is Masks}

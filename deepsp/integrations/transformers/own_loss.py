@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepsp.groups import Group, Member
 from deepsp.loss import cross_entropy
+from deepsp.ranks.groups import Group, Member
 
 
 @dataclass(frozen=True)

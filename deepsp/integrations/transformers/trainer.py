@@ -29,15 +29,15 @@ from torch.utils._pytree import tree_map_only
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import seed_worker
 
-from deepsp.data import unshard
-from deepsp.groups import member_of, on_all_ranks
+from deepsp.data.sharding import unshard
 from deepsp.integrations.accelerate import local_batch, share_batches
-from deepsp.integrations.transformers import base_of, use_in
 from deepsp.integrations.transformers.causal_lm import causal_lm_loss
 from deepsp.integrations.transformers.class_loss import OneProcess, class_loss
 from deepsp.integrations.transformers.evaluation import Evaluation
+from deepsp.integrations.transformers.registration import base_of, use_in
 from deepsp.loss import cross_entropy
-from deepsp.randomness import align, randomness_of_a_model
+from deepsp.ranks.groups import member_of, on_all_ranks
+from deepsp.ranks.randomness import align, randomness_of_a_model
 
 _OF_TRL = ("SFTTrainer", "_BaseTrainer", "BaseTrainer")
 _DDP = [x for x in DistributedType if x.name.startswith("MULTI_")]

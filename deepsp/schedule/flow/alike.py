@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from deepsp.digest import device_of, difference, digest_of, digests
-from deepsp.groups import Member
+from deepsp.ranks.agreement import Difference, difference, digest_of, first_difference
+from deepsp.ranks.groups import Member, device_of
 from deepsp.schedule.flow.values import tensors_in
 
 _NUMBERS = (int, float, bool, str)
@@ -52,15 +52,14 @@ class Alike:
         """
         found = self._first_difference()
         if found is not None:
-            what, a, b = found
-            raise ValueError(
-                f"{what} differs between ranks {a} and {b}, although it is computed from "
-                "replicated tensors: something in the model, or in a hook, depends on the rank. "
-                "Let the schedule split tensors (sync with scatter), and leave out hooks that mask "
-                "by rank: a sharded Embedding takes ids of the full vocabulary"
+            raise found.error(
+                f"{found.name}, which is computed from replicated tensors,",
+                "something in the model, or in a hook, depends on the rank: let the schedule split "
+                "tensors (sync with scatter), and leave out hooks that mask by rank, since a "
+                "sharded Embedding takes ids of the full vocabulary",
             )
 
-    def _first_difference(self) -> tuple[str, int, int] | None:
+    def _first_difference(self) -> Difference | None:
         if self.member[1] == 1:
             return None
         found = difference(self._said, self.member)
@@ -76,7 +75,7 @@ class Alike:
             for other in range(1, size):
                 apart = torch.linalg.vector_norm(every[other, n, :-1] - first[:-1])
                 if apart > rounding * max(first[-1], every[other, n, -1]):
-                    return what, 0, other
+                    return Difference(what, 0, other)
         return None
 
 
@@ -88,14 +87,12 @@ def compare_inputs(args: tuple, kwargs: Mapping, member: Member) -> None:
     """
     tensors = [(f"tensor {n}", t) for n, t in enumerate(tensors_in((args, kwargs)))]
     numbers = [(repr(x), 0) for x in tree_leaves((args, kwargs)) if type(x) in _NUMBERS]
-    found = difference([*digests(tensors).items(), *numbers], member)
+    found = first_difference([*tensors, *numbers], member)
     if found is not None:
-        what, a, b = found
-        raise ValueError(
-            "expected the same full batch on every rank of the group, but the model's inputs "
-            f"differ between ranks {a} and {b} (for example {what}). The schedule splits the "
-            "batch; a DistributedSampler gives each rank a batch of its own unless it counts "
-            "data-parallel ranks only (num_replicas=, rank=)"
+        raise found.error(
+            f"the full batch, the model's inputs (for example {found.name}),",
+            "the schedule splits the batch: DistributedSampler gives each rank a batch of its own "
+            "unless it counts data-parallel ranks only (num_replicas=, rank=)",
         )
 
 

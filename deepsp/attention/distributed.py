@@ -1,0 +1,137 @@
+"""``scaled_dot_product_attention`` over a sequence that is sharded over a group, as a function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from deepsp.attention import function, parts
+from deepsp.attention.documents import ranges_of
+from deepsp.ranks.groups import Group, member_of
+
+
+def distributed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    group: Group = None,
+    seq_lens: Sequence[int] | None = None,
+    chunks: int = 1,
+    layout: str = "bshd",
+    *,
+    documents: Tensor | None = None,
+    window_size: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    kv_chunk: int | None = None,
+    query_parts: int | str = "auto",
+) -> Tensor:
+    """``scaled_dot_product_attention`` over a sequence that is sharded over a group.
+
+    The sharding is that of DeepSpeed-Ulysses (Jacobs et al., 2023, arXiv:2309.14509). Lengths that
+    differ from ``seq_lens`` on another rank are found with ``DEEPSP_DEBUG=1``, and by the first
+    call of :class:`DistributedAttention`, but not here.
+
+    Args:
+        q: [B, S_r, Hq, D], this rank's tokens of all query heads; any number of them, more or fewer
+            than ranks. Floating point, any dtype that ``scaled_dot_product_attention`` takes.
+        k: [B, S_r, Hkv, D], in the dtype of q.
+        v: [B, S_r, Hkv, Dv], in the dtype of q.
+        attn_mask: bool, or added to the scores; that of the full sequence, broadcastable to [B, Hq,
+            S, S].
+        dropout_p: the probability of dropping a weight. Masks differ between heads on all ranks,
+            and follow from ``torch.manual_seed`` if every rank calls it with the same seed.
+            Compiled code then computes attention again in backward.
+        is_causal: a token attends to itself and to the tokens before it in the full sequence.
+        scale: of the scores; None: 1/sqrt(D).
+        enable_gqa: query head j reads kv head ``j // (Hq // Hkv)``; needed if Hkv != Hq.
+        group: the sequence group.
+        seq_lens: the number of tokens of each rank, zero included; None: all ranks have as many as
+            this one.
+        chunks: the number of parts of each rank's heads; while attention works on one, the others
+            are exchanged. At most as many as leave every rank a query head in each. Where ranks
+            share heads, parts of its queries instead, at most 2.
+        layout: "bshd", as the shapes here, or "sbhd" or "bhsd": the order of batch, sequence, heads
+            and head_dim in q, k, v and the result. No layout costs a copy.
+        documents: integers, the same on every rank: the documents that are packed into the full
+            sequence. Either ``cu_seqlens`` [N + 1], their borders among the B * S tokens, row after
+            row; or [N, 2], where each begins and ends, which may leave out tokens (padding). Tokens
+            attend to those of their own document; tokens outside of all get 0. Time and memory go
+            by the lengths of documents: no mask is made.
+        window_size: (left, right), how many tokens before and after its own each token attends to;
+            -1: all of them. With ``is_causal``, right is 0.
+        softcap: scores become ``softcap * tanh(score / softcap)`` before the mask (Gemma 2,
+            arXiv:2408.00118).
+        sinks: [Hq], for each head one more score, whose value is 0 (GPT-OSS). Its gradients are
+            partial, those of this rank's heads.
+        kv_chunk: keys and values are sent and attended to this many tokens (of the full sequence)
+            at a time, and merged by their log-sum-exp, so that a rank never holds those of the full
+            sequence. Backward has them sent once more (the idea is FPDT's, arXiv:2408.16978).
+        query_parts: how ranks share heads. 1: not at all; each rank has whole heads, some one more
+            than others, and there are at least as many heads as ranks. An int R, which divides the
+            number of ranks P: heads are dealt out to groups of P / R ranks, and R ranks share each
+            head's queries evenly. "auto": 1 where P divides the number of heads; else every rank
+            has the same share of the work (Hq / P heads), of which some heads' queries are cut;
+            documents and windows may make it less even. On a GPU it is 1 wherever there are as many
+            heads as ranks. Keys and values stay whole. Over a mesh of two dimensions it is the size
+            of the first one, so that each row has all heads. :func:`plan_attention` says who
+            computes what.
+
+    Returns:
+        [B, S_r, Hq, Dv], contiguous; in the layout "bhsd" a transposed view of that, as
+        ``scaled_dot_product_attention`` returns it.
+
+    Raises:
+        ValueError: arguments that don't fit each other or the group: ``documents``,
+            ``window_size``, ``softcap``, ``sinks`` and ``kv_chunk`` go with neither ``attn_mask``
+            nor dropout, and ``kv_chunk`` with one chunk of heads.
+    """
+    parts.check_layout(layout)
+    asked = parts.validate(query_parts, group)
+    return attend_over(
+        parts.Call(q, k, v, layout, seq_lens, member_of(group), asked),
+        *(chunks, attn_mask, dropout_p, is_causal, scale, enable_gqa),
+        documents=documents,
+        window_size=window_size,
+        softcap=softcap,
+        sinks=sinks,
+        kv_chunk=kv_chunk,
+    )
+
+
+def attend_over(
+    call: parts.Call,
+    chunks: int,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    enable_gqa=False,
+    *,
+    documents=None,
+    window_size=None,
+    **options,
+) -> Tensor:
+    (rank, _, name), lens = call.member, call.lens
+    if documents is not None:
+        documents = ranges_of(documents, call.batch, sum(lens))
+    draws = function.randomness_of(call.member, call.device) if dropout_p > 0 else nullcontext()
+    with draws:
+        return torch.ops.deepsp.distributed_attention(
+            *(*call.given, attn_mask, dropout_p, is_causal, scale, enable_gqa),
+            *(chunks, lens, rank, name),
+            layout=call.layout,
+            sharded_randomness=torch.compiler.is_compiling(),
+            documents=documents,
+            window_size=() if window_size is None else window_size,
+            query_parts=call.query_parts,
+            **options,
+        )

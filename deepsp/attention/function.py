@@ -1,0 +1,295 @@
+"""Calling a local attention: what sees the full sequence of some heads."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from deepsp.attention import parts
+from deepsp.ranks.groups import Member
+from deepsp.ranks.randomness import sharded_randomness
+
+INDICES = ("head_indices", "query_indices")
+"""What a local attention may ask for, by declaring it."""
+
+
+def indices_wanted(function: Callable | None) -> tuple[str, ...]:
+    """Which of INDICES a local attention declares as arguments."""
+    if function is None:
+        return ()
+    try:
+        declared = inspect.signature(_declaring(function)).parameters
+    except (TypeError, ValueError):  # built in, without a signature
+        return ()
+    return tuple(name for name in INDICES if name in declared)
+
+
+def why_whole(function: Callable | None, wanted: tuple[str, ...]) -> str | None:
+    """Why heads are whole for a local attention, and what to do about it; None: they may be cut."""
+    if function is None or "query_indices" in wanted:
+        return None
+    return (
+        "local_attention sees all queries of its heads; let it declare an argument query_indices, "
+        "the tokens of its queries, to be called with some of them"
+    )
+
+
+def indices(wanted: tuple[str, ...], like: Tensor, cell: parts.Cell) -> dict[str, Tensor]:
+    """The arguments wanted: the global indices of a cell's heads and queries."""
+    given = dict(zip(INDICES, (cell.heads, sum(cell.queries, ())), strict=True))
+    return {name: torch.ops.deepsp._indices_in(like, list(given[name])) for name in wanted}
+
+
+def heads_before_tokens(function: Callable | None) -> str | None:
+    """The name of a function that takes [B, H, S, D] whatever the layout: given [B, S, H, D] it
+    attends over heads, without an error."""
+    while True:
+        if isinstance(function, functools.partial):
+            function = function.func
+        elif (inner := getattr(function, "_torchdynamo_orig_callable", None)) is not None:
+            from torch._dynamo import external_utils  # imported already here, unlike elsewhere
+
+            # Dynamo wraps what has no Python code, such as a partial.
+            wraps = getattr(inner, "__globals__", None) is vars(external_utils)
+            function = inner.__wrapped__ if wraps else inner
+        else:
+            break
+    op = torch.ops.aten.scaled_dot_product_attention
+    for known, name in (
+        (F.scaled_dot_product_attention, "scaled_dot_product_attention"),
+        (op, "scaled_dot_product_attention"),
+        (op.default, "scaled_dot_product_attention"),
+    ):
+        if function is known:
+            return name
+    flex = sys.modules.get("torch.nn.attention.flex_attention")
+    return "flex_attention" if flex is not None and function is flex.flex_attention else None
+
+
+def check_function(function: Callable | None, layout: str, advice: str) -> None:
+    """Raises for a local attention that is known to take another layout; ``advice``: what to pass
+    in its place, after "pass"."""
+    name = heads_before_tokens(function)
+    if name is not None and layout != "bhsd":
+        raise ValueError(
+            f"expected local_attention to take {_shape(layout)}, but {name} takes "
+            f"{_shape('bhsd')} and would attend over heads; pass {advice}"
+        )
+
+
+def _shape(layout: str) -> str:
+    return "[" + ", ".join(d.upper() for d in layout) + "]"
+
+
+class Watch:
+    """Looks once at what a local attention that calls ``scaled_dot_product_attention`` passes to
+    it. A wrapper that forgets to transpose attends over heads, without an error."""
+
+    def __init__(self, function: Callable | None):
+        self._looks = _names_sdpa(function)
+
+    def over(self, shape: list[int], right: list[int], layout: str):
+        """The context of one call. shape: of what the function gets; right: as [B, H, S, D]."""
+        if not self._looks or torch.compiler.is_compiling() or shape[:3] == right[:3]:
+            return contextlib.nullcontext()
+        self._looks = False
+        return _SdpaSees(shape, layout)
+
+
+def _names_sdpa(function: Callable | None) -> bool:
+    while isinstance(function, functools.partial):
+        function = function.func
+    if isinstance(function, nn.Module):
+        function = type(function).forward
+    code = getattr(function, "__code__", None)
+    if code is None or hasattr(function, "_torchdynamo_orig_callable"):
+        return False
+    sdpa = F.scaled_dot_product_attention
+    try:
+        known = inspect.getclosurevars(function)
+    except (TypeError, ValueError):  # not plain Python, or a variable that has no value yet
+        return sdpa.__name__ in code.co_names
+    values = (*known.globals.values(), *known.nonlocals.values())
+    return sdpa.__name__ in code.co_names or any(value is sdpa for value in values)
+
+
+class _SdpaSees(TorchFunctionMode):
+    def __init__(self, shape: list[int], layout: str):
+        super().__init__()
+        self._shape, self._layout = shape, layout
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            query = args[0] if args else kwargs["query"]
+            if list(query.shape[:3]) == self._shape[:3]:
+                raise ValueError(
+                    f"local_attention passes q as it gets it, {_shape(self._layout)} of shape "
+                    f"{list(query.shape)}, to scaled_dot_product_attention, which takes "
+                    f"{_shape('bhsd')} and would attend over heads; transpose q, k, v and the "
+                    "output in it, or leave local_attention out"
+                )
+        return func(*args, **kwargs)
+
+
+def autocasts(device: torch.device) -> bool:
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
+def check_kwargs(wanted: tuple[str, ...], kwargs: dict) -> None:
+    for name in wanted:
+        if name in kwargs:
+            raise ValueError(
+                f"expected no {name}, which deepsp passes to local_attention itself; leave it out"
+            )
+
+
+PATTERN = ("documents", "window_size", "softcap", "sinks")
+"""What attention takes besides the arguments of ``scaled_dot_product_attention``, by name."""
+
+
+def check_sdpa_arguments(
+    args: tuple, kwargs: dict, known: tuple[str, ...], named: tuple[str, ...] = PATTERN
+) -> None:
+    """Raises where there is no local attention that would take what is passed. ``named``: what may
+    be passed by name only."""
+    if len(args) > len(known):
+        raise ValueError(
+            f"expected at most {len(known)} more positional arguments ({', '.join(known)}), got "
+            f"{len(args)}"
+        )
+    for name in kwargs:
+        if name == "enable_gqa" and name not in known:
+            raise ValueError(
+                "enable_gqa isn't an argument here: the number of kv heads follows from k_proj; "
+                "leave it out"
+            )
+        if name not in (*known, *named):
+            raise ValueError(
+                f"expected an argument of scaled_dot_product_attention ({', '.join(known)}) or "
+                f"{', '.join(named)}, got {name}; pass a local_attention that takes it"
+            )
+
+
+def _declaring(function: Callable) -> Callable:
+    """What says which arguments ``function`` takes: a module itself takes any."""
+    if isinstance(function, functools.partial):
+        return functools.partial(_declaring(function.func), *function.args, **function.keywords)
+    if isinstance(function, nn.Module):
+        return getattr(function, "_orig_mod", function).forward  # what torch.compile was given
+    return function
+
+
+def randomness_of(member: Member, device: torch.device):
+    """Other random numbers on each rank, for other heads; compiled code draws as the code around it
+    does. Entered once a call, not once a chunk: the generators go on alike whatever the number of
+    chunks."""
+    if member[1] == 1 or torch.compiler.is_compiling():
+        return contextlib.nullcontext()
+    return sharded_randomness(member, device)
+
+
+def attend(
+    function: Callable[..., Tensor],
+    qkv: tuple[Tensor, Tensor, Tensor],
+    args: tuple,
+    kwargs: dict,
+    watch: Watch,
+    layout: str = "bshd",
+    head_dim: int | None = None,
+) -> Tensor:
+    """The local attention of some heads: q, k and v and what it returns [B, S, h, D]. ``head_dim``:
+    D of what it returns; None: any.
+
+    Raises:
+        ValueError: it returned no tensor (or tuple that begins with one), or one of another shape.
+    """
+    order = parts.ORDERS[layout]
+    q = qkv[0]
+    seen = [q.size(d) for d in order]
+    with watch.over(seen, [q.size(d) for d in parts.ORDERS["bhsd"]], layout):
+        out = function(*(x.permute(order) for x in qkv), *args, **kwargs)
+    if isinstance(out, (tuple, list)) and out:
+        out = out[0]  # with log-sum-exp and the like, as flash attention returns it
+    if not isinstance(out, Tensor):
+        raise ValueError(
+            f"expected local_attention to return a tensor of shape {tuple(seen[:3])} and a head "
+            f"dimension, got {type(out).__name__}"
+        )
+    wrong = out.dim() != 4 or list(out.shape[:3]) != seen[:3]
+    if wrong or (head_dim is not None and out.size(3) != head_dim):
+        expected = (
+            f"{tuple(seen[:3])} and a head dimension"
+            if head_dim is None
+            else f"{(*seen[:3], head_dim)}"
+        )
+        raise ValueError(
+            f"expected local_attention to return shape {expected}, got {tuple(out.shape)}"
+        )
+    return out.permute(order)
+
+
+def drops(attn_mask=None, dropout_p=0.0, *_, **__) -> bool:
+    """Whether ``scaled_dot_product_attention`` with these arguments drops weights."""
+    return dropout_p > 0
+
+
+def sdpa(
+    q,
+    k,
+    v,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    *,
+    where: tuple,
+    **pattern,
+) -> Tensor:
+    """Attention of a cell without a local attention, q, k and v [B, S, h, D]. ``where``: the number
+    of query heads, and the cell as ops take it."""
+    sharded = torch.compiler.is_compiling()
+    return torch.ops.deepsp._attention_of_cell(
+        q,
+        k,
+        v,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        *where,
+        sharded_randomness=sharded,
+        **_given(pattern),
+    )
+
+
+def check_sdpa(
+    x,
+    tokens,
+    num_heads,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    **pattern,
+) -> None:
+    """Raises for arguments of ``scaled_dot_product_attention`` that don't fit, before anything is
+    sent."""
+    dtype = x.dtype
+    if attn_mask is not None and autocasts(x.device):
+        dtype = attn_mask.dtype  # it will be cast
+    torch.ops.deepsp._check_attention(
+        attn_mask, dropout_p, is_causal, dtype, x.size(0), num_heads, tokens, **_given(pattern)
+    )
+
+
+def _given(pattern: dict) -> dict:
+    return {name: value for name, value in pattern.items() if value is not None}

@@ -1,0 +1,228 @@
+"""A module that lets a local attention function see the full sequence of some heads."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack, handle_torch_function
+
+from deepsp.attention import chunks as auto_chunks
+from deepsp.attention import function as local
+from deepsp.attention import parts
+from deepsp.attention.distributed import attend_over
+from deepsp.ranks.groups import Group, compare_calls, member_of
+
+
+def _is_followed() -> bool:
+    """Whether the schedule's dry run follows torch functions. Other modes (``torch.device``) are to
+    stay on while the user's function runs, so it isn't hidden in one call from them."""
+    modes = _get_current_function_mode_stack()
+    return any(getattr(mode, "sees_attention_as_one_call", False) for mode in modes)
+
+
+def _one_call(q, k, v, group_name, call, *seen) -> Tensor:
+    """Attention by a function, q, k and v [B, S_r, H, D], as the schedule's dry run sees it;
+    ``seen``: what else goes in."""
+    if _is_followed():
+        return handle_torch_function(_one_call, (), q, k, v, group_name, call, *seen)
+    return call(q, k, v)
+
+
+_one_call.__name__ = "deepsp.DistributedAttention"
+
+
+class DistributedAttention(nn.Module):
+    """Makes a local attention function see all tokens of this rank's heads.
+
+    Args:
+        local_attention: called as ``local_attention(q, k, v, *args, **kwargs)`` with q [B, S, h, D]
+            and k, v [B, S, h_kv, D] (``h % h_kv == 0``), the full sequence of some heads; returns
+            [B, S, h, Dv], or a tuple that begins with it. All in ``layout``. None:
+            ``scaled_dot_product_attention``, with its arguments, as in
+            :func:`distributed_attention`. If it declares an argument ``head_indices`` (by name:
+            ``**kwargs`` declares nothing), it gets the global indices of its query heads there,
+            int64 [h]; in ``query_indices`` those of the tokens of its queries, int64 [n]. Who
+            declares that gets q [B, n, h, D] where ranks share heads, and masks accordingly; n may
+            be 0 in short sequences.
+        group: the sequence group.
+        chunks: as in :func:`distributed_attention`; ``local_attention`` is called once for each,
+            and where ranks share heads once for each range of heads with the same queries. "auto":
+            measured on the first call with a shape, by forward and backward passes (forward only
+            without gradients) with 1, 2, 4, ... chunks, the same on every rank. Compiled code uses
+            the last choice.
+        layout: as in :func:`distributed_attention`.
+        query_parts: as in :func:`distributed_attention`; "auto" is 1 for a local attention that
+            doesn't declare ``query_indices``.
+
+    Raises:
+        ValueError: ``chunks`` or ``layout`` isn't one of these, or this process isn't in the group;
+            when called, arguments that don't fit each other or the group.
+
+    Each call of a local attention returns new memory, since its last result may still be in flight,
+    and doesn't write to k and v, which chunks may share. Under autocast, q, k and v are sent in the
+    dtype they have.
+
+    What a local attention knows per head (slopes, sinks) it must take for the heads that it sees:
+    ``slopes[head_indices]``. What describes the sequence (``cu_seqlens``, position ids, a block
+    mask) is that of the full sequence, the same on every rank. Its random numbers differ by rank
+    and follow from ``torch.manual_seed``, as for dropout in :func:`distributed_attention`; in
+    compiled code only if it is called within :func:`deepsp.sharded_randomness`.
+
+    The first call compares lengths, shapes, dtypes and what needs a gradient across the group;
+    compiled code doesn't.
+    """
+
+    def __init__(
+        self,
+        local_attention: Callable[..., Tensor] | None = None,
+        group: Group = None,
+        chunks: int | str = 1,
+        layout: str = "bshd",
+        query_parts: int | str = "auto",
+    ):
+        super().__init__()
+        parts.check_layout(layout)
+        local.check_function(
+            local_attention,
+            layout,
+            "q, k and v in that order with layout='bhsd', or no local_attention: that is "
+            "scaled_dot_product_attention in any layout",
+        )
+        auto_chunks.check(chunks)
+        self.local_attention = local_attention
+        self.member = member_of(group)
+        self.chunks = chunks
+        self.picked: int | None = None  # what "auto" has found last
+        self.layout = layout
+        self.query_parts = parts.validate(query_parts, group)
+        self._indices = local.indices_wanted(local_attention)
+        self._whole = local.why_whole(local_attention, self._indices)
+        self._watch = local.Watch(local_attention)
+        self._compared = False
+
+    def extra_repr(self) -> str:
+        rank, size, _ = self.member
+        return (
+            f"rank={rank}, size={size}, chunks={self.chunks!r}, layout={self.layout}, "
+            f"query_parts={self.query_parts!r}"
+        )
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *args,
+        seq_lens: Sequence[int] | None = None,
+        **kwargs,
+    ) -> Tensor:
+        """Attention of this rank's tokens.
+
+        Args:
+            q: [B, S_r, Hq, D], or as ``layout`` orders it.
+            k: [B, S_r, Hkv, D].
+            v: [B, S_r, Hkv, Dv].
+            args: passed to the local attention, as is ``kwargs``.
+            seq_lens: the number of tokens of each rank; None: all ranks have as many as this one.
+            kwargs: passed to the local attention.
+
+        Returns:
+            [B, S_r, Hq, Dv], or as ``layout`` orders it.
+
+        Raises:
+            ValueError: arguments that don't fit each other or the group, or what the local
+                attention returns.
+        """
+        call = parts.Call(
+            *(q, k, v, self.layout, seq_lens, self.member, self.query_parts, self._whole)
+        )
+        if not self._compared and not torch.compiler.is_compiling():
+            self._compare(call)
+        if self.local_attention is None:
+            known = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+            local.check_sdpa_arguments(args, kwargs, known, (*local.PATTERN, "kv_chunk"))
+        local.check_kwargs(self._indices, kwargs)
+        chunks = self.chunks
+        if chunks == "auto":  # with kv_chunk, tokens come in parts, not heads
+            streams = self.local_attention is None and kwargs.get("kv_chunk") is not None
+            chunks = 1 if streams else self._pick_chunks(call, args, kwargs)
+        return self._attend(call, chunks, args, kwargs)
+
+    def _attend(self, call: parts.Call, chunks: int, args, kwargs) -> Tensor:
+        if self.local_attention is None:
+            return attend_over(call, chunks, *args, **kwargs)
+        run = functools.partial(self._by_function, call, chunks, args, kwargs)
+        qkv, order = call.by_tokens(), parts.ORDERS[self.layout]
+        if torch.compiler.is_compiling() or not _is_followed():
+            return run(*qkv).permute(order)
+        seen = (args, kwargs, list(self.parameters()))
+        return _one_call(*qkv, self.member[2], run, *seen).permute(order)
+
+    def _by_function(self, call: parts.Call, chunks: int, args, kwargs, q, k, v) -> Tensor:
+        if k.size(2) != v.size(2) or k.size(2) == 0 or q.size(2) % k.size(2) != 0:
+            raise ValueError(
+                "expected k and v to have the same number of heads, which divides that of q, got "
+                f"q, k and v with {q.size(2)}, {k.size(2)} and {v.size(2)} heads"
+            )
+        (rank, _, name), lens, batch = self.member, call.lens, call.batch
+        shape = ([x.size(2) for x in (q, k, v)], [x.size(3) for x in (q, k, v)], batch)
+        how = {"query_parts": call.query_parts, "tokens_first": self.layout == "sbhd"}  # in memory
+
+        def attend(part: parts.Part) -> Tensor:
+            given = local.indices(self._indices, part.q, part.cell)
+            return local.attend(
+                *(self.local_attention, (part.q, part.k, part.v), args, kwargs | given),
+                *(self._watch, self.layout),
+            )
+
+        arriving = torch.ops.deepsp.seq_to_heads_start(
+            [q, k, v], lens, chunks, False, rank, name, query_parts=call.query_parts
+        )
+        with local.randomness_of(self.member, call.device):
+            leaving, dim = parts.attend(arriving, attend, shape, lens, self.member, **how)
+        return torch.ops.deepsp.heads_to_seq_wait(
+            leaving, shape[0][:1], [dim], batch, lens, rank, name, **how
+        )[0]
+
+    def _pick_chunks(self, call: parts.Call, args, kwargs) -> int:
+        if torch.compiler.is_compiling():
+            return auto_chunks.picked_before(self.picked)
+        _, _, name = self.member
+        trains = any(call.needs_gradient())
+        key = (
+            "DistributedAttention", name, self.local_attention is None, self.layout,
+            tuple(call.lens), *((x.shape, x.dtype) for x in call.given), call.device, trains,
+            local.autocasts(call.device),
+        )  # fmt: skip
+
+        def run(chunks: int, inputs: list[Tensor]) -> Tensor:
+            again = copy.copy(call)
+            again.given = inputs
+            return self._attend(again, chunks, args, kwargs)
+
+        self.picked = auto_chunks.pick(
+            *(key, run, call.given, (), self.member),
+            num_heads=call.num_heads,
+            query_parts=call.query_parts,
+            trains=trains,
+        )
+        return self.picked
+
+    def _compare(self, call: parts.Call) -> None:
+        s = self.layout.index("s")
+        self._compared = compare_calls(
+            "DistributedAttention",
+            self.member,
+            call.given[0],
+            layout=self.layout,
+            seq_lens=call.lens,
+            shapes=[[n for d, n in enumerate(x.shape) if d != s] for x in call.given],
+            dtype=call.given[0].dtype,
+            chunks=self.chunks,
+            query_parts=self.query_parts,
+            gradients=call.needs_gradient(),
+        )

@@ -1,0 +1,160 @@
+"""Rotary position embedding: the channels of a head, in pairs, turned by the token's position."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def angles(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple:
+    """Cosine and sine [..., S, 1, head_dim / 2] of positions [..., S]: pair i turns by
+    ``position * theta ** (-2 i / head_dim)``. In float32, or float64 where ``dtype`` is."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    channel = torch.arange(0, head_dim, 2, device=positions.device, dtype=wide) / head_dim
+    turned = positions.to(wide)[..., None, None] * theta**-channel
+    return turned.cos(), turned.sin()
+
+
+def angles_of(
+    x: Tensor,
+    total: int,
+    position_ids: Tensor | None,
+    rotary: Callable | tuple[Tensor, Tensor] | None,
+    *,
+    theta: float | None,
+    head_dim: int,
+    interleaved: bool,
+    look: bool,
+) -> tuple[Tensor, Tensor] | None:
+    """Cosine and sine for the ``total`` tokens of the full sequence, as :func:`angles` has them;
+    None: there is no rotary embedding.
+
+    Args:
+        x: the layer's input.
+        total: the number of tokens of the full sequence.
+        position_ids: [S] or [1 or B, S]; None: 0, 1, 2, ...
+        rotary: what the layer or its caller was given.
+        theta: the layer's ``rope_theta``; with it there is no ``rotary``.
+        head_dim: the number of channels of a head.
+        interleaved: as in :func:`rotate`.
+        look: as in :func:`of_pair`.
+
+    Raises:
+        ValueError: arguments that don't fit each other or the sequence.
+    """
+    _check_one(theta, rotary)
+    used = theta is not None or callable(rotary)
+    if not used and position_ids is not None:
+        raise ValueError(
+            "expected no position_ids, which nothing uses: "
+            + ("rope_theta is None" if rotary is None else "rotary is (cos, sin)")
+        )
+    if used and position_ids is None:
+        position_ids = torch.arange(total, device=x.device)
+    elif used and (
+        position_ids.dim() not in (1, 2)
+        or position_ids.size(-1) != total
+        or (position_ids.dim() == 2 and position_ids.size(0) not in (1, x.size(0)))
+    ):
+        raise ValueError(
+            f"expected position_ids of the full sequence, [{total}] or [batch, {total}], got "
+            f"shape {tuple(position_ids.shape)}; deepsp.unshard(position_ids, 1) gathers the "
+            "local ones"
+        )
+    if theta is not None:
+        return angles(position_ids, head_dim, theta, x.dtype)
+    if callable(rotary):
+        rotary = rotary(x, position_ids if position_ids.dim() == 2 else position_ids[None])
+    if rotary is None:
+        return None
+    return of_pair(rotary, x.size(0), total, head_dim, interleaved, look)
+
+
+def check(theta: float | None, rotary: Callable | tuple | None, head_dim: int) -> None:
+    """Raises ValueError for arguments of a layer that don't fit each other."""
+    if theta is not None and head_dim % 2 != 0:
+        raise ValueError(f"expected head_dim to be even for a rotary embedding, got {head_dim}")
+    _check_one(theta, rotary)
+    if rotary is not None and not callable(rotary):
+        _check_pair(rotary)
+
+
+def _check_one(theta: float | None, rotary: Callable | tuple | None) -> None:
+    if theta is not None and rotary is not None:
+        raise ValueError(f"expected rope_theta or rotary, got both (rope_theta is {theta})")
+
+
+def _check_pair(pair) -> None:
+    """Raises ValueError unless it is (cos, sin)."""
+    if (
+        not isinstance(pair, (tuple, list))
+        or len(pair) != 2
+        or not all(isinstance(x, Tensor) for x in pair)
+    ):
+        raise ValueError(
+            "expected rotary to be a callable (x, position_ids) -> (cos, sin) or the tensors (cos, "
+            f"sin), got {type(pair).__name__}"
+        )
+
+
+def of_pair(
+    pair: tuple[Tensor, Tensor],
+    batch: int,
+    total: int,
+    head_dim: int,
+    interleaved: bool,
+    look: bool,
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine [1 or B, S, 1, R / 2], as :func:`angles` has them, from a model's cos and sin
+    [S, R] or [1 or B, S, R], where each is there twice. ``look``: compares the two.
+
+    Raises:
+        ValueError: other shapes, or what is there twice differs.
+    """
+    _check_pair(pair)
+    halves = []
+    for name, x in zip(("cos", "sin"), pair, strict=True):
+        shape = list(x.shape)
+        if (
+            x.dim() not in (2, 3)
+            or shape[-2] != total
+            or (x.dim() == 3 and shape[0] not in (1, batch))
+            or shape[-1] % 2 != 0
+            or not 0 < shape[-1] <= head_dim
+            or x.shape != pair[0].shape
+        ):
+            raise ValueError(
+                f"expected {name} of rotary to have shape [{total}, R] or [batch, {total}, R], for "
+                f"the full sequence and R rotated channels, even, at most {head_dim} and the same "
+                f"for cos and sin, got {shape}"
+            )
+        x = x if x.dim() == 3 else x[None]
+        one, other = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+        if look and not torch.equal(one, other):
+            raise ValueError(
+                f"expected {name} of rotary to have each value twice, once for each channel of a "
+                "pair, but "
+                + ("channels 2i and 2i + 1" if interleaved else "its two halves")
+                + f" differ (shape {shape}); rope_interleaved says which channels are pairs"
+            )
+        halves.append(one[:, :, None])
+    return halves[0], halves[1]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """x [B, S, H, D] rotated in its first R channels, where cos and sin have R / 2. Pairs are
+    channels (2i, 2i + 1) if ``interleaved``, else (i, i + R / 2).
+
+    The embedding is that of RoFormer (Su et al., 2021, arXiv:2104.09864); the half-rotated form
+    is that of GPT-NeoX.
+    """
+    turning = 2 * cos.size(-1)
+    if turning < x.size(-1):
+        turned = rotate(x[..., :turning], cos, sin, interleaved)
+        return torch.cat([turned, x[..., turning:]], -1)
+    a, b = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+    turned = (a * cos - b * sin, a * sin + b * cos)
+    result = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    return result.type_as(x)

@@ -1,0 +1,125 @@
+"""Batches dealt out over a sequence group: each rank has one in full, and gets its part of each."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepsp.data.sharding import (
+    Path,
+    dim_of,
+    full_batch,
+    leaves_of,
+    map_leaves,
+    name_of,
+    named_values,
+)
+from deepsp.ranks.groups import Member, device_of
+from deepsp.ranks.lengths import seq_lens
+
+
+@dataclass
+class Part:
+    """What all ranks know of a tensor: its full shape, and along which dimension it is sharded."""
+
+    dtype: torch.dtype
+    shape: list[int]
+    dim: int | None
+    device: str
+
+    def local_shape(self, length: int) -> list[int]:
+        return [length if at == self.dim else n for at, n in enumerate(self.shape)]
+
+    def nbytes(self, length: int) -> int:
+        return math.prod(self.local_shape(length)) * self.dtype.itemsize
+
+
+@dataclass
+class Described:
+    """A full batch with a :class:`Part` for each tensor, the name of its tokens, and how many."""
+
+    batch: dict[str, Any]
+    named: str
+    length: int
+
+    def nbytes(self, member: Member) -> list[int]:
+        """Of this rank's part of each tensor."""
+        mine = seq_lens(self.length, member)[member[0]]
+        return [part.nbytes(mine) for _, part in leaves_of(self.batch, Part)]
+
+
+def describe(
+    batch: Mapping[str, Any],
+    dim: int,
+    pad_to: int | None,
+    ignore_index: int,
+    shift: Sequence[str] | None,
+) -> tuple[list[tuple[Path, Tensor]], bytes]:
+    """The tensors of a batch before they are split, and the pickled :class:`Described`, in which
+    values that aren't tensors are. ValueError for what :func:`deepsp.shard_batch` doesn't take."""
+    full, named, length = full_batch(named_values(batch, dim), dim, pad_to, ignore_index, shift)
+
+    def part_of(path: Path, x: Tensor) -> Part:
+        if x.layout != torch.strided:
+            raise ValueError(f"expected {name_of(path)} to be dense, got {x.layout}; make it dense")
+        at = dim_of(path, dim)
+        return Part(x.dtype, list(x.shape), None if at is None else at % x.dim(), x.device.type)
+
+    known = Described(map_leaves(part_of, full), named, length)
+    return leaves_of(full), pickle.dumps(known)
+
+
+def exchange(
+    known: Sequence[Described | None], full: Sequence[tuple[Path, Tensor]], dim: int, member: Member
+) -> list[Tensor]:
+    """This rank's part of each rank's batch, as bytes, by rank: one all-to-all.
+
+    Args:
+        known: what each rank has; None: nothing.
+        full: the tensors that this rank has.
+        dim: the sequence dimension.
+        member: the place in the group.
+    """
+    rank, size, name = member
+    device = device_of(member)
+    sent, counts = [torch.empty(0, dtype=torch.uint8, device=device)], [0] * size
+    if full:
+        lens = seq_lens(known[rank].length, member)
+        there = [(dim_of(path, dim), x.detach().to(device)) for path, x in full]
+        for r, (at, x) in itertools.product(range(size), there):
+            part = x if at is None else x.split(lens, at)[r]
+            flat = part.reshape(-1)
+            if flat.stride(0) != 1:  # one token of several rows
+                flat = flat.clone(memory_format=torch.contiguous_format)
+            sent.append(flat.view(torch.uint8))
+            counts[r] += sent[-1].numel()
+    expected = [0 if k is None else sum(k.nbytes(member)) for k in known]
+    received = sent[0].new_empty(sum(expected))
+    group = dist.distributed_c10d._resolve_process_group(name)
+    dist.all_to_all_single(received, torch.cat(sent), expected, counts, group=group)
+    return list(received.split(expected))
+
+
+def local_batch(
+    known: Described, received: Tensor, member: Member, pin: bool
+) -> tuple[dict[str, Any], list[int]]:
+    """The local batch that ``received`` has the bytes of, and the number of tokens of each rank.
+    ``pin``: in pinned memory, where it is on the CPU."""
+    lens = seq_lens(known.length, member)
+    pieces = iter(received.split(known.nbytes(member)))
+
+    def tensor(_: Path, part: Part) -> Tensor:
+        # Memory of its own is aligned, and doesn't keep the batches of other ranks.
+        x = next(pieces).clone().view(part.dtype).view(part.local_shape(lens[member[0]]))
+        x = x.to(part.device)
+        return x.pin_memory() if pin and part.device == "cpu" else x
+
+    return map_leaves(tensor, known.batch, Part), lens

@@ -1,0 +1,270 @@
+"""A loader whose batches the ranks of a sequence group share, one after another."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from deepsp.data.deal import describe, exchange, local_batch
+from deepsp.data.sharding import Path, check_dim, hand_out, name_of, shard_batch
+from deepsp.ranks.agreement import first_difference
+from deepsp.ranks.groups import (
+    Group,
+    compare_calls,
+    device_of,
+    member_of,
+    objects_on_all_ranks,
+    on_all_ranks,
+)
+from deepsp.ranks.randomness import align
+
+Sharded = tuple[dict[str, Any], list[int]]
+"""What :func:`deepsp.shard_batch` returns: the local batch and ``seq_lens``."""
+
+
+class SequenceLoader:
+    """Batches of each rank's own loader, sharded over the sequence group one after another.
+
+    Each rank of a group loads its own samples, and the group trains on them in turns: in each
+    round, on the batch of rank 0, then on that of rank 1, and so on. (DeepSpeed's
+    ``UlyssesSPDataLoaderAdapter`` had the idea that ranks take turns.) A rank loads 1/P of the
+    group's data, and sends each other rank only that rank's part. With ``replicated=True`` all
+    ranks of a group load the same batches, as for :func:`deepsp.shard_batch`.
+
+    Iterating yields what ``shard_batch`` returns for the full batch, bit for bit: the local batch
+    and ``seq_lens``, P pairs a round. Lengths may differ from batch to batch. A rank whose loader
+    ends before the others' contributes no more; the epoch ends when all have ended. Tensors come on
+    the kind of device that their owner's loader put them on, in pinned memory if the loader pins.
+
+    All ranks make it, iterate, and save alike, in the thread that trains. A round is one small
+    gather of names, shapes and values that aren't tensors, and one all-to-all of bytes, in which
+    a rank sends (P - 1) / P of its batch, and ``attention_mask`` P - 1 times. What has arrived, as
+    much as one full batch, is kept until its turn. ``len()`` is that of the group: the sum over
+    ranks, or the loader's own if replicated; TypeError if a rank's loader has none.
+
+    Args:
+        loader: yields batches as ``shard_batch`` takes them: a ``DataLoader``, torchdata's
+            ``StatefulDataLoader``, a loader of ``accelerate.prepare``, or any iterable.
+        group: the sequence group.
+        replicated: every rank's loader yields the same full batches.
+        dim: the sequence dimension, counted from the front.
+        pad_to: pads each full sequence at its end to this many tokens; None: no padding.
+        ignore_index: the label of tokens that don't count.
+        shift: as in :func:`deepsp.shard_batch`.
+
+    Raises:
+        ValueError: the loader isn't iterable, ``dim`` is negative, or the ranks pass other
+            arguments. While iterating, on every rank: the first batch is the same on all ranks,
+            but ``replicated`` isn't set; a batch of any rank isn't what
+            ``shard_batch`` takes; with ``replicated=True``, the ranks' batches differ, or how many
+            they are.
+        RuntimeError: while iterating, on every rank: a rank's loader failed. The error names it.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Mapping[str, Any]],
+        group: Group = None,
+        *,
+        replicated: bool = False,
+        dim: int = 1,
+        pad_to: int | None = None,
+        ignore_index: int = -100,
+        shift: Sequence[str] | None = None,
+    ):
+        if not isinstance(loader, Iterable):
+            raise ValueError(
+                "expected loader to be iterable, such as a DataLoader, got "
+                f"{type(loader).__name__}; pass what yields batches"
+            )
+        check_dim(dim)
+        self.loader = loader
+        self._member = member_of(group)
+        self._device = device_of(self._member)
+        self._replicated = replicated or self._member[1] == 1
+        self._how = {"dim": dim, "pad_to": pad_to, "ignore_index": ignore_index, "shift": shift}
+        said = {"replicated": replicated, **self._how}
+        compare_calls("SequenceLoader", self._member, torch.empty(0, device=self._device), **said)
+        # All ranks are here. Later, a progress bar may ask one rank alone.
+        try:
+            own = len(loader)
+        except (TypeError, NotImplementedError):
+            own = -1
+        lengths = [n for (n,) in on_all_ranks([own], self._member, self._device)]
+        self._length = -1 if min(lengths) < 0 else own if replicated else sum(lengths)
+        # accelerate's loaders have the method, but a state only if they say so.
+        self._stateful = getattr(loader, "use_stateful_dataloader", hasattr(loader, "state_dict"))
+        self._pins = bool(getattr(loader, "pin_memory", False)) and torch.cuda.is_available()
+        self._position: dict[str, Any] | None = None
+        self._resumes = False
+        self._compared = False
+
+    def __len__(self) -> int:
+        if self._length < 0:
+            raise TypeError("the loader of some rank of the group has no len()")
+        return self._length
+
+    def set_epoch(self, epoch: int) -> None:
+        """Forwards to the ``set_epoch`` of the loader, its samplers and its data set, where they
+        have one, so that a ``DistributedSampler`` shuffles anew.
+
+        Args:
+            epoch: the number of the epoch.
+        """
+        batches = getattr(self.loader, "batch_sampler", None)
+        inner = [getattr(self.loader, name, None) for name in ("sampler", "dataset")]
+        things = [self.loader, batches, getattr(batches, "sampler", None), *inner]
+        for thing in {id(x): x for x in things if hasattr(x, "set_epoch")}.values():
+            thing.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this rank is in the epoch: the state of its loader before the round, if it has one,
+        and how many batches of the round have been yielded. Every rank saves its own.
+
+        Returns:
+            A dict for ``torch.save``. It differs from rank to rank, so that
+            ``torch.distributed.checkpoint`` needs a key for each rank.
+        """
+        start = {"loader": None, "rounds": 0, "turn": 0, "ended": False}
+        if self._position is None:
+            start["loader"] = self._state_of_loader()
+        return {**start, **(self._position or {}), "ranks": self._member[1]}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Makes the next iteration go on behind the batch that was yielded last before
+        ``state_dict()``, with bit-identical batches. A loader that has no ``load_state_dict`` reads
+        the earlier batches again and drops them. Its order must then follow from the epoch alone,
+        as a ``DistributedSampler``'s does: call ``set_epoch`` first.
+
+        Args:
+            state_dict: what the same rank of a group of as many ranks has saved.
+
+        Raises:
+            ValueError: it was saved by a group with another number of ranks.
+        """
+        state, size = dict(state_dict), self._member[1]
+        if state.pop("ranks", None) != size:
+            raise ValueError(
+                f"expected a state that a SequenceLoader of {size} ranks has saved, got one of "
+                f"{state_dict.get('ranks')} ranks; resume on as many ranks"
+            )
+        if self._stateful and state["loader"] is not None:
+            # A copy: the loader may go on in what it is given.
+            self.loader.load_state_dict(copy.deepcopy(state["loader"]))
+        self._position, self._resumes = state, True
+
+    def __iter__(self) -> Iterator[Sharded]:
+        before = self._position if self._resumes else None
+        self._resumes = False
+        dropped = before["turn"] if before else 0
+        if self._replicated:
+            align(self._member)  # samplers and workers draw the same on all ranks
+        own = self._own(before)
+        for rounds in itertools.count(before["rounds"] if before else 0):
+            start, batches = self._round(own)
+            if batches is None:
+                break
+            # Only now, so that after an error there is still a state of a whole round.
+            self._position = {**start, "rounds": rounds, "turn": 0}
+            for batch in batches:
+                self._position["turn"] += 1
+                if self._position["turn"] > dropped:
+                    yield batch
+            dropped = 0
+        self._position = None
+
+    def _own(self, before: Mapping[str, Any] | None) -> Iterator[tuple[dict[str, Any], Any]]:
+        """This rank's batches, each with the loader's state before it, and then None for ever."""
+        start, ended = None, False
+        if before:
+            start, ended = before["loader"], before["ended"]
+        if not ended:
+            batches = iter(self.loader)
+            if before and not (self._stateful and start is not None):
+                batches = itertools.islice(batches, before["rounds"], None)
+            while True:
+                # accelerate's loaders don't have a loaded state at once.
+                start = self._state_of_loader() if start is None else start
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    break
+                yield {"loader": start, "ended": False}, batch
+                start = None
+            start = self._state_of_loader()
+        while True:
+            yield {"loader": start, "ended": True}, None
+
+    def _state_of_loader(self) -> Any:
+        # A copy: data sets may return what they go on in.
+        return copy.deepcopy(self.loader.state_dict()) if self._stateful else None
+
+    def _round(self, own: Iterator) -> tuple[dict[str, Any] | None, Iterator[Sharded] | None]:
+        """The loader's state before a round, and its batches; None: all loaders have ended."""
+        rank, size, _ = self._member
+        start, found, said = self._read(own)
+        every = objects_on_all_ranks(said, self._member, self._device)
+        for r, (kind, value) in enumerate(every):
+            cause = found if r == rank else None
+            if kind == "failed":
+                raise RuntimeError(
+                    f"the loader of rank {r} of the group failed: {value}"
+                ) from cause
+            if kind == "refused":
+                raise ValueError(f"rank {r}'s batch can't be sharded: {value}") from cause
+        ended = [r for r, (kind, _) in enumerate(every) if kind == "ended"]
+        if len(ended) == size:
+            return start, None
+        if self._replicated:
+            if ended:
+                raise ValueError(
+                    "expected the loaders of all ranks to have equally many batches, since "
+                    f"replicated=True, but those of ranks {ended} have ended before the others'; "
+                    "make their samplers count groups, or pass replicated=False"
+                )
+            return start, iter([shard_batch(found, self._member, **self._how)])
+        known = [None if r in ended else pickle.loads(every[r][1]) for r in range(size)]
+        if not ended and not self._compared:
+            self._compare(known, found)
+        parts = exchange(known, found or [], self._how["dim"], self._member)
+        return start, self._made(known, parts)
+
+    def _compare(self, known: list, tensors: list[tuple[Path, torch.Tensor]]) -> None:
+        """Raises where the first batches of all ranks are the same one."""
+        self._compared = True
+        named = [(name_of(path), x) for path, x in tensors]
+        if first_difference(named, self._member) is None:
+            raise ValueError(
+                f"expected the loader of each rank to load batches of its own, got the same one on "
+                f"all {len(known)} ranks, on which the group would train {len(known)} times; give "
+                "the DataLoader a sampler that counts processes, DistributedSampler(data), or pass "
+                "replicated=True"
+            )
+
+    def _made(self, known: list, parts: list) -> Iterator[Sharded]:
+        """Batches of what has arrived, each on its turn."""
+        for each, part in zip(known, parts, strict=True):
+            if each is not None:
+                batch, lens = local_batch(each, part, self._member, self._pins)
+                hand_out(batch, each.named, self._how["dim"], each.length)
+                yield batch, lens
+
+    def _read(self, own: Iterator) -> tuple[dict[str, Any] | None, Any, tuple[str, Any]]:
+        """The loader's state, its next batch, and what the other ranks are told of it. An error
+        takes the batch's place: the others wait for this rank, so it can't raise yet."""
+        try:
+            start, batch = next(own)
+        except Exception as error:
+            return None, error, ("failed", f"{type(error).__name__}: {error}")
+        if start["ended"] or self._replicated:
+            return start, batch, ("ended" if start["ended"] else "batch", None)
+        try:
+            tensors, described = describe(batch, **self._how)
+            return start, tensors, ("batch", described)
+        except Exception as error:
+            return None, error, ("refused", str(error))

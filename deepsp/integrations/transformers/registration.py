@@ -1,0 +1,148 @@
+"""Makes deepsp's attention known to transformers, and to one model."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+
+from deepsp.attention import parts
+from deepsp.integrations.transformers import calls
+from deepsp.integrations.transformers.attention import attention
+from deepsp.integrations.transformers.check import check
+from deepsp.integrations.transformers.cores import check_core
+from deepsp.integrations.transformers.masks import Masks, ours
+from deepsp.integrations.transformers.own_loss import OwnLoss
+from deepsp.ranks.groups import Group, member_of
+from deepsp.weights.partitioned import is_away
+
+
+def register(
+    group: Group = None,
+    chunks: int = 1,
+    name: str = "deepsp",
+    average_gradients: bool = False,
+    core: str = "auto",
+    kv_chunk: int | None = None,
+    query_parts: int | str = "auto",
+) -> None:
+    """Makes ``attn_implementation=name`` (or ``model.set_attn_implementation(name)``) attention
+    over sequences that are sharded over ``group``.
+
+    The model gets this rank's ``input_ids`` and ``position_ids`` and the full ``attention_mask``,
+    as :func:`deepsp.shard_batch` returns them, at least one token on every rank, and no ``labels``.
+    With ``shift_labels``, a causal language model returns its loss: that of the full sequence, the
+    same on every rank (:func:`deepsp.cross_entropy`). The ranks may have different numbers of
+    tokens. The result is this rank's part of what one process computes with ``"sdpa"``: causal or
+    not, with grouped heads, sliding windows or chunks, padding ([B, S], or a mask [B, 1, S, S]),
+    documents in one row that restart ``position_ids`` (in causal attention without
+    ``attention_mask``, as there), softcap and sinks. Attention of padding itself is 0.
+
+    Windows, documents and padding at the ends of rows take time and memory by what is attended to.
+    S x S bools are made for padding between tokens, for masks [B, 1, S, S], and for windows,
+    documents or padding with dropout in attention.
+
+    Args:
+        group: the sequence group; None: the default group at the time of a forward.
+        chunks: as in :func:`deepsp.distributed_attention`.
+        name: the name of the attention implementation; use another one for each further group. The
+            same name again replaces the earlier one, also for models that have it already.
+        average_gradients: of the loss that a model returns for ``shift_labels``: as in
+            :func:`deepsp.cross_entropy`.
+        core: what computes attention on the full sequence of a rank's heads. "auto": deepsp, as
+            described here, by torch's kernels. Or the name of an attention implementation of
+            transformers: "sdpa", "flex_attention", "flash_attention_2", or one that was registered
+            with its ``AttentionInterface``. It gets what it would get in one process: the mask
+            made for it, the full ``position_ids``, and sinks of its heads.
+        kv_chunk: as in :func:`deepsp.distributed_attention`; for "auto" only.
+        query_parts: as in :func:`deepsp.distributed_attention`; other cores than "auto" and "sdpa"
+            have whole heads.
+
+    Raises:
+        ValueError: ``chunks`` or ``kv_chunk`` isn't an int >= 1, ``core`` isn't known, or this
+            process isn't in ``group``. The model's forward raises what
+            :func:`deepsp.integrations.transformers.check` finds, and for
+            ``labels``; ``position_ids`` that start from 0 on every rank (left out, or documents
+            that all end where a rank's tokens do); an ``attention_mask`` of this rank's tokens
+            only; a cache; masks made by a model's own functions; attention with what the core
+            doesn't take (softcap and sinks in "sdpa", relative biases, ...); cross-attention of
+            other lengths; models that don't make masks by the mask interface or don't pass on
+            ``position_ids``.
+        RuntimeError: transformers isn't version 5.
+    """
+    import transformers
+    from transformers import masking_utils
+
+    if "q_length" not in inspect.signature(masking_utils.sdpa_mask).parameters:
+        raise RuntimeError(
+            f"expected transformers 5, got {transformers.__version__}, which makes masks in "
+            "another way; install transformers 5"
+        )
+    if not isinstance(chunks, int) or chunks < 1:
+        raise ValueError(f"expected chunks to be an int >= 1, got {chunks!r}")
+    if kv_chunk is not None and (not isinstance(kv_chunk, int) or kv_chunk < 1):
+        raise ValueError(f"expected kv_chunk to be an int >= 1 or None, got {kv_chunk!r}")
+    if kv_chunk is not None and (core != "auto" or chunks != 1):
+        raise ValueError(
+            f"expected core='auto' and chunks=1 with kv_chunk, got core={core!r} and "
+            f"chunks={chunks}"
+        )
+    check_core(core)
+    query_parts = parts.validate(query_parts, group)
+    member = None if group is None else member_of(group)
+    transformers.AttentionInterface.register(
+        name,
+        functools.partial(
+            attention,
+            member=member,
+            chunks=chunks,
+            core=core,
+            kv_chunk=kv_chunk,
+            query_parts=query_parts,
+        ),
+    )
+    transformers.AttentionMaskInterface.register(name, Masks)
+    calls.notice(name, OwnLoss(member, average_gradients))
+
+
+def base_of(model):
+    """The model of transformers that PEFT has adapters around, or ``model`` itself.
+
+    Raises:
+        ValueError: PEFT puts tokens of its own before each rank's (prompt tuning).
+    """
+    config = getattr(model, "active_peft_config", None)
+    if getattr(config, "is_prompt_learning", False):
+        raise ValueError(
+            "expected adapters within the model's layers, such as LoRA, got "
+            f"{type(config).__name__}: prompt tuning puts tokens of its own before the tokens of "
+            "each rank, instead of once before the sequence; use LoRA"
+        )
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def use_in(model, group: Group, chunks: int = 1, query_parts: int | str = "auto") -> None:
+    """Gives a causal language model attention over ``group`` and the loss of full sequences, for
+    wrappers that average gradients over all ranks; checks it. Attention other than "sdpa" and
+    "eager" stays its core.
+
+    Raises:
+        ValueError: it isn't one, or :func:`check` refuses it.
+    """
+    from transformers import PreTrainedModel
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    if not isinstance(model, PreTrainedModel) or model.loss_function is not ForCausalLMLoss:
+        raise ValueError(
+            "expected model to be a causal language model of transformers, got "
+            f"{type(model).__name__}; for another one, try the compile pass, torch.compile(model, "
+            "backend='deepsp'), or deepsp.shard_batch and a loss of deepsp, in a training loop of "
+            "your own"
+        )
+    calls.check_layerdrop(model)
+    # What the model was loaded with goes on computing its attention.
+    given = model.config._attn_implementation
+    core = "auto" if given in ("sdpa", "eager", *ours()) else given
+    register(group, chunks, average_gradients=True, core=core, query_parts=query_parts)
+    model.set_attn_implementation("deepsp")
+    if not any(map(is_away, model.parameters())):
+        check(model)  # else on its first forward, in which DeepSpeed gathers them

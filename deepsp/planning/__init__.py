@@ -1,0 +1,5 @@
+"""What a training step needs, said before it runs."""
+
+from deepsp.planning.memory import MemoryPlan
+
+__all__ = ["MemoryPlan"]

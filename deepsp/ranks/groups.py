@@ -1,0 +1,155 @@
+"""Process groups as the ops take them: by rank, size and name."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
+
+Group = dist.ProcessGroup | DeviceMesh | None
+"""What public functions take: a group, a mesh, or None, the default group. The ranks of a mesh of
+two dimensions are a group; where they share heads, those of a row (the last dimension) have
+different ones."""
+
+
+Member = tuple[int, int, str]
+"""This process's place in a group: rank, size and the group's name. A plain tuple: Dynamo of torch
+2.11 can't unpack a named one that is a constant."""
+
+
+Function = TypeVar("Function", bound=Callable)
+
+
+def constant(function: Function) -> Function:
+    """As ``torch.compiler.assume_constant_result`` marks a function, without importing Dynamo."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+@constant
+def member_of(group: Group | Member) -> Member:
+    """This process's place in ``group``.
+
+    Raises:
+        ValueError: there is no default group yet, the mesh has more than two dimensions, or this
+            process isn't in the group.
+    """
+    if isinstance(group, tuple):
+        return group
+    if isinstance(group, DeviceMesh):
+        if group.ndim > 2:
+            raise ValueError(
+                f"expected group to be a mesh of 1 or 2 dimensions, got one of {group.ndim} "
+                "dimensions; pass one or two of them, mesh['name'] or mesh['outer', 'heads']"
+            )
+        group = group.get_group() if group.ndim == 1 else _flattened(group)
+    if not dist.is_initialized():
+        raise ValueError(
+            "expected group to exist, but there is no process group yet; call "
+            "torch.distributed.init_process_group first"
+        )
+    if group is None:
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(_outside())
+        raise ValueError(
+            "expected group to be a ProcessGroup, a DeviceMesh of one or two dimensions or None, "
+            f"got {group!r}"
+        )
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError(_outside())
+    return rank, dist.get_world_size(group), group.group_name
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Whether ``tensor`` is a DTensor. Importing that class takes a second, so it isn't imported:
+    without it there are no DTensors."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _flattened(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """One group of all ranks of a mesh, made once, by all processes."""
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks != sorted(ranks):
+        raise ValueError(
+            "expected the ranks of a mesh of two dimensions to ascend, row by row, got "
+            f"{mesh.mesh.tolist()}; order them so, since a group does"
+        )
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    if not mesh.mesh_dim_names:
+        raise ValueError(
+            "expected the dimensions of the mesh to have names, got none; pass mesh_dim_names to "
+            "init_device_mesh"
+        )
+    return mesh._flatten().get_group()
+
+
+def _outside() -> str:
+    return (
+        f"expected group to include this process (rank {dist.get_rank()}), which isn't in it; call "
+        "this on the ranks of the group only"
+    )
+
+
+def compare_calls(op: str, member: Member, like: Tensor, **arguments) -> bool:
+    """All ranks make this call, and what ``op`` is given is the same on all (two small
+    collectives, on the device of ``like``).
+
+    Returns:
+        Whether they were compared: not where ``like`` has no data, and nothing is sent.
+
+    Raises:
+        ValueError: on every rank, naming the first argument that differs, and who passes what.
+    """
+    if like.is_meta or isinstance(like, FakeTensor):
+        return False
+    said = [f"{name} {value}" for name, value in arguments.items()]
+    try:
+        with torch._C.DisableTorchFunction():
+            torch.ops.deepsp._check_agreement(op, said, like, *member)
+    except ValueError as error:
+        if "passes seq_lens" not in str(error):
+            raise
+        raise ValueError(
+            f"{error}. seq_lens lists the number of tokens of each rank; None means that all ranks "
+            "have the same number"
+        ) from None
+    return True
+
+
+def objects_on_all_ranks(value: Any, group: Group | Member, device: torch.device) -> list[Any]:
+    """What every rank of the group passes, by rank: anything that can be pickled. By ops of deepsp,
+    since gloo's threads may hold the tensors of c10d's ``all_gather_object`` when the process
+    exits, which kills it."""
+    rank, _, name = member_of(group)
+    mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+    sizes = [n for (n,) in on_all_ranks([len(mine)], group, device)]
+    everything = torch.ops.deepsp.all_gather(mine, 0, sizes, "replicated", rank, name)
+    return [pickle.loads(bytes(part.tolist())) for part in everything.split(sizes)]
+
+
+def on_all_ranks(values: Sequence[int], group: Group, device: torch.device) -> list[list[int]]:
+    """What every rank of the group says, by rank: equally many numbers of each (one small
+    collective on ``device``)."""
+    rank, size, name = member_of(group)
+    said = torch.zeros(size, len(values), dtype=torch.int64, device=device)
+    said[rank] = torch.tensor(values, device=device)
+    return torch.ops.deepsp.all_reduce(said, "replicated", rank, size, name).tolist()
+
+
+def device_of(group: Group = None) -> torch.device:
+    """The device on which a group exchanges what lies on none: the CPU, unless its backend takes
+    only tensors of an accelerator."""
+    process_group = dist.distributed_c10d._resolve_process_group(member_of(group)[2])
+    return torch.device(dist.distributed_c10d._get_object_coll_device(process_group))

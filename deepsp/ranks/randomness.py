@@ -1,0 +1,222 @@
+"""Random numbers that differ by rank where tensors do, and agree where tensors do.
+
+Nothing is kept but the default generators' states, all seeded alike on the ranks of a group:
+``torch.utils.checkpoint`` restores those, so what runs again draws the same numbers again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import threading
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from deepsp.ranks.agreement import first_difference
+from deepsp.ranks.groups import Group, Member, device_of, member_of, objects_on_all_ranks
+
+_local = threading.local()
+_MASK = (1 << 64) - 1
+# The upper half of the seeds of a rank's own numbers (the CPU's generator uses the lower one), by
+# which a state that a checkpoint restores in backward is known for one.
+_OWN = 0x5EED5D5E
+
+
+@torch.library.register_fake("deepsp::_dropout_seed")
+def _fake_seed(like, rank, draws=1):
+    """C++ sees a fake tensor as one on the meta device, and can't say "on the CPU"."""
+    seed = torch.empty((), dtype=torch.int64, device="cpu")
+    return seed, torch.empty(0, dtype=torch.int64, device=like.device)
+
+
+def _generators(device: torch.device | None = None) -> list[torch.Generator]:
+    """The default generators in use: the CPU's first, then that of ``device``, which needn't be
+    the current one."""
+    found = [torch.default_generator]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        index = device.index if device is not None and device.type == "cuda" else None
+        found.append(
+            torch.cuda.default_generators[torch.cuda.current_device() if index is None else index]
+        )
+    return found
+
+
+def states(device: torch.device | None = None) -> list[torch.Tensor]:
+    with torch._C.DisableTorchFunction():
+        return [g.get_state() for g in _generators(device)]
+
+
+def restore(saved: list[torch.Tensor], device: torch.device | None = None) -> None:
+    with torch._C.DisableTorchFunction():
+        for generator, state in zip(_generators(device), saved, strict=False):
+            generator.set_state(state)
+
+
+def mix(seed: int, rank: int) -> int:
+    """A seed of its own for each rank (splitmix64's finalizer: neighbours have nothing in
+    common)."""
+    x = (seed + (rank + 1) * 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (x ^ (x >> 31)) & (_MASK >> 1)
+
+
+def _stack() -> list:
+    if not hasattr(_local, "stack"):
+        _local.stack = []
+    return _local.stack
+
+
+def inside() -> bool:
+    """Whether random numbers differ by rank here."""
+    return bool(_stack()) and _stack()[-1] is not None
+
+
+def _own() -> bool:
+    """Whether random numbers are a rank's own here: in a fork, or where a checkpoint in one runs
+    again."""
+    return inside() or torch.initial_seed() >> 32 == _OWN
+
+
+class _Fork:
+    """A context in which random numbers are this rank's own. ``lazy``: where none is drawn, the
+    default generators stay as they were."""
+
+    def __init__(self, rank: int, device: torch.device | None = None, lazy: bool = False):
+        self.rank, self.device, self.lazy = rank, device, lazy
+
+    def __enter__(self) -> None:
+        with torch._C.DisableTorchFunction():
+            self.before = states(self.device) if self.lazy else []
+            # The same draw on every rank, which moves the default generator on: the next region
+            # has other numbers.
+            with _disable_current_modes():  # nobody's trace
+                seed = int(torch.empty((), dtype=torch.int64).random_())
+            self.outer = states(self.device)
+            for generator in _generators(self.device):
+                generator.manual_seed(_OWN << 32 | mix(seed, self.rank) & 0xFFFFFFFF)
+            self.drawn = self.outer  # another list once common_randomness has moved it on
+            self.seeded = states(self.device) if self.lazy else []
+        _stack().append(self)
+
+    def __exit__(self, *_) -> None:
+        _stack().remove(self)
+        unused = self.lazy and self.outer is self.drawn
+        unused = unused and all(map(torch.equal, self.seeded, states(self.device)))
+        restore(self.before if unused else self.outer, self.device)
+
+
+@contextlib.contextmanager
+def sharded_randomness(group: Group = None, device: torch.device | None = None) -> Iterator[None]:
+    """Random numbers in this context differ by rank: for ops on sharded tensors.
+
+    They follow from the rank and from ``torch.manual_seed``, which all ranks of the group must call
+    with the same seed. Afterwards the default generators go on as if one number had been drawn, the
+    same on every rank. Both kinds of ``torch.utils.checkpoint`` draw them again.
+
+    Args:
+        group: the group over which tensors are sharded.
+        device: where numbers are drawn, besides the CPU; None: the current device.
+
+    Raises:
+        ValueError: this process isn't in the group.
+    """
+    with _Fork(member_of(group)[0], device):
+        yield
+
+
+def randomness_of_a_model(
+    member: Member, device: torch.device | None = None
+) -> contextlib.AbstractContextManager[None]:
+    """:func:`sharded_randomness` around a model's forward in which every rank has a token. A model
+    that draws nothing leaves the default generators alone, so that samplers draw from them what
+    they draw in one process. Data ranks draw other numbers, too. Within another such context it
+    does nothing."""
+    if member[1] == 1 or _own():
+        return contextlib.nullcontext()
+    return _Fork(dist.get_rank(), device, lazy=True)
+
+
+def align(member: Member) -> None:
+    """Gives all ranks of a group the states that the default generators of torch (on the CPU),
+    Python and numpy have on its first rank, so that samplers and the workers of loaders, which
+    are seeded from them, draw the same on every rank. Where accelerate deals out the data, that is
+    needed of all ranks: each takes its rows from the same order. All ranks make this call."""
+    if member[1] == 1:
+        return
+    numpy = sys.modules.get("numpy")
+    mine = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
+    first = objects_on_all_ranks(mine if member[0] == 0 else None, member, device_of(member))[0]
+    torch.set_rng_state(first[0])
+    random.setstate(first[1])
+    if numpy and first[2]:
+        numpy.random.set_state(first[2])
+
+
+@contextlib.contextmanager
+def common_randomness(name: str) -> Iterator[None]:
+    """Random numbers in here are those that all ranks share, though this is inside of
+    :func:`sharded_randomness`. ``name``: of the module, for errors.
+
+    Raises:
+        ValueError: it isn't: a checkpoint runs the module again without what is around it.
+    """
+    if not inside():
+        raise ValueError(
+            f"{name} draws the same random numbers on all ranks, inside a module whose random "
+            "numbers differ by rank. A checkpoint between the two would draw other numbers when it "
+            "runs again; checkpoint the outer module"
+        )
+    fork = _stack()[-1]
+    own = states(fork.device)
+    restore(fork.outer, fork.device)
+    _stack().append(None)
+    try:
+        yield
+    finally:
+        _stack().pop()
+        fork.outer = states(fork.device)
+        restore(own, fork.device)
+
+
+def around_forward(module: nn.Module) -> None:
+    """:func:`randomness_of_a_model` around each forward of ``module``, by hooks, which compiled
+    modules call outside of what is compiled."""
+    entered = threading.local()
+
+    def enter(module, args):
+        if not hasattr(entered, "contexts"):
+            entered.contexts = []
+        own = _own()
+        entered.contexts.append(
+            contextlib.nullcontext() if own else _Fork(dist.get_rank(), lazy=True)
+        )
+        entered.contexts[-1].__enter__()
+
+    def leave(module, args, output):
+        if getattr(entered, "contexts", None):
+            entered.contexts.pop().__exit__(None, None, None)
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave, always_call=True)
+
+
+def compare(saved: list[torch.Tensor], member: Member) -> None:
+    """All ranks make this call.
+
+    Raises:
+        ValueError: their default generators aren't in the same state.
+    """
+    found = first_difference([(str(n), state) for n, state in enumerate(saved)], member)
+    if found is not None:
+        raise found.error(
+            "the state of the random number generators",
+            "the model draws the same numbers on every rank for replicated tensors, and seeds for "
+            "sharded ones: call torch.manual_seed with the same seed on every rank of the group "
+            "before the first step",
+        )

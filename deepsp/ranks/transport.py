@@ -1,0 +1,84 @@
+"""How a group's blocks travel: through memory that ranks of one machine share, or as messages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from deepsp.ranks.groups import Group, member_of
+
+Use = Literal["auto", "mapped", "messages"]
+
+
+@dataclass(frozen=True)
+class Transport:
+    """What :func:`transport` returns. ``print`` shows it.
+
+    Args:
+        machines: the ranks of the group, by who reaches whose memory: ranks of one tuple write
+            straight into each other's memory; all other pairs send messages.
+        reasons: by rank: why it reaches nobody's memory; empty where it does.
+    """
+
+    machines: tuple[tuple[int, ...], ...]
+    reasons: tuple[str, ...]
+
+    def mapped(self, rank: int, other: int) -> bool:
+        """Whether two ranks write into each other's memory.
+
+        Args:
+            rank: of the group.
+            other: likewise.
+        """
+        return any(rank in ranks and other in ranks for ranks in self.machines)
+
+    def __str__(self) -> str:
+        lines = []
+        for ranks in self.machines:
+            if len(ranks) > 1:
+                lines.append(f"ranks {', '.join(map(str, ranks))}: shared memory")
+            else:
+                lines.append(f"rank {ranks[0]}: messages, since {self.reasons[ranks[0]]}")
+        if len(self.machines) > 1 and any(len(ranks) > 1 for ranks in self.machines):
+            lines.append("all other pairs: messages")
+        return "\n".join(lines)
+
+
+def transport(
+    group: Group = None, *, use: Use | None = None, device: torch.device | str | None = None
+) -> Transport:
+    """How blocks travel in ``group``, and the choice of it. All ranks of the group call this
+    together.
+
+    A group's first exchange finds out which ranks reach each other's memory; the others send
+    messages through the group's backend. This function does the same before it.
+
+    Args:
+        group: process group, 1-D or 2-D device mesh, or None for the default group.
+        use: ``"auto"``: shared memory where CPU ranks reach it, else messages; between GPUs,
+            messages. ``"mapped"``: shared memory between all ranks. ``"messages"``: messages only.
+            None: as the group does already, else what the environment variable
+            ``DEEPSP_TRANSPORT`` says (``"auto"`` unless set).
+        device: of the tensors in question, each kind of device having a transport of its own. None:
+            the CPU if the group has a backend for it, else CUDA.
+
+    Raises:
+        ValueError: ``use`` is none of these, differs between ranks, or differs from what the group
+            has used since its first exchange; or it is ``"mapped"``, and two ranks don't reach each
+            other's memory (the message says which, and why).
+    """
+    rank, size, name = member_of(group)
+    if device is None:
+        kinds = {kind.type for kind in _resolve_process_group(name)._device_types}
+        device = "cuda" if "cuda" in kinds and "cpu" not in kinds else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    machine, reasons = torch.ops.deepsp._transport(rank, size, name, use, device)
+    machines = [
+        tuple(p for p in range(size) if machine[p] == first) for first in sorted({*machine})
+    ]
+    return Transport(tuple(machines), tuple(reasons))

@@ -1,0 +1,220 @@
+"""Whether a model works on each token alone, but for attention through deepsp.
+
+Dry runs of one row say so, without attention: what stands in for it works on each token, so in a
+right model nothing that one token has may be seen in another. A batch holds the row, the row with
+another token in a few places, and the row with NaN for these tokens' embeddings: NaN passes through
+whatever depends on it, however little. Where something shows, a further run finds the innermost
+module that got what is each token's own, and returned what isn't.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from deepsp.attention.layer import SequenceParallelAttention
+from deepsp.attention.module import DistributedAttention
+from deepsp.tokenwise.probe import Probe, as_it_was, stand_in, tensors_in
+
+_LEAST = 4  # tokens of an example
+
+
+def check(model: nn.Module, example: Tensor | Sequence[Any] | Mapping[str, Any]) -> None:
+    """Raises unless ``model`` computes the same on sharded sequences as in one process: all of it
+    must work on each token alone, but for attention through deepsp
+    (:class:`deepsp.DistributedAttention`, :class:`deepsp.SequenceParallelAttention`,
+    :func:`deepsp.distributed_attention`). ::
+
+        deepsp.check(model, (batch["input_ids"], batch["position_ids"], seq_lens))
+
+    Runs the model on one row of the example, two to four times: without gradients, without dropout
+    and attention, with its hooks and the collectives that its weights need, so every rank calls it.
+    Random number generators, buffers and modes are restored. Call it once, before training.
+
+    Args:
+        model: a module; how it is called is ``example``'s business.
+        example: the arguments of a call: a tuple, a mapping of keyword arguments, or one tensor.
+            Tensors [B, S_r, ...], [1, S_r, ...] and [S_r], of the first one's batch and length, are
+            per token. Leave labels out: a loss is made of all tokens. A short example costs less.
+
+    Raises:
+        ValueError: a module mixes tokens (by name and type); an output is computed from several
+            tokens, such as a pooled one; outputs depend on how many tokens a rank has, or on their
+            places, as where a model makes its own positions; the model couldn't be run, or the
+            example has fewer than four tokens.
+    """
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    _Check(model, *_arguments(example)).check()
+
+
+def _arguments(example) -> tuple[tuple, dict[str, Any]]:
+    if isinstance(example, Tensor):
+        return (example,), {}
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    if isinstance(example, (tuple, list)):
+        return tuple(example), {}
+    raise ValueError(
+        "expected example to be the arguments of a call: a tuple, a mapping of keyword arguments "
+        f"or a tensor, got {type(example).__name__}"
+    )
+
+
+class _Check(Probe):
+    def __init__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]):
+        self.names = [*range(len(args)), *kwargs]
+        self.values = [*args, *kwargs.values()]
+        shapes = [x.shape[:2] for x in self.values if isinstance(x, Tensor) and x.dim() >= 2]
+        if not shapes or shapes[0][0] < 1 or shapes[0][1] < _LEAST:
+            raise ValueError(
+                "expected example to have a tensor [B, S, ...] of this rank's tokens, at least "
+                f"{_LEAST} of a row, got {[list(shape) for shape in shapes[:1]] or 'none'}"
+            )
+        self.shape = shapes[0]
+        length = self.shape[1]
+        super().__init__(model, length, (0, length // 2, length - 1))
+        self.tokens = next(
+            i for i, x in enumerate(self.values) if isinstance(x, Tensor) and x.dim() >= 2
+        )
+        members = (m.member for m in model.modules() if isinstance(m, _KINDS))
+        default = (
+            (dist.get_rank(), dist.get_world_size(), "") if dist.is_initialized() else (0, 1, "")
+        )
+        self.rank, self.size, _ = next(members, default)
+
+    def _token_dim(self, x: Any) -> int | None:
+        """Of an argument: of a batch, or the same for all its rows."""
+        if not isinstance(x, Tensor) or x.dim() == 0:
+            return None
+        batch, length = self.shape
+        if x.dim() == 1:
+            return 0 if x.size(0) == length else None
+        return 1 if x.size(1) == length and x.size(0) in (1, batch) else None
+
+    def check(self) -> None:
+        first = self.values[self.tokens][:1]
+        rows = first.repeat(self.count, *[1] * (first.dim() - 1))
+        for row, place in enumerate(self.places, 1):
+            others = (first[0] != first[0, place]).reshape(self.length, -1).any(1).nonzero()
+            if len(others):
+                rows[row, place] = first[0, others[-1, 0]]
+        ids = rows.clone()
+        if rows.is_floating_point():
+            rows = self.poison(rows)
+        values = [self._of_row(x) for x in self.values]
+        values[self.tokens] = rows
+        self.check_batch_norms()
+        with as_it_was(self.model), _without_attention(self.model):
+            try:
+                output = self._call(values, ids)
+            except Exception:  # NaN may be what it can't take
+                values[self.tokens], ids = ids, None
+                output = self._call(values, ids)
+            outputs = self.outputs(output, lambda hooks: self._call(values, ids, hooks))
+            for name, x, of_tokens in outputs:
+                if of_tokens is None:
+                    raise ValueError(
+                        self.pooled(name, x) + ". Leave labels out of the example: a loss is made "
+                        "of all tokens, by deepsp.cross_entropy"
+                    )
+            self._check_tail([name for name, _, _ in outputs], [x for _, _, x in outputs])
+
+    def _check_tail(self, names: list[str], full: list[Tensor]) -> None:
+        """The row's last tokens alone, with whatever was passed for them."""
+        begin = self.length // 2
+        values = []
+        for x in self.values:
+            if (dim := self._token_dim(x)) is not None:
+                x = self._of_row(x).narrow(dim, begin, self.length - begin)
+            elif isinstance(x, (tuple, list)) and len(x) == self.size and self._is_mine(x):
+                x = [n - begin if p == self.rank else n for p, n in enumerate(x)]
+            values.append(x)
+        self.length -= begin
+        tail = [self.by_token(x) for _, x in tensors_in(self._call(values, None))]
+        for name, then, now in zip(names, full, tail, strict=True):
+            if now is None or now.shape[2:] != then.shape[2:]:
+                continue
+            if self.mostly_differ(then[0, begin:], now[0]):
+                raise ValueError(
+                    f"{self.of} returns another {name} for some of the tokens alone than for all "
+                    "of them: it makes positions itself (torch.arange(S), say), which begin at 0 "
+                    "on every rank, or depends on the number of tokens in another way; take "
+                    'position_ids, pass batch["position_ids"] of deepsp.shard_batch, and put them '
+                    "into the example"
+                )
+
+    def _is_mine(self, x: Sequence) -> bool:
+        return all(isinstance(n, int) for n in x) and x[self.rank] == self.length
+
+    def _of_row(self, x: Any) -> Any:
+        """An argument for as many rows as are run."""
+        if not isinstance(x, Tensor) or x.dim() < 2 or x.size(0) != self.shape[0]:
+            return x
+        return x[:1].repeat(self.count, *[1] * (x.dim() - 1))
+
+    def _call(self, values: list, ids: Tensor | None, hooks: Sequence = ()) -> Any:
+        """ids: embeddings of these are poisoned."""
+        args = [x for n, x in zip(self.names, values, strict=True) if isinstance(n, int)]
+        kwargs = {n: x for n, x in zip(self.names, values, strict=True) if isinstance(n, str)}
+        embeddings = [m for m in self.model.modules() if isinstance(m, nn.Embedding)]
+        if ids is None or ids.is_floating_point():
+            embeddings = []
+        with torch.compiler.set_stance("force_eager"):
+            return self.run(
+                lambda: self.model(*args, **kwargs),
+                hooks,
+                embeddings,
+                lambda args, _: (
+                    bool(args) and isinstance(args[0], Tensor) and torch.equal(args[0], ids)
+                ),
+            )
+
+
+_KINDS = (DistributedAttention, SequenceParallelAttention)
+
+
+@contextlib.contextmanager
+def _without_attention(model: nn.Module) -> Iterator[None]:
+    """The stand-in in place of deepsp's modules and its function."""
+
+    def of_module(module: DistributedAttention):
+        return lambda q, k, v, *args, **kwargs: stand_in(q, k, v, module.layout.index("h"))
+
+    def of_layer(layer: SequenceParallelAttention):
+        def forward(x, *args, **kwargs):
+            q_proj, k_proj, v_proj, o_proj, _, _ = layer._used()
+            q = q_proj(x).unflatten(-1, (layer.num_heads, -1))
+            k, v = (p(x).unflatten(-1, (layer.num_kv_heads, -1)) for p in (k_proj, v_proj))
+            return o_proj(stand_in(q, k, v, 2).flatten(2))
+
+        return forward
+
+    replaced = []
+    try:
+        for m in model.modules():
+            if isinstance(m, _KINDS):
+                replaced.append((m, vars(m).get("forward")))
+                of = of_module if isinstance(m, DistributedAttention) else of_layer
+                vars(m)["forward"] = of(m)
+        with _InPlaceOfTheOp():
+            yield
+    finally:
+        for m, forward in replaced:
+            del vars(m)["forward"]
+            if forward is not None:
+                vars(m)["forward"] = forward
+
+
+class _InPlaceOfTheOp(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        op = torch.ops.deepsp.distributed_attention
+        if func in (op, op.default):
+            return stand_in(*args[:3], kwargs["layout"].index("h")).contiguous()
+        return func(*args, **kwargs)

@@ -1,0 +1,272 @@
+"""Dry runs in which a token is changed, or NaN: what other tokens show of it, and what was written.
+
+For models (:func:`deepsp.check`, and that of transformers' models) and for modules that run by
+tiles. All is restored afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+
+
+class Probe:
+    """A model on a batch of changed rows.
+
+    Args:
+        model: whose forward is run.
+        length: the number of tokens of a row.
+        places: the tokens that are changed: row ``1 + i`` has another token in ``places[i]``, row
+            ``1 + len(places) + i`` NaN.
+    """
+
+    def __init__(self, model: nn.Module, length: int, places: Sequence[int]):
+        self.model, self.length, self.places = model, length, tuple(places)
+        self.of = type(model).__name__
+        self.count = 1 + 2 * len(self.places)
+        self.dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+
+    def check_batch_norms(self) -> None:
+        """In evaluation, as the probes run, they work on each token alone."""
+        for name, m in self.model.named_modules():
+            alone = isinstance(m, SyncBatchNorm) or not isinstance(m, _BatchNorm)
+            if not alone and (m.training or m.running_mean is None):
+                raise ValueError(
+                    f"{name or 'forward'} ({type(m).__name__}) of {self.of} mixes tokens: in "
+                    "training it normalizes by the statistics of a batch, and a rank would take "
+                    "those of its own tokens; call its eval(), or use another norm"
+                )
+
+    def by_token(self, tensor: Tensor) -> Tensor | None:
+        """[rows, tokens, ...]; None if that isn't what it is of."""
+        shape, b, t = list(tensor.shape), self.count, self.length
+        if b in shape and t in shape and (b != t or shape.count(b) > 1):
+            rows = shape.index(b)
+            tokens = shape.index(t, rows + 1 if b == t else 0)
+            return tensor.movedim((rows, tokens), (0, 1)).reshape(b, t, -1)
+        if b * t in shape:
+            return tensor.movedim(shape.index(b * t), 0).reshape(b, t, -1)
+        return None
+
+    def mixed(self, rows: Tensor) -> bool:
+        """Whether other tokens than the one that was changed are others in a row than in the
+        first."""
+        places = enumerate(self.places * 2, 1)
+        return any(others_differ(rows[0], rows[row], at, self.dtypes) for row, at in places)
+
+    def mostly_differ(self, then: Tensor, now: Tensor, feature_dims: Sequence[int] = (-1,)) -> bool:
+        """Whether most tokens do: a few may have been sent to other experts, by rounding."""
+        return bool(differ(then, now, self.dtypes).any(feature_dims).double().mean() > 0.5)
+
+    def poison(self, x: Tensor) -> Tensor:
+        """A copy of a batch, with NaN for the changed tokens in its last rows."""
+        x = x.clone()
+        for row, place in enumerate(self.places, 1 + len(self.places)):
+            x[row, place] = torch.nan
+        return x
+
+    def run(
+        self,
+        call: Callable[[], Any],
+        hooks: Sequence = (),
+        embeddings: Sequence[nn.Module] = (),
+        is_batch: Callable[[tuple, Any], bool] = lambda args, output: True,
+    ) -> Any:
+        """Runs ``call`` and returns its result. Meanwhile the outputs of ``embeddings`` get NaN for
+        the changed tokens, where ``is_batch(arguments, output)`` is true. Removes all hooks."""
+
+        def poison(module, args, output):
+            return self.poison(output) if is_batch(args, output) else None
+
+        handles = [*hooks, *(m.register_forward_hook(poison, prepend=True) for m in embeddings)]
+        try:
+            return call()
+        except ValueError:
+            raise
+        except Exception as error:
+            raise ValueError(self.not_run(error)) from error
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def outputs(
+        self, output: Any, call: Callable[[list], Any]
+    ) -> list[tuple[str, Tensor, Tensor | None]]:
+        """Names and tensors of an output, and these by token. ``call(hooks)`` runs the model again.
+
+        Raises:
+            ValueError: one mixes tokens.
+        """
+        found = [(name, x, self.by_token(x)) for name, x in tensors_in(output)]
+        for name, _, rows in found:
+            if rows is not None and self.mixed(rows):
+                raise ValueError(self.who(call, name))
+        return found
+
+    def who(self, call: Callable[[list], Any], output: str) -> str:
+        """Which module mixes tokens. ``call(hooks)`` runs the model, and removes the hooks."""
+        mixing: list[str] = []
+
+        def after(module, args, kwargs, result):
+            given = [rows for _, x in tensors_in((args, kwargs))
+                     if (rows := self.by_token(x)) is not None]  # fmt: skip
+            returned = [
+                rows for _, x in tensors_in(result) if (rows := self.by_token(x)) is not None
+            ]
+            if not mixing and not any(map(self.mixed, given)) and any(map(self.mixed, returned)):
+                mixing.append(f"{name_in(self.model, module)} ({type(module).__name__})")
+
+        call([m.register_forward_hook(after, with_kwargs=True) for m in self.model.modules()])
+        who = mixing[0] if mixing else "something"
+        return (
+            f"{who} of {self.of} mixes tokens, and isn't attention that goes through deepsp: a "
+            f"change of one token changes the {output} of others, which a rank with its own tokens "
+            "only can't compute; such layers aren't supported"
+        )
+
+    def pooled(self, name: str, tensor: Tensor) -> str:
+        return (
+            f"expected {name} of {self.of} to have shape [B, S, ...], each token's own, got "
+            f"{list(tensor.shape)}: a rank would compute it from its own tokens only; leave it "
+            "out, or compute it from hidden states yourself"
+        )
+
+    def not_run(self, error: Exception) -> str:
+        return (
+            f"{self._raising(error)} couldn't be run on {self.length} tokens to check that it "
+            f"works on each token alone: {type(error).__name__}: {error}"
+        )
+
+    def _raising(self, error: Exception) -> str:
+        """The innermost module in whose forward an error was raised."""
+        inner, trace = self.model, error.__traceback__
+        while trace is not None:
+            if isinstance(module := trace.tb_frame.f_locals.get("self"), nn.Module):
+                inner = module
+            trace = trace.tb_next
+        name = name_in(self.model, inner)
+        return self.of if inner is self.model else f"{name} ({type(inner).__name__}) of {self.of}"
+
+
+def stand_in(query: Tensor, key: Tensor, value: Tensor, heads: int) -> Tensor:
+    """In place of attention: on each token alone, it keeps all that the token's query, key and
+    value have. heads: their dimension."""
+    readers = query.size(heads) // key.size(heads)
+    key, value = (x.repeat_interleave(readers, heads) for x in (key, value))
+    return value + (query.mean(-1, keepdim=True) + key.mean(-1, keepdim=True))
+
+
+def tensors_in(value: Any, name: str = "output") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of what a module takes or returns, by name."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from tensors_in(inner, str(key))
+    elif isinstance(value, (tuple, list)):
+        for inner in value:
+            yield from tensors_in(inner, name)
+
+
+def name_in(model: nn.Module, module: nn.Module) -> str:
+    name = next((n for n, m in model.named_modules() if m is module), "")
+    return name or "forward"
+
+
+@contextlib.contextmanager
+def as_it_was(model: nn.Module) -> Iterator[None]:
+    """Evaluation without gradients; modes, random numbers, buffers and what modules remember in
+    numbers and tensors (the longest sequence, say) are as before then."""
+    modules, buffers = list(model.modules()), Buffers(model)
+    remembered = [{n: v for n, v in vars(m).items()
+                   if isinstance(v, (bool, int, float, str, Tensor))} for m in modules]  # fmt: skip
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    try:
+        with torch.no_grad(), torch.random.fork_rng(list(devices)), evaluation(model):
+            yield
+    finally:
+        buffers.restore()
+        for m, known in zip(modules, remembered, strict=True):
+            vars(m).update(known)
+
+
+@contextlib.contextmanager
+def evaluation(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, not by ``eval()``, in which some modules do more."""
+    modes = [(m, m.training) for m in model.modules()]
+    try:
+        for m, _ in modes:
+            m.training = False
+        yield
+    finally:
+        for m, mode in modes:
+            m.training = mode
+
+
+class Buffers:
+    """The buffers of a model as they are now."""
+
+    def __init__(self, model: nn.Module):
+        self._known = [
+            (owner, name, x, version(x), x.clone())
+            for owner in model.modules()
+            for name, x in owner._buffers.items()
+            if x is not None
+        ]
+
+    def written(self) -> tuple[nn.Module, str] | None:
+        """The owner and the name of the first that isn't as it was."""
+        for owner, name, x, then, content in self._known:
+            if owner._buffers[name] is not x or _is_written(x, then, content):
+                return owner, name
+        return None
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for owner, name, x, then, content in self._known:
+            if _is_written(x, then, content):
+                x.copy_(content)
+            owner._buffers[name] = x
+
+
+def version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+def _is_written(x: Tensor, then: int, content: Tensor) -> bool:
+    """By content, too: batch_norm changes no version."""
+    if version(x) != then:
+        return True
+    return not (
+        x.is_meta
+        or isinstance(x, FakeTensor)
+        or torch.allclose(x, content, rtol=0, atol=0, equal_nan=True)
+    )
+
+
+def is_rough(dtypes: Iterable[torch.dtype]) -> bool:
+    """Whether numbers are rounded so that a few tokens may be sent to other experts."""
+    return any(d.is_floating_point and torch.finfo(d).eps > 1e-6 for d in dtypes)
+
+
+def differ(then: Tensor, now: Tensor, dtypes: Iterable[torch.dtype]) -> Tensor:
+    """Where two outputs differ by more than rounding, which differs with the sizes of products, or
+    the second one alone has NaN. ``dtypes``: of what they were computed from."""
+    then, now = then.double(), now.double()
+    finite = then[then.isfinite()].abs()
+    border = (0.1 if is_rough(dtypes) else 5e-3) * (finite.max() if finite.numel() else 0.0)
+    return (now.isnan() & ~then.isnan()) | ((now - then).abs() > border)
+
+
+def others_differ(then: Tensor, now: Tensor, place: int, dtypes: Iterable[torch.dtype]) -> bool:
+    """Whether other tokens (dimension 0) than the one in ``place`` differ: NaN passes through what
+    depends on it; without NaN, what was chosen by comparing tokens, or follows from their ids."""
+    off = differ(then, now, dtypes)
+    off[place] = False
+    return bool(off.any())
