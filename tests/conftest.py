@@ -49,11 +49,34 @@ def pytest_collection_modifyitems(items):
     """Marks the tests of slow.txt, and those that need no process but pytest's own."""
     lines = [line for line in _SLOW.read_text().splitlines() if not line.startswith("#")]
     slow = {line.partition(" ")[2] for line in lines}
+    together = {_family(item): set() for item in items}
+    for item in items:
+        together[_family(item)].add(_ranks(item))
     for item in items:
         if _name(item.nodeid) in slow:
             item.add_marker(pytest.mark.slow)
+        if _runs_on_three(item, together):
+            item.add_marker(pytest.mark.nightly)
         if not {"on_ranks", "Workers", "subprocess"} & set(vars(item.module)):
             item.add_marker(pytest.mark.alone)
+
+
+def _ranks(item) -> int | None:
+    ranks = item.callspec.params.get("ranks") if hasattr(item, "callspec") else None
+    return ranks if isinstance(ranks, int) else None
+
+
+def _family(item) -> tuple:
+    """The same for tests that differ in their number of ranks alone."""
+    indices = item.callspec.indices.items() if _ranks(item) else ()
+    others = sorted(index for index in indices if index[0] != "ranks")
+    return item.nodeid.partition("[")[0], *(others if _ranks(item) else [item.name])
+
+
+def _runs_on_three(item, together) -> bool:
+    """On three ranks no part is as large as another, and one has both borders; what runs there and
+    in a group of one runs on two and four nightly."""
+    return _ranks(item) in (2, 4) and 3 in together[_family(item)]
 
 
 def _name(nodeid: str) -> str:
