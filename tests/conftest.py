@@ -68,9 +68,10 @@ def _ranks(item) -> int | None:
 
 def _family(item) -> tuple:
     """The same for tests that differ in their number of ranks alone."""
-    indices = item.callspec.indices.items() if _ranks(item) else ()
-    others = sorted(index for index in indices if index[0] != "ranks")
-    return item.nodeid.partition("[")[0], *(others if _ranks(item) else [item.name])
+    if _ranks(item) is None:
+        return (item.nodeid,)
+    others = {name: value for name, value in item.callspec.params.items() if name != "ranks"}
+    return item.nodeid.partition("[")[0], repr(others)
 
 
 def _runs_on_three(item, together) -> bool:
