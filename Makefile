@@ -2,7 +2,7 @@
 # make finetune  trains with transformers' Trainer on one process and on two ranks, and compares
 # make test      sets everything up and runs the tests, but for those marked slow
 # make test-all  runs all tests but for the nightly ones: what .ci/run does
-# make nightly   the soak, two machines, every architecture of the zoo, the sanitizers' threads
+# make nightly   the soak, two machines, every architecture of the zoo, other numbers of ranks, TSan
 # make docs      the pages of docs/ and the API reference, into build/docs
 # make lint      ruff and clang-format
 # make sanitize  kernels (CUDA's, too, run on the CPU), layouts, the buffer pool and shared memory

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import on_ranks
+from lockstep import lockstep, static_lengths
 
 import deepsp
 
@@ -37,14 +38,18 @@ def _make(name):
     return model.double()
 
 
-def _compared(name, given, length, checkpointed=False, inner="eager"):
+def _compared(name, given, length, ranks=None, checkpointed=False):
     torch._dynamo.reset()
     torch.manual_seed(0)
     reference = _make(name)
     model = copy.deepcopy(reference)
     if checkpointed:
         model.activation_checkpointing_enable()
-    compiled = torch.compile(model, backend="deepsp", fullgraph=True, options={"inner": inner})
+    if ranks is None:
+        options = {"inner": "aot_eager"}
+        compiled = torch.compile(model, backend="deepsp", fullgraph=True, options=options)
+    else:
+        compiled = lockstep(model, ranks)
     ids = torch.randint(0, VOCAB, (2, length))
     labels = ids.clone()
     labels[:, : length // 2 + 1] = -100
@@ -72,23 +77,22 @@ def _compared(name, given, length, checkpointed=False, inner="eager"):
         )
 
 
-def _all_compared(name, length, *kinds):
-    for given in kinds:
-        _compared(name, given, length)
-
-
-ALL = "labels attention_mask position_ids"
-
-
+@pytest.mark.alone
 @pytest.mark.parametrize("name", ["Llama", "Qwen3", "Mistral", "GPT2", "Gemma"])
 def test_models(name):
-    on_ranks(2, _all_compared, name, 13, "labels attention_mask", "position_ids")
+    if name in ("Llama", "GPT2"):
+        _compared(name, "labels attention_mask", 13, 2)
+    with static_lengths():
+        _compared(name, "labels attention_mask", 13, 3)
+        _compared(name, "position_ids", 13, 3)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", ["Mistral", "GPT2"])
 def test_three_ranks(name):
-    on_ranks(3, _all_compared, name, 14, ALL)
+    with static_lengths():
+        _compared(name, "labels attention_mask position_ids", 14, 3)
 
 
 def test_checkpointed():
-    on_ranks(2, _compared, "Llama", "labels", 13, True, "aot_eager")
+    on_ranks(2, _compared, "Llama", "labels", 13, None, True)
