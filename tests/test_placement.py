@@ -347,14 +347,16 @@ def test_every_op_has_a_call():
 
 
 # Other names of ops that are called above, their kernels, and other numbers of dimensions.
-ALIASES = set(
-    """_fft_c2c _fft_c2r _fused_rms_norm _log_softmax _softmax adaptive_avg_pool2d
-    adaptive_avg_pool3d adaptive_max_pool1d avg_pool2d avg_pool3d binary_cross_entropy broadcast_to
-    concat concatenate ger huber_loss kl_div matrix_H max_pool1d max_pool1d_with_indices
-    max_pool2d_with_indices max_pool3d moveaxis multilabel_margin_loss nanmedian native_layer_norm
-    nll_loss nll_loss2d poisson_nll_loss scatter_reduce smooth_l1_loss soft_margin_loss swapdims
-    take_along_dim unsafe_chunk unsafe_split unsafe_split_with_sizes""".split()
-)
+ALIASES = {
+    "_fft_c2c", "_fft_c2r", "_fused_rms_norm", "_log_softmax", "_softmax",
+    "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool1d", "avg_pool2d",
+    "avg_pool3d", "binary_cross_entropy", "broadcast_to", "concat", "concatenate", "ger",
+    "huber_loss", "kl_div", "matrix_H", "max_pool1d", "max_pool1d_with_indices",
+    "max_pool2d_with_indices", "max_pool3d", "moveaxis", "multilabel_margin_loss", "nanmedian",
+    "native_layer_norm", "nll_loss", "nll_loss2d", "poisson_nll_loss", "scatter_reduce",
+    "smooth_l1_loss", "soft_margin_loss", "swapdims", "take_along_dim", "unsafe_chunk",
+    "unsafe_split", "unsafe_split_with_sizes",
+}  # fmt: skip
 
 
 def test_overloads_that_write():
