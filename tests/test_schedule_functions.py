@@ -231,6 +231,12 @@ RIGHT = [
     (lambda x: x.tril(), [Q], [1], 1),
     (lambda x: x.clone().mul_(2).add_(x), [X], [1], 1),
     (lambda x: torch.empty_like(x).copy_(x), [X], [1], 1),
+    (lambda x: x.clone().copy_(torch.zeros(x.shape, dtype=f64)), [X], [1], 1),
+    (lambda x: torch.zeros_like(x).copy_(x[:, :, :1]), [X], [1], 1),
+    (lambda x: torch.mul(x, 2, out=torch.empty(0, dtype=f64)), [X], [1], 1),
+    (lambda x: torch._foreach_mul([x, x + 1], [x, x]), [X], [1], 1),
+    (lambda x: (torch._foreach_add_([y := x.clone()], 1), y)[1], [X], [1], 1),
+    (lambda x: x.flatten(1).unflatten(1, (-1, 6)), [X], [1], 1),
     (lambda x: F.one_hot(x, 7), [IDS], [1], 1),
     (lambda x: torch.zeros(2, dtype=f64).sum() + x.sum(-1), [X], [1], 1),
 ]  # fmt: skip

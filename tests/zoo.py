@@ -448,15 +448,15 @@ class Changed(LM):
 # The method, and what the message must say of it.
 REFUSED = {
     "depthwise": "conv1d.*borders",
-    "cumulative": "cumsum.*all earlier tokens",
+    "cumulative": "cumsum.*depends on elements",
     "batch": "batch_norm.*statistics",
-    "rolled": "roll.*moves tokens",
+    "rolled": "roll.*moves elements",
     "shifted": "cat|sub",
     "differences": "sub.*different positions",
     "sorted_": "sort",
     "halves": "reshape.*splits the sequence",
     "every_second": "slice.*got 2",
-    "scan": "cumprod.*all earlier tokens",
+    "scan": "cumprod.*depends on elements",
 }
 
 

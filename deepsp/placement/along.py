@@ -58,20 +58,23 @@ def reduction(op: Op) -> list[Row]:
 @rule(
     "softmax log_softmax _softmax _log_softmax softmin cumprod logcumsumexp cummax cummin sort "
     "argsort glu topk",
-    "it works along the sharded dimension",
+    "along the sharded dimension it depends on elements of other ranks",
 )
 def other(op: Op) -> list[Row]:
     dims = _given(op)
     return along(op, range(len(op.shape(op.operands[0]))) if dims is None else dims)
 
 
-@rule("cumsum diff", "it works along the sharded dimension")
+@rule("cumsum diff", "along the sharded dimension it depends on elements of other ranks")
 def running(op: Op) -> list[Row]:
     rows = along(op, [op["dim"]], linear=len(op.operands) == 1)
     return rows
 
 
-@rule("_fft_r2c _fft_c2r _fft_c2c", "it works along the sharded dimension")
+@rule(
+    "_fft_r2c _fft_c2r _fft_c2c",
+    "along the sharded dimension it depends on elements of other ranks",
+)
 def fourier(op: Op) -> list[Row]:
     return along(op, op["dim"])
 
@@ -103,7 +106,7 @@ def batch_norm(op: Op) -> list[Row]:
     "avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d adaptive_avg_pool1d "
     "adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d max_pool1d_with_indices "
     "max_pool2d_with_indices",
-    "it makes windows of neighbouring elements",
+    "it makes windows of neighbouring elements, some of which other ranks have",
 )
 def pool(op: Op) -> list[Row]:
     """Over the last one, two or three dimensions."""

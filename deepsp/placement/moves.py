@@ -101,7 +101,7 @@ def expand(op: Op) -> list[Row]:
     return rows + row(SUM, (x, SUM))
 
 
-@rule("flip roll", "it moves elements along the sharded dimension")
+@rule("flip roll", "it moves elements along the sharded dimension, from one rank to another")
 def turned(op: Op) -> list[Row]:
     ndim = _ndim(op)
     given = _list(op["dims"])
@@ -109,13 +109,13 @@ def turned(op: Op) -> list[Row]:
     return moved(op, list(range(ndim)), over)
 
 
-@rule("unfold", "it makes windows of neighbouring elements")
+@rule("unfold", "it makes windows of neighbouring elements, some of which other ranks have")
 def unfold(op: Op) -> list[Row]:
     ndim = _ndim(op)
     return moved(op, list(range(ndim)), [op["dimension"] % ndim])
 
 
-@rule("pad constant_pad_nd", "it is padded along the sharded dimension")
+@rule("pad constant_pad_nd", "it adds elements to the sharded dimension, or takes some off")
 def pad(op: Op) -> list[Row]:
     """A list of two sizes for each dimension, the last one first."""
     ndim, sizes = _ndim(op), list(op["pad"])

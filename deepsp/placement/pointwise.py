@@ -19,6 +19,8 @@ _LINEAR = {
 def broadcast(op: Op, operands) -> list[Row]:
     """A row for each dimension of the result: operands are aligned from the right."""
     shapes = [op.shape(x) for x in operands]
+    if op.target._opname.startswith("_foreach") and len(set(map(len, shapes))) > 1:
+        return []  # lists of tensors, each with its own dimensions
     ndim = max((len(s) for s in shapes), default=0)
     rows = []
     for dim in range(ndim):

@@ -58,10 +58,12 @@ def matmul(op: Op) -> list[Row]:
 @rule("addmm baddbmm addmv")
 def addmm(op: Op) -> list[Row]:
     bias, a, b = op.values[:3]
-    rows = _pair(op, dims.matmul, a, b)
-    if op["beta"] == 0:
-        return rows
-    return _added(op, rows, bias, len(op.shape(a)) + len(op.shape(b)) - 2 - (len(op.shape(a)) == 3))
+    ndim = max(len(op.shape(a)), len(op.shape(b))) - (len(op.shape(b)) == 1)
+    rows = _added(op, _pair(op, dims.matmul, a, b), bias, ndim)
+    if op["beta"] == 0:  # only its shape counts
+        kept = [[x for x in r.inputs if x[0] is not bias or x[1] != SUM] for r in rows]
+        rows = [Row(tuple(k), r.outputs) for k, r in zip(kept, rows, strict=True)]
+    return rows
 
 
 @rule("einsum")
@@ -95,7 +97,10 @@ def cdist(op: Op) -> list[Row]:
     return rows
 
 
-@rule("conv1d conv2d conv3d", "a convolution reads across neighbouring elements")
+@rule(
+    "conv1d conv2d conv3d",
+    "a convolution along the sharded dimension needs other ranks' elements at the borders",
+)
 def convolution(op: Op) -> list[Row]:
     """[B, C, ...] or [C, ...]."""
     x, weight, bias = op["input"], op["weight"], op["bias"]

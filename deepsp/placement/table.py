@@ -136,6 +136,11 @@ def find(op: OpOverload) -> Rule | None:
         for family in _FAMILIES:
             importlib.import_module(f"deepsp.placement.{family}")
     known = _RULES.get(op)
+    name = getattr(op, "_opname", "")
+    if known is None and name.startswith("_foreach_"):  # the op of each tensor in its lists
+        each = next(iter(overloads(name.removeprefix("_foreach_").removesuffix("_"))), None)
+        known = find(each) if each is not None else None
+        return known if known is not None and known.family == "pointwise" else None
     if known is None and torch.Tag.pointwise in getattr(op, "tags", ()):
         known = _RULES[torch.ops.aten.relu.default]
     if known is None:

@@ -38,7 +38,7 @@ def places_of(call: Call) -> Place | list[Place]:
             f"before (sync with {fix}), or shard a module around it with a registered method"
         )
     rows = rule.rows(call)
-    found = [r for r in rows if all(_fits(t, v, r) for t, v in call.tensors)]
+    found = [r for r in rows if all(_fits(t, v, r) for t, v in call.tensors) and _deciding(call, r)]
     known = [r for r in found if all(v.place.axis is not None for _, v in call.tensors if v.split)]
     if known:
         row = known[0]
@@ -80,10 +80,20 @@ def _check_parts(call: Call, row: Row) -> None:
             )
 
 
-def _outputs(call: Call, rule: Rule, row: Row) -> Place | list[Place]:
-    origin = next(
-        (v.place for t, v in call.tensors if isinstance(row.place(t), int) and v.split), None
+def _deciding(call: Call, row: Row) -> list[Value]:
+    """The sharded operands that a row's result takes its parts from: not one that fits any
+    placement. One that isn't read decides where nothing else does: a copy's destination."""
+    sharded = [(row.place(t), v) for t, v in call.tensors if v.split]
+    read = [v for place, v in sharded if place is not ANYTHING]
+    return (
+        read
+        or [v for _, v in sharded if row.outputs is None or v.place.axis in (None, row.outputs)]
+        or [v for _, v in call.tensors if v.partial]
     )
+
+
+def _outputs(call: Call, rule: Rule, row: Row) -> Place | list[Place]:
+    origin = _deciding(call, row)[0].place
 
     def one(place) -> Place:
         if place is None:

@@ -131,7 +131,10 @@ class Call(Op):
         super().__init__(target, args, kwargs)
         self.flow, self.args, self.kwargs = flow, args, kwargs
         self.name = name or name_of(target)
-        self._tensors = list(tensors_in((args, kwargs)))
+        arguments = target._schema.arguments if target is not None else ()
+        outs = {a.name for a in arguments if a.kwarg_only and a.alias_info is not None}
+        read = {k: x for k, x in kwargs.items() if k not in outs}  # out= isn't read
+        self._tensors = list(tensors_in((args, read)))
         self.tensors = [(t, flow.value(t)) for t in self._tensors]
 
     @property

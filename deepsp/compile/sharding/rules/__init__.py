@@ -227,15 +227,26 @@ def by_rows(call: Call, rows: list[Row] | None = None):
     rows = [r for r in rows if SUM not in r.places]
     decides = [n for n in call.operands if call.is_fixed(n)] or call.operands
     decides = [n for n in decides if isinstance(call.tokens(n), Tokens)]
-    fits = lambda n, place: place is placement.ANYTHING or place == call.tokens(n).dim  # noqa: E731
-    fitting = [(n, r) for n in decides for r in rows if fits(n, r.place(n))]
+    fitting = []
+    for node in decides:
+        for row in rows:
+            # What isn't read decides where it is written, or that the result is replicated.
+            anywhere = row.place(node) is placement.ANYTHING
+            if (row.outputs if anywhere and row.outputs is not None else row.place(node)) == (
+                call.tokens(node).dim
+            ) or (anywhere and row.outputs is None):
+                fitting.append((node, row))
     if not fitting:
         call.refuse(rule.why or "its operands are sharded along different dimensions or sequences")
     out = call.node.meta["val"]
     shape = call.out if isinstance(out, torch.Tensor) else []
-    first, row = min(
-        fitting, key=lambda x: (isinstance(x[1].outputs, str), call.shape(x[0]) != shape)
-    )
+
+    def preference(x):
+        node, row = x
+        written = row.place(node) is placement.ANYTHING and row.outputs is not None
+        return isinstance(row.outputs, str), written, call.shape(node) != shape
+
+    first, row = min(fitting, key=preference)
     tokens = call.tokens(first)
     row = _by_rows_of_a_mask(call, rows, row, tokens)
     for node in call.operands:
@@ -250,7 +261,15 @@ def by_rows(call: Call, rows: list[Row] | None = None):
         else:
             call.refuse(f"{rule.why}, and there is no rule for that")
         return None
-    place = None if row.outputs is None else tokens.at(row.outputs)
+    if row.outputs is None:  # a full value, whose gradient is full
+        full = [n for n in call.operands if row.place(n) is None]
+        args, kwargs = call.graph.mapped(
+            (call.node.args, call.node.kwargs),
+            lambda n: call.graph.full(n) if n in full else call.given(n),
+        )
+        call.lower = lambda: call.graph.call(call.target, *args, **kwargs)
+        return None
+    place = tokens.at(row.outputs)
     several = isinstance(out, (list, tuple))
     return [place if isinstance(x, torch.Tensor) else None for x in out] if several else place
 
