@@ -1,7 +1,8 @@
 """Whether all ranks of a group hold the same: tensors, compared by a number each, and other values.
 
 Every rank calls :func:`first_difference` with what it holds; the caller says by
-:meth:`Difference.error` what should be the same, and what to do.
+:meth:`Difference.error` what should be the same, and what to do. :func:`compare_calls` does both
+for the arguments of a call, as C++ does with ``DEEPSP_DEBUG=1``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from deepsp.ranks.groups import Group, device_of, member_of, objects_on_all_ranks, on_all_ranks
+from deepsp.ranks.groups import (
+    Group,
+    Member,
+    device_of,
+    member_of,
+    objects_on_all_ranks,
+    on_all_ranks,
+)
 
 # 32-bit words whose weighted sum is taken at once: what that makes in between stays in a cache.
 _WORDS = 1 << 18
@@ -134,3 +142,29 @@ def difference(mine: Sequence[tuple[str, Any]], group: Group = None) -> Differen
         if other is not None:
             return Difference((of_ranks[0] or of_ranks[other])[0], 0, other)
     raise AssertionError("digests differ, and nothing in them does")
+
+
+def compare_calls(op: str, member: Member, like: Tensor, **arguments) -> bool:
+    """All ranks make this call, and what ``op`` is given is the same on all (two small
+    collectives, on the device of ``like``).
+
+    Returns:
+        Whether they were compared: not where ``like`` has no data, and nothing is sent.
+
+    Raises:
+        ValueError: on every rank, naming the first argument that differs, and who passes what.
+    """
+    if like.is_meta or isinstance(like, FakeTensor):
+        return False
+    said = [f"{name} {value}" for name, value in arguments.items()]
+    try:
+        with torch._C.DisableTorchFunction():
+            torch.ops.deepsp._check_agreement(op, said, like, *member)
+    except ValueError as error:
+        if "passes seq_lens" not in str(error):
+            raise
+        raise ValueError(
+            f"{error}. seq_lens lists the number of tokens of each rank; None means that all ranks "
+            "have the same number"
+        ) from None
+    return True
