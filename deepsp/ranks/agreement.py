@@ -98,12 +98,17 @@ class Difference(NamedTuple):
     """The first item that differs, as ``rank`` names it, or ``other`` if ``rank`` has no more."""
     rank: int
     other: int
+    values: tuple[Any, Any]
+    """What the two ranks have: numbers of tensors, the text of other values, None for no item."""
 
     def error(self, what: str, advice: str) -> ValueError:
         """The error to raise: ``what`` should be the same; ``advice`` says what to do."""
+        got = f"different values on ranks {self.rank} and {self.other}"
+        if not any(isinstance(value, int) for value in self.values):
+            one, two = self.values
+            got = f"{one} on rank {self.rank} and {two} on rank {self.other}"
         return ValueError(
-            f"expected {what} to be the same on every rank of the group, got different values on "
-            f"ranks {self.rank} and {self.other}; {advice}"
+            f"expected {what} to be the same on every rank of the group, got {got}; {advice}"
         )
 
 
@@ -111,13 +116,13 @@ def first_difference(
     items: Iterable[tuple[str, Tensor | Any]], group: Group = None
 ) -> Difference | None:
     """All ranks make this call, each with what it holds by name: tensors, and other values, which
-    are compared by their ``repr``. One small collective, another one where there is a difference.
+    are compared as text. One small collective, another one where there is a difference.
 
     Returns:
         The first item in which ranks differ (another name, shape, dtype or contents, or none left),
         and the first two ranks that differ there; None: all hold the same.
     """
-    numbers = [(n, digest_of(n, x) if isinstance(x, Tensor) else repr(x)) for n, x in items]
+    numbers = [(n, digest_of(n, x) if isinstance(x, Tensor) else str(x)) for n, x in items]
     return difference(numbers, group)
 
 
@@ -140,7 +145,8 @@ def difference(mine: Sequence[tuple[str, Any]], group: Group = None) -> Differen
         of_ranks = [theirs[n] if n < len(theirs) else None for theirs in every]
         other = next((r for r, item in enumerate(of_ranks) if item != of_ranks[0]), None)
         if other is not None:
-            return Difference((of_ranks[0] or of_ranks[other])[0], 0, other)
+            one, two = of_ranks[0], of_ranks[other]
+            return Difference((one or two)[0], 0, other, (one and one[1], two and two[1]))
     raise AssertionError("digests differ, and nothing in them does")
 
 

@@ -75,7 +75,7 @@ class Alike:
             for other in range(1, size):
                 apart = torch.linalg.vector_norm(every[other, n, :-1] - first[:-1])
                 if apart > rounding * max(first[-1], every[other, n, -1]):
-                    return Difference(what, 0, other)
+                    return Difference(what, 0, other, (0, 0))
         return None
 
 
