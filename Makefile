@@ -1,11 +1,12 @@
 # make demo      sets everything up and trains a model on a sharded sequence
 # make finetune  trains with transformers' Trainer on one process and on two ranks, and compares
 # make test      sets everything up and runs the tests, but for those marked slow
-# make test-all  runs all tests: what .ci/run does
+# make test-all  runs all tests but for the nightly ones: what .ci/run does
+# make nightly   the soak, two machines, every architecture of the zoo, the sanitizers' threads
 # make docs      the pages of docs/ and the API reference, into build/docs
 # make lint      ruff and clang-format
 # make sanitize  kernels (CUDA's, too, run on the CPU), layouts, the buffer pool and shared memory
-#                under ASan, UBSan and TSan
+#                under ASan and UBSan; under TSan in make nightly
 # make cuda-check    compiles every .cu without a GPU, where there is an nvcc
 # make gpu-test  on a machine with a GPU: builds against its torch and tests there
 # make bench     the exchange against its floor
@@ -20,6 +21,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PYTEST = $(BIN)/python -m pytest
 TORCH := 2.13.0
 NVCC ?= $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
 CUDA_INCLUDE = $(shell $(NVCC) --dryrun x.cu 2>&1 | sed -n 's/^\#$$ TOP=//p')/include
@@ -30,7 +32,7 @@ CPP_TESTS := $(wildcard tests/cpp/*.cpp tests/cpp/*.h)
 CU := $(wildcard csrc/kernels/*.cu)
 CUDA_HOSTS := $(shell grep -lE "DEEPSP_(CUDA|KERNELS)" -r csrc --include=*.cpp)
 
-.PHONY: demo finetune test test-all docs lint format sanitize cuda-check gpu-test bench overlap bench-gather bench-compile bench-memory bench-collectives bench-train zoo clean
+.PHONY: demo finetune test test-all nightly docs lint format sanitize sanitize-threads cuda-check gpu-test bench overlap bench-gather bench-compile bench-memory bench-collectives bench-train zoo clean
 
 EXTRAS = $(BIN)/python -c 'import sys, tomllib; \
 	extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
@@ -70,13 +72,18 @@ finetune: $(VENV)/torch $(VENV)/built
 	$(BIN)/python examples/finetune.py
 
 test: $(VENV)/ready $(VENV)/built
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -n 2 -m "alone and not (slow or nightly)"
+	$(PYTEST) -m "not (alone or slow or nightly)"
 
-# Ranks of one machine share memory, so only the second run tests messages.
+# Ranks of one machine share memory, so only the last run tests messages.
 test-all: $(VENV)/ready $(VENV)/built
-	$(BIN)/python -m pytest
-	DEEPSP_TRANSPORT=messages $(BIN)/python -m pytest tests/test_exchange.py tests/test_attention.py \
-		tests/test_layer.py tests/test_along_dim.py
+	$(PYTEST) -n 2 -m "alone and not nightly"
+	$(PYTEST) -m "not (alone or nightly)"
+	DEEPSP_TRANSPORT=messages $(PYTEST) -m "messages and not nightly"
+
+nightly: $(VENV)/ready $(VENV)/built sanitize-threads
+	$(PYTEST) -n 2 -m "alone and nightly"
+	$(PYTEST) -m "nightly and not alone"
 
 bench: $(VENV)/ready $(VENV)/built
 	$(BIN)/python benchmarks/exchange.py
@@ -121,15 +128,17 @@ format: $(VENV)/ready
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP) $(CPP_TESTS) $(CU)
 
-# Each program once with ASan and UBSan, once with TSan. Only the pool's needs torch, which isn't
+# Each program once with ASan and UBSan, and, nightly, once with TSan. Only the pool's needs torch, which isn't
 # instrumented itself. The CUDA kernels run on the CPU, where the headers of CUDA are.
-SANITIZED := $(foreach kind,address thread,build/sanitize/kernels-$(kind) build/sanitize/pool-$(kind) \
-	build/sanitize/mailbox-$(kind)) \
-	$(if $(NVCC),build/sanitize/cuda-address build/sanitize/stages-address build/sanitize/stages-thread)
+sanitized = $(addprefix build/sanitize/,$(addsuffix -$(1),kernels pool mailbox $(if $(NVCC),stages)))
+SANITIZED := $(call sanitized,address) $(if $(NVCC),build/sanitize/cuda-address)
 SAN := -std=c++20 -O1 -g -fno-sanitize-recover=all -Wall -Wno-unknown-pragmas -pthread
 
 sanitize: $(SANITIZED)
-	@for program in $(SANITIZED); do echo $$program && $$program || exit 1; done
+	@for program in $^; do echo $$program && $$program || exit 1; done
+
+sanitize-threads: $(call sanitized,thread)
+	@for program in $^; do echo $$program && $$program || exit 1; done
 
 build/sanitize/kernels-%: tests/cpp/kernels.cpp tests/cpp/common.h $(wildcard csrc/kernels/*.cpp csrc/kernels/*.h csrc/layout/*)
 	@mkdir -p build/sanitize

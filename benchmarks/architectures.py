@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path, metavar="FILE", help="writes the table there")
     args = parser.parse_args()
     names = args.only or list(ARCHITECTURES)
-    doors = {"compile": (through_compile_pass, args.inner), "register": (through_register,)}
+    doors = {"compile": (through_compile_pass, None, args.inner), "register": (through_register,)}
     found = {name: {door: {} for door in doors} for name in names}
     bar = tqdm(total=len(names) * len(args.ranks) * len(doors), unit="step")
     for ranks in args.ranks:

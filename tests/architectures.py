@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lockstep import lockstep
 
 import deepsp
 from deepsp.integrations.transformers import register
@@ -229,14 +230,22 @@ def compare_gradients(name: str, model, reference) -> None:
             )
 
 
-def through_compile_pass(name: str, length: int, inner: str = "eager", **more) -> str | None:
-    """One rank's part of a training step: None if it equals one process, or why it is refused.
-    ``inner``, the compiler, is "eager" where the pass alone is in question."""
+def through_compile_pass(
+    name: str, length: int, ranks: int | None = None, inner: str = "eager", **more
+) -> str | None:
+    """A training step, of ``ranks`` in lock step, or (None) one rank's part: None if it equals one
+    process, or why it is refused. ``inner``, the compiler, is "eager" where the pass alone is in
+    question."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     reference = make(name, **more)
     model = copy.deepcopy(reference)
-    compiled = torch.compile(model, backend="deepsp", fullgraph=True, options={"inner": inner})
+    options = {"inner": inner}
+    compiled = (
+        torch.compile(model, backend="deepsp", fullgraph=True, options=options)
+        if ranks is None
+        else lockstep(model, ranks)
+    )
     whole = batch(name, length)
     seq_dim = 2 if "pixel_values" in whole else 1
     expected = reference(**whole).loss

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 GROUP_TIMEOUT = 60.0
-CALL_TIMEOUT = 240.0
+CALL_TIMEOUT = float(os.environ.get("T_CALL", 240.0))
 
 
 # What processes that are kept apart under these words find in their environment, by rank.

@@ -245,3 +245,58 @@ ORDINARY = [
     if callable(method) and not name.startswith("_") and name not in ("loss", "forward")
 ]  # fmt: skip
 assert VOCAB > 9
+
+
+class Lost(LM):
+    """Nothing is left that could be sharded."""
+
+    def forward(self, ids, labels):
+        x = self.embed(ids.flatten()[:6])
+        return self.head(self.norm(x)).pow(2).mean()
+
+
+class Backward(torch.autograd.Function):
+    """Its backward mixes tokens."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.cumsum(1)
+
+
+class Mixing(LM):
+    def forward(self, ids, labels):
+        x = Backward.apply(self.embed(ids))
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class Sorted(LM):
+    """An order that each rank has for itself, used for something else than experts."""
+
+    def forward(self, ids, labels):
+        x = self.embed(ids).flatten(0, 1)
+        order = x[:, 0].sort().indices
+        return F.cross_entropy(self.head(x) * order[:, None], labels.flatten())
+
+
+class SortedRows(Sorted):
+    def forward(self, ids, labels):
+        x = self.embed(ids).flatten(0, 1)
+        x = x[x[:, 0].sort().indices]
+        return F.cross_entropy(self.head(x), labels.flatten())
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(DIM, 4, 2 * DIM, 0.0, batch_first=True)
+        self.embed, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+
+    def forward(self, ids, labels):
+        mask = nn.Transformer.generate_square_subsequent_mask(ids.size(1), dtype=torch.float64)
+        x = self.encoder(self.embed(ids), mask=mask, is_causal=True)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())

@@ -96,12 +96,14 @@ def _check(dtype, dims, kinds):
         same(g, sum(w.double() for w in weights).to(dtype))
 
 
+@pytest.mark.messages
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_against_one_process(ranks, dtype):
     on_ranks(ranks, _check, dtype, [0, 1, 2, -1], ["even", "split", "one"])
 
 
+@pytest.mark.messages
 def test_four_ranks():
     on_ranks(4, _check, torch.float64, [0, 1, -1], ["split"])
 
@@ -118,6 +120,7 @@ def _rows():
         assert torch.equal(y, part * sum(range(1, size + 1)))
 
 
+@pytest.mark.messages
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_long_rows(ranks):
     on_ranks(ranks, _rows)
@@ -159,6 +162,7 @@ def _halves():
             pending[0].wait()
 
 
+@pytest.mark.messages
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_halves(ranks):
     on_ranks(ranks, _halves)
@@ -215,6 +219,7 @@ def _with(shape, dim, n):
     return [n if d == dim else length for d, length in enumerate(shape)]
 
 
+@pytest.mark.messages
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_gradcheck(dim):
     on_ranks(2, _gradcheck, dim)
@@ -280,6 +285,7 @@ def _sixteen_bits():
         assert shape == meta.shape and (shape[1] % 8 == 0 or shape[1] == n)
 
 
+@pytest.mark.messages
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_sums_of_sixteen_bits(ranks):
     on_ranks(ranks, _sixteen_bits)

@@ -73,6 +73,7 @@ def _cases(draw_):
     )
 
 
+@pytest.mark.messages
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @given(case=_cases())
 def test_equals_one_process(ranks, case):
@@ -177,6 +178,7 @@ def _chunks_agree():
             torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.messages
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_any_chunk_count_gives_the_same(ranks):
     on_ranks(ranks, _chunks_agree)
@@ -221,6 +223,7 @@ def _order():
     assert backwards == "Sxxx" + "WAsx" * 3 + "w", backwards
 
 
+@pytest.mark.messages
 def test_order_of_launches_and_waits():
     on_ranks(2, _order)
 

@@ -88,12 +88,14 @@ def _cases(draw_):
     )
 
 
+@pytest.mark.messages
 @pytest.mark.parametrize("ranks", RANKS)
 @given(case=_cases())
 def test_values(ranks, case):
     on_ranks(ranks, _values, *case)
 
 
+@pytest.mark.messages
 def test_large_and_streamed():
     """Past every threshold: streaming stores, unpacked gradients, several pool blocks."""
     on_ranks(2, _values, 1, 8192, 8, 4, (64, 64, 64), torch.float32, "bshd", "skewed")
@@ -124,6 +126,7 @@ def _sum_is_wide(dtype):
     assert torch.equal(k, expected.expand_as(k)), (k.flatten()[0], expected)
 
 
+@pytest.mark.messages
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_shared_heads_are_summed_in_float32(dtype):
     on_ranks(4, _sum_is_wide, dtype)
@@ -217,6 +220,7 @@ def _adjoint(heads, kv_heads, total):
     torch.testing.assert_close(products[0], products[1], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.messages
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("heads", [(4, 1), (8, 2), (9, 3), (12, 4), (7, 7)])
 def test_directions_are_adjoint(ranks, heads):
@@ -279,6 +283,7 @@ def _anomaly():
             out.sum().backward()
 
 
+@pytest.mark.messages
 def test_anomaly_mode_sees_no_nan_in_buffers_on_their_way():
     on_ranks(2, _anomaly)
 
@@ -303,6 +308,7 @@ def _pairs():
         assert torch.equal(a, b)
 
 
+@pytest.mark.messages
 @pytest.mark.parametrize("ranks", RANKS)
 def test_pairs_equal_the_whole(ranks):
     on_ranks(ranks, _pairs)
@@ -341,6 +347,7 @@ def _started_twice_waited():
             op.seq_to_heads_wait(buffer, [4], [3], 1, [4, 4], 0, 1, rank, name)
 
 
+@pytest.mark.messages
 def test_views_are_waited_for_once():
     on_ranks(2, _started_twice_waited)
 
@@ -397,6 +404,7 @@ def _dropped():
     assert torch.equal(deepsp.heads_to_seq([y], [4])[0], x)
 
 
+@pytest.mark.messages
 def test_a_start_without_a_wait():
     on_ranks(2, _dropped)
 
@@ -437,6 +445,7 @@ def _costs(batch, tokens, expected_forward, expected_backward):
             assert seen[other] == 0, other
 
 
+@pytest.mark.messages
 def test_collectives_and_copies():
     """Exchanges, packs, merges. A pack or a merge is one copy of all that travels together."""
     # Small: gradients go packed. B = 1: the output needs no packing (it lies by tokens).

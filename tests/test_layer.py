@@ -119,12 +119,14 @@ def _cases(draw_):
     )
 
 
+@pytest.mark.messages
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @given(case=_cases())
 def test_equals_one_process(ranks, case):
     on_ranks(ranks, _equals, case)
 
 
+@pytest.mark.messages
 def test_wide_heads():
     """Past the width from which weights are no longer put together, uneven, with shared kv heads;
     and unpacked gradients (more than 16 MiB)."""
@@ -152,6 +154,7 @@ def _global_gradcheck():
     gradcheck(lambda x: function(x, *(p.detach() for p in parameters)), [x], fast_mode=False)
 
 
+@pytest.mark.messages
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_gradcheck(ranks):
     on_ranks(ranks, _global_gradcheck)
@@ -191,6 +194,7 @@ def _fused():
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.messages
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_fused_weight(ranks):
     on_ranks(ranks, _fused)
@@ -233,6 +237,7 @@ def _copies(chunks):
     assert seen == {"deepsp::pack": chunks, "deepsp::own": chunks}, seen
 
 
+@pytest.mark.messages
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_copies(chunks):
     on_ranks(2, _copies, chunks, apart="messages")
@@ -282,6 +287,7 @@ def _order():
     assert backwards == "xmxm" + "mm" + "Wmmmm" + "wAxwAx" + "P" + "m" * 16, backwards
 
 
+@pytest.mark.messages
 def test_order():
     on_ranks(2, _order, apart="messages")
 

@@ -6,10 +6,9 @@ import pytest
 import torch
 from functorch.compile import min_cut_rematerialization_partition
 from harness import on_ranks
-from test_sequence_compile import batch
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
-from zoo import LM
+from zoo import LM, batch
 
 import deepsp
 

@@ -11,6 +11,8 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import soak
 
+pytestmark = pytest.mark.nightly
+
 
 def _soak(*args):
     return subprocess.run(

@@ -26,6 +26,7 @@ from trained import (
 import deepsp
 
 f64 = torch.float64
+_NIGHTLY = pytest.param(2, 2, marks=pytest.mark.nightly)  # four ranks are two of these groups
 
 
 def _metrics(prediction):
@@ -102,7 +103,7 @@ def test_float64(world, size):
     _same(_plain, world, size, dtype=f64, digits=1e-10)
 
 
-@pytest.mark.parametrize(("world", "size"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize(("world", "size"), [_NIGHTLY, (4, 2)])
 def test_accumulation(world, size):
     _same(_plain, world, size, batch=2, name="qwen3", gradient_accumulation_steps=3)
 
@@ -151,7 +152,7 @@ def _collated(size, batch, collator, length=None, **given):
     return logs(trainer)
 
 
-@pytest.mark.parametrize(("world", "size"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize(("world", "size"), [_NIGHTLY, (4, 2)])
 def test_padded_rows(world, size):
     _same(_collated, world, size, collator="padding", prediction_loss_only=True)
 
@@ -184,7 +185,7 @@ def _sft(size, batch, packing=False, metrics=None, rows=40, **given):
     return logs(trainer)
 
 
-@pytest.mark.parametrize(("world", "size"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize(("world", "size"), [_NIGHTLY, (4, 2)])
 def test_sft(world, size):
     _same(_sft, world, size, digits=1e-4, gradient_accumulation_steps=3)
 
@@ -250,7 +251,7 @@ def _predicts(size, batch):
     return [(p.predictions, p.label_ids) for p in found]
 
 
-@pytest.mark.parametrize(("world", "size"), [(2, 2), (4, 2), (3, 3)])
+@pytest.mark.parametrize(("world", "size"), [_NIGHTLY, (4, 2), (3, 3)])
 def test_predict(world, size):
     """The full logits of each row once, also without labels."""
     expected = one_process(_on_rank, _predicts, 1, 2, ())
@@ -408,7 +409,7 @@ def _stream(size, batch):
     return [*logs(trainer), {"predicted": float(np.abs(found.predictions).sum())}]
 
 
-@pytest.mark.parametrize(("world", "size"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize(("world", "size"), [_NIGHTLY, (4, 2)])
 def test_a_data_set_without_length(world, size):
     _same(_stream, world, size)
 

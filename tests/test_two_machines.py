@@ -18,6 +18,8 @@ sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
 import netlink
 
+pytestmark = pytest.mark.nightly
+
 SECONDS = 240  # an import of torch takes seconds where other tests run beside it
 MIB = 1 << 20
 

@@ -448,13 +448,81 @@ class Changed(LM):
 # The method, and what the message must say of it.
 REFUSED = {
     "depthwise": "conv1d.*borders",
-    "cumulative": "cumsum.*all earlier tokens",
+    "cumulative": "cumsum.*depends on elements",
     "batch": "batch_norm.*statistics",
-    "rolled": "roll.*moves tokens",
+    "rolled": "roll.*moves elements",
     "shifted": "cat|sub",
     "differences": "sub.*different positions",
     "sorted_": "sort",
     "halves": "reshape.*splits the sequence",
     "every_second": "slice.*got 2",
-    "scan": "cumprod.*all earlier tokens",
+    "scan": "cumprod.*depends on elements",
 }
+
+
+def batch(length, name="", seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(n):
+        return torch.randint(0, VOCAB, (2, n), generator=generator)
+
+    ids, labels = draw(length), draw(length)
+    labels[0, : length // 2] = -100  # a rank without a valid token in a row
+    if name in ("mean", "masked mean", "first", "last"):
+        labels = labels.abs()
+        labels[labels == 100] = 3
+    inputs = {"ids": ids, "labels": labels}
+    if name == "encoder-decoder":
+        inputs["source"] = draw(length + 4)
+    return inputs
+
+
+def total(out, labels):
+    """A loss of what a model returns."""
+    if out.dim() == 0:
+        return out
+    return F.cross_entropy(out[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class OwnDropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        kept = 2 * (torch.rand_like(x) > 0.5).to(x.dtype)
+        ctx.save_for_backward(kept)
+        return x * kept
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0]
+
+
+class DrawnLate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * torch.rand_like(gradient)
+
+
+def drawn_in_a_branch(x):
+    return x * torch.cond(x.size(1) * VOCAB > torch.ones(()).sum(), F.dropout, torch.sin, (P,))
+
+
+P = torch.ones(8, dtype=torch.float64)
+
+
+class Dropped(torch.nn.Module):
+    """Random numbers: on tokens each rank draws its own, on what is whole all have the same."""
+
+    def __init__(self, drop, pooled):
+        super().__init__()
+        self.embed, self.drop, self.pooled = torch.nn.Embedding(VOCAB, 8), drop, pooled
+
+    def forward(self, ids, labels):
+        x = self.drop(self.embed(ids))
+        pooled = x.mean(1)
+        if self.pooled is not None:
+            pooled = self.pooled(pooled)
+        return x, pooled

@@ -105,7 +105,7 @@ class Difference(NamedTuple):
         """The error to raise: ``what`` should be the same; ``advice`` says what to do."""
         got = f"different values on ranks {self.rank} and {self.other}"
         if not any(isinstance(value, int) for value in self.values):
-            one, two = self.values
+            one, two = ("nothing" if value is None else value for value in self.values)
             got = f"{one} on rank {self.rank} and {two} on rank {self.other}"
         return ValueError(
             f"expected {what} to be the same on every rank of the group, got {got}; {advice}"

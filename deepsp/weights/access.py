@@ -16,19 +16,16 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import tree_leaves, tree_map
 
-from deepsp.schedule.flow import names
-from deepsp.schedule.flow.naming import name_of
+from deepsp.placement.functions import ABOUT, is_by_element, name_of
 from deepsp.weights.rows import shard_key
 
 if TYPE_CHECKING:
     from deepsp.weights.shards import Shards
 
-_BY_ELEMENT = (
-    names.UNARY | names.BINARY | names.SUMS | names.PRODUCTS | names.QUOTIENTS
-    | names.words("fill zero copy masked_fill neg negative")
-) - names.DROPOUTS  # fmt: skip
 # What fills a tensor with random numbers, or with what depends on its shape.
-_FILLS = names.words("normal uniform bernoulli exponential geometric cauchy log_normal random")
+_FILLS = {
+    "normal", "uniform", "bernoulli", "exponential", "geometric", "cauchy", "log_normal", "random",
+}  # fmt: skip
 
 
 class ShardedWeight(Tensor):
@@ -86,8 +83,8 @@ class ShardedWeight(Tensor):
         kwargs = kwargs or {}
         self = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedWeight))
         raw = getattr(func, "__name__", "")
-        name, writes = name_of(func, raw)
-        if name in names.ABOUT or (name == "type" and len(args) == 1 and not kwargs):
+        name, writes = name_of(func)
+        if name in ABOUT or (name == "type" and len(args) == 1 and not kwargs):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if name.startswith("deepsp."):  # every rank makes the call: linear_cross_entropy, say
@@ -175,7 +172,7 @@ class ShardedWeight(Tensor):
                     self._refuse(name)
                 func(*args, **kwargs)
                 func, args, kwargs = Tensor.copy_, (self, full), {}
-            elif name not in _BY_ELEMENT or "out" in kwargs:
+            elif not is_by_element(name) or "out" in kwargs:
                 self._refuse(name)
             given = tree_leaves((args, kwargs))
             locals_ = {id(x): self._part_of(x, name) for x in given if isinstance(x, Tensor)}

@@ -13,6 +13,7 @@ from deepsp.compile.sharding.forms import Value
 from deepsp.compile.sharding.messages import CannotShard
 from deepsp.compile.sharding.nodes import is_differentiated, is_random, is_tensor
 from deepsp.compile.sharding.tokens import Tokens
+from deepsp.placement import functional
 
 _aten = torch.ops.aten
 
@@ -44,14 +45,6 @@ def storage_of(node: fx.Node) -> int | None:
     return StorageWeakRef(value.untyped_storage()).cdata if is_tensor(value) else None
 
 
-def functional(target):
-    """The op that makes what an op in place writes, or None."""
-    if not getattr(target, "_opname", "").endswith("_"):
-        return None
-    packet = getattr(_aten, target._opname.removesuffix("_"), None)
-    return getattr(packet, target._overloadname, None)
-
-
 def written(node: fx.Node) -> list[fx.Node]:
     """The tensors that an op writes into, as its schema says."""
     found = []
@@ -62,21 +55,6 @@ def written(node: fx.Node) -> list[fx.Node]:
         value = node.args[i] if by_place else node.kwargs.get(argument.name)
         found += [n for n in tree_leaves(value) if isinstance(n, fx.Node)]
     return found
-
-
-def _without_out(target):
-    """The op that returns what this one writes into ``out``, or what a foreach op writes in place;
-    None if there is none."""
-    if any(a.kwarg_only and a.alias_info is not None for a in target._schema.arguments):
-        given = [(a.name, str(a.type)) for a in target._schema.arguments if a.alias_info is None]
-        packet = getattr(getattr(torch.ops, target.namespace), target._opname)
-        # Not packet.__getattr__: it makes a new overload, which no table of torch or deepsp knows.
-        for overload in (getattr(packet, name) for name in packet.overloads()):
-            known = [(a.name, str(a.type)) for a in overload._schema.arguments]
-            if known == given and not overload._schema.is_mutable:
-                return overload
-        return None
-    return functional(target)
 
 
 def results_out_of_place(gm: fx.GraphModule, mode) -> None:
@@ -90,7 +68,7 @@ def results_out_of_place(gm: fx.GraphModule, mode) -> None:
         schema = getattr(node.target, "_schema", None)
         if schema is None or not schema.is_mutable or written(node) == [node.args[0]]:
             continue
-        target, into = _without_out(node.target), written(node)
+        target, into = functional(node.target), written(node)
         if target is None:
             raise CannotShard("it writes into arguments in a way that isn't known", node)
         kept = {a.name for a in target._schema.arguments}

@@ -1,61 +1,189 @@
-"""A torch function that the model calls: what it does to placements, on the tape."""
+"""An op that the model calls: what it does to placements, on the tape."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.schema_check_mode import SchemaCheckMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from deepsp import placement
 from deepsp.ranks import randomness
-from deepsp.schedule.flow import (
-    drawing,
-    functions,
-    lengths,
-    names,
-    pointwise,
-    reshapes,
-    writes,
+from deepsp.schedule.flow import drawing, exchanges, lengths, pieces, reshapes, writes
+from deepsp.schedule.flow.rows import places_of
+from deepsp.schedule.flow.values import (
+    Call,
+    Entry,
+    Split,
+    Value,
+    differentiable,
+    tensors_in,
 )
-from deepsp.schedule.flow.naming import name_of
-from deepsp.schedule.flow.values import Call, Entry, Value, differentiable, tensors_in
 from deepsp.schedule.placement import REPLICATE
 
 if TYPE_CHECKING:
     from deepsp.schedule.flow.flow import Flow
 
-_KEEP_UNIFORM = names.words(
-    "view reshape expand expand_as unsqueeze squeeze transpose permute getitem broadcast_to "
-    "contiguous to type float double half bfloat16 clone type_as detach neg"
-)
-# They don't show numbers: what they make is compared where it is used.
-_VIEWS = functions.AFTER.keys() | names.SAME | names.ABOUT
-_POINTWISE = (pointwise.pointwise, pointwise.same)
+_READS = {"item", "_local_scalar_dense", "is_nonzero", "equal", "allclose", "tolist", "numpy",
+          "__array__", "__contains__"}  # fmt: skip
+"""Numbers that Python sees."""
+
+_STOP = {"detach", "rand_like", "randn_like", "randint_like", "zeros_like", "ones_like",
+         "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty",
+         "new_empty_strided"}  # fmt: skip
+"""No gradient goes through."""
+
+_FILLED = {"zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty",
+           "zeros_like", "ones_like", "full_like", "empty_like", "scalar_tensor", "empty_strided",
+           "new_empty_strided"}  # fmt: skip
+"""Tensors that are the same number everywhere."""
+
+_MOVES = {"view", "reshape", "expand", "expand_as", "unsqueeze", "squeeze", "transpose", "permute",
+          "slice", "select", "broadcast_to", "contiguous", "t", "mT"}  # fmt: skip
+_CASTS = {"to", "_to_copy", "type_as", "clone", "contiguous", "detach", "alias", "lift_fresh",
+          "lift_fresh_copy"}  # fmt: skip
 
 
-def follow(flow: Flow, func, args, kwargs):
-    """A torch function, called by the model."""
-    raw = getattr(func, "__name__", str(func))
-    if raw == "_set_grad_enabled":
-        flow.grad.set(args[0])
-        return func(*args, **kwargs)
-    if flow.is_paused:
-        return func(*args, **kwargs)
-    name, inplace = name_of(func, raw)
-    call = Call(flow, name, args, kwargs)
-    rule = None
-    if flow.any_not_replicated(call.tensors) or name.startswith("deepsp."):
-        rule = _rule(flow, call)
-    places = rule(call) if rule is not None and name in functions.BEFORE else None
-    if name not in _VIEWS:
+class Ops(SchemaCheckMode):
+    """Sees each op before autograd does, as the compile pass's graphs hold it: linear layers,
+    attention and losses are one op, and a scripted function's ops are seen like the model's own.
+
+    Of the modes that torch accepts there, this is the only one that may be alone."""
+
+    def __init__(self, flow: Flow):
+        TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)
+        self.flow = flow
+        self._around = contextlib.ExitStack()
+
+    def __enter__(self):
+        self._around.enter_context(enable_python_dispatcher())
+        # Optimised, a script's gradient is one op with a backward of its own.
+        self._around.enter_context(torch.jit.optimized_execution(False))
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self._around.close()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        # What an op is made of isn't followed, and mustn't be: a wait would hold Python's lock.
+        with torch._C._DisablePythonDispatcher():
+            if self.flow.is_paused:
+                return func(*args, **(kwargs or {}))
+            return follow(self.flow, Call(self.flow, func, args, kwargs or {}))
+
+
+class Functions(TorchFunctionMode):
+    """Sees what isn't an op: sizes and numbers that Python reads, where the model turns gradients
+    off, and ``DistributedAttention`` as one call."""
+
+    sees_attention_as_one_call = True
+
+    def __init__(self, flow: Flow):
+        super().__init__()
+        self.flow = flow
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        flow, kwargs = self.flow, kwargs or {}
+        raw = getattr(func, "__name__", str(func))
+        if raw == "_set_grad_enabled":
+            flow.grad.set(args[0])
+        if raw == "_set_grad_enabled" or flow.is_paused:
+            return func(*args, **kwargs)
+        if raw == "deepsp.DistributedAttention":
+            call = Call(flow, None, args, kwargs, raw)
+            call.named = dict(zip(("q", "k", "v", "group_name"), args, strict=False))
+            return follow(flow, call, lambda: func(*args, **kwargs))
+        if raw in _READS:
+            _read(flow, raw, args)
+        lengths.check(flow, func, args, kwargs)
+        return lengths.read(flow, func, args, kwargs, func(*args, **kwargs))
+
+
+def _read(flow: Flow, name: str, args) -> None:
+    """What Python sees has to be the same on every rank."""
+    for value in map(flow.value, tensors_in(args)):
+        if not value.replicated:
+            flow.fail(
+                name,
+                f"its values are read, but {value.name} is {value.place}, and each rank would see "
+                "different ones; gather or reduce it before",
+            )
+
+
+def follow(flow: Flow, call: Call, run=None):
+    """An op, called by the model. ``run``: what calls it, if that isn't the op."""
+    name = call.name
+    writes_to = writes.written(call)
+    replicated = not flow.any_not_replicated(call.tensors)
+    if name in _READS:
+        _read(flow, name, call.args)
+    ours, piece = exchanges.RULES.get(name), pieces.RULES.get(name)
+    places = refusal = None
+    if ours is not None:
+        places = ours(call)
+    elif name.startswith("deepsp._"):
+        pass  # what deepsp's modules compare across the ranks
+    elif name.startswith("deepsp.") and call.tensors:
+        call.fail(
+            "this op communicates, which can't be followed inside a module; let the schedule "
+            "do it (sync)"
+        )
+    elif not replicated and name not in _ABOUT and piece is not reshapes.reshape:
+        try:
+            places = places_of(call)
+        except ValueError as error:
+            if piece is None:
+                raise
+            refusal = error  # unless it is a piece of parts that are whole
+    # Code that turns torch functions off compares ranks, or keeps generators' states.
+    if not _is_view(call) and torch._C._is_torch_function_enabled():
         flow.note_replicated(call.tensors)
-    lengths.check(call)
     before = randomness.states()
-    flow.unseen.seen += 1
+    out = _run(flow, call, run, refusal)
+    made = list(tensors_in(out))
+    if not made and not writes_to:
+        return out
+    if callable(places):
+        places = places(out)
+    elif piece is not None and places is None and not replicated:
+        places = piece(call, out)
+        if places is None:
+            raise refusal
+    if isinstance(places, Split):
+        _check_length(call, made, places)
+    random = drawing.note(flow, call, before) or any(v.random for _, v in call.tensors)
+    _record(flow, call, writes_to or made, places, bool(writes_to), random)
+    return out
+
+
+_ABOUT = {"is_same_size", "sym_size", "sym_numel", "sym_stride", "result_type", "is_pinned"}
+
+
+def _is_view(call: Call) -> bool:
+    """It shows no numbers: what it makes is compared where it is used."""
+    if call.name in _CASTS or call.name in pieces.RULES:
+        return True
+    returns = call.target._schema.returns if call.target is not None else ()
+    return bool(returns) and all(r.alias_info and not r.alias_info.is_write for r in returns)
+
+
+def _run(flow: Flow, call: Call, run, refusal: ValueError | None):
     try:
-        out = func(*args, **kwargs)
+        if run is not None:
+            with flow.paused():
+                return run()
+        return call.target(*call.args, **call.kwargs)
     except (RuntimeError, IndexError, TypeError) as error:
+        if refusal is not None:
+            raise refusal from None
         split = next((v for _, v in call.tensors if v.split), None)
-        if split is not None and functions.AFTER.get(name) is reshapes.reshape:
+        if split is not None and pieces.RULES.get(call.name) is reshapes.reshape:
             shape = list(call.tensors[0][0].shape)
             call.fail(
                 f"its sizes don't fit {split.name}, which is {split.place} and has local shape "
@@ -63,71 +191,27 @@ def follow(flow: Flow, func, args, kwargs):
                 "divide the module's attribute (sch[...].divide), or pass -1 for that size"
             )
         what = ", ".join(f"{v.name}: {v.place}" for _, v in call.tensors)
-        error.add_note(f"In the schedule's dry run, in {flow.where()}: {name} of {what}.")
+        error.add_note(f"In the schedule's dry run, in {flow.where()}: {call.name} of {what}.")
         raise
-    finally:
-        flow.unseen.seen -= 1
-    made = [t for t in tensors_in(out)]
-    if not made and not inplace:
-        _read(call)
-        return lengths.read(call, out)
-    if callable(places):
-        places = places(out)
-    elif rule is not None and places is None:
-        places = rule(call, out)
-    random = drawing.note(flow, call, before) or any(v.random for _, v in call.tensors)
-    if inplace:
-        made = [args[0]]
-    _record(flow, call, made, places, inplace, random)
-    return out
 
 
-def _read(call: Call) -> None:
-    """What Python has seen has to be the same on every rank."""
-    value = next((v for _, v in call.tensors if not v.replicated), None)
-    if value is not None and call.name in names.READS:
-        call.fail(
-            f"its values are read, but {value.name} is {value.place}, and each rank would see "
-            "different ones; gather or reduce it before"
-        )
+def _check_length(call: Call, made: list[Tensor], place: Split) -> None:
+    """Sizes among an op's arguments may have changed the sharded dimension's."""
+    for tensor in made:
+        axis = place.axis
+        if axis is not None and (axis >= tensor.dim() or tensor.size(axis) != sum(place.parts)):
+            value = next(v for _, v in call.tensors if v.split)
+            call.fail_split(value, "the sharded dimension is repeated")
 
 
-def _rule(flow: Flow, call: Call):
-    name = call.name
-    rule = functions.BEFORE.get(name) or functions.AFTER.get(name)
-    if rule is not None:
-        return rule
-    if not call.tensors or (not flow.any_not_replicated(call.tensors) and "deepsp." not in name):
-        return None
-    value = next((v for _, v in call.tensors if not v.replicated), None)
-
-    def unknown(call: Call, out):
-        if value is None:
-            call.fail(
-                "this op communicates, which can't be followed inside a module; let the schedule "
-                "do it (sync)"
-            )
-        fix = "fwd_post all_reduce" if value.partial else "fwd_pre all_gather"
-        call.fail(
-            f"what it does to {value.name}, which is {value.place}, isn't known; make it Replicate "
-            f"before (sync with {fix}), or shard a module around it with a registered method"
-        )
-
-    return unknown
-
-
-def _record(
-    flow: Flow, call: Call, made: list[Tensor], places, inplace: bool, random: bool
-) -> None:
+def _record(flow: Flow, call: Call, made: list[Tensor], places, inplace: bool, random: bool):
     if not isinstance(places, list):
         places = [REPLICATE if places is None else places] * len(made)
     inputs = [v for _, v in call.tensors]
-    carries = flow.grad.enabled and any(v.carries for v in inputs) and (call.name not in names.LIKE)
-    uniform = call.name in names.FILLED or (
-        bool(inputs)
-        and all(v.uniform for v in inputs)
-        and (call.name in _KEEP_UNIFORM or functions.BEFORE.get(call.name) in _POINTWISE)
-        and call.name not in names.DROPOUTS | names.RANDOM
+    name = call.name
+    carries = flow.grad.enabled and any(v.carries for v in inputs) and name not in _STOP
+    uniform = name in _FILLED or (
+        bool(inputs) and all(v.uniform for v in inputs) and not random and _is_even(call)
     )
     since = next((v.since for v in inputs if v.since), "")
     where = flow.where()
@@ -135,9 +219,7 @@ def _record(
     for tensor, place in zip(made, places, strict=True):
         if not inplace and any(tensor is t for t, _ in call.tensors):
             continue  # returned as it is: contiguous(), to()
-        value = Value(
-            place, carries and differentiable(tensor), f"what {call.name} in {where} makes"
-        )
+        value = Value(place, carries and differentiable(tensor), f"what {name} in {where} makes")
         value.uniform, value.random = uniform, random
         if value.partial:
             value.since = since or where
@@ -149,8 +231,16 @@ def _record(
         inputs = [inputs[0]]
     carrying = [v for _, v in outputs if v.carries]
     if carrying:
-        flow.tape.append(Entry(call.name, where, [v for v in inputs if v.carries], carrying, sync))
+        flow.tape.append(Entry(name, where, [v for v in inputs if v.carries], carrying, sync))
     for tensor, value in outputs:
         flow.values[tensor] = value
     if inplace:
         writes.pass_to_aliases(flow, call, outputs)
+
+
+def _is_even(call: Call) -> bool:
+    """Whether it makes one number everywhere of such numbers."""
+    if call.name in _MOVES:
+        return True
+    rule = placement.find(call.target) if call.target is not None else None
+    return rule is not None and rule.family == "pointwise"

@@ -6,9 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from deepsp.ranks import randomness
-from deepsp.schedule.flow import names
-from deepsp.schedule.flow.naming import draws
 from deepsp.schedule.flow.values import Call
+
+_DROPOUTS = {
+    "dropout", "alpha_dropout", "feature_alpha_dropout", "feature_dropout", "rrelu",
+    "native_dropout", "rrelu_with_noise",
+}  # fmt: skip
 
 
 def drawn_since(before: list[Tensor]) -> bool:
@@ -18,9 +21,21 @@ def drawn_since(before: list[Tensor]) -> bool:
         return any(not torch.equal(a, b) for a, b in zip(before, after, strict=False))
 
 
+def _draws(call: Call) -> bool:
+    """Whether an op draws from the default generators, though of no elements."""
+    if call["generator"] is not None or call.target is None:
+        return False
+    if call.name in _DROPOUTS:
+        p, training = call["p"], call["train"] or call["training"]
+        return bool(training) and (p is None or p > 0)
+    if call.name in ("scaled_dot_product_attention", "deepsp.distributed_attention"):
+        return (call["dropout_p"] or 0.0) > 0
+    return torch.Tag.nondeterministic_seeded in call.target.tags
+
+
 def note(flow, call: Call, before: list[Tensor]) -> bool:
     """Notes that a module draws random numbers, if it does, and returns that."""
-    if not draws(call) and not drawn_since(before):
+    if not _draws(call) and not drawn_since(before):
         return False
     _note(flow, call)
     return True
@@ -29,7 +44,7 @@ def note(flow, call: Call, before: list[Tensor]) -> bool:
 def _note(flow, call: Call) -> None:
     kind = "sharded" if any(v.split for _, v in call.tensors) else "replicated"
     if randomness.inside():
-        if kind == "replicated" and call.tensors and call.name in names.DROPOUTS:
+        if kind == "replicated" and call.tensors and call.name in _DROPOUTS:
             call.fail(
                 f"{call.tensors[0][1].name} is {call.tensors[0][1].place}, but random numbers "
                 "differ by rank in sharded_randomness"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NoReturn
 
-from torch import Tensor
-
 from deepsp.schedule.flow.values import Call, Split, Value, tensors_in
 from deepsp.schedule.placement import REPLICATE
 
@@ -28,9 +26,7 @@ class OpSync:
 
 def _group(call: Call) -> str | None:
     """Name of the group that the op works on."""
-    if "group_name" in call.kwargs:
-        return call.kwargs["group_name"]
-    return next((a for a in reversed(call.args) if isinstance(a, str)), None)
+    return call["group_name"]
 
 
 def _fail_other_group(call: Call, value: Value) -> NoReturn:
@@ -46,9 +42,8 @@ def _exchange(source: int | None, target: int | None):
     buffer on its way."""
 
     def rule(call: Call):
-        moved = list(tensors_in(call.args[0]))
-        if call.name in _ATTENTION:
-            moved = [x for x in call.args[:3] if isinstance(x, Tensor)]
+        first = call.values[:3] if call.name in _ATTENTION else call.values[:1]
+        moved = list(tensors_in(first))
         if _group(call) not in (None, call.flow.member[2]):
             other = next((v for _, v in call.tensors if not v.replicated), None)
             if other is None:
@@ -95,13 +90,13 @@ def _collective(op: str):
     """A collective over the schedule's group that a module calls itself; grad is as it says."""
 
     def rule(call: Call):
-        x = call.args[0]
+        x = call.values[0]
         value = call.value(x)
         if _group(call) != call.flow.member[2]:
             if not value.replicated:
                 _fail_other_group(call, value)
             return REPLICATE
-        dim = None if op == "all_reduce" else call.args[1] % x.dim()
+        dim = None if op == "all_reduce" else call["dim"] % x.dim()
         if op in ("all_reduce", "reduce_scatter") and not value.partial:
             why = (
                 "the sum over the ranks would be P times too large: leave it out"
@@ -124,9 +119,7 @@ def _collective(op: str):
             elif value.split:
                 why = f"pass dim={value.place.axis}"
             call.fail(f"expected {value.name} to be Shard({dim}), got {value.place}; {why}")
-        grad = {"all_reduce": 1, "all_gather": 3, "scatter": 3}.get(op)
-        grad = None if grad is None else call.arg(grad, "grad")
-        call.sync = OpSync(op, call.flow.where(), grad)
+        call.sync = OpSync(op, call.flow.where(), call["grad"])
         if op in ("all_reduce", "all_gather"):
             return REPLICATE
         return lambda out: [Split(dim, (out.size(dim),), None)]
@@ -135,8 +128,8 @@ def _collective(op: str):
 
 
 def _scale_gradient(call: Call):
-    value = call.value(call.args[0])
-    if value.carries and call.arg(1, "scale", 1.0) != 1.0:
+    value = call.value(call.values[0])
+    if value.carries and call["scale"] != 1.0:
         call.fail(
             "the gradients are scaled (average_gradients=True), but the schedule itself sums them; "
             "leave average_gradients out"

@@ -1,8 +1,8 @@
 """The dry run: one forward of the model, in which the placement of every tensor is followed.
 
-A ``TorchFunctionMode`` sees each torch function that the model calls, with user-level tensors,
-which keep their identity. What the functions do to placements is told by ``functions``; what
-follows for gradients, from the tape, by ``backward``.
+A mode sees each op before dispatch, as the compile pass's graphs hold it, with the user's own
+tensors. What ops do to placements is told by :mod:`deepsp.placement`; what follows for gradients,
+from the tape, by ``backward``.
 """
 
 from __future__ import annotations
@@ -15,21 +15,13 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from deepsp.ranks import randomness
 from deepsp.ranks.groups import Member
-from deepsp.schedule.flow import (
-    backward,
-    calls,
-    drawing,
-    writes,
-)
+from deepsp.schedule.flow import backward, calls, drawing, writes
 from deepsp.schedule.flow.alike import Alike
 from deepsp.schedule.flow.arguments import copied
-from deepsp.schedule.flow.gradmode import GradMode
-from deepsp.schedule.flow.unseen import Unseen
 from deepsp.schedule.flow.values import (
     Entry,
     Place,
@@ -109,7 +101,6 @@ class Flow:
         self._drawn = False  # random numbers, by what isn't followed
         self.alike = Alike(member)
         self.grad = GradMode()
-        self.unseen = Unseen(self)
 
     # ---- the run
 
@@ -220,7 +211,7 @@ class Flow:
 
     @contextlib.contextmanager
     def _modes(self) -> Iterator[None]:
-        with self.unseen, _Mode(self):
+        with calls.Functions(self), calls.Ops(self):
             yield
 
     @property
@@ -264,16 +255,9 @@ class Flow:
         """A tensor that was there before: a parameter, a buffer, a constant.
 
         Raises:
-            ValueError: it wasn't, but was made of one that was, unseen.
+            ValueError: it wasn't, but shares memory with one that the model has made.
         """
         name = self.names.get(id(tensor))
-        if tensor in self.unseen.made:
-            self.fail(
-                self.unseen.made[tensor],
-                "it was called by something that can't be followed, such as an extension; compute "
-                "it with torch functions, or register a method for the module "
-                "(deepsp.register_shard_method)",
-            )
         made_of = None if name else writes.shares_memory(self, tensor)
         if made_of is not None:
             self.fail(
@@ -406,12 +390,23 @@ def _no_backward(_) -> NoReturn:
     )
 
 
-class _Mode(TorchFunctionMode):
-    sees_attention_as_one_call = True
+class GradMode:
+    """Follows calls of ``torch._C._set_grad_enabled``, for which gradients are on but where the
+    model has turned them off. They also are off, without such a call, in the forward of a
+    ``torch.autograd.Function``, a reentrant checkpoint's too: what is made in there has gradients
+    all the same."""
 
-    def __init__(self, flow: Flow):
-        super().__init__()
-        self.flow = flow
+    def __init__(self):
+        self._off = False
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        return calls.follow(self.flow, func, args, kwargs or {})
+    def set(self, enabled: bool) -> None:
+        """Before the call is made."""
+        if enabled:
+            self._off = False
+        elif torch.is_grad_enabled():
+            self._off = True
+
+    @property
+    def enabled(self) -> bool:
+        self._off = self._off and not torch.is_grad_enabled()
+        return not self._off

@@ -12,20 +12,42 @@ import operator
 import torch
 from torch import Tensor
 
-from deepsp.schedule.flow import names
-from deepsp.schedule.flow.values import Call
+from deepsp.placement.functions import name_of
 
 _READ = {"size", "shape", "numel", "nelement", "len"}
 _VALUES = {"full": 1, "new_full": 2}  # where the argument is that isn't a size
-_COMPUTE = (
-    names.SUMS
-    | names.PRODUCTS
-    | names.QUOTIENTS
-    | names.words(
-        "rtruediv rdiv floor_divide floordiv rfloordiv pow rpow float_power remainder mod rmod "
-        "fmod addcmul addcdiv lerp full_like fill tensor as_tensor scalar_tensor masked_fill "
-        "clamp clip clamp_min clamp_max addmm baddbmm addbmm"
-    )
+_COMPUTE = set(
+    [
+        "add",
+        "sub",
+        "subtract",
+        "mul",
+        "multiply",
+        "div",
+        "divide",
+        "true_divide",
+        "floor_divide",
+        "pow",
+        "float_power",
+        "remainder",
+        "fmod",
+        "addcmul",
+        "addcdiv",
+        "lerp",
+        "full_like",
+        "fill",
+        "tensor",
+        "as_tensor",
+        "scalar_tensor",
+        "masked_fill",
+        "clamp",
+        "clip",
+        "clamp_min",
+        "clamp_max",
+        "addmm",
+        "baddbmm",
+        "addbmm",
+    ]
 )
 
 
@@ -67,36 +89,41 @@ for _cls in (RankLength, RankNumber):
     _cls.__neg__ = lambda self: _of_rank(operator.neg(type(self).__mro__[-2](self)))
 
 
-def read(call: Call, out):
+def read(flow, func, args, kwargs, out):
     """What a function that reads sizes returns: those of a sharded dimension are marked."""
-    if call.name not in _READ or not call.tensors:
+    name = name_of(func)[0]
+    if name not in _READ or not args or not isinstance(args[0], Tensor):
         return out
-    x, value = call.tensors[0]
+    x = args[0]
+    value = flow.value(x)
     if not value.split:
         return out
     axis = value.place.axis
     if isinstance(out, torch.Size):
         return torch.Size(RankLength(n) if axis in (None, d) else n for d, n in enumerate(out))
-    dim = call.arg(1, "dim")
-    if call.name == "size" and axis is not None and dim is not None and dim % x.dim() != axis:
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    if name == "size" and axis is not None and dim is not None and dim % x.dim() != axis:
         return out
-    if call.name == "len" and axis not in (None, 0):
+    if name == "len" and axis not in (None, 0):
         return out
     return _of_rank(out)
 
 
-def check(call: Call) -> None:
+def check(flow, func, args, kwargs) -> None:
     """Refuses to compute with what :func:`read` has marked."""
-    if call.name in _VALUES:
-        given = [*call.args[_VALUES[call.name] :], call.kwargs.get("fill_value")]
-    elif call.name in _COMPUTE:
-        given = [*call.args, *call.kwargs.values()]
-    else:
+    given = [*args, *kwargs.values()]
+    if not any(isinstance(x, _OfRank) for x in given):
         return
-    if any(isinstance(x, _OfRank) for x in given):
-        number = next(x for x in given if isinstance(x, _OfRank))
-        call.fail(
+    name = name_of(func)[0]
+    if name in _VALUES:
+        given = [*args[_VALUES[name] :], kwargs.get("fill_value")]
+    elif name not in _COMPUTE:
+        return
+    number = next((x for x in given if isinstance(x, _OfRank)), None)
+    if number is not None:
+        flow.fail(
+            name,
             f"it computes with {number}, which comes from the length of a sharded dimension and is "
             "the local length, where one process has the full length. Gather before, or take the "
-            "number from a Replicate tensor"
+            "number from a Replicate tensor",
         )

@@ -83,7 +83,7 @@ def _unit(split: Split) -> int | None:
 
 
 def reshape(call: Call, out: Tensor) -> Place:
-    x = call.args[0]
+    x = call["self"]
     place = call.place(x)
     if not isinstance(place, Split):
         return place
@@ -124,14 +124,6 @@ def _is_divided(call: Call, size: int) -> bool:
 
 def _free(call: Call, x: Tensor, out: Tensor) -> int | None:
     """Which size was given as -1."""
-    if call.name not in ("view", "reshape", "unflatten"):
-        return None
-    begin, first = 0, 1
-    if call.name == "unflatten":
-        begin, first = call.arg(1, "dim") % x.dim(), 2
-    sizes = call.args[first:] or [
-        v for k, v in call.kwargs.items() if k in ("shape", "size", "sizes")
-    ]
-    if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)):
-        sizes = sizes[0]
-    return begin + list(sizes).index(-1) if -1 in list(sizes) else None
+    begin = call["dim"] % x.dim() if call.name == "unflatten" else 0
+    sizes = list(call["size"] or call["shape"] or call["sizes"] or ())
+    return begin + sizes.index(-1) if -1 in sizes else None

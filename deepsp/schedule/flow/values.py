@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
+from deepsp.placement import Op
 from deepsp.schedule.placement import PARTIAL, REPLICATE, Partial, Placement, Replicate, Shard
 
 
@@ -116,22 +118,49 @@ class Trusted:
     mode: str = "function"
 
 
-class Call:
-    """A torch function about to be called.
+class Call(Op):
+    """An op about to be called, on this rank's tensors.
 
     Attributes:
-        name: of the function, without underscores of in-place and special methods.
+        name: of the op, without its overload and the underscore of what is in place; with its
+            namespace, but for aten.
         tensors: (tensor, what is known of it), in the order of the arguments.
     """
 
-    def __init__(self, flow, name, args, kwargs):
-        self.flow, self.name, self.args, self.kwargs = flow, name, args, kwargs
-        self.tensors = [(t, flow.value(t)) for t in tensors_in((args, kwargs))]
+    def __init__(self, flow, target, args, kwargs, name: str | None = None):
+        super().__init__(target, args, kwargs)
+        self.flow, self.args, self.kwargs = flow, args, kwargs
+        self.name = name or name_of(target)
+        arguments = target._schema.arguments if target is not None else ()
+        outs = {a.name for a in arguments if a.kwarg_only and a.alias_info is not None}
+        read = {k: x for k, x in kwargs.items() if k not in outs}  # out= isn't read
+        self._tensors = list(tensors_in((args, read)))
+        self.tensors = [(t, flow.value(t)) for t in self._tensors]
 
-    def arg(self, position: int, name: str, default=None):
-        if name in self.kwargs:
-            return self.kwargs[name]
-        return self.args[position] if len(self.args) > position else default
+    @property
+    def operands(self) -> list[Tensor]:
+        return list({id(t): t for t in self._tensors}.values())
+
+    def shape(self, tensor: Tensor) -> list[int]:
+        """What tells sizes of one: a sharded dimension isn't one, although this rank's part may be.
+        What squeezes takes away whatever is one here."""
+        place, shape = self.flow.value(tensor).place, list(tensor.shape)
+        if isinstance(place, Split) and self.name != "squeeze":
+            for dim in range(len(shape)) if place.axis is None else [place.axis]:
+                shape[dim] = max(shape[dim], 1) * self.flow.member[1] + (self.flow.member[1] == 1)
+        return shape
+
+    def dtype(self, tensor: Tensor) -> torch.dtype:
+        return tensor.dtype
+
+    def role(self, tensor: Tensor) -> str:
+        """What the op calls an operand."""
+        name = next((n for n, x in self.named.items() if x is tensor), None)
+        count = next((i for i, t in enumerate(self.operands) if t is tensor), 0)
+        return name or f"operand {count}"
+
+    def is_parameter(self, value: Value) -> bool:
+        return id(value.leaf) in self.flow.parameters
 
     def value(self, x) -> Value | None:
         return self.flow.value(x) if isinstance(x, Tensor) else None
@@ -154,6 +183,11 @@ class Call:
             f"{text}; {value.name} is {value.place}: sync it with all_gather before "
             "(mode='fwd_pre' here, or 'fwd_post' where it comes from)"
         )
+
+
+def name_of(target) -> str:
+    name = target._opname.removesuffix("_")
+    return name if target.namespace == "aten" else f"{target.namespace}.{name}"
 
 
 def tensors_in(x) -> Iterator[Tensor]:

@@ -1,4 +1,8 @@
-"""What each op does with tokens: one small rule per family of ops.
+"""What the pass does with each op.
+
+Most ops are told by a row of :mod:`deepsp.placement`, picked by where the operands' tokens are
+(:func:`by_rows`). What needs other ops than the same one on parts has a rule here: sums over
+tokens, windows of them, attention.
 
 A rule is a function of a :class:`Call`. It says where the tokens are in the op's result, given
 where they are in its operands, by returning
@@ -24,9 +28,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from deepsp import placement
 from deepsp.compile.sharding.messages import CannotShard
 from deepsp.compile.sharding.nodes import has_tensor
 from deepsp.compile.sharding.tokens import Size, Tokens, same
+from deepsp.placement import SUM, Row
+from deepsp.placement.table import overloads
 
 SHIFTED = "it combines tokens of different positions, as when a sequence is shifted"
 OUTERMOST = (
@@ -36,8 +43,8 @@ OUTERMOST = (
 _RULES: dict[Any, Callable] = {}
 _REASONS: dict[Any, str] = {}
 _FAMILIES = (
-    "pointwise", "views", "products", "indexing", "reductions", "attention", "flex", "losses",
-    "functions", "sorting",
+    "views", "products", "indexing", "reductions", "attention", "flex", "losses", "functions",
+    "sorting",
 )  # fmt: skip
 
 
@@ -68,17 +75,6 @@ def rule(*ops) -> Callable:
     return register
 
 
-def overloads(names: str) -> list:
-    """All overloads of the aten ops that are named, separated by blanks. One that this version of
-    torch lacks has none."""
-    found = []
-    for name in names.split():
-        packet = getattr(torch.ops.aten, name, None)
-        if packet is not None:
-            found += [getattr(packet, overload) for overload in packet.overloads()]
-    return found
-
-
 def refused(names: str, reason: str) -> None:
     """Says why ops have no rule."""
     for op in overloads(names):
@@ -93,7 +89,7 @@ def _load() -> None:
 def is_known(op) -> bool:
     """Whether there is a rule for an op, or a reason why there is none."""
     _load()
-    return op in _RULES or op in _REASONS or torch.Tag.pointwise in op.tags
+    return op in _RULES or op in _REASONS or placement.find(op) is not None
 
 
 def find(call: Call) -> Callable:
@@ -106,10 +102,8 @@ def find(call: Call) -> Callable:
     known = _RULES.get(call.target)
     if known is not None:
         return known
-    if torch.Tag.pointwise in getattr(call.target, "tags", ()):
-        from deepsp.compile.sharding.rules.pointwise import pointwise
-
-        return pointwise
+    if call.target not in _REASONS and placement.find(call.target) is not None:
+        return by_rows
 
     def refuse(call: Call):
         call.refuse(
@@ -123,34 +117,16 @@ def find(call: Call) -> Callable:
     return refuse
 
 
-class Call:
-    """One op of the user's graph, as a rule sees it."""
+class Call(placement.Op):
+    """One op of the user's graph, as a rule sees it. Its tensors are nodes."""
 
     def __init__(self, graph, node: fx.Node, target):
-        self.graph, self.node, self.target = graph, node, target
+        super().__init__(target, node.args, node.kwargs)
+        self.graph, self.node = graph, node
         self.wants: dict[fx.Node, Tokens | None] = {}
         self.gathers: set[fx.Node] = set()
         self.lower: Callable = self.same_op
         self.said = ""
-        self._bind()
-
-    def _bind(self) -> None:
-        """Arguments by their names in the schema, with defaults."""
-        self.named: dict[str, Any] = {}
-        schema = getattr(self.target, "_schema", None)
-        if schema is None:
-            return
-        given = list(self.node.args)
-        for i, argument in enumerate(schema.arguments):
-            if argument.kwarg_only or i >= len(given):
-                default = argument.default_value if argument.has_default_value() else None
-                self.named[argument.name] = self.node.kwargs.get(argument.name, default)
-            else:
-                self.named[argument.name] = given[i]
-
-    def __getitem__(self, name: str):
-        """An argument by its name in the op's schema."""
-        return self.named.get(name)
 
     @property
     def operands(self) -> list[fx.Node]:
@@ -164,6 +140,16 @@ class Call:
     def shape(self, node: fx.Node) -> list[Size]:
         """The full shape of an operand."""
         return self.graph.shape_of(node)
+
+    def dtype(self, tensor: fx.Node) -> torch.dtype:
+        return tensor.meta["val"].dtype
+
+    def is_one(self, size: Size) -> bool:
+        return same(size, 1)
+
+    def is_fixed(self, node: fx.Node) -> bool:
+        """Whether each rank has its own tokens of an operand only."""
+        return self.graph.values[node].full is None
 
     @property
     def out(self) -> list[Size]:
@@ -227,38 +213,121 @@ class Call:
         return next(iter(found.values()))
 
 
-def broadcast(call: Call, nodes, out: list[Size]) -> Tokens:
-    """Aligns operands from the right, as broadcasting does, and wants each so; returns where the
-    tokens are in the result."""
-    found, fixed = {}, {}
-    for node in nodes:
-        tokens = call.tokens(node)
-        if tokens is not None:
-            found[node] = tokens.at(tokens.dim + len(out) - len(call.shape(node)))
-            # What is only there in parts decides; the rest can be cut as needed.
-            if call.graph.values[node].full is None:
-                fixed[node] = found[node]
-    # Of several, that of an operand that isn't broadcast: the smaller ones are gathered.
-    deciding = fixed or found
-    first = next((n for n in deciding if call.shape(n) == out), next(iter(deciding)))
-    tokens = deciding[first]
-    if any(t.plain != tokens.plain and t.dim == tokens.dim for t in deciding.values()):
-        call.refuse(SHIFTED)
-    for node in nodes:
-        shape = call.shape(node)
-        dim = tokens.dim - (len(out) - len(shape))
-        elsewhere = node in fixed and fixed[node].dim != tokens.dim
-        take = call.gather if elsewhere else call.want
-        if dim < 0 or (isinstance(shape[dim], int) and shape[dim] == 1):
-            take(node, None)
-        elif not same(shape[dim], tokens.full):
-            call.refuse(
-                f"expected {node.name} to have {tokens.full} tokens in dimension {dim}, got "
-                f"{shape[dim]}"
-            )
+def by_rows(call: Call, rows: list[Row] | None = None):
+    """Wants the operands as the first row does that fits where tokens are. What only is there in
+    parts decides, the rest is cut as needed; in a product, or element by element, what is sharded
+    along another dimension is gathered: attention by hand has its queries' tokens on each rank, and
+    all keys and values.
+
+    Returns:
+        Where the tokens are in the results; None where the ranks' results combine to a full one.
+    """
+    rule = placement.find(call.target)
+    rows = rule.rows(call) if rows is None else rows
+    rows = [r for r in rows if SUM not in r.places]
+    decides = [n for n in call.operands if call.is_fixed(n)] or call.operands
+    decides = [n for n in decides if isinstance(call.tokens(n), Tokens)]
+    fitting = []
+    for node in decides:
+        for row in rows:
+            # What isn't read decides where it is written, or that the result is replicated.
+            anywhere = row.place(node) is placement.ANYTHING
+            if (row.outputs if anywhere and row.outputs is not None else row.place(node)) == (
+                call.tokens(node).dim
+            ) or (anywhere and row.outputs is None):
+                fitting.append((node, row))
+    if not fitting:
+        call.refuse(rule.why or "its operands are sharded along different dimensions or sequences")
+    out = call.node.meta["val"]
+    shape = call.out if isinstance(out, torch.Tensor) else []
+
+    def preference(x):
+        node, row = x
+        written = row.place(node) is placement.ANYTHING and row.outputs is not None
+        return isinstance(row.outputs, str), written, call.shape(node) != shape
+
+    first, row = min(fitting, key=preference)
+    tokens = call.tokens(first)
+    row = _by_rows_of_a_mask(call, rows, row, tokens)
+    for node in call.operands:
+        _want(call, node, row.place(node), tokens, rule)
+    if isinstance(row.outputs, str):
+        lower = _COMBINED.get(call.target)
+        if lower is not None:
+            lower(call, tokens)
+        elif row.outputs == SUM:
+            call.lower = lambda: call.graph.all_reduce(call.same_op())
+            call.said = "Partial, all-reduced"
         else:
-            take(node, tokens.at(dim))
-    return tokens
+            call.refuse(f"{rule.why}, and there is no rule for that")
+        return None
+    if row.outputs is None:  # a full value, whose gradient is full
+        full = [n for n in call.operands if row.place(n) is None]
+        args, kwargs = call.graph.mapped(
+            (call.node.args, call.node.kwargs),
+            lambda n: call.graph.full(n) if n in full else call.given(n),
+        )
+        call.lower = lambda: call.graph.call(call.target, *args, **kwargs)
+        return None
+    place = tokens.at(row.outputs)
+    several = isinstance(out, (list, tuple))
+    return [place if isinstance(x, torch.Tensor) else None for x in out] if several else place
+
+
+def _by_rows_of_a_mask(call: Call, rows: list[Row], summed: Row, tokens: Tokens) -> Row:
+    """In place of a sum over tokens: a square matrix that every rank has in full, as a mask, has
+    tokens in its rows, too."""
+    if summed.outputs != SUM:
+        return summed
+    for row in rows:
+        for node, place in row.inputs:
+            if (
+                isinstance(row.outputs, int)
+                and isinstance(place, int)
+                and summed.place(node) is not None
+                and not call.is_fixed(node)
+                and same(call.shape(node)[place], tokens.full)
+            ):
+                return row
+    return summed
+
+
+def _want(call: Call, node: fx.Node, place, tokens: Tokens, rule: placement.Rule) -> None:
+    held = call.tokens(node)
+    wanted = tokens.at(place) if isinstance(place, int) else None
+    if place is placement.ANYTHING:
+        return
+    if call.is_fixed(node) and isinstance(held, Tokens):
+        if wanted is not None and held.dim == place:
+            if held.plain != wanted.plain:
+                call.refuse(SHIFTED)
+        elif not rule.why:
+            if rule.family == "products":  # attention by hand: keys and values
+                call.graph.attended.add(node)
+            return call.gather(node, wanted)
+        else:
+            call.refuse(f"{node.name}, an argument that must be replicated, is sharded")
+    if wanted is not None and not same(call.shape(node)[place], tokens.full):
+        call.refuse(
+            f"expected {node.name} to have {tokens.full} tokens in dimension {place}, got "
+            f"{call.shape(node)[place]}"
+        )
+    call.want(node, wanted)
+
+
+_COMBINED: dict[Any, Callable] = {}
+
+
+def combined(*ops) -> Callable:
+    """Registers how ranks' results combine where a row says that they do: a function of the call
+    and its tokens that sets ``call.lower``."""
+
+    def register(function: Callable) -> Callable:
+        for op in ops:
+            _COMBINED[op] = function
+        return function
+
+    return register
 
 
 def agree(graph, node: fx.Node, target, args, kwargs, new: fx.Node) -> fx.Node:

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from deepsp.attention import parts
-from deepsp.compile.sharding.rules import OUTERMOST, Call, broadcast, rule
+from deepsp.compile.sharding.rules import OUTERMOST, Call, by_rows, rule
 from deepsp.compile.sharding.rules.indexing import log_softmax
 from deepsp.compile.sharding.tokens import Tokens, same
 
@@ -26,7 +26,7 @@ def attention(call: Call) -> Tokens:
     if of_k != of_v and call.graph.values[k].full is None:
         call.refuse("key and value are sharded along different dimensions or sequences")
     if of_q is not None and of_q.dim < ndim - 2:
-        return _batched(call, q, k, v)
+        return by_rows(call)
     for tokens, x in ((of_q, q), (of_k, k)):
         if tokens is not None and (tokens.dim != len(call.shape(x)) - 2 or not tokens.alone):
             call.refuse(
@@ -53,13 +53,6 @@ def attention(call: Call) -> Tokens:
     call.lower = lambda: pair(call, q, k, v, mask, of_q, of_k)
     call.said = "distributed attention"
     return of_q.at(ndim - 2)
-
-
-def _batched(call: Call, q, k, v) -> Tokens:
-    """Attention among something else, for each token."""
-    mask = call["attn_mask"]
-    nodes = [q, k, v] if mask is None else [q, k, v, mask]
-    return broadcast(call, nodes, call.shape(q))
 
 
 def _to_full(call: Call, q, k, v) -> Tokens:

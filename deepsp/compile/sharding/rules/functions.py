@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from deepsp.compile.sharding.forms import Value
 from deepsp.compile.sharding.nodes import draws_inside, is_tensor
 from deepsp.compile.sharding.normalize import normalize
-from deepsp.compile.sharding.parallelize import Parallelizer
+from deepsp.compile.sharding.parallelize import Rewriter
 from deepsp.compile.sharding.rules import Call, rule
 from deepsp.compile.sharding.tokens import Tokens
 
@@ -33,10 +33,10 @@ class Passed:
     node: Any = None
 
 
-class Body(Parallelizer):
+class Body(Rewriter):
     """A forward or a backward, for what ``inputs`` are on this rank."""
 
-    def __init__(self, outer: Parallelizer, body: fx.GraphModule, inputs: list[Passed]):
+    def __init__(self, outer: Rewriter, body: fx.GraphModule, inputs: list[Passed]):
         full = [_detached(x.full) for x in inputs]
         member = (outer.rank, outer.size, outer.name)
         normal = normalize(body, full, outer.mode)
@@ -83,7 +83,7 @@ def _detached(value):
     return value.detach() if is_tensor(value) else value
 
 
-def _given(graph: Parallelizer, node) -> Passed:
+def _given(graph: Rewriter, node) -> Passed:
     """An argument: its own tokens, or all of it."""
     if not isinstance(node, fx.Node):
         return Passed(node, node, None, node)

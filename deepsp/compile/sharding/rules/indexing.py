@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from deepsp.compile.sharding.rules import Call, broadcast, overloads, refused, rule
-from deepsp.compile.sharding.rules.views import broadcast_but
+from deepsp.compile.sharding.rules import Call, by_rows, refused, rule
 from deepsp.compile.sharding.tokens import Tokens
 
 aten, ours = torch.ops.aten, torch.ops.deepsp
@@ -16,37 +15,25 @@ refused("nonzero masked_select unique _unique2 searchsorted", _AMONG)
 refused("bincount", "its length depends on all tokens; use F.one_hot(x, n), summed over the tokens")
 
 
-@rule(*overloads("_fft_r2c _fft_c2r _fft_c2c"))
-def fourier(call: Call) -> Tokens:
-    """Along other dimensions than the sequence."""
-    x, tokens = call.node.args[0], call.one_of()
-    if tokens.dim in [d % len(call.shape(x)) for d in call["dim"]]:
-        call.refuse(_AMONG)
-    return tokens
-
-
 @rule(aten.embedding.default)
 def embedding(call: Call) -> Tokens:
-    weight, index = call.node.args[:2]
-    call.only(index)
     if call["scale_grad_by_freq"] or call["sparse"]:
         call.refuse("scale_grad_by_freq and sparse gradients need all tokens' indices at once")
-    call.want(weight, None)
-    return call.one_of()
+    return by_rows(call)
 
 
 @rule(aten.one_hot.default)
 def one_hot(call: Call) -> Tokens:
     if call["num_classes"] == -1:
         call.refuse("num_classes is -1, which depends on all tokens; pass the number of classes")
-    return call.one_of()
+    return by_rows(call)
 
 
 @rule(aten.softmax.int, aten.log_softmax.int)
 def softmax(call: Call) -> Tokens:
     x, tokens = call.node.args[0], call.one_of()
     if call["dim"] % len(call.shape(x)) != tokens.dim:
-        return tokens
+        return by_rows(call)
     graph = call.graph
 
     def lower():
@@ -73,55 +60,6 @@ def log_softmax(graph, x: fx.Node, dim: int) -> fx.Node:
     return graph.call(aten.sub.Tensor, x, total)
 
 
-@rule(
-    *overloads(
-        "_softmax _log_softmax softmin cumsum cumprod logcumsumexp cummax "
-        "cummin argsort topk kthvalue argmax argmin glu"
-    )
-)
-def along(call: Call):
-    """Along another dimension; one result or several, of the same shape but for that dimension."""
-    x, tokens = call.node.args[0], call.one_of()
-    dim = call["dim"]
-    if dim is None or dim % len(call.shape(x)) == tokens.dim:
-        call.refuse(_AMONG)
-    keeps = "keepdim" not in call.named or call["keepdim"]
-    place = tokens.at(tokens.dim - (not keeps and dim % len(call.shape(x)) < tokens.dim))
-    value = call.node.meta["val"]
-    return [place for _ in value] if isinstance(value, (list, tuple)) else place
-
-
-@rule(aten.bucketize.Tensor)
-def bucketize(call: Call) -> Tokens:
-    call.only(call.node.args[0])
-    return call.one_of()
-
-
-@rule(*overloads("gather take_along_dim scatter scatter_add scatter_reduce"))
-def by_index(call: Call) -> Tokens:
-    """Along another dimension, every operand is cut alike."""
-    nodes = call.operands
-    dim = call["dim"]
-    if dim is None:
-        call.refuse(_AMONG)
-    tokens = broadcast_but(call, nodes, dim)
-    if tokens.dim == dim % len(call.out):
-        call.refuse(_AMONG)
-    return tokens
-
-
-@rule(aten.index_select.default)
-def index_select(call: Call) -> Tokens:
-    x, dim, index = call.node.args
-    tokens, chosen = call.tokens(x), call.tokens(index)
-    dim %= len(call.shape(x))
-    if chosen is not None and tokens is None:
-        return chosen.at(dim)
-    if chosen is not None or tokens.dim == dim:
-        call.refuse("it indexes tokens by their position in the sequence")
-    return tokens
-
-
 @rule(aten.index.Tensor)
 def index(call: Call) -> Tokens | None:
     """A table looked up by tokens; or tokens of which another dimension is indexed."""
@@ -136,13 +74,7 @@ def index(call: Call) -> Tokens | None:
     tokens = call.tokens(x)
     if tokens is not None and tokens.dim in at and call.graph.values[x].full is None:
         return _chosen(call, x, indices, tokens, ndim, at[0])
-    if tokens is not None:
-        if tokens.dim in at or any(call.tokens(n) is not None for n in chosen):
-            call.refuse("it indexes tokens by their position in the sequence")
-        return tokens.at(tokens.dim + (ndim - len(at)) * (at[0] < tokens.dim))
-    out = call.out[at[0] : at[0] + ndim]
-    tokens = broadcast(call, chosen, out)
-    return tokens.at(tokens.dim + at[0])
+    return by_rows(call)
 
 
 def _chosen(call: Call, x, indices, tokens: Tokens, ndim: int, first: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from deepsp.compile.sharding.rules import Call, broadcast, overloads, rule
+from deepsp.compile.sharding.rules import Call, combined, overloads
 from deepsp.compile.sharding.tokens import Size, Tokens, product
 
 aten = torch.ops.aten
@@ -32,25 +32,11 @@ def _reduced(call: Call, count: Size) -> None:
     call.lower, call.said = lower, "the loss of all ranks' tokens"
 
 
-@rule(aten.cross_entropy_loss.default, aten.nll_loss.default, aten.nll_loss_nd.default)
-def cross_entropy(call: Call) -> Tokens | None:
-    """Classes are the logits' second dimension, or their only one."""
+@combined(aten.cross_entropy_loss.default, aten.nll_loss.default, aten.nll_loss_nd.default)
+def cross_entropy(call: Call, tokens: Tokens) -> None:
     logits, target = call.node.args[:2]
     shape = call.shape(logits)
-    tokens = call.tokens(logits)
-    if tokens is None:
-        call.refuse(
-            "expected logits that are sharded like the target, got replicated ones; a pooled "
-            "output has one target for each row, or tokens were selected by an index"
-        )
-    if tokens.dim == min(1, len(shape) - 1):
-        call.refuse("the tokens are in its class dimension")
     soft = target.meta["val"].is_floating_point()
-    place = tokens if soft else tokens.at(tokens.dim - (tokens.dim > 1))
-    call.want(target, place)
-    call.want(call["weight"], None)
-    if call["reduction"] == _NONE:
-        return place if not soft else tokens.at(tokens.dim - (tokens.dim > 1))
     graph = call.graph
 
     def lower():
@@ -73,35 +59,22 @@ def cross_entropy(call: Call) -> Tokens | None:
         return graph.call(aten.to.dtype, graph.call(aten.div.Tensor, local, count), dtype)
 
     call.lower, call.said = lower, "the loss of all ranks' tokens"
-    return None
 
 
-@rule(aten.multi_margin_loss.default, aten.multilabel_margin_loss.default)
-def margin(call: Call) -> Tokens | None:
-    """Rows [N, C]; targets [N] or [N, C]."""
-    x, target = call.node.args[:2]
-    tokens = call.tokens(x)
-    if tokens is None or tokens.dim != 0 or len(call.shape(x)) != 2:
-        call.refuse("expected rows [N, C] of tokens")
-    call.want(target, tokens)
-    call.want(call["weight"], None)
-    if call["reduction"] == _NONE:
-        return tokens
-    return _reduced(call, call.shape(x)[0])
-
-
-@rule(
+@combined(
     *overloads(
-        "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy kl_div soft_margin_loss "
-        "binary_cross_entropy_with_logits poisson_nll_loss"
+        "multi_margin_loss multilabel_margin_loss mse_loss l1_loss smooth_l1_loss huber_loss "
+        "binary_cross_entropy kl_div soft_margin_loss binary_cross_entropy_with_logits "
+        "poisson_nll_loss"
     )
 )
-def elementwise(call: Call) -> Tokens | None:
-    # Two tensors of one shape, and weights that are broadcast to it.
-    out, other = (call.shape(n) for n in call.node.args[:2])
-    if other != out:
-        call.refuse(f"expected tensors of the same shape, got {out} and {other}; expand them")
-    tokens = broadcast(call, call.operands, out)
-    if call["reduction"] == _NONE:
-        return tokens
-    return _reduced(call, product(out))
+def other(call: Call, tokens: Tokens) -> None:
+    """Means are over rows where there are classes, else over elements."""
+    x, target = call.node.args[:2]
+    margin = "margin" in call.target._opname and call.target is not aten.soft_margin_loss.default
+    if not margin and call.shape(x) != call.shape(target):
+        call.refuse(
+            f"expected tensors of the same shape, got {call.shape(x)} and {call.shape(target)}; "
+            "expand them"
+        )
+    _reduced(call, call.shape(x)[0] if margin else product(call.shape(x)))

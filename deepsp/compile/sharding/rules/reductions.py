@@ -4,38 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from deepsp.compile.sharding.rules import Call, overloads, refused, rule
+from deepsp.compile.sharding.rules import Call, combined, overloads, refused
 from deepsp.compile.sharding.tokens import Tokens, product
 
 aten = torch.ops.aten
 
-_ALL = "over the tokens it depends on all of them, and there is no rule for that"
 _STATISTICS = (
     "its statistics are taken over the tokens, and its running statistics would differ by rank"
 )
 refused("native_batch_norm cudnn_batch_norm _native_batch_norm_legit instance_norm", _STATISTICS)
-
-
-@rule(aten.batch_norm.default)
-def batch_norm(call: Call) -> Tokens:
-    """In evaluation, each element by itself, with numbers for each channel, dimension 1."""
-    x = call.node.args[0]
-    call.only(x)
-    if call["training"] or call["running_mean"] is None:
-        call.refuse(_STATISTICS)
-    if call.one_of().dim == min(1, len(call.shape(x)) - 1):
-        call.refuse("the tokens are in its channel dimension")
-    return call.tokens(x)
-
-
-@rule(aten.group_norm.default)
-def group_norm(call: Call) -> Tokens:
-    """[N, C, ...]: statistics over all but the first dimension."""
-    x = call.node.args[0]
-    call.only(x)
-    if call.one_of().dim != 0:
-        call.refuse("its statistics are taken over the tokens")
-    return call.tokens(x)
 
 
 def _dims(call: Call, ndim: int) -> list[int]:
@@ -45,19 +22,11 @@ def _dims(call: Call, ndim: int) -> list[int]:
     return [d % ndim for d in ([dims] if isinstance(dims, int) else dims)]
 
 
-def _left(call: Call, tokens: Tokens, dims: list[int]) -> Tokens:
-    """Where tokens are once other dimensions are gone."""
-    gone = 0 if call["keepdim"] else sum(d < tokens.dim for d in dims)
-    return tokens.at(tokens.dim - gone)
-
-
-@rule(*overloads("sum mean"))
-def total(call: Call) -> Tokens | None:
-    x, tokens = call.node.args[0], call.one_of()
+@combined(*overloads("sum mean"))
+def total(call: Call, tokens: Tokens) -> None:
+    x = call.node.args[0]
     shape = call.shape(x)
     dims = _dims(call, len(shape))
-    if tokens.dim not in dims:
-        return _left(call, tokens, dims)
     graph, mean = call.graph, call.target._opname == "mean"
 
     def lower():
@@ -74,15 +43,12 @@ def total(call: Call) -> Tokens | None:
         return result if wide == dtype else graph.call(aten.to.dtype, result, dtype)
 
     call.lower, call.said = lower, "Partial, all-reduced"
-    return None
 
 
-@rule(*overloads("any all"))
-def logical(call: Call) -> Tokens | None:
-    x, tokens = call.node.args[0], call.one_of()
+@combined(*overloads("any all"))
+def logical(call: Call, tokens: Tokens) -> None:
+    x = call.node.args[0]
     dims = _dims(call, len(call.shape(x)))
-    if tokens.dim not in dims:
-        return _left(call, tokens, dims)
     graph, every = call.graph, call.target._opname == "all"
 
     def lower():
@@ -95,38 +61,14 @@ def logical(call: Call) -> Tokens | None:
         return graph.call(aten.logical_not.default, result) if every else result
 
     call.lower, call.said = lower, "counted over all ranks"
-    return None
 
 
-@rule(
-    *overloads(
-        "amax amin max min var std var_mean std_mean logsumexp norm linalg_vector_norm prod "
-        "nansum nanmean median count_nonzero aminmax"
-    )
-)
-def over_others(call: Call):
-    """Over other dimensions only."""
-    if len(call.operands) == 2:
-        from deepsp.compile.sharding.rules.pointwise import pointwise
-
-        return pointwise(call)
-    x, tokens = call.node.args[0], call.one_of()
-    dims = _dims(call, len(call.shape(x)))
-    if "dim" not in call.named or tokens.dim in dims:
-        call.refuse(_ALL)
-    place = _left(call, tokens, dims)
-    value = call.node.meta["val"]
-    return [place for _ in value] if isinstance(value, (list, tuple)) else place
-
-
-@rule(aten.amax.default, aten.amin.default, aten.max.default, aten.min.default)
-def extreme(call: Call) -> Tokens | None:
+@combined(aten.amax.default, aten.amin.default, aten.max.default, aten.min.default)
+def extreme(call: Call, tokens: Tokens) -> None:
     """Over the tokens, the ranks' own are compared. Equal ones share the gradient, on whichever
     ranks they are."""
-    x, tokens = call.node.args[0], call.one_of()
+    x = call.node.args[0]
     dims = _dims(call, len(call.shape(x)))
-    if tokens.dim not in dims:
-        return _left(call, tokens, dims)
     graph, most = call.graph, call.target._opname.endswith("max")
 
     def lower():
@@ -159,14 +101,3 @@ def extreme(call: Call) -> Tokens | None:
         return graph.call(aten.add.Tensor, result, rest)
 
     call.lower, call.said = lower, "compared over all ranks"
-    return None
-
-
-@rule(*overloads("layer_norm native_layer_norm rms_norm _fused_rms_norm"))
-def last_dimensions(call: Call):
-    x, tokens = call.node.args[0], call.tokens(call.node.args[0])
-    call.only(x)
-    if tokens is None or tokens.dim >= len(call.shape(x)) - len(call["normalized_shape"]):
-        call.refuse("its statistics are taken over the tokens")
-    value = call.node.meta["val"]
-    return [tokens for _ in value] if isinstance(value, (list, tuple)) else tokens

@@ -2,58 +2,19 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from dataclasses import replace
 
 import torch
 from torch.utils._sympy.functions import Max, Min
 
-from deepsp import dims
-from deepsp.compile.sharding.rules import SHIFTED, Call, overloads, refused, rule
+from deepsp.compile.sharding.rules import Call, by_rows, refused, rule
 from deepsp.compile.sharding.tokens import Sequence, Size, Tokens, same, size_of
 
 aten = torch.ops.aten
 
 _MOVED = "it moves tokens along the sequence, from one rank to another"
 refused("rot90 as_strided tril_indices", _MOVED)
-
-
-@rule(aten.flip.default, aten.roll.default)
-def turned(call: Call) -> Tokens:
-    """Along other dimensions each token stays where it is."""
-    tokens, ndim = call.one_of(), len(call.out)
-    if not call["dims"] or tokens.dim in [d % ndim for d in call["dims"]]:
-        call.refuse(_MOVED)
-    return tokens
-
-
-@rule(
-    *overloads(
-        "avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d adaptive_avg_pool1d "
-        "adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d max_pool1d_with_indices "
-        "max_pool2d_with_indices"
-    )
-)
-def pool(call: Call):
-    """Over the last one, two or three dimensions."""
-    tokens, ndim = call.one_of(), len(call.shape(call.node.args[0]))
-    over = int(re.search(r"(\d)d", call.target._opname)[1])
-    if tokens.dim >= ndim - over:
-        call.refuse("it makes windows of neighbouring tokens, some of which other ranks have")
-    value = call.node.meta["val"]
-    return [tokens for _ in value] if isinstance(value, (list, tuple)) else tokens
-
-
-@rule(aten.unfold.default)
-def unfold(call: Call) -> Tokens:
-    x, tokens = call.node.args[0], call.one_of()
-    if tokens.dim == call["dimension"] % len(call.shape(x)):
-        call.refuse("it makes windows of neighbouring tokens, some of which other ranks have")
-    return tokens
-
-
-refused("constant_pad_nd pad", "it adds tokens to the sequence or takes some off")
 
 
 @rule(
@@ -91,37 +52,6 @@ def _text(shape) -> str:
     return "[" + ", ".join(str(n) for n in shape) + "]"
 
 
-def _moved(call: Call, how, *args) -> Tokens:
-    """``how``: the order in which it puts dimensions, from their number and ``args``."""
-    tokens = call.one_of()
-    return tokens.at(how(len(call.shape(call.node.args[0])), *args).index(tokens.dim))
-
-
-@rule(*overloads("transpose swapaxes swapdims"))
-def transpose(call: Call) -> Tokens:
-    return _moved(call, dims.transpose, *call.node.args[1:3])
-
-
-@rule(aten.t.default, aten.numpy_T.default, aten.mT.default)
-def turn(call: Call) -> Tokens:
-    return _moved(call, dims.turn, call.target._opname)
-
-
-@rule(aten.permute.default)
-def permute(call: Call) -> Tokens:
-    return _moved(call, dims.permute, call["dims"])
-
-
-@rule(aten.movedim.int, aten.movedim.intlist)
-def movedim(call: Call) -> Tokens:
-    return _moved(call, dims.movedim, call["source"], call["destination"])
-
-
-@rule(aten.unsqueeze.default)
-def unsqueeze(call: Call) -> Tokens:
-    return _moved(call, dims.unsqueeze, call["dim"])
-
-
 @rule(aten.squeeze.dim, aten.squeeze.dims)
 def squeeze(call: Call) -> Tokens:
     x = call.node.args[0]
@@ -130,7 +60,7 @@ def squeeze(call: Call) -> Tokens:
     gone = [d for d in gone if isinstance(shape[d], int) and shape[d] == 1]
     # A part's one token must stay where the full tensor has several.
     call.lower = lambda: call.graph.call(aten.squeeze.dims, call.given(x), gone)
-    return _moved(call, dims.without, gone)
+    return by_rows(call)
 
 
 def window(call: Call, x, tokens: Tokens, begin, end):
@@ -155,7 +85,7 @@ def slice_(call: Call) -> Tokens:
     shape, out = call.shape(x), call.out
     dim = call["dim"] % len(shape)
     if dim != tokens.dim:
-        return tokens
+        return by_rows(call)
     if same(out[dim], shape[dim]) and call["step"] in (None, 1):
         call.lower = lambda: call.graph.call(aten.alias.default, call.given(x))
         return tokens
@@ -201,18 +131,8 @@ def select(call: Call) -> Tokens | None:
     x, tokens = call.node.args[0], call.one_of()
     dim = call["dim"] % len(call.shape(x))
     if dim != tokens.dim:
-        return _moved(call, dims.without, [dim])
+        return by_rows(call)
     return _one_token(call, x, tokens, _index(call, call["index"], call.shape(x)[dim]), False)
-
-
-@rule(*overloads("split split_with_sizes chunk unbind tensor_split unsafe_split unsafe_chunk"))
-def split(call: Call) -> list[Tokens]:
-    x, tokens = call.node.args[0], call.one_of()
-    dim = call["dim"] % len(call.shape(x))
-    if dim == tokens.dim:
-        call.refuse("it splits the sequence itself")
-    gone = [dim] if call.target._opname == "unbind" else []
-    return [_moved(call, dims.without, gone) for _ in call.node.meta["val"]]
 
 
 @rule(aten.cat.default, aten.concat.default, aten.concatenate.default)
@@ -225,8 +145,7 @@ def cat(call: Call) -> Tokens:
         return call.one_of()
     if any(t is not None and t.dim == dim for t in map(call.tokens, nodes)):
         return _longer(call, nodes, dim)
-    # All dimensions but this one are alike, and so cut alike.
-    return broadcast_but(call, nodes, dim)
+    return by_rows(call)
 
 
 def _longer(call: Call, nodes: list, dim: int) -> Tokens:
@@ -261,25 +180,6 @@ def _longer(call: Call, nodes: list, dim: int) -> Tokens:
     return Tokens(dim, call.out[dim], Sequence(tuple(lens)))
 
 
-def broadcast_but(call: Call, nodes, dim: int) -> Tokens:
-    """Wants tensors that are alike but in one dimension cut alike."""
-    fixed = {call.tokens(n) for n in nodes if call.graph.values[n].full is None} - {None}
-    found = fixed or {call.tokens(n) for n in nodes} - {None}
-    if len(found) != 1:
-        call.refuse(SHIFTED)
-    (tokens,) = found
-    for node in nodes:
-        call.want(node, tokens)
-    return tokens
-
-
-@rule(aten.stack.default)
-def stack(call: Call) -> Tokens:
-    tokens = broadcast_but(call, call.node.args[0], -1)
-    dim = call["dim"] % len(call.out)
-    return tokens.at(tokens.dim + (dim <= tokens.dim))
-
-
 @rule(aten.repeat.default)
 def repeat(call: Call) -> Tokens:
     x, tokens = call.node.args[0], call.one_of()
@@ -309,47 +209,23 @@ def repeat_interleave(call: Call) -> Tokens:
     return replace(tokens, inner=size_of(tokens.inner * _repeats(call, call["repeats"])))
 
 
-@rule(aten.pad.default, aten.constant_pad_nd.default)
-def pad(call: Call) -> Tokens:
-    x, tokens = call.node.args[0], call.one_of()
-    padding = call["pad"]
-    behind = len(call.shape(x)) - 1 - tokens.dim  # dimensions come last first
-    mine = padding[2 * behind : 2 * behind + 2]
-    if any(not isinstance(n, int) or n != 0 for n in mine):
-        call.refuse("it adds tokens to the sequence or removes some")
-    return tokens
+@rule(aten.expand.default, aten.expand_as.default)
+def expand(call: Call) -> Tokens:
+    x, out = call.node.args[0], call.out
+    tokens, like = call.tokens(x), call["other"]
+    behind = len(out) - len(call.shape(x))
+    if tokens is not None:
+        place = tokens.at(tokens.dim + behind)
+    elif like is not None and call.tokens(like) is not None:
+        place = call.tokens(like)
+        dim = place.dim - behind
+        call.want(x, place.at(dim) if dim >= 0 and not same(call.shape(x)[dim], 1) else None)
+    else:
+        call.refuse("it takes its shape from a sharded tensor")
 
+    def lower():
+        shape = call.graph.shape(place.part(out, call.graph.rank))
+        return call.graph.call(aten.expand.default, call.given(x), shape)
 
-@rule(aten.slice_scatter.default, aten.select_scatter.default)
-def written_into(call: Call) -> Tokens:
-    """A part of another dimension is replaced."""
-    x, new = call.node.args[:2]
-    dim = call["dim"] % len(call.out)
-    gone = call.target is aten.select_scatter.default
-    tokens = call.tokens(x)
-    if call.graph.values[x].full is not None and call.tokens(new) is not None:
-        tokens = call.tokens(new)
-        tokens = tokens.at(tokens.dim + (gone and dim <= tokens.dim))
-    if tokens is None or tokens.dim == dim:
-        call.refuse("it writes some tokens of the sequence")
-    call.want(x, tokens)
-    call.want(new, tokens.at(tokens.dim - (gone and dim < tokens.dim)))
-    return tokens
-
-
-@rule(*overloads("new_zeros new_ones new_full new_empty"))
-def like_nothing(call: Call) -> None:
-    """Only dtype and device are taken from tokens: every rank makes the full tensor."""
-    call.said = "Replicate"
-    return None
-
-
-@rule(aten.tril.default, aten.triu.default, aten.diagonal.default)
-def triangle(call: Call) -> Tokens:
-    tokens, ndim = call.one_of(), len(call.shape(call.node.args[0]))
-    diagonal = call.target is aten.diagonal.default
-    mixed = (call["dim1"], call["dim2"]) if diagonal else (-2, -1)
-    mixed = [d % ndim for d in mixed]
-    if tokens.dim in mixed:
-        call.refuse("its indices are positions of tokens in the sequence")
-    return _moved(call, dims.without, mixed if diagonal else [])
+    call.lower = lower
+    return place

@@ -1,0 +1,380 @@
+"""Rewrites a graph for one device into one rank's graph.
+
+Every value is replicated, or the rank has its tokens of it, or both: what is made of
+full inputs alone (positions, masks, labels that are being shifted) is there in both forms, and the
+one that nobody asks for is dropped at the end. What parameters make of tokens is there as a part
+only: an op on it needs a rule (``deepsp.compile.sharding.rules``) that says where the tokens are in
+its result, or it is refused, with the line of the user's code.
+
+Gradients follow one convention, from which the rest follows: the gradient of a full value is the
+full gradient, the same on every rank; that of a part is the part's. So a full value that is used
+with a part passes through ``replicate``, which sums its gradient over the group in backward; a part
+becomes full by ``all_reduce`` or ``all_gather``, whose backwards need no communication.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+from torch._functorch.autograd_function import autograd_function_apply
+from torch.fx.experimental.symbolic_shapes import free_symbols
+from torch.utils._pytree import tree_leaves
+
+from deepsp.compile.sharding import (
+    caches,
+    outcome,
+    parameters,
+    placing,
+    rules,
+    writes,
+)
+from deepsp.compile.sharding.forms import Forms, Value
+from deepsp.compile.sharding.inputs import role_of
+from deepsp.compile.sharding.messages import CannotShard
+from deepsp.compile.sharding.nodes import (
+    draws_inside,
+    has_tensor,
+    is_differentiated,
+    is_random,
+    is_tensor,
+)
+from deepsp.compile.sharding.normalize import COND, normalize
+from deepsp.compile.sharding.report import Report, places
+from deepsp.compile.sharding.tokens import Tokens, same, size_of
+from deepsp.compile.sharding.weights import summed_by_gathers
+
+_aten = torch.ops.aten
+
+
+class Rewriter(Forms):
+    """One run over a normalised graph. Rules see it as the ``graph`` of their call."""
+
+    def __init__(
+        self,
+        gm,
+        inputs: list,
+        mode,
+        member,
+        gradients: str,
+        outputs: str,
+        chunks: int,
+        query_parts: int | str,
+    ):
+        super().__init__(mode, member, gradients)
+        self.gm, self.old = gm, gm.graph
+        self.inputs, self.outputs = inputs, outputs
+        self.chunks, self.query_parts = chunks, query_parts
+        placeholders = zip(self.old.find_nodes(op="placeholder"), inputs, strict=True)
+        differentiated = {n for n, x in placeholders if is_differentiated(x)}
+        self.gathers = summed_by_gathers(self.old, self.name, differentiated)
+        # Of the new graph: what is made of parameters and tokens, in parts and in full.
+        self.worked: set[fx.Node] = set()
+        self.repeated: dict[fx.Node, fx.Node] = {}
+        self.alike: set[fx.Node] = set()  # placeholders of which all ranks have the same
+        self.attended: set[fx.Node] = set()  # keys and values, of the old graph
+        self.report = Report()
+        self.drop_caches = False
+        self.absent: set[fx.Node] = set()  # outputs of the old graph that are caches
+
+    def run(self) -> fx.Graph:
+        self._placeholders()
+        self.walk()
+        self.current = self.old.output_node()
+        outputs = self.current.args[0]
+        self.absent = caches.found(self, self.current.all_input_nodes)
+        if self.absent and not self.drop_caches:
+            raise CannotShard(
+                "the graph returns the keys or values of attention, a cache, in training; set "
+                "use_cache = False in the model's config, or pass drop_caches=True",
+                next(iter(self.absent)),
+            )
+        self.absent_places = [i for i, n in enumerate(outputs) if n in self.absent]
+        self.new.output(fx.node.map_arg(self.current.args[0], self._output))
+        self.current = None
+        self.new.eliminate_dead_code(is_impure_node=_is_impure)
+        outcome.check_sharded(self)
+        parameters.drop_unused(self)
+        parameters.settle(self)
+        self.new.eliminate_dead_code(is_impure_node=_is_impure)
+        self.new.lint()
+        self.report.count(self.new)
+        return self.new
+
+    def walk(self) -> None:
+        """All nodes between the placeholders and the output."""
+        for node in self.old.nodes:
+            self.current = node
+            if node.op == "get_attr":
+                self.values[node] = Value(self._attribute(node))
+            elif node.op == "call_function":
+                self._visit(node)
+            if node in self.gathers:
+                self.shares.add(self.values[node].full)
+
+    def _attribute(self, node: fx.Node) -> fx.Node:
+        new = self.new.get_attr(node.target)
+        new.meta = dict(node.meta)
+        value = operator.attrgetter(node.target)(self.gm)
+        self.env[new] = self.mode.from_tensor(value) if is_tensor(value) else value
+        return new
+
+    def _placeholders(self) -> None:
+        marked = []
+        for node, value in zip(self.old.find_nodes(op="placeholder"), self.inputs, strict=True):
+            new = self.new.placeholder(node.name)
+            new.meta = dict(node.meta)
+            new.meta["val"] = value
+            self.env[new] = value
+            kind = isinstance(value, torch.nn.Parameter)
+            self.values[node] = Value(new, of_parameter=kind)
+            if node in self.gathers:
+                self.shares.add(new)
+            elif kind:
+                self.parameters_of_group.add(new)
+            if isinstance(value, torch.SymInt):
+                self.know(value, new)
+            role = role_of(node)
+            if role is not None or new in self.parameters_of_group:
+                self.alike.add(new)
+            if role is not None:
+                marked.append((node, role))
+        for node in self.new.find_nodes(op="placeholder"):
+            value = self.env[node]
+            for dim, n in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+                symbol = n.node.expr if isinstance(n, torch.SymInt) else None
+                if symbol is not None and symbol.is_Symbol and symbol not in self.symbols:
+                    self.symbols[symbol] = self.call(_aten.sym_size.int, node, dim)
+        if not marked:
+            raise CannotShard(
+                "no input of this graph is known to hold tokens. Pass the inputs that "
+                "deepsp.prepare_inputs returns, to a model that is captured as one graph"
+                + _break_of(self.gm)
+            )
+        for node, (name, dim) in marked:
+            shape = self.shape_of(node)
+            dim = dim % len(shape)
+            length = shape[dim]
+            if same(length, 1):
+                continue  # one for all tokens
+            tokens = Tokens(dim, length, self.sequence(length))
+            value = self.values[node]
+            value.tokens, value.of_data = tokens, True
+            # Cut at the end of the walk's first use would do as well; here it is at hand.
+            value.mine = self.cut(self.share(value.full), shape, tokens)
+            if value.mine is not None and self.env[value.full].requires_grad:
+                value.full = None
+            self.report.note(node, f"{name}: Replicate -> Shard({dim})")
+
+    def _visit(self, node: fx.Node) -> None:
+        value = node.meta.get("val")
+        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+            return self._item(node)
+        leaves = tree_leaves(value)
+        if leaves and all(isinstance(x, (torch.SymInt, int)) for x in leaves):
+            return self._size(node, value)
+        if not any(is_tensor(x) for x in leaves):
+            return self._plain(node)
+        if getattr(node.target, "_schema", None) is not None and node.target._schema.is_mutable:
+            return writes.in_place(self, node)
+        self.values[node] = self.visit_op(node, node.target)
+
+    def _size(self, node: fx.Node, value) -> None:
+        """A size: computed from the inputs' sizes, which are the full ones."""
+        if isinstance(value, int) or not free_symbols(value) - set(self.symbols):
+            self.values[node] = Value(self.int_(size_of(value)))
+            return
+        new = self.call(node.target, *self.mapped(node.args, self.full))
+        self.know(value, new)
+        self.values[node] = Value(new)
+
+    def _plain(self, node: fx.Node) -> None:
+        """No tensor comes out: modes that are entered and left, and asserts."""
+        if isinstance(node.target, torch._ops.OpOverload) and not node.users:
+            return  # a question, as which dtype two tensors have together
+        if "assert" in str(node.target) or "constrain" in str(node.target):
+            return
+        args, kwargs = self.mapped((node.args, node.kwargs), self.full)
+        self.values[node] = Value(self.call(node.target, *args, **kwargs))
+
+    def mapped(self, args, function):
+        return fx.node.map_arg(args, lambda n: self._as_size(n, function))
+
+    def _as_size(self, node: fx.Node, function):
+        value = self.values[node]
+        return function(node) if has_tensor(node.meta.get("val")) else value.full
+
+    def _item(self, node: fx.Node) -> None:
+        source, index = self.values[node.args[0]], node.args[1]
+        tokens = source.tokens[index] if isinstance(source.tokens, list) else None
+        take = [None if x is None else self.item(x, index) for x in (source.full, source.mine)]
+        if tokens is None and take[1] is not None and take[0] is None:
+            take = [take[1], None]
+        self.values[node] = Value(take[0], take[1], tokens, source.of_parameter, source.of_data)
+        if (node.args[0], index) in self.own:
+            self.own[node] = self.own[node.args[0], index]
+            self.values[node] = Value(None, take[1], None, True, True)
+
+    def item(self, node: fx.Node, index: int) -> fx.Node:
+        """One of a node's results. What is no more than put together is used as it is: what nobody
+        uses of it can be dropped."""
+        put_together = node.target is tuple
+        return node.args[0][index] if put_together else self.call(operator.getitem, node, index)
+
+    def module(self, module: fx.GraphModule, name: str) -> fx.Node:
+        """A new module for the new graph, for an op that holds a function."""
+        while hasattr(self.gm, name):
+            name += "_"
+        self.gm.add_submodule(name, module)
+        new = self.new.get_attr(name)
+        self.env[new] = module
+        return new
+
+    def visit_op(self, node: fx.Node, target) -> Value:
+        operands = [n for n in node.all_input_nodes if has_tensor(n.meta.get("val"))]
+        values = [self.values[n] for n in operands]
+        flags = {
+            "of_parameter": any(v.of_parameter for v in values),
+            "of_data": any(v.of_data for v in values),
+        }
+        only_mine = any(v.full is None for v in values)
+        # What is random is drawn once: parts are cut from what every rank has.
+        if not only_mine and (is_random(target) or not any(v.tokens for v in values)):
+            return self._full_value(node, target, values, flags)
+        call = rules.Call(self, node, target)
+        try:
+            tokens = rules.find(call)(call)
+            if not tokens and not only_mine:  # a reduction of a replicated tensor as well
+                return self._full_value(node, target, values, flags)
+            mine = call.lower()
+        except CannotShard as error:
+            self.own.pop(node, None)
+            # What parameters make of tokens is never computed in full, on every rank, in silence.
+            if only_mine or all(flags.values()):
+                raise (error if error.node else error.at(node)) from error.__cause__
+            return self._full_value(node, target, values, flags)
+        if node in self.own:
+            self.report.note(node, "local tokens")
+            return Value(None, mine, None, **flags)
+        if not tokens:
+            self.report.note(node, call.said or "Replicate")
+            return Value(mine, of_parameter=True, of_data=True)
+        self._check(node, mine, tokens)
+        if only_mine or (all(flags.values()) and not placing.of_pairs(self, node)):
+            self.report.note(node, call.said or places(tokens))
+            self.worked.add(mine)
+            return Value(None, mine, tokens, **flags)
+        return Value(self.emit_full(node, target), mine, tokens, **flags)
+
+    def _full_value(self, node: fx.Node, target, values: list[Value], flags: dict) -> Value:
+        """What every rank computes; and its part, if it is plain which of its dimensions holds
+        tokens."""
+        full = self.emit_full(node, target)
+        if all(flags.values()):
+            self.repeated[full] = node
+        tokens = None
+        if (flags["of_data"] or not values) and is_tensor(node.meta["val"]):
+            tokens = placing.placed(self, node, values)
+        if tokens is None:
+            return Value(full, **flags)
+        mine = self.cut(self.share(full), self.shape_of(node), tokens)
+        return Value(full, mine, tokens, **flags)
+
+    def emit_full(self, node: fx.Node, target) -> fx.Node:
+        # What is summed by a gather has its gradient there, whatever form others need.
+        form = self.all_of if node in self.gathers else self.full
+        args, kwargs = self.mapped((node.args, node.kwargs), form)
+        new = self.call(target, *args, **kwargs)
+        held, given = [], ()
+        if target is COND:
+            held, given = args[1:3], args[3]
+        elif target is autograd_function_apply:
+            held, given = args[:1], args[2:]
+        if self.size > 1 and any(self._draws(function, given) for function in held):
+            raise CannotShard(
+                "a function inside of it draws random numbers for replicated tensors, and every "
+                "rank would draw different ones; draw them outside and pass them in",
+                node,
+            )
+        if is_random(target) and self.size > 1:
+            return rules.agree(self, node, target, args, kwargs, new)
+        return new
+
+    def _draws(self, function: fx.Node, operands) -> bool:
+        values = [self.env[x] if isinstance(x, fx.Node) else x for x in operands]
+        values = [x.detach() if is_tensor(x) else x for x in values]
+        return draws_inside(normalize(self.env[function], values, self.mode))
+
+    def _check(self, node: fx.Node, mine: fx.Node, tokens) -> None:
+        """Whether the part has the shape that it should have."""
+        one = not isinstance(tokens, list)
+        of_one_process = [node.meta["val"]] if one else list(node.meta["val"])
+        parts = [self.env[mine]] if one else list(self.env[mine])
+        for full, part, place in zip(
+            of_one_process, parts, [tokens] if one else tokens, strict=True
+        ):
+            shape = [size_of(n) for n in full.shape]
+            if place is not None:
+                fits = 0 <= place.dim < len(shape) and self.equal(shape[place.dim], place.full)
+                if not fits or not self.equal(sum(place.sequence.lens), place.length):
+                    raise CannotShard(
+                        f"expected a tensor that can be {places(place)}, got shape "
+                        f"{tuple(shape)}; this is a bug in deepsp's rule for it",
+                        node,
+                    )
+            expected = place.part(shape, self.rank) if place else shape
+            got = [size_of(n) for n in part.shape]
+            if (
+                part.dtype != full.dtype
+                or len(got) != len(expected)
+                or not all(self.equal(a, b) for a, b in zip(got, expected, strict=True))
+            ):
+                raise CannotShard(
+                    f"expected a local tensor of shape {tuple(expected)} and {full.dtype}, got "
+                    f"{tuple(got)} and {part.dtype}; this is a bug in deepsp's rule for it",
+                    node,
+                )
+
+    def _output(self, node: fx.Node):
+        value = self.values[node]
+        if node in self.absent:
+            self.report.note(node, "an output, a cache: not gathered")
+            return self.call(_aten.empty.memory_format, [0])
+        if value.full is not None:
+            if self.outputs == "local" and value.tokens and value.mine is not None:
+                return value.mine
+            return self.full(node)
+        if value.tokens is None or (self.outputs == "local" and value.tokens.order is not None):
+            raise CannotShard("it returns the order in which each rank sorted its own tokens", node)
+        if self.outputs == "local":
+            return value.mine
+        self.report.note(node, "an output: gathered, Replicate")
+        return self.all_gather(value.mine, self.shape_of(node), value.tokens)
+
+
+def _break_of(gm: fx.GraphModule) -> str:
+    """Why Dynamo cut the user's code here."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return (
+            "; torch.compile(..., fullgraph=True) says where it isn't. Code that was compiled "
+            "with graph breaks before, in this process, keeps them: call torch._dynamo.reset()"
+        )
+    at = reason.user_stack[-1] if reason.user_stack else None
+    place = f"\n  {at.filename}:{at.lineno}, in {at.name}: {at.line}" if at else ""
+    return f". The graph ends with a break: {reason.reason.splitlines()[0]}{place}"
+
+
+def _is_impure(node: fx.Node) -> bool:
+    """What must stay though nobody uses it: writes, and modes that are entered or left. Random
+    values needn't: of the two forms of one, only that which is used draws numbers."""
+    target = node.target
+    if node.op != "call_function":
+        return node.op in ("placeholder", "output")
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.is_mutable
+    return getattr(target, "__name__", "") in (
+        "_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode",
+        "_exit_inference_mode",
+    )  # fmt: skip

@@ -1,0 +1,101 @@
+"""How placements follow what depends on the parts that a rank's tensor consists of: pieces along
+the sharded axis, joins along it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from deepsp.schedule.flow import reshapes
+from deepsp.schedule.flow.values import Call, Place, Split
+
+
+def _cut(call: Call, begin: int, length: int, dim: int) -> Place:
+    """What a piece [begin, begin + length) along the sharded axis is."""
+    x = call["self"]
+    value = call.value(x)
+    at, parts = 0, []
+    for part in value.place.parts:
+        if begin <= at < begin + length and at + part <= begin + length:
+            parts.append(part)
+        at += part
+    if sum(parts) != length or length == 0:
+        parts = value.place.parts
+        known = f" of {', '.join(map(str, parts))} here" if len(parts) > 1 else ""
+        call.fail_split(
+            value,
+            f"[{begin}:{begin + length}] is taken along axis {dim}, along which each rank has its "
+            f"local part only{known} (for a weight of several projections, pass parts= to shard)",
+        )
+    return Split(dim, tuple(parts), value.place.origin)
+
+
+def _along(call: Call) -> int | None:
+    """The dimension of a cut, if it is the sharded one."""
+    x = call["self"]
+    dim = call["dim"] % max(x.dim(), 1)
+    return dim if call.value(x).split and call.place(x).axis == dim else None
+
+
+def split(call: Call, outs) -> list[Place] | None:
+    dim = _along(call)
+    if dim is None:
+        return None
+    found, begin = [], 0
+    for piece in outs:
+        found.append(_cut(call, begin, piece.size(dim), dim))
+        begin += piece.size(dim)
+    return found
+
+
+def piece(call: Call, out: Tensor) -> Place | None:
+    """``slice`` and ``narrow``."""
+    dim, x = _along(call), call["self"]
+    value = call.value(x)
+    begin, step = call["start"] or 0, call["step"] or 1
+    if value.split and out.shape == x.shape and begin == 0:
+        return value.place
+    if dim is None:
+        return None
+    if step != 1:
+        call.fail_split(value, f"every {step}th element is taken along axis {dim}")
+    begin, _, _ = slice(int(begin), None).indices(x.size(dim))
+    return _cut(call, begin, out.size(dim), dim)
+
+
+def cat(call: Call, out: Tensor) -> Place | None:
+    """Along the sharded axis: the parts of one tensor after those of the other."""
+    tensors = [t for t in call["tensors"] if t.numel() > 0 or t.dim() > 1] or list(call["tensors"])
+    dim = call["dim"] % max(out.dim(), 1)
+    values = [call.value(t) for t in tensors]
+    first = next((v for v in values if v.split), None)
+    if first is None or len(tensors) == 1 or any(not v.split for v in values):
+        return None
+    if any(v.place.axis != dim for v in values):
+        return None
+    return Split(dim, tuple(p for v in values for p in v.place.parts), first.place.origin)
+
+
+def repeat_interleave(call: Call, out: Tensor) -> Place | None:
+    x = call["self"]
+    value = call.value(x)
+    if not value.split:
+        return value.place
+    dim, times = call["dim"], call["repeats"]
+    if dim is None or value.place.axis is None or not isinstance(times, int):
+        call.fail_split(value, "it is repeated")
+    if dim % x.dim() != value.place.axis:
+        return value.place
+    return Split(value.place.axis, tuple(n * times for n in value.place.parts), value.place.origin)
+
+
+RULES = {
+    **dict.fromkeys(("split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split",
+                     "unsafe_chunk", "unsafe_split_with_sizes"), split),
+    "slice": piece,
+    "narrow": piece,
+    **dict.fromkeys(("cat", "concat", "concatenate"), cat),
+    "repeat_interleave": repeat_interleave,
+    **dict.fromkeys(("view", "reshape", "flatten", "unflatten", "ravel", "view_as", "reshape_as",
+                     "_unsafe_view"), reshapes.reshape),
+}  # fmt: skip
+"""By op: what its results are, from the call and the results. None: as the table of rows says."""

@@ -1,0 +1,220 @@
+"""What an op does to the placements that its operands have: a row of :mod:`deepsp.placement`, or a
+refusal that says what to do."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from torch import Tensor
+
+from deepsp import placement
+from deepsp.placement import ANYTHING, MEAN, SUM, Row, Rule
+from deepsp.schedule.flow.values import Call, Place, Value
+from deepsp.schedule.placement import PARTIAL, REPLICATE
+
+_ADVICE = {
+    "scaled_dot_product_attention": "use parallelize_attention (deepsp.DistributedAttention), or "
+    "gather the tokens with all_gather before the projections",
+    "embedding": "shard an nn.Embedding through the schedule, which masks the ids of other ranks",
+    **dict.fromkeys(
+        ("layer_norm", "rms_norm", "group_norm"),
+        "shard the norm through the schedule, which takes its statistics over the group",
+    ),
+}
+
+
+def places_of(call: Call) -> Place | list[Place]:
+    """What the results are: of all alike, or one each.
+
+    Raises:
+        ValueError: there is no row for what the operands are.
+    """
+    rule = placement.find(call.target)
+    if rule is None:
+        value = next(v for _, v in call.tensors if not v.replicated)
+        fix = "fwd_post all_reduce" if value.partial else "fwd_pre all_gather"
+        call.fail(
+            f"what it does to {value.name}, which is {value.place}, isn't known; make it Replicate "
+            f"before (sync with {fix}), or shard a module around it with a registered method"
+        )
+    rows = rule.rows(call)
+    found = [r for r in rows if all(_fits(t, v, r) for t, v in call.tensors) and _deciding(call, r)]
+    known = [r for r in found if all(v.place.axis is not None for _, v in call.tensors if v.split)]
+    if known:
+        row = known[0]
+        _check_parts(call, row)
+        return _outputs(call, rule, row)
+    unknown = [t for t, v in call.tensors if v.split and v.place.axis is None]
+    if unknown and found:
+        return _unknown(call, rule, rows, found, unknown)
+    _refuse(call, rule, rows)
+
+
+def _fits(tensor: Tensor, value: Value, row: Row) -> bool:
+    place = row.place(tensor)
+    if place is ANYTHING or (value.uniform and not isinstance(place, str)):
+        return not (value.split and value.place.axis != place) or place is ANYTHING
+    if value.split:
+        return isinstance(place, int) and value.place.axis in (None, place)
+    return place == (SUM if value.partial else None)
+
+
+def _first(call: Call) -> tuple[Tensor, Value]:
+    """The operand that decides: a sharded one of a known axis, if there is one."""
+    sharded = [(t, v) for t, v in call.tensors if v.split]
+    return next((x for x in sharded if x[1].place.axis is not None), sharded[0])
+
+
+def _check_parts(call: Call, row: Row) -> None:
+    sharded = [(t, v) for t, v in call.tensors if v.split and row.place(t) is not ANYTHING]
+    for t, v in sharded[1:]:
+        first, of = sharded[0]
+        grouped = call.name == "scaled_dot_product_attention"  # heads: as many parts will do
+        alike = len if grouped else tuple
+        if alike(v.place.parts) != alike(of.place.parts):
+            call.fail(
+                f"{of.name} is {of.place}, of local shape {list(first.shape)}, but {v.name} is "
+                f"{v.place}, of local shape {list(t.shape)}: expected the same parts, got "
+                f"{list(of.place.parts)} and {list(v.place.parts)}; gather one of them with "
+                "all_gather"
+            )
+
+
+def _deciding(call: Call, row: Row) -> list[Value]:
+    """The sharded operands that a row's result takes its parts from: not one that fits any
+    placement. One that isn't read decides where nothing else does: a copy's destination."""
+    sharded = [(row.place(t), v) for t, v in call.tensors if v.split]
+    read = [v for place, v in sharded if place is not ANYTHING]
+    return (
+        read
+        or [v for _, v in sharded if row.outputs is None or v.place.axis in (None, row.outputs)]
+        or [v for _, v in call.tensors if v.partial]
+    )
+
+
+def _outputs(call: Call, rule: Rule, row: Row) -> Place | list[Place]:
+    origin = _deciding(call, row)[0].place
+
+    def one(place) -> Place:
+        if place is None:
+            return REPLICATE
+        if isinstance(place, int):
+            return origin.at(place)
+        if place == SUM:
+            return PARTIAL
+        _refuse_combined(call, rule, place)
+
+    outputs = row.outputs
+    return [one(x) for x in outputs] if isinstance(outputs, tuple) else one(outputs)
+
+
+def _refuse_combined(call: Call, rule: Rule, place: str) -> NoReturn:
+    _, value = _first(call)
+    if place == MEAN and call["reduction"] is not None:
+        call.fail(
+            f"{value.name} is {value.place}, and its local mean isn't the mean of the full tensor; "
+            "use deepsp.cross_entropy, whose mean is over the tokens of all ranks, or sync it with "
+            "all_gather before"
+        )
+    more = " (a sum can be: it is Partial then)" if place == MEAN else ""
+    call.fail_split(value, f"{rule.why}{more}")
+
+
+def _unknown(call: Call, rule: Rule, rows, found, unknown) -> Place | list[Place]:
+    """Sharded along a dimension that isn't known: if any of them would do, the result's isn't
+    known, either."""
+    x = unknown[0]
+    value = call.value(x)
+    if any(v.split and v.place.axis is not None for _, v in call.tensors):
+        at = {r.place(x) for r in found if x.size(r.place(x)) > 1}
+        if len(at) != 1:
+            call.fail_split(value, "it is combined with another sharded tensor")
+        row = next(r for r in found if r.place(x) in at)
+        return _outputs(call, rule, row)
+    if any(y.shape != x.shape for y in unknown):
+        call.fail_split(value, "it is combined with another sharded tensor")
+    for dim in range(x.dim()):
+        there = [r for r in rows if r.place(x) == dim]
+        if not there:
+            call.fail_split(value, rule.why or "it is combined with another tensor")
+        # An operand of this length that every rank has says that it isn't this dimension.
+        for t, v in call.tensors:
+            at = there[0].place(t)
+            ones = x.size(dim) == 1 and isinstance(at, int) and t.size(at) > 1
+            if v.replicated and not v.uniform and ones:
+                call.fail_split(value, f"it is combined with {v.name}, which is Replicate")
+    places = {r.outputs for r in found}
+    if places == {SUM}:
+        return PARTIAL
+    if any(isinstance(p, str) for p in places):
+        call.fail_split(value, rule.why)
+    return value.place
+
+
+def _refuse(call: Call, rule: Rule, rows: list[Row]) -> NoReturn:
+    partial = next(((t, v) for t, v in call.tensors if v.partial), None)
+    if partial is not None:
+        _refuse_partial(call, *partial, rows)
+    first, of = _first(call)
+    advice = _ADVICE.get(call.name, "")
+    axis = of.place.axis
+    mine = [r for r in rows if isinstance(r.place(first), int) and axis in (None, r.place(first))]
+    if not mine:
+        why = rule.why or "what it does along the sharded dimension isn't known"
+        if advice:
+            call.fail(f"{of.name} is {of.place}, and {why}; {advice}")
+        call.fail_split(of, why)
+    row = min(mine, key=lambda r: sum(not _fits(t, v, r) for t, v in call.tensors))
+    other, value = next((t, v) for t, v in call.tensors if not _fits(t, v, row))
+    wanted = row.place(other)
+    said = f"{call.role(first)} ({of.name}) is {of.place}, of local shape {list(first.shape)}"
+    got = f"{call.role(other)} ({value.name}) is {value.place}, of shape {list(other.shape)}"
+    if value.split:
+        both = {t: row.place(t) for t in (first, other)}
+        tile = any(isinstance(r.outputs, int) for r in mine) and wanted is None
+        text = (
+            "each rank would have but a tile of the result"
+            if tile
+            else f"expected {call.role(other)} to be {_said(both[other])}"
+        )
+        call.fail(f"{said}, but {got}: {text}; gather one of them with all_gather")
+    if value.replicated and wanted == SUM:
+        call.fail(
+            f"{got}, and every rank would add it to its term of a sum, so that it would count P "
+            "times; add it after the reduction (a sharded layer's own, or bias=None)"
+        )
+    if value.replicated and isinstance(wanted, int):
+        fix = (
+            "gather the first with all_gather or split the second with scatter (a tensor made from "
+            "local sizes, such as positions, must begin at this rank's place; labels: deepsp.shard)"
+        )
+        if call.role(other) in ("weight", "bias"):
+            fix = (
+                f"shard {call.role(other)} along axis {wanted}, too, or gather {call.role(first)} "
+                "with all_gather"
+            )
+        call.fail(f"{said}, but {got}, the same on every rank along axis {wanted}; {fix}")
+    call.fail(f"{said}, but {got}: expected {_said(wanted)}; gather one of them with all_gather")
+
+
+def _said(place) -> str:
+    return "Replicate" if place is None else "Partial" if place == SUM else f"Shard({place})"
+
+
+def _refuse_partial(call: Call, tensor: Tensor, value: Value, rows: list[Row]) -> NoReturn:
+    sums = [r for r in rows if r.place(tensor) == SUM]
+    others = [(t, v) for t, v in call.tensors if t is not tensor]
+    sharded = next((v for _, v in others if v.split), None)
+    if sharded is not None:
+        call.fail_partial(value, f"it is combined with {sharded.name}, which is {sharded.place}")
+    number = next((x for x in (call["other"], call["self"]) if isinstance(x, (int, float))), None)
+    if not sums and number is not None and call.name in ("add", "sub", "rsub"):
+        call.fail_partial(value, f"{number}, which is Replicate, would count P times")
+    if sums:
+        other, held = next((t, v) for t, v in others if not _fits(t, v, sums[0]))
+        if sums[0].place(other) == SUM:
+            role = call.role(other)
+            what = f"{held.name}" if role in ("self", "other") else f"{role} ({held.name})"
+            call.fail_partial(value, f"{what}, which is Replicate, would count P times")
+        call.fail_partial(value, f"{held.name} is Partial, too, and this isn't linear in both")
+    call.fail_partial(value, "this isn't linear")
