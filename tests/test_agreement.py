@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor  # assert_close imports it: too late where time is short
 from harness import Workers, on_ranks
 from reference import attention, draw
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -66,11 +66,11 @@ def _differences():
     same = torch.arange(5.0)
     assert first_difference([("a", same), ("b", same)]) is None
     other = same + (rank == last)
-    assert first_difference([("a", same), ("b", other)]) == ("b", 0, last)
+    assert first_difference([("a", same), ("b", other)])[:3] == ("b", 0, last)
     more = [("a", same)] + [("b", same)] * (rank == last)
-    assert first_difference(more) == ("b", 0, last)
-    assert first_difference([] if rank == 0 else more) == ("a", 0, 1)
-    assert first_difference([("a", same[: 4 + (rank != 1)])]) == ("a", 0, 1)
+    assert first_difference(more)[:3] == ("b", 0, last)
+    assert first_difference([] if rank == 0 else more)[:3] == ("a", 0, 1)
+    assert first_difference([("a", same[: 4 + (rank != 1)])])[:3] == ("a", 0, 1)
     assert first_difference([("a", same.to(torch.float64 if rank else torch.float32))]) is not None
 
 

@@ -138,6 +138,13 @@ def _nested():
     assert _alike(model.middle) and not torch.equal(model.middle, middle)
     assert _alike(torch.rand(3))
 
+    drawn = []
+    with sharded_randomness():
+        for _ in range(2):
+            with randomness.common_randomness("inner"):
+                drawn.append(torch.rand(9))
+    assert _alike(drawn[0]) and _alike(drawn[1]) and not torch.equal(*drawn)
+
     both = Outer()
     _give({both: "sharded", both.inner: "sharded"})
     both(x)

@@ -206,7 +206,8 @@ def _sharded_inputs():
     torch.testing.assert_close(part.grad, x.grad.split(lens["ids"], 1)[rank])
 
     other = torch.zeros(2, 5, dtype=torch.int64 if rank else torch.int32)
-    with pytest.raises(ValueError, match=r"of sharded_inputs,.* values on ranks 0 and 1;.*shape"):
+    message = r"of sharded_inputs,.*int32.* on rank 0 and .*int64.* on rank 1;.*shape"
+    with pytest.raises(ValueError, match=message):
         deepsp.prepare_inputs(other, sharded_inputs=True)
 
 

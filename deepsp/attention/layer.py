@@ -13,7 +13,8 @@ from deepsp.attention import function as local
 from deepsp.attention import parts, rope
 from deepsp.attention.documents import ranges_of
 from deepsp.attention.projections import biases, check_linear, head_sizes, is_wide
-from deepsp.ranks.groups import Group, compare_calls, member_of
+from deepsp.ranks.agreement import compare_calls
+from deepsp.ranks.groups import Group, member_of
 from deepsp.ranks.lengths import lens_or_equal
 from deepsp.weights.partitioned import check_linear_here
 

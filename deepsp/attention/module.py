@@ -14,7 +14,8 @@ from deepsp.attention import chunks as auto_chunks
 from deepsp.attention import function as local
 from deepsp.attention import parts
 from deepsp.attention.distributed import attend_over
-from deepsp.ranks.groups import Group, compare_calls, member_of
+from deepsp.ranks.agreement import compare_calls
+from deepsp.ranks.groups import Group, member_of
 
 
 def _is_followed() -> bool:

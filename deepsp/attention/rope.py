@@ -28,18 +28,8 @@ def angles_of(
     interleaved: bool,
     look: bool,
 ) -> tuple[Tensor, Tensor] | None:
-    """Cosine and sine for the ``total`` tokens of the full sequence, as :func:`angles` has them;
-    None: there is no rotary embedding.
-
-    Args:
-        x: the layer's input.
-        total: the number of tokens of the full sequence.
-        position_ids: [S] or [1 or B, S]; None: 0, 1, 2, ...
-        rotary: what the layer or its caller was given.
-        theta: the layer's ``rope_theta``; with it there is no ``rotary``.
-        head_dim: the number of channels of a head.
-        interleaved: as in :func:`rotate`.
-        look: as in :func:`of_pair`.
+    """Cosine and sine for the ``total`` tokens of the full sequence, as :func:`angles` has them,
+    from a layer's arguments; None: there is no rotary embedding.
 
     Raises:
         ValueError: arguments that don't fit each other or the sequence.

@@ -12,10 +12,9 @@ import torch
 
 from deepsp.data.deal import describe, exchange, local_batch
 from deepsp.data.sharding import Path, check_dim, hand_out, name_of, shard_batch
-from deepsp.ranks.agreement import first_difference
+from deepsp.ranks.agreement import compare_calls, first_difference
 from deepsp.ranks.groups import (
     Group,
-    compare_calls,
     device_of,
     member_of,
     objects_on_all_ranks,

@@ -1,7 +1,8 @@
 """Whether all ranks of a group hold the same: tensors, compared by a number each, and other values.
 
 Every rank calls :func:`first_difference` with what it holds; the caller says by
-:meth:`Difference.error` what should be the same, and what to do.
+:meth:`Difference.error` what should be the same, and what to do. :func:`compare_calls` does both
+for the arguments of a call, as C++ does with ``DEEPSP_DEBUG=1``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from deepsp.ranks.groups import Group, device_of, member_of, objects_on_all_ranks, on_all_ranks
+from deepsp.ranks.groups import (
+    Group,
+    Member,
+    device_of,
+    member_of,
+    objects_on_all_ranks,
+    on_all_ranks,
+)
 
 # 32-bit words whose weighted sum is taken at once: what that makes in between stays in a cache.
 _WORDS = 1 << 18
@@ -90,12 +98,17 @@ class Difference(NamedTuple):
     """The first item that differs, as ``rank`` names it, or ``other`` if ``rank`` has no more."""
     rank: int
     other: int
+    values: tuple[Any, Any]
+    """What the two ranks have: numbers of tensors, the text of other values, None for no item."""
 
     def error(self, what: str, advice: str) -> ValueError:
         """The error to raise: ``what`` should be the same; ``advice`` says what to do."""
+        got = f"different values on ranks {self.rank} and {self.other}"
+        if not any(isinstance(value, int) for value in self.values):
+            one, two = ("nothing" if value is None else value for value in self.values)
+            got = f"{one} on rank {self.rank} and {two} on rank {self.other}"
         return ValueError(
-            f"expected {what} to be the same on every rank of the group, got different values on "
-            f"ranks {self.rank} and {self.other}; {advice}"
+            f"expected {what} to be the same on every rank of the group, got {got}; {advice}"
         )
 
 
@@ -103,13 +116,13 @@ def first_difference(
     items: Iterable[tuple[str, Tensor | Any]], group: Group = None
 ) -> Difference | None:
     """All ranks make this call, each with what it holds by name: tensors, and other values, which
-    are compared by their ``repr``. One small collective, another one where there is a difference.
+    are compared as text. One small collective, another one where there is a difference.
 
     Returns:
         The first item in which ranks differ (another name, shape, dtype or contents, or none left),
         and the first two ranks that differ there; None: all hold the same.
     """
-    numbers = [(n, digest_of(n, x) if isinstance(x, Tensor) else repr(x)) for n, x in items]
+    numbers = [(n, digest_of(n, x) if isinstance(x, Tensor) else str(x)) for n, x in items]
     return difference(numbers, group)
 
 
@@ -132,5 +145,32 @@ def difference(mine: Sequence[tuple[str, Any]], group: Group = None) -> Differen
         of_ranks = [theirs[n] if n < len(theirs) else None for theirs in every]
         other = next((r for r, item in enumerate(of_ranks) if item != of_ranks[0]), None)
         if other is not None:
-            return Difference((of_ranks[0] or of_ranks[other])[0], 0, other)
+            one, two = of_ranks[0], of_ranks[other]
+            return Difference((one or two)[0], 0, other, (one and one[1], two and two[1]))
     raise AssertionError("digests differ, and nothing in them does")
+
+
+def compare_calls(op: str, member: Member, like: Tensor, **arguments) -> bool:
+    """All ranks make this call, and what ``op`` is given is the same on all (two small
+    collectives, on the device of ``like``).
+
+    Returns:
+        Whether they were compared: not where ``like`` has no data, and nothing is sent.
+
+    Raises:
+        ValueError: on every rank, naming the first argument that differs, and who passes what.
+    """
+    if like.is_meta or isinstance(like, FakeTensor):
+        return False
+    said = [f"{name} {value}" for name, value in arguments.items()]
+    try:
+        with torch._C.DisableTorchFunction():
+            torch.ops.deepsp._check_agreement(op, said, like, *member)
+    except ValueError as error:
+        if "passes seq_lens" not in str(error):
+            raise
+        raise ValueError(
+            f"{error}. seq_lens lists the number of tokens of each rank; None means that all ranks "
+            "have the same number"
+        ) from None
+    return True

@@ -9,8 +9,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 Group = dist.ProcessGroup | DeviceMesh | None
@@ -100,32 +98,6 @@ def _outside() -> str:
         f"expected group to include this process (rank {dist.get_rank()}), which isn't in it; call "
         "this on the ranks of the group only"
     )
-
-
-def compare_calls(op: str, member: Member, like: Tensor, **arguments) -> bool:
-    """All ranks make this call, and what ``op`` is given is the same on all (two small
-    collectives, on the device of ``like``).
-
-    Returns:
-        Whether they were compared: not where ``like`` has no data, and nothing is sent.
-
-    Raises:
-        ValueError: on every rank, naming the first argument that differs, and who passes what.
-    """
-    if like.is_meta or isinstance(like, FakeTensor):
-        return False
-    said = [f"{name} {value}" for name, value in arguments.items()]
-    try:
-        with torch._C.DisableTorchFunction():
-            torch.ops.deepsp._check_agreement(op, said, like, *member)
-    except ValueError as error:
-        if "passes seq_lens" not in str(error):
-            raise
-        raise ValueError(
-            f"{error}. seq_lens lists the number of tokens of each rank; None means that all ranks "
-            "have the same number"
-        ) from None
-    return True
 
 
 def objects_on_all_ranks(value: Any, group: Group | Member, device: torch.device) -> list[Any]:

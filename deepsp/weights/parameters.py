@@ -160,11 +160,14 @@ def _check(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> None:
 
 
 def _check_ranks_agree(member: Member, parameters) -> None:
-    mine = [(f"{n} ({p.dtype}, {list(p.shape)}, gathered in {d})", None) for n, p, d in parameters]
-    found = first_difference(mine, member)
+    said = [
+        (f"parameter {i}", f"{n}: {p.dtype} {list(p.shape)}, gathered in {d}")
+        for i, (n, p, d) in enumerate(parameters)
+    ]
+    found = first_difference(said, member)
     if found is not None:
         raise found.error(
-            f"the parameters, their shapes and dtypes ({found.name})",
+            f"module: {found.name}",
             "make the same model, and pass the same dtype, min_numel and skip, on all ranks",
         )
 

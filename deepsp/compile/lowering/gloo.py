@@ -20,15 +20,15 @@ _GATHER = _c10d.all_gather_into_tensor.default
 _EXCHANGE = _c10d.all_to_all_single.default
 
 
-def _on_gloo(group, device: torch.device) -> bool:
+def on_gloo(group, device: torch.device) -> bool:
     """``group``: its name, or itself, as torch 2.13 also takes it."""
-    if isinstance(group, str):
-        group = distributed_c10d._resolve_process_group(group)
-    if not isinstance(group, distributed_c10d.ProcessGroup):
-        return False  # an input of the graph: not known here
     try:
+        if isinstance(group, str):
+            group = distributed_c10d._resolve_process_group(group)
+        if not isinstance(group, distributed_c10d.ProcessGroup):
+            return False  # an input of the graph: not known here
         return group._get_backend(device).name() == "gloo"
-    except RuntimeError:  # no backend for such tensors
+    except (RuntimeError, ValueError):  # traced for a group that isn't here, or for other tensors
         return False
 
 
@@ -44,7 +44,7 @@ def avoid_gathers(graph: fx.Graph) -> None:
         else:
             part, size, group = node.args
         value = part.meta["val"]
-        if size == 1 or not _on_gloo(group, value.device):
+        if size == 1 or not on_gloo(group, value.device):
             continue
         rows = value.size(0)
         if not isinstance(rows, int):

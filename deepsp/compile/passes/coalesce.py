@@ -28,6 +28,7 @@ from deepsp.compile.graphs import (
     replace,
     writes,
 )
+from deepsp.compile.lowering.gloo import on_gloo
 from deepsp.compile.passes.recognize import GATHER, GATHER_COALESCED, Gather, find_gathers, uses_of
 
 # Products between the first use of one gather and of the next, at most: a layer's, not a model's.
@@ -51,15 +52,6 @@ def _ahead(node: fx.Node, place: dict[fx.Node, int], at: int) -> list[fx.Node] |
     return sorted(found, key=place.__getitem__)
 
 
-def _runs_on_gloo(group_name: str, device: torch.device) -> bool:
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
-    try:
-        return _resolve_process_group(group_name)._get_backend(device).name() == "gloo"
-    except (RuntimeError, ValueError):
-        return False  # traced for a group that isn't here
-
-
 def _key(gather: Gather) -> tuple | None:
     """Gathers with the same key can share a launch."""
     start = gather.start
@@ -69,8 +61,7 @@ def _key(gather: Gather) -> tuple | None:
     if start.target is GATHER:
         if gather.shards[0].meta["val"].dim() == 0:
             return None
-        group = start.args[2]
-        if device.type != "cpu" and isinstance(group, str) and _runs_on_gloo(group, device):
+        if device.type != "cpu" and on_gloo(start.args[2], device):
             return None
         return (GATHER, device, *start.args[1:])
     if gather.ours:

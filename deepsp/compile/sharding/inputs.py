@@ -113,8 +113,7 @@ def _gathered(batch: Mapping[str, Any], dims: dict[str, int], group: Group) -> d
     if found is not None:
         raise found.error(
             f"{found.name} of sharded_inputs, but for its number of tokens S,",
-            "pass the same sequence dimension, dtype, requires_grad and shape on all ranks; this "
-            f"rank's are {alike}",
+            "pass the same sequence dimension, dtype, requires_grad and shape on all ranks",
         )
     lens = on_all_ranks([batch[name].size(dim) for name, dim in dims.items()], group, device)
     return {

@@ -64,7 +64,7 @@ def together(
     for other, theirs in _wait(store, rank, size).items():
         names = [name for name in said if theirs.get(name) != said[name]]
         if names:
-            found = Difference(names[0], min(rank, other), max(rank, other))
+            found = Difference(names[0], min(rank, other), max(rank, other), (0, 0))
             raise found.error(
                 found.name,
                 f"{SEED}, and give every rank of a sequence group the same full batch (a sampler "

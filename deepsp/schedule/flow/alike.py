@@ -75,7 +75,7 @@ class Alike:
             for other in range(1, size):
                 apart = torch.linalg.vector_norm(every[other, n, :-1] - first[:-1])
                 if apart > rounding * max(first[-1], every[other, n, -1]):
-                    return Difference(what, 0, other)
+                    return Difference(what, 0, other, (0, 0))
         return None
 
 
@@ -86,7 +86,8 @@ def compare_inputs(args: tuple, kwargs: Mapping, member: Member) -> None:
         ValueError: they call the model with other tensors or numbers.
     """
     tensors = [(f"tensor {n}", t) for n, t in enumerate(tensors_in((args, kwargs)))]
-    numbers = [(repr(x), 0) for x in tree_leaves((args, kwargs)) if type(x) in _NUMBERS]
+    known = (x for x in tree_leaves((args, kwargs)) if type(x) in _NUMBERS)
+    numbers = [(f"number {n}", repr(x)) for n, x in enumerate(known)]
     found = first_difference([*tensors, *numbers], member)
     if found is not None:
         raise found.error(
