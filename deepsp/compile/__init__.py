@@ -8,9 +8,9 @@ needs Inductor is imported on first use: Inductor takes longer to import than de
 import importlib
 
 _HOMES = {
-    "CannotShard": "sharding.messages",
+    "CannotShard": "sharding.report",
     "explain": "sharding.explanation",
-    "parallelize": "sharding.parallelize",
+    "parallelize": "sharding.backend",
     "rule": "sharding.rules",
     "FuseGatherCast": "passes.fuse_gather_cast",
     "fuse_gather_cast": "passes.fuse_gather_cast",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from deepsp.placement import dims
+from deepsp.placement.pointwise import broadcast
 from deepsp.placement.table import SUM, Op, Row, row, rule
 
 
@@ -176,8 +177,6 @@ def stack(op: Op) -> list[Row]:
 
 @rule("broadcast_tensors")
 def broadcast_tensors(op: Op) -> list[Row]:
-    from deepsp.placement.pointwise import broadcast
-
     return broadcast(op, op["tensors"])
 
 

@@ -18,8 +18,8 @@ from torch._higher_order_ops.flex_attention import flex_attention
 from torch.fx.experimental import symbolic_shapes
 from torch.utils.checkpoint import CheckpointPolicy
 
-from deepsp.compile.sharding.nodes import is_random, is_tensor
-from deepsp.compile.sharding.weights import COMMUNICATE
+from deepsp.compile.sharding.boundary import COMMUNICATE
+from deepsp.compile.sharding.forms import is_random, is_tensor
 
 _ATTENTION = {
     torch.ops.deepsp.distributed_attention.default,

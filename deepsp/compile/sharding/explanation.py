@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from deepsp.compile.sharding.messages import CannotShard
-from deepsp.compile.sharding.parallelize import parallelize
-from deepsp.compile.sharding.report import Decision, Report
+from deepsp.compile.sharding.backend import parallelize
+from deepsp.compile.sharding.report import CannotShard, Decision, Report
 from deepsp.ranks.groups import Group
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from deepsp.data.sharding import unshard
 from deepsp.ranks.agreement import first_difference
@@ -127,12 +127,3 @@ def _mark(tensor: Tensor, role: str, dim: int) -> None:
     if tensor.size(dim) > 1:
         # Maybe: a block mask that FlexAttention is given holds the length that it was made for.
         torch._dynamo.maybe_mark_dynamic(tensor, dim)
-
-
-def role_of(node: fx.Node) -> tuple[str, int] | None:
-    """The role and the sequence's dimension of a placeholder, if it was marked."""
-    tag = node.meta.get("tensor_dict", {}).get("tag")
-    if not isinstance(tag, str) or not tag.startswith(f"{_PREFIX}:"):
-        return None
-    _, role, dim = tag.split(":")
-    return role, int(dim)

@@ -22,28 +22,30 @@ from torch._functorch.autograd_function import autograd_function_apply
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils._pytree import tree_leaves
 
-from deepsp.compile.sharding import (
-    caches,
-    outcome,
-    parameters,
-    placing,
-    rules,
-    writes,
+from deepsp.compile.sharding import rules
+from deepsp.compile.sharding.boundary import (
+    caches_of,
+    check_sharded,
+    drop_unused_parameters,
+    role_of,
+    settle_gradients,
+    summed_by_gathers,
 )
-from deepsp.compile.sharding.forms import Forms, Value
-from deepsp.compile.sharding.inputs import role_of
-from deepsp.compile.sharding.messages import CannotShard
-from deepsp.compile.sharding.nodes import (
+from deepsp.compile.sharding.forms import (
+    Forms,
+    Value,
     draws_inside,
     has_tensor,
     is_differentiated,
     is_random,
     is_tensor,
+    of_pairs,
+    placed,
 )
-from deepsp.compile.sharding.normalize import COND, normalize
-from deepsp.compile.sharding.report import Report, places
+from deepsp.compile.sharding.normalize import COND, normalize, storage_of
+from deepsp.compile.sharding.report import CannotShard, Report, places
 from deepsp.compile.sharding.tokens import Tokens, same, size_of
-from deepsp.compile.sharding.weights import summed_by_gathers
+from deepsp.placement import functional
 
 _aten = torch.ops.aten
 
@@ -83,7 +85,7 @@ class Rewriter(Forms):
         self.walk()
         self.current = self.old.output_node()
         outputs = self.current.args[0]
-        self.absent = caches.found(self, self.current.all_input_nodes)
+        self.absent = caches_of(self, self.current.all_input_nodes)
         if self.absent and not self.drop_caches:
             raise CannotShard(
                 "the graph returns the keys or values of attention, a cache, in training; set "
@@ -94,9 +96,9 @@ class Rewriter(Forms):
         self.new.output(fx.node.map_arg(self.current.args[0], self._output))
         self.current = None
         self.new.eliminate_dead_code(is_impure_node=_is_impure)
-        outcome.check_sharded(self)
-        parameters.drop_unused(self)
-        parameters.settle(self)
+        check_sharded(self)
+        drop_unused_parameters(self)
+        settle_gradients(self)
         self.new.eliminate_dead_code(is_impure_node=_is_impure)
         self.new.lint()
         self.report.count(self.new)
@@ -177,7 +179,7 @@ class Rewriter(Forms):
         if not any(is_tensor(x) for x in leaves):
             return self._plain(node)
         if getattr(node.target, "_schema", None) is not None and node.target._schema.is_mutable:
-            return writes.in_place(self, node)
+            return _write(self, node)
         self.values[node] = self.visit_op(node, node.target)
 
     def _size(self, node: fx.Node, value) -> None:
@@ -261,7 +263,7 @@ class Rewriter(Forms):
             self.report.note(node, call.said or "Replicate")
             return Value(mine, of_parameter=True, of_data=True)
         self._check(node, mine, tokens)
-        if only_mine or (all(flags.values()) and not placing.of_pairs(self, node)):
+        if only_mine or (all(flags.values()) and not of_pairs(self, node)):
             self.report.note(node, call.said or places(tokens))
             self.worked.add(mine)
             return Value(None, mine, tokens, **flags)
@@ -275,7 +277,7 @@ class Rewriter(Forms):
             self.repeated[full] = node
         tokens = None
         if (flags["of_data"] or not values) and is_tensor(node.meta["val"]):
-            tokens = placing.placed(self, node, values)
+            tokens = placed(self, node, values)
         if tokens is None:
             return Value(full, **flags)
         mine = self.cut(self.share(full), self.shape_of(node), tokens)
@@ -378,3 +380,50 @@ def _is_impure(node: fx.Node) -> bool:
         "_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode",
         "_exit_inference_mode",
     )  # fmt: skip
+
+
+def _write(walk, node: fx.Node) -> None:
+    """A write in place, done out of place where nobody sees the difference."""
+    target = node.args[0]
+    aliases = _aliases(walk, target)
+    if all(walk.values[n].full is not None for n in (*aliases, *node.all_input_nodes)):
+        touched = [walk.env[walk.values[n].full] for n in node.all_input_nodes]
+        differentiated = any(is_differentiated(x) for x in touched)
+        if differentiated and torch.is_grad_enabled():
+            raise CannotShard(
+                "it writes into a tensor that requires grad; write x = x.op(...)", node
+            )
+        new = walk.emit_full(node, node.target)
+        if is_random(node.target):  # what the ranks agreed on
+            new = walk.call(_aten.copy_.default, walk.values[target].full, new)
+        walk.values[node] = Value(new)
+        walk.parts.clear()
+        for n in (*aliases, node):  # parts are cut anew
+            value, tokens = walk.values[n], walk.values[n].tokens
+            if isinstance(tokens, Tokens):
+                value.mine = walk.cut(walk.share(value.full), walk.shape_of(n), tokens)
+        walk.values[node] = walk.values[target]
+        return
+    out_of_place = functional(node.target)
+    seen = [n for n in aliases if n is not target and _used_behind(n, node)]
+    if out_of_place is None or seen or target.op == "placeholder":
+        raise CannotShard("it writes into a tensor that shares memory with others", node)
+    source = node.args[1] if node.target is _aten.copy_.default else None
+    alike = source is not None and _like(node) == _like(source)
+    result = walk.values[source] if alike else walk.visit_op(node, out_of_place)
+    walk.values[node] = walk.values[target] = result
+    walk.rebound.add(target)
+    walk.collected = {key: new for key, new in walk.collected.items() if key[0] is not target}
+
+
+def _like(node: fx.Node) -> tuple:
+    return node.meta["val"].shape, node.meta["val"].dtype
+
+
+def _aliases(walk, node: fx.Node) -> list[fx.Node]:
+    storage = storage_of(node)
+    return [n for n in walk.values if storage_of(n) == storage]
+
+
+def _used_behind(node: fx.Node, behind: fx.Node) -> bool:
+    return any(behind < user for user in node.users)

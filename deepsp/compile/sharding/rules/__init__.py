@@ -29,8 +29,8 @@ import torch
 from torch import fx
 
 from deepsp import placement
-from deepsp.compile.sharding.messages import CannotShard
-from deepsp.compile.sharding.nodes import has_tensor
+from deepsp.compile.sharding.forms import has_tensor
+from deepsp.compile.sharding.report import CannotShard
 from deepsp.compile.sharding.tokens import Size, Tokens, same
 from deepsp.placement import SUM, Row
 from deepsp.placement.table import overloads
@@ -42,6 +42,7 @@ OUTERMOST = (
 )
 _RULES: dict[Any, Callable] = {}
 _REASONS: dict[Any, str] = {}
+_OF_OWN: list[Callable] = []  # the rule for whatever is given a value that a rank has for itself
 _FAMILIES = (
     "views", "products", "indexing", "reductions", "attention", "flex", "losses", "functions",
     "sorting",
@@ -75,6 +76,12 @@ def rule(*ops) -> Callable:
     return register
 
 
+def rule_of_own(function: Callable) -> Callable:
+    """Registers the rule for ops that are given a value that each rank has for its own tokens."""
+    _OF_OWN.append(function)
+    return function
+
+
 def refused(names: str, reason: str) -> None:
     """Says why ops have no rule."""
     for op in overloads(names):
@@ -96,9 +103,7 @@ def find(call: Call) -> Callable:
     """The rule for a call, or one that refuses it."""
     _load()
     if any(n in call.graph.own for n in call.operands):
-        from deepsp.compile.sharding.rules.sorting import follow
-
-        return follow
+        return _OF_OWN[0]
     known = _RULES.get(call.target)
     if known is not None:
         return known

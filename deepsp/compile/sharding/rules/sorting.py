@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from deepsp.compile.sharding.rules import Call, overloads, rule
+from deepsp.compile.sharding.rules import Call, overloads, rule, rule_of_own
 from deepsp.compile.sharding.tokens import Tokens, quotient, same
 
 aten = torch.ops.aten
@@ -55,6 +55,7 @@ def count(call: Call) -> None:
     return None
 
 
+@rule_of_own
 def follow(call: Call) -> Tokens | None:
     """The rule for all that is given an :class:`Own` value."""
     graph, target = call.graph, call.target
