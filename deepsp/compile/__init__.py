@@ -1,8 +1,8 @@
-"""What torch.compile is told of the ops, a backend that shards models, and passes over graphs.
+"""deepsp's ops under torch.compile, a backend that shards models, and passes over graphs.
 
-``lowering``: the ops as Inductor sees them, in their order. ``sharding``: the backend, which
-rewrites a graph into one rank's share of it. ``passes``: over graphs that gather weights. What
-needs Inductor is imported on first use: Inductor takes longer to import than deepsp.
+``lowering``: the ops as Inductor sees them, and their order. ``sharding``: the backend, which
+rewrites a graph into one rank's part. ``passes``: for graphs that gather weights. Modules that need
+Inductor are imported on first use: Inductor takes longer to import than deepsp.
 """
 
 import importlib
