@@ -27,7 +27,7 @@ from deepsp.data.same_batch import compare_batches
 from deepsp.ranks.groups import Group, Member, member_of
 from deepsp.ranks.randomness import sharded_randomness
 
-# Backward is compiled at once, too: one rank's error there would come while the others run theirs.
+# Compile backward at once: an error there must come before any rank runs the graph.
 _EAGER_BACKWARD = {
     name: True
     for name in ["force_non_lazy_backward_lowering"]
@@ -70,20 +70,20 @@ def deepsp(gm: fx.GraphModule, example_inputs, *, options=None, **kwargs):
         marked = [i for i, n in enumerate(gm.graph.find_nodes(op="placeholder")) if role_of(n)]
         compiled = _with_one_batch(compiled, [(i, names[i]) for i in marked], member)
         if draws_inside(new):
-            compiled = _with_numbers_of_its_own(compiled, member)
+            compiled = _with_sharded_randomness(compiled, member)
         return without_caches(compiled, new.meta.get("absent", ()))
 
     def compared():
         return [(names[i], example_inputs[i]) for i in alike]
 
     compiled = together(work, compared, member)
-    # Names of floats are counted anew by each compilation: those of this one mean others there.
+    # Each compilation numbers floats anew, so these names would mean others in the next one.
     TensorifyState.clear()
     return compiled
 
 
 def _with_one_batch(compiled, inputs: list[tuple[int, str]], member: Member):
-    """Compares what holds tokens across the ranks before each call."""
+    """Compares the marked inputs across the ranks before each call."""
 
     def run(*args):
         compare_batches([(name, args[i]) for i, name in inputs], member)
@@ -92,9 +92,9 @@ def _with_one_batch(compiled, inputs: list[tuple[int, str]], member: Member):
     return run if inputs else compiled
 
 
-def _with_numbers_of_its_own(compiled, member: Member):
-    """Each rank drops other tokens, and the default generators go on alike, so that what draws
-    batches from them draws the same ones on every rank."""
+def _with_sharded_randomness(compiled, member: Member):
+    """Each rank drops other tokens, while the default generators stay alike, so that a program
+    draws the same batches from them on every rank."""
 
     def run(*args):
         with sharded_randomness(member):
@@ -104,14 +104,14 @@ def _with_numbers_of_its_own(compiled, member: Member):
 
 
 def _name(placeholder: fx.Node) -> str:
-    """What the user calls an input, as far as Dynamo knows."""
+    """The user's name for an input, as far as Dynamo knows it."""
     role = role_of(placeholder)
     source = getattr(placeholder.meta.get("grapharg"), "source", None)
     return role[0] if role else getattr(source, "name", placeholder.name)
 
 
 def _fuse_gathers(patches: dict | None) -> dict:
-    """Weights that are gathered in the graph are gathered narrow, together and early."""
+    """Adds the pass that gathers weights in the narrow dtype, together and early."""
     from torch._inductor import config as inductor_config
 
     from deepsp.compile.passes.fuse_gather_cast import FuseGatherCast
@@ -126,8 +126,8 @@ def _fuse_gathers(patches: dict | None) -> dict:
 
 def _settle_floats(gm: fx.GraphModule) -> None:
     """Makes a module's floats (an epsilon, a scale) constants, until one changes. With
-    ``dynamic=True`` they are inputs, and AOTAutograd, late, asks Dynamo to begin again without
-    those that are used as numbers: asked for now, nothing is done twice but Dynamo's part."""
+    ``dynamic=True`` they are inputs, and AOTAutograd asks Dynamo, late, to restart with those that
+    are used as numbers as constants. Asking now repeats only Dynamo's work."""
     compilation = CompileContext.current_compile_id()
     if config.assume_static_by_default or compilation is None or compilation.frame_compile_id:
         return
@@ -172,15 +172,15 @@ def parallelize(
             average.
         outputs: "full": sharded outputs are gathered. "local": they are returned as they are.
         memory_budget: 0 to 1, the fraction of the bytes of each token's own computation that is
-            saved for backward; attention and what was exchanged is always saved, the rest is
-            recomputed. None: as the inner compiler decides.
+            saved for backward; attention and exchanged tensors are always saved, the rest is
+            recomputed. None: the inner compiler decides.
         chunks: the number of parts of each rank's heads; while attention works on one, the next is
             exchanged.
         query_parts: as in :func:`deepsp.distributed_attention`.
         report: records the decisions.
         drop_caches: returns an empty tensor in place of each output that is keys or values of
             attention in training, and lists their places in ``.meta["absent"]``:
-            :func:`deepsp.compile.sharding.caches.without` says so to whoever uses one.
+            :func:`deepsp.compile.sharding.boundary.without_caches` raises if one is used.
 
     Returns:
         A differentiable graph with the inputs and outputs of ``gm``, for any inner compiler.

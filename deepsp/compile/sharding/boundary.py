@@ -1,17 +1,17 @@
-"""What enters a graph and leaves it, besides tokens.
+"""Inputs and outputs of a graph besides tokens: weights, their gradients, and caches.
 
-Weights that are sharded already are gathered in the user's graph. The gradient of a gathered weight
-is summed over its group by the gather itself. Where that group holds all ranks of the sequence, the
-sum over them is in that: the weight's gradient is to be this rank's part of it, whatever
-``gradients`` says. Where it holds none of them but this one (data ranks, say), a gathered weight is
-like any other value that all ranks have. Other collectives between the sequence's ranks are
-refused: what their gradients would be isn't known.
+The user's graph gathers weights that are sharded already, and the gather sums the gradient of the
+gathered weight over its group. If that group holds all ranks of the sequence, it sums over them,
+too: the gradient that the gather gets must be this rank's partial one, whatever ``gradients`` says.
+If the group holds no other rank of the sequence (data ranks, say), a gathered weight is like any
+other replicated value. Other collectives between the sequence's ranks are refused, because the
+placement of their gradients isn't known.
 
-The gradients of other parameters are summed over the ranks in buckets, or left partial.
+Gradients of other parameters are summed over the ranks in buckets, or left partial.
 
-A model may return a cache of keys and values in training, where nobody reads it. Each rank has the
-keys of its tokens, and gathering them all would cost what sharding saves. So a compiled model
-returns an :class:`Absent` in the place of each, which says so when it is used."""
+In training, a model may return a cache of keys and values that isn't used. Each rank has the keys
+of its tokens, and gathering all would cost what sharding saves. So a compiled model returns an
+:class:`Absent` in place of each, which raises when it is used."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ GATHERS = {
     _c10d.all_gather_into_tensor_coalesced.default,
     torch.ops._c10d_functional_autograd.all_gather_into_tensor.default,
 }
-# What stands between a gather and what computes with it.
+# Nodes between a gather and the ops that use the gathered tensor.
 _PASSED = {operator.getitem, _c10d.wait_tensor.default}
 
 
 def _group_of(node: fx.Node) -> str | None:
-    """The name of the group that an op communicates in."""
+    """The name of the group in which an op communicates."""
     if getattr(node.target, "namespace", "") not in COMMUNICATE:
         return None
     for i, argument in enumerate(node.target._schema.arguments):
@@ -54,12 +54,12 @@ def _group_of(node: fx.Node) -> str | None:
 def summed_by_gathers(
     graph: fx.Graph, group_name: str, differentiated: set[fx.Node]
 ) -> set[fx.Node]:
-    """The nodes of a graph whose gradients gathers sum over the sequence group: shards, and what
-    was gathered of them, up to where it is computed with. ``differentiated``: placeholders.
+    """The nodes whose gradients a gather sums over the sequence group: shards and gathered
+    tensors. ``differentiated``: placeholders that require grad.
 
     Raises:
-        CannotShard: a gather over some, but not all, of the sequence's ranks; of more than a
-            shard, or of one that is used otherwise, too; another collective between them.
+        CannotShard: a gather over some, but not all, of the sequence's ranks; a gather of more than
+            one shard; another use of a shard; another collective between the ranks.
     """
     resolve = torch._C._distributed_c10d._resolve_process_group
     of_sequence = set(dist.get_process_group_ranks(resolve(group_name)))
@@ -101,8 +101,8 @@ def summed_by_gathers(
 
 
 def _made_of(shard: fx.Node, gather: fx.Node, differentiated: set[fx.Node]) -> set[fx.Node]:
-    """What a shard is made of, without what has no gradient: one parameter's shard, cast, viewed
-    or scaled."""
+    """The nodes that compute a shard from one parameter by casts, views or scales; without those
+    that have no gradient."""
     behind, stack = [], [shard]
     while stack:
         node = stack.pop()
@@ -138,51 +138,51 @@ def drop_unused_parameters(forms: Forms) -> None:
             if node not in reached and any(is_differentiated(x) for x in leaves):
                 reached.add(node)
                 stack.append(node)
-    there = set(forms.new.nodes)
-    for share, full in list(forms.parameters.items()):
-        if share not in reached:
-            if share in there:
-                share.replace_all_uses_with(full)
-            del forms.parameters[share]
+    nodes = set(forms.new.nodes)
+    for partial, full in list(forms.parameters.items()):
+        if partial not in reached:
+            if partial in nodes:
+                partial.replace_all_uses_with(full)
+            del forms.parameters[partial]
 
 
 def settle_gradients(forms: Forms) -> None:
-    """Gives parameters that are used with tokens the gradients that were asked for."""
+    """Gives parameters that are used with tokens the gradients that ``gradients`` asks for."""
     if forms.gradients == "local":
-        for share, full in forms.parameters.items():
-            share.replace_all_uses_with(full)
+        for partial, full in forms.parameters.items():
+            partial.replace_all_uses_with(full)
         return
     if forms.gradients == "mean":
-        for share, full in forms.parameters.items():
-            with forms.new.inserting_before(share):
+        for partial, full in forms.parameters.items():
+            with forms.new.inserting_before(partial):
                 new = forms.call(_ours._scale_gradient.default, full, float(forms.size))
-            share.replace_all_uses_with(new)
+            partial.replace_all_uses_with(new)
         return
     open_: dict[tuple, list[fx.Node]] = {}
     filled: dict[tuple, int] = {}
-    for share, full in forms.parameters.items():
+    for partial, full in forms.parameters.items():
         value = forms.env[full]
         key = (value.dtype, value.device)
         if key not in open_ or filled[key] >= BUCKET_BYTES:
             if key in open_:
                 _sum_bucket(forms, open_[key])
             open_[key], filled[key] = [], 0
-        open_[key].append(share)
+        open_[key].append(partial)
         filled[key] += value.nbytes
     for bucket in open_.values():
         _sum_bucket(forms, bucket)
 
 
-def _sum_bucket(forms: Forms, shares: list[fx.Node]) -> None:
+def _sum_bucket(forms: Forms, partials: list[fx.Node]) -> None:
     last = forms.new.find_nodes(op="placeholder")[-1]
     with forms.new.inserting_before(last.next):
-        started = forms.replicate_start([forms.parameters[s] for s in shares])
-    with forms.new.inserting_before(shares[0]):
-        for share, summed in zip(shares, forms.replicate_wait(*started), strict=True):
-            share.replace_all_uses_with(summed)
+        started = forms.replicate_start([forms.parameters[n] for n in partials])
+    with forms.new.inserting_before(partials[0]):
+        for partial, summed in zip(partials, forms.replicate_wait(*started), strict=True):
+            partial.replace_all_uses_with(summed)
 
 
-# From keys and values to what a cache keeps of them.
+# Ops between keys and values and their copies in a cache.
 _MOVES = {
     torch.ops.aten.cat.default,
     torch.ops.aten.clone.default,
@@ -194,12 +194,12 @@ _MOVES = {
     torch.ops.aten.unsqueeze.default,
     torch.ops.aten.view.default,
 }
-# What wrappers (DDP, FSDP) ask of a model's outputs, whatever they are for.
+# Attributes that wrappers (DDP, FSDP) read of a model's outputs, without using them.
 _ASKED = {"requires_grad", "grad_fn", "is_leaf", "device", "dtype", "layout"}
 
 
 class Absent(Tensor):
-    """In place of a tensor that wasn't gathered: what is done with it raises ValueError."""
+    """In place of a tensor that wasn't gathered: any use of it raises ValueError."""
 
     @staticmethod
     def __new__(cls) -> Absent:
@@ -222,7 +222,7 @@ class Absent(Tensor):
 
 
 def caches_of(walk, outputs: Collection[fx.Node]) -> set[fx.Node]:
-    """Those of a graph's outputs that are keys and values, with a gradient, of local tokens."""
+    """The outputs that are keys and values of local tokens, with a gradient."""
 
     def source(node: fx.Node) -> fx.Node:
         while node.target in _MOVES and node.args:
@@ -235,13 +235,13 @@ def caches_of(walk, outputs: Collection[fx.Node]) -> set[fx.Node]:
         n
         for n in tensors
         if source(n) in attended
-        and walk.values[n].mine is not None
-        and walk.differentiated(walk.values[n].mine)
+        and walk.values[n].local is not None
+        and walk.differentiated(walk.values[n].local)
     }
 
 
 def without_caches(compiled: Callable, places: Collection[int]) -> Callable:
-    """``compiled`` with an :class:`Absent` at these places of what it returns."""
+    """``compiled``, but with an :class:`Absent` at these places of its outputs."""
     if not places:
         return compiled
 
@@ -256,9 +256,9 @@ def without_caches(compiled: Callable, places: Collection[int]) -> Callable:
 
 def check_sharded(walk) -> None:
     """Raises if every rank would do all of the work."""
-    there = set(walk.new.nodes)
-    repeated = [old for new, old in walk.repeated.items() if new in there]
-    if walk.lengths and repeated and not walk.worked & there:
+    nodes = set(walk.new.nodes)
+    repeated = [old for new, old in walk.repeated.items() if new in nodes]
+    if walk.lengths and repeated and not walk.worked & nodes:
         raise CannotShard(
             "every rank would compute all of it, and nothing in this graph would be sharded, since "
             "no input is known to hold tokens. deepsp.prepare_inputs marks them; indexing by "

@@ -1,7 +1,7 @@
-"""What Dynamo captured, as few canonical aten ops: still differentiable, attention and losses still
-one op each, sizes still symbolic, every op with the line of the user's code that it comes from.
-``torch.vmap``, which FlexAttention's block masks are made with, is replaced by what it stands for,
-and writes into views by what they make: ``y[..., :4] = x`` makes a new ``y``."""
+"""Turns the graph that Dynamo captured into few canonical aten ops: still differentiable, attention
+and losses one op each, sizes symbolic, each op with its line of the user's code. ``torch.vmap``, as
+in FlexAttention's block masks, is replaced by the ops that it runs, and a write into a view by an
+op out of place: ``y[..., :4] = x`` makes a new ``y``."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from deepsp.placement import functional
 
 
 def fake_inputs(gm: fx.GraphModule, example_inputs) -> tuple[list, FakeTensorMode]:
-    """What stands for each placeholder while tracing, and the mode that it belongs to."""
+    """The fake value of each placeholder, and their mode."""
     placeholders = gm.graph.find_nodes(op="placeholder")
-    # Dynamo hands real tensors to backends; what stands for them, sizes symbolic, is noted here.
+    # Dynamo passes real tensors to backends; the fake ones, with symbolic sizes, are in the meta.
     noted = [n.meta.get("example_value", n.meta.get("val")) for n in placeholders]
     given = [x if y is None else y for x, y in zip(example_inputs, noted, strict=True)]
     mode = next((x.fake_mode for x in given if isinstance(x, FakeTensor)), None)
@@ -49,14 +49,14 @@ def fake_inputs(gm: fx.GraphModule, example_inputs) -> tuple[list, FakeTensorMod
 
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
-# Ops that hold functions, and have a rule.
+# Ops that hold functions and have a rule.
 _FLEX = torch.ops.higher_order.flex_attention
-# Of what every rank has in full: which branch is taken is the same everywhere.
+# Its predicate is replicated, so all ranks take the same branch.
 COND = torch.ops.higher_order.cond
 
 
 def check_supported(gm: fx.GraphModule) -> None:
-    """Refuses what would lose its meaning: ops that hold code of their own, and hooks.
+    """Refuses ops with untraceable code, and gradient hooks.
 
     Raises:
         CannotShard: there is one.
@@ -85,9 +85,8 @@ def check_supported(gm: fx.GraphModule) -> None:
 
 
 class _Inline(fx.Interpreter):
-    """Runs what ``torch.utils.checkpoint`` holds as if it stood there, its nodes tagged for
-    AOTAutograd's partitioner: computed again in backward. FlexAttention and functions of
-    one's own stay one op."""
+    """Inlines the bodies of ``torch.utils.checkpoint``, and tags their nodes for AOTAutograd's
+    partitioner to recompute. FlexAttention and autograd functions stay one op."""
 
     _regions = itertools.count()
 
@@ -95,7 +94,7 @@ class _Inline(fx.Interpreter):
         if target in (_FLEX, COND, autograd_function_apply):
             return _one_op(target, args, kwargs)
         if target is torch._C._autograd._get_data_attr:
-            return args[0].detach()  # .data, which no dispatcher sees
+            return args[0].detach()  # .data, which the dispatcher doesn't see
         if target is not _CHECKPOINT:
             return super().call_function(target, args, kwargs)
         body, *inputs = copy_of(args[0]), *args[1:]
@@ -106,8 +105,8 @@ class _Inline(fx.Interpreter):
 
 
 def _one_op(target, args, kwargs):
-    """A node for an op that holds functions, which stay as Dynamo has captured them: traced into
-    aten ops, what they read by position would lose the backward that vmap knows."""
+    """A node for an op that holds functions. These stay as Dynamo captured them: traced into aten
+    ops, reads by position would lose their backward under vmap."""
     tracer = get_proxy_mode().tracer
     with disable_proxy_modes_tracing():
         out = values_of(target, args, kwargs)
@@ -120,8 +119,8 @@ def _one_op(target, args, kwargs):
 
 
 @functools.cache
+@functools.cache
 def _composite_ops() -> list:
-    """The aten ops that are written in terms of others, and return tensors."""
     found = []
     for name in torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"):
         namespace, _, name = name.partition("::")
@@ -139,14 +138,14 @@ def normalize(gm: fx.GraphModule, inputs: list, mode: FakeTensorMode) -> fx.Grap
     flat = flatten_vmaps(gm, mode)
 
     def run(*args):
-        # Without it nodes would lose their stack traces, which messages need.
+        # Keeps the nodes' stack traces, which error messages need.
         with preserve_node_meta():
             return _Inline(flat).run(*args)
 
     with mode:
         traced = make_fx(
             run,
-            # What no rule knows is taken apart, where it can be.
+            # Ops without a rule are decomposed if possible.
             {op: op.decompose for op in _composite_ops() if not rules.is_known(op)},
             pre_dispatch=True,
             tracing_mode="real",
@@ -163,7 +162,7 @@ def normalize(gm: fx.GraphModule, inputs: list, mode: FakeTensorMode) -> fx.Grap
 
 
 def _tell_apart(graph: fx.Graph) -> None:
-    """A product of a tensor with itself takes it twice, each along an index of its own."""
+    """Gives each use of a tensor in a product with itself a node of its own."""
     for node in graph.nodes:
         if getattr(node.target, "_opname", "") not in ("matmul", "mm", "bmm", "einsum"):
             continue
@@ -185,15 +184,15 @@ _STEP = {"_vmap_increment_nesting": 1, "_vmap_decrement_nesting": -1}
 
 
 def flatten_vmaps(gm: fx.GraphModule, mode) -> fx.GraphModule:
-    """``gm`` itself, or a copy in which no vmap is left, nor in the checkpoints that it holds."""
+    """``gm``, or a copy without vmaps, also in its checkpoints."""
     bodies = {
         n.args[0].target: getattr(gm, n.args[0].target)
         for n in gm.graph.nodes
         if n.target is torch.ops.higher_order.tag_activation_checkpoint
     }
     flat = {name: flatten_vmaps(body, mode) for name, body in bodies.items()}
-    there = any(_vmap_step(n) in _STEP for n in gm.graph.nodes)
-    if not there and all(flat[name] is body for name, body in bodies.items()):
+    has_vmap = any(_vmap_step(n) in _STEP for n in gm.graph.nodes)
+    if not has_vmap and all(flat[name] is body for name, body in bodies.items()):
         return gm
     new = copy_of(gm)
     for name, body in flat.items():
@@ -264,7 +263,7 @@ def _transpose(base, new, view):
     return _aten.transpose.int, (new, *view.args[1:])
 
 
-# What a base is once a view of it has become ``new``.
+# By view: the call that puts the new value of a view into its base.
 _BACK = {
     _aten.slice.Tensor: _slice,
     _aten.select.int: _select,
@@ -273,13 +272,13 @@ _BACK = {
 
 
 def storage_of(node: fx.Node) -> int | None:
-    """What tells whether two tensors are views of one; None for what isn't a tensor."""
+    """The same number for all views of a tensor; None if it isn't a tensor."""
     value = node.meta.get("val")
     return StorageWeakRef(value.untyped_storage()).cdata if is_tensor(value) else None
 
 
 def written(node: fx.Node) -> list[fx.Node]:
-    """The tensors that an op writes into, as its schema says."""
+    """The tensors that an op writes into, by its schema."""
     found = []
     for i, argument in enumerate(node.target._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
@@ -291,8 +290,8 @@ def written(node: fx.Node) -> list[fx.Node]:
 
 
 def results_out_of_place(gm: fx.GraphModule, mode) -> None:
-    """Replaces ops that write into other arguments than their first, or into several (``out=``,
-    foreach): what they compute is copied there.
+    """Replaces ops that write into other arguments than the first, or into several (``out=``,
+    foreach) by ops that return the results, and copies.
 
     Raises:
         CannotShard: there is no op that returns what this one writes.
@@ -328,7 +327,7 @@ def results_out_of_place(gm: fx.GraphModule, mode) -> None:
 
 
 def _add_call(graph: fx.Graph, like: fx.Node, mode, target, args, kwargs=None) -> fx.Node:
-    """A call, on the line of the user's code that ``like`` is from."""
+    """Adds a call, with the line of the user's code of ``like``."""
     new = graph.call_function(target, args, kwargs or {})
     new.meta = {k: v for k, v in like.meta.items() if k != "val"}
     given, named = fx.node.map_arg((new.args, new.kwargs), lambda n: n.meta["val"])
@@ -345,8 +344,8 @@ def _add_call(graph: fx.Graph, like: fx.Node, mode, target, args, kwargs=None) -
 
 
 def views_out_of_place(gm: fx.GraphModule, mode) -> None:
-    """Replaces writes into views of what the graph itself has made, where no other view of it is
-    used afterwards."""
+    """Replaces writes into views of tensors that the graph computes, unless another view of them is
+    used later."""
     inputs = {storage_of(n) for n in gm.graph.nodes if n.op in ("placeholder", "get_attr")}
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     for node in list(gm.graph.nodes):
@@ -382,7 +381,7 @@ def _write_out_of_place(
         return new
 
     with graph.inserting_before(node):
-        if node.target is _aten.copy_.default:  # which has no derivative out of place
+        if node.target is _aten.copy_.default:  # has no derivative out of place
             view, written = node.args[:2]
             if written.meta["val"].dtype != view.meta["val"].dtype:
                 written = add(_aten.to.dtype, (written, view.meta["val"].dtype))

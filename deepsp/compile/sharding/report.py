@@ -1,4 +1,4 @@
-"""What the pass says: what it can't shard, and what it has decided."""
+"""The pass's messages: what it can't shard, and its decisions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class CannotShard(ValueError):
 
 
 def where(node: fx.Node) -> str:
-    """The op's name as people write it."""
+    """The op's name for users."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return f"{target.namespace}.{target._opname}"
@@ -65,7 +65,7 @@ def line_of(node: fx.Node) -> str:
 
 @dataclass
 class Decision:
-    """What was decided for an op, for :func:`deepsp.compile.explain`."""
+    """The decision for an op, for :func:`deepsp.compile.explain`."""
 
     name: str
     op: str

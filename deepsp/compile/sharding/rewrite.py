@@ -1,16 +1,15 @@
 """Rewrites a graph for one device into one rank's graph.
 
-Every value is replicated, or the rank has its tokens of it, or both: what is made of
-full inputs alone (positions, masks, labels that are being shifted) is there in both forms, and the
-one that nobody asks for is dropped at the end. What parameters make of tokens is there as a part
-only: an op on it needs a rule (``deepsp.compile.sharding.rules``) that says where the tokens are in
-its result, or it is refused, with the line of the user's code.
+Every value is replicated, or local (this rank's tokens of it), or both. A value computed from full
+inputs alone (positions, masks, labels before a shift) is emitted in both forms, and the unused one
+is dropped at the end. A value computed from parameters and tokens is local only: an op on it needs
+a rule (``deepsp.compile.sharding.rules``) that says where the tokens are in its result; otherwise
+it is refused, with the line of the user's code.
 
-Gradients follow one convention, from which the rest follows: the gradient of a full value is the
-full gradient, the same on every rank; that of a part is the part's. So a full value that is used
-with a part passes through ``replicate``, which sums its gradient over the group in backward; a part
-becomes full by ``all_reduce`` or ``all_gather``, whose backwards need no communication.
-"""
+Gradients follow one convention: the gradient of a full value is the full gradient, the same on
+every rank; that of a local value is local. So a full value that is used with a local one passes
+through ``replicate``, which sums its gradient over the group in backward. A local value becomes
+full by ``all_reduce`` or ``all_gather``, whose backwards need no communication."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ _aten = torch.ops.aten
 
 
 class Rewriter(Forms):
-    """One run over a normalised graph. Rules see it as the ``graph`` of their call."""
+    """One run over a normalised graph. Rules see it as ``call.graph``."""
 
     def __init__(
         self,
@@ -71,14 +70,14 @@ class Rewriter(Forms):
         placeholders = zip(self.old.find_nodes(op="placeholder"), inputs, strict=True)
         differentiated = {n for n, x in placeholders if is_differentiated(x)}
         self.gathers = summed_by_gathers(self.old, self.name, differentiated)
-        # Of the new graph: what is made of parameters and tokens, in parts and in full.
+        # New nodes computed from parameters and tokens: local ones, and full ones.
         self.worked: set[fx.Node] = set()
         self.repeated: dict[fx.Node, fx.Node] = {}
-        self.alike: set[fx.Node] = set()  # placeholders of which all ranks have the same
-        self.attended: set[fx.Node] = set()  # keys and values, of the old graph
+        self.alike: set[fx.Node] = set()  # placeholders that must be the same on all ranks
+        self.attended: set[fx.Node] = set()  # old nodes of keys and values
         self.report = Report()
         self.drop_caches = False
-        self.absent: set[fx.Node] = set()  # outputs of the old graph that are caches
+        self.absent: set[fx.Node] = set()  # old outputs that are caches
 
     def run(self) -> fx.Graph:
         self._placeholders()
@@ -105,7 +104,7 @@ class Rewriter(Forms):
         return self.new
 
     def walk(self) -> None:
-        """All nodes between the placeholders and the output."""
+        """Visits all nodes between the placeholders and the output."""
         for node in self.old.nodes:
             self.current = node
             if node.op == "get_attr":
@@ -113,7 +112,7 @@ class Rewriter(Forms):
             elif node.op == "call_function":
                 self._visit(node)
             if node in self.gathers:
-                self.shares.add(self.values[node].full)
+                self.partial_grads.add(self.values[node].full)
 
     def _attribute(self, node: fx.Node) -> fx.Node:
         new = self.new.get_attr(node.target)
@@ -132,7 +131,7 @@ class Rewriter(Forms):
             kind = isinstance(value, torch.nn.Parameter)
             self.values[node] = Value(new, of_parameter=kind)
             if node in self.gathers:
-                self.shares.add(new)
+                self.partial_grads.add(new)
             elif kind:
                 self.parameters_of_group.add(new)
             if isinstance(value, torch.SymInt):
@@ -159,13 +158,13 @@ class Rewriter(Forms):
             dim = dim % len(shape)
             length = shape[dim]
             if same(length, 1):
-                continue  # one for all tokens
+                continue  # broadcast over all tokens
             tokens = Tokens(dim, length, self.sequence(length))
             value = self.values[node]
             value.tokens, value.of_data = tokens, True
-            # Cut at the end of the walk's first use would do as well; here it is at hand.
-            value.mine = self.cut(self.share(value.full), shape, tokens)
-            if value.mine is not None and self.env[value.full].requires_grad:
+            # Cut here rather than at the first use.
+            value.local = self.cut(self.partial_grad(value.full), shape, tokens)
+            if value.local is not None and self.env[value.full].requires_grad:
                 value.full = None
             self.report.note(node, f"{name}: Replicate -> Shard({dim})")
 
@@ -183,7 +182,7 @@ class Rewriter(Forms):
         self.values[node] = self.visit_op(node, node.target)
 
     def _size(self, node: fx.Node, value) -> None:
-        """A size: computed from the inputs' sizes, which are the full ones."""
+        """A size, computed from the inputs' full sizes."""
         if isinstance(value, int) or not free_symbols(value) - set(self.symbols):
             self.values[node] = Value(self.int_(size_of(value)))
             return
@@ -192,9 +191,9 @@ class Rewriter(Forms):
         self.values[node] = Value(new)
 
     def _plain(self, node: fx.Node) -> None:
-        """No tensor comes out: modes that are entered and left, and asserts."""
+        """A node without tensors: entering or leaving a mode, or an assert."""
         if isinstance(node.target, torch._ops.OpOverload) and not node.users:
-            return  # a question, as which dtype two tensors have together
+            return  # a query, such as result_type
         if "assert" in str(node.target) or "constrain" in str(node.target):
             return
         args, kwargs = self.mapped((node.args, node.kwargs), self.full)
@@ -210,7 +209,7 @@ class Rewriter(Forms):
     def _item(self, node: fx.Node) -> None:
         source, index = self.values[node.args[0]], node.args[1]
         tokens = source.tokens[index] if isinstance(source.tokens, list) else None
-        take = [None if x is None else self.item(x, index) for x in (source.full, source.mine)]
+        take = [None if x is None else self.item(x, index) for x in (source.full, source.local)]
         if tokens is None and take[1] is not None and take[0] is None:
             take = [take[1], None]
         self.values[node] = Value(take[0], take[1], tokens, source.of_parameter, source.of_data)
@@ -219,13 +218,13 @@ class Rewriter(Forms):
             self.values[node] = Value(None, take[1], None, True, True)
 
     def item(self, node: fx.Node, index: int) -> fx.Node:
-        """One of a node's results. What is no more than put together is used as it is: what nobody
-        uses of it can be dropped."""
-        put_together = node.target is tuple
-        return node.args[0][index] if put_together else self.call(operator.getitem, node, index)
+        """One of a node's results. An item of a new tuple is used directly, so that unused ones are
+        dropped."""
+        is_tuple = node.target is tuple
+        return node.args[0][index] if is_tuple else self.call(operator.getitem, node, index)
 
     def module(self, module: fx.GraphModule, name: str) -> fx.Node:
-        """A new module for the new graph, for an op that holds a function."""
+        """Adds a module to the new graph, for an op that holds a function."""
         while hasattr(self.gm, name):
             name += "_"
         self.gm.add_submodule(name, module)
@@ -241,7 +240,7 @@ class Rewriter(Forms):
             "of_data": any(v.of_data for v in values),
         }
         only_mine = any(v.full is None for v in values)
-        # What is random is drawn once: parts are cut from what every rank has.
+        # Random values are drawn once, in full; parts are cut from them.
         if not only_mine and (is_random(target) or not any(v.tokens for v in values)):
             return self._full_value(node, target, values, flags)
         call = rules.Call(self, node, target)
@@ -249,29 +248,29 @@ class Rewriter(Forms):
             tokens = rules.find(call)(call)
             if not tokens and not only_mine:  # a reduction of a replicated tensor as well
                 return self._full_value(node, target, values, flags)
-            mine = call.lower()
+            local = call.lower()
         except CannotShard as error:
             self.own.pop(node, None)
-            # What parameters make of tokens is never computed in full, on every rank, in silence.
+            # A value of parameters and tokens must not be computed in full on every rank, silently.
             if only_mine or all(flags.values()):
                 raise (error if error.node else error.at(node)) from error.__cause__
             return self._full_value(node, target, values, flags)
         if node in self.own:
             self.report.note(node, "local tokens")
-            return Value(None, mine, None, **flags)
+            return Value(None, local, None, **flags)
         if not tokens:
-            self.report.note(node, call.said or "Replicate")
-            return Value(mine, of_parameter=True, of_data=True)
-        self._check(node, mine, tokens)
+            self.report.note(node, call.decision or "Replicate")
+            return Value(local, of_parameter=True, of_data=True)
+        self._check(node, local, tokens)
         if only_mine or (all(flags.values()) and not of_pairs(self, node)):
-            self.report.note(node, call.said or places(tokens))
-            self.worked.add(mine)
-            return Value(None, mine, tokens, **flags)
-        return Value(self.emit_full(node, target), mine, tokens, **flags)
+            self.report.note(node, call.decision or places(tokens))
+            self.worked.add(local)
+            return Value(None, local, tokens, **flags)
+        return Value(self.emit_full(node, target), local, tokens, **flags)
 
     def _full_value(self, node: fx.Node, target, values: list[Value], flags: dict) -> Value:
-        """What every rank computes; and its part, if it is plain which of its dimensions holds
-        tokens."""
+        """A value that every rank computes in full; and its part, if one dimension clearly holds
+        the tokens."""
         full = self.emit_full(node, target)
         if all(flags.values()):
             self.repeated[full] = node
@@ -280,11 +279,11 @@ class Rewriter(Forms):
             tokens = placed(self, node, values)
         if tokens is None:
             return Value(full, **flags)
-        mine = self.cut(self.share(full), self.shape_of(node), tokens)
-        return Value(full, mine, tokens, **flags)
+        local = self.cut(self.partial_grad(full), self.shape_of(node), tokens)
+        return Value(full, local, tokens, **flags)
 
     def emit_full(self, node: fx.Node, target) -> fx.Node:
-        # What is summed by a gather has its gradient there, whatever form others need.
+        # A gather sums its gradient, so no scaling is needed.
         form = self.all_of if node in self.gathers else self.full
         args, kwargs = self.mapped((node.args, node.kwargs), form)
         new = self.call(target, *args, **kwargs)
@@ -308,11 +307,11 @@ class Rewriter(Forms):
         values = [x.detach() if is_tensor(x) else x for x in values]
         return draws_inside(normalize(self.env[function], values, self.mode))
 
-    def _check(self, node: fx.Node, mine: fx.Node, tokens) -> None:
-        """Whether the part has the shape that it should have."""
+    def _check(self, node: fx.Node, local: fx.Node, tokens) -> None:
+        """Checks the shape and dtype of a rule's result."""
         one = not isinstance(tokens, list)
         of_one_process = [node.meta["val"]] if one else list(node.meta["val"])
-        parts = [self.env[mine]] if one else list(self.env[mine])
+        parts = [self.env[local]] if one else list(self.env[local])
         for full, part, place in zip(
             of_one_process, parts, [tokens] if one else tokens, strict=True
         ):
@@ -344,15 +343,15 @@ class Rewriter(Forms):
             self.report.note(node, "an output, a cache: not gathered")
             return self.call(_aten.empty.memory_format, [0])
         if value.full is not None:
-            if self.outputs == "local" and value.tokens and value.mine is not None:
-                return value.mine
+            if self.outputs == "local" and value.tokens and value.local is not None:
+                return value.local
             return self.full(node)
         if value.tokens is None or (self.outputs == "local" and value.tokens.order is not None):
             raise CannotShard("it returns the order in which each rank sorted its own tokens", node)
         if self.outputs == "local":
-            return value.mine
+            return value.local
         self.report.note(node, "an output: gathered, Replicate")
-        return self.all_gather(value.mine, self.shape_of(node), value.tokens)
+        return self.all_gather(value.local, self.shape_of(node), value.tokens)
 
 
 def _break_of(gm: fx.GraphModule) -> str:
@@ -369,8 +368,8 @@ def _break_of(gm: fx.GraphModule) -> str:
 
 
 def _is_impure(node: fx.Node) -> bool:
-    """What must stay though nobody uses it: writes, and modes that are entered or left. Random
-    values needn't: of the two forms of one, only that which is used draws numbers."""
+    """Whether a node must stay without users: writes, and calls that enter or leave modes. Random
+    nodes needn't: only the form that is used draws numbers."""
     target = node.target
     if node.op != "call_function":
         return node.op in ("placeholder", "output")
@@ -383,7 +382,7 @@ def _is_impure(node: fx.Node) -> bool:
 
 
 def _write(walk, node: fx.Node) -> None:
-    """A write in place, done out of place where nobody sees the difference."""
+    """A write in place. Where the tensor is local, it is done out of place, if it has no views."""
     target = node.args[0]
     aliases = _aliases(walk, target)
     if all(walk.values[n].full is not None for n in (*aliases, *node.all_input_nodes)):
@@ -394,14 +393,14 @@ def _write(walk, node: fx.Node) -> None:
                 "it writes into a tensor that requires grad; write x = x.op(...)", node
             )
         new = walk.emit_full(node, node.target)
-        if is_random(node.target):  # what the ranks agreed on
+        if is_random(node.target):  # rank 0's numbers
             new = walk.call(_aten.copy_.default, walk.values[target].full, new)
         walk.values[node] = Value(new)
         walk.parts.clear()
-        for n in (*aliases, node):  # parts are cut anew
+        for n in (*aliases, node):  # their parts have changed
             value, tokens = walk.values[n], walk.values[n].tokens
             if isinstance(tokens, Tokens):
-                value.mine = walk.cut(walk.share(value.full), walk.shape_of(n), tokens)
+                value.local = walk.cut(walk.partial_grad(value.full), walk.shape_of(n), tokens)
         walk.values[node] = walk.values[target]
         return
     out_of_place = functional(node.target)
