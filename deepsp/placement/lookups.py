@@ -8,7 +8,7 @@ from deepsp.placement.table import MEAN, SUM, Op, Row, row, rule
 _REDUCED = {0: None, 1: MEAN, 2: SUM}
 
 
-@rule("embedding", "it looks up rows of which each rank has its own")
+@rule("embedding", "it looks up rows of a table that is sharded")
 def embedding(op: Op) -> list[Row]:
     weight, index = op["weight"], op["indices"]
     ndim = len(op.shape(index))
@@ -19,7 +19,7 @@ def embedding(op: Op) -> list[Row]:
 @rule("gather take_along_dim scatter scatter_add scatter_reduce", "it is looked up along the "
       "sharded dimension")  # fmt: skip
 def by_index(op: Op) -> list[Row]:
-    """All operands have the same dimensions, and are cut alike."""
+    """All operands have the same dimensions, and are sharded alike."""
     operands = op.operands
     ndim = len(op.shape(operands[0]))
     if op["dim"] is None:
@@ -39,7 +39,8 @@ def index_select(op: Op) -> list[Row]:
 
 @rule("index", "it is looked up along the sharded dimension")
 def index(op: Op) -> list[Row]:
-    """A table that each rank looks up by its own indices, or other dimensions of a sharded one."""
+    """A replicated table, indexed by sharded indices, or a sharded one, indexed in other
+    dimensions."""
     x, given = op["self"], list(op["indices"])
     chosen = [n for n in given if n is not None]
     at = [i for i, n in enumerate(given) if n is not None]
@@ -59,7 +60,7 @@ def index(op: Op) -> list[Row]:
 
 
 def _masked(op: Op, x, given) -> list[Row]:
-    """One mask, of some dimensions: those behind it are as they were."""
+    """Indexing by one mask; the dimensions after the mask's can be sharded."""
     if len(given) != 1:
         return []
     (mask,) = given
@@ -85,7 +86,7 @@ def of_classes(op: Op) -> list[Row]:
     x, target, weight = op["self"], op["target"], op["weight"]
     ndim = len(op.shape(x))
     classes, combine = min(1, ndim - 1), _REDUCED[op["reduction"]]
-    alike = len(op.shape(target)) == ndim  # probabilities, or classes of their own
+    alike = len(op.shape(target)) == ndim  # probabilities, or a target for each class
     rows = []
     for d in range(ndim):
         if d == classes:

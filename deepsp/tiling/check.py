@@ -1,10 +1,9 @@
-"""Whether a module works on each token alone: dry runs on a few tokens say so.
+"""Checks that a module works on each token alone, by dry runs on a few tokens.
 
-The tokens are the call's own, with noise, in an order that repeats one of them: experts with a
-capacity drop it. They run as one and as two tiles; then with one token changed, and with NaN in
-it, which passes through whatever depends on it, however little. The call's own first two tiles run
-together and one by one.
-"""
+The tokens are the call's own, with noise, in an order that repeats one of them, so that experts
+with a capacity drop it. They run as one tile and as two; then with one token changed, and with NaN
+in it, because NaN reaches everything that depends on it. The call's own first two tiles run
+together and one by one."""
 
 from __future__ import annotations
 
@@ -22,13 +21,13 @@ from deepsp.tiling.run import differ as states_differ
 from deepsp.tiling.weights import Weights
 from deepsp.tokenwise.probe import Buffers, differ, evaluation, is_rough, others_differ, version
 
-_ORDER = (0, 1, 0, 2, 0, 0, 3, 4, 0, 0, 5, 6, 0)  # of the tokens
-_FIRST = 5  # in the first tile
-_CHANGED = 3
+_ORDER = (0, 1, 0, 2, 0, 0, 3, 4, 0, 0, 5, 6, 0)  # the tokens of the dry runs
+_FIRST = 5  # tokens in the first tile
+_CHANGED = 3  # the position of the changed token
 
 
 def check(call: Call, weights: Weights, grad: bool) -> list[Place]:
-    """The places of the outputs' tokens.
+    """Checks a module, and returns where its outputs have their tokens.
 
     Raises:
         ValueError: the module mixes tokens, writes to its input or its buffers, communicates, or
@@ -57,8 +56,8 @@ class _Check:
 
     @contextlib.contextmanager
     def _aside(self, real: bool) -> Iterator[None]:
-        """No mode or hook of the caller's sees these runs: a checkpoint's, say, which would expect
-        them again."""
+        """Hides these runs from the caller's modes and hooks: a checkpoint, say, would expect them
+        again in the recomputation."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.grad))
             if self.grad:
@@ -124,8 +123,8 @@ class _Check:
         return places
 
     def _check_two_tiles(self, states, places: list[Place], random) -> None:
-        """The call's own first two tiles, as one and one by one: a module may do something else
-        with many tokens than with few."""
+        """Compares the call's own first two tiles, together and one by one: a module may treat many
+        tokens differently from few."""
         (_, first), (_, second) = (*self.call.tiles[:2], (0, 0), (0, 0))[:2]
         if second == 0:
             return
@@ -144,7 +143,7 @@ class _Check:
     # ---- tokens
 
     def _tokens(self) -> list[Tensor]:
-        """The arguments with a few tokens, the same ones in each."""
+        """The arguments with a few tokens, the same ones in each argument."""
         generator = torch.Generator().manual_seed(0)
         length, count = self.call.length, max(_ORDER) + 1
         made = []
@@ -157,8 +156,8 @@ class _Check:
             if length == 0:
                 own = x.new_zeros(shape)
             else:
-                at = torch.arange(count, device=x.device) * max(1, length // count) % length
-                own = x.index_select(self.dim, at)
+                index = torch.arange(count, device=x.device) * max(1, length // count) % length
+                own = x.index_select(self.dim, index)
             if x.is_floating_point():
                 own = own.nan_to_num(0.0, 0.0, 0.0)
                 scale = own.float().std() if own.numel() > 1 else own.new_zeros(())
@@ -212,8 +211,8 @@ class _Check:
         return [x.dtype, *(w.dtype for w in self.weights.tensors)]
 
     def _differ(self, whole: Tensor, parts: Tensor) -> bool:
-        """Whether outputs by token do; of narrow types a few may: they may have been sent to other
-        experts, by rounding."""
+        """Whether outputs differ. In narrow types a few tokens may: rounding may send them to other
+        experts."""
         dtypes = self._dtypes(whole)
         off = differ(whole, parts, dtypes).reshape(len(whole), -1).any(1)
         return bool(off.double().mean() > (0.25 if is_rough(dtypes) else 0.0))
@@ -224,10 +223,11 @@ class _Check:
             f"dimension {self.call.settings.dim}; tile the submodules that do"
         )
 
-    # ---- what else a module may do
+    # ---- gradients, buffers, random numbers
 
     def _check_leaves(self, outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
-        """Gradients must go to inputs and weights alone: others wouldn't get theirs."""
+        """Raises if an output depends on a leaf that is neither an input nor a weight: it would get
+        no gradient."""
         identities = {id(x) for x in known}
         nodes = [x.grad_fn for x in outputs if x.grad_fn is not None]
         seen = set(nodes)
@@ -253,12 +253,12 @@ class _Check:
             )
 
     def _without_randomness(self, random: bool) -> contextlib.AbstractContextManager:
-        """Tiles draw other random numbers than all tokens do: without, where any were drawn."""
+        """A context without random numbers, if the module draws some: tiles draw others."""
         return evaluation(self.call.module) if random else contextlib.nullcontext()
 
 
 class _NoCollectives(TorchDispatchMode):
-    """Ranks have different numbers of tiles: no tile may talk to other ranks."""
+    """Raises if a tile communicates: ranks have different numbers of tiles."""
 
     def __init__(self, name: str):
         super().__init__()
