@@ -41,6 +41,7 @@ class Kind:
     replicated: set[str] = field(default_factory=set)  # parameters with the full gradient
     # Modules that draw random numbers: "replicated", the same on each rank, or "sharded"; and the
     # "replicated" ones that are called inside "sharded" ones.
+    streams: dict[nn.Module, str] = field(default_factory=dict)
     nested: set[nn.Module] = field(default_factory=set)
 
 

@@ -119,8 +119,8 @@ def _one_op(target, args, kwargs):
 
 
 @functools.cache
-@functools.cache
 def _composite_ops() -> list:
+    """The aten ops that are composed of others and return tensors."""
     found = []
     for name in torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"):
         namespace, _, name = name.partition("::")
