@@ -196,7 +196,7 @@ def clip_grad_norm_(module: Parameters, max_norm: float, norm_type: float = 2.0)
     for (rank, size, name), gradients in local.items():
         norm = torch.nn.utils.get_total_norm(gradients, norm_type)
         device = next(iter(sharded)).device
-        # The same dtype on every rank, whatever its shards have.
+        # The same dtype on every rank.
         norm = norm.to(device, torch.float64).reshape(1)
         norms.append(torch.ops.deepsp.all_gather(norm, 0, [1] * size, "replicated", rank, name))
     dtypes = [p.dtype for _, p in named] or [torch.float32]

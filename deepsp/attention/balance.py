@@ -116,8 +116,8 @@ def plan_attention(
         raise ValueError(
             f"expected seq_lens to have {size} entries that sum to {seq_len}, got {lens}"
         )
-    asked = query_parts if rows == 1 else rows
-    parts = resolve(asked, num_heads, size, torch.device(device))
+    wanted = query_parts if rows == 1 else rows
+    parts = resolve(wanted, num_heads, size, torch.device(device))
     ops.head_split(num_heads, kv, 1, 0)  # checks them
     every = [_cells(num_heads, kv, seq_len, parts, size, rank) for rank in range(size)]
     own = [(end - n, end) for n, end in zip(lens, accumulate(lens), strict=True)]

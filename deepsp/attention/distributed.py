@@ -95,9 +95,9 @@ def distributed_attention(
             ``attn_mask`` or dropout, nor ``kv_chunk`` with several chunks of heads.
     """
     parts.check_layout(layout)
-    asked = parts.validate(query_parts, group)
+    wanted = parts.validate(query_parts, group)
     return attend_over(
-        parts.Call(q, k, v, layout, seq_lens, member_of(group), asked),
+        parts.Call(q, k, v, layout, seq_lens, member_of(group), wanted),
         *(chunks, attn_mask, dropout_p, is_causal, scale, enable_gqa),
         documents=documents,
         window_size=window_size,

@@ -84,7 +84,7 @@ def validate(query_parts: int | str, group: Group | Member) -> int | str:
 
 
 def resolve(
-    asked: int | str, num_heads: int, size: int, device: torch.device, whole: str | None = None
+    wanted: int | str, num_heads: int, size: int, device: torch.device, whole: str | None = None
 ) -> int:
     """``query_parts`` as ops take it: 1 for whole heads, 0 to split queries as evenly as possible.
 
@@ -95,25 +95,25 @@ def resolve(
         device: where attention is computed.
         whole: why queries can't be split, and what to do; None: they can.
     """
-    auto = isinstance(asked, str)  # Dynamo can't compare an int that it traces with a string
-    if not auto and asked == 1 and num_heads < size:
+    auto = isinstance(wanted, str)  # Dynamo can't compare an int that it traces with a string
+    if not auto and wanted == 1 and num_heads < size:
         raise ValueError(
             f"expected at least as many query heads as ranks ({size}) with query_parts 1, got "
             f"{num_heads}; pass query_parts='auto', or use a group of at most {num_heads} ranks"
         )
     # Not on a GPU unless needed: there, causal attention of split queries runs by tiles.
     enough = num_heads >= size and (whole is not None or device.type == "cuda")
-    if (auto and (num_heads % size == 0 or enough)) or (not auto and asked == 1):
+    if (auto and (num_heads % size == 0 or enough)) or (not auto and wanted == 1):
         return 1
     if whole is not None:
         problem = (
             f"expected at least as many query heads as ranks ({size}), got {num_heads}"
             if auto
             else "expected query_parts (over a mesh of two dimensions: its rows) to be 1 or "
-            f"'auto', got {asked}"
+            f"'auto', got {wanted}"
         )
         raise ValueError(f"{problem}: {whole}")
-    return 0 if auto else asked
+    return 0 if auto else wanted
 
 
 class Call:
@@ -129,7 +129,7 @@ class Call:
         ValueError: they don't fit each other or the group.
     """
 
-    def __init__(self, q, k, v, layout: str, seq_lens, member: Member, asked, whole=None):
+    def __init__(self, q, k, v, layout: str, seq_lens, member: Member, wanted, whole=None):
         self.given, self.layout, self.member = (q, k, v), layout, member
         for x, name in ((q, "q"), (k, "k"), (v, "v")):
             check_four(x, name, layout)
@@ -151,7 +151,7 @@ class Call:
                 f"this rank's entry, got {length}" + (_SWAPPED if swapped else "")
             )
         self.num_heads, self.device = heads, q.device
-        self.query_parts = resolve(asked, heads, size, q.device, whole)
+        self.query_parts = resolve(wanted, heads, size, q.device, whole)
 
     @property
     def batch(self) -> int:

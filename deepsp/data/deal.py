@@ -37,7 +37,7 @@ class Part:
     device: str
 
     def local_shape(self, length: int) -> list[int]:
-        return [length if at == self.dim else n for at, n in enumerate(self.shape)]
+        return [length if d == self.dim else n for d, n in enumerate(self.shape)]
 
     def nbytes(self, length: int) -> int:
         return math.prod(self.local_shape(length)) * self.dtype.itemsize
@@ -72,8 +72,10 @@ def describe(
     def part_of(path: Path, x: Tensor) -> Part:
         if x.layout != torch.strided:
             raise ValueError(f"expected {name_of(path)} to be dense, got {x.layout}; make it dense")
-        at = dim_of(path, dim)
-        return Part(x.dtype, list(x.shape), None if at is None else at % x.dim(), x.device.type)
+        place = dim_of(path, dim)
+        return Part(
+            x.dtype, list(x.shape), None if place is None else place % x.dim(), x.device.type
+        )
 
     known = Described(map_leaves(part_of, full), named, length)
     return leaves_of(full), pickle.dumps(known)
@@ -96,8 +98,8 @@ def exchange(
     if full:
         lens = seq_lens(known[rank].length, member)
         tensors = [(dim_of(path, dim), x.detach().to(device)) for path, x in full]
-        for r, (at, x) in itertools.product(range(size), tensors):
-            part = x if at is None else x.split(lens, at)[r]
+        for r, (place, x) in itertools.product(range(size), tensors):
+            part = x if place is None else x.split(lens, place)[r]
             flat = part.reshape(-1)
             if flat.stride(0) != 1:  # a column: one token of several rows
                 flat = flat.clone(memory_format=torch.contiguous_format)

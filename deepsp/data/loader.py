@@ -110,7 +110,7 @@ class SequenceLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Forwards to the ``set_epoch`` of the loader, its samplers and its data set, if they have
-        one, so that a ``DistributedSampler`` shuffles anew.
+        one, so that a ``DistributedSampler`` shuffles again.
 
         Args:
             epoch: the number of the epoch.

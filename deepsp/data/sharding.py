@@ -145,8 +145,8 @@ def split_batch(
     batch, named, length = full_batch(batch, dim, pad_to, ignore_index, shift)
 
     def local(path: Path, x: Tensor) -> Tensor:
-        at = dim_of(path, dim)
-        return x if at is None else shard(x, at, group)
+        place = dim_of(path, dim)
+        return x if place is None else shard(x, place, group)
 
     batch = map_leaves(local, batch)
     hand_out(batch, named, dim, length)
@@ -321,13 +321,13 @@ def _restarts(positions: Tensor, batch: Mapping[str, Any], dim: int) -> Tensor:
 
 def _check_lengths(batch: Mapping[str, Any], named: str, dim: int, length: int) -> None:
     for path, value in leaves_of(batch):
-        at = dim_of(path, dim)
-        if at is None:
+        place = dim_of(path, dim)
+        if place is None:
             continue
-        if not -value.dim() <= at < value.dim() or value.size(at) != length:
+        if not -value.dim() <= place < value.dim() or value.size(place) != length:
             raise ValueError(
-                f"expected {name_of(path)} to have size {length} in dimension {at}, the sequence "
-                f"length of {named}, got shape {tuple(value.shape)}"
+                f"expected {name_of(path)} to have size {length} in dimension {place}, the "
+                f"sequence length of {named}, got shape {tuple(value.shape)}"
             )
         if path[-1] == "labels" and len(path) > 1:
             raise ValueError(

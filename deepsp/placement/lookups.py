@@ -43,19 +43,19 @@ def index(op: Op) -> list[Row]:
     dimensions."""
     x, given = op["self"], list(op["indices"])
     chosen = [n for n in given if n is not None]
-    at = [i for i, n in enumerate(given) if n is not None]
+    places = [i for i, n in enumerate(given) if n is not None]
     if any(not op.dtype(n).is_floating_point and op.dtype(n).itemsize == 1 for n in chosen):
         return _masked(op, x, given)
-    if not at or at != list(range(at[0], at[-1] + 1)):
+    if not places or places != list(range(places[0], places[-1] + 1)):
         return []
     ndim = max(len(op.shape(n)) for n in chosen)
     rows = []
     for d in range(len(op.shape(x))):
-        if d not in at:
-            to = d + (ndim - len(at)) * (at[0] < d)
+        if d not in places:
+            to = d + (ndim - len(places)) * (places[0] < d)
             rows += row(to, (x, d), *((n, None) for n in chosen))
     for r in broadcast(op, chosen):
-        rows += row(r.outputs + at[0], (x, None), *r.inputs)
+        rows += row(r.outputs + places[0], (x, None), *r.inputs)
     return rows + row(SUM, (x, SUM), *((n, None) for n in chosen))
 
 

@@ -179,12 +179,12 @@ def plan_memory(
         )
     if dtype is None:
         dtype = getattr(model, "dtype", None) or getattr(config, "dtype", None) or torch.float32
-    asked = {"without_logits": without_logits, "sharded": sharded, "tiled": tiled,
+    wanted = {"without_logits": without_logits, "sharded": sharded, "tiled": tiled,
              "checkpoint": checkpoint, "offload": offload}  # fmt: skip
     runs = _Runs(config, dtype, ranks, batch_size, kv_chunk)
     if limit is None:
-        return runs.plan(seq_len, asked)
-    allowed, tried, on = _bytes(limit), [], dict(asked)
+        return runs.plan(seq_len, wanted)
+    allowed, tried, on = _bytes(limit), [], dict(wanted)
     for name in (None, *LEVERS):
         if name is not None and (on[name] or (name == "sharded" and ranks == 1)):
             continue
@@ -256,7 +256,7 @@ class _Runs:
         def at_full_depth(a: float, b: float) -> float:
             return a + (b - a) * slope
 
-        held = at_full_depth(sum(sizes), sum(more_sizes))
+        parameters = at_full_depth(sum(sizes), sum(more_sizes))
         shards = self.ranks if levers["sharded"] else 1
         gathered = max(block, *sizes) if shards > 1 else 0
         found = {}
@@ -264,11 +264,11 @@ class _Runs:
             if phase == "set-up":
                 continue
             parts = {n: at_full_depth(peak[n], second[phase][n]) for n in PARTS}
-            parts["parameters"] = held / shards + gathered
+            parts["parameters"] = parameters / shards + gathered
             parts["gradients"] = parts["gradients"] / shards
             if shards > 1 and parts["gradients"]:
                 parts["gradients"] += gathered
-            parts["optimizer states"] = 2 * held / shards
+            parts["optimizer states"] = 2 * parameters / shards
             if levers["without_logits"] and phase == "the loss":
                 parts["logits"] += self._chunk_of_logits(seq_len)
             if levers["offload"]:
@@ -278,9 +278,9 @@ class _Runs:
             found[phase] = parts
         # The update of a parameter makes two temporary tensors.
         found["the optimizer"] = dict.fromkeys(PARTS, 0.0) | {
-            "parameters": held / shards,
-            "gradients": held / shards,
-            "optimizer states": 2 * held / shards,
+            "parameters": parameters / shards,
+            "gradients": parameters / shards,
+            "optimizer states": 2 * parameters / shards,
             "activations": 2 * max(sizes) / shards,
         }
         buffers = max(parts["exchange buffers"] for parts in found.values())

@@ -211,8 +211,8 @@ def _partial_outputs(plan: Plan):
     partial = {n for n, s in plan.steps.items() if s.effect and s.effect.output == PARTIAL}
     for name in partial:
         if not any(
-            sync.reduces and _serves(at, sync.mode == "fwd_post", name, partial)
-            for at, steps in plan.steps.items()
+            sync.reduces and _serves(container, sync.mode == "fwd_post", name, partial)
+            for container, steps in plan.steps.items()
             for sync in steps.syncs
         ):
             yield (
@@ -229,8 +229,8 @@ def _partial_gradients(plan: Plan):
     }
     for name in partial:
         if not any(
-            _reduces_gradient(sync) and _serves(at, sync.mode != "fwd_post", name, partial)
-            for at, steps in plan.steps.items()
+            _reduces_gradient(sync) and _serves(container, sync.mode != "fwd_post", name, partial)
+            for container, steps in plan.steps.items()
             for sync in steps.syncs
         ):
             yield (
@@ -246,9 +246,9 @@ def _reduces_gradient(sync: Sync) -> bool:
     return sync.op in ("all_gather", "all_reduce") and sync.grad != "replicated"
 
 
-def _serves(at: str, own: bool, name: str, partial: set[str]) -> bool:
+def _serves(container: str, own: bool, name: str, partial: set[str]) -> bool:
     """Whether a sync at module ``at`` may reduce the partial tensor of module ``name``. ``own``: it
     reduces a tensor that module ``at`` makes."""
-    if is_inside(name, at):
+    if is_inside(name, container):
         return own
-    return not own or not any(is_inside(other, at) for other in partial)
+    return not own or not any(is_inside(other, container) for other in partial)

@@ -70,20 +70,20 @@ class Effect:
         """
         values = {}
         for f in fields(self):
-            mine, theirs = getattr(self, f.name), getattr(other, f.name)
+            own, theirs = getattr(self, f.name), getattr(other, f.name)
             if f.name == "also":
-                values[f.name] = {**mine, **theirs}
+                values[f.name] = {**own, **theirs}
             elif f.name == "attributes":
-                values[f.name] = tuple(dict.fromkeys((*mine, *theirs)))
+                values[f.name] = tuple(dict.fromkeys((*own, *theirs)))
             elif f.name == "opaque":
-                values[f.name] = mine or theirs
-            elif None not in (mine, theirs) and mine != theirs and f.name not in ("parts", "unit"):
+                values[f.name] = own or theirs
+            elif None not in (own, theirs) and own != theirs and f.name not in ("parts", "unit"):
                 raise ValueError(
                     f"{name} is sharded in two ways that contradict each other: its {f.name} would "
-                    f"be {mine} and {theirs}"
+                    f"be {own} and {theirs}"
                 )
             else:
-                values[f.name] = theirs if mine is None else mine
+                values[f.name] = theirs if own is None else own
         return Effect(**values)
 
 

@@ -95,13 +95,13 @@ def _confirm(plan: Plan, name: str, own: str, tensor: torch.Tensor, axis: int, p
     have = steps.shards[own]
     if parts == 1:
         parts, unit = have.parts, have.units if unit == 1 else unit
-    asked = make_shard(have.name, tensor.shape, axis, parts, unit, plan.member)
-    if not have.alike(asked):
+    wanted = make_shard(have.name, tensor.shape, axis, parts, unit, plan.member)
+    if not have.alike(wanted):
         raise ValueError(
             f"expected {have.name} to be sharded with axis={have.axis}, parts={list(have.parts)}, "
             f"unit={list(have.units)}, since it follows a parameter that is sharded already, got "
-            f"axis={asked.axis}, parts={list(asked.parts)}, unit={list(asked.units)}; remove this "
-            "call, or pass the same"
+            f"axis={wanted.axis}, parts={list(wanted.parts)}, unit={list(wanted.units)}; remove "
+            "this call, or pass the same"
         )
     steps.followers.discard(own)
 

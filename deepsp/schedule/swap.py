@@ -53,5 +53,5 @@ def swap(module: nn.Module, front: type, name: str, under: type | None = None) -
         )
     if not isinstance(module, front):
         made_of = _made_of(type(module))
-        at = made_of.index(under) + 1 if under in made_of else 0
-        module.__class__ = _swapped_class(*made_of[:at], front, *made_of[at:])
+        position = made_of.index(under) + 1 if under in made_of else 0
+        module.__class__ = _swapped_class(*made_of[:position], front, *made_of[position:])

@@ -223,7 +223,7 @@ class Sync:
             return
         if ndim is None:
             if (have < 0) != (axis < 0):
-                return  # can't be told
+                return  # unknown
         else:
             have, axis = have % ndim, axis % ndim
         if have != axis:

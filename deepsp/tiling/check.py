@@ -84,7 +84,7 @@ class _Check:
     def _places(self, leaves: list[Tensor], states: list[Tensor], real: bool) -> list[Place]:
         inputs = self._tokens()
         versions = [version(x) for x in inputs]
-        whole = self._run(inputs, states)
+        full = self._run(inputs, states)
         if [version(x) for x in inputs] != versions:
             raise ValueError(
                 f"{self.name} writes to its input in place, so that it can't be computed again in "
@@ -92,9 +92,9 @@ class _Check:
             )
         self._check_buffers()
         random = states_differ(states, randomness.states(self.device))
-        self._check_leaves(whole, [*leaves, *inputs])
+        self._check_leaves(full, [*leaves, *inputs])
         first = self._run(self._cut(inputs, 0, _FIRST), states)
-        places = [self._place(a, b) for a, b in self._pairs(whole, first)]
+        places = [self._place(a, b) for a, b in self._pairs(full, first)]
         if not real:
             return places
         changed, poisoned = list(inputs), list(inputs)
@@ -105,16 +105,16 @@ class _Check:
             if x.is_floating_point():
                 poisoned[i] = self._put(x, torch.full_like(x.select(self.dim, 1), torch.nan))
         for other in (changed, poisoned):
-            for a, b, place in zip(whole, self._run(other, states), places, strict=True):
+            for a, b, place in zip(full, self._run(other, states), places, strict=True):
                 a, b = self._by_token(a, place), self._by_token(b, place)
                 if others_differ(a, b, _CHANGED, self._dtypes(a)):
                     raise ValueError(self._mixes("a change of one token changes others' outputs"))
         with self._without_randomness(random):
             if random:
-                whole = self._run(inputs, states)
+                full = self._run(inputs, states)
                 first = self._run(self._cut(inputs, 0, _FIRST), states)
             second = self._run(self._cut(inputs, _FIRST, len(_ORDER) - _FIRST), states)
-        for a, b, c, place in zip(whole, first, second, places, strict=True):
+        for a, b, c, place in zip(full, first, second, places, strict=True):
             parts = torch.cat([self._by_token(b, place, _FIRST),
                                self._by_token(c, place, len(_ORDER) - _FIRST)])  # fmt: skip
             if self._differ(self._by_token(a, place), parts):
@@ -130,10 +130,10 @@ class _Check:
             return
         with torch.no_grad(), self._without_randomness(random):
             inputs = self._cut(self.call.inputs, 0, first + second)
-            whole = self._run(inputs, states)
+            full = self._run(inputs, states)
             parts = [self._run(self._cut(inputs, 0, first), states)]
             parts.append(self._run(self._cut(inputs, first, second), states))
-        for a, b, c, place in zip(whole, *parts, places, strict=True):
+        for a, b, c, place in zip(full, *parts, places, strict=True):
             together = torch.cat(
                 [self._by_token(b, place, first), self._by_token(c, place, second)]
             )
@@ -177,27 +177,27 @@ class _Check:
 
     # ---- outputs
 
-    def _pairs(self, whole: list[Tensor], first: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        if len(whole) != len(first):
+    def _pairs(self, full: list[Tensor], first: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        if len(full) != len(first):
             raise ValueError(
                 f"expected {self.name} to return as many tensors for some tokens as for all, got "
-                f"{len(first)} and {len(whole)}: it can't be tiled"
+                f"{len(first)} and {len(full)}: it can't be tiled"
             )
-        return zip(whole, first, strict=True)
+        return zip(full, first, strict=True)
 
-    def _place(self, whole: Tensor, first: Tensor) -> Place:
-        sizes = list(zip(whole.shape, first.shape, strict=False))
+    def _place(self, full: Tensor, first: Tensor) -> Place:
+        sizes = list(zip(full.shape, first.shape, strict=False))
         differing = [d for d, (a, b) in enumerate(sizes) if a != b]
         lead = self.call.lead.numel()
-        if whole.dim() == first.dim() and len(differing) == 1:
+        if full.dim() == first.dim() and len(differing) == 1:
             (dim,) = differing
             if sizes[dim] == (len(_ORDER), _FIRST):
-                return Place(dim, False, whole.requires_grad)
+                return Place(dim, False, full.requires_grad)
             if sizes[dim] == (len(_ORDER) * lead, _FIRST * lead):
-                return Place(dim, True, whole.requires_grad)
+                return Place(dim, True, full.requires_grad)
         raise ValueError(
             f"expected every output of {self.name} to have a dimension for the tokens, got shapes "
-            f"{list(whole.shape)} for {len(_ORDER)} tokens and {list(first.shape)} for {_FIRST}: "
+            f"{list(full.shape)} for {len(_ORDER)} tokens and {list(first.shape)} for {_FIRST}: "
             "it is computed from several tokens, and can't be tiled; tile a submodule"
         )
 
@@ -210,11 +210,11 @@ class _Check:
     def _dtypes(self, x: Tensor) -> list[torch.dtype]:
         return [x.dtype, *(w.dtype for w in self.weights.tensors)]
 
-    def _differ(self, whole: Tensor, parts: Tensor) -> bool:
+    def _differ(self, full: Tensor, parts: Tensor) -> bool:
         """Whether outputs differ. In narrow types a few tokens may: rounding may send them to other
         experts."""
-        dtypes = self._dtypes(whole)
-        off = differ(whole, parts, dtypes).reshape(len(whole), -1).any(1)
+        dtypes = self._dtypes(full)
+        off = differ(full, parts, dtypes).reshape(len(full), -1).any(1)
         return bool(off.double().mean() > (0.25 if is_rough(dtypes) else 0.0))
 
     def _mixes(self, how: str) -> str:

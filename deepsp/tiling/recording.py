@@ -26,13 +26,13 @@ def recording() -> tuple[str, ...]:
 def recorded(keys: tuple[str, ...]) -> Iterator[dict[str, list[Tensor]]]:
     """Records these keys' tensors separately, as extra outputs of the current tile."""
     collector = _collector()
-    apart: dict[str, list[Tensor]] = {key: [] for key in keys}
+    separate: dict[str, list[Tensor]] = {key: [] for key in keys}
     if collector is None:
-        yield apart
+        yield separate
         return
-    token = collector.set(apart or None)
+    token = collector.set(separate or None)
     try:
-        yield apart
+        yield separate
     finally:
         collector.reset(token)
 

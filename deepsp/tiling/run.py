@@ -153,10 +153,10 @@ class Call:
         """An output for ``length`` tokens, with a separate dimension for the tokens."""
         return tensor.unflatten(place.dim, (*self.lead, length)) if place.flat else tensor
 
-    def _part(self, whole: Tensor, place: Place, start: int, length: int) -> Tensor:
+    def _part(self, full: Tensor, place: Place, start: int, length: int) -> Tensor:
         """A tile's part of an output, or of its gradient."""
         dim = place.dim + (len(self.lead) if place.flat else 0)
-        return self._by_token(whole, place, self.length).narrow(dim, start, length)
+        return self._by_token(full, place, self.length).narrow(dim, start, length)
 
     def forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The outputs for all tokens, written tile by tile."""
@@ -167,8 +167,8 @@ class Call:
             results = self.run(self.of_tile(inputs, start, length))
             if not outputs:
                 outputs = [self._empty(x, p) for x, p in self._placed(results)]
-            for (x, place), whole in zip(self._placed(results), outputs, strict=True):
-                self._part(whole, place, start, length).copy_(self._by_token(x, place, length))
+            for (x, place), full in zip(self._placed(results), outputs, strict=True):
+                self._part(full, place, start, length).copy_(self._by_token(x, place, length))
         if not self.tiles:  # without tokens, run one to learn the outputs' shapes
             results = self.run([
                 x.new_zeros([1 if d == self.dim else n for d, n in enumerate(x.shape)])

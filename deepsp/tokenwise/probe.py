@@ -58,7 +58,7 @@ class Probe:
     def mixed(self, rows: Tensor) -> bool:
         """Whether a row differs from the first one in other tokens than the changed one."""
         places = enumerate(self.places * 2, 1)
-        return any(others_differ(rows[0], rows[row], at, self.dtypes) for row, at in places)
+        return any(others_differ(rows[0], rows[row], place, self.dtypes) for row, place in places)
 
     def mostly_differ(self, then: Tensor, now: Tensor, feature_dims: Sequence[int] = (-1,)) -> bool:
         """Whether most tokens differ. A few may: rounding may send them to other experts."""

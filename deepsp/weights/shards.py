@@ -334,11 +334,11 @@ class Shards:
         known = self._gathered.get(tensor.untyped_storage()._cdata)
         if known is None or _version(tensor) != 0:  # after a write, a gather gives other values
             return None
-        at = tensor.storage_offset() * tensor.element_size()
+        begin_bytes = tensor.storage_offset() * tensor.element_size()
         for begin, index in known[1]:
             info = self.infos[index]
-            if begin <= at < begin + info.bytes and tensor.dtype == info.dtype:
-                offset = (at - begin) // tensor.element_size()
+            if begin <= begin_bytes < begin + info.bytes and tensor.dtype == info.dtype:
+                offset = (begin_bytes - begin) // tensor.element_size()
                 version = _version(self.parameters[index])
                 return _View(index, tensor.size(), tensor.stride(), offset, version)
         return None

@@ -8,7 +8,7 @@ launch an exchange before a product that doesn't need it. So this pass ties prod
 and its wait behind the start and before the wait, and likewise exchanges that are launched between
 the two.
 
-The order of collectives doesn't change. At most this many bytes are brought into flight:
+The order of collectives doesn't change, and at most MAX_IN_FLIGHT bytes are brought into flight.
 """
 
 from __future__ import annotations

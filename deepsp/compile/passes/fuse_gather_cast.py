@@ -145,8 +145,10 @@ def _gather_as(gather: Gather, i: int, dtype: torch.dtype) -> None:
             if "dtype" in names:
                 node.update_arg(names.index("dtype"), dtype)
             else:
-                at = names.index("dtypes")
-                node.update_arg(at, [*node.args[at][:i], dtype, *node.args[at][i + 1 :]])
+                position = names.index("dtypes")
+                node.update_arg(
+                    position, [*node.args[position][:i], dtype, *node.args[position][i + 1 :]]
+                )
     else:
         shard = add(CONVERT, (shard, dtype), before=start, like=start)
         if dtype.itemsize == 1:
@@ -171,8 +173,8 @@ def _cast_first(gather: Gather, i: int, dtype: torch.dtype, casts: list[fx.Node]
         new, value = cast.args[0], cast.meta["val"]
         # An output of the graph must not share memory with another tensor, nor keep a larger one
         # alive. Everything else may be a view with the same layout.
-        alone = len(casts) == 1 and statically_known_true(value.numel() == elements)
-        if (_leaves_graph(cast) and not alone) or not same_layout(new.meta["val"], value):
+        covers_all = len(casts) == 1 and statically_known_true(value.numel() == elements)
+        if (_leaves_graph(cast) and not covers_all) or not same_layout(new.meta["val"], value):
             form = torch.contiguous_format if value.is_contiguous() else torch.preserve_format
             new = add(aten.clone.default, (new,), {"memory_format": form}, before=cast, like=cast)
         replace(cast, new)

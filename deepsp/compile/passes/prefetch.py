@@ -109,10 +109,10 @@ class _Launches:
         ready: dict[fx.Node, int] = {}
         slots = {anchor: i for i, anchor in enumerate(self.anchors)}
         for node in self.nodes:
-            at = max((ready[n] for n in node.all_input_nodes), default=0)
+            first = max((ready[n] for n in node.all_input_nodes), default=0)
             if node in slots:
-                at = slots[node] + 1
-            ready[node] = max(at, self.needs.get(node, 0))
+                first = slots[node] + 1
+            ready[node] = max(first, self.needs.get(node, 0))
         return ready
 
     def _choose(self, limit: int) -> None:
@@ -126,7 +126,7 @@ class _Launches:
             before = [i for i in self.writers if i < self.slot[start]]
             behind = [i for i in self.writers if i >= self.slot[start]]
             earliest = max(ready[start], previous, before[-1] + 1 if before else 0)
-            at = min([need, *behind])
+            begin = min([need, *behind])
             last_use = {root: self.needs[root] for root in gather.outputs if root is not None}
 
             def unused(slot: int, gather=gather, need=need, last_use=last_use) -> int:
@@ -134,11 +134,11 @@ class _Launches:
                     return gather.bytes
                 return sum(bytes_of(root) for root, until in last_use.items() if until > slot)
 
-            while at > earliest and load[at - 1] + unused(at - 1) <= limit:
-                at -= 1
-            for slot in range(at, max(last_use.values(), default=need)):
+            while begin > earliest and load[begin - 1] + unused(begin - 1) <= limit:
+                begin -= 1
+            for slot in range(begin, max(last_use.values(), default=need)):
                 load[slot] += unused(slot)
-            self.launch[start] = previous = at
+            self.launch[start] = previous = begin
 
     def order(self) -> list[fx.Node]:
         """All nodes, in their new order."""
@@ -211,7 +211,7 @@ def keep_order(graph: fx.Graph) -> None:
     after the launch, and the wait after the last product and launch before it."""
     place = {node: i for i, node in enumerate(graph.nodes)}
     products = [node for node in place if computes(node)]
-    at = [place[node] for node in products]
+    product_places = [place[node] for node in products]
     gathers = find_gathers(graph)
     behind: dict[fx.Node, OrderedSet[fx.Node]] = {}
 
@@ -219,12 +219,12 @@ def keep_order(graph: fx.Graph) -> None:
         behind.setdefault(node, OrderedSet()).update(others)
 
     for i, gather in enumerate(gathers):
-        begin = bisect.bisect(at, place[gather.start])
+        begin = bisect.bisect(product_places, place[gather.start])
         launched = tensor_of(gather.start)
         if begin > 0:
             put(gather.start, products[begin - 1])
         for wait in (node for node in gather.nodes if is_wait(node)):
-            end = bisect.bisect(at, place[wait])
+            end = bisect.bisect(product_places, place[wait])
             if begin < end:
                 put(products[begin], launched)
                 put(wait, products[end - 1])

@@ -234,7 +234,7 @@ class Forms(Nodes):
         full = self.values[node].full
         if full is None:
             raise CannotShard(
-                f"it needs the full {node.name}, of which each rank has only its local tokens",
+                f"it needs the full {node.name}, but each rank has only its local tokens",
                 self.current,
             )
         return full
@@ -297,8 +297,8 @@ class Forms(Nodes):
     def part(self, node: fx.Node, tokens: Tokens):
         """This rank's part of an old node's value."""
         value = self.values[node]
-        here = value.tokens if isinstance(value.tokens, Tokens) else None
-        if value.local is not None and here is not None and here.plain == tokens.plain:
+        place = value.tokens if isinstance(value.tokens, Tokens) else None
+        if value.local is not None and place is not None and place.plain == tokens.plain:
             return value.local
         if value.full is None:
             raise CannotShard(
@@ -325,9 +325,9 @@ class Forms(Nodes):
         if same(tokens.outer, 1):
             first, many = (size_of(x * tokens.inner) for x in (begin, count))
             return self.call(_aten.narrow.default, full, dim, self.int_(first), self.int_(many))
-        apart = [*shape[:dim], tokens.outer, tokens.length, tokens.inner, *shape[dim + 1 :]]
-        apart = self.call(_aten.reshape.default, full, self.shape(apart))
-        cut = self.call(_aten.narrow.default, apart, dim + 1, self.int_(begin), self.int_(count))
+        split_shape = [*shape[:dim], tokens.outer, tokens.length, tokens.inner, *shape[dim + 1 :]]
+        x = self.call(_aten.reshape.default, full, self.shape(split_shape))
+        cut = self.call(_aten.narrow.default, x, dim + 1, self.int_(begin), self.int_(count))
         return self.call(_aten.reshape.default, cut, self.shape(tokens.part(shape, self.rank)))
 
     def gathered(self, node: fx.Node, tokens: Tokens | None = None) -> fx.Node:
@@ -358,8 +358,8 @@ class Forms(Nodes):
         dim, rank = tokens.dim, self.rank
         count = tokens.sequence.lens[rank]
         if not tokens.alone:
-            apart = [*shape[:dim], tokens.outer, count, tokens.inner, *shape[dim + 1 :]]
-            local = self.call(_aten.reshape.default, local, self.shape(apart))
+            split_shape = [*shape[:dim], tokens.outer, count, tokens.inner, *shape[dim + 1 :]]
+            local = self.call(_aten.reshape.default, local, self.shape(split_shape))
             dim += 1
         out = self.call(
             _ours.all_gather.default, local, dim, self.lens(tokens), gradient, rank, self.name

@@ -162,7 +162,7 @@ def normalize(gm: fx.GraphModule, inputs: list, mode: FakeTensorMode) -> fx.Grap
 
 
 def _tell_apart(graph: fx.Graph) -> None:
-    """Gives each use of a tensor in a product with itself a node of its own."""
+    """Gives the second use of a tensor in a product with itself a separate node."""
     for node in graph.nodes:
         if getattr(node.target, "_opname", "") not in ("matmul", "mm", "bmm", "einsum"):
             continue

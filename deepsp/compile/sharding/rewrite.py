@@ -287,12 +287,12 @@ class Rewriter(Forms):
         form = self.all_of if node in self.gathers else self.full
         args, kwargs = self.mapped((node.args, node.kwargs), form)
         new = self.call(target, *args, **kwargs)
-        held, given = [], ()
+        functions, operands = [], ()
         if target is COND:
-            held, given = args[1:3], args[3]
+            functions, operands = args[1:3], args[3]
         elif target is autograd_function_apply:
-            held, given = args[:1], args[2:]
-        if self.size > 1 and any(self._draws(function, given) for function in held):
+            functions, operands = args[:1], args[2:]
+        if self.size > 1 and any(self._draws(function, operands) for function in functions):
             raise CannotShard(
                 "a function inside of it draws random numbers for replicated tensors, and every "
                 "rank would draw different ones; draw them outside and pass them in",
@@ -362,8 +362,8 @@ def _break_of(gm: fx.GraphModule) -> str:
             "; torch.compile(..., fullgraph=True) says where it isn't. Code that was compiled "
             "with graph breaks before, in this process, keeps them: call torch._dynamo.reset()"
         )
-    at = reason.user_stack[-1] if reason.user_stack else None
-    place = f"\n  {at.filename}:{at.lineno}, in {at.name}: {at.line}" if at else ""
+    frame = reason.user_stack[-1] if reason.user_stack else None
+    place = f"\n  {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}" if frame else ""
     return f". The graph ends with a break: {reason.reason.splitlines()[0]}{place}"
 
 

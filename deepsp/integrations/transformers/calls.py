@@ -147,10 +147,10 @@ def _given(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, A
 
 def _check_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     given = _given(model, args, kwargs)
-    of = type(model).__name__
+    cls = type(model).__name__
     if given.get("labels") is not None:
         raise ValueError(
-            f"expected no labels in the call of {of}, whose loss would be that of this rank's "
+            f"expected no labels in the call of {cls}, whose loss would be that of this rank's "
             "tokens only; pass the shift_labels that deepsp.shard_batch returns in their place"
         )
     if given.get("use_cache"):
@@ -172,8 +172,8 @@ def _check_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> N
     for name, value in given.items():
         if isinstance(value, Tensor) and name not in _KNOWN:
             raise ValueError(
-                f"expected no {name} in the call of {of}, got shape {tuple(value.shape)}: {of} was "
-                "checked to work on each token alone without it. Put other modalities into "
+                f"expected no {name} in the call of {cls}, got shape {tuple(value.shape)}: {cls} "
+                "was checked to work on each token alone without it. Put other modalities into "
                 "inputs_embeds before deepsp.shard_batch"
             )
 

@@ -164,10 +164,10 @@ def _causal_lm(model: nn.Module, batch: Mapping[str, Any]) -> nn.Module:
 
 
 def _head(model: nn.Module) -> nn.Linear:
-    of, head = type(model).__name__, model.get_output_embeddings()
+    cls, head = type(model).__name__, model.get_output_embeddings()
     if head is None:
         raise ValueError(
-            f"expected {of} to have a head, model.get_output_embeddings(), got None; pass a model "
+            f"expected {cls} to have a head, model.get_output_embeddings(), got None; pass a model "
             "for causal language modeling, such as AutoModelForCausalLM makes"
         )
     # Sharded parameters give the head a subclass, with nn.Linear's forward.
@@ -176,7 +176,7 @@ def _head(model: nn.Module) -> nn.Linear:
         name = f"{type(head).__module__}.{type(head).__qualname__}"
         what = name if not plain else "one whose forward was replaced"
         raise ValueError(
-            f"expected the head of {of} to be a plain nn.Linear, got {what}: its logits aren't "
+            f"expected the head of {cls} to be a plain nn.Linear, got {what}: its logits aren't "
             "those of its weight alone; leave the head without adapters and quantization, or use "
             "deepsp.cross_entropy on the model's logits"
         )
@@ -267,7 +267,7 @@ def _after_head(model: nn.Module, head: nn.Linear) -> tuple[float | None, float]
 def _tried(model: nn.Module, head: nn.Linear) -> tuple[Tensor, Tensor]:
     """Numbers in place of the head's output, and the logits that the model returns for them."""
     calls.ensure_checked(model)  # the check runs the layers, which are replaced below
-    of, given = type(model).__name__, []
+    cls, given = type(model).__name__, []
     weight = head.weight  # only its dtype and device; it may be sharded
     generator = torch.Generator().manual_seed(0)
 
@@ -293,12 +293,12 @@ def _tried(model: nn.Module, head: nn.Linear) -> tuple[Tensor, Tensor]:
             logits = _logits(model._call_impl(**arguments))
         except Exception as error:
             raise ValueError(
-                f"{of} couldn't be run with given hidden states and logits, to see what it does to "
-                f"them: {type(error).__name__}: {error}; use deepsp.cross_entropy on its logits"
+                f"{cls} couldn't be run with given hidden states and logits, to see what it does "
+                f"to them: {type(error).__name__}: {error}; use deepsp.cross_entropy on its logits"
             ) from error
     if len(given) != 1 or given[0].shape != logits.shape:
         raise ValueError(
-            f"expected {of} to return what its head made of its base model's hidden states, got "
+            f"expected {cls} to return what its head made of its base model's hidden states, got "
             f"{len(given)} calls of the head, and logits of shape {list(logits.shape)}; use "
             "deepsp.cross_entropy on its logits"
         )

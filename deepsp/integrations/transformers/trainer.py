@@ -376,7 +376,7 @@ class _SequenceParallel(Evaluation):
 
 
 class _AlikeGenerators(TrainerCallback):
-    """Makes an epoch's samplers draw the same on all ranks, whatever one of them drew before."""
+    """Aligns the ranks' generators, so that an epoch's samplers draw the same on all ranks."""
 
     def on_epoch_begin(self, args, state, control, **kwargs):
         align(member_of(None))

@@ -74,8 +74,8 @@ class Alike:
         for n, (what, rounding, _) in enumerate(self._floats):
             first = every[0, n]
             for other in range(1, size):
-                apart = torch.linalg.vector_norm(every[other, n, :-1] - first[:-1])
-                if apart > rounding * max(first[-1], every[other, n, -1]):
+                distance = torch.linalg.vector_norm(every[other, n, :-1] - first[:-1])
+                if distance > rounding * max(first[-1], every[other, n, -1]):
                     return Difference(what, 0, other, (0, 0))
         return None
 

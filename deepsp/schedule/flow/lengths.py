@@ -90,7 +90,7 @@ for _cls in (RankLength, RankNumber):
 
 
 def read(flow, func, args, kwargs, out):
-    """Marks the lengths of a sharded dimension in what a function that reads sizes returns."""
+    """Marks the lengths of a sharded dimension among the sizes that a function returns."""
     name = name_of(func)[0]
     if name not in _READ or not args or not isinstance(args[0], Tensor):
         return out

@@ -298,13 +298,13 @@ def _by_rows_of_a_mask(call: Call, rows: list[Row], summed: Row, tokens: Tokens)
 
 
 def _want(call: Call, node: fx.Node, place, tokens: Tokens, rule: placement.Rule) -> None:
-    held = call.tokens(node)
+    have = call.tokens(node)
     wanted = tokens.at(place) if isinstance(place, int) else None
     if place is placement.ANYTHING:
         return
-    if call.is_fixed(node) and isinstance(held, Tokens):
-        if wanted is not None and held.dim == place:
-            if held.plain != wanted.plain:
+    if call.is_fixed(node) and isinstance(have, Tokens):
+        if wanted is not None and have.dim == place:
+            if have.plain != wanted.plain:
                 call.refuse(SHIFTED)
         elif not rule.why:
             if rule.family == "products":  # attention by hand: keys and values

@@ -195,8 +195,8 @@ class _Blocks:
         counts, indices = (_blocks(call, self.given[x], total, *heads) for x in (counts, indices))
         blocks = graph.env[indices].shape[-1]
         device = graph.env[indices].device
-        at = graph.call(aten.arange.default, blocks, device=device)
-        listed = graph.call(aten.lt.Tensor, at, graph.call(aten.unsqueeze.default, counts, -1))
+        numbers = graph.call(aten.arange.default, blocks, device=device)
+        listed = graph.call(aten.lt.Tensor, numbers, graph.call(aten.unsqueeze.default, counts, -1))
         none = graph.call(aten.zeros_like.default, listed)
         index = graph.call(aten.to.dtype, indices, torch.int64)
         added = graph.call(aten.scatter_add.default, *(

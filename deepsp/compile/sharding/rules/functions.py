@@ -67,10 +67,10 @@ class Body(Rewriter):
         tokens = value.tokens if value.full is None else None
         return Passed(node.meta["val"], local, tokens, new)
 
-    def gradient(self, node, of: Passed):
+    def gradient(self, node, passed: Passed):
         if node is None:
             return None
-        return self.full(node) if of.tokens is None else self.part(node, of.tokens)
+        return self.full(node) if passed.tokens is None else self.part(node, passed.tokens)
 
     def returning(self, results) -> fx.GraphModule:
         self.new.output(results)
@@ -112,7 +112,7 @@ def function(call: Call):
 
     back = Body(graph, backward, [*results, *saved])
     found = back.results if isinstance(back.results, (tuple, list)) else (back.results,)
-    found = [back.gradient(x, of) for x, of in zip(found, inputs, strict=True)]
+    found = [back.gradient(x, passed) for x, passed in zip(found, inputs, strict=True)]
     if draws_inside(back.gm):
         call.refuse(
             "its backward draws random numbers, which would be the same on all ranks; draw them "

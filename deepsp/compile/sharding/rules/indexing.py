@@ -65,15 +65,15 @@ def index(call: Call) -> Tokens | None:
     """Looks a table up by tokens, or indexes another dimension than the tokens."""
     x, indices = call.node.args[:2]
     chosen = [n for n in indices if isinstance(n, fx.Node)]
-    at = [i for i, n in enumerate(indices) if isinstance(n, fx.Node)]
+    places = [i for i, n in enumerate(indices) if isinstance(n, fx.Node)]
     if any(n.meta["val"].dtype in (torch.bool, torch.uint8) for n in chosen):
         call.refuse("its number of tokens depends on a mask, which other ranks don't know")
-    if at != list(range(at[0], at[-1] + 1)):
+    if places != list(range(places[0], places[-1] + 1)):
         call.refuse("its indices are not next to each other")
     ndim = max(len(call.shape(n)) for n in chosen)
     tokens = call.tokens(x)
-    if tokens is not None and tokens.dim in at and call.graph.values[x].full is None:
-        return _chosen(call, x, indices, tokens, ndim, at[0])
+    if tokens is not None and tokens.dim in places and call.graph.values[x].full is None:
+        return _chosen(call, x, indices, tokens, ndim, places[0])
     return by_rows(call)
 
 
@@ -95,17 +95,19 @@ def _chosen(call: Call, x, indices, tokens: Tokens, ndim: int, first: int) -> No
         padding = [0] * (2 * (len(call.shape(x)) - tokens.dim))
         padding[-1] = 1
         local = graph.call(aten.constant_pad_nd.default, local, padding, 0)
-        at = given[tokens.dim]
-        behind = graph.call(aten.add.Scalar, at, graph.int_(tokens.length))
-        at = graph.call(aten.where.self, graph.call(aten.lt.Scalar, at, 0), behind, at)
-        at = graph.call(aten.sub.Scalar, at, graph.int_(begin))
+        position = given[tokens.dim]
+        behind = graph.call(aten.add.Scalar, position, graph.int_(tokens.length))
+        position = graph.call(
+            aten.where.self, graph.call(aten.lt.Scalar, position, 0), behind, position
+        )
+        position = graph.call(aten.sub.Scalar, position, graph.int_(begin))
         inside = graph.call(
             aten.logical_and.default,
-            graph.call(aten.ge.Scalar, at, 0),
-            graph.call(aten.lt.Scalar, at, graph.int_(count)),
+            graph.call(aten.ge.Scalar, position, 0),
+            graph.call(aten.lt.Scalar, position, graph.int_(count)),
         )
-        last = graph.call(aten.full_like.default, at, graph.int_(count))
-        given[tokens.dim] = graph.call(aten.where.self, inside, at, last)
+        last = graph.call(aten.full_like.default, position, graph.int_(count))
+        given[tokens.dim] = graph.call(aten.where.self, inside, position, last)
         return graph.all_reduce(graph.call(aten.index.Tensor, local, given))
 
     call.lower, call.decision = lower, "some tokens, broadcast to all ranks"

@@ -55,8 +55,8 @@ def convolution(call: Call) -> Tokens:
     size = call.shape(weight)[tokens.dim]
     full = call.shape(x)[tokens.dim]
     count = call.out[tokens.dim]
-    apart = along("stride") == size and along("padding") == 0 and along("dilation") == 1
-    if not apart or not graph.equal(size_of(count * size), full):
+    disjoint = along("stride") == size and along("padding") == 0 and along("dilation") == 1
+    if not disjoint or not graph.equal(size_of(count * size), full):
         call.refuse(_BORDERS)
     if size == 1:
         return tokens

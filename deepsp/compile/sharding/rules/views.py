@@ -157,9 +157,9 @@ def _longer(call: Call, nodes: list, dim: int) -> Tokens:
     tokens = call.tokens(x)
     if tokens.dim != dim or not same(tokens.outer, 1) or tokens.order is not None:
         call.refuse("it concatenates tokens that are sharded along different dimensions")
-    graph, at = call.graph, nodes.index(x)
+    graph, position = call.graph, nodes.index(x)
     lens = [size_of(n * tokens.inner) for n in tokens.sequence.lens]
-    for where, others in ((0, nodes[:at]), (-1, nodes[at + 1 :])):
+    for where, others in ((0, nodes[:position]), (-1, nodes[position + 1 :])):
         lens[where] = size_of(lens[where] + sum(call.shape(n)[dim] for n in others))
     for node in nodes:
         if node is not x:
@@ -169,7 +169,7 @@ def _longer(call: Call, nodes: list, dim: int) -> Tokens:
         taken = []
         for i, node in enumerate(nodes):
             new = call.given(node)
-            if i != at and graph.rank != (0 if i < at else graph.size - 1):
+            if i != position and graph.rank != (0 if i < position else graph.size - 1):
                 # Take no tokens, but keep the gradient: every rank sums it.
                 new = graph.call(aten.narrow.default, new, dim, 0, 0)
             taken.append(new)
