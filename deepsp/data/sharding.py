@@ -308,7 +308,7 @@ def _restarts(positions: Tensor, batch: Mapping[str, Any], dim: int) -> Tensor:
         # Padding has positions, too (transformers gives it 0 or 1), but is no document.
         real = mask.movedim(dim, -1) != 0
         return restarts & real[..., 1:] & real[..., :-1]
-    # Without a mask, several ones at the begin of a row are padding.
+    # Without a mask, several ones at the beginning of a row are padding.
     ones = (positions == 1).cumprod(-1)[..., :-1].bool()
     alone = ones[..., :1] & restarts[..., :1] & (positions[..., 1:2] == 0)
     if bool(alone.any()):

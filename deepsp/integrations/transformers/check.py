@@ -37,7 +37,7 @@ model only, that it was checked."""
 
 _PLACES = (0, 4, 10)  # the changed tokens: the first, and often the last
 _ROWS = 1 + 2 * len(_PLACES)
-_TAIL = 5  # the begin of the last tokens
+_TAIL = 5  # where the last tokens begin
 
 
 def check(model: nn.Module) -> None:
@@ -160,7 +160,7 @@ class _Check(Probe):
                 setattr(module, COUNTS_OTHERWISE, otherwise)
 
     def _counts_otherwise(self, arguments: dict[str, Any], queries: list) -> bool:
-        """Whether the model's own positions, with padding at the begin, are not 0, 1, 2, ..."""
+        """Whether the model's own positions, with padding at the beginning, are not 0, 1, 2, ..."""
         own = {n: x for n, x in arguments.items() if n != "position_ids"}
         if "attention_mask" in inspect.signature(self.model.forward).parameters:
             own["attention_mask"] = torch.ones_like(own["input_ids"])

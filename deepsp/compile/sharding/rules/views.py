@@ -101,7 +101,7 @@ def slice_(call: Call) -> Tokens:
 
 
 def _index(call: Call, value, length):
-    """An index into the sequence, counted from its begin and clamped."""
+    """An index into the sequence, counted from its beginning and clamped."""
     if not isinstance(value, int):
         value = size_of(value.meta["val"])
     if isinstance(value, int) and value >= sys.maxsize:
