@@ -7,6 +7,7 @@ is that of DTensor's single-dimension strategies (torch.distributed.tensor).
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -130,6 +131,7 @@ def overloads(names: str) -> Iterable[OpOverload]:
                 yield getattr(packet, known)
 
 
+@functools.cache
 def find(op: OpOverload) -> Rule | None:
     """The rule of an op, or of the one that makes what it writes (``add_``, ``out=``, foreach)."""
     if not _RULES:
