@@ -37,7 +37,7 @@ def broadcast(op: Op, operands) -> list[Row]:
 @rule(
     """relu add sub mul div where masked_fill clamp clip pow to _to_copy clone contiguous detach
     alias lift_fresh lift_fresh_copy type_as float_power rsub celu selu elu silu gelu relu6 hardtanh
-    hardswish leaky_relu mish softplus logsigmoid prelu dropout native_dropout alpha_dropout
+    hardswish leaky_relu mish softplus logsigmoid dropout native_dropout alpha_dropout
     bernoulli __and__ __or__ __xor__ isnan isinf isfinite nan_to_num positive square logit erf
     sigmoid tanh threshold hardsigmoid softshrink hardshrink rrelu lerp addcmul addcdiv conj
     resolve_conj resolve_neg real complex polar fake_quantize_per_tensor_affine divide multiply
@@ -91,6 +91,20 @@ def _sums(op: Op) -> list[Row]:
 
 def _is_tensor(op: Op, x) -> bool:
     return any(x is y for y in op.operands)
+
+
+@rule("prelu")
+def prelu(op: Op) -> list[Row]:
+    """[B, C, ...]: a weight for each channel, or one for all."""
+    x, weight = op["self"], op["weight"]
+    each = not op.is_one(op.shape(weight)[-1]) if op.shape(weight) else False
+    ndim = len(op.shape(x))
+    channel = min(1, ndim - 1)
+    return [
+        r
+        for d in range(ndim)
+        for r in row(d, (x, d), (weight, 0 if each and d == channel else None))
+    ]
 
 
 @rule("view_as_complex", "its real and imaginary parts would be on different ranks")

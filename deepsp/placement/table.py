@@ -7,6 +7,7 @@ is that of DTensor's single-dimension strategies (torch.distributed.tensor).
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -131,6 +132,7 @@ def overloads(names: str) -> Iterable[OpOverload]:
                 yield getattr(packet, known)
 
 
+@functools.cache
 def find(op: OpOverload) -> Rule | None:
     """The rule of an op; for ``add_``, ``out=`` and foreach, that of the op they are made from."""
     if not _RULES:
