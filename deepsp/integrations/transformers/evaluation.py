@@ -46,8 +46,8 @@ class _CollateNumbered:
 class Evaluation:
     """The part of :func:`deepsp.integrations.transformers.sequence_parallel` that evaluates.
 
-    accelerate fills the last batches of an epoch with rows from its beginning. For a data set with a
-    length it knows how many. For a stream, the rows are numbered here to find the repeated ones.
+    accelerate fills the last batches of an epoch with rows from its beginning. For a data set with
+    a length it knows how many. For a stream, the rows are numbered here to find the repeated ones.
     """
 
     _returns_outputs = False
