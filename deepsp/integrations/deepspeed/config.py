@@ -204,7 +204,7 @@ def _check_mesh(config: dict, mpu, mesh_device) -> None:
         given = config.get("data_parallel_size", "given to deepspeed.initialize")
         raise ValueError(
             f"expected no {key}, got {given!r}, a mesh, with which DeepSpeed averages gradients "
-            "over the data ranks only, and the ranks of a sequence, each with its share, would "
+            "over the data ranks only, and the ranks of a sequence, with partial gradients, would "
             f"drift apart; leave it out: it follows from sequence_parallel_size, {size}"
         )
     if mpu is not None:
