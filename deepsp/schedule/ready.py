@@ -164,7 +164,6 @@ def _family(model: nn.Module) -> tuple[str, _Names]:
 
 
 def _needed(names: _Names) -> list[str]:
-    """The modules that each layer must have."""
     attention = [f"{names.attention}.{name}" for name in (*names.qkv, names.out)]
     return [*names.norms, *attention, *names.ups, names.down]
 

@@ -25,7 +25,6 @@ class OpSync:
 
 
 def _group(call: Call) -> str | None:
-    """The name of the op's group."""
     return call["group_name"]
 
 
