@@ -46,7 +46,7 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(items):
-    """Marks the tests of slow.txt, and those that need no process but pytest's own."""
+    """Marks the tests of slow.txt, and those that run nightly."""
     lines = [line for line in _SLOW.read_text().splitlines() if not line.startswith("#")]
     slow = {line.partition(" ")[2] for line in lines}
     together = {_family(item): set() for item in items}
@@ -57,8 +57,6 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.slow)
         if _runs_on_three(item, together):
             item.add_marker(pytest.mark.nightly)
-        if not {"on_ranks", "Workers", "subprocess"} & set(vars(item.module)):
-            item.add_marker(pytest.mark.alone)
 
 
 def _ranks(item) -> int | None:
