@@ -75,7 +75,13 @@ def _family(item) -> tuple:
 def _runs_on_three(item, together) -> bool:
     """On three ranks no part is as large as another, and one has both borders; what runs there and
     in a group of one runs on two and four nightly."""
+    if item.path.stem in _EVERY_SIZE:
+        return False
     return _ranks(item) in (2, 4) and 3 in together[_family(item)]
+
+
+# How heads and rows are dealt depends on the number of ranks: some mistakes show on two only.
+_EVERY_SIZE = {"test_exchange", "test_attention", "test_shares", "test_along_dim"}
 
 
 def _name(nodeid: str) -> str:
