@@ -22,6 +22,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST = $(BIN)/python -m pytest
+# A file at a time, whose tests share the processes of their ranks.
+SIDE_BY_SIDE = -n 2 --dist loadfile
 TORCH := 2.13.0
 NVCC ?= $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
 CUDA_INCLUDE = $(shell $(NVCC) --dryrun x.cu 2>&1 | sed -n 's/^\#$$ TOP=//p')/include
@@ -72,18 +74,15 @@ finetune: $(VENV)/torch $(VENV)/built
 	$(BIN)/python examples/finetune.py
 
 test: $(VENV)/ready $(VENV)/built
-	$(PYTEST) -n 2 -m "alone and not (slow or nightly)"
-	$(PYTEST) -m "not (alone or slow or nightly)"
+	$(PYTEST) $(SIDE_BY_SIDE) -m "not (slow or nightly)"
 
 # Ranks of one machine share memory, so only the last run tests messages.
 test-all: $(VENV)/ready $(VENV)/built
-	$(PYTEST) -n 2 -m "alone and not nightly"
-	$(PYTEST) -m "not (alone or nightly)"
+	$(PYTEST) $(SIDE_BY_SIDE) -m "not nightly"
 	DEEPSP_TRANSPORT=messages $(PYTEST) -m "messages and not nightly"
 
 nightly: $(VENV)/ready $(VENV)/built sanitize-threads
-	$(PYTEST) -n 2 -m "alone and nightly"
-	$(PYTEST) -m "nightly and not alone"
+	$(PYTEST) -m nightly
 
 bench: $(VENV)/ready $(VENV)/built
 	$(BIN)/python benchmarks/exchange.py

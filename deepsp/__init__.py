@@ -1,11 +1,11 @@
 """Sequence-parallel attention for PyTorch.
 
-Every rank of a process group holds a part of the tokens of one long sequence; deepsp exchanges
-them for a part of the heads around attention, exactly, and lets autograd and torch.compile see
-what it does. The ops are ``torch.ops.deepsp.*``; this package declares, checks and wires.
+Every rank of a process group holds a part of the tokens of one long sequence. Around attention,
+deepsp exchanges them for a part of the heads. The result is exact, and autograd and torch.compile
+see the exchange. The ops are ``torch.ops.deepsp.*``; this package declares, checks and connects.
 """
 
-import deepsp._load  # isort: split  (first: it registers the ops)
+import deepsp._load  # isort: split  (first: registers the ops)
 import deepsp.attention
 import deepsp.ranks
 import deepsp.schedule.ready  # noqa: F401

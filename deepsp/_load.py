@@ -1,4 +1,4 @@
-"""Loads the extension, or says why it can't be."""
+"""Loads the extension, or explains why it can't be loaded."""
 
 from pathlib import Path
 
@@ -9,8 +9,8 @@ try:
 except ImportError:
     folder = Path(__file__).parent
     hint = (
-        f" Python found the sources in {folder} first: what was installed is found from another "
-        "folder, or install with -e."
+        f" Python found the sources in {folder} first; to import the installed deepsp, run from "
+        "another folder, or install with -e."
         if (folder.parent / "setup.py").exists()
         else ""
     )

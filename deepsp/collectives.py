@@ -44,7 +44,7 @@ def all_gather(
         x: the local tensor, any dtype.
         dim: the dimension; may be negative.
         group: the ranks.
-        sizes: the size along ``dim`` on each rank; None: all ranks have that of this one.
+        sizes: the size along ``dim`` on each rank; None: the same on all ranks.
         grad: "replicated": the gradient of ``x`` is its slice of the full gradient. "partial": its
             slice of the sum of the ranks' gradients (a reduce-scatter).
         reduce_dtype: the dtype in which that sum is taken; None: float32 for 16-bit floats, else
@@ -150,7 +150,7 @@ def all_reduce(
 
 
 def replicate(x: Tensor, group: Group = None) -> Tensor:
-    """Marks a replicated tensor that every rank uses differently, for its own tokens, say: the
+    """Marks a replicated tensor that each rank uses differently, such as for its own tokens: the
     gradient becomes the sum of the ranks' gradients. In forward nothing is computed or sent.
 
     Args:
@@ -192,7 +192,7 @@ def all_gather_matmul(
         bias: [M], or None.
         dim: the gathered dimension, not the last; may be negative.
         group: the ranks.
-        sizes: the size along ``dim`` on each rank; None: all ranks have that of this one.
+        sizes: the size along ``dim`` on each rank; None: the same on all ranks.
         reduce_dtype: the dtype in which the gradient of ``x`` is summed over ranks; None: float32
             for 16-bit floats, else that of ``x``.
 
@@ -263,7 +263,7 @@ def all_gather_start(
         x: as in :func:`all_gather`, as are the others.
         dim: the dimension; may be negative.
         group: the ranks.
-        sizes: the size along ``dim`` on each rank; None: all ranks have that of this one.
+        sizes: the size along ``dim`` on each rank; None: the same on all ranks.
         grad: "replicated" or "partial".
         reduce_dtype: the dtype in which gradients are summed.
 

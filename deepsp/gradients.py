@@ -27,9 +27,9 @@ def sync_gradients(module: Parameters, group: Group = None) -> None:
 
     For training without DDP, FSDP or DeepSpeed, which do this themselves. All-reduces flat buckets.
     A parameter without a gradient on some ranks counts as zero there; one without a gradient on any
-    rank keeps none. Parameters of :func:`deepsp.shard_parameters` are left alone, since their
-    gradients are sums already. Of DTensors the local tensors are summed: FSDP over the data ranks
-    alone leaves the sum over the sequence group to be taken.
+    rank keeps none. Parameters of :func:`deepsp.shard_parameters` are skipped, since their
+    gradients are sums already. For DTensors, the local tensors are summed: FSDP over the data ranks
+    alone doesn't sum over the sequence group.
 
     The first call with a parameter compares parameters and persistent buffers across the group, by
     a digest (one pass over memory).
@@ -44,7 +44,7 @@ def sync_gradients(module: Parameters, group: Group = None) -> None:
             or averages their gradients, over ranks of ``group``; DeepSpeed's ZeRO 3 has
             partitioned them; the ranks have different weights, as after different seeds.
 
-    Without this call weights drift apart: the loss raises, on a step after an update.
+    Without this call weights drift apart, and the loss raises on a step after an update.
     """
     rank, size, name = member = member_of(group)
     named, sharded = _named(module)
@@ -71,7 +71,7 @@ def sync_gradients(module: Parameters, group: Group = None) -> None:
     compare_once(replicated_tensors(module, sharded) if of_module else trained, member)
     if not trained:
         return
-    sparse = size + 1  # no sum of ones reaches it
+    sparse = size + 1  # larger than any sum of ones
     present = torch.tensor(
         [
             0 if p.grad is None else 1 if p.grad.layout == torch.strided else sparse
@@ -89,7 +89,7 @@ def sync_gradients(module: Parameters, group: Group = None) -> None:
             "that out, or, with such a wrapper, don't call sync_gradients"
         )
     for (n, _), ranks in zip(trained, somewhere, strict=True):
-        if ranks >= sparse:  # known to every rank by now
+        if ranks >= sparse:  # on every rank
             raise ValueError(
                 f"module: expected dense gradients, but the gradient of {n} is sparse; make the "
                 "embedding with sparse=False"
@@ -121,8 +121,8 @@ def _check_no_ddp(module: Parameters, group: str) -> None:
 
 
 def _named(module: Parameters) -> tuple[list[tuple[str, Tensor]], dict[Tensor, Member]]:
-    """Parameters with their names, each once; and those that ranks have parts of, with the group
-    of these ranks."""
+    """Parameters with their names, each once; and the sharded ones with the group over which they
+    are sharded."""
     if isinstance(module, nn.Module):
         by_key = dict(module.named_parameters(remove_duplicate=False))
         sharded = {by_key[k]: shard.member for k, _, shard in all_shards(module) if k in by_key}
@@ -182,7 +182,7 @@ def clip_grad_norm_(module: Parameters, max_norm: float, norm_type: float = 2.0)
                 "embedding with sparse=False"
             )
         if parameter in sharded:
-            # Also without a gradient: every rank makes the same calls.
+            # Add the group also without a gradient, so that every rank makes the same calls.
             of_group = local.setdefault(sharded[parameter], [])
             if gradient is not None and parameter.numel() > 0:
                 of_group.append(plain(gradient))
@@ -196,7 +196,7 @@ def clip_grad_norm_(module: Parameters, max_norm: float, norm_type: float = 2.0)
     for (rank, size, name), gradients in local.items():
         norm = torch.nn.utils.get_total_norm(gradients, norm_type)
         device = next(iter(sharded)).device
-        # One dtype on every rank, whatever shards it has.
+        # The same dtype on every rank.
         norm = norm.to(device, torch.float64).reshape(1)
         norms.append(torch.ops.deepsp.all_gather(norm, 0, [1] * size, "replicated", rank, name))
     dtypes = [p.dtype for _, p in named] or [torch.float32]

@@ -1,4 +1,4 @@
-"""The loss of the full sequence from each rank's tokens, and what losses are made of."""
+"""Losses of the full sequence from each rank's tokens."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ def cross_entropy(
 
     Args:
         logits: [..., C], of this rank's tokens, floating point; 16-bit logits are cast to float32.
-        shift_labels: [...], integer: the class that each token is to predict, that is, labels
-            that were shifted before the sequence was sharded, as :func:`deepsp.shard_batch` returns
-            them.
+        shift_labels: [...], integer: the next class of each token, that is, labels that were
+            shifted before the sequence was sharded, as :func:`deepsp.shard_batch` returns them.
         group: the sequence group.
         ignore_index: the label of tokens that don't count.
         reduction: "mean" over the valid tokens of all ranks, or their "sum".
@@ -45,10 +44,9 @@ def cross_entropy(
             mean divides by their sum over the valid tokens of all ranks. None: 1 each.
 
     Returns:
-        A scalar. A rank without a valid token adds zero; without any in the group (or where the
-        weights' sum is 0), the mean and its gradients are 0. A rank's gradients are partial, those
-        of its tokens: their sum over the group is the full gradient
-        (:func:`deepsp.sync_gradients`).
+        A scalar. A rank without a valid token adds zero; without any in the group (or if the
+        weights' sum is 0), the mean and its gradients are 0. A rank's gradients are partial: their
+        sum over the group is the full gradient (:func:`deepsp.sync_gradients`).
 
     Raises:
         ValueError: shapes or dtypes that don't fit, an unknown ``reduction``, a negative ``z_loss``
@@ -124,7 +122,7 @@ def linear_cross_entropy(
         softcap: if given, ``softcap * tanh(logits / softcap)`` takes the logits' place (Gemma 2,
             https://arxiv.org/abs/2408.00118, section 2). Its slopes take as much memory as a
             chunk's logits.
-        scale: what logits are multiplied with, before ``softcap`` (Cohere; Granite divides).
+        scale: a factor of the logits, before ``softcap`` (Cohere; Granite divides).
         z_loss: as in :func:`cross_entropy`.
         token_weights: as in :func:`cross_entropy`. Autocast leaves them alone.
 
@@ -174,25 +172,25 @@ def token_log_probs(
     gradients and preference losses. The logits, those of :func:`linear_cross_entropy`, exist for a
     chunk of tokens at a time only; backward computes them again. A second derivative raises.
 
-    With ``outputs="full"`` every rank gets the log-probabilities of the full sequence and is to
-    compute the same loss from them. So the gradient of this rank's is its slice of the full one,
-    which every rank has (``all_gather(..., grad="replicated")``): gradients of parameters are
-    partial, as those of :func:`cross_entropy`, and no factor is needed. (With ``"partial"`` the
-    ranks' equal gradients would be summed, and be P times too large.)
+    With ``outputs="full"`` every rank gets the log-probabilities of the full sequence and must
+    compute the same loss from them. So every rank has the full gradient, and takes this rank's
+    slice of it (``all_gather(..., grad="replicated")``): gradients of parameters are partial, as
+    those of :func:`cross_entropy`, and no factor is needed. (With ``"partial"`` the ranks' equal
+    gradients would be summed, and be P times too large.)
 
     Args:
         hidden: [..., E], of this rank's tokens: float64, float32, bfloat16 or float16.
         weight: [C, E], in the dtype of ``hidden``: the linear layer's. Autocast casts ``hidden``,
             ``weight`` and ``bias``.
-        ids: [...], integer: what each token is followed by, 0 to C - 1, or ``ignore_index``:
+        ids: [...], integer: the id that follows each token, 0 to C - 1, or ``ignore_index``:
             ``shift_labels`` of :func:`deepsp.shard_batch`.
         bias: [C], in the dtype of ``hidden``, or None.
-        temperature: what logits are divided by, after ``softcap``, as in sampling.
+        temperature: divides logits after ``softcap``, as in sampling.
         softcap: as in :func:`linear_cross_entropy`.
         scale: as in :func:`linear_cross_entropy`.
         group: the sequence group; used with ``outputs="full"`` only.
         ignore_index: the id of tokens that don't count.
-        outputs: "local": those of this rank's tokens; nothing is sent. "full": those of all tokens.
+        outputs: "local": for this rank's tokens; nothing is sent. "full": for all tokens.
         seq_dim: the sequence dimension of ``ids``, for ``outputs="full"``.
         seq_lens: the number of tokens on each rank, for ``outputs="full"``; None: the ranks
             exchange their numbers (one small collective, which ends a full graph of torch.compile).
@@ -225,7 +223,7 @@ def token_log_probs(
     )
     found = torch.stack([log_probs, *rest], -1)
     if outputs == "full":
-        # One message for both; the dimension behind the tokens' changes none of theirs.
+        # One message for both, stacked in a last dimension.
         found = unshard(found, seq_dim % ids.dim(), group, seq_lens)
     return tuple(found.unbind(-1)) if entropy else found.squeeze(-1)
 
@@ -257,10 +255,10 @@ def _check_reduction(reduction: str) -> None:
 
 
 def _classes(labels: Tensor, name: str) -> Tensor:
-    """Labels of any integer dtype as those that losses take, int64."""
+    """Checks labels, and casts any integer dtype to int64."""
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype == torch.bool:
-        said = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
-        raise ValueError(f"expected {name} to be an integer tensor of classes, got {said}")
+        found = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
+        raise ValueError(f"expected {name} to be an integer tensor of classes, got {found}")
     return labels.long()
 
 
@@ -269,8 +267,8 @@ def _check_weights(token_weights: Tensor | None, labels: Tensor) -> None:
         return
     if not isinstance(token_weights, Tensor) or not token_weights.is_floating_point():
         is_tensor = isinstance(token_weights, Tensor)
-        said = token_weights.dtype if is_tensor else type(token_weights).__name__
-        raise ValueError(f"expected token_weights to be a floating-point tensor, got {said}")
+        found = token_weights.dtype if is_tensor else type(token_weights).__name__
+        raise ValueError(f"expected token_weights to be a floating-point tensor, got {found}")
     if token_weights.shape != labels.shape:
         raise ValueError(
             f"expected token_weights to have the shape of shift_labels {tuple(labels.shape)}, "
@@ -284,7 +282,7 @@ def _check_weights(token_weights: Tensor | None, labels: Tensor) -> None:
 
 
 def _counts(valid: Tensor, token_weights: Tensor | None) -> Tensor:
-    """How often each token counts, in float64: weights of tokens that are ignored may be NaN."""
+    """How often each token counts, in float64. Weights of ignored tokens may be NaN."""
     if token_weights is None:
         return valid.double()
     return token_weights.double().where(valid, 0)
@@ -298,24 +296,24 @@ def _of_group(
     average_gradients: bool,
     weight: Tensor | None,
 ) -> Tensor:
-    """The loss over all ranks, in float64, from this rank's sum and how often its tokens count.
-    weight: what makes the logits, where that is known, to compare it."""
+    """The loss over all ranks, in float64, from this rank's sum and its tokens' counts. ``weight``:
+    the weight that makes the logits, to compare it across ranks; None: unknown."""
     rank, size, name = member_of(group)
-    said = [0.0] * drift.SIZE
+    summand = [0.0] * drift.SIZE
     if size > 1 and not torch.compiler.is_compiling():
-        said = drift.said_of(weight, average_gradients, name)
-    # In float64, sums of losses and counts of tokens are as good as exact.
+        summand = drift.summand_of(weight, average_gradients, name)
+    # In float64, sums of losses and counts are practically exact.
     count = counts.sum()
-    nothing = count * 0  # a part of a sum, as what it is stacked with
-    mine = torch.stack(
-        [local_sum.double(), count, *(nothing + x if x != 0 else nothing for x in said)]
+    zero = count * 0  # like the other terms, for stack
+    local = torch.stack(
+        [local_sum.double(), count, *(zero + x if x != 0 else zero for x in summand)]
     )
     if average_gradients:
-        mine = torch.ops.deepsp._scale_gradient(mine, float(size))
-    totals = torch.ops.deepsp.all_reduce(mine, "replicated", rank, size, name)
+        local = torch.ops.deepsp._scale_gradient(local, float(size))
+    totals = torch.ops.deepsp.all_reduce(local, "replicated", rank, size, name)
     loss, count = totals[:2].unbind()
-    drift.check(weight, said, totals.detach()[2:], size)
+    drift.check(weight, summand, totals.detach()[2:], size)
     if reduction == "sum":
         return loss
-    nothing = count == 0
-    return (loss / count.masked_fill(nothing, 1)).masked_fill(nothing, 0)
+    empty = count == 0
+    return (loss / count.masked_fill(empty, 1)).masked_fill(empty, 0)

@@ -1,7 +1,7 @@
-"""The exchange for people who write their own layers.
+"""The exchange, for layers of your own.
 
 Shapes: B batch, S tokens of the full sequence, S_r those of this rank, H_i and D_i heads and head
-dimension of tensor i, h_i the heads of it that this rank holds. Any dtype.
+dimension of tensor i, h_i its heads on this rank. Any dtype.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Pending(Generic[Arriving]):
         """Waits for the collective.
 
         Returns:
-            What the op without ``_start`` returns.
+            The result of the op without ``_start``.
 
         Raises:
             RuntimeError: it was waited for already.
@@ -59,7 +59,7 @@ def seq_to_heads(
     Args:
         inputs: local tensors [B, S_r, H_i, D_i] of one dtype, any. ``inputs[0]`` is q: its heads
             are split over the ranks like ``torch.tensor_split``, and its head j reads head ``j //
-            (H_0 // H_i)`` of the others. A head is sent to the ranks that read it and to no other.
+            (H_0 // H_i)`` of the others. A head is sent only to the ranks that read it.
         group: the sequence group.
         seq_lens: the number of tokens of each rank; None: all ranks have as many as this one.
 
@@ -92,7 +92,7 @@ def heads_to_seq(
 
     Returns:
         A list of new, contiguous local tensors [B, S_r, H_i, D_i]. A head that several ranks hold
-        is their sum, in float32 (float64 for float64), in rank order. Their backward is
+        is summed over them, in float32 (float64 for float64), in rank order. Their backward is
         :func:`seq_to_heads`.
 
     Raises:

@@ -1,12 +1,12 @@
-"""Everything that deepsp changes in the process-wide state of other libraries.
+"""All changes that deepsp makes to the process-wide state of other libraries.
 
-A change is made when somebody else imports the library that it is for, or by a call of the user's,
-and undone by :func:`uninstall`. Two things are done elsewhere, and aren't undone:
+A change is made when the library is imported by other code, or by a call of the user's; it is
+undone by :func:`uninstall`. Two changes are made elsewhere, and aren't undone:
 
 - :func:`deepsp.integrations.transformers.register` also adds an entry to each of transformers' two
-  registers of attention functions and masks, by their own method;
-- ``torch.compile(backend="deepsp")`` clears, behind each compilation, what Dynamo has noted of
-  floats for it (``deepsp.compile.sharding.backend``).
+  registries of attention functions and masks, by their own method;
+- after each compilation, ``torch.compile(backend="deepsp")`` clears Dynamo's notes on floats
+  (``deepsp.compile.sharding.backend``).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Patch:
     """One change.
 
     library: the module whose import it waits for; until then ``sys.meta_path`` has an entry.
-    changes: what it replaces or adds to.
-    reason: what for, and for whom it makes a difference.
-    home: the module whose functions make it and undo it, imported no earlier than ``library``.
+    changes: what it replaces or extends.
+    reason: its purpose, and who notices it.
+    home: the module whose functions make and undo it, imported no earlier than ``library``.
     on_call: it waits for a call of the user's, not for an import.
     """
 
@@ -83,10 +83,10 @@ PATCHES = (
 
 
 def install() -> None:
-    """Makes every change now, or when what it waits for happens."""
+    """Makes every change, or waits for its import or call."""
     for patch in PATCHES:
         if patch.on_call:
-            patch.install()  # again, if that call was made
+            patch.install()  # only if the call was made before
         else:
             _after_import(patch.library, patch.install)
 
@@ -98,11 +98,11 @@ def uninstall() -> None:
             patch.uninstall()
 
 
-# ---- after another library has been imported
+# ---- after the import of another library
 
 
 class _AfterImport(MetaPathFinder, Loader):
-    """Lets the usual machinery import a module, and calls a function then."""
+    """Imports a module as usual, and then calls a function."""
 
     def __init__(self, name: str, function: Callable[[], None]):
         self.name, self._function = name, function
@@ -111,7 +111,7 @@ class _AfterImport(MetaPathFinder, Loader):
         if fullname != self.name:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
-        # Without a loader it is a bare folder of that name.
+        # A namespace package has no loader.
         if spec is None or spec.loader is None:
             return None
         self._loader, spec.loader = spec.loader, self
@@ -128,8 +128,8 @@ class _AfterImport(MetaPathFinder, Loader):
 
 
 def _after_import(name: str, function: Callable[[], None]) -> None:
-    """Calls ``function`` now if module ``name`` is there, else when it is imported; once, however
-    often this is called."""
+    """Calls ``function`` now if module ``name`` is imported, else after its import; once, even if
+    this is called again."""
     if name in sys.modules:
         function()
     elif not any(_waits_for(finder, name) for finder in sys.meta_path):
@@ -137,7 +137,7 @@ def _after_import(name: str, function: Callable[[], None]) -> None:
 
 
 def _forget(name: str) -> bool:
-    """Undoes :func:`_after_import` of a module that hasn't been imported; whether that is so."""
+    """Undoes :func:`_after_import`; returns whether the module hasn't been imported."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not _waits_for(finder, name)]
     return name not in sys.modules
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 GROUP_TIMEOUT = 60.0
-CALL_TIMEOUT = float(os.environ.get("T_CALL", 240.0))
+CALL_TIMEOUT = 240.0
 
 
 # What processes that are kept apart under these words find in their environment, by rank.
@@ -123,7 +123,7 @@ def _error_of(traceback_: str) -> str:
 
 _workers: dict[tuple[int, str], Workers] = {}  # those used last are the last
 # That wait for something to do: each holds some 300 MiB.
-MOST_PROCESSES = 24
+MOST_PROCESSES = 12 if "PYTEST_XDIST_WORKER" in os.environ else 24
 
 
 def on_ranks(size: int, function: Callable, *args, apart: str = "") -> list[Any]:

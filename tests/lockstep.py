@@ -24,7 +24,7 @@ from zoo import batch, total
 
 import deepsp
 from deepsp.compile import parallelize
-from deepsp.compile.sharding import caches
+from deepsp.compile.sharding.boundary import without_caches
 
 ours = torch.ops.deepsp
 
@@ -338,7 +338,7 @@ def lockstep(model, ranks: int, gradients: str = "sum", **options):
         def run(*args):
             return _Bridge.apply(graphs, gradients, *args)
 
-        return caches.without(run, graphs[0].meta.get("absent", ()))
+        return without_caches(run, graphs[0].meta.get("absent", ()))
 
     compiled = torch.compile(model, backend=backend, fullgraph=True)
 

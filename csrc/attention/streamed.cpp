@@ -122,8 +122,8 @@ struct StreamedCall {
   }
 };
 
-// The exchange of k and v, and of their gradients. q, of which nothing is sent, decides which rank
-// reads which heads.
+// The exchange of k and v, and of their gradients. q isn't sent, but its heads decide which rank
+// reads which heads of k and v.
 class KvStream {
  public:
   explicit KvStream(const StreamedCall& call)

@@ -89,7 +89,7 @@ struct Blocks {
     return (alike ? flat : flat.view(dtypes[i])).view_symint(shape);
   }
 
-  // Tensor i, of which every slot holds a rank's part.
+  // Tensor i, joined from the ranks' parts: every slot holds one.
   at::Tensor gathered(
       const at::Tensor& slots, size_t i, int64_t dim, c10::SymIntArrayRef shape) const {
     if (stacks()) {
@@ -102,7 +102,7 @@ struct Blocks {
     return at::cat(of, dim);
   }
 
-  // This rank's part of tensor i, of which every slot holds what is to be added up.
+  // This rank's part of tensor i: the sum of the slots, one term from each rank.
   at::Tensor summed(
       const at::Tensor& slots,
       size_t i,

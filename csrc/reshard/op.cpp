@@ -178,7 +178,7 @@ c10::IValue all_gather_start(const Given& given) {
   return start_along("all_gather", layout, input, given).launch_gather(input.contiguous(), shape);
 }
 
-// What a wait is given: its buffer, and the tensor of which that holds parts.
+// The arguments of a wait: its buffer, and the tensor whose parts the buffer holds.
 struct AlongWait {
   const at::Tensor buffer;
   const c10::SymIntArrayRef shape;  // the full tensor's

@@ -1,4 +1,4 @@
-"""Who computes what of an attention, and what it costs."""
+"""Which rank computes what of an attention, and at which cost."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from deepsp.attention.parts import Cell, cells_of, resolve
 
 @dataclass(frozen=True)
 class RankShare:
-    """What one rank does in :class:`AttentionPlan`."""
+    """One rank's part in :class:`AttentionPlan`."""
 
     cells: list[Cell]
-    """Heads, and the tokens of their queries: ranges (begin, end)."""
+    """Heads, and the ranges (begin, end) of their queries' tokens."""
     kv_heads: tuple[int, int]
-    """Whose keys and values it receives, of all tokens."""
+    """The heads of the keys and values that it receives, of all tokens."""
     share: float
-    """Of the work of all ranks."""
+    """Its fraction of all ranks' work."""
     received: int
-    """Bytes in a forward: queries, keys and values, and the output of its own tokens."""
+    """Bytes received in a forward: queries, keys and values, and the output of its own tokens."""
     from_other_rows: int
-    """Of those, what comes from ranks of other rows of a mesh."""
+    """The part of ``received`` that other rows of a mesh send."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class AttentionPlan:
     """What :func:`plan_attention` finds; printed as a table."""
 
     query_parts: int
-    """1: whole heads; 0: shares as even as can be; else the number of ranks that share a head."""
+    """1: whole heads; 0: queries are split as evenly as possible; else the ranks per head."""
     why: str
     ranks: list[RankShare]
     is_mesh: bool
-    """Whether ``ranks`` was a mesh's."""
+    """Whether ``ranks`` described a mesh."""
 
     @property
     def imbalance(self) -> float:
@@ -76,8 +76,8 @@ def plan_attention(
     dtype: torch.dtype = torch.bfloat16,
     device: str | torch.device = "cpu",
 ) -> AttentionPlan:
-    """Says what :func:`distributed_attention` gives each rank to do. Nothing is computed or sent,
-    and no group is needed. ::
+    """Shows which part of an attention :func:`distributed_attention` gives each rank. Nothing is
+    computed or sent, and no group is needed. ::
 
         print(deepsp.plan_attention(8, 2, seq_len=32768, ranks=3))
 
@@ -88,11 +88,11 @@ def plan_attention(
         ranks: the number of ranks; (rows, ranks of a row) of a mesh of two dimensions.
         head_dim: the number of features of a head.
         query_parts: as in :func:`distributed_attention`.
-        is_causal: whether tokens attend to those before them only.
+        is_causal: whether tokens attend only to themselves and to tokens before them.
         seq_lens: the number of tokens of each rank; None: like ``torch.tensor_split``.
         batch: the number of sequences.
-        dtype: that of q, k and v.
-        device: where attention is computed: what "auto" is depends on it.
+        dtype: the dtype of q, k and v.
+        device: where attention is computed; "auto" depends on it.
 
     Returns:
         An :class:`AttentionPlan`: each rank's heads, tokens, share of the work (pairs of query and
@@ -116,26 +116,26 @@ def plan_attention(
         raise ValueError(
             f"expected seq_lens to have {size} entries that sum to {seq_len}, got {lens}"
         )
-    asked = query_parts if rows == 1 else rows
-    parts = resolve(asked, num_heads, size, torch.device(device))
+    wanted = query_parts if rows == 1 else rows
+    parts = resolve(wanted, num_heads, size, torch.device(device))
     ops.head_split(num_heads, kv, 1, 0)  # checks them
     every = [_cells(num_heads, kv, seq_len, parts, size, rank) for rank in range(size)]
     own = [(end - n, end) for n, end in zip(lens, accumulate(lens), strict=True)]
 
-    def queries(rank: int, of: int) -> int:
-        """How many a rank computes of another one's tokens, times heads."""
+    def queries(rank: int, owner: int) -> int:
+        """The number of ``owner``'s tokens whose queries ``rank`` computes, times heads."""
         cells, _ = every[rank]
-        return sum(_heads(c) * _common(r, own[of]) for c in cells for r in c.queries)
+        return sum(_heads(c) * _common(r, own[owner]) for c in cells for r in c.queries)
 
     found = []
     for rank, (cells, (first, last)) in enumerate(every):
-        arrives = [
+        received = [
             queries(rank, p) + 2 * (last - first) * lens[p] + queries(p, rank) for p in range(size)
         ]
         work = sum(_heads(c) * _pairs(r, seq_len, is_causal) for c in cells for r in c.queries)
-        here = rank // row * row
-        away = sum(arrives) - sum(arrives[here : here + row])
-        found.append((work, sum(arrives) - arrives[rank], away))
+        begin = rank // row * row
+        away = sum(received) - sum(received[begin : begin + row])
+        found.append((work, sum(received) - received[rank], away))
     total = sum(work for work, *_ in found) or 1
     item = dtype.itemsize * batch * head_dim
     return AttentionPlan(
@@ -181,10 +181,10 @@ def _why(parts: int, num_heads: int, ranks: int) -> str:
     if parts == 1 and num_heads % ranks == 0:
         return f"{heads}: whole heads, as many on every rank"
     if parts == 1:
-        return f"{heads}: whole heads, of which some ranks have one more"
+        return f"{heads}: whole heads, one more on some ranks"
     if parts == 0:
         return f"{heads}: {num_heads / ranks:.3g} heads on each, by parts of their queries"
-    return f"{heads}: {ranks // parts} groups of heads, of whose queries {parts} ranks have a part"
+    return f"{heads}: {ranks // parts} groups of heads, each head's queries on {parts} ranks"
 
 
 def _ranges(ranges) -> str:

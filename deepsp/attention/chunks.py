@@ -16,13 +16,13 @@ REPEATS = 3
 
 
 def check(chunks: int | str) -> None:
-    """Raises ValueError unless it is a number of chunks, or "auto"."""
+    """Raises ValueError unless ``chunks`` is a number of chunks or "auto"."""
     if chunks != "auto" and (not isinstance(chunks, int) or chunks < 1):
         raise ValueError(f'expected chunks >= 1 or "auto", got {chunks!r}')
 
 
 def picked_before(picked: int | None) -> int:
-    """What compiled code takes: what was measured last, by the module itself."""
+    """The module's last measured choice, for compiled code."""
     if picked is None:
         raise ValueError(
             'chunks is "auto", but nothing has been measured yet; call the module once before you '
@@ -32,7 +32,7 @@ def picked_before(picked: int | None) -> int:
 
 
 def forget() -> None:
-    """Makes every shape be measured again."""
+    """Discards all measurements."""
     _picked.clear()
 
 
@@ -47,14 +47,14 @@ def pick(
     query_parts: int,
     trains: bool,
 ) -> int:
-    """The chunk count, a power of two, with which ``run`` is fastest on the mean of the group's
-    ranks: the same on every rank. Every rank must call it alike.
+    """The power of two with which ``run`` is fastest on the mean over the group's ranks; the same
+    on every rank. Every rank makes the same call.
 
     Args:
         key: what the count depends on; a key is measured once.
         run: attention, called with a count and tensors like ``inputs``.
         inputs: the tensors of the call that needs a count.
-        parameters: those whose gradients backward computes, too.
+        parameters: the parameters whose gradients backward computes, too.
         member: the group.
         num_heads: the number of query heads.
         query_parts: as ops take it.
@@ -67,19 +67,19 @@ def pick(
     most = torch.ops.deepsp._chunks_in_force(num_heads, size, num_heads, query_parts)
 
     def step(count: int) -> None:
-        mine = [x.detach().requires_grad_(trains) for x in inputs]
-        # Hooks of our own: a checkpoint around the caller would count what is saved here.
+        copies = [x.detach().requires_grad_(trains) for x in inputs]
+        # Own hooks: a checkpoint around the caller would count the tensors saved here.
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-            y = run(count, mine)
+            y = run(count, copies)
         if trains:
-            torch.autograd.grad(y, [*mine, *parameters], torch.ones_like(y), allow_unused=True)
+            torch.autograd.grad(y, [*copies, *parameters], torch.ones_like(y), allow_unused=True)
 
     counts = [1]
     while counts[-1] * 2 <= most:
         counts.append(counts[-1] * 2)
     best = [float("inf")] * len(counts)
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices):  # a measurement draws no numbers of the training's
+    with torch.random.fork_rng(devices):  # keep the training's random numbers
         for repeat in range(REPEATS + 1):
             for i, count in enumerate(counts):
                 _synchronize(device)

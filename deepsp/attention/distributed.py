@@ -36,20 +36,20 @@ def distributed_attention(
 ) -> Tensor:
     """``scaled_dot_product_attention`` over a sequence that is sharded over a group.
 
-    The sharding is that of DeepSpeed-Ulysses (Jacobs et al., 2023, arXiv:2309.14509). Lengths that
-    differ from ``seq_lens`` on another rank are found with ``DEEPSP_DEBUG=1``, and by the first
-    call of :class:`DistributedAttention`, but not here.
+    The sharding is that of DeepSpeed-Ulysses (Jacobs et al., 2023, arXiv:2309.14509). If another
+    rank has other lengths than ``seq_lens``, ``DEEPSP_DEBUG=1`` and the first call of
+    :class:`DistributedAttention` report it, but not this function.
 
     Args:
         q: [B, S_r, Hq, D], this rank's tokens of all query heads; any number of them, more or fewer
             than ranks. Floating point, any dtype that ``scaled_dot_product_attention`` takes.
         k: [B, S_r, Hkv, D], in the dtype of q.
         v: [B, S_r, Hkv, Dv], in the dtype of q.
-        attn_mask: bool, or added to the scores; that of the full sequence, broadcastable to [B, Hq,
+        attn_mask: bool, or added to the scores; for the full sequence, broadcastable to [B, Hq,
             S, S].
         dropout_p: the probability of dropping a weight. Masks differ between heads on all ranks,
-            and follow from ``torch.manual_seed`` if every rank calls it with the same seed.
-            Compiled code then computes attention again in backward.
+            and are reproducible from ``torch.manual_seed`` with the same seed on every rank.
+            Compiled code then recomputes attention in backward.
         is_causal: a token attends to itself and to the tokens before it in the full sequence.
         scale: of the scores; None: 1/sqrt(D).
         enable_gqa: query head j reads kv head ``j // (Hq // Hkv)``; needed if Hkv != Hq.
@@ -57,33 +57,33 @@ def distributed_attention(
         seq_lens: the number of tokens of each rank, zero included; None: all ranks have as many as
             this one.
         chunks: the number of parts of each rank's heads; while attention works on one, the others
-            are exchanged. At most as many as leave every rank a query head in each. Where ranks
-            share heads, parts of its queries instead, at most 2.
+            are exchanged. Each part must leave every rank a query head. If a head's queries are
+            split, the queries are cut instead, into at most 2.
         layout: "bshd", as the shapes here, or "sbhd" or "bhsd": the order of batch, sequence, heads
             and head_dim in q, k, v and the result. No layout costs a copy.
         documents: integers, the same on every rank: the documents that are packed into the full
             sequence. Either ``cu_seqlens`` [N + 1], their borders among the B * S tokens, row after
             row; or [N, 2], where each begins and ends, which may leave out tokens (padding). Tokens
-            attend to those of their own document; tokens outside of all get 0. Time and memory go
-            by the lengths of documents: no mask is made.
+            attend to those of their own document; tokens outside of all get 0. No mask is made:
+            time and memory depend on the lengths of documents.
         window_size: (left, right), how many tokens before and after its own each token attends to;
             -1: all of them. With ``is_causal``, right is 0.
         softcap: scores become ``softcap * tanh(score / softcap)`` before the mask (Gemma 2,
             arXiv:2408.00118).
         sinks: [Hq], for each head one more score, whose value is 0 (GPT-OSS). Its gradients are
-            partial, those of this rank's heads.
-        kv_chunk: keys and values are sent and attended to this many tokens (of the full sequence)
-            at a time, and merged by their log-sum-exp, so that a rank never holds those of the full
-            sequence. Backward has them sent once more (the idea is FPDT's, arXiv:2408.16978).
-        query_parts: how ranks share heads. 1: not at all; each rank has whole heads, some one more
-            than others, and there are at least as many heads as ranks. An int R, which divides the
-            number of ranks P: heads are dealt out to groups of P / R ranks, and R ranks share each
-            head's queries evenly. "auto": 1 where P divides the number of heads; else every rank
-            has the same share of the work (Hq / P heads), of which some heads' queries are cut;
-            documents and windows may make it less even. On a GPU it is 1 wherever there are as many
-            heads as ranks. Keys and values stay whole. Over a mesh of two dimensions it is the size
-            of the first one, so that each row has all heads. :func:`plan_attention` says who
-            computes what.
+            partial: those of this rank's heads.
+        kv_chunk: sends the keys and values of this many tokens (of the full sequence) at a time and
+            merges the results by their log-sum-exp, so that a rank never holds those of the full
+            sequence. Backward sends them once more (the idea is FPDT's, arXiv:2408.16978).
+        query_parts: whether a head's queries are split over ranks. 1: no; each rank has whole
+            heads, some one more than others, and there are at least as many heads as ranks. An int
+            R, which divides the number of ranks P: heads are dealt out to groups of P / R ranks,
+            and R ranks split each head's queries evenly. "auto": 1 if P divides the number of
+            heads; else every rank has the same work (Hq / P heads), with some heads' queries split;
+            documents and windows may make it less even. On a GPU it is 1 if there are at least as
+            many heads as ranks. Keys and values stay whole. Over a mesh of two dimensions it is the
+            size of the first one, so that each row has all heads. :func:`plan_attention` shows
+            which rank computes what.
 
     Returns:
         [B, S_r, Hq, Dv], contiguous; in the layout "bhsd" a transposed view of that, as
@@ -91,13 +91,13 @@ def distributed_attention(
 
     Raises:
         ValueError: arguments that don't fit each other or the group: ``documents``,
-            ``window_size``, ``softcap``, ``sinks`` and ``kv_chunk`` go with neither ``attn_mask``
-            nor dropout, and ``kv_chunk`` with one chunk of heads.
+            ``window_size``, ``softcap``, ``sinks`` and ``kv_chunk`` don't combine with
+            ``attn_mask`` or dropout, nor ``kv_chunk`` with several chunks of heads.
     """
     parts.check_layout(layout)
-    asked = parts.validate(query_parts, group)
+    wanted = parts.validate(query_parts, group)
     return attend_over(
-        parts.Call(q, k, v, layout, seq_lens, member_of(group), asked),
+        parts.Call(q, k, v, layout, seq_lens, member_of(group), wanted),
         *(chunks, attn_mask, dropout_p, is_causal, scale, enable_gqa),
         documents=documents,
         window_size=window_size,

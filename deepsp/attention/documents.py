@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 _BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""What collators of packed batches add for kernels (transformers' DataCollatorWithFlattening)."""
+"""Keys that collators of packed batches add for kernels (DataCollatorWithFlattening)."""
 
 
 def as_positions(batch: dict[str, Any], shape: tuple[int, int], device) -> dict[str, Any]:
-    """A batch with documents told by ``position_ids`` [B, S] alone, which start anew with each:
-    made from ``cu_seq_lens_q`` or ``seq_idx`` where there are none.
+    """A batch whose documents are marked by ``position_ids`` [B, S] alone, which restart in each:
+    computed from ``cu_seq_lens_q`` or ``seq_idx`` if the batch has none.
 
     Raises:
-        ValueError: the batch has some of what comes with borders, but neither they nor
-            ``position_ids``; or both, and they differ.
+        ValueError: the batch has other keys for packed documents, but neither borders nor
+            ``position_ids``; or it has both, and they differ.
     """
     borders = {name: batch[name] for name in _BORDERS if batch.get(name) is not None}
     if not borders:
@@ -40,8 +40,8 @@ def as_positions(batch: dict[str, Any], shape: tuple[int, int], device) -> dict[
         )
     else:
         return rest
-    at = torch.arange(rows * length, device=device)
-    positions = (at - torch.where(begins, at, 0).cummax(0).values).view(rows, length)
+    index = torch.arange(rows * length, device=device)
+    positions = (index - torch.where(begins, index, 0).cummax(0).values).view(rows, length)
     given = rest.get("position_ids")
     if given is not None:
         restarts = given.reshape(-1, length).diff(dim=1) != 1
@@ -55,11 +55,11 @@ def as_positions(batch: dict[str, Any], shape: tuple[int, int], device) -> dict[
 
 
 def ranges_of(documents: Tensor, batch: int, length: int) -> Tensor:
-    """Begin and end [N, 2] of each document among ``batch * length`` tokens, from themselves or
-    from ``cu_seqlens`` [N + 1].
+    """Begin and end [N, 2] of each document among ``batch * length`` tokens, from [N, 2] or
+    ``cu_seqlens`` [N + 1].
 
     Raises:
-        ValueError: they are neither.
+        ValueError: ``documents`` is neither.
     """
     if not isinstance(documents, Tensor) or documents.is_floating_point():
         found = documents.dtype if isinstance(documents, Tensor) else type(documents).__name__

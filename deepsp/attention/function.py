@@ -1,4 +1,4 @@
-"""Calling a local attention: what sees the full sequence of some heads."""
+"""Calls a local attention: a function that sees the full sequence of some heads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deepsp.ranks.groups import Member
 from deepsp.ranks.randomness import sharded_randomness
 
 INDICES = ("head_indices", "query_indices")
-"""What a local attention may ask for, by declaring it."""
+"""Arguments that a local attention receives if it declares them."""
 
 
 def indices_wanted(function: Callable | None) -> tuple[str, ...]:
@@ -33,7 +33,7 @@ def indices_wanted(function: Callable | None) -> tuple[str, ...]:
 
 
 def why_whole(function: Callable | None, wanted: tuple[str, ...]) -> str | None:
-    """Why heads are whole for a local attention, and what to do about it; None: they may be cut."""
+    """Why a local attention needs whole heads, and what to do; None: it doesn't."""
     if function is None or "query_indices" in wanted:
         return None
     return (
@@ -43,21 +43,21 @@ def why_whole(function: Callable | None, wanted: tuple[str, ...]) -> str | None:
 
 
 def indices(wanted: tuple[str, ...], like: Tensor, cell: parts.Cell) -> dict[str, Tensor]:
-    """The arguments wanted: the global indices of a cell's heads and queries."""
+    """The wanted arguments: the global indices of a cell's heads and queries."""
     given = dict(zip(INDICES, (cell.heads, sum(cell.queries, ())), strict=True))
     return {name: torch.ops.deepsp._indices_in(like, list(given[name])) for name in wanted}
 
 
 def heads_before_tokens(function: Callable | None) -> str | None:
-    """The name of a function that takes [B, H, S, D] whatever the layout: given [B, S, H, D] it
-    attends over heads, without an error."""
+    """The name of a function that takes [B, H, S, D] in any layout, and would attend over heads if
+    it got [B, S, H, D]; else None."""
     while True:
         if isinstance(function, functools.partial):
             function = function.func
         elif (inner := getattr(function, "_torchdynamo_orig_callable", None)) is not None:
-            from torch._dynamo import external_utils  # imported already here, unlike elsewhere
+            from torch._dynamo import external_utils  # imported already if Dynamo wraps
 
-            # Dynamo wraps what has no Python code, such as a partial.
+            # Dynamo wraps callables without Python code, such as a partial.
             wraps = getattr(inner, "__globals__", None) is vars(external_utils)
             function = inner.__wrapped__ if wraps else inner
         else:
@@ -75,8 +75,8 @@ def heads_before_tokens(function: Callable | None) -> str | None:
 
 
 def check_function(function: Callable | None, layout: str, advice: str) -> None:
-    """Raises for a local attention that is known to take another layout; ``advice``: what to pass
-    in its place, after "pass"."""
+    """Raises for a local attention that is known to take another layout. ``advice``: what to pass
+    instead."""
     name = heads_before_tokens(function)
     if name is not None and layout != "bhsd":
         raise ValueError(
@@ -90,14 +90,14 @@ def _shape(layout: str) -> str:
 
 
 class Watch:
-    """Looks once at what a local attention that calls ``scaled_dot_product_attention`` passes to
-    it. A wrapper that forgets to transpose attends over heads, without an error."""
+    """Checks once what a local attention passes to ``scaled_dot_product_attention``. A wrapper that
+    forgets to transpose attends over heads, without an error."""
 
     def __init__(self, function: Callable | None):
         self._looks = _names_sdpa(function)
 
     def over(self, shape: list[int], right: list[int], layout: str):
-        """The context of one call. shape: of what the function gets; right: as [B, H, S, D]."""
+        """The context of one call. shape: of the function's q; right: as [B, H, S, D]."""
         if not self._looks or torch.compiler.is_compiling() or shape[:3] == right[:3]:
             return contextlib.nullcontext()
         self._looks = False
@@ -115,7 +115,7 @@ def _names_sdpa(function: Callable | None) -> bool:
     sdpa = F.scaled_dot_product_attention
     try:
         known = inspect.getclosurevars(function)
-    except (TypeError, ValueError):  # not plain Python, or a variable that has no value yet
+    except (TypeError, ValueError):  # not plain Python, or an unset variable
         return sdpa.__name__ in code.co_names
     values = (*known.globals.values(), *known.nonlocals.values())
     return sdpa.__name__ in code.co_names or any(value is sdpa for value in values)
@@ -153,14 +153,14 @@ def check_kwargs(wanted: tuple[str, ...], kwargs: dict) -> None:
 
 
 PATTERN = ("documents", "window_size", "softcap", "sinks")
-"""What attention takes besides the arguments of ``scaled_dot_product_attention``, by name."""
+"""Options of attention besides the arguments of ``scaled_dot_product_attention``."""
 
 
 def check_sdpa_arguments(
     args: tuple, kwargs: dict, known: tuple[str, ...], named: tuple[str, ...] = PATTERN
 ) -> None:
-    """Raises where there is no local attention that would take what is passed. ``named``: what may
-    be passed by name only."""
+    """Raises for arguments that attention doesn't take without a local attention. ``named``:
+    keyword-only ones."""
     if len(args) > len(known):
         raise ValueError(
             f"expected at most {len(known)} more positional arguments ({', '.join(known)}), got "
@@ -180,18 +180,18 @@ def check_sdpa_arguments(
 
 
 def _declaring(function: Callable) -> Callable:
-    """What says which arguments ``function`` takes: a module itself takes any."""
+    """The callable with ``function``'s signature: for a module, its forward."""
     if isinstance(function, functools.partial):
         return functools.partial(_declaring(function.func), *function.args, **function.keywords)
     if isinstance(function, nn.Module):
-        return getattr(function, "_orig_mod", function).forward  # what torch.compile was given
+        return getattr(function, "_orig_mod", function).forward  # inside torch.compile
     return function
 
 
 def randomness_of(member: Member, device: torch.device):
-    """Other random numbers on each rank, for other heads; compiled code draws as the code around it
-    does. Entered once a call, not once a chunk: the generators go on alike whatever the number of
-    chunks."""
+    """The context for a rank's own random numbers, since its heads are different ones. Compiled
+    code draws as its surroundings do. Enter it once a call, not once a chunk, so that the state of
+    generators doesn't depend on the number of chunks."""
     if member[1] == 1 or torch.compiler.is_compiling():
         return contextlib.nullcontext()
     return sharded_randomness(member, device)
@@ -206,11 +206,12 @@ def attend(
     layout: str = "bshd",
     head_dim: int | None = None,
 ) -> Tensor:
-    """The local attention of some heads: q, k and v and what it returns [B, S, h, D]. ``head_dim``:
-    D of what it returns; None: any.
+    """Calls the local attention for some heads; q, k, v and the result are [B, S, h, D].
+    ``head_dim``: the result's D; None: any.
 
     Raises:
-        ValueError: it returned no tensor (or tuple that begins with one), or one of another shape.
+        ValueError: the result isn't a tensor (or a tuple that begins with one), or has the wrong
+            shape.
     """
     order = parts.ORDERS[layout]
     q = qkv[0]
@@ -218,7 +219,7 @@ def attend(
     with watch.over(seen, [q.size(d) for d in parts.ORDERS["bhsd"]], layout):
         out = function(*(x.permute(order) for x in qkv), *args, **kwargs)
     if isinstance(out, (tuple, list)) and out:
-        out = out[0]  # with log-sum-exp and the like, as flash attention returns it
+        out = out[0]  # flash attention also returns log-sum-exp
     if not isinstance(out, Tensor):
         raise ValueError(
             f"expected local_attention to return a tensor of shape {tuple(seen[:3])} and a head "
@@ -254,8 +255,8 @@ def sdpa(
     where: tuple,
     **pattern,
 ) -> Tensor:
-    """Attention of a cell without a local attention, q, k and v [B, S, h, D]. ``where``: the number
-    of query heads, and the cell as ops take it."""
+    """Attention of a cell, without a local attention; q, k and v are [B, S, h, D]. ``where``: the
+    number of query heads, and the cell as ops take it."""
     sharded = torch.compiler.is_compiling()
     return torch.ops.deepsp._attention_of_cell(
         q,
@@ -285,7 +286,7 @@ def check_sdpa(
     sent."""
     dtype = x.dtype
     if attn_mask is not None and autocasts(x.device):
-        dtype = attn_mask.dtype  # it will be cast
+        dtype = attn_mask.dtype  # autocast casts it
     torch.ops.deepsp._check_attention(
         attn_mask, dropout_p, is_causal, dtype, x.size(0), num_heads, tokens, **_given(pattern)
     )

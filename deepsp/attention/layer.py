@@ -1,4 +1,4 @@
-"""An attention layer on a sharded sequence, its exchanges hidden behind its own compute."""
+"""An attention layer on a sharded sequence that hides its exchanges behind its computation."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class SequenceParallelAttention(nn.Module):
 
     With ``overlap``, every exchange is in flight during compute, in forward and backward: a rank's
     part of q, k and v while the next is projected; a chunk of heads while attention works on
-    another; the output while the output projection adds up what has arrived; the gradient of the
-    attention's output while that of the output weight is computed. It uses no streams and no hooks.
-    The sharding is that of DeepSpeed-Ulysses (Jacobs et al., 2023, arXiv:2309.14509).
+    another; the output while the output projection multiplies the parts received so far; the
+    gradient of attention's output while that of the output weight is computed. It uses no streams
+    and no hooks. The sharding is that of DeepSpeed-Ulysses (Jacobs et al., 2023, arXiv:2309.14509).
 
     Args:
         hidden_size: the number of features of the input and the output.
@@ -40,39 +40,39 @@ class SequenceParallelAttention(nn.Module):
         out_bias: whether the output projection has one; None: as ``bias``.
         rope_theta: the base of a rotary embedding of q and k; None: no embedding, or ``rotary``.
         rope_interleaved: the pairs are channels (2i, 2i + 1) instead of (i, i + D/2).
-        rotary: the rotary embedding of a model, for one that scales it or rotates some channels
-            only. Either a function ``rotary(x, position_ids)``, called with position_ids [1 or B,
-            S] of the full sequence, that returns cos and sin as those of transformers do; or the
-            pair (cos, sin) itself, for the full sequence: [S, R] or [1 or B, S, R]. The first R
-            channels of a head are rotated, so both halves of R (or channels 2i and 2i + 1,
-            interleaved) have the same cos and sin.
+        rotary: the rotary embedding of a model that scales it or rotates only some channels. Either
+            a function ``rotary(x, position_ids)``, called with position_ids [1 or B, S] of the full
+            sequence, that returns cos and sin as those of transformers do; or the pair (cos, sin)
+            itself, for the full sequence: [S, R] or [1 or B, S, R]. The first R channels of a head
+            are rotated, so both halves of R (or channels 2i and 2i + 1, interleaved) have the same
+            cos and sin.
         q_norm: a module applied before the rotary embedding to each head of q, [..., head_dim], or,
             if it is that wide, to all heads together, [..., num_heads * head_dim]. Its gradients
             are partial like all others.
         k_norm: the same for k.
         local_attention: called as ``local_attention(q, k, v, *args, **kwargs)`` with q [B, S, h,
             D], k and v [B, S, h_kv, D], once for each chunk, as in :class:`DistributedAttention`;
-            it doesn't write to k and v, which chunks may share. It gets ``head_indices`` and
-            ``query_indices`` if it declares those arguments, with the latter q [B, n, h, D] where
-            ranks share heads. None: ``scaled_dot_product_attention``.
+            it must not write to k and v, which chunks may share. It gets ``head_indices`` and
+            ``query_indices`` if it declares those arguments; with the latter, q is [B, n, h, D] if
+            a head's queries are split. None: ``scaled_dot_product_attention``.
         chunks: the number of parts of each rank's heads; at most as many as leave every rank a
             query head in each. "auto": measured on the first call with a shape, by forward and
             backward passes of this layer (forward only without gradients) with 1, 2, 4, ... chunks,
             the same on every rank. Compiled code uses the last choice.
         overlap: False: projections, one exchange, attention, one exchange and projection, one after
             another; for comparison.
-        query_parts: as in :func:`distributed_attention`, but "auto" is 1 wherever there are as many
-            heads as ranks: where ranks share heads, what arrives is put together before it is
-            multiplied, so that less is hidden.
+        query_parts: as in :func:`distributed_attention`, but "auto" is 1 if there are at least as
+            many heads as ranks: with split queries, received blocks are put together before they
+            are multiplied, so that less is hidden.
         group: the sequence group.
-        device: where the parameters are made.
-        dtype: that of the parameters.
+        device: the device of the parameters.
+        dtype: the dtype of the parameters.
 
     Raises:
         ValueError: sizes that don't fit each other or the group.
 
-    The rotary embedding (and the norms of each head) come after the exchange: matrix products can
-    then be written straight into the send buffer, and the embedding runs while other chunks are in
+    The rotary embedding (and the norms of each head) come after the exchange: matrix products are
+    then written straight into the send buffer, and the embedding runs while other chunks are in
     flight. Norms over all heads come before the exchange, so no product hides the exchange of q, k
     and v.
     """
@@ -158,7 +158,7 @@ class SequenceParallelAttention(nn.Module):
             num_heads: the number of query heads.
             register: True: the projections (and norms) become submodules ``q_proj``, ``k_proj``,
                 ``v_proj``, ``o_proj`` (``q_norm``, ``k_norm``) of the new module. False: they stay
-                the caller's alone, whose ``state_dict`` keys don't change.
+                the caller's, whose ``state_dict`` keys don't change.
             options: the constructor's arguments from ``rope_theta`` to ``group``. ``rope_theta`` or
                 ``rotary`` is required, and may be None: projections don't show whether their layer
                 has a rotary embedding.
@@ -167,7 +167,7 @@ class SequenceParallelAttention(nn.Module):
             A :class:`SequenceParallelAttention`.
 
         Raises:
-            ValueError: a projection isn't a plain ``nn.Linear``, or has hooks (they would not run);
+            ValueError: a projection isn't a plain ``nn.Linear``, or has hooks (which wouldn't run);
                 neither ``rope_theta`` nor ``rotary`` is given; sizes that don't fit.
         """
         if "rope_theta" not in options and "rotary" not in options:
@@ -226,14 +226,14 @@ class SequenceParallelAttention(nn.Module):
             self._parts = parts.resolve(self.query_parts, num_heads, size, cpu, whole)
         self._compared = False
         self.chunks = chunks
-        self.picked: int | None = None  # what "auto" has found last
+        self.picked: int | None = None  # the last choice of "auto"
         self.overlap = overlap
         self._wide = (
             is_wide("q_norm", q_norm, num_heads, self.head_dim),
             is_wide("k_norm", k_norm, self.num_kv_heads, self.head_dim),
         )
         modules = {**projections, "q_norm": q_norm, "k_norm": k_norm}
-        # A tuple, as below: a module with a state of its own is the model's, not ours.
+        # A tuple keeps a rotary module out of this module's state: it belongs to the model.
         self._rotary = (rotary,)
         if register:
             for name, module in modules.items():
@@ -241,7 +241,7 @@ class SequenceParallelAttention(nn.Module):
         self._modules_used = None if register else tuple(modules.values())
 
     def _used(self) -> tuple:
-        """The four projections and two norms; a tuple keeps what isn't ours out of our state."""
+        """The four projections and two norms. A tuple keeps unregistered ones out of the state."""
         if self._modules_used is not None:
             return self._modules_used
         return self.q_proj, self.k_proj, self.v_proj, self.o_proj, self.q_norm, self.k_norm
@@ -344,7 +344,7 @@ class SequenceParallelAttention(nn.Module):
 
         def attend(part: parts.Part) -> Tensor:
             out = self._attend(part, args, kwargs)
-            if self.overlap and local.autocasts(out.device):  # as a linear layer would, but earlier
+            if self.overlap and local.autocasts(out.device):  # cast early, as a linear layer would
                 out = out.to(torch.get_autocast_dtype(out.device.type))
             return out
 
@@ -359,16 +359,16 @@ class SequenceParallelAttention(nn.Module):
                 *(leaving, o_proj.weight, o_proj.bias, self.num_heads, x.size(0), lens, rank, name),
                 query_parts=query_parts,
             )
-        (mine,) = ops.heads_to_seq_wait(
+        (x,) = ops.heads_to_seq_wait(
             leaving, heads[:1], [dim], x.size(0), lens, rank, name, query_parts=query_parts
         )
-        return o_proj(mine.flatten(2))
+        return o_proj(x.flatten(2))
 
     def _projected(self, x: Tensor) -> list[Tensor]:
-        """q, k and v [B, S_r, h, D] of this rank's tokens, normed where that takes all heads."""
+        """q, k and v [B, S_r, h, D] of this rank's tokens, with the norms over all heads."""
         q_proj, k_proj, v_proj, _, q_norm, k_norm = self._used()
         q, k, v = q_proj(x), k_proj(x), v_proj(x)
-        # Under autocast a norm may be wider than what travels with it.
+        # Under autocast a norm's result may be wider than v, with which it is sent.
         q = q_norm(q).to(v.dtype) if self._wide[0] else q
         k = k_norm(k).to(v.dtype) if self._wide[1] else k
         return [
@@ -378,8 +378,8 @@ class SequenceParallelAttention(nn.Module):
         ]
 
     def _turned(self, x: Tensor, which: int, turn, tokens) -> Tensor:
-        """Norm and rotary embedding of heads of q or k (0 or 1), in ranges of tokens; v stays as it
-        is, and so does a tensor without heads."""
+        """Applies norm and rotary embedding to heads of q or k (0 or 1), for ranges of tokens. v,
+        and a tensor without heads, stay as they are."""
         if which == 2 or x.size(2) == 0:
             return x
         norm = self._used()[4 + which]
@@ -387,7 +387,7 @@ class SequenceParallelAttention(nn.Module):
             x = norm(x)
         if turn is None:
             return x
-        if self._parts != 1 and which == 0:  # some tokens of the full sequence
+        if self._parts != 1 and which == 0:  # only some tokens of the full sequence
             turn = [
                 torch.cat([t.narrow(-3, begin, end - begin) for begin, end in tokens], -3)
                 for t in turn

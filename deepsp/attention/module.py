@@ -1,4 +1,4 @@
-"""A module that lets a local attention function see the full sequence of some heads."""
+"""A module around a local attention function, which sees the full sequence of some heads."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from deepsp.ranks.groups import Group, member_of
 
 
 def _is_followed() -> bool:
-    """Whether the schedule's dry run follows torch functions. Other modes (``torch.device``) are to
-    stay on while the user's function runs, so it isn't hidden in one call from them."""
+    """Whether the schedule's dry run follows torch functions. Other modes (``torch.device``) must
+    see the user's function run, so attention isn't one call for them."""
     modes = _get_current_function_mode_stack()
     return any(getattr(mode, "sees_attention_as_one_call", False) for mode in modes)
 
 
 def _one_call(q, k, v, group_name, call, *seen) -> Tensor:
-    """Attention by a function, q, k and v [B, S_r, H, D], as the schedule's dry run sees it;
-    ``seen``: what else goes in."""
+    """Attention by a function, as one call for the schedule's dry run; q, k and v are [B, S_r, H,
+    D]. ``seen``: its other inputs."""
     if _is_followed():
         return handle_torch_function(_one_call, (), q, k, v, group_name, call, *seen)
     return call(q, k, v)
@@ -46,13 +46,13 @@ class DistributedAttention(nn.Module):
             ``scaled_dot_product_attention``, with its arguments, as in
             :func:`distributed_attention`. If it declares an argument ``head_indices`` (by name:
             ``**kwargs`` declares nothing), it gets the global indices of its query heads there,
-            int64 [h]; in ``query_indices`` those of the tokens of its queries, int64 [n]. Who
-            declares that gets q [B, n, h, D] where ranks share heads, and masks accordingly; n may
-            be 0 in short sequences.
+            int64 [h]; in ``query_indices`` those of the tokens of its queries, int64 [n]. A
+            function that declares this gets q [B, n, h, D] if a head's queries are split, and must
+            mask accordingly; n may be 0 in short sequences.
         group: the sequence group.
         chunks: as in :func:`distributed_attention`; ``local_attention`` is called once for each,
-            and where ranks share heads once for each range of heads with the same queries. "auto":
-            measured on the first call with a shape, by forward and backward passes (forward only
+            and if a head's queries are split, once for each range of heads with the same queries.
+            "auto":
             without gradients) with 1, 2, 4, ... chunks, the same on every rank. Compiled code uses
             the last choice.
         layout: as in :func:`distributed_attention`.
@@ -63,15 +63,15 @@ class DistributedAttention(nn.Module):
         ValueError: ``chunks`` or ``layout`` isn't one of these, or this process isn't in the group;
             when called, arguments that don't fit each other or the group.
 
-    Each call of a local attention returns new memory, since its last result may still be in flight,
-    and doesn't write to k and v, which chunks may share. Under autocast, q, k and v are sent in the
-    dtype they have.
+    Each call of a local attention must return new memory, since its last result may still be in
+    flight, and must not write to k and v, which chunks may share. Under autocast, q, k and v are
+    sent in the dtype they have.
 
-    What a local attention knows per head (slopes, sinks) it must take for the heads that it sees:
-    ``slopes[head_indices]``. What describes the sequence (``cu_seqlens``, position ids, a block
-    mask) is that of the full sequence, the same on every rank. Its random numbers differ by rank
-    and follow from ``torch.manual_seed``, as for dropout in :func:`distributed_attention`; in
-    compiled code only if it is called within :func:`deepsp.sharded_randomness`.
+    A local attention must index its per-head values (slopes, sinks) by the heads that it sees:
+    ``slopes[head_indices]``. Arguments about the sequence (``cu_seqlens``, position ids, a block
+    mask) are those of the full sequence, the same on every rank. Its random numbers differ by rank
+    and are reproducible from ``torch.manual_seed``, like dropout in :func:`distributed_attention`;
+    in compiled code only within :func:`deepsp.sharded_randomness`.
 
     The first call compares lengths, shapes, dtypes and what needs a gradient across the group;
     compiled code doesn't.
@@ -97,7 +97,7 @@ class DistributedAttention(nn.Module):
         self.local_attention = local_attention
         self.member = member_of(group)
         self.chunks = chunks
-        self.picked: int | None = None  # what "auto" has found last
+        self.picked: int | None = None  # the last choice of "auto"
         self.layout = layout
         self.query_parts = parts.validate(query_parts, group)
         self._indices = local.indices_wanted(local_attention)
@@ -148,7 +148,7 @@ class DistributedAttention(nn.Module):
             local.check_sdpa_arguments(args, kwargs, known, (*local.PATTERN, "kv_chunk"))
         local.check_kwargs(self._indices, kwargs)
         chunks = self.chunks
-        if chunks == "auto":  # with kv_chunk, tokens come in parts, not heads
+        if chunks == "auto":  # kv_chunk cuts tokens, not heads
             streams = self.local_attention is None and kwargs.get("kv_chunk") is not None
             chunks = 1 if streams else self._pick_chunks(call, args, kwargs)
         return self._attend(call, chunks, args, kwargs)

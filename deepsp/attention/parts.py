@@ -1,6 +1,5 @@
-"""Who owns which tokens and heads: what each rank holds, what it computes attention for (whole
-heads, or some queries of heads that ranks share), and the loop over what arrives, attention and
-what leaves."""
+"""Which rank owns which tokens and heads: what each rank holds, for which heads and queries it
+computes attention, and the loop that receives chunks, attends and sends the output."""
 
 from __future__ import annotations
 
@@ -15,7 +14,8 @@ from deepsp.ranks.groups import Group, Member, constant, member_of
 from deepsp.ranks.lengths import lens_or_equal
 
 ORDERS = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}
-"""By layout: where batch, sequence, heads and head_dim stand. Each order is its own inverse."""
+"""By layout: the positions of batch, sequence, heads and head_dim. Each order is its own
+inverse."""
 
 _NAMES = {"b": "batch", "s": "sequence", "h": "heads", "d": "head_dim"}
 
@@ -37,10 +37,10 @@ def check_four(x: Tensor, name: str, layout: str) -> None:
 def local_heads(
     num_heads: int, group: Group = None, num_kv_heads: int | None = None
 ) -> range | tuple[range, range]:
-    """The heads that this rank computes attention for where heads are whole (``query_parts`` 1): a
+    """The heads for which this rank computes attention if heads are whole (``query_parts`` 1): a
     contiguous range of the global heads, the same for any number of chunks.
 
-    Slice with it what a model has per head: ``slopes[heads.start : heads.stop]``.
+    Slice a model's per-head values with it: ``slopes[heads.start : heads.stop]``.
 
     Args:
         num_heads: the number of query heads of the model, at least one for each rank.
@@ -65,11 +65,10 @@ def local_heads(
 
 @constant
 def validate(query_parts: int | str, group: Group | Member) -> int | str:
-    """``query_parts`` over ``group``: where that is a mesh of two dimensions, as many as it has
-    rows.
+    """Checks ``query_parts``. Over a mesh of two dimensions, returns the number of rows.
 
     Raises:
-        ValueError: it isn't "auto" or an int >= 1, or not what the mesh says.
+        ValueError: it isn't "auto" or an int >= 1, or differs from the mesh's rows.
     """
     if query_parts != "auto" and (type(query_parts) is not int or query_parts < 1):
         raise ValueError(f'expected query_parts to be "auto" or an int >= 1, got {query_parts!r}')
@@ -85,44 +84,43 @@ def validate(query_parts: int | str, group: Group | Member) -> int | str:
 
 
 def resolve(
-    asked: int | str, num_heads: int, size: int, device: torch.device, whole: str | None = None
+    wanted: int | str, num_heads: int, size: int, device: torch.device, whole: str | None = None
 ) -> int:
-    """``query_parts`` as ops take it: 1 for whole heads, 0 for parts of queries that are as even as
-    can be.
+    """``query_parts`` as ops take it: 1 for whole heads, 0 to split queries as evenly as possible.
 
     Args:
-        asked: "auto" or an int.
+        asked: the user's, "auto" or an int.
         num_heads: the number of query heads.
         size: the number of ranks.
         device: where attention is computed.
-        whole: why queries can't be cut, and what to do about it; None: they can.
+        whole: why queries can't be split, and what to do; None: they can.
     """
-    auto = isinstance(asked, str)  # Dynamo can't compare an int that it traces with a string
-    if not auto and asked == 1 and num_heads < size:
+    auto = isinstance(wanted, str)  # Dynamo can't compare an int that it traces with a string
+    if not auto and wanted == 1 and num_heads < size:
         raise ValueError(
             f"expected at least as many query heads as ranks ({size}) with query_parts 1, got "
             f"{num_heads}; pass query_parts='auto', or use a group of at most {num_heads} ranks"
         )
-    # Not on a GPU unless needed: causal attention of a part runs by tiles there, not by one kernel.
+    # Not on a GPU unless needed: there, causal attention of split queries runs by tiles.
     enough = num_heads >= size and (whole is not None or device.type == "cuda")
-    if (auto and (num_heads % size == 0 or enough)) or (not auto and asked == 1):
+    if (auto and (num_heads % size == 0 or enough)) or (not auto and wanted == 1):
         return 1
     if whole is not None:
         problem = (
             f"expected at least as many query heads as ranks ({size}), got {num_heads}"
             if auto
             else "expected query_parts (over a mesh of two dimensions: its rows) to be 1 or "
-            f"'auto', got {asked}"
+            f"'auto', got {wanted}"
         )
         raise ValueError(f"{problem}: {whole}")
-    return 0 if auto else asked
+    return 0 if auto else wanted
 
 
 class Call:
     """The arguments of one attention over a group, checked.
 
     Attributes:
-        given: q, k and v as they were given, in ``layout``.
+        given: q, k and v in ``layout``.
         lens: tokens of each rank.
         query_parts: as ops take it.
         member: the group.
@@ -131,7 +129,7 @@ class Call:
         ValueError: they don't fit each other or the group.
     """
 
-    def __init__(self, q, k, v, layout: str, seq_lens, member: Member, asked, whole=None):
+    def __init__(self, q, k, v, layout: str, seq_lens, member: Member, wanted, whole=None):
         self.given, self.layout, self.member = (q, k, v), layout, member
         for x, name in ((q, "q"), (k, "k"), (v, "v")):
             check_four(x, name, layout)
@@ -153,7 +151,7 @@ class Call:
                 f"this rank's entry, got {length}" + (_SWAPPED if swapped else "")
             )
         self.num_heads, self.device = heads, q.device
-        self.query_parts = resolve(asked, heads, size, q.device, whole)
+        self.query_parts = resolve(wanted, heads, size, q.device, whole)
 
     @property
     def batch(self) -> int:
@@ -171,7 +169,7 @@ class Cell(NamedTuple):
     """Some heads of a rank, and some of their queries."""
 
     heads: tuple[int, int]
-    queries: tuple[tuple[int, int], ...]  # ascending ranges of tokens, of which some may be empty
+    queries: tuple[tuple[int, int], ...]  # ascending ranges of tokens; some may be empty
 
 
 def cells_of(
@@ -183,7 +181,7 @@ def cells_of(
     chunk: int = 0,
     chunks: int = 1,
 ) -> list[Cell]:
-    """What a rank computes, in a chunk; ``query_parts`` as ops take it."""
+    """A rank's cells in a chunk; ``query_parts`` as ops take it."""
     n = torch.ops.deepsp._cells(num_heads, total, size, rank, chunk, chunks, query_parts)
     return [
         Cell((n[i], n[i + 1]), ((n[i + 2], n[i + 3]), (n[i + 4], n[i + 5])))
@@ -192,10 +190,10 @@ def cells_of(
 
 
 class Part(NamedTuple):
-    """What has arrived for a cell."""
+    """A cell with its received q, k and v."""
 
     q: Tensor  # [B, n, h, D]
-    k: Tensor  # [B, S, h_kv, D], each head repeated until as many query heads read each
+    k: Tensor  # [B, S, h_kv, D]; heads are repeated if query heads read them unevenly
     v: Tensor
     cell: Cell
     where: tuple  # the cell, as ops take it: ranks, rank, chunk, chunks, query_parts, cell
@@ -212,23 +210,23 @@ def attend(
     merged: bool = True,
     on_arrival: Callable[[Tensor, int, tuple], Tensor] = lambda x, *_: x,
 ) -> tuple[list[Tensor], int]:
-    """Attention by a function for the queries of a cell, of what is on its way: while it works on a
-    chunk, the others travel.
+    """Receives q, k and v, calls a function for each cell, and sends the output. While the function
+    works on a chunk, the others are in flight.
 
     Args:
         arriving: the buffers of q, k and v, one for each chunk.
-        function: attention of a part, [B, n, h, Dv].
+        function: computes attention of a part, [B, n, h, Dv].
         shape: the numbers of heads and the head dimensions of q, k and v, and the batch size.
         lens: tokens of each rank.
         member: the group.
         query_parts: as ops take it.
-        tokens_first: how q, k, v and the output lie in memory, as ``seq_to_heads_wait`` takes it.
-        merged: whether ``heads_to_seq_wait`` waits for what leaves.
-        on_arrival: what q, k and v become when they arrive: called with the tensor, 0, 1 or 2 (k
-            has no heads in some chunks), and the ranges of its tokens.
+        tokens_first: the memory layout of q, k, v and the output, as for ``seq_to_heads_wait``.
+        merged: whether ``heads_to_seq_wait`` waits for the output.
+        on_arrival: applied to q, k and v when they are received: called with the tensor, 0, 1 or 2
+            (k has no heads in some chunks), and the ranges of its tokens.
 
     Returns:
-        The buffers of the output, which are on their way, one for each chunk; and Dv.
+        The output's buffers in flight, one for each chunk; and Dv.
     """
     ops, (rank, size, name) = torch.ops.deepsp, member
     (heads, kv_heads, _), _, _ = shape

@@ -1,4 +1,4 @@
-"""What a layer's projections and norms must be, and what they say of its heads."""
+"""Checks a layer's projections and norms, and reads its head sizes from them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_linear(name: str, linear: nn.Module) -> None:
         *linear._backward_hooks.values(),
         *linear._backward_pre_hooks.values(),
     )
-    # The access to a weight gathers it, too.
+    # DeepSpeed's hooks may be skipped: reading a weight gathers it, too.
     if not all(map(partitioned.is_hook, hooks)):
         raise ValueError(
             f"expected {name} to have no hooks, but {name} has hooks, which would not run: its "
@@ -77,7 +77,7 @@ def head_sizes(projections: dict[str, nn.Linear], num_heads: int) -> tuple[int, 
 
 
 def is_wide(name: str, norm: nn.Module | None, num_heads: int, head_dim: int) -> bool:
-    """Whether a norm of q or k is over all heads' channels together, not over each head's."""
+    """Whether a norm of q or k is over the channels of all heads, not of each head."""
     size = getattr(norm, "normalized_shape", None)
     if size is None:
         weight = getattr(norm, "weight", None)

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the channels of a head, in pairs, turned by the token's position."""
+"""Rotary position embedding: rotates pairs of a head's channels by the token's position."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 def angles(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple:
-    """Cosine and sine [..., S, 1, head_dim / 2] of positions [..., S]: pair i turns by
-    ``position * theta ** (-2 i / head_dim)``. In float32, or float64 where ``dtype`` is."""
+    """Cosine and sine [..., S, 1, head_dim / 2] of positions [..., S]: pair i rotates by
+    ``position * theta ** (-2 i / head_dim)``. In float64 for float64, else in float32."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     channel = torch.arange(0, head_dim, 2, device=positions.device, dtype=wide) / head_dim
     turned = positions.to(wide)[..., None, None] * theta**-channel
@@ -28,8 +28,8 @@ def angles_of(
     interleaved: bool,
     look: bool,
 ) -> tuple[Tensor, Tensor] | None:
-    """Cosine and sine for the ``total`` tokens of the full sequence, as :func:`angles` has them,
-    from a layer's arguments; None: there is no rotary embedding.
+    """Cosine and sine for the ``total`` tokens of the full sequence, as from :func:`angles`, from a
+    layer's arguments; None: no rotary embedding.
 
     Raises:
         ValueError: arguments that don't fit each other or the sequence.
@@ -97,11 +97,11 @@ def of_pair(
     interleaved: bool,
     look: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [1 or B, S, 1, R / 2], as :func:`angles` has them, from a model's cos and sin
-    [S, R] or [1 or B, S, R], where each is there twice. ``look``: compares the two.
+    """Cosine and sine [1 or B, S, 1, R / 2], as from :func:`angles`, from a model's cos and sin [S,
+    R] or [1 or B, S, R], which have each value twice. ``look``: checks that.
 
     Raises:
-        ValueError: other shapes, or what is there twice differs.
+        ValueError: wrong shapes, or the two copies differ.
     """
     _check_pair(pair)
     halves = []
@@ -134,8 +134,8 @@ def of_pair(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """x [B, S, H, D] rotated in its first R channels, where cos and sin have R / 2. Pairs are
-    channels (2i, 2i + 1) if ``interleaved``, else (i, i + R / 2).
+    """Rotates x [B, S, H, D] in its first R channels; cos and sin have R / 2. Pairs are channels
+    (2i, 2i + 1) if ``interleaved``, else (i, i + R / 2).
 
     The embedding is that of RoFormer (Su et al., 2021, arXiv:2104.09864); the half-rotated form
     is that of GPT-NeoX.

@@ -1,16 +1,16 @@
-"""What torch.compile is told of the ops, a backend that shards models, and passes over graphs.
+"""deepsp's ops under torch.compile, a backend that shards models, and passes over graphs.
 
-``lowering``: the ops as Inductor sees them, in their order. ``sharding``: the backend, which
-rewrites a graph into one rank's share of it. ``passes``: over graphs that gather weights. What
-needs Inductor is imported on first use: Inductor takes longer to import than deepsp.
+``lowering``: the ops as Inductor sees them, and their order. ``sharding``: the backend, which
+rewrites a graph into one rank's part. ``passes``: for graphs that gather weights. Modules that need
+Inductor are imported on first use: Inductor takes longer to import than deepsp.
 """
 
 import importlib
 
 _HOMES = {
-    "CannotShard": "sharding.messages",
+    "CannotShard": "sharding.report",
     "explain": "sharding.explanation",
-    "parallelize": "sharding.parallelize",
+    "parallelize": "sharding.backend",
     "rule": "sharding.rules",
     "FuseGatherCast": "passes.fuse_gather_cast",
     "fuse_gather_cast": "passes.fuse_gather_cast",

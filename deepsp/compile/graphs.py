@@ -1,5 +1,5 @@
-"""What the passes know of nodes: which of them compute, communicate, move data or cast; how many
-bytes they give; how one is added with its shapes, and how one is tied behind others."""
+"""Helpers for passes over graphs: what a node does (compute, communicate, move, cast), its bytes,
+adding a node with its shapes, and ordering a node after others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _COMPUTE = {
     aten._grouped_mm.default,
     aten._scaled_grouped_mm.default,
 }
-# In the names of attention: PyTorch's, FlexAttention, custom ops of others, ours.
+# Words in the names of attention ops: PyTorch's, FlexAttention, deepsp's, other custom ops.
 _ATTENTION = ("scaled_dot_product", "attention", "attn")
 
 _FUNCTIONALIZED = (
@@ -38,8 +38,8 @@ _FUNCTIONALIZED = (
     torch.ops.higher_order.auto_functionalized_v2,
 )
 
-# Views, and below them copies: they give elements of their inputs as they are. But for the last
-# view, a cast before and a cast after them give the same bits.
+# Views, and below them copies: their results are elements of their inputs. Except for view.dtype, a
+# cast before them gives the same bits as a cast after them.
 VIEWS = {
     operator.getitem,
     aten.alias.default,
@@ -67,11 +67,11 @@ _COPIES = {aten.cat.default, aten.clone.default, aten.constant_pad_nd.default}
 _SIZES = {aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default}
 
 
-# ------------------------------------------------------------------------------- what a node is
+# --------------------------------------------------------------------------- the kind of a node
 
 
 def _call_of(node: fx.Node) -> fx.Node:
-    """The node, or the call in it where it is tied behind others."""
+    """The node, or the call inside it if it is tied (``control_deps``)."""
     if node.target is control_deps:
         inner = getattr(node.graph.owning_module, node.args[1].target)
         return next(n for n in inner.graph.nodes if n.op == "call_function")
@@ -79,27 +79,27 @@ def _call_of(node: fx.Node) -> fx.Node:
 
 
 def target_of(node: fx.Node):
-    """What a node calls, also where it is tied behind others."""
+    """The target of a node's call, also if the node is tied."""
     return _call_of(node).target
 
 
 def is_op(node: fx.Node, name: str) -> bool:
-    """Whether the node calls the op of ours of this name, which needn't be registered."""
+    """Whether the node calls deepsp's op of this name, which needn't be registered."""
     target = target_of(node)
     return isinstance(target, torch._ops.OpOverload) and target.name() == f"deepsp::{name}"
 
 
 def computes(node: fx.Node) -> bool:
-    """Matrix products and attention: what takes long enough to hide a collective behind."""
+    """Whether the node is a matrix product or attention: long enough to hide a collective."""
     call = _call_of(node)
-    # A custom op that writes to its arguments is an argument of what calls it with copies.
+    # A functionalized custom op is the first argument of the call.
     target = call.args[0] if call.target in _FUNCTIONALIZED else call.target
     if target in _COMPUTE:
         return True
     if not isinstance(target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
         return False
     named_so = any(word in target.name() for word in _ATTENTION)
-    # A check gives nothing.
+    # A check has no output.
     gives = node.meta.get("val") is not None
     return named_so and gives and not is_collective(node)
 
@@ -126,7 +126,7 @@ def is_wait(node: fx.Node) -> bool:
 
 
 def writes(node: fx.Node) -> bool:
-    """Whether the node writes to what it is given, or takes random numbers in turn."""
+    """Whether the node writes to its arguments, or draws from a generator."""
     target = target_of(node)
     return isinstance(target, torch._ops.OpOverload) and (
         (target._schema.is_mutable and not is_wait(node))
@@ -135,7 +135,7 @@ def writes(node: fx.Node) -> bool:
 
 
 def moves(node: fx.Node) -> bool:
-    """Whether the node gives elements of its inputs as they are (and zeros)."""
+    """Whether the node's result consists of elements of its inputs (and zeros)."""
     if node.target is aten.constant_pad_nd.default:
         return len(node.args) < 3 or node.args[2] == 0
     return node.target in VIEWS or node.target in _COPIES
@@ -173,18 +173,18 @@ def is_narrower(dtype: torch.dtype | None, than: torch.dtype) -> bool:
 
 
 def count(size) -> int:
-    """A size as a number: a symbolic one as it was when the graph was traced."""
+    """A size as a number; for a symbolic one, its value when the graph was traced."""
     return size if isinstance(size, int) else size.node.hint or 0
 
 
 def bytes_of(node: fx.Node) -> int:
-    """What a node's tensor, or list of tensors, takes, in bytes."""
+    """The bytes of a node's tensor, or list of tensors."""
     values = [v for v in pytree.tree_leaves(node.meta["val"]) if isinstance(v, Tensor)]
     return sum(v.element_size() * count(v.numel()) for v in values)
 
 
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:
-    """The inputs that hold data: no sizes."""
+    """The inputs that are tensors."""
     return [
         n
         for n in node.all_input_nodes
@@ -243,7 +243,7 @@ def add(target, args: tuple, kwargs: dict | None = None, *, before: fx.Node, lik
 
 
 def revalue(node: fx.Node) -> None:
-    """Notes what a node gives, now that it is new or its inputs are others."""
+    """Computes a node's meta["val"], for a new node or new inputs."""
     mode, args, kwargs = _fake_inputs(node)
     with mode, enable_python_dispatcher():
         node.meta["val"] = node.target(*args, **kwargs)
@@ -251,7 +251,7 @@ def revalue(node: fx.Node) -> None:
 
 
 def copy_with(node: fx.Node, inputs: dict[fx.Node, fx.Node], before: fx.Node | None = None):
-    """A copy of a node in front of it (or of another) that reads other inputs."""
+    """A copy of a node, inserted before it (or before ``before``), that reads other inputs."""
     return add(
         node.target,
         map_arg(node.args, lambda n: inputs.get(n, n)),
@@ -279,14 +279,14 @@ def replace(old: fx.Node, new: fx.Node) -> None:
 
 
 def forget(nodes: list[fx.Node]) -> None:
-    """Erases those of a list, in order, whom nobody uses any more, the last first."""
+    """Erases the nodes of a list without users, from last to first."""
     for node in reversed(nodes):
         if not node.users:
             node.graph.erase_node(node)
 
 
 def only_user(node: fx.Node, target) -> fx.Node | None:
-    """The one node that uses another's data, if it calls ``target``."""
+    """The only user of a node's data, if it calls ``target``."""
     users = [user for user in node.users if not asks_sizes(user)]
     return users[0] if len(users) == 1 and users[0].target is target else None
 
@@ -295,13 +295,13 @@ def only_user(node: fx.Node, target) -> fx.Node | None:
 
 
 def tensor_of(launch: fx.Node) -> fx.Node:
-    """A tensor that a launch gives: what others can be tied behind."""
+    """A tensor among a launch's outputs, for tying other nodes behind the launch."""
     value = launch.meta["val"]
     return launch if isinstance(value, Tensor) else next(iter(launch.users))
 
 
 def tie(graph: fx.Graph, behind: dict[fx.Node, OrderedSet[fx.Node]]) -> None:
-    """Makes Inductor keep nodes behind others, whatever it thinks of their order."""
+    """Makes Inductor keep nodes behind others, in whatever order it would put them."""
     place = {node: i for i, node in enumerate(graph.nodes)}
     fresh = {}
     for node in sorted(behind, key=place.__getitem__):
@@ -316,14 +316,14 @@ def tie(graph: fx.Graph, behind: dict[fx.Node, OrderedSet[fx.Node]]) -> None:
 
 
 def passes(configured) -> list:
-    """The passes that an option of Inductor's holds: none, one or several."""
+    """The passes in an Inductor option: none, one or several."""
     if configured is None:
         return []
     return list(configured) if isinstance(configured, (list, tuple)) else [configured]
 
 
 def uuid_after(before, *own):
-    """What tells a pass that runs after others from others for Inductor's caches; None if one of
-    those can't be told. That the passes' own code changes, deepsp's cache tag says."""
+    """The uuid, for Inductor's caches, of a pass that runs after others; None if one of those has
+    none. deepsp's cache tag covers the passes' own code."""
     others = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in passes(before)]
     return None if None in others else (*own, *others)

@@ -1,1 +1,1 @@
-"""Batches: compared across the ranks of a group, sharded over them, loaded and dealt out."""
+"""Batches: compared across a group's ranks, sharded over them, loaded and dealt out."""

@@ -1,4 +1,5 @@
-"""Batches dealt out over a sequence group: each rank has one in full, and gets its part of each."""
+"""Deals batches out over a sequence group: each rank has a full batch, and gets its part of
+each."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from deepsp.ranks.lengths import seq_lens
 
 @dataclass
 class Part:
-    """What all ranks know of a tensor: its full shape, and along which dimension it is sharded."""
+    """A tensor's full shape and the dimension along which it is sharded; known to all ranks."""
 
     dtype: torch.dtype
     shape: list[int]
@@ -36,7 +37,7 @@ class Part:
     device: str
 
     def local_shape(self, length: int) -> list[int]:
-        return [length if at == self.dim else n for at, n in enumerate(self.shape)]
+        return [length if d == self.dim else n for d, n in enumerate(self.shape)]
 
     def nbytes(self, length: int) -> int:
         return math.prod(self.local_shape(length)) * self.dtype.itemsize
@@ -44,16 +45,17 @@ class Part:
 
 @dataclass
 class Described:
-    """A full batch with a :class:`Part` for each tensor, the name of its tokens, and how many."""
+    """A full batch with a :class:`Part` for each tensor, the name of its tokens, and their
+    number."""
 
     batch: dict[str, Any]
     named: str
     length: int
 
     def nbytes(self, member: Member) -> list[int]:
-        """Of this rank's part of each tensor."""
-        mine = seq_lens(self.length, member)[member[0]]
-        return [part.nbytes(mine) for _, part in leaves_of(self.batch, Part)]
+        """Bytes of this rank's part of each tensor."""
+        local = seq_lens(self.length, member)[member[0]]
+        return [part.nbytes(local) for _, part in leaves_of(self.batch, Part)]
 
 
 def describe(
@@ -63,15 +65,17 @@ def describe(
     ignore_index: int,
     shift: Sequence[str] | None,
 ) -> tuple[list[tuple[Path, Tensor]], bytes]:
-    """The tensors of a batch before they are split, and the pickled :class:`Described`, in which
-    values that aren't tensors are. ValueError for what :func:`deepsp.shard_batch` doesn't take."""
+    """The tensors of a batch before they are split, and the pickled :class:`Described` with the
+    values that aren't tensors. ValueError for batches that :func:`deepsp.shard_batch` refuses."""
     full, named, length = full_batch(named_values(batch, dim), dim, pad_to, ignore_index, shift)
 
     def part_of(path: Path, x: Tensor) -> Part:
         if x.layout != torch.strided:
             raise ValueError(f"expected {name_of(path)} to be dense, got {x.layout}; make it dense")
-        at = dim_of(path, dim)
-        return Part(x.dtype, list(x.shape), None if at is None else at % x.dim(), x.device.type)
+        place = dim_of(path, dim)
+        return Part(
+            x.dtype, list(x.shape), None if place is None else place % x.dim(), x.device.type
+        )
 
     known = Described(map_leaves(part_of, full), named, length)
     return leaves_of(full), pickle.dumps(known)
@@ -83,21 +87,21 @@ def exchange(
     """This rank's part of each rank's batch, as bytes, by rank: one all-to-all.
 
     Args:
-        known: what each rank has; None: nothing.
-        full: the tensors that this rank has.
+        known: each rank's description; None: it has no batch.
+        full: this rank's tensors.
         dim: the sequence dimension.
-        member: the place in the group.
+        member: rank, size and name of the group.
     """
     rank, size, name = member
     device = device_of(member)
     sent, counts = [torch.empty(0, dtype=torch.uint8, device=device)], [0] * size
     if full:
         lens = seq_lens(known[rank].length, member)
-        there = [(dim_of(path, dim), x.detach().to(device)) for path, x in full]
-        for r, (at, x) in itertools.product(range(size), there):
-            part = x if at is None else x.split(lens, at)[r]
+        tensors = [(dim_of(path, dim), x.detach().to(device)) for path, x in full]
+        for r, (place, x) in itertools.product(range(size), tensors):
+            part = x if place is None else x.split(lens, place)[r]
             flat = part.reshape(-1)
-            if flat.stride(0) != 1:  # one token of several rows
+            if flat.stride(0) != 1:  # a column: one token of several rows
                 flat = flat.clone(memory_format=torch.contiguous_format)
             sent.append(flat.view(torch.uint8))
             counts[r] += sent[-1].numel()
@@ -111,13 +115,13 @@ def exchange(
 def local_batch(
     known: Described, received: Tensor, member: Member, pin: bool
 ) -> tuple[dict[str, Any], list[int]]:
-    """The local batch that ``received`` has the bytes of, and the number of tokens of each rank.
-    ``pin``: in pinned memory, where it is on the CPU."""
+    """The local batch from its bytes, ``received``, and the number of tokens of each rank. ``pin``:
+    put CPU tensors into pinned memory."""
     lens = seq_lens(known.length, member)
     pieces = iter(received.split(known.nbytes(member)))
 
     def tensor(_: Path, part: Part) -> Tensor:
-        # Memory of its own is aligned, and doesn't keep the batches of other ranks.
+        # Clone: an aligned copy that lets the full buffer be freed.
         x = next(pieces).clone().view(part.dtype).view(part.local_shape(lens[member[0]]))
         x = x.to(part.device)
         return x.pin_memory() if pin and part.device == "cpu" else x

@@ -1,4 +1,4 @@
-"""A loader whose batches the ranks of a sequence group share, one after another."""
+"""A loader that deals out the batches of a sequence group's ranks, one after another."""
 
 from __future__ import annotations
 
@@ -23,28 +23,29 @@ from deepsp.ranks.groups import (
 from deepsp.ranks.randomness import align
 
 Sharded = tuple[dict[str, Any], list[int]]
-"""What :func:`deepsp.shard_batch` returns: the local batch and ``seq_lens``."""
+"""The result of :func:`deepsp.shard_batch`: the local batch and ``seq_lens``."""
 
 
 class SequenceLoader:
     """Batches of each rank's own loader, sharded over the sequence group one after another.
 
     Each rank of a group loads its own samples, and the group trains on them in turns: in each
-    round, on the batch of rank 0, then on that of rank 1, and so on. (DeepSpeed's
-    ``UlyssesSPDataLoaderAdapter`` had the idea that ranks take turns.) A rank loads 1/P of the
-    group's data, and sends each other rank only that rank's part. With ``replicated=True`` all
-    ranks of a group load the same batches, as for :func:`deepsp.shard_batch`.
+    round, on the batch of rank 0, then on that of rank 1, and so on. (Taking turns is the idea of
+    DeepSpeed's ``UlyssesSPDataLoaderAdapter``.) A rank loads 1/P of the group's data, and sends
+    each other rank only that rank's part. With ``replicated=True`` all ranks of a group load the
+    same batches, as for :func:`deepsp.shard_batch`.
 
-    Iterating yields what ``shard_batch`` returns for the full batch, bit for bit: the local batch
-    and ``seq_lens``, P pairs a round. Lengths may differ from batch to batch. A rank whose loader
-    ends before the others' contributes no more; the epoch ends when all have ended. Tensors come on
-    the kind of device that their owner's loader put them on, in pinned memory if the loader pins.
+    Iterating yields the results of ``shard_batch`` for the full batches, bit for bit: the local
+    batch and ``seq_lens``, P pairs a round. Lengths may differ from batch to batch. If a rank's
+    loader ends before the others', the group goes on without it; the epoch ends when all have
+    ended. Tensors come on the kind of device that their owner's loader put them on, in pinned
+    memory if the loader pins.
 
     All ranks make it, iterate, and save alike, in the thread that trains. A round is one small
-    gather of names, shapes and values that aren't tensors, and one all-to-all of bytes, in which
-    a rank sends (P - 1) / P of its batch, and ``attention_mask`` P - 1 times. What has arrived, as
-    much as one full batch, is kept until its turn. ``len()`` is that of the group: the sum over
-    ranks, or the loader's own if replicated; TypeError if a rank's loader has none.
+    gather of names, shapes and values that aren't tensors, and one all-to-all of bytes, in which a
+    rank sends (P - 1) / P of its batch, and ``attention_mask`` P - 1 times. The received parts,
+    together as large as one full batch, are kept until their turns. ``len()`` is the group's: the
+    sum over ranks, or the loader's own if replicated; TypeError if a rank's loader has none.
 
     Args:
         loader: yields batches as ``shard_batch`` takes them: a ``DataLoader``, torchdata's
@@ -57,11 +58,10 @@ class SequenceLoader:
         shift: as in :func:`deepsp.shard_batch`.
 
     Raises:
-        ValueError: the loader isn't iterable, ``dim`` is negative, or the ranks pass other
-            arguments. While iterating, on every rank: the first batch is the same on all ranks,
-            but ``replicated`` isn't set; a batch of any rank isn't what
-            ``shard_batch`` takes; with ``replicated=True``, the ranks' batches differ, or how many
-            they are.
+        ValueError: the loader isn't iterable, ``dim`` is negative, or the ranks pass different
+            arguments. While iterating, on every rank: the first batch is the same on all ranks, but
+            ``replicated`` isn't set; ``shard_batch`` refuses a batch of any rank; with
+            ``replicated=True``, the ranks' batches, or their numbers of batches, differ.
         RuntimeError: while iterating, on every rank: a rank's loader failed. The error names it.
     """
 
@@ -86,17 +86,17 @@ class SequenceLoader:
         self._member = member_of(group)
         self._device = device_of(self._member)
         self._replicated = replicated or self._member[1] == 1
-        self._how = {"dim": dim, "pad_to": pad_to, "ignore_index": ignore_index, "shift": shift}
-        said = {"replicated": replicated, **self._how}
-        compare_calls("SequenceLoader", self._member, torch.empty(0, device=self._device), **said)
-        # All ranks are here. Later, a progress bar may ask one rank alone.
+        self._options = {"dim": dim, "pad_to": pad_to, "ignore_index": ignore_index, "shift": shift}
+        passed = {"replicated": replicated, **self._options}
+        compare_calls("SequenceLoader", self._member, torch.empty(0, device=self._device), **passed)
+        # Exchange lengths now, while all ranks are here: a progress bar may ask one rank alone.
         try:
             own = len(loader)
         except (TypeError, NotImplementedError):
             own = -1
         lengths = [n for (n,) in on_all_ranks([own], self._member, self._device)]
         self._length = -1 if min(lengths) < 0 else own if replicated else sum(lengths)
-        # accelerate's loaders have the method, but a state only if they say so.
+        # accelerate's loaders always have the method, but a state only if this attribute says so.
         self._stateful = getattr(loader, "use_stateful_dataloader", hasattr(loader, "state_dict"))
         self._pins = bool(getattr(loader, "pin_memory", False)) and torch.cuda.is_available()
         self._position: dict[str, Any] | None = None
@@ -109,8 +109,8 @@ class SequenceLoader:
         return self._length
 
     def set_epoch(self, epoch: int) -> None:
-        """Forwards to the ``set_epoch`` of the loader, its samplers and its data set, where they
-        have one, so that a ``DistributedSampler`` shuffles anew.
+        """Forwards to the ``set_epoch`` of the loader, its samplers and its data set, if they have
+        one, so that a ``DistributedSampler`` shuffles again.
 
         Args:
             epoch: the number of the epoch.
@@ -122,12 +122,12 @@ class SequenceLoader:
             thing.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this rank is in the epoch: the state of its loader before the round, if it has one,
-        and how many batches of the round have been yielded. Every rank saves its own.
+        """This rank's position in the epoch: the state of its loader before the round, if it has
+        one, and the number of yielded batches of the round. Every rank saves its own.
 
         Returns:
-            A dict for ``torch.save``. It differs from rank to rank, so that
-            ``torch.distributed.checkpoint`` needs a key for each rank.
+            A dict for ``torch.save``. It differs by rank, so ``torch.distributed.checkpoint`` needs
+            a key for each rank.
         """
         start = {"loader": None, "rounds": 0, "turn": 0, "ended": False}
         if self._position is None:
@@ -135,13 +135,13 @@ class SequenceLoader:
         return {**start, **(self._position or {}), "ranks": self._member[1]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Makes the next iteration go on behind the batch that was yielded last before
-        ``state_dict()``, with bit-identical batches. A loader that has no ``load_state_dict`` reads
-        the earlier batches again and drops them. Its order must then follow from the epoch alone,
-        as a ``DistributedSampler``'s does: call ``set_epoch`` first.
+        """Makes the next iteration continue after the last batch that was yielded before
+        ``state_dict()``, with bit-identical batches. A loader without ``load_state_dict`` reads the
+        earlier batches again and drops them. Its order must then follow from the epoch alone, as a
+        ``DistributedSampler``'s does: call ``set_epoch`` first.
 
         Args:
-            state_dict: what the same rank of a group of as many ranks has saved.
+            state_dict: saved by the same rank of a group with equally many ranks.
 
         Raises:
             ValueError: it was saved by a group with another number of ranks.
@@ -153,7 +153,7 @@ class SequenceLoader:
                 f"{state_dict.get('ranks')} ranks; resume on as many ranks"
             )
         if self._stateful and state["loader"] is not None:
-            # A copy: the loader may go on in what it is given.
+            # A copy: the loader may change its state in place.
             self.loader.load_state_dict(copy.deepcopy(state["loader"]))
         self._position, self._resumes = state, True
 
@@ -168,7 +168,7 @@ class SequenceLoader:
             start, batches = self._round(own)
             if batches is None:
                 break
-            # Only now, so that after an error there is still a state of a whole round.
+            # Only after the round was read, so that an error leaves the state of a full round.
             self._position = {**start, "rounds": rounds, "turn": 0}
             for batch in batches:
                 self._position["turn"] += 1
@@ -178,7 +178,7 @@ class SequenceLoader:
         self._position = None
 
     def _own(self, before: Mapping[str, Any] | None) -> Iterator[tuple[dict[str, Any], Any]]:
-        """This rank's batches, each with the loader's state before it, and then None for ever."""
+        """This rank's batches, each with the loader's state before it, and then None forever."""
         start, ended = None, False
         if before:
             start, ended = before["loader"], before["ended"]
@@ -187,7 +187,7 @@ class SequenceLoader:
             if before and not (self._stateful and start is not None):
                 batches = itertools.islice(batches, before["rounds"], None)
             while True:
-                # accelerate's loaders don't have a loaded state at once.
+                # accelerate's loaders don't return a loaded state at first.
                 start = self._state_of_loader() if start is None else start
                 try:
                     batch = next(batches)
@@ -200,14 +200,14 @@ class SequenceLoader:
             yield {"loader": start, "ended": True}, None
 
     def _state_of_loader(self) -> Any:
-        # A copy: data sets may return what they go on in.
+        # A copy: data sets may change the returned state in place.
         return copy.deepcopy(self.loader.state_dict()) if self._stateful else None
 
     def _round(self, own: Iterator) -> tuple[dict[str, Any] | None, Iterator[Sharded] | None]:
         """The loader's state before a round, and its batches; None: all loaders have ended."""
         rank, size, _ = self._member
-        start, found, said = self._read(own)
-        every = objects_on_all_ranks(said, self._member, self._device)
+        start, found, status = self._read(own)
+        every = objects_on_all_ranks(status, self._member, self._device)
         for r, (kind, value) in enumerate(every):
             cause = found if r == rank else None
             if kind == "failed":
@@ -226,15 +226,15 @@ class SequenceLoader:
                     f"replicated=True, but those of ranks {ended} have ended before the others'; "
                     "make their samplers count groups, or pass replicated=False"
                 )
-            return start, iter([shard_batch(found, self._member, **self._how)])
+            return start, iter([shard_batch(found, self._member, **self._options)])
         known = [None if r in ended else pickle.loads(every[r][1]) for r in range(size)]
         if not ended and not self._compared:
             self._compare(known, found)
-        parts = exchange(known, found or [], self._how["dim"], self._member)
+        parts = exchange(known, found or [], self._options["dim"], self._member)
         return start, self._made(known, parts)
 
     def _compare(self, known: list, tensors: list[tuple[Path, torch.Tensor]]) -> None:
-        """Raises where the first batches of all ranks are the same one."""
+        """Raises if the first batches of all ranks are the same."""
         self._compared = True
         named = [(name_of(path), x) for path, x in tensors]
         if first_difference(named, self._member) is None:
@@ -246,16 +246,16 @@ class SequenceLoader:
             )
 
     def _made(self, known: list, parts: list) -> Iterator[Sharded]:
-        """Batches of what has arrived, each on its turn."""
+        """The received batches, each in its turn."""
         for each, part in zip(known, parts, strict=True):
             if each is not None:
                 batch, lens = local_batch(each, part, self._member, self._pins)
-                hand_out(batch, each.named, self._how["dim"], each.length)
+                hand_out(batch, each.named, self._options["dim"], each.length)
                 yield batch, lens
 
     def _read(self, own: Iterator) -> tuple[dict[str, Any] | None, Any, tuple[str, Any]]:
-        """The loader's state, its next batch, and what the other ranks are told of it. An error
-        takes the batch's place: the others wait for this rank, so it can't raise yet."""
+        """The loader's state, its next batch, and the status for the other ranks. Returns an error
+        in place of the batch: the others wait for this rank, so it can't raise yet."""
         try:
             start, batch = next(own)
         except Exception as error:
@@ -263,7 +263,7 @@ class SequenceLoader:
         if start["ended"] or self._replicated:
             return start, batch, ("ended" if start["ended"] else "batch", None)
         try:
-            tensors, described = describe(batch, **self._how)
+            tensors, described = describe(batch, **self._options)
             return start, tensors, ("batch", described)
         except Exception as error:
             return None, error, ("refused", str(error))

@@ -1,9 +1,8 @@
-"""The ranks of a group read the same batch, or it is an error: compared on every step.
+"""Compares the batches of a group's ranks on every step.
 
-:func:`deepsp.shard_batch` computes a digest of the full batch. Where each batch is followed by an
-exchange of numbers anyway (attention of transformers' models exchanges lengths once a forward), the
-digest travels with that. Elsewhere the ranks compare digests in ``shard_batch``, in one small
-collective.
+:func:`deepsp.shard_batch` computes a digest of the full batch. If the model exchanges numbers after
+each batch anyway (attention of transformers' models exchanges lengths once a forward), the digest
+is sent with them. Otherwise the ranks compare digests in ``shard_batch``, in one small collective.
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ ADVICE = (
     "processes form one group. Random numbers of samplers, data sets and collators need the same "
     "seed on all ranks of a group"
 )
-"""What to do about different batches in a training loop of the user's own."""
+"""Advice for different batches, in a training loop of the user's own."""
 
 
 @dataclass
 class _Batches:
-    """What a group's ranks have yet to compare."""
+    """The digests that a group's ranks have yet to compare."""
 
     digests: list[tuple[str, int]] = field(default_factory=list)
     carried: bool = False
-    """Whether an exchange of the model has come after the last batch. The next one's will."""
+    """Whether the model exchanged numbers after the last batch; then it will after the next one."""
     advice: str = ADVICE
     thread: int | None = None
-    """The thread in which the model exchanges; None: not known, the main thread."""
+    """The thread in which the model exchanges; None: the main thread, as a guess."""
 
 
 _of_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _Batches] = weakref.WeakKeyDictionary()
-"""By group. An entry goes with its group."""
+"""By group. An entry is dropped with its group."""
 
 
 def _batches(member: Member) -> _Batches:
@@ -57,10 +56,10 @@ def compare_batches(
 ) -> None:
     """Compares a batch's tensors across the group, now or in the next :func:`compare_carried`.
     Every rank calls it. In a data loader's worker, or another thread than the training's, it does
-    nothing, since an exchange there would meet those of the training.
+    nothing, since its collective could meet those of the training.
 
     Raises:
-        ValueError: on every rank, where one holds another batch than the others.
+        ValueError: on every rank, if the batches differ.
     """
     member = member_of(group)
     if member[1] == 1 or torch.utils.data.get_worker_info() is not None:
@@ -68,7 +67,7 @@ def compare_batches(
     batches = _batches(member)
     if threading.get_ident() != (batches.thread or threading.main_thread().ident):
         return
-    # What is computed with gradients may be rounded otherwise on each rank.
+    # Values with gradients may be rounded differently on each rank.
     known = ((name, x.to("meta") if x.requires_grad else x) for name, x in tensors)
     batches.digests += sorted(digests(known).items())
     batches.advice = advice
@@ -79,23 +78,23 @@ def compare_batches(
 
 
 def carried(member: Member) -> int:
-    """The number that this rank sends with an exchange after which all ranks call
+    """The number that this rank sends in an exchange, after which all ranks call
     :func:`compare_carried`."""
-    said = _batches(member).digests
-    return number_of(said) if said else 0
+    pending = _batches(member).digests
+    return number_of(pending) if pending else 0
 
 
 def compare_carried(numbers: Sequence[int], member: Member) -> None:
-    """Compares what the ranks have sent, by rank.
+    """Compares the numbers that the ranks have sent, by rank.
 
     Raises:
-        ValueError: on every rank, where one holds another batch than the others.
+        ValueError: on every rank, if the batches differ.
     """
     if member[1] == 1:
         return
     batches = _batches(member)
     batches.carried = True
-    if torch._C._current_graph_task_id() == -1:  # no checkpoint that runs again in backward
+    if torch._C._current_graph_task_id() == -1:  # not a recomputation in backward
         batches.thread = threading.get_ident()
     if any(number != numbers[0] for number in numbers):
         _compare(batches, member)
@@ -103,7 +102,7 @@ def compare_carried(numbers: Sequence[int], member: Member) -> None:
 
 
 def _compare(batches: _Batches, member: Member) -> None:
-    said, batches.digests = batches.digests, []
-    found = difference(said, member)
+    pending, batches.digests = batches.digests, []
+    found = difference(pending, member)
     if found is not None:
         raise found.error(f"{found.name}, a full tensor,", batches.advice)

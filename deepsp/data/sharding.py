@@ -17,9 +17,9 @@ from deepsp.ranks.lengths import lens_or_equal
 from deepsp.ranks.lengths import seq_lens as lens_of
 
 _handed_out: list[weakref.ref | Tensor] = []
-"""The tokens that :func:`shard_batch` returned last, so that a model that isn't made for one rank's
-part can be told from one that was given a full sequence (:func:`is_handed_out`): ids, or a
-reference to embeddings, which are large."""
+"""The tokens that :func:`shard_batch` returned last: ids, or a weak reference to embeddings, which
+are large. With them, :func:`is_handed_out` detects a local batch in a model that expects full
+ones."""
 
 _positions: list[Tensor] = []
 """The positions of those tokens (:func:`are_handed_out`)."""
@@ -27,7 +27,7 @@ _positions: list[Tensor] = []
 _TOKENS = ("input_ids", "inputs_embeds")
 _KNOWN = (*_TOKENS, "labels", "shift_labels", "position_ids", "attention_mask")
 _INPUTS = ("token_type_ids", "mm_token_type_ids", "segment_ids", "decoder_input_ids")
-"""What models take for each token beside that."""
+"""Further token-wise inputs of models."""
 
 
 def shard(tensor: Tensor, dim: int, group: Group = None) -> Tensor:
@@ -90,8 +90,8 @@ def shard_batch(
 
     Args:
         batch: tensors by name, ``input_ids`` or ``inputs_embeds`` among them, whose size along
-            ``dim`` is the sequence length S. Tensors may also stand in mappings, lists and tuples,
-            which the local batch has as dicts, lists and tuples. Values that aren't tensors are
+            ``dim`` is the sequence length S. Mappings, lists and tuples may contain further
+            tensors; the local batch has dicts, lists and tuples in their places. Other values are
             passed on. None counts as absent for the names below.
         group: the sequence group.
         dim: the sequence dimension, counted from the front (of ``position_ids``: the last).
@@ -99,33 +99,33 @@ def shard_batch(
             ``attention_mask`` (made if absent) and everything else with 0. None: no padding; the
             ranks may then differ by one token.
         ignore_index: the label of tokens that don't count.
-        shift: names of tensors that say something of each label (weights, masks of a loss), and so
-            are shifted as labels are, with 0 at the last position. Needed where the batch has
-            ``labels`` and a tensor of their shape that isn't a known input of a model; () if all of
-            these belong to the inputs.
+        shift: names of tensors with an entry for each label (weights, masks of a loss), which are
+            shifted like labels, with 0 at the last position. Needed if the batch has ``labels`` and
+            a tensor of their shape that isn't a known input of a model; () if all of these belong
+            to the inputs.
 
     Returns:
         The local batch, and ``seq_lens``, the number of tokens of each rank. In the batch:
 
-        - ``shift_labels`` replaces ``labels``: the token that each token is to predict. Labels are
-          shifted before they are sharded, so the last token of a rank learns the first of the next.
+        - ``shift_labels`` replaces ``labels``: the next token of each token. Labels are shifted
+          before they are sharded, so the last token of a rank learns the first of the next rank.
           The last position, and the last of a document where ``position_ids`` restart, get
           ``ignore_index``; a step from or to padding (zeros of an ``attention_mask`` with an entry
-          for each token) ends no document. A given ``shift_labels`` is sharded as it is.
+          for each token) ends no document. A given ``shift_labels`` is sharded without a shift.
         - ``position_ids`` are the global positions of this rank's tokens; if absent, they are made,
           [1, S_r].
-        - ``cu_seq_lens_q``, ``seq_idx`` and what else a collator of packed samples adds for kernels
-          becomes ``position_ids`` that start anew with each document, if they are absent.
-        - ``attention_mask`` stays full, since attention needs all of it.
+        - ``cu_seq_lens_q``, ``seq_idx`` and other keys that collators of packed samples add for
+          kernels become ``position_ids`` that restart with each document, if these are absent.
+        - ``attention_mask`` stays full, since attention needs it in full.
         - every other tensor is local.
 
     Raises:
         ValueError: there is no sequence, there are both ``labels`` and ``shift_labels``, a tensor
-            doesn't have S elements along ``dim``, ``labels`` stand in a mapping of the batch,
+            doesn't have S elements along ``dim``, ``labels`` are in a mapping of the batch,
             ``pad_to`` is less than S, ``shift`` is needed, or the ranks of the group have different
-            batches. Batches are compared on every call, or in the model that comes next where it
-            exchanges numbers itself (attention of transformers' models); not in a data loader's
-            worker or another thread.
+            batches. Batches are compared on every call, or in the next model if it exchanges
+            numbers anyway (attention of transformers' models); not in a data loader's worker or
+            another thread.
     """
     return split_batch(batch, group, ADVICE, dim, pad_to, ignore_index, shift)
 
@@ -139,14 +139,14 @@ def split_batch(
     ignore_index: int = -100,
     shift: Sequence[str] | None = None,
 ) -> tuple[dict[str, Any], list[int]]:
-    """:func:`shard_batch`. ``advice``: what to do about different batches."""
+    """:func:`shard_batch`, with its own ``advice`` for different batches."""
     batch = named_values(batch, dim)
     compare_batches([(name_of(path), x) for path, x in leaves_of(batch)], group, advice)
     batch, named, length = full_batch(batch, dim, pad_to, ignore_index, shift)
 
     def local(path: Path, x: Tensor) -> Tensor:
-        at = dim_of(path, dim)
-        return x if at is None else shard(x, at, group)
+        place = dim_of(path, dim)
+        return x if place is None else shard(x, place, group)
 
     batch = map_leaves(local, batch)
     hand_out(batch, named, dim, length)
@@ -154,7 +154,7 @@ def split_batch(
 
 
 def named_values(batch: Mapping[str, Any], dim: int) -> dict[str, Any]:
-    """What a batch holds, by name, without what counts as absent."""
+    """A batch's values by name, without those that count as absent."""
     if not isinstance(batch, Mapping):
         shape = f" of shape {tuple(batch.shape)}" if isinstance(batch, Tensor) else ""
         raise ValueError(
@@ -180,8 +180,8 @@ def full_batch(
     ignore_index: int,
     shift: Sequence[str] | None,
 ) -> tuple[dict[str, Any], str, int]:
-    """A batch as :func:`shard_batch` has it before it splits tensors along :func:`dim_of`, the name
-    of its tokens, and how many they are. Raises what shard_batch does, but for the comparison."""
+    """A batch before :func:`shard_batch` splits its tensors along :func:`dim_of`, the name of its
+    tokens, and their number. Raises what shard_batch does, except for different batches."""
     batch = dict(batch)
     for name in _KNOWN:
         if not isinstance(batch.get(name, torch.empty(0)), Tensor) and name not in _TOKENS:
@@ -198,10 +198,10 @@ def full_batch(
         raise ValueError("expected batch to have labels or shift_labels, got both")
     if not isinstance(batch[named], Tensor) or batch[named].dim() <= dim:
         found = batch[named]
-        said = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise ValueError(
             f"expected batch[{named!r}] to be a tensor [B, S] or [B, S, E] with the sequence in "
-            f"dimension {dim}, got {said}"
+            f"dimension {dim}, got {shape}"
         )
     length = batch[named].size(dim)
     if dim == 1:
@@ -231,13 +231,13 @@ def full_batch(
 
 
 Path = tuple[str | int, ...]
-"""Where a value stands in a batch: the names and indices that lead to it."""
+"""The names and indices that lead to a value in a batch."""
 
 
 def map_leaves(
     function: Callable[[Path, Any], Any], value: Any, kind: type = Tensor, path: Path = ()
 ) -> Any:
-    """``value`` with ``function(path, x)`` in place of each ``x`` of a kind in it, at any depth of
+    """``value`` with each ``x`` of a kind replaced by ``function(path, x)``, at any depth of
     mappings, lists and tuples."""
     if isinstance(value, kind):
         return function(path, value)
@@ -252,7 +252,7 @@ def map_leaves(
 
 
 def leaves_of(batch: Mapping[str, Any], kind: type = Tensor) -> list[tuple[Path, Any]]:
-    """What :func:`map_leaves` replaces, in the same order."""
+    """The values that :func:`map_leaves` replaces, in the same order."""
     found: list[tuple[Path, Any]] = []
     map_leaves(lambda path, x: found.append((path, x)), batch, kind)
     return found
@@ -264,7 +264,7 @@ def dim_of(path: Path, dim: int) -> int | None:
 
 
 def hand_out(local: Mapping[str, Any], named: str, dim: int, length: int) -> None:
-    """Keeps in mind which tokens of a sequence a rank got, for :func:`is_handed_out`."""
+    """Remembers the local tokens for :func:`is_handed_out`."""
     part = local[named]
     if part.size(dim) < length:
         _handed_out[:] = [part if named == "input_ids" else weakref.ref(part)]
@@ -278,13 +278,13 @@ def are_handed_out(positions: Tensor) -> bool:
 
 
 def name_of(path: Path) -> str:
-    """A value of a batch as messages name it."""
+    """The name of a value in a batch, for messages."""
     return "batch" + "".join(f"[{key!r}]" for key in path)
 
 
 def is_handed_out(tokens: Tensor | None) -> bool:
-    """Whether these are the tokens of one rank that :func:`shard_batch` returned last: the same
-    tensor, or the same ids."""
+    """Whether these are the local tokens that :func:`shard_batch` returned last: the same tensor,
+    or the same ids."""
     for last in _handed_out if tokens is not None else ():
         if isinstance(last, weakref.ref):
             return last() is tokens
@@ -305,10 +305,10 @@ def _restarts(positions: Tensor, batch: Mapping[str, Any], dim: int) -> Tensor:
         and mask.shape == labels.shape
         and (not mask.is_floating_point() or _is_binary(mask))
     ):
-        # Padding has positions, too, but is no document: transformers gives it 0 or 1.
+        # Padding has positions, too (transformers gives it 0 or 1), but is no document.
         real = mask.movedim(dim, -1) != 0
         return restarts & real[..., 1:] & real[..., :-1]
-    # Without a mask: rows that begin with several ones, which no document does.
+    # Without a mask, several ones at the beginning of a row are padding.
     ones = (positions == 1).cumprod(-1)[..., :-1].bool()
     alone = ones[..., :1] & restarts[..., :1] & (positions[..., 1:2] == 0)
     if bool(alone.any()):
@@ -321,13 +321,13 @@ def _restarts(positions: Tensor, batch: Mapping[str, Any], dim: int) -> Tensor:
 
 def _check_lengths(batch: Mapping[str, Any], named: str, dim: int, length: int) -> None:
     for path, value in leaves_of(batch):
-        at = dim_of(path, dim)
-        if at is None:
+        place = dim_of(path, dim)
+        if place is None:
             continue
-        if not -value.dim() <= at < value.dim() or value.size(at) != length:
+        if not -value.dim() <= place < value.dim() or value.size(place) != length:
             raise ValueError(
-                f"expected {name_of(path)} to have size {length} in dimension {at}, the sequence "
-                f"length of {named}, got shape {tuple(value.shape)}"
+                f"expected {name_of(path)} to have size {length} in dimension {place}, the "
+                f"sequence length of {named}, got shape {tuple(value.shape)}"
             )
         if path[-1] == "labels" and len(path) > 1:
             raise ValueError(
@@ -337,7 +337,7 @@ def _check_lengths(batch: Mapping[str, Any], named: str, dim: int, length: int) 
 
 
 def _with_labels(batch: Mapping[str, Any], shift: Sequence[str] | None) -> Sequence[str]:
-    """The tensors that are shifted as labels are."""
+    """The names of tensors that are shifted like labels."""
     shape = batch["labels"].shape
     beside = [
         name

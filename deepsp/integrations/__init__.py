@@ -1,7 +1,7 @@
 """deepsp for users of other libraries.
 
-DeepSpeed takes the compile pass by a word in its config (:mod:`deepsp.patches`). transformers is
-told by a call, :func:`deepsp.integrations.transformers.register`, only.
+DeepSpeed takes the compile pass by a word in its config (:mod:`deepsp.patches`). transformers takes
+deepsp's attention after a call of :func:`deepsp.integrations.transformers.register`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib
 
 
 def __getattr__(name: str):
-    """``deepsp.integrations.transformers`` and the others need no import of their own."""
+    """Imports ``deepsp.integrations.transformers`` and the others on first use."""
     if name in ("accelerate", "deepspeed", "transformers"):
         return importlib.import_module(f"deepsp.integrations.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -26,7 +26,7 @@ ADVICE = (
     "sequence; give samplers, data sets and collators generators that are seeded alike on all "
     "ranks of a group, and draw none on one rank alone, such as in a callback of rank 0"
 )
-"""What to do about different batches where accelerate deals out the data."""
+"""Advice for different batches, if accelerate deals out the data."""
 
 _BACKWARDS = 2  # calls of backward that are checked
 
@@ -41,10 +41,9 @@ def prepare(
 ) -> Any:
     """``accelerator.prepare(*objects)`` for sharded sequences.
 
-    Ranks that follow each other in number form groups of ``sequence_parallel_size``. A loader gives
-    the ranks of a group the same batches, and yields the local ones, as
-    :func:`deepsp.shard_batch` returns them. A causal language model of transformers attends to the
-    full sequence, and returns its loss for them::
+    Consecutive ranks form groups of ``sequence_parallel_size``. A loader gives the ranks of a group
+    the same batches, and yields the local ones, as from :func:`deepsp.shard_batch`. A causal
+    language model of transformers attends to the full sequence, and returns its loss for them::
 
         model, optimizer, loader = prepare(
             accelerator, model, optimizer, loader, sequence_parallel_size=2
@@ -59,15 +58,16 @@ def prepare(
     its gradients are scaled for wrappers that average over all ranks, as accelerate's do (DDP,
     FSDP2, DeepSpeed).
 
-    From then on the accelerator counts groups: ``num_processes`` is their number, schedulers take
-    as many steps, and ``gather``, ``gather_for_metrics``, ``pad_across_processes`` and ``reduce``
-    take what the ranks of a group have alike once, and what has an entry for each local token
-    [B, S_r, ...] put together. They raise for what differs within a group otherwise: a sum over
-    this rank's tokens. ``prepare`` and ``skip_first_batches`` of the accelerator wrap loaders, too.
+    After this call the accelerator counts groups: ``num_processes`` is their number, and schedulers
+    take as many steps. ``gather``, ``gather_for_metrics``, ``pad_across_processes`` and ``reduce``
+    take a value that is the same on all ranks of a group once, and join values with an entry for
+    each local token, [B, S_r, ...]. They raise for other values that differ within a group, such as
+    a sum over this rank's tokens. ``prepare`` and ``skip_first_batches`` of the accelerator wrap
+    loaders, too.
 
     Args:
-        accelerator: made without a ``parallelism_config`` of its own.
-        objects: models, optimizers, loaders, schedulers, as ``accelerator.prepare`` takes them.
+        accelerator: made without ``parallelism_config``.
+        objects: models, optimizers, loaders, schedulers, as for ``accelerator.prepare``.
         sequence_parallel_size: the number of ranks that share each batch, a divisor of the number
             of processes. 1: ``accelerator.prepare`` alone.
         chunks: as in :func:`deepsp.distributed_attention`.
@@ -75,14 +75,14 @@ def prepare(
         query_parts: as in :func:`deepsp.distributed_attention`.
 
     Returns:
-        What ``accelerator.prepare`` returns, loaders wrapped.
+        The results of ``accelerator.prepare``, loaders wrapped.
 
     Raises:
         ValueError: the size isn't a divisor; the accelerator has a parallelism config, dispatches
-            batches, or doesn't give data ranks equally many; a model isn't one of transformers for
-            causal language modeling, or computes something over tokens that isn't attention
-            through deepsp (:func:`deepsp.integrations.transformers.check`). The loader raises what
-            :func:`deepsp.shard_batch` does.
+            batches, or doesn't give data ranks equally many; a model isn't a causal language model
+            of transformers, or mixes tokens other than by attention through deepsp
+            (:func:`deepsp.integrations.transformers.check`). The loader raises the errors of
+            :func:`deepsp.shard_batch`.
     """
     if not isinstance(accelerator, Accelerator):
         raise ValueError(
@@ -106,8 +106,8 @@ def prepare(
 
 
 def share_batches(accelerator: Accelerator, size: int | None) -> dist.ProcessGroup | None:
-    """Has the loaders that ``accelerator`` prepares give ``size`` ranks that follow each other the
-    same batches. Returns their group; None for a size of 1.
+    """Makes the loaders that ``accelerator`` prepares give ``size`` consecutive ranks the same
+    batches. Returns the group of these ranks; None for a size of 1.
 
     Raises:
         ValueError: as :func:`prepare`.
@@ -146,7 +146,7 @@ def share_batches(accelerator: Accelerator, size: int | None) -> dist.ProcessGro
             "expected even_batches=True with several groups, got False: groups with fewer batches "
             "would leave the others waiting; leave it out"
         )
-    # By these names accelerate's loaders know ranks that get the same batches, under DDP, FSDP and
+    # accelerate's loaders give ranks along these dimensions the same batches, under DDP, FSDP and
     # DeepSpeed alike.
     mesh = dist.init_device_mesh(
         accelerator.device.type, (world // size, size), mesh_dim_names=("dp_shard", "tp")
@@ -158,7 +158,7 @@ def share_batches(accelerator: Accelerator, size: int | None) -> dist.ProcessGro
 
 
 def once_per_group(gathered: Any, size: int, processes: int) -> Any:
-    """Of what was gathered from all processes, one rank's of each group of ``size``."""
+    """The tensors of one rank in each group of ``size``, among those of all processes."""
 
     def once(x: Tensor) -> Tensor:
         return x.unflatten(0, (processes, -1))[::size].flatten(0, 1)
@@ -167,7 +167,7 @@ def once_per_group(gathered: Any, size: int, processes: int) -> Any:
 
 
 class LocalBatch(dict):
-    """A local batch, which says what has become of its labels."""
+    """A local batch. Reading its labels raises, and names shift_labels."""
 
     def __missing__(self, key: str) -> Any:
         if key == "labels" and "shift_labels" in self:
@@ -181,7 +181,7 @@ class LocalBatch(dict):
         return self[key] if key not in self and not default else super().pop(key, *default)
 
 
-# So that accelerate's gathers, too, see the tensors in it.
+# Lets accelerate's gathers see its tensors.
 _pytree.register_pytree_node(
     LocalBatch,
     lambda batch: (list(batch.values()), list(batch)),
@@ -192,7 +192,7 @@ _pytree.register_pytree_node(
 def local_batch(
     batch: Mapping[str, Any], group: dist.ProcessGroup, shift: Sequence[str] | None = None
 ) -> tuple[LocalBatch, list[int]]:
-    """This rank's part of a batch, and the tokens of each rank, of which each has one at least."""
+    """This rank's part of a batch, and the tokens of each rank: at least one."""
     local, lens = split_batch(batch, group, ADVICE, shift=shift)
     if 0 in lens:
         raise ValueError(
@@ -203,17 +203,19 @@ def local_batch(
 
 
 class _Sharded:
-    """A loader whose batches are local. All else is the loader's."""
+    """A loader whose batches are local. All other attributes are the loader's."""
 
     def __init__(self, loader: DataLoader, accelerator: _OfGroups):
         self._loader, self._accelerator = loader, accelerator
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        to = self._accelerator
-        align(member_of(None))  # samplers and workers draw the same on all ranks
+        accelerator = self._accelerator
+        align(member_of(None))  # so that samplers and workers draw the same on all ranks
         for batch in self._loader:
-            local, to.sequence_lens = local_batch(batch, to.sequence_group, to.shifted)
-            to.sequence_rows = find_batch_size(batch)
+            local, accelerator.sequence_lens = local_batch(
+                batch, accelerator.sequence_group, accelerator.shifted
+            )
+            accelerator.sequence_rows = find_batch_size(batch)
             yield local
 
     def __len__(self) -> int:
@@ -224,7 +226,7 @@ class _Sharded:
 
 
 class _Scheduler(AcceleratedScheduler):
-    """Takes a step for each group that has trained on a batch, instead of for each process."""
+    """Takes a step for each group that has trained on a batch, not for each process."""
 
     groups: int
 
@@ -238,29 +240,29 @@ class _Scheduler(AcceleratedScheduler):
 
 
 class _OfGroups:
-    """What :func:`prepare` puts before the class of an accelerator."""
+    """:func:`prepare` puts this class before an accelerator's class."""
 
     sequence_group: dist.ProcessGroup
     sequence_size: int
     sequence_attention: tuple[int, int | str]  # chunks and query_parts
     sequence_lens: Sequence[int] = ()
-    """The tokens of each rank in the batch that a loader has yielded last."""
+    """The tokens of each rank in the last batch of a loader."""
     sequence_rows: int | None = None
-    """Its rows."""
+    """The rows of that batch."""
     shifted: Sequence[str] | None
     _preparing = False
     _backwards = 0
 
     @property
     def num_processes(self) -> int:
-        # What prepares for DDP, FSDP and DeepSpeed counts processes.
+        # DDP, FSDP and DeepSpeed are prepared by processes.
         return self.state.num_processes // (1 if self._preparing else self.sequence_size)
 
     @property
     def is_last_process(self) -> bool:
         return self.state.is_last_process
 
-    # ---- what is prepared
+    # ---- preparing
 
     def prepare(self, *objects: Any, **kwargs: Any) -> Any:
         from deepsp.integrations.transformers.registration import base_of, use_in
@@ -301,7 +303,7 @@ class _OfGroups:
         loader = dataloader._loader if isinstance(dataloader, _Sharded) else dataloader
         return _Sharded(super().skip_first_batches(loader, num_batches), self)
 
-    # ---- what is gathered
+    # ---- gathering
 
     def gather(self, tensor: Any) -> Any:
         every = super().gather(self._of_group(tensor, "gather"))
@@ -329,7 +331,7 @@ class _OfGroups:
         return tree_map_only(Tensor, lambda x: kinds[reduction](x, 0), every)
 
     def check_trigger(self) -> bool:
-        # A flag that one rank may set, and no number of a group's.
+        # Each rank has its own flag, unlike other values.
         flag = 0 if self.flag_tensor is None else int(self.flag_tensor)
         self.flag_tensor = None
         return any(n for (n,) in on_all_ranks([flag], None, self.device))
@@ -341,7 +343,7 @@ class _OfGroups:
         )
 
     def _of_group(self, tensors: Any, name: str, by_token: bool = True) -> Any:
-        """What the ranks of a group have alike, and full tensors of what has local tokens."""
+        """Values that all ranks of a group have alike, and full tensors of local ones."""
         rank, _, _ = member = member_of(self.sequence_group)
         lens, rows = self.sequence_lens, self.sequence_rows
 
@@ -355,13 +357,13 @@ class _OfGroups:
             )
 
         leaves = [x for x in tree_leaves(tensors) if isinstance(x, Tensor)]
-        mine = [(has_tokens(x), digest_of("", x), counts_tokens(x)) for x in leaves]
-        every = objects_on_all_ranks(mine, member, device_of(member))
-        if any(len(said) != len(mine) for said in every):
+        items = [(has_tokens(x), digest_of("", x), counts_tokens(x)) for x in leaves]
+        every = objects_on_all_ranks(items, member, device_of(member))
+        if any(len(theirs) != len(items) for theirs in every):
             raise ValueError(f"expected {name} of equally many tensors on all ranks of a group")
         found = {}
-        for x, said in zip(leaves, zip(*every, strict=True), strict=True):
-            by_token, numbers, counts = zip(*said, strict=True)
+        for x, by_rank in zip(leaves, zip(*every, strict=True), strict=True):
+            by_token, numbers, counts = zip(*by_rank, strict=True)
             if all(by_token):
                 found[x] = unshard(x, 1, self.sequence_group, lens)
             elif any(counts) or len(set(numbers)) > 1:

@@ -1,5 +1,5 @@
-"""What each torch op does to placements, said once: the compile pass rewrites by it, and a
-schedule's dry run refuses by it."""
+"""What each torch op does to placements. The compile pass rewrites by these rows, and a schedule's
+dry run refuses by them."""
 
 from deepsp.placement.table import (
     ALL,

@@ -14,7 +14,7 @@ _COMBINE = {
 
 
 def along(op: Op, over, linear: bool = False) -> list[Row]:
-    """Each rank's part is computed by itself, but along ``over``."""
+    """Rows for all dimensions except ``over``, along which ranks depend on each other."""
     x = op.operands[0]
     others = [(y, None) for y in op.operands[1:]]
     ndim = len(op.shape(x))
@@ -44,7 +44,7 @@ def reduction(op: Op) -> list[Row]:
     over = set(range(ndim)) if dims is None else {d % ndim for d in dims}
     gone = set() if op["keepdim"] else over
     combine = _COMBINE.get(name)
-    if name in ("max", "min") and op["dim"] is not None:  # with the places of the extremes
+    if name in ("max", "min") and op["dim"] is not None:  # they also return indices
         combine = None
     rows = []
     for d in range(ndim):
@@ -94,7 +94,7 @@ def group_norm(op: Op) -> list[Row]:
 
 @rule("batch_norm instance_norm", "it takes statistics along the sharded dimension")
 def batch_norm(op: Op) -> list[Row]:
-    """In evaluation, each element by itself, with numbers for each channel."""
+    """In evaluation, only the channel dimension can't be sharded."""
     ndim = len(op.shape(op["input"]))
     taken = op["training"] or op["use_input_stats"] or op["running_mean"] is None
     if op.target._opname == "instance_norm":
@@ -109,5 +109,5 @@ def batch_norm(op: Op) -> list[Row]:
     "it makes windows of neighbouring elements, some of which other ranks have",
 )
 def pool(op: Op) -> list[Row]:
-    """Over the last one, two or three dimensions."""
+    """Pools over the last one, two or three dimensions."""
     return along(op, range(-int(re.search(r"(\d)d", op.target._opname)[1]), 0))

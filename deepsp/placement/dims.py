@@ -1,13 +1,10 @@
-"""What ops do to dimensions, said once: for the compile pass and for the schedule's dry run.
+"""What ops do to dimensions.
 
-Of a product, the names of its operands' dimensions and of its result's, as einsum has them:
-dimensions of one name go together, and a name that the result doesn't have is summed over.
+For a product: the names of its operands' and result's dimensions, as in einsum. Dimensions of one
+name go together, and a name that the result lacks is summed over.
 
-Of an op that moves dimensions, its order: which of the operand's dimensions each of the result's
-is, None for a new one.
-
-What else the two need isn't shared: the compile pass makes new nodes, of sizes that are symbols;
-the dry run follows parts, sums and gradients, and explains what to write into the schedule.
+For an op that moves dimensions: its order. For each dimension of the result, it has the operand's
+dimension, or None for a new one.
 """
 
 from __future__ import annotations
@@ -15,18 +12,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 Labels = tuple[list[list], list]
-"""The names of every operand's dimensions, and of the result's."""
+"""The names of each operand's dimensions, and of the result's."""
 
 
 def linear(x: int, weight: int) -> Labels:
-    """Of ``x [..., in]`` and ``weight [out, in]`` or ``[in]``, with so many dimensions."""
+    """Labels of ``x [..., in]`` and ``weight [out, in]`` or ``[in]``, by numbers of dimensions."""
     rows = [("rows", n) for n in range(x - 1)]
     features = ["features"] * (weight > 1)
     return [[*rows, "summed"], [*features, "summed"]], [*rows, *features]
 
 
 def matmul(a: int, b: int) -> Labels:
-    """Of ``a @ b`` with so many dimensions: ``mm``, ``bmm``, ``mv`` and ``dot``, too."""
+    """Labels of ``a @ b``, by numbers of dimensions; for ``mm``, ``bmm``, ``mv`` and ``dot``,
+    too."""
     # Batch dimensions are counted from the back, as broadcasting aligns them.
     left, right = ([("batch", n) for n in range(-max(ndim - 2, 0), 0)] for ndim in (a, b))
     longest = max(left, right, key=len)
@@ -35,10 +33,10 @@ def matmul(a: int, b: int) -> Labels:
 
 
 def einsum(equation: str, ndims: list[int]) -> Labels:
-    """Letters are names; what ``...`` stands for has numbers, counted from the back."""
+    """Letters are names; the dimensions of ``...`` have numbers, counted from the back."""
     inputs, arrow, out = equation.replace(" ", "").partition("->")
     named = inputs.split(",")
-    if not arrow:  # the letters that stand once, in alphabetical order
+    if not arrow:  # the letters that occur once, in alphabetical order
         letters = sorted(set(inputs) - set(",."))
         out = "..." * ("..." in inputs) + "".join(c for c in letters if inputs.count(c) == 1)
     left_out = [n - len(x.replace("...", "")) for n, x in zip(ndims, named, strict=True)]
@@ -65,7 +63,7 @@ def transpose(ndim: int, a: int, b: int) -> Order:
 
 
 def turn(ndim: int, op: str) -> Order:
-    """``T`` and ``numpy_T`` turn all dimensions; ``t``, ``mT``, ``H`` and the like the last two."""
+    """``T`` and ``numpy_T`` reverse all dimensions; ``t``, ``mT``, ``H``, ... swap the last two."""
     if op in ("T", "numpy_T"):
         return list(reversed(range(ndim)))
     return transpose(ndim, -1, -2) if ndim > 1 else list(range(ndim))
@@ -73,7 +71,7 @@ def turn(ndim: int, op: str) -> Order:
 
 def movedim(ndim: int, source: int | Sequence[int], destination: int | Sequence[int]) -> Order:
     pair = [[x] if isinstance(x, int) else x for x in (source, destination)]
-    moved = {to % ndim: of % ndim for of, to in zip(*pair, strict=True)}
+    moved = {to % ndim: source % ndim for source, to in zip(*pair, strict=True)}
     rest = iter(d for d in range(ndim) if d not in moved.values())
     return [moved[d] if d in moved else next(rest) for d in range(ndim)]
 
@@ -84,6 +82,6 @@ def unsqueeze(ndim: int, dim: int) -> Order:
 
 
 def without(ndim: int, dims: Sequence[int]) -> Order:
-    """Of ``select``, ``unbind`` and ``squeeze``: these dimensions are no longer there."""
+    """For ``select``, ``unbind`` and ``squeeze``, which remove these dimensions."""
     gone = [d % ndim for d in dims]
     return [d for d in range(ndim) if d not in gone]

@@ -1,4 +1,4 @@
-"""Torch functions, as a ``__torch_function__`` sees them: which op one calls."""
+"""Names of torch functions, as ``__torch_function__`` sees them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ ABOUT = {
     "itemsize", "nbytes", "len", "hash", "is_inference", "is_conj", "is_neg", "is_same_size",
     "grad_fn", "retains_grad", "stride", "is_contiguous", "storage_offset",
 }  # fmt: skip
-"""What they return doesn't depend on what a tensor holds."""
+"""Functions whose result doesn't depend on a tensor's values."""
 
 
 def name_of(func) -> tuple[str, bool]:
-    """Its name without the underscores of in-place and special methods (``__rmul__`` is "mul"), and
-    whether it writes to its first argument."""
+    """A function's name without the underscores of in-place and special methods (``__rmul__`` is
+    "mul"), and whether it writes to its first argument."""
     raw = getattr(func, "__name__", str(func))
     if isinstance(func, torch._ops.OpOverload):
         func = func.overloadpacket
@@ -44,7 +44,7 @@ def name_of(func) -> tuple[str, bool]:
 
 
 def is_by_element(name: str) -> bool:
-    """Whether a function computes each element by itself, the same each time."""
+    """Whether a function computes each element on its own, and deterministically."""
     rules = [(op, find(op)) for op in overloads(name)]
     return any(
         rule is not None

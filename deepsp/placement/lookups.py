@@ -8,7 +8,7 @@ from deepsp.placement.table import MEAN, SUM, Op, Row, row, rule
 _REDUCED = {0: None, 1: MEAN, 2: SUM}
 
 
-@rule("embedding", "it looks up rows of which each rank has its own")
+@rule("embedding", "it looks up rows of a table that is sharded")
 def embedding(op: Op) -> list[Row]:
     weight, index = op["weight"], op["indices"]
     ndim = len(op.shape(index))
@@ -19,7 +19,7 @@ def embedding(op: Op) -> list[Row]:
 @rule("gather take_along_dim scatter scatter_add scatter_reduce", "it is looked up along the "
       "sharded dimension")  # fmt: skip
 def by_index(op: Op) -> list[Row]:
-    """All operands have the same dimensions, and are cut alike."""
+    """All operands have the same dimensions, and are sharded alike."""
     operands = op.operands
     ndim = len(op.shape(operands[0]))
     if op["dim"] is None:
@@ -39,27 +39,28 @@ def index_select(op: Op) -> list[Row]:
 
 @rule("index", "it is looked up along the sharded dimension")
 def index(op: Op) -> list[Row]:
-    """A table that each rank looks up by its own indices, or other dimensions of a sharded one."""
+    """A replicated table, indexed by sharded indices, or a sharded one, indexed in other
+    dimensions."""
     x, given = op["self"], list(op["indices"])
     chosen = [n for n in given if n is not None]
-    at = [i for i, n in enumerate(given) if n is not None]
+    places = [i for i, n in enumerate(given) if n is not None]
     if any(not op.dtype(n).is_floating_point and op.dtype(n).itemsize == 1 for n in chosen):
         return _masked(op, x, given)
-    if not at or at != list(range(at[0], at[-1] + 1)):
+    if not places or places != list(range(places[0], places[-1] + 1)):
         return []
     ndim = max(len(op.shape(n)) for n in chosen)
     rows = []
     for d in range(len(op.shape(x))):
-        if d not in at:
-            to = d + (ndim - len(at)) * (at[0] < d)
+        if d not in places:
+            to = d + (ndim - len(places)) * (places[0] < d)
             rows += row(to, (x, d), *((n, None) for n in chosen))
     for r in broadcast(op, chosen):
-        rows += row(r.outputs + at[0], (x, None), *r.inputs)
+        rows += row(r.outputs + places[0], (x, None), *r.inputs)
     return rows + row(SUM, (x, SUM), *((n, None) for n in chosen))
 
 
 def _masked(op: Op, x, given) -> list[Row]:
-    """One mask, of some dimensions: those behind it are as they were."""
+    """Indexing by one mask; the dimensions after the mask's can be sharded."""
     if len(given) != 1:
         return []
     (mask,) = given
@@ -85,7 +86,7 @@ def of_classes(op: Op) -> list[Row]:
     x, target, weight = op["self"], op["target"], op["weight"]
     ndim = len(op.shape(x))
     classes, combine = min(1, ndim - 1), _REDUCED[op["reduction"]]
-    alike = len(op.shape(target)) == ndim  # probabilities, or classes of their own
+    alike = len(op.shape(target)) == ndim  # probabilities, or a target for each class
     rows = []
     for d in range(ndim):
         if d == classes:

@@ -1,17 +1,18 @@
-"""What moves elements and changes none: permutations, pieces, joins."""
+"""Ops that move elements without changing them: permutations, slices, joins."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from deepsp.placement import dims
+from deepsp.placement.pointwise import broadcast
 from deepsp.placement.table import SUM, Op, Row, row, rule
 
 
 def moved(op: Op, order: dims.Order, but: Iterable[int] = ()) -> list[Row]:
-    """``order``: which dimension of the operand each of the result's is."""
+    """``order``: for each dimension of the result, the operand's; ``but``: those with no row."""
     x = op.operands[0]
-    rows = [r for to, at in enumerate(order) if at not in (None, *but) for r in row(to, (x, at))]
+    rows = [r for to, d in enumerate(order) if d not in (None, *but) for r in row(to, (x, d))]
     return rows + row(SUM, (x, SUM))
 
 
@@ -85,17 +86,17 @@ def expand(op: Op) -> list[Row]:
     behind = len(size) - len(shape)
     rows = []
     for d in range(len(size)):
-        at = d - behind
-        own = at >= 0 and not op.is_one(shape[at])
+        place = d - behind
+        own = place >= 0 and not op.is_one(shape[place])
         if like is not None:
             alone = op.is_one(size[d])
             rows += (
                 []
                 if alone and not own
-                else row(d, (x, at if own else None), (like, None if alone else d))
+                else row(d, (x, place if own else None), (like, None if alone else d))
             )
         elif own:
-            rows += row(d, (x, at))
+            rows += row(d, (x, place))
     if like is not None:
         return rows + row(SUM, (x, SUM), (like, None))
     return rows + row(SUM, (x, SUM))
@@ -117,7 +118,7 @@ def unfold(op: Op) -> list[Row]:
 
 @rule("pad constant_pad_nd", "it adds elements to the sharded dimension, or takes some off")
 def pad(op: Op) -> list[Row]:
-    """A list of two sizes for each dimension, the last one first."""
+    """``pad`` has two sizes for each dimension, the last dimension first."""
     ndim, sizes = _ndim(op), list(op["pad"])
     padded = [ndim - 1 - n // 2 for n, size in enumerate(sizes) if size != 0]
     rows = moved(op, list(range(ndim)), padded)
@@ -156,7 +157,7 @@ def cat(op: Op) -> list[Row]:
     ndim = len(op.shape(tensors[0]))
     dim = op["dim"] % max(ndim, 1)
     if len(tensors) == 1:
-        dim = ndim  # nothing is joined
+        dim = ndim  # no join
     rows = [r for d in range(ndim) if d != dim for r in row(d, *((x, d) for x in tensors))]
     return rows + row(SUM, *((x, SUM) for x in tensors))
 
@@ -176,14 +177,12 @@ def stack(op: Op) -> list[Row]:
 
 @rule("broadcast_tensors")
 def broadcast_tensors(op: Op) -> list[Row]:
-    from deepsp.placement.pointwise import broadcast
-
     return broadcast(op, op["tensors"])
 
 
 @rule("slice_scatter select_scatter", "it writes a piece of the sharded dimension")
 def written(op: Op) -> list[Row]:
-    """A part of another dimension is replaced."""
+    """Replaces a part of another dimension than the sharded one."""
     x, new = op["self"], op["src"]
     ndim, gone = _ndim(op), op.target._opname == "select_scatter"
     dim = op["dim"] % ndim

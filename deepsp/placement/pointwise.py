@@ -1,4 +1,4 @@
-"""Each element by itself, with broadcasting."""
+"""Ops that compute each element on its own, with broadcasting."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LINEAR = {
 
 
 def broadcast(op: Op, operands) -> list[Row]:
-    """A row for each dimension of the result: operands are aligned from the right."""
+    """A row for each dimension of the result. Operands are aligned from the right."""
     shapes = [op.shape(x) for x in operands]
     if op.target._opname.startswith("_foreach") and len(set(map(len, shapes))) > 1:
         return []  # lists of tensors, each with its own dimensions
@@ -26,18 +26,18 @@ def broadcast(op: Op, operands) -> list[Row]:
     for dim in range(ndim):
         inputs = []
         for x, shape in zip(operands, shapes, strict=True):
-            at = dim - (ndim - len(shape))
-            inputs.append((x, None if at < 0 or op.is_one(shape[at]) else at))
+            place = dim - (ndim - len(shape))
+            inputs.append((x, None if place < 0 or op.is_one(shape[place]) else place))
         if any(place is not None for _, place in inputs):
             rows += row(dim, *inputs)
     return rows
 
 
-# Those without the tag, or whose overloads before dispatch have none.
+# Ops without the pointwise tag, or with overloads that lack it.
 @rule(
     """relu add sub mul div where masked_fill clamp clip pow to _to_copy clone contiguous detach
     alias lift_fresh lift_fresh_copy type_as float_power rsub celu selu elu silu gelu relu6 hardtanh
-    hardswish leaky_relu mish softplus logsigmoid prelu dropout native_dropout alpha_dropout
+    hardswish leaky_relu mish softplus logsigmoid dropout native_dropout alpha_dropout
     bernoulli __and__ __or__ __xor__ isnan isinf isfinite nan_to_num positive square logit erf
     sigmoid tanh threshold hardsigmoid softshrink hardshrink rrelu lerp addcmul addcdiv conj
     resolve_conj resolve_neg real complex polar fake_quantize_per_tensor_affine divide multiply
@@ -47,7 +47,7 @@ def broadcast(op: Op, operands) -> list[Row]:
 )
 def pointwise(op: Op) -> list[Row]:
     name, operands = op.target._opname, op.operands
-    if name in ("to", "type_as") and len(operands) == 2:  # the other says a dtype
+    if name in ("to", "type_as") and len(operands) == 2:  # only the other's dtype is used
         x, other = operands
         rows = [r for d in range(len(op.shape(x))) for r in row(d, (x, d), (other, ANYTHING))]
         rows += row(SUM, (x, SUM), (other, ANYTHING)) if _is_float(op) else []
@@ -56,13 +56,13 @@ def pointwise(op: Op) -> list[Row]:
 
 
 def _is_float(op: Op) -> bool:
-    """Whether a cast is to floating point, which commutes with sums up to rounding."""
+    """Whether a cast is to floating point, so that it commutes with sums up to rounding."""
     dtype = op["dtype"]
     return not isinstance(dtype, torch.dtype) or dtype.is_floating_point or dtype.is_complex
 
 
 def _sums(op: Op) -> list[Row]:
-    """What is linear commutes with the sum over the ranks."""
+    """Rows for linear ops, which commute with the sum over the ranks."""
     name, operands = op.target._opname.removesuffix("_"), op.operands
     if not operands:
         return []
@@ -93,6 +93,20 @@ def _is_tensor(op: Op, x) -> bool:
     return any(x is y for y in op.operands)
 
 
+@rule("prelu")
+def prelu(op: Op) -> list[Row]:
+    """[B, C, ...]: a weight for each channel, or one for all."""
+    x, weight = op["self"], op["weight"]
+    each = not op.is_one(op.shape(weight)[-1]) if op.shape(weight) else False
+    ndim = len(op.shape(x))
+    channel = min(1, ndim - 1)
+    return [
+        r
+        for d in range(ndim)
+        for r in row(d, (x, d), (weight, 0 if each and d == channel else None))
+    ]
+
+
 @rule("view_as_complex", "its real and imaginary parts would be on different ranks")
 def pairs(op: Op) -> list[Row]:
     x = op["self"]
@@ -111,7 +125,7 @@ def numbers(op: Op) -> list[Row]:
     "uniform random exponential geometric cauchy log_normal"
 )
 def filled(op: Op) -> list[Row]:
-    """Values that don't depend on the tensor whose sizes they have."""
+    """The values don't depend on the tensor; only its sizes count."""
     x, others = op["self"], [(y, None) for y in op.operands[1:]]
     rows = [r for d in range(len(op.shape(x))) for r in row(d, (x, d), *others)]
     return rows + row(None, (x, ANYTHING), *others)
@@ -119,22 +133,22 @@ def filled(op: Op) -> list[Row]:
 
 @rule("new_zeros new_ones new_full new_empty new_empty_strided")
 def new(op: Op) -> list[Row]:
-    """Of a size of their own: only dtype and device are taken from the tensor."""
+    """Only the tensor's dtype and device are used."""
     return row(None, *((x, ANYTHING) for x in op.operands))
 
 
 @rule("copy")
 def copy(op: Op) -> list[Row]:
-    """The destination becomes the source, whatever it was."""
+    """The destination takes the source's placement."""
     to, source = op["self"], op["src"]
     behind = len(op.shape(to)) - len(op.shape(source))
     rows = []
     for dim, size in enumerate(op.shape(to)):
-        at = dim - behind
-        if at < 0 or op.is_one(op.shape(source)[at]):
+        place = dim - behind
+        if place < 0 or op.is_one(op.shape(source)[place]):
             rows += row(dim, (to, dim), (source, None)) if not op.is_one(size) else []
         else:
-            rows += row(dim, (to, ANYTHING), (source, at))
+            rows += row(dim, (to, ANYTHING), (source, place))
     sums = row(SUM, (to, ANYTHING), (source, SUM))
     return (
         rows + sums + row(None, (to, None), (source, None)) + row(None, (to, SUM), (source, None))
@@ -143,8 +157,8 @@ def copy(op: Op) -> list[Row]:
 
 @rule("feature_dropout feature_alpha_dropout", "it drops channels for all tokens at once")
 def channels(op: Op) -> list[Row]:
-    """[B, C, ...]: each channel as a whole."""
+    """[B, C, ...]: drops full channels."""
     x = op.operands[0]
-    whole = range(2) if op["train"] and op["p"] else range(len(op.shape(x)))
-    rows = [r for d in whole for r in row(d, (x, d))]
+    dims = range(2) if op["train"] and op["p"] else range(len(op.shape(x)))
+    rows = [r for d in dims for r in row(d, (x, d))]
     return rows + (row(SUM, (x, SUM)) if op.target._opname == "feature_dropout" else [])

@@ -1,5 +1,5 @@
-"""Sums of products: a dimension of the result stays sharded, over one that is summed the ranks'
-results are terms of a sum."""
+"""Sums of products. Sharded along a dimension of the result, the result is sharded; along a
+dimension that is summed, it is partial."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ from deepsp.placement.table import SUM, Op, Row, row, rule
 
 
 def contract(op: Op, operands: list[tuple], output: list) -> list[Row]:
-    """``operands``: a tensor and a label for each of its dimensions. Dimensions of one label go
-    together; those that ``output`` lacks are summed. A size of one is broadcast."""
+    """``operands``: a tensor and a label for each of its dimensions. Dimensions with the same label
+    go together; labels that ``output`` lacks are summed. A size of one broadcasts."""
     known = []
     for x, labels in operands:
         sizes = zip(labels, op.shape(x), strict=True)
         known.append((x, [None if op.is_one(size) else label for label, size in sizes]))
-    labels = dict.fromkeys(label for _, of in known for label in of if label is not None)
+    labels = dict.fromkeys(label for _, each in known for label in each if label is not None)
     rows = []
     for label in sorted(labels, key=lambda label: label not in output):
-        inputs = [(x, of.index(label) if label in of else None) for x, of in known]
+        inputs = [(x, each.index(label) if label in each else None) for x, each in known]
         rows += row(output.index(label) if label in output else SUM, *inputs)
     for x, _ in known:
         rows += row(SUM, *((y, SUM if y is x else None) for y, _ in known))
     return rows
 
 
-def _pair(op: Op, of, a, b) -> list[Row]:
-    (left, right), output = of(len(op.shape(a)), len(op.shape(b)))
+def _pair(op: Op, labels_of, a, b) -> list[Row]:
+    (left, right), output = labels_of(len(op.shape(a)), len(op.shape(b)))
     return contract(op, [(a, left), (b, right)], output)
 
 
 def _added(op: Op, rows: list[Row], bias, ndim: int) -> list[Row]:
-    """The rows of a product to which a tensor is added."""
+    """The rows of a product plus a bias."""
     shape = op.shape(bias)
     found = []
     for r in rows:
         place = r.outputs
         if isinstance(place, int):
-            at = place - ndim + len(shape)
-            place = None if at < 0 or op.is_one(shape[at]) else at
+            dim = place - ndim + len(shape)
+            place = None if dim < 0 or op.is_one(shape[dim]) else dim
         found += row(r.outputs, *r.inputs, (bias, place))
     return found
 
@@ -60,7 +60,7 @@ def addmm(op: Op) -> list[Row]:
     bias, a, b = op.values[:3]
     ndim = max(len(op.shape(a)), len(op.shape(b))) - (len(op.shape(b)) == 1)
     rows = _added(op, _pair(op, dims.matmul, a, b), bias, ndim)
-    if op["beta"] == 0:  # only its shape counts
+    if op["beta"] == 0:  # the bias isn't read
         kept = [[x for x in r.inputs if x[0] is not bias or x[1] != SUM] for r in rows]
         rows = [Row(tuple(k), r.outputs) for k, r in zip(kept, rows, strict=True)]
     return rows

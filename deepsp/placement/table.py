@@ -1,12 +1,13 @@
 """Rows: the ways in which an op can be computed on shards, keyed by its overload.
 
-A rule is a function of an :class:`Op` and returns rows. It knows nothing of ranks, graphs or
-gradients: the compile pass rewrites by its rows, and a schedule's dry run refuses by them. The form
+A rule is a function of an :class:`Op` that returns rows. It knows nothing of ranks, graphs or
+gradients. The compile pass rewrites by the rows, and a schedule's dry run refuses by them. The form
 is that of DTensor's single-dimension strategies (torch.distributed.tensor).
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,20 +17,21 @@ import torch
 from torch._ops import OpOverload
 
 Place = int | str | None
-"""Of one tensor: ``None``, every rank has it (Replicate); an int, each rank has a part along that
-dimension (Shard); a word, how the ranks' tensors combine to it (Partial), as :data:`SUM`."""
+"""The placement of a tensor. ``None``: every rank has it (Replicate). An int: each rank has a part
+along that dimension (Shard). A word such as :data:`SUM`: how the ranks' tensors combine
+(Partial)."""
 
 SUM, MEAN, MAX, MIN, ANY, ALL = "sum", "mean", "max", "min", "any", "all"
 ANYTHING = ...
-"""Of an input: it doesn't matter, since the op doesn't read it."""
+"""The place of an input that the op doesn't read."""
 
 
 class Op:
-    """A call of an op, as rules see it. Tensors are whatever the caller has for them."""
+    """A call of an op, for rules. The caller decides what a tensor is."""
 
     def __init__(self, target, args: Sequence, kwargs: Mapping):
         self.target = target
-        self.named: dict[str, Any] = {}  # arguments by their names in the schema, with defaults
+        self.named: dict[str, Any] = {}  # all arguments by their schema names, with defaults
         schema = getattr(target, "_schema", None)
         for i, argument in enumerate(schema.arguments if schema is not None else ()):
             if argument.kwarg_only or i >= len(args):
@@ -39,7 +41,7 @@ class Op:
                 self.named[argument.name] = args[i]
 
     def __getitem__(self, name: str) -> Any:
-        """An argument by its name in the op's schema; None if there is none."""
+        """An argument by its schema name; None if the op has none."""
         return self.named.get(name)
 
     @property
@@ -52,7 +54,7 @@ class Op:
         raise NotImplementedError
 
     def shape(self, tensor) -> list:
-        """Full sizes: ints, or expressions."""
+        """The full sizes: ints or expressions."""
         raise NotImplementedError
 
     def dtype(self, tensor) -> torch.dtype:
@@ -65,10 +67,10 @@ class Op:
 
 @dataclass(frozen=True)
 class Row:
-    """With ``inputs`` placed so, each rank's call of the op makes ``outputs``.
+    """If each rank calls the op on inputs with these places, it makes outputs with these places.
 
-    inputs: a place for each operand; one that isn't named is replicated.
-    outputs: of every result alike, or a tuple, one for each.
+    inputs: a place for each operand; one that isn't listed is replicated.
+    outputs: the place of every result, or a tuple with one for each.
     """
 
     inputs: tuple[tuple[Any, Place], ...]
@@ -85,7 +87,7 @@ class Row:
 @dataclass(frozen=True)
 class Rule:
     rows: Callable[[Op], list[Row]]
-    why: str  # what the op does along a dimension that has no row
+    why: str  # why a dimension has no row, for errors
 
     @property
     def family(self) -> str:
@@ -97,7 +99,7 @@ _FAMILIES = ("pointwise", "products", "moves", "along", "lookups", "attention")
 
 
 def row(outputs, *inputs) -> list[Row]:
-    """A list of one row; of none where a tensor that is given twice would need two places."""
+    """A list of one row; empty if a tensor that is passed twice would need two places."""
     placed: list[tuple] = []
     for x, place in inputs:
         before = [p for y, p in placed if y is x]
@@ -109,8 +111,8 @@ def row(outputs, *inputs) -> list[Row]:
 
 
 def rule(names: str, why: str = "") -> Callable:
-    """Registers a rule for all overloads of the aten ops that are named, separated by blanks, or of
-    those overloads alone that are (``max.dim``)."""
+    """Registers a rule for aten ops, whose names are separated by blanks: for all overloads of
+    ``max``, or one overload, ``max.dim``."""
 
     def register(function: Callable) -> Callable:
         for op in overloads(names):
@@ -121,7 +123,7 @@ def rule(names: str, why: str = "") -> Callable:
 
 
 def overloads(names: str) -> Iterable[OpOverload]:
-    """All overloads of aten ops; one that this version of torch lacks has none."""
+    """All overloads of aten ops, without those that this version of torch lacks."""
     for name in names.split():
         name, _, overload = name.partition(".")
         packet = getattr(torch.ops.aten, name, None)
@@ -130,14 +132,15 @@ def overloads(names: str) -> Iterable[OpOverload]:
                 yield getattr(packet, known)
 
 
+@functools.cache
 def find(op: OpOverload) -> Rule | None:
-    """The rule of an op, or of the one that makes what it writes (``add_``, ``out=``, foreach)."""
+    """The rule of an op; for ``add_``, ``out=`` and foreach, that of the op they are made from."""
     if not _RULES:
         for family in _FAMILIES:
             importlib.import_module(f"deepsp.placement.{family}")
     known = _RULES.get(op)
     name = getattr(op, "_opname", "")
-    if known is None and name.startswith("_foreach_"):  # the op of each tensor in its lists
+    if known is None and name.startswith("_foreach_"):  # the op on each tensor of the lists
         each = next(iter(overloads(name.removeprefix("_foreach_").removesuffix("_"))), None)
         known = find(each) if each is not None else None
         return known if known is not None and known.family == "pointwise" else None
@@ -150,7 +153,8 @@ def find(op: OpOverload) -> Rule | None:
 
 
 def functional(op: OpOverload) -> OpOverload | None:
-    """The op that returns what ``op`` writes in place or into ``out=``; None if there is none."""
+    """The op that returns the tensors that ``op`` writes in place or into ``out=``; None if there
+    is none."""
     schema = getattr(op, "_schema", None)
     if schema is None or not schema.is_mutable:
         return None
@@ -159,7 +163,7 @@ def functional(op: OpOverload) -> OpOverload | None:
     if name != op._opname and not any(a.kwarg_only and a.alias_info for a in schema.arguments):
         return getattr(packet, op._overloadname, None)
     given = [(a.name, str(a.type)) for a in schema.arguments if a.alias_info is None]
-    # Not packet.__getattr__: it makes a new overload, which no table of torch or deepsp knows.
+    # packet.__getattr__ would make a new overload, which no table knows.
     for overload in (getattr(packet, name) for name in packet.overloads()) if packet else ():
         known = [(a.name, str(a.type)) for a in overload._schema.arguments]
         if known == given and not overload._schema.is_mutable:

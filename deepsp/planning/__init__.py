@@ -1,4 +1,4 @@
-"""What a training step needs, said before it runs."""
+"""Predicts the memory of a training step before it runs."""
 
 from deepsp.planning.memory import MemoryPlan
 

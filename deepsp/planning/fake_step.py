@@ -1,4 +1,4 @@
-"""A training step on fake tensors, which have sizes and no data, and what lives in it."""
+"""A training step on fake tensors, which have sizes and no data, and its live bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ATTENTION = "deepsp-plan"
 
 
 class _Live(TorchDispatchMode):
-    """Live bytes by part, and the largest sum in each phase."""
+    """Counts live bytes by part, and the largest sum in each phase."""
 
     def __init__(self):
         super().__init__()
@@ -52,16 +52,16 @@ class _Live(TorchDispatchMode):
             size = storage.nbytes()
             self.known[key] = (part, size)
             self.live[part] += size
-            self.refs[key] = weakref.ref(storage, lambda _: self._gone(key))
+            self.refs[key] = weakref.ref(storage, lambda _: self._freed(key))
         return tensor
 
-    def _gone(self, key: int) -> None:
+    def _freed(self, key: int) -> None:
         part, size = self.known.pop(key)
         self.live[part] -= size
         del self.refs[key]
 
     def move(self, tensor: Tensor, part: str) -> None:
-        """Says what a tensor is for, once that is known."""
+        """Counts a tensor under another part."""
         key = tensor.untyped_storage()._cdata
         before, size = self.known.get(key, (None, 0))
         if before is not None:
@@ -71,7 +71,8 @@ class _Live(TorchDispatchMode):
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *_, **__) -> Tensor:
-    """Its sizes: PyTorch computes it in every dtype, but says them for bfloat16 only."""
+    """The result's sizes: PyTorch computes it in every dtype, but its fake kernel takes bfloat16
+    only."""
     if a.dim() == b.dim() == 2:
         return a.new_empty(offs.size(0), a.size(0), b.size(1))
     if a.dim() == 2:
@@ -94,7 +95,7 @@ def _blocks(model: torch.nn.Module, layers: int) -> torch.nn.ModuleList:
 
 @contextlib.contextmanager
 def _attention_over(ranks: int, seq_lens: list[int], kv_chunk: int | None) -> Iterator[None]:
-    """In place of transformers' attention: ours on rank 0, causal. Nothing is sent, since fake
+    """Replaces transformers' attention by deepsp's on rank 0, causal. Nothing is sent, since fake
     tensors have no data."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -132,8 +133,8 @@ def _with_layers(config, layers: int):
 def peaks_of_step(
     config, layers, dtype, ranks, batch, seq_len, without_logits, tiled, checkpoint, kv_chunk=None
 ):
-    """Peaks by phase of a step of the model with so many layers, its parameters' sizes, and those
-    of one layer's."""
+    """Peaks by phase of a step of the model with ``layers`` layers, its parameters' sizes, and one
+    layer's size."""
     from transformers import AutoModelForCausalLM
 
     seq_lens = list(torch.ops.deepsp.token_split(seq_len, ranks))

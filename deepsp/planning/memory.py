@@ -1,11 +1,9 @@
-"""What a training step will hold on each rank, before it is run.
+"""Plans the memory of a training step on each rank, before it runs.
 
 A step of the model with few layers runs on fake tensors, which have sizes and no data, so every op
-that the model and autograd call is counted, whatever the model. A rank's share is that of rank 0,
-which has the most tokens and heads. The live bytes of each phase (forward, the loss, backward of
-the last and of the first layer) grow linearly with the number of layers; two runs give the line.
-The peak is the largest phase.
-"""
+of the model and of autograd is counted. The plan is for rank 0, which has the most tokens and
+heads. The live bytes of each phase (forward, the loss, backward of the last and of the first layer)
+grow linearly with the number of layers; two runs give the line. The peak is the largest phase."""
 
 from __future__ import annotations
 
@@ -19,9 +17,9 @@ from deepsp.planning.fake_step import peaks_of_step
 
 PARTS = ("parameters", "gradients", "optimizer states", "activations", "logits", "exchange buffers")
 LEVERS = ("without_logits", "sharded", "tiled", "checkpoint", "offload")
-"""In the order of what they cost in time: the head's product once more; gathers of weights, which
-can hide behind compute; one more forward of the MLPs; one of everything, which includes that; and
-the transfers of every layer's input."""
+"""By their cost in time: the head's product once more; gathers of weights, which can hide behind
+compute; one more forward of the MLPs; one more forward of all, which includes that; transfers of
+every layer's input."""
 
 _UNITS = {"": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12,
           "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
@@ -32,11 +30,11 @@ class MemoryPlan:
     """What :func:`plan_memory` returns; ``print`` shows it as a table.
 
     Args:
-        parts: bytes by what they are for, at the peak.
-        levers: which of the levers are on, by name.
-        seq_len: the full sequence's number of tokens.
-        ranks: the number of ranks that share it.
-        phase: when the peak is.
+        parts: bytes by part, at the peak.
+        levers: by name, whether a lever is on.
+        seq_len: the number of tokens of the full sequence.
+        ranks: the number of ranks.
+        phase: the phase of the peak.
         limit: in bytes, or None.
         longest: with a limit, the longest sequence that fits, in tokens.
         alternatives: with a limit, the plans of all settings that were tried, the cheapest first.
@@ -58,7 +56,7 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether it is within the limit; without a limit, True."""
+        """Whether the peak is within the limit; without a limit, True."""
         return self.limit is None or self.total <= self.limit
 
     def __str__(self) -> str:
@@ -70,8 +68,8 @@ class MemoryPlan:
         lines += [f"  {name:<18}{n / 2**20:>12.1f} MiB" for name, n in self.parts.items()]
         lines.append(f"  {'total':<18}{self.total / 2**20:>12.1f} MiB")
         if self.limit is not None:
-            said = "fits in" if self.fits else "does not fit in"
-            lines.append(f"  {said} {self.limit / 2**20:.1f} MiB; longest: {self.longest} tokens")
+            fits = "fits in" if self.fits else "does not fit in"
+            lines.append(f"  {fits} {self.limit / 2**20:.1f} MiB; longest: {self.longest} tokens")
         for plan in self.alternatives:
             on = [name for name, used in plan.levers.items() if used]
             lines.append(
@@ -84,7 +82,7 @@ class MemoryPlan:
         """Draws the parts of this plan, and of the alternatives, as stacked bars (matplotlib).
 
         Args:
-            path: where the picture is saved.
+            path: the file of the picture.
         """
         import matplotlib
 
@@ -125,30 +123,30 @@ def plan_memory(
     """Predicts the peak memory of a training step with AdamW on each rank of a sequence group, for
     a causal language model of transformers with causal attention and no padding.
 
-    Nothing is sent, and no weights are made. Counted are tensors, not what an allocator or NCCL
-    keeps besides. AdamW is that which updates one parameter at a time.
+    Nothing is sent, and no weights are made. Tensors are counted, but not the idle memory of an
+    allocator or NCCL. The AdamW is the one that updates one parameter at a time.
 
     Args:
         model: the model, or its configuration.
         seq_len: the number of tokens of the full sequence.
-        ranks: the number of ranks that share it.
+        ranks: the number of ranks of the sequence group.
         batch_size: the number of sequences.
-        dtype: that of parameters, gradients and optimizer states; None: the model's.
+        dtype: of parameters, gradients and optimizer states; None: the model's.
         without_logits: the loss is :func:`deepsp.causal_lm_loss`.
         sharded: parameters, gradients and optimizer states are sharded over the ranks (ZeRO 3,
             FSDP); one layer's (or the largest parameter) is gathered at a time.
         tiled: the MLPs run in tiles (:func:`deepsp.tile_`).
         checkpoint: ``model.activation_checkpointing_enable()``.
-        offload: the inputs of layers, which checkpoints keep, are kept elsewhere (``save_on_cpu``).
-            Needs ``checkpoint``.
+        offload: the layers' inputs, which checkpoints save, are offloaded (``save_on_cpu``). Needs
+            ``checkpoint``.
         kv_chunk: as in :func:`deepsp.distributed_attention`.
-        limit: bytes, or a string such as "80 GB". Levers are switched on, in the order
-            without_logits, sharded, tiled, checkpoint, offload, until the step fits. Those that
-            are on stay on.
+        limit: bytes, or a string such as "80 GB". Levers are switched on until the step fits, in
+            the order without_logits, sharded, tiled, checkpoint, offload. Those that are on stay
+            on.
 
     Returns:
-        A :class:`MemoryPlan`; with a limit, that of the cheapest setting that fits, or of the last,
-        whose ``fits`` is False.
+        A :class:`MemoryPlan`; with a limit, the cheapest setting that fits, or the last one, whose
+        ``fits`` is False.
 
     Raises:
         ValueError: the model isn't a causal language model of transformers, ``offload`` without
@@ -181,12 +179,12 @@ def plan_memory(
         )
     if dtype is None:
         dtype = getattr(model, "dtype", None) or getattr(config, "dtype", None) or torch.float32
-    asked = {"without_logits": without_logits, "sharded": sharded, "tiled": tiled,
+    wanted = {"without_logits": without_logits, "sharded": sharded, "tiled": tiled,
              "checkpoint": checkpoint, "offload": offload}  # fmt: skip
     runs = _Runs(config, dtype, ranks, batch_size, kv_chunk)
     if limit is None:
-        return runs.plan(seq_len, asked)
-    allowed, tried, on = _bytes(limit), [], dict(asked)
+        return runs.plan(seq_len, wanted)
+    allowed, tried, on = _bytes(limit), [], dict(wanted)
     for name in (None, *LEVERS):
         if name is not None and (on[name] or (name == "sharded" and ranks == 1)):
             continue
@@ -198,7 +196,7 @@ def plan_memory(
         except ValueError:
             if name != "tiled":
                 raise
-            on = on | {"tiled": False}  # it has no MLPs that deepsp.tile_ knows
+            on = on | {"tiled": False}  # the model has no MLPs that deepsp.tile_ finds
             continue
         plan.limit, plan.longest = allowed, runs.longest(seq_len, on, allowed)
         tried.append(plan)
@@ -230,7 +228,7 @@ def _bytes(limit: int | str) -> int:
 
 
 class _Runs:
-    """Steps on fake tensors, each once."""
+    """Runs steps on fake tensors, each once."""
 
     def __init__(self, config, dtype, ranks: int, batch: int, kv_chunk: int | None):
         self.config, self.dtype, self.ranks, self.batch = config, dtype, ranks, batch
@@ -238,7 +236,7 @@ class _Runs:
         self.seen: dict[tuple, tuple] = {}
 
     def phases(self, seq_len: int, levers: dict[str, bool]) -> dict[str, dict[str, float]]:
-        """Bytes by part in each phase, of the model with all its layers."""
+        """Bytes by part in each phase, for the model with all its layers."""
         text = self.config.get_text_config()
         count = text.num_hidden_layers
         kinds = getattr(text, "layer_types", None) or [None]
@@ -258,7 +256,7 @@ class _Runs:
         def at_full_depth(a: float, b: float) -> float:
             return a + (b - a) * slope
 
-        held = at_full_depth(sum(sizes), sum(more_sizes))
+        parameters = at_full_depth(sum(sizes), sum(more_sizes))
         shards = self.ranks if levers["sharded"] else 1
         gathered = max(block, *sizes) if shards > 1 else 0
         found = {}
@@ -266,28 +264,28 @@ class _Runs:
             if phase == "set-up":
                 continue
             parts = {n: at_full_depth(peak[n], second[phase][n]) for n in PARTS}
-            parts["parameters"] = held / shards + gathered
+            parts["parameters"] = parameters / shards + gathered
             parts["gradients"] = parts["gradients"] / shards
             if shards > 1 and parts["gradients"]:
                 parts["gradients"] += gathered
-            parts["optimizer states"] = 2 * held / shards
+            parts["optimizer states"] = 2 * parameters / shards
             if levers["without_logits"] and phase == "the loss":
                 parts["logits"] += self._chunk_of_logits(seq_len)
             if levers["offload"]:
-                # One layer's input is back while its backward runs.
+                # In its backward, one layer's input is on the device.
                 parts["activations"] -= (count - 1) * kept if phase != list(first)[-1] else 0
                 parts["activations"] = max(parts["activations"], kept)
             found[phase] = parts
-        # Two temporary tensors of the parameter that is being updated.
+        # The update of a parameter makes two temporary tensors.
         found["the optimizer"] = dict.fromkeys(PARTS, 0.0) | {
-            "parameters": held / shards,
-            "gradients": held / shards,
-            "optimizer states": 2 * held / shards,
+            "parameters": parameters / shards,
+            "gradients": parameters / shards,
+            "optimizer states": 2 * parameters / shards,
             "activations": 2 * max(sizes) / shards,
         }
         buffers = max(parts["exchange buffers"] for parts in found.values())
         for parts in found.values():
-            parts["exchange buffers"] = buffers  # which a pool keeps
+            parts["exchange buffers"] = buffers  # the pool keeps them
         return found
 
     def _peaks(self, layers: int, *how) -> tuple:
@@ -305,12 +303,12 @@ class _Runs:
             ) from error
 
     def _chunk_of_logits(self, seq_len: int) -> int:
-        """What the loss keeps while it runs, by kChunkBytes of csrc/loss/logits.h."""
+        """The loss's temporary memory, by kChunkBytes of csrc/loss/logits.h."""
         wide = max(4, self.dtype.itemsize)
         vocabulary = self.config.get_text_config().vocab_size
         tokens = min(self.batch * -(-seq_len // self.ranks), max(1, 2**25 // (wide * vocabulary)))
         narrow = self.dtype.itemsize if self.dtype.itemsize < wide else 0
-        # Narrow, a chunk's part of the weight's gradient stands beside the sum.
+        # In a narrow dtype, a chunk's gradient of the weight exists beside the sum.
         part = narrow * self.config.get_text_config().hidden_size
         return vocabulary * (tokens * (wide + narrow) + part)
 
@@ -321,8 +319,8 @@ class _Runs:
         return MemoryPlan(parts, dict(levers), seq_len, self.ranks, phase)
 
     def longest(self, seq_len: int, levers: dict[str, bool], limit: int) -> int:
-        """About the longest sequence that fits, a multiple of the ranks: bytes grow with the tokens
-        nearly by a line, which each further run brings nearer."""
+        """Approximately the longest sequence that fits, a multiple of the ranks. Bytes grow almost
+        linearly with the tokens; each run improves the estimate."""
         known: list[tuple[int, float]] = []
         best, tokens = 0, max(1, seq_len // self.ranks)
         for _ in range(8):

@@ -1,4 +1,4 @@
-"""Process groups: their members, what these must hold alike, and how bytes travel between them."""
+"""Process groups: their members, whether these agree, and how bytes travel between them."""
 
 from deepsp.ranks import buffers
 from deepsp.ranks.lengths import seq_lens

@@ -1,8 +1,8 @@
-"""Whether all ranks of a group hold the same: tensors, compared by a number each, and other values.
+"""Compares values across the ranks of a group: tensors by a digest, other values as text.
 
-Every rank calls :func:`first_difference` with what it holds; the caller says by
-:meth:`Difference.error` what should be the same, and what to do. :func:`compare_calls` does both
-for the arguments of a call, as C++ does with ``DEEPSP_DEBUG=1``.
+Every rank calls :func:`first_difference` with its items. If they differ, the caller raises
+:meth:`Difference.error`, with the name of the value and advice. :func:`compare_calls` does both for
+the arguments of a call, as C++ does with ``DEEPSP_DEBUG=1``.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from deepsp.ranks.groups import (
     on_all_ranks,
 )
 
-# 32-bit words whose weighted sum is taken at once: what that makes in between stays in a cache.
+# 32-bit words per weighted sum: few enough that the temporaries stay in a cache.
 _WORDS = 1 << 18
 
 
 @torch.no_grad()
 def digest_of(name: str, tensor: Tensor) -> int:
-    """A number of a tensor, from 0 to 2^62 - 1. It follows from the name, the shape, the dtype and
-    every bit of the contents, and from nothing else: not from strides or the device. Equal tensors
-    have equal numbers on every rank; others don't, but by a chance of 2^-33 at most.
+    """A digest of a tensor, from 0 to 2^62 - 1. It depends on the name, the shape, the dtype and
+    every bit of the contents, but not on strides or the device. Equal tensors have equal digests on
+    every rank; different ones have different digests, except with a probability of at most 2^-33.
 
-    One pass over memory; a tensor that isn't contiguous is copied. Of meta and fake tensors only
+    One pass over memory; a tensor that isn't contiguous is copied. For meta and fake tensors only
     name, shape and dtype count.
     """
     with torch._C.DisableTorchFunction():
-        said = repr((name, str(tensor.dtype), list(tensor.shape)))
-        found = hashlib.blake2b(said.encode(), digest_size=8)
+        text = repr((name, str(tensor.dtype), list(tensor.shape)))
+        digest = hashlib.blake2b(text.encode(), digest_size=8)
         if not (tensor.is_meta or isinstance(tensor, FakeTensor)):
-            found.update(repr(_sums(tensor)).encode())
-        return _number(found)
+            digest.update(repr(_sums(tensor)).encode())
+        return _number(digest)
 
 
 @functools.cache
 def _weights(device: torch.device) -> Tensor:
-    """A constant table: the same random numbers in every process."""
-    with _disable_current_modes():  # the first call may come while something is traced
+    """A table of random numbers, the same in every process."""
+    with _disable_current_modes():  # the first call may be inside a trace
         generator = torch.Generator(device="cpu").manual_seed(0)
         table = torch.empty(_WORDS, dtype=torch.int64, device="cpu").random_(generator=generator)
         return table.to(device)
@@ -69,7 +69,7 @@ def _sums(tensor: Tensor) -> list[int]:
     """Weighted sums, modulo 2^64, of the words of each part of a tensor.
 
     Words have half as many bits as weights: a difference in a word's highest bit alone (a sign)
-    still has 33 bits of a weight to show in, and two of them don't cancel."""
+    still changes 33 bits of the sum, and two of them don't cancel."""
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
     if tensor.numel() == 0:
@@ -85,24 +85,25 @@ def _sums(tensor: Tensor) -> list[int]:
             part = torch.nn.functional.pad(part, (0, 4 - left))
         elif part.storage_offset() % 4:
             part = part.clone()
-        words, mine = part.view(torch.int32), weights[: part.numel() // 4]
-        # On the CPU dot is three times as fast; CUDA has none of integers.
-        sums.append(words.long().dot(mine) if words.is_cpu else (words * mine).sum())
+        words, weight = part.view(torch.int32), weights[: part.numel() // 4]
+        # On the CPU dot is three times as fast; CUDA has no integer dot.
+        sums.append(words.long().dot(weight) if words.is_cpu else (words * weight).sum())
     return torch.stack(sums).tolist()
 
 
 class Difference(NamedTuple):
-    """Where ranks of a group differ first; the same on every rank."""
+    """The first item in which ranks of a group differ; the same on every rank."""
 
     name: str
-    """The first item that differs, as ``rank`` names it, or ``other`` if ``rank`` has no more."""
+    """The name of the first item that differs, on ``rank``, or on ``other`` if ``rank`` has
+    none."""
     rank: int
     other: int
     values: tuple[Any, Any]
-    """What the two ranks have: numbers of tensors, the text of other values, None for no item."""
+    """The two ranks' values: digests of tensors, the text of other values, None for no item."""
 
     def error(self, what: str, advice: str) -> ValueError:
-        """The error to raise: ``what`` should be the same; ``advice`` says what to do."""
+        """The error to raise. ``what`` should be the same; ``advice`` says what to do."""
         got = f"different values on ranks {self.rank} and {self.other}"
         if not any(isinstance(value, int) for value in self.values):
             one, two = ("nothing" if value is None else value for value in self.values)
@@ -115,57 +116,57 @@ class Difference(NamedTuple):
 def first_difference(
     items: Iterable[tuple[str, Tensor | Any]], group: Group = None
 ) -> Difference | None:
-    """All ranks make this call, each with what it holds by name: tensors, and other values, which
-    are compared as text. One small collective, another one where there is a difference.
+    """Compares items across the group: tensors, and other values as text. All ranks make this call.
+    One small collective, and another one if there is a difference.
 
     Returns:
-        The first item in which ranks differ (another name, shape, dtype or contents, or none left),
-        and the first two ranks that differ there; None: all hold the same.
+        The first item in which ranks differ (in name, shape, dtype or contents, or because one has
+        no more), and the first two ranks that differ in it; None: all are the same.
     """
     numbers = [(n, digest_of(n, x) if isinstance(x, Tensor) else str(x)) for n, x in items]
     return difference(numbers, group)
 
 
 def number_of(numbers: Sequence[tuple[str, Any]]) -> int:
-    """One number of names and numbers, from 0 to 2^62 - 1."""
+    """A digest of names and digests, from 0 to 2^62 - 1."""
     return _number(hashlib.blake2b(repr(numbers).encode(), digest_size=8))
 
 
-def difference(mine: Sequence[tuple[str, Any]], group: Group = None) -> Difference | None:
-    """:func:`first_difference` of names and the numbers of what they name."""
+def difference(items: Sequence[tuple[str, Any]], group: Group = None) -> Difference | None:
+    """:func:`first_difference` for names and digests."""
     member = member_of(group)
     if member[1] == 1:
         return None
     device = device_of(member)
-    said = on_all_ranks([number_of(mine)], member, device)
-    if all(theirs == said[0] for theirs in said):
+    totals = on_all_ranks([number_of(items)], member, device)
+    if all(total == totals[0] for total in totals):
         return None
-    every = objects_on_all_ranks(list(mine), member, device)
+    every = objects_on_all_ranks(list(items), member, device)
     for n in range(max(map(len, every))):
         of_ranks = [theirs[n] if n < len(theirs) else None for theirs in every]
         other = next((r for r, item in enumerate(of_ranks) if item != of_ranks[0]), None)
         if other is not None:
             one, two = of_ranks[0], of_ranks[other]
             return Difference((one or two)[0], 0, other, (one and one[1], two and two[1]))
-    raise AssertionError("digests differ, and nothing in them does")
+    raise AssertionError("the digests of the items differ, but the items don't")
 
 
 def compare_calls(op: str, member: Member, like: Tensor, **arguments) -> bool:
-    """All ranks make this call, and what ``op`` is given is the same on all (two small
+    """Compares the arguments of ``op`` across the group. All ranks make this call (two small
     collectives, on the device of ``like``).
 
     Returns:
-        Whether they were compared: not where ``like`` has no data, and nothing is sent.
+        Whether they were compared; False if ``like`` has no data: then nothing is sent.
 
     Raises:
-        ValueError: on every rank, naming the first argument that differs, and who passes what.
+        ValueError: on every rank, naming the first argument that differs, and each rank's value.
     """
     if like.is_meta or isinstance(like, FakeTensor):
         return False
-    said = [f"{name} {value}" for name, value in arguments.items()]
+    texts = [f"{name} {value}" for name, value in arguments.items()]
     try:
         with torch._C.DisableTorchFunction():
-            torch.ops.deepsp._check_agreement(op, said, like, *member)
+            torch.ops.deepsp._check_agreement(op, texts, like, *member)
     except ValueError as error:
         if "passes seq_lens" not in str(error):
             raise

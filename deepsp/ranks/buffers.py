@@ -1,12 +1,12 @@
-"""The pool of CPU buffers that exchanges use: idle buffers are kept for the next exchange, up to a
-limit in bytes. (On a GPU, PyTorch's caching allocator does this.)
+"""The pool of CPU buffers for exchanges. It keeps idle buffers for the next exchange, up to a limit
+in bytes. (On a GPU, PyTorch's caching allocator does this.)
 """
 
 import torch
 
 
 def idle_bytes() -> int:
-    """The number of bytes that the pool keeps and that are not in use."""
+    """The number of idle bytes that the pool keeps."""
     return torch.ops.deepsp._pool_idle_bytes()
 
 
@@ -16,8 +16,8 @@ def limit() -> int:
 
 
 def set_limit(limit_bytes: int) -> None:
-    """Sets the largest number of idle bytes that the pool keeps in this process; more than that is
-    freed at once.
+    """Sets the largest number of idle bytes that the pool keeps in this process, and frees the rest
+    at once.
 
     Args:
         limit_bytes: the limit in bytes, >= 0.

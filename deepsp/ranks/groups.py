@@ -1,4 +1,4 @@
-"""Process groups as the ops take them: by rank, size and name."""
+"""Process groups as ops take them: rank, size and name."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 Group = dist.ProcessGroup | DeviceMesh | None
-"""What public functions take: a group, a mesh, or None, the default group. The ranks of a mesh of
-two dimensions are a group; where they share heads, those of a row (the last dimension) have
-different ones."""
+"""The groups that public functions take: a group, a mesh, or None for the default group. A mesh of
+two dimensions stands for the group of all its ranks; the ranks of a row (the last dimension) divide
+the heads, and the rows split queries."""
 
 
 Member = tuple[int, int, str]
-"""This process's place in a group: rank, size and the group's name. A plain tuple: Dynamo of torch
-2.11 can't unpack a named one that is a constant."""
+"""This process's place in a group: rank, size and the group's name. Not a named tuple: Dynamo of
+torch 2.11 can't unpack a constant one."""
 
 
 Function = TypeVar("Function", bound=Callable)
 
 
 def constant(function: Function) -> Function:
-    """As ``torch.compiler.assume_constant_result`` marks a function, without importing Dynamo."""
+    """``torch.compiler.assume_constant_result``, but without importing Dynamo."""
     function._dynamo_marked_constant = True
     return function
 
@@ -69,14 +69,14 @@ def member_of(group: Group | Member) -> Member:
 
 
 def is_dtensor(tensor: Any) -> bool:
-    """Whether ``tensor`` is a DTensor. Importing that class takes a second, so it isn't imported:
-    without it there are no DTensors."""
+    """Whether ``tensor`` is a DTensor. Importing the class takes a second, and until it is imported
+    there are no DTensors."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def _flattened(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """One group of all ranks of a mesh, made once, by all processes."""
+    """One group of all ranks of a mesh. All processes make it, once."""
     ranks = mesh.mesh.flatten().tolist()
     if ranks != sorted(ranks):
         raise ValueError(
@@ -101,27 +101,26 @@ def _outside() -> str:
 
 
 def objects_on_all_ranks(value: Any, group: Group | Member, device: torch.device) -> list[Any]:
-    """What every rank of the group passes, by rank: anything that can be pickled. By ops of deepsp,
-    since gloo's threads may hold the tensors of c10d's ``all_gather_object`` when the process
-    exits, which kills it."""
+    """Every rank's value, by rank: anything that can be pickled. Sent by deepsp's ops: with c10d's
+    ``all_gather_object``, gloo's threads may still hold tensors when the process exits, which kills
+    it."""
     rank, _, name = member_of(group)
-    mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
-    sizes = [n for (n,) in on_all_ranks([len(mine)], group, device)]
-    everything = torch.ops.deepsp.all_gather(mine, 0, sizes, "replicated", rank, name)
+    local = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+    sizes = [n for (n,) in on_all_ranks([len(local)], group, device)]
+    everything = torch.ops.deepsp.all_gather(local, 0, sizes, "replicated", rank, name)
     return [pickle.loads(bytes(part.tolist())) for part in everything.split(sizes)]
 
 
 def on_all_ranks(values: Sequence[int], group: Group, device: torch.device) -> list[list[int]]:
-    """What every rank of the group says, by rank: equally many numbers of each (one small
-    collective on ``device``)."""
+    """Every rank's numbers, by rank; equally many on each (one small collective on ``device``)."""
     rank, size, name = member_of(group)
-    said = torch.zeros(size, len(values), dtype=torch.int64, device=device)
-    said[rank] = torch.tensor(values, device=device)
-    return torch.ops.deepsp.all_reduce(said, "replicated", rank, size, name).tolist()
+    table = torch.zeros(size, len(values), dtype=torch.int64, device=device)
+    table[rank] = torch.tensor(values, device=device)
+    return torch.ops.deepsp.all_reduce(table, "replicated", rank, size, name).tolist()
 
 
 def device_of(group: Group = None) -> torch.device:
-    """The device on which a group exchanges what lies on none: the CPU, unless its backend takes
-    only tensors of an accelerator."""
+    """The device on which a group exchanges numbers: the CPU, unless its backend takes only tensors
+    of an accelerator."""
     process_group = dist.distributed_c10d._resolve_process_group(member_of(group)[2])
     return torch.device(dist.distributed_c10d._get_object_coll_device(process_group))

@@ -26,7 +26,7 @@ def seq_lens(total: int, group: Group = None) -> list[int]:
 
 
 def lens_or_equal(lens, length, size: int) -> list[int]:
-    """``lens``; where it is None, the same ``length`` on each of ``size`` ranks."""
+    """``lens``, or, if it is None, the same ``length`` on each of ``size`` ranks."""
     if lens is None:
         return [length] * size
     if any(not isinstance(n, (int, torch.SymInt)) for n in lens):

@@ -1,7 +1,7 @@
-"""Random numbers that differ by rank where tensors do, and agree where tensors do.
+"""Random numbers that differ by rank for sharded tensors, and agree for replicated ones.
 
-Nothing is kept but the default generators' states, all seeded alike on the ranks of a group:
-``torch.utils.checkpoint`` restores those, so what runs again draws the same numbers again.
+The only state is that of the default generators, which all ranks of a group seed alike.
+``torch.utils.checkpoint`` restores it, so a recomputation draws the same numbers again.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from deepsp.ranks.groups import Group, Member, device_of, member_of, objects_on_
 
 _local = threading.local()
 _MASK = (1 << 64) - 1
-# The upper half of the seeds of a rank's own numbers (the CPU's generator uses the lower one), by
-# which a state that a checkpoint restores in backward is known for one.
+# The upper half of the seeds of a rank's own numbers (the CPU's generator uses the lower half). It
+# identifies a state that a checkpoint restores in backward.
 _OWN = 0x5EED5D5E
 
 
 @torch.library.register_fake("deepsp::_dropout_seed")
 def _fake_seed(like, rank, draws=1):
-    """C++ sees a fake tensor as one on the meta device, and can't say "on the CPU"."""
+    """C++ sees a fake tensor as a meta tensor, and can't return a seed on the CPU."""
     seed = torch.empty((), dtype=torch.int64, device="cpu")
     return seed, torch.empty(0, dtype=torch.int64, device=like.device)
 
 
 def _generators(device: torch.device | None = None) -> list[torch.Generator]:
-    """The default generators in use: the CPU's first, then that of ``device``, which needn't be
-    the current one."""
+    """The default generators in use: the CPU's, then that of ``device``, which needn't be the
+    current one."""
     found = [torch.default_generator]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         index = device.index if device is not None and device.type == "cuda" else None
@@ -58,8 +58,7 @@ def restore(saved: list[torch.Tensor], device: torch.device | None = None) -> No
 
 
 def mix(seed: int, rank: int) -> int:
-    """A seed of its own for each rank (splitmix64's finalizer: neighbours have nothing in
-    common)."""
+    """A different seed for each rank (splitmix64's finalizer: neighbours are unrelated)."""
     x = (seed + (rank + 1) * 0x9E3779B97F4A7C15) & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -78,14 +77,14 @@ def inside() -> bool:
 
 
 def _own() -> bool:
-    """Whether random numbers are a rank's own here: in a fork, or where a checkpoint in one runs
-    again."""
+    """Whether random numbers differ by rank here: in a fork, or where a checkpoint recomputes code
+    of one."""
     return inside() or torch.initial_seed() >> 32 == _OWN
 
 
 class _Fork:
-    """A context in which random numbers are this rank's own. ``lazy``: where none is drawn, the
-    default generators stay as they were."""
+    """A context in which random numbers are this rank's own. ``lazy``: if none are drawn, the
+    default generators keep their states."""
 
     def __init__(self, rank: int, device: torch.device | None = None, lazy: bool = False):
         self.rank, self.device, self.lazy = rank, device, lazy
@@ -93,14 +92,14 @@ class _Fork:
     def __enter__(self) -> None:
         with torch._C.DisableTorchFunction():
             self.before = states(self.device) if self.lazy else []
-            # The same draw on every rank, which moves the default generator on: the next region
-            # has other numbers.
-            with _disable_current_modes():  # nobody's trace
+            # Every rank draws the same seed. The draw advances the default generator, so that the
+            # next context gets other numbers.
+            with _disable_current_modes():  # not part of a trace
                 seed = int(torch.empty((), dtype=torch.int64).random_())
             self.outer = states(self.device)
             for generator in _generators(self.device):
                 generator.manual_seed(_OWN << 32 | mix(seed, self.rank) & 0xFFFFFFFF)
-            self.drawn = self.outer  # another list once common_randomness has moved it on
+            self.drawn = self.outer  # common_randomness replaces ``outer`` when it has drawn
             self.seeded = states(self.device) if self.lazy else []
         _stack().append(self)
 
@@ -115,9 +114,9 @@ class _Fork:
 def sharded_randomness(group: Group = None, device: torch.device | None = None) -> Iterator[None]:
     """Random numbers in this context differ by rank: for ops on sharded tensors.
 
-    They follow from the rank and from ``torch.manual_seed``, which all ranks of the group must call
-    with the same seed. Afterwards the default generators go on as if one number had been drawn, the
-    same on every rank. Both kinds of ``torch.utils.checkpoint`` draw them again.
+    They depend on the rank and on ``torch.manual_seed``, which all ranks of the group must call
+    with the same seed. Afterwards the default generators continue as if one number had been drawn,
+    the same on every rank. Both kinds of ``torch.utils.checkpoint`` draw the same numbers again.
 
     Args:
         group: the group over which tensors are sharded.
@@ -133,25 +132,25 @@ def sharded_randomness(group: Group = None, device: torch.device | None = None) 
 def randomness_of_a_model(
     member: Member, device: torch.device | None = None
 ) -> contextlib.AbstractContextManager[None]:
-    """:func:`sharded_randomness` around a model's forward in which every rank has a token. A model
-    that draws nothing leaves the default generators alone, so that samplers draw from them what
-    they draw in one process. Data ranks draw other numbers, too. Within another such context it
-    does nothing."""
+    """:func:`sharded_randomness` around a model's forward in which every rank has tokens. If the
+    model draws nothing, the default generators keep their states, so that samplers draw the same as
+    in one process. Data ranks draw different numbers, too. Inside another such context it does
+    nothing."""
     if member[1] == 1 or _own():
         return contextlib.nullcontext()
     return _Fork(dist.get_rank(), device, lazy=True)
 
 
 def align(member: Member) -> None:
-    """Gives all ranks of a group the states that the default generators of torch (on the CPU),
-    Python and numpy have on its first rank, so that samplers and the workers of loaders, which
-    are seeded from them, draw the same on every rank. Where accelerate deals out the data, that is
-    needed of all ranks: each takes its rows from the same order. All ranks make this call."""
+    """Copies the states of the default generators of torch (on the CPU), Python and numpy from the
+    group's first rank to all others, so that samplers and loader workers, which are seeded from
+    them, draw the same on every rank. If accelerate deals out the data, align all ranks: each takes
+    its rows from the same order. All ranks make this call."""
     if member[1] == 1:
         return
     numpy = sys.modules.get("numpy")
-    mine = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
-    first = objects_on_all_ranks(mine if member[0] == 0 else None, member, device_of(member))[0]
+    state = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
+    first = objects_on_all_ranks(state if member[0] == 0 else None, member, device_of(member))[0]
     torch.set_rng_state(first[0])
     random.setstate(first[1])
     if numpy and first[2]:
@@ -160,11 +159,11 @@ def align(member: Member) -> None:
 
 @contextlib.contextmanager
 def common_randomness(name: str) -> Iterator[None]:
-    """Random numbers in here are those that all ranks share, though this is inside of
-    :func:`sharded_randomness`. ``name``: of the module, for errors.
+    """A context inside :func:`sharded_randomness` in which random numbers are the same on all ranks
+    again. ``name``: the module's, for errors.
 
     Raises:
-        ValueError: it isn't: a checkpoint runs the module again without what is around it.
+        ValueError: it isn't inside: a checkpoint recomputes the module without the outer context.
     """
     if not inside():
         raise ValueError(
@@ -185,8 +184,8 @@ def common_randomness(name: str) -> Iterator[None]:
 
 
 def around_forward(module: nn.Module) -> None:
-    """:func:`randomness_of_a_model` around each forward of ``module``, by hooks, which compiled
-    modules call outside of what is compiled."""
+    """:func:`randomness_of_a_model` around each forward of ``module``, by hooks, which run outside
+    of compiled code."""
     entered = threading.local()
 
     def enter(module, args):
@@ -207,10 +206,10 @@ def around_forward(module: nn.Module) -> None:
 
 
 def compare(saved: list[torch.Tensor], member: Member) -> None:
-    """All ranks make this call.
+    """Compares the ranks' default generators. All ranks make this call.
 
     Raises:
-        ValueError: their default generators aren't in the same state.
+        ValueError: their states differ.
     """
     found = first_difference([(str(n), state) for n, state in enumerate(saved)], member)
     if found is not None:

@@ -1,4 +1,4 @@
-"""How a group's blocks travel: through memory that ranks of one machine share, or as messages."""
+"""How blocks travel in a group: through shared memory of one machine, or as messages."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Transport:
     """What :func:`transport` returns. ``print`` shows it.
 
     Args:
-        machines: the ranks of the group, by who reaches whose memory: ranks of one tuple write
-            straight into each other's memory; all other pairs send messages.
-        reasons: by rank: why it reaches nobody's memory; empty where it does.
+        machines: the ranks of the group, by machine: ranks of one tuple write straight into each
+            other's memory; all other pairs send messages.
+        reasons: for each rank, why it shares memory with none; empty if it does.
     """
 
     machines: tuple[tuple[int, ...], ...]
@@ -30,8 +30,8 @@ class Transport:
         """Whether two ranks write into each other's memory.
 
         Args:
-            rank: of the group.
-            other: likewise.
+            rank: a rank of the group.
+            other: another one.
         """
         return any(rank in ranks and other in ranks for ranks in self.machines)
 
@@ -50,20 +50,20 @@ class Transport:
 def transport(
     group: Group = None, *, use: Use | None = None, device: torch.device | str | None = None
 ) -> Transport:
-    """How blocks travel in ``group``, and the choice of it. All ranks of the group call this
-    together.
+    """Returns how blocks travel in ``group``, and lets you choose it. All ranks of the group make
+    this call.
 
-    A group's first exchange finds out which ranks reach each other's memory; the others send
-    messages through the group's backend. This function does the same before it.
+    A group's first exchange finds out which ranks share memory; the others send messages through
+    the group's backend. This function does so earlier.
 
     Args:
         group: process group, 1-D or 2-D device mesh, or None for the default group.
-        use: ``"auto"``: shared memory where CPU ranks reach it, else messages; between GPUs,
-            messages. ``"mapped"``: shared memory between all ranks. ``"messages"``: messages only.
-            None: as the group does already, else what the environment variable
-            ``DEEPSP_TRANSPORT`` says (``"auto"`` unless set).
-        device: of the tensors in question, each kind of device having a transport of its own. None:
-            the CPU if the group has a backend for it, else CUDA.
+        use: ``"auto"``: shared memory between CPU ranks that reach each other's, else messages;
+            between GPUs, messages. ``"mapped"``: shared memory between all ranks. ``"messages"``:
+            messages only. None: what the group uses already, else the environment variable
+            ``DEEPSP_TRANSPORT`` (``"auto"`` unless set).
+        device: the kind of tensors: CPU and CUDA tensors have separate transports. None: the CPU if
+            the group has a backend for it, else CUDA.
 
     Raises:
         ValueError: ``use`` is none of these, differs between ranks, or differs from what the group

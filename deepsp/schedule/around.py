@@ -1,4 +1,4 @@
-"""What goes on around a module's own computation."""
+"""Forwards that wrap a module's own: a checkpoint, random numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from deepsp.schedule.swap import Swapped
 
 
 class Checkpointed(Swapped):
-    """Its forward is computed again in backward."""
+    """Recomputes its forward in backward."""
 
     def forward(self, *args, **kwargs):
         if not torch.is_grad_enabled() or flow.current() is not None:
@@ -21,8 +21,8 @@ class Checkpointed(Swapped):
 
 
 class Drawing(Swapped):
-    """It draws random numbers: this rank's own, or those that all ranks share. Inside of what is
-    checkpointed, so that they are the same when it is computed again."""
+    """Draws this rank's own random numbers, or those that all ranks share. It goes inside a
+    checkpoint, so that a recomputation draws the same numbers."""
 
     def forward(self, *args, **kwargs):
         if flow.current() is not None:

@@ -1,4 +1,4 @@
-"""Our attention in the place of a model's own."""
+"""deepsp's attention layer in place of a model's own."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
 
 
 class ScheduledAttention(SequenceParallelAttention):
-    """With the arguments that its caller doesn't know of, and the tokens of each rank as whoever
-    split them did it."""
+    """The layer, with arguments that the model's code doesn't pass, and with the number of tokens
+    that the schedule's split gave each rank."""
 
-    _deepsp_closed = True  # the dry run stays out of it
+    _deepsp_closed = True  # the dry run doesn't look inside
 
     def build(self, name: str, running: Running) -> None:
         self._deepsp_running = running
-        self._deepsp_sync = Sync(name, "fwd_pre", "seq_to_heads")  # by it the sizes are known
+        self._deepsp_sync = Sync(name, "fwd_pre", "seq_to_heads")  # finds the sizes
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
         """As :meth:`deepsp.SequenceParallelAttention.forward`."""
@@ -69,15 +69,15 @@ def parallel_attention(
     """:class:`deepsp.SequenceParallelAttention` of a layer's own projections.
 
     Args:
-        name: of the layer, for errors.
+        name: the layer's name, for errors.
         old: the layer.
         member: rank, size and name of the group.
-        q: the name of its query projection in the layer; None: the usual names are tried.
-        k: that of the key projection.
-        v: that of the value projection.
-        o: that of the output projection.
-        num_heads: the number of query heads; None: what the layer says.
-        arguments: for every call, where the model's code doesn't pass them: ``is_causal=True``.
+        q: the name of the query projection in the layer; None: the usual names are tried.
+        k: the name of the key projection.
+        v: the name of the value projection.
+        o: the name of the output projection.
+        num_heads: the number of query heads; None: read from the layer or its config.
+        arguments: passed in every call, for those that the model doesn't pass: ``is_causal=True``.
         options: those of :meth:`deepsp.SequenceParallelAttention.from_projections`.
 
     Returns:
@@ -87,7 +87,7 @@ def parallel_attention(
         ValueError: projections or the number of heads weren't found, or don't fit.
     """
     names = {
-        what: _found(name, old, what, given)
+        what: _projection_name(name, old, what, given)
         for what, given in zip("qkvo", (q, k, v, o), strict=True)
     }
     if num_heads is None:
@@ -101,7 +101,7 @@ def parallel_attention(
         )
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    # Under their own names: checkpoints of the model still fit.
+    # Keep the projections' names, so that checkpoints of the model still fit.
     for child in dict.fromkeys(n.partition(".")[0] for n in names.values()):
         new.add_module(child, old.get_submodule(child))
     for norm in ("q_norm", "k_norm"):
@@ -111,7 +111,7 @@ def parallel_attention(
     return new
 
 
-def _found(name: str, old: nn.Module, what: str, given: str | None) -> str:
+def _projection_name(name: str, old: nn.Module, what: str, given: str | None) -> str:
     for candidate in (given,) if given is not None else _NAMES[what]:
         with contextlib.suppress(AttributeError):
             if isinstance(old.get_submodule(candidate), nn.Linear):

@@ -1,4 +1,4 @@
-"""From a schedule to a parallel model."""
+"""Builds a parallel model from a schedule."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def build(
 ) -> tuple[nn.Module, Optimizer | None]:
     """Applies a schedule to its model, in place. Every rank makes the call.
 
-    The first call of the model, and of each kind of call, runs its forward once more, without
-    gradients, to follow the placements of all tensors: mistakes are found then.
+    The first call of each kind runs the forward once more, without gradients, and derives the
+    placement of every tensor. This dry run finds mistakes before anything is sent.
 
     Args:
         sch: the schedule.
@@ -48,10 +48,11 @@ def build(
             such a dict, of full tensors; a file of ``torch.save``; a .safetensors file; or a
             directory with one, or with a model.safetensors.index.json. Only this rank's part is
             read from files. None: the model's own.
-        init: called with each module that has parameters on the meta device and none of them in the
-            checkpoint, after they were made: fills them. None: its ``reset_parameters()``; for
-            buffers that no checkpoint has, a transformers model's ``_init_weights``. Replicated
-            parameters get the same random numbers on each rank, sharded ones don't.
+        init: a function that fills a module. It is called with each module that has parameters on
+            the meta device and none of them in the checkpoint. None: the module's
+            ``reset_parameters()``; for buffers that no checkpoint has, a transformers model's
+            ``_init_weights``. Replicated parameters get the same random numbers on each rank,
+            sharded ones don't.
         outputs: "local": the model may return sharded tensors. "full": that is an error.
         device: where parameters are made that are on the meta device. None: the default device; the
             current one for a group of NCCL.
@@ -97,7 +98,7 @@ def build(
         compare(replicated_tensors(plan.model), plan.member)
     for name, steps in plan.steps.items():
         _communicate(name, modules[name], steps, running)
-    # First of all pre-hooks: it sees what the caller gives.
+    # Before all other pre-hooks, so that it sees the caller's arguments.
     plan.model.register_forward_pre_hook(running, prepend=True, with_kwargs=True)
     plan.model.register_forward_hook(running.leave, always_call=True)
     setattr(plan.model, RUNNING, running)
@@ -107,18 +108,18 @@ def build(
 
 
 def _derive(plan: Plan) -> None:
-    """What a sync's backward depends on, where the module itself says so, whose input it is."""
+    """Takes the gradient's placement of an input sync from the effect of its module."""
     for steps in plan.steps.values():
         before = steps.of_mode("fwd_pre")
         effect = steps.effect
         if steps.of_mode("bwd_post"):
-            continue  # it makes another one of the gradient
+            continue  # it changes the gradient's placement
         if before and effect is not None and effect.input_gradient and before[-1].asks_grad:
             before[-1].grad = effect.input_gradient
 
 
 def _compute(name: str, module: nn.Module, steps: Steps) -> None:
-    """What the module computes from now on."""
+    """Changes what the module computes."""
     if steps.shards:
         vars(module)[SHARDS] = {**shards_of(module), **steps.shards}
     for attribute, value in steps.attributes.items():
@@ -162,7 +163,7 @@ def _communicate(name: str, module: nn.Module, steps: Steps, running: Running) -
 
 
 def _hook(module: nn.Module, sync: Sync) -> None:
-    """A function as a hook; with the keyword arguments, if it takes them."""
+    """Registers a function as a hook, with keyword arguments if the function takes them."""
     if sync.mode == "bwd_post":
         module.register_forward_pre_hook(_trust, with_kwargs=True)
         module.register_full_backward_hook(sync.function)
@@ -178,7 +179,7 @@ def _hook(module: nn.Module, sync: Sync) -> None:
 
 
 def _trust(module: nn.Module, args: tuple, kwargs: dict):
-    """For the dry run: what a backward hook makes of the inputs' gradients isn't seen, and is taken
+    """The dry run doesn't see what a backward hook does to the inputs' gradients, so it takes these
     for replicated."""
     following = flow.current()
     if following is None:

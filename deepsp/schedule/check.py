@@ -1,7 +1,7 @@
-"""What can be said of a schedule before the model has run.
+"""Checks of a schedule before the model has run.
 
-Only what is certain: the order in which modules are called isn't known, but for ``nn.Sequential``;
-the rest is found by the dry run.
+They report only what is certain: except in ``nn.Sequential``, the order of calls of modules is not
+known. The dry run finds the rest.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _BY_ELEMENT = (
     nn.Dropout, nn.AlphaDropout, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU,
     nn.LeakyReLU, nn.Softplus, nn.Mish, nn.Hardswish, nn.Hardtanh, nn.LogSigmoid,
 )  # fmt: skip
-_BY_FEATURES = (nn.Linear, nn.LayerNorm, nn.RMSNorm)  # they need all of them
+_BY_FEATURES = (nn.Linear, nn.LayerNorm, nn.RMSNorm)  # need all features
 
 
 def problems(plan: Plan) -> list[str]:
-    """What doesn't fit, one line each."""
+    """The mistakes found, one line each."""
     return [
         *_tied(plan),
         *_overlaps(plan),
@@ -36,14 +36,14 @@ def problems(plan: Plan) -> list[str]:
 
 
 def _trains(plan: Plan) -> bool:
-    """Whether there may be gradients. If there are some after all, the dry run of the first call
-    says what is missing."""
+    """Whether gradients are expected. If the guess is wrong, the first call's dry run reports what
+    is missing."""
     return plan.model.training and any(p.requires_grad for p in plan.model.parameters())
 
 
 def added_by(steps: Steps) -> Sync | None:
-    """The sync after which the parameter is added that the forward leaves out: the first at the
-    output that reduces it."""
+    """The sync after which the parameter that the forward leaves out is added: the first sync that
+    reduces the output."""
     return next((s for s in steps.of_mode("fwd_post") if s.reduces and s.tensor in (None, 0)), None)
 
 
@@ -198,7 +198,7 @@ def _missing(placement: Placement) -> str:
     return ""
 
 
-# ---- partial, and nothing that could reduce it
+# ---- partial tensors that nothing reduces
 
 
 def _any_function(plan: Plan) -> bool:
@@ -211,8 +211,8 @@ def _partial_outputs(plan: Plan):
     partial = {n for n, s in plan.steps.items() if s.effect and s.effect.output == PARTIAL}
     for name in partial:
         if not any(
-            sync.reduces and _serves(at, sync.mode == "fwd_post", name, partial)
-            for at, steps in plan.steps.items()
+            sync.reduces and _serves(container, sync.mode == "fwd_post", name, partial)
+            for container, steps in plan.steps.items()
             for sync in steps.syncs
         ):
             yield (
@@ -229,8 +229,8 @@ def _partial_gradients(plan: Plan):
     }
     for name in partial:
         if not any(
-            _reduces_gradient(sync) and _serves(at, sync.mode != "fwd_post", name, partial)
-            for at, steps in plan.steps.items()
+            _reduces_gradient(sync) and _serves(container, sync.mode != "fwd_post", name, partial)
+            for container, steps in plan.steps.items()
             for sync in steps.syncs
         ):
             yield (
@@ -246,9 +246,9 @@ def _reduces_gradient(sync: Sync) -> bool:
     return sync.op in ("all_gather", "all_reduce") and sync.grad != "replicated"
 
 
-def _serves(at: str, own: bool, name: str, partial: set[str]) -> bool:
-    """Whether what a sync at a module reduces could be what another one has made partial. ``own``:
-    it reduces what the module itself, or what is in it, makes so."""
-    if is_inside(name, at):
+def _serves(container: str, own: bool, name: str, partial: set[str]) -> bool:
+    """Whether a sync at module ``at`` may reduce the partial tensor of module ``name``. ``own``: it
+    reduces a tensor that module ``at`` makes."""
+    if is_inside(name, container):
         return own
-    return not own or not any(is_inside(other, at) for other in partial)
+    return not own or not any(is_inside(other, container) for other in partial)

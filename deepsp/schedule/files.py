@@ -1,4 +1,4 @@
-"""Checkpoints of which only parts are read."""
+"""Checkpoints that are read in parts."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Source:
         raise NotImplementedError
 
     def read(self, name: str, axis: int = 0, begin: int = 0, end: int | None = None) -> Tensor:
-        """begin to end along an axis; end None: everything."""
+        """Elements begin to end along an axis; end None: all of them."""
         raise NotImplementedError
 
 
 class _Tensors(Source):
-    """A state_dict; of a file, its tensors are mapped, and a slice reads only what it needs."""
+    """A state_dict. The tensors of a file are memory-mapped: a slice reads only its own part."""
 
     def __init__(self, tensors: Mapping[str, Tensor]):
         self.tensors, self.names = tensors, set(tensors)
@@ -59,12 +59,12 @@ class _Safetensors(Source):
         return tuple(self._slice(name).get_shape())
 
     def read(self, name: str, axis: int = 0, begin: int = 0, end: int | None = None) -> Tensor:
-        found = self._slice(name)
-        if len(found.get_shape()) == 0:  # a number, which has no slices
+        tensor = self._slice(name)
+        if len(tensor.get_shape()) == 0:  # a scalar has no slices
             return self.open[self.files[name]].get_tensor(name)
         if end is None:
-            return found[:]
-        return found[(slice(None),) * axis + (slice(begin, end),)]
+            return tensor[:]
+        return tensor[(slice(None),) * axis + (slice(begin, end),)]
 
 
 def _safe_open(path: Path):

@@ -1,4 +1,4 @@
-"""What sharded modules compute, where it isn't what their class computes."""
+"""The forwards of sharded modules that compute something else than their class does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deepsp.weights.rows import shards_of
 
 
 class Opaque(Swapped):
-    """Its effect says what comes out; what it does isn't followed."""
+    """The dry run doesn't follow its forward, and takes the output's placement from the effect."""
 
     def forward(self, *args, **kwargs):
         following = flow.current()
@@ -35,8 +35,8 @@ class Opaque(Swapped):
                 )
         with following.paused():
             out = super().forward(*args, **kwargs)
-        # Replicated parameters count as inputs, too, but for what is added later: what comes out
-        # says what their gradients are.
+        # The output's placement also gives the placement of the gradients of replicated parameters,
+        # except for the one that is added later.
         inputs += [p for n, p in self.named_parameters() if n != effect.add_after]
         outs = out if isinstance(out, (tuple, list)) else [out]
         for n, x in enumerate(x for x in outs if isinstance(x, Tensor)):
@@ -46,13 +46,13 @@ class Opaque(Swapped):
 
 
 def at(placement, ndim: int):
-    """A placement as an effect declares it, at a tensor: the axis counted from the front."""
+    """An effect's placement, for a tensor with ``ndim`` dimensions: its axis counted from 0."""
     axis = getattr(placement, "axis", None)
     return placement if axis is None else type(placement)(axis % ndim, placement.origin)
 
 
 def fits(have, wanted, ndim: int | None) -> bool:
-    """Whether a tensor is what it must be, as far as that can be told."""
+    """Whether a placement may be the wanted one. ``ndim`` None: the dimensions aren't known."""
     if type(have) is not type(wanted):
         return False
     a, b = getattr(have, "axis", None), getattr(wanted, "axis", None)
@@ -70,7 +70,7 @@ class InputSharded(Swapped):
         return F.linear(x, self.weight)
 
     def reset_parameters(self) -> None:
-        # The bounds of nn.Linear's depend on how many features there are in all.
+        # nn.Linear's bounds depend on the full number of features.
         bound = 1 / math.sqrt(shards_of(self)["weight"].shape[1])
         nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:
@@ -78,22 +78,22 @@ class InputSharded(Swapped):
 
 
 class Conv1DInputSharded(Swapped):
-    """The same of transformers' Conv1D, whose weight is [in, out]."""
+    """InputSharded for transformers' Conv1D, whose weight is [in, out]."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight
 
 
 def weight_of(module: nn.Module) -> Tensor:
-    """[out, in]."""
+    """The weight as [out, in]."""
     return module.weight if isinstance(module, nn.Linear) else module.weight.t()
 
 
 def _dim_of_rows(sync, x: Tensor) -> int:
-    """The dimension of a linear layer's rows along which they travel.
+    """The dimension along which rows of a linear layer's input or output are sent.
 
     Raises:
-        ValueError: it is that of the features.
+        ValueError: it is the features' dimension.
     """
     dim = sync.dim(x.dim())
     if dim == x.dim() - 1:
@@ -105,7 +105,7 @@ def _dim_of_rows(sync, x: Tensor) -> int:
 
 
 class ReduceOverlapped(Swapped):
-    """The linear layer and the reduce_scatter of its output in one, the transfer hidden."""
+    """A linear layer fused with the reduce_scatter of its output, which overlaps the product."""
 
     def forward(self, x: Tensor) -> Tensor:
         hook = self._deepsp_reduce
@@ -123,7 +123,7 @@ class ReduceOverlapped(Swapped):
 
 
 class GatherOverlapped(Swapped):
-    """The all_gather of the input and the linear layer in one, the transfer hidden."""
+    """A linear layer fused with the all_gather of its input, which overlaps the product."""
 
     def forward(self, x: Tensor) -> Tensor:
         hook = self._deepsp_gather
@@ -139,7 +139,7 @@ class GatherOverlapped(Swapped):
 
 
 class VocabularySharded(Swapped):
-    """An embedding with part of the vocabulary: zeros for what it doesn't hold."""
+    """An embedding of a part of the vocabulary. Ids of other ranks' parts give zeros."""
 
     def forward(self, ids: Tensor) -> Tensor:
         shard = shards_of(self)["weight"]
@@ -163,8 +163,8 @@ class VocabularySharded(Swapped):
 
 
 def _mean(x: Tensor, shard) -> Tensor:
-    """Over features of which each rank has a part. Each rank uses it for its part, so that the
-    ranks' gradients are summed."""
+    """The mean over sharded features. Each rank uses it for its features only, so its gradient is
+    partial."""
     total = collectives.all_reduce(x.sum(-1, keepdim=True), shard.member, grad="partial")
     return total / shard.shape[0]
 
@@ -174,7 +174,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 class LayerNormSharded(Swapped):
-    """Layer norm of which each rank has a part of the features."""
+    """Layer norm over sharded features."""
 
     def forward(self, x: Tensor) -> Tensor:
         shard, wide = shards_of(self)["weight"], _wide(x)
@@ -187,7 +187,7 @@ class LayerNormSharded(Swapped):
 
 
 class RMSNormSharded(Swapped):
-    """nn.RMSNorm of which each rank has a part of the features."""
+    """nn.RMSNorm over sharded features."""
 
     def forward(self, x: Tensor) -> Tensor:
         shard, wide = shards_of(self)["weight"], _wide(x)
@@ -197,7 +197,7 @@ class RMSNormSharded(Swapped):
 
 
 class LlamaRMSNormSharded(Swapped):
-    """Llama's: rounded to the input's dtype before it is scaled."""
+    """Llama's RMSNorm: rounded to the input's dtype before it is scaled."""
 
     def forward(self, x: Tensor) -> Tensor:
         shard, wide = shards_of(self)["weight"], x.float()

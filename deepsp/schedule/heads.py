@@ -1,4 +1,4 @@
-"""nn.MultiheadAttention of which each rank has a part of the heads."""
+"""nn.MultiheadAttention with sharded heads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deepsp.weights.rows import shards_of
 
 
 class HeadsSharded(Swapped):
-    """Its output is partial, without the bias of the output projection."""
+    """Its output is partial and lacks the bias of the output projection."""
 
     def forward(
         self,
@@ -59,7 +59,7 @@ class HeadsSharded(Swapped):
         ]
 
     def _bias(self, attn_mask, key_padding_mask, q, batched) -> Tensor | None:
-        """Both masks as what is added to the scores, broadcast to [B, heads, S, S]."""
+        """The sum of both masks, to add to the scores; broadcasts to [B, heads, S, S]."""
         masks = []
         if attn_mask is not None:
             mask = _additive(attn_mask, q.dtype)
@@ -87,13 +87,13 @@ class HeadsSharded(Swapped):
             return weights @ v, weights
 
     def _random(self, dropout_p: float):
-        """Other heads on each rank, other masks."""
+        """Ranks have different heads, so they draw different dropout masks."""
         if dropout_p == 0:
             return contextlib.nullcontext()
         return sharded_randomness(shards_of(self)["in_proj_weight"].member)
 
     def _weights(self, weights: Tensor, average: bool) -> Tensor:
-        """Of all heads: [B, S, S] averaged, or [B, all heads, S, S]."""
+        """The weights of all ranks' heads: [B, S, S] averaged, or [B, all heads, S, S]."""
         shard = shards_of(self)["in_proj_weight"]
         if average:
             total = collectives.all_reduce(weights.sum(1), shard.member, grad="replicated")
@@ -102,7 +102,7 @@ class HeadsSharded(Swapped):
         return collectives.all_gather(weights, 1, shard.member, heads, grad="replicated")
 
     def _reset_parameters(self) -> None:
-        # As full parameters of 3 E x E would be.
+        # The bounds of the full parameters, 3 E x E.
         shard = shards_of(self)["in_proj_weight"]
         bound = (6 / sum(shard.shape)) ** 0.5
         nn.init.uniform_(self.in_proj_weight, -bound, bound)

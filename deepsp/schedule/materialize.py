@@ -1,4 +1,4 @@
-"""Parameters: from the full one to this rank's part, or made as such."""
+"""Replaces full parameters by this rank's part, or makes the part."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def materialize(
     init: Callable[[nn.Module], None] | None,
     device,
 ) -> None:
-    """Makes every parameter and buffer what it will be."""
+    """Gives every parameter and buffer its final size and values."""
     model = plan.model
     shards = _shards_by_tensor(model)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -62,7 +62,7 @@ def _device(plan: Plan, device) -> torch.device:
 
 
 def _make(model: nn.Module, shards: dict[int, ParameterShard], device) -> dict[int, Tensor]:
-    """What is on the meta device, made at its shard's size; the new tensors by id."""
+    """Replaces meta tensors by empty ones of their shard's size; returns the new ones by id."""
     new: dict[int, Tensor] = {}
     made: dict[int, Tensor] = {}
     for module in model.modules():
@@ -84,7 +84,7 @@ def _make(model: nn.Module, shards: dict[int, ParameterShard], device) -> dict[i
 
 
 def _shrink(model, shards: dict[int, ParameterShard], made: dict[int, Tensor], optimizer) -> None:
-    """The others: this rank's part of what is there."""
+    """Replaces each other tensor, and its optimizer state, by this rank's part."""
     state = optimizer.state if isinstance(optimizer, Optimizer) else {}
     for tensor in [*model.parameters(), *model.buffers()]:
         shard = shards.get(id(tensor))
@@ -115,13 +115,14 @@ def _check_names(model: nn.Module, source: Source) -> None:
     missing = [n[0] for n in names.values() if not any(name in source for name in n)]
     left = source.names - {name for alike in names.values() for name in alike}
     problems = ("has no", missing), ("has names that the model doesn't have:", sorted(left))
-    for what, of in problems:
-        if of:
-            raise ValueError(f"checkpoint {what} {', '.join(of[:5])}" + " ..." * (len(of) > 5))
+    for problem, keys in problems:
+        if keys:
+            shown = ", ".join(keys[:5]) + " ..." * (len(keys) > 5)
+            raise ValueError(f"checkpoint {problem} {shown}")
 
 
 def _fill(model: nn.Module, source: Source) -> set[int]:
-    """Reads this rank's part of each tensor; ids of what was filled."""
+    """Reads this rank's part of each tensor. Returns the ids of the filled tensors."""
     names, filled = _names(model), set()
     for module in model.modules():
         for own in (module._parameters, module._buffers):
@@ -153,7 +154,7 @@ def _read(source: Source, key: str, shard: ParameterShard | None, tensor: Tensor
         begin += end - first
 
 
-# ---- from nothing
+# ---- without a checkpoint
 
 
 def _initialize(plan: Plan, made: dict[int, Tensor], filled: set[int], init) -> None:
@@ -162,20 +163,21 @@ def _initialize(plan: Plan, made: dict[int, Tensor], filled: set[int], init) -> 
         return
     seeds = _seeds(plan, next(iter(made.values())).device)
     for name, module in reversed(list(plan.model.named_modules())):  # children first
-        mine = [
+        names = [
             n
-            for of in (module._parameters, module._buffers)
-            for n, t in of.items()
+            for own in (module._parameters, module._buffers)
+            for n, t in own.items()
             if t is not None and id(t) in empty
         ]
-        if not mine:
+        if not names:
             continue
-        fill = init or _own_initialization(plan.model, name, module, mine)
+        fill = init or _own_initialization(plan.model, name, module, names)
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         parts = sharded(module)
         kept = {n: t.detach().clone() for n, t in tensors.items() if id(t) not in empty}
         with torch.random.fork_rng(devices=_devices(tensors)):
-            # Once with the same random numbers on each rank, for replicated ones, then with others.
+            # First with the same random numbers on each rank, for replicated ones, then with
+            # others.
             seeds[0] = _fill_with(seeds[0], fill, module)
             if parts:
                 replicated = [n for n in tensors if n not in parts and n not in kept]
@@ -189,8 +191,8 @@ def _initialize(plan: Plan, made: dict[int, Tensor], filled: set[int], init) -> 
 def _own_initialization(
     model: nn.Module, name: str, module: nn.Module, empty: list[str]
 ) -> Callable[[nn.Module], None]:
-    """What fills a module: its own method; for buffers that no checkpoint has, such as rotary
-    frequencies, the ``_init_weights`` of a transformers model around it."""
+    """The function that fills a module: its own method; for buffers that no checkpoint has, such as
+    rotary frequencies, the ``_init_weights`` of a transformers model around it."""
     cls = type(module)
     for method in ("reset_parameters", "_reset_parameters"):
         if hasattr(cls, method):
@@ -219,7 +221,7 @@ def _own_initialization(
 
 
 def _fill_with(seed: int, fill: Callable[[nn.Module], None], module: nn.Module) -> int:
-    """Calls ``fill``; the seed for the next."""
+    """Calls ``fill``; returns the next seed."""
     torch.manual_seed(seed)
     fill(module)
     return int(torch.randint(2**62, ()))
@@ -230,7 +232,7 @@ def _devices(tensors: dict[str, Tensor]) -> list:
 
 
 def _seeds(plan: Plan, device) -> list[int]:
-    """For replicated and for sharded parameters; from the default generator of the first rank."""
+    """Seeds for replicated and for sharded parameters, from rank 0's default generator."""
     drawn = int(torch.randint(2**31, (), device="cpu"))
     first = on_all_ranks([drawn], plan.member, device)[0][0]
     rank = plan.member[0]

@@ -1,4 +1,4 @@
-"""How the modules are sharded that most models are made of."""
+"""Shard methods of common modules."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a tensor is over a group of ranks. Printed, placements are called as in
-``torch.distributed.tensor``: ``Replicate``, ``Shard(dim)`` and ``Partial``."""
+"""Placements of tensors over a group, with the names of ``torch.distributed.tensor``:
+``Replicate``, ``Shard(dim)`` and ``Partial``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Shard:
 
     Args:
         axis: the dimension; None: unknown.
-        origin: what split the tensor, a sync or a parameter's shard; it knows the sizes.
+        origin: the sync or parameter shard that split the tensor; it knows the sizes.
     """
 
     axis: int | None = None

@@ -1,4 +1,4 @@
-"""What a schedule has recorded, by module."""
+"""The steps that a schedule has recorded, by module."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from deepsp.weights.rows import ParameterShard
 
 @dataclass
 class Steps:
-    """What is to be done with one module."""
+    """The steps for one module."""
 
     shards: dict[str, ParameterShard] = field(default_factory=dict)
-    followers: set[str] = field(default_factory=set)  # of those: sharded since another one is
+    followers: set[str] = field(default_factory=set)  # shards that follow from another parameter's
     effect: Effect | None = None
     syncs: list[Sync] = field(default_factory=list)
     attributes: dict[str, int] = field(default_factory=dict)  # this rank's numbers
@@ -34,7 +34,7 @@ class Steps:
 
 
 class Plan:
-    """Steps by module name. Nothing of the model is changed before it is built."""
+    """Steps by module name. The model isn't changed before it is built."""
 
     def __init__(self, model: nn.Module, member: Member):
         self.model, self.member = model, member
@@ -42,11 +42,11 @@ class Plan:
         self.replaced: dict[str, nn.Module] = {}
         self.running = None  # once it is built
 
-    # ---- the model as it will be
+    # ---- the model with its replacements
 
     def walk(self) -> Iterator[tuple[str, nn.Module]]:
-        """(name, module) as ``named_modules(remove_duplicate=False)`` gives them, with the
-        replacements in their places."""
+        """(name, module), as from ``named_modules(remove_duplicate=False)``, replacements
+        included."""
         yield from self._walk("", self.model)
 
     def _walk(self, name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -64,7 +64,7 @@ class Plan:
         return module
 
     def find(self, pattern: str) -> list[str]:
-        """Names that match: the first of each module.
+        """The names that match; for a module with several names, the first.
 
         Raises:
             ValueError: none does.
@@ -90,11 +90,11 @@ class Plan:
         return self.steps.setdefault(name, Steps())
 
     def below(self, name: str) -> list[str]:
-        """Modules with steps, at or inside of one."""
+        """Modules with steps, at or inside ``name``."""
         return [n for n, steps in self.steps.items() if steps and is_inside(n, name)]
 
     def owners(self, tensor: Tensor) -> list[tuple[str, str]]:
-        """(module, parameter or buffer) of everything that shares a tensor."""
+        """(module, name) of every parameter or buffer that is this tensor."""
         seen, found = set(), []
         for name, module in self.walk():
             if id(module) in seen:

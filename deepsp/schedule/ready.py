@@ -12,14 +12,14 @@ from deepsp.schedule import Schedule, create_schedule
 
 @dataclass(frozen=True)
 class _Names:
-    """How a family of models calls the modules of a decoder; within a layer, if not said else."""
+    """The module names in a family of decoders; inside a layer, unless noted."""
 
     layers: str  # a list of layers, in the model
     attention: str
-    norms: tuple[str, str]  # in front of attention, and of the MLP
+    norms: tuple[str, str]  # before attention, before the MLP
     qkv: tuple[str, ...]  # in attention: one fused, or three
     out: str  # in attention
-    ups: tuple[str, ...]  # what widens
+    ups: tuple[str, ...]  # the MLP's first linear layers
     down: str
     last_norm: str  # in the model
     embedding: str  # in the model
@@ -89,7 +89,7 @@ def tensor_sequence_parallel(
     for i, layer in enumerate(layers):
         _layer(sch[inner(f"{names.layers}.{i}")], layer, names, overlap)
     sch[inner(f"{names.layers}.0")].sync("fwd_pre", "scatter", axis=1, tensor=0)
-    # What follows is the head, of which each rank has a part.
+    # The sharded head follows, so the gradient is partial.
     head = getattr(model, _HEAD, None)
     last = sch[inner(names.last_norm)]
     last.sync("fwd_post", "all_gather", axis=1, grad="replicated" if head is None else "partial")
@@ -131,7 +131,7 @@ def _layer(sch: Schedule, layer: nn.Module, names: _Names, overlap: bool) -> Non
 
     firsts = ([f"{names.attention}.{n}" for n in names.qkv], list(names.ups))
     for norm, first in zip(names.norms, firsts, strict=True):
-        if overlap and len(first) == 1:  # nobody else reads what is gathered
+        if overlap and len(first) == 1:  # no other layer reads the gathered tensor
             sch[first[0]].sync("fwd_pre", "all_gather", axis=1, grad="partial", overlap=True)
         else:
             sch[norm].sync("fwd_post", "all_gather", axis=1, grad="partial")
@@ -140,12 +140,12 @@ def _layer(sch: Schedule, layer: nn.Module, names: _Names, overlap: bool) -> Non
 
 
 def _output_axis(module: nn.Module) -> int:
-    """Of a linear layer's weight: transformers' Conv1D has its outputs behind."""
+    """The dimension of a weight's output features, which differs for transformers' Conv1D."""
     return 0 if isinstance(module, nn.Linear) else 1
 
 
 def _family(model: nn.Module) -> tuple[str, _Names]:
-    """Where in the model the decoder is, and its names."""
+    """The name of the decoder in the model, and its family's names."""
     for names in _FAMILIES.values():
         for base, module in model.named_modules():
             layers = getattr(module, names.layers, None)
@@ -164,7 +164,6 @@ def _family(model: nn.Module) -> tuple[str, _Names]:
 
 
 def _needed(names: _Names) -> list[str]:
-    """In each layer."""
     attention = [f"{names.attention}.{name}" for name in (*names.qkv, names.out)]
     return [*names.norms, *attention, *names.ups, names.down]
 

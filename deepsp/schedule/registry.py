@@ -1,4 +1,4 @@
-"""Which modules can be sharded, and what follows from it."""
+"""Registers how modules are sharded, and the effects of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deepsp.schedule.placement import Placement
 
 @dataclass(frozen=True)
 class Follow:
-    """How a parameter is sharded that follows another, where it has other parts and units.
+    """How a parameter that follows another one is sharded, if its parts and units differ.
 
     Args:
         axis: the dimension along which it is split.
@@ -28,7 +28,7 @@ class Follow:
 @dataclass(frozen=True)
 class Effect:
     """What follows when parameters of a module are sharded. Everything may be left out: then only
-    the parameters change, and the consequences are found when the model is first called.
+    the parameters change, and the dry run finds the consequences when the model is first called.
 
     Args:
         also: other parameters that must be sharded with these, and their axis; with the same parts
@@ -37,14 +37,14 @@ class Effect:
             parameter along its axis (``out_features``, ``num_heads``).
         input: the placement that the first input must have; its axis may be negative.
         output: the placement that the output will have.
-        input_gradient: what the gradient of a replicated input is on each rank: "partial", if the
-            ranks' gradients must be summed, or "replicated".
-        add_after: a parameter that the forward leaves out because it must count once: it is added
-            when the output has been reduced ("bias").
-        forward: a class with another ``forward``, put in front of the module's class.
-        opaque: the forward isn't followed; ``output`` is trusted.
-        parts: those of the parameters, where the schedule gives none.
-        unit: that of the parameters, where the schedule gives none.
+        input_gradient: the gradient of a replicated input on each rank: "partial", if the ranks'
+            gradients must be summed, or "replicated".
+        add_after: a parameter that must count once ("bias"): the forward leaves it out, and it is
+            added when the output has been reduced.
+        forward: a class with another ``forward``, put before the module's class.
+        opaque: the dry run doesn't follow the forward and trusts ``output``.
+        parts: the parameters' parts, if the schedule gives none.
+        unit: the parameters' unit, if the schedule gives none.
     """
 
     also: Mapping[str, int | Follow] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Effect:
     unit: int | Sequence[int] | None = None
 
     def merged(self, other: Effect, name: str) -> Effect:
-        """This effect and another, of parameters of one module that are sharded one by one.
+        """Merges two effects, of parameters of one module that are sharded in separate steps.
 
         Args:
             other: the later one.
@@ -70,20 +70,20 @@ class Effect:
         """
         values = {}
         for f in fields(self):
-            mine, theirs = getattr(self, f.name), getattr(other, f.name)
+            own, theirs = getattr(self, f.name), getattr(other, f.name)
             if f.name == "also":
-                values[f.name] = {**mine, **theirs}
+                values[f.name] = {**own, **theirs}
             elif f.name == "attributes":
-                values[f.name] = tuple(dict.fromkeys((*mine, *theirs)))
+                values[f.name] = tuple(dict.fromkeys((*own, *theirs)))
             elif f.name == "opaque":
-                values[f.name] = mine or theirs
-            elif None not in (mine, theirs) and mine != theirs and f.name not in ("parts", "unit"):
+                values[f.name] = own or theirs
+            elif None not in (own, theirs) and own != theirs and f.name not in ("parts", "unit"):
                 raise ValueError(
                     f"{name} is sharded in two ways that contradict each other: its {f.name} would "
-                    f"be {mine} and {theirs}"
+                    f"be {own} and {theirs}"
                 )
             else:
-                values[f.name] = theirs if mine is None else mine
+                values[f.name] = theirs if own is None else own
         return Effect(**values)
 
 
@@ -127,10 +127,10 @@ def register_shard_method(*classes: type | str) -> Callable[[Method], Method]:
 
 
 def method_of(name: str, module: nn.Module) -> Method:
-    """How a module is sharded.
+    """The shard method of a module.
 
     Raises:
-        ValueError: nobody has said so.
+        ValueError: none is registered.
     """
     for cls in type(module).__mro__:
         method = _methods.get(cls) or _methods.get(f"{cls.__module__}.{cls.__qualname__}")

@@ -1,4 +1,4 @@
-"""What a built model does when it is called: follow a new kind of call once, and communicate."""
+"""What a built model does in a call: a dry run for each new kind of call, then its syncs."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ RUNNING = "_deepsp_running"
 
 
 def recomputes() -> bool:
-    """Whether a checkpoint computes its forward again, in backward."""
+    """Whether a checkpoint recomputes its forward, in backward."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 @dataclass
 class Kind:
-    """What the dry run has found about one kind of call."""
+    """What the dry run found for one kind of call."""
 
     grads: dict[Sync, str] = field(default_factory=dict)
-    # Who has split what a sync puts together; None: nobody who knows the sizes.
+    # For each gathering sync, what split the tensor; None: unknown, so ranks send their sizes.
     origins: dict[Sync, object | None] = field(default_factory=dict)
     partial: set[str] = field(default_factory=set)  # parameters with a partial gradient
-    replicated: set[str] = field(default_factory=set)  # with all of it
-    # Modules that draw random numbers: "replicated", the same on each rank, or "sharded"; and those
-    # of "replicated" that are called inside of "sharded" ones.
+    replicated: set[str] = field(default_factory=set)  # parameters with the full gradient
+    # Modules that draw random numbers: "replicated", the same on each rank, or "sharded"; and the
+    # "replicated" ones that are called inside "sharded" ones.
     streams: dict[nn.Module, str] = field(default_factory=dict)
     nested: set[nn.Module] = field(default_factory=set)
 
@@ -51,10 +51,10 @@ class Running:
     def __init__(self, member: Member, syncs: list[Sync], outputs: str):
         self.member, self.syncs, self.outputs = member, syncs, outputs
         self.kinds: dict[object, Kind] = {}
-        self.now: Kind | None = None  # the kind of the call that goes on, or was last
+        self.now: Kind | None = None  # the kind of the current call, or of the last one
         self._dry: Kind | None = None
-        self.inside = False  # of a call of the model
-        self._first = None  # random numbers of the model itself, in its first call
+        self.inside = False  # whether a call of the model is running
+        self._first = None  # context of the model's own random numbers, in its first call
 
     # ---- a call of the model
 
@@ -74,7 +74,7 @@ class Running:
         self._begin()
         self.inside = True
         if type(model) is not before and not isinstance(model, Checkpointed):
-            # It draws random numbers itself, and its forward was looked up before that was known.
+            # The root draws random numbers itself; Python looked up its forward before the swap.
             self._first = self.randomness(model)
             self._first.__enter__()
 
@@ -91,11 +91,11 @@ class Running:
             sync.begin()
 
     def follow(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Makes sure that this kind of call is known: the dry run.
+        """Runs the dry run, unless this kind of call is known.
 
         Raises:
-            ValueError: what the schedule does doesn't fit what the model computes; ranks have other
-                inputs, or compute other numbers from replicated tensors.
+            ValueError: the schedule doesn't fit what the model computes; ranks have different
+                inputs, or compute different numbers from replicated tensors.
         """
         key = call_key(model, args, kwargs)
         if key not in self.kinds:
@@ -130,7 +130,7 @@ class Running:
         self._hook_partial(model)
 
     def mark(self, model: nn.Module) -> None:
-        """Says of all parameters that a schedule built the model, and who has parts of which."""
+        """Marks each parameter as built by a schedule, with the group it is sharded over."""
         for module in model.modules():
             shards = shards_of(module)
             for name, parameter in module._parameters.items():
@@ -138,8 +138,8 @@ class Running:
                     mark(parameter, shards[name].member if name in shards else None, built=True)
 
     def _hook_partial(self, model: nn.Module) -> None:
-        """Parameters with partial gradients have them summed. Looked at in every
-        call: copies of the model and ``load_state_dict(assign=True)`` bring other parameters."""
+        """Hooks parameters whose gradients are partial, to sum them. Runs in every call: copies of
+        the model and ``load_state_dict(assign=True)`` bring new parameters."""
         for name in {name for kind in self.kinds.values() for name in kind.partial}:
             parameter = model.get_parameter(name)
             hooks = (parameter._backward_hooks or {}).values()
@@ -149,7 +149,7 @@ class Running:
                 parameter.register_hook(_SumGradient(self, name))
 
     def _check_partial(self, kind: Kind) -> None:
-        """Kinds agree on each parameter: its hook can't tell from which a gradient comes."""
+        """All kinds must agree on each parameter: its hook can't tell which call it is in."""
         for other in self.kinds.values():
             differ = (kind.partial & other.replicated) | (kind.replicated & other.partial)
             if differ:
@@ -169,35 +169,35 @@ class Running:
     # ---- a sync
 
     def apply(self, sync: Sync, x: Tensor) -> Tensor:
-        """What a collective makes of a tensor.
+        """Runs a sync's collective on a tensor.
 
         Raises:
-            ValueError: it doesn't fit the tensor.
+            ValueError: the collective doesn't fit the tensor.
         """
         dim = 0 if sync.op == "all_reduce" else sync.dim(x.dim())
         following = flow.current()
         if following is not None:
             sizes = functools.partial(self.find_sizes, sync, x, dim, following.placement(x))
-            # Checked first, before anything is sent.
+            # The dry run checks placements before it calls the collective.
             return following.sync(
                 sync, x, lambda: sync.run(x, dim, sizes(), "replicated", self.member)
             )
         return sync.run(x, dim, self.sizes(sync, x, dim), self.grad_of(sync), self.member)
 
     def grad_of(self, sync: Sync) -> str:
-        """What the gradient of a sync's output is on each rank."""
+        """The gradient of a sync's output on each rank: "replicated" or "partial"."""
         if not sync.asks_grad:
             return sync.grad or "replicated"
         if recomputes():
             kinds = list(self.kinds.values())
-        else:  # a part of the model that is called by itself may be followed by something else
+        else:  # outside a call of the model, another use of the output may follow
             inside = self.inside or torch.compiler.is_compiling()
             kinds = [self.now] if self.now is not None and inside else []
         found = {kind.grads[sync] for kind in kinds if sync in kind.grads}
         if len(found) == 1:
             return found.pop()
         if not torch.is_grad_enabled():
-            return "replicated"  # nobody will ask
+            return "replicated"  # there is no backward
         raise ValueError(
             f"{sync.where}: grad isn't given, and "
             + (
@@ -212,8 +212,8 @@ class Running:
     # ---- random numbers
 
     def randomness(self, module: nn.Module):
-        """The random numbers of a module that draws some. Whatever kind of call this is: in
-        backward, a checkpoint computes one again that wasn't the last."""
+        """The context in which a module draws random numbers. It looks at all kinds of calls: in
+        backward, a checkpoint may recompute an earlier call."""
         if any(module in kind.nested for kind in self.kinds.values()):
             return randomness.common_randomness(type(module).__name__)
         if any(kind.streams.get(module) == "sharded" for kind in self.kinds.values()):
@@ -233,13 +233,13 @@ class Running:
     # ---- sizes of parts
 
     def sizes(self, sync: Sync, x: Tensor, dim: int) -> list[int] | None:
-        """Length along ``dim`` on each rank, for what puts parts together."""
+        """Length along ``dim`` on each rank, for a sync that gathers."""
         if sync.op not in ("all_gather", "seq_to_heads", "heads_to_seq"):
             return None
         origin = self.now.origins.get(sync) if self.now is not None else None
         sizes = _sizes_of(origin)
         if sizes is None:
-            return self._ask(x, dim)
+            return self._exchange_sizes(x, dim)
         rank = self.member[0]
         if not torch.compiler.is_compiling() and sizes[rank] != x.size(dim):
             raise ValueError(
@@ -252,7 +252,7 @@ class Running:
     def find_sizes(self, sync: Sync, x: Tensor, dim: int, placement) -> list[int] | None:
         if sync.op not in ("all_gather", "seq_to_heads", "heads_to_seq"):
             return None
-        sizes = self._ask(x, dim)
+        sizes = self._exchange_sizes(x, dim)
         origin = getattr(placement, "origin", None)
         known = getattr(origin, "sizes", None)
         if known is None or 0 in known or sizes != list(known):
@@ -260,18 +260,18 @@ class Running:
         if isinstance(origin, Sync) and len(origin.totals) > 1:
             origin = None
         if sync in self._dry.origins and self._dry.origins[sync] is not origin:
-            origin = None  # called several times, on different things
+            origin = None  # one sync gathers tensors of different origins
         self._dry.origins[sync] = origin
         return sizes
 
-    def _ask(self, x: Tensor, dim: int) -> list[int]:
-        return [said[0] for said in on_all_ranks([x.size(dim)], self.member, x.device)]
+    def _exchange_sizes(self, x: Tensor, dim: int) -> list[int]:
+        return [sizes[0] for sizes in on_all_ranks([x.size(dim)], self.member, x.device)]
 
 
 def _sizes_of(origin: object | None) -> list[int] | None:
-    """What an origin has split last; None if it may have been something else that is put together
-    now: it has split several lengths in this call, or, for a checkpoint that computes again, ever.
-    Alike on every rank."""
+    """The sizes of an origin's last split. None if it has split several lengths, in this call or,
+    for a recomputing checkpoint, ever: the gathered tensor may then come from an earlier split. The
+    same on every rank."""
     if isinstance(origin, Sync):
         if torch.compiler.is_compiling():
             return origin.sizes
@@ -281,7 +281,7 @@ def _sizes_of(origin: object | None) -> list[int] | None:
 
 
 class _SumGradient:
-    """A hook of a parameter: sums its gradient, which is partial."""
+    """A hook that sums a parameter's partial gradient over the ranks."""
 
     def __init__(self, running: Running, name: str):
         self.running, self.name = running, name
@@ -302,7 +302,7 @@ class _SumGradient:
 
 @dataclass
 class SyncInput:
-    """A forward pre-hook: a collective on one of the inputs; in backward, for bwd_post."""
+    """A forward pre-hook: a collective on one input, or, for bwd_post, on its gradient."""
 
     running: Running
     sync: Sync
@@ -314,11 +314,11 @@ class SyncInput:
 
 @dataclass
 class SyncOutput:
-    """A forward hook: a collective on one of the outputs, then what counts once."""
+    """A forward hook: a collective on one output; then adds the parameter that counts once."""
 
     running: Running
     sync: Sync
-    add: tuple[str, Sync] | None = None  # a parameter by name, and how it's split where need be
+    add: tuple[str, Sync] | None = None  # the parameter's name, and the sync that scatters it
 
     def __call__(self, module: nn.Module, args: tuple, output):
         x, put = pick_output(output, self.sync.tensor, self.sync.where)
@@ -329,8 +329,8 @@ class SyncOutput:
 
 
 def add_after(running: Running, sync: Sync, module: nn.Module, add: tuple[str, Sync], out: Tensor):
-    """``out``, reduced by ``sync``, plus a parameter [features]: all of it, or this rank's part
-    where the features were scattered."""
+    """``out``, reduced by ``sync``, plus a parameter [features]: the full one, or this rank's part
+    if the features were scattered."""
     name, scatter = add
     parameter = module.get_parameter(name)
     if sync.op == "reduce_scatter" and sync.dim(out.dim()) == out.dim() - 1:

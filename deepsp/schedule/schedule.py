@@ -1,6 +1,5 @@
-"""The schedule: what users write. The idea of a schedule apart from the model is slapo's (Chen et
-al., 2023, arXiv:2302.08005).
-"""
+"""The schedule: what users write. A schedule apart from the model is slapo's idea (Chen et al.,
+2023, arXiv:2302.08005)."""
 
 from __future__ import annotations
 
@@ -57,15 +56,14 @@ def create_schedule(model: nn.Module, group: Group = None) -> Schedule:
 
 
 class Schedule:
-    """The steps for some modules of a model; the model's own is the schedule itself.
+    """The steps for some modules of a model; for the model itself in the schedule you create.
 
-    ``sch["layers.*.mlp"]`` is a schedule of the modules inside with such names: shell patterns,
-    each of which stands for one part of a dotted name. A step is for each of the modules, and
-    returns the schedule, so that steps can be chained. Printed, a schedule is a tree of its modules
-    and steps.
+    ``sch["layers.*.mlp"]`` is a schedule of the modules with such names: each part of the dotted
+    name is a shell pattern. A step applies to each of the modules and returns the schedule, so that
+    steps can be chained. Printed, a schedule is a tree of its modules and steps.
 
     Args:
-        plan: what is recorded, by module.
+        plan: the recorded steps, by module.
         names: the modules.
     """
 
@@ -96,17 +94,17 @@ class Schedule:
     ) -> Schedule:
         """Shards parameters or buffers: each rank keeps its local part.
 
-        What else follows (a bias, ``out_features``, the placement of the output) is said by the
-        shard method of the module's class: :func:`deepsp.register_shard_method`.
+        The shard method of the module's class says what follows (a bias, ``out_features``, the
+        placement of the output): :func:`deepsp.register_shard_method`.
 
         Args:
             names: the module's own, or "child.weight".
             axis: the dimension along which they are split, like ``torch.tensor_split``; may be
                 negative.
-            parts: the parts of a parameter along the axis, each of which is split by itself: a
-                number of equal parts, such as 3 for fused q, k and v, or the size of each.
+            parts: the parts of a parameter along the axis, each split on its own: a number of equal
+                parts, such as 3 for fused q, k and v, or the size of each.
             unit: the number of rows that stay together, such as head_dim. One for all parts, or one
-                for each: with shared kv heads, all query heads of one for q.
+                for each: with grouped kv heads, q's unit is all query heads of a kv head.
 
         Returns:
             The schedule.
@@ -147,9 +145,9 @@ class Schedule:
                 hook or full backward hook of the module, with the usual arguments.
             axis: the dimension; may be negative.
             grad: for all_gather, all_reduce and scatter: the placement of the gradient of the full
-                tensor. "replicated": the same on every rank, since what follows is. "partial": a
-                term of a sum, since what follows is sharded. None: found when the model is first
-                called.
+                tensor. "replicated": the same on every rank, since replicated ops follow.
+                "partial": a term of a sum, since sharded ops follow. None: found when the model is
+                first called.
             tensor: which input or output, by position or name; None: the only tensor.
             overlap: at a linear layer, overlaps the collective with the matrix product: all_gather
                 before one with sharded output features, reduce_scatter after one with sharded input
@@ -249,13 +247,13 @@ class Schedule:
         return self
 
     def divide(self, *attributes: str, unit: int = 1) -> Schedule:
-        """Replaces int attributes of the module by this rank's part of them: ``num_heads`` of an
-        attention layer whose projections are sharded.
+        """Replaces int attributes of the module by this rank's part: ``num_heads`` of an attention
+        layer whose projections are sharded.
 
         Args:
             attributes: their names; each is split like ``torch.tensor_split``, as the heads are.
-            unit: the number that stays together: head_dim, where an attribute counts channels and
-                the ranks have different numbers of heads.
+            unit: the number that stays together: head_dim, if an attribute counts channels and the
+                ranks have different numbers of heads.
 
         Returns:
             The schedule.
@@ -284,11 +282,11 @@ class Schedule:
                 )
         return self
 
-    # ---- and then
+    # ---- checks
 
     def check(self, *args, **kwargs) -> None:
-        """Checks the schedule. Before it is built: what can be found without inputs. After: follows
-        a call of the model, as its first call does.
+        """Checks the schedule. Before it is built: reports what can be found without inputs. After:
+        makes the dry run of a call.
 
         Args:
             args: the model's inputs, once it is built.
@@ -327,11 +325,11 @@ class Schedule:
             raise ValueError(
                 "the model itself can't be replaced; make a schedule of the new model instead"
             )
-        there = self.plan.below(name)
-        if there:
+        steps = self.plan.below(name)
+        if steps:
             raise ValueError(
                 f"expected {name} to be replaced before its steps, but there are steps for "
-                f"{there[0]} already; replace it first"
+                f"{steps[0]} already; replace it first"
             )
         for other in [n for n in self.plan.replaced if n.startswith(f"{name}.")]:
             del self.plan.replaced[other]

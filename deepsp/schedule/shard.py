@@ -1,4 +1,4 @@
-"""The step that shards parameters, and what follows them."""
+"""The step that shards parameters and those that follow them."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def shard(plan: Plan, name: str, names: tuple[str, ...], axis: int, parts, unit)
 
 
 def _together(plan: Plan, name: str, method, names: tuple[str, ...]) -> ValueError | None:
-    """Why parameters can't be sharded in one step with those that were sharded before: a better
-    reason than that they can't be sharded without them."""
+    """Why these parameters can't be sharded after the earlier ones: a better reason than the
+    method's own, that they can't be sharded alone."""
     before = plan.of(name).shards if name in plan.steps else {}
     if not before or set(before) & set(names):
         return None
@@ -85,23 +85,23 @@ def _together(plan: Plan, name: str, method, names: tuple[str, ...]) -> ValueErr
 
 
 def _confirm(plan: Plan, name: str, own: str, tensor: torch.Tensor, axis: int, parts, unit) -> None:
-    """A parameter that follows another one is named by itself, too: ``shard("weight", 0)``, then
+    """Accepts a step for a parameter that follows another one: ``shard("weight", 0)``, then
     ``shard("bias", 0)``.
 
     Raises:
-        ValueError: it is to be sharded in another way than it follows.
+        ValueError: the step shards it in another way than it follows.
     """
     steps = plan.of(name)
     have = steps.shards[own]
     if parts == 1:
         parts, unit = have.parts, have.units if unit == 1 else unit
-    asked = make_shard(have.name, tensor.shape, axis, parts, unit, plan.member)
-    if not have.alike(asked):
+    wanted = make_shard(have.name, tensor.shape, axis, parts, unit, plan.member)
+    if not have.alike(wanted):
         raise ValueError(
             f"expected {have.name} to be sharded with axis={have.axis}, parts={list(have.parts)}, "
             f"unit={list(have.units)}, since it follows a parameter that is sharded already, got "
-            f"axis={asked.axis}, parts={list(asked.parts)}, unit={list(asked.units)}; remove this "
-            "call, or pass the same"
+            f"axis={wanted.axis}, parts={list(wanted.parts)}, unit={list(wanted.units)}; remove "
+            "this call, or pass the same"
         )
     steps.followers.discard(own)
 

@@ -1,4 +1,4 @@
-"""Another forward for a module that is there already: its parameters, names and hooks stay."""
+"""Replaces the forward of an existing module: its parameters, names and hooks stay."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import nn
 
 
 class Swapped:
-    """In front of a module's class, with a forward of its own."""
+    """A class with another forward, put before a module's class."""
 
     def __reduce_ex__(self, protocol):
-        # The class is made while the program runs: copies and files are told how.
+        # The class is made at runtime: pickle and copy rebuild it from its parts.
         return _new, type(self)._made_of, self.__dict__
 
 
@@ -40,11 +40,11 @@ def _new(*made_of: type) -> nn.Module:
 
 
 def swap(module: nn.Module, front: type, name: str, under: type | None = None) -> None:
-    """Puts ``front``, a subclass of :class:`Swapped`, before the module's class, but behind
-    ``under`` where that is there.
+    """Puts ``front``, a subclass of :class:`Swapped`, before the module's class, but after
+    ``under`` if the class has it.
 
     Raises:
-        ValueError: the module has a forward of its own, which would hide the class's.
+        ValueError: the module has a forward in its __dict__, which would hide the class's.
     """
     if "forward" in vars(module):
         raise ValueError(
@@ -53,5 +53,5 @@ def swap(module: nn.Module, front: type, name: str, under: type | None = None) -
         )
     if not isinstance(module, front):
         made_of = _made_of(type(module))
-        at = made_of.index(under) + 1 if under in made_of else 0
-        module.__class__ = _swapped_class(*made_of[:at], front, *made_of[at:])
+        position = made_of.index(under) + 1 if under in made_of else 0
+        module.__class__ = _swapped_class(*made_of[:position], front, *made_of[position:])

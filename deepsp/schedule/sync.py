@@ -1,4 +1,4 @@
-"""Where a schedule lets ranks communicate."""
+"""Syncs: where the ranks of a schedule communicate."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Sync:
     overlap: bool = False
     reduce_dtype: torch.dtype | None = None
     function: Callable | None = None
-    # What it has split along its axis: lengths on each rank, of the last call; and the totals that
-    # it has split in this call of the model, and ever. From them gathers know the sizes.
+    # The sizes on each rank of its last split along the axis; and the totals that it has split in
+    # this call of the model, and ever. Gathers read their sizes here.
     sizes: list[int] | None = None
     totals: set[int] = field(default_factory=set)
     ever: set[int] = field(default_factory=set)
@@ -111,7 +111,7 @@ class Sync:
 
     @property
     def asks_grad(self) -> bool:
-        """Whether its backward depends on what follows, and that is still to be told."""
+        """Whether its backward depends on the ops that follow, and the dry run must find out."""
         return (
             self.op in ("all_gather", "all_reduce")
             and self.mode != "bwd_post"
@@ -145,11 +145,11 @@ class Sync:
     # ---- placements
 
     def result(self, placement: Placement | None, ndim: int | None = None) -> Placement:
-        """What comes out. ``placement``: what comes in, None where that isn't known; ``ndim``: of
-        the tensor, None where that isn't known.
+        """The output's placement. ``placement``: the input's, or None if unknown; ``ndim``: the
+        input's dimensions, or None if unknown.
 
         Raises:
-            ValueError: the collective doesn't fit what comes in.
+            ValueError: the collective doesn't fit the input.
         """
         if self.mode == "bwd_post":
             if isinstance(placement, (Shard, Partial)):
@@ -223,7 +223,7 @@ class Sync:
             return
         if ndim is None:
             if (have < 0) != (axis < 0):
-                return  # can't be told
+                return  # unknown
         else:
             have, axis = have % ndim, axis % ndim
         if have != axis:
@@ -234,16 +234,16 @@ class Sync:
             f"{self.where}: expected a tensor that is {expected}, got {placement}; {why}"
         )
 
-    # ---- at work
+    # ---- running
 
     def begin(self) -> None:
-        """A call of the model begins."""
+        """Called when a call of the model begins."""
         self.totals = set()
 
     def split(self, total: int, size: int) -> list[int]:
-        """Sizes of what it splits, kept for the gathers that put it together again."""
+        """The sizes of a split, kept for the gathers that undo it."""
         self.sizes = torch.ops.deepsp.token_split(total, size)
-        if not torch.compiler.is_compiling():  # there it's a symbol
+        if not torch.compiler.is_compiling():  # total is a symbol then
             self.totals.add(total)
             self.ever.add(total)
         return self.sizes
@@ -251,7 +251,7 @@ class Sync:
     def run(
         self, x: Tensor, dim: int, sizes: list[int] | None, grad: str, member: Member
     ) -> Tensor:
-        """``sizes``: of each rank along ``dim``, for what puts parts together."""
+        """Runs the collective. ``sizes``: of each rank along ``dim``, if it gathers."""
         size = member[1]
         if self.op == "all_gather":
             return collectives.all_gather(

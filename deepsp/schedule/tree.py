@@ -1,4 +1,4 @@
-"""A schedule as people read it."""
+"""Prints a schedule."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class _Node:
     children: dict[str, _Node] = field(default_factory=dict)
 
     def key(self) -> tuple:
-        """Alike for nodes that read alike."""
+        """Equal for nodes that print alike."""
         return self.title, tuple(self.lines), tuple((n, c.key()) for n, c in self.children.items())
 
 
 def text(plan: Plan, names: list[str]) -> str:
-    """The modules that something is done with, and what; of the whole plan, or of ``names``."""
+    """The modules with steps, as a tree with their steps; of the whole plan, or of ``names``."""
     touched = [n for n, steps in plan.steps.items() if steps] + list(plan.replaced)
     shown = [n for n in touched if any(is_inside(n, name) for name in names)]
     modules = dict(plan.walk())

@@ -1,1 +1,1 @@
-"""Modules that work on each token alone, run a tile of tokens at a time."""
+"""Modules that work on each token alone and run a tile of tokens at a time."""

@@ -1,10 +1,9 @@
-"""Whether a module works on each token alone: dry runs on a few tokens say so.
+"""Checks that a module works on each token alone, by dry runs on a few tokens.
 
-The tokens are the call's own, with noise, in an order that repeats one of them: experts with a
-capacity drop it. They run as one and as two tiles; then with one token changed, and with NaN in
-it, which passes through whatever depends on it, however little. The call's own first two tiles run
-together and one by one.
-"""
+The tokens are the call's own, with noise, in an order that repeats one of them, so that experts
+with a capacity drop it. They run as one tile and as two; then with one token changed, and with NaN
+in it, because NaN reaches everything that depends on it. The call's own first two tiles run
+together and one by one."""
 
 from __future__ import annotations
 
@@ -22,13 +21,13 @@ from deepsp.tiling.run import differ as states_differ
 from deepsp.tiling.weights import Weights
 from deepsp.tokenwise.probe import Buffers, differ, evaluation, is_rough, others_differ, version
 
-_ORDER = (0, 1, 0, 2, 0, 0, 3, 4, 0, 0, 5, 6, 0)  # of the tokens
-_FIRST = 5  # in the first tile
-_CHANGED = 3
+_ORDER = (0, 1, 0, 2, 0, 0, 3, 4, 0, 0, 5, 6, 0)  # the tokens of the dry runs
+_FIRST = 5  # tokens in the first tile
+_CHANGED = 3  # the position of the changed token
 
 
 def check(call: Call, weights: Weights, grad: bool) -> list[Place]:
-    """The places of the outputs' tokens.
+    """Checks a module, and returns where its outputs have their tokens.
 
     Raises:
         ValueError: the module mixes tokens, writes to its input or its buffers, communicates, or
@@ -57,8 +56,8 @@ class _Check:
 
     @contextlib.contextmanager
     def _aside(self, real: bool) -> Iterator[None]:
-        """No mode or hook of the caller's sees these runs: a checkpoint's, say, which would expect
-        them again."""
+        """Hides these runs from the caller's modes and hooks: a checkpoint, say, would expect them
+        again in the recomputation."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.grad))
             if self.grad:
@@ -85,7 +84,7 @@ class _Check:
     def _places(self, leaves: list[Tensor], states: list[Tensor], real: bool) -> list[Place]:
         inputs = self._tokens()
         versions = [version(x) for x in inputs]
-        whole = self._run(inputs, states)
+        full = self._run(inputs, states)
         if [version(x) for x in inputs] != versions:
             raise ValueError(
                 f"{self.name} writes to its input in place, so that it can't be computed again in "
@@ -93,9 +92,9 @@ class _Check:
             )
         self._check_buffers()
         random = states_differ(states, randomness.states(self.device))
-        self._check_leaves(whole, [*leaves, *inputs])
+        self._check_leaves(full, [*leaves, *inputs])
         first = self._run(self._cut(inputs, 0, _FIRST), states)
-        places = [self._place(a, b) for a, b in self._pairs(whole, first)]
+        places = [self._place(a, b) for a, b in self._pairs(full, first)]
         if not real:
             return places
         changed, poisoned = list(inputs), list(inputs)
@@ -106,16 +105,16 @@ class _Check:
             if x.is_floating_point():
                 poisoned[i] = self._put(x, torch.full_like(x.select(self.dim, 1), torch.nan))
         for other in (changed, poisoned):
-            for a, b, place in zip(whole, self._run(other, states), places, strict=True):
+            for a, b, place in zip(full, self._run(other, states), places, strict=True):
                 a, b = self._by_token(a, place), self._by_token(b, place)
                 if others_differ(a, b, _CHANGED, self._dtypes(a)):
                     raise ValueError(self._mixes("a change of one token changes others' outputs"))
         with self._without_randomness(random):
             if random:
-                whole = self._run(inputs, states)
+                full = self._run(inputs, states)
                 first = self._run(self._cut(inputs, 0, _FIRST), states)
             second = self._run(self._cut(inputs, _FIRST, len(_ORDER) - _FIRST), states)
-        for a, b, c, place in zip(whole, first, second, places, strict=True):
+        for a, b, c, place in zip(full, first, second, places, strict=True):
             parts = torch.cat([self._by_token(b, place, _FIRST),
                                self._by_token(c, place, len(_ORDER) - _FIRST)])  # fmt: skip
             if self._differ(self._by_token(a, place), parts):
@@ -124,17 +123,17 @@ class _Check:
         return places
 
     def _check_two_tiles(self, states, places: list[Place], random) -> None:
-        """The call's own first two tiles, as one and one by one: a module may do something else
-        with many tokens than with few."""
+        """Compares the call's own first two tiles, together and one by one: a module may treat many
+        tokens differently from few."""
         (_, first), (_, second) = (*self.call.tiles[:2], (0, 0), (0, 0))[:2]
         if second == 0:
             return
         with torch.no_grad(), self._without_randomness(random):
             inputs = self._cut(self.call.inputs, 0, first + second)
-            whole = self._run(inputs, states)
+            full = self._run(inputs, states)
             parts = [self._run(self._cut(inputs, 0, first), states)]
             parts.append(self._run(self._cut(inputs, first, second), states))
-        for a, b, c, place in zip(whole, *parts, places, strict=True):
+        for a, b, c, place in zip(full, *parts, places, strict=True):
             together = torch.cat(
                 [self._by_token(b, place, first), self._by_token(c, place, second)]
             )
@@ -144,7 +143,7 @@ class _Check:
     # ---- tokens
 
     def _tokens(self) -> list[Tensor]:
-        """The arguments with a few tokens, the same ones in each."""
+        """The arguments with a few tokens, the same ones in each argument."""
         generator = torch.Generator().manual_seed(0)
         length, count = self.call.length, max(_ORDER) + 1
         made = []
@@ -157,8 +156,8 @@ class _Check:
             if length == 0:
                 own = x.new_zeros(shape)
             else:
-                at = torch.arange(count, device=x.device) * max(1, length // count) % length
-                own = x.index_select(self.dim, at)
+                index = torch.arange(count, device=x.device) * max(1, length // count) % length
+                own = x.index_select(self.dim, index)
             if x.is_floating_point():
                 own = own.nan_to_num(0.0, 0.0, 0.0)
                 scale = own.float().std() if own.numel() > 1 else own.new_zeros(())
@@ -178,27 +177,27 @@ class _Check:
 
     # ---- outputs
 
-    def _pairs(self, whole: list[Tensor], first: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        if len(whole) != len(first):
+    def _pairs(self, full: list[Tensor], first: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        if len(full) != len(first):
             raise ValueError(
                 f"expected {self.name} to return as many tensors for some tokens as for all, got "
-                f"{len(first)} and {len(whole)}: it can't be tiled"
+                f"{len(first)} and {len(full)}: it can't be tiled"
             )
-        return zip(whole, first, strict=True)
+        return zip(full, first, strict=True)
 
-    def _place(self, whole: Tensor, first: Tensor) -> Place:
-        sizes = list(zip(whole.shape, first.shape, strict=False))
+    def _place(self, full: Tensor, first: Tensor) -> Place:
+        sizes = list(zip(full.shape, first.shape, strict=False))
         differing = [d for d, (a, b) in enumerate(sizes) if a != b]
         lead = self.call.lead.numel()
-        if whole.dim() == first.dim() and len(differing) == 1:
+        if full.dim() == first.dim() and len(differing) == 1:
             (dim,) = differing
             if sizes[dim] == (len(_ORDER), _FIRST):
-                return Place(dim, False, whole.requires_grad)
+                return Place(dim, False, full.requires_grad)
             if sizes[dim] == (len(_ORDER) * lead, _FIRST * lead):
-                return Place(dim, True, whole.requires_grad)
+                return Place(dim, True, full.requires_grad)
         raise ValueError(
             f"expected every output of {self.name} to have a dimension for the tokens, got shapes "
-            f"{list(whole.shape)} for {len(_ORDER)} tokens and {list(first.shape)} for {_FIRST}: "
+            f"{list(full.shape)} for {len(_ORDER)} tokens and {list(first.shape)} for {_FIRST}: "
             "it is computed from several tokens, and can't be tiled; tile a submodule"
         )
 
@@ -211,11 +210,11 @@ class _Check:
     def _dtypes(self, x: Tensor) -> list[torch.dtype]:
         return [x.dtype, *(w.dtype for w in self.weights.tensors)]
 
-    def _differ(self, whole: Tensor, parts: Tensor) -> bool:
-        """Whether outputs by token do; of narrow types a few may: they may have been sent to other
-        experts, by rounding."""
-        dtypes = self._dtypes(whole)
-        off = differ(whole, parts, dtypes).reshape(len(whole), -1).any(1)
+    def _differ(self, full: Tensor, parts: Tensor) -> bool:
+        """Whether outputs differ. In narrow types a few tokens may: rounding may send them to other
+        experts."""
+        dtypes = self._dtypes(full)
+        off = differ(full, parts, dtypes).reshape(len(full), -1).any(1)
         return bool(off.double().mean() > (0.25 if is_rough(dtypes) else 0.0))
 
     def _mixes(self, how: str) -> str:
@@ -224,10 +223,11 @@ class _Check:
             f"dimension {self.call.settings.dim}; tile the submodules that do"
         )
 
-    # ---- what else a module may do
+    # ---- gradients, buffers, random numbers
 
     def _check_leaves(self, outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
-        """Gradients must go to inputs and weights alone: others wouldn't get theirs."""
+        """Raises if an output depends on a leaf that is neither an input nor a weight: it would get
+        no gradient."""
         identities = {id(x) for x in known}
         nodes = [x.grad_fn for x in outputs if x.grad_fn is not None]
         seen = set(nodes)
@@ -253,12 +253,12 @@ class _Check:
             )
 
     def _without_randomness(self, random: bool) -> contextlib.AbstractContextManager:
-        """Tiles draw other random numbers than all tokens do: without, where any were drawn."""
+        """A context without random numbers, if the module draws some: tiles draw others."""
         return evaluation(self.call.module) if random else contextlib.nullcontext()
 
 
 class _NoCollectives(TorchDispatchMode):
-    """Ranks have different numbers of tiles: no tile may talk to other ranks."""
+    """Raises if a tile communicates: ranks have different numbers of tiles."""
 
     def __init__(self, name: str):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What transformers records within a module: the logits of routers, say."""
+"""Tensors that transformers records inside a module, such as the logits of routers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _collector() -> ContextVar | None:
 
 
 def recording() -> tuple[str, ...]:
-    """What the model that is being called collects of its submodules' outputs."""
+    """The keys of outputs that the running model records in its submodules."""
     collector = _collector()
     found = None if collector is None else collector.get()
     return tuple(key for key, value in (found or {}).items() if isinstance(value, list))
@@ -24,21 +24,21 @@ def recording() -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def recorded(keys: tuple[str, ...]) -> Iterator[dict[str, list[Tensor]]]:
-    """Collects these apart in here: of one tile, they are further outputs of its."""
+    """Records these keys' tensors separately, as extra outputs of the current tile."""
     collector = _collector()
-    apart: dict[str, list[Tensor]] = {key: [] for key in keys}
+    separate: dict[str, list[Tensor]] = {key: [] for key in keys}
     if collector is None:
-        yield apart
+        yield separate
         return
-    token = collector.set(apart or None)
+    token = collector.set(separate or None)
     try:
-        yield apart
+        yield separate
     finally:
         collector.reset(token)
 
 
 def record(found: dict[str, list[Tensor]]) -> None:
-    """Hands the model what was collected apart."""
+    """Adds separately recorded tensors to the model's record."""
     for key, tensors in found.items():
         if tensors:
             _collector().get()[key].extend(tensors)

@@ -1,11 +1,10 @@
 """One call of a tiled module, and its backward.
 
-The call is two autograd nodes. The first has the inputs and the weights, and saves them; the second
-runs the tiles and saves nothing. Backward goes through the second, which hands the first the
-gradients of the outputs; the first runs every tile again and returns each weight's gradient once.
-Since everything is saved before a tile runs, a checkpoint around the module that computes its
-inputs again stops there, and the tiles run once in backward, not twice.
-"""
+The call is two autograd nodes. The first saves the inputs and weights; the second runs the tiles
+and saves nothing. In backward, the second passes the outputs' gradients to the first, which runs
+every tile again and returns each weight's gradient once. Everything is saved before a tile runs, so
+a checkpoint around the module stops its recomputation there, and the tiles run once in backward,
+not twice."""
 
 from __future__ import annotations
 
@@ -30,10 +29,10 @@ _LEAST_ROWS = 512
 
 @dataclass(frozen=True)
 class Place:
-    """Where an output has its tokens."""
+    """The dimension of an output that has the tokens."""
 
     dim: int
-    flat: bool  # with the dimensions before them, as [B * S, ...] has
+    flat: bool  # merged with the dimensions before it, as in [B * S, ...]
     requires_grad: bool
 
 
@@ -44,13 +43,13 @@ class Settings:
     name: str  # for errors
     tokens: int | str
     dim: int
-    # What a call looks like -> the places of its outputs, for calls that were checked.
+    # Checked call signatures, and the token dimension of each of their outputs.
     checked: dict[tuple, list[Place]] = field(default_factory=dict)
 
 
 def tile_length(x: Tensor, dim: int, tokens: int | str) -> int:
-    """Tokens of a tile. For "auto", a tile has as many rows as ``x`` has features, and at least
-    512, in tiles of equal length."""
+    """Tokens of a tile. For "auto", at least as many rows as ``x`` has features, and at least 512,
+    in tiles of equal length."""
     length = max(1, x.size(dim))
     if tokens != "auto":
         return min(tokens, length)
@@ -65,10 +64,10 @@ class Call:
 
     Args:
         module: the module.
-        forward: its forward, of one tile.
+        forward: its forward, for one tile.
         settings: how it is tiled.
         args: positional arguments of the call.
-        kwargs: those by name.
+        kwargs: keyword arguments of the call.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class Call:
         self.gradients: tuple[Tensor | None, ...] = ()
 
     def _has_tokens(self, tensor: Tensor) -> bool:
-        """The dimensions up to the tokens are those of the first tensor, or broadcast to them."""
+        """Whether the dimensions up to the tokens are the first tensor's, or broadcast to them."""
         return (
             tensor.dim() > self.dim
             and tensor.size(self.dim) == self.length
@@ -114,8 +113,8 @@ class Call:
         )
 
     def key(self, grad: bool) -> tuple:
-        """What a check holds for: the modes of the module and its submodules, which arguments have
-        tokens, and whether gradients are needed."""
+        """The key of a check's result: the modes of the module and its submodules, which arguments
+        have tokens, and whether gradients are needed."""
         modes = tuple(m.training for m in self.module.modules())
         shapes = tuple((x.dim(), x.dtype) for x in self.inputs)
         flat = self.lead.numel() == 1
@@ -134,7 +133,7 @@ class Call:
         return [x for x in flat if isinstance(x, Tensor)]
 
     def result(self, outputs: Sequence[Tensor]) -> Any:
-        """What the module returns, with these outputs."""
+        """The module's return value, with these outputs."""
         spec, others = self._returned
         rest = iter(outputs)
         flat = [next(rest) if other is None else other[0] for other in others]
@@ -151,13 +150,13 @@ class Call:
         ]
 
     def _by_token(self, tensor: Tensor, place: Place, length: int) -> Tensor:
-        """An output for ``length`` tokens, with a dimension for the tokens alone."""
+        """An output for ``length`` tokens, with a separate dimension for the tokens."""
         return tensor.unflatten(place.dim, (*self.lead, length)) if place.flat else tensor
 
-    def _part(self, whole: Tensor, place: Place, start: int, length: int) -> Tensor:
+    def _part(self, full: Tensor, place: Place, start: int, length: int) -> Tensor:
         """A tile's part of an output, or of its gradient."""
         dim = place.dim + (len(self.lead) if place.flat else 0)
-        return self._by_token(whole, place, self.length).narrow(dim, start, length)
+        return self._by_token(full, place, self.length).narrow(dim, start, length)
 
     def forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The outputs for all tokens, written tile by tile."""
@@ -168,9 +167,9 @@ class Call:
             results = self.run(self.of_tile(inputs, start, length))
             if not outputs:
                 outputs = [self._empty(x, p) for x, p in self._placed(results)]
-            for (x, place), whole in zip(self._placed(results), outputs, strict=True):
-                self._part(whole, place, start, length).copy_(self._by_token(x, place, length))
-        if not self.tiles:  # what no tokens give, one that isn't there tells
+            for (x, place), full in zip(self._placed(results), outputs, strict=True):
+                self._part(full, place, start, length).copy_(self._by_token(x, place, length))
+        if not self.tiles:  # without tokens, run one to learn the outputs' shapes
             results = self.run([
                 x.new_zeros([1 if d == self.dim else n for d, n in enumerate(x.shape)])
                 if tiled else x for x, tiled in zip(inputs, self.tiled, strict=True)
@@ -202,8 +201,8 @@ class Call:
         needed: Sequence[bool],
         autocast: Callable[[], contextlib.AbstractContextManager],
     ) -> list[Tensor | None]:
-        """The gradients of inputs and weights: of weights, and of inputs without tokens, the sum
-        over tiles in float32 or wider."""
+        """The gradients of inputs and weights. For weights, and inputs without tokens, summed over
+        tiles in float32 or wider."""
         gradients, self.gradients = self.gradients, ()
         count = self.count
         leaves = [x.detach().requires_grad_(n) for x, n in zip(saved, needed, strict=True)]
@@ -235,13 +234,13 @@ class Call:
                 ]
                 del results
                 if heads:
-                    # No gradient leaves by another way than these.
+                    # Only these leaves get gradients.
                     ends = [x for x in (*own, *leaves[count:]) if x.requires_grad]
                     torch.autograd.backward(*zip(*heads, strict=True), inputs=ends)
                 for x, part in zip(own, parts, strict=False):
                     if part is not None:
-                        of_tile = part.narrow(self.dim, start, length)
-                        of_tile.zero_() if x.grad is None else of_tile.copy_(x.grad)
+                        tile = part.narrow(self.dim, start, length)
+                        tile.zero_() if x.grad is None else tile.copy_(x.grad)
                 for total in wide:
                     if total is not None:
                         total.add()
@@ -252,8 +251,7 @@ class Call:
 
 
 class _Sum:
-    """Adds a leaf's gradients up, in float32 where they are narrower; as autograd does, where they
-    aren't."""
+    """Sums a leaf's gradients over tiles, in float32 if they are narrower."""
 
     def __init__(self, leaf: Tensor):
         self._leaf, self._sum = leaf, None
@@ -269,7 +267,7 @@ class _Sum:
         leaf.grad = None
 
     def result(self) -> Tensor:
-        """Zeros where no tile used it: ranks whose tokens differ reduce the same gradients."""
+        """Zeros if no tile used the leaf, so that all ranks reduce the same gradients."""
         if self._sum is not None:
             return self._sum.to(self._leaf.dtype)
         return torch.zeros_like(self._leaf) if self._leaf.grad is None else self._leaf.grad
@@ -282,7 +280,7 @@ def differ(before: Sequence[Tensor], after: Sequence[Tensor]) -> bool:
 
 @contextlib.contextmanager
 def _restored(states: list[Tensor] | None, device: torch.device) -> Iterator[None]:
-    """Random numbers as from ``states`` on; the generators are as before afterwards."""
+    """Draws random numbers from ``states``, and restores the generators afterwards."""
     if states is None:
         yield
         return
@@ -295,8 +293,8 @@ def _restored(states: list[Tensor] | None, device: torch.device) -> Iterator[Non
 
 
 def _autocast_now(device: torch.device) -> Callable[[], contextlib.AbstractContextManager]:
-    """Enters the autocast state of now, later. Casts of weights aren't kept: those of a tile must
-    not be taken for another's."""
+    """A function that enters the present autocast state later. It doesn't cache casts: a weight's
+    cast in one tile must not be used in another."""
     states = [
         (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         for kind in dict.fromkeys((device.type, "cpu"))
@@ -315,7 +313,7 @@ def _autocast_now(device: torch.device) -> Callable[[], contextlib.AbstractConte
 
 
 class _Inputs(torch.autograd.Function):
-    """Saves what the tiles are computed from; its backward is that of the call."""
+    """Saves the inputs and weights; its backward is the call's."""
 
     @staticmethod
     def forward(ctx, call: Call, backward: Callable, *tensors: Tensor) -> Tensor:
@@ -349,12 +347,12 @@ class _Outputs(torch.autograd.Function):
 
 
 def run_tiled(call: Call, check: Callable[[Call, Weights, bool], list[Place]]) -> Any:
-    """The call's result.
+    """Runs a call by tiles, and returns its result.
 
     Args:
         call: the call.
-        check: checks the module, where a call like this one wasn't yet; gives the places of its
-            outputs.
+        check: checks the module, unless a call like this one was checked; returns the outputs'
+            places.
     """
     children = ShardedChildren(call.module, call.name)
     call.inputs[0] = children.gather(call.inputs[0])
@@ -369,7 +367,7 @@ def run_tiled(call: Call, check: Callable[[Call, Weights, bool], list[Place]]) -
     call.places = call.settings.checked[key]
 
     def forward(given: Sequence[Tensor]) -> list[Tensor]:
-        # Detached: autocast keeps what it casts of weights that require gradients, without them.
+        # Detached: autocast would cache casts of weights that require grad, made without grad.
         plain = [x.detach() for x in given]
         with torch.no_grad(), children.left_alone(), weights.replaced(plain[count:]):
             return call.forward(plain[:count])
@@ -387,6 +385,6 @@ def run_tiled(call: Call, check: Callable[[Call, Weights, bool], list[Place]]) -
     else:
         outputs = tuple(forward(tensors))
     outputs = children.free(call.inputs[0], outputs)
-    # Saved tensors only, from here to backward.
+    # From here to backward, only autograd keeps tensors.
     call.inputs, weights.tensors = [], []
     return call.result(outputs)

@@ -1,4 +1,4 @@
-"""Tiled modules: their class, and which ones of a model."""
+"""Makes modules tiled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deepsp.tiling.run import Call, Settings, run_tiled
 from deepsp.weights import partitioned
 
 _SETTINGS, _IS_TILED = "_deepsp_tile", "_deepsp_is_tiled"
-# What models of transformers call the part of a layer that works on each token alone.
+# Names of the token-wise part of a layer in models of transformers.
 _MLPS = ("*.mlp", "*.feed_forward", "*.ffn", "*.ff", "*.block_sparse_moe", "*.moe")
 _OTHER_TOWERS = re.compile(r"(^|[._])(vision|visual|audio|image)")
 
@@ -26,31 +26,32 @@ def tile(module: nn.Module, tokens: int | str = "auto", dim: int = 1) -> nn.Modu
     Activations inside the module exist for one tile only: backward computes each tile again. The
     module is changed in place; names, parameters and ``isinstance`` stay. Each parameter's gradient
     is summed over the tiles in float32 (float64 for float64), and accumulated once for a call;
-    ranks issue the same collectives whatever the number of their tiles. So DDP, FSDP2, DeepSpeed's
-    ZeRO, and :func:`deepsp.shard_parameters` work as without tiles. For ZeRO 3, tile before
-    ``deepspeed.initialize``: the module becomes a leaf module of its, gathered once for all tiles.
-    The gradient of a parameter that no token has used is zero, not None.
+    ranks issue the same collectives for any number of tiles. So DDP, FSDP2, DeepSpeed's ZeRO, and
+    :func:`deepsp.shard_parameters` work as without tiles. For ZeRO 3, tile before
+    ``deepspeed.initialize``: the module becomes a leaf module, gathered once for all tiles. The
+    gradient of a parameter that no token has used is zero, not None.
 
     The first call in each mode checks the module on a few tokens.
 
     Args:
         module: an MLP, a norm, experts, or an LM head. Its first tensor argument has the tokens.
             Tensor arguments with the same sizes (or 1) up to the tokens and as many tokens are cut
-            like it; the others are passed whole. Each output must have the tokens, too: alone in a
-            dimension, or with the dimensions before them (``[B * S, E]``).
-        tokens: of a tile; "auto": so many that a tile has as many rows, over the batch, as the
-            first tensor has features, and at least 512. The largest activation of a tile is then
-            about as large as one of the module's weights.
-        dim: dimension of the tokens in the first tensor argument.
+            like it; the others are passed in full. Each output must have the tokens, too: in a
+            separate dimension, or merged with the dimensions before them (``[B * S, E]``).
+        tokens: tokens of a tile; "auto": a tile has as many rows, over the batch, as the first
+            tensor has features, and at least 512. The largest activation of a tile is then about
+            as large as one of the module's weights.
+        dim: the dimension of the tokens in the first tensor argument.
 
     Returns:
         ``module``.
 
     Raises:
         ValueError: tokens or dim is invalid; the module has no forward, or is tiled, or contains a
-            tiled one. When it is called: it mixes tokens, has an output without tokens, writes to
-            its input or its buffers, communicates, or uses a tensor that requires gradients and is
-            neither a parameter nor an argument; ZeRO 3 doesn't gather it as a whole.
+            tiled one. When the module is called: it mixes tokens, has an output without tokens,
+            writes to its input or its buffers, communicates, or uses a tensor that requires
+            gradients and is neither a parameter nor an argument; ZeRO 3 gathers its submodules one
+            by one.
     """
     _check_arguments(tokens, dim)
     return _tile(module, type(module).__name__, tokens, dim)
@@ -64,16 +65,16 @@ def tile_(model: nn.Module, *patterns: str, tokens: int | str = "auto", dim: int
 
     Args:
         model: the model.
-        patterns: of names in ``model.named_modules()``, as ``fnmatch`` takes them; none: the MLPs
-            of models of transformers, by their names, but for those of vision and audio towers.
-        tokens: of a tile, as :func:`tile` takes them.
-        dim: dimension of the tokens in the first tensor argument.
+        patterns: patterns of names in ``model.named_modules()``, for ``fnmatch``; none: the MLPs
+            of models of transformers, by their names, except in vision and audio towers.
+        tokens: tokens of a tile, as in :func:`tile`.
+        dim: the dimension of the tokens in the first tensor argument.
 
     Returns:
         The names of the modules that were tiled.
 
     Raises:
-        ValueError: a pattern matches nothing, or what :func:`tile` refuses; no module is changed.
+        ValueError: a pattern matches nothing, or :func:`tile` refuses a module; none is changed.
     """
     _check_arguments(tokens, dim)
     modules = {name: m for name, m in model.named_modules() if name}
@@ -148,7 +149,7 @@ def _tile(module: nn.Module, name: str, tokens: int | str, dim: int) -> nn.Modul
 
 
 def untiled(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class that a tiled module's was made from; any other class itself."""
+    """The class before a module was tiled."""
     return cls.__base__ if _IS_TILED in vars(cls) else cls
 
 
@@ -170,7 +171,7 @@ def _tiled_class(cls: type[nn.Module]) -> type[nn.Module]:
         "__reduce_ex__": reduce,
         "__module__": cls.__module__,
         _IS_TILED: True,
-        "_get_name": lambda self: cls.__name__,  # what it is printed as
+        "_get_name": lambda self: cls.__name__,  # for printing
     }
     tiled = type(f"Tiled{cls.__name__}", (cls,), members)
     return tiled

@@ -1,4 +1,4 @@
-"""What a module computes with, and how other tensors take its place for a while."""
+"""The weights of a tiled module, and their temporary replacement by other tensors."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ _ABSENT = object()
 
 
 class Weights:
-    """The parameters of a module and its submodules, each once. Those that
-    :func:`deepsp.shard_parameters` has sharded are gathered here, once, in an order that is the
-    same on every rank."""
+    """The parameters of a module and its submodules, each once. Gathers those that
+    :func:`deepsp.shard_parameters` has sharded, once, in the same order on every rank."""
 
     def __init__(self, module: nn.Module, name: str):
         check_gathered_as_a_whole(name, module)
         self.tensors: list[Tensor] = []
-        # For each, the dictionaries and keys under which the module finds it.
+        # For each tensor, the dictionaries and keys in which the module finds it.
         self._places: list[list[tuple[dict, str | int]]] = []
         known: dict[tuple, int] = {}
 
@@ -55,7 +54,7 @@ class Weights:
 
     @contextlib.contextmanager
     def replaced(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """The module computes with ``tensors`` in here."""
+        """In this context, the module computes with ``tensors``."""
         before = []
         try:
             for tensor, places in zip(tensors, self._places, strict=True):
@@ -81,8 +80,8 @@ def _check(parameter: Tensor, key: str, name: str) -> None:
 
 
 class ShardedChildren:
-    """Submodules that FSDP2 shards by themselves. Their hooks gather and reduce for each call: they
-    run once for all tiles, as if the tiled module's call were theirs."""
+    """Submodules that FSDP2 shards separately. Their hooks, which gather and reduce, run once for
+    all tiles, around the tiled module's call."""
 
     def __init__(self, module: nn.Module, name: str):
         self._children = [
@@ -98,7 +97,7 @@ class ShardedChildren:
         self._name = name
 
     def gather(self, x: Tensor) -> Tensor:
-        """``x``, whose gradient lets them reduce theirs."""
+        """Runs their pre-forward hooks; ``x``'s backward then reduces their gradients."""
         for child, state in zip(self._children, self._states, strict=True):
             dtype = state._mp_policy.param_dtype
             if state._mp_policy.cast_forward_inputs and dtype not in (None, x.dtype):
@@ -111,14 +110,14 @@ class ShardedChildren:
         return x
 
     def free(self, x: Tensor, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """``outputs``, whose gradients let them gather again."""
+        """Runs their post-forward hooks; the outputs' backward then gathers again."""
         for child, state in reversed(list(zip(self._children, self._states, strict=True))):
             outputs = state._post_forward(child, (x,), outputs)
         return outputs
 
     @contextlib.contextmanager
     def left_alone(self) -> Iterator[None]:
-        """Calls of them gather and reduce nothing in here."""
+        """In this context, calls of the submodules neither gather nor reduce."""
         before = []
         for child, state in zip(self._children, self._states, strict=True):
             for hooks, handle in (

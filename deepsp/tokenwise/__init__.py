@@ -1,1 +1,1 @@
-"""Whether a module or model works on each token alone: dry runs say so."""
+"""Checks by dry runs that a module or model works on each token alone."""

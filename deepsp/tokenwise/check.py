@@ -1,10 +1,9 @@
-"""Whether a model works on each token alone, but for attention through deepsp.
+"""Checks that a model works on each token alone, except for attention through deepsp.
 
-Dry runs of one row say so, without attention: what stands in for it works on each token, so in a
-right model nothing that one token has may be seen in another. A batch holds the row, the row with
-another token in a few places, and the row with NaN for these tokens' embeddings: NaN passes through
-whatever depends on it, however little. Where something shows, a further run finds the innermost
-module that got what is each token's own, and returned what isn't.
+The dry runs replace attention by a function that works on each token, so in a right model no token
+may affect another. A batch holds one row, the row with another token in a few places, and the row
+with NaN for these tokens' embeddings: NaN reaches everything that depends on it. If a token affects
+another one, a further run finds the innermost module with token-wise inputs and other outputs.
 """
 
 from __future__ import annotations
@@ -22,34 +21,35 @@ from deepsp.attention.layer import SequenceParallelAttention
 from deepsp.attention.module import DistributedAttention
 from deepsp.tokenwise.probe import Probe, as_it_was, stand_in, tensors_in
 
-_LEAST = 4  # tokens of an example
+_LEAST = 4  # tokens in an example
 
 
 def check(model: nn.Module, example: Tensor | Sequence[Any] | Mapping[str, Any]) -> None:
-    """Raises unless ``model`` computes the same on sharded sequences as in one process: all of it
-    must work on each token alone, but for attention through deepsp
+    """Raises unless ``model`` computes the same on sharded sequences as in one process: it must
+    work on each token alone, except for attention through deepsp
     (:class:`deepsp.DistributedAttention`, :class:`deepsp.SequenceParallelAttention`,
     :func:`deepsp.distributed_attention`). ::
 
         deepsp.check(model, (batch["input_ids"], batch["position_ids"], seq_lens))
 
-    Runs the model on one row of the example, two to four times: without gradients, without dropout
-    and attention, with its hooks and the collectives that its weights need, so every rank calls it.
+    Runs the model on one row of the example, two to four times: without gradients, dropout and
+    attention, but with its hooks and the collectives that its weights need. So every rank calls it.
     Random number generators, buffers and modes are restored. Call it once, before training.
 
     Args:
-        model: a module; how it is called is ``example``'s business.
+        model: a module; ``example`` says how to call it.
         example: the arguments of a call: a tuple, a mapping of keyword arguments, or one tensor.
             Tensors [B, S_r, ...], [1, S_r, ...] and [S_r], of the first one's batch and length, are
-            per token. Leave labels out: a loss is made of all tokens. A short example costs less.
+            per token. Leave labels out, since a loss depends on all tokens. A short example costs
+            less.
 
     Raises:
         ValueError: a module mixes tokens (by name and type); an output is computed from several
-            tokens, such as a pooled one; outputs depend on how many tokens a rank has, or on their
-            places, as where a model makes its own positions; the model couldn't be run, or the
+            tokens, such as a pooled one; outputs depend on a rank's number of tokens, or on their
+            positions, as when a model makes its own positions; the model couldn't be run, or the
             example has fewer than four tokens.
     """
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    model = getattr(model, "_orig_mod", model)  # inside torch.compile
     _Check(model, *_arguments(example)).check()
 
 
@@ -89,7 +89,7 @@ class _Check(Probe):
         self.rank, self.size, _ = next(members, default)
 
     def _token_dim(self, x: Any) -> int | None:
-        """Of an argument: of a batch, or the same for all its rows."""
+        """The token dimension of an argument with a batch, or with one row for all."""
         if not isinstance(x, Tensor) or x.dim() == 0:
             return None
         batch, length = self.shape
@@ -113,7 +113,7 @@ class _Check(Probe):
         with as_it_was(self.model), _without_attention(self.model):
             try:
                 output = self._call(values, ids)
-            except Exception:  # NaN may be what it can't take
+            except Exception:  # the model may not take NaN
                 values[self.tokens], ids = ids, None
                 output = self._call(values, ids)
             outputs = self.outputs(output, lambda hooks: self._call(values, ids, hooks))
@@ -126,7 +126,7 @@ class _Check(Probe):
             self._check_tail([name for name, _, _ in outputs], [x for _, _, x in outputs])
 
     def _check_tail(self, names: list[str], full: list[Tensor]) -> None:
-        """The row's last tokens alone, with whatever was passed for them."""
+        """Runs the row's last tokens alone, with the arguments of these tokens."""
         begin = self.length // 2
         values = []
         for x in self.values:
@@ -153,13 +153,13 @@ class _Check(Probe):
         return all(isinstance(n, int) for n in x) and x[self.rank] == self.length
 
     def _of_row(self, x: Any) -> Any:
-        """An argument for as many rows as are run."""
+        """An argument, repeated for the batch of the dry run."""
         if not isinstance(x, Tensor) or x.dim() < 2 or x.size(0) != self.shape[0]:
             return x
         return x[:1].repeat(self.count, *[1] * (x.dim() - 1))
 
     def _call(self, values: list, ids: Tensor | None, hooks: Sequence = ()) -> Any:
-        """ids: embeddings of these are poisoned."""
+        """Calls the model. ``ids``: poisons the embeddings of these; None: none."""
         args = [x for n, x in zip(self.names, values, strict=True) if isinstance(n, int)]
         kwargs = {n: x for n, x in zip(self.names, values, strict=True) if isinstance(n, str)}
         embeddings = [m for m in self.model.modules() if isinstance(m, nn.Embedding)]
@@ -181,7 +181,7 @@ _KINDS = (DistributedAttention, SequenceParallelAttention)
 
 @contextlib.contextmanager
 def _without_attention(model: nn.Module) -> Iterator[None]:
-    """The stand-in in place of deepsp's modules and its function."""
+    """Replaces deepsp's attention modules and function by the stand-in."""
 
     def of_module(module: DistributedAttention):
         return lambda q, k, v, *args, **kwargs: stand_in(q, k, v, module.layout.index("h"))
@@ -200,8 +200,8 @@ def _without_attention(model: nn.Module) -> Iterator[None]:
         for m in model.modules():
             if isinstance(m, _KINDS):
                 replaced.append((m, vars(m).get("forward")))
-                of = of_module if isinstance(m, DistributedAttention) else of_layer
-                vars(m)["forward"] = of(m)
+                make = of_module if isinstance(m, DistributedAttention) else of_layer
+                vars(m)["forward"] = make(m)
         with _InPlaceOfTheOp():
             yield
     finally:

@@ -1,7 +1,8 @@
-"""Dry runs in which a token is changed, or NaN: what other tokens show of it, and what was written.
+"""Dry runs in which a token is changed, or NaN, to find outputs of other tokens that depend on it,
+and writes to inputs and buffers.
 
-For models (:func:`deepsp.check`, and that of transformers' models) and for modules that run by
-tiles. All is restored afterwards.
+For models (:func:`deepsp.check`, and the check of transformers' models) and for tiled modules. All
+state is restored afterwards.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
 
 class Probe:
-    """A model on a batch of changed rows.
+    """Runs a model on a batch of changed rows.
 
     Args:
-        model: whose forward is run.
+        model: the model.
         length: the number of tokens of a row.
-        places: the tokens that are changed: row ``1 + i`` has another token in ``places[i]``, row
+        places: the changed tokens: row ``1 + i`` has another token in ``places[i]``, row
             ``1 + len(places) + i`` NaN.
     """
 
@@ -33,7 +34,7 @@ class Probe:
         self.dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
 
     def check_batch_norms(self) -> None:
-        """In evaluation, as the probes run, they work on each token alone."""
+        """Raises for batch norms that mix tokens: the probes run in evaluation, where none do."""
         for name, m in self.model.named_modules():
             alone = isinstance(m, SyncBatchNorm) or not isinstance(m, _BatchNorm)
             if not alone and (m.training or m.running_mean is None):
@@ -44,7 +45,7 @@ class Probe:
                 )
 
     def by_token(self, tensor: Tensor) -> Tensor | None:
-        """[rows, tokens, ...]; None if that isn't what it is of."""
+        """The tensor as [rows, tokens, ...]; None if it doesn't have these dimensions."""
         shape, b, t = list(tensor.shape), self.count, self.length
         if b in shape and t in shape and (b != t or shape.count(b) > 1):
             rows = shape.index(b)
@@ -55,13 +56,12 @@ class Probe:
         return None
 
     def mixed(self, rows: Tensor) -> bool:
-        """Whether other tokens than the one that was changed are others in a row than in the
-        first."""
+        """Whether a row differs from the first one in other tokens than the changed one."""
         places = enumerate(self.places * 2, 1)
-        return any(others_differ(rows[0], rows[row], at, self.dtypes) for row, at in places)
+        return any(others_differ(rows[0], rows[row], place, self.dtypes) for row, place in places)
 
     def mostly_differ(self, then: Tensor, now: Tensor, feature_dims: Sequence[int] = (-1,)) -> bool:
-        """Whether most tokens do: a few may have been sent to other experts, by rounding."""
+        """Whether most tokens differ. A few may: rounding may send them to other experts."""
         return bool(differ(then, now, self.dtypes).any(feature_dims).double().mean() > 0.5)
 
     def poison(self, x: Tensor) -> Tensor:
@@ -78,8 +78,8 @@ class Probe:
         embeddings: Sequence[nn.Module] = (),
         is_batch: Callable[[tuple, Any], bool] = lambda args, output: True,
     ) -> Any:
-        """Runs ``call`` and returns its result. Meanwhile the outputs of ``embeddings`` get NaN for
-        the changed tokens, where ``is_batch(arguments, output)`` is true. Removes all hooks."""
+        """Runs ``call`` and returns its result. Hooks put NaN into the outputs of ``embeddings``
+        for the changed tokens, if ``is_batch(arguments, output)`` is true. Removes all hooks."""
 
         def poison(module, args, output):
             return self.poison(output) if is_batch(args, output) else None
@@ -98,10 +98,10 @@ class Probe:
     def outputs(
         self, output: Any, call: Callable[[list], Any]
     ) -> list[tuple[str, Tensor, Tensor | None]]:
-        """Names and tensors of an output, and these by token. ``call(hooks)`` runs the model again.
+        """Names, tensors, and tensors by token of an output. ``call(hooks)`` runs the model again.
 
         Raises:
-            ValueError: one mixes tokens.
+            ValueError: an output mixes tokens.
         """
         found = [(name, x, self.by_token(x)) for name, x in tensors_in(output)]
         for name, _, rows in found:
@@ -110,7 +110,8 @@ class Probe:
         return found
 
     def who(self, call: Callable[[list], Any], output: str) -> str:
-        """Which module mixes tokens. ``call(hooks)`` runs the model, and removes the hooks."""
+        """A text that names the module that mixes tokens. ``call(hooks)`` runs the model, and
+        removes the hooks."""
         mixing: list[str] = []
 
         def after(module, args, kwargs, result):
@@ -144,7 +145,7 @@ class Probe:
         )
 
     def _raising(self, error: Exception) -> str:
-        """The innermost module in whose forward an error was raised."""
+        """The innermost module whose forward raised an error."""
         inner, trace = self.model, error.__traceback__
         while trace is not None:
             if isinstance(module := trace.tb_frame.f_locals.get("self"), nn.Module):
@@ -155,15 +156,15 @@ class Probe:
 
 
 def stand_in(query: Tensor, key: Tensor, value: Tensor, heads: int) -> Tensor:
-    """In place of attention: on each token alone, it keeps all that the token's query, key and
-    value have. heads: their dimension."""
+    """A function of each token alone, in place of attention. It depends on the token's query, key
+    and value. heads: their dimension."""
     readers = query.size(heads) // key.size(heads)
     key, value = (x.repeat_interleave(readers, heads) for x in (key, value))
     return value + (query.mean(-1, keepdim=True) + key.mean(-1, keepdim=True))
 
 
 def tensors_in(value: Any, name: str = "output") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of what a module takes or returns, by name."""
+    """The tensors in a module's inputs or outputs, by name."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping):
@@ -181,8 +182,8 @@ def name_in(model: nn.Module, module: nn.Module) -> str:
 
 @contextlib.contextmanager
 def as_it_was(model: nn.Module) -> Iterator[None]:
-    """Evaluation without gradients; modes, random numbers, buffers and what modules remember in
-    numbers and tensors (the longest sequence, say) are as before then."""
+    """Evaluation without gradients. Restores modes, random numbers, buffers, and numbers and
+    tensors in modules' attributes (the longest sequence so far, say)."""
     modules, buffers = list(model.modules()), Buffers(model)
     remembered = [{n: v for n, v in vars(m).items()
                    if isinstance(v, (bool, int, float, str, Tensor))} for m in modules]  # fmt: skip
@@ -198,7 +199,7 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def evaluation(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, not by ``eval()``, in which some modules do more."""
+    """Evaluation mode. Doesn't call ``eval()``, which some modules override."""
     modes = [(m, m.training) for m in model.modules()]
     try:
         for m, _ in modes:
@@ -210,7 +211,7 @@ def evaluation(model: nn.Module) -> Iterator[None]:
 
 
 class Buffers:
-    """The buffers of a model as they are now."""
+    """A copy of a model's buffers, to find and undo writes."""
 
     def __init__(self, model: nn.Module):
         self._known = [
@@ -221,7 +222,7 @@ class Buffers:
         ]
 
     def written(self) -> tuple[nn.Module, str] | None:
-        """The owner and the name of the first that isn't as it was."""
+        """The owner and name of the first buffer that was written."""
         for owner, name, x, then, content in self._known:
             if owner._buffers[name] is not x or _is_written(x, then, content):
                 return owner, name
@@ -240,7 +241,7 @@ def version(x: Tensor) -> int:
 
 
 def _is_written(x: Tensor, then: int, content: Tensor) -> bool:
-    """By content, too: batch_norm changes no version."""
+    """Compares contents, too: batch_norm changes no version."""
     if version(x) != then:
         return True
     return not (
@@ -251,13 +252,13 @@ def _is_written(x: Tensor, then: int, content: Tensor) -> bool:
 
 
 def is_rough(dtypes: Iterable[torch.dtype]) -> bool:
-    """Whether numbers are rounded so that a few tokens may be sent to other experts."""
+    """Whether rounding may send a few tokens to other experts."""
     return any(d.is_floating_point and torch.finfo(d).eps > 1e-6 for d in dtypes)
 
 
 def differ(then: Tensor, now: Tensor, dtypes: Iterable[torch.dtype]) -> Tensor:
-    """Where two outputs differ by more than rounding, which differs with the sizes of products, or
-    the second one alone has NaN. ``dtypes``: of what they were computed from."""
+    """Where two outputs differ by more than rounding, or only the second one has NaN. Rounding
+    depends on the sizes of products. ``dtypes``: of inputs and weights."""
     then, now = then.double(), now.double()
     finite = then[then.isfinite()].abs()
     border = (0.1 if is_rough(dtypes) else 5e-3) * (finite.max() if finite.numel() else 0.0)
@@ -265,8 +266,8 @@ def differ(then: Tensor, now: Tensor, dtypes: Iterable[torch.dtype]) -> Tensor:
 
 
 def others_differ(then: Tensor, now: Tensor, place: int, dtypes: Iterable[torch.dtype]) -> bool:
-    """Whether other tokens (dimension 0) than the one in ``place`` differ: NaN passes through what
-    depends on it; without NaN, what was chosen by comparing tokens, or follows from their ids."""
+    """Whether tokens (dimension 0) other than the one in ``place`` differ. NaN shows what depends
+    on a token; another token shows choices that compare tokens, or depend on their ids."""
     off = differ(then, now, dtypes)
     off[place] = False
     return bool(off.any())

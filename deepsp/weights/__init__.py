@@ -1,1 +1,1 @@
-"""Parameters that every rank holds a part of; how they are gathered and used."""
+"""Parameters that are sharded over ranks: how they are gathered and used."""

@@ -1,10 +1,9 @@
-"""What ``module.weight`` is where the parameter is sharded.
+"""What ``module.weight`` returns for a sharded parameter.
 
-In a forward: the full parameter, gathered, a :class:`GatheredWeight`. What is written to it would
-be lost, and is an error. Elsewhere: a :class:`ShardedWeight`, which has the full shape and takes
-writes that each rank can do on its own rows. To read it is a collective, and so has to be said:
-:func:`full_parameters`.
-"""
+In a forward: a :class:`GatheredWeight`, the full parameter. A write to it would be lost, and
+raises. Elsewhere: a :class:`ShardedWeight`, with the full shape and no data. It takes writes that
+each rank can do on its own rows. Reading is a collective, so it must be explicit:
+:func:`full_parameters`."""
 
 from __future__ import annotations
 
@@ -22,16 +21,16 @@ from deepsp.weights.rows import shard_key
 if TYPE_CHECKING:
     from deepsp.weights.shards import Shards
 
-# What fills a tensor with random numbers, or with what depends on its shape.
+# Functions that fill a tensor with random numbers.
 _FILLS = {
     "normal", "uniform", "bernoulli", "exponential", "geometric", "cauchy", "log_normal", "random",
 }  # fmt: skip
 
 
 class ShardedWeight(Tensor):
-    """A sharded parameter outside of a forward, or rows of it: shape and dtype of the full one, no
-    data. Writes by element, random ones too, go to this rank's rows, as in PyTorch; every rank
-    makes them. Whatever reads contents raises."""
+    """A sharded parameter outside of a forward, or rows of it: the full shape and dtype, no data.
+    Writes by element, random ones too, go to this rank's rows; every rank makes them. A read
+    raises."""
 
     @staticmethod
     def __new__(cls, shards: Shards, index: int, rows: range | int | None = None, detached=False):
@@ -60,7 +59,7 @@ class ShardedWeight(Tensor):
         self._refuse("pickle")
 
     def is_all_of(self, shards: Shards) -> bool:
-        """Whether this is a parameter of ``shards``, and not rows of one, or its data."""
+        """Whether this is a full parameter of ``shards``, not some rows or its ``data``."""
         return self._shards is shards and self._rows is None and not self._detached
 
     @property
@@ -154,17 +153,18 @@ class ShardedWeight(Tensor):
                         self._refuse("writing a tensor at these indices")
                     rows = self._at(first, "writing at these indices")
                     if isinstance(rows._rows, int):
-                        mine = rows._mine()
-                        if mine is not None:
-                            mine[tuple(rest)] = value
+                        local = rows._local_rows()
+                        if local is not None:
+                            local[tuple(rest)] = value
                     else:
-                        rows._mine()[(slice(None), *rest)] = value
+                        rows._local_rows()[(slice(None), *rest)] = value
                     return
                 self = self._at(index, "writing at these indices")
                 func = Tensor.copy_ if isinstance(value, Tensor) else Tensor.fill_
                 args, name = (self, value), "copy"
             if name in _FILLS or initializes:
-                # Every rank draws the full one, from the same generator, and takes its rows.
+                # Every rank draws the full tensor, from the same generator state, and takes its
+                # rows.
                 parameter = self.parameter
                 full = torch.empty(self.shape, dtype=parameter.dtype, device=parameter.device)
                 args, kwargs = tree_map(lambda x: full if x is self else x, (args, kwargs))
@@ -187,9 +187,8 @@ class ShardedWeight(Tensor):
         (own,) = self._shards.infos[self.index].rows.ranges()
         return own
 
-    def _mine(self) -> Tensor | None:
-        """Those of these rows that this rank has; None where these are a single one that it has
-        not."""
+    def _local_rows(self) -> Tensor | None:
+        """This rank's part of these rows; None for a single row of another rank."""
         shard, (begin, end) = self.parameter, self._range()
         if self._rows is None and self.dim() == 0:
             return shard.view(()) if len(shard) > 0 else None
@@ -201,11 +200,11 @@ class ShardedWeight(Tensor):
         return shard[first - begin : max(first, last) - begin]
 
     def _part_of(self, x: Tensor, name: str) -> Tensor | None:
-        """What of a tensor meets this rank's rows."""
+        """The elements of a tensor for this rank's rows."""
         if isinstance(x, ShardedWeight):
             if x._rows != self._rows or x.shape != self.shape or x._range() != self._range():
                 self._refuse(f"{name}_ with {x!r}")
-            return x._mine()
+            return x._local_rows()
         if x.dim() == 0 or isinstance(self._rows, int) or self.dim() == 0:
             return x
         begin, end = self._range()
@@ -215,7 +214,7 @@ class ShardedWeight(Tensor):
         return x.expand(self.shape)[first - start : max(first, last) - start]
 
     def _at(self, index, what: str) -> ShardedWeight:
-        """A row, or rows that follow each other."""
+        """A row, or consecutive rows."""
         length = self.shape[0] if self.dim() > 0 else 0
         start = self._rows.start if isinstance(self._rows, range) else 0
         if isinstance(self._rows, int) or self.dim() == 0:
@@ -236,11 +235,11 @@ class ShardedWeight(Tensor):
 
 
 class GatheredWeight(Tensor):
-    """A sharded parameter in a forward: the gathered copy. For the rest a plain tensor, but
-    ``data`` shares its version, by which writes are noticed."""
+    """A sharded parameter in a forward: the gathered copy. A plain tensor, except that ``data``
+    shares its version counter, so that writes are detected."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
-    _is_param = True  # as it is without sharding; compiled functions take it so
+    _is_param = True  # for compiled functions, as without sharding
 
     @property
     def data(self) -> Tensor:
@@ -255,19 +254,19 @@ class GatheredWeight(Tensor):
 
 
 class Writes:
-    """Notices writes to gathered parameters, which don't reach the shards."""
+    """Detects writes to gathered parameters, which don't reach the shards."""
 
     def __init__(self):
-        self._handed_out: list[tuple[Tensor, int, str]] = []
+        self._watched: list[tuple[Tensor, int, str]] = []
 
     def watch(self, full: Tensor, name: str) -> Tensor:
         if full.is_inference():  # it has no version
             return full
-        if len(self._handed_out) > 512:  # parts of the module are called, and not the module
+        if len(self._watched) > 512:  # calls of the module's parts never check
             self.check()
         version = full.detach()
-        version.data = torch.empty(0, dtype=full.dtype, device=full.device)  # no memory is held
-        self._handed_out.append((version, version._version, name))
+        version.data = torch.empty(0, dtype=full.dtype, device=full.device)  # holds no memory
+        self._watched.append((version, version._version, name))
         return full.as_subclass(GatheredWeight)
 
     def check(self) -> None:
@@ -275,8 +274,8 @@ class Writes:
         Raises:
             RuntimeError: one of them was written to.
         """
-        handed_out, self._handed_out = self._handed_out, []
-        for version, then, name in handed_out:
+        watched, self._watched = self._watched, []
+        for version, then, name in watched:
             if version._version != then:
                 raise RuntimeError(
                     f"{name} is sharded, and was written to in a forward, where it is a gathered "
@@ -286,12 +285,12 @@ class Writes:
 
 
 def in_a_forward() -> bool:
-    """Whether a module is being called: its forward is on the stack."""
+    """Whether a module's forward is on the stack."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code is nn.Module._call_impl.__code__:
             module = frame.f_locals["self"]
-            # A parametrization is called by whoever reads.
+            # Any read calls a parametrization, so it is no forward.
             if not isinstance(module, ParametrizationList) and not hasattr(module, "right_inverse"):
                 return True
         frame = frame.f_back

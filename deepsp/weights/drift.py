@@ -1,12 +1,11 @@
-"""Weights that drift apart, since nothing sums their gradients over the group: found on the steps
-after the first, second, fourth, ... update.
+"""Detects weights that drift apart because their gradients aren't summed over the group: on the
+steps after the first, second, fourth, ... update.
 
-The loss sees the weight that makes the logits, through autograd's graph. Every rank applies all of
-it to its tokens, so it must be alike on all ranks whatever else is sharded or differs; other
-weights may differ rightly (experts, say). A projection of a few of its elements travels in the
-loss's own all-reduce: no rank sends or waits more than another, and a rank that knows no such
-weight (compiled, frozen, sharded, tied to something else) says so, and then nothing is compared.
-"""
+The loss finds the weight that makes the logits through autograd's graph. Every rank applies the
+full weight to its tokens, so it must be the same on all ranks; other weights may differ (experts,
+say). A projection of a few of its elements is sent with the loss's all-reduce, so no rank sends or
+waits more. A rank that doesn't know the weight (compiled, frozen, sharded, tied to something else)
+sends zeros, and then nothing is compared."""
 
 from __future__ import annotations
 
@@ -18,16 +17,16 @@ from deepsp.weights.partitioned import is_partitioned
 from deepsp.weights.shard_gradient import is_built, shard_member
 
 SIZE = 4
-"""How many float64 numbers travel."""
+"""How many float64 numbers are sent."""
 
 _SAMPLE = 64  # elements
-# Of their norm. Ranks on different machines may round updates differently.
+# Relative to their norm. Different machines may round updates differently.
 _TOLERANCE = 1e-4
-_UPDATES = "_deepsp_updates"  # an attribute of the weight: its version, and how often it changed
-_AVERAGED = "_deepsp_averaged"  # likewise: the group whose loss averages its gradients, if any
+_UPDATES = "_deepsp_updates"  # attribute of the weight: its version, and its number of updates
+_AVERAGED = "_deepsp_averaged"  # likewise: the group whose loss averages its gradients, or None
 
 _PRODUCTS = ("AddmmBackward0", "MmBackward0", "LinearBackward0", "BmmBackward0")
-# What may lie between a product and the logits, or a weight and its product.
+# Nodes that may lie between a product and the logits, or a weight and its product.
 _AROUND = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "ToCopyBackward0",
            "TBackward0", "TransposeBackward0", "PermuteBackward0", "ExpandBackward0",
            "SliceBackward0", "MulBackward0", "DivBackward0", "TanhBackward0",
@@ -35,7 +34,7 @@ _AROUND = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "ToC
 
 
 def weight_of(logits: Tensor) -> nn.Parameter | None:
-    """The weight whose product with hidden states the logits are."""
+    """The weight that the hidden states are multiplied with to make the logits."""
     node = logits.grad_fn
     for _ in range(12):
         if node is None or node.name() in _PRODUCTS:
@@ -54,9 +53,9 @@ def weight_of(logits: Tensor) -> nn.Parameter | None:
     return None
 
 
-def said_of(weight: Tensor | None, average_gradients: bool, group: str) -> list[float]:
-    """What this rank adds to the all-reduce: zeros unless the weight has changed, and for the
-    first, second, fourth, ... time."""
+def summand_of(weight: Tensor | None, average_gradients: bool, group: str) -> list[float]:
+    """This rank's numbers for the all-reduce: zeros unless the weight has changed for the first,
+    second, fourth, ... time."""
     nothing = [0.0] * SIZE
     if weight is None or not isinstance(weight, nn.Parameter) or not _is_whole(weight):
         return nothing
@@ -73,12 +72,12 @@ def said_of(weight: Tensor | None, average_gradients: bool, group: str) -> list[
     return [1.0, value, value * value, sample.dot(sample).item()]
 
 
-def check(weight: Tensor | None, said: list[float], totals: Tensor, size: int) -> None:
+def check(weight: Tensor | None, summand: list[float], totals: Tensor, size: int) -> None:
     """
     Raises:
-        ValueError: on every rank, where all ranks know the weight, and it differs between them.
+        ValueError: on every rank, if all ranks know the weight and it differs.
     """
-    if said[0] == 0:
+    if summand[0] == 0:
         return
     known, value, square, norm = totals.tolist()
     if known == size and size * square - value**2 > _TOLERANCE**2 * norm * size:
@@ -105,4 +104,4 @@ def _is_whole(weight: Tensor) -> bool:
         or weight.is_meta
     ):
         return False
-    return weight.untyped_storage().size() > 0  # FSDP frees what it has gathered
+    return weight.untyped_storage().size() > 0  # FSDP frees gathered weights

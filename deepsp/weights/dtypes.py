@@ -1,5 +1,5 @@
-"""What a module computes with gathered parameters must have their dtype: who forgets autocast is
-told, in place of PyTorch's own error about a product's dtypes."""
+"""Checks that a module's input has the dtype of its gathered parameters, and advises autocast in
+place of PyTorch's error about a product's dtypes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import torch
 from torch import Tensor, nn
 
-# Forwards that take one dtype only, by the name of the argument that must have it.
+# Forwards that take one dtype only, by the argument that must have it.
 _STRICT = {
     cls.forward.__code__: name
     for cls, name in (
@@ -25,8 +25,7 @@ _FRAMES = 12  # from the read of a parameter to the forward that reads it
 def check_input_dtype(name: str, gathered: torch.dtype, shard: Tensor) -> None:
     """
     Raises:
-        ValueError: the module whose forward reads the parameter would multiply it with an input of
-            another dtype.
+        ValueError: the input of the module that reads the parameter has another dtype.
     """
     if torch.is_autocast_enabled(shard.device.type):
         return
@@ -46,7 +45,7 @@ def check_input_dtype(name: str, gathered: torch.dtype, shard: Tensor) -> None:
 
 
 def explain_dtypes(error: BaseException | None, infos: list, parameters: list) -> None:
-    """Adds advice to an error about dtypes that a module's forward raises."""
+    """Adds advice to an error about dtypes from a module's forward."""
     if not isinstance(error, RuntimeError) or not _DTYPES.search(str(error)):
         return
     for info, parameter in zip(infos, parameters, strict=True):

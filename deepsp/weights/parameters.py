@@ -1,4 +1,4 @@
-"""Parameters that every rank holds a part of, gathered in a narrow dtype while they are used."""
+"""Shards parameters over ranks, and gathers them in a narrow dtype for use."""
 
 from __future__ import annotations
 
@@ -27,30 +27,29 @@ def shard_parameters(
     reshard_after_forward: bool = True,
     prefetch_bytes: int = 64 << 20,
 ) -> nn.Module:
-    """Leaves each rank a part of every parameter, gathered in ``dtype`` while it is used.
+    """Shards every parameter over ``group``, and gathers it in ``dtype`` for use.
 
-    In place: a parameter becomes this rank's rows of it (dimension 0 split like
-    ``torch.tensor_split``), the same ``nn.Parameter`` object, in the dtype that it had; so
-    optimizers made before or after see it. What the module computes with is gathered when it is
-    used, cast first, and freed after use; autograd keeps nothing of it but gathers again in
-    backward. The gathers of what is used next travel meanwhile, after a first step that records the
-    order. The gradient of a shard is its rows' sum over the ranks; zero, where the parameter was
-    used but had no part in the loss.
+    In place: a parameter becomes this rank's rows (dimension 0 split like ``torch.tensor_split``).
+    It stays the same ``nn.Parameter`` object with its dtype, so optimizers made before or after
+    see it. Before a use, the rows are cast and gathered; after it, the gathered copy is freed.
+    autograd keeps nothing of it but gathers again in backward. The first step records the order of
+    uses; from then on, the next gathers are in flight meanwhile. The gradient of a shard is the sum
+    of its rows over the ranks; zero if the parameter was used but had no part in the loss.
 
-    Every rank makes the same calls in the same order, and holds the same parameters before.
+    Every rank makes the same calls in the same order, with the same parameters.
 
     Args:
         module: any module but RNNs; a parameter that several submodules share is sharded once.
-        group: whose ranks share the parameters.
-        dtype: of the gathered parameters; or a function of name and parameter that gives it.
-        reduce_dtype: in which gradients, which travel in ``dtype``, are summed.
-        min_numel: a parameter with fewer elements is left alone, and full on every rank.
-        skip: a function of name and parameter; where it is true, the parameter is left alone.
-            What is left alone is yours to reduce: :func:`deepsp.sync_gradients` does it.
+        group: the ranks over which parameters are sharded.
+        dtype: of the gathered parameters; or a function of name and parameter that returns it.
+        reduce_dtype: the dtype in which gradients, which are sent in ``dtype``, are summed.
+        min_numel: a parameter with fewer elements stays full on every rank.
+        skip: a function of name and parameter; if it returns true, the parameter stays full on
+            every rank. Reduce the gradients of such parameters: :func:`deepsp.sync_gradients`.
         gradient_reduction: "sum", or "mean": the sum divided by the number of ranks.
         reshard_after_forward: False keeps in memory what autograd saves of gathered parameters.
-        prefetch_bytes: at most so many gathered bytes, or one parameter if it is larger, travel or
-            lie ready besides what is in use; 0: every parameter is gathered alone, when it is used.
+        prefetch_bytes: at most this many gathered bytes, or one parameter if it is larger, are in
+            flight or unused ahead of time; 0: each parameter is gathered alone, when it is used.
 
     Returns:
         ``module``.
@@ -61,8 +60,8 @@ def shard_parameters(
             parameters, or hold different values of parameters or persistent buffers.
 
     Outside of a forward, ``module.weight`` takes writes by element and random ones, which go to the
-    shards; :func:`deepsp.full_parameters` gathers, for reading and for any write.
-    ``module.to(dtype)`` changes the dtype of the shards and that in which they are gathered.
+    shards. :func:`deepsp.full_parameters` gathers, for reading and for any write.
+    ``module.to(dtype)`` changes the dtype of the shards and the one in which they are gathered.
 
     The sharding is that of ZeRO-3 (Rajbhandari et al., 2020, arXiv:1910.02054).
     """
@@ -129,8 +128,8 @@ def shard_parameters(
 
 def _assign_parameters(owner: type[nn.Module]) -> None:
     """Lets ``module.weight = nn.Parameter(...)`` set a sharded parameter; PyTorch would register a
-    second one beside it, and refuse. ``owner``: the class that the parametrization has made for the
-    module."""
+    second one beside it, and refuse. ``owner``: the class that register_parametrization made for
+    the module."""
     if "register_parameter" in vars(owner):
         return
     register = owner.register_parameter
@@ -160,11 +159,11 @@ def _check(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> None:
 
 
 def _check_ranks_agree(member: Member, parameters) -> None:
-    said = [
+    items = [
         (f"parameter {i}", f"{n}: {p.dtype} {list(p.shape)}, gathered in {d}")
         for i, (n, p, d) in enumerate(parameters)
     ]
-    found = first_difference(said, member)
+    found = first_difference(items, member)
     if found is not None:
         raise found.error(
             f"module: {found.name}",
@@ -173,8 +172,8 @@ def _check_ranks_agree(member: Member, parameters) -> None:
 
 
 def sharded_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Shards, int]]:
-    """(name of the full parameter, shard, its Shards, its index there) for every sharded
-    parameter of the module; one that several submodules share once for each."""
+    """(name of the full parameter, shard, its Shards, its index there) for every sharded parameter
+    of the module; for a tied one, once for each module."""
     for prefix, owner in module.named_modules():
         if not parametrize.is_parametrized(owner):
             continue
@@ -187,17 +186,16 @@ def sharded_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, S
 
 @contextlib.contextmanager
 def full_parameters(module: nn.Module) -> Iterator[None]:
-    """In here, ``module.weight`` and whatever else is sharded in ``module`` is full, for reading
-    and writing, in the dtype of the shards. Every rank enters and leaves. ::
+    """In this context, sharded parameters of ``module`` are full, for reading and writing, in the
+    dtype of the shards. Every rank enters and leaves. ::
 
         with deepsp.full_parameters(model.head):
             norm = model.head.weight.norm()
             nn.init.orthogonal_(model.head.weight)  # the same on all ranks
 
-    What was written goes to the shards at the end; not after an exception. Where gradients are
-    enabled, what is computed from the parameters in here has its gradients in those of the shards.
-    Pass a part of the model to hold no more than that in memory. A module that
-    :func:`deepsp.shard_parameters` didn't see is left as it is.
+    Writes go to the shards at the end; after an exception, they are lost. If gradients are enabled,
+    gradients of what is computed here go to the shards. Pass a part of the model to gather only
+    that part. A module without sharded parameters is left unchanged.
 
     Raises:
         ValueError: at the end, on every rank: ranks have written different values, or one of them
@@ -221,8 +219,8 @@ def full_parameters(module: nn.Module) -> Iterator[None]:
         members = {shards.member: None for shards, _ in found}
         written = [(s, i, s.full.pop(i).detach()) for s, i in found]
         for member in members:
-            mine = [(s.infos[i].name, x) for s, i, x in written if s.member == member]
-            differ = first_difference([("", failed), *mine], member)
+            local = [(s.infos[i].name, x) for s, i, x in written if s.member == member]
+            differ = first_difference([("", failed), *local], member)
             if differ is not None and not failed:
                 what = f"what full_parameters writes to {differ.name}"
                 if not differ.name:

@@ -1,9 +1,9 @@
 """Parameters that DeepSpeed's ZeRO 3 has partitioned.
 
 Such a parameter has no elements until a hook of DeepSpeed gathers it, in place, for the module that
-owns it. In the forward of an engine, ``module.weight`` also gathers what another module owns, and
-registers it with the module that runs, whose hooks gather it from then on, in backward too. So code
-that uses a weight needs nothing but that access, and an engine around it. DeepSpeed isn't imported.
+owns it. In the forward of an engine, reading ``module.weight`` also gathers another module's
+parameter, and registers it with the running module, whose hooks gather it from then on, in backward
+too. So code that uses a weight only needs to read it inside an engine. DeepSpeed isn't imported.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ import torch
 from torch import Tensor, nn
 
 _HOOKS_OF = ("deepspeed.runtime.zero.parameter_offload", "deepspeed.utils.nvtx")
-"""Where ZeRO 3's hooks on modules are defined, and a decorator that some of them have."""
+"""Modules that define ZeRO 3's hooks, and a decorator of some of them."""
 
 
 def is_partitioned(parameter: Tensor | None) -> bool:
-    """Whether ZeRO 3 owns it, gathered or not."""
+    """Whether ZeRO 3 has partitioned it, gathered now or not."""
     return hasattr(parameter, "ds_id")
 
 
 def is_away(parameter: Tensor | None) -> bool:
-    """Whether ZeRO 3 owns it, and it isn't gathered."""
+    """Whether ZeRO 3 has partitioned it, and it isn't gathered now."""
     return is_partitioned(parameter) and parameter.numel() < parameter.ds_numel
 
 
 def full_shape(parameter: Tensor) -> torch.Size:
-    """The shape, gathered or not."""
+    """The shape of the full parameter."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def is_hook(hook: Callable) -> bool:
-    """Whether it gathers or releases a module's own parameters, and so may be left out where the
-    module isn't called."""
+    """Whether a hook gathers or releases a module's own parameters. It may be skipped if the module
+    isn't called."""
     return getattr(hook, "__module__", None) in _HOOKS_OF
 
 
@@ -44,7 +44,7 @@ def is_gathered_when_called(module: nn.Module) -> bool:
 
 
 def check_here(name: str, parameter: Tensor | None) -> None:
-    """Raises ValueError where a parameter that is to be used has no elements."""
+    """Raises ValueError if a parameter has no elements now."""
     if is_away(parameter):
         raise ValueError(
             f"expected {name} to be the full parameter {tuple(parameter.ds_shape)}, got "
@@ -54,22 +54,22 @@ def check_here(name: str, parameter: Tensor | None) -> None:
 
 
 def check_linear_here(name: str, linear: nn.Module, called: bool) -> None:
-    """:func:`check_here` for the parameters of a linear layer. ``called``: it is going to be
-    called, so that its hooks gather them; otherwise the access does."""
-    for of, parameter in linear._parameters.items():  # no access as DeepSpeed understands it
+    """:func:`check_here` for the parameters of a linear layer. ``called``: the layer will be
+    called, so that its hooks gather them; otherwise reading gathers them."""
+    for own, parameter in linear._parameters.items():  # doesn't trigger DeepSpeed's gather
         if is_partitioned(parameter) and not (called and is_gathered_when_called(linear)):
-            check_here(f"{name}.{of}", parameter if called else getattr(linear, of))
+            check_here(f"{name}.{own}", parameter if called else getattr(linear, own))
 
 
 def gather_as_a_whole(module: nn.Module) -> None:
-    """Makes an engine that is made later gather all of the module's parameters in its own hooks,
-    and none in its submodules': DeepSpeed's "leaf module"."""
+    """Makes a later engine gather all of the module's parameters in the module's hooks, and none in
+    its submodules': DeepSpeed's "leaf module"."""
     module._z3_leaf = True
 
 
 def check_gathered_as_a_whole(name: str, module: nn.Module) -> None:
-    """Raises ValueError where a call of the module doesn't gather all of its parameters, once."""
-    owned = [of for of, parameter in module.named_parameters() if is_partitioned(parameter)]
+    """Raises ValueError unless a call of the module gathers all of its parameters once."""
+    owned = [key for key, parameter in module.named_parameters() if is_partitioned(parameter)]
     inner = [m for m in module.modules() if m is not module]
     if owned and any(map(is_gathered_when_called, inner)):
         raise ValueError(
@@ -77,5 +77,5 @@ def check_gathered_as_a_whole(name: str, module: nn.Module) -> None:
             f"once for all tiles, got submodules that ZeRO 3 gathers one by one ({owned[0]}, say): "
             "call deepsp.tile before deepspeed.initialize"
         )
-    for of, parameter in module.named_parameters():
-        check_here(f"{of} of {name}", parameter)
+    for key, parameter in module.named_parameters():
+        check_here(f"{key} of {name}", parameter)

@@ -1,10 +1,9 @@
-"""Gathers in the order in which weights are used: each launched before it is needed.
+"""Gathers weights ahead of time, in the order of their uses.
 
-A step's uses of sharded parameters are recorded as they happen, forward and backward apart. When
-the next step begins, uses that follow each other are combined into buckets, one coalesced gather
-each, and while one bucket is used the next ones travel. A step that does something else goes on
-without looking ahead, and is what the next one is compared with. The order depends on the program
-alone, so all ranks launch the same gathers.
+Each step records the uses of sharded parameters, forward and backward apart. At the next step,
+consecutive uses are combined into buckets, one coalesced gather each, and the next buckets are in
+flight while one is used. A step with another order stops looking ahead, and its order is expected
+next. The order depends on the program alone, so all ranks launch the same gathers.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from torch import Tensor
 
 
 def bucket_bytes(device: torch.device) -> int:
-    """Gathers are combined up to this size: large enough that latency doesn't count, small enough
-    that the first bucket, which nothing hides, is short. Between GPUs 64 MiB take 0.2 ms at
-    300 GB/s, of which a launch is a tenth; 4 MiB would be mostly launches."""
+    """The size up to which gathers are combined: large enough for latency not to count, small
+    enough for the first bucket, which nothing hides, to be short. Between GPUs 64 MiB take 0.2 ms
+    at 300 GB/s, and a launch takes a tenth of that; 4 MiB would be mostly launches."""
     return (64 if device.type == "cuda" else 4) << 20
 
 
@@ -28,11 +27,11 @@ class Use(NamedTuple):
     """One use of a sharded parameter."""
 
     index: int
-    grad: bool  # whether autograd is to see the gather
+    grad: bool  # whether autograd must see the gather
 
 
 Wait = Callable[[], list[Callable[[], Tensor]]]
-"""Waits for a gather; gives, for each of its uses, what gives the parameter when it is used."""
+"""Waits for a gather; returns, for each use, a function that returns the parameter."""
 
 
 @dataclass
@@ -45,14 +44,14 @@ class _Bucket:
 
 
 class Order:
-    """The uses of one phase of a step, and what is on its way for them.
+    """The uses of one phase of a step, and the gathers in flight for them.
 
     Args:
-        start: launches the gather of several parameters, all of which autograd sees or none.
+        start: launches the gather of several parameters; autograd sees all of them or none.
         size: bytes of a gathered parameter.
-        bucket: bytes up to which gathers are combined, asked when a step begins.
-        prefetch_bytes: at most so many gathered bytes, or one bucket, travel or lie ready before
-            their first use; 0: none.
+        bucket: returns the bytes up to which gathers are combined; called when a step begins.
+        prefetch_bytes: at most this many gathered bytes, or one bucket, are in flight or ready
+            before their first use; 0: none.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class Order:
     ):
         self._start, self._size, self._bucket = start, size, bucket
         self._prefetch_bytes = prefetch_bytes
-        self.uses: list[Use] = []  # of the last complete step, or of this one where it differs
+        self.uses: list[Use] = []  # of the last complete step, or of this one if it differs
         self._seen: list[Use] = []
         self._buckets: list[_Bucket] = []
         self._bucket_of: list[int] = []  # for each use
@@ -72,14 +71,14 @@ class Order:
         self._following = False
 
     def __getstate__(self):
-        # A copy has nothing on its way, and records anew.
+        # A copy has nothing in flight, and records again.
         return Order(self._start, self._size, self._bucket, self._prefetch_bytes).__dict__
 
     def begin(self) -> None:
-        """A step begins: what the last one did is what is expected."""
+        """Begins a step; the last one's order is expected."""
         if self._seen and self._seen != self.uses:
             self.uses = self._seen
-            self._plan()
+            self._combine()
         self._seen = []
         self._launched = 0
         self._following = bool(self.uses)
@@ -127,12 +126,12 @@ class Order:
         ahead = 0
         for n in range(current + 1, len(self._buckets)):
             ahead += self._buckets[n].bytes
-            # A parameter may be larger: the next one is under way nevertheless.
+            # Launch at least the next bucket, even if one parameter is larger than the limit.
             if ahead > self._prefetch_bytes and (n > current + 1 or self._prefetch_bytes == 0):
                 return
             self._launch_until(n + 1)
 
-    def _plan(self) -> None:
+    def _combine(self) -> None:
         self._buckets, self._bucket_of = [], []
         limit = min(self._bucket(), self._prefetch_bytes)
         for use in self.uses:

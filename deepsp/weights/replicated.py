@@ -1,4 +1,4 @@
-"""Weights that are replicated over a group, and so must be alike: compared once."""
+"""Compares weights that are replicated over a group, once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SEED = (
     "call torch.manual_seed with the same seed on all ranks before you make the model, or load the "
     "same state_dict on all ranks"
 )
-"""What to do about different weights."""
+"""Advice for different weights."""
 
 _COMPARED = "_deepsp_compared"  # an attribute of parameters: names of groups
 
@@ -25,10 +25,10 @@ _COMPARED = "_deepsp_compared"  # an attribute of parameters: names of groups
 def replicated_tensors(
     module: nn.Module | Mapping[str, nn.Module], sharded: Container[Tensor] = ()
 ) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of what is replicated of a module over a group: its parameters and
-    persistent buffers but for those that are ``sharded``, or that a schedule has sharded. Running
-    statistics of batch norms are left out, since they follow what each rank has seen; of a
-    non-persistent buffer the same may hold. A mapping has all modules by their names."""
+    """Names and tensors that are replicated over a group: a module's parameters and persistent
+    buffers, except for those that are ``sharded`` or that a schedule shards. Leaves out running
+    statistics of batch norms, which depend on each rank's data, and non-persistent buffers, which
+    may, too. A mapping has all modules by name."""
     seen = set()
     modules = module.items() if isinstance(module, Mapping) else module.named_modules()
     for prefix, inner in modules:
@@ -49,10 +49,11 @@ def replicated_tensors(
 
 
 def compare(tensors: Iterable[tuple[str, Tensor]], member: Member) -> None:
-    """All ranks make this call: one small collective, and one pass over the tensors.
+    """Compares tensors over the group. All ranks call it: one small collective, and one pass over
+    the tensors.
 
     Raises:
-        ValueError: on every rank, where they don't hold the same.
+        ValueError: on every rank, if they differ.
     """
     if member[1] == 1:
         return
@@ -73,8 +74,8 @@ def compare_once(tensors: Iterable[tuple[str, Tensor]], member: Member) -> None:
 
 
 def _local(name: str, tensor: Tensor, group: str) -> tuple[str, Tensor]:
-    """What is to be alike of a tensor: of a DTensor how it lies on its mesh, and its local part
-    where no other rank of the group is in that."""
+    """The properties that all ranks must agree on. For a DTensor: its mesh and placements, and its
+    local part if no other rank of the group is on its mesh."""
     if not is_dtensor(tensor):
         return name, tensor.detach()
     text = f"{name} {tensor.placements}"
@@ -84,7 +85,7 @@ def _local(name: str, tensor: Tensor, group: str) -> tuple[str, Tensor]:
 
 
 def ranks_in(parameter: Tensor, name: str) -> int:
-    """How many ranks of the group called ``name`` the parameter, a DTensor, lies on."""
+    """The number of ranks of the group ``name`` on the mesh of a DTensor parameter."""
     group = distributed_c10d._resolve_process_group(name)
     mesh = parameter.device_mesh.mesh.flatten().tolist()
     return len(set(mesh) & set(distributed_c10d.get_process_group_ranks(group)))

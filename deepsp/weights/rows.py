@@ -1,5 +1,5 @@
-"""Which rows of which parameter each rank holds: of those that a schedule shards, along any axis,
-and of those that :func:`deepsp.shard_parameters` shards, along the first."""
+"""Which part of a parameter each rank holds: for parameters that a schedule shards, along any axis,
+and for those of :func:`deepsp.shard_parameters`, along the first."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from deepsp.ranks.groups import Member
 _split = torch.ops.deepsp.token_split
 
 SHARDS = "_deepsp_shards"
-"""Where a module keeps what it knows of its shards. On the module, since the attributes of a
-parameter don't survive ``copy.deepcopy``."""
+"""The module attribute with its shards. Not on the parameter, whose attributes ``copy.deepcopy``
+drops."""
 
 
 @dataclass(frozen=True, eq=False)
 class ParameterShard:
-    """A parameter or buffer that each rank holds a part of.
+    """A parameter or buffer that is sharded over ranks.
 
-    Along ``axis`` it consists of ``parts``, one after another, each of which is split over the
-    ranks like ``torch.tensor_split`` in units of ``units``; a rank holds its share of the first
-    part, then its share of the second, and so on. A parameter of no dimensions counts as one row.
-    """
+    Along ``axis`` it consists of ``parts``, one after another. Each part is split over the ranks
+    like ``torch.tensor_split`` in units of ``units``; a rank holds its piece of the first part,
+    then its piece of the second, and so on. A parameter without dimensions counts as one row."""
 
     name: str
     axis: int
@@ -37,7 +36,7 @@ class ParameterShard:
     member: Member
 
     def part_sizes(self, rank: int) -> list[int]:
-        """How much of each part a rank holds."""
+        """The length of a rank's piece of each part."""
         size = self.member[1]
         return [
             _split(length // unit, size)[rank] * unit
@@ -58,7 +57,7 @@ class ParameterShard:
         return (*self.shape[: self.axis], self.local, *self.shape[self.axis + 1 :])
 
     def ranges(self) -> list[tuple[int, int]]:
-        """(begin, end) in the full parameter of this rank's share of each part."""
+        """(begin, end) of this rank's piece of each part, in the full parameter."""
         rank, size, _ = self.member
         found, begin = [], 0
         for length, unit in zip(self.parts, self.units, strict=True):
@@ -69,13 +68,14 @@ class ParameterShard:
         return found
 
     def take(self, full: Tensor) -> Tensor:
-        """This rank's part of the full tensor: a copy, since a view would keep all of it alive."""
+        """This rank's part of the full tensor: a copy, since a view would keep the full one
+        alive."""
         rows = full.view(1) if full.dim() == 0 else full
         pieces = [rows.narrow(self.axis, a, b - a) for a, b in self.ranges()]
         return pieces[0].clone() if len(pieces) == 1 else torch.cat(pieces, self.axis)
 
     def gather(self, part: Tensor) -> Tensor:
-        """The full tensor of which every rank holds a part. Every rank makes the call."""
+        """The full tensor, from each rank's part. Every rank makes the call."""
         with torch.no_grad():
             full = collectives.all_gather(
                 part.detach(), self.axis, self.member, self.sizes, grad="replicated"
@@ -94,7 +94,7 @@ class ParameterShard:
 
 
 def shard_rows(name: str, shape: Sequence[int], member: Member) -> ParameterShard:
-    """Rows along the first axis, any number, zero too."""
+    """A shard of rows, of any number, zero too."""
     rows = shape[0] if shape else 1
     return ParameterShard(name, 0, (rows,), (1,), tuple(shape), member)
 
@@ -107,7 +107,7 @@ def make_shard(
     unit: int | Sequence[int],
     member: Member,
 ) -> ParameterShard:
-    """Checks what was asked for.
+    """Makes a shard, after checking the arguments.
 
     Raises:
         ValueError: axis, parts or unit don't fit the parameter or the group.
@@ -159,14 +159,14 @@ def shards_of(module: nn.Module) -> dict[str, ParameterShard]:
 
 
 def shard_key(name: str) -> str:
-    """What ``named_parameters`` and ``state_dict`` call the shard of a parametrized parameter."""
+    """The name of a parametrized parameter's shard in ``named_parameters`` and ``state_dict``."""
     prefix, _, leaf = name.rpartition(".")
     return f"{prefix}.parametrizations.{leaf}.original".removeprefix(".")
 
 
 def all_shards(module: nn.Module) -> Iterator[tuple[str, str, ParameterShard]]:
-    """(key in ``state_dict()``, name without sharding, shard) for everything of a module that is
-    sharded; what is tied once for each name."""
+    """(key in ``state_dict()``, name without sharding, shard) for all sharded parameters and
+    buffers of a module; for a tied one, once for each name."""
     for prefix, owner in module.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
         for name, shard in shards_of(owner).items():
@@ -179,5 +179,5 @@ def all_shards(module: nn.Module) -> Iterator[tuple[str, str, ParameterShard]]:
 
 
 def sharded(model: nn.Module) -> dict[str, ParameterShard]:
-    """The shards of :func:`all_shards` by their keys."""
+    """The shards of :func:`all_shards`, by key."""
     return {key: shard for key, _, shard in all_shards(model)}

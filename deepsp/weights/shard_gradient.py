@@ -1,4 +1,4 @@
-"""Gradients of which each rank has a part: what asks about all of them asks all ranks."""
+"""Gradients of sharded parameters: norms and checks for infinities involve all ranks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _NORMS = {"norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", "_f
 
 
 class ShardGradient(Tensor):
-    """The gradient of a part of a parameter. For the rest a plain tensor, but
+    """The gradient of a part of a parameter. A plain tensor, except that
 
-    - ``torch.amp.GradScaler``, which looks for infinities, finds those of all ranks, and so all of
-      them skip a step, and have the same scale (one all-reduce of one number a step);
-    - its norm, which would be another one on each rank, raises.
+    - ``torch.amp.GradScaler`` finds the infinities of all ranks, so that all of them skip a step
+      and keep the same scale (one all-reduce of one number a step);
+    - its norm, which would differ by rank, raises.
     """
 
     member: Member
@@ -33,17 +33,17 @@ class ShardGradient(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **(kwargs or {}))
         if func is _unscale:
-            gradients, found = args[:2]
+            gradients, found_inf = args[:2]
             members = {g.member: None for g in gradients if isinstance(g, ShardGradient)}
             for rank, size, name in members:
-                everywhere = torch.ops.deepsp.all_reduce(found, "replicated", rank, size, name)
-                found.copy_(everywhere.clamp(max=1))
+                everywhere = torch.ops.deepsp.all_reduce(found_inf, "replicated", rank, size, name)
+                found_inf.copy_(everywhere.clamp(max=1))
         return out
 
 
 class _Mark:
-    """A hook of a parameter. It tells who sharded the parameter, or the model that it is in, and
-    makes the gradient of a part a :class:`ShardGradient`."""
+    """A hook of a parameter. It records the group over which the parameter is sharded, and whether
+    a schedule built the model; it makes the gradient of a part a :class:`ShardGradient`."""
 
     def __init__(self, member: Member | None, built: bool):
         self.member, self.built = member, built
@@ -59,12 +59,11 @@ class _Mark:
 
 
 def mark(parameter: Tensor, member: Member | None, built: bool = False) -> None:
-    """Says that each rank of a group has a part of a parameter. Once for each parameter; copies
-    don't take it along.
+    """Marks a parameter as sharded over a group, once. Copies of the parameter lose the mark.
 
     Args:
-        member: this process's place in the group; None: every rank has the full parameter.
-        built: by a schedule, which makes gradients full by itself.
+        member: rank, size and name of the group; None: every rank has the full parameter.
+        built: whether a schedule built the model and makes its gradients full.
     """
     if not (isinstance(parameter, nn.Parameter) and parameter.requires_grad and parameter.is_leaf):
         return
@@ -78,17 +77,17 @@ def _mark_of(parameter: Tensor) -> _Mark | None:
 
 
 def shard_member(parameter: Tensor) -> Member | None:
-    """The place in the group whose ranks have parts of a parameter; None: it is replicated."""
+    """The group over which a parameter is sharded; None: it is replicated."""
     found = _mark_of(parameter)
     return None if found is None else found.member
 
 
 def is_built(parameter: Tensor) -> bool:
-    """Whether a schedule built the model that it is in."""
+    """Whether a schedule built the model of a parameter."""
     found = _mark_of(parameter)
     return found is not None and found.built
 
 
 def plain(gradient: Tensor) -> Tensor:
-    """This rank's part, as any tensor."""
+    """This rank's part, as a plain tensor."""
     return gradient.as_subclass(Tensor) if isinstance(gradient, ShardGradient) else gradient

@@ -1,4 +1,4 @@
-"""The sharded parameters of a module, as they are gathered and used."""
+"""The sharded parameters of a module, and their gathers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _op = torch.ops.deepsp
 
 @dataclass
 class _Info:
-    """What is known of a sharded parameter."""
+    """A sharded parameter's shape, dtype and owners."""
 
     rows: ParameterShard
     sizes: list[int]  # rows of each rank
@@ -54,7 +54,7 @@ class Shard(nn.Module):
     def __init__(self, shards: Shards, index: int):
         super().__init__()
         self.shards, self.index = shards, index
-        # What it is in, once it is; a list, so as not to be a submodule.
+        # The list that contains this; in a list, so that it isn't a submodule.
         self.home: list[parametrize.ParametrizationList] = []
 
     @property
@@ -65,11 +65,11 @@ class Shard(nn.Module):
         return self.shards.use(self.index, shard)
 
     def right_inverse(self, full: Tensor) -> Tensor:
-        """What the shard becomes where the parameter is set: this rank's rows of a full tensor, or
-        what another sharded parameter has, with which it is tied from now on."""
+        """The shard after an assignment: this rank's rows of a full tensor, or the parameter of
+        another sharded one, to which it is tied from now on."""
         shards, info = self.shards, self.shards.infos[self.index]
-        if not self.home:  # it is being sharded
-            tied = full.shape != info.shape  # it was sharded before
+        if not self.home:  # called while it is being registered
+            tied = full.shape != info.shape  # another owner's registration sharded it
             return full if tied else shards.rows_of(self.index, full)
         if shards.inside:
             raise RuntimeError(
@@ -111,14 +111,14 @@ class Shard(nn.Module):
         return original
 
     def _apply(self, fn, recurse=True):
-        # module.to(dtype): what is gathered has the new dtype, too, as the full one would.
+        # module.to(dtype) also changes the gathered dtype.
         self.shards.convert(self.index, fn)
         return super()._apply(fn, recurse)
 
 
 class _Gate(torch.autograd.Function):
-    """The identity. Its gradient is divided by ``divisor``; there is none where the gathered
-    parameter was never used: it shared a gather with others that were."""
+    """The identity. Its gradient is divided by ``divisor``; None if the gathered parameter was
+    gathered with others but never used."""
 
     @staticmethod
     def forward(ctx, shard: Tensor, divisor: int, used: list[bool], n: int) -> Tensor:
@@ -135,8 +135,8 @@ class _Gate(torch.autograd.Function):
 
 
 class Shards:
-    """All sharded parameters of a module, and the order in which they are gathered. The root module
-    owns it."""
+    """All sharded parameters of a module, and the order of their gathers. The root module owns
+    it."""
 
     def __init__(
         self,
@@ -153,10 +153,10 @@ class Shards:
         self.parameters: list[nn.Parameter] = []
         self.owners: list[parametrize.ParametrizationList] = []
         self._reshard = reshard_after_forward
-        self.inside = False  # the root module's forward
+        self.inside = False  # whether the root module's forward is running
         self._hooks = None
-        self.full: dict[int, Tensor] = {}  # in full_parameters
-        self._outside: dict[int, ShardedWeight] = {}  # one for each, as parameters are one object
+        self.full: dict[int, Tensor] = {}  # filled by full_parameters
+        self._outside: dict[int, ShardedWeight] = {}  # one each: a parameter is always one object
         self._writes = Writes()
 
         def order() -> Order:
@@ -165,14 +165,14 @@ class Shards:
         self.forward_order = {True: order(), False: order()}  # with and without autograd
         self.backward_order = order()
         self._forward = self.forward_order[True]
-        # Storages that gathered parameters lie in -> where in them, while they live.
+        # By storage of gathered parameters: a reference, and (offset, index) of each parameter.
         self._gathered: dict[int, tuple[StorageWeakRef, list[tuple[int, int]]]] = {}
 
     def __getstate__(self):
-        # A copy of the module (an average of weights, say) gathers for itself: what is gathered
-        # now, and the references to it, aren't copied.
-        anew = {"_gathered": {}, "inside": False, "_hooks": None}
-        return {**self.__dict__, **anew, "full": {}, "_outside": {}, "_writes": Writes()}
+        # A copy of the module (an average of weights, say) gathers for itself: it gets no gathered
+        # tensors or references to them.
+        fresh = {"_gathered": {}, "inside": False, "_hooks": None}
+        return {**self.__dict__, **fresh, "full": {}, "_outside": {}, "_writes": Writes()}
 
     def add(self, name: str, parameter: nn.Parameter, dtype: torch.dtype) -> int:
         rows = shard_rows(name, parameter.shape, self.member)
@@ -184,28 +184,28 @@ class Shards:
         return self.infos[index].rows.take(full)
 
     def refresh(self) -> None:
-        """Takes the parameters that the module has now: ``load_state_dict(assign=True)`` and
-        ``functional_call`` put others in their place."""
+        """Reads the module's parameters again: ``load_state_dict(assign=True)`` and
+        ``functional_call`` replace them."""
         self.parameters = [owner._parameters["original"] for owner in self.owners]
         for parameter in self.parameters:
             mark(parameter, self.member)
 
     def convert(self, index: int, fn: Callable[[Tensor], Tensor]) -> None:
-        """Gathers in the dtype that ``fn`` makes of the present one."""
+        """Applies ``fn`` to the dtype in which a parameter is gathered."""
         info = self.infos[index]
         info.dtype = fn(torch.empty(0, dtype=info.dtype)).dtype
         self.reduce_dtype = torch.promote_types(self.reduce_dtype, info.dtype)
         self._outside.pop(index, None)
 
     def gather_to_write(self, index: int) -> Tensor:
-        """The full parameter in the dtype of its shards, for one's own; autograd sees the gather
-        where gradients are enabled."""
+        """A copy of the full parameter in the dtype of its shards. If gradients are enabled,
+        autograd sees the gather."""
         self.refresh()
         shard = self.parameters[index]
         return self.gather_alone(index, shard, shard.dtype).clone()
 
     def take_rows(self, index: int, full: Tensor) -> None:
-        """Makes the shard this rank's rows of ``full``, if it isn't yet."""
+        """Copies this rank's rows of ``full`` into the shard, if they differ."""
         shard, rows = self.parameters[index].detach(), self.rows_of(index, full)
         if not torch.equal(shard, rows):
             shard.copy_(rows)
@@ -213,20 +213,20 @@ class Shards:
     # ---- uses
 
     def use(self, index: int, shard: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():  # passes over the graph combine and look ahead
+        if torch.compiler.is_compiling():  # graph passes combine and prefetch
             return self.gather_alone(index, shard)
         if index in self.full:
             return self.full[index]
         if self.infos[index].dtype != shard.dtype:
             check_input_dtype(self.infos[index].name, self.infos[index].dtype, shard)
         use = Use(index, torch.is_grad_enabled() and shard.requires_grad)
-        # Otherwise somebody has put another in its place.
+        # Unknown if functional_call has replaced it, for example.
         known = shard is self.parameters[index]
-        if _in_backward():  # a checkpoint computes again
+        if _in_backward():  # a checkpoint recomputes
             return self.backward_order.take(use) if known else self.gather_alone(index, shard)
         if self.inside:
             full = self._forward.take(use) if known else self.gather_alone(index, shard)
-        elif in_a_forward():  # of a part of the module, or of one that uses it
+        elif in_a_forward():  # of a part of the module, or of another module that uses it
             full = self.gather_alone(index, shard)
         else:
             return self._outside.setdefault(index, ShardedWeight(self, index))
@@ -280,12 +280,12 @@ class Shards:
 
         return wait
 
-    # ---- the root's forward, and what autograd saves in it
+    # ---- the root's forward, and tensors that autograd saves in it
 
     def enter(self, *_) -> None:
         if torch.compiler.is_compiling() or _in_backward():
             return
-        if self.inside:  # an interrupt (Ctrl-C) has left it
+        if self.inside:  # left by an interrupt (Ctrl-C)
             self.leave()
         if self.full:
             raise RuntimeError(
@@ -299,8 +299,8 @@ class Shards:
         self._forward.begin()
         self._forward.look_ahead()
         self.backward_order.begin()
-        # Where hooks are around us, a checkpoint's, say, they handle what is saved: it must be the
-        # same when the module is computed again, in backward.
+        # Hooks around this forward, a checkpoint's, say, must see the same saved tensors as in its
+        # recomputation, so none are added then.
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if self._reshard and torch.is_grad_enabled() and outer is None:
             self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
@@ -320,31 +320,31 @@ class Shards:
         self._gathered = {k: v for k, v in self._gathered.items() if not v[0].expired()}
         for use, tensor in zip(uses, tensors, strict=True):
             storage = tensor.untyped_storage()
-            # The reference keeps the key from being given to another storage.
+            # While the weak reference exists, no other storage gets this key.
             _, places = self._gathered.setdefault(storage._cdata, (StorageWeakRef(storage), []))
             places.append((tensor.storage_offset() * tensor.element_size(), use.index))
 
     def _pack(self, tensor: Tensor):
-        """Saves, instead of a view of a gathered parameter, which view of which it is."""
+        """Saves a view of a gathered parameter as the parameter's index and the view's strides."""
         return self._view(tensor) or _Kept(tensor, _version(tensor))
 
     def _view(self, tensor: Tensor) -> _View | None:
         if tensor.layout != torch.strided or not self._gathered:
             return None
         known = self._gathered.get(tensor.untyped_storage()._cdata)
-        if known is None or _version(tensor) != 0:  # written to: a gather wouldn't give it again
+        if known is None or _version(tensor) != 0:  # after a write, a gather gives other values
             return None
-        at = tensor.storage_offset() * tensor.element_size()
+        begin_bytes = tensor.storage_offset() * tensor.element_size()
         for begin, index in known[1]:
             info = self.infos[index]
-            if begin <= at < begin + info.bytes and tensor.dtype == info.dtype:
-                offset = (at - begin) // tensor.element_size()
+            if begin <= begin_bytes < begin + info.bytes and tensor.dtype == info.dtype:
+                offset = (begin_bytes - begin) // tensor.element_size()
                 version = _version(self.parameters[index])
                 return _View(index, tensor.size(), tensor.stride(), offset, version)
         return None
 
     def _unpack(self, saved: _View | _Kept) -> Tensor:
-        # PyTorch itself compares versions only where there are no hooks.
+        # PyTorch compares versions only without hooks.
         if isinstance(saved, _Kept):
             _check_version(_version(saved.tensor), saved.version)
             return saved.tensor
@@ -358,7 +358,7 @@ class _View:
     index: int
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int  # elements from the parameter's first
+    offset: int  # in elements, from the parameter's first
     version: int  # of the shard
 
 

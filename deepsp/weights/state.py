@@ -1,4 +1,4 @@
-"""The state of sharded modules as one process would have it."""
+"""The full state of sharded modules."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from deepsp.weights.shard_gradient import plain
 
 
 def full_state_dict(module: nn.Module, gradients: bool = False) -> dict[str, Tensor]:
-    """``module.state_dict()`` as one process would have it: full tensors under the names that they
-    have without sharding, in the dtype of the shards.
+    """``module.state_dict()`` as without sharding: full tensors under their original names, in the
+    dtype of the shards.
 
-    Every rank makes the call, and gets them all.
+    Every rank makes the call, and gets all tensors.
 
     Args:
-        module: what :func:`deepsp.shard_parameters` or :func:`deepsp.build` gave, or a part or
+        module: a result of :func:`deepsp.shard_parameters` or :func:`deepsp.build`, or a part or
             wrapper of it.
-        gradients: return the parameters' gradients by name instead, those that are there.
+        gradients: return the parameters' gradients by name instead; parameters without one are
+            left out.
 
     Raises:
         ValueError: some ranks have a gradient that others don't have.
@@ -32,7 +33,7 @@ def full_state_dict(module: nn.Module, gradients: bool = False) -> dict[str, Ten
         tensors = {key: p.grad for key, p in named if p.grad is not None}
         _check_on_all_ranks(shards, tensors)
     else:
-        tensors = module.state_dict(keep_vars=True)  # the module's own: what is tied is one object
+        tensors = module.state_dict(keep_vars=True)  # so that tied ones are one object
     full: dict[int, Tensor] = {}
     result = {}
     for key, tensor in tensors.items():
@@ -47,13 +48,13 @@ def full_state_dict(module: nn.Module, gradients: bool = False) -> dict[str, Ten
 
 
 def _check_on_all_ranks(shards: dict, gradients: Mapping[str, Tensor]) -> None:
-    """Each rank would gather those that it has."""
+    """Raises unless all ranks have the same gradients: each would gather its own."""
     for rank, size, group in dict.fromkeys(shard.member for _, shard in shards.values()):
-        of = {k: name for k, (name, s) in shards.items() if s.member == (rank, size, group)}
+        names = {k: name for k, (name, s) in shards.items() if s.member == (rank, size, group)}
         device = device_of((rank, size, group))
-        there = torch.tensor([key in gradients for key in of], dtype=torch.int64, device=device)
-        ranks = torch.ops.deepsp.all_reduce(there, "replicated", rank, size, group).tolist()
-        for name, count in zip(of.values(), ranks, strict=True):
+        has = torch.tensor([key in gradients for key in names], dtype=torch.int64, device=device)
+        ranks = torch.ops.deepsp.all_reduce(has, "replicated", rank, size, group).tolist()
+        for name, count in zip(names.values(), ranks, strict=True):
             if 0 < count < size:
                 raise ValueError(
                     f"expected the gradient of {name} on all {size} ranks of the group or on none, "
@@ -62,7 +63,7 @@ def _check_on_all_ranks(shards: dict, gradients: Mapping[str, Tensor]) -> None:
 
 
 def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
-    """Loads what :func:`full_state_dict`, or the module before it was sharded, gave: each rank
+    """Loads a full state dict, from :func:`full_state_dict` or from the unsharded module: each rank
     takes its rows.
 
     Raises:

@@ -1,1 +1,1 @@
-"""The ops as Inductor sees them, and in which order it keeps them."""
+"""deepsp's ops as Inductor sees them, and the order in which it keeps them."""

@@ -1,7 +1,7 @@
-"""All-gathers over gloo in final graphs, as all-to-alls.
+"""Replaces all-gathers over gloo in final graphs by all-to-alls.
 
-Two ``_c10d_functional.all_gather_into_tensor`` in flight over one gloo group write where they
-shouldn't (seen with torch 2.13, without deepsp too: wrong numbers, or the process ends in malloc);
+Two ``_c10d_functional.all_gather_into_tensor`` in flight over one gloo group write to wrong
+addresses (with torch 2.13, without deepsp too: wrong numbers, or malloc aborts);
 ``torch.distributed``'s own all-gathers and functional all-to-alls don't.
 """
 
@@ -21,22 +21,22 @@ _EXCHANGE = _c10d.all_to_all_single.default
 
 
 def on_gloo(group, device: torch.device) -> bool:
-    """``group``: its name, or itself, as torch 2.13 also takes it."""
+    """``group``: its name, or the group itself, as torch 2.13 also takes it."""
     try:
         if isinstance(group, str):
             group = distributed_c10d._resolve_process_group(group)
         if not isinstance(group, distributed_c10d.ProcessGroup):
-            return False  # an input of the graph: not known here
+            return False  # an input of the graph, unknown here
         return group._get_backend(device).name() == "gloo"
-    except (RuntimeError, ValueError):  # traced for a group that isn't here, or for other tensors
+    except (RuntimeError, ValueError):  # traced for a group of another process or device
         return False
 
 
 def avoid_gathers(graph: fx.Graph) -> None:
-    """Replaces each all-gather over gloo by an all-to-all that sends everyone the same."""
+    """Replaces each all-gather over gloo by an all-to-all that sends every rank the same."""
     for node in [n for n in graph.nodes if target_of(n) is _GATHER]:
         behind = None
-        if node.target is control_deps:  # a pass has tied it behind others
+        if node.target is control_deps:  # tied by a pass
             behind, inner, part, *_ = node.args
             called = getattr(graph.owning_module, inner.target).graph
             (call,) = called.find_nodes(op="call_function", target=_GATHER)

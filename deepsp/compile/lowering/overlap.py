@@ -1,13 +1,14 @@
 """Brings the order start, compute, wait into Inductor's schedule, and keeps it there.
 
-Traced graphs mostly have it: our ops launch as early and wait as late as data allows. Two things
-undo it. What a checkpoint computes again, AOTAutograd puts where it is needed, wait behind start:
-so starts are moved up, with what they are computed from, as far as the collective before them, and
-waits down to what uses them. And Inductor sorts kernels anew, for peak memory, and knows no reason
-to launch an exchange before a product that doesn't need it: so what computes between an exchange
-and its wait is tied behind the first and before the second, and so is an exchange launched between.
+Traced graphs mostly have it: deepsp's ops launch as early and wait as late as data allows. Two
+things undo it. First, AOTAutograd puts recomputed nodes where they are needed, the wait right after
+the start. So this pass moves starts, with their inputs, up to the collective before them, and waits
+down to their first use. Second, Inductor sorts kernels for peak memory, and sees no reason to
+launch an exchange before a product that doesn't need it. So this pass ties products between a start
+and its wait behind the start and before the wait, and likewise exchanges that are launched between
+the two.
 
-The order of collectives is left alone, and so many bytes at most are brought into flight:
+The order of collectives doesn't change, and at most MAX_IN_FLIGHT bytes are brought into flight.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ MAX_IN_FLIGHT = 1 << 30
 
 
 def _is_ours(node: fx.Node) -> bool:
-    """Whether the node was made by a decomposition of ours."""
+    """Whether the node comes from a decomposition of deepsp's."""
     return getattr(node.meta.get("original_aten"), "namespace", None) == "deepsp"
 
 
 def _is_start(node: fx.Node) -> bool:
-    """Whether the node launches a collective of ours that a wait of ours completes. When weights
-    are gathered is another pass's choice."""
+    """Whether the node launches a collective of deepsp's that this pass may move. Another pass
+    decides when weights are gathered."""
     made_by = getattr(node.meta.get("original_aten"), "_opname", "")
     return _is_ours(node) and (
         (node.target is _START and not made_by.startswith("gather"))
@@ -55,8 +56,8 @@ def _is_start(node: fx.Node) -> bool:
 
 
 def raise_starts(graph: fx.Graph) -> None:
-    """Moves each exchange of ours, with what it is computed from, to behind the collective before
-    it, or behind the wait that it needs, unless too much would be in flight there."""
+    """Moves each exchange of deepsp's, with its inputs, to right after the collective before it, or
+    after the wait that it needs, unless too much would be in flight there."""
     for start in [n for n in graph.nodes if _is_start(n)]:
         nodes = list(graph.nodes)
         place = {node: i for i, node in enumerate(nodes)}
@@ -91,8 +92,8 @@ def raise_starts(graph: fx.Graph) -> None:
 
 
 def sink_waits(graph: fx.Graph) -> None:
-    """Moves each wait of ours, and what is made of nothing but what arrived (views, copies, sums of
-    the ranks' blocks), to its first use."""
+    """Moves each wait of deepsp's to its first use, with the views, copies and sums of received
+    blocks that depend on nothing else."""
     sinks: set[fx.Node] = set()
     for node in graph.nodes:
         if node.target is WAIT:
@@ -108,12 +109,12 @@ def sink_waits(graph: fx.Graph) -> None:
             sinks.add(node)
     for node in reversed(list(graph.nodes)):
         if node in sinks and node.users:
-            min(node.users).prepend(node)  # nodes compare by where they stand
+            min(node.users).prepend(node)  # nodes compare by their order in the graph
 
 
 def keep_overlap(graph: fx.Graph) -> None:
-    """A post-grad pass, for graphs with collectives of ours, or whose gathers a pass of ours has
-    moved."""
+    """A post-grad pass, for graphs with deepsp's collectives, or with gathers that a pass of deepsp
+    has moved."""
     avoid_gathers(graph)
     raise_starts(graph)
     sink_waits(graph)
@@ -133,15 +134,15 @@ def keep_overlap(graph: fx.Graph) -> None:
             after.setdefault(wait, OrderedSet()).update([*between, *launched[-1:]])
     launches = [n for n in nodes if is_collective(n)]
     if any(map(_is_ours, launches)):
-        # Ranks with uneven shards have other sizes, and Inductor would sort by them.
+        # Ranks with uneven shards have different sizes, by which Inductor would sort.
         for first, second in itertools.pairwise(launches):
             after.setdefault(second, OrderedSet()).add(tensor_of(first))
     tie(graph, after)
 
 
 class KeepOverlap(CustomGraphPass):
-    """:func:`keep_overlap` after whatever pass was configured before, in graphs with our ops. It
-    ties collectives to each other: passes that move them come first."""
+    """:func:`keep_overlap` after the passes that were configured before, in graphs with deepsp's
+    ops. It runs last because it ties collectives, so that no pass can move them."""
 
     def __init__(self, before):
         self.before = before
@@ -157,8 +158,8 @@ class KeepOverlap(CustomGraphPass):
 
 
 def install() -> None:
-    """Adds the pass to Inductor's passes over final graphs. Whoever sets
-    ``torch._inductor.config.post_grad_custom_post_pass`` later calls :func:`keep_overlap` there."""
+    """Adds the pass to Inductor's passes over final graphs. If you set
+    ``torch._inductor.config.post_grad_custom_post_pass`` later, call :func:`keep_overlap` there."""
     if not isinstance(config.post_grad_custom_post_pass, KeepOverlap):
         config.post_grad_custom_post_pass = KeepOverlap(config.post_grad_custom_post_pass)
 

@@ -1,11 +1,11 @@
-"""Combines small all-gathers that are needed close together into one launch.
+"""Combines small all-gathers whose results are used close together into one launch.
 
 ``_c10d_functional.all_gather_into_tensor_coalesced`` copies nothing on NCCL (one group call) and
 runs on gloo, in eager and under Inductor. Packing the shards into one block would cost two more
 copies: 16 gathers of 4 kB on two gloo ranks took 2.5 ms one by one, 0.31 ms coalesced, 0.34 ms
-packed. Two things about gloo: it packs the tensors into one of the first's dtype, so that several
-dtypes come out wrong, silently, unless they go as bytes, as here; and it can't coalesce CUDA
-tensors: there nothing is combined. Ours take lists anyhow.
+packed. gloo has two limits. It packs the tensors as the first one's dtype, so several dtypes come
+out wrong, silently, unless they are sent as bytes, as here. And it can't coalesce CUDA tensors, so
+those aren't combined. deepsp's ops take lists in any case.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from deepsp.compile.graphs import (
 from deepsp.compile.lowering.gloo import on_gloo
 from deepsp.compile.passes.recognize import GATHER, GATHER_COALESCED, Gather, find_gathers, uses_of
 
-# Products between the first use of one gather and of the next, at most: a layer's, not a model's.
+# At most this many products between the first uses of combined gathers: a layer's, not a model's.
 NEAR = 8
 
 
-def _ahead(node: fx.Node, place: dict[fx.Node, int], at: int) -> list[fx.Node] | None:
-    """What must run before a node and stands behind a place, in order; None if that is more than
-    views, casts and other cheap things."""
+def _ahead(node: fx.Node, place: dict[fx.Node, int], after: int) -> list[fx.Node] | None:
+    """The inputs of a node that run after place ``after``, in order; None if one of them is more
+    than a view, cast or other cheap node."""
     found, stack = {}, list(node.all_input_nodes)
     while stack:
         n = stack.pop()
-        if n in found or place[n] < at:
+        if n in found or place[n] < after:
             continue
         if n.op not in ("call_function", "get_attr"):
             return None
@@ -126,7 +126,7 @@ def _join_ours(gathers: list[Gather], place: dict[fx.Node, int]) -> None:
 
 
 def combine(graph: fx.Graph, limit: int) -> int:
-    """Combines gathers into launches of ``limit`` bytes; returns how many launches are gone."""
+    """Combines gathers into launches of at most ``limit`` bytes; returns how many were removed."""
     place = {node: i for i, node in enumerate(graph.nodes)}
     products = [place[node] for node in graph.nodes if computes(node)]
     written = [place[node] for node in graph.nodes if writes(node)]

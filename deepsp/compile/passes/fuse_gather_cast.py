@@ -1,5 +1,5 @@
-"""Gathers in the dtype that is used: the cast moves in front of the all-gather, over graphs that
-know nothing of :func:`deepsp.gather_cast`, and the gathers are combined and issued early.
+"""Moves casts in front of all-gathers, in graphs that know nothing of :func:`deepsp.gather_cast`,
+then combines the gathers and launches them early.
 
 Use::
 
@@ -11,22 +11,20 @@ Use::
 
 or :func:`fuse_gather_cast` on any functional graph whose nodes have ``meta["val"]``.
 
-What is rewritten:
+Rewrites:
 
 - all-gather, wait, (views, copies,) cast to a narrower floating dtype, for ``_c10d_functional``
-  and for ours: cast, all-gather, wait, views. A cast commutes with an all-gather, so the bits are
-  the same. Casts to the same dtype share one gather. Casts to several dtypes get one gather each
-  if that is fewer bytes in all. A gather that is also used wide is left alone: another, narrow one
-  would only add bytes. Eight-bit floats travel as bytes: gloo doesn't know them.
-- reduce-scatters of what was cast to a wider dtype: see
-  :mod:`deepsp.compile.passes.reduce_scatter`;
+  and for deepsp's ops: cast, all-gather, wait, views. A cast commutes with an all-gather, so the
+  bits are the same. Casts to the same dtype share one gather. Casts to several dtypes get one
+  gather each if that is fewer bytes in all. A gather that is also used wide stays: a second, narrow
+  one would only add bytes. Eight-bit floats are sent as bytes, because gloo doesn't know them.
+- reduce-scatters after a cast to a wider dtype: see :mod:`deepsp.compile.passes.reduce_scatter`;
 - then :mod:`deepsp.compile.passes.coalesce` and :mod:`deepsp.compile.passes.prefetch`.
 
-What the pass decides depends on the graph's products, collectives and the sizes of what is
-gathered only, which are the same on every rank: so is the order of the collectives.
+Decisions depend only on the graph's products and collectives and on the gathered sizes. These are
+the same on every rank, so the order of collectives is, too.
 
-What it did is logged, ``TORCH_LOGS="deepsp.compile.passes.fuse_gather_cast"`` (with a ``+``: each
-rewrite).
+``TORCH_LOGS="deepsp.compile.passes.fuse_gather_cast"`` logs a summary (with a ``+``: each rewrite).
 """
 
 from __future__ import annotations
@@ -70,7 +68,7 @@ PREFETCH_BYTES = 1 << 27
 
 @dataclass
 class Report:
-    """What a pass did; bytes are those that this rank receives, or holds of gathered tensors."""
+    """What a pass did. Bytes: those that this rank receives, or gathered bytes that it holds."""
 
     rewrites: list[str] = field(default_factory=list)
     bytes_saved: int = 0
@@ -97,8 +95,7 @@ class Report:
 
 
 def _casts(root: fx.Node) -> dict[torch.dtype, list[fx.Node]] | None:
-    """The casts to narrower dtypes that are all that is done with a gathered tensor, by dtype;
-    None if something else is."""
+    """By dtype, the casts to narrower dtypes of a gathered tensor; None if it has other uses."""
     wide = root.meta["val"].dtype
     inside = moved(root)
     if any(node.target is aten.view.dtype for node in inside):
@@ -136,20 +133,22 @@ def _split(gather: Gather, casts: list[fx.Node]) -> Gather:
 
 
 def _gather_as(gather: Gather, i: int, dtype: torch.dtype) -> None:
-    """Gathers shard i in another dtype; what is made of it is left with wrong values."""
+    """Gathers shard i in another dtype; the caller must fix the nodes that use it."""
     start, root = gather.start, gather.outputs[i]
     shard, wide = gather.shards[i], root.meta["val"].dtype
     if gather.ours:
         if shard.meta["val"].dtype != wide:
-            # It was rounded twice: it still is.
+            # The value was rounded to ``wide`` first; keep that.
             shard = add(CONVERT, (shard, wide), before=start, like=start)
         for node in gather.nodes[:2]:
             names = [a.name for a in node.target._schema.arguments]
             if "dtype" in names:
                 node.update_arg(names.index("dtype"), dtype)
             else:
-                at = names.index("dtypes")
-                node.update_arg(at, [*node.args[at][:i], dtype, *node.args[at][i + 1 :]])
+                position = names.index("dtypes")
+                node.update_arg(
+                    position, [*node.args[position][:i], dtype, *node.args[position][i + 1 :]]
+                )
     else:
         shard = add(CONVERT, (shard, dtype), before=start, like=start)
         if dtype.itemsize == 1:
@@ -172,10 +171,10 @@ def _cast_first(gather: Gather, i: int, dtype: torch.dtype, casts: list[fx.Node]
         revalue(node)
     for cast in casts:
         new, value = cast.args[0], cast.meta["val"]
-        # What leaves the graph must not share memory with anything else, nor keep more alive than
-        # it shows. Everything else may be a view, if it looks the same.
-        alone = len(casts) == 1 and statically_known_true(value.numel() == elements)
-        if (_leaves_graph(cast) and not alone) or not same_layout(new.meta["val"], value):
+        # An output of the graph must not share memory with another tensor, nor keep a larger one
+        # alive. Everything else may be a view with the same layout.
+        covers_all = len(casts) == 1 and statically_known_true(value.numel() == elements)
+        if (_leaves_graph(cast) and not covers_all) or not same_layout(new.meta["val"], value):
             form = torch.contiguous_format if value.is_contiguous() else torch.preserve_format
             new = add(aten.clone.default, (new,), {"memory_format": form}, before=cast, like=cast)
         replace(cast, new)
@@ -214,7 +213,7 @@ def _fuse_gathers(graph: fx.Graph, report: Report) -> None:
 
 
 def _others(graph: fx.Graph) -> list[fx.Node]:
-    """Collectives that the pass may not move, in order."""
+    """The other collectives, which the pass may not move, in order."""
     gathers = {gather.start for gather in find_gathers(graph)}
     return [node for node in graph.nodes if is_collective(node) and node not in gathers]
 
@@ -229,10 +228,10 @@ def fuse_gather_cast(
 
     Args:
         graph: nodes need ``meta["val"]``.
-        prefetch_bytes: gathers are launched early as long as no more than this many bytes are
-            gathered, or in flight, before their first use; 0 launches each right before its use.
+        prefetch_bytes: gathers are launched early as long as at most this many bytes are gathered
+            or in flight before their first use; 0 launches each right before its use.
         combine_bytes: gathers are combined into launches of at most this many bytes; 0 combines
-            none. Both count full tensors, as they are after the gather.
+            none. Both count full tensors, after the gather.
 
     Returns:
         A :class:`Report` of what was done.
@@ -260,12 +259,12 @@ def fuse_gather_cast(
 
 
 class FuseGatherCast(CustomGraphPass):
-    """:func:`fuse_gather_cast` as a pass of Inductor, which then keeps the order of the graph.
+    """:func:`fuse_gather_cast` as an Inductor pass. Inductor then keeps the graph's order.
 
-    deepsp's own pass, which ties collectives to each other, runs last wherever it was.
+    deepsp's own pass, which ties collectives to each other, always runs last.
 
     Args:
-        before: what ``torch._inductor.config.post_grad_custom_post_pass`` holds, which runs first.
+        before: the value of ``torch._inductor.config.post_grad_custom_post_pass``: runs first.
         prefetch_bytes: as in :func:`fuse_gather_cast`.
         combine_bytes: as in :func:`fuse_gather_cast`.
     """

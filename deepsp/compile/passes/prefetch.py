@@ -1,13 +1,13 @@
-"""When gathers are launched, waited for and let go of.
+"""Decides where gathers are launched, waited for and freed.
 
 A graph is a row of anchors (products, other collectives and their waits, writes) with cheap nodes
-between them. A gather is launched in front of an anchor, as early as its shard is there and as the
-gathers before it have been used, so that no more than a number of bytes is gathered, or on its way,
-and not yet used; it is waited for where it is used first. A gather that fits nowhere earlier is
-launched right where it is needed. Gathers are launched in the order in which they are needed.
+between them. A gather is launched before an anchor: as early as its shard exists, if at most a
+number of bytes is then in flight, or gathered and not yet used. It is waited for at its first use.
+A gather that fits nowhere earlier is launched right before its use. Gathers are launched in the
+order of their first uses.
 
-Only anchors and the sizes of what is gathered count, never a node's place among all nodes: graphs
-of ranks with uneven shares have other cheap nodes.
+Only anchors and gathered sizes count, never a node's place among all nodes: the graphs of ranks
+with uneven parts have different cheap nodes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from deepsp.compile.passes.recognize import Gather, find_gathers, moved, uses_of
 
 
 def peak(graph: fx.Graph) -> int:
-    """The most bytes of gathered tensors that are on their way or alive at once, in the graph's
-    order, if each is let go of after its last use."""
+    """The most bytes of gathered tensors in flight or alive at once, in the graph's order, if each
+    is freed after its last use."""
     place = {node: i for i, node in enumerate(graph.nodes)}
     changes: list[tuple[int, int]] = []
     for gather in find_gathers(graph):
@@ -51,8 +51,8 @@ def _is_anchor(node: fx.Node) -> bool:
     )
 
 
-class _Plan:
-    """Where each gather is launched, in front of which anchor."""
+class _Launches:
+    """Chooses the anchor before which each gather is launched."""
 
     def __init__(self, graph: fx.Graph, limit: int):
         self.nodes = list(graph.nodes)
@@ -61,13 +61,13 @@ class _Plan:
         chains = {node for gather in self.gathers for node in gather.nodes}
         self.anchors = [n for n in self.nodes if _is_anchor(n) and n not in chains]
         self.writers = [i for i, anchor in enumerate(self.anchors) if writes(anchor)]
-        self.slot = {}  # of a node: how many anchors are in front of it
+        self.slot = {}  # by node: how many anchors come before it
         slot = 0
         for node in self.nodes:
             self.slot[node] = slot
             slot += slot < len(self.anchors) and node is self.anchors[slot]
-        self.floating = set(chains)  # nodes that stand where they are needed
-        self.needs = {}  # of a root: where it is used first
+        self.floating = set(chains)  # nodes that move to where they are needed
+        self.needs = {}  # by gathered tensor: the slot of its first use
         for gather in self.gathers:
             self.floating.update(self._ahead(gather.start))
             for root in gather.outputs:
@@ -77,19 +77,19 @@ class _Plan:
                     self.needs[root] = min(uses, default=len(self.anchors))
                     self.floating.update(inside)
                     if any(self.slot[root] <= at < self.needs[root] for at in self.writers):
-                        # What is written to may be the shard: it must have been sent.
+                        # The write may be to the shard, which must have been sent before.
                         self.needs[root] = self.slot[root]
                         self.floating.difference_update([*gather.nodes, *inside])
                         self.floating.add(gather.start)
         self._choose(limit)
 
     def _calm(self, node: fx.Node, *users: fx.Node) -> bool:
-        """Whether nothing is written between a node and others: it may be computed later."""
+        """Whether no write comes between a node and its users, so that it may run later."""
         last = max((self.slot[user] for user in users), default=self.slot[node])
         return not any(self.slot[node] <= writer < last for writer in self.writers)
 
     def _ahead(self, start: fx.Node) -> list[fx.Node]:
-        """What a shard is made of, as far as that is cheap and may be computed later."""
+        """The cheap nodes that compute a shard and may run later."""
         found, stack = {}, [start]
         while stack:
             for node in stack.pop().all_input_nodes:
@@ -105,14 +105,14 @@ class _Plan:
         return min(needs, default=len(self.anchors))
 
     def _ready(self) -> dict[fx.Node, int]:
-        """The first slot in which a node could run."""
+        """The first slot in which each node can run."""
         ready: dict[fx.Node, int] = {}
         slots = {anchor: i for i, anchor in enumerate(self.anchors)}
         for node in self.nodes:
-            at = max((ready[n] for n in node.all_input_nodes), default=0)
+            first = max((ready[n] for n in node.all_input_nodes), default=0)
             if node in slots:
-                at = slots[node] + 1
-            ready[node] = max(at, self.needs.get(node, 0))
+                first = slots[node] + 1
+            ready[node] = max(first, self.needs.get(node, 0))
         return ready
 
     def _choose(self, limit: int) -> None:
@@ -122,11 +122,11 @@ class _Plan:
         previous = 0
         for gather in sorted(self.gathers, key=self._need):  # stable: else in traced order
             start, need = gather.start, self._need(gather)
-            # A shard is read before or after it is written, as it was.
+            # Keep the order of the shard's reads and writes.
             before = [i for i in self.writers if i < self.slot[start]]
             behind = [i for i in self.writers if i >= self.slot[start]]
             earliest = max(ready[start], previous, before[-1] + 1 if before else 0)
-            at = min([need, *behind])
+            begin = min([need, *behind])
             last_use = {root: self.needs[root] for root in gather.outputs if root is not None}
 
             def unused(slot: int, gather=gather, need=need, last_use=last_use) -> int:
@@ -134,11 +134,11 @@ class _Plan:
                     return gather.bytes
                 return sum(bytes_of(root) for root, until in last_use.items() if until > slot)
 
-            while at > earliest and load[at - 1] + unused(at - 1) <= limit:
-                at -= 1
-            for slot in range(at, max(last_use.values(), default=need)):
+            while begin > earliest and load[begin - 1] + unused(begin - 1) <= limit:
+                begin -= 1
+            for slot in range(begin, max(last_use.values(), default=need)):
                 load[slot] += unused(slot)
-            self.launch[start] = previous = at
+            self.launch[start] = previous = begin
 
     def order(self) -> list[fx.Node]:
         """All nodes, in their new order."""
@@ -171,7 +171,7 @@ class _Plan:
                         emit(start)
                 slot += 1
             if node.op == "output":
-                for rest in self.nodes:  # what nobody uses
+                for rest in self.nodes:  # nodes without users
                     if rest not in done and rest is not node:
                         emit(rest)
             emit(node)
@@ -179,10 +179,10 @@ class _Plan:
 
 
 def schedule(graph: fx.Graph, limit: int) -> int:
-    """Moves launches and waits; returns for how many gathers products run in between. At most
-    ``limit`` bytes are gathered and unused at any time, but for what is launched right where it is
-    needed."""
-    plan = _Plan(graph, limit)
+    """Moves launches and waits; returns how many gathers have products between the two. At most
+    ``limit`` bytes are gathered and unused at any time, except for gathers launched right before
+    their use."""
+    plan = _Launches(graph, limit)
     if not plan.gathers:
         return 0
     order = plan.order()
@@ -198,7 +198,7 @@ def schedule(graph: fx.Graph, limit: int) -> int:
 
 
 def _between(order: list[fx.Node], gather: Gather) -> list[fx.Node]:
-    """The products while a gather is on its way."""
+    """The products while a gather is in flight."""
     place = {node: i for i, node in enumerate(order)}
     waits = [place[node] for node in gather.nodes if is_wait(node)]
     stop = min(waits, default=len(order))
@@ -207,11 +207,11 @@ def _between(order: list[fx.Node], gather: Gather) -> list[fx.Node]:
 
 def keep_order(graph: fx.Graph) -> None:
     """Ties launches, products and waits to each other, so that Inductor keeps their order: a launch
-    stays behind the product before it, lest more is gathered than should be, the product behind
-    the launch stays there, and so does the wait behind the last product and launch before it."""
+    after the product before it (an earlier launch would gather too much at once), the next product
+    after the launch, and the wait after the last product and launch before it."""
     place = {node: i for i, node in enumerate(graph.nodes)}
     products = [node for node in place if computes(node)]
-    at = [place[node] for node in products]
+    product_places = [place[node] for node in products]
     gathers = find_gathers(graph)
     behind: dict[fx.Node, OrderedSet[fx.Node]] = {}
 
@@ -219,12 +219,12 @@ def keep_order(graph: fx.Graph) -> None:
         behind.setdefault(node, OrderedSet()).update(others)
 
     for i, gather in enumerate(gathers):
-        begin = bisect.bisect(at, place[gather.start])
+        begin = bisect.bisect(product_places, place[gather.start])
         launched = tensor_of(gather.start)
         if begin > 0:
             put(gather.start, products[begin - 1])
         for wait in (node for node in gather.nodes if is_wait(node)):
-            end = bisect.bisect(at, place[wait])
+            end = bisect.bisect(product_places, place[wait])
             if begin < end:
                 put(products[begin], launched)
                 put(wait, products[end - 1])

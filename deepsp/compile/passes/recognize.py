@@ -1,4 +1,4 @@
-"""All-gathers in a graph, ``_c10d_functional``'s and ours, and what is made of their tensors."""
+"""Finds all-gathers in a graph, ``_c10d_functional``'s and deepsp's, and their tensors' uses."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ class Gather:
 
     start: fx.Node
     shards: list[fx.Node]
-    outputs: list[fx.Node]  # what is gathered, arrived; None where nobody asks for it
+    outputs: list[fx.Node]  # the gathered tensors; None for one without users
     nodes: list[fx.Node]
     ranks: int
     ours: bool
 
     @property
     def bytes(self) -> int:
-        """What is in flight: all that is gathered."""
+        """The bytes in flight: of all gathered tensors."""
         return bytes_of(self.start)
 
     @property
     def wires(self) -> int:
-        """What arrives from other ranks, in bytes."""
+        """The bytes received from other ranks."""
         return self.bytes // self.ranks * (self.ranks - 1)
 
 
 def _by_index(node: fx.Node, number: int) -> list[fx.Node | None] | None:
-    """The items of a list that somebody takes; None if it is used otherwise."""
+    """The getitem nodes of a list, None for unused items; None if the list has other users."""
     items: list[fx.Node | None] = [None] * number
     for user in node.users:
         if user.target is not operator.getitem or items[user.args[1]] is not None:
@@ -68,8 +68,8 @@ def _gather(start: fx.Node) -> Gather | None:
         waits = [item and only_user(item, WAIT) for item in items]
         if [w is None for w in waits] != [i is None for i in items]:
             return None
-        there = [n for pair in zip(items, waits, strict=True) for n in pair if n is not None]
-        return Gather(start, list(start.args[0]), waits, [start, *there], start.args[1], False)
+        pairs = [n for pair in zip(items, waits, strict=True) for n in pair if n is not None]
+        return Gather(start, list(start.args[0]), waits, [start, *pairs], start.args[1], False)
     if start.target is control_deps:
         return None
     if is_op(start, "gather_cast_start"):
@@ -85,20 +85,20 @@ def _gather(start: fx.Node) -> Gather | None:
         items = _by_index(waits[0], len(shards))
         if items is None:
             return None
-        there = [item for item in items if item is not None]
+        used = [item for item in items if item is not None]
         ranks = len(start.args[1]) // len(shards)
-        return Gather(start, shards, items, [start, waits[0], *there], ranks, True)
+        return Gather(start, shards, items, [start, waits[0], *used], ranks, True)
     return None
 
 
 def find_gathers(graph: fx.Graph) -> list[Gather]:
-    """All-gathers, ours and c10d's, in the order of their launches, but for those that are used
-    before they are waited for, or that are tied already."""
+    """The all-gathers of deepsp and c10d, in the order of their launches. Leaves out those that are
+    used before they are waited for, and those that are tied."""
     return [g for node in graph.nodes if (g := _gather(node)) is not None]
 
 
 def moved(root: fx.Node) -> list[fx.Node]:
-    """What holds nothing but elements of a node, in order; the node itself is the first."""
+    """The nodes that hold only elements of a node, in order; the node itself is the first."""
     found, stack = {root}, [root]
     while stack:
         for user in stack.pop().users:
@@ -109,13 +109,13 @@ def moved(root: fx.Node) -> list[fx.Node]:
 
 
 def uses_of(root: fx.Node) -> list[fx.Node]:
-    """What uses a gathered tensor, or a view or copy of it, for something else."""
+    """The users of a gathered tensor, or of its views and copies, other than views and copies."""
     inside = moved(root)
     return [user for node in inside for user in node.users if user not in inside]
 
 
 def views_of(root: fx.Node) -> list[fx.Node]:
-    """What shares a node's memory; the node itself is the first."""
+    """The nodes that share a node's memory; the node itself is the first."""
     found, stack = {root: None}, [root]
     while stack:
         for user in stack.pop().users:

@@ -1,10 +1,10 @@
-"""Reduce-scatters in the dtype of what is summed.
+"""Reduce-scatters in the dtype before a cast.
 
-- Cast to a wider dtype, (views, copies,) reduce-scatter: a sum in the narrow dtype would be worse,
-  so the narrow bytes are exchanged (all-to-all) and summed here, in the wide dtype and in rank
-  order; ``"avg"`` divides the sum once, at the end. Against the reduce-scatter's sum only the order
-  of the additions is another. Ours sums here already: it is given the narrow tensor.
-- The maximum and the minimum are the same in both dtypes: there the cast moves behind.
+- Cast to a wider dtype, (views, copies,) reduce-scatter: a sum in the narrow dtype would be less
+  exact, so an all-to-all sends the narrow bytes, and each rank sums them in the wide dtype and in
+  rank order; ``"avg"`` divides the sum once, at the end. Only the order of additions differs from
+  the reduce-scatter's. deepsp's op sums on the receiver already: it gets the narrow tensor.
+- Maximum and minimum are the same in both dtypes: the cast moves after them.
 - A cast to a narrower dtype *after* a reduce-scatter stays there: before it, it would round every
   term.
 """
@@ -40,8 +40,8 @@ _ALL_TO_ALL = c10d.all_to_all_single.default
 
 
 def _widened(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]] | None:
-    """If a tensor is made of casts from one narrower dtype, only: what is made of the casts, in
-    order, and the casts."""
+    """If a tensor consists of casts from one narrower dtype, moved but not changed: the nodes
+    between, in order, and the casts."""
     wide = node.meta["val"].dtype
     between, casts, stack = {}, {}, [node]
     while stack:
@@ -63,7 +63,7 @@ def _widened(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]] | None:
 
 
 def _narrow_copy(node: fx.Node, between: list[fx.Node], casts: list[fx.Node]) -> fx.Node:
-    """The same tensor, made of what is cast instead of the casts."""
+    """The same tensor in the narrow dtype, without the casts."""
     made = {cast: cast.args[0] for cast in casts}
     for inner in between:
         made[inner] = copy_with(inner, made)
@@ -123,7 +123,7 @@ def _fuse_our_reduce_scatter(start: fx.Node, wait: fx.Node, report) -> None:
     widened = {
         i: found
         for i, x in enumerate(inputs)
-        # By default, sums of float64 are taken in float64, of anything narrower in float32.
+        # By default, float64 is summed in float64, and anything narrower in float32.
         if not (reduce_dtype is None and wires[i] == torch.float64) and (found := _widened(x))
     }
     if not widened or reduce_dtype not in (None, torch.float32, torch.float64):

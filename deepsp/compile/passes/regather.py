@@ -1,9 +1,9 @@
 """Gathers weights again in backward instead of keeping them.
 
-AOTAutograd's partitioner never computes a collective again by itself: what was gathered in forward
-is saved for backward, every layer's weights at once. Nodes that are marked as to be recomputed make
-it save the shard, which is alive anyhow, and launch the gather in the backward graph, where
-:mod:`deepsp.compile.passes.prefetch` brings it in order.
+AOTAutograd's partitioner never recomputes a collective on its own: it saves gathered tensors for
+backward, every layer's weights at once. Nodes that are marked to be recomputed make it save the
+shard, which is alive anyhow, and launch the gather in the backward graph, where
+:mod:`deepsp.compile.passes.prefetch` schedules it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _AGAIN = CheckpointPolicy.MUST_RECOMPUTE
 
 
 def _from_inputs(shards: list[fx.Node]) -> list[fx.Node] | None:
-    """What lies between graph inputs and shards, if that is casts, views and copies only."""
+    """The nodes between graph inputs and shards, if they are only casts, views and copies."""
     found, stack = {}, list(shards)
     while stack:
         node = stack.pop()
@@ -39,8 +39,8 @@ def regather_in_backward(joint_graph: fx.Graph) -> int:
     """Marks gathers of weights to be recomputed in backward instead of saved, as ZeRO stage 3
     (Rajbhandari et al., 2020, arXiv:1910.02054) and FSDP do.
 
-    Casts, views and copies around them are marked, too. A gather of anything but graph inputs is
-    left alone, and so is one with a policy of its own: a checkpoint around it has decided.
+    Casts, views and copies around them are marked, too. Gathers of anything but graph inputs stay
+    unmarked, and so do those inside a checkpoint, which have a policy already.
 
     Args:
         joint_graph: a joint graph of forward and backward, with gathers of ``_c10d_functional`` or
@@ -72,7 +72,7 @@ class RegatherInBackward(CustomGraphPass):
     ``torch._inductor.config.joint_custom_pre_pass``.
 
     Args:
-        before: what that holds, which runs first.
+        before: the option's value before, which runs first.
     """
 
     def __init__(self, before=None):

@@ -1,1 +1,1 @@
-"""A graph for one device, rewritten into one rank's share of it."""
+"""Rewrites a graph for one device into one rank's part of it."""

@@ -1,4 +1,4 @@
-"""``torch.compile(model, backend="deepsp")``."""
+"""``torch.compile(model, backend="deepsp")``, and the pass alone for a backend of your own."""
 
 from __future__ import annotations
 
@@ -10,17 +10,24 @@ from torch._functorch import config as functorch_config
 from torch._guards import CompileContext
 
 from deepsp.attention import parts
-from deepsp.compile.sharding import caches
-from deepsp.compile.sharding.inputs import role_of
-from deepsp.compile.sharding.nodes import draws_inside
-from deepsp.compile.sharding.parallelize import parallelize
+from deepsp.compile.sharding import checkpointing
+from deepsp.compile.sharding.boundary import GATHERS, role_of, without_caches
+from deepsp.compile.sharding.forms import draws_inside, is_differentiated
+from deepsp.compile.sharding.normalize import (
+    check_supported,
+    fake_inputs,
+    normalize,
+    results_out_of_place,
+    views_out_of_place,
+)
+from deepsp.compile.sharding.report import Report
+from deepsp.compile.sharding.rewrite import Rewriter
 from deepsp.compile.sharding.together import together
-from deepsp.compile.sharding.weights import GATHERS
 from deepsp.data.same_batch import compare_batches
 from deepsp.ranks.groups import Group, Member, member_of
 from deepsp.ranks.randomness import sharded_randomness
 
-# Backward is compiled at once, too: one rank's error there would come while the others run theirs.
+# Compile backward at once: an error there must come before any rank runs the graph.
 _EAGER_BACKWARD = {
     name: True
     for name in ["force_non_lazy_backward_lowering"]
@@ -63,20 +70,20 @@ def deepsp(gm: fx.GraphModule, example_inputs, *, options=None, **kwargs):
         marked = [i for i, n in enumerate(gm.graph.find_nodes(op="placeholder")) if role_of(n)]
         compiled = _with_one_batch(compiled, [(i, names[i]) for i in marked], member)
         if draws_inside(new):
-            compiled = _with_numbers_of_its_own(compiled, member)
-        return caches.without(compiled, new.meta.get("absent", ()))
+            compiled = _with_sharded_randomness(compiled, member)
+        return without_caches(compiled, new.meta.get("absent", ()))
 
     def compared():
         return [(names[i], example_inputs[i]) for i in alike]
 
     compiled = together(work, compared, member)
-    # Names of floats are counted anew by each compilation: those of this one mean others there.
+    # Each compilation numbers floats anew, so these names would mean others in the next one.
     TensorifyState.clear()
     return compiled
 
 
 def _with_one_batch(compiled, inputs: list[tuple[int, str]], member: Member):
-    """Compares what holds tokens across the ranks before each call."""
+    """Compares the marked inputs across the ranks before each call."""
 
     def run(*args):
         compare_batches([(name, args[i]) for i, name in inputs], member)
@@ -85,9 +92,9 @@ def _with_one_batch(compiled, inputs: list[tuple[int, str]], member: Member):
     return run if inputs else compiled
 
 
-def _with_numbers_of_its_own(compiled, member: Member):
-    """Each rank drops other tokens, and the default generators go on alike, so that what draws
-    batches from them draws the same ones on every rank."""
+def _with_sharded_randomness(compiled, member: Member):
+    """Each rank drops other tokens, while the default generators stay alike, so that a program
+    draws the same batches from them on every rank."""
 
     def run(*args):
         with sharded_randomness(member):
@@ -97,14 +104,14 @@ def _with_numbers_of_its_own(compiled, member: Member):
 
 
 def _name(placeholder: fx.Node) -> str:
-    """What the user calls an input, as far as Dynamo knows."""
+    """The user's name for an input, as far as Dynamo knows it."""
     role = role_of(placeholder)
     source = getattr(placeholder.meta.get("grapharg"), "source", None)
     return role[0] if role else getattr(source, "name", placeholder.name)
 
 
 def _fuse_gathers(patches: dict | None) -> dict:
-    """Weights that are gathered in the graph are gathered narrow, together and early."""
+    """Adds the pass that gathers weights in the narrow dtype, together and early."""
     from torch._inductor import config as inductor_config
 
     from deepsp.compile.passes.fuse_gather_cast import FuseGatherCast
@@ -119,8 +126,8 @@ def _fuse_gathers(patches: dict | None) -> dict:
 
 def _settle_floats(gm: fx.GraphModule) -> None:
     """Makes a module's floats (an epsilon, a scale) constants, until one changes. With
-    ``dynamic=True`` they are inputs, and AOTAutograd, late, asks Dynamo to begin again without
-    those that are used as numbers: asked for now, nothing is done twice but Dynamo's part."""
+    ``dynamic=True`` they are inputs, and AOTAutograd asks Dynamo, late, to restart with those that
+    are used as numbers as constants. Asking now repeats only Dynamo's work."""
     compilation = CompileContext.current_compile_id()
     if config.assume_static_by_default or compilation is None or compilation.frame_compile_id:
         return
@@ -134,3 +141,86 @@ def _settle_floats(gm: fx.GraphModule) -> None:
         for name in names:
             TensorifyState.specialize(name)
         raise TensorifyScalarRestartAnalysis
+
+
+GRADIENTS = ("sum", "local", "mean")
+OUTPUTS = ("full", "local")
+
+
+def parallelize(
+    gm: fx.GraphModule,
+    example_inputs,
+    group: Group = None,
+    gradients: str = "sum",
+    outputs: str = "full",
+    memory_budget: float | None = None,
+    chunks: int = 1,
+    query_parts: int | str = "auto",
+    report: Report | None = None,
+    *,
+    drop_caches: bool = False,
+) -> fx.GraphModule:
+    """Turns a graph for one device into this rank's graph, sharded over the sequence.
+
+    Args:
+        gm: a graph that Dynamo captured, with at least one tensor that
+            :func:`deepsp.prepare_inputs` has marked. It isn't changed.
+        example_inputs: as backends of ``torch.compile`` get them.
+        group: the sequence group.
+        gradients: "sum": every rank gets the full gradient of each parameter. "local": the partial
+            gradient. "mean": the partial gradient times the group's size, for wrappers that
+            average.
+        outputs: "full": sharded outputs are gathered. "local": they are returned as they are.
+        memory_budget: 0 to 1, the fraction of the bytes of each token's own computation that is
+            saved for backward; attention and exchanged tensors are always saved, the rest is
+            recomputed. None: the inner compiler decides.
+        chunks: the number of parts of each rank's heads; while attention works on one, the next is
+            exchanged.
+        query_parts: as in :func:`deepsp.distributed_attention`.
+        report: records the decisions.
+        drop_caches: returns an empty tensor in place of each output that is keys or values of
+            attention in training, and lists their places in ``.meta["absent"]``:
+            :func:`deepsp.compile.sharding.boundary.without_caches` raises if one is used.
+
+    Returns:
+        A differentiable graph with the inputs and outputs of ``gm``, for any inner compiler.
+
+    Raises:
+        ValueError: an unknown option, or :class:`deepsp.compile.CannotShard`: something in the
+            graph can't be sharded. The message names the op, the reason and the line of the user's
+            code. Nothing has been sent then.
+    """
+    if gradients not in GRADIENTS:
+        raise ValueError(f"expected gradients to be 'sum', 'local' or 'mean', got {gradients!r}")
+    if outputs not in OUTPUTS:
+        raise ValueError(f"expected outputs to be 'full' or 'local', got {outputs!r}")
+    if memory_budget is not None and not 0 <= memory_budget <= 1:
+        raise ValueError(f"expected 0 <= memory_budget <= 1 or None, got {memory_budget}")
+    if type(chunks) is not int or chunks < 1:
+        raise ValueError(f"expected chunks to be an int >= 1, got {chunks!r}")
+    query_parts = parts.validate(query_parts, group)
+    member = member_of(group)
+    does_nothing = all(n.op in ("placeholder", "output") for n in gm.graph.nodes)
+    if (member[1] == 1 and memory_budget is None) or does_nothing:
+        return gm
+    check_supported(gm)
+    inputs, mode = fake_inputs(gm, example_inputs)
+    normal = normalize(gm, inputs, mode)
+    results_out_of_place(normal, mode)
+    views_out_of_place(normal, mode)
+    normal.compile_subgraph_reason = getattr(gm, "compile_subgraph_reason", None)
+    walk = Rewriter(normal, inputs, mode, member, gradients, outputs, chunks, query_parts)
+    walk.drop_caches = drop_caches
+    if report is not None:
+        walk.report = report
+    with mode:
+        graph = walk.run()
+    checkpointing.keep_exchanged(graph)
+    if memory_budget is not None and memory_budget < 1:
+        differentiated = {n for n, x in walk.env.items() if is_differentiated(x)}
+        checkpointing.tag(graph, memory_budget, differentiated)
+    result = fx.GraphModule(normal, graph)
+    placeholders = enumerate(graph.find_nodes(op="placeholder"))
+    result.meta["alike"] = [i for i, n in placeholders if n in walk.alike]
+    result.meta["absent"] = walk.absent_places
+    return result

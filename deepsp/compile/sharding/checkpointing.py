@@ -1,11 +1,10 @@
-"""What is kept for backward, and what is computed again.
+"""Decides which tensors are saved for backward, and which are recomputed.
 
-Once a sequence is sharded, attention is most of the work, and its exchange the only thing that
-waits for others: what they produce is kept. What is done to each token alone is cheap to do again:
-which of it is kept follows from a budget. Nodes are tagged as ``torch.utils.checkpoint`` tags them
-(``recompute``, ``ac_graph_id``), and AOTAutograd's partitioner reads that. A stretch from one
-attention to the next is one checkpoint: what crosses its border is kept, so that nothing is
-computed again for what lies behind it.
+With a sharded sequence, attention is most of the work, and only its exchange waits for other ranks:
+their results are saved. Computation on each token alone is cheap to repeat; a budget decides how
+much of it is saved. Nodes are tagged as ``torch.utils.checkpoint`` tags them (``recompute``,
+``ac_graph_id``), for AOTAutograd's partitioner. The nodes from one attention to the next are one
+checkpoint: tensors that cross its border are saved, so that no checkpoint recomputes another's.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from torch._higher_order_ops.flex_attention import flex_attention
 from torch.fx.experimental import symbolic_shapes
 from torch.utils.checkpoint import CheckpointPolicy
 
-from deepsp.compile.sharding.nodes import is_random, is_tensor
-from deepsp.compile.sharding.weights import COMMUNICATE
+from deepsp.compile.sharding.boundary import COMMUNICATE
+from deepsp.compile.sharding.forms import is_random, is_tensor
 
 _ATTENTION = {
     torch.ops.deepsp.distributed_attention.default,
@@ -42,7 +41,7 @@ def _bytes(value: torch.Tensor) -> int:
 
 
 def _must_stay(node: fx.Node) -> bool:
-    """Collectives, attention, and what is random: computed again it would be something else."""
+    """Whether a node is a collective, attention, or random, so that it must not be recomputed."""
     target = node.target
     return (
         target in _ATTENTION or getattr(target, "namespace", "") in COMMUNICATE or is_random(target)
@@ -50,7 +49,7 @@ def _must_stay(node: fx.Node) -> bool:
 
 
 def _work(node: fx.Node) -> int:
-    """Multiplications for each element of the result."""
+    """Multiplications per element of the result."""
     name = getattr(node.target, "_opname", "")
     if name in ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"):
         operands = [n.meta.get("val") for n in node.all_input_nodes]
@@ -64,17 +63,17 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def keep_exchanged(graph: fx.Graph) -> None:
-    """Of what ``torch.utils.checkpoint`` in the model would compute again, keeps what others would
-    have to send again, attention, and what is random."""
+    """Saves collectives, attention and random tensors even if the model's own
+    ``torch.utils.checkpoint`` would recompute them."""
     for node in graph.nodes:
         if "recompute" in node.meta and _must_stay(node):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def tag(graph: fx.Graph, budget: float, differentiated: set[fx.Node]) -> None:
-    """Tags what backward computes again, of what is ``differentiated``: a mask has no part in the
-    budget. ``budget``: the part of what each token's own computation produces, in bytes, that may
-    be kept: products first, since they cost most to do again."""
+    """Tags the nodes that backward recomputes, among ``differentiated`` (a mask is not in the
+    budget). ``budget``: the fraction of the bytes of token-wise results that may be saved, products
+    first, since they cost most to recompute."""
     stretch, candidates = 0, []
     for node in graph.nodes:
         if node.op != "call_function":
@@ -89,7 +88,7 @@ def tag(graph: fx.Graph, budget: float, differentiated: set[fx.Node]) -> None:
             if not _is_view(node):
                 candidates.append(node)
     left = budget * sum(_bytes(node.meta["val"]) for node in candidates)
-    for node in sorted(candidates, key=_work, reverse=True):  # stable: else the first ones first
+    for node in sorted(candidates, key=_work, reverse=True):  # stable: else in graph order
         size = _bytes(node.meta["val"])
         if size <= left:
             left -= size

@@ -1,5 +1,5 @@
-"""What the compile pass makes of a model, op by op: read it where something is refused, or where
-more is communicated than should be."""
+"""Prints what the compile pass does to a model, op by op: why an op is refused, or where too much
+is communicated."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from deepsp.compile.sharding.messages import CannotShard
-from deepsp.compile.sharding.parallelize import parallelize
-from deepsp.compile.sharding.report import Decision, Report
+from deepsp.compile.sharding.backend import parallelize
+from deepsp.compile.sharding.report import CannotShard, Decision, Report
 from deepsp.ranks.groups import Group
 
 
@@ -17,7 +16,7 @@ from deepsp.ranks.groups import Group
 class Explanation:
     """What :func:`explain` found; printed, a table.
 
-    Placements are called as in ``torch.distributed.tensor``: ``Replicate``, ``Shard(dim)``,
+    Placements have the names of ``torch.distributed.tensor``: ``Replicate``, ``Shard(dim)``,
     ``Partial``.
 
     Attributes:
@@ -68,7 +67,7 @@ def explain(model, *args, group: Group = None, **kwargs) -> Explanation:
             refused.append(str(error))
         return gm.forward
 
-    torch._dynamo.reset()  # what was compiled before would not be compiled again
+    torch._dynamo.reset()  # else compiled code wouldn't be compiled again
     torch.compile(model, backend=backend)(*args, **kwargs)
     torch._dynamo.reset()
     return Explanation(report.decisions, report.collectives, "\n".join(refused) or None)

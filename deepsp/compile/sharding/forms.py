@@ -1,5 +1,5 @@
-"""The forms of a value: full, on every rank, and this rank's part; and how one becomes the
-other."""
+"""The values of a graph on one rank: new nodes with their sizes; the two forms of a value, full and
+local, and how one becomes the other; where the tokens are in a full one."""
 
 from __future__ import annotations
 
@@ -10,13 +10,154 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch.fx.proxy import GraphAppendingTracer
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-from deepsp.compile.sharding.messages import CannotShard
-from deepsp.compile.sharding.nodes import Nodes, has_tensor, is_differentiated
+from deepsp.compile.sharding.report import CannotShard
 from deepsp.compile.sharding.tokens import Sequence, Size, Tokens, same, size_of
 
+# Meta that new nodes inherit: the user's line, and whether backward recomputes them.
+_PASSED_ON = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom", "seq_nr")
+_PASSED_ON += ("recompute", "ac_graph_id")
+
+
+def is_tensor(value) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def has_tensor(value) -> bool:
+    return any(is_tensor(x) for x in tree_leaves(value))
+
+
+def is_differentiated(value) -> bool:
+    return is_tensor(value) and value.requires_grad
+
+
+def is_random(target) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether a call draws random numbers: dropout with rate 0 or in evaluation doesn't."""
+    if node.op != "call_function" or not is_random(node.target):
+        return False
+    given = {a.name: x for a, x in zip(node.target._schema.arguments, node.args, strict=False)}
+    given |= node.kwargs
+    rate = given.get("dropout_p", given.get("p", 1.0))
+    return not (isinstance(rate, (int, float)) and rate == 0) and given.get("train") is not False
+
+
+def draws_inside(gm: fx.GraphModule) -> bool:
+    """Whether a graph draws random numbers, or a function inside one of its ops does."""
+    graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
+    return any(draws(node) for graph in graphs for node in graph.nodes)
+
+
+def values_of(target, args, kwargs):
+    """A node's value, from fake values. The compiler differentiates an op that holds functions;
+    here it only matters whether its results require grad."""
+    if not isinstance(target, torch._ops.HigherOrderOperator):
+        return target(*args, **kwargs)
+    leaves = tree_leaves((args, kwargs))
+    differentiated = any(is_differentiated(x) for x in leaves)
+    with torch._C._AutoDispatchBelowAutograd():
+        values = target(*args, **kwargs)
+    if differentiated and torch.is_grad_enabled():
+        tree_map(lambda x: x.requires_grad_() if x.is_floating_point() else x, values)
+    return values
+
+
+def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
+    """The same modules with a copy of the graph."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    return fx.GraphModule(gm, graph)
+
+
+class Nodes:
+    """A new graph, and what is known of its nodes."""
+
+    def __init__(self, mode):
+        self.mode = mode
+        self.new = fx.Graph()
+        self.env: dict[fx.Node, Any] = {}  # fake values of new nodes
+        self.symbols: dict[sympy.Symbol, fx.Node] = {}
+        self.current: fx.Node | None = None  # the old node for which new ones are made
+
+    def call(self, target, *args, **kwargs) -> fx.Node:
+        """Adds a node, with its value on this rank."""
+        return self._run(self.new.call_function(target, args, kwargs))
+
+    def _run(self, node: fx.Node) -> fx.Node:
+        if self.current is not None:
+            for key in _PASSED_ON:
+                if key in self.current.meta:
+                    node.meta[key] = self.current.meta[key]
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.env.__getitem__)
+        try:
+            # Kernels that expand to symbolic sizes are Python's.
+            with self.mode, enable_python_dispatcher():
+                value = values_of(node.target, args, kwargs)
+        except (RuntimeError, ValueError, IndexError) as error:
+            self.new.erase_node(node)
+            raise CannotShard(str(error).splitlines()[0], self.current) from error
+        self.env[node] = value
+        node.meta["val"] = tree_map(lambda x: x.detach() if is_tensor(x) else x, value)
+        return node
+
+    def int_(self, size: Size):
+        """A size as an int, or as a node that computes it."""
+        size = size_of(size)
+        if isinstance(size, int):
+            return size
+        tracer = GraphAppendingTracer(self.new)
+        last = next(iter(reversed(self.new.nodes)), None)
+        known = {}
+        for symbol in size.free_symbols:
+            if symbol not in self.symbols:
+                raise CannotShard(f"the origin of the size {symbol} isn't known", self.current)
+            known[symbol] = fx.Proxy(self.symbols[symbol], tracer)
+        result = sympy_interp(PythonReferenceAnalysis, known, size)
+        for node in self.new.nodes if last is None else _behind(last):
+            self._run(node)
+        return result.node if isinstance(result, fx.Proxy) else int(result)
+
+    def holds(self, relation) -> bool:
+        """Whether a relation of sizes holds. This guards the graph: it is for such sizes only."""
+        if isinstance(relation, bool) or relation in (sympy.true, sympy.false):
+            return bool(relation)
+        return bool(self.mode.shape_env.evaluate_expr(relation))
+
+    def equal(self, a: Size, b: Size) -> bool:
+        """Whether two sizes are equal. May add a guard, so ask only if they should be."""
+        if same(a, b):
+            return True
+        a, b = sympy.sympify(a), sympy.sympify(b)
+        return not (a.is_number and b.is_number) and self.holds(sympy.Eq(a, b))
+
+    def shape(self, sizes) -> list:
+        return [self.int_(n) for n in sizes]
+
+    def lens(self, tokens: Tokens) -> list:
+        return [self.int_(n) for n in tokens.sequence.lens]
+
+    def know(self, value: torch.SymInt, node: fx.Node) -> None:
+        if value.node.expr.is_Symbol:
+            self.symbols.setdefault(value.node.expr, node)
+
+
+def _behind(node: fx.Node):
+    node = node.next
+    while node.op != "root":
+        yield node
+        node = node.next
+
+
 _aten, _ours = torch.ops.aten, torch.ops.deepsp
-# Views that hold no more, and no less, than what they are taken of.
+# Views with exactly the elements of their input.
 _VIEWS = {
     _aten.alias.default,
     _aten.expand.default,
@@ -28,7 +169,7 @@ _VIEWS = {
     _aten.unsqueeze.default,
     _aten.view.default,
 }
-# Copied again where only a partial gradient is wanted: nothing is computed twice.
+# Repeated for a partial gradient instead of adding a replicate: no computation is repeated.
 _CHEAP = _VIEWS | {
     _aten.detach.default,
     _aten.select.int,
@@ -42,18 +183,18 @@ _CHEAP = _VIEWS | {
 
 @dataclass
 class Value:
-    """What a node of the old graph has become. ``tokens``: where its tokens are, for several
-    outputs a list; None where it has none."""
+    """The new forms of an old node: ``full`` and ``local``, this rank's part. ``tokens``: where the
+    tokens are; a list for several outputs; None if it has none."""
 
     full: Any = None
-    mine: Any = None
+    local: Any = None
     tokens: Tokens | list[Tokens | None] | None = None
     of_parameter: bool = False
-    of_data: bool = False  # made of what prepare_inputs has marked
+    of_data: bool = False  # computed from inputs that prepare_inputs marked
 
 
 class Forms(Nodes):
-    """What every node of an old graph has become in a new one, on one of ``member``'s ranks."""
+    """The new forms of every node of an old graph, on one of ``member``'s ranks."""
 
     def __init__(self, mode, member, gradients: str):
         super().__init__(mode)
@@ -63,23 +204,23 @@ class Forms(Nodes):
         self.lengths: dict[Size, Sequence] = {}
         self.parts: dict[tuple, fx.Node] = {}
         self.collected: dict[tuple, fx.Node] = {}
-        self.rebound: set[fx.Node] = set()  # of the old graph: written to, so now something else
-        self.shared: dict[fx.Node, fx.Node] = {}
+        self.rebound: set[fx.Node] = set()  # old nodes that a write has given a new value
+        self.aliased: dict[fx.Node, fx.Node] = {}
         self.scaled: dict[fx.Node, fx.Node] = {}
         self.unscaled: dict[fx.Node, fx.Node] = {}
         self.parameters_of_group: set[fx.Node] = set()
-        # What stands for a parameter with a partial gradient -> the parameter.
+        # Alias of a parameter with a partial gradient -> the parameter.
         self.parameters: dict[fx.Node, fx.Node] = {}
-        # What each rank has for its own tokens alone, by nodes of the old graph.
+        # By old node, values that differ by rank because each has its own tokens only.
         self.own: dict[Any, Any] = {}
-        # Full values whose gradients are partial already: a gather sums them.
-        self.shares: set[fx.Node] = set()
+        # Full values with a partial gradient: a gather sums it.
+        self.partial_grads: set[fx.Node] = set()
 
     def sequence(self, length: Size) -> Sequence:
         for known, sequence in self.lengths.items():
             if same(known, length):
                 return sequence
-        # Two graphs at most: lengths that divide by the ranks need no padding anywhere.
+        # At most two graphs: for lengths that divide by the ranks, and for all others.
         even = isinstance(length, int) or self.mode.shape_env.evaluate_expr(
             sympy.Eq(sympy.Mod(length, self.size), 0)
         )
@@ -93,7 +234,7 @@ class Forms(Nodes):
         full = self.values[node].full
         if full is None:
             raise CannotShard(
-                f"it needs the full {node.name}, of which each rank has only its local tokens",
+                f"it needs the full {node.name}, but each rank has only its local tokens",
                 self.current,
             )
         return full
@@ -102,7 +243,7 @@ class Forms(Nodes):
         """The full value of an old node, for ops on full values."""
         full = self.all_of(node)
         local = self.gradients == "local" and full in self.parameters_of_group
-        if (local or full in self.shares) and self.differentiated(full):
+        if (local or full in self.partial_grads) and self.differentiated(full):
             if full not in self.scaled:
                 scaled = self.call(_ours._scale_gradient.default, full, 1 / self.size)
                 self.scaled[full] = scaled
@@ -111,30 +252,32 @@ class Forms(Nodes):
         return full
 
     def for_part(self, node: fx.Node):
-        """The full value of an old node, for ops on parts: its gradient becomes a sum."""
-        return self.share(self.all_of(node))
+        """The full value of an old node, for ops on parts: its gradient is partial."""
+        return self.partial_grad(self.all_of(node))
 
     def differentiated(self, node: fx.Node) -> bool:
-        # Under no_grad there is nothing to sum, and what is made there must not be used elsewhere.
+        # Under no_grad nothing is summed, and nodes made there must not be used elsewhere.
         return is_differentiated(self.env[node]) and torch.is_grad_enabled()
 
-    def share(self, full: fx.Node):
-        """A full value whose gradient is partial."""
-        if not self.differentiated(full) or self.size == 1 or full in self.shares:
+    def partial_grad(self, full: fx.Node):
+        """A full value, aliased so that its gradient may be partial."""
+        if not self.differentiated(full) or self.size == 1 or full in self.partial_grads:
             return full
-        if full in self.shared:
-            return self.shared[full]
+        if full in self.aliased:
+            return self.aliased[full]
         if full in self.parameters_of_group:
-            share = self.call(_aten.alias.default, full)
-            self.parameters[share] = full
+            aliased = self.call(_aten.alias.default, full)
+            self.parameters[aliased] = full
         elif full in self.unscaled:
-            return self.share(self.unscaled[full])
+            return self.partial_grad(self.unscaled[full])
         elif full.target in _CHEAP and self._tensors_of(full) == [full.args[0]]:
-            share = self.call(full.target, self.share(full.args[0]), *full.args[1:], **full.kwargs)
+            aliased = self.call(
+                full.target, self.partial_grad(full.args[0]), *full.args[1:], **full.kwargs
+            )
         else:
-            (share,) = self.replicate_wait(*self.replicate_start([full]))
-        self.shared[full] = share
-        return share
+            (aliased,) = self.replicate_wait(*self.replicate_start([full]))
+        self.aliased[full] = aliased
+        return aliased
 
     def _tensors_of(self, node: fx.Node) -> list[fx.Node]:
         return [n for n in node.all_input_nodes if has_tensor(self.env[n])]
@@ -154,9 +297,9 @@ class Forms(Nodes):
     def part(self, node: fx.Node, tokens: Tokens):
         """This rank's part of an old node's value."""
         value = self.values[node]
-        here = value.tokens if isinstance(value.tokens, Tokens) else None
-        if value.mine is not None and here is not None and here.plain == tokens.plain:
-            return value.mine
+        place = value.tokens if isinstance(value.tokens, Tokens) else None
+        if value.local is not None and place is not None and place.plain == tokens.plain:
+            return value.local
         if value.full is None:
             raise CannotShard(
                 f"{node.name} is sharded along another dimension or over another sequence than "
@@ -172,7 +315,7 @@ class Forms(Nodes):
             )
         key = (value.full, tokens, torch.is_grad_enabled())
         if key not in self.parts:
-            self.parts[key] = self.cut(self.share(value.full), shape, tokens)
+            self.parts[key] = self.cut(self.partial_grad(value.full), shape, tokens)
         return self.parts[key]
 
     def cut(self, full: fx.Node, shape: list[Size], tokens: Tokens) -> fx.Node:
@@ -182,44 +325,44 @@ class Forms(Nodes):
         if same(tokens.outer, 1):
             first, many = (size_of(x * tokens.inner) for x in (begin, count))
             return self.call(_aten.narrow.default, full, dim, self.int_(first), self.int_(many))
-        apart = [*shape[:dim], tokens.outer, tokens.length, tokens.inner, *shape[dim + 1 :]]
-        apart = self.call(_aten.reshape.default, full, self.shape(apart))
-        cut = self.call(_aten.narrow.default, apart, dim + 1, self.int_(begin), self.int_(count))
+        split_shape = [*shape[:dim], tokens.outer, tokens.length, tokens.inner, *shape[dim + 1 :]]
+        x = self.call(_aten.reshape.default, full, self.shape(split_shape))
+        cut = self.call(_aten.narrow.default, x, dim + 1, self.int_(begin), self.int_(count))
         return self.call(_aten.reshape.default, cut, self.shape(tokens.part(shape, self.rank)))
 
     def gathered(self, node: fx.Node, tokens: Tokens | None = None) -> fx.Node:
         """All ranks' parts of an old node's value, or ``tokens`` of them, for ops on parts: its
-        gradient is summed over the ranks, each of which gets its tokens' back."""
+        gradient is reduce-scattered over the ranks."""
         key = (node, torch.is_grad_enabled())
         value, shape = self.values[node], self.shape_of(node)
         if key not in self.collected:
             source = node.args[0] if node.target in _VIEWS else None
-            there = source in self.values and self.values[source].full is None
-            if there and not {source, node} & self.rebound:
-                # What is gathered is what a view is taken of: heads, say, before they are repeated.
+            is_part = source in self.values and self.values[source].full is None
+            if is_part and not {source, node} & self.rebound:
+                # Gather the view's input instead: heads, say, before they are repeated.
                 args, kwargs = self.mapped((node.args[1:], node.kwargs), self.all_of)
                 view = node.target is _aten.view.default
                 target = _aten.reshape.default if view else node.target
                 new = self.call(target, self.gathered(source), *args, **kwargs)
             else:
-                new = self.all_gather(value.mine, shape, value.tokens, "partial")
+                new = self.all_gather(value.local, shape, value.tokens, "partial")
             self.collected[key] = new
         new = self.collected[key]
         return new if tokens is None else self.cut(new, shape, tokens)
 
     def all_gather(
-        self, mine: fx.Node, shape: list[Size], tokens: Tokens, gradient: str = "replicated"
+        self, local: fx.Node, shape: list[Size], tokens: Tokens, gradient: str = "replicated"
     ) -> fx.Node:
-        """All ranks' parts as one."""
+        """Joins all ranks' parts."""
         self._check_order(tokens)
         dim, rank = tokens.dim, self.rank
         count = tokens.sequence.lens[rank]
         if not tokens.alone:
-            apart = [*shape[:dim], tokens.outer, count, tokens.inner, *shape[dim + 1 :]]
-            mine = self.call(_aten.reshape.default, mine, self.shape(apart))
+            split_shape = [*shape[:dim], tokens.outer, count, tokens.inner, *shape[dim + 1 :]]
+            local = self.call(_aten.reshape.default, local, self.shape(split_shape))
             dim += 1
         out = self.call(
-            _ours.all_gather.default, mine, dim, self.lens(tokens), gradient, rank, self.name
+            _ours.all_gather.default, local, dim, self.lens(tokens), gradient, rank, self.name
         )
         if not tokens.alone:
             out = self.call(_aten.reshape.default, out, self.shape(shape))
@@ -232,8 +375,51 @@ class Forms(Nodes):
                 self.current,
             )
 
-    def all_reduce(self, mine: fx.Node) -> fx.Node:
+    def all_reduce(self, local: fx.Node) -> fx.Node:
         """The sum over all ranks, replicated."""
         return self.call(
-            _ours.all_reduce.default, mine, "replicated", self.rank, self.size, self.name
+            _ours.all_reduce.default, local, "replicated", self.rank, self.size, self.name
         )
+
+
+def placed(walk, node: fx.Node, values: list[Value]) -> Tokens | None:
+    """The tokens of a full value: in the only dimension whose length is a known sequence's, or
+    differs from it by a constant (shifted ids, a mask, an arange)."""
+    found = []
+    for dim, n in enumerate(walk.shape_of(node)):
+        if isinstance(n, int):
+            # A constant size may be equal by chance: an operand's tokens must be in this dimension.
+            if any(isinstance(v.tokens, Tokens) and _only(walk, node, v, dim) for v in values):
+                found.append((dim, n))
+        elif any(same(n, x) for x in walk.lengths) or (
+            values and any(_differ_by_some(n, x) for x in walk.lengths)
+        ):
+            found.append((dim, n))
+    if len(found) != 1:
+        return None
+    dim, length = found[0]
+    return Tokens(dim, length, walk.sequence(length))
+
+
+def _only(walk, node: fx.Node, operand: Value, dim: int) -> bool:
+    """Whether a result's shape differs from an operand's in the number of tokens only."""
+    shape, before = walk.shape_of(node), list(walk.env[operand.full].shape)
+    if operand.tokens.dim != dim or len(before) != len(shape) or not operand.tokens.alone:
+        return False
+    return shape[dim] > 1 and all(
+        same(size_of(a), b) for d, (a, b) in enumerate(zip(before, shape, strict=True)) if d != dim
+    )
+
+
+def of_pairs(walk, node: fx.Node) -> bool:
+    """Whether two dimensions hold tokens, as in a mask. Every rank has such a value in full, if it
+    has the operands in full."""
+    if not is_tensor(node.meta["val"]):
+        return False  # several results
+    shape = walk.shape_of(node)
+    return sum(any(same(n, x) for x in walk.lengths) for n in shape if n != 1) > 1
+
+
+def _differ_by_some(a: Size, b: Size) -> bool:
+    difference = sympy.expand(sympy.sympify(a) - sympy.sympify(b))
+    return bool(difference.is_number)

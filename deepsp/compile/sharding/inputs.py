@@ -1,4 +1,4 @@
-"""Which inputs hold tokens, and in which dimension: a mark that Dynamo passes on to backends."""
+"""Marks the inputs that hold tokens, and the dimension. Dynamo passes the mark on to backends."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from deepsp.data.sharding import unshard
 from deepsp.ranks.agreement import first_difference
 from deepsp.ranks.groups import Group, on_all_ranks
 
-# Of a tensor's attributes, Dynamo passes on to backends none but ``tag``.
+# Dynamo passes no other attribute of a tensor to backends than ``tag``.
 _PREFIX = "deepsp"
 
 
@@ -32,11 +32,11 @@ def prepare_inputs(
 
     Args:
         input_ids: [B, S], or embeddings [B, S, C]; or a dict of tensors by name: ``position_ids``
-            is marked in the last dimension, all others that have one in ``seq_dim``. Values that
-            aren't tensors are passed on.
+            is marked in the last dimension, all others that have a dimension ``seq_dim`` in that.
+            Other values are passed on.
         labels: [B, S], not shifted.
         position_ids: [S], [B, S] or [..., B, S].
-        attention_mask: [B, S], or [B, 1, S, S], which isn't marked: attention needs all of it.
+        attention_mask: [B, S], or [B, 1, S, S], which isn't marked: attention needs it in full.
         seq_dim: the sequence dimension.
         sharded_inputs: every rank passes its own tokens only: consecutive ones, in rank order, any
             number of them, with positions of the full sequence. They are gathered (one small
@@ -45,12 +45,12 @@ def prepare_inputs(
         group: the sequence group; used with ``sharded_inputs`` only.
 
     Returns:
-        The tensors that were given, in the order of the arguments (one by itself, not in a tuple),
-        or the dict: marked, unless they were gathered.
+        The given tensors, in the order of the arguments (a single one without a tuple), or the
+        dict: marked, unless they were gathered.
 
     Raises:
         ValueError: a tensor lacks the dimension or has another length; with ``sharded_inputs``, the
-            ranks pass tensors that aren't alike.
+            ranks pass tensors that differ in more than their number of tokens.
     """
     if isinstance(input_ids, Mapping):
         batch: Mapping[str, Any] = input_ids
@@ -102,7 +102,7 @@ def _check_lengths(batch: Mapping[str, Any], dims: dict[str, int]) -> None:
 
 
 def _gathered(batch: Mapping[str, Any], dims: dict[str, int], group: Group) -> dict[str, Tensor]:
-    """All ranks' tokens, of every tensor that has some."""
+    """Gathers all ranks' tokens, of every tensor that has some."""
     alike = [
         (name, dim, str(x.dtype), x.requires_grad, *x.shape[:dim], "S", *x.shape[dim + 1 :])
         for name, dim in dims.items()
@@ -125,14 +125,5 @@ def _gathered(batch: Mapping[str, Any], dims: dict[str, int], group: Group) -> d
 def _mark(tensor: Tensor, role: str, dim: int) -> None:
     tensor.tag = f"{_PREFIX}:{role}:{dim}"
     if tensor.size(dim) > 1:
-        # Maybe: a block mask that FlexAttention is given holds the length that it was made for.
+        # "maybe": a FlexAttention block mask fixes the length for which it was made.
         torch._dynamo.maybe_mark_dynamic(tensor, dim)
-
-
-def role_of(node: fx.Node) -> tuple[str, int] | None:
-    """The role and the sequence's dimension of a placeholder, if it was marked."""
-    tag = node.meta.get("tensor_dict", {}).get("tag")
-    if not isinstance(tag, str) or not tag.startswith(f"{_PREFIX}:"):
-        return None
-    _, role, dim = tag.split(":")
-    return role, int(dim)

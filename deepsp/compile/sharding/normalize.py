@@ -1,10 +1,13 @@
-"""What Dynamo captured, as few canonical aten ops: still differentiable, attention and losses still
-one op each, sizes still symbolic, every op with the line of the user's code that it comes from."""
+"""Turns the graph that Dynamo captured into few canonical aten ops: still differentiable, attention
+and losses one op each, sizes symbolic, each op with its line of the user's code. ``torch.vmap``, as
+in FlexAttention's block masks, is replaced by the ops that it runs, and a write into a view by an
+op out of place: ``y[..., :4] = x`` makes a new ``y``."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import operator
 
 import torch
 from torch import fx
@@ -17,19 +20,25 @@ from torch.fx.experimental.proxy_tensor import (
     track_tensor_tree,
 )
 from torch.fx.traceback import preserve_node_meta
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointPolicy
 
 from deepsp.compile.sharding import rules
-from deepsp.compile.sharding.messages import CannotShard
-from deepsp.compile.sharding.nodes import copy_of, values_of
-from deepsp.compile.sharding.vmaps import flatten_vmaps
+from deepsp.compile.sharding.forms import (
+    copy_of,
+    is_differentiated,
+    is_tensor,
+    values_of,
+)
+from deepsp.compile.sharding.report import CannotShard
+from deepsp.placement import functional
 
 
 def fake_inputs(gm: fx.GraphModule, example_inputs) -> tuple[list, FakeTensorMode]:
-    """What stands for each placeholder while tracing, and the mode that it belongs to."""
+    """The fake value of each placeholder, and their mode."""
     placeholders = gm.graph.find_nodes(op="placeholder")
-    # Dynamo hands real tensors to backends; what stands for them, sizes symbolic, is noted here.
+    # Dynamo passes real tensors to backends; the fake ones, with symbolic sizes, are in the meta.
     noted = [n.meta.get("example_value", n.meta.get("val")) for n in placeholders]
     given = [x if y is None else y for x, y in zip(example_inputs, noted, strict=True)]
     mode = next((x.fake_mode for x in given if isinstance(x, FakeTensor)), None)
@@ -40,14 +49,14 @@ def fake_inputs(gm: fx.GraphModule, example_inputs) -> tuple[list, FakeTensorMod
 
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
-# Ops that hold functions, and have a rule.
+# Ops that hold functions and have a rule.
 _FLEX = torch.ops.higher_order.flex_attention
-# Of what every rank has in full: which branch is taken is the same everywhere.
+# Its predicate is replicated, so all ranks take the same branch.
 COND = torch.ops.higher_order.cond
 
 
 def check_supported(gm: fx.GraphModule) -> None:
-    """Refuses what would lose its meaning: ops that hold code of their own, and hooks.
+    """Refuses ops with untraceable code, and gradient hooks.
 
     Raises:
         CannotShard: there is one.
@@ -76,9 +85,8 @@ def check_supported(gm: fx.GraphModule) -> None:
 
 
 class _Inline(fx.Interpreter):
-    """Runs what ``torch.utils.checkpoint`` holds as if it stood there, its nodes tagged for
-    AOTAutograd's partitioner: computed again in backward. FlexAttention and functions of
-    one's own stay one op."""
+    """Inlines the bodies of ``torch.utils.checkpoint``, and tags their nodes for AOTAutograd's
+    partitioner to recompute. FlexAttention and autograd functions stay one op."""
 
     _regions = itertools.count()
 
@@ -86,7 +94,7 @@ class _Inline(fx.Interpreter):
         if target in (_FLEX, COND, autograd_function_apply):
             return _one_op(target, args, kwargs)
         if target is torch._C._autograd._get_data_attr:
-            return args[0].detach()  # .data, which no dispatcher sees
+            return args[0].detach()  # .data, which the dispatcher doesn't see
         if target is not _CHECKPOINT:
             return super().call_function(target, args, kwargs)
         body, *inputs = copy_of(args[0]), *args[1:]
@@ -97,8 +105,8 @@ class _Inline(fx.Interpreter):
 
 
 def _one_op(target, args, kwargs):
-    """A node for an op that holds functions, which stay as Dynamo has captured them: traced into
-    aten ops, what they read by position would lose the backward that vmap knows."""
+    """A node for an op that holds functions. These stay as Dynamo captured them: traced into aten
+    ops, reads by position would lose their backward under vmap."""
     tracer = get_proxy_mode().tracer
     with disable_proxy_modes_tracing():
         out = values_of(target, args, kwargs)
@@ -112,7 +120,7 @@ def _one_op(target, args, kwargs):
 
 @functools.cache
 def _composite_ops() -> list:
-    """The aten ops that are written in terms of others, and return tensors."""
+    """The aten ops that are composed of others and return tensors."""
     found = []
     for name in torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"):
         namespace, _, name = name.partition("::")
@@ -130,14 +138,14 @@ def normalize(gm: fx.GraphModule, inputs: list, mode: FakeTensorMode) -> fx.Grap
     flat = flatten_vmaps(gm, mode)
 
     def run(*args):
-        # Without it nodes would lose their stack traces, which messages need.
+        # Keeps the nodes' stack traces, which error messages need.
         with preserve_node_meta():
             return _Inline(flat).run(*args)
 
     with mode:
         traced = make_fx(
             run,
-            # What no rule knows is taken apart, where it can be.
+            # Ops without a rule are decomposed if possible.
             {op: op.decompose for op in _composite_ops() if not rules.is_known(op)},
             pre_dispatch=True,
             tracing_mode="real",
@@ -154,7 +162,7 @@ def normalize(gm: fx.GraphModule, inputs: list, mode: FakeTensorMode) -> fx.Grap
 
 
 def _tell_apart(graph: fx.Graph) -> None:
-    """A product of a tensor with itself takes it twice, each along an index of its own."""
+    """Gives the second use of a tensor in a product with itself a separate node."""
     for node in graph.nodes:
         if getattr(node.target, "_opname", "") not in ("matmul", "mm", "bmm", "einsum"):
             continue
@@ -170,3 +178,222 @@ def _tell_apart(graph: fx.Graph) -> None:
             return new
 
         node.args = fx.node.map_arg(node.args, own)
+
+
+_STEP = {"_vmap_increment_nesting": 1, "_vmap_decrement_nesting": -1}
+
+
+def flatten_vmaps(gm: fx.GraphModule, mode) -> fx.GraphModule:
+    """``gm``, or a copy without vmaps, also in its checkpoints."""
+    bodies = {
+        n.args[0].target: getattr(gm, n.args[0].target)
+        for n in gm.graph.nodes
+        if n.target is torch.ops.higher_order.tag_activation_checkpoint
+    }
+    flat = {name: flatten_vmaps(body, mode) for name, body in bodies.items()}
+    has_vmap = any(_vmap_step(n) in _STEP for n in gm.graph.nodes)
+    if not has_vmap and all(flat[name] is body for name, body in bodies.items()):
+        return gm
+    new = copy_of(gm)
+    for name, body in flat.items():
+        setattr(new, name, body)
+    depth, region = 0, []
+    for node in list(new.graph.nodes):
+        depth += _STEP.get(_vmap_step(node), 0)
+        if depth or region:
+            region.append(node)
+        if region and not depth:
+            _flatten(new, region, mode)
+            region = []
+    new.recompile()
+    return new
+
+
+def _vmap_step(node: fx.Node) -> str:
+    return getattr(node.target, "__name__", "")
+
+
+def _flatten(gm: fx.GraphModule, region: list[fx.Node], mode) -> None:
+    inside = set(region)
+    given = list(dict.fromkeys(x for n in region for x in n.all_input_nodes if x not in inside))
+    results = [n for n in region if any(user not in inside for user in n.users)]
+    body = fx.Graph()
+    copies = {x: body.placeholder(x.name) for x in given}
+    for node in region:
+        copies[node] = body.node_copy(node, copies.__getitem__)
+    body.output([copies[n] for n in results])
+    interpreter = fx.Interpreter(fx.GraphModule(gm, body))
+
+    def run(*args):
+        with preserve_node_meta():
+            return interpreter.run(*args)
+
+    values = [x.meta["example_value"] for x in given]
+    if any(is_differentiated(x) for x in tree_leaves(values)):
+        raise CannotShard("torch.vmap of a tensor that requires grad can't be traced", region[0])
+    with mode:
+        flat = make_fx(run, tracing_mode="real", _allow_non_fake_inputs=True)(*values)
+    names = dict(zip(flat.graph.find_nodes(op="placeholder"), given, strict=True))
+    for node in flat.graph.find_nodes(op="get_attr"):
+        name = f"{region[0].name}_{node.target}"
+        setattr(gm, name, getattr(flat, node.target))
+        node.target = name
+    with gm.graph.inserting_before(region[0]):
+        found = gm.graph.graph_copy(flat.graph, names)
+    for node, value in zip(results, found, strict=True):
+        value.meta["example_value"] = node.meta["example_value"]
+        node.replace_all_uses_with(value)
+    for node in reversed(region):
+        gm.graph.erase_node(node)
+
+
+_aten = torch.ops.aten
+
+
+def _slice(base, new, view):
+    _, dim, start, end, step = (*view.args, *(0, None, None, 1)[len(view.args) - 1 :])
+    return _aten.slice_scatter.default, (base, new, dim, start, end, step)
+
+
+def _select(base, new, view):
+    return _aten.select_scatter.default, (base, new, *view.args[1:])
+
+
+def _transpose(base, new, view):
+    return _aten.transpose.int, (new, *view.args[1:])
+
+
+# By view: the call that puts the new value of a view into its base.
+_BACK = {
+    _aten.slice.Tensor: _slice,
+    _aten.select.int: _select,
+    _aten.transpose.int: _transpose,
+}
+
+
+def storage_of(node: fx.Node) -> int | None:
+    """The same number for all views of a tensor; None if it isn't a tensor."""
+    value = node.meta.get("val")
+    return StorageWeakRef(value.untyped_storage()).cdata if is_tensor(value) else None
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """The tensors that an op writes into, by its schema."""
+    found = []
+    for i, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        by_place = not argument.kwarg_only and i < len(node.args)
+        value = node.args[i] if by_place else node.kwargs.get(argument.name)
+        found += [n for n in tree_leaves(value) if isinstance(n, fx.Node)]
+    return found
+
+
+def results_out_of_place(gm: fx.GraphModule, mode) -> None:
+    """Replaces ops that write into other arguments than the first, or into several (``out=``,
+    foreach) by ops that return the results, and copies.
+
+    Raises:
+        CannotShard: there is no op that returns what this one writes.
+    """
+    for node in list(gm.graph.nodes):
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not schema.is_mutable or written(node) == [node.args[0]]:
+            continue
+        target, into = functional(node.target), written(node)
+        if target is None:
+            raise CannotShard("it writes into arguments in a way that isn't known", node)
+        kept = {a.name for a in target._schema.arguments}
+        kwargs = {name: x for name, x in node.kwargs.items() if name in kept}
+        with gm.graph.inserting_before(node):
+            result = _add_call(gm.graph, node, mode, target, node.args, kwargs)
+            items = [result]
+            if not is_tensor(result.meta["val"]):
+                items = [
+                    _add_call(gm.graph, node, mode, operator.getitem, (result, i))
+                    for i in range(len(into))
+                ]
+            copies = []
+            for old, new in zip(into, items, strict=True):
+                if old.meta["val"].shape != new.meta["val"].shape:
+                    raise CannotShard("it changes the size of the tensor that it writes into", node)
+                copies.append(_add_call(gm.graph, node, mode, _aten.copy_.default, (old, new)))
+        if is_tensor(node.meta.get("val")):
+            node.replace_all_uses_with(copies[0])
+        for user in list(node.users):
+            user.replace_all_uses_with(copies[user.args[1]])
+            gm.graph.erase_node(user)
+        gm.graph.erase_node(node)
+
+
+def _add_call(graph: fx.Graph, like: fx.Node, mode, target, args, kwargs=None) -> fx.Node:
+    """Adds a call, with the line of the user's code of ``like``."""
+    new = graph.call_function(target, args, kwargs or {})
+    new.meta = {k: v for k, v in like.meta.items() if k != "val"}
+    given, named = fx.node.map_arg((new.args, new.kwargs), lambda n: n.meta["val"])
+    with mode, torch.no_grad():
+        value = target(*given, **named)
+    if not getattr(getattr(target, "_schema", None), "is_mutable", False):
+        tensors = [n.meta["val"] for n in new.all_input_nodes if is_tensor(n.meta["val"])]
+        touched = any(x.requires_grad for x in tensors)
+        for x in tree_leaves(value):
+            if is_tensor(x) and (x.is_floating_point() or x.is_complex()):
+                x.requires_grad_(touched)
+    new.meta["val"] = value
+    return new
+
+
+def views_out_of_place(gm: fx.GraphModule, mode) -> None:
+    """Replaces writes into views of tensors that the graph computes, unless another view of them is
+    used later."""
+    inputs = {storage_of(n) for n in gm.graph.nodes if n.op in ("placeholder", "get_attr")}
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    for node in list(gm.graph.nodes):
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not schema.is_mutable or functional(node.target) is None:
+            continue
+        views, base = [], node.args[0]
+        while base.target in _BACK:
+            views.append(base)
+            base = base.args[0]
+        storage = storage_of(base)
+        if not views or storage in inputs:
+            continue
+        others = set(gm.graph.nodes) - {base, node, *views}
+        late = [
+            n
+            for n in others
+            if storage_of(n) == storage
+            and order.get(n, 0) < order[node]
+            and any(order.get(user, 0) > order[node] for user in n.users)
+        ]
+        if not late:
+            _write_out_of_place(gm.graph, node, views, base, mode, order)
+    gm.graph.lint()
+
+
+def _write_out_of_place(
+    graph: fx.Graph, node: fx.Node, views: list, base: fx.Node, mode, order
+) -> None:
+    def add(target, args, kwargs=None):
+        new = _add_call(graph, node, mode, target, args, kwargs)
+        order[new] = order[node]
+        return new
+
+    with graph.inserting_before(node):
+        if node.target is _aten.copy_.default:  # has no derivative out of place
+            view, written = node.args[:2]
+            if written.meta["val"].dtype != view.meta["val"].dtype:
+                written = add(_aten.to.dtype, (written, view.meta["val"].dtype))
+            if written.meta["val"].shape != view.meta["val"].shape:
+                written = add(_aten.expand_as.default, (written, view))
+        else:
+            written = add(functional(node.target), node.args, node.kwargs)
+        replaced = {views[0]: written}
+        for i, view in enumerate(views):
+            below = views[i + 1] if i + 1 < len(views) else base
+            replaced[below] = add(*_BACK[view.target](below, replaced[view], view))
+    for old, new in replaced.items():
+        old.replace_all_uses_with(new, lambda user: order[user] > order[node])
+    node.replace_all_uses_with(written)
+    graph.erase_node(node)

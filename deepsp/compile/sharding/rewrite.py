@@ -1,16 +1,15 @@
 """Rewrites a graph for one device into one rank's graph.
 
-Every value is replicated, or the rank has its tokens of it, or both: what is made of
-full inputs alone (positions, masks, labels that are being shifted) is there in both forms, and the
-one that nobody asks for is dropped at the end. What parameters make of tokens is there as a part
-only: an op on it needs a rule (``deepsp.compile.sharding.rules``) that says where the tokens are in
-its result, or it is refused, with the line of the user's code.
+Every value is replicated, or local (this rank's tokens of it), or both. A value computed from full
+inputs alone (positions, masks, labels before a shift) is emitted in both forms, and the unused one
+is dropped at the end. A value computed from parameters and tokens is local only: an op on it needs
+a rule (``deepsp.compile.sharding.rules``) that says where the tokens are in its result; otherwise
+it is refused, with the line of the user's code.
 
-Gradients follow one convention, from which the rest follows: the gradient of a full value is the
-full gradient, the same on every rank; that of a part is the part's. So a full value that is used
-with a part passes through ``replicate``, which sums its gradient over the group in backward; a part
-becomes full by ``all_reduce`` or ``all_gather``, whose backwards need no communication.
-"""
+Gradients follow one convention: the gradient of a full value is the full gradient, the same on
+every rank; that of a local value is local. So a full value that is used with a local one passes
+through ``replicate``, which sums its gradient over the group in backward. A local value becomes
+full by ``all_reduce`` or ``all_gather``, whose backwards need no communication."""
 
 from __future__ import annotations
 
@@ -22,34 +21,36 @@ from torch._functorch.autograd_function import autograd_function_apply
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils._pytree import tree_leaves
 
-from deepsp.compile.sharding import (
-    caches,
-    outcome,
-    parameters,
-    placing,
-    rules,
-    writes,
+from deepsp.compile.sharding import rules
+from deepsp.compile.sharding.boundary import (
+    caches_of,
+    check_sharded,
+    drop_unused_parameters,
+    role_of,
+    settle_gradients,
+    summed_by_gathers,
 )
-from deepsp.compile.sharding.forms import Forms, Value
-from deepsp.compile.sharding.inputs import role_of
-from deepsp.compile.sharding.messages import CannotShard
-from deepsp.compile.sharding.nodes import (
+from deepsp.compile.sharding.forms import (
+    Forms,
+    Value,
     draws_inside,
     has_tensor,
     is_differentiated,
     is_random,
     is_tensor,
+    of_pairs,
+    placed,
 )
-from deepsp.compile.sharding.normalize import COND, normalize
-from deepsp.compile.sharding.report import Report, places
+from deepsp.compile.sharding.normalize import COND, normalize, storage_of
+from deepsp.compile.sharding.report import CannotShard, Report, places
 from deepsp.compile.sharding.tokens import Tokens, same, size_of
-from deepsp.compile.sharding.weights import summed_by_gathers
+from deepsp.placement import functional
 
 _aten = torch.ops.aten
 
 
 class Rewriter(Forms):
-    """One run over a normalised graph. Rules see it as the ``graph`` of their call."""
+    """One run over a normalised graph. Rules see it as ``call.graph``."""
 
     def __init__(
         self,
@@ -69,21 +70,21 @@ class Rewriter(Forms):
         placeholders = zip(self.old.find_nodes(op="placeholder"), inputs, strict=True)
         differentiated = {n for n, x in placeholders if is_differentiated(x)}
         self.gathers = summed_by_gathers(self.old, self.name, differentiated)
-        # Of the new graph: what is made of parameters and tokens, in parts and in full.
+        # New nodes computed from parameters and tokens: local ones, and full ones.
         self.worked: set[fx.Node] = set()
         self.repeated: dict[fx.Node, fx.Node] = {}
-        self.alike: set[fx.Node] = set()  # placeholders of which all ranks have the same
-        self.attended: set[fx.Node] = set()  # keys and values, of the old graph
+        self.alike: set[fx.Node] = set()  # placeholders that must be the same on all ranks
+        self.attended: set[fx.Node] = set()  # old nodes of keys and values
         self.report = Report()
         self.drop_caches = False
-        self.absent: set[fx.Node] = set()  # outputs of the old graph that are caches
+        self.absent: set[fx.Node] = set()  # old outputs that are caches
 
     def run(self) -> fx.Graph:
         self._placeholders()
         self.walk()
         self.current = self.old.output_node()
         outputs = self.current.args[0]
-        self.absent = caches.found(self, self.current.all_input_nodes)
+        self.absent = caches_of(self, self.current.all_input_nodes)
         if self.absent and not self.drop_caches:
             raise CannotShard(
                 "the graph returns the keys or values of attention, a cache, in training; set "
@@ -94,16 +95,16 @@ class Rewriter(Forms):
         self.new.output(fx.node.map_arg(self.current.args[0], self._output))
         self.current = None
         self.new.eliminate_dead_code(is_impure_node=_is_impure)
-        outcome.check_sharded(self)
-        parameters.drop_unused(self)
-        parameters.settle(self)
+        check_sharded(self)
+        drop_unused_parameters(self)
+        settle_gradients(self)
         self.new.eliminate_dead_code(is_impure_node=_is_impure)
         self.new.lint()
         self.report.count(self.new)
         return self.new
 
     def walk(self) -> None:
-        """All nodes between the placeholders and the output."""
+        """Visits all nodes between the placeholders and the output."""
         for node in self.old.nodes:
             self.current = node
             if node.op == "get_attr":
@@ -111,7 +112,7 @@ class Rewriter(Forms):
             elif node.op == "call_function":
                 self._visit(node)
             if node in self.gathers:
-                self.shares.add(self.values[node].full)
+                self.partial_grads.add(self.values[node].full)
 
     def _attribute(self, node: fx.Node) -> fx.Node:
         new = self.new.get_attr(node.target)
@@ -130,7 +131,7 @@ class Rewriter(Forms):
             kind = isinstance(value, torch.nn.Parameter)
             self.values[node] = Value(new, of_parameter=kind)
             if node in self.gathers:
-                self.shares.add(new)
+                self.partial_grads.add(new)
             elif kind:
                 self.parameters_of_group.add(new)
             if isinstance(value, torch.SymInt):
@@ -157,13 +158,13 @@ class Rewriter(Forms):
             dim = dim % len(shape)
             length = shape[dim]
             if same(length, 1):
-                continue  # one for all tokens
+                continue  # broadcast over all tokens
             tokens = Tokens(dim, length, self.sequence(length))
             value = self.values[node]
             value.tokens, value.of_data = tokens, True
-            # Cut at the end of the walk's first use would do as well; here it is at hand.
-            value.mine = self.cut(self.share(value.full), shape, tokens)
-            if value.mine is not None and self.env[value.full].requires_grad:
+            # Cut here rather than at the first use.
+            value.local = self.cut(self.partial_grad(value.full), shape, tokens)
+            if value.local is not None and self.env[value.full].requires_grad:
                 value.full = None
             self.report.note(node, f"{name}: Replicate -> Shard({dim})")
 
@@ -177,11 +178,11 @@ class Rewriter(Forms):
         if not any(is_tensor(x) for x in leaves):
             return self._plain(node)
         if getattr(node.target, "_schema", None) is not None and node.target._schema.is_mutable:
-            return writes.in_place(self, node)
+            return _write(self, node)
         self.values[node] = self.visit_op(node, node.target)
 
     def _size(self, node: fx.Node, value) -> None:
-        """A size: computed from the inputs' sizes, which are the full ones."""
+        """A size, computed from the inputs' full sizes."""
         if isinstance(value, int) or not free_symbols(value) - set(self.symbols):
             self.values[node] = Value(self.int_(size_of(value)))
             return
@@ -190,9 +191,9 @@ class Rewriter(Forms):
         self.values[node] = Value(new)
 
     def _plain(self, node: fx.Node) -> None:
-        """No tensor comes out: modes that are entered and left, and asserts."""
+        """A node without tensors: entering or leaving a mode, or an assert."""
         if isinstance(node.target, torch._ops.OpOverload) and not node.users:
-            return  # a question, as which dtype two tensors have together
+            return  # a query, such as result_type
         if "assert" in str(node.target) or "constrain" in str(node.target):
             return
         args, kwargs = self.mapped((node.args, node.kwargs), self.full)
@@ -208,7 +209,7 @@ class Rewriter(Forms):
     def _item(self, node: fx.Node) -> None:
         source, index = self.values[node.args[0]], node.args[1]
         tokens = source.tokens[index] if isinstance(source.tokens, list) else None
-        take = [None if x is None else self.item(x, index) for x in (source.full, source.mine)]
+        take = [None if x is None else self.item(x, index) for x in (source.full, source.local)]
         if tokens is None and take[1] is not None and take[0] is None:
             take = [take[1], None]
         self.values[node] = Value(take[0], take[1], tokens, source.of_parameter, source.of_data)
@@ -217,13 +218,13 @@ class Rewriter(Forms):
             self.values[node] = Value(None, take[1], None, True, True)
 
     def item(self, node: fx.Node, index: int) -> fx.Node:
-        """One of a node's results. What is no more than put together is used as it is: what nobody
-        uses of it can be dropped."""
-        put_together = node.target is tuple
-        return node.args[0][index] if put_together else self.call(operator.getitem, node, index)
+        """One of a node's results. An item of a new tuple is used directly, so that unused ones are
+        dropped."""
+        is_tuple = node.target is tuple
+        return node.args[0][index] if is_tuple else self.call(operator.getitem, node, index)
 
     def module(self, module: fx.GraphModule, name: str) -> fx.Node:
-        """A new module for the new graph, for an op that holds a function."""
+        """Adds a module to the new graph, for an op that holds a function."""
         while hasattr(self.gm, name):
             name += "_"
         self.gm.add_submodule(name, module)
@@ -239,7 +240,7 @@ class Rewriter(Forms):
             "of_data": any(v.of_data for v in values),
         }
         only_mine = any(v.full is None for v in values)
-        # What is random is drawn once: parts are cut from what every rank has.
+        # Random values are drawn once, in full; parts are cut from them.
         if not only_mine and (is_random(target) or not any(v.tokens for v in values)):
             return self._full_value(node, target, values, flags)
         call = rules.Call(self, node, target)
@@ -247,51 +248,51 @@ class Rewriter(Forms):
             tokens = rules.find(call)(call)
             if not tokens and not only_mine:  # a reduction of a replicated tensor as well
                 return self._full_value(node, target, values, flags)
-            mine = call.lower()
+            local = call.lower()
         except CannotShard as error:
             self.own.pop(node, None)
-            # What parameters make of tokens is never computed in full, on every rank, in silence.
+            # A value of parameters and tokens must not be computed in full on every rank, silently.
             if only_mine or all(flags.values()):
                 raise (error if error.node else error.at(node)) from error.__cause__
             return self._full_value(node, target, values, flags)
         if node in self.own:
             self.report.note(node, "local tokens")
-            return Value(None, mine, None, **flags)
+            return Value(None, local, None, **flags)
         if not tokens:
-            self.report.note(node, call.said or "Replicate")
-            return Value(mine, of_parameter=True, of_data=True)
-        self._check(node, mine, tokens)
-        if only_mine or (all(flags.values()) and not placing.of_pairs(self, node)):
-            self.report.note(node, call.said or places(tokens))
-            self.worked.add(mine)
-            return Value(None, mine, tokens, **flags)
-        return Value(self.emit_full(node, target), mine, tokens, **flags)
+            self.report.note(node, call.decision or "Replicate")
+            return Value(local, of_parameter=True, of_data=True)
+        self._check(node, local, tokens)
+        if only_mine or (all(flags.values()) and not of_pairs(self, node)):
+            self.report.note(node, call.decision or places(tokens))
+            self.worked.add(local)
+            return Value(None, local, tokens, **flags)
+        return Value(self.emit_full(node, target), local, tokens, **flags)
 
     def _full_value(self, node: fx.Node, target, values: list[Value], flags: dict) -> Value:
-        """What every rank computes; and its part, if it is plain which of its dimensions holds
-        tokens."""
+        """A value that every rank computes in full; and its part, if one dimension clearly holds
+        the tokens."""
         full = self.emit_full(node, target)
         if all(flags.values()):
             self.repeated[full] = node
         tokens = None
         if (flags["of_data"] or not values) and is_tensor(node.meta["val"]):
-            tokens = placing.placed(self, node, values)
+            tokens = placed(self, node, values)
         if tokens is None:
             return Value(full, **flags)
-        mine = self.cut(self.share(full), self.shape_of(node), tokens)
-        return Value(full, mine, tokens, **flags)
+        local = self.cut(self.partial_grad(full), self.shape_of(node), tokens)
+        return Value(full, local, tokens, **flags)
 
     def emit_full(self, node: fx.Node, target) -> fx.Node:
-        # What is summed by a gather has its gradient there, whatever form others need.
+        # A gather sums its gradient, so no scaling is needed.
         form = self.all_of if node in self.gathers else self.full
         args, kwargs = self.mapped((node.args, node.kwargs), form)
         new = self.call(target, *args, **kwargs)
-        held, given = [], ()
+        functions, operands = [], ()
         if target is COND:
-            held, given = args[1:3], args[3]
+            functions, operands = args[1:3], args[3]
         elif target is autograd_function_apply:
-            held, given = args[:1], args[2:]
-        if self.size > 1 and any(self._draws(function, given) for function in held):
+            functions, operands = args[:1], args[2:]
+        if self.size > 1 and any(self._draws(function, operands) for function in functions):
             raise CannotShard(
                 "a function inside of it draws random numbers for replicated tensors, and every "
                 "rank would draw different ones; draw them outside and pass them in",
@@ -306,11 +307,11 @@ class Rewriter(Forms):
         values = [x.detach() if is_tensor(x) else x for x in values]
         return draws_inside(normalize(self.env[function], values, self.mode))
 
-    def _check(self, node: fx.Node, mine: fx.Node, tokens) -> None:
-        """Whether the part has the shape that it should have."""
+    def _check(self, node: fx.Node, local: fx.Node, tokens) -> None:
+        """Checks the shape and dtype of a rule's result."""
         one = not isinstance(tokens, list)
         of_one_process = [node.meta["val"]] if one else list(node.meta["val"])
-        parts = [self.env[mine]] if one else list(self.env[mine])
+        parts = [self.env[local]] if one else list(self.env[local])
         for full, part, place in zip(
             of_one_process, parts, [tokens] if one else tokens, strict=True
         ):
@@ -342,15 +343,15 @@ class Rewriter(Forms):
             self.report.note(node, "an output, a cache: not gathered")
             return self.call(_aten.empty.memory_format, [0])
         if value.full is not None:
-            if self.outputs == "local" and value.tokens and value.mine is not None:
-                return value.mine
+            if self.outputs == "local" and value.tokens and value.local is not None:
+                return value.local
             return self.full(node)
         if value.tokens is None or (self.outputs == "local" and value.tokens.order is not None):
             raise CannotShard("it returns the order in which each rank sorted its own tokens", node)
         if self.outputs == "local":
-            return value.mine
+            return value.local
         self.report.note(node, "an output: gathered, Replicate")
-        return self.all_gather(value.mine, self.shape_of(node), value.tokens)
+        return self.all_gather(value.local, self.shape_of(node), value.tokens)
 
 
 def _break_of(gm: fx.GraphModule) -> str:
@@ -361,14 +362,14 @@ def _break_of(gm: fx.GraphModule) -> str:
             "; torch.compile(..., fullgraph=True) says where it isn't. Code that was compiled "
             "with graph breaks before, in this process, keeps them: call torch._dynamo.reset()"
         )
-    at = reason.user_stack[-1] if reason.user_stack else None
-    place = f"\n  {at.filename}:{at.lineno}, in {at.name}: {at.line}" if at else ""
+    frame = reason.user_stack[-1] if reason.user_stack else None
+    place = f"\n  {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}" if frame else ""
     return f". The graph ends with a break: {reason.reason.splitlines()[0]}{place}"
 
 
 def _is_impure(node: fx.Node) -> bool:
-    """What must stay though nobody uses it: writes, and modes that are entered or left. Random
-    values needn't: of the two forms of one, only that which is used draws numbers."""
+    """Whether a node must stay without users: writes, and calls that enter or leave modes. Random
+    nodes needn't: only the form that is used draws numbers."""
     target = node.target
     if node.op != "call_function":
         return node.op in ("placeholder", "output")
@@ -378,3 +379,50 @@ def _is_impure(node: fx.Node) -> bool:
         "_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode",
         "_exit_inference_mode",
     )  # fmt: skip
+
+
+def _write(walk, node: fx.Node) -> None:
+    """A write in place. Where the tensor is local, it is done out of place, if it has no views."""
+    target = node.args[0]
+    aliases = _aliases(walk, target)
+    if all(walk.values[n].full is not None for n in (*aliases, *node.all_input_nodes)):
+        touched = [walk.env[walk.values[n].full] for n in node.all_input_nodes]
+        differentiated = any(is_differentiated(x) for x in touched)
+        if differentiated and torch.is_grad_enabled():
+            raise CannotShard(
+                "it writes into a tensor that requires grad; write x = x.op(...)", node
+            )
+        new = walk.emit_full(node, node.target)
+        if is_random(node.target):  # rank 0's numbers
+            new = walk.call(_aten.copy_.default, walk.values[target].full, new)
+        walk.values[node] = Value(new)
+        walk.parts.clear()
+        for n in (*aliases, node):  # their parts have changed
+            value, tokens = walk.values[n], walk.values[n].tokens
+            if isinstance(tokens, Tokens):
+                value.local = walk.cut(walk.partial_grad(value.full), walk.shape_of(n), tokens)
+        walk.values[node] = walk.values[target]
+        return
+    out_of_place = functional(node.target)
+    seen = [n for n in aliases if n is not target and _used_behind(n, node)]
+    if out_of_place is None or seen or target.op == "placeholder":
+        raise CannotShard("it writes into a tensor that shares memory with others", node)
+    source = node.args[1] if node.target is _aten.copy_.default else None
+    alike = source is not None and _like(node) == _like(source)
+    result = walk.values[source] if alike else walk.visit_op(node, out_of_place)
+    walk.values[node] = walk.values[target] = result
+    walk.rebound.add(target)
+    walk.collected = {key: new for key, new in walk.collected.items() if key[0] is not target}
+
+
+def _like(node: fx.Node) -> tuple:
+    return node.meta["val"].shape, node.meta["val"].dtype
+
+
+def _aliases(walk, node: fx.Node) -> list[fx.Node]:
+    storage = storage_of(node)
+    return [n for n in walk.values if storage_of(n) == storage]
+
+
+def _used_behind(node: fx.Node, behind: fx.Node) -> bool:
+    return any(behind < user for user in node.users)

@@ -1,9 +1,9 @@
-"""Ranks agree that compilation succeeded, and that they compiled the same weights and batch, before
-any of them runs what was compiled.
+"""Ranks agree that compilation succeeded on all of them, with the same weights and batch, before
+any rank runs the compiled graph.
 
-A rank that refuses a graph, or whose compiler fails, would leave the others waiting. What each has
-to say goes through the group's store, since compilers may take longer than a group's
-timeout: a slower one is waited for as long as its process shows that it is alive.
+A rank that refuses a graph, or whose compiler fails, would leave the others waiting. The ranks post
+their results in the group's store, since compilers may take longer than the group's timeout: they
+wait for a slow rank as long as its process shows that it is alive.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from deepsp.ranks.groups import Member
 from deepsp.weights.replicated import SEED
 
 _BEAT = 1.0  # seconds
-_SILENT = 120.0  # seconds after which a rank that gives no sign of life is taken for dead
+_SILENT = 120.0  # seconds without a sign of life after which a rank counts as dead
 
-# How often each group has compiled something: names what the ranks leave in the store.
+# By group, the number of compilations so far: part of the keys in the store.
 _compilations: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 def together(
     work: Callable[[], Any], alike: Callable[[], Iterable[tuple[str, torch.Tensor]]], member: Member
 ) -> Any:
-    """``work()``, if it succeeds on every rank of a group, and what ``alike`` returns then, names
-    and tensors, is the same on all of them.
+    """``work()``, if it succeeds on every rank of a group. ``alike`` is called then: its names and
+    tensors must be the same on all ranks.
 
     Raises:
         ValueError: ranks have different values of a tensor.
@@ -54,15 +54,15 @@ def together(
     with _alive(store, rank):
         try:
             result = work()
-            said = digests(alike())
-        except RestartAnalysis:  # Dynamo begins again, on every rank
+            local = digests(alike())
+        except RestartAnalysis:  # Dynamo restarts, on every rank
             raise
         except BaseException as error:
-            store.set(f"said/{rank}", json.dumps(f"{type(error).__name__}: {error}"))
+            store.set(f"result/{rank}", json.dumps(f"{type(error).__name__}: {error}"))
             raise
-    store.set(f"said/{rank}", json.dumps(said))
+    store.set(f"result/{rank}", json.dumps(local))
     for other, theirs in _wait(store, rank, size).items():
-        names = [name for name in said if theirs.get(name) != said[name]]
+        names = [name for name in local if theirs.get(name) != local[name]]
         if names:
             found = Difference(names[0], min(rank, other), max(rank, other), (0, 0))
             raise found.error(
@@ -75,7 +75,7 @@ def together(
 
 @contextlib.contextmanager
 def _alive(store: dist.Store, rank: int):
-    """Shows the others that this rank is still at work."""
+    """Posts signs of life while this rank works."""
     done = threading.Event()
 
     def beat():
@@ -94,21 +94,21 @@ def _alive(store: dist.Store, rank: int):
 
 
 def _wait(store: dist.Store, rank: int, size: int) -> dict[int, dict[str, int]]:
-    """What the other ranks say, once all of them have succeeded: their digests."""
+    """Waits for the other ranks' digests; raises if one of them failed."""
     everyone: dict[int, dict[str, int]] = {}
     seen: dict[int, tuple[bytes, float]] = {}
     pause = 0.005
     waiting = [r for r in range(size) if r != rank]
     while waiting:
         for other in list(waiting):
-            if store.check([f"said/{other}"]):
-                said = json.loads(store.get(f"said/{other}"))
-                if isinstance(said, str):
+            if store.check([f"result/{other}"]):
+                result = json.loads(store.get(f"result/{other}"))
+                if isinstance(result, str):
                     raise RuntimeError(
                         f"rank {other} of the group couldn't compile this graph, so no rank runs "
-                        f"it: {said}"
+                        f"it: {result}"
                     )
-                everyone[other] = said
+                everyone[other] = result
                 waiting.remove(other)
                 continue
             beat = store.get(f"alive/{other}") if store.check([f"alive/{other}"]) else b""

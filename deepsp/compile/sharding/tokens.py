@@ -1,9 +1,8 @@
-"""Where the tokens of a sequence are in a tensor, and in which part of it those of a rank.
+"""Where the tokens of a sequence are in a tensor, and which of them a rank has.
 
-A tensor that has a sequence in dimension ``dim`` has ``outer * S * inner`` elements there: other
-dimensions may have been merged with it, as ``view(-1, C)`` does. A rank's part has
-``outer * S_r * inner``, and all other dimensions full. Sizes are ints, or sympy expressions of
-the symbols that sizes were given."""
+A tensor with a sequence in dimension ``dim`` has ``outer * S * inner`` elements there: other
+dimensions may be merged with it, as by ``view(-1, C)``. A rank's part has ``outer * S_r * inner``
+elements there, and all other dimensions in full. Sizes are ints or sympy expressions."""
 
 from __future__ import annotations
 
@@ -35,12 +34,12 @@ def product(sizes) -> Size:
 
 
 def same(a: Size, b: Size) -> bool:
-    """Whether two sizes are known to be one."""
+    """Whether two sizes are known to be equal."""
     return a == b or sympy.expand(sympy.sympify(a) - sympy.sympify(b)) == 0
 
 
 def quotient(a: Size, b: Size) -> Size | None:
-    """``a / b`` if that is known to be a whole number."""
+    """``a / b`` if it is known to be an integer."""
     if isinstance(a, int) and isinstance(b, int):
         return a // b if b and a % b == 0 else None
     if same(a, b):
@@ -60,8 +59,8 @@ class Sequence:
 
     @staticmethod
     def split(length: Size, ranks: int, even: bool) -> Sequence:
-        """Like ``torch.tensor_split``: the first ``length % ranks`` ranks get one more. ``even``:
-        there are none."""
+        """Splits like ``torch.tensor_split``: the first ``length % ranks`` ranks get one more.
+        ``even``: the remainder is 0."""
         if isinstance(length, int):
             return Sequence(tuple((length + ranks - 1 - r) // ranks for r in range(ranks)))
         if even:
@@ -72,7 +71,7 @@ class Sequence:
         return size_of(sympy.Add(*self.lens[:rank])) if rank else 0
 
     def window(self, begin: Size, end: Size) -> Sequence:
-        """The tokens from ``begin`` to ``end``, each where it was."""
+        """The tokens from ``begin`` to ``end``, on the ranks that have them now."""
         lens = []
         for rank, length in enumerate(self.lens):
             first = self.begin(rank)
@@ -83,8 +82,8 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A sequence of ``length`` tokens is in dimension ``dim``, which has
-    ``outer * length * inner`` elements. ``order``: what each rank has sorted its part by."""
+    """A sequence of ``length`` tokens in dimension ``dim``, which has ``outer * length * inner``
+    elements. ``order``: the name of the sort, if each rank has sorted its part."""
 
     dim: int
     length: Size
@@ -106,12 +105,12 @@ class Tokens:
 
     @property
     def alone(self) -> bool:
-        """Whether the sequence is a dimension of its own, in its order."""
+        """Whether the sequence is the whole dimension, in its order."""
         return same(self.outer, 1) and same(self.inner, 1) and self.order is None
 
     @property
     def plain(self) -> Tokens:
-        """The same elements as one longer sequence, where that says it: rows of patches, say."""
+        """The same elements as one longer sequence, if possible: rows of patches, say."""
         if same(self.inner, 1) or not same(self.outer, 1) or self.order is not None:
             return self
         lens = tuple(size_of(n * self.inner) for n in self.sequence.lens)
@@ -123,7 +122,7 @@ class Tokens:
 
     def reshaped(self, old: List[Size], new: List[Size]) -> Tokens | None:
         """Where the tokens are when a tensor of shape ``old`` is viewed as ``new``, row-major;
-        None where a part of the view isn't a view of the part."""
+        None if a part of the view isn't a view of the part."""
         stride = product([self.inner, *old[self.dim + 1 :]])  # elements from token to token
         behind: Size = 1  # elements from one index of a dimension to the next
         for dim in reversed(range(len(new))):
@@ -132,7 +131,7 @@ class Tokens:
                 outer = quotient(new[dim], size_of(self.length * inner))
                 if outer is not None:
                     found = replace(self, dim=dim, outer=outer, inner=inner)
-                    # What is sorted can't be cut in pieces.
+                    # A sorted part can't be cut further.
                     return found if self.order is None or same(found.full, self.full) else None
             behind = size_of(behind * new[dim])
         return None

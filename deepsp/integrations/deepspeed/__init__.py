@@ -1,4 +1,4 @@
-"""For DeepSpeed's users: its attention's signature, and the compile pass in its config.
+"""DeepSpeed's attention signature, and the compile pass in its config.
 
 Importing this needs no DeepSpeed.
 """

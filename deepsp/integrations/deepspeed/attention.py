@@ -1,4 +1,4 @@
-"""``deepspeed.sequence.layer.DistributedAttention``, as its callers call it."""
+"""deepsp's attention with the signature of ``deepspeed.sequence.layer.DistributedAttention``."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from deepsp.ranks.groups import Group
 
 class DistributedAttention(nn.Module):
     """:class:`deepsp.DistributedAttention` with the signature of DeepSpeed 0.19's class (Jacobs et
-    al., 2023, arXiv:2309.14509): change the import, and nothing else.
+    al., 2023, arXiv:2309.14509): change only the import.
 
-    Unlike DeepSpeed's, it supports any number of heads from the number of ranks on, any number of
-    kv heads, and backward in both layouts.
+    Unlike DeepSpeed's, it supports any number of heads that is at least the number of ranks, any
+    number of kv heads, and backward in both layouts.
 
     Args:
         local_attention: called as ``local_attention(query, key, value, *args, **kwargs)`` with the
-            full sequence of some heads, [B, S, h, D] or [S, B, h, D] as they came in, kv heads not
-            repeated; returns the query's shape (D may differ). Its inputs are strided: use reshape
-            where contiguous tensors would be viewed. A module's parameters are under ``local_attn``
-            in a ``state_dict``, as before.
+            full sequence of some heads, [B, S, h, D] or [S, B, h, D] as in the call, kv heads not
+            repeated; returns the query's shape (D may differ). Its inputs are strided: use reshape,
+            not view. A module's parameters are under ``local_attn`` in a ``state_dict``, as in
+            DeepSpeed.
         sequence_process_group: the sequence group.
         scatter_idx: the dimension of heads: 2.
         gather_idx: the dimension of the sequence, 0 or 1; ``batch_dim_idx`` decides in each call,
@@ -75,7 +75,7 @@ class DistributedAttention(nn.Module):
             )
         self.local_attn = local_attention
         self.num_kv_heads = num_kv_heads
-        self._by_batch_dim = [  # they hold nothing: no modules of this one
+        self._by_batch_dim = [  # in a list, so that they aren't submodules
             module.DistributedAttention(self._attend, sequence_process_group, layout=layout)
             for layout in ("bshd", "sbhd")
         ]
@@ -90,17 +90,16 @@ class DistributedAttention(nn.Module):
         *args,
         **kwargs,
     ) -> Tensor:
-        """Attention of this rank's tokens; every rank has as many.
+        """Attention of this rank's tokens; every rank has equally many.
 
         Args:
             query: [B, S_r, Hq, D] (``batch_dim_idx`` 0) or [S_r, B, Hq, D] (1).
             key: [B, S_r, Hkv, D] or [S_r, B, Hkv, D].
             value: like ``key``.
             batch_dim_idx: the dimension of the batch, 0 or 1.
-            rotary_pos_emb: cosine and sine for the full sequence, of the first R <= D channels of a
-                head, whose halves are pairs; as DeepSpeed takes them, with dimensions 0 and 1
-                swapped: [1, S, 1, R] if the sequence comes first in the query, [S, 1, 1, R] if the
-                batch does.
+            rotary_pos_emb: cosine and sine for the full sequence, for the first R <= D channels of
+                a head, whose halves are pairs. As in DeepSpeed, dimensions 0 and 1 are swapped: [1,
+                S, 1, R] if the sequence comes first in the query, [S, 1, 1, R] if the batch does.
             args: passed to the local attention.
             kwargs: passed to the local attention.
 
@@ -113,8 +112,8 @@ class DistributedAttention(nn.Module):
         if batch_dim_idx not in (0, 1):
             raise ValueError(f"expected batch_dim_idx to be 0 or 1, got {batch_dim_idx!r}")
         distributed = self._by_batch_dim[batch_dim_idx]
-        for x, of in ((query, "query"), (key, "key"), (value, "value")):
-            check_four(x, of, distributed.layout)
+        for x, name in ((query, "query"), (key, "key"), (value, "value")):
+            check_four(x, name, distributed.layout)
         ranks = distributed.member[1]
         if query.size(2) < ranks:
             raise ValueError(
@@ -142,13 +141,14 @@ class DistributedAttention(nn.Module):
         given: Sequence[Tensor], batch_dim_idx: int, length: int, head_dim: int
     ) -> list[Tensor]:
         rotary = []
-        for x, of in zip(given, ("cosine", "sine"), strict=True):
+        for x, name in zip(given, ("cosine", "sine"), strict=True):
             right = [1, length, 1] if batch_dim_idx == 1 else [length, 1, 1]
             fits = x.dim() == 4 and list(x.shape[:3]) == right
             if not fits or x.size(3) % 2 != 0 or not 0 < x.size(3) <= head_dim:
                 raise ValueError(
-                    f"expected {of} of rotary_pos_emb to have shape ({', '.join(map(str, right))}, "
-                    f"R), for the full sequence and an even R of at most {head_dim} "
+                    f"expected {name} of rotary_pos_emb to have shape "
+                    f"({', '.join(map(str, right))}, R), for the full sequence and an even R of at "
+                    f"most {head_dim} "
                     f"(batch_dim_idx is {batch_dim_idx}), got {tuple(x.shape)}"
                 )
             rotary.append(x.transpose(0, 1))

@@ -1,27 +1,27 @@
-"""DeepSpeed's config takes ``"compile": {"deepcompile": true, "passes": ["deepsp"]}``.
+"""Adds ``"compile": {"deepcompile": true, "passes": ["deepsp"]}`` to DeepSpeed's config.
 
-``engine.compile()`` then hands Dynamo's graph to :func:`deepsp.compile.parallelize`, where
-``"autosp"`` hands it to DeepSpeed's own pass; all else stays DeepSpeed's. Written for 0.19 (tried
-with 0.19.8). Nothing on disk is edited. Replaced in memory (:mod:`deepsp.patches`):
+``engine.compile()`` then passes Dynamo's graph to :func:`deepsp.compile.parallelize`, where
+``"autosp"`` passes it to DeepSpeed's own pass; all else stays DeepSpeed's. Written for 0.19 (tried
+with 0.19.8). Replaced in memory (:mod:`deepsp.patches`):
 
 - ``deepspeed.runtime.config.CompileConfig``, by a subclass: the names that ``passes`` may hold are
   a closed ``Literal``, and there is no way to register one.
-- ``DeepSpeedConfig.__init__``: checks, before DeepSpeed reads the config, what can't work with this
-  pass. It is the first place inside ``deepspeed.initialize`` that sees config, ``mpu`` and mesh;
-  ``initialize`` itself may be bound elsewhere already (``from deepspeed import initialize``).
+- ``DeepSpeedConfig.__init__``: refuses, before DeepSpeed reads the config, what can't work with
+  this pass. It is the first place inside ``deepspeed.initialize`` that sees config, ``mpu`` and
+  mesh; ``initialize`` itself may be bound elsewhere already (``from deepspeed import initialize``).
 - ``DeepSpeedEngine.deepspeed_io``: checks that the data loader gives the ranks of one sequence the
   same samples; DeepSpeed's default sampler gives each rank its own.
-- ``DeepSpeedEngine.uses_parallelization_pass_only``: says yes to this pass as to ``"autosp"``.
-  DeepSpeed takes every other DeepCompile graph for one that reduces gradients itself through the
+- ``DeepSpeedEngine.uses_parallelization_pass_only``: returns True for this pass as for
+  ``"autosp"``. Otherwise DeepSpeed would expect the graph to reduce gradients through the
   DeepCompile C++ library: it would load that, and skip its own reduction.
-- ``DeepSpeedEngine.get_deepspeed_compile_backend``: gives ``engine.compile`` our backend.
-- ``DeepSpeedEngine.forward``: warns once where ``engine.compile`` wasn't called.
+- ``DeepSpeedEngine.get_deepspeed_compile_backend``: gives ``engine.compile`` deepsp's backend.
+- ``DeepSpeedEngine.forward``: warns once if ``engine.compile`` wasn't called.
 
-Gradients: without ``mpu`` and mesh, which are refused, DeepSpeed's data-parallel group is the
-whole world, and it averages gradients over all of it: D data ranks x P sequence ranks. So a rank's
-share of its sequence's gradient counts P times (``gradients="mean"``): the average is then the mean
-over the D sequences of their full gradients. (Full gradients on every rank, ``"sum"``, would give
-the same, and be sent twice.) ZeRO 1 and 2 average over the same group, outside the graph.
+Gradients: mesh and ``mpu`` are refused, so DeepSpeed's data-parallel group is the whole world, and
+it averages gradients over D data ranks x P sequence ranks. So a rank's partial gradient is
+multiplied by P (``gradients="mean"``): the average is then the mean over the D sequences of their
+full gradients. (Full gradients on every rank, ``"sum"``, would give the same, but be sent twice.)
+ZeRO 1 and 2 average over the same group, outside the graph.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _OWN_OPTIONS = (
     "offload_parameters",
     "symmetric_memory",
 )
-"""What only DeepSpeed's own ZeRO passes read, in the config's section ``compile``."""
+"""Options in the config's section ``compile`` that only DeepSpeed's own ZeRO passes read."""
 
 REPLACED = (
     "runtime.config.CompileConfig",
@@ -57,14 +57,14 @@ REPLACED = (
 )
 
 _originals: list[tuple[object, str, object]] = []
-"""What was replaced: of what, its name, and what it was."""
+"""The owner, name and original value of each replaced attribute."""
 
 _groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
-"""Per default group, so that none outlives it: this rank's sequence group by its size."""
+"""By default group, so that none outlives it: this rank's sequence groups by size."""
 
 
 def install() -> None:
-    """Makes DeepSpeed, which is imported already, take the pass. Again: nothing happens."""
+    """Makes DeepSpeed, which is imported already, accept the pass. A second call does nothing."""
     import deepspeed
     from deepspeed.runtime import config as ds_config
 
@@ -96,8 +96,7 @@ def _asks(section) -> bool:
 
 
 def _refuse_version(config_class: type, version: str) -> None:
-    """Says why the pass isn't there, to those who ask for it only: the rest of another DeepSpeed
-    is none of our business."""
+    """Makes configs that name the pass raise, and leaves all others of this DeepSpeed alone."""
     original = config_class.__init__
     known = ".".join(map(str, _VERSION))
 
@@ -139,7 +138,7 @@ def _check_config(config_class: type) -> None:
 
     @functools.wraps(original)
     def __init__(self, config, mpu=None, mesh_device=None):
-        # deepspeed.initialize has read a path or a base64 string by now.
+        # deepspeed.initialize has loaded the config by now.
         if isinstance(config, dict) and _asks(config.get("compile")):
             _check(config, mpu, mesh_device)
         original(self, config, mpu, mesh_device)
@@ -149,7 +148,7 @@ def _check_config(config_class: type) -> None:
 
 
 def _check(config: dict, mpu, mesh_device) -> None:
-    """Raises ValueError for what can't work with the pass, with what to do instead."""
+    """Raises ValueError for what can't work with the pass, with advice."""
     section = config["compile"]
     passes = section["passes"]
     if len(passes) > 1:
@@ -205,7 +204,7 @@ def _check_mesh(config: dict, mpu, mesh_device) -> None:
         given = config.get("data_parallel_size", "given to deepspeed.initialize")
         raise ValueError(
             f"expected no {key}, got {given!r}, a mesh, with which DeepSpeed averages gradients "
-            "over the data ranks only, and the ranks of a sequence, each with its share, would "
+            "over the data ranks only, and the ranks of a sequence, with partial gradients, would "
             f"drift apart; leave it out: it follows from sequence_parallel_size, {size}"
         )
     if mpu is not None:
@@ -255,8 +254,8 @@ def _deepspeed_io(original):
             raise ValueError(
                 f"expected the same samples on the {size} ranks of a sequence "
                 "(sequence_parallel_size), got training_data (or a call of engine.deepspeed_io), "
-                "of which DeepSpeed's sampler gives every rank other samples; make the DataLoader "
-                "yourself, with DistributedSampler(dataset, "
+                "for which DeepSpeed's sampler gives every rank different samples; make the "
+                "DataLoader yourself, with DistributedSampler(dataset, "
                 f"num_replicas=dist.get_world_size() // {size}, rank=dist.get_rank() // {size})"
             )
         return original(self, *args, **kwargs)
@@ -302,8 +301,8 @@ def _get_deepspeed_compile_backend(original):
 
 
 def _check_average(engine) -> None:
-    """The mesh and ``mpu`` of DeepSpeed are process-wide: those of an engine before this one hold
-    for this one too, whatever its own config says."""
+    """Checks the engine's groups. DeepSpeed's mesh and ``mpu`` are process-wide, so an earlier
+    engine's may apply to this one."""
     ranks, world = dist.get_world_size(engine.seq_data_parallel_group), dist.get_world_size()
     if ranks != world or engine.sequence_parallel_size != 1:
         raise RuntimeError(
@@ -315,10 +314,10 @@ def _check_average(engine) -> None:
 
 
 def sequence_group(size: int) -> dist.ProcessGroup:
-    """This rank's group of ``size`` consecutive ranks, ``sequence_parallel_size``: the one that the
-    pass takes (and ``"autosp"`` would). All ranks call it, in the same order, as ``engine.compile``
-    does; again, it is the same one. ``prepare_inputs(..., sharded_inputs=True)`` needs it where
-    there are data ranks, too."""
+    """This rank's group of ``size`` consecutive ranks, ``sequence_parallel_size``, over which the
+    pass shards (as ``"autosp"`` would). All ranks call it, in the same order, as ``engine.compile``
+    does; further calls return the same group. With data ranks,
+    ``prepare_inputs(..., sharded_inputs=True)`` needs it."""
     groups = _groups.setdefault(dist.group.WORLD, {})
     if size not in groups:
         groups[size] = dist.new_subgroups(size)[0]
@@ -326,7 +325,7 @@ def sequence_group(size: int) -> dist.ProcessGroup:
 
 
 def _backend(group: dist.ProcessGroup, inner: str, options: dict):
-    """What ``torch.compile`` takes as backend: ours, with what DeepSpeed's config decides.
+    """The backend for ``torch.compile``: deepsp's, with the options that the config decides.
 
     ``options``: ``engine.compile``'s ``compile_kwargs["options"]``.
     """

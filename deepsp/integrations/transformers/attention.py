@@ -1,4 +1,4 @@
-"""What transformers' models call for their attention."""
+"""The attention function for transformers' models."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from deepsp.integrations.transformers.masks import Masks, Ranges
 from deepsp.ranks.groups import Member, member_of
 
 COUNTS_OTHERWISE = "_deepsp_counts_otherwise"
-"""Where a module remembers of its model that it makes other position_ids than 0, 1, 2, ..."""
+"""The attribute of modules whose model makes other position_ids than 0, 1, 2, ..."""
 
 _ELSEWHERE = {
     "num_items_in_batch", "output_hidden_states", "return_dict",
     "shift_labels", "cache_position",
 }  # fmt: skip
-"""Arguments of a model's forward that reach its attention, and mean nothing there."""
+"""Arguments of a model's forward that reach its attention without a meaning there."""
 
 
 def attention(
@@ -44,11 +44,11 @@ def attention(
     query_parts: int | str,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """What transformers calls: query [B, Hq, S_r, D], key and value [B, Hkv, S_r, D] to
-    [B, S_r, Hq, D]."""
+    """Called by transformers: query [B, Hq, S_r, D], key and value [B, Hkv, S_r, D] to [B, S_r, Hq,
+    D]."""
     masks = masks_of(module, query, attention_mask, position_ids, kwargs)
     member = member_of(member)
-    if masks.seq_lens is None:  # the first layer's
+    if masks.seq_lens is None:  # the first layer
         parts = masks.exchange(query, key, position_ids, member)
         _check_rope(module, parts)
         _check_count(module, parts)
@@ -67,13 +67,13 @@ def attention(
         more |= {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
         call = Core(core, module, masks, {n: x for n, x in more.items() if x is not None})
         wrapped = DistributedAttention(call, member, chunks, "bhsd", query_parts)
-        wrapped._compared = True  # the masks' exchange has
+        wrapped._compared = True  # masks.exchange compared
         out = wrapped(query, key, value, seq_lens=masks.seq_lens)
         return out.transpose(1, 2), None
     pattern = masks.ranges
     causal = bool(is_causal) and length > 1
     if core == "auto" and pattern is not None and (dropout == 0 or _is_plain(pattern, more)):
-        # As "sdpa": where there is no mask, the layer says whether attention is causal.
+        # As in "sdpa": without a mask, the layer says whether attention is causal.
         plain = pattern.documents is None and pattern.window_size is None
         arguments = {
             "is_causal": causal if plain else pattern.is_causal,
@@ -102,13 +102,13 @@ def attention(
 
 
 def _is_plain(pattern: Ranges, more: dict[str, Any]) -> bool:
-    """Whether it is what scaled_dot_product_attention takes without a mask."""
+    """Whether scaled_dot_product_attention can compute it without a mask."""
     none = pattern.documents is None and pattern.window_size is None
     return none and more["softcap"] is None and more["s_aux"] is None
 
 
 def _check_masked(module, core, dropout, masks, softcap, s_aux, kv_chunk) -> None:
-    """Raises where a mask of all tokens, or dropout, meets what only attention by blocks has."""
+    """Raises for arguments that only attention by blocks takes, with a full mask or dropout."""
     named = {"softcap": softcap, "s_aux": s_aux, "kv_chunk": kv_chunk}
     for name, value in named.items():
         if value is None:
@@ -132,16 +132,15 @@ def masks_of(
     position_ids: Tensor | None,
     arguments: dict[str, Any],
 ) -> Masks:
-    """What the model has for a mask, of all that its layer passes to attention.
+    """The model's mask, from the arguments that its layer passes to attention.
 
     Raises:
-        ValueError: what a rank sees by itself to be something else than attention over a sharded
-            sequence.
+        ValueError: this rank alone can see that it isn't attention over a sharded sequence.
     """
     _check_arguments(module, arguments)
     if isinstance(attention_mask, Tensor):
-        # A mask [B, 1, S, S] of the user's, which transformers passes on. (Asked again by each
-        # layer how long the ranks' parts are: nothing of ours has gone through the model.)
+        # The user's mask [B, 1, S, S], passed on by transformers. Each layer exchanges lengths
+        # again, since nothing of deepsp's is passed through the model.
         masks = Masks(query.size(0), query.size(2), query.size(2), given=attention_mask)
     elif isinstance(attention_mask, Masks):
         masks = attention_mask
@@ -164,8 +163,8 @@ def masks_of(
 
 
 def _check_rope(module: nn.Module, positions: list[Tensor]) -> None:
-    """Raises where rotary embeddings are scaled by the length that a rank sees. ``positions``: each
-    rank's."""
+    """Raises if rotary embeddings are scaled by the length that a rank sees. ``positions``: by
+    rank."""
     config = getattr(module, "config", None)
     given = getattr(config, "rope_parameters", None)
     for rope in [given, *given.values()] if isinstance(given, dict) else []:
@@ -174,7 +173,7 @@ def _check_rope(module: nn.Module, positions: list[Tensor]) -> None:
             continue
         longest = [int(x.max()) + 1 for x in positions if x.numel() > 0]
         border = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-        # Above the border, "dynamic" goes by the length itself.
+        # Above the border, "dynamic" depends on the length itself.
         if kind == "longrope":
             differ = len({n > border for n in longest}) > 1
         else:
@@ -189,8 +188,7 @@ def _check_rope(module: nn.Module, positions: list[Tensor]) -> None:
 
 
 def _check_count(module: nn.Module, positions: list[Tensor]) -> None:
-    """Raises where ``position_ids`` are those of a model that counts 0, 1, 2, ..., and this one
-    doesn't."""
+    """Raises if ``position_ids`` are 0, 1, 2, ... but the model's own count differently."""
     if not getattr(module, COUNTS_OTHERWISE, False):
         return
     full = torch.cat(list(positions), 1)
@@ -212,8 +210,8 @@ def _check_arguments(module: nn.Module, arguments: dict[str, Any]) -> None:
                 "expected use_cache to be False, got True: a cache would hold this rank's tokens "
                 "only; set model.config.use_cache = False"
             )
-        said = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        found = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise ValueError(
-            f"expected no {name} in {type(module).__name__}, got {said}: attention over a sharded "
+            f"expected no {name} in {type(module).__name__}, got {found}: attention over a sharded "
             f"sequence doesn't support it; use a model (or a call) without {name}"
         )

@@ -1,10 +1,9 @@
-"""What happens before a model of transformers is called.
+"""Checks before a model of transformers is called.
 
-A model's attention may never come to us: it has none, computes it itself, or was left on "sdpa".
-So in a process in which :func:`register` was called, calls of ``PreTrainedModel`` go through
-:func:`_call`, and models that can't take attention of ours say so when they are made. Both are
-attributes of that class, and :mod:`deepsp.patches` takes them out.
-"""
+A model may not call deepsp's attention: it has none, computes it itself, or was left on "sdpa". So
+in a process that called :func:`register`, calls of ``PreTrainedModel`` go through :func:`_call`,
+and models that can't use deepsp's attention raise when they are made. Both are attributes of that
+class; :mod:`deepsp.patches` removes them."""
 
 from __future__ import annotations
 
@@ -23,31 +22,29 @@ from deepsp.ranks.groups import member_of
 from deepsp.ranks.randomness import randomness_of_a_model
 
 _names: dict[str, OwnLoss] = {}
-"""Under which names attention of ours is registered, so that a call finds out soon, and what is the
-loss of models that have it."""
+"""The names under which deepsp's attention is registered, and the loss of models that use it."""
 
 REPLACED = ("PreTrainedModel.__call__", "PreTrainedModel.get_correct_attn_implementation")
 
 _originals: list[tuple[type, Any]] = []
-"""While it is installed: the class, and the second of what was replaced; it inherits the first."""
+"""While installed: the class, and the original of the second entry; the first is inherited."""
 
 _KNOWN = {
     "input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids",
     "num_items_in_batch", "shift_labels", "cache_position",
 }  # fmt: skip
-"""Tensors that a model may be given: the check knows what becomes of them, or attention does, or
-nothing does."""
+"""Tensors that a model may get: the check covers them, or attention uses them, or nothing does."""
 
 
 def notice(name: str, loss: OwnLoss) -> None:
-    """Has calls of all models noticed, and those checked that find their attention under
-    ``name``. ``loss``: what they return for ``shift_labels``."""
+    """Installs the checks, for models whose attention is ``name``. ``loss``: their loss for
+    ``shift_labels``."""
     _names[name] = loss
     install()
 
 
 def install() -> None:
-    """Replaces what :data:`REPLACED` lists, once there is attention of ours to be noticed."""
+    """Replaces the attributes in :data:`REPLACED`, if deepsp's attention is registered."""
     if not _names or _originals:
         return
     from transformers import PreTrainedModel
@@ -56,7 +53,7 @@ def install() -> None:
 
     @functools.wraps(given)
     def get_correct_attn_implementation(self, requested_attention, *args, **kwargs):
-        # A model asks for it while it is made.
+        # Called while a model is made.
         known = self._supports_attention_backend or self._can_set_attn_implementation()
         if requested_attention in _names and not known:
             raise ValueError(
@@ -81,8 +78,8 @@ def uninstall() -> None:
 
 
 def _call(self, *args, **kwargs):
-    # Dynamo skips this function for good once it has broken off in it without an op, and then takes
-    # each function that it calls for one to compile: a generator here would be an error.
+    # Once this function has broken a graph without an op, Dynamo skips it forever, and compiles
+    # each function that it calls: a generator here would be an error.
     name = self.config._attn_implementation
     loss = _names.get(name)
     for key in self.config.sub_configs:
@@ -90,7 +87,7 @@ def _call(self, *args, **kwargs):
         if loss is None and part is not None:
             loss = _names.get(part._attn_implementation)
     if loss is not None:
-        # Compiled code breaks off here once, and attention breaks it off anyway.
+        # A graph break in compiled code, once; attention breaks the graph anyway.
         if getattr(self, CHECKED, None) != name:
             _first(self)
         if not torch.compiler.is_compiling():
@@ -108,7 +105,7 @@ def _run(model: nn.Module, loss: OwnLoss, args: tuple, kwargs: dict[str, Any]) -
         if getattr(model.config, "use_cache", False):
             kwargs.setdefault("use_cache", False)  # it would hold this rank's tokens only
         if kwargs.get("shift_labels") is not None:
-            # Models compute a loss for labels, and pass shift_labels on to it.
+            # Models compute a loss only with labels, and pass shift_labels on to it.
             kwargs["labels"] = kwargs["shift_labels"]
             with computing(model, loss):
                 return nn.Module.__call__(model, *args, **kwargs)
@@ -116,13 +113,13 @@ def _run(model: nn.Module, loss: OwnLoss, args: tuple, kwargs: dict[str, Any]) -
 
 
 def ensure_checked(model: nn.Module) -> None:
-    """Checks a model now if its first forward would."""
+    """Checks a model now, unless it has been checked."""
     if _names and getattr(model, CHECKED, None) != model.config._attn_implementation:
         _first(model)
 
 
 def check_layerdrop(model: nn.Module) -> None:
-    """Raises where a model skips layers at random: ranks would skip others, and wait for ever."""
+    """Raises if a model skips layers at random: ranks would skip different ones, and hang."""
     for name, module in model.named_modules():
         rate = getattr(module, "layerdrop", 0)
         if isinstance(rate, (int, float)) and rate > 0:
@@ -142,7 +139,7 @@ def _first(model: nn.Module) -> None:
 
 
 def _given(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    # Compiled code can't ask; what is passed by place there is input_ids.
+    # Compiled code can't read the signature; its only positional argument is input_ids.
     ask = len(args) > 0 and not torch.compiler.is_compiling()
     names = inspect.signature(model.forward).parameters if ask else ("input_ids",)
     return {**dict(zip(names, args, strict=False)), **kwargs}
@@ -150,10 +147,10 @@ def _given(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, A
 
 def _check_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     given = _given(model, args, kwargs)
-    of = type(model).__name__
+    cls = type(model).__name__
     if given.get("labels") is not None:
         raise ValueError(
-            f"expected no labels in the call of {of}, whose loss would be that of this rank's "
+            f"expected no labels in the call of {cls}, whose loss would be that of this rank's "
             "tokens only; pass the shift_labels that deepsp.shard_batch returns in their place"
         )
     if given.get("use_cache"):
@@ -175,8 +172,8 @@ def _check_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> N
     for name, value in given.items():
         if isinstance(value, Tensor) and name not in _KNOWN:
             raise ValueError(
-                f"expected no {name} in the call of {of}, got shape {tuple(value.shape)}: {of} was "
-                "checked to work on each token alone without it. Put other modalities into "
+                f"expected no {name} in the call of {cls}, got shape {tuple(value.shape)}: {cls} "
+                "was checked to work on each token alone without it. Put other modalities into "
                 "inputs_embeds before deepsp.shard_batch"
             )
 
@@ -187,7 +184,7 @@ def _check_alone(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
 
 
 def check_alone(model: nn.Module, given: dict[str, Any]) -> None:
-    """Raises where a model whose attention isn't ours is given one rank's tokens."""
+    """Raises if a model with other attention than deepsp's gets one rank's tokens."""
     tokens = (given.get(name) for name in ("input_ids", "inputs_embeds"))
     if any(map(data.is_handed_out, tokens)) and not implementations(model):
         from deepsp.attention.layer import SequenceParallelAttention

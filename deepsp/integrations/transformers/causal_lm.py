@@ -1,10 +1,9 @@
 """The loss of a causal language model of transformers, without its logits.
 
-The model is called as it is, by whatever is around it (DDP, FSDP, PEFT), with another forward in
-its head: one that computes the loss from what the head is given, and returns no logits. So what
-comes before the head is the model's own code, and weights that are gathered for a forward are
-there. What comes after it, a cap or a factor, has to be known: see :func:`_after_head`.
-"""
+The model is called unchanged, by its wrappers (DDP, FSDP, PEFT), except that its head has another
+forward, which computes the loss from the hidden states and returns no logits. So the code before
+the head is the model's own, and weights that are gathered for a forward are gathered. What the
+model does after the head, a cap or a factor, must be known: see :func:`_after_head`."""
 
 from __future__ import annotations
 
@@ -25,11 +24,11 @@ from deepsp.tiling.tile import untiled
 from deepsp.weights.partitioned import full_shape
 
 _AFTER_HEAD = "_deepsp_after_head"
-"""Where a model remembers what it does to its logits."""
+"""The attribute of a model with what it does to its logits."""
 
 _CAPS = ("final_logit_softcapping",)
 _FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier")
-"""What configurations call them. A model may multiply by a factor, divide by it, or not use it."""
+"""Names in configurations. A model may multiply by a factor, divide by it, or not use it."""
 
 
 def causal_lm_loss(
@@ -50,20 +49,19 @@ def causal_lm_loss(
 
     The head is ``model.get_output_embeddings()``: its weight may be tied or frozen (then no
     gradient is computed for it) and it may have a bias. Softcaps and factors of logits (Gemma,
-    Cohere, Granite) are part of the loss. What a model does to its logits is looked up in its
-    configuration and tried out, on the first call of each model: its forward, with given logits in
-    place of the head's, must return what the loss takes the logits to be. Layers aren't run for
-    that.
+    Cohere, Granite) are part of the loss. They are read from the model's configuration and tried
+    out on its first call: the model's forward, with given logits in place of the head's, must
+    return what the loss computes from them. Layers don't run for that.
 
     Args:
         model: a causal language model of transformers, or PEFT, DDP, FSDP or
             :func:`deepsp.shard_parameters` around one.
-        batch: what :func:`deepsp.shard_batch` returned, with ``shift_labels``. Everything else is
-            passed to the model.
+        batch: the local batch of :func:`deepsp.shard_batch`, with ``shift_labels``. Everything else
+            is passed to the model.
         group: the sequence group.
         reduction: "mean" over the valid tokens of all ranks, or their "sum".
-        num_valid_tokens: what the mean divides by, if not the number of valid tokens of this batch:
-            that of all micro-batches of a step, over the group.
+        num_valid_tokens: the divisor of the mean, if not the number of valid tokens of this batch:
+            the number in all micro-batches of a step, over the group.
         average_gradients: as in :func:`deepsp.cross_entropy`.
         label_smoothing: 0 to 1.
         z_loss: as in :func:`deepsp.cross_entropy`.
@@ -78,7 +76,7 @@ def causal_lm_loss(
         ValueError: the batch has no ``shift_labels``, or has ``labels``; the model isn't one of
             transformers, has no head or another one than ``nn.Linear`` (with LoRA, quantized), adds
             a loss of its own (``output_router_logits``), attends to this rank's tokens only, or
-            does something to its logits that isn't known; arguments that
+            changes its logits in an unknown way; arguments that
             :func:`deepsp.linear_cross_entropy` refuses.
     """
     labels = _labels(batch)
@@ -120,9 +118,9 @@ def causal_lm_loss(
             token_weights=token_weights,
         )
         losses.append(loss)
-        # Logits of no class. They depend on the loss, so that wrappers which look at a model's
-        # output for what takes part in backward (DDP, FSDP) find it all. No view: FSDP's hook on it
-        # would be lost where the model goes on in place.
+        # Logits without classes. They depend on the loss, so that wrappers which search a model's
+        # output for its part in backward (DDP, FSDP) find all of it. A clone, because FSDP's hook
+        # on a view would be lost if the model writes in place.
         return loss.to(hidden.dtype).expand(*hidden.shape[:-1], 1)[..., :0].clone()
 
     with _in_place_of(head, forward):
@@ -132,7 +130,7 @@ def causal_lm_loss(
             f"expected {type(inner).__name__} to call its head once in a forward, got "
             f"{len(losses)} calls; use deepsp.cross_entropy on its logits"
         )
-    loss = losses[0] + logits.sum().to(losses[0].dtype)  # of nothing: 0
+    loss = losses[0] + logits.sum().to(losses[0].dtype)  # an empty sum: 0
     return loss if num_valid_tokens is None else loss / num_valid_tokens
 
 
@@ -152,11 +150,11 @@ def _labels(batch: Mapping[str, Any]) -> Tensor:
 
 
 def _causal_lm(model: nn.Module, batch: Mapping[str, Any]) -> nn.Module:
-    """The model of transformers in its wrappers, which may not add a loss of its own."""
+    """The model of transformers in its wrappers. Raises if it adds a loss of its own."""
     found = model_in(model)
     configs = (found.config, found.config.get_text_config())
-    asked = batch.get("output_router_logits")
-    if asked or (asked is None and any(getattr(c, "output_router_logits", 0) for c in configs)):
+    wanted = batch.get("output_router_logits")
+    if wanted or (wanted is None and any(getattr(c, "output_router_logits", 0) for c in configs)):
         raise ValueError(
             f"expected output_router_logits of {type(found).__name__} to be False, got True: the "
             "auxiliary loss would be that of this rank's tokens only, and isn't part of this loss; "
@@ -166,19 +164,19 @@ def _causal_lm(model: nn.Module, batch: Mapping[str, Any]) -> nn.Module:
 
 
 def _head(model: nn.Module) -> nn.Linear:
-    of, head = type(model).__name__, model.get_output_embeddings()
+    cls, head = type(model).__name__, model.get_output_embeddings()
     if head is None:
         raise ValueError(
-            f"expected {of} to have a head, model.get_output_embeddings(), got None; pass a model "
+            f"expected {cls} to have a head, model.get_output_embeddings(), got None; pass a model "
             "for causal language modeling, such as AutoModelForCausalLM makes"
         )
-    # Sharded parameters make a class of its own, with nn.Linear's forward.
+    # Sharded parameters give the head a subclass, with nn.Linear's forward.
     plain = isinstance(head, nn.Linear) and untiled(type(head)).forward is nn.Linear.forward
     if not plain or "forward" in vars(head):
         name = f"{type(head).__module__}.{type(head).__qualname__}"
         what = name if not plain else "one whose forward was replaced"
         raise ValueError(
-            f"expected the head of {of} to be a plain nn.Linear, got {what}: its logits aren't "
+            f"expected the head of {cls} to be a plain nn.Linear, got {what}: its logits aren't "
             "those of its weight alone; leave the head without adapters and quantization, or use "
             "deepsp.cross_entropy on the model's logits"
         )
@@ -191,7 +189,7 @@ def _takes(model: nn.Module, name: str) -> bool:
 
 
 def _is_attention_of_theirs(model: nn.Module) -> bool:
-    """Whether it is known to see this rank's tokens only; users register functions of their own."""
+    """Whether attention is known to see this rank's tokens only; users may register functions."""
     name = model.config._attn_implementation
     return name in (None, "eager", "sdpa", "flex_attention") or "flash" in name
 
@@ -202,7 +200,7 @@ def _logits(output: Any) -> Tensor:
 
 @contextlib.contextmanager
 def _in_place_of(module: nn.Module, forward: Callable) -> Iterator[None]:
-    """``forward`` is the module's own; its hooks run around it."""
+    """Replaces the module's forward; its hooks run around the new one."""
     before = vars(module).get("forward")
     module.forward = forward
     try:
@@ -214,11 +212,11 @@ def _in_place_of(module: nn.Module, forward: Callable) -> Iterator[None]:
             module.forward = before
 
 
-# ------------------------------------------------------------------- what follows the head
+# ------------------------------------------------------------------------------ after the head
 
 
 class _Hidden:
-    """What a model reads of its base model's output: hidden states, and nothing else."""
+    """A base model's output with hidden states only."""
 
     def __init__(self, hidden: Tensor):
         self.last_hidden_state = hidden
@@ -232,15 +230,15 @@ class _Hidden:
 
 
 def _after_head(model: nn.Module, head: nn.Linear) -> tuple[float | None, float]:
-    """The softcap and the scale by which the model makes logits from what its head returns.
+    """The softcap and the scale that the model applies to its head's output.
 
-    The model's forward is run with hidden states in place of its base model's and with given
-    numbers in place of its head's. Nothing of attention is in it: two tokens are all that it takes,
-    alike on every rank, however attention is sharded. All classes are there: some models treat some
-    of them otherwise.
+    Runs the model's forward with hidden states in place of its base model's and with given numbers
+    in place of its head's. No attention runs: two tokens are enough, the same on every rank,
+    however attention is sharded. All classes are used, since some models treat some of them
+    differently.
 
     Raises:
-        ValueError: none that the configuration names explains what the model returns.
+        ValueError: no softcap or factor in the configuration explains the model's logits.
     """
     config = model.config.get_text_config()
     named = {n: getattr(config, n, None) for n in (*_CAPS, *_FACTORS)}
@@ -267,14 +265,14 @@ def _after_head(model: nn.Module, head: nn.Linear) -> tuple[float | None, float]
 
 
 def _tried(model: nn.Module, head: nn.Linear) -> tuple[Tensor, Tensor]:
-    """Numbers in place of the head's output, and the logits that the model returns."""
-    calls.ensure_checked(model)  # it would run the layers that are taken out here
-    of, given = type(model).__name__, []
-    weight = head.weight  # of its dtype and device; it may be sharded
+    """Numbers in place of the head's output, and the logits that the model returns for them."""
+    calls.ensure_checked(model)  # the check runs the layers, which are replaced below
+    cls, given = type(model).__name__, []
+    weight = head.weight  # only its dtype and device; it may be sharded
     generator = torch.Generator().manual_seed(0)
 
     def forward_of_head(hidden: Tensor) -> Tensor:
-        # Small and large, to either side of any cap.
+        # Small and large numbers, on either side of any cap.
         numbers = torch.randn(*hidden.shape[:-1], head.out_features, generator=generator)
         numbers = numbers * torch.tensor([3.0, 60.0])[:, None]
         given.append(numbers.to(hidden.device, hidden.dtype))
@@ -295,12 +293,12 @@ def _tried(model: nn.Module, head: nn.Linear) -> tuple[Tensor, Tensor]:
             logits = _logits(model._call_impl(**arguments))
         except Exception as error:
             raise ValueError(
-                f"{of} couldn't be run with given hidden states and logits, to see what it does to "
-                f"them: {type(error).__name__}: {error}; use deepsp.cross_entropy on its logits"
+                f"{cls} couldn't be run with given hidden states and logits, to see what it does "
+                f"to them: {type(error).__name__}: {error}; use deepsp.cross_entropy on its logits"
             ) from error
     if len(given) != 1 or given[0].shape != logits.shape:
         raise ValueError(
-            f"expected {of} to return what its head made of its base model's hidden states, got "
+            f"expected {cls} to return what its head made of its base model's hidden states, got "
             f"{len(given)} calls of the head, and logits of shape {list(logits.shape)}; use "
             "deepsp.cross_entropy on its logits"
         )

@@ -1,18 +1,18 @@
-"""Whether a model of transformers works on each token alone, but for attention through deepsp.
+"""Checks that a model of transformers works on each token alone, except for attention through
+deepsp.
 
-Dry runs on a few tokens say so, in one process, without attention: what stands in for it works on
-each token, so in a right model nothing that one token has may be seen in another.
+The dry runs use a few tokens, in one process, and replace attention by a function that works on
+each token, so in a right model no token may affect another.
 
-- One of a batch: a row of ids, the same with another token in one of a few places, and the same
-  with NaN for that token's embedding. NaN passes through whatever depends on it, however little.
-- One of the row's last tokens alone, with their positions: queries and keys that differ from those
-  of the full row depend on how many tokens there are, or where they stand, and not on
+- The first has a batch: a row of ids, the row with another token in one of a few places, and the
+  row with NaN for that token's embedding. NaN reaches everything that depends on it.
+- The second has the row's last tokens alone, with their positions. If queries or keys differ from
+  those of the full row, they depend on the number of tokens, or on their places, and not on
   ``position_ids`` alone.
 
-Where something else shows, a further run finds the innermost module that got what is each token's
-own, and returned what isn't. A last one, without ``position_ids``, tells whether a model by itself
-counts 0, 1, 2, ..., as :func:`deepsp.shard_batch` does.
-"""
+If a token affects another one, a further run finds the innermost module with token-wise inputs and
+other outputs. A last run, without ``position_ids``, tells whether the model's own positions are 0,
+1, 2, ..., like those of :func:`deepsp.shard_batch`."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from deepsp.tokenwise.probe import Probe, as_it_was, name_in
 from deepsp.weights.partitioned import full_shape, is_away, is_gathered_when_called
 
 CHECKED, CALLED = "_deepsp_checked", "_deepsp_called"
-"""Where a model and its parts remember with which attention they were checked, and that it was the
-model that was, not one of its parts."""
+"""Attributes of a model and its parts: the attention with which they were checked, and, on the
+model only, that it was checked."""
 
-_PLACES = (0, 4, 10)  # of tokens that are changed: the first, and often the last
+_PLACES = (0, 4, 10)  # the changed tokens: the first, and often the last
 _ROWS = 1 + 2 * len(_PLACES)
 _TAIL = 5  # where the last tokens begin
 
@@ -47,12 +47,12 @@ def check(model: nn.Module) -> None:
 
     Runs the model on a few tokens, two to four times: in evaluation mode, without gradients, with
     its hooks and the collectives that its weights need, so every rank calls it. Random number
-    generators, buffers and modes are restored. It also runs by itself on a model's first forward
-    (and on the first after its attention was set to something else).
+    generators, buffers and modes are restored. A model's first forward calls it, too (and the first
+    after its attention was changed).
 
     Args:
-        model: a model of transformers whose attention was set to what :func:`register` registered,
-            or a module around one.
+        model: a model of transformers whose attention is one that :func:`register` registered, or
+            a module around one.
 
     Raises:
         ValueError: a module mixes tokens (by name and type); a forward takes no ``position_ids`` or
@@ -84,19 +84,19 @@ def check(model: nn.Module) -> None:
     parts = [m for m in found.modules() if isinstance(m, PreTrainedModel)]
     before = [getattr(m, CHECKED, None) for m in parts]
     for m in parts:
-        # Before the run: it calls the parts.
+        # Set before the run, which calls the parts.
         setattr(m, CHECKED, m.config._attn_implementation)
     try:
         _Check(found, names).check()
         setattr(found, CALLED, True)
     except BaseException:
-        for m, of_before in zip(parts, before, strict=True):
-            setattr(m, CHECKED, of_before)
+        for m, value in zip(parts, before, strict=True):
+            setattr(m, CHECKED, value)
         raise
 
 
 def model_in(module: nn.Module) -> nn.Module:
-    """The model of transformers that a module is, or that is in its wrappers.
+    """The model of transformers in a module, or the module itself.
 
     Raises:
         ValueError: there is none.
@@ -110,7 +110,7 @@ def model_in(module: nn.Module) -> nn.Module:
 
 
 def implementations(model: nn.Module) -> set[str]:
-    """By which names parts of a model of transformers find attention of ours."""
+    """The names of deepsp's attention in the configurations of a model of transformers."""
     from transformers import PreTrainedModel
 
     found, configs = set(), [m.config for m in model.modules() if isinstance(m, PreTrainedModel)]
@@ -128,11 +128,11 @@ class _Check(Probe):
         taken = {n for p in model.parameters() for n in full_shape(p)}
         taken |= {n for b in model.buffers() for n in b.shape}
         taken |= {n for n in config.values() if isinstance(n, int)}
-        # Found again by its size in whatever a module takes and returns.
+        # Modules' inputs and outputs are recognized by this size, so it must be unique.
         length = next(n for n in (11, 13, 17, 19, 23, 29, 31, 37, 41, 43)
                       if not {n, _ROWS * n} & taken or n == 43)  # fmt: skip
         super().__init__(model, length, _PLACES)
-        self.refusal: ValueError | None = None  # attention's
+        self.refusal: ValueError | None = None  # raised by the attention
         self.queries: list[tuple[nn.Module, Tensor, Tensor]] = []
 
     def check(self) -> None:
@@ -160,7 +160,7 @@ class _Check(Probe):
                 setattr(module, COUNTS_OTHERWISE, otherwise)
 
     def _counts_otherwise(self, arguments: dict[str, Any], queries: list) -> bool:
-        """Whether the model's own positions, with padding in front, are not 0, 1, 2, ..."""
+        """Whether the model's own positions, with padding at the beginning, are not 0, 1, 2, ..."""
         own = {n: x for n, x in arguments.items() if n != "position_ids"}
         if "attention_mask" in inspect.signature(self.model.forward).parameters:
             own["attention_mask"] = torch.ones_like(own["input_ids"])
@@ -168,7 +168,7 @@ class _Check(Probe):
         self.queries = []
         try:
             self._call(own, poisoned=False)
-        except ValueError:  # it has none of its own
+        except ValueError:  # it makes no positions
             return False
         return self._differs(queries) is not None
 
@@ -214,8 +214,8 @@ class _Check(Probe):
 
     @contextlib.contextmanager
     def _without_attention(self) -> Iterator[None]:
-        """What stands in for attention under our names: on each token alone, it keeps all that
-        the token's query, key and value have."""
+        """Replaces deepsp's attention by a function of each token alone that depends on the token's
+        query, key and value."""
         from transformers import AttentionInterface
 
         def stand_in(module, query, key, value, attention_mask, position_ids=None, **kwargs):
@@ -241,11 +241,11 @@ class _Check(Probe):
         finally:
             AttentionInterface._global_mapping.update(registered)
 
-    # ---- what shows
+    # ---- comparing
 
     def _differs(self, before: list) -> nn.Module | None:
-        """The first attention whose queries or keys of the row's last tokens are others now than
-        they were for the full row."""
+        """The first attention whose queries or keys for the row's last tokens alone differ from
+        those for the full row."""
         if [m for m, _, _ in before] != [m for m, _, _ in self.queries]:
             raise ValueError(
                 f"expected {self.of} to call the same attention for fewer tokens, got other calls"

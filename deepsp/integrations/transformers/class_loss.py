@@ -1,4 +1,4 @@
-"""The loss of a Trainer subclass whose ``compute_loss`` is its own: a sum over the local tokens,
+"""The loss of a Trainer subclass with its own ``compute_loss``: a sum over the local tokens,
 divided by ``num_items_in_batch``."""
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from deepsp.ranks.groups import Group, on_all_ranks
 
 
 class OneProcess:
-    """An accelerator as ``compute_loss`` sees it. DDP averages gradients, so classes multiply by
-    ``num_processes``, or don't: here that is 1, and the caller knows the factor. Sums that are
-    gathered for metrics are those of each rank's tokens: none is a repeated row's."""
+    """An accelerator for ``compute_loss``. DDP averages gradients, so some classes multiply by
+    ``num_processes``: here that is 1, and the caller applies the factor. Sums that are gathered for
+    metrics are those of each rank's tokens, without repeated rows."""
 
     num_processes = 1
 
@@ -41,25 +41,25 @@ def class_loss(
     name: str,
     device: torch.device,
 ) -> tuple[Tensor, Any]:
-    """This rank's share of the loss, and the outputs.
+    """This rank's term of the loss, and the outputs.
 
     Args:
-        compute: ``compute_loss`` of the class, given ``num_items_in_batch``; returns the loss, or
-            the loss and outputs.
+        compute: ``compute_loss`` of the class, called with ``num_items_in_batch``; returns the
+            loss, or the loss and outputs.
         count: the number of items.
-        model: what ``compute`` calls.
+        model: the model that ``compute`` calls.
         base: the model of transformers in it.
         group: the sequence group.
-        name: of the class, for errors.
-        device: the ranks'.
+        name: the class's name, for errors.
+        device: the ranks' device.
 
     Raises:
         ValueError: on every rank: the loss isn't a sum divided by the count.
     """
     trains = torch.is_grad_enabled()
-    # Requires a gradient, so that its part in the loss can be seen.
+    # With a gradient, to see how the loss depends on it.
     items = torch.as_tensor(count, dtype=torch.float32, device=device).detach().requires_grad_()
-    # In evaluation, a class may call its model for the logits only, and drop that loss.
+    # In evaluation, a class may call its model only for the logits, and ignore its loss.
     with computing(base, LocalLoss(None if trains else items)), _gradients_around((model, base)):
         found = compute(items)
     loss, outputs = found if isinstance(found, tuple) else (found, None)
@@ -70,7 +70,7 @@ def class_loss(
 
 @contextlib.contextmanager
 def _gradients_around(models: Iterable[nn.Module]) -> Iterator[None]:
-    """In evaluation: gradients of what is computed outside of these models' calls."""
+    """In evaluation, enables gradients outside of calls of these models."""
     if torch.is_grad_enabled():
         yield
         return
@@ -96,7 +96,7 @@ def _gradients_around(models: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _check(loss: Tensor, count: Tensor, group: Group, name: str) -> None:
-    """Raises unless ``loss`` is a sum / ``count``: the mean of a rank's own tokens isn't."""
+    """Raises unless ``loss`` is a sum / ``count``; the mean of a rank's own tokens isn't."""
     slope = None
     if loss.requires_grad:
         (slope,) = torch.autograd.grad(loss, count, retain_graph=True, allow_unused=True)

@@ -1,4 +1,4 @@
-"""transformers' own attention implementations, on the full sequence of some heads."""
+"""transformers' own attention implementations, for the full sequence of some heads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deepsp.integrations.transformers.masks import Masks, ours
 
 
 def check_core(core: str) -> None:
-    """Raises unless ``core`` is one that attention can be computed by."""
+    """Raises unless ``core`` is "auto" or an implementation that can compute attention."""
     from transformers import AttentionInterface
 
     known = sorted(set(AttentionInterface._global_mapping) - ours())
@@ -22,8 +22,8 @@ def check_core(core: str) -> None:
 
 
 class Core:
-    """A local attention (:class:`deepsp.DistributedAttention`, layout "bhsd") by an implementation
-    that transformers knows as ``name``."""
+    """A local attention (:class:`deepsp.DistributedAttention`, layout "bhsd") by the implementation
+    ``name`` of transformers."""
 
     def __init__(self, name: str, module: nn.Module, masks: Masks, arguments: dict[str, Any]):
         from transformers import AttentionInterface
@@ -31,7 +31,7 @@ class Core:
         self.function = AttentionInterface._global_mapping[name]
         self.name, self.module, self.masks, self.arguments = name, module, masks, arguments
         self.taken = _declared(self.function)
-        # Whether attention is causal, and its window, are in the mask, too.
+        # The mask also contains causality and the window.
         refused = [n for n in ("softcap", "s_aux") if n in arguments and n not in self.taken]
         if arguments["dropout"] > 0 and "dropout" not in self.taken:
             refused.append("dropout")
@@ -54,8 +54,7 @@ class Core:
 
 
 class _Seen:
-    """An attention layer as its local part: this rank's query heads may be fewer for each kv
-    head."""
+    """An attention layer with another number of query heads for each kv head: this rank's."""
 
     def __init__(self, module: nn.Module, groups: int):
         self.__dict__.update(_module=module, num_key_value_groups=groups)

@@ -1,4 +1,4 @@
-"""Evaluation by a Trainer of sharded sequences: each row counts once."""
+"""The evaluation of a Trainer on sharded sequences: each row counts once."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from deepsp.ranks.groups import member_of, on_all_ranks
 from deepsp.ranks.randomness import align
 
 _NUMBERS = "deepsp_row_numbers"
-"""What the rows of a stream are numbered by, in its batches."""
+"""The key of row numbers in the batches of a stream."""
 
 
 class _Numbered(IterableDataset):
-    """A stream whose samples have numbers."""
+    """A stream of numbered samples."""
 
     def __init__(self, dataset: IterableDataset):
         self._dataset = dataset
@@ -46,15 +46,15 @@ class _CollateNumbered:
 class Evaluation:
     """The part of :func:`deepsp.integrations.transformers.sequence_parallel` that evaluates.
 
-    accelerate fills the last batches of an epoch with rows from its begin. For a data set with a
-    length it knows how many they are. The rows of a stream get numbers here, which say so.
+    accelerate fills the last batches of an epoch with rows from its beginning. For a data set with
+    a length it knows how many. For a stream, the rows are numbered here to find the repeated ones.
     """
 
     _returns_outputs = False
 
     def evaluation_loop(self, *args, **kwargs):
         if self._size > 1:
-            align(member_of(None))  # workers of loaders are seeded from the generators
+            align(member_of(None))  # loader workers are seeded from the generators
         return super().evaluation_loop(*args, **kwargs)
 
     def _get_dataloader(self, dataset, description, *args, **kwargs):
@@ -63,7 +63,7 @@ class Evaluation:
         if not evaluates or not isinstance(dataset, IterableDataset) or has_length(dataset):
             return make(dataset, description, *args, **kwargs)
         given = self.data_collator
-        # Its columns are removed before there are numbers.
+        # Remove columns before the numbers are added.
         inner = self._get_collator_with_removed_columns(given, description=description)
         self.data_collator = _CollateNumbered(inner)
         try:
@@ -90,20 +90,20 @@ class Evaluation:
             return None, self._gathered(outputs, seq_lens)["logits"].detach(), None
 
     def _without_repeats(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Repeated rows are dropped from metrics: their labels don't count in the loss, either."""
+        """Masks the labels of repeated rows, and sets the remainder that metrics keep."""
         inputs = dict(inputs)
         numbers = inputs.pop(_NUMBERS, None)
         state, rows = self.accelerator.gradient_state, self.args.eval_batch_size
         group, total = self.accelerator.process_index // self._size, rows * self._groups
         places = torch.arange(rows) + group * rows
         if state.end_of_dataloader and state.remainder < 0:
-            # accelerate knows no remainder of a stream, but in one process.
+            # accelerate knows the remainder of a stream only in one process.
             last = find_batch_size(inputs)
             if numbers is not None:
-                # A repeat takes the place of a row that would have another number.
+                # A repeated row has another number than its place.
                 real = int((numbers.cpu() % total == places).sum())
-                said = on_all_ranks([real], None, self.args.device)
-                last = sum(n for (n,) in said[:: self._size])
+                counts = on_all_ranks([real], None, self.args.device)
+                last = sum(n for (n,) in counts[:: self._size])
             state.active_dataloader.remainder = last
         real = places < state.remainder
         repeats = state.end_of_dataloader and 0 < state.remainder < total and self._groups > 1
@@ -122,8 +122,8 @@ class Evaluation:
 
     @property
     def gather_function(self):
-        """What evaluation gathers losses, logits and labels with: the ranks of a group have the
-        same, which count once."""
+        """The function with which evaluation gathers losses, logits and labels: once per group,
+        since its ranks have the same."""
         if getattr(self, "_size", 1) == 1:
             return self._gather_function
         return self._gather_once

@@ -1,4 +1,4 @@
-"""Masks of the full sequence, from what a model asks for of this rank's tokens."""
+"""Masks of the full sequence, from a model's mask for this rank's tokens."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from deepsp.ranks.groups import Member, on_all_ranks
 
 @dataclass(frozen=True)
 class Ranges:
-    """A mask as :func:`deepsp.distributed_attention` takes it: causal or not, documents and a
-    window."""
+    """A mask as :func:`deepsp.distributed_attention` takes it: whether it is causal, documents and
+    a window."""
 
     is_causal: bool
     documents: Tensor | None
@@ -31,18 +31,17 @@ class Ranges:
 
 
 class Masks:
-    """One kind of mask of one forward: what the model asks for of its own tokens, and, from the
-    first attention layer on, what that is for the full sequence.
+    """One kind of mask of one forward: the model's arguments for its own tokens, and, from the
+    first attention layer on, the mask of the full sequence.
 
-    Called as transformers calls a mask function of its own. ``given``: the full mask, made by the
-    user.
+    transformers calls it like its own mask functions. ``given``: the user's full mask.
     """
 
     seq_lens: list[int] | None = None
     ranges: Ranges | None = None
-    """None where only a mask of all tokens says what is meant."""
+    """None if only a full mask can express it."""
     positions: Tensor
-    """Of the full sequence."""
+    """The positions of the full sequence."""
 
     def __init__(
         self,
@@ -67,10 +66,10 @@ class Masks:
             )
         self.batch_size, self.padding, self.local_size = batch_size, attention_mask, local_size
         self.given, self.pattern = given, mask_function
-        # What transformers says where a mask is its own pattern and padding, and may be left out.
+        # transformers sets these if the mask is this pattern plus padding, and may be left out.
         self.causal, self.bidirectional = allow_is_causal_skip, allow_is_bidirectional_skip
         if given is None and not self.causal and not self.bidirectional:
-            # Documents in this rank's own tokens: those of the full sequence are found later.
+            # Documents among this rank's tokens; those of the full sequence are found later.
             self.pattern = None if use_vmap else without_documents(mask_function)
             self.causal = True
             if self.pattern is None:
@@ -80,16 +79,16 @@ class Masks:
                     "a full attention_mask of shape [B, 1, S, S]"
                 )
 
-    @_disable_dynamo  # what follows isn't known before: compiled code breaks here
+    @_disable_dynamo  # the lengths aren't known before, so compiled code breaks here
     def exchange(self, query: Tensor, key: Tensor, positions: Tensor, member: Member):
-        """Finds every rank's number of tokens, and the mask of the full sequence. Returns every
+        """Finds every rank's number of tokens, and the mask of the full sequence. Returns each
         rank's positions."""
         rank, _, name = member
         width = -1 if self.padding is None else self.padding.size(-1)
-        # Compared before anything of those sizes is sent.
+        # Compared before tensors of these sizes are sent.
         known = int(data.are_handed_out(positions))
-        said = [query.size(2), key.size(2), width, positions.size(0), known, carried(member)]
-        everyone = on_all_ranks(said, member, query.device)
+        local = [query.size(2), key.size(2), width, positions.size(0), known, carried(member)]
+        everyone = on_all_ranks(local, member, query.device)
         lens, key_lens, widths, rows, made, batches = map(list, zip(*everyone, strict=True))
         compare_carried(batches, member)
         length = sum(lens)
@@ -131,8 +130,8 @@ class Masks:
         return Ranges(pattern.right == 0, documents, pattern.window_size(positions.size(1)))
 
     def mask_for(self, implementation: str, like: Tensor, config) -> Tensor | None:
-        """The full mask as one of transformers' attention implementations takes it: for "sdpa",
-        [B, 1, S, S], or None where causal attention, or attention to all, is meant."""
+        """The full mask for an attention implementation of transformers: for "sdpa", [B, 1, S, S],
+        or None for causal attention or attention to all."""
         if self.given is not None:
             return self.given
         if implementation not in self._made:
@@ -143,7 +142,7 @@ class Masks:
         from transformers import masking_utils
 
         make = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.get(implementation)
-        if make is None:  # as in transformers: it needs none
+        if make is None:  # as in transformers: it needs no mask
             return None
         pattern, documents, positions = self.pattern, None, self.positions
         if self.causal and self.padding is None:
@@ -171,8 +170,8 @@ class Masks:
 
 
 def _check_positions(positions: Tensor, lens: list[int]) -> None:
-    """Raises where each rank's positions, of more than one rank, count its own tokens from 0.
-    Where shard_batch has made them, documents do."""
+    """Raises if the positions count each rank's tokens from 0, on more than one rank. Not called
+    for positions of shard_batch: there, documents do so."""
     own = torch.cat([torch.arange(n, device=positions.device) for n in lens])
     if sum(n > 0 for n in lens) > 1 and bool((positions == own).all()):
         raise ValueError(
@@ -183,7 +182,7 @@ def _check_positions(positions: Tensor, lens: list[int]) -> None:
 
 
 def ours() -> set[str]:
-    """The names under which attention of ours is registered."""
+    """The names under which deepsp's attention is registered."""
     from transformers import AttentionMaskInterface
 
     return {n for n, f in AttentionMaskInterface._global_mapping.items() if f is Masks}

@@ -1,4 +1,4 @@
-"""The loss that a model of transformers returns itself, over a sharded sequence."""
+"""The loss that a model of transformers computes itself, over a sharded sequence."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from deepsp.ranks.groups import Group, Member
 
 @dataclass(frozen=True)
 class OwnLoss:
-    """Takes the place of a causal language model's ``loss_function``: the loss of the full
-    sequence, on every rank. ``num_items_in_batch``: what its sum is divided by; None: the number of
-    valid tokens of the group."""
+    """Replaces a causal language model's ``loss_function`` by the loss of the full sequence, on
+    every rank. ``num_items_in_batch`` divides the sum; None: the group's number of valid tokens."""
 
     group: Group | Member
     average_gradients: bool = False
@@ -51,8 +50,8 @@ class OwnLoss:
 
 @dataclass(frozen=True)
 class LocalLoss:
-    """The sum over this rank's tokens, divided by ``num_items_in_batch``: for who reduces it over
-    the ranks. ``count``: what to divide by where a call has none."""
+    """The sum over this rank's tokens, divided by ``num_items_in_batch``; the caller reduces it
+    over the ranks. ``count``: the divisor for calls without one."""
 
     count: Tensor | None = None
 
@@ -68,16 +67,16 @@ class LocalLoss:
             )
         wide = logits if logits.dtype == torch.float64 else logits.float()
         losses = F.cross_entropy(wide.flatten(0, -2), shift_labels.flatten(), reduction="sum")
-        with torch.enable_grad():  # so that the number's part in the loss can be seen
+        with torch.enable_grad():  # so that the divisor's gradient can be checked
             return losses / num_items_in_batch
 
 
 @contextlib.contextmanager
 def computing(model: nn.Module, loss: OwnLoss | LocalLoss) -> Iterator[None]:
-    """``model`` returns ``loss`` in here, unless it has been given one of these before.
+    """In this context ``model`` returns ``loss``, unless an outer context has set one already.
 
     Raises:
-        ValueError: its own loss isn't that of a causal language model of transformers.
+        ValueError: the model's loss isn't that of a causal language model of transformers.
     """
     from transformers.loss.loss_utils import ForCausalLMLoss
 

@@ -1,9 +1,8 @@
-"""What a mask function of transformers says, read from what it was made of.
+"""Reads the pattern of a mask from a mask function of transformers.
 
-transformers describes masks by functions of a query's and a key's index. What they are is told by
-their code and what they enclose: there is no other way to ask. A function that isn't known has no
-pattern; its mask is made in full then.
-"""
+transformers describes masks by functions of a query's and a key's index. Their code and closures
+are the only way to recognize them. An unknown function has no pattern; its mask is then made in
+full."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Pattern:
     """``left`` and ``right``: how many tokens before and after its own each token attends to; -1:
-    all. ``chunk``: tokens attend within chunks of that many tokens only, counted from
-    ``left_padding`` [B] on."""
+    all. ``chunk``: tokens attend only within chunks of that many tokens, counted from
+    ``left_padding`` [B]."""
 
     left: int = -1
     right: int = -1
@@ -27,14 +26,14 @@ class Pattern:
     left_padding: Tensor | None = None
 
     def window_size(self, length: int) -> tuple[int, int] | None:
-        """None where all of a sequence is in sight, but for what is_causal says."""
+        """None if the window covers a full sequence, apart from causality."""
         left = self.left if 0 <= self.left < length - 1 else -1
         right = self.right if 0 < self.right < length - 1 else -1
         return None if (left, right) == (-1, -1) else (left, right)
 
 
 def pattern_of(function: Callable) -> Pattern | None:
-    """None where it isn't known."""
+    """The pattern of a mask function; None: unknown."""
     from transformers import masking_utils as known
 
     if function is known.causal_mask_function:
@@ -54,15 +53,15 @@ def pattern_of(function: Callable) -> Pattern | None:
 
 
 def without_documents(function: Callable) -> Callable | None:
-    """The function that transformers made one of a rank's documents from; None if it isn't one, or
-    if its pattern isn't known."""
+    """The function inside one that transformers made for packed documents; None if it isn't such a
+    function, or if its pattern isn't known."""
     from transformers import masking_utils as known
 
     inside = _made(function, known.and_masks(lambda: None))
     if inside is None or len(inside["mask_functions"]) != 2:
         return None
     documents = known.packed_sequence_mask_function(None)
-    # Versions differ in which comes first.
+    # The order of the two differs between versions.
     others = [f for f in inside["mask_functions"] if _made(f, documents) is None]
     if len(others) != 1:
         return None
@@ -74,7 +73,7 @@ def without_documents(function: Callable) -> Callable | None:
 
 
 def with_documents(function: Callable, positions: Tensor, documents: Tensor) -> Callable:
-    """``function`` within each document, by the positions there.
+    """``function`` within each document, with positions inside the documents.
 
     Args:
         function: a mask function of transformers.
@@ -93,13 +92,13 @@ def document_ranges(
     pattern: Pattern, positions: Tensor, padding: Tensor | None, batch: int
 ) -> Tensor | None:
     """Begin and end [N, 2] of each document among the tokens of ``batch`` rows, on the CPU; None:
-    each row is one.
+    each row is one document.
 
     Args:
-        pattern: within a document.
-        positions: [1 or B, S], of the full sequence. Where they don't go on by one, a document
+        pattern: the mask within a document.
+        positions: [1 or B, S], of the full sequence. Where they don't increase by one, a document
             begins, unless there is padding.
-        padding: [B, S], bool, True for tokens that are none; or None.
+        padding: [B, S], bool, True for padding; or None.
         batch: the number of rows.
 
     Raises:
@@ -112,7 +111,7 @@ def document_ranges(
     if padding is None:
         begins[:, 1:] |= positions.diff(dim=1) != 1
         if bool(begins[:, 1:].any()):
-            counted = positions  # chunks begin anew with each document
+            counted = positions  # chunks restart with each document
     if pattern.chunk is not None and pattern.chunk < length:
         first = 0 if pattern.left_padding is None else pattern.left_padding[:, None]
         chunks = (counted - first) // pattern.chunk
@@ -137,7 +136,7 @@ def document_ranges(
 
 
 def _made(function: Callable, like: Callable) -> dict | None:
-    """What a function encloses, if it was made where ``like`` was."""
+    """A function's closure, if it has the code of ``like``."""
     if getattr(function, "__code__", None) is not like.__code__:
         return None
     return dict(inspect.getclosurevars(function).nonlocals)

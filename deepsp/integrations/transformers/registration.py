@@ -1,4 +1,4 @@
-"""Makes deepsp's attention known to transformers, and to one model."""
+"""Registers deepsp's attention with transformers, and sets it in a model."""
 
 from __future__ import annotations
 
@@ -37,35 +37,35 @@ def register(
     documents in one row that restart ``position_ids`` (in causal attention without
     ``attention_mask``, as there), softcap and sinks. Attention of padding itself is 0.
 
-    Windows, documents and padding at the ends of rows take time and memory by what is attended to.
-    S x S bools are made for padding between tokens, for masks [B, 1, S, S], and for windows,
-    documents or padding with dropout in attention.
+    Windows, documents and padding at the ends of rows take time and memory only for the tokens that
+    are attended to. S x S bools are made for padding between tokens, for masks [B, 1, S, S], and
+    for windows, documents or padding with dropout in attention.
 
     Args:
         group: the sequence group; None: the default group at the time of a forward.
         chunks: as in :func:`deepsp.distributed_attention`.
         name: the name of the attention implementation; use another one for each further group. The
             same name again replaces the earlier one, also for models that have it already.
-        average_gradients: of the loss that a model returns for ``shift_labels``: as in
-            :func:`deepsp.cross_entropy`.
-        core: what computes attention on the full sequence of a rank's heads. "auto": deepsp, as
-            described here, by torch's kernels. Or the name of an attention implementation of
-            transformers: "sdpa", "flex_attention", "flash_attention_2", or one that was registered
-            with its ``AttentionInterface``. It gets what it would get in one process: the mask
-            made for it, the full ``position_ids``, and sinks of its heads.
+        average_gradients: as in :func:`deepsp.cross_entropy`, for the loss that a model returns for
+            ``shift_labels``.
+        core: the function that computes attention on the full sequence of a rank's heads. "auto":
+            deepsp's, as described here, by torch's kernels. Or the name of an attention
+            implementation of transformers: "sdpa", "flex_attention", "flash_attention_2", or one
+            that was registered with its ``AttentionInterface``. It gets the arguments that it would
+            get in one process: its mask, the full ``position_ids``, and sinks of its heads.
         kv_chunk: as in :func:`deepsp.distributed_attention`; for "auto" only.
         query_parts: as in :func:`deepsp.distributed_attention`; other cores than "auto" and "sdpa"
             have whole heads.
 
     Raises:
         ValueError: ``chunks`` or ``kv_chunk`` isn't an int >= 1, ``core`` isn't known, or this
-            process isn't in ``group``. The model's forward raises what
-            :func:`deepsp.integrations.transformers.check` finds, and for
+            process isn't in ``group``. The model's forward raises the errors of
+            :func:`deepsp.integrations.transformers.check`, and for
             ``labels``; ``position_ids`` that start from 0 on every rank (left out, or documents
             that all end where a rank's tokens do); an ``attention_mask`` of this rank's tokens
-            only; a cache; masks made by a model's own functions; attention with what the core
-            doesn't take (softcap and sinks in "sdpa", relative biases, ...); cross-attention of
-            other lengths; models that don't make masks by the mask interface or don't pass on
+            only; a cache; masks made by a model's own functions; arguments that the core doesn't
+            take (softcap and sinks in "sdpa", relative biases, ...); cross-attention of other
+            lengths; models that don't make masks by the mask interface or don't pass on
             ``position_ids``.
         RuntimeError: transformers isn't version 5.
     """
@@ -105,10 +105,10 @@ def register(
 
 
 def base_of(model):
-    """The model of transformers that PEFT has adapters around, or ``model`` itself.
+    """The model of transformers inside PEFT's adapters, or ``model`` itself.
 
     Raises:
-        ValueError: PEFT puts tokens of its own before each rank's (prompt tuning).
+        ValueError: PEFT adds tokens before each rank's (prompt tuning).
     """
     config = getattr(model, "active_peft_config", None)
     if getattr(config, "is_prompt_learning", False):
@@ -121,12 +121,12 @@ def base_of(model):
 
 
 def use_in(model, group: Group, chunks: int = 1, query_parts: int | str = "auto") -> None:
-    """Gives a causal language model attention over ``group`` and the loss of full sequences, for
-    wrappers that average gradients over all ranks; checks it. Attention other than "sdpa" and
-    "eager" stays its core.
+    """Sets a causal language model's attention over ``group`` and the loss of full sequences, for
+    wrappers that average gradients over all ranks, and checks the model. Attention other than
+    "sdpa" and "eager" becomes the core.
 
     Raises:
-        ValueError: it isn't one, or :func:`check` refuses it.
+        ValueError: it isn't a causal language model, or :func:`check` refuses it.
     """
     from transformers import PreTrainedModel
     from transformers.loss.loss_utils import ForCausalLMLoss
@@ -139,7 +139,7 @@ def use_in(model, group: Group, chunks: int = 1, query_parts: int | str = "auto"
             "your own"
         )
     calls.check_layerdrop(model)
-    # What the model was loaded with goes on computing its attention.
+    # The model's present implementation keeps computing its attention.
     given = model.config._attn_implementation
     core = "auto" if given in ("sdpa", "eager", *ours()) else given
     register(group, chunks, average_gradients=True, core=core, query_parts=query_parts)

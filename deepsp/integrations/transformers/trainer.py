@@ -1,15 +1,15 @@
 """``Trainer`` over sharded sequences: transformers' own, TRL's, or any other subclass.
 
-Ranks that follow each other in number form a group that shares each batch. What differs from a
-``Trainer`` of data ranks alone:
+Consecutive ranks form a group that shares each batch. Differences from a ``Trainer`` with data
+ranks alone:
 
 - the loader gives all ranks of a group the same batches (accelerate's loaders can do so);
-- ``compute_loss`` shards the batch first, so no step of training or evaluation misses it;
+- ``compute_loss`` shards the batch first, in every step of training and evaluation;
 - the loss is the full batch's on every rank, and its gradients are scaled for wrappers that average
   over all ranks (DDP, FSDP, DeepSpeed);
-- what is counted over all processes counts each token once.
+- counts over all processes count each token once.
 
-Nothing here touches the accelerator's own context parallelism, which would replace attention.
+The accelerator's own context parallelism, which would replace attention, isn't used.
 """
 
 from __future__ import annotations
@@ -46,41 +46,40 @@ _DDP = [x for x in DistributedType if x.name.startswith("MULTI_")]
 def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
     """A subclass of ``trainer_class`` that trains on sharded sequences.
 
-    The class takes three more arguments, by name. Everything else is as the class has it: with
-    ``per_device_train_batch_size=b`` on N processes, a step trains on b * N / size samples.
+    The class takes three more arguments, by name. With ``per_device_train_batch_size=b`` on N
+    processes, a step trains on b * N / size samples.
 
     - ``sequence_parallel_size``: the number of ranks that share each batch, a divisor of the number
       of processes. None: ``cp_size`` (or ``sp_size``) of
       ``TrainingArguments.parallelism_config``.
     - ``without_logits``: computes the loss by :func:`deepsp.causal_lm_loss`, so that logits exist
-      for a few tokens at a time only; not in an evaluation that asks for logits.
-    - ``query_parts``: how ranks share heads, as in :func:`deepsp.distributed_attention`.
+      only for a few tokens at a time; not in an evaluation that needs logits.
+    - ``query_parts``: as in :func:`deepsp.distributed_attention`.
 
     Losses and gradient norms are those of the same training without sequence parallelism on
-    N / size processes; evaluation losses and metrics those of one process with batches as large as
-    those of all groups, in which repeated rows don't count. A causal language model trains on the
+    N / size processes. Evaluation losses and metrics are those of one process with batches as large
+    as those of all groups, and repeated rows don't count. A causal language model trains on the
     loss of its full sequences, as its own ``labels`` loss in one process. ``compute_loss_func``
-    gets the full logits and labels. A ``compute_loss`` of the class's own gets the local batch:
-    ``shift_labels``, the token that each token is to predict, in place of ``labels``. It has to
-    divide a sum over tokens by ``num_items_in_batch``, as TRL's ``SFTTrainer`` does, which is
-    checked on every step.
+    gets the full logits and labels. A class's own ``compute_loss`` gets the local batch: in place
+    of ``labels``, ``shift_labels``, the next token of each token. It must divide a sum over tokens
+    by ``num_items_in_batch``, as TRL's ``SFTTrainer`` does; every step checks that.
 
     Args:
         trainer_class: transformers' ``Trainer`` or a subclass of it.
 
     Returns:
-        The class. In ``compute_metrics`` and ``predict`` there are full logits; they take
-        [B, S, V] of memory on every rank, so ask for them in evaluation only.
+        The class. ``compute_metrics`` and ``predict`` get full logits; they take [B, S, V] of
+        memory on every rank.
 
     Raises:
-        ValueError: on making a trainer: ``without_logits`` with a class or function that computes
-            the loss itself; the model isn't a causal language model of transformers, or
-            computes something over tokens that isn't attention through deepsp
+        ValueError: when a trainer is made: ``without_logits`` with a class or function that
+            computes the loss itself; the model isn't a causal language model of transformers, or
+            mixes tokens other than by attention through deepsp
             (:func:`deepsp.integrations.transformers.check`); the size doesn't divide the number of
             processes; label smoothing with a class that computes its loss itself;
-            ``predict_with_generate``. On a step: the class's loss isn't a sum that is divided by
-            ``num_items_in_batch``; nothing says where the documents of a packed batch begin; ranks
-            of a group have different batches.
+            ``predict_with_generate``. On a step: the class's loss isn't a sum divided by
+            ``num_items_in_batch``; a packed batch doesn't show where its documents begin; ranks of
+            a group have different batches.
     """
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
         raise ValueError(
@@ -102,7 +101,7 @@ def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
 
 
 class _SequenceParallel(Evaluation):
-    """What :func:`sequence_parallel` puts before a class of trainers."""
+    """:func:`sequence_parallel` puts this class before a class of trainers."""
 
     def __init__(
         self,
@@ -142,7 +141,7 @@ class _SequenceParallel(Evaluation):
             self._groups = self.accelerator.num_processes // self._size
 
     def get_cp_size(self) -> int:
-        # As many ranks have the same batch. transformers counts tokens and batches by it.
+        # transformers counts tokens and batches by the number of ranks with the same batch.
         return self._size
 
     # ---- the model
@@ -195,8 +194,8 @@ class _SequenceParallel(Evaluation):
             and self.accelerator.distributed_type in _DDP
             and not any(isinstance(module, ddp) for module in model.modules())
         ):
-            # An evaluation may have come first and prepared the model without DDP. accelerate
-            # prepares none twice, so no gradient would be reduced.
+            # An evaluation may have prepared the model without DDP. accelerate prepares no model
+            # twice, so no gradient would be reduced.
             for prepared in (model, self.model):
                 vars(prepared).pop("_is_accelerate_prepared", None)
             self.model_wrapped = model = self.model
@@ -206,7 +205,7 @@ class _SequenceParallel(Evaluation):
         return base_of(self.accelerator.unwrap_model(self.model))
 
     def _loss_class(self) -> type[Trainer]:
-        """The class whose ``compute_loss`` comes after ours."""
+        """The class whose ``compute_loss`` comes after this one's."""
         classes = type(self).__mro__
         after = classes[classes.index(_SequenceParallel) + 1 :]
         return next(c for c in after if "compute_loss" in vars(c))
@@ -220,7 +219,7 @@ class _SequenceParallel(Evaluation):
         loader = super()._get_dataloader(*args, **kwargs)
         seed = getattr(loader, "worker_init_fn", None)
         if self._size > 1 and isinstance(seed, functools.partial) and seed.func is seed_worker:
-            # By process: workers of a group would read other rows, or change them otherwise.
+            # Seed workers by group: by process, those of a group would read different rows.
             rank = seed.keywords["rank"] // self._size
             seed = functools.partial(seed_worker, **{**seed.keywords, "rank": rank})
             loader.base_dataloader.worker_init_fn = seed
@@ -236,7 +235,7 @@ class _SequenceParallel(Evaluation):
     def _get_num_items_in_batch(self, batch_samples, device):
         count = super()._get_num_items_in_batch(batch_samples, device)
         if isinstance(count, Tensor) and not self.args.average_tokens_across_devices:
-            count = count * self._size  # nothing was gathered that had each token so often
+            count = count * self._size  # the caller expects each token as often as ranks have it
         return count
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -272,14 +271,14 @@ class _SequenceParallel(Evaluation):
         return (loss, outputs) if return_outputs else loss
 
     def _count(self, labels: Tensor, group) -> Tensor:
-        """The number of valid tokens over a group; None: over all processes, each of which has
-        tokens of its own."""
+        """The number of valid tokens over a group; None: over all processes, each with its own
+        tokens."""
         everyone = on_all_ranks([int((labels != -100).sum())], group, labels.device)
         return labels.new_tensor(sum(n for (n,) in everyone))
 
     def _over_all(self, loss: Tensor, own: bool) -> Tensor:
-        """In evaluation, what one process has for the batches of all data ranks. ``own``: the loss
-        is that of a rank's tokens."""
+        """In evaluation, the loss of one process on the batches of all data ranks. ``own``: the
+        loss is that of a rank's tokens."""
         rank, size, name = member_of(None)
         loss = torch.ops.deepsp.all_reduce(loss.detach(), "replicated", rank, size, name)
         return loss if own else loss / size
@@ -288,7 +287,7 @@ class _SequenceParallel(Evaluation):
         batch = dict(inputs)
         labels = batch.pop("labels", None)
         if labels is not None and batch.get("shift_labels") is None:
-            # As transformers shifts them: documents of a row end where its collators say so.
+            # transformers' shift: its collators mark the ends of documents in a row.
             batch["shift_labels"] = F.pad(labels, (0, 1), value=-100)[..., 1:]
             for name, x in batch.items():
                 if name not in self._inputs and isinstance(x, Tensor) and x.shape == labels.shape:
@@ -297,11 +296,11 @@ class _SequenceParallel(Evaluation):
 
     @functools.cached_property
     def _inputs(self) -> set[str]:
-        """What belongs to the inputs of a batch, and not to its labels."""
+        """The names of inputs in a batch, as opposed to tensors that belong to labels."""
         return {"shift_labels", *inspect.signature(self._base_model().forward).parameters}
 
     def _ours(self, model, inputs, local, seq_lens, num_items_in_batch):
-        """The loss of a model that returns logits."""
+        """The loss of a model with logits, or without."""
         counted = num_items_in_batch is not None
         arguments = {
             "reduction": "sum" if counted else "mean",
@@ -328,9 +327,9 @@ class _SequenceParallel(Evaluation):
         return loss, outputs
 
     def _theirs(self, model, local, num_items_in_batch, return_outputs):
-        """The loss of a class that computes it itself."""
+        """The loss of a class with its own ``compute_loss``."""
         if hasattr(self, "_tp_size"):
-            # SFTTrainer divides by it what it counts over all processes, of full masks only.
+            # SFTTrainer divides its counts over all processes, of full masks only, by this.
             self._tp_size = self._size if "attention_mask" in local else 1
 
         def compute(count):
@@ -350,12 +349,12 @@ class _SequenceParallel(Evaluation):
             return loss, outputs
         rank, size, name = self._member
         if self.args.average_tokens_across_devices:
-            loss = loss * self._groups  # whose losses are averaged
+            loss = loss * self._groups  # DDP averages over the groups
         loss = torch.ops.deepsp._scale_gradient(loss, float(size))
         return torch.ops.deepsp.all_reduce(loss, "replicated", rank, size, name), outputs
 
     def _gathered(self, outputs, seq_lens: list[int]):
-        """Outputs of the full sequence."""
+        """The outputs with full tensors in place of local ones."""
         length = seq_lens[dist.get_rank(self._group)]
 
         def gather(x: Tensor) -> Tensor:
@@ -377,23 +376,23 @@ class _SequenceParallel(Evaluation):
 
 
 class _AlikeGenerators(TrainerCallback):
-    """Samplers of an epoch draw the same on all ranks, whatever one of them drew."""
+    """Aligns the ranks' generators, so that an epoch's samplers draw the same on all ranks."""
 
     def on_epoch_begin(self, args, state, control, **kwargs):
         align(member_of(None))
 
 
 class SequenceParallelTrainer(_SequenceParallel, Trainer):
-    """transformers' ``Trainer`` on sharded sequences: :func:`sequence_parallel` of it, which says
-    what its numbers are.
+    """transformers' ``Trainer`` on sharded sequences: :func:`sequence_parallel` of it, which
+    describes its losses and metrics.
 
     Args:
-        args: those of ``Trainer``, by place.
+        args: those of ``Trainer``, positional.
         kwargs: those of ``Trainer``, by name.
         sequence_parallel_size: the number of ranks that share each batch, a divisor of the number
             of processes. None: ``cp_size`` of ``TrainingArguments.parallelism_config``.
         without_logits: computes the loss by :func:`deepsp.causal_lm_loss`.
-        query_parts: how ranks share heads, as in :func:`deepsp.distributed_attention`.
+        query_parts: as in :func:`deepsp.distributed_attention`.
 
     Raises:
         ValueError: as :func:`sequence_parallel`.

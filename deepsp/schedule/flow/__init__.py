@@ -1,4 +1,4 @@
-"""What a schedule knows exactly: one forward is followed, function by function."""
+"""The dry run: follows the placements of tensors through one forward, op by op."""
 
 from deepsp.schedule.flow.alike import compare_inputs
 from deepsp.schedule.flow.arguments import call_key

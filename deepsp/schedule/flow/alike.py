@@ -1,7 +1,7 @@
-"""What is taken for replicated is the same on every rank: compared once a dry run.
+"""Compares tensors that should be replicated across the group, once in each dry run.
 
-What depends on the rank in a model's or a hook's code (a mask by rank, ``x.chunk(size)[rank]``)
-can't be told from placements, but it can from numbers.
+Placements can't show that a model's or a hook's code depends on the rank (a mask by rank,
+``x.chunk(size)[rank]``), but values can.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from deepsp.schedule.flow.values import tensors_in
 
 _NUMBERS = (int, float, bool, str)
 
-# Of floating tensors: signed sums of so many parts. Ranks may round differently.
+# Floating tensors are compared by signed sums of this many parts: ranks may round differently.
 _PARTS = 32
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 
 
 class Alike:
-    """Notes tensors, to compare them across the group in the end."""
+    """Records tensors during the dry run, and compares them across the group at its end."""
 
     def __init__(self, member: Member):
         self.member = member
-        self._said: list[tuple[str, int]] = []
+        self._digests: list[tuple[str, int]] = []
         self._floats: list[tuple[str, float, Tensor]] = []  # name, rounding, sums and norm
 
     @torch.no_grad()
     def note(self, name: str, tensor: Tensor) -> None:
-        """``name``: where it comes from, for the error."""
+        """Records a tensor. ``name`` says where it comes from, for the error."""
         if self.member[1] == 1 or tensor.is_meta:
             return
         with torch._C.DisableTorchFunction():
             rounding = _ROUNDING.get(tensor.dtype)
             if rounding is None or tensor.layout != torch.strided:
-                self._said.append((name, digest_of("", tensor)))
+                self._digests.append((name, digest_of("", tensor)))
                 return
-            self._said.append((name, digest_of("", tensor.to("meta"))))
+            self._digests.append((name, digest_of("", tensor.to("meta"))))
             self._floats.append((name, rounding, _sums(tensor)))
 
     def compare(self) -> None:
@@ -62,28 +62,29 @@ class Alike:
     def _first_difference(self) -> Difference | None:
         if self.member[1] == 1:
             return None
-        found = difference(self._said, self.member)
+        found = difference(self._digests, self.member)
         if found is not None or not self._floats:
             return found
         rank, size, name = self.member
-        mine = torch.stack([sums for _, _, sums in self._floats])
-        mine = mine.to(device_of(self.member)).unsqueeze(0)
+        local = torch.stack([sums for _, _, sums in self._floats])
+        local = local.to(device_of(self.member)).unsqueeze(0)
         with torch._C.DisableTorchFunction():
-            every = torch.ops.deepsp.all_gather(mine, 0, [1] * size, "replicated", rank, name).cpu()
+            every = torch.ops.deepsp.all_gather(local, 0, [1] * size, "replicated", rank, name)
+            every = every.cpu()
         for n, (what, rounding, _) in enumerate(self._floats):
             first = every[0, n]
             for other in range(1, size):
-                apart = torch.linalg.vector_norm(every[other, n, :-1] - first[:-1])
-                if apart > rounding * max(first[-1], every[other, n, -1]):
+                distance = torch.linalg.vector_norm(every[other, n, :-1] - first[:-1])
+                if distance > rounding * max(first[-1], every[other, n, -1]):
                     return Difference(what, 0, other, (0, 0))
         return None
 
 
 def compare_inputs(args: tuple, kwargs: Mapping, member: Member) -> None:
-    """All ranks make this call.
+    """Compares the inputs of a call of the model. All ranks make this call.
 
     Raises:
-        ValueError: they call the model with other tensors or numbers.
+        ValueError: they differ.
     """
     tensors = [(f"tensor {n}", t) for n, t in enumerate(tensors_in((args, kwargs)))]
     known = (x for x in tree_leaves((args, kwargs)) if type(x) in _NUMBERS)
@@ -98,13 +99,13 @@ def compare_inputs(args: tuple, kwargs: Mapping, member: Member) -> None:
 
 
 def _sums(tensor: Tensor) -> Tensor:
-    """Signed sums of a tensor's parts, and its norm. The norm of two tensors' sums' difference is
-    nearly, and on average, that of the tensors' difference."""
+    """Signed sums of a tensor's parts, and its norm. On average, the difference of two tensors'
+    sums has the norm of the tensors' difference."""
     flat = tensor.detach().double().reshape(-1).nan_to_num(nan=1e3, posinf=1e6, neginf=-1e6)
     n = flat.numel()
-    at = torch.arange(n, device=flat.device)
-    # Signs and parts in no order: neighbours, and what repeats, don't cancel.
-    mixed = (at * 0x9E3779B97F4A7C1 + 0x1234567) ^ (at >> 7)
+    index = torch.arange(n, device=flat.device)
+    # Hash the index, so that neighbours and repeated values don't cancel.
+    mixed = (index * 0x9E3779B97F4A7C1 + 0x1234567) ^ (index >> 7)
     mixed = (mixed ^ (mixed >> 29)) * 0x5851F42D4C957F2D
     signed = torch.where(((mixed >> 40) & 1).bool(), flat, -flat)
     sums = flat.new_zeros(_PARTS + 1).index_add(0, (mixed >> 50) & (_PARTS - 1), signed)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 
 def copied(x, memo: dict[int, Any]):
-    """The arguments with tensors and containers of their own (a cache of keys and values, say),
-    lest the model's writes to them count twice."""
+    """A copy of the arguments, with new tensors and containers (a cache of keys and values, say):
+    the dry run must not write into the caller's."""
     if id(x) in memo:
         return memo[id(x)]
     if isinstance(x, Tensor):
@@ -29,12 +29,12 @@ def copied(x, memo: dict[int, Any]):
         return x
     try:
         new = copy.copy(x)
-    except Exception:  # a group of processes, a generator
+    except Exception:  # a process group, a generator
         return x
     memo[id(x)] = new
     for key, value in vars(new).items() if hasattr(new, "__dict__") else ():
         new.__dict__[key] = copied(value, memo)
-    if isinstance(x, tuple):  # a named one
+    if isinstance(x, tuple):  # a namedtuple
         return x._make(copied(v, memo) for v in x) if hasattr(x, "_make") else x
     if isinstance(new, MutableMapping):
         for key, value in list(new.items()):
@@ -47,8 +47,8 @@ def copied(x, memo: dict[int, Any]):
 
 
 def call_key(model: nn.Module, args: tuple, kwargs: Mapping) -> tuple:
-    """Calls with the same key have the same findings: lengths don't count, but whether they are
-    0, 1 or more does (what a view merges can't be told from sizes of one), and so with numbers."""
+    """Calls with the same key have the same findings. Lengths count only as 0, 1 or more (a view
+    of sizes of one is ambiguous), and numbers likewise."""
 
     def one(x):
         if isinstance(x, Tensor):

@@ -1,8 +1,8 @@
-"""The tape, read backwards: what each gradient will be on the ranks.
+"""Walks the tape backwards: the placement of each gradient.
 
-A replicated tensor's gradient is "replicated" (the full gradient on each rank) or "partial" (the
-ranks' gradients are to be summed). What makes something sharded or partial of it gives it a partial
-gradient; what makes something replicated of it passes on the state of that gradient.
+A replicated tensor's gradient is "replicated" (the full gradient on each rank) or "partial" (to be
+summed over the ranks). An op with a sharded or partial result gives its replicated inputs a partial
+gradient; an op with a replicated result passes the state of its gradient on.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from deepsp.schedule.flow.values import Entry, Trusted, Value
 
-_SAID = {
+_GRADS = {
     "replicated": "Replicate (the full gradient on every rank)",
     "partial": "Partial (a term of the sum over the ranks)",
 }
@@ -22,11 +22,11 @@ def walk(tape: list[Entry], outputs: list[Value]) -> dict[Any, str]:
     """Finds the state of every value's gradient.
 
     Returns:
-        The state of what each all_gather and all_reduce on the tape made; None where no gradient
-        arrives.
+        By sync, the state of the gradient of an all_gather's or all_reduce's output; None if it
+        gets no gradient.
 
     Raises:
-        ValueError: a tensor gets both kinds of gradients, or a sync's ``grad`` isn't what arrives.
+        ValueError: a tensor gets both kinds of gradients, or a sync's ``grad`` is wrong.
     """
     end = Entry("what follows", "the model's end", [], [])
     for value in outputs:
@@ -60,8 +60,8 @@ def _reach(value: Value, state: str, entry: Entry) -> None:
         else:
             fix = f"put {_BWD_POST} at {part.module}, which sums the Partial gradient there"
         raise ValueError(
-            f"the gradient of {value.name} is {_SAID['replicated']} from {full}, but "
-            f"{_SAID['partial']} from {part}, and the two can't be added; {fix}"
+            f"the gradient of {value.name} is {_GRADS['replicated']} from {full}, but "
+            f"{_GRADS['partial']} from {part}, and the two can't be added; {fix}"
         )
 
 
@@ -78,7 +78,7 @@ def _sync(entry: Entry, arriving: list[Value], found: dict[Any, str]) -> None:
             return
         if out.replicated and out.state == "replicated":
             raise ValueError(
-                f"{entry}: expected a Partial gradient, got {_SAID['replicated']} from {out.why}, "
+                f"{entry}: expected a Partial gradient, got {_GRADS['replicated']} from {out.why}, "
                 "whose sum over the ranks would be P times too large; leave this sync out"
             )
         if value.carries:
@@ -91,15 +91,16 @@ def _sync(entry: Entry, arriving: list[Value], found: dict[Any, str]) -> None:
         if grad is not None and grad != out.state:
             raise ValueError(
                 f"{entry}: expected grad={out.state!r} or None, since the gradient of its output "
-                f"is {_SAID[out.state]} from {out.why}, got {grad!r}"
+                f"is {_GRADS[out.state]} from {out.why}, got {grad!r}"
             )
         before = found.get(sync)
         if before is not None and before != out.state:
             raise ValueError(
                 f"{entry}: expected the same gradient in every call, but the gradient of its "
-                f"output is {_SAID[out.state]} from {out.why}, and {_SAID[before]} in another call"
+                f"output is {_GRADS[out.state]} from {out.why}, and {_GRADS[before]} in "
+                "another call"
             )
         found[sync] = out.state
     if out is not None and value.carries:
-        # Only scatter takes a replicated tensor: its backward gathers the parts, or doesn't.
+        # Only scatter takes a replicated tensor; its backward may gather the parts.
         _reach(value, grad or "replicated", entry)

@@ -1,4 +1,4 @@
-"""An op that the model calls: what it does to placements, on the tape."""
+"""Records an op that the model calls: what it does to placements, on the tape."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 
 _READS = {"item", "_local_scalar_dense", "is_nonzero", "equal", "allclose", "tolist", "numpy",
           "__array__", "__contains__"}  # fmt: skip
-"""Numbers that Python sees."""
+"""Functions that give Python a tensor's values."""
 
 _STOP = {"detach", "rand_like", "randn_like", "randint_like", "zeros_like", "ones_like",
          "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty",
          "new_empty_strided"}  # fmt: skip
-"""No gradient goes through."""
+"""Ops whose results need no gradient."""
 
 _FILLED = {"zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty",
            "zeros_like", "ones_like", "full_like", "empty_like", "scalar_tensor", "empty_strided",
            "new_empty_strided"}  # fmt: skip
-"""Tensors that are the same number everywhere."""
+"""Ops that fill a tensor with one number."""
 
 _MOVES = {"view", "reshape", "expand", "expand_as", "unsqueeze", "squeeze", "transpose", "permute",
           "slice", "select", "broadcast_to", "contiguous", "t", "mT"}  # fmt: skip
@@ -50,10 +50,10 @@ _CASTS = {"to", "_to_copy", "type_as", "clone", "contiguous", "detach", "alias",
 
 
 class Ops(SchemaCheckMode):
-    """Sees each op before autograd does, as the compile pass's graphs hold it: linear layers,
-    attention and losses are one op, and a scripted function's ops are seen like the model's own.
+    """Sees each op before autograd, as the compile pass's graphs hold it: linear layers, attention
+    and losses are one op each, and so are the ops of a scripted function.
 
-    Of the modes that torch accepts there, this is the only one that may be alone."""
+    This is the only pre-dispatch mode that torch accepts without others."""
 
     def __init__(self, flow: Flow):
         TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)
@@ -62,7 +62,7 @@ class Ops(SchemaCheckMode):
 
     def __enter__(self):
         self._around.enter_context(enable_python_dispatcher())
-        # Optimised, a script's gradient is one op with a backward of its own.
+        # An optimised script would have one backward op for all its ops.
         self._around.enter_context(torch.jit.optimized_execution(False))
         return super().__enter__()
 
@@ -71,7 +71,7 @@ class Ops(SchemaCheckMode):
         self._around.close()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        # What an op is made of isn't followed, and mustn't be: a wait would hold Python's lock.
+        # Ops inside this op must not be followed: a wait would hold the GIL.
         with torch._C._DisablePythonDispatcher():
             if self.flow.is_paused:
                 return func(*args, **(kwargs or {}))
@@ -79,7 +79,7 @@ class Ops(SchemaCheckMode):
 
 
 class Functions(TorchFunctionMode):
-    """Sees what isn't an op: sizes and numbers that Python reads, where the model turns gradients
+    """Sees calls that aren't ops: sizes and numbers that Python reads, calls that turn gradients
     off, and ``DistributedAttention`` as one call."""
 
     sees_attention_as_one_call = True
@@ -106,7 +106,7 @@ class Functions(TorchFunctionMode):
 
 
 def _read(flow: Flow, name: str, args) -> None:
-    """What Python sees has to be the same on every rank."""
+    """Values that Python reads must be the same on every rank."""
     for value in map(flow.value, tensors_in(args)):
         if not value.replicated:
             flow.fail(
@@ -117,7 +117,7 @@ def _read(flow: Flow, name: str, args) -> None:
 
 
 def follow(flow: Flow, call: Call, run=None):
-    """An op, called by the model. ``run``: what calls it, if that isn't the op."""
+    """Follows an op that the model calls. ``run``: calls it, if not as ``call.target``."""
     name = call.name
     writes_to = writes.written(call)
     replicated = not flow.any_not_replicated(call.tensors)
@@ -128,7 +128,7 @@ def follow(flow: Flow, call: Call, run=None):
     if ours is not None:
         places = ours(call)
     elif name.startswith("deepsp._"):
-        pass  # what deepsp's modules compare across the ranks
+        pass  # compares ranks
     elif name.startswith("deepsp.") and call.tensors:
         call.fail(
             "this op communicates, which can't be followed inside a module; let the schedule "
@@ -140,8 +140,9 @@ def follow(flow: Flow, call: Call, run=None):
         except ValueError as error:
             if piece is None:
                 raise
-            refusal = error  # unless it is a piece of parts that are whole
-    # Code that turns torch functions off compares ranks, or keeps generators' states.
+            refusal = error  # raised below, unless ``piece`` knows the parts
+    # Code that turns torch functions off is deepsp's: it compares ranks or saves generators'
+    # states.
     if not _is_view(call) and torch._C._is_torch_function_enabled():
         flow.note_replicated(call.tensors)
     before = randomness.states()
@@ -166,7 +167,7 @@ _ABOUT = {"is_same_size", "sym_size", "sym_numel", "sym_stride", "result_type", 
 
 
 def _is_view(call: Call) -> bool:
-    """It shows no numbers: what it makes is compared where it is used."""
+    """Whether the op only views or copies: its result is compared where it is used."""
     if call.name in _CASTS or call.name in pieces.RULES:
         return True
     returns = call.target._schema.returns if call.target is not None else ()
@@ -196,7 +197,7 @@ def _run(flow: Flow, call: Call, run, refusal: ValueError | None):
 
 
 def _check_length(call: Call, made: list[Tensor], place: Split) -> None:
-    """Sizes among an op's arguments may have changed the sharded dimension's."""
+    """Fails if an op's size arguments changed the sharded dimension's length."""
     for tensor in made:
         axis = place.axis
         if axis is not None and (axis >= tensor.dim() or tensor.size(axis) != sum(place.parts)):
@@ -218,7 +219,7 @@ def _record(flow: Flow, call: Call, made: list[Tensor], places, inplace: bool, r
     outputs = []
     for tensor, place in zip(made, places, strict=True):
         if not inplace and any(tensor is t for t, _ in call.tensors):
-            continue  # returned as it is: contiguous(), to()
+            continue  # contiguous() and to() may return their input
         value = Value(place, carries and differentiable(tensor), f"what {name} in {where} makes")
         value.uniform, value.random = uniform, random
         if value.partial:
@@ -239,7 +240,7 @@ def _record(flow: Flow, call: Call, made: list[Tensor], places, inplace: bool, r
 
 
 def _is_even(call: Call) -> bool:
-    """Whether it makes one number everywhere of such numbers."""
+    """Whether the op keeps uniform tensors uniform."""
     if call.name in _MOVES:
         return True
     rule = placement.find(call.target) if call.target is not None else None

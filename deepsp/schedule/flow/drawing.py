@@ -1,4 +1,4 @@
-"""Which modules draw random numbers, for replicated tensors or for sharded ones."""
+"""Records which modules draw random numbers, for replicated tensors or for sharded ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def drawn_since(before: list[Tensor]) -> bool:
 
 
 def _draws(call: Call) -> bool:
-    """Whether an op draws from the default generators, though of no elements."""
+    """Whether an op draws from the default generators, also if it draws no elements here."""
     if call["generator"] is not None or call.target is None:
         return False
     if call.name in _DROPOUTS:
@@ -34,7 +34,7 @@ def _draws(call: Call) -> bool:
 
 
 def note(flow, call: Call, before: list[Tensor]) -> bool:
-    """Notes that a module draws random numbers, if it does, and returns that."""
+    """Records that a module draws random numbers; returns whether it does."""
     if not _draws(call) and not drawn_since(before):
         return False
     _note(flow, call)
@@ -63,8 +63,8 @@ def _note(flow, call: Call) -> None:
 
 
 def nested(flow) -> set[nn.Module]:
-    """Those that draw for replicated tensors inside one that draws for sharded ones, before it
-    or after."""
+    """The modules that draw for replicated tensors and were called inside one that draws for
+    sharded tensors."""
     streams = flow.findings.streams
     return {
         module

@@ -1,4 +1,4 @@
-"""How placements follow deepsp's own ops where a user's module calls them."""
+"""Placement rules of deepsp's own ops, for modules that call them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deepsp.schedule.placement import REPLICATE
 _TOKENS, _HEADS = 1, 2  # dimensions of [B, S, H, D]
 
 _TO_TOKENS = ("deepsp.distributed_attention", "deepsp.DistributedAttention")
-_ATTENTION = (*_TO_TOKENS, "deepsp._attention_of_cell")  # of q, k and v
+_ATTENTION = (*_TO_TOKENS, "deepsp._attention_of_cell")  # take q, k and v
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,6 @@ class OpSync:
 
 
 def _group(call: Call) -> str | None:
-    """Name of the group that the op works on."""
     return call["group_name"]
 
 
@@ -38,8 +37,8 @@ def _fail_other_group(call: Call, value: Value) -> NoReturn:
 
 
 def _exchange(source: int | None, target: int | None):
-    """All that comes in is sharded along ``source``, what comes out along ``target``; None: a
-    buffer on its way."""
+    """A rule for inputs sharded along ``source`` and outputs along ``target``; None: a buffer in
+    flight."""
 
     def rule(call: Call):
         first = call.values[:3] if call.name in _ATTENTION else call.values[:1]
@@ -87,7 +86,7 @@ def _exchange(source: int | None, target: int | None):
 
 
 def _collective(op: str):
-    """A collective over the schedule's group that a module calls itself; grad is as it says."""
+    """A collective over the schedule's group that a module calls itself, with its own ``grad``."""
 
     def rule(call: Call):
         x = call.values[0]

@@ -1,8 +1,8 @@
-"""The dry run: one forward of the model, in which the placement of every tensor is followed.
+"""The dry run: one forward of the model that follows the placement of every tensor.
 
-A mode sees each op before dispatch, as the compile pass's graphs hold it, with the user's own
-tensors. What ops do to placements is told by :mod:`deepsp.placement`; what follows for gradients,
-from the tape, by ``backward``.
+A mode sees each op before autograd, as the compile pass's graphs hold it, with the user's own
+tensors. :mod:`deepsp.placement` says what ops do to placements; ``backward`` derives the gradients'
+placements from the tape.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _local = threading.local()
 class Findings:
     """What a dry run found.
 
-    grads: by sync, the state of the gradient of what an all_gather or all_reduce makes; one that no
-        gradient reaches has "replicated".
-    origins: by sync that gathers, who split what comes in; None: several did, or it isn't known.
+    grads: by sync, the state of the gradient of an all_gather's or all_reduce's output;
+        "replicated" if it gets no gradient.
+    origins: by gathering sync, what split its input; None: several did, or it isn't known.
     partial_parameters: ids of the replicated parameters whose gradients are partial.
-    replicated_parameters: of those whose gradients are replicated.
+    replicated_parameters: ids of those whose gradients are replicated.
     streams: by module that draws random numbers itself, "replicated" | "sharded".
-    nested: those "replicated" ones that were called inside of a "sharded" one.
+    nested: the "replicated" ones that were called inside of a "sharded" one.
     outputs: placements of the model's output tensors.
     """
 
@@ -62,7 +62,7 @@ class Findings:
 
 
 def current() -> Flow | None:
-    """The dry run that is on in this thread."""
+    """This thread's running dry run."""
     return getattr(_local, "flow", None)
 
 
@@ -70,11 +70,10 @@ class Flow:
     """Follows placements through a model.
 
     Args:
-        model: with its shards and syncs in place.
+        model: the model, with its shards and syncs in place.
         placements: by id, of the parameters and buffers that aren't replicated.
-        member: this process's place in the group.
-        outputs: "full": sharded outputs of the model are an error; "local": they are what was
-            asked for.
+        member: rank, size and name of the group.
+        outputs: "full": sharded outputs of the model are an error; "local": they are allowed.
     """
 
     def __init__(
@@ -96,22 +95,21 @@ class Flow:
         self._leaves: list[Value] = []
         self.tape: list[Entry] = []
         self.stack: list[nn.Module] = []
-        self.drawn_in: dict[nn.Module, set[nn.Module]] = {}  # those that called what draws
+        self.drawn_in: dict[nn.Module, set[nn.Module]] = {}  # callers of each module that draws
         self._paused = 0
-        self._drawn = False  # random numbers, by what isn't followed
+        self._drawn = False  # whether code that isn't followed drew random numbers
         self.alike = Alike(member)
         self.grad = GradMode()
 
     # ---- the run
 
     def run(self, args: tuple, kwargs: Mapping) -> Findings:
-        """Calls the model's forward once. Nothing is kept for a backward.
-
-        Buffers, the default generators and the arguments are as before afterwards.
+        """Calls the model's forward once and keeps nothing for backward. Restores buffers, the
+        default generators and the arguments.
 
         Raises:
-            ValueError: placements that a function, a sync or the model's end can't take, or a
-                gradient that would be wrong on some rank.
+            ValueError: an op, a sync or the model's end can't take a placement, or a gradient would
+                be wrong on some rank.
         """
         if current() is not None:
             raise RuntimeError("expected no dry run within a dry run")
@@ -137,7 +135,7 @@ class Flow:
             randomness.restore(saved)
             with torch.no_grad():
                 for module, name, buffer, before, computed in buffers:
-                    module._buffers[name] = buffer  # the model may have put another in its place
+                    module._buffers[name] = buffer  # the model may have replaced it
                     if buffer.shape == before.shape:
                         buffer.copy_(before)
                     if buffer.grad_fn is None or computed:
@@ -189,7 +187,7 @@ class Flow:
             if self.stack and self.stack[-1] is module:
                 self.stack.pop()
 
-        # What isn't called, or looked into, needs no hooks, and may refuse to have any.
+        # Modules inside a closed one need no hooks, and may refuse them.
         closed = {
             inside
             for module in self.modules
@@ -220,7 +218,7 @@ class Flow:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """What is called in here isn't followed."""
+        """Calls in this context aren't followed."""
         before = randomness.states()
         self._paused += 1
         try:
@@ -230,7 +228,7 @@ class Flow:
             self._drawn = drawing.drawn_since(before)
 
     def note_replicated(self, tensors: Iterable[tuple[Tensor, Value]]) -> None:
-        """Something is computed from tensors: what is taken for replicated is compared last."""
+        """Records the replicated tensors among an op's inputs, to compare them at the end."""
         for tensor, value in tensors:
             if value.replicated and not (value.uniform or value.random or value.noted):
                 value.noted = True
@@ -238,10 +236,10 @@ class Flow:
                     with self.paused():
                         self.alike.note(value.name, tensor)
 
-    # ---- what is known of tensors
+    # ---- values of tensors
 
     def placement(self, tensor: Tensor) -> Placement:
-        """What a tensor is over the group."""
+        """A tensor's placement over the group."""
         return public(self.value(tensor).place)
 
     def value(self, tensor: Tensor) -> Value:
@@ -252,10 +250,10 @@ class Flow:
             return known
 
     def _leaf(self, tensor: Tensor) -> Value:
-        """A tensor that was there before: a parameter, a buffer, a constant.
+        """The value of a tensor that no followed op made: a parameter, a buffer, a constant.
 
         Raises:
-            ValueError: it wasn't, but shares memory with one that the model has made.
+            ValueError: it shares memory with a tensor of the model.
         """
         name = self.names.get(id(tensor))
         made_of = None if name else writes.shares_memory(self, tensor)
@@ -289,13 +287,13 @@ class Flow:
     def fail(self, name: str, text: str) -> NoReturn:
         raise ValueError(f"{self.where()}: {name}: {text}")
 
-    # ---- what the schedule put there
+    # ---- modules and syncs of the schedule
 
     def sync(self, sync, x: Tensor, out: Tensor | Callable[[], Tensor]) -> Tensor:
-        """Records a sync's work; ``out`` may be a function that does it, called after the check.
+        """Records a sync. ``out``: its output, or a function that computes it after the check.
 
         Raises:
-            ValueError: the sync doesn't fit what x is.
+            ValueError: the sync doesn't fit x's placement.
         """
         value = self.value(x)
         unknown = isinstance(value.place, Split) and public(value.place).axis is None
@@ -334,7 +332,7 @@ class Flow:
         return out
 
     def trusted(self, x: Tensor) -> Tensor:
-        """``x``, whose gradient a function makes replicated by itself."""
+        """``x``. A user's backward function makes its gradient replicated."""
         value = self.value(x)
         with self.paused():
             out = x.view_as(x)
@@ -369,7 +367,7 @@ class Flow:
 
 
 def _noted(model: nn.Module, args: tuple, kwargs: Mapping):
-    """The model's output; an error of its forward says that this was the dry run."""
+    """Calls the model; a note on its errors says that this was the dry run."""
     try:
         return model(*args, **kwargs)
     except RuntimeError as error:
@@ -391,16 +389,15 @@ def _no_backward(_) -> NoReturn:
 
 
 class GradMode:
-    """Follows calls of ``torch._C._set_grad_enabled``, for which gradients are on but where the
-    model has turned them off. They also are off, without such a call, in the forward of a
-    ``torch.autograd.Function``, a reentrant checkpoint's too: what is made in there has gradients
-    all the same."""
+    """Follows ``torch._C._set_grad_enabled``: gradients are off only where the model turned them
+    off. The forward of a ``torch.autograd.Function``, also a reentrant checkpoint's, runs without
+    gradients too, but its results have some."""
 
     def __init__(self):
         self._off = False
 
     def set(self, enabled: bool) -> None:
-        """Before the call is made."""
+        """Call it before ``_set_grad_enabled``."""
         if enabled:
             self._off = False
         elif torch.is_grad_enabled():

@@ -1,8 +1,8 @@
-"""Lengths of sharded dimensions, which differ from those that one process would read.
+"""Refuses computation with the length of a sharded dimension.
 
-Models read sizes to shape other tensors, which is right on each rank. What is computed with such a
-number (a mean over tokens, a scale by the number of features) is not what one process computes: it
-is refused.
+Models read sizes to shape other tensors, which is right on each rank. But a result that is computed
+with a local length (a mean over tokens, a scale by the number of features) differs from that of one
+process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from deepsp.placement.functions import name_of
 
 _READ = {"size", "shape", "numel", "nelement", "len"}
-_VALUES = {"full": 1, "new_full": 2}  # where the argument is that isn't a size
+_VALUES = {"full": 1, "new_full": 2}  # the position of the argument that isn't a size
 _COMPUTE = set(
     [
         "add",
@@ -52,7 +52,7 @@ _COMPUTE = set(
 
 
 class _OfRank:
-    """A number that comes from this rank's part. Arithmetic with it gives such numbers."""
+    """A number computed from a local length. Arithmetic keeps the mark."""
 
 
 class RankLength(_OfRank, int):
@@ -90,7 +90,7 @@ for _cls in (RankLength, RankNumber):
 
 
 def read(flow, func, args, kwargs, out):
-    """What a function that reads sizes returns: those of a sharded dimension are marked."""
+    """Marks the lengths of a sharded dimension among the sizes that a function returns."""
     name = name_of(func)[0]
     if name not in _READ or not args or not isinstance(args[0], Tensor):
         return out
@@ -110,7 +110,7 @@ def read(flow, func, args, kwargs, out):
 
 
 def check(flow, func, args, kwargs) -> None:
-    """Refuses to compute with what :func:`read` has marked."""
+    """Refuses to compute with a number that :func:`read` marked."""
     given = [*args, *kwargs.values()]
     if not any(isinstance(x, _OfRank) for x in given):
         return

@@ -1,5 +1,5 @@
-"""How placements follow what depends on the parts that a rank's tensor consists of: pieces along
-the sharded axis, joins along it."""
+"""Placement rules for ops that cut or join a tensor along the sharded axis: they depend on the
+parts of a rank's tensor."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from deepsp.schedule.flow.values import Call, Place, Split
 
 
 def _cut(call: Call, begin: int, length: int, dim: int) -> Place:
-    """What a piece [begin, begin + length) along the sharded axis is."""
+    """The place of elements [begin, begin + length) along the sharded axis."""
     x = call["self"]
     value = call.value(x)
-    at, parts = 0, []
+    offset, parts = 0, []
     for part in value.place.parts:
-        if begin <= at < begin + length and at + part <= begin + length:
+        if begin <= offset < begin + length and offset + part <= begin + length:
             parts.append(part)
-        at += part
+        offset += part
     if sum(parts) != length or length == 0:
         parts = value.place.parts
         known = f" of {', '.join(map(str, parts))} here" if len(parts) > 1 else ""
@@ -63,7 +63,7 @@ def piece(call: Call, out: Tensor) -> Place | None:
 
 
 def cat(call: Call, out: Tensor) -> Place | None:
-    """Along the sharded axis: the parts of one tensor after those of the other."""
+    """Along the sharded axis, the result has the parts of one tensor after those of the other."""
     tensors = [t for t in call["tensors"] if t.numel() > 0 or t.dim() > 1] or list(call["tensors"])
     dim = call["dim"] % max(out.dim(), 1)
     values = [call.value(t) for t in tensors]
@@ -98,4 +98,4 @@ RULES = {
     **dict.fromkeys(("view", "reshape", "flatten", "unflatten", "ravel", "view_as", "reshape_as",
                      "_unsafe_view"), reshapes.reshape),
 }  # fmt: skip
-"""By op: what its results are, from the call and the results. None: as the table of rows says."""
+"""By op: the places of its results, from the call and the results. None: see the table of rows."""

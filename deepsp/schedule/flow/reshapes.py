@@ -1,4 +1,4 @@
-"""How placements follow views with other sizes."""
+"""Placement rules of views that change sizes."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import Tensor
 from deepsp.schedule.flow.values import Call, Place, Split
 
 DIVIDED = "_deepsp_divided"
-"""Where a module has the names of its attributes that the schedule has divided."""
+"""The module attribute with the names of the attributes that the schedule has divided."""
 
 
 def reshaped(
     split: Split, before: tuple[int, ...], after: tuple[int, ...], free: int | None = None
 ) -> Split:
-    """Where a sharded axis goes when a tensor of sizes ``before`` is seen with sizes ``after``.
+    """The place of a sharded tensor of sizes ``before``, viewed with sizes ``after``.
 
-    Counted in elements from the innermost, each of an axis' equal parts ends at ``top``: the axis
-    of the new view in which that lies is the sharded one, if parts end at its rows. ``free``: which
-    size was given as -1: between sizes of one, it tells what depends on the rank.
+    Each of the axis's equal parts ends at ``top`` elements, counted from the innermost dimension.
+    The axis of the view that contains ``top`` is the sharded one, if parts end at its rows.
+    ``free``: the dimension given as -1; among sizes of one, it is the one that depends on the rank.
     """
     axis, parts = split.axis, split.parts
     if axis is None or 0 in before:
@@ -30,7 +30,7 @@ def reshaped(
     behind = before[axis + 1 :]
     inner = math.prod(behind)
     block = parts[0]
-    if any(p != block for p in parts):  # such parts stay where they are, or are lost
+    if any(p != block for p in parts):  # unequal parts keep their axis, or it is unknown
         same = len(after) - len(behind) - 1
         kept = same >= 0 and after[same:] == before[axis:]
         return split.at(same) if kept else unknown
@@ -44,7 +44,7 @@ def reshaped(
             if rest or top % below:
                 return unknown
             if top == below * after[new] and new > 0 and free != new:
-                # It fits as it is; but it may also be one head, and the axis before it the heads.
+                # The axis may also be one head's channels, and the axis before it the heads.
                 left = _left_of(after, new, free)
                 if left is not None and after[left] == 1:
                     if free == left and math.prod(before[:axis]) == 1:
@@ -61,7 +61,7 @@ def reshaped(
 
 
 def _of_one(split: Split, inner: int, after: tuple[int, ...], free: int | None) -> Split:
-    """The same for parts of a length of one, which could be anywhere among sizes of one."""
+    """:func:`reshaped` for parts of length one, which may be at any size of one."""
     if free is not None:
         block, rest = divmod(inner, math.prod(after[free + 1 :]))
         if block > 0 and rest == 0 and after[free] % block == 0:
@@ -70,7 +70,7 @@ def _of_one(split: Split, inner: int, after: tuple[int, ...], free: int | None) 
 
 
 def _left_of(after: tuple[int, ...], new: int, free: int | None) -> int | None:
-    """The axis before ``new`` that depends on the rank as well as it could."""
+    """The axis before ``new`` that may depend on the rank instead."""
     if free is None:
         return new - 1 if after[new - 1] == 1 else None
     between = after[free + 1 : new]
@@ -89,12 +89,12 @@ def reshape(call: Call, out: Tensor) -> Place:
         return place
     free = _free(call, x, out)
     if free and _is_divided(call, out.size(free - 1)):
-        free -= 1  # view(B, T, num_heads, -1): the heads depend on the rank, and not their size
+        free -= 1  # view(B, T, num_heads, -1): the heads depend on the rank, not their size
     result = reshaped(place, tuple(x.shape), tuple(out.shape), free)
     if free is not None and result.axis is not None and place.axis is not None:
-        # The axis was cut: its outer part is what the ranks share, the inner one all have.
+        # The axis was cut into a sharded outer part and an inner part that all ranks have in full.
         inner = math.prod(x.shape[place.axis + 1 :])
-        # As large as the unit in which a weight was cut (1 says nothing), the ranks don't share it.
+        # An inner size equal to the weight's unit isn't sharded (a unit of 1 says nothing).
         unit = _unit(place)
         if (
             (unit in (None, 1) or unit * inner != math.prod(out.shape[free:]))
@@ -112,8 +112,7 @@ def reshape(call: Call, out: Tensor) -> Place:
 
 
 def _is_divided(call: Call, size: int) -> bool:
-    """Whether a size is what the schedule has left of an attribute of a running module, and can't
-    be another of its numbers."""
+    """Whether a size can only be an attribute of a running module that the schedule divided."""
     divided, others = set(), set()
     for module in call.flow.stack:
         for name, value in vars(module).items():
@@ -123,7 +122,7 @@ def _is_divided(call: Call, size: int) -> bool:
 
 
 def _free(call: Call, x: Tensor, out: Tensor) -> int | None:
-    """Which size was given as -1."""
+    """The dimension whose size was given as -1."""
     begin = call["dim"] % x.dim() if call.name == "unflatten" else 0
     sizes = list(call["size"] or call["shape"] or call["sizes"] or ())
     return begin + sizes.index(-1) if -1 in sizes else None

@@ -1,5 +1,5 @@
-"""What an op does to the placements that its operands have: a row of :mod:`deepsp.placement`, or a
-refusal that says what to do."""
+"""Finds the row of :mod:`deepsp.placement` for an op's operands, or refuses the op and says what to
+do."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _ADVICE = {
 
 
 def places_of(call: Call) -> Place | list[Place]:
-    """What the results are: of all alike, or one each.
+    """The places of the results: one for all, or one each.
 
     Raises:
-        ValueError: there is no row for what the operands are.
+        ValueError: no row has the operands' places.
     """
     rule = placement.find(call.target)
     if rule is None:
@@ -60,7 +60,7 @@ def _fits(tensor: Tensor, value: Value, row: Row) -> bool:
 
 
 def _first(call: Call) -> tuple[Tensor, Value]:
-    """The operand that decides: a sharded one of a known axis, if there is one."""
+    """The operand that errors name: a sharded one, with a known axis if possible."""
     sharded = [(t, v) for t, v in call.tensors if v.split]
     return next((x for x in sharded if x[1].place.axis is not None), sharded[0])
 
@@ -68,21 +68,21 @@ def _first(call: Call) -> tuple[Tensor, Value]:
 def _check_parts(call: Call, row: Row) -> None:
     sharded = [(t, v) for t, v in call.tensors if v.split and row.place(t) is not ANYTHING]
     for t, v in sharded[1:]:
-        first, of = sharded[0]
-        grouped = call.name == "scaled_dot_product_attention"  # heads: as many parts will do
+        first, reference = sharded[0]
+        grouped = call.name == "scaled_dot_product_attention"  # grouped heads: equally many parts
         alike = len if grouped else tuple
-        if alike(v.place.parts) != alike(of.place.parts):
+        if alike(v.place.parts) != alike(reference.place.parts):
             call.fail(
-                f"{of.name} is {of.place}, of local shape {list(first.shape)}, but {v.name} is "
-                f"{v.place}, of local shape {list(t.shape)}: expected the same parts, got "
-                f"{list(of.place.parts)} and {list(v.place.parts)}; gather one of them with "
-                "all_gather"
+                f"{reference.name} is {reference.place}, of local shape {list(first.shape)}, but "
+                f"{v.name} is {v.place}, of local shape {list(t.shape)}: expected the same parts, "
+                f"got {list(reference.place.parts)} and {list(v.place.parts)}; gather one of them "
+                "with all_gather"
             )
 
 
 def _deciding(call: Call, row: Row) -> list[Value]:
-    """The sharded operands that a row's result takes its parts from: not one that fits any
-    placement. One that isn't read decides where nothing else does: a copy's destination."""
+    """The sharded operands from which a row's result takes its parts: not those that may have any
+    placement, unless there are no others (a copy's destination)."""
     sharded = [(row.place(t), v) for t, v in call.tensors if v.split]
     read = [v for place, v in sharded if place is not ANYTHING]
     return (
@@ -121,26 +121,26 @@ def _refuse_combined(call: Call, rule: Rule, place: str) -> NoReturn:
 
 
 def _unknown(call: Call, rule: Rule, rows, found, unknown) -> Place | list[Place]:
-    """Sharded along a dimension that isn't known: if any of them would do, the result's isn't
-    known, either."""
+    """The result of operands sharded along an unknown dimension: unknown, too, if every dimension
+    has a row."""
     x = unknown[0]
     value = call.value(x)
     if any(v.split and v.place.axis is not None for _, v in call.tensors):
-        at = {r.place(x) for r in found if x.size(r.place(x)) > 1}
-        if len(at) != 1:
+        dims = {r.place(x) for r in found if x.size(r.place(x)) > 1}
+        if len(dims) != 1:
             call.fail_split(value, "it is combined with another sharded tensor")
-        row = next(r for r in found if r.place(x) in at)
+        row = next(r for r in found if r.place(x) in dims)
         return _outputs(call, rule, row)
     if any(y.shape != x.shape for y in unknown):
         call.fail_split(value, "it is combined with another sharded tensor")
     for dim in range(x.dim()):
-        there = [r for r in rows if r.place(x) == dim]
-        if not there:
+        at_dim = [r for r in rows if r.place(x) == dim]
+        if not at_dim:
             call.fail_split(value, rule.why or "it is combined with another tensor")
-        # An operand of this length that every rank has says that it isn't this dimension.
+        # A replicated operand of this length shows that x isn't sharded here.
         for t, v in call.tensors:
-            at = there[0].place(t)
-            ones = x.size(dim) == 1 and isinstance(at, int) and t.size(at) > 1
+            place = at_dim[0].place(t)
+            ones = x.size(dim) == 1 and isinstance(place, int) and t.size(place) > 1
             if v.replicated and not v.uniform and ones:
                 call.fail_split(value, f"it is combined with {v.name}, which is Replicate")
     places = {r.outputs for r in found}
@@ -155,29 +155,30 @@ def _refuse(call: Call, rule: Rule, rows: list[Row]) -> NoReturn:
     partial = next(((t, v) for t, v in call.tensors if v.partial), None)
     if partial is not None:
         _refuse_partial(call, *partial, rows)
-    first, of = _first(call)
+    first, named = _first(call)
     advice = _ADVICE.get(call.name, "")
-    axis = of.place.axis
-    mine = [r for r in rows if isinstance(r.place(first), int) and axis in (None, r.place(first))]
-    if not mine:
+    axis = named.place.axis
+    fitting = [
+        r for r in rows if isinstance(r.place(first), int) and axis in (None, r.place(first))
+    ]
+    if not fitting:
         why = rule.why or "what it does along the sharded dimension isn't known"
         if advice:
-            call.fail(f"{of.name} is {of.place}, and {why}; {advice}")
-        call.fail_split(of, why)
-    row = min(mine, key=lambda r: sum(not _fits(t, v, r) for t, v in call.tensors))
+            call.fail(f"{named.name} is {named.place}, and {why}; {advice}")
+        call.fail_split(named, why)
+    row = min(fitting, key=lambda r: sum(not _fits(t, v, r) for t, v in call.tensors))
     other, value = next((t, v) for t, v in call.tensors if not _fits(t, v, row))
     wanted = row.place(other)
-    said = f"{call.role(first)} ({of.name}) is {of.place}, of local shape {list(first.shape)}"
+    have = f"{call.role(first)} ({named.name}) is {named.place}, of local shape {list(first.shape)}"
     got = f"{call.role(other)} ({value.name}) is {value.place}, of shape {list(other.shape)}"
     if value.split:
-        both = {t: row.place(t) for t in (first, other)}
-        tile = any(isinstance(r.outputs, int) for r in mine) and wanted is None
+        tile = any(isinstance(r.outputs, int) for r in fitting) and wanted is None
         text = (
             "each rank would have but a tile of the result"
             if tile
-            else f"expected {call.role(other)} to be {_said(both[other])}"
+            else f"expected {call.role(other)} to be {_printed(wanted)}"
         )
-        call.fail(f"{said}, but {got}: {text}; gather one of them with all_gather")
+        call.fail(f"{have}, but {got}: {text}; gather one of them with all_gather")
     if value.replicated and wanted == SUM:
         call.fail(
             f"{got}, and every rank would add it to its term of a sum, so that it would count P "
@@ -193,11 +194,11 @@ def _refuse(call: Call, rule: Rule, rows: list[Row]) -> NoReturn:
                 f"shard {call.role(other)} along axis {wanted}, too, or gather {call.role(first)} "
                 "with all_gather"
             )
-        call.fail(f"{said}, but {got}, the same on every rank along axis {wanted}; {fix}")
-    call.fail(f"{said}, but {got}: expected {_said(wanted)}; gather one of them with all_gather")
+        call.fail(f"{have}, but {got}, the same on every rank along axis {wanted}; {fix}")
+    call.fail(f"{have}, but {got}: expected {_printed(wanted)}; gather one of them with all_gather")
 
 
-def _said(place) -> str:
+def _printed(place) -> str:
     return "Replicate" if place is None else "Partial" if place == SUM else f"Shard({place})"
 
 

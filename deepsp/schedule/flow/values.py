@@ -1,4 +1,4 @@
-"""What the dry run knows of a tensor, and of a call."""
+"""The dry run's records of tensors and calls."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from deepsp.schedule.placement import PARTIAL, REPLICATE, Partial, Placement, Re
 
 @dataclass(frozen=True)
 class Split:
-    """Shard, in more detail than :class:`Shard` says.
+    """A Shard with its axis counted from the front, and with the parts of this rank's tensor.
 
-    axis: counted from the front; None: it can't be told.
-    parts: this rank's tensor along the axis is one part after another, each of which is a part of
-        a full one: lengths. One part: the ranks' tensors one after another are the full tensor.
-        Several: fused projections, or tokens merged with the batch in front of them.
-    origin: who split it.
+    axis: None: unknown.
+    parts: this rank's tensor along the axis is a row of parts, each a rank's part of a full tensor:
+        their lengths. One part: the ranks' tensors one after another are the full tensor. Several:
+        fused projections, or tokens merged with the batch dimension before them.
+    origin: the sync or parameter shard that split it.
     """
 
     axis: int | None
@@ -62,15 +62,15 @@ def public(place: Place) -> Placement:
 
 @dataclass(eq=False)
 class Value:
-    """One tensor at one time: writing to a tensor in place gives it another.
+    """One tensor at one time: a write in place gives the tensor a new value.
 
     carries: a gradient goes through it.
-    uniform: the same number everywhere, as ``torch.zeros`` makes it: it fits any placement.
-    random: it follows from random numbers, which are others in the dry run than afterwards.
+    uniform: the same number everywhere, as from ``torch.zeros``: it fits any placement.
+    random: it depends on random numbers, which differ between the dry run and later calls.
     noted: it will be compared across the ranks.
     name: for messages. since: the module that made it partial.
     state: of its gradient, found walking backwards: "replicated" | "partial" for a replicated
-        tensor, "own" for others, None: none arrives. why: the entry whose gradient that is.
+        tensor, "own" for others, None: it gets none. why: the entry that the gradient is from.
     """
 
     place: Place
@@ -99,7 +99,7 @@ class Value:
 
 @dataclass(eq=False)
 class Entry:
-    """A call on the tape. ``sync``: what the schedule put there."""
+    """A call on the tape. ``sync``: the schedule's sync, if the call is one."""
 
     name: str
     module: str
@@ -113,7 +113,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Trusted:
-    """In the place of a sync: a backward function of the user's, taken at its word."""
+    """Marks a user's backward function, whose result the dry run trusts."""
 
     mode: str = "function"
 
@@ -122,9 +122,9 @@ class Call(Op):
     """An op about to be called, on this rank's tensors.
 
     Attributes:
-        name: of the op, without its overload and the underscore of what is in place; with its
-            namespace, but for aten.
-        tensors: (tensor, what is known of it), in the order of the arguments.
+        name: the op's name, with its namespace unless that is aten; without overload and the
+            underscore of an in-place op.
+        tensors: (tensor, its value), in the order of the arguments.
     """
 
     def __init__(self, flow, target, args, kwargs, name: str | None = None):
@@ -142,8 +142,8 @@ class Call(Op):
         return list({id(t): t for t in self._tensors}.values())
 
     def shape(self, tensor: Tensor) -> list[int]:
-        """What tells sizes of one: a sharded dimension isn't one, although this rank's part may be.
-        What squeezes takes away whatever is one here."""
+        """A shape in which a size is 1 only if the full tensor's is: this rank's part of a sharded
+        dimension may be 1. ``squeeze`` removes local sizes of 1, so it gets the local shape."""
         place, shape = self.flow.value(tensor).place, list(tensor.shape)
         if isinstance(place, Split) and self.name != "squeeze":
             for dim in range(len(shape)) if place.axis is None else [place.axis]:
@@ -154,7 +154,7 @@ class Call(Op):
         return tensor.dtype
 
     def role(self, tensor: Tensor) -> str:
-        """What the op calls an operand."""
+        """The op's name for an operand."""
         name = next((n for n, x in self.named.items() if x is tensor), None)
         count = next((i for i, t in enumerate(self.operands) if t is tensor), 0)
         return name or f"operand {count}"

@@ -1,4 +1,4 @@
-"""Writing to a tensor in place: it, its views and what it is a view of are other values then."""
+"""Writes in place: they give the tensor, its views and its base new values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from deepsp.schedule.flow.values import Call, Entry, Split, Value, tensors_in
 
 
 def written(call: Call) -> list[Tensor]:
-    """The tensors that an op writes into, as its schema says."""
+    """The tensors that an op writes into, by its schema."""
     schema = getattr(call.target, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
@@ -18,7 +18,7 @@ def written(call: Call) -> list[Tensor]:
 
 
 def overwrite(flow, call: Call, outputs) -> None:
-    """Writing in place: what a tensor was has to be what it becomes, or to be of no account."""
+    """Refuses a write that would change the placement of a parameter or buffer."""
     for tensor, value in outputs:
         held = flow.value(tensor)
         if held.place == value.place or held.uniform:
@@ -31,7 +31,7 @@ def overwrite(flow, call: Call, outputs) -> None:
 
 
 def pass_to_aliases(flow, call: Call, outputs) -> None:
-    """Views of what was written to, and what it is a view of, have other numbers now."""
+    """Gives a written tensor's views and its base new values, too."""
     for tensor, value in outputs:
         with torch._C.DisableTorchFunction():
             storage = _storage(tensor)
@@ -67,7 +67,7 @@ def pass_to_aliases(flow, call: Call, outputs) -> None:
 
 
 def shares_memory(flow, tensor: Tensor) -> Value | None:
-    """Something that the model has made, and that a tensor nobody knows is a view of."""
+    """A tensor of the model that an unknown tensor is a view of."""
     storage = _storage(tensor)
     if storage is None:
         return None
@@ -83,7 +83,7 @@ def shares_memory(flow, tensor: Tensor) -> Value | None:
 
 def _storage(tensor: Tensor):
     try:
-        return tensor.untyped_storage().data_ptr() or None  # none where it is empty
+        return tensor.untyped_storage().data_ptr() or None  # None if it is empty
     except (RuntimeError, NotImplementedError):
         return None
 

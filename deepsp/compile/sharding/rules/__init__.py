@@ -1,20 +1,20 @@
-"""What the pass does with each op.
+"""The pass's rules for ops.
 
-Most ops are told by a row of :mod:`deepsp.placement`, picked by where the operands' tokens are
-(:func:`by_rows`). What needs other ops than the same one on parts has a rule here: sums over
-tokens, windows of them, attention.
+For most ops, a row of :mod:`deepsp.placement` says what to do; :func:`by_rows` picks it by where
+the operands' tokens are. An op has a rule here if a rank must compute something else than the same
+op on its parts: sums over tokens, windows of them, attention.
 
-A rule is a function of a :class:`Call`. It says where the tokens are in the op's result, given
-where they are in its operands, by returning
-:class:`~deepsp.compile.sharding.tokens.Tokens` (a list of them for several results, None where
-every rank then has the full one), and what the rank computes with:
+A rule is a function of a :class:`Call`. It returns where the tokens are in the op's result, as
+:class:`~deepsp.compile.sharding.tokens.Tokens` (a list of them for several results, None if every
+rank has the full one). It also says what the rank computes with:
 
 - ``call.want(node, tokens)``: this operand as the rank's part with its tokens there;
-  ``call.want(node, None)``: full. Without either, an operand is given as its own part, or full
-  where it has no tokens. ``call.gather(node, tokens)``: likewise, gathered from all ranks first.
-- ``call.lower = function``: a function without arguments that makes the new nodes, where that is
-  not the same op on those operands.
-- ``call.refuse(reason)``: the result isn't the same computation.
+  ``call.want(node, None)``: the full operand. By default, an operand with tokens is passed as the
+  rank's part, another one in full. ``call.gather(node, tokens)``: likewise, gathered from all
+  ranks.
+- ``call.lower = function``: a function without arguments that makes the new nodes, if they aren't
+  the same op on those operands.
+- ``call.refuse(reason)``: the result would not be that of one process.
 
 Rules for ops of your own: :func:`rule`.
 """
@@ -29,8 +29,8 @@ import torch
 from torch import fx
 
 from deepsp import placement
-from deepsp.compile.sharding.messages import CannotShard
-from deepsp.compile.sharding.nodes import has_tensor
+from deepsp.compile.sharding.forms import has_tensor
+from deepsp.compile.sharding.report import CannotShard
 from deepsp.compile.sharding.tokens import Size, Tokens, same
 from deepsp.placement import SUM, Row
 from deepsp.placement.table import overloads
@@ -42,6 +42,7 @@ OUTERMOST = (
 )
 _RULES: dict[Any, Callable] = {}
 _REASONS: dict[Any, str] = {}
+_OF_OWN: list[Callable] = []  # the rule for ops with an operand that differs by rank
 _FAMILIES = (
     "views", "products", "indexing", "reductions", "attention", "flex", "losses", "functions",
     "sorting",
@@ -75,6 +76,12 @@ def rule(*ops) -> Callable:
     return register
 
 
+def rule_of_own(function: Callable) -> Callable:
+    """Registers the rule for ops with an operand that each rank has for its own tokens."""
+    _OF_OWN.append(function)
+    return function
+
+
 def refused(names: str, reason: str) -> None:
     """Says why ops have no rule."""
     for op in overloads(names):
@@ -87,7 +94,7 @@ def _load() -> None:
 
 
 def is_known(op) -> bool:
-    """Whether there is a rule for an op, or a reason why there is none."""
+    """Whether an op has a rule, or a reason for having none."""
     _load()
     return op in _RULES or op in _REASONS or placement.find(op) is not None
 
@@ -96,9 +103,7 @@ def find(call: Call) -> Callable:
     """The rule for a call, or one that refuses it."""
     _load()
     if any(n in call.graph.own for n in call.operands):
-        from deepsp.compile.sharding.rules.sorting import follow
-
-        return follow
+        return _OF_OWN[0]
     known = _RULES.get(call.target)
     if known is not None:
         return known
@@ -118,7 +123,7 @@ def find(call: Call) -> Callable:
 
 
 class Call(placement.Op):
-    """One op of the user's graph, as a rule sees it. Its tensors are nodes."""
+    """One op of the user's graph, for its rule. Its tensors are nodes."""
 
     def __init__(self, graph, node: fx.Node, target):
         super().__init__(target, node.args, node.kwargs)
@@ -126,7 +131,7 @@ class Call(placement.Op):
         self.wants: dict[fx.Node, Tokens | None] = {}
         self.gathers: set[fx.Node] = set()
         self.lower: Callable = self.same_op
-        self.said = ""
+        self.decision = ""
 
     @property
     def operands(self) -> list[fx.Node]:
@@ -134,7 +139,7 @@ class Call(placement.Op):
         return [n for n in self.node.all_input_nodes if has_tensor(n.meta.get("val"))]
 
     def tokens(self, node) -> Tokens | None:
-        """Where an operand's tokens are; None where it has none."""
+        """Where an operand's tokens are; None if it has none."""
         return self.graph.values[node].tokens if isinstance(node, fx.Node) else None
 
     def shape(self, node: fx.Node) -> list[Size]:
@@ -148,7 +153,7 @@ class Call(placement.Op):
         return same(size, 1)
 
     def is_fixed(self, node: fx.Node) -> bool:
-        """Whether each rank has its own tokens of an operand only."""
+        """Whether each rank has only its own tokens of an operand."""
         return self.graph.values[node].full is None
 
     @property
@@ -164,7 +169,7 @@ class Call(placement.Op):
             self.wants[node] = tokens
 
     def gather(self, node: fx.Node, tokens: Tokens | None = None) -> None:
-        """Wants all ranks' tokens of an operand; of these, ``tokens``."""
+        """Wants all ranks' tokens of an operand, or ``tokens`` of them."""
         self.wants[node] = tokens
         self.gathers.add(node)
 
@@ -175,14 +180,14 @@ class Call(placement.Op):
                 self.refuse(f"{node.name}, an argument that must be replicated, is sharded")
 
     def given(self, node: fx.Node):
-        """The new node for an operand, as it was wanted."""
+        """The new node for an operand, in the wanted form."""
         tokens = self.wants.get(node, self.tokens(node))
         if node in self.graph.own:
-            return self.graph.values[node].mine
+            return self.graph.values[node].local
         if node in self.gathers:
             return self.graph.gathered(node, tokens)
         if isinstance(tokens, list):
-            return self.graph.values[node].mine
+            return self.graph.values[node].local
         return self.graph.for_part(node) if tokens is None else self.graph.part(node, tokens)
 
     def arguments(self) -> tuple[tuple, dict]:
@@ -193,7 +198,7 @@ class Call(placement.Op):
         return self.graph.call(self.target, *args, **kwargs)
 
     def replaced(self, **new):
-        """The same op, with other arguments for some that are named."""
+        """The same op, with these arguments replaced."""
         args, kwargs = [], {}
         for argument in self.target._schema.arguments:
             value = new.get(argument.name, self.named[argument.name])
@@ -214,13 +219,13 @@ class Call(placement.Op):
 
 
 def by_rows(call: Call, rows: list[Row] | None = None):
-    """Wants the operands as the first row does that fits where tokens are. What only is there in
-    parts decides, the rest is cut as needed; in a product, or element by element, what is sharded
-    along another dimension is gathered: attention by hand has its queries' tokens on each rank, and
-    all keys and values.
+    """Wants the operands as the first row that fits their tokens does. Operands that are only local
+    decide; the others are cut as needed. In a product, or element by element, an operand that is
+    sharded along another dimension is gathered: attention by hand keeps its queries' tokens on each
+    rank, and gathers keys and values.
 
     Returns:
-        Where the tokens are in the results; None where the ranks' results combine to a full one.
+        Where the tokens are in the results; None if the ranks' results combine to a full one.
     """
     rule = placement.find(call.target)
     rows = rule.rows(call) if rows is None else rows
@@ -230,7 +235,7 @@ def by_rows(call: Call, rows: list[Row] | None = None):
     fitting = []
     for node in decides:
         for row in rows:
-            # What isn't read decides where it is written, or that the result is replicated.
+            # An operand that isn't read decides only where it is written, or for a full result.
             anywhere = row.place(node) is placement.ANYTHING
             if (row.outputs if anywhere and row.outputs is not None else row.place(node)) == (
                 call.tokens(node).dim
@@ -257,11 +262,11 @@ def by_rows(call: Call, rows: list[Row] | None = None):
             lower(call, tokens)
         elif row.outputs == SUM:
             call.lower = lambda: call.graph.all_reduce(call.same_op())
-            call.said = "Partial, all-reduced"
+            call.decision = "Partial, all-reduced"
         else:
             call.refuse(f"{rule.why}, and there is no rule for that")
         return None
-    if row.outputs is None:  # a full value, whose gradient is full
+    if row.outputs is None:  # full operands, whose gradients are full
         full = [n for n in call.operands if row.place(n) is None]
         args, kwargs = call.graph.mapped(
             (call.node.args, call.node.kwargs),
@@ -275,8 +280,8 @@ def by_rows(call: Call, rows: list[Row] | None = None):
 
 
 def _by_rows_of_a_mask(call: Call, rows: list[Row], summed: Row, tokens: Tokens) -> Row:
-    """In place of a sum over tokens: a square matrix that every rank has in full, as a mask, has
-    tokens in its rows, too."""
+    """The row to use instead of a sum over tokens, for a square matrix that every rank has in full:
+    a mask has tokens in its rows, too."""
     if summed.outputs != SUM:
         return summed
     for row in rows:
@@ -293,13 +298,13 @@ def _by_rows_of_a_mask(call: Call, rows: list[Row], summed: Row, tokens: Tokens)
 
 
 def _want(call: Call, node: fx.Node, place, tokens: Tokens, rule: placement.Rule) -> None:
-    held = call.tokens(node)
+    have = call.tokens(node)
     wanted = tokens.at(place) if isinstance(place, int) else None
     if place is placement.ANYTHING:
         return
-    if call.is_fixed(node) and isinstance(held, Tokens):
-        if wanted is not None and held.dim == place:
-            if held.plain != wanted.plain:
+    if call.is_fixed(node) and isinstance(have, Tokens):
+        if wanted is not None and have.dim == place:
+            if have.plain != wanted.plain:
                 call.refuse(SHIFTED)
         elif not rule.why:
             if rule.family == "products":  # attention by hand: keys and values
@@ -319,8 +324,8 @@ _COMBINED: dict[Any, Callable] = {}
 
 
 def combined(*ops) -> Callable:
-    """Registers how ranks' results combine where a row says that they do: a function of the call
-    and its tokens that sets ``call.lower``."""
+    """Registers how ranks' results combine, for rows that say so: a function of the call and its
+    tokens that sets ``call.lower``."""
 
     def register(function: Callable) -> Callable:
         for op in ops:
@@ -331,7 +336,7 @@ def combined(*ops) -> Callable:
 
 
 def agree(graph, node: fx.Node, target, args, kwargs, new: fx.Node) -> fx.Node:
-    """A random value that every rank holds in full must be the same on each: rank 0's."""
+    """Makes a random value that every rank holds in full the same on all: rank 0's."""
     aten = torch.ops.aten
     attends = target is aten.scaled_dot_product_attention.default
     if attends and (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)) == 0:

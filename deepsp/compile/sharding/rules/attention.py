@@ -1,4 +1,4 @@
-"""Attention: the one op in which every token meets every other."""
+"""Attention: the op in which tokens meet."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def attention(call: Call) -> Tokens:
         call.refuse(_CAUSAL)
     pair = _distributed if of_q.sequence == of_k.sequence else _cross
     call.lower = lambda: pair(call, q, k, v, mask, of_q, of_k)
-    call.said = "distributed attention"
+    call.decision = "distributed attention"
     return of_q.at(ndim - 2)
 
 
 def _to_full(call: Call, q, k, v) -> Tokens:
-    """Each token looks at what every rank has: no exchange."""
+    """Local queries, with keys and values that every rank has in full: no exchange."""
     if call["is_causal"]:
         call.refuse(_CAUSAL)
     call.want(k, None)
@@ -71,8 +71,8 @@ def _to_full(call: Call, q, k, v) -> Tokens:
 
 
 def _of_full(call: Call, q, k, v, tokens: Tokens) -> None:
-    """A query that every rank has in full, as one token or latents are, looks at all ranks' tokens:
-    each rank's products with its own, of which the ranks' sums are added."""
+    """A query that every rank has in full, such as one token or latents, over local keys. Each rank
+    attends to its own tokens, and the ranks' weighted values are summed."""
     if call["is_causal"]:
         call.refuse(_CAUSAL)
     if call["dropout_p"]:
@@ -80,7 +80,7 @@ def _of_full(call: Call, q, k, v, tokens: Tokens) -> None:
     graph, mask, scale = call.graph, call["attn_mask"], call["scale"]
 
     def heads(x):
-        """As many as the query has."""
+        """Repeats kv heads to as many as the query has."""
         x = graph.part(x, tokens)
         shape, times = graph.env[x].shape, 1
         if call["enable_gqa"]:
@@ -109,12 +109,12 @@ def _of_full(call: Call, q, k, v, tokens: Tokens) -> None:
         weights = graph.call(aten.to.dtype, weights, dtype)
         return graph.all_reduce(graph.call(aten.matmul.default, weights, heads(v)))
 
-    call.lower, call.said = lower, "over the tokens of all ranks"
+    call.lower, call.decision = lower, "over the tokens of all ranks"
     return None
 
 
 def _once(node: fx.Node, values, rebound) -> tuple[fx.Node, int]:
-    """A tensor of which each head is repeated, before that, and how often; else itself and 1."""
+    """The tensor before its heads were repeated, and how often; else the node itself and 1."""
 
     def behind(n, *targets):
         while n.target in (aten.clone.default, aten.contiguous.default, aten.slice.Tensor) and (
@@ -138,7 +138,7 @@ def _once(node: fx.Node, values, rebound) -> tuple[fx.Node, int]:
     fits = (old[0], old[2], old[3]) == (shape[0], shape[2], shape[3])
     if not fits or not isinstance(times, int) or old[1] * times != shape[1]:
         return node, 1
-    return (x, times) if values[x].mine is not None else (node, 1)
+    return (x, times) if values[x].local is not None else (node, 1)
 
 
 def _by_tokens(call: Call, node, tokens: Tokens) -> fx.Node:
@@ -169,11 +169,11 @@ def _distributed(call: Call, q, k, v, mask, of_q: Tokens, of_k: Tokens) -> fx.No
     graph, gqa = call.graph, call["enable_gqa"]
     (k1, times), (v1, again) = (_once(x, graph.values, graph.rebound) for x in (k, v))
     if times == again and times > 1 and not gqa:
-        # What travels is each head once.
+        # Send each kv head once.
         k, v, gqa = k1, v1, True
     if same(call.shape(k)[-3], 1) and same(call.shape(v)[-3], 1):
-        gqa = True  # one head for all, as broadcasting has it
-    # Softmax over a full sequence of which a rank has some heads: each of them as if alone.
+        gqa = True  # a head that broadcasts
+    # Softmax works on each head alone.
     heads = call.shape(q)[-3]
     if not isinstance(heads, int):
         call.refuse(f"expected a constant number of query heads, got {heads}")
@@ -197,7 +197,7 @@ def _distributed(call: Call, q, k, v, mask, of_q: Tokens, of_k: Tokens) -> fx.No
 
 
 def _cross(call: Call, q, k, v, mask, of_q: Tokens, of_k: Tokens) -> fx.Node:
-    """A query and a key of different sequences: each is exchanged by its own lengths."""
+    """Query and key of different sequences: each is exchanged with its own lengths."""
     graph = call.graph
     where = (graph.rank, graph.name)
     heads, kv_heads = call.shape(q)[-3], call.shape(k)[-3]
@@ -219,7 +219,7 @@ def _cross(call: Call, q, k, v, mask, of_q: Tokens, of_k: Tokens) -> fx.Node:
     by_heads = [graph.call(aten.transpose.int, x, 1, 2) for x in take]
     mask = _mask(call, mask)
     shape = [] if mask is None else graph.env[mask].shape
-    if len(shape) > 2 and shape[-3] != 1:  # a mask for each head: this rank's
+    if len(shape) > 2 and shape[-3] != 1:  # take this rank's heads
         begin, end, _, _ = ours.head_split(heads, heads, graph.size, graph.rank)
         mask = graph.call(aten.narrow.default, mask, -3, begin, end - begin)
     dropout = call["dropout_p"] or 0.0

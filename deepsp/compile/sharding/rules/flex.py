@@ -1,5 +1,5 @@
 """FlexAttention: attention whose scores and mask are functions of positions. A rank has all tokens
-of some heads, so that positions stay those of the full sequence and only the heads' numbers change.
+of some heads, so positions stay those of the full sequence, and only head numbers are shifted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch._higher_order_ops.flex_attention import flex_attention as op
 from torch.utils._pytree import tree_leaves
 
 from deepsp.attention import parts
-from deepsp.compile.sharding.nodes import copy_of, has_tensor
+from deepsp.compile.sharding.forms import copy_of, has_tensor
 from deepsp.compile.sharding.rules import OUTERMOST, Call, rule
 from deepsp.compile.sharding.tokens import Tokens, same
 
@@ -48,7 +48,7 @@ def flex_attention(call: Call) -> list[Tokens] | None:
     call.lower = lambda: (
         _distributed(call, of_q, of_kv) if query_parts == 1 else _of_cells(call, of_q, query_parts)
     )
-    call.said = "distributed FlexAttention"
+    call.decision = "distributed FlexAttention"
     return [of_q.at(2) for _ in call.node.meta["val"]]
 
 
@@ -58,7 +58,7 @@ def _tensors(args) -> list[fx.Node]:
 
 
 def _query_parts(call: Call, of_q: Tokens, of_kv: Tokens | None) -> int:
-    """As ops take it. Whole heads where it can be: a block mask is made for whole sequences."""
+    """``query_parts`` for the ops. Heads stay whole if possible: a block mask is for full rows."""
     graph, heads = call.graph, call.shape(call.node.args[0])[1]
     if graph.query_parts in ("auto", 1) and heads >= graph.size:
         return 1
@@ -78,15 +78,15 @@ def _query_parts(call: Call, of_q: Tokens, of_kv: Tokens | None) -> int:
 
 
 def _of_cells(call: Call, of_q: Tokens, query_parts: int) -> fx.Node:
-    """Where ranks share heads: FlexAttention for each range of queries of each cell."""
+    """If a head's queries are split: one FlexAttention for each range of queries of each cell."""
     graph = call.graph
     q, k, v, score_mod, block_mask, scale, options, *read = call.node.args
     lens, (rank, size, name) = graph.lens(of_q), (graph.rank, graph.size, graph.name)
     shapes = [call.shape(x) for x in (q, k, v)]
     heads, dims = [[shape[d] for shape in shapes] for d in (1, 3)]
     how = {"query_parts": query_parts}
-    mine = [graph.call(aten.transpose.int, graph.part(x, of_q), 1, 2) for x in (q, k, v)]
-    arriving = graph.call(ours.seq_to_heads_start.default, mine, lens, 1, False, rank, name, **how)
+    local = [graph.call(aten.transpose.int, graph.part(x, of_q), 1, 2) for x in (q, k, v)]
+    arriving = graph.call(ours.seq_to_heads_start.default, local, lens, 1, False, rank, name, **how)
     buffer = graph.call(operator.getitem, arriving, 0)
     arrived = graph.call(
         ours.seq_to_heads_wait.default,
@@ -141,7 +141,7 @@ def _of_cells(call: Call, of_q: Tokens, query_parts: int) -> fx.Node:
 
 
 def _of_none(call: Call, q: fx.Node, k: fx.Node, v: fx.Node) -> list[fx.Node]:
-    """The results for no queries, on which k and v depend: other ranks wait for their gradients."""
+    """Empty results that depend on k and v, because other ranks wait for their gradients."""
     graph = call.graph
     times = graph.env[q].shape[1] // graph.env[k].shape[1]
     k, v = (graph.call(aten.repeat_interleave.self_int, x, times, 1) for x in (k, v))
@@ -151,7 +151,7 @@ def _of_none(call: Call, q: fx.Node, k: fx.Node, v: fx.Node) -> list[fx.Node]:
 
 
 class _Blocks:
-    """The blocks of keys of which queries see any part, for some heads and a range of queries."""
+    """The blocks of keys that queries see, for some heads and a range of queries."""
 
     def __init__(self, call: Call, block_mask: tuple):
         self.call = call
@@ -169,7 +169,7 @@ class _Blocks:
             )
 
     def of(self, heads: tuple[int, int], begin: int, end: int) -> tuple:
-        """All of a block mask but its function."""
+        """The entries of a block mask, without mask_mod."""
         graph = self.call.graph
         seen = self._seen("counts", "indices", heads)
         if self.given["full_counts"] is not None:
@@ -178,7 +178,7 @@ class _Blocks:
         first, last = begin // self.q_size, -(-end // self.q_size)
         count = -(-(end - begin) // self.q_size)
         rows = graph.call(aten.narrow.default, seen, 2, first, last - first)
-        if begin % self.q_size:  # each block lies across two
+        if begin % self.q_size:  # each new block straddles two old ones
             below = graph.call(aten.narrow.default, rows, 2, 1, last - first - 1)
             below = graph.call(aten.constant_pad_nd.default, below, [0, 0, 0, 1])
             rows = graph.call(aten.logical_or.default, rows, below)
@@ -189,14 +189,14 @@ class _Blocks:
         return (end - begin, self.given["keys"], *lists, *none, self.q_size, self.kv_size)
 
     def _seen(self, counts: str, indices: str, heads: tuple[int, int]) -> fx.Node:
-        """[B, H, blocks of queries, blocks of keys]: whether the latter are among those listed."""
+        """[B, H, blocks of queries, blocks of keys]: whether a key block is listed."""
         call, graph = self.call, self.call.graph
         total = call.shape(call.node.args[0])[1]
         counts, indices = (_blocks(call, self.given[x], total, *heads) for x in (counts, indices))
         blocks = graph.env[indices].shape[-1]
         device = graph.env[indices].device
-        at = graph.call(aten.arange.default, blocks, device=device)
-        listed = graph.call(aten.lt.Tensor, at, graph.call(aten.unsqueeze.default, counts, -1))
+        numbers = graph.call(aten.arange.default, blocks, device=device)
+        listed = graph.call(aten.lt.Tensor, numbers, graph.call(aten.unsqueeze.default, counts, -1))
         none = graph.call(aten.zeros_like.default, listed)
         index = graph.call(aten.to.dtype, indices, torch.int64)
         added = graph.call(aten.scatter_add.default, *(
@@ -206,7 +206,7 @@ class _Blocks:
         return graph.call(aten.gt.Scalar, added, 0)
 
     def _listed(self, seen: fx.Node) -> list[fx.Node]:
-        """How many blocks each row sees, and which: those first."""
+        """The number of blocks that each row sees, and their indices before all others."""
         graph = self.call.graph
         numbers = graph.call(aten.to.dtype, seen, torch.int32)
         counts = graph.call(aten.sum.dim_IntList, numbers, [-1], dtype=torch.int32)
@@ -233,7 +233,7 @@ def _distributed(call: Call, of_q: Tokens, of_kv: Tokens | None) -> fx.Node:
         *graph.mapped((scale, options), graph.full),
         *graph.mapped(tuple(read), graph.for_part),
     )
-    # The output, and what softmax summed and saw at most: dropped where nobody asks for it.
+    # The output, and softmax's sum and maximum. Unused ones are dropped.
     results = [
         _back(call, [graph.call(operator.getitem, out, i)], of_q, heads)
         for i in range(len(call.node.meta["val"]))
@@ -242,8 +242,8 @@ def _distributed(call: Call, of_q: Tokens, of_kv: Tokens | None) -> fx.Node:
 
 
 def _exchanged(call: Call, of_q: Tokens, of_kv: Tokens | None) -> list[fx.Node]:
-    """All tokens of this rank's heads of q, k and v, [B, h, S, D]: where a rank's query heads don't
-    read its kv heads evenly, those are repeated."""
+    """All tokens of this rank's heads of q, k and v, [B, h, S, D]. If the query heads don't read
+    the kv heads evenly, kv heads are repeated."""
     graph = call.graph
     q, k, v = call.node.args[:3]
     heads, kv_heads = call.shape(q)[1], call.shape(k)[1]
@@ -258,7 +258,7 @@ def _exchanged(call: Call, of_q: Tokens, of_kv: Tokens | None) -> list[fx.Node]:
     if together and same(call.shape(q)[0], call.shape(k)[0]):
         q_all, *kv = to_heads((q, k, v), of_q)
     elif of_kv:
-        # What one exchange would know of both: which heads of the key these queries read.
+        # Two exchanges don't know which kv heads the queries read, so these must agree.
         q_all = to_heads((q,), of_q)[0]
         ranks = range(graph.size)
         if kv_heads < graph.size or any(
@@ -284,7 +284,7 @@ def _exchanged(call: Call, of_q: Tokens, of_kv: Tokens | None) -> list[fx.Node]:
 
 
 def _back(call: Call, outs, tokens: Tokens, heads: int, query_parts: int = 1) -> fx.Node:
-    """What each cell computed, [B, h, n(, D)] -> [B, H, S_r(, D)]."""
+    """Exchanges the cells' results, [B, h, n(, D)] -> [B, H, S_r(, D)]."""
     graph = call.graph
     flat = graph.env[outs[0]].dim() == 3
     if flat:
@@ -309,7 +309,7 @@ def _back(call: Call, outs, tokens: Tokens, heads: int, query_parts: int = 1) ->
 
 
 def _blocks(call: Call, x, heads: int, begin: int, end: int):
-    """What a block mask holds, for this rank's heads where it differs from head to head."""
+    """An entry of a block mask, narrowed to this rank's heads if it differs by head."""
     if not isinstance(x, fx.Node) or not has_tensor(x.meta.get("val")):
         return call.graph.mapped(x, call.graph.full)
     shape = call.shape(x)
@@ -322,8 +322,7 @@ def _blocks(call: Call, x, heads: int, begin: int, end: int):
 
 
 def _shifted(call: Call, node: fx.Node, shifts: dict[int, int]) -> fx.Node:
-    """A score_mod or mask_mod of which some arguments, a head or a query, are counted from another
-    one than the first of all."""
+    """A score_mod or mask_mod with a number added to some of its arguments (head, query index)."""
     graph = call.graph
     full = graph.values[node].full
     module = copy_of(graph.env[full])

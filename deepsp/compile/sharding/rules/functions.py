@@ -1,8 +1,8 @@
-"""``torch.autograd.Function``: its forward and its backward are graphs of their own, each sharded
-by the same rules as what stands around them.
+"""``torch.autograd.Function``: its forward and its backward are graphs, each sharded by the same
+rules as the graph around them.
 
-What a gradient is follows the pass's convention inside, too: of a replicated tensor, it is
-the full gradient; of a part, the part's.
+Gradients follow the pass's convention inside, too: the gradient of a replicated tensor is the full
+gradient, that of a local one is local.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ from torch import fx
 from torch._functorch.autograd_function import autograd_function_apply as op
 from torch.utils._pytree import tree_map
 
-from deepsp.compile.sharding.forms import Value
-from deepsp.compile.sharding.nodes import draws_inside, is_tensor
+from deepsp.compile.sharding.backend import Rewriter
+from deepsp.compile.sharding.forms import Value, draws_inside, is_tensor
 from deepsp.compile.sharding.normalize import normalize
-from deepsp.compile.sharding.parallelize import Rewriter
 from deepsp.compile.sharding.rules import Call, rule
 from deepsp.compile.sharding.tokens import Tokens
 
 
 @dataclass
 class Passed:
-    """What goes into a body or comes out: in one process, on this rank, and its node there."""
+    """An input or output of a body: its full value, its value on this rank, and its node."""
 
     full: Any
     local: Any
@@ -34,7 +33,7 @@ class Passed:
 
 
 class Body(Rewriter):
-    """A forward or a backward, for what ``inputs`` are on this rank."""
+    """A forward or a backward, rewritten for ``inputs`` on this rank."""
 
     def __init__(self, outer: Rewriter, body: fx.GraphModule, inputs: list[Passed]):
         full = [_detached(x.full) for x in inputs]
@@ -56,22 +55,22 @@ class Body(Rewriter):
 
     @property
     def results(self):
-        """What the body returns, as nodes of the old graph."""
+        """The body's outputs, as old nodes."""
         return self.old.output_node().args[0]
 
     def passed(self, node) -> Passed:
         if not isinstance(node, fx.Node):
             return Passed(node, node, None, node)
         value = self.values[node]
-        new = value.mine if value.full is None else value.full
+        new = value.local if value.full is None else value.full
         local = self.env[new] if isinstance(new, fx.Node) else new
         tokens = value.tokens if value.full is None else None
         return Passed(node.meta["val"], local, tokens, new)
 
-    def gradient(self, node, of: Passed):
+    def gradient(self, node, passed: Passed):
         if node is None:
             return None
-        return self.full(node) if of.tokens is None else self.part(node, of.tokens)
+        return self.full(node) if passed.tokens is None else self.part(node, passed.tokens)
 
     def returning(self, results) -> fx.GraphModule:
         self.new.output(results)
@@ -84,7 +83,7 @@ def _detached(value):
 
 
 def _given(graph: Rewriter, node) -> Passed:
-    """An argument: its own tokens, or all of it."""
+    """An argument: this rank's part, if it has tokens, else the full value."""
     if not isinstance(node, fx.Node):
         return Passed(node, node, None, node)
     value, tokens = graph.values[node], graph.values[node].tokens
@@ -106,21 +105,21 @@ def function(call: Call):
     forward, backward = (graph.env[graph.values[n].full] for n in node.args[:2])
     inputs = [_given(graph, x) for x in node.args[2:]]
 
-    there = Body(graph, forward, inputs)
-    outs, saved = tree_map(there.passed, there.results)
+    forward_body = Body(graph, forward, inputs)
+    outs, saved = tree_map(forward_body.passed, forward_body.results)
     several = isinstance(outs, (tuple, list))
     results = list(outs) if several else [outs]
 
     back = Body(graph, backward, [*results, *saved])
     found = back.results if isinstance(back.results, (tuple, list)) else (back.results,)
-    found = [back.gradient(x, of) for x, of in zip(found, inputs, strict=True)]
+    found = [back.gradient(x, passed) for x, passed in zip(found, inputs, strict=True)]
     if draws_inside(back.gm):
         call.refuse(
             "its backward draws random numbers, which would be the same on all ranks; draw them "
             "in its forward and save them with ctx.save_for_backward"
         )
     bodies = [
-        there.returning(tree_map(lambda x: x.node, (outs, tuple(saved)))),
+        forward_body.returning(tree_map(lambda x: x.node, (outs, tuple(saved)))),
         back.returning(tuple(found)),
     ]
 
@@ -128,6 +127,6 @@ def function(call: Call):
         modules = [graph.module(x, f"{node.name}_{i}") for i, x in enumerate(bodies)]
         return graph.call(op, *modules, *(x.node for x in inputs), **node.kwargs)
 
-    call.lower, call.said = lower, "an autograd.Function, sharded inside"
+    call.lower, call.decision = lower, "an autograd.Function, sharded inside"
     places = [x.tokens for x in results]
     return places if several else places[0]

@@ -1,4 +1,4 @@
-"""Lookups, and ops along another dimension than the sequence."""
+"""Lookups, and ops along other dimensions than the sequence."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def softmax(call: Call) -> Tokens:
         result = logs if call.target is aten.log_softmax.int else graph.call(aten.exp.default, logs)
         return graph.call(aten.to.dtype, result, dtype)
 
-    call.lower, call.said = lower, "over the tokens of all ranks"
+    call.lower, call.decision = lower, "over the tokens of all ranks"
     return tokens
 
 
 def log_softmax(graph, x: fx.Node, dim: int) -> fx.Node:
-    """Over a dimension of which each rank has a part: what the ranks send is the logarithm of the
-    sum of their own exponentials. 16 bits become float32."""
+    """Over a sharded dimension: each rank sends the logarithm of its sum of exponentials. 16-bit
+    inputs become float32."""
     if graph.env[x].dtype in (torch.float16, torch.bfloat16):
         x = graph.call(aten.to.dtype, x, torch.float32)
     total = graph.call(aten.logsumexp.default, x, [dim], True)
@@ -62,24 +62,24 @@ def log_softmax(graph, x: fx.Node, dim: int) -> fx.Node:
 
 @rule(aten.index.Tensor)
 def index(call: Call) -> Tokens | None:
-    """A table looked up by tokens; or tokens of which another dimension is indexed."""
+    """Looks a table up by tokens, or indexes another dimension than the tokens."""
     x, indices = call.node.args[:2]
     chosen = [n for n in indices if isinstance(n, fx.Node)]
-    at = [i for i, n in enumerate(indices) if isinstance(n, fx.Node)]
+    places = [i for i, n in enumerate(indices) if isinstance(n, fx.Node)]
     if any(n.meta["val"].dtype in (torch.bool, torch.uint8) for n in chosen):
         call.refuse("its number of tokens depends on a mask, which other ranks don't know")
-    if at != list(range(at[0], at[-1] + 1)):
+    if places != list(range(places[0], places[-1] + 1)):
         call.refuse("its indices are not next to each other")
     ndim = max(len(call.shape(n)) for n in chosen)
     tokens = call.tokens(x)
-    if tokens is not None and tokens.dim in at and call.graph.values[x].full is None:
-        return _chosen(call, x, indices, tokens, ndim, at[0])
+    if tokens is not None and tokens.dim in places and call.graph.values[x].full is None:
+        return _chosen(call, x, indices, tokens, ndim, places[0])
     return by_rows(call)
 
 
 def _chosen(call: Call, x, indices, tokens: Tokens, ndim: int, first: int) -> None:
-    """Some tokens, by their positions, which every rank knows: who has one says so to the
-    others."""
+    """Takes tokens by positions that every rank knows. The rank that has a token broadcasts it, by
+    a sum with the others' zeros."""
     for n in indices:
         if isinstance(n, fx.Node) and call.graph.values[n].full is None:
             call.refuse("it indexes tokens by their position in the sequence")
@@ -90,31 +90,33 @@ def _chosen(call: Call, x, indices, tokens: Tokens, ndim: int, first: int) -> No
     begin, count = tokens.sequence.begin(graph.rank), tokens.sequence.lens[graph.rank]
 
     def lower():
-        mine, given = call.given(x), [n if n is None else call.given(n) for n in indices]
-        # One more token, so that there is one on each rank: of zeros, for what others have.
+        local, given = call.given(x), [n if n is None else call.given(n) for n in indices]
+        # Pad with one token of zeros, at which a rank reads tokens of other ranks.
         padding = [0] * (2 * (len(call.shape(x)) - tokens.dim))
         padding[-1] = 1
-        mine = graph.call(aten.constant_pad_nd.default, mine, padding, 0)
-        at = given[tokens.dim]
-        behind = graph.call(aten.add.Scalar, at, graph.int_(tokens.length))
-        at = graph.call(aten.where.self, graph.call(aten.lt.Scalar, at, 0), behind, at)
-        at = graph.call(aten.sub.Scalar, at, graph.int_(begin))
+        local = graph.call(aten.constant_pad_nd.default, local, padding, 0)
+        position = given[tokens.dim]
+        behind = graph.call(aten.add.Scalar, position, graph.int_(tokens.length))
+        position = graph.call(
+            aten.where.self, graph.call(aten.lt.Scalar, position, 0), behind, position
+        )
+        position = graph.call(aten.sub.Scalar, position, graph.int_(begin))
         inside = graph.call(
             aten.logical_and.default,
-            graph.call(aten.ge.Scalar, at, 0),
-            graph.call(aten.lt.Scalar, at, graph.int_(count)),
+            graph.call(aten.ge.Scalar, position, 0),
+            graph.call(aten.lt.Scalar, position, graph.int_(count)),
         )
-        last = graph.call(aten.full_like.default, at, graph.int_(count))
-        given[tokens.dim] = graph.call(aten.where.self, inside, at, last)
-        return graph.all_reduce(graph.call(aten.index.Tensor, mine, given))
+        last = graph.call(aten.full_like.default, position, graph.int_(count))
+        given[tokens.dim] = graph.call(aten.where.self, inside, position, last)
+        return graph.all_reduce(graph.call(aten.index.Tensor, local, given))
 
-    call.lower, call.said = lower, "some tokens, broadcast to all ranks"
+    call.lower, call.decision = lower, "some tokens, broadcast to all ranks"
     return None
 
 
 @rule(aten.index_put.default)
 def index_put(call: Call) -> Tokens:
-    """Where a mask of the first dimensions says so, one value for all."""
+    """Writes one value where a mask over the first dimensions is true."""
     x, indices, values = call.node.args[:3]
     tokens = call.tokens(x)
     mask = indices[0] if len(indices) == 1 else None

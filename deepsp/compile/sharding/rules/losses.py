@@ -12,7 +12,7 @@ _NONE, _MEAN, _SUM = 0, 1, 2
 
 
 def _summed(call: Call):
-    """This rank's losses added up: 16-bit ones in float32, lest the sum overflows."""
+    """The sum of this rank's losses, of 16-bit ones in float32 to avoid an overflow."""
     if call.node.meta["val"].dtype not in (torch.float16, torch.bfloat16):
         return call.replaced(reduction=_SUM)
     each = call.replaced(reduction=_NONE)
@@ -20,7 +20,7 @@ def _summed(call: Call):
 
 
 def _reduced(call: Call, count: Size) -> None:
-    """The sum of all ranks' losses, or their mean: of ``count``."""
+    """The sum or mean of all ranks' losses; ``count``: how many there are."""
     graph = call.graph
 
     def lower():
@@ -29,7 +29,7 @@ def _reduced(call: Call, count: Size) -> None:
             result = graph.call(aten.div.Scalar, result, graph.int_(count))
         return graph.call(aten.to.dtype, result, call.node.meta["val"].dtype)
 
-    call.lower, call.said = lower, "the loss of all ranks' tokens"
+    call.lower, call.decision = lower, "the loss of all ranks' tokens"
 
 
 @combined(aten.cross_entropy_loss.default, aten.nll_loss.default, aten.nll_loss_nd.default)
@@ -41,24 +41,24 @@ def cross_entropy(call: Call, tokens: Tokens) -> None:
 
     def lower():
         dtype = call.node.meta["val"].dtype
-        local = graph.all_reduce(_summed(call))
+        total = graph.all_reduce(_summed(call))
         if call["reduction"] == _SUM:
-            return graph.call(aten.to.dtype, local, dtype)
+            return graph.call(aten.to.dtype, total, dtype)
         if soft:
             count = graph.int_(product(n for d, n in enumerate(shape) if d != 1))
-            return graph.call(aten.to.dtype, graph.call(aten.div.Scalar, local, count), dtype)
-        mine = call.given(target)
-        counts = graph.call(aten.ne.Scalar, mine, call["ignore_index"])
+            return graph.call(aten.to.dtype, graph.call(aten.div.Scalar, total, count), dtype)
+        local = call.given(target)
+        counts = graph.call(aten.ne.Scalar, local, call["ignore_index"])
         if call["weight"] is not None:
-            classes = graph.call(aten.mul.Tensor, mine, counts)  # ignored ones may be any number
+            classes = graph.call(aten.mul.Tensor, local, counts)  # ignored ones: any number
             weights = graph.call(aten.index.Tensor, call.given(call["weight"]), [classes])
             counts = graph.call(aten.mul.Tensor, weights, counts)
         # Counts of tokens are exact in float64.
         counts = graph.call(aten.sum.default, counts, dtype=torch.float64)
-        count = graph.call(aten.to.dtype, graph.all_reduce(counts), graph.env[local].dtype)
-        return graph.call(aten.to.dtype, graph.call(aten.div.Tensor, local, count), dtype)
+        count = graph.call(aten.to.dtype, graph.all_reduce(counts), graph.env[total].dtype)
+        return graph.call(aten.to.dtype, graph.call(aten.div.Tensor, total, count), dtype)
 
-    call.lower, call.said = lower, "the loss of all ranks' tokens"
+    call.lower, call.decision = lower, "the loss of all ranks' tokens"
 
 
 @combined(
@@ -69,7 +69,7 @@ def cross_entropy(call: Call, tokens: Tokens) -> None:
     )
 )
 def other(call: Call, tokens: Tokens) -> None:
-    """Means are over rows where there are classes, else over elements."""
+    """Margin losses with classes are means over rows, the others over elements."""
     x, target = call.node.args[:2]
     margin = "margin" in call.target._opname and call.target is not aten.soft_margin_loss.default
     if not margin and call.shape(x) != call.shape(target):

@@ -1,4 +1,4 @@
-"""Linear layers that sum over tokens, and convolutions; other products are told by their rows."""
+"""Linear layers that sum over tokens, and convolutions. Other products have rows only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ refused("cov corrcoef", "it sums over tokens, and there is no rule for that")
 
 @rule(aten.linear.default)
 def linear(call: Call) -> Tokens | None:
-    """The bias is added once to what is summed over the ranks."""
+    """Adds the bias once, after the sum over the ranks."""
     bias, graph = call["bias"], call.graph
     rows = placement.find(call.target).rows(call)
     for i, row in enumerate(rows):
@@ -41,7 +41,7 @@ def linear(call: Call) -> Tokens | None:
 
 @rule(aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
 def convolution(call: Call) -> Tokens:
-    """[B, C, ...]: patches that don't overlap are a token each."""
+    """[B, C, ...]. Patches that don't overlap become tokens."""
     x, weight = call.node.args[:2]
     call.only(x)
     tokens, graph = call.one_of(), call.graph
@@ -55,8 +55,8 @@ def convolution(call: Call) -> Tokens:
     size = call.shape(weight)[tokens.dim]
     full = call.shape(x)[tokens.dim]
     count = call.out[tokens.dim]
-    apart = along("stride") == size and along("padding") == 0 and along("dilation") == 1
-    if not apart or not graph.equal(size_of(count * size), full):
+    disjoint = along("stride") == size and along("padding") == 0 and along("dilation") == 1
+    if not disjoint or not graph.equal(size_of(count * size), full):
         call.refuse(_BORDERS)
     if size == 1:
         return tokens

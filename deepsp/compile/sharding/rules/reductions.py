@@ -1,4 +1,4 @@
-"""Sums, means and norms: over other dimensions as they are; over tokens summed across ranks."""
+"""Sums, means and norms over tokens, combined across the ranks."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def total(call: Call, tokens: Tokens) -> None:
     def lower():
         dtype = call.node.meta["val"].dtype
         keepdim = bool(call["keepdim"])
-        mine = call.given(x)
-        # 16-bit sums are taken in float32, lest they overflow before they are divided.
+        local = call.given(x)
+        # Sum 16-bit values in float32: the sum may overflow before it is divided.
         wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-        mine = graph.call(aten.sum.dim_IntList, mine, dims, keepdim, dtype=wide)
-        result = graph.all_reduce(mine)
+        local = graph.call(aten.sum.dim_IntList, local, dims, keepdim, dtype=wide)
+        result = graph.all_reduce(local)
         if mean:
             count = graph.int_(product(shape[d] for d in dims))
             result = graph.call(aten.div.Scalar, result, count)
         return result if wide == dtype else graph.call(aten.to.dtype, result, dtype)
 
-    call.lower, call.said = lower, "Partial, all-reduced"
+    call.lower, call.decision = lower, "Partial, all-reduced"
 
 
 @combined(*overloads("any all"))
@@ -52,28 +52,27 @@ def logical(call: Call, tokens: Tokens) -> None:
     graph, every = call.graph, call.target._opname == "all"
 
     def lower():
-        mine = graph.call(aten.ne.Scalar, call.given(x), 0)
+        local = graph.call(aten.ne.Scalar, call.given(x), 0)
         if every:
-            mine = graph.call(aten.logical_not.default, mine)
+            local = graph.call(aten.logical_not.default, local)
         keepdim = bool(call["keepdim"])
-        counted = graph.call(aten.sum.dim_IntList, mine, dims, keepdim, dtype=torch.int64)
+        counted = graph.call(aten.sum.dim_IntList, local, dims, keepdim, dtype=torch.int64)
         result = graph.call(aten.gt.Scalar, graph.all_reduce(counted), 0)
         return graph.call(aten.logical_not.default, result) if every else result
 
-    call.lower, call.said = lower, "counted over all ranks"
+    call.lower, call.decision = lower, "counted over all ranks"
 
 
 @combined(aten.amax.default, aten.amin.default, aten.max.default, aten.min.default)
 def extreme(call: Call, tokens: Tokens) -> None:
-    """Over the tokens, the ranks' own are compared. Equal ones share the gradient, on whichever
-    ranks they are."""
+    """Compares the ranks' extremes over the tokens. Equal ones share the gradient across ranks."""
     x = call.node.args[0]
     dims = _dims(call, len(call.shape(x)))
     graph, most = call.graph, call.target._opname.endswith("max")
 
     def lower():
-        mine, dtype = call.given(x), call.node.meta["val"].dtype
-        detached = graph.call(aten.detach.default, mine)
+        local, dtype = call.given(x), call.node.meta["val"].dtype
+        detached = graph.call(aten.detach.default, local)
         if not graph.holds(tokens.sequence.lens[graph.rank] * tokens.inner > 0):  # no tokens
             info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
             padding = [0] * (2 * (len(call.shape(x)) - tokens.dim))
@@ -88,16 +87,16 @@ def extreme(call: Call, tokens: Tokens) -> None:
         )
         kept = graph.call(op, every, [tokens.dim], True)
         result = kept if call["keepdim"] else graph.call(aten.squeeze.dims, kept, dims)
-        if not graph.differentiated(mine):
+        if not graph.differentiated(local):
             return result
-        # The value as it is, with the gradient of the mean of all that equal it.
-        equal = graph.call(aten.eq.Tensor, graph.call(aten.detach.default, mine), kept)
+        # Add a zero whose gradient is that of the mean of all equal elements.
+        equal = graph.call(aten.eq.Tensor, graph.call(aten.detach.default, local), kept)
         count = graph.call(aten.sum.dim_IntList, equal, dims, bool(call["keepdim"]), dtype=dtype)
-        zeros = graph.call(aten.zeros_like.default, mine)
-        chosen = graph.call(aten.where.self, equal, mine, zeros)
+        zeros = graph.call(aten.zeros_like.default, local)
+        chosen = graph.call(aten.where.self, equal, local, zeros)
         chosen = graph.call(aten.sum.dim_IntList, chosen, dims, bool(call["keepdim"]))
         mean = graph.call(aten.div.Tensor, graph.all_reduce(chosen), graph.all_reduce(count))
         rest = graph.call(aten.sub.Tensor, mean, graph.call(aten.detach.default, mean))
         return graph.call(aten.add.Tensor, result, rest)
 
-    call.lower, call.said = lower, "compared over all ranks"
+    call.lower, call.decision = lower, "compared over all ranks"

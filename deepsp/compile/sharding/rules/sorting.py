@@ -1,8 +1,8 @@
-"""Tokens sorted by what they are given to, as mixtures of experts have it.
+"""Tokens sorted by the expert that they go to, as in mixtures of experts.
 
-Each rank sorts its own tokens. The order, and how many go to each expert, differ from rank to
-rank: such values (:class:`Own`) may be used to sort tokens, to multiply the sorted ones, and to
-bring them back. Anything else is refused.
+Each rank sorts its own tokens. The order, and each expert's number of tokens, differ by rank. Such
+values (:class:`Own`) may only be used to sort tokens, to multiply the sorted ones, and to undo the
+sort. Any other use is refused.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from deepsp.compile.sharding.rules import Call, overloads, rule
+from deepsp.compile.sharding.rules import Call, overloads, rule, rule_of_own
 from deepsp.compile.sharding.tokens import Tokens, quotient, same
 
 aten = torch.ops.aten
@@ -25,8 +25,8 @@ _ARGSORT = {aten.argsort.default, aten.argsort.stable}
 
 @dataclass(frozen=True)
 class Own:
-    """A value that each rank has for its own tokens, ``tokens`` once they are sorted. An order
-    counts groups of ``group`` neighbours."""
+    """A value that differs by rank, since it is for the rank's own tokens; ``tokens``: where they
+    are once sorted. An order counts groups of ``group`` neighbours."""
 
     kind: str
     tokens: Tokens | None = None
@@ -51,12 +51,13 @@ def count(call: Call) -> None:
     if call.target._opname == "bincount" and not call["minlength"]:
         call.refuse("its number of bins depends on the values of all tokens; pass minlength")
     call.graph.own[call.node] = Own(COUNTS)
-    call.said = "local tokens"
+    call.decision = "local tokens"
     return None
 
 
+@rule_of_own
 def follow(call: Call) -> Tokens | None:
-    """The rule for all that is given an :class:`Own` value."""
+    """The rule for ops with an :class:`Own` operand."""
     graph, target = call.graph, call.target
     args = call.node.args
     own = {n: graph.own[n] for n in call.operands if n in graph.own}
@@ -104,15 +105,15 @@ def _is_inverse(call: Call, own: dict, blank: Own) -> bool:
 def _place(call: Call, tokens: Tokens) -> fx.Node:
     graph = call.graph
     blank, (order,) = call.node.args[:2]
-    like = graph.env[graph.values[blank].mine]
+    like = graph.env[graph.values[blank].local]
     count = graph.int_(tokens.local(graph.rank))
     numbers = graph.call(aten.arange.default, count, dtype=like.dtype, device=like.device)
-    mine = [graph.values[n].mine for n in (blank, order)]
-    return graph.call(aten.index_put.default, mine[0], [mine[1]], numbers)
+    local = [graph.values[n].local for n in (blank, order)]
+    return graph.call(aten.index_put.default, local[0], [local[1]], numbers)
 
 
 def _moved(call: Call, own: dict) -> Tokens:
-    """Tokens sorted, or brought back."""
+    """Sorts tokens, or undoes the sort."""
     x, (index,) = call.node.args[:2]
     how, tokens = own.get(index), call.tokens(x)
     if how is not None and x not in own and tokens is not None and tokens.dim == 0:

@@ -41,7 +41,7 @@ def reshape(call: Call) -> Tokens:
 
     def lower():
         shape = call.graph.shape(new.part(out, call.graph.rank))
-        # A local tensor's strides may be others than the full one's.
+        # A local tensor's strides may differ from the full one's.
         return call.graph.call(aten.reshape.default, call.given(x), shape)
 
     call.lower = lower
@@ -58,20 +58,20 @@ def squeeze(call: Call) -> Tokens:
     shape, gone = call.shape(x), call["dim"]
     gone = [d % len(shape) for d in ([gone] if isinstance(gone, int) else gone)]
     gone = [d for d in gone if isinstance(shape[d], int) and shape[d] == 1]
-    # A part's one token must stay where the full tensor has several.
+    # Sizes of 1 in the full tensor only: a part may have one token.
     call.lower = lambda: call.graph.call(aten.squeeze.dims, call.given(x), gone)
     return by_rows(call)
 
 
 def window(call: Call, x, tokens: Tokens, begin, end):
-    """This rank's tokens among those from ``begin`` to ``end``: where they are, and the nodes."""
+    """This rank's tokens between ``begin`` and ``end``: where they are, and their nodes."""
     if not tokens.alone:
         call.refuse("it selects tokens of a sequence that was merged with another dimension")
     new = Tokens(tokens.dim, size_of(end - begin), tokens.sequence.window(begin, end))
     rank, graph = call.graph.rank, call.graph
 
     def lower():
-        # What is left out in front lies on this rank where the window begins behind its first.
+        # Skip this rank's tokens before the window.
         skip = Min(Max(begin - tokens.sequence.begin(rank), 0), tokens.sequence.lens[rank])
         start, length = graph.int_(size_of(skip)), graph.int_(new.sequence.lens[rank])
         return graph.call(aten.narrow.default, call.given(x), tokens.dim, start, length)
@@ -101,7 +101,7 @@ def slice_(call: Call) -> Tokens:
 
 
 def _index(call: Call, value, length):
-    """A place in the sequence, counted from the front, inside of it."""
+    """An index into the sequence, counted from its beginning and clamped."""
     if not isinstance(value, int):
         value = size_of(value.meta["val"])
     if isinstance(value, int) and value >= sys.maxsize:
@@ -114,16 +114,16 @@ def _index(call: Call, value, length):
 
 
 def _one_token(call: Call, x, tokens: Tokens, begin, keepdim: bool) -> None:
-    """Whoever has it says so to the others."""
+    """The rank that has the token broadcasts it, by a sum with the others' zeros."""
     _, cut = window(call, x, tokens, begin, size_of(begin + 1))
     graph = call.graph
 
     def lower():
         dtype = call.node.meta["val"].dtype
-        mine = graph.call(aten.sum.dim_IntList, cut(), [tokens.dim], keepdim, dtype=dtype)
-        return graph.all_reduce(mine)
+        local = graph.call(aten.sum.dim_IntList, cut(), [tokens.dim], keepdim, dtype=dtype)
+        return graph.all_reduce(local)
 
-    call.lower, call.said = lower, "one token, broadcast to all ranks"
+    call.lower, call.decision = lower, "one token, broadcast to all ranks"
 
 
 @rule(aten.select.int)
@@ -139,7 +139,7 @@ def select(call: Call) -> Tokens | None:
 def cat(call: Call) -> Tokens:
     nodes = [n for n in call.node.args[0] if call.shape(n) != [0]]
     dim = call["dim"] % len(call.out)
-    if len(nodes) == 1:  # a cache that was empty
+    if len(nodes) == 1:  # the others are empty, as a cache at first
         (x,) = nodes
         call.lower = lambda: call.graph.call(aten.alias.default, call.given(x))
         return call.one_of()
@@ -149,8 +149,7 @@ def cat(call: Call) -> Tokens:
 
 
 def _longer(call: Call, nodes: list, dim: int) -> Tokens:
-    """Replicated tokens, in front of a sequence or behind it: the first rank's, and
-    the last one's."""
+    """Puts replicated tokens before a sequence, on the first rank, or after it, on the last."""
     fixed = [n for n in nodes if call.graph.values[n].full is None]
     if len(fixed) != 1:
         call.refuse("it concatenates two sequences, which would change the tokens of each rank")
@@ -158,9 +157,9 @@ def _longer(call: Call, nodes: list, dim: int) -> Tokens:
     tokens = call.tokens(x)
     if tokens.dim != dim or not same(tokens.outer, 1) or tokens.order is not None:
         call.refuse("it concatenates tokens that are sharded along different dimensions")
-    graph, at = call.graph, nodes.index(x)
+    graph, position = call.graph, nodes.index(x)
     lens = [size_of(n * tokens.inner) for n in tokens.sequence.lens]
-    for where, others in ((0, nodes[:at]), (-1, nodes[at + 1 :])):
+    for where, others in ((0, nodes[:position]), (-1, nodes[position + 1 :])):
         lens[where] = size_of(lens[where] + sum(call.shape(n)[dim] for n in others))
     for node in nodes:
         if node is not x:
@@ -170,8 +169,8 @@ def _longer(call: Call, nodes: list, dim: int) -> Tokens:
         taken = []
         for i, node in enumerate(nodes):
             new = call.given(node)
-            if i != at and graph.rank != (0 if i < at else graph.size - 1):
-                # None of it, but every rank sums its gradient.
+            if i != position and graph.rank != (0 if i < position else graph.size - 1):
+                # Take no tokens, but keep the gradient: every rank sums it.
                 new = graph.call(aten.narrow.default, new, dim, 0, 0)
             taken.append(new)
         return graph.call(aten.cat.default, taken, dim)
