@@ -141,7 +141,9 @@ class Ordinary(LM):
     def correlation(self, ids, labels):
         x = self.aux(self.embed(ids))
         gram = x.transpose(1, 2) @ x
-        mixed = torch.einsum("bsd,sk->bdk", x, self.position.weight[: ids.size(1), :2])
+        weight = self.position.weight[: ids.size(1), :2]
+        mixed = torch.einsum("bsd,sk->bdk", x, weight)
+        mixed = mixed + F.linear(x.transpose(1, 2), weight.T, self.p[:2])  # the bias counts once
         return self.loss(x @ gram, labels) + torch.tensordot(x, x, 3) + mixed.pow(2).sum()
 
     def one_query(self, ids, labels):

@@ -271,15 +271,18 @@ def _sixteen_bits():
         dynamic=True,
         backend="aot_eager",
     )
-    for n in (0, 1, 7, 8, 9, 16, 17, 64, 65, 8 * size + 1, 1000):
-        each = [draw(n, seed=n + r, dtype=torch.float32).bfloat16() for r in range(size)]
+    lengths = (0, 1, 7, 8, 9, 16, 17, 64, 65, 8 * size + 1, 1000)
+    cases = [(n, torch.bfloat16) for n in lengths] + [(9, torch.half), (65, torch.half)]
+    for n, dtype in cases:
+        each = [draw(n, seed=n + r, dtype=torch.float32).to(dtype) for r in range(size)]
         x = each[rank].clone().requires_grad_()
-        expected = sum(e.float() for e in each).bfloat16()
-        for call in (lambda x: deepsp.collectives.all_reduce(x, grad="partial"), dynamic):
+        expected = sum(e.float() for e in each).to(dtype)
+        eager = lambda x: deepsp.collectives.all_reduce(x, grad="partial")  # noqa: E731
+        for call in (eager, dynamic) if dtype is torch.bfloat16 else (eager,):
             y = call(x)
             assert torch.equal(y, expected), n
             (g,) = torch.autograd.grad(y.float().square().sum() / 2, x)
-            assert torch.equal(g, (size * expected.float()).bfloat16()), n
+            assert torch.equal(g, (size * expected.float()).to(dtype)), n
         shape = torch.ops.deepsp.all_reduce_start([x.detach()], "partial", *_where()).shape
         meta = torch.ops.deepsp.all_reduce_start([x.detach().to("meta")], "partial", *_where())
         assert shape == meta.shape and (shape[1] % 8 == 0 or shape[1] == n)

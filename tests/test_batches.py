@@ -315,11 +315,13 @@ def _borders():
         assert sorted(batch) == ["input_ids", "position_ids", "shift_labels"]
         assert batch["position_ids"].tolist() == expected.tensor_split(size, 1)[rank].tolist()
         assert batch["shift_labels"].tolist() == ends.tensor_split(size, 1)[rank].tolist()
-    rows, _ = deepsp.shard_batch(
-        {"input_ids": ids.view(2, 5), "cu_seq_lens_q": torch.tensor([0, 3, 5, 10])}
-    )
     whole = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]])
-    assert rows["position_ids"].tolist() == whole.tensor_split(size, 1)[rank].tolist()
+    for borders in (
+        {"cu_seq_lens_q": torch.tensor([0, 3, 5, 10])},
+        {"seq_idx": torch.tensor([[0, 0, 0, 1, 1], [1] * 5])},  # a row begins a document
+    ):
+        rows, _ = deepsp.shard_batch({"input_ids": ids.view(2, 5), **borders})
+        assert rows["position_ids"].tolist() == whole.tensor_split(size, 1)[rank].tolist()
     for more, message in [
         (lengths, r"seq_idx in a batch with \['max_length_k', 'max_length_q'\], got none"),
         ({"cu_seq_lens_q": cu, "position_ids": torch.arange(10)[None]}, "start anew where cu_seq"),

@@ -77,6 +77,20 @@ def test_gather_before_the_linear_layer(size, overlap):
     on_ranks(size, _gathered_input, overlap)
 
 
+def _partial_scatter():
+    """A split whose gradient is left partial, and summed further down."""
+
+    def plan(sch):
+        sch["0"].sync("bwd_post", "all_reduce").sync("fwd_post", "scatter", axis=1, grad="partial")
+        sch["1"].sync("fwd_post", "all_gather", axis=1, grad="replicated")
+
+    check(lambda: nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 4)), plan, data(2, 7, 5))
+
+
+def test_a_scatter_with_a_partial_gradient():
+    on_ranks(3, _partial_scatter)
+
+
 def _norm_gathers(size):
     """The gather's consumer is another module: that its gradient is partial has to be found."""
 
