@@ -22,14 +22,12 @@ def _check(name, refused):
     assert expected is None or re.search(expected, refused), refused
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("name", _AT_EVERY_COMMIT)
 def test_three_ranks(name):
     with static_lengths():
         _check(name, through_compile_pass(name, 14, 3))
 
 
-@pytest.mark.alone
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_two_ranks(name):

@@ -77,7 +77,6 @@ def _compared(name, given, length, ranks=None, checkpointed=False):
         )
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("name", ["Llama", "Qwen3", "Mistral", "GPT2", "Gemma"])
 def test_models(name):
     if name in ("Llama", "GPT2"):
@@ -87,7 +86,6 @@ def test_models(name):
         _compared(name, "position_ids", 13, 3)
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("name", ["Mistral", "GPT2"])
 def test_three_ranks(name):
     with static_lengths():
