@@ -100,9 +100,14 @@ def names(call: Callable[[], object]) -> Counter:
     return Counter(event.name for event in events(call))
 
 
+def warm_up() -> None:
+    """A group's first exchange sends more than later ones."""
+    deepsp.collectives.all_gather(torch.ones(1), 0, grad="partial")
+
+
 def sent(call: Callable[[], object]) -> list[int]:
     """The bytes of each message that a call sends over gloo, in order."""
-    deepsp.collectives.all_gather(torch.ones(1), 0, grad="partial")  # a group's first sends more
+    warm_up()
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
     ) as profile:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import on_ranks
-from reference import attention, draw, events, sent
+from reference import attention, draw, events, sent, warm_up
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -220,7 +220,7 @@ def _ahead():
     layers = [nn.Linear(512, 512) for _ in range(8)]
     model = nn.Sequential(*layers).requires_grad_()
     deepsp.shard_parameters(model, dtype=torch.float32)  # 1 MiB each
-    deepsp.collectives.all_gather(torch.ones(1), 0, grad="partial")  # a group's first sends more
+    warm_up()
     x = torch.randn(4, 512)
     first, second = (events(lambda: model(x).sum().backward()) for _ in range(2))
 
@@ -560,7 +560,7 @@ def _bytes():
     torch.manual_seed(0)
     model = nn.Linear(64, 64, bias=False)
     deepsp.shard_parameters(model)
-    deepsp.collectives.all_gather(torch.ones(1), 0, grad="partial")  # a group's first sends more
+    warm_up()
     x = torch.randn(3, 64, dtype=torch.bfloat16, requires_grad=True)
     out = []
     forward = sum(sent(lambda: out.append(model(x))))

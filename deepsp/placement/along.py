@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
+from deepsp.placement.dims import listed
 from deepsp.placement.pointwise import broadcast
-from deepsp.placement.table import ALL, ANY, MAX, MEAN, MIN, SUM, Op, Row, row, rule
+from deepsp.placement.table import ALL, ANY, MAX, MEAN, MIN, SUM, Op, Row, along, row, rule
 
 _COMBINE = {
     "sum": SUM, "nansum": SUM, "count_nonzero": SUM, "mean": MEAN, "amax": MAX, "max": MAX,
@@ -13,21 +14,12 @@ _COMBINE = {
 }  # fmt: skip
 
 
-def along(op: Op, over, linear: bool = False) -> list[Row]:
-    """Rows for all dimensions except ``over``, along which ranks depend on each other."""
-    x = op.operands[0]
-    others = [(y, None) for y in op.operands[1:]]
-    ndim = len(op.shape(x))
-    gone = {d % ndim for d in over}
-    rows = [r for d in range(ndim) if d not in gone for r in row(d, (x, d), *others)]
-    return rows + (row(SUM, (x, SUM), *others) if linear else [])
-
-
-def _given(op: Op, name: str = "dim") -> list[int] | None:
-    dim = op[name]
-    if dim is None or (isinstance(dim, (list, tuple)) and not dim):
-        return None
-    return [dim] if isinstance(dim, int) else list(dim)
+def reduced(op: Op) -> list[int]:
+    """The dimensions that an op works along: all, if it is given none."""
+    ndim, dim = len(op.shape(op.operands[0])), op["dim"]
+    if not isinstance(dim, int) and not dim:
+        return list(range(ndim))
+    return [d % ndim for d in listed(dim)]
 
 
 @rule(
@@ -40,9 +32,8 @@ def reduction(op: Op) -> list[Row]:
         return broadcast(op, op.operands)
     x, name = op.operands[0], op.target._opname
     ndim = len(op.shape(x))
-    dims = _given(op)
-    over = set(range(ndim)) if dims is None else {d % ndim for d in dims}
-    gone = set() if op["keepdim"] else over
+    over = reduced(op)
+    gone = [] if op["keepdim"] else over
     combine = _COMBINE.get(name)
     if name in ("max", "min") and op["dim"] is not None:  # they also return indices
         combine = None
@@ -61,14 +52,12 @@ def reduction(op: Op) -> list[Row]:
     "along the sharded dimension it depends on elements of other ranks",
 )
 def other(op: Op) -> list[Row]:
-    dims = _given(op)
-    return along(op, range(len(op.shape(op.operands[0]))) if dims is None else dims)
+    return along(op, reduced(op))
 
 
 @rule("cumsum diff", "along the sharded dimension it depends on elements of other ranks")
 def running(op: Op) -> list[Row]:
-    rows = along(op, [op["dim"]], linear=len(op.operands) == 1)
-    return rows
+    return along(op, [op["dim"]], linear=len(op.operands) == 1)
 
 
 @rule(

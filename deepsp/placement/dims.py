@@ -49,6 +49,11 @@ def einsum(equation: str, ndims: list[int]) -> Labels:
     return [labels(x, n) for x, n in zip(named, left_out, strict=True)], labels(out, widest)
 
 
+def listed(value: int | Sequence[int]) -> list[int]:
+    """An argument that is one dimension or several, as a list."""
+    return [value] if isinstance(value, int) else list(value)
+
+
 Order = list[int | None]
 
 
@@ -70,7 +75,7 @@ def turn(ndim: int, op: str) -> Order:
 
 
 def movedim(ndim: int, source: int | Sequence[int], destination: int | Sequence[int]) -> Order:
-    pair = [[x] if isinstance(x, int) else x for x in (source, destination)]
+    pair = [listed(x) for x in (source, destination)]
     moved = {to % ndim: source % ndim for source, to in zip(*pair, strict=True)}
     rest = iter(d for d in range(ndim) if d not in moved.values())
     return [moved[d] if d in moved else next(rest) for d in range(ndim)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deepsp.placement.pointwise import broadcast
-from deepsp.placement.table import MEAN, SUM, Op, Row, row, rule
+from deepsp.placement.table import MEAN, SUM, Op, Row, along, row, rule, sharded
 
 _REDUCED = {0: None, 1: MEAN, 2: SUM}
 
@@ -12,7 +12,7 @@ _REDUCED = {0: None, 1: MEAN, 2: SUM}
 def embedding(op: Op) -> list[Row]:
     weight, index = op["weight"], op["indices"]
     ndim = len(op.shape(index))
-    rows = [r for d in range(ndim) for r in row(d, (index, d), (weight, None))]
+    rows = sharded(range(ndim), [index])
     return rows + row(ndim, (index, None), (weight, 1)) + row(SUM, (index, None), (weight, SUM))
 
 
@@ -25,16 +25,14 @@ def by_index(op: Op) -> list[Row]:
     if op["dim"] is None:
         return []
     dim = op["dim"] % ndim
-    return [r for d in range(ndim) if d != dim for r in row(d, *((x, d) for x in operands))]
+    return sharded((d for d in range(ndim) if d != dim), operands)
 
 
 @rule("index_select", "it is looked up along the sharded dimension")
 def index_select(op: Op) -> list[Row]:
     x, index = op["self"], op["index"]
-    ndim = len(op.shape(x))
-    dim = op["dim"] % ndim
-    rows = [r for d in range(ndim) if d != dim for r in row(d, (x, d), (index, None))]
-    return rows + row(dim, (x, None), (index, 0)) + row(SUM, (x, SUM), (index, None))
+    dim = op["dim"] % len(op.shape(x))
+    return along(op, [dim], linear=True) + row(dim, (x, None), (index, 0))
 
 
 @rule("index", "it is looked up along the sharded dimension")
@@ -73,8 +71,7 @@ def _masked(op: Op, x, given) -> list[Row]:
 
 @rule("bucketize.Tensor")
 def bucketize(op: Op) -> list[Row]:
-    x = op["self"]
-    return [r for d in range(len(op.shape(x))) for r in row(d, (x, d), (op["boundaries"], None))]
+    return along(op, [])
 
 
 @rule(

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from deepsp.placement import dims
 from deepsp.placement.pointwise import broadcast
-from deepsp.placement.table import SUM, Op, Row, row, rule
+from deepsp.placement.table import SUM, Op, Row, along, row, rule, sharded
 
 
-def moved(op: Op, order: dims.Order, but: Iterable[int] = ()) -> list[Row]:
-    """``order``: for each dimension of the result, the operand's; ``but``: those with no row."""
+def moved(op: Op, order: dims.Order) -> list[Row]:
+    """``order``: for each dimension of the result, the operand's, or None."""
     x = op.operands[0]
-    rows = [r for to, d in enumerate(order) if d not in (None, *but) for r in row(to, (x, d))]
+    rows = [r for to, d in enumerate(order) if d is not None for r in row(to, (x, d))]
     return rows + row(SUM, (x, SUM))
 
 
 def _ndim(op: Op) -> int:
     return len(op.shape(op.operands[0]))
-
-
-def _list(value) -> list:
-    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 @rule("transpose swapaxes swapdims")
@@ -52,18 +46,13 @@ def unsqueeze(op: Op) -> list[Row]:
 @rule("squeeze.dim squeeze.dims squeeze.default", "the sharded dimension is squeezed away")
 def squeeze(op: Op) -> list[Row]:
     shape = op.shape(op["self"])
-    given = range(len(shape)) if op["dim"] is None else _list(op["dim"])
+    given = range(len(shape)) if op["dim"] is None else dims.listed(op["dim"])
     gone = [d % len(shape) for d in given if shape and op.is_one(shape[d])]
     return moved(op, dims.without(len(shape), gone))
 
 
-@rule("select", "one index is taken along the sharded dimension")
+@rule("select unbind", "one index is taken along the sharded dimension")
 def select(op: Op) -> list[Row]:
-    return moved(op, dims.without(_ndim(op), [op["dim"]]))
-
-
-@rule("unbind", "one index is taken along the sharded dimension")
-def unbind(op: Op) -> list[Row]:
     return moved(op, dims.without(_ndim(op), [op["dim"]]))
 
 
@@ -73,8 +62,7 @@ def unbind(op: Op) -> list[Row]:
     "a piece is taken along the sharded dimension",
 )
 def pieces(op: Op) -> list[Row]:
-    ndim = _ndim(op)
-    return moved(op, list(range(ndim)), [op["dim"] % ndim])
+    return along(op, [op["dim"]], linear=True)
 
 
 @rule("expand expand_as broadcast_to", "the sharded dimension is repeated")
@@ -97,23 +85,17 @@ def expand(op: Op) -> list[Row]:
             )
         elif own:
             rows += row(d, (x, place))
-    if like is not None:
-        return rows + row(SUM, (x, SUM), (like, None))
-    return rows + row(SUM, (x, SUM))
+    return rows + row(SUM, (x, SUM), (like, None))
 
 
 @rule("flip roll", "it moves elements along the sharded dimension, from one rank to another")
 def turned(op: Op) -> list[Row]:
-    ndim = _ndim(op)
-    given = _list(op["dims"])
-    over = [d % ndim for d in given] if given else range(ndim)
-    return moved(op, list(range(ndim)), over)
+    return along(op, dims.listed(op["dims"]) or range(_ndim(op)), linear=True)
 
 
 @rule("unfold", "it makes windows of neighbouring elements, some of which other ranks have")
 def unfold(op: Op) -> list[Row]:
-    ndim = _ndim(op)
-    return moved(op, list(range(ndim)), [op["dimension"] % ndim])
+    return along(op, [op["dimension"]], linear=True)
 
 
 @rule("pad constant_pad_nd", "it adds elements to the sharded dimension, or takes some off")
@@ -121,15 +103,12 @@ def pad(op: Op) -> list[Row]:
     """``pad`` has two sizes for each dimension, the last dimension first."""
     ndim, sizes = _ndim(op), list(op["pad"])
     padded = [ndim - 1 - n // 2 for n, size in enumerate(sizes) if size != 0]
-    rows = moved(op, list(range(ndim)), padded)
-    zeros = (op["value"] or 0) == 0
-    return rows if zeros else [r for r in rows if r.outputs != SUM]
+    return along(op, padded, linear=(op["value"] or 0) == 0)
 
 
 @rule("tril triu", "it reads positions along the sharded dimension")
 def triangle(op: Op) -> list[Row]:
-    ndim = _ndim(op)
-    return moved(op, list(range(ndim)), [ndim - 2, ndim - 1])
+    return along(op, [-2, -1], linear=True)
 
 
 @rule("diagonal", "it reads positions along the sharded dimension")
@@ -158,7 +137,7 @@ def cat(op: Op) -> list[Row]:
     dim = op["dim"] % max(ndim, 1)
     if len(tensors) == 1:
         dim = ndim  # no join
-    rows = [r for d in range(ndim) if d != dim for r in row(d, *((x, d) for x in tensors))]
+    rows = sharded((d for d in range(ndim) if d != dim), tensors)
     return rows + row(SUM, *((x, SUM) for x in tensors))
 
 

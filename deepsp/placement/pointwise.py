@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from deepsp.placement.table import ANYTHING, SUM, Op, Row, row, rule
+from deepsp.placement.table import ANYTHING, SUM, Op, Row, along, row, rule, sharded
 
 _SUMS = {"add", "sub", "subtract", "rsub"}
 _PRODUCTS = {"mul", "multiply"}
@@ -49,7 +49,7 @@ def pointwise(op: Op) -> list[Row]:
     name, operands = op.target._opname, op.operands
     if name in ("to", "type_as") and len(operands) == 2:  # only the other's dtype is used
         x, other = operands
-        rows = [r for d in range(len(op.shape(x))) for r in row(d, (x, d), (other, ANYTHING))]
+        rows = sharded(range(len(op.shape(x))), [x], (other, ANYTHING))
         rows += row(SUM, (x, SUM), (other, ANYTHING)) if _is_float(op) else []
         return rows + row(None, (x, None), (other, ANYTHING))
     return broadcast(op, operands) + _sums(op)
@@ -109,15 +109,12 @@ def prelu(op: Op) -> list[Row]:
 
 @rule("view_as_complex", "its real and imaginary parts would be on different ranks")
 def pairs(op: Op) -> list[Row]:
-    x = op["self"]
-    rows = [r for d in range(len(op.shape(x)) - 1) for r in row(d, (x, d))]
-    return rows + row(SUM, (x, SUM))
+    return along(op, [-1], linear=True)
 
 
 @rule("view_as_real")
 def numbers(op: Op) -> list[Row]:
-    x = op["self"]
-    return [r for d in range(len(op.shape(x))) for r in row(d, (x, d))] + row(SUM, (x, SUM))
+    return along(op, [], linear=True)
 
 
 @rule(
@@ -126,9 +123,7 @@ def numbers(op: Op) -> list[Row]:
 )
 def filled(op: Op) -> list[Row]:
     """The values don't depend on the tensor; only its sizes count."""
-    x, others = op["self"], [(y, None) for y in op.operands[1:]]
-    rows = [r for d in range(len(op.shape(x))) for r in row(d, (x, d), *others)]
-    return rows + row(None, (x, ANYTHING), *others)
+    return along(op, []) + row(None, (op["self"], ANYTHING))
 
 
 @rule("new_zeros new_ones new_full new_empty new_empty_strided")
@@ -158,7 +153,6 @@ def copy(op: Op) -> list[Row]:
 @rule("feature_dropout feature_alpha_dropout", "it drops channels for all tokens at once")
 def channels(op: Op) -> list[Row]:
     """[B, C, ...]: drops full channels."""
-    x = op.operands[0]
-    dims = range(2) if op["train"] and op["p"] else range(len(op.shape(x)))
-    rows = [r for d in dims for r in row(d, (x, d))]
-    return rows + (row(SUM, (x, SUM)) if op.target._opname == "feature_dropout" else [])
+    drops = op["train"] and op["p"]
+    over = range(2, len(op.shape(op.operands[0]))) if drops else []
+    return along(op, over, linear=op.target._opname == "feature_dropout")

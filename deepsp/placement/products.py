@@ -4,7 +4,7 @@ dimension that is summed, it is partial."""
 from __future__ import annotations
 
 from deepsp.placement import dims
-from deepsp.placement.table import SUM, Op, Row, row, rule
+from deepsp.placement.table import SUM, Op, Row, row, rule, sharded
 
 
 def contract(op: Op, operands: list[tuple], output: list) -> list[Row]:
@@ -82,7 +82,7 @@ def outer(op: Op) -> list[Row]:
 @rule("bilinear", "it mixes its features")
 def bilinear(op: Op) -> list[Row]:
     a, b = op["input1"], op["input2"]
-    return [r for d in range(len(op.shape(a)) - 1) for r in row(d, (a, d), (b, d))]
+    return sharded(range(len(op.shape(a)) - 1), [a, b])
 
 
 @rule("cdist", "it sums over the last dimension")
@@ -93,7 +93,7 @@ def cdist(op: Op) -> list[Row]:
     rows = row(n - 2, (a, len(op.shape(a)) - 2), (b, None))
     rows += row(n - 1, (a, None), (b, len(op.shape(b)) - 2))
     if len(op.shape(a)) == len(op.shape(b)):
-        rows += [r for d in range(n - 2) for r in row(d, (a, d), (b, d))]
+        rows += sharded(range(n - 2), [a, b])
     return rows
 
 

@@ -49,6 +49,13 @@ class Op:
         return list(self.named.values())
 
     @property
+    def written(self) -> list:
+        """The arguments that the op writes into, as its schema says."""
+        schema = getattr(self.target, "_schema", None)
+        arguments = schema.arguments if schema is not None else ()
+        return [self[a.name] for a in arguments if a.alias_info and a.alias_info.is_write]
+
+    @property
     def operands(self) -> list:
         """The tensors among the arguments, each once."""
         raise NotImplementedError
@@ -70,11 +77,11 @@ class Row:
     """If each rank calls the op on inputs with these places, it makes outputs with these places.
 
     inputs: a place for each operand; one that isn't listed is replicated.
-    outputs: the place of every result, or a tuple with one for each.
+    outputs: the place of every result.
     """
 
     inputs: tuple[tuple[Any, Place], ...]
-    outputs: Place | tuple[Place, ...]
+    outputs: Place
 
     def place(self, tensor) -> Place:
         return next((place for x, place in self.inputs if x is tensor), None)
@@ -110,6 +117,23 @@ def row(outputs, *inputs) -> list[Row]:
     return [Row(tuple(placed), outputs)]
 
 
+def sharded(dims: Iterable[int], operands, *others) -> list[Row]:
+    """A row for each of these dimensions, along which ``operands`` and the result are sharded.
+    ``others``: further operands, with their places."""
+    return [r for d in dims for r in row(d, *((x, d) for x in operands), *others)]
+
+
+def along(op: Op, over: Iterable[int], linear: bool = False) -> list[Row]:
+    """Rows for all dimensions of the first operand except ``over``, along which ranks depend on
+    each other. The other operands are replicated."""
+    x, *rest = op.operands
+    others = [(y, None) for y in rest]
+    ndim = len(op.shape(x))
+    excluded = {d % ndim for d in over}
+    rows = sharded((d for d in range(ndim) if d not in excluded), [x], *others)
+    return rows + (row(SUM, (x, SUM), *others) if linear else [])
+
+
 def rule(names: str, why: str = "") -> Callable:
     """Registers a rule for aten ops, whose names are separated by blanks: for all overloads of
     ``max``, or one overload, ``max.dim``."""
@@ -135,9 +159,8 @@ def overloads(names: str) -> Iterable[OpOverload]:
 @functools.cache
 def find(op: OpOverload) -> Rule | None:
     """The rule of an op; for ``add_``, ``out=`` and foreach, that of the op they are made from."""
-    if not _RULES:
-        for family in _FAMILIES:
-            importlib.import_module(f"deepsp.placement.{family}")
+    for family in _FAMILIES:
+        importlib.import_module(f"deepsp.placement.{family}")
     known = _RULES.get(op)
     name = getattr(op, "_opname", "")
     if known is None and name.startswith("_foreach_"):  # the op on each tensor of the lists

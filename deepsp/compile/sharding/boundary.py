@@ -24,7 +24,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from deepsp.compile.sharding.forms import Forms, has_tensor, is_differentiated, is_random
-from deepsp.compile.sharding.inputs import _PREFIX
+from deepsp.compile.sharding.inputs import MARK
 from deepsp.compile.sharding.report import CannotShard
 
 _ours, _c10d = torch.ops.deepsp, torch.ops._c10d_functional
@@ -270,7 +270,7 @@ def check_sharded(walk) -> None:
 def role_of(node: fx.Node) -> tuple[str, int] | None:
     """The role and the sequence's dimension of a placeholder, if it was marked."""
     tag = node.meta.get("tensor_dict", {}).get("tag")
-    if not isinstance(tag, str) or not tag.startswith(f"{_PREFIX}:"):
+    if not isinstance(tag, str) or not tag.startswith(f"{MARK}:"):
         return None
     _, role, dim = tag.split(":")
     return role, int(dim)

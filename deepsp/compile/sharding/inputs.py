@@ -13,7 +13,7 @@ from deepsp.ranks.agreement import first_difference
 from deepsp.ranks.groups import Group, on_all_ranks
 
 # Dynamo passes no other attribute of a tensor to backends than ``tag``.
-_PREFIX = "deepsp"
+MARK = "deepsp"
 
 
 def prepare_inputs(
@@ -123,7 +123,7 @@ def _gathered(batch: Mapping[str, Any], dims: dict[str, int], group: Group) -> d
 
 
 def _mark(tensor: Tensor, role: str, dim: int) -> None:
-    tensor.tag = f"{_PREFIX}:{role}:{dim}"
+    tensor.tag = f"{MARK}:{role}:{dim}"
     if tensor.size(dim) > 1:
         # "maybe": a FlexAttention block mask fixes the length for which it was made.
         torch._dynamo.maybe_mark_dynamic(tensor, dim)

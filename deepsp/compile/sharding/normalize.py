@@ -32,7 +32,7 @@ from deepsp.compile.sharding.forms import (
     values_of,
 )
 from deepsp.compile.sharding.report import CannotShard
-from deepsp.placement import functional
+from deepsp.placement import Op, functional
 
 
 def fake_inputs(gm: fx.GraphModule, example_inputs) -> tuple[list, FakeTensorMode]:
@@ -278,15 +278,9 @@ def storage_of(node: fx.Node) -> int | None:
 
 
 def written(node: fx.Node) -> list[fx.Node]:
-    """The tensors that an op writes into, by its schema."""
-    found = []
-    for i, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        by_place = not argument.kwarg_only and i < len(node.args)
-        value = node.args[i] if by_place else node.kwargs.get(argument.name)
-        found += [n for n in tree_leaves(value) if isinstance(n, fx.Node)]
-    return found
+    """The tensors that an op writes into."""
+    leaves = tree_leaves(Op(node.target, node.args, node.kwargs).written)
+    return [n for n in leaves if isinstance(n, fx.Node)]
 
 
 def results_out_of_place(gm: fx.GraphModule, mode) -> None:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deepsp import placement
 from deepsp.ranks import randomness
 from deepsp.schedule.flow import drawing, exchanges, lengths, pieces, reshapes, writes
-from deepsp.schedule.flow.rows import places_of
+from deepsp.schedule.flow.rows import place_of
 from deepsp.schedule.flow.values import (
     Call,
     Entry,
@@ -119,7 +119,7 @@ def _read(flow: Flow, name: str, args) -> None:
 def follow(flow: Flow, call: Call, run=None):
     """Follows an op that the model calls. ``run``: calls it, if not as ``call.target``."""
     name = call.name
-    writes_to = writes.written(call)
+    writes_to = list(tensors_in(call.written))
     replicated = not flow.any_not_replicated(call.tensors)
     if name in _READS:
         _read(flow, name, call.args)
@@ -136,7 +136,7 @@ def follow(flow: Flow, call: Call, run=None):
         )
     elif not replicated and name not in _ABOUT and piece is not reshapes.reshape:
         try:
-            places = places_of(call)
+            places = place_of(call)
         except ValueError as error:
             if piece is None:
                 raise

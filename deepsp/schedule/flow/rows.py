@@ -23,8 +23,8 @@ _ADVICE = {
 }
 
 
-def places_of(call: Call) -> Place | list[Place]:
-    """The places of the results: one for all, or one each.
+def place_of(call: Call) -> Place:
+    """The place of all results.
 
     Raises:
         ValueError: no row has the operands' places.
@@ -92,20 +92,14 @@ def _deciding(call: Call, row: Row) -> list[Value]:
     )
 
 
-def _outputs(call: Call, rule: Rule, row: Row) -> Place | list[Place]:
-    origin = _deciding(call, row)[0].place
-
-    def one(place) -> Place:
-        if place is None:
-            return REPLICATE
-        if isinstance(place, int):
-            return origin.at(place)
-        if place == SUM:
-            return PARTIAL
-        _refuse_combined(call, rule, place)
-
-    outputs = row.outputs
-    return [one(x) for x in outputs] if isinstance(outputs, tuple) else one(outputs)
+def _outputs(call: Call, rule: Rule, row: Row) -> Place:
+    if row.outputs is None:
+        return REPLICATE
+    if isinstance(row.outputs, int):
+        return _deciding(call, row)[0].place.at(row.outputs)
+    if row.outputs == SUM:
+        return PARTIAL
+    _refuse_combined(call, rule, row.outputs)
 
 
 def _refuse_combined(call: Call, rule: Rule, place: str) -> NoReturn:
@@ -120,7 +114,7 @@ def _refuse_combined(call: Call, rule: Rule, place: str) -> NoReturn:
     call.fail_split(value, f"{rule.why}{more}")
 
 
-def _unknown(call: Call, rule: Rule, rows, found, unknown) -> Place | list[Place]:
+def _unknown(call: Call, rule: Rule, rows, found, unknown) -> Place:
     """The result of operands sharded along an unknown dimension: unknown, too, if every dimension
     has a row."""
     x = unknown[0]

@@ -159,9 +159,6 @@ class Call(Op):
         count = next((i for i, t in enumerate(self.operands) if t is tensor), 0)
         return name or f"operand {count}"
 
-    def is_parameter(self, value: Value) -> bool:
-        return id(value.leaf) in self.flow.parameters
-
     def value(self, x) -> Value | None:
         return self.flow.value(x) if isinstance(x, Tensor) else None
 

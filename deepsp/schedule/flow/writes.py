@@ -5,16 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepsp.schedule.flow.values import Call, Entry, Split, Value, tensors_in
-
-
-def written(call: Call) -> list[Tensor]:
-    """The tensors that an op writes into, by its schema."""
-    schema = getattr(call.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return []
-    named = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
-    return list(tensors_in([call[name] for name in named]))
+from deepsp.schedule.flow.values import Call, Entry, Split, Value
 
 
 def overwrite(flow, call: Call, outputs) -> None:

@@ -235,11 +235,10 @@ def by_rows(call: Call, rows: list[Row] | None = None):
     fitting = []
     for node in decides:
         for row in rows:
+            dim, place = call.tokens(node).dim, row.place(node)
             # An operand that isn't read decides only where it is written, or for a full result.
-            anywhere = row.place(node) is placement.ANYTHING
-            if (row.outputs if anywhere and row.outputs is not None else row.place(node)) == (
-                call.tokens(node).dim
-            ) or (anywhere and row.outputs is None):
+            unread = place is placement.ANYTHING and row.outputs in (None, dim)
+            if place == dim or unread:
                 fitting.append((node, row))
     if not fitting:
         call.refuse(rule.why or "its operands are sharded along different dimensions or sequences")

@@ -6,6 +6,7 @@ import torch
 
 from deepsp.compile.sharding.rules import Call, combined, overloads, refused
 from deepsp.compile.sharding.tokens import Tokens, product
+from deepsp.placement.along import reduced
 
 aten = torch.ops.aten
 
@@ -15,18 +16,11 @@ _STATISTICS = (
 refused("native_batch_norm cudnn_batch_norm _native_batch_norm_legit instance_norm", _STATISTICS)
 
 
-def _dims(call: Call, ndim: int) -> list[int]:
-    dims = call["dim"]
-    if dims is None or dims == []:
-        return list(range(ndim))
-    return [d % ndim for d in ([dims] if isinstance(dims, int) else dims)]
-
-
 @combined(*overloads("sum mean"))
 def total(call: Call, tokens: Tokens) -> None:
     x = call.node.args[0]
     shape = call.shape(x)
-    dims = _dims(call, len(shape))
+    dims = reduced(call)
     graph, mean = call.graph, call.target._opname == "mean"
 
     def lower():
@@ -48,7 +42,7 @@ def total(call: Call, tokens: Tokens) -> None:
 @combined(*overloads("any all"))
 def logical(call: Call, tokens: Tokens) -> None:
     x = call.node.args[0]
-    dims = _dims(call, len(call.shape(x)))
+    dims = reduced(call)
     graph, every = call.graph, call.target._opname == "all"
 
     def lower():
@@ -67,7 +61,7 @@ def logical(call: Call, tokens: Tokens) -> None:
 def extreme(call: Call, tokens: Tokens) -> None:
     """Compares the ranks' extremes over the tokens. Equal ones share the gradient across ranks."""
     x = call.node.args[0]
-    dims = _dims(call, len(call.shape(x)))
+    dims = reduced(call)
     graph, most = call.graph, call.target._opname.endswith("max")
 
     def lower():
