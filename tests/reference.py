@@ -106,7 +106,7 @@ def warm_up() -> None:
 
 
 def sent(call: Callable[[], object]) -> list[int]:
-    """The bytes of each message that a call sends over gloo, in order."""
+    """The bytes of each message that a call sends over gloo, in order. Every rank calls it."""
     warm_up()
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
