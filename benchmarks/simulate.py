@@ -14,12 +14,12 @@ over the same P ranks, a checkpoint around each layer. Its parts:
 Bytes follow deepsp's split of tokens, heads and queries. A time is bytes or FLOPs over a rate, plus
 a cost for each launch and peer. Exchanges run in order on one stream, attention on another, in the
 best of 1, 2, 4, ... --chunks; a rank with one head has one chunk. Weights travel while nothing else
-does. Levers, each used only where it makes the step shorter:
+does. Levers:
 
   keep attention   checkpoints keep attention's output: backward repeats the exchange of q, k and v,
                    but not attention
   two-level sums   gradients are summed within each machine, then between machines
-  kv once          a kv head is sent to each machine once, and passed on there
+  kv once          a kv head is sent to each machine once and passed on there, if that is faster
   query chunks     where a rank has fewer heads than chunks, each chunk has the same part of every
                    rank's queries
 
@@ -261,7 +261,7 @@ def sum_seconds(machines: Machines, size: float, ranks: int, two_level: bool) ->
     if not two_level or count == 1:
         return among(ranks)
     far = size / near * (count - 1) / count / machines.far + (count - 1) * machines.far_peer
-    return min(among(ranks), among(near) + machines.launch + far)
+    return among(near) + machines.launch + far
 
 
 def compute(model: Model, tokens: int, ranks: int, machines: Machines) -> dict[str, float]:
@@ -298,21 +298,17 @@ class Step(NamedTuple):
 
 def simulate(model: Model, tokens: int, ranks: int, machines: Machines = H100,
              levers: Levers = TODAY) -> Step:  # fmt: skip
-    """The fastest step over the numbers of chunks, and over each lever used or not."""
+    """The fastest step over the numbers of chunks, and over kv once or not."""
     if ranks > machines.size and ranks % machines.size:
         raise ValueError(f"expected ranks that fill all machines of {machines.size}, got {ranks}")
     most = max(1, model.heads // ranks)
     most = levers.chunks if levers.query_chunks else min(levers.chunks, most)
-    powers, use = (
-        range(most.bit_length()),
-        ({False, levers.keep_attention}, {False, levers.kv_once}),
-    )
     case = model, tokens, ranks, machines, levers
-    found = (_step(*case, keep, once, 2**n) for keep, once, n in itertools.product(*use, powers))
-    return min(found, key=lambda step: step.seconds)
+    ways = itertools.product({False, levers.kv_once}, range(most.bit_length()))
+    return min((_step(*case, once, 2**n) for once, n in ways), key=lambda step: step.seconds)
 
 
-def _step(model, tokens, ranks, machines, levers, keep, once, chunks) -> Step:
+def _step(model, tokens, ranks, machines, levers, once, chunks) -> Step:
     t = compute(model, tokens, ranks, machines)
     there, back = exchanges(model, tokens, ranks, machines, chunks, once)
     exchange = sum(there) + sum(back)  # of forward, and of backward
@@ -320,7 +316,7 @@ def _step(model, tokens, ranks, machines, levers, keep, once, chunks) -> Step:
     # Of backward: the output's gradients come, and those of the first chunk's k and v leave last.
     exposed_back = waited(back[::-1], t["attend_backward"], there[::-1])
     (one,) = exchanges(model, tokens, ranks, machines, 1, once)[0]
-    repeated = (0.0, one, one) if keep else (t["attend"], exchange, exposed)
+    repeated = (0.0, one, one) if levers.keep_attention else (t["attend"], exchange, exposed)
     attend_again, again, exposed_again = repeated  # by the checkpoint
     layout = layout_of(model, tokens, ranks)
     copies = 2 * sum(layout.sent(0)) / machines.memory  # one for each exchange

@@ -214,7 +214,7 @@ def test_page():
         step, base = simulate(*case), simulate(*case[:2], 8)
         shares = [base.seconds * 8 / case[2] / step.seconds]
         shares += [step.parts[x] / step.seconds for x in ("exchange", "weights")]
-        assert numbers[1:4] == [f"{x:.0%}" for x in shares], (label, ranks)
+        assert numbers[1:4] == [f"{100 * x:.0f} %" for x in shares], (label, ranks)
         for written, levers in ((numbers[0], TODAY), (numbers[4], ALL)):
             value = simulate(*case, levers=levers).seconds
             assert float(written) == pytest.approx(value, rel=0.006), (label, ranks)
@@ -236,6 +236,31 @@ def test_page():
         )
         flows = [*layout.query_flows(0), layout.kv_flows(0)[0]]
         assert far == f"{100 * sum(sum(x[8:]) for x in flows) / sum(map(sum, flows)):.0f} %"
+
+
+def _speed(model, tokens, ranks, machines="h100", levers=TODAY):
+    """The work of a rank in a second, over that of a rank of one machine."""
+    one, many = (
+        simulate(model, tokens, p, MACHINES[machines], levers).seconds * p for p in (8, ranks)
+    )
+    return one / many
+
+
+def test_how_to_choose():
+    """The page's advice: 2,000 tokens a rank, 1,000 with all levers; one NIC a machine."""
+    for tokens, ranks in ((2**17, 64), (2**18, 128), (2**20, 512)):
+        assert _speed(SMALL, tokens, ranks) == pytest.approx(0.8, abs=0.015)
+        assert _speed(LARGE, tokens, ranks) == pytest.approx(0.88, abs=0.01)
+        for model in (SMALL, LARGE):
+            assert _speed(model, tokens, 2 * ranks, levers=ALL) > 0.84
+    assert _speed(SMALL, 2**20, 32, "h100-1nic") == pytest.approx(0.85, abs=0.005)
+    assert _speed(SMALL, 2**20, 128, "h100-1nic") == pytest.approx(0.64, abs=0.005)
+    for model in (SMALL, LARGE):
+        few, many = (simulate(model, 2**17, ranks).seconds for ranks in (128, 256))
+        assert many == pytest.approx(few, rel=0.05)
+        for tokens, ranks in ((2**17, 64), (2**20, 1024)):
+            assert simulate(model, tokens, ranks).parts["weights"] == 0
+        assert simulate(model, 2**17, 128).parts["weights"] > 0
 
 
 def test_it_needs_no_torch():
