@@ -377,9 +377,7 @@ def _write_out_of_place(
     with graph.inserting_before(node):
         view = node.args[0]
         is_copy = node.target is _aten.copy_.default  # has no derivative out of place
-        written = (
-            node.args[1] if is_copy else add(functional(node.target), node.args, node.kwargs)
-        )
+        written = node.args[1] if is_copy else add(functional(node.target), node.args, node.kwargs)
         if written.meta["val"].dtype != view.meta["val"].dtype:
             written = add(_aten.to.dtype, (written, view.meta["val"].dtype))
         if is_copy and written.meta["val"].shape != view.meta["val"].shape:
