@@ -13,8 +13,8 @@ over the same P ranks, a checkpoint around each layer. Its parts:
 
 Bytes follow deepsp's split of tokens, heads and queries. A time is bytes or FLOPs over a rate, plus
 a cost for each launch and peer. Exchanges run in order on one stream, attention on another, in the
-best of 1, 2, 4, ... --chunks; a rank with one head has one chunk. Weights travel while nothing else
-does. Levers:
+best of 1, 2, 4, ... --chunks; a rank with one head, or parts of heads, has one chunk. Weights
+travel while nothing else does. Levers:
 
   keep attention   checkpoints keep attention's output: backward repeats the exchange of q, k and v,
                    but not attention
@@ -125,10 +125,10 @@ def split(total: int, parts: int, index: int) -> range:
 def cells(heads: int, tokens: int, ranks: int, rank: int) -> list[tuple[range, list[range]]]:
     """The query heads that a rank attends with, and the ranges of tokens of their queries.
 
-    Whole heads if there are enough. Otherwise each head's queries are cut into ``ranks`` parts: a
-    range of tokens and its mirror image.
+    Whole heads if the ranks divide them. Otherwise each head's queries are cut into ``ranks``
+    parts: a range of tokens and its mirror image.
     """
-    if heads >= ranks:
+    if heads % ranks == 0:
         return [(split(heads, ranks, rank), [range(tokens)])]
     found, at, end = [], rank * heads, (rank + 1) * heads
     while at < end:
@@ -220,15 +220,21 @@ def exchanges(model: Model, tokens: int, ranks: int, machines: Machines, chunks:
 
     A chunk has an equal part of the queries. k and v travel with the first chunk that needs them.
     """
-    layout, there, back = layout_of(model, tokens, ranks), [], []
-    bringing = min(chunks, max(1, model.kv_heads // ranks))  # chunks that bring k and v
-    *kv, passed_on = layout.kv_flows(0, machines.size, once)  # rank 0 has most, if uneven
-    flows = [*zip(layout.query_flows(0), kv, strict=True)]
+    layout, there, back, flows = layout_of(model, tokens, ranks), [], [], []
+    for rank in {0, ranks // 2}:
+        *kv, passed_on = layout.kv_flows(rank, machines.size, once)
+        pairs = zip(layout.query_flows(rank), kv, strict=True)
+        flows += [(rank, q, k, passed_on) for q, k in pairs]
+    bringing = max(1, model.kv_heads // ranks) if model.heads % ranks == 0 else 1
+    bringing = min(chunks, bringing)  # chunks that bring k and v
     for chunk in range(chunks):
-        share = 1 / bringing if chunk < bringing else 0
-        both = [[x / chunks + y * share for x, y in zip(q, k, strict=True)] for q, k in flows]
-        there.append(max(exchange_seconds(machines, x, 0, passed_on * share) for x in both))
-        back.append(max(exchange_seconds(machines, [x / chunks for x in q], 0) for q, _ in flows))
+        share, seconds = (chunk < bringing) / bringing, ([], [])
+        for rank, q, k, passed_on in flows:
+            both = [x / chunks + y * share for x, y in zip(q, k, strict=True)]
+            seconds[0].append(exchange_seconds(machines, both, rank, passed_on * share))
+            seconds[1].append(exchange_seconds(machines, [x / chunks for x in q], rank))
+        there.append(max(seconds[0]))
+        back.append(max(seconds[1]))
     return there, back
 
 
@@ -266,8 +272,7 @@ def sum_seconds(machines: Machines, size: float, ranks: int, two_level: bool) ->
 
 def compute(model: Model, tokens: int, ranks: int, machines: Machines) -> dict[str, float]:
     """Seconds of a layer's forward, of attention's backward, and of the head and the loss."""
-    own = -(-tokens // ranks)
-    heads = -(-model.heads // ranks) if model.heads >= ranks else model.heads / ranks
+    own, heads = -(-tokens // ranks), model.heads / ranks
     attend = 2 * tokens**2 * model.head_dim * heads
     head = 6 * model.hidden * model.vocab * own / machines.products
     return {
@@ -301,7 +306,7 @@ def simulate(model: Model, tokens: int, ranks: int, machines: Machines = H100,
     """The fastest step over the numbers of chunks, and over kv once or not."""
     if ranks > machines.size and ranks % machines.size:
         raise ValueError(f"expected ranks that fill all machines of {machines.size}, got {ranks}")
-    most = max(1, model.heads // ranks)
+    most = 1 if model.heads % ranks else model.heads // ranks
     most = levers.chunks if levers.query_chunks else min(levers.chunks, most)
     case = model, tokens, ranks, machines, levers
     ways = itertools.product({False, levers.kv_once}, range(most.bit_length()))
@@ -385,14 +390,14 @@ def draw(args: argparse.Namespace, file: Path) -> None:
         steps = [simulate(MODELS[name], tokens, p, machines, levers) for p in args.ranks]
         look = {"color": f"C{color}", "linestyle": "--" if levers is ALL else "-"}
         label = f"{tokens >> 10}k tokens" + ", all levers" * (levers is ALL)
-        above.loglog(args.ranks, [x.seconds for x in steps], label=label, **look)
+        above.loglog(args.ranks, [x.seconds for x in steps], **look)
         waits = [100 * (x.parts["exchange"] + x.parts["weights"]) / x.seconds for x in steps]
-        below.semilogx(args.ranks, waits, **look)
+        below.semilogx(args.ranks, waits, label=label, **look)
         above.set(title=name, ylabel="step, s")
         below.set(xlabel="P", ylabel="waiting for communication, %", ylim=(0, 100))
         below.set_xticks(args.ranks, args.ranks)
         below.minorticks_off()
-    axes[0][0].legend()
+    axes[1][0].legend()
     figure.tight_layout()
     figure.savefig(file, dpi=110)
 
