@@ -16,6 +16,9 @@ fresh processes of one thread each, over gloo on this machine.
   loss     of the first timed step, the difference to that of the fewest ranks; more than rounding
            explains is an error.
 
+With --checkpoints, each layer is in torch.utils.checkpoint: "layers" computes all of it again in
+backward, "attention" keeps attention's output (deepsp.checkpoint_policy).
+
 "× as fast" (median) and "× the memory" compare with the fewest ranks, too. With the defaults it
 takes about 10 minutes on two free cores; the three cases of 32768 tokens are more than half of it.
 """
@@ -23,6 +26,7 @@ takes about 10 minutes on two free cores; the three cases of 32768 tokens are mo
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -39,6 +43,7 @@ import torch.nn.functional as F
 from compile import peak_mib, reset_peak
 from ranks import Ranks
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import deepsp
 
@@ -46,8 +51,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from train import HEADS, TOLERANCES, Block, ByteTransformer, load_text
 
 WARM_UP = 2048  # tokens
-COLUMNS = ["S", "P", "steps", "step, s: min / median", "tokens/s", "× as fast", "peak MiB",
-           "× the memory", "loss"]  # fmt: skip
+COLUMNS = ["S", "P", "checkpoints", "steps", "step, s: min / median", "tokens/s", "× as fast",
+           "peak MiB", "× the memory", "loss"]  # fmt: skip
 
 
 def whole_loss(model: ByteTransformer, ids: Tensor) -> Tensor:
@@ -74,7 +79,7 @@ def sharded_loss(model: ByteTransformer, ids: Tensor, attention: torch.nn.Module
     return deepsp.cross_entropy(model(batch["input_ids"], attend), batch["shift_labels"])
 
 
-def train(seq_len: int, seconds: float) -> dict:
+def train(seq_len: int, seconds: float, checkpoints: str) -> dict:
     """Run by every rank of a group."""
     ids = load_text(None)[None, :seq_len].long()
     attention = deepsp.DistributedAttention()
@@ -83,6 +88,10 @@ def train(seq_len: int, seconds: float) -> dict:
     before = peak_mib()
     torch.manual_seed(0)
     model = ByteTransformer()
+    if checkpoints != "none":
+        how = {"context_fn": deepsp.checkpoint_policy()} if checkpoints == "attention" else {}
+        for block in model.blocks:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **how)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
 
     def step(ids: Tensor) -> float:
@@ -118,6 +127,7 @@ def rows_of(cases: list[dict]) -> list[list[str]]:
                 [
                     str(seq_len),
                     str(case["ranks"]),
+                    case["checkpoints"],
                     str(len(case["seconds"])),
                     f"{min(case['seconds']):.2f} / {median:.2f}",
                     f"{seq_len / median:.0f}",
@@ -188,7 +198,9 @@ def draw(cases: list[dict], folder: Path) -> None:
 
 def write(cases: list[dict], about: dict, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "train.json").write_text(json.dumps(about | {"cases": cases}, indent=1) + "\n")
+    kinds = {case["checkpoints"] for case in cases}
+    name = "train" if kinds == {"none"} else "checkpoints"
+    (folder / f"{name}.json").write_text(json.dumps(about | {"cases": cases}, indent=1) + "\n")
     lines = [
         "# A training step over the length of the sequence",
         "",
@@ -199,9 +211,10 @@ def write(cases: list[dict], about: dict, folder: Path) -> None:
         "",
     ]
     lines += [f"| {' | '.join(x)} |" for x in (COLUMNS, ["---"] * len(COLUMNS), *rows_of(cases))]
-    lines += ["", "![step time](train_time.png)", "", "![peak memory](train_memory.png)"]
-    (folder / "train.md").write_text("\n".join(lines) + "\n")
-    draw(cases, folder)
+    if name == "train":
+        lines += ["", "![step time](train_time.png)", "", "![peak memory](train_memory.png)"]
+        draw(cases, folder)
+    (folder / f"{name}.md").write_text("\n".join(lines) + "\n")
 
 
 def main() -> None:
@@ -213,10 +226,13 @@ def main() -> None:
         help="tokens of the sequence (default: 4096 8192 16384 32768)")  # fmt: skip
     add("--ranks", type=int, nargs="+", default=[1, 2, 4], metavar="P",
         help="that share a sequence (default: 1 2 4)")  # fmt: skip
+    add("--checkpoints", nargs="+", default=["none"], choices=["none", "layers", "attention"],
+        help="around each layer (default: none)")  # fmt: skip
     add("--seconds", type=float, default=8.0,
         help="for the timed steps of a case; one is always made (default: 8)")  # fmt: skip
     add("--results", type=Path, metavar="FOLDER",
-        help="writes train.md, train.json, train_time.png and train_memory.png")  # fmt: skip
+        help="writes train.md, train.json, train_time.png and train_memory.png; checkpoints.* "
+        "with --checkpoints")  # fmt: skip
     args = parser.parse_args()
     longest = load_text(None).numel()
     if not all(2 <= s <= longest for s in args.seq_lens):
@@ -237,29 +253,31 @@ def main() -> None:
         "load": os.getloadavg()[0],
         "notes": notes(args.ranks),
     }
-    todo = list(itertools.product(sorted(set(args.seq_lens)), sorted(set(args.ranks))))
+    todo = list(
+        itertools.product(sorted(set(args.seq_lens)), sorted(set(args.ranks)), args.checkpoints)
+    )
     # Attention decides, so that a case takes about S² / P, and the remaining time is about right.
-    work = [s * s / min(p, os.cpu_count()) for s, p in todo]
+    work = [s * s / min(p, os.cpu_count()) for s, p, _ in todo]
     form = "{desc} {percentage:3.0f}%|{bar}| {elapsed}, about {remaining} left"
     cases: list[dict] = []
     with tqdm(total=sum(work), bar_format=form) as bar:
-        for (seq_len, size), amount in zip(todo, work, strict=True):
+        for (seq_len, size, kind), amount in zip(todo, work, strict=True):
             bar.set_description_str(f"S {seq_len}, P {size}")
+            case = {"seq_len": seq_len, "ranks": size, "checkpoints": kind}
             with Ranks(None, size) as ranks:
-                cases.append(
-                    {"seq_len": seq_len, "ranks": size} | ranks(train, seq_len, args.seconds)
-                )
+                cases.append(case | ranks(train, seq_len, args.seconds, kind))
             bar.update(amount)
 
     table = Table(*COLUMNS, title="A training step of the demo's model", title_justify="left")
     for row in rows_of(cases):
-        table.add_row(*row, end_section=row[1] == str(max(args.ranks)))
+        last = row[1] == str(max(args.ranks)) and row[2] == args.checkpoints[-1]
+        table.add_row(*row, end_section=last)
     console = Console(width=120)
     console.print(table)
     console.print(about["notes"])
     if args.results:
         write(cases, about, args.results)
-        console.print(f"written: {args.results}/train*")
+        console.print(f"written: into {args.results}")
     tolerance, _ = TOLERANCES["float32"]
     for _, group in itertools.groupby(cases, lambda case: case["seq_len"]):
         base, *others = group

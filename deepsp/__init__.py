@@ -11,6 +11,7 @@ import deepsp.ranks
 import deepsp.schedule.ready  # noqa: F401
 from deepsp import collectives
 from deepsp.attention.balance import plan_attention
+from deepsp.attention.checkpoint import checkpoint_policy
 from deepsp.attention.distributed import distributed_attention
 from deepsp.attention.layer import SequenceParallelAttention
 from deepsp.attention.module import DistributedAttention
@@ -37,6 +38,7 @@ __all__ = [
     "build",
     "causal_lm_loss",
     "check",
+    "checkpoint_policy",
     "clip_grad_norm_",
     "collectives",
     "create_schedule",

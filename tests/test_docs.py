@@ -255,7 +255,9 @@ def _memory():
     ids = torch.randint(3, 60, (2, 13), generator=torch.Generator().manual_seed(0))
     expected = model(ids).logits
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        names = run("memory", {"model": model})
+        x = torch.randn(2, 3)
+        names = run("memory", {"model": model, "layer": torch.sin, "x": x})
+    assert torch.equal(names["x"], x.sin())
     assert names["names"] == ["model.layers.0.mlp", "model.layers.1.mlp"]
     torch.testing.assert_close(model(ids).logits, expected, rtol=1e-6, atol=1e-6)
 

@@ -1,4 +1,6 @@
-"""What is kept for backward goes through saved-tensor hooks, so it can be kept elsewhere."""
+"""What is kept for backward, and computed again in it: saved-tensor hooks and checkpoints."""
+
+import collections
 
 import pytest
 import torch
@@ -6,6 +8,7 @@ import torch.distributed as dist
 from harness import on_ranks
 from reference import draw, lens_of
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import deepsp
@@ -33,7 +36,8 @@ class Wrapped(nn.Module):
     def __init__(self, **options):
         super().__init__()
         self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
-        self.attend, self.options = deepsp.DistributedAttention(), options
+        self.attend = deepsp.DistributedAttention(chunks=options.pop("chunks", 1))
+        self.options = options
 
     def forward(self, x, seq_lens):
         q, k, v = self.qkv(x).unflatten(-1, (12, 4)).split(4, 2)
@@ -55,6 +59,7 @@ def _stack(kind, depth):
         "attention": lambda: Wrapped(is_causal=True),
         "blocks": lambda: Wrapped(window_size=(5, 0), documents=DOCUMENTS),
         "parts": lambda: Wrapped(is_causal=True, kv_chunk=8),
+        "chunks": lambda: Wrapped(is_causal=True, chunks=2),
         "layer": Layer,
         "layer in chunks": lambda: Layer(chunks=2),
     }[kind]
@@ -64,14 +69,14 @@ def _stack(kind, depth):
     return nn.ModuleList(layers).double(), nn.ModuleList(mlps).double()
 
 
-def _run(stack, x, lens, checkpointed):
+def _run(stack, x, lens, checkpointed, **how):
     def block(x, layer, mlp):
         norm, attention = layer
         x = x + attention(norm(x), lens)
         return x + mlp(x)
 
     for layer, mlp in zip(*stack, strict=True):
-        x = checkpoint(block, x, layer, mlp, use_reentrant=False) if checkpointed else (
+        x = checkpoint(block, x, layer, mlp, use_reentrant=False, **how) if checkpointed else (
             block(x, layer, mlp)
         )  # fmt: skip
     return x.square().sum()
@@ -103,3 +108,61 @@ def _offloaded(kind):
 @pytest.mark.parametrize("kind", ["attention", "blocks", "parts", "layer", "layer in chunks"])
 def test_nothing_stays_that_grows_with_depth(kind):
     on_ranks(2, _offloaded, kind)
+
+
+class _Counted(TorchDispatchMode):
+    """How often each op is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+ATTENTION = (
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "deepsp::_blockwise_attention",
+    "deepsp::_streamed_attention",
+)
+
+
+def _policy(kind, how):
+    """The loss and all gradients, of all ranks; attention's calls in backward; bytes kept."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    lens = lens_of("skewed", 26, size)
+    x = draw(1, 26, 16).split(lens, 1)[rank].requires_grad_()
+    stack = _stack(kind, 3)
+    options = {"context_fn": deepsp.checkpoint_policy()} if how == "policy" else {}
+    _run(stack, x, lens, False)  # checks, and what is made once
+    with _Live() as live:
+        loss = _run(stack, x, lens, how != "none", **options)
+        held = sum(live.live.values())
+    with _Counted() as counted:
+        parameters = [p for part in stack for p in part.parameters()]
+        found = torch.autograd.grad(loss, [x, *parameters])
+    whole = [deepsp.collectives.all_gather(found[0], 1, sizes=lens, grad="replicated")]
+    for part in (loss.detach(), *found[1:]):
+        dist.all_reduce(part)
+        whole.append(part)
+    return whole, sum(counted.calls[name] for name in ATTENTION), held
+
+
+@pytest.mark.parametrize("kind", ["attention", "blocks", "parts", "chunks", "layer"])
+def test_a_checkpoint_keeps_attention(kind):
+    (expected, _, everything), *_ = on_ranks(1, _policy, kind, "none")
+    held = {}
+    for how, calls in (("none", 0), ("checkpoint", 6 if kind == "chunks" else 3), ("policy", 0)):
+        for found, again, bytes_held in on_ranks(3, _policy, kind, how):
+            torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+            assert (again > 0) == (calls > 0), (how, again)
+            held.setdefault(how, bytes_held)
+    assert held["checkpoint"] < held["policy"] < held["none"], held
+    assert everything > 0
+
+
+def test_wrong_ops():
+    with pytest.raises(ValueError, match=r"expected ops such as .*, got .*mm.*overload"):
+        deepsp.checkpoint_policy(torch.ops.aten.mm)

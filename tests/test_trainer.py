@@ -57,8 +57,12 @@ def _plain(
     options=(),
     evaluates_first=False,
     tiled=False,
+    keeps_attention=False,
     **given,
 ):
+    if keeps_attention:
+        policy = deepsp.checkpoint_policy()
+        given["activation_checkpointing_kwargs"] = {"use_reentrant": False, "context_fn": policy}
     model = tiny(name, dtype, **dict(config))
     if tiled and size > 1:
         deepsp.tile_(model, tokens=3)
@@ -113,7 +117,7 @@ def test_accumulation(world, size):
     [
         {"masked": 6},  # no label in the second half of any row
         {"label_smoothing_factor": 0.1},
-        {"activation_checkpointing": True},
+        {"activation_checkpointing": True, "keeps_attention": True},
         {"average_tokens_across_devices": False, "max_grad_norm": 0.5},
         {"bf16": True, "digits": 2e-2},
         {"prediction_loss_only": True},

@@ -8,7 +8,9 @@ namespace deepsp {
 
 Transfer transfer_of(
     const Group* group, const Layout& plan, int64_t chunk, const at::Tensor& like, Order order) {
-  const auto elements = [&](int64_t p) { return plan.buffer_elements(p, chunk); };
+  const auto elements = [&, by_tokens = plan.columns_by_tokens(chunk)](int64_t p) {
+    return plan.buffer_elements(p, chunk, by_tokens);
+  };
   return Transfer(
       group, elements, {elements(plan.rank)}, like.options(), static_cast<uint64_t>(order));
 }

@@ -212,8 +212,9 @@ class Plan {
     return sum;
   }
 
-  // As the owner of tokens; of queries that are cut, those of all chunks, which is simpler.
-  Int elements_by_tokens(int64_t p, int64_t chunk) const {
+  // Columns that every owner of tokens exchanges; of queries that are cut, those of all chunks,
+  // which is simpler.
+  Int columns_by_tokens(int64_t chunk) const {
     Int all = cuts_queries() ? Int(heads.num_heads(0)) * head_dims[0] : Int(0);
     for (int64_t owner = 0; owner < ranks(); ++owner) {
       if (!cuts_queries()) {
@@ -224,15 +225,17 @@ class Plan {
         all = section.all_tokens ? all + section.columns : all;
       }
     }
-    return seq_lens[p] * batch * all;
+    return all;
   }
 
   // Of rank p's buffer of a chunk. The same both ways: a buffer's gradient is the buffer of the
-  // exchange back.
-  Int buffer_elements(int64_t p, int64_t chunk) const {
-    return most(elements_by_heads(p, chunk), elements_by_tokens(p, chunk));
+  // exchange back. by_tokens: columns_by_tokens(chunk).
+  Int buffer_elements(int64_t p, int64_t chunk, const Int& by_tokens) const {
+    return most(elements_by_heads(p, chunk), seq_lens[p] * batch * by_tokens);
   }
-  Int buffer_elements(int64_t chunk) const { return buffer_elements(rank, chunk); }
+  Int buffer_elements(int64_t chunk) const {
+    return buffer_elements(rank, chunk, columns_by_tokens(chunk));
+  }
 
   // How much of the buffer this rank receives nothing in, by heads or by tokens.
   Int padding(int64_t chunk, bool to_heads) const {

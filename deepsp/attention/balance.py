@@ -122,20 +122,26 @@ def plan_attention(
     every = [_cells(num_heads, kv, seq_len, parts, size, rank) for rank in range(size)]
     own = [(end - n, end) for n, end in zip(lens, accumulate(lens), strict=True)]
 
-    def queries(rank: int, owner: int) -> int:
-        """The number of ``owner``'s tokens whose queries ``rank`` computes, times heads."""
-        cells, _ = every[rank]
-        return sum(_heads(c) * _common(r, own[owner]) for c in cells for r in c.queries)
+    def queries(cells: Sequence[Cell], tokens: tuple[int, int]) -> int:
+        """Of how many of these tokens ``cells`` have the queries, times heads."""
+        return sum(_heads(c) * _common(r, tokens) for c in cells for r in c.queries)
 
     found = []
     for rank, (cells, (first, last)) in enumerate(every):
-        received = [
-            queries(rank, p) + 2 * (last - first) * lens[p] + queries(p, rank) for p in range(size)
-        ]
-        work = sum(_heads(c) * _pairs(r, seq_len, is_causal) for c in cells for r in c.queries)
+        # The ranks of a row hold consecutive tokens, and have all heads of the same queries.
         begin = rank // row * row
-        away = sum(received) - sum(received[begin : begin + row])
-        found.append((work, sum(received) - received[rank], away))
+        tokens_of_row = own[begin][0], own[begin + row - 1][1]
+        whole = Cell((0, num_heads), cells[0].queries if rows > 1 else ((0, seq_len),))
+        received, at_home, in_row = (
+            queries(cells, tokens) + 2 * (last - first) * (tokens[1] - tokens[0]) + returned
+            for tokens, returned in (
+                ((0, seq_len), num_heads * lens[rank]),
+                (own[rank], queries(cells, own[rank])),
+                (tokens_of_row, queries([whole], own[rank])),
+            )
+        )
+        work = sum(_heads(c) * _pairs(r, seq_len, is_causal) for c in cells for r in c.queries)
+        found.append((work, received - at_home, received - in_row))
     total = sum(work for work, *_ in found) or 1
     item = dtype.itemsize * batch * head_dim
     return AttentionPlan(

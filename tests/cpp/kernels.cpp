@@ -259,8 +259,11 @@ void check_plan(const Plan<int64_t>& plan) {
       }
       require(before == all, "blocks stack to sections");
       const auto ways = {
-          plan.elements_by_heads(owner, chunk), plan.elements_by_tokens(owner, chunk)};
-      require(plan.buffer_elements(owner, chunk) == std::max(ways), "buffer_elements");
+          plan.elements_by_heads(owner, chunk),
+          plan.seq_lens[owner] * plan.batch * plan.columns_by_tokens(chunk)};
+      require(
+          plan.buffer_elements(owner, chunk, plan.columns_by_tokens(chunk)) == std::max(ways),
+          "buffer_elements");
       Plan<int64_t> theirs = plan;
       theirs.rank = owner;
       require(

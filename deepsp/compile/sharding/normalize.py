@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointPolicy
 
+from deepsp.attention.checkpoint import keeps_attention_only
 from deepsp.compile.sharding import rules
 from deepsp.compile.sharding.forms import (
     copy_of,
@@ -65,10 +66,12 @@ def check_supported(gm: fx.GraphModule) -> None:
         name = getattr(node.target, "__name__", str(node.target))
         if node.target is _CHECKPOINT:
             body = getattr(gm, node.args[0].target)
-            if "_checkpoint_context_fn" in body.meta:
+            # Attention and what was exchanged are saved anyway.
+            context_fn = body.meta.get("_checkpoint_context_fn")
+            if context_fn is not None and not keeps_attention_only(context_fn):
                 raise CannotShard(
                     "a checkpoint's context_fn, which selects what is saved, can't be traced; "
-                    "leave it out",
+                    "leave it out, or pass deepsp.checkpoint_policy()",
                     node,
                 )
             check_supported(body)
