@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import functools
 import gc
 import multiprocessing
 import os
@@ -62,19 +63,28 @@ def _serve(rank: int, size: int, path: str, timeout: float, pipe, environment: d
     dist.destroy_process_group()
 
 
+@functools.cache
+def _server() -> multiprocessing.context.BaseContext:
+    """Forks processes that have imported what takes seconds. The one that they are forked from does
+    nothing else, so that no thread is lost."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["deepsp", "torch._inductor.compile_fx"])
+    return context
+
+
 class Workers:
     """A group of processes that wait for something to do."""
 
     def __init__(self, size: int, timeout: float = GROUP_TIMEOUT, apart: str = ""):
         self.size = size
-        spawn = multiprocessing.get_context("spawn")
+        server = _server()
         self.folder = tempfile.TemporaryDirectory()
         path = os.path.join(self.folder.name, "store")
         self.pipes, self.processes = [], []
         for rank in range(size):
-            mine, theirs = spawn.Pipe()
+            mine, theirs = server.Pipe()
             environment = ENVIRONMENTS[apart](rank) if apart in ENVIRONMENTS else {}
-            process = spawn.Process(
+            process = server.Process(
                 target=_serve, args=(rank, size, path, timeout, theirs, environment), daemon=True
             )
             process.start()
