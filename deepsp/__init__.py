@@ -10,8 +10,9 @@ import deepsp.attention
 import deepsp.ranks
 import deepsp.schedule.ready  # noqa: F401
 from deepsp import collectives
+from deepsp.activations.checkpoint import checkpoint_policy
+from deepsp.activations.offload import offload
 from deepsp.attention.balance import plan_attention
-from deepsp.attention.checkpoint import checkpoint_policy
 from deepsp.attention.distributed import distributed_attention
 from deepsp.attention.layer import SequenceParallelAttention
 from deepsp.attention.module import DistributedAttention
@@ -50,6 +51,7 @@ __all__ = [
     "heads_to_seq_start",
     "linear_cross_entropy",
     "load_full_state_dict",
+    "offload",
     "plan_attention",
     "plan_memory",
     "prepare_inputs",

@@ -256,8 +256,8 @@ def _memory():
     expected = model(ids).logits
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         x = torch.randn(2, 3)
-        names = run("memory", {"model": model, "layer": torch.sin, "x": x})
-    assert torch.equal(names["x"], x.sin())
+        names = run("memory", {"model": model, "layer": torch.sin, "layers": [torch.cos], "x": x})
+    assert torch.equal(names["x"], x.sin().cos())
     assert names["names"] == ["model.layers.0.mlp", "model.layers.1.mlp"]
     torch.testing.assert_close(model(ids).logits, expected, rtol=1e-6, atol=1e-6)
 

@@ -1,6 +1,9 @@
 """What is kept for backward, and computed again in it: saved-tensor hooks and checkpoints."""
 
 import collections
+import contextlib
+import gc
+import weakref
 
 import pytest
 import torch
@@ -166,3 +169,127 @@ def test_a_checkpoint_keeps_attention(kind):
 def test_wrong_ops():
     with pytest.raises(ValueError, match=r"expected ops such as .*, got .*mm.*overload"):
         deepsp.checkpoint_policy(torch.ops.aten.mm)
+
+
+# ---------------------------------------------------------------------- deepsp.offload
+
+
+class _Stream:
+    """Runs what it is given when somebody waits for it, as late as a GPU may; reads NaN where
+    memory was given up before."""
+
+    def __init__(self, device=None):
+        self.work = []
+
+    def wait_stream(self, other):
+        pass  # the other one runs at once
+
+    def wait_event(self, event):
+        self.work.append(event)
+
+    def record_event(self):
+        done = len(self.work)
+
+        def event():
+            for step in self.work[:done]:
+                step()
+            self.work[:done] = [lambda: None] * done
+
+        return event
+
+
+class _Device:
+    """What torch.cuda is, with streams of the CPU."""
+
+    Stream = _Stream
+
+    class _Current:
+        @staticmethod
+        def wait_event(event):
+            event()
+
+    copies = 0
+
+    def current_stream(self, device):
+        return self._Current
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        class Later(TorchDispatchMode):
+            def __torch_dispatch__(mode, func, types, args=(), kwargs=None):
+                assert func is torch.ops.aten.copy_.default, func
+                to, source = (weakref.ref(x.untyped_storage()) for x in args[:2])
+                views = [(x.size(), x.stride(), x.storage_offset(), x.dtype) for x in args[:2]]
+                _Device.copies += 1
+
+                def copy():
+                    if to() is not None:
+                        target, found = (
+                            None if ref() is None
+                            else torch.empty(0, dtype=view[3]).set_(ref(), view[2], *view[:2])
+                            for ref, view in zip((to, source), views, strict=True)
+                        )  # fmt: skip
+                        target.copy_(torch.nan * target if found is None else found)
+
+                stream.work.append(copy)
+                return args[0]
+
+        with Later():
+            yield
+
+
+def _pretended(monkeypatch):
+    from deepsp.activations import offload as module
+
+    device = _Device()
+    _Device.copies = 0
+    monkeypatch.setattr(module.torch, "get_device_module", lambda _: device)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None, raising=False)
+    monkeypatch.setattr(deepsp.offload, "_is_remote", staticmethod(lambda x: True))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_offload_copies_beside(monkeypatch, inside):
+    _pretended(monkeypatch)
+    layers = [nn.Linear(8, 8).double() for _ in range(6)]
+    x = draw(5, 8).requires_grad_()
+
+    def forward(x):
+        x = x * 1  # a leaf stays
+        for layer in layers:
+            x = checkpoint(lambda x, layer=layer: layer(x).tanh(), x, use_reentrant=False)
+        return x.square().sum()
+
+    parameters = [x, *(p for layer in layers for p in layer.parameters())]
+    expected = torch.autograd.grad(forward(x), parameters)
+    seen = []
+    layers[-1].register_forward_hook(lambda *_: seen.append(_Device.copies))
+    for _ in range(2):
+        seen.clear()
+        with deepsp.offload(min_bytes=0):
+            loss = forward(x)
+            there = _Device.copies
+            found = torch.autograd.grad(loss, parameters) if inside else None
+        found = found or torch.autograd.grad(loss, parameters, retain_graph=True)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        # When the last layer is computed again, the input of the one before is on its way, too.
+        assert inside or seen[1] == there + 2 + 1, (seen, there)  # and what the sum saved
+        saved = [o for o in gc.get_objects() if type(o).__name__ == "_Saved"]
+        assert inside or (saved and all(o.here is None for o in saved))
+
+
+def test_offload_checks(monkeypatch):
+    with pytest.raises(ValueError, match="expected min_bytes >= 0, got -1"):
+        deepsp.offload(-1)
+    x = draw(5, 8).requires_grad_()
+    with deepsp.offload():  # tensors of the CPU stay
+        y = (x * 1).square()
+    assert y.grad_fn._saved_self.data_ptr() != 0
+    _pretended(monkeypatch)
+    with deepsp.offload(min_bytes=0):
+        y = x * 1
+        z = y.square().sum()
+        with torch.no_grad():
+            y.add_(1)
+    with pytest.raises(RuntimeError, match=r"shape \(5, 8\) .* written to while deepsp.offload"):
+        z.backward()

@@ -137,7 +137,7 @@ def plan_memory(
             FSDP); one layer's (or the largest parameter) is gathered at a time.
         tiled: the MLPs run in tiles (:func:`deepsp.tile_`).
         checkpoint: ``model.activation_checkpointing_enable()``.
-        offload: the layers' inputs, which checkpoints save, are offloaded (``save_on_cpu``). Needs
+        offload: the layers' inputs, which checkpoints save, are offloaded (:class:`deepsp.offload`). Needs
             ``checkpoint``.
         kv_chunk: as in :func:`deepsp.distributed_attention`.
         limit: bytes, or a string such as "80 GB". Levers are switched on until the step fits, in

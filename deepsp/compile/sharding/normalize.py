@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointPolicy
 
-from deepsp.attention.checkpoint import keeps_attention_only
+from deepsp.activations.checkpoint import keeps_attention_only
 from deepsp.compile.sharding import rules
 from deepsp.compile.sharding.forms import (
     copy_of,

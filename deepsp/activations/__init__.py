@@ -1,0 +1,1 @@
+"""What backward finds of a forward pass: kept, computed again, or fetched from the host."""
