@@ -137,8 +137,8 @@ def plan_memory(
             FSDP); one layer's (or the largest parameter) is gathered at a time.
         tiled: the MLPs run in tiles (:func:`deepsp.tile_`).
         checkpoint: ``model.activation_checkpointing_enable()``.
-        offload: the layers' inputs, which checkpoints save, are offloaded (:class:`deepsp.offload`). Needs
-            ``checkpoint``.
+        offload: the layers' inputs, which checkpoints save, are offloaded
+            (:class:`deepsp.offload`). Needs ``checkpoint``.
         kv_chunk: as in :func:`deepsp.distributed_attention`.
         limit: bytes, or a string such as "80 GB". Levers are switched on until the step fits, in
             the order without_logits, sharded, tiled, checkpoint, offload. Those that are on stay
