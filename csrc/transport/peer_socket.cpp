@@ -1,5 +1,7 @@
 #include "peer_socket.h"
 
+#include <poll.h>
+#include <pthread.h>
 #include <sys/socket.h>
 #include <sys/time.h>
 #include <sys/un.h>
@@ -8,6 +10,9 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <fstream>
+#include <map>
+#include <mutex>
 #include <stdexcept>
 
 namespace deepsp {
@@ -16,6 +21,7 @@ namespace {
 // A handshake as it is sent; its file travels beside it.
 struct Message {
   int64_t rank;
+  int64_t connected;
   char secret[32];
 };
 
@@ -106,8 +112,9 @@ Descriptor accept_from(const Descriptor& listener, std::chrono::milliseconds tim
   return {};
 }
 
-void send_handshake(const Descriptor& socket, int64_t rank, const std::string& secret, int memory) {
-  Message message{rank, {}};
+void send_handshake(
+    const Descriptor& socket, int64_t rank, bool connected, const std::string& secret, int memory) {
+  Message message{rank, connected, {}};
   std::memcpy(message.secret, secret.data(), std::min(secret.size(), sizeof(message.secret) - 1));
   Envelope envelope(&message);
   cmsghdr* const header = CMSG_FIRSTHDR(&envelope.header);
@@ -139,8 +146,69 @@ std::optional<Handshake> receive_handshake(const Descriptor& socket, int flags) 
   }
   return Handshake{
       message.rank,
+      message.connected != 0,
       {message.secret, strnlen(message.secret, sizeof(message.secret))},
       std::move(memory)};
+}
+
+std::string random_word(const std::string& name) {
+  std::string word;
+  if (!std::getline(std::ifstream("/proc/sys/kernel/random/" + name), word)) {
+    throw std::runtime_error("expected /proc to be mounted, got no /proc/sys/kernel/random");
+  }
+  return word;
+}
+
+// ------------------------------------------------------------------- connections
+
+namespace {
+
+struct Kept {
+  std::mutex mutex;
+  std::string word;  // this process's
+  std::multimap<std::string, Connection> connections;
+};
+
+// Never destroyed. A forked child is another process, which has none.
+Kept& kept() {
+  static Kept* const instance = [] {
+    pthread_atfork(
+        [] { kept().mutex.lock(); }, [] { kept().mutex.unlock(); },
+        [] {
+          kept().word.clear();
+          kept().connections.clear();
+          kept().mutex.unlock();
+        });
+    return new Kept;
+  }();
+  return *instance;
+}
+
+}  // namespace
+
+std::string process_word() {
+  std::lock_guard<std::mutex> lock(kept().mutex);
+  std::string& word = kept().word;
+  return word.empty() ? word = random_word("uuid") : word;
+}
+
+Connection find_connection(const std::string& process) {
+  std::lock_guard<std::mutex> lock(kept().mutex);
+  auto& all = kept().connections;
+  std::erase_if(all, [](const auto& entry) { return is_closed(entry.second); });
+  const auto found = all.find(process);
+  return found == all.end() ? nullptr : found->second;
+}
+
+Connection keep_connection(const std::string& process, Descriptor socket) {
+  std::lock_guard<std::mutex> lock(kept().mutex);
+  const auto connection = std::make_shared<const Descriptor>(std::move(socket));
+  return kept().connections.emplace(process, connection)->second;
+}
+
+bool is_closed(const Connection& connection) {
+  pollfd polled{connection->get(), POLLIN | POLLRDHUP, 0};
+  return poll(&polled, 1, 0) > 0 && (polled.revents & (POLLHUP | POLLRDHUP | POLLERR)) != 0;
 }
 
 }  // namespace deepsp

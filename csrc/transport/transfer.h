@@ -3,8 +3,8 @@
 // folders of csrc include.
 //
 // The transport has three floors. A file includes files of its own floor or of lower ones:
-//   agree  transfer, choice, handshake, peer_socket, agreement
-//   move   launch, mapped, mailbox, shared_memory, staged, stages
+//   agree  transfer, choice, handshake, agreement
+//   move   launch, mapped, mailbox, shared_memory, peer_socket, staged, stages
 //   wait   attach, pool, flight, errors, c10d, group
 // Agree: ranks tell each other what they can and want, and choose how blocks get across. Move:
 // messages and collectives, writes into peers' memory, staged copies between GPUs. Wait: buffers,
