@@ -73,9 +73,8 @@ void Transfer::send(
   }
 }
 
-std::unique_ptr<Flight> Transfer::stage(
-    at::TensorList reads, const std::function<void(const Buffers&)>& write) const {
-  auto flight = staged_->exchange(*group_, bytes_, buffer_, reads, write);
+std::unique_ptr<Flight> Transfer::stage(at::TensorList reads, const AddCopies& add_copies) const {
+  auto flight = staged_->exchange(*group_, bytes_, buffer_, reads, add_copies);
   flight->what = describe(*group_);
   if (waits_at_once()) {
     flight->wait_all();

@@ -46,11 +46,9 @@ class Transfer {
       Flight& flight) const;
 
   // Whether stage() takes the place of write() and send(), between GPUs that reach each other's
-  // memory. write(buffers) launches copies on the current stream that make this rank's blocks for
-  // all ranks, itself included, from `reads`.
+  // memory. The copies make this rank's blocks for all ranks, itself included, from `reads`.
   bool staged() const { return staged_ != nullptr; }
-  std::unique_ptr<Flight> stage(
-      at::TensorList reads, const std::function<void(const Buffers&)>& write) const;
+  std::unique_ptr<Flight> stage(at::TensorList reads, const AddCopies& add_copies) const;
 
  private:
   const Group* group_;
