@@ -15,6 +15,7 @@
 # make bench-compile models sharded by the compile pass, next to DeepSpeed's AutoSP
 # make bench-collectives  collectives along a dimension, and the schedule's training step
 # make bench-memory  memory and time over the compile pass's memory_budget
+# make simulate  a training step on up to 1024 GPUs, simulated: docs/scale.md
 # make zoo       transformers' architectures against one process: docs/architectures.md
 # make bench-train   the demo's training step over the length of the sequence, on 1, 2 and 4 ranks
 
@@ -34,7 +35,7 @@ CPP_TESTS := $(wildcard tests/cpp/*.cpp tests/cpp/*.h)
 CU := $(wildcard csrc/kernels/*.cu)
 CUDA_HOSTS := $(shell grep -lE "DEEPSP_(CUDA|KERNELS)" -r csrc --include=*.cpp)
 
-.PHONY: demo finetune test test-all nightly docs lint format sanitize sanitize-threads cuda-check gpu-test bench overlap bench-gather bench-compile bench-memory bench-collectives bench-train zoo clean
+.PHONY: demo finetune test test-all nightly docs lint format sanitize sanitize-threads cuda-check gpu-test bench overlap bench-gather bench-compile bench-memory bench-collectives bench-train simulate zoo clean
 
 EXTRAS = $(BIN)/python -c 'import sys, tomllib; \
 	extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
@@ -104,6 +105,9 @@ bench-collectives: $(VENV)/ready $(VENV)/built
 
 bench-train: $(VENV)/ready $(VENV)/built
 	$(BIN)/python benchmarks/train.py
+
+simulate: $(VENV)/demo
+	$(BIN)/python benchmarks/simulate.py --results benchmarks/results --figure docs/scale.png
 
 zoo: $(VENV)/ready $(VENV)/built
 	$(BIN)/python benchmarks/architectures.py --write docs/architectures.md

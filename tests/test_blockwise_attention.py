@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import on_ranks
+from pretended import on_gpu
 from reference import draw, lens_of, names
 
 import deepsp
@@ -110,6 +111,61 @@ def test_narrow_dtypes(dtype):
         rough = 2e-5 if dtype == torch.float32 else 2e-2 if dtype == torch.bfloat16 else 4e-3
         for x, y in zip((out, *mine), (expected, *theirs), strict=True):
             assert (x.double() - y).abs().max() <= rough * max(1, y.abs().max())
+
+
+# Launches forward and backward, per kind of call: documents, causal, window, softcap, sinks, ranges
+# of queries, rows.
+ON_GPU = {
+    "full": ((None, False, (), None, False, [], 1), (1, 1)),
+    "causal": ((None, True, (), None, False, [], 1), (1, 1)),
+    "window": ((None, True, (30, 0), None, False, [], 1), (1, 1)),
+    "wide window": ((None, False, (500, 7), None, False, [], 1), (1, 1)),
+    "rows": ((None, True, (30, 0), None, False, [], 2), (2, 4)),  # copied into order
+    "packed": (([[0, 70], [70, 71], [71, 200]], True, (), None, False, [], 1), (2, 2)),
+    "both ways": (([[0, 70], [70, 200]], False, (), None, False, [], 1), (2, 2)),
+    "packed window": (([[0, 70], [70, 200]], True, (30, 0), None, False, [], 1), (2, 2)),
+    "short, long": (([[0, 5], [5, 90], [90, 200]], False, (8, 3), None, False, [], 1), (2, 2)),
+    "of one": (([[n, n + 1] for n in range(200)], True, (), None, False, [], 1), (2, 2)),
+    "padded": (([[0, 70], [70, 150]], True, (), None, False, [], 1), (6, 12)),
+    "gap": (([[0, 70], [71, 150]], True, (), None, False, [], 1), (8, 16)),
+    "rows of documents": (
+        ([[0, 70], [70, 200], [200, 300], [300, 400]], True, (), None, False, [], 2),
+        (10, 16),
+    ),
+    "sinks": (([[0, 70], [70, 200]], True, (), None, True, [], 1), (7, 13)),
+    "cut": ((None, True, (), None, False, [20, 60, 120, 170], 1), (8, 16)),
+    "cut window": ((None, True, (30, 0), None, False, [20, 60, 120, 170], 1), (8, 16)),
+    "cut, both ways": ((None, False, (30, 10), None, False, [20, 60, 120, 200], 1), (11, 21)),
+    "cut documents": (([[0, 70], [70, 200]], True, (), None, False, [20, 90], 1), (8, 16)),
+    "tiles": ((None, True, (), 5.0, False, [], 1), (86, 90)),
+}
+
+
+@pytest.mark.parametrize("kind", ON_GPU)
+def test_flash_on_a_gpu(kind):
+    (borders, causal, window, cap, sunk, queries, rows), budget = ON_GPU[kind]
+    documents = None if borders is None else torch.tensor(borders)
+    q, k, v, *sinks = _leaves(rows, 200, 4, 2, 16, 16, sunk, torch.float16)
+    rows_of_q = [i for a, b in zip(queries[::2], queries[1::2], strict=True) for i in range(a, b)]
+    rows_of_q = rows_of_q or range(200)
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v, *sinks)]
+    q = q[:, rows_of_q]
+    sink = sinks[0] if sinks else None
+    call = (q, k, v, documents, causal, window, 0.3, cap, sink)
+    (out, log_sum), forward = on_gpu(BLOCKWISE.default, *call, queries)
+    expected = everything(*wide[:3], documents, causal, window, cap, *(wide[3:] or [None]), 0.3)
+    expected = expected[:, rows_of_q]
+    grad = draw(*out.shape, seed=9, dtype=torch.float16)
+    found, backward = on_gpu(
+        BACKWARD.default, grad, *call, out, log_sum, [1, 1, 1, int(sunk)], queries
+    )
+    theirs = list(torch.autograd.grad(expected, wide, grad.double()))
+    theirs[0] = theirs[0][:, rows_of_q]
+    for mine, other in zip((out, *found), (expected, *theirs), strict=True):
+        assert (mine.double() - other).abs().max() <= 4e-3 * max(1, other.abs().max())
+    assert out.transpose(0, 1).is_contiguous()
+    assert (cap is None) == ("_flash_attention_forward" in forward)
+    assert (len(forward), len(backward)) == budget, (forward, backward)
 
 
 def test_opcheck():

@@ -297,6 +297,7 @@ def test_flex_attention(chunks):
     on_ranks(2, _flex, False, chunks)
 
 
+@pytest.mark.nightly  # more than a minute, most of it to parse the headers of vector instructions
 def test_flex_attention_compiled():
     on_ranks(2, _flex, True, 1, apart="vectorized")
     stop("vectorized")

@@ -357,7 +357,7 @@ def _deepspeed(size, batch, stage, saved=None):
     return logs(trainer)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.nightly), 2, 3])
 def test_deepspeed(stage):
     _same(_deepspeed, 2, 2, stage=stage)
 

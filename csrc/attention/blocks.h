@@ -51,8 +51,8 @@ Tensors empty_attended(
 // Forward: the queries [B, S, h, D] attend to keys that are added one range of tokens at a time.
 class Attended {
  public:
-  // whole: the keys of all tokens are added at once, and each query is in one piece.
-  Attended(const at::Tensor& q, int64_t head_dim_v, const Attending& how, bool whole);
+  // at_once: the keys of all tokens are added by one call.
+  Attended(const at::Tensor& q, int64_t head_dim_v, const Attending& how, bool at_once);
 
   // k, v [B, keys, h_kv, D] of a range of tokens.
   void add(const at::Tensor& k, const at::Tensor& v, Range keys);
@@ -61,11 +61,13 @@ class Attended {
   Tensors finish(const OptionalTensor& sinks);
 
  private:
+  void begin();  // with results of no keys, if there are none yet
   void add_tiles(const at::Tensor& k, const at::Tensor& v, const Piece& piece);
 
   const at::Tensor q_;
+  const int64_t head_dim_v_;
   const Attending& how_;
-  const bool whole_;
+  bool whole_;  // each query's result comes from one piece
   at::Tensor out_, log_sum_;
 };
 
@@ -86,6 +88,8 @@ class AttendedGradients {
   at::Tensor of_sinks(const at::Tensor& sinks);
 
  private:
+  const at::Tensor& delta();  // [B, S, h, 1]: the sum over Dv of grad * out
+  at::Tensor& dq();           // in the wide dtype
   void add_tiles(
       const at::Tensor& k,
       const at::Tensor& v,
@@ -95,8 +99,7 @@ class AttendedGradients {
 
   const at::Tensor grad_, q_, out_, log_sum_;
   const Attending& how_;
-  at::Tensor delta_;  // [B, S, h, 1]: the sum over Dv of grad * out
-  at::Tensor dq_;
+  at::Tensor delta_, dq_;
 };
 
 }  // namespace deepsp

@@ -33,10 +33,7 @@ c10::IValue blockwise_attention_kernel(const Given& given) {
     return empty_attended(call.q, call.q.sym_size(1), call.q.sym_size(2), call.v.sym_size(3));
   }
   const Attending how = call.attending();
-  // With a causal mask and query ranges, a range sees a square of keys up to its own end and all
-  // keys before it: two pieces of one query.
-  const bool whole = call.queries.empty() || how.band.right != 0;
-  Attended attended(call.q, call.v.size(3), how, whole);
+  Attended attended(call.q, call.v.size(3), how, /*at_once=*/true);
   attended.add(call.k, call.v, {0, call.k.size(1)});
   return attended.finish(call.how.sinks);
 }

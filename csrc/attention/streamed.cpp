@@ -266,7 +266,7 @@ c10::IValue streamed_attention_kernel(const Given& given) {
   const std::vector<Attending> attending = call.attending();
   std::vector<Attended> attended;
   for (size_t n = 0; n < cells.size(); ++n) {
-    attended.emplace_back(qs[n], v.size(3), attending[n], /*whole=*/false);
+    attended.emplace_back(qs[n], v.size(3), attending[n], /*at_once=*/false);
   }
   const KvStream stream(call);
   stream.each([&](const TokenPart& part, const at::Tensor& k, const at::Tensor& v) {

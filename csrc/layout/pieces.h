@@ -45,4 +45,21 @@ std::vector<Piece> pieces_of(
     Range keys,
     const std::vector<Range>& queries);
 
+// What one call of a GPU's flash attention computes: a piece; or neighbours in a row, each of whose
+// queries see keys of their own piece only.
+struct FlashCall {
+  Piece piece;  // all of them together
+  // Where each begins among the tokens of `piece`, and where the last ends; empty: there is one.
+  std::vector<int32_t> borders;
+  int32_t longest = 0;  // of them
+  // The lower right corner of a piece of n queries and m keys is on the band's diagonal: query i
+  // sees the keys from i + m - n - left to i + m - n + right.
+  Band window;
+};
+
+// The pieces of one call of pieces_of, in as few calls as possible. band: that of the pieces. Flash
+// attention takes a window that is as wide as there are keys for an unlimited one, which it isn't
+// where there are more queries than keys: a band is cut so that this doesn't matter.
+std::vector<FlashCall> flash_calls(const std::vector<Piece>& pieces, Band band);
+
 }  // namespace deepsp

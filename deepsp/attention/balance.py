@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import torch
 
-from deepsp.attention.parts import Cell, cells_of, resolve
+from deepsp.attention.parts import Cell, by_tiles, cells_of, resolve
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def plan_attention(
         seq_lens: the number of tokens of each rank; None: like ``torch.tensor_split``.
         batch: the number of sequences.
         dtype: the dtype of q, k and v.
-        device: where attention is computed; "auto" depends on it.
+        device: where attention is computed; "auto" depends on it and on ``dtype``.
 
     Returns:
         An :class:`AttentionPlan`: each rank's heads, tokens, share of the work (pairs of query and
@@ -117,7 +117,7 @@ def plan_attention(
             f"expected seq_lens to have {size} entries that sum to {seq_len}, got {lens}"
         )
     wanted = query_parts if rows == 1 else rows
-    parts = resolve(wanted, num_heads, size, torch.device(device))
+    parts = resolve(wanted, num_heads, size, by_tiles(torch.device(device), dtype))
     ops.head_split(num_heads, kv, 1, 0)  # checks them
     every = [_cells(num_heads, kv, seq_len, parts, size, rank) for rank in range(size)]
     own = [(end - n, end) for n, end in zip(lens, accumulate(lens), strict=True)]

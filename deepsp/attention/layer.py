@@ -222,8 +222,7 @@ class SequenceParallelAttention(nn.Module):
         self._parts = 1
         if self.query_parts != "auto" or num_heads < size:  # whole heads hide more
             whole = local.why_whole(local_attention, self._indices)
-            cpu = torch.device("cpu")
-            self._parts = parts.resolve(self.query_parts, num_heads, size, cpu, whole)
+            self._parts = parts.resolve(self.query_parts, num_heads, size, whole=whole)
         self._compared = False
         self.chunks = chunks
         self.picked: int | None = None  # the last choice of "auto"

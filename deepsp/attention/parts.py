@@ -83,8 +83,14 @@ def validate(query_parts: int | str, group: Group | Member) -> int | str:
     return query_parts if rows == 1 else rows
 
 
+def by_tiles(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether flash attention can't compute causal attention of some of the queries, which needs
+    its log-sum-exp."""
+    return device.type == "cuda" and dtype not in (torch.bfloat16, torch.float16)
+
+
 def resolve(
-    wanted: int | str, num_heads: int, size: int, device: torch.device, whole: str | None = None
+    wanted: int | str, num_heads: int, size: int, slow: bool = False, whole: str | None = None
 ) -> int:
     """``query_parts`` as ops take it: 1 for whole heads, 0 to split queries as evenly as possible.
 
@@ -92,7 +98,7 @@ def resolve(
         asked: the user's, "auto" or an int.
         num_heads: the number of query heads.
         size: the number of ranks.
-        device: where attention is computed.
+        slow: whether attention of split queries is slow: "auto" then keeps heads whole if it can.
         whole: why queries can't be split, and what to do; None: they can.
     """
     auto = isinstance(wanted, str)  # Dynamo can't compare an int that it traces with a string
@@ -101,8 +107,7 @@ def resolve(
             f"expected at least as many query heads as ranks ({size}) with query_parts 1, got "
             f"{num_heads}; pass query_parts='auto', or use a group of at most {num_heads} ranks"
         )
-    # Not on a GPU unless needed: there, causal attention of split queries runs by tiles.
-    enough = num_heads >= size and (whole is not None or device.type == "cuda")
+    enough = num_heads >= size and (whole is not None or slow)
     if (auto and (num_heads % size == 0 or enough)) or (not auto and wanted == 1):
         return 1
     if whole is not None:
@@ -151,7 +156,7 @@ class Call:
                 f"this rank's entry, got {length}" + (_SWAPPED if swapped else "")
             )
         self.num_heads, self.device = heads, q.device
-        self.query_parts = resolve(wanted, heads, size, q.device, whole)
+        self.query_parts = resolve(wanted, heads, size, by_tiles(q.device, q.dtype), whole)
 
     @property
     def batch(self) -> int:

@@ -5,10 +5,12 @@
 #include "../../csrc/kernels/float16.h"
 #include "../../csrc/kernels/sum.h"
 #include "../../csrc/layout/buffer.h"
+#include "../../csrc/layout/pieces.h"
 #include "../../csrc/layout/plan.h"
 #include "../../csrc/layout/shards.h"
 #include "common.h"
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <thread>
@@ -348,6 +350,88 @@ void buffers() {
   }
 }
 
+// Adds to seen[query][key] what PyTorch's flash attention lets a query see.
+void see(const FlashCall& call, std::vector<std::vector<int>>& seen) {
+  std::vector<int64_t> q_ends{call.piece.queries.size()}, k_ends{call.piece.keys.size()};
+  if (!call.borders.empty()) {
+    q_ends.assign(call.borders.begin() + 1, call.borders.end());
+    k_ends = q_ends;
+  }
+  int64_t most = 0, q_begin = 0, k_begin = 0;
+  for (size_t n = 0; n < k_ends.size(); ++n) {
+    most = std::max(most, k_ends[n] - (n > 0 ? k_ends[n - 1] : 0));
+  }
+  const auto window = [&](int64_t asked) { return asked < 0 || asked >= most ? INT32_MAX : asked; };
+  const int64_t left = window(call.window.left), right = window(call.window.right);
+  for (size_t n = 0; n < q_ends.size(); ++n) {
+    const int64_t queries = q_ends[n] - q_begin, keys = k_ends[n] - k_begin;
+    require(call.borders.empty() || queries <= call.longest, "the longest document");
+    for (int64_t i = 0; i < queries; ++i) {
+      bool any = false;
+      for (int64_t j = 0; j < keys; ++j) {
+        const int64_t diagonal = i + keys - queries;
+        if (diagonal - left <= j && j <= diagonal + right) {
+          ++seen[call.piece.queries.begin + q_begin + i][call.piece.keys.begin + k_begin + j];
+          any = true;
+        }
+      }
+      require(any, "each query of a call sees a key");
+    }
+    q_begin = q_ends[n];
+    k_begin = k_ends[n];
+  }
+}
+
+// Every pair that the documents and the band allow once, and no other.
+void pieces() {
+  size_t joined = 0, cut = 0;
+  for (int round = 0; round < 20000; ++round) {
+    const int64_t tokens = draw(1, 24);
+    std::vector<Document> documents;
+    std::vector<int> number(tokens, -1);
+    for (int64_t at = draw(0, 2); at < tokens;) {
+      const int64_t end = std::min(tokens, at + draw(1, 12));
+      std::fill(number.begin() + at, number.begin() + end, static_cast<int>(documents.size()));
+      documents.push_back({{0, 1}, {at, end}});
+      at = end + (draw(0, 3) ? 0 : draw(1, 3));
+    }
+    const auto reach = [] { return draw(0, 2) ? draw(0, 12) : kUnlimited; };
+    const Band band{reach(), draw(0, 1) ? 0 : reach()};
+    const auto range = [&](int64_t from) {
+      const int64_t begin = draw(from, tokens);
+      return Range{begin, draw(begin, tokens)};
+    };
+    const Range keys = draw(0, 1) ? range(0) : Range{0, tokens};
+    std::vector<Range> queries;
+    if (draw(0, 1)) {
+      queries.push_back(range(0));
+      queries.push_back(range(queries[0].end));
+    }
+    std::vector<std::vector<int>> seen(tokens, std::vector<int>(tokens));
+    const std::vector<Piece> found = pieces_of(documents, band, keys, queries);
+    const std::vector<FlashCall> calls = flash_calls(found, band);
+    joined += calls.size() < found.size();
+    cut += calls.size() > found.size();
+    for (const FlashCall& call : calls) {
+      see(call, seen);
+    }
+    for (int64_t i = 0; i < tokens; ++i) {
+      const bool is_query =
+          queries.empty() || std::any_of(queries.begin(), queries.end(), [&](const Range& r) {
+            return r.begin <= i && i < r.end;
+          });
+      for (int64_t j = 0; j < tokens; ++j) {
+        const bool sees = is_query && keys.begin <= j && j < keys.end && number[i] >= 0 &&
+                          number[i] == number[j] &&
+                          (band.left == kUnlimited || j >= i - band.left) &&
+                          (band.right == kUnlimited || j <= i + band.right);
+        require(seen[i][j] == sees, "flash attention sees what the documents and the band allow");
+      }
+    }
+  }
+  require(joined > 1000 && cut > 100, "calls of several documents, and pieces in several calls");
+}
+
 }  // namespace
 
 int main() {
@@ -360,5 +444,6 @@ int main() {
   layouts();
   plans();
   buffers();
+  pieces();
   std::puts("kernels and layouts: fine");
 }

@@ -375,14 +375,13 @@ def _write_out_of_place(
         return new
 
     with graph.inserting_before(node):
-        if node.target is _aten.copy_.default:  # has no derivative out of place
-            view, written = node.args[:2]
-            if written.meta["val"].dtype != view.meta["val"].dtype:
-                written = add(_aten.to.dtype, (written, view.meta["val"].dtype))
-            if written.meta["val"].shape != view.meta["val"].shape:
-                written = add(_aten.expand_as.default, (written, view))
-        else:
-            written = add(functional(node.target), node.args, node.kwargs)
+        view = node.args[0]
+        is_copy = node.target is _aten.copy_.default  # has no derivative out of place
+        written = node.args[1] if is_copy else add(functional(node.target), node.args, node.kwargs)
+        if written.meta["val"].dtype != view.meta["val"].dtype:
+            written = add(_aten.to.dtype, (written, view.meta["val"].dtype))
+        if is_copy and written.meta["val"].shape != view.meta["val"].shape:
+            written = add(_aten.expand_as.default, (written, view))
         replaced = {views[0]: written}
         for i, view in enumerate(views):
             below = views[i + 1] if i + 1 < len(views) else base

@@ -248,7 +248,7 @@ class Rewriter(Forms):
             tokens = rules.find(call)(call)
             if not tokens and not only_mine:  # a reduction of a replicated tensor as well
                 return self._full_value(node, target, values, flags)
-            local = call.lower()
+            local = self._as_written(node, target, call.lower())
         except CannotShard as error:
             self.own.pop(node, None)
             # A value of parameters and tokens must not be computed in full on every rank, silently.
@@ -286,7 +286,7 @@ class Rewriter(Forms):
         # A gather sums its gradient, so no scaling is needed.
         form = self.all_of if node in self.gathers else self.full
         args, kwargs = self.mapped((node.args, node.kwargs), form)
-        new = self.call(target, *args, **kwargs)
+        new = self._as_written(node, target, self.call(target, *args, **kwargs))
         functions, operands = [], ()
         if target is COND:
             functions, operands = args[1:3], args[3]
@@ -301,6 +301,13 @@ class Rewriter(Forms):
         if is_random(target) and self.size > 1:
             return rules.agree(self, node, target, args, kwargs, new)
         return new
+
+    def _as_written(self, node: fx.Node, target, new: fx.Node) -> fx.Node:
+        """The result of ``target``, in the dtype of the tensor that ``node`` writes to in place."""
+        dtype = getattr(node.meta["val"], "dtype", None)
+        if target is node.target or self.env[new].dtype == dtype:
+            return new
+        return self.call(_aten.to.dtype, new, dtype)
 
     def _draws(self, function: fx.Node, operands) -> bool:
         values = [self.env[x] if isinstance(x, fx.Node) else x for x in operands]

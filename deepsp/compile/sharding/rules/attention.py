@@ -178,7 +178,7 @@ def _distributed(call: Call, q, k, v, mask, of_q: Tokens, of_k: Tokens) -> fx.No
     if not isinstance(heads, int):
         call.refuse(f"expected a constant number of query heads, got {heads}")
     qkv = [_by_tokens(call, x, of_q) for x in (q, k, v)]
-    device = graph.env[qkv[0]].device
+    slow = parts.by_tiles(graph.env[qkv[0]].device, graph.env[qkv[0]].dtype)
     out = graph.call(
         ours.distributed_attention.default,
         *qkv,
@@ -191,7 +191,7 @@ def _distributed(call: Call, q, k, v, mask, of_q: Tokens, of_k: Tokens) -> fx.No
         graph.lens(of_q),
         graph.rank,
         graph.name,
-        query_parts=parts.resolve(graph.query_parts, heads, graph.size, device),
+        query_parts=parts.resolve(graph.query_parts, heads, graph.size, slow),
     )
     return _back(call, out)
 

@@ -62,7 +62,7 @@ def _query_parts(call: Call, of_q: Tokens, of_kv: Tokens | None) -> int:
     graph, heads = call.graph, call.shape(call.node.args[0])[1]
     if graph.query_parts in ("auto", 1) and heads >= graph.size:
         return 1
-    query_parts = parts.resolve(graph.query_parts, heads, graph.size, torch.device("cpu"))
+    query_parts = parts.resolve(graph.query_parts, heads, graph.size)
     together = of_kv is not None and of_q.sequence == of_kv.sequence
     if not together or not same(call.shape(call.node.args[0])[0], call.shape(call.node.args[1])[0]):
         call.refuse(
