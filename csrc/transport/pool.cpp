@@ -21,8 +21,8 @@ namespace {
 constexpr size_t kGranule = size_t(64) << 10;
 constexpr size_t kAlignment = 64;
 
-constexpr int64_t kLimit = int64_t(2) << 30;  // of all ranks of a machine
-std::atomic<int64_t> set_limit{-1};           // -1: none was set
+constexpr int64_t kIdleBytes = int64_t(2) << 30;  // of all ranks of a machine
+std::atomic<int64_t> set_limit{-1};               // -1: none was set
 std::atomic<int64_t> ranks_here{1};
 
 class Pool {
@@ -230,7 +230,7 @@ void pool_trim() {
 
 int64_t pool_limit() {
   const int64_t limit = set_limit;
-  return limit >= 0 ? limit : kLimit / ranks_here;
+  return limit >= 0 ? limit : kIdleBytes / ranks_here;
 }
 
 void pool_share(int64_t ranks) {
