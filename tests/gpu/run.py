@@ -70,13 +70,13 @@ EVERYWHERE = {
 }  # fmt: skip
 # Not on several ranks: they compare with this rank's input, or use one group in several threads,
 # whose exchanges would meet in any order.
-ALONE = {large, streams, threads}
+ALONE = {large, streams, threads, never_waited_for}
 SPEED = {kernel_bandwidth, projection_speed, cast_bandwidth}
 # Through symmetric memory: what is captured in a graph goes by NCCL, and is tested there.
 RUNS = [
     (Run("gloo", 2, False, "auto"), EVERYWHERE),
-    (Run("nccl", 1, False, "auto"), EVERYWHERE | ALONE | SPEED | {capture, never_waited_for}),
-    (Run("nccl", 1, True, "auto"), EVERYWHERE | ALONE | {capture, never_waited_for}),
+    (Run("nccl", 1, False, "auto"), EVERYWHERE | ALONE | SPEED | {capture}),
+    (Run("nccl", 1, True, "auto"), EVERYWHERE | ALONE | {capture}),
     (Run("nccl", 1, True, "mapped"), EVERYWHERE | ALONE | {is_mapped}),
 ]
 if torch.cuda.device_count() > 1:
