@@ -150,7 +150,7 @@ while os.getppid() == parent:
                 caller.connect("\\0" + name[1:])
                 first.append(caller)
                 if kind == "garbage":
-                    forged = struct.pack("<qq32s", 2, 0, b"a rank, but not its secret")
+                    forged = struct.pack("<q32s32s", 2, b"a rank, but not its secret", b"")
                     said = [b"", forged, b"hi", b"\\xff" * 4096][n]
                     files = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1][:n]))]
                     caller.sendmsg([said], files if n else [])

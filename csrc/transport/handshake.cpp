@@ -169,8 +169,7 @@ class Handshakes {
         above.push_back(p);
       } else {
         called[p] = connect_to(offers[p].socket.str(), p, timeout_);
-        send_handshake(
-            called[p], group_.rank, known_[p] != nullptr, offers[p].secret.str(), memory_->file());
+        send_handshake(called[p], p, offers[p]);
       }
     }
     answer_all(above, offers);
@@ -246,26 +245,32 @@ class Handshakes {
         peers_[rank] != nullptr) {
       return false;
     }
-    const bool known = known_[rank] != nullptr;
-    send_handshake(caller, group_.rank, known, offers[rank].secret.str(), memory_->file());
+    send_handshake(caller, rank, offers[rank]);
     add(std::move(handshake), std::move(caller), offers[rank]);
     return true;
+  }
+
+  void send_handshake(const Descriptor& socket, int64_t p, const Offer& offer) const {
+    const std::string known = known_[p] ? known_[p]->name : "";
+    deepsp::send_handshake(socket, group_.rank, offer.secret.str(), known, memory_->file());
   }
 
   void add(Handshake handshake, Descriptor socket, const Offer& offer) {
     auto memory = std::make_unique<SharedMemory>(std::move(handshake.memory));
     memory->close_file();
-    // Both ranks have an earlier connection and close this one, or both keep it.
-    Connection connection = known_[handshake.rank] && handshake.connected
-                                ? known_[handshake.rank]
-                                : keep_connection(offer.process.str(), std::move(socket));
+    SharedConnection connection = std::move(known_[handshake.rank]);
+    // If both ranks know the same one, both close this one; else both keep it. The caller names it.
+    if (!connection || connection->name != handshake.connection) {
+      const Offer& caller = handshake.rank > group_.rank ? offer : offer_;
+      connection = use_connection(offer.process.str(), {std::move(socket), caller.secret.str()});
+    }
     peers_[handshake.rank] = std::make_unique<Peer>(Peer{std::move(memory), std::move(connection)});
   }
 
   const Group& group_;
   std::chrono::milliseconds timeout_;
   Peers peers_;
-  std::vector<Connection> known_;  // by rank: an earlier one; null: none
+  std::vector<SharedConnection> known_;  // by rank: an earlier one; null: none
   Descriptor listener_;
   std::unique_ptr<SharedMemory> memory_;
   Offer offer_{};

@@ -131,7 +131,7 @@ std::string Mapped::why_lost(int64_t rank) const {
   if (end == End::failed) {
     return "its own exchange failed";
   }
-  const bool gone = end == End::left || (rank != rank_ && is_closed(peers_[rank]->connection));
+  const bool gone = end == End::left || (rank != rank_ && peers_[rank]->connection->is_closed());
   return gone ? "it has left the group, or died" : "";
 }
 

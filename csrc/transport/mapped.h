@@ -18,7 +18,7 @@ namespace deepsp {
 // A rank whose memory is mapped here, and the connection to its process.
 struct Peer {
   std::unique_ptr<SharedMemory> memory;
-  Connection connection;
+  SharedConnection connection;
 };
 // By rank; null: not reached. This rank's own has no connection.
 using Peers = std::vector<std::unique_ptr<Peer>>;

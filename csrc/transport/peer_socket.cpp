@@ -1,7 +1,6 @@
 #include "peer_socket.h"
 
 #include <poll.h>
-#include <pthread.h>
 #include <sys/socket.h>
 #include <sys/time.h>
 #include <sys/un.h>
@@ -14,6 +13,7 @@
 #include <map>
 #include <mutex>
 #include <stdexcept>
+#include <utility>
 
 namespace deepsp {
 namespace {
@@ -21,8 +21,8 @@ namespace {
 // A handshake as it is sent; its file travels beside it.
 struct Message {
   int64_t rank;
-  int64_t connected;
   char secret[32];
+  char connection[32];
 };
 
 Descriptor new_socket() {
@@ -113,9 +113,14 @@ Descriptor accept_from(const Descriptor& listener, std::chrono::milliseconds tim
 }
 
 void send_handshake(
-    const Descriptor& socket, int64_t rank, bool connected, const std::string& secret, int memory) {
-  Message message{rank, connected, {}};
-  std::memcpy(message.secret, secret.data(), std::min(secret.size(), sizeof(message.secret) - 1));
+    const Descriptor& socket,
+    int64_t rank,
+    const std::string& secret,
+    const std::string& connection,
+    int memory) {
+  Message message{rank, {}, {}};
+  secret.copy(message.secret, sizeof(message.secret) - 1);
+  connection.copy(message.connection, sizeof(message.connection) - 1);
   Envelope envelope(&message);
   cmsghdr* const header = CMSG_FIRSTHDR(&envelope.header);
   header->cmsg_level = SOL_SOCKET;
@@ -144,11 +149,8 @@ std::optional<Handshake> receive_handshake(const Descriptor& socket, int flags) 
       (envelope.header.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0) {
     return std::nullopt;
   }
-  return Handshake{
-      message.rank,
-      message.connected != 0,
-      {message.secret, strnlen(message.secret, sizeof(message.secret))},
-      std::move(memory)};
+  const auto word = [](const char (&text)[32]) { return std::string(text, strnlen(text, 32)); };
+  return Handshake{message.rank, word(message.secret), word(message.connection), std::move(memory)};
 }
 
 std::string random_word(const std::string& name) {
@@ -163,52 +165,41 @@ std::string random_word(const std::string& name) {
 
 namespace {
 
-struct Kept {
-  std::mutex mutex;
-  std::string word;  // this process's
-  std::multimap<std::string, Connection> connections;
-};
-
-// Never destroyed. A forked child is another process, which has none.
-Kept& kept() {
-  static Kept* const instance = [] {
-    pthread_atfork(
-        [] { kept().mutex.lock(); }, [] { kept().mutex.unlock(); },
-        [] {
-          kept().word.clear();
-          kept().connections.clear();
-          kept().mutex.unlock();
-        });
-    return new Kept;
-  }();
-  return *instance;
-}
+std::mutex mutex;
+std::multimap<std::string, std::weak_ptr<const Connection>> used;  // by process
 
 }  // namespace
 
-std::string process_word() {
-  std::lock_guard<std::mutex> lock(kept().mutex);
-  std::string& word = kept().word;
-  return word.empty() ? word = random_word("uuid") : word;
-}
-
-Connection find_connection(const std::string& process) {
-  std::lock_guard<std::mutex> lock(kept().mutex);
-  auto& all = kept().connections;
-  std::erase_if(all, [](const auto& entry) { return is_closed(entry.second); });
-  const auto found = all.find(process);
-  return found == all.end() ? nullptr : found->second;
-}
-
-Connection keep_connection(const std::string& process, Descriptor socket) {
-  std::lock_guard<std::mutex> lock(kept().mutex);
-  const auto connection = std::make_shared<const Descriptor>(std::move(socket));
-  return kept().connections.emplace(process, connection)->second;
-}
-
-bool is_closed(const Connection& connection) {
-  pollfd polled{connection->get(), POLLIN | POLLRDHUP, 0};
+bool Connection::is_closed() const {
+  pollfd polled{socket.get(), POLLIN | POLLRDHUP, 0};
   return poll(&polled, 1, 0) > 0 && (polled.revents & (POLLHUP | POLLRDHUP | POLLERR)) != 0;
+}
+
+std::string process_word() {
+  static std::pair<pid_t, std::string> word;  // a forked child needs another one
+  std::lock_guard<std::mutex> lock(mutex);
+  if (word.first != getpid()) {
+    word = {getpid(), random_word("uuid")};
+  }
+  return word.second;
+}
+
+SharedConnection find_connection(const std::string& process) {
+  std::lock_guard<std::mutex> lock(mutex);
+  std::erase_if(used, [](const auto& entry) { return entry.second.expired(); });
+  for (auto [it, end] = used.equal_range(process); it != end; ++it) {
+    if (SharedConnection found = it->second.lock(); found && !found->is_closed()) {
+      return found;
+    }
+  }
+  return nullptr;
+}
+
+SharedConnection use_connection(const std::string& process, Connection made) {
+  std::lock_guard<std::mutex> lock(mutex);
+  auto connection = std::make_shared<const Connection>(std::move(made));
+  used.emplace(process, connection);
+  return connection;
 }
 
 }  // namespace deepsp

@@ -18,31 +18,41 @@ Descriptor connect_to(const std::string& name, int64_t rank, std::chrono::millis
 // The next connection; none if its caller is another user, or has gone.
 Descriptor accept_from(const Descriptor& listener, std::chrono::milliseconds timeout);
 
-// The first message on a connection, from either end: the sender's rank, whether it has kept an
-// earlier connection to the receiver, the word that the receiver has told its group only, and the
-// sender's memory.
+// The first message on a connection, from either end: the sender's rank, the word that the receiver
+// has told its group only, the name of an earlier connection to the receiver (empty: there is
+// none), and the sender's memory.
 struct Handshake {
   int64_t rank;
-  bool connected;
   std::string secret;
+  std::string connection;
   Descriptor memory;
 };
 void send_handshake(
-    const Descriptor& socket, int64_t rank, bool connected, const std::string& secret, int memory);
+    const Descriptor& socket,
+    int64_t rank,
+    const std::string& secret,
+    const std::string& connection,
+    int memory);
 // None if anything else was received: any process may have sent that.
 std::optional<Handshake> receive_handshake(const Descriptor& socket, int flags = 0);
 
 // "boot_id": alike for all processes until the next boot; "uuid": a new one at each call.
 std::string random_word(const std::string& name);
 
-// A connection tells two processes when the other one ends. They keep it as long as both live, so
-// that both have the same ones, and use it for all groups that both are in.
-using Connection = std::shared_ptr<const Descriptor>;
+// A connection to another process, which closes when that process ends, or has left all groups that
+// use it. Its name is alike at both ends.
+struct Connection {
+  Descriptor socket;
+  std::string name;
+
+  bool is_closed() const;
+};
+using SharedConnection = std::shared_ptr<const Connection>;
 // A word that no other process has.
 std::string process_word();
-// One to the process of that word; null: there is none, or it has closed.
-Connection find_connection(const std::string& process);
-Connection keep_connection(const std::string& process, Descriptor socket);
-bool is_closed(const Connection& connection);
+// An open one to the process of that word, as some group uses it; null: there is none.
+SharedConnection find_connection(const std::string& process);
+// From here on it is found, as long as it is used.
+SharedConnection use_connection(const std::string& process, Connection made);
 
 }  // namespace deepsp
