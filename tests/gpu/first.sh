@@ -30,7 +30,8 @@ run() {
 failed=()
 case ${1:-} in
   "") for n in "${!COMMANDS[@]}"; do echo "$((n + 1)) ${COMMANDS[n]}"; done ;;
-  all) for name in "${COMMANDS[@]}"; do run "$name" || failed+=("$name"); done ;;
+  all) run build || exit 1
+    for name in "${COMMANDS[@]:1}"; do run "$name" || failed+=("$name"); done ;;
   *) for n in "$@"; do
     if ! [[ $n =~ ^[1-9]$ ]] || [ "$n" -gt ${#COMMANDS[@]} ]; then
       echo "expected numbers of 1 to ${#COMMANDS[@]}, or all, got $n" >&2
