@@ -161,14 +161,8 @@ std::string random_word(const std::string& name) {
   return word;
 }
 
-// ------------------------------------------------------------------- connections
-
-namespace {
-
-std::mutex mutex;
-std::multimap<std::string, std::weak_ptr<const Connection>> used;  // by process
-
-}  // namespace
+static std::mutex mutex;
+static std::multimap<std::string, std::weak_ptr<const Connection>> used;  // by process
 
 bool Connection::is_closed() const {
   pollfd polled{socket.get(), POLLIN | POLLRDHUP, 0};
