@@ -196,18 +196,15 @@ else
 			-I$(CUDA_INCLUDE) $$cpp || exit 1; done
 endif
 
-# Uses the machine's own python and torch, and leaves nothing installed but build/gpu, of which only
-# what has changed is compiled again. make gpu-test ONLY="along_dim dropout" runs some tests.
+# On a machine with a GPU: all of it, in commands of at most ten minutes each, which tests/gpu/first.sh
+# runs one at a time, too. make gpu-test ONLY="along_dim dropout" runs some tests.
 gpu-test:
-	mkdir -p build/gpu
-	TORCH_CUDA_ARCH_LIST="$$($(PYTHON) -c 'import torch; print("%d.%d" % torch.cuda.get_device_capability())')" \
-		$(PYTHON) setup.py -q build --build-base build/gpu --build-lib build/gpu/lib
+ifeq ($(ONLY),)
+	PYTHON=$(PYTHON) tests/gpu/first.sh all
+else
+	PYTHON=$(PYTHON) tests/gpu/first.sh 1
 	PYTHONPATH=build/gpu/lib $(PYTHON) tests/gpu/run.py $(ONLY)
-	@if command -v compute-sanitizer > /dev/null; then \
-		echo "== memory accesses of the kernels, under compute-sanitizer" && \
-		PYTHONPATH=build/gpu/lib compute-sanitizer --target-processes all --report-api-errors no \
-			--error-exitcode 1 $(PYTHON) tests/gpu/run.py exchange_values odd_rows along_dim; \
-	else echo "== there is no compute-sanitizer: memory accesses stay unchecked here"; fi
+endif
 
 clean:
 	rm -rf build dist *.egg-info deepsp/*.so deepsp/_built_for.py $(VENV)/built

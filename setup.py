@@ -2,16 +2,45 @@
 
 import copy
 import os
+import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import torch
 from setuptools import setup
-from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
+from torch.utils import cpp_extension
+from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
 
 CSRC = Path("csrc")
 PREFIX = CSRC / "prefix.h"
-WITH_CUDA = torch.version.cuda is not None and CUDA_HOME is not None
+
+
+def has_headers(home: str | None) -> bool:
+    return home is not None and Path(home, "include", "cuda_runtime.h").exists()
+
+
+def find_cuda() -> str | None:
+    """The folder of CUDA's headers. torch takes the parent of the folder that nvcc lies in; where
+    that nvcc is a script which calls another one, the other one knows."""
+    home = cpp_extension.CUDA_HOME
+    if torch.version.cuda is None or home is None or has_headers(home):
+        return home
+    nvcc = shutil.which("nvcc") or str(Path(home, "bin", "nvcc"))
+    if not Path(nvcc).exists():
+        return None
+    plan = subprocess.run([nvcc, "--dryrun", "x.cu"], capture_output=True, text=True, check=False)
+    top = re.search(r"^#\$ TOP=(.*)$", plan.stdout + plan.stderr, re.MULTILINE)
+    if top is None or not has_headers(top[1]):
+        raise RuntimeError(
+            f"expected CUDA's headers in {home}/include or where {nvcc} looks for them, got no "
+            "cuda_runtime.h there; set CUDA_HOME to the folder of a CUDA toolkit"
+        )
+    return os.path.realpath(top[1])
+
+
+cpp_extension.CUDA_HOME = find_cuda()
+WITH_CUDA = torch.version.cuda is not None and cpp_extension.CUDA_HOME is not None
 
 
 def sources(suffix: str) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor  # assert_close imports it: too late where time is short
 from harness import Workers, on_ranks
-from reference import attention, draw
+from reference import attention, draw, sent
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import deepsp
@@ -27,13 +27,25 @@ def _fine():
 
 
 def _by_themselves():
-    """The ops' own comparison: of texts that differ by an empty line at the end, too."""
+    """The ops' own comparison: of texts that differ by an empty line at the end, too. It sends
+    little."""
     rank, size, name = dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name
     check = torch.ops.deepsp._check_agreement
     for mine in (["a", ""], ["a", "b"]):
         with pytest.raises(ValueError, match="rank 0 passes nothing, rank 1 passes"):
             check("a call", mine if rank == 1 else ["a"], torch.ones(1), rank, size, name)
     _fine()
+
+    def compare(mine):
+        check("a call", mine, torch.ones(1), rank, size, name)
+
+    def differ():
+        with pytest.raises(ValueError, match="ranks disagree"):
+            compare([f"seq_lens {rank}" + 500 * " "])
+
+    # A hash, and the texts only if it differs.
+    assert sent(lambda: compare([500 * "seq_lens"])) == [16]
+    assert sent(differ) == [16, 517]
 
 
 def test_empty_lines():

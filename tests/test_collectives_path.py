@@ -2,7 +2,9 @@
 (DEEPSP_TEST_COLLECTIVES). The tests of point to point, against one process, once more."""
 
 import os
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import test_along_dim
@@ -254,3 +256,44 @@ def _dropped():
 def test_a_start_without_a_wait_path(ranks):
     run(ranks, (_dropped,))
     on_ranks(ranks, _dropped)  # a sum is a collective, anyway
+
+
+class _OneAtATime(dist.ProcessGroup):
+    """Like NCCL's communicators: no two threads may launch at once."""
+
+    def __init__(self):
+        super().__init__(0, 1)
+        self.inside = self.most = 0
+
+    def getBackendName(self):
+        return "one at a time"
+
+    def all_to_all_single(self, out, given, *_):
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        time.sleep(0.01)
+        out.copy_(given)
+        self.inside -= 1
+        done = torch.futures.Future()
+        done.set_result([out])
+        return torch._C._distributed_c10d._create_work_from_future(done)
+
+    alltoall_base = all_to_all_single  # before torch 2.13
+
+
+def test_threads_launch_one_at_a_time(monkeypatch):
+    monkeypatch.setenv("DEEPSP_TEST_COLLECTIVES", "1")
+    group = _OneAtATime()
+    c10d = torch._C._distributed_c10d
+    c10d._register_process_group("one at a time", group)
+    try:
+        x = draw(1, 4, 4, 8)
+
+        def exchange(_):
+            return op.seq_to_heads([x], [4], 0, "one at a time")[0]
+
+        with ThreadPoolExecutor(4) as threads:
+            assert all(torch.equal(y, x) for y in threads.map(exchange, range(8)))
+    finally:
+        c10d._unregister_process_group("one at a time")
+    assert group.most == 1

@@ -2,13 +2,18 @@
 
 import ast
 import importlib.util
+import os
 import re
+import runpy
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
+import pytest
+import setuptools
 import torch
+from torch.utils import cpp_extension
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(importlib.util.find_spec("deepsp").origin).parent
@@ -49,6 +54,37 @@ def test_another_torch_is_named(tmp_path):
 def test_an_extension_that_was_never_built(tmp_path):
     error = _import_with(None, tmp_path)
     assert "ImportError" in error and "isn't built" in error
+
+
+def _toolkit_of(tmp_path, monkeypatch, top: Path):
+    """The extension that setup.py builds where torch has CUDA, and nvcc is a script elsewhere."""
+    nvcc = tmp_path / "scripts" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True, exist_ok=True)
+    nvcc.write_text(f"#!/bin/sh\necho '#$ _SPACE_= ' >&2\necho '#$ TOP={top}/bin/..' >&2\n")
+    nvcc.chmod(0o755)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PATH", str(nvcc.parent), prepend=os.pathsep)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(nvcc.parent.parent))
+    built = []
+    monkeypatch.setattr(setuptools, "setup", lambda **given: built.extend(given["ext_modules"]))
+    runpy.run_path("setup.py")
+    return built[0]
+
+
+def test_nvcc_that_is_a_script(tmp_path, monkeypatch):
+    """Its own folder has no headers of CUDA: those are where the real nvcc looks for them."""
+    top = tmp_path / "toolkit"
+    with pytest.raises(RuntimeError, match=r"no cuda_runtime\.h there; set CUDA_HOME"):
+        _toolkit_of(tmp_path, monkeypatch, top)
+    (top / "bin").mkdir(parents=True)
+    (top / "include").mkdir()
+    (top / "include" / "cuda_runtime.h").write_text("")
+    (top / "include" / "cuda_runtime_api.h").write_text("")
+    extension = _toolkit_of(tmp_path, monkeypatch, top)
+    assert str(top / "include") in extension.include_dirs
+    assert any(source.endswith(".cu") for source in extension.sources)
+    assert str(top) == cpp_extension.CUDA_HOME
 
 
 def test_public_names():

@@ -1,6 +1,7 @@
 """Ranks of one machine write into each other's memory: who reaches whom, and that results are one
 process's whoever is early, whatever is mixed, and whoever dies."""
 
+import contextlib
 import datetime
 import gc
 import os
@@ -47,6 +48,7 @@ def _reports():
         assert found.machines == (everybody,) and found.reasons == ("",) * size
         assert found.mapped(0, size - 1)
         assert str(found) == f"ranks {', '.join(map(str, everybody))}: shared memory"
+        assert deepsp.transport(device="cpu:0") == deepsp.transport()
 
         group = dist.new_group()
         found = deepsp.transport(group, use="messages")
@@ -115,6 +117,7 @@ def _cannot_map():
         x = draw(1, 4, 4, 2)
         (y,) = deepsp.seq_to_heads([x], group=group)
         assert torch.equal(deepsp.heads_to_seq([y], [4], group=group)[0], x)
+        assert deepsp.ranks.buffers.limit() == (2 << 30) // 2, "of all ranks of a machine together"
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limit)
     assert not found.mapped(0, 1)
@@ -147,7 +150,7 @@ while os.getppid() == parent:
                 caller.connect("\\0" + name[1:])
                 first.append(caller)
                 if kind == "garbage":
-                    forged = struct.pack("<q32s", 2, b"a rank, but not its secret")
+                    forged = struct.pack("<q32s32s", 2, b"a rank, but not its secret", b"")
                     said = [b"", forged, b"hi", b"\\xff" * 4096][n]
                     files = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1][:n]))]
                     caller.sendmsg([said], files if n else [])
@@ -210,6 +213,51 @@ def _missing():
 
 def test_a_first_exchange_names_who_is_missing():
     on_ranks(3, _missing)
+
+
+def _connections():
+    """The local sockets of this process, by inode."""
+    inodes = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            inodes.add(os.readlink(f"/proc/self/fd/{name}").removeprefix("socket:[").rstrip("]"))
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return {fields[6] for fields in lines if fields[4] == "0005"} & inodes
+
+
+def _many_groups():
+    """Two processes need one connection, whatever the number of groups; a rank that leaves a group
+    is missed at once all the same."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    deepsp.transport()
+    dist.barrier()
+    before = _connections()
+    assert len(before) == size - 1
+    x = draw(1, 4, size, 2)
+    groups = [dist.new_group() for _ in range(4)]
+    for group in groups:
+        deepsp.seq_to_heads([x], group=group)
+    dist.barrier()
+    assert _connections() == before
+    left, kept = groups[:2]
+    if rank == 1:
+        dist.destroy_process_group(left)
+        del groups, left, group
+        deepsp.ranks.buffers.clear()  # closes what it shared
+        dist.barrier()
+    else:
+        dist.barrier()
+        begin = time.monotonic()
+        with pytest.raises(RuntimeError, match="rank 1: it has left the group, or died"):
+            deepsp.seq_to_heads([x], group=left)
+        assert time.monotonic() - begin < 5
+    dist.barrier()
+    deepsp.seq_to_heads([x], group=kept)
+    assert _connections() == before
+
+
+def test_connections_of_many_groups():
+    on_ranks(3, _many_groups)
 
 
 def _core_dump():

@@ -9,6 +9,7 @@
 #include <algorithm>
 
 #ifdef DEEPSP_CUDA
+#include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -72,7 +73,10 @@ void run(const std::vector<StridedSum>& sums, c10::Device device) {
   }
 #ifdef DEEPSP_CUDA
   c10::cuda::CUDAGuard device_guard(device);
-  C10_CUDA_CHECK(sum_rows_cuda(sums, c10::cuda::getCurrentCUDAStream(device.index())));
+  const auto options = at::TensorOptions(device).dtype(at::kByte);
+  const at::Tensor scratch = at::empty({scratch_bytes(sums)}, options);
+  C10_CUDA_CHECK(sum_rows_cuda(
+      sums, scratch.mutable_data_ptr(), c10::cuda::getCurrentCUDAStream(device.index())));
 #endif
 }
 

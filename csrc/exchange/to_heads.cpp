@@ -9,16 +9,29 @@
 
 namespace deepsp {
 
+namespace {
+
+void add_block(
+    at::TensorList inputs,
+    const Layout& plan,
+    int64_t chunk,
+    const Place& place,
+    std::vector<StridedCopy>& copies) {
+  const int64_t item = item_of(inputs[0]), first = plan.first(plan.rank);
+  for (const auto& part : plan.parts(plan.rank, place.p, chunk)) {
+    copies.push_back(copy_of(
+        view_of(inputs[part.tensor], part.begin - first, part.heads.begin),
+        view_in_block(place.block, plan, part, item), Extent(plan, part).n, item));
+  }
+}
+
+}  // namespace
+
 void pack_by_tokens(
     at::TensorList inputs, const Layout& plan, int64_t chunk, c10::ArrayRef<Place> places) {
-  const int64_t item = item_of(inputs[0]), first = plan.first(plan.rank);
   std::vector<StridedCopy> copies;
-  for (const auto& [p, block] : places) {
-    for (const auto& part : plan.parts(plan.rank, p, chunk)) {
-      copies.push_back(copy_of(
-          view_of(inputs[part.tensor], part.begin - first, part.heads.begin),
-          view_in_block(block, plan, part, item), Extent(plan, part).n, item));
-    }
+  for (const Place& place : places) {
+    add_block(inputs, plan, chunk, place, copies);
   }
   run(copies, inputs[0].device());
 }
@@ -74,17 +87,10 @@ std::vector<Place> launch_to_heads(
   }
 
   std::vector<Place> places;
-  const auto stage = [&](at::TensorList reads, const auto& write) {
-    attach(buffer, transfer.stage(reads, [&](const Buffers& buffers) {
-      std::vector<Place> staged;
-      for (int64_t p = 0; p < plan.ranks(); ++p) {
-        staged.push_back(place_in(p, buffers[p]));
-      }
-      write(staged);
-    }));
-  };
   if (transfer.staged() && !copied.empty()) {
-    stage(copied, make);
+    attach(buffer, transfer.stage(copied, [&](int64_t p, char* theirs, auto& copies) {
+      add_block(copied, plan, chunk, place_in(p, theirs), copies);
+    }));
     return {};
   }
   const at::Tensor sent = empty_buffer({sent_at.back()}, buffer);
@@ -93,13 +99,9 @@ std::vector<Place> launch_to_heads(
   }
   make(places);
   if (transfer.staged()) {
-    stage({sent}, [&](const std::vector<Place>& staged) {
-      std::vector<StridedCopy> copies;
-      for (const auto& [p, block] : staged) {
-        copies.push_back(copy_of_bytes(places[p].block, block, gives[p] * item));
-      }
-      run(copies, buffer.device());
-    });
+    attach(buffer, transfer.stage({sent}, [&](int64_t p, char* theirs, auto& copies) {
+      copies.push_back(copy_of_bytes(places[p].block, place_in(p, theirs).block, gives[p] * item));
+    }));
     return {};
   }
   attach(

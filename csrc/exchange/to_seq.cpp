@@ -315,12 +315,8 @@ void launch_to_seq(
   }
 
   if (transfer.staged()) {
-    auto flight = transfer.stage(inputs, [&](const Buffers& buffers) {
-      std::vector<StridedCopy> copies;
-      for (int64_t p = 0; p < plan.ranks(); ++p) {
-        place_by_tokens(inputs, plan, chunk, p, buffers[p], reached, copies);
-      }
-      run(copies, device);
+    auto flight = transfer.stage(inputs, [&](int64_t p, char* theirs, auto& copies) {
+      place_by_tokens(inputs, plan, chunk, p, theirs, reached, copies);
     });
     flight->order = reached;
     attach(buffer, std::move(flight));

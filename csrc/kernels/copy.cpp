@@ -37,6 +37,45 @@ StridedCopy coalesce(const StridedCopy& copy) {
   return out;
 }
 
+void add_within(
+    const StridedCopy& copy,
+    const char* begin,
+    int64_t bytes,
+    char* to,
+    std::vector<StridedCopy>& parts) {
+  int outer = kCopyDims;  // the dimension of the largest steps; kCopyDims: a single row
+  int64_t extent = copy.row_bytes;
+  for (int d = 0; d < kCopyDims; ++d) {
+    extent += (copy.n[d] - 1) * copy.dst_stride[d];
+    if (copy.n[d] > 1 && (outer == kCopyDims || copy.dst_stride[d] > copy.dst_stride[outer])) {
+      outer = d;
+    }
+  }
+  const int64_t at = copy.dst - begin;
+  const int64_t first = std::max<int64_t>(-at, 0), last = std::min(bytes - at, extent);
+  if (copy.bytes() == 0 || first >= last) {
+    return;
+  }
+  StridedCopy part = copy;
+  if (last - first == extent || outer == kCopyDims) {
+    part.src += first;
+    part.dst = to + at + first;
+    part.row_bytes = outer == kCopyDims ? last - first : copy.row_bytes;
+    parts.push_back(part);
+    return;
+  }
+  // The index that a border crosses, and those on both sides of it.
+  const int64_t step = copy.dst_stride[outer], border = first > 0 ? first : last;
+  const int64_t crossed = std::min(border / step, copy.n[outer] - 1);
+  const int64_t cuts[] = {0, crossed, crossed + 1, copy.n[outer]};
+  for (int i = 0; i < 3; ++i) {
+    part.src = copy.src + cuts[i] * copy.src_stride[outer];
+    part.dst = copy.dst + cuts[i] * step;
+    part.n[outer] = cuts[i + 1] - cuts[i];
+    add_within(part, begin, bytes, to, parts);
+  }
+}
+
 namespace {
 
 // Shorter rows don't fill whole lines often enough.

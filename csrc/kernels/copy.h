@@ -36,6 +36,15 @@ inline StridedCopy copy_of_bytes(const char* from, char* to, int64_t bytes) {
 // strides allow.
 StridedCopy coalesce(const StridedCopy& copy);
 
+// Appends the part of a copy that is written to the `bytes` bytes from `begin` on, but so that it
+// is written to those from `to` on. Steps of dst are positive.
+void add_within(
+    const StridedCopy& copy,
+    const char* begin,
+    int64_t bytes,
+    char* to,
+    std::vector<StridedCopy>& parts);
+
 // Copies rows [begin, end), counted with the innermost dimension fastest.
 void copy_rows_cpu(const StridedCopy& copy, int64_t begin, int64_t end);
 

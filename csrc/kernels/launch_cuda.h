@@ -27,7 +27,7 @@ cudaError_t launch(
   kernel<<<static_cast<unsigned>(blocks), threads, 0, stream>>>(given);
   return cudaGetLastError();
 #else
-  return launch_on_cpu(kernel, blocks, threads, given);  // of the tests
+  return launch_on_cpu(kernel, blocks, threads, stream, given);  // of the tests
 #endif
 }
 

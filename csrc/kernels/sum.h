@@ -18,7 +18,7 @@ inline int64_t size_of(Float dtype) {
 }
 
 constexpr int kSumDims = 4;
-constexpr int kMaxSumSources = 512;
+constexpr int kMaxSumSources = 512;  // of one launch
 
 struct SumSource {
   const void* data;
@@ -49,9 +49,13 @@ struct StridedSum {
 void sum_rows_cpu(const StridedSum& sum, int64_t begin, int64_t end);
 
 #ifdef DEEPSP_CUDA
-// All sums in as few launches as their number allows; none reads what another writes. At most
-// kMaxSumSources sources each.
-cudaError_t sum_rows_cuda(const std::vector<StridedSum>& sums, cudaStream_t stream);
+// The size of the scratch memory that sum_rows_cuda needs: 0 unless a sum has more than
+// kMaxSumSources sources.
+int64_t scratch_bytes(const std::vector<StridedSum>& sums);
+// All sums in as few launches as their number allows; none reads what another writes. A sum of more
+// than kMaxSumSources sources takes several launches, between which `scratch` (aligned to 16 bytes)
+// holds its total.
+cudaError_t sum_rows_cuda(const std::vector<StridedSum>& sums, void* scratch, cudaStream_t stream);
 #endif
 
 }  // namespace deepsp

@@ -13,6 +13,7 @@ constexpr int kMaxSums = 96;
 // A sum, whose sources lie in its batch.
 struct Sum {
   void* dst;
+  const void* begun;    // the total of earlier sources, contiguous, of dtype `within`; null: none
   int64_t n[kSumDims];  // the innermost in vectors, if `vectors`
   int64_t dst_stride[kSumDims];
   int32_t first_source;
@@ -25,6 +26,7 @@ struct Sum {
 
 struct Batch {
   int count;
+  int32_t used;                       // sources
   int64_t first_block[kMaxSums + 1];  // of each sum; the last: their number
   Sum sums[kMaxSums];
   SumSource sources[kMaxSumSources];
@@ -96,6 +98,15 @@ __device__ void sum_one(const Sum& sum, const SumSource* sources, int64_t e) {
   for (int k = 0; k < kVector; ++k) {
     total[k] = -0.0;  // unlike 0, it leaves -0 as it is
   }
+  if (sum.begun != nullptr) {
+    const A* begun = static_cast<const A*>(sum.begun) + (sum.vectors ? e * kVector : e);
+#pragma unroll
+    for (int k = 0; k < kVector; ++k) {
+      if (k == 0 || sum.vectors) {
+        total[k] = begun[k];
+      }
+    }
+  }
   for (int s = 0; s < sum.count; ++s) {
     const T* from = static_cast<const T*>(sources[s].data) + place(sources[s].stride);
     if (sum.vectors) {
@@ -142,7 +153,7 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ B
 }
 
 // Whether each kVector elements lie together, at a multiple of 16 bytes.
-bool has_vectors(const StridedSum& sum) {
+bool has_vectors(const Sum& sum, const SumSource* sources) {
   const auto fits = [&](const void* data, const int64_t* stride, int64_t item) {
     bool fine = reinterpret_cast<uint64_t>(data) % 16 == 0 && stride[kSumDims - 1] == 1;
     for (int d = 0; d + 1 < kSumDims; ++d) {
@@ -151,58 +162,83 @@ bool has_vectors(const StridedSum& sum) {
     return fine;
   };
   return sum.n[kSumDims - 1] % kVector == 0 && fits(sum.dst, sum.dst_stride, size_of(sum.to)) &&
-         std::all_of(sum.sources.begin(), sum.sources.end(), [&](const SumSource& source) {
+         std::all_of(sources, sources + sum.count, [&](const SumSource& source) {
            return fits(source.data, source.stride, size_of(sum.dtype));
          });
 }
 
+// What a sum's total takes between its launches.
+int64_t total_bytes(const StridedSum& sum) {
+  const bool once = sum.sources.size() <= kMaxSumSources;
+  return once ? 0 : (sum.elements() * size_of(wide(sum.within)) + 15) / 16 * 16;
+}
+
+// Adds sources [begin, begin + count) of a sum to a batch.
+void add_sum(const StridedSum& sum, size_t begin, size_t count, char* total, Batch& batch) {
+  const int n = batch.count++;
+  Sum& s = batch.sums[n];
+  s = {sum.dst,    begin > 0 ? total : nullptr, {},        {},
+       batch.used, static_cast<int32_t>(count), sum.dtype, sum.to,
+       sum.within};
+  std::copy_n(sum.n, kSumDims, s.n);
+  std::copy_n(sum.dst_stride, kSumDims, s.dst_stride);
+  if (begin + count < sum.sources.size()) {
+    s.dst = total;
+    s.to = wide(sum.within);
+    s.dst_stride[kSumDims - 1] = 1;
+    for (int d = kSumDims - 1; d > 0; --d) {
+      s.dst_stride[d - 1] = s.dst_stride[d] * s.n[d];
+    }
+  }
+  SumSource* const sources = batch.sources + batch.used;
+  std::copy_n(sum.sources.begin() + begin, count, sources);
+  batch.used += static_cast<int32_t>(count);
+  s.vectors = has_vectors(s, sources);
+  if (s.vectors) {
+    s.n[kSumDims - 1] /= kVector;
+  }
+  const int64_t steps = s.n[0] * s.n[1] * s.n[2] * s.n[3];
+  batch.first_block[n + 1] = batch.first_block[n] + (steps + kThreads - 1) / kThreads;
+}
+
 }  // namespace
 
-cudaError_t sum_rows_cuda(const std::vector<StridedSum>& sums, cudaStream_t stream) {
-  for (size_t next = 0; next < sums.size();) {
-    Batch batch = {};
-    int64_t sources = 0;
-    for (; next < sums.size() && batch.count < kMaxSums; ++next) {
-      const StridedSum& sum = sums[next];
-      const auto count = static_cast<int64_t>(sum.sources.size());
-      if (sum.elements() == 0) {
-        continue;
+int64_t scratch_bytes(const std::vector<StridedSum>& sums) {
+  int64_t bytes = 0;
+  for (const StridedSum& sum : sums) {
+    bytes += total_bytes(sum);
+  }
+  return bytes;
+}
+
+cudaError_t sum_rows_cuda(const std::vector<StridedSum>& sums, void* scratch, cudaStream_t stream) {
+  // Each round adds the next sources of all sums that have some left.
+  bool left = true;
+  for (size_t begin = 0; left; begin += kMaxSumSources) {
+    left = false;
+    char* total = static_cast<char*>(scratch);
+    for (size_t next = 0; next < sums.size();) {
+      Batch batch = {};
+      for (; next < sums.size() && batch.count < kMaxSums; ++next) {
+        const StridedSum& sum = sums[next];
+        const size_t most = sum.sources.size();
+        if (sum.elements() > 0 && (begin == 0 || begin < most)) {
+          const size_t count = std::min<size_t>(most - begin, kMaxSumSources);
+          if (batch.used + count > kMaxSumSources) {
+            break;
+          }
+          add_sum(sum, begin, count, total, batch);
+          left = left || begin + count < most;
+        }
+        total += total_bytes(sum);
       }
-      if (count > kMaxSumSources) {
-        return cudaErrorInvalidValue;
+      if (batch.count > 0) {
+        const cudaError_t error =
+            launch(sum_kernel, batch.first_block[batch.count], kThreads, stream, batch);
+        if (error != cudaSuccess) {
+          return error;
+        }
       }
-      if (sources + count > kMaxSumSources) {
-        break;
-      }
-      const int n = batch.count++;
-      Sum& s = batch.sums[n];
-      s = {
-          sum.dst,
-          {},
-          {},
-          static_cast<int32_t>(sources),
-          static_cast<int32_t>(count),
-          sum.dtype,
-          sum.to,
-          sum.within,
-          has_vectors(sum)};
-      std::copy_n(sum.n, kSumDims, s.n);
-      std::copy_n(sum.dst_stride, kSumDims, s.dst_stride);
-      std::copy(sum.sources.begin(), sum.sources.end(), batch.sources + sources);
-      sources += count;
-      if (s.vectors) {
-        s.n[kSumDims - 1] /= kVector;
-      }
-      const int64_t steps = s.n[0] * s.n[1] * s.n[2] * s.n[3];
-      batch.first_block[n + 1] = batch.first_block[n] + (steps + kThreads - 1) / kThreads;
-    }
-    if (batch.count == 0) {
-      break;
-    }
-    const cudaError_t error =
-        launch(sum_kernel, batch.first_block[batch.count], kThreads, stream, batch);
-    if (error != cudaSuccess) {
-      return error;
     }
   }
   return cudaSuccess;

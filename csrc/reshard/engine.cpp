@@ -88,13 +88,9 @@ void Reshard::gather_slots(const Transfer& transfer) const {
 }
 
 void Reshard::stage_slot(const Transfer& transfer, const at::Tensor& slot) const {
-  attach(transfer.buffer(), transfer.stage({slot}, [&](const Buffers& buffers) {
-    std::vector<StridedCopy> copies;
-    for (char* const of_p : buffers) {
-      const auto bytes = static_cast<int64_t>(slot.nbytes());
-      copies.push_back(copy_of_bytes(data_of(slot), of_p + rank_ * shards_.slot(), bytes));
-    }
-    run(copies, slot.device());
+  attach(transfer.buffer(), transfer.stage({slot}, [&](int64_t, char* theirs, auto& copies) {
+    const auto bytes = static_cast<int64_t>(slot.nbytes());
+    copies.push_back(copy_of_bytes(data_of(slot), theirs + rank_ * shards_.slot(), bytes));
   }));
 }
 
@@ -276,17 +272,13 @@ void Reshard::scatter_blocks(const Tensors& inputs, const Transfer& transfer) co
   }
   const int64_t mine = shards_.block(rank_);
   if (transfer.staged()) {
-    attach(buffer, transfer.stage(inputs, [&](const Buffers& buffers) {
-      std::vector<StridedCopy> copies;
-      for (int64_t p = 0; p < group_.size; ++p) {
-        char* const to = buffers[p] + rank_ * counts[p];
-        if (at_.any_packed()) {
-          add_block(inputs, p, to, copies);
-        } else {
-          copies.push_back(copy_of_bytes(part_of(inputs[0], 0, p), to, counts[p]));
-        }
+    attach(buffer, transfer.stage(inputs, [&](int64_t p, char* theirs, auto& copies) {
+      char* const to = theirs + rank_ * counts[p];
+      if (at_.any_packed()) {
+        add_block(inputs, p, to, copies);
+      } else {
+        copies.push_back(copy_of_bytes(part_of(inputs[0], 0, p), to, counts[p]));
       }
-      run(copies, buffer.device());
     }));
     return;
   }

@@ -7,7 +7,7 @@
 
 #include <map>
 #include <mutex>
-#include <utility>
+#include <tuple>
 
 namespace deepsp {
 namespace {
@@ -21,7 +21,7 @@ struct Choice {
 };
 using Chosen = std::shared_ptr<const Choice>;
 
-using Key = std::pair<const void*, c10::DeviceType>;
+using Key = std::tuple<const void*, c10::DeviceType, c10::DeviceIndex>;
 std::mutex mutex;
 std::map<Key, Chosen>& choices() {
   static auto* const all = new std::map<Key, Chosen>;
@@ -56,7 +56,7 @@ Chosen find(const Key& key) {
 }
 
 Chosen choice_of(const Group& group, c10::Device device, std::optional<std::string_view> use) {
-  const Key key(group.pg.get(), device.type());
+  const Key key(group.pg.get(), device.type(), device.is_cpu() ? 0 : device.index());
   if (Chosen found = find(key)) {
     return found;
   }

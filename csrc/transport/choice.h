@@ -1,6 +1,6 @@
 #pragma once
-// How a group's ranks exchange blocks: chosen once for each group and kind of device, by all its
-// ranks together.
+// How a group's ranks exchange blocks: chosen once for each group and device, by all its ranks
+// together.
 
 #include "mapped.h"
 #include "staged.h"

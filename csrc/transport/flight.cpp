@@ -6,7 +6,8 @@
 #include <torch/csrc/autograd/anomaly_mode.h>
 
 #ifdef DEEPSP_CUDA
-#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
 #endif
 
 namespace deepsp {
@@ -24,7 +25,9 @@ void clear_if_waiting_at_once(const at::Tensor& buffer) {
 bool capturing([[maybe_unused]] c10::Device device) {
 #ifdef DEEPSP_CUDA
   if (device.is_cuda()) {
-    return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+    cudaStreamCaptureStatus status{};
+    C10_CUDA_CHECK(cudaStreamIsCapturing(c10::cuda::getCurrentCUDAStream(device.index()), &status));
+    return status != cudaStreamCaptureStatusNone;
   }
 #endif
   return false;

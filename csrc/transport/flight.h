@@ -109,7 +109,8 @@ struct Flight {
 bool waits_at_once();
 // Anomaly mode looks for NaN in whole buffers, between blocks and behind them, too.
 void clear_if_waiting_at_once(const at::Tensor& buffer);
-// Whether a CUDA graph is being captured: no query or synchronization is allowed then.
+// Whether the device's current stream is being captured in a CUDA graph: no query or
+// synchronization is allowed then.
 bool capturing(c10::Device device);
 
 }  // namespace deepsp

@@ -11,7 +11,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdlib>
-#include <fstream>
 #include <iterator>
 #include <numeric>
 #include <stdexcept>
@@ -37,26 +36,19 @@ using Clock = std::chrono::steady_clock;
 // All ranks have made their offers when one waits so long: a longer wait means that one failed.
 constexpr std::chrono::milliseconds kMostWait{20000};
 constexpr size_t kMostStrangers = 64;  // callers at a time, beside the group's ranks
+constexpr uint64_t kLeastOffer = uint64_t(64) << 20;
 constexpr const char* kMessages = "messages are asked for";
-constexpr int64_t kMostAddresses = int64_t(1) << 45;  // of 2^47 that a process has
 
 // What a rank tells the others before the handshakes.
 struct Offer {
   Text<40> use;
-  Text<160> machine;  // empty: it offers no memory
+  Text<160> host;     // machine_id()
+  Text<160> machine;  // the same; empty: it offers no memory
+  Text<40> process;   // process_word()
   Text<48> socket;    // the name that it listens on
   Text<32> secret;    // what a caller must send
   Text<240> why;      // why it offers none
 };
-
-// "boot_id": alike for all processes until the next boot; "uuid": a new one at each call.
-std::string random_word(const std::string& name) {
-  std::string word;
-  if (!std::getline(std::ifstream("/proc/sys/kernel/random/" + name), word)) {
-    throw std::runtime_error("expected /proc to be mounted, got no /proc/sys/kernel/random");
-  }
-  return word;
-}
 
 // Ranks may share memory if they have the same: kernel, network namespace and user.
 std::string machine_id() {
@@ -136,11 +128,15 @@ void check_mapped(const Group& group, const Reach& reach) {
 
 // ------------------------------------------------------------------- handshakes
 
-// As much as the machine has: the system allocates a page when it is first written.
+// As much as the machine has, if addresses allow: the system allocates a page when it is first
+// written.
 uint64_t bytes_to_offer(int64_t ranks) {
   const int64_t all = int64_t(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
-  const int64_t most = std::min(all, kMostAddresses / ranks);
-  return static_cast<uint64_t>(most) / kPlaceUnit * kPlaceUnit;
+  const uint64_t bytes = SharedMemory::bytes_to_map(static_cast<uint64_t>(all), ranks);
+  if (bytes < kLeastOffer) {
+    throw std::runtime_error("the memory of other groups takes this process's addresses");
+  }
+  return bytes / kPlaceUnit * kPlaceUnit;
 }
 
 // Exchanges handshakes with all ranks of this machine: calls those below this rank, and answers
@@ -148,7 +144,8 @@ uint64_t bytes_to_offer(int64_t ranks) {
 class Handshakes {
  public:
   Handshakes(const Group& group, std::chrono::milliseconds timeout)
-      : group_(group), timeout_(timeout), peers_(group.size) {
+      : group_(group), timeout_(timeout), peers_(group.size), known_(group.size) {
+    offer_.process = process_word();
     offer_.machine = machine_id();
     offer_.socket = "deepsp-" + random_word("uuid");
     offer_.secret = random_word("uuid");
@@ -167,11 +164,12 @@ class Handshakes {
       if (p == group_.rank || offers[p].machine.str() != machine) {
         continue;
       }
+      known_[p] = find_connection(offers[p].process.str());
       if (p > group_.rank) {
         above.push_back(p);
       } else {
         called[p] = connect_to(offers[p].socket.str(), p, timeout_);
-        send_handshake(called[p], group_.rank, offers[p].secret.str(), memory_->file());
+        send_handshake(called[p], p, offers[p]);
       }
     }
     answer_all(above, offers);
@@ -181,7 +179,7 @@ class Handshakes {
         if (!answer || answer->secret != offer_.secret.str() || answer->rank != p) {
           throw std::runtime_error("rank " + std::to_string(p) + " doesn't answer");
         }
-        add(std::move(*answer), std::move(called[p]));
+        add(std::move(*answer), std::move(called[p]), offers[p]);
       }
     }
   }
@@ -247,20 +245,32 @@ class Handshakes {
         peers_[rank] != nullptr) {
       return false;
     }
-    send_handshake(caller, group_.rank, offers[rank].secret.str(), memory_->file());
-    add(std::move(handshake), std::move(caller));
+    send_handshake(caller, rank, offers[rank]);
+    add(std::move(handshake), std::move(caller), offers[rank]);
     return true;
   }
 
-  void add(Handshake handshake, Descriptor socket) {
+  void send_handshake(const Descriptor& socket, int64_t p, const Offer& offer) const {
+    const std::string known = known_[p] ? known_[p]->name : "";
+    deepsp::send_handshake(socket, group_.rank, offer.secret.str(), known, memory_->file());
+  }
+
+  void add(Handshake handshake, Descriptor socket, const Offer& offer) {
     auto memory = std::make_unique<SharedMemory>(std::move(handshake.memory));
     memory->close_file();
-    peers_[handshake.rank] = std::make_unique<Peer>(Peer{std::move(memory), std::move(socket)});
+    SharedConnection connection = std::move(known_[handshake.rank]);
+    // If both ranks know the same one, both close this one; else both keep it. The caller names it.
+    if (!connection || connection->name != handshake.connection) {
+      const Offer& caller = handshake.rank > group_.rank ? offer : offer_;
+      connection = use_connection(offer.process.str(), {std::move(socket), caller.secret.str()});
+    }
+    peers_[handshake.rank] = std::make_unique<Peer>(Peer{std::move(memory), std::move(connection)});
   }
 
   const Group& group_;
   std::chrono::milliseconds timeout_;
   Peers peers_;
+  std::vector<SharedConnection> known_;  // by rank: an earlier one; null: none
   Descriptor listener_;
   std::unique_ptr<SharedMemory> memory_;
   Offer offer_{};
@@ -284,7 +294,11 @@ std::pair<Reach, Peers> map_peers(const Group& group, const std::string& use) {
     }
   }
   mine.use = use;
+  outcome_of([&] { mine.host = machine_id(); });
   const std::vector<Offer> offers = gather_offers(group, mine, at::kCPU);
+  pool_share(std::count_if(offers.begin(), offers.end(), [&](const Offer& offer) {
+    return offer.host.str() == mine.host.str();
+  }));
   if (messages) {
     return {Reach::none(group.size, kMessages), Peers()};
   }

@@ -9,6 +9,7 @@
 #include <ATen/record_function.h>
 #include <torch/version.h>
 
+#include <atomic>
 #include <map>
 #include <mutex>
 
@@ -23,26 +24,24 @@ namespace {
 constexpr int kFirstTag = 1 << 30;
 constexpr int kTags = 1 << 29;
 
-// Counts exchanges by group, so that a message meets the receive of the same exchange.
-int next_tag(const std::shared_ptr<c10d::ProcessGroup>& pg) {
-  struct Count {
-    c10::weak_intrusive_ptr<c10d::ProcessGroup> group;
-    int next = 0;
-  };
+// What launches keep of a group.
+struct Launches {
+  c10::weak_intrusive_ptr<c10d::ProcessGroup> group;
+  std::atomic<uint32_t> exchanges = 0;
+  std::mutex one_at_a_time;
+};
+
+std::shared_ptr<Launches> launches_of(const std::shared_ptr<c10d::ProcessGroup>& pg) {
   static std::mutex mutex;
-  static std::map<const void*, Count> counts;
+  static std::map<const void*, std::shared_ptr<Launches>> all;
   std::lock_guard<std::mutex> lock(mutex);
-  auto it = counts.find(pg.get());
-  if (it == counts.end() || it->second.group.expired()) {
-    for (auto old = counts.begin(); old != counts.end();) {
-      old = old->second.group.expired() ? counts.erase(old) : std::next(old);
-    }
-    it = counts.emplace(pg.get(), Count{c10::weak_intrusive_ptr<c10d::ProcessGroup>(intrusive(pg))})
-             .first;
+  auto it = all.find(pg.get());
+  if (it == all.end() || it->second->group.expired()) {
+    std::erase_if(all, [](const auto& entry) { return entry.second->group.expired(); });
+    c10::weak_intrusive_ptr<c10d::ProcessGroup> group(intrusive(pg));
+    it = all.emplace(pg.get(), std::make_shared<Launches>(std::move(group))).first;
   }
-  const int tag = kFirstTag + it->second.next;
-  it->second.next = (it->second.next + 1) % kTags;
-  return tag;
+  return it->second;
 }
 
 at::Tensor unowned(Bytes bytes) {
@@ -55,9 +54,15 @@ at::Tensor unnamed(const at::Tensor& tensor) {
   return at::alias(tensor);
 }
 
-// A launch fails, too, if a peer has died since the last exchange. `peer`: -1 for all.
+// A launch fails, too, if a peer has died since the last exchange. `peer`: -1 for all. Several
+// threads may launch: gloo takes that, but NCCL's communicators take one call at a time.
 template <class Launch>
 Work launched(const Group& group, const Launch& launch, int64_t peer = -1) {
+  const auto launches = group.point_to_point ? nullptr : launches_of(group.pg);
+  std::unique_lock<std::mutex> lock;
+  if (launches) {
+    lock = std::unique_lock(launches->one_at_a_time);
+  }
   return shared(with_context(group, peer, launch));
 }
 
@@ -82,7 +87,8 @@ void exchange_point_to_point(
     const std::function<Bytes(int64_t)>& send,
     Flight& flight) {
   RECORD_FUNCTION("deepsp::exchange", {});
-  const int tag = next_tag(group.pg);
+  // So that a message meets the receive of the same exchange.
+  const int tag = kFirstTag + static_cast<int>(launches_of(group.pg)->exchanges++ % kTags);
   flight.what = describe(group);
   // Each rank begins with the next one, so that no rank is everybody's first.
   flight.receives.emplace_back(group.size);

@@ -73,7 +73,7 @@ void futex_wake(std::atomic<uint32_t>& word) {
 struct Mailbox::Control {
   alignas(64) std::atomic<uint32_t> bell;
   alignas(64) std::atomic<uint32_t> sleepers;
-  alignas(64) std::atomic<uint32_t> failed;
+  alignas(64) std::atomic<End> end;
   alignas(64) std::atomic<uint64_t> opened;
   alignas(64) std::atomic<uint64_t> returned;
   alignas(64) std::atomic<uint64_t> spare_bytes;
@@ -261,15 +261,16 @@ void Mailbox::take_back(const std::function<void(const BlockPlace&)>& take) {
   }
 }
 
-void Mailbox::fail() {
-  control(member_).failed.store(1, std::memory_order_seq_cst);
+void Mailbox::end(End why) {
+  End none = End::none;
+  control(member_).end.compare_exchange_strong(none, why, std::memory_order_seq_cst);
   for (int64_t m = 0; m < members(); ++m) {
     ring(m);
   }
 }
 
-bool Mailbox::has_failed(int64_t member) const {
-  return control(member).failed.load(std::memory_order_acquire) != 0;
+End Mailbox::ended(int64_t member) const {
+  return control(member).end.load(std::memory_order_acquire);
 }
 
 }  // namespace deepsp

@@ -42,6 +42,9 @@ struct alignas(64) BlockHead {
   std::atomic<uint64_t> next;  // the block below it in a stack
 };
 
+// Why a member delivers nothing more.
+enum class End : uint32_t { none, failed, left };
+
 // A block in the memory of a member, in bytes from its beginning.
 struct BlockPlace {
   int64_t member;
@@ -101,9 +104,9 @@ class Mailbox {
   // Calls `take` with each block of this member's memory that was given back.
   void take_back(const std::function<void(const BlockPlace&)>& take);
 
-  // This member delivers nothing more; has_failed tells the others.
-  void fail();
-  bool has_failed(int64_t member) const;
+  // This member delivers nothing more; ended() tells the others. The first reason stays.
+  void end(End why);
+  End ended(int64_t member) const;
 
  private:
   struct Control;

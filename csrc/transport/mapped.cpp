@@ -2,8 +2,6 @@
 
 #include "c10d.h"
 
-#include <poll.h>
-
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
@@ -20,11 +18,6 @@ constexpr std::chrono::milliseconds kLook{100};
 constexpr const char* kForked = "the group is that of the process that forked this one";
 
 }  // namespace
-
-bool Peer::has_left() const {
-  pollfd polled{socket.get(), POLLIN | POLLRDHUP, 0};
-  return poll(&polled, 1, 0) > 0 && (polled.revents & (POLLHUP | POLLRDHUP | POLLERR)) != 0;
-}
 
 // ------------------------------------------------------------------- memory
 
@@ -113,39 +106,39 @@ void Mapped::trim(int64_t bytes) {
   }
 }
 
-void Mapped::leave() {
-  for (const auto& peer : peers_) {
-    if (peer) {
-      peer->socket = Descriptor();
-    }
-  }
-}
-
 void Mapped::close() {
   std::lock_guard<std::mutex> lock(exchanging_);
   trim(0);
   closed_ = true;
-  leave();
+  if (ours_) {
+    mailbox_->end(End::left);
+  }
 }
 
 void Mapped::disown() {
   ours_ = false;
-  leave();
+  for (const auto& peer : peers_) {
+    if (peer) {
+      peer->connection.reset();
+    }
+  }
 }
 
 // ------------------------------------------------------------------- waits
 
 std::string Mapped::why_lost(int64_t rank) const {
-  if (mailbox_->has_failed(member_of_[rank])) {
+  const End end = mailbox_->ended(member_of_[rank]);
+  if (end == End::failed) {
     return "its own exchange failed";
   }
-  return rank != rank_ && peers_[rank]->has_left() ? "it has left the group, or died" : "";
+  const bool gone = end == End::left || (rank != rank_ && peers_[rank]->connection->is_closed());
+  return gone ? "it has left the group, or died" : "";
 }
 
 void Mapped::fail() {
   if (ours_) {
     failed_ = true;
-    mailbox_->fail();
+    mailbox_->end(End::failed);
   }
 }
 
@@ -155,13 +148,13 @@ void Mapped::wait_until(
     std::chrono::milliseconds look,
     const std::string& late) {
   const auto deadline = Clock::now() + timeout_;
-  const auto ready_or_failed = [&] {
+  const auto ready_or_ended = [&] {
     return ready() || std::any_of(ranks.begin(), ranks.end(), [&](int64_t p) {
-             return mailbox_->has_failed(member_of_[p]);
+             return mailbox_->ended(member_of_[p]) != End::none;
            });
   };
   while (true) {
-    mailbox_->wait(ready_or_failed, std::min(deadline, Clock::now() + look));
+    mailbox_->wait(ready_or_ended, std::min(deadline, Clock::now() + look));
     for (const int64_t p : ranks) {
       if (ready()) {
         return;

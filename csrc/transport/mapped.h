@@ -2,6 +2,7 @@
 // Shared memory on the CPU: the ranks of a group whose memory this rank reaches.
 
 #include "mailbox.h"
+#include "peer_socket.h"
 #include "pool.h"
 #include "shared_memory.h"
 
@@ -14,14 +15,12 @@
 
 namespace deepsp {
 
-// A rank whose memory is mapped here. Its socket closes when it leaves the group, or dies.
+// A rank whose memory is mapped here, and the connection to its process.
 struct Peer {
   std::unique_ptr<SharedMemory> memory;
-  Descriptor socket;
-
-  bool has_left() const;
+  SharedConnection connection;
 };
-// By rank; null: not reached. This rank's own has no socket.
+// By rank; null: not reached. This rank's own has no connection.
 using Peers = std::vector<std::unique_ptr<Peer>>;
 
 class Mapped final : public PeerMemory {
@@ -79,7 +78,6 @@ class Mapped final : public PeerMemory {
   // Frees a block, or gives it back to the rank that owns its memory.
   void release(const BlockPlace& block);
   void free_returned();
-  void leave();
   // Waits until `ready`, and looks at `ranks` now and then. std::runtime_error if one of them is
   // lost, or, with `late`, after the group's timeout.
   void wait_until(

@@ -1,5 +1,6 @@
 #include "peer_socket.h"
 
+#include <poll.h>
 #include <sys/socket.h>
 #include <sys/time.h>
 #include <sys/un.h>
@@ -8,7 +9,11 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <fstream>
+#include <map>
+#include <mutex>
 #include <stdexcept>
+#include <utility>
 
 namespace deepsp {
 namespace {
@@ -17,6 +22,7 @@ namespace {
 struct Message {
   int64_t rank;
   char secret[32];
+  char connection[32];
 };
 
 Descriptor new_socket() {
@@ -106,9 +112,15 @@ Descriptor accept_from(const Descriptor& listener, std::chrono::milliseconds tim
   return {};
 }
 
-void send_handshake(const Descriptor& socket, int64_t rank, const std::string& secret, int memory) {
-  Message message{rank, {}};
-  std::memcpy(message.secret, secret.data(), std::min(secret.size(), sizeof(message.secret) - 1));
+void send_handshake(
+    const Descriptor& socket,
+    int64_t rank,
+    const std::string& secret,
+    const std::string& connection,
+    int memory) {
+  Message message{rank, {}, {}};
+  secret.copy(message.secret, sizeof(message.secret) - 1);
+  connection.copy(message.connection, sizeof(message.connection) - 1);
   Envelope envelope(&message);
   cmsghdr* const header = CMSG_FIRSTHDR(&envelope.header);
   header->cmsg_level = SOL_SOCKET;
@@ -137,10 +149,51 @@ std::optional<Handshake> receive_handshake(const Descriptor& socket, int flags) 
       (envelope.header.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0) {
     return std::nullopt;
   }
-  return Handshake{
-      message.rank,
-      {message.secret, strnlen(message.secret, sizeof(message.secret))},
-      std::move(memory)};
+  const auto word = [](const char (&text)[32]) { return std::string(text, strnlen(text, 32)); };
+  return Handshake{message.rank, word(message.secret), word(message.connection), std::move(memory)};
+}
+
+std::string random_word(const std::string& name) {
+  std::string word;
+  if (!std::getline(std::ifstream("/proc/sys/kernel/random/" + name), word)) {
+    throw std::runtime_error("expected /proc to be mounted, got no /proc/sys/kernel/random");
+  }
+  return word;
+}
+
+static std::mutex mutex;
+static std::multimap<std::string, std::weak_ptr<const Connection>> used;  // by process
+
+bool Connection::is_closed() const {
+  pollfd polled{socket.get(), POLLIN | POLLRDHUP, 0};
+  return poll(&polled, 1, 0) > 0 && (polled.revents & (POLLHUP | POLLRDHUP | POLLERR)) != 0;
+}
+
+std::string process_word() {
+  static std::pair<pid_t, std::string> word;  // a forked child needs another one
+  std::lock_guard<std::mutex> lock(mutex);
+  if (word.first != getpid()) {
+    word = {getpid(), random_word("uuid")};
+  }
+  return word.second;
+}
+
+SharedConnection find_connection(const std::string& process) {
+  std::lock_guard<std::mutex> lock(mutex);
+  std::erase_if(used, [](const auto& entry) { return entry.second.expired(); });
+  for (auto [it, end] = used.equal_range(process); it != end; ++it) {
+    if (SharedConnection found = it->second.lock(); found && !found->is_closed()) {
+      return found;
+    }
+  }
+  return nullptr;
+}
+
+SharedConnection use_connection(const std::string& process, Connection made) {
+  std::lock_guard<std::mutex> lock(mutex);
+  auto connection = std::make_shared<const Connection>(std::move(made));
+  used.emplace(process, connection);
+  return connection;
 }
 
 }  // namespace deepsp

@@ -21,7 +21,9 @@ namespace {
 constexpr size_t kGranule = size_t(64) << 10;
 constexpr size_t kAlignment = 64;
 
-std::atomic<int64_t> limit{int64_t(2) << 30};
+constexpr int64_t kIdleBytes = int64_t(2) << 30;  // of all ranks of a machine
+std::atomic<int64_t> set_limit{-1};               // -1: none was set
+std::atomic<int64_t> ranks_here{1};
 
 class Pool {
  public:
@@ -54,7 +56,7 @@ class Pool {
     idle_.emplace_front(block);
     by_size_.emplace(block->bytes, idle_.begin());
     idle_bytes_ += static_cast<int64_t>(block->bytes);
-    evict(limit, evicted);
+    evict(pool_limit(), evicted);
   }
 
   void trim(int64_t to) {
@@ -227,12 +229,19 @@ void pool_trim() {
 }
 
 int64_t pool_limit() {
-  return limit;
+  const int64_t limit = set_limit;
+  return limit >= 0 ? limit : kIdleBytes / ranks_here;
+}
+
+void pool_share(int64_t ranks) {
+  int64_t before = ranks_here;
+  while (ranks > before && !ranks_here.compare_exchange_weak(before, ranks)) {
+  }
 }
 
 void pool_set_limit(int64_t bytes) {
   check_at_least(bytes, 0, "bytes");
-  limit = bytes;
+  set_limit = bytes;
   pool_trim();
 }
 

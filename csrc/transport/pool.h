@@ -36,9 +36,12 @@ Block* block_of(const at::Tensor& tensor);
 // From here on the pool counts and trims its idle blocks, and disowns it in forked children.
 void pool_watch(const std::shared_ptr<PeerMemory>& memory);
 
-// Bytes that lie idle; what is in use is never counted. At most `limit` stay.
+// Bytes that lie idle; what is in use is never counted. At most `limit` stay: unless one was set,
+// 2 GiB for all ranks of this machine together.
 int64_t pool_idle_bytes();
 int64_t pool_limit();
+// This machine runs so many ranks of a group.
+void pool_share(int64_t ranks);
 // Frees what is over the limit: peers give a rank back blocks that they used for it.
 void pool_trim();
 void pool_set_limit(int64_t bytes);

@@ -5,12 +5,17 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <iterator>
 #include <system_error>
 #include <utility>
 
 namespace deepsp {
+
+static constexpr uint64_t kMostAddresses = uint64_t(1) << 46;  // of 2^47 that a process has
+static std::atomic<uint64_t> mapped_bytes{0};
 
 void raise_errno(const char* what) {
   throw std::system_error(errno, std::generic_category(), what);
@@ -65,13 +70,20 @@ void SharedMemory::map() {
     munmap(std::exchange(data_, nullptr), bytes_);
     raise_errno("madvise of shared memory");
   }
+  mapped_bytes += bytes_;
   madvise(data_, bytes_, MADV_HUGEPAGE);  // if the system allows it for shared memory
 }
 
 SharedMemory::~SharedMemory() {
   if (data_ != nullptr) {
     munmap(data_, bytes_);
+    mapped_bytes -= bytes_;
   }
+}
+
+uint64_t SharedMemory::bytes_to_map(uint64_t all, int64_t ranks) {
+  const uint64_t left = kMostAddresses - std::min<uint64_t>(mapped_bytes, kMostAddresses);
+  return std::min(all, left / 4 / static_cast<uint64_t>(ranks));
 }
 
 bool SharedMemory::populate(uint64_t place, uint64_t bytes) const {

@@ -39,6 +39,11 @@ class SharedMemory {
   SharedMemory& operator=(const SharedMemory&) = delete;
   ~SharedMemory();
 
+  // How much of `all`, which the machine has, one rank of a group offers to the others: so much
+  // that the memory of all its ranks takes at most a quarter of the addresses that are left to this
+  // process's groups.
+  static uint64_t bytes_to_map(uint64_t all, int64_t ranks);
+
   char* data() const { return data_; }
   uint64_t bytes() const { return bytes_; }
   int file() const { return file_.get(); }

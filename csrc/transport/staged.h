@@ -1,7 +1,8 @@
 #pragma once
 // Staged copies between GPUs that reach each other's memory: symmetric memory for their stages
-// (stages.h), and a stream for the exchanges.
+// (stages.h), and two streams for the exchanges.
 
+#include "../kernels/copy.h"
 #include "flight.h"
 
 #include <functional>
@@ -10,25 +11,25 @@
 
 namespace deepsp {
 
-// By rank: where its buffer begins.
-using Buffers = std::vector<char*>;
+// Appends the copies that make this rank's block for rank p, whose buffer begins at `buffer`.
+using AddCopies = std::function<void(int64_t p, char* buffer, std::vector<StridedCopy>& copies)>;
 
 class Staged {
  public:
   virtual ~Staged() = default;
 
   // Launches one exchange that fills this rank's `buffer`, and returns its flight. `bytes`: the
-  // sizes of the buffers, by rank, alike on all ranks. write(buffers) launches the copies of this
-  // rank's blocks for all ranks, itself included, on the current stream; they read `reads`.
+  // sizes of the buffers, by rank, alike on all ranks. add_copies: for all ranks, this one
+  // included; the copies read `reads`.
   virtual std::unique_ptr<Flight> exchange(
       const Group& group,
       const std::vector<int64_t>& bytes,
       const at::Tensor& buffer,
       at::TensorList reads,
-      const std::function<void(const Buffers&)>& write) = 0;
+      const AddCopies& add_copies) = 0;
 };
 
-// With CUDA only. This rank's first stage.
+// With CUDA only. This rank's stage.
 at::Tensor allocate_stage(c10::Device device);
 // All ranks of the group call this together, each with its stage. An error if a GPU doesn't reach
 // another one.

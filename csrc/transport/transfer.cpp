@@ -1,6 +1,6 @@
 #include "transfer.h"
 
-#include "errors.h"
+#include "agreement.h"
 
 #include <ATen/record_function.h>
 
@@ -10,17 +10,10 @@ namespace {
 // A hash by which ranks notice that they make different calls.
 uint64_t hash_of(
     const Group& group, const std::vector<int64_t>& bytes, at::ScalarType dtype, uint64_t kind) {
-  uint64_t hash = 14695981039346656037ull;  // FNV-1a
-  const auto add = [&](const void* data, size_t size) {
-    for (size_t i = 0; i < size; ++i) {
-      hash = (hash ^ static_cast<const unsigned char*>(data)[i]) * 1099511628211ull;
-    }
-  };
-  add(group.op, std::strlen(group.op));
-  add(bytes.data(), bytes.size() * sizeof(int64_t));
-  add(&dtype, sizeof(dtype));
-  add(&kind, sizeof(kind));
-  return hash;
+  uint64_t hash = hash_bytes(kNoHash, group.op, std::strlen(group.op));
+  hash = hash_bytes(hash, bytes.data(), bytes.size() * sizeof(int64_t));
+  hash = hash_bytes(hash, &dtype, sizeof(dtype));
+  return hash_bytes(hash, &kind, sizeof(kind));
 }
 
 }  // namespace
@@ -80,9 +73,8 @@ void Transfer::send(
   }
 }
 
-std::unique_ptr<Flight> Transfer::stage(
-    at::TensorList reads, const std::function<void(const Buffers&)>& write) const {
-  auto flight = staged_->exchange(*group_, bytes_, buffer_, reads, write);
+std::unique_ptr<Flight> Transfer::stage(at::TensorList reads, const AddCopies& add_copies) const {
+  auto flight = staged_->exchange(*group_, bytes_, buffer_, reads, add_copies);
   flight->what = describe(*group_);
   if (waits_at_once()) {
     flight->wait_all();

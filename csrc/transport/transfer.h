@@ -3,8 +3,8 @@
 // folders of csrc include.
 //
 // The transport has three floors. A file includes files of its own floor or of lower ones:
-//   agree  transfer, choice, handshake, peer_socket, agreement
-//   move   launch, mapped, mailbox, shared_memory, staged, stages
+//   agree  transfer, choice, handshake, agreement
+//   move   launch, mapped, mailbox, shared_memory, peer_socket, staged, stages
 //   wait   attach, pool, flight, errors, c10d, group
 // Agree: ranks tell each other what they can and want, and choose how blocks get across. Move:
 // messages and collectives, writes into peers' memory, staged copies between GPUs. Wait: buffers,
@@ -46,11 +46,9 @@ class Transfer {
       Flight& flight) const;
 
   // Whether stage() takes the place of write() and send(), between GPUs that reach each other's
-  // memory. write(buffers) launches copies on the current stream that make this rank's blocks for
-  // all ranks, itself included, from `reads`.
+  // memory. The copies make this rank's blocks for all ranks, itself included, from `reads`.
   bool staged() const { return staged_ != nullptr; }
-  std::unique_ptr<Flight> stage(
-      at::TensorList reads, const std::function<void(const Buffers&)>& write) const;
+  std::unique_ptr<Flight> stage(at::TensorList reads, const AddCopies& add_copies) const;
 
  private:
   const Group* group_;

@@ -152,8 +152,8 @@ def difference(items: Sequence[tuple[str, Any]], group: Group = None) -> Differe
 
 
 def compare_calls(op: str, member: Member, like: Tensor, **arguments) -> bool:
-    """Compares the arguments of ``op`` across the group. All ranks make this call (two small
-    collectives, on the device of ``like``).
+    """Compares the arguments of ``op`` across the group. All ranks make this call (a small
+    collective, and another one if they differ, on the device of ``like``).
 
     Returns:
         Whether they were compared; False if ``like`` has no data: then nothing is sent.

@@ -11,7 +11,8 @@ def idle_bytes() -> int:
 
 
 def limit() -> int:
-    """The largest number of idle bytes that the pool keeps (2 GiB unless set)."""
+    """The largest number of idle bytes that the pool keeps. Unless set, 2 GiB divided by the ranks
+    that this machine runs of a group."""
     return torch.ops.deepsp._pool_limit()
 
 

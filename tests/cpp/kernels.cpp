@@ -81,6 +81,25 @@ void copies() {
         }
         require(std::memcmp(to.get(), expected.get(), dst_end) == 0, "copy_rows_cpu");
       }
+      // Window by window of the destination, of whichever order its dimensions are.
+      std::swap(c.n[0], c.n[2]);
+      std::swap(c.src_stride[0], c.src_stride[2]);
+      std::swap(c.dst_stride[0], c.dst_stride[2]);
+      const int64_t most = round == 0 ? dst_end : draw(std::max<int64_t>(dst_end / 40, 1), dst_end);
+      int64_t bytes = 0;
+      for (int64_t begin = 0; begin < dst_end; begin += most) {
+        const int64_t size = std::min(most, dst_end - begin);
+        const auto window = std::make_unique<char[]>(size);
+        std::vector<StridedCopy> parts;
+        add_within(c, c.dst + begin, size, window.get(), parts);
+        require(parts.size() <= 2 * kCopyDims + 3, "few parts");
+        for (const StridedCopy& part : parts) {
+          bytes += part.bytes();
+          copy_rows_cpu(part, 0, part.rows());
+        }
+        require(std::memcmp(window.get(), expected.get() + begin, size) == 0, "add_within");
+      }
+      require(bytes == c.bytes(), "each byte once");
     }
   }
 }

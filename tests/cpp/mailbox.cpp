@@ -233,10 +233,11 @@ void waits_end() {
   require(Clock::now() - begin >= std::chrono::milliseconds(30), "it waits until the deadline");
   std::thread failing([&] {
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
-    other.fail();
+    other.end(End::failed);
+    other.end(End::left);
   });
   require(
-      one.wait([&] { return one.has_failed(1); }, Clock::now() + std::chrono::minutes(1)),
+      one.wait([&] { return one.ended(1) == End::failed; }, Clock::now() + std::chrono::minutes(1)),
       "a failure is told");
   failing.join();
   // A member may be kSlots exchanges ahead of another, and no more.
@@ -286,9 +287,25 @@ void memory_is_shared() {
   require(theirs.data()[kPlaceUnit] == 0, "pages can be given back");
 }
 
+// Groups share the addresses of a process.
+void addresses_suffice() {
+  constexpr uint64_t kGiB = uint64_t(1) << 30;
+  const uint64_t before = SharedMemory::bytes_to_map(UINT64_MAX, 8);
+  require(before == (uint64_t(1) << 47) / 2 / 4 / 8, "a quarter of a half, by rank");
+  require(SharedMemory::bytes_to_map(kGiB, 8) == kGiB, "no more than the machine has");
+  {
+    const SharedMemory mine(kGiB);
+    const SharedMemory theirs{Descriptor(dup(mine.file()))};
+    const uint64_t left = SharedMemory::bytes_to_map(UINT64_MAX, 8);
+    require(left == before - 2 * kGiB / 4 / 8, "what other groups map counts");
+  }
+  require(SharedMemory::bytes_to_map(UINT64_MAX, 8) == before, "as long as they do");
+}
+
 }  // namespace
 
 int main() {
+  addresses_suffice();
   sizes_have_classes();
   ranges_are_found();
   memory_is_shared();

@@ -183,7 +183,14 @@ void flights_of_other_memory() {
 }  // namespace
 
 int main() {
+  constexpr int64_t kGiB = 1 << 30;
+  require(pool_limit() == 2 * kGiB, "the limit of a process alone");
+  pool_share(8);
+  pool_share(4);
+  require(pool_limit() == kGiB / 4, "of each of the most ranks that a group has here");
   pool_set_limit(kLimit);
+  pool_share(16);
+  require(pool_limit() == kLimit, "one that was set stays");
   std::vector<std::thread> threads;
   for (int t = 0; t < kThreads; ++t) {
     threads.emplace_back(work, t);

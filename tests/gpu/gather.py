@@ -1,10 +1,10 @@
-"""Sharded weights on a GPU: bits, sums, training, and the cast's speed."""
+"""Sharded weights on a GPU: bits, sums and training."""
 
 import copy
 
 import torch
 import torch.distributed as dist
-from common import TIGHT, draw, timed
+from common import TIGHT, draw
 
 import deepsp
 
@@ -79,27 +79,3 @@ def sharded_training():
     for name, value in whole.state_dict().items():
         torch.testing.assert_close(full[name], value, **TIGHT)
     return [f"parameters of one of {size} ranks: {sum(p.numel() for p in model.parameters())}"]
-
-
-def cast_bandwidth():
-    """The cast that packs many shards, against a copy of as many bytes read and written."""
-    name = dist.group.WORLD.group_name
-    lines = []
-    for count, numel in ((1, 1 << 28), (100, 1 << 21), (512, 1 << 16)):
-        shards = [torch.randn(numel, device="cuda") for _ in range(count)]
-        sizes, targets = [numel] * count, [torch.bfloat16] * count
-        # One rank: start is the cast alone.
-        packed = timed(
-            lambda shards=shards, sizes=sizes, targets=targets: op._gather_cast_coalesced_start(
-                shards, sizes, targets, 0, name
-            )
-        )
-        moved = count * numel * 6
-        source = torch.empty(moved // 2, dtype=torch.uint8, device="cuda")
-        target = torch.empty_like(source)
-        copied = timed(lambda target=target, source=source: target.copy_(source))
-        lines.append(
-            f"cast {count} x {numel} float32 to bfloat16: {moved / packed / 1e9:.0f} GB/s, "
-            f"plain copy {moved / copied / 1e9:.0f}, ratio {copied / packed:.2f}"
-        )
-    return lines
