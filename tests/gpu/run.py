@@ -23,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from attention import flash_pieces, flash_speed
 from gather import gathered, sharded_training
 from launches import (
     capture,
@@ -57,11 +58,11 @@ STAGES = {
         is_mapped, exchange_values, odd_rows, along_dim, gathered, waited_for_twice, capture, large,
         never_waited_for,
     ],
-    "attention": [attention_gradients, sixteen_bits],
+    "attention": [flash_pieces, attention_gradients, sixteen_bits],
     "paths": [loss_and_rest, sharded_training, layer_gradients, streams, threads],
     "sanitizer": [odd_rows, along_dim, exchange_values],
     "compile": [inductor, op_checks, layer_checks, dropout],
-    "speed": [kernel_bandwidth, cast_bandwidth, projection_speed, overlap_profile],
+    "speed": [kernel_bandwidth, cast_bandwidth, projection_speed, overlap_profile, flash_speed],
 }  # fmt: skip
 EVERYWHERE = {
     exchange_values, odd_rows, along_dim, gathered, waited_for_twice, loss_and_rest,
@@ -71,7 +72,7 @@ EVERYWHERE = {
 # Not on several ranks: they compare with this rank's input, or use one group in several threads,
 # whose exchanges would meet in any order.
 ALONE = {large, streams, threads, never_waited_for}
-SPEED = {kernel_bandwidth, projection_speed, cast_bandwidth}
+SPEED = {kernel_bandwidth, projection_speed, cast_bandwidth, flash_speed}
 # Through symmetric memory: what is captured in a graph goes by NCCL, and is tested there.
 RUNS = [
     (Run("gloo", 2, False, "auto"), EVERYWHERE),
