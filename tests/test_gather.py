@@ -31,9 +31,19 @@ def same(a, b):
     return bool((equal | (a.isnan() & b.isnan())).all())
 
 
-def summed(parts, dtype, within=None):
-    """One after another; the total is kept in `within`."""
-    within = within or (torch.float64 if parts[0].dtype == torch.float64 else torch.float32)
+def machines_that_sum(wire):
+    """The ranks of each machine, if tensors sent in these dtypes are summed in two levels."""
+    machines = deepsp.transport().machines
+    fewest = 2 if all(dtype.itemsize == 2 for dtype in wire) else 1  # a sum is a float32 at least
+    return machines if len(machines) > 1 and max(map(len, machines)) > fewest else ()
+
+
+def summed(parts, dtype, within=None, machines=()):
+    """One after another; the total is kept in `within`. First those of each machine, if any."""
+    widest = torch.float64 if parts[0].dtype == torch.float64 else torch.float32
+    if machines:
+        parts = [summed([parts[p] for p in ranks], widest) for ranks in machines]
+    within = within or widest
     wide = torch.float64 if within == torch.float64 else torch.float32
     total = torch.zeros(parts[0].shape, dtype=wide)
     for part in parts:
@@ -85,14 +95,15 @@ class Case:
             for i, (y, layout) in enumerate(zip(self.full, self.layouts, strict=True))
         ]
 
-    def scattered(self, within=None, dtypes=None):
-        """This rank's rows of the sum of all ranks' gradients."""
+    def scattered(self, within=None, each_alone=False):
+        """This rank's rows of the sum of all ranks' gradients, sent together or each alone."""
         everyone = [self.gradients(p) for p in range(self.size)]
-        dtypes = dtypes or [pieces[0].dtype for pieces in self.pieces]
-        return [
-            summed([g[i] for g in everyone], dtype, within).split(self.rows[i])[self.rank]
-            for i, dtype in enumerate(dtypes)
-        ]
+        results = []
+        for i, (pieces, wire) in enumerate(zip(self.pieces, self.dtypes, strict=True)):
+            machines = machines_that_sum([wire] if each_alone else self.dtypes)
+            total = summed([g[i] for g in everyone], pieces[0].dtype, within, machines)
+            results.append(total.split(self.rows[i])[self.rank])
+        return results
 
     def gather(self, shards, within=None):
         return op.gather_cast_coalesced(
@@ -140,6 +151,7 @@ def _equals_one_process(specs, within, frozen):
     ours = op._reduce_scatter_cast_coalesced(grads, case.sizes, dtypes, *where, reduce_dtype=within)
     for x, g, dtype in zip(ours, expected, dtypes, strict=True):
         assert torch.equal(x, g) and x.dtype == dtype and x.is_contiguous()
+    expected = case.scattered(within, each_alone=True)
     for i, rows in enumerate(case.rows):
         x = op.reduce_scatter_cast(grads[i], rows, dtypes[i], *where, reduce_dtype=within)
         assert torch.equal(x, expected[i])

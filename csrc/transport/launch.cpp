@@ -8,6 +8,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/record_function.h>
 #include <torch/version.h>
+#include <unistd.h>
 
 #include <map>
 #include <mutex>
@@ -75,7 +76,7 @@ at::Tensor unowned(const at::Tensor& tensor) {
              : tensor;
 }
 
-void exchange_point_to_point(
+int exchange_point_to_point(
     const Group& group,
     const std::function<bool(int64_t)>& among,
     const std::function<Bytes(int64_t)>& receive,
@@ -99,11 +100,58 @@ void exchange_point_to_point(
     const int64_t target = (group.rank + step) % group.size;
     const Bytes bytes = among(target) ? send(target) : Bytes{};
     if (bytes.size > 0) {
-      std::vector<at::Tensor> block{unowned(bytes)};
-      flight.sends.push_back(launched(
-          group, [&] { return group.pg->send(block, static_cast<int>(target), tag); }, target));
+      flight.sends.push_back(launch_send(group, target, bytes, tag));
     }
   }
+  return tag;
+}
+
+Work launch_send(const Group& group, int64_t target, Bytes bytes, int tag) {
+  std::vector<at::Tensor> block{unowned(bytes)};
+  return launched(
+      group, [&] { return group.pg->send(block, static_cast<int>(target), tag); }, target);
+}
+
+namespace {
+
+class Later final : public c10d::Work {
+ public:
+  explicit Later(std::function<std::vector<deepsp::Work>()> launch) : launch_(std::move(launch)) {}
+
+  void run() {
+    std::exception_ptr error;
+    try {
+      launched_ = launch_();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    launch_ = nullptr;  // before anybody goes on
+    finish(error);
+  }
+
+  bool wait(std::chrono::milliseconds timeout) override {
+    if (getpid() != process_) {
+      throw std::runtime_error("the group is that of the process that forked this one");
+    }
+    c10d::Work::wait(timeout);
+    for (const deepsp::Work& work : launched_) {
+      work->wait(timeout);
+    }
+    return true;
+  }
+
+ private:
+  std::function<std::vector<deepsp::Work>()> launch_;
+  std::vector<deepsp::Work> launched_;
+  pid_t process_ = getpid();
+};
+
+}  // namespace
+
+Work launch_later(Relay& relay, std::function<std::vector<Work>()> launch) {
+  auto later = c10::make_intrusive<Later>(std::move(launch));
+  relay.add([later] { later->run(); });
+  return shared(std::move(later));
 }
 
 Work launch_all_to_all(

@@ -121,6 +121,11 @@ void Mapped::leave() {
   }
 }
 
+Relay& Mapped::relay() {
+  std::call_once(relayed_, [&] { relay_ = std::make_unique<Relay>(); });
+  return *relay_;
+}
+
 void Mapped::close() {
   std::lock_guard<std::mutex> lock(exchanging_);
   trim(0);
@@ -130,6 +135,7 @@ void Mapped::close() {
 
 void Mapped::disown() {
   ours_ = false;
+  relay_.release();  // its thread is the parent's
   leave();
 }
 

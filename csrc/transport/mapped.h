@@ -3,6 +3,7 @@
 
 #include "mailbox.h"
 #include "pool.h"
+#include "relay.h"
 #include "shared_memory.h"
 
 #include <atomic>
@@ -62,6 +63,9 @@ class Mapped final : public PeerMemory {
     bool closed_ = false;
   };
 
+  // The thread that passes on what this machine's ranks have written.
+  Relay& relay();
+
   // The group is gone: ends all exchanges, frees idle memory, and leaves the peers.
   void close();
 
@@ -105,6 +109,9 @@ class Mapped final : public PeerMemory {
   std::atomic<bool> failed_ = false;
   std::atomic<bool> closed_ = false;
   std::atomic<bool> ours_ = true;  // false in a forked child
+
+  std::once_flag relayed_;
+  std::unique_ptr<Relay> relay_;  // the last member: its jobs wait here
 };
 
 }  // namespace deepsp

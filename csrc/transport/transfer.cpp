@@ -71,6 +71,20 @@ void Transfer::write(const std::function<void(int64_t, char*)>& write, Flight& f
   }
 }
 
+void Transfer::relay(std::function<std::vector<Work>()> launch, Flight& flight) const {
+  // The thread is that of `mapped`, and ends before it.
+  flight.sends.push_back(launch_later(
+      mapped_->relay(),
+      [mapped = mapped_.get(), exchange = exchange_->number(), launch = std::move(launch)] {
+        for (int64_t p = 0; p < mapped->size(); ++p) {
+          if (mapped->reaches(p)) {
+            mapped->wait(exchange, p);
+          }
+        }
+        return launch();
+      }));
+}
+
 void Transfer::send(
     const std::function<Bytes(int64_t)>& receive,
     const std::function<Bytes(int64_t)>& send,
