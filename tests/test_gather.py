@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from reference import Take, Whole, draw, events, flat, names, sent, warm_up
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
-import deepsp  # noqa: F401  (it registers the ops)
+import deepsp
 
 op = torch.ops.deepsp
 RANKS = [1, 2, 3, 4]
@@ -31,11 +31,13 @@ def same(a, b):
     return bool((equal | (a.isnan() & b.isnan())).all())
 
 
-def machines_that_sum(wire):
-    """The ranks of each machine, if tensors sent in these dtypes are summed in two levels."""
+def machines_that_sum(sent):
+    """The ranks of each machine, if these tensors are summed in two levels: if fewer bytes leave a
+    machine as sums, which are float32 at least."""
     machines = deepsp.transport().machines
-    fewest = 2 if all(dtype.itemsize == 2 for dtype in wire) else 1  # a sum is a float32 at least
-    return machines if len(machines) > 1 and max(map(len, machines)) > fewest else ()
+    alone = sum(x.nbytes for x in sent) * dist.get_world_size()
+    sums = sum(x.numel() * max(x.itemsize, 4) for x in sent) * len(machines)
+    return machines if len(machines) > 1 and sums < alone else ()
 
 
 def summed(parts, dtype, within=None, machines=()):
@@ -99,8 +101,8 @@ class Case:
         """This rank's rows of the sum of all ranks' gradients, sent together or each alone."""
         everyone = [self.gradients(p) for p in range(self.size)]
         results = []
-        for i, (pieces, wire) in enumerate(zip(self.pieces, self.dtypes, strict=True)):
-            machines = machines_that_sum([wire] if each_alone else self.dtypes)
+        for i, pieces in enumerate(self.pieces):
+            machines = machines_that_sum(self.full[i : i + 1] if each_alone else self.full)
             total = summed([g[i] for g in everyone], pieces[0].dtype, within, machines)
             results.append(total.split(self.rows[i])[self.rank])
         return results

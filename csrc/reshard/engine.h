@@ -89,7 +89,7 @@ class Reshard {
   void add_block(
       const Tensors& inputs, int64_t p, char* to, std::vector<StridedCopy>& copies) const;
 
-  // The group's machines if these tensors are summed within each machine first; else null.
+  // levels.cpp. The group's machines, if tensors are summed within each machine first; else null.
   std::shared_ptr<const Machines> levels(Dtypes wire) const;
   at::Tensor launch_levels(
       const Tensors& inputs, const BufferShape& shape, const Machines& machines) const;
@@ -99,17 +99,13 @@ class Reshard {
       Dtypes wire,
       OptionalDtype reduce_dtype,
       const Machines& machines) const;
-  // Copies rank p's parts of the inputs to `to`, one after another.
-  void copy_block(const Tensors& inputs, int64_t p, char* to) const;
-  // The sum into `sum` of what `ranks` have for rank p of tensor i: this rank's is read where it
-  // is, the others' in slots.
+  // Appends the sum of what this machine's ranks have for rank p of input i.
   void add_machine_sum(
-      const at::Tensor& sum,
       const Tensors& inputs,
       size_t i,
       int64_t p,
       char* slots,
-      const std::vector<int64_t>& ranks,
+      char* to,
       std::vector<StridedSum>& sums) const;
 
   BufferLayout at_;

@@ -16,8 +16,8 @@ struct Choice {
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group;
   std::string use;
   Reach reach{};
-  std::shared_ptr<Mapped> mapped = nullptr;
   std::shared_ptr<const Machines> machines = nullptr;
+  std::shared_ptr<Mapped> mapped = nullptr;
   std::shared_ptr<Staged> staged = nullptr;
 };
 using Chosen = std::shared_ptr<const Choice>;
@@ -69,7 +69,7 @@ Chosen choice_of(const Group& group, c10::Device device, std::optional<std::stri
   if (device.is_cpu()) {
     auto [reach, peers] = map_peers(group, made.use);
     made.reach = std::move(reach);
-    made.machines = Machines::from(made.reach.machine);
+    made.machines = std::make_shared<Machines>(made.reach.machine);
     if (!peers.empty()) {
       made.mapped = std::make_shared<Mapped>(group, std::move(peers));
       pool_watch(made.mapped);

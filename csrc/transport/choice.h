@@ -14,7 +14,7 @@ namespace deepsp {
 // the group make its first call together.
 std::shared_ptr<Mapped> mapped_of(const Group& group);
 std::shared_ptr<Staged> staged_of(const Group& group, c10::Device device);
-// Its machines, if the group spans several and some of them have several ranks; else null.
+// Its machines; null if it sends no messages point to point.
 std::shared_ptr<const Machines> machines_of(const Group& group);
 
 }  // namespace deepsp

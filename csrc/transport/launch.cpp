@@ -7,6 +7,7 @@
 #include <ATen/ops/alias.h>
 #include <ATen/ops/empty.h>
 #include <ATen/record_function.h>
+#include <c10/core/thread_pool.h>
 #include <torch/version.h>
 #include <unistd.h>
 
@@ -55,6 +56,35 @@ at::Tensor unowned(Bytes bytes) {
 at::Tensor unnamed(const at::Tensor& tensor) {
   return at::alias(tensor);
 }
+
+// Works that a thread launches.
+class Later final : public c10d::Work {
+ public:
+  void run(std::function<std::vector<deepsp::Work>()>& launch) {
+    std::exception_ptr error;
+    try {
+      at::AutoDispatchBelowADInplaceOrView guard;  // as in a kernel
+      works_ = launch();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    launch = nullptr;  // before those go on who wait
+    finish(error);
+  }
+
+  bool wait(std::chrono::milliseconds timeout) override {
+    if (getpid() != process_) {
+      throw std::runtime_error("the group is that of the process that forked this one");
+    }
+    c10d::Work::wait(timeout);
+    return std::all_of(
+        works_.begin(), works_.end(), [&](const auto& work) { return work->wait(timeout); });
+  }
+
+ private:
+  std::vector<deepsp::Work> works_;
+  pid_t process_ = getpid();
+};
 
 // A launch fails, too, if a peer has died since the last exchange. `peer`: -1 for all.
 template <class Launch>
@@ -112,45 +142,9 @@ Work launch_send(const Group& group, int64_t target, Bytes bytes, int tag) {
       group, [&] { return group.pg->send(block, static_cast<int>(target), tag); }, target);
 }
 
-namespace {
-
-class Later final : public c10d::Work {
- public:
-  explicit Later(std::function<std::vector<deepsp::Work>()> launch) : launch_(std::move(launch)) {}
-
-  void run() {
-    std::exception_ptr error;
-    try {
-      launched_ = launch_();
-    } catch (...) {
-      error = std::current_exception();
-    }
-    launch_ = nullptr;  // before anybody goes on
-    finish(error);
-  }
-
-  bool wait(std::chrono::milliseconds timeout) override {
-    if (getpid() != process_) {
-      throw std::runtime_error("the group is that of the process that forked this one");
-    }
-    c10d::Work::wait(timeout);
-    for (const deepsp::Work& work : launched_) {
-      work->wait(timeout);
-    }
-    return true;
-  }
-
- private:
-  std::function<std::vector<deepsp::Work>()> launch_;
-  std::vector<deepsp::Work> launched_;
-  pid_t process_ = getpid();
-};
-
-}  // namespace
-
-Work launch_later(Relay& relay, std::function<std::vector<Work>()> launch) {
-  auto later = c10::make_intrusive<Later>(std::move(launch));
-  relay.add([later] { later->run(); });
+Work launch_later(c10::ThreadPool& thread, std::function<std::vector<Work>()> launch) {
+  auto later = c10::make_intrusive<Later>();
+  thread.run([later, launch = std::move(launch)]() mutable { later->run(launch); });
   return shared(std::move(later));
 }
 

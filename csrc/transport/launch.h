@@ -2,9 +2,12 @@
 // Launches messages and collectives. Only this folder calls c10d.
 
 #include "attach.h"
-#include "relay.h"
 
 #include <functional>
+
+namespace c10 {
+class ThreadPool;
+}
 
 namespace deepsp {
 
@@ -32,8 +35,8 @@ int exchange_point_to_point(
 
 // One more message of such an exchange, to a rank that has posted its receive.
 Work launch_send(const Group& group, int64_t target, Bytes bytes, int tag);
-// What `launch` will launch, in the relay's thread. Its captures are freed there.
-Work launch_later(Relay& relay, std::function<std::vector<Work>()> launch);
+// What `launch`, which `thread` calls and frees, will have launched.
+Work launch_later(c10::ThreadPool& thread, std::function<std::vector<Work>()> launch);
 
 // A contiguous tensor for a collective that will be attached to the tensor's own memory
 // (attach). On the CPU it doesn't own that memory: a cycle would leak both if wait is never

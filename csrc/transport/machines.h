@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <memory>
 #include <vector>
 
 namespace deepsp {
@@ -12,21 +11,14 @@ struct Machines {
   std::vector<std::vector<int64_t>> ranks;  // of each machine; the one with rank 0 comes first
   std::vector<int64_t> of;                  // by rank: its machine
 
-  // `first`: for each rank, the lowest one on its machine. Null if there is one machine, or if each
-  // has one rank.
-  static std::shared_ptr<const Machines> from(const std::vector<int64_t>& first) {
-    auto machines = std::make_shared<Machines>();
+  // `first`: for each rank, the lowest one on its machine.
+  explicit Machines(const std::vector<int64_t>& first) {
     for (size_t p = 0; p < first.size(); ++p) {
-      if (first[p] == static_cast<int64_t>(p)) {
-        machines->of.push_back(static_cast<int64_t>(machines->ranks.size()));
-        machines->ranks.emplace_back();
-      } else {
-        machines->of.push_back(machines->of[first[p]]);
-      }
-      machines->ranks[machines->of[p]].push_back(static_cast<int64_t>(p));
+      const bool is_first = first[p] == static_cast<int64_t>(p);
+      of.push_back(is_first ? count() : of[first[p]]);
+      ranks.resize(std::max(count(), of[p] + 1));
+      ranks[of[p]].push_back(static_cast<int64_t>(p));
     }
-    const size_t number = machines->ranks.size();
-    return number == 1 || number == first.size() ? nullptr : machines;
   }
 
   int64_t count() const { return static_cast<int64_t>(ranks.size()); }
@@ -35,14 +27,13 @@ struct Machines {
     const std::vector<int64_t>& all = ranks[machine];
     return std::lower_bound(all.begin(), all.end(), rank) - all.begin();
   }
-
+  // Those of the rank's machine.
+  const std::vector<int64_t>& with(int64_t rank) const { return ranks[of[rank]]; }
   // The rank of `machine` that sums what the machine's ranks have for `rank`: the rank itself, or
-  // the machine's ranks take turns.
+  // they take turns.
   int64_t sums_for(int64_t machine, int64_t rank) const {
     const std::vector<int64_t>& all = ranks[machine];
-    return of[rank] == machine
-               ? rank
-               : all[(rank - below(machine, rank)) % static_cast<int64_t>(all.size())];
+    return of[rank] == machine ? rank : all[(rank - below(machine, rank)) % all.size()];
   }
 };
 

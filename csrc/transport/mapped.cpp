@@ -2,6 +2,7 @@
 
 #include "c10d.h"
 
+#include <ATen/Parallel.h>
 #include <poll.h>
 
 #include <algorithm>
@@ -121,9 +122,12 @@ void Mapped::leave() {
   }
 }
 
-Relay& Mapped::relay() {
-  std::call_once(relayed_, [&] { relay_ = std::make_unique<Relay>(); });
-  return *relay_;
+c10::ThreadPool& Mapped::thread() {
+  std::lock_guard<std::mutex> lock(exchanging_);
+  if (!thread_) {
+    thread_ = std::make_unique<c10::ThreadPool>(1, -1, [] { at::init_num_threads(); });
+  }
+  return *thread_;
 }
 
 void Mapped::close() {
@@ -135,7 +139,7 @@ void Mapped::close() {
 
 void Mapped::disown() {
   ours_ = false;
-  relay_.release();  // its thread is the parent's
+  thread_.release();  // it runs in the parent only
   leave();
 }
 

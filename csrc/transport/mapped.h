@@ -3,8 +3,9 @@
 
 #include "mailbox.h"
 #include "pool.h"
-#include "relay.h"
 #include "shared_memory.h"
+
+#include <c10/core/thread_pool.h>
 
 #include <atomic>
 #include <chrono>
@@ -63,8 +64,8 @@ class Mapped final : public PeerMemory {
     bool closed_ = false;
   };
 
-  // The thread that passes on what this machine's ranks have written.
-  Relay& relay();
+  // A thread that waits for what a start can't wait for. It does one job after another.
+  c10::ThreadPool& thread();
 
   // The group is gone: ends all exchanges, frees idle memory, and leaves the peers.
   void close();
@@ -110,8 +111,7 @@ class Mapped final : public PeerMemory {
   std::atomic<bool> closed_ = false;
   std::atomic<bool> ours_ = true;  // false in a forked child
 
-  std::once_flag relayed_;
-  std::unique_ptr<Relay> relay_;  // the last member: its jobs wait here
+  std::unique_ptr<c10::ThreadPool> thread_;  // the last member: its jobs use the others
 };
 
 }  // namespace deepsp

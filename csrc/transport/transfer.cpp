@@ -71,11 +71,15 @@ void Transfer::write(const std::function<void(int64_t, char*)>& write, Flight& f
   }
 }
 
-void Transfer::relay(std::function<std::vector<Work>()> launch, Flight& flight) const {
-  // The thread is that of `mapped`, and ends before it.
+void Transfer::send_later(std::function<std::vector<Work>()> launch, Flight& flight) const {
+  if (mapped_ == nullptr) {
+    const std::vector<Work> works = launch();
+    flight.sends.insert(flight.sends.end(), works.begin(), works.end());
+    return;
+  }
   flight.sends.push_back(launch_later(
-      mapped_->relay(),
-      [mapped = mapped_.get(), exchange = exchange_->number(), launch = std::move(launch)] {
+      mapped_->thread(),  // which ends before `mapped`
+      [mapped = mapped_.get(), exchange = flight.exchange, launch = std::move(launch)] {
         for (int64_t p = 0; p < mapped->size(); ++p) {
           if (mapped->reaches(p)) {
             mapped->wait(exchange, p);

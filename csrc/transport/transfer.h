@@ -4,7 +4,7 @@
 //
 // The transport has three floors. A file includes files of its own floor or of lower ones:
 //   agree  transfer, choice, machines, handshake, peer_socket, agreement
-//   move   launch, mapped, mailbox, shared_memory, relay, staged, stages
+//   move   launch, mapped, mailbox, shared_memory, staged, stages
 //   wait   attach, pool, flight, errors, c10d, group
 // Agree: ranks tell each other what they can and want, and choose how blocks get across. Move:
 // messages and collectives, writes into peers' memory, staged copies between GPUs. Wait: buffers,
@@ -39,9 +39,9 @@ class Transfer {
   // Writes this rank's blocks to all ranks that it reaches: write(p, where p's buffer begins). To
   // be called once, also if it reaches none.
   void write(const std::function<void(int64_t, char*)>& write, Flight& flight);
-  // After write(): once all ranks that are reached have written, calls launch() in a thread of the
-  // group; the flight waits for what that launches.
-  void relay(std::function<std::vector<Work>()> launch, Flight& flight) const;
+  // After write(): launches what `launch` launches, once all ranks that are reached have written. A
+  // thread waits for them, and the flight for the thread.
+  void send_later(std::function<std::vector<Work>()> launch, Flight& flight) const;
   // exchange_point_to_point, with the other ranks.
   void send(
       const std::function<Bytes(int64_t)>& receive,
