@@ -172,6 +172,36 @@ def timed(calls: dict[str, Callable], repeats: int) -> dict[str, list[float]]:
     return times
 
 
+def carried() -> int:
+    """Bytes that this node has sent and received over the link."""
+    with open("/proc/self/net/dev") as file:
+        (row,) = [line.split() for line in file if line.split()[0] == "veth0:"]
+    return int(row[1]) + int(row[9])
+
+
+def measure_sums(mib: int, dtype: torch.dtype, repeats: int) -> dict[str, dict]:
+    """A reduce-scatter of so many MiB, of ranks on two nodes: milliseconds, and MiB that cross."""
+    x = torch.ones((mib << 20) // dtype.itemsize, dtype=dtype)
+    alone = dist.new_group()
+    deepsp.transport(alone, use="messages")
+    calls = {
+        "by messages": lambda: deepsp.collectives.reduce_scatter(x, 0, alone),
+        "in two levels": lambda: deepsp.collectives.reduce_scatter(x, 0),
+    }
+    crossed = {}
+    for name, call in calls.items():
+        call()
+        dist.barrier()
+        before = carried()
+        dist.barrier()
+        call()
+        dist.barrier()
+        crossed[name] = (carried() - before) / (1 << 20)
+    return {
+        name: {"ms": ms, "crossed": crossed[name]} for name, ms in timed(calls, repeats).items()
+    }
+
+
 def counted(call: Callable) -> dict[str, int]:
     """Copies of one call, and what it launches."""
     dist.barrier()

@@ -8,6 +8,8 @@ collectives   forward and backward of one:
   floor               bare sends and receives of the same bytes, on warm buffers
 linears       all-gather, linear, gelu, linear, reduce-scatter, forward and backward: plain, with
               all_gather_matmul and matmul_reduce_scatter (pipelined), and the products alone
+sums          a reduce-scatter of ranks on two nodes, in two levels, or with each rank's part sent
+              alone: by messages, which inside a node go over the loopback (--ranks 4 --nodes 2)
 step          a training step of a transformers Llama, tensor parallel with sequence parallel, by
               deepsp.schedule.ready, by torch.distributed.tensor.parallel, and whole in each process
 
@@ -27,7 +29,7 @@ import sys
 from pathlib import Path
 
 import torch
-from collective_contenders import measure_collectives, measure_linears
+from collective_contenders import measure_collectives, measure_linears, measure_sums
 from netlink import Netlink
 from ranks import Ranks
 from rich.console import Console
@@ -39,7 +41,8 @@ SHAPES = [(1, 4096, 512), (1, 16384, 1024), (2, 4096, 512), (4, 4096, 512), (32,
 LINEARS = [((1, 4096, 512), 2048), ((2, 2048, 512), 2048)]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LOOPBACK = "loopback"
-PARTS = ("collectives", "linears", "step")
+SUMS = [16, 64]  # MiB
+PARTS = ("collectives", "linears", "step", "sums")
 
 
 def both(ms: list[float]) -> str:
@@ -52,7 +55,7 @@ def ratio(ms: list[float], base: list[float]) -> str:
 
 
 def run(args: argparse.Namespace) -> dict:
-    found: dict = {"collectives": [], "linears": [], "step": []}
+    found: dict = {part: [] for part in PARTS}
     shape = {k: getattr(args, k) for k in ("hidden", "layers", "heads", "vocab", "batch", "seq")}
     for size, rate in itertools.product(args.ranks, args.rates):
         tasks = []
@@ -69,11 +72,17 @@ def run(args: argparse.Namespace) -> dict:
                  (measure_linears, of, columns, torch.float32, args.repeats))
                 for of, columns in LINEARS
             ]  # fmt: skip
+        if "sums" in args.parts:
+            tasks += [
+                ("sums", {"mib": mib, "dtype": dtype},
+                 (measure_sums, mib, DTYPES[dtype], args.repeats))
+                for mib in SUMS for dtype in args.dtypes
+            ]  # fmt: skip
         if "step" in args.parts:
             tasks.append(("step", {"shape": shape}, (measure_step, shape, args.steps)))
         with contextlib.ExitStack() as stack:
             shaped = rate != LOOPBACK
-            link = stack.enter_context(Netlink(size, rate)) if shaped else None
+            link = stack.enter_context(Netlink(args.nodes or size, rate)) if shaped else None
             ranks = stack.enter_context(Ranks(link, size))
             for part, about, task in tqdm(tasks, desc=f"{size} ranks, {rate}", leave=False):
                 found[part].append({"ranks": f"{size}, {rate}", **about, "times": ranks(*task)})
@@ -135,6 +144,19 @@ def tables(found: dict) -> list[tuple[str, list[str], list[list[str]]]]:
                     f"{far:.1e}",
                 ]
             )
+    sums = [
+        [
+            f"{case['ranks']}, {case['mib']} MiB, {case['dtype']}",
+            name,
+            both(of["ms"]),
+            ratio(of["ms"], case["times"]["by messages"]["ms"]),
+            f"{of['crossed']:.1f}",
+        ]
+        for case in found["sums"]
+        for name, of in case["times"].items()
+    ]
+    heads = ["ranks, link, tensor", "", "ms, min / median", "× by messages", "MiB that cross"]
+    result.append(("A reduce-scatter of two nodes", heads, sums))
     columns = ["ranks, link, model", "", "ms, min / median", "× torch", "loss, largest difference"]
     result.append(("A training step", columns, rows))
     return [table for table in result if table[2]]
@@ -161,6 +183,7 @@ def main() -> None:
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="sizes of the group")
+    parser.add_argument("--nodes", type=int, help="that have as many ranks each (default: one)")
     parser.add_argument(
         "--rates",
         nargs="+",
@@ -174,7 +197,9 @@ def main() -> None:
         ("hidden", 512), ("layers", 4), ("heads", 8), ("vocab", 8192), ("batch", 1), ("seq", 1024),
     ]:  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default, help="of the model")
-    parser.add_argument("--results", type=Path, help="folder for collectives[_link].md and .json")
+    parser.add_argument(
+        "--results", type=Path, help="folder for collectives[_link|_sums].md and .json"
+    )
     args = parser.parse_args()
     load = os.getloadavg()[0]
     found = run(args)
@@ -194,6 +219,7 @@ def main() -> None:
     if args.results:
         args.results.mkdir(parents=True, exist_ok=True)
         name = "collectives" if args.rates == [LOOPBACK] else "collectives_link"
+        name = "collectives_sums" if args.parts == ["sums"] else name
         (args.results / f"{name}.json").write_text(json.dumps(found, indent=1))
         (args.results / f"{name}.md").write_text(markdown(found))
 

@@ -14,7 +14,7 @@ from netlink import Netlink
 def serve(rank: int, size: int, link: Netlink | None, path: str, pipe) -> None:
     init = f"file://{path}"
     if link is not None:
-        link.enter(rank)
+        link.enter(rank * len(link.addresses) // size)
         os.environ["GLOO_SOCKET_IFNAME"] = link.interface
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=size)

@@ -64,7 +64,7 @@ def _budgets(dropout):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_less_budget_keeps_less(dropout):
-    on_ranks(2, _budgets, dropout, apart="budget")  # not after others have compiled
+    on_ranks(2, _budgets, dropout)
 
 
 class _Checkpointed(LM):

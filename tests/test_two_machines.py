@@ -1,8 +1,10 @@
-"""Two machines of two ranks each, started by torchrun on both, as users do: network namespaces.
-Ranks of one share memory, all others send messages."""
+"""Groups that span machines: ranks of one share memory, all others send messages. What sums send;
+and two machines of two ranks each, started by torchrun on both, as users do: network namespaces."""
 
 import os
 import shutil
+import socket
+import struct
 import sys
 import time
 from pathlib import Path
@@ -10,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from harness import on_ranks
 from reference import attention, draw
+from test_gather import summed
 
 import deepsp
 
@@ -18,12 +22,134 @@ sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
 import netlink
 
-pytestmark = pytest.mark.nightly
-
+op = torch.ops.deepsp
 SECONDS = 240  # an import of torch takes seconds where other tests run beside it
 MIB = 1 << 20
 
 
+# ------------------------------------------------------------------------------ sums
+
+
+def _received() -> int:
+    """The bytes that this process has received by TCP, through the sockets that it has now."""
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            one = socket.socket(fileno=os.dup(int(name)))
+        except OSError:  # no socket, or closed meanwhile
+            continue
+        with one:
+            if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
+                info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                total += struct.unpack_from("Q", info, 128)[0]  # tcpi_bytes_received
+    return total
+
+
+def _group(machines):
+    """Its ranks run on these machines, a letter for each rank."""
+    before = os.environ["DEEPSP_TEST_MACHINE"]
+    os.environ["DEEPSP_TEST_MACHINE"] = machines[dist.get_rank()]
+    try:
+        group = dist.new_group()
+        found = deepsp.transport(group).machines
+    finally:
+        os.environ["DEEPSP_TEST_MACHINE"] = before
+    assert [[machines[p] for p in ranks] for ranks in found] == [
+        [name] * machines.count(name) for name in sorted(set(machines))
+    ]
+    return group, found
+
+
+def _sums(machines, dtype, sums):
+    """Values and gradients. sums: whether machines sum first."""
+    group, ranks = _group(machines)
+    rank, size, name = dist.get_rank(), dist.get_world_size(), group.group_name
+    for lens in ([2] * size, [3, 0, 5, 1, 2][:size]):
+        for shape, dim in (((sum(lens), 3), 0), ((2, sum(lens), 3), 1)):
+            each = [draw(*shape, seed=p).to(dtype) for p in range(size)]
+            total = summed(each, dtype, machines=ranks if sums else ())
+            exact = sum(x.double() for x in each)
+            torch.testing.assert_close(total.double(), exact, rtol=1e-2, atol=1e-2)
+            y = deepsp.collectives.reduce_scatter(each[rank], dim, group, lens)
+            assert torch.equal(y, total.split(lens, dim)[rank])
+            mine = each[0].split(lens, dim)[rank].clone().requires_grad_()
+            whole = deepsp.collectives.all_gather(mine, dim, group, lens, grad="partial")
+            (gradient,) = torch.autograd.grad(whole, mine, each[rank])
+            assert torch.equal(gradient, y)
+        # Several at once, of several dtypes.
+        shards = [draw(lens[rank], n).float().requires_grad_() for n in (3, 1, 7)]
+        dtypes = [dtype, torch.float64, torch.float32]
+        full = op.gather_cast_coalesced(shards, lens * 3, dtypes, rank, name)
+        each = [[draw(*x.shape, seed=9 * p).to(x.dtype) for p in range(size)] for x in full]
+        gradients = torch.autograd.grad(full, shards, [x[rank] for x in each])
+        for x, gradient in zip(each, gradients, strict=True):
+            total = summed(x, torch.float32, machines=ranks)
+            assert torch.equal(gradient, total.split(lens)[rank])
+
+
+@pytest.mark.parametrize(
+    ("machines", "dtype", "sums"),
+    [
+        ("aabb", torch.float32, True),
+        ("aab", torch.bfloat16, False),
+        ("abab", torch.float64, True),
+        ("aaaab", torch.bfloat16, True),
+    ],
+)
+def test_sums(machines, dtype, sums):
+    on_ranks(len(machines), _sums, machines, dtype, sums, apart="machines")
+
+
+def _whoever_waits_first():
+    """A start sends all that it has to, whoever waits when, and if anybody does."""
+    group, _ = _group("aabb")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = torch.ones(1001 * size)
+    starts = [deepsp.collectives.reduce_scatter_start(x * n, 0, group) for n in range(1, 5)]
+    del starts[0]
+    if rank == 1:
+        dist.barrier()  # the others have waited
+    for n, start in sorted(enumerate(starts, 2), key=lambda pair: (pair[0] + rank) % 3):
+        assert torch.equal(start.wait(), torch.full((1001,), float(n * size)))
+    if rank != 1:
+        dist.barrier()
+
+
+def test_whoever_waits_first():
+    on_ranks(4, _whoever_waits_first, apart="machines")
+
+
+def _what_sums_send():
+    """A machine sends each block once: half of what its two ranks have."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group, _ = _group("abab")
+    x = torch.ones(size << 18, 1)  # blocks of 1 MiB
+    part = x[: 1 << 18].clone().requires_grad_()
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(512, 512 * size, bias=False)
+    sharded = deepsp.shard_parameters(linear, group, torch.float32, reshard_after_forward=False)
+    gathered = op.gather_cast(part, [1 << 18] * size, torch.float32, rank, group.group_name)
+    outputs = sharded(torch.ones(1, 512))
+    for call in (
+        lambda: deepsp.collectives.reduce_scatter(x, 0, group),
+        lambda: torch.autograd.backward(gathered, x),
+        lambda: torch.autograd.backward(outputs, outputs),
+    ):
+        dist.barrier()
+        before = _received()
+        call()
+        dist.barrier()
+        assert MIB <= _received() - before < 1.05 * MIB
+
+
+def test_what_sums_send():
+    on_ranks(4, _what_sums_send, apart="machines")
+
+
+# ------------------------------------------------------------------------------ namespaces
+
+
+@pytest.mark.nightly
 def test_two_machines(tmp_path):
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")
@@ -122,6 +248,13 @@ def _what_the_network_carries(size):
     sent = {name: (count - before[name]) / MIB for name, count in _sent().items()}
     assert sent["lo"] < 1, sent
     assert 8 <= sent[netlink.Netlink.interface] < 12, sent
+    before = _sent()
+    dist.barrier()
+    deepsp.collectives.reduce_scatter(x.flatten(), 0)  # two blocks of 2 MiB leave each machine
+    dist.barrier()
+    sent = {name: (count - before[name]) / MIB for name, count in _sent().items()}
+    assert sent["lo"] < 1, sent
+    assert 4 <= sent[netlink.Netlink.interface] < 6, sent
 
 
 def _main():

@@ -280,7 +280,6 @@ void launch_to_seq(
     Order reached,
     bool is_expected) {
   const at::Tensor& buffer = transfer.buffer();
-  const c10::Device device = inputs[0].device();
   const int64_t item = item_of(inputs[0]);
 
   if (transfer.reaches_any()) {

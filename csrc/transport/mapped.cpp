@@ -2,6 +2,8 @@
 
 #include "c10d.h"
 
+#include <ATen/Parallel.h>
+
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
@@ -106,6 +108,14 @@ void Mapped::trim(int64_t bytes) {
   }
 }
 
+c10::ThreadPool& Mapped::thread() {
+  std::lock_guard<std::mutex> lock(exchanging_);
+  if (!thread_) {
+    thread_ = std::make_unique<c10::ThreadPool>(1, -1, [] { at::init_num_threads(); });
+  }
+  return *thread_;
+}
+
 void Mapped::close() {
   std::lock_guard<std::mutex> lock(exchanging_);
   trim(0);
@@ -117,6 +127,7 @@ void Mapped::close() {
 
 void Mapped::disown() {
   ours_ = false;
+  thread_.release();  // it runs in the parent only
   for (const auto& peer : peers_) {
     if (peer) {
       peer->connection.reset();

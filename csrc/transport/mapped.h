@@ -6,6 +6,8 @@
 #include "pool.h"
 #include "shared_memory.h"
 
+#include <c10/core/thread_pool.h>
+
 #include <atomic>
 #include <chrono>
 #include <functional>
@@ -61,6 +63,9 @@ class Mapped final : public PeerMemory {
     bool closed_ = false;
   };
 
+  // A thread that waits for what a start can't wait for. It does one job after another.
+  c10::ThreadPool& thread();
+
   // The group is gone: ends all exchanges, frees idle memory, and leaves the peers.
   void close();
 
@@ -103,6 +108,8 @@ class Mapped final : public PeerMemory {
   std::atomic<bool> failed_ = false;
   std::atomic<bool> closed_ = false;
   std::atomic<bool> ours_ = true;  // false in a forked child
+
+  std::unique_ptr<c10::ThreadPool> thread_;  // the last member: its jobs use the others
 };
 
 }  // namespace deepsp

@@ -64,6 +64,24 @@ void Transfer::write(const std::function<void(int64_t, char*)>& write, Flight& f
   }
 }
 
+void Transfer::send_later(std::function<std::vector<Work>()> launch, Flight& flight) const {
+  if (mapped_ == nullptr) {
+    const std::vector<Work> works = launch();
+    flight.sends.insert(flight.sends.end(), works.begin(), works.end());
+    return;
+  }
+  flight.sends.push_back(launch_later(
+      mapped_->thread(),  // which ends before `mapped`
+      [mapped = mapped_.get(), exchange = flight.exchange, launch = std::move(launch)] {
+        for (int64_t p = 0; p < mapped->size(); ++p) {
+          if (mapped->reaches(p)) {
+            mapped->wait(exchange, p);
+          }
+        }
+        return launch();
+      }));
+}
+
 void Transfer::send(
     const std::function<Bytes(int64_t)>& receive,
     const std::function<Bytes(int64_t)>& send,

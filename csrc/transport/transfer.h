@@ -3,7 +3,7 @@
 // folders of csrc include.
 //
 // The transport has three floors. A file includes files of its own floor or of lower ones:
-//   agree  transfer, choice, handshake, agreement
+//   agree  transfer, choice, machines, handshake, agreement
 //   move   launch, mapped, mailbox, shared_memory, peer_socket, staged, stages
 //   wait   attach, pool, flight, errors, c10d, group
 // Agree: ranks tell each other what they can and want, and choose how blocks get across. Move:
@@ -39,6 +39,9 @@ class Transfer {
   // Writes this rank's blocks to all ranks that it reaches: write(p, where p's buffer begins). To
   // be called once, also if it reaches none.
   void write(const std::function<void(int64_t, char*)>& write, Flight& flight);
+  // After write(): launches what `launch` launches, once all ranks that are reached have written. A
+  // thread waits for them, and the flight for the thread.
+  void send_later(std::function<std::vector<Work>()> launch, Flight& flight) const;
   // exchange_point_to_point, with the other ranks.
   void send(
       const std::function<Bytes(int64_t)>& receive,
