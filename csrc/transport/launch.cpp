@@ -28,6 +28,8 @@ constexpr int kTags = 1 << 29;
 
 // What launches keep of a group.
 struct Launches {
+  explicit Launches(c10::weak_intrusive_ptr<c10d::ProcessGroup> group) : group(std::move(group)) {}
+
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group;
   std::atomic<uint32_t> exchanges = 0;
   std::mutex one_at_a_time;
@@ -39,7 +41,9 @@ std::shared_ptr<Launches> launches_of(const std::shared_ptr<c10d::ProcessGroup>&
   std::lock_guard<std::mutex> lock(mutex);
   auto it = all.find(pg.get());
   if (it == all.end() || it->second->group.expired()) {
-    std::erase_if(all, [](const auto& entry) { return entry.second->group.expired(); });
+    for (it = all.begin(); it != all.end();) {
+      it = it->second->group.expired() ? all.erase(it) : std::next(it);
+    }
     c10::weak_intrusive_ptr<c10d::ProcessGroup> group(intrusive(pg));
     it = all.emplace(pg.get(), std::make_shared<Launches>(std::move(group))).first;
   }

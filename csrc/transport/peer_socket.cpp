@@ -180,7 +180,9 @@ std::string process_word() {
 
 SharedConnection find_connection(const std::string& process) {
   std::lock_guard<std::mutex> lock(mutex);
-  std::erase_if(used, [](const auto& entry) { return entry.second.expired(); });
+  for (auto it = used.begin(); it != used.end();) {
+    it = it->second.expired() ? used.erase(it) : std::next(it);
+  }
   for (auto [it, end] = used.equal_range(process); it != end; ++it) {
     if (SharedConnection found = it->second.lock(); found && !found->is_closed()) {
       return found;
