@@ -341,23 +341,23 @@ at::Tensor& AttendedGradients::dq() {
 
 std::pair<at::Tensor, at::Tensor> AttendedGradients::add(
     const at::Tensor& k, const at::Tensor& v, Range keys) {
-  at::Tensor dk, dv;
-  const auto begin = [&](at::Tensor& gradient, const at::Tensor& x) {
-    if (!gradient.defined()) {
-      const auto wide = x.options().dtype(log_sum_.scalar_type());
-      gradient = tokens_first(x.sym_sizes(), wide).zero_();
-    }
-  };
   const std::vector<Piece> pieces = pieces_of(how_.documents, how_.band, keys, how_.queries);
   const std::vector<PieceCall> calls = calls_of(pieces, q_, v, how_);
+  // What one call gives for all keys needs no sum.
+  const bool alone =
+      calls.size() == 1 && calls[0].by_flash && covers(calls[0].piece, calls[0].piece.keys, k);
+  at::Tensor dk, dv;
+  if (!alone) {
+    const auto wide = q_.options().dtype(log_sum_.scalar_type());
+    dk = tokens_first(k.sym_sizes(), wide).zero_();
+    dv = tokens_first(v.sym_sizes(), wide).zero_();
+  }
   for (const PieceCall& call : calls) {
     const Piece& piece = call.piece;
     const Range here = {piece.keys.begin - keys.begin, piece.keys.end - keys.begin};
     const auto of_keys = [&](const at::Tensor& x) { return part(x, piece.rows, here); };
     const auto of_piece = [&](const at::Tensor& x) { return of_queries(x, piece, piece.queries); };
     if (!call.by_flash) {
-      begin(dk, k);
-      begin(dv, v);
       const auto narrow = [&](const at::Tensor& x) { return x.narrow(1, here.begin, here.size()); };
       add_tiles(narrow(k), narrow(v), piece, narrow(dk), narrow(dv));
       continue;
@@ -370,16 +370,12 @@ std::pair<at::Tensor, at::Tensor> AttendedGradients::add(
     } else {
       of_piece(dq()).add_(of_q);
     }
-    if (calls.size() == 1 && covers(piece, here, k)) {
+    if (alone) {
       return {in_order(of_k), in_order(of_v)};
     }
-    begin(dk, k);
-    begin(dv, v);
     of_keys(dk).add_(of_k);
     of_keys(dv).add_(of_v);
   }
-  begin(dk, k);
-  begin(dv, v);
   return {dk.to(k.scalar_type()), dv.to(v.scalar_type())};
 }
 

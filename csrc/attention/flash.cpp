@@ -27,17 +27,26 @@ bool takes(const at::Tensor& q, const at::Tensor& v, const Attending& how) {
           at::globalContext().userEnabledFlashSDP());
 }
 
-// Where the documents of a call begin, on the device; undefined: there is one.
-at::Tensor borders_of(const PieceCall& call, const at::Tensor& q) {
-  if (call.borders.empty()) {
-    return {};
+// What the GPU's kernel takes for a call: x [1, n, h, D] of several documents as [n, h, D], with
+// their borders on the device; x of one as it is.
+struct Packed {
+  at::Tensor borders;  // undefined: of one document
+  int64_t longest_q, longest_k;
+
+  Packed(const PieceCall& call, const at::Tensor& q, const at::Tensor& k)
+      : longest_q(q.size(1)), longest_k(k.size(1)) {
+    if (!call.borders.empty()) {
+      // The driver copies pageable memory before it returns.
+      borders = at::from_blob(
+                    const_cast<int32_t*>(call.borders.data()),
+                    static_cast<int64_t>(call.borders.size()), at::kInt)
+                    .to(q.device(), at::kInt, /*non_blocking=*/true);
+      longest_q = longest_k = call.longest;
+    }
   }
-  // The driver copies pageable memory before it returns.
-  return at::from_blob(
-             const_cast<int32_t*>(call.borders.data()), static_cast<int64_t>(call.borders.size()),
-             at::kInt)
-      .to(q.device(), at::kInt, /*non_blocking=*/true);
-}
+  at::Tensor pack(const at::Tensor& x) const { return borders.defined() ? x.squeeze(0) : x; }
+  at::Tensor unpack(const at::Tensor& x) const { return borders.defined() ? x.unsqueeze(0) : x; }
+};
 
 std::optional<int64_t> limit(int64_t reach) {
   return reach == kUnlimited ? std::nullopt : std::optional<int64_t>(reach);
@@ -52,21 +61,23 @@ std::vector<PieceCall> calls_of(
     const Attending& how) {
   const bool taken = takes(q, v, how);
   std::vector<PieceCall> calls;
-  // A graph that is captured would copy from memory that is gone when it runs.
-  if (taken && !q.is_cpu() && !capturing(q.device())) {
-    for (FlashCall& call : flash_calls(pieces, how.band)) {
-      calls.push_back({std::move(call), true});
+  if (!taken || q.is_cpu()) {
+    for (const Piece& piece : pieces) {
+      calls.push_back({{piece, {}, 0, {}}, taken && piece.sight != Sight::kBand});
     }
     return calls;
   }
-  for (const Piece& piece : pieces) {
-    if (taken && !q.is_cpu()) {
-      for (FlashCall& call : flash_calls({piece}, how.band)) {
-        calls.push_back({std::move(call), true});
-      }
-    } else {
-      calls.push_back({{piece, {}, 0, {}}, taken && piece.sight != Sight::kBand});
+  const auto add = [&](const std::vector<Piece>& some) {
+    for (FlashCall& call : flash_calls(some, how.band)) {
+      calls.push_back({std::move(call), true});
     }
+  };
+  if (!capturing(q.device())) {
+    add(pieces);
+    return calls;
+  }
+  for (const Piece& piece : pieces) {  // a graph would copy borders from memory that is gone
+    add({piece});
   }
   return calls;
 }
@@ -83,19 +94,13 @@ std::pair<at::Tensor, at::Tensor> flash_attention(
         call.piece.sight == Sight::kCausal, std::nullopt, scale);
     return {out.transpose(1, 2), log_sum};
   }
-  const at::Tensor borders = borders_of(call, q);
-  const bool several = borders.defined();
-  const auto row = [&](const at::Tensor& x) { return several ? x.squeeze(0) : x; };
-  const int64_t longest_q = several ? call.longest : q.size(1);
-  const int64_t longest_k = several ? call.longest : k.size(1);
+  const Packed as(call, q, k);
+  const OptionalTensor borders = as.borders.defined() ? OptionalTensor(as.borders) : std::nullopt;
   const auto found = at::_flash_attention_forward(
-      row(q), row(k), row(v), several ? OptionalTensor(borders) : std::nullopt,
-      several ? OptionalTensor(borders) : std::nullopt, longest_q, longest_k, 0.0,
+      as.pack(q), as.pack(k), as.pack(v), borders, borders, as.longest_q, as.longest_k, 0.0,
       /*is_causal=*/false, /*return_debug_mask=*/false, scale, limit(call.window.left),
       limit(call.window.right));
-  const at::Tensor& out = std::get<0>(found);
-  const at::Tensor& log_sum = std::get<1>(found);
-  return several ? std::pair(out.unsqueeze(0), log_sum.unsqueeze(0)) : std::pair(out, log_sum);
+  return {as.unpack(std::get<0>(found)), as.unpack(std::get<1>(found))};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> flash_attention_backward(
@@ -113,18 +118,15 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> flash_attention_backward(
         out.transpose(1, 2), log_sum, 0.0, call.piece.sight == Sight::kCausal, std::nullopt, scale);
     return {of_q.transpose(1, 2), of_k.transpose(1, 2), of_v.transpose(1, 2)};
   }
-  const at::Tensor borders = borders_of(call, q);
-  const bool several = borders.defined();
-  const auto row = [&](const at::Tensor& x) { return several ? x.squeeze(0) : x; };
+  const Packed as(call, q, k);
   const at::Tensor unused = at::empty({0}, q.options().dtype(at::kUInt64));  // for dropout
   // The kernel takes the log-sum-exp by its address.
-  auto [of_q, of_k, of_v] = at::_flash_attention_backward(
-      row(grad), row(q), row(k), row(v), row(out), row(log_sum).contiguous(), borders, borders,
-      several ? call.longest : q.size(1), several ? call.longest : k.size(1), 0.0,
+  const auto [of_q, of_k, of_v] = at::_flash_attention_backward(
+      as.pack(grad), as.pack(q), as.pack(k), as.pack(v), as.pack(out),
+      as.pack(log_sum).contiguous(), as.borders, as.borders, as.longest_q, as.longest_k, 0.0,
       /*is_causal=*/false, unused, unused, scale, limit(call.window.left),
       limit(call.window.right));
-  return several ? std::tuple(of_q.unsqueeze(0), of_k.unsqueeze(0), of_v.unsqueeze(0))
-                 : std::tuple(of_q, of_k, of_v);
+  return {as.unpack(of_q), as.unpack(of_k), as.unpack(of_v)};
 }
 
 }  // namespace deepsp

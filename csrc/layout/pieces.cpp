@@ -69,67 +69,82 @@ std::vector<Piece> pieces_of(
   return pieces;
 }
 
+namespace {
+
+// A document, or a part of one, whose queries and keys are the same tokens.
+bool is_square(const Piece& piece) {
+  return piece.queries.begin == piece.keys.begin && piece.queries.end == piece.keys.end;
+}
+
+FlashCall call_of(const Piece& piece, Band window) {
+  return {piece, {}, static_cast<int32_t>(piece.queries.size()), window};
+}
+
+// Whether a call computes the next piece, too: the keys before its causal square, or one more
+// document in its row.
+bool takes_on(FlashCall& call, const Piece& piece, Band band) {
+  Piece& last = call.piece;
+  if (piece.rows.begin != last.rows.begin) {
+    return false;
+  }
+  if (last.sight == Sight::kCausal && piece.queries.begin == last.queries.begin &&
+      piece.keys.end == last.keys.begin) {
+    last.keys.begin = piece.keys.begin;
+    return true;
+  }
+  if (!is_square(last) || !is_square(piece) || last.queries.end != piece.queries.begin ||
+      last.rows.size() != 1 || piece.rows.size() != 1) {
+    return false;
+  }
+  const int64_t first = last.queries.begin;
+  if (call.borders.empty()) {
+    call.borders = {0, static_cast<int32_t>(piece.queries.begin - first)};
+  }
+  call.borders.push_back(static_cast<int32_t>(piece.queries.end - first));
+  // Not 1: flash attention then takes a path of its own, which orders its sums by head.
+  call.longest = std::max({call.longest, static_cast<int32_t>(piece.queries.size()), int32_t{2}});
+  call.window = band;
+  last.queries.end = last.keys.end = piece.queries.end;
+  last.sight = Sight::kBand;
+  return true;
+}
+
+// Those of queries that don't see the last key, and those that do: only the former have a limit on
+// the right.
+void add_band(const Piece& piece, Band band, std::vector<FlashCall>& calls) {
+  const auto add = [&](const Piece& part, int64_t right) {
+    const int64_t left =
+        band.left == kUnlimited ? kUnlimited : band.left + part.keys.end - part.queries.end;
+    if (part.queries.size() > 0 && part.keys.size() > 0) {
+      calls.push_back(call_of(part, {left, right}));
+    }
+  };
+  Piece seeing = piece;
+  if (band.right != kUnlimited) {
+    Piece limited = piece;
+    limited.queries.end = std::min(piece.queries.end, piece.keys.end - band.right);
+    limited.keys.end = std::min(piece.keys.end, limited.queries.end + band.right);
+    seeing.queries.begin = std::max(piece.queries.begin, limited.queries.end);
+    add(limited, 0);
+  }
+  add(seeing, kUnlimited);
+}
+
+}  // namespace
+
 std::vector<FlashCall> flash_calls(const std::vector<Piece>& pieces, Band band) {
   std::vector<FlashCall> calls;
-  // A document whose queries and keys are the same tokens.
-  const auto is_square = [](const Piece& piece) {
-    return piece.queries.begin == piece.keys.begin && piece.queries.end == piece.keys.end;
-  };
-  const auto add = [&](Piece piece, Band window) {
-    calls.push_back({piece, {}, static_cast<int32_t>(piece.queries.size()), window});
-  };
   for (const Piece& piece : pieces) {
-    if (!calls.empty()) {
-      Piece& last = calls.back().piece;
-      if (last.sight == Sight::kCausal && piece.rows.begin == last.rows.begin &&
-          piece.queries.begin == last.queries.begin && piece.keys.end == last.keys.begin) {
-        last.keys.begin = piece.keys.begin;  // those before the square
-        continue;
-      }
+    if (!calls.empty() && takes_on(calls.back(), piece, band)) {
+      continue;
     }
-    if (is_square(piece)) {
-      if (!calls.empty()) {
-        FlashCall& last = calls.back();
-        if (is_square(last.piece) && last.piece.queries.end == piece.queries.begin &&
-            last.piece.rows.begin == piece.rows.begin && last.piece.rows.size() == 1 &&
-            piece.rows.size() == 1) {
-          const int64_t first = last.piece.queries.begin;
-          if (last.borders.empty()) {
-            last.borders = {0, static_cast<int32_t>(piece.queries.begin - first)};
-          }
-          last.borders.push_back(static_cast<int32_t>(piece.queries.end - first));
-          // Not 1: flash attention then takes a path of its own, which orders its sums by head.
-          last.longest =
-              std::max({last.longest, static_cast<int32_t>(piece.queries.size()), int32_t{2}});
-          last.piece.queries.end = last.piece.keys.end = piece.queries.end;
-          last.piece.sight = Sight::kBand;
-          last.window = band;
-          continue;
-        }
-      }
-      add(piece, piece.sight == Sight::kAll      ? Band{}
+    if (piece.sight == Sight::kBand && !is_square(piece)) {
+      add_band(piece, band, calls);
+    } else {
+      calls.push_back(call_of(
+          piece, piece.sight == Sight::kAll      ? Band{}
                  : piece.sight == Sight::kCausal ? Band{kUnlimited, 0}
-                                                 : band);
-      continue;
-    }
-    if (piece.sight != Sight::kBand) {
-      add(piece, {});
-      continue;
-    }
-    const auto left_of = [&](const Piece& part) {
-      return band.left == kUnlimited ? kUnlimited : band.left + part.keys.end - part.queries.end;
-    };
-    Piece limited = piece, unlimited = piece;  // on the right
-    if (band.right != kUnlimited) {
-      limited.queries.end = std::min(piece.queries.end, piece.keys.end - band.right);
-      limited.keys.end = std::min(piece.keys.end, limited.queries.end + band.right);
-      unlimited.queries.begin = std::max(piece.queries.begin, limited.queries.end);
-      if (limited.queries.size() > 0 && limited.keys.size() > 0) {
-        add(limited, {left_of(limited), 0});
-      }
-    }
-    if (unlimited.queries.size() > 0) {
-      add(unlimited, {left_of(unlimited), kUnlimited});
+                                                 : band));
     }
   }
   return calls;

@@ -104,6 +104,7 @@ class Reshard {
       const Tensors& inputs,
       size_t i,
       int64_t p,
+      const Machines& machines,
       char* slots,
       char* to,
       std::vector<StridedSum>& sums) const;

@@ -72,10 +72,16 @@ std::shared_ptr<const Machines> Reshard::levels(Dtypes wire) const {
 }
 
 void Reshard::add_machine_sum(
-    const Tensors& inputs, size_t i, int64_t p, char* slots, char* to, Sums& sums) const {
+    const Tensors& inputs,
+    size_t i,
+    int64_t p,
+    const Machines& machines,
+    char* slots,
+    char* to,
+    Sums& sums) const {
   const int64_t item = item_of(inputs[i]), row = shards_[i].row(p) / item;
   std::vector<Addend> addends;
-  for (const int64_t rank : machines_of(group_)->with(rank_)) {
+  for (const int64_t rank : machines.with(rank_)) {
     const char* const theirs = slots + shards_.offset(i, p);
     addends.push_back(
         rank == rank_ ? Addend{part_of(inputs[i], i, p), shards_[i].row() / item}
@@ -143,7 +149,7 @@ at::Tensor Reshard::launch_levels(
       sums.emplace_back();
       for (size_t i = 0; i < inputs.size(); ++i) {
         char* const to = sent.back().second.data + wide.offset(i, q);
-        add_machine_sum(inputs, i, q, data_of(buffer) + begin, to, sums.back());
+        add_machine_sum(inputs, i, q, machines, data_of(buffer) + begin, to, sums.back());
       }
     }
   });
@@ -189,7 +195,7 @@ void Reshard::land_levels(
       char* const sum =
           data_of(flight->own.back()) + m * received_slot(wide) + wide.offset(i, rank_);
       if (m == machines.of[rank_]) {
-        add_machine_sum(flight->own, i, rank_, data_of(buffer), sum, of_machine);
+        add_machine_sum(flight->own, i, rank_, machines, data_of(buffer), sum, of_machine);
       }
       addends.push_back({sum, row});
     }

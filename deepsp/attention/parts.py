@@ -95,7 +95,7 @@ def resolve(
     """``query_parts`` as ops take it: 1 for whole heads, 0 to split queries as evenly as possible.
 
     Args:
-        asked: the user's, "auto" or an int.
+        wanted: the user's, "auto" or an int.
         num_heads: the number of query heads.
         size: the number of ranks.
         slow: whether attention of split queries is slow: "auto" then keeps heads whole if it can.
