@@ -18,9 +18,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deepsp.ops import Pending, check_dim
+from deepsp.ops import Pending
 from deepsp.ranks.groups import Group, member_of
-from deepsp.ranks.lengths import seq_lens
+from deepsp.ranks.lengths import check_dim, seq_lens
 
 _op = torch.ops.deepsp
 _SUMMED = {

@@ -17,7 +17,7 @@ from torch import Tensor
 from deepsp.attention.parts import check_four
 from deepsp.ranks.agreement import compare_calls
 from deepsp.ranks.groups import Group, Member, member_of
-from deepsp.ranks.lengths import lens_or_equal
+from deepsp.ranks.lengths import check_dim, lens_or_equal
 
 Arriving = TypeVar("Arriving")
 _compared: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
@@ -253,14 +253,6 @@ def _compared_lens(
             if compare_calls("previous_tokens", member, x, **alike):
                 _compared.add(known)
     return member, lens
-
-
-def check_dim(x: Tensor, dim: int) -> None:
-    if not -x.dim() <= dim < x.dim():
-        raise ValueError(
-            f"expected dim to be in [{-x.dim()}, {x.dim() - 1}] for a tensor with {x.dim()} "
-            f"dimensions, got {dim}"
-        )
 
 
 def _length(inputs: Sequence[Tensor]) -> int:
