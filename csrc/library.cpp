@@ -389,6 +389,13 @@ TORCH_LIBRARY(deepsp, m) {
       "scatter(Tensor input, int dim, SymInt[] sizes, str grad, int rank, str group_name) -> "
       "Tensor",
       uncaptured);
+  // The state before this rank's tokens, [B, H, K, V], of a recurrence that ranks run on their own
+  // tokens: zero, and of the ranks before, in order, transition · state + update. transition: [B, H,
+  // K, K], or [B, H] where it is a number. In float32, or wider. Composite.
+  m.def(
+      "_fold_states(Tensor transition, Tensor update, int rank, int ranks, str group_name) -> "
+      "Tensor",
+      uncaptured);
   // In halves, as above: what a start returns is on its way; a wait consumes it. shape: the full
   // tensor's. A buffer is [ranks, the largest part's elements].
   m.def(

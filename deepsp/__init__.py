@@ -33,6 +33,7 @@ from deepsp.ops import (
 from deepsp.planning.memory import plan_memory
 from deepsp.ranks.randomness import sharded_randomness
 from deepsp.ranks.transport import transport
+from deepsp.recurrence.module import DistributedRecurrence
 from deepsp.schedule import build, create_schedule, register_shard_method
 from deepsp.tiling.tile import tile, tile_
 from deepsp.tokenwise.check import check
@@ -41,6 +42,7 @@ from deepsp.weights.state import full_state_dict, load_full_state_dict
 
 __all__ = [
     "DistributedAttention",
+    "DistributedRecurrence",
     "SequenceLoader",
     "SequenceParallelAttention",
     "build",
