@@ -390,8 +390,8 @@ TORCH_LIBRARY(deepsp, m) {
       "Tensor",
       uncaptured);
   // The state before this rank's tokens, [B, H, K, V], of a recurrence that ranks run on their own
-  // tokens: zero, and of the ranks before, in order, transition · state + update. transition: [B, H,
-  // K, K], or [B, H] where it is a number. In float32, or wider. Composite.
+  // tokens: zero, and of the ranks before, in order, transition · state + update. transition: [B,
+  // H, K, K], or [B, H] where it is a number. In float32, or wider. Composite.
   m.def(
       "_fold_states(Tensor transition, Tensor update, int rank, int ranks, str group_name) -> "
       "Tensor",

@@ -308,8 +308,8 @@ def notice(name: str, member: Member | None, state: str) -> None:
 
 
 def prepare(model: nn.Module) -> bool:
-    """Makes the mixers of a model with deepsp's attention work on sharded sequences; returns whether
-    it has some.
+    """Makes the mixers of a model that has deepsp's attention work on sharded sequences. Returns
+    whether it has mixers.
 
     Raises:
         ValueError: a mixer gets no mask from transformers, which would say where its tokens are.
