@@ -85,7 +85,7 @@ def _compare_parameters(model, reference, **tolerance):
         )
 
 
-def _train(checkpointed, reduction, prefetch, reshard, micro):
+def _train(checkpointed, reduction, prefetch, reshard, micro, sums="exact"):
     """Five steps of AdamW with clipping; every rank has data of its own."""
     rank, size = dist.get_rank(), dist.get_world_size()
     reference, model = _model(), _model(checkpointed=checkpointed)
@@ -94,6 +94,7 @@ def _train(checkpointed, reduction, prefetch, reshard, micro):
         gradient_reduction=reduction,
         prefetch_bytes=prefetch,
         reshard_after_forward=reshard,
+        reduction=sums,
     )
     trained = [p for p in model.parameters() if p.requires_grad]
     rows = sum(p.numel() for p in model.parameters())
@@ -130,6 +131,11 @@ def test_training_is_that_of_one_process(ranks, checkpointed):
 @pytest.mark.parametrize("micro", [1, 2])
 def test_training_however_far_it_looks_ahead(prefetch, micro):
     on_ranks(2, _train, None, "mean", prefetch, True, micro)
+
+
+def test_training_with_sums_of_the_backend():
+    for prefetch in (0, 1 << 20):
+        on_ranks(3, _train, "not reentrant", "mean", prefetch, True, 1, "backend")
 
 
 def test_training_without_resharding():
@@ -586,6 +592,12 @@ def _errors():
         shard(linear(), dtype=torch.int8)
     with pytest.raises(ValueError, match='"sum" or "mean"'):
         shard(linear(), gradient_reduction="avg")
+    with pytest.raises(ValueError, match=r"'exact' or 'backend' \(NCCL's own .*\), got 'nccl'"):
+        shard(linear(), reduction="nccl")
+    with pytest.raises(
+        ValueError, match=r"sums of gradients .* got reduction='exact' .*'backend' .* on rank 1"
+    ):
+        shard(linear(), reduction="backend" if rank else "exact")
     with pytest.raises(ValueError, match="prefetch_bytes >= 0, got -1"):
         shard(linear(), prefetch_bytes=-1)
     with pytest.raises(ValueError, match="parametrized already"):

@@ -68,14 +68,14 @@ struct Blocks {
     return at::stack(slots);
   }
 
-  // Whether the parts of a single tensor are alike on all ranks; whether the slots, as they lie,
-  // are the full tensor.
-  bool even() const {
-    const SymInts& sizes = layout[0].sizes;
-    return layout.size() == 1 && std::all_of(sizes.begin(), sizes.end(), [&](const auto& size) {
-             return size == sizes[0];
-           });
+  // Whether the parts of tensor i, or of a single tensor, are alike on all ranks; whether the
+  // slots, as they lie, are the full tensor.
+  bool even(size_t i) const {
+    const SymInts& sizes = layout[i].sizes;
+    return std::all_of(
+        sizes.begin(), sizes.end(), [&](const auto& size) { return size == sizes[0]; });
   }
+  bool even() const { return layout.size() == 1 && even(0); }
   bool stacks() const { return even() && (parts() == 1 || layout[0].outer == 1); }
 
   at::Tensor slots(const at::Tensor& buffer) const {
@@ -87,6 +87,29 @@ struct Blocks {
     const at::Tensor flat =
         slot.narrow_symint(0, layout.offset(i, p) / unit, layout[i].part(p) / unit);
     return (alike ? flat : flat.view(dtypes[i])).view_symint(shape);
+  }
+
+  // Slots in which each tensor has room for its largest part, in `dtype`: [P, begins.back()].
+  at::Tensor pack_evenly(at::TensorList full, const SymInts& begins, at::ScalarType dtype) const {
+    Tensors columns;
+    for (size_t i = 0; i < full.size(); ++i) {
+      const c10::SymInt room = begins[i + 1] - begins[i];
+      const auto filled = [&](const at::Tensor& rows) {
+        const at::Tensor cast = rows.to(dtype);
+        const c10::SymInt padding = room - rows.sym_size(-1);
+        return is_zero(padding) ? cast : at::constant_pad_nd_symint(cast, {0, padding});
+      };
+      if (even(i)) {
+        columns.push_back(filled(full[i].reshape({parts(), -1})));
+        continue;
+      }
+      Tensors rows;
+      for (const at::Tensor& part : full[i].split_with_sizes_symint(layout[i].sizes, 0)) {
+        rows.push_back(filled(part.reshape(-1)));
+      }
+      columns.push_back(at::stack(rows));
+    }
+    return joined(columns, 1);
   }
 
   // Tensor i, joined from the ranks' parts: every slot holds one.
@@ -117,6 +140,10 @@ struct Blocks {
     return parts() == 1 ? sum.clone() : sum;  // fresh, also where nothing was summed or cast
   }
 };
+
+at::Tensor viewed(const at::Tensor& x, at::ScalarType dtype) {
+  return x.scalar_type() == dtype ? x : x.view(dtype);
+}
 
 at::Tensor launch_gather(const at::Tensor& block, const Blocks& blocks, const Given& given) {
   return launch(
@@ -165,6 +192,16 @@ c10::IValue gather_cast_coalesced_wait(const Given& given) {
 c10::IValue reduce_scatter_cast_coalesced_start(const Given& given) {
   const at::TensorList inputs = given["inputs"];
   const Blocks blocks(check_full(inputs, given["sizes"], given["rank"]), dtypes_of(inputs));
+  if (const OptionalDtype dtype = given["backend_sums"]) {
+    const SymInts begins = slot_begins(blocks.layout, blocks.dtypes, *dtype);
+    const at::Tensor sums = launch(
+        "reduce_scatter_tensor", blocks.parts(),
+        blocks.pack_evenly(inputs, begins, *dtype).reshape(-1), {"sum", blocks.parts()},
+        given["group_name"]);
+    // Of the shape that the buffer's gradient must have, without a copy of what is on its way.
+    return viewed(sums, buffer_dtype(blocks.dtypes))
+        .as_strided_symint({buffer_elements(blocks.layout, blocks.dtypes)}, SymInts{0});
+  }
   const at::Tensor slots = blocks.pack_full(inputs, 0).reshape(-1);
   return blocks.as_buffer(launch_scatter(slots, blocks.slot(), blocks, given));
 }
@@ -173,9 +210,22 @@ c10::IValue reduce_scatter_cast_coalesced_wait(const Given& given) {
   const Blocks blocks = blocks_of(given, given["wire_dtypes"]);
   const auto shapes =
       shapes_of(blocks.layout, given["row_shapes"], given["row_dims"], blocks.layout.rank);
-  const at::Tensor slots = blocks.slots(given["buffer"]);
   const Dtypes dtypes = given["dtypes"];
   Tensors results;
+  if (const OptionalDtype dtype = given["backend_sums"]) {
+    const at::Tensor buffer = given["buffer"];
+    const SymInts begins = slot_begins(blocks.layout, blocks.dtypes, *dtype);
+    const c10::SymInt elements = begins.back() * static_cast<int64_t>(c10::elementSize(*dtype)) /
+                                 static_cast<int64_t>(buffer.element_size());
+    const at::Tensor sums =
+        landed(viewed(buffer.as_strided_symint({elements}, SymInts{1}), *dtype), blocks.parts());
+    for (size_t i = 0; i < shapes.size(); ++i) {
+      const at::Tensor part = sums.narrow_symint(0, begins[i], product(shapes[i]));
+      results.push_back(part.view_symint(shapes[i]).to(dtypes[i], false, /*copy=*/true));
+    }
+    return results;
+  }
+  const at::Tensor slots = blocks.slots(given["buffer"]);
   for (size_t i = 0; i < shapes.size(); ++i) {
     results.push_back(blocks.summed(slots, i, shapes[i], given["reduce_dtype"], dtypes[i]));
   }

@@ -71,11 +71,33 @@ SymShards check_wait(
     int64_t rank);
 
 // What the sums of a reduce-scatter are to become.
-void check_results(Dtypes dtypes, OptionalDtype reduce_dtype, size_t tensors, bool single = false);
+void check_results(
+    Dtypes dtypes,
+    OptionalDtype reduce_dtype,
+    OptionalDtype backend_sums,
+    size_t tensors,
+    bool single = false);
+// In which dtype they are kept: one of the two, or none.
+void check_sum_dtypes(OptionalDtype reduce_dtype, OptionalDtype backend_sums);
 
 // The widest of the dtypes on the wire is the buffer's.
 at::ScalarType buffer_dtype(Dtypes dtypes);
 c10::SymInt buffer_elements(const SymShards& layout, Dtypes dtypes);
+
+// Of what the backend sums: where each tensor begins, and all end, in the slot of a rank, in
+// elements of `dtype`. Slots are alike on all ranks: a tensor has room for its largest part.
+template <class Int>
+std::vector<Int> slot_begins(
+    const ShardLayout<Int>& layout, Dtypes wire_dtypes, at::ScalarType dtype) {
+  const auto unit = static_cast<int64_t>(16 / c10::elementSize(dtype));
+  std::vector<Int> begins{0};
+  for (size_t i = 0; i < layout.size(); ++i) {
+    const Int part =
+        layout.largest_part(i) / static_cast<int64_t>(c10::elementSize(wire_dtypes[i]));
+    begins.push_back(begins[i] + (part + (unit - 1)) / unit * unit);
+  }
+  return begins;
+}
 
 // ------------------------------------------------------------------- one tensor, along a dimension
 
