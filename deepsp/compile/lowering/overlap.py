@@ -17,6 +17,7 @@ the memory of what is sent while it is in flight.
 from __future__ import annotations
 
 import itertools
+import operator
 
 import torch
 from torch import fx
@@ -65,7 +66,7 @@ def wait_for_launches(graph: fx.Graph) -> None:
     buffer's dtype and shape, and back."""
     for wait in graph.find_nodes(op="call_function", target=WAIT):
         launched, views = wait.args[0], []
-        while launched.target in VIEWS:
+        while launched.target in VIEWS and launched.target is not operator.getitem:
             views.append(launched)
             launched = launched.args[0]
         if views and _is_ours(wait) and _is_ours(launched) and is_collective(launched):
