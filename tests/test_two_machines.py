@@ -3,6 +3,7 @@ and two machines of two ranks each, started by torchrun on both, as users do: ne
 
 import os
 import shutil
+import signal
 import socket
 import struct
 import sys
@@ -12,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import on_ranks
+from harness import Workers, on_ranks
 from reference import attention, draw
 from test_gather import summed
+from test_layer import compare, make_layer
 
 import deepsp
 
@@ -34,11 +36,9 @@ def _received() -> int:
     """The bytes that this process has received by TCP, through the sockets that it has now."""
     total = 0
     for name in os.listdir("/proc/self/fd"):
-        try:
-            one = socket.socket(fileno=os.dup(int(name)))
-        except OSError:  # no socket, or closed meanwhile
+        if not Path("/proc/self/fd", name).is_socket():
             continue
-        with one:
+        with socket.socket(fileno=os.dup(int(name))) as one:
             if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
                 info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
                 total += struct.unpack_from("Q", info, 128)[0]  # tcpi_bytes_received
@@ -144,6 +144,147 @@ def _what_sums_send():
 
 def test_what_sums_send():
     on_ranks(4, _what_sums_send, apart="machines")
+
+
+# ------------------------------------------------------------------------------ shared kv heads
+
+
+def _shared_heads(machines, heads, kv_heads, chunks, query_parts):
+    """A kv head that several ranks of a machine read crosses once; values and gradients."""
+    group, _ = _group(machines)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for lens in ([2] * size, [3, 0, 9, 1, 2][:size]):
+        full = [draw(2, sum(lens), h, 8, seed=n) for n, h in enumerate([heads, kv_heads, kv_heads])]
+        mine = [x.split(lens, 1)[rank].clone().requires_grad_() for x in full]
+        full = [x.requires_grad_() for x in full]
+        expected = attention(*full, is_causal=True)
+        options = {"seq_lens": lens, "group": group}
+        ours = deepsp.distributed_attention(
+            *mine,
+            is_causal=True,
+            enable_gqa=True,
+            chunks=chunks,
+            query_parts=query_parts,
+            **options,
+        )
+        _close(ours, expected.split(lens, 1)[rank])
+        grad = draw(*expected.shape, seed=5)
+        gradients = torch.autograd.grad(ours, mine, grad.split(lens, 1)[rank])
+        for a, b in zip(gradients, torch.autograd.grad(expected, full, grad), strict=True):
+            _close(a, b.split(lens, 1)[rank])
+        layer = make_layer(
+            6, heads, kv_heads, head_dim=8, chunks=chunks, query_parts=query_parts, group=group
+        )
+        for watched in (False, True):
+            with torch.autograd.set_detect_anomaly(watched, check_nan=watched):
+                compare(layer, draw(2, sum(lens), 6), lens)
+
+
+@pytest.mark.parametrize(
+    ("machines", "heads", "kv_heads", "chunks", "query_parts"),
+    [
+        ("aabb", 4, 1, 1, 1),
+        ("aaaab", 5, 1, 1, 1),
+        ("abab", 12, 2, 3, 1),  # a head's readers read it with other chunks, too
+        ("aabab", 10, 5, 2, 1),
+        ("aabb", 2, 2, 1, 2),
+        ("aaaab", 3, 1, 2, "auto"),
+    ],
+)
+def test_shared_heads(machines, heads, kv_heads, chunks, query_parts):
+    on_ranks(
+        len(machines),
+        _shared_heads,
+        machines,
+        heads,
+        kv_heads,
+        chunks,
+        query_parts,
+        apart="machines",
+    )
+
+
+def _sixteen_bits():
+    """The ranks of a machine sum in float32, and one rounding more than one machine's sum."""
+    group, _ = _group("aaabbb")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    each = [draw(1, 2 * size, 1, 4, seed=p).bfloat16() for p in range(size)]
+    q = draw(1, 2 * size, 1, 4).bfloat16()
+    _, dk = deepsp.heads_to_seq([q, each[rank]], [size, 1], group)
+    machines = [sum(x.float() for x in each[m : m + 3]) for m in (0, 3)]
+    near, far = (machines[rank // 3], machines[1 - rank // 3])
+    exact = near + far.bfloat16().float()
+    torch.testing.assert_close(
+        dk.float(), exact[:, 2 * rank : 2 * rank + 2], rtol=2**-8, atol=2**-9
+    )
+
+
+def test_sixteen_bits():
+    on_ranks(6, _sixteen_bits, apart="machines")
+
+
+def _what_shared_heads_send(query_parts):
+    """k and v cross once to each machine, and what its ranks have for dk and dv is summed there."""
+    group, _ = _group("aabb")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    lens, heads = [4096] * size, [size // query_parts, 1, 1]
+    mine = [torch.ones(1, lens[rank], h, 64) for h in heads]
+    about, options = (rank, group.group_name), {"query_parts": query_parts}
+
+    def exchange():
+        (buffer,) = op.seq_to_heads_start(mine, lens, 1, False, *about, **options)
+        return op.seq_to_heads_wait(buffer, heads, [64] * 3, 1, lens, 0, 1, *about, **options)
+
+    held = exchange()
+
+    def exchange_back():
+        buffer = op.heads_to_seq_start(held, heads, lens, 0, 1, *about, **options)
+        return op.heads_to_seq_wait([buffer], heads, [64] * 3, 1, lens, *about, **options)
+
+    for call in (exchange, exchange_back):
+        dist.barrier()
+        before = _received()
+        out = call()
+        dist.barrier()
+        each = [None] * size
+        dist.all_gather_object(each, _received() - before)
+        # Half of the queries of the other machine's ranks, and k and v of one of them.
+        q, k, v = (x.nbytes for x in mine)
+        received = each[rank] if query_parts == 1 else sum(each) / size
+        assert 1 <= received / (q / 2 + k + v) < 1.02
+    for i, x in enumerate(out):
+        assert torch.equal(x, mine[i] * (1 if i == 0 else size))
+
+
+@pytest.mark.parametrize("query_parts", [1, 2])
+def test_what_shared_heads_send(query_parts):
+    on_ranks(4, _what_shared_heads_send, query_parts, apart="machines")
+
+
+def _without_a_rank():
+    """Rank 0 waits for what rank 1 can't pass on, since the rank that sends it has died."""
+    q, k = torch.zeros(1, 64, 4, 8), torch.zeros(1, 64, 1, 8)
+    deepsp.seq_to_heads([q, k])
+    if dist.get_rank() == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        for _ in range(2):
+            deepsp.seq_to_heads([q, k])
+    return time.monotonic() - begin, str(caught.value)
+
+
+def test_without_a_rank():
+    workers = Workers(4, timeout=10, apart="machines")
+    try:
+        answers = workers.call(_without_a_rank)
+    finally:
+        workers.stop()
+    assert all(fine for fine, _ in answers[:3]), answers
+    said = [message for _, (_, message) in answers[:3]]
+    assert max(waited for _, (waited, _) in answers[:3]) < 5, answers
+    # One of them relays what rank 3 sends, and the other waits for it.
+    assert any("failed: rank 3: " in message for message in said[:2]), said
 
 
 # ------------------------------------------------------------------------------ namespaces

@@ -6,18 +6,22 @@
 
 #include "../common/copies.h"
 #include "../transport/transfer.h"
-#include "checks.h"
+#include "carriers.h"
 
 namespace deepsp {
 
 // An exchange whose buffers have the size that both directions have.
-// Ranks that write into each other's memory agree on the order.
+// Ranks that write into each other's memory agree on the order. `carriers`: of heads_to_seq, whose
+// slots lie behind the buffer.
 Transfer transfer_of(
     const Group* group,
     const Layout& plan,
     int64_t chunk,
     const at::Tensor& like,
-    Order order = Order::packed);
+    Order order = Order::packed,
+    const Carriers* carriers = nullptr);
+// Who carries what in a group; nobody anything where it is null.
+Carriers carriers_of(const Group* group, const Layout& plan, int64_t chunk);
 // The buffers of all chunks, on the meta device.
 std::vector<at::Tensor> meta_buffers(const SymPlan& plan, const at::Tensor& like);
 
@@ -36,6 +40,8 @@ std::vector<at::Tensor> dense(at::TensorList buffers);
 // Anomaly mode looks for NaN in every gradient, in buffers on their way too: for
 // it, an exchange arrives before its start returns.
 void settle_if_watched(const at::Tensor& buffer, const Layout& plan, int64_t chunk);
+
+struct Extent;
 
 // Where the block for rank p is to be made.
 struct Place {
@@ -77,6 +83,7 @@ void launch_to_seq(
     const Layout& plan,
     int64_t chunk,
     const Group* group,
+    const Carriers& carriers,
     Transfer& transfer,
     Order reached,
     bool is_expected);
@@ -122,6 +129,8 @@ void place_by_tokens(
     Order order,
     std::vector<StridedCopy>& copies);
 
+// Whether each head of tensor i is one rank's alone.
+bool has_one_reader_each(const Layout& plan, size_t i);
 // Whether tensor i arrives as it is wanted, [B, S_rank, H_i, D_i], with tokens first or not.
 bool arrives_whole(const Layout& plan, size_t i, Order order, bool tokens_first);
 
@@ -155,6 +164,9 @@ at::Tensor landed_block(const at::Tensor& buffer, const Layout& plan, int64_t ch
 // Waits for a buffer by tokens, unless that was done already.
 void ensure_landed(const at::Tensor& buffer, const Layout& plan, int64_t chunk);
 
+// The sum of what several ranks have for some heads.
+StridedSum sum_of(
+    const std::vector<View>& sources, const View& to, const Extent& extent, at::ScalarType dtype);
 // The sum of matrices, taken as heads_to_seq takes it.
 at::Tensor sum_of(const std::vector<at::Tensor>& parts);
 
@@ -189,12 +201,20 @@ inline View view_in_block(
       {plan.batch * part.columns, part.columns, plan.head_dims[part.tensor], 1}};
 }
 
+// Of a part's view, some of its heads.
+inline View heads_of(View view, const Part<int64_t>& part, Range heads, int64_t item) {
+  view.data += (heads.begin - part.heads.begin) * view.stride[2] * item;
+  return view;
+}
+
 // n = {tokens, batch, heads, head_dim} of a part.
 struct Extent {
   int64_t n[kCopyDims];
 
-  Extent(const Layout& plan, const Part<int64_t>& part)
-      : n{part.tokens(), plan.batch, part.heads.size(), plan.head_dims[part.tensor]} {}
+  Extent(const Layout& plan, const Part<int64_t>& part) : Extent(plan, part, part.heads) {}
+  // Of some of its heads.
+  Extent(const Layout& plan, const Part<int64_t>& part, Range heads)
+      : n{part.tokens(), plan.batch, heads.size(), plan.head_dims[part.tensor]} {}
 };
 
 inline std::vector<int64_t> prefix_sums(const std::vector<int64_t>& counts) {

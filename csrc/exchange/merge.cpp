@@ -32,6 +32,8 @@ class Received {
     }
   }
 
+  // Whose ranks have summed; null: each rank has sent its own.
+  const Machines* machines() const { return flights_[0] ? flights_[0]->machines.get() : nullptr; }
   // The block that rank p sent with a chunk.
   const Parts& parts(int64_t chunk, int64_t p) const { return parts_[chunk * plan_.ranks() + p]; }
   // Its part of a tensor of whole heads.
@@ -47,9 +49,8 @@ class Received {
       return view_of(flight->own[part.result], part.row, head - part.heads.begin);
     }
     const int64_t dim = plan_.head_dims[part.tensor], item = item_of(buffers_[chunk]);
-    View found = places_[chunk].of(p, part).view(data_of(buffers_[chunk]), dim, item);
-    found.data += (head - part.heads.begin) * dim * item;
-    return found;
+    const View found = places_[chunk].of(p, part).view(data_of(buffers_[chunk]), dim, item);
+    return heads_of(found, part, {head, head}, item);
   }
 
   void wait(int64_t chunk, int64_t p) const {
@@ -92,36 +93,27 @@ void merge_into(
     const View from = received.view(chunk, p, part, heads.begin);
     const View to = view_of(outputs[part.tensor], part.begin - first, heads.begin);
     if (from.data != to.data) {  // else it has arrived where it is wanted
-      Extent extent(plan, part);
-      extent.n[2] = heads.size();
-      copies[chunk * plan.ranks() + p].push_back(copy_of(from, to, extent.n, item));
+      copies[chunk * plan.ranks() + p].push_back(
+          copy_of(from, to, Extent(plan, part, heads).n, item));
     }
   };
   for (size_t i = plan.cuts_queries(); i < plan.heads.tensors(); ++i) {
-    for (const HeadSegment& segment : plan.heads.segments(i)) {
+    for (const HeadSegment& segment : segments_for(plan, i, received.machines())) {
       if (segment.readers.size() == 1) {
         const int64_t p = segment.readers[0], chunk = segment.chunks[0];
         add_copy(chunk, p, received.part(chunk, p, i), segment.heads);
         continue;
       }
-      const Float dtype = float_type(buffers[0].scalar_type());
-      const View to = view_of(outputs[i], 0, segment.heads.begin);
-      StridedSum sum{
-          dtype,
-          dtype,
-          wide(dtype),
-          to.data,
-          {plan.tokens(), plan.batch, segment.heads.size(), plan.head_dims[i]},
-          {},
-          {}};
-      std::copy_n(to.stride, kSumDims, sum.dst_stride);
+      std::vector<View> sources;
+      Part<int64_t> part{};
       for (size_t r = 0; r < segment.readers.size(); ++r) {
         const int64_t p = segment.readers[r], chunk = segment.chunks[r];
-        const View from = received.view(chunk, p, received.part(chunk, p, i), segment.heads.begin);
-        SumSource& added = sum.sources.emplace_back(SumSource{from.data, {}});
-        std::copy_n(from.stride, kSumDims, added.stride);
+        part = received.part(chunk, p, i);
+        sources.push_back(received.view(chunk, p, part, segment.heads.begin));
       }
-      sums.push_back(std::move(sum));
+      sums.push_back(sum_of(
+          sources, view_of(outputs[i], 0, segment.heads.begin), Extent(plan, part, segment.heads),
+          buffers[0].scalar_type()));
     }
   }
   // Queries that are cut: each of one rank.
@@ -256,6 +248,7 @@ void settle(const at::Tensor& buffer, const Layout& plan, int64_t chunk) {
   auto settled = std::make_unique<Flight>();
   settled->order = flight->order;
   settled->together = flight->together;
+  settled->machines = flight->machines;
   settled->stream = flight->stream;
   attach(buffer, std::move(settled));
 }
@@ -303,6 +296,19 @@ void ensure_landed(const at::Tensor& buffer, const Layout& plan, int64_t chunk) 
 
 at::Tensor landed_block(const at::Tensor& buffer, const Layout& plan, int64_t chunk, int64_t p) {
   return block_in(buffer, plan, chunk, p, order_of(buffer));
+}
+
+StridedSum sum_of(
+    const std::vector<View>& sources, const View& to, const Extent& extent, at::ScalarType scalar) {
+  const Float dtype = float_type(scalar);
+  StridedSum sum{dtype, dtype, wide(dtype), to.data, {}, {}, {}};
+  std::copy_n(extent.n, kSumDims, sum.n);
+  std::copy_n(to.stride, kSumDims, sum.dst_stride);
+  for (const View& from : sources) {
+    SumSource& added = sum.sources.emplace_back(SumSource{from.data, {}});
+    std::copy_n(from.stride, kSumDims, added.stride);
+  }
+  return sum;
 }
 
 at::Tensor sum_of(const std::vector<at::Tensor>& parts) {

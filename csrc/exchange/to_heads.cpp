@@ -59,27 +59,52 @@ std::vector<Place> launch_to_heads(
   if (group == nullptr || group->point_to_point) {
     if (group != nullptr) {
       auto flight = std::make_unique<Flight>();
+      const Carriers carriers = carriers_of(group, plan, chunk);
+      std::vector<std::vector<StridedCopy>> received(plan.ranks());  // by source
       if (!transfer.reaches_all()) {
         const at::Tensor sent = empty_buffer({sent_at.back() - gives[plan.rank]}, buffer);
         flight->holds.push_back(sent);
         char* next = data_of(sent);
         transfer.send(
-            [&](int64_t p) { return Bytes{arrivals + got_at[p] * item, gets[p] * item}; },
+            [&](int64_t p) {
+              const Bytes block{arrivals + got_at[p] * item, gets[p] * item};
+              return carriers.any()
+                         ? carriers.message(
+                               block.data, p, plan.rank, buffer, flight->holds, received[p])
+                         : block;
+            },
             [&](int64_t p) {
               const Bytes block{next, gives[p] * item};
               make(Place{p, block.data});
               next += block.size;
-              return block;
+              if (!carriers.any()) {
+                return block;
+              }
+              std::vector<StridedCopy> copies;
+              const Bytes message =
+                  carriers.message(block.data, plan.rank, p, buffer, flight->holds, copies);
+              run(copies, buffer.device());
+              return message;
             },
             *flight);
       }
+      std::vector<char*> buffers(plan.ranks());
       transfer.write(
           [&](int64_t p, char* theirs) {
+            buffers[p] = theirs;
             if (gives[p] > 0) {
               make(place_in(p, theirs));
             }
           },
           *flight);
+      if (carriers.any()) {
+        buffers[plan.rank] = arrivals;
+        const auto block = [&](int64_t source, int64_t owner) {
+          return buffers[owner] + plan.elements_before(source, owner, chunk) * item;
+        };
+        carriers.add_relays(block, item, received);
+        transfer.relay(std::move(received), *flight);
+      }
       attach(buffer, std::move(flight));
     }
     // This rank's own block is made where it would arrive.

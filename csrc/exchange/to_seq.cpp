@@ -26,14 +26,6 @@ bool lies_by_tokens(const at::Tensor& x) {
   return true;
 }
 
-// Whether each head of tensor i is one rank's alone.
-bool has_one_reader_each(const Layout& plan, size_t i) {
-  const auto segments = plan.heads.segments(i);
-  return std::all_of(segments.begin(), segments.end(), [](const HeadSegment& segment) {
-    return segment.readers.size() == 1;
-  });
-}
-
 bool travels_split(const Layout& plan, int64_t item) {
   int64_t per_token = 0;
   for (size_t i = 0; i < plan.heads.tensors(); ++i) {
@@ -44,6 +36,13 @@ bool travels_split(const Layout& plan, int64_t item) {
 }
 
 }  // namespace
+
+bool has_one_reader_each(const Layout& plan, size_t i) {
+  const auto segments = plan.heads.segments(i);
+  return std::all_of(segments.begin(), segments.end(), [](const HeadSegment& segment) {
+    return segment.readers.size() == 1;
+  });
+}
 
 bool arrives_whole(const Layout& plan, size_t i, Order order, bool tokens_first) {
   const bool by_token = order == Order::rows, by_sequence = order == Order::batches;
@@ -226,12 +225,17 @@ void write_by_heads(
     at::TensorList inputs,
     const Layout& plan,
     int64_t chunk,
+    const Group& group,
+    const Carriers& carriers,
     Transfer& transfer,
     Order order,
     bool is_expected,
     Flight& flight) {
   const at::Tensor& buffer = transfer.buffer();
-  if (!transfer.reaches_all()) {
+  CarriedSums carried(inputs, plan, chunk, carriers, buffer);
+  if (carriers.any()) {
+    carried.exchange(group, transfer, order, flight);
+  } else if (!transfer.reaches_all()) {
     exchange_messages(inputs, plan, chunk, transfer, order, flight);
   }
   RECORD_FUNCTION("deepsp::pack", {});
@@ -240,9 +244,11 @@ void write_by_heads(
       [&](int64_t p, char* theirs) {
         copies.clear();
         place_by_tokens(inputs, plan, chunk, p, theirs, order, copies);
+        carried.add_slots(p, theirs, copies);
         run(copies, buffer.device());
       },
       flight);
+  carried.send_later(group, transfer, flight);
   // This rank's own, where it isn't expected to be copied once more.
   std::vector<at::Tensor> whole;
   for (size_t i = 0; i < inputs.size(); ++i) {
@@ -276,16 +282,18 @@ void launch_to_seq(
     const Layout& plan,
     int64_t chunk,
     const Group* group,
+    const Carriers& carriers,
     Transfer& transfer,
     Order reached,
     bool is_expected) {
   const at::Tensor& buffer = transfer.buffer();
   const int64_t item = item_of(inputs[0]);
 
-  if (transfer.reaches_any()) {
+  if (transfer.reaches_any() || carriers.any()) {
     auto flight = std::make_unique<Flight>();
     flight->order = reached;
-    write_by_heads(inputs, plan, chunk, transfer, reached, is_expected, *flight);
+    flight->machines = carriers.machines();
+    write_by_heads(inputs, plan, chunk, *group, carriers, transfer, reached, is_expected, *flight);
     attach(buffer, std::move(flight));
     return;
   }

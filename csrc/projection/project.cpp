@@ -366,13 +366,12 @@ c10::IValue project_to_heads_backward(const Given& given) {
   // Heads that several ranks read are summed before anything is multiplied.
   std::vector<std::vector<HeadSegment>> segments;
   bool shared = false;
-  for (size_t i = 0; i < n; ++i) {
-    segments.push_back(plan.heads.segments(i));
-    for (const HeadSegment& segment : segments.back()) {
-      shared = shared || segment.readers.size() > 1;
-    }
-  }
   const Tensors arriving = dense(buffers);
+  const auto machines = summed_by(arriving[0]);
+  for (size_t i = 0; i < n; ++i) {
+    segments.push_back(segments_for(plan, i, machines.get()));
+    shared = shared || !has_one_reader_each(plan, i);
+  }
   if (are_merged(arriving, plan)) {
     return gradients.of_rows(merge_to_rows(arriving, plan));
   }

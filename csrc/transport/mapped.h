@@ -69,7 +69,11 @@ class Mapped final : public PeerMemory {
   // The group is gone: ends all exchanges, frees idle memory, and leaves the peers.
   void close();
 
+  // This rank has written to rank `rank`'s buffer what messages have brought for it.
+  void relay(char* buffer, int64_t rank);
+
   void wait(uint64_t exchange, int64_t source) override;
+  void wait_relays(char* buffer) override;
   void fail() override;
   void disown() override;
   void give(std::unique_ptr<Block> block) override;

@@ -10,6 +10,7 @@
 // messages and collectives, writes into peers' memory, staged copies between GPUs. Wait: buffers,
 // and the flights that fill them.
 
+#include "../common/copies.h"
 #include "choice.h"
 #include "launch.h"
 
@@ -42,6 +43,10 @@ class Transfer {
   // After write(): launches what `launch` launches, once all ranks that are reached have written. A
   // thread waits for them, and the flight for the thread.
   void send_later(std::function<std::vector<Work>()> launch, Flight& flight) const;
+  // After send() and write(), on every rank of the machine: makes these copies, by source, when
+  // that rank's message has been received, also into the buffers of ranks that are reached. A
+  // thread does it, and the flights of those ranks wait for it.
+  void relay(std::vector<std::vector<StridedCopy>> copies, Flight& flight) const;
   // exchange_point_to_point, with the other ranks.
   void send(
       const std::function<Bytes(int64_t)>& receive,
@@ -58,6 +63,7 @@ class Transfer {
   std::shared_ptr<Mapped> mapped_;
   std::shared_ptr<Staged> staged_;
   std::vector<int64_t> bytes_;  // of all ranks' buffers, if some rank writes into them
+  std::vector<char*> written_;  // those that are reached
   at::Tensor buffer_;
   std::optional<Mapped::Exchange> exchange_;  // destroyed before the buffer
 };
