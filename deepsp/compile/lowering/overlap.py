@@ -10,8 +10,8 @@ the two.
 
 The order of collectives doesn't change, and at most MAX_IN_FLIGHT bytes are brought into flight.
 
-Waits for a view of what was launched become waits for that itself: otherwise Inductor would reuse
-the memory of what is sent while it is in flight.
+Waits for a view of what was launched become waits for that itself: otherwise Inductor reuses the
+memory of what is sent while it is in flight.
 """
 
 from __future__ import annotations
@@ -179,7 +179,8 @@ class KeepOverlap(CustomGraphPass):
 
 def install() -> None:
     """Adds the pass to Inductor's passes over final graphs. If you set
-    ``torch._inductor.config.post_grad_custom_post_pass`` later, call :func:`keep_overlap` there."""
+    ``torch._inductor.config.post_grad_custom_post_pass`` later, call :func:`keep_overlap` there:
+    without it Inductor may also write to what is being sent (:func:`wait_for_launches`)."""
     if not isinstance(config.post_grad_custom_post_pass, KeepOverlap):
         config.post_grad_custom_post_pass = KeepOverlap(config.post_grad_custom_post_pass)
 
