@@ -167,7 +167,7 @@ def test_float8(backend):
 
 def _post_grad(dtypes, back, sums):
     """Inductor's own graphs: `dtypes` on the wire, compute between launch and wait in both, and a
-    wait for what was launched: waiting for a view of it, Inductor reuses memory that is being sent."""
+    wait for what was launched: with one for a view, Inductor reuses memory that is being sent."""
     rank, group = dist.get_rank(), dist.group.WORLD.group_name
     torch._dynamo.reset()
     graphs = []
