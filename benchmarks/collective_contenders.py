@@ -179,22 +179,32 @@ def carried() -> int:
     return int(row[1]) + int(row[9])
 
 
-def measure_sums(mib: int, dtype: torch.dtype, repeats: int) -> dict[str, dict]:
-    """A reduce-scatter of so many MiB, of ranks on two nodes: milliseconds, and MiB that cross."""
-    x = torch.ones((mib << 20) // dtype.itemsize, dtype=dtype)
+def measure_machines(kind: str, mib: int, dtype: torch.dtype, repeats: int) -> dict[str, dict]:
+    """Of ranks on two nodes, milliseconds, and MiB that cross: a reduce-scatter of so many MiB
+    ("sums"), or an exchange there and back of q of so many MiB in all and of one kv head."""
+    size = dist.get_world_size()
     alone = dist.new_group()
     deepsp.transport(alone, use="messages")
-    calls = {
-        "by messages": lambda: deepsp.collectives.reduce_scatter(x, 0, alone),
-        "in two levels": lambda: deepsp.collectives.reduce_scatter(x, 0),
-    }
+    elements = (mib << 20) // dtype.itemsize
+    x = torch.ones(elements, dtype=dtype)
+    q = torch.ones(1, elements // (128 * size * size), size, 128, dtype=dtype)
+    k = q[:, :, :1].contiguous()
+
+    def call(group):
+        if kind == "sums":
+            deepsp.collectives.reduce_scatter(x, 0, group)
+        else:
+            held = deepsp.seq_to_heads([q, k, k], group=group)
+            deepsp.heads_to_seq(held, [size, 1, 1], group=group)
+
+    calls = {"by messages": lambda: call(alone), "by machines": lambda: call(dist.group.WORLD)}
     crossed = {}
-    for name, call in calls.items():
-        call()
+    for name, one in calls.items():
+        one()
         dist.barrier()
         before = carried()
         dist.barrier()
-        call()
+        one()
         dist.barrier()
         crossed[name] = (carried() - before) / (1 << 20)
     return {

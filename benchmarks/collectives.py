@@ -8,8 +8,9 @@ collectives   forward and backward of one:
   floor               bare sends and receives of the same bytes, on warm buffers
 linears       all-gather, linear, gelu, linear, reduce-scatter, forward and backward: plain, with
               all_gather_matmul and matmul_reduce_scatter (pipelined), and the products alone
-sums          a reduce-scatter of ranks on two nodes, in two levels, or with each rank's part sent
-              alone: by messages, which inside a node go over the loopback (--ranks 4 --nodes 2)
+machines      of ranks on two nodes (--ranks 4 --nodes 2), a reduce-scatter, and an exchange there
+              and back of q, k and v with one kv head: what a machine's ranks share crosses once, or
+              by messages alone, which inside a node go over the loopback
 step          a training step of a transformers Llama, tensor parallel with sequence parallel, by
               deepsp.schedule.ready, by torch.distributed.tensor.parallel, and whole in each process
 
@@ -29,7 +30,7 @@ import sys
 from pathlib import Path
 
 import torch
-from collective_contenders import measure_collectives, measure_linears, measure_sums
+from collective_contenders import measure_collectives, measure_linears, measure_machines
 from netlink import Netlink
 from ranks import Ranks
 from rich.console import Console
@@ -41,8 +42,8 @@ SHAPES = [(1, 4096, 512), (1, 16384, 1024), (2, 4096, 512), (4, 4096, 512), (32,
 LINEARS = [((1, 4096, 512), 2048), ((2, 2048, 512), 2048)]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LOOPBACK = "loopback"
-SUMS = [16, 64]  # MiB
-PARTS = ("collectives", "linears", "step", "sums")
+MIB = [16, 64]  # between machines
+PARTS = ("collectives", "linears", "step", "machines")
 
 
 def both(ms: list[float]) -> str:
@@ -72,11 +73,11 @@ def run(args: argparse.Namespace) -> dict:
                  (measure_linears, of, columns, torch.float32, args.repeats))
                 for of, columns in LINEARS
             ]  # fmt: skip
-        if "sums" in args.parts:
+        if "machines" in args.parts:
             tasks += [
-                ("sums", {"mib": mib, "dtype": dtype},
-                 (measure_sums, mib, DTYPES[dtype], args.repeats))
-                for mib in SUMS for dtype in args.dtypes
+                ("machines", {"kind": kind, "mib": mib, "dtype": dtype},
+                 (measure_machines, kind, mib, DTYPES[dtype], args.repeats))
+                for kind in ("sums", "shared heads") for mib in MIB for dtype in args.dtypes
             ]  # fmt: skip
         if "step" in args.parts:
             tasks.append(("step", {"shape": shape}, (measure_step, shape, args.steps)))
@@ -144,19 +145,19 @@ def tables(found: dict) -> list[tuple[str, list[str], list[list[str]]]]:
                     f"{far:.1e}",
                 ]
             )
-    sums = [
+    machines = [
         [
-            f"{case['ranks']}, {case['mib']} MiB, {case['dtype']}",
+            f"{case['ranks']}, {case['kind']}, {case['mib']} MiB, {case['dtype']}",
             name,
             both(of["ms"]),
             ratio(of["ms"], case["times"]["by messages"]["ms"]),
             f"{of['crossed']:.1f}",
         ]
-        for case in found["sums"]
+        for case in found["machines"]
         for name, of in case["times"].items()
     ]
-    heads = ["ranks, link, tensor", "", "ms, min / median", "× by messages", "MiB that cross"]
-    result.append(("A reduce-scatter of two nodes", heads, sums))
+    heads = ["ranks, exchange", "", "ms, min / median", "× by messages", "MiB that cross"]
+    result.append(("Two nodes", heads, machines))
     columns = ["ranks, link, model", "", "ms, min / median", "× torch", "loss, largest difference"]
     result.append(("A training step", columns, rows))
     return [table for table in result if table[2]]
@@ -198,7 +199,7 @@ def main() -> None:
     ]:  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default, help="of the model")
     parser.add_argument(
-        "--results", type=Path, help="folder for collectives[_link|_sums].md and .json"
+        "--results", type=Path, help="folder for collectives[_link|_machines].md and .json"
     )
     args = parser.parse_args()
     load = os.getloadavg()[0]
@@ -219,7 +220,7 @@ def main() -> None:
     if args.results:
         args.results.mkdir(parents=True, exist_ok=True)
         name = "collectives" if args.rates == [LOOPBACK] else "collectives_link"
-        name = "collectives_sums" if args.parts == ["sums"] else name
+        name = "collectives_machines" if args.parts == ["machines"] else name
         (args.results / f"{name}.json").write_text(json.dumps(found, indent=1))
         (args.results / f"{name}.md").write_text(markdown(found))
 

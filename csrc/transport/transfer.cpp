@@ -109,7 +109,6 @@ void Transfer::relay(std::vector<std::vector<StridedCopy>> copies, Flight& fligh
                   works[0][p]->wait();
                 }
               } catch (const std::exception& error) {
-                mapped->fail();  // tells the peers, which wait for it
                 throw std::runtime_error("rank " + std::to_string(p) + ": " + message_of(error));
               }
               run(copies[p], at::kCPU);
