@@ -68,14 +68,14 @@ struct Blocks {
     return at::stack(slots);
   }
 
-  // Whether the parts of tensor i, or of a single tensor, are alike on all ranks; whether the
-  // slots, as they lie, are the full tensor.
-  bool even(size_t i) const {
-    const SymInts& sizes = layout[i].sizes;
-    return std::all_of(
-        sizes.begin(), sizes.end(), [&](const auto& size) { return size == sizes[0]; });
+  // Whether the parts of a single tensor are alike on all ranks; whether the slots, as they lie,
+  // are the full tensor.
+  bool even() const {
+    const SymInts& sizes = layout[0].sizes;
+    return layout.size() == 1 && std::all_of(sizes.begin(), sizes.end(), [&](const auto& size) {
+             return size == sizes[0];
+           });
   }
-  bool even() const { return layout.size() == 1 && even(0); }
   bool stacks() const { return even() && (parts() == 1 || layout[0].outer == 1); }
 
   at::Tensor slots(const at::Tensor& buffer) const {
@@ -87,29 +87,6 @@ struct Blocks {
     const at::Tensor flat =
         slot.narrow_symint(0, layout.offset(i, p) / unit, layout[i].part(p) / unit);
     return (alike ? flat : flat.view(dtypes[i])).view_symint(shape);
-  }
-
-  // Slots in which each tensor has room for its largest part, in `dtype`: [P, begins.back()].
-  at::Tensor pack_evenly(at::TensorList full, const SymInts& begins, at::ScalarType dtype) const {
-    Tensors columns;
-    for (size_t i = 0; i < full.size(); ++i) {
-      const c10::SymInt room = begins[i + 1] - begins[i];
-      const auto filled = [&](const at::Tensor& rows) {
-        const at::Tensor cast = rows.to(dtype);
-        const c10::SymInt padding = room - rows.sym_size(-1);
-        return is_zero(padding) ? cast : at::constant_pad_nd_symint(cast, {0, padding});
-      };
-      if (even(i)) {
-        columns.push_back(filled(full[i].reshape({parts(), -1})));
-        continue;
-      }
-      Tensors rows;
-      for (const at::Tensor& part : full[i].split_with_sizes_symint(layout[i].sizes, 0)) {
-        rows.push_back(filled(part.reshape(-1)));
-      }
-      columns.push_back(at::stack(rows));
-    }
-    return joined(columns, 1);
   }
 
   // Tensor i, joined from the ranks' parts: every slot holds one.
@@ -140,6 +117,11 @@ struct Blocks {
     return parts() == 1 ? sum.clone() : sum;  // fresh, also where nothing was summed or cast
   }
 };
+
+Blocks summed_by_backend(const Blocks& blocks, at::ScalarType dtype) {
+  const std::vector<at::ScalarType> dtypes(blocks.layout.size(), dtype);
+  return {in_dtype(blocks.layout, blocks.dtypes, dtype), dtypes};
+}
 
 at::Tensor viewed(const at::Tensor& x, at::ScalarType dtype) {
   return x.scalar_type() == dtype ? x : x.view(dtype);
@@ -193,10 +175,15 @@ c10::IValue reduce_scatter_cast_coalesced_start(const Given& given) {
   const at::TensorList inputs = given["inputs"];
   const Blocks blocks(check_full(inputs, given["sizes"], given["rank"]), dtypes_of(inputs));
   if (const OptionalDtype dtype = given["backend_sums"]) {
-    const SymInts begins = slot_begins(blocks.layout, blocks.dtypes, *dtype);
+    Tensors cast;
+    for (const at::Tensor& x : inputs) {
+      cast.push_back(x.to(*dtype));
+    }
+    const Blocks sent = summed_by_backend(blocks, *dtype);
+    const at::Tensor slots =
+        sent.padded(sent.pack_full(cast, 0), even_slot(sent.layout) - sent.layout.slot());
     const at::Tensor sums = launch(
-        "reduce_scatter_tensor", blocks.parts(),
-        blocks.pack_evenly(inputs, begins, *dtype).reshape(-1), {"sum", blocks.parts()},
+        "reduce_scatter_tensor", blocks.parts(), slots.reshape(-1), {"sum", blocks.parts()},
         given["group_name"]);
     // Of the shape that the buffer's gradient must have, without a copy of what is on its way.
     return viewed(sums, buffer_dtype(blocks.dtypes))
@@ -214,14 +201,14 @@ c10::IValue reduce_scatter_cast_coalesced_wait(const Given& given) {
   Tensors results;
   if (const OptionalDtype dtype = given["backend_sums"]) {
     const at::Tensor buffer = given["buffer"];
-    const SymInts begins = slot_begins(blocks.layout, blocks.dtypes, *dtype);
-    const c10::SymInt elements = begins.back() * static_cast<int64_t>(c10::elementSize(*dtype)) /
-                                 static_cast<int64_t>(buffer.element_size());
+    const Blocks sent = summed_by_backend(blocks, *dtype);
+    const c10::SymInt elements =
+        even_slot(sent.layout) / static_cast<int64_t>(buffer.element_size());
     const at::Tensor sums =
         landed(viewed(buffer.as_strided_symint({elements}, SymInts{1}), *dtype), blocks.parts());
     for (size_t i = 0; i < shapes.size(); ++i) {
-      const at::Tensor part = sums.narrow_symint(0, begins[i], product(shapes[i]));
-      results.push_back(part.view_symint(shapes[i]).to(dtypes[i], false, /*copy=*/true));
+      const at::Tensor part = sent.unpack(sums, i, sent.layout.rank, shapes[i]);
+      results.push_back(part.to(dtypes[i], /*non_blocking=*/false, /*copy=*/true));
     }
     return results;
   }

@@ -67,24 +67,15 @@ struct ShardLayout {
 
   Int block(int64_t p) const { return offset(size(), p); }
 
-  // The largest block, and the largest part of tensor i.
+  // The largest block.
   Int slot() const {
-    return largest([&](int64_t p) { return block(p); });
-  }
-  Int largest_part(size_t i) const {
-    return largest([&](int64_t p) { return tensors[i].part(p); });
-  }
-
- private:
-  template <class SizeOf>
-  Int largest(const SizeOf& size_of) const {
-    Int most = size_of(0);
+    Int largest = block(0);
     for (int64_t p = 1; p < parts(); ++p) {
-      const Int other = size_of(p);
+      const Int other = block(p);
       // Not max(): a graph is for one of the two, and its shapes stay polynomials.
-      most = other > most ? other : most;
+      largest = other > largest ? other : largest;
     }
-    return most;
+    return largest;
   }
 };
 

@@ -1,6 +1,6 @@
 // Sums by the group's backend: one reduce-scatter of even blocks in one dtype.
 //
-//   sent     a slot for each rank (slot_begins)
+//   sent     a slot for each rank (even_slot), with its block
 //   buffer   a head, and the slot in which the sums arrive
 //
 // A buffer's gradient has the buffer's shape, a slot for each rank in the dtypes of the wire. So
@@ -18,54 +18,38 @@ namespace {
 constexpr int64_t kHeadBytes = 16;
 
 // The slot of a buffer.
-at::Tensor sums_of(const at::Tensor& buffer, int64_t elements, at::ScalarType dtype) {
-  const int64_t item = item_of(buffer),
-                bytes = elements * static_cast<int64_t>(c10::elementSize(dtype));
+at::Tensor slot_of(const at::Tensor& buffer, int64_t bytes, at::ScalarType dtype) {
+  const int64_t item = item_of(buffer);
   return buffer.as_strided({bytes / item}, {1}, buffer.storage_offset() + kHeadBytes / item)
       .view(dtype);
 }
 
-// Of ranks that follow each other and have as many rows, all parts of a tensor are one copy.
-void pack_part(
-    const Shard<int64_t>& shard, const at::Tensor& full, int64_t begin, const at::Tensor& slots) {
-  int64_t row = 0;
-  for (int64_t p = 0, end; p < shard.parts(); p = end) {
-    const int64_t rows = shard.sizes[p];
-    for (end = p + 1; end < shard.parts() && shard.sizes[end] == rows;) {
-      ++end;
-    }
-    const at::Tensor parts = full.narrow(0, row, (end - p) * rows);
-    const int64_t elements = parts.numel() / (end - p);
-    slots.narrow(0, p, end - p).narrow(1, begin, elements).copy_(parts.view({end - p, elements}));
-    row += (end - p) * rows;
-  }
-}
-
 }  // namespace
 
-at::Tensor Reshard::launch_backend_sums(
-    const Tensors& inputs, const BufferShape& shape, at::ScalarType dtype) const {
-  const std::vector<int64_t> begins = slot_begins(shards_, dtypes_of(inputs), dtype);
-  const int64_t slot = begins.back();
+at::Tensor Reshard::launch_backend_sums(const Tensors& inputs, const BufferShape& shape) const {
+  const int64_t slot = even_slot(shards_), parts = shards_.parts();
   const auto item = static_cast<int64_t>(shape.options.dtype().itemsize());
-  const int64_t bytes = kHeadBytes + slot * static_cast<int64_t>(c10::elementSize(dtype));
   const at::Tensor buffer =
-      buffer_for({bytes / item}, shape.options).as_strided(ints(shape.sizes), {0});
+      buffer_for({(kHeadBytes + slot) / item}, shape.options).as_strided(ints(shape.sizes), {0});
   if (slot == 0) {
     return buffer;
   }
-  const bool as_it_is = inputs.size() == 1 && inputs[0].scalar_type() == dtype &&
-                        inputs[0].numel() == shards_.parts() * slot;
   at::Tensor sent = inputs[0];
-  if (!as_it_is) {
+  if (inputs.size() > 1 || static_cast<int64_t>(sent.nbytes()) != parts * slot) {
     RECORD_FUNCTION("deepsp::pack", {});
-    sent = buffer_for({shards_.parts(), slot}, shape.options.dtype(dtype));
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      pack_part(shards_[i], inputs[i], begins[i], sent);
+    sent = buffer_for({parts * slot / item_of(inputs[0])}, inputs[0].options());
+    std::vector<StridedCopy> copies;
+    for (int64_t p = 0; p < parts; ++p) {
+      char* const to = data_of(sent) + p * slot;
+      for (size_t i = 0; i < inputs.size(); ++i) {
+        const char* const from = part_of(inputs[i], i, p);
+        copies.push_back(copy_of_bytes(from, to + shards_.offset(i, p), shards_[i].part(p)));
+      }
     }
+    run(copies, buffer.device());
   }
   sent = sent.view({-1});
-  const at::Tensor sums = sums_of(buffer, slot, dtype);
+  const at::Tensor sums = slot_of(buffer, slot, sent.scalar_type());
   if (alone()) {
     sums.copy_(sent);
   } else {
@@ -75,24 +59,20 @@ at::Tensor Reshard::launch_backend_sums(
 }
 
 Tensors Reshard::land_backend_sums(
-    const at::Tensor& buffer,
-    const Shapes& shapes,
-    Dtypes wire,
-    Dtypes dtypes,
-    at::ScalarType dtype) const {
-  const std::vector<int64_t> begins = slot_begins(shards_, wire, dtype);
-  const auto bytes = static_cast<size_t>(kHeadBytes) + begins.back() * c10::elementSize(dtype);
+    const at::Tensor& buffer, const Shapes& shapes, at::ScalarType dtype, Dtypes dtypes) const {
+  const int64_t slot = even_slot(shards_);
   TORCH_CHECK_VALUE(
-      buffer.stride(0) == 0 && buffer.storage().nbytes() >= bytes,
+      buffer.stride(0) == 0 && static_cast<int64_t>(buffer.storage().nbytes()) >= kHeadBytes + slot,
       "expected the buffer that the start returned with this backend_sums, got strides ",
       buffer.strides());
   wait_and_take(buffer);
   RECORD_FUNCTION("deepsp::land", {});
-  const at::Tensor sums = sums_of(buffer, begins.back(), dtype);
+  const at::Tensor sums = slot_of(buffer, slot, dtype);
   Tensors results;
   for (size_t i = 0; i < shapes.size(); ++i) {
     results.push_back(empty_result(shapes[i], buffer.options().dtype(dtypes[i])));
-    results[i].view({-1}).copy_(sums.narrow(0, begins[i], results[i].numel()));
+    results[i].view({-1}).copy_(
+        sums.narrow(0, shards_.offset(i, rank_) / item_of(sums), results[i].numel()));
   }
   return results;
 }

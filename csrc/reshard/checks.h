@@ -84,19 +84,20 @@ void check_sum_dtypes(OptionalDtype reduce_dtype, OptionalDtype backend_sums);
 at::ScalarType buffer_dtype(Dtypes dtypes);
 c10::SymInt buffer_elements(const SymShards& layout, Dtypes dtypes);
 
-// Of what the backend sums: where each tensor begins, and all end, in the slot of a rank, in
-// elements of `dtype`. Slots are alike on all ranks: a tensor has room for its largest part.
+// The same blocks in `dtype`, as the backend sums them: in slots of whole 16 bytes, each of this
+// size.
 template <class Int>
-std::vector<Int> slot_begins(
-    const ShardLayout<Int>& layout, Dtypes wire_dtypes, at::ScalarType dtype) {
-  const auto unit = static_cast<int64_t>(16 / c10::elementSize(dtype));
-  std::vector<Int> begins{0};
+ShardLayout<Int> in_dtype(ShardLayout<Int> layout, Dtypes wire_dtypes, at::ScalarType dtype) {
   for (size_t i = 0; i < layout.size(); ++i) {
-    const Int part =
-        layout.largest_part(i) / static_cast<int64_t>(c10::elementSize(wire_dtypes[i]));
-    begins.push_back(begins[i] + (part + (unit - 1)) / unit * unit);
+    const auto item = static_cast<int64_t>(c10::elementSize(wire_dtypes[i]));
+    layout.tensors[i].inner =
+        layout[i].inner / item * static_cast<int64_t>(c10::elementSize(dtype));
   }
-  return begins;
+  return layout;
+}
+template <class Int>
+Int even_slot(const ShardLayout<Int>& layout) {
+  return (layout.slot() + 15) / 16 * 16;
 }
 
 // ------------------------------------------------------------------- one tensor, along a dimension

@@ -67,15 +67,10 @@ class Reshard {
       Dtypes wire,
       OptionalDtype reduce_dtype) const;
 
-  // backend.cpp. The same by one reduce-scatter of the group's backend, which sums in `dtype`.
-  at::Tensor launch_backend_sums(
-      const Tensors& inputs, const BufferShape& shape, at::ScalarType dtype) const;
+  // backend.cpp. The same by one reduce-scatter of the group's backend, of inputs of one dtype.
+  at::Tensor launch_backend_sums(const Tensors& inputs, const BufferShape& shape) const;
   Tensors land_backend_sums(
-      const at::Tensor& buffer,
-      const Shapes& shapes,
-      Dtypes wire,
-      Dtypes dtypes,
-      at::ScalarType dtype) const;
+      const at::Tensor& buffer, const Shapes& shapes, at::ScalarType dtype, Dtypes dtypes) const;
 
  private:
   bool alone() const { return group_.alone; }

@@ -123,11 +123,12 @@ c10::IValue reduce_scatter_cast_coalesced_start(const Given& given) {
   }
   Tensors full;
   for (const at::Tensor& x : inputs) {
-    full.push_back(x.contiguous());
+    full.push_back((backend_sums ? x.to(*backend_sums) : x).contiguous());
   }
+  const SymShards sent = backend_sums ? in_dtype(layout, dtypes, *backend_sums) : layout;
   const Reshard reshard =
-      reshard_lists("reduce_scatter_cast", "inputs", inputs, layout, dtypes, given);
-  return backend_sums ? reshard.launch_backend_sums(full, shape, *backend_sums)
+      reshard_lists("reduce_scatter_cast", "inputs", inputs, sent, dtypes, given);
+  return backend_sums ? reshard.launch_backend_sums(full, shape)
                       : reshard.launch_scatter(full, shape);
 }
 
@@ -146,10 +147,10 @@ c10::IValue reduce_scatter_cast_coalesced_wait(const Given& given) {
     }
     return results;
   }
-  const Reshard reshard = reshard_of("reduce_scatter_cast", layout, 1, kListSizes, buffer, given);
+  const SymShards sent = backend_sums ? in_dtype(layout, wire_dtypes, *backend_sums) : layout;
+  const Reshard reshard = reshard_of("reduce_scatter_cast", sent, 1, kListSizes, buffer, given);
   return backend_sums
-             ? reshard.land_backend_sums(
-                   buffer, concrete(shapes), wire_dtypes, dtypes, *backend_sums)
+             ? reshard.land_backend_sums(buffer, concrete(shapes), *backend_sums, dtypes)
              : reshard.land_scatter(buffer, concrete(shapes), wire_dtypes, dtypes, reduce_dtype);
 }
 
