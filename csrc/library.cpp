@@ -199,6 +199,35 @@ TORCH_LIBRARY(deepsp, m) {
       "bool tokens_first=False, int query_parts=1) -> Tensor[]",
       uncaptured);
 
+  // --- the tokens before
+
+  // input: this rank's tokens along dim. Fresh, with n along dim: the n tokens of the sequence
+  // before this rank's first one, zeros where there are none. No others travel. Their gradients go
+  // back, and are added in rank order, 16-bit ones in float32. Composite, as are its halves; shape:
+  // the input's.
+  m.def(
+      "previous_tokens(Tensor input, SymInt n, int dim, SymInt[] seq_lens, int rank, "
+      "str group_name) -> Tensor",
+      uncaptured);
+  m.def(
+      "previous_tokens_start(Tensor input, SymInt n, int dim, SymInt[] seq_lens, int rank, "
+      "str group_name) -> Tensor",
+      uncaptured);
+  m.def(
+      "previous_tokens_wait(Tensor buffer, SymInt n, int dim, SymInt[] seq_lens, SymInt[] shape, "
+      "int rank, str group_name) -> Tensor",
+      uncaptured);
+  // The exchange, a token in each row: rows for each rank behind, by rank, become those of the
+  // ranks before. home: the other way.
+  m.def(
+      "_halo_start(Tensor rows, SymInt n, SymInt[] seq_lens, bool home, int rank, "
+      "str group_name) -> Tensor",
+      uncaptured);
+  m.def(
+      "_halo_wait(Tensor buffer, SymInt n, SymInt[] seq_lens, bool home, int rank, "
+      "str group_name) -> Tensor",
+      uncaptured);
+
   // --- linear layers around the exchange
 
   // x [B, S_rank, dim] through linear layers weights[i] [H_i·D_i, dim], biases[i]
@@ -358,6 +387,13 @@ TORCH_LIBRARY(deepsp, m) {
   // all-gather of the parts' ("replicated"), or zero beside the part ("partial"). Composite.
   m.def(
       "scatter(Tensor input, int dim, SymInt[] sizes, str grad, int rank, str group_name) -> "
+      "Tensor",
+      uncaptured);
+  // The state before this rank's tokens, [B, H, K, V], of a recurrence that ranks run on their own
+  // tokens: zero, and of the ranks before, in order, transition · state + update. transition: [B, H,
+  // K, K], or [B, H] where it is a number. In float32, or wider. Composite.
+  m.def(
+      "_fold_states(Tensor transition, Tensor update, int rank, int ranks, str group_name) -> "
       "Tensor",
       uncaptured);
   // In halves, as above: what a start returns is on its way; a wait consumes it. shape: the full

@@ -22,10 +22,18 @@ from deepsp.data.sharding import shard, shard_batch, unshard
 from deepsp.gradients import clip_grad_norm_, sync_gradients
 from deepsp.integrations.transformers.causal_lm import causal_lm_loss
 from deepsp.loss import cross_entropy, linear_cross_entropy, token_log_probs
-from deepsp.ops import heads_to_seq, heads_to_seq_start, seq_to_heads, seq_to_heads_start
+from deepsp.ops import (
+    heads_to_seq,
+    heads_to_seq_start,
+    previous_tokens,
+    previous_tokens_start,
+    seq_to_heads,
+    seq_to_heads_start,
+)
 from deepsp.planning.memory import plan_memory
 from deepsp.ranks.randomness import sharded_randomness
 from deepsp.ranks.transport import transport
+from deepsp.recurrence.module import DistributedRecurrence
 from deepsp.schedule import build, create_schedule, register_shard_method
 from deepsp.tiling.tile import tile, tile_
 from deepsp.tokenwise.check import check
@@ -34,6 +42,7 @@ from deepsp.weights.state import full_state_dict, load_full_state_dict
 
 __all__ = [
     "DistributedAttention",
+    "DistributedRecurrence",
     "SequenceLoader",
     "SequenceParallelAttention",
     "build",
@@ -55,6 +64,8 @@ __all__ = [
     "plan_attention",
     "plan_memory",
     "prepare_inputs",
+    "previous_tokens",
+    "previous_tokens_start",
     "register_shard_method",
     "seq_to_heads",
     "seq_to_heads_start",

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from deepsp.ops import Pending
 from deepsp.ranks.groups import Group, member_of
-from deepsp.ranks.lengths import seq_lens
+from deepsp.ranks.lengths import check_dim, seq_lens
 
 _op = torch.ops.deepsp
 _SUMMED = {
@@ -385,23 +385,15 @@ def _check_summed(x: Tensor) -> None:
         )
 
 
-def _check_dim(x: Tensor, dim: int) -> None:
-    if not -x.dim() <= dim < x.dim():
-        raise ValueError(
-            f"expected dim to be in [{-x.dim()}, {x.dim() - 1}] for a tensor with {x.dim()} "
-            f"dimensions, got {dim}"
-        )
-
-
 def _equal(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None) -> list[int]:
-    _check_dim(x, dim)
+    check_dim(x, dim)
     if sizes is None:
         return [x.size(dim)] * member_of(group)[1]
     return _checked(sizes, group)
 
 
 def _split(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None) -> list[int]:
-    _check_dim(x, dim)
+    check_dim(x, dim)
     return seq_lens(x.size(dim), group) if sizes is None else _checked(sizes, group)
 
 

@@ -1,4 +1,4 @@
-"""The exchange, for layers of your own.
+"""The exchange, and the tokens before a rank's own, for layers of your own.
 
 Shapes: B batch, S tokens of the full sequence, S_r those of this rank, H_i and D_i heads and head
 dimension of tensor i, h_i its heads on this rank. Any dtype.
@@ -6,17 +6,22 @@ dimension of tensor i, h_i its heads on this rank. Any dtype.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from deepsp.attention.parts import check_four
-from deepsp.ranks.groups import Group, member_of
-from deepsp.ranks.lengths import lens_or_equal
+from deepsp.ranks.agreement import compare_calls
+from deepsp.ranks.groups import Group, Member, member_of
+from deepsp.ranks.lengths import check_dim, lens_or_equal
 
 Arriving = TypeVar("Arriving")
+_compared: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+"""Groups whose ranks have compared a call of previous_tokens."""
 
 
 class Pending(Generic[Arriving]):
@@ -171,6 +176,83 @@ def heads_to_seq_start(
             [buffer], heads, head_dims, batch, lens, rank, name
         )
     )
+
+
+def previous_tokens(
+    x: Tensor, n: int, group: Group = None, seq_lens: Sequence[int] | None = None, dim: int = 1
+) -> Tensor:
+    """Returns the ``n`` tokens of the sequence before this rank's first one, from as many ranks as
+    hold them. Exactly these tokens are sent.
+
+    A causal convolution of width k over a sharded sequence needs k - 1 tokens before its own:
+    ``conv(torch.cat([previous_tokens(x, k - 1), x], 1))``, without padding. In backward, their
+    gradients go back to the ranks that hold them, and are added there (in rank order, 16-bit floats
+    in float32). All ranks use the result, also the first one, which gets zeros.
+
+    A group's first call compares the arguments across its ranks, unless it is compiled; later ones
+    do with ``DEEPSP_DEBUG=1``.
+
+    Args:
+        x: [B, S_r, ...], this rank's tokens along ``dim``, any dtype.
+        n: how many tokens, the same on every rank; 0 and more than there are, too.
+        group: the sequence group.
+        seq_lens: the number of tokens of each rank, zero included; None: all ranks have as many as
+            this one.
+        dim: the dimension of the sequence; may be negative.
+
+    Returns:
+        [B, n, ...], a new tensor: the tokens before, with zeros in front where the sequence has
+        fewer than ``n``.
+
+    Raises:
+        ValueError: ``n``, ``dim`` or ``seq_lens`` doesn't fit, or ranks disagree.
+    """
+    (rank, _, name), lens = _compared_lens(x, n, group, seq_lens, dim)
+    return torch.ops.deepsp.previous_tokens(x, n, dim, lens, rank, name)
+
+
+def previous_tokens_start(
+    x: Tensor, n: int, group: Group = None, seq_lens: Sequence[int] | None = None, dim: int = 1
+) -> Pending[Tensor]:
+    """Launches :func:`previous_tokens`; ``.wait()`` returns its result.
+
+    In backward, the gradients travel during the backward of the ops between start and wait.
+
+    Args:
+        x: as in :func:`previous_tokens`, as are the others.
+        n: how many tokens.
+        group: the sequence group.
+        seq_lens: the number of tokens of each rank; None: all ranks have as many as this one.
+        dim: the dimension of the sequence; may be negative.
+
+    Returns:
+        A :class:`Pending` of the tokens before.
+
+    Raises:
+        ValueError: ``n``, ``dim`` or ``seq_lens`` doesn't fit, or ranks disagree.
+    """
+    (rank, _, name), lens = _compared_lens(x, n, group, seq_lens, dim)
+    shape, ops = list(x.shape), torch.ops.deepsp
+    buffer = ops.previous_tokens_start(x, n, dim, lens, rank, name)
+    return Pending(lambda: ops.previous_tokens_wait(buffer, n, dim, lens, shape, rank, name))
+
+
+def _compared_lens(
+    x: Tensor, n: int, group: Group, seq_lens: Sequence[int] | None, dim: int
+) -> tuple[Member, list[int]]:
+    check_dim(x, dim)
+    member = member_of(group)
+    lens = lens_or_equal(seq_lens, x.size(dim), member[1])
+    if not torch.compiler.is_compiling():
+        known = dist.distributed_c10d._resolve_process_group(member[2])
+        if known not in _compared:
+            shape, dim = list(x.shape), dim % x.dim()
+            shape[dim] = "S_r"
+            alike = {"n": n, "dim": dim, "seq_lens": lens, "shape": shape, "dtype": x.dtype}
+            alike["gradients"] = x.requires_grad and torch.is_grad_enabled()
+            if compare_calls("previous_tokens", member, x, **alike):
+                _compared.add(known)
+    return member, lens
 
 
 def _length(inputs: Sequence[Tensor]) -> int:

@@ -14,6 +14,7 @@ import test_exchange
 import test_gather
 import test_gather_float8
 import test_gradients
+import test_halo
 import test_layer
 import test_shares
 import torch
@@ -101,6 +102,11 @@ def test_exchange_path(ranks):
         (test_exchange._fresh,),
         (test_exchange._modes,),
     )
+
+
+@RANKS
+def test_halo_path(ranks):
+    run(ranks, (test_halo._values, f64, [1, -1]), (test_halo._values, bf16, [0]))
 
 
 @RANKS

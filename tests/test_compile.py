@@ -77,6 +77,7 @@ def arguments(kind):
         (gathered,) = landed(
             [op._gather_cast_coalesced_start(shards, lens * 2, [bf16, f32], rank, group)]
         )
+        (before,) = landed([op.previous_tokens_start(q, 3, 1, lens, rank, group)])
         (scattered,) = landed(
             [op._reduce_scatter_cast_coalesced_start(whole, lens * 2, rank, group)]
         )
@@ -87,6 +88,11 @@ def arguments(kind):
             "seq_to_heads_wait": (arriving[0], *shape, lens, 0, chunks, rank, group),
             "heads_to_seq_start": (held, [8, 2], lens, 0, 1, rank, group),
             "heads_to_seq_wait": (leaving, *shape, lens, rank, group),
+            "previous_tokens": (q, 3, 1, lens, rank, group),
+            "previous_tokens_start": (q, 3, 1, lens, rank, group),
+            "previous_tokens_wait": (before, 3, 1, lens, list(q.shape), rank, group),
+            "_halo_start": (_leaf(min(rank, 1), 5), 1, lens, True, rank, group),
+            "_halo_wait": (before, 3, lens, False, rank, group),
             "project_to_heads": (x, weights, biases, [8, 2], lens, rank, group),
             "heads_to_output": (held[0], output, _leaf(7), 8, lens, rank, group),
             "_project_to_heads_start": (
@@ -226,7 +232,8 @@ def _opcheck(name):
 @pytest.mark.parametrize(
     "name",
     ["seq_to_heads", "heads_to_seq", "seq_to_heads_start", "seq_to_heads_wait",
-     "heads_to_seq_start", "heads_to_seq_wait", "project_to_heads", "heads_to_output",
+     "heads_to_seq_start", "heads_to_seq_wait", "previous_tokens", "previous_tokens_start",
+     "previous_tokens_wait", "_halo_start", "_halo_wait", "project_to_heads", "heads_to_output",
      "_project_to_heads_start", "_project_to_heads_backward", "_heads_to_output_wait",
      "_heads_to_output_weight_grad", "distributed_attention", "chunked",
      "_kv_of_cell", "_attention_of_cell", "_dropout_seed", "_attention_with_dropout",

@@ -313,9 +313,12 @@ def _gradients():
 
 def _ops():
     x = torch.randn(2, [10, 9][dist.get_rank()], 3, requires_grad=True)
-    names = run("ops", {"given": x}, {"y = deepsp": "x = given; y = deepsp"})
+    names = run("ops", {"given": x}, {"k = 4": "x = given; k = 4"})
     assert names["same"].shape == names["q"].shape and torch.equal(names["same"], names["q"])
     torch.testing.assert_close(names["z"], 2 * x)
+    whole = F.pad(deepsp.unshard(x, 1, seq_lens=[10, 9]), (0, 0, 3, 0)).transpose(1, 2)
+    expected = names["conv"](whole).transpose(1, 2).split([10, 9], 1)[dist.get_rank()]
+    torch.testing.assert_close(names["convolved"], expected)
 
 
 def test_every_public_op_has_a_call():

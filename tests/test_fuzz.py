@@ -231,7 +231,7 @@ def _run(name, calls, folder):
             continue  # on its way
         outputs = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor) and x.grad_fn]
         outputs = [x for x in outputs if x.numel() and x.is_floating_point()]
-        if outputs:
+        if _alike(bool(outputs)):  # of an exchange, one rank may receive nothing
             error, _ = _outcome(
                 lambda outputs=outputs: sum(x.float().sum() for x in outputs).backward()
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from deepsp.ranks.groups import Group, member_of
 
@@ -39,3 +40,12 @@ def lens_or_equal(lens, length, size: int) -> list[int]:
             f"{len(lens)}"
         )
     return list(lens)
+
+
+def check_dim(x: Tensor, dim: int) -> None:
+    """ValueError unless ``x`` has a dimension ``dim``, which may be negative."""
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(
+            f"expected dim to be in [{-x.dim()}, {x.dim() - 1}] for a tensor with {x.dim()} "
+            f"dimensions, got {dim}"
+        )

@@ -1,0 +1,1 @@
+"""Recurrences, such as linear attention, over a sharded sequence."""

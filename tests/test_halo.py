@@ -1,0 +1,271 @@
+"""The tokens before a rank's own, and their gradients, against one process that has everything."""
+
+import itertools
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import on_ranks
+from reference import draw, events, sent
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import deepsp
+
+ops = torch.ops.deepsp
+LENS = {
+    1: [[4], [0]],
+    2: [[5, 3], [0, 6], [6, 0], [1, 1]],
+    3: [[4, 4, 4], [2, 1, 5], [4, 0, 3], [0, 0, 2], [0, 0, 0]],
+    4: [[3, 3, 3, 3], [7, 1, 0, 2], [1, 1, 1, 1]],
+}
+TOKENS = [0, 1, 3, 5, 20]
+
+
+def _halos(whole, lens, n, dim):
+    """Of each rank, from the whole sequence."""
+    shape = [n if d == dim % whole.dim() else size for d, size in enumerate(whole.shape)]
+    padded = torch.cat([whole.new_zeros(shape), whole], dim)
+    return [padded.narrow(dim, sum(lens[:p]), n) for p in range(len(lens))]
+
+
+def _strided(x):
+    return x.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def _shape(total, dim):
+    shape = [2, 3, 4]
+    shape[dim] = total
+    return shape
+
+
+def _values(dtype, dims, which=LENS, numbers=TOKENS):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for lens, n, dim in itertools.product(which[size], numbers, dims):
+        whole = (10 * draw(*_shape(sum(lens), dim))).to(dtype)
+        mine = whole.split(lens, dim)[rank]
+        for x in (mine.clone(), _strided(mine)):
+            x.requires_grad_(dtype.is_floating_point)
+            y = deepsp.previous_tokens(x, n, seq_lens=lens, dim=dim)
+            assert torch.equal(y, _halos(whole, lens, n, dim)[rank]), (lens, n, dim)
+            assert y.is_contiguous() and y.dtype == dtype
+            if not dtype.is_floating_point:
+                continue
+            full = whole.double().requires_grad_()
+            halos = _halos(full, lens, n, dim)
+            weights = [draw(*h.shape, seed=p).to(dtype) for p, h in enumerate(halos)]
+            expected = torch.autograd.grad(halos, full, [w.double() for w in weights])[0]
+            (grad,) = torch.autograd.grad(y, x, weights[rank])
+            close = {"rtol": 1e-12 if dtype is torch.float64 else 1e-2, "atol": 1e-6}
+            expected = expected.split(lens, dim)[rank].to(dtype)
+            torch.testing.assert_close(grad, expected, **close, msg=str((lens, n, dim)))
+
+
+@pytest.mark.messages
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_against_one_process(ranks):
+    on_ranks(ranks, _values, torch.float64, [0, 1, 2, -2])
+
+
+def _dtypes():
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
+        _values(dtype, [1], {3: [[2, 1, 5], [4, 0, 3]]}, [3])
+    # Added in float32 and in rank order, and rounded once. In bfloat16, 1 + 2^-8 is 1.
+    rank = dist.get_rank()
+    x = torch.zeros(1, [3, 0, 1][rank], 2, dtype=torch.bfloat16, requires_grad=True)
+    y = deepsp.previous_tokens(x, 2, seq_lens=[3, 0, 1])
+    weight = torch.tensor([2.0**-8 * 3, 1.0, 2.0**-7][rank]).bfloat16()
+    (grad,) = torch.autograd.grad(y, x, weight.expand_as(y))
+    exact = torch.tensor([0.0, 1 + 2.0**-7, 1 + 2.0**-7]).bfloat16()
+    assert torch.equal(grad, exact[None, :, None].expand(1, 3, 2) if rank == 0 else grad * 0)
+    parts = [2.0**24, 1.0, 1.0, -(2.0**24)]  # float32 keeps the ones only if they come first
+    x = torch.zeros(1, 1 if rank == 0 else 0, 1, requires_grad=True)
+    y = deepsp.previous_tokens(x, 1, seq_lens=[1, 0, 0])
+    (grad,) = torch.autograd.grad(y, x, torch.full_like(y, parts[rank]))
+    assert rank > 0 or grad.item() == parts[1] + parts[2]
+
+
+def test_dtypes_and_sums():
+    on_ranks(3, _dtypes)
+
+
+def test_two_machines():
+    on_ranks(4, _values, torch.float64, [1], LENS, [3, 20], apart="machines")
+
+
+def _bytes():
+    """The bytes of the messages, there and back, and the tokens that should have travelled."""
+    rank = dist.get_rank()
+    found = []
+    for lens, n in (([4, 4, 4], 3), ([7, 1, 2], 3), ([2, 0, 2], 3), ([9, 1, 1], 20)):
+        x = torch.ones(2, lens[rank], 4, requires_grad=True)
+        y = deepsp.previous_tokens(x, n, seq_lens=lens)
+        there = sent(lambda x=x, n=n, lens=lens: deepsp.previous_tokens(x, n, seq_lens=lens))
+        back = sent(lambda y=y: y.sum().backward())
+        wanted = sum(min(n, sum(lens[:p])) for p in range(3))
+        found.append((sum(there), sum(back), wanted * 2 * 4 * 4, min(n, sum(lens[:rank])) * 32))
+    return found
+
+
+def test_exactly_these_tokens_travel():
+    ranks = on_ranks(3, _bytes, apart="messages")
+    for case in zip(*ranks, strict=True):
+        assert sum(there for there, *_ in case) == case[0][2]
+        assert [back for _, back, *_ in case] == [mine for *_, mine in case]
+
+
+def _order_in_backward():
+    """The gradient leaves before what stood between is differentiated, and is waited for behind."""
+    x, b = draw(6, 4, seed=1).requires_grad_(), draw(6, 6, seed=2).requires_grad_()
+    pending = deepsp.previous_tokens_start(x, 2, dim=0)
+    between = b @ b
+    loss = pending.wait().sum() + between.sum()
+    marks = {"deepsp::_halo_start": "s", "deepsp::_halo_wait": "w", "aten::mm": "m"}
+    found = [e.name for e in events(loss.backward)]
+    assert "".join(marks[n] for n in found if n in marks) == "smmw"
+    with pytest.raises(RuntimeError, match="already"):
+        pending.wait()
+
+
+def _second_derivative():
+    rank, lens, n = dist.get_rank(), [3, 1, 2], 2
+    x, v = draw(2, 6, 3).requires_grad_(), draw(2, 6, 3, seed=1)
+    ws = [draw(2, n, 3, seed=2 + p).requires_grad_() for p in range(3)]
+    part = x.detach().split(lens, 1)[rank].clone().requires_grad_()
+    w = ws[rank].detach().clone().requires_grad_()
+    y = deepsp.previous_tokens(part**3, n, seq_lens=lens)
+    (grad,) = torch.autograd.grad((y**2 * w).sum(), part, create_graph=True)
+    found = torch.autograd.grad((grad * v.split(lens, 1)[rank]).sum(), (part, w))
+    loss = sum((h**2 * w).sum() for h, w in zip(_halos(x**3, lens, n, 1), ws, strict=True))
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    by_x, *by_w = torch.autograd.grad((grad * v).sum(), (x, *ws))
+    torch.testing.assert_close(found[0], by_x.split(lens, 1)[rank])
+    torch.testing.assert_close(found[1], by_w[rank])
+
+
+def _fresh_and_watched():
+    """Memory of its own, also where nothing is sent; no NaN that nobody wrote; once only."""
+    rank, size, name = dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name
+    x = torch.ones(1, 3, 2, requires_grad=True)
+    for n in (0, 3):
+        y = deepsp.previous_tokens(x, n)
+        assert y.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+    kept = y.clone()
+    deepsp.previous_tokens(x * 2, 3)
+    assert torch.equal(y, kept)
+    with torch.autograd.set_detect_anomaly(True):
+        deepsp.previous_tokens(x, 7).sum().backward()
+    lens = [3] * size
+    buffer = ops.previous_tokens_start(x, 2, 1, lens, rank, name)
+    ops.previous_tokens_wait(buffer, 2, 1, lens, x.shape, rank, name)
+    with pytest.raises(ValueError, match="waited for already"):
+        ops.previous_tokens_wait(buffer, 2, 1, lens, x.shape, rank, name)
+
+
+def _eager():
+    _order_in_backward()
+    _second_derivative()
+    _fresh_and_watched()
+
+
+def test_backward_and_memory():
+    on_ranks(3, _eager)
+
+
+def _two_in_flight(x, lens):
+    """On the last rank, whose tokens nobody wants, the two send the same: nothing."""
+    halos = [deepsp.previous_tokens_start(y, 9, seq_lens=lens) for y in (x.sin(), x.cos())]
+    return x * sum(halo.wait().square() for halo in halos).mean(1, keepdim=True)
+
+
+def _compiled(backend, all_lens):
+    torch._dynamo.reset()
+    rank = dist.get_rank()
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(_two_in_flight, fullgraph=True, dynamic=True, backend=counter)
+    for lens in all_lens:
+        x = draw(2, sum(lens), 3).requires_grad_()
+        far = [_halos(y, lens, 9, 1) for y in (x.sin(), x.cos())]
+        far = [(a**2 + b**2).mean(1, keepdim=True) for a, b in zip(*far, strict=True)]
+        expected = torch.cat([y * f for y, f in zip(x.split(lens, 1), far, strict=True)], 1)
+        grad = draw(*expected.shape, seed=2)
+        (of_x,) = torch.autograd.grad(expected, x, grad)
+        part = x.detach().split(lens, 1)[rank].clone().requires_grad_()
+        y = compiled(part, lens)
+        torch.testing.assert_close(y, expected.split(lens, 1)[rank], rtol=1e-9, atol=1e-9)
+        (found,) = torch.autograd.grad(y, part, grad.split(lens, 1)[rank])
+        torch.testing.assert_close(found, of_x.split(lens, 1)[rank], rtol=1e-9, atol=1e-9)
+    assert counter.frame_count <= 2
+
+
+# "..decomp_partition" runs what Inductor compiles by aten. Inductor's own passes and scheduler
+# mustn't drop an exchange that one rank doesn't need.
+@pytest.mark.parametrize(
+    ("backend", "lens"),
+    [
+        ("aot_eager", [[12, 10, 11], [15, 13, 10], [3, 0, 4]]),
+        ("aot_eager_decomp_partition", [[3, 0, 4]]),
+        ("inductor", [[3, 4]]),
+    ],
+)
+def test_compiled(backend, lens):
+    on_ranks(len(lens[0]), _compiled, backend, lens)
+
+
+def _errors():
+    rank, name = dist.get_rank(), dist.group.WORLD.group_name
+    group, x = dist.new_group(), torch.ones(2, 4, 3)
+    call = deepsp.previous_tokens
+    disagree = [
+        (lambda: call(x, 3 + rank, group), "rank 0 passes n 3, rank 1 passes n 4"),
+        (lambda: call(x, -3 * rank, group), "rank 0 passes n 0, rank 1 passes n -3"),
+        (
+            lambda: call(x[:, : 4 - rank], 3, group),
+            r"seq_lens \[4, 4\], rank 1 .* \[3, 3",
+        ),
+        (lambda: call(x, 3, group, dim=rank), "rank 0 passes dim 0, rank 1 passes dim 1"),
+        (lambda: call(x[: 2 - rank], 3, group), r"shape \[2, 'S_r', 3\], rank 1 passes shape \[1"),
+        (lambda: call(x.double() if rank else x, 3, group), "float32, rank 1 .* torch.float64"),
+        (
+            lambda: call(x.requires_grad_(rank == 1), 3, group),
+            "gradients False, rank 1 passes",
+        ),
+    ]
+    wrong = [
+        (lambda: call(x, -1), "n >= 0, got -1"),
+        (lambda: call(x, 2**50), "n to describe at most .*, got"),
+        (lambda: call(x, 2, dim=3), r"dim to be in \[-3, 2\] .* 3 dimensions, got 3"),
+        (lambda: call(x.sum(), 2, dim=0), "dim to be in .* 0 dimensions, got 0"),
+        (lambda: call(x, 2, seq_lens=[4]), "seq_lens to have one entry .* 2 ranks .*, got 1"),
+        (
+            lambda: call(x, 2, seq_lens=[5, 5]),
+            r"size 5 in dimension 1, .* seq_lens\[\d\], .*4",
+        ),
+        (lambda: call(x, 2, seq_lens=[4, -4] if rank == 0 else [-4, 4]), ">= 0, got -4"),
+        (lambda: call(x.to_sparse(), 2), "input to be a dense tensor, got layout"),
+        (
+            lambda: ops.previous_tokens(x, 2, 1, [4, 4], 1 - rank, name),
+            "expected rank to be .*, the rank of this process",
+        ),
+        (
+            lambda: ops.previous_tokens_wait(x[0], 2, 1, [4, 4], x.shape, rank, name),
+            r"buffer to have shape \[2, 6\], got \[4, 3\]; pass what the start",
+        ),
+    ]
+    for function, message in [*disagree, *wrong]:
+        with pytest.raises(ValueError, match=message):
+            function()
+    x.requires_grad_(False)
+    assert call(x, 3, group).sum() == 18 * rank  # nothing was sent
+    os.environ["DEEPSP_DEBUG"] = "1"
+    try:
+        with pytest.raises(ValueError, match=r"previous_tokens: .* n 3, rank 1 passes n 4"):
+            call(x, 3 + rank, group)
+        with pytest.raises(ValueError, match="rank 0 passes tokens of 6 elements, rank 1 passes"):
+            call(x[: 2 - rank], 3, group)
+    finally:
+        del os.environ["DEEPSP_DEBUG"]
+
+
+def test_wrong_uses():
+    on_ranks(2, _errors)
