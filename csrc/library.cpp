@@ -390,8 +390,8 @@ TORCH_LIBRARY(deepsp, m) {
       "Tensor",
       uncaptured);
   // The state before this rank's tokens, [B, H, K, V], of a recurrence that ranks run on their own
-  // tokens: zero, and of the ranks before, in order, transition · state + update. transition: [B, H,
-  // K, K], or [B, H] where it is a number. In float32, or wider. Composite.
+  // tokens: zero, and of the ranks before, in order, transition · state + update. transition: [B,
+  // H, K, K], or [B, H] where it is a number. In float32, or wider. Composite.
   m.def(
       "_fold_states(Tensor transition, Tensor update, int rank, int ranks, str group_name) -> "
       "Tensor",
@@ -493,57 +493,64 @@ TORCH_LIBRARY(deepsp, m) {
   // too. The shard is cast, then gathered: [sum of sizes, ...] in `dtype`, a view of a
   // fresh buffer. The gradient is reduce_scatter_cast of the output's, which has `dtype`;
   // its sum is kept in reduce_dtype (None: float32, and float64 for float64), in rank
-  // order, and becomes the shard's dtype. Composite: start and wait.
+  // order, and becomes the shard's dtype. backend_sums, in place of reduce_dtype: the dtype in
+  // which gradients travel in one reduce-scatter of the group's backend, which sums them in its own
+  // order. Composite: start and wait.
   m.def(
       "gather_cast(Tensor shard, SymInt[] sizes, ScalarType dtype, int rank, str group_name, *, "
-      "ScalarType? reduce_dtype=None) -> Tensor",
+      "ScalarType? reduce_dtype=None, ScalarType? backend_sums=None) -> Tensor",
       uncaptured);
-  // In two halves; a wait consumes its buffer. row_shape: the shard's shape without
-  // dimension 0.
+  // In two halves, which are given the same backend_sums; a wait consumes its buffer. row_shape:
+  // the shard's shape without dimension 0.
   m.def(
       "gather_cast_start(Tensor shard, SymInt[] sizes, ScalarType dtype, int rank, "
-      "str group_name, *, ScalarType? reduce_dtype=None) -> Tensor",
+      "str group_name, *, ScalarType? reduce_dtype=None, ScalarType? backend_sums=None) -> Tensor",
       uncaptured);
   m.def(
       "gather_cast_wait(Tensor(a) buffer, SymInt[] sizes, SymInt[] row_shape, ScalarType dtype, "
-      "int rank, str group_name) -> Tensor(a)",
+      "int rank, str group_name, *, ScalarType? backend_sums=None) -> Tensor(a)",
       uncaptured);
   // Many at once, each with a dtype of its own: as few messages as pay. sizes: those of
   // the first shard on every rank, then those of the second, ... Large ones arrive in
   // place, small ones share a message and are copied out once.
   m.def(
       "gather_cast_coalesced(Tensor[] shards, SymInt[] sizes, ScalarType[] dtypes, int rank, "
-      "str group_name, *, ScalarType? reduce_dtype=None) -> Tensor[]",
+      "str group_name, *, ScalarType? reduce_dtype=None, ScalarType? backend_sums=None) -> "
+      "Tensor[]",
       uncaptured);
   m.def(
       "_gather_cast_coalesced_start(Tensor[] shards, SymInt[] sizes, ScalarType[] dtypes, "
-      "int rank, str group_name, *, ScalarType? reduce_dtype=None) -> Tensor",
+      "int rank, str group_name, *, ScalarType? reduce_dtype=None, "
+      "ScalarType? backend_sums=None) -> Tensor",
       uncaptured);
   // row_shapes: the shapes without dimension 0, one after another; row_dims: how many
   // entries of it each tensor has.
   m.def(
       "_gather_cast_coalesced_wait(Tensor(a -> *) buffer, SymInt[] sizes, SymInt[] row_shapes, "
-      "int[] row_dims, ScalarType[] dtypes, int rank, str group_name) -> Tensor(a)[]",
+      "int[] row_dims, ScalarType[] dtypes, int rank, str group_name, *, "
+      "ScalarType? backend_sums=None) -> Tensor(a)[]",
       uncaptured);
   // The adjoint: input [sum of sizes, ...] travels in the dtype that it has; the sum over
   // ranks of this rank's rows, fresh, in `dtype`. The same bytes as the gather. By all-to-all
-  // and a local sum on every backend: NCCL's own reduce-scatter has another order.
+  // and a local sum on every backend, unless backend_sums is given.
   m.def(
       "reduce_scatter_cast(Tensor input, SymInt[] sizes, ScalarType dtype, int rank, "
-      "str group_name, *, ScalarType? reduce_dtype=None) -> Tensor",
+      "str group_name, *, ScalarType? reduce_dtype=None, ScalarType? backend_sums=None) -> Tensor",
       uncaptured);
   m.def(
       "_reduce_scatter_cast_coalesced(Tensor[] inputs, SymInt[] sizes, ScalarType[] dtypes, "
-      "int rank, str group_name, *, ScalarType? reduce_dtype=None) -> Tensor[]",
+      "int rank, str group_name, *, ScalarType? reduce_dtype=None, "
+      "ScalarType? backend_sums=None) -> Tensor[]",
       uncaptured);
+  // backend_sums: a tensor of stride 0 (reshard/backend.cpp).
   m.def(
       "_reduce_scatter_cast_coalesced_start(Tensor[] inputs, SymInt[] sizes, int rank, "
-      "str group_name) -> Tensor",
+      "str group_name, *, ScalarType? backend_sums=None) -> Tensor",
       uncaptured);
   m.def(
       "_reduce_scatter_cast_coalesced_wait(Tensor buffer, SymInt[] sizes, SymInt[] row_shapes, "
       "int[] row_dims, ScalarType[] wire_dtypes, ScalarType[] dtypes, ScalarType? reduce_dtype, "
-      "int rank, str group_name) -> Tensor[]",
+      "int rank, str group_name, *, ScalarType? backend_sums=None) -> Tensor[]",
       uncaptured);
   // Gathered in float8_e4m3fn or float8_e5m2: data times inv_scale is the weight. A
   // tensor is scaled so that its largest magnitude on any rank is the largest float8. No

@@ -48,6 +48,111 @@ _LLAMA3 = {
 }  # fmt: skip
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
+_HYBRID = {**GROUPED, "num_hidden_layers": 3}
+_LAYERS = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+_DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+_MAMBA = {
+    "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_d_conv": 4,
+    "mamba_expand": 2, "mamba_chunk_size": 8,
+}  # fmt: skip
+_LATENT = {
+    "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+    "v_head_dim": 8, "mlp_layer_types": ["dense"] * 3,
+}  # fmt: skip
+
+# Models with recurrent layers.
+HYBRIDS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "Qwen3-Next": (
+        "Qwen3NextForCausalLM",
+        {
+            **_HYBRID, **_LAYERS, **_DELTA, **EXPERTS, "num_experts": 4,
+            "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+            "mlp_only_layers": [0, 1, 2],
+        },
+        "causal",
+    ),
+    "Qwen3.5": ("Qwen3_5ForCausalLM", {**_HYBRID, **_LAYERS, **_DELTA}, "causal"),
+    "OLMo Hybrid": (
+        "OlmoHybridForCausalLM",
+        {**_HYBRID, **_LAYERS, **_DELTA, "linear_num_key_heads": 4},
+        "causal",
+    ),
+    "Kimi Linear": (
+        "KimiLinearForCausalLM",
+        {
+            **_HYBRID, **_LAYERS, **_LATENT, "num_key_value_heads": 4, "linear_num_heads": 4,
+            "linear_head_dim": 8, "linear_conv_kernel_dim": 4,
+        },
+        "causal",
+    ),
+    "Bamba": (
+        "BambaForCausalLM",
+        {**_HYBRID, **_MAMBA, "mamba_n_groups": 2, "attn_layer_indices": [1]},
+        "causal",
+    ),
+    "Falcon-H1": (
+        "FalconH1ForCausalLM", {**_HYBRID, **_MAMBA, "mamba_n_groups": 1, "mamba_d_ssm": 64},
+        "causal",
+    ),
+    "Nemotron-H": (
+        "NemotronHForCausalLM",
+        {
+            **{k: v for k, v in _HYBRID.items() if k != "num_hidden_layers"}, **_LAYERS,
+            "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8,
+            "conv_kernel": 4, "chunk_size": 8, "expand": 2,
+        },
+        "causal",
+    ),
+    "Granite 4": (
+        "GraniteMoeHybridForCausalLM",
+        {
+            **_HYBRID, **_LAYERS, **_MAMBA, "mamba_n_groups": 1, "num_local_experts": 0,
+            "shared_intermediate_size": 32,
+        },
+        "causal",
+    ),
+    "Zamba2": (
+        "Zamba2ForCausalLM",
+        {
+            **_HYBRID, "layers_block_type": ["linear_attention", "hybrid", "linear_attention"],
+            "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_headdim": 16,
+            "n_mamba_heads": 4, "mamba_ngroups": 2, "chunk_size": 8, "num_mem_blocks": 1,
+            "use_mem_rope": True,
+        },
+        "causal",
+    ),
+    "Jamba": (
+        "JambaForCausalLM",
+        {
+            **_HYBRID, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 2,
+            "num_experts_per_tok": 1, "expert_layer_period": 7, "expert_layer_offset": 6,
+            "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": 4,
+            "use_mamba_kernels": False,
+        },
+        "causal",
+    ),
+    "LFM2": (
+        "Lfm2ForCausalLM",
+        {
+            **_HYBRID, "layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3,
+            "block_auto_adjust_ff_dim": False,
+        },
+        "causal",
+    ),
+    "Mamba 2": (
+        "Mamba2ForCausalLM",
+        {
+            "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4,
+            "head_dim": 16, "state_size": 8, "n_groups": 2, "conv_kernel": 4, "expand": 2,
+            "chunk_size": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+        },
+        "causal",
+    ),
+}  # fmt: skip
+
 # Name: class of the model, its configuration, what it is called with.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any], str]] = {
     "Llama": ("LlamaForCausalLM", GROUPED, "causal"),
@@ -162,6 +267,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "image",
     ),
+    **HYBRIDS,
 }  # fmt: skip
 
 

@@ -208,9 +208,13 @@ def arguments(kind):
 
 
 def _opcheck(name):
-    args = arguments("skewed")[name]
+    form, _, plain = name.rpartition(":")
+    args = arguments("skewed")[plain if form == "backend" else name]
+    keywords = {
+        "backend": {"backend_sums": torch.float32},
+        "cut": {"query_parts": dist.get_world_size()},
+    }
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
-        cut, _, plain = name.rpartition(":")
         overload = getattr(op, "distributed_attention" if name == "chunked" else plain).default
         utils = ["test_schema", "test_autograd_registration", "test_faketensor"]
         utils.append("test_aot_dispatch_dynamic")
@@ -219,8 +223,8 @@ def _opcheck(name):
         opcheck(
             overload,
             args,
-            {"query_parts": dist.get_world_size()} if cut else {},
-            test_utils=utils[name in _LISTS_OF_DTYPES : -1 if name == "_dropout_seed" else None],
+            keywords.get(form, {}),
+            test_utils=utils[plain in _LISTS_OF_DTYPES : -1 if name == "_dropout_seed" else None],
         )
 
 
@@ -244,6 +248,8 @@ def _opcheck(name):
      "gather_cast_coalesced", "_gather_cast_coalesced_start", "_gather_cast_coalesced_wait",
      "reduce_scatter_cast", "_reduce_scatter_cast_coalesced",
      "_reduce_scatter_cast_coalesced_start", "_reduce_scatter_cast_coalesced_wait",
+     "backend:gather_cast_coalesced", "backend:_gather_cast_coalesced_wait",
+     "backend:_reduce_scatter_cast_coalesced", "backend:_reduce_scatter_cast_coalesced_start",
      "gather_cast_float8", "_gather_cast_float8_coalesced", "gather_through_float8",
      "replicate_start", "replicate_wait", "_scale_gradient",
      "linear_cross_entropy", "_linear_cross_entropy_gradients", "token_log_probs",
@@ -259,7 +265,7 @@ def test_opcheck(ranks, name):
 
 def test_every_op_is_checked():
     names = set(test_opcheck.pytestmark[0].args[1]) - {"chunked"}
-    checked = {name.removeprefix("cut:") for name in names}
+    checked = {name.rpartition(":")[2] for name in names}
     pool = {"_pool_idle_bytes", "_pool_limit", "_pool_set_limit", "_pool_clear"}  # and the like
     pool.add("_transport")
     ours = {

@@ -277,6 +277,56 @@ def test_large_ones_arrive_in_place(ranks):
 # -------------------------------------------------------------------------------- gradients
 
 
+_OF_BACKEND = {
+    "even": [((4, 4, 4), (6,), torch.float32, torch.bfloat16, "plain")],
+    "none": [((2, 2, 2), (0,), torch.float32, torch.bfloat16, "plain")],
+    "several": [
+        ((3, 0, 4), (5,), torch.float32, torch.bfloat16, "transposed"),
+        ((2, 2, 2), (), torch.float64, torch.float64, "plain"),
+        ((0, 0, 1), (7,), torch.bfloat16, torch.float32, "strided"),
+        ((3, 3, 1), (1, 3), torch.float32, torch.float16, "expanded"),
+    ],
+}
+
+
+def _summed_by_the_backend(name, dtype):
+    """One reduce-scatter of the backend, of whatever rows and dtypes, and no sum of deepsp's."""
+    case = Case(_OF_BACKEND[name])
+    rest = (case.rank, case.group)
+    shards, grads = case.shards(), case.gradients(case.rank)
+    dtypes = [x.dtype for x in shards]
+    full = op.gather_cast_coalesced(shards, case.sizes, case.dtypes, *rest, backend_sums=dtype)
+    found = []
+
+    def backward():
+        found.append(torch.autograd.grad(full, shards, grads))
+
+    def adjoint():
+        rows = (grads, case.sizes, dtypes)
+        found.append(op._reduce_scatter_cast_coalesced(*rows, *rest, backend_sums=dtype))
+
+    for call in (backward, adjoint):
+        seen = names(call)
+        launched = int(case.size > 1 and name != "none")
+        assert seen["deepsp::exchange"] == launched and seen["deepsp::sum"] == 0
+        assert sum(event.startswith("gloo:") for event in seen.elements()) == launched
+        # Even parts of whole 16 bytes are sent as they are cast.
+        assert seen["deepsp::pack"] == int(name == "several")
+    everyone = [case.gradients(p) for p in range(case.size)]
+    for i, (a, b) in enumerate(zip(*found, strict=True)):
+        terms = torch.stack([g[i].double() for g in everyone]).split(case.rows[i], 1)[case.rank]
+        assert a.dtype == b.dtype == dtypes[i] and torch.equal(a, b)
+        eps = max(torch.finfo(t).eps for t in (dtype, dtypes[i]))
+        assert bool(((a - terms.sum(0)).abs() <= 4 * eps * terms.abs().sum(0)).all()), i
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_backend_sums(ranks):
+    for name in _OF_BACKEND:
+        for dtype in DTYPES[:3]:
+            on_ranks(ranks, _summed_by_the_backend, name, dtype)
+
+
 def _undefined():
     """A gradient that nobody asked for travels as zeros."""
     rank, group = _here()
@@ -295,18 +345,19 @@ def test_undefined_gradients(ranks):
     on_ranks(ranks, _undefined)
 
 
-def _derivatives():
+def _derivatives(by_backend):
     """On the global function: every rank uses the gathered tensors in its own way."""
     rank, group = _here()
     size = dist.get_world_size()
     sizes = [[2, 0, 1][:size], [1, 3, 0][:size]]
     totals = [sum(rows) for rows in sizes]
     f64 = torch.float64
+    sums = {"backend_sums": f64} if by_backend else {}
 
     def gather(*whole):
         mine = [Take.apply(x, rows, 0) for x, rows in zip(whole, sizes, strict=True)]
-        a, b = op.gather_cast_coalesced(mine, flat(sizes), [f64, f64], rank, group)
-        a = a * op.gather_cast(mine[0], sizes[0], f64, rank, group)
+        a, b = op.gather_cast_coalesced(mine, flat(sizes), [f64, f64], rank, group, **sums)
+        a = a * op.gather_cast(mine[0], sizes[0], f64, rank, group, **sums)
         used = [a * (rank + 1) + a.sin(), b * b * (2 - rank) + a.sum()]
         return tuple(
             Whole.apply(x, [n] * size, 0) for x, n in zip(used, totals, strict=True)
@@ -314,8 +365,8 @@ def _derivatives():
 
     def scatter(*whole):
         mine = [Take.apply(x, [n] * size, 0) for x, n in zip(whole, totals, strict=True)]
-        a, b = op._reduce_scatter_cast_coalesced(mine, flat(sizes), [f64, f64], rank, group)
-        a = a * op.reduce_scatter_cast(mine[0], sizes[0], f64, rank, group)
+        a, b = op._reduce_scatter_cast_coalesced(mine, flat(sizes), [f64, f64], rank, group, **sums)
+        a = a * op.reduce_scatter_cast(mine[0], sizes[0], f64, rank, group, **sums)
         return tuple(
             Whole.apply(x * x, rows, 0) for x, rows in zip((a, b), sizes, strict=True)
         )  # fmt: skip
@@ -327,9 +378,11 @@ def _derivatives():
         gradgradcheck(function, inputs, fast_mode=True)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_gradcheck(ranks):
-    on_ranks(ranks, _derivatives)
+@pytest.mark.parametrize(
+    ("ranks", "by_backend"), [(1, False), (2, False), (3, False), (2, True), (3, True)]
+)
+def test_gradcheck(ranks, by_backend):
+    on_ranks(ranks, _derivatives, by_backend)
 
 
 def _scatters_gradient():
@@ -411,7 +464,7 @@ def test_other_buffers():
 # ------------------------------------------------------------------------------ what it costs
 
 
-def _order():
+def _order(sums):
     """Compute between start and wait has its backward between the reverse start and wait."""
     rank, group = _here()
     w = draw(64, 128).float().requires_grad_()
@@ -419,22 +472,24 @@ def _order():
     kept = []
 
     def forward():
-        buffer = op.gather_cast_start(w, [64, 64], torch.float32, rank, group)
+        buffer = op.gather_cast_start(w, [64, 64], torch.float32, rank, group, **sums)
         h = x @ a
-        full = op.gather_cast_wait(buffer, [64, 64], [128], torch.float32, rank, group)
+        full = op.gather_cast_wait(buffer, [64, 64], [128], torch.float32, rank, group, **sums)
         kept.append((h @ full).sum())
 
     def seen(call):
         marks = {"deepsp::exchange": "x", "deepsp::sum": "w", "aten::mm": "m"}
-        marks["deepsp::_gather_cast_coalesced_wait"] = "w"
+        marks["deepsp::_gather_cast_coalesced_wait"] = marks["deepsp::land"] = "w"
         return "".join(marks.get(event.name, "") for event in events(call))
 
+    warm_up()
     assert seen(forward) == "xmwm"
     assert seen(lambda: kept[0].backward()) == "mmxmmw"
 
 
 def test_order():
-    on_ranks(2, _order)
+    on_ranks(2, _order, {})
+    on_ranks(2, _order, {"backend_sums": torch.float64})
 
 
 def _costs():

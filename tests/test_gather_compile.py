@@ -7,7 +7,7 @@ from harness import on_ranks
 from reference import draw, flat
 from torch._dynamo.testing import CompileCounterWithBackend
 
-import deepsp  # noqa: F401  (it registers the ops)
+from deepsp.compile.lowering.overlap import wait_for_launches
 
 op = torch.ops.deepsp
 f64, f32, bf16, f16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
@@ -28,8 +28,10 @@ _CASES = {
 }
 
 
-def _functions(rows, specs, within=None):
+def _functions(rows, specs, within=None, by_backend=False):
     """Called on shards: gathered, in one go and in halves; summed."""
+    sums = {"backend_sums" if by_backend else "reduce_dtype": within}
+    also_in_wait = sums if by_backend else {}
     rank, group = dist.get_rank(), dist.group.WORLD.group_name
     where = (rank, group)
     sizes, wire = flat(rows), [spec[3] for spec in specs]
@@ -38,28 +40,29 @@ def _functions(rows, specs, within=None):
     def gather(*shards):
         shards = [x * 2 for x in shards]
         if len(shards) == 1:
-            first = op.gather_cast(shards[0], sizes, wire[0], *where, reduce_dtype=within)
-            return (first,)
-        return op.gather_cast_coalesced(shards, sizes, wire, *where, reduce_dtype=within)
+            return (op.gather_cast(shards[0], sizes, wire[0], *where, **sums),)
+        return op.gather_cast_coalesced(shards, sizes, wire, *where, **sums)
 
     def halves(*shards):
         buffer = op._gather_cast_coalesced_start(
-            [x * 2 for x in shards], sizes, wire, *where, reduce_dtype=within
+            [x * 2 for x in shards], sizes, wire, *where, **sums
         )
         dims = [len(shape) for shape in shapes]
-        return op._gather_cast_coalesced_wait(buffer, sizes, flat(shapes), dims, wire, *where)
+        return op._gather_cast_coalesced_wait(
+            buffer, sizes, flat(shapes), dims, wire, *where, **also_in_wait
+        )
 
     def scatter(*shards):
         whole = op.gather_cast_coalesced([x * 2 for x in shards], sizes, wire, *where)
         dtypes = [x.dtype for x in shards]
         return op._reduce_scatter_cast_coalesced(
-            [y * 2 for y in whole], sizes, dtypes, *where, reduce_dtype=within
+            [y * 2 for y in whole], sizes, dtypes, *where, **sums
         )
 
     return gather, halves, scatter
 
 
-def _equals_eager(backend, name, within):
+def _equals_eager(backend, name, within, by_backend=False):
     rank, size = dist.get_rank(), dist.get_world_size()
     # Inductor leaves out roundings between fused steps, unless what is rounded travels.
     exact = backend != "inductor" or (size > 1 and within not in (bf16, f16))
@@ -67,7 +70,7 @@ def _equals_eager(backend, name, within):
     rows = [list(spec[0][:size]) for spec in specs]
     shards = [draw(lens[rank], *spec[1], seed=rank).to(spec[2]).requires_grad_()
               for lens, spec in zip(rows, specs, strict=True)]  # fmt: skip
-    functions = _functions(rows, specs, within)
+    functions = _functions(rows, specs, within, by_backend)
     for function in functions if backend == "aot_eager" or len(rows) == 1 else functions[1:]:
         torch._dynamo.reset()
         expected = function(*shards)
@@ -86,26 +89,29 @@ def _equals_eager(backend, name, within):
 @pytest.mark.parametrize("name", _CASES)
 def test_equals_eager_under_aot_eager(name):
     on_ranks(2, _equals_eager, "aot_eager", name, None)
+    on_ranks(2, _equals_eager, "aot_eager", name, f32, True)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "name", "within"),
-    [(2, "uneven", None), (2, "several", None), (2, "nothing", None), (1, "mixed", None),
-     (3, "mixed", None), (3, "even", f64), (3, "even", bf16)],
+    ("ranks", "name", "within", "by_backend"),
+    [(2, "uneven", None, False), (2, "several", None, False), (2, "nothing", None, False),
+     (1, "mixed", None, False), (3, "mixed", None, False), (3, "even", f64, False),
+     (3, "even", bf16, False), (1, "uneven", f64, True)],
 )  # fmt: skip
-def test_equals_eager_under_inductor(ranks, name, within):
-    on_ranks(ranks, _equals_eager, "inductor", name, within)
+def test_equals_eager_under_inductor(ranks, name, within, by_backend):
+    on_ranks(ranks, _equals_eager, "inductor", name, within, by_backend)
 
 
-def _dynamic(backend, offsets):
+def _dynamic(backend, offsets, sums):
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.group.WORLD.group_name
     torch._dynamo.reset()
 
     def function(x, y):
         sizes = [x.size(0) + offsets[p] - offsets[rank] for p in range(size)]
-        a = op.gather_cast(x * 2, sizes, bf16, rank, group)
-        b, c = op.gather_cast_coalesced([x, y], [*sizes, *[3] * size], [f32, bf16], rank, group)
+        a = op.gather_cast(x * 2, sizes, bf16, rank, group, **sums)
+        both = [*sizes, *[3] * size]
+        b, c = op.gather_cast_coalesced([x, y], both, [f32, bf16], rank, group, **sums)
         return a, b, c
 
     counter = CompileCounterWithBackend(backend)
@@ -128,8 +134,9 @@ def _dynamic(backend, offsets):
 @pytest.mark.parametrize(
     ("backend", "offsets"), [("aot_eager", (0, 0)), ("aot_eager", (0, 3)), ("inductor", (0, 3))]
 )
-def test_dynamic_rows(backend, offsets):
-    on_ranks(2, _dynamic, backend, offsets)
+@pytest.mark.parametrize("sums", [{}, {"backend_sums": f32}])
+def test_dynamic_rows(backend, offsets, sums):
+    on_ranks(2, _dynamic, backend, offsets, sums)
 
 
 def _float8(backend):
@@ -158,35 +165,46 @@ def test_float8(backend):
     on_ranks(2, _float8, backend)
 
 
-def _post_grad():
-    """Inductor's own graphs: bf16 on the wire, compute between launch and wait in both."""
+def _post_grad(dtypes, back, sums):
+    """Inductor's own graphs: `dtypes` on the wire, compute between launch and wait in both, and a
+    wait for what was launched: with one for a view, Inductor reuses memory that is being sent."""
     rank, group = dist.get_rank(), dist.group.WORLD.group_name
     torch._dynamo.reset()
     graphs = []
     w, a, x = (draw(*shape).float().requires_grad_() for shape in ((8, 16), (8, 16), (4, 8)))
+    n = len(dtypes)
+    rest = (dtypes, rank, group)
 
     def layer(w, a, x):
-        buffer = op.gather_cast_start(w, [8, 8], bf16, rank, group)
+        buffer = op._gather_cast_coalesced_start([w] * n, [8, 8] * n, *rest, **sums)
         h = x @ a
-        return h @ op.gather_cast_wait(buffer, [8, 8], [16], bf16, rank, group).float()
+        full = op._gather_cast_coalesced_wait(buffer, [8, 8] * n, [16] * n, [1] * n, *rest, **sums)
+        return h @ sum(y.float() for y in full)
 
     def note(graph):
-        nodes = [n for n in graph.nodes if n.op == "call_function"]
-        graphs.append([(str(n.target), getattr(n.meta["val"], "dtype", None)) for n in nodes])
+        wait_for_launches(graph)
+        graphs.append([n for n in graph.nodes if n.op == "call_function"])
 
     with torch._inductor.config.patch(post_grad_custom_post_pass=note):
         torch.compile(layer, fullgraph=True)(w, a, x).sum().backward()
-    forward, backward = graphs
-    for graph, collective in (
-        (forward, "all_gather_into_tensor"), (backward, "all_to_all_single")
-    ):  # fmt: skip
-        targets = [target for target, _ in graph]
+    travels = torch.uint8 if n > 1 else dtypes[0]
+    for graph, collective, dtype in (
+        (graphs[0], "all_gather_into_tensor", travels),
+        (graphs[1], back, sums.get("backend_sums", travels)),
+    ):
+        targets = [str(n.target) for n in graph]
         assert not any("deepsp" in target for target in targets), targets
         (launch,) = (n for n, target in enumerate(targets) if collective in target)
         (wait,) = (n for n, target in enumerate(targets) if "wait_tensor" in target)
-        assert graph[launch][1] == graph[wait][1] == bf16
+        assert graph[launch].meta["val"].dtype == graph[wait].meta["val"].dtype == dtype
+        assert graph[wait].args == (graph[launch],)
         assert any(".mm." in target for target in targets[launch:wait]), targets
 
 
-def test_inductors_graph():
-    on_ranks(2, _post_grad)
+@pytest.mark.parametrize(
+    ("dtypes", "back", "sums"),
+    [([bf16], "all_to_all_single", {}), ([bf16, f32], "all_to_all_single", {}),
+     ([bf16, f32], "reduce_scatter_tensor", {"backend_sums": f64})],
+)  # fmt: skip
+def test_inductors_graph(dtypes, back, sums):
+    on_ranks(2, _post_grad, dtypes, back, sums)

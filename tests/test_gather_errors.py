@@ -28,8 +28,8 @@ def _gather_errors():
     x = torch.zeros(2, 3)
     ok = ([2, 2], f32, rank, group)
 
-    def cast(x=x, sizes=(2, 2), dtype=f32, rank=rank, group=group, reduce_dtype=None):
-        return op.gather_cast(x, list(sizes), dtype, rank, group, reduce_dtype=reduce_dtype)
+    def cast(x=x, sizes=(2, 2), dtype=f32, rank=rank, group=group, **sums):
+        return op.gather_cast(x, list(sizes), dtype, rank, group, **sums)
 
     def many(shards, sizes=(2, 2, 2, 2), dtypes=(f32, f32), rank=rank, group=group):
         return op.gather_cast_coalesced(shards, list(sizes), list(dtypes), rank, group)
@@ -42,6 +42,9 @@ def _gather_errors():
         (lambda: cast(dtype=e5m2), "dtype .*, got float8_e5m2; .*gather_cast_float8"),
         (lambda: cast(reduce_dtype=torch.int64), "reduce_dtype to be float64.*, got int64"),
         (lambda: cast(reduce_dtype=e5m2), "reduce_dtype .*, got float8_e5m2"),
+        (lambda: cast(backend_sums=torch.int64), "backend_sums to be float64.*, got int64"),
+        (lambda: cast(reduce_dtype=f32, backend_sums=f32),
+         "reduce_dtype to be None with backend_sums=float32, .*, got float32"),
         (lambda: cast(rank=2), "0 <= rank < 2, .*, got 2"),
         (lambda: cast(rank=-1), "0 <= rank < 2, .*, got -1"),
         (lambda: cast(rank=1 - rank),
@@ -90,6 +93,8 @@ def _gather_errors():
          r"inputs\[1\] to have at least one dimension"),
         (lambda: op.reduce_scatter_cast(x, [1, 1], f32, rank, group, reduce_dtype=torch.bool),
          "reduce_dtype to be .*, got bool"),
+        (lambda: op.reduce_scatter_cast(x, [1, 1], f32, rank, group, backend_sums=torch.bool),
+         "backend_sums to be .*, got bool"),
     ])  # fmt: skip
     for call in (  # an empty list is PyTorch's own affair
         lambda: many([], (), ()),
@@ -215,6 +220,12 @@ def _wait_errors():
     assert torch.equal(sums, x * size)
     with pytest.raises(ValueError, match="waited for already"):
         wait(buffer, sizes, [2, 3], [2], [f32], [f32], *rest)
+    # One of the backend's sums and one of deepsp's.
+    rest = ([2, 3], [2], [f32], [f32], *rest)
+    for sums, others in (({"backend_sums": f32}, {}), ({}, {"backend_sums": f32})):
+        buffer = op._reduce_scatter_cast_coalesced_start([full], sizes, *where, **sums)
+        _all_raise([(lambda: wait(buffer, sizes, *rest, **others), "the start returned.*strides")])  # noqa: B023
+        assert torch.equal(wait(buffer, sizes, *rest, **sums)[0], x * size)
     _still_usable()
 
 
@@ -244,6 +255,9 @@ def _disagreements():
             rank, group), r"ranks 0 and 1 pass nothing, rank 2 passes shards\[1\]"),
         (lambda: op.reduce_scatter_cast(whole.to(bf16 if last else f32), ok, f32, rank, group),
          "ranks 0 and 1 .*float32.*rank 2 .*bfloat16"),
+        (lambda: op.reduce_scatter_cast(
+            whole, ok, f32, rank, group, backend_sums=f32 if last else bf16),
+         "ranks 0 and 1 pass backend_sums bfloat16, rank 2 passes backend_sums float32"),
         (lambda: gather() if last else op.reduce_scatter_cast(whole, ok, f32, rank, group),
          "disagree"),
         (lambda: op.gather_cast_float8(

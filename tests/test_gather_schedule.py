@@ -196,17 +196,20 @@ def test_all_ranks_have_one_order(ranks):
 # ----------------------------------------------------------------------------------- our ops
 
 
-def _ours_gather(shards, dtypes, sizes):
+def _ours_gather(shards, dtypes, sizes, **sums):
     rank, where = dist.get_rank(), (dist.get_rank(), dist.group.WORLD.group_name)
     op, flat = torch.ops.deepsp, [s for of_shard in sizes for s in of_shard]
     assert all(s.size(0) == of_shard[rank] for s, of_shard in zip(shards, sizes, strict=True))
     if len(shards) == 1:
-        buffer = op.gather_cast_start(shards[0], flat, dtypes[0], *where)
-        return [op.gather_cast_wait(buffer, flat, list(shards[0].shape[1:]), dtypes[0], *where)]
-    buffer = op._gather_cast_coalesced_start(shards, flat, dtypes, *where)
+        buffer, shape = (
+            op.gather_cast_start(shards[0], flat, dtypes[0], *where, **sums),
+            list(shards[0].shape[1:]),
+        )
+        return [op.gather_cast_wait(buffer, flat, shape, dtypes[0], *where, **sums)]
+    buffer = op._gather_cast_coalesced_start(shards, flat, dtypes, *where, **sums)
     shapes = [n for s in shards for n in s.shape[1:]]
     dims = [s.dim() - 1 for s in shards]
-    return op._gather_cast_coalesced_wait(buffer, flat, shapes, dims, dtypes, *where)
+    return op._gather_cast_coalesced_wait(buffer, flat, shapes, dims, dtypes, *where, **sums)
 
 
 def _ours():
@@ -232,17 +235,25 @@ def _ours():
     old, new, report = fuse(alone, x, y)
     assert gather_dtypes(new) == gather_dtypes(old) and not report.rewrites
 
-    def apart(x, y, h):
-        a, b = _ours_gather([x, y], [BF16, F32], [rows, others])
-        h = h @ a.float()
-        (c,) = _ours_gather([y * 2], [F16], [others])
-        return h + c.sum(), b
+    def apart(first, second):
+        def function(x, y, h):
+            a, b = _ours_gather([x, y], [BF16, F32], [rows, others], **first)
+            h = h @ a.float()
+            (c,) = _ours_gather([y * 2], [F16], [others], **second)
+            return h + c.sum(), b
 
-    h = draw_shard(4, sum(rows))
-    old, new, report = fuse(apart, x, y, h, combine_bytes=1 << 20)
-    assert report.combined == 1 and len(find_gathers(new)[0].outputs) == 3
-    assert [dtype for dtype, _ in gather_dtypes(new)] == ["bfloat16", "float32", "float16"]
-    assert find_gathers(new)[0].ours
+        return function
+
+    h, by_backend = draw_shard(4, sum(rows)), {"backend_sums": F32}
+    for sums in ({}, by_backend):
+        old, new, report = fuse(apart(sums, sums), x, y, h, combine_bytes=1 << 20)
+        (gather,) = find_gathers(new)
+        assert report.combined == 1 and len(gather.outputs) == 3 and gather.ours
+        assert [dtype for dtype, _ in gather_dtypes(new)] == ["bfloat16", "float32", "float16"]
+        assert all(node.kwargs == sums for node in gather.nodes[:2])
+    for sums in ({}, {"backend_sums": torch.float64}):  # in other reduce-scatters
+        old, new, report = fuse(apart(by_backend, sums), x, y, h, combine_bytes=1 << 20)
+        assert report.combined == 0 and len(find_gathers(new)) == 2
 
     layers = [draw_shard(12 // size, 12, seed=i) for i in range(4)]
 
@@ -260,15 +271,18 @@ def _ours():
     op, where = torch.ops.deepsp, (rank, dist.group.WORLD.group_name)
     grads = draw_shard(sum(rows), 4).to(BF16), draw_shard(2 * size, 6).to(BF16)
 
-    def scatter(a, b):
+    def scatter(sums, a, b):
         sizes = [*rows, *others]
         inputs = [a.to(F32), b.view(-1, 3, 2).to(F32).mul(1)]
-        buffer = op._reduce_scatter_cast_coalesced_start(inputs, sizes, *where)
+        buffer = op._reduce_scatter_cast_coalesced_start(inputs, sizes, *where, **sums)
         return op._reduce_scatter_cast_coalesced_wait(
-            buffer, sizes, [4, 3, 2], [1, 2], [F32, F32], [F32, BF16], None, *where
+            buffer, sizes, [4, 3, 2], [1, 2], [F32, F32], [F32, BF16], None, *where, **sums
         )
 
-    old, new, report = fuse(scatter, *grads)
+    # The backend's sums travel in one dtype, whatever their terms were.
+    old, new, report = fuse(lambda a, b: scatter(by_backend, a, b), *grads)
+    assert not report.rewrites
+    old, new, report = fuse(lambda a, b: scatter({}, a, b), *grads)
     (wait,) = [n for n in new.nodes if "scatter" in str(n.target) and "wait" in str(n.target)]
     assert wait.args[4] == [BF16, F32] and len(report.rewrites) == 1 and report.bytes_saved > 0
 

@@ -1,10 +1,12 @@
 """Recurrences over a sharded sequence against one process, float64: by heads and by state."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
 from harness import on_ranks
-from reference import draw, lens_of, sent
+from reference import draw, lens_of
 
 import deepsp
 
@@ -69,7 +71,7 @@ def _documents(batch, total):
     found = []
     for row in range(batch):
         ends = sorted(set(cuts[row % 2]))
-        found += [[row * total + a, row * total + b] for a, b in zip(ends, ends[1:], strict=False)]
+        found += [[row * total + a, row * total + b] for a, b in itertools.pairwise(ends)]
     return torch.tensor(found)
 
 
@@ -84,7 +86,7 @@ def _alone(function, tokens, fixed, documents):
         ends = sorted(e for e in ends if 0 <= e <= total)
         parts = [
             function(**{n: x[row : row + 1, a:b] for n, x in tokens.items()}, **fixed)[0]
-            for a, b in zip(ends, ends[1:], strict=False)
+            for a, b in itertools.pairwise(ends)
         ]
         rows.append(torch.cat(parts, 1))
     return torch.cat(rows)
@@ -111,9 +113,7 @@ def _equals(kind, state, short, heads, groups, packed, split):
     torch.testing.assert_close(out, expected.split(lens, 1)[rank], **close)
     grad = draw(*expected.shape, seed=9)
     gradients = torch.autograd.grad(expected, list(full.values()), grad)
-    found = torch.autograd.grad(
-        out, [*mine.values(), *own.values()], grad.split(lens, 1)[rank]
-    )
+    found = torch.autograd.grad(out, [*mine.values(), *own.values()], grad.split(lens, 1)[rank])
     for name, a, b in zip(full, found, gradients, strict=True):
         if name in fixed:
             dist.all_reduce(a)

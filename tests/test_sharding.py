@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import on_ranks
-from reference import attention, draw, events, sent, warm_up
+from reference import attention, draw, events, names, sent, warm_up
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -85,7 +85,7 @@ def _compare_parameters(model, reference, **tolerance):
         )
 
 
-def _train(checkpointed, reduction, prefetch, reshard, micro):
+def _train(checkpointed, reduction, prefetch, reshard, micro, sums="exact"):
     """Five steps of AdamW with clipping; every rank has data of its own."""
     rank, size = dist.get_rank(), dist.get_world_size()
     reference, model = _model(), _model(checkpointed=checkpointed)
@@ -94,6 +94,7 @@ def _train(checkpointed, reduction, prefetch, reshard, micro):
         gradient_reduction=reduction,
         prefetch_bytes=prefetch,
         reshard_after_forward=reshard,
+        reduction=sums,
     )
     trained = [p for p in model.parameters() if p.requires_grad]
     rows = sum(p.numel() for p in model.parameters())
@@ -130,6 +131,39 @@ def test_training_is_that_of_one_process(ranks, checkpointed):
 @pytest.mark.parametrize("micro", [1, 2])
 def test_training_however_far_it_looks_ahead(prefetch, micro):
     on_ranks(2, _train, None, "mean", prefetch, True, micro)
+
+
+def _backend_sums():
+    """float32 weights gathered in bfloat16: one reduce-scatter of the backend for each gather, and
+    no sum of deepsp's; compiled, the same gradients."""
+    torch.manual_seed(0)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    reference = nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 5, bias=False))
+    model = deepsp.shard_parameters(copy.deepcopy(reference), reduction="backend")
+    xs = [draw(4, 6, seed=p).to(torch.bfloat16) for p in range(size)]
+    found = []
+    compiled = torch.compile(lambda x: model(x), fullgraph=True, backend="aot_eager")
+    for step in (model, model, compiled):
+        loss = step(xs[rank]).square().sum()
+        seen = names(loss.backward)
+        assert seen["deepsp::sum"] == 0
+        launched = sum(event.startswith("gloo:") for event in seen.elements())
+        assert launched == {0: 3, 1: 1, 2: 3}[len(found)], launched
+        found.append([p.grad for p in model.parameters()])
+        model.zero_grad()
+    exact = copy.deepcopy(reference).double()
+    sum(exact(x.double()).square().sum() for x in xs).backward()
+    for grads in found:
+        for (name, _, shards, n), grad in zip(sharded_parameters(model), grads, strict=True):
+            expected = shards.rows_of(n, exact.get_parameter(name).grad).float()
+            torch.testing.assert_close(grad, expected, rtol=5e-2, atol=0.3)
+            torch.testing.assert_close(grad, found[0][n], rtol=1e-6, atol=1e-6)
+
+
+def test_training_with_sums_of_the_backend():
+    for prefetch in (0, 1 << 20):
+        on_ranks(3, _train, "not reentrant", "mean", prefetch, True, 1, "backend")
+    on_ranks(3, _backend_sums)
 
 
 def test_training_without_resharding():
@@ -586,6 +620,12 @@ def _errors():
         shard(linear(), dtype=torch.int8)
     with pytest.raises(ValueError, match='"sum" or "mean"'):
         shard(linear(), gradient_reduction="avg")
+    with pytest.raises(ValueError, match=r"'exact' or 'backend' \(NCCL's own .*\), got 'nccl'"):
+        shard(linear(), reduction="nccl")
+    with pytest.raises(
+        ValueError, match=r"sums of gradients .* got reduction='exact' .*'backend' .* on rank 1"
+    ):
+        shard(linear(), reduction="backend" if rank else "exact")
     with pytest.raises(ValueError, match="prefetch_bytes >= 0, got -1"):
         shard(linear(), prefetch_bytes=-1)
     with pytest.raises(ValueError, match="parametrized already"):

@@ -102,6 +102,13 @@ def _same(function, world, size, batch=4, digits=1e-5, **given):
             assert all(a[k] == pytest.approx(b[k], rel=rough[k]) for k in b), (a, b)
 
 
+@pytest.mark.parametrize(
+    ("name", "more"), [("qwen3_next", {}), ("nemotron_h", {"activation_checkpointing": True})]
+)
+def test_recurrent_layers(name, more):
+    _same(_plain, 2, 2, name=name, digits=1e-4, **more)
+
+
 @pytest.mark.parametrize(("world", "size"), [(2, 2), (3, 3), (4, 2)])
 def test_float64(world, size):
     _same(_plain, world, size, dtype=f64, digits=1e-10)
@@ -277,7 +284,7 @@ def _resumes(size, batch, folder):
             per_device_train_batch_size=batch, max_steps=steps, eval_strategy="no",
             save_strategy="steps" if steps == 2 else "no", save_steps=2, output_dir=folder,
         )  # fmt: skip
-        trainer = cls(tiny(), args, train_dataset=Rows(40), **more)
+        trainer = cls(tiny("qwen3_next"), args, train_dataset=Rows(40), **more)
         trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if again else None)
         found.append(logs(trainer))
     return found
@@ -288,7 +295,7 @@ def _resumes_elsewhere(size, batch, folder):
     args = arguments(
         per_device_train_batch_size=batch, max_steps=4, eval_strategy="no", output_dir=folder
     )
-    trainer = cls(tiny(), args, train_dataset=Rows(40), **more)
+    trainer = cls(tiny("qwen3_next"), args, train_dataset=Rows(40), **more)
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
     return logs(trainer)
 

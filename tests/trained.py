@@ -58,13 +58,30 @@ def lists(count, seed=0, length=None):
     return Dataset.from_dict({"input_ids": cut})
 
 
+RECURRENT = {
+    "qwen3_next": {
+        "num_hidden_layers": 2,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12, "mlp_only_layers": [0, 1], "num_experts": 2,
+    },
+    "nemotron_h": {
+        "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8,
+        "chunk_size": 8,
+    },
+}  # fmt: skip
+"""What models with a recurrent layer and one with attention need beside the rest."""
+
+
 def tiny(name: str = "llama", dtype: torch.dtype = torch.float32, **kwargs):
     """A causal language model of transformers with two layers, the same on every rank."""
     from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
     set_seed(0)
+    layers = {"num_hidden_layers": 2}
+    if name in RECURRENT:
+        layers = {**RECURRENT[name], "layer_types": ["linear_attention", "full_attention"]}
     config = AutoConfig.for_model(
-        name, vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        name, vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, **layers,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
         pad_token_id=0, bos_token_id=1, eos_token_id=2, **kwargs,
     )  # fmt: skip

@@ -118,6 +118,15 @@ struct Blocks {
   }
 };
 
+Blocks summed_by_backend(const Blocks& blocks, at::ScalarType dtype) {
+  const std::vector<at::ScalarType> dtypes(blocks.layout.size(), dtype);
+  return {in_dtype(blocks.layout, blocks.dtypes, dtype), dtypes};
+}
+
+at::Tensor viewed(const at::Tensor& x, at::ScalarType dtype) {
+  return x.scalar_type() == dtype ? x : x.view(dtype);
+}
+
 at::Tensor launch_gather(const at::Tensor& block, const Blocks& blocks, const Given& given) {
   return launch(
       "all_gather_into_tensor", blocks.parts(), block, {blocks.parts()}, given["group_name"]);
@@ -165,6 +174,21 @@ c10::IValue gather_cast_coalesced_wait(const Given& given) {
 c10::IValue reduce_scatter_cast_coalesced_start(const Given& given) {
   const at::TensorList inputs = given["inputs"];
   const Blocks blocks(check_full(inputs, given["sizes"], given["rank"]), dtypes_of(inputs));
+  if (const OptionalDtype dtype = given["backend_sums"]) {
+    Tensors cast;
+    for (const at::Tensor& x : inputs) {
+      cast.push_back(x.to(*dtype));
+    }
+    const Blocks sent = summed_by_backend(blocks, *dtype);
+    const at::Tensor slots =
+        sent.padded(sent.pack_full(cast, 0), even_slot(sent.layout) - sent.layout.slot());
+    const at::Tensor sums = launch(
+        "reduce_scatter_tensor", blocks.parts(), slots.reshape(-1), {"sum", blocks.parts()},
+        given["group_name"]);
+    // Of the shape that the buffer's gradient must have, without a copy of what is on its way.
+    return viewed(sums, buffer_dtype(blocks.dtypes))
+        .as_strided_symint({buffer_elements(blocks.layout, blocks.dtypes)}, SymInts{0});
+  }
   const at::Tensor slots = blocks.pack_full(inputs, 0).reshape(-1);
   return blocks.as_buffer(launch_scatter(slots, blocks.slot(), blocks, given));
 }
@@ -173,9 +197,22 @@ c10::IValue reduce_scatter_cast_coalesced_wait(const Given& given) {
   const Blocks blocks = blocks_of(given, given["wire_dtypes"]);
   const auto shapes =
       shapes_of(blocks.layout, given["row_shapes"], given["row_dims"], blocks.layout.rank);
-  const at::Tensor slots = blocks.slots(given["buffer"]);
   const Dtypes dtypes = given["dtypes"];
   Tensors results;
+  if (const OptionalDtype dtype = given["backend_sums"]) {
+    const at::Tensor buffer = given["buffer"];
+    const Blocks sent = summed_by_backend(blocks, *dtype);
+    const c10::SymInt elements =
+        even_slot(sent.layout) / static_cast<int64_t>(buffer.element_size());
+    const at::Tensor sums =
+        landed(viewed(buffer.as_strided_symint({elements}, SymInts{1}), *dtype), blocks.parts());
+    for (size_t i = 0; i < shapes.size(); ++i) {
+      const at::Tensor part = sent.unpack(sums, i, sent.layout.rank, shapes[i]);
+      results.push_back(part.to(dtypes[i], /*non_blocking=*/false, /*copy=*/true));
+    }
+    return results;
+  }
+  const at::Tensor slots = blocks.slots(given["buffer"]);
   for (size_t i = 0; i < shapes.size(); ++i) {
     results.push_back(blocks.summed(slots, i, shapes[i], given["reduce_dtype"], dtypes[i]));
   }

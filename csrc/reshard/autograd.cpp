@@ -31,9 +31,10 @@ void keep_rows(Call& call) {
 }
 
 Tensors gather_cast_start_backward(const Call& call, const Tensors& buffers) {
+  const bool by_backend = !call["backend_sums"].value().isNone();
   return list_by(
       "_reduce_scatter_cast_coalesced_wait", call,
-      {{"buffer", buffers[0].contiguous()},
+      {{"buffer", by_backend ? buffers[0] : buffers[0].contiguous()},
        {"wire_dtypes", call["dtypes"].value()},
        {"dtypes", call["input_dtypes"].value()}});
 }

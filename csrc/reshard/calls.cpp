@@ -36,6 +36,9 @@ Reshard reshard_lists(
           name, "[", i, "] ", tensors[i].scalar_type(), " with rows of ",
           tensors[i].sizes().slice(1), ", sizes ", layout[i].sizes, " and dtype ", dtypes[i]));
     }
+    if (const auto sums = given.find("backend_sums"); sums && !sums->isNone()) {
+      arguments.push_back(to_text("backend_sums ", sums->toScalarType()));
+    }
     return arguments;
   });
 }

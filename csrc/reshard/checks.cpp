@@ -253,9 +253,25 @@ SymShards check_wait(
   return layout;
 }
 
-void check_results(Dtypes dtypes, OptionalDtype reduce_dtype, size_t tensors, bool single) {
+void check_results(
+    Dtypes dtypes,
+    OptionalDtype reduce_dtype,
+    OptionalDtype backend_sums,
+    size_t tensors,
+    bool single) {
   check_dtypes(dtypes, tensors, "inputs", single);
+  check_sum_dtypes(reduce_dtype, backend_sums);
+}
+
+void check_sum_dtypes(OptionalDtype reduce_dtype, OptionalDtype backend_sums) {
   check_reduce_dtype(reduce_dtype);
+  if (backend_sums) {
+    check_float(*backend_sums, "backend_sums");
+    TORCH_CHECK_VALUE(
+        !reduce_dtype,
+        "expected reduce_dtype to be None with backend_sums=", dtype_name(*backend_sums),
+        ", the dtype of these sums, got ", dtype_name(*reduce_dtype));
+  }
 }
 
 at::ScalarType buffer_dtype(Dtypes dtypes) {

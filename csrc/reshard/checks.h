@@ -71,11 +71,34 @@ SymShards check_wait(
     int64_t rank);
 
 // What the sums of a reduce-scatter are to become.
-void check_results(Dtypes dtypes, OptionalDtype reduce_dtype, size_t tensors, bool single = false);
+void check_results(
+    Dtypes dtypes,
+    OptionalDtype reduce_dtype,
+    OptionalDtype backend_sums,
+    size_t tensors,
+    bool single = false);
+// In which dtype they are kept: one of the two, or none.
+void check_sum_dtypes(OptionalDtype reduce_dtype, OptionalDtype backend_sums);
 
 // The widest of the dtypes on the wire is the buffer's.
 at::ScalarType buffer_dtype(Dtypes dtypes);
 c10::SymInt buffer_elements(const SymShards& layout, Dtypes dtypes);
+
+// The same blocks in `dtype`, as the backend sums them: in slots of whole 16 bytes, each of this
+// size.
+template <class Int>
+ShardLayout<Int> in_dtype(ShardLayout<Int> layout, Dtypes wire_dtypes, at::ScalarType dtype) {
+  for (size_t i = 0; i < layout.size(); ++i) {
+    const auto item = static_cast<int64_t>(c10::elementSize(wire_dtypes[i]));
+    layout.tensors[i].inner =
+        layout[i].inner / item * static_cast<int64_t>(c10::elementSize(dtype));
+  }
+  return layout;
+}
+template <class Int>
+Int even_slot(const ShardLayout<Int>& layout) {
+  return (layout.slot() + 15) / 16 * 16;
+}
 
 // ------------------------------------------------------------------- one tensor, along a dimension
 

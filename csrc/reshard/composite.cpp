@@ -59,7 +59,7 @@ c10::IValue gather_cast(const Given& given) {
 Tensors scattered_sums(
     const Given& given, at::TensorList inputs, const Argument& dtypes, bool single) {
   check_full(inputs, given["sizes"], given["rank"], single);
-  check_results(dtypes, given["reduce_dtype"], inputs.size(), single);
+  check_results(dtypes, given["reduce_dtype"], given["backend_sums"], inputs.size(), single);
   const RowShapes rows(inputs);
   std::vector<int64_t> wire;
   for (const at::Tensor& x : inputs) {

@@ -18,13 +18,6 @@ at::Tensor bytes_of(const at::Tensor& x) {
   return x.as_strided({x.numel()}, {1}).view(at::kByte);  // one element may have any stride
 }
 
-// An uninitialised tensor; a large one on the CPU is the pool's.
-at::Tensor empty_result(at::IntArrayRef sizes, const at::TensorOptions& options) {
-  const int64_t bytes =
-      c10::multiply_integers(sizes) * static_cast<int64_t>(options.dtype().itemsize());
-  return bytes >= kPoolBytes ? empty_buffer(sizes, options) : at::empty(sizes, options);
-}
-
 std::unique_ptr<Flight> land_dense(const at::Tensor& buffer) {
   TORCH_CHECK_VALUE(
       buffer.is_contiguous(),
@@ -33,6 +26,12 @@ std::unique_ptr<Flight> land_dense(const at::Tensor& buffer) {
 }
 
 }  // namespace
+
+at::Tensor empty_result(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  const int64_t bytes =
+      c10::multiply_integers(sizes) * static_cast<int64_t>(options.dtype().itemsize());
+  return bytes >= kPoolBytes ? empty_buffer(sizes, options) : at::empty(sizes, options);
+}
 
 Reshard::Reshard(Shards shards, Group group, c10::Device device)
     : at_(std::move(shards), group.point_to_point || (group.alone && device.is_cpu())),

@@ -67,6 +67,11 @@ class Reshard {
       Dtypes wire,
       OptionalDtype reduce_dtype) const;
 
+  // backend.cpp. The same by one reduce-scatter of the group's backend, of inputs of one dtype.
+  at::Tensor launch_backend_sums(const Tensors& inputs, const BufferShape& shape) const;
+  Tensors land_backend_sums(
+      const at::Tensor& buffer, const Shapes& shapes, at::ScalarType dtype, Dtypes dtypes) const;
+
  private:
   bool alone() const { return group_.alone; }
   Transfer transfer(const BufferShape& shape) const;
@@ -136,6 +141,8 @@ Reshard reshard_lists(
     Dtypes dtypes,
     const Given& given);
 
+// An uninitialised tensor; a large one on the CPU is the pool's.
+at::Tensor empty_result(at::IntArrayRef sizes, const at::TensorOptions& options);
 // A buffer that is sent, or that nothing is received into.
 at::Tensor buffer_for(c10::SymIntArrayRef sizes, const at::TensorOptions& options);
 // That of an exchange of lists.

@@ -8,6 +8,7 @@
 #include "engine.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/record_function.h>
 
@@ -76,7 +77,7 @@ c10::IValue gather_cast_coalesced_start(const Given& given) {
   const at::TensorList shards = given["shards"];
   const Dtypes dtypes = given["dtypes"];
   const SymShards layout = check_shards(shards, given["sizes"], dtypes, given["rank"]);
-  check_reduce_dtype(given["reduce_dtype"]);
+  check_sum_dtypes(given["reduce_dtype"], given["backend_sums"]);
   const BufferShape shape = list_buffer(layout, dtypes, shards[0]);
   if (shards[0].is_meta()) {
     return shape.meta();
@@ -113,23 +114,30 @@ c10::IValue reduce_scatter_cast_coalesced_start(const Given& given) {
   const at::TensorList inputs = given["inputs"];
   const SymShards layout = check_full(inputs, given["sizes"], given["rank"]);
   const std::vector<at::ScalarType> dtypes = dtypes_of(inputs);
+  const OptionalDtype backend_sums = given["backend_sums"];
+  check_sum_dtypes(std::nullopt, backend_sums);
   const BufferShape shape = list_buffer(layout, dtypes, inputs[0]);
   if (inputs[0].is_meta()) {
-    return shape.meta();
+    return backend_sums ? at::empty_strided_symint(shape.sizes, SymInts{0}, shape.options)
+                        : shape.meta();
   }
   Tensors full;
   for (const at::Tensor& x : inputs) {
-    full.push_back(x.contiguous());
+    full.push_back((backend_sums ? x.to(*backend_sums) : x).contiguous());
   }
-  return reshard_lists("reduce_scatter_cast", "inputs", inputs, layout, dtypes, given)
-      .launch_scatter(full, shape);
+  const SymShards sent = backend_sums ? in_dtype(layout, dtypes, *backend_sums) : layout;
+  const Reshard reshard =
+      reshard_lists("reduce_scatter_cast", "inputs", inputs, sent, dtypes, given);
+  return backend_sums ? reshard.launch_backend_sums(full, shape)
+                      : reshard.launch_scatter(full, shape);
 }
 
 c10::IValue reduce_scatter_cast_coalesced_wait(const Given& given) {
   const auto [buffer, wire_dtypes, layout] = ListWait(given, "wire_dtypes");
   const Dtypes dtypes = given["dtypes"];
   const OptionalDtype reduce_dtype = given["reduce_dtype"];
-  check_results(dtypes, reduce_dtype, layout.size());
+  const OptionalDtype backend_sums = given["backend_sums"];
+  check_results(dtypes, reduce_dtype, backend_sums, layout.size());
   const std::vector<SymInts> shapes =
       shapes_of(layout, given["row_shapes"], given["row_dims"], layout.rank);
   if (buffer.is_meta()) {
@@ -139,8 +147,11 @@ c10::IValue reduce_scatter_cast_coalesced_wait(const Given& given) {
     }
     return results;
   }
-  return reshard_of("reduce_scatter_cast", layout, 1, kListSizes, buffer, given)
-      .land_scatter(buffer, concrete(shapes), wire_dtypes, dtypes, reduce_dtype);
+  const SymShards sent = backend_sums ? in_dtype(layout, wire_dtypes, *backend_sums) : layout;
+  const Reshard reshard = reshard_of("reduce_scatter_cast", sent, 1, kListSizes, buffer, given);
+  return backend_sums
+             ? reshard.land_backend_sums(buffer, concrete(shapes), *backend_sums, dtypes)
+             : reshard.land_scatter(buffer, concrete(shapes), wire_dtypes, dtypes, reduce_dtype);
 }
 
 // ------------------------------------------------------------------- one tensor, along a dimension

@@ -199,6 +199,21 @@ Work launch_all_gather(const Group& group, const at::Tensor& out, const at::Tens
   });
 }
 
+Work launch_reduce_scatter(const Group& group, const at::Tensor& out, const at::Tensor& in) {
+  RECORD_FUNCTION("deepsp::exchange", {});
+  at::Tensor to = unnamed(out);
+  at::Tensor from = unnamed(in);
+  c10d::ReduceScatterOptions options;
+  options.asyncOp = true;
+  return launched(group, [&] {
+#if DEEPSP_TORCH_BEFORE_2_13
+    return group.pg->_reduce_scatter_base(to, from, options);
+#else
+    return group.pg->reduce_scatter_single(to, from, options);
+#endif
+  });
+}
+
 namespace {
 
 Work all_reduce(const Group& group, const at::Tensor& tensor, c10d::ReduceOp::RedOpType op) {

@@ -54,6 +54,8 @@ Work launch_all_to_all(
 
 // `out` holds every rank's `in`, in rank order.
 Work launch_all_gather(const Group& group, const at::Tensor& out, const at::Tensor& in);
+// `in` holds a block for every rank, in rank order; `out` the sum of this rank's.
+Work launch_reduce_scatter(const Group& group, const at::Tensor& out, const at::Tensor& in);
 // In place: the sum, or the largest, over the group.
 Work launch_sum(const Group& group, const at::Tensor& tensor);
 Work launch_max(const Group& group, const at::Tensor& tensor);

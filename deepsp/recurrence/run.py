@@ -24,7 +24,7 @@ class Piece(NamedTuple):
 def pieces_of(
     documents: Tensor | None, batch: int, total: int, first: int, last: int
 ) -> list[list[Piece]]:
-    """The tokens ``[first, last)`` of ``total`` by rows, cut into documents, counted from ``first``.
+    """Tokens ``[first, last)`` of ``total`` by rows, cut into documents, counted from ``first``.
     ``documents``: [N, 2], as in :func:`ranges_of`; tokens in none of them are a piece for each gap.
     None: all rows together are one piece."""
     if documents is None:

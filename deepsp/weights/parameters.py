@@ -21,6 +21,7 @@ def shard_parameters(
     dtype: torch.dtype | Callable[[str, nn.Parameter], torch.dtype] = torch.bfloat16,
     reduce_dtype: torch.dtype = torch.float32,
     *,
+    reduction: str = "exact",
     min_numel: int = 0,
     skip: Callable[[str, nn.Parameter], bool] | None = None,
     gradient_reduction: str = "sum",
@@ -43,6 +44,9 @@ def shard_parameters(
         group: the ranks over which parameters are sharded.
         dtype: of the gathered parameters; or a function of name and parameter that returns it.
         reduce_dtype: the dtype in which gradients, which are sent in ``dtype``, are summed.
+        reduction: "exact": gradients are summed in rank order. "backend": by the reduce-scatter of
+            the group's backend, in its own order; they are sent in ``reduce_dtype``. Between
+            machines NCCL's sends less; gloo's is slower.
         min_numel: a parameter with fewer elements stays full on every rank.
         skip: a function of name and parameter; if it returns true, the parameter stays full on
             every rank. Reduce the gradients of such parameters: :func:`deepsp.sync_gradients`.
@@ -65,6 +69,11 @@ def shard_parameters(
 
     The sharding is that of ZeRO-3 (Rajbhandari et al., 2020, arXiv:1910.02054).
     """
+    if reduction not in ("exact", "backend"):
+        raise ValueError(
+            "expected reduction to be 'exact' or 'backend' (NCCL's own reduce-scatter where the "
+            f"group is NCCL's), got {reduction!r}"
+        )
     if gradient_reduction not in ("sum", "mean"):
         raise ValueError(
             f'expected gradient_reduction to be "sum" or "mean", got {gradient_reduction!r}'
@@ -107,10 +116,13 @@ def shard_parameters(
                 f"module: {names[parameter]} belongs to an {type(owner).__name__} with "
                 "sparse=True, and only dense gradients can be summed: pass sparse=False, or skip it"
             )
-    _check_ranks_agree(member, [(names[p], p, d) for p, d in chosen.items()])
+    sums = f"reduction={reduction!r} with reduce_dtype={reduce_dtype}"
+    _check_ranks_agree(member, [(names[p], p, d) for p, d in chosen.items()], sums)
     compare(replicated_tensors(module), member)
     mean = gradient_reduction == "mean"
-    shards = Shards(member, reduce_dtype, mean, reshard_after_forward, prefetch_bytes)
+    shards = Shards(
+        member, reduce_dtype, reduction == "backend", mean, reshard_after_forward, prefetch_bytes
+    )
     indices = {p: shards.add(names[p], p, d) for p, d in chosen.items()}
     shards.owners = [None] * len(indices)
     for owner, name, parameter in owners:
@@ -158,16 +170,17 @@ def _check(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> None:
         )
 
 
-def _check_ranks_agree(member: Member, parameters) -> None:
+def _check_ranks_agree(member: Member, parameters, sums: str) -> None:
     items = [
         (f"parameter {i}", f"{n}: {p.dtype} {list(p.shape)}, gathered in {d}")
         for i, (n, p, d) in enumerate(parameters)
     ]
-    found = first_difference(items, member)
+    found = first_difference([*items, ("the sums of gradients", sums)], member)
     if found is not None:
         raise found.error(
             f"module: {found.name}",
-            "make the same model, and pass the same dtype, min_numel and skip, on all ranks",
+            "make the same model, and pass the same dtype, reduce_dtype, reduction, min_numel and "
+            "skip, on all ranks",
         )
 
 

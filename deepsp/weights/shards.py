@@ -142,12 +142,14 @@ class Shards:
         self,
         member: Member,
         reduce_dtype: torch.dtype,
+        by_backend: bool,
         mean: bool,
         reshard_after_forward: bool,
         prefetch_bytes: int,
     ):
         self.member = member
         self.reduce_dtype = reduce_dtype
+        self._by_backend = by_backend  # whether the group's backend sums the gradients
         self._divisor = member[1] if mean else 1
         self.infos: list[_Info] = []
         self.parameters: list[nn.Parameter] = []
@@ -236,10 +238,11 @@ class Shards:
         info, (rank, _, name) = self.infos[index], self.member
         if self._divisor != 1 and shard.requires_grad:
             shard = _op._scale_gradient(shard, 1 / self._divisor)
-        full = _op.gather_cast(
-            shard, info.sizes, dtype or info.dtype, rank, name, reduce_dtype=self.reduce_dtype
-        )
+        full = _op.gather_cast(shard, info.sizes, dtype or info.dtype, rank, name, **self._sums())
         return full.view(info.shape)
+
+    def _sums(self) -> dict[str, torch.dtype]:
+        return {"backend_sums" if self._by_backend else "reduce_dtype": self.reduce_dtype}
 
     def _bucket_bytes(self) -> int:
         return bucket_bytes(self.parameters[0].device)
@@ -248,7 +251,7 @@ class Shards:
         return self.infos[index].bytes
 
     def _start(self, uses) -> Wait:
-        rank, _, name = self.member
+        where = (self.member[0], self.member[2])
         infos = [self.infos[use.index] for use in uses]
         sizes = [rows for info in infos for rows in info.sizes]
         dtypes = [info.dtype for info in infos]
@@ -260,14 +263,14 @@ class Shards:
             shards = [self.parameters[use.index] for use in uses]
             if grad and (self._divisor != 1 or len(uses) > 1):
                 shards = [_Gate.apply(x, self._divisor, used, n) for n, x in enumerate(shards)]
-            buffer = _op._gather_cast_coalesced_start(
-                shards, sizes, dtypes, rank, name, reduce_dtype=self.reduce_dtype
-            )
+            sums = self._sums()
+            buffer = _op._gather_cast_coalesced_start(shards, sizes, dtypes, *where, **sums)
+        also_in_wait = {"backend_sums": sums.get("backend_sums")}
 
         def wait() -> list[Callable[[], Tensor]]:
             with torch.set_grad_enabled(grad):
                 tensors = _op._gather_cast_coalesced_wait(
-                    buffer, sizes, row_shapes, row_dims, dtypes, rank, name
+                    buffer, sizes, row_shapes, row_dims, dtypes, *where, **also_in_wait
                 )
                 self._remember(uses, tensors)
                 full = [x.view(i.shape) for x, i in zip(tensors, infos, strict=True)]

@@ -58,16 +58,56 @@ def gathered():
     torch.testing.assert_close(inv_scale, wholes[40].abs().max() / 448)
 
 
+def summed_by_nccl():
+    """Gradients of gathered weights by one reduce-scatter of NCCL, against float64: uneven rows,
+    several dtypes on the wire, padded and sent as they are."""
+    if dist.get_backend() != "nccl":
+        return ["only on NCCL"]
+    rank, size = dist.get_rank(), dist.get_world_size()
+    name = dist.group.WORLD.group_name
+    f64, f32, bf16, f16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
+    for rows, wires in (
+        ([9, 4, 1], [bf16, f32, f16]), ([64 * size], [f32]), ([64 * size], [bf16]), ([1], [f64])
+    ):  # fmt: skip
+        sizes = [op.token_split(n, size) for n in rows]
+        shards = [draw(s[rank], 33 - n % 2).float().requires_grad_()
+                  for n, s in zip(rows, sizes, strict=True)]  # fmt: skip
+        flat = [n for s in sizes for n in s]
+        weights = [
+            [draw(n, 33 - n % 2, seed=p).to(wire) for n, wire in zip(rows, wires, strict=True)]
+            for p in range(size)
+        ]
+        for dtype in (f64, f32, bf16):
+            out = op.gather_cast_coalesced(shards, flat, wires, rank, name, backend_sums=dtype)
+            seen = []
+            with torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CPU]
+            ) as profile:
+                seen += torch.autograd.grad(out, shards, weights[rank])
+            launched = sum(event.name == "deepsp::exchange" for event in profile.events())
+            assert (size > 1) <= launched <= 1, launched
+            for i, grad in enumerate(seen):
+                terms = torch.stack([w[i].double() for w in weights]).split(sizes[i], 1)[rank]
+                bound = 4 * max(torch.finfo(dtype).eps, 2**-23) * terms.abs().sum(0)
+                assert bool(((grad - terms.sum(0)).abs() <= bound).all()), (rows, dtype, i)
+
+
 def sharded_training():
-    """shard_parameters against the whole module, three steps."""
-    size = dist.get_world_size()
+    """shard_parameters against the whole module, three steps; sums of deepsp and of NCCL."""
+    for reduction in ("exact", "backend")[: 1 + (dist.get_backend() == "nccl")]:
+        mine = _trained(reduction)
+    return [f"parameters of one of {dist.get_world_size()} ranks: {mine}"]
+
+
+def _trained(reduction):
     torch.manual_seed(0)
     layers = [torch.nn.Linear(33, 65), torch.nn.GELU(), torch.nn.Linear(65, 33)]
     whole = torch.nn.Sequential(*layers).to("cuda", torch.float64)
     model = copy.deepcopy(whole)
     deepsp.shard_parameters(
-        model, dtype=torch.float64, reduce_dtype=torch.float64, gradient_reduction="mean"
-    )
+        model, dtype=torch.float64, reduce_dtype=torch.float64, gradient_reduction="mean",
+        reduction=reduction,
+    )  # fmt: skip
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (whole, model)]
     for step in range(3):
         x = draw(4, 33, seed=step)
@@ -78,4 +118,4 @@ def sharded_training():
     full = deepsp.full_state_dict(model)
     for name, value in whole.state_dict().items():
         torch.testing.assert_close(full[name], value, **TIGHT)
-    return [f"parameters of one of {size} ranks: {sum(p.numel() for p in model.parameters())}"]
+    return sum(p.numel() for p in model.parameters())

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 from attention import flash_pieces, flash_speed
-from gather import gathered, sharded_training
+from gather import gathered, sharded_training, summed_by_nccl
 from launches import (
     capture,
     is_mapped,
@@ -55,8 +55,8 @@ ROOT = Path(__file__).parents[2]
 # What a stage runs, those that tell most first.
 STAGES = {
     "values": [
-        is_mapped, exchange_values, odd_rows, along_dim, gathered, waited_for_twice, capture, large,
-        never_waited_for,
+        is_mapped, exchange_values, odd_rows, along_dim, gathered, summed_by_nccl, waited_for_twice,
+        capture, large, never_waited_for,
     ],
     "attention": [flash_pieces, attention_gradients, sixteen_bits],
     "paths": [loss_and_rest, sharded_training, layer_gradients, streams, threads],
@@ -65,7 +65,7 @@ STAGES = {
     "speed": [kernel_bandwidth, cast_bandwidth, projection_speed, overlap_profile, flash_speed],
 }  # fmt: skip
 EVERYWHERE = {
-    exchange_values, odd_rows, along_dim, gathered, waited_for_twice, loss_and_rest,
+    exchange_values, odd_rows, along_dim, gathered, summed_by_nccl, waited_for_twice, loss_and_rest,
     sharded_training, layer_gradients, inductor, op_checks, layer_checks, dropout, overlap_profile,
     *STAGES["attention"],
 }  # fmt: skip

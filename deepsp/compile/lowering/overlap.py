@@ -9,11 +9,15 @@ and its wait behind the start and before the wait, and likewise exchanges that a
 the two.
 
 The order of collectives doesn't change, and at most MAX_IN_FLIGHT bytes are brought into flight.
+
+Waits for a view of what was launched become waits for that itself: otherwise Inductor reuses the
+memory of what is sent while it is in flight.
 """
 
 from __future__ import annotations
 
 import itertools
+import operator
 
 import torch
 from torch import fx
@@ -22,9 +26,11 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.utils._ordered_set import OrderedSet
 
 from deepsp.compile.graphs import (
+    VIEWS,
     WAIT,
     bytes_of,
     computes,
+    forget,
     is_collective,
     moves,
     passes,
@@ -35,7 +41,7 @@ from deepsp.compile.graphs import (
 from deepsp.compile.lowering.gloo import avoid_gathers
 
 _c10d = torch.ops._c10d_functional
-_START = _c10d.all_to_all_single.default
+_STARTS = {_c10d.all_to_all_single.default, _c10d.reduce_scatter_tensor.default}
 _GATHER = _c10d.all_gather_into_tensor.default
 MAX_IN_FLIGHT = 1 << 30
 
@@ -50,9 +56,22 @@ def _is_start(node: fx.Node) -> bool:
     decides when weights are gathered."""
     made_by = getattr(node.meta.get("original_aten"), "_opname", "")
     return _is_ours(node) and (
-        (node.target is _START and not made_by.startswith("gather"))
+        (node.target in _STARTS and not made_by.startswith("gather"))
         or (node.target is _GATHER and made_by.startswith("all_gather"))
     )
+
+
+def wait_for_launches(graph: fx.Graph) -> None:
+    """Makes deepsp's waits take what was launched, of which decompositions give them views: a
+    buffer's dtype and shape, and back."""
+    for wait in graph.find_nodes(op="call_function", target=WAIT):
+        launched, views = wait.args[0], []
+        while launched.target in VIEWS and launched.target is not operator.getitem:
+            views.append(launched)
+            launched = launched.args[0]
+        if views and _is_ours(wait) and _is_ours(launched) and is_collective(launched):
+            wait.args = (launched,)
+            forget(views[::-1])
 
 
 def raise_starts(graph: fx.Graph) -> None:
@@ -116,6 +135,7 @@ def keep_overlap(graph: fx.Graph) -> None:
     """A post-grad pass, for graphs with deepsp's collectives, or with gathers that a pass of deepsp
     has moved."""
     avoid_gathers(graph)
+    wait_for_launches(graph)
     raise_starts(graph)
     sink_waits(graph)
     place = {node: i for i, node in enumerate(graph.nodes)}
@@ -159,7 +179,8 @@ class KeepOverlap(CustomGraphPass):
 
 def install() -> None:
     """Adds the pass to Inductor's passes over final graphs. If you set
-    ``torch._inductor.config.post_grad_custom_post_pass`` later, call :func:`keep_overlap` there."""
+    ``torch._inductor.config.post_grad_custom_post_pass`` later, call :func:`keep_overlap` there:
+    without it Inductor may also write to what is being sent (:func:`wait_for_launches`)."""
     if not isinstance(config.post_grad_custom_post_pass, KeepOverlap):
         config.post_grad_custom_post_pass = KeepOverlap(config.post_grad_custom_post_pass)
 

@@ -65,8 +65,8 @@ def _key(gather: Gather) -> tuple | None:
             return None
         return (GATHER, device, *start.args[1:])
     if gather.ours:
-        reduce_dtype = start.kwargs.get("reduce_dtype")
-        return ("ours", device, *start.args[3:], reduce_dtype, gather.ranks)
+        sums = [start.kwargs.get(name) for name in ("reduce_dtype", "backend_sums")]
+        return ("ours", device, *start.args[3:], *sums, gather.ranks)
     return None
 
 
@@ -117,7 +117,7 @@ def _join_ours(gathers: list[Gather], place: dict[fx.Node, int]) -> None:
     start = add(target, args, first.kwargs, before=first, like=first)
     args = (start, sizes, row_shapes, row_dims, dtypes, *where)
     target = ours._gather_cast_coalesced_wait.default
-    wait = add(target, args, before=first_wait, like=first_wait)
+    wait = add(target, args, gathers[0].nodes[1].kwargs, before=first_wait, like=first_wait)
     outputs = [output for gather in gathers for output in gather.outputs]
     for i, output in enumerate(outputs):
         replace(output, add(operator.getitem, (wait, i), before=output, like=output))

@@ -3,7 +3,8 @@
 - Cast to a wider dtype, (views, copies,) reduce-scatter: a sum in the narrow dtype would be less
   exact, so an all-to-all sends the narrow bytes, and each rank sums them in the wide dtype and in
   rank order; ``"avg"`` divides the sum once, at the end. Only the order of additions differs from
-  the reduce-scatter's. deepsp's op sums on the receiver already: it gets the narrow tensor.
+  the reduce-scatter's. deepsp's op sums on the receiver already, unless the backend sums: it gets
+  the narrow tensor.
 - Maximum and minimum are the same in both dtypes: the cast moves after them.
 - A cast to a narrower dtype *after* a reduce-scatter stays there: before it, it would round every
   term.
@@ -126,6 +127,8 @@ def _fuse_our_reduce_scatter(start: fx.Node, wait: fx.Node, report) -> None:
         # By default, float64 is summed in float64, and anything narrower in float32.
         if not (reduce_dtype is None and wires[i] == torch.float64) and (found := _widened(x))
     }
+    if start.kwargs.get("backend_sums") is not None:  # the dtype that travels
+        return
     if not widened or reduce_dtype not in (None, torch.float32, torch.float64):
         return
     before = bytes_of(start)

@@ -46,10 +46,10 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Called by transformers: query [B, Hq, S_r, D], key and value [B, Hkv, S_r, D] to [B, S_r, Hq,
     D]."""
-    masks = masks_of(module, query, attention_mask, position_ids, kwargs)
+    masks, positions = masks_of(module, query, attention_mask, position_ids, kwargs)
     member = member_of(member)
     if masks.seq_lens is None:  # the first layer
-        parts = masks.exchange(query, key, position_ids, member)
+        parts = masks.exchange(query, key, positions, member)
         _check_rope(module, parts)
         _check_count(module, parts)
     length = sum(masks.seq_lens)
@@ -131,8 +131,8 @@ def masks_of(
     attention_mask: Masks | Tensor | None,
     position_ids: Tensor | None,
     arguments: dict[str, Any],
-) -> Masks:
-    """The model's mask, from the arguments that its layer passes to attention.
+) -> tuple[Masks, Tensor]:
+    """The model's mask and positions, from the arguments that its layer passes to attention.
 
     Raises:
         ValueError: this rank alone can see that it isn't attention over a sharded sequence.
@@ -150,6 +150,7 @@ def masks_of(
             f"{attention_mask!r} in {type(module).__name__}: its meaning for a sharded sequence "
             "isn't known; use deepsp.DistributedAttention in a layer of your own"
         )
+    position_ids = masks.of_call if position_ids is None else position_ids
     if masks.seq_lens is None and (
         position_ids is None or position_ids.dim() != 2 or position_ids.size(1) != query.size(2)
     ):
@@ -159,7 +160,7 @@ def masks_of(
             f"to be those of its {query.size(2)} tokens, [B, {query.size(2)}], got {found}; they "
             "show which tokens of the full sequence this rank has"
         )
-    return masks
+    return masks, position_ids
 
 
 def _check_rope(module: nn.Module, positions: list[Tensor]) -> None:

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable would import Dynamo now
 
 from deepsp.data import sharding as data
+from deepsp.integrations.transformers import mixers
 from deepsp.integrations.transformers.check import CALLED, CHECKED, check, implementations
+from deepsp.integrations.transformers.masks import current
 from deepsp.integrations.transformers.own_loss import OwnLoss, computing
 from deepsp.ranks.groups import member_of
 from deepsp.ranks.randomness import randomness_of_a_model
@@ -90,10 +92,17 @@ def _call(self, *args, **kwargs):
         # A graph break in compiled code, once; attention breaks the graph anyway.
         if getattr(self, CHECKED, None) != name:
             _first(self)
-        if not torch.compiler.is_compiling():
-            with randomness_of_a_model(member_of(loss.group)):
-                return _run(self, loss, args, kwargs)
-        return _run(self, loss, args, kwargs)
+        before = current.positions
+        if mixers.prepare(self):
+            given = mixers.positions_of(self, kwargs)
+            current.positions = before if given is None else given
+        try:
+            if not torch.compiler.is_compiling():
+                with randomness_of_a_model(member_of(loss.group)):
+                    return _run(self, loss, args, kwargs)
+            return _run(self, loss, args, kwargs)
+        finally:
+            current.positions = before
     if not torch.compiler.is_compiling():
         _check_alone(self, args, kwargs)
     return nn.Module.__call__(self, *args, **kwargs)

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from deepsp.integrations.transformers import mixers
 from deepsp.integrations.transformers.attention import COUNTS_OTHERWISE, masks_of
-from deepsp.integrations.transformers.masks import ours
+from deepsp.integrations.transformers.masks import current, ours
 from deepsp.tokenwise import probe
 from deepsp.tokenwise.probe import Probe, as_it_was, name_in
 from deepsp.weights.partitioned import full_shape, is_away, is_gathered_when_called
@@ -136,9 +137,10 @@ class _Check(Probe):
         self.queries: list[tuple[nn.Module, Tensor, Tensor]] = []
 
     def check(self) -> None:
+        self.has_mixers = mixers.prepare(self.model)
         arguments = self._arguments()
         self.check_batch_norms()
-        with as_it_was(self.model), self._without_attention():
+        with as_it_was(self.model), self._without_attention(), mixers.stand_ins():
             output = self._call(arguments)
             queries, self.queries = self.queries, []
             outputs = self.outputs(output, lambda hooks: self._call(arguments, hooks=hooks))
@@ -180,7 +182,7 @@ class _Check(Probe):
                 "deepsp supports self-attention only"
             )
         for name in ("input_ids", "position_ids"):
-            if name not in declared:
+            if name not in declared and not (name == "position_ids" and self.has_mixers):
                 raise ValueError(
                     f"expected {self.of}.forward to take {name}, which says where this rank's "
                     "tokens are in the full sequence; it doesn't"
@@ -206,11 +208,19 @@ class _Check(Probe):
         with contextlib.suppress(NotImplementedError):
             embeddings += [self.model.get_input_embeddings()] * poisoned
         return self.run(
-            lambda: nn.Module.__call__(self.model, **arguments),
+            lambda: self._forward(dict(arguments)),
             hooks,
             embeddings,
             lambda _, out: isinstance(out, Tensor) and out.shape[:2] == (_ROWS, self.length),
         )
+
+    def _forward(self, arguments: dict[str, Any]) -> Any:
+        if self.has_mixers:
+            current.positions = mixers.positions_of(self.model, arguments)
+        try:
+            return nn.Module.__call__(self.model, **arguments)
+        finally:
+            current.positions = None
 
     @contextlib.contextmanager
     def _without_attention(self) -> Iterator[None]:

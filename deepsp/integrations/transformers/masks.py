@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -30,6 +31,15 @@ class Ranges:
     window_size: tuple[int, int] | None
 
 
+class _Current(threading.local):
+    """The position_ids of the call of a model with recurrent layers that runs on this thread."""
+
+    positions: Tensor | None = None
+
+
+current = _Current()
+
+
 class Masks:
     """One kind of mask of one forward: the model's arguments for its own tokens, and, from the
     first attention layer on, the mask of the full sequence.
@@ -42,6 +52,8 @@ class Masks:
     """None if only a full mask can express it."""
     positions: Tensor
     """The positions of the full sequence."""
+    of_call: Tensor | None
+    """The model's own position_ids, where its layers don't pass them on."""
 
     def __init__(
         self,
@@ -66,6 +78,7 @@ class Masks:
             )
         self.batch_size, self.padding, self.local_size = batch_size, attention_mask, local_size
         self.given, self.pattern = given, mask_function
+        self.of_call = current.positions
         # transformers sets these if the mask is this pattern plus padding, and may be left out.
         self.causal, self.bidirectional = allow_is_causal_skip, allow_is_bidirectional_skip
         if given is None and not self.causal and not self.bidirectional:

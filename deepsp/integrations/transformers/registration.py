@@ -6,7 +6,7 @@ import functools
 import inspect
 
 from deepsp.attention import parts
-from deepsp.integrations.transformers import calls
+from deepsp.integrations.transformers import calls, mixers
 from deepsp.integrations.transformers.attention import attention
 from deepsp.integrations.transformers.check import check
 from deepsp.integrations.transformers.cores import check_core
@@ -24,6 +24,7 @@ def register(
     core: str = "auto",
     kv_chunk: int | None = None,
     query_parts: int | str = "auto",
+    state: str = "auto",
 ) -> None:
     """Makes ``attn_implementation=name`` (or ``model.set_attn_implementation(name)``) attention
     over sequences that are sharded over ``group``.
@@ -56,6 +57,7 @@ def register(
         kv_chunk: as in :func:`deepsp.distributed_attention`; for "auto" only.
         query_parts: as in :func:`deepsp.distributed_attention`; other cores than "auto" and "sdpa"
             have whole heads.
+        state: how recurrent layers run, as in :class:`deepsp.DistributedRecurrence`.
 
     Raises:
         ValueError: ``chunks`` or ``kv_chunk`` isn't an int >= 1, ``core`` isn't known, or this
@@ -101,6 +103,7 @@ def register(
         ),
     )
     transformers.AttentionMaskInterface.register(name, Masks)
+    mixers.notice(name, member, state)
     calls.notice(name, OwnLoss(member, average_gradients))
 
 

@@ -1,0 +1,426 @@
+"""Recurrent layers of transformers' models: short convolutions, gated delta rules, state spaces.
+
+Such a layer (a mixer) calls a function of its modeling file, one of a few names. While a mixer of a
+model with deepsp's attention runs, that function works on the sharded sequence: a convolution gets
+the tokens before this rank's own, and a recurrence runs by :class:`DistributedRecurrence`, around
+the original function, so that kernels which transformers takes from fla, mamba-ssm or
+causal-conv1d are still used. A mixer gets the sequence, and its part of the padding, in the place
+of the mask that transformers makes for it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+
+from deepsp.integrations.transformers.masks import current
+from deepsp.ops import previous_tokens
+from deepsp.ranks.groups import Member, member_of, on_all_ranks
+from deepsp.recurrence.module import DistributedRecurrence
+
+_MASK = "create_recurrent_attention_mask"
+
+
+class Sequence:
+    """The sequence that a rank's tokens belong to, in one forward. It takes the place of the mask
+    of recurrent layers, so that a checkpoint's second forward finds it, too."""
+
+    lens: list[int] | None = None
+    documents: Tensor | None = None
+    """[N, 2], or None if each row is one."""
+
+    def __init__(self, member, state: str, padding: Tensor | None, positions: Tensor | None):
+        self.member, self.state = member, state
+        self.padding, self.positions = padding, positions
+
+    @_disable_dynamo
+    def exchange(self, hidden: Tensor) -> None:
+        """Finds every rank's number of tokens, and where documents begin."""
+        if self.lens is not None:
+            return
+        rank, _, name = self.member = member_of(self.member)
+        width = -1 if self.padding is None else self.padding.size(1)
+        known = on_all_ranks([hidden.size(1), width], self.member, hidden.device)
+        lens, widths = map(list, zip(*known, strict=True))
+        total = sum(lens)
+        if set(widths) not in ({-1}, {total}):
+            raise ValueError(
+                f"expected attention_mask of the full sequence, {total} tokens, on every rank, or "
+                f"on none, got {[None if w < 0 else w for w in widths]} by rank"
+            )
+        if self.positions is not None and self.padding is None:
+            positions = torch.ops.deepsp.all_gather(
+                self.positions.contiguous(), 1, lens, "replicated", rank, name
+            )
+            begins = positions.expand(hidden.size(0), -1).diff(dim=1) != 1
+            if bool(begins.any()):
+                begins = F.pad(begins, (1, 0), value=True).flatten()
+                ends = [*begins.nonzero().flatten().tolist(), begins.numel()]
+                self.documents = torch.tensor([ends[:-1], ends[1:]]).T
+        self.lens = lens
+
+    @property
+    def first(self) -> int:
+        return sum(self.lens[: self.member[0]])
+
+    def mask(self, hidden: Tensor) -> Tensor | None:
+        """This rank's part of the padding."""
+        if self.padding is None or bool(self.padding.all()):
+            return None
+        return self.padding[:, self.first : self.first + hidden.size(1)].contiguous()
+
+
+class _Running(threading.local):
+    """The mixers that run on this thread, and their sequences."""
+
+    def __init__(self):
+        self.stack: list[tuple[nn.Module, Sequence]] = []
+
+
+_running = _Running()
+_PREPARED = "_deepsp_prepared"
+_times = [0]
+"""How often functions have been put back: models are prepared once more after that."""
+_replaced: dict[tuple[int, str], tuple[dict, Any]] = {}
+"""While installed: by a modeling file's globals and a name there, both and the original."""
+
+
+# ------------------------------------------------------------------- what takes a function's place
+
+
+def _convolution(given: Callable, mixer: nn.Module, sequence: Sequence) -> Callable:
+    def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **_):
+        """[B, C, S_r], each channel on its own."""
+        before = weight.size(-1) - 1
+        x = previous_tokens(hidden_states, before, sequence.member, sequence.lens, dim=2)
+        x = torch.cat([x, hidden_states], 2)
+        out = given(x, weight, bias, activation=activation)[:, :, before:]
+        if sequence.documents is None:
+            return out
+        row, token, valid = _after_borders(sequence, before, hidden_states)
+        if len(row) == 0:
+            return out
+        # The tokens that would see another document, once more.
+        windows = torch.arange(before + 1, device=x.device) + token[:, None]
+        windows = x[row[:, None], :, windows] * valid[..., None]  # [N, k, C]
+        alone = given(windows.transpose(1, 2), weight, bias, activation=activation)[:, :, -1]
+        return out.mT.index_put((row, token), alone.to(out.dtype)).mT
+
+    return causal_conv1d_fn
+
+
+def _after_borders(sequence: Sequence, before: int, like: Tensor):
+    """The tokens of this rank that are fewer than ``before`` tokens behind a document's first one:
+    their rows, their places, and which of the tokens [N, before + 1] up to each belong to it."""
+    total, first, last = sum(sequence.lens), sequence.first, sequence.first + like.size(2)
+    found = []
+    for begin, end in sequence.documents.tolist():
+        row, start = begin // total, begin % total
+        end = start + end - begin
+        for token in range(max(start, first), min(start + before, end, last)):
+            valid = [token - back >= start for back in range(before, -1, -1)]
+            found.append((row, token - first, valid))
+    row, token, valid = zip(*found, strict=True) if found else ((), (), ())
+    make = functools.partial(torch.tensor, device=like.device)
+    return make(row, dtype=torch.long), make(token, dtype=torch.long), make(valid, dtype=torch.bool)
+
+
+def _recurrence(mixer: nn.Module, sequence: Sequence, function: Callable, **how) -> Callable:
+    """A mixer's recurrence; made once, so that it is compared and its way is chosen once."""
+    made = getattr(mixer, "_deepsp_recurrence", None)
+    key = (sequence.member, sequence.state)
+    if made is None or made[0] != key:
+        made = key, DistributedRecurrence(function, sequence.member, state=sequence.state, **how)
+        object.__setattr__(mixer, "_deepsp_recurrence", made)
+    module = made[1]
+    module.function = function
+    return functools.partial(module, documents=sequence.documents, seq_lens=sequence.lens)
+
+
+def _delta_rule(given: Callable, mixer: nn.Module, sequence: Sequence) -> Callable:
+    def chunk_gated_delta_rule(
+        query, key, value, g, beta, use_qk_l2norm_in_kernel=False, chunk_size=None, **_
+    ):
+        more = {} if chunk_size is None else {"chunk_size": chunk_size}
+
+        def run(query, key, value, g, beta, initial_state=None, output_final_state=False):
+            return given(
+                *(query, key, value),
+                g=g,
+                beta=beta,
+                initial_state=initial_state,
+                output_final_state=output_final_state,
+                use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+                **more,
+            )
+
+        call = _recurrence(mixer, sequence, run)
+        return call(query=query, key=key, value=value, g=g, beta=beta), None
+
+    return chunk_gated_delta_rule
+
+
+def _state_space(given: Callable, mixer: nn.Module, sequence: Sequence) -> Callable:
+    def mamba2_chunk_scan(
+        hidden_states, dt, A, B, C, chunk_size, D=None, dt_bias=None, dt_softplus=False,
+        dt_limit=(0.0, float("inf")), **_,
+    ):  # fmt: skip
+        how = {"chunk_size": chunk_size, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
+
+        def run(x, dt, B, C, A, D, dt_bias, initial_state=None, output_final_state=False):
+            found = given(
+                *(x, dt, A, B, C),
+                D=D,
+                dt_bias=dt_bias,
+                initial_states=None if initial_state is None else initial_state.mT.contiguous(),
+                return_final_states=output_final_state,
+                **how,
+            )
+            return (found[0], found[1].mT) if output_final_state else found
+
+        def decay(dt, A, dt_bias, **_):
+            dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+            dt = F.softplus(dt) if dt_softplus else dt
+            return dt.clamp(*dt_limit) * A
+
+        def read(x, C, **_):
+            return C.repeat_interleave(x.size(2) // C.size(2), 2)
+
+        call = _recurrence(
+            *(mixer, sequence, run),
+            value="x",
+            per_head=("A", "D", "dt_bias"),
+            decay=decay,
+            read=read,
+        )
+        return call(x=hidden_states, dt=dt, B=B, C=C, A=A, D=D, dt_bias=dt_bias)
+
+    return mamba2_chunk_scan
+
+
+def _selective_scan(given: Callable, mixer: nn.Module, sequence: Sequence) -> Callable:
+    def mamba_selective_scan(
+        hidden_states, dt, A, B, C, D=None, z=None, delta_bias=None, return_last_state=False, **how
+    ):
+        """Each channel is a head, and all of them read one B and C."""
+
+        def run(x, dt, B, C, z, A, D, delta_bias):
+            x, dt, B, C, z = (
+                None if t is None else t.transpose(1, 2).contiguous()
+                for t in (x.squeeze(3), dt, B.squeeze(2), C.squeeze(2), z)
+            )
+            y = given(x, dt, A, B, C, D=D, z=z, delta_bias=delta_bias, **how)
+            y = y[0] if isinstance(y, tuple) else y
+            return y.transpose(1, 2).unsqueeze(3)
+
+        call = _recurrence(mixer, sequence, run, value="x", per_head=("A", "D", "delta_bias"))
+        out = call(
+            x=hidden_states.transpose(1, 2).unsqueeze(3),
+            dt=dt.transpose(1, 2),
+            B=B.transpose(1, 2).unsqueeze(2),
+            C=C.transpose(1, 2).unsqueeze(2),
+            z=None if z is None else z.transpose(1, 2),
+            A=A,
+            D=D,
+            delta_bias=delta_bias,
+        )
+        out = out.squeeze(3).transpose(1, 2)
+        return (out, None) if return_last_state else out
+
+    return mamba_selective_scan
+
+
+def _unfused(given: Callable, mixer: nn.Module, sequence: Sequence) -> Callable:
+    """Says that there is no fused kernel: the mixer then calls the functions above."""
+    return lambda *_, **__: None
+
+
+_FUNCTIONS = {
+    "causal_conv1d_fn": _convolution,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule,
+    "mamba2_chunk_scan": _state_space,
+    "mamba_selective_scan": _selective_scan,
+    "mamba2_split_conv1d_scan_combined": _unfused,
+    "mamba_inner_fn": _unfused,
+}
+
+
+# ------------------------------------------------------------------- stand-ins of a check
+
+
+def _alone(name: str, given: Callable) -> Callable:
+    """A function of each token alone, in a check's dry run."""
+
+    def stand_in(*args, **kwargs):
+        call = inspect.signature(inspect.unwrap(given)).bind(*args, **kwargs).arguments
+        if name == "causal_conv1d_fn":
+            return call["hidden_states"] * call["weight"].sum(1)[:, None]
+        if "value" in call:  # [B, S, H, ...]
+            mixed = sum(call[n].flatten(2).mean(2) for n in ("query", "key", "g", "beta"))
+            return call["value"] * mixed[..., None, None], None
+        time = 2 if call["hidden_states"].dim() == 3 else 1
+        mixed = sum(call[n].movedim(time, 1).flatten(2).mean(2) for n in ("dt", "B", "C"))
+        shape = (
+            -1,
+            *[1] * (time - 1),
+            mixed.size(1),
+            *[1] * (call["hidden_states"].dim() - time - 1),
+        )
+        out = call["hidden_states"] * mixed.view(shape)
+        return (out, None) if call.get("return_last_state") else out
+
+    return (lambda *_, **__: None) if _FUNCTIONS[name] is _unfused else stand_in
+
+
+# ------------------------------------------------------------------- in a model
+
+
+def mixers_in(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules whose forward calls one of the functions, whatever their class."""
+    for module in model.modules():
+        if _names_in(module) & set(_FUNCTIONS):
+            yield module
+
+
+def _forward(module: nn.Module) -> Any:
+    return inspect.unwrap(type(module).forward)
+
+
+def _names_in(module: nn.Module) -> set[str]:
+    return set(getattr(getattr(_forward(module), "__code__", None), "co_names", ()))
+
+
+_registered: dict[str, tuple[Member | None, str]] = {}
+"""By name of an attention implementation: the group, and how recurrences run."""
+
+
+def notice(name: str, member: Member | None, state: str) -> None:
+    _registered[name] = member, state
+
+
+def prepare(model: nn.Module) -> bool:
+    """Makes the mixers of a model that has deepsp's attention work on sharded sequences. Returns
+    whether it has mixers.
+
+    Raises:
+        ValueError: a mixer gets no mask from transformers, which would say where its tokens are.
+    """
+    times, has_mixers = getattr(model, _PREPARED, (None, False))
+    if times == _times[0]:
+        return has_mixers
+    for mixer in mixers_in(model):
+        has_mixers = True
+        space = _forward(mixer).__globals__
+        if _MASK not in space:
+            raise ValueError(
+                f"expected {type(mixer).__name__} of {type(model).__name__} to get its mask from "
+                f"transformers' {_MASK}, through which deepsp tells it where its tokens are; it "
+                "doesn't. Use deepsp.DistributedRecurrence in a layer of your own"
+            )
+        for name in {_MASK, *_FUNCTIONS} & space.keys():
+            _replace(space, name)
+        if not hasattr(mixer, _PREPARED):
+            mixer.register_forward_pre_hook(_enter, with_kwargs=True)
+            mixer.register_forward_hook(_leave, always_call=True)
+            object.__setattr__(mixer, _PREPARED, (None, True))
+    object.__setattr__(model, _PREPARED, (_times[0], has_mixers))
+    return has_mixers
+
+
+def positions_of(model: nn.Module, kwargs: dict[str, Any]) -> Tensor | None:
+    """The position_ids of a call of a model with mixers, which are left out of the call where the
+    model doesn't take them."""
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        return kwargs.get("position_ids")
+    return kwargs.pop("position_ids", None)
+
+
+def _replace(space: dict, name: str) -> None:
+    if (id(space), name) in _replaced:
+        return
+    given = space[name]
+    _replaced[id(space), name] = space, given
+
+    @functools.wraps(given)
+    def replacement(*args, **kwargs):
+        if name == _MASK:
+            return _sequence_of(given, *args, **kwargs)
+        if not _running.stack:
+            return given(*args, **kwargs)
+        mixer, sequence = _running.stack[-1]
+        if sequence is None:
+            return _alone(name, given)(*args, **kwargs)
+        return _FUNCTIONS[name](given, mixer, sequence)(*args, **kwargs)
+
+    space[name] = replacement
+
+
+def _sequence_of(given: Callable, config, inputs_embeds, attention_mask=None, *args, **kwargs):
+    """What a model makes as its mask for recurrent layers."""
+    found = _registered.get(config._attn_implementation)
+    if found is None or _checking.on:
+        return given(config, inputs_embeds, attention_mask, *args, **kwargs)
+    padding = attention_mask if isinstance(attention_mask, Tensor) else None
+    padding = padding if padding is not None and padding.dim() == 2 else None
+    return Sequence(*found, padding, current.positions)
+
+
+def _enter(mixer: nn.Module, args: tuple, kwargs: dict[str, Any]):
+    if _checking.on:
+        _running.stack.append((mixer, None))
+        return None
+    found = [x for x in (*args, *kwargs.values()) if isinstance(x, Sequence)]
+    if not found:
+        return None
+    (sequence,) = found
+    hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    sequence.exchange(hidden)
+    mask = sequence.mask(hidden)
+    _running.stack.append((mixer, sequence))
+    own = [mask if x is sequence else x for x in args]
+    return tuple(own), {n: mask if x is sequence else x for n, x in kwargs.items()}
+
+
+def _leave(mixer: nn.Module, args: tuple, output: Any) -> None:
+    if _running.stack and _running.stack[-1][0] is mixer:
+        _running.stack.pop()
+
+
+class _Checking(threading.local):
+    """Whether a model is being checked: functions are then replaced by stand-ins."""
+
+    on = False
+
+
+_checking = _Checking()
+
+
+@contextlib.contextmanager
+def stand_ins() -> Iterator[None]:
+    """For a check's dry run, mixers work on each token alone."""
+    _checking.on = True
+    try:
+        yield
+    finally:
+        _checking.on = False
+
+
+def install() -> None:
+    """Nothing: :func:`prepare` does it, for a model."""
+
+
+def uninstall() -> None:
+    """Puts the functions of modeling files back."""
+    _times[0] += 1
+    for (_, name), (space, given) in _replaced.items():
+        space[name] = given
+    _replaced.clear()

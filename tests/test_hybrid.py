@@ -1,0 +1,143 @@
+"""transformers' models with recurrent layers over a sharded sequence, against one process: whole,
+unmodified models in float64, loss and every gradient."""
+
+import importlib.abc
+import importlib.machinery
+import itertools
+import re
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from architectures import HYBRIDS, VOCAB, make
+from harness import on_ranks
+
+import deepsp
+from deepsp.integrations.transformers import register
+
+LENGTH, ROWS = 37, 2
+BORDERS = [[0, 5, 6, 17, LENGTH], [0, 13, LENGTH - 2, LENGTH]]
+
+
+class _Wide(importlib.machinery.SourceFileLoader):
+    """Float64 in the place of float32, in which recurrences and norms compute."""
+
+    def get_code(self, fullname):
+        path = self.get_filename(fullname)
+        source = self.get_data(path).decode()
+        source = source.replace("torch.float32", "torch.float64").replace(".float()", ".double()")
+        source = source.replace("torch.float)", "torch.float64)")
+        return compile(source, path, "exec", dont_inherit=True)
+
+
+class _Float64(importlib.abc.MetaPathFinder):
+    """Imports transformers' modeling files so that they are a reference."""
+
+    files = r"transformers\.(models\..*\.modeling_|modeling_rope_utils|activations$)"
+
+    def find_spec(self, name, path, target=None):
+        if not re.match(self.files, name):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None:
+            spec.loader = _Wide(name, spec.origin)
+        return spec
+
+
+def _in_float64():
+    if not any(isinstance(finder, _Float64) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Float64())
+    torch.set_default_dtype(torch.float64)
+
+
+def _batch(kind):
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCAB, (ROWS, LENGTH), generator=generator)
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    if kind == "documents":
+        positions = [
+            torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(ends)])
+            for ends in BORDERS
+        ]
+        batch["position_ids"] = torch.stack(positions)
+    if "padding" in kind:
+        mask = torch.ones(ROWS, LENGTH, dtype=torch.long)
+        mask[1, slice(9) if kind == "left padding" else slice(-9, None)] = 0
+        batch |= {"attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    return batch
+
+
+def _alone(model, batch, kind):
+    """The loss in one process; each document alone."""
+    labels = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    more = {n: x for n, x in batch.items() if n == "attention_mask"}
+    if kind != "documents":
+        logits = model(batch["input_ids"], use_cache=False, **more).logits
+    else:
+        logits = torch.cat(
+            [
+                torch.cat(
+                    [
+                        model(ids[None, a:b], use_cache=False).logits
+                        for a, b in itertools.pairwise(ends)
+                    ],
+                    1,
+                )
+                for ids, ends in zip(batch["input_ids"], BORDERS, strict=True)
+            ]
+        )
+        for row, ends in enumerate(BORDERS):
+            labels[row, [end - 1 for end in ends[1:]]] = -100
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def _gradients(model):
+    found = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def _equals(name, state):
+    _in_float64()
+    register(state=state)
+    torch.manual_seed(0)
+    model = make(name)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.05)
+    kinds = ["plain", "documents", "left padding", "right padding", "checkpoints"]
+    expected = {}
+    for kind in kinds:
+        loss = _alone(model, _batch(kind), kind)
+        loss.backward()
+        expected[kind] = loss.item(), _gradients(model)
+    model.set_attn_implementation("deepsp")
+    for kind in kinds:
+        if kind == "checkpoints":
+            model.gradient_checkpointing_enable()
+        part, _ = deepsp.shard_batch(_batch(kind))
+        loss = model(**part).loss
+        loss.backward()
+        deepsp.sync_gradients(model)
+        wanted, gradients = expected[kind]
+        assert abs(loss.item() - wanted) < 1e-12 * wanted, (kind, loss.item(), wanted)
+        for n, found in _gradients(model).items():
+            g = gradients[n]
+            assert (found is None) == (g is None), (kind, n)
+            if g is not None:
+                scale = max(g.abs().max().item(), 1e-12)
+                torch.testing.assert_close(
+                    found,
+                    g,
+                    rtol=0,
+                    atol=1e-10 * scale,
+                    msg=lambda m, n=n, k=kind: f"{k}, {n}: {m}",
+                )
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize(("ranks", "state"), [(2, "heads"), (3, "pass")])
+def test_equals_one_process(name, ranks, state):
+    # A channel of Mamba 1 is a head, and its function takes no state.
+    on_ranks(ranks, _equals, name, "heads" if name == "Jamba" else state, apart="hybrid")
