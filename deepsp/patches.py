@@ -19,7 +19,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 
 from deepsp.integrations.deepspeed import config
-from deepsp.integrations.transformers import calls
+from deepsp.integrations.transformers import calls, mixers
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,15 @@ PATCHES = (
         "Refuses calls of models that would be wrong on one rank's tokens, in processes that call "
         "deepsp.integrations.transformers.register(); in others nothing is replaced.",
         calls.__name__,
+        on_call=True,
+    ),
+    Patch(
+        "transformers",
+        tuple(f"transformers: {name} in modeling files" for name in mixers.REPLACED),
+        "Recurrent layers of models with deepsp's attention work on sharded sequences. Made for "
+        "the files of such a model, when it is first called; for other models the functions do "
+        "what they did.",
+        mixers.__name__,
         on_call=True,
     ),
 )

@@ -112,6 +112,7 @@ def _equals(name, state):
         loss = _alone(model, _batch(kind), kind)
         loss.backward()
         expected[kind] = loss.item(), _gradients(model)
+    alone = model.config._attn_implementation
     model.set_attn_implementation("deepsp")
     for kind in kinds:
         if kind == "checkpoints":
@@ -134,6 +135,10 @@ def _equals(name, state):
                     atol=1e-10 * scale,
                     msg=lambda m, n=n, k=kind: f"{k}, {n}: {m}",
                 )
+
+    model.set_attn_implementation(alone)
+    loss = _alone(model, _batch("plain"), "plain").item()
+    assert abs(loss - expected["plain"][0]) < 1e-12 * loss
 
 
 @pytest.mark.parametrize("name", HYBRIDS)

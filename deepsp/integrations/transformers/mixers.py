@@ -253,6 +253,8 @@ _FUNCTIONS = {
     "mamba_inner_fn": _unfused,
 }
 
+REPLACED = (_MASK, *_FUNCTIONS)
+
 
 # ------------------------------------------------------------------- stand-ins of a check
 
@@ -326,7 +328,7 @@ def prepare(model: nn.Module) -> bool:
                 f"transformers' {_MASK}, through which deepsp tells it where its tokens are; it "
                 "doesn't. Use deepsp.DistributedRecurrence in a layer of your own"
             )
-        for name in {_MASK, *_FUNCTIONS} & space.keys():
+        for name in {*REPLACED} & space.keys():
             _replace(space, name)
         if not hasattr(mixer, _PREPARED):
             mixer.register_forward_pre_hook(_enter, with_kwargs=True)
@@ -415,7 +417,7 @@ def stand_ins() -> Iterator[None]:
 
 
 def install() -> None:
-    """Nothing: :func:`prepare` does it, for a model."""
+    """Does nothing: :func:`prepare` replaces functions, for a model."""
 
 
 def uninstall() -> None:
