@@ -204,9 +204,14 @@ def check_alone(model: nn.Module, given: dict[str, Any]) -> None:
         if any(isinstance(m, ours) or shards_of(m) for m in model.modules()):
             return
         name = min(_names, default="deepsp")
+        advice = f"call model.set_attn_implementation({name!r})"
+        if not model._can_set_attn_implementation():
+            advice = (
+                "deepsp doesn't support this model, whose layers mix tokens in ways of their own"
+            )
         raise ValueError(
             f"expected attention of {type(model).__name__} to be {name!r}, since it is called with "
             "the tokens that deepsp.shard_batch gave this rank, got "
             f"{model.config._attn_implementation!r}, with which each rank would attend to its own "
-            f"tokens only; call model.set_attn_implementation({name!r})"
+            f"tokens only; {advice}"
         )
