@@ -118,7 +118,8 @@ def _equals(name, state):
         if kind == "checkpoints":
             model.gradient_checkpointing_enable()
         part, _ = deepsp.shard_batch(_batch(kind))
-        loss = model(**part).loss
+        checkpoints = kind == "checkpoints"
+        loss = deepsp.causal_lm_loss(model, part) if checkpoints else model(**part).loss
         loss.backward()
         deepsp.sync_gradients(model)
         wanted, gradients = expected[kind]
