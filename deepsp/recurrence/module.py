@@ -97,6 +97,7 @@ class DistributedRecurrence(nn.Module):
         self.chosen: str | None = None
         """What the last call did: "heads" or "pass"."""
         self._compared = False
+        self._state_shapes: dict[tuple, tuple[int, int]] = {}
 
     def extra_repr(self) -> str:
         rank, size, _ = self.member
@@ -211,7 +212,10 @@ class DistributedRecurrence(nn.Module):
             return "heads"
         if self.state == "pass" or value.size(2) < size:
             return "pass"
-        keys, values = state_shape(whole)
+        shapes = tuple(x.shape[2:] for x in whole.tokens.values())
+        if shapes not in self._state_shapes:
+            self._state_shapes[shapes] = state_shape(whole)
+        keys, values = self._state_shapes[shapes]
         maps = (1 if self.decay else keys * keys) + keys * values
         passed = bytes_by_state(value.size(0), value.size(2), maps, size)
         return (

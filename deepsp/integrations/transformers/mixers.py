@@ -136,6 +136,7 @@ def _after_borders(sequence: Sequence, before: int, like: Tensor):
 def _recurrence(mixer: nn.Module, sequence: Sequence, function: Callable, **how) -> Callable:
     """A mixer's recurrence; made once, so that it is compared and its way is chosen once."""
     made = getattr(mixer, "_deepsp_recurrence", None)
+    function.__name__ = f"the recurrence of {type(mixer).__name__}"
     key = (sequence.member, sequence.state)
     if made is None or made[0] != key:
         made = key, DistributedRecurrence(function, sequence.member, state=sequence.state, **how)
@@ -145,13 +146,24 @@ def _recurrence(mixer: nn.Module, sequence: Sequence, function: Callable, **how)
     return functools.partial(module, documents=sequence.documents, seq_lens=sequence.lens)
 
 
+def _knows_borders(given: Callable) -> bool:
+    """Whether a kernel computes the function, and knows packed documents: torch's own doesn't."""
+    cells = inspect.getclosurevars(given).nonlocals if inspect.isfunction(given) else {}
+    kernel = cells.get("implementation") if cells.get("is_new_implementation") else None
+    return kernel is not None and "cu_seqlens" in inspect.signature(kernel).parameters
+
+
 def _delta_rule(given: Callable, mixer: nn.Module, sequence: Sequence) -> Callable:
     def chunk_gated_delta_rule(
         query, key, value, g, beta, use_qk_l2norm_in_kernel=False, chunk_size=None, **_
     ):
         more = {} if chunk_size is None else {"chunk_size": chunk_size}
 
-        def run(query, key, value, g, beta, initial_state=None, output_final_state=False):
+        def run(
+            query, key, value, g, beta, initial_state=None, output_final_state=False,
+            cu_seqlens=None,
+        ):  # fmt: skip
+            borders = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
             return given(
                 *(query, key, value),
                 g=g,
@@ -160,8 +172,13 @@ def _delta_rule(given: Callable, mixer: nn.Module, sequence: Sequence) -> Callab
                 output_final_state=output_final_state,
                 use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
                 **more,
+                **borders,
             )
 
+        if not _knows_borders(given):
+            declared = inspect.signature(run)
+            known = [p for p in declared.parameters.values() if p.name != "cu_seqlens"]
+            run.__signature__ = declared.replace(parameters=known)
         call = _recurrence(mixer, sequence, run)
         return call(query=query, key=key, value=value, g=g, beta=beta), None
 
