@@ -40,7 +40,11 @@ class Patch:
     on_call: bool = False
 
     def install(self) -> None:
-        importlib.import_module(self.home).install()
+        home = importlib.import_module(self.home)
+        if hasattr(home, "install"):
+            home.install()
+        else:  # its own import of the library: finish() follows
+            _unfinished.add(self.home)
 
     def uninstall(self) -> None:
         importlib.import_module(self.home).uninstall()
@@ -89,6 +93,16 @@ PATCHES = (
         on_call=True,
     ),
 )
+
+
+_unfinished: set[str] = set()
+
+
+def finish(home: str) -> None:
+    """Called at the end of a home: makes its change, if it has imported the library itself."""
+    if home in _unfinished:
+        _unfinished.remove(home)
+        importlib.import_module(home).install()
 
 
 def install() -> None:

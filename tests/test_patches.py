@@ -69,6 +69,13 @@ print("as before")
 """
 )
 
+_ALONE = """
+from deepsp.compile.lowering import overlap
+import torch._inductor.config as config
+assert isinstance(config.post_grad_custom_post_pass, overlap.CustomGraphPass)
+print("as before")
+"""
+
 _DEEPSPEED = (
     _STATE.replace("LIBRARIES", "(ds_config, engine)")
     + """
@@ -130,8 +137,13 @@ print("as before")
 
 @pytest.mark.parametrize(
     "script, library",
-    [(_INDUCTOR, "torch"), (_DEEPSPEED, "deepspeed"), (_TRANSFORMERS, "transformers")],
-    ids=["torch", "deepspeed", "transformers"],
+    [
+        (_INDUCTOR, "torch"),
+        (_ALONE, "torch"),
+        (_DEEPSPEED, "deepspeed"),
+        (_TRANSFORMERS, "transformers"),
+    ],
+    ids=["torch", "imported by us", "deepspeed", "transformers"],
 )
 def test_libraries_are_as_before(script, library):
     pytest.importorskip(library)
