@@ -86,7 +86,8 @@ class _Running(threading.local):
 
 
 _running = _Running()
-_PREPARED = "_deepsp_prepared"
+_PREPARED, _KNOWN = "_deepsp_prepared", "_deepsp_recurrence"
+"""Attributes of models and mixers."""
 _times = [0]
 """How often functions have been put back: models are prepared once more after that."""
 _replaced: dict[tuple[int, str], tuple[dict, Any]] = {}
@@ -134,15 +135,14 @@ def _after_borders(sequence: Sequence, before: int, like: Tensor):
 
 
 def _recurrence(mixer: nn.Module, sequence: Sequence, function: Callable, **how) -> Callable:
-    """A mixer's recurrence; made once, so that it is compared and its way is chosen once."""
-    made = getattr(mixer, "_deepsp_recurrence", None)
+    """A mixer's recurrence. What was compared and found out in its first call, the mixer keeps."""
     function.__name__ = f"the recurrence of {type(mixer).__name__}"
-    key = (sequence.member, sequence.state)
-    if made is None or made[0] != key:
-        made = key, DistributedRecurrence(function, sequence.member, state=sequence.state, **how)
-        object.__setattr__(mixer, "_deepsp_recurrence", made)
-    module = made[1]
-    module.function = function
+    module = DistributedRecurrence(function, sequence.member, state=sequence.state, **how)
+    key = sequence.member, sequence.state
+    known = getattr(mixer, _KNOWN, (None, {}))
+    module._compared = known[0] == key
+    module._state_shapes = known[1]
+    object.__setattr__(mixer, _KNOWN, (key, known[1]))
     return functools.partial(module, documents=sequence.documents, seq_lens=sequence.lens)
 
 
