@@ -198,9 +198,10 @@ def check_alone(model: nn.Module, given: dict[str, Any]) -> None:
     if any(map(data.is_handed_out, tokens)) and not implementations(model):
         from deepsp.attention.layer import SequenceParallelAttention
         from deepsp.attention.module import DistributedAttention
+        from deepsp.recurrence.module import DistributedRecurrence
         from deepsp.weights.rows import shards_of
 
-        ours = (DistributedAttention, SequenceParallelAttention)
+        ours = (DistributedAttention, DistributedRecurrence, SequenceParallelAttention)
         if any(isinstance(m, ours) or shards_of(m) for m in model.modules()):
             return
         name = min(_names, default="deepsp")
