@@ -198,3 +198,32 @@ def _by_kernel():
 
 def test_by_a_kernel():
     on_ranks(2, _by_kernel, apart="hybrid")
+
+
+def _refused():
+    _in_float64()
+    register()
+    part, _ = deepsp.shard_batch(_batch("left padding"))
+    model = make("Mamba 2", attn_implementation="deepsp")
+    restarts = torch.arange(part["input_ids"].size(1)).expand(ROWS, -1).contiguous()
+    alone = {n: x for n, x in part.items() if n != "attention_mask"}
+    with pytest.raises(ValueError, match="they count from 0 on every rank"):
+        model(**{**alone, "position_ids": restarts})
+    cut = part["attention_mask"][:, : part["input_ids"].size(1)]
+    with pytest.raises(ValueError, match=f"of the full sequence, {LENGTH} tokens, on every rank"):
+        model(**{**part, "attention_mask": cut})
+    model = make("LFM2", attn_implementation="deepsp")
+    model(**part)
+    space = sys.modules[type(model.model).__module__].__dict__
+    given = space["create_recurrent_attention_mask"]
+    space["create_recurrent_attention_mask"] = lambda **_: None
+    try:
+        with pytest.raises(ValueError, match=r"Lfm2ShortConv to get the mask .* got none"):
+            model(**part)
+    finally:
+        space["create_recurrent_attention_mask"] = given
+    assert torch.isfinite(model(**part).loss)
+
+
+def test_errors():
+    on_ranks(2, _refused, apart="hybrid")

@@ -92,17 +92,17 @@ def _call(self, *args, **kwargs):
         # A graph break in compiled code, once; attention breaks the graph anyway.
         if getattr(self, CHECKED, None) != name:
             _first(self)
-        before = current.positions
+        before = current.runs, current.positions
         if mixers.prepare(self):
             given = mixers.positions_of(self, kwargs)
-            current.positions = before if given is None else given
+            current.runs, current.positions = True, before[1] if given is None else given
         try:
             if not torch.compiler.is_compiling():
                 with randomness_of_a_model(member_of(loss.group)):
                     return _run(self, loss, args, kwargs)
             return _run(self, loss, args, kwargs)
         finally:
-            current.positions = before
+            current.runs, current.positions = before
     if not torch.compiler.is_compiling():
         _check_alone(self, args, kwargs)
     return nn.Module.__call__(self, *args, **kwargs)

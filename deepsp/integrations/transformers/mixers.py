@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from deepsp.integrations.transformers.masks import current
+from deepsp.data import sharding as data
+from deepsp.integrations.transformers.masks import check_positions, current
 from deepsp.ops import previous_tokens
 from deepsp.ranks.groups import Member, member_of, on_all_ranks
 from deepsp.recurrence.module import DistributedRecurrence
@@ -48,8 +49,9 @@ class Sequence:
             return
         rank, _, name = self.member = member_of(self.member)
         width = -1 if self.padding is None else self.padding.size(1)
-        known = on_all_ranks([hidden.size(1), width], self.member, hidden.device)
-        lens, widths = map(list, zip(*known, strict=True))
+        made = int(self.positions is None or data.are_handed_out(self.positions))
+        known = on_all_ranks([hidden.size(1), width, made], self.member, hidden.device)
+        lens, widths, made = map(list, zip(*known, strict=True))
         total = sum(lens)
         if set(widths) not in ({-1}, {total}):
             raise ValueError(
@@ -60,6 +62,8 @@ class Sequence:
             positions = torch.ops.deepsp.all_gather(
                 self.positions.contiguous(), 1, lens, "replicated", rank, name
             )
+            if not all(made):
+                check_positions(positions, lens)
             begins = positions.expand(hidden.size(0), -1).diff(dim=1) != 1
             if bool(begins.any()):
                 begins = F.pad(begins, (1, 0), value=True).flatten()
@@ -280,22 +284,18 @@ def _alone(name: str, given: Callable) -> Callable:
     """A function of each token alone, in a check's dry run."""
 
     def stand_in(*args, **kwargs):
-        call = inspect.signature(inspect.unwrap(given)).bind(*args, **kwargs).arguments
-        if name == "causal_conv1d_fn":
-            return call["hidden_states"] * call["weight"].sum(1)[:, None]
-        if "value" in call:  # [B, S, H, ...]
-            mixed = sum(call[n].flatten(2).mean(2) for n in ("query", "key", "g", "beta"))
-            return call["value"] * mixed[..., None, None], None
-        time = 2 if call["hidden_states"].dim() == 3 else 1
-        mixed = sum(call[n].movedim(time, 1).flatten(2).mean(2) for n in ("dt", "B", "C"))
-        shape = (
-            -1,
-            *[1] * (time - 1),
-            mixed.size(1),
-            *[1] * (call["hidden_states"].dim() - time - 1),
-        )
-        out = call["hidden_states"] * mixed.view(shape)
-        return (out, None) if call.get("return_last_state") else out
+        x = inspect.signature(inspect.unwrap(given)).bind(*args, **kwargs).arguments
+        if name == "causal_conv1d_fn":  # [B, C, S]
+            return x["hidden_states"] * x["weight"].sum(1)[:, None]
+        if "value" in x:  # [B, S, H, V]
+            mixed = sum(x[n].flatten(2).mean(2) for n in ("query", "key", "g", "beta"))
+            return x["value"] * mixed[..., None, None], None
+        if name == "mamba2_chunk_scan":  # [B, S, H, V]
+            mixed = sum(x[n].flatten(2).mean(2) for n in ("dt", "B", "C"))
+            return x["hidden_states"] * mixed[..., None, None]
+        mixed = sum(x[n].mean(1, keepdim=True) for n in ("dt", "B", "C"))  # [B, C, S]
+        out = x["hidden_states"] * mixed
+        return (out, None) if x.get("return_last_state") else out
 
     return (lambda *_, **__: None) if _FUNCTIONS[name] is _unfused else stand_in
 
@@ -398,9 +398,15 @@ def _enter(mixer: nn.Module, args: tuple, kwargs: dict[str, Any]):
         _running.stack.append((mixer, None))
         return None
     found = [x for x in (*args, *kwargs.values()) if isinstance(x, Sequence)]
+    if not found and current.runs:
+        raise ValueError(
+            f"expected {type(mixer).__name__} to get the mask that transformers' {_MASK} makes, "
+            "through which deepsp tells it where its tokens are, got none; use "
+            "deepsp.DistributedRecurrence in a layer of your own"
+        )
     if not found:
         return None
-    (sequence,) = found
+    sequence = found[0]
     hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     sequence.exchange(hidden)
     mask = sequence.mask(hidden)
