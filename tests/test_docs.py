@@ -302,6 +302,23 @@ def _losses():
     assert len(names["loader"]) == len(list(names["replicated"])) == 4
 
 
+def _hybrid():
+    ids = torch.randint(3, 60, (2, 13), generator=torch.Generator().manual_seed(0))
+    lens, rank = [9, 4], dist.get_rank()
+    whole = {"query": (4, 3), "key": (4, 3), "value": (4, 5), "log_decay": (4,)}
+    generator = torch.Generator().manual_seed(1)
+    whole = {n: torch.randn(2, 13, *s, generator=generator) for n, s in whole.items()}
+    whole["log_decay"] = -whole["log_decay"].abs()
+    mine = {n: x.split(lens, 1)[rank] for n, x in whole.items()}
+    names = {"AutoModelForCausalLM": _Auto, "name": "Qwen3.5", "ids": ids, "seq_lens": lens}
+    names = run("hybrid", names | mine)
+    expected = names["linear_attention"](**whole)[0].split(lens, 1)[rank]
+    torch.testing.assert_close(names["out"], expected)
+    torch.testing.assert_close(names["passed"], expected)
+    expected = _Auto.from_pretrained("Qwen3.5")(ids, labels=ids).loss
+    torch.testing.assert_close(names["loss"].float(), expected.float())
+
+
 def _gradients():
     from torch.distributed.fsdp import fully_shard
 
@@ -336,7 +353,7 @@ RUNS = {
     "attention": (_attention, 2), "layer": (_layer, 2), "transformers": (_transformers, 2),
     "compile": (_compile, 2), "deepspeed": (_deepspeed, 2), "schedule": (_schedule, 2),
     "sharded-weights": (_sharded_weights, 3), "losses-and-data": (_losses, 2),
-    "gradients": (_gradients, 2), "memory": (_memory, 1),
+    "gradients": (_gradients, 2), "memory": (_memory, 1), "hybrid": (_hybrid, 2),
     "ops": (_ops, 2), "trainer": (_trainer, 2), "transport": (_transport, 2),
 }  # fmt: skip
 ELSEWHERE = {"README", "guide", "training"}  # test_guide.py
