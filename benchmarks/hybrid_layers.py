@@ -23,6 +23,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 )
 
 import deepsp
+from deepsp.recurrence.convolution import causal_convolution
 
 WIDTH = 4  # of the convolution
 SEGMENT = 1024  # tokens of a call of the delta rule
@@ -208,9 +209,12 @@ def sharded(layer: Layer, state: str, group=None) -> Callable[[Tensor], Tensor]:
     """deepsp's way: a rank's own tokens, but for the recurrence by heads."""
     module = layer.distributed(state, group)
 
+    size = dist.get_world_size(group)
+
     def convolve(x: Tensor, weight: Tensor) -> Tensor:
-        before = deepsp.previous_tokens(x, WIDTH - 1, group, dim=2)
-        return silu_conv(torch.cat([before, x], 2), weight)[:, :, WIDTH - 1 :]
+        return causal_convolution(
+            lambda part: silu_conv(part, weight), x, WIDTH, group, [x.size(2)] * size
+        )
 
     return lambda x: layer.mix(layer.part(), x, convolve, module)
 

@@ -23,8 +23,8 @@ from torch._compile import _disable_dynamo
 
 from deepsp.data import sharding as data
 from deepsp.integrations.transformers.masks import check_positions, current
-from deepsp.ops import previous_tokens
 from deepsp.ranks.groups import Member, member_of, on_all_ranks
+from deepsp.recurrence.convolution import causal_convolution
 from deepsp.recurrence.module import DistributedRecurrence
 
 _MASK = "create_recurrent_attention_mask"
@@ -103,39 +103,13 @@ _replaced: dict[tuple[int, str], tuple[dict, Any]] = {}
 
 def _convolution(given: Callable, mixer: nn.Module, sequence: Sequence) -> Callable:
     def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **_):
-        """[B, C, S_r], each channel on its own."""
-        before = weight.size(-1) - 1
-        x = previous_tokens(hidden_states, before, sequence.member, sequence.lens, dim=2)
-        x = torch.cat([x, hidden_states], 2)
-        out = given(x, weight, bias, activation=activation)[:, :, before:]
-        if sequence.documents is None:
-            return out
-        row, token, valid = _after_borders(sequence, before, hidden_states)
-        if len(row) == 0:
-            return out
-        # The tokens that would see another document, once more.
-        windows = torch.arange(before + 1, device=x.device) + token[:, None]
-        windows = x[row[:, None], :, windows] * valid[..., None]  # [N, k, C]
-        alone = given(windows.transpose(1, 2), weight, bias, activation=activation)[:, :, -1]
-        return out.mT.index_put((row, token), alone.to(out.dtype)).mT
+        return causal_convolution(
+            lambda x: given(x, weight, bias, activation=activation),
+            *(hidden_states, weight.size(-1)),
+            *(sequence.member, sequence.lens, sequence.documents),
+        )
 
     return causal_conv1d_fn
-
-
-def _after_borders(sequence: Sequence, before: int, like: Tensor):
-    """The tokens of this rank that are fewer than ``before`` tokens behind a document's first one:
-    their rows, their places, and which of the tokens [N, before + 1] up to each belong to it."""
-    total, first, last = sum(sequence.lens), sequence.first, sequence.first + like.size(2)
-    found = []
-    for begin, end in sequence.documents.tolist():
-        row, start = begin // total, begin % total
-        end = start + end - begin
-        for token in range(max(start, first), min(start + before, end, last)):
-            valid = [token - back >= start for back in range(before, -1, -1)]
-            found.append((row, token - first, valid))
-    row, token, valid = zip(*found, strict=True) if found else ((), (), ())
-    make = functools.partial(torch.tensor, device=like.device)
-    return make(row, dtype=torch.long), make(token, dtype=torch.long), make(valid, dtype=torch.bool)
 
 
 def _recurrence(mixer: nn.Module, sequence: Sequence, function: Callable, **how) -> Callable:
