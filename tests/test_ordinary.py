@@ -28,6 +28,14 @@ def test_by_inductor(case):
     on_ranks(2, _inductor, case)
 
 
+def _traced():
+    compare(lambda: Ordinary("convolutions"), (13, 14), inner="aot_eager")
+
+
+def test_tokens_before_on_real_ranks():
+    on_ranks(3, _traced)
+
+
 # ------------------------------------------------------------------ random numbers, in place
 
 
