@@ -19,7 +19,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 
 from deepsp.integrations.deepspeed import config
-from deepsp.integrations.transformers import calls
+from deepsp.integrations.transformers import calls, mixers
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,11 @@ class Patch:
     on_call: bool = False
 
     def install(self) -> None:
-        importlib.import_module(self.home).install()
+        home = importlib.import_module(self.home)
+        if hasattr(home, "install"):
+            home.install()
+        else:  # its own import of the library: finish() follows
+            _unfinished.add(self.home)
 
     def uninstall(self) -> None:
         importlib.import_module(self.home).uninstall()
@@ -79,7 +83,26 @@ PATCHES = (
         calls.__name__,
         on_call=True,
     ),
+    Patch(
+        "transformers",
+        tuple(f"transformers: {name} in modeling files" for name in mixers.REPLACED),
+        "Recurrent layers of models with deepsp's attention work on sharded sequences. Made for "
+        "the files of such a model, when it is first called; for other models the functions do "
+        "what they did.",
+        mixers.__name__,
+        on_call=True,
+    ),
 )
+
+
+_unfinished: set[str] = set()
+
+
+def finish(home: str) -> None:
+    """Called at the end of a home: makes its change, if it has imported the library itself."""
+    if home in _unfinished:
+        _unfinished.remove(home)
+        importlib.import_module(home).install()
 
 
 def install() -> None:

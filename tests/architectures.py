@@ -318,8 +318,8 @@ def batch(name: str, length: int, seed: int = 0, rows: int = 2) -> dict[str, tor
 
 
 def near(name: str) -> float:
-    """What is called equal: most models compute norms and losses in float32."""
-    return 1e-3 if dtype(name) == torch.float32 else 1e-6
+    """What is called equal: most models compute norms and losses in float32, some recurrences."""
+    return 1e-3 if dtype(name) == torch.float32 else 1e-5 if name in HYBRIDS else 1e-6
 
 
 def compare_gradients(name: str, model, reference) -> None:
@@ -331,7 +331,7 @@ def compare_gradients(name: str, model, reference) -> None:
                 p.grad,
                 q.grad,
                 rtol=0,
-                atol=near(name) * scale + 1e-12,
+                atol=near(name) * scale + (1e-8 if name in HYBRIDS else 1e-12),
                 msg=lambda m, n=n: f"{name}, {n}: {m}",
             )
 

@@ -52,6 +52,23 @@ class Attention(nn.Module):
         return self.out(out.flatten(2))
 
 
+class Recurrence(nn.Module):
+    """A decaying sum over the tokens before."""
+
+    def __init__(self):
+        super().__init__()
+        self.inputs = nn.Linear(DIM, DIM + HEADS)
+        self.recur = deepsp.DistributedRecurrence(self.sums)
+
+    @staticmethod
+    def sums(value, g):
+        raise AssertionError("a check doesn't run it")
+
+    def forward(self, x):
+        value, g = self.inputs(x).split([DIM, HEADS], 2)
+        return x + self.recur(value=value.unflatten(2, (HEADS, -1)), g=g).flatten(2)
+
+
 class Experts(nn.Module):
     """The best two of four for each token."""
 
@@ -122,6 +139,7 @@ def _mlp():
 def _right():
     yield from (Model(_mlp(), attention=how) for how in ("module", "bhsd", "layer", "function"))
     yield Model(Experts())
+    yield Model(Recurrence())
     yield Model(nn.Identity(), norm=nn.LayerNorm(DIM))
     yield Model(Channels(nn.Conv1d(DIM, DIM, 1)))
     yield Model(Channels(nn.BatchNorm1d(DIM)).eval())

@@ -93,6 +93,7 @@ def arguments(kind):
             "previous_tokens_wait": (before, 3, 1, lens, list(q.shape), rank, group),
             "_halo_start": (_leaf(min(rank, 1), 5), 1, lens, True, rank, group),
             "_halo_wait": (before, 3, lens, False, rank, group),
+            "_fold_states": (*(_leaf(1, 2, 3, 3), _leaf(1, 2, 3, 4), rank, len(lens), group),),
             "project_to_heads": (x, weights, biases, [8, 2], lens, rank, group),
             "heads_to_output": (held[0], output, _leaf(7), 8, lens, rank, group),
             "_project_to_heads_start": (
@@ -233,7 +234,8 @@ def _opcheck(name):
     "name",
     ["seq_to_heads", "heads_to_seq", "seq_to_heads_start", "seq_to_heads_wait",
      "heads_to_seq_start", "heads_to_seq_wait", "previous_tokens", "previous_tokens_start",
-     "previous_tokens_wait", "_halo_start", "_halo_wait", "project_to_heads", "heads_to_output",
+     "previous_tokens_wait", "_halo_start", "_halo_wait", "_fold_states", "project_to_heads",
+     "heads_to_output",
      "_project_to_heads_start", "_project_to_heads_backward", "_heads_to_output_wait",
      "_heads_to_output_weight_grad", "distributed_attention", "chunked",
      "_kv_of_cell", "_attention_of_cell", "_dropout_seed", "_attention_with_dropout",

@@ -6,15 +6,19 @@ import importlib.machinery
 import itertools
 import re
 import sys
+import types
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from architectures import HYBRIDS, VOCAB, make
 from harness import on_ranks
+from reference import draw
 
 import deepsp
 from deepsp.integrations.transformers import register
+from deepsp.ranks.groups import member_of
 
 LENGTH, ROWS = 37, 2
 BORDERS = [[0, 5, 6, 17, LENGTH], [0, 13, LENGTH - 2, LENGTH]]
@@ -112,12 +116,14 @@ def _equals(name, state):
         loss = _alone(model, _batch(kind), kind)
         loss.backward()
         expected[kind] = loss.item(), _gradients(model)
+    alone = model.config._attn_implementation
     model.set_attn_implementation("deepsp")
     for kind in kinds:
         if kind == "checkpoints":
             model.gradient_checkpointing_enable()
         part, _ = deepsp.shard_batch(_batch(kind))
-        loss = model(**part).loss
+        checkpoints = kind == "checkpoints"
+        loss = deepsp.causal_lm_loss(model, part) if checkpoints else model(**part).loss
         loss.backward()
         deepsp.sync_gradients(model)
         wanted, gradients = expected[kind]
@@ -135,9 +141,89 @@ def _equals(name, state):
                     msg=lambda m, n=n, k=kind: f"{k}, {n}: {m}",
                 )
 
+    model.set_attn_implementation(alone)
+    loss = _alone(model, _batch("plain"), "plain").item()
+    assert abs(loss - expected["plain"][0]) < 1e-12 * loss
+
 
 @pytest.mark.parametrize("name", HYBRIDS)
-@pytest.mark.parametrize(("ranks", "state"), [(2, "heads"), (3, "pass")])
-def test_equals_one_process(name, ranks, state):
+def test_equals_one_process(name):
+    on_ranks(2, _equals, name, "heads", apart="hybrid")
+
+
+# One for each kind of recurrence; the others in `make nightly`.
+_AT_EVERY_COMMIT = ["Qwen3.5", "Kimi Linear", "Nemotron-H", "Jamba"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n in _AT_EVERY_COMMIT else pytest.param(n, marks=pytest.mark.nightly) for n in HYBRIDS],
+)
+def test_three_ranks(name):
     # A channel of Mamba 1 is a head, and its function takes no state.
-    on_ranks(ranks, _equals, name, "heads" if name == "Jamba" else state, apart="hybrid")
+    on_ranks(3, _equals, name, "heads" if name == "Jamba" else "pass", apart="hybrid")
+
+
+def _by_kernel():
+    """A kernel that knows packed documents gets all of them in one call."""
+    from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
+
+    from deepsp.integrations.transformers import mixers
+
+    calls = []
+
+    def kernel(query, key, value, g, beta, initial_state=None, output_final_state=False,
+               use_qk_l2norm_in_kernel=False, cu_seqlens=None):  # fmt: skip
+        ends = [0, value.size(1)] if cu_seqlens is None else cu_seqlens.tolist()
+        calls.append(ends)
+        return torch.cat([value[:, a:b].cumsum(1) for a, b in itertools.pairwise(ends)], 1), None
+
+    def torch_function(query, key, value, g, beta, **_):
+        return value.cumsum(1), None
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    documents = torch.tensor([[0, 3], [3, 8], [8, 12]])
+    full = [draw(1, 12, 2, 3, seed=n) for n in range(3)] + [draw(1, 12, 2, seed=n) for n in (3, 4)]
+    expected = torch.cat([full[2][:, a:b].cumsum(1) for a, b in documents.tolist()], 1)
+    sys.modules["a_package"] = types.SimpleNamespace(chunk_gated_delta_rule=kernel)
+    wraps = use_kernel_func_from_hub_with_fallback("chunk_gated_delta_rule", "a_package")
+    for given in (wraps(torch_function), torch_function):
+        sequence = mixers.Sequence(None, "heads", None, None)
+        sequence.lens, sequence.documents, sequence.member = [6] * size, documents, member_of(None)
+        call = mixers._delta_rule(given, torch.nn.Module(), sequence)
+        out, _ = call(*(x.tensor_split(size, 1)[rank] for x in full))
+        torch.testing.assert_close(out, expected.tensor_split(size, 1)[rank])
+        assert len(calls) == 1 and calls[0] == [0, 3, 8, 12]
+
+
+def test_by_a_kernel():
+    on_ranks(2, _by_kernel, apart="hybrid")
+
+
+def _refused():
+    _in_float64()
+    register()
+    part, _ = deepsp.shard_batch(_batch("left padding"))
+    model = make("Mamba 2", attn_implementation="deepsp")
+    restarts = torch.arange(part["input_ids"].size(1)).expand(ROWS, -1).contiguous()
+    alone = {n: x for n, x in part.items() if n != "attention_mask"}
+    with pytest.raises(ValueError, match="they count from 0 on every rank"):
+        model(**{**alone, "position_ids": restarts})
+    cut = part["attention_mask"][:, : part["input_ids"].size(1)]
+    with pytest.raises(ValueError, match=f"of the full sequence, {LENGTH} tokens, on every rank"):
+        model(**{**part, "attention_mask": cut})
+    model = make("LFM2", attn_implementation="deepsp")
+    model(**part)
+    space = sys.modules[type(model.model).__module__].__dict__
+    given = space["create_recurrent_attention_mask"]
+    space["create_recurrent_attention_mask"] = lambda **_: None
+    try:
+        with pytest.raises(ValueError, match=r"Lfm2ShortConv to get the mask .* got none"):
+            model(**part)
+    finally:
+        space["create_recurrent_attention_mask"] = given
+    assert torch.isfinite(model(**part).loss)
+
+
+def test_errors():
+    on_ranks(2, _refused, apart="hybrid")

@@ -35,7 +35,7 @@ def test_full_values_meet_parts():
     _meetings([("mean", how) for how in MEETS], (13,), ranks=2)
 
 
-@pytest.mark.parametrize("kind", ["local", "mean"])
+@pytest.mark.parametrize("kind", ["local", pytest.param("mean", marks=pytest.mark.nightly)])
 def test_on_three_ranks(kind):
     hows = ("expand, cat", "repeat", "where", "written", "work on it", "heads")
     pairs = [(list(FULL)[i % len(FULL)], how) for i, how in enumerate(hows)]

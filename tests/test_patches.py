@@ -69,6 +69,13 @@ print("as before")
 """
 )
 
+_ALONE = """
+from deepsp.compile.lowering import overlap
+import torch._inductor.config as config
+assert isinstance(config.post_grad_custom_post_pass, overlap.CustomGraphPass)
+print("as before")
+"""
+
 _DEEPSPEED = (
     _STATE.replace("LIBRARIES", "(ds_config, engine)")
     + """
@@ -108,14 +115,35 @@ patches.install()
 assert {k for k, v in vars(PreTrainedModel).items() if before.get(k) is not v} == changed
 patches.uninstall()
 assert before == vars(PreTrainedModel)
+
+import transformers.models.lfm2.modeling_lfm2 as lfm2
+from deepsp.integrations.transformers import mixers
+before = dict(vars(lfm2))
+config = lfm2.Lfm2Config(
+    vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=2, layer_types=["conv"],
+)
+model = lfm2.Lfm2ForCausalLM(config)
+for _ in range(2):
+    assert mixers.prepare(model) and mixers.prepare(model)
+    changed = {k for k, v in vars(lfm2).items() if before.get(k) is not v}
+    assert changed == {"causal_conv1d_fn", "create_recurrent_attention_mask"}
+    assert {f"transformers: {k} in modeling files" for k in changed} <= listed
+    patches.uninstall()
+    assert before == vars(lfm2)
 print("as before")
 """
 
 
 @pytest.mark.parametrize(
     "script, library",
-    [(_INDUCTOR, "torch"), (_DEEPSPEED, "deepspeed"), (_TRANSFORMERS, "transformers")],
-    ids=["torch", "deepspeed", "transformers"],
+    [
+        (_INDUCTOR, "torch"),
+        (_ALONE, "torch"),
+        (_DEEPSPEED, "deepspeed"),
+        (_TRANSFORMERS, "transformers"),
+    ],
+    ids=["torch", "imported by us", "deepspeed", "transformers"],
 )
 def test_libraries_are_as_before(script, library):
     pytest.importorskip(library)

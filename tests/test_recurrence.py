@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import on_ranks
-from reference import draw, lens_of
+from reference import draw, lens_of, sent
 
 import deepsp
+from deepsp.recurrence.module import bytes_by_heads, bytes_by_state
 
 
 def delta(query, key, value, g, beta, initial_state=None, output_final_state=False):
@@ -140,3 +141,157 @@ def test_equals_one_process(kind, state, short, heads, groups, packed):
     for ranks in (1, 2, 3, 4):
         for split in ("split", "skewed", "empty"):
             on_ranks(ranks, _equals, kind, state, short, heads, groups, packed, split)
+
+
+# ------------------------------------------------------------------------------ what travels
+
+
+def _bytes(kind, state):
+    """What ranks receive is what the docs say; ranks have other lengths."""
+    lens = [5, 0, 7, 3][: dist.get_world_size()]
+    rank, size = dist.get_rank(), len(lens)
+    function, how, tokens, fixed = _arguments(kind, 2, sum(lens), 4, 2)
+    tokens = {n: x.float() for n, x in tokens.items()}
+    tokens["value" if kind == "delta" else "B"] = tokens.pop("value" if kind == "delta" else "B")
+    fixed = {n: x.float() for n, x in fixed.items()}
+    module = deepsp.DistributedRecurrence(function, state=state, **how)
+    mine = {n: x.split(lens, 1)[rank] for n, x in tokens.items()}
+    module(**mine, **fixed, seq_lens=lens)  # compares
+    everyone = [None] * size
+    dist.all_gather_object(everyone, sum(sent(lambda: module(**mine, **fixed, seq_lens=lens))))
+    name = how.get("value", "value")
+    expected = (
+        bytes_by_heads(tokens, name, 5, lens)
+        if state == "heads"
+        else bytes_by_state(2, 4, 3 * 3 + 3 * 5, size)
+    )
+    assert sum(everyone) == expected
+
+
+@pytest.mark.parametrize("state", ["heads", "pass"])
+@pytest.mark.parametrize("kind", ["delta", "scan"])
+def test_bytes(kind, state):
+    on_ranks(3, _bytes, kind, state, apart="messages")
+
+
+def _dtypes():
+    """Decays in float32 beside 16-bit values; shared groups in a dtype of their own."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    _, how, full, fixed = _arguments("scan", 1, 12, 4, 2)
+    wide = {n: x.bfloat16().double() for n, x in full.items()}
+    for kept in ("dt", "B"):
+        dtypes = dict.fromkeys(full, torch.bfloat16) | {kept: torch.float32}
+        mine = {
+            n: x.tensor_split(size, 1)[rank].to(dtypes[n]).requires_grad_() for n, x in wide.items()
+        }
+
+        def run(x, B, C, dt, A, D, dtypes=dtypes):
+            seen = {"x": x.dtype, "B": B.dtype, "C": C.dtype, "dt": dt.dtype}
+            assert seen == dtypes, seen
+            y, _ = scan(*(t.double() for t in (x, B, C, dt, A, D)))
+            return y.to(x.dtype)
+
+        out = deepsp.DistributedRecurrence(run, **how)(**mine, **fixed)
+        expected, _ = scan(**wide, **fixed)
+        part = expected.tensor_split(size, 1)[rank]
+        torch.testing.assert_close(out.double(), part, rtol=1e-2, atol=1e-2)
+        out.double().sum().backward()
+        assert all(x.grad is not None and x.grad.dtype == x.dtype for x in mine.values())
+
+
+def test_dtypes():
+    on_ranks(2, _dtypes)
+
+
+def _chooses():
+    """The way that sends fewer bytes: by state for long sequences; also with too few heads."""
+    size = dist.get_world_size()
+    function, how, _, _ = _arguments("delta", 1, 2, 4, 2)
+    module = deepsp.DistributedRecurrence(function, state="auto", **how)
+    assert "state='auto'" in repr(module) and module.chosen is None
+    for length, heads, expected in ((1, 4, "heads"), (60, 4, "pass"), (1, 1, "pass")):
+        _, _, tokens, _ = _arguments("delta", 1, length, heads, 1)
+        module(**tokens)
+        assert module.chosen == expected and f"({expected})" in repr(module)
+        by_heads = bytes_by_heads(tokens, "value", 5, [length] * size) if heads > 1 else None
+        by_state = bytes_by_state(1, heads, 24, size)
+        assert by_heads is None or (by_heads <= by_state) == (expected == "heads")
+    alone = deepsp.DistributedRecurrence(lambda value, g: value, state="auto")
+    alone(value=torch.ones(1, 600, 4, 2), g=torch.ones(1, 600, 4))
+    assert alone.chosen == "heads"  # a function without a state
+
+
+def test_auto():
+    on_ranks(2, _chooses)
+
+
+def _borders():
+    """A function that knows cu_seqlens is called once, with all rows in one."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    calls = []
+
+    def run(value, g, cu_seqlens=None):
+        calls.append((value.shape[:2], cu_seqlens.tolist()))
+        parts = [value[:, a:b].cumsum(1) for a, b in itertools.pairwise(cu_seqlens.tolist())]
+        return torch.cat(parts, 1) * g[..., None]
+
+    value, g = draw(2, 6, 4, 3), draw(2, 6, 4)
+    documents = torch.tensor([0, 2, 6, 7, 12])
+    mine = [x.tensor_split(size, 1)[rank] for x in (value, g)]
+    out = deepsp.DistributedRecurrence(run)(value=mine[0], g=mine[1], documents=documents)
+    assert calls == [((1, 12), documents.tolist())]
+    flat = value.flatten(0, 1)
+    expected = torch.cat([x.cumsum(0) for x in flat.tensor_split([2, 6, 7])]).view_as(value)
+    torch.testing.assert_close(out, (expected * g[..., None]).tensor_split(size, 1)[rank])
+
+
+def test_one_call_for_all_documents():
+    on_ranks(2, _borders)
+
+
+# ------------------------------------------------------------------------------ wrong uses
+
+
+def _refuses(message, *args, call=(), **kwargs):
+    with pytest.raises(ValueError, match=message):
+        module = deepsp.DistributedRecurrence(*args, **kwargs)
+        module(**dict(call))
+
+
+def _wrong():
+    rank = dist.get_rank()
+    x, g = torch.ones(1, 4, 4, 2), torch.ones(1, 4, 4)
+    right = {"value": x, "g": g}
+    last = lambda value, g: value[:, -1:]  # noqa: E731
+    fine = lambda value, g: value  # noqa: E731
+    half = lambda value, g, initial_state=None, output_final_state=False: (value, None)  # noqa: E731
+    _refuses("'heads', 'pass' or 'auto', got 'both'", fine, state="both")
+    _refuses(
+        "declares the arguments initial_state .* got <lambda> with g, value", fine, state="pass"
+    )
+    _refuses("decay and read together", half, state="pass", decay=fine)
+    _refuses("'value' to be a tensor .* got None", fine, call={"g": g})
+    _refuses("'x' to be a tensor .* got None", fine, value="x", call=right)
+    _refuses("got 3 dimensions", fine, call={"value": g})
+    _refuses(
+        "'g' to have shape .* divides the 4 of 'value'", fine, call={**right, "g": g[:, :, :3]}
+    )
+    _refuses("'g' to have shape", fine, call={**right, "g": g[:, :3]})
+    _refuses(
+        "'g' to begin with the 4 heads", fine, per_head=("g",), call={**right, "g": torch.ones(3)}
+    )
+    _refuses(
+        "a head for each of the 2 ranks, got 1", fine, call={"value": x[:, :, :1], "g": g[..., :1]}
+    )
+    _refuses(r"<lambda> to return \[1, 8, 2, V\].* got \(1, 1, 2, 2\)", last, call=right)
+    _refuses(
+        r"\(output, final state \[1, 4, K, V\]\).* got NoneType", half, state="pass", call=right
+    )
+    _refuses("seq_lens says for rank", fine, call={**right, "seq_lens": [3, 3]})
+    _refuses("from 0 to 8, the tokens", fine, call={**right, "documents": torch.tensor([0, 9])})
+    _refuses("ranks disagree: rank 0 passes shapes", fine,
+             call={"value": x[..., : 1 + rank], "g": g})  # fmt: skip
+
+
+def test_errors():
+    on_ranks(2, _wrong)

@@ -15,6 +15,7 @@ import deepsp
 from deepsp.integrations.transformers import check, register
 
 OWN = "computes its attention itself"
+NO_MASK = "to get its mask from transformers. create_recurrent_attention_mask"
 PLACES = "forward to take position_ids"
 REFUSED = {
     "GPT-Neo": OWN, "BLOOM": OWN, "Falcon": OWN,
@@ -45,38 +46,19 @@ def test_architectures(ranks):
 
 # ---------------------------------------------------------------------- what mixes tokens
 
-_SSM = {"mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1}
-_DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
-          "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4}  # fmt: skip
 _MIXED = ["linear_attention", "full_attention"]
 MIXERS = {
-    "Lfm2": (GROUPED | {"layer_types": ["full_attention", "conv"]}, "layers.1.conv .Lfm2ShortConv"),
-    "Bamba": (GROUPED | _SSM | {"attn_layer_indices": [1]}, "layers.0.mamba .BambaMixer"),
-    "FalconH1": (GROUPED | _SSM | {"mamba_d_ssm": 64}, "layers.0.mamba .FalconH1Mixer"),
-    "Jamba": (
-        GROUPED | {"num_experts": 1, "attn_layer_period": 2, "attn_layer_offset": 1,
-                   "use_mamba_kernels": False},
-        "layers.0.mamba .JambaMambaMixer",
-    ),
     "RecurrentGemma": (
         SMALL | {"lru_width": 32, "attention_window_size": 8, "num_hidden_layers": 3},
         "layers.0.temporal_block .RecurrentGemmaRecurrentBlock",
-    ),
-    "Qwen3Next": (
-        GROUPED | _DELTA | {"layer_types": _MIXED, "num_experts": 0},
-        "layers.0.linear_attn .Qwen3NextGatedDeltaNet",
     ),
     "MiniMax": (
         GROUPED | {"layer_types": _MIXED[::-1], "num_local_experts": 2, "block_size": 8},
         "layers.1.self_attn .MiniMaxLightningAttention",
     ),
-    "Mamba": ({"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2}, PLACES),
-    "Mamba2": (
-        {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4,
-         "head_dim": 16, "state_size": 8, "n_groups": 1},
-        PLACES,
-    ),
-    "FalconMamba": ({"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2}, PLACES),
+    "Mamba": ({"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2}, NO_MASK),
+    "FalconMamba": ({"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2}, NO_MASK),
+    "xLSTM": ({"vocab_size": VOCAB, "hidden_size": 32, "num_blocks": 2, "num_heads": 4}, PLACES),
     "Rwkv": ({"vocab_size": VOCAB, "hidden_size": 32, "attention_hidden_size": 32,
               "num_hidden_layers": 2}, OWN),
 }  # fmt: skip

@@ -18,6 +18,9 @@ at::Tensor exchange(
       group.alone ? nullptr : &group, [&](int64_t p) { return halo.buffer(p) * token; },
       {halo.buffer(rank), token}, rows.options());
   const at::Tensor& buffer = transfer.buffer();
+  if (group.alone) {
+    return buffer;
+  }
   auto gives = halo.counts(rank, !home), gets = halo.counts(rank, home);
   const auto send = [&](int64_t p) {
     return Bytes{data_of(rows) + halo.total(rank, !home, p) * bytes, gives[p] * bytes};
@@ -32,9 +35,6 @@ at::Tensor exchange(
       copies.push_back(copy_of_bytes(block.data, to, block.size));
     }
   };
-  if (group.alone) {
-    return buffer;
-  }
   if (group.point_to_point) {
     auto flight = std::make_unique<Flight>();
     flight->holds.push_back(rows);

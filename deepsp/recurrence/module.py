@@ -97,6 +97,7 @@ class DistributedRecurrence(nn.Module):
         self.chosen: str | None = None
         """What the last call did: "heads" or "pass"."""
         self._compared = False
+        self._state_shapes: dict[tuple, tuple[int, int]] = {}
 
     def extra_repr(self) -> str:
         rank, size, _ = self.member
@@ -126,7 +127,7 @@ class DistributedRecurrence(nn.Module):
             ValueError: arguments that don't fit each other or the group, or what the function
                 returns.
         """
-        tokens, per_head, rest = self._sorted(arguments)
+        tokens, per_head, rest = self.sort(arguments)
         value = tokens[self.value]
         lens = lens_or_equal(seq_lens, value.size(1), self.member[1])
         if value.size(1) != lens[self.member[0]]:
@@ -167,8 +168,12 @@ class DistributedRecurrence(nn.Module):
         rank, _, name = self.member
         return torch.ops.deepsp.heads_to_seq([out], [value.size(2)], lens, rank, name)[0]
 
-    def _sorted(self, arguments: dict[str, Any]) -> tuple[dict, dict, dict]:
-        """The arguments with tokens, those with heads, and the rest, checked."""
+    def sort(self, arguments: dict[str, Any]) -> tuple[dict, dict, dict]:
+        """Checks the arguments, and sorts them: those with tokens, those with heads, the rest.
+
+        Raises:
+            ValueError: they don't fit each other.
+        """
         value = arguments.get(self.value)
         if not isinstance(value, Tensor) or value.dim() != 4:
             found = f"{value.dim()} dimensions" if isinstance(value, Tensor) else value
@@ -211,7 +216,10 @@ class DistributedRecurrence(nn.Module):
             return "heads"
         if self.state == "pass" or value.size(2) < size:
             return "pass"
-        keys, values = state_shape(whole)
+        shapes = tuple(x.shape[2:] for x in whole.tokens.values())
+        if shapes not in self._state_shapes:
+            self._state_shapes[shapes] = state_shape(whole)
+        keys, values = self._state_shapes[shapes]
         maps = (1 if self.decay else keys * keys) + keys * values
         passed = bytes_by_state(value.size(0), value.size(2), maps, size)
         return (

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from deepsp.attention.layer import SequenceParallelAttention
 from deepsp.attention.module import DistributedAttention
+from deepsp.recurrence.module import DistributedRecurrence
 from deepsp.tokenwise.probe import Probe, as_it_was, stand_in, tensors_in
 
 _LEAST = 4  # tokens in an example
@@ -26,9 +27,9 @@ _LEAST = 4  # tokens in an example
 
 def check(model: nn.Module, example: Tensor | Sequence[Any] | Mapping[str, Any]) -> None:
     """Raises unless ``model`` computes the same on sharded sequences as in one process: it must
-    work on each token alone, except for attention through deepsp
+    work on each token alone, except for attention and recurrences through deepsp
     (:class:`deepsp.DistributedAttention`, :class:`deepsp.SequenceParallelAttention`,
-    :func:`deepsp.distributed_attention`). ::
+    :func:`deepsp.distributed_attention`, :class:`deepsp.DistributedRecurrence`). ::
 
         deepsp.check(model, (batch["input_ids"], batch["position_ids"], seq_lens))
 
@@ -176,15 +177,23 @@ class _Check(Probe):
             )
 
 
-_KINDS = (DistributedAttention, SequenceParallelAttention)
+_KINDS = (DistributedAttention, DistributedRecurrence, SequenceParallelAttention)
 
 
 @contextlib.contextmanager
 def _without_attention(model: nn.Module) -> Iterator[None]:
-    """Replaces deepsp's attention modules and function by the stand-in."""
+    """Replaces deepsp's attention and recurrences by stand-ins."""
 
     def of_module(module: DistributedAttention):
         return lambda q, k, v, *args, **kwargs: stand_in(q, k, v, module.layout.index("h"))
+
+    def of_recurrence(module: DistributedRecurrence):
+        def forward(documents=None, seq_lens=None, **arguments):
+            tokens, _, _ = module.sort(arguments)
+            mixed = sum(x.flatten(2).mean(2) for x in tokens.values())
+            return tokens[module.value] + mixed[..., None, None]
+
+        return forward
 
     def of_layer(layer: SequenceParallelAttention):
         def forward(x, *args, **kwargs):
@@ -195,12 +204,13 @@ def _without_attention(model: nn.Module) -> Iterator[None]:
 
         return forward
 
+    makes = dict(zip(_KINDS, (of_module, of_recurrence, of_layer), strict=True))
     replaced = []
     try:
         for m in model.modules():
             if isinstance(m, _KINDS):
                 replaced.append((m, vars(m).get("forward")))
-                make = of_module if isinstance(m, DistributedAttention) else of_layer
+                (make,) = (make for kind, make in makes.items() if isinstance(m, kind))
                 vars(m)["forward"] = make(m)
         with _InPlaceOfTheOp():
             yield

@@ -65,6 +65,44 @@ def attention_gradients():
             torch.testing.assert_close(a, b.split(lens, 1)[rank], **TIGHT)
 
 
+def _sums(value, g, initial_state=None, output_final_state=False):
+    """A decaying sum over the tokens before, token by token; K is 1."""
+    state = value.new_zeros(*value[:, 0].shape[:2], 1, value.size(3))
+    state = state if initial_state is None else initial_state
+    out = []
+    for t in range(value.size(1)):
+        state = state * g[:, t, :, None, None].exp() + value[:, t, :, None]
+        out.append(state[:, :, 0])
+    return torch.stack(out, 1), state
+
+
+def recurrences():
+    """The tokens before, and a recurrence by heads and by state; with gradients."""
+    rank = dist.get_rank()
+    lens = uneven(17)
+    first = sum(lens[:rank])
+    whole = [draw(2, 17, 4, 8), -draw(2, 17, 4).abs()]
+    full = [x.clone().requires_grad_() for x in whole]
+    mine = [x.split(lens, 1)[rank].clone().requires_grad_() for x in whole]
+    before = deepsp.previous_tokens(mine[0], 3, seq_lens=lens)
+    expected = F.pad(full[0], (0, 0, 0, 0, 3, 0))[:, first : first + 3]
+    assert torch.equal(before, expected)
+    (grad,) = torch.autograd.grad(before.square().sum(), mine[0])
+    counts = torch.zeros(17, device="cuda", dtype=torch.float64)
+    for p in range(len(lens)):
+        counts[max(0, sum(lens[:p]) - 3) : sum(lens[:p])] += 1
+    wanted = 2 * whole[0] * counts[:, None, None]
+    torch.testing.assert_close(grad, wanted.split(lens, 1)[rank], **TIGHT)
+    expected, _ = _sums(*full)
+    g_expected = torch.autograd.grad(expected.square().sum(), full)
+    for state in ("heads", "pass"):
+        module = deepsp.DistributedRecurrence(_sums, state=state)
+        out = module(value=mine[0], g=mine[1], seq_lens=lens)
+        g_out = torch.autograd.grad(out.square().sum(), mine)
+        for a, b in zip([out, *g_out], [expected, *g_expected], strict=True):
+            torch.testing.assert_close(a, b.split(lens, 1)[rank], **TIGHT)
+
+
 def sixteen_bits():
     lens = uneven(64)
     rank = dist.get_rank()

@@ -25,6 +25,7 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.utils._ordered_set import OrderedSet
 
+from deepsp import patches
 from deepsp.compile.graphs import (
     VIEWS,
     WAIT,
@@ -189,3 +190,6 @@ def uninstall() -> None:
     """Undoes :func:`install`."""
     if isinstance(config.post_grad_custom_post_pass, KeepOverlap):
         config.post_grad_custom_post_pass = config.post_grad_custom_post_pass.before
+
+
+patches.finish(__name__)

@@ -92,17 +92,17 @@ def _call(self, *args, **kwargs):
         # A graph break in compiled code, once; attention breaks the graph anyway.
         if getattr(self, CHECKED, None) != name:
             _first(self)
-        before = current.positions
+        before = current.runs, current.positions
         if mixers.prepare(self):
             given = mixers.positions_of(self, kwargs)
-            current.positions = before if given is None else given
+            current.runs, current.positions = True, before[1] if given is None else given
         try:
             if not torch.compiler.is_compiling():
                 with randomness_of_a_model(member_of(loss.group)):
                     return _run(self, loss, args, kwargs)
             return _run(self, loss, args, kwargs)
         finally:
-            current.positions = before
+            current.runs, current.positions = before
     if not torch.compiler.is_compiling():
         _check_alone(self, args, kwargs)
     return nn.Module.__call__(self, *args, **kwargs)
@@ -198,15 +198,21 @@ def check_alone(model: nn.Module, given: dict[str, Any]) -> None:
     if any(map(data.is_handed_out, tokens)) and not implementations(model):
         from deepsp.attention.layer import SequenceParallelAttention
         from deepsp.attention.module import DistributedAttention
+        from deepsp.recurrence.module import DistributedRecurrence
         from deepsp.weights.rows import shards_of
 
-        ours = (DistributedAttention, SequenceParallelAttention)
+        ours = (DistributedAttention, DistributedRecurrence, SequenceParallelAttention)
         if any(isinstance(m, ours) or shards_of(m) for m in model.modules()):
             return
         name = min(_names, default="deepsp")
+        advice = f"call model.set_attn_implementation({name!r})"
+        if not model._can_set_attn_implementation():
+            advice = (
+                "deepsp doesn't support this model, whose layers mix tokens in ways of their own"
+            )
         raise ValueError(
             f"expected attention of {type(model).__name__} to be {name!r}, since it is called with "
             "the tokens that deepsp.shard_batch gave this rank, got "
             f"{model.config._attn_implementation!r}, with which each rank would attend to its own "
-            f"tokens only; call model.set_attn_implementation({name!r})"
+            f"tokens only; {advice}"
         )

@@ -32,8 +32,9 @@ class Ranges:
 
 
 class _Current(threading.local):
-    """The position_ids of the call of a model with recurrent layers that runs on this thread."""
+    """The call of a model with recurrent layers that runs on this thread, and its position_ids."""
 
+    runs: bool = False
     positions: Tensor | None = None
 
 
@@ -122,7 +123,7 @@ class Masks:
             )
         positions = torch.ops.deepsp.all_gather(positions, 1, lens, "replicated", rank, name)
         if not all(made):
-            _check_positions(positions, lens)
+            check_positions(positions, lens)
         self.positions, self.seq_lens, self._made = positions, lens, {}
         self.ranges = self._ranges()
         return positions.split(lens, 1)
@@ -182,7 +183,7 @@ class Masks:
         )
 
 
-def _check_positions(positions: Tensor, lens: list[int]) -> None:
+def check_positions(positions: Tensor, lens: list[int]) -> None:
     """Raises if the positions count each rank's tokens from 0, on more than one rank. Not called
     for positions of shard_batch: there, documents do so."""
     own = torch.cat([torch.arange(n, device=positions.device) for n in lens])

@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from deepsp.integrations.transformers.masks import current
+from deepsp.data import sharding as data
+from deepsp.integrations.transformers.masks import check_positions, current
 from deepsp.ops import previous_tokens
 from deepsp.ranks.groups import Member, member_of, on_all_ranks
 from deepsp.recurrence.module import DistributedRecurrence
@@ -48,8 +49,9 @@ class Sequence:
             return
         rank, _, name = self.member = member_of(self.member)
         width = -1 if self.padding is None else self.padding.size(1)
-        known = on_all_ranks([hidden.size(1), width], self.member, hidden.device)
-        lens, widths = map(list, zip(*known, strict=True))
+        made = int(self.positions is None or data.are_handed_out(self.positions))
+        known = on_all_ranks([hidden.size(1), width, made], self.member, hidden.device)
+        lens, widths, made = map(list, zip(*known, strict=True))
         total = sum(lens)
         if set(widths) not in ({-1}, {total}):
             raise ValueError(
@@ -60,6 +62,8 @@ class Sequence:
             positions = torch.ops.deepsp.all_gather(
                 self.positions.contiguous(), 1, lens, "replicated", rank, name
             )
+            if not all(made):
+                check_positions(positions, lens)
             begins = positions.expand(hidden.size(0), -1).diff(dim=1) != 1
             if bool(begins.any()):
                 begins = F.pad(begins, (1, 0), value=True).flatten()
@@ -86,7 +90,8 @@ class _Running(threading.local):
 
 
 _running = _Running()
-_PREPARED = "_deepsp_prepared"
+_PREPARED, _KNOWN = "_deepsp_prepared", "_deepsp_recurrence"
+"""Attributes of models and mixers."""
 _times = [0]
 """How often functions have been put back: models are prepared once more after that."""
 _replaced: dict[tuple[int, str], tuple[dict, Any]] = {}
@@ -134,15 +139,22 @@ def _after_borders(sequence: Sequence, before: int, like: Tensor):
 
 
 def _recurrence(mixer: nn.Module, sequence: Sequence, function: Callable, **how) -> Callable:
-    """A mixer's recurrence; made once, so that it is compared and its way is chosen once."""
-    made = getattr(mixer, "_deepsp_recurrence", None)
-    key = (sequence.member, sequence.state)
-    if made is None or made[0] != key:
-        made = key, DistributedRecurrence(function, sequence.member, state=sequence.state, **how)
-        object.__setattr__(mixer, "_deepsp_recurrence", made)
-    module = made[1]
-    module.function = function
+    """A mixer's recurrence. What was compared and found out in its first call, the mixer keeps."""
+    function.__name__ = f"the recurrence of {type(mixer).__name__}"
+    module = DistributedRecurrence(function, sequence.member, state=sequence.state, **how)
+    key = sequence.member, sequence.state
+    known = getattr(mixer, _KNOWN, (None, {}))
+    module._compared = known[0] == key
+    module._state_shapes = known[1]
+    object.__setattr__(mixer, _KNOWN, (key, known[1]))
     return functools.partial(module, documents=sequence.documents, seq_lens=sequence.lens)
+
+
+def _knows_borders(given: Callable) -> bool:
+    """Whether a kernel computes the function, and knows packed documents: torch's own doesn't."""
+    cells = inspect.getclosurevars(given).nonlocals if inspect.isfunction(given) else {}
+    kernel = cells.get("implementation") if cells.get("is_new_implementation") else None
+    return kernel is not None and "cu_seqlens" in inspect.signature(kernel).parameters
 
 
 def _delta_rule(given: Callable, mixer: nn.Module, sequence: Sequence) -> Callable:
@@ -151,7 +163,11 @@ def _delta_rule(given: Callable, mixer: nn.Module, sequence: Sequence) -> Callab
     ):
         more = {} if chunk_size is None else {"chunk_size": chunk_size}
 
-        def run(query, key, value, g, beta, initial_state=None, output_final_state=False):
+        def run(
+            query, key, value, g, beta, initial_state=None, output_final_state=False,
+            cu_seqlens=None,
+        ):  # fmt: skip
+            borders = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
             return given(
                 *(query, key, value),
                 g=g,
@@ -160,8 +176,13 @@ def _delta_rule(given: Callable, mixer: nn.Module, sequence: Sequence) -> Callab
                 output_final_state=output_final_state,
                 use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
                 **more,
+                **borders,
             )
 
+        if not _knows_borders(given):
+            declared = inspect.signature(run)
+            known = [p for p in declared.parameters.values() if p.name != "cu_seqlens"]
+            run.__signature__ = declared.replace(parameters=known)
         call = _recurrence(mixer, sequence, run)
         return call(query=query, key=key, value=value, g=g, beta=beta), None
 
@@ -253,6 +274,8 @@ _FUNCTIONS = {
     "mamba_inner_fn": _unfused,
 }
 
+REPLACED = (_MASK, *_FUNCTIONS)
+
 
 # ------------------------------------------------------------------- stand-ins of a check
 
@@ -261,22 +284,18 @@ def _alone(name: str, given: Callable) -> Callable:
     """A function of each token alone, in a check's dry run."""
 
     def stand_in(*args, **kwargs):
-        call = inspect.signature(inspect.unwrap(given)).bind(*args, **kwargs).arguments
-        if name == "causal_conv1d_fn":
-            return call["hidden_states"] * call["weight"].sum(1)[:, None]
-        if "value" in call:  # [B, S, H, ...]
-            mixed = sum(call[n].flatten(2).mean(2) for n in ("query", "key", "g", "beta"))
-            return call["value"] * mixed[..., None, None], None
-        time = 2 if call["hidden_states"].dim() == 3 else 1
-        mixed = sum(call[n].movedim(time, 1).flatten(2).mean(2) for n in ("dt", "B", "C"))
-        shape = (
-            -1,
-            *[1] * (time - 1),
-            mixed.size(1),
-            *[1] * (call["hidden_states"].dim() - time - 1),
-        )
-        out = call["hidden_states"] * mixed.view(shape)
-        return (out, None) if call.get("return_last_state") else out
+        x = inspect.signature(inspect.unwrap(given)).bind(*args, **kwargs).arguments
+        if name == "causal_conv1d_fn":  # [B, C, S]
+            return x["hidden_states"] * x["weight"].sum(1)[:, None]
+        if "value" in x:  # [B, S, H, V]
+            mixed = sum(x[n].flatten(2).mean(2) for n in ("query", "key", "g", "beta"))
+            return x["value"] * mixed[..., None, None], None
+        if name == "mamba2_chunk_scan":  # [B, S, H, V]
+            mixed = sum(x[n].flatten(2).mean(2) for n in ("dt", "B", "C"))
+            return x["hidden_states"] * mixed[..., None, None]
+        mixed = sum(x[n].mean(1, keepdim=True) for n in ("dt", "B", "C"))  # [B, C, S]
+        out = x["hidden_states"] * mixed
+        return (out, None) if x.get("return_last_state") else out
 
     return (lambda *_, **__: None) if _FUNCTIONS[name] is _unfused else stand_in
 
@@ -326,7 +345,7 @@ def prepare(model: nn.Module) -> bool:
                 f"transformers' {_MASK}, through which deepsp tells it where its tokens are; it "
                 "doesn't. Use deepsp.DistributedRecurrence in a layer of your own"
             )
-        for name in {_MASK, *_FUNCTIONS} & space.keys():
+        for name in {*REPLACED} & space.keys():
             _replace(space, name)
         if not hasattr(mixer, _PREPARED):
             mixer.register_forward_pre_hook(_enter, with_kwargs=True)
@@ -379,9 +398,15 @@ def _enter(mixer: nn.Module, args: tuple, kwargs: dict[str, Any]):
         _running.stack.append((mixer, None))
         return None
     found = [x for x in (*args, *kwargs.values()) if isinstance(x, Sequence)]
+    if not found and current.runs:
+        raise ValueError(
+            f"expected {type(mixer).__name__} to get the mask that transformers' {_MASK} makes, "
+            "through which deepsp tells it where its tokens are, got none; use "
+            "deepsp.DistributedRecurrence in a layer of your own"
+        )
     if not found:
         return None
-    (sequence,) = found
+    sequence = found[0]
     hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     sequence.exchange(hidden)
     mask = sequence.mask(hidden)
@@ -415,7 +440,7 @@ def stand_ins() -> Iterator[None]:
 
 
 def install() -> None:
-    """Nothing: :func:`prepare` does it, for a model."""
+    """Does nothing: :func:`prepare` replaces functions, for a model."""
 
 
 def uninstall() -> None:
