@@ -169,11 +169,24 @@ def _heads_to_seq(ranks):
     return [list(x) for x in zip(*whole, strict=True)]
 
 
+def _previous_tokens(ranks):
+    """Of the tokens before each rank's own, the last n; zeros before the first one."""
+    (dim,), (n,) = {a["dim"] for a in ranks}, {a["n"] for a in ranks}
+    lens = [a["input"].size(dim) for a in ranks]
+    assert all(list(a["seq_lens"]) == lens for a in ranks), (lens, ranks[0]["seq_lens"])
+    zeros = ranks[0]["input"].new_zeros(
+        [n if d == dim else m for d, m in enumerate(ranks[0]["input"].shape)]
+    )
+    whole = torch.cat([zeros, *(a["input"] for a in ranks)], dim)
+    return [whole.narrow(dim, sum(lens[:r]), n) for r in range(len(ranks))]
+
+
 _COLLECTIVES = {
     ours.all_gather.default: _all_gather,
     ours.all_reduce.default: _all_reduce,
     ours.distributed_attention.default: _distributed_attention,
     ours.heads_to_seq.default: _heads_to_seq,
+    ours.previous_tokens.default: _previous_tokens,
     ours.replicate_start.default: _replicate_start,
     ours.replicate_wait.default: _replicate_wait,
     ours.seq_to_heads.default: _seq_to_heads,

@@ -30,6 +30,11 @@ class Ordinary(LM):
         self.p = nn.Parameter(torch.randn(DIM))
         self.latents = nn.Parameter(torch.randn(3, DIM))
         self.pairs = nn.Bilinear(DIM, DIM, DIM)
+        self.short, self.long = (
+            nn.Conv1d(DIM, DIM, k, padding=k - 1, groups=DIM, bias=k < 5) for k in (4, 7)
+        )
+        self.mixing = nn.Parameter(torch.randn(DIM, DIM, 3) / DIM)
+        self.planar = nn.Parameter(torch.randn(1, 1, 3, 3) / 3)
         self.register_buffer("lower", torch.ones(64, 64).tril())
 
     def loss(self, x, labels):
@@ -232,6 +237,33 @@ class Ordinary(LM):
         y, mean = Scaled.apply(x, self.p, self.v(x))
         return self.loss(y, labels) + mean.sum()
 
+    # Tokens before each one
+
+    def convolutions(self, ids, labels):
+        n = ids.size(1)
+        x = self.embed(ids).transpose(1, 2)
+        y = self.short(x)[..., :n] + self.long(x)[:, :, :-6].tanh()  # more than a rank has
+        front = self.p[:, None].expand(x.size(0), -1, 6)
+        y = y * F.conv1d(torch.cat([front, y], 2), self.long.weight, groups=DIM)
+        y = y + F.conv1d(F.pad(x, (4, 0), value=0.5), self.mixing, self.p, dilation=2)
+        y = y + F.conv1d(F.pad(x, (3, 0)), self.short.weight, groups=DIM, padding="valid")
+        valid = F.conv1d(y, self.short.weight, groups=DIM).square().mean()
+        partial = F.conv1d(x, self.short.weight, groups=DIM, padding=1).sin().mean((0, 2))
+        return self.loss(y.transpose(1, 2) * partial, labels) + valid
+
+    def planes(self, ids, labels):
+        """Rows of a picture are tokens; columns are padded on both sides."""
+        x = self.embed(ids)[:, None]
+        y = F.conv2d(x, self.planar, padding=(2, 1))[:, :, : ids.size(1)]
+        return self.loss(y[:, 0] + x[:, 0], labels)
+
+    def cumulative(self, ids, labels):
+        x = self.aux(self.embed(ids))
+        y = x.cumsum(1) + (ids == 3).cumsum(1)[..., None] + (x > 0).cumsum(1) + x.cumsum(-1)
+        y = y + x.detach().bfloat16().cumsum(1) + x.cumsum(1, dtype=torch.float64)
+        z = Summed.apply(self.v(x))
+        return self.loss(y / 9 + z.exp() + x.flatten(1).cumsum(-1).view_as(x), labels)
+
     def mixture(self, ids, labels):
         """Tokens sorted by their experts, as transformers has it; computed in order."""
         x = self.embed(ids).flatten(0, 1)
@@ -260,6 +292,18 @@ class Lost(LM):
         return self.head(self.norm(x)).pow(2).mean()
 
 
+class Summed(torch.autograd.Function):
+    """Cumulative sums, forward and backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.cumsum(1) / 9
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return (gradient.sum(1, True) - gradient.cumsum(1) + gradient) / 9
+
+
 class Backward(torch.autograd.Function):
     """Its backward mixes tokens."""
 
@@ -269,7 +313,7 @@ class Backward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return gradient.cumsum(1)
+        return gradient.cumprod(1)
 
 
 class Mixing(LM):

@@ -9,11 +9,21 @@ from architectures import ARCHITECTURES, through_compile_pass
 from harness import on_ranks
 from lockstep import static_lengths
 
+_RECURRENCE = r"a part of {}, a recurrence, .*register\(\), .*attn_implementation='deepsp'"
 REFUSED = {
     "Llama, dynamic RoPE": "Data-dependent branching",  # also without deepsp, by Dynamo
+    **dict.fromkeys(
+        ("Qwen3-Next", "Qwen3.5", "OLMo Hybrid"), _RECURRENCE.format("torch_chunk_gated_delta_rule")
+    ),
+    "Kimi Linear": _RECURRENCE.format("chunk_kimi_delta_attention"),
+    **dict.fromkeys(
+        ("Bamba", "Falcon-H1", "Nemotron-H", "Granite 4", "Zamba2", "Mamba 2"),
+        _RECURRENCE.format("mamba2_chunk_scan"),
+    ),
+    "Jamba": _RECURRENCE.format("mamba_selective_scan"),
 }
-# Attention by hand, two sequences, sorted tokens, patches.
-_AT_EVERY_COMMIT = ["Gemma 2", "T5", "Mixtral", "ViT"]
+# Attention by hand, two sequences, sorted tokens, patches, short convolutions, a recurrence.
+_AT_EVERY_COMMIT = ["Gemma 2", "T5", "Mixtral", "ViT", "LFM2", "Mamba 2"]
 
 
 def _check(name, refused):

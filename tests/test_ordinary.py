@@ -28,6 +28,22 @@ def test_by_inductor(case):
     on_ranks(2, _inductor, case)
 
 
+def _traced():
+    """The second length leaves some ranks fewer tokens than a convolution looks back over: all of
+    them compile once more."""
+
+    def make():
+        model = Ordinary("convolutions")
+        del model.blocks[:]
+        return model
+
+    assert compare(make, (25, 22), inner="aot_eager") == [1, 2]
+
+
+def test_tokens_before_on_real_ranks():
+    on_ranks(4, _traced)
+
+
 # ------------------------------------------------------------------ random numbers, in place
 
 

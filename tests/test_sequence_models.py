@@ -77,6 +77,18 @@ def test_equal(case):
     on_two_and_three(make)
 
 
+@pytest.mark.parametrize("case, length, ranks", [("convolutions", 5, 6), ("cumulative", 2, 3)])
+def test_short_sequences(case, length, ranks):
+    """Fewer tokens than a convolution looks back over, and ranks without any."""
+
+    def make():
+        model = Ordinary(case)
+        del model.blocks[:]
+        return model
+
+    assert compare(make, (length,), ranks=ranks) == [1]
+
+
 def test_transformer_encoder():
     compare(Encoder, (12,), ranks=2)
 
@@ -85,7 +97,7 @@ def test_transformer_encoder():
     "model, message",
     [
         (Lost, "nothing in this graph would be sharded"),
-        (Mixing, "cumsum.*depends on elements"),
+        (Mixing, "cumprod.*depends on elements"),
         (Sorted, "sorted its own tokens"),
         (SortedRows, "sorted its own tokens"),
     ],

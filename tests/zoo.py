@@ -418,8 +418,18 @@ class Changed(LM):
     def depthwise(self, x):
         return self.conv(x.transpose(1, 2)).transpose(1, 2)
 
-    def cumulative(self, x):
-        return x.cumsum(1)
+    def padded(self, x):
+        return F.conv1d(F.pad(x.transpose(1, 2), (1, 1)), self.conv.weight, groups=DIM).mT
+
+    def same_padding(self, x):
+        return F.conv1d(x.transpose(1, 2), self.conv.weight, groups=DIM, padding="same").mT
+
+    def cut_on_both_sides(self, x):
+        return x + F.conv1d(x.mT, self.conv.weight, groups=DIM, padding=2)[..., 1:-1].mT
+
+    def strided(self, x):
+        y = F.conv1d(x.mT, self.conv.weight, groups=DIM, padding=2, stride=2)
+        return y.repeat_interleave(2, 2)[..., : x.size(1)].mT
 
     def scan(self, x):  # h[t] = a[t] h[t - 1] + x[t], as state-space models have it
         decay = torch.sigmoid(x).cumprod(1)
@@ -449,8 +459,11 @@ class Changed(LM):
 
 # The method, and what the message must say of it.
 REFUSED = {
-    "depthwise": "conv1d.*borders",
-    "cumulative": "cumsum.*depends on elements",
+    "depthwise": "conv1d.*tokens after each one's own.*pad before the sequence only",
+    "padded": "conv1d.*tokens after each one's own.*pad before the sequence only",
+    "same_padding": "conv1d.*tokens after each one's own.*pad before the sequence only",
+    "cut_on_both_sides": "add.*different positions",
+    "strided": "conv1d.*borders",
     "batch": "batch_norm.*statistics",
     "rolled": "roll.*moves elements",
     "shifted": "cat|sub",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sympy import sympify
 from torch import fx
 from torch._dynamo import config
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
@@ -20,9 +21,10 @@ from deepsp.compile.sharding.normalize import (
     results_out_of_place,
     views_out_of_place,
 )
-from deepsp.compile.sharding.report import Report
+from deepsp.compile.sharding.report import CannotShard, Report
 from deepsp.compile.sharding.rewrite import Rewriter
 from deepsp.compile.sharding.together import together
+from deepsp.compile.sharding.tokens import same
 from deepsp.data.same_batch import compare_batches
 from deepsp.ranks.groups import Group, Member, member_of
 from deepsp.ranks.randomness import sharded_randomness
@@ -209,12 +211,20 @@ def parallelize(
     results_out_of_place(normal, mode)
     views_out_of_place(normal, mode)
     normal.compile_subgraph_reason = getattr(gm, "compile_subgraph_reason", None)
-    walk = Rewriter(normal, inputs, mode, member, gradients, outputs, chunks, query_parts)
-    walk.drop_caches = drop_caches
-    if report is not None:
-        walk.report = report
-    with mode:
-        graph = walk.run()
+    while True:
+        walk = Rewriter(normal, inputs, mode, member, gradients, outputs, chunks, query_parts)
+        walk.drop_caches = drop_caches
+        if report is not None:
+            report.decisions.clear()
+            walk.report = report
+        try:
+            with mode:
+                graph = walk.run()
+            break
+        except CannotShard:
+            # A length that became a constant on the way isn't known to be the same as before.
+            if all(same(n, mode.shape_env.replace(sympify(n))) for n in walk.lengths):
+                raise
     checkpointing.keep_exchanged(graph)
     if memory_budget is not None and memory_budget < 1:
         differentiated = {n for n, x in walk.env.items() if is_differentiated(x)}

@@ -138,6 +138,17 @@ class Nodes:
         a, b = sympy.sympify(a), sympy.sympify(b)
         return not (a.is_number and b.is_number) and self.holds(sympy.Eq(a, b))
 
+    def settle(self, tokens: Tokens, least: Size) -> None:
+        """Guards that every rank has at least so many tokens. If one has fewer, the length becomes
+        a constant: guards must be the same on all ranks, or some would compile alone."""
+        if all(self.holds(n >= least) for n in tokens.sequence.lens):
+            return
+        symbols = set().union(*(sympy.sympify(n).free_symbols for n in tokens.sequence.lens))
+        for symbol in symbols:
+            int(self.env[self.symbols[symbol]])
+        if symbols:
+            raise CannotShard("its length has become a constant", self.current)  # begins anew
+
     def shape(self, sizes) -> list:
         return [self.int_(n) for n in sizes]
 

@@ -10,6 +10,12 @@ from torch import fx
 
 from deepsp.compile.sharding.tokens import Tokens
 
+# Functions of transformers' models that run a recurrence over the sequence.
+_RECURRENCES = (
+    "chunk_kimi_delta_attention", "mamba2_chunk_scan", "mamba_selective_scan",
+    "torch_chunk_gated_delta_rule",
+)  # fmt: skip
+
 
 class CannotShard(ValueError):
     """Raised when something in a graph can't be sharded over the sequence.
@@ -35,7 +41,7 @@ class CannotShard(ValueError):
         if self.node is None:
             return f"deepsp can't shard this model: {self.reason}"
         line = line_of(self.node)
-        text = f"deepsp can't shard {where(self.node)} over the sequence: {self.reason}"
+        text = f"deepsp can't shard {where(self.node)} over the sequence: {self._why(self.node)}"
         if "torch_dynamo_resume_in_" in (self.node.meta.get("stack_trace") or ""):
             text += (
                 ". A graph break cut the model before this: what it computed there isn't known to "
@@ -43,6 +49,16 @@ class CannotShard(ValueError):
                 "torch.compile(..., fullgraph=True) names it"
             )
         return text + (f"\n  {line}" if line else "")
+
+    def _why(self, node: fx.Node) -> str:
+        recurrence = next((f for _, _, f, _ in _frames(node) if f in _RECURRENCES), None)
+        if recurrence is None:
+            return self.reason
+        return (
+            f"it is a part of {recurrence}, a recurrence, which the compile pass doesn't shard; "
+            "call deepsp.integrations.transformers.register(), load the model with "
+            "attn_implementation='deepsp', and train it without this backend"
+        )
 
 
 def where(node: fx.Node) -> str:
@@ -53,11 +69,15 @@ def where(node: fx.Node) -> str:
     return getattr(target, "__name__", str(target))
 
 
+def _frames(node: fx.Node) -> list[tuple[str, str, str, str]]:
+    """The file, line, function and code of each call that a node comes from, outermost first."""
+    trace = node.meta.get("stack_trace") or ""
+    return re.findall(r'File "([^"]+)", line (\d+), in ([^\n]+)\n\s*([^\n]*)', trace)
+
+
 def line_of(node: fx.Node) -> str:
     """The line of the user's code that a node comes from: the last frame outside of torch."""
-    trace = node.meta.get("stack_trace") or ""
-    frames = re.findall(r'File "([^"]+)", line (\d+), in ([^\n]+)\n\s*([^\n]*)', trace)
-    for file, line, function, code in reversed(frames):
+    for file, line, function, code in reversed(_frames(node)):
         if "/torch/" not in file:
             return f"{file}:{line}, in {function}: {code.strip()}"
     return ""

@@ -7,7 +7,7 @@ elements there, and all other dimensions in full. Sizes are ints or sympy expres
 from __future__ import annotations
 
 from collections.abc import Sequence as List
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import sympy
 import torch
@@ -56,6 +56,9 @@ class Sequence:
     """A sequence and how many tokens of it each rank has: consecutive ones, in rank order."""
 
     lens: tuple[Size, ...]
+    inside: tuple[Size, Size, Sequence] | None = field(default=None, compare=False)
+    """If tokens were put before or after another sequence: its begin and end in this one, and it.
+    Sizes that are expressions don't tell that a cut there gives each rank its tokens back."""
 
     @staticmethod
     def split(length: Size, ranks: int, even: bool) -> Sequence:
@@ -72,6 +75,8 @@ class Sequence:
 
     def window(self, begin: Size, end: Size) -> Sequence:
         """The tokens from ``begin`` to ``end``, on the ranks that have them now."""
+        if self.inside and same(begin, self.inside[0]) and same(end, self.inside[1]):
+            return self.inside[2]
         lens = []
         for rank, length in enumerate(self.lens):
             first = self.begin(rank)
@@ -115,6 +120,14 @@ class Tokens:
             return self
         lens = tuple(size_of(n * self.inner) for n in self.sequence.lens)
         return Tokens(self.dim, self.full, Sequence(lens))
+
+    def extended(self, before: Size, after: Size) -> Tokens:
+        """With more tokens before the sequence, on the first rank, and after it, on the last."""
+        tokens = self.plain
+        lens, end = list(tokens.sequence.lens), size_of(before + tokens.length)
+        lens[0], lens[-1] = size_of(lens[0] + before), size_of(lens[-1] + after)
+        inside = (before, end, tokens.sequence)
+        return Tokens(tokens.dim, size_of(end + after), Sequence(tuple(lens), inside))
 
     def part(self, shape: List[Size], rank: int) -> list[Size]:
         """The shape of a rank's part of a tensor of ``shape``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from deepsp.compile.sharding.rules import Call, combined, overloads, refused
+from deepsp.compile.sharding.rules import Call, by_rows, combined, overloads, refused, rule
 from deepsp.compile.sharding.tokens import Tokens, product
 from deepsp.placement.along import reduced
 
@@ -94,3 +94,34 @@ def extreme(call: Call, tokens: Tokens) -> None:
         return graph.call(aten.add.Tensor, result, rest)
 
     call.lower, call.decision = lower, "compared over all ranks"
+
+
+@rule(aten.cumsum.default)
+def cumulative(call: Call) -> Tokens:
+    """Adds the sum of the earlier ranks' tokens to each rank's own cumulative sum."""
+    x, tokens = call.node.args[0], call.one_of()
+    dim, graph = tokens.dim, call.graph
+    if call["dim"] % len(call.shape(x)) != dim:
+        return by_rows(call)
+    if not tokens.plain.alone:
+        call.refuse("it sums tokens of a sequence that was merged with another dimension")
+    value = graph.values[x]
+    if value.full is not None and not (value.of_parameter and value.of_data):
+        call.refuse("every rank sums all tokens, which it has")
+
+    def lower():
+        dtype = call.node.meta["val"].dtype
+        wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+        local = graph.call(aten.to.dtype, call.given(x), dtype)
+        local = graph.call(aten.to.dtype, local, wide)
+        own = graph.call(aten.sum.dim_IntList, local, [dim], True)
+        args = (own, dim, [1] * graph.size, "partial", graph.rank, graph.name)
+        sums = graph.call(torch.ops.deepsp.all_gather.default, *args)
+        earlier = graph.call(aten.narrow.default, sums, dim, 0, graph.rank)
+        earlier = graph.call(aten.sum.dim_IntList, earlier, [dim], True)
+        result = graph.call(aten.cumsum.default, local, dim)
+        result = graph.call(aten.add.Tensor, result, earlier)
+        return graph.call(aten.to.dtype, result, dtype)
+
+    call.lower, call.decision = lower, "the sums of the earlier ranks added"
+    return tokens

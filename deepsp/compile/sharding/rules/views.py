@@ -9,9 +9,10 @@ import torch
 from torch.utils._sympy.functions import Max, Min
 
 from deepsp.compile.sharding.rules import Call, by_rows, refused, rule
-from deepsp.compile.sharding.tokens import Sequence, Size, Tokens, same, size_of
+from deepsp.compile.sharding.tokens import Size, Tokens, same, size_of
 
 aten = torch.ops.aten
+PADS = (aten.pad.default, aten.constant_pad_nd.default)
 
 _MOVED = "it moves tokens along the sequence, from one rank to another"
 refused("rot90 as_strided tril_indices", _MOVED)
@@ -158,9 +159,10 @@ def _longer(call: Call, nodes: list, dim: int) -> Tokens:
     if tokens.dim != dim or not same(tokens.outer, 1) or tokens.order is not None:
         call.refuse("it concatenates tokens that are sharded along different dimensions")
     graph, position = call.graph, nodes.index(x)
-    lens = [size_of(n * tokens.inner) for n in tokens.sequence.lens]
-    for where, others in ((0, nodes[:position]), (-1, nodes[position + 1 :])):
-        lens[where] = size_of(lens[where] + sum(call.shape(n)[dim] for n in others))
+    before, after = (
+        size_of(sum(call.shape(n)[dim] for n in others))
+        for others in (nodes[:position], nodes[position + 1 :])
+    )
     for node in nodes:
         if node is not x:
             call.want(node, None)
@@ -176,7 +178,30 @@ def _longer(call: Call, nodes: list, dim: int) -> Tokens:
         return graph.call(aten.cat.default, taken, dim)
 
     call.lower = lower
-    return Tokens(dim, call.out[dim], Sequence(tuple(lens)))
+    return tokens.extended(before, after)
+
+
+@rule(*PADS)
+def pad(call: Call) -> Tokens:
+    """Padding before a sequence goes to the first rank, behind it to the last."""
+    x, tokens = call.node.args[0], call.one_of()
+    sizes, place = list(call["pad"]), 2 * (len(call.shape(x)) - 1 - tokens.dim)
+    ends = sizes[place : place + 2]
+    constant = call["mode"] in (None, "constant")
+    more = any(isinstance(n, int) and n > 0 for n in ends)
+    fewer = any(not isinstance(n, int) or n < 0 for n in ends)
+    if not more or fewer or not constant or not tokens.plain.alone:
+        return by_rows(call)
+    graph = call.graph
+
+    def lower():
+        mine = list(sizes)
+        mine[place] *= graph.rank == 0
+        mine[place + 1] *= graph.rank == graph.size - 1
+        return call.replaced(pad=graph.mapped(mine, call.given))
+
+    call.lower = lower
+    return tokens.extended(*ends)
 
 
 @rule(aten.repeat.default)
