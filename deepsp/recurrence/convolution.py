@@ -19,11 +19,10 @@ def causal_convolution(
     seq_lens: Sequence[int],
     documents: Tensor | None = None,
 ) -> Tensor:
-    """A convolution of ``width`` tokens, each channel on its own: of this rank's tokens, and then
-    once more of the few that see tokens of other ranks, or would see those of another document.
+    """A convolution of ``width`` tokens, each channel on its own.
 
     Args:
-        function: convolves [B, C, S] as if zeros came before; any S > 0.
+        function: convolves [B, C, S] as if zeros came before.
         x: this rank's tokens [B, C, S_r].
         width: the number of tokens that an output depends on.
         group: the sequence group.
@@ -34,23 +33,19 @@ def causal_convolution(
     Returns:
         [B, C, S_r].
     """
-    before, batch, length = width - 1, x.size(0), x.size(2)
-    halo = previous_tokens(x, before, group, seq_lens, dim=2)
-    if before == 0:
-        return function(x)
-    if length == 0:  # every rank uses its halo, or backward would wait for it
-        return function(halo)[:, :, :0]
+    before, length = width - 1, x.size(2)
+    x = torch.cat([previous_tokens(x, before, group, seq_lens, dim=2), x], 2)
+    out = function(x)[:, :, before:]
+    # The tokens that would see another document, once more.
     total, first = sum(seq_lens), sum(seq_lens[: member_of(group)[0]])
-    rows = [[row * total, (row + 1) * total] for row in range(batch)]
     again = []
-    for begin, end in rows if documents is None else documents.tolist():
+    for begin, end in [] if documents is None else documents.tolist():
         row, start = begin // total, begin % total - first  # counted from this rank's first token
-        for token in range(max(start, 0), min(max(start, 0) + before, start + end - begin, length)):
+        for token in range(max(start, 0), min(start + before, start + end - begin, length)):
             again.append((row, token, [token - back >= start for back in range(before, -1, -1)]))
+    if not again:
+        return out
     row, token, valid = (torch.tensor(given, device=x.device) for given in zip(*again, strict=True))
-    place = token[:, None] + torch.arange(width, device=x.device)  # in the halo and x together
-    own = x[row[:, None], :, (place - before).clamp(min=0)]  # [N, width, C]
-    others = halo[row[:, None], :, place.clamp(max=before - 1)]
-    windows = torch.where((place < before)[..., None], others, own) * valid[..., None]
-    out = function(x)
+    windows = token[:, None] + torch.arange(width, device=x.device)
+    windows = x[row[:, None], :, windows] * valid[..., None]  # [N, width, C]
     return out.mT.index_put((row, token), function(windows.mT)[:, :, -1].to(out.dtype)).mT
