@@ -164,6 +164,12 @@ def test_three_ranks(name):
     on_ranks(3, _equals, name, "heads" if name == "Jamba" else "pass", apart="hybrid")
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["Qwen3.5", "Bamba"])
+def test_more_ranks_than_heads(name):
+    on_ranks(5, _equals, name, None, apart="hybrid")
+
+
 def _by_kernel():
     """A kernel that knows packed documents gets all of them in one call."""
     from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback

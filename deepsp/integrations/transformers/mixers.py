@@ -38,7 +38,7 @@ class Sequence:
     documents: Tensor | None = None
     """[N, 2], or None if each row is one."""
 
-    def __init__(self, member, state: str, padding: Tensor | None, positions: Tensor | None):
+    def __init__(self, member, state: str | None, padding: Tensor | None, positions: Tensor | None):
         self.member, self.state = member, state
         self.padding, self.positions = padding, positions
 
@@ -112,10 +112,13 @@ def _convolution(given: Callable, mixer: nn.Module, sequence: Sequence) -> Calla
     return causal_conv1d_fn
 
 
-def _recurrence(mixer: nn.Module, sequence: Sequence, function: Callable, **how) -> Callable:
+def _recurrence(
+    mixer: nn.Module, sequence: Sequence, heads: int, function: Callable, **how
+) -> Callable:
     """A mixer's recurrence. What was compared and found out in its first call, the mixer keeps."""
     function.__name__ = f"the recurrence of {type(mixer).__name__}"
-    module = DistributedRecurrence(function, sequence.member, state=sequence.state, **how)
+    state = sequence.state or ("heads" if heads >= sequence.member[1] else "pass")
+    module = DistributedRecurrence(function, sequence.member, state=state, **how)
     key = sequence.member, sequence.state
     known = getattr(mixer, _KNOWN, (None, {}))
     module._compared = known[0] == key
@@ -157,7 +160,7 @@ def _delta_rule(given: Callable, mixer: nn.Module, sequence: Sequence) -> Callab
             declared = inspect.signature(run)
             known = [p for p in declared.parameters.values() if p.name != "cu_seqlens"]
             run.__signature__ = declared.replace(parameters=known)
-        call = _recurrence(mixer, sequence, run)
+        call = _recurrence(mixer, sequence, value.size(2), run)
         return call(query=query, key=key, value=value, g=g, beta=beta), None
 
     return chunk_gated_delta_rule
@@ -190,7 +193,7 @@ def _state_space(given: Callable, mixer: nn.Module, sequence: Sequence) -> Calla
             return C.repeat_interleave(x.size(2) // C.size(2), 2)
 
         call = _recurrence(
-            *(mixer, sequence, run),
+            *(mixer, sequence, hidden_states.size(2), run),
             value="x",
             per_head=("A", "D", "dt_bias"),
             decay=decay,
@@ -216,7 +219,11 @@ def _selective_scan(given: Callable, mixer: nn.Module, sequence: Sequence) -> Ca
             y = y[0] if isinstance(y, tuple) else y
             return y.transpose(1, 2).unsqueeze(3)
 
-        call = _recurrence(mixer, sequence, run, value="x", per_head=("A", "D", "delta_bias"))
+        call = _recurrence(
+            *(mixer, sequence, hidden_states.size(1), run),
+            value="x",
+            per_head=("A", "D", "delta_bias"),
+        )
         out = call(
             x=hidden_states.transpose(1, 2).unsqueeze(3),
             dt=dt.transpose(1, 2),
@@ -292,11 +299,11 @@ def _names_in(module: nn.Module) -> set[str]:
     return set(getattr(getattr(_forward(module), "__code__", None), "co_names", ()))
 
 
-_registered: dict[str, tuple[Member | None, str]] = {}
+_registered: dict[str, tuple[Member | None, str | None]] = {}
 """By name of an attention implementation: the group, and how recurrences run."""
 
 
-def notice(name: str, member: Member | None, state: str) -> None:
+def notice(name: str, member: Member | None, state: str | None) -> None:
     _registered[name] = member, state
 
 

@@ -24,7 +24,7 @@ def register(
     core: str = "auto",
     kv_chunk: int | None = None,
     query_parts: int | str = "auto",
-    state: str = "auto",
+    state: str | None = None,
 ) -> None:
     """Makes ``attn_implementation=name`` (or ``model.set_attn_implementation(name)``) attention
     over sequences that are sharded over ``group``.
@@ -57,7 +57,8 @@ def register(
         kv_chunk: as in :func:`deepsp.distributed_attention`; for "auto" only.
         query_parts: as in :func:`deepsp.distributed_attention`; other cores than "auto" and "sdpa"
             have whole heads.
-        state: how recurrent layers run, as in :class:`deepsp.DistributedRecurrence`.
+        state: how recurrent layers run, as in :class:`deepsp.DistributedRecurrence`; None: by heads
+            if there is one for each rank, else by state.
 
     Raises:
         ValueError: ``chunks`` or ``kv_chunk`` isn't an int >= 1, ``core`` isn't known, or this
