@@ -169,7 +169,13 @@ class DistributedRecurrence(nn.Module):
         return torch.ops.deepsp.heads_to_seq([out], [value.size(2)], lens, rank, name)[0]
 
     def sort(self, arguments: dict[str, Any]) -> tuple[dict, dict, dict]:
-        """Checks the arguments, and sorts them: those with tokens, those with heads, the rest.
+        """Checks the arguments of a call, and sorts them.
+
+        Args:
+            arguments: by name, as in :meth:`forward`.
+
+        Returns:
+            Those with tokens, those in ``per_head``, and the rest.
 
         Raises:
             ValueError: they don't fit each other.
