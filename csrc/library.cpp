@@ -391,9 +391,10 @@ TORCH_LIBRARY(deepsp, m) {
       uncaptured);
   // The state before this rank's tokens, [B, H, K, V], of a recurrence that ranks run on their own
   // tokens: zero, and of the ranks before, in order, transition · state + update. transition: [B,
-  // H, K, K], or [B, H] where it is a number. In float32, or wider. Composite.
+  // H, K, K], or [B, H] where it is a number. rows: B, for each rank. In float32, or wider.
+  // Composite.
   m.def(
-      "_fold_states(Tensor transition, Tensor update, int rank, int ranks, str group_name) -> "
+      "_fold_states(Tensor transition, Tensor update, SymInt[] rows, int rank, str group_name) -> "
       "Tensor",
       uncaptured);
   // In halves, as above: what a start returns is on its way; a wait consumes it. shape: the full

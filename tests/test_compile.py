@@ -93,7 +93,9 @@ def arguments(kind):
             "previous_tokens_wait": (before, 3, 1, lens, list(q.shape), rank, group),
             "_halo_start": (_leaf(min(rank, 1), 5), 1, lens, True, rank, group),
             "_halo_wait": (before, 3, lens, False, rank, group),
-            "_fold_states": (*(_leaf(1, 2, 3, 3), _leaf(1, 2, 3, 4), rank, len(lens), group),),
+            "_fold_states": (
+                *(_leaf(1, 2, 3, 3), _leaf(1, 2, 3, 4), [1] * len(lens), rank, group),
+            ),
             "project_to_heads": (x, weights, biases, [8, 2], lens, rank, group),
             "heads_to_output": (held[0], output, _leaf(7), 8, lens, rank, group),
             "_project_to_heads_start": (

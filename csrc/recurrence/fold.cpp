@@ -16,7 +16,8 @@ namespace {
 
 c10::IValue fold_states(const Given& given) {
   const at::Tensor transition = given["transition"], update = given["update"];
-  const int64_t rank = given["rank"], ranks = given["ranks"];
+  const int64_t rank = given["rank"];
+  const c10::SymIntArrayRef rows = given["rows"];
   TORCH_CHECK_VALUE(
       update.dim() == 4, "expected update to have shape [B, H, K, V], got ", update.sym_sizes());
   const c10::SymIntArrayRef sizes = update.sym_sizes();
@@ -27,6 +28,11 @@ c10::IValue fold_states(const Given& given) {
       transition.sym_sizes() == shape, "expected transition to have shape ",
       SymInts{batch, heads, keys, keys}, " or ", SymInts{batch, heads}, ", got ",
       transition.sym_sizes());
+  for (const c10::SymInt& of_rank : rows) {
+    TORCH_CHECK_VALUE(
+        of_rank == batch, "expected rows to be the batch size, ", batch, ", of each rank, got ",
+        rows);
+  }
   const at::ScalarType dtype =
       c10::promoteTypes(wide_dtype(transition.scalar_type()), wide_dtype(update.scalar_type()));
   const at::Tensor map = at::cat(
@@ -34,10 +40,7 @@ c10::IValue fold_states(const Given& given) {
        update.to(dtype).reshape_symint({batch, heads, keys * sizes[3]})},
       2);
   const at::Tensor maps = Op("all_gather")(
-      given, {{"input", map},
-              {"dim", int64_t(0)},
-              {"sizes", std::vector<c10::SymInt>(ranks, batch)},
-              {"grad", "partial"}});
+      given, {{"input", map}, {"dim", int64_t(0)}, {"sizes", rows}, {"grad", "partial"}});
   // Each rank's result depends on the maps, or ranks would differ in what backward sends.
   at::Tensor state = at::zeros_symint(sizes, map.options()) + maps.narrow(0, 0, 0).sum();
   for (int64_t source = 0; source < rank; ++source) {

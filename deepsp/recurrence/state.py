@@ -86,7 +86,7 @@ def by_state(
         identity = torch.eye(update.size(2), dtype=update.dtype, device=update.device)
         transition = torch.zeros_like(transition) + (1 if decay else identity)
         update = update * 0
-    state = torch.ops.deepsp._fold_states(transition, update, rank, size, name)
+    state = torch.ops.deepsp._fold_states(transition, update, [update.size(0)] * size, rank, name)
     begin = 0
     for n, (out, response) in enumerate(zip(outputs, responses, strict=True)):
         of_row = state[begin : begin + out.size(0)]
