@@ -55,14 +55,13 @@ def _grads(ys, *inputs):
 
 def _compiled(backend, dim, dtype, batch=2):
     rank, size = dist.get_rank(), dist.get_world_size()
-    # Where ranks differ most, the whole ops: they decompose into the halves.
-    functions = _functions(dim, dtype)[: 1 if backend == "inductor" and size == 3 else 2]
+    # Compiling takes long: only the whole ops by Inductor, which decompose into the halves.
+    functions = _functions(dim, dtype)[: 1 if backend == "inductor" else 2]
     for n, function in enumerate(functions):
         torch._dynamo.reset()
         graphs = CompileCounterWithBackend(backend)
         compiled = torch.compile(function, backend=graphs, fullgraph=True, dynamic=True)
-        # Compiling takes long: once for the halves.
-        for length in (5,) if backend == "inductor" and n == 1 else (5, 2 * size):
+        for length in (5, 2 * size):
             sizes = seq_lens(length)
             shape = [batch, 4, 3]
             shape[dim] = sizes[rank]

@@ -95,8 +95,9 @@ def test_equals_eager_under_aot_eager(name):
 @pytest.mark.parametrize(
     ("ranks", "name", "within", "by_backend"),
     [(2, "uneven", None, False), (2, "several", None, False), (2, "nothing", None, False),
-     (1, "mixed", None, False), (3, "mixed", None, False), (3, "even", f64, False),
-     (3, "even", bf16, False), (1, "uneven", f64, True)],
+     (1, "mixed", None, False), (3, "even", f64, False), (3, "even", bf16, False),
+     (1, "uneven", f64, True),
+     pytest.param(3, "mixed", None, False, marks=pytest.mark.nightly)],
 )  # fmt: skip
 def test_equals_eager_under_inductor(ranks, name, within, by_backend):
     on_ranks(ranks, _equals_eager, "inductor", name, within, by_backend)
