@@ -88,19 +88,16 @@ std::vector<Place> launch_to_heads(
             },
             *flight);
       }
-      std::vector<char*> buffers(plan.ranks());
       transfer.write(
           [&](int64_t p, char* theirs) {
-            buffers[p] = theirs;
             if (gives[p] > 0) {
               make(place_in(p, theirs));
             }
           },
           *flight);
       if (carriers.any()) {
-        buffers[plan.rank] = arrivals;
         const auto block = [&](int64_t source, int64_t owner) {
-          return buffers[owner] + plan.elements_before(source, owner, chunk) * item;
+          return transfer.memory(owner) + plan.elements_before(source, owner, chunk) * item;
         };
         carriers.add_relays(block, item, received);
         transfer.relay(std::move(received), *flight);

@@ -232,9 +232,10 @@ void write_by_heads(
     bool is_expected,
     Flight& flight) {
   const at::Tensor& buffer = transfer.buffer();
-  CarriedSums carried(inputs, plan, chunk, carriers, buffer);
+  std::optional<CarriedSums> carried;
   if (carriers.any()) {
-    carried.exchange(group, transfer, order, flight);
+    carried.emplace(inputs, plan, chunk, carriers, buffer);
+    carried->exchange(group, transfer, order, flight);
   } else if (!transfer.reaches_all()) {
     exchange_messages(inputs, plan, chunk, transfer, order, flight);
   }
@@ -244,11 +245,15 @@ void write_by_heads(
       [&](int64_t p, char* theirs) {
         copies.clear();
         place_by_tokens(inputs, plan, chunk, p, theirs, order, copies);
-        carried.add_slots(p, theirs, copies);
+        if (carried) {
+          carried->add_slots(p, theirs, copies);
+        }
         run(copies, buffer.device());
       },
       flight);
-  carried.send_later(group, transfer, flight);
+  if (carried) {
+    carried->send_later(group, transfer, flight);
+  }
   // This rank's own, where it isn't expected to be copied once more.
   std::vector<at::Tensor> whole;
   for (size_t i = 0; i < inputs.size(); ++i) {

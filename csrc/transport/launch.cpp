@@ -1,5 +1,6 @@
 #include "launch.h"
 
+#include "../common/drop_if.h"
 #include "c10d.h"
 #include "errors.h"
 #include "pool.h"
@@ -41,9 +42,7 @@ std::shared_ptr<Launches> launches_of(const std::shared_ptr<c10d::ProcessGroup>&
   std::lock_guard<std::mutex> lock(mutex);
   auto it = all.find(pg.get());
   if (it == all.end() || it->second->group.expired()) {
-    for (it = all.begin(); it != all.end();) {
-      it = it->second->group.expired() ? all.erase(it) : std::next(it);
-    }
+    drop_if(all, [](const auto& launches) { return launches->group.expired(); });
     c10::weak_intrusive_ptr<c10d::ProcessGroup> group(intrusive(pg));
     it = all.emplace(pg.get(), std::make_shared<Launches>(std::move(group))).first;
   }

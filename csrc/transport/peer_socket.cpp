@@ -1,5 +1,7 @@
 #include "peer_socket.h"
 
+#include "../common/drop_if.h"
+
 #include <poll.h>
 #include <sys/socket.h>
 #include <sys/time.h>
@@ -180,9 +182,7 @@ std::string process_word() {
 
 SharedConnection find_connection(const std::string& process) {
   std::lock_guard<std::mutex> lock(mutex);
-  for (auto it = used.begin(); it != used.end();) {
-    it = it->second.expired() ? used.erase(it) : std::next(it);
-  }
+  drop_if(used, [](const auto& connection) { return connection.expired(); });
   for (auto [it, end] = used.equal_range(process); it != end; ++it) {
     if (SharedConnection found = it->second.lock(); found && !found->is_closed()) {
       return found;

@@ -40,6 +40,8 @@ class Transfer {
   // Writes this rank's blocks to all ranks that it reaches: write(p, where p's buffer begins). To
   // be called once, also if it reaches none.
   void write(const std::function<void(int64_t, char*)>& write, Flight& flight);
+  // After write(): where the buffer of rank p begins, this one or one that is reached.
+  char* memory(int64_t p) const { return p == group_->rank ? data_of(buffer_) : written_[p]; }
   // After write(): launches what `launch` launches, once all ranks that are reached have written. A
   // thread waits for them, and the flight for the thread.
   void send_later(std::function<std::vector<Work>()> launch, Flight& flight) const;

@@ -25,10 +25,7 @@ def indices_wanted(function: Callable | None) -> tuple[str, ...]:
     """Which of INDICES a local attention declares as arguments."""
     if function is None:
         return ()
-    try:
-        declared = inspect.signature(_declaring(function)).parameters
-    except (TypeError, ValueError):  # built in, without a signature
-        return ()
+    declared = declared_by(function)
     return tuple(name for name in INDICES if name in declared)
 
 
@@ -177,6 +174,15 @@ def check_sdpa_arguments(
                 f"expected an argument of scaled_dot_product_attention ({', '.join(known)}) or "
                 f"{', '.join(named)}, got {name}; pass a local_attention that takes it"
             )
+
+
+def declared_by(function: Callable) -> set[str]:
+    """The names of the arguments that a function declares; ``**kwargs`` declares nothing."""
+    try:
+        parameters = inspect.signature(_declaring(function)).parameters.values()
+    except (TypeError, ValueError):  # built in, without a signature
+        return set()
+    return {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
 
 
 def _declaring(function: Callable) -> Callable:

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from deepsp.attention.documents import ranges_of
+from deepsp.attention.function import declared_by
 from deepsp.attention.parts import local_heads
 from deepsp.ranks.agreement import compare_calls
 from deepsp.ranks.groups import Group, Member, member_of
 from deepsp.ranks.lengths import lens_or_equal
-from deepsp.recurrence.run import Recurrence, declared_by, name_of, pieces_of
+from deepsp.recurrence.run import Recurrence, name_of, pieces_of
 from deepsp.recurrence.state import Decay, by_state, state_shape
 
 _STATES = ("heads", "pass", "auto")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from deepsp.attention.function import declared_by
 
 
 class Piece(NamedTuple):
@@ -45,16 +46,6 @@ def pieces_of(
             ]
         )
     return found
-
-
-def declared_by(function: Callable) -> set[str]:
-    """The names of the arguments that a function declares; ``**kwargs`` declares nothing."""
-    called = function.forward if isinstance(function, torch.nn.Module) else function
-    try:
-        parameters = inspect.signature(called).parameters.values()
-    except (TypeError, ValueError):  # a builtin
-        return set()
-    return {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
 
 
 def name_of(function: Callable) -> str:

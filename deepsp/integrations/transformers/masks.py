@@ -111,12 +111,7 @@ class Masks:
                 f"expected key to have as many tokens as query ({lens}, by rank), got {key_lens}; "
                 "neither a cache nor another sequence can be attended to"
             )
-        allowed = {-1} if -1 in widths else {length}
-        if set(widths) != allowed:
-            raise ValueError(
-                f"expected attention_mask of the full sequence, {length} tokens, on every rank, or "
-                f"on none, got {[None if w < 0 else w for w in widths]} by rank"
-            )
+        check_padding(widths, length)
         if len(set(rows)) != 1:
             raise ValueError(
                 f"expected position_ids to have as many rows on every rank, got {rows} by rank"
@@ -180,6 +175,15 @@ class Masks:
             config=config,
             use_vmap=False,
             device=like.device,
+        )
+
+
+def check_padding(widths: list[int], length: int) -> None:
+    """Raises unless the padding masks of all ranks have this length, or (-1) no rank has one."""
+    if set(widths) not in ({-1}, {length}):
+        raise ValueError(
+            f"expected attention_mask of the full sequence, {length} tokens, on every rank, or "
+            f"on none, got {[None if w < 0 else w for w in widths]} by rank"
         )
 
 

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from deepsp.data import sharding as data
-from deepsp.integrations.transformers.masks import check_positions, current
+from deepsp.integrations.transformers.masks import check_padding, check_positions, current
+from deepsp.integrations.transformers.patterns import Pattern, document_ranges
 from deepsp.ranks.groups import Member, member_of, on_all_ranks
 from deepsp.recurrence.convolution import causal_convolution
 from deepsp.recurrence.module import DistributedRecurrence
@@ -52,23 +53,14 @@ class Sequence:
         made = int(self.positions is None or data.are_handed_out(self.positions))
         known = on_all_ranks([hidden.size(1), width, made], self.member, hidden.device)
         lens, widths, made = map(list, zip(*known, strict=True))
-        total = sum(lens)
-        if set(widths) not in ({-1}, {total}):
-            raise ValueError(
-                f"expected attention_mask of the full sequence, {total} tokens, on every rank, or "
-                f"on none, got {[None if w < 0 else w for w in widths]} by rank"
-            )
+        check_padding(widths, sum(lens))
         if self.positions is not None and self.padding is None:
             positions = torch.ops.deepsp.all_gather(
                 self.positions.contiguous(), 1, lens, "replicated", rank, name
             )
             if not all(made):
                 check_positions(positions, lens)
-            begins = positions.expand(hidden.size(0), -1).diff(dim=1) != 1
-            if bool(begins.any()):
-                begins = F.pad(begins, (1, 0), value=True).flatten()
-                ends = [*begins.nonzero().flatten().tolist(), begins.numel()]
-                self.documents = torch.tensor([ends[:-1], ends[1:]]).T
+            self.documents = document_ranges(Pattern(right=0), positions, None, hidden.size(0))
         self.lens = lens
 
     @property
@@ -83,10 +75,13 @@ class Sequence:
 
 
 class _Running(threading.local):
-    """The mixers that run on this thread, and their sequences."""
+    """The mixers that run on this thread, and their sequences; None in a check."""
+
+    checks = False
+    """Whether a model is being checked: functions are then replaced by stand-ins."""
 
     def __init__(self):
-        self.stack: list[tuple[nn.Module, Sequence]] = []
+        self.stack: list[tuple[nn.Module, Sequence | None]] = []
 
 
 _running = _Running()
@@ -367,7 +362,7 @@ def _replace(space: dict, name: str) -> None:
 def _sequence_of(given: Callable, config, inputs_embeds, attention_mask=None, *args, **kwargs):
     """What a model makes as its mask for recurrent layers."""
     found = _registered.get(config._attn_implementation)
-    if found is None or _checking.on:
+    if found is None or _running.checks:
         return given(config, inputs_embeds, attention_mask, *args, **kwargs)
     padding = attention_mask if isinstance(attention_mask, Tensor) else None
     padding = padding if padding is not None and padding.dim() == 2 else None
@@ -375,7 +370,7 @@ def _sequence_of(given: Callable, config, inputs_embeds, attention_mask=None, *a
 
 
 def _enter(mixer: nn.Module, args: tuple, kwargs: dict[str, Any]):
-    if _checking.on:
+    if _running.checks:
         _running.stack.append((mixer, None))
         return None
     found = [x for x in (*args, *kwargs.values()) if isinstance(x, Sequence)]
@@ -401,23 +396,14 @@ def _leave(mixer: nn.Module, args: tuple, output: Any) -> None:
         _running.stack.pop()
 
 
-class _Checking(threading.local):
-    """Whether a model is being checked: functions are then replaced by stand-ins."""
-
-    on = False
-
-
-_checking = _Checking()
-
-
 @contextlib.contextmanager
 def stand_ins() -> Iterator[None]:
     """For a check's dry run, mixers work on each token alone."""
-    _checking.on = True
+    _running.checks = True
     try:
         yield
     finally:
-        _checking.on = False
+        _running.checks = False
 
 
 def install() -> None:
