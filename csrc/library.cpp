@@ -16,6 +16,7 @@
 #include "common/checks.h"
 #include "inductor/decomposition.h"
 #include "exchange/checks.h"
+#include "layout/deal.h"
 
 #include <Python.h>
 #include <ATen/ops/arange.h>
@@ -60,6 +61,50 @@ c10::IValue head_split(const Given& given) {
   check_chunk(chunk, heads.chunks());
   const Range q = heads.range(0, rank, chunk), kv = heads.range(1, rank, chunk);
   return std::vector<int64_t>{q.begin, q.end, kv.begin, kv.end};
+}
+
+// More ranks than any group has, and few enough that a batch is dealt out in seconds.
+constexpr int64_t kMostDealt = int64_t(1) << 12;
+
+c10::IValue deal_op(const Given& given) {
+  const at::IntArrayRef lengths = given["lengths"];
+  const int64_t ranks = given["ranks"], max_tokens = given["max_tokens"];
+  const double linear = given["linear"], quadratic = given["quadratic"];
+  TORCH_CHECK_VALUE(
+      ranks > 0 && ranks <= kMostDealt, "expected 1 <= ranks <= ", kMostDealt, ", got ", ranks);
+  TORCH_CHECK_VALUE(
+      linear > 0 && quadratic >= 0, "expected costs linear > 0 and quadratic >= 0, got ", linear,
+      " and ", quadratic);
+  int64_t total = 0;
+  double cost = 0;
+  for (size_t d = 0; d < lengths.size(); ++d) {
+    check_at_least(lengths[d], 0, "the length of document ", d);
+    TORCH_CHECK_VALUE(
+        lengths[d] <= kMostElements - total, "expected lengths of at most ", kMostElements,
+        " tokens in all, got more, at document ", d, "; pass numbers of tokens");
+    total += lengths[d];
+    cost += linear * double(lengths[d]) + quadratic * double(lengths[d]) * double(lengths[d]);
+  }
+  TORCH_CHECK_VALUE(
+      cost < 1e300, "expected a batch to cost less than 1e300, got ", cost, " with ", linear,
+      " a token and ", quadratic, " a pair of tokens; use another unit");
+  check_at_least(max_tokens, 0, "max_tokens");
+  const int64_t needed = total / ranks + (total % ranks > 0);
+  TORCH_CHECK_VALUE(
+      needed <= max_tokens, "expected documents of at most ranks * max_tokens = ", ranks, " * ",
+      max_tokens, " tokens in all, got ", total, "; use max_tokens >= ", needed,
+      ", or leave out documents");
+  const Deal deal =
+      deal_documents({lengths.begin(), lengths.end()}, ranks, max_tokens, linear, quadratic);
+  std::vector<int64_t> found;
+  for (const Place& place : deal.places) {
+    found.push_back(place.level);
+    found.push_back(place.first);
+  }
+  for (const std::vector<int64_t>& lens : deal.lens) {
+    found.insert(found.end(), lens.begin(), lens.end());
+  }
+  return found;
 }
 
 c10::IValue cells(const Given& given) {
@@ -120,6 +165,12 @@ TORCH_LIBRARY(deepsp, m) {
   m.def(
       "head_split(int num_heads, int num_kv_heads, int parts, int rank, int chunk=0, "
       "int chunks=1) -> int[]",
+      pure);
+  // Deals documents out over ranks (layout/deal.h): for each document the level of its block and
+  // the block's first rank, then for each level the tokens that each rank holds of its documents.
+  m.def(
+      "deal_documents(int[] lengths, int ranks, int max_tokens, float linear, "
+      "float quadratic) -> int[]",
       pure);
   // The cells that a rank computes attention for in a chunk (layout/heads.h), six numbers each: the
   // begin and end of its query heads, and of two ranges of tokens, of `total` in the sequence, the
@@ -630,6 +681,7 @@ TORCH_LIBRARY(deepsp, m) {
 TORCH_LIBRARY_IMPL(deepsp, CompositeImplicitAutograd, m) {
   implement<token_split>(m, "token_split");
   implement<head_split>(m, "head_split");
+  implement<deal_op>(m, "deal_documents");
   implement<cells>(m, "_cells");
   implement<chunks_in_force>(m, "_chunks_in_force");
   m.impl("_pool_limit", pool_limit);

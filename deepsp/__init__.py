@@ -17,6 +17,7 @@ from deepsp.attention.distributed import distributed_attention
 from deepsp.attention.layer import SequenceParallelAttention
 from deepsp.attention.module import DistributedAttention
 from deepsp.compile.sharding.inputs import prepare_inputs
+from deepsp.data.documents import Deal, deal_documents
 from deepsp.data.loader import SequenceLoader
 from deepsp.data.sharding import shard, shard_batch, unshard
 from deepsp.gradients import clip_grad_norm_, sync_gradients
@@ -41,6 +42,7 @@ from deepsp.weights.parameters import full_parameters, shard_parameters
 from deepsp.weights.state import full_state_dict, load_full_state_dict
 
 __all__ = [
+    "Deal",
     "DistributedAttention",
     "DistributedRecurrence",
     "SequenceLoader",
@@ -53,6 +55,7 @@ __all__ = [
     "collectives",
     "create_schedule",
     "cross_entropy",
+    "deal_documents",
     "distributed_attention",
     "full_parameters",
     "full_state_dict",

@@ -199,6 +199,7 @@ def arguments(kind):
             ),
             "token_split": (13, size),
             "head_split": (8, 2, size, rank),
+            "deal_documents": ([3, 40, 0, 9], size, 60, 1.0, 0.1),
             "_indices_in": (q, [2, 5, 7, 7]),
             "_cells": (3, 13, size, rank, 1 if size > 1 else 0, 2, 0 if size > 1 else 1),
             "cut:seq_to_heads_start": ([q, k], lens, 2, False, rank, group),
@@ -260,7 +261,7 @@ def _opcheck(name):
      "_token_log_probs_backward",
      "cut:seq_to_heads_start", "cut:seq_to_heads_wait", "cut:heads_to_seq_start",
      "cut:heads_to_seq_wait", "cut:_streamed_attention", "_cells", "token_split", "head_split",
-     "_indices_in",
+     "deal_documents", "_indices_in",
      "_chunks_in_force", "_check_agreement"],
 )  # fmt: skip
 def test_opcheck(ranks, name):
