@@ -217,6 +217,11 @@ def _sequence_of(given: Callable, config, inputs_embeds, attention_mask=None, *a
     found = _registered.get(config._attn_implementation)
     if found is None or _running.checks:
         return given(config, inputs_embeds, attention_mask, *args, **kwargs)
+    if current.deal is not None:
+        raise ValueError(
+            "expected no batch of deal_batch in a model with recurrent layers, whose tokens must "
+            "be in order on the ranks; use shard_batch"
+        )
     padding = attention_mask if isinstance(attention_mask, Tensor) else None
     padding = padding if padding is not None and padding.dim() == 2 else None
     return Sequence(*found, padding, current.positions)
