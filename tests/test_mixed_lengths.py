@@ -271,6 +271,78 @@ def test_models(name, ranks, slack):
     on_ranks(ranks, _model, name, slack)
 
 
+# ------------------------------------------------------------------ loaders
+
+
+def _samples(rank, count):
+    """A rank's batches: rows of any lengths, padded."""
+    draws = random.Random(rank)
+    for n in range(count):
+        lengths = [draws.choice([1, 2, 7, 15, 40]) for _ in range(3)]
+        ids = torch.zeros(3, max(lengths), dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, length in enumerate(lengths):
+            ids[row, :length] = torch.arange(length) + 1000 * rank + 100 * n + 300 * row
+            mask[row, :length] = 1
+        weights = ids[..., None] * torch.tensor([0.5, 0.25])
+        labels = ids.masked_fill(mask == 0, -100)
+        yield {"input_ids": ids, "labels": labels, "attention_mask": mask, "weights": weights}
+
+
+class _Stream(torch.utils.data.IterableDataset):
+    def __init__(self, rank, count):
+        self.rank, self.count = rank, count
+
+    def __iter__(self):
+        return _samples(self.rank, self.count)
+
+
+def _loads(replicated):
+    """Nothing is lost or repeated; loaders end at different times; resumed."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    counts = [2] * size if replicated else [3, 1, 2][:size]
+    mine = 0 if replicated else rank
+    how = {"replicated": replicated, "mix": True, "shift": ()}
+
+    def loader():
+        data = torch.utils.data.DataLoader(_Stream(mine, counts[rank]), batch_size=None)
+        return deepsp.SequenceLoader(data, **how)
+
+    every = [list(_samples(r, n)) for r, n in enumerate(counts)]
+    every = every[:1] if replicated else every
+    whole = loader()
+    found = list(whole)
+    assert len(found) == max(map(len, every))
+    for n, (batch, deal) in enumerate(found):
+        rows = [x[n] for x in every if n < len(x)]
+        expected = torch.cat([x["input_ids"][x["attention_mask"] == 1] for x in rows])
+        assert torch.equal(deal.unshard(batch["input_ids"])[0], expected)
+        weights = deal.unshard(batch["weights"])[0]
+        torch.testing.assert_close(weights, expected[:, None] * torch.tensor([0.5, 0.25]))
+        ids, labels, first = (
+            deal.unshard(batch[name])[0] for name in ("input_ids", "shift_labels", "position_ids")
+        )
+        shifted = F.pad(ids[1:], (0, 1), value=-100)
+        ends = F.pad(first[1:] == 0, (0, 1), value=True)
+        assert torch.equal(labels, shifted.masked_fill(ends, -100))
+        mean = sum(deal.costs) / size
+        assert batch["deal"] is deal and max(deal.costs) <= max(1.03 * mean, mean + 1)
+    again = loader()
+    next(iter(again))
+    state = again.state_dict()
+    resumed = loader()
+    resumed.load_state_dict(state)
+    rest = list(resumed)
+    assert len(rest) == len(found) - 1
+    for (a, _), (b, _) in zip(rest, found[1:], strict=True):
+        assert torch.equal(a["input_ids"], b["input_ids"])
+
+
+@pytest.mark.parametrize("replicated", [False, True])
+def test_loader(replicated):
+    on_ranks(3, _loads, replicated)
+
+
 # ------------------------------------------------------------------ wrong uses
 
 
@@ -311,6 +383,12 @@ def _refused():
     ):  # fmt: skip
         with pytest.raises(ValueError, match=error):
             deepsp.deal_batch({**batch, **wrong}, shift=())
+    for error, how in (
+        ("dim=1 and no pad_to", {"mix": True, "pad_to": 8}),
+        ("max_tokens and cost with mix=True only", {"max_tokens": 8}),
+    ):
+        with pytest.raises(ValueError, match=error):
+            deepsp.SequenceLoader([], **how)
     register()
     model = make("Llama", attn_implementation="deepsp").double()
     local, _ = deepsp.deal_batch(batch)

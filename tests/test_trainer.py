@@ -80,6 +80,9 @@ def _plain(
         trainer.evaluate()
         trainer.model_preparation_time = 0.0  # a metric
     trainer.train()
+    if dict(options).get("mix_lengths") and size > 1:
+        row = {n: x[None] for n, x in train[0].items()}
+        assert isinstance(trainer._shard(row)[0]["deal"], deepsp.Deal)
     return logs(trainer)
 
 
@@ -176,14 +179,15 @@ def test_documents_that_end_where_the_tokens_of_ranks_do():
     _same(_collated, 2, 2, batch=2, collator="packing", length=10, prediction_loss_only=True)
 
 
-def _sft(size, batch, packing=False, metrics=None, rows=40, name="qwen3", **given):
+def _sft(size, batch, packing=False, metrics=None, rows=40, name="qwen3", options=(), **given):
     from trl import SFTConfig, SFTTrainer
 
     cls, more = SFTTrainer, {}
     if size > 1:
         from deepsp.integrations.transformers import sequence_parallel
 
-        cls, more = sequence_parallel(SFTTrainer), {"sequence_parallel_size": size}
+        cls = sequence_parallel(SFTTrainer)
+        more = {"sequence_parallel_size": size, **dict(options)}
     args = arguments(
         SFTConfig, per_device_train_batch_size=batch, per_device_eval_batch_size=batch, bf16=False,
         max_length=32, packing=packing, padding_free=False, dataset_num_proc=None, **given,
@@ -207,6 +211,15 @@ def test_sft_metrics_of_a_last_batch_with_one_row():
 
 def test_sft_packing():
     _same(_sft, 2, 2, digits=1e-4, packing=True)
+
+
+_MIXED = (("mix_lengths", True),)
+
+
+def test_mixed_lengths():
+    _same(_plain, 3, 3, dtype=f64, digits=1e-10, options=_MIXED)
+    _same(_sft, 4, 2, digits=1e-4, gradient_accumulation_steps=3, options=_MIXED)
+    _same(_sft, 2, 2, digits=1e-4, packing=True, options=_MIXED)
 
 
 def test_sft_metrics():

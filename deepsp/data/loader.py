@@ -6,11 +6,22 @@ import copy
 import itertools
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from deepsp.data.deal import describe, exchange, local_batch
+from deepsp.data.deal_batch import (
+    COST,
+    Cost,
+    Documents,
+    deal_batch,
+    dealt_batch,
+    documents_of,
+    exchange_documents,
+)
+from deepsp.data.documents import deal_documents
 from deepsp.data.sharding import Path, check_dim, hand_out, name_of, shard_batch
 from deepsp.ranks.agreement import compare_calls, first_difference
 from deepsp.ranks.groups import (
@@ -35,6 +46,10 @@ class SequenceLoader:
     each other rank only that rank's part. With ``replicated=True`` all ranks of a group load the
     same batches, as for :func:`deepsp.shard_batch`.
 
+    With ``mix=True`` the group trains on all ranks' batches of a round at once: their documents are
+    dealt out, as by :func:`deepsp.deal_batch`, and only documents that are long are shared.
+    Iterating yields the local batch and the :class:`deepsp.Deal`, one pair a round.
+
     Iterating yields the results of ``shard_batch`` for the full batches, bit for bit: the local
     batch and ``seq_lens``, P pairs a round. Lengths may differ from batch to batch. If a rank's
     loader ends before the others', the group goes on without it; the epoch ends when all have
@@ -52,6 +67,10 @@ class SequenceLoader:
             ``StatefulDataLoader``, a loader of ``accelerate.prepare``, or any iterable.
         group: the sequence group.
         replicated: every rank's loader yields the same full batches.
+        mix: deals documents out, in the place of tokens. ``dim`` is 1 then, and there is no
+            ``pad_to``.
+        max_tokens: with ``mix``, as in :func:`deepsp.deal_documents`; ``cost``, too.
+        cost: what tokens and documents cost.
         dim: the sequence dimension, counted from the front.
         pad_to: pads each full sequence at its end to this many tokens; None: no padding.
         ignore_index: the label of tokens that don't count.
@@ -75,6 +94,9 @@ class SequenceLoader:
         pad_to: int | None = None,
         ignore_index: int = -100,
         shift: Sequence[str] | None = None,
+        mix: bool = False,
+        max_tokens: int | None = None,
+        cost: Cost = COST,
     ):
         if not isinstance(loader, Iterable):
             raise ValueError(
@@ -87,7 +109,18 @@ class SequenceLoader:
         self._device = device_of(self._member)
         self._replicated = replicated or self._member[1] == 1
         self._options = {"dim": dim, "pad_to": pad_to, "ignore_index": ignore_index, "shift": shift}
-        passed = {"replicated": replicated, **self._options}
+        self._mix, self._limits = mix, {"max_tokens": max_tokens, "cost": cost}
+        if mix and (dim != 1 or pad_to is not None):
+            raise ValueError(
+                f"expected dim=1 and no pad_to with mix=True, got dim={dim} and pad_to={pad_to}; "
+                "leave them out"
+            )
+        if not mix and (max_tokens is not None or cost != COST):
+            raise ValueError(
+                f"expected max_tokens and cost with mix=True only, got {max_tokens} and {cost}; "
+                "pass mix=True, or leave them out"
+            )
+        passed = {"replicated": replicated, **self._options, "mix": mix, **self._limits}
         compare_calls("SequenceLoader", self._member, torch.empty(0, device=self._device), **passed)
         # Exchange lengths now, while all ranks are here: a progress bar may ask one rank alone.
         try:
@@ -95,7 +128,8 @@ class SequenceLoader:
         except (TypeError, NotImplementedError):
             own = -1
         lengths = [n for (n,) in on_all_ranks([own], self._member, self._device)]
-        self._length = -1 if min(lengths) < 0 else own if replicated else sum(lengths)
+        total = max(lengths) if mix else sum(lengths)
+        self._length = -1 if min(lengths) < 0 else own if replicated else total
         # accelerate's loaders always have the method, but a state only if this attribute says so.
         self._stateful = getattr(loader, "use_stateful_dataloader", hasattr(loader, "state_dict"))
         self._pins = bool(getattr(loader, "pin_memory", False)) and torch.cuda.is_available()
@@ -226,10 +260,16 @@ class SequenceLoader:
                     f"replicated=True, but those of ranks {ended} have ended before the others'; "
                     "make their samplers count groups, or pass replicated=False"
                 )
+            if self._mix:
+                shift = {n: self._options[n] for n in ("ignore_index", "shift")}
+                return start, iter([deal_batch(found, self._member, **shift, **self._limits)])
             return start, iter([shard_batch(found, self._member, **self._options)])
         known = [None if r in ended else pickle.loads(every[r][1]) for r in range(size)]
         if not ended and not self._compared:
-            self._compare(known, found)
+            tensors = [((n,), x) for n, x in found.tokens.items()] if self._mix else found
+            self._compare(known, tensors)
+        if self._mix:
+            return start, iter([self._mixed(known, found)])
         parts = exchange(known, found or [], self._options["dim"], self._member)
         return start, self._made(known, parts)
 
@@ -244,6 +284,25 @@ class SequenceLoader:
                 "the DataLoader a sampler that counts processes, DistributedSampler(data), or pass "
                 "replicated=True"
             )
+
+    def _mixed(self, known: list[Documents | None], own: Documents | None) -> tuple:
+        """This rank's tokens of all ranks' documents, and the deal."""
+        nothing = Documents({}, [], "", {})
+        everyone = [nothing if x is None else x for x in known]
+        full = next(x for x in everyone if x.tokens)
+        for r, x in enumerate(everyone):
+            same = {n: (t.dtype, t.shape[1:]) for n, t in x.tokens.items()}
+            first = {n: (t.dtype, t.shape[1:]) for n, t in full.tokens.items()}
+            if x.tokens and same != first:
+                raise ValueError(
+                    f"expected the batches of all ranks to have the same tensors, got {first} and, "
+                    f"on rank {r}, {same}"
+                )
+        lengths = [n for x in everyone for n in x.lengths]
+        deal = deal_documents(lengths, self._member[1], **self._limits)
+        tokens = exchange_documents(everyone, deal, own or nothing, self._member)
+        full = Documents({}, lengths, full.named, full.rest)
+        return dealt_batch(tokens, full, deal, self._member), deal
 
     def _made(self, known: list, parts: list) -> Iterator[Sharded]:
         """The received batches, each in its turn."""
@@ -263,6 +322,11 @@ class SequenceLoader:
         if start["ended"] or self._replicated:
             return start, batch, ("ended" if start["ended"] else "batch", None)
         try:
+            if self._mix:
+                shift = {n: self._options[n] for n in ("ignore_index", "shift")}
+                found = documents_of(batch, **shift)
+                empty = {n: x[:0].clone() for n, x in found.tokens.items()}
+                return start, found, ("batch", pickle.dumps(replace(found, tokens=empty)))
             tensors, described = describe(batch, **self._options)
             return start, tensors, ("batch", described)
         except Exception as error:

@@ -29,11 +29,13 @@ from torch.utils._pytree import tree_map_only
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import seed_worker
 
+from deepsp.data.deal_batch import deal_batch
 from deepsp.data.sharding import unshard
-from deepsp.integrations.accelerate import local_batch, share_batches
+from deepsp.integrations.accelerate import LocalBatch, local_batch, share_batches
 from deepsp.integrations.transformers.causal_lm import causal_lm_loss
 from deepsp.integrations.transformers.class_loss import OneProcess, class_loss
 from deepsp.integrations.transformers.evaluation import Evaluation
+from deepsp.integrations.transformers.mixers import mixers_in
 from deepsp.integrations.transformers.registration import base_of, use_in
 from deepsp.loss import cross_entropy
 from deepsp.ranks.groups import member_of, on_all_ranks
@@ -46,7 +48,7 @@ _DDP = [x for x in DistributedType if x.name.startswith("MULTI_")]
 def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
     """A subclass of ``trainer_class`` that trains on sharded sequences.
 
-    The class takes three more arguments, by name. With ``per_device_train_batch_size=b`` on N
+    The class takes four more arguments, by name. With ``per_device_train_batch_size=b`` on N
     processes, a step trains on b * N / size samples.
 
     - ``sequence_parallel_size``: the number of ranks that share each batch, a divisor of the number
@@ -55,6 +57,9 @@ def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
     - ``without_logits``: computes the loss by :func:`deepsp.causal_lm_loss`, so that logits exist
       only for a few tokens at a time; not in an evaluation that needs logits.
     - ``query_parts``: as in :func:`deepsp.distributed_attention`.
+    - ``mix_lengths``: trains on documents that are dealt out over the ranks, as by
+      :func:`deepsp.deal_batch`, so that ranks share only those that are long. Evaluation shards
+      batches as without it.
 
     Losses and gradient norms are those of the same training without sequence parallelism on
     N / size processes. Evaluation losses and metrics are those of one process with batches as large
@@ -109,10 +114,11 @@ class _SequenceParallel(Evaluation):
         sequence_parallel_size: int | None = None,
         without_logits: bool = False,
         query_parts: int | str = "auto",
+        mix_lengths: bool = False,
         **kwargs,
     ):
         self._asked_size, self._without_logits = sequence_parallel_size, without_logits
-        self._query_parts = query_parts
+        self._query_parts, self._mix = query_parts, mix_lengths
         super().__init__(*args, **kwargs)
         if self._size > 1:
             self._prepare_model()
@@ -181,6 +187,16 @@ class _SequenceParallel(Evaluation):
             raise ValueError(
                 "expected without_logits=False where a class or compute_loss_func computes the "
                 "loss itself, got True; leave it out"
+            )
+        if self._mix and self.compute_loss_func is not None:
+            raise ValueError(
+                "expected no compute_loss_func with mix_lengths=True, since it gets outputs and "
+                "labels in the order of the batch, got one; leave one of them out"
+            )
+        if self._mix and any(mixers_in(self._base_model())):
+            raise ValueError(
+                f"expected mix_lengths=False for {type(self._base_model()).__name__}, whose "
+                "recurrent layers need the tokens in order on the ranks; leave it out"
             )
         use_in(
             self._base_model(), self._group, query_parts=self._query_parts
@@ -292,6 +308,9 @@ class _SequenceParallel(Evaluation):
             for name, x in batch.items():
                 if name not in self._inputs and isinstance(x, Tensor) and x.shape == labels.shape:
                     batch[name] = F.pad(x, (0, 1))[..., 1:]  # a weight of each label, say
+        if self._mix and self._base_model().training:
+            local, deal = deal_batch(batch, self._group)
+            return LocalBatch(local), deal.seq_lens
         return local_batch(batch, self._group)
 
     @functools.cached_property
@@ -393,6 +412,7 @@ class SequenceParallelTrainer(_SequenceParallel, Trainer):
             of processes. None: ``cp_size`` of ``TrainingArguments.parallelism_config``.
         without_logits: computes the loss by :func:`deepsp.causal_lm_loss`.
         query_parts: as in :func:`deepsp.distributed_attention`.
+        mix_lengths: deals documents out over the ranks.
 
     Raises:
         ValueError: as :func:`sequence_parallel`.
