@@ -205,14 +205,18 @@ TORCH_LIBRARY(deepsp, m) {
   // are split like torch.tensor_split; head j of q reads head j / (H_0 / H_i).
   // Composite: the start and the wait below.
   m.def(
-      "seq_to_heads(Tensor[] inputs, SymInt[] seq_lens, int rank, str group_name) -> Tensor[]",
+      "seq_to_heads(Tensor[] inputs, SymInt[] seq_lens, int rank, str group_name, *, "
+      "int levels=1) -> Tensor[]",
       uncaptured);
   // Its adjoint: inputs[i] [B, S, h_i, D_i] -> [B, S_rank, H_i, D_i], fresh and
   // contiguous; tokens_first: lying in memory as [S_rank, B, H_i, D_i]. What several
   // ranks say of one head is summed, in rank order, in float32 (float64 for float64).
+  // levels: the widths of layout/plan.h, 2, 4, ... and the number of ranks, if there are several.
+  // seq_lens then has every rank's tokens of the first, then those of the next; the inputs have
+  // them in this order. A rank gets tensors for each of its blocks, one level's after the other's.
   m.def(
       "heads_to_seq(Tensor[] inputs, SymInt[] num_heads, SymInt[] seq_lens, int rank, "
-      "str group_name, *, bool tokens_first=False) -> Tensor[]",
+      "str group_name, *, bool tokens_first=False, int levels=1) -> Tensor[]",
       uncaptured);
   // The same in two halves. What a start returns is on its way: the caller may neither read
   // it nor write to the inputs until it was waited for, once. A wait
@@ -225,9 +229,9 @@ TORCH_LIBRARY(deepsp, m) {
   // tensor, [B, S, h_i, D_i]. Chunks are halves of the sequence, at most two.
   m.def(
       "seq_to_heads_start(Tensor[] inputs, SymInt[] seq_lens, int chunks, bool last_first, "
-      "int rank, str group_name, *, int query_parts=1) -> Tensor[]",
+      "int rank, str group_name, *, int query_parts=1, int levels=1) -> Tensor[]",
       uncaptured);
-  // Views of the buffer, or, of several cells, fresh.
+  // Views of the buffer, or, of several cells or levels, fresh.
   // tokens_first: a hint, alike on all ranks. True: the inputs of the start lie in memory as
   // [S_rank, B, H_i, D_i]; false: as [B, S_rank, H_i, D_i]. Ranks that share memory write gradients
   // in that order. None: unknown, or _project_to_heads_start was the start, whose backward reads
@@ -235,21 +239,21 @@ TORCH_LIBRARY(deepsp, m) {
   m.def(
       "seq_to_heads_wait(Tensor(a -> *) buffer, SymInt[] num_heads, SymInt[] head_dims, "
       "SymInt batch, SymInt[] seq_lens, int chunk, int chunks, int rank, "
-      "str group_name, *, bool? tokens_first=None, int query_parts=1) -> Tensor(a)[]",
+      "str group_name, *, bool? tokens_first=None, int query_parts=1, int levels=1) -> Tensor(a)[]",
       uncaptured);
   // The heads of one chunk. tokens_first: what heads_to_seq_wait will most likely be given, if that
   // waits for it; a buffer that ranks write into then holds the result. None: unknown, or
   // _heads_to_output_wait waits, which reads rows.
   m.def(
       "heads_to_seq_start(Tensor[] inputs, SymInt[] num_heads, SymInt[] seq_lens, int chunk, "
-      "int chunks, int rank, str group_name, *, bool? tokens_first=None, int query_parts=1) -> "
-      "Tensor",
+      "int chunks, int rank, str group_name, *, bool? tokens_first=None, int query_parts=1, "
+      "int levels=1) -> Tensor",
       uncaptured);
   // The buffers of all chunks, in order.
   m.def(
       "heads_to_seq_wait(Tensor[] buffers, SymInt[] num_heads, SymInt[] head_dims, "
       "SymInt batch, SymInt[] seq_lens, int rank, str group_name, *, "
-      "bool tokens_first=False, int query_parts=1) -> Tensor[]",
+      "bool tokens_first=False, int query_parts=1, int levels=1) -> Tensor[]",
       uncaptured);
 
   // --- the tokens before
@@ -335,13 +339,16 @@ TORCH_LIBRARY(deepsp, m) {
   // sharded_randomness: ranks that are seeded alike drop other weights all the same.
   // documents, window_size, softcap, sinks: as in _blockwise_attention, of all tokens and heads.
   // kv_chunk: as in _streamed_attention. query_parts: as above; 1: heads alone are shared out.
+  // dealt: documents that blocks of ranks share. seq_lens has every rank's tokens that are its
+  // own, then those of each level (seq_to_heads). dealt[n]: as documents, of this rank's own
+  // tokens, then of the sequence of its block of each level.
   m.def(
       "distributed_attention(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, float dropout_p, "
       "bool is_causal, float? scale, bool enable_gqa, int chunks, SymInt[] seq_lens, int rank, "
       "str group_name, *, str layout='bshd', bool sharded_randomness=False, "
       "Tensor? documents=None, int[] window_size=[], "
       "float? softcap=None, Tensor? sinks=None, "
-      "int? kv_chunk=None, int query_parts=1) -> Tensor",
+      "int? kv_chunk=None, int query_parts=1, Tensor[]? dealt=None) -> Tensor",
       uncaptured);
   // What the query heads of a cell read of k or v: `received` is what each wait so far has given,
   // [B, S, h, D], the first chunk's first. Each head is repeated for its query heads where their

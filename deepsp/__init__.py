@@ -17,6 +17,7 @@ from deepsp.attention.distributed import distributed_attention
 from deepsp.attention.layer import SequenceParallelAttention
 from deepsp.attention.module import DistributedAttention
 from deepsp.compile.sharding.inputs import prepare_inputs
+from deepsp.data.deal_batch import deal_batch
 from deepsp.data.documents import Deal, deal_documents
 from deepsp.data.loader import SequenceLoader
 from deepsp.data.sharding import shard, shard_batch, unshard
@@ -55,6 +56,7 @@ __all__ = [
     "collectives",
     "create_schedule",
     "cross_entropy",
+    "deal_batch",
     "deal_documents",
     "distributed_attention",
     "full_parameters",

@@ -19,7 +19,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 
 from deepsp.integrations.deepspeed import config
-from deepsp.integrations.transformers import calls, mixers
+from deepsp.integrations.transformers import calls, mixers, recurrences
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,14 @@ PATCHES = (
         "the files of such a model, when it is first called; for other models the functions do "
         "what they did.",
         mixers.__name__,
+        on_call=True,
+    ),
+    Patch(
+        "torch._dynamo",
+        ("torch._dynamo.trace_rules._allowed_callable_ids",),
+        "The compile pass gets a recurrence of a transformers' model as one op, not as the many of "
+        "its chunks. Made for the functions of such a model, when the pass first meets it.",
+        recurrences.__name__,
         on_call=True,
     ),
 )

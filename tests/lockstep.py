@@ -156,6 +156,27 @@ def _seq_to_heads(ranks):
     return found
 
 
+def _seq_to_heads_start(ranks):
+    """Each buffer is what was passed: the wait computes what it holds."""
+    assert {(a["chunks"], a["query_parts"]) for a in ranks} == {(1, 1)}
+    return [[a] for a in ranks]
+
+
+def _seq_to_heads_wait(ranks):
+    return _seq_to_heads([a["buffer"] for a in ranks])
+
+
+def _fold_states(ranks):
+    state, found = torch.zeros_like(ranks[0]["update"]), []
+    for a in ranks:
+        assert list(a["rows"]) == [a["update"].size(0)] * len(ranks)
+        found.append(state)
+        scale = a["transition"]
+        state = scale @ state if scale.dim() == 4 else scale[..., None, None] * state
+        state = state + a["update"]
+    return found
+
+
 def _heads_to_seq(ranks):
     size, lens = len(ranks), list(ranks[0]["seq_lens"])
     num_heads = ranks[0]["num_heads"]
@@ -190,6 +211,9 @@ _COLLECTIVES = {
     ours.replicate_start.default: _replicate_start,
     ours.replicate_wait.default: _replicate_wait,
     ours.seq_to_heads.default: _seq_to_heads,
+    ours.seq_to_heads_start.default: _seq_to_heads_start,
+    ours.seq_to_heads_wait.default: _seq_to_heads_wait,
+    ours._fold_states.default: _fold_states,
 }
 
 

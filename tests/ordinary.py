@@ -239,6 +239,10 @@ class Ordinary(LM):
 
     # Tokens before each one
 
+    def extremes(self, ids, labels):
+        x = self.embed(ids)
+        return (x / x.abs().amax((1, 2), keepdim=True)).square().mean() + x.amin()
+
     def convolutions(self, ids, labels):
         n = ids.size(1)
         x = self.embed(ids).transpose(1, 2)

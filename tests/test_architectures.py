@@ -9,21 +9,11 @@ from architectures import ARCHITECTURES, through_compile_pass
 from harness import on_ranks
 from lockstep import static_lengths
 
-_RECURRENCE = r"a part of {}, a recurrence, .*register\(\), .*attn_implementation='deepsp'"
-REFUSED = {
-    "Llama, dynamic RoPE": "Data-dependent branching",  # also without deepsp, by Dynamo
-    **dict.fromkeys(
-        ("Qwen3-Next", "Qwen3.5", "OLMo Hybrid"), _RECURRENCE.format("torch_chunk_gated_delta_rule")
-    ),
-    "Kimi Linear": _RECURRENCE.format("chunk_kimi_delta_attention"),
-    **dict.fromkeys(
-        ("Bamba", "Falcon-H1", "Nemotron-H", "Granite 4", "Zamba2", "Mamba 2"),
-        _RECURRENCE.format("mamba2_chunk_scan"),
-    ),
-    "Jamba": _RECURRENCE.format("mamba_selective_scan"),
-}
-# Attention by hand, two sequences, sorted tokens, patches, short convolutions, a recurrence.
-_AT_EVERY_COMMIT = ["Gemma 2", "T5", "Mixtral", "ViT", "LFM2", "Mamba 2"]
+REFUSED = {"Llama, dynamic RoPE": "Data-dependent branching"}  # also without deepsp, by Dynamo
+# Attention by hand, two sequences, sorted tokens, patches, short convolutions; a recurrence by
+# state (by heads: test_hybrid.py).
+_AT_EVERY_COMMIT = [(n, 3) for n in ("Gemma 2", "T5", "Mixtral", "ViT", "LFM2")] + [("Mamba 2", 5)]
+_NIGHTLY = [("Qwen3-Next", 5), ("Jamba", 3)]
 
 
 def _check(name, refused):
@@ -32,10 +22,19 @@ def _check(name, refused):
     assert expected is None or re.search(expected, refused), refused
 
 
-@pytest.mark.parametrize("name", _AT_EVERY_COMMIT)
-def test_three_ranks(name):
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    _AT_EVERY_COMMIT + [pytest.param(*x, marks=pytest.mark.nightly) for x in _NIGHTLY],
+)
+def test_more_ranks(name, ranks):
     with static_lengths():
-        _check(name, through_compile_pass(name, 14, 3))
+        _check(name, through_compile_pass(name, 14, ranks))
+
+
+@pytest.mark.nightly
+def test_states_are_refused():
+    refused = through_compile_pass("Qwen3.5", 14, 2, use_cache=True)
+    assert re.search("torch_chunk_gated_delta_rule .*returns a state.* use_cache = False", refused)
 
 
 @pytest.mark.nightly

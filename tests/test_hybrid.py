@@ -1,6 +1,7 @@
 """transformers' models with recurrent layers over a sharded sequence, against one process: whole,
 unmodified models in float64, loss and every gradient."""
 
+import copy
 import importlib.abc
 import importlib.machinery
 import itertools
@@ -15,9 +16,11 @@ import torch.nn.functional as F
 from architectures import HYBRIDS, VOCAB, make
 from harness import on_ranks
 from reference import draw
+from torch._dynamo import trace_rules
 
 import deepsp
-from deepsp.integrations.transformers import register
+from deepsp.integrations.transformers import recurrences, register
+from deepsp.integrations.transformers.recurrences import FUNCTIONS, Sharded
 from deepsp.ranks.groups import member_of
 
 LENGTH, ROWS = 37, 2
@@ -170,11 +173,43 @@ def test_more_ranks_than_heads(name):
     on_ranks(5, _equals, name, None, apart="hybrid")
 
 
+def _compiled(name):
+    """By the compile pass: of another length, padded, with checkpoints; and what is changed of
+    Dynamo is taken out again."""
+    _in_float64()
+    torch.manual_seed(0)
+    reference = make(name).train()
+    model = copy.deepcopy(reference)
+    model.gradient_checkpointing_enable()
+    options = {"inner": "aot_eager"}
+    compiled = torch.compile(model, backend="deepsp", fullgraph=True, options=options)
+    for length in (LENGTH, LENGTH - 6):
+        batch = {n: x[:, :length] for n, x in _batch("left padding").items()}
+        expected = reference(**batch).loss
+        expected.backward()
+        loss = compiled(**deepsp.prepare_inputs(batch)).loss
+        loss.backward()
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+        wanted = _gradients(reference)
+        for n, g in _gradients(model).items():
+            scale = wanted[n].abs().max().item()
+            torch.testing.assert_close(g, wanted[n], rtol=0, atol=1e-10 * scale, msg=n)
+    functions = list(recurrences.captured)
+    assert functions and all(map(trace_rules.is_callable_allowed, functions))
+    recurrences.uninstall()
+    assert not recurrences.captured and not any(map(trace_rules.is_callable_allowed, functions))
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen3.5", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("Bamba", "Jamba"))]
+)
+def test_compiled(name):
+    on_ranks(2, _compiled, name, apart="hybrid")
+
+
 def _by_kernel():
     """A kernel that knows packed documents gets all of them in one call."""
     from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
-
-    from deepsp.integrations.transformers import mixers
 
     calls = []
 
@@ -194,9 +229,8 @@ def _by_kernel():
     sys.modules["a_package"] = types.SimpleNamespace(chunk_gated_delta_rule=kernel)
     wraps = use_kernel_func_from_hub_with_fallback("chunk_gated_delta_rule", "a_package")
     for given in (wraps(torch_function), torch_function):
-        sequence = mixers.Sequence(None, "heads", None, None)
-        sequence.lens, sequence.documents, sequence.member = [6] * size, documents, member_of(None)
-        call = mixers._delta_rule(given, torch.nn.Module(), sequence)
+        sharded = Sharded("a layer", member_of(None), [6] * size, documents, "heads")
+        call = FUNCTIONS["torch_chunk_gated_delta_rule"](given, sharded)
         out, _ = call(*(x.tensor_split(size, 1)[rank] for x in full))
         torch.testing.assert_close(out, expected.tensor_split(size, 1)[rank])
         assert len(calls) == 1 and calls[0] == [0, 3, 8, 12]

@@ -28,20 +28,20 @@ def test_by_inductor(case):
     on_ranks(2, _inductor, case)
 
 
-def _traced():
-    """The second length leaves some ranks fewer tokens than a convolution looks back over: all of
-    them compile once more."""
-
+def _traced(case, lengths):
     def make():
-        model = Ordinary("convolutions")
+        model = Ordinary(case)
         del model.blocks[:]
         return model
 
-    assert compare(make, (25, 22), inner="aot_eager") == [1, 2]
+    assert compare(make, lengths, inner="aot_eager") == [1, 2]
 
 
-def test_tokens_before_on_real_ranks():
-    on_ranks(4, _traced)
+@pytest.mark.parametrize(("case", "lengths"), [("convolutions", (25, 22)), ("extremes", (9, 6))])
+def test_fewer_tokens_on_real_ranks(case, lengths):
+    """The second length leaves some ranks fewer tokens than a convolution looks back over, or none
+    for a maximum: all of them compile once more."""
+    on_ranks(4, _traced, case, lengths)
 
 
 # ------------------------------------------------------------------ random numbers, in place

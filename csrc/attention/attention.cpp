@@ -5,6 +5,8 @@
 #include "../exchange/ops.h"
 #include "cell.h"
 
+#include <ATen/ops/cat.h>
+
 namespace deepsp {
 namespace {
 
@@ -100,6 +102,107 @@ at::Tensor attend(
   return out[0];
 }
 
+// Attention to documents that blocks of ranks share, or that one rank has alone: while it works on
+// the latter, the others are on their way.
+at::Tensor attend_dealt(
+    const Tensors& inputs,
+    const std::vector<at::Tensor>& dealt,
+    const Asked& asked,
+    const Given& given) {
+  const c10::SymIntArrayRef lens = given["seq_lens"];
+  const int64_t rank = given["rank"], count = static_cast<int64_t>(dealt.size());
+  TORCH_CHECK_VALUE(
+      count > 0 && lens.size() % count == 0,
+      "expected seq_lens to have the tokens of each rank, its own and those of each level, one "
+      "entry of dealt for each, got ",
+      lens.size(), " entries for ", count, " of dealt");
+  const int64_t ranks = static_cast<int64_t>(lens.size()) / count;
+  check_rank(rank, ranks, " in seq_lens");
+  TORCH_CHECK_VALUE(
+      inputs[0].sym_size(0) == 1, "expected a batch of one row with dealt, got ",
+      inputs[0].sym_size(0), " rows; put all documents into one");
+  TORCH_CHECK_VALUE(
+      !asked.documents.has_value(),
+      "expected no documents with dealt, got some; dealt has them for each level");
+  const int64_t chunks = given["chunks"];
+  TORCH_CHECK_VALUE(chunks == 1, "expected chunks to be 1 with dealt, got ", chunks);
+  check_only_pattern(asked.attn_mask, asked.dropout_p);
+  const int64_t heads = inputs[0].size(2), kv_heads = inputs[1].size(2);
+  const auto attend_to = [&](at::TensorList kv, const at::Tensor& q, const CellOf& cell,
+                             size_t level) {
+    const Asked here(asked, dealt[level]);
+    check_pattern(here.pattern(), 1, kv[0].sym_size(1), heads);
+    return attention_of_cell(q, kv_of_cell({kv[0]}, cell), kv_of_cell({kv[1]}, cell), here, cell);
+  };
+
+  const c10::SymInt& own = lens[rank];
+  Tensors alone;
+  for (const at::Tensor& x : inputs) {
+    alone.push_back(x.narrow_symint(1, 0, own));
+  }
+  const CellOf all{head_layout({heads, kv_heads}, 1, 1, 1, kNames), 0, 0, 0};
+  if (ranks == 1) {
+    return attend_to({alone[1], alone[2]}, alone[0], all, 0);
+  }
+  Tensors shared;
+  for (const at::Tensor& x : inputs) {
+    shared.push_back(x.narrow_symint(1, own, x.sym_size(1) - own));
+  }
+  const SymInts rest = lens.slice(ranks).vec();
+  // Of one level, all ranks', queries are cut as anywhere; of several, where a level needs it.
+  const bool cut = count == 2 && heads < ranks;
+  const auto how = [&](std::vector<With> more) {
+    more.insert(
+        more.end(),
+        {{"seq_lens", rest}, {"levels", count - 1}, {"query_parts", cut ? HeadLayout::kAuto : 1}});
+    return more;
+  };
+  const Tensors arriving =
+      seq_to_heads_start(given, how({{"inputs", shared}, {"last_first", false}}));
+  const at::Tensor out = attend_to({alone[1], alone[2]}, alone[0], all, 0);
+  SymInts dims, sizes;
+  for (const at::Tensor& x : shared) {
+    dims.push_back(x.sym_size(3));
+    sizes.push_back(x.sym_size(2));
+  }
+  const Tensors arrived = seq_to_heads_wait(
+      given, how(
+                 {{"buffer", arriving[0]},
+                  {"num_heads", sizes},
+                  {"head_dims", dims},
+                  {"batch", 1},
+                  {"chunk", 0}}));
+  Tensors outputs;
+  size_t next = 0;
+  const std::vector<int64_t> widths = level_widths(ranks);
+  for (size_t n = 0; n < widths.size(); ++n) {
+    const int64_t width = widths[n], first = rank / width * width;
+    if (first + width > ranks) {
+      continue;  // in no block of this level
+    }
+    const HeadLayout layout =
+        head_layout({heads, kv_heads}, width, 1, heads < width ? HeadLayout::kAuto : 1, kNames);
+    const size_t cells = layout.cells(rank - first).size();
+    for (size_t c = 0; c < cells; ++c) {
+      outputs.push_back(attend_to(
+          {arrived[next + cells], arrived[next + cells + 1]}, arrived[next + c],
+          {layout, rank - first, 0, static_cast<int64_t>(c)}, n + 1));
+    }
+    next += cells + 2;
+  }
+  const std::vector<int64_t> of_q{heads};
+  const at::Tensor leaving =
+      heads_to_seq_start(given, how({{"inputs", outputs}, {"num_heads", of_q}, {"chunk", 0}}));
+  const Tensors back = heads_to_seq_wait(
+      given, how(
+                 {{"buffers", Tensors{leaving}},
+                  {"num_heads", of_q},
+                  {"head_dims", SymInts{dims[2]}},
+                  {"batch", 1},
+                  {"tokens_first", false}}));
+  return at::cat({out, back[0]}, 1);
+}
+
 c10::IValue distributed_attention(const Given& given) {
   const Order order = order_of(given["layout"]);
   Tensors inputs;  // [B, S_rank, H_i, D_i]
@@ -108,9 +211,13 @@ c10::IValue distributed_attention(const Given& given) {
     check_four(x, name, order.names);
     inputs.push_back(x.permute(order.dims));
   }
+  const Asked asked(given);
+  if (const auto dealt = given.optional<std::vector<at::Tensor>>("dealt")) {
+    check_heads(inputs[0], inputs[1], inputs[2], given["enable_gqa"]);
+    return attend_dealt(inputs, *dealt, asked, given).permute(order.dims);
+  }
   const SymPlan plan = plan_by_tokens(inputs, given, kNames);
   check_heads(inputs[0], inputs[1], inputs[2], given["enable_gqa"]);
-  const Asked asked(given);
   check_asked(
       asked.attn_mask, asked.dropout_p, asked.is_causal, asked.pattern(), inputs[0].scalar_type(),
       plan.batch, plan.heads.num_heads(0), plan.total());

@@ -28,6 +28,13 @@ struct BlockArguments {
   const std::optional<double> scale, softcap;
 
   explicit BlockArguments(const Given& given);
+  BlockArguments(const BlockArguments& how, OptionalTensor among)
+      : documents(std::move(among)),
+        sinks(how.sinks),
+        is_causal(how.is_causal),
+        window_size(how.window_size),
+        scale(how.scale),
+        softcap(how.softcap) {}
   Pattern pattern() const { return {documents, window_size, softcap, sinks}; }
 };
 // queries: begin and end of each range.

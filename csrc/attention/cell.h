@@ -14,6 +14,12 @@ struct Asked : BlockArguments {
   const bool sharded_randomness;
 
   explicit Asked(const Given& given);
+  // Among other documents.
+  Asked(const Asked& asked, OptionalTensor among)
+      : BlockArguments(asked, std::move(among)),
+        attn_mask(asked.attn_mask),
+        dropout_p(asked.dropout_p),
+        sharded_randomness(asked.sharded_randomness) {}
 };
 
 // Of all tokens and heads.

@@ -32,7 +32,7 @@ Carriers::Carriers(const Layout& plan, int64_t chunk, std::shared_ptr<const Mach
     return;
   }
   shared_.resize(machines_->count());
-  for (size_t i = 1; i < plan.heads.tensors(); ++i) {
+  for (size_t i = 1; plan.levels.empty() && i < plan.heads.tensors(); ++i) {
     for (const HeadSegment& segment : plan.heads.segments(i)) {
       for (auto& [key, readers] : by_machine_and_chunk(segment, *machines_)) {
         if (key.second == chunk && readers.size() > 1) {

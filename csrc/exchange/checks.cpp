@@ -50,8 +50,9 @@ SymPlan checked_plan(
     SymInts head_dims,
     const c10::SymInt& batch,
     c10::SymIntArrayRef seq_lens,
-    int64_t rank) {
-  SymPlan plan(std::move(heads), std::move(head_dims), batch, seq_lens.vec(), rank);
+    int64_t rank,
+    int64_t levels) {
+  SymPlan plan(std::move(heads), std::move(head_dims), batch, seq_lens.vec(), rank, levels > 1);
   for (size_t i = 0; i < plan.head_dims.size(); ++i) {
     check_fits(
         {plan.total(), plan.batch, plan.heads.num_heads(i), plan.head_dims[i]},
@@ -96,18 +97,57 @@ void check_four(const at::Tensor& x, const std::string& name, const char* dimens
       x.dim() == 4, "expected ", name, " to have 4 dimensions ", dimensions, ", got ", x.dim());
 }
 
-void check_seq_lens(c10::SymIntArrayRef seq_lens, int64_t rank) {
-  const int64_t parts = static_cast<int64_t>(seq_lens.size());
+int64_t check_seq_lens(c10::SymIntArrayRef seq_lens, int64_t rank, int64_t levels) {
+  const int64_t count = static_cast<int64_t>(seq_lens.size());
+  check_at_least(levels, 1, "levels");
   TORCH_CHECK_VALUE(
-      parts > 0,
+      count > 0,
       "expected seq_lens to have the number of tokens of each rank of the group, got an empty "
       "list");
+  const int64_t parts = count / levels;
+  TORCH_CHECK_VALUE(
+      parts * levels == count &&
+          (levels == 1 || static_cast<int64_t>(level_widths(parts).size()) == levels),
+      "expected seq_lens to have the tokens of each rank for each of the levels of width 2, 4, "
+      "... and the number of ranks, got ",
+      count, " entries for ", levels, " levels");
   check_rank(rank, parts, " in seq_lens");
-  for (int64_t p = 0; p < parts; ++p) {
-    check_at_least(seq_lens[p], 0, "seq_lens[", p, "]");
-    check_fits(seq_lens[p], "seq_lens");
+  for (int64_t n = 0; n < count; ++n) {
+    check_at_least(seq_lens[n], 0, "seq_lens[", n, "]");
+    check_fits(seq_lens[n], "seq_lens");
   }
+  for (int64_t n = 0; levels > 1 && n + 1 < levels; ++n) {
+    const int64_t width = level_widths(parts)[n];
+    for (int64_t p = parts / width * width; p < parts; ++p) {
+      TORCH_CHECK_VALUE(
+          seq_lens[n * parts + p] == 0, "expected seq_lens[", n * parts + p,
+          "] to be 0, since rank ", p, " of ", parts, " is in no block of ", width, ", got ",
+          seq_lens[n * parts + p]);
+    }
+  }
+  return parts;
 }
+
+namespace {
+
+// The heads of tensors that travel by levels: of each level, whole where there are enough.
+HeadLayout layout_of(
+    const std::vector<int64_t>& num_heads,
+    int64_t ranks,
+    const Given& given,
+    int64_t chunks,
+    const char* const* names = nullptr) {
+  int64_t parts = given.get("query_parts", 1);
+  if (given.get("levels", 1) > 1) {
+    TORCH_CHECK_VALUE(
+        chunks == 1 && parts == 1, "expected chunks and query_parts to be 1 with levels, got ",
+        chunks, " and ", parts);
+    parts = num_heads[0] < ranks ? HeadLayout::kAuto : 1;
+  }
+  return head_layout(num_heads, ranks, chunks, parts, names);
+}
+
+}  // namespace
 
 void check_local_length(
     const at::Tensor& x, const std::string& name, c10::SymIntArrayRef seq_lens, int64_t rank) {
@@ -158,37 +198,43 @@ HeadLayout head_layout(
 SymPlan plan_by_tokens(at::TensorList inputs, const Given& given, const char* const* names) {
   const c10::SymIntArrayRef seq_lens = given["seq_lens"];
   const int64_t rank = given["rank"];
-  check_seq_lens(seq_lens, rank);
+  const int64_t levels = given.get("levels", 1);
+  const int64_t ranks = check_seq_lens(seq_lens, rank, levels);
   check_alike(inputs, names);
-  check_local_length(inputs[0], name_of(names, 0), seq_lens, rank);
+  if (levels == 1) {
+    check_local_length(inputs[0], name_of(names, 0), seq_lens, rank);
+  }
   std::vector<int64_t> num_heads;
   SymInts head_dims;
   for (const at::Tensor& x : inputs) {
     num_heads.push_back(x.sym_size(2).guard_int(__FILE__, __LINE__));
     head_dims.push_back(x.sym_size(3));
   }
-  return checked_plan(
-      head_layout(
-          num_heads, static_cast<int64_t>(seq_lens.size()), given.get("chunks", 1),
-          given.get("query_parts", 1), names),
-      std::move(head_dims), inputs[0].sym_size(0), seq_lens, rank);
+  const SymPlan plan = checked_plan(
+      layout_of(num_heads, ranks, given, given.get("chunks", 1), names), std::move(head_dims),
+      inputs[0].sym_size(0), seq_lens, rank, levels);
+  TORCH_CHECK_VALUE(
+      levels == 1 || inputs[0].sym_size(1) == plan.tokens(), "expected ", name_of(names, 0),
+      " to have sequence length ", plan.tokens(), ", which is this rank's of all levels, got ",
+      inputs[0].sym_size(1));
+  return plan;
 }
 
 SymPlan plan_by_heads(at::TensorList inputs, const Given& given) {
   const c10::SymIntArrayRef seq_lens = given["seq_lens"];
   const int64_t rank = given["rank"], chunk = given.get("chunk", 0);
-  check_seq_lens(seq_lens, rank);
+  const int64_t levels = given.get("levels", 1);
+  const int64_t ranks = check_seq_lens(seq_lens, rank, levels);
   const std::vector<int64_t> num_heads = ints(given["num_heads"]);
-  const int64_t query_parts = given.get("query_parts", 1);
-  check_alike(inputs, nullptr, /*lengths=*/query_parts == 1);
+  const bool one_section = levels == 1 && given.get("query_parts", 1) == 1;
+  check_alike(inputs, nullptr, /*lengths=*/one_section);
   TORCH_CHECK_VALUE(
-      query_parts == 1 ? num_heads.size() == inputs.size() : !num_heads.empty(),
+      one_section ? num_heads.size() == inputs.size() : !num_heads.empty(),
       "expected num_heads to have one entry for each of the ", inputs.size(), " inputs, got ",
       num_heads.size());
   SymPlan plan(
-      head_layout(
-          num_heads, static_cast<int64_t>(seq_lens.size()), given.get("chunks", 1), query_parts),
-      SymInts(num_heads.size(), 0), inputs[0].sym_size(0), seq_lens.vec(), rank);
+      layout_of(num_heads, ranks, given, given.get("chunks", 1)), SymInts(num_heads.size(), 0),
+      inputs[0].sym_size(0), seq_lens.vec(), rank, levels > 1);
   check_chunk(chunk, plan.chunks());
   const auto sections = plan.sections(rank, chunk);
   size_t count = 0;
@@ -204,7 +250,7 @@ SymPlan plan_by_heads(at::TensorList inputs, const Given& given) {
       inputs.size() == count, "expected inputs to have ", count, " tensors, the queries of the ",
       plan.heads.cells(rank, chunk).size(), " cells of rank ", rank, " and what they read, got ",
       inputs.size());
-  plan = checked_plan(plan.heads, plan.head_dims, plan.batch, seq_lens, rank);
+  plan = checked_plan(plan.heads, plan.head_dims, plan.batch, seq_lens, rank, levels);
   check_sums(plan, inputs[0].scalar_type());
   count = 0;
   for (const auto& section : sections) {
@@ -227,8 +273,8 @@ SymPlan plan_of_wait(
     int64_t chunk,
     int64_t chunks) {
   const c10::SymIntArrayRef seq_lens = given["seq_lens"];
-  const int64_t rank = given["rank"];
-  check_seq_lens(seq_lens, rank);
+  const int64_t rank = given["rank"], levels = given.get("levels", 1);
+  const int64_t ranks = check_seq_lens(seq_lens, rank, levels);
   TORCH_CHECK_VALUE(
       !num_heads.empty() && num_heads.size() == head_dims.size(),
       "expected num_heads and head_dims to have one entry for each tensor exchanged, got ",
@@ -238,10 +284,8 @@ SymPlan plan_of_wait(
     check_at_least(head_dims[i], 0, "head_dims[", i, "]");
   }
   const SymPlan plan = checked_plan(
-      head_layout(
-          ints(num_heads), static_cast<int64_t>(seq_lens.size()), chunks,
-          given.get("query_parts", 1)),
-      head_dims.vec(), batch, seq_lens, rank);
+      layout_of(ints(num_heads), ranks, given, chunks), head_dims.vec(), batch, seq_lens, rank,
+      levels);
   for (size_t n = 0; n < buffers.size(); ++n) {
     const int64_t of = chunk + static_cast<int64_t>(n);
     check_chunk(of, plan.chunks());
@@ -258,7 +302,7 @@ SymPlan plan_of_wait(
 Layout concrete(const SymPlan& plan) {
   return Layout(
       plan.heads, ints(plan.head_dims), plan.batch.guard_int(__FILE__, __LINE__),
-      ints(plan.seq_lens), plan.rank);
+      ints(plan.given_lens()), plan.rank, !plan.levels.empty());
 }
 
 }  // namespace deepsp

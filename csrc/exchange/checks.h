@@ -2,7 +2,7 @@
 // What a rank can see of a wrong call from its own arguments. All raise ValueError, before anything
 // is sent; where shapes are right they return the exchange's plan.
 //
-// Arguments are read by name: seq_lens and rank; where the op has them chunks, query_parts,
+// Arguments are read by name: seq_lens and rank; where the op has them chunks, query_parts, levels,
 // num_heads, head_dims, batch and chunk.
 
 #include "../layout/plan.h"
@@ -19,8 +19,9 @@ using SymPlan = Plan<c10::SymInt>;
 void check_inputs(at::TensorList inputs);
 // Four dimensions, which messages list as `dimensions` says.
 void check_four(const at::Tensor& x, const std::string& name, const char* dimensions);
-// Lengths and rank alone.
-void check_seq_lens(c10::SymIntArrayRef seq_lens, int64_t rank);
+// Lengths and rank alone. levels: how many lengths each rank has, by level; returns the number of
+// ranks.
+int64_t check_seq_lens(c10::SymIntArrayRef seq_lens, int64_t rank, int64_t levels = 1);
 // x [B, S_rank, ..].
 void check_local_length(
     const at::Tensor& x, const std::string& name, c10::SymIntArrayRef seq_lens, int64_t rank);

@@ -62,7 +62,7 @@ std::unique_ptr<Group> group_of(
       [&]() -> std::vector<std::string> {
         const int64_t parts = plan.heads.query_parts();
         return {
-            to_text("seq_lens ", plan.seq_lens),
+            to_text("seq_lens ", plan.given_lens()),
             to_text("batch size ", plan.batch),
             to_text("num_heads ", plan.heads.num_heads()),
             to_text("head_dims ", plan.head_dims),

@@ -37,9 +37,10 @@ class Received {
   // The block that rank p sent with a chunk.
   const Parts& parts(int64_t chunk, int64_t p) const { return parts_[chunk * plan_.ranks() + p]; }
   // Its part of a tensor of whole heads.
-  const Part<int64_t>& part(int64_t chunk, int64_t p, size_t i) const {
+  const Part<int64_t>& part(int64_t chunk, int64_t p, size_t i, size_t level) const {
     const Parts& all = parts(chunk, p);
-    return *std::find_if(all.begin(), all.end(), [&](const auto& x) { return x.tensor == i; });
+    return *std::find_if(
+        all.begin(), all.end(), [&](const auto& x) { return x.tensor == i && x.level == level; });
   }
 
   // Of a part, the heads from `head` on.
@@ -97,30 +98,47 @@ void merge_into(
           copy_of(from, to, Extent(plan, part, heads).n, item));
     }
   };
-  for (size_t i = plan.cuts_queries(); i < plan.heads.tensors(); ++i) {
-    for (const HeadSegment& segment : segments_for(plan, i, received.machines())) {
+  // Tensor i of a level, whose block begins with rank `block`.
+  const auto add = [&](size_t i, const std::vector<HeadSegment>& segments, size_t level,
+                       int64_t block) {
+    for (const HeadSegment& segment : segments) {
       if (segment.readers.size() == 1) {
-        const int64_t p = segment.readers[0], chunk = segment.chunks[0];
-        add_copy(chunk, p, received.part(chunk, p, i), segment.heads);
+        const int64_t p = block + segment.readers[0], chunk = segment.chunks[0];
+        add_copy(chunk, p, received.part(chunk, p, i, level), segment.heads);
         continue;
       }
       std::vector<View> sources;
       Part<int64_t> part{};
       for (size_t r = 0; r < segment.readers.size(); ++r) {
-        const int64_t p = segment.readers[r], chunk = segment.chunks[r];
-        part = received.part(chunk, p, i);
+        const int64_t p = block + segment.readers[r], chunk = segment.chunks[r];
+        part = received.part(chunk, p, i, level);
         sources.push_back(received.view(chunk, p, part, segment.heads.begin));
       }
       sums.push_back(sum_of(
-          sources, view_of(outputs[i], 0, segment.heads.begin), Extent(plan, part, segment.heads),
-          buffers[0].scalar_type()));
+          sources, view_of(outputs[i], part.begin - first, segment.heads.begin),
+          Extent(plan, part, segment.heads), buffers[0].scalar_type()));
+    }
+  };
+  for (size_t i = 0; i < plan.heads.tensors(); ++i) {
+    if (plan.levels.empty() && (i > 0 || !plan.cuts_queries())) {
+      add(i, segments_for(plan, i, received.machines()), 0, 0);
+    }
+    for (size_t n = 0; n < plan.levels.size(); ++n) {
+      const auto& level = plan.levels[n];
+      const auto block = level.block(plan.rank);
+      if (block && (i > 0 || !level.heads.cuts_queries())) {
+        add(i, level.heads.segments(i), n, *block);
+      }
     }
   }
   // Queries that are cut: each of one rank.
+  const auto is_cut = [&](size_t level) {
+    return plan.levels.empty() ? plan.cuts_queries() : plan.levels[level].heads.cuts_queries();
+  };
   for (int64_t chunk = 0; plan.cuts_queries() && chunk < plan.chunks(); ++chunk) {
     for (int64_t p = 0; p < plan.ranks(); ++p) {
       for (const auto& part : received.parts(chunk, p)) {
-        if (part.tensor == 0 && part.tokens() > 0) {
+        if (part.tensor == 0 && part.tokens() > 0 && is_cut(part.level)) {
           add_copy(chunk, p, part, part.heads);
         }
       }

@@ -25,9 +25,9 @@ Tensors meta_by_tokens(const SymPlan& plan, const at::Tensor& like, bool tokens_
 }
 
 // That of results which lie in memory as [S_rank, B, H, D], or as [B, S_rank, H, D]. Blocks of
-// queries that are cut are merged in any case.
+// several sections are merged in any case.
 Order order_for(const Layout& plan, bool tokens_first) {
-  return plan.cuts_queries() ? Order::packed : tokens_first ? Order::rows : Order::batches;
+  return !plan.stacks() ? Order::packed : tokens_first ? Order::rows : Order::batches;
 }
 
 c10::IValue heads_to_seq(const Given& given) {

@@ -31,7 +31,7 @@ bool travels_split(const Layout& plan, int64_t item) {
   for (size_t i = 0; i < plan.heads.tensors(); ++i) {
     per_token += plan.heads.num_heads(i) * plan.head_dims[i];
   }
-  return !plan.cuts_queries() && plan.heads.tensors() > 1 && plan.batch == 1 &&
+  return plan.stacks() && plan.heads.tensors() > 1 && plan.batch == 1 &&
          plan.total() * per_token * item / plan.chunks() >= kSplitBytes;
 }
 

@@ -13,11 +13,12 @@ namespace {
 // Ops that decompositions are made of (exchange/op.cpp).
 constexpr const char* kParts[] = {
     "pack_blocks(Tensor[] inputs, SymInt[] num_heads, SymInt[] seq_lens, int chunk, int chunks, "
-    "bool to_heads, int rank, int query_parts) -> Tensor",
+    "bool to_heads, int rank, int query_parts, int levels=1) -> Tensor",
     "merge_to_heads(Tensor buffer, SymInt[] num_heads, SymInt[] head_dims, SymInt batch, "
-    "SymInt[] seq_lens, int chunk, int chunks, int rank, int query_parts) -> Tensor[]",
+    "SymInt[] seq_lens, int chunk, int chunks, int rank, int query_parts, int levels=1) -> "
+    "Tensor[]",
     "merge_to_seq(Tensor[] buffers, SymInt[] num_heads, SymInt[] head_dims, SymInt batch, "
-    "SymInt[] seq_lens, int rank, bool tokens_first, int query_parts) -> Tensor[]"};
+    "SymInt[] seq_lens, int rank, bool tokens_first, int query_parts, int levels=1) -> Tensor[]"};
 
 at::Tensor call(const char* op, Stack arguments) {
   // Boxed: the type of group_name differs between versions of torch.

@@ -125,7 +125,7 @@ c10::IValue seq_to_heads_start(const Given& given) {
   const at::TensorList inputs = given["inputs"];
   const SymPlan plan = plan_by_tokens(inputs, given);
   return start_chunks(given, plan, [&](int64_t chunk) -> Tensors {
-    if (plan.cuts_queries()) {
+    if (!plan.stacks()) {
       return {pack_blocks(
           given, {{"num_heads", SymInts()},
                   {"chunk", chunk},
@@ -140,10 +140,10 @@ c10::IValue seq_to_heads_wait(const Given& given) {
   const int64_t chunk = given["chunk"];
   const SymPlan plan = plan_of_wait({}, given, 0, given["chunks"]);
   const at::Tensor buffer = given["buffer"];
-  // Of queries that are cut, a copy: where this rank holds none of a chunk's, the padding is in
+  // Of several sections, a copy: where this rank holds none of a chunk's, the padding is in
   // front of all that is received, and Inductor makes what is behind it a view. Views of that by
   // as_strided, as of whole heads, would begin at the padding.
-  if (plan.cuts_queries()) {
+  if (!plan.stacks()) {
     return merge_to_heads(given, {{"buffer", landed(buffer, plan.ranks())}}).value();
   }
   return receive_by_heads(receive(buffer, Way(plan, chunk, /*to_heads=*/true)), plan, chunk);
@@ -154,7 +154,7 @@ c10::IValue heads_to_seq_start(const Given& given) {
   const int64_t chunk = given["chunk"];
   const SymPlan plan = plan_by_heads(inputs, given);
   const Way way(plan, chunk, /*to_heads=*/false);
-  if (plan.cuts_queries()) {
+  if (!plan.stacks()) {
     return send({pack_blocks(given, {{"to_heads", false}})}, way, given["group_name"]);
   }
   // The flat blocks [S_p, B, X_rank] for every rank p, one after another.
@@ -169,7 +169,7 @@ c10::IValue heads_to_seq_wait(const Given& given) {
   const at::TensorList buffers = given["buffers"];
   const SymPlan plan = plan_of_wait({}, given, 0, static_cast<int64_t>(buffers.size()));
   Tensors outputs;
-  if (plan.cuts_queries()) {
+  if (!plan.stacks()) {
     Tensors arrived;
     for (const at::Tensor& buffer : buffers) {
       arrived.push_back(landed(buffer, plan.ranks()));

@@ -21,9 +21,9 @@ struct Way {
   Way(const SymPlan& plan, int64_t chunk, bool to_heads)
       : gets(plan.counts_by_heads(chunk)),
         gives(plan.counts_by_tokens(chunk)),
-        is_padded(plan.cuts_queries()),
+        is_padded(!plan.stacks()),
         rank(plan.rank) {
-    if (plan.cuts_queries()) {
+    if (!plan.stacks()) {
       if (!to_heads) {
         std::swap(gets, gives);
       }

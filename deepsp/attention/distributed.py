@@ -10,7 +10,8 @@ from torch import Tensor
 
 from deepsp.attention import function, parts
 from deepsp.attention.documents import ranges_of
-from deepsp.ranks.groups import Group, member_of
+from deepsp.data.documents import Deal
+from deepsp.ranks.groups import Group, Member, member_of
 
 
 def distributed_attention(
@@ -33,6 +34,7 @@ def distributed_attention(
     sinks: Tensor | None = None,
     kv_chunk: int | None = None,
     query_parts: int | str = "auto",
+    deal: Deal | None = None,
 ) -> Tensor:
     """``scaled_dot_product_attention`` over a sequence that is sharded over a group.
 
@@ -84,6 +86,11 @@ def distributed_attention(
             many heads as ranks. Keys and values stay whole. Over a mesh of two dimensions it is the
             size of the first one, so that each row has all heads. :func:`plan_attention` shows
             which rank computes what.
+        deal: q, k and v are one row [1, S_r, H, D] of the documents that :func:`deal_documents`
+            dealt out, in its order (:meth:`Deal.tokens`). Tokens attend to those of their own
+            document; what ranks don't share isn't exchanged. ``seq_lens`` and ``documents`` follow
+            from it, and heads' queries are split where a document has more ranks than there are
+            heads.
 
     Returns:
         [B, S_r, Hq, Dv], contiguous; in the layout "bhsd" a transposed view of that, as
@@ -91,20 +98,46 @@ def distributed_attention(
 
     Raises:
         ValueError: arguments that don't fit each other or the group: ``documents``,
-            ``window_size``, ``softcap``, ``sinks`` and ``kv_chunk`` don't combine with
-            ``attn_mask`` or dropout, nor ``kv_chunk`` with several chunks of heads.
+            ``window_size``, ``softcap``, ``sinks``, ``kv_chunk`` and ``deal`` don't combine with
+            ``attn_mask`` or dropout, nor ``kv_chunk`` and ``deal`` with several chunks.
     """
     parts.check_layout(layout)
+    member = member_of(group)
     wanted = parts.validate(query_parts, group)
+    call = parts.Call(q, k, v, layout, lens_of(deal, seq_lens, member), member, wanted)
     return attend_over(
-        parts.Call(q, k, v, layout, seq_lens, member_of(group), wanted),
+        call,
         *(chunks, attn_mask, dropout_p, is_causal, scale, enable_gqa),
         documents=documents,
         window_size=window_size,
         softcap=softcap,
         sinks=sinks,
         kv_chunk=kv_chunk,
+        deal=deal,
     )
+
+
+def lens_of(
+    deal: Deal | None, seq_lens: Sequence[int] | None, member: Member
+) -> Sequence[int] | None:
+    """The number of tokens of each rank, as the caller or a deal says.
+
+    Raises:
+        ValueError: both say, or the deal is for another number of ranks.
+    """
+    if deal is None:
+        return seq_lens
+    if deal.ranks != member[1]:
+        raise ValueError(
+            f"expected deal to be for the {member[1]} ranks of the group, got one for "
+            f"{deal.ranks}; pass deal_documents(lengths, {member[1]})"
+        )
+    if seq_lens is not None and list(seq_lens) != deal.seq_lens:
+        raise ValueError(
+            f"expected seq_lens to be left out with deal, which says {deal.seq_lens}, got "
+            f"{list(seq_lens)}"
+        )
+    return deal.seq_lens
 
 
 def attend_over(
@@ -118,9 +151,17 @@ def attend_over(
     *,
     documents=None,
     window_size=None,
+    deal=None,
     **options,
 ) -> Tensor:
     (rank, _, name), lens = call.member, call.lens
+    if deal is not None:
+        return _attend_dealt(
+            *(call, deal, chunks, attn_mask, dropout_p, is_causal, scale, enable_gqa),
+            documents=documents,
+            window_size=() if window_size is None else window_size,
+            **options,
+        )
     if documents is not None:
         documents = ranges_of(documents, call.batch, sum(lens))
     draws = function.randomness_of(call.member, call.device) if dropout_p > 0 else nullcontext()
@@ -135,3 +176,16 @@ def attend_over(
             query_parts=call.query_parts,
             **options,
         )
+
+
+def _attend_dealt(call: parts.Call, deal: Deal, *arguments, kv_chunk=None, **options) -> Tensor:
+    rank, _, name = call.member
+    if kv_chunk is not None:
+        raise ValueError(f"expected no kv_chunk with deal, got {kv_chunk}; leave it out")
+    return torch.ops.deepsp.distributed_attention(
+        *(*call.given, *arguments[1:], arguments[0]),
+        *([n for lens in deal.lens for n in lens], rank, name),
+        layout=call.layout,
+        dealt=deal.documents(rank),
+        **options,
+    )

@@ -13,7 +13,7 @@ from torch.overrides import _get_current_function_mode_stack, handle_torch_funct
 from deepsp.attention import chunks as auto_chunks
 from deepsp.attention import function as local
 from deepsp.attention import parts
-from deepsp.attention.distributed import attend_over
+from deepsp.attention.distributed import attend_over, lens_of
 from deepsp.ranks.agreement import compare_calls
 from deepsp.ranks.groups import Group, member_of
 
@@ -129,7 +129,8 @@ class DistributedAttention(nn.Module):
             v: [B, S_r, Hkv, Dv].
             args: passed to the local attention, as is ``kwargs``.
             seq_lens: the number of tokens of each rank; None: all ranks have as many as this one.
-            kwargs: passed to the local attention.
+            kwargs: passed to the local attention. Without one: ``deal`` and the other options of
+                :func:`distributed_attention`.
 
         Returns:
             [B, S_r, Hq, Dv], or as ``layout`` orders it.
@@ -138,18 +139,25 @@ class DistributedAttention(nn.Module):
             ValueError: arguments that don't fit each other or the group, or what the local
                 attention returns.
         """
-        call = parts.Call(
-            *(q, k, v, self.layout, seq_lens, self.member, self.query_parts, self._whole)
-        )
+        deal = kwargs.get("deal")
+        if deal is not None and self.local_attention is not None:
+            raise ValueError(
+                "expected no local_attention with deal, since documents of several lengths are "
+                "attended to at once; leave local_attention out"
+            )
+        lens = lens_of(deal, seq_lens, self.member)
+        call = parts.Call(*(q, k, v, self.layout, lens, self.member, self.query_parts, self._whole))
         if not self._compared and not torch.compiler.is_compiling():
             self._compare(call)
         if self.local_attention is None:
             known = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-            local.check_sdpa_arguments(args, kwargs, known, (*local.PATTERN, "kv_chunk"))
+            local.check_sdpa_arguments(args, kwargs, known, (*local.PATTERN, "kv_chunk", "deal"))
         local.check_kwargs(self._indices, kwargs)
         chunks = self.chunks
         if chunks == "auto":  # kv_chunk cuts tokens, not heads
-            streams = self.local_attention is None and kwargs.get("kv_chunk") is not None
+            streams = deal is not None or (
+                self.local_attention is None and kwargs.get("kv_chunk") is not None
+            )
             chunks = 1 if streams else self._pick_chunks(call, args, kwargs)
         return self._attend(call, chunks, args, kwargs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +10,9 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from deepsp.data.sharding import unshard
+from deepsp.ranks.groups import Group
 
 
 @dataclass(eq=False)
@@ -90,6 +94,12 @@ class Deal:
             ranges.append(torch.stack([ends - lengths, ends], 1))
         return ranges
 
+    @cached_property
+    def digest(self) -> int:
+        """A number that is the same on all ranks with the same deal, and hardly on others."""
+        told = repr((self.lengths, self.places, self.lens)).encode()
+        return int.from_bytes(hashlib.blake2b(told, digest_size=7).digest(), "big")
+
     @property
     def seq_lens(self) -> list[int]:
         """The number of tokens of each rank."""
@@ -118,6 +128,24 @@ class Deal:
         """The fraction of all tokens whose document several ranks share."""
         total = sum(self.lengths)
         return 1 - sum(self.lens[0]) / total if self.ranks > 1 and total > 0 else 0.0
+
+    def unshard(self, tensor: Tensor, group: Group = None) -> Tensor:
+        """All ranks' tokens, in the order of the documents, on every rank. Differentiable, as
+        :func:`deepsp.unshard`.
+
+        Args:
+            tensor: [1, S_r, ...], this rank's tokens in the order of :meth:`tokens`.
+            group: the sequence group.
+
+        Returns:
+            [1, S, ...].
+
+        Raises:
+            ValueError: the tensor, or the group, doesn't fit.
+        """
+        everyone = unshard(tensor, 1, group, self.seq_lens)
+        order = torch.cat([self.tokens(rank) for rank in range(self.ranks)]).argsort()
+        return everyone[:, order.to(tensor.device)]
 
     @cached_property
     def _table(self) -> Tensor:

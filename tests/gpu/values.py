@@ -224,7 +224,8 @@ def op_checks():
         opcheck(op.heads_to_seq_wait.default, ([leaving], *shape, lens, rank, name))
         opcheck(op.distributed_attention.default,
                 (q, k, k, None, 0.0, True, None, True, 1, lens, rank, name))  # fmt: skip
-        opcheck(op.all_reduce.default, (q, "partial", rank, size, name))
+        alike = draw(2, 6, dtype=torch.float32).requires_grad_()
+        opcheck(op.all_reduce.default, (alike, "partial", rank, size, name))
         opcheck(op.all_gather.default, (q, 1, lens, "partial", rank, name))
 
 

@@ -23,6 +23,7 @@ from deepsp.compile.sharding.normalize import (
 )
 from deepsp.compile.sharding.report import CannotShard, Report
 from deepsp.compile.sharding.rewrite import Rewriter
+from deepsp.compile.sharding.rules.recurrences import capture_recurrences
 from deepsp.compile.sharding.together import together
 from deepsp.compile.sharding.tokens import same
 from deepsp.data.same_batch import compare_batches
@@ -205,6 +206,7 @@ def parallelize(
     does_nothing = all(n.op in ("placeholder", "output") for n in gm.graph.nodes)
     if (member[1] == 1 and memory_budget is None) or does_nothing:
         return gm
+    capture_recurrences(gm)
     check_supported(gm)
     inputs, mode = fake_inputs(gm, example_inputs)
     normal = normalize(gm, inputs, mode)

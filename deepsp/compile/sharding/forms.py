@@ -138,16 +138,19 @@ class Nodes:
         a, b = sympy.sympify(a), sympy.sympify(b)
         return not (a.is_number and b.is_number) and self.holds(sympy.Eq(a, b))
 
-    def settle(self, tokens: Tokens, least: Size) -> None:
+    def settle(self, sequence: Sequence, least: Size) -> None:
         """Guards that every rank has at least so many tokens. If one has fewer, the length becomes
         a constant: guards must be the same on all ranks, or some would compile alone."""
-        if all(self.holds(n >= least) for n in tokens.sequence.lens):
-            return
-        symbols = set().union(*(sympy.sympify(n).free_symbols for n in tokens.sequence.lens))
+        if not all(self.holds(n >= least) for n in sequence.lens):
+            self.fix(sequence)
+
+    def fix(self, sequence: Sequence) -> None:
+        """Makes the length of a sequence a constant, on all ranks, and begins anew."""
+        symbols = set().union(*(sympy.sympify(n).free_symbols for n in sequence.lens))
         for symbol in symbols:
             int(self.env[self.symbols[symbol]])
         if symbols:
-            raise CannotShard("its length has become a constant", self.current)  # begins anew
+            raise CannotShard("its length has become a constant", self.current)
 
     def shape(self, sizes) -> list:
         return [self.int_(n) for n in sizes]
@@ -235,7 +238,11 @@ class Forms(Nodes):
         even = isinstance(length, int) or self.mode.shape_env.evaluate_expr(
             sympy.Eq(sympy.Mod(length, self.size), 0)
         )
-        return self.lengths.setdefault(length, Sequence.split(length, self.size, bool(even)))
+        sequence = Sequence.split(length, self.size, bool(even))
+        self.lengths[length] = sequence
+        # With one token, or none, a tensor's strides say less, and guards would differ by rank.
+        self.settle(sequence, 2)
+        return sequence
 
     def shape_of(self, node: fx.Node) -> list[Size]:
         """The full shape of a node of the old graph."""

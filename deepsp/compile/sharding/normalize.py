@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+from collections.abc import Callable
 
 import torch
 from torch import fx
@@ -33,6 +34,7 @@ from deepsp.compile.sharding.forms import (
     values_of,
 )
 from deepsp.compile.sharding.report import CannotShard
+from deepsp.integrations.transformers.recurrences import captured
 from deepsp.placement import Op, functional
 
 
@@ -94,7 +96,7 @@ class _Inline(fx.Interpreter):
     _regions = itertools.count()
 
     def call_function(self, target, args, kwargs):
-        if target in (_FLEX, COND, autograd_function_apply):
+        if target in (_FLEX, COND, autograd_function_apply) or target in captured:
             return _one_op(target, args, kwargs)
         if target is torch._C._autograd._get_data_attr:
             return args[0].detach()  # .data, which the dispatcher doesn't see
@@ -108,16 +110,16 @@ class _Inline(fx.Interpreter):
 
 
 def _one_op(target, args, kwargs):
-    """A node for an op that holds functions. These stay as Dynamo captured them: traced into aten
-    ops, reads by position would lose their backward under vmap."""
+    """A node for an op that holds functions, or is one of a model. These stay as Dynamo captured
+    them: traced into aten ops, reads by position would lose their backward under vmap."""
     tracer = get_proxy_mode().tracer
     with disable_proxy_modes_tracing():
         out = values_of(target, args, kwargs)
     for module in tree_leaves(args):
         if isinstance(module, fx.GraphModule):
             tracer.root.register_module(tracer.get_fresh_qualname("function"), module)
-    proxies = tree_map(tracer.unwrap_proxy, args)
-    proxy = tracer.create_proxy("call_function", target, proxies, kwargs)
+    proxies = tree_map(tracer.unwrap_proxy, (args, kwargs))
+    proxy = tracer.create_proxy("call_function", target, *proxies)
     return track_tensor_tree(out, proxy, constant=None, tracer=tracer)
 
 
@@ -136,6 +138,16 @@ def _composite_ops() -> list:
     return found
 
 
+def trace(run: Callable, inputs: list, mode: FakeTensorMode) -> fx.GraphModule:
+    """The aten ops of a function, still differentiable."""
+    # Ops without a rule are decomposed if possible.
+    table = {op: op.decompose for op in _composite_ops() if not rules.is_known(op)}
+    with mode:
+        return make_fx(
+            run, table, pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True
+        )(*inputs)
+
+
 def normalize(gm: fx.GraphModule, inputs: list, mode: FakeTensorMode) -> fx.GraphModule:
     """A graph of aten ops with ``inputs``, fake tensors and sizes, for placeholders."""
     flat = flatten_vmaps(gm, mode)
@@ -145,15 +157,7 @@ def normalize(gm: fx.GraphModule, inputs: list, mode: FakeTensorMode) -> fx.Grap
         with preserve_node_meta():
             return _Inline(flat).run(*args)
 
-    with mode:
-        traced = make_fx(
-            run,
-            # Ops without a rule are decomposed if possible.
-            {op: op.decompose for op in _composite_ops() if not rules.is_known(op)},
-            pre_dispatch=True,
-            tracing_mode="real",
-            _allow_non_fake_inputs=True,
-        )(*inputs)
+    traced = trace(run, inputs, mode)
     for new, old in zip(
         traced.graph.find_nodes(op="placeholder"),
         gm.graph.find_nodes(op="placeholder"),

@@ -11,7 +11,7 @@ from torch import fx
 from deepsp.compile.sharding.tokens import Tokens
 
 # Functions of transformers' models that run a recurrence over the sequence.
-_RECURRENCES = (
+RECURRENCES = (
     "chunk_kimi_delta_attention", "mamba2_chunk_scan", "mamba_selective_scan",
     "torch_chunk_gated_delta_rule",
 )  # fmt: skip
@@ -51,13 +51,14 @@ class CannotShard(ValueError):
         return text + (f"\n  {line}" if line else "")
 
     def _why(self, node: fx.Node) -> str:
-        recurrence = next((f for _, _, f, _ in _frames(node) if f in _RECURRENCES), None)
+        recurrence = next((f for _, _, f, _ in frames_of(node) if f in RECURRENCES), None)
         if recurrence is None:
             return self.reason
         return (
-            f"it is a part of {recurrence}, a recurrence, which the compile pass doesn't shard; "
-            "call deepsp.integrations.transformers.register(), load the model with "
-            "attn_implementation='deepsp', and train it without this backend"
+            f"it is a part of {recurrence}, a recurrence, which can be sharded as a whole only; "
+            "capture the model by torch.compile(..., backend='deepsp'), or call "
+            "deepsp.integrations.transformers.register(), load it with "
+            "attn_implementation='deepsp', and train it without a backend"
         )
 
 
@@ -69,7 +70,7 @@ def where(node: fx.Node) -> str:
     return getattr(target, "__name__", str(target))
 
 
-def _frames(node: fx.Node) -> list[tuple[str, str, str, str]]:
+def frames_of(node: fx.Node) -> list[tuple[str, str, str, str]]:
     """The file, line, function and code of each call that a node comes from, outermost first."""
     trace = node.meta.get("stack_trace") or ""
     return re.findall(r'File "([^"]+)", line (\d+), in ([^\n]+)\n\s*([^\n]*)', trace)
@@ -77,7 +78,7 @@ def _frames(node: fx.Node) -> list[tuple[str, str, str, str]]:
 
 def line_of(node: fx.Node) -> str:
     """The line of the user's code that a node comes from: the last frame outside of torch."""
-    for file, line, function, code in reversed(_frames(node)):
+    for file, line, function, code in reversed(frames_of(node)):
         if "/torch/" not in file:
             return f"{file}:{line}, in {function}: {code.strip()}"
     return ""

@@ -223,14 +223,27 @@ class Rewriter(Forms):
         is_tuple = node.target is tuple
         return node.args[0][index] if is_tuple else self.call(operator.getitem, node, index)
 
-    def module(self, module: fx.GraphModule, name: str) -> fx.Node:
-        """Adds a module to the new graph, for an op that holds a function."""
+    def attribute(self, value, name: str) -> fx.Node:
+        """Adds a constant to the new graph, or a module for an op that holds a function."""
         while hasattr(self.gm, name):
             name += "_"
-        self.gm.add_submodule(name, module)
+        setattr(self.gm, name, value)
         new = self.new.get_attr(name)
-        self.env[new] = module
+        self.env[new] = self.mode.from_tensor(value) if is_tensor(value) else value
         return new
+
+    def inline(self, body: fx.GraphModule, inputs: list[fx.Node]):
+        """Adds the nodes of a graph for these inputs; returns those of its outputs."""
+        given, nodes = iter(inputs), {}
+        for node in body.graph.nodes:
+            if node.op == "placeholder":
+                nodes[node] = next(given)
+            elif node.op == "get_attr":
+                nodes[node] = self.attribute(getattr(body, node.target), node.target)
+            elif node.op == "call_function":
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), nodes.__getitem__)
+                nodes[node] = self.call(node.target, *args, **kwargs)
+        return fx.node.map_arg(body.graph.output_node().args[0], nodes.__getitem__)
 
     def visit_op(self, node: fx.Node, target) -> Value:
         operands = [n for n in node.all_input_nodes if has_tensor(n.meta.get("val"))]
@@ -322,6 +335,8 @@ class Rewriter(Forms):
         for full, part, place in zip(
             of_one_process, parts, [tokens] if one else tokens, strict=True
         ):
+            if full is None:
+                continue
             shape = [size_of(n) for n in full.shape]
             if place is not None:
                 fits = 0 <= place.dim < len(shape) and self.equal(shape[place.dim], place.full)

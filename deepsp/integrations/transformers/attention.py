@@ -63,6 +63,11 @@ def attention(
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     more = {"softcap": softcap, "s_aux": s_aux, "sliding_window": sliding_window}
+    if masks.deal is not None and (core != "auto" or dropout > 0):
+        raise ValueError(
+            f"expected core 'auto' and no dropout with a batch that deal_batch made, got {core!r} "
+            f"and {dropout}; register with core='auto', and set attention_dropout to 0"
+        )
     if core not in ("auto", "sdpa"):
         more |= {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
         call = Core(core, module, masks, {n: x for n, x in more.items() if x is not None})
@@ -82,6 +87,7 @@ def attention(
             "softcap": softcap,
             "sinks": s_aux,
             "kv_chunk": kv_chunk,
+            "deal": masks.deal,
         }
     else:
         mask = masks.mask_for("sdpa", query, module.config)

@@ -92,7 +92,8 @@ def _call(self, *args, **kwargs):
         # A graph break in compiled code, once; attention breaks the graph anyway.
         if getattr(self, CHECKED, None) != name:
             _first(self)
-        before = current.runs, current.positions
+        before = current.runs, current.positions, current.deal
+        current.deal = kwargs.pop("deal", before[2])
         if mixers.prepare(self):
             given = mixers.positions_of(self, kwargs)
             current.runs, current.positions = True, before[1] if given is None else given
@@ -102,7 +103,7 @@ def _call(self, *args, **kwargs):
                     return _run(self, loss, args, kwargs)
             return _run(self, loss, args, kwargs)
         finally:
-            current.runs, current.positions = before
+            current.runs, current.positions, current.deal = before
     if not torch.compiler.is_compiling():
         _check_alone(self, args, kwargs)
     return nn.Module.__call__(self, *args, **kwargs)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from deepsp.data import sharding as data
+from deepsp.data.documents import Deal
 from deepsp.data.same_batch import carried, compare_carried
 from deepsp.integrations.transformers.patterns import (
     document_ranges,
@@ -32,10 +33,12 @@ class Ranges:
 
 
 class _Current(threading.local):
-    """The call of a model with recurrent layers that runs on this thread, and its position_ids."""
+    """The call of a model that runs on this thread: whether the model has recurrent layers, and
+    then its position_ids; the deal of its batch."""
 
     runs: bool = False
     positions: Tensor | None = None
+    deal: Deal | None = None
 
 
 current = _Current()
@@ -79,7 +82,12 @@ class Masks:
             )
         self.batch_size, self.padding, self.local_size = batch_size, attention_mask, local_size
         self.given, self.pattern = given, mask_function
-        self.of_call = current.positions
+        self.of_call, self.deal = current.positions, current.deal
+        if self.deal is not None and (attention_mask is not None or given is not None):
+            raise ValueError(
+                "expected no attention_mask with a batch that deal_batch made, which has no "
+                "padding, got one; leave it out"
+            )
         # transformers sets these if the mask is this pattern plus padding, and may be left out.
         self.causal, self.bidirectional = allow_is_causal_skip, allow_is_bidirectional_skip
         if given is None and not self.causal and not self.bidirectional:
@@ -101,10 +109,19 @@ class Masks:
         width = -1 if self.padding is None else self.padding.size(-1)
         # Compared before tensors of these sizes are sent.
         known = int(data.are_handed_out(positions))
-        local = [query.size(2), key.size(2), width, positions.size(0), known, carried(member)]
+        dealt = 0 if self.deal is None else self.deal.digest
+        local = [
+            *(query.size(2), key.size(2), width, positions.size(0), known),
+            *(carried(member), dealt),
+        ]
         everyone = on_all_ranks(local, member, query.device)
-        lens, key_lens, widths, rows, made, batches = map(list, zip(*everyone, strict=True))
+        lens, key_lens, widths, rows, made, batches, deals = map(list, zip(*everyone, strict=True))
         compare_carried(batches, member)
+        if len(set(deals)) != 1:
+            raise ValueError(
+                "expected all ranks to pass the same deal, got different ones; call deal_batch "
+                "with the same batch on every rank, and pass all that it returns to the model"
+            )
         length = sum(lens)
         if key_lens != lens:
             raise ValueError(
@@ -116,12 +133,33 @@ class Masks:
             raise ValueError(
                 f"expected position_ids to have as many rows on every rank, got {rows} by rank"
             )
+        if self.deal is not None:
+            return self._of_deal(lens, query.device)
         positions = torch.ops.deepsp.all_gather(positions, 1, lens, "replicated", rank, name)
         if not all(made):
             check_positions(positions, lens)
         self.positions, self.seq_lens, self._made = positions, lens, {}
         self.ranges = self._ranges()
         return positions.split(lens, 1)
+
+    def _of_deal(self, lens: list[int], device) -> list[Tensor]:
+        if lens != self.deal.seq_lens:
+            raise ValueError(
+                f"expected the ranks to have {self.deal.seq_lens} tokens, as their deal says, got "
+                f"{lens}; pass the batch as deal_batch returns it"
+            )
+        pattern = pattern_of(self.pattern)
+        if pattern is None:
+            raise ValueError(
+                "expected causal attention, windows or attention to all of a document's tokens "
+                "with a deal, got another mask; use shard_batch"
+            )
+        positions = [self.deal.positions(r)[None].to(device) for r in range(self.deal.ranks)]
+        self.positions, self.seq_lens, self._made = torch.cat(positions, 1), lens, {}
+        self.ranges = Ranges(
+            pattern.right == 0, None, pattern.window_size(max(self.deal.lengths, default=0))
+        )
+        return positions
 
     def _ranges(self) -> Ranges | None:
         pattern = None if self.given is not None else pattern_of(self.pattern)

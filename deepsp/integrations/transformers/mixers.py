@@ -17,16 +17,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from deepsp.data import sharding as data
 from deepsp.integrations.transformers.masks import check_padding, check_positions, current
 from deepsp.integrations.transformers.patterns import Pattern, document_ranges
+from deepsp.integrations.transformers.recurrences import FUNCTIONS, Sharded, unfused
 from deepsp.ranks.groups import Member, member_of, on_all_ranks
-from deepsp.recurrence.convolution import causal_convolution
-from deepsp.recurrence.module import DistributedRecurrence
 
 _MASK = "create_recurrent_attention_mask"
 
@@ -93,164 +91,7 @@ _replaced: dict[tuple[int, str], tuple[dict, Any]] = {}
 """While installed: by a modeling file's globals and a name there, both and the original."""
 
 
-# ------------------------------------------------------------------- what takes a function's place
-
-
-def _convolution(given: Callable, mixer: nn.Module, sequence: Sequence) -> Callable:
-    def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **_):
-        return causal_convolution(
-            lambda x: given(x, weight, bias, activation=activation),
-            *(hidden_states, weight.size(-1)),
-            *(sequence.member, sequence.lens, sequence.documents),
-        )
-
-    return causal_conv1d_fn
-
-
-def _recurrence(
-    mixer: nn.Module, sequence: Sequence, heads: int, function: Callable, **how
-) -> Callable:
-    """A mixer's recurrence. What was compared and found out in its first call, the mixer keeps."""
-    function.__name__ = f"the recurrence of {type(mixer).__name__}"
-    state = sequence.state or ("heads" if heads >= sequence.member[1] else "pass")
-    module = DistributedRecurrence(function, sequence.member, state=state, **how)
-    key = sequence.member, sequence.state
-    known = getattr(mixer, _KNOWN, (None, {}))
-    module._compared = known[0] == key
-    module._state_shapes = known[1]
-    object.__setattr__(mixer, _KNOWN, (key, known[1]))
-    return functools.partial(module, documents=sequence.documents, seq_lens=sequence.lens)
-
-
-def _knows_borders(given: Callable) -> bool:
-    """Whether a kernel computes the function, and knows packed documents: torch's own doesn't."""
-    cells = inspect.getclosurevars(given).nonlocals if inspect.isfunction(given) else {}
-    kernel = cells.get("implementation") if cells.get("is_new_implementation") else None
-    return kernel is not None and "cu_seqlens" in inspect.signature(kernel).parameters
-
-
-def _delta_rule(given: Callable, mixer: nn.Module, sequence: Sequence) -> Callable:
-    def chunk_gated_delta_rule(
-        query, key, value, g, beta, use_qk_l2norm_in_kernel=False, chunk_size=None, **_
-    ):
-        more = {} if chunk_size is None else {"chunk_size": chunk_size}
-
-        def run(
-            query, key, value, g, beta, initial_state=None, output_final_state=False,
-            cu_seqlens=None,
-        ):  # fmt: skip
-            borders = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
-            return given(
-                *(query, key, value),
-                g=g,
-                beta=beta,
-                initial_state=initial_state,
-                output_final_state=output_final_state,
-                use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-                **more,
-                **borders,
-            )
-
-        if not _knows_borders(given):
-            declared = inspect.signature(run)
-            known = [p for p in declared.parameters.values() if p.name != "cu_seqlens"]
-            run.__signature__ = declared.replace(parameters=known)
-        call = _recurrence(mixer, sequence, value.size(2), run)
-        return call(query=query, key=key, value=value, g=g, beta=beta), None
-
-    return chunk_gated_delta_rule
-
-
-def _state_space(given: Callable, mixer: nn.Module, sequence: Sequence) -> Callable:
-    def mamba2_chunk_scan(
-        hidden_states, dt, A, B, C, chunk_size, D=None, dt_bias=None, dt_softplus=False,
-        dt_limit=(0.0, float("inf")), **_,
-    ):  # fmt: skip
-        how = {"chunk_size": chunk_size, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
-
-        def run(x, dt, B, C, A, D, dt_bias, initial_state=None, output_final_state=False):
-            found = given(
-                *(x, dt, A, B, C),
-                D=D,
-                dt_bias=dt_bias,
-                initial_states=None if initial_state is None else initial_state.mT.contiguous(),
-                return_final_states=output_final_state,
-                **how,
-            )
-            return (found[0], found[1].mT) if output_final_state else found
-
-        def decay(dt, A, dt_bias, **_):
-            dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
-            dt = F.softplus(dt) if dt_softplus else dt
-            return dt.clamp(*dt_limit) * A
-
-        def read(x, C, **_):
-            return C.repeat_interleave(x.size(2) // C.size(2), 2)
-
-        call = _recurrence(
-            *(mixer, sequence, hidden_states.size(2), run),
-            value="x",
-            per_head=("A", "D", "dt_bias"),
-            decay=decay,
-            read=read,
-        )
-        return call(x=hidden_states, dt=dt, B=B, C=C, A=A, D=D, dt_bias=dt_bias)
-
-    return mamba2_chunk_scan
-
-
-def _selective_scan(given: Callable, mixer: nn.Module, sequence: Sequence) -> Callable:
-    def mamba_selective_scan(
-        hidden_states, dt, A, B, C, D=None, z=None, delta_bias=None, return_last_state=False, **how
-    ):
-        """Each channel is a head, and all of them read one B and C."""
-
-        def run(x, dt, B, C, z, A, D, delta_bias):
-            x, dt, B, C, z = (
-                None if t is None else t.transpose(1, 2).contiguous()
-                for t in (x.squeeze(3), dt, B.squeeze(2), C.squeeze(2), z)
-            )
-            y = given(x, dt, A, B, C, D=D, z=z, delta_bias=delta_bias, **how)
-            y = y[0] if isinstance(y, tuple) else y
-            return y.transpose(1, 2).unsqueeze(3)
-
-        call = _recurrence(
-            *(mixer, sequence, hidden_states.size(1), run),
-            value="x",
-            per_head=("A", "D", "delta_bias"),
-        )
-        out = call(
-            x=hidden_states.transpose(1, 2).unsqueeze(3),
-            dt=dt.transpose(1, 2),
-            B=B.transpose(1, 2).unsqueeze(2),
-            C=C.transpose(1, 2).unsqueeze(2),
-            z=None if z is None else z.transpose(1, 2),
-            A=A,
-            D=D,
-            delta_bias=delta_bias,
-        )
-        out = out.squeeze(3).transpose(1, 2)
-        return (out, None) if return_last_state else out
-
-    return mamba_selective_scan
-
-
-def _unfused(given: Callable, mixer: nn.Module, sequence: Sequence) -> Callable:
-    """Says that there is no fused kernel: the mixer then calls the functions above."""
-    return lambda *_, **__: None
-
-
-_FUNCTIONS = {
-    "causal_conv1d_fn": _convolution,
-    "torch_chunk_gated_delta_rule": _delta_rule,
-    "chunk_kimi_delta_attention": _delta_rule,
-    "mamba2_chunk_scan": _state_space,
-    "mamba_selective_scan": _selective_scan,
-    "mamba2_split_conv1d_scan_combined": _unfused,
-    "mamba_inner_fn": _unfused,
-}
-
-REPLACED = (_MASK, *_FUNCTIONS)
+REPLACED = (_MASK, *FUNCTIONS)
 
 
 # ------------------------------------------------------------------- stand-ins of a check
@@ -273,7 +114,7 @@ def _alone(name: str, given: Callable) -> Callable:
         out = x["hidden_states"] * mixed
         return (out, None) if x.get("return_last_state") else out
 
-    return (lambda *_, **__: None) if _FUNCTIONS[name] is _unfused else stand_in
+    return (lambda *_, **__: None) if FUNCTIONS[name] is unfused else stand_in
 
 
 # ------------------------------------------------------------------- in a model
@@ -282,7 +123,7 @@ def _alone(name: str, given: Callable) -> Callable:
 def mixers_in(model: nn.Module) -> Iterator[nn.Module]:
     """The modules whose forward calls one of the functions, whatever their class."""
     for module in model.modules():
-        if _names_in(module) & set(_FUNCTIONS):
+        if _names_in(module) & set(FUNCTIONS):
             yield module
 
 
@@ -354,9 +195,21 @@ def _replace(space: dict, name: str) -> None:
         mixer, sequence = _running.stack[-1]
         if sequence is None:
             return _alone(name, given)(*args, **kwargs)
-        return _FUNCTIONS[name](given, mixer, sequence)(*args, **kwargs)
+        return FUNCTIONS[name](given, _sharded(mixer, sequence))(*args, **kwargs)
 
     space[name] = replacement
+
+
+def _sharded(mixer: nn.Module, sequence: Sequence) -> Sharded:
+    """What was compared and found out in a mixer's first call, the mixer keeps."""
+    key = sequence.member, sequence.state
+    known = getattr(mixer, _KNOWN, (None, {}))
+    known = known[1] if known[0] == key else {}
+    object.__setattr__(mixer, _KNOWN, (key, known))
+    return Sharded(
+        *(type(mixer).__name__, sequence.member, sequence.lens, sequence.documents),
+        *(sequence.state, known),
+    )
 
 
 def _sequence_of(given: Callable, config, inputs_embeds, attention_mask=None, *args, **kwargs):
@@ -364,6 +217,11 @@ def _sequence_of(given: Callable, config, inputs_embeds, attention_mask=None, *a
     found = _registered.get(config._attn_implementation)
     if found is None or _running.checks:
         return given(config, inputs_embeds, attention_mask, *args, **kwargs)
+    if current.deal is not None:
+        raise ValueError(
+            "expected no batch of deal_batch in a model with recurrent layers, whose tokens must "
+            "be in order on the ranks; use shard_batch"
+        )
     padding = attention_mask if isinstance(attention_mask, Tensor) else None
     padding = padding if padding is not None and padding.dim() == 2 else None
     return Sequence(*found, padding, current.positions)

@@ -32,6 +32,7 @@ from deepsp import placement
 from deepsp.compile.sharding.forms import has_tensor
 from deepsp.compile.sharding.report import CannotShard
 from deepsp.compile.sharding.tokens import Size, Tokens, same
+from deepsp.integrations.transformers.recurrences import captured
 from deepsp.placement import SUM, Row
 from deepsp.placement.table import overloads
 
@@ -40,12 +41,12 @@ OUTERMOST = (
     "; if tokens are made of several dimensions, as of images (height, width) and video (frames, "
     "...), mark the outermost one: prepare_inputs(..., seq_dim=that of the height, or the frames)"
 )
-_RULES: dict[Any, Callable] = {}
+_RULES: dict[Any, Callable] = {}  # by op, or by the name of a function of transformers' models
 _REASONS: dict[Any, str] = {}
 _OF_OWN: list[Callable] = []  # the rule for ops with an operand that differs by rank
 _FAMILIES = (
     "views", "products", "indexing", "reductions", "attention", "flex", "losses", "functions",
-    "sorting",
+    "sorting", "recurrences",
 )  # fmt: skip
 
 
@@ -104,7 +105,7 @@ def find(call: Call) -> Callable:
     _load()
     if any(n in call.graph.own for n in call.operands):
         return _OF_OWN[0]
-    known = _RULES.get(call.target)
+    known = _RULES.get(captured.get(call.target, call.target))
     if known is not None:
         return known
     if call.target not in _REASONS and placement.find(call.target) is not None:

@@ -339,4 +339,4 @@ def _shifted(call: Call, node: fx.Node, shifts: dict[int, int]) -> fx.Node:
         for user in users:
             user.replace_input_with(argument, shifted)
     module.recompile()
-    return graph.module(module, node.name)
+    return graph.attribute(module, node.name)

@@ -124,7 +124,7 @@ def function(call: Call):
     ]
 
     def lower():
-        modules = [graph.module(x, f"{node.name}_{i}") for i, x in enumerate(bodies)]
+        modules = [graph.attribute(x, f"{node.name}_{i}") for i, x in enumerate(bodies)]
         return graph.call(op, *modules, *(x.node for x in inputs), **node.kwargs)
 
     call.lower, call.decision = lower, "an autograd.Function, sharded inside"

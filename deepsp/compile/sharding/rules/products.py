@@ -96,7 +96,7 @@ def _causal(call: Call, tokens: Tokens, padding: int | str, before: int) -> Toke
         return graph.call(aten.constant_pad_nd.default, node, sizes, 0)
 
     def lower():
-        graph.settle(ends, before)
+        graph.settle(ends.sequence, before)
         rank, local = graph.rank, call.given(x)
         if padding and rank == graph.size - 1:
             local = padded(local, [0, padding])
