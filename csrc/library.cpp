@@ -23,6 +23,8 @@
 #include <ATen/ops/cat.h>
 #include <torch/library.h>
 
+#include <cmath>
+
 namespace deepsp {
 namespace {
 
@@ -73,8 +75,8 @@ c10::IValue deal_op(const Given& given) {
   TORCH_CHECK_VALUE(
       ranks > 0 && ranks <= kMostDealt, "expected 1 <= ranks <= ", kMostDealt, ", got ", ranks);
   TORCH_CHECK_VALUE(
-      linear > 0 && quadratic >= 0, "expected costs linear > 0 and quadratic >= 0, got ", linear,
-      " and ", quadratic);
+      linear > 0 && quadratic >= 0 && std::isfinite(linear) && std::isfinite(quadratic),
+      "expected finite costs, linear > 0 and quadratic >= 0, got ", linear, " and ", quadratic);
   int64_t total = 0;
   double cost = 0;
   for (size_t d = 0; d < lengths.size(); ++d) {

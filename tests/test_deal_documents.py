@@ -113,6 +113,8 @@ def test_shared_by_as_few_as_it_takes():
     deal = deepsp.deal_documents([50, 150, 90, 10, 100], 4, 100, cost=(1.0, 0.0))
     assert [level for level, _ in deal.places] == [0, 1, 0, 0, 0]
     assert deal.seq_lens == [100] * 4
+    # One token more on some ranks is no reason to share.
+    assert deepsp.deal_documents([1] * 5, 2, cost=(1.0, 0.0)).shared == 0
     # Twice the tokens have four times the attention: the long one has as much of it as all others.
     deal = deepsp.deal_documents([200, 100, 100, 100, 100], 4, cost=(1e-6, 1.0))
     assert [level for level, _ in deal.places] == [1, 0, 0, 0, 0] and deal.imbalance < 0.01
@@ -255,6 +257,8 @@ def test_refusals():
         ),
         (lambda: deal([3], 2, cost=(1.0, -1.0)), r"got 1 and -1"),
         (lambda: deal([3], 2, cost=(math.nan, 1.0)), r"got nan and 1"),
+        (lambda: deal([], 2, cost=(math.inf, 1.0)), r"expected finite costs, .* got inf and 1"),
+        (lambda: deal([], 2, cost=(1.0, math.inf)), r"got 1 and inf"),
         (
             lambda: deal([3], 2, cost=(1.0, 1e308)),
             r"to cost less than 1e300, got inf",

@@ -221,11 +221,8 @@ std::vector<int64_t> fill(
   };
   double below = 0;
   double above = 2 * (*std::max_element(attention, attention + block.width) + linear * max_tokens);
-  for (;;) {
-    const double level = below + (above - below) / 2;
-    if (level <= below || level >= above) {
-      break;
-    }
+  const auto middle = [&] { return below + (above - below) / 2; };
+  for (double level = middle(); below < level && level < above; level = middle()) {
     const int64_t fit = sum(room(level));
     below = fit <= tokens ? level : below;
     above = fit >= tokens ? level : above;
