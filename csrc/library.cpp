@@ -99,7 +99,7 @@ c10::IValue deal_op(const Given& given) {
   const Deal deal =
       deal_documents({lengths.begin(), lengths.end()}, ranks, max_tokens, linear, quadratic);
   std::vector<int64_t> found;
-  for (const Place& place : deal.places) {
+  for (const DocumentPlace& place : deal.places) {
     found.push_back(place.level);
     found.push_back(place.first);
   }

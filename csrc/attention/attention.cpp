@@ -127,7 +127,11 @@ at::Tensor attend_dealt(
   const int64_t chunks = given["chunks"];
   TORCH_CHECK_VALUE(chunks == 1, "expected chunks to be 1 with dealt, got ", chunks);
   check_only_pattern(asked.attn_mask, asked.dropout_p);
-  const int64_t heads = inputs[0].size(2), kv_heads = inputs[1].size(2);
+  // Not size(), which makes all sizes constants.
+  const auto heads_of = [](const at::Tensor& x) {
+    return x.sym_size(2).guard_int(__FILE__, __LINE__);
+  };
+  const int64_t heads = heads_of(inputs[0]), kv_heads = heads_of(inputs[1]);
   const auto attend_to = [&](at::TensorList kv, const at::Tensor& q, const CellOf& cell,
                              size_t level) {
     const Asked here(asked, dealt[level]);

@@ -171,7 +171,7 @@ Placement find_places(
     int64_t max_tokens,
     double linear,
     double limit,
-    std::vector<Place>& places) {
+    std::vector<DocumentPlace>& places) {
   double most = limit;
   for (int round = 0;; ++round, most *= kStep) {
     const bool all_shared = round == kRounds;
@@ -275,7 +275,7 @@ Deal deal_documents(
   const double mean = cost / ranks;
   const double limit = std::max((1 + kTolerance) * mean, mean + linear);
 
-  Deal deal{std::vector<Place>(lengths.size()), {}};
+  Deal deal{std::vector<DocumentPlace>(lengths.size()), {}};
   const Placement placement =
       find_places(blocks, documents, max_tokens, linear, limit, deal.places);
   // Narrow blocks first: wider ones can even out what these leave. Each block's own best split is

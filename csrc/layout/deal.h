@@ -15,13 +15,13 @@ std::vector<int64_t> block_widths(int64_t ranks);
 
 // A document's tokens are split over the ranks of its block. Each of them computes 1 / width of the
 // document's attention.
-struct Place {
+struct DocumentPlace {
   int64_t level = 0;
   int64_t first = 0;  // the block's first rank
 };
 
 struct Deal {
-  std::vector<Place> places;               // by document
+  std::vector<DocumentPlace> places;       // by document
   std::vector<std::vector<int64_t>> lens;  // by level and rank: tokens of that level's documents
 };
 

@@ -15,6 +15,7 @@
 // tokens are those of the first level, then those of the next. Widths are 2, 4, ..., and the number
 // of ranks, of which there is always one.
 
+#include "deal.h"
 #include "heads.h"
 
 #include <optional>
@@ -81,13 +82,12 @@ struct Section {
   }
 };
 
-// The widths of levels, but for the tokens that only one rank reads.
+// The widths of levels: those of blocks of several ranks, and always all ranks.
 inline std::vector<int64_t> level_widths(int64_t ranks) {
-  std::vector<int64_t> widths;
-  for (int64_t width = 2; width < ranks; width *= 2) {
-    widths.push_back(width);
+  std::vector<int64_t> widths = block_widths(ranks);
+  if (widths.size() > 1) {
+    widths.erase(widths.begin());
   }
-  widths.push_back(ranks);
   return widths;
 }
 

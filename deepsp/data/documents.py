@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -36,6 +36,7 @@ class Deal:
         lens: by level and rank, the number of tokens that the rank holds of documents of that
             level.
         cost: the cost of a token, and of a document of n tokens as a multiple of n * n.
+        seq_lens: the number of tokens of each rank.
     """
 
     lengths: list[int]
@@ -44,6 +45,20 @@ class Deal:
     places: list[tuple[int, int]]
     lens: list[list[int]]
     cost: tuple[float, float]
+    seq_lens: list[int] = field(init=False)
+
+    def __post_init__(self):
+        self.seq_lens = [sum(held) for held in zip(*self.lens, strict=True)]
+        # By level and block. Made now: compiled code reads them.
+        borders = [[[] for _ in range(0, self.ranks, width)] for width in self.widths]
+        for n, (level, first) in zip(self.lengths, self.places, strict=True):
+            of_block = borders[level][first // self.widths[level]]
+            begin = of_block[-1][1] if of_block else 0
+            of_block += [(begin, begin + n)] * (n > 0)
+        self._ranges = [
+            [torch.tensor(x, dtype=torch.int64).view(-1, 2) for x in of_level]
+            for of_level in borders
+        ]
 
     def tokens(self, rank: int) -> Tensor:
         """The tokens of a rank, in its order: level by level, each level's part of its block's
@@ -88,22 +103,14 @@ class Deal:
         Raises:
             ValueError: there is no such rank.
         """
-        ranges = []
-        for level in range(len(self.widths)):
-            ends, lengths, _ = self._sequence(level, rank)
-            ranges.append(torch.stack([ends - lengths, ends], 1))
-        return ranges
+        self._check(rank)
+        return [x[rank // n] for n, x in zip(self.widths, self._ranges, strict=True)]
 
     @cached_property
     def digest(self) -> int:
         """A number that is the same on all ranks with the same deal, and hardly on others."""
         told = repr((self.lengths, self.places, self.lens)).encode()
         return int.from_bytes(hashlib.blake2b(told, digest_size=7).digest(), "big")
-
-    @property
-    def seq_lens(self) -> list[int]:
-        """The number of tokens of each rank."""
-        return [sum(held) for held in zip(*self.lens, strict=True)]
 
     @property
     def costs(self) -> list[float]:
@@ -158,11 +165,14 @@ class Deal:
     def _sequence(self, level: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
         """The sequence of a rank's block: the end of each document in it, its length, and the index
         of its first token."""
-        if not 0 <= rank < self.ranks:
-            raise ValueError(f"expected 0 <= rank < {self.ranks}, got {rank}")
+        self._check(rank)
         levels, blocks, lengths, firsts = self._table.unbind(1)
         own = (levels == level) & (blocks == self._first(level, rank)) & (lengths > 0)
         return lengths[own].cumsum(0), lengths[own], firsts[own]
+
+    def _check(self, rank: int) -> None:
+        if not 0 <= rank < self.ranks:
+            raise ValueError(f"expected 0 <= rank < {self.ranks}, got {rank}")
 
     def _first(self, level: int, rank: int) -> int:
         """The first rank of a rank's block; -1 if it has none of that level."""

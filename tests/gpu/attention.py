@@ -1,8 +1,11 @@
 """Attention by pieces on a GPU: by which kernel, its values and gradients."""
 
 import torch
+import torch.distributed as dist
 from common import draw, timed
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import deepsp
 
 op = torch.ops.deepsp
 
@@ -61,6 +64,30 @@ def flash_pieces():
             for x, y in zip((out, *found), (expected, *wanted), strict=True):
                 error = (x.double() - y).abs().max() / max(1, y.abs().max())
                 assert error < 2e-2, (documents[:3], window, queries, dim, sunk, float(error))
+
+
+def mixed_lengths():
+    """Documents that one rank has, and some that all share, one call of flash attention each;
+    against each alone in float64."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    lengths = [300, 20, 1, 77, 600]
+    deal = deepsp.deal_documents(lengths, size, -(-sum(lengths) // size) + 8)
+    own = deal.tokens(rank).cuda()
+    whole = [draw(1, sum(lengths), h, 64, seed=h, dtype=torch.bfloat16) for h in (8, 2)]
+    whole = [x.requires_grad_() for x in (*whole, whole[1].clone())]
+    mine = [x.detach()[:, own].requires_grad_() for x in whole]
+    wide = [x.detach().double().requires_grad_() for x in whole]
+    out = deepsp.distributed_attention(*mine, is_causal=True, enable_gqa=True, deal=deal)
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    documents = list(zip([0, *ends], ends, strict=False))
+    expected = _everything(*wide, documents, (), None)
+    grad = draw(*expected.shape, seed=3, dtype=torch.bfloat16)
+    found = torch.autograd.grad(out, mine, grad[:, own])
+    wanted = torch.autograd.grad(expected, wide, grad.double())
+    for x, y in zip((out, *found), (expected, *wanted), strict=True):
+        error = (x.double() - y[:, own]).abs().max() / max(1, y.abs().max())
+        assert error < 2e-2, (size, float(error))
+    return [f"of all tokens {deal.shared:.2f} are shared"]
 
 
 def flash_speed():

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from attention import flash_pieces, flash_speed
+from attention import flash_pieces, flash_speed, mixed_lengths
 from gather import gathered, sharded_training, summed_by_nccl
 from launches import (
     capture,
@@ -59,7 +59,7 @@ STAGES = {
         is_mapped, exchange_values, odd_rows, along_dim, gathered, summed_by_nccl, waited_for_twice,
         capture, large, never_waited_for,
     ],
-    "attention": [flash_pieces, attention_gradients, sixteen_bits, recurrences],
+    "attention": [flash_pieces, attention_gradients, sixteen_bits, recurrences, mixed_lengths],
     "paths": [loss_and_rest, sharded_training, layer_gradients, streams, threads],
     "sanitizer": [odd_rows, along_dim, exchange_values],
     "compile": [inductor, op_checks, layer_checks, dropout],
