@@ -319,6 +319,28 @@ def _hybrid():
     torch.testing.assert_close(names["loss"].float(), expected.float())
 
 
+def _mixed_lengths():
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 60, (3, 13), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, 4:] = mask[2, 9:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    whole = [torch.randn(1, 39, 4, 8, generator=generator) for _ in range(3)]
+
+    def mine(deal):
+        return [x[:, deal.tokens(dist.get_rank())] for x in whole]
+
+    names = {"AutoModelForCausalLM": _Auto, "name": "Llama", "ids": ids, "labels": labels}
+    names |= {"mask": mask, "mine": mine}
+    names = run("mixed-lengths", names, {"out = ": "q, k, v = mine(deal); out = "})
+    q, k, v = (x.view(3, 13, 4, 8) for x in whole)
+    expected = attention(q, k, v, is_causal=True).view(1, 39, 4, 8)
+    torch.testing.assert_close(names["deal"].unshard(names["out"]), expected)
+    model = _Auto.from_pretrained("Llama")
+    expected = model(ids, attention_mask=mask, labels=labels).loss
+    torch.testing.assert_close(names["loss"].float(), expected.float())
+
+
 def _gradients():
     from torch.distributed.fsdp import fully_shard
 
@@ -354,6 +376,7 @@ RUNS = {
     "compile": (_compile, 2), "deepspeed": (_deepspeed, 2), "schedule": (_schedule, 2),
     "sharded-weights": (_sharded_weights, 3), "losses-and-data": (_losses, 2),
     "gradients": (_gradients, 2), "memory": (_memory, 1), "hybrid": (_hybrid, 2),
+    "mixed-lengths": (_mixed_lengths, 2),
     "ops": (_ops, 2), "trainer": (_trainer, 2), "transport": (_transport, 2),
 }  # fmt: skip
 ELSEWHERE = {"README", "guide", "training"}  # test_guide.py

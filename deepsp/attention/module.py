@@ -14,6 +14,7 @@ from deepsp.attention import chunks as auto_chunks
 from deepsp.attention import function as local
 from deepsp.attention import parts
 from deepsp.attention.distributed import attend_over, lens_of
+from deepsp.data.documents import Deal
 from deepsp.ranks.agreement import compare_calls
 from deepsp.ranks.groups import Group, member_of
 
@@ -148,7 +149,7 @@ class DistributedAttention(nn.Module):
         lens = lens_of(deal, seq_lens, self.member)
         call = parts.Call(*(q, k, v, self.layout, lens, self.member, self.query_parts, self._whole))
         if not self._compared and not torch.compiler.is_compiling():
-            self._compare(call)
+            self._compare(call, deal)
         if self.local_attention is None:
             known = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
             local.check_sdpa_arguments(args, kwargs, known, (*local.PATTERN, "kv_chunk", "deal"))
@@ -221,7 +222,7 @@ class DistributedAttention(nn.Module):
         )
         return self.picked
 
-    def _compare(self, call: parts.Call) -> None:
+    def _compare(self, call: parts.Call, deal: Deal | None) -> None:
         s = self.layout.index("s")
         self._compared = compare_calls(
             "DistributedAttention",
@@ -234,4 +235,5 @@ class DistributedAttention(nn.Module):
             chunks=self.chunks,
             query_parts=self.query_parts,
             gradients=call.needs_gradient(),
+            deal=None if deal is None else deal.digest,
         )

@@ -60,6 +60,22 @@ class Deal:
             for of_level in borders
         ]
 
+    def __str__(self) -> str:
+        """A line for each rank: a digit for a part of its tokens, the width of their blocks."""
+        longest = max(self.lengths, default=0)
+        found = [
+            f"{len(self.lengths)} documents, {sum(self.lengths)} tokens, the longest {longest}, on "
+            f"{self.ranks} ranks: {100 * self.shared:.1f} % of the tokens are shared, the largest "
+            f"cost is {100 * self.imbalance:.1f} % above the mean"
+        ]
+        most = max(1, *self.seq_lens)
+        for rank, total in enumerate(self.seq_lens):
+            bar = ""
+            for width, lens in zip(self.widths, self.lens, strict=True):
+                bar += f"{width} " * round(30 * lens[rank] / most)
+            found.append(f"rank {rank}: {total:>8} tokens  {bar.rstrip()}")
+        return "\n".join(found)
+
     def tokens(self, rank: int) -> Tensor:
         """The tokens of a rank, in its order: level by level, each level's part of its block's
         sequence.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from deepsp.ops import previous_tokens
 from deepsp.ranks.groups import Group, member_of
@@ -33,19 +34,27 @@ def causal_convolution(
     Returns:
         [B, C, S_r].
     """
-    before, length = width - 1, x.size(2)
-    x = torch.cat([previous_tokens(x, before, group, seq_lens, dim=2), x], 2)
-    out = function(x)[:, :, before:]
-    # The tokens that would see another document, once more.
+    before = width - 1
+    earlier = previous_tokens(x, before, group, seq_lens, dim=2)
     total, first = sum(seq_lens), sum(seq_lens[: member_of(group)[0]])
-    again = []
-    for begin, end in [] if documents is None else documents.tolist():
-        row, start = begin // total, begin % total - first  # counted from this rank's first token
-        for token in range(max(start, 0), min(start + before, start + end - begin, length)):
-            again.append((row, token, [token - back >= start for back in range(before, -1, -1)]))
-    if not again:
-        return out
-    row, token, valid = (torch.tensor(given, device=x.device) for given in zip(*again, strict=True))
-    windows = token[:, None] + torch.arange(width, device=x.device)
-    windows = x[row[:, None], :, windows] * valid[..., None]  # [N, width, C]
-    return out.mT.index_put((row, token), function(windows.mT)[:, :, -1].to(out.dtype)).mT
+
+    def convolve(earlier: Tensor, x: Tensor) -> Tensor:
+        length = x.size(2)
+        x = torch.cat([earlier, x], 2)
+        out = function(x)[:, :, before:]
+        # The tokens that would see another document, once more.
+        again = []
+        for begin, end in [] if documents is None else documents.tolist():
+            row, start = begin // total, begin % total - first  # counted from this rank's first one
+            for token in range(max(start, 0), min(start + before, start + end - begin, length)):
+                again.append((row, token, [token - n >= start for n in range(before, -1, -1)]))
+        if not again:
+            return out
+        row, token, valid = (torch.tensor(x, device=out.device) for x in zip(*again, strict=True))
+        windows = token[:, None] + torch.arange(width, device=out.device)
+        windows = x[row[:, None], :, windows] * valid[..., None]  # [N, width, C]
+        return out.mT.index_put((row, token), function(windows.mT)[:, :, -1].to(out.dtype)).mT
+
+    # Computed again in backward: the copy that joins them, and what an activation keeps, would be
+    # kept for each token.
+    return checkpoint(convolve, earlier, x, use_reentrant=False, preserve_rng_state=False)
