@@ -19,7 +19,8 @@ slowest rank. "Between the projections" leaves out both projections, and has a r
 nothing: what is left is the convolution, the exchange and the norm. On the link (needs root;
 benchmarks/netlink.py), deepsp sends messages. Bytes are those that a rank receives, counted from
 gloo's sends in a group that sends messages. Memory is what the largest rank's process takes at most
-above what it held before (VmHWM; memory that ranks share counts for each of them that touches it).
+above what it held before (VmHWM), by messages: memory that ranks share would count for each of
+them.
 "KiB a token" is what the longest sequence takes more than the shortest, a token.
 
 The delta rule is transformers' function in segments of 1024 tokens, with the state handed on: its
@@ -163,8 +164,9 @@ def tidy() -> None:
 
 def memory(kind: str, length: int, name: str) -> float:
     """MiB of one step."""
-    case = Case(kind, length)
-    small = Case(kind, 256)
+    group = dist.new_group()
+    deepsp.transport(group, use="messages")
+    case, small = (Case(kind, n, group) for n in (length, 256))
     small.step(small.ways[name])
     tidy()
     reset_peak()
