@@ -58,6 +58,7 @@ def _plain(
     evaluates_first=False,
     tiled=False,
     keeps_attention=False,
+    metrics=_metrics,
     **given,
 ):
     if keeps_attention:
@@ -74,7 +75,7 @@ def _plain(
     args = arguments(per_device_train_batch_size=batch, per_device_eval_batch_size=batch, **given)
     train, evaluation = Rows(40, keep=masked), Rows(rows, 1)
     trainer = cls(
-        model, args, train_dataset=train, eval_dataset=evaluation, compute_metrics=_metrics, **more
+        model, args, train_dataset=train, eval_dataset=evaluation, compute_metrics=metrics, **more
     )
     if evaluates_first:  # which prepares the model for no training
         trainer.evaluate()
@@ -211,6 +212,11 @@ def test_sft_metrics_of_a_last_batch_with_one_row():
 
 def test_sft_packing():
     _same(_sft, 2, 2, digits=1e-4, packing=True)
+
+
+def test_balanced_experts():
+    experts = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+    _same(_plain, 2, 2, name="mixtral", config=tuple(experts.items()), digits=1e-4, metrics=None)
 
 
 _MIXED = (("mix_lengths", True),)

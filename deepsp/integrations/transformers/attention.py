@@ -17,7 +17,7 @@ COUNTS_OTHERWISE = "_deepsp_counts_otherwise"
 """The attribute of modules whose model makes other position_ids than 0, 1, 2, ..."""
 
 _ELSEWHERE = {
-    "num_items_in_batch", "output_hidden_states", "return_dict",
+    "num_items_in_batch", "output_hidden_states", "output_router_logits", "return_dict",
     "shift_labels", "cache_position",
 }  # fmt: skip
 """Arguments of a model's forward that reach its attention without a meaning there."""

@@ -92,8 +92,8 @@ def _call(self, *args, **kwargs):
         # A graph break in compiled code, once; attention breaks the graph anyway.
         if getattr(self, CHECKED, None) != name:
             _first(self)
-        before = current.runs, current.positions, current.deal
-        current.deal = kwargs.pop("deal", before[2])
+        before = current.runs, current.positions, current.deal, current.loss
+        current.deal, current.loss = kwargs.pop("deal", before[2]), loss
         if mixers.prepare(self):
             given = mixers.positions_of(self, kwargs)
             current.runs, current.positions = True, before[1] if given is None else given
@@ -103,7 +103,7 @@ def _call(self, *args, **kwargs):
                     return _run(self, loss, args, kwargs)
             return _run(self, loss, args, kwargs)
         finally:
-            current.runs, current.positions, current.deal = before
+            current.runs, current.positions, current.deal, current.loss = before
     if not torch.compiler.is_compiling():
         _check_alone(self, args, kwargs)
     return nn.Module.__call__(self, *args, **kwargs)
@@ -169,10 +169,13 @@ def _check_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> N
             "set model.config.use_cache = False for training, or call "
             "model.set_attn_implementation('sdpa') for generate()"
         )
-    if given.get("output_router_logits"):
+    routes = given.get("output_router_logits")
+    if routes is None:
+        routes = getattr(model.config, "output_router_logits", False)
+    if routes and not mixers.is_balanced(model):
         raise ValueError(
-            "expected output_router_logits to be False, got True: aux_loss would be that of this "
-            "rank's tokens only; leave it out"
+            "expected output_router_logits to be False, got True: aux_loss of "
+            f"{cls} would be that of this rank's tokens only; leave it out"
         )
     if given.get("logits_to_keep"):
         raise ValueError(

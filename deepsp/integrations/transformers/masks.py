@@ -13,6 +13,7 @@ from torch._compile import _disable_dynamo
 from deepsp.data import sharding as data
 from deepsp.data.documents import Deal
 from deepsp.data.same_batch import carried, compare_carried
+from deepsp.integrations.transformers.own_loss import OwnLoss
 from deepsp.integrations.transformers.patterns import (
     document_ranges,
     pattern_of,
@@ -33,9 +34,10 @@ class Ranges:
 
 
 class _Current(threading.local):
-    """The call of a model that runs on this thread: whether the model has recurrent layers, and
-    then its position_ids; the deal of its batch."""
+    """The call of a model that runs on this thread: its loss, the deal of its batch, whether it has
+    recurrent layers, and then its position_ids."""
 
+    loss: OwnLoss | None = None
     runs: bool = False
     positions: Tensor | None = None
     deal: Deal | None = None

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from deepsp.data import sharding as data
+from deepsp.integrations.transformers import balance
 from deepsp.integrations.transformers.masks import check_padding, check_positions, current
 from deepsp.integrations.transformers.patterns import Pattern, document_ranges
 from deepsp.integrations.transformers.recurrences import FUNCTIONS, Sharded, unfused
@@ -91,7 +92,7 @@ _replaced: dict[tuple[int, str], tuple[dict, Any]] = {}
 """While installed: by a modeling file's globals and a name there, both and the original."""
 
 
-REPLACED = (_MASK, *FUNCTIONS)
+REPLACED = (_MASK, *FUNCTIONS, balance.NAME)
 
 
 # ------------------------------------------------------------------- stand-ins of a check
@@ -153,6 +154,9 @@ def prepare(model: nn.Module) -> bool:
     times, has_mixers = getattr(model, _PREPARED, (None, False))
     if times == _times[0]:
         return has_mixers
+    for module in model.modules():
+        if balance.NAME in _names_in(module) and _balances(module):
+            _replace(_forward(module).__globals__, balance.NAME)
     for mixer in mixers_in(model):
         has_mixers = True
         space = _forward(mixer).__globals__
@@ -170,6 +174,15 @@ def prepare(model: nn.Module) -> bool:
             object.__setattr__(mixer, _PREPARED, (None, True))
     object.__setattr__(model, _PREPARED, (_times[0], has_mixers))
     return has_mixers
+
+
+def _balances(module: nn.Module) -> bool:
+    return balance.is_known(inspect.unwrap(_forward(module).__globals__[balance.NAME]))
+
+
+def is_balanced(model: nn.Module) -> bool:
+    """Whether the loss that balances a model's experts is that of the full sequence."""
+    return balance.NAME in _names_in(model) and _balances(model)
 
 
 def positions_of(model: nn.Module, kwargs: dict[str, Any]) -> Tensor | None:
@@ -190,6 +203,8 @@ def _replace(space: dict, name: str) -> None:
     def replacement(*args, **kwargs):
         if name == _MASK:
             return _sequence_of(given, *args, **kwargs)
+        if name == balance.NAME:
+            return _balanced(given, *args, **kwargs)
         if not _running.stack:
             return given(*args, **kwargs)
         mixer, sequence = _running.stack[-1]
@@ -198,6 +213,16 @@ def _replace(space: dict, name: str) -> None:
         return FUNCTIONS[name](given, _sharded(mixer, sequence))(*args, **kwargs)
 
     space[name] = replacement
+
+
+def _balanced(given: Callable, *args, **kwargs) -> Tensor | int:
+    loss = current.loss
+    if _running.checks:
+        return 0  # which is no tensor, and isn't looked at
+    if loss is None:
+        return given(*args, **kwargs)
+    of_group = {"member": member_of(loss.group), "average_gradients": loss.average_gradients}
+    return balance.balancing_loss(*args, **kwargs, **of_group)
 
 
 def _sharded(mixer: nn.Module, sequence: Sequence) -> Sharded:

@@ -188,6 +188,13 @@ class _SequenceParallel(Evaluation):
                 "expected without_logits=False where a class or compute_loss_func computes the "
                 "loss itself, got True; leave it out"
             )
+        balances = getattr(self._base_model().config, "output_router_logits", False)
+        if balances and (self._without_logits or self._has_own_loss()):
+            raise ValueError(
+                "expected output_router_logits=False in the model's config with without_logits, or "
+                "where a class computes its loss itself, since the loss that balances experts "
+                "would be left out or counted more than once, got True; set it to False"
+            )
         if self._mix and self.compute_loss_func is not None:
             raise ValueError(
                 "expected no compute_loss_func with mix_lengths=True, since it gets outputs and "
@@ -341,6 +348,9 @@ class _SequenceParallel(Evaluation):
                 loss = torch.ops.deepsp._scale_gradient(loss, float(self._size))
         if counted and self.compute_loss_func is None:
             loss = loss / num_items_in_batch
+        balance = getattr(outputs, "aux_loss", None)
+        if isinstance(balance, Tensor) and self.compute_loss_func is None:
+            loss = loss + self._base_model().config.router_aux_loss_coef * balance
         if counted and (self.args.average_tokens_across_devices or not model.training):
             loss = loss * self._groups
         return loss, outputs
