@@ -369,6 +369,8 @@ def _refused():
         ("sequence length", lambda: call(x[:, 1:], x[:, 1:], x[:, 1:], deal=deal)),
         ("is in no block of 2", lambda: torch.ops.deepsp.seq_to_heads(
             [x], [0, 0, 1, 0, 0, 0], 0, "0", levels=2)),
+        ("this rank's of all levels, got 1", lambda: torch.ops.deepsp.seq_to_heads(
+            [x[:, :1]], [2, 1, 0, 1, 1, 1], 0, "0", levels=2)),
         ("each of the levels of width 2", lambda: torch.ops.deepsp.seq_to_heads(
             [x], [0, 0, 1, 0], 0, "0", levels=2)),
     ):  # fmt: skip
