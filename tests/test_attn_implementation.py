@@ -241,7 +241,10 @@ def test_training_equals_one_process(cases, ranks):
     on_ranks(ranks, _all_trained, CASES[cases])
 
 
-@pytest.mark.parametrize(("family", "kind"), [("Llama", "documents"), ("GPT2", "skewed")])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("Llama", "documents"), pytest.param("GPT2", "skewed", marks=pytest.mark.nightly)],
+)
 def test_compiled(family, kind):
     on_ranks(2, _trained, family, kind, 13, None, 2, "aot_eager")
 

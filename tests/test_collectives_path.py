@@ -158,8 +158,12 @@ def _decomposed(*case):
 
 @pytest.mark.parametrize(
     "case",
-    [(8, 4, 1, (0, 0, 0)), (8, 4, 2, (0, 3, 1)), (7, 1, 2, (0, 3, 1)), (9, 3, 1, (0, 0, 0))],
-)
+    [
+        (8, 4, 2, (0, 3, 1)), (9, 3, 1, (0, 0, 0)),
+        *(pytest.param(x, marks=pytest.mark.nightly)
+          for x in ((8, 4, 1, (0, 0, 0)), (7, 1, 2, (0, 3, 1)))),
+    ],
+)  # fmt: skip
 @RANKS
 def test_the_layer_compiles(ranks, case):
     run(ranks, (_decomposed, *case))

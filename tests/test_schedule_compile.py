@@ -85,6 +85,9 @@ def _plan(family, overlap):
         _compare(model, built, length, close)
 
 
-@pytest.mark.parametrize(("family", "overlap"), [("llama", True), ("gpt2", False)])
+@pytest.mark.parametrize(
+    ("family", "overlap"),
+    [("llama", True), pytest.param("gpt2", False, marks=pytest.mark.nightly)],
+)
 def test_plan(family, overlap):
     on_ranks(2, _plan, family, overlap)
