@@ -285,6 +285,25 @@ TORCH_LIBRARY(deepsp, m) {
       "str group_name) -> Tensor",
       uncaptured);
 
+  // --- experts on the sequence's ranks
+
+  // rows [n, elements], those for rank 0 first: to the ranks that hold their experts. counts: how
+  // many rows each rank sends to each, [ranks * ranks], by source. Fresh: those from rank 0 first.
+  // Composite, and each other's backward.
+  m.def(
+      "expert_dispatch(Tensor rows, SymInt[] counts, int rank, str group_name) -> Tensor",
+      uncaptured);
+  // What experts made of them, with the same counts, back to where they came from.
+  m.def(
+      "expert_combine(Tensor rows, SymInt[] counts, int rank, str group_name) -> Tensor",
+      uncaptured);
+  m.def(
+      "_rows_start(Tensor rows, SymInt[] counts, bool home, int rank, str group_name) -> Tensor",
+      uncaptured);
+  m.def(
+      "_rows_wait(Tensor buffer, SymInt[] counts, bool home, int rank, str group_name) -> Tensor",
+      uncaptured);
+
   // --- linear layers around the exchange
 
   // x [B, S_rank, dim] through linear layers weights[i] [H_i·D_i, dim], biases[i]

@@ -21,6 +21,7 @@ from deepsp.data.deal_batch import deal_batch
 from deepsp.data.documents import Deal, deal_documents
 from deepsp.data.loader import SequenceLoader
 from deepsp.data.sharding import shard, shard_batch, unshard
+from deepsp.experts.module import DistributedExperts
 from deepsp.gradients import clip_grad_norm_, sync_gradients
 from deepsp.integrations.transformers.causal_lm import causal_lm_loss
 from deepsp.loss import cross_entropy, linear_cross_entropy, token_log_probs
@@ -45,6 +46,7 @@ from deepsp.weights.state import full_state_dict, load_full_state_dict
 __all__ = [
     "Deal",
     "DistributedAttention",
+    "DistributedExperts",
     "DistributedRecurrence",
     "SequenceLoader",
     "SequenceParallelAttention",

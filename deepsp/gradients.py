@@ -49,7 +49,8 @@ def sync_gradients(module: Parameters, group: Group = None) -> None:
     rank, size, name = member = member_of(group)
     named, sharded = _named(module)
     if any(is_built(p) for _, p in named) or (
-        isinstance(module, nn.Module) and any(shards_of(inner) for inner in module.modules())
+        isinstance(module, nn.Module)
+        and any(shards_of(m) and not hasattr(m, "_deepsp_experts") for m in module.modules())
     ):
         raise ValueError(
             "module was built by a schedule, so the gradients of its parameters are full already; "

@@ -78,6 +78,12 @@ def arguments(kind):
             [op._gather_cast_coalesced_start(shards, lens * 2, [bf16, f32], rank, group)]
         )
         (before,) = landed([op.previous_tokens_start(q, 3, 1, lens, rank, group)])
+        counts = [[(3 * p + r) % 4 for r in range(size)] for p in range(size)]
+        flat = [n for of_rank in counts for n in of_rank]
+        arrive = sum(of_rank[rank] for of_rank in counts)
+        (sent_rows,) = landed([
+            op._rows_start(_leaf(sum(counts[rank]), 5), flat, False, rank, group)
+        ])  # fmt: skip
         (scattered,) = landed(
             [op._reduce_scatter_cast_coalesced_start(whole, lens * 2, rank, group)]
         )
@@ -91,6 +97,10 @@ def arguments(kind):
             "previous_tokens": (q, 3, 1, lens, rank, group),
             "previous_tokens_start": (q, 3, 1, lens, rank, group),
             "previous_tokens_wait": (before, 3, 1, lens, list(q.shape), rank, group),
+            "expert_dispatch": (_leaf(sum(counts[rank]), 5), flat, rank, group),
+            "expert_combine": (_leaf(arrive, 5), flat, rank, group),
+            "_rows_start": (_leaf(sum(counts[rank]), 5), flat, False, rank, group),
+            "_rows_wait": (sent_rows, flat, False, rank, group),
             "_halo_start": (_leaf(min(rank, 1), 5), 1, lens, True, rank, group),
             "_halo_wait": (before, 3, lens, False, rank, group),
             "_fold_states": (
@@ -237,7 +247,8 @@ def _opcheck(name):
     "name",
     ["seq_to_heads", "heads_to_seq", "seq_to_heads_start", "seq_to_heads_wait",
      "heads_to_seq_start", "heads_to_seq_wait", "previous_tokens", "previous_tokens_start",
-     "previous_tokens_wait", "_halo_start", "_halo_wait", "_fold_states", "project_to_heads",
+     "previous_tokens_wait", "expert_dispatch", "expert_combine", "_rows_start", "_rows_wait",
+     "_halo_start", "_halo_wait", "_fold_states", "project_to_heads",
      "heads_to_output",
      "_project_to_heads_start", "_project_to_heads_backward", "_heads_to_output_wait",
      "_heads_to_output_weight_grad", "distributed_attention", "chunked",

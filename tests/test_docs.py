@@ -120,7 +120,10 @@ def _transformers():
     ids = torch.randint(3, 60, (2, 13), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     names = {"AutoModelForCausalLM": _Auto, "name": "Llama", "ids": ids, "mask": mask}
-    names = run("transformers", names)
+    mixture = _Auto.from_pretrained("Mixtral")
+    names |= {"mixture": mixture}
+    names = run("transformers", names, {"shard_experts(model,": "shard_experts(mixture,"})
+    assert mixture.model.layers[0].mlp.experts.num_experts == 2
     expected = _Auto.from_pretrained("Llama")(ids, labels=ids, attention_mask=mask).loss
     torch.testing.assert_close(names["loss"].float(), expected.float())
 

@@ -5,6 +5,7 @@
 #include "../common/checks.h"
 #include "../exchange/checks.h"
 #include "../layout/halo.h"
+#include "../rows/checks.h"
 
 namespace deepsp {
 
@@ -17,15 +18,6 @@ inline SymHalo check_halo(const Given& given) {
   check_at_least(n, 0, "n");
   check_fits({n}, "n");
   return {n, lens.vec(), given["rank"]};
-}
-
-// A matrix whose rows are tokens.
-inline void check_rows(
-    const at::Tensor& x, const char* name, const c10::SymInt& tokens, const c10::SymInt& elements) {
-  TORCH_CHECK_VALUE(
-      x.dim() == 2 && x.sym_size(0) == tokens && x.sym_size(1) == elements, "expected ", name,
-      " to have shape [", tokens, ", ", elements, "], got ", x.sym_sizes(),
-      "; pass what the start returned, with the sizes given to it");
 }
 
 }  // namespace deepsp

@@ -21,9 +21,10 @@ checks that the rest of the model works on each token alone (:func:`check`).
 from __future__ import annotations
 
 from deepsp.integrations.transformers.check import check
+from deepsp.integrations.transformers.experts import shard_experts
 from deepsp.integrations.transformers.registration import register
 
-__all__ = ["SequenceParallelTrainer", "check", "register", "sequence_parallel"]
+__all__ = ["SequenceParallelTrainer", "check", "register", "sequence_parallel", "shard_experts"]
 
 
 def __getattr__(name: str):

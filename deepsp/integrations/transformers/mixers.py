@@ -279,6 +279,11 @@ def _leave(mixer: nn.Module, args: tuple, output: Any) -> None:
         _running.stack.pop()
 
 
+def checks_now() -> bool:
+    """Whether a model's dry run is under way on this thread, in which nothing may be sent."""
+    return _running.checks
+
+
 @contextlib.contextmanager
 def stand_ins() -> Iterator[None]:
     """For a check's dry run, mixers work on each token alone."""

@@ -1,0 +1,1 @@
+"""Experts of a mixture on the ranks that share the sequence."""
