@@ -1,0 +1,157 @@
+"""TRL's preference and RL trainers over sharded sequences: each logged number is that of one
+process."""
+
+import itertools
+
+import pytest
+import torch
+from harness import on_ranks
+from trained import arguments, launched, logs, one_process, tiny, tokenizer
+
+_CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+
+def _words(generator, count):
+    ids = torch.randint(5, 97, (count,), generator=generator).tolist()
+    return " ".join(f"t{i}" for i in ids)
+
+
+def _pairs(count, seed=0):
+    """Prompts of different lengths with two completions of different lengths."""
+    from datasets import Dataset
+
+    generator = torch.Generator().manual_seed(seed)
+    return Dataset.from_list(
+        [
+            {
+                "prompt": _words(generator, 3 + i % 5),
+                "chosen": " " + _words(generator, 2 + 3 * i % 7),
+                "rejected": " " + _words(generator, 3 + 5 * i % 11),
+            }
+            for i in range(count)
+        ]
+    )
+
+
+def _judged(count, seed=0):
+    """Prompts with a completion and whether it is good."""
+    rows = _pairs(count, seed)
+    columns = ["rejected", "chosen"]
+    completions = [row[columns[(i // 2) % 2]] for i, row in enumerate(rows)]
+    labels = [bool((i // 2) % 2) for i in range(count)]
+    rows = rows.remove_columns(columns)
+    return rows.add_column("completion", completions).add_column("label", labels)
+
+
+_ROWS = {"DPO": _pairs, "KTO": _judged}
+
+
+def _tokenizer():
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+
+    found = tokenizer()
+    found.backend_tokenizer.pre_tokenizer = WhitespaceSplit()
+    return found
+
+
+def _class(name, size, options=()):
+    import trl
+
+    cls = getattr(trl, f"{name}Trainer")
+    if size == 1:
+        return cls, {}
+    from deepsp.integrations.transformers import sequence_parallel
+
+    return sequence_parallel(cls), {"sequence_parallel_size": size, **dict(options)}
+
+
+def _made(name, size, kind="", batch=2, evaluates=True, options=(), **given):
+    """The trainer's class, its arguments, and models."""
+    import trl
+    from peft import LoraConfig
+
+    cls, more = _class(name, size, options)
+    args = arguments(
+        getattr(trl, f"{name}Config"),
+        max_steps=5, bf16=False, beta=0.5, per_device_train_batch_size=batch,
+        per_device_eval_batch_size=batch, activation_checkpointing=kind == "checkpointing",
+        gradient_accumulation_steps=2 if kind == "checkpointing" else 1,
+        eval_strategy="steps" if evaluates else "no", eval_steps=5, **given,
+    )  # fmt: skip
+    if kind == "LoRA":
+        more["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+    return cls, {"model": tiny(), "args": args, "processing_class": _tokenizer(), **more}
+
+
+def _reference():
+    """Another model than the one that is trained."""
+    found = tiny()
+    with torch.no_grad():
+        for p in found.parameters():
+            p.mul_(1.1)
+    return found
+
+
+def _preferences(size, batch, name="DPO", kind="", folder=None):
+    """By DPO or KTO."""
+    from datasets import load_from_disk
+
+    given = {"DPO": {"use_weighting": kind == "weighting"}, "KTO": {"undesirable_weight": 0.7}}
+    cls, more = _made(
+        name, size, kind, batch, evaluates=folder is None, dataset_num_proc=None,
+        precompute_ref_log_probs=folder is not None, **given[name],
+    )  # fmt: skip
+    if kind != "LoRA":
+        more["ref_model"] = _reference()
+    rows = _ROWS[name]
+    train = rows(24) if folder is None else load_from_disk(f"{folder}/{size}")
+    trainer = cls(train_dataset=train, eval_dataset=None if folder else rows(5, 1), **more)
+    trainer.train()
+    return logs(trainer)
+
+
+def _on_rank(function, size, batch, items):
+    with launched():
+        return function(size, batch, **dict(items))
+
+
+def _same(function, world, size, batch=2, digits=1e-4, **given):
+    """Every rank of ``world``, in groups of ``size``, logs what ``world // size`` processes do."""
+    items = tuple(given.items())
+    if world == size:
+        expected = one_process(_on_rank, function, 1, batch, items)
+    else:
+        expected = on_ranks(world // size, _on_rank, function, 1, batch, items)[0]
+    assert len(expected) > 5
+    for mine in on_ranks(world, _on_rank, function, size, batch, items):
+        assert len(mine) == len(expected)
+        for a, b in zip(mine, expected, strict=True):
+            assert a.keys() == b.keys()
+            for k in b.keys() - {"step_time", "eval_step_time"}:
+                assert a[k] == pytest.approx(b[k], rel=digits, abs=1e-4), (k, a, b)
+
+
+@pytest.mark.parametrize("name", ["DPO", "KTO"])
+def test_preferences(name):
+    _same(_preferences, 2, 2, name=name)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["DPO", "KTO"])
+def test_preferences_of_groups(name):
+    _same(_preferences, 4, 2, name=name)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*itertools.product(["DPO", "KTO"], ["LoRA", "checkpointing", "precomputed"]),
+     ("DPO", "weighting")],
+)  # fmt: skip
+def test_kinds_of_preferences(name, kind, tmp_path):
+    given = {"name": name, "kind": kind}
+    if kind == "precomputed":
+        for size in (1, 2):
+            _ROWS[name](24).save_to_disk(tmp_path / str(size))  # TRL puts the result there
+        given["folder"] = str(tmp_path)
+    _same(_preferences, 2, 2, **given)
