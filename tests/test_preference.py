@@ -37,8 +37,8 @@ def _judged(count, seed=0):
     """Prompts with a completion and whether it is good."""
     rows = _pairs(count, seed)
     columns = ["rejected", "chosen"]
-    completions = [row[columns[(i // 2) % 2]] for i, row in enumerate(rows)]
-    labels = [bool((i // 2) % 2) for i in range(count)]
+    labels = [i % 3 > 0 for i in range(count)]
+    completions = [row[columns[good]] for row, good in zip(rows, labels, strict=True)]
     rows = rows.remove_columns(columns)
     return rows.add_column("completion", completions).add_column("label", labels)
 
@@ -110,6 +110,29 @@ def _preferences(size, batch, name="DPO", kind="", folder=None):
     return logs(trainer)
 
 
+def _reward(completion_ids, **_):
+    return [sum(ids) % 11 / 10 for ids in completion_ids]
+
+
+def _reinforced(size, batch, reference, name="GRPO", kind="", **given):
+    """By GRPO or RLOO."""
+    cls, more = _made(
+        name, size, kind, batch, num_generations=2, max_completion_length=9,
+        # Completions of different lengths.
+        generation_kwargs={"sequence_bias": {(2,): 3.0}}, log_completions=True,
+        **given,
+    )  # fmt: skip
+    more["model"].config._name_or_path = reference  # from whose files TRL loads it
+    rows = _pairs(24).remove_columns(["chosen", "rejected"])
+    trainer = cls(
+        reward_funcs=[_reward], train_dataset=rows, eval_dataset=rows.select(range(4)), **more
+    )
+    trainer.train()
+    kept = [list(trainer._logs[name]) for name in ("prompt", "completion", "advantages")]
+    assert len({*map(len, kept)}) == 1
+    return [*logs(trainer), {"completions": " / ".join(kept[1])}]
+
+
 def _on_rank(function, size, batch, items):
     with launched():
         return function(size, batch, **dict(items))
@@ -119,16 +142,18 @@ def _same(function, world, size, batch=2, digits=1e-4, **given):
     """Every rank of ``world``, in groups of ``size``, logs what ``world // size`` processes do."""
     items = tuple(given.items())
     if world == size:
-        expected = one_process(_on_rank, function, 1, batch, items)
+        right = one_process(_on_rank, function, 1, batch, items)
     else:
-        expected = on_ranks(world // size, _on_rank, function, 1, batch, items)[0]
-    assert len(expected) > 5
+        right = on_ranks(world // size, _on_rank, function, 1, batch, items)[0]
+    assert len(right) > 5
     for mine in on_ranks(world, _on_rank, function, size, batch, items):
-        assert len(mine) == len(expected)
-        for a, b in zip(mine, expected, strict=True):
+        assert len(mine) == len(right)
+        for a, b in zip(mine, right, strict=True):
             assert a.keys() == b.keys()
             for k in b.keys() - {"step_time", "eval_step_time"}:
-                assert a[k] == pytest.approx(b[k], rel=digits, abs=1e-4), (k, a, b)
+                text = isinstance(b[k], str)
+                expected = b[k] if text else pytest.approx(b[k], rel=digits, abs=1e-4)
+                assert a[k] == expected, (k, a, b)
 
 
 @pytest.mark.parametrize("name", ["DPO", "KTO"])
@@ -155,3 +180,21 @@ def test_kinds_of_preferences(name, kind, tmp_path):
             _ROWS[name](24).save_to_disk(tmp_path / str(size))  # TRL puts the result there
         given["folder"] = str(tmp_path)
     _same(_preferences, 2, 2, **given)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reference")
+    _reference().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
+def test_reinforced(name, reference):
+    _same(_reinforced, 2, 2, batch=4, reference=reference, name=name, steps_per_generation=2)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
+def test_reinforced_in_groups(name, reference):
+    _same(_reinforced, 4, 2, batch=3, reference=reference, name=name, steps_per_generation=2)
