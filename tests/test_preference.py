@@ -54,7 +54,7 @@ def _tokenizer():
     return found
 
 
-def _class(name, size, options=()):
+def _class(name, size):
     import trl
 
     cls = getattr(trl, f"{name}Trainer")
@@ -62,15 +62,15 @@ def _class(name, size, options=()):
         return cls, {}
     from deepsp.integrations.transformers import sequence_parallel
 
-    return sequence_parallel(cls), {"sequence_parallel_size": size, **dict(options)}
+    return sequence_parallel(cls), {"sequence_parallel_size": size}
 
 
-def _made(name, size, kind="", batch=2, evaluates=True, options=(), **given):
+def _made(name, size, kind="", batch=2, evaluates=True, of="llama", **given):
     """The trainer's class, its arguments, and models."""
     import trl
     from peft import LoraConfig
 
-    cls, more = _class(name, size, options)
+    cls, more = _class(name, size)
     args = arguments(
         getattr(trl, f"{name}Config"),
         max_steps=5, bf16=False, beta=0.5, per_device_train_batch_size=batch,
@@ -80,29 +80,29 @@ def _made(name, size, kind="", batch=2, evaluates=True, options=(), **given):
     )  # fmt: skip
     if kind == "LoRA":
         more["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
-    return cls, {"model": tiny(), "args": args, "processing_class": _tokenizer(), **more}
+    return cls, {"model": tiny(of), "args": args, "processing_class": _tokenizer(), **more}
 
 
-def _reference():
+def _reference(of="llama"):
     """Another model than the one that is trained."""
-    found = tiny()
+    found = tiny(of)
     with torch.no_grad():
         for p in found.parameters():
             p.mul_(1.1)
     return found
 
 
-def _preferences(size, batch, name="DPO", kind="", folder=None):
+def _preferences(size, batch, name="DPO", kind="", folder=None, of="llama", **more):
     """By DPO or KTO."""
     from datasets import load_from_disk
 
     given = {"DPO": {"use_weighting": kind == "weighting"}, "KTO": {"undesirable_weight": 0.7}}
     cls, more = _made(
-        name, size, kind, batch, evaluates=folder is None, dataset_num_proc=None,
-        precompute_ref_log_probs=folder is not None, **given[name],
+        name, size, kind, batch, evaluates=folder is None, dataset_num_proc=None, of=of,
+        precompute_ref_log_probs=folder is not None, **given[name], **more,
     )  # fmt: skip
     if kind != "LoRA":
-        more["ref_model"] = _reference()
+        more["ref_model"] = _reference(of)
     rows = _ROWS[name]
     train = rows(24) if folder is None else load_from_disk(f"{folder}/{size}")
     trainer = cls(train_dataset=train, eval_dataset=None if folder else rows(5, 1), **more)
@@ -198,3 +198,64 @@ def test_reinforced(name, reference):
 @pytest.mark.parametrize("name", ["GRPO", "RLOO"])
 def test_reinforced_in_groups(name, reference):
     _same(_reinforced, 4, 2, batch=3, reference=reference, name=name, steps_per_generation=2)
+
+
+_REINFORCED = [
+    {"name": "GRPO", "kind": "LoRA", "mask_truncated_completions": True, "scale_rewards": "batch"},
+    {"name": "GRPO", "kind": "checkpointing", "top_entropy_quantile": 0.5, "loss_type": "grpo"},
+    {"name": "RLOO", "kind": "LoRA", "num_iterations": 2},
+    {"name": "RLOO", "kind": "checkpointing"},
+]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("given", _REINFORCED, ids=str)
+def test_kinds_of_reinforcement(given, reference):
+    _same(_reinforced, 2, 2, batch=4, reference=reference, **given)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("of", ["qwen3_next", "nemotron_h"])
+def test_recurrent_layers(of, tmp_path):
+    """They generate with a cache, and train on sharded sequences."""
+    given = {"of": of, "digits": 1e-3}
+    if of == "qwen3_next":
+        given["router_aux_loss_coef"] = 0.0
+    _reference(of).save_pretrained(tmp_path)
+    _same(_preferences, 2, 2, **given)
+    _same(_reinforced, 2, 2, batch=4, reference=str(tmp_path), **given)
+
+
+def _refusals():
+    def trainer(name, arguments=(), **more):
+        arguments = dict(arguments)
+        if name in ("GRPO", "RLOO"):
+            arguments = {"num_generations": 2, **arguments}
+            more["reward_funcs"] = [_reward]
+        cls, given = _made(name, 2, evaluates=False, **arguments)
+        return cls(train_dataset=_ROWS.get(name, _pairs)(8), **{**given, **more})
+
+    batching = {"use_transformers_continuous_batching": True}
+    mixture = tiny("mixtral", num_local_experts=2)
+    cases = [
+        (lambda: trainer("DPO", mix_lengths=True),
+         r"no mix_lengths in a sequence-parallel DPOTrainer, since the rows of a batch belong"),
+        (lambda: trainer("KTO", compute_metrics=print), r"no compute_metrics in .*KTOTrainer"),
+        (lambda: trainer("GRPO", {"use_vllm": True}), r"no use_vllm in .*GRPOTrainer, .* True"),
+        (lambda: trainer("RLOO", batching), r"no use_transformers_continuous_batching in a seq"),
+        (lambda: trainer("GRPO", tools=[print]), r"no tools in .*, since they would run on eve"),
+        (lambda: trainer("GRPO", rollout_func=print), r"no rollout_func in .*, since it would run"),
+        (lambda: trainer("GRPO", {"num_generations": 4}),
+         r"num_generations to divide 2, the rows of the generation batch of 1 .*, got 4"),
+        (lambda: trainer("DPO", model=mixture, ref_model=_reference()),
+         r"router_aux_loss_coef=0 in .*DPOTrainer, since the auxiliary loss .*, got 0.001; pass"),
+        (lambda: (dpo := trainer("DPO", ref_model=_reference())).predict(dpo.train_dataset),
+         r"prediction_loss_only=True, since no rank has logits, got False; call evaluate"),
+    ]  # fmt: skip
+    for call, pattern in cases:
+        with launched(), pytest.raises(ValueError, match=pattern):
+            call()
+
+
+def test_refusals():
+    on_ranks(2, _refusals)

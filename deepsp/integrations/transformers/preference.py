@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from deepsp.data.sharding import unshard
 from deepsp.integrations.accelerate import local_batch, once_per_group
@@ -41,12 +41,16 @@ _FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 _GATHERS = ("gather", "gather_object")
 
-_UNSUPPORTED = {
-    "rollout_func": "a function that generates runs on every rank of a group",
-    "tools": "tools would run on every rank of a group",
-    "environment_factories": "environments would run on every rank of a group",
+_REFUSED = {
+    "mix_lengths": "the rows of a batch belong together",
+    "compute_metrics": "no rank has logits",
+    "use_vllm": "vLLM would generate for each rank of a group",
+    "use_transformers_continuous_batching": "it needs attention of its own",
+    "rollout_func": "it would run on every rank of a group",
+    "tools": "they would run on every rank of a group",
+    "environment_factory": "environments would run on every rank of a group",
 }
-"""Attributes of a trainer that must be empty, and why."""
+"""Arguments of a trainer, or attributes of its ``args``, that must be empty, and why."""
 
 
 def trl_class(trainer_class: type[Trainer]) -> type[Trainer] | None:
@@ -165,6 +169,15 @@ class Preference:
     """The attention with which the model generates."""
 
     def __init__(self, *args, **kwargs):
+        if kwargs.get("sequence_parallel_size") != 1:
+            every = [*args, *kwargs.values()]
+            config = next((x for x in every if isinstance(x, TrainingArguments)), None)
+            for name, why in _REFUSED.items():
+                if given := kwargs.get(name) or getattr(config, name, None):
+                    raise ValueError(
+                        f"expected no {name} in a sequence-parallel {self._name}Trainer, since "
+                        f"{why}, got {given!r}; leave it out"
+                    )
         super().__init__(*args, **kwargs)
         if self._size > 1 and self._generates:
             # TRL gives each process a seed, so that processes sample different completions.
@@ -179,69 +192,36 @@ class Preference:
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        if self._size > 1:
-            self._refuse_arguments()
-            if self._generates:
-                self._set_generation_batch()
-
-    def _refuse_arguments(self) -> None:
-        name = trl_class(type(self)).__name__
-        for wrong, argument, expected in (
-            (self._mix, "mix_lengths", False),
-            (getattr(self.args, "use_vllm", False), "use_vllm", False),
-            (
-                getattr(self.args, "use_transformers_continuous_batching", False),
-                "use_transformers_continuous_batching",
-                False,
-            ),
-        ):
-            if wrong:
-                raise ValueError(
-                    f"expected {argument}={expected} in a sequence-parallel {name}, got {wrong}; "
-                    "leave it out"
-                )
+        if self._size > 1 and self._generates:
+            self._set_generation_batch()
 
     def _set_generation_batch(self) -> None:
-        """Counts the rows of a generation by groups. The arguments counted processes."""
+        """Counts the rows of a generation by groups. The arguments counted them by processes."""
         args = self.args
-        rows = args.per_device_train_batch_size * self._groups
-        for size, count, batch in (
-            (rows * args.steps_per_generation, args.num_generations, "generation batch"),
-            (
-                args.per_device_eval_batch_size * self._groups,
-                args.num_generations_eval or args.num_generations,
-                "evaluation batch",
-            ),
-        ):
-            evaluates = args.eval_strategy != "no"
-            if size % count and (batch == "generation batch" or evaluates):
+        rows = args.per_device_train_batch_size * self._groups * args.steps_per_generation
+        counts = [("generation batch", rows, args.num_generations)]
+        if args.eval_strategy != "no":
+            evaluated = args.per_device_eval_batch_size * self._groups
+            per_prompt = args.num_generations_eval or args.num_generations
+            counts.append(("evaluation batch", evaluated, per_prompt))
+        for name, size, per_prompt in counts:
+            if size % per_prompt:
                 raise ValueError(
-                    f"expected num_generations to divide the rows of a {batch} of all "
-                    f"{self._groups} groups, {size}, since the ranks of a group have the same "
-                    f"rows, got {count}; make the batch size per device larger"
+                    f"expected num_generations to divide {size}, the rows of the {name} of "
+                    f"{self._groups} group(s) whose ranks share them, got {per_prompt}; make the "
+                    "batch size per device larger"
                 )
-        args.generation_batch_size = rows * args.steps_per_generation
+        args.generation_batch_size = rows
 
     def _prepare_model(self) -> None:
         if self._is_prepared:
             return
-        name = trl_class(type(self)).__name__
-        if self.compute_metrics is not None:
-            raise ValueError(
-                f"expected no compute_metrics in a sequence-parallel {name}, since no rank has "
-                "logits, got one; leave it out"
-            )
         if getattr(self, "aux_loss_enabled", False):
             raise ValueError(
-                f"expected router_aux_loss_coef=0 in a sequence-parallel {name}, since the "
-                "auxiliary loss would be that of this rank's tokens only, got "
+                f"expected router_aux_loss_coef=0 in a sequence-parallel {self._name}Trainer, "
+                "since the auxiliary loss would be that of this rank's tokens only, got "
                 f"{self.router_aux_loss_coef}; pass router_aux_loss_coef=0.0"
             )
-        for attribute, why in _UNSUPPORTED.items():
-            if getattr(self, attribute, None):
-                raise ValueError(
-                    f"expected no {attribute} in a sequence-parallel {name}: {why}; leave it out"
-                )
         given = self._base_model().config._attn_implementation
         if given not in ours():
             self._whole_attention = given

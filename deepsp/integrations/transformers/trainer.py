@@ -191,7 +191,9 @@ class _SequenceParallel(Evaluation):
                     f"expected no {name}, since {self._loss_class().__name__} computes its loss "
                     f"itself, from the local batch, got {given}; leave it out"
                 )
-        if self._without_logits and (self._has_own_loss() or self.compute_loss_func is not None):
+        # TRL's classes compute their losses without logits anyway.
+        logits = self._has_own_loss() and self._loss_class().__module__.split(".")[0] != "trl"
+        if self._without_logits and (logits or self.compute_loss_func is not None):
             raise ValueError(
                 "expected without_logits=False where a class or compute_loss_func computes the "
                 "loss itself, got True; leave it out"
