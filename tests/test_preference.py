@@ -6,36 +6,12 @@ import itertools
 import pytest
 import torch
 from harness import on_ranks
-from trained import arguments, launched, logs, one_process, tiny, tokenizer
-
-_CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-
-
-def _words(generator, count):
-    ids = torch.randint(5, 97, (count,), generator=generator).tolist()
-    return " ".join(f"t{i}" for i in ids)
-
-
-def _pairs(count, seed=0):
-    """Prompts of different lengths with two completions of different lengths."""
-    from datasets import Dataset
-
-    generator = torch.Generator().manual_seed(seed)
-    return Dataset.from_list(
-        [
-            {
-                "prompt": _words(generator, 3 + i % 5),
-                "chosen": " " + _words(generator, 2 + 3 * i % 7),
-                "rejected": " " + _words(generator, 3 + 5 * i % 11),
-            }
-            for i in range(count)
-        ]
-    )
+from trained import arguments, launched, logs, one_process, pairs, tiny, tokenizer
 
 
 def _judged(count, seed=0):
     """Prompts with a completion and whether it is good."""
-    rows = _pairs(count, seed)
+    rows = pairs(count, seed)
     columns = ["rejected", "chosen"]
     labels = [i % 3 > 0 for i in range(count)]
     completions = [row[columns[good]] for row, good in zip(rows, labels, strict=True)]
@@ -43,15 +19,7 @@ def _judged(count, seed=0):
     return rows.add_column("completion", completions).add_column("label", labels)
 
 
-_ROWS = {"DPO": _pairs, "KTO": _judged}
-
-
-def _tokenizer():
-    from tokenizers.pre_tokenizers import WhitespaceSplit
-
-    found = tokenizer()
-    found.backend_tokenizer.pre_tokenizer = WhitespaceSplit()
-    return found
+_ROWS = {"DPO": pairs, "KTO": _judged}
 
 
 def _class(name, size):
@@ -73,14 +41,19 @@ def _made(name, size, kind="", batch=2, evaluates=True, of="llama", **given):
     cls, more = _class(name, size)
     args = arguments(
         getattr(trl, f"{name}Config"),
-        max_steps=5, bf16=False, beta=0.5, per_device_train_batch_size=batch,
+        max_steps=5, bf16=kind == "bf16", beta=0.5, per_device_train_batch_size=batch,
         per_device_eval_batch_size=batch, activation_checkpointing=kind == "checkpointing",
         gradient_accumulation_steps=2 if kind == "checkpointing" else 1,
         eval_strategy="steps" if evaluates else "no", eval_steps=5, **given,
     )  # fmt: skip
     if kind == "LoRA":
         more["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
-    return cls, {"model": tiny(of), "args": args, "processing_class": _tokenizer(), **more}
+    return cls, {
+        "model": tiny(of),
+        "args": args,
+        "processing_class": tokenizer(splits=True),
+        **more,
+    }
 
 
 def _reference(of="llama"):
@@ -123,7 +96,7 @@ def _reinforced(size, batch, reference, name="GRPO", kind="", **given):
         **given,
     )  # fmt: skip
     more["model"].config._name_or_path = reference  # from whose files TRL loads it
-    rows = _pairs(24).remove_columns(["chosen", "rejected"])
+    rows = pairs(24).remove_columns(["chosen", "rejected"])
     trainer = cls(
         reward_funcs=[_reward], train_dataset=rows, eval_dataset=rows.select(range(4)), **more
     )
@@ -233,7 +206,7 @@ def _refusals():
             arguments = {"num_generations": 2, **arguments}
             more["reward_funcs"] = [_reward]
         cls, given = _made(name, 2, evaluates=False, **arguments)
-        return cls(train_dataset=_ROWS.get(name, _pairs)(8), **{**given, **more})
+        return cls(train_dataset=_ROWS.get(name, pairs)(8), **{**given, **more})
 
     batching = {"use_transformers_continuous_batching": True}
     mixture = tiny("mixtral", num_local_experts=2)

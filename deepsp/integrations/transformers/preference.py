@@ -68,8 +68,6 @@ def shard_fused_head(model: nn.Module, group: Group) -> None:
 
     Gradients are scaled for wrappers that average them over all ranks.
     """
-    if hasattr(model, calls.SHARDS_INSIDE):
-        return
     fused = model.forward
 
     @functools.wraps(fused)
