@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import on_ranks
 from trained import arguments, launched, logs, one_process, pairs, tiny, tokenizer
 
@@ -83,8 +84,10 @@ def _preferences(size, batch, name="DPO", kind="", folder=None, of="llama", **mo
     return logs(trainer)
 
 
-def _reward(completion_ids, **_):
-    return [sum(ids) % 11 / 10 for ids in completion_ids]
+def _reward(completion_ids, others=False, **_):
+    if others:
+        torch.rand(3)
+    return [sum(ids) % 11 / 10 + others for ids in completion_ids]
 
 
 def _reinforced(size, batch, reference, name="GRPO", kind="", **given):
@@ -95,10 +98,16 @@ def _reinforced(size, batch, reference, name="GRPO", kind="", **given):
         generation_kwargs={"sequence_bias": {(2,): 3.0}}, log_completions=True,
         **given,
     )  # fmt: skip
+
+    def reward(**kwargs):
+        # Only the first rank of a group counts.
+        others = dist.is_initialized() and dist.get_rank() % size > 0
+        return _reward(others=others, **kwargs)
+
     more["model"].config._name_or_path = reference  # from whose files TRL loads it
     rows = pairs(24).remove_columns(["chosen", "rejected"])
     trainer = cls(
-        reward_funcs=[_reward], train_dataset=rows, eval_dataset=rows.select(range(4)), **more
+        reward_funcs=[reward], train_dataset=rows, eval_dataset=rows.select(range(4)), **more
     )
     trainer.train()
     kept = [list(trainer._logs[name]) for name in ("prompt", "completion", "advantages")]

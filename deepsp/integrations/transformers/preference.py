@@ -32,7 +32,7 @@ from deepsp.integrations.transformers.evaluation import Evaluation
 from deepsp.integrations.transformers.masks import ours
 from deepsp.integrations.transformers.registration import base_of, use_in
 from deepsp.ranks.groups import Group, member_of, objects_on_all_ranks
-from deepsp.ranks.randomness import randomness_of_a_model
+from deepsp.ranks.randomness import align, randomness_of_a_model
 
 TRAINERS = ("DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")
 
@@ -273,7 +273,10 @@ class Preference:
 
     def _generate_and_score_completions(self, inputs):
         with self._by_group():
-            return super()._generate_and_score_completions(inputs)
+            found = super()._generate_and_score_completions(inputs)
+        if self._size > 1:
+            align(self._member)  # a reward function may have drawn numbers
+        return found
 
     def _generate_single_turn(self, *args, **kwargs):
         """Generates on whole sequences: deepsp's attention has no cache."""
