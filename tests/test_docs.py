@@ -20,7 +20,7 @@ from test_model import VOCABULARY, Model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, DistributedSampler
-from trained import Rows, arguments, launched, lists, tiny, tokenizer
+from trained import Rows, arguments, launched, lists, pairs, tiny, tokenizer
 
 import deepsp
 
@@ -239,14 +239,15 @@ def _sharded_weights():
 
 
 def _trainer():
-    from trl import SFTConfig
+    from trl import DPOConfig, SFTConfig
 
     with launched():
         given = {"per_device_train_batch_size": 2, "eval_strategy": "no", "max_steps": 2}
         model = tiny()
         names = {"model": model, "training_arguments": arguments(**given), "train_data": Rows(20)}
         names |= {"eval_data": Rows(4), "sft_config": arguments(SFTConfig, bf16=False, **given)}
-        names |= {"sft_data": lists(20), "tokenizer": tokenizer()}
+        names |= {"sft_data": lists(20), "tokenizer": tokenizer(splits=True), "pairs": pairs(8)}
+        names |= {"dpo_config": arguments(DPOConfig, bf16=False, **given), "reference": tiny()}
         names |= {"optimizer": torch.optim.SGD(model.parameters()), "loader": DataLoader(Rows(4))}
         names = run("trainer", names, {"Accelerator()": "Accelerator(cpu=True)"})
     assert names["metrics"]["eval_loss"] > 0 and names["loss"] > 0

@@ -38,13 +38,17 @@ class Rows(torch.utils.data.Dataset):
         return {"input_ids": self.ids[i], "labels": labels}
 
 
-def tokenizer():
-    from tokenizers import Tokenizer, models
+def tokenizer(splits: bool = False):
+    """Words t0, t1, ... are the ids 0, 1, ...; ``splits``: at spaces."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     words = {f"t{n}": n for n in range(VOCABULARY)}
+    made = Tokenizer(models.WordLevel(words, "t3"))
+    if splits:
+        made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, "t3")),
+        tokenizer_object=made,
         pad_token="t0", bos_token="t1", eos_token="t2", unk_token="t3",
     )  # fmt: skip
 
@@ -56,6 +60,28 @@ def lists(count, seed=0, length=None):
     rows = Rows(count, seed)
     cut = [rows.ids[i, : length or 5 + (7 * i) % 16].tolist() for i in range(count)]
     return Dataset.from_dict({"input_ids": cut})
+
+
+def pairs(count, seed=0):
+    """Prompts of different lengths, with two completions of different lengths."""
+    from datasets import Dataset
+
+    generator = torch.Generator().manual_seed(seed)
+
+    def words(count):
+        ids = torch.randint(5, VOCABULARY, (count,), generator=generator)
+        return " ".join(f"t{i}" for i in ids.tolist())
+
+    return Dataset.from_list(
+        [
+            {
+                "prompt": words(3 + i % 5),
+                "chosen": " " + words(2 + 3 * i % 7),
+                "rejected": " " + words(3 + 5 * i % 11),
+            }
+            for i in range(count)
+        ]
+    )
 
 
 RECURRENT = {

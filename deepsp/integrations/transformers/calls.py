@@ -31,6 +31,9 @@ REPLACED = ("PreTrainedModel.__call__", "PreTrainedModel.get_correct_attn_implem
 _originals: list[tuple[type, Any]] = []
 """While installed: the class, and the original of the second entry; the first is inherited."""
 
+SHARDS_INSIDE = "_deepsp_shards_inside"
+"""The attribute of a model whose forward shards full rows itself: :func:`shards_inside`."""
+
 _KNOWN = {
     "input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids",
     "num_items_in_batch", "shift_labels", "cache_position",
@@ -88,7 +91,7 @@ def _call(self, *args, **kwargs):
         part = getattr(self.config, key, None)
         if loss is None and part is not None:
             loss = _names.get(part._attn_implementation)
-    if loss is not None:
+    if loss is not None and not shards_inside(self, kwargs):
         # A graph break in compiled code, once; attention breaks the graph anyway.
         if getattr(self, CHECKED, None) != name:
             _first(self)
@@ -104,14 +107,20 @@ def _call(self, *args, **kwargs):
             return _run(self, loss, args, kwargs)
         finally:
             current.runs, current.positions, current.deal, current.loss = before
-    if not torch.compiler.is_compiling():
+    if loss is None and not torch.compiler.is_compiling():
         _check_alone(self, args, kwargs)
     return nn.Module.__call__(self, *args, **kwargs)
 
 
+def shards_inside(model: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether a call has full rows, which the model's forward shards."""
+    full = kwargs.get("fused_lm_head") and kwargs.get("labels") is not None
+    return bool(full) and hasattr(model, SHARDS_INSIDE)
+
+
 def _run(model: nn.Module, loss: OwnLoss, args: tuple, kwargs: dict[str, Any]) -> Any:
     if getattr(model, CALLED, False):
-        _check_arguments(model, args, kwargs)
+        check_arguments(model, args, kwargs)
         if getattr(model.config, "use_cache", False):
             kwargs.setdefault("use_cache", False)  # it would hold this rank's tokens only
         if kwargs.get("shift_labels") is not None:
@@ -148,15 +157,15 @@ def _first(model: nn.Module) -> None:
         check(model)
 
 
-def _given(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+def named_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     # Compiled code can't read the signature; its only positional argument is input_ids.
     ask = len(args) > 0 and not torch.compiler.is_compiling()
     names = inspect.signature(model.forward).parameters if ask else ("input_ids",)
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _check_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    given = _given(model, args, kwargs)
+def check_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    given = named_arguments(model, args, kwargs)
     cls = type(model).__name__
     if given.get("labels") is not None:
         raise ValueError(
@@ -193,7 +202,7 @@ def _check_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> N
 
 @_disable_dynamo
 def _check_alone(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    check_alone(model, _given(model, args, kwargs))
+    check_alone(model, named_arguments(model, args, kwargs))
 
 
 def check_alone(model: nn.Module, given: dict[str, Any]) -> None:

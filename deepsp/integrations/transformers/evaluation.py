@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 from transformers.trainer_utils import has_length
 
 from deepsp.integrations.accelerate import once_per_group
-from deepsp.ranks.groups import member_of, on_all_ranks
+from deepsp.ranks.groups import on_all_ranks
 from deepsp.ranks.randomness import align
 
 _NUMBERS = "deepsp_row_numbers"
@@ -51,15 +51,18 @@ class Evaluation:
     """
 
     _returns_outputs = False
+    _numbers_rows = True
+    """Whether rows of a stream are numbered."""
 
     def evaluation_loop(self, *args, **kwargs):
         if self._size > 1:
-            align(member_of(None))  # loader workers are seeded from the generators
+            align(self._alike())  # loader workers are seeded from the generators
         return super().evaluation_loop(*args, **kwargs)
 
     def _get_dataloader(self, dataset, description, *args, **kwargs):
         make = super()._get_dataloader
         evaluates = self._size > 1 and self._groups > 1 and not kwargs.get("is_training")
+        evaluates = evaluates and self._numbers_rows
         if not evaluates or not isinstance(dataset, IterableDataset) or has_length(dataset):
             return make(dataset, description, *args, **kwargs)
         given = self.data_collator

@@ -36,9 +36,10 @@ from deepsp.integrations.transformers.causal_lm import causal_lm_loss
 from deepsp.integrations.transformers.class_loss import OneProcess, class_loss
 from deepsp.integrations.transformers.evaluation import Evaluation
 from deepsp.integrations.transformers.mixers import mixers_in
+from deepsp.integrations.transformers.preference import TRAINERS, Preference, trl_class
 from deepsp.integrations.transformers.registration import base_of, use_in
 from deepsp.loss import cross_entropy
-from deepsp.ranks.groups import member_of, on_all_ranks
+from deepsp.ranks.groups import Member, member_of, on_all_ranks
 from deepsp.ranks.randomness import align, randomness_of_a_model
 
 _OF_TRL = ("SFTTrainer", "_BaseTrainer", "BaseTrainer")
@@ -94,15 +95,18 @@ def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
     if issubclass(trainer_class, _SequenceParallel):
         return trainer_class
     for cls in trainer_class.__mro__:
-        if cls.__module__.split(".")[0] == "trl" and cls.__name__ not in _OF_TRL:
+        if cls.__module__.split(".")[0] == "trl" and cls.__name__ not in (*_OF_TRL, *TRAINERS):
             raise ValueError(
-                "expected trainer_class to be transformers' Trainer, TRL's SFTTrainer or a "
-                f"subclass of these, got {trainer_class.__name__}: {cls.__name__} of TRL calls its "
-                "model in ways that aren't supported over sharded sequences; write its loss in a "
-                "loop of your own, with deepsp.token_log_probs"
+                "expected trainer_class to be transformers' Trainer, TRL's SFTTrainer, "
+                f"{', '.join(TRAINERS)} or a subclass of these, got {trainer_class.__name__}: "
+                f"{cls.__name__} of TRL calls its model in ways that aren't supported over sharded "
+                "sequences; write its loss in a loop of your own, with deepsp.token_log_probs"
             )
     name = f"SequenceParallel{trainer_class.__name__}"
-    return type(name, (_SequenceParallel, trainer_class), {"__doc__": sequence_parallel.__doc__})
+    bases = (_SequenceParallel, trainer_class)
+    if trl_class(trainer_class) is not None:
+        bases = (Preference, *bases)
+    return type(name, bases, {"__doc__": sequence_parallel.__doc__})
 
 
 class _SequenceParallel(Evaluation):
@@ -122,7 +126,7 @@ class _SequenceParallel(Evaluation):
         super().__init__(*args, **kwargs)
         if self._size > 1:
             self._prepare_model()
-            self.add_callback(_AlikeGenerators())
+            self.add_callback(_AlikeGenerators(self._alike()))
 
     # ---- ranks
 
@@ -145,6 +149,10 @@ class _SequenceParallel(Evaluation):
         if self._size > 1:
             self._member = member_of(self._group)
             self._groups = self.accelerator.num_processes // self._size
+
+    def _alike(self) -> Member:
+        """The ranks whose default generators are alike."""
+        return member_of(None)
 
     def get_cp_size(self) -> int:
         # transformers counts tokens and batches by the number of ranks with the same batch.
@@ -183,7 +191,9 @@ class _SequenceParallel(Evaluation):
                     f"expected no {name}, since {self._loss_class().__name__} computes its loss "
                     f"itself, from the local batch, got {given}; leave it out"
                 )
-        if self._without_logits and (self._has_own_loss() or self.compute_loss_func is not None):
+        # TRL's classes compute their losses without logits anyway.
+        logits = self._has_own_loss() and self._loss_class().__module__.split(".")[0] != "trl"
+        if self._without_logits and (logits or self.compute_loss_func is not None):
             raise ValueError(
                 "expected without_logits=False where a class or compute_loss_func computes the "
                 "loss itself, got True; leave it out"
@@ -265,9 +275,9 @@ class _SequenceParallel(Evaluation):
         if self._size == 1:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         with randomness_of_a_model(self._member, self.args.device):
-            return self._compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return self._sharded_loss(model, inputs, return_outputs, num_items_in_batch)
 
-    def _compute_loss(self, model, inputs, return_outputs, num_items_in_batch):
+    def _sharded_loss(self, model, inputs, return_outputs, num_items_in_batch):
         local, seq_lens = self._shard(inputs)
         labels = local.get("shift_labels")
         if labels is None:
@@ -407,8 +417,11 @@ class _SequenceParallel(Evaluation):
 class _AlikeGenerators(TrainerCallback):
     """Aligns the ranks' generators, so that an epoch's samplers draw the same on all ranks."""
 
+    def __init__(self, member: Member):
+        self._member = member
+
     def on_epoch_begin(self, args, state, control, **kwargs):
-        align(member_of(None))
+        align(self._member)
 
 
 class SequenceParallelTrainer(_SequenceParallel, Trainer):

@@ -1,0 +1,243 @@
+"""TRL's preference and RL trainers over sharded sequences: each logged number is that of one
+process."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import on_ranks
+from trained import arguments, launched, logs, one_process, pairs, tiny, tokenizer
+
+
+def _judged(count, seed=0):
+    """Prompts with a completion and whether it is good."""
+    rows = pairs(count, seed)
+    columns = ["rejected", "chosen"]
+    labels = [i % 3 > 0 for i in range(count)]
+    completions = [row[columns[good]] for row, good in zip(rows, labels, strict=True)]
+    rows = rows.remove_columns(columns)
+    return rows.add_column("completion", completions).add_column("label", labels)
+
+
+_ROWS = {"DPO": pairs, "KTO": _judged}
+
+
+def _class(name, size):
+    import trl
+
+    cls = getattr(trl, f"{name}Trainer")
+    if size == 1:
+        return cls, {}
+    from deepsp.integrations.transformers import sequence_parallel
+
+    return sequence_parallel(cls), {"sequence_parallel_size": size}
+
+
+def _made(name, size, kind="", batch=2, evaluates=True, of="llama", **given):
+    """The trainer's class, its arguments, and models."""
+    import trl
+    from peft import LoraConfig
+
+    cls, more = _class(name, size)
+    args = arguments(
+        getattr(trl, f"{name}Config"),
+        max_steps=5, bf16=kind == "bf16", beta=0.5, per_device_train_batch_size=batch,
+        per_device_eval_batch_size=batch, activation_checkpointing=kind == "checkpointing",
+        gradient_accumulation_steps=2 if kind == "checkpointing" else 1,
+        eval_strategy="steps" if evaluates else "no", eval_steps=5, **given,
+    )  # fmt: skip
+    if kind == "LoRA":
+        more["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+    return cls, {
+        "model": tiny(of),
+        "args": args,
+        "processing_class": tokenizer(splits=True),
+        **more,
+    }
+
+
+def _reference(of="llama"):
+    """Another model than the one that is trained."""
+    found = tiny(of)
+    with torch.no_grad():
+        for p in found.parameters():
+            p.mul_(1.1)
+    return found
+
+
+def _preferences(size, batch, name="DPO", kind="", folder=None, of="llama", **more):
+    """By DPO or KTO."""
+    from datasets import load_from_disk
+
+    given = {"DPO": {"use_weighting": kind == "weighting"}, "KTO": {"undesirable_weight": 0.7}}
+    cls, more = _made(
+        name, size, kind, batch, evaluates=folder is None, dataset_num_proc=None, of=of,
+        precompute_ref_log_probs=folder is not None, **given[name], **more,
+    )  # fmt: skip
+    if kind != "LoRA":
+        more["ref_model"] = _reference(of)
+    rows = _ROWS[name]
+    train = rows(24) if folder is None else load_from_disk(f"{folder}/{size}")
+    trainer = cls(train_dataset=train, eval_dataset=None if folder else rows(5, 1), **more)
+    trainer.train()
+    return logs(trainer)
+
+
+def _reward(completion_ids, others=False, **_):
+    if others:
+        torch.rand(3)
+    return [sum(ids) % 11 / 10 + others for ids in completion_ids]
+
+
+def _reinforced(size, batch, reference, name="GRPO", kind="", **given):
+    """By GRPO or RLOO."""
+    cls, more = _made(
+        name, size, kind, batch, num_generations=2, max_completion_length=9,
+        # Completions of different lengths.
+        generation_kwargs={"sequence_bias": {(2,): 3.0}}, log_completions=True,
+        **given,
+    )  # fmt: skip
+
+    def reward(**kwargs):
+        # Only the first rank of a group counts.
+        others = dist.is_initialized() and dist.get_rank() % size > 0
+        return _reward(others=others, **kwargs)
+
+    more["model"].config._name_or_path = reference  # from whose files TRL loads it
+    rows = pairs(24).remove_columns(["chosen", "rejected"])
+    trainer = cls(
+        reward_funcs=[reward], train_dataset=rows, eval_dataset=rows.select(range(4)), **more
+    )
+    trainer.train()
+    kept = [list(trainer._logs[name]) for name in ("prompt", "completion", "advantages")]
+    assert len({*map(len, kept)}) == 1
+    return [*logs(trainer), {"completions": " / ".join(kept[1])}]
+
+
+def _on_rank(function, size, batch, items):
+    with launched():
+        return function(size, batch, **dict(items))
+
+
+def _same(function, world, size, batch=2, digits=1e-4, **given):
+    """Every rank of ``world``, in groups of ``size``, logs what ``world // size`` processes do."""
+    items = tuple(given.items())
+    if world == size:
+        right = one_process(_on_rank, function, 1, batch, items)
+    else:
+        right = on_ranks(world // size, _on_rank, function, 1, batch, items)[0]
+    assert len(right) > 5
+    for mine in on_ranks(world, _on_rank, function, size, batch, items):
+        assert len(mine) == len(right)
+        for a, b in zip(mine, right, strict=True):
+            assert a.keys() == b.keys()
+            for k in b.keys() - {"step_time", "eval_step_time"}:
+                text = isinstance(b[k], str)
+                expected = b[k] if text else pytest.approx(b[k], rel=digits, abs=1e-4)
+                assert a[k] == expected, (k, a, b)
+
+
+@pytest.mark.parametrize("name", ["DPO", "KTO"])
+def test_preferences(name):
+    _same(_preferences, 2, 2, name=name)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["DPO", "KTO"])
+def test_preferences_of_groups(name):
+    _same(_preferences, 4, 2, name=name)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*itertools.product(["DPO", "KTO"], ["LoRA", "checkpointing", "precomputed"]),
+     ("DPO", "weighting")],
+)  # fmt: skip
+def test_kinds_of_preferences(name, kind, tmp_path):
+    given = {"name": name, "kind": kind}
+    if kind == "precomputed":
+        for size in (1, 2):
+            _ROWS[name](24).save_to_disk(tmp_path / str(size))  # TRL puts the result there
+        given["folder"] = str(tmp_path)
+    _same(_preferences, 2, 2, **given)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reference")
+    _reference().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
+def test_reinforced(name, reference):
+    _same(_reinforced, 2, 2, batch=4, reference=reference, name=name, steps_per_generation=2)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
+def test_reinforced_in_groups(name, reference):
+    _same(_reinforced, 4, 2, batch=3, reference=reference, name=name, steps_per_generation=2)
+
+
+_REINFORCED = [
+    {"name": "GRPO", "kind": "LoRA", "mask_truncated_completions": True, "scale_rewards": "batch"},
+    {"name": "GRPO", "kind": "checkpointing", "top_entropy_quantile": 0.5, "loss_type": "grpo"},
+    {"name": "RLOO", "kind": "LoRA", "num_iterations": 2},
+    {"name": "RLOO", "kind": "checkpointing"},
+]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("given", _REINFORCED, ids=str)
+def test_kinds_of_reinforcement(given, reference):
+    _same(_reinforced, 2, 2, batch=4, reference=reference, **given)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("of", ["qwen3_next", "nemotron_h"])
+def test_recurrent_layers(of, tmp_path):
+    """They generate with a cache, and train on sharded sequences."""
+    given = {"of": of, "digits": 1e-3}
+    if of == "qwen3_next":
+        given["router_aux_loss_coef"] = 0.0
+    _reference(of).save_pretrained(tmp_path)
+    _same(_preferences, 2, 2, **given)
+    _same(_reinforced, 2, 2, batch=4, reference=str(tmp_path), **given)
+
+
+def _refusals():
+    def trainer(name, arguments=(), **more):
+        arguments = dict(arguments)
+        if name in ("GRPO", "RLOO"):
+            arguments = {"num_generations": 2, **arguments}
+            more["reward_funcs"] = [_reward]
+        cls, given = _made(name, 2, evaluates=False, **arguments)
+        return cls(train_dataset=_ROWS.get(name, pairs)(8), **{**given, **more})
+
+    batching = {"use_transformers_continuous_batching": True}
+    mixture = tiny("mixtral", num_local_experts=2)
+    cases = [
+        (lambda: trainer("DPO", mix_lengths=True),
+         r"no mix_lengths in a sequence-parallel DPOTrainer, since the rows of a batch belong"),
+        (lambda: trainer("KTO", compute_metrics=print), r"no compute_metrics in .*KTOTrainer"),
+        (lambda: trainer("GRPO", {"use_vllm": True}), r"no use_vllm in .*GRPOTrainer, .* True"),
+        (lambda: trainer("RLOO", batching), r"no use_transformers_continuous_batching in a seq"),
+        (lambda: trainer("GRPO", tools=[print]), r"no tools in .*, since they would run on eve"),
+        (lambda: trainer("GRPO", rollout_func=print), r"no rollout_func in .*, since it would run"),
+        (lambda: trainer("GRPO", {"num_generations": 4}),
+         r"num_generations to divide 2, the rows of the generation batch of 1 .*, got 4"),
+        (lambda: trainer("DPO", model=mixture, ref_model=_reference()),
+         r"router_aux_loss_coef=0 in .*DPOTrainer, since the auxiliary loss .*, got 0.001; pass"),
+        (lambda: (dpo := trainer("DPO", ref_model=_reference())).predict(dpo.train_dataset),
+         r"prediction_loss_only=True, since no rank has logits, got False; call evaluate"),
+    ]  # fmt: skip
+    for call, pattern in cases:
+        with launched(), pytest.raises(ValueError, match=pattern):
+            call()
+
+
+def test_refusals():
+    on_ranks(2, _refusals)
