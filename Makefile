@@ -137,11 +137,7 @@ $(VENV)/dist: $(VENV)/torch pyproject.toml
 	$(BIN)/pip install -q $$($(EXTRAS) dist)
 	@touch $@
 
-# The wheel is built from the unpacked sdist. It leaves torch's libraries to torch, which auditwheel
-# would else put into the wheel.
-TORCH_LIBRARIES := $(addprefix --exclude ,libc10.so libc10_cuda.so libtorch.so libtorch_cpu.so libtorch_cuda.so \
-	libcudart.so.12 libcudart.so.13)
-
+# The wheel is built from the unpacked sdist.
 dist: $(VENV)/dist
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation

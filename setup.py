@@ -108,7 +108,12 @@ class Build(BuildExtension):
         jobs = min(files, int(os.environ["MAX_JOBS"])) if self.use_ninja else 1
         minutes = files * SECONDS_PER_FILE / jobs / 60
         cores = "one core" if jobs == 1 else f"{jobs} cores"
-        print(f"deepsp: compiles {files} files, about {minutes:.1f} minutes on {cores}", flush=True)
+        some = "what has changed of " if Path(self.build_temp, "build.ninja").exists() else ""
+        print(
+            f"deepsp: compiles {some}{files} files, about {minutes:.1f} minutes on {cores}"
+            f"{' for all' if some else ''}",
+            flush=True,
+        )
         start = time.monotonic()
         super().run()
         self.finish(Path("." if self.inplace else self.build_lib, "deepsp"))
