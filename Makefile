@@ -137,11 +137,15 @@ $(VENV)/dist: $(VENV)/torch pyproject.toml
 	$(BIN)/pip install -q $$($(EXTRAS) dist)
 	@touch $@
 
-# The wheel is built from the unpacked sdist.
+# The wheel is built from the unpacked sdist. auditwheel names it for the glibc that it needs, and
+# leaves torch's libraries to torch.
 dist: $(VENV)/dist
-	rm -rf dist
-	$(BIN)/python -m build --no-isolation
-	$(BIN)/auditwheel show dist/*.whl
+	rm -rf dist build/dist
+	$(BIN)/python -m build --no-isolation --outdir build/dist
+	$(BIN)/auditwheel show build/dist/*.whl
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' \
+		--exclude 'libcud*' --wheel-dir dist build/dist/*.whl
+	cp build/dist/*.tar.gz dist
 	$(BIN)/abi3audit --strict --verbose dist/*.whl
 	$(PYTHON) tests/installed.py dist/*.whl torch==$(TORCH)
 

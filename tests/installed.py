@@ -1,7 +1,7 @@
 """Installs deepsp into a new environment, and runs README's first program there on one process and
 on two ranks.
 
-    python3.12 tests/installed.py dist/deepsp-0.1.0-cp311-abi3-linux_x86_64.whl torch==2.13.0
+    python3.12 tests/installed.py dist/deepsp-*.whl torch==2.13.0
 
 The environment's Python is the one that runs this. Give the torch that the wheel was built for, or
 any for an sdist, which is compiled."""
