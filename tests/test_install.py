@@ -105,6 +105,10 @@ def test_a_build_notes_its_torch_and_removes_older_extensions(tmp_path, monkeypa
     given = {}
     monkeypatch.setattr(setuptools, "setup", given.update)
     runpy.run_path("setup.py")
+    assert given["install_requires"] == [f"torch=={'.'.join(torch.__version__.split('.')[:2])}.*"]
+    assert given["options"]["bdist_wheel"]["py_limited_api"] == "cp311"
+    assert given["ext_modules"][0].py_limited_api
+    assert cpp_extension.min_supported_cpython == "0x030B0000"
     build = given["cmdclass"]["build_ext"](Distribution({"version": "1.2.3"}))
     package = tmp_path / "deepsp"
     package.mkdir()
@@ -150,6 +154,7 @@ def test_nvcc_that_is_a_script(tmp_path, monkeypatch):
     extension = _toolkit_of(tmp_path, monkeypatch, top)
     assert str(top / "include") in extension.include_dirs
     assert any(source.endswith(".cu") for source in extension.sources)
+    assert extension.py_limited_api
     assert str(top) == cpp_extension.CUDA_HOME
 
 
