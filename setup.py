@@ -133,7 +133,7 @@ class Build(BuildExtension):
         )
 
 
-if not os.environ.get("MAX_JOBS"):
+if not int(os.environ.get("MAX_JOBS") or 0):
     os.environ["MAX_JOBS"] = str(len(os.sched_getaffinity(0)))
 minor = ".".join(torch.__version__.split(".")[:2])
 setup(
