@@ -9,6 +9,7 @@
 #                under ASan and UBSan; under TSan in make nightly
 # make cuda-check    compiles every .cu without a GPU, where there is an nvcc
 # make gpu-test  on a machine with a GPU: builds against its torch and tests there
+# make dist      sdist and wheel, into dist/; checks them, and runs the wheel in a new environment
 # make bench     the exchange against its floor
 # make overlap   what the layer hides, on a link of a set speed (root, iproute2)
 # make bench-gather  weights cast before they are gathered, and the training step (root, iproute2)
@@ -35,7 +36,7 @@ CPP_TESTS := $(wildcard tests/cpp/*.cpp tests/cpp/*.h)
 CU := $(wildcard csrc/kernels/*.cu)
 CUDA_HOSTS := $(shell grep -lE "DEEPSP_(CUDA|KERNELS)" -r csrc --include=*.cpp)
 
-.PHONY: demo finetune test test-all nightly docs lint format sanitize sanitize-threads cuda-check gpu-test bench overlap bench-gather bench-compile bench-memory bench-collectives bench-train simulate zoo clean
+.PHONY: demo finetune test test-all nightly docs lint format sanitize sanitize-threads cuda-check gpu-test bench overlap bench-gather bench-compile bench-memory bench-collectives bench-train simulate zoo dist clean
 
 EXTRAS = $(BIN)/python -c 'import sys, tomllib; \
 	extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
@@ -61,7 +62,7 @@ $(VENV)/ready: $(VENV)/demo
 	@touch $@
 
 $(VENV)/built: $(VENV)/torch pyproject.toml setup.py $(CPP)
-	@echo "== the C++ extension: about two minutes on two cores"
+	@echo "== the C++ extension: about three minutes on two cores"
 	$(BIN)/pip install -q --no-build-isolation --no-deps -e .
 	@touch $@
 
@@ -130,6 +131,23 @@ format: $(VENV)/ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP) $(CPP_TESTS) $(CU)
+
+$(VENV)/dist: $(VENV)/torch pyproject.toml
+	@echo "== what checks a distribution"
+	$(BIN)/pip install -q $$($(EXTRAS) dist)
+	@touch $@
+
+# The wheel is built from the unpacked sdist. auditwheel names it for the glibc that it needs, and
+# leaves torch's libraries to torch.
+dist: $(VENV)/dist
+	rm -rf dist build/dist
+	$(BIN)/python -m build --no-isolation --outdir build/dist
+	$(BIN)/auditwheel show build/dist/*.whl
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' \
+		--exclude 'libcud*' --wheel-dir dist build/dist/*.whl
+	cp build/dist/*.tar.gz dist
+	$(BIN)/abi3audit --strict --verbose dist/*.whl
+	$(PYTHON) tests/installed.py dist/*.whl torch==$(TORCH)
 
 # Each program once with ASan and UBSan, and, nightly, once with TSan. Only the pool's needs torch, which isn't
 # instrumented itself. The CUDA kernels run on the CPU, where the headers of CUDA are.

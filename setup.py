@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import torch
@@ -14,6 +15,9 @@ from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtensio
 
 CSRC = Path("csrc")
 PREFIX = CSRC / "prefix.h"
+SECONDS_PER_FILE = 4  # of one core, without CUDA
+# The oldest Python: the extension uses only what every Python since then has.
+cpp_extension.min_supported_cpython = "0x030B0000"
 
 
 def has_headers(home: str | None) -> bool:
@@ -56,10 +60,13 @@ def extension():
     cxx += ["-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas", "-Wno-sign-compare"]
     cxx += ["-DAT_PER_OPERATOR_HEADERS"]
     if not WITH_CUDA:
-        return CppExtension("deepsp._C", sources(".cpp"), extra_compile_args={"cxx": cxx})
+        return CppExtension(
+            "deepsp._C", sources(".cpp"), py_limited_api=True, extra_compile_args={"cxx": cxx}
+        )
     return CUDAExtension(
         "deepsp._C",
         sources(".cpp") + sources(".cu"),
+        py_limited_api=True,
         extra_compile_args={
             "cxx": [*cxx, "-DDEEPSP_CUDA"],
             "nvcc": ["-O3", "-DDEEPSP_CUDA", "--expt-relaxed-constexpr"],
@@ -68,8 +75,7 @@ def extension():
 
 
 class Build(BuildExtension):
-    """Reads torch's headers once for all files, and leaves a note of the torch that the extension
-    was built for."""
+    """Reads torch's headers once for all files, and notes what the extension was built for."""
 
     def finalize_options(self):
         super().finalize_options()
@@ -98,12 +104,41 @@ class Build(BuildExtension):
         ext.extra_compile_args["cxx"] += ["-include", str(folder / PREFIX.name)]
 
     def run(self):
+        files = sum(len(ext.sources) for ext in self.extensions)
+        jobs = min(files, int(os.environ["MAX_JOBS"])) if self.use_ninja else 1
+        minutes = files * SECONDS_PER_FILE / jobs / 60
+        cores = "one core" if jobs == 1 else f"{jobs} cores"
+        some = "what has changed of " if Path(self.build_temp, "build.ninja").exists() else ""
+        print(
+            f"deepsp: compiles {some}{files} files, about {minutes:.1f} minutes on {cores}"
+            f"{' for all' if some else ''}",
+            flush=True,
+        )
+        start = time.monotonic()
         super().run()
-        root = Path("." if self.inplace else self.build_lib)
-        note = root / "deepsp" / "_built_for.py"
-        note.parent.mkdir(parents=True, exist_ok=True)
-        note.write_text(f'TORCH = "{torch.__version__}"\n')
+        self.finish(Path("." if self.inplace else self.build_lib, "deepsp"))
+        print(f"deepsp: built in {(time.monotonic() - start) / 60:.1f} minutes", flush=True)
+
+    def finish(self, package):
+        """Notes what the extension was built for. Removes extensions that older builds named for
+        one Python: Python would load them instead."""
+        package.mkdir(parents=True, exist_ok=True)
+        for extension in package.glob("_C*.so"):
+            if extension.name != "_C.abi3.so":
+                extension.unlink()
+        (package / "_built_for.py").write_text(
+            f"VERSION = {self.distribution.get_version()!r}\n"
+            f"TORCH = {str(torch.__version__)!r}\n"
+            f"CUDA = {torch.version.cuda!r}\n"
+        )
 
 
-os.environ.setdefault("MAX_JOBS", str(os.cpu_count()))
-setup(ext_modules=[extension()], cmdclass={"build_ext": Build})
+if not int(os.environ.get("MAX_JOBS") or 0):
+    os.environ["MAX_JOBS"] = str(len(os.sched_getaffinity(0)))
+minor = ".".join(torch.__version__.split(".")[:2])
+setup(
+    ext_modules=[extension()],
+    cmdclass={"build_ext": Build},
+    install_requires=[f"torch=={minor}.*"],
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+)

@@ -10,6 +10,7 @@ import deepsp.attention
 import deepsp.ranks
 import deepsp.schedule.ready  # noqa: F401
 from deepsp import collectives
+from deepsp._built_for import VERSION as __version__  # noqa: F401
 from deepsp.activations.checkpoint import checkpoint_policy
 from deepsp.activations.offload import offload
 from deepsp.attention.balance import plan_attention

@@ -7,13 +7,19 @@ import re
 import runpy
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import setuptools
 import torch
+from setuptools import Distribution
 from torch.utils import cpp_extension
+
+import deepsp
+from deepsp import _C
+from deepsp._load import check_torch
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(importlib.util.find_spec("deepsp").origin).parent
@@ -33,7 +39,7 @@ def _import_with(note: str | None, tmp_path: Path) -> str:
     for name in ("__init__.py", "_load.py"):
         (copy / name).write_text((PACKAGE / name).read_text())
     if note is not None:
-        (copy / "_built_for.py").write_text(f'TORCH = "{note}"\n')
+        (copy / "_built_for.py").write_text(f'TORCH = "{note}"\nCUDA = None\n')
     done = subprocess.run(
         [sys.executable, "-c", _IMPORT],
         capture_output=True,
@@ -47,8 +53,72 @@ def _import_with(note: str | None, tmp_path: Path) -> str:
 
 def test_another_torch_is_named(tmp_path):
     error = _import_with("1.2.3", tmp_path)
-    assert "ImportError" in error and "built for torch 1.2.3" in error
+    assert "ImportError" in error and "built for torch 1.2 without CUDA" in error
     assert torch.__version__ in error and "pip install --no-build-isolation" in error
+
+
+def test_which_torch_an_extension_runs_under():
+    """Any release of its minor version, with the same CUDA or none."""
+    fits = [("2.13.0+cpu", None, "2.13.1+cpu", None), ("2.13.0", "13.0", "2.13.2+cu130", "13.0")]
+    fits += [("2.9.1", None, "2.9.1.post1", None), ("2.14.0a0+git1", None, "2.14.0a0+git1", None)]
+    for case in fits:
+        check_torch(*case)
+    others = [("2.13.0+cpu", None, version, None) for version in ("2.12.0", "2.1.3", "2.130.0")]
+    others += [("2.13.0+cpu", None, "2.13.0", "13.0"), ("2.13.0", "13.0", "2.13.0+cpu", None)]
+    others += [("2.13.0", "12.6", "2.13.0", "13.0")]
+    # The ABI changes between pre-releases.
+    others += [("2.14.0a0+git1", None, "2.14.0a0+git2", None), ("2.14.0", None, "2.14.0a0", None)]
+    others += [("2.14.0.dev20261101", None, "2.14.0", None)]
+    for case in others:
+        with pytest.raises(ImportError, match="--no-build-isolation") as error:
+            check_torch(*case)
+        assert case[2] in str(error.value)
+    with pytest.raises(
+        ImportError, match=r"2\.13 with CUDA 13\.0, but .* 2\.12\.1\+cpu without CUDA"
+    ):
+        check_torch("2.13.0", "13.0", "2.12.1+cpu", None)
+
+
+def test_the_version_is_that_of_pyproject():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert deepsp.__version__ == project["version"]
+    assert f"## {project['version']}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_extension_needs_no_certain_python():
+    """One wheel serves all Pythons: the extension uses one function of Python's limited API."""
+    extension = Path(_C.__file__)
+    assert extension.name == "_C.abi3.so"
+    assert list(PACKAGE.glob("_C*.so")) in ([extension], [])  # none: another folder has it
+    command = ["nm", "-D", "--undefined-only", extension]
+    names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert [name for name in names if name.startswith(("Py", "_Py"))] == ["PyModule_Create2"]
+    command = ["objdump", "-p", extension]
+    needed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "libtorch_cpu.so" in needed
+    assert "libpython" not in needed and "libtorch_python" not in needed
+
+
+def test_a_build_notes_its_torch_and_removes_older_extensions(tmp_path, monkeypatch):
+    """Python would load an extension named for one Python rather than that for all."""
+    monkeypatch.chdir(ROOT)
+    given = {}
+    monkeypatch.setattr(setuptools, "setup", given.update)
+    runpy.run_path("setup.py")
+    assert given["install_requires"] == [f"torch=={'.'.join(torch.__version__.split('.')[:2])}.*"]
+    assert given["options"]["bdist_wheel"]["py_limited_api"] == "cp311"
+    assert given["ext_modules"][0].py_limited_api
+    assert cpp_extension.min_supported_cpython == "0x030B0000"
+    build = given["cmdclass"]["build_ext"](Distribution({"version": "1.2.3"}))
+    package = tmp_path / "deepsp"
+    package.mkdir()
+    for name in ("_C.abi3.so", "_C.cpython-311-x86_64-linux-gnu.so", "_C.so", "other.so"):
+        (package / name).write_text("")
+    build.finish(package)
+    assert sorted(p.name for p in package.glob("*.so")) == ["_C.abi3.so", "other.so"]
+    note = runpy.run_path(package / "_built_for.py")
+    assert (note["VERSION"], note["TORCH"]) == ("1.2.3", torch.__version__)
+    assert note["CUDA"] == torch.version.cuda
 
 
 def test_an_extension_that_was_never_built(tmp_path):
@@ -84,12 +154,11 @@ def test_nvcc_that_is_a_script(tmp_path, monkeypatch):
     extension = _toolkit_of(tmp_path, monkeypatch, top)
     assert str(top / "include") in extension.include_dirs
     assert any(source.endswith(".cu") for source in extension.sources)
+    assert extension.py_limited_api
     assert str(top) == cpp_extension.CUDA_HOME
 
 
 def test_public_names():
-    import deepsp
-
     for name in deepsp.__all__:
         assert getattr(deepsp, name).__doc__, name
 
