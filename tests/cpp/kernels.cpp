@@ -243,7 +243,7 @@ void check_plan(const Plan<int64_t>& plan) {
       for (const auto& section : plan.sections(owner, chunk)) {
         all += section.rows() * plan.batch * section.columns;
         std::vector<int64_t> rows;
-        for (const auto& [begin, end] : section.tokens) {
+        for (const auto& [begin, end, _] : section.tokens) {
           for (int64_t t = begin; t < end; ++t) {
             rows.push_back(t);
           }
