@@ -1,6 +1,7 @@
 """TRL's preference and RL trainers over sharded sequences: each logged number is that of one
 process."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -76,10 +77,12 @@ def _preferences(size, batch, name="DPO", kind="", folder=None, of="llama", **mo
         precompute_ref_log_probs=folder is not None, **given[name], **more,
     )  # fmt: skip
     if kind != "LoRA":
-        more["ref_model"] = _reference(of)
+        reference = more["ref_model"] = _reference(of)
     rows = _ROWS[name]
     train = rows(24) if folder is None else load_from_disk(f"{folder}/{size}")
     trainer = cls(train_dataset=train, eval_dataset=None if folder else rows(5, 1), **more)
+    if kind != "LoRA" and size > 1:
+        assert reference.config._attn_implementation == "deepsp"
     trainer.train()
     return logs(trainer)
 
@@ -91,7 +94,9 @@ def _reward(completion_ids, others=False, **_):
 
 
 def _reinforced(size, batch, reference, name="GRPO", kind="", **given):
-    """By GRPO or RLOO."""
+    """By GRPO or RLOO. Only the first rank of a group counts."""
+    from transformers import TrainerCallback
+
     cls, more = _made(
         name, size, kind, batch, num_generations=2, max_completion_length=9,
         # Completions of different lengths.
@@ -99,20 +104,29 @@ def _reinforced(size, batch, reference, name="GRPO", kind="", **given):
         **given,
     )  # fmt: skip
 
+    others = dist.is_initialized() and dist.get_rank() % size > 0
+
     def reward(**kwargs):
-        # Only the first rank of a group counts.
-        others = dist.is_initialized() and dist.get_rank() % size > 0
         return _reward(others=others, **kwargs)
+
+    class Draws(TrainerCallback):
+        """Before completions are sampled."""
+
+        def on_step_begin(self, *_, **__):
+            torch.rand(3 if others else 0)
 
     more["model"].config._name_or_path = reference  # from whose files TRL loads it
     rows = pairs(24).remove_columns(["chosen", "rejected"])
     trainer = cls(
-        reward_funcs=[reward], train_dataset=rows, eval_dataset=rows.select(range(4)), **more
-    )
+        reward_funcs=[reward], train_dataset=rows, eval_dataset=rows.select(range(4)),
+        callbacks=[Draws()], **more,
+    )  # fmt: skip
     trainer.train()
     kept = [list(trainer._logs[name]) for name in ("prompt", "completion", "advantages")]
     assert len({*map(len, kept)}) == 1
-    return [*logs(trainer), {"completions": " / ".join(kept[1])}]
+    with getattr(trainer, "_by_group", contextlib.nullcontext)():
+        groups = float(trainer.accelerator.reduce(torch.ones(1)))
+    return [*logs(trainer), {"completions": " / ".join(kept[1]), "groups": groups}]
 
 
 def _on_rank(function, size, batch, items):
@@ -202,10 +216,17 @@ def test_recurrent_layers(of, tmp_path):
     """They generate with a cache, and train on sharded sequences."""
     given = {"of": of, "digits": 1e-3}
     if of == "qwen3_next":
-        given["router_aux_loss_coef"] = 0.0
+        given["router_aux_loss_coef"] = 0.0  # the tiny one has no experts
     _reference(of).save_pretrained(tmp_path)
     _same(_preferences, 2, 2, **given)
     _same(_reinforced, 2, 2, batch=4, reference=str(tmp_path), **given)
+
+
+@pytest.mark.nightly
+def test_mixtures():
+    """The loss that balances experts is that of the full sequence."""
+    _same(_preferences, 2, 2, of="mixtral", router_aux_loss_coef=1.0)
+    _same(_preferences, 4, 2, name="KTO", of="qwen3_moe", router_aux_loss_coef=1.0)
 
 
 def _refusals():
@@ -218,7 +239,6 @@ def _refusals():
         return cls(train_dataset=_ROWS.get(name, pairs)(8), **{**given, **more})
 
     batching = {"use_transformers_continuous_batching": True}
-    mixture = tiny("mixtral", num_local_experts=2)
     cases = [
         (lambda: trainer("DPO", mix_lengths=True),
          r"no mix_lengths in a sequence-parallel DPOTrainer, since the rows of a batch belong"),
@@ -229,8 +249,6 @@ def _refusals():
         (lambda: trainer("GRPO", rollout_func=print), r"no rollout_func in .*, since it would run"),
         (lambda: trainer("GRPO", {"num_generations": 4}),
          r"num_generations to divide 2, the rows of the generation batch of 1 .*, got 4"),
-        (lambda: trainer("DPO", model=mixture, ref_model=_reference()),
-         r"router_aux_loss_coef=0 in .*DPOTrainer, since the auxiliary loss .*, got 0.001; pass"),
         (lambda: (dpo := trainer("DPO", ref_model=_reference())).predict(dpo.train_dataset),
          r"prediction_loss_only=True, since no rank has logits, got False; call evaluate"),
     ]  # fmt: skip
