@@ -35,12 +35,19 @@ def _class(name, size):
     return sequence_parallel(cls), {"sequence_parallel_size": size}
 
 
-def _made(name, size, kind="", batch=2, evaluates=True, of="llama", **given):
+def _made(name, size, kind="", batch=2, evaluates=True, of="llama", zero=None, **given):
     """The trainer's class, its arguments, and models."""
     import trl
     from peft import LoraConfig
 
     cls, more = _class(name, size)
+    model = tiny(of)  # before arguments with ZeRO 3, which partition models
+    if zero is not None and size > 1:
+        given["deepspeed"] = {
+            "train_micro_batch_size_per_gpu": batch, "gradient_accumulation_steps": 1,
+            "zero_optimization": {"stage": zero, "stage3_param_persistence_threshold": 0},
+            "gradient_clipping": 1.0, "zero_allow_untested_optimizer": True,
+        }  # fmt: skip
     args = arguments(
         getattr(trl, f"{name}Config"),
         max_steps=5, bf16=kind == "bf16", beta=0.5, per_device_train_batch_size=batch,
@@ -51,7 +58,7 @@ def _made(name, size, kind="", batch=2, evaluates=True, of="llama", **given):
     if kind == "LoRA":
         more["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
     return cls, {
-        "model": tiny(of),
+        "model": model,
         "args": args,
         "processing_class": tokenizer(splits=True),
         **more,
@@ -72,16 +79,17 @@ def _preferences(size, batch, name="DPO", kind="", folder=None, of="llama", **mo
     from datasets import load_from_disk
 
     given = {"DPO": {"use_weighting": kind == "weighting"}, "KTO": {"undesirable_weight": 0.7}}
+    reference = None if kind == "LoRA" else _reference(of)
     cls, more = _made(
         name, size, kind, batch, evaluates=folder is None, dataset_num_proc=None, of=of,
         precompute_ref_log_probs=folder is not None, **given[name], **more,
     )  # fmt: skip
-    if kind != "LoRA":
-        reference = more["ref_model"] = _reference(of)
+    if reference is not None:
+        more["ref_model"] = reference
     rows = _ROWS[name]
     train = rows(24) if folder is None else load_from_disk(f"{folder}/{size}")
     trainer = cls(train_dataset=train, eval_dataset=None if folder else rows(5, 1), **more)
-    if kind != "LoRA" and size > 1:
+    if reference is not None and size > 1:
         assert reference.config._attn_implementation == "deepsp"
     trainer.train()
     return logs(trainer)
@@ -220,6 +228,12 @@ def test_recurrent_layers(of, tmp_path):
     _reference(of).save_pretrained(tmp_path)
     _same(_preferences, 2, 2, **given)
     _same(_reinforced, 2, 2, batch=4, reference=str(tmp_path), **given)
+
+
+@pytest.mark.nightly
+def test_zero3(reference):
+    _same(_preferences, 2, 2, zero=3)
+    _same(_reinforced, 2, 2, batch=4, reference=reference, zero=3)
 
 
 @pytest.mark.nightly
