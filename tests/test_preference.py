@@ -1,6 +1,7 @@
 """TRL's preference and RL trainers over sharded sequences: each logged number is that of one
 process."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -34,12 +35,19 @@ def _class(name, size):
     return sequence_parallel(cls), {"sequence_parallel_size": size}
 
 
-def _made(name, size, kind="", batch=2, evaluates=True, of="llama", **given):
+def _made(name, size, kind="", batch=2, evaluates=True, of="llama", zero=None, **given):
     """The trainer's class, its arguments, and models."""
     import trl
     from peft import LoraConfig
 
     cls, more = _class(name, size)
+    model = tiny(of)  # before arguments with ZeRO 3, which partition models
+    if zero is not None and size > 1:
+        given["deepspeed"] = {
+            "train_micro_batch_size_per_gpu": batch, "gradient_accumulation_steps": 1,
+            "zero_optimization": {"stage": zero, "stage3_param_persistence_threshold": 0},
+            "gradient_clipping": 1.0, "zero_allow_untested_optimizer": True,
+        }  # fmt: skip
     args = arguments(
         getattr(trl, f"{name}Config"),
         max_steps=5, bf16=kind == "bf16", beta=0.5, per_device_train_batch_size=batch,
@@ -50,7 +58,7 @@ def _made(name, size, kind="", batch=2, evaluates=True, of="llama", **given):
     if kind == "LoRA":
         more["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
     return cls, {
-        "model": tiny(of),
+        "model": model,
         "args": args,
         "processing_class": tokenizer(splits=True),
         **more,
@@ -71,15 +79,18 @@ def _preferences(size, batch, name="DPO", kind="", folder=None, of="llama", **mo
     from datasets import load_from_disk
 
     given = {"DPO": {"use_weighting": kind == "weighting"}, "KTO": {"undesirable_weight": 0.7}}
+    reference = None if kind == "LoRA" else _reference(of)
     cls, more = _made(
         name, size, kind, batch, evaluates=folder is None, dataset_num_proc=None, of=of,
         precompute_ref_log_probs=folder is not None, **given[name], **more,
     )  # fmt: skip
-    if kind != "LoRA":
-        more["ref_model"] = _reference(of)
+    if reference is not None:
+        more["ref_model"] = reference
     rows = _ROWS[name]
     train = rows(24) if folder is None else load_from_disk(f"{folder}/{size}")
     trainer = cls(train_dataset=train, eval_dataset=None if folder else rows(5, 1), **more)
+    if reference is not None and size > 1:
+        assert reference.config._attn_implementation == "deepsp"
     trainer.train()
     return logs(trainer)
 
@@ -91,7 +102,9 @@ def _reward(completion_ids, others=False, **_):
 
 
 def _reinforced(size, batch, reference, name="GRPO", kind="", **given):
-    """By GRPO or RLOO."""
+    """By GRPO or RLOO. Only the first rank of a group counts."""
+    from transformers import TrainerCallback
+
     cls, more = _made(
         name, size, kind, batch, num_generations=2, max_completion_length=9,
         # Completions of different lengths.
@@ -99,20 +112,29 @@ def _reinforced(size, batch, reference, name="GRPO", kind="", **given):
         **given,
     )  # fmt: skip
 
+    others = dist.is_initialized() and dist.get_rank() % size > 0
+
     def reward(**kwargs):
-        # Only the first rank of a group counts.
-        others = dist.is_initialized() and dist.get_rank() % size > 0
         return _reward(others=others, **kwargs)
+
+    class Draws(TrainerCallback):
+        """Before completions are sampled."""
+
+        def on_step_begin(self, *_, **__):
+            torch.rand(3 if others else 0)
 
     more["model"].config._name_or_path = reference  # from whose files TRL loads it
     rows = pairs(24).remove_columns(["chosen", "rejected"])
     trainer = cls(
-        reward_funcs=[reward], train_dataset=rows, eval_dataset=rows.select(range(4)), **more
-    )
+        reward_funcs=[reward], train_dataset=rows, eval_dataset=rows.select(range(4)),
+        callbacks=[Draws()], **more,
+    )  # fmt: skip
     trainer.train()
     kept = [list(trainer._logs[name]) for name in ("prompt", "completion", "advantages")]
     assert len({*map(len, kept)}) == 1
-    return [*logs(trainer), {"completions": " / ".join(kept[1])}]
+    with getattr(trainer, "_by_group", contextlib.nullcontext)():
+        groups = float(trainer.accelerator.reduce(torch.ones(1)))
+    return [*logs(trainer), {"completions": " / ".join(kept[1]), "groups": groups}]
 
 
 def _on_rank(function, size, batch, items):
@@ -202,10 +224,23 @@ def test_recurrent_layers(of, tmp_path):
     """They generate with a cache, and train on sharded sequences."""
     given = {"of": of, "digits": 1e-3}
     if of == "qwen3_next":
-        given["router_aux_loss_coef"] = 0.0
+        given["router_aux_loss_coef"] = 0.0  # the tiny one has no experts
     _reference(of).save_pretrained(tmp_path)
     _same(_preferences, 2, 2, **given)
     _same(_reinforced, 2, 2, batch=4, reference=str(tmp_path), **given)
+
+
+@pytest.mark.nightly
+def test_zero3(reference):
+    _same(_preferences, 2, 2, zero=3)
+    _same(_reinforced, 2, 2, batch=4, reference=reference, zero=3)
+
+
+@pytest.mark.nightly
+def test_mixtures():
+    """The loss that balances experts is that of the full sequence."""
+    _same(_preferences, 2, 2, of="mixtral", router_aux_loss_coef=1.0)
+    _same(_preferences, 4, 2, name="KTO", of="qwen3_moe", router_aux_loss_coef=1.0)
 
 
 def _refusals():
@@ -218,7 +253,6 @@ def _refusals():
         return cls(train_dataset=_ROWS.get(name, pairs)(8), **{**given, **more})
 
     batching = {"use_transformers_continuous_batching": True}
-    mixture = tiny("mixtral", num_local_experts=2)
     cases = [
         (lambda: trainer("DPO", mix_lengths=True),
          r"no mix_lengths in a sequence-parallel DPOTrainer, since the rows of a batch belong"),
@@ -229,8 +263,6 @@ def _refusals():
         (lambda: trainer("GRPO", rollout_func=print), r"no rollout_func in .*, since it would run"),
         (lambda: trainer("GRPO", {"num_generations": 4}),
          r"num_generations to divide 2, the rows of the generation batch of 1 .*, got 4"),
-        (lambda: trainer("DPO", model=mixture, ref_model=_reference()),
-         r"router_aux_loss_coef=0 in .*DPOTrainer, since the auxiliary loss .*, got 0.001; pass"),
         (lambda: (dpo := trainer("DPO", ref_model=_reference())).predict(dpo.train_dataset),
          r"prediction_loss_only=True, since no rank has logits, got False; call evaluate"),
     ]  # fmt: skip

@@ -185,6 +185,14 @@ def is_balanced(model: nn.Module) -> bool:
     return balance.NAME in _names_in(model) and _balances(model)
 
 
+def balance_of_mixtral() -> None:
+    """Makes Mixtral's balancing loss that of the full sequence, where a model with deepsp's
+    attention runs."""
+    from transformers.models.mixtral import modeling_mixtral
+
+    _replace(vars(modeling_mixtral), balance.NAME)
+
+
 def positions_of(model: nn.Module, kwargs: dict[str, Any]) -> Tensor | None:
     """The position_ids of a call of a model with mixers, which are left out of the call where the
     model doesn't take them."""

@@ -27,9 +27,10 @@ from transformers import Trainer, TrainingArguments
 
 from deepsp.data.sharding import unshard
 from deepsp.integrations.accelerate import local_batch, once_per_group
-from deepsp.integrations.transformers import calls
+from deepsp.integrations.transformers import calls, mixers
 from deepsp.integrations.transformers.evaluation import Evaluation
-from deepsp.integrations.transformers.masks import ours
+from deepsp.integrations.transformers.masks import current, ours
+from deepsp.integrations.transformers.own_loss import OwnLoss
 from deepsp.integrations.transformers.registration import base_of, use_in
 from deepsp.ranks.groups import Group, member_of, objects_on_all_ranks
 from deepsp.ranks.randomness import align, randomness_of_a_model
@@ -89,7 +90,13 @@ def _whole(fused, model: nn.Module, group: Group, batch: Mapping[str, Any]) -> A
     batch["shift_labels"] = F.pad(labels, (0, 1), value=-100)[..., 1:]
     local, lens = local_batch(batch, group)
     calls.check_arguments(model, (), local)
-    found = fused(**local)
+    if local.get("output_router_logits"):
+        mixers.balance_of_mixtral()  # TRL computes it for all mixtures by Mixtral's function
+    before, current.loss = current.loss, OwnLoss(group, average_gradients=True)
+    try:
+        found = fused(**local)
+    finally:
+        current.loss = before
     names = [name for name in _FIELDS if getattr(found, name) is not None]
     dtype = found.log_probs.dtype
     # One message for all, stacked in a last dimension.
@@ -102,7 +109,7 @@ def _whole(fused, model: nn.Module, group: Group, batch: Mapping[str, Any]) -> A
     mask = labels[:, 1:] != -100
     count = mask.sum().clamp(min=1) if items is None else items
     loss = -whole["log_probs"].sum() / count
-    return type(found)(loss=loss, label_mask=mask, **whole)
+    return type(found)(loss=loss, label_mask=mask, aux_loss=found.aux_loss, **whole)
 
 
 # ---- one process per group
@@ -214,11 +221,12 @@ class Preference:
     def _prepare_model(self) -> None:
         if self._is_prepared:
             return
-        if getattr(self, "aux_loss_enabled", False):
+        if getattr(self, "aux_loss_enabled", False) and not mixers.is_balanced(self._base_model()):
             raise ValueError(
-                f"expected router_aux_loss_coef=0 in a sequence-parallel {self._name}Trainer, "
-                "since the auxiliary loss would be that of this rank's tokens only, got "
-                f"{self.router_aux_loss_coef}; pass router_aux_loss_coef=0.0"
+                f"expected router_aux_loss_coef=0 in a sequence-parallel {self._name}Trainer of "
+                f"{type(self._base_model()).__name__}, since the auxiliary loss would be that of "
+                f"this rank's tokens only, got {self.router_aux_loss_coef}; pass "
+                "router_aux_loss_coef=0.0"
             )
         given = self._base_model().config._attn_implementation
         if given not in ours():
