@@ -74,14 +74,14 @@ def _reference(of="llama"):
     return found
 
 
-def _preferences(size, batch, name="DPO", kind="", folder=None, of="llama", **more):
+def _preferences(size, batch, name="DPO", kind="", folder=None, of="llama", zero=None, **more):
     """By DPO or KTO."""
     from datasets import load_from_disk
 
     given = {"DPO": {"use_weighting": kind == "weighting"}, "KTO": {"undesirable_weight": 0.7}}
     reference = None if kind == "LoRA" else _reference(of)
     cls, more = _made(
-        name, size, kind, batch, evaluates=folder is None, dataset_num_proc=None, of=of,
+        name, size, kind, batch, evaluates=folder is None, dataset_num_proc=None, of=of, zero=zero,
         precompute_ref_log_probs=folder is not None, **given[name], **more,
     )  # fmt: skip
     if reference is not None:
@@ -92,7 +92,13 @@ def _preferences(size, batch, name="DPO", kind="", folder=None, of="llama", **mo
     if reference is not None and size > 1:
         assert reference.config._attn_implementation == "deepsp"
     trainer.train()
-    return logs(trainer)
+    if kind or zero is not None:
+        return logs(trainer)
+    # Afterwards, with its own attention, the model works on whole rows again.
+    more["model"].set_attn_implementation("sdpa")
+    ids = torch.arange(5, 18)[None]
+    found = more["model"](input_ids=ids, labels=ids, fused_lm_head=True).log_probs
+    return [*logs(trainer), {"afterwards": float(found.detach().sum())}]
 
 
 def _reward(completion_ids, others=False, **_):

@@ -28,6 +28,7 @@ from transformers import Trainer, TrainingArguments
 from deepsp.data.sharding import unshard
 from deepsp.integrations.accelerate import local_batch, once_per_group
 from deepsp.integrations.transformers import calls, mixers
+from deepsp.integrations.transformers.check import implementations
 from deepsp.integrations.transformers.evaluation import Evaluation
 from deepsp.integrations.transformers.masks import current, ours
 from deepsp.integrations.transformers.own_loss import OwnLoss
@@ -73,7 +74,7 @@ def shard_fused_head(model: nn.Module, group: Group) -> None:
 
     @functools.wraps(fused)
     def forward(*args, **kwargs):
-        if calls.shards_inside(model, kwargs):
+        if calls.shards_inside(model, kwargs) and implementations(model):
             return _whole(fused, model, group, calls.named_arguments(model, args, kwargs))
         return fused(*args, **kwargs)
 

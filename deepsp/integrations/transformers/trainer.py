@@ -56,7 +56,8 @@ def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
       of processes. None: ``cp_size`` (or ``sp_size``) of
       ``TrainingArguments.parallelism_config``.
     - ``without_logits``: computes the loss by :func:`deepsp.causal_lm_loss`, so that logits exist
-      only for a few tokens at a time; not in an evaluation that needs logits.
+      only for a few tokens at a time; not in an evaluation that needs logits. TRL's trainers do so
+      anyway.
     - ``query_parts``: as in :func:`deepsp.distributed_attention`.
     - ``mix_lengths``: trains on documents that are dealt out over the ranks, as by
       :func:`deepsp.deal_batch`, so that ranks share only those that are long. Evaluation shards
@@ -68,7 +69,10 @@ def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
     loss of its full sequences, as its own ``labels`` loss in one process. ``compute_loss_func``
     gets the full logits and labels. A class's own ``compute_loss`` gets the local batch: in place
     of ``labels``, ``shift_labels``, the next token of each token. It must divide a sum over tokens
-    by ``num_items_in_batch``, as TRL's ``SFTTrainer`` does; every step checks that.
+    by ``num_items_in_batch``, as TRL's ``SFTTrainer`` does; every step checks that. TRL's
+    ``DPOTrainer``, ``KTOTrainer``, ``GRPOTrainer`` and ``RLOOTrainer`` get full batches: their
+    models shard the rows, and return the log-probabilities of all tokens on every rank. A group
+    generates completions once, and its metrics count once.
 
     Args:
         trainer_class: transformers' ``Trainer`` or a subclass of it.
@@ -83,7 +87,8 @@ def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
             mixes tokens other than by attention through deepsp
             (:func:`deepsp.integrations.transformers.check`); the size doesn't divide the number of
             processes; label smoothing with a class that computes its loss itself;
-            ``predict_with_generate``. On a step: the class's loss isn't a sum divided by
+            ``predict_with_generate``; vLLM, tools and other things that a preference or RL trainer
+            can't do. On a step: the class's loss isn't a sum divided by
             ``num_items_in_batch``; a packed batch doesn't show where its documents begin; ranks of
             a group have different batches.
     """
