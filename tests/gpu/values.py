@@ -103,6 +103,19 @@ def recurrences():
             torch.testing.assert_close(a, b.split(lens, 1)[rank], **TIGHT)
 
 
+def experts():
+    """Rows to the ranks that hold their experts, and back; with gradients."""
+    rank, size, name = dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name
+    counts = [(3 * p + q) % 4 + 1 for p in range(size) for q in range(size)]
+    rows = draw(sum(counts[rank * size : (rank + 1) * size]), 5).requires_grad_()
+    there = op.expert_dispatch(rows * 2, counts, rank, name)
+    assert there.size(0) == sum(counts[rank::size])
+    back = op.expert_combine(there.sin(), counts, rank, name)
+    torch.testing.assert_close(back, (rows * 2).sin(), **TIGHT)
+    (grad,) = torch.autograd.grad(back.sum(), rows)
+    torch.testing.assert_close(grad, 2 * (rows * 2).cos(), **TIGHT)
+
+
 def sixteen_bits():
     lens = uneven(64)
     rank = dist.get_rank()
