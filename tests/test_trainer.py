@@ -82,6 +82,7 @@ def _plain(
         trainer.model_preparation_time = 0.0  # a metric
     trainer.train()
     if dict(options).get("mix_lengths") and size > 1:
+        trainer.model.train()
         row = {n: x[None] for n, x in train[0].items()}
         assert isinstance(trainer._shard(row)[0]["deal"], deepsp.Deal)
     return logs(trainer)

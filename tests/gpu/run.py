@@ -60,7 +60,9 @@ STAGES = {
         is_mapped, exchange_values, odd_rows, along_dim, gathered, summed_by_nccl, waited_for_twice,
         capture, large, never_waited_for,
     ],
-    "attention": [flash_pieces, attention_gradients, sixteen_bits, recurrences, mixed_lengths, experts],
+    "attention": [
+        flash_pieces, attention_gradients, sixteen_bits, recurrences, mixed_lengths, experts,
+    ],
     "paths": [loss_and_rest, sharded_training, layer_gradients, streams, threads],
     "sanitizer": [odd_rows, along_dim, exchange_values],
     "compile": [inductor, op_checks, layer_checks, dropout],
