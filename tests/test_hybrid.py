@@ -201,7 +201,7 @@ def _compiled(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["Qwen3.5", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("Bamba", "Jamba"))]
+    "name", ["Mamba 2", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("Qwen3.5", "Jamba"))]
 )
 def test_compiled(name):
     on_ranks(2, _compiled, name, apart="hybrid")
