@@ -55,6 +55,7 @@ def _join(rank: int, run: Run, path: str) -> None:
         run.backend, init_method=f"file://{path}", rank=rank, world_size=run.size,
         timeout=datetime.timedelta(seconds=90),
     )  # fmt: skip
+    dist.barrier()  # or a rank that fails at once would leave before the others have connected
 
 
 def _work(rank: int, run: Run, tests, path: str, pipe) -> None:
