@@ -211,7 +211,12 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "name, ranks", [(name, ranks) for name, case in CASES.items() for ranks in case[-1]]
+    "name, ranks",
+    [
+        pytest.param(name, ranks, marks=[pytest.mark.nightly] * (name in ("inside", "cross whole")))
+        for name, case in CASES.items()
+        for ranks in case[-1]
+    ],
 )
 def test_cases(name, ranks):
     on_ranks(ranks, compare, name.partition(":")[0], *CASES[name][:-1])

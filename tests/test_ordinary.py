@@ -16,7 +16,7 @@ from zoo import DIM, LM, batch
 import deepsp
 from deepsp.ranks import randomness
 
-_BY_INDUCTOR = ["by_hand", "mixture", "function"]
+_BY_INDUCTOR = [pytest.param("by_hand", marks=pytest.mark.nightly), "mixture", "function"]
 
 
 def _inductor(case):

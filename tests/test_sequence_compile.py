@@ -284,7 +284,7 @@ def _sharded_weights(groups, kind, reduction):
         ("sequence", 3, "sum", "sum"),
         ("sequence", 2, "local", "mean"),
         ("world", 4, "sum", "mean"),
-        ("data", 4, "sum", "sum"),
+        pytest.param("data", 4, "sum", "sum", marks=pytest.mark.nightly),
     ],
 )
 def test_sharded_weights(groups, ranks, kind, reduction):

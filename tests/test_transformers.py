@@ -77,7 +77,9 @@ def _compared(name, given, length, ranks=None, checkpointed=False):
         )
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Mistral", "GPT2", "Gemma"])
+@pytest.mark.parametrize(
+    "name", ["Llama", "Qwen3", "Mistral", "Gemma", pytest.param("GPT2", marks=pytest.mark.nightly)]
+)
 def test_models(name):
     if name in ("Llama", "GPT2"):
         _compared(name, "labels attention_mask", 13, 2)
