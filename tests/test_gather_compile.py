@@ -96,7 +96,8 @@ def test_equals_eager_under_aot_eager(name):
     ("ranks", "name", "within", "by_backend"),
     [(2, "uneven", None, False), (2, "nothing", None, False),
      pytest.param(2, "several", None, False, marks=pytest.mark.nightly),
-     (1, "mixed", None, False), pytest.param(3, "even", f64, False, marks=pytest.mark.nightly), (3, "even", bf16, False),
+     pytest.param(3, "even", f64, False, marks=pytest.mark.nightly),
+     (1, "mixed", None, False), (3, "even", bf16, False),
      (1, "uneven", f64, True),
      pytest.param(3, "mixed", None, False, marks=pytest.mark.nightly)],
 )  # fmt: skip
