@@ -34,9 +34,7 @@ import ctypes
 import gc
 import json
 import os
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -46,7 +44,7 @@ import torch
 import torch.distributed as dist
 from compile import peak_mib, reset_peak
 from netlink import Netlink
-from ranks import Ranks
+from ranks import Ranks, about_machine
 from tqdm import tqdm
 
 import deepsp
@@ -338,13 +336,7 @@ def main() -> None:
     args = parser.parse_args()
     load = os.getloadavg()[0]
     found = measure(args)
-    found["machine"] = {
-        "command": shlex.join(["python", "benchmarks/hybrid.py", *sys.argv[1:]]),
-        "cpus": os.cpu_count(),
-        "torch": torch.__version__,
-        "load": [load, os.getloadavg()[0]],
-        "note": args.note,
-    }
+    found["machine"] = about_machine(load, args.note)
     show(found, args)
     if args.results:
         args.results.mkdir(parents=True, exist_ok=True)

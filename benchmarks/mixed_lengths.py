@@ -16,16 +16,14 @@ import argparse
 import json
 import os
 import random
-import shlex
 import statistics
-import sys
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from netlink import Netlink
-from ranks import Ranks
+from ranks import Ranks, about_machine
 from tqdm import tqdm
 
 import deepsp
@@ -255,13 +253,7 @@ def main() -> None:
     args = parser.parse_args()
     load = os.getloadavg()[0]
     found = measure(args)
-    found["machine"] = {
-        "command": shlex.join(["python", "benchmarks/mixed_lengths.py", *sys.argv[1:]]),
-        "cpus": os.cpu_count(),
-        "torch": torch.__version__,
-        "load": [load, os.getloadavg()[0]],
-        "note": args.note,
-    }
+    found["machine"] = about_machine(load, args.note)
     text = markdown(found, args)
     print(text)
     if args.results:

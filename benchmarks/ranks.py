@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shlex
+import sys
 import tempfile
 
 import torch
 import torch.distributed as dist
 from netlink import Netlink
+
+
+def about_machine(load: float, note: str) -> dict:
+    """The command, what it ran on, and the load at its start and now, for the results."""
+    return {
+        "command": shlex.join(
+            ["python", f"benchmarks/{os.path.basename(sys.argv[0])}", *sys.argv[1:]]
+        ),
+        "cpus": os.cpu_count(),
+        "torch": torch.__version__,
+        "load": [load, os.getloadavg()[0]],
+        "note": note,
+    }
 
 
 def serve(rank: int, size: int, link: Netlink | None, path: str, pipe) -> None:

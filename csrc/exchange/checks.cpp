@@ -105,9 +105,10 @@ int64_t check_seq_lens(c10::SymIntArrayRef seq_lens, int64_t rank, int64_t level
       "expected seq_lens to have the number of tokens of each rank of the group, got an empty "
       "list");
   const int64_t parts = count / levels;
+  const std::vector<int64_t> widths =
+      levels > 1 ? level_widths(parts) : std::vector<int64_t>{parts};
   TORCH_CHECK_VALUE(
-      parts * levels == count &&
-          (levels == 1 || static_cast<int64_t>(level_widths(parts).size()) == levels),
+      parts * levels == count && static_cast<int64_t>(widths.size()) == levels,
       "expected seq_lens to have the tokens of each rank for each of the levels of width 2, 4, "
       "... and the number of ranks, got ",
       count, " entries for ", levels, " levels");
@@ -116,12 +117,11 @@ int64_t check_seq_lens(c10::SymIntArrayRef seq_lens, int64_t rank, int64_t level
     check_at_least(seq_lens[n], 0, "seq_lens[", n, "]");
     check_fits(seq_lens[n], "seq_lens");
   }
-  for (int64_t n = 0; levels > 1 && n + 1 < levels; ++n) {
-    const int64_t width = level_widths(parts)[n];
-    for (int64_t p = parts / width * width; p < parts; ++p) {
+  for (int64_t n = 0; n < levels; ++n) {
+    for (int64_t p = parts / widths[n] * widths[n]; p < parts; ++p) {
       TORCH_CHECK_VALUE(
           seq_lens[n * parts + p] == 0, "expected seq_lens[", n * parts + p,
-          "] to be 0, since rank ", p, " of ", parts, " is in no block of ", width, ", got ",
+          "] to be 0, since rank ", p, " of ", parts, " is in no block of ", widths[n], ", got ",
           seq_lens[n * parts + p]);
     }
   }
