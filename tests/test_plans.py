@@ -119,3 +119,18 @@ def _from_safetensors(family, folder):
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gpt2"])
 def test_from_a_checkpoint_on_the_meta_device(family, tmp_path):
     on_ranks(2, _from_safetensors, family, str(tmp_path))
+
+
+def _after_shard_batch():
+    from deepsp.integrations.transformers import register
+
+    register()
+    # Each rank keeps other tokens, [2, 9] like the next call's, which are the same on every rank.
+    deepsp.shard_batch({"input_ids": torch.arange(36).view(2, 18) % 50})
+    model = _model("llama")
+    built, _ = deepsp.build(tensor_sequence_parallel(copy.deepcopy(model)))
+    _compare(model, built, 9, dict(rtol=1e-9, atol=1e-9))
+
+
+def test_after_a_batch_was_sharded():
+    on_ranks(2, _after_shard_batch)
