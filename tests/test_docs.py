@@ -239,6 +239,7 @@ def _sharded_weights():
 
 
 def _trainer():
+    from transformers import BertConfig, BertForSequenceClassification
     from trl import DPOConfig, SFTConfig
 
     with launched():
@@ -249,6 +250,9 @@ def _trainer():
         names |= {"sft_data": lists(20), "tokenizer": tokenizer(splits=True), "pairs": pairs(8)}
         names |= {"dpo_config": arguments(DPOConfig, bf16=False, **given), "reference": tiny()}
         names |= {"optimizer": torch.optim.SGD(model.parameters()), "loader": DataLoader(Rows(4))}
+        small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+        classifier = BertForSequenceClassification(BertConfig(**small))
+        names |= {"classifier": classifier}
         names = run("trainer", names, {"Accelerator()": "Accelerator(cpu=True)"})
     assert names["metrics"]["eval_loss"] > 0 and names["loss"] > 0
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from harness import on_ranks
 from lockstep import compare, gradients_of
+from torch import nn
 from zoo import MODELS, VOCAB, Changed, Dropped, OwnDropout, batch, total
 
 import deepsp
@@ -114,6 +115,46 @@ def _modes():
 
 def test_modes():
     on_ranks(2, _modes)
+
+
+class _Narrow(nn.Module):
+    """Products in bfloat16, but for one, and a loss of merged rows and tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB)
+
+    def forward(self, ids, labels):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = self.head(self.embed(ids)) @ self.head.weight
+            with torch.autocast("cpu", enabled=False):
+                x = self.head(x.float())
+            x = x @ self.head.weight
+        return F.cross_entropy(self.head(x.float()).view(-1, VOCAB), labels.view(-1))
+
+
+def _autocast_in_a_model():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    reference = _Narrow()
+    model = copy.deepcopy(reference)
+    compiled = torch.compile(model, options={"inner": "eager"}, **BACKEND)
+    for rows, length in ((2, 12), (3, 14)):  # then rows, too, are a symbol
+        inputs = {n: x.repeat(2, 1)[:rows] for n, x in batch(length).items()}
+        for m in (reference, model):
+            m.zero_grad()
+        loss, expected = compiled(**deepsp.prepare_inputs(dict(inputs))), reference(**inputs)
+        loss.backward()
+        expected.backward()
+        torch.testing.assert_close(loss, expected)
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            scale = q.grad.abs().max().item()
+            torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=0.03 * scale)
+        assert not torch.is_autocast_enabled("cpu")
+
+
+def test_autocast_in_a_model_and_other_numbers_of_rows():
+    on_ranks(2, _autocast_in_a_model)
 
 
 def _random(drop, then):

@@ -59,6 +59,7 @@ def _plain(
     tiled=False,
     keeps_attention=False,
     metrics=_metrics,
+    initialized=False,
     **given,
 ):
     if keeps_attention:
@@ -74,6 +75,8 @@ def _plain(
         more |= dict(options)
     args = arguments(per_device_train_batch_size=batch, per_device_eval_batch_size=batch, **given)
     train, evaluation = Rows(40, keep=masked), Rows(rows, 1)
+    if initialized:  # when the trainer is made, and again when it trains
+        more["model_init"], model = lambda: tiny(name, dtype, **dict(config)), None
     trainer = cls(
         model, args, train_dataset=train, eval_dataset=evaluation, compute_metrics=metrics, **more
     )
@@ -133,7 +136,7 @@ def test_accumulation(world, size):
         {"average_tokens_across_devices": False, "max_grad_norm": 0.5},
         {"bf16": True, "digits": 2e-2},
         {"prediction_loss_only": True},
-        {"evaluates_first": True},
+        {"evaluates_first": True, "initialized": True},
         {"tiled": True, "activation_checkpointing": True, "options": (("query_parts", 2),)},
         {
             "options": (("without_logits", True),),
@@ -633,7 +636,7 @@ def _refusals():
         (lambda: trainer(size=3), r"a divisor of 2, the number of processes, got 3"),
         (lambda: trainer(size=None), r"a divisor of 2, the number of processes, got None"),
         (lambda: trainer(model=AutoModelForSequenceClassification.from_config(small)),
-         r"a causal .*, got BertForSequenceClassification; .* try the compile pass, torch.compile"),
+         r"a causal .*, got BertForSequenceClassification; .*in a trainer, pass compiled=True"),
         (lambda: trainer(model=AutoModelForTokenClassification.from_config(small)),
          r"a causal language model of transformers, got BertForTokenClassification"),
         (lambda: trainer(model=bloom), r"BloomForCausalLM"),

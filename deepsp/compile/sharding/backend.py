@@ -16,6 +16,7 @@ from deepsp.compile.sharding.boundary import GATHERS, role_of, without_caches
 from deepsp.compile.sharding.forms import draws_inside, is_differentiated
 from deepsp.compile.sharding.normalize import (
     check_supported,
+    equate_sizes,
     fake_inputs,
     normalize,
     results_out_of_place,
@@ -209,6 +210,7 @@ def parallelize(
     capture_recurrences(gm)
     check_supported(gm)
     inputs, mode = fake_inputs(gm, example_inputs)
+    equate_sizes(gm, inputs)
     normal = normalize(gm, inputs, mode)
     results_out_of_place(normal, mode)
     views_out_of_place(normal, mode)

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch._functorch.autograd_function import autograd_function_apply
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
     get_proxy_mode,
@@ -27,6 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from deepsp.activations.checkpoint import keeps_attention_only
 from deepsp.compile.sharding import rules
+from deepsp.compile.sharding.boundary import role_of
 from deepsp.compile.sharding.forms import (
     copy_of,
     is_differentiated,
@@ -49,6 +51,19 @@ def fake_inputs(gm: fx.GraphModule, example_inputs) -> tuple[list, FakeTensorMod
         mode = FakeTensorMode()
         given = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in given]
     return given, mode
+
+
+def equate_sizes(gm: fx.GraphModule, inputs: list) -> None:
+    """Makes symbols of marked inputs that have the same value one symbol: the rows, and the tokens,
+    of ids and labels, say. A product of two symbols doesn't tell that they are."""
+    known: dict[tuple[bool, int], torch.SymInt] = {}
+    for node, x in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        role = role_of(node)
+        for dim in {0, role[1]} if role is not None else ():
+            size = x.size(dim)
+            if isinstance(size, torch.SymInt) and size.node.has_hint():
+                key = dim == role[1], size.node.hint
+                bool(known.setdefault(key, size) == size)  # a guard, by which symbols are one
 
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
@@ -95,7 +110,20 @@ class _Inline(fx.Interpreter):
 
     _regions = itertools.count()
 
+    def run(self, *args):
+        self._autocasts = []
+        try:
+            return super().run(*args)
+        finally:
+            while self._autocasts:
+                self._autocasts.pop().__exit__(None, None, None)
+
     def call_function(self, target, args, kwargs):
+        if target is _enter_autocast:
+            # The tracer only notes it, but the dtypes of what follows depend on it.
+            self._autocasts.append(torch.amp.autocast(*args).__enter__())
+        elif target is _exit_autocast:
+            self._autocasts.pop().__exit__(None, None, None)
         if target in (_FLEX, COND, autograd_function_apply) or target in captured:
             return _one_op(target, args, kwargs)
         if target is torch._C._autograd._get_data_attr:

@@ -94,6 +94,25 @@ class Evaluation:
 
     def _without_repeats(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         """Masks the labels of repeated rows, and sets the remainder that metrics keep."""
+        inputs, real = self._real_rows(inputs)
+        rows = self.args.eval_batch_size
+        for name in ("labels", "shift_labels"):
+            labels = inputs.get(name)
+            if real is not None and isinstance(labels, Tensor):
+                if len(labels) != rows:
+                    raise ValueError(
+                        f"expected as many rows of labels as samples, {rows}, in the last batch of "
+                        f"an evaluation, got {len(labels)}: the collator packs them, and samples "
+                        "that fill the batch up can't be told from others; evaluate a number of "
+                        f"samples that {rows * self._groups} divides, or set "
+                        "dataloader_drop_last=True"
+                    )
+                inputs[name] = labels.masked_fill(~real.to(labels.device)[:, None], -100)
+        return inputs
+
+    def _real_rows(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
+        """A batch without its row numbers, and which of its rows aren't repeated ones (None: all).
+        Sets the remainder that metrics keep."""
         inputs = dict(inputs)
         numbers = inputs.pop(_NUMBERS, None)
         state, rows = self.accelerator.gradient_state, self.args.eval_batch_size
@@ -108,20 +127,8 @@ class Evaluation:
                 counts = on_all_ranks([real], None, self.args.device)
                 last = sum(n for (n,) in counts[:: self._size])
             state.active_dataloader.remainder = last
-        real = places < state.remainder
         repeats = state.end_of_dataloader and 0 < state.remainder < total and self._groups > 1
-        for name in ("labels", "shift_labels"):
-            labels = inputs.get(name)
-            if repeats and isinstance(labels, Tensor):
-                if len(labels) != rows:
-                    raise ValueError(
-                        f"expected as many rows of labels as samples, {rows}, in the last batch of "
-                        f"an evaluation, got {len(labels)}: the collator packs them, and samples "
-                        "that fill the batch up can't be told from others; evaluate a number of "
-                        f"samples that {total} divides, or set dataloader_drop_last=True"
-                    )
-                inputs[name] = labels.masked_fill(~real.to(labels.device)[:, None], -100)
-        return inputs
+        return inputs, places < state.remainder if repeats else None
 
     @property
     def gather_function(self):

@@ -138,9 +138,9 @@ def use_in(model, group: Group, chunks: int = 1, query_parts: int | str = "auto"
     if not isinstance(model, PreTrainedModel) or model.loss_function is not ForCausalLMLoss:
         raise ValueError(
             "expected model to be a causal language model of transformers, got "
-            f"{type(model).__name__}; for another one, try the compile pass, torch.compile(model, "
-            "backend='deepsp'), or deepsp.shard_batch and a loss of deepsp, in a training loop of "
-            "your own"
+            f"{type(model).__name__}; for another one, try the compile pass (in a trainer, pass "
+            "compiled=True; else torch.compile(model, backend='deepsp')), or deepsp.shard_batch "
+            "and a loss of deepsp, in a training loop of your own"
         )
     calls.check_layerdrop(model)
     # The model's present implementation keeps computing its attention.

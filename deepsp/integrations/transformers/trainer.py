@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from accelerate import DistributedType
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers import Trainer, TrainerCallback
@@ -34,7 +33,7 @@ from deepsp.data.sharding import unshard
 from deepsp.integrations.accelerate import LocalBatch, local_batch, share_batches
 from deepsp.integrations.transformers.causal_lm import causal_lm_loss
 from deepsp.integrations.transformers.class_loss import OneProcess, class_loss
-from deepsp.integrations.transformers.evaluation import Evaluation
+from deepsp.integrations.transformers.compiled import DDP, Compiled
 from deepsp.integrations.transformers.mixers import mixers_in
 from deepsp.integrations.transformers.preference import TRAINERS, Preference, trl_class
 from deepsp.integrations.transformers.registration import base_of, use_in
@@ -43,7 +42,6 @@ from deepsp.ranks.groups import Member, member_of, on_all_ranks
 from deepsp.ranks.randomness import align, randomness_of_a_model
 
 _OF_TRL = ("SFTTrainer", "_BaseTrainer", "BaseTrainer")
-_DDP = [x for x in DistributedType if x.name.startswith("MULTI_")]
 
 
 def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
@@ -62,6 +60,11 @@ def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
     - ``mix_lengths``: trains on documents that are dealt out over the ranks, as by
       :func:`deepsp.deal_batch`, so that ranks share only those that are long. Evaluation shards
       batches as without it.
+    - ``compiled``: runs the model by the compile pass, ``torch.compile(model, backend="deepsp",
+      fullgraph=True)``, with full batches. For models other than causal language models: masked
+      ones, classifiers, encoders with decoders. True, or a dict of the pass's options
+      (``inner``, ``memory_budget``, ``chunks``) and ``seq_dim``, the dimension of the sequence in a
+      batch's tensors. Losses and metrics are those of the same trainer on N / size processes.
 
     Losses and gradient norms are those of the same training without sequence parallelism on
     N / size processes. Evaluation losses and metrics are those of one process with batches as large
@@ -87,10 +90,11 @@ def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
             mixes tokens other than by attention through deepsp
             (:func:`deepsp.integrations.transformers.check`); the size doesn't divide the number of
             processes; label smoothing with a class that computes its loss itself;
-            ``predict_with_generate``; vLLM, tools and other things that a preference or RL trainer
-            can't do. On a step: the class's loss isn't a sum divided by
-            ``num_items_in_batch``; a packed batch doesn't show where its documents begin; ranks of
-            a group have different batches.
+            ``predict_with_generate``; ``compiled`` with FSDP, DeepSpeed, a class of TRL,
+            ``without_logits`` or ``mix_lengths``; vLLM, tools and other things that a preference or
+            RL trainer can't do. On a step: the class's loss isn't a sum divided by
+            ``num_items_in_batch``; the compile pass can't shard the model; a packed batch doesn't
+            show where its documents begin; ranks of a group have different batches.
     """
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
         raise ValueError(
@@ -114,8 +118,10 @@ def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
     return type(name, bases, {"__doc__": sequence_parallel.__doc__})
 
 
-class _SequenceParallel(Evaluation):
+class _SequenceParallel(Compiled):
     """:func:`sequence_parallel` puts this class before a class of trainers."""
+
+    _is_made = False
 
     def __init__(
         self,
@@ -124,11 +130,15 @@ class _SequenceParallel(Evaluation):
         without_logits: bool = False,
         query_parts: int | str = "auto",
         mix_lengths: bool = False,
+        compiled: bool | Mapping[str, Any] = False,
         **kwargs,
     ):
         self._asked_size, self._without_logits = sequence_parallel_size, without_logits
-        self._query_parts, self._mix = query_parts, mix_lengths
+        self._query_parts, self._mix_lengths = query_parts, mix_lengths
+        if compiled is not False:
+            self._compiled = dict(compiled) if isinstance(compiled, Mapping) else {}
         super().__init__(*args, **kwargs)
+        self._is_made = True
         if self._size > 1:
             self._prepare_model()
             self.add_callback(_AlikeGenerators(self._alike()))
@@ -161,7 +171,7 @@ class _SequenceParallel(Evaluation):
 
     def get_cp_size(self) -> int:
         # transformers counts tokens and batches by the number of ranks with the same batch.
-        return self._size
+        return 1 if self._compiled is not None else self._size
 
     # ---- the model
 
@@ -187,6 +197,9 @@ class _SequenceParallel(Evaluation):
                 "expected neftune_noise_alpha=None, since the noise would be that of a rank's "
                 f"length, which is too much, got {self.args.neftune_noise_alpha}; leave it out"
             )
+        if self._compiled is not None:
+            self._check_compiled()
+            return self._use(self.model)
         for name, given in (
             ("label_smoothing_factor", self.args.label_smoothing_factor),
             ("compute_loss_func", self.compute_loss_func),
@@ -210,26 +223,37 @@ class _SequenceParallel(Evaluation):
                 "where a class computes its loss itself, since the loss that balances experts "
                 "would be left out or counted more than once, got True; set it to False"
             )
-        if self._mix and self.compute_loss_func is not None:
+        if self._mix_lengths and self.compute_loss_func is not None:
             raise ValueError(
                 "expected no compute_loss_func with mix_lengths=True, since it gets outputs and "
                 "labels in the order of the batch, got one; leave one of them out"
             )
-        if self._mix and any(mixers_in(self._base_model())):
+        if self._mix_lengths and any(mixers_in(self._base_model())):
             raise ValueError(
                 f"expected mix_lengths=False for {type(self._base_model()).__name__}, whose "
                 "recurrent layers need the tokens in order on the ranks; leave it out"
             )
-        use_in(
-            self._base_model(), self._group, query_parts=self._query_parts
-        )  # before the first step, and any wrapper
+        self._use(self.model)
+
+    def _use(self, model: nn.Module) -> None:
+        """Lets a model attend to full sequences, before the first step and any wrapper."""
+        if self._compiled is not None:
+            self._compile(model, self._group, self._query_parts)
+        else:
+            use_in(base_of(model), self._group, query_parts=self._query_parts)
+
+    def call_model_init(self, trial=None) -> nn.Module:
+        model = super().call_model_init(trial)
+        if self._is_made and self._size > 1:  # train() makes a new model
+            self._use(model)
+        return model
 
     def _wrap_model(self, model, training=True, dataloader=None):
         ddp = nn.parallel.DistributedDataParallel
         if (
             self._size > 1
             and training
-            and self.accelerator.distributed_type in _DDP
+            and self.accelerator.distributed_type in DDP
             and not any(isinstance(module, ddp) for module in model.modules())
         ):
             # An evaluation may have prepared the model without DDP. accelerate prepares no model
@@ -277,7 +301,7 @@ class _SequenceParallel(Evaluation):
         return count
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        if self._size == 1:
+        if self._size == 1 or self._compiled is not None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         with randomness_of_a_model(self._member, self.args.device):
             return self._sharded_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -330,7 +354,7 @@ class _SequenceParallel(Evaluation):
             for name, x in batch.items():
                 if name not in self._inputs and isinstance(x, Tensor) and x.shape == labels.shape:
                     batch[name] = F.pad(x, (0, 1))[..., 1:]  # a weight of each label, say
-        if self._mix and self._base_model().training:
+        if self._mix_lengths and self._base_model().training:
             local, deal = deal_batch(batch, self._group)
             return LocalBatch(local), deal.seq_lens
         return local_batch(batch, self._group)
@@ -441,6 +465,7 @@ class SequenceParallelTrainer(_SequenceParallel, Trainer):
         without_logits: computes the loss by :func:`deepsp.causal_lm_loss`.
         query_parts: as in :func:`deepsp.distributed_attention`.
         mix_lengths: deals documents out over the ranks.
+        compiled: runs the model by the compile pass, or the options of the pass.
 
     Raises:
         ValueError: as :func:`sequence_parallel`.

@@ -1,0 +1,156 @@
+"""Trainer through the compile pass: models that deepsp's attention can't shard, with full batches,
+next to the same Trainer in one process, in float64."""
+
+import pytest
+import torch
+from harness import on_ranks
+from test_trainer import _class, _same
+from torch import nn
+from trained import LENGTH, VOCABULARY, arguments, launched, lists, logs, tiny, tokenizer
+
+nightly = pytest.mark.nightly
+f64 = torch.float64
+
+
+def _model(kind, dropout=0.0):
+    import transformers as t
+
+    t.set_seed(0)
+    small = {"vocab_size": VOCABULARY, "num_labels": 5}
+    if kind == "encoder-decoder":
+        config = t.T5Config(
+            **small, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, dropout_rate=0.0,
+            decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
+        )  # fmt: skip
+        return t.T5ForConditionalGeneration(config)
+    config = t.BertConfig(
+        **small, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        max_position_embeddings=32, hidden_dropout_prob=dropout, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    kinds = {
+        "masked": t.BertForMaskedLM,
+        "tokens": t.BertForTokenClassification,
+        "pooled": t.BertForSequenceClassification,
+    }
+    return kinds[kind](config)
+
+
+class _Rows(torch.utils.data.Dataset):
+    """Rows with padding behind. Each has five labels, or one, or a sequence of its own length."""
+
+    def __init__(self, count, kind, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        self.kind = kind
+        self.ids = torch.randint(5, VOCABULARY, (count, LENGTH), generator=generator)
+        self.classes = torch.randint(5, (count, LENGTH), generator=generator)
+        self.kept = torch.rand((count, LENGTH - 3), generator=generator).argsort(1) < 5
+        self.kept = nn.functional.pad(self.kept, (0, 3))
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __getitem__(self, i):
+        ids, kept = self.ids[i], self.kept[i]
+        labels = {
+            "masked": ids.masked_fill(~kept, -100),
+            "tokens": self.classes[i].masked_fill(~kept, -100),
+            "pooled": self.classes[i, 0],
+            "encoder-decoder": ids.flip(0)[4:],
+        }[self.kind]
+        if self.kind == "masked":
+            ids = ids.masked_fill(kept, 4)
+        mask = (torch.arange(LENGTH) < LENGTH - i % 4).long()
+        return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+
+
+def _size(prediction):
+    logits = prediction.predictions
+    logits = logits[0] if isinstance(logits, tuple) else logits
+    return {"size": float(abs(logits).sum()), "rows": len(prediction.label_ids)}
+
+
+def _with_compile_pass(size, batch, kind, dtype=f64, loss_func=None, averaged=None, **given):
+    torch._dynamo.reset()
+    model = _model(kind).to(dtype)
+    if averaged is not None:
+        model.accepts_loss_kwargs = not averaged
+    cls, more = _class(size)
+    if size > 1:
+        more["compiled"] = {"inner": "aot_eager"}
+    args = arguments(per_device_train_batch_size=batch, per_device_eval_batch_size=batch, **given)
+    trainer = cls(
+        model, args, train_dataset=_Rows(40, kind),
+        eval_dataset=_Rows(8, kind, 1), compute_metrics=_size, compute_loss_func=loss_func, **more,
+    )  # fmt: skip
+    trainer.train()
+    return logs(trainer)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind"),
+    [
+        (3, "pooled"),
+        pytest.param(2, "encoder-decoder", marks=nightly),
+        pytest.param(3, "masked", marks=nightly),
+        pytest.param(2, "tokens", marks=nightly),
+    ],
+)
+def test_models(ranks, kind):
+    _same(_with_compile_pass, ranks, ranks, kind=kind, digits=1e-7)
+
+
+def _their_loss(outputs, labels, num_items_in_batch=None):
+    logits = outputs["logits"].flatten(0, 1)
+    total = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+    return total / num_items_in_batch
+
+
+@nightly
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5},
+        {"label_smoothing_factor": 0.1},
+        {"loss_func": _their_loss},
+        {"dtype": torch.float32, "bf16": True, "digits": 2e-2},
+        {"activation_checkpointing": True},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_arguments(given):
+    _same(_with_compile_pass, 2, 2, kind="masked", **{"digits": 1e-7, **given})
+
+
+@nightly
+@pytest.mark.parametrize("kind", ["masked", "pooled"])
+def test_groups(kind):
+    # Every row has as many labels, so a mean of the groups' means is that of one process.
+    _same(_with_compile_pass, 4, 2, kind=kind, averaged=True, digits=1e-7)
+
+
+def _refused(kind):
+    cls, more = _class(2)
+    with pytest.raises(ValueError, match="in a trainer, pass compiled=True"):
+        cls(_model(kind), arguments(eval_strategy="no"), **more)
+    with pytest.raises(ValueError, match="expected mix_lengths=False with compiled"):
+        cls(_model(kind), arguments(eval_strategy="no"), mix_lengths=True, compiled=True, **more)
+    with pytest.raises(ValueError, match=r"options of the compile pass .* got gradients; leave"):
+        cls(_model(kind), arguments(eval_strategy="no"), compiled={"gradients": "sum"}, **more)
+    from trl import SFTConfig, SFTTrainer
+
+    from deepsp.integrations.transformers import sequence_parallel
+
+    with pytest.raises(ValueError, match="expected compiled=False with SFTTrainer of TRL"):
+        sequence_parallel(SFTTrainer)(
+            tiny(), arguments(SFTConfig, bf16=False, eval_strategy="no"), train_dataset=lists(4),
+            processing_class=tokenizer(), compiled=True, **more,
+        )  # fmt: skip
+
+
+def _refusals():
+    with launched():
+        _refused("pooled")
+
+
+def test_refusals():
+    on_ranks(2, _refusals)
