@@ -234,6 +234,22 @@ def test_mixed_lengths():
     _same(_sft, 2, 2, digits=1e-4, packing=True, options=_MIXED)
 
 
+def _same_steps(function, world, size, digits, own=(), **given):
+    """Every rank has rows of its own: each step is that of one process with all of them."""
+    expected = one_process(_on_rank, function, 1, 2 * world, tuple(given.items()))
+    items = tuple({**given, "options": (*own, ("own_batches", True))}.items())
+    for mine in on_ranks(world, _on_rank, function, size, 2, items):
+        for a, b in zip(mine, expected, strict=True):
+            for name in (n for n in b if "eval" not in n):  # evaluation shares its batches
+                rough = max(digits, 1e-6) if name in ("loss", "train_loss") else digits
+                assert a[name] == pytest.approx(b[name], rel=rough), (name, a, b)
+
+
+def test_own_batches():
+    _same_steps(_plain, 4, 2, 1e-10, dtype=f64, gradient_accumulation_steps=2)
+    _same_steps(_sft, 2, 2, 1e-4, own=_MIXED)
+
+
 def test_sft_metrics():
     _same(_sft, 2, 2, digits=1e-4, metrics=_metrics)
 
@@ -601,7 +617,7 @@ def _refusals():
 
     def trainer(
         cls=SequenceParallelTrainer, model=None, size=2, config=None, without_logits=False,
-        data=None, collator=None, **given,
+        data=None, collator=None, own=False, **given,
     ):  # fmt: skip
         args = arguments(config, **{"eval_strategy": "no", **given})
         model = tiny() if model is None else model
@@ -611,6 +627,7 @@ def _refusals():
             data, more = lists(8), {"processing_class": tokenizer()}
             evaluated = None
         more |= {"sequence_parallel_size": size, "without_logits": without_logits}
+        more |= {"own_batches": own}
         return cls(model, args, train_dataset=data, eval_dataset=evaluated, **more)
 
     class Others(Rows):
@@ -634,6 +651,8 @@ def _refusals():
     bloom = BloomForCausalLM(BloomConfig(vocab_size=97, hidden_size=32, n_layer=1, n_head=4))
     cases = [
         (lambda: trainer(size=3), r"a divisor of 2, the number of processes, got 3"),
+        (lambda: trainer(own=True, average_tokens_across_devices=False),
+         r"expected own_batches without average_tokens_across_devices=False, since no rank has"),
         (lambda: trainer(size=None), r"a divisor of 2, the number of processes, got None"),
         (lambda: trainer(model=AutoModelForSequenceClassification.from_config(small)),
          r"a causal .*, got BertForSequenceClassification; .*in a trainer, pass compiled=True"),

@@ -45,6 +45,8 @@ _GATHERS = ("gather", "gather_object")
 
 _REFUSED = {
     "mix_lengths": "the rows of a batch belong together",
+    "own_batches": "a group generates once, and pairs belong together",
+    "compiled": "TRL computes log-probabilities without logits",
     "compute_metrics": "no rank has logits",
     "use_vllm": "vLLM would generate for each rank of a group",
     "use_transformers_continuous_batching": "it needs attention of its own",

@@ -35,6 +35,7 @@ from deepsp.integrations.transformers.causal_lm import causal_lm_loss
 from deepsp.integrations.transformers.class_loss import OneProcess, class_loss
 from deepsp.integrations.transformers.compiled import DDP, Compiled
 from deepsp.integrations.transformers.mixers import mixers_in
+from deepsp.integrations.transformers.own_batches import OwnBatches
 from deepsp.integrations.transformers.preference import TRAINERS, Preference, trl_class
 from deepsp.integrations.transformers.registration import base_of, use_in
 from deepsp.loss import cross_entropy
@@ -60,6 +61,10 @@ def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
     - ``mix_lengths``: trains on documents that are dealt out over the ranks, as by
       :func:`deepsp.deal_batch`, so that ranks share only those that are long. Evaluation shards
       batches as without it.
+    - ``own_batches``: each rank loads b rows of its own, as without groups, so that a step trains
+      on b * N samples. The group trains on its ranks' batches in turns, as
+      :class:`deepsp.SequenceLoader` gives them, or, with ``mix_lengths``, on all at once. Steps
+      equal those of the same training on N processes. Evaluation shares batches as without it.
     - ``compiled``: runs the model by the compile pass, ``torch.compile(model, backend="deepsp",
       fullgraph=True)``, with full batches. For models other than causal language models: masked
       ones, classifiers, encoders with decoders. True, or a dict of the pass's options
@@ -91,10 +96,11 @@ def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
             (:func:`deepsp.integrations.transformers.check`); the size doesn't divide the number of
             processes; label smoothing with a class that computes its loss itself;
             ``predict_with_generate``; ``compiled`` with FSDP, DeepSpeed, a class of TRL,
-            ``without_logits`` or ``mix_lengths``; vLLM, tools and other things that a preference or
-            RL trainer can't do. On a step: the class's loss isn't a sum divided by
-            ``num_items_in_batch``; the compile pass can't shard the model; a packed batch doesn't
-            show where its documents begin; ranks of a group have different batches.
+            ``without_logits`` or ``mix_lengths``; ``own_batches`` with ``compiled``,
+            ``compute_loss_func`` or ``average_tokens_across_devices=False``; vLLM, tools and other
+            things that a preference or RL trainer can't do. On a step: the class's loss isn't a sum
+            divided by ``num_items_in_batch``; the compile pass can't shard the model; a packed
+            batch doesn't show where its documents begin; ranks of a group have different batches.
     """
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
         raise ValueError(
@@ -118,7 +124,7 @@ def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
     return type(name, bases, {"__doc__": sequence_parallel.__doc__})
 
 
-class _SequenceParallel(Compiled):
+class _SequenceParallel(Compiled, OwnBatches):
     """:func:`sequence_parallel` puts this class before a class of trainers."""
 
     _is_made = False
@@ -131,12 +137,14 @@ class _SequenceParallel(Compiled):
         query_parts: int | str = "auto",
         mix_lengths: bool = False,
         compiled: bool | Mapping[str, Any] = False,
+        own_batches: bool = False,
         **kwargs,
     ):
         self._asked_size, self._without_logits = sequence_parallel_size, without_logits
         self._query_parts, self._mix_lengths = query_parts, mix_lengths
         if compiled is not False:
             self._compiled = dict(compiled) if isinstance(compiled, Mapping) else {}
+        self._asked_own_batches = own_batches
         super().__init__(*args, **kwargs)
         self._is_made = True
         if self._size > 1:
@@ -164,6 +172,7 @@ class _SequenceParallel(Compiled):
         if self._size > 1:
             self._member = member_of(self._group)
             self._groups = self.accelerator.num_processes // self._size
+            self._own_batches = self._asked_own_batches
 
     def _alike(self) -> Member:
         """The ranks whose default generators are alike."""
@@ -197,6 +206,8 @@ class _SequenceParallel(Compiled):
                 "expected neftune_noise_alpha=None, since the noise would be that of a rank's "
                 f"length, which is too much, got {self.args.neftune_noise_alpha}; leave it out"
             )
+        if self._own_batches:
+            self._check_own_batches()
         if self._compiled is not None:
             self._check_compiled()
             return self._use(self.model)
@@ -280,7 +291,8 @@ class _SequenceParallel(Compiled):
     def _get_dataloader(self, *args, **kwargs):
         loader = super()._get_dataloader(*args, **kwargs)
         seed = getattr(loader, "worker_init_fn", None)
-        if self._size > 1 and isinstance(seed, functools.partial) and seed.func is seed_worker:
+        alike = self._size > 1 and not (self._own_batches and kwargs.get("is_training"))
+        if alike and isinstance(seed, functools.partial) and seed.func is seed_worker:
             # Seed workers by group: by process, those of a group would read different rows.
             rank = seed.keywords["rank"] // self._size
             seed = functools.partial(seed_worker, **{**seed.keywords, "rank": rank})
@@ -346,6 +358,16 @@ class _SequenceParallel(Compiled):
         return loss if own else loss / size
 
     def _shard(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]]:
+        if self._turn is not None:
+            return LocalBatch(inputs), self._turn[1]
+        batch = self._shifted(inputs)
+        if self._mix_lengths and self._base_model().training:
+            local, deal = deal_batch(batch, self._group)
+            return LocalBatch(local), deal.seq_lens
+        return local_batch(batch, self._group)
+
+    def _shifted(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """A full batch with shift_labels in place of labels."""
         batch = dict(inputs)
         labels = batch.pop("labels", None)
         if labels is not None and batch.get("shift_labels") is None:
@@ -354,10 +376,7 @@ class _SequenceParallel(Compiled):
             for name, x in batch.items():
                 if name not in self._inputs and isinstance(x, Tensor) and x.shape == labels.shape:
                     batch[name] = F.pad(x, (0, 1))[..., 1:]  # a weight of each label, say
-        if self._mix_lengths and self._base_model().training:
-            local, deal = deal_batch(batch, self._group)
-            return LocalBatch(local), deal.seq_lens
-        return local_batch(batch, self._group)
+        return batch
 
     @functools.cached_property
     def _inputs(self) -> set[str]:
@@ -437,10 +456,12 @@ class _SequenceParallel(Compiled):
         before = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(inputs)
         more = self.state.num_input_tokens_seen - before
-        self.state.num_input_tokens_seen = before + more // self._size
+        shared = 1 if self._own_batches else self._size
+        self.state.num_input_tokens_seen = before + more // shared
 
     def floating_point_ops(self, inputs):
-        return super().floating_point_ops(inputs) / self._size
+        shared = 1 if self._own_batches else self._size
+        return super().floating_point_ops(inputs) / shared
 
 
 class _AlikeGenerators(TrainerCallback):
@@ -466,6 +487,7 @@ class SequenceParallelTrainer(_SequenceParallel, Trainer):
         query_parts: as in :func:`deepsp.distributed_attention`.
         mix_lengths: deals documents out over the ranks.
         compiled: runs the model by the compile pass, or the options of the pass.
+        own_batches: each rank loads rows of its own, and the group trains on them in turns.
 
     Raises:
         ValueError: as :func:`sequence_parallel`.

@@ -1,0 +1,86 @@
+"""A Trainer whose ranks each load batches of their own, which their group trains on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from deepsp.data.loader import SequenceLoader
+from deepsp.integrations.accelerate import LocalBatch
+from deepsp.integrations.transformers.evaluation import Evaluation
+
+
+class OwnBatches(Evaluation):
+    """The part of :func:`deepsp.integrations.transformers.sequence_parallel` for ``own_batches``.
+
+    A step's batch of each rank goes through a :class:`deepsp.SequenceLoader`, so the rest of
+    Trainer (samplers, counts of steps, resuming) is as in a training without groups."""
+
+    _own_batches = False
+    _turns: Iterator | None = None
+    _given: Mapping[str, Any]
+    """This rank's batch of the current step."""
+    _turn: tuple[LocalBatch, list[int]] | None = None
+    """The local batch that is trained on, and the tokens of each rank."""
+
+    def _check_own_batches(self) -> None:
+        refused = {
+            "compiled": self._compiled is not None,
+            "compute_loss_func": self.compute_loss_func is not None,
+            "average_tokens_across_devices=False": not self.args.average_tokens_across_devices,
+        }
+        for name in (n for n, given in refused.items() if given):
+            raise ValueError(
+                f"expected own_batches without {name}, since no rank has the full batch that its "
+                "group trains on, got both; leave one of them out"
+            )
+
+    def _get_dataloader(self, *args, is_training: bool = False, **kwargs):
+        make = super()._get_dataloader
+        if not (is_training and self._own_batches):
+            return make(*args, is_training=is_training, **kwargs)
+        mesh, self.accelerator._prepare_device_mesh = (
+            self.accelerator._prepare_device_mesh,
+            lambda: None,  # each process reads other rows
+        )
+        try:
+            return make(*args, is_training=True, **kwargs)
+        finally:
+            self.accelerator._prepare_device_mesh = mesh
+
+    def _batches(self) -> Iterator[Mapping[str, Any]]:
+        while True:
+            yield self._given
+
+    def training_step(self, model, inputs, num_items_in_batch=None) -> Tensor:
+        step = super().training_step
+        if not self._own_batches:
+            return step(model, inputs, num_items_in_batch)
+        self._given = self._shifted(self._prepare_inputs(inputs))
+        if self._turns is None:
+            mix = self._mix_lengths
+            self._turns = iter(SequenceLoader(self._batches(), self._group, shift=(), mix=mix))
+        turns = 1 if self._mix_lengths else self._size
+        losses = []
+        for n in range(turns):
+            local, lens = next(self._turns)
+            self._turn = LocalBatch(local), getattr(lens, "seq_lens", lens)
+            last = contextlib.nullcontext() if n == turns - 1 else self.accelerator.no_sync(model)
+            try:
+                with last:
+                    losses.append(step(model, self._turn[0], num_items_in_batch))
+            finally:
+                self._turn = None
+        return sum(losses)
+
+    def _get_num_items_in_batch(self, batch_samples, device):
+        count = super()._get_num_items_in_batch(batch_samples, device)
+        own = self._own_batches and self._base_model().training and count is not None
+        return count * self._size if own else count  # divided, as if the ranks had the same
+
+    def get_total_train_batch_size(self, args) -> int:
+        total = super().get_total_train_batch_size(args)
+        return total * self._size if self._own_batches else total
