@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 from harness import on_ranks
+from torch.distributed.tensor import DTensor
 from trained import Rows, launched, one_process, tiny, wide_loss
 
 import deepsp
@@ -11,12 +12,17 @@ import deepsp
 f64 = torch.float64
 
 
-def _accelerated(size, batch, accumulation, labelled):
+def _accelerated(size, batch, accumulation, labelled, fsdp=False):
     """Losses and weights of a few steps. ``labelled``: all tokens are, so that the mean over data
     ranks of their means is the mean."""
-    from accelerate import Accelerator
+    from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    if fsdp:  # accelerate turns FSDP2 on where there are GPUs only
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, cpu_ram_efficient_loading=False
+        )
     model = tiny(dtype=f64)
     rows = Rows(8 * accumulation)
     if labelled:
@@ -37,6 +43,7 @@ def _accelerated(size, batch, accumulation, labelled):
         attention = transformers.AttentionInterface()["deepsp"]
         assert attention.keywords["query_parts"] == parts
     found = []
+    assert all(isinstance(p, DTensor) == fsdp for p in model.parameters())
     assert len(loader) == 8 * accumulation // batch // accelerator.num_processes
     for each in loader:
         with accelerator.accumulate(model):
@@ -46,6 +53,8 @@ def _accelerated(size, batch, accumulation, labelled):
             optimizer.zero_grad()
         found.append(accelerator.reduce(loss.detach(), "mean").item())
     state = accelerator.get_state_dict(model)
+    if fsdp:
+        state = {n: p.full_tensor() for n, p in model.state_dict().items()}
     return found, {name: x.double() for name, x in state.items()}
 
 
@@ -54,11 +63,14 @@ def _on_rank(*args):
         return _accelerated(*args)
 
 
-@pytest.mark.parametrize(("world", "size", "accumulation"), [(2, 2, 1), (3, 3, 2), (4, 2, 2)])
-def test_prepare(world, size, accumulation):
+@pytest.mark.parametrize(
+    ("world", "size", "accumulation", "fsdp"),
+    [(2, 2, 1, False), (3, 3, 2, False), (4, 2, 2, False), (4, 2, 2, True)],
+)
+def test_prepare(world, size, accumulation, fsdp):
     groups = world // size
     losses, weights = one_process(_on_rank, 1, 4, accumulation, groups > 1)
-    call = (_on_rank, size, 4 // groups, accumulation, groups > 1)
+    call = (_on_rank, size, 4 // groups, accumulation, groups > 1, fsdp)
     for mine, state in on_ranks(world, *call):
         assert mine == pytest.approx(losses, rel=1e-10)
         torch.testing.assert_close(state, weights, rtol=1e-10, atol=1e-10)
