@@ -383,7 +383,7 @@ RUNS = {
     "mixed-lengths": (_mixed_lengths, 2),
     "ops": (_ops, 2), "trainer": (_trainer, 2), "transport": (_transport, 2),
 }  # fmt: skip
-ELSEWHERE = {"README", "guide", "training"}  # test_guide.py
+ELSEWHERE = {"README", "guide", "training", "loops"}  # test_guide.py, test_loops.py
 
 
 @pytest.mark.parametrize("page", RUNS)

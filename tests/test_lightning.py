@@ -226,13 +226,15 @@ def _refusals():
 
 def _random_numbers():
     class Draws(_modules()[1]):
+        def configure_model(self):
+            super().configure_model()
+            torch.manual_seed(dist.get_rank())
+
         def training_step(self, batch, number):
             self.drawn = torch.rand(1).item()
             return super().training_step(batch, number)
 
-    rank, group = dist.get_rank(), dist.get_rank() // 2
-    torch.manual_seed(rank)  # before they are made alike
-    module = Draws()
+    group, module = dist.get_rank() // 2, Draws()
     # Lightning's own sampler would be seeded alike in any case.
     shuffled = DataLoader(_rows(8), shuffle=True)
     strategy = _fit(module, shuffled, use_distributed_sampler=False)

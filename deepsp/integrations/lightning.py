@@ -109,6 +109,9 @@ class _OfGroups:
             alone = size == world
             self.sequence_group = dist.group.WORLD if alone else dist.new_subgroups(size)[0]
         self._member = member_of(self.sequence_group)
+
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
         align(member_of(None))  # so that samplers and workers draw the same on all ranks
 
     # ---- batches
