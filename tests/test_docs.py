@@ -249,7 +249,14 @@ def _trainer():
         names |= {"sft_data": lists(20), "tokenizer": tokenizer(splits=True), "pairs": pairs(8)}
         names |= {"dpo_config": arguments(DPOConfig, bf16=False, **given), "reference": tiny()}
         names |= {"optimizer": torch.optim.SGD(model.parameters()), "loader": DataLoader(Rows(4))}
-        names = run("trainer", names, {"Accelerator()": "Accelerator(cpu=True)"})
+        names |= {"make_model": tiny, "train_loader": DataLoader(Rows(4))}
+        quiet = "accelerator='cpu', logger=False, enable_checkpointing=False, "
+        changes = {
+            "Accelerator()": "Accelerator(cpu=True)",
+            "lightning.pytorch": "pytorch_lightning",
+        }
+        changes["pl.Trainer("] = f"pl.Trainer({quiet}"
+        names = run("trainer", names, changes)
     assert names["metrics"]["eval_loss"] > 0 and names["loss"] > 0
 
 

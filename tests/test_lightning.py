@@ -1,6 +1,9 @@
 """Training by Lightning's Trainer over sharded sequences, against its Trainer in one process."""
 
 import functools
+import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -101,29 +104,12 @@ def _trainer(folder, size=1, **kwargs):
     if size > 1:
         kwargs["strategy"] = sequence_parallel(DDPStrategy)(sequence_parallel_size=size)
         kwargs["devices"] = dist.get_world_size()
-        kwargs["plugins"] = [_environment()]
+        # As Lightning finds it in processes that it hasn't started. The harness has made the group.
+        os.environ["LOCAL_RANK"] = str(dist.get_rank())
     return pytorch_lightning.Trainer(
         accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False,
         enable_model_summary=False, default_root_dir=folder, num_sanity_val_steps=0, **kwargs,
     )  # fmt: skip
-
-
-def _environment():
-    """The processes of the harness, which has made the group."""
-    from lightning_fabric.plugins.environments import LightningEnvironment
-
-    class Environment(LightningEnvironment):
-        creates_processes_externally = True
-
-        def global_rank(self):
-            return dist.get_rank()
-
-        local_rank = global_rank
-
-        def world_size(self):
-            return dist.get_world_size()
-
-    return Environment()
 
 
 def _trained(size, batch, accumulation):
@@ -257,3 +243,11 @@ def test_refusals():
 
 def test_random_numbers():
     on_ranks(4, _random_numbers)
+
+
+def test_the_example():
+    example = Path(__file__).parents[1] / "examples/lightning_train.py"
+    command = [sys.executable, example, "--steps", "2", "--seq-len", "101"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "the same to" in done.stdout

@@ -136,6 +136,10 @@ class _OfGroups:
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         batch = super().batch_to_device(batch, *args, **kwargs)
         local, self.sequence_lens = local_batch(batch, self.sequence_group, self._shift)
+        if len(local["position_ids"]) == 1:
+            # As many rows as the other tensors have: Lightning reads the batch's size off them.
+            tokens = local["input_ids"] if "input_ids" in local else local["inputs_embeds"]
+            local["position_ids"] = local["position_ids"].expand(len(tokens), -1)
         return local
 
     # ---- steps
