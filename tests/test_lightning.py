@@ -82,6 +82,8 @@ def _modules():
 
         def loss(self, batch):
             strategy = self.trainer.strategy
+            # Lightning reads the number of rows, by which it weights means, off any tensor.
+            assert {len(x) for x in batch.values()} == {len(batch["input_ids"])}
             logits = self.model(batch["input_ids"], batch["position_ids"], strategy.sequence_lens)
             return deepsp.cross_entropy(
                 logits, batch["shift_labels"], strategy.sequence_group,
@@ -95,14 +97,16 @@ def _attended(attend, q, k, v, lens):
     return attend(q, k, v, is_causal=True, enable_gqa=True, seq_lens=lens)
 
 
-def _trainer(folder, size=1, **kwargs):
+def _trainer(folder, size=1, shift=None, **kwargs):
     import pytorch_lightning
     from pytorch_lightning.strategies import DDPStrategy
 
     from deepsp.integrations.lightning import sequence_parallel
 
     if size > 1:
-        kwargs["strategy"] = sequence_parallel(DDPStrategy)(sequence_parallel_size=size)
+        kwargs["strategy"] = sequence_parallel(DDPStrategy)(
+            sequence_parallel_size=size, shift=shift
+        )
         kwargs["devices"] = dist.get_world_size()
         # As Lightning finds it in processes that it hasn't started. The harness has made the group.
         os.environ["LOCAL_RANK"] = str(dist.get_rank())
@@ -206,6 +210,10 @@ def _refusals():
     mine = DataLoader(_rows(4, seed=dist.get_rank()))
     with pytest.raises(ValueError, match=r"batch\['input_ids'\].* leave DistributedSampler out"):
         _fit(sharded(), mine)
+    weighted = DataLoader([row | {"weights": row["labels"] / 2} for row in _rows(4)])
+    with pytest.raises(ValueError, match=r"weights.* shift=\("):
+        _fit(sharded(), weighted)
+    _fit(sharded(), weighted, shift=("weights",))
     with pytest.raises(ValueError, match="batch to map names to tensors"):
         _fit(sharded(), DataLoader([row["input_ids"] for row in _rows(4)]))
 
@@ -245,6 +253,7 @@ def test_random_numbers():
     on_ranks(4, _random_numbers)
 
 
+@pytest.mark.nightly  # its processes import for seconds each
 def test_the_example():
     example = Path(__file__).parents[1] / "examples/lightning_train.py"
     command = [sys.executable, example, "--steps", "2", "--seq-len", "101"]
