@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ import deepsp
 from deepsp.ranks.groups import objects_on_all_ranks
 
 TOTAL = 13
+_KEEPS_ENVIRONMENT = mock.patch.dict("os.environ")
 
 
 def _rows(count, seed=0):
@@ -116,6 +118,7 @@ def _trainer(folder, size=1, shift=None, **kwargs):
     )  # fmt: skip
 
 
+@_KEEPS_ENVIRONMENT
 def _trained(size, batch, accumulation):
     """Losses of the steps, what is logged, predictions, and the weights in the checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
@@ -161,6 +164,7 @@ def _fit(module, loader=None, size=2, **kwargs):
         return trainer.strategy
 
 
+@_KEEPS_ENVIRONMENT
 def _refusals():
     from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
 
@@ -218,6 +222,7 @@ def _refusals():
         _fit(sharded(), DataLoader([row["input_ids"] for row in _rows(4)]))
 
 
+@_KEEPS_ENVIRONMENT
 def _random_numbers():
     class Draws(_modules()[1]):
         def configure_model(self):
