@@ -253,7 +253,14 @@ def _trainer():
         small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
         classifier = BertForSequenceClassification(BertConfig(**small))
         names |= {"classifier": classifier}
-        names = run("trainer", names, {"Accelerator()": "Accelerator(cpu=True)"})
+        names |= {"make_model": tiny, "train_loader": DataLoader(Rows(4))}
+        quiet = "accelerator='cpu', logger=False, enable_checkpointing=False, "
+        changes = {
+            "Accelerator()": "Accelerator(cpu=True)",
+            "lightning.pytorch": "pytorch_lightning",
+        }
+        changes["pl.Trainer("] = f"pl.Trainer({quiet}"
+        names = run("trainer", names, changes)
     assert names["metrics"]["eval_loss"] > 0 and names["loss"] > 0
 
 
@@ -387,7 +394,7 @@ RUNS = {
     "mixed-lengths": (_mixed_lengths, 2),
     "ops": (_ops, 2), "trainer": (_trainer, 2), "transport": (_transport, 2),
 }  # fmt: skip
-ELSEWHERE = {"README", "guide", "training"}  # test_guide.py
+ELSEWHERE = {"README", "guide", "training", "loops"}  # test_guide.py, test_loops.py
 
 
 @pytest.mark.parametrize("page", RUNS)

@@ -9,6 +9,7 @@ import pytest
 import deepsp
 import deepsp.compile
 import deepsp.integrations.deepspeed
+import deepsp.integrations.lightning
 import deepsp.integrations.transformers
 import deepsp.schedule
 
@@ -30,6 +31,7 @@ def _public():
     for module in (deepsp, deepsp.schedule, *rooms, *others):
         found |= _of(module, module.__all__)
     found |= _of(deepsp.compile, deepsp.compile._HOMES)
+    found |= _of(deepsp.integrations.lightning, ["sequence_parallel"])
     for module in (deepsp.collectives, deepsp.ops, deepsp.schedule.ready, deepsp.ranks.buffers):
         own = inspect.getmembers(module, lambda x: inspect.isfunction(x) or inspect.isclass(x))
         found |= _of(module, [n for n, f in own if f.__module__ == module.__name__ and n[0] != "_"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,21 +12,14 @@ from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import find_batch_size
 from torch import Tensor, nn
-from torch.utils import _pytree
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader
 
-from deepsp.data.sharding import split_batch, unshard
+from deepsp.data.sharding import unshard
+from deepsp.integrations.local_batch import local_batch
 from deepsp.ranks.agreement import digest_of, first_difference
 from deepsp.ranks.groups import device_of, member_of, objects_on_all_ranks, on_all_ranks
 from deepsp.ranks.randomness import align, around_forward
-
-ADVICE = (
-    "leave DistributedSampler out, which deals rows to processes instead of groups that share a "
-    "sequence; give samplers, data sets and collators generators that are seeded alike on all "
-    "ranks of a group, and draw none on one rank alone, such as in a callback of rank 0"
-)
-"""Advice for different batches, if accelerate deals out the data."""
 
 _BACKWARDS = 2  # calls of backward that are checked
 
@@ -164,42 +157,6 @@ def once_per_group(gathered: Any, size: int, processes: int) -> Any:
         return x.unflatten(0, (processes, -1))[::size].flatten(0, 1)
 
     return tree_map_only(Tensor, once, gathered)
-
-
-class LocalBatch(dict):
-    """A local batch. Reading its labels raises, and names shift_labels."""
-
-    def __missing__(self, key: str) -> Any:
-        if key == "labels" and "shift_labels" in self:
-            key = (
-                "labels: a local batch has 'shift_labels' in their place, the token that each "
-                "token is to predict; read those, and don't shift them again"
-            )
-        raise KeyError(key)
-
-    def pop(self, key: str, *default: Any) -> Any:
-        return self[key] if key not in self and not default else super().pop(key, *default)
-
-
-# Lets accelerate's gathers see its tensors.
-_pytree.register_pytree_node(
-    LocalBatch,
-    lambda batch: (list(batch.values()), list(batch)),
-    lambda values, names: LocalBatch(zip(names, values, strict=True)),
-)
-
-
-def local_batch(
-    batch: Mapping[str, Any], group: dist.ProcessGroup, shift: Sequence[str] | None = None
-) -> tuple[LocalBatch, list[int]]:
-    """This rank's part of a batch, and the tokens of each rank: at least one."""
-    local, lens = split_batch(batch, group, ADVICE, shift=shift)
-    if 0 in lens:
-        raise ValueError(
-            f"expected batches of at least {len(lens)} tokens, one for each rank of a group, got "
-            f"{sum(lens)}; pad them, or drop such samples"
-        )
-    return LocalBatch(local), lens
 
 
 class _Sharded:

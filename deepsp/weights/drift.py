@@ -94,6 +94,11 @@ def is_averaged(parameter: Tensor, group: str) -> bool:
     return getattr(parameter, _AVERAGED, None) == group
 
 
+def is_partial(parameter: Tensor) -> bool:
+    """Whether a loss saw this weight, over more than one rank, and didn't average its gradients."""
+    return getattr(parameter, _AVERAGED, "") is None
+
+
 def _is_whole(weight: Tensor) -> bool:
     sharded = is_dtensor(weight) or getattr(weight, "_is_flat_param", False)  # FSDP2's and FSDP1's
     if (

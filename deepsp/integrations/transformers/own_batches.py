@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from deepsp.data.loader import SequenceLoader
-from deepsp.integrations.accelerate import LocalBatch
+from deepsp.integrations.local_batch import LocalBatch
 from deepsp.integrations.transformers.evaluation import Evaluation
 
 

@@ -26,7 +26,8 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from deepsp.data.sharding import unshard
-from deepsp.integrations.accelerate import local_batch, once_per_group
+from deepsp.integrations.accelerate import once_per_group
+from deepsp.integrations.local_batch import local_batch
 from deepsp.integrations.transformers import calls, mixers
 from deepsp.integrations.transformers.check import implementations
 from deepsp.integrations.transformers.evaluation import Evaluation

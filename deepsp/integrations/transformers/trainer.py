@@ -30,7 +30,8 @@ from transformers.trainer_utils import seed_worker
 
 from deepsp.data.deal_batch import deal_batch
 from deepsp.data.sharding import unshard
-from deepsp.integrations.accelerate import LocalBatch, local_batch, share_batches
+from deepsp.integrations.accelerate import share_batches
+from deepsp.integrations.local_batch import LocalBatch, local_batch
 from deepsp.integrations.transformers.causal_lm import causal_lm_loss
 from deepsp.integrations.transformers.class_loss import OneProcess, class_loss
 from deepsp.integrations.transformers.compiled import DDP, Compiled

@@ -1,0 +1,208 @@
+"""PyTorch Lightning's Trainer over sharded sequences."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from deepsp.integrations.local_batch import LocalBatch, local_batch
+from deepsp.ranks.agreement import first_difference
+from deepsp.ranks.groups import member_of
+from deepsp.ranks.randomness import align, randomness_of_a_model
+from deepsp.weights.drift import is_partial
+
+_FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+"""The packages that Lightning comes in. Their classes are different ones."""
+
+_BACKWARDS = 2  # calls of backward that are checked
+
+
+def sequence_parallel(strategy_class: type) -> type:
+    """A subclass of Lightning's ``DDPStrategy`` for sequences that ranks share::
+
+        from lightning.pytorch.strategies import DDPStrategy
+
+        strategy = sequence_parallel(DDPStrategy)(sequence_parallel_size=2)
+        trainer = Trainer(devices=4, strategy=strategy)
+
+    Consecutive ranks form groups of ``sequence_parallel_size``. Lightning's samplers count groups,
+    so the ranks of a group read the same batches. Each step of a module gets the local batch, as
+    from :func:`deepsp.shard_batch`, with ``shift_labels`` in place of ``labels``; hooks before it
+    get the full batch. The strategy has two attributes for models and losses, from
+    ``configure_model`` on: ``sequence_group``, and ``sequence_lens``, the tokens of each rank in
+    the current batch.
+
+    DDP averages gradients over all ranks, so losses need ``average_gradients=True``. Random numbers
+    in a step differ by rank.
+
+    The subclass takes the arguments of ``strategy_class`` and two further ones:
+
+    - ``sequence_parallel_size``: the number of ranks that share each batch, a divisor of the number
+      of processes.
+    - ``shift``: as in :func:`deepsp.shard_batch`.
+
+    Args:
+        strategy_class: ``DDPStrategy`` of ``lightning.pytorch`` or ``pytorch_lightning``, the
+            package of the ``Trainer``; or a subclass.
+
+    Returns:
+        The subclass.
+
+    Raises:
+        ValueError: it isn't such a class. The strategy raises if the size isn't a divisor; a step
+            takes ``dataloader_iter``; backward gets a loss of this rank's tokens alone, or one
+            without ``average_gradients=True``; a value that ``self.log(..., sync_dist=True)``
+            averages or sums differs within a group. Batches raise the errors of
+            :func:`deepsp.shard_batch`.
+    """
+    found = [p for p in _FABRIC if p in sys.modules]
+    bases = tuple(sys.modules[p].strategies.DDPStrategy for p in found)
+    if not (isinstance(strategy_class, type) and issubclass(strategy_class, bases)):
+        raise ValueError(
+            "expected strategy_class to be DDPStrategy of lightning.pytorch or pytorch_lightning, "
+            f"or a subclass, got {strategy_class!r}; pass the class, "
+            "sequence_parallel(DDPStrategy)(sequence_parallel_size=2)"
+        )
+    if issubclass(strategy_class, _OfGroups):
+        return strategy_class
+    name = f"SequenceParallel{strategy_class.__name__}"
+    package = next(
+        p for p, base in zip(found, bases, strict=True) if issubclass(strategy_class, base)
+    )
+    attributes = {"__doc__": sequence_parallel.__doc__, "_fabric": _FABRIC[package]}
+    return type(name, (_OfGroups, strategy_class), attributes)
+
+
+class _OfGroups:
+    """:func:`sequence_parallel` puts this class before a class of strategies."""
+
+    _fabric: str
+    sequence_group: dist.ProcessGroup | None = None
+    sequence_lens: Sequence[int] = ()
+    _backwards = 0
+
+    def __init__(
+        self, *args: Any, sequence_parallel_size: int, shift: Sequence[str] | None = None, **kwargs
+    ):
+        super().__init__(*args, **kwargs)
+        self.sequence_size, self._shift = sequence_parallel_size, shift
+
+    def setup_environment(self) -> None:
+        world, size = self.num_nodes * self.num_processes, self.sequence_size
+        if not isinstance(size, int) or size < 1 or world % size:
+            raise ValueError(
+                f"expected sequence_parallel_size to be a divisor of {world}, the number of "
+                f"processes, got {size!r}; it is the number of ranks that share each batch, and "
+                "Trainer(devices=..., num_nodes=...) sets the number of processes"
+            )
+        super().setup_environment()
+        if self.sequence_group is None:
+            # The default group if it is the only one: models with group=None use it.
+            alone = size == world
+            self.sequence_group = dist.group.WORLD if alone else dist.new_subgroups(size)[0]
+        self._member = member_of(self.sequence_group)
+
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        align(member_of(None))  # so that samplers and workers draw the same on all ranks
+
+    # ---- batches
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        size = self.sequence_size
+        groups = self.num_nodes * self.num_processes // size
+        return {"num_replicas": groups, "rank": self.global_rank // size}
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        dataloader = super().process_dataloader(dataloader)
+        # Lightning would seed workers by rank, and ranks of a group would read different batches.
+        if int(os.environ.get("PL_SEED_WORKERS", 0)) and (
+            getattr(dataloader, "worker_init_fn", dataloader) is None
+        ):
+            seed = importlib.import_module(f"{self._fabric}.utilities.seed").pl_worker_init_function
+            group = self.global_rank // self.sequence_size
+            dataloader.worker_init_fn = functools.partial(seed, rank=group)
+        return dataloader
+
+    def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        batch = super().batch_to_device(batch, *args, **kwargs)
+        local, self.sequence_lens = local_batch(batch, self.sequence_group, self._shift)
+        if len(local["position_ids"]) == 1:
+            # As many rows as the other tensors have: Lightning reads the batch's size off them.
+            tokens = local["input_ids"] if "input_ids" in local else local["inputs_embeds"]
+            local["position_ids"] = local["position_ids"].expand(len(tokens), -1)
+        return local
+
+    # ---- steps
+
+    @contextlib.contextmanager
+    def _step(self, batch: Any) -> Iterator[None]:
+        if not isinstance(batch, LocalBatch):
+            raise ValueError(
+                "expected a step to get a batch that the strategy has sharded, got "
+                f"{type(batch).__name__}; declare it as training_step(self, batch, batch_idx), "
+                "without dataloader_iter"
+            )
+        with randomness_of_a_model(self._member, self.root_device):
+            yield
+
+    def training_step(self, batch: Any, *args: Any) -> Any:
+        with self._step(batch):
+            return super().training_step(batch, *args)
+
+    def validation_step(self, batch: Any, *args: Any) -> Any:
+        with self._step(batch):
+            return super().validation_step(batch, *args)
+
+    def test_step(self, batch: Any, *args: Any) -> Any:
+        with self._step(batch):
+            return super().test_step(batch, *args)
+
+    def predict_step(self, batch: Any, *args: Any) -> Any:
+        with self._step(batch):
+            return super().predict_step(batch, *args)
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self._backwards < _BACKWARDS:
+            self._backwards += 1
+            advice = (
+                "return that of a model with register(group, average_gradients=True), or "
+                "deepsp.cross_entropy(logits, batch['shift_labels'], group, average_gradients=True)"
+            )
+            if first_difference([("", closure_loss.detach())], self._member) is not None:
+                raise ValueError(
+                    "expected the loss of the full sequence in backward, the same number on all "
+                    f"ranks of a group, got that of this rank's tokens; {advice}"
+                )
+            if any(map(is_partial, self.lightning_module.parameters())):
+                raise ValueError(
+                    "expected a loss with average_gradients=True, since DDP averages gradients "
+                    f"over the ranks of a sequence, too, got one without; {advice}"
+                )
+        return super().backward(closure_loss, *args, **kwargs)
+
+    # ---- logging
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        # self.log passes a string, Lightning's own decisions a ReduceOp.
+        counts = isinstance(reduce_op, str) and reduce_op in ("mean", "sum")
+        if group is not None or not counts or not isinstance(tensor, Tensor):
+            return super().reduce(tensor, group, reduce_op)
+        if first_difference([("", tensor)], self._member) is not None:
+            raise ValueError(
+                "expected self.log(..., sync_dist=True) of a value that all ranks of a group have "
+                f"alike, for its {reduce_op} over groups, got different ones; sum this rank's "
+                "tokens by deepsp.collectives.all_reduce(x, group, grad='replicated') first, or "
+                "log a rank's own number, such as a time, with reduce_fx='max'"
+            )
+        reduced = super().reduce(tensor, group, reduce_op)
+        return reduced / self.sequence_size if reduce_op == "sum" else reduced
