@@ -388,6 +388,40 @@ def test_fsdp(world, size, options):
     _same(_fsdp, world, size, **options)
 
 
+def _tensor_parallel(size, batch, folder, **given):
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    cls, more = _class(size)
+    config = DistributedConfig(tp_size=2, fsdp_size=2) if size > 1 else None
+    args = arguments(
+        per_device_train_batch_size=batch, per_device_eval_batch_size=batch,
+        prediction_loss_only=True, learning_rate=1e-3,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
+    more |= given
+    trainer = cls(model, args, train_dataset=Rows(40), eval_dataset=Rows(11, 1), **more)
+    trainer.train()
+    return logs(trainer)
+
+
+def _refuses_tensor_parallel(size, batch, folder):
+    pattern = "expected a tensor-parallel model without mix_lengths, which hasn't been made to work"
+    with pytest.raises(ValueError, match=pattern):
+        _tensor_parallel(size, batch, folder, mix_lengths=True)
+
+
+def test_tensor_and_sequence_parallel(tmp_path):
+    """One mesh: two sequence ranks x two tensor ranks."""
+    tiny().save_pretrained(tmp_path)
+    items = (("folder", str(tmp_path)),)
+    expected = one_process(_on_rank, _tensor_parallel, 1, 4, items)
+    for mine in on_ranks(4, _on_rank, _tensor_parallel, 2, 4, items):
+        for a, b in zip(mine, expected, strict=True):
+            assert a == pytest.approx(b, rel=2e-6)
+    on_ranks(4, _on_rank, _refuses_tensor_parallel, 2, 4, items)
+
+
 def _deepspeed(size, batch, stage, saved=None):
     cls, more = _class(size)
     given = {}
@@ -685,7 +719,7 @@ def _refusals():
         (lambda: trainer(sequence_parallel(Mean), without_logits=True),
          r"without_logits=False where a class or compute_loss_func computes the loss itself"),
         (lambda: trainer(parallelism_config=ParallelismConfig(cp_size=1, tp_size=2)),
-         r"cp_size and dp_shard_size only, got tp_size=2"),
+         r"expected tp_size of parallelism_config to be that of the model, 1, got 2; load the"),
         (lambda: sequence_parallel(dict), r"trainer_class to be transformers' Trainer or a subcl"),
     ]  # fmt: skip
     for call, pattern in cases:

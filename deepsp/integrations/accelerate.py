@@ -98,9 +98,12 @@ def prepare(
     return accelerator.prepare(*objects)
 
 
-def share_batches(accelerator: Accelerator, size: int | None) -> dist.ProcessGroup | None:
-    """Makes the loaders that ``accelerator`` prepares give ``size`` consecutive ranks the same
-    batches. Returns the group of these ranks; None for a size of 1.
+def share_batches(
+    accelerator: Accelerator, size: int | None, tensor_size: int = 1
+) -> dist.ProcessGroup | None:
+    """Makes the loaders that ``accelerator`` prepares give ``size * tensor_size`` consecutive ranks
+    the same batches. Returns the group of this rank's sequence, one in ``tensor_size`` of these
+    ranks; None for a size of 1.
 
     Raises:
         ValueError: as :func:`prepare`.
@@ -119,9 +122,12 @@ def share_batches(accelerator: Accelerator, size: int | None) -> dist.ProcessGro
             "process group, since there is no GPU and it wasn't told to use the CPU; pass "
             "Accelerator(cpu=True), or use_cpu=True in TrainingArguments"
         )
-    if not isinstance(size, int) or size < 1 or world % size:
+    if not isinstance(size, int) or size < 1 or world % (size * tensor_size):
+        of = f"{world}, the number of processes, "
+        if tensor_size > 1:
+            of = f"{world // tensor_size}, {world} processes / tp_size={tensor_size}, "
         raise ValueError(
-            f"expected sequence_parallel_size to be a divisor of {world}, the number of processes, "
+            f"expected sequence_parallel_size to be a divisor of {of}"
             f"got {size!r}; it is the number of ranks that share each batch (for a trainer, also "
             "cp_size of TrainingArguments.parallelism_config)"
             + ("" if world > 1 else "; start the script with torchrun --nproc-per-node N")
@@ -141,13 +147,18 @@ def share_batches(accelerator: Accelerator, size: int | None) -> dist.ProcessGro
         )
     # accelerate's loaders give ranks along these dimensions the same batches, under DDP, FSDP and
     # DeepSpeed alike.
+    device, shared = accelerator.device.type, size * tensor_size
     mesh = dist.init_device_mesh(
-        accelerator.device.type, (world // size, size), mesh_dim_names=("dp_shard", "tp")
+        device, (world // shared, shared), mesh_dim_names=("dp_shard", "tp")
     )
     accelerator._prepare_device_mesh = lambda: mesh
     if accelerator.dispatch_batches is None:
         accelerator.dataloader_config.dispatch_batches = False
-    return mesh["tp"].get_group()
+    if tensor_size == 1:
+        return mesh["tp"].get_group()
+    names = ("data", "sequence", "tensor")
+    mesh = dist.init_device_mesh(device, (world // shared, size, tensor_size), mesh_dim_names=names)
+    return mesh["sequence"].get_group()
 
 
 def once_per_group(gathered: Any, size: int, processes: int) -> Any:
@@ -230,6 +241,11 @@ class _OfGroups:
                     raise ValueError(
                         f"expected a model that isn't prepared yet, got {type(model).__name__}; "
                         "pass it to this prepare() in place of accelerator.prepare()"
+                    )
+                if (getattr(base_of(model), "tp_size", None) or 1) > 1:
+                    raise ValueError(
+                        "expected a model without tensor parallelism, got tp_size="
+                        f"{base_of(model).tp_size}; use SequenceParallelTrainer, which takes it"
                     )
                 use_in(base_of(model), self.sequence_group, *self.sequence_attention)
         self._preparing = True

@@ -116,7 +116,7 @@ class Evaluation:
         inputs = dict(inputs)
         numbers = inputs.pop(_NUMBERS, None)
         state, rows = self.accelerator.gradient_state, self.args.eval_batch_size
-        group, total = self.accelerator.process_index // self._size, rows * self._groups
+        group, total = self.accelerator.process_index // self._shared, rows * self._groups
         places = torch.arange(rows) + group * rows
         if state.end_of_dataloader and state.remainder < 0:
             # accelerate knows the remainder of a stream only in one process.
@@ -125,7 +125,7 @@ class Evaluation:
                 # A repeated row has another number than its place.
                 real = int((numbers.cpu() % total == places).sum())
                 counts = on_all_ranks([real], None, self.args.device)
-                last = sum(n for (n,) in counts[:: self._size])
+                last = sum(n for (n,) in counts[:: self._shared])
             state.active_dataloader.remainder = last
         repeats = state.end_of_dataloader and 0 < state.remainder < total and self._groups > 1
         return inputs, places < state.remainder if repeats else None
@@ -145,7 +145,7 @@ class Evaluation:
     def _gather_once(self, tensors):
         accelerator = self.accelerator
         everyone, processes = accelerator.gather, accelerator.num_processes
-        accelerator.gather = lambda x: once_per_group(everyone(x), self._size, processes)
+        accelerator.gather = lambda x: once_per_group(everyone(x), self._shared, processes)
         try:
             return self._gather_function(tensors)
         finally:

@@ -52,9 +52,10 @@ def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
     The class takes four more arguments, by name. With ``per_device_train_batch_size=b`` on N
     processes, a step trains on b * N / size samples.
 
-    - ``sequence_parallel_size``: the number of ranks that share each batch, a divisor of the number
-      of processes. None: ``cp_size`` (or ``sp_size``) of
-      ``TrainingArguments.parallelism_config``.
+    - ``sequence_parallel_size``: the number of ranks over which a batch is sharded, a divisor of
+      the number of processes. None: ``cp_size`` (or ``sp_size``) of
+      ``TrainingArguments.parallelism_config``. If the model is tensor-parallel, loaded with
+      ``DistributedConfig(tp_size=T, fsdp_size=N / T)``, T times as many ranks share each batch.
     - ``without_logits``: computes the loss by :func:`deepsp.causal_lm_loss`, so that logits exist
       only for a few tokens at a time; not in an evaluation that needs logits. TRL's trainers do so
       anyway.
@@ -157,22 +158,32 @@ class _SequenceParallel(Compiled, OwnBatches):
     def _build_accelerator_args(self, **kwargs) -> dict[str, Any]:
         given = super()._build_accelerator_args(**kwargs)
         config = given.pop("parallelism_config", None)
-        if config is not None and (config.tp_size > 1 or config.dp_replicate_size > 1):
+        self._tensor_size = getattr(self.model, "tp_size", None) or 1
+        if config is None:
+            return given
+        if config.tp_size != self._tensor_size:
             raise ValueError(
-                "expected parallelism_config with cp_size and dp_shard_size only, got tp_size="
-                f"{config.tp_size} and dp_replicate_size={config.dp_replicate_size}; leave them out"
+                "expected tp_size of parallelism_config to be that of the model, "
+                f"{self._tensor_size}, got {config.tp_size}; load the model with from_pretrained("
+                "name, distributed_config=DistributedConfig(tp_size=..., fsdp_size=...))"
             )
-        if self._asked_size is None and config is not None:
+        if config.dp_replicate_size > 1:
+            raise ValueError(
+                "expected parallelism_config without dp_replicate_size, got "
+                f"{config.dp_replicate_size}; leave it out"
+            )
+        if self._asked_size is None:
             self._asked_size = max(config.cp_size, config.sp_size)
         return given
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        self._group = share_batches(self.accelerator, self._asked_size)
+        self._group = share_batches(self.accelerator, self._asked_size, self._tensor_size)
         self._size = 1 if self._group is None else self._asked_size
+        self._shared = self._size * self._tensor_size
         if self._size > 1:
             self._member = member_of(self._group)
-            self._groups = self.accelerator.num_processes // self._size
+            self._groups = self.accelerator.num_processes // self._shared
             self._own_batches = self._asked_own_batches
 
     def _alike(self) -> Member:
@@ -207,6 +218,8 @@ class _SequenceParallel(Compiled, OwnBatches):
                 "expected neftune_noise_alpha=None, since the noise would be that of a rank's "
                 f"length, which is too much, got {self.args.neftune_noise_alpha}; leave it out"
             )
+        if self._tensor_size > 1:
+            self._check_tensor_parallel()
         if self._own_batches:
             self._check_own_batches()
         if self._compiled is not None:
@@ -246,6 +259,29 @@ class _SequenceParallel(Compiled, OwnBatches):
                 "recurrent layers need the tokens in order on the ranks; leave it out"
             )
         self._use(self.model)
+
+    def _check_tensor_parallel(self) -> None:
+        config = self._base_model().config.distributed_config
+        ranks = self._groups * self._size
+        if config.dp_size != ranks:
+            raise ValueError(
+                f"expected fsdp_size={ranks} in the model's DistributedConfig, the ranks over "
+                f"which gradients are averaged ({self._groups} group(s) of "
+                f"{self._size} sequence ranks), got {config.dp_size}; load the model with that"
+            )
+        refused = {
+            f"{self._loss_class().__name__}, which computes its loss itself": self._has_own_loss(),
+            "compiled": self._compiled is not None,
+            "own_batches": self._own_batches,
+            "mix_lengths": self._mix_lengths,
+            "without_logits": self._without_logits,
+            "average_tokens_across_devices=False": not self.args.average_tokens_across_devices,
+        }
+        for name in (n for n, given in refused.items() if given):
+            raise ValueError(
+                f"expected a tensor-parallel model without {name}, which hasn't been made to work "
+                f"with one, got tp_size={self._tensor_size}; leave one of them out"
+            )
 
     def _use(self, model: nn.Module) -> None:
         """Lets a model attend to full sequences, before the first step and any wrapper."""
@@ -295,7 +331,7 @@ class _SequenceParallel(Compiled, OwnBatches):
         alike = self._size > 1 and not (self._own_batches and kwargs.get("is_training"))
         if alike and isinstance(seed, functools.partial) and seed.func is seed_worker:
             # Seed workers by group: by process, those of a group would read different rows.
-            rank = seed.keywords["rank"] // self._size
+            rank = seed.keywords["rank"] // self._shared
             seed = functools.partial(seed_worker, **{**seed.keywords, "rank": rank})
             loader.base_dataloader.worker_init_fn = seed
         return loader
@@ -349,14 +385,15 @@ class _SequenceParallel(Compiled, OwnBatches):
         """The number of valid tokens over a group; None: over all processes, each with its own
         tokens."""
         everyone = on_all_ranks([int((labels != -100).sum())], group, labels.device)
-        return labels.new_tensor(sum(n for (n,) in everyone))
+        copies = self._tensor_size if group is None else 1
+        return labels.new_tensor(sum(n for (n,) in everyone) // copies)
 
     def _over_all(self, loss: Tensor, own: bool) -> Tensor:
         """In evaluation, the loss of one process on the batches of all data ranks. ``own``: the
         loss is that of a rank's tokens."""
         rank, size, name = member_of(None)
         loss = torch.ops.deepsp.all_reduce(loss.detach(), "replicated", rank, size, name)
-        return loss if own else loss / size
+        return loss / (self._tensor_size if own else self._shared)
 
     def _shard(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]]:
         if self._turn is not None:
