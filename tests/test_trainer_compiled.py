@@ -89,7 +89,8 @@ def _with_compile_pass(size, batch, kind, dtype=f64, loss_func=None, averaged=No
 @pytest.mark.parametrize(
     ("ranks", "kind"),
     [
-        (3, "pooled"),
+        (2, "pooled"),
+        pytest.param(3, "pooled", marks=nightly),
         pytest.param(2, "encoder-decoder", marks=nightly),
         pytest.param(3, "masked", marks=nightly),
         pytest.param(2, "tokens", marks=nightly),
