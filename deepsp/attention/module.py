@@ -53,9 +53,9 @@ class DistributedAttention(nn.Module):
         group: the sequence group.
         chunks: as in :func:`distributed_attention`; ``local_attention`` is called once for each,
             and if a head's queries are split, once for each range of heads with the same queries.
-            "auto":
-            without gradients) with 1, 2, 4, ... chunks, the same on every rank. Compiled code uses
-            the last choice.
+            "auto": measured on the first call with a shape, by forward and backward passes (forward
+            only without gradients) with 1, 2, 4, ... chunks, the same on every rank. Compiled code
+            uses the last choice.
         layout: as in :func:`distributed_attention`.
         query_parts: as in :func:`distributed_attention`; "auto" is 1 for a local attention that
             doesn't declare ``query_indices``.
