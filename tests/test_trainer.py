@@ -84,6 +84,9 @@ def _plain(
         trainer.evaluate()
         trainer.model_preparation_time = 0.0  # a metric
     trainer.train()
+    if dict(options).get("own_batches"):
+        rows = batch * args.world_size * args.gradient_accumulation_steps
+        assert trainer.get_total_train_batch_size(args) == rows
     if dict(options).get("mix_lengths") and size > 1:
         trainer.model.train()
         row = {n: x[None] for n, x in train[0].items()}
