@@ -265,6 +265,7 @@ class _OfGroups:
     # ---- preparing
 
     def prepare(self, *objects: Any, **kwargs: Any) -> Any:
+        from deepsp.integrations.transformers.experts import refuse_dealt
         from deepsp.integrations.transformers.registration import base_of, use_in
 
         for model in objects:
@@ -274,6 +275,8 @@ class _OfGroups:
                         f"expected a model that isn't prepared yet, got {type(model).__name__}; "
                         "pass it to this prepare() in place of accelerator.prepare()"
                     )
+                advice = "use SequenceParallelTrainer, or a loop with deepsp.sync_gradients"
+                refuse_dealt(model, "in prepare", advice)
                 use_in(base_of(model), self.sequence_group, *self.sequence_attention)
         self._preparing = True
         try:

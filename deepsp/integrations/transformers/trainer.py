@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from accelerate import DistributedType
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers import Trainer, TrainerCallback
@@ -34,7 +33,9 @@ from deepsp.data.sharding import unshard
 from deepsp.integrations.accelerate import LocalBatch, local_batch, share_batches
 from deepsp.integrations.transformers.causal_lm import causal_lm_loss
 from deepsp.integrations.transformers.class_loss import OneProcess, class_loss
+from deepsp.integrations.transformers.dealt_experts import DDP, DealtExperts
 from deepsp.integrations.transformers.evaluation import Evaluation
+from deepsp.integrations.transformers.experts import refuse_dealt
 from deepsp.integrations.transformers.mixers import mixers_in
 from deepsp.integrations.transformers.preference import TRAINERS, Preference, trl_class
 from deepsp.integrations.transformers.registration import base_of, use_in
@@ -43,7 +44,6 @@ from deepsp.ranks.groups import Member, member_of, on_all_ranks
 from deepsp.ranks.randomness import align, randomness_of_a_model
 
 _OF_TRL = ("SFTTrainer", "_BaseTrainer", "BaseTrainer")
-_DDP = [x for x in DistributedType if x.name.startswith("MULTI_")]
 
 
 def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
@@ -88,7 +88,9 @@ def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
             (:func:`deepsp.integrations.transformers.check`); the size doesn't divide the number of
             processes; label smoothing with a class that computes its loss itself;
             ``predict_with_generate``; vLLM, tools and other things that a preference or RL trainer
-            can't do. On a step: the class's loss isn't a sum divided by
+            can't do; experts that :func:`deepsp.integrations.transformers.shard_experts` has
+            sharded over other ranks, or with adapters, FSDP, DeepSpeed or checkpoints that have an
+            optimizer's state. On a step: the class's loss isn't a sum divided by
             ``num_items_in_batch``; a packed batch doesn't show where its documents begin; ranks of
             a group have different batches.
     """
@@ -114,7 +116,7 @@ def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
     return type(name, bases, {"__doc__": sequence_parallel.__doc__})
 
 
-class _SequenceParallel(Evaluation):
+class _SequenceParallel(DealtExperts, Evaluation):
     """:func:`sequence_parallel` puts this class before a class of trainers."""
 
     def __init__(
@@ -129,6 +131,9 @@ class _SequenceParallel(Evaluation):
         self._asked_size, self._without_logits = sequence_parallel_size, without_logits
         self._query_parts, self._mix = query_parts, mix_lengths
         super().__init__(*args, **kwargs)
+        if self._size == 1:
+            advice = "pass sequence_parallel_size, the number of ranks that share them"
+            refuse_dealt(self.model, "with sequence_parallel_size=1", advice)
         if self._size > 1:
             self._prepare_model()
             self.add_callback(_AlikeGenerators(self._alike()))
@@ -223,13 +228,14 @@ class _SequenceParallel(Evaluation):
         use_in(
             self._base_model(), self._group, query_parts=self._query_parts
         )  # before the first step, and any wrapper
+        self._prepare_experts()
 
     def _wrap_model(self, model, training=True, dataloader=None):
         ddp = nn.parallel.DistributedDataParallel
         if (
             self._size > 1
             and training
-            and self.accelerator.distributed_type in _DDP
+            and self.accelerator.distributed_type in DDP
             and not any(isinstance(module, ddp) for module in model.modules())
         ):
             # An evaluation may have prepared the model without DDP. accelerate prepares no model
