@@ -690,4 +690,5 @@ def test_the_example():
         command += ["--seq-len", "100", "--picture", picture]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-2000:]
-        assert "the same to" in done.stdout and picture.stat().st_size > 5000
+        assert done.stdout.count("the same to") == 2 and "(rewards/margins)" in done.stdout
+        assert picture.stat().st_size > 5000
