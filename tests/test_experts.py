@@ -12,7 +12,18 @@ from harness import on_ranks
 from reference import draw, sent
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from trained import Rows, arguments, launched, logs, one_process, pairs, tiny, tokenizer, wide_loss
+from trained import (
+    Rows,
+    arguments,
+    launched,
+    lists,
+    logs,
+    one_process,
+    pairs,
+    tiny,
+    tokenizer,
+    wide_loss,
+)
 
 import deepsp
 from deepsp.integrations.transformers import register, shard_experts
@@ -239,6 +250,39 @@ def test_trainer(world, size):
             assert a == pytest.approx(b, rel=1e-6)  # transformers adds up losses in float32
         for a, b in zip(found[1:], expected[1:], strict=True):
             _alike(a, b)
+
+
+def _tuned(size, batch):
+    """What SFTTrainer logs, which computes its loss itself."""
+    from trl import SFTConfig, SFTTrainer
+
+    from deepsp.integrations.transformers import sequence_parallel
+
+    with launched():
+        model, cls, more = (
+            tiny("mixtral", num_local_experts=4, num_experts_per_tok=2),
+            SFTTrainer,
+            {},
+        )
+        args = arguments(
+            SFTConfig, per_device_train_batch_size=batch, eval_strategy="no", bf16=False,
+            max_length=32, padding_free=False, dataset_num_proc=None, max_grad_norm=0.5,
+            router_aux_loss_coef=0.0,
+        )  # fmt: skip
+        if size > 1:
+            shard_experts(model)
+            cls, more = sequence_parallel(SFTTrainer), {"sequence_parallel_size": size}
+        trainer = cls(model, args, train_dataset=lists(40), processing_class=tokenizer(), **more)
+        trainer.train()
+        return logs(trainer)
+
+
+@pytest.mark.nightly
+def test_sft():
+    expected = one_process(_tuned, 1, 4)
+    for found in on_ranks(2, _tuned, 2, 4):
+        for a, b in zip(found, expected, strict=True):
+            assert a == pytest.approx(b, rel=1e-4)
 
 
 def _wrapped(how):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from deepsp.experts.module import DistributedExperts
 from deepsp.integrations.transformers import mixers
@@ -131,6 +132,7 @@ def _save_pretrained(model: nn.Module, *args, state_dict=None, **kwargs):
     return type(model).save_pretrained(model, *args, state_dict=state_dict, **kwargs)
 
 
+@_disable_dynamo
 def _check_wrappers(module: nn.Module, dealt: Dealt) -> None:
     """Raises if a wrapper would average the gradients of different experts."""
     _, size, group = dealt.experts.member
