@@ -1,5 +1,5 @@
 # make demo      sets everything up and trains a model on a sharded sequence
-# make finetune  trains with transformers' Trainer on one process and on two ranks, and compares
+# make finetune  SFT and DPO by TRL's trainers on one process and on two ranks, compared at every step
 # make test      sets everything up and runs the tests, but for those marked slow
 # make test-all  runs all tests but for the nightly ones: what .ci/run does
 # make nightly   the soak, two machines, every architecture of the zoo, other numbers of ranks, TSan
@@ -15,6 +15,7 @@
 # make bench-gather  weights cast before they are gathered, and the training step (root, iproute2)
 # make bench-compile models sharded by the compile pass, next to DeepSpeed's AutoSP
 # make bench-collectives  collectives along a dimension, and the schedule's training step
+# make bench-experts  experts dealt out over the ranks, next to experts on every rank (root, iproute2: on a link)
 # make bench-memory  memory and time over the compile pass's memory_budget
 # make simulate  a training step on up to 1024 GPUs, simulated: docs/scale.md
 # make zoo       transformers' architectures against one process: docs/architectures.md
@@ -36,7 +37,7 @@ CPP_TESTS := $(wildcard tests/cpp/*.cpp tests/cpp/*.h)
 CU := $(wildcard csrc/kernels/*.cu)
 CUDA_HOSTS := $(shell grep -lE "DEEPSP_(CUDA|KERNELS)" -r csrc --include=*.cpp)
 
-.PHONY: demo finetune test test-all nightly docs lint format sanitize sanitize-threads cuda-check gpu-test bench overlap bench-gather bench-compile bench-memory bench-collectives bench-train simulate zoo dist clean
+.PHONY: demo finetune test test-all nightly docs lint format sanitize sanitize-threads cuda-check gpu-test bench overlap bench-gather bench-compile bench-memory bench-collectives bench-experts bench-train simulate zoo dist clean
 
 EXTRAS = $(BIN)/python -c 'import sys, tomllib; \
 	extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
@@ -103,6 +104,9 @@ bench-memory: $(VENV)/ready $(VENV)/built
 
 bench-collectives: $(VENV)/ready $(VENV)/built
 	$(BIN)/python benchmarks/collectives.py
+
+bench-experts: $(VENV)/ready $(VENV)/built
+	$(BIN)/python benchmarks/experts.py
 
 bench-train: $(VENV)/ready $(VENV)/built
 	$(BIN)/python benchmarks/train.py

@@ -8,10 +8,9 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from deepsp.ranks.groups import Group, Member, is_dtensor, member_of
+from deepsp.ranks.groups import Group, Member, is_dtensor, member_of, ranks_of
 from deepsp.weights.drift import is_averaged
 from deepsp.weights.partitioned import is_partitioned
 from deepsp.weights.replicated import compare_once, ranks_in, replicated_tensors
@@ -59,6 +58,7 @@ def sync_gradients(module: Parameters, group: Group = None) -> None:
     if size == 1:
         return
     _check_no_ddp(module, name)
+    _check_experts(module, name)
     replicated = [(n, p) for n, p in named if p not in sharded]
     for n, p in replicated:
         if p.requires_grad and is_dtensor(p) and ranks_in(p, name) > 1:
@@ -107,12 +107,24 @@ def sync_gradients(module: Parameters, group: Group = None) -> None:
             torch.ops.deepsp._sum_gradients_(gradients, rank, size, name)
 
 
+def _check_experts(module: Parameters, group: str) -> None:
+    for n, m in module.named_modules() if isinstance(module, nn.Module) else ():
+        if dealt := getattr(m, "_deepsp_experts", None):
+            own = ranks_of(dealt.experts.member[2])
+            if not set(ranks_of(group)) <= set(own):
+                raise ValueError(
+                    f"module: the experts of {n or 'the module'} are sharded over ranks {own}, and "
+                    f"this group has more, {ranks_of(group)}, whose experts would not be summed; "
+                    "call sync_gradients with the group of shard_experts, and average over data "
+                    "ranks by DistributedDataParallel(model, process_group=data_group)"
+                )
+
+
 def _check_no_ddp(module: Parameters, group: str) -> None:
-    of_group = distributed_c10d._resolve_process_group(group)
-    ranks = set(distributed_c10d.get_process_group_ranks(of_group))
+    ranks = set(ranks_of(group))
     for n, m in module.named_modules() if isinstance(module, nn.Module) else ():
         if isinstance(m, nn.parallel.DistributedDataParallel) and m.require_forward_param_sync:
-            common = ranks & set(distributed_c10d.get_process_group_ranks(m.process_group))
+            common = ranks & set(ranks_of(m.process_group.group_name))
             if len(common) > 1:
                 raise ValueError(
                     f"module: {n or 'the module'} is a DistributedDataParallel over ranks of this "

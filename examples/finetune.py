@@ -1,9 +1,11 @@
-"""Train with transformers' Trainer on one process, then on sharded sequences, and compare.
+"""Fine-tune with TRL on one process, then on sharded sequences, and compare: SFT, and DPO after it.
 
-A small Llama learns the sources of Python's standard library, byte by byte. The second training
-differs in one line: `SequenceParallelTrainer(..., sequence_parallel_size=ranks)`. Losses, gradient
-norms and evaluation losses must agree at every step, or the script exits with an error. It draws
-both curves into a picture.
+A small Llama learns the sources of Python's standard library, byte by byte (`SFTTrainer`). From
+what that has saved, it learns to prefer the source that follows to the same in swapped case
+(`DPOTrainer`). The second training differs in two places: the classes are
+`sequence_parallel(SFTTrainer)` and `sequence_parallel(DPOTrainer)`, and each gets
+`sequence_parallel_size=ranks`. Losses, gradient norms, evaluation losses and DPO's rewards must
+agree at every step, or the script exits with an error. It draws the curves into a picture.
 
     python examples/finetune.py                             # two ranks on the CPU
     python examples/finetune.py --ranks 3 --seq-len 2050    # parts of unequal length
@@ -17,64 +19,88 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from pathlib import Path
 
 import torch
-from torch.utils.data import Dataset
 
-# What rounding explains in float32, of a loss and relative of a gradient norm.
-LOSS_TOLERANCE, NORM_TOLERANCE = 1e-4, 1e-3
+# What rounding explains in float32. Rewards, and DPO's loss, come from sums of hundreds of
+# log-probabilities. Differences of gradient norms are relative.
+TOLERANCE = {"SFT": 1e-4, "DPO": 1e-3}
+NORM_TOLERANCE = 1e-3
+REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
+COMPARED = ("loss", "eval_loss", "grad_norm", *REWARDS)
 
 
-class Sources(Dataset):
-    """Rows of ``length`` bytes of the standard library's modules, and their labels."""
+def passages(count: int, length: int) -> list[str]:
+    """Consecutive passages of ``length`` bytes from the standard library's modules."""
+    text = ""
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        text += path.read_text(encoding="utf-8").encode("ascii", "ignore").decode()
+        if len(text) >= count * length:
+            break
+    if len(text) < count * length:
+        sys.exit(f"expected {count * length} bytes of sources, got {len(text)}; take fewer --steps")
+    return [text[i * length : (i + 1) * length] for i in range(count)]
 
-    def __init__(self, rows: int, length: int, first: int = 0):
-        self.rows, self.length = rows, length
-        begin, end = first * length, (first + rows) * length
-        text = bytearray()
-        for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
-            text += path.read_bytes()
-            if len(text) >= end:
-                break
-        if len(text) < end:
-            sys.exit(f"expected {end} bytes of sources, got {len(text)}; take fewer --steps")
-        self.bytes = torch.frombuffer(text, dtype=torch.uint8)[begin:end].long()
 
-    def __len__(self) -> int:
-        return self.rows
+def byte_tokenizer():
+    """Each byte is a token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
-    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        ids = self.bytes[i * self.length : (i + 1) * self.length]
-        return {"input_ids": ids, "labels": ids}
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = {token: n for n, token in enumerate(["<pad>", "<eos>", *alphabet])}
+    made = Tokenizer(models.BPE(names, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
+
+
+def quiet(trainer) -> None:
+    """Leaves the progress bar, without a line for each step: the logs are compared at the end."""
+    from transformers.trainer_callback import ProgressCallback
+
+    class Bar(ProgressCallback):
+        def on_log(self, *args, **kwargs):
+            pass
+
+    trainer.remove_callback(ProgressCallback)
+    trainer.add_callback(Bar)
 
 
 def train(options: argparse.Namespace) -> None:
-    """One process of a training. The first writes its log."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+    """One process of both trainings. The first writes their logs."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, set_seed
+    from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
     torch.set_num_threads(1)
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    data_ranks = options.ranks // options.sequence_ranks
-    batch = options.batch // (data_ranks if world > 1 else 1)
-    arguments = TrainingArguments(
-        output_dir=options.output,
-        use_cpu=not torch.cuda.is_available(),
-        per_device_train_batch_size=batch,
-        per_device_eval_batch_size=batch,
-        max_steps=options.steps,
-        learning_rate=1e-3,
-        logging_steps=1,
-        eval_strategy="steps",
-        eval_steps=max(1, options.steps // 2),
-        save_strategy="no",
-        report_to=[],
-        ddp_find_unused_parameters=False,
-    )
+    size = options.sequence_ranks if "WORLD_SIZE" in os.environ else 1
+    if size > 1:
+        from deepsp.integrations.transformers import sequence_parallel
+
+        SFTTrainer, DPOTrainer = map(sequence_parallel, (SFTTrainer, DPOTrainer))
+    more = {"sequence_parallel_size": size} if size > 1 else {}
+
+    groups = int(os.environ.get("WORLD_SIZE", 1)) // size
+    arguments = {
+        "use_cpu": not torch.cuda.is_available(),
+        "bf16": False,
+        "per_device_train_batch_size": options.batch // groups,
+        "per_device_eval_batch_size": options.batch // groups,
+        "max_steps": options.steps,
+        "max_length": options.seq_len,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "ddp_find_unused_parameters": False,
+    }
+    tokenizer = byte_tokenizer()
     set_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=256,
+            vocab_size=len(tokenizer),
             hidden_size=128,
             intermediate_size=344,
             num_hidden_layers=4,
@@ -83,29 +109,48 @@ def train(options: argparse.Namespace) -> None:
             max_position_embeddings=options.seq_len,
         )
     )
-    data = {
-        "train_dataset": Sources(options.steps * options.batch, options.seq_len),
-        "eval_dataset": Sources(4, options.seq_len, first=options.steps * options.batch),
-    }
-    if world == 1:
-        trainer = Trainer(model, arguments, **data)
-    else:
-        from deepsp.integrations.transformers import SequenceParallelTrainer
+    count = options.steps * options.batch
+    texts = passages(count + 4, options.seq_len)
+    rows = Dataset.from_dict({"text": texts})
+    sft = SFTTrainer(
+        model,
+        SFTConfig(
+            output_dir=options.output, learning_rate=1e-3, eval_strategy="steps",
+            eval_steps=max(1, options.steps // 2), **arguments,
+        ),
+        train_dataset=rows.select(range(count)),
+        eval_dataset=rows.select(range(count, count + 4)),
+        processing_class=tokenizer,
+        **more,
+    )  # fmt: skip
+    quiet(sft)
+    sft.train()
+    saved = f"{options.output}/sft"
+    sft.save_model(saved)
+    sft.accelerator.wait_for_everyone()
 
-        trainer = SequenceParallelTrainer(
-            model,
-            arguments,
-            **data,
-            sequence_parallel_size=options.sequence_ranks,
-            without_logits=options.without_logits,
-        )
-    trainer.train()
-    if trainer.is_world_process_zero():
-        Path(options.output, "log.json").write_text(json.dumps(trainer.state.log_history))
+    half = options.seq_len // 2
+    pairs = [
+        {"prompt": text[:half], "chosen": text[half:], "rejected": text[half:].swapcase()}
+        for text in texts[:count]
+    ]
+    dpo = DPOTrainer(
+        AutoModelForCausalLM.from_pretrained(saved),
+        AutoModelForCausalLM.from_pretrained(saved),
+        DPOConfig(output_dir=options.output, learning_rate=1e-4, beta=0.1, **arguments),
+        train_dataset=Dataset.from_list(pairs),
+        processing_class=tokenizer,
+        **more,
+    )
+    quiet(dpo)
+    dpo.train()
+    if dpo.is_world_process_zero():
+        logs = {"SFT": sft.state.log_history, "DPO": dpo.state.log_history}
+        Path(options.output, "logs.json").write_text(json.dumps(logs))
 
 
-def run(ranks: int, arguments: list[str]) -> list[dict]:
-    """The log of a training on so many processes."""
+def run(ranks: int, arguments: list[str]) -> dict[str, list[dict]]:
+    """The logs of both trainings on so many processes."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable]
         if ranks > 1:
@@ -114,40 +159,59 @@ def run(ranks: int, arguments: list[str]) -> list[dict]:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         if subprocess.run(command, env=environment).returncode != 0:
             sys.exit(f"the training on {ranks} processes failed")
-        return json.loads(Path(folder, "log.json").read_text())
+        return json.loads(Path(folder, "logs.json").read_text())
 
 
-def compare(one: list[dict], sharded: list[dict]) -> float:
-    """The largest difference of a loss. Exits where rounding doesn't explain one."""
-    worst = 0.0
+def compare(one: list[dict], sharded: list[dict], name: str) -> dict[str, float]:
+    """The largest difference of each number. Exits where rounding doesn't explain one."""
+    worst: dict[str, float] = {}
     for a, b in zip(one, sharded, strict=True):
-        for name in ("loss", "eval_loss", "grad_norm"):
-            if name not in a:
-                continue
-            norm = name == "grad_norm"
-            difference = abs(a[name] - b[name]) / (a[name] if norm else 1)
-            worst = worst if norm else max(worst, difference)
-            if not difference <= (NORM_TOLERANCE if norm else LOSS_TOLERANCE):
-                sys.exit(f"step {a['step']}: {name} is {a[name]} in one process, {b[name]} sharded")
+        for key in filter(a.__contains__, COMPARED):
+            if key == "rewards/accuracies" and a["step"] == 1:
+                continue  # the policy is the reference, and rewards are rounding
+            norm = key == "grad_norm"
+            difference = abs(a[key] - b[key]) / (a[key] if norm else 1)
+            worst[key] = max(worst.get(key, 0.0), difference)
+            if not difference <= (NORM_TOLERANCE if norm else TOLERANCE[name]):
+                sys.exit(
+                    f"{name}, step {a['step']}: {key} is {a[key]} in one process, {b[key]} sharded"
+                )
     return worst
 
 
-def draw(one: list[dict], sharded: list[dict], ranks: int, path: Path) -> None:
+def show(one: list[dict], sharded: list[dict], ranks: int, name: str) -> None:
+    """A line for each step: one process / ranks."""
+    keys = [key for key in ("loss", "grad_norm", *REWARDS[:2]) if key in one[0]]
+    print(f"\n{name}: one process / {ranks} ranks")
+    print("step" + "".join(f"{key:>24}" for key in keys))
+    for a, b in zip(one, sharded, strict=True):
+        if "loss" in a:
+            cells = (f"{a[key]:.5f} / {b[key]:.5f}" for key in keys)
+            print(f"{a['step']:4}" + "".join(f"{cell:>24}" for cell in cells))
+
+
+def draw(one: dict, sharded: dict, ranks: int, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7, 4))
-    for log, label, style in ((one, "one process", "-"), (sharded, f"{ranks} ranks", "--")):
-        for name, marker in (("loss", None), ("eval_loss", "o")):
-            points = [(entry["step"], entry[name]) for entry in log if name in entry]
-            axes.plot(*zip(*points, strict=True), style, marker=marker, label=f"{label}, {name}")
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats per byte)")
-    axes.legend()
-    figure.tight_layout()
+    panels = {
+        ("SFT", "loss (nats per byte)"): ("loss", "eval_loss"),
+        ("DPO", "loss"): ("loss",),
+        ("DPO", "rewards"): ("rewards/chosen", "rewards/rejected"),
+    }
+    figure, every = plt.subplots(1, len(panels), figsize=(13, 4), layout="constrained")
+    for axes, ((name, label), keys) in zip(every, panels.items(), strict=True):
+        for logs, where, style in ((one, "one process", "-"), (sharded, f"{ranks} ranks", "--")):
+            for key in keys:
+                points = [(entry["step"], entry[key]) for entry in logs[name] if key in entry]
+                marker = "o" if key == "eval_loss" else None
+                x, y = zip(*points, strict=True)
+                axes.plot(x, y, style, marker=marker, label=f"{where}, {key}")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.set(title=name, xlabel="step", ylabel=label)
+        axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
@@ -156,20 +220,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, default=2, help="processes (default: 2)")
-    parser.add_argument(
-        "--sequence-ranks", type=int, help="ranks that share each sequence (default: all)"
-    )
-    parser.add_argument("--seq-len", type=int, default=1024, help="tokens a row (default: 1024)")
-    parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default: 20)")
-    parser.add_argument("--batch", type=int, default=2, help="rows a step, in all (default: 2)")
-    parser.add_argument(
-        "--without-logits", action="store_true", help="compute the loss without logits"
-    )
-    parser.add_argument(
-        "--picture", type=Path, default=Path("build/finetune.png"), help="where the curves go"
-    )
-    parser.add_argument("--output", help=argparse.SUPPRESS)  # where a process of it writes
+    add = parser.add_argument
+    add("--ranks", type=int, default=2, help="processes (default: 2)")
+    add("--sequence-ranks", type=int, help="ranks that share each sequence (default: all)")
+    add("--seq-len", type=int, default=1024, help="tokens a row (default: 1024)")
+    add("--steps", type=int, default=10, help="optimizer steps of each training (default: 10)")
+    add("--batch", type=int, default=2, help="rows or pairs a step, in all (default: 2)")
+    add("--picture", type=Path, default=Path("build/finetune.png"), help="where the curves go")
+    add("--output", help=argparse.SUPPRESS)  # where a process of it writes
     options = parser.parse_args()
     options.sequence_ranks = options.sequence_ranks or options.ranks
     if options.ranks % options.sequence_ranks:
@@ -179,14 +237,17 @@ def main() -> None:
     if options.output:
         train(options)
         return
-    print("one process, transformers' Trainer", flush=True)
+    began = time.monotonic()
+    print("one process: SFTTrainer, then DPOTrainer", flush=True)
     one = run(1, sys.argv[1:])
-    print(f"\n{options.ranks} ranks, SequenceParallelTrainer", flush=True)
+    print(f"\n{options.ranks} ranks: sequence_parallel of both", flush=True)
     sharded = run(options.ranks, sys.argv[1:])
-    worst = compare(one, sharded)
+    for name, log in sharded.items():
+        show(one[name], log, options.ranks, name)
+        worst = compare(one[name], log, name)
+        print("the same to " + ", ".join(f"{x:.1e} ({key})" for key, x in worst.items()))
     draw(one, sharded, options.ranks, options.picture)
-    losses = [entry["loss"] for entry in sharded if "loss" in entry]
-    print(f"\nloss {losses[0]:.3f} -> {losses[-1]:.3f}, the same to {worst:.1e}: {options.picture}")
+    print(f"\n{options.picture}, after {time.monotonic() - began:.0f} seconds")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import on_ranks
-from trained import arguments, launched, logs, one_process, pairs, tiny, tokenizer
+from trained import arguments, launched, logs, one_process, pairs, tiny, tokenizer, under_fsdp
 
 
 def _judged(count, seed=0):
@@ -35,12 +35,14 @@ def _class(name, size):
     return sequence_parallel(cls), {"sequence_parallel_size": size}
 
 
-def _made(name, size, kind="", batch=2, evaluates=True, of="llama", zero=None, **given):
+def _made(name, size, kind="", batch=2, evaluates=True, of="llama", zero=None, fsdp=False, **given):
     """The trainer's class, its arguments, and models."""
     import trl
     from peft import LoraConfig
 
     cls, more = _class(name, size)
+    if fsdp and size > 1:
+        cls = under_fsdp(cls)
     model = tiny(of)  # before arguments with ZeRO 3, which partition models
     if zero is not None and size > 1:
         given["deepspeed"] = {
@@ -240,6 +242,24 @@ def test_recurrent_layers(of, tmp_path):
 def test_zero3(reference):
     _same(_preferences, 2, 2, zero=3)
     _same(_reinforced, 2, 2, batch=4, reference=reference, zero=3)
+
+
+_UNDER_FSDP = [("GRPO", 2), *(pytest.param(*x, marks=pytest.mark.nightly) for x in
+                             [("RLOO", 2), ("GRPO", 4)])]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "world"), _UNDER_FSDP)
+def test_reinforced_under_fsdp(name, world, reference):
+    _same(
+        _reinforced, world, 2, batch=4, reference=reference, name=name, fsdp=True,
+        steps_per_generation=2,
+    )  # fmt: skip
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["DPO", "KTO"])
+def test_preferences_under_fsdp(name):
+    _same(_preferences, 2, 2, name=name, kind="sharded", fsdp=True)
 
 
 @pytest.mark.nightly

@@ -154,6 +154,35 @@ def launched() -> Iterator[None]:
             state._shared_state.clear()
 
 
+def under_fsdp(cls: type) -> type:
+    """The trainer's class with FSDP2 around each layer. accelerate turns it on where there are GPUs
+    only: here this class does."""
+    from accelerate import DistributedType, FullyShardedDataParallelPlugin
+    from torch.distributed.tensor import DTensor
+
+    class Sharded(cls):
+        def create_accelerator_and_postprocess(self):
+            super().create_accelerator_and_postprocess()
+            self._turn_on()
+            self.is_fsdp_enabled = True
+
+        def _turn_on(self):
+            state = self.accelerator.state
+            state.distributed_type = DistributedType.FSDP
+            state.fsdp_plugin = FullyShardedDataParallelPlugin(
+                fsdp_version=2, auto_wrap_policy="transformer_based_wrap"
+            )
+
+        def train(self, *args, **kwargs):
+            self._turn_on()  # TRL's arguments may have made the state anew
+            found = super().train(*args, **kwargs)
+            assert any(isinstance(p, DTensor) for p in self.model_wrapped.parameters())
+            return found
+
+    Sharded.__name__ = cls.__name__
+    return Sharded
+
+
 def logs(trainer) -> list[dict]:
     """Of each step: loss, gradient norm, evaluation loss and metrics."""
     skipped = ("runtime", "per_second", "flos", "epoch")

@@ -103,7 +103,7 @@ class DistributedExperts(nn.Module):
             for a, b in zip(self._borders, self._borders[1:], strict=False)
         ]
         order = chosen.flatten().argsort(stable=True)
-        sent = hidden[order // each]
+        sent = hidden.index_select(0, order // each)
         received = torch.ops.deepsp.expert_dispatch(sent, counts, rank, name)
         of_rows = torch.arange(len(self.experts), device=hidden.device).repeat(size)
         mine = [n for row in everyone for n in row[self.experts.start : self.experts.stop]]
@@ -116,5 +116,8 @@ class DistributedExperts(nn.Module):
                 f"it got, got {got}"
             )
         back = torch.ops.deepsp.expert_combine(made, counts, rank, name)
-        by_token = back[order.argsort()].view(hidden.size(0), each, made.size(1))
-        return (by_token * weights.unsqueeze(2)).sum(1)
+        by_token = back.index_select(0, order.argsort()).view(hidden.size(0), each, made.size(1))
+        # A product of matrices makes no [T, K, E'] in forward or backward. Autocast would round it.
+        dtype = torch.promote_types(by_token.dtype, weights.dtype)
+        with torch.autocast(hidden.device.type, enabled=False):
+            return (weights.to(dtype).unsqueeze(1) @ by_token.to(dtype)).squeeze(1)

@@ -233,6 +233,7 @@ class _OfGroups:
     # ---- preparing
 
     def prepare(self, *objects: Any, **kwargs: Any) -> Any:
+        from deepsp.integrations.transformers.experts import refuse_dealt
         from deepsp.integrations.transformers.registration import base_of, use_in
 
         for model in objects:
@@ -247,6 +248,8 @@ class _OfGroups:
                         "expected a model without tensor parallelism, got tp_size="
                         f"{base_of(model).tp_size}; use SequenceParallelTrainer, which takes it"
                     )
+                advice = "use SequenceParallelTrainer, or a loop with deepsp.sync_gradients"
+                refuse_dealt(model, "in prepare", advice)
                 use_in(base_of(model), self.sequence_group, *self.sequence_attention)
         self._preparing = True
         try:

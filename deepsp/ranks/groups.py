@@ -68,6 +68,12 @@ def member_of(group: Group | Member) -> Member:
     return rank, dist.get_world_size(group), group.group_name
 
 
+def ranks_of(name: str) -> list[int]:
+    """The global ranks of the group with this name."""
+    group = dist.distributed_c10d._resolve_process_group(name)
+    return dist.get_process_group_ranks(group)
+
+
 def is_dtensor(tensor: Any) -> bool:
     """Whether ``tensor`` is a DTensor. Importing the class takes a second, and until it is imported
     there are no DTensors."""

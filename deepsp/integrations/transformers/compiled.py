@@ -9,14 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from accelerate import DistributedType
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from deepsp.compile.sharding.inputs import prepare_inputs
+from deepsp.integrations.transformers.dealt_experts import DDP
 from deepsp.integrations.transformers.evaluation import Evaluation
-
-DDP = [x for x in DistributedType if x.name.startswith("MULTI_")]
+from deepsp.integrations.transformers.experts import refuse_dealt
 
 _OURS = ("group", "gradients", "outputs", "query_parts")
 """Options of the compile pass that the trainer sets itself."""
@@ -29,6 +28,7 @@ class Compiled(Evaluation):
     """Options of the compile pass; None: attention is replaced, and nothing is compiled."""
 
     def _check_compiled(self) -> None:
+        refuse_dealt(self.model, "with compiled", "leave one of them out")
         for name in ("without_logits", "mix_lengths"):
             if getattr(self, f"_{name}"):
                 raise ValueError(

@@ -3,19 +3,40 @@ registry of implementations."""
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from deepsp.experts.module import DistributedExperts
 from deepsp.integrations.transformers import mixers
 from deepsp.integrations.transformers.masks import current
-from deepsp.ranks.groups import Group, member_of
+from deepsp.ranks.groups import Group, member_of, ranks_of
 from deepsp.weights.rows import SHARDS, shard_rows
+from deepsp.weights.shard_gradient import mark, shard_member
 
 NAME = "deepsp"
 """The name of the implementation."""
+
+DEALT = "_deepsp_experts"
+"""The attribute of a module whose experts are sharded."""
+
+
+@dataclass
+class Dealt:
+    """What :func:`shard_experts` adds to a module of experts."""
+
+    experts: DistributedExperts
+    compute: Callable
+    """The module's implementation before."""
+    averages: bool = False
+    """Whether a trainer averages the gradients as DDP does those of other parameters."""
+    ddp: nn.Module | None = None
+    """The DistributedDataParallel that has been found to leave the experts alone."""
 
 
 def shard_experts(model: nn.Module, group: Group = None) -> None:
@@ -24,7 +45,11 @@ def shard_experts(model: nn.Module, group: Group = None) -> None:
 
     Their gradients are full, and :func:`deepsp.sync_gradients` leaves them alone. Save and load by
     :func:`deepsp.full_state_dict` and :func:`deepsp.load_full_state_dict`, whose tensors are those
-    of the model before.
+    of the model before; ``model.save_pretrained`` takes the former as ``state_dict``.
+
+    :func:`deepsp.integrations.transformers.sequence_parallel` trains such a model under DDP. In a
+    loop of your own, wrappers over ranks of the group must leave experts alone: pass
+    ``ignored_params`` to ``fully_shard``, and give DDP the group of the data ranks.
 
     Args:
         model: with the same weights on every rank; its experts' modules are changed. They compute
@@ -33,7 +58,8 @@ def shard_experts(model: nn.Module, group: Group = None) -> None:
 
     Raises:
         ValueError: the model has no experts that transformers can give another implementation, has
-            fewer than ranks, or its experts are sharded already.
+            fewer than ranks, or its experts are sharded already. The model's forward raises for
+            wrappers that would average different experts.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -57,13 +83,16 @@ def shard_experts(model: nn.Module, group: Group = None) -> None:
         for n, shard in shards.items():
             given = getattr(module, n)
             own = nn.Parameter(shard.take(given.detach()), requires_grad=given.requires_grad)
+            mark(own, member)
             setattr(module, n, own)
         vars(module)[SHARDS] = shards
         own = ALL_EXPERTS_FUNCTIONS.get_interface(
             module.config._experts_implementation, inspect.unwrap(type(module).forward)
         )
-        object.__setattr__(module, "_deepsp_experts", (experts, own))
+        object.__setattr__(module, DEALT, Dealt(experts, own))
         module.num_experts = len(experts.experts)
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained = functools.partial(_save_pretrained, model)
     for config in {id(module.config): module.config for _, module in found}.values():
         config._experts_implementation = NAME
 
@@ -75,27 +104,86 @@ def _experts_in(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
+def dealt_in(model: nn.Module) -> list[tuple[str, nn.Module, Dealt]]:
+    """Names and modules whose experts are sharded."""
+    every = ((n, m, getattr(m, DEALT, None)) for n, m in model.named_modules())
+    return [(n, m, dealt) for n, m, dealt in every if dealt is not None]
+
+
+def refuse_dealt(model: nn.Module, where: str, advice: str) -> None:
+    """
+    Raises:
+        ValueError: experts of the model are sharded.
+    """
+    if found := [x for x in dealt_in(model) if x[2].experts.member[1] > 1]:
+        raise ValueError(
+            f"expected a model whose experts aren't sharded {where}, got {found[0][0]}, which "
+            f"shard_experts has sharded; {advice}"
+        )
+
+
+def _save_pretrained(model: nn.Module, *args, state_dict=None, **kwargs):
+    if state_dict is None:
+        raise ValueError(
+            f"expected a state_dict in save_pretrained of {type(model).__name__}, since this rank "
+            "holds a part of its experts only, got None; pass state_dict=deepsp.full_state_dict("
+            "model), which every rank calls"
+        )
+    return type(model).save_pretrained(model, *args, state_dict=state_dict, **kwargs)
+
+
+@_disable_dynamo
+def _check_wrappers(module: nn.Module, dealt: Dealt) -> None:
+    """Raises if a wrapper would average the gradients of different experts."""
+    _, size, group = dealt.experts.member
+    if size == 1:
+        return
+    trained = [(n, p) for n, p in module.named_parameters(recurse=False) if p.requires_grad]
+    for n, p in trained:
+        if vars(module)[SHARDS].get(n) is not None and shard_member(p) is None:
+            raise ValueError(
+                f"expected {n} of {type(module).__name__} to be the parameter that shard_experts "
+                "made, got another: FSDP would shard each rank's different experts as if they were "
+                "the same. Pass ignored_params={the parameters of experts} to fully_shard (and "
+                "call shard_experts after copy.deepcopy, not before)"
+            )
+    ddp = nn.parallel.DistributedDataParallel._active_ddp_module
+    if ddp is None or ddp is dealt.ddp:
+        return
+    common = set(ranks_of(group)) & set(dist.get_process_group_ranks(ddp.process_group))
+    reduced = set(map(id, ddp._module_parameters))
+    if len(common) > 1 and any(id(p) in reduced for _, p in trained):
+        raise ValueError(
+            f"expected DistributedDataParallel to leave experts of {type(module).__name__} alone, "
+            "whose ranks hold different ones, got one that averages their gradients; give it the "
+            "group of the data ranks and call deepsp.sync_gradients, or use "
+            "SequenceParallelTrainer"
+        )
+    dealt.ddp = ddp
+
+
 def _forward(module: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Called by transformers for [T, E] tokens and [T, K] choices."""
-    if not hasattr(module, "_deepsp_experts"):
+    dealt: Dealt | None = getattr(module, DEALT, None)
+    if dealt is None:
         raise ValueError(
             f"expected the experts of {type(module).__name__} to be sharded, as experts_"
             f"implementation={NAME!r} needs; call deepsp.integrations.transformers.shard_experts"
         )
     if mixers.checks_now():  # each token alone
         return hidden * weights.sum(1, keepdim=True)
-    if current.loss is not None and current.loss.average_gradients:
+    if current.loss is not None and current.loss.average_gradients and not dealt.averages:
         raise ValueError(
             "expected register(average_gradients=False) with shard_experts, since a wrapper that "
             "averages gradients over the ranks doesn't know that those of experts are full; train "
-            "in a loop with deepsp.sync_gradients"
+            "by SequenceParallelTrainer, or in a loop with deepsp.sync_gradients"
         )
-    experts, own = module._deepsp_experts
+    _check_wrappers(module, dealt)
 
     def compute(x: Tensor, expert: Tensor) -> Tensor:
         if x.size(0) == 0:  # not every implementation takes none; ranks must all take part
             return x + sum(p.sum() * 0 for p in module.parameters())
-        return own(module, x, expert[:, None], weights.new_ones(x.size(0), 1))
+        return dealt.compute(module, x, expert[:, None], weights.new_ones(x.size(0), 1))
 
-    experts.function = compute
-    return experts(hidden, chosen, weights).to(hidden.dtype)
+    dealt.experts.function = compute
+    return dealt.experts(hidden, chosen, weights).to(hidden.dtype)

@@ -31,6 +31,7 @@ from deepsp.integrations.local_batch import local_batch
 from deepsp.integrations.transformers import calls, mixers
 from deepsp.integrations.transformers.check import implementations
 from deepsp.integrations.transformers.evaluation import Evaluation
+from deepsp.integrations.transformers.experts import refuse_dealt
 from deepsp.integrations.transformers.masks import current, ours
 from deepsp.integrations.transformers.own_loss import OwnLoss
 from deepsp.integrations.transformers.registration import base_of, use_in
@@ -232,6 +233,9 @@ class Preference:
                 f"this rank's tokens only, got {self.router_aux_loss_coef}; pass "
                 "router_aux_loss_coef=0.0"
             )
+        for model in filter(None, (self.model, self.ref_model)):
+            advice = "leave shard_experts out"
+            refuse_dealt(model, f"in a sequence-parallel {self._name}Trainer", advice)
         given = self._base_model().config._attn_implementation
         if given not in ours():
             self._whole_attention = given

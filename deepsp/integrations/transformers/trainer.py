@@ -34,10 +34,12 @@ from deepsp.integrations.accelerate import share_batches
 from deepsp.integrations.local_batch import LocalBatch, local_batch
 from deepsp.integrations.transformers.causal_lm import causal_lm_loss
 from deepsp.integrations.transformers.class_loss import OneProcess, class_loss
-from deepsp.integrations.transformers.compiled import DDP, Compiled
-from deepsp.integrations.transformers.mixers import mixers_in
+from deepsp.integrations.transformers.compiled import Compiled
+from deepsp.integrations.transformers.dealt_experts import DDP, DealtExperts
+from deepsp.integrations.transformers.experts import refuse_dealt
 from deepsp.integrations.transformers.own_batches import OwnBatches
 from deepsp.integrations.transformers.preference import TRAINERS, Preference, trl_class
+from deepsp.integrations.transformers.refusals import Refusals
 from deepsp.integrations.transformers.registration import base_of, use_in
 from deepsp.loss import cross_entropy
 from deepsp.ranks.groups import Member, member_of, on_all_ranks
@@ -100,9 +102,12 @@ def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
             ``predict_with_generate``; ``compiled`` with FSDP, DeepSpeed, a class of TRL,
             ``without_logits`` or ``mix_lengths``; ``own_batches`` with ``compiled``,
             ``compute_loss_func`` or ``average_tokens_across_devices=False``; vLLM, tools and other
-            things that a preference or RL trainer can't do. On a step: the class's loss isn't a sum
-            divided by ``num_items_in_batch``; the compile pass can't shard the model; a packed
-            batch doesn't show where its documents begin; ranks of a group have different batches.
+            things that a preference or RL trainer can't do; experts that
+            :func:`deepsp.integrations.transformers.shard_experts` has sharded over other ranks, or
+            with adapters, FSDP, DeepSpeed or checkpoints that have an optimizer's state. On a step:
+            the class's loss isn't a sum divided by ``num_items_in_batch``; the compile pass can't
+            shard the model; a packed batch doesn't show where its documents begin; ranks of a group
+            have different batches.
     """
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
         raise ValueError(
@@ -126,7 +131,7 @@ def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
     return type(name, bases, {"__doc__": sequence_parallel.__doc__})
 
 
-class _SequenceParallel(Compiled, OwnBatches):
+class _SequenceParallel(Refusals, DealtExperts, Compiled, OwnBatches):
     """:func:`sequence_parallel` puts this class before a class of trainers."""
 
     _is_made = False
@@ -149,6 +154,9 @@ class _SequenceParallel(Compiled, OwnBatches):
         self._asked_own_batches = own_batches
         super().__init__(*args, **kwargs)
         self._is_made = True
+        if self._size == 1:
+            advice = "pass sequence_parallel_size, the number of ranks that share them"
+            refuse_dealt(self.model, "with sequence_parallel_size=1", advice)
         if self._size > 1:
             self._prepare_model()
             self.add_callback(_AlikeGenerators(self._alike()))
@@ -197,91 +205,9 @@ class _SequenceParallel(Compiled, OwnBatches):
     # ---- the model
 
     def _prepare_model(self) -> None:
-        if getattr(self.args, "train_sampling_strategy", "") == "batch_rebalance":
-            raise ValueError(
-                "expected a train_sampling_strategy other than 'batch_rebalance', which deals "
-                "batches to processes instead of groups that share a sequence; use "
-                "'group_by_length'"
-            )
-        if getattr(self.args, "predict_with_generate", False):
-            raise ValueError(
-                "expected predict_with_generate=False: a cache would hold one rank's tokens only; "
-                "generate after training, on a model with attn_implementation='sdpa'"
-            )
-        if self.args.eval_use_gather_object:
-            raise ValueError(
-                "expected eval_use_gather_object=False, got True; only tensors are gathered once "
-                "for each group; leave it out"
-            )
-        if self.args.neftune_noise_alpha:
-            raise ValueError(
-                "expected neftune_noise_alpha=None, since the noise would be that of a rank's "
-                f"length, which is too much, got {self.args.neftune_noise_alpha}; leave it out"
-            )
-        if self._tensor_size > 1:
-            self._check_tensor_parallel()
-        if self._own_batches:
-            self._check_own_batches()
-        if self._compiled is not None:
-            self._check_compiled()
-            return self._use(self.model)
-        for name, given in (
-            ("label_smoothing_factor", self.args.label_smoothing_factor),
-            ("compute_loss_func", self.compute_loss_func),
-        ):
-            if given and self._has_own_loss():
-                raise ValueError(
-                    f"expected no {name}, since {self._loss_class().__name__} computes its loss "
-                    f"itself, from the local batch, got {given}; leave it out"
-                )
-        # TRL's classes compute their losses without logits anyway.
-        logits = self._has_own_loss() and self._loss_class().__module__.split(".")[0] != "trl"
-        if self._without_logits and (logits or self.compute_loss_func is not None):
-            raise ValueError(
-                "expected without_logits=False where a class or compute_loss_func computes the "
-                "loss itself, got True; leave it out"
-            )
-        balances = getattr(self._base_model().config, "output_router_logits", False)
-        if balances and (self._without_logits or self._has_own_loss()):
-            raise ValueError(
-                "expected output_router_logits=False in the model's config with without_logits, or "
-                "where a class computes its loss itself, since the loss that balances experts "
-                "would be left out or counted more than once, got True; set it to False"
-            )
-        if self._mix_lengths and self.compute_loss_func is not None:
-            raise ValueError(
-                "expected no compute_loss_func with mix_lengths=True, since it gets outputs and "
-                "labels in the order of the batch, got one; leave one of them out"
-            )
-        if self._mix_lengths and any(mixers_in(self._base_model())):
-            raise ValueError(
-                f"expected mix_lengths=False for {type(self._base_model()).__name__}, whose "
-                "recurrent layers need the tokens in order on the ranks; leave it out"
-            )
+        self._check_arguments()
         self._use(self.model)
-
-    def _check_tensor_parallel(self) -> None:
-        config = self._base_model().config.distributed_config
-        ranks = self._groups * self._size
-        if config.dp_size != ranks:
-            raise ValueError(
-                f"expected fsdp_size={ranks} in the model's DistributedConfig, the ranks over "
-                f"which gradients are averaged ({self._groups} group(s) of "
-                f"{self._size} sequence ranks), got {config.dp_size}; load the model with that"
-            )
-        refused = {
-            f"{self._loss_class().__name__}, which computes its loss itself": self._has_own_loss(),
-            "compiled": self._compiled is not None,
-            "own_batches": self._own_batches,
-            "mix_lengths": self._mix_lengths,
-            "without_logits": self._without_logits,
-            "average_tokens_across_devices=False": not self.args.average_tokens_across_devices,
-        }
-        for name in (n for n, given in refused.items() if given):
-            raise ValueError(
-                f"expected a tensor-parallel model without {name}, which hasn't been made to work "
-                f"with one, got tp_size={self._tensor_size}; leave one of them out"
-            )
+        self._prepare_experts()
 
     def _use(self, model: nn.Module) -> None:
         """Lets a model attend to full sequences, before the first step and any wrapper."""
@@ -393,7 +319,7 @@ class _SequenceParallel(Compiled, OwnBatches):
         loss is that of a rank's tokens."""
         rank, size, name = member_of(None)
         loss = torch.ops.deepsp.all_reduce(loss.detach(), "replicated", rank, size, name)
-        return loss / (self._tensor_size if own else self._shared)
+        return loss / (self._tensor_size if own else size)
 
     def _shard(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]]:
         if self._turn is not None:
