@@ -246,7 +246,7 @@ def _same_steps(function, world, size, digits, own=(), **given):
 
 
 def test_own_batches():
-    _same_steps(_plain, 4, 2, 1e-10, dtype=f64, gradient_accumulation_steps=2)
+    _same_steps(_plain, 4, 2, 1e-10, dtype=f64, gradient_accumulation_steps=2, eval_steps=1)
     _same_steps(_sft, 2, 2, 1e-4, own=_MIXED)
 
 

@@ -76,10 +76,11 @@ class OwnBatches(Evaluation):
                 self._turn = None
         return sum(losses)
 
-    def _get_num_items_in_batch(self, batch_samples, device):
-        count = super()._get_num_items_in_batch(batch_samples, device)
-        own = self._own_batches and self._base_model().training and count is not None
-        return count * self._size if own else count  # divided, as if the ranks had the same
+    def get_batch_samples(self, *args, **kwargs):
+        # Of training only: an evaluation counts the items of each batch itself.
+        batches, count = super().get_batch_samples(*args, **kwargs)
+        own = self._own_batches and count is not None
+        return batches, count * self._size if own else count  # divided, as if ranks had the same
 
     def get_total_train_batch_size(self, args) -> int:
         total = super().get_total_train_batch_size(args)
