@@ -388,7 +388,7 @@ def test_fsdp(world, size, options):
     _same(_fsdp, world, size, **options)
 
 
-def _deepspeed(size, batch, stage, saved=None):
+def _deepspeed(size, batch, stage, saved=None, options=()):
     cls, more = _class(size)
     given = {}
     if size > 1:
@@ -397,7 +397,7 @@ def _deepspeed(size, batch, stage, saved=None):
             "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
             "gradient_clipping": 1.0, "zero_allow_untested_optimizer": True,
         }  # fmt: skip
-        more |= {"without_logits": saved is not None}
+        more |= {"without_logits": saved is not None, **dict(options)}
     model = tiny()
     args = arguments(per_device_train_batch_size=batch, per_device_eval_batch_size=batch, **given)
     if saved is not None and size > 1:
@@ -412,6 +412,12 @@ def _deepspeed(size, batch, stage, saved=None):
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.nightly), 2, 3])
 def test_deepspeed(stage):
     _same(_deepspeed, 2, 2, stage=stage)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", [1, 3])
+def test_deepspeed_with_own_batches(stage):
+    _same_steps(_deepspeed, 2, 2, 1e-4, stage=stage)
 
 
 def test_zero3_from_files(tmp_path):
@@ -643,7 +649,8 @@ def _refusals():
     from trl import DistillationTrainer, RewardTrainer
 
     tuning = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    skipping = tiny()
+    averaging, skipping = tiny(), tiny()
+    averaging.accepts_loss_kwargs = False
     skipping.model.layerdrop = 0.1
 
     small = BertConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
@@ -653,6 +660,13 @@ def _refusals():
         (lambda: trainer(size=3), r"a divisor of 2, the number of processes, got 3"),
         (lambda: trainer(own=True, average_tokens_across_devices=False),
          r"expected own_batches without average_tokens_across_devices=False, since no rank has"),
+        (lambda: trainer(model=averaging, own=True),
+         r"expected own_batches without accepts_loss_kwargs=False of the model, since no rank has"),
+        (lambda: trainer(own=True, accelerator_config={"even_batches": False}),
+         r"expected even_batches=True with own_batches, got False"),
+        (lambda: trainer(own=True, data=[{"input_ids": x, "shift_labels": x} for x in Rows(8).ids],
+                         remove_unused_columns=False).train(),
+         r"expected batches with labels for own_batches, since .*, got \['input_ids', 'shift_lab"),
         (lambda: trainer(size=None), r"a divisor of 2, the number of processes, got None"),
         (lambda: trainer(model=AutoModelForSequenceClassification.from_config(small)),
          r"a causal .*, got BertForSequenceClassification; .*in a trainer, pass compiled=True"),
