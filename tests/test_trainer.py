@@ -691,6 +691,7 @@ def _refusals():
          r"got Mine: DistillationTrainer of"),
         (lambda: trainer(sequence_parallel(Adds)).train(), r"compute_loss of Adds to return a sum"),
         (lambda: trainer(data=Few(40)).train(), r"batches of at least 2 tokens, .*, got 1; pad"),
+        (lambda: trainer(own=True, data=Few(40)).train(), r"batches of at least 2 tok.*, got 1"),
         (lambda: trainer(neftune_noise_alpha=5.0), r"neftune_noise_alpha=None"),
         (lambda: trainer(sequence_parallel(SFTTrainer), config=SFTConfig, bf16=False,
                          label_smoothing_factor=0.1),

@@ -128,8 +128,20 @@ def test_groups(kind):
     _same(_with_compile_pass, 4, 2, kind=kind, averaged=True, digits=1e-7)
 
 
+class _OtherLabels(_Rows):
+    """Labels that each rank draws for itself."""
+
+    def __getitem__(self, i):
+        return {**super().__getitem__(i), "labels": torch.tensor(torch.distributed.get_rank())}
+
+
 def _refused(kind):
     cls, more = _class(2)
+    with pytest.raises(ValueError, match=r"batch\['labels'\], a full .* leave DistributedSampler"):
+        cls(
+            _model(kind), arguments(eval_strategy="no"), train_dataset=_OtherLabels(8, kind),
+            compiled=True, **more,
+        ).train()  # fmt: skip
     with pytest.raises(ValueError, match="in a trainer, pass compiled=True"):
         cls(_model(kind), arguments(eval_strategy="no"), **more)
     with pytest.raises(ValueError, match="expected mix_lengths=False with compiled"):

@@ -14,6 +14,9 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from deepsp.compile.sharding.inputs import prepare_inputs
+from deepsp.data.same_batch import compare_batches
+from deepsp.data.sharding import leaves_of, name_of
+from deepsp.integrations.local_batch import ADVICE
 from deepsp.integrations.transformers.evaluation import Evaluation
 
 DDP = [x for x in DistributedType if x.name.startswith("MULTI_")]
@@ -75,6 +78,9 @@ class Compiled(Evaluation):
         inputs = super()._prepare_inputs(inputs)
         if self._compiled is None or self._size == 1:
             return inputs
+        # The pass compares what it shards only, and gives the advice for a loop of one's own.
+        found = [(name_of(path), x) for path, x in leaves_of(inputs)]
+        compare_batches(found, self._group, ADVICE)
         return prepare_inputs(dict(inputs), seq_dim=self._compiled.get("seq_dim", 1))
 
     def compute_loss_context_manager(self):

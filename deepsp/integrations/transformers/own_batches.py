@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from deepsp.data.loader import SequenceLoader
-from deepsp.integrations.local_batch import LocalBatch
+from deepsp.integrations.local_batch import LocalBatch, check_lens
 from deepsp.integrations.transformers.evaluation import Evaluation
 
 
@@ -76,6 +76,8 @@ class OwnBatches(Evaluation):
         state, losses = self.accelerator.gradient_state, []
         syncs = state.sync_gradients
         for n, (local, lens) in enumerate(itertools.islice(self._loader, turns)):
+            if not self._mix_lengths:
+                check_lens(lens)
             self._turn = LocalBatch(local), getattr(lens, "seq_lens", lens)
             last = n == turns - 1
             state._set_sync_gradients(syncs and last)  # where it syncs, DeepSpeed takes a step

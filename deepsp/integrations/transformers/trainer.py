@@ -143,7 +143,7 @@ class _SequenceParallel(Compiled, OwnBatches):
     ):
         self._asked_size, self._without_logits = sequence_parallel_size, without_logits
         self._query_parts, self._mix_lengths = query_parts, mix_lengths
-        if compiled is not False:
+        if compiled or isinstance(compiled, Mapping):
             self._compiled = dict(compiled) if isinstance(compiled, Mapping) else {}
         self._asked_own_batches = own_batches
         super().__init__(*args, **kwargs)
