@@ -99,6 +99,29 @@ def test_models(ranks, kind):
     _same(_with_compile_pass, ranks, ranks, kind=kind, digits=1e-7)
 
 
+def _twice(size, batch):
+    """One model in two trainers, of which the first one needs no outputs."""
+    torch._dynamo.reset()
+    cls, more = _class(size)
+    if size > 1:
+        more["compiled"] = {"inner": "aot_eager"}
+    model, found = _model("pooled").to(f64), []
+    args = arguments(per_device_train_batch_size=batch, per_device_eval_batch_size=batch)
+    for metrics in (None, _size):
+        trainer = cls(
+            model, args, train_dataset=_Rows(40, "pooled"), eval_dataset=_Rows(8, "pooled", 1),
+            compute_metrics=metrics, **more,
+        )  # fmt: skip
+        trainer.train()
+        found += logs(trainer)
+    return found
+
+
+@nightly
+def test_one_model_in_two_trainers():
+    _same(_twice, 2, 2, digits=1e-7)
+
+
 def _their_loss(outputs, labels, num_items_in_batch=None):
     logits = outputs["logits"].flatten(0, 1)
     total = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")

@@ -24,6 +24,9 @@ DDP = [x for x in DistributedType if x.name.startswith("MULTI_")]
 _OURS = ("group", "gradients", "outputs", "query_parts")
 """Options of the compile pass that the trainer sets itself."""
 
+_HOOK = "_deepsp_only_the_loss"
+"""The attribute of a compiled model with the handle of the hook that leaves out its outputs."""
+
 
 class Compiled(Evaluation):
     """The part of :func:`deepsp.integrations.transformers.sequence_parallel` for ``compiled``."""
@@ -68,7 +71,9 @@ class Compiled(Evaluation):
 
         options = {n: x for n, x in self._compiled.items() if n != "seq_dim"}
         options |= {"group": group, "gradients": "mean", "query_parts": query_parts}
-        model.register_forward_hook(only_the_loss)
+        if hasattr(model, _HOOK):  # an earlier trainer's
+            getattr(model, _HOOK).remove()
+        setattr(model, _HOOK, model.register_forward_hook(only_the_loss))
         model.compile(backend="deepsp", fullgraph=True, options=options)
 
     def get_tp_size(self) -> int:
