@@ -98,8 +98,9 @@ def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
             processes; label smoothing with a class that computes its loss itself;
             ``predict_with_generate``; ``compiled`` with FSDP, DeepSpeed, a class of TRL,
             ``without_logits`` or ``mix_lengths``; ``own_batches`` with ``compiled``,
-            ``compute_loss_func`` or ``average_tokens_across_devices=False``; vLLM, tools and other
-            things that a preference or RL trainer can't do. On a step: the class's loss isn't a sum
+            ``compute_loss_func``, ``average_tokens_across_devices=False``, ``even_batches=False``
+            or a model that has ``accepts_loss_kwargs=False``; vLLM, tools and other things that a
+            preference or RL trainer can't do. On a step: the class's loss isn't a sum
             divided by ``num_items_in_batch``; the compile pass can't shard the model; a packed
             batch doesn't show where its documents begin; ranks of a group have different batches.
     """
