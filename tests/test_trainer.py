@@ -250,7 +250,7 @@ def _same_steps(function, world, size, digits, own=(), **given):
 
 
 def test_own_batches():
-    _same_steps(_plain, 4, 2, 1e-10, dtype=f64, gradient_accumulation_steps=2)
+    _same_steps(_plain, 4, 2, 1e-10, dtype=f64, gradient_accumulation_steps=2, eval_steps=1)
     _same_steps(_sft, 2, 2, 1e-4, own=_MIXED)
 
 
@@ -412,7 +412,7 @@ def test_tensor_and_sequence_parallel(tmp_path):
     on_ranks(4, _on_rank, _refuses_tensor_parallel, 2, 4, items)
 
 
-def _deepspeed(size, batch, stage, saved=None):
+def _deepspeed(size, batch, stage, saved=None, options=()):
     cls, more = _class(size)
     given = {}
     if size > 1:
@@ -421,7 +421,7 @@ def _deepspeed(size, batch, stage, saved=None):
             "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
             "gradient_clipping": 1.0, "zero_allow_untested_optimizer": True,
         }  # fmt: skip
-        more |= {"without_logits": saved is not None}
+        more |= {"without_logits": saved is not None, **dict(options)}
     model = tiny()
     args = arguments(per_device_train_batch_size=batch, per_device_eval_batch_size=batch, **given)
     if saved is not None and size > 1:
@@ -436,6 +436,12 @@ def _deepspeed(size, batch, stage, saved=None):
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.nightly), 2, 3])
 def test_deepspeed(stage):
     _same(_deepspeed, 2, 2, stage=stage)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", [1, 3])
+def test_deepspeed_with_own_batches(stage):
+    _same_steps(_deepspeed, 2, 2, 1e-4, stage=stage)
 
 
 def test_zero3_from_files(tmp_path):
@@ -667,7 +673,8 @@ def _refusals():
     from trl import DistillationTrainer, RewardTrainer
 
     tuning = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    skipping = tiny()
+    averaging, skipping = tiny(), tiny()
+    averaging.accepts_loss_kwargs = False
     skipping.model.layerdrop = 0.1
 
     small = BertConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
@@ -677,6 +684,13 @@ def _refusals():
         (lambda: trainer(size=3), r"a divisor of 2, the number of processes, got 3"),
         (lambda: trainer(own=True, average_tokens_across_devices=False),
          r"expected own_batches without average_tokens_across_devices=False, since no rank has"),
+        (lambda: trainer(model=averaging, own=True),
+         r"expected own_batches without accepts_loss_kwargs=False of the model, since no rank has"),
+        (lambda: trainer(own=True, accelerator_config={"even_batches": False}),
+         r"expected even_batches=True with own_batches, got False"),
+        (lambda: trainer(own=True, data=[{"input_ids": x, "shift_labels": x} for x in Rows(8).ids],
+                         remove_unused_columns=False).train(),
+         r"expected batches with labels for own_batches, since .*, got \['input_ids', 'shift_lab"),
         (lambda: trainer(size=None), r"a divisor of 2, the number of processes, got None"),
         (lambda: trainer(model=AutoModelForSequenceClassification.from_config(small)),
          r"a causal .*, got BertForSequenceClassification; .*in a trainer, pass compiled=True"),
@@ -701,6 +715,7 @@ def _refusals():
          r"got Mine: DistillationTrainer of"),
         (lambda: trainer(sequence_parallel(Adds)).train(), r"compute_loss of Adds to return a sum"),
         (lambda: trainer(data=Few(40)).train(), r"batches of at least 2 tokens, .*, got 1; pad"),
+        (lambda: trainer(own=True, data=Few(40)).train(), r"batches of at least 2 tok.*, got 1"),
         (lambda: trainer(neftune_noise_alpha=5.0), r"neftune_noise_alpha=None"),
         (lambda: trainer(sequence_parallel(SFTTrainer), config=SFTConfig, bf16=False,
                          label_smoothing_factor=0.1),

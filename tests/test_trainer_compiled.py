@@ -69,14 +69,16 @@ def _size(prediction):
     return {"size": float(abs(logits).sum()), "rows": len(prediction.label_ids)}
 
 
-def _with_compile_pass(size, batch, kind, dtype=f64, loss_func=None, averaged=None, **given):
+def _with_compile_pass(
+    size, batch, kind, dtype=f64, loss_func=None, averaged=None, inner="aot_eager", **given
+):
     torch._dynamo.reset()
     model = _model(kind).to(dtype)
     if averaged is not None:
         model.accepts_loss_kwargs = not averaged
     cls, more = _class(size)
     if size > 1:
-        more["compiled"] = {"inner": "aot_eager"}
+        more["compiled"] = {"inner": inner}
     args = arguments(per_device_train_batch_size=batch, per_device_eval_batch_size=batch, **given)
     trainer = cls(
         model, args, train_dataset=_Rows(40, kind),
@@ -100,6 +102,29 @@ def test_models(ranks, kind):
     _same(_with_compile_pass, ranks, ranks, kind=kind, digits=1e-7)
 
 
+def _twice(size, batch):
+    """One model in two trainers, of which the first one needs no outputs."""
+    torch._dynamo.reset()
+    cls, more = _class(size)
+    if size > 1:
+        more["compiled"] = {"inner": "aot_eager"}
+    model, found = _model("pooled").to(f64), []
+    args = arguments(per_device_train_batch_size=batch, per_device_eval_batch_size=batch)
+    for metrics in (None, _size):
+        trainer = cls(
+            model, args, train_dataset=_Rows(40, "pooled"), eval_dataset=_Rows(8, "pooled", 1),
+            compute_metrics=metrics, **more,
+        )  # fmt: skip
+        trainer.train()
+        found += logs(trainer)
+    return found
+
+
+@nightly
+def test_one_model_in_two_trainers():
+    _same(_twice, 2, 2, digits=1e-7)
+
+
 def _their_loss(outputs, labels, num_items_in_batch=None):
     logits = outputs["logits"].flatten(0, 1)
     total = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
@@ -115,11 +140,12 @@ def _their_loss(outputs, labels, num_items_in_batch=None):
         {"loss_func": _their_loss},
         {"dtype": torch.float32, "bf16": True, "digits": 2e-2},
         {"activation_checkpointing": True},
+        {"inner": "inductor", "kind": "pooled"},  # no rank but the first has the first token
     ],
     ids=lambda given: next(iter(given)),
 )
 def test_arguments(given):
-    _same(_with_compile_pass, 2, 2, kind="masked", **{"digits": 1e-7, **given})
+    _same(_with_compile_pass, 2, 2, **{"kind": "masked", "digits": 1e-7, **given})
 
 
 @nightly
@@ -129,8 +155,20 @@ def test_groups(kind):
     _same(_with_compile_pass, 4, 2, kind=kind, averaged=True, digits=1e-7)
 
 
+class _OtherLabels(_Rows):
+    """Labels that each rank draws for itself."""
+
+    def __getitem__(self, i):
+        return {**super().__getitem__(i), "labels": torch.tensor(torch.distributed.get_rank())}
+
+
 def _refused(kind):
     cls, more = _class(2)
+    with pytest.raises(ValueError, match=r"batch\['labels'\], a full .* leave DistributedSampler"):
+        cls(
+            _model(kind), arguments(eval_strategy="no"), train_dataset=_OtherLabels(8, kind),
+            compiled=True, **more,
+        ).train()  # fmt: skip
     with pytest.raises(ValueError, match="in a trainer, pass compiled=True"):
         cls(_model(kind), arguments(eval_strategy="no"), **more)
     with pytest.raises(ValueError, match="expected mix_lengths=False with compiled"):

@@ -46,9 +46,14 @@ def local_batch(
 ) -> tuple[LocalBatch, list[int]]:
     """This rank's part of a batch, and the tokens of each rank: at least one."""
     local, lens = split_batch(batch, group, ADVICE, shift=shift)
+    check_lens(lens)
+    return LocalBatch(local), lens
+
+
+def check_lens(lens: Sequence[int]) -> None:
+    """Raises unless each rank of a group has a token of a batch."""
     if 0 in lens:
         raise ValueError(
             f"expected batches of at least {len(lens)} tokens, one for each rank of a group, got "
             f"{sum(lens)}; pad them, or drop such samples"
         )
-    return LocalBatch(local), lens

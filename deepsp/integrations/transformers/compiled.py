@@ -13,12 +13,18 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from deepsp.compile.sharding.inputs import prepare_inputs
+from deepsp.data.same_batch import compare_batches
+from deepsp.data.sharding import leaves_of, name_of
+from deepsp.integrations.local_batch import ADVICE
 from deepsp.integrations.transformers.dealt_experts import DDP
 from deepsp.integrations.transformers.evaluation import Evaluation
 from deepsp.integrations.transformers.experts import refuse_dealt
 
 _OURS = ("group", "gradients", "outputs", "query_parts")
 """Options of the compile pass that the trainer sets itself."""
+
+_HOOK = "_deepsp_only_the_loss"
+"""The attribute of a compiled model with the handle of the hook that leaves out its outputs."""
 
 
 class Compiled(Evaluation):
@@ -65,7 +71,9 @@ class Compiled(Evaluation):
 
         options = {n: x for n, x in self._compiled.items() if n != "seq_dim"}
         options |= {"group": group, "gradients": "mean", "query_parts": query_parts}
-        model.register_forward_hook(only_the_loss)
+        if hasattr(model, _HOOK):  # an earlier trainer's
+            getattr(model, _HOOK).remove()
+        setattr(model, _HOOK, model.register_forward_hook(only_the_loss))
         model.compile(backend="deepsp", fullgraph=True, options=options)
 
     def get_tp_size(self) -> int:
@@ -75,6 +83,9 @@ class Compiled(Evaluation):
         inputs = super()._prepare_inputs(inputs)
         if self._compiled is None or self._size == 1:
             return inputs
+        # The pass compares what it shards only, and gives the advice for a loop of one's own.
+        found = [(name_of(path), x) for path, x in leaves_of(inputs)]
+        compare_batches(found, self._group, ADVICE)
         return prepare_inputs(dict(inputs), seq_dim=self._compiled.get("seq_dim", 1))
 
     def compute_loss_context_manager(self):

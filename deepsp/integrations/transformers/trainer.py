@@ -101,8 +101,9 @@ def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
             processes; label smoothing with a class that computes its loss itself;
             ``predict_with_generate``; ``compiled`` with FSDP, DeepSpeed, a class of TRL,
             ``without_logits`` or ``mix_lengths``; ``own_batches`` with ``compiled``,
-            ``compute_loss_func`` or ``average_tokens_across_devices=False``; vLLM, tools and other
-            things that a preference or RL trainer can't do; experts that
+            ``compute_loss_func``, ``average_tokens_across_devices=False``, ``even_batches=False``
+            or a model that has ``accepts_loss_kwargs=False``; vLLM, tools and other things that a
+            preference or RL trainer can't do; experts that
             :func:`deepsp.integrations.transformers.shard_experts` has sharded over other ranks, or
             with adapters, FSDP, DeepSpeed or checkpoints that have an optimizer's state. On a step:
             the class's loss isn't a sum divided by ``num_items_in_batch``; the compile pass can't
@@ -149,7 +150,7 @@ class _SequenceParallel(Refusals, DealtExperts, Compiled, OwnBatches):
     ):
         self._asked_size, self._without_logits = sequence_parallel_size, without_logits
         self._query_parts, self._mix_lengths = query_parts, mix_lengths
-        if compiled is not False:
+        if compiled or isinstance(compiled, Mapping):
             self._compiled = dict(compiled) if isinstance(compiled, Mapping) else {}
         self._asked_own_batches = own_batches
         super().__init__(*args, **kwargs)

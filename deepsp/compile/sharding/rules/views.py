@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
+import sympy
 import torch
 from torch.utils._sympy.functions import Max, Min
 
@@ -74,7 +75,10 @@ def window(call: Call, x, tokens: Tokens, begin, end):
     def lower():
         # Skip this rank's tokens before the window.
         skip = Min(Max(begin - tokens.sequence.begin(rank), 0), tokens.sequence.lens[rank])
-        start, length = graph.int_(size_of(skip)), graph.int_(new.sequence.lens[rank])
+        length = new.sequence.lens[rank]
+        if graph.mode.shape_env.bound_sympy(sympy.sympify(length)).upper == 0:
+            length = 0  # Inductor doesn't compile a sum over symbolic sizes that are 0 for sure
+        start, length = graph.int_(size_of(skip)), graph.int_(length)
         return graph.call(aten.narrow.default, call.given(x), tokens.dim, start, length)
 
     return new, lower
