@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from accelerate import ParallelismConfig
+
 from deepsp.integrations.transformers.experts import refuse_dealt
 from deepsp.integrations.transformers.mixers import mixers_in
 
@@ -94,4 +96,17 @@ class Refusals:
             raise ValueError(
                 f"expected a tensor-parallel model without {name}, which hasn't been made to work "
                 f"with one, got tp_size={self._tensor_size}; leave one of them out"
+            )
+
+    def _check_parallelism(self, config: ParallelismConfig) -> None:
+        if config.tp_size != self._tensor_size:
+            raise ValueError(
+                "expected tp_size of parallelism_config to be that of the model, "
+                f"{self._tensor_size}, got {config.tp_size}; load the model with from_pretrained("
+                "name, distributed_config=DistributedConfig(tp_size=..., fsdp_size=...))"
+            )
+        if config.dp_replicate_size > 1:
+            raise ValueError(
+                "expected parallelism_config without dp_replicate_size, got "
+                f"{config.dp_replicate_size}; leave it out"
             )

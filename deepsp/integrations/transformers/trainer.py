@@ -170,17 +170,7 @@ class _SequenceParallel(Refusals, DealtExperts, Compiled, OwnBatches):
         self._tensor_size = getattr(self.model, "tp_size", None) or 1
         if config is None:
             return given
-        if config.tp_size != self._tensor_size:
-            raise ValueError(
-                "expected tp_size of parallelism_config to be that of the model, "
-                f"{self._tensor_size}, got {config.tp_size}; load the model with from_pretrained("
-                "name, distributed_config=DistributedConfig(tp_size=..., fsdp_size=...))"
-            )
-        if config.dp_replicate_size > 1:
-            raise ValueError(
-                "expected parallelism_config without dp_replicate_size, got "
-                f"{config.dp_replicate_size}; leave it out"
-            )
+        self._check_parallelism(config)
         if self._asked_size is None:
             self._asked_size = max(config.cp_size, config.sp_size)
         return given
