@@ -279,6 +279,22 @@ def _memory():
     torch.testing.assert_close(model(ids).logits, expected, rtol=1e-6, atol=1e-6)
 
 
+def _diffusers():
+    from test_diffusers import _made
+
+    model, inputs = _made("Flux")
+    reference = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+    expected = reference(**inputs).sample
+    names = {"transformer": model, "inputs": inputs, "optimizer": optimizers[0]}
+    names = run("diffusers", names | {"velocity": torch.zeros_like(expected)})
+    torch.testing.assert_close(names["out"], expected)
+    expected.square().mean().backward()
+    optimizers[1].step()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
+
+
 def _losses():
     from deepsp.integrations.transformers import register
 
@@ -393,7 +409,7 @@ RUNS = {
     "compile": (_compile, 2), "deepspeed": (_deepspeed, 2), "schedule": (_schedule, 2),
     "sharded-weights": (_sharded_weights, 3), "losses-and-data": (_losses, 2),
     "gradients": (_gradients, 2), "memory": (_memory, 1), "hybrid": (_hybrid, 2),
-    "mixed-lengths": (_mixed_lengths, 2),
+    "mixed-lengths": (_mixed_lengths, 2), "diffusers": (_diffusers, 2),
     "ops": (_ops, 2), "trainer": (_trainer, 2), "transport": (_transport, 2),
 }  # fmt: skip
 ELSEWHERE = {"README", "guide", "training", "loops"}  # test_guide.py, test_loops.py

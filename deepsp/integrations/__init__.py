@@ -11,6 +11,6 @@ import importlib
 
 def __getattr__(name: str):
     """Imports ``deepsp.integrations.transformers`` and the others on first use."""
-    if name in ("accelerate", "deepspeed", "lightning", "transformers"):
+    if name in ("accelerate", "deepspeed", "diffusers", "lightning", "transformers"):
         return importlib.import_module(f"deepsp.integrations.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

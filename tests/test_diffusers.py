@@ -1,0 +1,212 @@
+"""Diffusion transformers of diffusers over sharded tokens: the output and every gradient of one
+process that has them all, in float64."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import on_ranks
+from torch.nn.parallel import DistributedDataParallel
+
+import deepsp
+
+F64 = torch.float64
+
+
+def _draw(*shape, seed=0):
+    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
+
+
+def _flux(text=7):
+    from diffusers import FluxTransformer2DModel
+
+    model = FluxTransformer2DModel(
+        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16,
+        num_attention_heads=4, joint_attention_dim=32, pooled_projection_dim=32,
+        axes_dims_rope=(4, 4, 8),
+    )  # fmt: skip
+    inputs = {
+        "hidden_states": _draw(2, 25, 4), "encoder_hidden_states": _draw(2, text, 32, seed=1),
+        "pooled_projections": _draw(2, 32, seed=2), "img_ids": _draw(25, 3, seed=3),
+        "txt_ids": torch.zeros(text, 3, dtype=F64),
+        "timestep": torch.tensor([0.5, 0.2], dtype=F64),
+    }  # fmt: skip
+    return model, inputs
+
+
+def _flux2():
+    from diffusers import Flux2Transformer2DModel
+
+    model = Flux2Transformer2DModel(
+        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16,
+        num_attention_heads=2, joint_attention_dim=32, timestep_guidance_channels=32,
+        axes_dims_rope=(4, 4, 4, 4),
+    )  # fmt: skip
+    inputs = {
+        "hidden_states": _draw(1, 23, 4), "encoder_hidden_states": _draw(1, 8, 32, seed=1),
+        "img_ids": torch.arange(23 * 4).view(1, 23, 4), "txt_ids": torch.zeros(1, 8, 4).long(),
+        "timestep": torch.tensor([0.5], dtype=F64), "guidance": torch.tensor([1.0], dtype=F64),
+    }  # fmt: skip
+    return model, inputs
+
+
+def _wan():
+    from diffusers import WanTransformer3DModel
+
+    model = WanTransformer3DModel(
+        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4,
+        out_channels=4, text_dim=16, freq_dim=32, ffn_dim=32, num_layers=2, cross_attn_norm=True,
+        qk_norm="rms_norm_across_heads", rope_max_seq_len=32,
+    )  # fmt: skip
+    inputs = {
+        "hidden_states": _draw(1, 4, 3, 10, 6), "timestep": torch.tensor([3]),
+        "encoder_hidden_states": _draw(1, 5, 16, seed=1),
+    }  # fmt: skip
+    return model, inputs
+
+
+def _qwen_image():
+    from diffusers import QwenImageTransformer2DModel
+
+    model = QwenImageTransformer2DModel(
+        patch_size=2, in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16,
+        num_attention_heads=3, joint_attention_dim=16, axes_dims_rope=(8, 4, 4),
+    )  # fmt: skip
+    mask = torch.ones(2, 7, dtype=torch.bool)
+    mask[1, 4:] = False
+    inputs = {
+        "hidden_states": _draw(2, 20, 16), "encoder_hidden_states": _draw(2, 7, 16, seed=1),
+        "encoder_hidden_states_mask": mask, "timestep": torch.tensor([0.5, 0.2], dtype=F64),
+        "img_shapes": [[(1, 4, 5)]] * 2,
+    }  # fmt: skip
+    return model, inputs
+
+
+def _ltx():
+    from diffusers import LTXVideoTransformer3DModel
+
+    model = LTXVideoTransformer3DModel(
+        in_channels=8, out_channels=8, num_attention_heads=2, attention_head_dim=12,
+        cross_attention_dim=24, num_layers=2, caption_channels=16,
+    )  # fmt: skip
+    mask = torch.ones(2, 5, dtype=torch.int64)
+    mask[0, 3:] = 0
+    inputs = {
+        "hidden_states": _draw(2, 3 * 3 * 4, 8), "encoder_hidden_states": _draw(2, 5, 16, seed=1),
+        "timestep": torch.tensor([3, 5]), "encoder_attention_mask": mask,
+        "num_frames": 3, "height": 3, "width": 4,
+    }  # fmt: skip
+    return model, inputs
+
+
+MODELS = {"Flux": _flux, "Flux 2": _flux2, "Wan": _wan, "QwenImage": _qwen_image, "LTX": _ltx}
+NEAR = {"Wan": 1e-5, "LTX": 1e-5}  # parts of these compute in float32
+
+
+def _made(name, **options):
+    torch.manual_seed(0)
+    model, inputs = MODELS[name](**options)
+    model = model.to(F64).train()
+    with torch.no_grad():  # what begins at 0, too, is random
+        for p in model.parameters():
+            p.add_(0.05 * _draw(*p.shape))
+    return model, inputs
+
+
+def _step(model, inputs):
+    """The output, and the gradients of a loss that weighs its elements differently."""
+    inputs = {n: x.clone() if isinstance(x, torch.Tensor) else x for n, x in inputs.items()}
+    inputs["hidden_states"].requires_grad_()
+    out = model(**inputs, return_dict=False)[0]
+    weights = torch.linspace(0.5, 1.5, out.numel(), dtype=F64).view_as(out)
+    (out * weights).square().mean().backward()
+    return out.detach(), inputs["hidden_states"].grad
+
+
+def _compare(name, model, inputs, expected, wanted, of_input, average=1):
+    near = NEAR.get(name, 1e-10)
+    model.zero_grad()
+    out, gradient = _step(model, inputs)
+    torch.testing.assert_close(out, expected, rtol=near, atol=near)
+    deepsp.sync_gradients(model)
+    dist.all_reduce(gradient)
+    torch.testing.assert_close(
+        gradient / average, of_input, rtol=0, atol=near * of_input.abs().max()
+    )
+    for n, p in model.named_parameters():
+        if wanted[n] is not None:
+            scale = wanted[n].abs().max().item()
+            error = (p.grad / average - wanted[n]).abs().max().item()
+            assert error <= near * scale + 1e-14, (n, error, scale)
+
+
+def _equals_one_process(name):
+    from deepsp.integrations.diffusers import disable, enable
+
+    model, inputs = _made(name)
+    before = dict(vars(model))
+    expected, of_input = _step(model, inputs)
+    wanted = {
+        n: p.grad.clone() if p.grad is not None else None for n, p in model.named_parameters()
+    }
+    enable(model)
+    _compare(name, model, inputs, expected, wanted, of_input)
+    model.enable_gradient_checkpointing()
+    _compare(name, model, inputs, expected, wanted, of_input)
+    disable(model)
+    assert vars(model).keys() == before.keys()
+    torch.testing.assert_close(_step(model, inputs)[0], expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_equals_one_process(ranks, name):
+    on_ranks(ranks, _equals_one_process, name)
+
+
+def _in_use():
+    """DDP over the sequence, checkpoints of two lengths in one backward, and what is refused."""
+    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+    from deepsp.integrations.diffusers import disable, enable
+
+    table = dict(_AttentionBackendRegistry._backends)
+    model, inputs = _made("Flux")
+    other = _made("Flux", text=4)[1]
+    expected = [_step(model, x)[0] for x in (inputs, other)]
+    wanted = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    enable(model, average_gradients=True)
+    model.enable_gradient_checkpointing()
+    ddp = DistributedDataParallel(model)
+    outs = []
+    with ddp.no_sync():
+        outs = [ddp(**x, return_dict=False)[0] for x in (inputs, other)]
+    for out, want in zip(outs, expected, strict=True):
+        torch.testing.assert_close(out.detach(), want, rtol=1e-10, atol=1e-10)
+    weights = [torch.linspace(0.5, 1.5, x.numel(), dtype=F64).view_as(x) for x in outs]
+    sum((x * w).square().mean() for x, w in zip(outs, weights, strict=True)).backward()
+    size = dist.get_world_size()
+    for p, want in zip(model.parameters(), wanted, strict=True):
+        dist.all_reduce(p.grad)
+        torch.testing.assert_close(p.grad / size, want, rtol=0, atol=1e-10 * want.abs().max())
+
+    with pytest.raises(ValueError, match="that isn't parallel yet"):
+        enable(model)
+    wrong = {**inputs, "hidden_states": inputs["hidden_states"] + dist.get_rank()}
+    with pytest.raises(ValueError, match=r"expected hidden_states, .*; draw noise and"):
+        model(**wrong)
+    disable(model)
+    with pytest.raises(ValueError, match="expected a model that was enabled"):
+        disable(model)
+    assert dict(_AttentionBackendRegistry._backends) == table
+    assert "deepsp" not in [x.value for x in table]
+    assert "deepsp" not in [x.value for x in AttentionBackendName]
+    with pytest.raises(ValueError, match=r"expected a model of diffusers among Flux.*, got Linear"):
+        enable(torch.nn.Linear(2, 2))
+    model.transformer_blocks[0].ff.net[1].p = 0.1
+    with pytest.raises(ValueError, match=r"without dropout, .* p=0.1 in transformer_blocks.0.ff"):
+        enable(model)
+
+
+def test_in_use():
+    on_ranks(2, _in_use)
