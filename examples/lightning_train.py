@@ -18,8 +18,8 @@ import tempfile
 from pathlib import Path
 
 import torch
-from finetune import LOSS_TOLERANCE, Sources
-from torch.utils.data import DataLoader, DistributedSampler
+from finetune import passages
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from deepsp.integrations.lightning import sequence_parallel
@@ -31,6 +31,23 @@ try:
 except ImportError:
     import pytorch_lightning as pl
     from pytorch_lightning.strategies import DDPStrategy
+
+
+LOSS_TOLERANCE = 1e-4  # what rounding explains in float32
+
+
+class Sources(Dataset):
+    """Rows of ``length`` bytes of the standard library's modules, and their labels."""
+
+    def __init__(self, rows: int, length: int, first: int = 0):
+        self.texts = passages(first + rows, length)[first:]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        ids = torch.tensor(list(self.texts[i].encode()))
+        return {"input_ids": ids, "labels": ids}
 
 
 class LanguageModel(pl.LightningModule):
