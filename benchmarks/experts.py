@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from netlink import Netlink
 from ranks import Ranks, about_machine
+from report import Table, page, ratio, show
 from tqdm import tqdm
 
 import deepsp
@@ -246,11 +247,7 @@ def milliseconds(seconds: list[float]) -> str:
     return f"{1e3 * min(seconds):.1f} / {1e3 * statistics.median(seconds):.1f}"
 
 
-def ratio(a: list[float], b: list[float]) -> str:
-    return f"{min(a) / min(b):.2f} / {statistics.median(a) / statistics.median(b):.2f}"
-
-
-def tables(found: dict, args) -> list[tuple[str, list[str], list[list[str]]]]:
+def tables(found: dict, args) -> list[Table]:
     rows = []
     for kind, x in found["kinds"].items():
         for way in WAYS:
@@ -298,34 +295,16 @@ def tables(found: dict, args) -> list[tuple[str, list[str], list[list[str]]]]:
     return result
 
 
-def show(found: dict, args) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(width=130)
-    for title, columns, rows in tables(found, args):
-        table = Table(*columns, title=title)
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
-
-
 def markdown(found: dict, args) -> str:
-    machine = found["machine"]
     worst = max(x["off"] for x in found["kinds"].values())
-    lines = [
-        "# Experts dealt out over the ranks of a sequence", "",
-        f"`{machine['command']}` on {machine['cpus']} cores, torch {machine['torch']}; the load "
-        f"was {machine['load'][0]:.1f} at the start and {machine['load'][1]:.1f} at the end, "
-        f"{machine['note']}. {args.ranks} ranks, {args.tokens} tokens, {HIDDEN} features, float32, "
-        f"experts computed by \"{args.experts}\". What is compared: `--help`.", "",
+    return page(
+        "Experts dealt out over the ranks of a sequence",
+        found["machine"],
+        f"{args.ranks} ranks, {args.tokens} tokens, {HIDDEN} features, float32, experts computed "
+        f'by "{args.experts}". What is compared: `--help`.',
         f"Outputs and gradients of the two differ by at most {worst:.1e} of the largest entry.",
-    ]  # fmt: skip
-    for title, columns, rows in tables(found, args):
-        lines += ["", f"## {title}", "", "| " + " | ".join(columns) + " |",
-                  "|" + "---|" * len(columns)]  # fmt: skip
-        lines += ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
+        tables(found, args),
+    )
 
 
 def main() -> None:
@@ -347,7 +326,7 @@ def main() -> None:
     load = os.getloadavg()[0]
     found = measure(args)
     found["machine"] = about_machine(load, args.note)
-    show(found, args)
+    show(tables(found, args))
     if args.results:
         args.results.mkdir(parents=True, exist_ok=True)
         (args.results / "experts.md").write_text(markdown(found, args))

@@ -45,6 +45,7 @@ import torch.distributed as dist
 from compile import peak_mib, reset_peak
 from netlink import Netlink
 from ranks import Ranks, about_machine
+from report import Table, page, ratio, show
 from tqdm import tqdm
 
 import deepsp
@@ -243,7 +244,7 @@ def of(seconds: list[float]) -> str:
     return f"{min(seconds):.2f} / {statistics.median(seconds):.2f}"
 
 
-def tables(found: dict, args) -> list[tuple[str, list[str], list[list[str]]]]:
+def tables(found: dict, args) -> list[Table]:
     result = []
     for part, title in (
         ("layers", "A layer, forward and backward"),
@@ -257,11 +258,8 @@ def tables(found: dict, args) -> list[tuple[str, list[str], list[list[str]]]]:
                 (c["seconds"] for c in found[part] if c["name"] == layers.MEGATRON
                  and [c[n] for n in ("kind", "length", "ranks")] == key), None,
             )  # fmt: skip
-            ratio = "" if base is None else (
-                f"{min(case['seconds']) / min(base):.2f} / "
-                f"{statistics.median(case['seconds']) / statistics.median(base):.2f}"
-            )  # fmt: skip
-            rows.append([*map(str, key), case["name"], of(case["seconds"]), ratio])
+            compared = "" if base is None else ratio(case["seconds"], base)
+            rows.append([*map(str, key), case["name"], of(case["seconds"]), compared])
         columns = ["layer", "S", "P", "", "s: min / median", "of Megatron's way"]
         if rows:
             result.append((title, columns, rows))
@@ -290,35 +288,17 @@ def tables(found: dict, args) -> list[tuple[str, list[str], list[list[str]]]]:
     return result
 
 
-def show(found: dict, args) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(width=130)
-    for title, columns, rows in tables(found, args):
-        table = Table(*columns, title=title)
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
-
-
 def markdown(found: dict, args) -> str:
-    machine = found["machine"]
     sizes = "; ".join(f"{kind}: {about}" for kind, about in SIZES.items())
     worst = max(max(x["off"].values()) for x in found["off"])
-    lines = [
-        "# Recurrent layers on a shared sequence", "",
-        f"`{machine['command']}` on {machine['cpus']} cores, torch {machine['torch']}; the load "
-        f"was {machine['load'][0]:.1f} at the start and {machine['load'][1]:.1f} at the end, "
-        f"{machine['note']}. {HIDDEN} features. {sizes}. What the contenders are: `--help`.", "",
+    return page(
+        "Recurrent layers on a shared sequence",
+        found["machine"],
+        f"{HIDDEN} features. {sizes}. What the contenders are: `--help`.",
         f"Outputs and input gradients of {args.compare} tokens differ from those of one process by "
         f"at most {worst:.1e} of the largest entry (float32). With P = 4, ranks share the cores.",
-    ]  # fmt: skip
-    for title, columns, rows in tables(found, args):
-        lines += ["", f"## {title}", "", "| " + " | ".join(columns) + " |",
-                  "|" + "---|" * len(columns)]  # fmt: skip
-        lines += ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
+        tables(found, args),
+    )
 
 
 def main() -> None:
@@ -337,7 +317,7 @@ def main() -> None:
     load = os.getloadavg()[0]
     found = measure(args)
     found["machine"] = about_machine(load, args.note)
-    show(found, args)
+    show(tables(found, args))
     if args.results:
         args.results.mkdir(parents=True, exist_ok=True)
         (args.results / "hybrid.md").write_text(markdown(found, args))

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from netlink import Netlink
 from ranks import Ranks, about_machine
+from report import Table, page, ratio
 from tqdm import tqdm
 
 import deepsp
@@ -173,13 +174,13 @@ def measure(args) -> dict:
 # ----------------------------------------------------------------------------- tables
 
 
-def tables(found: dict, args) -> list[tuple[str, list[str], list[list[str]]]]:
+def tables(found: dict, args) -> list[Table]:
     rows = []
     for mix, x in found["mixes"].items():
-        ratio = x["bytes"][DEALT] / x["bytes"][WHOLE]
+        part = x["bytes"][DEALT] / x["bytes"][WHOLE]
         rows.append(
             [mix, str(x["documents"]), str(x["longest"]), f"{x['shared']:.2f}",
-             f"{100 * x['imbalance']:.1f} %", f"{ratio:.2f}"]
+             f"{100 * x['imbalance']:.1f} %", f"{part:.2f}"]
         )  # fmt: skip
     columns = ["lengths", "documents", "longest", "shared", "imbalance", "bytes, of the whole's"]
     result = [("What travels", columns, rows)]
@@ -190,7 +191,7 @@ def tables(found: dict, args) -> list[tuple[str, list[str], list[list[str]]]]:
             a, b = whole["seconds"], dealt["seconds"]
             rows.append(
                 [whole["mix"], *(f"{min(x):.3f} / {statistics.median(x):.3f}" for x in (a, b)),
-                 f"{min(a) / min(b):.2f} / {statistics.median(a) / statistics.median(b):.2f}"]
+                 ratio(a, b)]
             )  # fmt: skip
         if rows:
             named = f"{title[0].upper()}{title[1:]}" + f", {args.rate} a rank" * (place == "link")
@@ -220,21 +221,15 @@ def draw(found: dict, args, file: Path) -> None:
 
 
 def markdown(found: dict, args) -> str:
-    machine = found["machine"]
     worst = max(x["off"] for x in found["mixes"].values())
-    lines = [
-        "# Documents of different lengths", "",
-        f"`{machine['command']}` on {machine['cpus']} cores, torch {machine['torch']}; the load "
-        f"was {machine['load'][0]:.1f} at the start and {machine['load'][1]:.1f} at the end, "
-        f"{machine['note']}. {args.ranks} ranks, {args.tokens} tokens, {args.heads} heads of "
-        f"{args.dim}, float32; attention alone, forward and backward. What is compared: `--help`.",
-        "", f"Results of the two differ by at most {worst:.1e} of the largest entry.",
-    ]  # fmt: skip
-    for title, columns, rows in tables(found, args):
-        lines += ["", f"## {title}", "", "| " + " | ".join(columns) + " |",
-                  "|" + "---|" * len(columns)]  # fmt: skip
-        lines += ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
+    return page(
+        "Documents of different lengths",
+        found["machine"],
+        f"{args.ranks} ranks, {args.tokens} tokens, {args.heads} heads of {args.dim}, float32; "
+        "attention alone, forward and backward. What is compared: `--help`.",
+        f"Results of the two differ by at most {worst:.1e} of the largest entry.",
+        tables(found, args),
+    )
 
 
 def main() -> None:
