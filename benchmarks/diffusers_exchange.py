@@ -20,14 +20,12 @@ import torch.distributed as dist
 from ranks import Ranks, about_machine
 from tqdm import tqdm
 
-ROWS = ("deepsp", "diffusers")
-
 
 class Copy(torch.autograd.Function):
     """In place of attention."""
 
     @staticmethod
-    def forward(ctx, q, k, v):
+    def forward(ctx, q, k, v, *_, **__):  # diffusers passes more
         return v.clone(memory_format=torch.contiguous_format)
 
     @staticmethod
@@ -35,13 +33,13 @@ class Copy(torch.autograd.Function):
         return gradient, gradient, gradient
 
 
-def _deepsp(shape):
+def _deepsp():
     import deepsp
 
     return deepsp.DistributedAttention(Copy.apply)
 
 
-def _diffusers(shape):
+def _diffusers():
     from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
     from diffusers.models.attention_dispatch import TemplatedUlyssesAttention
 
@@ -51,26 +49,21 @@ def _diffusers(shape):
     config.setup(dist.get_rank(), size, torch.device("cpu"), mesh)
     config = ParallelConfig(context_parallel_config=config)
 
-    def forward(ctx, q, k, v, *args, **kwargs):
-        return v.clone(memory_format=torch.contiguous_format)
-
-    def backward(ctx, gradient, *args, **kwargs):
-        return gradient, gradient, gradient
-
     def attend(q, k, v):
-        given = (None, 0.0, False, None, False, False, forward, backward, config)
+        given = (None, 0.0, False, None, False, False, Copy.forward, Copy.backward, config)
         return TemplatedUlyssesAttention.apply(q, k, v, *given)
 
     return attend
 
 
+CONTENDERS = {"deepsp": _deepsp, "diffusers": _diffusers}
 _made: dict = {}
 
 
 def measure(name: str, shape: tuple[int, ...], seed: int) -> tuple[float, float, float]:
-    """Seconds of a forward and a backward on the slowest rank, and a sum of the gradients."""
+    """Seconds of a forward and a backward on the slowest rank, and how far results are off."""
     if name not in _made:
-        _made[name] = {"deepsp": _deepsp, "diffusers": _diffusers}[name](shape)
+        _made[name] = CONTENDERS[name]()
     attend = _made[name]
     generator = torch.Generator().manual_seed(10 * seed + dist.get_rank())
     q, k, v = (torch.randn(shape, generator=generator).requires_grad_() for _ in range(3))
@@ -82,8 +75,8 @@ def measure(name: str, shape: tuple[int, ...], seed: int) -> tuple[float, float,
     torch.autograd.backward(out, gradient)
     times = torch.tensor([middle - start, time.perf_counter() - middle])
     dist.all_reduce(times, dist.ReduceOp.MAX)
-    check = (out.detach() - v.detach()).abs().max() + (q.grad - gradient).abs().max()
-    return times[0].item(), times[1].item(), check.item()
+    error = (out.detach() - v.detach()).abs().max() + (q.grad - gradient).abs().max()
+    return times[0].item(), times[1].item(), error.item()
 
 
 def main() -> None:
@@ -102,10 +95,10 @@ def main() -> None:
         parser.error("expected --tokens and --heads that --ranks divides: diffusers needs it")
     load = os.getloadavg()[0]
     shape = (1, options.tokens // options.ranks, options.heads, options.head_dim)
-    found = {name: [] for name in ROWS}
+    found = {name: [] for name in CONTENDERS}
     with Ranks(None, options.ranks) as ranks:
         for n in tqdm(range(options.rounds + 3)):
-            for name in ROWS:
+            for name in CONTENDERS:
                 forward, backward, error = ranks(measure, name, shape, n)
                 assert error == 0, (name, error)
                 if n >= 3:
