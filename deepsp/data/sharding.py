@@ -288,8 +288,10 @@ def is_handed_out(tokens: Tensor | None) -> bool:
     for last in _handed_out if tokens is not None else ():
         if isinstance(last, weakref.ref):
             return last() is tokens
-        if last is tokens or last.shape != tokens.shape or last.dtype != tokens.dtype:
-            return last is tokens
+        if last is tokens:
+            return True
+        if last.shape != tokens.shape or last.dtype != tokens.dtype:
+            return False
         with torch._C.DisableTorchFunction():  # a schedule's dry run doesn't compare these tokens
             return bool((last.to(tokens.device) == tokens).all())
     return False

@@ -16,12 +16,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader
 
 from deepsp.data.sharding import unshard
-from deepsp.integrations.local_batch import local_batch
-from deepsp.ranks.agreement import digest_of, first_difference
+from deepsp.integrations.local_batch import BACKWARDS, check_loss, local_batch
+from deepsp.ranks.agreement import digest_of
 from deepsp.ranks.groups import device_of, member_of, objects_on_all_ranks, on_all_ranks
 from deepsp.ranks.randomness import align, around_forward
-
-_BACKWARDS = 2  # calls of backward that are checked
 
 
 def prepare(
@@ -353,14 +351,11 @@ class _OfGroups:
         return tree_map_only(Tensor, lambda x: found.get(x, x), tensors)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        if self._backwards < _BACKWARDS:
+        if self._backwards < BACKWARDS:
             self._backwards += 1
-            member = member_of(self.sequence_group)
-            if first_difference([("", loss.detach())], member) is not None:
-                raise ValueError(
-                    "expected the loss of the full sequence in backward, the same number on all "
-                    "ranks of a group, got different ones: it is that of this rank's tokens; use "
-                    "model(**batch).loss, or deepsp.cross_entropy(logits, batch['shift_labels'], "
-                    "group, average_gradients=True)"
-                )
+            advice = (
+                "use model(**batch).loss, or deepsp.cross_entropy(logits, batch['shift_labels'], "
+                "group, average_gradients=True)"
+            )
+            check_loss(loss, member_of(self.sequence_group), advice)
         super().backward(loss, **kwargs)

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from deepsp.integrations.local_batch import LocalBatch, local_batch
+from deepsp.integrations.local_batch import BACKWARDS, LocalBatch, check_loss, local_batch
 from deepsp.ranks.agreement import first_difference
 from deepsp.ranks.groups import member_of
 from deepsp.ranks.randomness import align, randomness_of_a_model
@@ -21,8 +21,6 @@ from deepsp.weights.drift import is_partial
 
 _FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 """The packages that Lightning comes in. Their classes are different ones."""
-
-_BACKWARDS = 2  # calls of backward that are checked
 
 
 def sequence_parallel(strategy_class: type) -> type:
@@ -172,17 +170,13 @@ class _OfGroups:
             return super().predict_step(batch, *args)
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self._backwards < _BACKWARDS:
+        if self._backwards < BACKWARDS:
             self._backwards += 1
             advice = (
-                "return that of a model with register(group, average_gradients=True), or "
+                "return the loss of a model with register(group, average_gradients=True), or "
                 "deepsp.cross_entropy(logits, batch['shift_labels'], group, average_gradients=True)"
             )
-            if first_difference([("", closure_loss.detach())], self._member) is not None:
-                raise ValueError(
-                    "expected the loss of the full sequence in backward, the same number on all "
-                    f"ranks of a group, got that of this rank's tokens; {advice}"
-                )
+            check_loss(closure_loss, self._member, advice)
             if any(map(is_partial, self.lightning_module.parameters())):
                 raise ValueError(
                     "expected a loss with average_gradients=True, since DDP averages gradients "

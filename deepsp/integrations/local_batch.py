@@ -1,4 +1,4 @@
-"""Local batches, as integrations with trainers hand them out."""
+"""Local batches, as integrations with trainers hand them out, and the losses that they get back."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils import _pytree
 
 from deepsp.data.sharding import split_batch
+from deepsp.ranks.agreement import first_difference
+from deepsp.ranks.groups import Member
+
+BACKWARDS = 2
+"""The number of a trainer's first calls of backward whose losses are checked."""
 
 ADVICE = (
     "leave DistributedSampler out, which deals rows to processes instead of groups that share a "
@@ -56,4 +62,14 @@ def check_lens(lens: Sequence[int]) -> None:
         raise ValueError(
             f"expected batches of at least {len(lens)} tokens, one for each rank of a group, got "
             f"{sum(lens)}; pad them, or drop such samples"
+        )
+
+
+def check_loss(loss: Tensor, member: Member, advice: str) -> None:
+    """Raises on every rank if backward gets the loss of a rank's tokens. ``advice``: which loss to
+    take."""
+    if first_difference([("", loss.detach())], member) is not None:
+        raise ValueError(
+            "expected the loss of the full sequence in backward, the same number on all ranks of a "
+            f"group, got different ones: it is that of this rank's tokens; {advice}"
         )
