@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from deepsp.experts.module import DEALT
 from deepsp.ranks.groups import Group, Member, is_dtensor, member_of, ranks_of
 from deepsp.weights.drift import is_averaged
 from deepsp.weights.partitioned import is_partitioned
@@ -49,7 +50,7 @@ def sync_gradients(module: Parameters, group: Group = None) -> None:
     named, sharded = _named(module)
     if any(is_built(p) for _, p in named) or (
         isinstance(module, nn.Module)
-        and any(shards_of(m) and not hasattr(m, "_deepsp_experts") for m in module.modules())
+        and any(shards_of(m) and not hasattr(m, DEALT) for m in module.modules())
     ):
         raise ValueError(
             "module was built by a schedule, so the gradients of its parameters are full already; "
@@ -109,7 +110,7 @@ def sync_gradients(module: Parameters, group: Group = None) -> None:
 
 def _check_experts(module: Parameters, group: str) -> None:
     for n, m in module.named_modules() if isinstance(module, nn.Module) else ():
-        if dealt := getattr(m, "_deepsp_experts", None):
+        if dealt := getattr(m, DEALT, None):
             own = ranks_of(dealt.experts.member[2])
             if not set(ranks_of(group)) <= set(own):
                 raise ValueError(

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from deepsp.ranks.agreement import compare_calls
 from deepsp.ranks.groups import Group, member_of, on_all_ranks
 
+DEALT = "_deepsp_experts"
+"""The attribute of a module whose experts are sharded."""
+
 
 class DistributedExperts(nn.Module):
     """Experts of a mixture, dealt out over the ranks of the sequence group: each rank computes some

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from deepsp.experts.module import DistributedExperts
+from deepsp.experts.module import DEALT, DistributedExperts
 from deepsp.integrations.transformers import mixers
 from deepsp.integrations.transformers.masks import current
 from deepsp.ranks.groups import Group, member_of, ranks_of
@@ -21,9 +21,6 @@ from deepsp.weights.shard_gradient import mark, shard_member
 
 NAME = "deepsp"
 """The name of the implementation."""
-
-DEALT = "_deepsp_experts"
-"""The attribute of a module whose experts are sharded."""
 
 
 @dataclass
