@@ -2,10 +2,7 @@
 unmodified models in float64, loss and every gradient."""
 
 import copy
-import importlib.abc
-import importlib.machinery
 import itertools
-import re
 import sys
 import types
 
@@ -14,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from architectures import HYBRIDS, VOCAB, make
+from float64 import in_float64
 from harness import on_ranks
 from reference import draw
 from torch._dynamo import trace_rules
@@ -25,37 +23,6 @@ from deepsp.ranks.groups import member_of
 
 LENGTH, ROWS = 37, 2
 BORDERS = [[0, 5, 6, 17, LENGTH], [0, 13, LENGTH - 2, LENGTH]]
-
-
-class _Wide(importlib.machinery.SourceFileLoader):
-    """Float64 in the place of float32, in which recurrences and norms compute."""
-
-    def get_code(self, fullname):
-        path = self.get_filename(fullname)
-        source = self.get_data(path).decode()
-        source = source.replace("torch.float32", "torch.float64").replace(".float()", ".double()")
-        source = source.replace("torch.float)", "torch.float64)")
-        return compile(source, path, "exec", dont_inherit=True)
-
-
-class _Float64(importlib.abc.MetaPathFinder):
-    """Imports transformers' modeling files so that they are a reference."""
-
-    files = r"transformers\.(models\..*\.modeling_|modeling_rope_utils|activations$)"
-
-    def find_spec(self, name, path, target=None):
-        if not re.match(self.files, name):
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        if spec is not None:
-            spec.loader = _Wide(name, spec.origin)
-        return spec
-
-
-def _in_float64():
-    if not any(isinstance(finder, _Float64) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Float64())
-    torch.set_default_dtype(torch.float64)
 
 
 def _batch(kind):
@@ -106,7 +73,7 @@ def _gradients(model):
 
 
 def _equals(name, state):
-    _in_float64()
+    in_float64()
     register(state=state)
     torch.manual_seed(0)
     model = make(name)
@@ -176,7 +143,7 @@ def test_more_ranks_than_heads(name):
 def _compiled(name, lengths):
     """By the compile pass: padded, with checkpoints, then of another length; and what is changed of
     Dynamo is taken out again."""
-    _in_float64()
+    in_float64()
     torch.manual_seed(0)
     reference = make(name).train()
     model = copy.deepcopy(reference)
@@ -248,7 +215,7 @@ def test_by_a_kernel():
 
 
 def _refused():
-    _in_float64()
+    in_float64()
     register()
     part, _ = deepsp.shard_batch(_batch("left padding"))
     model = make("Mamba 2", attn_implementation="deepsp")

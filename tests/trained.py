@@ -38,18 +38,21 @@ class Rows(torch.utils.data.Dataset):
         return {"input_ids": self.ids[i], "labels": labels}
 
 
-def tokenizer(splits: bool = False):
-    """Words t0, t1, ... are the ids 0, 1, ...; ``splits``: at spaces."""
+def tokenizer(splits: bool = False, special=None, ids=None):
+    """Words t0, t1, ... are the ids 0, 1, ...; ``splits``: at spaces. ``special``: names of special
+    tokens, which have other ``ids``."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = {f"t{n}": n for n in range(VOCABULARY)}
+    taken = (ids or {}).values()
+    words = {f"t{n}": n for n in range(VOCABULARY) if n not in taken} | (ids or {})
     made = Tokenizer(models.WordLevel(words, "t3"))
     if splits:
         made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
         tokenizer_object=made,
         pad_token="t0", bos_token="t1", eos_token="t2", unk_token="t3",
+        extra_special_tokens=special or {},
     )  # fmt: skip
 
 

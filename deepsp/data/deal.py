@@ -64,15 +64,17 @@ def describe(
     pad_to: int | None,
     ignore_index: int,
     shift: Sequence[str] | None,
+    shard_at: str,
 ) -> tuple[list[tuple[Path, Tensor]], bytes]:
     """The tensors of a batch before they are split, and the pickled :class:`Described` with the
     values that aren't tensors. ValueError for batches that :func:`deepsp.shard_batch` refuses."""
-    full, named, length = full_batch(named_values(batch, dim), dim, pad_to, ignore_index, shift)
+    values = named_values(batch, dim)
+    full, named, length = full_batch(values, dim, pad_to, ignore_index, shift, shard_at)
 
     def part_of(path: Path, x: Tensor) -> Part:
         if x.layout != torch.strided:
             raise ValueError(f"expected {name_of(path)} to be dense, got {x.layout}; make it dense")
-        place = dim_of(path, dim)
+        place = dim_of(path, dim, shard_at, shift)
         return Part(
             x.dtype, list(x.shape), None if place is None else place % x.dim(), x.device.type
         )
@@ -82,14 +84,13 @@ def describe(
 
 
 def exchange(
-    known: Sequence[Described | None], full: Sequence[tuple[Path, Tensor]], dim: int, member: Member
+    known: Sequence[Described | None], full: Sequence[tuple[Path, Tensor]], member: Member
 ) -> list[Tensor]:
     """This rank's part of each rank's batch, as bytes, by rank: one all-to-all.
 
     Args:
         known: each rank's description; None: it has no batch.
         full: this rank's tensors.
-        dim: the sequence dimension.
         member: rank, size and name of the group.
     """
     rank, size, name = member
@@ -97,7 +98,8 @@ def exchange(
     sent, counts = [torch.empty(0, dtype=torch.uint8, device=device)], [0] * size
     if full:
         lens = seq_lens(known[rank].length, member)
-        tensors = [(dim_of(path, dim), x.detach().to(device)) for path, x in full]
+        dims = [part.dim for _, part in leaves_of(known[rank].batch, Part)]
+        tensors = [(d, x.detach().to(device)) for d, (_, x) in zip(dims, full, strict=True)]
         for r, (place, x) in itertools.product(range(size), tensors):
             part = x if place is None else x.split(lens, place)[r]
             flat = part.reshape(-1)

@@ -22,7 +22,14 @@ from deepsp.data.deal_batch import (
     exchange_documents,
 )
 from deepsp.data.documents import deal_documents
-from deepsp.data.sharding import Path, check_dim, hand_out, name_of, shard_batch
+from deepsp.data.sharding import (
+    Path,
+    check_dim,
+    check_shard_at,
+    hand_out,
+    name_of,
+    shard_batch,
+)
 from deepsp.ranks.agreement import compare_calls, first_difference
 from deepsp.ranks.groups import (
     Group,
@@ -74,7 +81,8 @@ class SequenceLoader:
         dim: the sequence dimension, counted from the front.
         pad_to: pads each full sequence at its end to this many tokens; None: no padding.
         ignore_index: the label of tokens that don't count.
-        shift: as in :func:`deepsp.shard_batch`.
+        shift: as in :func:`deepsp.shard_batch`; ``shard_at``, too, but not with ``mix``.
+        shard_at: where the model shards its sequence.
 
     Raises:
         ValueError: the loader isn't iterable, ``dim`` is negative, or the ranks pass different
@@ -94,6 +102,7 @@ class SequenceLoader:
         pad_to: int | None = None,
         ignore_index: int = -100,
         shift: Sequence[str] | None = None,
+        shard_at: str = "inputs",
         mix: bool = False,
         max_tokens: int | None = None,
         cost: Cost = COST,
@@ -104,16 +113,18 @@ class SequenceLoader:
                 f"{type(loader).__name__}; pass what yields batches"
             )
         check_dim(dim)
+        check_shard_at(shard_at)
         self.loader = loader
         self._member = member_of(group)
         self._device = device_of(self._member)
         self._replicated = replicated or self._member[1] == 1
         self._options = {"dim": dim, "pad_to": pad_to, "ignore_index": ignore_index, "shift": shift}
+        self._options["shard_at"] = shard_at
         self._mix, self._limits = mix, {"max_tokens": max_tokens, "cost": cost}
-        if mix and (dim != 1 or pad_to is not None):
+        if mix and (dim != 1 or pad_to is not None or shard_at != "inputs"):
             raise ValueError(
-                f"expected dim=1 and no pad_to with mix=True, got dim={dim} and pad_to={pad_to}; "
-                "leave them out"
+                f"expected dim=1, no pad_to and shard_at='inputs' with mix=True, got dim={dim}, "
+                f"pad_to={pad_to} and shard_at={shard_at!r}; leave them out"
             )
         if not mix and (max_tokens is not None or cost != COST):
             raise ValueError(
@@ -270,7 +281,7 @@ class SequenceLoader:
             self._compare(known, tensors)
         if self._mix:
             return start, iter([self._mixed(known, found)])
-        parts = exchange(known, found or [], self._options["dim"], self._member)
+        parts = exchange(known, found or [], self._member)
         return start, self._made(known, parts)
 
     def _compare(self, known: list, tensors: list[tuple[Path, torch.Tensor]]) -> None:

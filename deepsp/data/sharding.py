@@ -28,6 +28,8 @@ _TOKENS = ("input_ids", "inputs_embeds")
 _KNOWN = (*_TOKENS, "labels", "shift_labels", "position_ids", "attention_mask")
 _INPUTS = ("token_type_ids", "mm_token_type_ids", "segment_ids", "decoder_input_ids")
 """Further token-wise inputs of models."""
+_IMAGES = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "image_sizes")
+"""Inputs of vision-language models that have no entry for each token."""
 
 
 def shard(tensor: Tensor, dim: int, group: Group = None) -> Tensor:
@@ -85,6 +87,7 @@ def shard_batch(
     pad_to: int | None = None,
     ignore_index: int = -100,
     shift: Sequence[str] | None = None,
+    shard_at: str = "inputs",
 ) -> tuple[dict[str, Any], list[int]]:
     """Shards a batch that every rank has in full, ready for a next-token loss.
 
@@ -103,6 +106,9 @@ def shard_batch(
             shifted like labels, with 0 at the last position. Needed if the batch has ``labels`` and
             a tensor of their shape that isn't a known input of a model; () if all of these belong
             to the inputs.
+        shard_at: "inputs", or "decoder" for a vision-language model of transformers, which shards
+            the sequence itself, after its images have become tokens: then everything stays full but
+            ``shift_labels`` and what is shifted with it.
 
     Returns:
         The local batch, and ``seq_lens``, the number of tokens of each rank. In the batch:
@@ -122,12 +128,12 @@ def shard_batch(
     Raises:
         ValueError: there is no sequence, there are both ``labels`` and ``shift_labels``, a tensor
             doesn't have S elements along ``dim``, ``labels`` are in a mapping of the batch,
-            ``pad_to`` is less than S, ``shift`` is needed, or the ranks of the group have different
-            batches. Batches are compared on every call, or in the next model if it exchanges
-            numbers anyway (attention of transformers' models); not in a data loader's worker or
-            another thread.
+            ``pad_to`` is less than S or given with ``shard_at="decoder"``, ``shift`` is needed, or
+            the ranks of the group have different batches. Batches are compared on every call, or in
+            the next model if it exchanges numbers anyway (attention of transformers' models); not
+            in a data loader's worker or another thread.
     """
-    return split_batch(batch, group, ADVICE, dim, pad_to, ignore_index, shift)
+    return split_batch(batch, group, ADVICE, dim, pad_to, ignore_index, shift, shard_at)
 
 
 def split_batch(
@@ -138,14 +144,15 @@ def split_batch(
     pad_to: int | None = None,
     ignore_index: int = -100,
     shift: Sequence[str] | None = None,
+    shard_at: str = "inputs",
 ) -> tuple[dict[str, Any], list[int]]:
     """:func:`shard_batch`, with its own ``advice`` for different batches."""
     batch = named_values(batch, dim)
     compare_batches([(name_of(path), x) for path, x in leaves_of(batch)], group, advice)
-    batch, named, length = full_batch(batch, dim, pad_to, ignore_index, shift)
+    batch, named, length = full_batch(batch, dim, pad_to, ignore_index, shift, shard_at)
 
     def local(path: Path, x: Tensor) -> Tensor:
-        place = dim_of(path, dim)
+        place = dim_of(path, dim, shard_at, shift)
         return x if place is None else shard(x, place, group)
 
     batch = map_leaves(local, batch)
@@ -179,10 +186,17 @@ def full_batch(
     pad_to: int | None,
     ignore_index: int,
     shift: Sequence[str] | None,
+    shard_at: str = "inputs",
 ) -> tuple[dict[str, Any], str, int]:
     """A batch before :func:`shard_batch` splits its tensors along :func:`dim_of`, the name of its
     tokens, and their number. Raises what shard_batch does, except for different batches."""
-    batch = dict(batch)
+    batch, at_decoder = dict(batch), shard_at == "decoder"
+    check_shard_at(shard_at)
+    if at_decoder and (dim != 1 or pad_to is not None):
+        raise ValueError(
+            f"expected dim=1 and no pad_to with shard_at='decoder', got dim={dim} and "
+            f"pad_to={pad_to}; let the model's processor pad"
+        )
     for name in _KNOWN:
         if not isinstance(batch.get(name, torch.empty(0)), Tensor) and name not in _TOKENS:
             raise ValueError(
@@ -204,11 +218,17 @@ def full_batch(
             f"dimension {dim}, got {shape}"
         )
     length = batch[named].size(dim)
-    if dim == 1:
+    if dim == 1 and not at_decoder:
         batch = as_positions(batch, tuple(batch[named].shape[:2]), batch[named].device)
-    _check_lengths(batch, named, dim, length)
+    _check_lengths(batch, named, dim, length, shard_at, shift)
 
-    if "position_ids" not in batch:
+    if at_decoder:
+        positions = batch.get("position_ids")
+        if positions is not None and positions.dim() == 3:  # of 4 rows, the first is the text's
+            positions = positions[0] if positions.size(0) == 4 else None
+        given = "labels" in batch and positions is not None
+        restarts = _restarts(positions, batch, dim) if given else None
+    elif "position_ids" not in batch:
         batch["position_ids"] = torch.arange(length, device=batch[named].device).unsqueeze(0)
         restarts = None
     else:
@@ -258,9 +278,18 @@ def leaves_of(batch: Mapping[str, Any], kind: type = Tensor) -> list[tuple[Path,
     return found
 
 
-def dim_of(path: Path, dim: int) -> int | None:
+def dim_of(
+    path: Path, dim: int, shard_at: str = "inputs", shift: Sequence[str] | None = None
+) -> int | None:
     """The dimension along which a tensor of a batch is sharded; None: it stays full."""
+    if shard_at == "decoder":
+        return dim if path[-1] in ("shift_labels", *(shift or ())) else None
     return {"position_ids": -1, "attention_mask": None}.get(path[-1], dim)
+
+
+def check_shard_at(shard_at: str) -> None:
+    if shard_at not in ("inputs", "decoder"):
+        raise ValueError(f"expected shard_at to be 'inputs' or 'decoder', got {shard_at!r}")
 
 
 def hand_out(local: Mapping[str, Any], named: str, dim: int, length: int) -> None:
@@ -320,15 +349,28 @@ def _restarts(positions: Tensor, batch: Mapping[str, Any], dim: int) -> Tensor:
     return restarts & ~ones
 
 
-def _check_lengths(batch: Mapping[str, Any], named: str, dim: int, length: int) -> None:
+def _check_lengths(
+    batch: Mapping[str, Any],
+    named: str,
+    dim: int,
+    length: int,
+    shard_at: str,
+    shift: Sequence[str] | None,
+) -> None:
     for path, value in leaves_of(batch):
-        place = dim_of(path, dim)
+        place = dim_of(path, dim, shard_at, ("labels", *(shift or ())))
         if place is None:
             continue
         if not -value.dim() <= place < value.dim() or value.size(place) != length:
+            advice = ""
+            if path[-1] in _IMAGES:
+                advice = (
+                    "; for a vision-language model, whose images become tokens inside of it, pass "
+                    "shard_at='decoder'"
+                )
             raise ValueError(
                 f"expected {name_of(path)} to have size {length} in dimension {place}, the "
-                f"sequence length of {named}, got shape {tuple(value.shape)}"
+                f"sequence length of {named}, got shape {tuple(value.shape)}{advice}"
             )
         if path[-1] == "labels" and len(path) > 1:
             raise ValueError(

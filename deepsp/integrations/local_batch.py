@@ -48,10 +48,13 @@ _pytree.register_pytree_node(
 
 
 def local_batch(
-    batch: Mapping[str, Any], group: dist.ProcessGroup, shift: Sequence[str] | None = None
+    batch: Mapping[str, Any],
+    group: dist.ProcessGroup,
+    shift: Sequence[str] | None = None,
+    shard_at: str = "inputs",
 ) -> tuple[LocalBatch, list[int]]:
     """This rank's part of a batch, and the tokens of each rank: at least one."""
-    local, lens = split_batch(batch, group, ADVICE, shift=shift)
+    local, lens = split_batch(batch, group, ADVICE, shift=shift, shard_at=shard_at)
     check_lens(lens)
     return LocalBatch(local), lens
 

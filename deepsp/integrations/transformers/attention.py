@@ -17,8 +17,8 @@ COUNTS_OTHERWISE = "_deepsp_counts_otherwise"
 """The attribute of modules whose model makes other position_ids than 0, 1, 2, ..."""
 
 _ELSEWHERE = {
-    "num_items_in_batch", "output_hidden_states", "output_router_logits", "return_dict",
-    "shift_labels", "cache_position",
+    "logits_to_keep", "num_items_in_batch", "output_hidden_states", "output_router_logits",
+    "return_dict", "shift_labels", "cache_position",
 }  # fmt: skip
 """Arguments of a model's forward that reach its attention without a meaning there."""
 
@@ -54,8 +54,9 @@ def attention(
         _check_count(module, parts)
     length = sum(masks.seq_lens)
     window = masks.local_size
-    windowed = sliding_window is not None and sliding_window < length and masks.given is None
-    if windowed and window != sliding_window:
+    windowed = sliding_window is not None and sliding_window < length
+    made = masks.given is None and not masks.full
+    if made and windowed and window != sliding_window:
         raise ValueError(
             f"expected sliding_window of {type(module).__name__} to be that of its mask "
             f"({window}), got {sliding_window}"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable would import Dynamo now
 
 from deepsp.data import sharding as data
-from deepsp.integrations.transformers import mixers
+from deepsp.integrations.transformers import mixers, multimodal
 from deepsp.integrations.transformers.check import CALLED, CHECKED, check, implementations
 from deepsp.integrations.transformers.masks import current
 from deepsp.integrations.transformers.own_loss import OwnLoss, computing
@@ -25,6 +25,9 @@ from deepsp.ranks.randomness import randomness_of_a_model
 
 _names: dict[str, OwnLoss] = {}
 """The names under which deepsp's attention is registered, and the loss of models that use it."""
+
+_deals_images: set[str] = set()
+"""The names with which images are dealt out."""
 
 REPLACED = ("PreTrainedModel.__call__", "PreTrainedModel.get_correct_attn_implementation")
 
@@ -41,10 +44,11 @@ _KNOWN = {
 """Tensors that a model may get: the check covers them, or attention uses them, or nothing does."""
 
 
-def notice(name: str, loss: OwnLoss) -> None:
+def notice(name: str, loss: OwnLoss, deal_images: bool) -> None:
     """Installs the checks, for models whose attention is ``name``. ``loss``: their loss for
-    ``shift_labels``."""
+    ``shift_labels``. ``deal_images``: whether each rank encodes only its share of the images."""
     _names[name] = loss
+    (_deals_images.add if deal_images else _deals_images.discard)(name)
     install()
 
 
@@ -67,6 +71,8 @@ def install() -> None:
                 f"AttentionInterface of transformers, got {requested_attention!r}; try the compile "
                 "pass, torch.compile(backend='deepsp'), with 'sdpa'"
             )
+        if requested_attention in _names and multimodal.is_tower(self):
+            requested_attention = None  # each rank has its images in full
         return given(self, requested_attention, *args, **kwargs)
 
     _originals.append((PreTrainedModel, given))
@@ -95,21 +101,54 @@ def _call(self, *args, **kwargs):
         # A graph break in compiled code, once; attention breaks the graph anyway.
         if getattr(self, CHECKED, None) != name:
             _first(self)
-        before = current.runs, current.positions, current.deal, current.loss
+        before = current.runs, current.positions, current.deal, current.loss, current.door
         current.deal, current.loss = kwargs.pop("deal", before[2]), loss
-        if mixers.prepare(self):
-            given = mixers.positions_of(self, kwargs)
-            current.runs, current.positions = True, before[1] if given is None else given
         try:
+            args, kwargs, places = _at_door(self, loss, args, kwargs)
+            if places is not None:
+                current.positions = places
+            if current.door is None and mixers.prepare(self):
+                given = mixers.positions_of(self, kwargs)
+                current.runs = True
+                if places is None and given is not None:
+                    current.positions = given
             if not torch.compiler.is_compiling():
                 with randomness_of_a_model(member_of(loss.group)):
                     return _run(self, loss, args, kwargs)
             return _run(self, loss, args, kwargs)
         finally:
-            current.runs, current.positions, current.deal, current.loss = before
+            current.runs, current.positions, current.deal, current.loss, current.door = before
     if loss is None and not torch.compiler.is_compiling():
         _check_alone(self, args, kwargs)
     return nn.Module.__call__(self, *args, **kwargs)
+
+
+def _at_door(
+    model: nn.Module, loss: OwnLoss, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any], Tensor | None]:
+    """The arguments of a call, and the places of a decoder's tokens, for a vision-language model
+    and its parts."""
+    door = current.door
+    if door is None:
+        if mixers.checks_now() or multimodal.decoder_of(model) is None:
+            return args, kwargs, None
+        args, kwargs = (), named_arguments(model, args, kwargs)
+        if current.deal is not None:
+            raise ValueError(
+                f"expected no batch of deal_batch in the call of {type(model).__name__}, which is "
+                "sharded where its decoder begins, got one; use shard_batch with "
+                "shard_at='decoder'"
+            )
+        if getattr(model, CALLED, False):
+            check_arguments(model, args, kwargs)
+        deals = any(_names[name] is loss for name in _deals_images)
+        door = current.door = multimodal.open_door(model, loss.group, deals, kwargs)
+    if model is door.decoder:
+        current.door = None
+        return (), *multimodal.local_arguments(door, named_arguments(model, args, kwargs))
+    if door.deals_images and model is model.base_model:
+        return (), multimodal.deal_images(model, door, named_arguments(model, args, kwargs)), None
+    return args, kwargs, None
 
 
 def shards_inside(model: nn.Module, kwargs: dict[str, Any]) -> bool:
@@ -191,8 +230,11 @@ def check_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> No
             "expected no logits_to_keep, since the last tokens of this rank are not those of the "
             "sequence; leave it out, or call model.set_attn_implementation('sdpa') for generate()"
         )
+    known = _KNOWN
+    if multimodal.decoder_of(model) is not None:
+        known = known | set(inspect.signature(model.forward).parameters)
     for name, value in given.items():
-        if isinstance(value, Tensor) and name not in _KNOWN:
+        if isinstance(value, Tensor) and name not in known:
             raise ValueError(
                 f"expected no {name} in the call of {cls}, got shape {tuple(value.shape)}: {cls} "
                 "was checked to work on each token alone without it. Put other modalities into "

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from deepsp.integrations.transformers import mixers
+from deepsp.integrations.transformers import mixers, multimodal
 from deepsp.integrations.transformers.attention import COUNTS_OTHERWISE, masks_of
 from deepsp.integrations.transformers.masks import current, ours
 from deepsp.tokenwise import probe
@@ -138,6 +138,7 @@ class _Check(Probe):
 
     def check(self) -> None:
         self.has_mixers = mixers.prepare(self.model)
+        self.has_door = multimodal.decoder_of(self.model) is not None
         arguments = self._arguments()
         self.check_batch_norms()
         with as_it_was(self.model), self._without_attention(), mixers.stand_ins():
@@ -188,7 +189,8 @@ class _Check(Probe):
                     "tokens are in the full sequence; it doesn't"
                 )
         config = self.model.config.get_text_config()
-        special = {v for k, v in config.to_dict().items()
+        both = [*config.to_dict().items(), *self.model.config.to_dict().items()]
+        special = {v for k, v in both
                    if k.endswith(("_id", "_index")) and isinstance(v, int)}  # fmt: skip
         words = [i for i in range(min(config.vocab_size, 500)) if i not in special]
         row = [words[5 * i % len(words)] for i in range(self.length)]
@@ -215,7 +217,9 @@ class _Check(Probe):
         )
 
     def _forward(self, arguments: dict[str, Any]) -> Any:
-        if self.has_mixers:
+        if self.has_door:
+            current.positions = arguments.get("position_ids")
+        elif self.has_mixers:
             current.positions = mixers.positions_of(self.model, arguments)
         try:
             return nn.Module.__call__(self.model, **arguments)

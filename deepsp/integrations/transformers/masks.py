@@ -13,6 +13,7 @@ from torch._compile import _disable_dynamo
 from deepsp.data import sharding as data
 from deepsp.data.documents import Deal
 from deepsp.data.same_batch import carried, compare_carried
+from deepsp.integrations.transformers.multimodal import Door
 from deepsp.integrations.transformers.own_loss import OwnLoss
 from deepsp.integrations.transformers.patterns import (
     document_ranges,
@@ -35,12 +36,14 @@ class Ranges:
 
 class _Current(threading.local):
     """The call of a model that runs on this thread: its loss, the deal of its batch, whether it has
-    recurrent layers, and then its position_ids."""
+    recurrent layers, and then its position_ids; of a vision-language model, until its decoder runs,
+    what the decoder is to get."""
 
     loss: OwnLoss | None = None
     runs: bool = False
     positions: Tensor | None = None
     deal: Deal | None = None
+    door: Door | None = None
 
 
 current = _Current()
@@ -60,6 +63,8 @@ class Masks:
     """The positions of the full sequence."""
     of_call: Tensor | None
     """The model's own position_ids, where its layers don't pass them on."""
+    full: bool
+    """Whether ``pattern`` is the mask of the full sequence, apart from padding."""
 
     def __init__(
         self,
@@ -92,11 +97,15 @@ class Masks:
             )
         # transformers sets these if the mask is this pattern plus padding, and may be left out.
         self.causal, self.bidirectional = allow_is_causal_skip, allow_is_bidirectional_skip
+        self.full, self.use_vmap = False, use_vmap
         if given is None and not self.causal and not self.bidirectional:
             # Documents among this rank's tokens; those of the full sequence are found later.
-            self.pattern = None if use_vmap else without_documents(mask_function)
-            self.causal = True
-            if self.pattern is None:
+            pattern = None if use_vmap else without_documents(mask_function)
+            if pattern is not None:
+                self.pattern, self.causal = pattern, True
+            elif current.door is not None:
+                self.full = True  # made before the decoder: by indices of the full sequence
+            else:
                 raise ValueError(
                     "expected a mask of causal attention, a window, padding and documents, got "
                     "other mask functions, whose meaning for a sharded sequence isn't known; pass "
@@ -164,7 +173,9 @@ class Masks:
         return positions
 
     def _ranges(self) -> Ranges | None:
-        pattern = None if self.given is not None else pattern_of(self.pattern)
+        if self.given is not None or self.full:
+            return None
+        pattern = pattern_of(self.pattern)
         if pattern is None:
             return None
         packed = self.causal and self.padding is None
@@ -213,7 +224,7 @@ class Masks:
             allow_is_bidirectional_skip=self.bidirectional,
             dtype=like.dtype,
             config=config,
-            use_vmap=False,
+            use_vmap=self.full and self.use_vmap,
             device=like.device,
         )
 

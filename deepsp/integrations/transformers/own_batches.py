@@ -70,8 +70,9 @@ class OwnBatches(Evaluation):
         if self._loader is None:
             self._given = []
             read = iter(self._given.pop, None)  # holds no reference to the trainer: no cycle
-            self._loader = SequenceLoader(read, self._group, shift=(), mix=self._mix_lengths)
-        self._given[:] = [self._shifted(self._prepare_inputs(inputs))]
+            options = {"shift": (), "mix": self._mix_lengths, "shard_at": self._shard_at}
+            self._loader = SequenceLoader(read, self._group, **options)
+        self._given[:] = [self._shifted(self._prepare_inputs(inputs))[0]]
         turns = 1 if self._mix_lengths else self._size
         state, losses = self.accelerator.gradient_state, []
         syncs = state.sync_gradients

@@ -28,7 +28,7 @@ from transformers import Trainer, TrainingArguments
 from deepsp.data.sharding import unshard
 from deepsp.integrations.accelerate import once_per_group
 from deepsp.integrations.local_batch import local_batch
-from deepsp.integrations.transformers import calls, mixers
+from deepsp.integrations.transformers import calls, mixers, multimodal
 from deepsp.integrations.transformers.check import implementations
 from deepsp.integrations.transformers.evaluation import Evaluation
 from deepsp.integrations.transformers.experts import refuse_dealt
@@ -93,7 +93,8 @@ def _whole(fused, model: nn.Module, group: Group, batch: Mapping[str, Any]) -> A
     batch = {name: x for name, x in batch.items() if x is not None}
     labels, items = batch.pop("labels"), batch.pop("num_items_in_batch", None)
     batch["shift_labels"] = F.pad(labels, (0, 1), value=-100)[..., 1:]
-    local, lens = local_batch(batch, group)
+    shard_at = "inputs" if multimodal.decoder_of(model) is None else "decoder"
+    local, lens = local_batch(batch, group, shard_at=shard_at)
     calls.check_arguments(model, (), local)
     if local.get("output_router_logits"):
         mixers.balance_of_mixtral()  # TRL computes it for all mixtures by Mixtral's function

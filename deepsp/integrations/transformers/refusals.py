@@ -34,6 +34,16 @@ class Refusals:
                 "expected neftune_noise_alpha=None, since the noise would be that of a rank's "
                 f"length, which is too much, got {self.args.neftune_noise_alpha}; leave it out"
             )
+        if self._deal_images and (self._compiled is not None or self._shard_at == "inputs"):
+            raise ValueError(
+                "expected deal_images with a vision-language model and without compiled, got "
+                f"{type(self._base_model()).__name__} and compiled={self._compiled}; leave it out"
+            )
+        if self._mix_lengths and self._shard_at == "decoder":
+            raise ValueError(
+                f"expected mix_lengths=False for {type(self._base_model()).__name__}, which is "
+                "sharded where its decoder begins, got True; leave it out"
+            )
         if self._tensor_size > 1:
             self._check_tensor_parallel()
         if self._own_batches:

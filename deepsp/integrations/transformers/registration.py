@@ -25,6 +25,7 @@ def register(
     kv_chunk: int | None = None,
     query_parts: int | str = "auto",
     state: str | None = None,
+    deal_images: bool = False,
 ) -> None:
     """Makes ``attn_implementation=name`` (or ``model.set_attn_implementation(name)``) attention
     over sequences that are sharded over ``group``.
@@ -37,6 +38,10 @@ def register(
     not, with grouped heads, sliding windows or chunks, padding ([B, S], or a mask [B, 1, S, S]),
     documents in one row that restart ``position_ids`` (in causal attention without
     ``attention_mask``, as there), softcap and sinks. Attention of padding itself is 0.
+
+    A vision-language model is sharded where its decoder begins: it gets full ids, pixels and grids,
+    and local ``shift_labels``, as ``shard_batch(batch, shard_at="decoder")`` returns them, and its
+    logits are those of this rank's tokens. Its towers keep an implementation of transformers.
 
     Windows, documents and padding at the ends of rows take time and memory only for the tokens that
     are attended to. S x S bools are made for padding between tokens, for masks [B, 1, S, S], and
@@ -59,6 +64,8 @@ def register(
             have whole heads.
         state: how recurrent layers run, as in :class:`deepsp.DistributedRecurrence`; None: by heads
             if there is one for each rank, else by state.
+        deal_images: each rank encodes its share of a vision-language model's images and videos, and
+            gets the features of the others; False: all ranks encode all of them.
 
     Raises:
         ValueError: ``chunks`` or ``kv_chunk`` isn't an int >= 1, ``core`` isn't known, or this
@@ -105,7 +112,7 @@ def register(
     )
     transformers.AttentionMaskInterface.register(name, Masks)
     mixers.notice(name, member, state)
-    calls.notice(name, OwnLoss(member, average_gradients))
+    calls.notice(name, OwnLoss(member, average_gradients), deal_images)
 
 
 def base_of(model):
@@ -124,7 +131,13 @@ def base_of(model):
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def use_in(model, group: Group, chunks: int = 1, query_parts: int | str = "auto") -> None:
+def use_in(
+    model,
+    group: Group,
+    chunks: int = 1,
+    query_parts: int | str = "auto",
+    deal_images: bool = False,
+) -> None:
     """Sets a causal language model's attention over ``group`` and the loss of full sequences, for
     wrappers that average gradients over all ranks, and checks the model. Attention other than
     "sdpa" and "eager" becomes the core.
@@ -146,7 +159,8 @@ def use_in(model, group: Group, chunks: int = 1, query_parts: int | str = "auto"
     # The model's present implementation keeps computing its attention.
     given = model.config._attn_implementation
     core = "auto" if given in ("sdpa", "eager", *ours()) else given
-    register(group, chunks, average_gradients=True, core=core, query_parts=query_parts)
+    options = {"query_parts": query_parts, "deal_images": deal_images}
+    register(group, chunks, average_gradients=True, core=core, **options)
     model.set_attn_implementation("deepsp")
     if not any(map(is_away, model.parameters())):
         check(model)  # else on its first forward, in which DeepSpeed gathers them

@@ -16,27 +16,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import seed_worker
 
-from deepsp.data.deal_batch import deal_batch
 from deepsp.data.sharding import unshard
 from deepsp.integrations.accelerate import share_batches
-from deepsp.integrations.local_batch import LocalBatch, local_batch
 from deepsp.integrations.transformers.causal_lm import causal_lm_loss
 from deepsp.integrations.transformers.class_loss import OneProcess, class_loss
 from deepsp.integrations.transformers.compiled import Compiled
 from deepsp.integrations.transformers.dealt_experts import DDP, DealtExperts
 from deepsp.integrations.transformers.experts import refuse_dealt
+from deepsp.integrations.transformers.local_inputs import LocalInputs
 from deepsp.integrations.transformers.own_batches import OwnBatches
 from deepsp.integrations.transformers.preference import TRAINERS, Preference, trl_class
 from deepsp.integrations.transformers.refusals import Refusals
@@ -69,6 +66,8 @@ def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
       on b * N samples. The group trains on its ranks' batches in turns, as
       :class:`deepsp.SequenceLoader` gives them, or, with ``mix_lengths``, on all at once. Steps
       equal those of the same training on N processes. Evaluation shares batches as without it.
+    - ``deal_images``: as in :func:`deepsp.integrations.transformers.register`, for a
+      vision-language model.
     - ``compiled``: runs the model by the compile pass, ``torch.compile(model, backend="deepsp",
       fullgraph=True)``, with full batches. For models other than causal language models: masked
       ones, classifiers, encoders with decoders. True, or a dict of the pass's options
@@ -100,7 +99,8 @@ def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
             (:func:`deepsp.integrations.transformers.check`); the size doesn't divide the number of
             processes; label smoothing with a class that computes its loss itself;
             ``predict_with_generate``; ``compiled`` with FSDP, DeepSpeed, a class of TRL,
-            ``without_logits`` or ``mix_lengths``; ``own_batches`` with ``compiled``,
+            ``without_logits`` or ``mix_lengths``; ``mix_lengths`` with a vision-language model, or
+            ``deal_images`` without one; ``own_batches`` with ``compiled``,
             ``compute_loss_func``, ``average_tokens_across_devices=False``, ``even_batches=False``
             or a model that has ``accepts_loss_kwargs=False``; vLLM, tools and other things that a
             preference or RL trainer can't do; experts that
@@ -132,7 +132,7 @@ def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
     return type(name, bases, {"__doc__": sequence_parallel.__doc__})
 
 
-class _SequenceParallel(Refusals, DealtExperts, Compiled, OwnBatches):
+class _SequenceParallel(Refusals, DealtExperts, Compiled, LocalInputs, OwnBatches):
     """:func:`sequence_parallel` puts this class before a class of trainers."""
 
     _is_made = False
@@ -146,13 +146,14 @@ class _SequenceParallel(Refusals, DealtExperts, Compiled, OwnBatches):
         mix_lengths: bool = False,
         compiled: bool | Mapping[str, Any] = False,
         own_batches: bool = False,
+        deal_images: bool = False,
         **kwargs,
     ):
         self._asked_size, self._without_logits = sequence_parallel_size, without_logits
         self._query_parts, self._mix_lengths = query_parts, mix_lengths
         if compiled or isinstance(compiled, Mapping):
             self._compiled = dict(compiled) if isinstance(compiled, Mapping) else {}
-        self._asked_own_batches = own_batches
+        self._asked_own_batches, self._deal_images = own_batches, deal_images
         super().__init__(*args, **kwargs)
         self._is_made = True
         if self._size == 1:
@@ -205,7 +206,8 @@ class _SequenceParallel(Refusals, DealtExperts, Compiled, OwnBatches):
         if self._compiled is not None:
             self._compile(model, self._group, self._query_parts)
         else:
-            use_in(base_of(model), self._group, query_parts=self._query_parts)
+            options = {"query_parts": self._query_parts, "deal_images": self._deal_images}
+            use_in(base_of(model), self._group, **options)
 
     def call_model_init(self, trial=None) -> nn.Module:
         model = super().call_model_init(trial)
@@ -312,32 +314,6 @@ class _SequenceParallel(Refusals, DealtExperts, Compiled, OwnBatches):
         loss = torch.ops.deepsp.all_reduce(loss.detach(), "replicated", rank, size, name)
         return loss / (self._tensor_size if own else size)
 
-    def _shard(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]]:
-        if self._turn is not None:
-            return LocalBatch(inputs), self._turn[1]
-        batch = self._shifted(inputs)
-        if self._mix_lengths and self._base_model().training:
-            local, deal = deal_batch(batch, self._group)
-            return LocalBatch(local), deal.seq_lens
-        return local_batch(batch, self._group)
-
-    def _shifted(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """A full batch with shift_labels in place of labels."""
-        batch = dict(inputs)
-        labels = batch.pop("labels", None)
-        if labels is not None and batch.get("shift_labels") is None:
-            # transformers' shift: its collators mark the ends of documents in a row.
-            batch["shift_labels"] = F.pad(labels, (0, 1), value=-100)[..., 1:]
-            for name, x in batch.items():
-                if name not in self._inputs and isinstance(x, Tensor) and x.shape == labels.shape:
-                    batch[name] = F.pad(x, (0, 1))[..., 1:]  # a weight of each label, say
-        return batch
-
-    @functools.cached_property
-    def _inputs(self) -> set[str]:
-        """The names of inputs in a batch, as opposed to tensors that belong to labels."""
-        return {"shift_labels", *inspect.signature(self._base_model().forward).parameters}
-
     def _ours(self, model, inputs, local, seq_lens, num_items_in_batch):
         """The loss of a model with logits, or without."""
         counted = num_items_in_batch is not None
@@ -403,6 +379,8 @@ class _SequenceParallel(Refusals, DealtExperts, Compiled, OwnBatches):
             ours = x.dim() >= 2 and x.size(1) == length
             return unshard(x, 1, self._group, seq_lens) if ours else x
 
+        if self._shard_at == "decoder":  # features of images have no tokens
+            outputs = {n: x for n, x in outputs.items() if not n.endswith("_outputs")}
         return tree_map_only(Tensor, gather, outputs)
 
     # ---- counts
@@ -443,6 +421,7 @@ class SequenceParallelTrainer(_SequenceParallel, Trainer):
         mix_lengths: deals documents out over the ranks.
         compiled: runs the model by the compile pass, or the options of the pass.
         own_batches: each rank loads rows of its own, and the group trains on them in turns.
+        deal_images: each rank encodes its share of the images.
 
     Raises:
         ValueError: as :func:`sequence_parallel`.

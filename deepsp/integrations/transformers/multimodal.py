@@ -1,0 +1,279 @@
+"""Vision-language models, sharded where their decoder begins.
+
+Images become tokens inside of such a model, so it gets full ids, pixels and grids. Every rank
+merges all of them into embeddings and computes all positions; then the model calls its decoder,
+which gets this rank's tokens of both. What comes after the decoder (the head, the loss) works on
+them, as in a text model. Gradients of embeddings and towers are those of a rank's tokens, so their
+sum over the group is the full gradient, as for any other parameter.
+
+With dealt images, a rank encodes its share of them, and the features are gathered."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepsp.data import sharding as data
+from deepsp.data.same_batch import ADVICE, carried, compare_batches, compare_carried
+from deepsp.ranks.groups import Group, Member, member_of, on_all_ranks
+from deepsp.ranks.lengths import seq_lens
+
+_TOWERS = {
+    "image": ("pixel_values", "image_grid_thw", "get_image_features"),
+    "video": ("pixel_values_videos", "video_grid_thw", "get_video_features"),
+}
+"""By modality: the names of its pixels, of its grids of patches, and the method that encodes it."""
+
+_PASSED_ON = {"shift_labels", "num_items_in_batch"}
+"""Tensors that a decoder may get and doesn't use."""
+
+
+@dataclass
+class Door:
+    """A call of a vision-language model: what its decoder is to get."""
+
+    decoder: nn.Module
+    member: Member
+    lens: list[int]
+    """The number of tokens of each rank."""
+    deals_images: bool
+
+    @property
+    def part(self) -> slice:
+        """This rank's tokens."""
+        rank = self.member[0]
+        return slice(sum(self.lens[:rank]), sum(self.lens[: rank + 1]))
+
+
+def decoder_of(model: nn.Module) -> nn.Module | None:
+    """The decoder at which a model of transformers is sharded; None: where the model begins."""
+    config = getattr(model, "config", None)
+    if not getattr(config, "sub_configs", None) or config.is_encoder_decoder or is_tower(model):
+        return None
+    decoder = model.get_decoder()
+    inside = decoder is not model and getattr(decoder, "config", config) is not config
+    return decoder if inside and modalities(model) != {"text"} else None
+
+
+def is_tower(model: nn.Module) -> bool:
+    """Whether a model of transformers encodes images, videos or sounds, and reads no text."""
+    key = getattr(model.config, "base_config_key", "")
+    return key in ("vision_config", "audio_config") or "text" not in modalities(model)
+
+
+def modalities(model: nn.Module) -> set[str]:
+    """What a model of transformers takes: "text", "image", ..."""
+    given = model.input_modalities
+    return {given} if isinstance(given, str) else set(given)
+
+
+def open_door(model: nn.Module, group: Group | Member, deals: bool, given: dict[str, Any]) -> Door:
+    """Checks a call of a vision-language model, on every rank, and compares its arguments over the
+    group.
+
+    Args:
+        model: the model.
+        group: the sequence group.
+        deals: whether images are dealt out.
+        given: the arguments of the call, by name.
+
+    Raises:
+        ValueError: the ids or labels aren't those that the model expects, image tokens have no
+            images, or the ranks have different arguments.
+    """
+    member, cls, decoder = member_of(group), type(model).__name__, decoder_of(model)
+    tokens = given.get("input_ids")
+    tokens = given.get("inputs_embeds") if tokens is None else tokens
+    if tokens is None:
+        raise ValueError(f"expected input_ids or inputs_embeds in the call of {cls}, got none")
+    if data.is_handed_out(tokens):
+        raise ValueError(
+            f"expected the full input_ids in the call of {cls}, which is sharded where its decoder "
+            f"begins, got this rank's {tokens.size(1)} tokens; pass shard_at='decoder' to "
+            "deepsp.shard_batch or SequenceLoader"
+        )
+    rank, size, _ = member
+    if tokens.size(1) < size:
+        raise ValueError(
+            f"expected input_ids of at least {size} tokens, one for each rank of the group, got "
+            f"{tokens.size(1)}; pad them"
+        )
+    lens = seq_lens(tokens.size(1), member)
+    labels = given.get("shift_labels")
+    if labels is not None and labels.size(1) != lens[rank]:
+        raise ValueError(
+            f"expected shift_labels of this rank's {lens[rank]} tokens out of {tokens.size(1)}, as "
+            "deepsp.shard_batch(batch, shard_at='decoder') returns them, got "
+            f"{labels.size(1)}; pass it the full batch, with labels"
+        )
+    _check_images(model, given)
+    full = [(n, x) for n, x in given.items() if isinstance(x, Tensor) and n != "shift_labels"]
+    compare_batches(full, member, ADVICE)
+    # Now, and not in the decoder: a rank with other images might not get there.
+    numbers = on_all_ranks([carried(member)], member, tokens.device)
+    compare_carried([n for (n,) in numbers], member)
+    return Door(decoder, member, lens, deals)
+
+
+def _check_images(model: nn.Module, given: dict[str, Any]) -> None:
+    """Raises for image tokens without images."""
+    ids, config = given.get("input_ids"), model.config
+    if ids is None or given.get("mm_encoder_outputs") is not None:
+        return
+    for kind, (pixels, _, _) in _TOWERS.items():
+        token = next(
+            (x for n in ("_token_id", "_token_index") if (x := getattr(config, kind + n, None))),
+            None,
+        )
+        if token is None or given.get(pixels) is not None:
+            continue
+        if count := int((ids == token).sum()):
+            raise ValueError(
+                f"expected {pixels} for the {count} {kind} tokens in input_ids of "
+                f"{type(model).__name__}, got none: a tokenizer alone makes no images; use the "
+                "model's processor"
+            )
+
+
+def local_arguments(door: Door, given: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
+    """The decoder's arguments for this rank's tokens, and their places in the sequence or in their
+    documents, [B, S_r].
+
+    Raises:
+        ValueError: the decoder gets a tensor whose meaning isn't known.
+    """
+    part, local = door.part, dict(given)
+    for name in ("input_ids", "inputs_embeds"):
+        if (tokens := given.get(name)) is not None:
+            # A clone lets the full embeddings be freed.
+            local[name] = tokens[:, part].clone(memory_format=torch.contiguous_format)
+            rows, length = tokens.shape[:2]
+            device = tokens.device
+    places = torch.arange(length, device=device).expand(rows, -1)
+    positions = given.get("position_ids")
+    if positions is None:
+        local["position_ids"] = places[:, part]
+    else:
+        local["position_ids"] = positions[..., part]
+        if positions.dim() == 3 and positions.size(0) == 4:
+            places = positions[0]
+        elif positions.dim() == 2 and not _has_sections(door.decoder):
+            places = positions
+    visual = given.get("visual_pos_masks")
+    if visual is not None:
+        own = torch.zeros_like(visual)
+        own[:, part] = True
+        local["visual_pos_masks"] = visual[:, part]
+        local["deepstack_visual_embeds"] = [
+            x[own[visual]] for x in given["deepstack_visual_embeds"]
+        ]
+    known = {"input_ids", "inputs_embeds", "position_ids", "attention_mask", "visual_pos_masks"}
+    for name, x in given.items():
+        if isinstance(x, Tensor) and name not in known | _PASSED_ON:
+            raise ValueError(
+                f"expected no {name} for {type(door.decoder).__name__}, of whose shape "
+                f"{tuple(x.shape)} deepsp doesn't know which dimension is the sequence; use "
+                "another model, or a call without it"
+            )
+    return local, places[:, part]
+
+
+def _has_sections(decoder: nn.Module) -> bool:
+    """Whether positions have rows for time, height and width. Such decoders don't read documents
+    from positions [B, S]."""
+    rope = getattr(decoder.config, "rope_parameters", None) or {}
+    return "mrope_section" in rope
+
+
+# ------------------------------------------------------------------------------- dealt images
+
+
+def deal_images(base: nn.Module, door: Door, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a model with features in the place of its images. Each rank encodes its
+    share of the images; gradients go back to the rank that has encoded an image.
+
+    Args:
+        base: the model whose ``get_image_features`` encodes images.
+        door: of the call.
+        given: the arguments of ``base``, by name.
+
+    Raises:
+        ValueError: an argument of the encoder can't be split by image.
+    """
+    found = {}
+    for kind, (pixels, grids, method) in _TOWERS.items():
+        if given.get(pixels) is not None:
+            found[kind] = _encoded(base, door.member, given, pixels, grids, method)
+    if not found:
+        return given
+    left = {n: x for n, x in given.items() if n not in {t[0] for t in _TOWERS.values()}}
+    return {**left, "mm_encoder_outputs": found}
+
+
+def shares_of(weights: list[int], size: int) -> list[list[int]]:
+    """The images of each rank: the heaviest first, each to the rank with the least so far."""
+    shares: list[list[int]] = [[] for _ in range(size)]
+    loads = [0] * size
+    for i in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
+        r = min(range(size), key=lambda r: (loads[r], r))
+        shares[r].append(i)
+        loads[r] += weights[i]
+    return [sorted(share) for share in shares]
+
+
+def _encoded(base: nn.Module, member: Member, given, pixels: str, grids: str, method: str) -> Any:
+    rank, size, name = member
+    encode = getattr(base, method)
+    declared = inspect.signature(encode).parameters
+    arguments = {n: x for n, x in given.items() if n in declared and x is not None}
+    grid = given.get(grids)
+    counts = None if grid is None else grid.prod(-1).tolist()
+    images = len(given[pixels]) if counts is None else len(counts)
+    shares = shares_of([1] * images if counts is None else counts, size)
+    own = shares[rank]
+    # A rank without images encodes the smallest one, too, and drops it: wrappers (FSDP, DDP) need
+    # the tower's forward and backward on every rank.
+    encoded = own or [min(range(images), key=lambda i: 0 if counts is None else counts[i])]
+    index = torch.tensor(encoded)
+    for n, x in arguments.items():
+        if n == pixels and counts is not None:
+            blocks = x.split(counts)
+            arguments[n] = torch.cat([blocks[i] for i in encoded])
+        elif isinstance(x, Tensor):
+            if len(x) != images:
+                raise ValueError(
+                    f"expected an entry of {n} for each of {images} images, to deal them out, got "
+                    f"shape {tuple(x.shape)}; pass deal_images=False"
+                )
+            arguments[n] = x[index.to(x.device)]
+    output = encode(**arguments, return_dict=True)
+    # By image: its features, and those of deeper layers beside them.
+    levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or [])]
+    widths = [level[0].size(-1) for level in levels]
+    beside = [torch.cat(parts, -1) for parts in zip(*levels, strict=True)]
+    shape = beside[0].shape[:-1]
+    features = torch.cat([x.flatten(0, -2) for x in beside])
+    if not own:
+        features = features[:0]
+    rows = [0] * images
+    for i, x in zip(own, beside, strict=False):
+        rows[i] = x.numel() // sum(widths)
+    everyone = on_all_ranks(rows, member, features.device)
+    rows = [max(n) for n in zip(*everyone, strict=True)]
+    sizes = [sum(rows[i] for i in share) for share in shares]
+    gathered = torch.ops.deepsp.all_gather(features, 0, sizes, "partial", rank, name)
+    order = [i for share in shares for i in share]
+    blocks = dict(zip(order, gathered.split([rows[i] for i in order]), strict=True))
+    pooled, *deeper = (
+        [blocks[i].split(widths, -1)[level] for i in range(images)] for level in range(len(widths))
+    )
+    if isinstance(output.pooler_output, Tensor):  # images of one shape
+        pooled = torch.stack(pooled).unflatten(1, shape)
+    made = type(output)(last_hidden_state=None, pooler_output=pooled)
+    if deeper:
+        made.deepstack_features = deeper
+    return made
