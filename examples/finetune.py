@@ -15,14 +15,13 @@ agree at every step, or the script exits with an error. It draws the curves into
 import argparse
 import json
 import os
-import subprocess
 import sys
 import sysconfig
-import tempfile
 import time
 from pathlib import Path
 
 import torch
+from side_by_side import LOGS, run
 
 # What rounding explains in float32. Rewards, and DPO's loss, come from sums of hundreds of
 # log-probabilities. Differences of gradient norms are relative.
@@ -146,20 +145,7 @@ def train(options: argparse.Namespace) -> None:
     dpo.train()
     if dpo.is_world_process_zero():
         logs = {"SFT": sft.state.log_history, "DPO": dpo.state.log_history}
-        Path(options.output, "logs.json").write_text(json.dumps(logs))
-
-
-def run(ranks: int, arguments: list[str]) -> dict[str, list[dict]]:
-    """The logs of both trainings on so many processes."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable]
-        if ranks > 1:
-            command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command += [__file__, *arguments, "--output", folder]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        if subprocess.run(command, env=environment).returncode != 0:
-            sys.exit(f"the training on {ranks} processes failed")
-        return json.loads(Path(folder, "logs.json").read_text())
+        Path(options.output, LOGS).write_text(json.dumps(logs))
 
 
 def compare(one: list[dict], sharded: list[dict], name: str) -> dict[str, float]:
@@ -239,9 +225,9 @@ def main() -> None:
         return
     began = time.monotonic()
     print("one process: SFTTrainer, then DPOTrainer", flush=True)
-    one = run(1, sys.argv[1:])
+    one = run(__file__, 1, sys.argv[1:])
     print(f"\n{options.ranks} ranks: sequence_parallel of both", flush=True)
-    sharded = run(options.ranks, sys.argv[1:])
+    sharded = run(__file__, options.ranks, sys.argv[1:])
     for name, log in sharded.items():
         show(one[name], log, options.ranks, name)
         worst = compare(one[name], log, name)

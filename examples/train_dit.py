@@ -13,11 +13,9 @@ import argparse
 import json
 import math
 import os
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
+import side_by_side
 import torch
 import torch.distributed as dist
 
@@ -82,24 +80,10 @@ def train(options: argparse.Namespace) -> None:
         if not sharded or dist.get_rank() == 0:
             print(f"step {step + 1}: loss {loss:.4f}", flush=True)
     if not sharded or dist.get_rank() == 0:
-        Path(options.output).write_text(json.dumps(losses))
+        Path(options.output, side_by_side.LOGS).write_text(json.dumps(losses))
     if sharded:
         dist.barrier()
         dist.destroy_process_group()
-
-
-def run(ranks: int, options: argparse.Namespace) -> list[float]:
-    """The losses of a training on so many processes."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "losses.json")
-        command = [sys.executable]
-        if ranks > 1:
-            command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command += [__file__, "--steps", str(options.steps), "--rows", str(options.rows)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        if subprocess.run([*command, "--output", str(path)], env=environment).returncode:
-            sys.exit(f"the training on {ranks} processes failed")
-        return json.loads(path.read_text())
 
 
 def main() -> None:
@@ -113,15 +97,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.output:
         train(options)
-        return
-    print("one process", flush=True)
-    one = run(1, options)
-    print(f"\n{options.ranks} ranks", flush=True)
-    sharded = run(options.ranks, options)
-    worst = max(abs(a - b) for a, b in zip(one, sharded, strict=True))
-    if worst > LOSS_TOLERANCE:
-        sys.exit(f"expected losses within {LOSS_TOLERANCE}, got a difference of {worst:.1e}")
-    print(f"\nloss {sharded[0]:.3f} -> {sharded[-1]:.3f}, the same to {worst:.1e}")
+    else:
+        side_by_side.compare(__file__, options.ranks, LOSS_TOLERANCE)
 
 
 if __name__ == "__main__":

@@ -111,7 +111,8 @@ def make(name: str) -> Any:
 
 def batch(name: str, kind: str = "images", length: int = LENGTH, seed: int = 1) -> dict[str, Any]:
     """Kinds: "images" (two in the first row, one across the middle), "video" (and an image),
-    "text" (no images), "padding" (on the left), "packed" (documents, by positions of four rows).
+    "text" (no images), "padding" (on the left), "packed" (documents, by positions; for Qwen's of
+    four rows), "restarts" (the same without the text's row).
     """
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, 59, (ROWS, length), generator=generator)
@@ -154,7 +155,8 @@ def batch(name: str, kind: str = "images", length: int = LENGTH, seed: int = 1) 
     if name == "Gemma 3" and kind != "text":
         given["token_type_ids"] = (ids == IMAGE).int()
     labels = ids.masked_fill((ids >= IMAGE) | (ids == 0), -100)
-    if kind == "packed":
+    if kind in ("packed", "restarts"):
         row = torch.cat([torch.arange(12), torch.arange(length - 12)]).expand(ROWS, -1)
-        given["position_ids"] = row if name not in QWENS else row.expand(4, -1, -1)
+        fours = name in QWENS and kind == "packed"
+        given["position_ids"] = row.expand(4, -1, -1) if fours else row
     return {**given, "labels": labels}

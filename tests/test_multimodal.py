@@ -27,7 +27,7 @@ def _gradients(model):
 def _logits(model, full):
     """In one process. Qwen3.5's recurrent layers don't end documents there: each goes alone."""
     packed = full.get("position_ids")
-    if packed is None or "Qwen3_5" not in type(model).__name__:
+    if packed is None or packed.dim() == 2 or "Qwen3_5" not in type(model).__name__:
         return model(**full, use_cache=False).logits
     grid, pixels = full["image_grid_thw"], full["pixel_values"]
     first = int(grid[0].prod())  # the only image of the first document
@@ -70,7 +70,7 @@ def _same(model, loss, expected, of):
 
 def _kinds(name):
     kinds = ["images", "text", "padding", "packed"]
-    return [*kinds, "video"] if name in QWENS else kinds
+    return [*kinds, "video", "restarts"] if name in QWENS else kinds
 
 
 def _equals(name):

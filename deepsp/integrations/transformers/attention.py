@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from deepsp.attention.distributed import distributed_attention
 from deepsp.attention.module import DistributedAttention
 from deepsp.integrations.transformers.cores import Core
-from deepsp.integrations.transformers.masks import Masks, Ranges
+from deepsp.integrations.transformers.masks import Masks, Ranges, current
 from deepsp.ranks.groups import Member, member_of
 
 COUNTS_OTHERWISE = "_deepsp_counts_otherwise"
@@ -144,6 +144,12 @@ def masks_of(
     Raises:
         ValueError: this rank alone can see that it isn't attention over a sharded sequence.
     """
+    if current.door is not None:
+        raise ValueError(
+            f"expected {type(module).__name__}, which encodes full images, to have an attention of "
+            "transformers, got deepsp's; call model.set_attn_implementation({'text_config': "
+            "'deepsp'}), with the names of the configurations of the model's other parts left out"
+        )
     _check_arguments(module, arguments)
     if isinstance(attention_mask, Tensor):
         # The user's mask [B, 1, S, S], passed on by transformers. Each layer exchanges lengths

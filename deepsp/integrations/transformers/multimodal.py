@@ -54,21 +54,17 @@ def decoder_of(model: nn.Module) -> nn.Module | None:
     config = getattr(model, "config", None)
     if not getattr(config, "sub_configs", None) or config.is_encoder_decoder or is_tower(model):
         return None
+    given = model.input_modalities
+    modalities = {given} if isinstance(given, str) else set(given)
     decoder = model.get_decoder()
     inside = decoder is not model and getattr(decoder, "config", config) is not config
-    return decoder if inside and modalities(model) != {"text"} else None
+    return decoder if inside and "text" in modalities and len(modalities) > 1 else None
 
 
 def is_tower(model: nn.Module) -> bool:
-    """Whether a model of transformers encodes images, videos or sounds, and reads no text."""
+    """Whether a model of transformers encodes images, videos or sounds for another one."""
     key = getattr(model.config, "base_config_key", "")
-    return key in ("vision_config", "audio_config") or "text" not in modalities(model)
-
-
-def modalities(model: nn.Module) -> set[str]:
-    """What a model of transformers takes: "text", "image", ..."""
-    given = model.input_modalities
-    return {given} if isinstance(given, str) else set(given)
+    return key in ("vision_config", "audio_config")
 
 
 def open_door(model: nn.Module, group: Group | Member, deals: bool, given: dict[str, Any]) -> Door:

@@ -6,7 +6,7 @@ import functools
 import inspect
 
 from deepsp.attention import parts
-from deepsp.integrations.transformers import calls, mixers
+from deepsp.integrations.transformers import calls, mixers, multimodal
 from deepsp.integrations.transformers.attention import attention
 from deepsp.integrations.transformers.check import check
 from deepsp.integrations.transformers.cores import check_core
@@ -156,11 +156,14 @@ def use_in(
             "and a loss of deepsp, in a training loop of your own"
         )
     calls.check_layerdrop(model)
-    # The model's present implementation keeps computing its attention.
-    given = model.config._attn_implementation
+    # The model's present implementation keeps computing its attention, and that of its towers.
+    decoder = multimodal.decoder_of(model)
+    config = model.config if decoder is None else decoder.config
+    given = config._attn_implementation
     core = "auto" if given in ("sdpa", "eager", *ours()) else given
     options = {"query_parts": query_parts, "deal_images": deal_images}
     register(group, chunks, average_gradients=True, core=core, **options)
-    model.set_attn_implementation("deepsp")
+    keys = (n for n in model.config.sub_configs if getattr(model.config, n) is config)
+    model.set_attn_implementation("deepsp" if decoder is None else dict.fromkeys(keys, "deepsp"))
     if not any(map(is_away, model.parameters())):
         check(model)  # else on its first forward, in which DeepSpeed gathers them
