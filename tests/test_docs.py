@@ -295,6 +295,23 @@ def _diffusers():
         torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
 
 
+def _multimodal():
+    from images_and_text import batch
+    from images_and_text import make as make_model
+
+    torch.manual_seed(0)
+    model, full = make_model("Qwen2.5-VL"), batch("Qwen2.5-VL")
+    expected = model(**full).loss
+    names = {"model": model, "batch": full, "dataset": [0, 1], "collate": lambda _: full}
+    names["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = {"remove_unused_columns": False, "per_device_train_batch_size": 1}
+    with launched():
+        names["args"] = arguments(max_steps=1, eval_strategy="no", **given)
+        names = run("multimodal", names)
+    torch.testing.assert_close(names["loss"], expected)
+    assert names["trainer"].state.global_step == 1
+
+
 def _losses():
     from deepsp.integrations.transformers import register
 
@@ -410,6 +427,7 @@ RUNS = {
     "sharded-weights": (_sharded_weights, 3), "losses-and-data": (_losses, 2),
     "gradients": (_gradients, 2), "memory": (_memory, 1), "hybrid": (_hybrid, 2),
     "mixed-lengths": (_mixed_lengths, 2), "diffusers": (_diffusers, 2),
+    "multimodal": (_multimodal, 2),
     "ops": (_ops, 2), "trainer": (_trainer, 2), "transport": (_transport, 2),
 }  # fmt: skip
 ELSEWHERE = {"README", "guide", "training", "loops"}  # test_guide.py, test_loops.py
@@ -419,7 +437,11 @@ ELSEWHERE = {"README", "guide", "training", "loops"}  # test_guide.py, test_loop
 def test_snippets(page):
     function, ranks = RUNS[page]
     # DeepSpeed and transformers keep state of the process.
-    apart = page if page in ("deepspeed", "transformers", "losses-and-data", "trainer") else ""
+    apart = (
+        page
+        if page in ("deepspeed", "transformers", "losses-and-data", "trainer", "multimodal")
+        else ""
+    )
     with tempfile.TemporaryDirectory() as folder:
         on_ranks(ranks, function, *([folder] if page == "schedule" else []), apart=apart)
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from float64 import in_float64
 from harness import on_ranks
 from images_and_text import BEGIN, END, IMAGE, LENGTH, NAMES, QWENS, batch, make
+from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from trained import arguments, launched, logs, tokenizer
@@ -287,9 +288,15 @@ def _wrapped(name, wrapper):
     register(deal_images=True, average_gradients=True)
     torch.manual_seed(0)
     model = make(name)
+    if wrapper == "lora":
+        lora = LoraConfig(target_modules=["q_proj", "v_proj", "qkv"], init_lora_weights=False)
+        model = get_peft_model(model, lora)
     expected = _alone(model, _one_image(name))
     model.set_attn_implementation("deepsp")
-    if wrapper == "ddp":
+    if wrapper == "lora":
+        register(deal_images=True)
+        wrapped = model
+    elif wrapper == "ddp":
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
     else:
         mesh = torch.distributed.init_device_mesh("cpu", (dist.get_world_size(),))
@@ -300,13 +307,15 @@ def _wrapped(name, wrapper):
         local, _ = deepsp.shard_batch(_one_image(name), shard_at="decoder")
         loss = wrapped(**local).loss
         loss.backward()
+        if wrapper == "lora":
+            deepsp.sync_gradients(model)
         for p in model.parameters():
             if isinstance(p.grad, DTensor):
                 p.grad = p.grad.full_tensor()
         _same(model, loss, expected, wrapper)
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp", "lora"])
 def test_ranks_without_images(wrapper):
     on_ranks(3, _wrapped, "Qwen2.5-VL", wrapper, apart="hybrid")
 
