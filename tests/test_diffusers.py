@@ -98,8 +98,55 @@ def _ltx():
     return model, inputs
 
 
-MODELS = {"Flux": _flux, "Flux 2": _flux2, "Wan": _wan, "QwenImage": _qwen_image, "LTX": _ltx}
-NEAR = {"Wan": 1e-5, "LTX": 1e-5}  # parts of these compute in float32
+def _sd3():
+    from diffusers import SD3Transformer2DModel
+
+    model = SD3Transformer2DModel(
+        sample_size=8, patch_size=2, in_channels=4, out_channels=4, num_layers=3,
+        attention_head_dim=16, num_attention_heads=2, joint_attention_dim=32,
+        caption_projection_dim=32, pooled_projection_dim=32, pos_embed_max_size=8,
+        dual_attention_layers=(0,), qk_norm="rms_norm",
+    )  # fmt: skip
+    inputs = {
+        "hidden_states": _draw(2, 4, 10, 6), "encoder_hidden_states": _draw(2, 7, 32, seed=1),
+        "pooled_projections": _draw(2, 32, seed=2), "timestep": torch.tensor([3, 5]),
+    }  # fmt: skip
+    return model, inputs
+
+
+def _ltx2(rope="interleaved"):
+    from diffusers import LTX2VideoTransformer3DModel
+
+    model = LTX2VideoTransformer3DModel(
+        in_channels=8, out_channels=8, num_attention_heads=2, attention_head_dim=12,
+        cross_attention_dim=24, audio_in_channels=4, audio_out_channels=4,
+        audio_num_attention_heads=2, audio_attention_head_dim=6, audio_cross_attention_dim=12,
+        num_layers=2, caption_channels=16, rope_type=rope,
+    )  # fmt: skip
+    mask = torch.ones(2, 5, dtype=torch.int64)
+    mask[0, 3:] = 0
+    inputs = {
+        "hidden_states": _draw(2, 3 * 3 * 4, 8), "audio_hidden_states": _draw(2, 7, 4, seed=3),
+        "encoder_hidden_states": _draw(2, 5, 16, seed=1), "encoder_attention_mask": mask,
+        "audio_encoder_hidden_states": _draw(2, 5, 16, seed=2),
+        "audio_encoder_attention_mask": mask, "timestep": torch.tensor([3, 5]),
+        "num_frames": 3, "height": 3, "width": 4, "audio_num_frames": 7,
+    }  # fmt: skip
+    return model, inputs
+
+
+def _ltx2_split():
+    model, inputs = _ltx2("split")
+    times = torch.arange(36).expand(2, -1).contiguous()  # one for each token
+    return model, {**inputs, "timestep": times, "audio_timestep": torch.tensor([3, 5])}
+
+
+MODELS = {
+    "Flux": _flux, "Flux 2": _flux2, "Wan": _wan, "QwenImage": _qwen_image, "LTX": _ltx,
+    "SD3": _sd3, "LTX 2": _ltx2, "LTX 2, split": _ltx2_split,
+}  # fmt: skip
+# Parts of these compute in float32.
+NEAR = {"Wan": 1e-5, "LTX": 1e-5, "LTX 2": 1e-5, "LTX 2, split": 1e-5}
 
 
 def _made(name, **options):
@@ -116,8 +163,8 @@ def _step(model, inputs):
     """The output, and the gradients of a loss that weighs its elements differently."""
     inputs = {n: x.clone() if isinstance(x, torch.Tensor) else x for n, x in inputs.items()}
     inputs["hidden_states"].requires_grad_()
-    out = model(**inputs, return_dict=False)[0]
-    weights = torch.linspace(0.5, 1.5, out.numel(), dtype=F64).view_as(out)
+    out = torch.cat([x.flatten() for x in model(**inputs, return_dict=False)])
+    weights = torch.linspace(0.5, 1.5, out.numel(), dtype=out.dtype)
     (out * weights).square().mean().backward()
     return out.detach(), inputs["hidden_states"].grad
 
@@ -182,7 +229,7 @@ def _in_use():
     with ddp.no_sync():
         outs = [ddp(**x, return_dict=False)[0] for x in (inputs, other)]
     for out, want in zip(outs, expected, strict=True):
-        torch.testing.assert_close(out.detach(), want, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(out.detach().flatten(), want, rtol=1e-10, atol=1e-10)
     weights = [torch.linspace(0.5, 1.5, x.numel(), dtype=F64).view_as(x) for x in outs]
     sum((x * w).square().mean() for x, w in zip(outs, weights, strict=True)).backward()
     size = dist.get_world_size()
@@ -210,3 +257,76 @@ def _in_use():
 
 def test_in_use():
     on_ranks(2, _in_use)
+
+
+def _by_other_cores(name):
+    """diffusers' own backends compute attention."""
+    from deepsp.integrations.diffusers import disable, enable
+
+    model, inputs = _made(name)
+    expected, of_input = _step(model, inputs)
+    wanted = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+    for core in ("native", "_native_math"):
+        enable(model, core=core, chunks=2)
+        _compare(name, model, inputs, expected, wanted, of_input)
+        disable(model)
+    with pytest.raises(ValueError, match=r"core to be one of sdpa, .*native.*, got 'x'"):
+        enable(model, core="x")
+    assert not hasattr(model, "_deepsp_diffusers")
+
+
+@pytest.mark.parametrize("name", ["QwenImage", "SD3"])
+def test_other_cores(name):
+    on_ranks(2, _by_other_cores, name)
+
+
+def _compiled(name):
+    """torch.compile breaks the graph where ranks exchange lengths and tensors."""
+    from deepsp.integrations.diffusers import enable
+
+    torch._dynamo.reset()
+    model, inputs = _made(name)
+    expected, of_input = _step(model, inputs)
+    wanted = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+    enable(model)
+    model.compile(backend="aot_eager")
+    _compare(name, model, inputs, expected, wanted, of_input)
+
+
+@pytest.mark.parametrize("name", [pytest.param("Flux", marks=pytest.mark.nightly), "SD3"])
+def test_compiled(name):
+    on_ranks(2, _compiled, name)
+
+
+def _in_bfloat16(name):
+    """As far from float64 as one process is."""
+    from deepsp.integrations.diffusers import enable
+
+    model, inputs = _made(name)
+    exact, _ = _step(model, inputs)
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    half = {
+        n: x.bfloat16() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+        for n, x in inputs.items()
+    }
+    model.zero_grad()
+    model.bfloat16()
+
+    def errors(sync):
+        out, _ = _step(model, half)
+        if sync:
+            deepsp.sync_gradients(model)
+        found = [p.grad.double() for p in model.parameters() if p.grad is not None]
+        of_gradients = [(x - y).norm() for x, y in zip(found, gradients, strict=True)]
+        model.zero_grad()
+        return (out.double() - exact).norm(), torch.stack(of_gradients).norm()
+
+    alone = errors(False)
+    enable(model)
+    for mine, other in zip(errors(True), alone, strict=True):
+        assert mine < 1.2 * other, (mine, other)
+
+
+@pytest.mark.parametrize("name", ["Flux", "Wan", "SD3"])
+def test_bfloat16(name):
+    on_ranks(2, _in_bfloat16, name)

@@ -1,30 +1,28 @@
-"""Diffusion transformers of diffusers over sharded sequences of image, video and text tokens.
-
-A model's own plan (``_cp_plan``) says which tensors are sharded and where the output is gathered.
-Hooks of this model do that, and its attention processors get a backend of diffusers that attends
-over all ranks' tokens."""
+"""Shards the tokens of a model of diffusers, and undoes it."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # torch.compiler.disable would import Dynamo now
 
 from deepsp.attention import parts
-from deepsp.attention.distributed import distributed_attention
 from deepsp.data.same_batch import compare_batches
 from deepsp.data.sharding import shard, unshard
-from deepsp.ranks.groups import Group, Member, member_of, on_all_ranks
-
-MODELS = (
-    "FluxTransformer2DModel", "Flux2Transformer2DModel", "QwenImageTransformer2DModel",
-    "WanTransformer3DModel", "LTXVideoTransformer3DModel",
-)  # fmt: skip
-"""The classes that :func:`enable` takes. LTX 2 isn't among them: its plan leaves audio whole."""
+from deepsp.integrations.diffusers.backend import (
+    SdpaOverRanks,
+    check_core,
+    leave_backend,
+    use_backend,
+)
+from deepsp.integrations.diffusers.lengths import Lengths
+from deepsp.integrations.diffusers.plans import MODELS, plan_of
+from deepsp.ranks.groups import Group, Member, member_of
 
 _ADVICE = (
     "draw noise and timesteps, and load images and prompts, alike on all ranks of a group: seed "
@@ -35,6 +33,7 @@ _ADVICE = (
 def enable(
     transformer: nn.Module,
     group: Group = None,
+    core: str = "sdpa",
     *,
     chunks: int = 1,
     query_parts: int | str = "auto",
@@ -44,25 +43,27 @@ def enable(
 
     Every rank of the group passes the same inputs to the model, and gets the full output. Numbers
     of tokens and heads needn't divide by the ranks. A rank's gradients are the share of its tokens:
-    :func:`deepsp.sync_gradients` sums them. Attention is torch's
-    ``scaled_dot_product_attention``; cross-attention to tokens that every rank has in full stays on
-    the rank.
+    :func:`deepsp.sync_gradients` sums them. Cross-attention to tokens that every rank has in full
+    stays on the rank, by torch's ``scaled_dot_product_attention``.
 
     Args:
-        transformer: one of :data:`MODELS`: a model whose ``_cp_plan`` shards all that it attends
-            to.
+        transformer: a Flux, Flux 2, SD3, QwenImage, Wan, LTX or LTX 2 model of diffusers.
         group: the sequence group.
+        core: what computes attention on the full sequence of a rank's heads: torch's
+            ``scaled_dot_product_attention``, or the name of a backend of diffusers ("flash",
+            "native", "sage", ...), with whole heads.
         chunks: as in :func:`deepsp.distributed_attention`; ``query_parts``, too.
         query_parts: how queries are split.
         average_gradients: scales gradients by the number of ranks, for wrappers that average over
             all ranks, as DDP does.
 
     Raises:
-        ValueError: it is another model, is parallel already, or has dropout. A forward raises if
-            the ranks' inputs differ, or for a mask or causal attention that isn't supported.
+        ValueError: it is another model, is parallel already, or has dropout; ``core`` isn't known.
+            A forward raises if the ranks' inputs differ, or for a mask or causal attention that
+            isn't supported.
     """
-    plan = getattr(transformer, "_cp_plan", None)
-    if not any(cls.__name__ in MODELS for cls in type(transformer).__mro__) or not plan:
+    plan = plan_of(transformer)
+    if plan is None:
         raise ValueError(
             f"expected a model of diffusers among {', '.join(MODELS)}, which have been compared "
             f"with one process, got {type(transformer).__name__}; try "
@@ -82,7 +83,8 @@ def enable(
     if type(chunks) is not int or chunks < 1:
         raise ValueError(f"expected chunks to be an int >= 1, got {chunks!r}")
     options = {"chunks": chunks, "query_parts": parts.validate(query_parts, group)}
-    state = _State(transformer, member_of(group), options, average_gradients)
+    check_core(core)
+    state = State(transformer, member_of(group), core, options, average_gradients)
     try:
         state.install(plan)
     except BaseException:
@@ -111,14 +113,35 @@ def disable(transformer: nn.Module) -> None:
 _STATE = "_deepsp_diffusers"
 """The attribute of an enabled model."""
 
+_CALL_SDPA = ("JointAttnProcessor2_0", "FusedJointAttnProcessor2_0")
+"""Processors that call ``scaled_dot_product_attention`` once, on all that they get."""
 
-class _State:
+
+class _Around:
+    """Hooks that run a module in a context."""
+
+    def __init__(self, context):
+        self.context = context
+
+    def enter(self, *_) -> None:
+        self.context.__enter__()
+
+    def leave(self, *_) -> None:
+        self.context.__exit__(None, None, None)
+
+
+class State:
     """What is changed of a model, and the lengths of its current forward."""
 
     def __init__(
-        self, model: nn.Module, member: Member, options: dict[str, Any], average_gradients: bool
+        self,
+        model: nn.Module,
+        member: Member,
+        core: str,
+        options: dict[str, Any],
+        average_gradients: bool,
     ):
-        self.model, self.member, self.options = model, member, options
+        self.model, self.member, self.core, self.options = model, member, core, options
         self.scale = float(member[1]) if average_gradients else 1.0
         self.handles: list[Any] = []
         self.processors: list[tuple[Any, Any]] = []  # with their backends before
@@ -130,13 +153,22 @@ class _State:
         from diffusers.models._modeling_parallel import ContextParallelOutput
 
         setattr(self.model, _STATE, self)
-        backend = _use_backend()
+        backend = use_backend()
         for module in self.model.modules():
             processor = getattr(module, "processor", None)
             if hasattr(processor, "_attention_backend") and hasattr(processor, "_parallel_config"):
                 self.processors.append((processor, processor._attention_backend))
                 processor._attention_backend = backend
-                processor._parallel_config = _Lengths(self)
+                processor._parallel_config = Lengths(self)
+            elif type(processor).__name__ in _CALL_SDPA:
+                around = _Around(SdpaOverRanks(Lengths(self)))
+                self._hook(module, around.enter, first=True)
+                self.handles.append(module.register_forward_hook(around.leave, always_call=True))
+            elif processor is not None:
+                raise ValueError(
+                    f"expected attention processors of diffusers' own {type(self.model).__name__}, "
+                    f"got a {type(processor).__name__}; leave adapters and set_attn_processor out"
+                )
         self._hook(self.model, self._begin, first=True)
         for path, rules in plan.items():
             for module in _modules(self.model, path):
@@ -150,7 +182,7 @@ class _State:
                 else:
                     single = isinstance(rules, ContextParallelOutput)
                     gathered = dict(enumerate([rules] if single else rules))
-                    lengths = {n: _Lengths(self) for n in gathered}
+                    lengths = {n: Lengths(self) for n in gathered}
                     gather = functools.partial(self._gather, rules=gathered, lengths=lengths)
                     self._hook_output(module, gather)
 
@@ -161,7 +193,7 @@ class _State:
             processor._attention_backend, processor._parallel_config = backend, None
         if hasattr(self.model, _STATE):
             delattr(self.model, _STATE)
-            _leave_backend()
+            leave_backend()
 
     def _hook(self, module: nn.Module, hook: Callable, first: bool = False) -> None:
         handle = module.register_forward_pre_hook(hook, with_kwargs=True, prepend=first)
@@ -172,6 +204,7 @@ class _State:
 
     # ---- a forward
 
+    @_disable_dynamo
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         self.forwards, self.totals = self.forwards + 1, []
         named = _named(module, args, kwargs)
@@ -208,138 +241,6 @@ class _State:
             return torch.ops.deepsp._scale_gradient(full, self.scale) if self.scale > 1 else full
 
         return _mapped(output, gather)
-
-
-class _Lengths:
-    """The lengths on all ranks of the tensors that one place of a model gets. A processor has it
-    as its parallel config: diffusers passes that on to the backend for sharded sequences."""
-
-    def __init__(self, state: _State):
-        self.state = state
-        self._known: dict[tuple[int, ...], list[list[int]]] = {}
-        self._forward = 0
-
-    def of(self, sizes: Sequence[int], like: Tensor) -> list[list[int]]:
-        """For each size, that of every rank. All ranks call it. Ranks exchange them once for all
-        forwards that shard as many tokens; a checkpoint's second forward doesn't tell which it
-        was, unless there was one only."""
-        state, key = self.state, None
-        if torch._C._current_graph_task_id() == -1:
-            key = tuple(state.totals)
-            state.seen.add(key)
-            if self._forward == state.forwards:  # used twice in a forward
-                key = None
-            self._forward = state.forwards
-        elif len(state.seen) == 1:
-            (key,) = state.seen
-        if key is not None and key in self._known:
-            return self._known[key]
-        everyone = on_all_ranks(list(sizes), state.member, like.device)
-        found = [list(of_ranks) for of_ranks in zip(*everyone, strict=True)]
-        if key is not None:
-            self._known[key] = found
-        return found
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    _parallel_config: _Lengths | None = None,
-) -> Tensor:
-    """The backend: [B, S_r, H, D], or, without a config, attention to keys in full."""
-    if _parallel_config is None:
-        return _sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    state = _parallel_config.state
-    if is_causal or dropout_p > 0:
-        raise ValueError(
-            "expected attention without causality and dropout over sharded tokens, which aren't in "
-            f"order, got is_causal={is_causal} and dropout_p={dropout_p}; leave them out"
-        )
-    lens, key_lens = _parallel_config.of([query.size(1), key.size(1)], query)
-    across = lens != key_lens  # to another sequence, whose keys are sharded, too
-    mask = _full_mask(attn_mask, key_lens, state.member, query.size(2) if across else 1)
-    if across:
-        rank, _, name = state.member
-        key, value = (
-            torch.ops.deepsp.all_gather(x, 1, key_lens, "partial", rank, name) for x in (key, value)
-        )
-        return _sdpa(query, key, value, mask, 0.0, False, scale, enable_gqa)
-    return distributed_attention(
-        query,
-        key,
-        value,
-        mask,
-        scale=scale,
-        enable_gqa=enable_gqa or query.size(2) != key.size(2),
-        group=state.member,
-        seq_lens=lens,
-        **state.options,
-    )
-
-
-def _full_mask(
-    mask: Tensor | None, key_lens: list[int], member: Member, heads: int
-) -> Tensor | None:
-    """The mask [B, 1 or heads, 1, S] of all ranks' keys."""
-    if mask is None:
-        return None
-    if mask.dim() == 2:
-        mask = mask[:, None, None]
-    if mask.dim() != 4 or mask.size(1) not in (1, heads) or mask.size(2) != 1:
-        raise ValueError(
-            "expected an attention mask of keys, [B, S_r] or [B, 1, 1, S_r], got shape "
-            f"{tuple(mask.shape)}; masks that differ by head or query aren't supported"
-        )
-    return unshard(mask, -1, member, key_lens)
-
-
-def _sdpa(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    out = nn.functional.scaled_dot_product_attention(
-        q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
-    return out.transpose(1, 2)
-
-
-# ---- diffusers' table of backends
-
-_users: list[None] = []
-"""One entry for each enabled model."""
-
-
-def _name():
-    """An instance of diffusers' enum that isn't one of its members."""
-    from diffusers.models.attention_dispatch import AttentionBackendName
-
-    name = str.__new__(AttentionBackendName, "deepsp")
-    name._name_, name._value_ = "DEEPSP", "deepsp"
-    return name
-
-
-def _use_backend():
-    from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Table
-
-    name = _name()
-    if not _users:
-        Table.register(name)(_attend)
-    _users.append(None)
-    return name
-
-
-def _leave_backend() -> None:
-    from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Table
-
-    _users.pop()
-    if not _users:
-        name = _name()
-        for table in (Table._backends, Table._constraints, Table._supported_arg_names):
-            table.pop(name, None)
 
 
 # ---- a plan's paths and tensors
