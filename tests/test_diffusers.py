@@ -330,3 +330,108 @@ def _in_bfloat16(name):
 @pytest.mark.parametrize("name", ["Flux", "Wan", "SD3"])
 def test_bfloat16(name):
     on_ranks(2, _in_bfloat16, name)
+
+
+def _by_the_pass(name, marked):
+    """The compile pass: image and text tokens are marked, and concatenated in the model."""
+    torch._dynamo.reset()
+    model, inputs = _made(name)
+    expected, _ = _step(model, inputs)
+    wanted = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    options = {"inner": "aot_eager"}
+    compiled = torch.compile(model, backend="deepsp", fullgraph=True, options=options)
+    inputs = {n: x.clone() if isinstance(x, torch.Tensor) else x for n, x in inputs.items()}
+    for n, dim in marked.items():
+        deepsp.prepare_inputs({n: inputs[n]}, seq_dim=dim)
+    out = compiled(**inputs, return_dict=False)[0].flatten()
+    weights = torch.linspace(0.5, 1.5, out.numel(), dtype=F64)
+    (out * weights).square().mean().backward()
+    near = NEAR.get(name, 1e-10)
+    torch.testing.assert_close(out, expected, rtol=near, atol=near)
+    for n, p in model.named_parameters():
+        if wanted[n] is not None:
+            scale = wanted[n].abs().max().item()
+            assert (p.grad - wanted[n]).abs().max().item() <= near * scale + 1e-14, n
+
+
+@pytest.mark.parametrize(
+    ("name", "marked"),
+    [
+        ("Flux", {"hidden_states": 1, "encoder_hidden_states": 1}),
+        ("SD3", {"hidden_states": 2, "encoder_hidden_states": 1}),
+        *(
+            pytest.param(name, marked, marks=pytest.mark.nightly)
+            for name, marked in (
+                ("Flux", {"hidden_states": 1}),
+                ("QwenImage", {"hidden_states": 1, "encoder_hidden_states": 1}),
+            )
+        ),
+    ],
+)
+def test_the_compile_pass(name, marked):
+    on_ranks(3, _by_the_pass, name, marked)
+
+
+class _Joint(torch.nn.Module):
+    """Attention over two concatenated sequences, and what becomes of its tokens."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        self.use = use
+
+    def forward(self, a, b):
+        x = torch.cat([self.first(a), self.second(b)], 1)
+        return _USES[self.use](x, a.size(1))
+
+
+def _attended(x, **kwargs):
+    heads = x.unflatten(-1, (2, 4)).transpose(1, 2)
+    out = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, **kwargs)
+    return out.transpose(1, 2).flatten(2)
+
+
+_USES = {
+    "whole": lambda x, n: _attended(x),
+    "rows": lambda x, n: _attended(x, attn_mask=torch.ones(x.size(1), x.size(1)).tril().bool()),
+    "places": lambda x, n: _attended(x + torch.arange(x.size(1))[None, :, None] / 10)[:, n:],
+    "thrice": lambda x, n: _attended(torch.cat([x, x[:, n:].sin()], 1))[:, n:].sum(1),
+    "halves": lambda x, n: torch.cat(x.split([n, x.size(1) - n], 1)[::-1], 1),
+    "causal": lambda x, n: _attended(x, is_causal=True),
+    "cut": lambda x, n: x[:, n - 1 :],
+    "shifted": lambda x, n: x + torch.cat([x[:, n:], x[:, :n]], 1),
+}
+_REFUSED = {
+    "causal": "causal attention is ambiguous",
+    "cut": r"selects tokens .* of sequences that were concatenated",
+    "shifted": "combines tokens of different positions",
+}
+
+
+def _of_two(use):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = _Joint(use).double()
+    a, b = _draw(2, 5, 8), _draw(2, 11, 8, seed=1)
+    deepsp.prepare_inputs({"a": a, "b": b}, seq_dim=1)
+    compiled = torch.compile(model, backend="deepsp", fullgraph=True, options={"inner": "eager"})
+    if use in _REFUSED:
+        with pytest.raises(Exception, match=_REFUSED[use]):
+            compiled(a, b)
+        return
+    expected = model(a, b)
+    weights = _draw(*expected.shape, seed=2)
+    (expected * weights).sum().backward()
+    wanted = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    out = compiled(a, b)
+    torch.testing.assert_close(out, expected)
+    (out * weights).sum().backward()
+    for p, want in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(p.grad, want)
+
+
+@pytest.mark.parametrize("use", _USES)
+def test_concatenated_sequences(use):
+    on_ranks(3, _of_two, use)

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+from deepsp.compile.sharding import joined
 from deepsp.compile.sharding.report import CannotShard
 from deepsp.compile.sharding.tokens import Sequence, Size, Tokens, same, size_of
 
@@ -338,14 +339,13 @@ class Forms(Nodes):
 
     def cut(self, full: fx.Node, shape: list[Size], tokens: Tokens) -> fx.Node:
         self._check_order(tokens)
-        dim, begin = tokens.dim, tokens.sequence.begin(self.rank)
-        count = tokens.sequence.lens[self.rank]
+        dim, runs = tokens.dim, tokens.sequence.pieces(self.rank)
         if same(tokens.outer, 1):
-            first, many = (size_of(x * tokens.inner) for x in (begin, count))
-            return self.call(_aten.narrow.default, full, dim, self.int_(first), self.int_(many))
+            scaled = [[size_of(n * tokens.inner) for n in run] for run in runs]
+            return joined.taken(self, full, dim, scaled)
         split_shape = [*shape[:dim], tokens.outer, tokens.length, tokens.inner, *shape[dim + 1 :]]
         x = self.call(_aten.reshape.default, full, self.shape(split_shape))
-        cut = self.call(_aten.narrow.default, x, dim + 1, self.int_(begin), self.int_(count))
+        cut = joined.taken(self, x, dim + 1, runs)
         return self.call(_aten.reshape.default, cut, self.shape(tokens.part(shape, self.rank)))
 
     def gathered(self, node: fx.Node, tokens: Tokens | None = None) -> fx.Node:
@@ -382,12 +382,14 @@ class Forms(Nodes):
         out = self.call(
             _ours.all_gather.default, local, dim, self.lens(tokens), gradient, rank, self.name
         )
+        if tokens.sequence.joined:
+            out = joined.in_order(self, out, dim, tokens.sequence)
         if not tokens.alone:
             out = self.call(_aten.reshape.default, out, self.shape(shape))
         return out
 
     def _check_order(self, tokens: Tokens) -> None:
-        if tokens.order is not None:
+        if tokens.is_sorted:
             raise CannotShard(
                 "each rank has sorted its own tokens, which are combined with unsorted ones here",
                 self.current,

@@ -368,7 +368,7 @@ class Rewriter(Forms):
             if self.outputs == "local" and value.tokens and value.local is not None:
                 return value.local
             return self.full(node)
-        if value.tokens is None or (self.outputs == "local" and value.tokens.order is not None):
+        if value.tokens is None or (self.outputs == "local" and value.tokens.is_sorted):
             raise CannotShard("it returns the order in which each rank sorted its own tokens", node)
         if self.outputs == "local":
             return value.local

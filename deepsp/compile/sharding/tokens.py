@@ -14,6 +14,7 @@ import torch
 from torch.utils._sympy.functions import FloorDiv, Max, Min
 
 Size = int | sympy.Expr
+JOINED = "joined"
 
 
 def size_of(value) -> Size:
@@ -53,12 +54,15 @@ def quotient(a: Size, b: Size) -> Size | None:
 
 @dataclass(frozen=True)
 class Sequence:
-    """A sequence and how many tokens of it each rank has: consecutive ones, in rank order."""
+    """A sequence and how many tokens of it each rank has: consecutive ones, in rank order, or, of
+    sequences that were joined, some of each, in their order."""
 
     lens: tuple[Size, ...]
     inside: tuple[Size, Size, Sequence] | None = field(default=None, compare=False)
     """If tokens were put before or after another sequence: its begin and end in this one, and it.
     Sizes that are expressions don't tell that a cut there gives each rank its tokens back."""
+    joined: tuple[tuple[Size, Sequence], ...] = ()
+    """The sequences that were joined, with their lengths."""
 
     @staticmethod
     def split(length: Size, ranks: int, even: bool) -> Sequence:
@@ -70,8 +74,30 @@ class Sequence:
             return Sequence((FloorDiv(length, ranks),) * ranks)
         return Sequence(tuple(FloorDiv(length + ranks - 1 - r, ranks) for r in range(ranks)))
 
+    @staticmethod
+    def join(parts: List[tuple[Size, Sequence]]) -> Sequence:
+        """One sequence of several, of which each rank keeps its tokens."""
+        lens = zip(*(part.lens for _, part in parts), strict=True)
+        return Sequence(tuple(size_of(sum(ns)) for ns in lens), joined=tuple(parts))
+
     def begin(self, rank: int) -> Size:
         return size_of(sympy.Add(*self.lens[:rank])) if rank else 0
+
+    def borders(self) -> list[Size]:
+        """Where joined sequences begin, and where the last one ends."""
+        found: list[Size] = [0]
+        for length, _ in self.joined:
+            found.append(size_of(found[-1] + length))
+        return found
+
+    def pieces(self, rank: int) -> list[tuple[Size, Size]]:
+        """Where a rank's tokens are in the full sequence: begin and length of each run."""
+        if not self.joined:
+            return [(self.begin(rank), self.lens[rank])]
+        return [
+            (size_of(first + part.begin(rank)), part.lens[rank])
+            for first, (_, part) in zip(self.borders(), self.joined, strict=False)
+        ]
 
     def window(self, begin: Size, end: Size) -> Sequence:
         """The tokens from ``begin`` to ``end``, on the ranks that have them now."""
@@ -88,7 +114,8 @@ class Sequence:
 @dataclass(frozen=True)
 class Tokens:
     """A sequence of ``length`` tokens in dimension ``dim``, which has ``outer * length * inner``
-    elements. ``order``: the name of the sort, if each rank has sorted its part."""
+    elements. ``order``: the name of the sort, if each rank has sorted its part; "joined", if each
+    rank has some tokens of several sequences."""
 
     dim: int
     length: Size
@@ -112,6 +139,16 @@ class Tokens:
     def alone(self) -> bool:
         """Whether the sequence is the whole dimension, in its order."""
         return same(self.outer, 1) and same(self.inner, 1) and self.order is None
+
+    @property
+    def is_sorted(self) -> bool:
+        """Whether each rank has sorted its part."""
+        return self.order not in (None, JOINED)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the sequence, or several that were joined, is the whole dimension."""
+        return same(self.outer, 1) and same(self.inner, 1) and not self.is_sorted
 
     @property
     def plain(self) -> Tokens:

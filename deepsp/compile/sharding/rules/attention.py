@@ -8,9 +8,10 @@ import torch
 from torch import fx
 
 from deepsp.attention import parts
+from deepsp.compile.sharding import joined
 from deepsp.compile.sharding.rules import OUTERMOST, Call, by_rows, rule
 from deepsp.compile.sharding.rules.indexing import log_softmax
-from deepsp.compile.sharding.tokens import Tokens, same
+from deepsp.compile.sharding.tokens import JOINED, Tokens, same
 
 aten, ours = torch.ops.aten, torch.ops.deepsp
 
@@ -28,7 +29,7 @@ def attention(call: Call) -> Tokens:
     if of_q is not None and of_q.dim < ndim - 2:
         return by_rows(call)
     for tokens, x in ((of_q, q), (of_k, k)):
-        if tokens is not None and (tokens.dim != len(call.shape(x)) - 2 or not tokens.alone):
+        if tokens is not None and (tokens.dim != len(call.shape(x)) - 2 or not tokens.is_whole):
             call.refuse(
                 f"expected {x.name} of shape [batch, heads, tokens, head_dim], got its tokens in "
                 f"dimension {tokens.dim}, alone or merged with another{OUTERMOST}"
@@ -49,6 +50,11 @@ def attention(call: Call) -> Tokens:
         )
     if of_q.sequence != of_k.sequence and call["is_causal"]:
         call.refuse(_CAUSAL)
+    if of_q.order == JOINED and call["is_causal"]:
+        call.refuse(
+            "its tokens are of several sequences that were concatenated, of which each rank has "
+            "some, so causal attention is ambiguous; pass attn_mask"
+        )
     pair = _distributed if of_q.sequence == of_k.sequence else _cross
     call.lower = lambda: pair(call, q, k, v, mask, of_q, of_k)
     call.decision = "distributed attention"
@@ -156,10 +162,14 @@ def _back(call: Call, out: fx.Node) -> fx.Node:
     return graph.call(aten.squeeze.dim, out, 0) if len(call.out) == 3 else out
 
 
-def _mask(call: Call, mask):
+def _mask(call: Call, mask, of_q: Tokens, of_k: Tokens):
+    """The full mask, in the order of the ranks' tokens."""
     if mask is None:
         return None
-    x = call.graph.for_part(mask)
+    x, shape = call.graph.for_part(mask), call.shape(mask)
+    for tokens, dim in ((of_q, len(shape) - 2), (of_k, len(shape) - 1)):
+        if tokens.sequence.joined and dim >= 0 and not same(shape[dim], 1):
+            x = joined.by_rank(call.graph, x, dim, tokens.sequence)
     if len(call.out) == 3 and len(call.shape(mask)) == 3:
         x = call.graph.call(aten.unsqueeze.default, x, 0)
     return x
@@ -182,7 +192,7 @@ def _distributed(call: Call, q, k, v, mask, of_q: Tokens, of_k: Tokens) -> fx.No
     out = graph.call(
         ours.distributed_attention.default,
         *qkv,
-        _mask(call, mask),
+        _mask(call, mask, of_q, of_k),
         call["dropout_p"] or 0.0,
         bool(call["is_causal"]),
         call["scale"],
@@ -217,7 +227,7 @@ def _cross(call: Call, q, k, v, mask, of_q: Tokens, of_k: Tokens) -> fx.Node:
     )
     take = [graph.call(operator.getitem, x, i) for x, i in ((q_all, 0), (kv_all, 0), (kv_all, 1))]
     by_heads = [graph.call(aten.transpose.int, x, 1, 2) for x in take]
-    mask = _mask(call, mask)
+    mask = _mask(call, mask, of_q, of_k)
     shape = [] if mask is None else graph.env[mask].shape
     if len(shape) > 2 and shape[-3] != 1:  # take this rank's heads
         begin, end, _, _ = ours.head_split(heads, heads, graph.size, graph.rank)

@@ -9,8 +9,9 @@ import sympy
 import torch
 from torch.utils._sympy.functions import Max, Min
 
+from deepsp.compile.sharding import joined
 from deepsp.compile.sharding.rules import Call, by_rows, refused, rule
-from deepsp.compile.sharding.tokens import Size, Tokens, same, size_of
+from deepsp.compile.sharding.tokens import JOINED, Size, Tokens, same, size_of
 
 aten = torch.ops.aten
 PADS = (aten.pad.default, aten.constant_pad_nd.default)
@@ -99,10 +100,32 @@ def slice_(call: Call) -> Tokens:
     if call.graph.values[x].full is not None:
         call.refuse("it selects tokens of a replicated tensor")
     begin = _index(call, call["start"] if call["start"] is not None else 0, shape[dim])
+    if tokens.order == JOINED:
+        new, call.lower = joined.part_of(call, x, tokens, begin, size_of(begin + out[dim]))
+        return new
     if same(out[dim], 1):
         return _one_token(call, x, tokens, begin, keepdim=True)
     new, call.lower = window(call, x, tokens, begin, size_of(begin + out[dim]))
     return new
+
+
+@rule(aten.split_with_sizes.default)
+def split(call: Call) -> list[Tokens]:
+    x, tokens = call.node.args[0], call.one_of()
+    if call["dim"] % len(call.shape(x)) != tokens.dim:
+        return by_rows(call)
+    if call.graph.values[x].full is not None:
+        call.refuse("it splits a replicated tensor along the sequence")
+    begin, found, lowered = 0, [], []
+    for piece in call.node.meta["val"]:
+        end = size_of(begin + size_of(piece.shape[tokens.dim]))
+        select = joined.part_of if tokens.order == JOINED else window
+        new, lower = select(call, x, tokens, begin, end)
+        found.append(new)
+        lowered.append(lower)
+        begin = end
+    call.lower = lambda: call.graph.call(tuple, [lower() for lower in lowered])
+    return found
 
 
 def _index(call: Call, value, length):
@@ -156,8 +179,13 @@ def cat(call: Call) -> Tokens:
 def _longer(call: Call, nodes: list, dim: int) -> Tokens:
     """Puts replicated tokens before a sequence, on the first rank, or after it, on the last."""
     fixed = [n for n in nodes if call.graph.values[n].full is None]
+    if len(fixed) == len(nodes):
+        return joined.join(call, nodes, dim)
     if len(fixed) != 1:
-        call.refuse("it concatenates two sequences, which would change the tokens of each rank")
+        call.refuse(
+            "it concatenates several sequences and tokens that every rank has; concatenate the "
+            "sequences first"
+        )
     (x,) = fixed
     tokens = call.tokens(x)
     if tokens.dim != dim or not same(tokens.outer, 1) or tokens.order is not None:
