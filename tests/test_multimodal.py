@@ -1,6 +1,8 @@
 """Vision-language models over a sharded sequence, against one process: whole, unmodified models in
 float64, loss and every gradient, those of towers included."""
 
+import inspect
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from trained import arguments, launched, logs, tokenizer
+from transformers import Qwen2AudioConfig, Qwen2AudioForConditionalGeneration
 
 import deepsp
 from deepsp.integrations.transformers import multimodal, register
@@ -384,7 +387,7 @@ def _refused():
 def _deal_to(base, encode, local):
     base.get_image_features = encode
     try:
-        door = multimodal.Door(base.language_model, member_of(None), [19, 18], True)
+        door = multimodal.Door(base, base.language_model, member_of(None), [19, 18], True)
         multimodal.deal_images(base, door, {**local, "image_sizes": torch.ones(2, 2)})
     finally:
         del base.get_image_features
@@ -392,6 +395,93 @@ def _deal_to(base, encode, local):
 
 def test_errors():
     on_ranks(2, _refused, apart="hybrid")
+
+
+def _failures():
+    """A rank whose share can't be encoded doesn't leave the others waiting."""
+    in_float64()
+    register(deal_images=True)
+    model = make("Qwen2.5-VL")
+    model.set_attn_implementation("deepsp")
+    local, _ = deepsp.shard_batch(batch("Qwen2.5-VL"), shard_at="decoder")
+    given, encode = model.model.get_image_features, type(model.model).get_image_features
+
+    def fails(*args, **kwargs):
+        if dist.get_rank() == 1:
+            raise RuntimeError("a grid that doesn't fit")
+        return given(*args, **kwargs)
+
+    def more(*args, **kwargs):
+        out = given(*args, **kwargs)
+        out.pooler_output = [half for x in out.pooler_output for half in x.split(1)]
+        return out
+
+    for wrong, message in (
+        (fails, r"rank 1 failed.*; pass deal_images=False"),
+        (more, r"rank 0 failed: expected features of 1 images, got 8 .*; pass deal_images=False"),
+    ):
+        wrong.__signature__ = inspect.signature(given)
+        model.model.get_image_features = wrong
+        if wrong is more and dist.get_rank():
+            message = "rank 0 failed"
+        with pytest.raises(ValueError, match=message):
+            model(**local)
+        del model.model.get_image_features
+    assert model.model.get_image_features.__func__ is encode
+
+    one = make("LLaVA-OneVision")
+    one.set_attn_implementation("deepsp")
+    full = batch("LLaVA-OneVision") | {"batch_num_images": torch.tensor([2, 1, 0])}
+    local, _ = deepsp.shard_batch(full, shard_at="decoder")
+    with pytest.raises(ValueError, match="an entry of batch_num_images for each of 3 images"):
+        one(**local)
+
+
+def _settings():
+    """What comes before and beside a call."""
+    in_float64()
+    register(deal_images=True)
+    register(name="another")
+    torch.manual_seed(0)
+    model = make("Qwen3-VL")
+    full = batch("Qwen3-VL")
+    expected = _alone(model, full)
+    model.set_attn_implementation({"text_config": "deepsp"})
+    # Full ids that are the local ones of an earlier batch.
+    deepsp.shard_batch({"input_ids": full["input_ids"].repeat(1, 2)})
+    for name in ("deepsp", "another"):
+        model.set_attn_implementation({"text_config": name})
+        local, _ = deepsp.shard_batch(full, shard_at="decoder")
+        loss = model(**local).loss
+        loss.backward()
+        deepsp.sync_gradients(model)
+        _same(model, loss, expected, name)
+    model.set_attn_implementation("deepsp")
+    compiled = torch.compile(model, backend="eager")
+    loss = compiled(**local).loss
+    loss.backward()
+    deepsp.sync_gradients(model)
+    _same(model, loss, expected, "compiled")
+
+    audio = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2}
+    audio |= {"encoder_ffn_dim": 16, "num_mel_bins": 8, "max_source_positions": 16}
+    text = make("InternVL").config.text_config.to_dict()
+    config = Qwen2AudioConfig(text_config=text, audio_config=audio, audio_token_id=IMAGE)
+    model = Qwen2AudioForConditionalGeneration(config)
+    model.set_attn_implementation("deepsp")
+    local, _ = deepsp.shard_batch(batch("InternVL", "text"), shard_at="decoder")
+    with pytest.raises(ValueError, match="but it has code of its own for that"):
+        model(**local)
+    logits = model(input_ids=local["input_ids"]).logits
+    assert deepsp.cross_entropy(logits, local["shift_labels"]).isfinite()
+
+
+def test_failures():
+    on_ranks(2, _failures, apart="hybrid")
+
+
+def test_settings():
+    on_ranks(2, _settings, apart="hybrid")
 
 
 def test_images_are_balanced():

@@ -295,6 +295,7 @@ def check_shard_at(shard_at: str) -> None:
 def hand_out(local: Mapping[str, Any], named: str, dim: int, length: int) -> None:
     """Remembers the local tokens for :func:`is_handed_out`."""
     part = local[named]
+    _handed_out.clear()
     if part.size(dim) < length:
         _handed_out[:] = [part if named == "input_ids" else weakref.ref(part)]
         _positions[:] = [local["position_ids"]]

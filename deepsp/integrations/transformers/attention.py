@@ -17,8 +17,8 @@ COUNTS_OTHERWISE = "_deepsp_counts_otherwise"
 """The attribute of modules whose model makes other position_ids than 0, 1, 2, ..."""
 
 _ELSEWHERE = {
-    "logits_to_keep", "num_items_in_batch", "output_hidden_states", "output_router_logits",
-    "return_dict", "shift_labels", "cache_position",
+    "labels", "logits_to_keep", "num_items_in_batch", "output_hidden_states",
+    "output_router_logits", "return_dict", "shift_labels", "cache_position",
 }  # fmt: skip
 """Arguments of a model's forward that reach its attention without a meaning there."""
 
@@ -51,7 +51,8 @@ def attention(
     if masks.seq_lens is None:  # the first layer
         parts = masks.exchange(query, key, positions, member)
         _check_rope(module, parts)
-        _check_count(module, parts)
+        if not masks.has_own_positions:
+            _check_count(module, parts)
     length = sum(masks.seq_lens)
     window = masks.local_size
     windowed = sliding_window is not None and sliding_window < length
@@ -146,9 +147,9 @@ def masks_of(
     """
     if current.door is not None:
         raise ValueError(
-            f"expected {type(module).__name__}, which encodes full images, to have an attention of "
-            "transformers, got deepsp's; call model.set_attn_implementation({'text_config': "
-            "'deepsp'}), with the names of the configurations of the model's other parts left out"
+            f"expected an attention of transformers in {type(module).__name__}, which encodes "
+            "images or sounds in full, got deepsp's; call model.set_attn_implementation("
+            "{'text_config': 'deepsp'}), which leaves the other parts of the model as they are"
         )
     _check_arguments(module, arguments)
     if isinstance(attention_mask, Tensor):

@@ -17,7 +17,13 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable would impor
 
 from deepsp.data import sharding as data
 from deepsp.integrations.transformers import mixers, multimodal
-from deepsp.integrations.transformers.check import CALLED, CHECKED, check, implementations
+from deepsp.integrations.transformers.check import (
+    CALLED,
+    CHECKED,
+    check,
+    implementation_of,
+    implementations,
+)
 from deepsp.integrations.transformers.masks import current
 from deepsp.integrations.transformers.own_loss import OwnLoss, computing
 from deepsp.ranks.groups import member_of
@@ -36,6 +42,9 @@ _originals: list[tuple[type, Any]] = []
 
 SHARDS_INSIDE = "_deepsp_shards_inside"
 """The attribute of a model whose forward shards full rows itself: :func:`shards_inside`."""
+
+_OF_A_CALL = ("runs", "positions", "deal", "loss", "door", "has_own_positions")
+"""What ``current`` knows of a call."""
 
 _KNOWN = {
     "input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids",
@@ -91,20 +100,18 @@ def uninstall() -> None:
 def _call(self, *args, **kwargs):
     # Once this function has broken a graph without an op, Dynamo skips it forever, and compiles
     # each function that it calls: a generator here would be an error.
-    name = self.config._attn_implementation
+    name = implementation_of(self.config, _names)
     loss = _names.get(name)
-    for key in self.config.sub_configs:
-        part = getattr(self.config, key, None)
-        if loss is None and part is not None:
-            loss = _names.get(part._attn_implementation)
     if loss is not None and not shards_inside(self, kwargs):
         # A graph break in compiled code, once; attention breaks the graph anyway.
         if getattr(self, CHECKED, None) != name:
             _first(self)
-        before = current.runs, current.positions, current.deal, current.loss, current.door
-        current.deal, current.loss = kwargs.pop("deal", before[2]), loss
+        before = {n: getattr(current, n) for n in _OF_A_CALL}
+        current.deal, current.loss = kwargs.pop("deal", before["deal"]), loss
         try:
-            args, kwargs, places = _at_door(self, loss, args, kwargs)
+            places = None
+            if self.config.sub_configs or current.door is not None:
+                args, kwargs, places = _at_door(self, loss, args, kwargs)
             if places is not None:
                 current.positions = places
             if current.door is None and mixers.prepare(self):
@@ -117,12 +124,14 @@ def _call(self, *args, **kwargs):
                     return _run(self, loss, args, kwargs)
             return _run(self, loss, args, kwargs)
         finally:
-            current.runs, current.positions, current.deal, current.loss, current.door = before
+            for n, x in before.items():
+                setattr(current, n, x)
     if loss is None and not torch.compiler.is_compiling():
         _check_alone(self, args, kwargs)
     return nn.Module.__call__(self, *args, **kwargs)
 
 
+@_disable_dynamo
 def _at_door(
     model: nn.Module, loss: OwnLoss, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any], Tensor | None]:
@@ -144,9 +153,10 @@ def _at_door(
         deals = any(_names[name] is loss for name in _deals_images)
         door = current.door = multimodal.open_door(model, loss.group, deals, kwargs)
     if model is door.decoder:
-        current.door = None
-        return (), *multimodal.local_arguments(door, named_arguments(model, args, kwargs))
-    if door.deals_images and model is model.base_model:
+        given = named_arguments(model, args, kwargs)
+        current.door, current.has_own_positions = None, given.get("position_ids") is not None
+        return (), *multimodal.local_arguments(door, given)
+    if door.deals_images and model is door.base:
         return (), multimodal.deal_images(model, door, named_arguments(model, args, kwargs)), None
     return args, kwargs, None
 
@@ -165,14 +175,14 @@ def _run(model: nn.Module, loss: OwnLoss, args: tuple, kwargs: dict[str, Any]) -
         if kwargs.get("shift_labels") is not None:
             # Models compute a loss only with labels, and pass shift_labels on to it.
             kwargs["labels"] = kwargs["shift_labels"]
-            with computing(model, loss):
+            with computing(model, loss, is_expected=True):
                 return nn.Module.__call__(model, *args, **kwargs)
     return nn.Module.__call__(model, *args, **kwargs)
 
 
 def ensure_checked(model: nn.Module) -> None:
     """Checks a model now, unless it has been checked."""
-    if _names and getattr(model, CHECKED, None) != model.config._attn_implementation:
+    if _names and getattr(model, CHECKED, None) != implementation_of(model.config, _names):
         _first(model)
 
 
@@ -219,7 +229,7 @@ def check_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> No
         )
     routes = given.get("output_router_logits")
     if routes is None:
-        routes = getattr(model.config, "output_router_logits", False)
+        routes = getattr(model.config.get_text_config(), "output_router_logits", False)
     if routes and not mixers.is_balanced(model):
         raise ValueError(
             "expected output_router_logits to be False, got True: aux_loss of "

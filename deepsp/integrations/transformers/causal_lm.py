@@ -158,7 +158,7 @@ def _causal_lm(model: nn.Module, batch: Mapping[str, Any]) -> nn.Module:
         raise ValueError(
             f"expected output_router_logits of {type(found).__name__} to be False, got True: the "
             "auxiliary loss would be that of this rank's tokens only, and isn't part of this loss; "
-            "set model.config.output_router_logits = False"
+            "set model.config.get_text_config().output_router_logits = False"
         )
     return found
 

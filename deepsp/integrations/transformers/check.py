@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ def check(model: nn.Module) -> None:
     before = [getattr(m, CHECKED, None) for m in parts]
     for m in parts:
         # Set before the run, which calls the parts.
-        setattr(m, CHECKED, m.config._attn_implementation)
+        setattr(m, CHECKED, implementation_of(m.config, names))
     try:
         _Check(found, names).check()
         setattr(found, CALLED, True)
@@ -108,6 +108,13 @@ def model_in(module: nn.Module) -> nn.Module:
     if found is None:
         raise ValueError(f"expected model to be one of transformers, got {type(module).__name__}")
     return found
+
+
+def implementation_of(config, names: Iterable[str]) -> str:
+    """Which of ``names`` a configuration has, or one of its parts; if none, its own."""
+    parts = [config, *(getattr(config, key, None) for key in config.sub_configs)]
+    found = (x._attn_implementation for x in parts if x is not None)
+    return next((name for name in found if name in names), config._attn_implementation)
 
 
 def implementations(model: nn.Module) -> set[str]:

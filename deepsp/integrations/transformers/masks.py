@@ -44,6 +44,8 @@ class _Current(threading.local):
     positions: Tensor | None = None
     deal: Deal | None = None
     door: Door | None = None
+    has_own_positions: bool = False
+    """Whether the model itself has made the positions, of the full sequence."""
 
 
 current = _Current()
@@ -90,6 +92,7 @@ class Masks:
         self.batch_size, self.padding, self.local_size = batch_size, attention_mask, local_size
         self.given, self.pattern = given, mask_function
         self.of_call, self.deal = current.positions, current.deal
+        self.has_own_positions = current.has_own_positions
         if self.deal is not None and (attention_mask is not None or given is not None):
             raise ValueError(
                 "expected no attention_mask with a batch that deal_batch made, which has no "

@@ -28,7 +28,12 @@ _TOWERS = {
 }
 """By modality: the names of its pixels, of its grids of patches, and the method that encodes it."""
 
-_PASSED_ON = {"shift_labels", "num_items_in_batch"}
+_FIELDS = {
+    "last_hidden_state", "pooler_output", "deepstack_features", "hidden_states", "attentions",
+}  # fmt: skip
+"""What an encoder returns. Models read the features only."""
+
+_PASSED_ON = {"labels", "shift_labels", "num_items_in_batch"}
 """Tensors that a decoder may get and doesn't use."""
 
 
@@ -36,6 +41,8 @@ _PASSED_ON = {"shift_labels", "num_items_in_batch"}
 class Door:
     """A call of a vision-language model: what its decoder is to get."""
 
+    base: nn.Module
+    """The model that encodes images and calls the decoder."""
     decoder: nn.Module
     member: Member
     lens: list[int]
@@ -86,7 +93,9 @@ def open_door(model: nn.Module, group: Group | Member, deals: bool, given: dict[
     tokens = given.get("inputs_embeds") if tokens is None else tokens
     if tokens is None:
         raise ValueError(f"expected input_ids or inputs_embeds in the call of {cls}, got none")
-    if data.is_handed_out(tokens):
+    # All ranks raise, or none: what one rank was handed out before may look like full ids.
+    numbers = on_all_ranks([int(data.is_handed_out(tokens))], member, tokens.device)
+    if any(n for (n,) in numbers):
         raise ValueError(
             f"expected the full input_ids in the call of {cls}, which is sharded where its decoder "
             f"begins, got this rank's {tokens.size(1)} tokens; pass shard_at='decoder' to "
@@ -112,7 +121,7 @@ def open_door(model: nn.Module, group: Group | Member, deals: bool, given: dict[
     # Now, and not in the decoder: a rank with other images might not get there.
     numbers = on_all_ranks([carried(member)], member, tokens.device)
     compare_carried([n for (n,) in numbers], member)
-    return Door(decoder, member, lens, deals)
+    return Door(model.base_model, decoder, member, lens, deals)
 
 
 def _check_images(model: nn.Module, given: dict[str, Any]) -> None:
@@ -137,7 +146,7 @@ def _check_images(model: nn.Module, given: dict[str, Any]) -> None:
 
 def local_arguments(door: Door, given: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
     """The decoder's arguments for this rank's tokens, and their places in the sequence or in their
-    documents, [B, S_r].
+    documents, [B, S_r]. ``position_ids`` are among them if the model has made any.
 
     Raises:
         ValueError: the decoder gets a tensor whose meaning isn't known.
@@ -223,12 +232,18 @@ def shares_of(weights: list[int], size: int) -> list[list[int]]:
 
 def _encoded(base: nn.Module, member: Member, given, pixels: str, grids: str, method: str) -> Any:
     rank, size, name = member
-    encode = getattr(base, method)
+    encode = getattr(base, method, None)
+    if encode is None:
+        raise ValueError(
+            f"expected {type(base).__name__} to have {method}, by which each rank encodes its "
+            "share of the images; it doesn't: pass deal_images=False"
+        )
     declared = inspect.signature(encode).parameters
     arguments = {n: x for n, x in given.items() if n in declared and x is not None}
     grid = given.get(grids)
     counts = None if grid is None else grid.prod(-1).tolist()
     images = len(given[pixels]) if counts is None else len(counts)
+    _check_by_image(arguments, None if counts is None else pixels, images)
     shares = shares_of([1] * images if counts is None else counts, size)
     own = shares[rank]
     # A rank without images encodes the smallest one, too, and drops it: wrappers (FSDP, DDP) need
@@ -240,26 +255,26 @@ def _encoded(base: nn.Module, member: Member, given, pixels: str, grids: str, me
             blocks = x.split(counts)
             arguments[n] = torch.cat([blocks[i] for i in encoded])
         elif isinstance(x, Tensor):
-            if len(x) != images:
-                raise ValueError(
-                    f"expected an entry of {n} for each of {images} images, to deal them out, got "
-                    f"shape {tuple(x.shape)}; pass deal_images=False"
-                )
             arguments[n] = x[index.to(x.device)]
-    output = encode(**arguments, return_dict=True)
-    # By image: its features, and those of deeper layers beside them.
-    levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or [])]
-    widths = [level[0].size(-1) for level in levels]
-    beside = [torch.cat(parts, -1) for parts in zip(*levels, strict=True)]
-    shape = beside[0].shape[:-1]
+    error, rows = None, [0] * images
+    try:
+        output = encode(**arguments, return_dict=True)
+        beside, widths = _features(output, len(encoded))
+        for i, x in zip(own, beside, strict=False):
+            rows[i] = x.numel() // sum(widths)
+    except Exception as failure:  # the other ranks wait for the features
+        error = failure
+    everyone = on_all_ranks([int(error is not None), *rows], member, given[pixels].device)
+    if failed := [r for r, (status, *_) in enumerate(everyone) if status]:
+        raise ValueError(
+            f"expected every rank to encode its share of the images by {method}, but rank "
+            f"{failed[0]} failed{f': {error}' if error else ''}; pass deal_images=False, which "
+            "encodes all of them on each rank"
+        ) from error
     features = torch.cat([x.flatten(0, -2) for x in beside])
     if not own:
         features = features[:0]
-    rows = [0] * images
-    for i, x in zip(own, beside, strict=False):
-        rows[i] = x.numel() // sum(widths)
-    everyone = on_all_ranks(rows, member, features.device)
-    rows = [max(n) for n in zip(*everyone, strict=True)]
+    rows = [max(n) for n in zip(*(of_rank[1:] for of_rank in everyone), strict=True)]
     sizes = [sum(rows[i] for i in share) for share in shares]
     gathered = torch.ops.deepsp.all_gather(features, 0, sizes, "partial", rank, name)
     order = [i for share in shares for i in share]
@@ -268,8 +283,35 @@ def _encoded(base: nn.Module, member: Member, given, pixels: str, grids: str, me
         [blocks[i].split(widths, -1)[level] for i in range(images)] for level in range(len(widths))
     )
     if isinstance(output.pooler_output, Tensor):  # images of one shape
-        pooled = torch.stack(pooled).unflatten(1, shape)
+        pooled = torch.stack(pooled).unflatten(1, beside[0].shape[:-1])
     made = type(output)(last_hidden_state=None, pooler_output=pooled)
     if deeper:
         made.deepstack_features = deeper
     return made
+
+
+def _check_by_image(arguments: dict[str, Any], by_patch: str | None, images: int) -> None:
+    """Raises unless an encoder's tensors, but for the one ``by_patch``, have an entry for each
+    image."""
+    for n, x in arguments.items():
+        if n == by_patch or not isinstance(x, Tensor):
+            continue
+        # LLaVA-OneVision: images of each sample; those of one image are encoded otherwise.
+        if len(x) != images or (n == "batch_num_images" and bool((x != 1).any())):
+            raise ValueError(
+                f"expected an entry of {n} for each of {images} images, to deal them out, got "
+                f"shape {tuple(x.shape)}; pass deal_images=False"
+            )
+
+
+def _features(output: Any, images: int) -> tuple[list[Tensor], list[int]]:
+    """By image: its features, and those of deeper layers beside them; and the width of each."""
+    levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or [])]
+    unknown = {n for n, x in output.items() if x is not None} - _FIELDS
+    if unknown or any(len(level) != images for level in levels):
+        raise ValueError(
+            f"expected features of {images} images, got {len(levels[0])} and "
+            f"{', '.join(sorted(unknown)) or 'nothing else'}"
+        )
+    widths = [level[0].size(-1) for level in levels]
+    return [torch.cat(parts, -1) for parts in zip(*levels, strict=True)], widths

@@ -71,9 +71,23 @@ class LocalLoss:
             return losses / num_items_in_batch
 
 
+class _Recorded:
+    """A loss function that knows whether it was called."""
+
+    def __init__(self, loss: OwnLoss | LocalLoss):
+        self.loss, self.was_called = loss, False
+
+    def __call__(self, *args, **kwargs) -> Tensor:
+        self.was_called = True
+        return self.loss(*args, **kwargs)
+
+
 @contextlib.contextmanager
-def computing(model: nn.Module, loss: OwnLoss | LocalLoss) -> Iterator[None]:
+def computing(
+    model: nn.Module, loss: OwnLoss | LocalLoss, is_expected: bool = False
+) -> Iterator[None]:
     """In this context ``model`` returns ``loss``, unless an outer context has set one already.
+    ``is_expected``: the model is called for its loss.
 
     Raises:
         ValueError: the model's loss isn't that of a causal language model of transformers.
@@ -81,7 +95,7 @@ def computing(model: nn.Module, loss: OwnLoss | LocalLoss) -> Iterator[None]:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     own = vars(model).get("_loss_function")
-    if isinstance(own, (OwnLoss, LocalLoss)):
+    if isinstance(own, _Recorded):
         yield
         return
     if model.loss_function is not ForCausalLMLoss:
@@ -90,9 +104,15 @@ def computing(model: nn.Module, loss: OwnLoss | LocalLoss) -> Iterator[None]:
             f"language models, got {model.loss_function!r}; leave shift_labels out of the call, "
             "and compute the loss from the logits with deepsp.cross_entropy"
         )
-    model.loss_function = loss
+    model.loss_function = recorded = _Recorded(loss)
     try:
         yield
+        if is_expected and not recorded.was_called:
+            raise ValueError(
+                f"expected {type(model).__name__} to compute its loss by its loss_function, but it "
+                "has code of its own for that, whose loss would be that of this rank's tokens; "
+                "leave shift_labels out of the call, and use deepsp.cross_entropy on the logits"
+            )
     finally:
         if own is None:
             del model._loss_function

@@ -39,6 +39,13 @@ class Refusals:
                 "expected deal_images with a vision-language model and without compiled, got "
                 f"{type(self._base_model()).__name__} and compiled={self._compiled}; leave it out"
             )
+        if self.args.label_smoothing_factor and self._shard_at == "decoder":
+            raise ValueError(
+                "expected label_smoothing_factor=0 with a vision-language model, whose labels "
+                "transformers' Trainer doesn't shift then, got "
+                f"{self.args.label_smoothing_factor}; leave it out, or pass it to "
+                "deepsp.causal_lm_loss in a loop of your own"
+            )
         if self._mix_lengths and self._shard_at == "decoder":
             raise ValueError(
                 f"expected mix_lengths=False for {type(self._base_model()).__name__}, which is "
@@ -66,7 +73,8 @@ class Refusals:
                 "expected without_logits=False where a class or compute_loss_func computes the "
                 "loss itself, got True; leave it out"
             )
-        balances = getattr(self._base_model().config, "output_router_logits", False)
+        config = self._base_model().config.get_text_config()
+        balances = getattr(config, "output_router_logits", False)
         if balances and (self._without_logits or self._has_own_loss()):
             raise ValueError(
                 "expected output_router_logits=False in the model's config with without_logits, or "

@@ -339,7 +339,8 @@ class _SequenceParallel(Refusals, DealtExperts, Compiled, LocalInputs, OwnBatche
             loss = loss / num_items_in_batch
         balance = getattr(outputs, "aux_loss", None)
         if isinstance(balance, Tensor) and self.compute_loss_func is None:
-            loss = loss + self._base_model().config.router_aux_loss_coef * balance
+            config = self._base_model().config.get_text_config()
+            loss = loss + config.router_aux_loss_coef * balance
         if counted and (self.args.average_tokens_across_devices or not model.training):
             loss = loss * self._groups
         return loss, outputs
