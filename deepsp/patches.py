@@ -70,6 +70,13 @@ PATCHES = (
         "deepsp.compile.lowering.inductor_table",
     ),
     Patch(
+        "torch._inductor.lowering",
+        ("torch._inductor.lowering.lowerings",),
+        "Entries for calls of deepsp's kernels, the memory of whose results Inductor must not "
+        "reuse.",
+        "deepsp.compile.lowering.calls",
+    ),
+    Patch(
         "deepspeed",
         tuple(f"deepspeed: {what}" for what in config.REPLACED),
         'Takes "passes": ["deepsp"] in DeepSpeed\'s config; others\' configs mean what they did.',

@@ -141,3 +141,114 @@ def _steps(rows, dtype):
 )
 def test_two_hundred_compiled_steps(rows, dtype):
     on_ranks(2, _steps, rows, dtype)
+
+
+class _Layers(nn.Module):
+    """Attention whose results' memory Inductor would like to reuse: products of their size follow,
+    and kv heads are shared by all ranks, whose gradients are summed."""
+
+    def __init__(self, chunks):
+        super().__init__()
+        self.attention = deepsp.DistributedAttention(chunks=chunks)
+        self.projections = nn.ModuleList(nn.Linear(24, 24 + 2 * 8) for _ in range(2))
+        self.outputs = nn.ModuleList(nn.Linear(24, 24) for _ in range(2))
+
+    def forward(self, x, lens):
+        for projection, output in zip(self.projections, self.outputs, strict=True):
+            q, k, v = projection(x.sin()).split([24, 8, 8], -1)
+            q, k, v = (y.unflatten(-1, (-1, 8)).cos() for y in (q, k, v))
+            y = self.attention(q, k, v, is_causal=True, enable_gqa=True, seq_lens=lens)
+            x = x + output(y.flatten(2)).cos() * output(x.cos())
+        return x.square().mean()
+
+
+def _exchanges(chunks):
+    """200 compiled steps next to eager ones."""
+    torch._dynamo.reset()
+    assert deepsp.transport().mapped(0, 1)
+    rank = dist.get_rank()
+    lens = [11, 3, 9][: dist.get_world_size()]
+    torch.manual_seed(0)
+    reference = _Layers(chunks).double()
+    model = copy.deepcopy(reference)
+    compiled = torch.compile(model, fullgraph=True)
+    ours = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    theirs = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.5)
+    for step in range(200):
+        x = draw(2, lens[rank], 24, seed=3 * step + rank)
+        for call, optimizer in ((compiled, ours), (reference, theirs)):
+            optimizer.zero_grad()
+            call(x, lens).backward()
+            optimizer.step()
+        for (n, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(
+                p, q, rtol=1e-8, atol=1e-10, msg=lambda m, n=n, s=step: f"step {s}, {n}: {m}"
+            )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "chunks"), [(3, 1), pytest.param(2, 2, marks=pytest.mark.nightly)]
+)
+def test_compiled_exchanges(ranks, chunks):
+    on_ranks(ranks, _exchanges, chunks)
+
+
+def _reused():
+    """What is dead for Inductor once a call has returned: the buffer of a wait, whose result is in
+    it, and the inputs of a start, of which kv heads are summed later."""
+    torch._dynamo.reset()
+    rank, name = dist.get_rank(), dist.group.WORLD.group_name
+    assert deepsp.transport().mapped(0, 1)
+    identity = deepsp.DistributedAttention(lambda q, k, v: q * 1)
+
+    def there_and_back(x):
+        x = x.view(1, 32, 4, 8)
+        return identity(x, x, x).view(32, 32)
+
+    def used_twice(x, matrix):
+        given = there_and_back(x * 2)
+        y = matrix @ given.sin()
+        for _ in range(2):
+            y = matrix @ y.cos()
+        return given + y
+
+    def summed(x):
+        own = x.view(1, 64, 1, 16)
+        given = ([own.cos(), own * 2, own * 3], [2, 1, 1], [32, 32], 0, 1, rank, name)
+        return op.heads_to_seq_start(*given, tokens_first=False)
+
+    def waited(buffer):
+        rest = ([2, 1, 1], [16] * 3, 1, [32, 32], rank, name)
+        return op.heads_to_seq_wait([buffer], *rest, tokens_first=False)
+
+    def sums(x, matrix):
+        buffer = summed(x)
+        y = matrix @ x.sin()
+        for _ in range(3):
+            y = matrix @ y.cos()
+        return [*waited(buffer), y]
+
+    x, matrix = draw(32, 32), draw(32, 32, seed=1) / 6
+    for graph in (used_twice, sums):
+        expected = graph(x, matrix)
+        for _ in range(3):
+            found = torch.compile(graph, fullgraph=True)(x, matrix)
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_reused_memory():
+    on_ranks(2, _reused)
+
+
+def _stale():
+    """Code that was compiled for shared memory, in a group that sends messages."""
+    group = dist.new_group([0, 1])
+    deepsp.transport(group, use="messages")
+    x = draw(1, 4, 4, 4)
+    rank, name = dist.get_rank(), group.group_name
+    with pytest.raises(RuntimeError, match=r"as they did when this code was compiled; call torch"):
+        torch.ops.deepsp_mapped.seq_to_heads_start([x], [4, 4], 1, False, rank, name)
+
+
+def test_stale_code():
+    on_ranks(2, _stale)

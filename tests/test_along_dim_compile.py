@@ -127,7 +127,7 @@ def _graph():
 
 
 def test_inductors_graph():
-    on_ranks(2, _graph)
+    on_ranks(2, _graph, apart="messages")
 
 
 def _watched(lens):

@@ -283,7 +283,7 @@ def test_every_op_is_checked():
     names = set(test_opcheck.pytestmark[0].args[1]) - {"chunked"}
     checked = {name.rpartition(":")[2] for name in names}
     pool = {"_pool_idle_bytes", "_pool_limit", "_pool_set_limit", "_pool_clear"}  # and the like
-    pool.add("_transport")
+    pool |= {"_transport", "_is_mapped"}
     ours = {
         n.split("::")[1] for n in torch._C._dispatch_get_all_op_names() if n.startswith("deepsp::")
     }
@@ -442,7 +442,12 @@ def test_views_that_leave_the_graph():
 def _marks(targets):
     marks = {
         "all_to_all_single": "x",
+        "deepsp_mapped._project_to_heads_start": "x",
+        "deepsp_mapped.seq_to_heads_start": "x",
+        "deepsp_mapped.heads_to_seq_start": "x",
         "wait_tensor": "w",
+        "deepsp_mapped.seq_to_heads_wait": "w",
+        "deepsp_mapped.heads_to_seq_wait": "w",
         "scaled_dot_product": "A",
         "aten.mm": "m",
         "aten.addmm": "m",
@@ -455,8 +460,9 @@ def _marks(targets):
     )
 
 
-def _post_grad():
-    """Inductor's own graph: asynchronous collectives, launched, then compute, then waited for."""
+def _post_grad(mapped):
+    """Inductor's own graph: asynchronous collectives, or calls of kernels, launched, then compute,
+    then waited for."""
     torch._dynamo.reset()
     graphs = []
     x = [_leaf(1, 16, 8, 8, seed=i) for i in range(3)]
@@ -472,14 +478,20 @@ def _post_grad():
         torch.compile(layer, fullgraph=True)(*x).sum().backward()
     assert len(graphs) == 2  # forward, backward
     for graph in graphs:
-        assert not any("deepsp" in target for target in graph), graph
         # Both chunks' exchanges are launched before anything is waited for; the first chunk's
-        # attention runs before the second's arrival is waited for, and so on.
-        assert _marks(graph) == "xxwAxwAxww"
+        # attention runs before the second's arrival is waited for, and so on. A call launches or
+        # waits for both.
+        if mapped:
+            assert not any("c10d" in target for target in graph), graph
+            assert _marks(graph) == "xwAxwAxw"
+        else:
+            assert not any("deepsp" in target for target in graph), graph
+            assert _marks(graph) == "xxwAxwAxww"
 
 
-def test_inductors_graph():
-    on_ranks(2, _post_grad)
+@pytest.mark.parametrize("apart", ["mapped", "messages"])
+def test_inductors_graph(apart):
+    on_ranks(2, _post_grad, apart == "mapped", apart=apart)
 
 
 # What Inductor's schedule must be, forward and backward, two chunks on two ranks. Forward: q, k and
@@ -527,7 +539,7 @@ def _schedule():
 
 
 def test_inductors_schedule_keeps_the_overlap():
-    on_ranks(2, _schedule)
+    on_ranks(2, _schedule, apart="messages")
 
 
 def test_what_hides_an_exchange():
@@ -723,5 +735,8 @@ def test_inductor_knows_every_op_that_launches_or_waits():
     ]
     assert len(halves) > 10 and set(halves) <= table.keys()
     for op, decomposition in table.items():
-        assert str(op._schema).partition("(")[2] == str(decomposition._schema).partition("(")[2]
-        assert decomposition._can_decompose()
+        collectives = getattr(torch.ops.deepsp_inductor, op._opname).default
+        call = getattr(torch.ops.deepsp_mapped, op._opname).default
+        for other in (collectives, call):
+            assert str(op._schema).partition("(")[2] == str(other._schema).partition("(")[2]
+        assert collectives._can_decompose() and callable(decomposition)

@@ -625,9 +625,12 @@ TIMEOUT = 5.0
 def _fate(fate):
     x = torch.zeros(1, 64, 8, 8)
     deepsp.distributed_attention(x, x, x)
-    rank = dist.get_rank()
+    call, rank = lambda: deepsp.seq_to_heads([x]), dist.get_rank()
+    if fate == "dies, compiled":
+        call = torch.compile(lambda: deepsp.distributed_attention(x, x, x))
+        call()
     if rank == 1:
-        if fate == "dies":
+        if fate.startswith("dies"):
             os.kill(os.getpid(), signal.SIGKILL)
         if fate == "stops":
             later = f"sleep {2 * TIMEOUT}; kill -CONT {os.getpid()}"
@@ -639,7 +642,7 @@ def _fate(fate):
     begin = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
         for _ in range(2):
-            deepsp.seq_to_heads([x])
+            call()
     waited = time.monotonic() - begin
     # The process goes on, in a group of those that are left.
     store = dist.FileStore(f"/tmp/deepsp-{os.getppid()}-{fate}", 2)
@@ -660,6 +663,7 @@ def _fate(fate):
     "fate, says, most",
     [
         ("dies", "waiting for rank 1: it has left the group, or died", 4),
+        ("dies, compiled", "waiting for rank 1: it has left the group, or died", 4),
         ("stops", "waiting for rank 1: nothing came within the group's timeout of 5000 ms", 9),
         ("raises", "waiting for rank 1: nothing came within the group's timeout", 9),
     ],

@@ -257,7 +257,8 @@ void write_by_heads(
   // This rank's own, where it isn't expected to be copied once more.
   std::vector<at::Tensor> whole;
   for (size_t i = 0; i < inputs.size(); ++i) {
-    const bool is_whole = arrives_whole(plan, i, order, is_expected && order == Order::rows);
+    const bool is_whole =
+        inputs_are_reused() || arrives_whole(plan, i, order, is_expected && order == Order::rows);
     flight.own.push_back(is_whole ? at::Tensor() : inputs[i]);
     whole.push_back(is_whole ? inputs[i] : at::Tensor());
   }

@@ -128,7 +128,7 @@ at::Tensor Reshard::launch_gather(const at::Tensor& part, const BufferShape& sha
       *flight);
   flight->holds.push_back(part);
   // While the others travel; or on arrival, where all is copied once more.
-  if (at_.arrives_whole(0) || waits_at_once()) {
+  if (at_.arrives_whole(0) || waits_at_once() || inputs_are_reused()) {
     place_gathered(part, buffer);
   } else {
     flight->own.push_back(part);
@@ -369,6 +369,8 @@ at::Tensor Reshard::launch_scatter(const Tensors& inputs, const BufferShape& sha
   flight->own = inputs;
   if (waits_at_once()) {
     flight->wait_all();
+  }
+  if (waits_at_once() || inputs_are_reused()) {
     place_scattered(inputs, buffer);
     flight->own.clear();
   }

@@ -7,8 +7,9 @@ from typing import Literal
 
 import torch
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils._python_dispatch import _disable_current_modes
 
-from deepsp.ranks.groups import Group, member_of
+from deepsp.ranks.groups import Group, Member, constant, member_of
 
 Use = Literal["auto", "mapped", "messages"]
 
@@ -82,3 +83,22 @@ def transport(
         tuple(p for p in range(size) if machine[p] == first) for first in sorted({*machine})
     ]
     return Transport(tuple(machines), tuple(reasons))
+
+
+@constant  # called while Dynamo traces, on all ranks
+def choose_now(member: Member) -> bool:
+    """Lets the ranks of a group choose how blocks travel before code is compiled, which depends on
+    it. Returns whether all of them write into each other's memory."""
+    rank, size, name = member
+    with _disable_current_modes():
+        kinds = {kind.type for kind in _resolve_process_group(name)._device_types}
+        if "cpu" in kinds:
+            torch.ops.deepsp._transport(rank, size, name, None, torch.device("cpu"))
+        return torch.ops.deepsp._is_mapped(name)
+
+
+def mapped_groups() -> list[str]:
+    """The names of the groups whose ranks are known to write into each other's memory."""
+    names = torch.distributed.distributed_c10d._world.pg_names.values()
+    with _disable_current_modes():
+        return sorted(n for n in names if torch.ops.deepsp._is_mapped(n))

@@ -1,9 +1,12 @@
-"""deepsp's ops as Inductor sees them: aten ops and ``_c10d_functional`` collectives, made in
-csrc/inductor.
+"""deepsp's ops as Inductor sees them.
 
-Inductor knows those collectives as asynchronous: it keeps the order start, compute, wait, never
-reuses a buffer in flight, and fuses the packing copy into the kernel before it. Other backends run
-the C++ kernels; so does Inductor with ``DEEPSP_DEBUG=1``.
+In a group whose ranks write into each other's memory, they are calls of the C++ kernels (namespace
+``deepsp_mapped``): a start has read its inputs when it returns, so Inductor may reuse these. In
+other groups, and for gathers of weights, which passes move and merge, they are aten ops and
+``_c10d_functional`` collectives, made in csrc/inductor. Inductor knows those as asynchronous: it
+keeps the order start, compute, wait, never reuses a buffer in flight, and fuses the packing copy
+into the kernel before it. Other backends run the C++ kernels; so does Inductor with
+``DEEPSP_DEBUG=1``.
 
 The table of ``torch._inductor.decomposition`` is process-wide: :mod:`deepsp.patches`.
 """
@@ -14,31 +17,53 @@ import functools
 import hashlib
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.compiler.config
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from deepsp import _C
 
 _TABLE = "torch._inductor.decomposition"
-_NAMESPACE = "deepsp_inductor::"
+_MAPPED = "deepsp_mapped::"
 
 
-def _decompositions() -> dict:
-    """From each op of deepsp to its decomposition of the same name. (The namespace has further ops,
-    which decompositions use.)"""
-    names = [
-        name.removeprefix(_NAMESPACE)
+def mapped_ops() -> list:
+    """The calls of kernels that take the place of deepsp's ops."""
+    return [
+        getattr(torch.ops.deepsp_mapped, name.removeprefix(_MAPPED)).default
         for name in torch._C._dispatch_get_all_op_names()
-        if name.startswith(_NAMESPACE)
+        if name.startswith(_MAPPED)
     ]
-    ours, theirs = torch.ops.deepsp, torch.ops.deepsp_inductor
+
+
+@functools.cache
+def _decompositions() -> dict:
+    """From each op of deepsp to what is traced in its place."""
     return {
-        getattr(ours, name).default: getattr(theirs, name).default
-        for name in names
-        if hasattr(ours, name)
+        getattr(torch.ops.deepsp, op._opname).default: _decomposition(op) for op in mapped_ops()
     }
+
+
+def _decomposition(call) -> Callable:
+    """``call`` in groups that are mapped, else collectives."""
+    collectives = getattr(torch.ops.deepsp_inductor, call._opname).default
+    if "_cast_" in call._opname:  # weights
+        return collectives
+    place = [argument.name for argument in call._schema.arguments].index("group_name")
+
+    def decomposed(*args, **kwargs):
+        group = args[place] if len(args) > place else kwargs["group_name"]
+        on_cpu = all(x.device.type == "cpu" for x in tree_leaves(args) if isinstance(x, Tensor))
+        with _disable_current_modes():
+            is_mapped = on_cpu and torch.ops.deepsp._is_mapped(group)
+        return (call if is_mapped else collectives)(*args, **kwargs)
+
+    return decomposed
 
 
 @functools.cache

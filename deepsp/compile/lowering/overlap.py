@@ -27,12 +27,14 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.utils._ordered_set import OrderedSet
 
 from deepsp.compile.graphs import (
+    OURS,
     VIEWS,
     WAIT,
     bytes_of,
     computes,
     forget,
     is_collective,
+    is_wait,
     moves,
     passes,
     tensor_of,
@@ -40,6 +42,7 @@ from deepsp.compile.graphs import (
     uuid_after,
 )
 from deepsp.compile.lowering.gloo import avoid_gathers
+from deepsp.ranks.transport import mapped_groups
 
 _c10d = torch.ops._c10d_functional
 _STARTS = {_c10d.all_to_all_single.default, _c10d.reduce_scatter_tensor.default}
@@ -48,8 +51,8 @@ MAX_IN_FLIGHT = 1 << 30
 
 
 def _is_ours(node: fx.Node) -> bool:
-    """Whether the node comes from a decomposition of deepsp's."""
-    return getattr(node.meta.get("original_aten"), "namespace", None) == "deepsp"
+    """Whether the node comes from an op of deepsp's."""
+    return getattr(node.meta.get("original_aten"), "namespace", None) in OURS
 
 
 def _is_start(node: fx.Node) -> bool:
@@ -59,7 +62,18 @@ def _is_start(node: fx.Node) -> bool:
     return _is_ours(node) and (
         (node.target in _STARTS and not made_by.startswith("gather"))
         or (node.target is _GATHER and made_by.startswith("all_gather"))
+        or (is_collective(node) and node.target._opname.endswith("_start"))
     )
+
+
+def _waited_for(wait: fx.Node) -> list[fx.Node]:
+    """The launches that a node waits for: one, or, by a call of a kernel, those of all chunks."""
+    given = wait.args[0] if isinstance(wait.args[0], (list, tuple)) else [wait.args[0]]
+    return [n.args[0] if n.target is operator.getitem else n for n in given]
+
+
+def _waits(nodes) -> list[fx.Node]:
+    return [n for n in nodes if is_wait(n)]
 
 
 def wait_for_launches(graph: fx.Graph) -> None:
@@ -92,7 +106,7 @@ def raise_starts(graph: fx.Graph) -> None:
             for n in nodes[: place[start]]
             if n.op == "placeholder"
             or is_collective(n)
-            or (n in needed and n.target is WAIT)
+            or (n in needed and is_wait(n))
             or n.is_impure()
         ]
         if not barriers:
@@ -100,9 +114,9 @@ def raise_starts(graph: fx.Graph) -> None:
         after = barriers[-1]
         moved = [n for n in nodes[place[after] + 1 : place[start]] if n in needed]
         passed = [n for n in nodes[place[after] + 1 : place[start]] if n not in needed]
-        if not any(computes(n) or n.target is WAIT for n in passed):
+        if not any(computes(n) or is_wait(n) for n in passed):
             continue
-        waited = {n.args[0] for n in nodes[: place[after] + 1] if n.target is WAIT}
+        waited = {n for wait in _waits(nodes[: place[after] + 1]) for n in _waited_for(wait)}
         flying = [n for n in nodes[: place[after] + 1] if _is_start(n) and n not in waited]
         if sum(bytes_of(n) for n in [*flying, start]) > MAX_IN_FLIGHT:
             continue
@@ -116,7 +130,7 @@ def sink_waits(graph: fx.Graph) -> None:
     blocks that depend on nothing else."""
     sinks: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.target is WAIT:
+        if is_wait(node):
             if _is_ours(node):
                 sinks.add(node)
         elif (
@@ -143,16 +157,14 @@ def keep_overlap(graph: fx.Graph) -> None:
     nodes = list(place)
     starts = [n for n in nodes if _is_start(n)]
     after: dict[fx.Node, OrderedSet[fx.Node]] = {}
-    for wait in graph.find_nodes(op="call_function", target=WAIT):
-        start = wait.args[0]
-        if start not in starts:
-            continue
+    for wait, start in [(w, n) for w in _waits(nodes) for n in _waited_for(w) if n in starts]:
         between = [n for n in nodes[place[start] + 1 : place[wait]] if computes(n)]
         for node in between:
-            after.setdefault(node, OrderedSet()).add(start)
+            after.setdefault(node, OrderedSet()).add(tensor_of(start))
         launched = [n for n in starts if place[start] < place[n] < place[wait]]
         if between or launched:
-            after.setdefault(wait, OrderedSet()).update([*between, *launched[-1:]])
+            ties = [*between, *map(tensor_of, launched[-1:])]
+            after.setdefault(wait, OrderedSet()).update(ties)
     launches = [n for n in nodes if is_collective(n)]
     if any(map(_is_ours, launches)):
         # Ranks with uneven shards have different sizes, by which Inductor would sort.
@@ -175,7 +187,8 @@ class KeepOverlap(CustomGraphPass):
             keep_overlap(graph)
 
     def uuid(self):
-        return uuid_after(self.before, "keep_overlap")
+        # Which ops were calls when the graph was traced.
+        return uuid_after(self.before, "keep_overlap", *mapped_groups())
 
 
 def install() -> None:
