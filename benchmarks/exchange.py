@@ -3,6 +3,7 @@
 Contenders, interleaved in one run, one thread a rank, over gloo on this machine:
 
   deepsp     deepsp.DistributedAttention around an attention that does nothing
+  compiled   the same under torch.compile
   messages   the same in a group whose ranks don't share memory
   deepspeed  DeepSpeed's DistributedAttention, where heads divide by the ranks
   yunchang   yunchang's UlyssesAttention, likewise (both: pip install ".[bench]")
@@ -183,6 +184,7 @@ def copy_speed(seconds: float) -> list[dict]:
 def work(rank: int, ranks: int, path: str, args, queue) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=ranks)
+    deepsp.ranks.buffers.set_limit(4 << 30)  # what all contenders together keep
     for shape in args.sizes:
         for dtype in args.dtypes:
             torch.manual_seed(rank)

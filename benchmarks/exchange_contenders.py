@@ -37,6 +37,40 @@ def do_nothing(results: dict) -> Callable[..., Tensor]:
     return attention
 
 
+_kept: dict[str, Tensor] = {}
+
+
+def _keep(name: str, like: Tensor) -> Tensor:
+    """The same tensor for the same shape, at every call."""
+    key = f"{name} {tuple(like.shape)} {like.dtype}"
+    if key not in _kept:
+        _kept[key] = torch.randn(like.shape, dtype=like.dtype)
+    return _kept[key]
+
+
+@torch.library.custom_op("deepsp_benchmark::nothing", mutates_args=())
+def nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """:class:`Nothing` as an op, for compiled code."""
+    return _keep("out", q)
+
+
+@torch.library.custom_op("deepsp_benchmark::nothing_backward", mutates_args=())
+def nothing_backward(grad: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return _keep("dq", grad), _keep("dk", k), _keep("dv", v)
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+nothing.register_fake(lambda q, k, v: _contiguous(q))
+nothing_backward.register_fake(lambda *given: tuple(map(_contiguous, given)))
+nothing.register_autograd(
+    lambda ctx, grad: nothing_backward(grad, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[1:]),
+)
+
+
 class TorchSeqToHeads(torch.autograd.Function):
     """[B, S/P, H, D] -> [B, S, H/P, D] with torch alone."""
 
@@ -147,6 +181,7 @@ def contenders(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Callable
     grad = torch.randn(b, mine, heads, d, dtype=dtype)
     attention = do_nothing({})
     ours = deepsp.DistributedAttention(attention)
+    compiled = torch.compile(deepsp.DistributedAttention(nothing), fullgraph=True, dynamic=False)
     messages = deepsp.DistributedAttention(attention, group=without_memory())
 
     def train(forward: Callable[[], Tensor]) -> Callable[[], None]:
@@ -154,6 +189,7 @@ def contenders(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Callable
 
     found = {
         "deepsp": train(lambda: ours(q, k, v)),
+        "compiled": train(lambda: compiled(q, k, v)),
         "messages": train(lambda: messages(q, k, v)),
         "torch": train(lambda: torch_alone(q, k, v, attention)),
         "floor": floor(shape, dtype),

@@ -581,7 +581,7 @@ def test_what_hides_an_exchange():
     assert not computes(check)
 
 
-def _compiled_checkpoint():
+def _compiled_checkpoint(launches):
     """What is computed again is exchanged again: moved up, in the same order, with the same
     results."""
     from torch.utils.checkpoint import checkpoint
@@ -610,12 +610,15 @@ def _compiled_checkpoint():
     expected = torch.autograd.grad(block(x).square().sum(), [x, *block.parameters()])
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
     before, after = (_marks(graphs[name][1]) for name in ("before", "after"))
-    assert before.count("x") == after.count("x") == 8
-    assert after.count("xw") < before.count("xw"), (before, after)
+    assert before.count("x") == after.count("x") == launches, (before, after)
+    # One call launches all chunks of a tensor, so there is less to move.
+    moved = after.count("xw") - before.count("xw")
+    assert moved < 0 if launches == 8 else moved == 0, (before, after)
 
 
-def test_inductor_under_a_checkpoint():
-    on_ranks(2, _compiled_checkpoint)
+@pytest.mark.parametrize(("apart", "launches"), [("messages", 8), ("mapped", 6)])
+def test_inductor_under_a_checkpoint(apart, launches):
+    on_ranks(2, _compiled_checkpoint, launches, apart=apart)
 
 
 def _compiled_layer(backend, case, norms, lengths):

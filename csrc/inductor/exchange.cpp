@@ -83,17 +83,23 @@ at::Tensor all_heads_of(
 
 namespace {
 
+// Whether every rank has as many heads of each tensor, and all at once: the graph then needs no
+// node for each rank.
+bool is_even(const SymPlan& plan) {
+  bool even = plan.chunks() == 1;
+  for (size_t i = 0; i < plan.heads.tensors(); ++i) {
+    even = even && plan.heads.num_heads(i) % plan.ranks() == 0;
+  }
+  return even;
+}
+
 // One flat block [S_rank, B, X_p] for every rank p, of inputs [B, S_rank, H_i, D_i]; all in one
 // where they are made at once.
 Tensors pack_by_tokens(at::TensorList inputs, const SymPlan& plan, int64_t chunk) {
   const int64_t parts = plan.ranks();
   const c10::SymInt& tokens = plan.tokens();
-  bool even = plan.chunks() == 1;
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    even = even && plan.heads.num_heads(i) % parts == 0;
-  }
   Tensors blocks;
-  if (even) {
+  if (is_even(plan)) {
     // All at once: [B, S_rank, P, h, D] -> [P, S_rank, B, X].
     for (size_t i = 0; i < inputs.size(); ++i) {
       blocks.push_back(
@@ -176,12 +182,24 @@ c10::IValue heads_to_seq_wait(const Given& given) {
     }
     return merge_to_seq(given, {{"buffers", arrived}}).value();
   }
-  const std::vector<Tensors> blocks = blocks_by_tokens(buffers, plan);
+  const bool even = is_even(plan);
+  std::vector<Tensors> blocks;
+  at::Tensor all;  // [P, S_rank, B, X]
+  if (even) {
+    all = receive(buffers[0], Way(plan, 0, /*to_heads=*/false))
+              .view_symint({plan.ranks(), plan.tokens(), plan.batch, plan.columns(0, 0)});
+  } else {
+    blocks = blocks_by_tokens(buffers, plan);
+  }
   for (size_t i = 0; i < plan.heads.tensors(); ++i) {
+    const int64_t heads = plan.heads.num_heads(i), each = heads / plan.ranks();
+    const c10::SymInt& dim = plan.head_dims[i];
+    const at::Tensor rows = even ? all.narrow_symint(3, plan.column(i, 0, 0), dim * each)
+                                       .unflatten_symint(3, {each, dim})
+                                       .permute({1, 2, 0, 3, 4})
+                                 : all_heads_of(blocks, plan, i, i + 1);
     const at::Tensor output =
-        all_heads_of(blocks, plan, i, i + 1)
-            .view_symint({plan.tokens(), plan.batch, plan.heads.num_heads(i), plan.head_dims[i]})
-            .transpose(0, 1);
+        rows.reshape_symint({plan.tokens(), plan.batch, heads, dim}).transpose(0, 1);
     outputs.push_back(given["tokens_first"] ? output : output.contiguous());
   }
   return outputs;
