@@ -181,6 +181,7 @@ def contenders(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Callable
     grad = torch.randn(b, mine, heads, d, dtype=dtype)
     attention = do_nothing({})
     ours = deepsp.DistributedAttention(attention)
+    torch._dynamo.reset()  # each size compiles anew
     compiled = torch.compile(deepsp.DistributedAttention(nothing), fullgraph=True, dynamic=False)
     messages = deepsp.DistributedAttention(attention, group=without_memory())
 

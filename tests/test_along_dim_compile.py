@@ -90,9 +90,9 @@ def test_a_batch_of_one():
     on_ranks(2, _compiled, "aot_eager", 1, torch.float64, 1)
 
 
-@pytest.mark.parametrize(("ranks", "dim", "dtype"), [(2, 0, torch.float16)])
-def test_inductor(ranks, dim, dtype):
-    on_ranks(ranks, _compiled, "inductor", dim, dtype)
+@pytest.mark.parametrize("apart", ["mapped", "messages"])
+def test_inductor(apart):
+    on_ranks(2, _compiled, "inductor", 0, torch.float16, apart=apart)
 
 
 _LAUNCHES = ("all_to_all_single.default", "all_gather_into_tensor.default")

@@ -345,12 +345,13 @@ CASES = [(8, 2, 1, "even"), (9, 3, 2, "uneven")]
 
 # Under Inductor each way of giving lengths once: a list's first graph is static.
 @pytest.mark.parametrize(
-    ("backend", "lengths", "case"),
-    [*(("aot_eager", way, case) for way in ("static", "marked", "listed") for case in CASES),
-     ("inductor", "marked", CASES[0]), ("inductor", "listed", CASES[1])],
+    ("backend", "lengths", "case", "apart"),
+    [*(("aot_eager", way, case, "") for way in ("static", "marked", "listed") for case in CASES),
+     ("inductor", "marked", CASES[0], "mapped"), ("inductor", "listed", CASES[1], "mapped"),
+     ("inductor", "marked", CASES[0], "messages"), ("inductor", "listed", CASES[1], "messages")],
 )  # fmt: skip
-def test_fullgraph(backend, lengths, case):
-    on_ranks(2, _compiled, backend, lengths, *case, False)
+def test_fullgraph(backend, lengths, case, apart):
+    on_ranks(2, _compiled, backend, lengths, *case, False, apart=apart)
 
 
 def test_fullgraph_on_three_ranks_around_a_users_attention():
@@ -643,13 +644,13 @@ def _compiled_layer(backend, case, norms, lengths):
 
 
 @pytest.mark.parametrize(
-    ("backend", "case"),
-    [("aot_eager", (9, 3, 2, (0, 3, 1))), ("aot_eager", (4, 1, 1, (0, 1, 2))),
-     ("inductor", (7, 1, 2, (0, 3, 1)))],
+    ("backend", "case", "apart"),
+    [("aot_eager", (9, 3, 2, (0, 3, 1)), ""), ("aot_eager", (4, 1, 1, (0, 1, 2)), ""),
+     ("inductor", (7, 1, 2, (0, 3, 1)), "messages"), ("inductor", (7, 1, 2, (0, 3, 1)), "mapped")],
 )  # fmt: skip
-def test_the_layer_compiles(backend, case):
+def test_the_layer_compiles(backend, case, apart):
     if backend == "inductor":  # whose C++ compiler takes its time
-        on_ranks(2, _compiled_layer, backend, case, False, (20,))
+        on_ranks(2, _compiled_layer, backend, case, False, (20,), apart=apart)
     else:
         on_ranks(3, _compiled_layer, backend, case, True, (20, 13, 31))
 

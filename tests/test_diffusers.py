@@ -359,10 +359,10 @@ def _by_the_pass(name, marked):
     ("name", "marked"),
     [
         ("Flux", {"hidden_states": 1, "encoder_hidden_states": 1}),
-        ("SD3", {"hidden_states": 2, "encoder_hidden_states": 1}),
         *(
             pytest.param(name, marked, marks=pytest.mark.nightly)
             for name, marked in (
+                ("SD3", {"hidden_states": 2, "encoder_hidden_states": 1}),
                 ("Flux", {"hidden_states": 1}),
                 ("QwenImage", {"hidden_states": 1, "encoder_hidden_states": 1}),
             )

@@ -1,4 +1,4 @@
-"""Replaces all-gathers over gloo in final graphs by all-to-alls.
+"""Replaces all-gathers over gloo in final graphs: by calls of deepsp's kernel, or by all-to-alls.
 
 Two ``_c10d_functional.all_gather_into_tensor`` in flight over one gloo group write to wrong
 addresses (with torch 2.13, without deepsp too: wrong numbers, or malloc aborts);
@@ -7,33 +7,38 @@ addresses (with torch 2.13, without deepsp too: wrong numbers, or malloc aborts)
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import fx
 from torch._inductor.fx_passes.control_dependencies import control_deps
 from torch.distributed import distributed_c10d
 from torch.utils._ordered_set import OrderedSet
 
-from deepsp.compile.graphs import add, aten, replace, target_of, tie
+from deepsp.compile.graphs import WAIT, add, aten, replace, sizes, target_of, tie
+from deepsp.ranks.transport import mapped_groups
 
 _c10d = torch.ops._c10d_functional
 _GATHER = _c10d.all_gather_into_tensor.default
 _EXCHANGE = _c10d.all_to_all_single.default
 
 
-def on_gloo(group, device: torch.device) -> bool:
-    """``group``: its name, or the group itself, as torch 2.13 also takes it."""
+def gloo_group(group, device: torch.device) -> distributed_c10d.ProcessGroup | None:
+    """The group if it is gloo's. ``group``: its name, or the group itself, as torch 2.13 also takes
+    it."""
     try:
         if isinstance(group, str):
             group = distributed_c10d._resolve_process_group(group)
         if not isinstance(group, distributed_c10d.ProcessGroup):
-            return False  # an input of the graph, unknown here
-        return group._get_backend(device).name() == "gloo"
+            return None  # an input of the graph, unknown here
+        return group if group._get_backend(device).name() == "gloo" else None
     except (RuntimeError, ValueError):  # traced for a group of another process or device
-        return False
+        return None
 
 
 def avoid_gathers(graph: fx.Graph) -> None:
-    """Replaces each all-gather over gloo by an all-to-all that sends every rank the same."""
+    """Replaces each all-gather over gloo: in a group whose ranks write into each other's memory by
+    a call, else by an all-to-all that sends every rank the same."""
     for node in [n for n in graph.nodes if target_of(n) is _GATHER]:
         behind = None
         if node.target is control_deps:  # tied by a pass
@@ -44,17 +49,39 @@ def avoid_gathers(graph: fx.Graph) -> None:
         else:
             part, size, group = node.args
         value = part.meta["val"]
-        if size == 1 or not on_gloo(group, value.device):
+        found = None if size == 1 else gloo_group(group, value.device)
+        if found is None:
             continue
         rows = value.size(0)
         if not isinstance(rows, int):
             rows = add(aten.sym_size.int, (part, 0), before=node, like=node)
-        sent = add(
-            aten.repeat.default, (part, [size, *[1] * (value.dim() - 1)]), before=node, like=node
-        )
         splits = [rows] * size
-        exchanged = add(_EXCHANGE, (sent, splits, splits, group), before=node, like=node)
-        replace(node, exchanged)
+        waits = list(node.users)
+        if found.group_name in mapped_groups() and all(n.target is WAIT for n in waits):
+            launched = _called(node, part, splits, found, waits)
+        else:
+            repeats = [size, *[1] * (value.dim() - 1)]
+            sent = add(aten.repeat.default, (part, repeats), before=node, like=node)
+            launched = add(_EXCHANGE, (sent, splits, splits, group), before=node, like=node)
+            replace(node, launched)
         graph.erase_node(node)
         if behind is not None:
-            tie(graph, {exchanged: OrderedSet(behind)})
+            tie(graph, {launched: OrderedSet(behind)})
+
+
+def _called(node: fx.Node, part: fx.Node, splits: list, group, waits: list[fx.Node]) -> fx.Node:
+    """Calls that gather, and wait in the place of ``waits``."""
+    ours = torch.ops.deepsp_mapped
+    where = ("replicated", group.rank(), group.group_name)
+    launched = add(ours.all_gather_start.default, (part, 0, splits, *where), before=node, like=node)
+    for wait in waits:
+        rows, *rest = sizes(part, wait)
+        if isinstance(rows, int):
+            total = rows * len(splits)
+        else:
+            total = add(operator.mul, (rows, len(splits)), before=wait, like=wait)
+        given = (launched, 0, splits, [total, *rest], *where)
+        every = add(ours.all_gather_wait.default, given, before=wait, like=wait)
+        replace(wait, add(operator.getitem, (every, 0), before=wait, like=wait))
+        wait.graph.erase_node(wait)
+    return launched

@@ -37,6 +37,7 @@ from deepsp.compile.graphs import (
     is_wait,
     moves,
     passes,
+    revalue,
     tensor_of,
     tie,
     uuid_after,
@@ -62,7 +63,11 @@ def _is_start(node: fx.Node) -> bool:
     return _is_ours(node) and (
         (node.target in _STARTS and not made_by.startswith("gather"))
         or (node.target is _GATHER and made_by.startswith("all_gather"))
-        or (is_collective(node) and node.target._opname.endswith("_start"))
+        or (
+            is_collective(node)
+            and node.target._opname.endswith("_start")
+            and "gather_cast" not in made_by
+        )
     )
 
 
@@ -86,6 +91,7 @@ def wait_for_launches(graph: fx.Graph) -> None:
             launched = launched.args[0]
         if views and _is_ours(wait) and _is_ours(launched) and is_collective(launched):
             wait.args = (launched,)
+            revalue(wait)
             forget(views[::-1])
 
 
@@ -149,8 +155,8 @@ def sink_waits(graph: fx.Graph) -> None:
 def keep_overlap(graph: fx.Graph) -> None:
     """A post-grad pass, for graphs with deepsp's collectives, or with gathers that a pass of deepsp
     has moved."""
-    avoid_gathers(graph)
     wait_for_launches(graph)
+    avoid_gathers(graph)
     raise_starts(graph)
     sink_waits(graph)
     place = {node: i for i, node in enumerate(graph.nodes)}

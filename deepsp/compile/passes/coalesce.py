@@ -28,7 +28,7 @@ from deepsp.compile.graphs import (
     replace,
     writes,
 )
-from deepsp.compile.lowering.gloo import on_gloo
+from deepsp.compile.lowering.gloo import gloo_group
 from deepsp.compile.passes.recognize import GATHER, GATHER_COALESCED, Gather, find_gathers, uses_of
 
 # At most this many products between the first uses of combined gathers: a layer's, not a model's.
@@ -61,7 +61,7 @@ def _key(gather: Gather) -> tuple | None:
     if start.target is GATHER:
         if gather.shards[0].meta["val"].dim() == 0:
             return None
-        if device.type != "cpu" and on_gloo(start.args[2], device):
+        if device.type != "cpu" and gloo_group(start.args[2], device) is not None:
             return None
         return (GATHER, device, *start.args[1:])
     if gather.ours:
