@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 import torch
-from side_by_side import LOGS, run
+from side_by_side import LOGS, leave, run
 
 # What rounding explains in float32. Rewards, and DPO's loss, come from sums of hundreds of
 # log-probabilities. Differences of gradient norms are relative.
@@ -146,6 +146,7 @@ def train(options: argparse.Namespace) -> None:
     if dpo.is_world_process_zero():
         logs = {"SFT": sft.state.log_history, "DPO": dpo.state.log_history}
         Path(options.output, LOGS).write_text(json.dumps(logs))
+    leave()
 
 
 def compare(one: list[dict], sharded: list[dict], name: str) -> dict[str, float]:

@@ -134,6 +134,7 @@ def train(options: argparse.Namespace) -> None:
     if trainer.is_world_process_zero():
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         Path(options.output, side_by_side.LOGS).write_text(json.dumps(losses))
+    side_by_side.leave()
 
 
 def main() -> None:

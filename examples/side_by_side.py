@@ -8,6 +8,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 LOGS = "logs.json"
 
 
@@ -22,6 +24,13 @@ def run(script: str, ranks: int, arguments: list[str]) -> Any:
         if subprocess.run(command, env=environment).returncode != 0:
             sys.exit(f"the training on {ranks} processes failed")
         return json.loads(Path(folder, LOGS).read_text())
+
+
+def leave() -> None:
+    """Ends a process of a training: gloo's threads may hold tensors for a moment longer."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def compare(script: str, ranks: int, tolerance: float) -> None:

@@ -81,9 +81,7 @@ def train(options: argparse.Namespace) -> None:
             print(f"step {step + 1}: loss {loss:.4f}", flush=True)
     if not sharded or dist.get_rank() == 0:
         Path(options.output, side_by_side.LOGS).write_text(json.dumps(losses))
-    if sharded:
-        dist.barrier()
-        dist.destroy_process_group()
+    side_by_side.leave()
 
 
 def main() -> None:
