@@ -388,7 +388,7 @@ def _refused():
         with pytest.raises(ValueError, match=error):
             deepsp.deal_batch({**batch, **wrong}, shift=())
     for error, how in (
-        ("dim=1 and no pad_to", {"mix": True, "pad_to": 8}),
+        ("dim=1, no pad_to", {"mix": True, "pad_to": 8}),
         ("max_tokens and cost with mix=True only", {"max_tokens": 8}),
     ):
         with pytest.raises(ValueError, match=error):
