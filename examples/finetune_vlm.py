@@ -137,20 +137,5 @@ def train(options: argparse.Namespace) -> None:
     side_by_side.leave()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, default=2, help="processes (default: 2)")
-    parser.add_argument("--steps", type=int, default=40, help="optimizer steps (default: 40)")
-    parser.add_argument("--rows", type=int, default=8, help="rows a step (default: 8)")
-    parser.add_argument("--output", help=argparse.SUPPRESS)  # where a training writes its losses
-    options = parser.parse_args()
-    if options.output:
-        train(options)
-    else:
-        side_by_side.compare(__file__, options.ranks, LOSS_TOLERANCE)
-
-
 if __name__ == "__main__":
-    main()
+    side_by_side.main(__file__, __doc__, train, LOSS_TOLERANCE, steps=40, rows=8)

@@ -1,10 +1,12 @@
 """A script's training on one process or on several, for examples that compare the two."""
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,3 +46,27 @@ def compare(script: str, ranks: int, tolerance: float) -> None:
     if not worst <= tolerance:
         sys.exit(f"expected losses within {tolerance}, got a difference of {worst:.1e}")
     print(f"\nloss {sharded[0]:.3f} -> {sharded[-1]:.3f}, the same to {worst:.1e}")
+
+
+def main(
+    script: str,
+    description: str,
+    train: Callable[[argparse.Namespace], None],
+    tolerance: float,
+    steps: int,
+    rows: int,
+) -> None:
+    """The command of ``script``, whose ``train`` gets its options: :func:`compare`."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--ranks", type=int, default=2, help="processes (default: 2)")
+    add("--steps", type=int, default=steps, help=f"optimizer steps (default: {steps})")
+    add("--rows", type=int, default=rows, help=f"samples a step (default: {rows})")
+    add("--output", help=argparse.SUPPRESS)  # where a training writes its losses
+    options = parser.parse_args()
+    if options.output:
+        train(options)
+    else:
+        compare(script, options.ranks, tolerance)

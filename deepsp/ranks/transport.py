@@ -86,19 +86,23 @@ def transport(
 
 
 @constant  # called while Dynamo traces, on all ranks
-def choose_now(member: Member) -> bool:
+def choose_now(member: Member) -> None:
     """Lets the ranks of a group choose how blocks travel before code is compiled, which depends on
-    it. Returns whether all of them write into each other's memory."""
+    it."""
     rank, size, name = member
     with _disable_current_modes():
         kinds = {kind.type for kind in _resolve_process_group(name)._device_types}
         if "cpu" in kinds:
             torch.ops.deepsp._transport(rank, size, name, None, torch.device("cpu"))
-        return torch.ops.deepsp._is_mapped(name)
+
+
+def is_mapped(group_name: str) -> bool:
+    """Whether all ranks of a group are known to write into each other's memory."""
+    with _disable_current_modes():
+        return torch.ops.deepsp._is_mapped(group_name)
 
 
 def mapped_groups() -> list[str]:
-    """The names of the groups whose ranks are known to write into each other's memory."""
+    """The names of the groups that :func:`is_mapped` is true of."""
     names = torch.distributed.distributed_c10d._world.pg_names.values()
-    with _disable_current_modes():
-        return sorted(n for n in names if torch.ops.deepsp._is_mapped(n))
+    return sorted(filter(is_mapped, names))

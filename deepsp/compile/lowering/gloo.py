@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 from torch.utils._ordered_set import OrderedSet
 
 from deepsp.compile.graphs import WAIT, add, aten, replace, sizes, target_of, tie
-from deepsp.ranks.transport import mapped_groups
+from deepsp.ranks.transport import is_mapped
 
 _c10d = torch.ops._c10d_functional
 _GATHER = _c10d.all_gather_into_tensor.default
@@ -57,7 +57,7 @@ def avoid_gathers(graph: fx.Graph) -> None:
             rows = add(aten.sym_size.int, (part, 0), before=node, like=node)
         splits = [rows] * size
         waits = list(node.users)
-        if found.group_name in mapped_groups() and all(n.target is WAIT for n in waits):
+        if is_mapped(found.group_name) and all(n.target is WAIT for n in waits):
             launched = _called(node, part, splits, found, waits)
         else:
             repeats = [size, *[1] * (value.dim() - 1)]

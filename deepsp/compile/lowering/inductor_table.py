@@ -23,10 +23,10 @@ from pathlib import Path
 import torch
 import torch.compiler.config
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from deepsp import _C
+from deepsp.ranks.transport import is_mapped
 
 _TABLE = "torch._inductor.decomposition"
 _MAPPED = "deepsp_mapped::"
@@ -59,9 +59,7 @@ def _decomposition(call) -> Callable:
     def decomposed(*args, **kwargs):
         group = args[place] if len(args) > place else kwargs["group_name"]
         on_cpu = all(x.device.type == "cpu" for x in tree_leaves(args) if isinstance(x, Tensor))
-        with _disable_current_modes():
-            is_mapped = on_cpu and torch.ops.deepsp._is_mapped(group)
-        return (call if is_mapped else collectives)(*args, **kwargs)
+        return (call if on_cpu and is_mapped(group) else collectives)(*args, **kwargs)
 
     return decomposed
 

@@ -138,7 +138,7 @@ class Tokens:
     @property
     def alone(self) -> bool:
         """Whether the sequence is the whole dimension, in its order."""
-        return same(self.outer, 1) and same(self.inner, 1) and self.order is None
+        return self.is_whole and self.order is None
 
     @property
     def is_sorted(self) -> bool:

@@ -22,7 +22,7 @@ class LocalInputs:
     @functools.cached_property
     def _shard_at(self) -> str:
         """Where the model shards its sequence, as in :func:`deepsp.shard_batch`."""
-        return "inputs" if multimodal.decoder_of(self._base_model()) is None else "decoder"
+        return multimodal.shard_at(self._base_model())
 
     @functools.cached_property
     def _inputs(self) -> set[str]:

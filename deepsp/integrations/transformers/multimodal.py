@@ -68,6 +68,11 @@ def decoder_of(model: nn.Module) -> nn.Module | None:
     return decoder if inside and "text" in modalities and len(modalities) > 1 else None
 
 
+def shard_at(model: nn.Module) -> str:
+    """Where a model of transformers shards its sequence, as in :func:`deepsp.shard_batch`."""
+    return "inputs" if decoder_of(model) is None else "decoder"
+
+
 def is_tower(model: nn.Module) -> bool:
     """Whether a model of transformers encodes images, videos or sounds for another one."""
     key = getattr(model.config, "base_config_key", "")

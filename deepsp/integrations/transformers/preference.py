@@ -93,8 +93,7 @@ def _whole(fused, model: nn.Module, group: Group, batch: Mapping[str, Any]) -> A
     batch = {name: x for name, x in batch.items() if x is not None}
     labels, items = batch.pop("labels"), batch.pop("num_items_in_batch", None)
     batch["shift_labels"] = F.pad(labels, (0, 1), value=-100)[..., 1:]
-    shard_at = "inputs" if multimodal.decoder_of(model) is None else "decoder"
-    local, lens = local_batch(batch, group, shard_at=shard_at)
+    local, lens = local_batch(batch, group, shard_at=multimodal.shard_at(model))
     calls.check_arguments(model, (), local)
     if local.get("output_router_logits"):
         mixers.balance_of_mixtral()  # TRL computes it for all mixtures by Mixtral's function
