@@ -27,6 +27,7 @@ from graphs import (
 from harness import on_ranks
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import deepsp
 from deepsp.compile import (
     FuseGatherCast,
     RegatherInBackward,
@@ -68,6 +69,7 @@ def _marks(graph_or_lines):
         "functional.all_gather_into_tensor": "g", "functional.wait_tensor": "w", "aten.mm": "m",
         "extern_kernels.mm(": "m", "functional.reduce_scatter": "r",
         "functional.all_to_all_single": "x", "functional.all_reduce": "a",
+        "deepsp_mapped.all_gather_start": "g", "deepsp_mapped.all_gather_wait": "w",
     }  # fmt: skip
     lines = graph_or_lines if isinstance(graph_or_lines, list) else targets_of(graph_or_lines)
     return "".join(next((m for part, m in marks.items() if part in line), "") for line in lines)
@@ -389,11 +391,12 @@ def _inductor(order):
     assert backward.count("gw") <= 1, backward
 
 
-def _over_gloo():
+def _over_gloo(mapped):
     """No two of PyTorch's all-gathers in flight, whose numbers would be wrong: none at all."""
     from torch._inductor.utils import run_fw_bw_and_get_code
 
     torch._dynamo.reset()
+    deepsp.transport()
     size, dim = dist.get_world_size(), 24
     x = draw_shard(4, dim).to(BF16)
     shards = [(draw_shard(dim // size, dim, seed=i) / 4).requires_grad_() for i in range(4)]
@@ -401,18 +404,23 @@ def _over_gloo():
     expected = torch.autograd.grad(net(x, *shards), shards)
     post = FuseGatherCast(None, prefetch_bytes=8 * dim * dim, combine_bytes=0)
     compiled = torch.compile(net, fullgraph=True)
-    with _patched(post, RegatherInBackward(), gloo=True):
+    collectives = mock.patch("deepsp.compile.lowering.gloo.is_mapped", lambda group: mapped)
+    with _patched(post, RegatherInBackward(), gloo=True), collectives:
         _, codes = run_fw_bw_and_get_code(lambda: compiled(x, *shards))
     for a, b in zip(torch.autograd.grad(compiled(x, *shards), shards), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
     forward, backward = map(_marks_of_code, codes)
-    assert "g" not in forward + backward, (forward, backward)
-    assert "xxx" in forward and forward.count("x") == 4, forward
-    assert backward.count("x") == 7, backward
+    gather, other = "gx" if mapped else "xg"
+    assert other not in forward, (forward, backward)
+    assert gather * 3 in forward and forward.count(gather) == 4, forward
+    # Three weights again; four gradients leave by all-to-all.
+    assert backward.count("x") + backward.count("g") == 7, backward
+    assert backward.count("g") == (3 if mapped else 0), backward
 
 
-def test_inductors_gathers_over_gloo():
-    on_ranks(2, _over_gloo)
+@pytest.mark.parametrize("mapped", [True, False])
+def test_inductors_gathers_over_gloo(mapped):
+    on_ranks(2, _over_gloo, mapped)
 
 
 @pytest.mark.parametrize("order", ["alone", "before", "after"])

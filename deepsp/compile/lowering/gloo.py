@@ -56,9 +56,9 @@ def avoid_gathers(graph: fx.Graph) -> None:
         if not isinstance(rows, int):
             rows = add(aten.sym_size.int, (part, 0), before=node, like=node)
         splits = [rows] * size
-        waits = list(node.users)
-        if is_mapped(found.group_name) and all(n.target is WAIT for n in waits):
-            launched = _called(node, part, splits, found, waits)
+        readers = [n for n in node.users if node in _data(n)]
+        if is_mapped(found.group_name) and all(target_of(n) is WAIT for n in readers):
+            launched = _called(node, part, splits, found, readers)
         else:
             repeats = [size, *[1] * (value.dim() - 1)]
             sent = add(aten.repeat.default, (part, repeats), before=node, like=node)
@@ -69,9 +69,14 @@ def avoid_gathers(graph: fx.Graph) -> None:
             tie(graph, {launched: OrderedSet(behind)})
 
 
+def _data(node: fx.Node) -> list[fx.Node]:
+    """A call's inputs, without the nodes that it is tied behind."""
+    return list(node.args[2:]) if node.target is control_deps else node.all_input_nodes
+
+
 def _called(node: fx.Node, part: fx.Node, splits: list, group, waits: list[fx.Node]) -> fx.Node:
-    """Calls that gather, and wait in the place of ``waits``."""
-    ours = torch.ops.deepsp_mapped
+    """Replaces a gather and its waits by calls."""
+    ours, graph = torch.ops.deepsp_mapped, node.graph
     where = ("replicated", group.rank(), group.group_name)
     launched = add(ours.all_gather_start.default, (part, 0, splits, *where), before=node, like=node)
     for wait in waits:
@@ -83,5 +88,8 @@ def _called(node: fx.Node, part: fx.Node, splits: list, group, waits: list[fx.No
         given = (launched, 0, splits, [total, *rest], *where)
         every = add(ours.all_gather_wait.default, given, before=wait, like=wait)
         replace(wait, add(operator.getitem, (every, 0), before=wait, like=wait))
-        wait.graph.erase_node(wait)
+        if wait.target is control_deps:
+            tie(graph, {every: OrderedSet(wait.args[0])})
+        graph.erase_node(wait)
+    node.replace_all_uses_with(launched)  # calls that are tied behind the gather
     return launched
