@@ -187,7 +187,7 @@ def _exchanges(chunks):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "chunks"), [(3, 1), pytest.param(2, 2, marks=pytest.mark.nightly)]
+    ("ranks", "chunks"), [(2, 2), pytest.param(3, 1, marks=pytest.mark.nightly)]
 )
 def test_compiled_exchanges(ranks, chunks):
     on_ranks(ranks, _exchanges, chunks)

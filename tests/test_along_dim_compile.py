@@ -90,7 +90,7 @@ def test_a_batch_of_one():
     on_ranks(2, _compiled, "aot_eager", 1, torch.float64, 1)
 
 
-@pytest.mark.parametrize("apart", ["mapped", "messages"])
+@pytest.mark.parametrize("apart", ["mapped", pytest.param("messages", marks=pytest.mark.nightly)])
 def test_inductor(apart):
     on_ranks(2, _compiled, "inductor", 0, torch.float16, apart=apart)
 

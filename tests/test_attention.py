@@ -1,5 +1,8 @@
 """Distributed attention against one process, the whole sequence, float64: output and gradients."""
 
+import functools
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -294,6 +297,53 @@ def _wrapped(heads, kv_heads, chunks):
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_any_local_attention(ranks, heads):
     on_ranks(ranks, _wrapped, *heads)
+
+
+def _again(heads, kv_heads, total):
+    """A later call of the same sizes makes no checks and one exchange each way; any other call
+    doesn't take that path."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    lens = lens_of("skewed", total, size)
+    whole = _qkv(2, total, heads, kv_heads, 8, 6)
+    module = deepsp.DistributedAttention(functools.partial(attention, is_causal=True))
+
+    def compare():
+        with mock.patch.object(module, "_attend", side_effect=module._attend) as full:
+            _compare(
+                *(whole, lens, functools.partial(module, seq_lens=lens)),
+                lambda q, k, v: attention(q, k, v, is_causal=True),
+            )
+        return full.call_count == 0
+
+    assert not compare()
+    even = heads % size == 0 and kv_heads % size == 0
+    assert compare() == even == compare()
+    q, k, v = (x.split(lens, 1)[rank] for x in whole)
+    for wrong, name in (((q, k[:, :-1], v), "k"), ((q, k, v[:1]), "v|inputs"), ((q[0], k, v), "q")):
+        with pytest.raises(ValueError, match=f"expected ({name})"):
+            module(*wrong, seq_lens=lens)
+    deal = deepsp.deal_documents([total], size)
+    with pytest.raises(ValueError, match="expected no local_attention with deal"):
+        module(q, k, v, deal=deal)
+    module.chunks = 2
+    assert not compare()
+    module.chunks = 1
+    assert not compare() and compare() == even
+
+    # Random numbers, too, are those of a first call.
+    drops = functools.partial(attention, dropout_p=0.5)
+    once, often = (deepsp.DistributedAttention(drops) for _ in range(2))
+    often(q, k, v, seq_lens=lens)
+    torch.manual_seed(3)
+    first = once(q, k, v, seq_lens=lens)
+    torch.manual_seed(3)
+    assert torch.equal(first, often(q, k, v, seq_lens=lens))
+
+
+@pytest.mark.messages
+@pytest.mark.parametrize("ranks, heads", [(1, (6, 3)), (2, (8, 2)), (3, (6, 3)), (3, (7, 7))])
+def test_calls_of_the_same_sizes(ranks, heads):
+    on_ranks(ranks, _again, *heads, 11)
 
 
 def _flex():

@@ -433,7 +433,9 @@ def _deepspeed(size, batch, stage, saved=None, options=()):
     return logs(trainer)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.nightly), 2, 3])
+@pytest.mark.parametrize(
+    "stage", [*(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 2)), 3]
+)
 def test_deepspeed(stage):
     _same(_deepspeed, 2, 2, stage=stage)
 

@@ -2,6 +2,7 @@
 
 #include "exchange.h"
 
+#include "../common/wide.h"
 #include "../exchange/engine.h"
 #include "../exchange/ops.h"
 
@@ -83,12 +84,19 @@ at::Tensor all_heads_of(
 
 namespace {
 
+// How many ranks read each head of a tensor, if all ranks read equally many.
+int64_t readers_of(const SymPlan& plan, size_t i) {
+  return std::max<int64_t>(1, plan.ranks() / plan.heads.num_heads(i));
+}
+
 // Whether every rank has as many heads of each tensor, and all at once: the graph then needs no
 // node for each rank.
 bool is_even(const SymPlan& plan) {
-  bool even = plan.chunks() == 1;
-  for (size_t i = 0; i < plan.heads.tensors(); ++i) {
-    even = even && plan.heads.num_heads(i) % plan.ranks() == 0;
+  const int64_t ranks = plan.ranks();
+  bool even = plan.chunks() == 1 && plan.heads.num_heads(0) % ranks == 0;
+  for (size_t i = 1; i < plan.heads.tensors(); ++i) {
+    const int64_t heads = plan.heads.num_heads(i);
+    even = even && (heads % ranks == 0 || ranks % heads == 0);
   }
   return even;
 }
@@ -102,10 +110,13 @@ Tensors pack_by_tokens(at::TensorList inputs, const SymPlan& plan, int64_t chunk
   if (is_even(plan)) {
     // All at once: [B, S_rank, P, h, D] -> [P, S_rank, B, X].
     for (size_t i = 0; i < inputs.size(); ++i) {
+      const int64_t heads = plan.heads.num_heads(i), readers = readers_of(plan, i);
+      const c10::SymInt& dim = plan.head_dims[i];
       blocks.push_back(
           inputs[i]
-              .reshape_symint(
-                  {plan.batch, tokens, parts, plan.heads.num_heads(i) / parts, plan.head_dims[i]})
+              .unsqueeze(3)
+              .expand_symint({plan.batch, tokens, heads, readers, dim})
+              .reshape_symint({plan.batch, tokens, parts, heads * readers / parts, dim})
               .permute({2, 1, 0, 3, 4})
               .flatten(3));
     }
@@ -121,6 +132,23 @@ Tensors pack_by_tokens(at::TensorList inputs, const SymPlan& plan, int64_t chunk
     blocks.push_back(at::cat(columns, 2).reshape(-1));
   }
   return blocks;
+}
+
+// Tensor i of what has arrived from all ranks, [P, S_rank, B, X]: [S_rank, B, heads, D]. Heads that
+// several ranks have read are summed.
+at::Tensor heads_of(const at::Tensor& all, const SymPlan& plan, size_t i) {
+  const int64_t heads = plan.heads.num_heads(i), readers = readers_of(plan, i);
+  const int64_t each = heads * readers / plan.ranks();
+  const c10::SymInt& dim = plan.head_dims[i];
+  const at::Tensor blocks = all.narrow_symint(3, plan.column(i, 0, 0), dim * each)
+                                .unflatten_symint(3, {each, dim})
+                                .permute({1, 2, 0, 3, 4});
+  if (readers == 1) {
+    return blocks;
+  }
+  return blocks.unflatten(2, {heads, readers})
+      .sum({3}, /*keepdim=*/false, wide_dtype(all.scalar_type()))
+      .to(all.scalar_type());
 }
 
 const Op pack_blocks("pack_blocks", kNamespace);
@@ -192,12 +220,9 @@ c10::IValue heads_to_seq_wait(const Given& given) {
     blocks = blocks_by_tokens(buffers, plan);
   }
   for (size_t i = 0; i < plan.heads.tensors(); ++i) {
-    const int64_t heads = plan.heads.num_heads(i), each = heads / plan.ranks();
+    const int64_t heads = plan.heads.num_heads(i);
     const c10::SymInt& dim = plan.head_dims[i];
-    const at::Tensor rows = even ? all.narrow_symint(3, plan.column(i, 0, 0), dim * each)
-                                       .unflatten_symint(3, {each, dim})
-                                       .permute({1, 2, 0, 3, 4})
-                                 : all_heads_of(blocks, plan, i, i + 1);
+    const at::Tensor rows = even ? heads_of(all, plan, i) : all_heads_of(blocks, plan, i, i + 1);
     const at::Tensor output =
         rows.reshape_symint({plan.tokens(), plan.batch, heads, dim}).transpose(0, 1);
     outputs.push_back(given["tokens_first"] ? output : output.contiguous());

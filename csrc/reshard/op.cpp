@@ -31,9 +31,31 @@ void cast(at::TensorList shards, Dtypes dtypes, const std::vector<Destination>& 
     return run(casts, shards[0].device());
   }
 #endif
+  // A call of copy_ takes as long as a cast of some thousand elements.
+  constexpr int64_t kSmall = 16 << 10;
+  std::vector<StridedCopy> copies;
+  std::vector<StridedSum> casts;  // sums of one shard
   for (const auto& [i, to] : pieces) {
-    at::from_blob(to, shards[i].sizes(), shards[i].options().dtype(dtypes[i])).copy_(shards[i]);
+    const at::Tensor& shard = shards[i];
+    const int64_t count = shard.numel();
+    if (count > kSmall || !shard.is_contiguous()) {
+      at::from_blob(to, shard.sizes(), shard.options().dtype(dtypes[i])).copy_(shard);
+    } else if (shard.scalar_type() == dtypes[i]) {
+      copies.push_back(copy_of_bytes(data_of(shard), to, count * item_of(shard)));
+    } else {
+      const Float from = float_type(shard.scalar_type());
+      casts.push_back(
+          {from,
+           float_type(dtypes[i]),
+           wide(from),
+           to,
+           {1, 1, 1, count},
+           {0, 0, 0, 1},
+           {{data_of(shard), {0, 0, 0, 1}}}});
+    }
   }
+  run(copies, at::kCPU);
+  run(casts, at::kCPU);
 }
 
 // Where parts lie, unless sizes are symbolic.

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from deepsp.attention import parts
 from deepsp.ranks.groups import Member
-from deepsp.ranks.randomness import sharded_randomness
+from deepsp.ranks.randomness import own_randomness
 
 INDICES = ("head_indices", "query_indices")
 """Arguments that a local attention receives if it declares them."""
@@ -200,7 +200,7 @@ def randomness_of(member: Member, device: torch.device):
     generators doesn't depend on the number of chunks."""
     if member[1] == 1 or torch.compiler.is_compiling():
         return contextlib.nullcontext()
-    return sharded_randomness(member, device)
+    return own_randomness(member, device)
 
 
 def attend(
@@ -219,11 +219,10 @@ def attend(
         ValueError: the result isn't a tensor (or a tuple that begins with one), or has the wrong
             shape.
     """
-    order = parts.ORDERS[layout]
-    q = qkv[0]
-    seen = [q.size(d) for d in order]
-    with watch.over(seen, [q.size(d) for d in parts.ORDERS["bhsd"]], layout):
-        out = function(*(x.permute(order) for x in qkv), *args, **kwargs)
+    shape = qkv[0].shape
+    seen = [shape[d] for d in parts.ORDERS[layout]]
+    with watch.over(seen, [shape[d] for d in parts.ORDERS["bhsd"]], layout):
+        out = function(*(parts.ordered(x, layout) for x in qkv), *args, **kwargs)
     if isinstance(out, (tuple, list)) and out:
         out = out[0]  # flash attention also returns log-sum-exp
     if not isinstance(out, Tensor):
@@ -241,7 +240,7 @@ def attend(
         raise ValueError(
             f"expected local_attention to return shape {expected}, got {tuple(out.shape)}"
         )
-    return out.permute(order)
+    return parts.ordered(out, layout)
 
 
 def drops(attn_mask=None, dropout_p=0.0, *_, **__) -> bool:

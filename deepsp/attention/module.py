@@ -105,6 +105,7 @@ class DistributedAttention(nn.Module):
         self._whole = local.why_whole(local_attention, self._indices)
         self._watch = local.Watch(local_attention)
         self._compared = False
+        self._checked: tuple | None = None  # the last call's sizes, if it could be made at once
 
     def extra_repr(self) -> str:
         rank, size, _ = self.member
@@ -141,6 +142,9 @@ class DistributedAttention(nn.Module):
                 attention returns.
         """
         deal = kwargs.get("deal")
+        key = None if torch.compiler.is_compiling() else self._call_key(q, k, v, seq_lens)
+        if key is not None and key == self._checked and deal is None:
+            return self._at_once(q, k, v, args, kwargs)
         if deal is not None and self.local_attention is not None:
             raise ValueError(
                 "expected no local_attention with deal, since documents of several lengths are "
@@ -160,7 +164,31 @@ class DistributedAttention(nn.Module):
                 self.local_attention is None and kwargs.get("kv_chunk") is not None
             )
             chunks = 1 if streams else self._pick_chunks(call, args, kwargs)
+        if key is not None and self._compared:
+            self._checked = key if self._is_plain(call) else None
         return self._attend(call, chunks, args, kwargs)
+
+    def _is_plain(self, call: parts.Call) -> bool:
+        """Whether a function computes attention at once, of as many whole heads on each rank."""
+        heads = [x.size(self.layout.index("h")) for x in call.given]
+        even = call.query_parts == 1 and all(n % self.member[1] == 0 for n in heads)
+        plain = self.local_attention is not None and not self._indices
+        return even and plain and self.chunks == 1 and self.layout == "bshd"
+
+    def _call_key(self, q: Tensor, k: Tensor, v: Tensor, seq_lens) -> tuple | None:
+        """What :meth:`_is_plain` and the checks of sizes depend on."""
+        if _is_followed():
+            return None
+        lens = [*q.shape[1:2]] * self.member[1] if seq_lens is None else list(seq_lens)
+        return self.chunks, q.shape, k.shape, v.shape, lens
+
+    def _at_once(self, q: Tensor, k: Tensor, v: Tensor, args, kwargs) -> Tensor:
+        """Attention in one chunk, by arguments of sizes that were checked before."""
+        (rank, _, name), lens = self.member, self._checked[-1]
+        qkv = torch.ops.deepsp.seq_to_heads.default([q, k, v], lens, rank, name)
+        with local.randomness_of(self.member, q.device):
+            out = local.attend(self.local_attention, qkv, args, kwargs, self._watch)
+        return torch.ops.deepsp.heads_to_seq.default([out], [q.shape[2]], lens, rank, name)[0]
 
     def _attend(self, call: parts.Call, chunks: int, args, kwargs) -> Tensor:
         if self.local_attention is None:

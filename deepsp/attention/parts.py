@@ -18,6 +18,12 @@ ORDERS = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}
 """By layout: the positions of batch, sequence, heads and head_dim. Each order is its own
 inverse."""
 
+
+def ordered(x: Tensor, layout: str) -> Tensor:
+    """[B, S, H, D] from ``layout``, or the other way round."""
+    return x if layout == "bshd" else x.permute(ORDERS[layout])
+
+
 _NAMES = {"b": "batch", "s": "sequence", "h": "heads", "d": "head_dim"}
 
 
@@ -167,7 +173,7 @@ class Call:
 
     def by_tokens(self) -> list[Tensor]:
         """q, k and v [B, S_r, H, D]."""
-        return [x.permute(ORDERS[self.layout]) for x in self.given]
+        return [ordered(x, self.layout) for x in self.given]
 
     def needs_gradient(self) -> list[bool]:
         return [torch.is_grad_enabled() and x.requires_grad for x in self.given]

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C import _len_torch_dispatch_stack
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from deepsp.ranks.agreement import first_difference
@@ -82,6 +84,12 @@ def _own() -> bool:
     return inside() or torch.initial_seed() >> 32 == _OWN
 
 
+def _not_traced() -> contextlib.AbstractContextManager:
+    """A context without dispatch modes; where there are none, it costs nothing."""
+    modes = _len_torch_dispatch_stack() + _len_torch_dispatch_stack_pre_dispatch()
+    return _disable_current_modes() if modes else contextlib.nullcontext()
+
+
 class _Fork:
     """A context in which random numbers are this rank's own. ``lazy``: if none are drawn, the
     default generators keep their states."""
@@ -94,10 +102,11 @@ class _Fork:
             self.before = states(self.device) if self.lazy else []
             # Every rank draws the same seed. The draw advances the default generator, so that the
             # next context gets other numbers.
-            with _disable_current_modes():  # not part of a trace
+            with _not_traced():
                 seed = int(torch.empty((), dtype=torch.int64).random_())
-            self.outer = states(self.device)
-            for generator in _generators(self.device):
+            generators = _generators(self.device)
+            self.outer = [g.get_state() for g in generators]
+            for generator in generators:
                 generator.manual_seed(_OWN << 32 | mix(seed, self.rank) & 0xFFFFFFFF)
             self.drawn = self.outer  # common_randomness replaces ``outer`` when it has drawn
             self.seeded = states(self.device) if self.lazy else []
@@ -125,8 +134,15 @@ def sharded_randomness(group: Group = None, device: torch.device | None = None) 
     Raises:
         ValueError: this process isn't in the group.
     """
-    with _Fork(member_of(group)[0], device):
+    with own_randomness(member_of(group), device):
         yield
+
+
+def own_randomness(
+    member: Member, device: torch.device | None = None
+) -> contextlib.AbstractContextManager[None]:
+    """:func:`sharded_randomness` for one use."""
+    return _Fork(member[0], device)
 
 
 def randomness_of_a_model(

@@ -2,7 +2,8 @@
 memory.
 
 A result may be a view of a receive buffer, next to others, and a wait leaves its result there. So
-Inductor must not reuse these results' memory, which it would size by their strides."""
+Inductor must not reuse these results' memory, which it would size by their strides. And it must not
+leave out a call on a rank whose results are empty, since the other ranks make it."""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ def _lowering(op):
 
     @functools.wraps(call)
     def lowered(*args, **kwargs):
+        known = len(V.graph.operations)
         results = call(*args, **kwargs)
+        for operation in V.graph.operations[known:]:
+            operation.has_side_effects = lambda: True
         for x in pytree.tree_leaves(results):
             if isinstance(x, ir.IRNode):
                 V.graph.never_reuse_buffers.add(x.get_name())

@@ -52,7 +52,7 @@ def _decompositions() -> dict:
 def _decomposition(call) -> Callable:
     """``call`` in groups that are mapped, else collectives."""
     collectives = getattr(torch.ops.deepsp_inductor, call._opname).default
-    if "_cast_" in call._opname:  # weights
+    if "gather_cast" in call._opname:
         return collectives
     place = [argument.name for argument in call._schema.arguments].index("group_name")
 
