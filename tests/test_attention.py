@@ -14,6 +14,7 @@ from reference import Take, attention, draw, events, heads_of, lens_of, sent
 from torch.autograd import gradcheck
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import deepsp
 
@@ -300,44 +301,60 @@ def test_any_local_attention(ranks, heads):
 
 
 def _again(heads, kv_heads, total):
-    """A later call of the same sizes makes no checks and one exchange each way; any other call
-    doesn't take that path."""
+    """Even heads go by one exchange each way; later calls of the same sizes make no checks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     lens = lens_of("skewed", total, size)
     whole = _qkv(2, total, heads, kv_heads, 8, 6)
     module = deepsp.DistributedAttention(functools.partial(attention, is_causal=True))
+    even = heads % size == 0 and kv_heads % size == 0
 
     def compare():
-        with mock.patch.object(module, "_attend", side_effect=module._attend) as full:
+        """Whether sizes were checked."""
+        with (
+            mock.patch.object(module, "_is_plain", side_effect=module._is_plain) as checks,
+            mock.patch.object(module, "_attend", side_effect=module._attend) as by_chunks,
+        ):
             _compare(
                 *(whole, lens, functools.partial(module, seq_lens=lens)),
                 lambda q, k, v: attention(q, k, v, is_causal=True),
             )
-        return full.call_count == 0
+        assert (by_chunks.call_count == 0) == (even and module.chunks == 1)
+        return checks.call_count == 1
 
-    assert not compare()
-    even = heads % size == 0 and kv_heads % size == 0
-    assert compare() == even == compare()
+    assert compare()
+    assert compare() != even
     q, k, v = (x.split(lens, 1)[rank] for x in whole)
     for wrong, name in (((q, k[:, :-1], v), "k"), ((q, k, v[:1]), "v|inputs"), ((q[0], k, v), "q")):
         with pytest.raises(ValueError, match=f"expected ({name})"):
             module(*wrong, seq_lens=lens)
-    deal = deepsp.deal_documents([total], size)
     with pytest.raises(ValueError, match="expected no local_attention with deal"):
-        module(q, k, v, deal=deal)
-    module.chunks = 2
-    assert not compare()
-    module.chunks = 1
-    assert not compare() and compare() == even
+        module(q, k, v, deal=deepsp.deal_documents([total], size))
+    with pytest.raises(ValueError, match="expected seq_lens to be ints"):
+        module(q, k, v, seq_lens=[*map(float, lens)])
+    for _ in range(2):  # not accepted the second time
+        with pytest.raises(ValueError, match="k and v to have the same number of heads"):
+            module(q, k, v.repeat(1, 1, 2, 1), seq_lens=lens)
+    for name, value in (("chunks", 2), ("layout", "sbhd")):
+        before = getattr(module, name)
+        setattr(module, name, value)
+        if name == "chunks":
+            assert compare()
+        elif lens[rank] != 2:
+            with pytest.raises(ValueError, match="expected q to have sequence length"):
+                module(q, k, v, seq_lens=lens)
+        setattr(module, name, before)
+    assert compare() or even
 
-    # Random numbers, too, are those of a first call.
-    drops = functools.partial(attention, dropout_p=0.5)
-    once, often = (deepsp.DistributedAttention(drops) for _ in range(2))
-    often(q, k, v, seq_lens=lens)
-    torch.manual_seed(3)
-    first = once(q, k, v, seq_lens=lens)
-    torch.manual_seed(3)
-    assert torch.equal(first, often(q, k, v, seq_lens=lens))
+    # The same ops in each call, which a selective checkpoint runs again.
+    fresh = deepsp.DistributedAttention(functools.partial(attention, is_causal=True))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = checkpoint(
+        functools.partial(fresh, seq_lens=lens), *leaves, use_reentrant=False,
+        context_fn=deepsp.checkpoint_policy(),
+    )  # fmt: skip
+    kept = torch.autograd.grad(out.sum(), leaves)
+    plain = torch.autograd.grad(fresh(*leaves, seq_lens=lens).sum(), leaves)
+    assert all(map(torch.equal, kept, plain))
 
 
 @pytest.mark.messages

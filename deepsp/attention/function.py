@@ -149,6 +149,14 @@ def check_kwargs(wanted: tuple[str, ...], kwargs: dict) -> None:
             )
 
 
+def check_heads(heads: int, kv_heads: int, v_heads: int) -> None:
+    if kv_heads != v_heads or kv_heads == 0 or heads % kv_heads != 0:
+        raise ValueError(
+            "expected k and v to have the same number of heads, which divides that of q, got q, k "
+            f"and v with {heads}, {kv_heads} and {v_heads} heads"
+        )
+
+
 PATTERN = ("documents", "window_size", "softcap", "sinks")
 """Options of attention besides the arguments of ``scaled_dot_product_attention``."""
 

@@ -17,6 +17,7 @@ from deepsp.attention.distributed import attend_over, lens_of
 from deepsp.data.documents import Deal
 from deepsp.ranks.agreement import compare_calls
 from deepsp.ranks.groups import Group, member_of
+from deepsp.ranks.lengths import lens_or_equal
 
 
 def _is_followed() -> bool:
@@ -105,7 +106,7 @@ class DistributedAttention(nn.Module):
         self._whole = local.why_whole(local_attention, self._indices)
         self._watch = local.Watch(local_attention)
         self._compared = False
-        self._checked: tuple | None = None  # the last call's sizes, if it could be made at once
+        self._checked: tuple | None = None  # the sizes of the last plain call
 
     def extra_repr(self) -> str:
         rank, size, _ = self.member
@@ -144,7 +145,7 @@ class DistributedAttention(nn.Module):
         deal = kwargs.get("deal")
         key = None if torch.compiler.is_compiling() else self._call_key(q, k, v, seq_lens)
         if key is not None and key == self._checked and deal is None:
-            return self._at_once(q, k, v, args, kwargs)
+            return self._at_once(q, k, v, key[-1], args, kwargs)
         if deal is not None and self.local_attention is not None:
             raise ValueError(
                 "expected no local_attention with deal, since documents of several lengths are "
@@ -164,31 +165,38 @@ class DistributedAttention(nn.Module):
                 self.local_attention is None and kwargs.get("kv_chunk") is not None
             )
             chunks = 1 if streams else self._pick_chunks(call, args, kwargs)
-        if key is not None and self._compared:
-            self._checked = key if self._is_plain(call) else None
+        if key is not None and self._is_plain(call):
+            self._checked = key if self._compared else None
+            return self._at_once(q, k, v, key[-1], args, kwargs)
         return self._attend(call, chunks, args, kwargs)
 
     def _is_plain(self, call: parts.Call) -> bool:
         """Whether a function computes attention at once, of as many whole heads on each rank."""
-        heads = [x.size(self.layout.index("h")) for x in call.given]
-        even = call.query_parts == 1 and all(n % self.member[1] == 0 for n in heads)
-        plain = self.local_attention is not None and not self._indices
-        return even and plain and self.chunks == 1 and self.layout == "bshd"
+        if self.local_attention is None or self._indices or self.chunks != 1:
+            return False
+        if self.layout != "bshd" or call.query_parts != 1:
+            return False
+        heads, kv_heads, v_heads = (x.size(2) for x in call.given)
+        local.check_heads(heads, kv_heads, v_heads)
+        return heads % self.member[1] == kv_heads % self.member[1] == 0
 
     def _call_key(self, q: Tensor, k: Tensor, v: Tensor, seq_lens) -> tuple | None:
-        """What :meth:`_is_plain` and the checks of sizes depend on."""
-        if _is_followed():
+        """What :meth:`_is_plain` and the checks of a call depend on; None where it is traced or
+        followed."""
+        if _is_followed() or any(x._has_symbolic_sizes_strides for x in (q, k, v)):
             return None
-        lens = [*q.shape[1:2]] * self.member[1] if seq_lens is None else list(seq_lens)
-        return self.chunks, q.shape, k.shape, v.shape, lens
+        size = self.member[1]
+        lens = [*q.shape[1:2]] * size if seq_lens is None else lens_or_equal(seq_lens, None, size)
+        how = self.layout, self.chunks, self.query_parts, self.local_attention is None
+        return *how, q.shape, k.shape, v.shape, lens
 
-    def _at_once(self, q: Tensor, k: Tensor, v: Tensor, args, kwargs) -> Tensor:
-        """Attention in one chunk, by arguments of sizes that were checked before."""
-        (rank, _, name), lens = self.member, self._checked[-1]
+    def _at_once(self, q: Tensor, k: Tensor, v: Tensor, lens: list[int], args, kwargs) -> Tensor:
+        """Attention by one exchange each way, without Python between a start and its wait."""
+        rank, _, name = self.member
         qkv = torch.ops.deepsp.seq_to_heads.default([q, k, v], lens, rank, name)
         with local.randomness_of(self.member, q.device):
             out = local.attend(self.local_attention, qkv, args, kwargs, self._watch)
-        return torch.ops.deepsp.heads_to_seq.default([out], [q.shape[2]], lens, rank, name)[0]
+        return torch.ops.deepsp.heads_to_seq.default([out], [q.size(2)], lens, rank, name)[0]
 
     def _attend(self, call: parts.Call, chunks: int, args, kwargs) -> Tensor:
         if self.local_attention is None:
@@ -201,11 +209,7 @@ class DistributedAttention(nn.Module):
         return _one_call(*qkv, self.member[2], run, *seen).permute(order)
 
     def _by_function(self, call: parts.Call, chunks: int, args, kwargs, q, k, v) -> Tensor:
-        if k.size(2) != v.size(2) or k.size(2) == 0 or q.size(2) % k.size(2) != 0:
-            raise ValueError(
-                "expected k and v to have the same number of heads, which divides that of q, got "
-                f"q, k and v with {q.size(2)}, {k.size(2)} and {v.size(2)} heads"
-            )
+        local.check_heads(*(x.size(2) for x in (q, k, v)))
         (rank, _, name), lens, batch = self.member, call.lens, call.batch
         shape = ([x.size(2) for x in (q, k, v)], [x.size(3) for x in (q, k, v)], batch)
         how = {"query_parts": call.query_parts, "tokens_first": self.layout == "sbhd"}  # in memory
