@@ -335,6 +335,7 @@ def _again(heads, kv_heads, total):
         with pytest.raises(ValueError, match="k and v to have the same number of heads"):
             module(q, k, v.repeat(1, 1, 2, 1), seq_lens=lens)
     for name, value in (("chunks", 2), ("layout", "sbhd")):
+        compare()  # remembers the sizes
         before = getattr(module, name)
         setattr(module, name, value)
         if name == "chunks":
