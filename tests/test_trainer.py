@@ -762,8 +762,8 @@ def test_the_example():
     root = Path(__file__).parents[1]
     with tempfile.TemporaryDirectory() as folder:
         picture = Path(folder) / "curves.png"
-        command = [sys.executable, root / "examples/finetune.py", "--ranks", "3", "--steps", "2"]
-        command += ["--seq-len", "100", "--picture", picture]
+        command = [sys.executable, root / "examples/finetune.py", "--ranks", "2", "--steps", "2"]
+        command += ["--seq-len", "101", "--picture", picture]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-2000:]
         assert done.stdout.count("the same to") == 2 and "(rewards/margins)" in done.stdout
