@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import deepsp
+from deepsp.attention import parts
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-11}
 
@@ -311,7 +312,7 @@ def _again(heads, kv_heads, total):
     def compare():
         """Whether sizes were checked."""
         with (
-            mock.patch.object(module, "_is_plain", side_effect=module._is_plain) as checks,
+            mock.patch.object(parts, "Call", side_effect=parts.Call) as checks,
             mock.patch.object(module, "_attend", side_effect=module._attend) as by_chunks,
         ):
             _compare(
@@ -334,16 +335,16 @@ def _again(heads, kv_heads, total):
     for _ in range(2):  # not accepted the second time
         with pytest.raises(ValueError, match="k and v to have the same number of heads"):
             module(q, k, v.repeat(1, 1, 2, 1), seq_lens=lens)
-    for name, value in (("chunks", 2), ("layout", "sbhd")):
-        compare()  # remembers the sizes
-        before = getattr(module, name)
-        setattr(module, name, value)
-        if name == "chunks":
-            assert compare()
-        elif lens[rank] != 2:
-            with pytest.raises(ValueError, match="expected q to have sequence length"):
-                module(q, k, v, seq_lens=lens)
-        setattr(module, name, before)
+    compare()  # remembers the sizes
+    module.chunks = 2
+    assert compare()
+    module.chunks = 1
+    compare()
+    module.layout = "sbhd"
+    if lens[rank] != 2:
+        with pytest.raises(ValueError, match="expected q to have sequence length"):
+            module(q, k, v, seq_lens=lens)
+    module.layout = "bshd"
     assert compare() or even
 
     # The same ops in each call, which a selective checkpoint runs again.

@@ -171,24 +171,24 @@ class DistributedAttention(nn.Module):
         return self._attend(call, chunks, args, kwargs)
 
     def _is_plain(self, call: parts.Call) -> bool:
-        """Whether a function computes attention at once, of as many whole heads on each rank."""
-        if self.local_attention is None or self._indices or self.chunks != 1:
-            return False
-        if self.layout != "bshd" or call.query_parts != 1:
-            return False
+        """Whether a call with a key is of as many whole heads on each rank."""
         heads, kv_heads, v_heads = (x.size(2) for x in call.given)
         local.check_heads(heads, kv_heads, v_heads)
-        return heads % self.member[1] == kv_heads % self.member[1] == 0
+        even = heads % self.member[1] == kv_heads % self.member[1] == 0
+        return even and call.query_parts == 1
 
     def _call_key(self, q: Tensor, k: Tensor, v: Tensor, seq_lens) -> tuple | None:
         """What :meth:`_is_plain` and the checks of a call depend on; None where it is traced or
-        followed."""
-        if _is_followed() or any(x._has_symbolic_sizes_strides for x in (q, k, v)):
+        followed, or isn't one call of a function on [B, S, h, D]."""
+        if self.local_attention is None or self._indices or self.chunks != 1:
+            return None
+        if self.layout != "bshd" or _is_followed():
+            return None
+        if any(x._has_symbolic_sizes_strides for x in (q, k, v)):
             return None
         size = self.member[1]
         lens = [*q.shape[1:2]] * size if seq_lens is None else lens_or_equal(seq_lens, None, size)
-        how = self.layout, self.chunks, self.query_parts, self.local_attention is None
-        return *how, q.shape, k.shape, v.shape, lens
+        return self.query_parts, q.shape, k.shape, v.shape, lens
 
     def _at_once(self, q: Tensor, k: Tensor, v: Tensor, lens: list[int], args, kwargs) -> Tensor:
         """Attention by one exchange each way, without Python between a start and its wait."""

@@ -104,9 +104,8 @@ class _Fork:
             # next context gets other numbers.
             with _not_traced():
                 seed = int(torch.empty((), dtype=torch.int64).random_())
-            generators = _generators(self.device)
-            self.outer = [g.get_state() for g in generators]
-            for generator in generators:
+            self.outer = states(self.device)
+            for generator in _generators(self.device):
                 generator.manual_seed(_OWN << 32 | mix(seed, self.rank) & 0xFFFFFFFF)
             self.drawn = self.outer  # common_randomness replaces ``outer`` when it has drawn
             self.seeded = states(self.device) if self.lazy else []
