@@ -77,6 +77,13 @@ PATCHES = (
         "deepsp.compile.lowering.calls",
     ),
     Patch(
+        "torch._dynamo.repro.after_dynamo",
+        ("torch._dynamo.repro.after_dynamo.WrapBackendDebug.backend_ctx_ctor",),
+        'A call of a model that torch.compile(backend="deepsp") compiled raises if Dynamo ran it '
+        "without the pass; other backends' calls run as they did.",
+        "deepsp.compile.sharding.watch",
+    ),
+    Patch(
         "deepspeed",
         tuple(f"deepspeed: {what}" for what in config.REPLACED),
         'Takes "passes": ["deepsp"] in DeepSpeed\'s config; others\' configs mean what they did.',

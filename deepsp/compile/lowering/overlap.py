@@ -38,6 +38,7 @@ from deepsp.compile.graphs import (
     moves,
     passes,
     revalue,
+    target_of,
     tensor_of,
     tie,
     uuid_after,
@@ -65,7 +66,7 @@ def _is_start(node: fx.Node) -> bool:
         or (node.target is _GATHER and made_by.startswith("all_gather"))
         or (
             is_collective(node)
-            and node.target._opname.endswith("_start")
+            and target_of(node)._opname.endswith("_start")
             and "gather_cast" not in made_by
         )
     )

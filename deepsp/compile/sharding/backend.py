@@ -27,6 +27,7 @@ from deepsp.compile.sharding.rewrite import Rewriter
 from deepsp.compile.sharding.rules.recurrences import capture_recurrences
 from deepsp.compile.sharding.together import together
 from deepsp.compile.sharding.tokens import same
+from deepsp.compile.sharding.watch import note_run
 from deepsp.data.same_batch import compare_batches
 from deepsp.ranks.groups import Group, Member, member_of
 from deepsp.ranks.randomness import sharded_randomness
@@ -77,7 +78,8 @@ def deepsp(gm: fx.GraphModule, example_inputs, *, options=None, **kwargs):
         compiled = _with_one_batch(compiled, [(i, names[i]) for i in marked], member)
         if draws_inside(new):
             compiled = _with_sharded_randomness(compiled, member)
-        return without_caches(compiled, new.meta.get("absent", ()))
+        compiled = without_caches(compiled, new.meta.get("absent", ()))
+        return compiled if does_nothing(gm) else _noted(compiled)
 
     def compared():
         return [(names[i], example_inputs[i]) for i in alike]
@@ -86,6 +88,16 @@ def deepsp(gm: fx.GraphModule, example_inputs, *, options=None, **kwargs):
     # Each compilation numbers floats anew, so these names would mean others in the next one.
     TensorifyState.clear()
     return compiled
+
+
+def _noted(compiled):
+    """Tells the watch of a call that the pass's graph ran."""
+
+    def run(*args):
+        note_run()
+        return compiled(*args)
+
+    return run
 
 
 def _with_one_batch(compiled, inputs: list[tuple[int, str]], member: Member):
@@ -149,6 +161,11 @@ def _settle_floats(gm: fx.GraphModule) -> None:
         raise TensorifyScalarRestartAnalysis
 
 
+def does_nothing(gm: fx.GraphModule) -> bool:
+    """Whether a graph only passes its inputs on."""
+    return all(n.op in ("placeholder", "output") for n in gm.graph.nodes)
+
+
 GRADIENTS = ("sum", "local", "mean")
 OUTPUTS = ("full", "local")
 
@@ -206,8 +223,7 @@ def parallelize(
         raise ValueError(f"expected chunks to be an int >= 1, got {chunks!r}")
     query_parts = parts.validate(query_parts, group)
     member = member_of(group)
-    does_nothing = all(n.op in ("placeholder", "output") for n in gm.graph.nodes)
-    if (member[1] == 1 and memory_budget is None) or does_nothing:
+    if (member[1] == 1 and memory_budget is None) or does_nothing(gm):
         return gm
     capture_recurrences(gm)
     check_supported(gm)

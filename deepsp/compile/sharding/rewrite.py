@@ -44,6 +44,7 @@ from deepsp.compile.sharding.forms import (
 from deepsp.compile.sharding.normalize import COND, normalize, storage_of
 from deepsp.compile.sharding.report import CannotShard, Report, places
 from deepsp.compile.sharding.tokens import Tokens, same, size_of
+from deepsp.compile.sharding.watch import skipped
 from deepsp.placement import functional
 
 _aten = torch.ops.aten
@@ -378,6 +379,8 @@ class Rewriter(Forms):
 
 def _break_of(gm: fx.GraphModule) -> str:
     """Why Dynamo cut the user's code here."""
+    if text := skipped():
+        return f". {text}"
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return (
