@@ -41,7 +41,7 @@ def _accelerated(size, batch, accumulation, labelled, fsdp=False):
             query_parts=parts,
         )  # fmt: skip
         attention = transformers.AttentionInterface()["deepsp"]
-        assert attention.keywords["query_parts"] == parts
+        assert attention.keywords["registration"].query_parts == parts
     found = []
     assert all(isinstance(p, DTensor) == fsdp for p in model.parameters())
     assert len(loader) == 8 * accumulation // batch // accelerator.num_processes

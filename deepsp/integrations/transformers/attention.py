@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from deepsp.attention.distributed import distributed_attention
 from deepsp.attention.module import DistributedAttention
 from deepsp.integrations.transformers.cores import Core
-from deepsp.integrations.transformers.masks import Masks, Ranges, current
-from deepsp.ranks.groups import Member, member_of
+from deepsp.integrations.transformers.forward import Registration, running
+from deepsp.integrations.transformers.masks import Masks, Ranges
+from deepsp.ranks.groups import member_of
 
 COUNTS_OTHERWISE = "_deepsp_counts_otherwise"
 """The attribute of modules whose model makes other position_ids than 0, 1, 2, ..."""
@@ -37,17 +38,15 @@ def attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     *,
-    member: Member | None,
-    chunks: int,
-    core: str,
-    kv_chunk: int | None,
-    query_parts: int | str,
+    registration: Registration,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """Called by transformers: query [B, Hq, S_r, D], key and value [B, Hkv, S_r, D] to [B, S_r, Hq,
     D]."""
     masks, positions = masks_of(module, query, attention_mask, position_ids, kwargs)
-    member = member_of(member)
+    member, core = member_of(registration.member), registration.core
+    chunks, query_parts = registration.chunks, registration.query_parts
+    kv_chunk = registration.kv_chunk
     if masks.seq_lens is None:  # the first layer
         parts = masks.exchange(query, key, positions, member)
         _check_rope(module, parts)
@@ -145,7 +144,7 @@ def masks_of(
     Raises:
         ValueError: this rank alone can see that it isn't attention over a sharded sequence.
     """
-    if current.door is not None:
+    if running.forward.door is not None:
         raise ValueError(
             f"expected an attention of transformers in {type(module).__name__}, which encodes "
             "images or sounds in full, got deepsp's; call model.set_attn_implementation("

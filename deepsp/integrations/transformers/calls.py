@@ -24,16 +24,10 @@ from deepsp.integrations.transformers.check import (
     implementation_of,
     implementations,
 )
-from deepsp.integrations.transformers.masks import current
-from deepsp.integrations.transformers.own_loss import OwnLoss, computing
+from deepsp.integrations.transformers.forward import REGISTRATIONS, Forward, calling, running
+from deepsp.integrations.transformers.own_loss import computing
 from deepsp.ranks.groups import member_of
 from deepsp.ranks.randomness import randomness_of_a_model
-
-_names: dict[str, OwnLoss] = {}
-"""The names under which deepsp's attention is registered, and the loss of models that use it."""
-
-_deals_images: set[str] = set()
-"""The names with which images are dealt out."""
 
 REPLACED = ("PreTrainedModel.__call__", "PreTrainedModel.get_correct_attn_implementation")
 
@@ -43,9 +37,6 @@ _originals: list[tuple[type, Any]] = []
 SHARDS_INSIDE = "_deepsp_shards_inside"
 """The attribute of a model whose forward shards full rows itself: :func:`shards_inside`."""
 
-_OF_A_CALL = ("runs", "positions", "deal", "loss", "door", "has_own_positions")
-"""What ``current`` knows of a call."""
-
 _KNOWN = {
     "input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids",
     "num_items_in_batch", "shift_labels", "cache_position",
@@ -53,17 +44,9 @@ _KNOWN = {
 """Tensors that a model may get: the check covers them, or attention uses them, or nothing does."""
 
 
-def notice(name: str, loss: OwnLoss, deal_images: bool) -> None:
-    """Installs the checks, for models whose attention is ``name``. ``loss``: their loss for
-    ``shift_labels``. ``deal_images``: whether each rank encodes only its share of the images."""
-    _names[name] = loss
-    (_deals_images.add if deal_images else _deals_images.discard)(name)
-    install()
-
-
 def install() -> None:
     """Replaces the attributes in :data:`REPLACED`, if deepsp's attention is registered."""
-    if not _names or _originals:
+    if not REGISTRATIONS or _originals:
         return
     from transformers import PreTrainedModel
 
@@ -73,14 +56,14 @@ def install() -> None:
     def get_correct_attn_implementation(self, requested_attention, *args, **kwargs):
         # Called while a model is made.
         known = self._supports_attention_backend or self._can_set_attn_implementation()
-        if requested_attention in _names and not known:
+        if requested_attention in REGISTRATIONS and not known:
             raise ValueError(
                 f"expected attn_implementation to be one of transformers' own, since "
                 f"{type(self).__name__} computes its attention itself, without the "
                 f"AttentionInterface of transformers, got {requested_attention!r}; try the compile "
                 "pass, torch.compile(backend='deepsp'), with 'sdpa'"
             )
-        if requested_attention in _names and multimodal.is_tower(self):
+        if requested_attention in REGISTRATIONS and multimodal.is_tower(self):
             requested_attention = None  # each rank has its images in full
         return given(self, requested_attention, *args, **kwargs)
 
@@ -100,49 +83,52 @@ def uninstall() -> None:
 def _call(self, *args, **kwargs):
     # Once this function has broken a graph without an op, Dynamo skips it forever, and compiles
     # each function that it calls: a generator here would be an error.
-    name = implementation_of(self.config, _names)
-    loss = _names.get(name)
-    if loss is not None and not shards_inside(self, kwargs):
-        # A graph break in compiled code, once; attention breaks the graph anyway.
-        if getattr(self, CHECKED, None) != name:
-            _first(self)
-        before = {n: getattr(current, n) for n in _OF_A_CALL}
-        current.deal, current.loss = kwargs.pop("deal", before["deal"]), loss
-        try:
-            places = None
-            if self.config.sub_configs or current.door is not None:
-                args, kwargs, places = _at_door(self, loss, args, kwargs)
-            if places is not None:
-                current.positions = places
-            if current.door is None and mixers.prepare(self):
-                given = mixers.positions_of(self, kwargs)
-                current.runs = True
-                if places is None and given is not None:
-                    current.positions = given
-            if not torch.compiler.is_compiling():
-                with randomness_of_a_model(member_of(loss.group)):
-                    return _run(self, loss, args, kwargs)
-            return _run(self, loss, args, kwargs)
-        finally:
-            for n, x in before.items():
-                setattr(current, n, x)
-    if loss is None and not torch.compiler.is_compiling():
+    registration = REGISTRATIONS.get(implementation_of(self.config, REGISTRATIONS))
+    if registration is not None and not shards_inside(self, kwargs):
+        deal = kwargs.pop("deal", running.forward.deal)
+        with calling(registration=registration, loss=registration.loss, deal=deal) as call:
+            args, kwargs = _prepared(self, call, args, kwargs)
+            if torch.compiler.is_compiling():
+                return _run(self, call, args, kwargs)
+            with randomness_of_a_model(member_of(registration.member)):
+                return _run(self, call, args, kwargs)
+    if registration is None and not torch.compiler.is_compiling():
         _check_alone(self, args, kwargs)
     return nn.Module.__call__(self, *args, **kwargs)
 
 
+def _prepared(
+    model: nn.Module, call: Forward, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
+    """The arguments of a call with this rank's tokens. Checks the model, the first time."""
+    # A graph break in compiled code, once; attention breaks the graph anyway.
+    if getattr(model, CHECKED, None) != call.registration.name:
+        _first(model)
+    places = None
+    if model.config.sub_configs or call.door is not None:
+        args, kwargs, places = _at_door(model, call, args, kwargs)
+    if places is not None:
+        call.positions = places
+    if call.door is None and mixers.prepare(model):
+        positions = mixers.positions_of(model, kwargs)
+        call.has_mixers = True
+        if places is None and positions is not None:
+            call.positions = positions
+    return args, kwargs
+
+
 @_disable_dynamo
 def _at_door(
-    model: nn.Module, loss: OwnLoss, args: tuple, kwargs: dict[str, Any]
+    model: nn.Module, call: Forward, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any], Tensor | None]:
     """The arguments of a call, and the places of a decoder's tokens, for a vision-language model
     and its parts."""
-    door = current.door
+    door = call.door
     if door is None:
-        if mixers.checks_now() or multimodal.decoder_of(model) is None:
+        if call.is_check or multimodal.decoder_of(model) is None:
             return args, kwargs, None
         args, kwargs = (), named_arguments(model, args, kwargs)
-        if current.deal is not None:
+        if call.deal is not None:
             raise ValueError(
                 f"expected no batch of deal_batch in the call of {type(model).__name__}, which is "
                 "sharded where its decoder begins, got one; use shard_batch with "
@@ -150,12 +136,14 @@ def _at_door(
             )
         if getattr(model, CALLED, False):
             check_arguments(model, args, kwargs)
-        deals = any(_names[name] is loss for name in _deals_images)
-        door = current.door = multimodal.open_door(model, loss.group, deals, kwargs)
+        registration = call.registration
+        door = call.door = multimodal.open_door(
+            model, registration.member, registration.deal_images, kwargs
+        )
     if model is door.decoder:
-        given = named_arguments(model, args, kwargs)
-        current.door, current.has_own_positions = None, given.get("position_ids") is not None
-        return (), *multimodal.local_arguments(door, given)
+        named = named_arguments(model, args, kwargs)
+        call.door, call.has_own_positions = None, named.get("position_ids") is not None
+        return (), *multimodal.local_arguments(door, named)
     if door.deals_images and model is door.base:
         return (), multimodal.deal_images(model, door, named_arguments(model, args, kwargs)), None
     return args, kwargs, None
@@ -167,7 +155,7 @@ def shards_inside(model: nn.Module, kwargs: dict[str, Any]) -> bool:
     return bool(full) and hasattr(model, SHARDS_INSIDE)
 
 
-def _run(model: nn.Module, loss: OwnLoss, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _run(model: nn.Module, call: Forward, args: tuple, kwargs: dict[str, Any]) -> Any:
     if getattr(model, CALLED, False):
         check_arguments(model, args, kwargs)
         if getattr(model.config, "use_cache", False):
@@ -175,14 +163,15 @@ def _run(model: nn.Module, loss: OwnLoss, args: tuple, kwargs: dict[str, Any]) -
         if kwargs.get("shift_labels") is not None:
             # Models compute a loss only with labels, and pass shift_labels on to it.
             kwargs["labels"] = kwargs["shift_labels"]
-            with computing(model, loss, is_expected=True):
+            with computing(model, call.loss, is_expected=True):
                 return nn.Module.__call__(model, *args, **kwargs)
     return nn.Module.__call__(model, *args, **kwargs)
 
 
 def ensure_checked(model: nn.Module) -> None:
     """Checks a model now, unless it has been checked."""
-    if _names and getattr(model, CHECKED, None) != implementation_of(model.config, _names):
+    name = implementation_of(model.config, REGISTRATIONS)
+    if REGISTRATIONS and getattr(model, CHECKED, None) != name:
         _first(model)
 
 
@@ -269,7 +258,7 @@ def check_alone(model: nn.Module, given: dict[str, Any]) -> None:
         ours = (DistributedAttention, DistributedRecurrence, SequenceParallelAttention)
         if any(isinstance(m, ours) or shards_of(m) for m in model.modules()):
             return
-        name = min(_names, default="deepsp")
+        name = min(REGISTRATIONS, default="deepsp")
         advice = f"call model.set_attn_implementation({name!r})"
         if not model._can_set_attn_implementation():
             advice = (

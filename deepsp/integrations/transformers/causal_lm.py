@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepsp.integrations.transformers import calls, mixers
+from deepsp.integrations.transformers import calls
 from deepsp.integrations.transformers.check import model_in
+from deepsp.integrations.transformers.forward import calling
 from deepsp.loss import linear_cross_entropy
 from deepsp.ranks.groups import Group, is_dtensor, member_of
 from deepsp.tiling.tile import untiled
@@ -286,7 +287,7 @@ def _tried(model: nn.Module, head: nn.Linear) -> tuple[Tensor, Tensor]:
         arguments["use_cache"] = False
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        stack.enter_context(mixers.stand_ins())  # so that no decoder's tokens are cut
+        stack.enter_context(calling(is_check=True))  # so that no decoder's tokens are cut
         stack.enter_context(_in_place_of(head, forward_of_head))
         for module in base:
             stack.enter_context(_in_place_of(module, lambda *_, **__: _Hidden(hidden)))

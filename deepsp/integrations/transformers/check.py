@@ -27,7 +27,8 @@ from torch.nn.parameter import is_lazy
 
 from deepsp.integrations.transformers import mixers, multimodal
 from deepsp.integrations.transformers.attention import COUNTS_OTHERWISE, masks_of
-from deepsp.integrations.transformers.masks import current, ours
+from deepsp.integrations.transformers.forward import calling
+from deepsp.integrations.transformers.masks import ours
 from deepsp.tokenwise import probe
 from deepsp.tokenwise.probe import Probe, as_it_was, name_in
 from deepsp.weights.partitioned import full_shape, is_away, is_gathered_when_called
@@ -148,7 +149,7 @@ class _Check(Probe):
         self.has_door = multimodal.decoder_of(self.model) is not None
         arguments = self._arguments()
         self.check_batch_norms()
-        with as_it_was(self.model), self._without_attention(), mixers.stand_ins():
+        with as_it_was(self.model), self._without_attention(), calling(is_check=True):
             output = self._call(arguments)
             queries, self.queries = self.queries, []
             outputs = self.outputs(output, lambda hooks: self._call(arguments, hooks=hooks))
@@ -224,14 +225,13 @@ class _Check(Probe):
         )
 
     def _forward(self, arguments: dict[str, Any]) -> Any:
+        positions = None
         if self.has_door:
-            current.positions = arguments.get("position_ids")
+            positions = arguments.get("position_ids")
         elif self.has_mixers:
-            current.positions = mixers.positions_of(self.model, arguments)
-        try:
+            positions = mixers.positions_of(self.model, arguments)
+        with calling(positions=positions):
             return nn.Module.__call__(self.model, **arguments)
-        finally:
-            current.positions = None
 
     @contextlib.contextmanager
     def _without_attention(self) -> Iterator[None]:

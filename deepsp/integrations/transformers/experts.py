@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from deepsp.experts.module import DEALT, DistributedExperts
-from deepsp.integrations.transformers import mixers
-from deepsp.integrations.transformers.masks import current
+from deepsp.integrations.transformers.forward import running
 from deepsp.ranks.groups import Group, member_of, ranks_of
 from deepsp.weights.rows import SHARDS, shard_rows
 from deepsp.weights.shard_gradient import mark, shard_member
@@ -167,9 +166,10 @@ def _forward(module: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor)
             f"expected the experts of {type(module).__name__} to be sharded, as experts_"
             f"implementation={NAME!r} needs; call deepsp.integrations.transformers.shard_experts"
         )
-    if mixers.checks_now():  # each token alone
+    call = running.forward
+    if call.is_check:  # each token alone
         return hidden * weights.sum(1, keepdim=True)
-    if current.loss is not None and current.loss.average_gradients and not dealt.averages:
+    if call.loss is not None and call.loss.average_gradients and not dealt.averages:
         raise ValueError(
             "expected register(average_gradients=False) with shard_experts, since a wrapper that "
             "averages gradients over the ranks doesn't know that those of experts are full; train "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,10 +10,8 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from deepsp.data import sharding as data
-from deepsp.data.documents import Deal
 from deepsp.data.same_batch import carried, compare_carried
-from deepsp.integrations.transformers.multimodal import Door
-from deepsp.integrations.transformers.own_loss import OwnLoss
+from deepsp.integrations.transformers.forward import running
 from deepsp.integrations.transformers.patterns import (
     document_ranges,
     pattern_of,
@@ -32,23 +29,6 @@ class Ranges:
     is_causal: bool
     documents: Tensor | None
     window_size: tuple[int, int] | None
-
-
-class _Current(threading.local):
-    """The call of a model that runs on this thread: its loss, the deal of its batch, whether it has
-    recurrent layers, and then its position_ids; of a vision-language model, until its decoder runs,
-    what the decoder is to get."""
-
-    loss: OwnLoss | None = None
-    runs: bool = False
-    positions: Tensor | None = None
-    deal: Deal | None = None
-    door: Door | None = None
-    has_own_positions: bool = False
-    """Whether the model itself has made the positions, of the full sequence."""
-
-
-current = _Current()
 
 
 class Masks:
@@ -91,8 +71,9 @@ class Masks:
             )
         self.batch_size, self.padding, self.local_size = batch_size, attention_mask, local_size
         self.given, self.pattern = given, mask_function
-        self.of_call, self.deal = current.positions, current.deal
-        self.has_own_positions = current.has_own_positions
+        call = running.forward
+        self.of_call, self.deal = call.positions, call.deal
+        self.has_own_positions = call.has_own_positions
         if self.deal is not None and (attention_mask is not None or given is not None):
             raise ValueError(
                 "expected no attention_mask with a batch that deal_batch made, which has no "
@@ -106,7 +87,7 @@ class Masks:
             pattern = None if use_vmap else without_documents(mask_function)
             if pattern is not None:
                 self.pattern, self.causal = pattern, True
-            elif current.door is not None:
+            elif call.door is not None:
                 self.full = True  # made before the decoder: by indices of the full sequence
             else:
                 raise ValueError(

@@ -9,10 +9,8 @@ of the mask that transformers makes for it."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,10 +20,11 @@ from torch._compile import _disable_dynamo
 
 from deepsp.data import sharding as data
 from deepsp.integrations.transformers import balance
-from deepsp.integrations.transformers.masks import check_padding, check_positions, current
+from deepsp.integrations.transformers.forward import REGISTRATIONS, running
+from deepsp.integrations.transformers.masks import check_padding, check_positions
 from deepsp.integrations.transformers.patterns import Pattern, document_ranges
 from deepsp.integrations.transformers.recurrences import FUNCTIONS, Sharded, unfused
-from deepsp.ranks.groups import Member, member_of, on_all_ranks
+from deepsp.ranks.groups import member_of, on_all_ranks
 
 _MASK = "create_recurrent_attention_mask"
 
@@ -73,17 +72,6 @@ class Sequence:
         return self.padding[:, self.first : self.first + hidden.size(1)].contiguous()
 
 
-class _Running(threading.local):
-    """The mixers that run on this thread, and their sequences; None in a check."""
-
-    checks = False
-    """Whether a model is being checked: functions are then replaced by stand-ins."""
-
-    def __init__(self):
-        self.stack: list[tuple[nn.Module, Sequence | None]] = []
-
-
-_running = _Running()
 _PREPARED, _KNOWN = "_deepsp_prepared", "_deepsp_recurrence"
 """Attributes of models and mixers."""
 _times = [0]
@@ -134,14 +122,6 @@ def _forward(module: nn.Module) -> Any:
 
 def _names_in(module: nn.Module) -> set[str]:
     return set(getattr(getattr(_forward(module), "__code__", None), "co_names", ()))
-
-
-_registered: dict[str, tuple[Member | None, str | None]] = {}
-"""By name of an attention implementation: the group, and how recurrences run."""
-
-
-def notice(name: str, member: Member | None, state: str | None) -> None:
-    _registered[name] = member, state
 
 
 def prepare(model: nn.Module) -> bool:
@@ -213,9 +193,9 @@ def _replace(space: dict, name: str) -> None:
             return _sequence_of(given, *args, **kwargs)
         if name == balance.NAME:
             return _balanced(given, *args, **kwargs)
-        if not _running.stack:
+        if not running.mixers:
             return given(*args, **kwargs)
-        mixer, sequence = _running.stack[-1]
+        mixer, sequence = running.mixers[-1]
         if sequence is None:
             return _alone(name, given)(*args, **kwargs)
         return FUNCTIONS[name](given, _sharded(mixer, sequence))(*args, **kwargs)
@@ -224,8 +204,8 @@ def _replace(space: dict, name: str) -> None:
 
 
 def _balanced(given: Callable, *args, **kwargs) -> Tensor | int:
-    loss = current.loss
-    if _running.checks:
+    loss = running.forward.loss
+    if running.forward.is_check:
         return 0  # which is no tensor, and isn't looked at
     if loss is None:
         return given(*args, **kwargs)
@@ -247,25 +227,25 @@ def _sharded(mixer: nn.Module, sequence: Sequence) -> Sharded:
 
 def _sequence_of(given: Callable, config, inputs_embeds, attention_mask=None, *args, **kwargs):
     """What a model makes as its mask for recurrent layers."""
-    found = _registered.get(config._attn_implementation)
-    if found is None or _running.checks:
+    registration, call = REGISTRATIONS.get(config._attn_implementation), running.forward
+    if registration is None or call.is_check:
         return given(config, inputs_embeds, attention_mask, *args, **kwargs)
-    if current.deal is not None:
+    if call.deal is not None:
         raise ValueError(
             "expected no batch of deal_batch in a model with recurrent layers, whose tokens must "
             "be in order on the ranks; use shard_batch"
         )
     padding = attention_mask if isinstance(attention_mask, Tensor) else None
     padding = padding if padding is not None and padding.dim() == 2 else None
-    return Sequence(*found, padding, current.positions)
+    return Sequence(registration.member, registration.state, padding, call.positions)
 
 
 def _enter(mixer: nn.Module, args: tuple, kwargs: dict[str, Any]):
-    if _running.checks:
-        _running.stack.append((mixer, None))
+    if running.forward.is_check:
+        running.mixers.append((mixer, None))
         return None
     found = [x for x in (*args, *kwargs.values()) if isinstance(x, Sequence)]
-    if not found and current.runs:
+    if not found and running.forward.has_mixers:
         raise ValueError(
             f"expected {type(mixer).__name__} to get the mask that transformers' {_MASK} makes, "
             "through which deepsp tells it where its tokens are, got none; use "
@@ -277,29 +257,14 @@ def _enter(mixer: nn.Module, args: tuple, kwargs: dict[str, Any]):
     hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     sequence.exchange(hidden)
     mask = sequence.mask(hidden)
-    _running.stack.append((mixer, sequence))
+    running.mixers.append((mixer, sequence))
     own = [mask if x is sequence else x for x in args]
     return tuple(own), {n: mask if x is sequence else x for n, x in kwargs.items()}
 
 
 def _leave(mixer: nn.Module, args: tuple, output: Any) -> None:
-    if _running.stack and _running.stack[-1][0] is mixer:
-        _running.stack.pop()
-
-
-def checks_now() -> bool:
-    """Whether a model's dry run is under way on this thread, in which nothing may be sent."""
-    return _running.checks
-
-
-@contextlib.contextmanager
-def stand_ins() -> Iterator[None]:
-    """For a check's dry run, mixers work on each token alone."""
-    _running.checks = True
-    try:
-        yield
-    finally:
-        _running.checks = False
+    if running.mixers and running.mixers[-1][0] is mixer:
+        running.mixers.pop()
 
 
 def install() -> None:

@@ -32,7 +32,8 @@ from deepsp.integrations.transformers import calls, mixers, multimodal
 from deepsp.integrations.transformers.check import implementations
 from deepsp.integrations.transformers.evaluation import Evaluation
 from deepsp.integrations.transformers.experts import refuse_dealt
-from deepsp.integrations.transformers.masks import current, ours
+from deepsp.integrations.transformers.forward import calling
+from deepsp.integrations.transformers.masks import ours
 from deepsp.integrations.transformers.own_loss import OwnLoss
 from deepsp.integrations.transformers.registration import base_of, use_in
 from deepsp.ranks.groups import Group, member_of, objects_on_all_ranks
@@ -97,11 +98,8 @@ def _whole(fused, model: nn.Module, group: Group, batch: Mapping[str, Any]) -> A
     calls.check_arguments(model, (), local)
     if local.get("output_router_logits"):
         mixers.balance_of_mixtral()  # TRL computes it for all mixtures by Mixtral's function
-    before, current.loss = current.loss, OwnLoss(group, average_gradients=True)
-    try:
+    with calling(loss=OwnLoss(group, average_gradients=True)):
         found = fused(**local)
-    finally:
-        current.loss = before
     names = [name for name in _FIELDS if getattr(found, name) is not None]
     dtype = found.log_probs.dtype
     # One message for all, stacked in a last dimension.

@@ -6,10 +6,11 @@ import functools
 import inspect
 
 from deepsp.attention import parts
-from deepsp.integrations.transformers import calls, mixers, multimodal
+from deepsp.integrations.transformers import calls, multimodal
 from deepsp.integrations.transformers.attention import attention
 from deepsp.integrations.transformers.check import check
 from deepsp.integrations.transformers.cores import check_core
+from deepsp.integrations.transformers.forward import REGISTRATIONS, Registration
 from deepsp.integrations.transformers.masks import Masks, ours
 from deepsp.integrations.transformers.own_loss import OwnLoss
 from deepsp.ranks.groups import Group, member_of
@@ -99,20 +100,15 @@ def register(
     check_core(core)
     query_parts = parts.validate(query_parts, group)
     member = None if group is None else member_of(group)
-    transformers.AttentionInterface.register(
-        name,
-        functools.partial(
-            attention,
-            member=member,
-            chunks=chunks,
-            core=core,
-            kv_chunk=kv_chunk,
-            query_parts=query_parts,
-        ),
+    loss = OwnLoss(member, average_gradients)
+    registration = Registration(
+        name, member, loss, chunks, core, kv_chunk, query_parts, state, deal_images
     )
+    attend = functools.partial(attention, registration=registration)
+    transformers.AttentionInterface.register(name, attend)
     transformers.AttentionMaskInterface.register(name, Masks)
-    mixers.notice(name, member, state)
-    calls.notice(name, OwnLoss(member, average_gradients), deal_images)
+    REGISTRATIONS[name] = registration
+    calls.install()
 
 
 def base_of(model):

@@ -1,0 +1,89 @@
+"""What is known of the models that use deepsp's attention, and of the call of one that runs."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from deepsp.integrations.transformers.own_loss import OwnLoss
+from deepsp.ranks.groups import Member
+
+if TYPE_CHECKING:
+    from deepsp.data.documents import Deal
+    from deepsp.integrations.transformers.mixers import Sequence
+    from deepsp.integrations.transformers.multimodal import Door
+
+
+@dataclass(frozen=True)
+class Registration:
+    """The arguments of :func:`register`, under whose ``name`` a model's attention is deepsp's."""
+
+    name: str
+    member: Member | None
+    """None: the default group at the time of a forward."""
+    loss: OwnLoss
+    """What a model returns for ``shift_labels``."""
+    chunks: int
+    core: str
+    kv_chunk: int | None
+    query_parts: int | str
+    state: str | None
+    deal_images: bool
+
+
+REGISTRATIONS: dict[str, Registration] = {}
+"""By name; the same name again replaces the earlier one."""
+
+
+class Forward:
+    """The call of a model. A call inside of it, of a model that it contains, has a copy."""
+
+    registration: Registration | None = None
+    loss: OwnLoss | None = None
+    is_check: bool = False
+    """Whether it is a check's dry run, in which nothing may be sent."""
+    deal: Deal | None = None
+    has_mixers: bool = False
+    """Whether the model has recurrent layers."""
+    positions: Tensor | None = None
+    """The model's position_ids, if it has recurrent layers or is a decoder."""
+    has_own_positions: bool = False
+    """Whether the model itself has made the positions, of the full sequence."""
+    door: Door | None = None
+    """Of a vision-language model, until its decoder runs: what the decoder is to get."""
+
+    def __init__(self, outer: Forward | None = None, **changes: Any):
+        if outer is not None:
+            self.__dict__.update(outer.__dict__)
+        self.__dict__.update(changes)
+
+
+class _Running(threading.local):
+    def __init__(self):
+        self.forward = Forward()
+        self.mixers: list[tuple[nn.Module, Sequence | None]] = []
+        """The recurrent layers that run, also in a checkpoint's second forward, which is in no
+        call of the model; None: in a check."""
+
+
+running = _Running()
+"""This thread's state."""
+
+
+class calling:
+    """A context in which a call runs: that of the thread, with changes. Not a generator, which
+    Dynamo couldn't compile."""
+
+    def __init__(self, **changes: Any):
+        self.changes = changes
+
+    def __enter__(self) -> Forward:
+        self.before = running.forward
+        running.forward = Forward(self.before, **self.changes)
+        return running.forward
+
+    def __exit__(self, *_) -> None:
+        running.forward = self.before
