@@ -219,22 +219,30 @@ def _beside_labels():
     ids = torch.arange(10)[None]
     batch = {"input_ids": ids, "labels": ids, "weights": ids.double(), "token_type_ids": ids}
     with pytest.raises(
-        ValueError, match=r"whether batch\['weights'\] of shape \(1, 10\) .*shift=\("
+        ValueError, match=r"a role for batch\['weights'\] of shape \(1, 10\).*Known: .*labels"
     ):
         deepsp.shard_batch(batch)
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5, 6]])
-    for shift, expected in (((), ids), (("weights",), [[1, 2, 0, 4, 5, 6, 7, 8, 9, 0]])):
-        part, _ = deepsp.shard_batch({**batch, "position_ids": positions}, shift=shift)
+    shifted = [[1, 2, 0, 4, 5, 6, 7, 8, 9, 0]]
+    for role, expected in (("tokens", ids), ("label_weights", shifted)):
+        roles = {"weights": role}
+        part, _ = deepsp.shard_batch({**batch, "position_ids": positions}, roles=roles)
         expected = torch.as_tensor(expected).double().tensor_split(size, 1)[rank]
         assert torch.equal(part["weights"], expected)
         assert torch.equal(part["token_type_ids"], ids.tensor_split(size, 1)[rank])
         loader = deepsp.SequenceLoader(
-            [{**batch, "position_ids": positions}], replicated=True, shift=shift
+            [{**batch, "position_ids": positions}], replicated=True, roles=roles
         )
         assert torch.equal(next(iter(loader))[0]["weights"], expected)
-    for wrong in (("input_ids",), ("nothing",)):
-        with pytest.raises(ValueError, match=rf"known inputs \(weights\), got '{wrong[0]}'"):
-            deepsp.shard_batch(batch, shift=wrong)
+    for wrong, message in (
+        ({"weights": "weight"}, r"roles\['weights'\] to be one of tokens, .*, got 'weight'"),
+        ({"input_ids": "row"}, r"names that don't say what they are, got 'input_ids', .* 'tokens'"),
+        ({"weights": "row"}, r"weights'\], a value for each of 2 rows, to have as many"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            deepsp.shard_batch({**batch, "input_ids": ids.repeat(2, 1)}, roles=wrong)
+    rows, _ = deepsp.shard_batch({"input_ids": ids, "labels": ids, "channel": ids[:, 0]})
+    assert torch.equal(rows["channel"], ids[:, 0])  # a value for each row
     shifted, _ = deepsp.shard_batch({n: x for n, x in batch.items() if n != "labels"})
     assert torch.equal(shifted["weights"], ids.double().tensor_split(size, 1)[rank])
 

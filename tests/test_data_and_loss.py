@@ -115,7 +115,7 @@ def _batch():
             {"input_ids": ids, "labels": ids[:, :5]},
             r"batch\['labels'\] to have size 11 .*, got shape \(2, 5\)",
         ),
-        ({"input_ids": ids, "temperature": torch.tensor(1.0)}, r"batch\['temperature'\]"),
+        ({"input_ids": ids, "wide": ids.T}, r"size 11 in .*, got shape \(11, 2\); .*'wide': 'row'"),
         (
             {"input_ids": ids, "labels": ids, "position_ids": positions.expand(3, 2, 11)},
             "pass shift_labels",

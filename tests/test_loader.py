@@ -19,6 +19,11 @@ from trained import launched
 import deepsp
 
 SAMPLES = 12
+ROLES = {"kept": "tokens", "more": "tokens"}
+
+
+def _sequence(loader, group=None, **how):
+    return deepsp.SequenceLoader(loader, group, **{"roles": ROLES, **how})
 
 
 def full(n: int, dim: int = 1) -> dict:
@@ -41,7 +46,7 @@ def full(n: int, dim: int = 1) -> dict:
         batch["position_ids"] = torch.arange(length).remainder(4).expand(2, -1)
     if dim == 0:
         flip = lambda path, x: x if path == ("position_ids",) else x.transpose(0, 1)  # noqa: E731
-        batch = deepsp.data.sharding.map_leaves(flip, batch)
+        batch = deepsp.data.roles.map_leaves(flip, batch)
     return batch
 
 
@@ -92,7 +97,8 @@ def _check(loader, numbers, group=None, **how) -> None:
     found = list(loader)
     assert [batch["number"] for batch, _ in found] == numbers
     for ours, n in zip(found, numbers, strict=True):
-        assert same(ours, deepsp.shard_batch(full(n, how.get("dim", 1)), group, **how)), n
+        local = deepsp.shard_batch(full(n, how.get("dim", 1)), group, roles=ROLES, **how)
+        assert same(ours, local), n
 
 
 # ------------------------------------------------------------------------------ batches
@@ -102,7 +108,7 @@ def _epochs():
     rank, size = dist.get_rank(), dist.get_world_size()
     sampler = DistributedSampler(range(SAMPLES), size, rank, seed=3)
     seen = []
-    loader = deepsp.SequenceLoader(_loader(sampler))
+    loader = _sequence(_loader(sampler))
     for epoch in range(2):
         loader.set_epoch(epoch)
         every = [DistributedSampler(range(SAMPLES), size, r, seed=3) for r in range(size)]
@@ -116,12 +122,12 @@ def _epochs():
     numbers = (
         list(range(9)) if 9 % size == 0 else _in_turns([range(r, 9, size) for r in range(size)])
     )
-    _check(deepsp.SequenceLoader(own, pad_to=16, ignore_index=-7), numbers, pad_to=16,
+    _check(_sequence(own, pad_to=16, ignore_index=-7), numbers, pad_to=16,
            ignore_index=-7)  # fmt: skip
     own = [full(n, 0) for n in range(rank, 9, size)]
-    _check(deepsp.SequenceLoader(own, dim=0), numbers, dim=0)
-    _check(deepsp.SequenceLoader(_loader(), replicated=True), list(range(SAMPLES)))
-    assert len(deepsp.SequenceLoader(_loader(), replicated=True)) == SAMPLES
+    _check(_sequence(own, dim=0), numbers, dim=0)
+    _check(_sequence(_loader(), replicated=True), list(range(SAMPLES)))
+    assert len(_sequence(_loader(), replicated=True)) == SAMPLES
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -132,7 +138,7 @@ def test_epochs(ranks):
 def _together():
     """Local batches put together are the full batch; a label crosses the border of ranks."""
     size, rank = dist.get_world_size(), dist.get_rank()
-    loader = deepsp.SequenceLoader([full(4 * rank), full(4 * rank + 2)])
+    loader = _sequence([full(4 * rank), full(4 * rank + 2)])
     for batch, lens in loader:
         whole = full(batch["number"])
         assert sum(lens) == whole["input_ids"].size(1)
@@ -143,7 +149,7 @@ def _together():
         assert torch.equal(positions, torch.arange(sum(lens))[None])
         nested = deepsp.unshard(batch["more"]["list"][0].int(), 1, None, lens)
         assert torch.equal(nested, whole["input_ids"].int())
-        assert deepsp.data.sharding.is_handed_out(batch["input_ids"])
+        assert deepsp.data.last_batch.has_tokens(batch["input_ids"])
         if "attention_mask" in whole:
             assert torch.equal(batch["attention_mask"], whole["attention_mask"])
         # Memory of its own: what is saved isn't the whole round.
@@ -160,7 +166,7 @@ def _one_all_to_all():
     """A round sends one all-to-all, and each rank only what is its own."""
     rank, size = dist.get_rank(), dist.get_world_size()
     ids = torch.arange(2000).view(2, 1000)
-    loader = deepsp.SequenceLoader([{"input_ids": ids + rank, "labels": ids}])
+    loader = _sequence([{"input_ids": ids + rank, "labels": ids}])
     exchange = dist.all_to_all_single
     with mock.patch.object(dist, "all_to_all_single", side_effect=exchange) as called:
         assert len(list(loader)) == size
@@ -181,13 +187,13 @@ def _mesh():
     alike = DistributedSampler(range(SAMPLES), data.size(), data.get_local_rank())
     seen = []
     for sampler, replicated in ((own, False), (alike, True)):
-        loader = deepsp.SequenceLoader(_loader(sampler), group, replicated=replicated)
+        loader = _sequence(_loader(sampler), group, replicated=replicated)
         assert len(loader) == SAMPLES // 2
         loader.set_epoch(1)
         numbers = []
         for batch, lens in loader:
             numbers.append(batch["number"])
-            assert same((batch, lens), deepsp.shard_batch(full(numbers[-1]), group))
+            assert same((batch, lens), deepsp.shard_batch(full(numbers[-1]), group, roles=ROLES))
         seen.append(numbers)
     return mesh.get_coordinate()[0], seen
 
@@ -226,18 +232,18 @@ def _uneven():
     for counts in ([3, 0, 5], [0, 4, 1], [1, 1, 2], [0, 0, 0]):
         numbers = _in_turns([[r + size * n for n in range(counts[r])] for r in range(size)])
         own = [full(rank + size * n) for n in range(counts[rank])]
-        loader = deepsp.SequenceLoader(own)
+        loader = _sequence(own)
         assert len(loader) == sum(counts[:size]) == len(numbers)
         _check(loader, numbers)
         _check(loader, numbers)
         stream = DataLoader(Stream(rank, counts[rank], size), 1, collate_fn=_batch_of)
-        loader = deepsp.SequenceLoader(stream)
+        loader = _sequence(stream)
         _check(loader, numbers)
         _check(loader, numbers)
     for without in (0, size - 1):
         lengthless = iter(()) if rank == without else [full(0)]
         with pytest.raises(TypeError, match="some rank of the group has no len"):
-            len(deepsp.SequenceLoader(lengthless))
+            len(_sequence(lengthless))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -282,7 +288,7 @@ def _made(kind):
 
 def _resume(kind, replicated=False):
     def made():
-        return deepsp.SequenceLoader(_made(kind), replicated=replicated)
+        return _sequence(_made(kind), replicated=replicated)
 
     def epochs(loader, first, saved=None):
         for epoch in range(first, last):
@@ -384,7 +390,7 @@ def _trains_like_one_process():
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
 
     own = [_ids(n) for n in range(rank, 7, size)]  # of other numbers
-    found = _train(deepsp.SequenceLoader(own), ours, our_loss, deepsp.sync_gradients)
+    found = _train(_sequence(own), ours, our_loss, deepsp.sync_gradients)
     expected = _train(map(_ids, range(7)), reference, one_loss, lambda model: None)
     assert len(found) == 7
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
@@ -418,7 +424,7 @@ def _errors():
     for at in {0, last}:
         for replicated in (False, True):
             error = OSError("no disk")
-            loader = deepsp.SequenceLoader(Failing(at, error, replicated), replicated=replicated)
+            loader = _sequence(Failing(at, error, replicated), replicated=replicated)
             found = []
             with pytest.raises(
                 RuntimeError, match=f"rank {at} of the group .*OSError: no disk"
@@ -435,26 +441,26 @@ def _errors():
             ({"input_ids": ids, "attention_mask": ids.to_sparse()}, "attention_mask.*to be dense"),
             (ids, "to map names to tensors"), (None, "to map names to tensors.*NoneType"),
         ]:  # fmt: skip
-            loader = deepsp.SequenceLoader(Failing(at, wrong))
+            loader = _sequence(Failing(at, wrong))
             with pytest.raises(
                 ValueError, match=f"rank {at}'s batch can't be sharded: .*{message}"
             ):
                 list(loader)
     with pytest.raises(ValueError, match=r"got the same one on all . ranks.*DistributedSampler"):
-        list(deepsp.SequenceLoader([full(0), full(rank)]))
+        list(_sequence([full(0), full(rank)]))
     with pytest.raises(ValueError, match=r"rank 0's batch .*expected pad_to >= 10"):
-        list(deepsp.SequenceLoader([full(2)], pad_to=9))
+        list(_sequence([full(2)], pad_to=9))
     uneven = [full(0)] * (2 if rank == last else 1)
     with pytest.raises(
         ValueError, match=r"equally many batches.*of ranks \[0.*make their samplers"
     ):
-        list(deepsp.SequenceLoader(uneven, replicated=True))
+        list(_sequence(uneven, replicated=True))
     with pytest.raises(
         ValueError,
         match=r"batch\['number'|batch\['input_ids'\], a full .* ranks 0 and 1; .*Sequence",
     ):
         other = {"input_ids": ids + rank}
-        list(deepsp.SequenceLoader([other], dist.new_group(), replicated=True))
+        list(_sequence([other], dist.new_group(), replicated=True))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -472,8 +478,8 @@ def _refusals():
         ([], {"replicated": dist.get_rank() == 0}, "replicated True.*replicated False"),
     ]:
         with pytest.raises(ValueError, match=message):
-            deepsp.SequenceLoader(loader, **how)
-    loader = deepsp.SequenceLoader([full(0)])
+            _sequence(loader, **how)
+    loader = _sequence([full(0)])
     state = loader.state_dict()
     with pytest.raises(ValueError, match=f"of {size} ranks has saved, got one of 5 ranks"):
         loader.load_state_dict(state | {"ranks": 5})
@@ -487,7 +493,7 @@ def test_refusals():
 
 def _one_rank():
     with pytest.raises(RuntimeError, match="loader of rank 0 of the group failed: OSError"):
-        list(deepsp.SequenceLoader(Failing(0, OSError("no disk"))))
+        list(_sequence(Failing(0, OSError("no disk"))))
 
 
 def test_a_group_of_one():

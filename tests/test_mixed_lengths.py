@@ -304,7 +304,7 @@ def _loads(replicated):
     rank, size = dist.get_rank(), dist.get_world_size()
     counts = [2] * size if replicated else [3, 1, 2][:size]
     mine = 0 if replicated else rank
-    how = {"replicated": replicated, "mix": True, "shift": ()}
+    how = {"replicated": replicated, "mix": True, "roles": {"weights": "tokens"}}
 
     def loader():
         data = torch.utils.data.DataLoader(_Stream(mine, counts[rank]), batch_size=None)
@@ -386,7 +386,7 @@ def _refused():
         (r"batch\['extra'\] of shape \[5, 40", {"extra": torch.zeros(1, 40)}),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=error):
-            deepsp.deal_batch({**batch, **wrong}, shift=())
+            deepsp.deal_batch({**batch, **wrong}, roles={"extra": "tokens"})
     for error, how in (
         ("dim=1, no pad_to", {"mix": True, "pad_to": 8}),
         ("max_tokens and cost with mix=True only", {"max_tokens": 8}),

@@ -88,10 +88,6 @@ def _plain(
     if dict(options).get("own_batches"):
         rows = batch * args.world_size * args.gradient_accumulation_steps
         assert trainer.get_total_train_batch_size(args) == rows
-    if dict(options).get("mix_lengths") and size > 1:
-        trainer.model.train()
-        row = {n: x[None] for n, x in train[0].items()}
-        assert isinstance(trainer._shard(row)[0]["deal"], deepsp.Deal)
     return logs(trainer)
 
 
@@ -498,7 +494,7 @@ def test_a_data_set_without_length(world, size):
     _same(_stream, world, size)
 
 
-def _own(size, batch, factor, evaluates):
+def _own(size, batch, factor, evaluates, local=False):
     """A class whose loss is a sum over tokens / num_items_in_batch, with its labels' weights, and
     maybe the factor by which Trainer undoes the average over processes."""
     from transformers import Trainer
@@ -527,6 +523,8 @@ def _own(size, batch, factor, evaluates):
             return (loss, outputs) if return_outputs else loss
 
     cls, more = (sequence_parallel(Weighted), _class(size)[1]) if size > 1 else (Weighted, {})
+    if size > 1 and local:
+        more |= {"local_loss": True, "roles": {"weights": "label_weights"}}
     rows = [
         {**row, "weights": torch.linspace(0.1, 2, LENGTH, dtype=f64) * (1 + i % 3)}
         for i, row in enumerate(Rows(40))
@@ -540,10 +538,15 @@ def _own(size, batch, factor, evaluates):
     return logs(trainer)
 
 
-@pytest.mark.parametrize(("world", "size", "factor"), [(2, 2, False), (3, 3, True), (4, 2, False)])
-def test_a_class_with_a_loss_of_its_own(world, size, factor):
-    """Whether it multiplies by the number of processes or not; its weights move as labels do."""
-    _same(_own, world, size, digits=1e-6, factor=factor, evaluates=True)
+@pytest.mark.parametrize(
+    ("world", "size", "factor", "local"),
+    [(2, 2, False, False), (4, 2, True, False), (3, 3, True, True), (4, 2, False, True)],
+)
+def test_a_class_with_a_loss_of_its_own(world, size, factor, local):
+    """As it stands, with full rows and logits; or with this rank's, where its weights move as
+    labels do, whether it multiplies by the number of processes or not."""
+    given = {"digits": 1e-6, "factor": factor, "evaluates": True, "local": local}
+    _same(_own, world, size, **given)
 
 
 class _Changed(Rows):
@@ -609,7 +612,7 @@ def _refusals():
         BloomForCausalLM,
         Trainer,
     )
-    from trl import SFTConfig, SFTTrainer
+    from trl import SFTConfig
 
     from deepsp.integrations.transformers import SequenceParallelTrainer, sequence_parallel
 
@@ -649,7 +652,7 @@ def _refusals():
 
     def trainer(
         cls=SequenceParallelTrainer, model=None, size=2, config=None, without_logits=False,
-        data=None, collator=None, own=False, **given,
+        data=None, collator=None, own=False, local=False, **given,
     ):  # fmt: skip
         args = arguments(config, **{"eval_strategy": "no", **given})
         model = tiny() if model is None else model
@@ -659,7 +662,7 @@ def _refusals():
             data, more = lists(8), {"processing_class": tokenizer()}
             evaluated = None
         more |= {"sequence_parallel_size": size, "without_logits": without_logits}
-        more |= {"own_batches": own}
+        more |= {"own_batches": own, "local_loss": local}
         return cls(model, args, train_dataset=data, eval_dataset=evaluated, **more)
 
     class Others(Rows):
@@ -685,11 +688,11 @@ def _refusals():
     cases = [
         (lambda: trainer(size=3), r"a divisor of 2, the number of processes, got 3"),
         (lambda: trainer(own=True, average_tokens_across_devices=False),
-         r"expected own_batches without average_tokens_across_devices=False, since no rank has"),
+         r"expected no average_tokens_across_devices=False with own_batches in SequenceParallelTr"),
         (lambda: trainer(model=averaging, own=True),
-         r"expected own_batches without accepts_loss_kwargs=False of the model, since no rank has"),
+         r"expected no accepts_loss_kwargs=False of the model with own_batches in .*, since the"),
         (lambda: trainer(own=True, accelerator_config={"even_batches": False}),
-         r"expected even_batches=True with own_batches, got False"),
+         r"expected no even_batches=False with own_batches in .*, since ranks with fewer"),
         (lambda: trainer(own=True, data=[{"input_ids": x, "shift_labels": x} for x in Rows(8).ids],
                          remove_unused_columns=False).train(),
          r"expected batches with labels for own_batches, since .*, got \['input_ids', 'shift_lab"),
@@ -699,15 +702,17 @@ def _refusals():
         (lambda: trainer(model=AutoModelForTokenClassification.from_config(small)),
          r"a causal language model of transformers, got BertForTokenClassification"),
         (lambda: trainer(model=bloom), r"BloomForCausalLM"),
-        (lambda: trainer(sequence_parallel(Mean)).train(),
+        (lambda: trainer(sequence_parallel(Mean), local=True).train(),
          r"compute_loss of Mean to return a sum over tokens divided by num_items_in_batch"),
-        (lambda: trainer(sequence_parallel(Shifts)).train(), r"a local batch has 'shift_labels'"),
-        (lambda: trainer(sequence_parallel(Evaluates), eval_strategy="steps", eval_steps=1).train(),
+        (lambda: trainer(sequence_parallel(Shifts), local=True).train(),
+          r"a local batch has 'shift_labels'"),
+        (lambda: trainer(sequence_parallel(Evaluates), local=True, eval_strategy="steps",
+                         eval_steps=1).train(),
          r"compute_loss of Evaluates to return a sum over tokens divided by num_items_in_batch"),
         (lambda: trainer(data=Others(16), max_steps=9).train(),
          r"batch\['input_ids'\], a full tensor, .* on ranks 0 and 1; leave DistributedSampler out"),
         (lambda: trainer(train_sampling_strategy="batch_rebalance"),
-         r"train_sampling_strategy other than 'batch_rebalance', which deals"),
+         r"no train_sampling_strategy='batch_rebalance' in .*, since it deals batches to process"),
         (lambda: trainer(accelerator_config={"dispatch_batches": True}), r"dispatch_batches=False"),
         (lambda: trainer(model=get_peft_model(tiny(), tuning)),
          r"adapters within the model's layers, .*, got PromptTuningConfig: .*; use LoRA"),
@@ -715,16 +720,14 @@ def _refusals():
         (lambda: sequence_parallel(RewardTrainer), r"got RewardTrainer: RewardTrainer of"),
         (lambda: sequence_parallel(type("Mine", (DistillationTrainer,), {})),
          r"got Mine: DistillationTrainer of"),
-        (lambda: trainer(sequence_parallel(Adds)).train(), r"compute_loss of Adds to return a sum"),
+        (lambda: trainer(sequence_parallel(Adds), local=True).train(),
+          r"compute_loss of Adds to return a sum"),
         (lambda: trainer(data=Few(40)).train(), r"batches of at least 2 tokens, .*, got 1; pad"),
         (lambda: trainer(own=True, data=Few(40)).train(), r"batches of at least 2 tok.*, got 1"),
-        (lambda: trainer(neftune_noise_alpha=5.0), r"neftune_noise_alpha=None"),
-        (lambda: trainer(sequence_parallel(SFTTrainer), config=SFTConfig, bf16=False,
-                         label_smoothing_factor=0.1),
-         r"no label_smoothing_factor, since SFTTrainer computes its loss itself.*, got 0.1"),
-        (lambda: trainer(eval_use_gather_object=True), r"eval_use_gather_object=False, got True"),
-        (lambda: trainer(sequence_parallel(Mean), without_logits=True),
-         r"without_logits=False where a class or compute_loss_func computes the loss itself"),
+        (lambda: trainer(neftune_noise_alpha=5.0), r"no neftune_noise_alpha in .*, got 5.0"),
+        (lambda: trainer(sequence_parallel(Mean), local=True, label_smoothing_factor=0.1),
+         r"no label_smoothing_factor in .*Mean, since the class has its own loss, got 0.1"),
+        (lambda: trainer(eval_use_gather_object=True), r"no eval_use_gather_object in .* only ten"),
         (lambda: trainer(parallelism_config=ParallelismConfig(cp_size=1, tp_size=2)),
          r"expected tp_size of parallelism_config to be that of the model, 1, got 2; load the"),
         (lambda: sequence_parallel(dict), r"trainer_class to be transformers' Trainer or a subcl"),

@@ -171,15 +171,17 @@ def _refused(kind):
         ).train()  # fmt: skip
     with pytest.raises(ValueError, match="in a trainer, pass compiled=True"):
         cls(_model(kind), arguments(eval_strategy="no"), **more)
-    with pytest.raises(ValueError, match="expected mix_lengths=False with compiled"):
+    with pytest.raises(ValueError, match="expected no mix_lengths with compiled"):
         cls(_model(kind), arguments(eval_strategy="no"), mix_lengths=True, compiled=True, **more)
-    with pytest.raises(ValueError, match=r"options of the compile pass .* got gradients; leave"):
+    with pytest.raises(
+        ValueError, match=r"options of the pass.*|options of the compile pass .* got"
+    ):
         cls(_model(kind), arguments(eval_strategy="no"), compiled={"gradients": "sum"}, **more)
     from trl import SFTConfig, SFTTrainer
 
     from deepsp.integrations.transformers import sequence_parallel
 
-    with pytest.raises(ValueError, match="expected compiled=False with SFTTrainer of TRL"):
+    with pytest.raises(ValueError, match=r"no trainer of TRL with compiled .* got 'SFT"):
         sequence_parallel(SFTTrainer)(
             tiny(), arguments(SFTConfig, bf16=False, eval_strategy="no"), train_dataset=lists(4),
             processing_class=tokenizer(), compiled=True, **more,

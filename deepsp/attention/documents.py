@@ -2,56 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-
-_BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""Keys that collators of packed batches add for kernels (DataCollatorWithFlattening)."""
-
-
-def as_positions(batch: dict[str, Any], shape: tuple[int, int], device) -> dict[str, Any]:
-    """A batch whose documents are marked by ``position_ids`` [B, S] alone, which restart in each:
-    computed from ``cu_seq_lens_q`` or ``seq_idx`` if the batch has none.
-
-    Raises:
-        ValueError: the batch has other keys for packed documents, but neither borders nor
-            ``position_ids``; or it has both, and they differ.
-    """
-    borders = {name: batch[name] for name in _BORDERS if batch.get(name) is not None}
-    if not borders:
-        return batch
-    rest = {name: x for name, x in batch.items() if name not in _BORDERS}
-    rows, length = shape
-    begins = torch.zeros(rows * length, dtype=torch.bool, device=device)
-    begins[::length] = True
-    if "cu_seq_lens_q" in borders:
-        ranges = ranges_of(borders["cu_seq_lens_q"], rows, length)
-        begins[ranges[:, 0][ranges[:, 0] < ranges[:, 1]].to(begins.device).long()] = True
-    elif "seq_idx" in borders:
-        numbers = borders["seq_idx"].reshape(rows, length).to(begins.device)
-        begins.view(rows, length)[:, 1:] |= numbers.diff(dim=1) != 0
-    elif rest.get("position_ids") is None:
-        raise ValueError(
-            f"expected position_ids, cu_seq_lens_q or seq_idx in a batch with {sorted(borders)}, "
-            "got none, so where its documents begin isn't known; have the collator return them "
-            "(return_position_ids=True)"
-        )
-    else:
-        return rest
-    index = torch.arange(rows * length, device=device)
-    positions = (index - torch.where(begins, index, 0).cummax(0).values).view(rows, length)
-    given = rest.get("position_ids")
-    if given is not None:
-        restarts = given.reshape(-1, length).diff(dim=1) != 1
-        if not bool((restarts == (positions.diff(dim=1) != 1)).all()):
-            raise ValueError(
-                f"expected position_ids to start anew where {next(iter(borders))} has its borders, "
-                "got others; leave one of them out"
-            )
-        return rest
-    return {**rest, "position_ids": positions}
 
 
 def ranges_of(documents: Tensor, batch: int, length: int) -> Tensor:

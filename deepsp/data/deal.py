@@ -14,15 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepsp.data.sharding import (
-    Path,
-    dim_of,
-    full_batch,
-    leaves_of,
-    map_leaves,
-    name_of,
-    named_values,
-)
+from deepsp.data.roles import Path, Roles, leaves_of, map_leaves, name_of, named_values
+from deepsp.data.sharding import full_batch
 from deepsp.ranks.groups import Member, device_of
 from deepsp.ranks.lengths import seq_lens
 
@@ -45,41 +38,34 @@ class Part:
 
 @dataclass
 class Described:
-    """A full batch with a :class:`Part` for each tensor, the name of its tokens, and their
-    number."""
+    """A full batch with a :class:`Part` for each tensor, and its roles."""
 
     batch: dict[str, Any]
-    named: str
-    length: int
+    roles: Roles
 
     def nbytes(self, member: Member) -> list[int]:
         """Bytes of this rank's part of each tensor."""
-        local = seq_lens(self.length, member)[member[0]]
+        local = seq_lens(self.roles.length, member)[member[0]]
         return [part.nbytes(local) for _, part in leaves_of(self.batch, Part)]
 
 
-def describe(
-    batch: Mapping[str, Any],
-    dim: int,
-    pad_to: int | None,
-    ignore_index: int,
-    shift: Sequence[str] | None,
-    shard_at: str,
+def parts_of(
+    batch: Mapping[str, Any], pad_to: int | None, ignore_index: int, **how: Any
 ) -> tuple[list[tuple[Path, Tensor]], bytes]:
     """The tensors of a batch before they are split, and the pickled :class:`Described` with the
-    values that aren't tensors. ValueError for batches that :func:`deepsp.shard_batch` refuses."""
-    values = named_values(batch, dim)
-    full, named, length = full_batch(values, dim, pad_to, ignore_index, shift, shard_at)
+    values that aren't tensors. ``how``: arguments of :func:`deepsp.data.roles.describe`. ValueError
+    for batches that :func:`deepsp.shard_batch` refuses."""
+    full, roles = full_batch(named_values(batch, how["dim"]), pad_to, ignore_index, **how)
 
     def part_of(path: Path, x: Tensor) -> Part:
         if x.layout != torch.strided:
             raise ValueError(f"expected {name_of(path)} to be dense, got {x.layout}; make it dense")
-        place = dim_of(path, dim, shard_at, shift)
+        place = roles.dim_of(path)
         return Part(
             x.dtype, list(x.shape), None if place is None else place % x.dim(), x.device.type
         )
 
-    known = Described(map_leaves(part_of, full), named, length)
+    known = Described(map_leaves(part_of, full), roles)
     return leaves_of(full), pickle.dumps(known)
 
 
@@ -97,7 +83,7 @@ def exchange(
     device = device_of(member)
     sent, counts = [torch.empty(0, dtype=torch.uint8, device=device)], [0] * size
     if full:
-        lens = seq_lens(known[rank].length, member)
+        lens = seq_lens(known[rank].roles.length, member)
         dims = [part.dim for _, part in leaves_of(known[rank].batch, Part)]
         tensors = [(d, x.detach().to(device)) for d, (_, x) in zip(dims, full, strict=True)]
         for r, (place, x) in itertools.product(range(size), tensors):
@@ -119,7 +105,7 @@ def local_batch(
 ) -> tuple[dict[str, Any], list[int]]:
     """The local batch from its bytes, ``received``, and the number of tokens of each rank. ``pin``:
     put CPU tensors into pinned memory."""
-    lens = seq_lens(known.length, member)
+    lens = seq_lens(known.roles.length, member)
     pieces = iter(received.split(known.nbytes(member)))
 
     def tensor(_: Path, part: Part) -> Tensor:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
+from deepsp.data import last_batch
 from deepsp.data.documents import Deal, deal_documents
+from deepsp.data.roles import DOCUMENTS, Roles, leaves_of, name_of, named_values
 from deepsp.data.same_batch import ADVICE, compare_batches
-from deepsp.data.sharding import full_batch, hand_out, leaves_of, name_of, named_values
+from deepsp.data.sharding import full_batch
 from deepsp.ranks.groups import Group, Member, device_of, member_of
 
 Cost = tuple[float, float]
@@ -26,7 +29,7 @@ def deal_batch(
     max_tokens: int | None = None,
     cost: Cost = COST,
     ignore_index: int = -100,
-    shift: Sequence[str] | None = None,
+    roles: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, Any], Deal]:
     """Deals the documents of a batch, which every rank has in full, out over the ranks: in the
     place of :func:`deepsp.shard_batch` where lengths differ.
@@ -37,33 +40,34 @@ def deal_batch(
 
     Args:
         batch: as for ``shard_batch``, with the sequence in dimension 1. Each row is a document, or
-            several, where ``position_ids`` restart, or ``cu_seq_lens_q`` or ``seq_idx`` say so;
-            zeros of ``attention_mask`` [B, S] are padding, which is dropped.
+            several, where ``cu_seq_lens_q`` or ``seq_idx`` say so, or, without ``attention_mask``,
+            where ``position_ids`` restart (as in transformers); zeros of ``attention_mask`` [B, S]
+            are padding, which is dropped.
         group: the sequence group.
         max_tokens: as in :func:`deal_documents`; ``cost``, too.
         cost: what tokens and documents cost.
         ignore_index: the label of tokens that don't count.
-        shift: as in ``shard_batch``.
+        roles: as in ``shard_batch``.
 
     Returns:
         The local batch, and the deal. In the batch each tensor is [1, S_r, ...], this rank's tokens
         in the order of :meth:`Deal.tokens`; ``shift_labels`` replaces ``labels``, the next token of
-        each; ``position_ids`` count from 0 in each document; ``deal`` is the deal, which a model of
-        transformers with deepsp's attention takes as an argument. Pass it on to
-        :func:`deepsp.distributed_attention` in a model of your own.
+        each; ``position_ids`` are those of the batch, or count from 0 in each row; ``deal`` is the
+        deal, which a model of transformers with deepsp's attention takes as an argument. Pass it
+        on to :func:`deepsp.distributed_attention` in a model of your own.
 
     Raises:
         ValueError: as ``shard_batch``; a tensor has other rows or tokens than the others, padding
             is between tokens, or a label of padding isn't ``ignore_index``.
     """
-    given = [(name_of(path), x) for path, x in leaves_of(named_values(batch, 1))]
-    compare_batches(given, group, ADVICE)
-    full = documents_of(batch, ignore_index, shift)
+    values = named_values(batch, 1)
+    compare_batches([(name_of(path), x) for path, x in leaves_of(values)], group, ADVICE)
+    full = documents_of(batch, ignore_index, roles=roles)
     member = member_of(group)
     deal = deal_documents(full.lengths, member[1], max_tokens, cost=cost)
     index = deal.tokens(member[0])
     own = {n: x[index.to(x.device)] for n, x in full.tokens.items()}
-    return dealt_batch(own, full, deal, member), deal
+    return dealt_batch(own, full, deal), deal
 
 
 @dataclass
@@ -73,39 +77,32 @@ class Documents:
     Attributes:
         tokens: by name, [S, ...].
         lengths: of the documents.
-        named: the name of the tokens.
-        rest: values that aren't tensors.
+        roles: of the batch.
+        rest: values without an entry for each token.
+        valid: [B, S], which tokens of the rows aren't padding.
+        makes_positions: whether the batch had no positions of its own.
     """
 
     tokens: dict[str, Tensor]
     lengths: list[int]
-    named: str
+    roles: Roles | None
     rest: dict[str, Any]
+    valid: Tensor
+    makes_positions: bool
 
 
-def documents_of(
-    batch: Mapping[str, Any], ignore_index: int, shift: Sequence[str] | None
-) -> Documents:
-    """The documents of a full batch, with shifted labels. ValueError as in :func:`deal_batch`."""
+def documents_of(batch: Mapping[str, Any], ignore_index: int, **how: Any) -> Documents:
+    """The documents of a full batch, with shifted labels. ``how``: arguments of
+    :func:`deepsp.data.roles.describe`. ValueError as in :func:`deal_batch`."""
     batch = named_values(batch, 1)
     batch.pop("deal", None)
-    mask, labels = batch.pop("attention_mask", None), batch.get("labels")
-    batch, named, _ = full_batch(batch, 1, None, ignore_index, shift)
-    rows, length = batch[named].shape[:2]
-    valid = torch.ones(rows, length, dtype=torch.bool, device=batch[named].device)
-    if mask is not None:
-        if mask.shape != valid.shape:
-            raise ValueError(
-                f"expected attention_mask of shape [{rows}, {length}], where zeros are padding, "
-                f"got {tuple(mask.shape)}; use shard_batch for other masks"
-            )
-        valid = mask.bool()
-        runs = (valid[:, 1:] & ~valid[:, :-1]).sum(1) + valid[:, :1].sum(1)
-        if bool((runs > 1).any()):
-            raise ValueError(
-                "expected the zeros of attention_mask at the ends of rows, got some between "
-                "tokens; use shard_batch"
-            )
+    mask, labels = batch.get("attention_mask"), batch.get("labels")
+    # A mask hides where positions restart, as in transformers.
+    packed = mask is None or any(batch.get(name) is not None for name in DOCUMENTS)
+    makes_positions = batch.get("position_ids") is None
+    batch, described = full_batch(batch, None, ignore_index, **how)
+    batch.pop("attention_mask", None)
+    valid = _valid(mask, described, batch[described.tokens].device)
     for name, x in (("labels", labels), ("shift_labels", batch.get("shift_labels"))):
         if x is not None and bool((x[~valid] != ignore_index).any()):
             raise ValueError(
@@ -113,35 +110,81 @@ def documents_of(
                 "attention_mask is 0, since padding is dropped, got other labels there; pad on the "
                 "right, since a row's first token is predicted from padding before it"
             )
-    lengths = _lengths(batch.pop("position_ids"), valid)
-    tensors = {n: x for n, x in batch.items() if isinstance(x, Tensor)}
-    for name, x in tensors.items():
+    positions = batch["position_ids"].reshape(-1, described.length).expand(described.rows, -1)
+    batch["position_ids"] = positions
+    tokens, rest = {}, {}
+    for name, x in batch.items():
+        full = not isinstance(x, Tensor) or described.dim_of((name,)) is None
+        (rest if full else tokens)[name] = x
+    for name, x in tokens.items():
         if x.shape[:2] != valid.shape:
             raise ValueError(
-                f"expected batch[{name!r}] of shape [{rows}, {length}, ...], with an entry for "
-                f"each token, got {tuple(x.shape)}; leave it out"
+                f"expected batch[{name!r}] of shape [{described.rows}, {described.length}, ...], "
+                f"with an entry for each token, got {tuple(x.shape)}; leave it out"
             )
-    rest = {n: x for n, x in batch.items() if n not in tensors}
-    return Documents({n: x[valid] for n, x in tensors.items()}, lengths, named, rest)
+    tokens = {n: x[valid.to(x.device)] for n, x in tokens.items()}
+    lengths = _lengths(positions if packed else None, valid)
+    return Documents(tokens, lengths, described, rest, valid, makes_positions)
 
 
-def _lengths(positions: Tensor, valid: Tensor) -> list[int]:
-    """Of each document, the number of tokens that aren't padding."""
+def packed_batch(
+    batch: Mapping[str, Any], roles: Mapping[str, str] | None = None
+) -> dict[str, Tensor]:
+    """A batch's tokens in one row, [1, S, ...], with ``labels`` and ``position_ids`` that restart
+    with each document. ValueError as in :func:`deal_batch`, and for positions that restart within a
+    document."""
+    documents = documents_of(batch, -100, roles=roles)
+    packed = {name: x.unsqueeze(0) for name, x in documents.tokens.items()}
+    labels, lengths = packed.pop("shift_labels", None), documents.lengths
+    if labels is not None:
+        begins = torch.tensor([0, *lengths], device=labels.device).cumsum(0)[:-1]
+        packed["labels"] = F.pad(labels, (1, 0), value=-100)[:, :-1]
+        packed["labels"][:, begins] = -100
+    restarts = int((packed["position_ids"][0].diff() != 1).sum())
+    if restarts > max(0, len(lengths) - 1):
+        raise ValueError(
+            "expected position_ids that restart where a document begins, got more; leave "
+            "attention_mask or position_ids out"
+        )
+    return packed
+
+
+def _valid(mask: Tensor | None, batch: Roles, device: torch.device) -> Tensor:
+    """Which tokens aren't padding, [B, S]."""
+    shape = (batch.rows, batch.length)
+    if mask is None:
+        return torch.ones(shape, dtype=torch.bool, device=device)
+    if tuple(mask.shape) != shape:
+        raise ValueError(
+            f"expected attention_mask of shape {list(shape)}, where zeros are padding, got "
+            f"{tuple(mask.shape)}; use shard_batch for other masks"
+        )
+    valid = mask.bool()
+    runs = (valid[:, 1:] & ~valid[:, :-1]).sum(1) + valid[:, :1].sum(1)
+    if bool((runs > 1).any()):
+        raise ValueError(
+            "expected the zeros of attention_mask at the ends of rows, got some between tokens; "
+            "use shard_batch"
+        )
+    return valid
+
+
+def _lengths(positions: Tensor | None, valid: Tensor) -> list[int]:
+    """Of each document, the number of tokens that aren't padding. ``positions``: [B, S], which
+    restart where a document begins; None: each row is one."""
     begins = valid.clone()
-    restarts = positions.reshape(-1, valid.size(1)).diff(dim=1).expand(valid.size(0), -1) != 1
-    begins[:, 1:] &= restarts | ~valid[:, :-1]
+    begins[:, 1:] &= ~valid[:, :-1]
+    if positions is not None:
+        begins[:, 1:] |= valid[:, 1:] & (positions.diff(dim=1) != 1)
     number = begins.flatten().cumsum(0)[valid.flatten()]
     return torch.bincount(number)[1:].tolist() if number.numel() else []
 
 
-def dealt_batch(
-    own: Mapping[str, Tensor], of: Documents, deal: Deal, member: Member
-) -> dict[str, Any]:
+def dealt_batch(own: Mapping[str, Tensor], of: Documents, deal: Deal) -> dict[str, Any]:
     """The batch of this rank's tokens, and the deal."""
-    rank, device = member[0], own[of.named].device
     local = {**of.rest, **{n: x.unsqueeze(0) for n, x in own.items()}}
-    local["position_ids"] = deal.positions(rank).to(device).unsqueeze(0)
-    hand_out(local, of.named, 1, sum(of.lengths))
+    last_batch.remember(local, replace(of.roles, length=sum(of.lengths)), deal.seq_lens)
+    deal.makes_positions = of.makes_positions
     return {**local, "deal": deal}
 
 

@@ -46,6 +46,9 @@ class Deal:
     lens: list[list[int]]
     cost: tuple[float, float]
     seq_lens: list[int] = field(init=False)
+    makes_positions = False
+    """Whether :func:`deepsp.deal_batch` made the batch's positions, which count from 0 in each
+    row."""
 
     def __post_init__(self):
         self.seq_lens = [sum(held) for held in zip(*self.lens, strict=True)]

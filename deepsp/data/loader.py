@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from deepsp.data.deal import describe, exchange, local_batch
+from deepsp.data import last_batch
+from deepsp.data.deal import exchange, local_batch, parts_of
 from deepsp.data.deal_batch import (
     COST,
     Cost,
@@ -22,14 +23,8 @@ from deepsp.data.deal_batch import (
     exchange_documents,
 )
 from deepsp.data.documents import deal_documents
-from deepsp.data.sharding import (
-    Path,
-    check_dim,
-    check_shard_at,
-    hand_out,
-    name_of,
-    shard_batch,
-)
+from deepsp.data.roles import Path, check_dim, check_shard_at, name_of
+from deepsp.data.sharding import shard_batch
 from deepsp.ranks.agreement import compare_calls, first_difference
 from deepsp.ranks.groups import (
     Group,
@@ -81,7 +76,7 @@ class SequenceLoader:
         dim: the sequence dimension, counted from the front.
         pad_to: pads each full sequence at its end to this many tokens; None: no padding.
         ignore_index: the label of tokens that don't count.
-        shift: as in :func:`deepsp.shard_batch`; ``shard_at``, too, but not with ``mix``.
+        roles: as in :func:`deepsp.shard_batch`; ``shard_at``, too, but not with ``mix``.
         shard_at: where the model shards its sequence.
 
     Raises:
@@ -101,7 +96,7 @@ class SequenceLoader:
         dim: int = 1,
         pad_to: int | None = None,
         ignore_index: int = -100,
-        shift: Sequence[str] | None = None,
+        roles: Mapping[str, str] | None = None,
         shard_at: str = "inputs",
         mix: bool = False,
         max_tokens: int | None = None,
@@ -118,7 +113,7 @@ class SequenceLoader:
         self._member = member_of(group)
         self._device = device_of(self._member)
         self._replicated = replicated or self._member[1] == 1
-        self._options = {"dim": dim, "pad_to": pad_to, "ignore_index": ignore_index, "shift": shift}
+        self._options = {"dim": dim, "pad_to": pad_to, "ignore_index": ignore_index, "roles": roles}
         self._options["shard_at"] = shard_at
         self._mix, self._limits = mix, {"max_tokens": max_tokens, "cost": cost}
         if mix and (dim != 1 or pad_to is not None or shard_at != "inputs"):
@@ -272,8 +267,8 @@ class SequenceLoader:
                     "make their samplers count groups, or pass replicated=False"
                 )
             if self._mix:
-                shift = {n: self._options[n] for n in ("ignore_index", "shift")}
-                return start, iter([deal_batch(found, self._member, **shift, **self._limits)])
+                how = {n: self._options[n] for n in ("ignore_index", "roles")}
+                return start, iter([deal_batch(found, self._member, **how, **self._limits)])
             return start, iter([shard_batch(found, self._member, **self._options)])
         known = [None if r in ended else pickle.loads(every[r][1]) for r in range(size)]
         if not ended and not self._compared:
@@ -298,7 +293,7 @@ class SequenceLoader:
 
     def _mixed(self, known: list[Documents | None], own: Documents | None) -> tuple:
         """This rank's tokens of all ranks' documents, and the deal."""
-        nothing = Documents({}, [], "", {})
+        nothing = Documents({}, [], None, {}, torch.empty(0), False)
         everyone = [nothing if x is None else x for x in known]
         full = next(x for x in everyone if x.tokens)
         for r, x in enumerate(everyone):
@@ -312,15 +307,21 @@ class SequenceLoader:
         lengths = [n for x in everyone for n in x.lengths]
         deal = deal_documents(lengths, self._member[1], **self._limits)
         tokens = exchange_documents(everyone, deal, own or nothing, self._member)
-        full = Documents({}, lengths, full.named, full.rest)
-        return dealt_batch(tokens, full, deal, self._member), deal
+        if rows := [n for n, x in full.rest.items() if isinstance(x, torch.Tensor)]:
+            raise ValueError(
+                f"expected batches of documents without values for rows, got batch[{rows[0]!r}]: "
+                "the rows of several ranks are mixed; leave it out"
+            )
+        positions = any(x.makes_positions for x in everyone)
+        full = replace(full, lengths=lengths, makes_positions=positions)
+        return dealt_batch(tokens, full, deal), deal
 
     def _made(self, known: list, parts: list) -> Iterator[Sharded]:
         """The received batches, each in its turn."""
         for each, part in zip(known, parts, strict=True):
             if each is not None:
                 batch, lens = local_batch(each, part, self._member, self._pins)
-                hand_out(batch, each.named, self._options["dim"], each.length)
+                last_batch.remember(batch, each.roles, lens)
                 yield batch, lens
 
     def _read(self, own: Iterator) -> tuple[dict[str, Any] | None, Any, tuple[str, Any]]:
@@ -334,11 +335,12 @@ class SequenceLoader:
             return start, batch, ("ended" if start["ended"] else "batch", None)
         try:
             if self._mix:
-                shift = {n: self._options[n] for n in ("ignore_index", "shift")}
-                found = documents_of(batch, **shift)
+                how = {n: self._options[n] for n in ("ignore_index", "roles")}
+                found = documents_of(batch, **how)
                 empty = {n: x[:0].clone() for n, x in found.tokens.items()}
-                return start, found, ("batch", pickle.dumps(replace(found, tokens=empty)))
-            tensors, described = describe(batch, **self._options)
+                described = replace(found, tokens=empty, valid=torch.empty(0))
+                return start, found, ("batch", pickle.dumps(described))
+            tensors, described = parts_of(batch, **self._options)
             return start, tensors, ("batch", described)
         except Exception as error:
             return None, error, ("refused", str(error))

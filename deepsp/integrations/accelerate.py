@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import find_batch_size
@@ -16,7 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader
 
 from deepsp.data.sharding import unshard
-from deepsp.integrations.local_batch import BACKWARDS, check_loss, local_batch
+from deepsp.integrations.door import Losses, local_batch
+from deepsp.integrations.grouped import GroupedAccelerator, group_processes
 from deepsp.ranks.agreement import digest_of
 from deepsp.ranks.groups import device_of, member_of, objects_on_all_ranks, on_all_ranks
 from deepsp.ranks.randomness import align, around_forward
@@ -27,7 +25,7 @@ def prepare(
     *objects: Any,
     sequence_parallel_size: int,
     chunks: int = 1,
-    shift: Sequence[str] | None = None,
+    roles: Mapping[str, str] | None = None,
     query_parts: int | str = "auto",
 ) -> Any:
     """``accelerator.prepare(*objects)`` for sharded sequences.
@@ -45,16 +43,17 @@ def prepare(
             optimizer.step()
             optimizer.zero_grad()
 
-    The loss is the mean over the valid tokens of the full batch, on every rank of the group, and
-    its gradients are scaled for wrappers that average over all ranks, as accelerate's do (DDP,
-    FSDP2, DeepSpeed).
+    The loss is the mean over the valid tokens of the full batch, on every rank of the group.
+    accelerate's wrappers (DDP, FSDP2, DeepSpeed) average gradients over all ranks;
+    ``accelerator.backward`` multiplies those of a loss of your own by the group's size, so it needs
+    no ``average_gradients=True``.
 
-    After this call the accelerator counts groups: ``num_processes`` is their number, and schedulers
-    take as many steps. ``gather``, ``gather_for_metrics``, ``pad_across_processes`` and ``reduce``
-    take a value that is the same on all ranks of a group once, and join values with an entry for
-    each local token, [B, S_r, ...]. They raise for other values that differ within a group, such as
-    a sum over this rank's tokens. ``prepare`` and ``skip_first_batches`` of the accelerator wrap
-    loaders, too.
+    After this call the accelerator counts groups: ``num_processes`` is their number,
+    ``process_index`` that of this rank's, and schedulers take as many steps. ``gather``,
+    ``gather_for_metrics``, ``pad_across_processes`` and ``reduce`` take a value that is the same on
+    all ranks of a group once, and join values with an entry for each local token, [B, S_r, ...].
+    They raise for other values that differ within a group, such as a sum over this rank's tokens.
+    ``prepare`` and ``skip_first_batches`` of the accelerator wrap loaders, too.
 
     Args:
         accelerator: made without ``parallelism_config``.
@@ -62,7 +61,7 @@ def prepare(
         sequence_parallel_size: the number of ranks that share each batch, a divisor of the number
             of processes. 1: ``accelerator.prepare`` alone.
         chunks: as in :func:`deepsp.distributed_attention`.
-        shift: as in :func:`deepsp.shard_batch`.
+        roles: as in :func:`deepsp.shard_batch`.
         query_parts: as in :func:`deepsp.distributed_attention`.
 
     Returns:
@@ -80,98 +79,23 @@ def prepare(
             f"expected accelerator to be an Accelerator, got {type(accelerator).__name__}; pass it "
             "first, prepare(accelerator, model, ...)"
         )
-    if isinstance(accelerator, _OfGroups) and accelerator.sequence_size != sequence_parallel_size:
-        raise ValueError(
-            f"expected sequence_parallel_size={accelerator.sequence_size}, with which this "
-            f"accelerator has prepared before, got {sequence_parallel_size}; pass that"
-        )
-    if not isinstance(accelerator, _OfGroups):
-        group = share_batches(accelerator, sequence_parallel_size)
-        if group is None:
-            return accelerator.prepare(*objects)
-        name = f"SequenceParallel{type(accelerator).__name__}"
-        accelerator.__class__ = type(name, (_OfGroups, type(accelerator)), {})
-        accelerator.sequence_group, accelerator.sequence_size = group, sequence_parallel_size
-    accelerator.sequence_attention, accelerator.shifted = (chunks, query_parts), shift
+    if isinstance(accelerator, _Prepared):
+        size = accelerator.sequence_groups.size
+        if size != sequence_parallel_size:
+            raise ValueError(
+                f"expected sequence_parallel_size={size}, with which this accelerator has prepared "
+                f"before, got {sequence_parallel_size}; pass that"
+            )
+    elif group_processes(accelerator, sequence_parallel_size, kind=_Prepared) is None:
+        return accelerator.prepare(*objects)
+    accelerator.sequence_attention, accelerator.sequence_roles = (chunks, query_parts), roles
     return accelerator.prepare(*objects)
-
-
-def share_batches(
-    accelerator: Accelerator, size: int | None, tensor_size: int = 1
-) -> dist.ProcessGroup | None:
-    """Makes the loaders that ``accelerator`` prepares give ``size * tensor_size`` consecutive ranks
-    the same batches. Returns the group of this rank's sequence, one in ``tensor_size`` of these
-    ranks; None for a size of 1.
-
-    Raises:
-        ValueError: as :func:`prepare`.
-    """
-    if getattr(accelerator.parallelism_config, "total_size", 1) > 1:
-        raise ValueError(
-            "expected no parallelism config in the accelerator or its launcher, by which "
-            f"accelerate would shard attention itself, got {accelerator.parallelism_config}; pass "
-            "sequence_parallel_size only"
-        )
-    world = accelerator.state.num_processes
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if world == 1 < launched:
-        raise ValueError(
-            f"expected {launched} processes, as many as were launched, but accelerate has made no "
-            "process group, since there is no GPU and it wasn't told to use the CPU; pass "
-            "Accelerator(cpu=True), or use_cpu=True in TrainingArguments"
-        )
-    if not isinstance(size, int) or size < 1 or world % (size * tensor_size):
-        of = f"{world}, the number of processes, "
-        if tensor_size > 1:
-            of = f"{world // tensor_size}, {world} processes / tp_size={tensor_size}, "
-        raise ValueError(
-            f"expected sequence_parallel_size to be a divisor of {of}"
-            f"got {size!r}; it is the number of ranks that share each batch (for a trainer, also "
-            "cp_size of TrainingArguments.parallelism_config)"
-            + ("" if world > 1 else "; start the script with torchrun --nproc-per-node N")
-        )
-    if size == 1:
-        return None
-    if accelerator.dispatch_batches:
-        raise ValueError(
-            "expected dispatch_batches=False, got True, with which accelerate deals batches to "
-            "processes instead of groups that share a sequence; leave it out: each rank of a group "
-            "reads the same rows itself"
-        )
-    if not accelerator.even_batches and world > size:
-        raise ValueError(
-            "expected even_batches=True with several groups, got False: groups with fewer batches "
-            "would leave the others waiting; leave it out"
-        )
-    # accelerate's loaders give ranks along these dimensions the same batches, under DDP, FSDP and
-    # DeepSpeed alike.
-    device, shared = accelerator.device.type, size * tensor_size
-    mesh = dist.init_device_mesh(
-        device, (world // shared, shared), mesh_dim_names=("dp_shard", "tp")
-    )
-    accelerator._prepare_device_mesh = lambda: mesh
-    if accelerator.dispatch_batches is None:
-        accelerator.dataloader_config.dispatch_batches = False
-    if tensor_size == 1:
-        return mesh["tp"].get_group()
-    names = ("data", "sequence", "tensor")
-    mesh = dist.init_device_mesh(device, (world // shared, size, tensor_size), mesh_dim_names=names)
-    return mesh["sequence"].get_group()
-
-
-def once_per_group(gathered: Any, size: int, processes: int) -> Any:
-    """The tensors of one rank in each group of ``size``, among those of all processes."""
-
-    def once(x: Tensor) -> Tensor:
-        return x.unflatten(0, (processes, -1))[::size].flatten(0, 1)
-
-    return tree_map_only(Tensor, once, gathered)
 
 
 class _Sharded:
     """A loader whose batches are local. All other attributes are the loader's."""
 
-    def __init__(self, loader: DataLoader, accelerator: _OfGroups):
+    def __init__(self, loader: DataLoader, accelerator: _Prepared):
         self._loader, self._accelerator = loader, accelerator
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -179,7 +103,7 @@ class _Sharded:
         align(member_of(None))  # so that samplers and workers draw the same on all ranks
         for batch in self._loader:
             local, accelerator.sequence_lens = local_batch(
-                batch, accelerator.sequence_group, accelerator.shifted
+                batch, accelerator.sequence_group, roles=accelerator.sequence_roles
             )
             accelerator.sequence_rows = find_batch_size(batch)
             yield local
@@ -194,7 +118,9 @@ class _Sharded:
 class _Scheduler(AcceleratedScheduler):
     """Takes a step for each group that has trained on a batch, not for each process."""
 
-    groups: int
+    def __init__(self, prepared: AcceleratedScheduler, groups: int):
+        super().__init__(prepared.scheduler, prepared.optimizers, prepared.step_with_optimizer)
+        self.groups = groups
 
     def step(self, *args, **kwargs):
         self.split_batches = True  # one step in each call
@@ -205,28 +131,21 @@ class _Scheduler(AcceleratedScheduler):
                 super().step(*args, **kwargs)
 
 
-class _OfGroups:
-    """:func:`prepare` puts this class before an accelerator's class."""
+class _Prepared(GroupedAccelerator):
+    """:func:`prepare` puts this class before an accelerator's."""
 
-    sequence_group: dist.ProcessGroup
-    sequence_size: int
     sequence_attention: tuple[int, int | str]  # chunks and query_parts
+    sequence_roles: Mapping[str, str] | None
     sequence_lens: Sequence[int] = ()
     """The tokens of each rank in the last batch of a loader."""
     sequence_rows: int | None = None
     """The rows of that batch."""
-    shifted: Sequence[str] | None
-    _preparing = False
-    _backwards = 0
+    sequence_losses: Losses | None = None
 
     @property
-    def num_processes(self) -> int:
-        # DDP, FSDP and DeepSpeed are prepared by processes.
-        return self.state.num_processes // (1 if self._preparing else self.sequence_size)
-
-    @property
-    def is_last_process(self) -> bool:
-        return self.state.is_last_process
+    def sequence_group(self):
+        """The ranks that share this rank's sequence."""
+        return self.sequence_groups.group
 
     # ---- preparing
 
@@ -249,39 +168,39 @@ class _OfGroups:
                 advice = "use SequenceParallelTrainer, or a loop with deepsp.sync_gradients"
                 refuse_dealt(model, "in prepare", advice)
                 use_in(base_of(model), self.sequence_group, *self.sequence_attention)
-        self._preparing = True
-        try:
-            prepared = super().prepare(*objects, **kwargs)
-        finally:
-            self._preparing = False
+        prepared = super().prepare(*objects, **kwargs)
         for model in prepared if len(objects) > 1 else [prepared]:
             if isinstance(model, nn.Module):
                 around_forward(model)
         return prepared
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
-        before, self._preparing = self._preparing, True
-        try:
-            return _Sharded(super().prepare_data_loader(*args, **kwargs), self)
-        finally:
-            self._preparing = before
+        return _Sharded(super().prepare_data_loader(*args, **kwargs), self)
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         prepared = super().prepare_scheduler(scheduler)
-        if type(prepared) is AcceleratedScheduler and not prepared.split_batches:
-            prepared.__class__ = _Scheduler
-            prepared.groups = self.state.num_processes // self.sequence_size
-        return prepared
+        if type(prepared) is not AcceleratedScheduler or prepared.split_batches:
+            return prepared
+        self._schedulers[-1] = _Scheduler(prepared, self.sequence_groups.number)
+        return self._schedulers[-1]
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         loader = dataloader._loader if isinstance(dataloader, _Sharded) else dataloader
         return _Sharded(super().skip_first_batches(loader, num_batches), self)
 
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        if self.sequence_losses is None:
+            advice = (
+                "use model(**batch).loss, or deepsp.cross_entropy(logits, batch['shift_labels'], "
+                "accelerator.sequence_group)"
+            )
+            self.sequence_losses = Losses(member_of(self.sequence_group), advice)
+        super().backward(self.sequence_losses.averaged(loss), **kwargs)
+
     # ---- gathering
 
     def gather(self, tensor: Any) -> Any:
-        every = super().gather(self._of_group(tensor, "gather"))
-        return once_per_group(every, self.sequence_size, self.state.num_processes)
+        return super().gather(self._sequence_values(tensor, "gather"))
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         if use_gather_object or not all(isinstance(x, Tensor) for x in tree_leaves(input_data)):
@@ -292,17 +211,12 @@ class _OfGroups:
         return super().gather_for_metrics(input_data)
 
     def pad_across_processes(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        full = self._of_group(tensor, "pad_across_processes")
+        full = self._sequence_values(tensor, "pad_across_processes")
         return super().pad_across_processes(full, *args, **kwargs)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        if reduction not in ("sum", "mean", "max"):
-            return super().reduce(tensor, reduction, scale)
-        kinds = {"sum": torch.sum, "mean": torch.mean, "max": torch.amax}
-        alike = self._of_group(tensor, "reduce", by_token=False)
-        every = super().gather(tree_map_only(Tensor, lambda x: x[None], alike))
-        every = once_per_group(every, self.sequence_size, self.state.num_processes)
-        return tree_map_only(Tensor, lambda x: kinds[reduction](x, 0), every)
+        alike = self._sequence_values(tensor, "reduce", by_token=False)
+        return super().reduce(alike, reduction, scale)
 
     def check_trigger(self) -> bool:
         # Each rank has its own flag, unlike other values.
@@ -313,10 +227,10 @@ class _OfGroups:
     def split_between_processes(self, *args: Any, **kwargs: Any) -> Any:
         raise ValueError(
             "expected no split_between_processes after prepare, since the ranks of a group need "
-            "the same inputs; split them by accelerator.process_index // accelerator.sequence_size"
+            "the same inputs; split them by accelerator.process_index, the group's"
         )
 
-    def _of_group(self, tensors: Any, name: str, by_token: bool = True) -> Any:
+    def _sequence_values(self, tensors: Any, name: str, by_token: bool = True) -> Any:
         """Values that all ranks of a group have alike, and full tensors of local ones."""
         rank, _, _ = member = member_of(self.sequence_group)
         lens, rows = self.sequence_lens, self.sequence_rows
@@ -349,13 +263,3 @@ class _OfGroups:
                     "have alike: pass it as a float)"
                 )
         return tree_map_only(Tensor, lambda x: found.get(x, x), tensors)
-
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        if self._backwards < BACKWARDS:
-            self._backwards += 1
-            advice = (
-                "use model(**batch).loss, or deepsp.cross_entropy(logits, batch['shift_labels'], "
-                "group, average_gradients=True)"
-            )
-            check_loss(loss, member_of(self.sequence_group), advice)
-        super().backward(loss, **kwargs)

@@ -7,17 +7,24 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from deepsp.integrations.local_batch import BACKWARDS, LocalBatch, check_loss, local_batch
+from deepsp.integrations.door import (
+    Groups,
+    LocalBatch,
+    Losses,
+    check_size,
+    local_batch,
+    make_groups,
+    subclass,
+)
 from deepsp.ranks.agreement import first_difference
 from deepsp.ranks.groups import member_of
 from deepsp.ranks.randomness import align, randomness_of_a_model
-from deepsp.weights.drift import is_partial
 
 _FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 """The packages that Lightning comes in. Their classes are different ones."""
@@ -38,14 +45,14 @@ def sequence_parallel(strategy_class: type) -> type:
     ``configure_model`` on: ``sequence_group``, and ``sequence_lens``, the tokens of each rank in
     the current batch.
 
-    DDP averages gradients over all ranks, so losses need ``average_gradients=True``. Random numbers
-    in a step differ by rank.
+    DDP averages gradients over all ranks, so backward multiplies those of a loss by the group's
+    size, unless it has ``average_gradients=True``. Random numbers in a step differ by rank.
 
     The subclass takes the arguments of ``strategy_class`` and two further ones:
 
     - ``sequence_parallel_size``: the number of ranks that share each batch, a divisor of the number
       of processes.
-    - ``shift``: as in :func:`deepsp.shard_batch`.
+    - ``roles``: as in :func:`deepsp.shard_batch`.
 
     Args:
         strategy_class: ``DDPStrategy`` of ``lightning.pytorch`` or ``pytorch_lightning``, the
@@ -56,10 +63,9 @@ def sequence_parallel(strategy_class: type) -> type:
 
     Raises:
         ValueError: it isn't such a class. The strategy raises if the size isn't a divisor; a step
-            takes ``dataloader_iter``; backward gets a loss of this rank's tokens alone, or one
-            without ``average_gradients=True``; a value that ``self.log(..., sync_dist=True)``
-            averages or sums differs within a group. Batches raise the errors of
-            :func:`deepsp.shard_batch`.
+            takes ``dataloader_iter``; backward gets a loss of this rank's tokens alone; a value
+            that ``self.log(..., sync_dist=True)`` averages or sums differs within a group. Batches
+            raise the errors of :func:`deepsp.shard_batch`.
     """
     found = [p for p in _FABRIC if p in sys.modules]
     bases = tuple(sys.modules[p].strategies.DDPStrategy for p in found)
@@ -71,42 +77,46 @@ def sequence_parallel(strategy_class: type) -> type:
         )
     if issubclass(strategy_class, _OfGroups):
         return strategy_class
-    name = f"SequenceParallel{strategy_class.__name__}"
     package = next(
         p for p, base in zip(found, bases, strict=True) if issubclass(strategy_class, base)
     )
-    attributes = {"__doc__": sequence_parallel.__doc__, "_fabric": _FABRIC[package]}
-    return type(name, (_OfGroups, strategy_class), attributes)
+    attributes = {"__doc__": sequence_parallel.__doc__, "_sequence_fabric": _FABRIC[package]}
+    return subclass(_OfGroups, strategy_class, **attributes)
 
 
 class _OfGroups:
     """:func:`sequence_parallel` puts this class before a class of strategies."""
 
-    _fabric: str
-    sequence_group: dist.ProcessGroup | None = None
+    _sequence_fabric: str
+    sequence_groups: Groups | None = None
     sequence_lens: Sequence[int] = ()
-    _backwards = 0
 
     def __init__(
-        self, *args: Any, sequence_parallel_size: int, shift: Sequence[str] | None = None, **kwargs
+        self,
+        *args: Any,
+        sequence_parallel_size: int,
+        roles: Mapping[str, str] | None = None,
+        **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
-        self.sequence_size, self._shift = sequence_parallel_size, shift
+        self.sequence_size, self._roles = sequence_parallel_size, roles
+
+    @property
+    def sequence_group(self) -> dist.ProcessGroup | None:
+        return None if self.sequence_groups is None else self.sequence_groups.group
 
     def setup_environment(self) -> None:
-        world, size = self.num_nodes * self.num_processes, self.sequence_size
-        if not isinstance(size, int) or size < 1 or world % size:
-            raise ValueError(
-                f"expected sequence_parallel_size to be a divisor of {world}, the number of "
-                f"processes, got {size!r}; it is the number of ranks that share each batch, and "
-                "Trainer(devices=..., num_nodes=...) sets the number of processes"
-            )
+        advice = ", and Trainer(devices=..., num_nodes=...) sets the number of processes"
+        check_size(self.sequence_size, self.num_nodes * self.num_processes, advice=advice)
         super().setup_environment()
-        if self.sequence_group is None:
-            # The default group if it is the only one: models with group=None use it.
-            alone = size == world
-            self.sequence_group = dist.group.WORLD if alone else dist.new_subgroups(size)[0]
-        self._member = member_of(self.sequence_group)
+        if self.sequence_groups is None:
+            self.sequence_groups = make_groups(self.sequence_size)
+            self._member = self.sequence_groups.member
+            advice = (
+                "return the loss of a model with register(group), or deepsp.cross_entropy(logits, "
+                "batch['shift_labels'], group)"
+            )
+            self._losses = Losses(self._member, advice)
 
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
@@ -126,14 +136,14 @@ class _OfGroups:
         if int(os.environ.get("PL_SEED_WORKERS", 0)) and (
             getattr(dataloader, "worker_init_fn", dataloader) is None
         ):
-            seed = importlib.import_module(f"{self._fabric}.utilities.seed").pl_worker_init_function
+            seeds = importlib.import_module(f"{self._sequence_fabric}.utilities.seed")
             group = self.global_rank // self.sequence_size
-            dataloader.worker_init_fn = functools.partial(seed, rank=group)
+            dataloader.worker_init_fn = functools.partial(seeds.pl_worker_init_function, rank=group)
         return dataloader
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         batch = super().batch_to_device(batch, *args, **kwargs)
-        local, self.sequence_lens = local_batch(batch, self.sequence_group, self._shift)
+        local, self.sequence_lens = local_batch(batch, self.sequence_group, roles=self._roles)
         if len(local["position_ids"]) == 1:
             # As many rows as the other tensors have: Lightning reads the batch's size off them.
             tokens = local["input_ids"] if "input_ids" in local else local["inputs_embeds"]
@@ -143,7 +153,7 @@ class _OfGroups:
     # ---- steps
 
     @contextlib.contextmanager
-    def _step(self, batch: Any) -> Iterator[None]:
+    def _sequence_step(self, batch: Any) -> Iterator[None]:
         if not isinstance(batch, LocalBatch):
             raise ValueError(
                 "expected a step to get a batch that the strategy has sharded, got "
@@ -154,35 +164,23 @@ class _OfGroups:
             yield
 
     def training_step(self, batch: Any, *args: Any) -> Any:
-        with self._step(batch):
+        with self._sequence_step(batch):
             return super().training_step(batch, *args)
 
     def validation_step(self, batch: Any, *args: Any) -> Any:
-        with self._step(batch):
+        with self._sequence_step(batch):
             return super().validation_step(batch, *args)
 
     def test_step(self, batch: Any, *args: Any) -> Any:
-        with self._step(batch):
+        with self._sequence_step(batch):
             return super().test_step(batch, *args)
 
     def predict_step(self, batch: Any, *args: Any) -> Any:
-        with self._step(batch):
+        with self._sequence_step(batch):
             return super().predict_step(batch, *args)
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self._backwards < BACKWARDS:
-            self._backwards += 1
-            advice = (
-                "return the loss of a model with register(group, average_gradients=True), or "
-                "deepsp.cross_entropy(logits, batch['shift_labels'], group, average_gradients=True)"
-            )
-            check_loss(closure_loss, self._member, advice)
-            if any(map(is_partial, self.lightning_module.parameters())):
-                raise ValueError(
-                    "expected a loss with average_gradients=True, since DDP averages gradients "
-                    f"over the ranks of a sequence, too, got one without; {advice}"
-                )
-        return super().backward(closure_loss, *args, **kwargs)
+        return super().backward(self._losses.averaged(closure_loss), *args, **kwargs)
 
     # ---- logging
 

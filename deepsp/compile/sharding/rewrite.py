@@ -44,7 +44,7 @@ from deepsp.compile.sharding.forms import (
 from deepsp.compile.sharding.normalize import COND, normalize, storage_of
 from deepsp.compile.sharding.report import CannotShard, Report, places
 from deepsp.compile.sharding.tokens import Tokens, same, size_of
-from deepsp.compile.sharding.watch import skipped
+from deepsp.compile.sharding.watch import break_of
 from deepsp.placement import functional
 
 _aten = torch.ops.aten
@@ -152,7 +152,7 @@ class Rewriter(Forms):
             raise CannotShard(
                 "no input of this graph is known to hold tokens. Pass the inputs that "
                 "deepsp.prepare_inputs returns, to a model that is captured as one graph"
-                + _break_of(self.gm)
+                + break_of(self.gm)
             )
         for node, (name, dim) in marked:
             shape = self.shape_of(node)
@@ -375,21 +375,6 @@ class Rewriter(Forms):
             return value.local
         self.report.note(node, "an output: gathered, Replicate")
         return self.all_gather(value.local, self.shape_of(node), value.tokens)
-
-
-def _break_of(gm: fx.GraphModule) -> str:
-    """Why Dynamo cut the user's code here."""
-    if text := skipped():
-        return f". {text}"
-    reason = getattr(gm, "compile_subgraph_reason", None)
-    if reason is None or not reason.graph_break:
-        return (
-            "; torch.compile(..., fullgraph=True) says where it isn't. Code that was compiled "
-            "with graph breaks before, in this process, keeps them: call torch._dynamo.reset()"
-        )
-    frame = reason.user_stack[-1] if reason.user_stack else None
-    place = f"\n  {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}" if frame else ""
-    return f". The graph ends with a break: {reason.reason.splitlines()[0]}{place}"
 
 
 def _is_impure(node: fx.Node) -> bool:

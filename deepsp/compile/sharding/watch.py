@@ -16,6 +16,7 @@ import threading
 from collections.abc import Iterator
 
 import torch
+from torch import fx
 from torch._dynamo import eval_frame
 from torch._dynamo.repro import after_dynamo
 
@@ -111,6 +112,21 @@ def skipped() -> str | None:
         "fully_shard on the whole model, before or after torch.compile, and not on modules within "
         "it, whose hooks break the graph; deepsp.shard_parameters shards module by module"
     )
+
+
+def break_of(gm: fx.GraphModule) -> str:
+    """Why Dynamo cut the user's code here."""
+    if text := skipped():
+        return f". {text}"
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return (
+            "; torch.compile(..., fullgraph=True) says where it isn't. Code that was compiled "
+            "with graph breaks before, in this process, keeps them: call torch._dynamo.reset()"
+        )
+    frame = reason.user_stack[-1] if reason.user_stack else None
+    place = f"\n  {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}" if frame else ""
+    return f". The graph ends with a break: {reason.reason.splitlines()[0]}{place}"
 
 
 def install() -> None:

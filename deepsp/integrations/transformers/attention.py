@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from deepsp.attention.distributed import distributed_attention
 from deepsp.attention.module import DistributedAttention
+from deepsp.data.documents import Deal
 from deepsp.integrations.transformers.cores import Core
 from deepsp.integrations.transformers.forward import Registration, running
 from deepsp.integrations.transformers.masks import Masks, Ranges
@@ -51,7 +52,7 @@ def attention(
         parts = masks.exchange(query, key, positions, member)
         _check_rope(module, parts)
         if not masks.has_own_positions:
-            _check_count(module, parts)
+            _check_count(module, parts, masks.deal)
     length = sum(masks.seq_lens)
     window = masks.local_size
     windowed = sliding_window is not None and sliding_window < length
@@ -201,17 +202,19 @@ def _check_rope(module: nn.Module, positions: list[Tensor]) -> None:
             )
 
 
-def _check_count(module: nn.Module, positions: list[Tensor]) -> None:
+def _check_count(module: nn.Module, positions: list[Tensor], deal: Deal | None) -> None:
     """Raises if ``position_ids`` are 0, 1, 2, ... but the model's own count differently."""
     if not getattr(module, COUNTS_OTHERWISE, False):
         return
     full = torch.cat(list(positions), 1)
-    if bool((full == torch.arange(full.size(1), device=full.device)).all()):
+    made = deal is None and bool((full == torch.arange(full.size(1), device=full.device)).all())
+    if made or (deal is not None and deal.makes_positions):
+        maker = "deepsp.shard_batch" if deal is None else "deepsp.deal_batch"
         raise ValueError(
-            "position_ids are 0, 1, 2, ..., as deepsp.shard_batch makes them, but the model of "
+            f"position_ids are 0, 1, 2, ..., as {maker} makes them, but the model of "
             f"{type(module).__name__} by itself counts otherwise (from another number, or by "
             "attention_mask); put the position_ids of the full sequence into the batch before "
-            "deepsp.shard_batch"
+            f"{maker}"
         )
 
 

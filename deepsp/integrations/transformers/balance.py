@@ -30,7 +30,9 @@ def balancing_loss(
     attention_mask: Tensor | None = None,
     *,
     member: Member,
+    over: Member,
     average_gradients: bool,
+    real_rows: Tensor | None = None,
 ) -> Tensor | int:
     """The loss of all ranks' tokens, the same on every rank.
 
@@ -39,18 +41,23 @@ def balancing_loss(
         num_experts: the number of experts.
         top_k: how many experts a token is sent to.
         attention_mask: [B, S], of the full sequence; zeros are tokens that don't count.
-        member: rank, size and name of the group.
+        member: rank, size and name of the sequence group.
+        over: those of the ranks whose tokens the loss is of.
         average_gradients: as in :func:`deepsp.cross_entropy`.
+        real_rows: [B]: the rows whose tokens count; None: all.
     """
     if not isinstance(gate_logits, tuple):
         return 0
-    rank, size, name = member
+    rank, size, name = over
     valid = gate_logits[0].new_ones(gate_logits[0].size(0), dtype=torch.float32)
     if attention_mask is not None:
         mine = valid.numel() // attention_mask.size(0)
         lens = [n for (n,) in on_all_ranks([mine], member, valid.device)]
-        first = sum(lens[:rank])
+        first = sum(lens[: member[0]])
         valid = attention_mask[:, first : first + mine].reshape(-1).to(valid)
+    if real_rows is not None:
+        of_rows = valid.view(len(real_rows), -1) * real_rows.to(valid)[:, None]
+        valid = of_rows.flatten()
     chosen, probabilities = valid.new_zeros(num_experts), valid.new_zeros(num_experts)
     for logits in gate_logits:
         weights = logits.to(valid.device).softmax(1)

@@ -7,6 +7,7 @@ class; :mod:`deepsp.patches` removes them."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable would import Dynamo now
 
-from deepsp.data import sharding as data
+from deepsp.data import last_batch
 from deepsp.integrations.transformers import mixers, multimodal
 from deepsp.integrations.transformers.check import (
     CALLED,
@@ -24,7 +25,14 @@ from deepsp.integrations.transformers.check import (
     implementation_of,
     implementations,
 )
-from deepsp.integrations.transformers.forward import REGISTRATIONS, Forward, calling, running
+from deepsp.integrations.transformers.forward import (
+    FULL_ROWS,
+    REGISTRATIONS,
+    Forward,
+    Registration,
+    calling,
+    running,
+)
 from deepsp.integrations.transformers.own_loss import computing
 from deepsp.ranks.groups import member_of
 from deepsp.ranks.randomness import randomness_of_a_model
@@ -33,9 +41,6 @@ REPLACED = ("PreTrainedModel.__call__", "PreTrainedModel.get_correct_attn_implem
 
 _originals: list[tuple[type, Any]] = []
 """While installed: the class, and the original of the second entry; the first is inherited."""
-
-SHARDS_INSIDE = "_deepsp_shards_inside"
-"""The attribute of a model whose forward shards full rows itself: :func:`shards_inside`."""
 
 _KNOWN = {
     "input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids",
@@ -80,11 +85,20 @@ def uninstall() -> None:
         cls.get_correct_attn_implementation = given
 
 
+def registration_of(model: nn.Module) -> Registration | None:
+    """That of a model of transformers, if its attention is deepsp's."""
+    return REGISTRATIONS.get(implementation_of(model.config, REGISTRATIONS))
+
+
 def _call(self, *args, **kwargs):
     # Once this function has broken a graph without an op, Dynamo skips it forever, and compiles
     # each function that it calls: a generator here would be an error.
-    registration = REGISTRATIONS.get(implementation_of(self.config, REGISTRATIONS))
-    if registration is not None and not shards_inside(self, kwargs):
+    registration, rows = registration_of(self), vars(self).get(FULL_ROWS)
+    if running.forward.prepared is self:  # within PEFT
+        pass
+    elif registration is not None and rows is not None and rows.takes_calls():
+        ensure_checked(self)  # before hooks, such as FSDP's, which a dry run runs, too
+    elif registration is not None:
         deal = kwargs.pop("deal", running.forward.deal)
         with calling(registration=registration, loss=registration.loss, deal=deal) as call:
             args, kwargs = _prepared(self, call, args, kwargs)
@@ -92,9 +106,35 @@ def _call(self, *args, **kwargs):
                 return _run(self, call, args, kwargs)
             with randomness_of_a_model(member_of(registration.member)):
                 return _run(self, call, args, kwargs)
-    if registration is None and not torch.compiler.is_compiling():
+    elif not torch.compiler.is_compiling():
         _check_alone(self, args, kwargs)
     return nn.Module.__call__(self, *args, **kwargs)
+
+
+def enter(
+    model: nn.Module, kwargs: dict[str, Any], stack: contextlib.ExitStack, **changes: Any
+) -> dict[str, Any]:
+    """Enters the contexts of a call with this rank's tokens, as :func:`_call` does, for a model
+    whose forward runs in them.
+
+    Args:
+        model: the model of transformers.
+        kwargs: the arguments of the call, all by name.
+        stack: gets the contexts.
+        changes: of the :class:`Forward`.
+
+    Returns:
+        The arguments of the forward.
+    """
+    deal = kwargs.pop("deal", None)
+    call = stack.enter_context(calling(deal=deal, prepared=model, **changes))
+    _, kwargs = _prepared(model, call, (), kwargs)
+    stack.enter_context(randomness_of_a_model(member_of(call.registration.member)))
+    _check_and_complete(model, (), kwargs)
+    if kwargs.get("shift_labels") is not None and not kwargs.get("fused_lm_head"):
+        kwargs["labels"] = kwargs["shift_labels"]
+        stack.enter_context(computing(model, call.loss, is_expected=True))
+    return kwargs
 
 
 def _prepared(
@@ -104,9 +144,11 @@ def _prepared(
     # A graph break in compiled code, once; attention breaks the graph anyway.
     if getattr(model, CHECKED, None) != call.registration.name:
         _first(model)
-    places = None
-    if model.config.sub_configs or call.door is not None:
+    places, door = None, call.door
+    if model.config.sub_configs or door is not None:
         args, kwargs, places = _at_door(model, call, args, kwargs)
+    if door is None and call.door is None and not torch.compiler.is_compiling():
+        _check_each_rank_has_tokens(model, call, args, kwargs)
     if places is not None:
         call.positions = places
     if call.door is None and mixers.prepare(model):
@@ -115,6 +157,22 @@ def _prepared(
         if places is None and positions is not None:
             call.positions = positions
     return args, kwargs
+
+
+def _check_each_rank_has_tokens(
+    model: nn.Module, call: Forward, args: tuple, kwargs: dict[str, Any]
+) -> None:
+    """Raises on every rank if one has no token: there, the model would fail before it takes part in
+    an exchange."""
+    lens = [] if call.deal is None else call.deal.seq_lens
+    if call.deal is None:
+        tokens = args[0] if args else kwargs.get("input_ids")
+        lens = last_batch.lens_with(kwargs.get("inputs_embeds") if tokens is None else tokens)
+    if 0 in lens:
+        raise ValueError(
+            f"expected each rank to have a token in the call of {type(model).__name__}, got "
+            f"{list(lens)} by rank; pad the batch, or put more documents into it"
+        )
 
 
 @_disable_dynamo
@@ -149,17 +207,15 @@ def _at_door(
     return args, kwargs, None
 
 
-def shards_inside(model: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Whether a call has full rows, which the model's forward shards."""
-    full = kwargs.get("fused_lm_head") and kwargs.get("labels") is not None
-    return bool(full) and hasattr(model, SHARDS_INSIDE)
+def _check_and_complete(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    check_arguments(model, args, kwargs)
+    if getattr(model.config, "use_cache", False):
+        kwargs.setdefault("use_cache", False)  # it would hold this rank's tokens only
 
 
 def _run(model: nn.Module, call: Forward, args: tuple, kwargs: dict[str, Any]) -> Any:
     if getattr(model, CALLED, False):
-        check_arguments(model, args, kwargs)
-        if getattr(model.config, "use_cache", False):
-            kwargs.setdefault("use_cache", False)  # it would hold this rank's tokens only
+        _check_and_complete(model, args, kwargs)
         if kwargs.get("shift_labels") is not None:
             # Models compute a loss only with labels, and pass shift_labels on to it.
             kwargs["labels"] = kwargs["shift_labels"]
@@ -249,7 +305,7 @@ def _check_alone(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
 def check_alone(model: nn.Module, given: dict[str, Any]) -> None:
     """Raises if a model with other attention than deepsp's gets one rank's tokens."""
     tokens = (given.get(name) for name in ("input_ids", "inputs_embeds"))
-    if any(map(data.is_handed_out, tokens)) and not implementations(model):
+    if any(map(last_batch.has_tokens, tokens)) and not implementations(model):
         from deepsp.attention.layer import SequenceParallelAttention
         from deepsp.attention.module import DistributedAttention
         from deepsp.recurrence.module import DistributedRecurrence

@@ -89,50 +89,79 @@ def causal_lm_loss(
             )
         if not isinstance(num_valid_tokens, Tensor) and not num_valid_tokens > 0:
             raise ValueError(f"expected num_valid_tokens > 0, got {num_valid_tokens}")
+        reduction = "sum"
     inner = _causal_lm(model, batch)
-    head = _head(inner)
     inputs = {name: x for name, x in batch.items() if name != "shift_labels"}
     if _takes(inner, "use_cache"):
         inputs.setdefault("use_cache", False)  # it would hold this rank's tokens only
     if member_of(group)[1] > 1 and _is_attention_of_theirs(inner):
         calls.check_alone(inner, inputs)
-    softcap, scale = _after_head(inner, head)
-    losses: list[Tensor] = []
+    with LossInHead(
+        inner,
+        labels,
+        group=group,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        average_gradients=average_gradients,
+        chunk_tokens=chunk_tokens,
+        z_loss=z_loss,
+        token_weights=token_weights,
+    ) as in_head:
+        output = model(**inputs)
+    loss = in_head.of(output)
+    return loss if num_valid_tokens is None else loss / num_valid_tokens
 
-    def forward(hidden: Tensor) -> Tensor:
+
+class LossInHead:
+    """A context in which a model's head computes the loss in place of logits.
+
+    Args:
+        model: the model of transformers.
+        labels: [B, S_r], shifted.
+        how: further arguments of :func:`deepsp.linear_cross_entropy`.
+
+    Raises:
+        ValueError: the head isn't a plain ``nn.Linear``, or what the model does to its logits isn't
+            known.
+    """
+
+    def __init__(self, model: nn.Module, labels: Tensor, **how: Any):
+        self.model, self.labels, self.how = model, labels, how
+        self.head = _head(model)
+        self.how["softcap"], self.how["scale"] = _after_head(model, self.head)
+        self.losses: list[Tensor] = []
+
+    def __enter__(self) -> LossInHead:
+        self.context = _in_place_of(self.head, self._forward)
+        self.context.__enter__()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.context.__exit__(*error)
+
+    def _forward(self, hidden: Tensor) -> Tensor:
+        head, labels = self.head, self.labels.to(hidden.device)
         if is_dtensor(head.weight):
             raise ValueError(
-                f"expected the head of {type(inner).__name__} to have its full weight in forward, "
-                "got a DTensor, as tensor parallelism makes it; leave the head out of the plan, or "
-                "shard it with fully_shard or deepsp.shard_parameters"
+                f"expected the head of {type(self.model).__name__} to have its full weight in "
+                "forward, got a DTensor, as tensor parallelism makes it; leave the head out of the "
+                "plan, or shard it with fully_shard or deepsp.shard_parameters"
             )
-        loss = linear_cross_entropy(
-            *(hidden, head.weight, labels.to(hidden.device), head.bias),
-            group=group,
-            reduction="sum" if num_valid_tokens is not None else reduction,
-            label_smoothing=label_smoothing,
-            average_gradients=average_gradients,
-            chunk_tokens=chunk_tokens,
-            softcap=softcap,
-            scale=scale,
-            z_loss=z_loss,
-            token_weights=token_weights,
-        )
-        losses.append(loss)
+        loss = linear_cross_entropy(hidden, head.weight, labels, head.bias, **self.how)
+        self.losses.append(loss)
         # Logits without classes. They depend on the loss, so that wrappers which search a model's
         # output for its part in backward (DDP, FSDP) find all of it. A clone, because FSDP's hook
         # on a view would be lost if the model writes in place.
         return loss.to(hidden.dtype).expand(*hidden.shape[:-1], 1)[..., :0].clone()
 
-    with _in_place_of(head, forward):
-        logits = _logits(model(**inputs))
-    if len(losses) != 1:
-        raise ValueError(
-            f"expected {type(inner).__name__} to call its head once in a forward, got "
-            f"{len(losses)} calls; use deepsp.cross_entropy on its logits"
-        )
-    loss = losses[0] + logits.sum().to(losses[0].dtype)  # an empty sum: 0
-    return loss if num_valid_tokens is None else loss / num_valid_tokens
+    def of(self, output: Any) -> Tensor:
+        """The loss, from what the model returned."""
+        if len(self.losses) != 1:
+            raise ValueError(
+                f"expected {type(self.model).__name__} to call its head once in a forward, got "
+                f"{len(self.losses)} calls; use deepsp.cross_entropy on its logits"
+            )
+        return self.losses[0] + _logits(output).sum().to(self.losses[0].dtype)  # an empty sum: 0
 
 
 def _labels(batch: Mapping[str, Any]) -> Tensor:

@@ -8,28 +8,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from deepsp.integrations.transformers.own_loss import LocalLoss, computing
 from deepsp.ranks.groups import Group, on_all_ranks
-
-
-class OneProcess:
-    """An accelerator for ``compute_loss``. DDP averages gradients, so some classes multiply by
-    ``num_processes``: here that is 1, and the caller applies the factor. Sums that are gathered for
-    metrics are those of each rank's tokens, without repeated rows."""
-
-    num_processes = 1
-
-    def __init__(self, accelerator: Accelerator):
-        self._accelerator = accelerator
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._accelerator, name)
-
-    def gather_for_metrics(self, input_data, use_gather_object: bool = False):
-        return self._accelerator.gather(input_data)
 
 
 def class_loss(

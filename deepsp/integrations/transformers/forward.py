@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from deepsp.data.documents import Deal
     from deepsp.integrations.transformers.mixers import Sequence
     from deepsp.integrations.transformers.multimodal import Door
+    from deepsp.integrations.transformers.rows import FullRows
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,15 @@ class Registration:
     deal_images: bool
 
 
+FULL_ROWS = "_deepsp_full_rows"
+"""The attribute of a model that takes full rows, with how (:class:`FullRows`)."""
+
+
+def full_rows_of(model: nn.Module) -> FullRows | None:
+    """How a model takes full rows, if it does."""
+    return getattr(model, FULL_ROWS, None)
+
+
 REGISTRATIONS: dict[str, Registration] = {}
 """By name; the same name again replaces the earlier one."""
 
@@ -43,6 +53,8 @@ class Forward:
 
     registration: Registration | None = None
     loss: OwnLoss | None = None
+    prepared: nn.Module | None = None
+    """The model whose arguments are prepared already, when it is called."""
     is_check: bool = False
     """Whether it is a check's dry run, in which nothing may be sent."""
     deal: Deal | None = None
@@ -50,6 +62,8 @@ class Forward:
     """Whether the model has recurrent layers."""
     positions: Tensor | None = None
     """The model's position_ids, if it has recurrent layers or is a decoder."""
+    real_rows: Tensor | None = None
+    """[B]: the rows whose tokens count in the loss that balances experts; None: all."""
     has_own_positions: bool = False
     """Whether the model itself has made the positions, of the full sequence."""
     door: Door | None = None

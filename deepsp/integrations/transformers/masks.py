@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from deepsp.data import sharding as data
+from deepsp.data import last_batch
 from deepsp.data.same_batch import carried, compare_carried
 from deepsp.integrations.transformers.forward import running
 from deepsp.integrations.transformers.patterns import (
@@ -103,7 +103,7 @@ class Masks:
         rank, _, name = member
         width = -1 if self.padding is None else self.padding.size(-1)
         # Compared before tensors of these sizes are sent.
-        known = int(data.are_handed_out(positions))
+        known = int(last_batch.has_positions(positions))
         dealt = 0 if self.deal is None else self.deal.digest
         local = [
             *(query.size(2), key.size(2), width, positions.size(0), known),
@@ -129,32 +129,30 @@ class Masks:
                 f"expected position_ids to have as many rows on every rank, got {rows} by rank"
             )
         if self.deal is not None:
-            return self._of_deal(lens, query.device)
+            self._check_deal(lens)
         positions = torch.ops.deepsp.all_gather(positions, 1, lens, "replicated", rank, name)
-        if not all(made):
-            check_positions(positions, lens)
         self.positions, self.seq_lens, self._made = positions, lens, {}
-        self.ranges = self._ranges()
+        if self.deal is None and not all(made):
+            check_positions(positions, lens)
+        self.ranges = self._ranges() if self.deal is None else self._ranges_of_deal()
         return positions.split(lens, 1)
 
-    def _of_deal(self, lens: list[int], device) -> list[Tensor]:
+    def _check_deal(self, lens: list[int]) -> None:
         if lens != self.deal.seq_lens:
             raise ValueError(
                 f"expected the ranks to have {self.deal.seq_lens} tokens, as their deal says, got "
                 f"{lens}; pass the batch as deal_batch returns it"
             )
+
+    def _ranges_of_deal(self) -> Ranges:
         pattern = pattern_of(self.pattern)
         if pattern is None:
             raise ValueError(
                 "expected causal attention, windows or attention to all of a document's tokens "
                 "with a deal, got another mask; use shard_batch"
             )
-        positions = [self.deal.positions(r)[None].to(device) for r in range(self.deal.ranks)]
-        self.positions, self.seq_lens, self._made = torch.cat(positions, 1), lens, {}
-        self.ranges = Ranges(
-            pattern.right == 0, None, pattern.window_size(max(self.deal.lengths, default=0))
-        )
-        return positions
+        longest = max(self.deal.lengths, default=0)
+        return Ranges(pattern.right == 0, None, pattern.window_size(longest))
 
     def _ranges(self) -> Ranges | None:
         if self.given is not None or self.full:

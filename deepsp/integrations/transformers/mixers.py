@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from deepsp.data import sharding as data
+from deepsp.data import last_batch
 from deepsp.integrations.transformers import balance
 from deepsp.integrations.transformers.forward import REGISTRATIONS, running
 from deepsp.integrations.transformers.masks import check_padding, check_positions
@@ -48,7 +48,7 @@ class Sequence:
             return
         rank, _, name = self.member = member_of(self.member)
         width = -1 if self.padding is None else self.padding.size(1)
-        made = int(self.positions is None or data.are_handed_out(self.positions))
+        made = int(self.positions is None or last_batch.has_positions(self.positions))
         known = on_all_ranks([hidden.size(1), width, made], self.member, hidden.device)
         lens, widths, made = map(list, zip(*known, strict=True))
         check_padding(widths, sum(lens))
@@ -204,13 +204,19 @@ def _replace(space: dict, name: str) -> None:
 
 
 def _balanced(given: Callable, *args, **kwargs) -> Tensor | int:
-    loss = running.forward.loss
-    if running.forward.is_check:
+    call = running.forward
+    if call.is_check:
         return 0  # which is no tensor, and isn't looked at
-    if loss is None:
+    if call.loss is None:
         return given(*args, **kwargs)
-    of_group = {"member": member_of(loss.group), "average_gradients": loss.average_gradients}
-    return balance.balancing_loss(*args, **kwargs, **of_group)
+    return balance.balancing_loss(
+        *args,
+        **kwargs,
+        member=member_of(call.registration.member),
+        over=member_of(call.loss.group),
+        average_gradients=call.loss.average_gradients,
+        real_rows=call.real_rows,
+    )
 
 
 def _sharded(mixer: nn.Module, sequence: Sequence) -> Sharded:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepsp.data import sharding as data
+from deepsp.data import last_batch
 from deepsp.data.same_batch import ADVICE, carried, compare_batches, compare_carried
 from deepsp.ranks.groups import Group, Member, member_of, on_all_ranks
 from deepsp.ranks.lengths import seq_lens
@@ -99,7 +99,7 @@ def open_door(model: nn.Module, group: Group | Member, deals: bool, given: dict[
     if tokens is None:
         raise ValueError(f"expected input_ids or inputs_embeds in the call of {cls}, got none")
     # All ranks raise, or none: what one rank was handed out before may look like full ids.
-    numbers = on_all_ranks([int(data.is_handed_out(tokens))], member, tokens.device)
+    numbers = on_all_ranks([int(last_batch.has_tokens(tokens))], member, tokens.device)
     if any(n for (n,) in numbers):
         raise ValueError(
             f"expected the full input_ids in the call of {cls}, which is sharded where its decoder "

@@ -21,6 +21,7 @@ class OwnLoss:
 
     group: Group | Member
     average_gradients: bool = False
+    label_smoothing: float = 0.0
 
     def __call__(
         self,
@@ -43,6 +44,7 @@ class OwnLoss:
             self.group,
             ignore_index=ignore_index,
             reduction="mean" if num_items_in_batch is None else "sum",
+            label_smoothing=self.label_smoothing,
             average_gradients=self.average_gradients,
         )
         return loss if num_items_in_batch is None else loss / num_items_in_batch

@@ -133,10 +133,11 @@ def use_in(
     chunks: int = 1,
     query_parts: int | str = "auto",
     deal_images: bool = False,
-) -> None:
+) -> dict[str, str]:
     """Sets a causal language model's attention over ``group`` and the loss of full sequences, for
     wrappers that average gradients over all ranks, and checks the model. Attention other than
-    "sdpa" and "eager" becomes the core.
+    "sdpa" and "eager" becomes the core. Returns the attention that the model had, as
+    ``set_attn_implementation`` takes it.
 
     Raises:
         ValueError: it isn't a causal language model, or :func:`check` refuses it.
@@ -153,13 +154,23 @@ def use_in(
         )
     calls.check_layerdrop(model)
     # The model's present implementation keeps computing its attention, and that of its towers.
-    decoder = multimodal.decoder_of(model)
-    config = model.config if decoder is None else decoder.config
-    given = config._attn_implementation
-    core = "auto" if given in ("sdpa", "eager", *ours()) else given
+    before = implementations_of(model)
+    own = next(iter(before.values()))
+    core = "auto" if own in ("sdpa", "eager", *ours()) else own
     options = {"query_parts": query_parts, "deal_images": deal_images}
     register(group, chunks, average_gradients=True, core=core, **options)
-    keys = (n for n in model.config.sub_configs if getattr(model.config, n) is config)
-    model.set_attn_implementation("deepsp" if decoder is None else dict.fromkeys(keys, "deepsp"))
+    model.set_attn_implementation(dict.fromkeys(before, "deepsp"))
     if not any(map(is_away, model.parameters())):
         check(model)  # else on its first forward, in which DeepSpeed gathers them
+    return {name: "sdpa" if x in ours() else x for name, x in before.items()}
+
+
+def implementations_of(model) -> dict[str, str]:
+    """The attention of a model of transformers, or of its decoder, by the name of the decoder's
+    configuration, as ``set_attn_implementation`` takes it."""
+    decoder = multimodal.decoder_of(model)
+    if decoder is None:
+        return {"": model.config._attn_implementation}
+    own = decoder.config
+    names = (n for n in model.config.sub_configs if getattr(model.config, n) is own)
+    return dict.fromkeys(names, own._attn_implementation)

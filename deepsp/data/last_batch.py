@@ -1,0 +1,63 @@
+"""The local batch that was handed out last in this process. By it, a model that gets a rank's
+tokens is told from one that gets full rows, and positions that count from 0 on each rank from those
+of a batch that was sharded."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepsp.data.roles import Roles
+
+
+class _Last:
+    tokens: weakref.ref | Tensor | None = None
+    """Ids, or a weak reference to embeddings, which are large."""
+    positions: Tensor | None = None
+    lens: Sequence[int] = ()
+    """The number of tokens of each rank."""
+
+
+_last = _Last()
+
+
+def remember(local: Mapping[str, Any], roles: Roles, lens: Sequence[int]) -> None:
+    """Called with each local batch that is handed out. ``roles``: of the full batch."""
+    part = local[roles.tokens]
+    _last.tokens = None
+    if part.size(roles.dim) < roles.length:
+        _last.tokens = part if roles.tokens == "input_ids" else weakref.ref(part)
+        _last.positions, _last.lens = local["position_ids"], lens
+
+
+def has_positions(positions: Tensor) -> bool:
+    """Whether these are the positions of the last batch that was sharded."""
+    if _last.positions is None:
+        return False
+    last = _last.positions.to(positions.device)
+    return last.shape[-1:] == positions.shape[-1:] and bool((last == positions).all())
+
+
+def has_tokens(tokens: Tensor | None) -> bool:
+    """Whether these are the local tokens of the last batch: the same tensor, or the same ids."""
+    last = _last.tokens
+    if tokens is None or last is None:
+        return False
+    if isinstance(last, weakref.ref):
+        return last() is tokens
+    if last is tokens:
+        return True
+    if last.shape != tokens.shape or last.dtype != tokens.dtype:
+        return False
+    with torch._C.DisableTorchFunction():  # a schedule's dry run doesn't compare these tokens
+        return bool((last.to(tokens.device) == tokens).all())
+
+
+def lens_with(tokens: Tensor | None) -> Sequence[int]:
+    """The number of tokens of each rank in the last batch, if these are its local tokens; else
+    none."""
+    return _last.lens if has_tokens(tokens) else ()
