@@ -173,9 +173,7 @@ def _refused(kind):
         cls(_model(kind), arguments(eval_strategy="no"), **more)
     with pytest.raises(ValueError, match="expected no mix_lengths with compiled"):
         cls(_model(kind), arguments(eval_strategy="no"), mix_lengths=True, compiled=True, **more)
-    with pytest.raises(
-        ValueError, match=r"options of the pass.*|options of the compile pass .* got"
-    ):
+    with pytest.raises(ValueError, match=r"options of the compile pass .* got .'grad"):
         cls(_model(kind), arguments(eval_strategy="no"), compiled={"gradients": "sum"}, **more)
     from trl import SFTConfig, SFTTrainer
 

@@ -60,6 +60,11 @@ def map_leaves(
     return value
 
 
+def table_of(batch: Mapping[str, Any]) -> str:
+    """The names and shapes of a batch's tensors, for messages."""
+    return "; ".join(f"{name_of(path)} {list(x.shape)}" for path, x in leaves_of(batch))
+
+
 def leaves_of(batch: Mapping[str, Any], kind: type = Tensor) -> list[tuple[Path, Any]]:
     """The values that :func:`map_leaves` replaces, in the same order."""
     leaves: list[tuple[Path, Any]] = []

@@ -52,9 +52,13 @@ def _batches(member: Member) -> _Batches:
 
 
 def compare_batches(
-    tensors: Sequence[tuple[str, Tensor]], group: Group | Member, advice: str = ADVICE
+    tensors: Sequence[tuple[str, Tensor]],
+    group: Group | Member,
+    advice: str = ADVICE,
+    may_wait: bool = True,
 ) -> None:
-    """Compares a batch's tensors across the group, now or in the next :func:`compare_carried`.
+    """Compares a batch's tensors across the group, now or, if it ``may_wait`` because a model that
+    exchanges numbers follows, in the next :func:`compare_carried`.
     Every rank calls it. In a data loader's worker, or another thread than the training's, it does
     nothing, since its collective could meet those of the training.
 
@@ -71,7 +75,7 @@ def compare_batches(
     known = ((name, x.to("meta") if x.requires_grad else x) for name, x in tensors)
     batches.digests += sorted(digests(known).items())
     batches.advice = advice
-    if batches.carried and os.environ.get("DEEPSP_DEBUG") != "1":
+    if may_wait and batches.carried and os.environ.get("DEEPSP_DEBUG") != "1":
         batches.carried = False
         return
     _compare(batches, member)

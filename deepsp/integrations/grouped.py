@@ -33,7 +33,8 @@ class GroupedAccelerator:
     def sequence_counting(self, what: str) -> Iterator[None]:
         """In this context it counts "processes", as it did; or all as "one": ``num_processes`` is
         1, and values are those of each rank's tokens, which ``gather`` collects from every rank,
-        and ``gather_for_metrics``, too, without dropping any."""
+        and ``gather_for_metrics``, too, without dropping any; or "alone":
+        this one, and ``gather`` gathers nothing."""
         before, self.sequence_counts = self.sequence_counts, what
         try:
             yield
@@ -42,13 +43,13 @@ class GroupedAccelerator:
 
     @property
     def num_processes(self) -> int:
-        counts = {"groups": self.sequence_groups.number, "one": 1}
-        return counts.get(self.sequence_counts, self.state.num_processes)
+        counts = {"processes": self.state.num_processes, "one": 1, "alone": 1}
+        return counts.get(self.sequence_counts, self.sequence_groups.number)
 
     @property
     def process_index(self) -> int:
-        counts = {"groups": self.sequence_groups.index, "one": 0}
-        return counts.get(self.sequence_counts, self.state.process_index)
+        counts = {"processes": self.state.process_index, "one": 0, "alone": 0}
+        return counts.get(self.sequence_counts, self.sequence_groups.index)
 
     @property
     def is_last_process(self) -> bool:
@@ -75,6 +76,8 @@ class GroupedAccelerator:
     # ---- gathering
 
     def gather(self, tensor: Any) -> Any:
+        if self.sequence_counts == "alone":
+            return tensor
         every = super().gather(tensor)
         return self.sequence_once(every) if self.sequence_counts == "groups" else every
 

@@ -8,6 +8,8 @@ state is restored afterwards.
 from __future__ import annotations
 
 import contextlib
+import random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -182,19 +184,31 @@ def name_in(model: nn.Module, module: nn.Module) -> str:
 
 @contextlib.contextmanager
 def as_it_was(model: nn.Module) -> Iterator[None]:
-    """Evaluation without gradients. Restores modes, random numbers, buffers, and numbers and
-    tensors in modules' attributes (the longest sequence so far, say)."""
+    """Evaluation without gradients, after which all is as before: :func:`restored`."""
+    with restored(model), torch.no_grad(), evaluation(model):
+        yield
+
+
+@contextlib.contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Restores random numbers, buffers, and numbers and tensors in modules' attributes (the longest
+    sequence so far, say)."""
     modules, buffers = list(model.modules()), Buffers(model)
     remembered = [{n: v for n, v in vars(m).items()
                    if isinstance(v, (bool, int, float, str, Tensor))} for m in modules]  # fmt: skip
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    numpy, states = sys.modules.get("numpy"), [random.getstate()]
+    states += [numpy.random.get_state()] if numpy else []
     try:
-        with torch.no_grad(), torch.random.fork_rng(list(devices)), evaluation(model):
+        with torch.random.fork_rng(list(devices)):
             yield
     finally:
         buffers.restore()
         for m, known in zip(modules, remembered, strict=True):
             vars(m).update(known)
+        random.setstate(states[0])
+        if numpy:
+            numpy.random.set_state(states[1])
 
 
 @contextlib.contextmanager

@@ -23,18 +23,18 @@ _NUMBERS = "deepsp_row_numbers"
 """The key of row numbers in the batches of a stream."""
 
 
-class _Numbered(IterableDataset):
+class Numbered(IterableDataset):
     """A stream of numbered samples."""
 
     def __init__(self, dataset: IterableDataset):
-        self._dataset = dataset
+        self.dataset = dataset
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
-        return zip(itertools.count(), self._dataset, strict=False)
+        return zip(itertools.count(), self.dataset, strict=False)
 
     def set_epoch(self, epoch: int) -> None:
-        if hasattr(self._dataset, "set_epoch"):
-            self._dataset.set_epoch(epoch)
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
 
 
 class _CollateNumbered:
@@ -60,7 +60,7 @@ def numbered(run: Run, dataset: Any, description: str) -> Iterator[Any]:
     inner = trainer._get_collator_with_removed_columns(before, description=description)
     trainer.data_collator = _CollateNumbered(inner)
     try:
-        yield _Numbered(dataset)
+        yield Numbered(dataset)
     finally:
         trainer.data_collator = before
 
@@ -86,4 +86,5 @@ def real_rows(run: Run, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], Tens
             state.active_dataloader.remainder = real if size == rows else size
         return inputs, places < real if numbers is not None and real < total else None
     repeats = state.end_of_dataloader and 0 < state.remainder < total and groups.number > 1
+    repeats &= not run.is_alone  # then it has all rows
     return inputs, places < state.remainder if repeats else None

@@ -11,6 +11,7 @@ With dealt images, a rank encodes its share of them, and the features are gather
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,6 +148,19 @@ def _check_images(model: nn.Module, given: dict[str, Any]) -> None:
                 f"{type(model).__name__}, got none: a tokenizer alone makes no images; use the "
                 "model's processor"
             )
+
+
+def text_tokens(model: nn.Module, given: Mapping[str, Any]) -> Tensor | None:
+    """The tokens of a batch [B, S] that aren't placeholders of images, videos and sounds; None: the
+    model isn't sharded at its decoder, or gets no ids."""
+    ids = given.get("input_ids")
+    if decoder_of(model) is None or ids is None:
+        return None
+    config, text = model.config, torch.ones_like(ids, dtype=torch.bool)
+    for name in (f"{kind}_token_{x}" for kind in (*_TOWERS, "audio") for x in ("id", "index")):
+        if isinstance(token := getattr(config, name, None), int):
+            text &= ids != token
+    return text
 
 
 def local_arguments(door: Door, given: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:

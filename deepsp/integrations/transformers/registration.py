@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+from collections.abc import Iterator
 
 from deepsp.attention import parts
 from deepsp.integrations.transformers import calls, multimodal
@@ -174,3 +176,14 @@ def implementations_of(model) -> dict[str, str]:
     own = decoder.config
     names = (n for n in model.config.sub_configs if getattr(model.config, n) is own)
     return dict.fromkeys(names, own._attn_implementation)
+
+
+@contextlib.contextmanager
+def attending_by(model, implementations: dict[str, str]) -> Iterator[None]:
+    """In this context a model has other attention, named as by :func:`implementations_of`."""
+    now = implementations_of(model)
+    model.set_attn_implementation(implementations)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(now)

@@ -8,6 +8,7 @@ import contextlib
 import inspect
 import sys
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +28,7 @@ from deepsp.integrations.transformers import calls, mixers, multimodal
 from deepsp.integrations.transformers.causal_lm import LossInHead
 from deepsp.integrations.transformers.forward import FULL_ROWS, Registration, running
 from deepsp.integrations.transformers.own_loss import OwnLoss
-from deepsp.integrations.transformers.registration import base_of, implementations_of, use_in
+from deepsp.integrations.transformers.registration import attending_by, base_of, use_in
 from deepsp.ranks.groups import Group, Member, member_of
 
 _WHOLE = ("loss", "aux_loss", "rope_deltas")
@@ -115,7 +116,7 @@ class FullRows:
         base = base_of(model)
         self.inputs = set(inspect.signature(base.forward).parameters)
         self.shard_at = multimodal.shard_at(base)
-        self.before = use_in(base, group, **how)
+        self.before, self.model = use_in(base, group, **how), weakref.ref(base)
         self._running = threading.local()
         if hasattr(model, FULL_ROWS):  # an earlier trainer's
             for handle in getattr(model, FULL_ROWS).handles:
@@ -141,16 +142,9 @@ class FullRows:
             self._running.calls = []
         return self._running.calls
 
-    @contextlib.contextmanager
-    def stock(self, model: nn.Module) -> Iterator[None]:
+    def stock(self) -> contextlib.AbstractContextManager:
         """In this context, the model runs as in one process, with the attention that it had."""
-        base = base_of(model)
-        now = implementations_of(base)
-        base.set_attn_implementation(self.before)
-        try:
-            yield
-        finally:
-            base.set_attn_implementation(now)
+        return attending_by(self.model(), self.before)
 
     def takes_calls(self) -> bool:
         """Whether calls have full rows now."""

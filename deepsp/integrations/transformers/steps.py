@@ -15,13 +15,16 @@ from transformers import Trainer
 
 from deepsp.compile.sharding.inputs import prepare_inputs
 from deepsp.data.deal_batch import packed_batch
-from deepsp.data.roles import leaves_of, name_of
+from deepsp.data.roles import NAMED, Roles, describe, leaves_of, name_of, named_values, table_of
 from deepsp.data.same_batch import compare_batches
+from deepsp.data.sharding import as_positions
 from deepsp.integrations.door import ADVICE, Groups, local_batch
-from deepsp.integrations.transformers.class_loss import class_loss
+from deepsp.integrations.transformers import mixers, multimodal
+from deepsp.integrations.transformers.own_loss import LocalLoss, computing
 from deepsp.integrations.transformers.registration import base_of
 from deepsp.integrations.transformers.rows import FullRows
-from deepsp.integrations.transformers.trl import trl_class
+from deepsp.proof.alone import alone
+from deepsp.proof.cut import ROWS, cut, cut_along, unpacked
 from deepsp.ranks.groups import member_of, objects_on_all_ranks, on_all_ranks
 
 if TYPE_CHECKING:
@@ -39,14 +42,25 @@ class Run:
         options: the arguments that it takes besides Trainer's.
         groups: the groups of ranks.
         tensor_size: the number of ranks over which tensors of the model are sharded.
+        compares_rows: whether it is one of TRL's preference and RL trainers.
     """
 
+    is_alone = False
+    """Whether the trainer works as in one process, for a proof."""
     returns_outputs = False
     """Whether a step of an evaluation returns logits."""
 
-    def __init__(self, trainer: Trainer, options: Options, groups: Groups, tensor_size: int):
+    def __init__(
+        self,
+        trainer: Trainer,
+        options: Options,
+        groups: Groups,
+        tensor_size: int,
+        compares_rows: bool,
+    ):
         self._trainer = weakref.ref(trainer)
         self.options, self.groups, self.tensor_size = options, groups, tensor_size
+        self.compares_rows = compares_rows
 
     @property
     def trainer(self) -> Trainer:
@@ -72,11 +86,6 @@ class Run:
     def is_of_trl(self) -> bool:
         return self.loss_class.__module__.split(".")[0] == "trl"
 
-    @property
-    def compares_rows(self) -> bool:
-        """Whether it is one of TRL's preference and RL trainers."""
-        return trl_class(type(self.trainer)) is not None
-
     def count(self, labels: Tensor) -> Tensor:
         """The number of valid labels of all groups. ``labels``: full rows."""
         return self.trainer.accelerator.gather((labels[..., 1:] != -100).sum()).sum()
@@ -88,6 +97,11 @@ Compute = Callable[..., Any]
 
 class FullStep:
     """The model takes full rows, and the class's own code computes the loss."""
+
+    needs_roles = False
+    """Whether each entry of a batch is sharded, also those that the model doesn't get."""
+    contract = ""
+    """What ``compute_loss`` must do."""
 
     def __init__(self, run: Run):
         self.run = run
@@ -113,25 +127,31 @@ class FullStep:
             rows.outputs = "all" if wants_outputs and not leaves_out else "loss"
         with contextlib.ExitStack() as stack:
             if own:  # the model's loss has the smoothing
-                stack.enter_context(_replaced(trainer, "label_smoother", None))
-            if not run.base.training and not run.compares_rows:
-                count = self._evaluated(stack, inputs, own)
-            return compute(model, inputs, return_outputs, count)
-
-    def _evaluated(self, stack: contextlib.ExitStack, inputs: Mapping[str, Any], own: bool) -> Any:
-        """Contexts in which an evaluation's loss is that of one process with the batches of all
-        groups, and the number of items to divide by."""
-        run, trainer = self.run, self.run.trainer
-        labels = inputs.get("labels")
-        count = None if labels is None else run.count(labels)
-        if own or run.is_of_trl:
+                stack.enter_context(replaced(trainer, "label_smoother", None))
+            if run.base.training or not self.evaluates_all_groups:
+                return compute(model, inputs, return_outputs, count)
+            labels = inputs.get("labels")
+            count = None if labels is None else run.count(labels)
             for rows in self.rows:
-                stack.enter_context(_replaced(rows, "loss_over", run.groups.everyone))
+                stack.enter_context(replaced(rows, "loss_over", run.groups.everyone))
+            if own:
+                stack.enter_context(trainer.accelerator.sequence_counting("one"))
+            stack.enter_context(replaced(trainer.args, "average_tokens_across_devices", True))
+            stack.enter_context(replaced(trainer, "current_gradient_accumulation_steps", 1))
+            result = compute(model, inputs, return_outputs, count)
         if own:
-            stack.enter_context(trainer.accelerator.sequence_counting("one"))
-        stack.enter_context(_replaced(trainer.args, "average_tokens_across_devices", True))
-        stack.enter_context(_replaced(trainer, "current_gradient_accumulation_steps", 1))
-        return count
+            return result
+        loss, *outputs = result if return_outputs else (result,)
+        loss = trainer.accelerator.gather(loss.reshape(1)).mean()  # each group has its part
+        return (loss, *outputs) if return_outputs else loss
+
+    @property
+    def evaluates_all_groups(self) -> bool:
+        """Whether an evaluation's loss is that of one process with the batches of all groups. Else
+        it is that of the group's own, by code that isn't known."""
+        run = self.run
+        known = run.loss_class is Trainer or run.is_of_trl
+        return known and not run.compares_rows and run.trainer.compute_loss_func is None
 
     def without_repeats(self, inputs: dict[str, Any], real: Tensor | None) -> dict[str, Any]:
         """A batch of an evaluation in which repeated rows don't count. ``real``: [B]; None: all."""
@@ -147,46 +167,106 @@ class FullStep:
         """A training step."""
         return step(model, inputs, count)
 
+    # ---- for a proof
+
+    def other_models(self) -> list[nn.Module]:
+        """Those that a step runs besides the trained one."""
+        return [m for rows in self.rows if (m := rows.model()) not in (None, self.run.base)]
+
+    def cuts(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], str]:
+        """A cut of a batch, the same for one process, and what its entries are."""
+        batch, lens, roles = self._cut(inputs, ROWS)
+        return batch, self._for_one_process(batch, lens, roles), roles.table()
+
+    def shortened(self, inputs: Mapping[str, Any], is_alone: bool) -> dict[str, Any]:
+        """A batch with few tokens of all rows, maybe for one process."""
+        batch, lens, roles = self._cut(inputs, None)
+        return self._for_one_process(batch, lens, roles) if is_alone else batch
+
+    def _for_one_process(self, batch: dict[str, Any], lens: list[int], roles: Roles) -> dict:
+        """A packed batch as transformers' own layers read it."""
+        if lens and any(mixers.mixers_in(self.run.base)):
+            return unpacked(batch, roles, lens)  # state leaks from one document to the next
+        ids = batch[roles.tokens]
+        return as_positions(dict(batch), tuple(ids.shape[:2]), ids.device) if lens else batch
+
+    def _cut(
+        self, inputs: Mapping[str, Any], most: int | None
+    ) -> tuple[dict[str, Any], list[int], Roles]:
+        base, rows = self.run.base, self.rows[-1]
+        inputs, described = named_values(inputs, 1), named_values(inputs, 1)
+        if not self.needs_roles:
+            known = {*NAMED, *rows.inputs}
+            described = {n: x for n, x in inputs.items() if n in known}
+        how = {"shard_at": rows.shard_at, "inputs": rows.inputs}
+        roles = describe(described, self.run.options.roles, **how)
+        batch, lens = cut(inputs, roles, most, multimodal.text_tokens(base, inputs))
+        return batch, lens, roles
+
+    @contextlib.contextmanager
+    def one_process(self) -> Iterator[None]:
+        """A context in which :meth:`reference` and its backward are those of one process."""
+        with contextlib.ExitStack() as stack:
+            for rows in (r for r in self.rows if r.model() is not None):
+                stack.enter_context(rows.stock())
+            yield
+
+    def reference(self, compute: Compute, model, inputs, return_outputs: bool, count) -> Any:
+        """The loss of a batch as one process has it."""
+        return compute(model, inputs, return_outputs, count)
+
 
 class LocalStep(FullStep):
     """A class's own ``compute_loss`` gets this rank's tokens."""
+
+    evaluates_all_groups = True
+    needs_roles = True
+    contract = (
+        "With local_loss=True, compute_loss returns a sum over its tokens, those of this rank, "
+        "divided by num_items_in_batch"
+    )
 
     def loss(self, compute: Compute, model, inputs, return_outputs: bool, count) -> Any:
         run, trainer, (rows,) = self.run, self.run.trainer, self.rows
         how = {"roles": run.options.roles, "shard_at": rows.shard_at, "inputs": rows.inputs}
         local, _ = local_batch(inputs, run.groups.group, **how)
         labels = local.get("shift_labels")
-        if labels is None:
+        if labels is None or run.returns_outputs:
+            got = f"a batch with {sorted(inputs)}" if labels is None else "compute_metrics"
             raise ValueError(
-                f"expected a batch with labels, got {sorted(inputs)}; a collator adds them, such "
-                "as DataCollatorForLanguageModeling(tokenizer, mlm=False)"
+                f"expected labels, and no logits, with local_loss=True, got {got}; a collator adds "
+                "labels, such as DataCollatorForLanguageModeling(tokenizer, mlm=False); leave "
+                "compute_metrics out, or local_loss"
             )
         training, averages = run.base.training, trainer.args.average_tokens_across_devices
         if count is None or not training:
             valid = int((labels != -100).sum())
             over = run.groups.everyone if averages or not training else run.groups.group
             count = labels.new_tensor(sum(n for (n,) in on_all_ranks([valid], over, labels.device)))
-
-        def local_loss(items):
-            with trainer.accelerator.sequence_counting("one"):
-                return compute(model, local, return_outputs, items)
-
-        name = run.loss_class.__name__
-        with rows.off():
-            loss, outputs = class_loss(
-                local_loss, count, model, run.base, run.groups.group, name, trainer.args.device
-            )
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(rows.off())
+            stack.enter_context(computing(run.base, LocalLoss(count)))
+            stack.enter_context(trainer.accelerator.sequence_counting("one"))
+            loss = compute(model, local, False, count)
         rank, size, name = run.groups.member if training else member_of(run.groups.everyone)
         if training:
             if averages:
                 loss = loss * run.groups.number  # DDP averages over the groups
             loss = torch.ops.deepsp._scale_gradient(loss, float(size))
         loss = torch.ops.deepsp.all_reduce(loss, "replicated", rank, size, name)
-        return (loss, outputs) if return_outputs else loss
+        return (loss, {}) if return_outputs else loss
+
+    def one_process(self) -> contextlib.AbstractContextManager:
+        return alone(self.run.groups.group)
+
+    def reference(self, compute: Compute, model, inputs, return_outputs: bool, count) -> Any:
+        return self.loss(compute, model, inputs, return_outputs, count)
 
 
 class CompiledStep(FullStep):
     """The compile pass runs the model, with full batches."""
+
+    evaluates_all_groups = False
 
     def prepare(self, model: nn.Module) -> None:
         run = self.run
@@ -211,8 +291,16 @@ class CompiledStep(FullStep):
         with torch._dynamo.config.patch(optimize_ddp=False):
             return compute(model, self._marked(inputs), return_outputs, count)
 
-    def without_repeats(self, inputs: dict[str, Any], real: Tensor | None) -> dict[str, Any]:
-        return inputs
+    def shortened(self, inputs: Mapping[str, Any], is_alone: bool) -> dict[str, Any]:
+        return cut_along(inputs, self.run.options.compiled.get("seq_dim", 1))
+
+    def cuts(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], str]:
+        dim = self.run.options.compiled.get("seq_dim", 1)
+        batch = cut_along(inputs, dim)
+        return batch, batch, table_of(batch)
+
+    def one_process(self) -> contextlib.AbstractContextManager:
+        return replaced(self.run.base, "_compiled_call_impl", None)
 
     def unlabelled(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return self._marked(inputs)
@@ -220,7 +308,7 @@ class CompiledStep(FullStep):
     def _marked(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         # The pass compares what it shards only, and gives the advice for a loop of one's own.
         tensors = [(name_of(path), x) for path, x in leaves_of(inputs)]
-        compare_batches(tensors, self.run.groups.group, ADVICE)
+        compare_batches(tensors, self.run.groups.group, ADVICE, may_wait=False)
         return prepare_inputs(dict(inputs), seq_dim=self.run.options.compiled.get("seq_dim", 1))
 
 
@@ -287,7 +375,7 @@ def mask_labels(inputs: dict[str, Any], real: Tensor | None, run: Run) -> dict[s
 
 
 @contextlib.contextmanager
-def _replaced(thing: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(thing: Any, name: str, value: Any) -> Iterator[None]:
     """In this context, an attribute has another value."""
     missing = object()
     before = getattr(thing, name, missing)

@@ -15,7 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import seed_worker
 
@@ -29,6 +31,7 @@ from deepsp.integrations.transformers.dealt_experts import (
 )
 from deepsp.integrations.transformers.evaluation import numbered, real_rows
 from deepsp.integrations.transformers.experts import dealt_in, refuse_dealt
+from deepsp.integrations.transformers.proof import Proof
 from deepsp.integrations.transformers.refusals import check_parallelism, check_run
 from deepsp.integrations.transformers.steps import CompiledStep, FullStep, LocalStep, Run, Turns
 from deepsp.ranks.groups import Member, member_of
@@ -49,6 +52,7 @@ class Options:
     deal_images: bool = False
     local_loss: bool = False
     roles: Mapping[str, str] | None = None
+    prove: bool | str = True
 
     def __post_init__(self):
         if self.compiled is True:
@@ -145,6 +149,7 @@ class SequenceParallel:
     sequence_run: Run | None = None
     """None: ranks don't share sequences."""
     sequence_step: FullStep | Turns
+    sequence_proof: Proof
 
     def __init__(self, *args, **kwargs):
         names = {field.name for field in fields(Options)}
@@ -170,13 +175,15 @@ class SequenceParallel:
         run = self.sequence_run
         check_run(run)
         options = run.options
-        kind = CompiledStep if options.compiled is not None else FullStep
+        kind = trl.RowsStep if run.compares_rows else FullStep
+        kind = CompiledStep if options.compiled is not None else kind
         step = (LocalStep if options.local_loss else kind)(run)
         models = trl.check_models(self, self._name) if run.compares_rows else [self.model]
         for model in models:
             step.prepare(model)
         prepare_experts(run)
         self.sequence_step = Turns(step) if options.own_batches else step
+        self.sequence_proof = Proof(step, options.prove)
 
     def call_model_init(self, trial=None) -> nn.Module:
         model = super().call_model_init(trial)
@@ -201,7 +208,8 @@ class SequenceParallel:
         size = options.sequence_parallel_size
         groups = group_processes(self.accelerator, size, tensor_size, TrainerAccelerator)
         if groups is not None:
-            self.sequence_run = Run(self, options, groups, tensor_size)
+            compares = trl.trl_class(type(self)) is not None
+            self.sequence_run = Run(self, options, groups, tensor_size, compares)
             if self.sequence_run.compares_rows and trl.generates(self):
                 trl.set_generation_batch(self, groups.number)
 
@@ -222,7 +230,7 @@ class SequenceParallel:
 
     def _get_dataloader(self, dataset, description, *args, is_training: bool = False, **kwargs):
         run, make = self.sequence_run, super()._get_dataloader
-        if run is None:
+        if run is None or run.is_alone:
             return make(dataset, description, *args, is_training=is_training, **kwargs)
         if not is_training:
             with numbered(run, dataset, description) as dataset:
@@ -265,24 +273,26 @@ class SequenceParallel:
         compute, run = super().compute_loss, self.sequence_run
         if run is None:
             return compute(model, inputs, return_outputs, num_items_in_batch)
-        if not run.compares_rows:
-            return self.sequence_step.loss(
-                compute, model, inputs, return_outputs, num_items_in_batch
-            )
-        if return_outputs:
-            raise ValueError(
-                "expected prediction_loss_only=True, since no rank has logits, got False; call "
-                "evaluate() in place of predict()"
-            )
-        with trl.functions_by_group(self):
-            return self.sequence_step.loss(compute, model, inputs, False, num_items_in_batch)
+        if run.is_alone:
+            how = (return_outputs, num_items_in_batch)
+            return self.sequence_step.reference(compute, model, inputs, *how)
+        if torch.is_grad_enabled() or run.compares_rows:
+            self.sequence_proof.of_step(compute, model, inputs, num_items_in_batch)
+        return self.sequence_step.loss(compute, model, inputs, return_outputs, num_items_in_batch)
 
     # ---- evaluation
 
-    def evaluation_loop(self, *args, **kwargs):
+    def evaluation_loop(self, dataloader, description, prediction_loss_only=None, *args, **kwargs):
+        evaluate = super().evaluation_loop
         if self.sequence_run is not None:
             align(self.sequence_alike_ranks())  # loader workers are seeded from the generators
-        return super().evaluation_loop(*args, **kwargs)
+            self.sequence_proof.of_evaluation(evaluate, dataloader, prediction_loss_only)
+        return evaluate(dataloader, description, prediction_loss_only, *args, **kwargs)
+
+    def sequence_loader_of(self, dataset) -> DataLoader:
+        """A loader for an evaluation of a data set."""
+        rows = self.args.eval_batch_size
+        return self._get_dataloader(dataset, "Evaluation", rows, self._get_eval_sampler)
 
     def sequence_alike_ranks(self) -> Member:
         """The ranks whose default generators are alike."""
@@ -295,7 +305,10 @@ class SequenceParallel:
             return predict(model, inputs, prediction_loss_only, ignore_keys)
         labelled = any(inputs.get(name) is not None for name in self.label_names)
         inputs, real = real_rows(run, inputs)
-        inputs = self.sequence_step.without_repeats(inputs, real)
+        if run.is_alone:
+            return predict(model, inputs, prediction_loss_only, ignore_keys)
+        if self.sequence_step.evaluates_all_groups:
+            inputs = self.sequence_step.without_repeats(inputs, real)
         if not labelled:
             inputs = self.sequence_step.unlabelled(self._prepare_inputs(inputs))
         run.returns_outputs = not prediction_loss_only

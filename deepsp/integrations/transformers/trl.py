@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from accelerate.utils import set_seed
+from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
+from deepsp.data.roles import table_of
 from deepsp.integrations.transformers import mixers
 from deepsp.integrations.transformers.experts import refuse_dealt
 from deepsp.integrations.transformers.forward import full_rows_of
 from deepsp.integrations.transformers.registration import base_of
+from deepsp.integrations.transformers.steps import Compute, FullStep
+from deepsp.proof.cut import TOKENS, densest
 from deepsp.ranks.groups import objects_on_all_ranks
 from deepsp.ranks.randomness import align
 
@@ -96,6 +100,43 @@ def set_generation_batch(trainer: Trainer, groups: int) -> None:
     args.generation_batch_size = rows
 
 
+class RowsStep(FullStep):
+    """A step of these trainers, whose policy and reference model take full rows."""
+
+    def loss(self, compute: Compute, model, inputs, return_outputs: bool, count) -> Any:
+        if return_outputs:
+            raise ValueError(
+                "expected prediction_loss_only=True, since no rank has logits, got False; call "
+                "evaluate() in place of predict()"
+            )
+        with functions_by_group(self.run.trainer):
+            return super().loss(compute, model, inputs, False, count)
+
+    def reference(self, compute: Compute, model, inputs, return_outputs: bool, count) -> Any:
+        with functions_by_group(self.run.trainer):
+            return super().reference(compute, model, inputs, return_outputs, count)
+
+    def cuts(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], str]:
+        """All rows: the last tokens of prompts, and the first ones of completions."""
+        batch = dict(inputs)
+        for prefix in ("KL_", "prompt_", "completion_", ""):
+            ids = next(
+                (inputs[n] for n in (f"{prefix}input_ids", f"{prefix}ids") if n in inputs), None
+            )
+            if ids is None or "pixel_values" in inputs:
+                continue
+            first = 0
+            if prefix == "prompt_":
+                first = max(0, ids.size(1) - TOKENS)
+            elif (mask := inputs.get(f"{prefix}completion_mask")) is not None:
+                first = densest(mask != 0)
+            for name, x in inputs.items():
+                of_tokens = isinstance(x, Tensor) and x.dim() >= 2 and x.size(1) == ids.size(1)
+                if of_tokens and (name.startswith(prefix) or prefix == "completion_"):
+                    batch[name] = x[:, first : first + TOKENS]
+        return batch, batch, table_of(batch)
+
+
 def check_models(trainer: Trainer, name: str) -> list:
     """The policy, and the reference model if there is one."""
     models = [trainer.model, *filter(None, [trainer.ref_model])]
@@ -159,7 +200,7 @@ def hooks(cls: type[Trainer]) -> dict[str, Callable]:
         if run is None:
             return cls._generate_single_turn(self, *args, **kwargs)
         policy = self.accelerator.unwrap_model(self.model)
-        with full_rows_of(policy).stock(policy):
+        with full_rows_of(policy).stock():
             completions = cls._generate_single_turn(self, *args, **kwargs)
         # Kernels that add up in another order may lead to another token.
         return objects_on_all_ranks(completions, run.groups.member, self.args.device)[0]

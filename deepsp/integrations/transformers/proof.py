@@ -1,0 +1,269 @@
+"""The proof of a Trainer over sharded sequences, on a cut of the user's first batch: its class's
+loss with the model as one process has it, and the same as deepsp computes it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from accelerate.data_loader import IterableDatasetShard
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import IterableDataset, Subset
+from transformers.trainer_utils import EvalLoopOutput, has_length
+
+from deepsp.data.roles import leaves_of, name_of
+from deepsp.integrations.transformers.evaluation import Numbered
+from deepsp.integrations.transformers.steps import Compute, FullStep, Run, replaced
+from deepsp.proof.outcome import Outcome, attributes_kept, few_parameters, measured, still
+from deepsp.proof.report import raise_unless_alike
+from deepsp.ranks.groups import member_of
+
+_ROWS = 9
+"""The most rows that are evaluated."""
+
+
+class Proof:
+    """Of one trainer.
+
+    Args:
+        step: how the trainer runs its model.
+        prove: False: nothing is proven. "always": each step is, not only the first with a set of
+            entries.
+    """
+
+    def __init__(self, step: FullStep, prove: bool | str):
+        self.step, self.run, self.prove = step, step.run, prove
+        self.proven: set[tuple[bool, frozenset[str]]] = set()
+        self.runs_backward = self.run.trainer.is_fsdp_enabled
+        self.has_padding = False
+
+    def of_step(self, compute: Compute, model: nn.Module, inputs: Mapping[str, Any], count) -> None:
+        """Proves a step, unless one with the same entries has been.
+
+        Args:
+            compute: ``compute_loss`` of the class.
+            model: as the trainer calls it.
+            inputs: the full batch.
+            count: ``num_items_in_batch``.
+
+        Raises:
+            ValueError: on all ranks: the sharded step has another loss, or other gradients.
+        """
+        key = torch.is_grad_enabled(), frozenset(n for n, x in inputs.items() if x is not None)
+        if not self.prove or (key in self.proven and self.prove != "always"):
+            return
+        self.proven.add(key)
+        run, inner = self.run, self.run.trainer.accelerator.unwrap_model(model)
+        batch, full, table = self.step.cuts(inputs)
+        if count is not None:
+            labels = batch.get("labels")
+            number = count if labels is None else (labels[..., 1:] != -100).sum().clamp(min=1)
+            count = number * run.groups.number
+
+        def one_process(changed: Mapping[str, Any] = full) -> Outcome:
+            return self._measured(
+                lambda: self.step.reference(compute, inner, dict(changed), False, count),
+                self.step.one_process,
+                inner,
+            )
+
+        with _in_full_precision(inner):
+            alone = one_process()
+            sharded = self._measured(
+                lambda: self.step.loss(compute, inner, dict(batch), False, count),
+                contextlib.nullcontext,
+                inner,
+            )
+            raise_unless_alike(
+                alone,
+                sharded,
+                _dtypes(run, inner),
+                run.groups.member,
+                member_of(None),
+                _CONTEXT.format(f"{table}. {self.step.contract}".rstrip(". ")),
+                [(text, partial(one_process, changed)) for text, changed in _mistakes(full)],
+            )
+
+    # ---- evaluation
+
+    def of_evaluation(self, evaluate: Callable, loader: Any, loss_only: bool | None) -> None:
+        """Proves an evaluation of the first rows of a loader's data, unless one has been.
+
+        Args:
+            evaluate: ``evaluation_loop`` of the class.
+            loader: that of the evaluation.
+            loss_only: ``prediction_loss_only``.
+
+        Raises:
+            ValueError: on all ranks: it has another loss, or other predictions.
+        """
+        run, key = self.run, (False, frozenset([str(loss_only)]))
+        if not self.prove or run.compares_rows or (key in self.proven and self.prove != "always"):
+            return
+        self.proven.add(key)
+        trainer, groups = run.trainer, run.groups.number
+        rows = min(2, trainer.args.per_device_eval_batch_size)
+        data = first_rows(getattr(loader, "dataset", None), min(rows * groups + 1, _ROWS))
+        if data is None:
+            return
+
+        def outcome(rows: int, context: contextlib.AbstractContextManager) -> Outcome:
+            with contextlib.ExitStack() as stack:
+                for thing, name, value in (
+                    (trainer.args, "per_device_eval_batch_size", rows),
+                    (trainer.args, "dataloader_num_workers", 0),
+                    (trainer.args, "dataloader_persistent_workers", False),
+                    (trainer.args, "dataloader_prefetch_factor", None),
+                    (trainer.args, "batch_eval_metrics", False),
+                    (trainer, "compute_metrics", None),
+                    (trainer, "data_collator", partial(self._collated, trainer.data_collator)),
+                    (trainer.callback_handler, "callbacks", []),
+                    (self, "prove", False),
+                ):
+                    stack.enter_context(replaced(thing, name, value))
+                models = [trainer.model, *self.step.other_models()]
+                for x in (attributes_kept(trainer), still(models), context):
+                    stack.enter_context(x)
+                small = trainer.sequence_loader_of(data)
+                found = evaluate(small, "Evaluation", loss_only, None, "eval")
+            return self._outcome_of(found)
+
+        together = groups if self.step.evaluates_all_groups else 1
+        alone = outcome(rows * together, self._stock_evaluation())
+        sharded = outcome(rows, contextlib.nullcontext())
+        raise_unless_alike(
+            alone,
+            sharded,
+            _dtypes(run, trainer.model),
+            run.groups.member,
+            member_of(None),
+            _EVALUATION.format(len(alone.results.get("labels", ())) or "some"),
+        )
+
+    @contextlib.contextmanager
+    def _stock_evaluation(self) -> Iterator[None]:
+        """A context in which the trainer evaluates as in one process, or, if its loss isn't known,
+        as on as many processes as there are groups."""
+        accelerator = self.run.trainer.accelerator
+        with contextlib.ExitStack() as stack:
+            if self.step.evaluates_all_groups:
+                stack.enter_context(accelerator.sequence_counting("alone"))
+                stack.enter_context(replaced(accelerator, "sequence_loads", "one"))
+            stack.enter_context(replaced(self.run, "is_alone", True))
+            stack.enter_context(self.step.one_process())
+            yield
+
+    def _collated(self, collate: Callable, rows: list) -> Any:
+        """A batch of the user's collator, with a few tokens."""
+        batch = collate(rows)
+        if not isinstance(batch, Mapping):
+            return batch
+        mask = batch.get("attention_mask")
+        self.has_padding |= isinstance(mask, Tensor) and not bool(mask.bool().all())
+        try:
+            return self.step.shortened(batch, self.run.is_alone)
+        except ValueError:  # the loop itself says what is wrong with it
+            return batch
+
+    def _outcome_of(self, found: EvalLoopOutput) -> Outcome:
+        loss, labels, logits = found.metrics.get("eval_loss"), found.label_ids, found.predictions
+        results = {"predictions": logits, "labels": labels}
+        arrays = {name_of(p)[5:]: torch.as_tensor(x) for p, x in leaves_of(results, np.ndarray)}
+        if isinstance(labels, np.ndarray):  # those of padding may be anything
+            counted = torch.as_tensor(labels != -100)
+            arrays = {
+                n: x[counted] if x.shape[: counted.dim()] == counted.shape else x
+                for n, x in arrays.items()
+            }
+        elif self.has_padding:
+            arrays = {}
+        return Outcome(None if loss is None else torch.tensor(loss), results=arrays)
+
+    def _measured(self, loss: Callable, context: Callable, model: nn.Module) -> Outcome:
+        run, models = self.run, [model, *self.step.other_models()]
+        sharded = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        for module in sharded:
+            module.reshard()  # so that its parameters are those that have gradients
+        by_backward, parameters = bool(sharded) or self.runs_backward, few_parameters(model)
+        try:
+            with attributes_kept(run.trainer):
+                return measured(loss, context(), models, parameters, run.groups.member, by_backward)
+        except RuntimeError as error:
+            if by_backward or "Checkpointing is not compatible" not in str(error):
+                raise
+            self.runs_backward = True  # reentrant checkpoints
+            return self._measured(loss, context, model)
+
+
+_CONTEXT = (
+    "(A cut of your batch was run by the class's own code, in full and sharded, without random "
+    "draws: {}. prove=False leaves this check out)"
+)
+
+
+_EVALUATION = (
+    "({} rows of your data were evaluated by one process, and sharded. prove=False leaves this "
+    "check out)"
+)
+
+
+def first_rows(data: Any, count: int) -> Any:
+    """The first rows of a data set; None: it has none."""
+    while isinstance(data, (Numbered, IterableDatasetShard)):
+        data = data.dataset
+    if isinstance(data, IterableDataset):
+        return data.take(count) if hasattr(data, "take") else _First(data, count)
+    if not has_length(data) or len(data) == 0:
+        return None
+    index = range(min(count, len(data)))
+    return data.select(index) if hasattr(data, "select") else Subset(data, index)
+
+
+class _First(IterableDataset):
+    """The first rows of a stream."""
+
+    def __init__(self, stream: IterableDataset, count: int):
+        self.stream, self.count = stream, count
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(self.stream, self.count)
+
+
+def _mistakes(batch: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Usual ones, and the batch that one process would have with each."""
+    labels = batch.get("labels")
+    for name, text in (
+        ("position_ids", "positions: they don't reach the model, or restart where they shouldn't"),
+        ("attention_mask", "mask: attention_mask doesn't reach the model"),
+    ):
+        if batch.get(name) is not None:
+            yield text, {n: x for n, x in batch.items() if n != name}
+    if isinstance(labels, Tensor) and labels.dim() == 2:
+        twice, none = F.pad(labels, (0, 1), value=-100)[:, 1:], F.pad(labels, (1, 0))[:, :-1]
+        yield "shift: labels are shifted twice", {**batch, "labels": twice}
+        yield "shift: labels aren't shifted", {**batch, "labels": none}
+    yield "aux loss: it is left out, or counts twice", {**batch, "output_router_logits": False}
+
+
+def _dtypes(run: Run, model: nn.Module) -> set[torch.dtype]:
+    """Those in which a model computes without autocast."""
+    plugin = getattr(run.trainer.accelerator.state, "fsdp_plugin", None)
+    policy = getattr(plugin, "mixed_precision_policy", None)
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    # transformers computes losses in float32, also of models in float64.
+    return {torch.float32, getattr(policy, "param_dtype", None)} | dtypes
+
+
+@contextlib.contextmanager
+def _in_full_precision(model: nn.Module) -> Iterator[None]:
+    """In this context accelerate's autocast is off."""
+    plain = vars(model).get("_original_forward")
+    with replaced(model, "forward", plain) if plain is not None else contextlib.nullcontext():
+        yield
