@@ -35,6 +35,7 @@ from deepsp.ops import (
     seq_to_heads_start,
 )
 from deepsp.planning.memory import plan_memory
+from deepsp.proof.prove import prove
 from deepsp.ranks.randomness import sharded_randomness
 from deepsp.ranks.transport import transport
 from deepsp.recurrence.module import DistributedRecurrence
@@ -74,6 +75,7 @@ __all__ = [
     "prepare_inputs",
     "previous_tokens",
     "previous_tokens_start",
+    "prove",
     "register_shard_method",
     "seq_to_heads",
     "seq_to_heads_start",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ def prepare(
     chunks: int = 1,
     roles: Mapping[str, str] | None = None,
     query_parts: int | str = "auto",
+    prove: bool | str = True,
 ) -> Any:
     """``accelerator.prepare(*objects)`` for sharded sequences.
 
@@ -63,6 +65,10 @@ def prepare(
         chunks: as in :func:`deepsp.distributed_attention`.
         roles: as in :func:`deepsp.shard_batch`.
         query_parts: as in :func:`deepsp.distributed_attention`.
+        prove: whether the first batch of a loader with labels, and each with other entries, is
+            proven: on a cut of it, the model's loss and gradients on full rows, with the attention
+            that it had, are those on shards. "always": each batch is. For a loss of your own, call
+            :func:`deepsp.prove`.
 
     Returns:
         The results of ``accelerator.prepare``, loaders wrapped.
@@ -89,6 +95,7 @@ def prepare(
     elif group_processes(accelerator, sequence_parallel_size, kind=_Prepared) is None:
         return accelerator.prepare(*objects)
     accelerator.sequence_attention, accelerator.sequence_roles = (chunks, query_parts), roles
+    accelerator.sequence_prove = prove
     return accelerator.prepare(*objects)
 
 
@@ -106,6 +113,7 @@ class _Sharded:
                 batch, accelerator.sequence_group, roles=accelerator.sequence_roles
             )
             accelerator.sequence_rows = find_batch_size(batch)
+            accelerator.sequence_prove_batch(batch)
             yield local
 
     def __len__(self) -> int:
@@ -141,6 +149,11 @@ class _Prepared(GroupedAccelerator):
     sequence_rows: int | None = None
     """The rows of that batch."""
     sequence_losses: Losses | None = None
+    sequence_prove: bool | str = True
+    sequence_models: tuple[tuple[weakref.ref, dict[str, str]], ...] = ()
+    """The models of transformers, and the attention that they had."""
+    sequence_proven: frozenset[frozenset[str]] = frozenset()
+    """The entries of batches that have been proven."""
 
     @property
     def sequence_group(self):
@@ -153,6 +166,7 @@ class _Prepared(GroupedAccelerator):
         from deepsp.integrations.transformers.experts import refuse_dealt
         from deepsp.integrations.transformers.registration import base_of, use_in
 
+        before = []
         for model in objects:
             if isinstance(model, nn.Module):
                 if hasattr(model, "module"):
@@ -167,12 +181,30 @@ class _Prepared(GroupedAccelerator):
                     )
                 advice = "use SequenceParallelTrainer, or a loop with deepsp.sync_gradients"
                 refuse_dealt(model, "in prepare", advice)
-                use_in(base_of(model), self.sequence_group, *self.sequence_attention)
+                own = use_in(base_of(model), self.sequence_group, *self.sequence_attention)
+                before.append(own)
         prepared = super().prepare(*objects, **kwargs)
-        for model in prepared if len(objects) > 1 else [prepared]:
-            if isinstance(model, nn.Module):
-                around_forward(model)
+        every = prepared if len(objects) > 1 else [prepared]
+        models = [x for x in every if isinstance(x, nn.Module)]
+        for model in models:
+            around_forward(model)
+        self.sequence_models += tuple(zip(map(weakref.ref, models), before, strict=True))
         return prepared
+
+    def sequence_prove_batch(self, batch: Mapping[str, Any]) -> None:
+        """Proves the models on a full batch, unless one with the same entries has been."""
+        from deepsp.integrations.transformers.stock import prove_model
+
+        entries, models = frozenset(batch), self.sequence_models
+        is_new = entries not in self.sequence_proven or self.sequence_prove == "always"
+        if self.sequence_prove and is_new and batch.get("labels") is not None and models:
+            self.sequence_proven |= {entries}
+            plugin = getattr(self.state, "fsdp_plugin", None)
+            for model, before in models:
+                if (found := model()) is not None:
+                    inner = self.unwrap_model(found)
+                    groups, roles = self.sequence_groups, self.sequence_roles
+                    prove_model(inner, before, batch, groups, roles, plugin)
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
         return _Sharded(super().prepare_data_loader(*args, **kwargs), self)

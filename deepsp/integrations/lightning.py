@@ -7,7 +7,7 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -20,8 +20,10 @@ from deepsp.integrations.door import (
     check_size,
     local_batch,
     make_groups,
+    replaced,
     subclass,
 )
+from deepsp.proof.prove import prove_step
 from deepsp.ranks.agreement import first_difference
 from deepsp.ranks.groups import member_of
 from deepsp.ranks.randomness import align, randomness_of_a_model
@@ -53,6 +55,9 @@ def sequence_parallel(strategy_class: type) -> type:
     - ``sequence_parallel_size``: the number of ranks that share each batch, a divisor of the number
       of processes.
     - ``roles``: as in :func:`deepsp.shard_batch`.
+    - ``prove``: whether the first step of training and of validation, and each on a batch with
+      other entries, is proven by :func:`deepsp.prove`, without logging. "always": each step is.
+      Steps of manual optimization aren't.
 
     Args:
         strategy_class: ``DDPStrategy`` of ``lightning.pytorch`` or ``pytorch_lightning``, the
@@ -96,10 +101,12 @@ class _OfGroups:
         *args: Any,
         sequence_parallel_size: int,
         roles: Mapping[str, str] | None = None,
+        prove: bool | str = True,
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
-        self.sequence_size, self._roles = sequence_parallel_size, roles
+        self.sequence_size, self._roles, self._prove = sequence_parallel_size, roles, prove
+        self._proven: set[tuple[str, frozenset[str]]] = set()
 
     @property
     def sequence_group(self) -> dist.ProcessGroup | None:
@@ -142,8 +149,11 @@ class _OfGroups:
         return dataloader
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        batch = super().batch_to_device(batch, *args, **kwargs)
+        return self._sequence_shard(super().batch_to_device(batch, *args, **kwargs))
+
+    def _sequence_shard(self, batch: Any) -> LocalBatch:
         local, self.sequence_lens = local_batch(batch, self.sequence_group, roles=self._roles)
+        local.sharded = self._sequence_shard
         if len(local["position_ids"]) == 1:
             # As many rows as the other tensors have: Lightning reads the batch's size off them.
             tokens = local["input_ids"] if "input_ids" in local else local["inputs_embeds"]
@@ -163,12 +173,39 @@ class _OfGroups:
         with randomness_of_a_model(self._member, self.root_device):
             yield
 
+    def _sequence_prove(self, step: Callable, name: str, batch: LocalBatch, *args: Any) -> None:
+        """Proves a step, unless one on a batch with the same entries has been."""
+        module, key = self.lightning_module, (name, frozenset(batch))
+        if not self._prove or (key in self._proven and self._prove != "always"):
+            return
+        self._proven.add(key)
+        if name == "training_step" and not module.automatic_optimization:
+            return
+
+        def run(local: LocalBatch) -> Any:
+            output = step(local, *args)
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            if isinstance(loss, Tensor) and loss.requires_grad:
+                self._losses.averaged(loss).backward()
+            return loss
+
+        muted, lens = (lambda *args, **kwargs: None), self.sequence_lens
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(replaced(module, "log", muted))
+            stack.enter_context(replaced(module, "log_dict", muted))
+            # Also where gradients accumulate, and DDP doesn't average them yet.
+            stack.enter_context(replaced(self.model, "require_backward_grad_sync", True))
+            prove_step(run, batch, self._member, member_of(None), "; prove=False leaves it out")
+        self.sequence_lens = lens
+
     def training_step(self, batch: Any, *args: Any) -> Any:
         with self._sequence_step(batch):
+            self._sequence_prove(super().training_step, "training_step", batch, *args)
             return super().training_step(batch, *args)
 
     def validation_step(self, batch: Any, *args: Any) -> Any:
         with self._sequence_step(batch):
+            self._sequence_prove(super().validation_step, "validation_step", batch, *args)
             return super().validation_step(batch, *args)
 
     def test_step(self, batch: Any, *args: Any) -> Any:

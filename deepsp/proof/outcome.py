@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from deepsp.ranks.groups import Member, is_dtensor
 from deepsp.tokenwise.probe import restored
@@ -40,30 +41,47 @@ class Outcome:
     results: dict[str, Tensor] = field(default_factory=dict)
 
 
-def measured(
-    run: Callable[[], Tensor],
-    context: contextlib.AbstractContextManager,
-    models: Sequence[nn.Module],
-    parameters: Mapping[str, Tensor],
-    member: Member,
-    runs_backward: bool = False,
-) -> Outcome:
-    """The outcome of a run that returns its loss.
+class Measure:
+    """Measures runs of a model.
 
     Args:
-        run: the step, up to its loss.
-        context: in which it runs, and its backward.
-        models: those that it runs. The first one is trained.
-        parameters: by name, those whose gradients are measured if the loss has a graph.
+        model: without DDP or an engine around it.
+        others: further models that a run may change.
         member: rank, size and name of the group over which gradients are averaged.
-        runs_backward: as in :func:`gradients_of`.
+        runs_backward: as in :func:`gradients_of`. It is found out, unless FSDP isn't FSDP2.
     """
-    every = models[0].parameters() if runs_backward else ()
-    with still(models), gradients_kept(every), context:
-        loss, gradients = run(), {}
-        if loss.requires_grad:
-            gradients = gradients_of(loss, parameters, member, runs_backward)
-        return Outcome(loss.detach(), None, gradients, buffers_of(models))
+
+    def __init__(
+        self,
+        model: nn.Module,
+        others: Sequence[nn.Module],
+        member: Member,
+        runs_backward: bool = False,
+    ):
+        self.model, self.others, self.member = model, others, member
+        self.sharded = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        self.runs_backward = runs_backward or bool(self.sharded)
+
+    def __call__(
+        self, loss: Callable[[], Tensor], context: Callable = contextlib.nullcontext
+    ) -> Outcome:
+        """The outcome of a run that returns its loss, in a context that covers its backward."""
+        for module in self.sharded:
+            module.reshard()  # so that its parameters are those that have gradients
+        parameters = few_parameters(self.model)
+        every = list(self.model.parameters()) if self.runs_backward else []
+        models = [self.model, *self.others]
+        try:
+            with precise(self.model), still(models), gradients_kept(every), context():
+                value, gradients = loss(), {}
+                if value.requires_grad:
+                    gradients = gradients_of(value, parameters, self.member, self.runs_backward)
+                return Outcome(value.detach(), None, gradients, buffers_of(models))
+        except RuntimeError as error:
+            if self.runs_backward or "Checkpointing is not compatible" not in str(error):
+                raise
+        self.runs_backward = True  # reentrant checkpoints
+        return self(loss, context)
 
 
 def few_parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -118,14 +136,25 @@ def gradients_kept(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def still(models: Sequence[nn.Module]) -> Iterator[None]:
-    """A context for a run that leaves no trace, without draws in the models, in full precision.
-    Restores buffers, random numbers, and numbers in modules' attributes."""
+    """A context for a run that leaves no trace, without draws in the models. Restores buffers,
+    random numbers, and numbers in modules' attributes."""
     with contextlib.ExitStack() as stack:
         for model in models:
             stack.enter_context(restored(model))
             configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None))}
             for thing in (*model.modules(), *configs.values()):
                 _without_draws(thing, stack)
+        yield
+
+
+@contextlib.contextmanager
+def precise(model: nn.Module | None = None) -> Iterator[None]:
+    """A context without autocast, nor the one that accelerate puts around a model's forward, and
+    without TF32."""
+    with contextlib.ExitStack() as stack:
+        if model is not None and "_original_forward" in vars(model):
+            stack.callback(setattr, model, "forward", model.forward)
+            model.forward = model._original_forward
         stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         torch.set_float32_matmul_precision("highest")
         for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):

@@ -191,11 +191,14 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Restores random numbers, buffers, and numbers and tensors in modules' attributes (the longest
-    sequence so far, say)."""
+    """Restores random numbers, buffers, and numbers, tensors and lists in modules' attributes (the
+    longest sequence so far, say, or the states of metrics)."""
     modules, buffers = list(model.modules()), Buffers(model)
-    remembered = [{n: v for n, v in vars(m).items()
-                   if isinstance(v, (bool, int, float, str, Tensor))} for m in modules]  # fmt: skip
+    kinds = (bool, int, float, str, Tensor, list)
+    remembered = [{n: v for n, v in vars(m).items() if isinstance(v, kinds)} for m in modules]
+    values = [v for of_module in remembered for v in of_module.values()]
+    lists = [(v, list(v)) for v in values if isinstance(v, list)]
+    tensors = [(v, version(v), v.clone()) for v in values if isinstance(v, Tensor)]
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     numpy, states = sys.modules.get("numpy"), [random.getstate()]
     states += [numpy.random.get_state()] if numpy else []
@@ -206,6 +209,12 @@ def restored(model: nn.Module) -> Iterator[None]:
         buffers.restore()
         for m, known in zip(modules, remembered, strict=True):
             vars(m).update(known)
+        for value, content in lists:
+            value[:] = content
+        with torch.no_grad():
+            for x, then, content in tensors:
+                if _is_written(x, then, content):
+                    x.copy_(content)
         random.setstate(states[0])
         if numpy:
             numpy.random.set_state(states[1])

@@ -45,8 +45,8 @@ class _Mark:
     """A hook of a parameter. It records the group over which the parameter is sharded, and whether
     a schedule built the model; it makes the gradient of a part a :class:`ShardGradient`."""
 
-    def __init__(self, member: Member | None, built: bool):
-        self.member, self.built = member, built
+    def __init__(self, member: Member | None, built: bool, averaged: bool):
+        self.member, self.built, self.averaged = member, built, averaged
 
     def __call__(self, parameter: Tensor) -> None:
         gradient = parameter.grad
@@ -58,17 +58,20 @@ class _Mark:
             parameter.grad = gradient
 
 
-def mark(parameter: Tensor, member: Member | None, built: bool = False) -> None:
+def mark(
+    parameter: Tensor, member: Member | None, built: bool = False, averaged: bool = False
+) -> None:
     """Marks a parameter as sharded over a group, once. Copies of the parameter lose the mark.
 
     Args:
         member: rank, size and name of the group; None: every rank has the full parameter.
         built: whether a schedule built the model and makes its gradients full.
+        averaged: whether gradients are averaged over the group, not summed.
     """
     if not (isinstance(parameter, nn.Parameter) and parameter.requires_grad and parameter.is_leaf):
         return
     if _mark_of(parameter) is None:
-        parameter.register_post_accumulate_grad_hook(_Mark(member, built))
+        parameter.register_post_accumulate_grad_hook(_Mark(member, built, averaged))
 
 
 def _mark_of(parameter: Tensor) -> _Mark | None:
@@ -80,6 +83,12 @@ def shard_member(parameter: Tensor) -> Member | None:
     """The group over which a parameter is sharded; None: it is replicated."""
     found = _mark_of(parameter)
     return None if found is None else found.member
+
+
+def is_sum(parameter: Tensor) -> bool:
+    """Whether a parameter is sharded, and its gradient the sum over the group."""
+    found = _mark_of(parameter)
+    return found is not None and found.member is not None and not found.averaged
 
 
 def is_built(parameter: Tensor) -> bool:

@@ -190,7 +190,7 @@ class Shards:
         ``functional_call`` replace them."""
         self.parameters = [owner._parameters["original"] for owner in self.owners]
         for parameter in self.parameters:
-            mark(parameter, self.member)
+            mark(parameter, self.member, averaged=self._divisor > 1)
 
     def convert(self, index: int, fn: Callable[[Tensor], Tensor]) -> None:
         """Applies ``fn`` to the dtype in which a parameter is gathered."""

@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from accelerate.data_loader import IterableDatasetShard
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import IterableDataset, Subset
 from transformers.trainer_utils import EvalLoopOutput, has_length
 
 from deepsp.data.roles import leaves_of, name_of
+from deepsp.integrations.door import replaced
 from deepsp.integrations.transformers.evaluation import Numbered
-from deepsp.integrations.transformers.steps import Compute, FullStep, Run, replaced
-from deepsp.proof.outcome import Outcome, attributes_kept, few_parameters, measured, still
+from deepsp.integrations.transformers.steps import Compute, FullStep
+from deepsp.integrations.transformers.stock import CONTEXT, dtypes_of, mistakes
+from deepsp.proof.outcome import Measure, Outcome, attributes_kept, precise, still
 from deepsp.proof.report import raise_unless_alike
 from deepsp.ranks.groups import member_of
 
@@ -41,7 +41,6 @@ class Proof:
     def __init__(self, step: FullStep, prove: bool | str):
         self.step, self.run, self.prove = step, step.run, prove
         self.proven: set[tuple[bool, frozenset[str]]] = set()
-        self.runs_backward = self.run.trainer.is_fsdp_enabled
         self.has_padding = False
 
     def of_step(self, compute: Compute, model: nn.Module, inputs: Mapping[str, Any], count) -> None:
@@ -67,29 +66,31 @@ class Proof:
             number = count if labels is None else (labels[..., 1:] != -100).sum().clamp(min=1)
             count = number * run.groups.number
 
-        def one_process(changed: Mapping[str, Any] = full) -> Outcome:
-            return self._measured(
-                lambda: self.step.reference(compute, inner, dict(changed), False, count),
-                self.step.one_process,
-                inner,
-            )
+        plugin = getattr(run.trainer.accelerator.state, "fsdp_plugin", None)
+        measure = Measure(
+            inner, self.step.other_models(), run.groups.member, run.trainer.is_fsdp_enabled
+        )
 
-        with _in_full_precision(inner):
-            alone = one_process()
-            sharded = self._measured(
-                lambda: self.step.loss(compute, inner, dict(batch), False, count),
-                contextlib.nullcontext,
-                inner,
-            )
-            raise_unless_alike(
-                alone,
-                sharded,
-                _dtypes(run, inner),
-                run.groups.member,
-                member_of(None),
-                _CONTEXT.format(f"{table}. {self.step.contract}".rstrip(". ")),
-                [(text, partial(one_process, changed)) for text, changed in _mistakes(full)],
-            )
+        def one_process(changed: Mapping[str, Any] = full) -> Outcome:
+            def loss() -> Tensor:
+                return self.step.reference(compute, inner, dict(changed), False, count)
+
+            with attributes_kept(run.trainer):
+                return measure(loss, self.step.one_process)
+
+        alone = one_process()
+        with attributes_kept(run.trainer):
+            sharded = measure(lambda: self.step.loss(compute, inner, dict(batch), False, count))
+        alone.counted, sharded.counted = self.step.counted(full)
+        raise_unless_alike(
+            alone,
+            sharded,
+            dtypes_of(inner, plugin),
+            run.groups.member,
+            member_of(None),
+            CONTEXT.format(f"{table}. {self.step.contract}".rstrip(". ")),
+            [(text, partial(one_process, changed)) for text, changed in mistakes(full)],
+        )
 
     # ---- evaluation
 
@@ -129,7 +130,8 @@ class Proof:
                 ):
                     stack.enter_context(replaced(thing, name, value))
                 models = [trainer.model, *self.step.other_models()]
-                for x in (attributes_kept(trainer), still(models), context):
+                inner = trainer.accelerator.unwrap_model(trainer.model)
+                for x in (attributes_kept(trainer), precise(inner), still(models), context):
                     stack.enter_context(x)
                 small = trainer.sequence_loader_of(data)
                 found = evaluate(small, "Evaluation", loss_only, None, "eval")
@@ -141,7 +143,7 @@ class Proof:
         raise_unless_alike(
             alone,
             sharded,
-            _dtypes(run, trainer.model),
+            dtypes_of(trainer.model),
             run.groups.member,
             member_of(None),
             _EVALUATION.format(len(alone.results.get("labels", ())) or "some"),
@@ -186,27 +188,6 @@ class Proof:
             arrays = {}
         return Outcome(None if loss is None else torch.tensor(loss), results=arrays)
 
-    def _measured(self, loss: Callable, context: Callable, model: nn.Module) -> Outcome:
-        run, models = self.run, [model, *self.step.other_models()]
-        sharded = [m for m in model.modules() if isinstance(m, FSDPModule)]
-        for module in sharded:
-            module.reshard()  # so that its parameters are those that have gradients
-        by_backward, parameters = bool(sharded) or self.runs_backward, few_parameters(model)
-        try:
-            with attributes_kept(run.trainer):
-                return measured(loss, context(), models, parameters, run.groups.member, by_backward)
-        except RuntimeError as error:
-            if by_backward or "Checkpointing is not compatible" not in str(error):
-                raise
-            self.runs_backward = True  # reentrant checkpoints
-            return self._measured(loss, context, model)
-
-
-_CONTEXT = (
-    "(A cut of your batch was run by the class's own code, in full and sharded, without random "
-    "draws: {}. prove=False leaves this check out)"
-)
-
 
 _EVALUATION = (
     "({} rows of your data were evaluated by one process, and sharded. prove=False leaves this "
@@ -234,36 +215,3 @@ class _First(IterableDataset):
 
     def __iter__(self) -> Iterator[Any]:
         return itertools.islice(self.stream, self.count)
-
-
-def _mistakes(batch: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Usual ones, and the batch that one process would have with each."""
-    labels = batch.get("labels")
-    for name, text in (
-        ("position_ids", "positions: they don't reach the model, or restart where they shouldn't"),
-        ("attention_mask", "mask: attention_mask doesn't reach the model"),
-    ):
-        if batch.get(name) is not None:
-            yield text, {n: x for n, x in batch.items() if n != name}
-    if isinstance(labels, Tensor) and labels.dim() == 2:
-        twice, none = F.pad(labels, (0, 1), value=-100)[:, 1:], F.pad(labels, (1, 0))[:, :-1]
-        yield "shift: labels are shifted twice", {**batch, "labels": twice}
-        yield "shift: labels aren't shifted", {**batch, "labels": none}
-    yield "aux loss: it is left out, or counts twice", {**batch, "output_router_logits": False}
-
-
-def _dtypes(run: Run, model: nn.Module) -> set[torch.dtype]:
-    """Those in which a model computes without autocast."""
-    plugin = getattr(run.trainer.accelerator.state, "fsdp_plugin", None)
-    policy = getattr(plugin, "mixed_precision_policy", None)
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    # transformers computes losses in float32, also of models in float64.
-    return {torch.float32, getattr(policy, "param_dtype", None)} | dtypes
-
-
-@contextlib.contextmanager
-def _in_full_precision(model: nn.Module) -> Iterator[None]:
-    """In this context accelerate's autocast is off."""
-    plain = vars(model).get("_original_forward")
-    with replaced(model, "forward", plain) if plain is not None else contextlib.nullcontext():
-        yield

@@ -101,6 +101,8 @@ class FullRows:
     """The ranks whose tokens a loss is of, if not the sequence group's."""
     real_rows: Tensor | None = None
     """[B]: the rows whose tokens count in the loss that balances experts; None: all."""
+    labels: Tensor | None = None
+    """This rank's of the last call, shifted."""
     is_off = False
     """Whether calls have this rank's tokens, or full rows for the model as it is."""
 
@@ -181,6 +183,7 @@ class FullRows:
         over, smoothing = self.loss_over or self.member, self.label_smoothing
         loss = OwnLoss(over, average_gradients=True, label_smoothing=smoothing)
         labels = local.get("shift_labels")
+        self.labels = labels
         if smoothing > 0 and labels is not None and "output_router_logits" in self.inputs:
             local["output_router_logits"] = False
         if call.fused:

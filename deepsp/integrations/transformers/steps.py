@@ -15,16 +15,15 @@ from transformers import Trainer
 
 from deepsp.compile.sharding.inputs import prepare_inputs
 from deepsp.data.deal_batch import packed_batch
-from deepsp.data.roles import NAMED, Roles, describe, leaves_of, name_of, named_values, table_of
+from deepsp.data.roles import leaves_of, name_of, table_of
 from deepsp.data.same_batch import compare_batches
-from deepsp.data.sharding import as_positions
-from deepsp.integrations.door import ADVICE, Groups, local_batch
-from deepsp.integrations.transformers import mixers, multimodal
+from deepsp.integrations.door import ADVICE, Groups, local_batch, replaced
 from deepsp.integrations.transformers.own_loss import LocalLoss, computing
 from deepsp.integrations.transformers.registration import base_of
 from deepsp.integrations.transformers.rows import FullRows
+from deepsp.integrations.transformers.stock import Stock
 from deepsp.proof.alone import alone
-from deepsp.proof.cut import ROWS, cut, cut_along, unpacked
+from deepsp.proof.cut import ROWS, cut_along
 from deepsp.ranks.groups import member_of, objects_on_all_ranks, on_all_ranks
 
 if TYPE_CHECKING:
@@ -175,33 +174,25 @@ class FullStep:
 
     def cuts(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], str]:
         """A cut of a batch, the same for one process, and what its entries are."""
-        batch, lens, roles = self._cut(inputs, ROWS)
-        return batch, self._for_one_process(batch, lens, roles), roles.table()
+        return self._stock.cuts(inputs, ROWS)
+
+    def counted(self, inputs: Mapping[str, Any]) -> tuple[int | None, int | None]:
+        """The labels of a batch that count for one process, and that counted in the ranks' shards
+        of the last one; None: not known."""
+        labels, local = inputs.get("labels"), self.rows[-1].labels
+        if self.run.compares_rows or not isinstance(labels, Tensor) or local is None:
+            return None, None
+        own, member = int((local != -100).sum()), self.run.groups.member
+        ranks = on_all_ranks([own], member, labels.device)
+        return int((labels[..., 1:] != -100).sum()), sum(n for (n,) in ranks)
 
     def shortened(self, inputs: Mapping[str, Any], is_alone: bool) -> dict[str, Any]:
         """A batch with few tokens of all rows, maybe for one process."""
-        batch, lens, roles = self._cut(inputs, None)
-        return self._for_one_process(batch, lens, roles) if is_alone else batch
+        return self._stock.cuts(inputs, None)[int(is_alone)]
 
-    def _for_one_process(self, batch: dict[str, Any], lens: list[int], roles: Roles) -> dict:
-        """A packed batch as transformers' own layers read it."""
-        if lens and any(mixers.mixers_in(self.run.base)):
-            return unpacked(batch, roles, lens)  # state leaks from one document to the next
-        ids = batch[roles.tokens]
-        return as_positions(dict(batch), tuple(ids.shape[:2]), ids.device) if lens else batch
-
-    def _cut(
-        self, inputs: Mapping[str, Any], most: int | None
-    ) -> tuple[dict[str, Any], list[int], Roles]:
-        base, rows = self.run.base, self.rows[-1]
-        inputs, described = named_values(inputs, 1), named_values(inputs, 1)
-        if not self.needs_roles:
-            known = {*NAMED, *rows.inputs}
-            described = {n: x for n, x in inputs.items() if n in known}
-        how = {"shard_at": rows.shard_at, "inputs": rows.inputs}
-        roles = describe(described, self.run.options.roles, **how)
-        batch, lens = cut(inputs, roles, most, multimodal.text_tokens(base, inputs))
-        return batch, lens, roles
+    @property
+    def _stock(self) -> Stock:
+        return Stock(self.run.base, self.run.options.roles, self.needs_roles)
 
     @contextlib.contextmanager
     def one_process(self) -> Iterator[None]:
@@ -231,6 +222,7 @@ class LocalStep(FullStep):
         how = {"roles": run.options.roles, "shard_at": rows.shard_at, "inputs": rows.inputs}
         local, _ = local_batch(inputs, run.groups.group, **how)
         labels = local.get("shift_labels")
+        rows.labels = labels
         if labels is None or run.returns_outputs:
             got = f"a batch with {sorted(inputs)}" if labels is None else "compute_metrics"
             raise ValueError(
@@ -293,6 +285,9 @@ class CompiledStep(FullStep):
 
     def shortened(self, inputs: Mapping[str, Any], is_alone: bool) -> dict[str, Any]:
         return cut_along(inputs, self.run.options.compiled.get("seq_dim", 1))
+
+    def counted(self, inputs: Mapping[str, Any]) -> tuple[int | None, int | None]:
+        return None, None
 
     def cuts(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], str]:
         dim = self.run.options.compiled.get("seq_dim", 1)
@@ -372,18 +367,3 @@ def mask_labels(inputs: dict[str, Any], real: Tensor | None, run: Run) -> dict[s
                 )
             inputs[name] = labels.masked_fill(~real.to(labels.device)[:, None], -100)
     return inputs
-
-
-@contextlib.contextmanager
-def replaced(thing: Any, name: str, value: Any) -> Iterator[None]:
-    """In this context, an attribute has another value."""
-    missing = object()
-    before = getattr(thing, name, missing)
-    setattr(thing, name, value)
-    try:
-        yield
-    finally:
-        if before is missing:
-            delattr(thing, name)
-        else:
-            setattr(thing, name, before)
