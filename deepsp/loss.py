@@ -297,11 +297,12 @@ def _of_group(
     weight: Tensor | None,
 ) -> Tensor:
     """The loss over all ranks, in float64, from this rank's sum and its tokens' counts. ``weight``:
-    the weight that makes the logits, to compare it across ranks; None: unknown."""
+    the weight that makes the logits, to compare it across ranks; None: unknown, or frozen."""
     rank, size, name = member_of(group)
-    summand = [0.0] * drift.SIZE
+    summand, guard = [0.0] * drift.SIZE, None
     if size > 1 and not torch.compiler.is_compiling():
-        summand = drift.summand_of(weight, average_gradients, name)
+        guard = drift.Guard(weight, local_sum, average_gradients, name)
+        summand = guard.numbers
     # In float64, sums of losses and counts are practically exact.
     count = counts.sum()
     zero = count * 0  # like the other terms, for stack
@@ -312,7 +313,8 @@ def _of_group(
         local = torch.ops.deepsp._scale_gradient(local, float(size))
     totals = torch.ops.deepsp.all_reduce(local, "replicated", rank, size, name)
     loss, count = totals[:2].unbind()
-    drift.check(weight, summand, totals.detach()[2:], size)
+    if guard is not None:
+        guard.check(totals.detach()[2:], size)
     if reduction == "sum":
         return loss
     empty = count == 0

@@ -380,6 +380,7 @@ def _refused_in_wrappers():
         return dealt(mine)
 
     lora = LoraConfig(r=2, target_modules=["q_proj"])
+    on_experts = LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj"])
     norm = torch.nn.utils.clip_grad_norm_
     cases = [
         (lambda: trainer(alone()), r"over the ranks of the sequence, \[0, 1\], got \[[01]\]"),
@@ -394,6 +395,8 @@ def _refused_in_wrappers():
         (lambda: forward(average=True), r"register\(average_gradients=False\) with shard_experts"),
         (lambda: forward(DistributedDataParallel), r"DistributedDataParallel to leave experts of"),
         (lambda: forward(fully_shard), r"the parameter that shard_experts made, got another: FSDP"),
+        (lambda: forward(lambda model: get_peft_model(model, on_experts)),
+         r"no adapters on the experts of .*MixtralExperts, .* or leave shard_experts out"),
         (lambda: norm(forward().parameters(), 1.0), r"deepsp.clip_grad_norm_\(model, max_norm\)"),
         (lambda: dealt().save_pretrained("never"), r"state_dict=deepsp.full_state_dict\(model\)"),
         (lambda: deepsp.sync_gradients(alone()), r"over ranks \[[01]\], and this group has more"),

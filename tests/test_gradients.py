@@ -290,12 +290,26 @@ def _forgotten():
                         optimizer.step()
                         optimizer.zero_grad()
 
-    # Different rightly: other weights than the head's (experts), one that is frozen, one that a
-    # schedule or shard_parameters shards.
+    # The head is frozen, as with LoRA.
+    for loss_of in (plain, linear):
+        model = _Model(True, False)
+        for p in model.head.parameters():
+            p.requires_grad_(False)
+        loss_of(model).backward()
+        with torch.no_grad():
+            for p in model.mix.parameters():
+                p.sub_(p.grad)
+        with pytest.raises(ValueError, match=r"weight of shape .* \(the trained one nearest"):
+            loss_of(model)
+
+    # Different rightly: other weights than the head's, from the start (experts), with a trained
+    # head or a frozen one; and one that a schedule or shard_parameters shards.
     for loss_of in (plain, linear):
         model = _Model(False, False)
         model.mix.weight.data.add_(rank)
         frozen = _Model(False, False)
+        for p in frozen.parameters():
+            p.data.add_(rank)
         frozen.head.weight.requires_grad_(False)
         for m in (model, frozen, deepsp.shard_parameters(_Model(False, False).head)):
             weight = m.head.weight if m is not frozen and hasattr(m, "head") else None

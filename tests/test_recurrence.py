@@ -63,6 +63,9 @@ def _arguments(kind, batch, total, heads, groups):
     tokens = {n: draw(batch, total, *s, seed=i) for i, (n, s) in enumerate(shapes.items())}
     tokens["dt"] = torch.nn.functional.softplus(tokens["dt"])
     fixed = {"A": -draw(heads, seed=7).abs(), "D": draw(heads, seed=8)}
+    if kind == "complex":  # as in LRU and S4D: states turn
+        tokens = {n: torch.complex(x, draw(*x.shape, seed=10 + i))
+                  for i, (n, x) in enumerate(tokens.items())}  # fmt: skip
     return scan, {"value": "x", "per_head": ("A", "D")}, tokens, fixed
 
 
@@ -112,12 +115,12 @@ def _equals(kind, state, short, heads, groups, packed, split):
     out = module(**mine, **own, documents=documents, seq_lens=lens)
     close = {"rtol": 1e-10, "atol": 1e-10}
     torch.testing.assert_close(out, expected.split(lens, 1)[rank], **close)
-    grad = draw(*expected.shape, seed=9)
+    grad = draw(*expected.shape, seed=9).to(expected.dtype)
     gradients = torch.autograd.grad(expected, list(full.values()), grad)
     found = torch.autograd.grad(out, [*mine.values(), *own.values()], grad.split(lens, 1)[rank])
     for name, a, b in zip(full, found, gradients, strict=True):
         if name in fixed:
-            dist.all_reduce(a)
+            dist.all_reduce(torch.view_as_real(a) if a.is_complex() else a)
         else:
             b = b.split(lens, 1)[rank]
         torch.testing.assert_close(a, b, **close, msg=lambda m, n=name: f"gradient of {n}: {m}")
@@ -131,6 +134,9 @@ CASES = [
     ("scan", "heads", False, 6, 3),
     ("scan", "pass", False, 4, 2),
     ("scan", "pass", True, 2, 2),
+    ("complex", "heads", False, 5, 1),
+    ("complex", "pass", False, 4, 2),
+    ("complex", "pass", True, 2, 2),
 ]
 
 

@@ -9,6 +9,8 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/matmul.h>
+#include <ATen/ops/view_as_complex.h>
+#include <ATen/ops/view_as_real.h>
 #include <ATen/ops/zeros.h>
 
 namespace deepsp {
@@ -39,8 +41,13 @@ c10::IValue fold_states(const Given& given) {
       {transition.to(dtype).reshape_symint({batch, heads, diagonal ? c10::SymInt(1) : keys * keys}),
        update.to(dtype).reshape_symint({batch, heads, keys * sizes[3]})},
       2);
-  const at::Tensor maps = Op("all_gather")(
-      given, {{"input", map}, {"dim", int64_t(0)}, {"sizes", rows}, {"grad", "partial"}});
+  const bool complex = c10::isComplexType(dtype);  // whose gradients no kernel sums
+  const at::Tensor gathered = Op("all_gather")(
+      given, {{"input", complex ? at::view_as_real(map) : map},
+              {"dim", int64_t(0)},
+              {"sizes", rows},
+              {"grad", "partial"}});
+  const at::Tensor maps = complex ? at::view_as_complex(gathered) : gathered;
   // Each rank's result depends on the maps, or ranks would differ in what backward sends.
   at::Tensor state = at::zeros_symint(sizes, map.options()) + maps.narrow(0, 0, 0).sum();
   for (int64_t source = 0; source < rank; ++source) {

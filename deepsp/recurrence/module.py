@@ -228,6 +228,7 @@ class DistributedRecurrence(nn.Module):
             self._state_shapes[shapes] = state_shape(whole)
         keys, values = self._state_shapes[shapes]
         maps = (1 if self.decay else keys * keys) + keys * values
+        maps *= 2 if value.is_complex() else 1
         passed = bytes_by_state(value.size(0), value.size(2), maps, size)
         return (
             "heads" if bytes_by_heads(whole.tokens, self.value, values, lens) <= passed else "pass"
@@ -263,6 +264,8 @@ def _to_heads(
         names: list[str] = [n for n, x in tokens.items() if x.dtype == dtype]
         names.sort(key=lambda n: -tokens[n].size(2))
         inputs = [x if x.dim() == 4 else x.unsqueeze(3) for x in map(tokens.__getitem__, names)]
+        if dtype.is_complex:  # no kernel sums complex gradients
+            inputs = [torch.view_as_real(x).flatten(3) for x in inputs]
         if inputs[0].size(2) != heads:  # the first one's heads are dealt out
             inputs.insert(0, inputs[0].new_zeros(*inputs[0].shape[:2], heads, 1))
             names.insert(0, "")
@@ -275,6 +278,9 @@ def _to_heads(
             buffer, *shape, lens, 0, 1, rank, name, tokens_first=False
         )
         held |= dict(zip(names, received, strict=True))
+    for name, x in tokens.items():
+        if x.is_complex():
+            held[name] = torch.view_as_complex(held[name].unflatten(3, (-1, 2)).contiguous())
     return held
 
 

@@ -134,6 +134,13 @@ def _check_wrappers(module: nn.Module, dealt: Dealt) -> None:
     _, size, group = dealt.experts.member
     if size == 1:
         return
+    if nn.utils.parametrize.is_parametrized(module):
+        raise ValueError(
+            f"expected no adapters on the experts of {type(module).__name__}, which shard_experts "
+            "has dealt out, got some: each rank would have those of other experts, and "
+            "deepsp.sync_gradients would add them up; adapt other modules (target_modules=["
+            "'q_proj', ...] without target_parameters), or leave shard_experts out"
+        )
     trained = [(n, p) for n, p in module.named_parameters(recurse=False) if p.requires_grad]
     for n, p in trained:
         if vars(module)[SHARDS].get(n) is not None and shard_member(p) is None:
