@@ -17,6 +17,7 @@ from deepsp.attention.balance import plan_attention
 from deepsp.attention.distributed import distributed_attention
 from deepsp.attention.layer import SequenceParallelAttention
 from deepsp.attention.module import DistributedAttention
+from deepsp.collectives import sum_over_ranks
 from deepsp.compile.sharding.inputs import prepare_inputs
 from deepsp.data.deal_batch import deal_batch
 from deepsp.data.documents import Deal, deal_documents
@@ -83,6 +84,7 @@ __all__ = [
     "shard_batch",
     "shard_parameters",
     "sharded_randomness",
+    "sum_over_ranks",
     "sync_gradients",
     "tile",
     "tile_",

@@ -29,6 +29,26 @@ _SUMMED = {
 }  # fmt: skip
 
 
+def sum_over_ranks(x: Tensor, group: Group = None) -> Tensor:
+    """The sum of all ranks' tensors, without a gradient: for what a model counts or averages over
+    its tokens and keeps in a buffer, such as the load of each expert. ::
+
+        counts = torch.bincount(chosen.flatten(), minlength=experts)
+        self.load += deepsp.sum_over_ranks(counts, group)
+
+    Args:
+        x: as in :func:`all_reduce`, of the same shape on every rank.
+        group: the ranks.
+
+    Returns:
+        A new tensor, the same on every rank.
+
+    Raises:
+        ValueError: this process isn't in the group, or the dtype can't be summed.
+    """
+    return all_reduce(x.detach(), group, grad="replicated")
+
+
 def all_gather(
     x: Tensor,
     dim: int,

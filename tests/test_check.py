@@ -100,6 +100,42 @@ def _smear(x):
     return torch.cat([x[:, :1], x[:, 1:] + x[:, :-1]], 1)
 
 
+class Convolution(nn.Module):
+    """A causal convolution of the tokens before, with so many too few, or that looks ahead."""
+
+    def __init__(self, missing=0, ahead=0, starts=False, then=None):
+        super().__init__()
+        self.convolution = nn.Conv1d(DIM, DIM, 4, groups=DIM)
+        self.missing, self.ahead, self.starts, self.then = missing, ahead, starts, then
+
+    def forward(self, x):
+        n, lens = 3 - self.missing, [12 + p for p in range(dist.get_world_size())]
+        lens = lens if lens[dist.get_rank()] == x.size(1) else None  # a check's run of a part
+        if self.starts:
+            before = deepsp.previous_tokens_start(x, n, seq_lens=lens).wait()
+        else:
+            before = deepsp.previous_tokens(x, n, seq_lens=lens)
+        x = torch.cat([F.pad(before, (0, 0, self.missing, 0)), x], 1)
+        x = F.pad(x, (0, 0, -self.ahead, self.ahead))
+        x = self.convolution(x.mT).mT
+        return x if self.then is None else self.then(x)
+
+
+class Loads(nn.Module):
+    """Counts the tokens of each expert, over all ranks or this one's."""
+
+    def __init__(self, sums):
+        super().__init__()
+        self.router, self.sums = nn.Linear(DIM, 4), sums
+        self.register_buffer("load", torch.zeros(4, dtype=torch.int64))
+
+    def forward(self, x):
+        if self.training:
+            counts = self.router(x).argmax(-1).flatten().bincount(minlength=4)
+            self.load += deepsp.sum_over_ranks(counts) if self.sums else counts
+        return x
+
+
 class Channels(nn.Module):
     """[B, C, S] inside."""
 
@@ -145,6 +181,10 @@ def _right():
     yield Model(Channels(nn.BatchNorm1d(DIM)).eval())
     yield Model(Of(lambda x: F.normalize(x, dim=-1)), out=lambda x: (x, x.argmax(-1)))
     yield torch.compile(Model(_mlp()), backend="eager")
+    yield Model(Convolution())
+    yield Model(Convolution(starts=True))
+    yield Model(Loads(sums=True))
+    yield Model(Loads(sums=False)).eval()
 
 
 def _wrong():
@@ -175,6 +215,11 @@ def _wrong():
         yield own, r"another logits for some of the tokens alone.*torch.arange.*take position_ids"
     only = Model(_mlp(), positions="own", out=lambda x: x[..., :3].argmax(-1) * 0 + x.size(1))
     yield only, "another output for some"
+    mean = lambda x: x + x.mean(1, keepdim=True)  # noqa: E731
+    for wrong in (Convolution(missing=1), Convolution(ahead=1), Convolution(then=mean)):
+        yield Model(wrong), "another logits for some of the tokens alone"
+    if dist.get_world_size() > 1:
+        yield Model(Loads(sums=False)), r"same into buffer mlp.load on every .*deepsp.sum_over_rank"
 
 
 def _state(model):

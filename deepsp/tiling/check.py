@@ -245,8 +245,7 @@ class _Check:
                     nodes.append(following)
 
     def _check_buffers(self) -> None:
-        if (written := self._buffers.written()) is not None:
-            owner, key = written
+        for owner, key in self._buffers.written():
             raise ValueError(
                 f"{self.name}: {type(owner).__name__} writes to its buffer {key} in its forward, "
                 "so a tile would see other statistics than the next: it can't be tiled"

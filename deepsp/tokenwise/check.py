@@ -19,8 +19,17 @@ from torch.overrides import TorchFunctionMode
 
 from deepsp.attention.layer import SequenceParallelAttention
 from deepsp.attention.module import DistributedAttention
+from deepsp.ranks.agreement import first_difference
 from deepsp.recurrence.module import DistributedRecurrence
-from deepsp.tokenwise.probe import Probe, as_it_was, stand_in, tensors_in
+from deepsp.tokenwise.probe import (
+    Buffers,
+    Probe,
+    as_it_was,
+    name_in,
+    restored,
+    stand_in,
+    tensors_in,
+)
 
 _LEAST = 4  # tokens in an example
 
@@ -29,12 +38,14 @@ def check(model: nn.Module, example: Tensor | Sequence[Any] | Mapping[str, Any])
     """Raises unless ``model`` computes the same on sharded sequences as in one process: it must
     work on each token alone, except for attention and recurrences through deepsp
     (:class:`deepsp.DistributedAttention`, :class:`deepsp.SequenceParallelAttention`,
-    :func:`deepsp.distributed_attention`, :class:`deepsp.DistributedRecurrence`). ::
+    :func:`deepsp.distributed_attention`, :class:`deepsp.DistributedRecurrence`), and for tokens
+    that it got from :func:`deepsp.previous_tokens`. ::
 
         deepsp.check(model, (batch["input_ids"], batch["position_ids"], seq_lens))
 
-    Runs the model on one row of the example, two to four times: without gradients, dropout and
+    Runs the model on one row of the example, two to five times: without gradients, dropout and
     attention, but with its hooks and the collectives that its weights need. So every rank calls it.
+    A model with buffers runs once more, in its mode, on the whole example.
     Random number generators, buffers and modes are restored. Call it once, before training.
 
     Args:
@@ -47,8 +58,8 @@ def check(model: nn.Module, example: Tensor | Sequence[Any] | Mapping[str, Any])
     Raises:
         ValueError: a module mixes tokens (by name and type); an output is computed from several
             tokens, such as a pooled one; outputs depend on a rank's number of tokens, or on their
-            positions, as when a model makes its own positions; the model couldn't be run, or the
-            example has fewer than four tokens.
+            positions, as when a model makes its own positions; ranks write different values into a
+            buffer; the model couldn't be run, or the example has fewer than four tokens.
     """
     model = getattr(model, "_orig_mod", model)  # inside torch.compile
     _Check(model, *_arguments(example)).check()
@@ -111,44 +122,80 @@ class _Check(Probe):
         values = [self._of_row(x) for x in self.values]
         values[self.tokens] = rows
         self.check_batch_norms()
-        with as_it_was(self.model), _without_attention(self.model):
+        self.before = _TokensBefore()
+        with as_it_was(self.model), _without_attention(self.model), self.before:
             try:
                 output = self._call(values, ids)
             except Exception:  # the model may not take NaN
                 values[self.tokens], ids = ids, None
                 output = self._call(values, ids)
-            outputs = self.outputs(output, lambda hooks: self._call(values, ids, hooks))
+            given = self.before.given
+            outputs = self.outputs(
+                output, lambda hooks: self._call(values, ids, hooks), bool(given)
+            )
             for name, x, of_tokens in outputs:
                 if of_tokens is None:
                     raise ValueError(
                         self.pooled(name, x) + ". Leave labels out of the example: a loss is made "
                         "of all tokens, by deepsp.cross_entropy"
                     )
-            self._check_tail([name for name, _, _ in outputs], [x for _, _, x in outputs])
+            names, full = [name for name, _, _ in outputs], [x for _, _, x in outputs]
+            half, end = self.length // 2, self.length
+            parts = [(half, end)] if not given else [(half, end), (end // 3, end), (0, half)]
+            for part in parts:
+                self.before.of_part(given, part[0])
+                self._check_part(part, names, full)
+        self._check_buffers()
 
-    def _check_tail(self, names: list[str], full: list[Tensor]) -> None:
-        """Runs the row's last tokens alone, with the arguments of these tokens."""
-        begin = self.length // 2
+    def _check_part(self, part: tuple[int, int], names: list[str], full: list[Tensor]) -> None:
+        """Runs some of the row's tokens alone, with their arguments."""
+        (begin, end), length = part, self.length
         values = []
         for x in self.values:
             if (dim := self._token_dim(x)) is not None:
-                x = self._of_row(x).narrow(dim, begin, self.length - begin)
+                x = self._of_row(x).narrow(dim, begin, end - begin)
             elif isinstance(x, (tuple, list)) and len(x) == self.size and self._is_mine(x):
-                x = [n - begin if p == self.rank else n for p, n in enumerate(x)]
+                x = [end - begin if p == self.rank else n for p, n in enumerate(x)]
             values.append(x)
-        self.length -= begin
-        tail = [self.by_token(x) for _, x in tensors_in(self._call(values, None))]
-        for name, then, now in zip(names, full, tail, strict=True):
+        self.length = end - begin
+        found = [self.by_token(x) for _, x in tensors_in(self._call(values, None))]
+        self.length = length
+        for name, then, now in zip(names, full, found, strict=True):
             if now is None or now.shape[2:] != then.shape[2:]:
                 continue
-            if self.mostly_differ(then[0, begin:], now[0]):
+            differs = self.mostly_differ
+            if self.before.given:  # a layer may read a token too few
+                differs = self.some_differ
+            if differs(then[0, begin:end], now[0]):
                 raise ValueError(
                     f"{self.of} returns another {name} for some of the tokens alone than for all "
                     "of them: it makes positions itself (torch.arange(S), say), which begin at 0 "
-                    "on every rank, or depends on the number of tokens in another way; take "
+                    "on every rank, or depends on other tokens, or on their number; take "
                     'position_ids, pass batch["position_ids"] of deepsp.shard_batch, and put them '
                     "into the example"
                 )
+
+    def _check_buffers(self) -> None:
+        """Runs the example as it is, and compares the buffers that the model writes from it."""
+        members = [m.member for m in self.model.modules() if isinstance(m, _KINDS)]
+        if self.size == 1 or not dist.is_initialized() or not list(self.model.buffers()):
+            return
+        with restored(self.model), torch.no_grad(), _without_attention(self.model), _TokensBefore():
+            buffers = Buffers(self.model)
+            self._call(self.values, None)
+            written = [
+                (f"{name_in(self.model, owner)}.{name}".removeprefix("forward."), x)
+                for owner, name in buffers.written()
+                if (x := owner._buffers[name]) is not None
+            ]
+            found = first_difference(written, members[0] if members else None)
+        if found is not None:
+            raise ValueError(
+                f"expected {self.of} to write the same into buffer {found.name} on every rank, got "
+                f"different values on ranks {found.rank} and {found.other}, each from its own "
+                "tokens; write it from the sum of all ranks' numbers, "
+                "deepsp.sum_over_ranks(x, group)"
+            )
 
     def _is_mine(self, x: Sequence) -> bool:
         return all(isinstance(n, int) for n in x) and x[self.rank] == self.length
@@ -219,6 +266,38 @@ def _without_attention(model: nn.Module) -> Iterator[None]:
             del vars(m)["forward"]
             if forward is not None:
                 vars(m)["forward"] = forward
+
+
+class _TokensBefore(TorchFunctionMode):
+    """Stands in for :func:`deepsp.previous_tokens`. A run of the first tokens gets zeros; one of
+    later tokens those of the run of all."""
+
+    def __init__(self):
+        super().__init__()
+        self.given: list[Tensor] = []
+        """Of each call, the tokens that it got."""
+        self.of_all: list[Tensor] = []
+        self.begin = 0
+
+    def of_part(self, of_all: list[Tensor], begin: int) -> None:
+        self.given, self.of_all, self.begin = [], of_all, begin
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "").removesuffix(".default")
+        if not name.startswith("previous_tokens"):
+            return func(*args, **(kwargs or {}))
+        if name.endswith("wait"):
+            return args[0]
+        x, n, dim = args[:3]
+        call, first = len(self.given), max(0, self.begin - n)
+        self.given.append(x)
+        shape = list(x.shape)
+        shape[dim] = n
+        before = x.new_zeros(shape)
+        if self.begin > 0:
+            known = self.of_all[call].narrow(dim, first, self.begin - first)
+            before.narrow(dim, n - known.size(dim), known.size(dim)).copy_(known)
+        return before
 
 
 class _InPlaceOfTheOp(TorchFunctionMode):

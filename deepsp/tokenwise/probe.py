@@ -66,6 +66,10 @@ class Probe:
         """Whether most tokens differ. A few may: rounding may send them to other experts."""
         return bool(differ(then, now, self.dtypes).any(feature_dims).double().mean() > 0.5)
 
+    def some_differ(self, then: Tensor, now: Tensor) -> bool:
+        """Whether a token differs."""
+        return bool(differ(then, now, self.dtypes).any())
+
     def poison(self, x: Tensor) -> Tensor:
         """A copy of a batch, with NaN for the changed tokens in its last rows."""
         x = x.clone()
@@ -98,16 +102,16 @@ class Probe:
                 handle.remove()
 
     def outputs(
-        self, output: Any, call: Callable[[list], Any]
+        self, output: Any, call: Callable[[list], Any], may_mix: bool = False
     ) -> list[tuple[str, Tensor, Tensor | None]]:
         """Names, tensors, and tensors by token of an output. ``call(hooks)`` runs the model again.
 
         Raises:
-            ValueError: an output mixes tokens.
+            ValueError: an output mixes tokens, and may not.
         """
         found = [(name, x, self.by_token(x)) for name, x in tensors_in(output)]
         for name, _, rows in found:
-            if rows is not None and self.mixed(rows):
+            if rows is not None and not may_mix and self.mixed(rows):
                 raise ValueError(self.who(call, name))
         return found
 
@@ -244,12 +248,13 @@ class Buffers:
             if x is not None
         ]
 
-    def written(self) -> tuple[nn.Module, str] | None:
-        """The owner and name of the first buffer that was written."""
-        for owner, name, x, then, content in self._known:
-            if owner._buffers[name] is not x or _is_written(x, then, content):
-                return owner, name
-        return None
+    def written(self) -> list[tuple[nn.Module, str]]:
+        """The owners and names of the buffers that were written."""
+        return [
+            (owner, name)
+            for owner, name, x, then, content in self._known
+            if owner._buffers[name] is not x or _is_written(x, then, content)
+        ]
 
     @torch.no_grad()
     def restore(self) -> None:
