@@ -37,7 +37,7 @@ class Model(nn.Module):
         torch.manual_seed(0)
         self.embed, self.block = nn.Embedding(WORDS, DIM), Block(group, own_positions)
         self.head, self.loads = nn.Linear(DIM, WORDS), loads
-        self.register_buffer("load", torch.zeros(4))
+        self.register_buffer("load", torch.zeros(4), persistent=False)
         self.steps = 0
 
     def forward(self, ids, position_ids, seq_lens):
