@@ -141,12 +141,38 @@ def _ltx2_split():
     return model, {**inputs, "timestep": times, "audio_timestep": torch.tensor([3, 5])}
 
 
+def _flux_control():
+    """With the residuals of a ControlNet."""
+    model, inputs = _flux()
+    more = {"controlnet_block_samples": [_draw(2, 25, 64, seed=8)],
+            "controlnet_single_block_samples": [_draw(2, 25, 64, seed=9)]}  # fmt: skip
+    return model, {**inputs, **more}
+
+
+def _qwen_image_control():
+    model, inputs = _qwen_image()
+    return model, {**inputs, "controlnet_block_samples": [_draw(2, 20, 48, seed=8)] * 2}
+
+
+def _sd3_control():
+    model, inputs = _sd3()
+    return model, {**inputs, "block_controlnet_hidden_states": [_draw(2, 15, 32, seed=8)]}
+
+
+def _ltx_times():
+    """With a timestep for each token."""
+    model, inputs = _ltx()
+    return model, {**inputs, "timestep": torch.arange(36).expand(2, -1).contiguous()}
+
+
 MODELS = {
     "Flux": _flux, "Flux 2": _flux2, "Wan": _wan, "QwenImage": _qwen_image, "LTX": _ltx,
-    "SD3": _sd3, "LTX 2": _ltx2, "LTX 2, split": _ltx2_split,
+    "SD3": _sd3, "LTX 2": _ltx2, "LTX 2, split": _ltx2_split, "Flux, control": _flux_control,
+    "QwenImage, control": _qwen_image_control, "SD3, control": _sd3_control,
+    "LTX, times": _ltx_times,
 }  # fmt: skip
 # Parts of these compute in float32.
-NEAR = {"Wan": 1e-5, "LTX": 1e-5, "LTX 2": 1e-5, "LTX 2, split": 1e-5}
+NEAR = {"Wan": 1e-5, "LTX": 1e-5, "LTX, times": 1e-5, "LTX 2": 1e-5, "LTX 2, split": 1e-5}
 
 
 def _made(name, **options):
@@ -204,8 +230,10 @@ def _equals_one_process(name):
     torch.testing.assert_close(_step(model, inputs)[0], expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    [(ranks, name) for name in MODELS for ranks in ((3,) if "," in name else (2, 3))],
+)
 def test_equals_one_process(ranks, name):
     on_ranks(ranks, _equals_one_process, name)
 
@@ -257,6 +285,65 @@ def _in_use():
 
 def test_in_use():
     on_ranks(2, _in_use)
+
+
+def _changed():
+    """Copies, backends, processors and images after enable, and a step that is proven."""
+    import copy
+
+    from diffusers.models.transformers import transformer_flux2
+
+    from deepsp.integrations.diffusers import disable, enable
+
+    model, inputs = _made("Flux")
+    expected, _ = _step(model, inputs)
+    close = {"rtol": 1e-10, "atol": 1e-10}
+    enable(model)
+    other = copy.deepcopy(model)
+    for left in (other, model):  # disabling one leaves the other as it was
+        torch.testing.assert_close(_step(left, inputs)[0], expected, **close)
+        disable(other if left is other else model)
+    torch.testing.assert_close(_step(other, inputs)[0], expected, **close)
+
+    enable(model)
+    model.set_attention_backend("native")
+    torch.testing.assert_close(_step(model, inputs)[0], expected, **close)
+    with pytest.raises(ValueError, match=r"core to be one of sdpa, .*, got 'x'"):
+        model.set_attention_backend("x")
+    model.reset_attention_backend()
+
+    def step(batch, syncs=True):
+        model.zero_grad()
+        out = model(**batch, return_dict=False)[0]
+        loss = out.square().mean()
+        loss.backward()
+        if syncs:
+            deepsp.sync_gradients(model)
+        return loss
+
+    deepsp.prove(step, inputs)
+    with pytest.raises(ValueError, match=r"another gradient of .*sync_gradients is missing"):
+        deepsp.prove(lambda batch: step(batch, syncs=False), inputs)
+    few = {**inputs, "hidden_states": _draw(2, 1, 4), "img_ids": _draw(1, 3)}
+    with pytest.raises(ValueError, match=r"image token for each of 2 ranks in Flux.*larger images"):
+        model(**few)
+    attention = model.transformer_blocks[0].attn
+    enabled, attention.processor._attention_backend = attention.processor._attention_backend, None
+    with pytest.raises(ValueError, match=r"with None, which would attend to a rank's own tokens"):
+        model(**inputs)
+    attention.processor._attention_backend = enabled
+    attention.set_processor(type(attention.processor)())
+    with pytest.raises(ValueError, match=r"processors that Flux.* had when .*call disable before"):
+        model(**inputs)
+    disable(model)
+    two = _made("Flux 2")[0]
+    two.transformer_blocks[0].attn.set_processor(transformer_flux2.Flux2KVAttnProcessor())
+    with pytest.raises(ValueError, match=r"got a Flux2KVAttnProcessor in Flux2.*leave adapters, c"):
+        enable(two)
+
+
+def test_changed():
+    on_ranks(2, _changed)
 
 
 def _by_other_cores(name):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import weakref
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,9 @@ from deepsp.attention.module import DistributedAttention
 from deepsp.data.sharding import unshard
 from deepsp.integrations.diffusers.lengths import Lengths
 from deepsp.ranks.groups import Member
+
+if TYPE_CHECKING:
+    from deepsp.integrations.diffusers.sharding import State
 
 
 def attend(
@@ -134,8 +139,8 @@ def _sdpa(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa) -> T
 
 # ---- diffusers' table of backends
 
-_users: list[None] = []
-"""One entry for each enabled model."""
+_users: weakref.WeakSet[State] = weakref.WeakSet()
+"""The states of enabled models, while which the backend is in the table."""
 
 
 def _name():
@@ -147,20 +152,20 @@ def _name():
     return name
 
 
-def use_backend():
+def use_backend(state: State):
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Table
 
     name = _name()
-    if not _users:
+    if name not in Table._backends:
         Table.register(name)(attend)
-    _users.append(None)
+    _users.add(state)
     return name
 
 
-def leave_backend() -> None:
+def leave_backend(state: State) -> None:
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Table
 
-    _users.pop()
+    _users.discard(state)
     if not _users:
         name = _name()
         for table in (Table._backends, Table._constraints, Table._supported_arg_names):

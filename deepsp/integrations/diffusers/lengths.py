@@ -31,7 +31,7 @@ class Lengths:
         was, unless there was one only."""
         state, key = self.state, None
         if torch._C._current_graph_task_id() == -1:
-            key = tuple(state.totals)
+            key = (state.member[1], *state.totals)
             state.seen.add(key)
             if self._forward == state.forwards:  # used twice in a forward
                 key = None

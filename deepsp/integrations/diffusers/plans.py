@@ -16,11 +16,17 @@ _THEIR_OWN = (
 def plan_of(model: nn.Module) -> dict[str, Any] | None:
     """The plan of a model, as diffusers' models have it in ``_cp_plan``; None: it has none that was
     compared with one process."""
+    from diffusers.models._modeling_parallel import ContextParallelInput
+
     for cls in type(model).__mro__:
-        if cls.__name__ in _THEIR_OWN:
-            return getattr(model, "_cp_plan", None)
-        if cls.__name__ in _OURS:
-            return _OURS[cls.__name__](model)
+        name = cls.__name__
+        if name in MODELS:
+            plan = _OURS[name](model) if name in _OURS else model._cp_plan
+            more = {
+                argument: ContextParallelInput(split_dim=1, expected_dims=dims)
+                for argument, dims in _MORE.get(name, {}).items()
+            }
+            return {**plan, "": {**plan.get("", {}), **more}}
     return None
 
 
@@ -64,6 +70,23 @@ def _ltx2(model: nn.Module) -> dict[str, Any]:
         "audio_proj_out": output,
     }  # fmt: skip
 
+
+_MORE = {
+    "FluxTransformer2DModel": {"controlnet_block_samples": 3, "controlnet_single_block_samples": 3},
+    "QwenImageTransformer2DModel": {"controlnet_block_samples": 3},
+    "SD3Transformer2DModel": {"block_controlnet_hidden_states": 3},
+    "LTXVideoTransformer3DModel": {"timestep": 2},  # one for each token
+}
+"""Arguments with an entry for each image token that plans leave out, and their dimensions."""
+
+PROCESSORS = {
+    "FluxAttnProcessor", "FusedFluxAttnProcessor2_0", "Flux2AttnProcessor",
+    "Flux2ParallelSelfAttnProcessor", "WanAttnProcessor", "QwenDoubleStreamAttnProcessor2_0",
+    "LTXVideoAttnProcessor", "LTX2AudioVideoAttnProcessor", "JointAttnProcessor2_0",
+    "FusedJointAttnProcessor2_0",
+}  # fmt: skip
+"""The attention processors that were compared with one process. Others, of diffusers, too, may
+attend to a rank's tokens only (Flux 2's with a cache of reference images)."""
 
 _OURS = {"SD3Transformer2DModel": _sd3, "LTX2VideoTransformer3DModel": _ltx2}
 

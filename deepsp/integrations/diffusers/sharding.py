@@ -21,7 +21,7 @@ from deepsp.integrations.diffusers.backend import (
     use_backend,
 )
 from deepsp.integrations.diffusers.lengths import Lengths
-from deepsp.integrations.diffusers.plans import MODELS, plan_of
+from deepsp.integrations.diffusers.plans import MODELS, PROCESSORS, plan_of
 from deepsp.ranks.groups import Group, Member, member_of
 
 _ADVICE = (
@@ -141,34 +141,51 @@ class State:
         options: dict[str, Any],
         average_gradients: bool,
     ):
-        self.model, self.member, self.core, self.options = model, member, core, options
-        self.scale = float(member[1]) if average_gradients else 1.0
+        self.model, self.core, self.options = model, core, options
+        self._member, self._averages = member, average_gradients
         self.handles: list[Any] = []
-        self.processors: list[tuple[Any, Any]] = []  # with their backends before
+        self.processors: list[tuple[nn.Module, Any, Any]] = []
+        """Of each attention, and its backend before."""
         self.forwards = 0
         self.totals: list[int] = []  # tokens of the sequences that this forward has sharded
         self.seen: set[tuple[int, ...]] = set()
+
+    @property
+    def member(self) -> Member:
+        return member_of(self._member)
+
+    @property
+    def scale(self) -> float:
+        """The factor of gradients."""
+        return float(self.member[1]) if self._averages else 1.0
 
     def install(self, plan: dict[str, Any]) -> None:
         from diffusers.models._modeling_parallel import ContextParallelOutput
 
         setattr(self.model, _STATE, self)
-        backend = use_backend()
+        backend = use_backend(self)
         for module in self.model.modules():
             processor = getattr(module, "processor", None)
-            if hasattr(processor, "_attention_backend") and hasattr(processor, "_parallel_config"):
-                self.processors.append((processor, processor._attention_backend))
-                processor._attention_backend = backend
-                processor._parallel_config = Lengths(self)
-            elif type(processor).__name__ in _CALL_SDPA:
+            if processor is None:
+                continue
+            if type(processor).__name__ not in PROCESSORS:
+                raise ValueError(
+                    f"expected attention processors among {', '.join(sorted(PROCESSORS))}, which "
+                    f"have been compared with one process, got a {type(processor).__name__} in "
+                    f"{type(self.model).__name__}; leave adapters, caches and set_attn_processor "
+                    "out"
+                )
+            before = getattr(processor, "_attention_backend", None)
+            self.processors.append((module, processor, before))
+            if type(processor).__name__ in _CALL_SDPA:
                 around = _Around(SdpaOverRanks(Lengths(self)))
                 self._hook(module, around.enter, first=True)
                 self.handles.append(module.register_forward_hook(around.leave, always_call=True))
-            elif processor is not None:
-                raise ValueError(
-                    f"expected attention processors of diffusers' own {type(self.model).__name__}, "
-                    f"got a {type(processor).__name__}; leave adapters and set_attn_processor out"
-                )
+            else:
+                processor._attention_backend = backend
+                processor._parallel_config = Lengths(self)
+        self.model.set_attention_backend = self.set_core
+        self.model.reset_attention_backend = functools.partial(self.set_core, "sdpa")
         self._hook(self.model, self._begin, first=True)
         for path, rules in plan.items():
             for module in _modules(self.model, path):
@@ -189,11 +206,22 @@ class State:
     def remove(self) -> None:
         for handle in self.handles:
             handle.remove()
-        for processor, backend in self.processors:
-            processor._attention_backend, processor._parallel_config = backend, None
-        if hasattr(self.model, _STATE):
-            delattr(self.model, _STATE)
-            leave_backend()
+        for _, processor, backend in self.processors:
+            if type(processor).__name__ not in _CALL_SDPA:
+                processor._attention_backend, processor._parallel_config = backend, None
+        for name in (_STATE, "set_attention_backend", "reset_attention_backend"):
+            vars(self.model).pop(name, None)
+        leave_backend(self)
+
+    def set_core(self, backend: str) -> None:
+        """The model's ``set_attention_backend``, while it is enabled."""
+        check_core(backend)
+        self.core = backend
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy of an enabled model is enabled, too."""
+        self.__dict__.update(state)
+        use_backend(self)
 
     def _hook(self, module: nn.Module, hook: Callable, first: bool = False) -> None:
         handle = module.register_forward_pre_hook(hook, with_kwargs=True, prepend=first)
@@ -207,13 +235,31 @@ class State:
     @_disable_dynamo
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         self.forwards, self.totals = self.forwards + 1, []
+        for attention, processor, _ in self.processors:
+            backend = getattr(processor, "_attention_backend", "deepsp")
+            if attention.processor is not processor or backend != "deepsp":
+                raise ValueError(
+                    f"expected the attention processors that {type(self.model).__name__} had when "
+                    f"it was enabled, with their backend, got a "
+                    f"{type(attention.processor).__name__} with {backend}, which would attend to a "
+                    "rank's own tokens; call disable before set_attn_processor, and enable after "
+                    "it. (The model's set_attention_backend chooses the core)"
+                )
         named = _named(module, args, kwargs)
         found = [(name, x) for name, x in named.items() if isinstance(x, Tensor)]
         compare_batches(found, self.member, _ADVICE)
 
-    def _local(self, x: Tensor, rule) -> Tensor:
-        if rule.expected_dims is not None and x.dim() != rule.expected_dims:
+    def _local(self, x: Tensor, rule, is_image: bool = False) -> Tensor:
+        dims, size = rule.expected_dims, self.member[1]
+        if dims is not None and x.dim() != dims:
             return x
+        if x.dim() == 2 and x.size(rule.split_dim) == 1:  # one for all tokens
+            return x
+        if is_image and x.size(rule.split_dim) < size:
+            raise ValueError(
+                f"expected an image token for each of {size} ranks in {type(self.model).__name__}, "
+                f"got shape {tuple(x.shape)}; use larger images, or fewer ranks"
+            )
         self.totals.append(x.size(rule.split_dim))
         return shard(x, rule.split_dim, self.member)
 
@@ -222,14 +268,17 @@ class State:
         for name, rule in rules.items():
             given = named.get(name)
             if isinstance(given, Tensor):
-                named[name] = self._local(given, rule)
+                named[name] = self._local(given, rule, name == "hidden_states")
             elif isinstance(given, (list, tuple)):
-                of_each = zip(given, rule, strict=True)
-                named[name] = [self._local(x, r) if x is not None else x for x, r in of_each]
+                of_each = rule if isinstance(rule, (list, tuple)) else [rule] * len(given)
+                named[name] = [
+                    x if x is None else self._local(x, r)
+                    for x, r in zip(given, of_each, strict=True)
+                ]
         return (), named
 
     def _shard(self, module: nn.Module, args: tuple, output, *, rules):
-        return _mapped(output, lambda n, x: self._local(x, rules[n]) if n in rules else x)
+        return _mapped(output, lambda n, x: self._local(x, rules[n], True) if n in rules else x)
 
     def _gather(self, module: nn.Module, args: tuple, output, *, rules, lengths):
         def gather(n: int, x: Tensor) -> Tensor:
