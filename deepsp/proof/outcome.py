@@ -179,12 +179,21 @@ def buffers_of(models: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def attributes_kept(thing: Any) -> Iterator[None]:
-    """Restores attributes of numbers, strings, and containers of these."""
+    """Restores attributes of numbers, strings, tensors, and containers of numbers and strings."""
     kept = {n: copy.deepcopy(x) for n, x in vars(thing).items() if _is_plain(x)}
+    tensors = {n: (x, x.detach().clone()) for n, x in vars(thing).items() if isinstance(x, Tensor)}
+    before = set(vars(thing))
     try:
         yield
     finally:
+        for name, x in list(vars(thing).items()):
+            if name not in before and (_is_plain(x) or isinstance(x, Tensor)):
+                delattr(thing, name)
         vars(thing).update(kept)
+        for name, (x, content) in tensors.items():
+            vars(thing)[name] = x
+            with torch.no_grad():
+                x.copy_(content)
 
 
 def _is_plain(value: Any) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # torch.compiler.disable would import Dynamo now
 from torch.utils._pytree import tree_map_only
 
 from deepsp.data.deal_batch import dealt_batch, documents_of
@@ -154,6 +155,7 @@ class FullRows:
 
     # ---- a call
 
+    @_disable_dynamo
     def _enter(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]):
         base = base_of(model)
         registration = calls.registration_of(base)
@@ -218,6 +220,7 @@ class FullRows:
         share = _Share(self.member, 1, deal.seq_lens, deal, documents.valid)
         return dealt_batch(own, documents, deal), share
 
+    @_disable_dynamo
     def _leave(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any):
         call = self._calls.pop() if self._calls else None
         if call is None:

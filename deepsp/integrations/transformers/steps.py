@@ -110,7 +110,7 @@ class FullStep:
         """Makes a model attend to full sequences, before the first step and any wrapper."""
         run, options = self.run, self.run.options
         how = {"query_parts": options.query_parts, "deal_images": options.deal_images}
-        inner = run.trainer.accelerator.unwrap_model(model)
+        inner = run.trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
         rows = FullRows(inner, run.groups.group, options.without_logits, options.roles, **how)
         self.rows.append(rows)
         if run.trainer.label_smoother is not None and not run.is_of_trl:

@@ -139,7 +139,7 @@ class RowsStep(FullStep):
 
 def check_models(trainer: Trainer, name: str) -> list:
     """The policy, and the reference model if there is one."""
-    models = [trainer.model, *filter(None, [trainer.ref_model])]
+    models = [m for m in (trainer.model, trainer.ref_model) if m is not None]
     base = base_of(trainer.accelerator.unwrap_model(trainer.model))
     if getattr(trainer, "aux_loss_enabled", False) and not mixers.is_balanced(base):
         raise ValueError(
