@@ -263,10 +263,15 @@ def test_refusals():
             lambda: deal([3], 2, cost=(1.0, 1e308)),
             r"to cost less than 1e300, got inf",
         ),
+        (lambda: deal([3], 2, cost=3), r"expected cost to be two numbers, got 3"),
+        (lambda: deal([3], 2, cost=("a", 1)), r"expected cost to be two numbers, got \('a', 1\)"),
+        (lambda: deal([2.5], 2), r"lengths to be a sequence of ints, .*, got \[2.5\], 2 and None"),
+        (lambda: deal(None, 2), r"lengths to be a sequence of ints, .*, got None, 2 and None"),
+        (lambda: deal([3], "2"), r"ranks an int, .*, got \[3\], '2' and None"),
+        (lambda: deal([3], 2, 1.5), r"max_tokens an int or None, got \[3\], 2 and 1.5"),
+        (lambda: deal([2**63], 2), r"fewer than 2\^62 tokens, got 9223372036854775808"),
         (lambda: deal([3], 2).tokens(2), r"expected 0 <= rank < 2, got 2"),
         (lambda: deal([3], 2).documents(-1), r"expected 0 <= rank < 2, got -1"),
     ]:
         with pytest.raises(ValueError, match=text):
             call()
-    with pytest.raises(TypeError):
-        deal([2.5], 2)

@@ -273,6 +273,60 @@ def test_models(name, ranks, slack):
     on_ranks(ranks, _model, name, slack)
 
 
+def _positions():
+    """deal_batch trains on the positions that a batch has."""
+    from transformers import GPT2Config, GPT2LMHeadModel, RobertaConfig, RobertaForCausalLM
+
+    sizes = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
+    plain = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+
+    def learned():
+        size = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+        return GPT2LMHeadModel(GPT2Config(**sizes, **size, **plain))
+
+    ids = torch.randint(3, VOCAB, (2, 20), generator=torch.Generator().manual_seed(1))
+    left = torch.ones_like(ids)
+    left[1, :9] = 0
+    after = torch.where(torch.arange(20) < torch.tensor([[0], [10]]), -100, ids)
+    twice = torch.cat([torch.arange(12), torch.arange(8)]).expand(2, -1)
+    once = ids.masked_fill(twice == 0, -100)
+    register()
+    for make_model, batch in (
+        (learned, {
+            "labels": ids, "position_ids": torch.arange(7, 27).expand(2, -1)}),
+        (learned, {"labels": after, "attention_mask": left}),
+        (lambda: make("Llama"), {
+            "labels": once, "position_ids": twice, "attention_mask": torch.ones_like(ids)}),
+        (lambda: make("Llama"), {"labels": once, "position_ids": twice}),
+    ):  # fmt: skip
+        torch.manual_seed(0)
+        model = make_model().double()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(torch.randn_like(p) * 0.1)
+        expected = model(input_ids=ids, **batch).loss
+        model.set_attn_implementation("deepsp")
+        local, deal = deepsp.deal_batch({"input_ids": ids, **batch})
+        loss = model(**local).loss
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0, check_dtype=False)
+    assert len(deal.lengths) == 4  # without a mask, positions that restart begin a document
+    roberta = RobertaForCausalLM(
+        RobertaConfig(**sizes, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+                      num_attention_heads=4, is_decoder=True, pad_token_id=0)
+    )  # fmt: skip
+    roberta.eval().set_attn_implementation("deepsp")
+    with pytest.raises(ValueError, match=r"as deepsp.deal_batch makes them, but .*counts other"):
+        roberta(**deepsp.deal_batch({"input_ids": ids, "labels": ids})[0])
+    few = {"input_ids": ids[:1, :1], "labels": ids[:1, :1]}
+    for door in (deepsp.shard_batch, deepsp.deal_batch):
+        with pytest.raises(ValueError, match=r"a token in the call of .*, got \[[01], [01]\] by"):
+            model(**door(few)[0])
+
+
+def test_positions():
+    on_ranks(2, _positions)
+
+
 # ------------------------------------------------------------------ loaders
 
 
@@ -382,7 +436,16 @@ def _refused():
     for error, wrong in (
         ("zeros of attention_mask at the ends", {
             "attention_mask": holes, "labels": batch["labels"].masked_fill(holes == 0, -100)}),
-        (r"batch\['labels'\] to be -100", {"labels": batch["input_ids"]}),
+        (r"batch\['labels'\] to be -100 .*; pass labels.masked_fill\(attention_mask == 0, -100", {
+            "labels": batch["input_ids"]}),
+        (r"batch\['shift_labels'\] to be -100 .*; pad on the right", {
+            **{n: batch[n].flip(1) for n in ("attention_mask", "input_ids", "labels")}}),
+        (r"by name, got batch\['more'\]\['extra'\] of shape \(5, 40\) within another value", {
+            "more": {"extra": batch["input_ids"]}}),
+        (r"\['position_ids'\] of shape \[40\] or \[5, 40\], got \(3, 5, 40\)", {
+            "position_ids": torch.arange(40).expand(3, 5, -1), "labels": None}),
+        (r"\['seq_idx'\] to be a tensor \[5, 40\] .*, got list", {
+            "seq_idx": [1], "attention_mask": None, "labels": None}),
         (r"batch\['extra'\] of shape \[5, 40", {"extra": torch.zeros(1, 40)}),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=error):

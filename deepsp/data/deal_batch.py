@@ -103,14 +103,30 @@ def documents_of(batch: Mapping[str, Any], ignore_index: int, **how: Any) -> Doc
     batch, described = full_batch(batch, None, ignore_index, **how)
     batch.pop("attention_mask", None)
     valid = _valid(mask, described, batch[described.tokens].device)
-    for name, x in (("labels", labels), ("shift_labels", batch.get("shift_labels"))):
+    advice = f"pass labels.masked_fill(attention_mask == 0, {ignore_index})"
+    before = "pad on the right, since padding before a row predicts its first token"
+    for name, x, what in (
+        ("labels", labels, advice),
+        ("shift_labels", batch.get("shift_labels"), before),
+    ):
         if x is not None and bool((x[~valid] != ignore_index).any()):
             raise ValueError(
                 f"expected batch[{name!r}] to be {ignore_index} (ignore_index) where "
-                "attention_mask is 0, since padding is dropped, got other labels there; pad on the "
-                "right, since a row's first token is predicted from padding before it"
+                f"attention_mask is 0, since padding is dropped, got other labels there; {what}"
             )
-    positions = batch["position_ids"].reshape(-1, described.length).expand(described.rows, -1)
+    for path, (_, shape) in described.of.items():
+        if len(path) > 1 and described.dim_of(path) is not None:
+            raise ValueError(
+                f"expected tensors with an entry for each token by name, got {name_of(path)} of "
+                f"shape {shape} within another value; put it into the batch itself"
+            )
+    positions = batch["position_ids"]
+    if positions.dim() > 2 or positions.shape[:-1].numel() not in (1, described.rows):
+        raise ValueError(
+            f"expected batch['position_ids'] of shape [{described.length}] or [{described.rows}, "
+            f"{described.length}], got {tuple(positions.shape)}"
+        )
+    positions = (positions if positions.dim() == 2 else positions[None]).expand(described.rows, -1)
     batch["position_ids"] = positions
     tokens, rest = {}, {}
     for name, x in batch.items():

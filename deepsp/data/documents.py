@@ -245,9 +245,21 @@ def deal_documents(
         ValueError: ``max_tokens`` is too small for the documents, a length is negative, there are
             no ranks, or a cost is negative or not finite.
     """
-    lengths = [operator.index(n) for n in lengths]
-    limit = sum(lengths) if max_tokens is None else max_tokens
-    linear, quadratic = cost
+    try:
+        lengths = [operator.index(n) for n in lengths]
+        ranks = operator.index(ranks)
+        limit = sum(lengths) if max_tokens is None else operator.index(max_tokens)
+    except TypeError:
+        raise ValueError(
+            "expected lengths to be a sequence of ints, ranks an int, and max_tokens an int or "
+            f"None, got {lengths!r}, {ranks!r} and {max_tokens!r}"
+        ) from None
+    try:
+        linear, quadratic = map(float, cost)
+    except (TypeError, ValueError):
+        raise ValueError(f"expected cost to be two numbers, got {cost!r}") from None
+    if sum(lengths) >= 1 << 62:
+        raise ValueError(f"expected documents of fewer than 2^62 tokens, got {sum(lengths)}")
     found = torch.ops.deepsp.deal_documents(lengths, ranks, limit, linear, quadratic)
     places, lens = found[: 2 * len(lengths)], found[2 * len(lengths) :]
     widths = [2**level for level in range((ranks - 1).bit_length())] + [ranks]

@@ -17,6 +17,8 @@ from deepsp.data.roles import Roles
 class _Last:
     tokens: weakref.ref | Tensor | None = None
     """Ids, or a weak reference to embeddings, which are large."""
+    is_part: bool = False
+    """Whether they are fewer than those of the full batch."""
     positions: Tensor | None = None
     lens: Sequence[int] = ()
     """The number of tokens of each rank."""
@@ -28,8 +30,8 @@ _last = _Last()
 def remember(local: Mapping[str, Any], roles: Roles, lens: Sequence[int]) -> None:
     """Called with each local batch that is handed out. ``roles``: of the full batch."""
     part = local[roles.tokens]
-    _last.tokens = None
-    if part.size(roles.dim) < roles.length:
+    _last.is_part, _last.tokens = part.size(roles.dim) < roles.length, None
+    if _last.is_part or 0 in lens:
         _last.tokens = part if roles.tokens == "input_ids" else weakref.ref(part)
         _last.positions, _last.lens = local["position_ids"], lens
 
@@ -43,7 +45,12 @@ def has_positions(positions: Tensor) -> bool:
 
 
 def has_tokens(tokens: Tensor | None) -> bool:
-    """Whether these are the local tokens of the last batch: the same tensor, or the same ids."""
+    """Whether these are the local tokens of the last batch, and not all of them: the same tensor,
+    or the same ids."""
+    return _last.is_part and _is_last(tokens)
+
+
+def _is_last(tokens: Tensor | None) -> bool:
     last = _last.tokens
     if tokens is None or last is None:
         return False
@@ -60,4 +67,4 @@ def has_tokens(tokens: Tensor | None) -> bool:
 def lens_with(tokens: Tensor | None) -> Sequence[int]:
     """The number of tokens of each rank in the last batch, if these are its local tokens; else
     none."""
-    return _last.lens if has_tokens(tokens) else ()
+    return _last.lens if _is_last(tokens) else ()

@@ -178,6 +178,8 @@ def describe(
 
 
 def _check_overrides(roles: Mapping[str, str] | None) -> None:
+    if not isinstance(roles, Mapping | None):
+        raise ValueError(f"expected roles to map names to roles, got {roles!r}")
     for name, role in (roles or {}).items():
         if role not in ROLES:
             raise ValueError(

@@ -33,6 +33,7 @@ from deepsp.integrations.transformers.forward import (
     calling,
     running,
 )
+from deepsp.integrations.transformers.masks import Masks
 from deepsp.integrations.transformers.own_loss import computing
 from deepsp.ranks.groups import member_of
 from deepsp.ranks.randomness import randomness_of_a_model
@@ -151,6 +152,9 @@ def _prepared(
         _check_each_rank_has_tokens(model, call, args, kwargs)
     if places is not None:
         call.positions = places
+    # PaliGemma's decoder gets a mask, and asks transformers for one of its own.
+    if isinstance(kwargs.get("attention_mask"), Masks):
+        call.mask = kwargs.pop("attention_mask")
     if call.door is None and mixers.prepare(model):
         positions = mixers.positions_of(model, kwargs)
         call.has_mixers = True

@@ -316,7 +316,8 @@ def _tried(model: nn.Module, head: nn.Linear) -> tuple[Tensor, Tensor]:
         arguments["use_cache"] = False
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        stack.enter_context(calling(is_check=True))  # so that no decoder's tokens are cut
+        # A check's call: no decoder's tokens are cut.
+        stack.enter_context(calling(inherits=False, is_check=True))
         stack.enter_context(_in_place_of(head, forward_of_head))
         for module in base:
             stack.enter_context(_in_place_of(module, lambda *_, **__: _Hidden(hidden)))

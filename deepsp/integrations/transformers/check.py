@@ -149,7 +149,8 @@ class _Check(Probe):
         self.has_door = multimodal.decoder_of(self.model) is not None
         arguments = self._arguments()
         self.check_batch_norms()
-        with as_it_was(self.model), self._without_attention(), calling(is_check=True):
+        alone = calling(inherits=False, is_check=True)
+        with as_it_was(self.model), self._without_attention(), alone:
             output = self._call(arguments)
             queries, self.queries = self.queries, []
             outputs = self.outputs(output, lambda hooks: self._call(arguments, hooks=hooks))

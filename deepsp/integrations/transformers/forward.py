@@ -13,6 +13,7 @@ from deepsp.ranks.groups import Member
 
 if TYPE_CHECKING:
     from deepsp.data.documents import Deal
+    from deepsp.integrations.transformers.masks import Masks
     from deepsp.integrations.transformers.mixers import Sequence
     from deepsp.integrations.transformers.multimodal import Door
     from deepsp.integrations.transformers.rows import FullRows
@@ -60,6 +61,8 @@ class Forward:
     deal: Deal | None = None
     has_mixers: bool = False
     """Whether the model has recurrent layers."""
+    mask: Masks | None = None
+    """A mask that an outer model has passed to this one, which makes no other."""
     positions: Tensor | None = None
     """The model's position_ids, if it has recurrent layers or is a decoder."""
     real_rows: Tensor | None = None
@@ -88,15 +91,15 @@ running = _Running()
 
 
 class calling:
-    """A context in which a call runs: that of the thread, with changes. Not a generator, which
-    Dynamo couldn't compile."""
+    """A context in which a call runs: that of the thread, with changes, or a call of its own. Not a
+    generator, which Dynamo couldn't compile."""
 
-    def __init__(self, **changes: Any):
-        self.changes = changes
+    def __init__(self, inherits: bool = True, **changes: Any):
+        self.inherits, self.changes = inherits, changes
 
     def __enter__(self) -> Forward:
         self.before = running.forward
-        running.forward = Forward(self.before, **self.changes)
+        running.forward = Forward(self.before if self.inherits else None, **self.changes)
         return running.forward
 
     def __exit__(self, *_) -> None:

@@ -74,7 +74,9 @@ class Masks:
         call = running.forward
         self.of_call, self.deal = call.positions, call.deal
         self.has_own_positions = call.has_own_positions
-        if self.deal is not None and (attention_mask is not None or given is not None):
+        if self.deal is not None and self._hides_nothing(q_length):
+            self.padding = None
+        if self.deal is not None and (self.padding is not None or given is not None):
             raise ValueError(
                 "expected no attention_mask with a batch that deal_batch made, which has no "
                 "padding, got one; leave it out"
@@ -96,11 +98,19 @@ class Masks:
                     "a full attention_mask of shape [B, 1, S, S]"
                 )
 
+    def _hides_nothing(self, length: int) -> bool:
+        """Whether the padding is that of a rank's tokens alone, and all ones: models make it
+        themselves (BioGpt)."""
+        padding = self.padding
+        return padding is not None and padding.size(-1) == length and bool(padding.all())
+
     @_disable_dynamo  # the lengths aren't known before, so compiled code breaks here
     def exchange(self, query: Tensor, key: Tensor, positions: Tensor, member: Member):
         """Finds every rank's number of tokens, and the mask of the full sequence. Returns each
         rank's positions."""
-        rank, _, name = member
+        rank, size, name = member
+        if size > 1 and self._hides_nothing(query.size(2)):
+            self.padding = None
         width = -1 if self.padding is None else self.padding.size(-1)
         # Compared before tensors of these sizes are sent.
         known = int(last_batch.has_positions(positions))
@@ -211,6 +221,12 @@ class Masks:
         )
 
 
+def mask_of(*args, **kwargs) -> Masks:
+    """What transformers calls to make a mask: one of a model within another, which has made it
+    already, is that one."""
+    return running.forward.mask or Masks(*args, **kwargs)
+
+
 def check_padding(widths: list[int], length: int) -> None:
     """Raises unless the padding masks of all ranks have this length, or (-1) no rank has one."""
     if set(widths) not in ({-1}, {length}):
@@ -236,4 +252,4 @@ def ours() -> set[str]:
     """The names under which deepsp's attention is registered."""
     from transformers import AttentionMaskInterface
 
-    return {n for n, f in AttentionMaskInterface._global_mapping.items() if f is Masks}
+    return {n for n, f in AttentionMaskInterface._global_mapping.items() if f is mask_of}

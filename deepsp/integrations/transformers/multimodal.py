@@ -195,7 +195,12 @@ def local_arguments(door: Door, given: dict[str, Any]) -> tuple[dict[str, Any], 
         local["deepstack_visual_embeds"] = [
             x[own[visual]] for x in given["deepstack_visual_embeds"]
         ]
-    known = {"input_ids", "inputs_embeds", "position_ids", "attention_mask", "visual_pos_masks"}
+    if (inputs := given.get("per_layer_inputs")) is not None:  # [B, S, layers, E], of Gemma 4
+        local["per_layer_inputs"] = inputs[:, part]
+    known = {
+        "input_ids", "inputs_embeds", "position_ids", "attention_mask", "visual_pos_masks",
+        "per_layer_inputs",
+    }  # fmt: skip
     for name, x in given.items():
         if isinstance(x, Tensor) and name not in known | _PASSED_ON:
             raise ValueError(

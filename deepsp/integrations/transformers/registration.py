@@ -13,7 +13,7 @@ from deepsp.integrations.transformers.attention import attention
 from deepsp.integrations.transformers.check import check
 from deepsp.integrations.transformers.cores import check_core
 from deepsp.integrations.transformers.forward import REGISTRATIONS, Registration
-from deepsp.integrations.transformers.masks import Masks, ours
+from deepsp.integrations.transformers.masks import mask_of, ours
 from deepsp.integrations.transformers.own_loss import OwnLoss
 from deepsp.ranks.groups import Group, member_of
 from deepsp.weights.partitioned import is_away
@@ -108,7 +108,7 @@ def register(
     )
     attend = functools.partial(attention, registration=registration)
     transformers.AttentionInterface.register(name, attend)
-    transformers.AttentionMaskInterface.register(name, Masks)
+    transformers.AttentionMaskInterface.register(name, mask_of)
     REGISTRATIONS[name] = registration
     calls.install()
 
