@@ -142,7 +142,7 @@ def launched() -> Iterator[None]:
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     names = {}
-    if dist.is_initialized():
+    if dist.is_initialized() and dist.get_world_size() > 1:
         rank, size = str(dist.get_rank()), str(dist.get_world_size())
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
                  "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # fmt: skip

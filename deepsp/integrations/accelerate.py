@@ -164,6 +164,7 @@ class _Prepared(GroupedAccelerator):
 
     def prepare(self, *objects: Any, **kwargs: Any) -> Any:
         from deepsp.integrations.transformers.experts import refuse_dealt
+        from deepsp.integrations.transformers.forward import take_local_rows
         from deepsp.integrations.transformers.registration import base_of, use_in
 
         before = []
@@ -181,6 +182,7 @@ class _Prepared(GroupedAccelerator):
                     )
                 advice = "use SequenceParallelTrainer, or a loop with deepsp.sync_gradients"
                 refuse_dealt(model, "in prepare", advice)
+                take_local_rows(model)
                 own = use_in(base_of(model), self.sequence_group, *self.sequence_attention)
                 before.append(own)
         prepared = super().prepare(*objects, **kwargs)
@@ -226,7 +228,7 @@ class _Prepared(GroupedAccelerator):
                 "use model(**batch).loss, or deepsp.cross_entropy(logits, batch['shift_labels'], "
                 "accelerator.sequence_group)"
             )
-            self.sequence_losses = Losses(member_of(self.sequence_group), advice)
+            self.sequence_losses = Losses(self.sequence_group, advice)
         super().backward(self.sequence_losses.averaged(loss), **kwargs)
 
     # ---- gathering

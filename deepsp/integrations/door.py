@@ -200,12 +200,12 @@ class Losses:
     DeepSpeed), which divides by the number of ranks of a sequence, too.
 
     Args:
-        member: the ranks that share a sequence.
+        group: the ranks that share a sequence.
         advice: which loss to take.
     """
 
-    def __init__(self, member: Member, advice: str):
-        self.member, self.advice = member, advice
+    def __init__(self, group: dist.ProcessGroup | Member, advice: str):
+        self.group, self.advice = group, advice
         self.compared = 0
 
     def averaged(self, loss: Tensor) -> Tensor:
@@ -216,7 +216,7 @@ class Losses:
             ValueError: on every rank: it is the loss of this rank's tokens, or some of its terms
                 have gradients times that number, and others not.
         """
-        member = member_of(self.member)
+        member = member_of(self.group)
         if member[1] == 1:  # in a proof
             return loss
         if self.compared < 2:  # a wrong one is wrong from the start; comparing costs a collective

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from deepsp.integrations.door import Groups, check_size, make_groups, subclass
 
@@ -79,7 +79,17 @@ class GroupedAccelerator:
         if self.sequence_counts == "alone":
             return tensor
         every = super().gather(tensor)
-        return self.sequence_once(every) if self.sequence_counts == "groups" else every
+        if self.sequence_counts != "groups":
+            return every
+        once = self.sequence_once(every)
+        if self.sequence_groups.number > 1:
+            return once
+        # One process gathers nothing: numbers stay without a dimension.
+        leaves, tree = tree_flatten(tensor)
+        pairs = zip(leaves, tree_flatten(once)[0], strict=True)
+        return tree_unflatten(
+            [x.view_as(own) if isinstance(own, Tensor) else own for own, x in pairs], tree
+        )
 
     def sequence_once(self, gathered: Any) -> Any:
         """The tensors of one rank in each group, among those of all processes."""

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from deepsp.attention.layer import SequenceParallelAttention
 from deepsp.attention.module import DistributedAttention
+from deepsp.experts.module import DistributedExperts
 from deepsp.ranks.groups import Group, Member, in_place_of, member_of
 from deepsp.recurrence.module import DistributedRecurrence
 
@@ -21,24 +22,36 @@ _KINDS = (DistributedAttention, DistributedRecurrence, SequenceParallelAttention
 @contextlib.contextmanager
 def alone(group: Group | Member) -> Iterator[None]:
     """In this context ``group`` is a group of this process, for deepsp's functions and modules. So
-    each rank runs on a full batch, by itself. Weights that are sharded over the group still are.
-    Compiled code runs as it was written."""
+    each rank runs on a full batch, by itself. Weights and experts that are sharded over the group
+    still are. Compiled code runs as it was written."""
     member, rank = member_of(group), dist.get_rank()
     own = dist.new_group([rank], use_local_synchronization=True, group_desc="deepsp alone")
     single = member_of(own)
-    before: list[tuple[torch.nn.Module, Member]] = []
+    changed: set[torch.nn.Module] = set()
 
     def enter(module: torch.nn.Module, args: tuple) -> None:
-        if isinstance(module, _KINDS) and module.member == member:
-            before.append((module, module.member))
+        if isinstance(module, _KINDS) and module.member in (member, single):
+            changed.add(module)  # or made in this context
             module.member = single
 
-    handle = register_module_forward_pre_hook(enter)
+        if isinstance(module, DistributedExperts):
+            together.enter_context(in_place_of(member, member))
+
+    def leave(module: torch.nn.Module, args: tuple, output: object) -> None:
+        if isinstance(module, DistributedExperts):
+            together.close()
+
+    together = contextlib.ExitStack()
+    handles = [
+        register_module_forward_pre_hook(enter),
+        register_module_forward_hook(leave, always_call=True),
+    ]
     try:
         with in_place_of(member, single), torch.compiler.set_stance("force_eager"):
             yield
     finally:
-        handle.remove()
-        for module, known in before:
-            module.member = known
+        for handle in handles:
+            handle.remove()
+        for module in changed:
+            module.member = member
         dist.destroy_process_group(own)

@@ -16,12 +16,17 @@ ROWS, TOKENS = 4, 127
 """The most rows and tokens of a row. The number of tokens divides by no number of ranks."""
 _DOCUMENTS = 3
 """The most documents of a packed row."""
+_BEGINNING = 32
+"""The most tokens of each document, if all are taken."""
 _WHOLE = 2048
 """The most tokens of a batch with images that isn't cut."""
 
 
 def cut(
-    batch: Mapping[str, Any], roles: Roles, rows: int | None = ROWS, text: Tensor | None = None
+    batch: Mapping[str, Any],
+    roles: Roles,
+    text: Tensor | None = None,
+    first: int | None = None,
 ) -> tuple[dict[str, Any], list[int]]:
     """A part of a full batch, with its labels as they were.
 
@@ -30,30 +35,32 @@ def cut(
 
     Args:
         batch: the batch, of which ``roles`` are described, with the sequence in dimension 1.
-        rows: the most rows. None: all; then only a single row is taken for a packed one.
         text: for a vision-language model: [B, S], the tokens that aren't those of images. None:
             the model is another.
+        first: all rows are kept, the same part of each sample in whatever batch it is: of rows, the
+            tokens from this one on (< 0: counted from the end); of a packed row, the beginnings of
+            all documents; of a batch with images, all. None: as described.
 
     Returns:
         The cut, and the number of tokens of each document of a packed row (else none).
     """
     if roles.shard_at == "decoder" and text is not None:
-        if roles.rows * roles.length <= _WHOLE:
+        if roles.rows * roles.length <= _WHOLE or first is not None:
             return dict(batch), []
         index = text[0].nonzero().flatten()[:TOKENS]
         drop = {path[0] for path, (role, _) in roles.of.items() if role == "other"}
         left = {n: x for n, x in batch.items() if n not in drop}
         return _selected(left, roles, 1, index), []
-    begins = _begins(batch, roles) if roles.rows == 1 or rows is not None else None
+    begins = _begins(batch, roles) if roles.rows == 1 or first is None else None
     if begins is None:
-        return _selected(
-            batch, roles, min(rows or roles.rows, roles.rows), _window(batch, roles)
-        ), []
+        rows = roles.rows if first is not None else min(ROWS, roles.rows)
+        return _selected(batch, roles, rows, _window(batch, roles, first)), []
     ends = torch.cat([begins[1:], begins.new_tensor([roles.length])])
     lens, taken, left = (ends - begins).tolist(), [], TOKENS
-    for n, (begin, length) in enumerate(zip(begins.tolist()[:_DOCUMENTS], lens, strict=False)):
-        more = min(_DOCUMENTS, len(lens)) - n
-        taken.append(torch.arange(begin, begin + min(length, left // more)))
+    number = min(_DOCUMENTS, len(lens)) if first is None else len(lens)
+    for n, (begin, length) in enumerate(zip(begins.tolist()[:number], lens, strict=False)):
+        most = left // (number - n) if first is None else _BEGINNING
+        taken.append(torch.arange(begin, begin + min(length, most)))
         left -= len(taken[-1])
     index = torch.cat(taken)
     documents = [len(x) for x in taken]
@@ -92,12 +99,13 @@ def _begins(batch: Mapping[str, Any], roles: Roles) -> Tensor | None:
     return begins.nonzero().flatten() if int(begins.sum()) > 1 else None
 
 
-def _window(batch: Mapping[str, Any], roles: Roles) -> Tensor:
+def _window(batch: Mapping[str, Any], roles: Roles, first: int | None) -> Tensor:
     """The tokens of rows that aren't packed: as many as fit, where most labels count."""
     labels = next((batch[n] for n in ("labels", "shift_labels") if batch.get(n) is not None), None)
-    first = 0
-    if labels is not None and tuple(labels.shape) == (roles.rows, roles.length):
-        first = densest(labels[:ROWS] != -100)
+    if first is None:
+        by_token = labels is not None and tuple(labels.shape) == (roles.rows, roles.length)
+        first = densest(labels[:ROWS] != -100) if by_token else 0
+    first = max(0, first + roles.length) if first < 0 else min(first, roles.length - 1)
     return torch.arange(first, min(roles.length, first + TOKENS))
 
 

@@ -79,11 +79,14 @@ in threads of its own, so it is the process's."""
 @contextlib.contextmanager
 def in_place_of(member: Member, other: Member) -> Iterator[None]:
     """In this context :func:`member_of` returns ``other`` for the group of ``member``."""
+    before = _replaced.get(member[2])
     _replaced[member[2]] = other
     try:
         yield
     finally:
         del _replaced[member[2]]
+        if before is not None:
+            _replaced[member[2]] = before
 
 
 def ranks_of(name: str) -> list[int]:

@@ -45,6 +45,14 @@ def full_rows_of(model: nn.Module) -> FullRows | None:
     return getattr(model, FULL_ROWS, None)
 
 
+def take_local_rows(model: nn.Module) -> None:
+    """Makes a model take a rank's rows again, if an earlier trainer has made it take full ones."""
+    if (rows := full_rows_of(model)) is not None:
+        for handle in rows.handles:
+            handle.remove()
+        vars(model).pop(FULL_ROWS, None)
+
+
 REGISTRATIONS: dict[str, Registration] = {}
 """By name; the same name again replaces the earlier one."""
 

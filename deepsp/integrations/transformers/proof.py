@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.data_loader import IterableDatasetShard
+from accelerate.utils import find_batch_size
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, Subset
 from transformers.trainer_utils import EvalLoopOutput, has_length
@@ -21,6 +22,7 @@ from deepsp.integrations.door import replaced
 from deepsp.integrations.transformers.evaluation import Numbered
 from deepsp.integrations.transformers.steps import Compute, FullStep
 from deepsp.integrations.transformers.stock import CONTEXT, dtypes_of, mistakes
+from deepsp.proof.cut import densest
 from deepsp.proof.outcome import Measure, Outcome, attributes_kept, precise, still
 from deepsp.proof.report import raise_unless_alike
 from deepsp.ranks.groups import member_of
@@ -41,7 +43,7 @@ class Proof:
     def __init__(self, step: FullStep, prove: bool | str):
         self.step, self.run, self.prove = step, step.run, prove
         self.proven: set[tuple[bool, frozenset[str]]] = set()
-        self.has_padding = False
+        self.has_padding, self.first = False, 0
 
     def of_step(self, compute: Compute, model: nn.Module, inputs: Mapping[str, Any], count) -> None:
         """Proves a step, unless one with the same entries has been.
@@ -63,7 +65,7 @@ class Proof:
         batch, full, table = self.step.cuts(inputs)
         if count is not None:
             labels = batch.get("labels")
-            number = count if labels is None else (labels[..., 1:] != -100).sum().clamp(min=1)
+            number = count if labels is None else run.count(labels, False).clamp(min=1)
             count = number * run.groups.number
 
         plugin = getattr(run.trainer.accelerator.state, "fsdp_plugin", None)
@@ -111,7 +113,10 @@ class Proof:
         self.proven.add(key)
         trainer, groups = run.trainer, run.groups.number
         rows = min(2, trainer.args.per_device_eval_batch_size)
-        data = first_rows(getattr(loader, "dataset", None), min(rows * groups + 1, _ROWS))
+        count, packs = self._look(loader, min(rows * groups + 1, _ROWS))
+        if packs and groups > 1:
+            count = rows * groups  # nothing tells rows that fill a last batch up from others
+        data = first_rows(getattr(loader, "dataset", None), count)
         if data is None:
             return
 
@@ -162,6 +167,23 @@ class Proof:
             stack.enter_context(self.step.one_process())
             yield
 
+    def _look(self, loader: Any, count: int) -> tuple[int, bool]:
+        """The number of samples that there are, of ``count``, and whether the collator makes one
+        row of them. Sets which tokens of rows are taken."""
+        data = first_rows(getattr(loader, "dataset", None), count)
+        rows = [] if data is None else list(data)
+        trainer = self.run.trainer
+        collate = trainer._get_collator_with_removed_columns(trainer.data_collator, "evaluation")
+        batch = collate(rows) if rows else {}
+        if not isinstance(batch, Mapping):
+            return len(rows), False
+        labels, mask = (batch.get(n) for n in ("labels", "attention_mask"))
+        if isinstance(labels, Tensor) and labels.dim() == 2:
+            self.first = densest(labels != -100)
+            if isinstance(mask, Tensor) and not bool(mask[:, 0].all()):
+                self.first -= labels.size(1)  # padding on the left
+        return len(rows), len(rows) > 1 and find_batch_size(batch) == 1
+
     def _collated(self, collate: Callable, rows: list) -> Any:
         """A batch of the user's collator, with a few tokens."""
         batch = collate(rows)
@@ -170,7 +192,7 @@ class Proof:
         mask = batch.get("attention_mask")
         self.has_padding |= isinstance(mask, Tensor) and not bool(mask.bool().all())
         try:
-            return self.step.shortened(batch, self.run.is_alone)
+            return self.step.shortened(batch, self.run.is_alone, self.first)
         except ValueError:  # the loop itself says what is wrong with it
             return batch
 

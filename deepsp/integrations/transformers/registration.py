@@ -129,6 +129,12 @@ def base_of(model):
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+_BY_THE_PASS = (
+    "The compile pass may take it: in a trainer, pass compiled=True; in a loop of your own, "
+    "torch.compile(model, backend='deepsp')"
+)
+
+
 def use_in(
     model,
     group: Group,
@@ -150,9 +156,7 @@ def use_in(
     if not isinstance(model, PreTrainedModel) or model.loss_function is not ForCausalLMLoss:
         raise ValueError(
             "expected model to be a causal language model of transformers, got "
-            f"{type(model).__name__}; for another one, try the compile pass (in a trainer, pass "
-            "compiled=True; else torch.compile(model, backend='deepsp')), or deepsp.shard_batch "
-            "and a loss of deepsp, in a training loop of your own"
+            f"{type(model).__name__}. {_BY_THE_PASS}"
         )
     calls.check_layerdrop(model)
     # The model's present implementation keeps computing its attention, and that of its towers.
@@ -163,18 +167,26 @@ def use_in(
     register(group, chunks, average_gradients=True, core=core, **options)
     model.set_attn_implementation(dict.fromkeys(before, "deepsp"))
     if not any(map(is_away, model.parameters())):
-        check(model)  # else on its first forward, in which DeepSpeed gathers them
+        # Else on its first forward, in which DeepSpeed gathers them.
+        try:
+            check(model)
+        except ValueError as error:
+            model.set_attn_implementation(before)
+            raise ValueError(f"{error}. {_BY_THE_PASS}") from error
     return {name: "sdpa" if x in ours() else x for name, x in before.items()}
 
 
 def implementations_of(model) -> dict[str, str]:
     """The attention of a model of transformers, or of its decoder, by the name of the decoder's
-    configuration, as ``set_attn_implementation`` takes it."""
+    configuration, as ``set_attn_implementation`` takes it; and of the model around a decoder, if
+    it is deepsp's."""
     decoder = multimodal.decoder_of(model)
     if decoder is None:
         return {"": model.config._attn_implementation}
     own = decoder.config
-    names = (n for n in model.config.sub_configs if getattr(model.config, n) is own)
+    names = [n for n in model.config.sub_configs if getattr(model.config, n) is own]
+    if model.config._attn_implementation in ours():
+        names.append("")
     return dict.fromkeys(names, own._attn_implementation)
 
 

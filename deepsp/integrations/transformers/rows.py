@@ -27,7 +27,12 @@ from deepsp.data.sharding import unshard
 from deepsp.integrations.door import ADVICE, local_batch
 from deepsp.integrations.transformers import calls, mixers, multimodal
 from deepsp.integrations.transformers.causal_lm import LossInHead
-from deepsp.integrations.transformers.forward import FULL_ROWS, Registration, running
+from deepsp.integrations.transformers.forward import (
+    FULL_ROWS,
+    Registration,
+    running,
+    take_local_rows,
+)
 from deepsp.integrations.transformers.own_loss import OwnLoss
 from deepsp.integrations.transformers.registration import attending_by, base_of, use_in
 from deepsp.ranks.groups import Group, Member, member_of
@@ -121,9 +126,7 @@ class FullRows:
         self.shard_at = multimodal.shard_at(base)
         self.before, self.model = use_in(base, group, **how), weakref.ref(base)
         self._running = threading.local()
-        if hasattr(model, FULL_ROWS):  # an earlier trainer's
-            for handle in getattr(model, FULL_ROWS).handles:
-                handle.remove()
+        take_local_rows(model)  # of an earlier trainer's
         setattr(model, FULL_ROWS, self)
         self.handles = [  # they hold no reference to the model: no cycle
             model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),

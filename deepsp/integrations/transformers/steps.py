@@ -23,7 +23,7 @@ from deepsp.integrations.transformers.registration import base_of
 from deepsp.integrations.transformers.rows import FullRows
 from deepsp.integrations.transformers.stock import Stock
 from deepsp.proof.alone import alone
-from deepsp.proof.cut import ROWS, cut_along
+from deepsp.proof.cut import cut_along
 from deepsp.ranks.groups import member_of, objects_on_all_ranks, on_all_ranks
 
 if TYPE_CHECKING:
@@ -85,9 +85,11 @@ class Run:
     def is_of_trl(self) -> bool:
         return self.loss_class.__module__.split(".")[0] == "trl"
 
-    def count(self, labels: Tensor) -> Tensor:
-        """The number of valid labels of all groups. ``labels``: full rows."""
-        return self.trainer.accelerator.gather((labels[..., 1:] != -100).sum()).sum()
+    def count(self, labels: Tensor, over_groups: bool = True) -> Tensor:
+        """The number of labels that count, as Trainer has it, of all groups or of this one.
+        ``labels``: full rows."""
+        own = ((labels[..., 1:] if self.trainer._loss_shifts_labels else labels) != -100).sum()
+        return self.trainer.accelerator.gather(own).sum() if over_groups else own
 
 
 Compute = Callable[..., Any]
@@ -174,7 +176,7 @@ class FullStep:
 
     def cuts(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], str]:
         """A cut of a batch, the same for one process, and what its entries are."""
-        return self._stock.cuts(inputs, ROWS)
+        return self._stock.cuts(inputs)
 
     def counted(self, inputs: Mapping[str, Any]) -> tuple[int | None, int | None]:
         """The labels of a batch that count for one process, and that counted in the ranks' shards
@@ -186,9 +188,10 @@ class FullStep:
         ranks = on_all_ranks([own], member, labels.device)
         return int((labels[..., 1:] != -100).sum()), sum(n for (n,) in ranks)
 
-    def shortened(self, inputs: Mapping[str, Any], is_alone: bool) -> dict[str, Any]:
-        """A batch with few tokens of all rows, maybe for one process."""
-        return self._stock.cuts(inputs, None)[int(is_alone)]
+    def shortened(self, inputs: Mapping[str, Any], is_alone: bool, first: int) -> dict[str, Any]:
+        """A batch with few tokens of all rows, maybe for one process. ``first``: as in
+        :func:`cut`."""
+        return self._stock.cuts(inputs, first)[int(is_alone)]
 
     @property
     def _stock(self) -> Stock:
@@ -198,6 +201,7 @@ class FullStep:
     def one_process(self) -> Iterator[None]:
         """A context in which :meth:`reference` and its backward are those of one process."""
         with contextlib.ExitStack() as stack:
+            stack.enter_context(alone(self.run.groups.group))
             for rows in (r for r in self.rows if r.model() is not None):
                 stack.enter_context(rows.stock())
             yield
@@ -232,9 +236,7 @@ class LocalStep(FullStep):
             )
         training, averages = run.base.training, trainer.args.average_tokens_across_devices
         if count is None or not training:
-            valid = int((labels != -100).sum())
-            over = run.groups.everyone if averages or not training else run.groups.group
-            count = labels.new_tensor(sum(n for (n,) in on_all_ranks([valid], over, labels.device)))
+            count = run.count(inputs["labels"], over_groups=averages or not training)
         with contextlib.ExitStack() as stack:
             stack.enter_context(rows.off())
             stack.enter_context(computing(run.base, LocalLoss(count)))
@@ -283,7 +285,7 @@ class CompiledStep(FullStep):
         with torch._dynamo.config.patch(optimize_ddp=False):
             return compute(model, self._marked(inputs), return_outputs, count)
 
-    def shortened(self, inputs: Mapping[str, Any], is_alone: bool) -> dict[str, Any]:
+    def shortened(self, inputs: Mapping[str, Any], is_alone: bool, first: int) -> dict[str, Any]:
         return cut_along(inputs, self.run.options.compiled.get("seq_dim", 1))
 
     def counted(self, inputs: Mapping[str, Any]) -> tuple[int | None, int | None]:

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepsp.data.roles import NAMED, describe, named_values
+from deepsp.data.roles import DOCUMENTS, NAMED, describe, named_values
 from deepsp.data.sharding import as_positions
 from deepsp.integrations.door import Groups, local_batch
 from deepsp.integrations.transformers import mixers, multimodal
 from deepsp.integrations.transformers.registration import attending_by, base_of
-from deepsp.proof.cut import ROWS, cut, unpacked
+from deepsp.proof.cut import cut, unpacked
 from deepsp.proof.outcome import Measure, Outcome
 from deepsp.proof.report import raise_unless_alike
 from deepsp.ranks.groups import device_of, member_of, on_all_ranks
@@ -36,20 +36,20 @@ class Stock:
         self.model, self.roles, self.needs_roles = model, roles, needs_roles
 
     def cuts(
-        self, batch: Mapping[str, Any], rows: int | None
+        self, batch: Mapping[str, Any], first: int | None = None
     ) -> tuple[dict[str, Any], dict[str, Any], str]:
-        """A cut of a full batch with at most so many rows (None: all), the same as one process
-        reads it, and what its entries are."""
+        """A cut of a full batch, the same as one process reads it, and what its entries are.
+        ``first``: as in :func:`cut`."""
         batch = named_values(batch, 1)
         inputs = set(inspect.signature(self.model.forward).parameters)
         named = {n: x for n, x in batch.items() if self.needs_roles or n in NAMED or n in inputs}
         at = multimodal.shard_at(self.model)
         roles = describe(named, self.roles, shard_at=at, inputs=inputs)
-        part, lens = cut(batch, roles, rows, multimodal.text_tokens(self.model, batch))
-        if lens and any(mixers.mixers_in(self.model)):
-            # State leaks from one document to the next in transformers' own recurrent layers.
-            return part, unpacked(part, roles, lens), roles.table()
+        part, lens = cut(batch, roles, multimodal.text_tokens(self.model, batch), first)
         ids = part[roles.tokens]
+        if (lens or not set(DOCUMENTS).isdisjoint(part)) and any(mixers.mixers_in(self.model)):
+            # State leaks from one document to the next in transformers' own recurrent layers.
+            return part, unpacked(part, roles, lens or [ids.size(1)]), roles.table()
         full = as_positions(dict(part), tuple(ids.shape[:2]), ids.device) if lens else part
         return part, full, roles.table()
 
@@ -104,7 +104,7 @@ def prove_model(
         fsdp_plugin: accelerate's, if it shards the model.
     """
     base, member = base_of(model), groups.member
-    part, full, table = Stock(base, roles, needs_roles=True).cuts(batch, ROWS)
+    part, full, table = Stock(base, roles, needs_roles=True).cuts(batch)
     local = {}
 
     def sharded() -> Tensor:
