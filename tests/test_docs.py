@@ -317,13 +317,14 @@ def _losses():
 
     ids = _batch()["input_ids"]
     loading = [x for x in snippets("losses-and-data") if "SequenceLoader" in x]
+    proving = [x for x in snippets("losses-and-data") if "deepsp.prove(" in x]
     register()
     model = _Auto.from_pretrained("Llama", attn_implementation="deepsp")
     hidden = torch.randn(2, 13, 6, generator=torch.Generator().manual_seed(0))
     weight = torch.randn(VOCABULARY, 6, generator=torch.Generator().manual_seed(1))
     mine = deepsp.shard(hidden, 1).clone().requires_grad_()
     names = {"ids": ids, "mask": torch.ones_like(ids), "model": model, "weight": weight}
-    names = run("losses-and-data", names | {"hidden": mine}, dict.fromkeys(loading, ""))
+    names = run("losses-and-data", names | {"hidden": mine}, dict.fromkeys(loading + proving, ""))
     batch, seq_lens = names["batch"], names["seq_lens"]
     expected = (hidden @ weight.T).log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])
     torch.testing.assert_close(names["log_probs"][:, :-1], expected[..., 0])
@@ -350,6 +351,9 @@ def _losses():
     expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     torch.testing.assert_close(names["loss"], expected)
     assert len(names["loader"]) == len(list(names["replicated"])) == 4
+    others = [x for x in snippets("losses-and-data") if x not in proving]
+    names = {"model": _model(), "batch": _batch(), "group": None}
+    run("losses-and-data", names, dict.fromkeys(others, ""))
 
 
 def _hybrid():
