@@ -1,4 +1,5 @@
-"""All changes that deepsp makes to the process-wide state of other libraries.
+"""The ledger: all changes that deepsp makes to the process-wide state of other libraries, and all
+state that it keeps itself beside values and modules (tests compare it with the source).
 
 A change is made when the library is imported by other code, or by a call of the user's; it is
 undone by :func:`uninstall`. Two changes are made elsewhere, and aren't undone:
@@ -189,3 +190,60 @@ def _forget(name: str) -> bool:
 
 def _waits_for(finder, name: str) -> bool:
     return isinstance(finder, _AfterImport) and finder.name == name
+
+
+# ---- deepsp's own state
+
+STATE = {
+    "attention.chunks._picked": 'what chunks="auto" has picked, by shapes',
+    "compile.sharding.rules.__init__._COMBINED": "rules of the compile pass, filled at import",
+    "compile.sharding.rules.__init__._OF_OWN": "rules of the compile pass, filled at import",
+    "compile.sharding.rules.__init__._REASONS": "rules of the compile pass, filled at import",
+    "compile.sharding.rules.__init__._RULES": "rules of the compile pass, filled at import",
+    "compile.sharding.watch._BREAKS": "Dynamo's log of graph breaks, which a first call reads",
+    "compile.sharding.watch._ran": "by thread: whether the graph of a call has run",
+    "data.last_batch._last": "by thread: the roles and lengths of the batch that was sharded last",
+    "data.same_batch._of_groups": "by group: batches that the next forward compares",
+    "integrations.deepspeed.config._groups": "by group: groups of parts of it",
+    "integrations.deepspeed.config._originals": "what patches have replaced",
+    "integrations.diffusers.backend._users": "models that use the attention backend",
+    "integrations.transformers.calls._originals": "what patches have replaced",
+    "integrations.transformers.forward.REGISTRATIONS": "the arguments of register, by name",
+    "integrations.transformers.forward.running": "by thread: the call of a model that runs",
+    "integrations.transformers.mixers._replaced": "what patches have replaced",
+    "integrations.transformers.mixers._times": "how often patches were undone",
+    "integrations.transformers.recurrences.captured": "functions that Dynamo captures as one op",
+    "ops._compared": "groups whose ranks have compared a call of previous_tokens",
+    "patches._unfinished": "patches that wait for the end of an import",
+    "placement.table._RULES": "rules of placements, filled at import",
+    "ranks.groups._replaced": "while a proof runs: the place that stands in for that in a group",
+    "ranks.randomness._local": "by thread: the generators of the context that is entered",
+    "schedule.flow.flow._local": "by thread: the dry run that runs",
+    "schedule.registry._methods": "methods of schedules, filled at import and by users",
+}
+"""What is kept for the process or a thread, by module and name."""
+
+ATTRIBUTES = {
+    "_deepsp_after_head": "a model's: what it does to its logits",
+    "_deepsp_averaged": "a weight's: the group whose loss averages its gradients",
+    "_deepsp_called": "a model's: it was checked",
+    "_deepsp_checked": "a model's and its parts': the attention with which they were checked",
+    "_deepsp_closed": "a module's in a schedule: it runs as it is",
+    "_deepsp_compared": "a parameter's: the groups that have compared it",
+    "_deepsp_counts_otherwise": "an attention module's: the model makes positions of its own",
+    "_deepsp_differs": "a weight's: it differed by rank when it was met first",
+    "_deepsp_diffusers": "a model's of diffusers: its sharding",
+    "_deepsp_divided": "a module's: the attributes that a schedule has divided",
+    "_deepsp_experts": "an experts module's: how experts are dealt out",
+    "_deepsp_full_rows": "a model's: how it takes full rows",
+    "_deepsp_is_tiled": "a module's: it is inside of a tiled one",
+    "_deepsp_only_the_loss": "a compiled model's: the hook that leaves out its outputs",
+    "_deepsp_prepared": "a model's and its recurrent layers': their functions are replaced",
+    "_deepsp_recurrence": "a recurrent layer's: what was compared in its first call",
+    "_deepsp_running": "a module's: how a schedule runs it",
+    "_deepsp_shards": "a module's: its sharded parameters",
+    "_deepsp_tile": "a module's: the settings of tile",
+    "_deepsp_updates": "a weight's: its version and number of updates",
+    "_deepsp_warned": "a DeepSpeed engine's: a warning was given",
+}
+"""What is kept on modules and parameters of users, by attribute."""

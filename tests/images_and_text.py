@@ -94,9 +94,32 @@ def _internvl() -> Any:
     return T.InternVLForConditionalGeneration(config)
 
 
+def _pali_gemma() -> Any:
+    vision = T.SiglipVisionConfig(
+        **{**_SIGLIP, "patch_size": 4}, vision_use_head=False, projection_dim=32
+    )
+    text = {**T.GemmaConfig(**_TEXT).to_dict(), "model_type": "gemma"}
+    config = T.PaliGemmaConfig(
+        text_config=text, vision_config=vision, image_token_id=IMAGE, projection_dim=32
+    )
+    return T.PaliGemmaForConditionalGeneration(config)
+
+
+def _gemma4() -> Any:
+    text = {
+        **_TEXT, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB,
+        "global_head_dim": 8, "sliding_window": 9,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    }  # fmt: skip
+    config = T.Gemma4Config(text_config=T.Gemma4TextConfig(**text), audio_config=None)
+    config.vision_config = None
+    return T.Gemma4ForConditionalGeneration(config)
+
+
 QWENS = ["Qwen2.5-VL", "Qwen3-VL", "Qwen3.5"]
 OTHERS = {"Gemma 3": _gemma3, "LLaVA-OneVision": _llava_onevision, "InternVL": _internvl}
 NAMES = [*QWENS, *OTHERS]
+OTHERS |= {"PaliGemma": _pali_gemma, "Gemma 4": _gemma4}
 
 
 def make(name: str) -> Any:
@@ -154,6 +177,8 @@ def batch(name: str, kind: str = "images", length: int = LENGTH, seed: int = 1) 
         given["mm_token_type_ids"] = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
     if name == "Gemma 3" and kind != "text":
         given["token_type_ids"] = (ids == IMAGE).int()
+    if name == "PaliGemma":  # which needs both in training
+        given |= dict.fromkeys(("token_type_ids", "attention_mask"), torch.ones_like(ids))
     labels = ids.masked_fill((ids >= IMAGE) | (ids == 0), -100)
     if kind in ("packed", "restarts"):
         row = torch.cat([torch.arange(12), torch.arange(length - 12)]).expand(ROWS, -1)

@@ -106,6 +106,26 @@ def test_equals_one_process(name, size):
     on_ranks(size, _equals, name, apart="hybrid")
 
 
+def _more(name, kind):
+    in_float64()
+    register()
+    torch.manual_seed(0)
+    model, full = make(name), batch(name, kind)
+    expected = _alone(model, full)
+    model.set_attn_implementation("deepsp")
+    local, _ = deepsp.shard_batch(full, shard_at="decoder")
+    loss = model(**local).loss
+    loss.backward()
+    deepsp.sync_gradients(model)
+    _same(model, loss, expected, kind)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("PaliGemma", "images"), ("Gemma 4", "text")])
+def test_more_decoders(name, kind):
+    """A decoder that asks for a mask of its own, and one with inputs of each layer."""
+    on_ranks(3, _more, name, kind, apart="hybrid")
+
+
 # ------------------------------------------------------------------------------------ trainers
 
 

@@ -1,7 +1,11 @@
 """What deepsp changes in other libraries stands in one ledger, and is taken out again."""
 
+import ast
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +14,7 @@ import torch.distributed._functional_collectives as functional
 from harness import on_ranks
 from torch._inductor.utils import run_and_get_code
 
+import deepsp
 from deepsp import patches
 
 _STATE = """
@@ -172,3 +177,45 @@ def _elsewhere():
 
 def test_graphs_without_our_ops_are_left_alone():
     on_ranks(2, _elsewhere)
+
+
+_PACKAGE = Path(deepsp.__file__).parent
+_CHANGES = {
+    "add", "append", "clear", "discard", "extend", "insert", "pop", "remove", "setdefault",
+    "update",
+}  # fmt: skip
+
+
+def _changed(module: str, tree: ast.Module) -> Iterator[str]:
+    """What belongs to a module, or is imported from one of deepsp's, and a function changes."""
+    names = {}
+    for node in tree.body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            for x in ast.walk(node):
+                if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store):
+                    names[x.id] = f"{module}.{x.id}"
+        elif isinstance(node, ast.ImportFrom) and node.module.startswith("deepsp."):
+            source = node.module.removeprefix("deepsp.")
+            names |= {a.asname or a.name: f"{source}.{a.name}" for a in node.names}
+    for function in (x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef)):
+        for node in ast.walk(function):
+            if isinstance(node, ast.Global):
+                yield from (names[n] for n in node.names)
+            value = node
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                value = node.func.value if node.func.attr in _CHANGES else None
+            elif isinstance(node, (ast.Subscript, ast.Attribute)):
+                value = None if isinstance(node.ctx, ast.Load) else node.value
+            if value is not node and isinstance(value, ast.Name) and value.id in names:
+                yield names[value.id]
+
+
+def test_ledger_of_state():
+    process, objects = set(), set()
+    for path in _PACKAGE.rglob("*.py"):
+        module = ".".join(path.relative_to(_PACKAGE).with_suffix("").parts)
+        process |= set(_changed(module, ast.parse(path.read_text())))
+        if module != "patches":
+            objects |= set(re.findall(r'"(_deepsp_[a-z_]+)"', path.read_text()))
+    assert process == set(patches.STATE), process ^ set(patches.STATE)
+    assert objects == set(patches.ATTRIBUTES), objects ^ set(patches.ATTRIBUTES)

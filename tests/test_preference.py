@@ -173,6 +173,10 @@ def test_preferences(name):
     _same(_preferences, 2, 2, name=name)
 
 
+def test_preferences_compiled():
+    _same(_preferences, 2, 2, torch_compile=True, torch_compile_backend="eager")
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["DPO", "KTO"])
 def test_preferences_of_groups(name):

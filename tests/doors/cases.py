@@ -26,6 +26,10 @@ FAMILIES = {
         "num_attention_heads": 4, "hidden_dropout_prob": 0.0, "is_decoder": True,
         "attention_probs_dropout_prob": 0.0,
     },
+    "biogpt": {  # positions by attention_mask
+        "num_attention_heads": 4, "hidden_dropout_prob": 0.0, "layerdrop": 0.0,
+        "attention_probs_dropout_prob": 0.0, "activation_dropout": 0.0,
+    },
     "mixtral": {**_HEADS, "num_local_experts": 4, "router_aux_loss_coef": 0.5},
     "mamba2": {  # takes no position_ids
         "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 8,
@@ -80,7 +84,7 @@ def draw(seed: int) -> Case:
     door = chance.choice(["Trainer", "Trainer", "SFT", "accelerate", "shard_batch", "deal_batch"])
     family, batches = chance.choice(list(FAMILIES)), chance.choice(list(BATCHES))
     world, size = chance.choice([(2, 2), (2, 2), (3, 3), (4, 2)])
-    if family == "roberta" and batches in PACKED:
+    if family in ("roberta", "biogpt") and batches in PACKED:
         batches = "right"  # counts tokens itself, over documents
     if door == "deal_batch" and family in HAVE_STATE:
         door = "shard_batch"  # these need the tokens in order
@@ -108,6 +112,8 @@ def draw(seed: int) -> Case:
         batches = chance.choice(["lists", "bfd", "padding_free", "stream"])
         if family == "nemotron_h":
             batches = "lists"
+        if family == "mixtral":  # whose balancing loss counts once for each group
+            world = size
         maybe("gradient_accumulation_steps", 2)
     if door in ("Trainer", "SFT", "accelerate"):
         options["prove"] = chance.choice([False, False, True])

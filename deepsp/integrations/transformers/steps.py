@@ -242,7 +242,8 @@ class LocalStep(FullStep):
             stack.enter_context(computing(run.base, LocalLoss(count)))
             stack.enter_context(trainer.accelerator.sequence_counting("one"))
             loss = compute(model, local, False, count)
-        rank, size, name = run.groups.member if training else member_of(run.groups.everyone)
+        of_group = training or run.is_alone
+        rank, size, name = member_of(run.groups.group if of_group else run.groups.everyone)
         if training:
             if averages:
                 loss = loss * run.groups.number  # DDP averages over the groups
