@@ -698,7 +698,7 @@ def _refusals():
          r"expected batches with labels for own_batches, since .*, got \['input_ids', 'shift_lab"),
         (lambda: trainer(size=None), r"a divisor of 2, the number of processes, got None"),
         (lambda: trainer(model=AutoModelForSequenceClassification.from_config(small)),
-         r"a causal .*, got BertForSequenceClassification; .*in a trainer, pass compiled=True"),
+         r"a causal .*, got BertForSequenceClassification. .*in a trainer, pass compiled=True"),
         (lambda: trainer(model=AutoModelForTokenClassification.from_config(small)),
          r"a causal language model of transformers, got BertForTokenClassification"),
         (lambda: trainer(model=bloom), r"BloomForCausalLM"),

@@ -4,8 +4,9 @@ of a batch that was sharded."""
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,17 @@ class _Last:
 
 
 _last = _Last()
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Forgets what is handed out in this context."""
+    before = vars(_last).copy()
+    try:
+        yield
+    finally:
+        vars(_last).clear()
+        vars(_last).update(before)
 
 
 def remember(local: Mapping[str, Any], roles: Roles, lens: Sequence[int]) -> None:

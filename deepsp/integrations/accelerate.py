@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import find_batch_size
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 from deepsp.data.sharding import unshard
 from deepsp.integrations.door import Losses, local_batch
 from deepsp.integrations.grouped import GroupedAccelerator, group_processes
+from deepsp.proof.seen import Seen
 from deepsp.ranks.agreement import digest_of
 from deepsp.ranks.groups import device_of, member_of, objects_on_all_ranks, on_all_ranks
 from deepsp.ranks.randomness import align, around_forward
@@ -152,8 +154,7 @@ class _Prepared(GroupedAccelerator):
     sequence_prove: bool | str = True
     sequence_models: tuple[tuple[weakref.ref, dict[str, str]], ...] = ()
     """The models of transformers, and the attention that they had."""
-    sequence_proven: frozenset[frozenset[str]] = frozenset()
-    """The entries of batches that have been proven."""
+    sequence_seen: Seen | None = None
 
     @property
     def sequence_group(self):
@@ -197,16 +198,14 @@ class _Prepared(GroupedAccelerator):
         """Proves the models on a full batch, unless one with the same entries has been."""
         from deepsp.integrations.transformers.stock import prove_model
 
-        entries, models = frozenset(batch), self.sequence_models
-        is_new = entries not in self.sequence_proven or self.sequence_prove == "always"
-        if self.sequence_prove and is_new and batch.get("labels") is not None and models:
-            self.sequence_proven |= {entries}
+        groups, roles = self.sequence_groups, self.sequence_roles
+        if self.sequence_seen is None:
+            self.sequence_seen = Seen(self.sequence_prove, groups.number)
+        if self.sequence_seen.is_new((torch.is_grad_enabled(), frozenset(batch))):
             plugin = getattr(self.state, "fsdp_plugin", None)
-            for model, before in models:
+            for model, before in self.sequence_models:
                 if (found := model()) is not None:
-                    inner = self.unwrap_model(found)
-                    groups, roles = self.sequence_groups, self.sequence_roles
-                    prove_model(inner, before, batch, groups, roles, plugin)
+                    prove_model(self.unwrap_model(found), before, batch, groups, roles, plugin)
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
         return _Sharded(super().prepare_data_loader(*args, **kwargs), self)

@@ -24,6 +24,7 @@ from deepsp.integrations.door import (
     subclass,
 )
 from deepsp.proof.prove import prove_step
+from deepsp.proof.seen import Seen
 from deepsp.ranks.agreement import first_difference
 from deepsp.ranks.groups import member_of
 from deepsp.ranks.randomness import align, randomness_of_a_model
@@ -106,7 +107,6 @@ class _OfGroups:
     ):
         super().__init__(*args, **kwargs)
         self.sequence_size, self._roles, self._prove = sequence_parallel_size, roles, prove
-        self._proven: set[tuple[str, frozenset[str]]] = set()
 
     @property
     def sequence_group(self) -> dist.ProcessGroup | None:
@@ -119,6 +119,7 @@ class _OfGroups:
         if self.sequence_groups is None:
             self.sequence_groups = make_groups(self.sequence_size)
             self._member = self.sequence_groups.member
+            self._sequence_seen = Seen(self._prove, self.sequence_groups.number)
             advice = (
                 "return the loss of a model with register(group), or deepsp.cross_entropy(logits, "
                 "batch['shift_labels'], group)"
@@ -175,10 +176,9 @@ class _OfGroups:
 
     def _sequence_prove(self, step: Callable, name: str, batch: LocalBatch, *args: Any) -> None:
         """Proves a step, unless one on a batch with the same entries has been."""
-        module, key = self.lightning_module, (name, frozenset(batch))
-        if not self._prove or (key in self._proven and self._prove != "always"):
+        module = self.lightning_module
+        if not self._sequence_seen.is_new((name, frozenset(batch))):
             return
-        self._proven.add(key)
         if name == "training_step" and not module.automatic_optimization:
             return
 
@@ -195,7 +195,8 @@ class _OfGroups:
             stack.enter_context(replaced(module, "log_dict", muted))
             # Also where gradients accumulate, and DDP doesn't average them yet.
             stack.enter_context(replaced(self.model, "require_backward_grad_sync", True))
-            prove_step(run, batch, self._member, member_of(None), "; prove=False leaves it out")
+            advice = "; prove=False leaves it out"
+            prove_step(run, batch, self._member, member_of(None), advice, draws_alike=False)
         self.sequence_lens = lens
 
     def training_step(self, batch: Any, *args: Any) -> Any:

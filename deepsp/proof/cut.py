@@ -16,6 +16,8 @@ ROWS, TOKENS = 4, 127
 """The most rows and tokens of a row. The number of tokens divides by no number of ranks."""
 _DOCUMENTS = 3
 """The most documents of a packed row."""
+_LEAST = 64
+"""Tokens of a packed row, if it has as many: each rank gets some."""
 _BEGINNING = 32
 """The most tokens of each document, if all are taken."""
 _WHOLE = 2048
@@ -23,48 +25,79 @@ _WHOLE = 2048
 
 
 def cut(
-    batch: Mapping[str, Any],
-    roles: Roles,
-    text: Tensor | None = None,
-    first: int | None = None,
+    batch: Mapping[str, Any], roles: Roles, text: Tensor | None = None, whole: bool = False
 ) -> tuple[dict[str, Any], list[int]]:
     """A part of a full batch, with its labels as they were.
 
-    A packed row gives the beginnings of a few documents, other rows the same tokens of each, where
-    most labels count.
+    A packed row gives parts of a few documents, other rows a part of each of a few, where most
+    labels count.
 
     Args:
         batch: the batch, of which ``roles`` are described, with the sequence in dimension 1.
         text: for a vision-language model: [B, S], the tokens that aren't those of images. None:
             the model is another.
-        first: all rows are kept, the same part of each sample in whatever batch it is: of rows, the
-            tokens from this one on (< 0: counted from the end); of a packed row, the beginnings of
-            all documents; of a batch with images, all. None: as described.
+        whole: of all rows and documents, so that a sample has the same part in whatever batch it
+            is. A batch with images isn't cut then.
 
     Returns:
         The cut, and the number of tokens of each document of a packed row (else none).
     """
     if roles.shard_at == "decoder" and text is not None:
-        if roles.rows * roles.length <= _WHOLE or first is not None:
+        if roles.rows * roles.length <= _WHOLE or whole:
             return dict(batch), []
         index = text[0].nonzero().flatten()[:TOKENS]
         drop = {path[0] for path, (role, _) in roles.of.items() if role == "other"}
         left = {n: x for n, x in batch.items() if n not in drop}
-        return _selected(left, roles, 1, index), []
-    begins = _begins(batch, roles) if roles.rows == 1 or first is None else None
+        return _selected(left, roles, torch.tensor([0]), index[None]), []
+    counts = _counted(batch, roles)
+    begins = _begins(batch, roles) if roles.rows == 1 or not whole else None
     if begins is None:
-        rows = roles.rows if first is not None else min(ROWS, roles.rows)
-        return _selected(batch, roles, rows, _window(batch, roles, first)), []
-    ends = torch.cat([begins[1:], begins.new_tensor([roles.length])])
-    lens, taken, left = (ends - begins).tolist(), [], TOKENS
-    number = min(_DOCUMENTS, len(lens)) if first is None else len(lens)
-    for n, (begin, length) in enumerate(zip(begins.tolist()[:number], lens, strict=False)):
-        most = left // (number - n) if first is None else _BEGINNING
-        taken.append(torch.arange(begin, begin + min(length, most)))
-        left -= len(taken[-1])
-    index = torch.cat(taken)
-    documents = [len(x) for x in taken]
-    return _selected(batch, roles, 1, index) | _borders(batch, documents), documents
+        rows = torch.arange(roles.rows)
+        if not whole and roles.rows > ROWS:
+            rows = counts.sum(1).argsort(descending=True, stable=True)[:ROWS].sort().values
+        length = min(TOKENS, roles.length)
+        first = torch.tensor([densest(counts[row], length) for row in rows.tolist()])
+        return _selected(batch, roles, rows, first[:, None] + torch.arange(length)), []
+    index, lens = _documents(counts[0], begins, roles.length, whole)
+    part = _selected(batch, roles, torch.tensor([0]), index[None])
+    if part.get("labels") is not None:  # no document predicts the first token of the next
+        part["labels"][:, torch.tensor([0, *lens]).cumsum(0)[:-1]] = -100
+    return part | _borders(batch, lens), lens
+
+
+def _documents(
+    counts: Tensor, begins: Tensor, length: int, whole: bool
+) -> tuple[Tensor, list[int]]:
+    """Which tokens of a packed row are taken, and how many of each document."""
+    ends = torch.cat([begins[1:], begins.new_tensor([length])])
+    lens = (ends - begins).tolist()
+    parts = counts.split(lens)
+    order = range(len(lens))
+    if not whole:
+        order = sorted(order, key=lambda n: -int(parts[n].sum()))
+        sums = [sum(lens[i] for i in order[:n]) for n in range(len(lens))]
+        enough = next((n for n, tokens in enumerate(sums) if tokens >= _LEAST), len(lens))
+        order = sorted(order[: max(_DOCUMENTS, enough)])
+    taken, left, position = [], TOKENS, -1
+    for n, document in enumerate(order):
+        most = _BEGINNING if whole else max(left // (len(order) - n), 1)
+        size = min(lens[document], most)
+        first = densest(parts[document], size)
+        if first == position and first > 0:  # positions would go on from the last document's
+            first -= 1
+        taken.append(torch.arange(size) + first + begins[document])
+        left, position = left - size, first + size
+    return torch.cat(taken), [len(x) for x in taken]
+
+
+def _counted(batch: Mapping[str, Any], roles: Roles) -> Tensor:
+    """[B, S]: the tokens whose labels count; without labels, those that aren't padding."""
+    shape = (roles.rows, roles.length)
+    for name, ignored in (("labels", -100), ("shift_labels", -100), ("attention_mask", 0)):
+        x = batch.get(name)
+        if isinstance(x, Tensor) and tuple(x.shape) == shape:
+            return x.cpu() != ignored
+    return torch.ones(shape, dtype=torch.bool)
 
 
 def unpacked(batch: Mapping[str, Any], roles: Roles, lens: list[int]) -> dict[str, Any]:
@@ -99,22 +132,11 @@ def _begins(batch: Mapping[str, Any], roles: Roles) -> Tensor | None:
     return begins.nonzero().flatten() if int(begins.sum()) > 1 else None
 
 
-def _window(batch: Mapping[str, Any], roles: Roles, first: int | None) -> Tensor:
-    """The tokens of rows that aren't packed: as many as fit, where most labels count."""
-    labels = next((batch[n] for n in ("labels", "shift_labels") if batch.get(n) is not None), None)
-    if first is None:
-        by_token = labels is not None and tuple(labels.shape) == (roles.rows, roles.length)
-        first = densest(labels[:ROWS] != -100) if by_token else 0
-    first = max(0, first + roles.length) if first < 0 else min(first, roles.length - 1)
-    return torch.arange(first, min(roles.length, first + TOKENS))
-
-
-def densest(counts: Tensor) -> int:
-    """Where :data:`TOKENS` tokens begin of which most count. ``counts``: [B, S], bool."""
-    sums = torch.zeros(max(counts.size(1), TOKENS) + 1, dtype=torch.int64)
-    sums[1 : counts.size(1) + 1] = counts.sum(0).cpu()
-    sums = sums.cumsum(0)
-    return int((sums[TOKENS:] - sums[:-TOKENS]).argmax())
+def densest(counts: Tensor, length: int) -> int:
+    """Where ``length`` tokens begin of which most count, of those in ``counts``, bool."""
+    sums = torch.zeros(len(counts) + 1, dtype=torch.int64)
+    sums[1:] = counts.cumsum(0)
+    return int((sums[length:] - sums[: -length or None]).argmax()) if length else 0
 
 
 def cut_along(batch: Mapping[str, Any], dim: int) -> dict[str, Any]:
@@ -131,23 +153,34 @@ def cut_along(batch: Mapping[str, Any], dim: int) -> dict[str, Any]:
     return map_leaves(part, batch)
 
 
-def _selected(batch: Mapping[str, Any], roles: Roles, rows: int, index: Tensor) -> dict[str, Any]:
-    """Some rows, and some tokens of them."""
+def _selected(batch: Mapping[str, Any], roles: Roles, rows: Tensor, index: Tensor) -> dict:
+    """Some rows, and some tokens of each: ``index``, [rows, tokens]."""
+
+    def of_rows(x: Tensor) -> Tensor:
+        """[B, S, ...]"""
+        picked, own = x[rows.to(x.device)], index.to(x.device)
+        return picked[torch.arange(len(own), device=x.device)[:, None], own]
 
     def part(path: Path, x: Tensor) -> Tensor:
-        role, own = _role(path, x, roles), index.to(x.device)
+        role, own = _role(path, x, roles), rows.to(x.device)
         if role == "row":
-            return x[:rows]
+            return x[own]
         if role == "positions":
-            x = x.index_select(-1, own)
-            return x[:rows] if x.dim() == 2 else x[:, :rows] if x.dim() == 3 else x
-        if role == "mask":
-            x = x[:rows] if x.dim() > 1 and x.size(0) == roles.rows else x
+            if x.dim() < 3:
+                x = x.expand(roles.rows, -1) if x.dim() == 1 or len(x) == 1 else x
+                return of_rows(x)
+            return torch.stack([of_rows(y) for y in x.expand(-1, roles.rows, -1)])
+        if role == "mask" and x.dim() == 2 and len(x) == roles.rows:
+            return of_rows(x)
+        if role == "mask" and x.dim() > 2:
+            x = x[own] if len(x) == roles.rows else x.expand(len(own), *x.shape[1:])
             for dim in range(1, x.dim()):
-                x = x.index_select(dim, own) if x.size(dim) == roles.length else x
+                if x.size(dim) == roles.length:
+                    pairs = zip(x, index.to(x.device), strict=True)
+                    x = torch.stack([y.index_select(dim - 1, i) for y, i in pairs])
             return x
         if role in ("tokens", "labels", "label_weights") and x.size(1) == roles.length:
-            return x[:rows].index_select(1, own)
+            return of_rows(x)
         return x
 
     return map_leaves(part, batch)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,13 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.utils.stateless import _reparametrize_module
 
+from deepsp.data import last_batch
 from deepsp.ranks.groups import Member, is_dtensor
 from deepsp.tokenwise.probe import restored
-from deepsp.weights.partitioned import full_shape
+from deepsp.weights.partitioned import full_shape, is_away
+from deepsp.weights.shard_gradient import shard_member
 
 _LARGE = 1 << 24
 """Elements of a parameter whose gradient is compared only if there is no smaller one."""
+_WIDE = 1 << 30
+"""Weights of models that run in float32."""
+_SMALL = 1000
+"""Entries of a list or dictionary that is restored."""
 _DRAWS = ("drop", "jitter", "noise")
 """What the names of rates of random draws contain."""
 
@@ -42,7 +51,10 @@ class Outcome:
 
 
 class Measure:
-    """Measures runs of a model.
+    """Measures runs of a model: in float32, if its weights are narrower, plain tensors, and few.
+
+    Attributes:
+        is_wide: whether it is so.
 
     Args:
         model: without DDP or an engine around it.
@@ -59,6 +71,7 @@ class Measure:
         runs_backward: bool = False,
     ):
         self.model, self.others, self.member = model, others, member
+        self.is_wide = _can_be_wide([model, *others])
         self.sharded = [m for m in model.modules() if isinstance(m, FSDPModule)]
         self.runs_backward = runs_backward or bool(self.sharded)
 
@@ -68,20 +81,56 @@ class Measure:
         """The outcome of a run that returns its loss, in a context that covers its backward."""
         for module in self.sharded:
             module.reshard()  # so that its parameters are those that have gradients
-        parameters = few_parameters(self.model)
         every = list(self.model.parameters()) if self.runs_backward else []
         models = [self.model, *self.others]
         try:
-            with precise(self.model), still(models), gradients_kept(every), context():
+            with contextlib.ExitStack() as stack:
+                for x in (precise(self.model), still(models), gradients_kept(every)):
+                    stack.enter_context(x)
+                for model in models:
+                    stack.enter_context(_wide(model, self.is_wide))
+                stack.enter_context(context())
+                parameters = few_parameters(self.model)
                 value, gradients = loss(), {}
                 if value.requires_grad:
                     gradients = gradients_of(value, parameters, self.member, self.runs_backward)
                 return Outcome(value.detach(), None, gradients, buffers_of(models))
         except RuntimeError as error:
-            if self.runs_backward or "Checkpointing is not compatible" not in str(error):
+            if self.is_wide and "dtype" in str(error).lower():
+                self.is_wide = False  # the model says itself in what it computes
+            elif self.runs_backward or "checkpoint" not in str(error).lower():
                 raise
-        self.runs_backward = True  # reentrant checkpoints
+            else:
+                self.runs_backward = True  # reentrant checkpoints
         return self(loss, context)
+
+
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+def _can_be_wide(models: Sequence[nn.Module]) -> bool:
+    """Whether models can run with weights in float32 in the place of theirs."""
+    parameters = [p for model in models for p in model.parameters()]
+    compiled = any(m._compiled_call_impl is not None for model in models for m in model.modules())
+    plain = all(type(p) is nn.Parameter and p.is_floating_point() for p in parameters)
+    plain &= not any(is_away(p) or shard_member(p) is not None for p in parameters)
+    narrow = any(p.dtype in _NARROW for p in parameters)
+    return narrow and plain and not compiled and sum(p.numel() for p in parameters) <= _WIDE
+
+
+@contextlib.contextmanager
+def _wide(model: nn.Module, is_wide: bool) -> Iterator[None]:
+    """In this context a model has weights and buffers in float32 in the place of narrower ones."""
+    if not is_wide:
+        yield
+        return
+    narrow = {
+        n: x.detach().float().requires_grad_(x.requires_grad)
+        for n, x in (*model.named_parameters(), *model.named_buffers())
+        if x.dtype in _NARROW
+    }
+    with _reparametrize_module(model, narrow, tie_weights=True):
+        yield
 
 
 def few_parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -144,7 +193,29 @@ def still(models: Sequence[nn.Module]) -> Iterator[None]:
             configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None))}
             for thing in (*model.modules(), *configs.values()):
                 _without_draws(thing, stack)
+        stack.enter_context(last_batch.kept())
+        stack.callback(setattr, nn.functional, "dropout", nn.functional.dropout)
+        nn.functional.dropout = _kept
         yield
+
+
+def _kept(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """torch.nn.functional.dropout that drops nothing."""
+    return input
+
+
+@contextlib.contextmanager
+def draws_kept() -> Iterator[None]:
+    """Restores the default generators of torch, Python and numpy."""
+    numpy, states = sys.modules.get("numpy"), [random.getstate()]
+    states += [numpy.random.get_state()] if numpy else []
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(states[0])
+        if numpy:
+            numpy.random.set_state(states[1])
 
 
 @contextlib.contextmanager
@@ -168,8 +239,9 @@ def _without_draws(thing: Any, stack: contextlib.ExitStack) -> None:
         draws = any(word in name for word in _DRAWS)
         draws |= name == "p" and isinstance(thing, nn.modules.dropout._DropoutNd)
         if draws and isinstance(rate, float) and rate > 0:
-            stack.callback(setattr, thing, name, rate)
-            setattr(thing, name, 0.0)
+            with contextlib.suppress(AttributeError):  # of a frozen configuration
+                setattr(thing, name, 0.0)
+                stack.callback(setattr, thing, name, rate)
 
 
 def buffers_of(models: Sequence[nn.Module]) -> dict[str, Tensor]:
@@ -177,28 +249,35 @@ def buffers_of(models: Sequence[nn.Module]) -> dict[str, Tensor]:
     return {n: x.clone() for model in models for n, x in model.named_buffers() if not x.is_meta}
 
 
+_KEPT = (type(None), bool, int, float, str, tuple, list, dict, Tensor, torch.Generator)
+
+
 @contextlib.contextmanager
 def attributes_kept(thing: Any) -> Iterator[None]:
-    """Restores attributes of numbers, strings, tensors, and containers of numbers and strings."""
-    kept = {n: copy.deepcopy(x) for n, x in vars(thing).items() if _is_plain(x)}
-    tensors = {n: (x, x.detach().clone()) for n, x in vars(thing).items() if isinstance(x, Tensor)}
+    """Restores attributes of numbers, strings, tensors, generators and containers, and what small
+    containers have."""
+    kept = {n: x for n, x in vars(thing).items() if isinstance(x, _KEPT)}
     before = set(vars(thing))
+    small = [x for x in kept.values() if isinstance(x, (list, dict)) and len(x) <= _SMALL]
+    # Lists of numbers in dictionaries are TRL's metrics.
+    small += [y for x in small if isinstance(x, dict) for y in x.values() if isinstance(y, list)]
+    small += [y for x in small if isinstance(x, dict) for y in x.values() if isinstance(y, dict)]
+    small += [z for x in small if isinstance(x, dict) for z in x.values() if isinstance(z, list)]
+    contents = [(x, copy.copy(x)) for x in small if len(x) <= _SMALL]
+    tensors = [(x, x.detach().clone()) for x in kept.values() if isinstance(x, Tensor)]
+    states = [(x, x.get_state()) for x in kept.values() if isinstance(x, torch.Generator)]
     try:
         yield
     finally:
-        for name, x in list(vars(thing).items()):
-            if name not in before and (_is_plain(x) or isinstance(x, Tensor)):
+        for name in set(vars(thing)) - before:
+            if isinstance(vars(thing)[name], _KEPT):
                 delattr(thing, name)
         vars(thing).update(kept)
-        for name, (x, content) in tensors.items():
-            vars(thing)[name] = x
-            with torch.no_grad():
+        for x, content in contents:
+            x.clear()
+            (x.extend if isinstance(x, list) else x.update)(content)
+        with torch.no_grad():
+            for x, content in tensors:
                 x.copy_(content)
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return all(map(_is_plain, value.values()))
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str))
+        for generator, state in states:
+            generator.set_state(state)

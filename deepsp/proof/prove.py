@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -10,13 +12,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from deepsp.data.roles import NAMED, TOKENS, describe, table_of
+from deepsp.data.roles import NAMED, TOKENS, describe, leaves_of, table_of
 from deepsp.proof.alone import alone
 from deepsp.proof.cut import cut
-from deepsp.proof.outcome import Outcome, buffers_of, gradients_kept, precise, still
+from deepsp.proof.outcome import (
+    Outcome,
+    buffers_of,
+    draws_kept,
+    few_parameters,
+    gradients_kept,
+    precise,
+    still,
+)
 from deepsp.proof.report import raise_unless_alike
 from deepsp.ranks.groups import Group, Member, is_dtensor, member_of
 from deepsp.weights.shard_gradient import is_sum, plain
+
+_LARGE = 1 << 27
+"""Weights of a model whose gradients are all compared."""
 
 
 def prove(step: Callable[[Any], Any], batch: Any, group: Group = None) -> None:
@@ -57,38 +70,60 @@ def prove(step: Callable[[Any], Any], batch: Any, group: Group = None) -> None:
 
 
 def prove_step(
-    step: Callable[[Any], Any], batch: Any, member: Member, everyone: Member, advice: str = ""
+    step: Callable[[Any], Any],
+    batch: Any,
+    member: Member,
+    everyone: Member,
+    advice: str = "",
+    draws_alike: bool = True,
 ) -> None:
-    """:func:`prove` for a group, among all ranks that call it at the same time."""
+    """:func:`prove` for a group, among all ranks that call it at the same time. ``draws_alike``:
+    ranks of a group draw the same numbers outside of models; else a step that draws some isn't
+    compared."""
     full = getattr(batch, "full", batch)
     part = _cut(full)
+    states = torch.get_rng_state(), random.getstate()
+    drawn = False
 
-    def given() -> Any:
-        return part if full is batch else batch.sharded(part)
+    def run() -> Any:
+        nonlocal drawn
+        with draws_kept():
+            result = step(part if full is batch else batch.sharded(part))
+            known = torch.equal(states[0], torch.get_rng_state()) and random.getstate() == states[1]
+            drawn |= not known
+        return result
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(draws_kept())
         stack.enter_context(precise())
         models = _Models(stack)
         with models.found(), alone(member):
-            first = models.outcome(step(given()), member)
-        models.restore()
-        second = models.outcome(step(given()))
+            first = models.outcome(run(), member)
+        with draws_kept():
+            models.restore()
+        second = models.outcome(run())
+    if drawn and not draws_alike:
+        first = second = None
     tensors = table_of(part) if isinstance(part, Mapping) else type(part).__name__
     context = f"(The step ran on a cut of the batch, in full and sharded: {tensors}{advice})"
     raise_unless_alike(first, second, models.dtypes, member, everyone, context)
 
 
 def _cut(batch: Any) -> Any:
-    """A part of a batch that has ids."""
+    """A part of a batch that has ids, and no images."""
     if not isinstance(batch, Mapping) or not any(batch.get(name) is not None for name in TOKENS):
         return batch
     known = {name: x for name, x in batch.items() if name in NAMED and x is not None}
-    return cut(batch, describe(known))[0]
+    roles = describe(known)
+    others = [x for path, x in leaves_of(batch) if path[0] not in NAMED and x.dim() > 1]
+    if any(tuple(x.shape[:2]) != (roles.rows, roles.length) for x in others):
+        return batch  # pixels, say
+    return cut(batch, roles)[0]
 
 
 class _Models:
-    """The models that a step runs. They are found when they are called first, and restored in
-    between and in the end.
+    """The models that a step runs, and those that contain them. They are found when they are called
+    first, and restored in between and in the end.
 
     Args:
         stack: keeps what restores them.
@@ -113,10 +148,11 @@ class _Models:
         # Those of activations, too, of autocast or of weights that are gathered in another dtype.
         self.dtypes |= {x.dtype for x in args if isinstance(x, Tensor) and x.is_floating_point()}
         if module not in self.parts:
-            self.models.append(module)
-            self.parts |= set(module.modules())
-            self.dtypes |= {p.dtype for p in module.parameters() if p.is_floating_point()}
-            self._keep(module)
+            model = _outermost(module)
+            self.models.append(model)
+            self.parts |= set(model.modules())
+            self.dtypes |= {p.dtype for p in model.parameters() if p.is_floating_point()}
+            self._keep(model)
 
     def _keep(self, model: nn.Module) -> None:
         self.between.enter_context(still([model]))
@@ -132,12 +168,29 @@ class _Models:
         """Of a run that has just ended. ``of_copies``: of the group whose ranks have all run on the
         full batch, so that gradients of shards over it are sums of as many equal ones."""
         gradients = {}
-        for model in self.models:
-            for name, p in model.named_parameters():
-                if p.requires_grad:
-                    gradients[name] = _gradient(p, of_copies)
+        for n, model in enumerate(self.models):
+            trained = {x: p for x, p in model.named_parameters() if p.requires_grad}
+            if sum(p.numel() for p in trained.values()) > _LARGE:
+                trained = few_parameters(model)
+            of = "" if len(self.models) == 1 else f"{type(model).__name__} {n}: "
+            gradients |= {f"{of}{x}": _gradient(p, of_copies) for x, p in trained.items()}
         loss = loss.detach().clone() if isinstance(loss, Tensor) and loss.numel() == 1 else None
         return Outcome(loss, None, gradients, buffers_of(self.models))
+
+
+def _outermost(module: nn.Module) -> nn.Module:
+    """The module that contains one, and is in no other: a step may call parts of a model, whose
+    other weights it reads."""
+    known = [x for x in gc.get_objects() if issubclass(type(x), nn.Module)]
+    inside: dict[nn.Module, list[nn.Module]] = {}
+    for x in known:
+        for child in x.children():
+            inside.setdefault(child, []).append(x)
+    seen = {module}
+    while outer := next((x for x in inside.get(module, ()) if x not in seen), None):
+        module = outer
+        seen.add(module)
+    return module
 
 
 def _gradient(parameter: Tensor, of_copies: Member | None) -> Tensor | None:

@@ -196,9 +196,9 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
     """Restores random numbers, buffers, and numbers, tensors and lists in modules' attributes (the
-    longest sequence so far, say, or the states of metrics)."""
+    longest sequence so far, say, or the states of metrics), and attributes that are None."""
     modules, buffers = list(model.modules()), Buffers(model)
-    kinds = (bool, int, float, str, Tensor, list)
+    kinds = (type(None), bool, int, float, str, Tensor, list)
     remembered = [{n: v for n, v in vars(m).items() if isinstance(v, kinds)} for m in modules]
     values = [v for of_module in remembered for v in of_module.values()]
     lists = [(v, list(v)) for v in values if isinstance(v, list)]

@@ -265,8 +265,6 @@ def _sft(case: Case, size: int, batch: int) -> list[dict]:
         more = {"sequence_parallel_size": size, "prove": case.has("prove")}
     packs = case.batches in ("bfd", "stream")
     given = {n: x for n, x in case.options if n == "gradient_accumulation_steps"}
-    if case.only_evaluates:
-        given["learning_rate"] = 0.0
     args = arguments(
         SFTConfig, per_device_train_batch_size=batch, per_device_eval_batch_size=batch, bf16=False,
         max_length=32 if packs else None, packing=packs, max_steps=2, eval_steps=2,

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import random
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -14,18 +16,20 @@ import torch
 from accelerate.data_loader import IterableDatasetShard
 from accelerate.utils import find_batch_size
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import IterableDataset, Subset
+from transformers import TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, has_length
 
-from deepsp.data.roles import leaves_of, name_of
+from deepsp.data.roles import leaves_of, name_of, table_of
 from deepsp.integrations.door import replaced
 from deepsp.integrations.transformers.evaluation import Numbered
 from deepsp.integrations.transformers.steps import Compute, FullStep
 from deepsp.integrations.transformers.stock import CONTEXT, dtypes_of, mistakes
-from deepsp.proof.cut import densest
-from deepsp.proof.outcome import Measure, Outcome, attributes_kept, precise, still
+from deepsp.proof.outcome import Measure, Outcome, attributes_kept, draws_kept, precise, still
 from deepsp.proof.report import raise_unless_alike
-from deepsp.ranks.groups import member_of
+from deepsp.proof.seen import Seen
+from deepsp.ranks.groups import device_of, member_of, on_all_ranks
 
 _ROWS = 9
 """The most rows that are evaluated."""
@@ -41,9 +45,9 @@ class Proof:
     """
 
     def __init__(self, step: FullStep, prove: bool | str):
-        self.step, self.run, self.prove = step, step.run, prove
-        self.proven: set[tuple[bool, frozenset[str]]] = set()
-        self.has_padding, self.first = False, 0
+        self.step, self.run = step, step.run
+        self.seen = Seen(prove, self.run.groups.number)
+        self.has_padding = False
 
     def of_step(self, compute: Compute, model: nn.Module, inputs: Mapping[str, Any], count) -> None:
         """Proves a step, unless one with the same entries has been.
@@ -57,42 +61,65 @@ class Proof:
         Raises:
             ValueError: on all ranks: the sharded step has another loss, or other gradients.
         """
-        key = torch.is_grad_enabled(), frozenset(n for n, x in inputs.items() if x is not None)
-        if not self.prove or (key in self.proven and self.prove != "always"):
+        entries = frozenset(n for n, x in inputs.items() if x is not None)
+        if not self.seen.is_new(("step", torch.is_grad_enabled(), entries)):
             return
-        self.proven.add(key)
         run, inner = self.run, self.run.trainer.accelerator.unwrap_model(model)
-        batch, full, table = self.step.cuts(inputs)
-        if count is not None:
-            labels = batch.get("labels")
-            number = count if labels is None else run.count(labels, False).clamp(min=1)
-            count = number * run.groups.number
+        is_fsdp = run.trainer.is_fsdp_enabled
+        measure = Measure(inner, self.step.other_models(), run.groups.member, is_fsdp)
 
+        def measured(loss: Callable, batch: Mapping[str, Any], context: Callable) -> Outcome:
+            items, labels = count, batch.get("labels")
+            if items is not None and isinstance(labels, Tensor):
+                items = run.count(labels, False).clamp(min=1)
+            if items is not None:
+                items = items * run.groups.number
+            own = tree_map_only(Tensor, torch.clone, dict(batch))  # compute_loss may change it
+            muted = replaced(run.trainer, "log", lambda *args, **kwargs: None)
+            with attributes_kept(run.trainer), muted:
+                return measure(lambda: loss(compute, inner, own, False, items), context)
+
+        def one_process(changed: Mapping[str, Any]) -> Outcome:
+            return measured(self.step.reference, changed, self.step.one_process)
+
+        alone, sharded, table, full, reason = None, None, "", {}, ""
+        member = run.groups.member
+        for batch, full, table in self._cuts(inputs):  # noqa: B007
+            try:
+                alone = one_process(full)
+            except Exception as error:  # compute_loss needs what was cut
+                alone, reason = None, f"{type(error).__name__}: {error}"
+            if any(n for (n,) in on_all_ranks([int(alone is None)], member, device_of(member))):
+                alone = None
+                continue
+            sharded = measured(self.step.loss, batch, contextlib.nullcontext)
+            alone.counted, sharded.counted = self.step.counted(full)
+            break
+        else:
+            warnings.warn(_UNPROVEN.format(reason), stacklevel=2)
         plugin = getattr(run.trainer.accelerator.state, "fsdp_plugin", None)
-        measure = Measure(
-            inner, self.step.other_models(), run.groups.member, run.trainer.is_fsdp_enabled
-        )
-
-        def one_process(changed: Mapping[str, Any] = full) -> Outcome:
-            def loss() -> Tensor:
-                return self.step.reference(compute, inner, dict(changed), False, count)
-
-            with attributes_kept(run.trainer):
-                return measure(loss, self.step.one_process)
-
-        alone = one_process()
-        with attributes_kept(run.trainer):
-            sharded = measure(lambda: self.step.loss(compute, inner, dict(batch), False, count))
-        alone.counted, sharded.counted = self.step.counted(full)
+        dtypes = {torch.float32} if measure.is_wide else dtypes_of(inner, plugin)
         raise_unless_alike(
             alone,
             sharded,
-            dtypes_of(inner, plugin),
-            run.groups.member,
+            dtypes,
+            member,
             member_of(None),
             CONTEXT.format(f"{table}. {self.step.contract}".rstrip(". ")),
             [(text, partial(one_process, changed)) for text, changed in mistakes(full)],
         )
+
+    def _cuts(self, inputs: Mapping[str, Any]) -> Iterator[tuple[dict, dict, str]]:
+        """A cut of a batch, the same for one process, and a description of it; and then, for a loss
+        of the user's own, the batch itself."""
+        own = self.run.has_own_loss or self.run.trainer.compute_loss_func is not None
+        try:
+            yield self.step.cuts(inputs)
+        except ValueError:
+            if not own:
+                raise
+        if own:
+            yield dict(inputs), dict(inputs), table_of(inputs)
 
     # ---- evaluation
 
@@ -107,18 +134,17 @@ class Proof:
         Raises:
             ValueError: on all ranks: it has another loss, or other predictions.
         """
-        run, key = self.run, (False, frozenset([str(loss_only)]))
-        if not self.prove or run.compares_rows or (key in self.proven and self.prove != "always"):
+        run, trainer, groups = self.run, self.run.trainer, self.run.groups.number
+        if not self.seen.prove or run.compares_rows:
             return
-        self.proven.add(key)
-        trainer, groups = run.trainer, run.groups.number
         rows = min(2, trainer.args.per_device_eval_batch_size)
-        count, packs = self._look(loader, min(rows * groups + 1, _ROWS))
-        if packs and groups > 1:
+        count = min(rows * groups + 1, _ROWS)
+        batch = self._first_batch(loader, count)
+        if not self.seen.is_new(("evaluation", loss_only, frozenset(batch or ()))) or batch is None:
+            return
+        if groups > 1 and find_batch_size(batch) == 1:
             count = rows * groups  # nothing tells rows that fill a last batch up from others
         data = first_rows(getattr(loader, "dataset", None), count)
-        if data is None:
-            return
 
         def outcome(rows: int, context: contextlib.AbstractContextManager) -> Outcome:
             with contextlib.ExitStack() as stack:
@@ -131,7 +157,7 @@ class Proof:
                     (trainer, "compute_metrics", None),
                     (trainer, "data_collator", partial(self._collated, trainer.data_collator)),
                     (trainer.callback_handler, "callbacks", []),
-                    (self, "prove", False),
+                    (self.seen, "prove", False),
                 ):
                     stack.enter_context(replaced(thing, name, value))
                 models = [trainer.model, *self.step.other_models()]
@@ -148,7 +174,7 @@ class Proof:
         raise_unless_alike(
             alone,
             sharded,
-            dtypes_of(trainer.model),
+            dtypes_of(trainer.model) | _autocast(trainer.args),
             run.groups.member,
             member_of(None),
             _EVALUATION.format(len(alone.results.get("labels", ())) or "some"),
@@ -167,22 +193,21 @@ class Proof:
             stack.enter_context(self.step.one_process())
             yield
 
-    def _look(self, loader: Any, count: int) -> tuple[int, bool]:
-        """The number of samples that there are, of ``count``, and whether the collator makes one
-        row of them. Sets which tokens of rows are taken."""
+    def _first_batch(self, loader: Any, count: int) -> Mapping[str, Any] | None:
+        """The trainer's batch of the first samples; None: there is none, or it is drawn at random,
+        or made otherwise."""
+        trainer, states = self.run.trainer, (torch.get_rng_state(), random.getstate())
         data = first_rows(getattr(loader, "dataset", None), count)
-        rows = [] if data is None else list(data)
-        trainer = self.run.trainer
         collate = trainer._get_collator_with_removed_columns(trainer.data_collator, "evaluation")
-        batch = collate(rows) if rows else {}
-        if not isinstance(batch, Mapping):
-            return len(rows), False
-        labels, mask = (batch.get(n) for n in ("labels", "attention_mask"))
-        if isinstance(labels, Tensor) and labels.dim() == 2:
-            self.first = densest(labels != -100)
-            if isinstance(mask, Tensor) and not bool(mask[:, 0].all()):
-                self.first -= labels.size(1)  # padding on the left
-        return len(rows), len(rows) > 1 and find_batch_size(batch) == 1
+        with draws_kept():
+            try:
+                rows = [] if data is None else list(data)
+                batch = collate(rows) if rows else None
+            except Exception:  # the loader has another collator
+                return None
+            drawn = random.getstate() != states[1]
+            drawn |= not torch.equal(states[0], torch.get_rng_state())
+        return batch if isinstance(batch, Mapping) and not drawn else None
 
     def _collated(self, collate: Callable, rows: list) -> Any:
         """A batch of the user's collator, with a few tokens."""
@@ -192,7 +217,7 @@ class Proof:
         mask = batch.get("attention_mask")
         self.has_padding |= isinstance(mask, Tensor) and not bool(mask.bool().all())
         try:
-            return self.step.shortened(batch, self.run.is_alone, self.first)
+            return self.step.shortened(batch, self.run.is_alone)
         except ValueError:  # the loop itself says what is wrong with it
             return batch
 
@@ -202,9 +227,11 @@ class Proof:
         arrays = {name_of(p)[5:]: torch.as_tensor(x) for p, x in leaves_of(results, np.ndarray)}
         if isinstance(labels, np.ndarray):  # those of padding may be anything
             counted = torch.as_tensor(labels != -100)
+            of_tokens = {n: x.shape[: counted.dim()] == counted.shape for n, x in arrays.items()}
             arrays = {
-                n: x[counted] if x.shape[: counted.dim()] == counted.shape else x
+                n: x[counted] if of_tokens[n] else x
                 for n, x in arrays.items()
+                if of_tokens[n] or not self.has_padding
             }
         elif self.has_padding:
             arrays = {}
@@ -215,6 +242,18 @@ _EVALUATION = (
     "({} rows of your data were evaluated by one process, and sharded. prove=False leaves this "
     "check out)"
 )
+
+
+_UNPROVEN = (
+    "The trainer couldn't prove a step: compute_loss in one process has failed on a cut of the "
+    "batch, and on the batch ({}). prove=False leaves this check out"
+)
+
+
+def _autocast(args: TrainingArguments) -> set[torch.dtype]:
+    """The dtypes of an evaluation's autocast, which accelerate puts around forward."""
+    narrow = {torch.bfloat16} if args.bf16 or args.bf16_full_eval else set()
+    return narrow | ({torch.float16} if args.fp16 or args.fp16_full_eval else set())
 
 
 def first_rows(data: Any, count: int) -> Any:

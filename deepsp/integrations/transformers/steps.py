@@ -181,17 +181,17 @@ class FullStep:
     def counted(self, inputs: Mapping[str, Any]) -> tuple[int | None, int | None]:
         """The labels of a batch that count for one process, and that counted in the ranks' shards
         of the last one; None: not known."""
-        labels, local = inputs.get("labels"), self.rows[-1].labels
-        if self.run.compares_rows or not isinstance(labels, Tensor) or local is None:
+        labels, local, run = inputs.get("labels"), self.rows[-1].labels, self.run
+        known = not run.has_own_loss or (run.is_of_trl and not run.compares_rows)
+        if not known or not isinstance(labels, Tensor) or local is None:
             return None, None
         own, member = int((local != -100).sum()), self.run.groups.member
         ranks = on_all_ranks([own], member, labels.device)
         return int((labels[..., 1:] != -100).sum()), sum(n for (n,) in ranks)
 
-    def shortened(self, inputs: Mapping[str, Any], is_alone: bool, first: int) -> dict[str, Any]:
-        """A batch with few tokens of all rows, maybe for one process. ``first``: as in
-        :func:`cut`."""
-        return self._stock.cuts(inputs, first)[int(is_alone)]
+    def shortened(self, inputs: Mapping[str, Any], is_alone: bool) -> dict[str, Any]:
+        """A batch with few tokens of all rows, maybe for one process."""
+        return self._stock.cuts(inputs, whole=True)[int(is_alone)]
 
     @property
     def _stock(self) -> Stock:
@@ -286,7 +286,7 @@ class CompiledStep(FullStep):
         with torch._dynamo.config.patch(optimize_ddp=False):
             return compute(model, self._marked(inputs), return_outputs, count)
 
-    def shortened(self, inputs: Mapping[str, Any], is_alone: bool, first: int) -> dict[str, Any]:
+    def shortened(self, inputs: Mapping[str, Any], is_alone: bool) -> dict[str, Any]:
         return cut_along(inputs, self.run.options.compiled.get("seq_dim", 1))
 
     def counted(self, inputs: Mapping[str, Any]) -> tuple[int | None, int | None]:
@@ -298,7 +298,9 @@ class CompiledStep(FullStep):
         return batch, batch, table_of(batch)
 
     def one_process(self) -> contextlib.AbstractContextManager:
-        return replaced(self.run.base, "_compiled_call_impl", None)
+        trainer = self.run.trainer
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        return replaced(model, "_compiled_call_impl", None)
 
     def unlabelled(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return self._marked(inputs)

@@ -36,16 +36,16 @@ class Stock:
         self.model, self.roles, self.needs_roles = model, roles, needs_roles
 
     def cuts(
-        self, batch: Mapping[str, Any], first: int | None = None
+        self, batch: Mapping[str, Any], whole: bool = False
     ) -> tuple[dict[str, Any], dict[str, Any], str]:
         """A cut of a full batch, the same as one process reads it, and what its entries are.
-        ``first``: as in :func:`cut`."""
+        ``whole``: as in :func:`cut`."""
         batch = named_values(batch, 1)
         inputs = set(inspect.signature(self.model.forward).parameters)
         named = {n: x for n, x in batch.items() if self.needs_roles or n in NAMED or n in inputs}
         at = multimodal.shard_at(self.model)
         roles = describe(named, self.roles, shard_at=at, inputs=inputs)
-        part, lens = cut(batch, roles, multimodal.text_tokens(self.model, batch), first)
+        part, lens = cut(batch, roles, multimodal.text_tokens(self.model, batch), whole)
         ids = part[roles.tokens]
         if (lens or not set(DOCUMENTS).isdisjoint(part)) and any(mixers.mixers_in(self.model)):
             # State leaks from one document to the next in transformers' own recurrent layers.
@@ -104,6 +104,9 @@ def prove_model(
         fsdp_plugin: accelerate's, if it shards the model.
     """
     base, member = base_of(model), groups.member
+    if not _are_classes(batch.get("labels"), base.config.get_text_config().vocab_size):
+        raise_unless_alike(None, None, (), member, member_of(None), "")
+        return
     part, full, table = Stock(base, roles, needs_roles=True).cuts(batch)
     local = {}
 
@@ -114,7 +117,8 @@ def prove_model(
 
     def one_process(changed: Mapping[str, Any] = full) -> Outcome:
         return measure(
-            lambda: model(**_taken(base, changed)).loss, lambda: attending_by(base, before)
+            lambda: model(**_taken(base, {**changed, "use_cache": False})).loss,
+            lambda: attending_by(base, before),
         )
 
     measure = Measure(model, [], member, fsdp_plugin is not None)
@@ -125,12 +129,19 @@ def prove_model(
     raise_unless_alike(
         alone,
         other,
-        dtypes_of(model, fsdp_plugin),
+        {torch.float32} if measure.is_wide else dtypes_of(model, fsdp_plugin),
         member,
         member_of(None),
         CONTEXT.format(table),
         [(text, partial(one_process, changed)) for text, changed in mistakes(full)],
     )
+
+
+def _are_classes(labels: Any, words: int) -> bool:
+    """Whether a model of transformers has a loss for labels."""
+    if not isinstance(labels, Tensor) or labels.is_floating_point():
+        return False
+    return bool(((labels == -100) | ((labels >= 0) & (labels < words))).all())
 
 
 def _taken(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:

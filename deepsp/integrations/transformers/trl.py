@@ -129,7 +129,7 @@ class RowsStep(FullStep):
             if prefix == "prompt_":
                 first = max(0, ids.size(1) - TOKENS)
             elif (mask := inputs.get(f"{prefix}completion_mask")) is not None:
-                first = densest(mask != 0)
+                first = densest((mask != 0).sum(0).cpu(), min(TOKENS, ids.size(1)))
             for name, x in inputs.items():
                 of_tokens = isinstance(x, Tensor) and x.dim() >= 2 and x.size(1) == ids.size(1)
                 if of_tokens and (name.startswith(prefix) or prefix == "completion_"):
