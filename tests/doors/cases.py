@@ -84,6 +84,8 @@ def draw(seed: int) -> Case:
     door = chance.choice(["Trainer", "Trainer", "SFT", "accelerate", "shard_batch", "deal_batch"])
     family, batches = chance.choice(list(FAMILIES)), chance.choice(list(BATCHES))
     world, size = chance.choice([(2, 2), (2, 2), (3, 3), (4, 2)])
+    if family == "biogpt" and batches == "left":
+        world = size  # attends to padding, so that the loss depends on how much there is
     if family in ("roberta", "biogpt") and batches in PACKED:
         batches = "right"  # counts tokens itself, over documents
     if door == "deal_batch" and family in HAVE_STATE:
@@ -165,11 +167,14 @@ class Collate:
     """Rows as the batches of a case. ``alone``: documents in rows of their own."""
 
     def __init__(self, case: Case, alone: bool = False):
+        self.alone = alone and case.batches in PACKED
         self.kind = "right" if alone and case.batches in PACKED else case.batches
         self.counts = case.family == "roberta"
 
     def __call__(self, rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         batch = self._batch(rows)
+        if self.alone:  # as in a row of documents
+            batch["labels"][:, 0] = -100
         if self.counts and "position_ids" not in batch:  # as RoBERTa counts
             real = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
             batch["position_ids"] = real.cumsum(1) * real
@@ -274,7 +279,7 @@ def _sft(case: Case, size: int, batch: int) -> list[dict]:
     train, evaluation = (
         Dataset.from_dict({"input_ids": [x.tolist() for x in Rows(case, count, seed).ids]})
         # The last batch of documents in a row must be full, if groups have one each.
-        for count, seed in ((40, 0), (12 if case.groups > 1 else 11, 1))
+        for count, seed in ((80, 0), (12 if case.groups > 1 else 11, 1))
     )
     if case.batches == "stream":
         train, evaluation = train.to_iterable_dataset(), evaluation.to_iterable_dataset()

@@ -28,7 +28,7 @@ def _rows(count, length=21, prompt=0, **more):
 
 
 def _train(prove, data, compute_loss=None, model=None, evaluates=False, size=None, **given):
-    """What a trainer logs. ``given``: arguments of its, of the trainer, and methods of its class."""
+    """What a trainer logs. ``given``: its arguments, theirs, and methods of its class."""
     from transformers import Trainer
 
     from deepsp.integrations.transformers import sequence_parallel

@@ -74,7 +74,8 @@ def real_rows(run: Run, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], Tens
     state, rows = trainer.accelerator.gradient_state, trainer.args.eval_batch_size
     total = rows * groups.number
     places = torch.arange(rows) + groups.index * rows
-    if state.end_of_dataloader and state.remainder < 0:  # a stream
+    is_stream = not trainer.args.dataloader_drop_last  # which has no remainder, either
+    if state.end_of_dataloader and state.remainder < 0 and is_stream:
         size = real = find_batch_size(inputs)
         if numbers is not None:  # a repeated row has another number than its place
             own = int((numbers.cpu() % total == places).sum())
