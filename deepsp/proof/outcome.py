@@ -6,6 +6,7 @@ import contextlib
 import copy
 import random
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -249,7 +250,16 @@ def buffers_of(models: Sequence[nn.Module]) -> dict[str, Tensor]:
     return {n: x.clone() for model in models for n, x in model.named_buffers() if not x.is_meta}
 
 
-_KEPT = (type(None), bool, int, float, str, tuple, list, dict, Tensor, torch.Generator)
+_CONTAINERS = (list, dict, deque)
+_KEPT = (type(None), bool, int, float, str, tuple, Tensor, torch.Generator, *_CONTAINERS)
+
+
+def _small(value: Any, depth: int = 3) -> Iterator[Any]:
+    """Small containers in a value: TRL's metrics are lists in dictionaries in one."""
+    if depth and isinstance(value, _CONTAINERS) and len(value) <= _SMALL:
+        yield value
+        for x in value.values() if isinstance(value, dict) else value:
+            yield from _small(x, depth - 1)
 
 
 @contextlib.contextmanager
@@ -258,12 +268,7 @@ def attributes_kept(thing: Any) -> Iterator[None]:
     containers have."""
     kept = {n: x for n, x in vars(thing).items() if isinstance(x, _KEPT)}
     before = set(vars(thing))
-    small = [x for x in kept.values() if isinstance(x, (list, dict)) and len(x) <= _SMALL]
-    # Lists of numbers in dictionaries are TRL's metrics.
-    small += [y for x in small if isinstance(x, dict) for y in x.values() if isinstance(y, list)]
-    small += [y for x in small if isinstance(x, dict) for y in x.values() if isinstance(y, dict)]
-    small += [z for x in small if isinstance(x, dict) for z in x.values() if isinstance(z, list)]
-    contents = [(x, copy.copy(x)) for x in small if len(x) <= _SMALL]
+    contents = [(x, copy.copy(x)) for value in kept.values() for x in _small(value)]
     tensors = [(x, x.detach().clone()) for x in kept.values() if isinstance(x, Tensor)]
     states = [(x, x.get_state()) for x in kept.values() if isinstance(x, torch.Generator)]
     try:
@@ -274,8 +279,11 @@ def attributes_kept(thing: Any) -> Iterator[None]:
                 delattr(thing, name)
         vars(thing).update(kept)
         for x, content in contents:
-            x.clear()
-            (x.extend if isinstance(x, list) else x.update)(content)
+            pairs = (list(y.items() if isinstance(y, dict) else enumerate(y)) for y in (x, content))
+            now, then = ([(n, id(y)) for n, y in items] for items in pairs)
+            if now != then:
+                x.clear()
+                (x.update if isinstance(x, dict) else x.extend)(content)
         with torch.no_grad():
             for x, content in tensors:
                 x.copy_(content)

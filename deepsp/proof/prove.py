@@ -44,12 +44,13 @@ def prove(step: Callable[[Any], Any], batch: Any, group: Group = None) -> None:
 
         deepsp.prove(step, batch, group)  # once, before training
 
-    Runs the step twice on a cut of the batch (4 rows of at most 127 tokens; the beginnings of 3
-    documents if they are packed): first with ``group`` as a group of this process alone, so that
-    each rank computes everything itself, then as it is. Compares the losses, all gradients that the
-    step leaves in parameters, and buffers that the models write. Random draws of modules are off,
-    and compiled code runs as it was written in the first run. Afterwards gradients, buffers,
-    numbers in modules' attributes, and random number generators are as before.
+    Runs the step twice on a cut of the batch (4 rows of at most 127 tokens, where most labels
+    count; parts of 3 documents or more if they are packed): first with ``group`` as a group of this
+    process alone, so that each rank computes everything itself, then as it is. Compares the losses,
+    the gradients that the step leaves in the models' parameters (of a large model, in 8 of them),
+    and buffers that the models write. Random draws of modules are off, and compiled code runs as it
+    was written in the first run. Afterwards gradients, buffers, numbers in modules' attributes, and
+    random number generators are as before.
 
     Every rank calls it. The step's own collectives, other than deepsp's, run in both.
 
