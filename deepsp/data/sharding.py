@@ -219,14 +219,14 @@ def as_positions(
         ranges = ranges_of(borders["cu_seq_lens_q"], rows, length)
         begins[ranges[:, 0][ranges[:, 0] < ranges[:, 1]].to(begins.device).long()] = True
     elif "seq_idx" in borders:
-        given = borders["seq_idx"]
-        if not isinstance(given, Tensor) or given.numel() != rows * length:
-            got = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
+        numbers = borders["seq_idx"]
+        if not isinstance(numbers, Tensor) or numbers.numel() != rows * length:
+            got = tuple(numbers.shape) if isinstance(numbers, Tensor) else type(numbers).__name__
             raise ValueError(
                 f"expected batch['seq_idx'] to be a tensor [{rows}, {length}] with the number of "
                 f"each token's document, got {got}"
             )
-        numbers = borders["seq_idx"].reshape(rows, length).to(begins.device)
+        numbers = numbers.reshape(rows, length).to(begins.device)
         begins.view(rows, length)[:, 1:] |= numbers.diff(dim=1) != 0
     elif rest.get("position_ids") is None:
         raise ValueError(

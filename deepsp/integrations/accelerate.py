@@ -97,7 +97,8 @@ def prepare(
     elif group_processes(accelerator, sequence_parallel_size, kind=_Prepared) is None:
         return accelerator.prepare(*objects)
     accelerator.sequence_attention, accelerator.sequence_roles = (chunks, query_parts), roles
-    accelerator.sequence_prove = prove
+    if accelerator.sequence_seen is None:
+        accelerator.sequence_seen = Seen(prove, accelerator.sequence_groups.number)
     return accelerator.prepare(*objects)
 
 
@@ -151,7 +152,6 @@ class _Prepared(GroupedAccelerator):
     sequence_rows: int | None = None
     """The rows of that batch."""
     sequence_losses: Losses | None = None
-    sequence_prove: bool | str = True
     sequence_models: tuple[tuple[weakref.ref, dict[str, str]], ...] = ()
     """The models of transformers, and the attention that they had."""
     sequence_seen: Seen | None = None
@@ -199,8 +199,6 @@ class _Prepared(GroupedAccelerator):
         from deepsp.integrations.transformers.stock import prove_model
 
         groups, roles = self.sequence_groups, self.sequence_roles
-        if self.sequence_seen is None:
-            self.sequence_seen = Seen(self.sequence_prove, groups.number)
         if self.sequence_seen.is_new((torch.is_grad_enabled(), frozenset(batch))):
             plugin = getattr(self.state, "fsdp_plugin", None)
             for model, before in self.sequence_models:

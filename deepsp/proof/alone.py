@@ -33,7 +33,6 @@ def alone(group: Group | Member) -> Iterator[None]:
         if isinstance(module, _KINDS) and module.member in (member, single):
             changed.add(module)  # or made in this context
             module.member = single
-
         if isinstance(module, DistributedExperts):
             together.enter_context(in_place_of(member, member))
 

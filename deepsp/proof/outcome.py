@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import random
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -203,20 +201,6 @@ def still(models: Sequence[nn.Module]) -> Iterator[None]:
 def _kept(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """torch.nn.functional.dropout that drops nothing."""
     return input
-
-
-@contextlib.contextmanager
-def draws_kept() -> Iterator[None]:
-    """Restores the default generators of torch, Python and numpy."""
-    numpy, states = sys.modules.get("numpy"), [random.getstate()]
-    states += [numpy.random.get_state()] if numpy else []
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        random.setstate(states[0])
-        if numpy:
-            numpy.random.set_state(states[1])
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -18,7 +17,6 @@ from deepsp.proof.cut import cut
 from deepsp.proof.outcome import (
     Outcome,
     buffers_of,
-    draws_kept,
     few_parameters,
     gradients_kept,
     precise,
@@ -26,6 +24,7 @@ from deepsp.proof.outcome import (
 )
 from deepsp.proof.report import raise_unless_alike
 from deepsp.ranks.groups import Group, Member, is_dtensor, member_of
+from deepsp.ranks.randomness import draws_kept
 from deepsp.weights.shard_gradient import is_sum, plain
 
 _LARGE = 1 << 27
@@ -83,15 +82,13 @@ def prove_step(
     compared."""
     full = getattr(batch, "full", batch)
     part = _cut(full)
-    states = torch.get_rng_state(), random.getstate()
-    drawn = False
+    has_drawn = False
 
     def run() -> Any:
-        nonlocal drawn
-        with draws_kept():
+        nonlocal has_drawn
+        with draws_kept() as drawn:
             result = step(part if full is batch else batch.sharded(part))
-            known = torch.equal(states[0], torch.get_rng_state()) and random.getstate() == states[1]
-            drawn |= not known
+            has_drawn |= drawn()
         return result
 
     with contextlib.ExitStack() as stack:
@@ -103,7 +100,7 @@ def prove_step(
         with draws_kept():
             models.restore()
         second = models.outcome(run())
-    if drawn and not draws_alike:
+    if has_drawn and not draws_alike:
         first = second = None
     tensors = table_of(part) if isinstance(part, Mapping) else type(part).__name__
     context = f"(The step ran on a cut of the batch, in full and sharded: {tensors}{advice})"
@@ -182,9 +179,9 @@ class _Models:
 def _outermost(module: nn.Module) -> nn.Module:
     """The module that contains one, and is in no other: a step may call parts of a model, whose
     other weights it reads."""
-    known = [x for x in gc.get_objects() if issubclass(type(x), nn.Module)]
+    modules = [x for x in gc.get_objects() if issubclass(type(x), nn.Module)]
     inside: dict[nn.Module, list[nn.Module]] = {}
-    for x in known:
+    for x in modules:
         for child in x.children():
             inside.setdefault(child, []).append(x)
     seen = {module}

@@ -10,7 +10,7 @@ import contextlib
 import random
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -170,6 +170,32 @@ def align(member: Member) -> None:
     random.setstate(first[1])
     if numpy and first[2]:
         numpy.random.set_state(first[2])
+
+
+@contextlib.contextmanager
+def draws_kept(devices: Sequence[torch.device] | None = None) -> Iterator[Callable[[], bool]]:
+    """Restores the default generators of torch, Python and numpy. Gives a function that tells
+    whether torch's on the CPU, or Python's, have drawn in the context.
+
+    Args:
+        devices: CUDA devices whose generators are restored. None: the current one.
+    """
+    if devices is None:
+        in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
+        devices = [torch.cuda.current_device()] if in_use else []
+    numpy = sys.modules.get("numpy")
+    before = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
+
+    def drawn() -> bool:
+        return random.getstate() != before[1] or not torch.equal(before[0], torch.get_rng_state())
+
+    try:
+        with torch.random.fork_rng(devices):
+            yield drawn
+    finally:
+        random.setstate(before[1])
+        if numpy:
+            numpy.random.set_state(before[2])
 
 
 @contextlib.contextmanager

@@ -8,8 +8,6 @@ state is restored afterwards.
 from __future__ import annotations
 
 import contextlib
-import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+
+from deepsp.ranks.randomness import draws_kept
 
 
 class Probe:
@@ -204,10 +204,8 @@ def restored(model: nn.Module) -> Iterator[None]:
     lists = [(v, list(v)) for v in values if isinstance(v, list)]
     tensors = [(v, version(v), v.clone()) for v in values if isinstance(v, Tensor)]
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    numpy, states = sys.modules.get("numpy"), [random.getstate()]
-    states += [numpy.random.get_state()] if numpy else []
     try:
-        with torch.random.fork_rng(list(devices)):
+        with draws_kept(list(devices)):
             yield
     finally:
         buffers.restore()
@@ -219,9 +217,6 @@ def restored(model: nn.Module) -> Iterator[None]:
             for x, then, content in tensors:
                 if _is_written(x, then, content):
                     x.copy_(content)
-        random.setstate(states[0])
-        if numpy:
-            numpy.random.set_state(states[1])
 
 
 @contextlib.contextmanager

@@ -225,9 +225,9 @@ def _trainer(case: Case, size: int, batch: int) -> list[dict]:
     from transformers import Trainer
 
     names = ("label_smoothing_factor", "gradient_accumulation_steps")
-    given = {n: x for n, x in case.options if n in names}
+    settings = {n: x for n, x in case.options if n in names}
     if case.only_evaluates:
-        given["learning_rate"] = 0.0
+        settings["learning_rate"] = 0.0
     cls, more = Trainer, {}
     if size > 1:
         from deepsp.integrations.transformers import SequenceParallelTrainer as cls
@@ -237,9 +237,9 @@ def _trainer(case: Case, size: int, batch: int) -> list[dict]:
     metrics = case.has("metrics") and case.batches not in PACKED
     args = arguments(
         per_device_train_batch_size=batch, per_device_eval_batch_size=batch, max_steps=2,
-        eval_steps=2, remove_unused_columns=False, prediction_loss_only=not metrics, **given,
+        eval_steps=2, remove_unused_columns=False, prediction_loss_only=not metrics, **settings,
     )  # fmt: skip
-    # Of documents in rows of their own, an evaluation weighs a batch by its rows.
+    # An evaluation weighs a batch of documents in rows of their own by its rows.
     rows = 8 if case.batches in PACKED else 7
     trainer = cls(
         model_of(case, size), args, train_dataset=Rows(case, 24, 0),
@@ -269,12 +269,12 @@ def _sft(case: Case, size: int, batch: int) -> list[dict]:
         cls = sequence_parallel(SFTTrainer)
         more = {"sequence_parallel_size": size, "prove": case.has("prove")}
     packs = case.batches in ("bfd", "stream")
-    given = {n: x for n, x in case.options if n == "gradient_accumulation_steps"}
+    settings = {n: x for n, x in case.options if n == "gradient_accumulation_steps"}
     args = arguments(
         SFTConfig, per_device_train_batch_size=batch, per_device_eval_batch_size=batch, bf16=False,
         max_length=32 if packs else None, packing=packs, max_steps=2, eval_steps=2,
         padding_free=case.batches == "padding_free", dataset_num_proc=None,
-        dataloader_drop_last=packs and case.groups > 1, **given,
+        dataloader_drop_last=packs and case.groups > 1, **settings,
     )  # fmt: skip
     train, evaluation = (
         Dataset.from_dict({"input_ids": [x.tolist() for x in Rows(case, count, seed).ids]})
@@ -305,7 +305,7 @@ def _accelerate(case: Case, size: int, batch: int) -> list[dict]:
 
         more = {"sequence_parallel_size": size, "prove": case.has("prove")}
     model, optimizer, loader = prepare(accelerator, model, optimizer, loader, **more)
-    found, groups = [], accelerator.num_processes
+    logged, groups = [], accelerator.num_processes
     for each in loader:
         # The mean over groups of a sum is that of all rows.
         loss = model(**each, num_items_in_batch=_ITEMS // groups).loss
@@ -314,15 +314,15 @@ def _accelerate(case: Case, size: int, batch: int) -> list[dict]:
         optimizer.step()
         optimizer.zero_grad()
         loss = accelerator.reduce(loss.detach(), "mean")
-        found.append({"loss": loss.item(), "norm": norm.item()})
-    return found
+        logged.append({"loss": loss.item(), "norm": norm.item()})
+    return logged
 
 
 _ITEMS = 60
 
 
 def _loop(case: Case, size: int, batch: int) -> list[dict]:
-    model, found = model_of(case, size), []
+    model, logged = model_of(case, size), []
     if size > 1:
         from deepsp.integrations.transformers import register
 
@@ -339,9 +339,9 @@ def _loop(case: Case, size: int, batch: int) -> list[dict]:
         if size > 1:
             deepsp.sync_gradients(model)
         norms = {n: p.grad.norm().item() for n, p in model.named_parameters() if p.grad is not None}
-        found.append({"loss": loss.item(), **norms})
+        logged.append({"loss": loss.item(), **norms})
         model.zero_grad()
-    return found
+    return logged
 
 
 _DOORS = {

@@ -112,11 +112,11 @@ def _rows_of_streams() -> Iterator[None]:
     from deepsp.integrations.transformers import trainer
 
     def wrong(run, inputs):
-        found = right(run, inputs)
+        result = right(run, inputs)
         state = run.trainer.accelerator.gradient_state
         if state.end_of_dataloader and state.remainder < 0 and not run.is_alone:
-            state.active_dataloader.remainder = find_batch_size(found[0])
-        return found
+            state.active_dataloader.remainder = find_batch_size(result[0])
+        return result
 
     right = trainer.real_rows
     with mock.patch.object(trainer, "real_rows", wrong):

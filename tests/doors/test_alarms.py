@@ -27,20 +27,20 @@ def _rows(count, length=21, prompt=0, **more):
     ]
 
 
-def _train(prove, data, compute_loss=None, model=None, evaluates=False, size=None, **given):
-    """What a trainer logs. ``given``: its arguments, theirs, and methods of its class."""
+def _train(prove, data, compute_loss=None, model=None, evaluates=False, size=None, **settings):
+    """What a trainer logs. ``settings``: its arguments, theirs, and methods of its class."""
     from transformers import Trainer
 
     from deepsp.integrations.transformers import sequence_parallel
 
     methods = {} if compute_loss is None else {"compute_loss": compute_loss}
-    methods |= {n: given.pop(n) for n in list(given) if n in dir(Trainer)}
+    methods |= {n: settings.pop(n) for n in list(settings) if n in dir(Trainer)}
     own = ("data_collator", "compute_metrics", "eval_dataset")
-    more = {n: given.pop(n) for n in own if n in given}
+    more = {n: settings.pop(n) for n in own if n in settings}
     with launched():
         args = arguments(**{
             "max_steps": 1, "eval_strategy": "no", "per_device_train_batch_size": 4,
-            "per_device_eval_batch_size": 2, "remove_unused_columns": False, **given,
+            "per_device_eval_batch_size": 2, "remove_unused_columns": False, **settings,
         })  # fmt: skip
         trainer = sequence_parallel(type("Own", (Trainer,), methods))(
             tiny() if model is None else model, args, train_dataset=data, prove=prove,
@@ -144,8 +144,8 @@ def short_documents(prove):
         labels = ids.masked_fill(positions == 0, -100)
         return {"input_ids": ids, "labels": labels, "position_ids": positions[None]}
 
-    given = {"data_collator": pack, "per_device_train_batch_size": 1}
-    return _train(prove, _rows(4, 33), **given)
+    settings = {"data_collator": pack, "per_device_train_batch_size": 1}
+    return _train(prove, _rows(4, 33), **settings)
 
 
 def _with_mask(rows):
@@ -214,15 +214,15 @@ def _number(prediction):
 
 def in_bfloat16(prove):
     rows = _rows(8, 120)
-    given = {"compute_metrics": _number, "bf16": True, "model": _wide()}
-    return _train(prove, rows, evaluates=True, eval_dataset=rows, **given)
+    settings = {"compute_metrics": _number, "bf16": True, "model": _wide()}
+    return _train(prove, rows, evaluates=True, eval_dataset=rows, **settings)
 
 
 def routers_of_padding(prove):
     rows = [{n: x[n][:k] for n in x} for x, k in zip(_rows(4), (21, 9, 17, 6), strict=True)]
     model = tiny("mixtral", num_local_experts=4, output_router_logits=True)
-    given = {"compute_metrics": _number, "data_collator": _padded, "model": model}
-    return _train(prove, rows, evaluates=True, eval_dataset=rows, **given)
+    settings = {"compute_metrics": _number, "data_collator": _padded, "model": model}
+    return _train(prove, rows, evaluates=True, eval_dataset=rows, **settings)
 
 
 # ---- accelerate
@@ -240,7 +240,7 @@ def _accelerated(prove, rows, collate=None, model=None, batch=2, ignored=-100):
     from deepsp.integrations.accelerate import prepare
 
     with launched():
-        accelerator, found = Accelerator(cpu=True), []
+        accelerator, losses = Accelerator(cpu=True), []
         loader = torch.utils.data.DataLoader(rows, batch_size=batch, collate_fn=collate)
         model, loader = prepare(
             accelerator, tiny() if model is None else model, loader, sequence_parallel_size=2,
@@ -253,8 +253,8 @@ def _accelerated(prove, rows, collate=None, model=None, batch=2, ignored=-100):
                 model(**local).logits, labels, accelerator.sequence_group, ignore_index=ignored
             )
             accelerator.backward(loss)
-            found.append(loss.item())
-        return found
+            losses.append(loss.item())
+        return losses
 
 
 def labels_at_borders(prove):
@@ -391,8 +391,8 @@ def _own_steps():
         hidden = torch.rand(batch["input_ids"].shape) < 0.5
         labels = batch["labels"].masked_fill(~hidden, -100)
         local, _ = deepsp.shard_batch({**batch, "labels": labels})
-        known = {n: local[n] for n in ("input_ids", "position_ids")}
-        hidden = model.model(**known).last_hidden_state
+        inputs = {n: local[n] for n in ("input_ids", "position_ids")}
+        hidden = model.model(**inputs).last_hidden_state
         loss = deepsp.linear_cross_entropy(hidden, model.lm_head.weight, local["shift_labels"])
         loss.backward()
         deepsp.sync_gradients(model)

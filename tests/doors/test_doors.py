@@ -14,7 +14,7 @@ _TODAY = _FIRST or 1000 * int(time.time() // 86400)  # the first seed of a night
 def _check(case):
     (one,) = on_ranks(1, run, case, 1, apart="doors")
     for rank, mine in enumerate(on_ranks(case.world, run, case, case.size, apart="doors")):
-        assert not (found := difference(case, mine, one)), f"rank {rank} of {case}: {found}"
+        assert not (wrong := difference(case, mine, one)), f"rank {rank} of {case}: {wrong}"
 
 
 @pytest.mark.parametrize("number", range(12))

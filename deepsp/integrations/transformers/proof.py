@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -26,10 +25,11 @@ from deepsp.integrations.door import replaced
 from deepsp.integrations.transformers.evaluation import Numbered
 from deepsp.integrations.transformers.steps import Compute, FullStep
 from deepsp.integrations.transformers.stock import CONTEXT, dtypes_of, mistakes
-from deepsp.proof.outcome import Measure, Outcome, attributes_kept, draws_kept, precise, still
+from deepsp.proof.outcome import Measure, Outcome, attributes_kept, precise, still
 from deepsp.proof.report import raise_unless_alike
 from deepsp.proof.seen import Seen
 from deepsp.ranks.groups import device_of, member_of, on_all_ranks
+from deepsp.ranks.randomness import draws_kept
 
 _ROWS = 9
 """The most rows that are evaluated."""
@@ -98,11 +98,10 @@ class Proof:
         else:
             warnings.warn(_UNPROVEN.format(reason), stacklevel=2)
         plugin = getattr(run.trainer.accelerator.state, "fsdp_plugin", None)
-        dtypes = {torch.float32} if measure.is_wide else dtypes_of(inner, plugin)
         raise_unless_alike(
             alone,
             sharded,
-            dtypes,
+            dtypes_of(inner, plugin, measure.is_wide),
             member,
             member_of(None),
             CONTEXT.format(f"{table}. {self.step.contract}".rstrip(". ")),
@@ -196,18 +195,16 @@ class Proof:
     def _first_batch(self, loader: Any, count: int) -> Mapping[str, Any] | None:
         """The trainer's batch of the first samples; None: there is none, or it is drawn at random,
         or made otherwise."""
-        trainer, states = self.run.trainer, (torch.get_rng_state(), random.getstate())
+        trainer = self.run.trainer
         data = first_rows(getattr(loader, "dataset", None), count)
         collate = trainer._get_collator_with_removed_columns(trainer.data_collator, "evaluation")
-        with draws_kept():
+        with draws_kept() as drawn:
             try:
                 rows = [] if data is None else list(data)
                 batch = collate(rows) if rows else None
             except Exception:  # the loader has another collator
                 return None
-            drawn = random.getstate() != states[1]
-            drawn |= not torch.equal(states[0], torch.get_rng_state())
-        return batch if isinstance(batch, Mapping) and not drawn else None
+            return batch if isinstance(batch, Mapping) and not drawn() else None
 
     def _collated(self, collate: Callable, rows: list) -> Any:
         """A batch of the user's collator, with a few tokens."""

@@ -182,8 +182,8 @@ class FullStep:
         """The labels of a batch that count for one process, and that counted in the ranks' shards
         of the last one; None: not known."""
         labels, local, run = inputs.get("labels"), self.rows[-1].labels, self.run
-        known = not run.has_own_loss or (run.is_of_trl and not run.compares_rows)
-        if not known or not isinstance(labels, Tensor) or local is None:
+        is_stock = not run.has_own_loss or (run.is_of_trl and not run.compares_rows)
+        if not is_stock or not isinstance(labels, Tensor) or local is None:
             return None, None
         own, member = int((local != -100).sum()), self.run.groups.member
         ranks = on_all_ranks([own], member, labels.device)

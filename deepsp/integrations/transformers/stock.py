@@ -60,9 +60,11 @@ CONTEXT = (
 )
 
 
-def dtypes_of(model: nn.Module, fsdp_plugin: Any = None) -> set[torch.dtype]:
+def dtypes_of(model: nn.Module, fsdp_plugin: Any = None, is_wide: bool = False) -> set[torch.dtype]:
     """Those in which a model computes without autocast. transformers computes losses in float32,
-    also of models in float64."""
+    also of models in float64. ``is_wide``: as in :class:`Measure`."""
+    if is_wide:
+        return {torch.float32}
     policy = getattr(fsdp_plugin, "mixed_precision_policy", None)
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     return {torch.float32, getattr(policy, "param_dtype", None)} | dtypes
@@ -129,7 +131,7 @@ def prove_model(
     raise_unless_alike(
         alone,
         other,
-        {torch.float32} if measure.is_wide else dtypes_of(model, fsdp_plugin),
+        dtypes_of(model, fsdp_plugin, measure.is_wide),
         member,
         member_of(None),
         CONTEXT.format(table),
