@@ -172,46 +172,6 @@ def timed(calls: dict[str, Callable], repeats: int) -> dict[str, list[float]]:
     return times
 
 
-def carried() -> int:
-    """Bytes that this node has sent and received over the link."""
-    with open("/proc/self/net/dev") as file:
-        (row,) = [line.split() for line in file if line.split()[0] == "veth0:"]
-    return int(row[1]) + int(row[9])
-
-
-def measure_machines(kind: str, mib: int, dtype: torch.dtype, repeats: int) -> dict[str, dict]:
-    """Of ranks on two nodes, milliseconds, and MiB that cross: a reduce-scatter of so many MiB
-    ("sums"), or an exchange there and back of q of so many MiB in all and of one kv head."""
-    size = dist.get_world_size()
-    alone = dist.new_group()
-    deepsp.transport(alone, use="messages")
-    elements = (mib << 20) // dtype.itemsize
-    x = torch.ones(elements, dtype=dtype)
-    q = torch.ones(1, elements // (128 * size * size), size, 128, dtype=dtype)
-    k = q[:, :, :1].contiguous()
-
-    def call(group):
-        if kind == "sums":
-            deepsp.collectives.reduce_scatter(x, 0, group)
-        else:
-            held = deepsp.seq_to_heads([q, k, k], group=group)
-            deepsp.heads_to_seq(held, [size, 1, 1], group=group)
-
-    calls = {"by messages": lambda: call(alone), "by machines": lambda: call(dist.group.WORLD)}
-    crossed = {}
-    for name, one in calls.items():
-        one()
-        dist.barrier()
-        before = carried()
-        dist.barrier()
-        one()
-        dist.barrier()
-        crossed[name] = (carried() - before) / (1 << 20)
-    return {
-        name: {"ms": ms, "crossed": crossed[name]} for name, ms in timed(calls, repeats).items()
-    }
-
-
 def counted(call: Callable) -> dict[str, int]:
     """Copies of one call, and what it launches."""
     dist.barrier()

@@ -8,9 +8,6 @@ collectives   forward and backward of one:
   floor               bare sends and receives of the same bytes, on warm buffers
 linears       all-gather, linear, gelu, linear, reduce-scatter, forward and backward: plain, with
               all_gather_matmul and matmul_reduce_scatter (pipelined), and the products alone
-machines      of ranks on two nodes (--ranks 4 --nodes 2), a reduce-scatter, and an exchange there
-              and back of q, k and v with one kv head: what a machine's ranks share crosses once, or
-              by messages alone, which inside a node go over the loopback
 step          a training step of a transformers Llama, tensor parallel with sequence parallel, by
               deepsp.schedule.ready, by torch.distributed.tensor.parallel, and whole in each process
 
@@ -30,7 +27,7 @@ import sys
 from pathlib import Path
 
 import torch
-from collective_contenders import measure_collectives, measure_linears, measure_machines
+from collective_contenders import measure_collectives, measure_linears
 from netlink import Netlink
 from ranks import Ranks
 from rich.console import Console
@@ -42,8 +39,7 @@ SHAPES = [(1, 4096, 512), (1, 16384, 1024), (2, 4096, 512), (4, 4096, 512), (32,
 LINEARS = [((1, 4096, 512), 2048), ((2, 2048, 512), 2048)]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LOOPBACK = "loopback"
-MIB = [16, 64]  # between machines
-PARTS = ("collectives", "linears", "step", "machines")
+PARTS = ("collectives", "linears", "step")
 
 
 def both(ms: list[float]) -> str:
@@ -73,17 +69,11 @@ def run(args: argparse.Namespace) -> dict:
                  (measure_linears, of, columns, torch.float32, args.repeats))
                 for of, columns in LINEARS
             ]  # fmt: skip
-        if "machines" in args.parts:
-            tasks += [
-                ("machines", {"kind": kind, "mib": mib, "dtype": dtype},
-                 (measure_machines, kind, mib, DTYPES[dtype], args.repeats))
-                for kind in ("sums", "shared heads") for mib in MIB for dtype in args.dtypes
-            ]  # fmt: skip
         if "step" in args.parts:
             tasks.append(("step", {"shape": shape}, (measure_step, shape, args.steps)))
         with contextlib.ExitStack() as stack:
             shaped = rate != LOOPBACK
-            link = stack.enter_context(Netlink(args.nodes or size, rate)) if shaped else None
+            link = stack.enter_context(Netlink(size, rate)) if shaped else None
             ranks = stack.enter_context(Ranks(link, size))
             for part, about, task in tqdm(tasks, desc=f"{size} ranks, {rate}", leave=False):
                 found[part].append({"ranks": f"{size}, {rate}", **about, "times": ranks(*task)})
@@ -145,19 +135,6 @@ def tables(found: dict) -> list[tuple[str, list[str], list[list[str]]]]:
                     f"{far:.1e}",
                 ]
             )
-    machines = [
-        [
-            f"{case['ranks']}, {case['kind']}, {case['mib']} MiB, {case['dtype']}",
-            name,
-            both(of["ms"]),
-            ratio(of["ms"], case["times"]["by messages"]["ms"]),
-            f"{of['crossed']:.1f}",
-        ]
-        for case in found["machines"]
-        for name, of in case["times"].items()
-    ]
-    heads = ["ranks, exchange", "", "ms, min / median", "× by messages", "MiB that cross"]
-    result.append(("Two nodes", heads, machines))
     columns = ["ranks, link, model", "", "ms, min / median", "× torch", "loss, largest difference"]
     result.append(("A training step", columns, rows))
     return [table for table in result if table[2]]
@@ -184,7 +161,6 @@ def main() -> None:
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="sizes of the group")
-    parser.add_argument("--nodes", type=int, help="that have as many ranks each (default: one)")
     parser.add_argument(
         "--rates",
         nargs="+",
@@ -198,9 +174,7 @@ def main() -> None:
         ("hidden", 512), ("layers", 4), ("heads", 8), ("vocab", 8192), ("batch", 1), ("seq", 1024),
     ]:  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default, help="of the model")
-    parser.add_argument(
-        "--results", type=Path, help="folder for collectives[_link|_machines].md and .json"
-    )
+    parser.add_argument("--results", type=Path, help="folder for collectives[_link].md and .json")
     args = parser.parse_args()
     load = os.getloadavg()[0]
     found = run(args)
@@ -220,7 +194,6 @@ def main() -> None:
     if args.results:
         args.results.mkdir(parents=True, exist_ok=True)
         name = "collectives" if args.rates == [LOOPBACK] else "collectives_link"
-        name = "collectives_machines" if args.parts == ["machines"] else name
         (args.results / f"{name}.json").write_text(json.dumps(found, indent=1))
         (args.results / f"{name}.md").write_text(markdown(found))
 

@@ -7,8 +7,7 @@ same way. ``"partial"``: a partial gradient, since the ranks use it differently 
 columns of a weight, for example); the gradient is the sum over ranks.
 
 Sums of 16-bit floats are taken in ``reduce_dtype`` (None: float32), in rank order; on the wire they
-keep their dtype. Where a group spans machines, CPU tensors are summed within each first, in
-float32, if fewer bytes cross then.
+keep their dtype.
 """
 
 from __future__ import annotations

@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from reference import Take, Whole, draw, events, flat, names, sent, warm_up
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
-import deepsp
-
 op = torch.ops.deepsp
 RANKS = [1, 2, 3, 4]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -31,21 +29,9 @@ def same(a, b):
     return bool((equal | (a.isnan() & b.isnan())).all())
 
 
-def machines_that_sum(sent):
-    """The ranks of each machine, if these tensors are summed in two levels: if fewer bytes leave a
-    machine as sums, which are float32 at least."""
-    machines = deepsp.transport().machines
-    alone = sum(x.nbytes for x in sent) * dist.get_world_size()
-    sums = sum(x.numel() * max(x.itemsize, 4) for x in sent) * len(machines)
-    return machines if len(machines) > 1 and sums < alone else ()
-
-
-def summed(parts, dtype, within=None, machines=()):
-    """One after another; the total is kept in `within`. First those of each machine, if any."""
-    widest = torch.float64 if parts[0].dtype == torch.float64 else torch.float32
-    if machines:
-        parts = [summed([parts[p] for p in ranks], widest) for ranks in machines]
-    within = within or widest
+def summed(parts, dtype, within=None):
+    """One after another; the total is kept in `within`."""
+    within = within or (torch.float64 if parts[0].dtype == torch.float64 else torch.float32)
     wide = torch.float64 if within == torch.float64 else torch.float32
     total = torch.zeros(parts[0].shape, dtype=wide)
     for part in parts:
@@ -97,13 +83,12 @@ class Case:
             for i, (y, layout) in enumerate(zip(self.full, self.layouts, strict=True))
         ]
 
-    def scattered(self, within=None, each_alone=False):
-        """This rank's rows of the sum of all ranks' gradients, sent together or each alone."""
+    def scattered(self, within=None):
+        """This rank's rows of the sum of all ranks' gradients."""
         everyone = [self.gradients(p) for p in range(self.size)]
         results = []
         for i, pieces in enumerate(self.pieces):
-            machines = machines_that_sum(self.full[i : i + 1] if each_alone else self.full)
-            total = summed([g[i] for g in everyone], pieces[0].dtype, within, machines)
+            total = summed([g[i] for g in everyone], pieces[0].dtype, within)
             results.append(total.split(self.rows[i])[self.rank])
         return results
 
@@ -153,7 +138,6 @@ def _equals_one_process(specs, within, frozen):
     ours = op._reduce_scatter_cast_coalesced(grads, case.sizes, dtypes, *where, reduce_dtype=within)
     for x, g, dtype in zip(ours, expected, dtypes, strict=True):
         assert torch.equal(x, g) and x.dtype == dtype and x.is_contiguous()
-    expected = case.scattered(within, each_alone=True)
     for i, rows in enumerate(case.rows):
         x = op.reduce_scatter_cast(grads[i], rows, dtypes[i], *where, reduce_dtype=within)
         assert torch.equal(x, expected[i])

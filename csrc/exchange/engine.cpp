@@ -7,26 +7,12 @@
 namespace deepsp {
 
 Transfer transfer_of(
-    const Group* group,
-    const Layout& plan,
-    int64_t chunk,
-    const at::Tensor& like,
-    Order order,
-    const Carriers* carriers) {
+    const Group* group, const Layout& plan, int64_t chunk, const at::Tensor& like, Order order) {
   const auto elements = [&, by_tokens = plan.columns_by_tokens(chunk)](int64_t p) {
     return plan.buffer_elements(p, chunk, by_tokens);
   };
-  std::vector<int64_t> slots(plan.ranks());
-  if (carriers != nullptr) {
-    slots = carriers->each_slot([](auto&&...) {});
-  }
   return Transfer(
-      group, [&](int64_t p) { return elements(p) + slots[p]; }, {elements(plan.rank)},
-      like.options(), static_cast<uint64_t>(order));
-}
-
-Carriers carriers_of(const Group* group, const Layout& plan, int64_t chunk) {
-  return Carriers(plan, chunk, group ? machines_of(*group) : nullptr);
+      group, elements, {elements(plan.rank)}, like.options(), static_cast<uint64_t>(order));
 }
 
 std::vector<at::Tensor> meta_buffers(const SymPlan& plan, const at::Tensor& like) {

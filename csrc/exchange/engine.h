@@ -6,22 +6,18 @@
 
 #include "../common/copies.h"
 #include "../transport/transfer.h"
-#include "carriers.h"
+#include "checks.h"
 
 namespace deepsp {
 
 // An exchange whose buffers have the size that both directions have.
-// Ranks that write into each other's memory agree on the order. `carriers`: of heads_to_seq, whose
-// slots lie behind the buffer.
+// Ranks that write into each other's memory agree on the order.
 Transfer transfer_of(
     const Group* group,
     const Layout& plan,
     int64_t chunk,
     const at::Tensor& like,
-    Order order = Order::packed,
-    const Carriers* carriers = nullptr);
-// Who carries what in a group; nobody anything where it is null.
-Carriers carriers_of(const Group* group, const Layout& plan, int64_t chunk);
+    Order order = Order::packed);
 // The buffers of all chunks, on the meta device.
 std::vector<at::Tensor> meta_buffers(const SymPlan& plan, const at::Tensor& like);
 
@@ -83,7 +79,6 @@ void launch_to_seq(
     const Layout& plan,
     int64_t chunk,
     const Group* group,
-    const Carriers& carriers,
     Transfer& transfer,
     Order reached,
     bool is_expected);

@@ -32,8 +32,6 @@ class Received {
     }
   }
 
-  // Whose ranks have summed; null: each rank has sent its own.
-  const Machines* machines() const { return flights_[0] ? flights_[0]->machines.get() : nullptr; }
   // The block that rank p sent with a chunk.
   const Parts& parts(int64_t chunk, int64_t p) const { return parts_[chunk * plan_.ranks() + p]; }
   // Its part of a tensor of whole heads.
@@ -121,7 +119,7 @@ void merge_into(
   };
   for (size_t i = 0; i < plan.heads.tensors(); ++i) {
     if (plan.levels.empty() && (i > 0 || !plan.cuts_queries())) {
-      add(i, segments_for(plan, i, received.machines()), 0, 0);
+      add(i, plan.heads.segments(i), 0, 0);
     }
     for (size_t n = 0; n < plan.levels.size(); ++n) {
       const auto& level = plan.levels[n];
@@ -266,7 +264,6 @@ void settle(const at::Tensor& buffer, const Layout& plan, int64_t chunk) {
   auto settled = std::make_unique<Flight>();
   settled->order = flight->order;
   settled->together = flight->together;
-  settled->machines = flight->machines;
   settled->stream = flight->stream;
   attach(buffer, std::move(settled));
 }

@@ -40,15 +40,14 @@ c10::IValue heads_to_seq(const Given& given) {
   const Layout plan = concrete(shapes);
   const auto group = group_of("heads_to_seq", given["group_name"], plan, inputs[0]);
   const Order order = order_for(plan, tokens_first);
-  const Carriers carriers = carriers_of(group.get(), plan, 0);
-  Transfer transfer = transfer_of(group.get(), plan, 0, inputs[0], order, &carriers);
+  Transfer transfer = transfer_of(group.get(), plan, 0, inputs[0], order);
   if (group == nullptr && inputs[0].is_cpu()) {
     // Straight from the inputs to the outputs.
     auto flight = std::make_unique<Flight>();
     flight->own = inputs.vec();
     attach(transfer.buffer(), std::move(flight));
   } else {
-    launch_to_seq(inputs, plan, 0, group.get(), carriers, transfer, order, /*is_expected=*/true);
+    launch_to_seq(inputs, plan, 0, group.get(), transfer, order, /*is_expected=*/true);
   }
   return merge_by_tokens({transfer.buffer()}, plan, tokens_first);
 }
@@ -103,10 +102,8 @@ c10::IValue heads_to_seq_start(const Given& given) {
   const Order order = tokens_first.has_value() ? order_for(plan, *tokens_first)
                       : inputs.size() == 1     ? Order::packed
                                                : order_for(plan, true);
-  const Carriers carriers = carriers_of(group.get(), plan, chunk);
-  Transfer transfer = transfer_of(group.get(), plan, chunk, inputs[0], order, &carriers);
-  launch_to_seq(
-      inputs, plan, chunk, group.get(), carriers, transfer, order, tokens_first.has_value());
+  Transfer transfer = transfer_of(group.get(), plan, chunk, inputs[0], order);
+  launch_to_seq(inputs, plan, chunk, group.get(), transfer, order, tokens_first.has_value());
   settle_if_watched(transfer.buffer(), plan, chunk);
   return transfer.buffer();
 }

@@ -59,32 +59,17 @@ std::vector<Place> launch_to_heads(
   if (group == nullptr || group->point_to_point) {
     if (group != nullptr) {
       auto flight = std::make_unique<Flight>();
-      const Carriers carriers = carriers_of(group, plan, chunk);
-      std::vector<std::vector<StridedCopy>> received(plan.ranks());  // by source
       if (!transfer.reaches_all()) {
         const at::Tensor sent = empty_buffer({sent_at.back() - gives[plan.rank]}, buffer);
         flight->holds.push_back(sent);
         char* next = data_of(sent);
         transfer.send(
-            [&](int64_t p) {
-              const Bytes block{arrivals + got_at[p] * item, gets[p] * item};
-              return carriers.any()
-                         ? carriers.message(
-                               block.data, p, plan.rank, buffer, flight->holds, received[p])
-                         : block;
-            },
+            [&](int64_t p) { return Bytes{arrivals + got_at[p] * item, gets[p] * item}; },
             [&](int64_t p) {
               const Bytes block{next, gives[p] * item};
               make(Place{p, block.data});
               next += block.size;
-              if (!carriers.any()) {
-                return block;
-              }
-              std::vector<StridedCopy> copies;
-              const Bytes message =
-                  carriers.message(block.data, plan.rank, p, buffer, flight->holds, copies);
-              run(copies, buffer.device());
-              return message;
+              return block;
             },
             *flight);
       }
@@ -95,13 +80,6 @@ std::vector<Place> launch_to_heads(
             }
           },
           *flight);
-      if (carriers.any()) {
-        const auto block = [&](int64_t source, int64_t owner) {
-          return transfer.memory(owner) + plan.elements_before(source, owner, chunk) * item;
-        };
-        carriers.add_relays(block, item, received);
-        transfer.relay(std::move(received), *flight);
-      }
       attach(buffer, std::move(flight));
     }
     // This rank's own block is made where it would arrive.

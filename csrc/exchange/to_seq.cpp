@@ -225,18 +225,12 @@ void write_by_heads(
     at::TensorList inputs,
     const Layout& plan,
     int64_t chunk,
-    const Group& group,
-    const Carriers& carriers,
     Transfer& transfer,
     Order order,
     bool is_expected,
     Flight& flight) {
   const at::Tensor& buffer = transfer.buffer();
-  std::optional<CarriedSums> carried;
-  if (carriers.any()) {
-    carried.emplace(inputs, plan, chunk, carriers, buffer);
-    carried->exchange(group, transfer, order, flight);
-  } else if (!transfer.reaches_all()) {
+  if (!transfer.reaches_all()) {
     exchange_messages(inputs, plan, chunk, transfer, order, flight);
   }
   RECORD_FUNCTION("deepsp::pack", {});
@@ -245,15 +239,9 @@ void write_by_heads(
       [&](int64_t p, char* theirs) {
         copies.clear();
         place_by_tokens(inputs, plan, chunk, p, theirs, order, copies);
-        if (carried) {
-          carried->add_slots(p, theirs, copies);
-        }
         run(copies, buffer.device());
       },
       flight);
-  if (carried) {
-    carried->send_later(group, transfer, flight);
-  }
   // This rank's own, where it isn't expected to be copied once more.
   std::vector<at::Tensor> whole;
   for (size_t i = 0; i < inputs.size(); ++i) {
@@ -288,18 +276,16 @@ void launch_to_seq(
     const Layout& plan,
     int64_t chunk,
     const Group* group,
-    const Carriers& carriers,
     Transfer& transfer,
     Order reached,
     bool is_expected) {
   const at::Tensor& buffer = transfer.buffer();
   const int64_t item = item_of(inputs[0]);
 
-  if (transfer.reaches_any() || carriers.any()) {
+  if (transfer.reaches_any()) {
     auto flight = std::make_unique<Flight>();
     flight->order = reached;
-    flight->machines = carriers.machines();
-    write_by_heads(inputs, plan, chunk, *group, carriers, transfer, reached, is_expected, *flight);
+    write_by_heads(inputs, plan, chunk, transfer, reached, is_expected, *flight);
     attach(buffer, std::move(flight));
     return;
   }

@@ -367,9 +367,8 @@ c10::IValue project_to_heads_backward(const Given& given) {
   std::vector<std::vector<HeadSegment>> segments;
   bool shared = false;
   const Tensors arriving = dense(buffers);
-  const auto machines = summed_by(arriving[0]);
   for (size_t i = 0; i < n; ++i) {
-    segments.push_back(segments_for(plan, i, machines.get()));
+    segments.push_back(plan.heads.segments(i));
     shared = shared || !has_one_reader_each(plan, i);
   }
   if (are_merged(arriving, plan)) {

@@ -305,9 +305,6 @@ at::Tensor Reshard::launch_scatter(const Tensors& inputs, const BufferShape& sha
   if (shards_.slot() == 0) {
     return buffer_for(shape.sizes, shape.options);
   }
-  if (const auto machines = levels(dtypes_of(inputs))) {
-    return launch_levels(inputs, shape, *machines);
-  }
   Transfer transfer = this->transfer(shape);
   const at::Tensor& buffer = transfer.buffer();
   if (!at_.point_to_point) {
@@ -397,9 +394,6 @@ void Reshard::land_scatter(
     const Tensors& results,
     Dtypes wire,
     OptionalDtype reduce_dtype) const {
-  if (const auto machines = levels(wire)) {
-    return land_levels(buffer, results, wire, reduce_dtype, *machines);
-  }
   const auto flight = land_dense(buffer);
   const bool own_apart = flight && !flight->own.empty();
   RECORD_FUNCTION("deepsp::sum", {});

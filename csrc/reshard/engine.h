@@ -52,8 +52,7 @@ class Reshard {
 
   // Sends each rank its parts of the inputs, which are contiguous. Returns the buffer.
   at::Tensor launch_scatter(const Tensors& inputs, const BufferShape& shape) const;
-  // Waits. Returns the sums, in rank order or in two levels, of this rank's parts, which were sent
-  // in `wire`.
+  // Waits. Returns the sums, in rank order, of this rank's parts, which were sent in `wire`.
   Tensors land_scatter(
       const at::Tensor& buffer,
       const Shapes& shapes,
@@ -93,26 +92,6 @@ class Reshard {
   // The copies that make rank p's packed block.
   void add_block(
       const Tensors& inputs, int64_t p, char* to, std::vector<StridedCopy>& copies) const;
-
-  // levels.cpp. The group's machines, if tensors are summed within each machine first; else null.
-  std::shared_ptr<const Machines> levels(Dtypes wire) const;
-  at::Tensor launch_levels(
-      const Tensors& inputs, const BufferShape& shape, const Machines& machines) const;
-  void land_levels(
-      const at::Tensor& buffer,
-      const Tensors& results,
-      Dtypes wire,
-      OptionalDtype reduce_dtype,
-      const Machines& machines) const;
-  // Appends the sum of what this machine's ranks have for rank p of input i.
-  void add_machine_sum(
-      const Tensors& inputs,
-      size_t i,
-      int64_t p,
-      const Machines& machines,
-      char* slots,
-      char* to,
-      std::vector<StridedSum>& sums) const;
 
   BufferLayout at_;
   const Shards& shards_ = at_.shards;

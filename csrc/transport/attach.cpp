@@ -215,8 +215,4 @@ Order order_of(const at::Tensor& buffer) {
   return peek(buffer, &Flight::order);
 }
 
-std::shared_ptr<const Machines> summed_by(const at::Tensor& buffer) {
-  return peek(buffer, &Flight::machines);
-}
-
 }  // namespace deepsp

@@ -31,8 +31,6 @@ bool was_waited(const at::Tensor& buffer);
 bool arrives_at_once(const at::Tensor& buffer);
 // How blocks lie in it, before and after the wait; packed if it never had a flight.
 Order order_of(const at::Tensor& buffer);
-// Flight::machines, before the wait.
-std::shared_ptr<const Machines> summed_by(const at::Tensor& buffer);
 
 // The flights of buffers that aren't the pool's (a GPU's), by their storage. The table owns no
 // storage, so the flights of freed buffers go with the next launch; so do the works and the sent

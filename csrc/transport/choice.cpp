@@ -17,7 +17,6 @@ struct Choice {
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group;
   std::string use;
   Reach reach{};
-  std::shared_ptr<const Machines> machines = nullptr;
   std::shared_ptr<Mapped> mapped = nullptr;
   std::shared_ptr<Staged> staged = nullptr;
 };
@@ -70,7 +69,6 @@ Chosen choice_of(const Group& group, c10::Device device, std::optional<std::stri
   if (device.is_cpu()) {
     auto [reach, peers] = map_peers(group, made.use);
     made.reach = std::move(reach);
-    made.machines = std::make_shared<Machines>(made.reach.machine);
     if (!peers.empty()) {
       made.mapped = std::make_shared<Mapped>(group, std::move(peers));
       pool_watch(made.mapped);
@@ -86,11 +84,6 @@ Chosen choice_of(const Group& group, c10::Device device, std::optional<std::stri
 
 std::shared_ptr<Mapped> mapped_of(const Group& group) {
   return group.point_to_point && !group.alone ? choice_of(group, at::kCPU, std::nullopt)->mapped
-                                              : nullptr;
-}
-
-std::shared_ptr<const Machines> machines_of(const Group& group) {
-  return group.point_to_point && !group.alone ? choice_of(group, at::kCPU, std::nullopt)->machines
                                               : nullptr;
 }
 

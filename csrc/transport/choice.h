@@ -2,7 +2,6 @@
 // How a group's ranks exchange blocks: chosen once for each group and device, by all its ranks
 // together.
 
-#include "machines.h"
 #include "mapped.h"
 #include "staged.h"
 
@@ -14,7 +13,5 @@ namespace deepsp {
 // the group make its first call together.
 std::shared_ptr<Mapped> mapped_of(const Group& group);
 std::shared_ptr<Staged> staged_of(const Group& group, c10::Device device);
-// Its machines; null if it sends no messages point to point.
-std::shared_ptr<const Machines> machines_of(const Group& group);
 
 }  // namespace deepsp

@@ -111,9 +111,6 @@ void Flight::wait_all() {
   }
   wait(collective);
   wait_sends();
-  if (relayed) {
-    wait(-1, [&] { mapped->wait_relays(std::exchange(relayed, nullptr)); });
-  }
 }
 
 void Flight::wait_messages() {

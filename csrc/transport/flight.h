@@ -26,7 +26,6 @@ using Work = std::shared_ptr<c10d::Work>;
 enum class Order { packed, apart, rows, batches };
 
 struct Block;
-struct Machines;
 
 // Memory that ranks of a group share: flights wait for it, and the pool counts its idle blocks.
 class PeerMemory {
@@ -39,9 +38,6 @@ class PeerMemory {
   virtual bool reaches(int64_t rank) const = 0;
   // Waits until rank `source` has written its block of an exchange. std::runtime_error if it won't.
   virtual void wait(uint64_t exchange, int64_t source) = 0;
-  // Waits until all other ranks that are reached have relayed to this rank's buffer what messages
-  // have brought for it. Throws the same.
-  virtual void wait_relays(char* buffer) = 0;
   // Ends all exchanges, and tells the other ranks.
   virtual void fail() = 0;
   // After a fork, in the child: the memory is the parent's.
@@ -71,10 +67,6 @@ struct Flight {
   // Peers that write into the buffer, and their number for this exchange.
   std::shared_ptr<PeerMemory> mapped;
   uint64_t exchange = 0;
-  char* relayed = nullptr;  // the buffer, if they also relay messages to it
-  // heads_to_seq, of heads that several ranks of a machine read: the buffer holds their sum. Null
-  // if each rank has sent its own.
-  std::shared_ptr<const Machines> machines;
   // A collective of any other backend.
   Work collective;
   bool together = false;  // all blocks arrive at once, by a collective

@@ -8,9 +8,7 @@
 #include <ATen/ops/alias.h>
 #include <ATen/ops/empty.h>
 #include <ATen/record_function.h>
-#include <c10/core/thread_pool.h>
 #include <torch/version.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <map>
@@ -59,35 +57,6 @@ at::Tensor unnamed(const at::Tensor& tensor) {
   return at::alias(tensor);
 }
 
-// Works that a thread launches.
-class Later final : public c10d::Work {
- public:
-  void run(std::function<std::vector<deepsp::Work>()>& launch) {
-    std::exception_ptr error;
-    try {
-      at::AutoDispatchBelowADInplaceOrView guard;  // as in a kernel
-      works_ = launch();
-    } catch (...) {
-      error = std::current_exception();
-    }
-    launch = nullptr;  // before those go on who wait
-    finish(error);
-  }
-
-  bool wait(std::chrono::milliseconds timeout) override {
-    if (getpid() != process_) {
-      throw std::runtime_error("the group is that of the process that forked this one");
-    }
-    c10d::Work::wait(timeout);
-    return std::all_of(
-        works_.begin(), works_.end(), [&](const auto& work) { return work->wait(timeout); });
-  }
-
- private:
-  std::vector<deepsp::Work> works_;
-  pid_t process_ = getpid();
-};
-
 // A launch fails, too, if a peer has died since the last exchange. `peer`: -1 for all. Several
 // threads may launch: gloo takes that, but NCCL's communicators take one call at a time.
 template <class Launch>
@@ -114,7 +83,7 @@ at::Tensor unowned(const at::Tensor& tensor) {
              : tensor;
 }
 
-int exchange_point_to_point(
+void exchange_point_to_point(
     const Group& group,
     const std::function<bool(int64_t)>& among,
     const std::function<Bytes(int64_t)>& receive,
@@ -139,22 +108,11 @@ int exchange_point_to_point(
     const int64_t target = (group.rank + step) % group.size;
     const Bytes bytes = among(target) ? send(target) : Bytes{};
     if (bytes.size > 0) {
-      flight.sends.push_back(launch_send(group, target, bytes, tag));
+      std::vector<at::Tensor> block{unowned(bytes)};
+      flight.sends.push_back(launched(
+          group, [&] { return group.pg->send(block, static_cast<int>(target), tag); }, target));
     }
   }
-  return tag;
-}
-
-Work launch_send(const Group& group, int64_t target, Bytes bytes, int tag) {
-  std::vector<at::Tensor> block{unowned(bytes)};
-  return launched(
-      group, [&] { return group.pg->send(block, static_cast<int>(target), tag); }, target);
-}
-
-Work launch_later(c10::ThreadPool& thread, std::function<std::vector<Work>()> launch) {
-  auto later = c10::make_intrusive<Later>();
-  thread.run([later, launch = std::move(launch)]() mutable { later->run(launch); });
-  return shared(std::move(later));
 }
 
 Work launch_all_to_all(

@@ -5,10 +5,6 @@
 
 #include <functional>
 
-namespace c10 {
-class ThreadPool;
-}
-
 namespace deepsp {
 
 struct Bytes {
@@ -25,18 +21,13 @@ inline at::Tensor empty_buffer(at::IntArrayRef sizes, const at::Tensor& like) {
 // One exchange of messages: posts all receives, then makes and sends one block after another.
 // `receive(p)` is where p's block goes, `send(p)` makes the block for p; empty: no message. Neither
 // is called for this rank, nor for ranks that `among` excludes. The caller keeps the memory until
-// the wait. Returns the messages' tag.
-int exchange_point_to_point(
+// the wait.
+void exchange_point_to_point(
     const Group& group,
     const std::function<bool(int64_t)>& among,
     const std::function<Bytes(int64_t)>& receive,
     const std::function<Bytes(int64_t)>& send,
     Flight& flight);
-
-// One more message of such an exchange, to a rank that has posted its receive.
-Work launch_send(const Group& group, int64_t target, Bytes bytes, int tag);
-// What `launch`, which `thread` calls and frees, will have launched.
-Work launch_later(c10::ThreadPool& thread, std::function<std::vector<Work>()> launch);
 
 // A contiguous tensor for a collective that will be attached to the tensor's own memory
 // (attach). On the CPU it doesn't own that memory: a cycle would leak both if wait is never

@@ -164,15 +164,6 @@ void Mailbox::deliver(uint64_t n, int64_t owner) {
   ring(owner);
 }
 
-void Mailbox::relay(BlockHead* head, int64_t owner) {
-  head->relays.fetch_add(1, std::memory_order_release);
-  ring(owner);
-}
-
-bool Mailbox::has_relays(const BlockHead* head) const {
-  return head->relays.load(std::memory_order_acquire) + 1 == static_cast<uint64_t>(members());
-}
-
 void Mailbox::pass(uint64_t n) {
   control(member_).opened.store(n + 1, std::memory_order_release);
 }

@@ -13,10 +13,7 @@
 //   slots[n % kSlots] of member r    the place of r's buffer of exchange n, and n's turn
 //   arrived[s] of member r           how many exchanges' blocks s has written to r's buffers
 //   opened of member s               how many exchanges s has written all blocks of; a slot is
-//   reused
-//                                    when all members are past its last exchange
-//   relays, in a buffer's head       how many members have written to it, after their block, what
-//                                    messages brought for its owner, too
+//                                    reused when all members are past its last exchange
 //   spares[c] of member r            a stack of r's idle blocks of size class c
 //   returned of member b             a stack of freed blocks of b's memory, for b to reuse
 //   bell, sleepers of member r       a futex that wakes r when a block has been written for it
@@ -42,7 +39,6 @@ struct alignas(64) BlockHead {
   uint64_t size_class;         // of the block
   uint64_t member, place;      // of the block
   std::atomic<uint64_t> next;  // the block below it in a stack
-  std::atomic<uint64_t> relays;
 };
 
 // Why a member delivers nothing more.
@@ -78,7 +74,6 @@ class Mailbox {
     return reinterpret_cast<BlockHead*>(memories_[block.member] + block.place);
   }
   static char* data(BlockHead* head) { return reinterpret_cast<char*>(head + 1); }
-  static BlockHead* head_of(char* data) { return reinterpret_cast<BlockHead*>(data) - 1; }
 
   // Whether every member is past exchange n - kSlots, so that n can be opened.
   bool has_room(uint64_t n);
@@ -89,10 +84,6 @@ class Mailbox {
   BlockPlace publish(uint64_t n, int64_t owner, const BlockPlace& block);
   // This member has written its block into `owner`'s buffer.
   void deliver(uint64_t n, int64_t owner);
-  // It has relayed to `owner`'s buffer, whose head this is, what messages have brought.
-  void relay(BlockHead* head, int64_t owner);
-  // Whether all other members have done that for this member's buffer.
-  bool has_relays(const BlockHead* head) const;
   // It has written all its blocks.
   void pass(uint64_t n);
   // Whether `source` has written its block into this member's buffer.

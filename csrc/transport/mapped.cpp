@@ -2,8 +2,6 @@
 
 #include "c10d.h"
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
@@ -108,14 +106,6 @@ void Mapped::trim(int64_t bytes) {
   }
 }
 
-c10::ThreadPool& Mapped::thread() {
-  std::lock_guard<std::mutex> lock(exchanging_);
-  if (!thread_) {
-    thread_ = std::make_unique<c10::ThreadPool>(1, -1, [] { at::init_num_threads(); });
-  }
-  return *thread_;
-}
-
 void Mapped::close() {
   std::lock_guard<std::mutex> lock(exchanging_);
   trim(0);
@@ -127,7 +117,6 @@ void Mapped::close() {
 
 void Mapped::disown() {
   ours_ = false;
-  thread_.release();  // it runs in the parent only
   for (const auto& peer : peers_) {
     if (peer) {
       peer->connection.reset();
@@ -194,23 +183,6 @@ void Mapped::wait(uint64_t exchange, int64_t source) {
   }
 }
 
-void Mapped::relay(char* buffer, int64_t rank) {
-  mailbox_->relay(Mailbox::head_of(buffer), member_of_[rank]);
-}
-
-void Mapped::wait_relays(char* buffer) {
-  const auto relayed = [&] { return mailbox_->has_relays(Mailbox::head_of(buffer)); };
-  if (ours_) {
-    wait_until(
-        relayed, ranks_, kLook,
-        "no other rank of the machine has passed on what it was to receive for this one within "
-        "the group's timeout of " +
-            std::to_string(timeout_.count()) + " ms");
-  } else if (!relayed()) {
-    throw std::runtime_error(kForked);
-  }
-}
-
 // ------------------------------------------------------------------- exchanges
 
 Mapped::Exchange::Exchange(
@@ -267,7 +239,6 @@ BlockPlace Mapped::Exchange::find_or_publish(int64_t rank, uint64_t call, uint64
     BlockHead* const head = mailbox.head(supplied);
     head->call = call;
     head->bytes = bytes;
-    head->relays = 0;
     if (waits_at_once()) {  // anomaly mode looks for NaN in the whole buffer
       std::memset(Mailbox::data(head), 0, bytes);
     }

@@ -6,8 +6,6 @@
 #include "pool.h"
 #include "shared_memory.h"
 
-#include <c10/core/thread_pool.h>
-
 #include <atomic>
 #include <chrono>
 #include <functional>
@@ -63,17 +61,10 @@ class Mapped final : public PeerMemory {
     bool closed_ = false;
   };
 
-  // A thread that waits for what a start can't wait for. It does one job after another.
-  c10::ThreadPool& thread();
-
   // The group is gone: ends all exchanges, frees idle memory, and leaves the peers.
   void close();
 
-  // This rank has written to rank `rank`'s buffer what messages have brought for it.
-  void relay(char* buffer, int64_t rank);
-
   void wait(uint64_t exchange, int64_t source) override;
-  void wait_relays(char* buffer) override;
   void fail() override;
   void disown() override;
   void give(std::unique_ptr<Block> block) override;
@@ -112,8 +103,6 @@ class Mapped final : public PeerMemory {
   std::atomic<bool> failed_ = false;
   std::atomic<bool> closed_ = false;
   std::atomic<bool> ours_ = true;  // false in a forked child
-
-  std::unique_ptr<c10::ThreadPool> thread_;  // the last member: its jobs use the others
 };
 
 }  // namespace deepsp

@@ -62,68 +62,12 @@ void Transfer::write(const std::function<void(int64_t, char*)>& write, Flight& f
   flight.what = describe(*group_);
   flight.mapped = mapped_;
   flight.exchange = exchange_->number();
-  written_.resize(group_->size);
   try {
-    exchange_->write([&](int64_t p, char* theirs) {
-      written_[p] = theirs;
-      write(p, theirs);
-    });
+    exchange_->write(write);
   } catch (...) {
     exchange_.reset();  // tells the peers, before the flight waits for them
     throw;
   }
-}
-
-void Transfer::send_later(std::function<std::vector<Work>()> launch, Flight& flight) const {
-  if (mapped_ == nullptr) {
-    const std::vector<Work> works = launch();
-    flight.sends.insert(flight.sends.end(), works.begin(), works.end());
-    return;
-  }
-  flight.sends.push_back(launch_later(
-      mapped_->thread(),  // which ends before `mapped`
-      [mapped = mapped_.get(), exchange = flight.exchange, launch = std::move(launch)] {
-        for (int64_t p = 0; p < mapped->size(); ++p) {
-          if (mapped->reaches(p)) {
-            mapped->wait(exchange, p);
-          }
-        }
-        return launch();
-      }));
-}
-
-void Transfer::relay(std::vector<std::vector<StridedCopy>> copies, Flight& flight) const {
-  if (mapped_ == nullptr) {
-    for (auto& of_source : copies) {
-      flight.on_arrival.push_back([copies = std::move(of_source)] { run(copies, at::kCPU); });
-    }
-    return;
-  }
-  flight.relayed = bytes_[group_->rank] > 0 ? data_of(buffer_) : nullptr;
-  // Before the messages that this rank sends: its error says more than theirs.
-  flight.sends.insert(
-      flight.sends.begin(),
-      launch_later(
-          mapped_->thread(),
-          [mapped = mapped_.get(), copies = std::move(copies), buffers = written_,
-           works = std::exchange(flight.receives, {}), alive = flight.holds] {
-            for (size_t p = 0; p < copies.size(); ++p) {
-              try {
-                if (works[0][p]) {
-                  works[0][p]->wait();
-                }
-              } catch (const std::exception& error) {
-                throw std::runtime_error("rank " + std::to_string(p) + ": " + message_of(error));
-              }
-              run(copies[p], at::kCPU);
-            }
-            for (size_t p = 0; p < buffers.size(); ++p) {
-              if (buffers[p] != nullptr) {
-                mapped->relay(buffers[p], static_cast<int64_t>(p));
-              }
-            }
-            return std::vector<Work>{};
-          }));
 }
 
 void Transfer::send(

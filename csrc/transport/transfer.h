@@ -3,7 +3,7 @@
 // folders of csrc include.
 //
 // The transport has three floors. A file includes files of its own floor or of lower ones:
-//   agree  transfer, choice, machines, handshake, agreement
+//   agree  transfer, choice, handshake, agreement
 //   move   launch, mapped, mailbox, shared_memory, peer_socket, staged, stages
 //   wait   attach, pool, flight, errors, c10d, group
 // Agree: ranks tell each other what they can and want, and choose how blocks get across. Move:
@@ -40,15 +40,6 @@ class Transfer {
   // Writes this rank's blocks to all ranks that it reaches: write(p, where p's buffer begins). To
   // be called once, also if it reaches none.
   void write(const std::function<void(int64_t, char*)>& write, Flight& flight);
-  // After write(): where the buffer of rank p begins, this one or one that is reached.
-  char* memory(int64_t p) const { return p == group_->rank ? data_of(buffer_) : written_[p]; }
-  // After write(): launches what `launch` launches, once all ranks that are reached have written. A
-  // thread waits for them, and the flight for the thread.
-  void send_later(std::function<std::vector<Work>()> launch, Flight& flight) const;
-  // After send() and write(), on every rank of the machine: makes these copies, by source, when
-  // that rank's message has been received, also into the buffers of ranks that are reached. A
-  // thread does it, and the flights of those ranks wait for it.
-  void relay(std::vector<std::vector<StridedCopy>> copies, Flight& flight) const;
   // exchange_point_to_point, with the other ranks.
   void send(
       const std::function<Bytes(int64_t)>& receive,
@@ -65,7 +56,6 @@ class Transfer {
   std::shared_ptr<Mapped> mapped_;
   std::shared_ptr<Staged> staged_;
   std::vector<int64_t> bytes_;  // of all ranks' buffers, if some rank writes into them
-  std::vector<char*> written_;  // those that are reached
   at::Tensor buffer_;
   std::optional<Mapped::Exchange> exchange_;  // destroyed before the buffer
 };
