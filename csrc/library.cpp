@@ -274,16 +274,6 @@ TORCH_LIBRARY(deepsp, m) {
       "previous_tokens_wait(Tensor buffer, SymInt n, int dim, SymInt[] seq_lens, SymInt[] shape, "
       "int rank, str group_name) -> Tensor",
       uncaptured);
-  // The exchange, a token in each row: rows for each rank behind, by rank, become those of the
-  // ranks before. home: the other way.
-  m.def(
-      "_halo_start(Tensor rows, SymInt n, SymInt[] seq_lens, bool home, int rank, "
-      "str group_name) -> Tensor",
-      uncaptured);
-  m.def(
-      "_halo_wait(Tensor buffer, SymInt n, SymInt[] seq_lens, bool home, int rank, "
-      "str group_name) -> Tensor",
-      uncaptured);
 
   // --- experts on the sequence's ranks
 
@@ -297,11 +287,15 @@ TORCH_LIBRARY(deepsp, m) {
   m.def(
       "expert_combine(Tensor rows, SymInt[] counts, int rank, str group_name) -> Tensor",
       uncaptured);
+  // The exchange of both; home: the way back. halo: of previous_tokens, whose n it is; counts are
+  // seq_lens then, rows are tokens for each rank behind, and become those of the ranks before.
   m.def(
-      "_rows_start(Tensor rows, SymInt[] counts, bool home, int rank, str group_name) -> Tensor",
+      "_rows_start(Tensor rows, SymInt[] counts, bool home, int rank, str group_name, *, "
+      "SymInt? halo=None) -> Tensor",
       uncaptured);
   m.def(
-      "_rows_wait(Tensor buffer, SymInt[] counts, bool home, int rank, str group_name) -> Tensor",
+      "_rows_wait(Tensor buffer, SymInt[] counts, bool home, int rank, str group_name, *, "
+      "SymInt? halo=None) -> Tensor",
       uncaptured);
 
   // --- linear layers around the exchange

@@ -77,7 +77,9 @@ def arguments(kind):
         (gathered,) = landed(
             [op._gather_cast_coalesced_start(shards, lens * 2, [bf16, f32], rank, group)]
         )
-        (before,) = landed([op.previous_tokens_start(q, 3, 1, lens, rank, group)])
+        before, halo = landed(
+            [op.previous_tokens_start(q, n, 1, lens, rank, group) for n in (3, 1)]
+        )
         counts = [[(3 * p + r) % 4 for r in range(size)] for p in range(size)]
         flat = [n for of_rank in counts for n in of_rank]
         arrive = sum(of_rank[rank] for of_rank in counts)
@@ -101,8 +103,8 @@ def arguments(kind):
             "expert_combine": (_leaf(arrive, 5), flat, rank, group),
             "_rows_start": (_leaf(sum(counts[rank]), 5), flat, False, rank, group),
             "_rows_wait": (sent_rows, flat, False, rank, group),
-            "_halo_start": (_leaf(min(rank, 1), 5), 1, lens, True, rank, group),
-            "_halo_wait": (before, 3, lens, False, rank, group),
+            "halo:_rows_start": (_leaf(min(rank, 1), 5), lens, True, rank, group),
+            "halo:_rows_wait": (halo, lens, False, rank, group),
             "_fold_states": (
                 *(_leaf(1, 2, 3, 3), _leaf(1, 2, 3, 4), [1] * len(lens), rank, group),
             ),
@@ -227,6 +229,7 @@ def _opcheck(name):
     keywords = {
         "backend": {"backend_sums": torch.float32},
         "cut": {"query_parts": dist.get_world_size()},
+        "halo": {"halo": 1},
     }
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
         overload = getattr(op, "distributed_attention" if name == "chunked" else plain).default
@@ -248,7 +251,7 @@ def _opcheck(name):
     ["seq_to_heads", "heads_to_seq", "seq_to_heads_start", "seq_to_heads_wait",
      "heads_to_seq_start", "heads_to_seq_wait", "previous_tokens", "previous_tokens_start",
      "previous_tokens_wait", "expert_dispatch", "expert_combine", "_rows_start", "_rows_wait",
-     "_halo_start", "_halo_wait", "_fold_states", "project_to_heads",
+     "halo:_rows_start", "halo:_rows_wait", "_fold_states", "project_to_heads",
      "heads_to_output",
      "_project_to_heads_start", "_project_to_heads_backward", "_heads_to_output_wait",
      "_heads_to_output_weight_grad", "distributed_attention", "chunked",

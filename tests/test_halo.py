@@ -123,7 +123,7 @@ def _order_in_backward():
     pending = deepsp.previous_tokens_start(x, 2, dim=0)
     between = b @ b
     loss = pending.wait().sum() + between.sum()
-    marks = {"deepsp::_halo_start": "s", "deepsp::_halo_wait": "w", "aten::mm": "m"}
+    marks = {"deepsp::_rows_start": "s", "deepsp::_rows_wait": "w", "aten::mm": "m"}
     found = [e.name for e in events(loss.backward)]
     assert "".join(marks[n] for n in found if n in marks) == "smmw"
     with pytest.raises(RuntimeError, match="already"):

@@ -7,7 +7,7 @@
 namespace deepsp {
 
 Transfer transfer_of(
-    const Group* group, const Layout& plan, int64_t chunk, const at::Tensor& like, Order order) {
+    const Group& group, const Layout& plan, int64_t chunk, const at::Tensor& like, Order order) {
   const auto elements = [&, by_tokens = plan.columns_by_tokens(chunk)](int64_t p) {
     return plan.buffer_elements(p, chunk, by_tokens);
   };
@@ -37,13 +37,13 @@ void settle_if_watched(const at::Tensor& buffer, const Layout& plan, int64_t chu
   }
 }
 
-std::unique_ptr<Group> group_of(
+Group group_of(
     const char* op,
     std::string_view name,
     const Layout& plan,
     const at::Tensor& like,
     int64_t chunk) {
-  Group group = agreed_group(
+  return agreed_group(
       op, name, plan.rank, plan.ranks(), like.device(), "seq_lens",
       [&]() -> std::vector<std::string> {
         const int64_t parts = plan.heads.query_parts();
@@ -56,7 +56,6 @@ std::unique_ptr<Group> group_of(
             to_text("dtype ", like.scalar_type()),
             to_text("chunk ", chunk, " of ", plan.chunks())};
       });
-  return group.alone ? nullptr : std::make_unique<Group>(std::move(group));
 }
 
 }  // namespace deepsp

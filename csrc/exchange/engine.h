@@ -5,7 +5,7 @@
 // other's memory, they write into the receiver's result, if its strides are known.
 
 #include "../common/copies.h"
-#include "../transport/transfer.h"
+#include "../transport/moves.h"
 #include "checks.h"
 
 namespace deepsp {
@@ -13,7 +13,7 @@ namespace deepsp {
 // An exchange whose buffers have the size that both directions have.
 // Ranks that write into each other's memory agree on the order.
 Transfer transfer_of(
-    const Group* group,
+    const Group& group,
     const Layout& plan,
     int64_t chunk,
     const at::Tensor& like,
@@ -21,9 +21,9 @@ Transfer transfer_of(
 // The buffers of all chunks, on the meta device.
 std::vector<at::Tensor> meta_buffers(const SymPlan& plan, const at::Tensor& like);
 
-// The group to talk to; null where it has one rank. With DEEPSP_DEBUG=1 its ranks have made the
-// same call: of this op, this plan and this chunk.
-std::unique_ptr<Group> group_of(
+// The group of a call. With DEEPSP_DEBUG=1 its ranks have made the same call: of this op, this plan
+// and this chunk.
+Group group_of(
     const char* op,
     std::string_view name,
     const Layout& plan,
@@ -39,13 +39,6 @@ void settle_if_watched(const at::Tensor& buffer, const Layout& plan, int64_t chu
 
 struct Extent;
 
-// Where the block for rank p is to be made.
-struct Place {
-  int64_t p;
-  char* block;
-};
-using MakeBlocks = std::function<void(c10::ArrayRef<Place>)>;
-
 // Sends the blocks of this rank's tokens, each as soon as it is made; the blocks of what this rank
 // computes attention for arrive in the buffer. Returns nothing, or the place of this rank's own
 // block, which the caller makes: no other rank waits for it. `copied`: what `make` copies; none
@@ -55,7 +48,6 @@ std::vector<Place> launch_to_heads(
     at::TensorList copied,
     const Layout& plan,
     int64_t chunk,
-    const Group* group,
     Transfer& transfer);
 
 // The copies that make blocks of inputs [B, S_rank, H_i, D_i].
@@ -78,7 +70,6 @@ void launch_to_seq(
     at::TensorList inputs,
     const Layout& plan,
     int64_t chunk,
-    const Group* group,
     Transfer& transfer,
     Order reached,
     bool is_expected);

@@ -38,16 +38,16 @@ c10::IValue heads_to_seq(const Given& given) {
     return meta_by_tokens(shapes, inputs[0], tokens_first);
   }
   const Layout plan = concrete(shapes);
-  const auto group = group_of("heads_to_seq", given["group_name"], plan, inputs[0]);
+  const Group group = group_of("heads_to_seq", given["group_name"], plan, inputs[0]);
   const Order order = order_for(plan, tokens_first);
-  Transfer transfer = transfer_of(group.get(), plan, 0, inputs[0], order);
-  if (group == nullptr && inputs[0].is_cpu()) {
+  Transfer transfer = transfer_of(group, plan, 0, inputs[0], order);
+  if (group.alone && inputs[0].is_cpu()) {
     // Straight from the inputs to the outputs.
     auto flight = std::make_unique<Flight>();
     flight->own = inputs.vec();
     attach(transfer.buffer(), std::move(flight));
   } else {
-    launch_to_seq(inputs, plan, 0, group.get(), transfer, order, /*is_expected=*/true);
+    launch_to_seq(inputs, plan, 0, transfer, order, /*is_expected=*/true);
   }
   return merge_by_tokens({transfer.buffer()}, plan, tokens_first);
 }
@@ -59,19 +59,19 @@ c10::IValue seq_to_heads_start(const Given& given) {
     return meta_buffers(shapes, inputs[0]);
   }
   const Layout plan = concrete(shapes);
-  const auto group = group_of("seq_to_heads", given["group_name"], plan, inputs[0]);
+  const Group group = group_of("seq_to_heads", given["group_name"], plan, inputs[0]);
   const int64_t count = plan.chunks();
   const bool last_first = given["last_first"];
   Tensors buffers(count);
   for (int64_t n = 0; n < count; ++n) {
     const int64_t chunk = last_first ? count - 1 - n : n;
-    Transfer transfer = transfer_of(group.get(), plan, chunk, inputs[0]);
+    Transfer transfer = transfer_of(group, plan, chunk, inputs[0]);
     buffers[chunk] = transfer.buffer();
     RECORD_FUNCTION("deepsp::pack", {});
     const auto make = [&](c10::ArrayRef<Place> places) {
       pack_by_tokens(inputs, plan, chunk, places);
     };
-    make(launch_to_heads(make, inputs, plan, chunk, group.get(), transfer));
+    make(launch_to_heads(make, inputs, plan, chunk, transfer));
     settle_if_watched(buffers[chunk], plan, chunk);
   }
   return buffers;
@@ -95,15 +95,15 @@ c10::IValue heads_to_seq_start(const Given& given) {
     return at::empty_symint({shapes.buffer_elements(chunk)}, inputs[0].options());
   }
   const Layout plan = concrete(shapes);
-  const auto group = group_of("heads_to_seq", given["group_name"], plan, inputs[0], chunk);
+  const Group group = group_of("heads_to_seq", given["group_name"], plan, inputs[0], chunk);
   // Unless heads_to_seq_wait follows, one tensor's buffer may be kept for backward
   // (heads_to_output); autograd may save a copy, and a copy doesn't record its order.
   const std::optional<bool> tokens_first = given["tokens_first"];
   const Order order = tokens_first.has_value() ? order_for(plan, *tokens_first)
                       : inputs.size() == 1     ? Order::packed
                                                : order_for(plan, true);
-  Transfer transfer = transfer_of(group.get(), plan, chunk, inputs[0], order);
-  launch_to_seq(inputs, plan, chunk, group.get(), transfer, order, tokens_first.has_value());
+  Transfer transfer = transfer_of(group, plan, chunk, inputs[0], order);
+  launch_to_seq(inputs, plan, chunk, transfer, order, tokens_first.has_value());
   settle_if_watched(transfer.buffer(), plan, chunk);
   return transfer.buffer();
 }

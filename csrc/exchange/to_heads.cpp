@@ -41,74 +41,27 @@ std::vector<Place> launch_to_heads(
     at::TensorList copied,
     const Layout& plan,
     int64_t chunk,
-    const Group* group,
     Transfer& transfer) {
-  const at::Tensor& buffer = transfer.buffer();
-  const int64_t item = item_of(buffer);
+  const int64_t item = item_of(transfer.buffer());
   const auto gives = plan.counts_by_tokens(chunk);
   const auto gets = plan.counts_by_heads(chunk);
   const auto got_at = prefix_sums(gets);
-  const auto sent_at = prefix_sums(gives);
-  char* const arrivals = data_of(buffer);
-
-  // Where this rank's block begins in p's buffer.
-  const auto place_in = [&](int64_t p, char* theirs) {
-    return Place{p, theirs + plan.elements_before(plan.rank, p, chunk) * item};
-  };
-
-  if (group == nullptr || group->point_to_point) {
-    if (group != nullptr) {
-      auto flight = std::make_unique<Flight>();
-      if (!transfer.reaches_all()) {
-        const at::Tensor sent = empty_buffer({sent_at.back() - gives[plan.rank]}, buffer);
-        flight->holds.push_back(sent);
-        char* next = data_of(sent);
-        transfer.send(
-            [&](int64_t p) { return Bytes{arrivals + got_at[p] * item, gets[p] * item}; },
-            [&](int64_t p) {
-              const Bytes block{next, gives[p] * item};
-              make(Place{p, block.data});
-              next += block.size;
-              return block;
-            },
-            *flight);
-      }
-      transfer.write(
-          [&](int64_t p, char* theirs) {
-            if (gives[p] > 0) {
-              make(place_in(p, theirs));
-            }
-          },
-          *flight);
-      attach(buffer, std::move(flight));
-    }
-    // This rank's own block is made where it would arrive.
-    return {{plan.rank, arrivals + got_at[plan.rank] * item}};
+  Moves moves;
+  moves.blocks.push_back(
+      {[&](int64_t p) { return Span{got_at[p] * item, gets[p] * item}; },
+       [&](int64_t p) { return Bytes{nullptr, gives[p] * item}; }, make});
+  moves.begin = [&](int64_t p) { return plan.elements_before(plan.rank, p, chunk) * item; };
+  if (transfer.moves_own() && !copied.empty()) {
+    moves.reads = copied.vec();
+    moves.place = [&](int64_t p, char* theirs, auto& copies) {
+      add_block(copied, plan, chunk, {p, theirs + moves.begin(p)}, copies);
+    };
   }
-
-  std::vector<Place> places;
-  if (transfer.staged() && !copied.empty()) {
-    attach(buffer, transfer.stage(copied, [&](int64_t p, char* theirs, auto& copies) {
-      add_block(copied, plan, chunk, place_in(p, theirs), copies);
-    }));
+  transfer.attach(transfer.start(moves));
+  if (transfer.moves_own()) {
     return {};
   }
-  const at::Tensor sent = empty_buffer({sent_at.back()}, buffer);
-  for (int64_t p = 0; p < plan.ranks(); ++p) {
-    places.push_back({p, data_of(sent) + sent_at[p] * item});
-  }
-  make(places);
-  if (transfer.staged()) {
-    attach(buffer, transfer.stage({sent}, [&](int64_t p, char* theirs, auto& copies) {
-      copies.push_back(copy_of_bytes(places[p].block, place_in(p, theirs).block, gives[p] * item));
-    }));
-    return {};
-  }
-  attach(
-      *group, buffer,
-      launch_all_to_all(*group, unowned(buffer.narrow(0, 0, got_at.back())), sent, gets, gives),
-      sent);
-  return {};
+  return {{plan.rank, data_of(transfer.buffer()) + got_at[plan.rank] * item}};
 }
 
 namespace {

@@ -1,9 +1,7 @@
-// Rows that each rank sends to each: one all-to-all.
+// Rows that ranks send each other: one all-to-all.
 
 #include "../rows/checks.h"
 #include "decomposition.h"
-
-#include <ATen/ops/cat.h>
 
 namespace deepsp::inductor {
 namespace {
@@ -14,17 +12,28 @@ c10::SymInt padding_of(const SymRows& plan, bool home) {
   return plan.buffer(plan.rank) - plan.total(plan.rank, home);
 }
 
+// The parts that aren't empty.
+at::Tensor joined_parts(const Tensors& parts) {
+  Tensors filled;
+  for (const at::Tensor& part : parts) {
+    if (!is_zero(part.sym_size(0))) {
+      filled.push_back(part);
+    }
+  }
+  return filled.empty() ? parts[0] : joined(filled);
+}
+
 c10::IValue rows_start(const Given& given) {
   const SymRows plan = check_counts(given);
   const at::Tensor rows = given["rows"];
   const bool home = given["home"];
   const int64_t rank = plan.rank;
-  SymInts gets = plan.counts(rank, home), gives = plan.counts(rank, !home);
+  SymInts gets = plan.received(rank, home), gives = plan.received(rank, !home);
   const c10::SymInt padding = padding_of(plan, home), total = plan.total(rank, !home);
   const c10::SymInt begin = plan.total(rank, !home, rank + 1);
   gets[rank] = gets[rank] + padding;
   gives[rank] = gives[rank] + padding;
-  const at::Tensor sent = at::cat(
+  const at::Tensor sent = joined_parts(
       {rows.narrow_symint(0, 0, begin), rows.new_zeros_symint({padding, rows.sym_size(1)}),
        rows.narrow_symint(0, begin, total - begin)});
   return launch("all_to_all_single", plan.ranks(), sent, {gets, gives}, given["group_name"]);
@@ -36,7 +45,7 @@ c10::IValue rows_wait(const Given& given) {
   const at::Tensor buffer = landed(given["buffer"], plan.ranks());
   const c10::SymInt begin = plan.total(plan.rank, home, plan.rank + 1);
   const c10::SymInt left = plan.total(plan.rank, home) - begin;
-  return at::cat(
+  return joined_parts(
       {buffer.narrow_symint(0, 0, begin),
        buffer.narrow_symint(0, begin + padding_of(plan, home), left)});
 }

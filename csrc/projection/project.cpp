@@ -210,7 +210,7 @@ c10::IValue project_to_heads_start(const Given& given) {
     return meta_buffers(shapes, x);
   }
   const Layout plan = concrete(shapes);
-  const auto group = group_of("project_to_heads", given["group_name"], plan, x);
+  const Group group = group_of("project_to_heads", given["group_name"], plan, x);
   const bool last_first = given["last_first"];
   const at::Tensor rows = rows_of(x);
   const Projection project{rows, weights, biases, plan};
@@ -219,7 +219,7 @@ c10::IValue project_to_heads_start(const Given& given) {
   std::vector<std::pair<int64_t, Place>> own;
   for (int64_t n = 0; n < count; ++n) {
     const int64_t chunk = last_first ? count - 1 - n : n;
-    Transfer transfer = transfer_of(group.get(), plan, chunk, x);
+    Transfer transfer = transfer_of(group, plan, chunk, x);
     buffers[chunk] = transfer.buffer();
     const auto make = [&](c10::ArrayRef<Place> places) {
       if (places.size() > 1) {
@@ -227,7 +227,7 @@ c10::IValue project_to_heads_start(const Given& given) {
       }
       project(chunk, places[0]);
     };
-    for (const Place& left : launch_to_heads(make, {}, plan, chunk, group.get(), transfer)) {
+    for (const Place& left : launch_to_heads(make, {}, plan, chunk, transfer)) {
       own.emplace_back(chunk, left);
     }
   }

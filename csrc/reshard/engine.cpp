@@ -41,9 +41,7 @@ Reshard::Reshard(Shards shards, Group group, c10::Device device)
 Transfer Reshard::transfer(const BufferShape& shape) const {
   const std::vector<int64_t> sizes = ints(shape.sizes);
   const int64_t elements = c10::multiply_integers(sizes);
-  return Transfer(
-      alone() ? nullptr : &group_, [=](int64_t) { return elements; }, sizes, shape.options,
-      shape.kind);
+  return Transfer(group_, [=](int64_t) { return elements; }, sizes, shape.options, shape.kind);
 }
 
 StridedCopy Reshard::copy_of(
@@ -69,142 +67,119 @@ StridedCopy Reshard::copy_gathered(const at::Tensor& part, char* buffer) const {
   return copy_of(0, rank_, data_of(part), row, buffer + at_.gathered(0, rank_), to_row);
 }
 
+at::Tensor Reshard::slot_in(const at::Tensor& buffer) const {
+  const int64_t slot = shards_.slot();
+  return bytes_of(buffer).narrow(0, rank_ * slot, slot);
+}
+
 void Reshard::place_gathered(const at::Tensor& part, const at::Tensor& buffer) const {
   run({copy_gathered(part, data_of(buffer))}, buffer.device());
 }
 
-void Reshard::gather_slots(const Transfer& transfer) const {
-  const at::Tensor& buffer = transfer.buffer();
-  const int64_t slot = shards_.slot();
-  if (!alone() && slot > 0) {
-    if (transfer.staged()) {
-      return stage_slot(transfer, bytes_of(buffer).narrow(0, rank_ * slot, slot));
-    }
-    const at::Tensor all = unowned(bytes_of(buffer));
-    attach(
-        group_, buffer, launch_all_gather(group_, all, all.narrow(0, rank_ * slot, slot)), buffer);
-  }
-}
-
-void Reshard::stage_slot(const Transfer& transfer, const at::Tensor& slot) const {
-  attach(transfer.buffer(), transfer.stage({slot}, [&](int64_t, char* theirs, auto& copies) {
-    const auto bytes = static_cast<int64_t>(slot.nbytes());
-    copies.push_back(copy_of_bytes(data_of(slot), theirs + rank_ * shards_.slot(), bytes));
-  }));
-}
-
 at::Tensor Reshard::launch_gather(const at::Tensor& part, const BufferShape& shape) const {
+  if (shards_.slot() == 0) {
+    return buffer_for(shape.sizes, shape.options);
+  }
   Transfer transfer = this->transfer(shape);
   const at::Tensor& buffer = transfer.buffer();
-  if (!group_.point_to_point || alone()) {
-    if (!alone() && at_.arrives_whole(0) && shards_.slot() > 0) {
-      if (transfer.staged()) {
-        stage_slot(transfer, part);
-        return buffer;
-      }
-      const at::Tensor all = unowned(bytes_of(buffer));
-      attach(group_, buffer, launch_all_gather(group_, all, bytes_of(part)), part);
-      return buffer;
-    }
-    place_gathered(part, buffer);
-    gather_slots(transfer);
-    return buffer;
-  }
-  auto flight = std::make_unique<Flight>();
+  const bool whole = at_.arrives_whole(0);
+  Moves moves;
+  moves.reads = {part};
   const int64_t messages = at_.in_place(0) ? at_.rows(0) : 1;
   for (int64_t m = 0; m < messages; ++m) {
-    char* const to = data_of(buffer) + m * shards_[0].row();
     const int64_t mine = shards_[0].part(rank_) / messages;
-    transfer.send(
-        [&](int64_t p) { return Bytes{to + at_.gathered(0, p), shards_[0].part(p) / messages}; },
-        [&](int64_t) { return Bytes{data_of(part) + m * mine, mine}; }, *flight);
+    moves.blocks.push_back(
+        {[this, m, messages](int64_t p) {
+           return Span{m * shards_[0].row() + at_.gathered(0, p), shards_[0].part(p) / messages};
+         },
+         [&part, m, mine](int64_t) { return Bytes{data_of(part) + m * mine, mine}; }});
   }
-  transfer.write(
-      [&](int64_t, char* theirs) {
-        if (theirs != nullptr) {
-          run({copy_gathered(part, theirs)}, buffer.device());
-        }
-      },
-      *flight);
-  flight->holds.push_back(part);
-  // While the others travel; or on arrival, where all is copied once more.
-  if (at_.arrives_whole(0) || waits_at_once() || inputs_are_reused()) {
-    place_gathered(part, buffer);
-  } else {
-    flight->own.push_back(part);
+  moves.place = [&](int64_t, char* theirs, auto& copies) {
+    copies.push_back(copy_gathered(part, theirs));
+  };
+  if (transfer.is_collective()) {
+    if (!whole) {
+      place_gathered(part, buffer);
+    }
+    moves.slot = whole ? part : slot_in(buffer);
   }
-  if (waits_at_once()) {
-    flight->wait_all();
+  auto flight = transfer.start(moves);
+  if (!transfer.moves_own()) {
+    // While the others travel; or on arrival, where all is copied once more.
+    if (transfer.alone() || whole || waits_at_once() || inputs_are_reused()) {
+      place_gathered(part, buffer);
+    } else {
+      flight->own.push_back(part);
+    }
   }
-  attach(buffer, std::move(flight));
+  transfer.attach(std::move(flight));
   return buffer;
 }
 
 at::Tensor Reshard::launch_gather(const MakeParts& make, const BufferShape& shape) const {
+  if (shards_.slot() == 0) {
+    return buffer_for(shape.sizes, shape.options);
+  }
   RECORD_FUNCTION("deepsp::cast", {});
   Transfer transfer = this->transfer(shape);
   const at::Tensor& buffer = transfer.buffer();
   char* const base = data_of(buffer);
-  std::vector<Destination> packed, in_place;
-  for (size_t i = 0; i < shards_.size(); ++i) {
-    const bool alone_in_message = at_.point_to_point && at_.in_place(i);
-    (alone_in_message ? in_place : packed).push_back({i, base + at_.gathered(i, rank_)});
-  }
-  if (!at_.point_to_point) {
-    make(packed);
-    gather_slots(transfer);
-    return buffer;
-  }
-
-  auto flight = std::make_unique<Flight>();
-  // Pieces are made when their receives are posted, and sent from where they were made.
-  const auto exchange = [&](const std::vector<Destination>& pieces, const auto& bytes_of) {
-    bool made = false;
-    const auto make_once = [&] {
-      if (!made) {
-        make(pieces);
-        made = true;
-      }
-    };
-    transfer.send(
-        bytes_of,
-        [&](int64_t) {
-          make_once();
-          return bytes_of(rank_);
-        },
-        *flight);
-    make_once();
+  // Pieces are made when their receives are posted, and sent from where they were made: those that
+  // share a message, then each that is sent alone.
+  std::vector<std::vector<Destination>> pieces;
+  Moves moves;
+  const auto make_once = [&](size_t n) {
+    if (!pieces[n].empty()) {
+      make(std::exchange(pieces[n], {}));
+    }
   };
+  const auto add = [&](std::vector<Destination> made, const auto& receive) {
+    const size_t n = pieces.size();
+    pieces.push_back(std::move(made));
+    moves.blocks.push_back({receive, [&, n, receive](int64_t) {
+                              make_once(n);
+                              const Span mine = receive(rank_);
+                              return Bytes{base + mine.begin, mine.size};
+                            }});
+  };
+  std::vector<Destination> packed;
+  for (size_t i = 0; i < shards_.size(); ++i) {
+    if (!at_.point_to_point || !at_.in_place(i)) {
+      packed.push_back({i, base + at_.gathered(i, rank_)});
+    }
+  }
   if (!packed.empty()) {
-    exchange(packed, [&](int64_t p) {
-      return Bytes{base + at_.gathered_block(p), at_.packed_bytes(p)};
+    add(std::move(packed), [&](int64_t p) {
+      return Span{
+          at_.gathered_block(p), at_.point_to_point ? at_.packed_bytes(p) : shards_.block(p)};
     });
   }
-  for (const Destination& piece : in_place) {
-    exchange({piece}, [&](int64_t p) {
-      return Bytes{base + at_.gathered(piece.tensor, p), shards_[piece.tensor].part(p)};
-    });
+  for (size_t i = 0; i < shards_.size(); ++i) {
+    if (at_.point_to_point && at_.in_place(i)) {
+      add({{i, base + at_.gathered(i, rank_)}},
+          [&, i](int64_t p) { return Span{at_.gathered(i, p), shards_[i].part(p)}; });
+    }
   }
   // All buffers are alike, so what was made here goes to the same place there.
-  transfer.write(
-      [&](int64_t, char* theirs) {
-        std::vector<StridedCopy> copies;
-        const auto add = [&](char* from, int64_t bytes) {
-          if (bytes > 0) {
-            copies.push_back(copy_of_bytes(from, theirs + (from - base), bytes));
-          }
-        };
-        add(base + at_.gathered_block(rank_), at_.packed_bytes(rank_));
-        for (const Destination& piece : in_place) {
-          add(piece.to, shards_[piece.tensor].part(rank_));
-        }
-        run(copies, buffer.device());
-      },
-      *flight);
-  if (waits_at_once()) {
-    flight->wait_all();
+  moves.place = [&](int64_t, char* theirs, auto& copies) {
+    for (const Blocks& blocks : moves.blocks) {
+      if (const Bytes mine = blocks.send(rank_); mine.size > 0) {
+        copies.push_back(copy_of_bytes(mine.data, theirs + (mine.data - base), mine.size));
+      }
+    }
+  };
+  const auto make_all = [&] {
+    for (size_t n = 0; n < pieces.size(); ++n) {
+      make_once(n);
+    }
+  };
+  if (transfer.moves_own()) {
+    make_all();
+    moves.slot = slot_in(buffer);
   }
-  attach(buffer, std::move(flight));
+  auto flight = transfer.start(moves);
+  make_all();
+  transfer.attach(std::move(flight));
   return buffer;
 }
 
@@ -263,115 +238,56 @@ void Reshard::add_block(
   }
 }
 
-void Reshard::scatter_blocks(const Tensors& inputs, const Transfer& transfer) const {
-  const at::Tensor& buffer = transfer.buffer();
-  std::vector<int64_t> counts;
-  for (int64_t p = 0; p < group_.size; ++p) {
-    counts.push_back(shards_.block(p));
-  }
-  const int64_t mine = shards_.block(rank_);
-  if (transfer.staged()) {
-    attach(buffer, transfer.stage(inputs, [&](int64_t p, char* theirs, auto& copies) {
-      char* const to = theirs + rank_ * counts[p];
-      if (at_.any_packed()) {
-        add_block(inputs, p, to, copies);
-      } else {
-        copies.push_back(copy_of_bytes(part_of(inputs[0], 0, p), to, counts[p]));
-      }
-    }));
-    return;
-  }
-  at::Tensor sent;
-  if (!at_.any_packed()) {
-    sent = bytes_of(inputs[0]);
-  } else {
-    RECORD_FUNCTION("deepsp::pack", {});
-    const int64_t bytes = std::accumulate(counts.begin(), counts.end(), int64_t(0));
-    sent = buffer_for({bytes}, buffer.options().dtype(at::kByte));
-    char* next = data_of(sent);
-    std::vector<StridedCopy> copies;
-    for (int64_t p = 0; p < group_.size; ++p) {
-      add_block(inputs, p, next, copies);
-      next += counts[p];
-    }
-    run(copies, buffer.device());
-  }
-  const at::Tensor received = unowned(bytes_of(buffer).narrow(0, 0, group_.size * mine));
-  const std::vector<int64_t> each(group_.size, mine);
-  attach(group_, buffer, launch_all_to_all(group_, received, sent, each, counts), sent);
-}
-
 at::Tensor Reshard::launch_scatter(const Tensors& inputs, const BufferShape& shape) const {
   if (shards_.slot() == 0) {
     return buffer_for(shape.sizes, shape.options);
   }
   Transfer transfer = this->transfer(shape);
   const at::Tensor& buffer = transfer.buffer();
-  if (!at_.point_to_point) {
-    alone() ? place_scattered(inputs, buffer) : scatter_blocks(inputs, transfer);
-    return buffer;
-  }
-  char* const base = data_of(buffer);
-  auto flight = std::make_unique<Flight>();
-  if (!transfer.reaches_all() && at_.any_packed()) {
-    int64_t bytes = -at_.packed_bytes(rank_);
-    for (int64_t p = 0; p < group_.size; ++p) {
-      bytes += at_.packed_bytes(p);
-    }
-    const at::Tensor sent = buffer_for({bytes}, buffer.options().dtype(at::kByte));
-    flight->holds.push_back(sent);
-    char* next = data_of(sent);
-    transfer.send(
-        [&](int64_t p) { return Bytes{base + at_.scattered_block(p), at_.packed_bytes(rank_)}; },
-        [&](int64_t p) {
-          RECORD_FUNCTION("deepsp::pack", {});
-          const Bytes block{next, at_.packed_bytes(p)};
-          std::vector<StridedCopy> copies;
-          add_block(inputs, p, block.data, copies);
-          run(copies, buffer.device());
-          next += block.size;
-          return block;
-        },
-        *flight);
+  Moves moves;
+  moves.reads = inputs;
+  if (at_.any_packed()) {
+    moves.blocks.push_back(
+        {[&](int64_t p) { return Span{at_.scattered_block(p), at_.packed_bytes(rank_)}; },
+         [&](int64_t p) { return Bytes{nullptr, at_.packed_bytes(p)}; },
+         [&](c10::ArrayRef<Place> places) {
+           RECORD_FUNCTION("deepsp::pack", {});
+           std::vector<StridedCopy> copies;
+           for (const auto& [p, block] : places) {
+             add_block(inputs, p, block, copies);
+           }
+           run(copies, buffer.device());
+         }});
   }
   for (size_t i = 0; i < shards_.size(); ++i) {
-    const Shard<int64_t>& shard = shards_[i];
-    const int64_t messages = at_.in_place(i) ? at_.rows(i) : 0;
-    for (int64_t m = 0; m < messages; ++m) {
-      transfer.send(
-          [&](int64_t p) {
-            return Bytes{base + at_.scattered(i, p) + m * shard.row(rank_), shard.row(rank_)};
-          },
-          [&](int64_t p) {
-            return Bytes{part_of(inputs[i], i, p) + m * shard.row(), shard.row(p)};
-          },
-          *flight);
+    for (int64_t m = 0; m < (at_.in_place(i) ? at_.rows(i) : 0); ++m) {
+      moves.blocks.push_back(
+          {[this, i, m](int64_t p) {
+             const int64_t row = shards_[i].row(rank_);
+             return Span{at_.scattered(i, p) + m * row, row};
+           },
+           [this, &inputs, i, m](int64_t p) {
+             return Bytes{part_of(inputs[i], i, p) + m * shards_[i].row(), shards_[i].row(p)};
+           }});
     }
   }
-  transfer.write(
-      [&](int64_t p, char* theirs) {
-        Shards of_p = shards_;
-        of_p.rank = p;
-        const BufferLayout at(std::move(of_p), /*point_to_point=*/true);
-        std::vector<StridedCopy> copies;
-        for (size_t i = 0; i < inputs.size(); ++i) {
-          copies.push_back(copy_of(
-              i, p, part_of(inputs[i], i, p), shards_[i].row(), theirs + at.scattered(i, rank_),
-              shards_[i].row(p)));
-        }
-        run(copies, buffer.device());
-      },
-      *flight);
-  // They are sent from where they are, and this rank's own parts are read there.
-  flight->own = inputs;
-  if (waits_at_once()) {
-    flight->wait_all();
+  moves.place = [&](int64_t p, char* theirs, auto& copies) {
+    Shards of_p = shards_;
+    of_p.rank = p;
+    const BufferLayout at(std::move(of_p), at_.point_to_point);
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      copies.push_back(copy_of(
+          i, p, part_of(inputs[i], i, p), shards_[i].row(), theirs + at.scattered(i, rank_),
+          shards_[i].row(p)));
+    }
+  };
+  auto flight = transfer.start(moves);
+  if (!transfer.moves_own()) {
+    // They are sent from where they are, and this rank's own parts are read there.
+    const bool reads_own = at_.point_to_point && !waits_at_once() && !inputs_are_reused();
+    reads_own ? void(flight->own = inputs) : place_scattered(inputs, buffer);
   }
-  if (waits_at_once() || inputs_are_reused()) {
-    place_scattered(inputs, buffer);
-    flight->own.clear();
-  }
-  attach(buffer, std::move(flight));
+  transfer.attach(std::move(flight));
   return buffer;
 }
 

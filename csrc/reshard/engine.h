@@ -4,7 +4,7 @@
 #include "../op.h"
 #include "../common/copies.h"
 #include "../layout/buffer.h"
-#include "../transport/transfer.h"
+#include "../transport/moves.h"
 #include "checks.h"
 
 #include <ATen/ops/empty.h>
@@ -85,10 +85,8 @@ class Reshard {
   void place_gathered(const at::Tensor& part, const at::Tensor& buffer) const;
   void place_scattered(const Tensors& inputs, const at::Tensor& buffer) const;
 
-  void gather_slots(const Transfer& transfer) const;
-  // Writes this rank's slot to where every rank's buffer has it.
-  void stage_slot(const Transfer& transfer, const at::Tensor& slot) const;
-  void scatter_blocks(const Tensors& inputs, const Transfer& transfer) const;
+  // This rank's slot in a buffer of slots of one size.
+  at::Tensor slot_in(const at::Tensor& buffer) const;
   // The copies that make rank p's packed block.
   void add_block(
       const Tensors& inputs, int64_t p, char* to, std::vector<StridedCopy>& copies) const;

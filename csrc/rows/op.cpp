@@ -1,8 +1,9 @@
-// Rows that each rank sends to each: tokens to the ranks that hold their experts, and back.
+// Rows that ranks send each other: tokens to the ranks that hold their experts, the tokens before a
+// rank's own, and back.
 
 #include "../transport/agreement.h"
+#include "../transport/moves.h"
 #include "checks.h"
-#include "exchange.h"
 
 #include <ATen/ops/empty.h>
 
@@ -12,10 +13,42 @@ namespace {
 const Op rows_start("_rows_start");
 const Op rows_wait("_rows_wait");
 
+// rows [n, elements], those for rank 0 first. Blocks lie one after another, by rank, in what is
+// sent and in what is received, and are sent from where they are.
+at::Tensor exchange(
+    const at::Tensor& rows, const RowPlan<int64_t>& plan, bool home, const Group& group) {
+  const int64_t elements = rows.size(1), bytes = elements * item_of(rows), rank = plan.rank;
+  Transfer transfer(
+      group, [&](int64_t p) { return plan.buffer(p) * elements; }, {plan.buffer(rank), elements},
+      rows.options());
+  const auto gives = plan.received(rank, !home), gets = plan.received(rank, home);
+  Moves moves;
+  moves.reads = {rows};
+  moves.blocks.push_back(
+      {[&](int64_t p) { return Span{plan.total(rank, home, p) * bytes, gets[p] * bytes}; },
+       [&](int64_t p) {
+         return Bytes{data_of(rows) + plan.total(rank, !home, p) * bytes, gives[p] * bytes};
+       }});
+  moves.place = [&](int64_t p, char* buffer, auto& copies) {
+    if (const Bytes block = moves.blocks[0].send(p); block.size > 0) {
+      char* const to = buffer + plan.total(p, home, rank) * bytes;
+      copies.push_back(copy_of_bytes(block.data, to, block.size));
+    }
+  };
+  auto flight = transfer.start(moves);
+  if (!transfer.moves_own()) {
+    std::vector<StridedCopy> copies;
+    moves.place(rank, data_of(transfer.buffer()), copies);
+    run(copies, rows.device());
+  }
+  transfer.attach(std::move(flight));
+  return transfer.buffer();
+}
+
 c10::IValue start(const Given& given) {
   const at::Tensor rows = given["rows"];
   const SymRows shapes = check_counts(given);
-  const bool home = given["home"];
+  const bool home = given["home"], halo = shapes.halo.has_value();
   const c10::SymInt total = shapes.total(shapes.rank, !home);
   TORCH_CHECK_VALUE(
       rows.dim() == 2 && rows.sym_size(0) == total, "expected rows to have shape [", total,
@@ -24,15 +57,22 @@ c10::IValue start(const Given& given) {
   if (rows.is_meta()) {
     return at::empty_symint({shapes.buffer(shapes.rank), rows.sym_size(1)}, rows.options());
   }
-  const RowCounts<int64_t> plan{ints(shapes.sent), shapes.size, shapes.rank};
+  const RowPlan<int64_t> plan{
+      ints(shapes.counts),
+      halo ? std::make_optional(shapes.halo->guard_int(__FILE__, __LINE__)) : std::nullopt,
+      shapes.size, shapes.rank};
+  const char* const op = halo ? (home ? "previous_tokens_backward" : "previous_tokens")
+                              : (home ? "expert_combine" : "expert_dispatch");
+  const char* const sizes = halo ? "seq_lens" : "counts";
   const Group group = agreed_group(
-      home ? "expert_combine" : "expert_dispatch", given["group_name"], plan.rank, plan.ranks(),
-      rows.device(), "counts", [&]() -> std::vector<std::string> {
+      op, given["group_name"], plan.rank, plan.ranks(), rows.device(), sizes,
+      [&]() -> std::vector<std::string> {
         return {
-            to_text("counts ", plan.sent), to_text("rows of ", rows.size(1), " elements"),
+            to_text("n ", plan.halo.value_or(0)), to_text(sizes, " ", plan.counts),
+            to_text(halo ? "tokens of " : "rows of ", rows.size(1), " elements"),
             to_text("dtype ", rows.scalar_type())};
       });
-  return exchange_rows(rows.contiguous(), plan, home, group);
+  return exchange(rows.contiguous(), plan, home, group);
 }
 
 c10::IValue wait(const Given& given) {

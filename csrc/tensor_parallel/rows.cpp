@@ -7,14 +7,6 @@
 #include <numeric>
 
 namespace deepsp {
-namespace {
-
-Bytes bytes_of(const at::Tensor& x) {
-  return {data_of(x), static_cast<int64_t>(x.nbytes())};
-}
-
-}  // namespace
-
 int64_t Rows::begin(int64_t p) const {
   return std::accumulate(counts.begin(), counts.begin() + p, int64_t(0));
 }
@@ -33,7 +25,7 @@ GatheredRows::GatheredRows(const at::Tensor& part, const Rows& rows) : rows_(row
   const int64_t columns = part.size(2);
   const auto elements = [&](int64_t p) { return rows.outer * rows.counts[p] * columns; };
   const auto others = [&](int64_t p) { return rows.outer * rows.total() * columns - elements(p); };
-  Transfer transfer(&rows.group, others, {others(rank)}, part.options());
+  Transfer transfer(rows.group, others, {others(rank)}, part.options());
   // Where the block of `source` begins in p's buffer, in elements.
   const auto place = [&](int64_t source, int64_t p) {
     return rows.outer * rows.begin(source) * columns - (p < source ? elements(p) : 0);
@@ -45,18 +37,21 @@ GatheredRows::GatheredRows(const at::Tensor& part, const Rows& rows) : rows_(row
                         .narrow(0, place(p, rank), elements(p))
                         .view({rows.outer, rows.counts[p], columns}));
   }
-  transfer.send(
-      [&](int64_t p) { return bytes_of(blocks_[p]); }, [&](int64_t) { return bytes_of(part_); },
-      flight_);
-  transfer.write(
-      [&](int64_t p, char* theirs) {
-        const auto bytes = static_cast<int64_t>(part_.nbytes());
-        if (bytes > 0) {
-          char* const to = theirs + place(rank, p) * item_of(part_);
-          run({copy_of_bytes(data_of(part_), to, bytes)}, part_.device());
-        }
-      },
-      flight_);
+  const auto mine = static_cast<int64_t>(part_.nbytes());
+  Moves moves;
+  moves.reads = {part_};
+  moves.blocks.push_back(
+      {[&](int64_t p) {
+         return Span{place(p, rank) * item_of(part_), elements(p) * item_of(part_)};
+       },
+       [&](int64_t) { return Bytes{data_of(part_), mine}; }});
+  moves.place = [&](int64_t p, char* theirs, auto& copies) {
+    if (mine > 0) {
+      char* const to = theirs + place(rank, p) * item_of(part_);
+      copies.push_back(copy_of_bytes(data_of(part_), to, mine));
+    }
+  };
+  flight_ = transfer.start(moves);
 }
 
 void GatheredRows::in_order(const std::function<void(int64_t, const at::Tensor&)>& visit) {
@@ -64,10 +59,10 @@ void GatheredRows::in_order(const std::function<void(int64_t, const at::Tensor&)
   visit(rank, part_);
   for (int64_t step = 1; step < size; ++step) {
     const int64_t p = (rank - step + size) % size;
-    flight_.wait_receive(p);
+    flight_->wait_receive(p);
     visit(p, blocks_[p]);
   }
-  flight_.wait_sends();
+  flight_->wait_sends();
 }
 
 // ------------------------------------------------------------------- scatter
@@ -80,7 +75,7 @@ ScatteredProducts::ScatteredProducts(
   };
   const auto elements = [&](int64_t p) { return c10::multiply_integers(shape(p)); };
   Transfer transfer(
-      &rows.group, [&](int64_t p) { return size * elements(p); }, {size, elements(rank)},
+      rows.group, [&](int64_t p) { return size * elements(p); }, {size, elements(rank)},
       x.options());
   for (int64_t p = 0; p < size; ++p) {
     received_.push_back(transfer.buffer()[p].view(shape(rank)));
@@ -88,29 +83,23 @@ ScatteredProducts::ScatteredProducts(
   const auto make = [&](int64_t p, const at::Tensor& to) {
     multiply(to, rows.rows_of(x, p), weight);
   };
-  transfer.send(
-      [&](int64_t p) { return bytes_of(received_[p]); },
-      [&](int64_t p) {
-        products_.push_back(empty_buffer(shape(p), x));
-        make(p, products_.back());
-        return bytes_of(products_.back());
-      },
-      flight_);
-  transfer.write(
-      [&](int64_t p, char* theirs) {
-        if (elements(p) > 0) {
-          make(
-              p, at::for_blob(theirs + rank * elements(p) * item_of(x), shape(p))
-                     .options(x.options())
-                     .make_tensor());
-        }
-      },
-      flight_);
+  const int64_t mine = elements(rank) * item_of(x);
+  Moves moves;
+  moves.blocks.push_back(
+      {[&](int64_t p) { return Span{p * mine, mine}; },
+       [&](int64_t p) { return Bytes{nullptr, elements(p) * item_of(x)}; },
+       [&](c10::ArrayRef<Place> places) {
+         for (const auto& [p, block] : places) {
+           make(p, at::for_blob(block, shape(p)).options(x.options()).make_tensor());
+         }
+       }});
+  moves.begin = [&](int64_t p) { return rank * elements(p) * item_of(x); };
+  flight_ = transfer.start(moves);
   make(rank, received_[rank]);  // last: only this rank waits for it
 }
 
 at::Tensor ScatteredProducts::sum(OptionalDtype reduce_dtype) {
-  flight_.wait_all();
+  flight_->wait_all();
   RECORD_FUNCTION("deepsp::sum", {});
   const at::Tensor result = empty_buffer(received_[0].sizes(), received_[0]);
   std::vector<Addend> addends;

@@ -5,7 +5,7 @@
 
 #include "../common/copies.h"
 #include "../op.h"
-#include "../transport/transfer.h"
+#include "../transport/moves.h"
 
 #include <functional>
 
@@ -49,7 +49,7 @@ class GatheredRows {
   const Rows& rows_;
   at::Tensor part_;
   Tensors blocks_;
-  Flight flight_;  // last: it must end before the blocks that it fills
+  std::unique_ptr<Flight> flight_;  // last: it must end before the blocks that it fills
 };
 
 // A reduce-scatter of x [outer, all rows, K] by weight [K, M], whose blocks are sent one by one as
@@ -62,9 +62,8 @@ class ScatteredProducts {
   at::Tensor sum(OptionalDtype reduce_dtype);
 
  private:
-  Tensors products_;
   Tensors received_;
-  Flight flight_;
+  std::unique_ptr<Flight> flight_;
 };
 
 }  // namespace deepsp

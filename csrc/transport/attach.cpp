@@ -151,7 +151,7 @@ void attach(const at::Tensor& buffer, std::unique_ptr<Flight> flight) {
   block->flight = std::move(flight);
 }
 
-void attach(
+std::unique_ptr<Flight> flight_of(
     const Group& group, const at::Tensor& buffer, const Work& work, const at::Tensor& sent) {
   auto flight = std::make_unique<Flight>();
   flight->what = describe(group);
@@ -164,6 +164,12 @@ void attach(
   if (!sent.is_alias_of(buffer)) {
     flight->holds.push_back(sent);
   }
+  return flight;
+}
+
+void attach(
+    const Group& group, const at::Tensor& buffer, const Work& work, const at::Tensor& sent) {
+  auto flight = flight_of(group, buffer, work, sent);
   if (waits_at_once()) {
     return flight->wait_all();
   }

@@ -18,7 +18,10 @@ void remember_stream(const at::Tensor& buffer);
 
 // Attaches a flight, which the caller has waited for if waits_at_once() holds.
 void attach(const at::Tensor& buffer, std::unique_ptr<Flight> flight);
-// Attaches a collective of any backend; if waits_at_once() holds, waits for it instead.
+// The flight of a collective of any backend that fills the buffer.
+std::unique_ptr<Flight> flight_of(
+    const Group& group, const at::Tensor& buffer, const Work& work, const at::Tensor& sent);
+// Attaches that; if waits_at_once() holds, waits for it instead.
 void attach(const Group& group, const at::Tensor& buffer, const Work& work, const at::Tensor& sent);
 // Detaches the buffer's flight; null if nothing fills it. ValueError after mark_waited.
 std::unique_ptr<Flight> take_flight(const at::Tensor& buffer);

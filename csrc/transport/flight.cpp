@@ -86,9 +86,6 @@ void Flight::wait_receive(int64_t source) {
   for (std::vector<Work>& by_source : receives) {
     wait(by_source[source], source);
   }
-  if (!on_arrival.empty() && on_arrival[source]) {
-    std::exchange(on_arrival[source], nullptr)();
-  }
   if (mapped && mapped->reaches(source)) {
     wait(source, [&] { mapped->wait(exchange, source); });
   }

@@ -6,7 +6,6 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Stream.h>
 
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -55,8 +54,6 @@ class PeerMemory {
 struct Flight {
   // What is being sent. Declared before the works, so that they end first.
   std::vector<at::Tensor> holds;
-  // By source rank: called once, when that rank's messages have been received.
-  std::vector<std::function<void()>> on_arrival;
   // heads_to_seq: this rank's own block lies in these inputs, not in the buffer; an undefined one
   // does lie in the buffer.
   std::vector<at::Tensor> own;
