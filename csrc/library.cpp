@@ -698,8 +698,6 @@ TORCH_LIBRARY(deepsp, m) {
   m.def(
       "_transport(int rank, int size, str group_name, str? use, Device device) -> "
       "(int[], str[])");
-  // Whether all ranks are known to write into each other's memory, of the CPU. One rank's call.
-  m.def("_is_mapped(str group_name) -> bool");
 }
 
 TORCH_LIBRARY_IMPL(deepsp, CompositeImplicitAutograd, m) {

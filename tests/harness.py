@@ -28,6 +28,8 @@ CALL_TIMEOUT = 240.0
 ENVIRONMENTS = {
     "messages": lambda rank: {"DEEPSP_TRANSPORT": "messages"},
     "mapped": lambda rank: {"DEEPSP_TRANSPORT": "mapped"},
+    # Collectives, as for CUDA tensors.
+    "collectives": lambda rank: {"DEEPSP_TEST_COLLECTIVES": "1"},
     # Ranks 0 and 1 on one machine, 2 and 3 on another.
     "machines": lambda rank: {"DEEPSP_TRANSPORT": "auto", "DEEPSP_TEST_MACHINE": str(rank // 2)},
 }

@@ -1,6 +1,7 @@
 """Buffers under Inductor: what a wrong schema does to data, and that ours don't."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -165,7 +166,6 @@ class _Layers(nn.Module):
 def _exchanges(chunks):
     """200 compiled steps next to eager ones."""
     torch._dynamo.reset()
-    assert deepsp.transport().mapped(0, 1)
     rank = dist.get_rank()
     lens = [11, 3, 9][: dist.get_world_size()]
     torch.manual_seed(0)
@@ -198,7 +198,6 @@ def _reused():
     it, and the inputs of a start, of which kv heads are summed later."""
     torch._dynamo.reset()
     rank, name = dist.get_rank(), dist.group.WORLD.group_name
-    assert deepsp.transport().mapped(0, 1)
     identity = deepsp.DistributedAttention(lambda q, k, v: q * 1)
 
     def there_and_back(x):
@@ -236,19 +235,61 @@ def _reused():
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_reused_memory():
-    on_ranks(2, _reused)
+@pytest.mark.parametrize("apart", ["mapped", "messages"])
+def test_reused_memory(apart):
+    on_ranks(2, _reused, apart=apart)
 
 
-def _stale():
-    """Code that was compiled for shared memory, in a group that sends messages."""
-    group = dist.new_group([0, 1])
-    deepsp.transport(group, use="messages")
-    x = draw(1, 4, 4, 4)
-    rank, name = dist.get_rank(), group.group_name
-    with pytest.raises(RuntimeError, match=r"as they did when this code was compiled; call torch"):
-        torch.ops.deepsp_mapped.seq_to_heads_start([x], [4, 4], 1, False, rank, name)
+def _written():
+    """What a start sends, while the other rank is late: memory that is dead for Inductor, written
+    in place, or an input of the graph that changes."""
+    torch._dynamo.reset()
+    rank, name = dist.get_rank(), dist.group.WORLD.group_name
+    rows, width = 1 << 14, 64
+    where = (0, [rows, rows], "replicated", rank, name)
+
+    def start(x):
+        return op.all_gather_start(x, *where[:2], *where[2:])
+
+    def wait(buffer):
+        (full,) = op.all_gather_wait(buffer, 0, where[1], [2 * rows, width], *where[2:])
+        return full * 1
+
+    def dead(x, rest):
+        buffer = start(x * 2)
+        for _ in range(3):
+            rest = (rest @ rest).cos()
+        return wait(buffer), rest
+
+    def in_place(x, rest):
+        sent = x * 2
+        buffer = start(sent)
+        written = sent.index_put((torch.arange(8),), torch.full((8, width), 7.0))
+        for _ in range(3):
+            rest = (rest @ rest).cos() + written.sum()
+        return wait(buffer) + 0 * rest.mean(), written
+
+    def mutated(x, rest):
+        buffer = start(x)
+        x.mul_(2)
+        for _ in range(3):
+            rest = (rest @ rest).cos() + x.sum()
+        return wait(buffer) * 2 + 0 * rest.mean(), x * 1
+
+    full = draw(2 * rows, width, dtype=torch.float32)
+    square = draw(1024, 1024, dtype=torch.float32) / 40
+    for function in (dead, in_place, mutated):
+        compiled = torch.compile(function, fullgraph=True)
+        for late in (0, 1, 0, 1):
+            x = full.split(rows)[rank].clone()
+            dist.barrier()
+            time.sleep(0.2 * (rank == late))
+            y, other = compiled(x, square)
+            assert torch.equal(y, full * 2), function.__name__
+            if function is not dead:
+                assert torch.equal(other[8:], full.split(rows)[rank][8:] * 2), function.__name__
 
 
-def test_stale_code():
-    on_ranks(2, _stale)
+@pytest.mark.parametrize("apart", ["mapped", "messages"])
+def test_what_a_start_sends_stays(apart):
+    on_ranks(2, _written, apart=apart)

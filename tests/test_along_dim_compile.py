@@ -90,7 +90,9 @@ def test_a_batch_of_one():
     on_ranks(2, _compiled, "aot_eager", 1, torch.float64, 1)
 
 
-@pytest.mark.parametrize("apart", ["mapped", pytest.param("messages", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "apart", ["mapped", pytest.param("collectives", marks=pytest.mark.nightly)]
+)
 def test_inductor(apart):
     on_ranks(2, _compiled, "inductor", 0, torch.float16, apart=apart)
 
@@ -127,7 +129,7 @@ def _graph():
 
 
 def test_inductors_graph():
-    on_ranks(2, _graph, apart="messages")
+    on_ranks(2, _graph, apart="collectives")
 
 
 def _watched(lens):

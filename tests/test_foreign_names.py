@@ -18,9 +18,7 @@ LIBRARIES = ("torch", "transformers", "trl", "accelerate", "diffusers", "peft", 
 OF_LIGHTNING = ("pytorch_lightning", "lightning_fabric")
 
 # What only other versions have, and what a class makes for its instances.
-_ABSENT = {
-    "torch.ops.deepsp_mapped",
-}
+_ABSENT: set[str] = set()
 
 
 def _files() -> list[Path]:

@@ -189,8 +189,7 @@ def _run(name, calls, folder):
     with open("/proc/self/statm") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + (4 << 30), resource.RLIM_INFINITY))
-    others = POOL | {"_is_mapped": ("0",)}
-    others |= {"_transport": (rank, dist.get_world_size(), "0", None, torch.device("cpu"))}
+    others = POOL | {"_transport": (rank, dist.get_world_size(), "0", None, torch.device("cpu"))}
     right = others[name] if name in others else arguments("split")[name]
     op = getattr(torch.ops.deepsp, name).default
     names = [a.name for a in op._schema.arguments]

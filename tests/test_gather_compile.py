@@ -7,7 +7,6 @@ from harness import on_ranks
 from reference import draw, flat
 from torch._dynamo.testing import CompileCounterWithBackend
 
-import deepsp
 from deepsp.compile.lowering.overlap import wait_for_launches
 
 op = torch.ops.deepsp
@@ -174,7 +173,6 @@ def _post_grad(dtypes, back, sums):
     wait for what was launched: with one for a view, Inductor reuses memory that is being sent."""
     rank, group = dist.get_rank(), dist.group.WORLD.group_name
     torch._dynamo.reset()
-    deepsp.transport()  # chooses before anything is compiled
     graphs = []
     w, a, x = (draw(*shape).float().requires_grad_() for shape in ((8, 16), (8, 16), (4, 8)))
     n = len(dtypes)
@@ -210,10 +208,10 @@ def _post_grad(dtypes, back, sums):
 
 @pytest.mark.parametrize(
     ("dtypes", "back", "sums", "apart"),
-    [([bf16], "all_to_all_single", {}, "messages"),
-     ([bf16, f32], "all_to_all_single", {}, "messages"),
-     ([bf16, f32], "reduce_scatter_tensor", {"backend_sums": f64}, "messages"),
-     ([bf16, f32], "deepsp_mapped._reduce_scatter_cast_coalesced_start", {}, "mapped")],
+    [([bf16], "all_to_all_single", {}, "collectives"),
+     ([bf16, f32], "all_to_all_single", {}, "collectives"),
+     ([bf16, f32], "reduce_scatter_tensor", {"backend_sums": f64}, "collectives"),
+     ([bf16, f32], "deepsp._reduce_scatter_cast_coalesced_start", {}, "mapped")],
 )  # fmt: skip
 def test_inductors_graph(dtypes, back, sums, apart):
     on_ranks(2, _post_grad, dtypes, back, sums, apart=apart)

@@ -27,7 +27,6 @@ from graphs import (
 from harness import on_ranks
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import deepsp
 from deepsp.compile import (
     FuseGatherCast,
     RegatherInBackward,
@@ -69,7 +68,7 @@ def _marks(graph_or_lines):
         "functional.all_gather_into_tensor": "g", "functional.wait_tensor": "w", "aten.mm": "m",
         "extern_kernels.mm(": "m", "functional.reduce_scatter": "r",
         "functional.all_to_all_single": "x", "functional.all_reduce": "a",
-        "deepsp_mapped.all_gather_start": "g", "deepsp_mapped.all_gather_wait": "w",
+        "deepsp.all_gather_start": "g", "deepsp.all_gather_wait": "w",
     }  # fmt: skip
     lines = graph_or_lines if isinstance(graph_or_lines, list) else targets_of(graph_or_lines)
     return "".join(next((m for part, m in marks.items() if part in line), "") for line in lines)
@@ -391,12 +390,11 @@ def _inductor(order):
     assert backward.count("gw") <= 1, backward
 
 
-def _over_gloo(mapped):
+def _over_gloo(calls):
     """No two of PyTorch's all-gathers in flight, whose numbers would be wrong: none at all."""
     from torch._inductor.utils import run_fw_bw_and_get_code
 
     torch._dynamo.reset()
-    deepsp.transport()
     size, dim = dist.get_world_size(), 24
     x = draw_shard(4, dim).to(BF16)
     shards = [(draw_shard(dim // size, dim, seed=i) / 4).requires_grad_() for i in range(4)]
@@ -404,23 +402,23 @@ def _over_gloo(mapped):
     expected = torch.autograd.grad(net(x, *shards), shards)
     post = FuseGatherCast(None, prefetch_bytes=8 * dim * dim, combine_bytes=0)
     compiled = torch.compile(net, fullgraph=True)
-    collectives = mock.patch("deepsp.compile.lowering.gloo.is_mapped", lambda group: mapped)
+    collectives = mock.patch("deepsp.compile.lowering.gloo.calls_kernels", lambda: calls)
     with _patched(post, RegatherInBackward(), gloo=True), collectives:
         _, codes = run_fw_bw_and_get_code(lambda: compiled(x, *shards))
     for a, b in zip(torch.autograd.grad(compiled(x, *shards), shards), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
     forward, backward = map(_marks_of_code, codes)
-    gather, other = "gx" if mapped else "xg"
+    gather, other = "gx" if calls else "xg"
     assert other not in forward, (forward, backward)
-    assert forward == "cwcccmwmwmwm".replace("c", gather), forward
+    assert forward == ("ggggwmwmwmwm" if calls else "xwxxxmwmwmwm"), forward
     # Three weights again; four gradients leave by all-to-all.
     assert backward.count("x") + backward.count("g") == 7, backward
-    assert backward.count("g") == (3 if mapped else 0), backward
+    assert backward.count("g") == (3 if calls else 0), backward
 
 
-@pytest.mark.parametrize("mapped", [True, False])
-def test_inductors_gathers_over_gloo(mapped):
-    on_ranks(2, _over_gloo, mapped)
+@pytest.mark.parametrize("calls", [True, False])
+def test_inductors_gathers_over_gloo(calls):
+    on_ranks(2, _over_gloo, calls)
 
 
 @pytest.mark.parametrize("order", ["alone", "before", "after"])

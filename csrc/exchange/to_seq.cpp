@@ -212,8 +212,8 @@ void launch_to_seq(
     // This rank's own block is read from where it is, unless it isn't expected to be copied again.
     std::vector<at::Tensor> placed;
     for (size_t i = 0; i < inputs.size(); ++i) {
-      const bool is_placed = transfer.alone() || inputs_are_reused() ||
-                             arrives_whole(plan, i, order, is_expected && order == Order::rows);
+      const bool is_placed =
+          transfer.alone() || arrives_whole(plan, i, order, is_expected && order == Order::rows);
       placed.push_back(is_placed ? inputs[i] : at::Tensor());
       if (!transfer.alone()) {
         flight->own.push_back(is_placed ? at::Tensor() : inputs[i]);

@@ -1,7 +1,6 @@
 #include "decomposition.h"
 
 #include "../common/wide.h"
-#include "../transport/flight.h"
 
 #include <ATen/ops/cat.h>
 
@@ -29,21 +28,10 @@ at::Tensor call(const char* op, Stack arguments) {
   return arguments[0].toTensor();
 }
 
-void call_mapped(const c10::OperatorHandle& op, Stack* stack) {
-  const std::string& name = op.schema().name();
-  const std::string same = "deepsp" + name.substr(name.find("::"));
-  const InputsReused reused(true);
-  c10::Dispatcher::singleton().findSchemaOrThrow(same.c_str(), "").callBoxed(stack);
-}
-
 }  // namespace
 
 void define_decompositions() {
   static torch::Library m(torch::Library::DEF, kNamespace, std::nullopt, __FILE__, __LINE__);
-  static torch::Library mapped(torch::Library::DEF, kMapped, std::nullopt, __FILE__, __LINE__);
-  static torch::Library calls(
-      torch::Library::IMPL, kMapped, c10::DispatchKey::CompositeExplicitAutograd, __FILE__,
-      __LINE__);
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const c10::OperatorName& name :
        dispatcher.getRegistrationsForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) {
@@ -51,9 +39,6 @@ void define_decompositions() {
       const std::string op = name.name.substr(name.name.find("::") + 2);
       const auto& schema = dispatcher.findSchemaOrThrow(("deepsp::" + op).c_str(), "").schema();
       m.def(schema.cloneWithName(std::string(kNamespace) + "::" + op, ""));
-      mapped.def(
-          schema.cloneWithName(std::string(kMapped) + "::" + op, ""), {at::Tag::pt2_compliant_tag});
-      calls.impl(op.c_str(), torch::CppFunction::makeFromBoxedFunction<&call_mapped>());
     }
   }
   for (const char* schema : kParts) {

@@ -8,9 +8,6 @@
 namespace deepsp::inductor {
 
 constexpr const char* kNamespace = "deepsp_inductor";
-// The ops as calls, for groups whose ranks write into each other's memory: their starts have read
-// the inputs when they return, so Inductor may reuse these.
-constexpr const char* kMapped = "deepsp_mapped";
 
 // To be called when all schemas and all decompositions are registered.
 void define_decompositions();

@@ -37,25 +37,7 @@ at::Tensor receive(const at::Tensor& buffer, const Way& way) {
   return at::cat({full.narrow_symint(0, 0, end), full.narrow_symint(0, end + way.padding, rest)});
 }
 
-}  // namespace
-
-Tensors blocks_by_tokens(const at::Tensor& buffer, const SymPlan& plan, int64_t chunk) {
-  const Way way(plan, chunk, /*to_heads=*/false);
-  Tensors blocks = receive(buffer, way).split_with_sizes_symint(way.gets);
-  for (int64_t p = 0; p < plan.ranks(); ++p) {
-    blocks[p] = blocks[p].view_symint({plan.tokens() * plan.batch, plan.columns(p, chunk)});
-  }
-  return blocks;
-}
-
-std::vector<Tensors> blocks_by_tokens(at::TensorList buffers, const SymPlan& plan) {
-  std::vector<Tensors> blocks;
-  for (size_t chunk = 0; chunk < buffers.size(); ++chunk) {
-    blocks.push_back(blocks_by_tokens(buffers[chunk], plan, chunk));
-  }
-  return blocks;
-}
-
+// A run of tensor i's heads: [S_rank·B, h·D_i], the sum of what its ranks sent.
 at::Tensor heads_of(
     const std::vector<Tensors>& blocks, const SymPlan& plan, size_t i, const HeadSegment& segment) {
   Tensors parts;
@@ -69,6 +51,21 @@ at::Tensor heads_of(
             dim * segment.heads.size()));
   }
   return parts.size() == 1 ? parts[0] : sum_in_order(parts, {}, parts[0].scalar_type());
+}
+
+}  // namespace
+
+std::vector<Tensors> blocks_by_tokens(at::TensorList buffers, const SymPlan& plan) {
+  std::vector<Tensors> blocks;
+  for (size_t chunk = 0; chunk < buffers.size(); ++chunk) {
+    const Way way(plan, chunk, /*to_heads=*/false);
+    blocks.push_back(receive(buffers[chunk], way).split_with_sizes_symint(way.gets));
+    for (int64_t p = 0; p < plan.ranks(); ++p) {
+      at::Tensor& block = blocks.back()[p];
+      block = block.view_symint({plan.tokens() * plan.batch, plan.columns(p, chunk)});
+    }
+  }
+  return blocks;
 }
 
 at::Tensor all_heads_of(

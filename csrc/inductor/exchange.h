@@ -61,17 +61,11 @@ Tensors start_chunks(const Given& given, const SymPlan& plan, const Pack& pack) 
   return buffers;
 }
 
-// Rank p's blocks [S_rank·B, X_p] of what arrives by tokens, in one chunk.
-Tensors blocks_by_tokens(const at::Tensor& buffer, const SymPlan& plan, int64_t chunk);
-
-// By chunk, and by rank.
+// The received blocks [S_rank·B, X_p], by chunk and by rank.
 std::vector<Tensors> blocks_by_tokens(at::TensorList buffers, const SymPlan& plan);
 
-// What arrived of a run of tensor i's heads: [S_rank·B, h·D_i], the sum of what its ranks sent.
-at::Tensor heads_of(
-    const std::vector<Tensors>& blocks, const SymPlan& plan, size_t i, const HeadSegment& segment);
-
-// Of all heads of tensors [first, last): [S_rank·B, Σ H_i·D_i], fresh.
+// All heads of tensors [first, last), summed over the ranks that read them: [S_rank·B, Σ H_i·D_i],
+// fresh.
 at::Tensor all_heads_of(
     const std::vector<Tensors>& blocks, const SymPlan& plan, size_t first, size_t last);
 

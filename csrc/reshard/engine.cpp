@@ -106,7 +106,7 @@ at::Tensor Reshard::launch_gather(const at::Tensor& part, const BufferShape& sha
   auto flight = transfer.start(moves);
   if (!transfer.moves_own()) {
     // While the others travel; or on arrival, where all is copied once more.
-    if (transfer.alone() || whole || waits_at_once() || inputs_are_reused()) {
+    if (transfer.alone() || whole || waits_at_once()) {
       place_gathered(part, buffer);
     } else {
       flight->own.push_back(part);
@@ -284,7 +284,7 @@ at::Tensor Reshard::launch_scatter(const Tensors& inputs, const BufferShape& sha
   auto flight = transfer.start(moves);
   if (!transfer.moves_own()) {
     // They are sent from where they are, and this rank's own parts are read there.
-    const bool reads_own = at_.point_to_point && !waits_at_once() && !inputs_are_reused();
+    const bool reads_own = at_.point_to_point && !waits_at_once();
     reads_own ? void(flight->own = inputs) : place_scattered(inputs, buffer);
   }
   transfer.attach(std::move(flight));

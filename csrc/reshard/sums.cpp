@@ -166,7 +166,6 @@ void start_sum(const Group& group, const at::Tensor& flat) {
     return attach(group, flat, launch_sum(group, unowned(flat)), flat);
   }
   const SymInts shape = {group.size, largest_part(flat.numel(), group.size)};
-  const InputsReused reused(false);  // `flat` isn't the caller's
   // Lent: this flight is freed with the tensor, so it must not own the tensor.
   const at::Tensor slots =
       parts_of(group, flat).launch_scatter({unowned(flat)}, {shape, flat.options()});

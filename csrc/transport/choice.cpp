@@ -3,7 +3,6 @@
 #include "c10d.h"
 #include "handshake.h"
 
-#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/library.h>
 
 #include <map>
@@ -139,22 +138,9 @@ std::tuple<std::vector<int64_t>, std::vector<std::string>> transport(
   return {found->reach.machine, found->reach.why};
 }
 
-// Whether all ranks of the group are known to write into each other's memory. Asks no other rank.
-bool is_mapped(std::string_view group_name) {
-  try {
-    const auto pg = c10d::resolve_process_group(std::string(group_name));
-    const Chosen found = find(Key(pg.get(), c10::DeviceType::CPU, 0));
-    return found && found->mapped && found->mapped->reaches_all() &&
-           !is_switched_on("DEEPSP_TEST_COLLECTIVES");
-  } catch (const c10::Error&) {
-    return false;  // a group of another process
-  }
-}
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(deepsp, CompositeExplicitAutograd, m) {
-  m.impl("_is_mapped", is_mapped);
   m.impl("_transport", transport);
   m.impl("_pool_clear", clear);
   m.impl("_pool_idle_bytes", idle_bytes);

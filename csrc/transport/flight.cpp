@@ -12,23 +12,6 @@
 
 namespace deepsp {
 
-namespace {
-
-thread_local bool reused_inputs = false;
-
-}  // namespace
-
-bool inputs_are_reused() {
-  return reused_inputs;
-}
-
-InputsReused::InputsReused(bool reused) : before_(std::exchange(reused_inputs, reused)) {
-}
-
-InputsReused::~InputsReused() {
-  reused_inputs = before_;
-}
-
 bool waits_at_once() {
   return torch::autograd::AnomalyMode::is_enabled() || debugging();
 }

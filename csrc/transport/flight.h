@@ -102,21 +102,6 @@ struct Flight {
   bool failed_ = false;  // a wait threw: the group is broken
 };
 
-// Whether the inputs of a start may be overwritten once it has returned, as in code that Inductor
-// compiles: the start must then have read them. True while an InputsReused(true) exists on this
-// thread.
-bool inputs_are_reused();
-class InputsReused {
- public:
-  explicit InputsReused(bool reused);
-  ~InputsReused();
-  InputsReused(const InputsReused&) = delete;
-  InputsReused& operator=(const InputsReused&) = delete;
-
- private:
-  bool before_;
-};
-
 // Anomaly mode, or DEEPSP_DEBUG=1: a start then waits at once.
 bool waits_at_once();
 // Anomaly mode looks for NaN in whole buffers, between blocks and behind them, too.

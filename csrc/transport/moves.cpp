@@ -34,10 +34,6 @@ Transfer::Transfer(
   } else if (!alone()) {
     staged_ = staged_of(group, options.device());
   }
-  TORCH_CHECK(
-      !inputs_are_reused() || alone() || places_all(), "expected the ranks of group '", group.name,
-      "' to write into each other's memory, as they did when this code was compiled; call "
-      "torch._dynamo.reset() after the group has changed");
   if (mapped_ != nullptr || staged_ != nullptr) {
     for (int64_t p = 0; p < group.size; ++p) {
       bytes_.push_back(elements(p) * static_cast<int64_t>(options.dtype().itemsize()));

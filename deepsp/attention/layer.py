@@ -16,7 +16,6 @@ from deepsp.attention.projections import biases, check_linear, head_sizes, is_wi
 from deepsp.ranks.agreement import compare_calls
 from deepsp.ranks.groups import Group, member_of
 from deepsp.ranks.lengths import lens_or_equal
-from deepsp.ranks.transport import choose_now
 from deepsp.weights.partitioned import check_linear_here
 
 _NAMES = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -294,8 +293,6 @@ class SequenceParallelAttention(nn.Module):
             if not torch.compiler.is_compiling():
                 called = not self.overlap or (any(self._wide) and name != "o_proj")
                 check_linear_here(name, linear, called)
-        if torch.compiler.is_compiling():
-            choose_now(self.member)
         lens = lens_or_equal(seq_lens, x.size(1), self.member[1])
         if self.local_attention is None:
             local.check_sdpa_arguments(

@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from deepsp.ranks.groups import Group, Member, constant, member_of
 from deepsp.ranks.lengths import lens_or_equal
-from deepsp.ranks.transport import choose_now
 
 ORDERS = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}
 """By layout: the positions of batch, sequence, heads and head_dim. Each order is its own
@@ -155,8 +154,6 @@ class Call:
                     + (_SWAPPED if swapped else "")
                 )
         rank, size, _ = member
-        if torch.compiler.is_compiling():
-            choose_now(member)
         self.lens = lens_or_equal(seq_lens, length, size)
         if length != self.lens[rank]:
             swapped = layout != "bhsd" and heads == self.lens[rank]

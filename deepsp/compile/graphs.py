@@ -19,8 +19,8 @@ aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
 WAIT = c10d.wait_tensor.default
-OURS = ("deepsp", "deepsp_mapped")
-"""The namespaces of deepsp's ops; the second one is Inductor's."""
+OURS = "deepsp"
+"""The namespace of deepsp's ops."""
 CONVERT = torch.ops.prims.convert_element_type.default
 
 _COMPUTE = {
@@ -89,7 +89,7 @@ def is_op(node: fx.Node, name: str) -> bool:
     """Whether the node calls deepsp's op of this name, which needn't be registered."""
     target = target_of(node)
     return isinstance(target, torch._ops.OpOverload) and (
-        target.namespace in OURS and target._opname == name
+        target.namespace == OURS and target._opname == name
     )
 
 
@@ -113,7 +113,7 @@ def is_collective(node: fx.Node) -> bool:
     target = target_of(node)
     if not isinstance(target, torch._ops.OpOverload) or target is WAIT:
         return False
-    if target.namespace in OURS:
+    if target.namespace == OURS:
         return any(isinstance(a.type, torch.StringType) for a in target._schema.arguments) and (
             not target._opname.endswith("_wait")
         )
@@ -124,7 +124,7 @@ def is_wait(node: fx.Node) -> bool:
     target = target_of(node)
     return target is WAIT or (
         isinstance(target, torch._ops.OpOverload)
-        and target.namespace in OURS
+        and target.namespace == OURS
         and target._opname.endswith("_wait")
     )
 

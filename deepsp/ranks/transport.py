@@ -7,9 +7,8 @@ from typing import Literal
 
 import torch
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.utils._python_dispatch import _disable_current_modes
 
-from deepsp.ranks.groups import Group, Member, constant, member_of
+from deepsp.ranks.groups import Group, member_of
 
 Use = Literal["auto", "mapped", "messages"]
 
@@ -83,26 +82,3 @@ def transport(
         tuple(p for p in range(size) if machine[p] == first) for first in sorted({*machine})
     ]
     return Transport(tuple(machines), tuple(reasons))
-
-
-@constant  # called while Dynamo traces, on all ranks
-def choose_now(member: Member) -> None:
-    """Lets the ranks of a group choose how blocks travel before code is compiled, which depends on
-    it."""
-    rank, size, name = member
-    with _disable_current_modes():
-        kinds = {kind.type for kind in _resolve_process_group(name)._device_types}
-        if "cpu" in kinds:
-            torch.ops.deepsp._transport(rank, size, name, None, torch.device("cpu"))
-
-
-def is_mapped(group_name: str) -> bool:
-    """Whether all ranks of a group are known to write into each other's memory."""
-    with _disable_current_modes():
-        return torch.ops.deepsp._is_mapped(group_name)
-
-
-def mapped_groups() -> list[str]:
-    """The names of the groups that :func:`is_mapped` is true of."""
-    names = torch.distributed.distributed_c10d._world.pg_names.values()
-    return sorted(filter(is_mapped, names))

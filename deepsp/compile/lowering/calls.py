@@ -1,9 +1,10 @@
-"""Calls of deepsp's kernels in Inductor's code, in groups whose ranks write into each other's
-memory.
+"""Calls of deepsp's kernels in Inductor's code.
 
-A result may be a view of a receive buffer, next to others, and a wait leaves its result there. So
-Inductor must not reuse these results' memory, which it would size by their strides. And it must not
-leave out a call on a rank whose results are empty, since the other ranks make it."""
+A start may read its inputs until the wait, and the result of a wait may be a view of a receive
+buffer, next to others. So Inductor must not reuse what a start reads before the wait, nor a result
+at all. What is written in place waits, too: :mod:`~deepsp.compile.lowering.overlap` ties each wait
+to its start's inputs. And Inductor must not leave out a call on a rank whose results are empty,
+since the other ranks make it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from torch._inductor.lowering import fallback_handler, lowerings
 from torch._inductor.virtualized import V
 from torch.utils import _pytree as pytree
 
-from deepsp.compile.lowering.inductor_table import mapped_ops
+from deepsp.compile.lowering.inductor_table import ops
 
 
 def _lowering(op):
@@ -23,10 +24,14 @@ def _lowering(op):
 
     @functools.wraps(call)
     def lowered(*args, **kwargs):
-        known = len(V.graph.operations)
+        before = len(V.graph.operations)
         results = call(*args, **kwargs)
-        for operation in V.graph.operations[known:]:
+        for operation in V.graph.operations[before:]:
             operation.has_side_effects = lambda: True
+        if op._opname.endswith("_start"):
+            _hold(V.graph.operations[before:])
+        elif op._opname.endswith("_wait"):
+            _release(V.graph.operations[before:])
         for x in pytree.tree_leaves(results):
             if isinstance(x, ir.IRNode):
                 V.graph.never_reuse_buffers.add(x.get_name())
@@ -35,15 +40,35 @@ def _lowering(op):
     return lowered
 
 
+def _hold(operations: list) -> None:
+    """Keeps Inductor from reusing what a start reads."""
+    for operation in operations:
+        if isinstance(operation, ir.FallbackKernel):
+            read = {dep.name for dep in operation.get_read_writes().reads}
+            operation._deepsp_held = read - V.graph.never_reuse_buffers
+            V.graph.never_reuse_buffers |= operation._deepsp_held
+
+
+def _release(operations: list) -> None:
+    """Lets Inductor reuse, after a wait, what its starts read."""
+    for wait in operations:
+        if isinstance(wait, ir.FallbackKernel):
+            for buffer in pytree.tree_leaves(wait.inputs):
+                start = buffer.inputs[0] if isinstance(buffer, ir.MultiOutput) else buffer
+                held = getattr(start, "_deepsp_held", set())
+                V.graph.never_reuse_buffers -= held
+                V.graph.additional_star_deps[wait.get_operation_name()] |= held
+
+
 def install() -> None:
     """Adds the lowerings to Inductor's table."""
-    for op in mapped_ops():
+    for op in ops():
         lowerings[op] = _lowering(op)
 
 
 def uninstall() -> None:
     """Undoes :func:`install`."""
-    for op in mapped_ops():
+    for op in ops():
         lowerings.pop(op, None)
 
 

@@ -1,4 +1,5 @@
-"""Replaces all-gathers over gloo in final graphs: by calls of deepsp's kernel, or by all-to-alls.
+"""Replaces all-gathers over gloo in final graphs: by calls of deepsp's kernel, or, where something
+reads them before they are waited for, by all-to-alls.
 
 Two ``_c10d_functional.all_gather_into_tensor`` in flight over one gloo group write to wrong
 addresses (with torch 2.13, without deepsp too: wrong numbers, or malloc aborts);
@@ -16,7 +17,7 @@ from torch.distributed import distributed_c10d
 from torch.utils._ordered_set import OrderedSet
 
 from deepsp.compile.graphs import WAIT, add, aten, replace, sizes, target_of, tie
-from deepsp.ranks.transport import is_mapped
+from deepsp.compile.lowering.inductor_table import calls_kernels
 
 _c10d = torch.ops._c10d_functional
 _GATHER = _c10d.all_gather_into_tensor.default
@@ -37,8 +38,8 @@ def gloo_group(group, device: torch.device) -> distributed_c10d.ProcessGroup | N
 
 
 def avoid_gathers(graph: fx.Graph) -> None:
-    """Replaces each all-gather over gloo: in a group whose ranks write into each other's memory by
-    a call, else by an all-to-all that sends every rank the same."""
+    """Replaces each all-gather over gloo by a call, or by an all-to-all that sends every rank the
+    same."""
     for node in [n for n in graph.nodes if target_of(n) is _GATHER]:
         behind = None
         if node.target is control_deps:  # tied by a pass
@@ -57,7 +58,7 @@ def avoid_gathers(graph: fx.Graph) -> None:
             rows = add(aten.sym_size.int, (part, 0), before=node, like=node)
         splits = [rows] * size
         readers = [n for n in node.users if node in _data(n)]
-        if is_mapped(found.group_name) and all(target_of(n) is WAIT for n in readers):
+        if calls_kernels() and all(target_of(n) is WAIT for n in readers):
             launched = _called(node, part, splits, found, readers)
         else:
             repeats = [size, *[1] * (value.dim() - 1)]
@@ -76,7 +77,7 @@ def _data(node: fx.Node) -> list[fx.Node]:
 
 def _called(node: fx.Node, part: fx.Node, splits: list, group, waits: list[fx.Node]) -> fx.Node:
     """Replaces a gather and its waits by calls."""
-    ours, graph = torch.ops.deepsp_mapped, node.graph
+    ours, graph = torch.ops.deepsp, node.graph
     where = ("replicated", group.rank(), group.group_name)
     launched = add(ours.all_gather_start.default, (part, 0, splits, *where), before=node, like=node)
     for wait in waits:

@@ -1,12 +1,10 @@
 """deepsp's ops as Inductor sees them.
 
-In a group whose ranks write into each other's memory, they are calls of the C++ kernels (namespace
-``deepsp_mapped``): a start has read its inputs when it returns, so Inductor may reuse these. In
-other groups, and for gathers of weights, which passes move and merge, they are aten ops and
-``_c10d_functional`` collectives, made in csrc/inductor. Inductor knows those as asynchronous: it
-keeps the order start, compute, wait, never reuses a buffer in flight, and fuses the packing copy
-into the kernel before it. Other backends run the C++ kernels; so does Inductor with
-``DEEPSP_DEBUG=1``.
+CPU tensors: calls of the C++ kernels (:mod:`~deepsp.compile.lowering.calls`). CUDA tensors, and
+gathers of weights, which passes move and merge: aten ops and ``_c10d_functional`` collectives, made
+in csrc/inductor. Inductor knows those as asynchronous: it keeps the order start, compute, wait,
+never reuses a buffer in flight, and fuses the packing copy into the kernel before it. Other backends
+run the C++ kernels; so does Inductor with ``DEEPSP_DEBUG=1``.
 
 The table of ``torch._inductor.decomposition`` is process-wide: :mod:`deepsp.patches`.
 """
@@ -26,42 +24,48 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from deepsp import _C
-from deepsp.ranks.transport import is_mapped
 
 _TABLE = "torch._inductor.decomposition"
-_MAPPED = "deepsp_mapped::"
-
-
-def mapped_ops() -> list:
-    """The calls of kernels that take the place of deepsp's ops."""
-    return [
-        getattr(torch.ops.deepsp_mapped, name.removeprefix(_MAPPED)).default
-        for name in torch._C._dispatch_get_all_op_names()
-        if name.startswith(_MAPPED)
-    ]
+_NAMESPACE = "deepsp_inductor::"
 
 
 @functools.cache
 def _decompositions() -> dict:
-    """From each op of deepsp to what is traced in its place."""
+    """From each op of deepsp that Inductor doesn't always call to what is traced in its place."""
+    names = [
+        name.removeprefix(_NAMESPACE)
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith(_NAMESPACE)
+    ]
     return {
-        getattr(torch.ops.deepsp, op._opname).default: _decomposition(op) for op in mapped_ops()
+        getattr(torch.ops.deepsp, name).default: _decomposition(
+            getattr(torch.ops.deepsp_inductor, name).default
+        )
+        for name in names
+        if hasattr(torch.ops.deepsp, name)
     }
 
 
-def _decomposition(call) -> Callable:
-    """``call`` in groups that are mapped, else collectives."""
-    collectives = getattr(torch.ops.deepsp_inductor, call._opname).default
-    if "gather_cast" in call._opname:
+def ops() -> list:
+    """The ops that Inductor may call."""
+    return list(_decompositions())
+
+
+def calls_kernels() -> bool:
+    """Whether Inductor calls kernels for CPU tensors. Tests turn it off."""
+    return os.environ.get("DEEPSP_TEST_COLLECTIVES") != "1"
+
+
+def _decomposition(collectives) -> Callable:
+    """``collectives``, or nothing: the op is called."""
+    if "gather_cast" in collectives._opname:
         return collectives
-    place = [argument.name for argument in call._schema.arguments].index("group_name")
 
     def decomposed(*args, **kwargs):
-        group = args[place] if len(args) > place else kwargs["group_name"]
         on_cpu = all(x.device.type == "cpu" for x in tree_leaves(args) if isinstance(x, Tensor))
         # The backend's own sums read their inputs later.
-        called = on_cpu and kwargs.get("backend_sums") is None and is_mapped(group)
-        return (call if called else collectives)(*args, **kwargs)
+        called = on_cpu and kwargs.get("backend_sums") is None
+        return NotImplemented if called and calls_kernels() else collectives(*args, **kwargs)
 
     return decomposed
 

@@ -10,8 +10,8 @@ the two.
 
 The order of collectives doesn't change, and at most MAX_IN_FLIGHT bytes are brought into flight.
 
-Waits for a view of what was launched become waits for that itself: otherwise Inductor reuses the
-memory of what is sent while it is in flight.
+Waits for a view of what was launched become waits for that itself, and a call's wait is tied to
+what the call sends: otherwise Inductor writes to what is sent while it is in flight.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from deepsp.compile.graphs import (
     uuid_after,
 )
 from deepsp.compile.lowering.gloo import avoid_gathers
-from deepsp.ranks.transport import mapped_groups
+from deepsp.compile.lowering.inductor_table import calls_kernels
 
 _c10d = torch.ops._c10d_functional
 _STARTS = {_c10d.all_to_all_single.default, _c10d.reduce_scatter_tensor.default}
@@ -54,7 +54,7 @@ MAX_IN_FLIGHT = 1 << 30
 
 def _is_ours(node: fx.Node) -> bool:
     """Whether the node comes from an op of deepsp's."""
-    return getattr(node.meta.get("original_aten"), "namespace", None) in OURS
+    return getattr(node.meta.get("original_aten"), "namespace", None) == OURS
 
 
 def _is_start(node: fx.Node) -> bool:
@@ -177,6 +177,13 @@ def keep_overlap(graph: fx.Graph) -> None:
         # Ranks with uneven shards have different sizes, by which Inductor would sort.
         for first, second in itertools.pairwise(launches):
             after.setdefault(second, OrderedSet()).add(tensor_of(first))
+    for wait in _waits(nodes):
+        if target_of(wait).namespace == OURS:
+            # A call may read its inputs until the wait: nothing may be written there before.
+            read = [n for start in _waited_for(wait) for n in start.all_input_nodes]
+            sent = [n for n in read if isinstance(n.meta.get("val"), torch.Tensor)]
+            if sent:
+                after.setdefault(wait, OrderedSet()).update(sent)
     tie(graph, after)
 
 
@@ -194,8 +201,7 @@ class KeepOverlap(CustomGraphPass):
             keep_overlap(graph)
 
     def uuid(self):
-        # Which ops were calls when the graph was traced.
-        return uuid_after(self.before, "keep_overlap", *mapped_groups())
+        return uuid_after(self.before, "keep_overlap", calls_kernels())
 
 
 def install() -> None:

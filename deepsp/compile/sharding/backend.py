@@ -31,7 +31,6 @@ from deepsp.compile.sharding.watch import note_run
 from deepsp.data.same_batch import compare_batches
 from deepsp.ranks.groups import Group, Member, member_of
 from deepsp.ranks.randomness import sharded_randomness
-from deepsp.ranks.transport import choose_now
 
 # Compile backward at once: an error there must come before any rank runs the graph.
 _EAGER_BACKWARD = {
@@ -61,7 +60,6 @@ def deepsp(gm: fx.GraphModule, example_inputs, *, options=None, **kwargs):
     _settle_floats(gm)
     options["query_parts"] = parts.validate(options.get("query_parts", "auto"), group)
     member = member_of(group)
-    choose_now(member)
 
     alike: list[int] = []
     names = [_name(n) for n in gm.graph.find_nodes(op="placeholder")]
