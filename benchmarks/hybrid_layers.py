@@ -23,7 +23,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 )
 
 import deepsp
-from deepsp.recurrence.convolution import causal_convolution
+from deepsp.sequence.recurrence.convolution import causal_convolution
 
 WIDTH = 4  # of the convolution
 SEGMENT = 1024  # tokens of a call of the delta rule

@@ -6,27 +6,25 @@ see the exchange. The ops are ``torch.ops.deepsp.*``; this package declares, che
 """
 
 import deepsp._load  # isort: split  (first: registers the ops)
-import deepsp.attention
 import deepsp.ranks
-import deepsp.schedule.ready  # noqa: F401
+import deepsp.schedule.ready
+import deepsp.sequence.attention  # noqa: F401
 from deepsp import collectives
 from deepsp._built_for import VERSION as __version__  # noqa: F401
-from deepsp.activations.checkpoint import checkpoint_policy
-from deepsp.activations.offload import offload
-from deepsp.attention.balance import plan_attention
-from deepsp.attention.distributed import distributed_attention
-from deepsp.attention.layer import SequenceParallelAttention
-from deepsp.attention.module import DistributedAttention
 from deepsp.collectives import sum_over_ranks
 from deepsp.compile.sharding.inputs import prepare_inputs
 from deepsp.data.deal_batch import deal_batch
 from deepsp.data.documents import Deal, deal_documents
 from deepsp.data.loader import SequenceLoader
 from deepsp.data.sharding import shard, shard_batch, unshard
-from deepsp.experts.module import DistributedExperts
 from deepsp.gradients import clip_grad_norm_, sync_gradients
+from deepsp.integrations.proof.prove import prove
 from deepsp.integrations.transformers.causal_lm import causal_lm_loss
 from deepsp.loss import cross_entropy, linear_cross_entropy, token_log_probs
+from deepsp.memory.activations.checkpoint import checkpoint_policy
+from deepsp.memory.activations.offload import offload
+from deepsp.memory.planning.memory import plan_memory
+from deepsp.memory.tiling.tile import tile, tile_
 from deepsp.ops import (
     heads_to_seq,
     heads_to_seq_start,
@@ -35,14 +33,16 @@ from deepsp.ops import (
     seq_to_heads,
     seq_to_heads_start,
 )
-from deepsp.planning.memory import plan_memory
-from deepsp.proof.prove import prove
 from deepsp.ranks.randomness import sharded_randomness
 from deepsp.ranks.transport import transport
-from deepsp.recurrence.module import DistributedRecurrence
 from deepsp.schedule import build, create_schedule, register_shard_method
-from deepsp.tiling.tile import tile, tile_
-from deepsp.tokenwise.check import check
+from deepsp.sequence.attention.balance import plan_attention
+from deepsp.sequence.attention.distributed import distributed_attention
+from deepsp.sequence.attention.layer import SequenceParallelAttention
+from deepsp.sequence.attention.module import DistributedAttention
+from deepsp.sequence.experts.module import DistributedExperts
+from deepsp.sequence.recurrence.module import DistributedRecurrence
+from deepsp.sequence.tokenwise.check import check
 from deepsp.weights.parameters import full_parameters, shard_parameters
 from deepsp.weights.state import full_state_dict, load_full_state_dict
 

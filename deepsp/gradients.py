@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from deepsp.experts.module import DEALT
 from deepsp.ranks.groups import Group, Member, is_dtensor, member_of, ranks_of
+from deepsp.sequence.experts.module import DEALT
 from deepsp.weights.drift import is_averaged
 from deepsp.weights.partitioned import is_partitioned
 from deepsp.weights.replicated import compare_once, ranks_in, replicated_tensors

@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepsp.attention.parts import check_four
 from deepsp.ranks.agreement import compare_calls
 from deepsp.ranks.groups import Group, Member, member_of
-from deepsp.ranks.lengths import check_dim, lens_or_equal
+from deepsp.ranks.lengths import check_dim, check_four, lens_or_equal
 
 Arriving = TypeVar("Arriving")
 _compared: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()

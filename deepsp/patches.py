@@ -20,7 +20,8 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 
 from deepsp.integrations.deepspeed import config
-from deepsp.integrations.transformers import calls, mixers, recurrences
+from deepsp.integrations.transformers import calls, mixers
+from deepsp.sequence.recurrence import functions as recurrences
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,6 @@ def _waits_for(finder, name: str) -> bool:
 # ---- deepsp's own state
 
 STATE = {
-    "attention.chunks._picked": 'what chunks="auto" has picked, by shapes',
     "compile.sharding.rules.__init__._COMBINED": "rules of the compile pass, filled at import",
     "compile.sharding.rules.__init__._OF_OWN": "rules of the compile pass, filled at import",
     "compile.sharding.rules.__init__._REASONS": "rules of the compile pass, filled at import",
@@ -212,7 +212,6 @@ STATE = {
     "integrations.transformers.forward.running": "by thread: the call of a model that runs",
     "integrations.transformers.mixers._replaced": "what patches have replaced",
     "integrations.transformers.mixers._times": "how often patches were undone",
-    "integrations.transformers.recurrences.captured": "functions that Dynamo captures as one op",
     "ops._compared": "groups whose ranks have compared a call of previous_tokens",
     "patches._unfinished": "patches that wait for the end of an import",
     "placement.table._RULES": "rules of placements, filled at import",
@@ -220,6 +219,8 @@ STATE = {
     "ranks.randomness._local": "by thread: the generators of the context that is entered",
     "schedule.flow.flow._local": "by thread: the dry run that runs",
     "schedule.registry._methods": "methods of schedules, filled at import and by users",
+    "sequence.attention.chunks._picked": 'what chunks="auto" has picked, by shapes',
+    "sequence.recurrence.functions.captured": "functions that Dynamo captures as one op",
 }
 """What is kept for the process or a thread, by module and name."""
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import deepsp
-from deepsp.attention import parts
+from deepsp.sequence.attention import parts
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-11}
 
@@ -269,8 +269,8 @@ def _wrapped(heads, kv_heads, chunks):
     rank, size = dist.get_rank(), dist.get_world_size()
     lens = lens_of("skewed", 10, size)
     slopes = torch.linspace(0.1, 1, heads, dtype=torch.float64)
-    mine = deepsp.attention.local_heads(heads)
-    q_heads, kv = deepsp.attention.local_heads(heads, num_kv_heads=kv_heads)
+    mine = deepsp.sequence.attention.local_heads(heads)
+    q_heads, kv = deepsp.sequence.attention.local_heads(heads, num_kv_heads=kv_heads)
     assert mine == q_heads and [list(q_heads), list(kv)] == list(
         heads_of(rank, size, heads, kv_heads)
     )
@@ -485,8 +485,8 @@ def _groups():
             *mine, is_causal=True, enable_gqa=True, group=group, seq_lens=lens
         )
         torch.testing.assert_close(out, expected, **TIGHT)
-    assert deepsp.attention.local_heads(4, mesh["seq"]) == range(2 * place, 2 * place + 2)
-    assert deepsp.attention.local_heads(4) == range(dist.get_rank(), dist.get_rank() + 1)
+    assert deepsp.sequence.attention.local_heads(4, mesh["seq"]) == range(2 * place, 2 * place + 2)
+    assert deepsp.sequence.attention.local_heads(4) == range(dist.get_rank(), dist.get_rank() + 1)
 
 
 def test_groups_and_meshes():

@@ -402,7 +402,7 @@ def _functions():
         pending = deepsp.seq_to_heads_start([q])
         extra = (q * 2).sum()
         (again,) = pending.wait()
-        heads = deepsp.attention.local_heads(q.size(2))
+        heads = deepsp.sequence.attention.local_heads(q.size(2))
         loss = deepsp.cross_entropy(back[0].flatten(2), labels, group=group)
         return loss + again.square().sum() * 1e-3 + extra * 0.1 + heads.start
 

@@ -16,7 +16,7 @@ import deepsp.schedule
 SECTIONS = ("Args", "Attributes", "Returns", "Raises")
 IN_THE_TEXT = {  # what their arguments are
     "deepsp.full_state_dict", "deepsp.load_full_state_dict", "deepsp.full_parameters",
-    "deepsp.integrations.deepspeed.sequence_group", "deepsp.attention.AttentionPlan",
+    "deepsp.integrations.deepspeed.sequence_group", "deepsp.sequence.attention.AttentionPlan",
 }  # fmt: skip
 
 
@@ -27,7 +27,7 @@ def _of(module, names):
 def _public():
     found = {}
     others = (deepsp.integrations.deepspeed, deepsp.integrations.transformers)
-    rooms = (deepsp.attention, deepsp.planning, deepsp.ranks)
+    rooms = (deepsp.sequence.attention, deepsp.memory.planning, deepsp.ranks)
     for module in (deepsp, deepsp.schedule, *rooms, *others):
         found |= _of(module, module.__all__)
     found |= _of(deepsp.compile, deepsp.compile._HOMES)

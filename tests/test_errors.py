@@ -113,9 +113,9 @@ def _attention_errors():
             r"inputs\[1\] to have 4 dimensions .*, got 3",
         ),
         (lambda: deepsp.DistributedAttention(chunks=0), "expected chunks >= 1.*, got 0"),
-        (lambda: deepsp.attention.local_heads(1), "num_heads >= 2, .*, got 1"),
+        (lambda: deepsp.sequence.attention.local_heads(1), "num_heads >= 2, .*, got 1"),
         (
-            lambda: deepsp.attention.local_heads(8, num_kv_heads=3),
+            lambda: deepsp.sequence.attention.local_heads(8, num_kv_heads=3),
             r"num_kv_heads to divide num_heads \(8\), got 3",
         ),
         (lambda: deepsp.ranks.seq_lens(-1), "total >= 0, got -1"),

@@ -17,9 +17,10 @@ from reference import draw
 from torch._dynamo import trace_rules
 
 import deepsp
-from deepsp.integrations.transformers import recurrences, register
-from deepsp.integrations.transformers.recurrences import FUNCTIONS, Sharded
+from deepsp.integrations.transformers import register
 from deepsp.ranks.groups import member_of
+from deepsp.sequence.recurrence import functions as recurrences
+from deepsp.sequence.recurrence.functions import FUNCTIONS, Sharded
 
 LENGTH, ROWS = 37, 2
 BORDERS = [[0, 5, 6, 17, LENGTH], [0, 13, LENGTH - 2, LENGTH]]

@@ -197,6 +197,30 @@ def test_no_module_imports_itself_by_others():
     assert not long, long
 
 
+ROOMS = [
+    "ranks", "placement", "data", "weights", "sequence", "memory", "compile", "schedule",
+    "integrations",
+]  # fmt: skip
+
+
+def test_rooms_import_one_way():
+    """A room imports rooms that stand before it in the list; each is a folder of the package."""
+    folders = sorted(p.name for p in PACKAGE.iterdir() if (p / "__init__.py").exists())
+    assert folders == sorted(ROOMS)
+    modules = {
+        ".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): p
+        for p in PACKAGE.rglob("*.py")
+    }
+    for path in modules.values():
+        room = path.relative_to(PACKAGE).parts[0]
+        if room not in ROOMS:
+            continue
+        for name in _imports(path, modules):
+            other = name.split(".")[1] if "." in name else ""
+            if other in ROOMS:
+                assert ROOMS.index(other) <= ROOMS.index(room), f"{path} imports {name}"
+
+
 def test_every_type_has_one_definition():
     """Two of one name would share their vectors' code in the linked library, of whatever size."""
     definition = re.compile(r"(?:struct|class) ((?:\w+::)*\w+)[^;]*\{$")

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import deepsp
-from deepsp.attention import chunks as auto_chunks
+from deepsp.sequence.attention import chunks as auto_chunks
 
 op = torch.ops.deepsp
 

@@ -9,7 +9,7 @@ from reference import attention, draw, lens_of
 from torch import nn
 
 import deepsp
-from deepsp.attention import chunks as auto_chunks
+from deepsp.sequence.attention import chunks as auto_chunks
 
 TOTAL, SIZE, HEADS, KV_HEADS = 13, 48, 6, 2
 SCALED = {

@@ -201,7 +201,7 @@ def _layers_heads(chunks):
     layer = deepsp.SequenceParallelAttention(16, 8, local_attention=local, chunks=chunks)
     layer(torch.ones(1, 4, 16))
     assert [len(indices) for indices in seen] == [4 // chunks] * chunks
-    assert flat(seen) == list(deepsp.attention.local_heads(8))
+    assert flat(seen) == list(deepsp.sequence.attention.local_heads(8))
 
 
 def test_head_indices_of_the_layer():

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import deepsp
-from deepsp.planning.fake_step import _Live
+from deepsp.memory.planning.fake_step import _Live
 
 DOCUMENTS = torch.tensor([[0, 9], [9, 26]])
 
@@ -239,7 +239,7 @@ class _Device:
 
 
 def _pretended(monkeypatch):
-    from deepsp.activations import offload as module
+    from deepsp.memory.activations import offload as module
 
     device = _Device()
     _Device.copies = 0

@@ -46,7 +46,7 @@ def test_measured():
 
 def test_depth_is_linear():
     """Few layers say what many hold: as a run with all of them does."""
-    from deepsp.planning.fake_step import peaks_of_step
+    from deepsp.memory.planning.fake_step import peaks_of_step
 
     for ranks, levers in ((2, {}), (2, {"checkpoint": True}), (8, {})):  # with 4 heads
         plan = deepsp.plan_memory(config(7), 128 * ranks, ranks, **levers)

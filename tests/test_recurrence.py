@@ -9,7 +9,7 @@ from harness import on_ranks
 from reference import draw, lens_of, sent
 
 import deepsp
-from deepsp.recurrence.module import bytes_by_heads, bytes_by_state
+from deepsp.sequence.recurrence.module import bytes_by_heads, bytes_by_state
 
 
 def delta(query, key, value, g, beta, initial_state=None, output_final_state=False):

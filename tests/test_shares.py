@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import deepsp
-from deepsp.attention.parts import cells_of
 from deepsp.ranks.groups import member_of
+from deepsp.sequence.attention.parts import cells_of
 
 op = torch.ops.deepsp
 f64 = torch.float64
@@ -62,7 +62,7 @@ def _shares(heads, kv_heads, kind, parts, chunks, more, dims, layout="bshd"):
     size = dist.get_world_size()
     total = 19
     lens = lens_of(kind, total, size)
-    order = deepsp.attention.parts.ORDERS[layout]
+    order = deepsp.sequence.attention.parts.ORDERS[layout]
     own, reference, extra = {}, {}, []
     if "mask" in more:
         mask = draw(2, heads, total, total, seed=7)

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deepsp
 from deepsp.integrations.transformers import register
-from deepsp.tiling.weights import Weights
+from deepsp.memory.tiling.weights import Weights
 from deepsp.weights.parameters import sharded_parameters
 
 f64 = torch.float64

@@ -13,12 +13,12 @@ namespace {
 constexpr const char* kNames[] = {"q", "k", "v"};
 
 // Where [B, S, H, D] stand among the dimensions of a layout.
-struct Order {
+struct DimOrder {
   int64_t dims[4];
   const char* names;
 };
 
-Order order_of(std::string_view layout) {
+DimOrder order_of(std::string_view layout) {
   if (layout == "bshd") {
     return {{0, 1, 2, 3}, "[batch, sequence, heads, head_dim]"};
   }
@@ -47,63 +47,91 @@ void check_heads(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, 
       dtype_name(q.scalar_type()));
 }
 
-// The loop over the parts of a plan: what arrives with a chunk, attention of each cell, and what
-// leaves. While attention works on a chunk, the others are on their way.
-at::Tensor attend(
-    const Tensors& inputs,
-    const SymPlan& plan,
-    const Asked& asked,
-    bool tokens_first,
-    const Given& given) {
-  const HeadLayout& heads = plan.heads;
-  const std::vector<int64_t>& num_heads = heads.num_heads();
-  const Tensors arriving = seq_to_heads_start(given, {{"inputs", inputs}, {"last_first", false}});
-  Tensors ks, vs, leaving;
-  for (int64_t chunk = 0; chunk < plan.chunks(); ++chunk) {
-    const Tensors arrived = seq_to_heads_wait(
-        given, {{"buffer", arriving[chunk]},
-                {"num_heads", num_heads},
-                {"head_dims", plan.head_dims},
-                {"batch", plan.batch},
-                {"chunk", chunk},
-                {"chunks", plan.chunks()},
-                {"tokens_first", tokens_first}});
-    const size_t cells = heads.cells(plan.rank, chunk).size();
-    if (arrived.size() > cells) {
-      ks.push_back(arrived[cells]);
-      vs.push_back(arrived[cells + 1]);
-    }
+// Cells that attend to the same documents: heads dealt out among the ranks of a level.
+struct LevelCells {
+  HeadLayout heads;
+  int64_t rank;  // among the level's ranks
+  Asked asked;
+};
+
+// What is exchanged, and what attends to it.
+struct Exchanged {
+  Tensors inputs;  // q, k and v [B, S_rank, H_i, D_i]
+  std::vector<int64_t> num_heads;
+  std::vector<LevelCells> levels;
+  int64_t chunks;
+  bool tokens_first;
+  std::vector<With> arguments = {};  // of the exchange, where the op's own aren't meant
+};
+
+// The loop over the parts of a plan: q, k and v of a chunk are received, each cell attends, and the
+// outputs are sent. While attention works on a chunk, the others are in flight. `meanwhile` is
+// called when all starts have been made.
+template <class Meanwhile>
+at::Tensor attend(const Exchanged& parts, const Given& given, const Meanwhile& meanwhile) {
+  const auto call = [&](const Op& op, std::vector<With> arguments) {
+    arguments.insert(arguments.end(), parts.arguments.begin(), parts.arguments.end());
+    return op(given, arguments);
+  };
+  SymInts dims;
+  for (const at::Tensor& x : parts.inputs) {
+    dims.push_back(x.sym_size(3));
+  }
+  const std::vector<int64_t> heads_of_q{parts.num_heads[0]};
+  const With batch{"batch", parts.inputs[0].sym_size(0)};
+  const With tokens_first{"tokens_first", parts.tokens_first}, chunks{"chunks", parts.chunks};
+  const Tensors starts =
+      call(seq_to_heads_start, {{"inputs", parts.inputs}, {"last_first", false}});
+  meanwhile();
+  std::vector<Tensors> ks(parts.levels.size()), vs(parts.levels.size());
+  Tensors returning;
+  bool cuts = false;
+  for (int64_t chunk = 0; chunk < parts.chunks; ++chunk) {
+    const Tensors received = call(
+        seq_to_heads_wait, {{"buffer", starts[chunk]},
+                            {"num_heads", parts.num_heads},
+                            {"head_dims", dims},
+                            batch,
+                            {"chunk", chunk},
+                            chunks,
+                            tokens_first});
     Tensors outputs;
-    for (size_t n = 0; n < cells; ++n) {
-      const CellOf cell{heads, plan.rank, chunk, static_cast<int64_t>(n)};
-      outputs.push_back(
-          attention_of_cell(arrived[n], kv_of_cell(ks, cell), kv_of_cell(vs, cell), asked, cell));
+    size_t next = 0;  // of the level
+    for (size_t n = 0; n < parts.levels.size(); ++n) {
+      const auto& [heads, rank, asked] = parts.levels[n];
+      const size_t cells = heads.cells(rank, chunk).size();
+      cuts = cuts || heads.cuts_queries();
+      if (received.size() > next + cells) {
+        ks[n].push_back(received[next + cells]);
+        vs[n].push_back(received[next + cells + 1]);
+      }
+      for (size_t c = 0; c < cells; ++c) {
+        const CellOf cell{heads, rank, chunk, static_cast<int64_t>(c)};
+        outputs.push_back(attention_of_cell(
+            received[next + c], kv_of_cell(ks[n], cell), kv_of_cell(vs[n], cell), asked, cell));
+      }
+      next += cells + 2;
     }
-    if (plan.chunks() == 1 && !plan.cuts_queries()) {
-      const Tensors out = heads_to_seq(
-          given, {{"inputs", outputs},
-                  {"num_heads", std::vector<int64_t>{num_heads[0]}},
-                  {"tokens_first", tokens_first}});
+    if (parts.chunks == 1 && parts.arguments.empty() && !cuts) {
+      const Tensors out =
+          call(heads_to_seq, {{"inputs", outputs}, {"num_heads", heads_of_q}, tokens_first});
       return out[0];
     }
-    leaving.push_back(heads_to_seq_start(
-        given, {{"inputs", outputs},
-                {"num_heads", std::vector<int64_t>{num_heads[0]}},
-                {"chunk", chunk},
-                {"chunks", plan.chunks()},
-                {"tokens_first", tokens_first}}));
+    returning.push_back(call(
+        heads_to_seq_start,
+        {{"inputs", outputs}, {"num_heads", heads_of_q}, {"chunk", chunk}, chunks, tokens_first}));
   }
-  const Tensors out = heads_to_seq_wait(
-      given, {{"buffers", leaving},
-              {"num_heads", std::vector<int64_t>{num_heads[0]}},
-              {"head_dims", SymInts{plan.head_dims[2]}},
-              {"batch", plan.batch},
-              {"tokens_first", tokens_first}});
+  const Tensors out = call(
+      heads_to_seq_wait, {{"buffers", returning},
+                          {"num_heads", heads_of_q},
+                          {"head_dims", SymInts{dims[2]}},
+                          batch,
+                          tokens_first});
   return out[0];
 }
 
 // Attention to documents that blocks of ranks share, or that one rank has alone: while it works on
-// the latter, the others are on their way.
+// the latter, the others are in flight.
 at::Tensor attend_dealt(
     const Tensors& inputs,
     const std::vector<at::Tensor>& dealt,
@@ -132,83 +160,58 @@ at::Tensor attend_dealt(
     return x.sym_size(2).guard_int(__FILE__, __LINE__);
   };
   const int64_t heads = heads_of(inputs[0]), kv_heads = heads_of(inputs[1]);
-  const auto attend_to = [&](at::TensorList kv, const at::Tensor& q, const CellOf& cell,
-                             size_t level) {
-    const Asked here(asked, dealt[level]);
-    check_pattern(here.pattern(), 1, kv[0].sym_size(1), heads);
-    return attention_of_cell(q, kv_of_cell({kv[0]}, cell), kv_of_cell({kv[1]}, cell), here, cell);
+  // The level of these ranks, from `first` on; `tokens`: their tokens of the level.
+  const auto level = [&](size_t n, int64_t first, int64_t width, const c10::SymInt& tokens) {
+    const Asked here(asked, dealt[n]);
+    check_pattern(here.pattern(), 1, tokens, heads);
+    const int64_t parts = heads < width ? HeadLayout::kAuto : 1;
+    return LevelCells{head_layout({heads, kv_heads}, width, 1, parts, kNames), rank - first, here};
   };
-
   const c10::SymInt& own = lens[rank];
-  Tensors alone;
+  Tensors alone, shared;
   for (const at::Tensor& x : inputs) {
     alone.push_back(x.narrow_symint(1, 0, own));
-  }
-  const CellOf all{head_layout({heads, kv_heads}, 1, 1, 1, kNames), 0, 0, 0};
-  if (ranks == 1) {
-    return attend_to({alone[1], alone[2]}, alone[0], all, 0);
-  }
-  Tensors shared;
-  for (const at::Tensor& x : inputs) {
     shared.push_back(x.narrow_symint(1, own, x.sym_size(1) - own));
   }
-  const SymInts rest = lens.slice(ranks).vec();
-  // Of one level, all ranks', queries are cut as anywhere; of several, where a level needs it.
-  const bool cut = count == 2 && heads < ranks;
-  const auto how = [&](std::vector<With> more) {
-    more.insert(
-        more.end(),
-        {{"seq_lens", rest}, {"levels", count - 1}, {"query_parts", cut ? HeadLayout::kAuto : 1}});
-    return more;
+  const LevelCells of_one = level(0, rank, 1, own);
+  const auto attend_alone = [&] {
+    const CellOf cell{of_one.heads, 0, 0, 0};
+    return attention_of_cell(
+        alone[0], kv_of_cell({alone[1]}, cell), kv_of_cell({alone[2]}, cell), of_one.asked, cell);
   };
-  const Tensors arriving =
-      seq_to_heads_start(given, how({{"inputs", shared}, {"last_first", false}}));
-  const at::Tensor out = attend_to({alone[1], alone[2]}, alone[0], all, 0);
-  SymInts dims, sizes;
-  for (const at::Tensor& x : shared) {
-    dims.push_back(x.sym_size(3));
-    sizes.push_back(x.sym_size(2));
+  if (ranks == 1) {
+    return attend_alone();
   }
-  const Tensors arrived = seq_to_heads_wait(
-      given, how(
-                 {{"buffer", arriving[0]},
-                  {"num_heads", sizes},
-                  {"head_dims", dims},
-                  {"batch", 1},
-                  {"chunk", 0}}));
-  Tensors outputs;
-  size_t next = 0;
+  std::vector<LevelCells> levels;
   const std::vector<int64_t> widths = level_widths(ranks);
   for (size_t n = 0; n < widths.size(); ++n) {
     const int64_t width = widths[n], first = rank / width * width;
-    if (first + width > ranks) {
-      continue;  // in no block of this level
+    if (first + width <= ranks) {  // else this rank is in no block of the level
+      c10::SymInt tokens = 0;
+      for (int64_t p = first; p < first + width; ++p) {
+        tokens = tokens + lens[(n + 1) * ranks + p];
+      }
+      levels.push_back(level(n + 1, first, width, tokens));
     }
-    const HeadLayout layout =
-        head_layout({heads, kv_heads}, width, 1, heads < width ? HeadLayout::kAuto : 1, kNames);
-    const size_t cells = layout.cells(rank - first).size();
-    for (size_t c = 0; c < cells; ++c) {
-      outputs.push_back(attend_to(
-          {arrived[next + cells], arrived[next + cells + 1]}, arrived[next + c],
-          {layout, rank - first, 0, static_cast<int64_t>(c)}, n + 1));
-    }
-    next += cells + 2;
   }
-  const std::vector<int64_t> of_q{heads};
-  const at::Tensor leaving =
-      heads_to_seq_start(given, how({{"inputs", outputs}, {"num_heads", of_q}, {"chunk", 0}}));
-  const Tensors back = heads_to_seq_wait(
-      given, how(
-                 {{"buffers", Tensors{leaving}},
-                  {"num_heads", of_q},
-                  {"head_dims", SymInts{dims[2]}},
-                  {"batch", 1},
-                  {"tokens_first", false}}));
-  return at::cat({out, back[0]}, 1);
+  // Of one level, all ranks', queries are cut as anywhere; of several, where a level needs it.
+  const bool cut = count == 2 && heads < ranks;
+  at::Tensor out;
+  const at::Tensor back = attend(
+      {shared,
+       {heads, kv_heads, kv_heads},
+       levels,
+       1,
+       false,
+       {{"seq_lens", lens.slice(ranks).vec()},
+        {"levels", count - 1},
+        {"query_parts", cut ? HeadLayout::kAuto : 1}}},
+      given, [&] { out = attend_alone(); });
+  return at::cat({out, back}, 1);
 }
 
 c10::IValue distributed_attention(const Given& given) {
-  const Order order = order_of(given["layout"]);
+  const DimOrder order = order_of(given["layout"]);
   Tensors inputs;  // [B, S_rank, H_i, D_i]
   for (const char* name : kNames) {
     const at::Tensor x = given[name];
@@ -233,7 +236,13 @@ c10::IValue distributed_attention(const Given& given) {
   const bool tokens_first = static_cast<std::string_view>(given["layout"]) == "sbhd";
   const std::optional<int64_t> kv_chunk = given["kv_chunk"];
   if (!kv_chunk.has_value()) {
-    return attend(inputs, plan, asked, tokens_first, given).permute(order.dims);
+    const Exchanged parts{
+        inputs,
+        plan.heads.num_heads(),
+        {{plan.heads, plan.rank, asked}},
+        plan.chunks(),
+        tokens_first};
+    return attend(parts, given, [] {}).permute(order.dims);
   }
   check_only_pattern(asked.attn_mask, asked.dropout_p);
   const int64_t chunks = given["chunks"];

@@ -77,11 +77,11 @@ void Reshard::place_gathered(const at::Tensor& part, const at::Tensor& buffer) c
 }
 
 at::Tensor Reshard::launch_gather(const at::Tensor& part, const BufferShape& shape) const {
-  if (shards_.slot() == 0) {
-    return buffer_for(shape.sizes, shape.options);
-  }
   Transfer transfer = this->transfer(shape);
   const at::Tensor& buffer = transfer.buffer();
+  if (transfer.moves_own() && shards_.slot() == 0) {
+    return buffer;  // nothing is sent
+  }
   const bool whole = at_.arrives_whole(0);
   Moves moves;
   moves.reads = {part};
@@ -117,12 +117,12 @@ at::Tensor Reshard::launch_gather(const at::Tensor& part, const BufferShape& sha
 }
 
 at::Tensor Reshard::launch_gather(const MakeParts& make, const BufferShape& shape) const {
-  if (shards_.slot() == 0) {
-    return buffer_for(shape.sizes, shape.options);
-  }
   RECORD_FUNCTION("deepsp::cast", {});
   Transfer transfer = this->transfer(shape);
   const at::Tensor& buffer = transfer.buffer();
+  if (transfer.moves_own() && shards_.slot() == 0) {
+    return buffer;  // nothing is sent
+  }
   char* const base = data_of(buffer);
   // Pieces are made when their receives are posted, and sent from where they were made: those that
   // share a message, then each that is sent alone.

@@ -144,6 +144,8 @@ TORCH_LIBRARY_IMPL(deepsp, CompositeExplicitAutograd, m) {
   m.impl("_transport", transport);
   m.impl("_pool_clear", clear);
   m.impl("_pool_idle_bytes", idle_bytes);
+  m.impl("_pool_limit", pool_limit);
+  m.impl("_pool_set_limit", pool_set_limit);
 }
 
 }  // namespace deepsp

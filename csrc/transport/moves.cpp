@@ -78,7 +78,7 @@ void Transfer::attach(std::unique_ptr<Flight> flight) const {
   if (waits_at_once()) {
     flight->wait_all();
   }
-  if (!alone() || !flight->own.empty()) {
+  if (!alone() || buffer_.is_cpu()) {
     deepsp::attach(buffer_, std::move(flight));
   }
 }

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepsp.attention.documents import ranges_of
 from deepsp.data import last_batch
+from deepsp.data.borders import ranges_of
 from deepsp.data.roles import (
     DOCUMENTS,
     Path,

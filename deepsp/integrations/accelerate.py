@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from deepsp.data.sharding import unshard
 from deepsp.integrations.door import Losses, local_batch
 from deepsp.integrations.grouped import GroupedAccelerator, group_processes
-from deepsp.proof.seen import Seen
+from deepsp.integrations.proof.seen import Seen
 from deepsp.ranks.agreement import digest_of
 from deepsp.ranks.groups import device_of, member_of, objects_on_all_ranks, on_all_ranks
 from deepsp.ranks.randomness import align, around_forward

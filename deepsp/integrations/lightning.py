@@ -23,8 +23,8 @@ from deepsp.integrations.door import (
     replaced,
     subclass,
 )
-from deepsp.proof.prove import prove_step
-from deepsp.proof.seen import Seen
+from deepsp.integrations.proof.prove import prove_step
+from deepsp.integrations.proof.seen import Seen
 from deepsp.ranks.agreement import first_difference
 from deepsp.ranks.groups import member_of
 from deepsp.ranks.randomness import align, randomness_of_a_model

@@ -49,3 +49,12 @@ def check_dim(x: Tensor, dim: int) -> None:
             f"expected dim to be in [{-x.dim()}, {x.dim() - 1}] for a tensor with {x.dim()} "
             f"dimensions, got {dim}"
         )
+
+
+_NAMES = {"b": "batch", "s": "sequence", "h": "heads", "d": "head_dim"}
+
+
+def check_four(x: Tensor, name: str, layout: str) -> None:
+    if x.dim() != 4:
+        dims = ", ".join(_NAMES[d] for d in layout)
+        raise ValueError(f"expected {name} to have 4 dimensions [{dims}], got {x.dim()}")

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from deepsp.attention.layer import SequenceParallelAttention
 from deepsp.ranks.groups import Member
 from deepsp.schedule import flow
 from deepsp.schedule.placement import Shard
 from deepsp.schedule.running import Running
 from deepsp.schedule.sync import Sync
+from deepsp.sequence.attention.layer import SequenceParallelAttention
 
 _NAMES = {
     "q": ("q_proj", "query", "q", "to_q", "wq", "q_lin"),

@@ -45,7 +45,7 @@ def _positions_of_deals() -> Iterator[None]:
 
 def _imaginary_parts() -> Iterator[None]:
     """Complex inputs of a recurrence lose their imaginary part on the way."""
-    from deepsp.recurrence import module
+    from deepsp.sequence.recurrence import module
 
     def wrong(tokens, value, lens, member):
         if member[1] > 1:

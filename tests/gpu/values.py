@@ -30,7 +30,7 @@ def exchange_values():
                 if layout == "slices":
                     mine = [torch.stack([x, x], -1).flatten(3)[..., ::2] for x in mine]
                 there = deepsp.seq_to_heads(mine, seq_lens=lens)
-                q, kv = deepsp.attention.local_heads(6, num_kv_heads=3)
+                q, kv = deepsp.sequence.attention.local_heads(6, num_kv_heads=3)
                 for x, y, h in zip(whole, there, (q, kv, kv), strict=True):
                     assert torch.equal(y, x[:, :, h.start : h.stop]), (dtype, dims, layout)
                 (back,) = deepsp.heads_to_seq(there[:1], [6], seq_lens=lens)

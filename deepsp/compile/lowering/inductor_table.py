@@ -3,8 +3,8 @@
 CPU tensors: calls of the C++ kernels (:mod:`~deepsp.compile.lowering.calls`). CUDA tensors, and
 gathers of weights, which passes move and merge: aten ops and ``_c10d_functional`` collectives, made
 in csrc/inductor. Inductor knows those as asynchronous: it keeps the order start, compute, wait,
-never reuses a buffer in flight, and fuses the packing copy into the kernel before it. Other backends
-run the C++ kernels; so does Inductor with ``DEEPSP_DEBUG=1``.
+never reuses a buffer in flight, and fuses the packing copy into the kernel before it. Other
+backends run the C++ kernels; so does Inductor with ``DEEPSP_DEBUG=1``.
 
 The table of ``torch._inductor.decomposition`` is process-wide: :mod:`deepsp.patches`.
 """

@@ -10,7 +10,6 @@ from torch._dynamo.symbolic_convert import TensorifyState
 from torch._functorch import config as functorch_config
 from torch._guards import CompileContext
 
-from deepsp.attention import parts
 from deepsp.compile.sharding import checkpointing
 from deepsp.compile.sharding.boundary import GATHERS, role_of, without_caches
 from deepsp.compile.sharding.forms import draws_inside, is_differentiated
@@ -31,6 +30,7 @@ from deepsp.compile.sharding.watch import note_run
 from deepsp.data.same_batch import compare_batches
 from deepsp.ranks.groups import Group, Member, member_of
 from deepsp.ranks.randomness import sharded_randomness
+from deepsp.sequence.attention import parts
 
 # Compile backward at once: an error there must come before any rank runs the graph.
 _EAGER_BACKWARD = {

@@ -26,7 +26,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointPolicy
 
-from deepsp.activations.checkpoint import keeps_attention_only
 from deepsp.compile.sharding import rules
 from deepsp.compile.sharding.boundary import role_of
 from deepsp.compile.sharding.forms import (
@@ -36,8 +35,9 @@ from deepsp.compile.sharding.forms import (
     values_of,
 )
 from deepsp.compile.sharding.report import CannotShard
-from deepsp.integrations.transformers.recurrences import captured
+from deepsp.memory.activations.checkpoint import keeps_attention_only
 from deepsp.placement import Op, functional
+from deepsp.sequence.recurrence.functions import captured
 
 
 def fake_inputs(gm: fx.GraphModule, example_inputs) -> tuple[list, FakeTensorMode]:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from deepsp.attention import module
-from deepsp.attention.function import check_function
-from deepsp.attention.parts import check_four
 from deepsp.ranks.groups import Group
+from deepsp.sequence.attention import module
+from deepsp.sequence.attention.function import check_function
+from deepsp.sequence.attention.parts import check_four
 
 
 class DistributedAttention(nn.Module):

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from deepsp.attention.distributed import distributed_attention
-from deepsp.attention.module import DistributedAttention
 from deepsp.data.sharding import unshard
 from deepsp.integrations.diffusers.lengths import Lengths
 from deepsp.ranks.groups import Member
+from deepsp.sequence.attention.distributed import distributed_attention
+from deepsp.sequence.attention.module import DistributedAttention
 
 if TYPE_CHECKING:
     from deepsp.integrations.diffusers.sharding import State

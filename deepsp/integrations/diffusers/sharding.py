@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable would import Dynamo now
 
-from deepsp.attention import parts
 from deepsp.data.same_batch import compare_batches
 from deepsp.data.sharding import shard, unshard
 from deepsp.integrations.diffusers.backend import (
@@ -23,6 +22,7 @@ from deepsp.integrations.diffusers.backend import (
 from deepsp.integrations.diffusers.lengths import Lengths
 from deepsp.integrations.diffusers.plans import MODELS, PROCESSORS, plan_of
 from deepsp.ranks.groups import Group, Member, member_of
+from deepsp.sequence.attention import parts
 
 _ADVICE = (
     "draw noise and timesteps, and load images and prompts, alike on all ranks of a group: seed "

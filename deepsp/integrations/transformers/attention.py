@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepsp.attention.distributed import distributed_attention
-from deepsp.attention.module import DistributedAttention
 from deepsp.data.documents import Deal
 from deepsp.integrations.transformers.cores import Core
 from deepsp.integrations.transformers.forward import Registration, running
 from deepsp.integrations.transformers.masks import Masks, Ranges
 from deepsp.ranks.groups import member_of
+from deepsp.sequence.attention.distributed import distributed_attention
+from deepsp.sequence.attention.module import DistributedAttention
 
 COUNTS_OTHERWISE = "_deepsp_counts_otherwise"
 """The attribute of modules whose model makes other position_ids than 0, 1, 2, ..."""

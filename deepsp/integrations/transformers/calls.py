@@ -310,9 +310,9 @@ def check_alone(model: nn.Module, given: dict[str, Any]) -> None:
     """Raises if a model with other attention than deepsp's gets one rank's tokens."""
     tokens = (given.get(name) for name in ("input_ids", "inputs_embeds"))
     if any(map(last_batch.has_tokens, tokens)) and not implementations(model):
-        from deepsp.attention.layer import SequenceParallelAttention
-        from deepsp.attention.module import DistributedAttention
-        from deepsp.recurrence.module import DistributedRecurrence
+        from deepsp.sequence.attention.layer import SequenceParallelAttention
+        from deepsp.sequence.attention.module import DistributedAttention
+        from deepsp.sequence.recurrence.module import DistributedRecurrence
         from deepsp.weights.rows import shards_of
 
         ours = (DistributedAttention, DistributedRecurrence, SequenceParallelAttention)

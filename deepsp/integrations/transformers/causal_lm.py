@@ -20,8 +20,8 @@ from deepsp.integrations.transformers import calls
 from deepsp.integrations.transformers.check import model_in
 from deepsp.integrations.transformers.forward import calling
 from deepsp.loss import linear_cross_entropy
+from deepsp.memory.tiling.tile import untiled
 from deepsp.ranks.groups import Group, is_dtensor, member_of
-from deepsp.tiling.tile import untiled
 from deepsp.weights.partitioned import full_shape
 
 _AFTER_HEAD = "_deepsp_after_head"

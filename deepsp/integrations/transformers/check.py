@@ -29,8 +29,8 @@ from deepsp.integrations.transformers import mixers, multimodal
 from deepsp.integrations.transformers.attention import COUNTS_OTHERWISE, masks_of
 from deepsp.integrations.transformers.forward import calling
 from deepsp.integrations.transformers.masks import ours
-from deepsp.tokenwise import probe
-from deepsp.tokenwise.probe import Probe, as_it_was, name_in
+from deepsp.sequence.tokenwise import probe
+from deepsp.sequence.tokenwise.probe import Probe, as_it_was, name_in
 from deepsp.weights.partitioned import full_shape, is_away, is_gathered_when_called
 
 CHECKED, CALLED = "_deepsp_checked", "_deepsp_called"

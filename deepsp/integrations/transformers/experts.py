@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from deepsp.experts.module import DEALT, DistributedExperts
 from deepsp.integrations.transformers.forward import running
 from deepsp.ranks.groups import Group, member_of, ranks_of
+from deepsp.sequence.experts.module import DEALT, DistributedExperts
 from deepsp.weights.rows import SHARDS, shard_rows
 from deepsp.weights.shard_gradient import mark, shard_member
 

@@ -23,8 +23,8 @@ from deepsp.integrations.transformers import balance
 from deepsp.integrations.transformers.forward import REGISTRATIONS, running
 from deepsp.integrations.transformers.masks import check_padding, check_positions
 from deepsp.integrations.transformers.patterns import Pattern, document_ranges
-from deepsp.integrations.transformers.recurrences import FUNCTIONS, Sharded, unfused
 from deepsp.ranks.groups import member_of, on_all_ranks
+from deepsp.sequence.recurrence.functions import FUNCTIONS, Sharded, unfused
 
 _MASK = "create_recurrent_attention_mask"
 

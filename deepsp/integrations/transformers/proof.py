@@ -22,12 +22,12 @@ from transformers.trainer_utils import EvalLoopOutput, has_length
 
 from deepsp.data.roles import leaves_of, name_of, table_of
 from deepsp.integrations.door import replaced
+from deepsp.integrations.proof.outcome import Measure, Outcome, attributes_kept, precise, still
+from deepsp.integrations.proof.report import raise_unless_alike
+from deepsp.integrations.proof.seen import Seen
 from deepsp.integrations.transformers.evaluation import Numbered
 from deepsp.integrations.transformers.steps import Compute, FullStep
 from deepsp.integrations.transformers.stock import CONTEXT, dtypes_of, mistakes
-from deepsp.proof.outcome import Measure, Outcome, attributes_kept, precise, still
-from deepsp.proof.report import raise_unless_alike
-from deepsp.proof.seen import Seen
 from deepsp.ranks.groups import device_of, member_of, on_all_ranks
 from deepsp.ranks.randomness import draws_kept
 

@@ -7,7 +7,6 @@ import functools
 import inspect
 from collections.abc import Iterator
 
-from deepsp.attention import parts
 from deepsp.integrations.transformers import calls, multimodal
 from deepsp.integrations.transformers.attention import attention
 from deepsp.integrations.transformers.check import check
@@ -16,6 +15,7 @@ from deepsp.integrations.transformers.forward import REGISTRATIONS, Registration
 from deepsp.integrations.transformers.masks import mask_of, ours
 from deepsp.integrations.transformers.own_loss import OwnLoss
 from deepsp.ranks.groups import Group, member_of
+from deepsp.sequence.attention import parts
 from deepsp.weights.partitioned import is_away
 
 

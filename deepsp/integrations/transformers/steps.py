@@ -18,12 +18,12 @@ from deepsp.data.deal_batch import packed_batch
 from deepsp.data.roles import leaves_of, name_of, table_of
 from deepsp.data.same_batch import compare_batches
 from deepsp.integrations.door import ADVICE, Groups, local_batch, replaced
+from deepsp.integrations.proof.alone import alone
+from deepsp.integrations.proof.cut import cut_along
 from deepsp.integrations.transformers.own_loss import LocalLoss, computing
 from deepsp.integrations.transformers.registration import base_of
 from deepsp.integrations.transformers.rows import FullRows
 from deepsp.integrations.transformers.stock import Stock
-from deepsp.proof.alone import alone
-from deepsp.proof.cut import cut_along
 from deepsp.ranks.groups import member_of, objects_on_all_ranks, on_all_ranks
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from deepsp.data.roles import DOCUMENTS, NAMED, describe, named_values
 from deepsp.data.sharding import as_positions
 from deepsp.integrations.door import Groups, local_batch
+from deepsp.integrations.proof.cut import cut, unpacked
+from deepsp.integrations.proof.outcome import Measure, Outcome
+from deepsp.integrations.proof.report import raise_unless_alike
 from deepsp.integrations.transformers import mixers, multimodal
 from deepsp.integrations.transformers.registration import attending_by, base_of
-from deepsp.proof.cut import cut, unpacked
-from deepsp.proof.outcome import Measure, Outcome
-from deepsp.proof.report import raise_unless_alike
 from deepsp.ranks.groups import device_of, member_of, on_all_ranks
 
 

@@ -16,12 +16,12 @@ from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
 from deepsp.data.roles import table_of
+from deepsp.integrations.proof.cut import TOKENS, densest
 from deepsp.integrations.transformers import mixers
 from deepsp.integrations.transformers.experts import refuse_dealt
 from deepsp.integrations.transformers.forward import full_rows_of
 from deepsp.integrations.transformers.registration import base_of
 from deepsp.integrations.transformers.steps import Compute, FullStep
-from deepsp.proof.cut import TOKENS, densest
 from deepsp.ranks.groups import objects_on_all_ranks
 from deepsp.ranks.randomness import align
 

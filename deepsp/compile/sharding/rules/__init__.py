@@ -32,9 +32,9 @@ from deepsp import placement
 from deepsp.compile.sharding.forms import has_tensor
 from deepsp.compile.sharding.report import CannotShard
 from deepsp.compile.sharding.tokens import Size, Tokens, same
-from deepsp.integrations.transformers.recurrences import captured
 from deepsp.placement import SUM, Row
 from deepsp.placement.table import overloads
+from deepsp.sequence.recurrence.functions import captured
 
 SHIFTED = "it combines tokens of different positions, as when a sequence is shifted"
 OUTERMOST = (

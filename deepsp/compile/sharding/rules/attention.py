@@ -7,11 +7,11 @@ import operator
 import torch
 from torch import fx
 
-from deepsp.attention import parts
 from deepsp.compile.sharding import joined
 from deepsp.compile.sharding.rules import OUTERMOST, Call, by_rows, rule
 from deepsp.compile.sharding.rules.indexing import log_softmax
 from deepsp.compile.sharding.tokens import JOINED, Tokens, same
+from deepsp.sequence.attention import parts
 
 aten, ours = torch.ops.aten, torch.ops.deepsp
 

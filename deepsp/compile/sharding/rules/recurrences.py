@@ -16,7 +16,7 @@ from deepsp.compile.sharding.normalize import trace
 from deepsp.compile.sharding.report import RECURRENCES, frames_of
 from deepsp.compile.sharding.rules import _RULES, Call
 from deepsp.compile.sharding.tokens import same
-from deepsp.integrations.transformers.recurrences import FUNCTIONS, Sharded, capture, captured
+from deepsp.sequence.recurrence.functions import FUNCTIONS, Sharded, capture, captured
 
 # Arguments by which a state, which generation keeps, goes in and out.
 _STATES = (

@@ -1,6 +1,0 @@
-"""Attention over a sequence that is sharded over a group."""
-
-from deepsp.attention.balance import AttentionPlan
-from deepsp.attention.parts import local_heads
-
-__all__ = ["AttentionPlan", "local_heads"]

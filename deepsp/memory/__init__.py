@@ -1,0 +1,1 @@
+"""Less memory: checkpoints, offload, tiles, and plans of it."""

@@ -1,5 +1,0 @@
-"""Predicts the memory of a training step before it runs."""
-
-from deepsp.planning.memory import MemoryPlan
-
-__all__ = ["MemoryPlan"]
