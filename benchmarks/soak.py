@@ -140,7 +140,9 @@ def loss(rng, group, rank, size, seed) -> None:
     expected = F.cross_entropy(hidden @ weight.T, labels, label_smoothing=smoothing)
     mine = part(hidden.detach(), lens, 0, rank, False)
     ours = deepsp.linear_cross_entropy(
-        *(mine, weight, labels.split(lens)[rank]),
+        mine,
+        weight,
+        labels.split(lens)[rank],
         group=group,
         label_smoothing=smoothing,
         chunk_tokens=rng.choice([None, 1, 13]),

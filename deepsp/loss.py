@@ -139,7 +139,13 @@ def linear_cross_entropy(
     _check_linear(hidden, weight, bias, shift_labels, "shift_labels")
     _check_weights(token_weights, shift_labels)
     local_sum = torch.ops.deepsp.linear_cross_entropy(
-        *(hidden, weight, bias, shift_labels, ignore_index, label_smoothing, chunk_tokens),
+        hidden,
+        weight,
+        bias,
+        shift_labels,
+        ignore_index,
+        label_smoothing,
+        chunk_tokens,
         softcap=softcap,
         scale=scale,
         z_loss=z_loss,
@@ -215,7 +221,12 @@ def token_log_probs(
             f"expected seq_dim to be a dimension of ids {tuple(ids.shape)}, got {seq_dim}"
         )
     log_probs, _, *rest = torch.ops.deepsp.token_log_probs(
-        *(hidden, weight, bias, ids, ignore_index, chunk_tokens),
+        hidden,
+        weight,
+        bias,
+        ids,
+        ignore_index,
+        chunk_tokens,
         softcap=softcap,
         scale=scale,
         temperature=temperature,

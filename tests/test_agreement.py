@@ -66,7 +66,7 @@ def _under_inductor():
         @torch.compile(fullgraph=True)
         def attend(q, k, v):
             out = deepsp.distributed_attention(
-                *(q * 2, k.sin(), v + 1), enable_gqa=True, chunks=2, seq_lens=lens
+                q * 2, k.sin(), v + 1, enable_gqa=True, chunks=2, seq_lens=lens
             )
             return out.cos()
 

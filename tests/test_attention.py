@@ -316,7 +316,9 @@ def _again(heads, kv_heads, total):
             mock.patch.object(module, "_attend", side_effect=module._attend) as by_chunks,
         ):
             _compare(
-                *(whole, lens, functools.partial(module, seq_lens=lens)),
+                whole,
+                lens,
+                functools.partial(module, seq_lens=lens),
                 lambda q, k, v: attention(q, k, v, is_causal=True),
             )
         assert (by_chunks.call_count == 0) == (even and module.chunks == 1)

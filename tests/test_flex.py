@@ -125,7 +125,12 @@ class Checked(fx.Interpreter):
                 rows, heads, *_ = mask[2].shape
                 own = flex.create_block_mask(
                     lambda b, h, i, j: mask[-1](b, h, i, j, *read),
-                    *(rows, heads, q.size(2), k.size(2), "cpu", BLOCK),
+                    rows,
+                    heads,
+                    q.size(2),
+                    k.size(2),
+                    "cpu",
+                    BLOCK,
                 )
                 assert heads in (1, q.size(1))
                 found, wanted = blocks.to_dense().bool(), own.to_dense().bool()

@@ -249,7 +249,7 @@ def _nothing():
     for lens in (lens_of("split", 11, size), lens_of("empty", 11, size)):
         for reduction in ("mean", "sum"):
             for found in _sharded(
-                *(hidden, weight, bias, labels, lens), ignore_index=-1, reduction=reduction
+                hidden, weight, bias, labels, lens, ignore_index=-1, reduction=reduction
             ):
                 assert not found.any()
     lens = [0] * size

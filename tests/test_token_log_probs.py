@@ -72,7 +72,9 @@ def _local(kind):
                     mine = hidden.split(lens, 1)[rank].clone().requires_grad_()
                     ours = [mine, *(x.clone().requires_grad_() for x in (weight, bias))]
                     found = deepsp.token_log_probs(
-                        *(mine, ours[1], ids.split(lens, 1)[rank]),
+                        mine,
+                        ours[1],
+                        ids.split(lens, 1)[rank],
                         ours[2] if with_bias else None,
                         **shape,
                         chunk_tokens=chunk,
@@ -121,7 +123,7 @@ def _low_precision():
             expected = _expected(leaves[0], leaves[1], ids, leaves[2], temperature=1.5)
             ours = [x.clone().requires_grad_() for x in low]
             found = deepsp.token_log_probs(
-                *(ours[0], ours[1], ids, ours[2]), temperature=1.5, entropy=True
+                ours[0], ours[1], ids, ours[2], temperature=1.5, entropy=True
             )
             assert all(x.dtype == torch.float32 for x in found)
             for a, b in zip(found, expected, strict=True):

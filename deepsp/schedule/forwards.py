@@ -116,7 +116,12 @@ class ReduceOverlapped(Swapped):
         else:
             sizes = sync.split(x.size(dim), running.member[1])
             out = collectives.matmul_reduce_scatter(
-                *(x, weight_of(self), None, dim, running.member, sizes),
+                x,
+                weight_of(self),
+                None,
+                dim,
+                running.member,
+                sizes,
                 reduce_dtype=sync.reduce_dtype,
             )
         return out if hook.add is None else add_after(running, sync, self, hook.add, out)
@@ -133,7 +138,12 @@ class GatherOverlapped(Swapped):
             return super().forward(running.apply(sync, x))
         sizes = running.sizes(sync, x, dim)
         return collectives.all_gather_matmul(
-            *(x, weight_of(self), self.bias, dim, running.member, sizes),
+            x,
+            weight_of(self),
+            self.bias,
+            dim,
+            running.member,
+            sizes,
             reduce_dtype=sync.reduce_dtype,
         )
 

@@ -226,8 +226,12 @@ def _sharded(mixer: nn.Module, sequence: Sequence) -> Sharded:
     known = known[1] if known[0] == key else {}
     object.__setattr__(mixer, _KNOWN, (key, known))
     return Sharded(
-        *(type(mixer).__name__, sequence.member, sequence.lens, sequence.documents),
-        *(sequence.state, known),
+        type(mixer).__name__,
+        sequence.member,
+        sequence.lens,
+        sequence.documents,
+        sequence.state,
+        known,
     )
 
 

@@ -107,7 +107,12 @@ def distributed_attention(
     call = parts.Call(q, k, v, layout, lens_of(deal, seq_lens, member), member, wanted)
     return attend_over(
         call,
-        *(chunks, attn_mask, dropout_p, is_causal, scale, enable_gqa),
+        chunks,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
         documents=documents,
         window_size=window_size,
         softcap=softcap,
@@ -157,7 +162,14 @@ def attend_over(
     (rank, _, name), lens = call.member, call.lens
     if deal is not None:
         return _attend_dealt(
-            *(call, deal, chunks, attn_mask, dropout_p, is_causal, scale, enable_gqa),
+            call,
+            deal,
+            chunks,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale,
+            enable_gqa,
             documents=documents,
             window_size=() if window_size is None else window_size,
             **options,
@@ -167,8 +179,16 @@ def attend_over(
     draws = function.randomness_of(call.member, call.device) if dropout_p > 0 else nullcontext()
     with draws:
         return torch.ops.deepsp.distributed_attention(
-            *(*call.given, attn_mask, dropout_p, is_causal, scale, enable_gqa),
-            *(chunks, lens, rank, name),
+            *call.given,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale,
+            enable_gqa,
+            chunks,
+            lens,
+            rank,
+            name,
             layout=call.layout,
             sharded_randomness=torch.compiler.is_compiling(),
             documents=documents,
@@ -183,8 +203,12 @@ def _attend_dealt(call: parts.Call, deal: Deal, *arguments, kv_chunk=None, **opt
     if kv_chunk is not None:
         raise ValueError(f"expected no kv_chunk with deal, got {kv_chunk}; leave it out")
     return torch.ops.deepsp.distributed_attention(
-        *(*call.given, *arguments[1:], arguments[0]),
-        *([n for lens in deal.lens for n in lens], rank, name),
+        *call.given,
+        *arguments[1:],
+        arguments[0],
+        [n for lens in deal.lens for n in lens],
+        rank,
+        name,
         layout=call.layout,
         dealt=deal.documents(rank),
         **options,

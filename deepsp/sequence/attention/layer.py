@@ -333,7 +333,15 @@ class SequenceParallelAttention(nn.Module):
             projections = (q_proj, k_proj, v_proj)
             weights = [p.weight for p in projections]
             arriving = ops._project_to_heads_start(
-                *(x, weights, biases(projections), heads, lens, chunks, False, rank, name),
+                x,
+                weights,
+                biases(projections),
+                heads,
+                lens,
+                chunks,
+                False,
+                rank,
+                name,
                 query_parts=query_parts,
             )
         else:
@@ -348,14 +356,26 @@ class SequenceParallelAttention(nn.Module):
             return out
 
         leaving, dim = parts.attend(
-            *(arriving, attend, (heads, dims, x.size(0)), lens, self.member, query_parts),
+            arriving,
+            attend,
+            (heads, dims, x.size(0)),
+            lens,
+            self.member,
+            query_parts,
             tokens_first=None if projects else False,
             merged=not self.overlap,
             on_arrival=lambda heads, which, tokens: self._turned(heads, which, turn, tokens),
         )
         if self.overlap:
             return ops._heads_to_output_wait(
-                *(leaving, o_proj.weight, o_proj.bias, self.num_heads, x.size(0), lens, rank, name),
+                leaving,
+                o_proj.weight,
+                o_proj.bias,
+                self.num_heads,
+                x.size(0),
+                lens,
+                rank,
+                name,
                 query_parts=query_parts,
             )
         (x,) = ops.heads_to_seq_wait(
@@ -399,7 +419,11 @@ class SequenceParallelAttention(nn.Module):
             return local.sdpa(*qkv, *args, **kwargs, where=(self.num_heads, *part.where))
         given = local.indices(self._indices, part.q, part.cell)
         return local.attend(
-            *(self.local_attention, qkv, args, kwargs | given, self._watch),
+            self.local_attention,
+            qkv,
+            args,
+            kwargs | given,
+            self._watch,
             head_dim=self.v_head_dim,
         )
 
@@ -439,7 +463,9 @@ class SequenceParallelAttention(nn.Module):
         self.picked = auto_chunks.pick(
             key,
             lambda chunks, inputs: self._run(*inputs, lens, turn, chunks, args, kwargs),
-            *([x], parameters, self.member),
+            [x],
+            parameters,
+            self.member,
             num_heads=self.num_heads,
             query_parts=self._parts,
             trains=trains,

@@ -152,7 +152,7 @@ class DistributedAttention(nn.Module):
                 "attended to at once; leave local_attention out"
             )
         lens = lens_of(deal, seq_lens, self.member)
-        call = parts.Call(*(q, k, v, self.layout, lens, self.member, self.query_parts, self._whole))
+        call = parts.Call(q, k, v, self.layout, lens, self.member, self.query_parts, self._whole)
         if not self._compared and not torch.compiler.is_compiling():
             self._compare(call, deal)
         if self.local_attention is None:
@@ -217,8 +217,12 @@ class DistributedAttention(nn.Module):
         def attend(part: parts.Part) -> Tensor:
             given = local.indices(self._indices, part.q, part.cell)
             return local.attend(
-                *(self.local_attention, (part.q, part.k, part.v), args, kwargs | given),
-                *(self._watch, self.layout),
+                self.local_attention,
+                (part.q, part.k, part.v),
+                args,
+                kwargs | given,
+                self._watch,
+                self.layout,
             )
 
         arriving = torch.ops.deepsp.seq_to_heads_start(
@@ -247,7 +251,11 @@ class DistributedAttention(nn.Module):
             return self._attend(again, chunks, args, kwargs)
 
         self.picked = auto_chunks.pick(
-            *(key, run, call.given, (), self.member),
+            key,
+            run,
+            call.given,
+            (),
+            self.member,
             num_heads=call.num_heads,
             query_parts=call.query_parts,
             trains=trains,

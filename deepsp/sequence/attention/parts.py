@@ -236,7 +236,13 @@ def attend(
     leaving, ks, vs = [], [], []
     for chunk in range(chunks):
         arrived = ops.seq_to_heads_wait(
-            *(arriving[chunk], *shape, lens, chunk, chunks, rank, name),
+            arriving[chunk],
+            *shape,
+            lens,
+            chunk,
+            chunks,
+            rank,
+            name,
             tokens_first=tokens_first,
             query_parts=query_parts,
         )
@@ -252,7 +258,13 @@ def attend(
             outs.append(function(Part(q, k, v, cell, where)))
         leaving.append(
             ops.heads_to_seq_start(
-                *(outs, [heads], lens, chunk, chunks, rank, name),
+                outs,
+                [heads],
+                lens,
+                chunk,
+                chunks,
+                rank,
+                name,
                 tokens_first=tokens_first if merged else None,
                 query_parts=query_parts,
             )

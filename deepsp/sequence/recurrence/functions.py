@@ -59,8 +59,11 @@ def _convolution(given: Callable, sharded: Sharded) -> Callable:
     def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **_):
         return causal_convolution(
             lambda x: given(x, weight, bias, activation=activation),
-            *(hidden_states, weight.size(-1)),
-            *(sharded.member, sharded.lens, sharded.documents),
+            hidden_states,
+            weight.size(-1),
+            sharded.member,
+            sharded.lens,
+            sharded.documents,
         )
 
     return causal_conv1d_fn
@@ -85,7 +88,9 @@ def _delta_rule(given: Callable, sharded: Sharded) -> Callable:
         ):  # fmt: skip
             borders = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
             return given(
-                *(query, key, value),
+                query,
+                key,
+                value,
                 g=g,
                 beta=beta,
                 initial_state=initial_state,
@@ -114,7 +119,11 @@ def _state_space(given: Callable, sharded: Sharded) -> Callable:
 
         def run(x, dt, B, C, A, D, dt_bias, initial_state=None, output_final_state=False):
             found = given(
-                *(x, dt, A, B, C),
+                x,
+                dt,
+                A,
+                B,
+                C,
                 D=D,
                 dt_bias=dt_bias,
                 initial_states=None if initial_state is None else initial_state.mT.contiguous(),
@@ -132,7 +141,8 @@ def _state_space(given: Callable, sharded: Sharded) -> Callable:
             return C.repeat_interleave(x.size(2) // C.size(2), 2)
 
         call = sharded.recurrence(
-            *(hidden_states.size(2), run),
+            hidden_states.size(2),
+            run,
             value="x",
             per_head=("A", "D", "dt_bias"),
             decay=decay,
@@ -159,7 +169,8 @@ def _selective_scan(given: Callable, sharded: Sharded) -> Callable:
             return y.transpose(1, 2).unsqueeze(3)
 
         call = sharded.recurrence(
-            *(hidden_states.size(1), run),
+            hidden_states.size(1),
+            run,
             value="x",
             per_head=("A", "D", "delta_bias"),
         )

@@ -90,7 +90,15 @@ def _of_cells(call: Call, of_q: Tokens, query_parts: int) -> fx.Node:
     buffer = graph.call(operator.getitem, arriving, 0)
     arrived = graph.call(
         ours.seq_to_heads_wait.default,
-        *(buffer, heads, dims, shapes[0][0], lens, 0, 1, rank, name),
+        buffer,
+        heads,
+        dims,
+        shapes[0][0],
+        lens,
+        0,
+        1,
+        rank,
+        name,
         **how,
     )
     cells = parts.cells_of(heads[0], sum(lens), query_parts, size, rank)
@@ -199,10 +207,8 @@ class _Blocks:
         listed = graph.call(aten.lt.Tensor, numbers, graph.call(aten.unsqueeze.default, counts, -1))
         none = graph.call(aten.zeros_like.default, listed)
         index = graph.call(aten.to.dtype, indices, torch.int64)
-        added = graph.call(aten.scatter_add.default, *(
-            graph.call(aten.to.dtype, none, torch.int32), -1, index,
-            graph.call(aten.to.dtype, listed, torch.int32),
-        ))  # fmt: skip
+        added = graph.call(aten.scatter_add.default, graph.call(aten.to.dtype, none, torch.int32), -1, index,
+            graph.call(aten.to.dtype, listed, torch.int32))  # fmt: skip
         return graph.call(aten.gt.Scalar, added, 0)
 
     def _listed(self, seen: fx.Node) -> list[fx.Node]:
@@ -297,11 +303,23 @@ def _back(call: Call, outs, tokens: Tokens, heads: int, query_parts: int = 1) ->
     else:
         lens, rank, name = where
         leaving = graph.call(
-            *(ours.heads_to_seq_start.default, outs, [heads], lens, 0, 1, rank, name),
+            ours.heads_to_seq_start.default,
+            outs,
+            [heads],
+            lens,
+            0,
+            1,
+            rank,
+            name,
             query_parts=query_parts,
         )
         x = graph.call(
-            *(ours.heads_to_seq_wait.default, [leaving], [heads], [dim], batch, *where),
+            ours.heads_to_seq_wait.default,
+            [leaving],
+            [heads],
+            [dim],
+            batch,
+            *where,
             query_parts=query_parts,
         )
     x = graph.call(aten.transpose.int, graph.call(operator.getitem, x, 0), 1, 2)

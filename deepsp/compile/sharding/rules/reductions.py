@@ -77,7 +77,12 @@ def extreme(call: Call, tokens: Tokens) -> None:
         own = graph.call(op, detached, dims, True)
         every = graph.call(
             torch.ops.deepsp.all_gather.default,
-            *(own, tokens.dim, [1] * graph.size, "replicated", graph.rank, graph.name),
+            own,
+            tokens.dim,
+            [1] * graph.size,
+            "replicated",
+            graph.rank,
+            graph.name,
         )
         kept = graph.call(op, every, [tokens.dim], True)
         result = kept if call["keepdim"] else graph.call(aten.squeeze.dims, kept, dims)
