@@ -41,10 +41,16 @@ def measure(args: argparse.Namespace) -> dict:
     register()
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=args.vocab, hidden_size=args.hidden, intermediate_size=2 * args.hidden,
-        num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=args.tokens,
-        attn_implementation="deepsp", use_cache=False, dtype=getattr(torch, args.dtype),
-    )  # fmt: skip
+        vocab_size=args.vocab,
+        hidden_size=args.hidden,
+        intermediate_size=2 * args.hidden,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=args.tokens,
+        attn_implementation="deepsp",
+        use_cache=False,
+        dtype=getattr(torch, args.dtype),
+    )
     model = transformers.LlamaForCausalLM(config).to(getattr(torch, args.dtype))
     ids = torch.randint(args.vocab, (1, args.tokens))
 

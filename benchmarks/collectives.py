@@ -58,17 +58,24 @@ def run(args: argparse.Namespace) -> dict:
         tasks = []
         if "collectives" in args.parts:
             tasks += [
-                ("collectives", {"kind": kind, "shape": of, "dtype": dtype},
-                 (measure_collectives, kind, of, DTYPES[dtype], args.repeats))
+                (
+                    "collectives",
+                    {"kind": kind, "shape": of, "dtype": dtype},
+                    (measure_collectives, kind, of, DTYPES[dtype], args.repeats),
+                )
                 for kind in ("all_gather", "reduce_scatter")
-                for of in SHAPES for dtype in args.dtypes
-            ]  # fmt: skip
+                for of in SHAPES
+                for dtype in args.dtypes
+            ]
         if "linears" in args.parts:
             tasks += [
-                ("linears", {"shape": of, "columns": columns, "dtype": "float32"},
-                 (measure_linears, of, columns, torch.float32, args.repeats))
+                (
+                    "linears",
+                    {"shape": of, "columns": columns, "dtype": "float32"},
+                    (measure_linears, of, columns, torch.float32, args.repeats),
+                )
                 for of, columns in LINEARS
-            ]  # fmt: skip
+            ]
         if "step" in args.parts:
             tasks.append(("step", {"shape": shape}, (measure_step, shape, args.steps)))
         with contextlib.ExitStack() as stack:
@@ -171,8 +178,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15, help="of each collective and layer")
     parser.add_argument("--steps", type=int, default=7, help="training steps of each contender")
     for name, default in [
-        ("hidden", 512), ("layers", 4), ("heads", 8), ("vocab", 8192), ("batch", 1), ("seq", 1024),
-    ]:  # fmt: skip
+        ("hidden", 512),
+        ("layers", 4),
+        ("heads", 8),
+        ("vocab", 8192),
+        ("batch", 1),
+        ("seq", 1024),
+    ]:
         parser.add_argument(f"--{name}", type=int, default=default, help="of the model")
     parser.add_argument("--results", type=Path, help="folder for collectives[_link].md and .json")
     args = parser.parse_args()

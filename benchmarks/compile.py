@@ -384,8 +384,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--parts", nargs="+", default=["speed", "right"], choices=["speed", "right"],
-        help="what to measure (default: both)")  # fmt: skip
+    add(
+        "--parts",
+        nargs="+",
+        default=["speed", "right"],
+        choices=["speed", "right"],
+        help="what to measure (default: both)",
+    )
     add("--seqs", type=int, nargs="+", default=[2048, 8192], help="tokens (default: 2048 8192)")
     add("--right-seq", type=int, default=256, help="tokens, for right (default: 256)")
     add("--cases", nargs="+", default=list(CASES), choices=CASES, help="of right (default: all)")

@@ -199,11 +199,16 @@ def measure_step(seq: int, chunks: int, repeats: int) -> dict:
     def layers(**kwargs):
         return {
             block: deepsp.SequenceParallelAttention.from_projections(
-                block.q_proj, block.k_proj, block.v_proj, block.o_proj, demo.HEADS,
-                rope_theta=demo.ROPE_THETA, **kwargs,
+                block.q_proj,
+                block.k_proj,
+                block.v_proj,
+                block.o_proj,
+                demo.HEADS,
+                rope_theta=demo.ROPE_THETA,
+                **kwargs,
             )
             for block in model.blocks
-        }  # fmt: skip
+        }
 
     def step(of_block, kwargs, sync=True):
         def attend(block, h):
@@ -279,9 +284,15 @@ def train_curves(variants: dict, steps: int, seq: int) -> dict:
     found = {}
     for name, options in variants.items():
         args = argparse.Namespace(
-            steps=steps, seq_len=seq, dtype="float64", lr=1e-3, seed=1, data=None, device="cpu",
+            steps=steps,
+            seq_len=seq,
+            dtype="float64",
+            lr=1e-3,
+            seed=1,
+            data=None,
+            device="cpu",
             **options,
-        )  # fmt: skip
+        )
         result = demo.train_sharded(args, torch.device("cpu"))
         found[name] = {key: result[key] for key in ("losses", "gradient_norms")}
     return found

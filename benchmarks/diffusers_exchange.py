@@ -110,10 +110,13 @@ def main() -> None:
     print("ms, min / median    forward          backward         both")
     for name, row in rows.items():
         print(f"{name:18}" + "".join(f"{a:8.2f} / {b:6.2f}" for a, b in row))
-    print("diffusers / deepsp" + "".join(
-        f"{a / c:8.2f} / {b / d:6.2f}"
-        for (a, b), (c, d) in zip(rows["diffusers"], rows["deepsp"], strict=True)
-    ))  # fmt: skip
+    print(
+        "diffusers / deepsp"
+        + "".join(
+            f"{a / c:8.2f} / {b / d:6.2f}"
+            for (a, b), (c, d) in zip(rows["diffusers"], rows["deepsp"], strict=True)
+        )
+    )
     if options.results:
         about = about_machine(load, options.note)
         path = options.results / "diffusers_exchange.json"

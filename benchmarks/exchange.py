@@ -196,8 +196,19 @@ def work(rank: int, ranks: int, path: str, args, queue) -> None:
     dist.destroy_process_group()
 
 
-EXCHANGE = ["P", "B,S,H,Hkv,D", "dtype", "MiB", "", "first", "min / median, ms", "× floor",
-            "collectives", "copies", "copied MiB"]  # fmt: skip
+EXCHANGE = [
+    "P",
+    "B,S,H,Hkv,D",
+    "dtype",
+    "MiB",
+    "",
+    "first",
+    "min / median, ms",
+    "× floor",
+    "collectives",
+    "copies",
+    "copied MiB",
+]
 COPIES = ["heads, kv, D", "dtype", "pack, GiB/s", "plain copy", "ratio, median / min"]
 
 

@@ -219,8 +219,9 @@ def measure(args) -> dict:
     def run(ranks: Ranks, place: str) -> None:
         cases = [
             {"kind": kind, "place": place, "way": way, "seconds": {}}
-            for kind in KINDS for way in (*WAYS, EXCHANGE, BARE)
-        ]  # fmt: skip
+            for kind in KINDS
+            for way in (*WAYS, EXCHANGE, BARE)
+        ]
         for turn in tqdm(range(args.rounds + 1), desc=PLACES[place]):
             for case in cases:
                 parts = ranks(timed, case["kind"], args, place, case["way"])
@@ -261,12 +262,23 @@ def tables(found: dict, args) -> list[Table]:
         for way in WAYS:
             must = x["must"] / 2**20 if way == DEALT else 0
             rows.append(
-                [kind, way, f"{x['sent'][way] / 2**20:.3f}", f"{must:.3f}" if must else "–",
-                 f"{x['summed'][way] / 2**20:.1f}",
-                 f"{x['away']} of {x['rows']}" if must else "–"]
-            )  # fmt: skip
-    columns = ["layer", "", "step, MiB", "must travel, MiB", "sum of gradients, MiB",
-               "rows for other ranks"]  # fmt: skip
+                [
+                    kind,
+                    way,
+                    f"{x['sent'][way] / 2**20:.3f}",
+                    f"{must:.3f}" if must else "–",
+                    f"{x['summed'][way] / 2**20:.1f}",
+                    f"{x['away']} of {x['rows']}" if must else "–",
+                ]
+            )
+    columns = [
+        "layer",
+        "",
+        "step, MiB",
+        "must travel, MiB",
+        "sum of gradients, MiB",
+        "rows for other ranks",
+    ]
     result.append((f"What all ranks send, {args.tokens} tokens", columns, rows))
     for place, title in PLACES.items():
         named = f"{title[0].upper()}{title[1:]}" + f", {args.rate} a rank" * (place == "link")
@@ -280,15 +292,28 @@ def tables(found: dict, args) -> list[Table]:
             for way in WAYS:
                 x = cases[kind, way]
                 rows.append(
-                    [kind, way, milliseconds(x["step"]), milliseconds(x["sum"]),
-                     milliseconds(both[way]), ratio(x["step"], cases[kind, REPLICATED]["step"]),
-                     ratio(both[way], both[REPLICATED])]
-                )  # fmt: skip
+                    [
+                        kind,
+                        way,
+                        milliseconds(x["step"]),
+                        milliseconds(x["sum"]),
+                        milliseconds(both[way]),
+                        ratio(x["step"], cases[kind, REPLICATED]["step"]),
+                        ratio(both[way], both[REPLICATED]),
+                    ]
+                )
             ours, floor = (cases[kind, way]["exchange"] for way in (EXCHANGE, BARE))
             moved.append([kind, milliseconds(ours), milliseconds(floor), ratio(ours, floor)])
         if rows:
-            columns = ["layer", "", "step, ms: min / median", "sum of gradients, ms", "both, ms",
-                       "step, of replicated", "both, of replicated"]  # fmt: skip
+            columns = [
+                "layer",
+                "",
+                "step, ms: min / median",
+                "sum of gradients, ms",
+                "both, ms",
+                "step, of replicated",
+                "both, of replicated",
+            ]
             result.append((named, columns, rows))
             columns = ["layer", "exchange alone, ms", "floor, ms", "of the floor"]
             result.append((f"{named}: exchange alone", columns, moved))
@@ -316,9 +341,10 @@ def main() -> None:
     add("--ranks", type=int, default=2, help="group size (default: 2)")
     add("--rounds", type=int, default=5, help="timed steps of each contender (default: 5)")
     add(
-        "--experts", default="grouped_mm",
+        "--experts",
+        default="grouped_mm",
         help="transformers' experts_implementation, of both contenders (default: grouped_mm)",
-    )  # fmt: skip
+    )
     add("--rate", default="500mbit", help="of the link, as tc writes it; '': no link")
     add("--note", default="with nothing else running", help="on the load, for the results")
     add("--results", type=Path, help="folder for experts.md and experts.json")

@@ -122,12 +122,29 @@ def main() -> None:
     )
     add = parser.add_argument
     add("--parts", nargs="+", default=PARTS, choices=PARTS, help="what to measure (default: all)")
-    add("--sizes", type=float, nargs="+", default=[1, 4, 16, 64, 256], metavar="MIB",
-        help="of the single tensors (default: 1 4 16 64 256)")  # fmt: skip
-    add("--most", type=float, default=128, metavar="MIB", help="leaves out single tensors of "
-        "which a rank receives more in float32 (default: 128; 256 MiB on 2 ranks)")  # fmt: skip
-    add("--rates", nargs="+", default=["500mbit", LOOPBACK], metavar="RATE", help="of the links, "
-        f"as tc writes it, or {LOOPBACK} (default: 500mbit {LOOPBACK})")  # fmt: skip
+    add(
+        "--sizes",
+        type=float,
+        nargs="+",
+        default=[1, 4, 16, 64, 256],
+        metavar="MIB",
+        help="of the single tensors (default: 1 4 16 64 256)",
+    )
+    add(
+        "--most",
+        type=float,
+        default=128,
+        metavar="MIB",
+        help="leaves out single tensors of "
+        "which a rank receives more in float32 (default: 128; 256 MiB on 2 ranks)",
+    )
+    add(
+        "--rates",
+        nargs="+",
+        default=["500mbit", LOOPBACK],
+        metavar="RATE",
+        help=f"of the links, as tc writes it, or {LOOPBACK} (default: 500mbit {LOOPBACK})",
+    )
     add("--ranks", type=int, nargs="+", default=[2, 4], help="group sizes (default: 2 4)")
     add("--repeats", type=int, default=20, help="of each contender, at most (default: 20)")
     add("--at-least", type=int, default=3, help="repeats, whatever they take (default: 3)")
@@ -141,13 +158,19 @@ def main() -> None:
     add("--batch", type=int, default=1, help="sequences of a rank (default: 1)")
     add("--seq", type=int, default=512, help="tokens of a sequence (default: 512)")
     add("--lr", type=float, default=1e-3, help="of AdamW (default: 0.001)")
-    add("--results", type=Path, metavar="FOLDER",
-        help="writes gather_cast.md, .json and .png there, too")  # fmt: skip
+    add(
+        "--results",
+        type=Path,
+        metavar="FOLDER",
+        help="writes gather_cast.md, .json and .png there, too",
+    )
     args = parser.parse_args()
     for size in args.ranks:
         if any(rows % size for mib in args.sizes for (rows, _), _ in single(mib)) or 16 % size:
-            parser.error(f"--ranks {size}: torch alone gathers shards of one size only; take ranks "
-                         "that divide 16 and the sizes' rows of 4 KiB")  # fmt: skip
+            parser.error(
+                f"--ranks {size}: torch alone gathers shards of one size only; take ranks "
+                "that divide 16 and the sizes' rows of 4 KiB"
+            )
 
     from rich.console import Console
 

@@ -188,10 +188,12 @@ def times(args, groups: dict[int, Ranks], between: bool, messages: bool, rounds:
     """By kind, length, number of ranks and contender; all in turns."""
     cases = [
         {"kind": kind, "length": length, "ranks": size, "name": name, "seconds": []}
-        for kind in KINDS for length in args.lengths
-        for size in groups for name in names(size, between)
+        for kind in KINDS
+        for length in args.lengths
+        for size in groups
+        for name in names(size, between)
         if not (messages and name == layers.MEGATRON_BY_DEEPSP)
-    ]  # fmt: skip
+    ]
     about = "on the link" if messages else "between projections" if between else "layers"
     bar = tqdm(total=len(cases) * rounds, desc=about, smoothing=0)
     for _ in range(rounds):
@@ -255,19 +257,30 @@ def tables(found: dict, args) -> list[Table]:
         for case in found.get(part, []):
             key = [case[n] for n in ("kind", "length", "ranks")]
             base = next(
-                (c["seconds"] for c in found[part] if c["name"] == layers.MEGATRON
-                 and [c[n] for n in ("kind", "length", "ranks")] == key), None,
-            )  # fmt: skip
+                (
+                    c["seconds"]
+                    for c in found[part]
+                    if c["name"] == layers.MEGATRON
+                    and [c[n] for n in ("kind", "length", "ranks")] == key
+                ),
+                None,
+            )
             compared = "" if base is None else ratio(case["seconds"], base)
             rows.append([*map(str, key), case["name"], of(case["seconds"]), compared])
         columns = ["layer", "S", "P", "", "s: min / median", "of Megatron's way"]
         if rows:
             result.append((title, columns, rows))
     rows = [
-        [x["kind"], str(x["ranks"]), name, f"{n / 1024:.0f}",
-         f"{n / x['bytes'][layers.MEGATRON]:.2f}"]
-        for x in found["bytes"] for name, n in x["bytes"].items()
-    ]  # fmt: skip
+        [
+            x["kind"],
+            str(x["ranks"]),
+            name,
+            f"{n / 1024:.0f}",
+            f"{n / x['bytes'][layers.MEGATRON]:.2f}",
+        ]
+        for x in found["bytes"]
+        for name, n in x["bytes"].items()
+    ]
     columns = ["layer", "P", "", "KiB", "of Megatron's way"]
     result.append((f"What a rank receives, {args.compare} tokens", columns, rows))
     rows = []
@@ -279,11 +292,23 @@ def tables(found: dict, args) -> list[Table]:
         )
         whole = (one[-1] - one[0]) * 2**20 / (high - low)
         rows.append(
-            [case["kind"], str(case["ranks"]), case["name"], *(f"{x:.0f}" for x in case["mib"]),
-             f"{slope / 1024:.1f}", f"{whole / slope:.2f}"]
-        )  # fmt: skip
-    columns = ["layer", "P", "", *(f"MiB, S = {n}" for n in args.lengths), "KiB a token",
-               "times lower"]  # fmt: skip
+            [
+                case["kind"],
+                str(case["ranks"]),
+                case["name"],
+                *(f"{x:.0f}" for x in case["mib"]),
+                f"{slope / 1024:.1f}",
+                f"{whole / slope:.2f}",
+            ]
+        )
+    columns = [
+        "layer",
+        "P",
+        "",
+        *(f"MiB, S = {n}" for n in args.lengths),
+        "KiB a token",
+        "times lower",
+    ]
     result.append(("Peak memory of a rank", columns, rows))
     return result
 

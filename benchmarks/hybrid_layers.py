@@ -173,10 +173,18 @@ class Mamba2(Layer):
 
     def run(self, x, B, C, dt, A, D, dt_bias, initial_state=None, output_final_state=False):
         found = mamba2_chunk_scan(
-            x, dt, A, B, C, self.chunk, D=D, dt_bias=dt_bias, dt_softplus=True,
+            x,
+            dt,
+            A,
+            B,
+            C,
+            self.chunk,
+            D=D,
+            dt_bias=dt_bias,
+            dt_softplus=True,
             initial_states=None if initial_state is None else initial_state.mT,
             return_final_states=output_final_state,
-        )  # fmt: skip
+        )
         return (found[0], found[1].mT) if output_final_state else (found,)
 
     def gated(self, out, gate, weight):
@@ -186,10 +194,14 @@ class Mamba2(Layer):
 
     def distributed(self, state, group=None):
         return deepsp.DistributedRecurrence(
-            self.run, group, value="x", per_head=("A", "D", "dt_bias"), state=state,
+            self.run,
+            group,
+            value="x",
+            per_head=("A", "D", "dt_bias"),
+            state=state,
             decay=lambda dt, A, dt_bias, **_: F.softplus(dt + dt_bias) * A,
             read=lambda x, C, **_: C.repeat_interleave(x.size(2) // C.size(2), 2),
-        )  # fmt: skip
+        )
 
 
 # ----------------------------------------------------------------------------------- ways

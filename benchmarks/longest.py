@@ -58,11 +58,16 @@ def config_of(args: argparse.Namespace, attention: str):
     from transformers import LlamaConfig
 
     return LlamaConfig(
-        vocab_size=32 * args.hidden, hidden_size=args.hidden,
-        intermediate_size=7 * args.hidden // 2, num_hidden_layers=args.layers,
-        num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=2**20,
-        attn_implementation=attention, use_cache=False,
-    )  # fmt: skip
+        vocab_size=32 * args.hidden,
+        hidden_size=args.hidden,
+        intermediate_size=7 * args.hidden // 2,
+        num_hidden_layers=args.layers,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=2**20,
+        attn_implementation=attention,
+        use_cache=False,
+    )
 
 
 class Way:
@@ -99,10 +104,12 @@ class Way:
         with tempfile.TemporaryDirectory() as folder:
             config.save_pretrained(folder)
             UlyssesSPAttentionHF.register_with_transformers(
-                model_name_or_path=folder, core_attn_implementation="sdpa",
-                sequence_parallel_size=dist.get_world_size(), micro_batch_size=1,
+                model_name_or_path=folder,
+                core_attn_implementation="sdpa",
+                sequence_parallel_size=dist.get_world_size(),
+                micro_batch_size=1,
                 seq_length_is_variable=True,
-            )  # fmt: skip
+            )
 
     def loss(self, ids: torch.Tensor) -> torch.Tensor:
         deepsp = self.deepsp
@@ -117,8 +124,11 @@ class Way:
         return deepsp.cross_entropy(self.model(**batch).logits, labels)
 
     def step(self, length: int) -> float:
-        ids = torch.randint(self.model.config.vocab_size, (1, length),
-                            generator=torch.Generator().manual_seed(length))  # fmt: skip
+        ids = torch.randint(
+            self.model.config.vocab_size,
+            (1, length),
+            generator=torch.Generator().manual_seed(length),
+        )
         loss = self.loss(ids)
         loss.backward()
         if self.on & {"sp", "ulysses"}:
@@ -237,8 +247,9 @@ def longest(ranks: Ranks, limit: int, first: int, precision: float, say) -> dict
         guess = low + (limit - tried[low][0]) / max(slope, 1)
         near = 1 + 0.9 * precision
         bounds = fits * near, above / near if above else 8 * fits
-        length = int(min(max(guess, bounds[0]), max(bounds)) if bounds[0] < bounds[1]
-                     else sum(bounds) / 2)  # fmt: skip
+        length = int(
+            min(max(guess, bounds[0]), max(bounds)) if bounds[0] < bounds[1] else sum(bounds) / 2
+        )
     least = min(tried)
     slope = (tried[fits][0] - tried[least][0]) / (fits - least)
     return {"tokens": fits, "seconds": tried[fits][1], "slope": slope}
@@ -253,18 +264,22 @@ def table(args: argparse.Namespace) -> None:
         loss = ranks.step(args.compare)[2]  # the same weights for all: after one step
         try:
             result = longest(
-                ranks, args.limit * MIB, args.compare, args.precision,
+                ranks,
+                args.limit * MIB,
+                args.compare,
+                args.precision,
                 lambda text, name=name: bar.set_postfix_str(f"{name}, {text}"),
-            )  # fmt: skip
+            )
         finally:
             ranks.stop()
         found[name] = {"ranks": count, "loss": loss} | result
     plain = found["PyTorch, 1 process"]
     lines = [
-        f"Limit {args.limit} MiB a rank; hidden {args.hidden}, {args.layers} layers.", "",
+        f"Limit {args.limit} MiB a rank; hidden {args.hidden}, {args.layers} layers.",
+        "",
         "| | tokens | times | bytes a token | times lower | step, s | loss off |",
         "|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
+    ]
     for name, x in found.items():
         off = abs(x["loss"] - plain["loss"]) / plain["loss"]
         lines.append(

@@ -185,8 +185,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--budgets", type=float, nargs="+", default=[0, 0.2, 0.4, 0.6],
-        help="of memory_budget (default: 0 0.2 0.4 0.6)")  # fmt: skip
+    add(
+        "--budgets",
+        type=float,
+        nargs="+",
+        default=[0, 0.2, 0.4, 0.6],
+        help="of memory_budget (default: 0 0.2 0.4 0.6)",
+    )
     add("--seq", type=int, default=4096, help="tokens (default: 4096)")
     add("--ranks", type=int, default=2, help="that share a sequence (default: 2)")
     add("--layers", type=int, default=4, help="the model's layers (default: 4)")

@@ -150,8 +150,9 @@ def measure(args) -> dict:
     def run(ranks: Ranks, of: list[str], place: str, rounds: int) -> list[dict]:
         cases = [
             {"mix": mix, "place": place, "name": name, "seconds": []}
-            for mix in of for name in (WHOLE, DEALT)
-        ]  # fmt: skip
+            for mix in of
+            for name in (WHOLE, DEALT)
+        ]
         for turn in tqdm(range(rounds + 1), desc=PLACES[place]):
             for case in cases:
                 seconds = ranks(timed, case["mix"], args, place, case["name"])
@@ -179,9 +180,15 @@ def tables(found: dict, args) -> list[Table]:
     for mix, x in found["mixes"].items():
         part = x["bytes"][DEALT] / x["bytes"][WHOLE]
         rows.append(
-            [mix, str(x["documents"]), str(x["longest"]), f"{x['shared']:.2f}",
-             f"{100 * x['imbalance']:.1f} %", f"{part:.2f}"]
-        )  # fmt: skip
+            [
+                mix,
+                str(x["documents"]),
+                str(x["longest"]),
+                f"{x['shared']:.2f}",
+                f"{100 * x['imbalance']:.1f} %",
+                f"{part:.2f}",
+            ]
+        )
     columns = ["lengths", "documents", "longest", "shared", "imbalance", "bytes, of the whole's"]
     result = [("What travels", columns, rows)]
     for place, title in PLACES.items():
@@ -190,9 +197,12 @@ def tables(found: dict, args) -> list[Table]:
         for whole, dealt in zip(cases[::2], cases[1::2], strict=True):
             a, b = whole["seconds"], dealt["seconds"]
             rows.append(
-                [whole["mix"], *(f"{min(x):.3f} / {statistics.median(x):.3f}" for x in (a, b)),
-                 ratio(a, b)]
-            )  # fmt: skip
+                [
+                    whole["mix"],
+                    *(f"{min(x):.3f} / {statistics.median(x):.3f}" for x in (a, b)),
+                    ratio(a, b),
+                ]
+            )
         if rows:
             named = f"{title[0].upper()}{title[1:]}" + f", {args.rate} a rank" * (place == "link")
             columns = ["lengths", f"{WHOLE}, s: min / median", f"{DEALT}, s", "times as fast"]

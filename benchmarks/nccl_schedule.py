@@ -29,8 +29,12 @@ HERE = Path(__file__).parent
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 4096, 32, 8, 128
 LENGTHS = (32, 64)
 PRODUCTS = {"aten::mm": "m", "aten::bmm": "m", "aten::addmm": "m", "aten::addmm_": "m"}
-WAITS = ("seq_to_heads_wait", "heads_to_seq_wait", "_heads_to_output_wait",
-         "_project_to_heads_backward")  # fmt: skip
+WAITS = (
+    "seq_to_heads_wait",
+    "heads_to_seq_wait",
+    "_heads_to_output_wait",
+    "_project_to_heads_backward",
+)
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
 
@@ -206,10 +210,14 @@ def waits(found: dict, args) -> list[str]:
         orders = [order for _, order in found[overlap, chunks, LENGTHS[0]]]
         if not overlap:  # it waits at once
             orders = [
-                [s for step in order if step.what != "W"
-                 for s in ([step, Step("W", 0)] if step.what == "E" else [step])]
+                [
+                    s
+                    for step in order
+                    if step.what != "W"
+                    for s in ([step, Step("W", 0)] if step.what == "E" else [step])
+                ]
                 for order in orders
-            ]  # fmt: skip
+            ]
         schedules[f"{overlap}, {chunks}"] = orders
         if overlap and chunks == 1:
             schedules["(q, k and v one by one, 1)"] = by_tensor(*orders)
@@ -217,10 +225,11 @@ def waits(found: dict, args) -> list[str]:
         "How long the GPU would wait for exchanges, and in brackets the whole, in milliseconds, "
         f"forward + backward: a model, with products at {args.products:g} TFLOP/s, attention at "
         f"{args.attention:g} TFLOP/s and 20 us a launch; nothing is measured. The schedule in "
-        "brackets isn't built.", "",
+        "brackets isn't built.",
+        "",
         "| overlap, chunks |" + "".join(f" {link:g} GB/s |" for link in args.links),
         "|---|" + "---|" * len(args.links),
-    ]  # fmt: skip
+    ]
     for name, orders in schedules.items():
         cells = []
         for link in args.links:
@@ -242,9 +251,12 @@ def main() -> None:
     parser.add_argument("--products", type=float, default=600, help="TFLOP/s (default: 600)")
     parser.add_argument("--attention", type=float, default=400, help="TFLOP/s (default: 400)")
     parser.add_argument(
-        "--links", type=float, nargs="+", default=[350, 45],
+        "--links",
+        type=float,
+        nargs="+",
+        default=[350, 45],
         help="GB/s out of a GPU in an all-to-all (default: 350, NVLink; 45, a 400 Gbit/s network)",
-    )  # fmt: skip
+    )
     args = parser.parse_args()
     os.environ["DEEPSP_TEST_COLLECTIVES"] = "1"
     results = mp.get_context("spawn").SimpleQueue()
@@ -254,15 +266,17 @@ def main() -> None:
         )
     found = results.get()
     lines = [
-        "# What the attention layer launches on NCCL", "",
+        "# What the attention layer launches on NCCL",
+        "",
         f"One rank of {args.ranks}, {args.tokens} tokens, hidden size {HIDDEN}, {HEADS} and "
         f"{KV_HEADS} heads, bfloat16. GiB are the inputs of products (in a batch as often as they "
         "are read), what is copied, and what is read and written element by element (sums of "
         "products, casts). Copies are calls on the CPU, where a merge is one for each rank; on a "
-        "GPU it is one.", "",
+        "GPU it is one.",
+        "",
         "| overlap, chunks | | products | GiB | copies | GiB | elementwise | GiB | exchanges |",
         "|---|---|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
+    ]
     orders = []
     for overlap, chunks in dict.fromkeys((o, c) for o, c, _ in found):
         for n, way in enumerate(("forward", "backward")):

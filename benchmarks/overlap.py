@@ -190,7 +190,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--parts", nargs="+", default=PARTS, choices=PARTS, help="what to measure")  # fmt: skip
+    add("--parts", nargs="+", default=PARTS, choices=PARTS, help="what to measure")
     add("--seq", type=int, default=2048, help="tokens of the layer's sequence")
     add("--hidden", type=int, default=1024, help="features of the layer")
     add("--heads", type=int, default=16, help="heads of the layer, of 64 channels")

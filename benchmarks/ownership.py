@@ -150,9 +150,13 @@ def main() -> None:
     add("--heads", type=int, default=6, help="query heads (default: 6)")
     add("--kv-heads", type=int, default=2, help="key and value heads (default: 2)")
     add("--ranks", type=int, default=3, help="that share the sequence (default: 3)")
-    add("--output", type=Path, metavar="FILE",
+    add(
+        "--output",
+        type=Path,
+        metavar="FILE",
         default=Path(__file__).parents[1] / "docs" / "ownership.png",
-        help="the picture (default: docs/ownership.png)")  # fmt: skip
+        help="the picture (default: docs/ownership.png)",
+    )
     args = parser.parse_args()
     if not 1 <= args.ranks <= len(COLOURS):
         parser.error(f"--ranks {args.ranks}: 1 to {len(COLOURS)} have a colour")

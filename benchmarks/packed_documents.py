@@ -69,8 +69,9 @@ def measure(rank: int, ranks: int, store: str, args: argparse.Namespace) -> None
             begin = time.perf_counter()
             attention(*x, documents, made)
             times[name].append(time.perf_counter() - begin)
-    memory = {name: peak(lambda made=made: attention(*x, documents, made))
-              for name, made in ways.items()}  # fmt: skip
+    memory = {
+        name: peak(lambda made=made: attention(*x, documents, made)) for name, made in ways.items()
+    }
     args.tokens //= args.smaller
     shape = (1, args.tokens // ranks, args.heads, args.head_dim)
     documents = torch.arange(0, args.tokens + 1, args.tokens // args.documents)

@@ -20,24 +20,41 @@ CASES = [  # model, hidden, intermediate, layers, vocabulary, tokens, ranks, dty
     ("llama", 256, 688, 4, 2000, 1024, 1, "float32", {}),
     ("llama", 256, 688, 4, 2000, 2048, 2, "float32", {}),
     ("qwen3", 128, 384, 6, 16000, 2048, 1, "float32", {"checkpoint": True}),
-    ("qwen3", 128, 384, 6, 16000, 2048, 2, "float32",
-     {"checkpoint": True, "without_logits": True}),
+    ("qwen3", 128, 384, 6, 16000, 2048, 2, "float32", {"checkpoint": True, "without_logits": True}),
     ("llama", 256, 688, 3, 8000, 1500, 2, "bfloat16", {"without_logits": True}),
     ("qwen2", 192, 512, 8, 1000, 3000, 2, "float64", {"checkpoint": True}),
-]  # fmt: skip
-HEADER = ["model", "tokens", "ranks", "dtype", "levers", "predicted, MiB", "measured, MiB",
-          "predicted / measured", "peak in"]  # fmt: skip
+]
+HEADER = [
+    "model",
+    "tokens",
+    "ranks",
+    "dtype",
+    "levers",
+    "predicted, MiB",
+    "measured, MiB",
+    "predicted / measured",
+    "peak in",
+]
 
 
 def config_of(name, hidden, intermediate, layers, vocabulary, tokens):
     from transformers import AutoConfig
 
     return AutoConfig.for_model(
-        name, vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate,
-        num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=hidden // 4, max_position_embeddings=tokens, tie_word_embeddings=False,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        name,
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=hidden // 4,
+        max_position_embeddings=tokens,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
 
 
 def measured(*case) -> int:
@@ -109,13 +126,30 @@ def main() -> None:
         plan = predicted(*case)
         with Ranks(None, case[6]) as ranks:
             found = ranks(measured, *case)
-        rows.append([case[0], case[5], case[6], case[7], ", ".join(case[8]) or "none",
-                     f"{plan.total / 2**20:.1f}", f"{found / 2**20:.1f}",
-                     f"{plan.total / found:.3f}", plan.phase])  # fmt: skip
+        rows.append(
+            [
+                case[0],
+                case[5],
+                case[6],
+                case[7],
+                ", ".join(case[8]) or "none",
+                f"{plan.total / 2**20:.1f}",
+                f"{found / 2**20:.1f}",
+                f"{plan.total / found:.3f}",
+                plan.phase,
+            ]
+        )
         print(*rows[-1], sep=" | ", flush=True)
-    lines = ["# Predicted and measured memory of a training step", "",
-             f"`python {shlex.join(sys.argv)}`", "", *__doc__.split("\n\n")[1].splitlines(), "",
-             "| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER)]  # fmt: skip
+    lines = [
+        "# Predicted and measured memory of a training step",
+        "",
+        f"`python {shlex.join(sys.argv)}`",
+        "",
+        *__doc__.split("\n\n")[1].splitlines(),
+        "",
+        "| " + " | ".join(HEADER) + " |",
+        "|" + "---|" * len(HEADER),
+    ]
     lines += ["| " + " | ".join(map(str, row)) + " |" for row in rows]
     if args.out is not None:
         (args.out / "plan_memory.md").write_text("\n".join(lines) + "\n")

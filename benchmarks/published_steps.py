@@ -39,18 +39,45 @@ class Published(NamedTuple):
 
 
 def _alst(tokens, measured, ulysses, optimizer=9.5, extras="", use=COUNTED) -> Published:
-    return Published(ALST, "8b", "h100-fa2", tokens, measured, SECONDS, use, ulysses,
-                     optimizer=optimizer, extras=extras)  # fmt: skip
+    return Published(
+        ALST,
+        "8b",
+        "h100-fa2",
+        tokens,
+        measured,
+        SECONDS,
+        use,
+        ulysses,
+        optimizer=optimizer,
+        extras=extras,
+    )
 
 
 def _nemo(thousands, ring, tensor, measured) -> Published:
-    return Published(NEMO, "llama2-7b", "h100-fp8", 1024 * thousands, measured, TFLOPS_FULL,
-                     ring=ring, tensor=tensor)  # fmt: skip
+    return Published(
+        NEMO,
+        "llama2-7b",
+        "h100-fp8",
+        1024 * thousands,
+        measured,
+        TFLOPS_FULL,
+        ring=ring,
+        tensor=tensor,
+    )
 
 
 def _blog(tokens, tokens_per_second, use) -> Published:
-    return Published(BLOG, "qwen3-4b", "h100-fa2", tokens, tokens / tokens_per_second, SECONDS, use,
-                     ulysses=4, optimizer=3.32)  # fmt: skip
+    return Published(
+        BLOG,
+        "qwen3-4b",
+        "h100-fa2",
+        tokens,
+        tokens / tokens_per_second,
+        SECONDS,
+        use,
+        ulysses=4,
+        optimizer=3.32,
+    )
 
 
 ROWS = [
@@ -124,14 +151,16 @@ def table() -> list[list[str]]:
         how = [
             f"{x} {getattr(row, x)}" for x in ("ulysses", "ring", "tensor") if getattr(row, x) > 1
         ]
-        rows.append([
-            row.source,
-            row.model,
-            f"{row.tokens}" + (f" × {row.batch}" if row.batch > 1 else ""),
-            ", ".join([*how, *([row.extras] if row.extras else [])]),
-            f"{row.measured:.{digits}f} {row.unit}",
-            f"{value:.{digits}f}",
-            f"{value / row.measured - 1:+.1%}",
-            "" if row.use == COUNTED else row.use,
-        ])  # fmt: skip
+        rows.append(
+            [
+                row.source,
+                row.model,
+                f"{row.tokens}" + (f" × {row.batch}" if row.batch > 1 else ""),
+                ", ".join([*how, *([row.extras] if row.extras else [])]),
+                f"{row.measured:.{digits}f} {row.unit}",
+                f"{value:.{digits}f}",
+                f"{value / row.measured - 1:+.1%}",
+                "" if row.use == COUNTED else row.use,
+            ]
+        )
     return rows

@@ -29,13 +29,21 @@ def page(title: str, machine: dict, about: str, exactness: str, tables: list[Tab
     """A page in Markdown. ``machine``: of :func:`ranks.about_machine`. ``about``: what ran;
     ``exactness``: how far results are apart."""
     lines = [
-        f"# {title}", "",
+        f"# {title}",
+        "",
         f"`{machine['command']}` on {machine['cpus']} cores, torch {machine['torch']}; the load "
         f"was {machine['load'][0]:.1f} at the start and {machine['load'][1]:.1f} at the end, "
-        f"{machine['note']}. {about}", "", exactness,
-    ]  # fmt: skip
+        f"{machine['note']}. {about}",
+        "",
+        exactness,
+    ]
     for heading, columns, rows in tables:
-        lines += ["", f"## {heading}", "", "| " + " | ".join(columns) + " |",
-                  "|" + "---|" * len(columns)]  # fmt: skip
+        lines += [
+            "",
+            f"## {heading}",
+            "",
+            "| " + " | ".join(columns) + " |",
+            "|" + "---|" * len(columns),
+        ]
         lines += ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join(lines) + "\n"

@@ -301,8 +301,9 @@ class Step(NamedTuple):
         return sum(self.parts.values())
 
 
-def simulate(model: Model, tokens: int, ranks: int, machines: Machines = H100,
-             levers: Levers = TODAY) -> Step:  # fmt: skip
+def simulate(
+    model: Model, tokens: int, ranks: int, machines: Machines = H100, levers: Levers = TODAY
+) -> Step:
     """The fastest step over the numbers of chunks, and over kv once or not."""
     if ranks > machines.size and ranks % machines.size:
         raise ValueError(f"expected ranks that fill all machines of {machines.size}, got {ranks}")
@@ -408,10 +409,20 @@ def main() -> None:
     )
     add = parser.add_argument
     add("--model", nargs="+", choices=MODELS, default=["8b", "70b"], help="default: 8b 70b")
-    add("--tokens", nargs="+", type=int, default=[2**17, 2**20],
-        help="of a sequence (default: 131072 1048576)")  # fmt: skip
-    add("--ranks", nargs="+", type=int, default=[2**i for i in range(3, 11)],
-        help="that share a sequence (default: 8 16 ... 1024)")  # fmt: skip
+    add(
+        "--tokens",
+        nargs="+",
+        type=int,
+        default=[2**17, 2**20],
+        help="of a sequence (default: 131072 1048576)",
+    )
+    add(
+        "--ranks",
+        nargs="+",
+        type=int,
+        default=[2**i for i in range(3, 11)],
+        help="that share a sequence (default: 8 16 ... 1024)",
+    )
     add("--machines", choices=MACHINES, default="h100", help="default: h100")
     add("--chunks", type=int, default=4, help="at most (default: 4)")
     add("--levers", nargs="+", choices=NAMES, default=[], help="of the first table (default: none)")

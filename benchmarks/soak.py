@@ -233,9 +233,12 @@ def open_and_mapped() -> tuple[int, int]:
 
 def join(path: str, rank: int, size: int, timeout: float) -> None:
     dist.init_process_group(
-        "gloo", init_method=f"file://{path}", rank=rank, world_size=size,
+        "gloo",
+        init_method=f"file://{path}",
+        rank=rank,
+        world_size=size,
         timeout=datetime.timedelta(seconds=timeout),
-    )  # fmt: skip
+    )
 
 
 def until_one_dies(rank: int, number: int, victim: int, transport: str, folder: str, pipe) -> None:

@@ -161,9 +161,12 @@ def main() -> None:
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="sizes of the group")
     parser.add_argument(
-        "--sizes", type=size_of, nargs="+", help="tokens x features",
+        "--sizes",
+        type=size_of,
+        nargs="+",
+        help="tokens x features",
         default=[(4096, 1024), (16384, 1024), (4096, 2048)],
-    )  # fmt: skip
+    )
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=[*DTYPES])
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--rate", help="of a link between ranks, 1gbit, say (root, iproute2)")

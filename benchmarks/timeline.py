@@ -117,9 +117,15 @@ def draw(file: Path, title: str, recorded: dict[str, dict]) -> None:
         for row, color, begin, end in found["bars"]:
             y = len(ROWS) - 1 - ROWS.index(row)
             panel.barh(
-                y, 1e3 * (end - begin), left=1e3 * begin, height=0.7, color=COLORS[color],
-                edgecolor="white", linewidth=0.5, alpha=1 if row == "compute" else 0.75,
-            )  # fmt: skip
+                y,
+                1e3 * (end - begin),
+                left=1e3 * begin,
+                height=0.7,
+                color=COLORS[color],
+                edgecolor="white",
+                linewidth=0.5,
+                alpha=1 if row == "compute" else 0.75,
+            )
         panel.axvline(1e3 * found["between"], color="gray", linestyle=":")
         panel.set_yticks(range(len(ROWS)), ROWS[::-1])
         panel.set_title(f"{name} (dotted: backward begins)", loc="left", fontsize=10)

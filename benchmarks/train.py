@@ -51,8 +51,18 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from train import HEADS, TOLERANCES, Block, ByteTransformer, load_text
 
 WARM_UP = 2048  # tokens
-COLUMNS = ["S", "P", "checkpoints", "steps", "step, s: min / median", "tokens/s", "× as fast",
-           "peak MiB", "× the memory", "loss"]  # fmt: skip
+COLUMNS = [
+    "S",
+    "P",
+    "checkpoints",
+    "steps",
+    "step, s: min / median",
+    "tokens/s",
+    "× as fast",
+    "peak MiB",
+    "× the memory",
+    "loss",
+]
 
 
 def whole_loss(model: ByteTransformer, ids: Tensor) -> Tensor:
@@ -222,17 +232,42 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--seq-lens", type=int, nargs="+", default=[4096, 8192, 16384, 32768], metavar="S",
-        help="tokens of the sequence (default: 4096 8192 16384 32768)")  # fmt: skip
-    add("--ranks", type=int, nargs="+", default=[1, 2, 4], metavar="P",
-        help="that share a sequence (default: 1 2 4)")  # fmt: skip
-    add("--checkpoints", nargs="+", default=["none"], choices=["none", "layers", "attention"],
-        help="around each layer (default: none)")  # fmt: skip
-    add("--seconds", type=float, default=8.0,
-        help="for the timed steps of a case; one is always made (default: 8)")  # fmt: skip
-    add("--results", type=Path, metavar="FOLDER",
+    add(
+        "--seq-lens",
+        type=int,
+        nargs="+",
+        default=[4096, 8192, 16384, 32768],
+        metavar="S",
+        help="tokens of the sequence (default: 4096 8192 16384 32768)",
+    )
+    add(
+        "--ranks",
+        type=int,
+        nargs="+",
+        default=[1, 2, 4],
+        metavar="P",
+        help="that share a sequence (default: 1 2 4)",
+    )
+    add(
+        "--checkpoints",
+        nargs="+",
+        default=["none"],
+        choices=["none", "layers", "attention"],
+        help="around each layer (default: none)",
+    )
+    add(
+        "--seconds",
+        type=float,
+        default=8.0,
+        help="for the timed steps of a case; one is always made (default: 8)",
+    )
+    add(
+        "--results",
+        type=Path,
+        metavar="FOLDER",
         help="writes train.md, train.json, train_time.png and train_memory.png; checkpoints.* "
-        "with --checkpoints")  # fmt: skip
+        "with --checkpoints",
+    )
     args = parser.parse_args()
     longest = load_text(None).numel()
     if not all(2 <= s <= longest for s in args.seq_lens):

@@ -74,17 +74,27 @@ def make(way: str, args):
         torch.manual_seed(seed)
         return LlamaForCausalLM(
             LlamaConfig(
-                vocab_size=args.vocab, hidden_size=args.hidden, intermediate_size=3 * args.hidden,
-                num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=args.tokens,
+                vocab_size=args.vocab,
+                hidden_size=args.hidden,
+                intermediate_size=3 * args.hidden,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                max_position_embeddings=args.tokens,
                 pad_token_id=0,
             )
-        )  # fmt: skip
+        )
 
     given = {
-        "output_dir": tempfile.mkdtemp(), "use_cpu": True, "max_steps": 2, "logging_steps": 1,
-        "per_device_train_batch_size": 1, "save_strategy": "no", "report_to": [],
-        "disable_tqdm": True, "ddp_find_unused_parameters": False,
-    }  # fmt: skip
+        "output_dir": tempfile.mkdtemp(),
+        "use_cpu": True,
+        "max_steps": 2,
+        "logging_steps": 1,
+        "per_device_train_batch_size": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "ddp_find_unused_parameters": False,
+    }
     torch.manual_seed(0)
     rows = torch.randint(2, args.vocab, (2, args.tokens))
     more = {"sequence_parallel_size": dist.get_world_size()}
@@ -116,9 +126,13 @@ def make(way: str, args):
         "rejected": " " + text(rows[1, half:-1]),
     }
     return sequence_parallel(DPOTrainer)(
-        model(0), model(0), DPOConfig(max_length=None, bf16=False, **given),
-        train_dataset=Dataset.from_list([pair] * 2), processing_class=tokenizer, **more,
-    )  # fmt: skip
+        model(0),
+        model(0),
+        DPOConfig(max_length=None, bf16=False, **given),
+        train_dataset=Dataset.from_list([pair] * 2),
+        processing_class=tokenizer,
+        **more,
+    )
 
 
 def main() -> None:

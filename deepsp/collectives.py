@@ -23,9 +23,16 @@ from deepsp.ranks.lengths import check_dim, seq_lens
 
 _op = torch.ops.deepsp
 _SUMMED = {
-    torch.float64, torch.float32, torch.bfloat16, torch.float16,
-    torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool,
-}  # fmt: skip
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+}
 
 
 def sum_over_ranks(x: Tensor, group: Group = None) -> Tensor:

@@ -114,14 +114,17 @@ def train(options: argparse.Namespace) -> None:
     sft = SFTTrainer(
         model,
         SFTConfig(
-            output_dir=options.output, learning_rate=1e-3, eval_strategy="steps",
-            eval_steps=max(1, options.steps // 2), **arguments,
+            output_dir=options.output,
+            learning_rate=1e-3,
+            eval_strategy="steps",
+            eval_steps=max(1, options.steps // 2),
+            **arguments,
         ),
         train_dataset=rows.select(range(count)),
         eval_dataset=rows.select(range(count, count + 4)),
         processing_class=tokenizer,
         **more,
-    )  # fmt: skip
+    )
     quiet(sft)
     sft.train()
     saved = f"{options.output}/sft"

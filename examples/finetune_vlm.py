@@ -83,20 +83,34 @@ def tiny():
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     text = {
-        "vocab_size": len(WORDS), "hidden_size": 64, "intermediate_size": 128,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": None,
+        "vocab_size": len(WORDS),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "pad_token_id": 0,
+        "bos_token_id": None,
         "eos_token_id": None,
         "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4},
-    }  # fmt: skip
+    }
     vision = {
-        "depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "patch_size": 8,
-        "out_hidden_size": 64, "window_size": 32, "fullatt_block_indexes": [1],
-    }  # fmt: skip
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 2,
+        "patch_size": 8,
+        "out_hidden_size": 64,
+        "window_size": 32,
+        "fullatt_block_indexes": [1],
+    }
     tokens = {
-        "image_token_id": ID["<image>"], "video_token_id": ID["<video>"],
-        "vision_start_token_id": ID["<begin>"], "vision_end_token_id": ID["<end>"],
-    }  # fmt: skip
+        "image_token_id": ID["<image>"],
+        "video_token_id": ID["<video>"],
+        "vision_start_token_id": ID["<begin>"],
+        "vision_end_token_id": ID["<end>"],
+    }
     config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **tokens)
     return Qwen2_5_VLForConditionalGeneration(config)
 

@@ -14,29 +14,53 @@ VOCAB, LENGTH, ROWS = 64, 37, 2
 IMAGE, VIDEO, BEGIN, END = 60, 61, 62, 63
 
 _TEXT = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0,
-    "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "use_cache": False,
+}
 _ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
 _TOKENS = {
-    "image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": BEGIN,
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": BEGIN,
     "vision_end_token_id": END,
-}  # fmt: skip
+}
 _QWEN = {
-    "depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32,
-    "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "initializer_range": 0.2,
-}  # fmt: skip
+    "depth": 2,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "initializer_range": 0.2,
+}
 # 16 patches of 2 x 2 pixels make an image, which has 4 tokens in Gemma 3 and InternVL.
 _SIGLIP = {
-    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "image_size": 8, "patch_size": 2,
-}  # fmt: skip
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 2,
+}
 _LINEAR = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
-}  # fmt: skip
+}
 
 
 def _qwen(name: str) -> Any:
@@ -107,10 +131,13 @@ def _pali_gemma() -> Any:
 
 def _gemma4() -> Any:
     text = {
-        **_TEXT, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB,
-        "global_head_dim": 8, "sliding_window": 9,
+        **_TEXT,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB,
+        "global_head_dim": 8,
+        "sliding_window": 9,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-    }  # fmt: skip
+    }
     config = T.Gemma4Config(text_config=T.Gemma4TextConfig(**text), audio_config=None)
     config.vision_config = None
     return T.Gemma4ForConditionalGeneration(config)

@@ -126,9 +126,15 @@ def _distributed_attention(ranks):
         if mask.is_floating_point():  # each rank has a part of its gradient
             mask = sum(m / len(masks) for m in masks)
     out = F.scaled_dot_product_attention(
-        q, k, v, mask, 0.0, first["is_causal"], scale=first["scale"],
+        q,
+        k,
+        v,
+        mask,
+        0.0,
+        first["is_causal"],
+        scale=first["scale"],
         enable_gqa=first["enable_gqa"],
-    )  # fmt: skip
+    )
     return out.transpose(1, 2).split(list(first["seq_lens"]), 1)
 
 

@@ -282,9 +282,10 @@ class Ordinary(LM):
 
 
 ORDINARY = [
-    name for name, method in vars(Ordinary).items()
+    name
+    for name, method in vars(Ordinary).items()
     if callable(method) and not name.startswith("_") and name not in ("loss", "forward")
-]  # fmt: skip
+]
 assert VOCAB > 9
 
 

@@ -17,9 +17,13 @@ class Pretended(torch.Tensor):
     @staticmethod
     def __new__(cls, inner):
         new = torch.Tensor._make_wrapper_subclass(
-            cls, inner.size(), inner.stride(), inner.storage_offset(), dtype=inner.dtype,
+            cls,
+            inner.size(),
+            inner.stride(),
+            inner.storage_offset(),
+            dtype=inner.dtype,
             device="cuda:0",
-        )  # fmt: skip
+        )
         new.inner = inner
         return new
 
@@ -55,8 +59,22 @@ def _scores(q, k, longest, scale, left, right):
     return (q @ k.mT * scale).masked_fill(~seen, -math.inf)
 
 
-def _forward(q, k, v, cum_q, cum_k, max_q, max_k, dropout, causal, debug, *, scale=None,
-             window_size_left=None, window_size_right=None):  # fmt: skip
+def _forward(
+    q,
+    k,
+    v,
+    cum_q,
+    cum_k,
+    max_q,
+    max_k,
+    dropout,
+    causal,
+    debug,
+    *,
+    scale=None,
+    window_size_left=None,
+    window_size_right=None,
+):
     assert not dropout and not causal and q.dtype in (torch.bfloat16, torch.float16)
     out = torch.full(q.shape, math.nan, dtype=q.dtype)
     heads, tokens = q.size(-2), q.size(-3)
@@ -70,8 +88,24 @@ def _forward(q, k, v, cum_q, cum_k, max_q, max_k, dropout, causal, debug, *, sca
     return out, log_sum, torch.empty(2), torch.empty(0), torch.empty(0)
 
 
-def _backward(grad, q, k, v, out, log_sum, cum_q, cum_k, max_q, max_k, dropout, causal, *_, scale,
-              window_size_left=None, window_size_right=None):  # fmt: skip
+def _backward(
+    grad,
+    q,
+    k,
+    v,
+    out,
+    log_sum,
+    cum_q,
+    cum_k,
+    max_q,
+    max_k,
+    dropout,
+    causal,
+    *_,
+    scale,
+    window_size_left=None,
+    window_size_right=None,
+):
     assert log_sum.is_contiguous() and not dropout and not causal
     log_sum = log_sum.as_strided(  # by its address
         (*q.shape[:-3], q.size(-2), q.size(-3)), log_sum.stride(), log_sum.storage_offset()

@@ -37,9 +37,13 @@ def _accelerated(size, batch, accumulation, labelled, fsdp=False):
 
         parts = "auto" if accumulation > 1 else size  # heads are whole, or shared by all ranks
         model, optimizer, loader = prepare(
-            accelerator, model, optimizer, loader, sequence_parallel_size=size,
+            accelerator,
+            model,
+            optimizer,
+            loader,
+            sequence_parallel_size=size,
             query_parts=parts,
-        )  # fmt: skip
+        )
         attention = transformers.AttentionInterface()["deepsp"]
         assert attention.keywords["registration"].query_parts == parts
     found = []
@@ -105,8 +109,13 @@ def _own_loss():
     model.loss_function = wide_loss
     with pytest.raises(ValueError, match="loss function of LlamaForCausalLM to be transformers'"):
         model(**local)
-    small = BertConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
-                       intermediate_size=32)  # fmt: skip
+    small = BertConfig(
+        vocab_size=97,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=32,
+    )
     tokens = BertForTokenClassification(small)
     tokens.set_attn_implementation("deepsp")
     with pytest.raises(ValueError, match="loss function of BertForTokenClassification"):

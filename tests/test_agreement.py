@@ -109,19 +109,25 @@ def _first_calls():
         (lambda: attend(tokens=5 if odd else 4), r"seq_lens \[4, 4, 4\]", r"seq_lens \[5, 5, 5\]"),
         (lambda: attend(heads=7 if odd else 6), r"shapes \[\[1, 6, 8\]", r"shapes \[\[1, 7, 8\]"),
         (lambda: attend(batch=2 if odd else 1), r"shapes \[\[1, 6", r"shapes \[\[2, 6"),
-        (lambda: attend(dtype=torch.float64 if odd else torch.float32), "dtype torch.float32",
-         "dtype torch.float64"),
+        (
+            lambda: attend(dtype=torch.float64 if odd else torch.float32),
+            "dtype torch.float32",
+            "dtype torch.float64",
+        ),
         (lambda: attend(chunks=2 if odd else 1), "chunks 1", "chunks 2"),
         (lambda: attend(layout="bhsd" if odd else "bshd"), "layout bshd", "layout bhsd"),
         (lambda: attend(grad=not odd), r"gradients \[True", r"gradients \[False"),
         (lambda: layer(tokens=5 if odd else 4), r"seq_lens \[4, 4, 4\]", r"seq_lens \[5, 5, 5\]"),
-        (lambda: layer(dtype=torch.float64 if odd else torch.float32), "dtype torch.float32",
-         "dtype torch.float64"),
+        (
+            lambda: layer(dtype=torch.float64 if odd else torch.float32),
+            "dtype torch.float32",
+            "dtype torch.float64",
+        ),
         (lambda: layer(chunks=2 if odd else 1), "chunks 1", "chunks 2"),
         (lambda: layer(overlap=not odd), "overlap True", "overlap False"),
         (lambda: layer(head_dim=6 if odd else 8), r"head_dims \[8, 8\]", r"head_dims \[6, 6\]"),
         (lambda: layer(train=not odd), "gradients", "gradients"),
-    ]  # fmt: skip
+    ]
     with pytest.raises(
         ValueError, match=r"same call\. seq_lens lists the number .* None means that all"
     ):
@@ -261,9 +267,12 @@ def _survive(fate, store, timeout):
     assert 0 <= deepsp.ranks.buffers.idle_bytes() <= limit
     dist.destroy_process_group()
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank // 2, world_size=2,
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank // 2,
+        world_size=2,
         timeout=datetime.timedelta(seconds=30),
-    )  # fmt: skip
+    )
     for seed in range(5):  # what comes late lands in nobody's buffer
         x = draw(1, 12, 6, 8, seed=seed)
         part = x.split([6, 6], 1)[rank // 2].clone().requires_grad_()

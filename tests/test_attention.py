@@ -353,9 +353,11 @@ def _again(heads, kv_heads, total):
     fresh = deepsp.DistributedAttention(functools.partial(attention, is_causal=True))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out = checkpoint(
-        functools.partial(fresh, seq_lens=lens), *leaves, use_reentrant=False,
+        functools.partial(fresh, seq_lens=lens),
+        *leaves,
+        use_reentrant=False,
         context_fn=deepsp.checkpoint_policy(),
-    )  # fmt: skip
+    )
     kept = torch.autograd.grad(out.sum(), leaves)
     plain = torch.autograd.grad(fresh(*leaves, seq_lens=lens).sum(), leaves)
     assert all(map(torch.equal, kept, plain))

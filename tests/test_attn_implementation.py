@@ -16,10 +16,15 @@ from deepsp.integrations.transformers import register
 
 VOCAB = 64
 SMALL = {
-    "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
     "head_dim": 8,
-}  # fmt: skip
+}
 
 
 def _plain(module, query, key, value, attention_mask, scaling=None, s_aux=None, softcap=None, **_):
@@ -140,9 +145,16 @@ def _part(batch, kind):
 
 
 def _trained(
-    family, kind, length, checkpointing=None, chunks=1, backend=None, core="auto", kv_chunk=None,
+    family,
+    kind,
+    length,
+    checkpointing=None,
+    chunks=1,
+    backend=None,
+    core="auto",
+    kv_chunk=None,
     **options,
-):  # fmt: skip
+):
     import transformers
 
     register(chunks=chunks, core=core, kv_chunk=kv_chunk)
@@ -205,8 +217,16 @@ CASES = {
         ("Mistral", "padding", 13, {}),
         ("Mistral", "documents", 13, {}),
         ("Mistral", "plain", 13, {"sliding_window": None}),
-        ("Qwen3", "padding", 13, {"use_sliding_window": True, "sliding_window": 4,
-                                  "layer_types": ["full_attention", "sliding_attention"]}),
+        (
+            "Qwen3",
+            "padding",
+            13,
+            {
+                "use_sliding_window": True,
+                "sliding_window": 4,
+                "layer_types": ["full_attention", "sliding_attention"],
+            },
+        ),
     ],
     "softcap and sinks": [
         ("Gemma2", "plain", 13, {"attn_logit_softcapping": 0.5}),
@@ -232,7 +252,7 @@ CASES = {
         ("Llama", "documents", 13, {"checkpointing": True}),
         ("GPT2", "plain", 13, {"checkpointing": True}),
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -308,8 +328,9 @@ def _refused():
     masks = transformers.AttentionMaskInterface()["deepsp"]
     q, k, v = torch.zeros(3, 1, 2, 6, 8, dtype=torch.float64)
     module = nn.Linear(1, 1)
-    causal = masks(1, 6, 6, mask_function=masking_utils.causal_mask_function,
-                   allow_is_causal_skip=True)  # fmt: skip
+    causal = masks(
+        1, 6, 6, mask_function=masking_utils.causal_mask_function, allow_is_causal_skip=True
+    )
     config, embeds = model.config, torch.zeros(2, 6, 48)
     blocks = torch.zeros(2, 6, dtype=torch.int64)
     positions = torch.arange(6)[None] + 6 * rank
@@ -320,18 +341,24 @@ def _refused():
     for call, message in [
         (lambda: model(input_ids=part["input_ids"]), "but they count from 0 on every rank"),
         (lambda: model(**part, attention_mask=padding[:, :6]), "full sequence, 12 tokens"),
-        (lambda: model(**part, attention_mask=None if rank else padding),
-         r"got \[12, None\] by rank"),
-        (lambda: model(**part, attention_mask=torch.ones(2, 1, 6, 6).bool()),
-         "attn_mask to have size 12 .* full sequence, got 6"),
+        (
+            lambda: model(**part, attention_mask=None if rank else padding),
+            r"got \[12, None\] by rank",
+        ),
+        (
+            lambda: model(**part, attention_mask=torch.ones(2, 1, 6, 6).bool()),
+            "attn_mask to have size 12 .* full sequence, got 6",
+        ),
         (lambda: model(**part, use_cache=True), "use_cache to be False, got True"),
         (lambda: model(**part, past_key_values=cache), "no past_key_values, got 3 tokens"),
         (lambda: model(**part, output_attentions=True), "output_attentions"),
         (lambda: model(**part, cu_seq_lens_q=torch.arange(3)), r"no cu_seq_lens_q .* shape \(3,\)"),
         (lambda: capped(**part), "no softcap in Gemma2Attention, .* core='auto'"),
         (lambda: dropping(**part), "no softcap in Gemma2Attention, .* attention_dropout to 0"),
-        (lambda: sunk(**part, attention_mask=torch.ones(2, 1, 12, 12).bool()),
-         r"no s_aux in GptOssAttention, .* padding mask \[B, S\]"),
+        (
+            lambda: sunk(**part, attention_mask=torch.ones(2, 1, 12, 12).bool()),
+            r"no s_aux in GptOssAttention, .* padding mask \[B, S\]",
+        ),
         (lambda: register(core="quick"), r"core to be one of \['auto', .*'sdpa'\], got 'quick'"),
         (lambda: register(core="deepsp"), "got 'deepsp'"),
         (lambda: register(kv_chunk=0), "kv_chunk to be an int >= 1 or None, got 0"),
@@ -341,22 +368,43 @@ def _refused():
         (lambda: direct(position_ids=None), "position_ids .*, got None"),
         (lambda: direct(position_ids=positions[None]), r"position_ids .* \(1, 1, 6\)"),
         (lambda: direct(sliding_window=4), "sliding_window of Linear .*, got 4"),
-        (lambda: attention(module, q, k[:, :, :5], v[:, :, :5], masks(1, 6, 6, given=padding),
-                           position_ids=positions), r"key to have .*, got \[5, 5\]"),
-        (lambda: masking_utils.create_causal_mask(
-            config, embeds, None, None, and_mask_function=lambda b, h, q, k: q == k),
-            "got other mask functions"),
-        (lambda: masking_utils.create_causal_mask(
-            config, embeds, None, None, positions, block_sequence_ids=blocks),
-            "got other mask functions"),
-        (lambda: masking_utils.create_causal_mask(
-            config, embeds, None, None, positions * positions, block_sequence_ids=blocks),
-            "got other mask functions"),
-        (lambda: masking_utils.create_sliding_window_causal_mask(
-            windowed.config, embeds, None, None, allow_is_causal_skip=False),
-            "got other mask functions"),
+        (
+            lambda: attention(
+                module,
+                q,
+                k[:, :, :5],
+                v[:, :, :5],
+                masks(1, 6, 6, given=padding),
+                position_ids=positions,
+            ),
+            r"key to have .*, got \[5, 5\]",
+        ),
+        (
+            lambda: masking_utils.create_causal_mask(
+                config, embeds, None, None, and_mask_function=lambda b, h, q, k: q == k
+            ),
+            "got other mask functions",
+        ),
+        (
+            lambda: masking_utils.create_causal_mask(
+                config, embeds, None, None, positions, block_sequence_ids=blocks
+            ),
+            "got other mask functions",
+        ),
+        (
+            lambda: masking_utils.create_causal_mask(
+                config, embeds, None, None, positions * positions, block_sequence_ids=blocks
+            ),
+            "got other mask functions",
+        ),
+        (
+            lambda: masking_utils.create_sliding_window_causal_mask(
+                windowed.config, embeds, None, None, allow_is_causal_skip=False
+            ),
+            "got other mask functions",
+        ),
         (lambda: register(chunks=0), "chunks to be an int >= 1, got 0"),
-    ]:  # fmt: skip
+    ]:
 
         def raises(call=call, message=message):
             with pytest.raises(ValueError, match=message):
@@ -433,8 +481,9 @@ def _cores():
 
     seen = []
 
-    def plain(module, query, *args, position_ids=None, scaling=None, dropout=0.0, s_aux=None,
-              **kwargs):  # fmt: skip
+    def plain(
+        module, query, *args, position_ids=None, scaling=None, dropout=0.0, s_aux=None, **kwargs
+    ):
         seen.append((query.shape, position_ids))
         return _plain(module, query, *args, scaling=scaling, s_aux=s_aux)
 

@@ -37,8 +37,10 @@ def _padding():
             (hidden[:, :-1] @ full.T).flatten(0, 1), expected_labels.flatten()
         )
         batch = {"inputs_embeds": hidden, "labels": labels, **given}
-        batch = {n: x.transpose(0, 1) if dim == 0 and n != "position_ids" else x
-                 for n, x in batch.items()}  # fmt: skip
+        batch = {
+            n: x.transpose(0, 1) if dim == 0 and n != "position_ids" else x
+            for n, x in batch.items()
+        }
         part, _ = deepsp.shard_batch(batch, dim=dim)
         loss = deepsp.cross_entropy(part["inputs_embeds"] @ ours.T, part["shift_labels"])
         loss.backward()
@@ -254,10 +256,16 @@ def test_what_stands_beside_labels():
 def _arguments():
     ids = torch.arange(2 * LENGTH).view(2, LENGTH)
     part, _ = deepsp.shard_batch(
-        {"input_ids": ids, "inputs_embeds": None, "labels": None, "position_ids": None,
-         "attention_mask": None, "name": None},
+        {
+            "input_ids": ids,
+            "inputs_embeds": None,
+            "labels": None,
+            "position_ids": None,
+            "attention_mask": None,
+            "name": None,
+        },
         pad_to=LENGTH + 1,
-    )  # fmt: skip
+    )
     assert set(part) == {"input_ids", "position_ids", "attention_mask", "name"}
     assert part["attention_mask"].sum() == 2 * LENGTH and part["name"] is None
     part, _ = deepsp.shard_batch({"input_ids": None, "inputs_embeds": draw(2, LENGTH, 3)})
@@ -279,8 +287,9 @@ def _arguments():
     logits, labels = draw(2, 3, 5), torch.tensor([[1, 2, -100], [0, 4, 3]])
     hidden, weight = draw(2, 3, 4), draw(5, 4)
     for loss, args in (
-        (deepsp.cross_entropy, (logits,)), (deepsp.linear_cross_entropy, (hidden, weight)),
-    ):  # fmt: skip
+        (deepsp.cross_entropy, (logits,)),
+        (deepsp.linear_cross_entropy, (hidden, weight)),
+    ):
         for dtype in (torch.int32, torch.int16, torch.int8):
             assert torch.equal(loss(*args, labels.to(dtype)), loss(*args, labels))
         for wrong, message in ((labels.double(), "torch.float64"), (None, "NoneType")):

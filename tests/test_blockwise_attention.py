@@ -51,8 +51,12 @@ def everything(
 
 
 def _leaves(batch, length, heads, kv_heads, dim, dim_v, with_sinks, dtype=torch.float64):
-    shapes = [(batch, length, heads, dim), (batch, length, kv_heads, dim),
-              (batch, length, kv_heads, dim_v), *[(heads,)] * with_sinks]  # fmt: skip
+    shapes = [
+        (batch, length, heads, dim),
+        (batch, length, kv_heads, dim),
+        (batch, length, kv_heads, dim_v),
+        *[(heads,)] * with_sinks,
+    ]
     return [draw(*s, seed=n, dtype=dtype).requires_grad_() for n, s in enumerate(shapes)]
 
 
@@ -265,9 +269,13 @@ def _sharded(cases):
         given = {"sinks": sinks[0]} if sinks else {}
         first = sum(lens[:rank])
         out = deepsp.distributed_attention(
-            *(x[:, first : first + lens[rank]] for x in (q, k, v)), enable_gqa=True, seq_lens=lens,
-            documents=documents, **given, **options,
-        )  # fmt: skip
+            *(x[:, first : first + lens[rank]] for x in (q, k, v)),
+            enable_gqa=True,
+            seq_lens=lens,
+            documents=documents,
+            **given,
+            **options,
+        )
         expected = everything(
             q, k, v, documents, causal, window, softcap, sinks[0] if sinks else None
         )
@@ -345,8 +353,9 @@ def _classes():
         torch.testing.assert_close(again, found, rtol=0, atol=1e-12)
     streamed = torch.compile(
         lambda q, k, v: attend(q, k, v, documents=documents, kv_chunk=5, **options),
-        fullgraph=True, backend="aot_eager",
-    )(*heads_first).transpose(1, 2)  # fmt: skip
+        fullgraph=True,
+        backend="aot_eager",
+    )(*heads_first).transpose(1, 2)
     torch.testing.assert_close(
         streamed, everything(q, k, v, ranges, True, (6, 0))[:, here], rtol=0, atol=1e-12
     )

@@ -123,8 +123,22 @@ def test_attention_path(ranks):
 @RANKS
 def test_layer_path(ranks):
     for heads, kv_heads, chunks, overlap in ((8, 2, 2, True), (4, 4, 1, True), (6, 2, 1, False)):
-        case = (2, 11, heads, kv_heads, 8, 16, (True, True), True, "half", 1, chunks, overlap,
-                "skewed", True)  # fmt: skip
+        case = (
+            2,
+            11,
+            heads,
+            kv_heads,
+            8,
+            16,
+            (True, True),
+            True,
+            "half",
+            1,
+            chunks,
+            overlap,
+            "skewed",
+            True,
+        )
         run(ranks, (test_layer._equals, case))
 
 
@@ -159,11 +173,14 @@ def _decomposed(*case):
 @pytest.mark.parametrize(
     "case",
     [
-        (8, 4, 2, (0, 3, 1)), (9, 3, 1, (0, 0, 0)),
-        *(pytest.param(x, marks=pytest.mark.nightly)
-          for x in ((8, 4, 1, (0, 0, 0)), (7, 1, 2, (0, 3, 1)))),
+        (8, 4, 2, (0, 3, 1)),
+        (9, 3, 1, (0, 0, 0)),
+        *(
+            pytest.param(x, marks=pytest.mark.nightly)
+            for x in ((8, 4, 1, (0, 0, 0)), (7, 1, 2, (0, 3, 1)))
+        ),
     ],
-)  # fmt: skip
+)
 @RANKS
 def test_the_layer_compiles(ranks, case):
     run(ranks, (_decomposed, *case))
@@ -227,10 +244,12 @@ def test_gather_path(ranks):
     specs = [
         (rows, shape, source, dtype, layout)
         for rows, shape, source, dtype, layout in (
-            (even, (4, 3), f32, bf16, "plain"), (uneven, (7,), f64, f32, "transposed"),
-            (one, (), f64, f64, "strided"), (uneven, (5, 2), bf16, bf16, "expanded"),
+            (even, (4, 3), f32, bf16, "plain"),
+            (uneven, (7,), f64, f32, "transposed"),
+            (one, (), f64, f64, "strided"),
+            (uneven, (5, 2), bf16, bf16, "expanded"),
         )
-    ]  # fmt: skip
+    ]
     equals = test_gather._equals_one_process
     run(ranks, (equals, specs, None, False), *((equals, [spec], f64, False) for spec in specs))
     run(

@@ -67,9 +67,11 @@ _costs = st.tuples(st.sampled_from([1.0, 0.37, 1e-9, 1e6]), st.sampled_from([0.0
 
 
 @given(
-    ranks=st.integers(1, 9), lengths=_lengths, cost=_costs,
+    ranks=st.integers(1, 9),
+    lengths=_lengths,
+    cost=_costs,
     spare=st.one_of(st.just(0), st.integers(0, 300)),
-)  # fmt: skip
+)
 def test_every_token_is_on_one_rank(ranks, lengths, cost, spare):
     max_tokens = -(-sum(lengths) // ranks) + spare
     deal = deepsp.deal_documents(lengths, ranks, max_tokens, cost=cost)
@@ -188,9 +190,11 @@ def _splits(total, parts):
 
 
 @given(
-    ranks=st.integers(2, 3), lengths=st.lists(st.integers(0, 4), min_size=1, max_size=4),
-    quadratic=st.sampled_from([0.0, 0.1, 0.5, 2.0]), spare=st.integers(0, 3),
-)  # fmt: skip
+    ranks=st.integers(2, 3),
+    lengths=st.lists(st.integers(0, 4), min_size=1, max_size=4),
+    quadratic=st.sampled_from([0.0, 0.1, 0.5, 2.0]),
+    spare=st.integers(0, 3),
+)
 def test_no_split_costs_less(ranks, lengths, quadratic, spare):
     max_tokens = -(-sum(lengths) // ranks) + spare
     deal = deepsp.deal_documents(lengths, ranks, max_tokens, cost=(1.0, quadratic))

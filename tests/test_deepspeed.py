@@ -231,7 +231,9 @@ class Mpu:
 # What is changed in the config; what is given to deepspeed.initialize; what the message says.
 REFUSED = {
     "stage 3": (
-        {"zero_optimization": {"stage": 3}}, {}, "to be 0, 1 or 2, .* got 3, .*GPUs.*eager mode",
+        {"zero_optimization": {"stage": 3}},
+        {},
+        "to be 0, 1 or 2, .* got 3, .*GPUs.*eager mode",
     ),
     "two passes": (
         {"compile": ON | {"passes": ["autosp", "deepsp"]}},
@@ -239,10 +241,14 @@ REFUSED = {
         r"passes to be \[\"deepsp\"\], got \['autosp', 'deepsp'\];",
     ),
     "deepcompile off": (
-        {"compile": ON | {"deepcompile": False}}, {}, "deepcompile to be true, got False.*set it",
+        {"compile": ON | {"deepcompile": False}},
+        {},
+        "deepcompile to be true, got False.*set it",
     ),
     "deepcompile missing": (
-        {"compile": {"passes": ["deepsp"]}}, {}, "deepcompile to be true, got False.*set it",
+        {"compile": {"passes": ["deepsp"]}},
+        {},
+        "deepcompile to be true, got False.*set it",
     ),
     "another pass's option": (
         {"compile": ON | {"offload_activation": True}},
@@ -250,25 +256,31 @@ REFUSED = {
         "no compile.offload_activation, .* got True; remove it",
     ),
     "size missing": (
-        {"sequence_parallel_size": None}, {}, "parallel_size to be an int >= 1, .* got None",
+        {"sequence_parallel_size": None},
+        {},
+        "parallel_size to be an int >= 1, .* got None",
     ),
     "size 3": ({"sequence_parallel_size": 3}, {}, "to divide the 2 ranks, got 3"),
     "size 0": ({"sequence_parallel_size": 0}, {}, "to be an int >= 1, .* got 0"),
     "size in words": ({"sequence_parallel_size": "two"}, {}, "to be an int >= 1, .* got 'two'"),
     "a mesh in the config": (
-        {"data_parallel_size": 1}, {}, "no data_parallel_size, got 1, .*follows",
+        {"data_parallel_size": 1},
+        {},
+        "no data_parallel_size, got 1, .*follows",
     ),
     "a mesh": ({}, {"mesh_param": (1, 2)}, "no mesh_param, got .*follows"),
     "an mpu": ({}, {"mpu": Mpu()}, "mpu to be None, got Mpu .*leave it out"),
     "tensor parallelism": (
-        {"tensor_parallel": {"autotp_size": 2}}, {}, "autotp_size to be 0 or 1, got 2; remove it",
+        {"tensor_parallel": {"autotp_size": 2}},
+        {},
+        "autotp_size to be 0 or 1, got 2; remove it",
     ),
     "training_data": (
         {},
         {"training_data": torch.utils.data.TensorDataset(torch.ones(4, 2))},
         "training_data.*num_replicas",
     ),
-}  # fmt: skip
+}
 
 
 def _refused(change, given, message):

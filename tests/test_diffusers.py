@@ -20,16 +20,24 @@ def _flux(text=7):
     from diffusers import FluxTransformer2DModel
 
     model = FluxTransformer2DModel(
-        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16,
-        num_attention_heads=4, joint_attention_dim=32, pooled_projection_dim=32,
+        patch_size=1,
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=4,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
         axes_dims_rope=(4, 4, 8),
-    )  # fmt: skip
+    )
     inputs = {
-        "hidden_states": _draw(2, 25, 4), "encoder_hidden_states": _draw(2, text, 32, seed=1),
-        "pooled_projections": _draw(2, 32, seed=2), "img_ids": _draw(25, 3, seed=3),
+        "hidden_states": _draw(2, 25, 4),
+        "encoder_hidden_states": _draw(2, text, 32, seed=1),
+        "pooled_projections": _draw(2, 32, seed=2),
+        "img_ids": _draw(25, 3, seed=3),
         "txt_ids": torch.zeros(text, 3, dtype=F64),
         "timestep": torch.tensor([0.5, 0.2], dtype=F64),
-    }  # fmt: skip
+    }
     return model, inputs
 
 
@@ -37,15 +45,24 @@ def _flux2():
     from diffusers import Flux2Transformer2DModel
 
     model = Flux2Transformer2DModel(
-        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16,
-        num_attention_heads=2, joint_attention_dim=32, timestep_guidance_channels=32,
+        patch_size=1,
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        timestep_guidance_channels=32,
         axes_dims_rope=(4, 4, 4, 4),
-    )  # fmt: skip
+    )
     inputs = {
-        "hidden_states": _draw(1, 23, 4), "encoder_hidden_states": _draw(1, 8, 32, seed=1),
-        "img_ids": torch.arange(23 * 4).view(1, 23, 4), "txt_ids": torch.zeros(1, 8, 4).long(),
-        "timestep": torch.tensor([0.5], dtype=F64), "guidance": torch.tensor([1.0], dtype=F64),
-    }  # fmt: skip
+        "hidden_states": _draw(1, 23, 4),
+        "encoder_hidden_states": _draw(1, 8, 32, seed=1),
+        "img_ids": torch.arange(23 * 4).view(1, 23, 4),
+        "txt_ids": torch.zeros(1, 8, 4).long(),
+        "timestep": torch.tensor([0.5], dtype=F64),
+        "guidance": torch.tensor([1.0], dtype=F64),
+    }
     return model, inputs
 
 
@@ -53,14 +70,24 @@ def _wan():
     from diffusers import WanTransformer3DModel
 
     model = WanTransformer3DModel(
-        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4,
-        out_channels=4, text_dim=16, freq_dim=32, ffn_dim=32, num_layers=2, cross_attn_norm=True,
-        qk_norm="rms_norm_across_heads", rope_max_seq_len=32,
-    )  # fmt: skip
+        patch_size=(1, 2, 2),
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=4,
+        text_dim=16,
+        freq_dim=32,
+        ffn_dim=32,
+        num_layers=2,
+        cross_attn_norm=True,
+        qk_norm="rms_norm_across_heads",
+        rope_max_seq_len=32,
+    )
     inputs = {
-        "hidden_states": _draw(1, 4, 3, 10, 6), "timestep": torch.tensor([3]),
+        "hidden_states": _draw(1, 4, 3, 10, 6),
+        "timestep": torch.tensor([3]),
         "encoder_hidden_states": _draw(1, 5, 16, seed=1),
-    }  # fmt: skip
+    }
     return model, inputs
 
 
@@ -68,16 +95,24 @@ def _qwen_image():
     from diffusers import QwenImageTransformer2DModel
 
     model = QwenImageTransformer2DModel(
-        patch_size=2, in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16,
-        num_attention_heads=3, joint_attention_dim=16, axes_dims_rope=(8, 4, 4),
-    )  # fmt: skip
+        patch_size=2,
+        in_channels=16,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=3,
+        joint_attention_dim=16,
+        axes_dims_rope=(8, 4, 4),
+    )
     mask = torch.ones(2, 7, dtype=torch.bool)
     mask[1, 4:] = False
     inputs = {
-        "hidden_states": _draw(2, 20, 16), "encoder_hidden_states": _draw(2, 7, 16, seed=1),
-        "encoder_hidden_states_mask": mask, "timestep": torch.tensor([0.5, 0.2], dtype=F64),
+        "hidden_states": _draw(2, 20, 16),
+        "encoder_hidden_states": _draw(2, 7, 16, seed=1),
+        "encoder_hidden_states_mask": mask,
+        "timestep": torch.tensor([0.5, 0.2], dtype=F64),
         "img_shapes": [[(1, 4, 5)]] * 2,
-    }  # fmt: skip
+    }
     return model, inputs
 
 
@@ -85,16 +120,25 @@ def _ltx():
     from diffusers import LTXVideoTransformer3DModel
 
     model = LTXVideoTransformer3DModel(
-        in_channels=8, out_channels=8, num_attention_heads=2, attention_head_dim=12,
-        cross_attention_dim=24, num_layers=2, caption_channels=16,
-    )  # fmt: skip
+        in_channels=8,
+        out_channels=8,
+        num_attention_heads=2,
+        attention_head_dim=12,
+        cross_attention_dim=24,
+        num_layers=2,
+        caption_channels=16,
+    )
     mask = torch.ones(2, 5, dtype=torch.int64)
     mask[0, 3:] = 0
     inputs = {
-        "hidden_states": _draw(2, 3 * 3 * 4, 8), "encoder_hidden_states": _draw(2, 5, 16, seed=1),
-        "timestep": torch.tensor([3, 5]), "encoder_attention_mask": mask,
-        "num_frames": 3, "height": 3, "width": 4,
-    }  # fmt: skip
+        "hidden_states": _draw(2, 3 * 3 * 4, 8),
+        "encoder_hidden_states": _draw(2, 5, 16, seed=1),
+        "timestep": torch.tensor([3, 5]),
+        "encoder_attention_mask": mask,
+        "num_frames": 3,
+        "height": 3,
+        "width": 4,
+    }
     return model, inputs
 
 
@@ -102,15 +146,26 @@ def _sd3():
     from diffusers import SD3Transformer2DModel
 
     model = SD3Transformer2DModel(
-        sample_size=8, patch_size=2, in_channels=4, out_channels=4, num_layers=3,
-        attention_head_dim=16, num_attention_heads=2, joint_attention_dim=32,
-        caption_projection_dim=32, pooled_projection_dim=32, pos_embed_max_size=8,
-        dual_attention_layers=(0,), qk_norm="rms_norm",
-    )  # fmt: skip
+        sample_size=8,
+        patch_size=2,
+        in_channels=4,
+        out_channels=4,
+        num_layers=3,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        caption_projection_dim=32,
+        pooled_projection_dim=32,
+        pos_embed_max_size=8,
+        dual_attention_layers=(0,),
+        qk_norm="rms_norm",
+    )
     inputs = {
-        "hidden_states": _draw(2, 4, 10, 6), "encoder_hidden_states": _draw(2, 7, 32, seed=1),
-        "pooled_projections": _draw(2, 32, seed=2), "timestep": torch.tensor([3, 5]),
-    }  # fmt: skip
+        "hidden_states": _draw(2, 4, 10, 6),
+        "encoder_hidden_states": _draw(2, 7, 32, seed=1),
+        "pooled_projections": _draw(2, 32, seed=2),
+        "timestep": torch.tensor([3, 5]),
+    }
     return model, inputs
 
 
@@ -118,20 +173,35 @@ def _ltx2(rope="interleaved"):
     from diffusers import LTX2VideoTransformer3DModel
 
     model = LTX2VideoTransformer3DModel(
-        in_channels=8, out_channels=8, num_attention_heads=2, attention_head_dim=12,
-        cross_attention_dim=24, audio_in_channels=4, audio_out_channels=4,
-        audio_num_attention_heads=2, audio_attention_head_dim=6, audio_cross_attention_dim=12,
-        num_layers=2, caption_channels=16, rope_type=rope,
-    )  # fmt: skip
+        in_channels=8,
+        out_channels=8,
+        num_attention_heads=2,
+        attention_head_dim=12,
+        cross_attention_dim=24,
+        audio_in_channels=4,
+        audio_out_channels=4,
+        audio_num_attention_heads=2,
+        audio_attention_head_dim=6,
+        audio_cross_attention_dim=12,
+        num_layers=2,
+        caption_channels=16,
+        rope_type=rope,
+    )
     mask = torch.ones(2, 5, dtype=torch.int64)
     mask[0, 3:] = 0
     inputs = {
-        "hidden_states": _draw(2, 3 * 3 * 4, 8), "audio_hidden_states": _draw(2, 7, 4, seed=3),
-        "encoder_hidden_states": _draw(2, 5, 16, seed=1), "encoder_attention_mask": mask,
+        "hidden_states": _draw(2, 3 * 3 * 4, 8),
+        "audio_hidden_states": _draw(2, 7, 4, seed=3),
+        "encoder_hidden_states": _draw(2, 5, 16, seed=1),
+        "encoder_attention_mask": mask,
         "audio_encoder_hidden_states": _draw(2, 5, 16, seed=2),
-        "audio_encoder_attention_mask": mask, "timestep": torch.tensor([3, 5]),
-        "num_frames": 3, "height": 3, "width": 4, "audio_num_frames": 7,
-    }  # fmt: skip
+        "audio_encoder_attention_mask": mask,
+        "timestep": torch.tensor([3, 5]),
+        "num_frames": 3,
+        "height": 3,
+        "width": 4,
+        "audio_num_frames": 7,
+    }
     return model, inputs
 
 
@@ -144,8 +214,10 @@ def _ltx2_split():
 def _flux_control():
     """With the residuals of a ControlNet."""
     model, inputs = _flux()
-    more = {"controlnet_block_samples": [_draw(2, 25, 64, seed=8)],
-            "controlnet_single_block_samples": [_draw(2, 25, 64, seed=9)]}  # fmt: skip
+    more = {
+        "controlnet_block_samples": [_draw(2, 25, 64, seed=8)],
+        "controlnet_single_block_samples": [_draw(2, 25, 64, seed=9)],
+    }
     return model, {**inputs, **more}
 
 
@@ -166,11 +238,19 @@ def _ltx_times():
 
 
 MODELS = {
-    "Flux": _flux, "Flux 2": _flux2, "Wan": _wan, "QwenImage": _qwen_image, "LTX": _ltx,
-    "SD3": _sd3, "LTX 2": _ltx2, "LTX 2, split": _ltx2_split, "Flux, control": _flux_control,
-    "QwenImage, control": _qwen_image_control, "SD3, control": _sd3_control,
+    "Flux": _flux,
+    "Flux 2": _flux2,
+    "Wan": _wan,
+    "QwenImage": _qwen_image,
+    "LTX": _ltx,
+    "SD3": _sd3,
+    "LTX 2": _ltx2,
+    "LTX 2, split": _ltx2_split,
+    "Flux, control": _flux_control,
+    "QwenImage, control": _qwen_image_control,
+    "SD3, control": _sd3_control,
     "LTX, times": _ltx_times,
-}  # fmt: skip
+}
 # Parts of these compute in float32.
 NEAR = {"Wan": 1e-5, "LTX": 1e-5, "LTX, times": 1e-5, "LTX 2": 1e-5, "LTX 2, split": 1e-5}
 

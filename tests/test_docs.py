@@ -96,13 +96,18 @@ def _attention():
 
 def _layer():
     old = types.SimpleNamespace(
-        q_proj=nn.Linear(64, 64), k_proj=nn.Linear(64, 32), v_proj=nn.Linear(64, 32),
+        q_proj=nn.Linear(64, 64),
+        k_proj=nn.Linear(64, 32),
+        v_proj=nn.Linear(64, 32),
         o_proj=nn.Linear(64, 64),
-    )  # fmt: skip
+    )
     lens = [9, 4]
     names = {"old": old, "seq_lens": lens, "x": torch.randn(2, lens[dist.get_rank()], 64)}
-    names = run("layer", names, {"4096, 32, num_kv_heads=8": "64, 8, num_kv_heads=4",
-                                 "num_heads=32": "num_heads=8"})  # fmt: skip
+    names = run(
+        "layer",
+        names,
+        {"4096, 32, num_kv_heads=8": "64, 8, num_kv_heads=4", "num_heads=32": "num_heads=8"},
+    )
     assert names["y"].shape == names["x"].shape
     assert names["attn"](names["x"], is_causal=True, seq_lens=lens).shape == names["x"].shape
 
@@ -214,8 +219,9 @@ def _schedule(folder):
     for model in (names["model"], reference):
         model.eval()
     torch.testing.assert_close(names["model"](x), reference(x))
-    names = run("schedule", names | {"model": copy.deepcopy(llama)}, {first: "",
-                "model.safetensors": path})  # fmt: skip
+    names = run(
+        "schedule", names | {"model": copy.deepcopy(llama)}, {first: "", "model.safetensors": path}
+    )
     ids = torch.randint(3, 60, (2, 13), generator=torch.Generator().manual_seed(0))
     ours, theirs = (m.eval()(ids).logits for m in (names["model"], llama))
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
@@ -416,8 +422,11 @@ def _ops():
 
 def test_every_public_op_has_a_call():
     text = "\n".join(snippets("ops"))
-    found = {name.removeprefix("deepsp::") for name in torch._C._dispatch_get_all_op_names()
-             if name.startswith("deepsp::") and not name.startswith("deepsp::_")}  # fmt: skip
+    found = {
+        name.removeprefix("deepsp::")
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("deepsp::") and not name.startswith("deepsp::_")
+    }
     assert not [name for name in found if f"ops.{name}(" not in text]
 
 
@@ -426,14 +435,24 @@ def _transport():
 
 
 RUNS = {
-    "attention": (_attention, 2), "layer": (_layer, 2), "transformers": (_transformers, 2),
-    "compile": (_compile, 2), "deepspeed": (_deepspeed, 2), "schedule": (_schedule, 2),
-    "sharded-weights": (_sharded_weights, 3), "losses-and-data": (_losses, 2),
-    "gradients": (_gradients, 2), "memory": (_memory, 1), "hybrid": (_hybrid, 2),
-    "mixed-lengths": (_mixed_lengths, 2), "diffusers": (_diffusers, 2),
+    "attention": (_attention, 2),
+    "layer": (_layer, 2),
+    "transformers": (_transformers, 2),
+    "compile": (_compile, 2),
+    "deepspeed": (_deepspeed, 2),
+    "schedule": (_schedule, 2),
+    "sharded-weights": (_sharded_weights, 3),
+    "losses-and-data": (_losses, 2),
+    "gradients": (_gradients, 2),
+    "memory": (_memory, 1),
+    "hybrid": (_hybrid, 2),
+    "mixed-lengths": (_mixed_lengths, 2),
+    "diffusers": (_diffusers, 2),
     "multimodal": (_multimodal, 2),
-    "ops": (_ops, 2), "trainer": (_trainer, 2), "transport": (_transport, 2),
-}  # fmt: skip
+    "ops": (_ops, 2),
+    "trainer": (_trainer, 2),
+    "transport": (_transport, 2),
+}
 ELSEWHERE = {"README", "guide", "training", "loops"}  # test_guide.py, test_loops.py
 
 

@@ -15,9 +15,12 @@ import deepsp.schedule
 
 SECTIONS = ("Args", "Attributes", "Returns", "Raises")
 IN_THE_TEXT = {  # what their arguments are
-    "deepsp.full_state_dict", "deepsp.load_full_state_dict", "deepsp.full_parameters",
-    "deepsp.integrations.deepspeed.sequence_group", "deepsp.sequence.attention.AttentionPlan",
-}  # fmt: skip
+    "deepsp.full_state_dict",
+    "deepsp.load_full_state_dict",
+    "deepsp.full_parameters",
+    "deepsp.integrations.deepspeed.sequence_group",
+    "deepsp.sequence.attention.AttentionPlan",
+}
 
 
 def _of(module, names):

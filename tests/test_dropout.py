@@ -82,9 +82,13 @@ def test_masks_differ_from_head_to_head(kind, chunks):
 
 @pytest.mark.parametrize(
     ("kind", "chunks", "backend"),
-    [("function", 1, "inductor"), ("sdpa", 2, "aot_eager"), ("layer", 1, "aot_eager"),
-     ("local", 1, "aot_eager")],
-)  # fmt: skip
+    [
+        ("function", 1, "inductor"),
+        ("sdpa", 2, "aot_eager"),
+        ("layer", 1, "aot_eager"),
+        ("local", 1, "aot_eager"),
+    ],
+)
 def test_compiled_masks_differ_from_head_to_head(kind, chunks, backend):
     on_ranks(3 if chunks == 1 else 2, _masks, kind, chunks, backend)
 

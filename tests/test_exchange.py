@@ -511,8 +511,10 @@ def _memory_differs():
             )
             out = deepsp.distributed_attention(
                 *(x.transpose(0, 1) for x in (q, k, v)),
-                enable_gqa=True, layout="sbhd", seq_lens=lens,
-            )  # fmt: skip
+                enable_gqa=True,
+                layout="sbhd",
+                seq_lens=lens,
+            )
             found.append((out, *torch.autograd.grad((out * out).sum(), (q, k, v))))
         for x, y in zip(*found, strict=True):
             torch.testing.assert_close(x, y)

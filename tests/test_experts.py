@@ -122,10 +122,20 @@ def _oss(attention):
     from transformers import AutoModelForCausalLM, GptOssConfig
 
     config = GptOssConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=24, num_hidden_layers=2, head_dim=8,
-        num_attention_heads=4, num_key_value_heads=2, num_local_experts=3, num_experts_per_tok=2,
-        sliding_window=7, pad_token_id=0, eos_token_id=2, attn_implementation=attention,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        head_dim=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=3,
+        num_experts_per_tok=2,
+        sliding_window=7,
+        pad_token_id=0,
+        eos_token_id=2,
+        attn_implementation=attention,
+    )
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
 
 
@@ -201,9 +211,13 @@ def _trained(size, batch):
     with launched(), tempfile.TemporaryDirectory() as folder:
         model, cls, more, gradients = _mixtral(), Trainer, {}, {}
         args = arguments(
-            per_device_train_batch_size=batch, per_device_eval_batch_size=batch, optim="sgd",
-            max_grad_norm=0.5, learning_rate=1.0, gradient_accumulation_steps=2,
-        )  # fmt: skip
+            per_device_train_batch_size=batch,
+            per_device_eval_batch_size=batch,
+            optim="sgd",
+            max_grad_norm=0.5,
+            learning_rate=1.0,
+            gradient_accumulation_steps=2,
+        )
         if size > 1:
             mesh = init_device_mesh("cpu", (dist.get_world_size() // size, size))
             whole = sum(p.numel() for p in model.parameters())
@@ -220,9 +234,13 @@ def _trained(size, batch):
                     gradients.update({n: g.clone() for n, g in found.items()})
 
         trainer = cls(
-            model, args, train_dataset=Rows(40), eval_dataset=Rows(6, 1), callbacks=[Keeps()],
+            model,
+            args,
+            train_dataset=Rows(40),
+            eval_dataset=Rows(6, 1),
+            callbacks=[Keeps()],
             **more,
-        )  # fmt: skip
+        )
         trainer.train()
         trainer.save_model(folder)
         state = dict(deepsp.full_state_dict(model))
@@ -265,10 +283,16 @@ def _tuned(size, batch):
             {},
         )
         args = arguments(
-            SFTConfig, per_device_train_batch_size=batch, eval_strategy="no", bf16=False,
-            max_length=32, padding_free=False, dataset_num_proc=None, max_grad_norm=0.5,
+            SFTConfig,
+            per_device_train_batch_size=batch,
+            eval_strategy="no",
+            bf16=False,
+            max_length=32,
+            padding_free=False,
+            dataset_num_proc=None,
+            max_grad_norm=0.5,
             router_aux_loss_coef=0.0,
-        )  # fmt: skip
+        )
         if size > 1:
             shard_experts(model)
             cls, more = sequence_parallel(SFTTrainer), {"sequence_parallel_size": size}
@@ -353,8 +377,11 @@ def _refused_in_wrappers():
     def trainer(model=None, cls=SequenceParallelTrainer, size=2, **given):
         args = arguments(eval_strategy="no", **given)
         return cls(
-            model or dealt(), args, train_dataset=Rows(8), sequence_parallel_size=size,
-        )  # fmt: skip
+            model or dealt(),
+            args,
+            train_dataset=Rows(8),
+            sequence_parallel_size=size,
+        )
 
     class Sharded(SequenceParallelTrainer):
         def create_accelerator_and_postprocess(self):
@@ -363,9 +390,13 @@ def _refused_in_wrappers():
 
     def dpo():
         return sequence_parallel(DPOTrainer)(
-            dealt(), _mixtral(), arguments(DPOConfig, eval_strategy="no"), train_dataset=pairs(8),
-            processing_class=tokenizer(splits=True), sequence_parallel_size=2,
-        )  # fmt: skip
+            dealt(),
+            _mixtral(),
+            arguments(DPOConfig, eval_strategy="no"),
+            train_dataset=pairs(8),
+            processing_class=tokenizer(splits=True),
+            sequence_parallel_size=2,
+        )
 
     def forward(wrap=lambda model: model, average=False):
         model = dealt(experts=4)  # DDP refuses other sizes itself
@@ -390,17 +421,21 @@ def _refused_in_wrappers():
         (lambda: trainer(save_strategy="steps"), r"save_only_model=True or save_strategy='no'"),
         (lambda: trainer().train("checkpoint-1"), r"no resume_from_checkpoint with sharded exper"),
         (dpo, r"aren't sharded in a sequence-parallel DPOTrainer, got .*leave shard_experts out"),
-        (lambda: prepare(Accelerator(cpu=True), dealt(), sequence_parallel_size=2),
-         r"aren't sharded in prepare, got"),
+        (
+            lambda: prepare(Accelerator(cpu=True), dealt(), sequence_parallel_size=2),
+            r"aren't sharded in prepare, got",
+        ),
         (lambda: forward(average=True), r"register\(average_gradients=False\) with shard_experts"),
         (lambda: forward(DistributedDataParallel), r"DistributedDataParallel to leave experts of"),
         (lambda: forward(fully_shard), r"the parameter that shard_experts made, got another: FSDP"),
-        (lambda: forward(lambda model: get_peft_model(model, on_experts)),
-         r"no adapters on the experts of .*MixtralExperts, .* or leave shard_experts out"),
+        (
+            lambda: forward(lambda model: get_peft_model(model, on_experts)),
+            r"no adapters on the experts of .*MixtralExperts, .* or leave shard_experts out",
+        ),
         (lambda: norm(forward().parameters(), 1.0), r"deepsp.clip_grad_norm_\(model, max_norm\)"),
         (lambda: dealt().save_pretrained("never"), r"state_dict=deepsp.full_state_dict\(model\)"),
         (lambda: deepsp.sync_gradients(alone()), r"over ranks \[[01]\], and this group has more"),
-    ]  # fmt: skip
+    ]
     for call, pattern in cases:
         with launched(), pytest.raises(ValueError, match=pattern):
             call()
@@ -421,9 +456,11 @@ def _different_experts():
             model.model.layers[0].mlp.experts.down_proj += mesh.get_local_rank(0)
         with pytest.raises(ValueError, match=r"0.mlp.experts.down_proj to be the same on every"):
             SequenceParallelTrainer(
-                model, arguments(eval_strategy="no"), train_dataset=Rows(8),
+                model,
+                arguments(eval_strategy="no"),
+                train_dataset=Rows(8),
                 sequence_parallel_size=2,
-            )  # fmt: skip
+            )
 
 
 def test_different_experts():

@@ -33,9 +33,18 @@ POOL = {"_pool_idle_bytes": (), "_pool_limit": (), "_pool_set_limit": (1 << 20,)
 
 INTS = [-(2**63), -(2**62), -(2**31), -1, 0, 1, 2, 3, 5, 7, 100, 2**31, 2**40, 2**62, 2**63 - 1]
 DTYPES = [
-    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32,
-    torch.uint8, torch.bool, torch.complex64, torch.float8_e5m2, torch.float8_e4m3fn,
-]  # fmt: skip
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.float8_e5m2,
+    torch.float8_e4m3fn,
+]
 integers = st.sampled_from(INTS)
 shapes = st.lists(st.sampled_from([0, 1, 2, 3, 4, 5, 6, 8, 12]), max_size=5)
 tensors = st.one_of(

@@ -63,11 +63,14 @@ class Case:
         self.dtypes = [spec[3] for spec in specs]
         self.layouts = [spec[4] for spec in specs]
         self.pieces = [
-            [laid(draw(n, *shape, seed=7 * i + p).mul(10).to(source), layout)
-             for p, n in enumerate(rows)]
-            for i, ((_, shape, source, _, layout), rows)
-            in enumerate(zip(specs, self.rows, strict=True))
-        ]  # fmt: skip
+            [
+                laid(draw(n, *shape, seed=7 * i + p).mul(10).to(source), layout)
+                for p, n in enumerate(rows)
+            ]
+            for i, ((_, shape, source, _, layout), rows) in enumerate(
+                zip(specs, self.rows, strict=True)
+            )
+        ]
         self.full = [
             torch.cat([x.to(dtype) for x in pieces])
             for pieces, dtype in zip(self.pieces, self.dtypes, strict=True)
@@ -176,12 +179,43 @@ def test_values_and_gradients(ranks, case):
 
 # Ties and neighbours of every limit, as float64.
 _NUMBERS = [
-    math.nan, math.inf, -math.inf, 0.0, -0.0, 5e-324, -5e-324, 1e-310, 2.0**-126, 2.0**-149,
-    2.0**-150, 1.5 * 2.0**-149, 2.0**-133, -(2.0**-134), 2.0**-14, 2.0**-24, 2.0**-25, 3 * 2.0**-25,
-    65504.0, 65519.0, 65520.0, -65536.0, 3.3895313892515355e38, 3.395e38, 3.4028234663852886e38,
-    3.4028235677973366e38, 1e39, -1e300, 1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-11,
-    1 + 3 * 2.0**-11, 1 + 2.0**-24, 1 + 3 * 2.0**-24, 1 + 2.0**-8 + 2.0**-40, math.pi,
-]  # fmt: skip
+    math.nan,
+    math.inf,
+    -math.inf,
+    0.0,
+    -0.0,
+    5e-324,
+    -5e-324,
+    1e-310,
+    2.0**-126,
+    2.0**-149,
+    2.0**-150,
+    1.5 * 2.0**-149,
+    2.0**-133,
+    -(2.0**-134),
+    2.0**-14,
+    2.0**-24,
+    2.0**-25,
+    3 * 2.0**-25,
+    65504.0,
+    65519.0,
+    65520.0,
+    -65536.0,
+    3.3895313892515355e38,
+    3.395e38,
+    3.4028234663852886e38,
+    3.4028235677973366e38,
+    1e39,
+    -1e300,
+    1 + 2.0**-8,
+    1 + 3 * 2.0**-8,
+    1 + 2.0**-11,
+    1 + 3 * 2.0**-11,
+    1 + 2.0**-24,
+    1 + 3 * 2.0**-24,
+    1 + 2.0**-8 + 2.0**-40,
+    math.pi,
+]
 
 
 def _special():
@@ -234,8 +268,10 @@ def _large():
 
     # And what goes on the wire: one message of what is small, one of each that is large.
     def pieces(p):
-        return [rows[p] * math.prod(spec[1]) * spec[3].itemsize
-                for rows, spec in zip(case.rows, specs, strict=True)]  # fmt: skip
+        return [
+            rows[p] * math.prod(spec[1]) * spec[3].itemsize
+            for rows, spec in zip(case.rows, specs, strict=True)
+        ]
 
     mine = pieces(case.rank)
     small = sum(-(-n // 16) * 16 for n, is_large in zip(mine, large, strict=True) if not is_large)
@@ -343,17 +379,13 @@ def _derivatives(by_backend):
         a, b = op.gather_cast_coalesced(mine, flat(sizes), [f64, f64], rank, group, **sums)
         a = a * op.gather_cast(mine[0], sizes[0], f64, rank, group, **sums)
         used = [a * (rank + 1) + a.sin(), b * b * (2 - rank) + a.sum()]
-        return tuple(
-            Whole.apply(x, [n] * size, 0) for x, n in zip(used, totals, strict=True)
-        )  # fmt: skip
+        return tuple(Whole.apply(x, [n] * size, 0) for x, n in zip(used, totals, strict=True))
 
     def scatter(*whole):
         mine = [Take.apply(x, [n] * size, 0) for x, n in zip(whole, totals, strict=True)]
         a, b = op._reduce_scatter_cast_coalesced(mine, flat(sizes), [f64, f64], rank, group, **sums)
         a = a * op.reduce_scatter_cast(mine[0], sizes[0], f64, rank, group, **sums)
-        return tuple(
-            Whole.apply(x * x, rows, 0) for x, rows in zip((a, b), sizes, strict=True)
-        )  # fmt: skip
+        return tuple(Whole.apply(x * x, rows, 0) for x, rows in zip((a, b), sizes, strict=True))
 
     x = [draw(n, 2, seed=i).requires_grad_() for i, n in enumerate(totals)]
     y = [draw(n * size, 2, seed=5 + i).requires_grad_() for i, n in enumerate(totals)]
@@ -375,13 +407,17 @@ def _scatters_gradient():
     rank, group = _here()
     size = dist.get_world_size()
     sizes = [[3, 1, 0, 2][:size], [0, 2, 2, 1][:size]]
-    x = [draw(sum(rows), 3).to(dtype).requires_grad_()
-         for rows, dtype in zip(sizes, (torch.bfloat16, torch.float64), strict=True)]  # fmt: skip
+    x = [
+        draw(sum(rows), 3).to(dtype).requires_grad_()
+        for rows, dtype in zip(sizes, (torch.bfloat16, torch.float64), strict=True)
+    ]
     out = op._reduce_scatter_cast_coalesced(
         x, flat(sizes), [torch.float32, torch.float16], rank, group
     )
-    asked = [[draw(n, 3, seed=9 + p).to(y.dtype) for p, n in enumerate(rows)]
-             for rows, y in zip(sizes, out, strict=True)]  # fmt: skip
+    asked = [
+        [draw(n, 3, seed=9 + p).to(y.dtype) for p, n in enumerate(rows)]
+        for rows, y in zip(sizes, out, strict=True)
+    ]
     ours = torch.autograd.grad(out, x, [grads[rank] for grads in asked])
     for g, t, grads in zip(ours, x, asked, strict=True):
         assert same(g, torch.cat([a.to(t.dtype) for a in grads]))

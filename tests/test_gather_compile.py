@@ -68,8 +68,10 @@ def _equals_eager(backend, name, within, by_backend=False):
     exact = backend != "inductor" or (size > 1 and within not in (bf16, f16))
     specs = _CASES[name]
     rows = [list(spec[0][:size]) for spec in specs]
-    shards = [draw(lens[rank], *spec[1], seed=rank).to(spec[2]).requires_grad_()
-              for lens, spec in zip(rows, specs, strict=True)]  # fmt: skip
+    shards = [
+        draw(lens[rank], *spec[1], seed=rank).to(spec[2]).requires_grad_()
+        for lens, spec in zip(rows, specs, strict=True)
+    ]
     functions = _functions(rows, specs, within, by_backend)
     for function in functions if backend == "aot_eager" or len(rows) == 1 else functions[1:]:
         torch._dynamo.reset()
@@ -94,13 +96,17 @@ def test_equals_eager_under_aot_eager(name):
 
 @pytest.mark.parametrize(
     ("ranks", "name", "within", "by_backend"),
-    [(2, "uneven", None, False), (2, "nothing", None, False),
-     pytest.param(2, "several", None, False, marks=pytest.mark.nightly),
-     pytest.param(3, "even", f64, False, marks=pytest.mark.nightly),
-     (1, "mixed", None, False), (3, "even", bf16, False),
-     (1, "uneven", f64, True),
-     pytest.param(3, "mixed", None, False, marks=pytest.mark.nightly)],
-)  # fmt: skip
+    [
+        (2, "uneven", None, False),
+        (2, "nothing", None, False),
+        pytest.param(2, "several", None, False, marks=pytest.mark.nightly),
+        pytest.param(3, "even", f64, False, marks=pytest.mark.nightly),
+        (1, "mixed", None, False),
+        (3, "even", bf16, False),
+        (1, "uneven", f64, True),
+        pytest.param(3, "mixed", None, False, marks=pytest.mark.nightly),
+    ],
+)
 def test_equals_eager_under_inductor(ranks, name, within, by_backend):
     on_ranks(ranks, _equals_eager, "inductor", name, within, by_backend)
 
@@ -208,10 +214,12 @@ def _post_grad(dtypes, back, sums):
 
 @pytest.mark.parametrize(
     ("dtypes", "back", "sums", "apart"),
-    [([bf16], "all_to_all_single", {}, "collectives"),
-     ([bf16, f32], "all_to_all_single", {}, "collectives"),
-     ([bf16, f32], "reduce_scatter_tensor", {"backend_sums": f64}, "collectives"),
-     ([bf16, f32], "deepsp._reduce_scatter_cast_coalesced_start", {}, "mapped")],
-)  # fmt: skip
+    [
+        ([bf16], "all_to_all_single", {}, "collectives"),
+        ([bf16, f32], "all_to_all_single", {}, "collectives"),
+        ([bf16, f32], "reduce_scatter_tensor", {"backend_sums": f64}, "collectives"),
+        ([bf16, f32], "deepsp._reduce_scatter_cast_coalesced_start", {}, "mapped"),
+    ],
+)
 def test_inductors_graph(dtypes, back, sums, apart):
     on_ranks(2, _post_grad, dtypes, back, sums, apart=apart)

@@ -139,8 +139,10 @@ def _poisoned(anomaly):
     with torch.autograd.set_detect_anomaly(anomaly, check_nan=anomaly):
         for _ in range(3):
             _poison([(n, 1024) for n in (*range(16, 64, 16), *range(64, 385, 64), 600, 900, 1300)])
-            x = [draw(lens[rank], *shape, seed=rank).float().requires_grad_()
-                 for lens, shape in zip(rows, shapes, strict=True)]  # fmt: skip
+            x = [
+                draw(lens[rank], *shape, seed=rank).float().requires_grad_()
+                for lens, shape in zip(rows, shapes, strict=True)
+            ]
             full = op.gather_cast_coalesced(x, sizes, dtypes, rank, group)
             for y, lens, shape, dtype in zip(full, rows, shapes, dtypes, strict=True):
                 parts = [draw(n, *shape, seed=p).float() for p, n in enumerate(lens)]

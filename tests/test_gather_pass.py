@@ -260,9 +260,13 @@ def _combined():
         return h + counts.sum(), depends, gathered(x)
 
     inputs = (
-        draw_shard(3), draw_shard(12), draw_shard(2, 3).double(), torch.arange(5) + dist.get_rank(),
-        draw_shard(24 // size, 4), draw_shard(3, 24),
-    )  # fmt: skip
+        draw_shard(3),
+        draw_shard(12),
+        draw_shard(2, 3).double(),
+        torch.arange(5) + dist.get_rank(),
+        draw_shard(24 // size, 4),
+        draw_shard(3, 24),
+    )
     limit = size * 1000
     old, new, report = fuse(function, *inputs, combine_bytes=limit)
     counts = [len(g.outputs) for g in find_gathers(new)]

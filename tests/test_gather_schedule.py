@@ -65,11 +65,16 @@ def _unused(graph):
 def _marks(graph_or_lines):
     """g: a gather is launched; w: waited for; m: a product."""
     marks = {
-        "functional.all_gather_into_tensor": "g", "functional.wait_tensor": "w", "aten.mm": "m",
-        "extern_kernels.mm(": "m", "functional.reduce_scatter": "r",
-        "functional.all_to_all_single": "x", "functional.all_reduce": "a",
-        "deepsp.all_gather_start": "g", "deepsp.all_gather_wait": "w",
-    }  # fmt: skip
+        "functional.all_gather_into_tensor": "g",
+        "functional.wait_tensor": "w",
+        "aten.mm": "m",
+        "extern_kernels.mm(": "m",
+        "functional.reduce_scatter": "r",
+        "functional.all_to_all_single": "x",
+        "functional.all_reduce": "a",
+        "deepsp.all_gather_start": "g",
+        "deepsp.all_gather_wait": "w",
+    }
     lines = graph_or_lines if isinstance(graph_or_lines, list) else targets_of(graph_or_lines)
     return "".join(next((m for part, m in marks.items() if part in line), "") for line in lines)
 
@@ -265,8 +270,12 @@ def _ours():
 
     one = 12 * 12 * 2
     old, new, report = fuse(mlp, draw_shard(6, 12), *layers, prefetch_bytes=one)
-    marks = ["gwm"[["start", "wait", "aten.mm"].index(part)] for target in targets_of(new)
-             for part in ("start", "wait", "aten.mm") if part in target]  # fmt: skip
+    marks = [
+        "gwm"[["start", "wait", "aten.mm"].index(part)]
+        for target in targets_of(new)
+        for part in ("start", "wait", "aten.mm")
+        if part in target
+    ]
     assert "".join(marks) == "gwgm" + "wgm" * 2 + "wm"
 
     op, where = torch.ops.deepsp, (rank, dist.group.WORLD.group_name)

@@ -188,8 +188,17 @@ def _by_kernel():
 
     calls = []
 
-    def kernel(query, key, value, g, beta, initial_state=None, output_final_state=False,
-               use_qk_l2norm_in_kernel=False, cu_seqlens=None):  # fmt: skip
+    def kernel(
+        query,
+        key,
+        value,
+        g,
+        beta,
+        initial_state=None,
+        output_final_state=False,
+        use_qk_l2norm_in_kernel=False,
+        cu_seqlens=None,
+    ):
         ends = [0, value.size(1)] if cu_seqlens is None else cu_seqlens.tolist()
         calls.append(ends)
         return torch.cat([value[:, a:b].cumsum(1) for a, b in itertools.pairwise(ends)], 1), None

@@ -198,9 +198,16 @@ def test_no_module_imports_itself_by_others():
 
 
 ROOMS = [
-    "ranks", "placement", "data", "weights", "sequence", "memory", "compile", "schedule",
+    "ranks",
+    "placement",
+    "data",
+    "weights",
+    "sequence",
+    "memory",
+    "compile",
+    "schedule",
     "integrations",
-]  # fmt: skip
+]
 
 
 def test_rooms_import_one_way():

@@ -72,8 +72,22 @@ def compare(layer, x, lens, arguments=None):
 
 
 def _equals(case):
-    (batch, total, heads, kv_heads, dim, hidden, bias, norms, rope, ids, chunks, overlap, kind,
-     causal) = case  # fmt: skip
+    (
+        batch,
+        total,
+        heads,
+        kv_heads,
+        dim,
+        hidden,
+        bias,
+        norms,
+        rope,
+        ids,
+        chunks,
+        overlap,
+        kind,
+        causal,
+    ) = case
     lens = lens_of(kind, total, dist.get_world_size())
     layer = make_layer(
         hidden,
@@ -130,10 +144,12 @@ def test_equals_one_process(ranks, case):
 def test_wide_heads():
     """Past the width from which weights are no longer put together, uneven, with shared kv heads;
     and unpacked gradients (more than 16 MiB)."""
-    on_ranks(3, _equals, (2, 40, 8, 2, 64, 24, (True, True), False, "half", 0, 2, True, "skewed",
-                          True))  # fmt: skip
-    on_ranks(2, _equals, (1, 2048, 8, 4, 64, 16, (True, False), False, None, 0, 1, True, "split",
-                          True))  # fmt: skip
+    on_ranks(
+        3, _equals, (2, 40, 8, 2, 64, 24, (True, True), False, "half", 0, 2, True, "skewed", True)
+    )
+    on_ranks(
+        2, _equals, (1, 2048, 8, 4, 64, 16, (True, False), False, None, 0, 1, True, "split", True)
+    )
 
 
 def _global_gradcheck():
@@ -144,9 +160,11 @@ def _global_gradcheck():
 
     def function(x, *values):
         y = torch.func.functional_call(
-            layer, dict(zip(names_, values, strict=True)), (Take.apply(x, lens, 1),),
+            layer,
+            dict(zip(names_, values, strict=True)),
+            (Take.apply(x, lens, 1),),
             {"seq_lens": lens, "is_causal": True},
-        )  # fmt: skip
+        )
         return Whole.apply(y, lens, 1)
 
     # Parameters are whole on every rank, but each rank's gradient is its tokens' share.
@@ -176,9 +194,11 @@ def _fused():
     whole = [t.clone().requires_grad_() for t in (x, weight, bias, output, out_bias)]
     expected = F.linear(*whole[:3]).unflatten(-1, (16, dim)).split(heads, 2)
     for t, e, own in zip(
-        (q, k, v), expected, [*heads_of(rank, size, 8, 4), heads_of(rank, size, 8, 4)[1]],
+        (q, k, v),
+        expected,
+        [*heads_of(rank, size, 8, 4), heads_of(rank, size, 8, 4)[1]],
         strict=True,
-    ):  # fmt: skip
+    ):
         torch.testing.assert_close(t, e[:, :, own], rtol=1e-12, atol=1e-12)
     k, v = (op._kv_of_cell([t], 8, 4, size, rank) for t in (k, v))
     out = op._attention_of_cell(q, k, v, None, 0.0, True, None, 8, size, rank)

@@ -94,9 +94,13 @@ def _frozen(which):
 
 @pytest.mark.parametrize(
     "which",
-    [["q_proj.weight"], ["k_proj.weight", "v_proj.bias"], ["o_proj.weight", "o_proj.bias"],
-     ["q_proj.weight", "k_proj.weight", "v_proj.weight"]],
-)  # fmt: skip
+    [
+        ["q_proj.weight"],
+        ["k_proj.weight", "v_proj.bias"],
+        ["o_proj.weight", "o_proj.bias"],
+        ["q_proj.weight", "k_proj.weight", "v_proj.weight"],
+    ],
+)
 def test_frozen_parameters(which):
     on_ranks(2, _frozen, which)
 
@@ -387,9 +391,17 @@ def _training(heads, chunk_counts):
     curves = []
     for overlap, chunks in [(False, 0), (False, 1), *((True, n) for n in chunk_counts)]:
         args = argparse.Namespace(
-            steps=4, seq_len=65, dtype="float64", lr=1e-3, seed=1, data=Path(train.__file__),
-            device="cpu", overlap=overlap, chunks=chunks, heads=heads,
-        )  # fmt: skip
+            steps=4,
+            seq_len=65,
+            dtype="float64",
+            lr=1e-3,
+            seed=1,
+            data=Path(train.__file__),
+            device="cpu",
+            overlap=overlap,
+            chunks=chunks,
+            heads=heads,
+        )
         if chunks:
             result = train.train_sharded(args, torch.device("cpu"))
         else:

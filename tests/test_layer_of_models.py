@@ -14,12 +14,22 @@ from deepsp.sequence.attention import chunks as auto_chunks
 TOTAL, SIZE, HEADS, KV_HEADS = 13, 48, 6, 2
 SCALED = {
     "default": {"rope_type": "default", "rope_theta": 100.0},
-    "llama3": {"rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.0,
-               "high_freq_factor": 4.0, "original_max_position_embeddings": 8},
-    "yarn": {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0,
-             "original_max_position_embeddings": 8},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 100.0,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8,
+    },
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 100.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 8,
+    },
     "dynamic": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0},
-}  # fmt: skip
+}
 
 
 def _theirs(name, rope, **more):
@@ -29,9 +39,15 @@ def _theirs(name, rope, **more):
     import transformers
 
     torch.manual_seed(0)
-    settings = {"hidden_size": SIZE, "num_attention_heads": HEADS, "num_hidden_layers": 1,
-                "num_key_value_heads": KV_HEADS, "vocab_size": 8, "intermediate_size": 8,
-                "max_position_embeddings": 8}  # fmt: skip
+    settings = {
+        "hidden_size": SIZE,
+        "num_attention_heads": HEADS,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": KV_HEADS,
+        "vocab_size": 8,
+        "intermediate_size": 8,
+        "max_position_embeddings": 8,
+    }
     settings |= more
     config = getattr(transformers, f"{name}Config")(**settings, rope_parameters=rope)
     config._attn_implementation = "sdpa"
@@ -141,35 +157,52 @@ def _mistakes():
     measured = deepsp.DistributedAttention(chunks="auto")
     for call, message in [
         (lambda: make.from_projections(*linears, 2), "expected rope_theta or rotary, got neither"),
-        (lambda: make(8, 2, rope_theta=1.0, rotary=table(total, 4)),
-         "expected rope_theta or rotary, got both .rope_theta is 1.0"),
+        (
+            lambda: make(8, 2, rope_theta=1.0, rotary=table(total, 4)),
+            "expected rope_theta or rotary, got both .rope_theta is 1.0",
+        ),
         (lambda: make(8, 2, rotary=3), "expected rotary to be a callable .*, got int"),
-        (lambda: make(8, 2, rotary=lambda x, p: p)(x.float()),
-         "expected rotary to be a callable .*, got Tensor"),
-        (lambda: turning(x, rotary=table(total, 4)),
-         "rope_theta or rotary, got both .*100.0"),
+        (
+            lambda: make(8, 2, rotary=lambda x, p: p)(x.float()),
+            "expected rotary to be a callable .*, got Tensor",
+        ),
+        (lambda: turning(x, rotary=table(total, 4)), "rope_theta or rotary, got both .*100.0"),
         (lambda: layer(x, rotary=table(3, 4)), rf"to have shape \[{total}, R\] .*, got \[3, 4\]"),
         (lambda: layer(x, rotary=table(total, 6)), "cos of rotary to have shape .* at most 4"),
         (lambda: layer(x, rotary=table(2, total, 4)), r"cos of rotary to have shape .*, got \[2,"),
-        (lambda: layer(x, rotary=(table(total, 4)[0], table(total, 2)[0])),
-         "sin of rotary to have"),
-        (lambda: layer(x, rotary=(distinct, distinct)),
-         "cos of rotary to have .* its two halves differ"),
-        (lambda: layer(x, rotary=table(total, 4), position_ids=torch.arange(total)),
-         "no position_ids, .* rotary is .cos, sin"),
-        (lambda: make(8, 2, q_norm=nn.RMSNorm(6)),
-         "q_norm to normalize 4 channels, .* 8, .*, got 6"),
-        (lambda: make(8, 4, 2, k_norm=nn.LayerNorm(8)),
-         "k_norm to normalize 2 channels, .* 4, .*, got 8"),
+        (
+            lambda: layer(x, rotary=(table(total, 4)[0], table(total, 2)[0])),
+            "sin of rotary to have",
+        ),
+        (
+            lambda: layer(x, rotary=(distinct, distinct)),
+            "cos of rotary to have .* its two halves differ",
+        ),
+        (
+            lambda: layer(x, rotary=table(total, 4), position_ids=torch.arange(total)),
+            "no position_ids, .* rotary is .cos, sin",
+        ),
+        (
+            lambda: make(8, 2, q_norm=nn.RMSNorm(6)),
+            "q_norm to normalize 4 channels, .* 8, .*, got 6",
+        ),
+        (
+            lambda: make(8, 4, 2, k_norm=nn.LayerNorm(8)),
+            "k_norm to normalize 2 channels, .* 4, .*, got 8",
+        ),
         (lambda: layer(x, enable_gqa=True), "enable_gqa isn't an argument here: .* leave it out"),
         (lambda: layer(x, cu_seqlens=torch.arange(2)), "got cu_seqlens; pass a local_attention"),
-        (lambda: layer(x, None, 0.0, True, None, None),
-         "at most 4 more positional arguments .*, got 5"),
+        (
+            lambda: layer(x, None, 0.0, True, None, None),
+            "at most 4 more positional arguments .*, got 5",
+        ),
         (lambda: attend(q, q, q, cu_seqlens=torch.arange(2)), "got cu_seqlens"),
         (lambda: deepsp.DistributedAttention(chunks="many"), 'chunks >= 1 or "auto", got .many.'),
-        (lambda: torch.compile(measured, backend="eager", fullgraph=True)(q, q, q),
-         "has been measured"),
-    ]:  # fmt: skip
+        (
+            lambda: torch.compile(measured, backend="eager", fullgraph=True)(q, q, q),
+            "has been measured",
+        ),
+    ]:
         with pytest.raises((ValueError, torch._dynamo.exc.Unsupported), match=message):
             call()
     torch._dynamo.reset()
@@ -195,9 +228,12 @@ def _measured():
     for module, arguments, layout in [
         (deepsp.DistributedAttention(chunks="auto"), {"is_causal": True, "enable_gqa": True}, 0),
         (deepsp.DistributedAttention(local, chunks="auto"), {"causal": True}, 0),
-        (deepsp.DistributedAttention(chunks="auto", layout="bhsd"),
-         {"is_causal": True, "enable_gqa": True}, 1),
-    ]:  # fmt: skip
+        (
+            deepsp.DistributedAttention(chunks="auto", layout="bhsd"),
+            {"is_causal": True, "enable_gqa": True},
+            1,
+        ),
+    ]:
         expected_in = [x.clone().requires_grad_() for x in (q, k, v)]
         expected = attention(*expected_in, is_causal=True)
         grad = draw(*expected.shape, seed=5)

@@ -88,9 +88,11 @@ def _modules():
             assert {len(x) for x in batch.values()} == {len(batch["input_ids"])}
             logits = self.model(batch["input_ids"], batch["position_ids"], strategy.sequence_lens)
             return deepsp.cross_entropy(
-                logits, batch["shift_labels"], strategy.sequence_group,
+                logits,
+                batch["shift_labels"],
+                strategy.sequence_group,
                 average_gradients=self.averages,
-            )  # fmt: skip
+            )
 
     return Whole, Sharded
 
@@ -113,9 +115,15 @@ def _trainer(folder, size=1, roles=None, **kwargs):
         # As Lightning finds it in processes that it hasn't started. The harness has made the group.
         os.environ["LOCAL_RANK"] = str(dist.get_rank())
     return pytorch_lightning.Trainer(
-        accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=folder, num_sanity_val_steps=0, **kwargs,
-    )  # fmt: skip
+        accelerator="cpu",
+        max_epochs=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        num_sanity_val_steps=0,
+        **kwargs,
+    )
 
 
 @_KEEPS_ENVIRONMENT

@@ -357,9 +357,17 @@ def _gradcheck():
 
     def loss(hidden, weight, bias):
         return deepsp.linear_cross_entropy(
-            hidden, weight, labels, bias, label_smoothing=0.1, chunk_tokens=2, softcap=0.8,
-            scale=1.3, z_loss=0.2, token_weights=torch.arange(6).view(2, 3) / 4,
-        )  # fmt: skip
+            hidden,
+            weight,
+            labels,
+            bias,
+            label_smoothing=0.1,
+            chunk_tokens=2,
+            softcap=0.8,
+            scale=1.3,
+            z_loss=0.2,
+            token_weights=torch.arange(6).view(2, 3) / 4,
+        )
 
     gradcheck(loss, leaves)
 
@@ -529,9 +537,17 @@ def _compiled():
 
     def step(hidden, weight, bias, labels):
         return deepsp.linear_cross_entropy(
-            hidden.cos(), weight, labels, bias, label_smoothing=0.1, chunk_tokens=4, softcap=2.0,
-            scale=0.5, z_loss=0.1, token_weights=hidden.detach()[..., 0].abs(),
-        )  # fmt: skip
+            hidden.cos(),
+            weight,
+            labels,
+            bias,
+            label_smoothing=0.1,
+            chunk_tokens=4,
+            softcap=2.0,
+            scale=0.5,
+            z_loss=0.1,
+            token_weights=hidden.detach()[..., 0].abs(),
+        )
 
     for tokens in (9, 14, 21):  # dynamic from the second on
         hidden, weight, bias, labels = _case(tokens)

@@ -122,8 +122,7 @@ def _epochs():
     numbers = (
         list(range(9)) if 9 % size == 0 else _in_turns([range(r, 9, size) for r in range(size)])
     )
-    _check(_sequence(own, pad_to=16, ignore_index=-7), numbers, pad_to=16,
-           ignore_index=-7)  # fmt: skip
+    _check(_sequence(own, pad_to=16, ignore_index=-7), numbers, pad_to=16, ignore_index=-7)
     own = [full(n, 0) for n in range(rank, 9, size)]
     _check(_sequence(own, dim=0), numbers, dim=0)
     _check(_sequence(_loader(), replicated=True), list(range(SAMPLES)))
@@ -264,8 +263,10 @@ def _made(kind):
 
         config = DataLoaderConfiguration(
             use_stateful_dataloader=kind == "accelerate, stateful",
-            even_batches=False, use_seedable_sampler=True, data_seed=5,
-        )  # fmt: skip
+            even_batches=False,
+            use_seedable_sampler=True,
+            data_seed=5,
+        )
         # With 7 samples the ranks have other numbers of batches.
         return Accelerator(cpu=True, dataloader_config=config).prepare(
             _loader(count=7, shuffle=True)
@@ -277,13 +278,16 @@ def _made(kind):
         "stateful": lambda: _loader(sampler, cls=StatefulDataLoader),
         "stateful, workers": lambda: _loader(sampler, cls=StatefulDataLoader, num_workers=1),
         "shuffled": lambda: _loader(
-            None, 5 - rank, StatefulDataLoader, shuffle=True,
+            None,
+            5 - rank,
+            StatefulDataLoader,
+            shuffle=True,
             generator=torch.Generator().manual_seed(rank),
         ),
         "stream": lambda: StatefulDataLoader(
             Stream(rank, 4 - 2 * rank, size), 1, collate_fn=_batch_of
         ),
-    }[kind]()  # fmt: skip
+    }[kind]()
 
 
 def _resume(kind, replicated=False):
@@ -331,8 +335,15 @@ def _resume(kind, replicated=False):
         goes_on(6, *later[2])
 
 
-KINDS = ["plain", "stateful", "stateful, workers", "shuffled", "stream", "accelerate",
-         "accelerate, stateful"]  # fmt: skip
+KINDS = [
+    "plain",
+    "stateful",
+    "stateful, workers",
+    "shuffled",
+    "stream",
+    "accelerate",
+    "accelerate, stateful",
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -439,8 +450,9 @@ def _errors():
             ({"input_ids": ids, "a": {"labels": ids}}, r"got batch\['a'\]\['labels'\]; shift it"),
             ({"input_ids": ids, "a": lambda: 0}, "pickle"),
             ({"input_ids": ids, "attention_mask": ids.to_sparse()}, "attention_mask.*to be dense"),
-            (ids, "to map names to tensors"), (None, "to map names to tensors.*NoneType"),
-        ]:  # fmt: skip
+            (ids, "to map names to tensors"),
+            (None, "to map names to tensors.*NoneType"),
+        ]:
             loader = _sequence(Failing(at, wrong))
             with pytest.raises(
                 ValueError, match=f"rank {at}'s batch can't be sharded: .*{message}"

@@ -81,10 +81,15 @@ def _declared():
         return module(*args, **kwargs)
 
     for local in (
-        module, module.forward, torch.compile(module, backend="eager"), Called(), wrapped,
-        torch.compile(module.forward, backend="eager"), functools.partial(module, scale=2.0),
+        module,
+        module.forward,
+        torch.compile(module, backend="eager"),
+        Called(),
+        wrapped,
+        torch.compile(module.forward, backend="eager"),
+        functools.partial(module, scale=2.0),
         functools.partial(torch.compile(module, backend="eager"), scale=2.0),
-    ):  # fmt: skip
+    ):
         torch._dynamo.reset()
         out = deepsp.DistributedAttention(local)(x, x, x)
         assert out[0, 0, :, 0].tolist() == [0, 1, 2, 3], (rank, local)

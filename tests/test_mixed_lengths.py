@@ -71,8 +71,9 @@ def _attends(seeds, heads):
             how |= {"window_size": (4, 0)} if seed % 4 == 2 else {}
             full = [x.clone().requires_grad_() for x in (*whole, *sinks)]
             window = 4 if "window_size" in how else None
-            expected = _alone(*full[:3], deal.lengths, window, *(full[3:] or [None]),
-                              how["is_causal"])  # fmt: skip
+            expected = _alone(
+                *full[:3], deal.lengths, window, *(full[3:] or [None]), how["is_causal"]
+            )
             grad = draw(*expected.shape, seed=2)
             wanted = torch.autograd.grad(expected, full, grad)
             index = deal.tokens(rank)
@@ -88,9 +89,12 @@ def _attends(seeds, heads):
                 torch.testing.assert_close(share, wanted[3], rtol=1e-9, atol=1e-10)
             for a, b in zip((out, *found[:3]), (expected, *wanted[:3]), strict=True):
                 torch.testing.assert_close(
-                    a, b[:, index], rtol=1e-9, atol=1e-10,
+                    a,
+                    b[:, index],
+                    rtol=1e-9,
+                    atol=1e-10,
                     msg=lambda m, d=(n, kv, deal): f"{d}: {m}",
-                )  # fmt: skip
+                )
 
 
 _HEADS = [(8, 8), (6, 3), (3, 1), (1, 1)]
@@ -261,9 +265,16 @@ def _model(name, slack):
                     p.grad, q.grad, rtol=0, atol=1e-5 * scale, msg=lambda m, n=n: f"{n}: {m}"
                 )
             model.zero_grad()
-        whole = torch.cat([x[m.bool()] for x, m in zip(
-            batch["input_ids"], batch.get("attention_mask", torch.ones_like(batch["input_ids"])),
-            strict=True)])  # fmt: skip
+        whole = torch.cat(
+            [
+                x[m.bool()]
+                for x, m in zip(
+                    batch["input_ids"],
+                    batch.get("attention_mask", torch.ones_like(batch["input_ids"])),
+                    strict=True,
+                )
+            ]
+        )
         assert torch.equal(deal.unshard(local["input_ids"]), whole[None])
         assert torch.equal(local["input_ids"][0], whole[deal.tokens(rank)])
 
@@ -292,13 +303,14 @@ def _positions():
     once = ids.masked_fill(twice == 0, -100)
     register()
     for make_model, batch in (
-        (learned, {
-            "labels": ids, "position_ids": torch.arange(7, 27).expand(2, -1)}),
+        (learned, {"labels": ids, "position_ids": torch.arange(7, 27).expand(2, -1)}),
         (learned, {"labels": after, "attention_mask": left}),
-        (lambda: make("Llama"), {
-            "labels": once, "position_ids": twice, "attention_mask": torch.ones_like(ids)}),
+        (
+            lambda: make("Llama"),
+            {"labels": once, "position_ids": twice, "attention_mask": torch.ones_like(ids)},
+        ),
         (lambda: make("Llama"), {"labels": once, "position_ids": twice}),
-    ):  # fmt: skip
+    ):
         torch.manual_seed(0)
         model = make_model().double()
         with torch.no_grad():
@@ -311,9 +323,16 @@ def _positions():
         torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0, check_dtype=False)
     assert len(deal.lengths) == 4  # without a mask, positions that restart begin a document
     roberta = RobertaForCausalLM(
-        RobertaConfig(**sizes, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
-                      num_attention_heads=4, is_decoder=True, pad_token_id=0)
-    )  # fmt: skip
+        RobertaConfig(
+            **sizes,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            is_decoder=True,
+            pad_token_id=0,
+        )
+    )
     roberta.eval().set_attn_implementation("deepsp")
     with pytest.raises(ValueError, match=r"as deepsp.deal_batch makes them, but .*counts other"):
         roberta(**deepsp.deal_batch({"input_ids": ids, "labels": ids})[0])
@@ -409,45 +428,69 @@ def _refused():
     call = deepsp.distributed_attention
     two = torch.cat([x, x])
     for error, function in (
-        ("for the 2 ranks of the group, got one for 3", lambda: call(
-            x, x, x, deal=deepsp.deal_documents([5, 9, 30], 3))),
+        (
+            "for the 2 ranks of the group, got one for 3",
+            lambda: call(x, x, x, deal=deepsp.deal_documents([5, 9, 30], 3)),
+        ),
         ("seq_lens to be left out", lambda: call(x, x, x, seq_lens=[1, 2], deal=deal)),
         ("one row with dealt, got 2", lambda: call(two, two, two, deal=deal)),
-        ("no documents with dealt", lambda: call(
-            x, x, x, deal=deal, documents=torch.tensor([[0, 44]]))),
+        (
+            "no documents with dealt",
+            lambda: call(x, x, x, deal=deal, documents=torch.tensor([[0, 44]])),
+        ),
         ("chunks to be 1", lambda: call(x, x, x, deal=deal, chunks=2)),
         ("no kv_chunk with deal", lambda: call(x, x, x, deal=deal, kv_chunk=4)),
         ("dropout_p to be 0", lambda: call(x, x, x, deal=deal, dropout_p=0.1)),
-        ("no local_attention with deal", lambda: deepsp.DistributedAttention(
-            lambda q, k, v, **_: q)(x, x, x, deal=deal)),
+        (
+            "no local_attention with deal",
+            lambda: deepsp.DistributedAttention(lambda q, k, v, **_: q)(x, x, x, deal=deal),
+        ),
         ("sequence length", lambda: call(x[:, 1:], x[:, 1:], x[:, 1:], deal=deal)),
-        ("is in no block of 2", lambda: torch.ops.deepsp.seq_to_heads(
-            [x], [0, 0, 1, 0, 0, 0], 0, "0", levels=2)),
-        ("this rank's of all levels, got 1", lambda: torch.ops.deepsp.seq_to_heads(
-            [x[:, :1]], [2, 1, 0, 1, 1, 1], 0, "0", levels=2)),
-        ("each of the levels of width 2", lambda: torch.ops.deepsp.seq_to_heads(
-            [x], [0, 0, 1, 0], 0, "0", levels=2)),
-    ):  # fmt: skip
+        (
+            "is in no block of 2",
+            lambda: torch.ops.deepsp.seq_to_heads([x], [0, 0, 1, 0, 0, 0], 0, "0", levels=2),
+        ),
+        (
+            "this rank's of all levels, got 1",
+            lambda: torch.ops.deepsp.seq_to_heads([x[:, :1]], [2, 1, 0, 1, 1, 1], 0, "0", levels=2),
+        ),
+        (
+            "each of the levels of width 2",
+            lambda: torch.ops.deepsp.seq_to_heads([x], [0, 0, 1, 0], 0, "0", levels=2),
+        ),
+    ):
         with pytest.raises(ValueError, match=error):
             function()
     batch = _rows("padded", 0)
     holes = batch["attention_mask"].clone()
     holes[0, 5] = 0
     for error, wrong in (
-        ("zeros of attention_mask at the ends", {
-            "attention_mask": holes, "labels": batch["labels"].masked_fill(holes == 0, -100)}),
-        (r"batch\['labels'\] to be -100 .*; pass labels.masked_fill\(attention_mask == 0, -100", {
-            "labels": batch["input_ids"]}),
-        (r"batch\['shift_labels'\] to be -100 .*; pad on the right", {
-            **{n: batch[n].flip(1) for n in ("attention_mask", "input_ids", "labels")}}),
-        (r"by name, got batch\['more'\]\['extra'\] of shape \(5, 40\) within another value", {
-            "more": {"extra": batch["input_ids"]}}),
-        (r"\['position_ids'\] of shape \[40\] or \[5, 40\], got \(3, 5, 40\)", {
-            "position_ids": torch.arange(40).expand(3, 5, -1), "labels": None}),
-        (r"\['seq_idx'\] to be a tensor \[5, 40\] .*, got list", {
-            "seq_idx": [1], "attention_mask": None, "labels": None}),
+        (
+            "zeros of attention_mask at the ends",
+            {"attention_mask": holes, "labels": batch["labels"].masked_fill(holes == 0, -100)},
+        ),
+        (
+            r"batch\['labels'\] to be -100 .*; pass labels.masked_fill\(attention_mask == 0, -100",
+            {"labels": batch["input_ids"]},
+        ),
+        (
+            r"batch\['shift_labels'\] to be -100 .*; pad on the right",
+            {**{n: batch[n].flip(1) for n in ("attention_mask", "input_ids", "labels")}},
+        ),
+        (
+            r"by name, got batch\['more'\]\['extra'\] of shape \(5, 40\) within another value",
+            {"more": {"extra": batch["input_ids"]}},
+        ),
+        (
+            r"\['position_ids'\] of shape \[40\] or \[5, 40\], got \(3, 5, 40\)",
+            {"position_ids": torch.arange(40).expand(3, 5, -1), "labels": None},
+        ),
+        (
+            r"\['seq_idx'\] to be a tensor \[5, 40\] .*, got list",
+            {"seq_idx": [1], "attention_mask": None, "labels": None},
+        ),
         (r"batch\['extra'\] of shape \[5, 40", {"extra": torch.zeros(1, 40)}),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=error):
             deepsp.deal_batch({**batch, **wrong}, roles={"extra": "tokens"})
     for error, how in (

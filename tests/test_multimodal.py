@@ -36,8 +36,10 @@ def _logits(model, full):
     grid, pixels = full["image_grid_thw"], full["pixel_values"]
     first = int(grid[0].prod())  # the only image of the first document
     every = []
-    for part, g, x in ((slice(12), grid[:1], pixels[:first]),
-                       (slice(12, None), grid[1:], pixels[first:])):  # fmt: skip
+    for part, g, x in (
+        (slice(12), grid[:1], pixels[:first]),
+        (slice(12, None), grid[1:], pixels[first:]),
+    ):
         known = {"position_ids": packed[..., part], "image_grid_thw": g, "pixel_values": x}
         known |= {n: full[n][:, part] for n in ("input_ids", "mm_token_type_ids")}
         every.append(model(**known, use_cache=False).logits)
@@ -185,10 +187,12 @@ def _pictures(count, seed=0):
 
     words = [[f"t{i}" for i in numbers.integers(5, 59, 6 + n)] for n in range(count)]
     rows = [
-        {"text": " ".join(["<boi>", *w, *["<boi>", "t7"] * (n % 2)]),
-         "images": [picture() for _ in range(1 + n % 2)]}
+        {
+            "text": " ".join(["<boi>", *w, *["<boi>", "t7"] * (n % 2)]),
+            "images": [picture() for _ in range(1 + n % 2)],
+        }
         for n, w in enumerate(words)
-    ]  # fmt: skip
+    ]
     return Dataset.from_list(rows)
 
 

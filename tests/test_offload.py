@@ -67,8 +67,10 @@ def _stack(kind, depth):
         "layer in chunks": lambda: Layer(chunks=2),
     }[kind]
     layers = [nn.Sequential(nn.LayerNorm(16), make()) for _ in range(depth)]
-    mlps = [deepsp.tile(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)), tokens=5)
-            for _ in range(depth)]  # fmt: skip
+    mlps = [
+        deepsp.tile(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)), tokens=5)
+        for _ in range(depth)
+    ]
     return nn.ModuleList(layers).double(), nn.ModuleList(mlps).double()
 
 
@@ -79,9 +81,11 @@ def _run(stack, x, lens, checkpointed, **how):
         return x + mlp(x)
 
     for layer, mlp in zip(*stack, strict=True):
-        x = checkpoint(block, x, layer, mlp, use_reentrant=False, **how) if checkpointed else (
-            block(x, layer, mlp)
-        )  # fmt: skip
+        x = (
+            checkpoint(block, x, layer, mlp, use_reentrant=False, **how)
+            if checkpointed
+            else (block(x, layer, mlp))
+        )
     return x.square().sum()
 
 
@@ -225,10 +229,11 @@ class _Device:
                 def copy():
                     if to() is not None:
                         target, found = (
-                            None if ref() is None
+                            None
+                            if ref() is None
                             else torch.empty(0, dtype=view[3]).set_(ref(), view[2], *view[:2])
                             for ref, view in zip((to, source), views, strict=True)
-                        )  # fmt: skip
+                        )
                         target.copy_(torch.nan * target if found is None else found)
 
                 stream.work.append(copy)

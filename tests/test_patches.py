@@ -181,9 +181,17 @@ def test_graphs_without_our_ops_are_left_alone():
 
 _PACKAGE = Path(deepsp.__file__).parent
 _CHANGES = {
-    "add", "append", "clear", "discard", "extend", "insert", "pop", "remove", "setdefault",
+    "add",
+    "append",
+    "clear",
+    "discard",
+    "extend",
+    "insert",
+    "pop",
+    "remove",
+    "setdefault",
     "update",
-}  # fmt: skip
+}
 
 
 def _changed(module: str, tree: ast.Module) -> Iterator[str]:

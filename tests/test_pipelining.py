@@ -94,8 +94,10 @@ def _pipelined(masked, chunks):
 
     schedule = Schedule1F1B(
         PipelineStage(module, number, 2, torch.device("cpu"), group=mesh["pp"].get_group()),
-        MICROBATCHES, loss_of, scale_grads=not masked,
-    )  # fmt: skip
+        MICROBATCHES,
+        loss_of,
+        scale_grads=not masked,
+    )
     optimizer = torch.optim.SGD(module.parameters(), lr=0.3)
     for full, (loss, gradients) in zip(batches, one_process(batches), strict=True):
         batch, seq_lens = deepsp.shard_batch(full, group)

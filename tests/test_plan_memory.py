@@ -17,10 +17,15 @@ def config(layers=4, **changes):
     from transformers import LlamaConfig
 
     sizes = {
-        "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": layers,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 500,
-        "pad_token_id": 0, "max_position_embeddings": 4096,
-    }  # fmt: skip
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 500,
+        "pad_token_id": 0,
+        "max_position_embeddings": 4096,
+    }
     return LlamaConfig(**sizes | changes)
 
 
@@ -125,8 +130,10 @@ def test_other_models():
         t.GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4),
     ):
         for levers in ({}, {"without_logits": True, "tiled": True, "checkpoint": True}):
-            plans = [deepsp.plan_memory(config, 64, 2, dtype=dtype, **levers).total
-                     for dtype in (torch.float32, torch.bfloat16)]  # fmt: skip
+            plans = [
+                deepsp.plan_memory(config, 64, 2, dtype=dtype, **levers).total
+                for dtype in (torch.float32, torch.bfloat16)
+            ]
             assert 1.5 < plans[0] / plans[1] < 2.2, (type(config), levers, plans)
     bert = t.BertConfig(**sizes, intermediate_size=64, is_decoder=True)
     plan = deepsp.plan_memory(bert, 64, 2, limit="1 KB")  # which has no MLPs to tile

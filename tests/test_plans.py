@@ -19,9 +19,17 @@ def _model(family, dropout=0.0, **options):
     torch.manual_seed(0)
     if family == "gpt2":
         config = transformers.GPT2Config(
-            n_embd=24, n_layer=2, n_head=6, vocab_size=50, n_positions=32, use_cache=False,
-            resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, **options,
-        )  # fmt: skip
+            n_embd=24,
+            n_layer=2,
+            n_head=6,
+            vocab_size=50,
+            n_positions=32,
+            use_cache=False,
+            resid_pdrop=dropout,
+            embd_pdrop=dropout,
+            attn_pdrop=dropout,
+            **options,
+        )
         model = transformers.GPT2LMHeadModel(config)
         model.loss_type = "ForCausalLM"
     else:
@@ -33,10 +41,17 @@ def _model(family, dropout=0.0, **options):
         }
         make_config, make = kinds[family]
         settings = dict(
-            hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=12,
-            num_key_value_heads=6, head_dim=4, vocab_size=50, max_position_embeddings=32,
-            use_cache=False, attention_dropout=dropout,
-        )  # fmt: skip
+            hidden_size=24,
+            intermediate_size=40,
+            num_hidden_layers=2,
+            num_attention_heads=12,
+            num_key_value_heads=6,
+            head_dim=4,
+            vocab_size=50,
+            max_position_embeddings=32,
+            use_cache=False,
+            attention_dropout=dropout,
+        )
         model = make(make_config(**settings | options))
     model = model.double().train()
     with torch.no_grad():  # biases and norms, too, are random

@@ -46,17 +46,25 @@ def _made(name, size, kind="", batch=2, evaluates=True, of="llama", zero=None, f
     model = tiny(of)  # before arguments with ZeRO 3, which partition models
     if zero is not None and size > 1:
         given["deepspeed"] = {
-            "train_micro_batch_size_per_gpu": batch, "gradient_accumulation_steps": 1,
+            "train_micro_batch_size_per_gpu": batch,
+            "gradient_accumulation_steps": 1,
             "zero_optimization": {"stage": zero, "stage3_param_persistence_threshold": 0},
-            "gradient_clipping": 1.0, "zero_allow_untested_optimizer": True,
-        }  # fmt: skip
+            "gradient_clipping": 1.0,
+            "zero_allow_untested_optimizer": True,
+        }
     args = arguments(
         getattr(trl, f"{name}Config"),
-        max_steps=5, bf16=kind == "bf16", beta=0.5, per_device_train_batch_size=batch,
-        per_device_eval_batch_size=batch, activation_checkpointing=kind == "checkpointing",
+        max_steps=5,
+        bf16=kind == "bf16",
+        beta=0.5,
+        per_device_train_batch_size=batch,
+        per_device_eval_batch_size=batch,
+        activation_checkpointing=kind == "checkpointing",
         gradient_accumulation_steps=2 if kind == "checkpointing" else 1,
-        eval_strategy="steps" if evaluates else "no", eval_steps=5, **given,
-    )  # fmt: skip
+        eval_strategy="steps" if evaluates else "no",
+        eval_steps=5,
+        **given,
+    )
     if kind == "LoRA":
         more["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
     return cls, {
@@ -83,9 +91,18 @@ def _preferences(size, batch, name="DPO", kind="", folder=None, of="llama", zero
     given = {"DPO": {"use_weighting": kind == "weighting"}, "KTO": {"undesirable_weight": 0.7}}
     reference = None if kind == "LoRA" else _reference(of)
     cls, more = _made(
-        name, size, kind, batch, evaluates=folder is None, dataset_num_proc=None, of=of, zero=zero,
-        precompute_ref_log_probs=folder is not None, **given[name], **more,
-    )  # fmt: skip
+        name,
+        size,
+        kind,
+        batch,
+        evaluates=folder is None,
+        dataset_num_proc=None,
+        of=of,
+        zero=zero,
+        precompute_ref_log_probs=folder is not None,
+        **given[name],
+        **more,
+    )
     if reference is not None:
         more["ref_model"] = reference
     rows = _ROWS[name]
@@ -115,11 +132,17 @@ def _reinforced(size, batch, reference, name="GRPO", kind="", **given):
     from transformers import TrainerCallback
 
     cls, more = _made(
-        name, size, kind, batch, num_generations=2, max_completion_length=9,
+        name,
+        size,
+        kind,
+        batch,
+        num_generations=2,
+        max_completion_length=9,
         # Completions of different lengths.
-        generation_kwargs={"sequence_bias": {(2,): 3.0}}, log_completions=True,
+        generation_kwargs={"sequence_bias": {(2,): 3.0}},
+        log_completions=True,
         **given,
-    )  # fmt: skip
+    )
 
     others = dist.is_initialized() and dist.get_rank() % size > 0
 
@@ -135,9 +158,12 @@ def _reinforced(size, batch, reference, name="GRPO", kind="", **given):
     more["model"].config._name_or_path = reference  # from whose files TRL loads it
     rows = pairs(24).remove_columns(["chosen", "rejected"])
     trainer = cls(
-        reward_funcs=[reward], train_dataset=rows, eval_dataset=rows.select(range(4)),
-        callbacks=[Draws()], **more,
-    )  # fmt: skip
+        reward_funcs=[reward],
+        train_dataset=rows,
+        eval_dataset=rows.select(range(4)),
+        callbacks=[Draws()],
+        **more,
+    )
     trainer.train()
     kept = [list(trainer._logs[name]) for name in ("prompt", "completion", "advantages")]
     assert len({*map(len, kept)}) == 1
@@ -188,9 +214,11 @@ def test_preferences_of_groups(name):
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [*itertools.product(["DPO", "KTO"], ["LoRA", "checkpointing", "precomputed"]),
-     ("DPO", "weighting")],
-)  # fmt: skip
+    [
+        *itertools.product(["DPO", "KTO"], ["LoRA", "checkpointing", "precomputed"]),
+        ("DPO", "weighting"),
+    ],
+)
 def test_kinds_of_preferences(name, kind, tmp_path):
     given = {"name": name, "kind": kind}
     if kind == "precomputed":
@@ -250,16 +278,24 @@ def test_zero3(reference):
     _same(_reinforced, 2, 2, batch=4, reference=reference, zero=3)
 
 
-_UNDER_FSDP = [("GRPO", 2), *(pytest.param(*x, marks=pytest.mark.nightly) for x in
-                             [("RLOO", 2), ("GRPO", 4)])]  # fmt: skip
+_UNDER_FSDP = [
+    ("GRPO", 2),
+    *(pytest.param(*x, marks=pytest.mark.nightly) for x in [("RLOO", 2), ("GRPO", 4)]),
+]
 
 
 @pytest.mark.parametrize(("name", "world"), _UNDER_FSDP)
 def test_reinforced_under_fsdp(name, world, reference):
     _same(
-        _reinforced, world, 2, batch=4, reference=reference, name=name, fsdp=True,
+        _reinforced,
+        world,
+        2,
+        batch=4,
+        reference=reference,
+        name=name,
+        fsdp=True,
         steps_per_generation=2,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.nightly
@@ -286,18 +322,24 @@ def _refusals():
 
     batching = {"use_transformers_continuous_batching": True}
     cases = [
-        (lambda: trainer("DPO", mix_lengths=True),
-         r"no mix_lengths in a sequence-parallel DPOTrainer, since the rows of a batch belong"),
+        (
+            lambda: trainer("DPO", mix_lengths=True),
+            r"no mix_lengths in a sequence-parallel DPOTrainer, since the rows of a batch belong",
+        ),
         (lambda: trainer("KTO", compute_metrics=print), r"no compute_metrics in .*KTOTrainer"),
         (lambda: trainer("GRPO", {"use_vllm": True}), r"no use_vllm in .*GRPOTrainer, .* True"),
         (lambda: trainer("RLOO", batching), r"no use_transformers_continuous_batching in a seq"),
         (lambda: trainer("GRPO", tools=[print]), r"no tools in .*, since they would run on eve"),
         (lambda: trainer("GRPO", rollout_func=print), r"no rollout_func in .*, since it would run"),
-        (lambda: trainer("GRPO", {"num_generations": 4}),
-         r"num_generations to divide 2, the rows of the generation batch of 1 .*, got 4"),
-        (lambda: (dpo := trainer("DPO", ref_model=_reference())).predict(dpo.train_dataset),
-         r"prediction_loss_only=True, since no rank has logits, got False; call evaluate"),
-    ]  # fmt: skip
+        (
+            lambda: trainer("GRPO", {"num_generations": 4}),
+            r"num_generations to divide 2, the rows of the generation batch of 1 .*, got 4",
+        ),
+        (
+            lambda: (dpo := trainer("DPO", ref_model=_reference())).predict(dpo.train_dataset),
+            r"prediction_loss_only=True, since no rank has logits, got False; call evaluate",
+        ),
+    ]
     for call, pattern in cases:
         with launched(), pytest.raises(ValueError, match=pattern):
             call()

@@ -122,9 +122,11 @@ def _right():
     deepsp.prove(_step(wrapped, syncs=False, average_gradients=True), _batch())
     for mean in ("sum", "mean"):
         sharded = deepsp.shard_parameters(
-            Model().double(), dtype=torch.float64, reduce_dtype=torch.float64,
+            Model().double(),
+            dtype=torch.float64,
+            reduce_dtype=torch.float64,
             gradient_reduction=mean,
-        )  # fmt: skip
+        )
         deepsp.prove(_step(sharded, average_gradients=mean == "mean"), _batch())
     compiled = torch.compile(Model().double(), backend="eager")
     deepsp.prove(_step(compiled), _batch())

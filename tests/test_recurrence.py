@@ -64,8 +64,10 @@ def _arguments(kind, batch, total, heads, groups):
     tokens["dt"] = torch.nn.functional.softplus(tokens["dt"])
     fixed = {"A": -draw(heads, seed=7).abs(), "D": draw(heads, seed=8)}
     if kind == "complex":  # as in LRU and S4D: states turn
-        tokens = {n: torch.complex(x, draw(*x.shape, seed=10 + i))
-                  for i, (n, x) in enumerate(tokens.items())}  # fmt: skip
+        tokens = {
+            n: torch.complex(x, draw(*x.shape, seed=10 + i))
+            for i, (n, x) in enumerate(tokens.items())
+        }
     return scan, {"value": "x", "per_head": ("A", "D")}, tokens, fixed
 
 
@@ -295,8 +297,9 @@ def _wrong():
     )
     _refuses("seq_lens says for rank", fine, call={**right, "seq_lens": [3, 3]})
     _refuses("from 0 to 8, the tokens", fine, call={**right, "documents": torch.tensor([0, 9])})
-    _refuses("ranks disagree: rank 0 passes shapes", fine,
-             call={"value": x[..., : 1 + rank], "g": g})  # fmt: skip
+    _refuses(
+        "ranks disagree: rank 0 passes shapes", fine, call={"value": x[..., : 1 + rank], "g": g}
+    )
 
 
 def test_errors():

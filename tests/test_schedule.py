@@ -261,11 +261,19 @@ def _llama_norm():
         ),
     ],
     ids=[
-        "linear-out", "linear-in", "conv1d-out", "conv1d-in", "embedding-vocabulary",
-        "embedding-1d", "embedding-hidden", "layernorm", "layernorm-no-bias", "rmsnorm",
+        "linear-out",
+        "linear-in",
+        "conv1d-out",
+        "conv1d-in",
+        "embedding-vocabulary",
+        "embedding-1d",
+        "embedding-hidden",
+        "layernorm",
+        "layernorm-no-bias",
+        "rmsnorm",
         "rmsnorm-eps",
     ],
-)  # fmt: skip
+)
 def test_registry(size, make, steps, x):
     on_ranks(size, _alone, make, steps, x)
 

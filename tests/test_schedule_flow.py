@@ -366,8 +366,11 @@ class KeepsGraph(Detached):
 
 
 def _buffers():
-    placed = Placed(KeepsGraph().double(), _TP, [Sync("down", "fwd_post", "all_reduce"),
-                                                Sync("up", "bwd_post", "all_reduce")])  # fmt: skip
+    placed = Placed(
+        KeepsGraph().double(),
+        _TP,
+        [Sync("down", "fwd_post", "all_reduce"), Sync("up", "bwd_post", "all_reduce")],
+    )
     placed.check(_X)
     last = placed.model.last
     assert last.grad_fn is None and not last.requires_grad and not last.any()

@@ -186,8 +186,12 @@ RIGHT = [
     (lambda x: x.unsqueeze(0), [X], [1], 2),
     (lambda x: x.unsqueeze(-1), [X], [1], 1),
     (lambda x: torch.view_as_complex(x.view(3, -1, 3, 2)) * 1j, [X], [1], 1),
-    (lambda x: torch.view_as_real(torch.view_as_complex(x.view(2, 4, -1, 2)) * 1j), [_x(2, 4, 24)],
-     [2], 2),
+    (
+        lambda x: torch.view_as_real(torch.view_as_complex(x.view(2, 4, -1, 2)) * 1j),
+        [_x(2, 4, 24)],
+        [2],
+        2,
+    ),
     (lambda x: torch.view_as_complex(x.view(3, 8, 3, 2)), [X], ["partial"], "partial"),
     (lambda x: x[:1].squeeze(), [X], [1], 0),
     (lambda x: x.select(2, 1), [X], [1], 1),
@@ -221,8 +225,12 @@ RIGHT = [
         [HeldPart(2, (24, 12, 12), 2)],
         2,
     ),
-    (lambda x, m: F.cross_entropy(x.view(-1, 6), m.view(-1), reduction="sum"),
-     [X, torch.arange(24).view(3, 8) % 6], [1, 1], "partial"),
+    (
+        lambda x, m: F.cross_entropy(x.view(-1, 6), m.view(-1), reduction="sum"),
+        [X, torch.arange(24).view(3, 8) % 6],
+        [1, 1],
+        "partial",
+    ),
     (lambda x, m: F.cross_entropy(x, m, reduction="none"), [X[0], torch.arange(8) % 6], [0, 0], 0),
     (lambda x, y: F.mse_loss(x, y, reduction="sum"), [X, 2 * X], [1, 1], "partial"),
     (lambda x, i: x.gather(2, i), [X, torch.zeros(3, 8, 2).long()], [1, 1], 1),
@@ -239,7 +247,7 @@ RIGHT = [
     (lambda x: x.flatten(1).unflatten(1, (-1, 6)), [X], [1], 1),
     (lambda x: F.one_hot(x, 7), [IDS], [1], 1),
     (lambda x: torch.zeros(2, dtype=f64).sum() + x.sum(-1), [X], [1], 1),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -291,14 +299,13 @@ WRONG = [
     (lambda x, y: torch.cat([x, y], -1), [X, X], [1, None]),
     (lambda x: x[:, :, :, None].repeat_interleave(2), [X], [1]),
     (lambda x: x.view(3, 8, 3, -1), [X], [2]),
-    (lambda x: torch.view_as_complex(x.unflatten(-1, (2, 1)).mT), [_x(2, 4)],
-     [1]),
+    (lambda x: torch.view_as_complex(x.unflatten(-1, (2, 1)).mT), [_x(2, 4)], [1]),
     (lambda x, y: F.mse_loss(x, y), [X, X], [1, 1]),
     (lambda x: F.cross_entropy(x, torch.zeros(8).long()), [X[0]], [1]),
     (lambda x: x[0].amax(1).tolist(), [X], [1]),
     (lambda x: torch.fft.fft(x), [X], [1]),
     (lambda x: torch.linalg.inv(x), [_x(2, 2, 2)], [0]),
-]  # fmt: skip
+]
 
 
 def test_refusals(golden):

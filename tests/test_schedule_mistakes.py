@@ -213,7 +213,7 @@ SAID = {
         lambda s: s.check(data(2, 5)),
         "the model isn't built yet",
     ),
-}  # fmt: skip
+}
 
 
 def _all_said():
@@ -385,7 +385,7 @@ CHECKED = {
         _overlap_second,
         r"overlap=True needs the last sync at the input",
     ),
-}  # fmt: skip
+}
 
 
 def _all_checked():

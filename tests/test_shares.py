@@ -28,9 +28,12 @@ f64 = torch.float64
 
 
 @given(
-    heads=st.integers(1, 12), ranks=st.integers(1, 12), total=st.integers(0, 60),
-    chunks=st.integers(1, 2), data=st.data(),
-)  # fmt: skip
+    heads=st.integers(1, 12),
+    ranks=st.integers(1, 12),
+    total=st.integers(0, 60),
+    chunks=st.integers(1, 2),
+    data=st.data(),
+)
 def test_each_query_has_one_rank(heads, ranks, total, chunks, data):
     parts = data.draw(
         st.sampled_from(
@@ -77,9 +80,14 @@ def _shares(heads, kv_heads, kind, parts, chunks, more, dims, layout="bshd"):
     def ours(q, k, v, mask=None):
         given = own if mask is None else {"attn_mask": mask}
         return deepsp.distributed_attention(
-            *(x.permute(order).contiguous() for x in (q, k, v)), enable_gqa=True, seq_lens=lens,
-            chunks=chunks, query_parts=parts, layout=layout, **given,
-        ).permute(order)  # fmt: skip
+            *(x.permute(order).contiguous() for x in (q, k, v)),
+            enable_gqa=True,
+            seq_lens=lens,
+            chunks=chunks,
+            query_parts=parts,
+            layout=layout,
+            **given,
+        ).permute(order)
 
     def theirs(q, k, v, mask=None):
         return attention(q, k, v, **(reference if mask is None else {"attn_mask": mask}))
@@ -133,10 +141,16 @@ def _patterns(options):
 
 
 @pytest.mark.parametrize("ranks", [4])
-@pytest.mark.parametrize("options", [
-    {"documents": 1}, {"window_size": (4, 0)}, {"window_size": (2, 0), "documents": 1},
-    {"softcap": 2.0, "sinks": True}, {"sinks": True, "documents": 1},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"documents": 1},
+        {"window_size": (4, 0)},
+        {"window_size": (2, 0), "documents": 1},
+        {"softcap": 2.0, "sinks": True},
+        {"sinks": True, "documents": 1},
+    ],
+)
 def test_patterns(ranks, options):
     on_ranks(ranks, _patterns, tuple(options.items()))
 
@@ -150,10 +164,17 @@ def _dropout():
     found = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
-        found.append(deepsp.distributed_attention(
-            q, draw(1, lens[rank], 1, 8, seed=1), ones, dropout_p=0.5, is_causal=True,
-            enable_gqa=True, seq_lens=lens,
-        ))  # fmt: skip
+        found.append(
+            deepsp.distributed_attention(
+                q,
+                draw(1, lens[rank], 1, 8, seed=1),
+                ones,
+                dropout_p=0.5,
+                is_causal=True,
+                enable_gqa=True,
+                seq_lens=lens,
+            )
+        )
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
     whole = deepsp.unshard(found[0].detach(), 1, seq_lens=lens)
     assert 0.7 < whole.mean() < 1.3
@@ -244,8 +265,10 @@ def _mask_alone_trains():
     rank, size, total = dist.get_rank(), dist.get_world_size(), 3
     lens = lens_of("split", total, size)
     whole = draw(1, total, 1, 4)
-    masks = [draw(total, total, seed=3).masked_fill(torch.eye(total) > 0, -math.inf)
-             .requires_grad_() for _ in range(2)]  # fmt: skip
+    masks = [
+        draw(total, total, seed=3).masked_fill(torch.eye(total) > 0, -math.inf).requires_grad_()
+        for _ in range(2)
+    ]
     q = whole.split(lens, 1)[rank]
     deepsp.distributed_attention(q, q, q, masks[0], seq_lens=lens).square().sum().backward()
     attention(whole, whole, whole, attn_mask=masks[1]).square().sum().backward()
@@ -525,9 +548,19 @@ def _layer(heads, kv_heads, parts, norm, own, checkpointed, chunks):
             for module in norms.values():
                 torch.nn.init.normal_(module.weight)
         return deepsp.SequenceParallelAttention(
-            24, heads, kv_heads, head_dim=dim, rope_theta=1e4, bias=True, group=group, dtype=f64,
-            local_attention=_alibi if own else None, query_parts=parts, chunks=chunks, **norms,
-        )  # fmt: skip
+            24,
+            heads,
+            kv_heads,
+            head_dim=dim,
+            rope_theta=1e4,
+            bias=True,
+            group=group,
+            dtype=f64,
+            local_attention=_alibi if own else None,
+            query_parts=parts,
+            chunks=chunks,
+            **norms,
+        )
 
     alone = dist.new_subgroups(1)[0]
     one, layer = make(alone, 1), make(None, parts)
@@ -552,10 +585,16 @@ def _layer(heads, kv_heads, parts, norm, own, checkpointed, chunks):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize(("ranks", "heads", "kv_heads", "parts", "norm", "own", "chunks"), [
-    (4, 2, 1, "auto", None, False, 2), (4, 2, 2, "auto", "each", False, 1),
-    (3, 2, 1, "auto", "all", False, 3), (2, 4, 2, 2, "each", True, 2), (3, 2, 1, 3, None, True, 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ranks", "heads", "kv_heads", "parts", "norm", "own", "chunks"),
+    [
+        (4, 2, 1, "auto", None, False, 2),
+        (4, 2, 2, "auto", "each", False, 1),
+        (3, 2, 1, "auto", "all", False, 3),
+        (2, 4, 2, 2, "each", True, 2),
+        (3, 2, 1, 3, None, True, 1),
+    ],
+)
 def test_layer(ranks, heads, kv_heads, parts, norm, own, chunks):
     on_ranks(ranks, _layer, heads, kv_heads, parts, norm, own, norm == "each", chunks)
 
@@ -627,10 +666,14 @@ def _compiled(inner, heads, options):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize(("inner", "ranks", "heads", "options"), [
-    ("aot_eager", 3, 2, {}), ("aot_eager", 2, 2, {"query_parts": 2}),
-    ("inductor", 2, 1, {"chunks": 2}),  # of the last chunk, rank 0 holds no query
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("inner", "ranks", "heads", "options"),
+    [
+        ("aot_eager", 3, 2, {}),
+        ("aot_eager", 2, 2, {"query_parts": 2}),
+        ("inductor", 2, 1, {"chunks": 2}),  # of the last chunk, rank 0 holds no query
+    ],
+)
 def test_compile_pass(inner, ranks, heads, options):
     on_ranks(ranks, _compiled, inner, heads, options)
 
@@ -648,9 +691,11 @@ def _fullgraph(backend, heads):
     for total in (11, 18):
         lens = lens_of("skewed", total, size)
         _compare(
-            _qkv(2, total, heads, 1, 8, 8), lens, lambda q, k, v, n=lens: compiled(q, k, v, n),
+            _qkv(2, total, heads, 1, 8, 8),
+            lens,
+            lambda q, k, v, n=lens: compiled(q, k, v, n),
             lambda q, k, v: attention(q * 2, k + 1, v, is_causal=True).sin(),
-        )  # fmt: skip
+        )
 
 
 @pytest.mark.parametrize(("backend", "ranks", "heads"), [("aot_eager", 3, 2), ("inductor", 2, 3)])

@@ -59,10 +59,16 @@ def test_rows_that_are_not_counted():
     assert marks == {"", FITTED, REFUSED}
 
 
-@pytest.mark.parametrize("name, tokens, ranks", [
-    *(("8b", 1009, ranks) for ranks in (1, 2, 3, 5, 8, 16, 24, 32, 33, 48)), ("8b", 512, 64),
-    ("70b", 650, 64), ("70b", 2048, 96), ("llama2-7b", 100, 8),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, tokens, ranks",
+    [
+        *(("8b", 1009, ranks) for ranks in (1, 2, 3, 5, 8, 16, 24, 32, 33, 48)),
+        ("8b", 512, 64),
+        ("70b", 650, 64),
+        ("70b", 2048, 96),
+        ("llama2-7b", 100, 8),
+    ],
+)
 def test_bytes(name, tokens, ranks):
     """Each rank sends and receives what the layout ops say."""
     model = MODELS[name]
@@ -77,8 +83,14 @@ def test_bytes(name, tokens, ranks):
         back = (tokens - lens[rank]) * counts[rank][0]
         assert layout.sent(rank) == (there * element, back * element)
 
-    plan = deepsp.plan_attention(*heads, seq_len=tokens, ranks=ranks, head_dim=model.head_dim,
-                                 dtype=torch.bfloat16, device="cuda")  # fmt: skip
+    plan = deepsp.plan_attention(
+        *heads,
+        seq_len=tokens,
+        ranks=ranks,
+        head_dim=model.head_dim,
+        dtype=torch.bfloat16,
+        device="cuda",
+    )
     total = 0
     for rank, share in enumerate(plan.ranks):
         assert (layout.kv_heads[rank].start, layout.kv_heads[rank].stop) == share.kv_heads
@@ -111,9 +123,17 @@ def test_kv_once(name, ranks):
     assert sent == received
 
 
-@pytest.mark.parametrize("tokens, ranks", [
-    (2**15, 8), (2**15, 128), (2**17, 32), (2**17, 64), (2**17, 256), (2**20, 256),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "tokens, ranks",
+    [
+        (2**15, 8),
+        (2**15, 128),
+        (2**17, 32),
+        (2**17, 64),
+        (2**17, 256),
+        (2**20, 256),
+    ],
+)
 def test_levers_never_cost_time(tokens, ranks):
     for model in (SMALL, LARGE, MODELS["llama2-7b"]):
         for machines in ("h100", "h100-1nic", "h100-pcie"):

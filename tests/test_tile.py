@@ -49,8 +49,13 @@ def _same(reference, module, *args, **kwargs):
         found = []
         for m in (reference, module):
             given = torch.utils._pytree.tree_map(
-                lambda x: x.detach().clone().requires_grad_(x.requires_grad)
-                if isinstance(x, torch.Tensor) else x, (args, kwargs))  # fmt: skip
+                lambda x: (
+                    x.detach().clone().requires_grad_(x.requires_grad)
+                    if isinstance(x, torch.Tensor)
+                    else x
+                ),
+                (args, kwargs),
+            )
             m.zero_grad()
             outputs = _leaves(m(*given[0], **given[1]))
             floats = [x for x in outputs if x.requires_grad]
@@ -383,7 +388,10 @@ def test_names():
     model = nn.ModuleDict({"a": layer, "mlp": MLP(), "vision_tower": tower})
     assert deepsp.tile_(copy.deepcopy(model)) == ["a.mlp", "mlp"]
     assert deepsp.tile_(copy.deepcopy(model), "a.mlp", "*.norm", "vision*.mlp", tokens=4) == [
-        "a.mlp", "a.norm", "vision_tower.mlp"]  # fmt: skip
+        "a.mlp",
+        "a.norm",
+        "vision_tower.mlp",
+    ]
     with pytest.raises(
         ValueError, match=r"nothing matches 'b\.\*'; its submodules are a\.mlp, a\."
     ):

@@ -253,10 +253,13 @@ def _zero(stage):
     deepsp.tile(model.mlp, tokens=2)
     deepsp.tile(model.experts, tokens=3)
     config = {
-        "train_micro_batch_size_per_gpu": 1, "steps_per_print": 10**9,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage}, "gradient_clipping": 0.0,
-    }  # fmt: skip
+        "train_micro_batch_size_per_gpu": 1,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": 0.0,
+    }
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=config
     )

@@ -282,9 +282,15 @@ def _compiled():
 
     def step(hidden, weight, bias, ids, lens):
         found = deepsp.token_log_probs(
-            hidden.cos(), weight, ids, bias, temperature=0.7, entropy=True, outputs="full",
+            hidden.cos(),
+            weight,
+            ids,
+            bias,
+            temperature=0.7,
+            entropy=True,
+            outputs="full",
             seq_lens=lens,
-        )  # fmt: skip
+        )
         return _objective(*found)
 
     for tokens in (9, 14, 21):  # dynamic from the second on

@@ -166,10 +166,13 @@ def _collated(size, batch, collator, length=None, **given):
     cls, more = _class(size)
     args = arguments(per_device_train_batch_size=batch, per_device_eval_batch_size=batch, **given)
     trainer = cls(
-        tiny(), args, train_dataset=lists(40, length=length),
-        eval_dataset=lists(8, 1, length=length), data_collator=collate,
+        tiny(),
+        args,
+        train_dataset=lists(40, length=length),
+        eval_dataset=lists(8, 1, length=length),
+        data_collator=collate,
         **more,
-    )  # fmt: skip
+    )
     trainer.train()
     return logs(trainer)
 
@@ -197,13 +200,25 @@ def _sft(size, batch, packing=False, metrics=None, rows=40, name="qwen3", option
         cls = sequence_parallel(SFTTrainer)
         more = {"sequence_parallel_size": size, **dict(options)}
     args = arguments(
-        SFTConfig, per_device_train_batch_size=batch, per_device_eval_batch_size=batch, bf16=False,
-        max_length=32, packing=packing, padding_free=False, dataset_num_proc=None, **given,
-    )  # fmt: skip
+        SFTConfig,
+        per_device_train_batch_size=batch,
+        per_device_eval_batch_size=batch,
+        bf16=False,
+        max_length=32,
+        packing=packing,
+        padding_free=False,
+        dataset_num_proc=None,
+        **given,
+    )
     trainer = cls(
-        tiny(name), args, train_dataset=lists(rows), eval_dataset=lists(8 + rows % 8, 1),
-        processing_class=tokenizer(), compute_metrics=metrics, **more,
-    )  # fmt: skip
+        tiny(name),
+        args,
+        train_dataset=lists(rows),
+        eval_dataset=lists(8 + rows % 8, 1),
+        processing_class=tokenizer(),
+        compute_metrics=metrics,
+        **more,
+    )
     if "without_logits" in dict(options):
         trainer.model.lm_head.register_forward_pre_hook(lambda *_: pytest.fail("logits"))
     trainer.train()
@@ -329,9 +344,13 @@ def _resumes(size, batch, folder):
     for steps, again in ((4, False), (2, False), (4, True)):
         set_seed(0)
         args = arguments(
-            per_device_train_batch_size=batch, max_steps=steps, eval_strategy="no",
-            save_strategy="steps" if steps == 2 else "no", save_steps=2, output_dir=folder,
-        )  # fmt: skip
+            per_device_train_batch_size=batch,
+            max_steps=steps,
+            eval_strategy="no",
+            save_strategy="steps" if steps == 2 else "no",
+            save_steps=2,
+            output_dir=folder,
+        )
         trainer = cls(tiny("qwen3_next"), args, train_dataset=Rows(40), **more)
         trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if again else None)
         found.append(logs(trainer))
@@ -366,9 +385,10 @@ def _fsdp(size, batch, without_logits=False):
         cls = under_fsdp(cls)
         more["without_logits"] = without_logits
     args = arguments(
-        per_device_train_batch_size=batch, per_device_eval_batch_size=batch,
+        per_device_train_batch_size=batch,
+        per_device_eval_batch_size=batch,
         prediction_loss_only=True,
-    )  # fmt: skip
+    )
     trainer = cls(tiny(), args, train_dataset=Rows(40), eval_dataset=Rows(6, 1), **more)
     trainer.train()
     return logs(trainer)
@@ -388,9 +408,11 @@ def _tensor_parallel(size, batch, folder, **given):
     cls, more = _class(size)
     config = DistributedConfig(tp_size=2, fsdp_size=2) if size > 1 else None
     args = arguments(
-        per_device_train_batch_size=batch, per_device_eval_batch_size=batch,
-        prediction_loss_only=True, learning_rate=1e-3,
-    )  # fmt: skip
+        per_device_train_batch_size=batch,
+        per_device_eval_batch_size=batch,
+        prediction_loss_only=True,
+        learning_rate=1e-3,
+    )
     model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
     more |= given
     trainer = cls(model, args, train_dataset=Rows(40), eval_dataset=Rows(11, 1), **more)
@@ -420,10 +442,12 @@ def _deepspeed(size, batch, stage, saved=None, options=()):
     given = {}
     if size > 1:
         given["deepspeed"] = {
-            "train_micro_batch_size_per_gpu": batch, "gradient_accumulation_steps": 1,
+            "train_micro_batch_size_per_gpu": batch,
+            "gradient_accumulation_steps": 1,
             "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-            "gradient_clipping": 1.0, "zero_allow_untested_optimizer": True,
-        }  # fmt: skip
+            "gradient_clipping": 1.0,
+            "zero_allow_untested_optimizer": True,
+        }
         more |= {"without_logits": saved is not None, **dict(options)}
     model = tiny()
     args = arguments(per_device_train_batch_size=batch, per_device_eval_batch_size=batch, **given)
@@ -464,9 +488,13 @@ def _loss_of_ones_own(size, batch):
     cls, more = _class(size)
     args = arguments(per_device_train_batch_size=batch, per_device_eval_batch_size=batch)
     trainer = cls(
-        tiny(), args, train_dataset=Rows(40), eval_dataset=Rows(8, 1), compute_loss_func=_func,
+        tiny(),
+        args,
+        train_dataset=Rows(40),
+        eval_dataset=Rows(8, 1),
+        compute_loss_func=_func,
         **more,
-    )  # fmt: skip
+    )
     trainer.train()
     return logs(trainer)
 
@@ -488,9 +516,13 @@ def _stream(size, batch):
     cls, more = _class(size)
     args = arguments(per_device_train_batch_size=batch, per_device_eval_batch_size=batch)
     trainer = cls(
-        tiny(), args, train_dataset=_Stream(), eval_dataset=_Stream(9), compute_metrics=_metrics,
+        tiny(),
+        args,
+        train_dataset=_Stream(),
+        eval_dataset=_Stream(9),
+        compute_metrics=_metrics,
         **more,
-    )  # fmt: skip
+    )
     trainer.train()
     found = trainer.predict(_Stream(3))
     return [*logs(trainer), {"predicted": float(np.abs(found.predictions).sum())}]
@@ -537,9 +569,11 @@ def _own(size, batch, factor, evaluates, local=False):
         for i, row in enumerate(Rows(40))
     ]
     args = arguments(
-        per_device_train_batch_size=batch, per_device_eval_batch_size=batch,
-        remove_unused_columns=False, eval_strategy="steps" if evaluates else "no",
-    )  # fmt: skip
+        per_device_train_batch_size=batch,
+        per_device_eval_batch_size=batch,
+        remove_unused_columns=False,
+        eval_strategy="steps" if evaluates else "no",
+    )
     trainer = cls(tiny(dtype=f64), args, train_dataset=rows, eval_dataset=rows[:8], **more)
     trainer.train()
     return logs(trainer)
@@ -594,9 +628,12 @@ def _alike(kind):
         args = arguments(eval_strategy="no", per_device_train_batch_size=4, **given)
         data = _Changed(16) if kind == "workers" else Rows(16)
         trainer = Trainer(
-            model, args, train_dataset=data, sequence_parallel_size=2,
+            model,
+            args,
+            train_dataset=data,
+            sequence_parallel_size=2,
             callbacks=[Draws()] if kind == "callback" else [],
-        )  # fmt: skip
+        )
         trainer.train()
     return torch.stack(seen)
 
@@ -658,9 +695,17 @@ def _refusals():
             return inputs["labels"].sum() / num_items_in_batch
 
     def trainer(
-        cls=SequenceParallelTrainer, model=None, size=2, config=None, without_logits=False,
-        data=None, collator=None, own=False, local=False, **given,
-    ):  # fmt: skip
+        cls=SequenceParallelTrainer,
+        model=None,
+        size=2,
+        config=None,
+        without_logits=False,
+        data=None,
+        collator=None,
+        own=False,
+        local=False,
+        **given,
+    ):
         args = arguments(config, **{"eval_strategy": "no", **given})
         model = tiny() if model is None else model
         data, more = Rows(40) if data is None else data, {"data_collator": collator}
@@ -689,56 +734,97 @@ def _refusals():
     averaging.accepts_loss_kwargs = False
     skipping.model.layerdrop = 0.1
 
-    small = BertConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
-                       intermediate_size=32)  # fmt: skip
+    small = BertConfig(
+        vocab_size=97,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=32,
+    )
     bloom = BloomForCausalLM(BloomConfig(vocab_size=97, hidden_size=32, n_layer=1, n_head=4))
     cases = [
         (lambda: trainer(size=3), r"a divisor of 2, the number of processes, got 3"),
-        (lambda: trainer(own=True, average_tokens_across_devices=False),
-         r"expected no average_tokens_across_devices=False with own_batches in SequenceParallelTr"),
-        (lambda: trainer(model=averaging, own=True),
-         r"expected no accepts_loss_kwargs=False of the model with own_batches in .*, since the"),
-        (lambda: trainer(own=True, accelerator_config={"even_batches": False}),
-         r"expected no even_batches=False with own_batches in .*, since ranks with fewer"),
-        (lambda: trainer(own=True, data=[{"input_ids": x, "shift_labels": x} for x in Rows(8).ids],
-                         remove_unused_columns=False).train(),
-         r"expected batches with labels for own_batches, since .*, got \['input_ids', 'shift_lab"),
+        (
+            lambda: trainer(own=True, average_tokens_across_devices=False),
+            r"expected no average_tokens_across_devices=False with own_batches in SequenceParallelTr",
+        ),
+        (
+            lambda: trainer(model=averaging, own=True),
+            r"expected no accepts_loss_kwargs=False of the model with own_batches in .*, since the",
+        ),
+        (
+            lambda: trainer(own=True, accelerator_config={"even_batches": False}),
+            r"expected no even_batches=False with own_batches in .*, since ranks with fewer",
+        ),
+        (
+            lambda: trainer(
+                own=True,
+                data=[{"input_ids": x, "shift_labels": x} for x in Rows(8).ids],
+                remove_unused_columns=False,
+            ).train(),
+            r"expected batches with labels for own_batches, since .*, got \['input_ids', 'shift_lab",
+        ),
         (lambda: trainer(size=None), r"a divisor of 2, the number of processes, got None"),
-        (lambda: trainer(model=AutoModelForSequenceClassification.from_config(small)),
-         r"a causal .*, got BertForSequenceClassification. .*in a trainer, pass compiled=True"),
-        (lambda: trainer(model=AutoModelForTokenClassification.from_config(small)),
-         r"a causal language model of transformers, got BertForTokenClassification"),
+        (
+            lambda: trainer(model=AutoModelForSequenceClassification.from_config(small)),
+            r"a causal .*, got BertForSequenceClassification. .*in a trainer, pass compiled=True",
+        ),
+        (
+            lambda: trainer(model=AutoModelForTokenClassification.from_config(small)),
+            r"a causal language model of transformers, got BertForTokenClassification",
+        ),
         (lambda: trainer(model=bloom), r"BloomForCausalLM"),
-        (lambda: trainer(sequence_parallel(Mean), local=True).train(),
-         r"another loss: .* compute_loss returns a sum over its tokens"),
-        (lambda: trainer(sequence_parallel(Shifts), local=True).train(),
-          r"a local batch has 'shift_labels'"),
-        (lambda: trainer(sequence_parallel(Evaluates), local=True, eval_strategy="steps",
-                         eval_steps=1).train(),
-         r"another loss: .* rows of your data were evaluated"),
-        (lambda: trainer(data=Others(16), max_steps=9).train(),
-         r"batch\['input_ids'\], a full tensor, .* on ranks 0 and 1; leave DistributedSampler out"),
-        (lambda: trainer(train_sampling_strategy="batch_rebalance"),
-         r"no train_sampling_strategy='batch_rebalance' in .*, since it deals batches to process"),
+        (
+            lambda: trainer(sequence_parallel(Mean), local=True).train(),
+            r"another loss: .* compute_loss returns a sum over its tokens",
+        ),
+        (
+            lambda: trainer(sequence_parallel(Shifts), local=True).train(),
+            r"a local batch has 'shift_labels'",
+        ),
+        (
+            lambda: trainer(
+                sequence_parallel(Evaluates), local=True, eval_strategy="steps", eval_steps=1
+            ).train(),
+            r"another loss: .* rows of your data were evaluated",
+        ),
+        (
+            lambda: trainer(data=Others(16), max_steps=9).train(),
+            r"batch\['input_ids'\], a full tensor, .* on ranks 0 and 1; leave DistributedSampler out",
+        ),
+        (
+            lambda: trainer(train_sampling_strategy="batch_rebalance"),
+            r"no train_sampling_strategy='batch_rebalance' in .*, since it deals batches to process",
+        ),
         (lambda: trainer(accelerator_config={"dispatch_batches": True}), r"dispatch_batches=False"),
-        (lambda: trainer(model=get_peft_model(tiny(), tuning)),
-         r"adapters within the model's layers, .*, got PromptTuningConfig: .*; use LoRA"),
+        (
+            lambda: trainer(model=get_peft_model(tiny(), tuning)),
+            r"adapters within the model's layers, .*, got PromptTuningConfig: .*; use LoRA",
+        ),
         (lambda: trainer(model=skipping), r"layerdrop of LlamaForCausalLM to be 0, .*, got 0.1"),
         (lambda: sequence_parallel(RewardTrainer), r"got RewardTrainer: RewardTrainer of"),
-        (lambda: sequence_parallel(type("Mine", (DistillationTrainer,), {})),
-         r"got Mine: DistillationTrainer of"),
-        (lambda: trainer(sequence_parallel(Adds), local=True).train(),
-          r"another gradient .* compute_loss returns a sum over its tokens"),
+        (
+            lambda: sequence_parallel(type("Mine", (DistillationTrainer,), {})),
+            r"got Mine: DistillationTrainer of",
+        ),
+        (
+            lambda: trainer(sequence_parallel(Adds), local=True).train(),
+            r"another gradient .* compute_loss returns a sum over its tokens",
+        ),
         (lambda: trainer(data=Few(40)).train(), r"batches of at least 2 tokens, .*, got 1; pad"),
         (lambda: trainer(own=True, data=Few(40)).train(), r"batches of at least 2 tok.*, got 1"),
         (lambda: trainer(neftune_noise_alpha=5.0), r"no neftune_noise_alpha in .*, got 5.0"),
-        (lambda: trainer(sequence_parallel(Mean), local=True, label_smoothing_factor=0.1),
-         r"no label_smoothing_factor in .*Mean, since the class has its own loss, got 0.1"),
+        (
+            lambda: trainer(sequence_parallel(Mean), local=True, label_smoothing_factor=0.1),
+            r"no label_smoothing_factor in .*Mean, since the class has its own loss, got 0.1",
+        ),
         (lambda: trainer(eval_use_gather_object=True), r"no eval_use_gather_object in .* only ten"),
-        (lambda: trainer(parallelism_config=ParallelismConfig(cp_size=1, tp_size=2)),
-         r"expected tp_size of parallelism_config to be that of the model, 1, got 2; load the"),
+        (
+            lambda: trainer(parallelism_config=ParallelismConfig(cp_size=1, tp_size=2)),
+            r"expected tp_size of parallelism_config to be that of the model, 1, got 2; load the",
+        ),
         (lambda: sequence_parallel(dict), r"trainer_class to be transformers' Trainer or a subcl"),
-    ]  # fmt: skip
+    ]
     for call, pattern in cases:
         with launched(), pytest.raises((ValueError, KeyError), match=pattern):
             call()

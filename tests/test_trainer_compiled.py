@@ -19,14 +19,28 @@ def _model(kind, dropout=0.0):
     small = {"vocab_size": VOCABULARY, "num_labels": 5}
     if kind == "encoder-decoder":
         config = t.T5Config(
-            **small, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, dropout_rate=0.0,
-            decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
-        )  # fmt: skip
+            **small,
+            d_model=32,
+            d_kv=8,
+            d_ff=48,
+            num_layers=1,
+            num_heads=4,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+            pad_token_id=0,
+            eos_token_id=1,
+        )
         return t.T5ForConditionalGeneration(config)
     config = t.BertConfig(
-        **small, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
-        max_position_embeddings=32, hidden_dropout_prob=dropout, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
+        **small,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        max_position_embeddings=32,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=0.0,
+    )
     kinds = {
         "masked": t.BertForMaskedLM,
         "tokens": t.BertForTokenClassification,
@@ -81,9 +95,14 @@ def _with_compile_pass(
         more["compiled"] = {"inner": inner}
     args = arguments(per_device_train_batch_size=batch, per_device_eval_batch_size=batch, **given)
     trainer = cls(
-        model, args, train_dataset=_Rows(40, kind),
-        eval_dataset=_Rows(8, kind, 1), compute_metrics=_size, compute_loss_func=loss_func, **more,
-    )  # fmt: skip
+        model,
+        args,
+        train_dataset=_Rows(40, kind),
+        eval_dataset=_Rows(8, kind, 1),
+        compute_metrics=_size,
+        compute_loss_func=loss_func,
+        **more,
+    )
     trainer.train()
     return logs(trainer)
 
@@ -112,9 +131,13 @@ def _twice(size, batch):
     args = arguments(per_device_train_batch_size=batch, per_device_eval_batch_size=batch)
     for metrics in (None, _size):
         trainer = cls(
-            model, args, train_dataset=_Rows(40, "pooled"), eval_dataset=_Rows(8, "pooled", 1),
-            compute_metrics=metrics, **more,
-        )  # fmt: skip
+            model,
+            args,
+            train_dataset=_Rows(40, "pooled"),
+            eval_dataset=_Rows(8, "pooled", 1),
+            compute_metrics=metrics,
+            **more,
+        )
         trainer.train()
         found += logs(trainer)
     return found
@@ -166,9 +189,12 @@ def _refused(kind):
     cls, more = _class(2)
     with pytest.raises(ValueError, match=r"batch\['labels'\], a full .* leave DistributedSampler"):
         cls(
-            _model(kind), arguments(eval_strategy="no"), train_dataset=_OtherLabels(8, kind),
-            compiled=True, **more,
-        ).train()  # fmt: skip
+            _model(kind),
+            arguments(eval_strategy="no"),
+            train_dataset=_OtherLabels(8, kind),
+            compiled=True,
+            **more,
+        ).train()
     with pytest.raises(ValueError, match="in a trainer, pass compiled=True"):
         cls(_model(kind), arguments(eval_strategy="no"), **more)
     with pytest.raises(ValueError, match="expected no mix_lengths with compiled"):
@@ -181,9 +207,13 @@ def _refused(kind):
 
     with pytest.raises(ValueError, match=r"no trainer of TRL with compiled .* got 'SFT"):
         sequence_parallel(SFTTrainer)(
-            tiny(), arguments(SFTConfig, bf16=False, eval_strategy="no"), train_dataset=lists(4),
-            processing_class=tokenizer(), compiled=True, **more,
-        )  # fmt: skip
+            tiny(),
+            arguments(SFTConfig, bf16=False, eval_strategy="no"),
+            train_dataset=lists(4),
+            processing_class=tokenizer(),
+            compiled=True,
+            **more,
+        )
 
 
 def _refusals():

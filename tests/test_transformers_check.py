@@ -18,14 +18,17 @@ OWN = "computes its attention itself"
 NO_MASK = "to get its mask from transformers. create_recurrent_attention_mask"
 PLACES = "forward to take position_ids"
 REFUSED = {
-    "GPT-Neo": OWN, "BLOOM": OWN, "Falcon": OWN,
+    "GPT-Neo": OWN,
+    "BLOOM": OWN,
+    "Falcon": OWN,
     "Llama, dynamic RoPE": "rope_type of LlamaAttention is 'dynamic', .* at most 8 tokens",
     "OPT": "OPTAttention by itself counts otherwise",
     "ModernBERT": "position_ids that reach the model's .* .ModernBertAttention. .*, got None",
     "RoBERTa": "RobertaSelfAttention by itself counts otherwise",
-    "T5": "an encoder and a decoder", "BART": "an encoder and a decoder",
+    "T5": "an encoder and a decoder",
+    "BART": "an encoder and a decoder",
     "ViT": "forward to take input_ids",
-}  # fmt: skip
+}
 
 
 def _zoo(length):
@@ -59,9 +62,16 @@ MIXERS = {
     "Mamba": ({"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2}, NO_MASK),
     "FalconMamba": ({"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2}, NO_MASK),
     "xLSTM": ({"vocab_size": VOCAB, "hidden_size": 32, "num_blocks": 2, "num_heads": 4}, PLACES),
-    "Rwkv": ({"vocab_size": VOCAB, "hidden_size": 32, "attention_hidden_size": 32,
-              "num_hidden_layers": 2}, OWN),
-}  # fmt: skip
+    "Rwkv": (
+        {
+            "vocab_size": VOCAB,
+            "hidden_size": 32,
+            "attention_hidden_size": 32,
+            "num_hidden_layers": 2,
+        },
+        OWN,
+    ),
+}
 
 
 def _ids(length=13):
@@ -317,9 +327,14 @@ def _calls():
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     for kind, length in (("dynamic", 16), ("longrope", 16)):
         if kind == "longrope":
-            rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0,
-                    "original_max_position_embeddings": 16, "short_factor": [1.0, 1.1, 1.2, 1.3],
-                    "long_factor": [2.0, 2.1, 2.2, 2.3]}  # fmt: skip
+            rope = {
+                "rope_type": kind,
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "short_factor": [1.0, 1.1, 1.2, 1.3],
+                "long_factor": [2.0, 2.1, 2.2, 2.3],
+            }
         settings = {"rope_parameters": rope, "max_position_embeddings": 16}
         scaled, reference = (_llama(a, **settings) for a in ("deepsp", "sdpa"))
         for total in (length, length + 1):

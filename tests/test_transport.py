@@ -295,10 +295,27 @@ def test_machines_mixed(ranks):
     """Ranks 0 and 1 share memory, so do 2 and 3; between them go messages."""
     values, sdpa = test_exchange._values, test_attention._sdpa
     layers = [
-        (test_layer._equals, (2, 11, heads, kv_heads, 8, 16, (True, True), True, "half", 1, chunks,
-                              overlap, "skewed", True))
+        (
+            test_layer._equals,
+            (
+                2,
+                11,
+                heads,
+                kv_heads,
+                8,
+                16,
+                (True, True),
+                True,
+                "half",
+                1,
+                chunks,
+                overlap,
+                "skewed",
+                True,
+            ),
+        )
         for heads, kv_heads, chunks, overlap in ((8, 2, 2, True), (4, 4, 1, True), (6, 2, 1, False))
-    ]  # fmt: skip
+    ]
     even, uneven, one = (2, 2, 2, 2), (3, 0, 5, 1), (1, 0, 0, 0)
     specs = [
         (even, (4, 3), f32, bf16, "plain"),
@@ -649,9 +666,12 @@ def _fate(fate):
     if rank in (0, 2):
         dist.destroy_process_group()
         dist.init_process_group(
-            "gloo", store=store, rank=rank // 2, world_size=2,
+            "gloo",
+            store=store,
+            rank=rank // 2,
+            world_size=2,
             timeout=datetime.timedelta(seconds=20),
-        )  # fmt: skip
+        )
         x = draw(1, 6, 4, 4)
         (y,) = deepsp.seq_to_heads([x])
         assert torch.equal(deepsp.heads_to_seq([y], [4])[0], x)

@@ -110,9 +110,11 @@ def _clipped(wrap, kind):
     for i, (a, b) in enumerate(zip(model.parameters(), reference.parameters(), strict=True)):
         b.grad = torch.sin(torch.arange(b.numel()) + 3.0 * i).view_as(b).double()
         whole = b.grad.clone()
-        a.grad = whole if not isinstance(a, DTensor) else distribute_tensor(
-            whole, a.device_mesh, a.placements
-        )  # fmt: skip
+        a.grad = (
+            whole
+            if not isinstance(a, DTensor)
+            else distribute_tensor(whole, a.device_mesh, a.placements)
+        )
     norms = [deepsp.clip_grad_norm_(model, 0.3, kind)]
     norms.append(torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.3, kind))
     torch.testing.assert_close(*norms)
@@ -138,9 +140,14 @@ def _trained(wrap, make_optimizer, averages):
     attend = deepsp.DistributedAttention(group=mesh["sp"])
 
     def make():
-        return wrap(_start(
-            lambda q, k, v, lens: attend(q, k, v, is_causal=True, enable_gqa=True, seq_lens=lens)
-        ), mesh)  # fmt: skip
+        return wrap(
+            _start(
+                lambda q, k, v, lens: attend(
+                    q, k, v, is_causal=True, enable_gqa=True, seq_lens=lens
+                )
+            ),
+            mesh,
+        )
 
     model = make()
     optimizer = make_optimizer(model.parameters())

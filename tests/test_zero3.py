@@ -141,9 +141,15 @@ class Ours(Plain):
         if norm is not None:
             options |= {"q_norm": self.q_norm, "k_norm": self.k_norm}
         layer = deepsp.SequenceParallelAttention.from_projections(
-            self.q_proj, self.k_proj, self.v_proj, self.o_proj, HEADS,
-            register=register, rope_theta=1e4, **options,
-        )  # fmt: skip
+            self.q_proj,
+            self.k_proj,
+            self.v_proj,
+            self.o_proj,
+            HEADS,
+            register=register,
+            rope_theta=1e4,
+            **options,
+        )
         # Registered, its hooks gather; else, those of this module.
         self._layer = layer if register else (layer,)
 
@@ -313,9 +319,14 @@ def _model(names, size):
         trained(engine_of(model), model, reference, loss(group), of_one, data, mine)
 
 
-@pytest.mark.parametrize(("ranks", "size", "names"), [
-    (2, 2, list(MODELS)), (3, 3, ["logits", "tiles"]), (4, 2, ["without logits"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ranks", "size", "names"),
+    [
+        (2, 2, list(MODELS)),
+        (3, 3, ["logits", "tiles"]),
+        (4, 2, ["without logits"]),
+    ],
+)
 def test_transformers(ranks, size, names):
     on_ranks(ranks, _model, names, size)
 

@@ -51,9 +51,12 @@ def tokenizer(splits: bool = False, special=None, ids=None):
         made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
         tokenizer_object=made,
-        pad_token="t0", bos_token="t1", eos_token="t2", unk_token="t3",
+        pad_token="t0",
+        bos_token="t1",
+        eos_token="t2",
+        unk_token="t3",
         extra_special_tokens=special or {},
-    )  # fmt: skip
+    )
 
 
 def lists(count, seed=0, length=None):
@@ -90,14 +93,21 @@ def pairs(count, seed=0):
 RECURRENT = {
     "qwen3_next": {
         "num_hidden_layers": 2,
-        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
-        "linear_value_head_dim": 12, "mlp_only_layers": [0, 1], "num_experts": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+        "mlp_only_layers": [0, 1],
+        "num_experts": 2,
     },
     "nemotron_h": {
-        "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 8,
         "chunk_size": 8,
     },
-}  # fmt: skip
+}
 """What models with a recurrent layer and one with attention need beside the rest."""
 
 
@@ -110,10 +120,20 @@ def tiny(name: str = "llama", dtype: torch.dtype = torch.float32, **kwargs):
     if name in RECURRENT:
         layers = {**RECURRENT[name], "layer_types": ["linear_attention", "full_attention"]}
     config = AutoConfig.for_model(
-        name, vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, **layers,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2, **kwargs,
-    )  # fmt: skip
+        name,
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        **layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        **kwargs,
+    )
     model = AutoModelForCausalLM.from_config(config).to(dtype)
     if dtype == torch.float64:  # transformers' own norms round to float32 in between
         for module in list(model.modules()):
@@ -128,11 +148,19 @@ def arguments(cls=None, **kwargs):
     from transformers import TrainingArguments
 
     given = {
-        "output_dir": tempfile.mkdtemp(), "use_cpu": True, "max_steps": 3, "logging_steps": 1,
-        "report_to": [], "learning_rate": 1e-2, "lr_scheduler_type": "constant",
-        "save_strategy": "no", "disable_tqdm": True, "eval_strategy": "steps", "eval_steps": 3,
+        "output_dir": tempfile.mkdtemp(),
+        "use_cpu": True,
+        "max_steps": 3,
+        "logging_steps": 1,
+        "report_to": [],
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
         "ddp_find_unused_parameters": False,
-    }  # fmt: skip
+    }
     return (cls or TrainingArguments)(**{**given, **kwargs})
 
 
@@ -144,8 +172,14 @@ def launched() -> Iterator[None]:
     names = {}
     if dist.is_initialized() and dist.get_world_size() > 1:
         rank, size = str(dist.get_rank()), str(dist.get_world_size())
-        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
-                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # fmt: skip
+        names = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "1",
+        }
     before = dict(os.environ)
     os.environ.update(names)
     try:

@@ -386,10 +386,19 @@ class Case(LM):
 
 
 EQUAL_CASES = [
-    "first_used_without_gradients", "windows", "repeated_then_written", "drawn_once", "dead",
-    "ignored_out_of_range", "cross_bias", "ids_written", "dtype_of", "checkpointed",
-    "attends_to_parameters", "parameter_written",
-]  # fmt: skip
+    "first_used_without_gradients",
+    "windows",
+    "repeated_then_written",
+    "drawn_once",
+    "dead",
+    "ignored_out_of_range",
+    "cross_bias",
+    "ids_written",
+    "dtype_of",
+    "checkpointed",
+    "attends_to_parameters",
+    "parameter_written",
+]
 REFUSED_CASES = {
     "hook": "a gradient hook",
     "selective": "context_fn",

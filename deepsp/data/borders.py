@@ -49,6 +49,8 @@ def ranges_of(documents: Tensor, batch: int, length: int) -> Tensor:
 
 
 def _shown(documents: Tensor) -> str:
-    return f"{documents.tolist()}" if documents.numel() <= 8 else (
-        f"{documents[0].item()} to {documents[-1].item()}"
-    )  # fmt: skip
+    return (
+        f"{documents.tolist()}"
+        if documents.numel() <= 8
+        else (f"{documents[0].item()} to {documents[-1].item()}")
+    )

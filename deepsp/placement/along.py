@@ -9,9 +9,17 @@ from deepsp.placement.pointwise import broadcast
 from deepsp.placement.table import ALL, ANY, MAX, MEAN, MIN, SUM, Op, Row, along, row, rule
 
 _COMBINE = {
-    "sum": SUM, "nansum": SUM, "count_nonzero": SUM, "mean": MEAN, "amax": MAX, "max": MAX,
-    "amin": MIN, "min": MIN, "any": ANY, "all": ALL,
-}  # fmt: skip
+    "sum": SUM,
+    "nansum": SUM,
+    "count_nonzero": SUM,
+    "mean": MEAN,
+    "amax": MAX,
+    "max": MAX,
+    "amin": MIN,
+    "min": MIN,
+    "any": ANY,
+    "all": ALL,
+}
 
 
 def reduced(op: Op) -> list[int]:

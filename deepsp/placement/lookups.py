@@ -16,8 +16,10 @@ def embedding(op: Op) -> list[Row]:
     return rows + row(ndim, (index, None), (weight, 1)) + row(SUM, (index, None), (weight, SUM))
 
 
-@rule("gather take_along_dim scatter scatter_add scatter_reduce", "it is looked up along the "
-      "sharded dimension")  # fmt: skip
+@rule(
+    "gather take_along_dim scatter scatter_add scatter_reduce",
+    "it is looked up along the sharded dimension",
+)
 def by_index(op: Op) -> list[Row]:
     """All operands have the same dimensions, and are sharded alike."""
     operands = op.operands

@@ -23,8 +23,15 @@ if TYPE_CHECKING:
 
 # Functions that fill a tensor with random numbers.
 _FILLS = {
-    "normal", "uniform", "bernoulli", "exponential", "geometric", "cauchy", "log_normal", "random",
-}  # fmt: skip
+    "normal",
+    "uniform",
+    "bernoulli",
+    "exponential",
+    "geometric",
+    "cauchy",
+    "log_normal",
+    "random",
+}
 
 
 class ShardedWeight(Tensor):

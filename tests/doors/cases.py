@@ -20,23 +20,37 @@ FAMILIES = {
     "llama": _HEADS,
     "qwen3": _HEADS,
     "gpt2": {  # learned positions
-        "num_attention_heads": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+        "num_attention_heads": 4,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
     },
     "roberta": {  # positions from 2 on, of tokens that aren't padding
-        "num_attention_heads": 4, "hidden_dropout_prob": 0.0, "is_decoder": True,
+        "num_attention_heads": 4,
+        "hidden_dropout_prob": 0.0,
+        "is_decoder": True,
         "attention_probs_dropout_prob": 0.0,
     },
     "biogpt": {  # positions by attention_mask
-        "num_attention_heads": 4, "hidden_dropout_prob": 0.0, "layerdrop": 0.0,
-        "attention_probs_dropout_prob": 0.0, "activation_dropout": 0.0,
+        "num_attention_heads": 4,
+        "hidden_dropout_prob": 0.0,
+        "layerdrop": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "activation_dropout": 0.0,
     },
     "mixtral": {**_HEADS, "num_local_experts": 4, "router_aux_loss_coef": 0.5},
     "mamba2": {  # takes no position_ids
-        "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 8,
+        "num_heads": 4,
+        "head_dim": 16,
+        "state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 8,
     },
-    **{name: {**_HEADS, **more, "layer_types": ["linear_attention", "full_attention"]}
-       for name, more in RECURRENT.items()},
-}  # fmt: skip
+    **{
+        name: {**_HEADS, **more, "layer_types": ["linear_attention", "full_attention"]}
+        for name, more in RECURRENT.items()
+    },
+}
 HAVE_STATE = ("mamba2", *RECURRENT)
 
 BATCHES = {
@@ -132,11 +146,18 @@ def model_of(case: Case, size: int) -> torch.nn.Module:
 
     set_seed(0)
     config = AutoConfig.for_model(
-        case.family, vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48,
-        max_position_embeddings=64, initializer_range=0.1, use_cache=False,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        case.family,
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        max_position_embeddings=64,
+        initializer_range=0.1,
+        use_cache=False,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
         **{"num_hidden_layers": 2, **FAMILIES[case.family]},
-    )  # fmt: skip
+    )
     if case.has("output_router_logits"):
         config.output_router_logits = True
     model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
@@ -236,16 +257,25 @@ def _trainer(case: Case, size: int, batch: int) -> list[dict]:
         more = {n: x for n, x in case.options if n in names} | {"sequence_parallel_size": size}
     metrics = case.has("metrics") and case.batches not in PACKED
     args = arguments(
-        per_device_train_batch_size=batch, per_device_eval_batch_size=batch, max_steps=2,
-        eval_steps=2, remove_unused_columns=False, prediction_loss_only=not metrics, **settings,
-    )  # fmt: skip
+        per_device_train_batch_size=batch,
+        per_device_eval_batch_size=batch,
+        max_steps=2,
+        eval_steps=2,
+        remove_unused_columns=False,
+        prediction_loss_only=not metrics,
+        **settings,
+    )
     # An evaluation weighs a batch of documents in rows of their own by its rows.
     rows = 8 if case.batches in PACKED else 7
     trainer = cls(
-        model_of(case, size), args, train_dataset=Rows(case, 24, 0),
-        eval_dataset=Rows(case, rows, 1), data_collator=_collate(case, size),
-        compute_metrics=_counts if metrics else None, **more,
-    )  # fmt: skip
+        model_of(case, size),
+        args,
+        train_dataset=Rows(case, 24, 0),
+        eval_dataset=Rows(case, rows, 1),
+        data_collator=_collate(case, size),
+        compute_metrics=_counts if metrics else None,
+        **more,
+    )
     trainer.train()
     return logs(trainer)
 
@@ -271,11 +301,19 @@ def _sft(case: Case, size: int, batch: int) -> list[dict]:
     packs = case.batches in ("bfd", "stream")
     settings = {n: x for n, x in case.options if n == "gradient_accumulation_steps"}
     args = arguments(
-        SFTConfig, per_device_train_batch_size=batch, per_device_eval_batch_size=batch, bf16=False,
-        max_length=32 if packs else None, packing=packs, max_steps=2, eval_steps=2,
-        padding_free=case.batches == "padding_free", dataset_num_proc=None,
-        dataloader_drop_last=packs and case.groups > 1, **settings,
-    )  # fmt: skip
+        SFTConfig,
+        per_device_train_batch_size=batch,
+        per_device_eval_batch_size=batch,
+        bf16=False,
+        max_length=32 if packs else None,
+        packing=packs,
+        max_steps=2,
+        eval_steps=2,
+        padding_free=case.batches == "padding_free",
+        dataset_num_proc=None,
+        dataloader_drop_last=packs and case.groups > 1,
+        **settings,
+    )
     train, evaluation = (
         Dataset.from_dict({"input_ids": [x.tolist() for x in Rows(case, count, seed).ids]})
         # The last batch of documents in a row must be full, if groups have one each.
@@ -284,9 +322,13 @@ def _sft(case: Case, size: int, batch: int) -> list[dict]:
     if case.batches == "stream":
         train, evaluation = train.to_iterable_dataset(), evaluation.to_iterable_dataset()
     trainer = cls(
-        model_of(case, size), args, train_dataset=train, eval_dataset=evaluation,
-        processing_class=tokenizer(), **more,
-    )  # fmt: skip
+        model_of(case, size),
+        args,
+        train_dataset=train,
+        eval_dataset=evaluation,
+        processing_class=tokenizer(),
+        **more,
+    )
     trainer.train()
     return logs(trainer)
 

@@ -38,14 +38,24 @@ def _train(prove, data, compute_loss=None, model=None, evaluates=False, size=Non
     own = ("data_collator", "compute_metrics", "eval_dataset")
     more = {n: settings.pop(n) for n in own if n in settings}
     with launched():
-        args = arguments(**{
-            "max_steps": 1, "eval_strategy": "no", "per_device_train_batch_size": 4,
-            "per_device_eval_batch_size": 2, "remove_unused_columns": False, **settings,
-        })  # fmt: skip
+        args = arguments(
+            **{
+                "max_steps": 1,
+                "eval_strategy": "no",
+                "per_device_train_batch_size": 4,
+                "per_device_eval_batch_size": 2,
+                "remove_unused_columns": False,
+                **settings,
+            }
+        )
         trainer = sequence_parallel(type("Own", (Trainer,), methods))(
-            tiny() if model is None else model, args, train_dataset=data, prove=prove,
-            sequence_parallel_size=size or dist.get_world_size(), **more,
-        )  # fmt: skip
+            tiny() if model is None else model,
+            args,
+            train_dataset=data,
+            prove=prove,
+            sequence_parallel_size=size or dist.get_world_size(),
+            **more,
+        )
         if evaluates:
             return {"loss": trainer.evaluate()["eval_loss"], "state": _state()}
         trainer.train()
@@ -65,10 +75,16 @@ def _wide(**config):
     set_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
-            num_attention_heads=8, initializer_range=0.1, max_position_embeddings=256, **config,
+            vocab_size=VOCABULARY,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=2,
+            num_attention_heads=8,
+            initializer_range=0.1,
+            max_position_embeddings=256,
+            **config,
         )
-    )  # fmt: skip
+    )
 
 
 # ---- losses of one's own
@@ -158,10 +174,14 @@ def _with_mask(rows):
 def masks_of_some(prove):
     """One of two groups has an entry that the other doesn't."""
     return _train(
-        prove, _rows(4, pads=lambda i: i != 3), size=2, data_collator=_with_mask,
+        prove,
+        _rows(4, pads=lambda i: i != 3),
+        size=2,
+        data_collator=_with_mask,
         _get_train_sampler=lambda self, *_: torch.utils.data.SequentialSampler(self.train_dataset),
-        per_device_train_batch_size=1, max_steps=2,
-    )  # fmt: skip
+        per_device_train_batch_size=1,
+        max_steps=2,
+    )
 
 
 # ---- evaluation
@@ -243,9 +263,12 @@ def _accelerated(prove, rows, collate=None, model=None, batch=2, ignored=-100):
         accelerator, losses = Accelerator(cpu=True), []
         loader = torch.utils.data.DataLoader(rows, batch_size=batch, collate_fn=collate)
         model, loader = prepare(
-            accelerator, tiny() if model is None else model, loader, sequence_parallel_size=2,
+            accelerator,
+            tiny() if model is None else model,
+            loader,
+            sequence_parallel_size=2,
             prove=prove,
-        )  # fmt: skip
+        )
         for local in loader:
             labels = local.pop("shift_labels")
             labels = labels.masked_fill(labels == -100, ignored)
@@ -283,12 +306,22 @@ def rows_without_labels(prove):
 
 _TRAININGS = {
     2: (
-        pairs, scores, targets, masking, reentrant, long_and_short, another_collator, in_bfloat16,
-        routers_of_padding, labels_at_borders, documents_of_ranks, other_ignored_labels,
+        pairs,
+        scores,
+        targets,
+        masking,
+        reentrant,
+        long_and_short,
+        another_collator,
+        in_bfloat16,
+        routers_of_padding,
+        labels_at_borders,
+        documents_of_ranks,
+        other_ignored_labels,
         rows_without_labels,
     ),
     4: (short_documents, masks_of_some, random_crops),
-}  # fmt: skip
+}
 
 
 def _both(name):

@@ -52,9 +52,17 @@ def flash_pieces():
             rows = [i for begin, end in ranges for i in range(begin, end)] or range(length)
             with torch.profiler.profile() as profile:
                 out, _ = op._blockwise_attention(
-                    q[:, rows], k, v, torch.tensor(documents), True, window, None, None,
-                    *(sinks or [None]), queries,
-                )  # fmt: skip
+                    q[:, rows],
+                    k,
+                    v,
+                    torch.tensor(documents),
+                    True,
+                    window,
+                    None,
+                    None,
+                    *(sinks or [None]),
+                    queries,
+                )
             calls = [e.name for e in profile.events() if e.name.startswith("aten::")]
             assert calls.count("aten::_flash_attention_forward") >= 1 and "aten::bmm" not in calls
             expected = _everything(*wide[:3], documents, window, *(wide[3:] or [None]))[:, rows]

@@ -18,8 +18,9 @@ def gathered():
     floats = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     special = torch.tensor(
         [0.0, -0.0, float("inf"), -float("inf"), 1e-40, 3e-8, 65520.0, 3.4e38, 1 + 2**-9],
-        device="cuda", dtype=torch.float64,
-    )  # fmt: skip
+        device="cuda",
+        dtype=torch.float64,
+    )
     for dtype in floats:
         for target in floats:
             for rows, columns in ((9, 33), (5, 1024), (1, 7)):
@@ -67,11 +68,16 @@ def summed_by_nccl():
     name = dist.group.WORLD.group_name
     f64, f32, bf16, f16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
     for rows, wires in (
-        ([9, 4, 1], [bf16, f32, f16]), ([64 * size], [f32]), ([64 * size], [bf16]), ([1], [f64])
-    ):  # fmt: skip
+        ([9, 4, 1], [bf16, f32, f16]),
+        ([64 * size], [f32]),
+        ([64 * size], [bf16]),
+        ([1], [f64]),
+    ):
         sizes = [op.token_split(n, size) for n in rows]
-        shards = [draw(s[rank], 33 - n % 2).float().requires_grad_()
-                  for n, s in zip(rows, sizes, strict=True)]  # fmt: skip
+        shards = [
+            draw(s[rank], 33 - n % 2).float().requires_grad_()
+            for n, s in zip(rows, sizes, strict=True)
+        ]
         flat = [n for s in sizes for n in s]
         weights = [
             [draw(n, 33 - n % 2, seed=p).to(wire) for n, wire in zip(rows, wires, strict=True)]
@@ -105,9 +111,12 @@ def _trained(reduction):
     whole = torch.nn.Sequential(*layers).to("cuda", torch.float64)
     model = copy.deepcopy(whole)
     deepsp.shard_parameters(
-        model, dtype=torch.float64, reduce_dtype=torch.float64, gradient_reduction="mean",
+        model,
+        dtype=torch.float64,
+        reduce_dtype=torch.float64,
+        gradient_reduction="mean",
         reduction=reduction,
-    )  # fmt: skip
+    )
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (whole, model)]
     for step in range(3):
         x = draw(4, 33, seed=step)

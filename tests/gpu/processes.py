@@ -52,9 +52,12 @@ def _join(rank: int, run: Run, path: str) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(rank if run.backend == "nccl" else 0)
     dist.init_process_group(
-        run.backend, init_method=f"file://{path}", rank=rank, world_size=run.size,
+        run.backend,
+        init_method=f"file://{path}",
+        rank=rank,
+        world_size=run.size,
         timeout=datetime.timedelta(seconds=90),
-    )  # fmt: skip
+    )
     dist.barrier()  # or a rank that fails at once would leave before the others have connected
 
 
@@ -89,9 +92,13 @@ class Ranks:
     """
 
     def __init__(
-        self, run: Run, report: Callable[[str], None], deadline: float,
-        silence: float = 150, grace: float = 15,
-    ):  # fmt: skip
+        self,
+        run: Run,
+        report: Callable[[str], None],
+        deadline: float,
+        silence: float = 150,
+        grace: float = 15,
+    ):
         self.run, self.report, self.deadline = run, report, deadline
         self.silence, self.grace = silence, grace
         self.passed = self.failed = 0

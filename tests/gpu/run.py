@@ -57,22 +57,47 @@ ROOT = Path(__file__).parents[2]
 # What a stage runs, those that tell most first.
 STAGES = {
     "values": [
-        is_mapped, exchange_values, odd_rows, along_dim, gathered, summed_by_nccl, waited_for_twice,
-        capture, large, never_waited_for,
+        is_mapped,
+        exchange_values,
+        odd_rows,
+        along_dim,
+        gathered,
+        summed_by_nccl,
+        waited_for_twice,
+        capture,
+        large,
+        never_waited_for,
     ],
     "attention": [
-        flash_pieces, attention_gradients, sixteen_bits, recurrences, mixed_lengths, experts,
+        flash_pieces,
+        attention_gradients,
+        sixteen_bits,
+        recurrences,
+        mixed_lengths,
+        experts,
     ],
     "paths": [loss_and_rest, sharded_training, layer_gradients, streams, threads],
     "sanitizer": [odd_rows, along_dim, exchange_values],
     "compile": [inductor, op_checks, layer_checks, dropout],
     "speed": [kernel_bandwidth, cast_bandwidth, projection_speed, overlap_profile, flash_speed],
-}  # fmt: skip
+}
 EVERYWHERE = {
-    exchange_values, odd_rows, along_dim, gathered, summed_by_nccl, waited_for_twice, loss_and_rest,
-    sharded_training, layer_gradients, inductor, op_checks, layer_checks, dropout, overlap_profile,
+    exchange_values,
+    odd_rows,
+    along_dim,
+    gathered,
+    summed_by_nccl,
+    waited_for_twice,
+    loss_and_rest,
+    sharded_training,
+    layer_gradients,
+    inductor,
+    op_checks,
+    layer_checks,
+    dropout,
+    overlap_profile,
     *STAGES["attention"],
-}  # fmt: skip
+}
 # Not on several ranks: they compare with this rank's input, or use one group in several threads,
 # whose exchanges would meet in any order.
 ALONE = {large, streams, threads, never_waited_for}
@@ -114,9 +139,12 @@ def run_program(command: list[str], deadline: float, report: Report, **environme
     report(f"$ {' '.join(command)}")
     process = subprocess.Popen(
         ["timeout", "-k", "5", str(max(1, int(deadline - time.monotonic()))), *command],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
         env={**os.environ, **environment},
-    )  # fmt: skip
+    )
     for line in process.stdout:
         report(line.rstrip("\n"))
     code = process.wait()

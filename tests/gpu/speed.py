@@ -91,11 +91,14 @@ def kernel_bandwidth():
     name = dist.group.WORLD.group_name
     lines = []
     for mib, heads, kv_heads, d, dtype in (
-        (256, 32, 8, 128, torch.bfloat16), (256, 8, 8, 64, torch.bfloat16),
-        (256, 32, 32, 128, torch.float32), (256, 8, 8, 65, torch.bfloat16),
-        (256, 8, 8, 80, torch.bfloat16), (4, 32, 8, 128, torch.bfloat16),
+        (256, 32, 8, 128, torch.bfloat16),
+        (256, 8, 8, 64, torch.bfloat16),
+        (256, 32, 32, 128, torch.float32),
+        (256, 8, 8, 65, torch.bfloat16),
+        (256, 8, 8, 80, torch.bfloat16),
+        (4, 32, 8, 128, torch.bfloat16),
         (16, 32, 8, 128, torch.bfloat16),
-    ):  # fmt: skip
+    ):
         s = (mib << 20) // ((heads + 2 * kv_heads) * d * dtype.itemsize)
         x = [torch.randn(1, s, h, d, device="cuda").to(dtype) for h in (heads, kv_heads, kv_heads)]
         flat = torch.cat([t.flatten() for t in x])

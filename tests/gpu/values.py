@@ -14,8 +14,15 @@ op = torch.ops.deepsp
 def exchange_values():
     """Every dtype and stride against indexing, both ways, bit for bit."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64,
-                  torch.uint8, torch.bool):  # fmt: skip
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.uint8,
+        torch.bool,
+    ):
         for dims in ((8, 8, 8), (64, 64, 128), (7, 5, 3), (65, 1, 33)):
             for layout in ("bshd", "bhsd", "slices"):
                 lens = uneven(13)
@@ -159,9 +166,15 @@ def loss_and_rest():
     expected = log_p.gather(-1, labels.clamp(min=0)[..., None])[..., 0] * (labels != -100)
     full = torch.autograd.grad(expected.exp().sum(), (hidden, weight))
     found, entropy = deepsp.token_log_probs(
-        mine, weight, labels.split(lens, 1)[rank], temperature=0.7, entropy=True, chunk_tokens=2,
-        outputs="full", seq_lens=lens,
-    )  # fmt: skip
+        mine,
+        weight,
+        labels.split(lens, 1)[rank],
+        temperature=0.7,
+        entropy=True,
+        chunk_tokens=2,
+        outputs="full",
+        seq_lens=lens,
+    )
     torch.testing.assert_close(found, expected, **TIGHT)
     of_all = -(log_p.exp() * log_p).sum(-1) * (labels != -100)
     torch.testing.assert_close(entropy, of_all, **TIGHT)
@@ -231,12 +244,15 @@ def op_checks():
         opcheck(op.seq_to_heads.default, ([q, k], lens, rank, name))
         opcheck(op.heads_to_seq.default, (held, [8, 2], lens, rank, name))
         opcheck(op.seq_to_heads_start.default, ([q, k], lens, 2, False, rank, name))
-        opcheck(op.seq_to_heads_wait.default,
-                (arriving[0], *shape, lens, 0, len(arriving), rank, name))  # fmt: skip
+        opcheck(
+            op.seq_to_heads_wait.default, (arriving[0], *shape, lens, 0, len(arriving), rank, name)
+        )
         opcheck(op.heads_to_seq_start.default, (held, [8, 2], lens, 0, 1, rank, name))
         opcheck(op.heads_to_seq_wait.default, ([leaving], *shape, lens, rank, name))
-        opcheck(op.distributed_attention.default,
-                (q, k, k, None, 0.0, True, None, True, 1, lens, rank, name))  # fmt: skip
+        opcheck(
+            op.distributed_attention.default,
+            (q, k, k, None, 0.0, True, None, True, 1, lens, rank, name),
+        )
         alike = draw(2, 6, dtype=torch.float32).requires_grad_()
         opcheck(op.all_reduce.default, (alike, "partial", rank, size, name))
         opcheck(op.all_gather.default, (q, 1, lens, "partial", rank, name))
@@ -298,8 +314,10 @@ def inductor():
                 q * 1.5, k + 1, v, is_causal=True, enable_gqa=True, seq_lens=lens, chunks=chunks
             ).sin()
 
-        x = [draw(2, lens[rank], h, 16, seed=h + rank, dtype=torch.float32).requires_grad_()
-             for h in (8, 4, 4)]  # fmt: skip
+        x = [
+            draw(2, lens[rank], h, 16, seed=h + rank, dtype=torch.float32).requires_grad_()
+            for h in (8, 4, 4)
+        ]
         expected = layer(*x)
         grad = torch.randn_like(expected)
         g_expected = torch.autograd.grad(expected, x, grad)
@@ -326,14 +344,24 @@ def layer_gradients():
     """The whole layer: output and every gradient against one process, float64."""
     rank = dist.get_rank()
     for heads, kv_heads, chunks, overlap in (
-        (8, 8, 1, True), (8, 2, 2, True), (6, 3, 3, True), (8, 4, 1, False),
-    ):  # fmt: skip
+        (8, 8, 1, True),
+        (8, 2, 2, True),
+        (6, 3, 3, True),
+        (8, 4, 1, False),
+    ):
         lens = uneven(17)
         torch.manual_seed(0)
         layer = deepsp.SequenceParallelAttention(
-            24, heads, kv_heads, head_dim=16, bias=True, chunks=chunks, overlap=overlap,
-            device="cuda", dtype=torch.float64,
-        )  # fmt: skip
+            24,
+            heads,
+            kv_heads,
+            head_dim=16,
+            bias=True,
+            chunks=chunks,
+            overlap=overlap,
+            device="cuda",
+            dtype=torch.float64,
+        )
         x = draw(2, 17, 24).requires_grad_()
         mine = x.detach().split(lens, 1)[rank].clone().requires_grad_()
         grad = draw(2, 17, 24, seed=4)
@@ -357,14 +385,15 @@ def layer_checks():
     weights = [draw(n, 5, dtype=torch.float32).requires_grad_() for n in (48, 12)]
     biases = [draw(n, dtype=torch.float32).requires_grad_() for n in (48, 12)]
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
-        opcheck(op._project_to_heads_start.default,
-                (x, weights, biases, [8, 2], lens, 2, False, rank, name))  # fmt: skip
+        opcheck(
+            op._project_to_heads_start.default,
+            (x, weights, biases, [8, 2], lens, 2, False, rank, name),
+        )
         held = op.seq_to_heads([draw(2, lens[rank], 8, 6, dtype=torch.float32)], lens, rank, name)
         leaving = op.heads_to_seq_start(held, [8], lens, 0, 1, rank, name)
         leaving = leaving.detach().requires_grad_()
         output = draw(7, 48, dtype=torch.float32).requires_grad_()
-        opcheck(op._heads_to_output_wait.default,
-                ([leaving], output, None, 8, 2, lens, rank, name))  # fmt: skip
+        opcheck(op._heads_to_output_wait.default, ([leaving], output, None, 8, 2, lens, rank, name))
     torch.manual_seed(0)
     layer = deepsp.SequenceParallelAttention(64, 8, 4, rope_theta=1e4, chunks=2, device="cuda")
     torch._dynamo.reset()

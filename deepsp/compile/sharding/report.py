@@ -12,9 +12,11 @@ from deepsp.compile.sharding.tokens import Tokens
 
 # Functions of transformers' models that run a recurrence over the sequence.
 RECURRENCES = (
-    "chunk_kimi_delta_attention", "mamba2_chunk_scan", "mamba_selective_scan",
+    "chunk_kimi_delta_attention",
+    "mamba2_chunk_scan",
+    "mamba_selective_scan",
     "torch_chunk_gated_delta_rule",
-)  # fmt: skip
+)
 
 
 class CannotShard(ValueError):

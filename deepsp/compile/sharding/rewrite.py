@@ -386,9 +386,12 @@ def _is_impure(node: fx.Node) -> bool:
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.is_mutable
     return getattr(target, "__name__", "") in (
-        "_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode",
+        "_set_grad_enabled",
+        "_enter_autocast",
+        "_exit_autocast",
+        "_enter_inference_mode",
         "_exit_inference_mode",
-    )  # fmt: skip
+    )
 
 
 def _write(walk, node: fx.Node) -> None:

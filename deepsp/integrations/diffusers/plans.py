@@ -7,9 +7,12 @@ from typing import Any
 from torch import nn
 
 _THEIR_OWN = (
-    "FluxTransformer2DModel", "Flux2Transformer2DModel", "QwenImageTransformer2DModel",
-    "WanTransformer3DModel", "LTXVideoTransformer3DModel",
-)  # fmt: skip
+    "FluxTransformer2DModel",
+    "Flux2Transformer2DModel",
+    "QwenImageTransformer2DModel",
+    "WanTransformer3DModel",
+    "LTXVideoTransformer3DModel",
+)
 """Models whose ``_cp_plan`` shards all tokens."""
 
 
@@ -55,20 +58,29 @@ def _ltx2(model: nn.Module) -> dict[str, Any]:
     return {
         "": {
             **dict.fromkeys(
-                ("hidden_states", "audio_hidden_states", "encoder_hidden_states",
-                 "audio_encoder_hidden_states", "video_keyframes_mask"),
+                (
+                    "hidden_states",
+                    "audio_hidden_states",
+                    "encoder_hidden_states",
+                    "audio_encoder_hidden_states",
+                    "video_keyframes_mask",
+                ),
                 tokens,
             ),
             **dict.fromkeys(
-                ("timestep", "audio_timestep", "encoder_attention_mask",
-                 "audio_encoder_attention_mask"),
+                (
+                    "timestep",
+                    "audio_timestep",
+                    "encoder_attention_mask",
+                    "audio_encoder_attention_mask",
+                ),
                 of_rows,
             ),
         },
         **{path: {0: angles, 1: angles} for path in ropes},
         "proj_out": output,
         "audio_proj_out": output,
-    }  # fmt: skip
+    }
 
 
 _MORE = {
@@ -80,11 +92,17 @@ _MORE = {
 """Arguments with an entry for each image token that plans leave out, and their dimensions."""
 
 PROCESSORS = {
-    "FluxAttnProcessor", "FusedFluxAttnProcessor2_0", "Flux2AttnProcessor",
-    "Flux2ParallelSelfAttnProcessor", "WanAttnProcessor", "QwenDoubleStreamAttnProcessor2_0",
-    "LTXVideoAttnProcessor", "LTX2AudioVideoAttnProcessor", "JointAttnProcessor2_0",
+    "FluxAttnProcessor",
+    "FusedFluxAttnProcessor2_0",
+    "Flux2AttnProcessor",
+    "Flux2ParallelSelfAttnProcessor",
+    "WanAttnProcessor",
+    "QwenDoubleStreamAttnProcessor2_0",
+    "LTXVideoAttnProcessor",
+    "LTX2AudioVideoAttnProcessor",
+    "JointAttnProcessor2_0",
     "FusedJointAttnProcessor2_0",
-}  # fmt: skip
+}
 """The attention processors that were compared with one process. Others, of diffusers, too, may
 attend to a rank's tokens only (Flux 2's with a cache of reference images)."""
 

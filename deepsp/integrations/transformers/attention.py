@@ -19,9 +19,15 @@ COUNTS_OTHERWISE = "_deepsp_counts_otherwise"
 """The attribute of modules whose model makes other position_ids than 0, 1, 2, ..."""
 
 _ELSEWHERE = {
-    "labels", "logits_to_keep", "num_items_in_batch", "output_hidden_states",
-    "output_router_logits", "return_dict", "shift_labels", "cache_position",
-}  # fmt: skip
+    "labels",
+    "logits_to_keep",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
+    "shift_labels",
+    "cache_position",
+}
 """Arguments of a model's forward that reach its attention without a meaning there."""
 
 

@@ -44,9 +44,15 @@ _originals: list[tuple[type, Any]] = []
 """While installed: the class, and the original of the second entry; the first is inherited."""
 
 _KNOWN = {
-    "input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids",
-    "num_items_in_batch", "shift_labels", "cache_position",
-}  # fmt: skip
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "position_ids",
+    "token_type_ids",
+    "num_items_in_batch",
+    "shift_labels",
+    "cache_position",
+}
 """Tensors that a model may get: the check covers them, or attention uses them, or nothing does."""
 
 

@@ -138,8 +138,11 @@ class _Check(Probe):
         taken |= {n for b in model.buffers() for n in b.shape}
         taken |= {n for n in config.values() if isinstance(n, int)}
         # Modules' inputs and outputs are recognized by this size, so it must be unique.
-        length = next(n for n in (11, 13, 17, 19, 23, 29, 31, 37, 41, 43)
-                      if not {n, _ROWS * n} & taken or n == 43)  # fmt: skip
+        length = next(
+            n
+            for n in (11, 13, 17, 19, 23, 29, 31, 37, 41, 43)
+            if not {n, _ROWS * n} & taken or n == 43
+        )
         super().__init__(model, length, _PLACES)
         self.refusal: ValueError | None = None  # raised by the attention
         self.queries: list[tuple[nn.Module, Tensor, Tensor]] = []
@@ -199,12 +202,13 @@ class _Check(Probe):
                 )
         config = self.model.config.get_text_config()
         both = [*config.to_dict().items(), *self.model.config.to_dict().items()]
-        special = {v for k, v in both
-                   if k.endswith(("_id", "_index")) and isinstance(v, int)}  # fmt: skip
+        special = {v for k, v in both if k.endswith(("_id", "_index")) and isinstance(v, int)}
         words = [i for i in range(min(config.vocab_size, 500)) if i not in special]
         row = [words[5 * i % len(words)] for i in range(self.length)]
-        rows = [[words[(5 * i + (i == place)) % len(words)] for i in range(self.length)]
-                for place in _PLACES]  # fmt: skip
+        rows = [
+            [words[(5 * i + (i == place)) % len(words)] for i in range(self.length)]
+            for place in _PLACES
+        ]
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         arguments = {
             "input_ids": torch.tensor([row, *rows, *[row] * len(_PLACES)], device=device),

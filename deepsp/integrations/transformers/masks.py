@@ -171,9 +171,11 @@ class Masks:
         if pattern is None:
             return None
         packed = self.causal and self.padding is None
-        positions = self.positions if packed else torch.arange(
-            self.positions.size(1), device=self.positions.device
-        )[None]  # fmt: skip
+        positions = (
+            self.positions
+            if packed
+            else torch.arange(self.positions.size(1), device=self.positions.device)[None]
+        )
         padding = None if self.padding is None or bool(self.padding.all()) else ~self.padding.bool()
         try:
             documents = document_ranges(pattern, positions, padding, self.batch_size)

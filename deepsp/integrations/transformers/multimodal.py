@@ -30,8 +30,12 @@ _TOWERS = {
 """By modality: the names of its pixels, of its grids of patches, and the method that encodes it."""
 
 _FIELDS = {
-    "last_hidden_state", "pooler_output", "deepstack_features", "hidden_states", "attentions",
-}  # fmt: skip
+    "last_hidden_state",
+    "pooler_output",
+    "deepstack_features",
+    "hidden_states",
+    "attentions",
+}
 """What an encoder returns. Models read the features only."""
 
 _PASSED_ON = {"labels", "shift_labels", "num_items_in_batch"}
@@ -198,9 +202,13 @@ def local_arguments(door: Door, given: dict[str, Any]) -> tuple[dict[str, Any], 
     if (inputs := given.get("per_layer_inputs")) is not None:  # [B, S, layers, E], of Gemma 4
         local["per_layer_inputs"] = inputs[:, part]
     known = {
-        "input_ids", "inputs_embeds", "position_ids", "attention_mask", "visual_pos_masks",
+        "input_ids",
+        "inputs_embeds",
+        "position_ids",
+        "attention_mask",
+        "visual_pos_masks",
         "per_layer_inputs",
-    }  # fmt: skip
+    }
     for name, x in given.items():
         if isinstance(x, Tensor) and name not in known | _PASSED_ON:
             raise ValueError(

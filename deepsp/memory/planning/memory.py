@@ -21,8 +21,17 @@ LEVERS = ("without_logits", "sharded", "tiled", "checkpoint", "offload")
 compute; one more forward of the MLPs; one more forward of all, which includes that; transfers of
 every layer's input."""
 
-_UNITS = {"": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12,
-          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
+_UNITS = {
+    "": 1,
+    "KB": 1e3,
+    "MB": 1e6,
+    "GB": 1e9,
+    "TB": 1e12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
 
 
 @dataclass
@@ -179,8 +188,13 @@ def plan_memory(
         )
     if dtype is None:
         dtype = getattr(model, "dtype", None) or getattr(config, "dtype", None) or torch.float32
-    wanted = {"without_logits": without_logits, "sharded": sharded, "tiled": tiled,
-             "checkpoint": checkpoint, "offload": offload}  # fmt: skip
+    wanted = {
+        "without_logits": without_logits,
+        "sharded": sharded,
+        "tiled": tiled,
+        "checkpoint": checkpoint,
+        "offload": offload,
+    }
     runs = _Runs(config, dtype, ranks, batch_size, kv_chunk)
     if limit is None:
         return runs.plan(seq_len, wanted)
@@ -240,8 +254,11 @@ class _Runs:
         text = self.config.get_text_config()
         count = text.num_hidden_layers
         kinds = getattr(text, "layer_types", None) or [None]
-        period = next(n for n in range(1, len(kinds) + 1)
-                      if all(kinds[i] == kinds[i % n] for i in range(len(kinds))))  # fmt: skip
+        period = next(
+            n
+            for n in range(1, len(kinds) + 1)
+            if all(kinds[i] == kinds[i % n] for i in range(len(kinds)))
+        )
         few, more = (count, count) if count <= 3 * period else (2 * period, 3 * period)
         runs = []
         for layers in dict.fromkeys((few, more)):

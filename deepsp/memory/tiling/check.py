@@ -122,8 +122,9 @@ class _Check:
                 first = self._run(self._cut(inputs, 0, _FIRST), states)
             second = self._run(self._cut(inputs, _FIRST, len(_ORDER) - _FIRST), states)
         for a, b, c, place in zip(full, first, second, places, strict=True):
-            parts = torch.cat([self._by_token(b, place, _FIRST),
-                               self._by_token(c, place, len(_ORDER) - _FIRST)])  # fmt: skip
+            parts = torch.cat(
+                [self._by_token(b, place, _FIRST), self._by_token(c, place, len(_ORDER) - _FIRST)]
+            )
             if self._differ(self._by_token(a, place), parts):
                 raise ValueError(self._mixes("its outputs for a part of the tokens are others"))
         self._check_two_tiles(states, places, random)
@@ -176,8 +177,10 @@ class _Check:
         return made
 
     def _cut(self, inputs: Sequence[Tensor], start: int, length: int) -> list[Tensor]:
-        return [x.detach() if not tiled else x.detach().narrow(self.dim, start, length).clone()
-                for x, tiled in zip(inputs, self.call.tiled, strict=True)]  # fmt: skip
+        return [
+            x.detach() if not tiled else x.detach().narrow(self.dim, start, length).clone()
+            for x, tiled in zip(inputs, self.call.tiled, strict=True)
+        ]
 
     def _put(self, x: Tensor, token: Tensor) -> Tensor:
         return x.detach().select_scatter(token.detach(), self.dim, _CHANGED)

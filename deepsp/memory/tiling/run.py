@@ -170,10 +170,14 @@ class Call:
             for (x, place), full in zip(self._placed(results), outputs, strict=True):
                 self._part(full, place, start, length).copy_(self._by_token(x, place, length))
         if not self.tiles:  # without tokens, run one to learn the outputs' shapes
-            results = self.run([
-                x.new_zeros([1 if d == self.dim else n for d, n in enumerate(x.shape)])
-                if tiled else x for x, tiled in zip(inputs, self.tiled, strict=True)
-            ])  # fmt: skip
+            results = self.run(
+                [
+                    x.new_zeros([1 if d == self.dim else n for d, n in enumerate(x.shape)])
+                    if tiled
+                    else x
+                    for x, tiled in zip(inputs, self.tiled, strict=True)
+                ]
+            )
             outputs = [self._empty(x, p) for x, p in self._placed(results)]
             randomness.restore(before, device)
         after = randomness.states(device)
@@ -207,10 +211,13 @@ class Call:
         count = self.count
         leaves = [x.detach().requires_grad_(n) for x, n in zip(saved, needed, strict=True)]
         tiled = [*self.tiled, *[False] * (len(leaves) - count)]
-        wide = [_Sum(x) if n and not t else None
-                for x, n, t in zip(leaves, needed, tiled, strict=True)]  # fmt: skip
-        parts = [torch.empty(x.shape, dtype=x.dtype, device=x.device) if n and t else None
-                 for x, n, t in zip(saved, needed, tiled, strict=True)]  # fmt: skip
+        wide = [
+            _Sum(x) if n and not t else None for x, n, t in zip(leaves, needed, tiled, strict=True)
+        ]
+        parts = [
+            torch.empty(x.shape, dtype=x.dtype, device=x.device) if n and t else None
+            for x, n, t in zip(saved, needed, tiled, strict=True)
+        ]
         device = saved[0].device
         with (
             _restored(self._states, device),

@@ -49,8 +49,9 @@ class Weights:
                 if isinstance(shard, Shard):
                     of_shards.add(parametrizations)
                     place = shard.shards.full, shard.index
-                    add((id(shard.shards), shard.index), place,
-                        lambda o=owner, k=key: getattr(o, k))  # fmt: skip
+                    add(
+                        (id(shard.shards), shard.index), place, lambda o=owner, k=key: getattr(o, k)
+                    )
 
     @contextlib.contextmanager
     def replaced(self, tensors: Sequence[Tensor]) -> Iterator[None]:

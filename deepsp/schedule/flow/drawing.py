@@ -9,9 +9,14 @@ from deepsp.ranks import randomness
 from deepsp.schedule.flow.values import Call
 
 _DROPOUTS = {
-    "dropout", "alpha_dropout", "feature_alpha_dropout", "feature_dropout", "rrelu",
-    "native_dropout", "rrelu_with_noise",
-}  # fmt: skip
+    "dropout",
+    "alpha_dropout",
+    "feature_alpha_dropout",
+    "feature_dropout",
+    "rrelu",
+    "native_dropout",
+    "rrelu_with_noise",
+}
 
 
 def drawn_since(before: list[Tensor]) -> bool:

@@ -454,9 +454,19 @@ class SequenceParallelAttention(nn.Module):
         trains = torch.is_grad_enabled()
         autocast = local.autocasts(x.device)
         key = (
-            name, self.num_heads, self.num_kv_heads, self.head_dim, self.v_head_dim,
-            tuple(lens), x.size(0), x.size(2), x.dtype, x.device, trains, autocast,
-        )  # fmt: skip
+            name,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.v_head_dim,
+            tuple(lens),
+            x.size(0),
+            x.size(2),
+            x.dtype,
+            x.device,
+            trains,
+            autocast,
+        )
         used = [p for m in self._used() if m is not None for p in m.parameters()]
         parameters = [p for p in used if p.requires_grad] if trains else []
 

@@ -240,10 +240,16 @@ class DistributedAttention(nn.Module):
         _, _, name = self.member
         trains = any(call.needs_gradient())
         key = (
-            "DistributedAttention", name, self.local_attention is None, self.layout,
-            tuple(call.lens), *((x.shape, x.dtype) for x in call.given), call.device, trains,
+            "DistributedAttention",
+            name,
+            self.local_attention is None,
+            self.layout,
+            tuple(call.lens),
+            *((x.shape, x.dtype) for x in call.given),
+            call.device,
+            trains,
             local.autocasts(call.device),
-        )  # fmt: skip
+        )
 
         def run(chunks: int, inputs: list[Tensor]) -> Tensor:
             again = copy.copy(call)

@@ -87,11 +87,15 @@ class DistributedExperts(nn.Module):
             )
         if not self._compared:
             self._compared = compare_calls(
-                "DistributedExperts", self.member, hidden,
-                num_experts=self.num_experts, width=hidden.size(1), dtype=hidden.dtype,
+                "DistributedExperts",
+                self.member,
+                hidden,
+                num_experts=self.num_experts,
+                width=hidden.size(1),
+                dtype=hidden.dtype,
                 chosen=chosen.size(1),
                 gradients=[hidden.requires_grad, weights.requires_grad],
-            )  # fmt: skip
+            )
         rank, size, name = self.member
         each = chosen.size(1)
         own = torch.bincount(chosen.flatten(), minlength=self.num_experts).tolist()

@@ -83,9 +83,15 @@ def _delta_rule(given: Callable, sharded: Sharded) -> Callable:
         more = {} if chunk_size is None else {"chunk_size": chunk_size}
 
         def run(
-            query, key, value, g, beta, initial_state=None, output_final_state=False,
+            query,
+            key,
+            value,
+            g,
+            beta,
+            initial_state=None,
+            output_final_state=False,
             cu_seqlens=None,
-        ):  # fmt: skip
+        ):
             borders = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
             return given(
                 query,
@@ -112,9 +118,18 @@ def _delta_rule(given: Callable, sharded: Sharded) -> Callable:
 
 def _state_space(given: Callable, sharded: Sharded) -> Callable:
     def mamba2_chunk_scan(
-        hidden_states, dt, A, B, C, chunk_size, D=None, dt_bias=None, dt_softplus=False,
-        dt_limit=(0.0, float("inf")), **_,
-    ):  # fmt: skip
+        hidden_states,
+        dt,
+        A,
+        B,
+        C,
+        chunk_size,
+        D=None,
+        dt_bias=None,
+        dt_softplus=False,
+        dt_limit=(0.0, float("inf")),
+        **_,
+    ):
         how = {"chunk_size": chunk_size, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
 
         def run(x, dt, B, C, A, D, dt_bias, initial_state=None, output_final_state=False):

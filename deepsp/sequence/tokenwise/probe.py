@@ -121,8 +121,11 @@ class Probe:
         mixing: list[str] = []
 
         def after(module, args, kwargs, result):
-            given = [rows for _, x in tensors_in((args, kwargs))
-                     if (rows := self.by_token(x)) is not None]  # fmt: skip
+            given = [
+                rows
+                for _, x in tensors_in((args, kwargs))
+                if (rows := self.by_token(x)) is not None
+            ]
             returned = [
                 rows for _, x in tensors_in(result) if (rows := self.by_token(x)) is not None
             ]

@@ -45,9 +45,17 @@ _RULES: dict[Any, Callable] = {}  # by op, or by the name of a function of trans
 _REASONS: dict[Any, str] = {}
 _OF_OWN: list[Callable] = []  # the rule for ops with an operand that differs by rank
 _FAMILIES = (
-    "views", "products", "indexing", "reductions", "attention", "flex", "losses", "functions",
-    "sorting", "recurrences",
-)  # fmt: skip
+    "views",
+    "products",
+    "indexing",
+    "reductions",
+    "attention",
+    "flex",
+    "losses",
+    "functions",
+    "sorting",
+    "recurrences",
+)
 
 
 def rule(*ops) -> Callable:

@@ -207,8 +207,13 @@ class _Blocks:
         listed = graph.call(aten.lt.Tensor, numbers, graph.call(aten.unsqueeze.default, counts, -1))
         none = graph.call(aten.zeros_like.default, listed)
         index = graph.call(aten.to.dtype, indices, torch.int64)
-        added = graph.call(aten.scatter_add.default, graph.call(aten.to.dtype, none, torch.int32), -1, index,
-            graph.call(aten.to.dtype, listed, torch.int32))  # fmt: skip
+        added = graph.call(
+            aten.scatter_add.default,
+            graph.call(aten.to.dtype, none, torch.int32),
+            -1,
+            index,
+            graph.call(aten.to.dtype, listed, torch.int32),
+        )
         return graph.call(aten.gt.Scalar, added, 0)
 
     def _listed(self, seen: fx.Node) -> list[fx.Node]:

@@ -20,9 +20,12 @@ from deepsp.sequence.recurrence.functions import FUNCTIONS, Sharded, capture, ca
 
 # Arguments by which a state, which generation keeps, goes in and out.
 _STATES = (
-    "initial_state", "initial_states", "output_final_state", "return_final_states",
+    "initial_state",
+    "initial_states",
+    "output_final_state",
+    "return_final_states",
     "return_last_state",
-)  # fmt: skip
+)
 
 
 # Mamba 1's associative scan works by vmap, which can't be traced here; token by token can be.
