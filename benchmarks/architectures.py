@@ -17,11 +17,7 @@ from tqdm import tqdm
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from architectures import (  # noqa: E402
-    ARCHITECTURES,
-    through_compile_pass,
-    through_register,
-)
+from architectures import ARCHITECTURES, through_compile_pass, through_register  # noqa: E402
 from harness import Workers  # noqa: E402
 
 HEAD = """# transformers' architectures

@@ -105,14 +105,7 @@ def tables(found: dict) -> list[tuple[str, list[str], list[list[str]]]]:
                     str(of["copies"]) if name != "floor" else "",
                 ]
             )
-    columns = [
-        "ranks, link, what, shape",
-        "",
-        "ms, min / median",
-        "× floor",
-        "launches",
-        "copies",
-    ]
+    columns = ["ranks, link, what, shape", "", "ms, min / median", "× floor", "launches", "copies"]
     result.append(("One collective along dimension 1, forward and backward", columns, rows))
     rows = [
         [

@@ -204,10 +204,7 @@ def gathers(parameters: list) -> tuple[dict[str, tuple[Callable, Callable]], Cal
             nothing,
         )
     if len(shards) > 1 and (all_at_once := op("gather_cast_coalesced")):
-        found["ours, coalesced"] = (
-            lambda: all_at_once(shards, flat, dtypes, rank, group),
-            nothing,
-        )
+        found["ours, coalesced"] = (lambda: all_at_once(shards, flat, dtypes, rank, group), nothing)
     found[ALONE] = (cast_and_copy(pairs), nothing)
     found["floor"] = (floor(sum(s.numel() * d.itemsize for s, d in pairs)), nothing)
     expected = [w.to(d) for w, d in zip(wholes, dtypes, strict=True)]

@@ -176,11 +176,7 @@ def stepper(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Callab
 def contenders(shape: dict) -> dict[str, Callable]:
     torch.manual_seed(0)
     base = Model(shape["dim"], shape["layers"], shape["heads"], shape["vocab"])
-    shard = {
-        "unfused": as_unfused,
-        FSDP: as_fsdp,
-        AHEAD: lambda model: as_fsdp(model, ahead=True),
-    }
+    shard = {"unfused": as_unfused, FSDP: as_fsdp, AHEAD: lambda model: as_fsdp(model, ahead=True)}
     if hasattr(deepsp, "shard_parameters"):
         shard["fused"] = lambda model: as_ours(model, prefetch_bytes=0)
         shard["fused, prefetch"] = as_ours

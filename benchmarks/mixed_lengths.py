@@ -73,10 +73,7 @@ class Case:
         }
         borders = torch.tensor([0, *lengths]).cumsum(0)
         lens = [len(x) for x in torch.arange(args.tokens).tensor_split(size)]
-        self.how = {
-            WHOLE: {"documents": borders, "seq_lens": lens},
-            DEALT: {"deal": self.deal},
-        }
+        self.how = {WHOLE: {"documents": borders, "seq_lens": lens}, DEALT: {"deal": self.deal}}
 
     def step(self, name: str) -> list[torch.Tensor]:
         q, k, v = self.inputs[name]

@@ -28,7 +28,8 @@ struct Formula {
   std::atomic<const c10::FunctionSchema*> schema = nullptr;
 };
 
-// Of all ops; a node of a graph says which is its own. Filled while the library is loaded.
+// The formulas of all ops, filled while the library is loaded; a node of a graph says which is its
+// own.
 std::deque<Formula>& formulas() {
   static auto* const all = new std::deque<Formula>;
   return *all;

@@ -8,7 +8,7 @@
 //   rank        this process's rank in the group
 //   group_name  the group as c10d knows it
 //   chunks      into how many consecutive parts each rank's own query heads are cut; a
-//               head of another tensor travels with the first part that reads it
+//               head of another tensor is sent with the first part that reads it
 //   ranks       the number of ranks
 // Wrong arguments raise ValueError before anything is sent.
 
@@ -29,7 +29,7 @@ TORCH_LIBRARY(deepsp, m) {
   // Tokens of each rank when `total` are split like torch.tensor_split.
   m.def("token_split(SymInt total, int parts) -> SymInt[]", pure);
   // [q_begin, q_end, kv_begin, kv_end]: the query heads of a rank (and chunk),
-  // and the kv heads that travel with them.
+  // and the kv heads that are sent with them.
   m.def(
       "head_split(int num_heads, int num_kv_heads, int parts, int rank, int chunk=0, "
       "int chunks=1) -> int[]",
@@ -125,9 +125,9 @@ TORCH_LIBRARY(deepsp, m) {
   // --- the tokens before
 
   // input: this rank's tokens along dim. Fresh, with n along dim: the n tokens of the sequence
-  // before this rank's first one, zeros where there are none. No others travel. Their gradients go
-  // back, and are added in rank order, 16-bit ones in float32. Composite, as are its halves; shape:
-  // the input's.
+  // before this rank's first one, zeros where there are none. No others are sent. Their gradients
+  // go back, and are added in rank order, 16-bit ones in float32. Composite, as are its halves;
+  // shape: the input's.
   m.def(
       "previous_tokens(Tensor input, SymInt n, int dim, SymInt[] seq_lens, int rank, "
       "str group_name) -> Tensor",
@@ -169,7 +169,7 @@ TORCH_LIBRARY(deepsp, m) {
   // x [B, S_rank, dim] through linear layers weights[i] [H_i·D_i, dim], biases[i]
   // [H_i·D_i] (or none at all), then exchanged: [B, S, h_i, D_i], as seq_to_heads
   // returns them. A single weight (and bias) for several num_heads is a fused one.
-  // Composite: start and wait. On gloo, while one rank's part travels the next is computed.
+  // Composite: start and wait. On gloo, while one rank's part is in flight, the next is computed.
   m.def(
       "project_to_heads(Tensor x, Tensor[] weights, Tensor[] biases, SymInt[] num_heads, "
       "SymInt[] seq_lens, int rank, str group_name) -> Tensor[]",
@@ -181,7 +181,7 @@ TORCH_LIBRARY(deepsp, m) {
       "SymInt[] seq_lens, int rank, str group_name) -> Tensor",
       uncaptured);
   // The halves that compute; seq_to_heads_wait and heads_to_seq_start are the others.
-  // Products are written into what is sent, and taken from what arrived: nothing is
+  // Products are written into what is sent, and taken from what was received: nothing is
   // packed or merged. Sums of 16-bit products are taken in float32.
   m.def(
       "_project_to_heads_start(Tensor x, Tensor[] weights, Tensor[] biases, "
@@ -308,7 +308,7 @@ TORCH_LIBRARY(deepsp, m) {
   // sizes: size along dim on each rank, any number, zero too. grad says what every rank holds of
   // the full tensor's gradient. "replicated": all of it, since every rank uses the full tensor in
   // the same way. "partial": a partial gradient; the gradient is their sum over ranks. 16-bit
-  // floats travel as they are and are summed in reduce_dtype (None: float32), in rank order.
+  // floats are sent as they are and are summed in reduce_dtype (None: float32), in rank order.
 
   // The local tensors of all ranks along dim, one after another. The gradient of a local tensor is
   // its slice of the full gradient ("replicated"), or of the sum of the partial ones ("partial").
@@ -322,7 +322,7 @@ TORCH_LIBRARY(deepsp, m) {
       "reduce_scatter(Tensor input, int dim, SymInt[] sizes, int rank, str group_name, *, "
       "ScalarType? reduce_dtype=None) -> Tensor",
       uncaptured);
-  // This rank's part along dim of what every rank has: nothing travels. Its gradient is the
+  // This rank's part along dim of what every rank has: nothing is sent. Its gradient is the
   // all-gather of the parts' ("replicated"), or zero beside the part ("partial"). Composite.
   m.def(
       "scatter(Tensor input, int dim, SymInt[] sizes, str grad, int rank, str group_name) -> "
@@ -369,7 +369,7 @@ TORCH_LIBRARY(deepsp, m) {
       "all_reduce(Tensor input, str grad, int rank, int size, str group_name, *, "
       "ScalarType? reduce_dtype=None) -> Tensor",
       uncaptured);
-  // The tensors of one call have one dtype and travel in one message: one flat buffer on its way;
+  // The tensors of one call have one dtype and are sent in one message: one flat buffer on its way;
   // views of it. shapes: one after another, dims: how many sizes each tensor has.
   m.def(
       "all_reduce_start(Tensor[] inputs, str grad, int rank, int size, str group_name, *, "
@@ -388,13 +388,13 @@ TORCH_LIBRARY(deepsp, m) {
 
   // input [.., n, .., K], dim not its last, weight [M, K], bias [M]. The input's parts of all ranks
   // along dim, by this rank's columns of a weight: on gloo, a part is multiplied while the next
-  // travels. The gradients of what was gathered are partial, and are summed.
+  // is sent. The gradients of what was gathered are partial, and are summed.
   m.def(
       "all_gather_matmul(Tensor input, Tensor weight, Tensor? bias, int dim, SymInt[] sizes, "
       "int rank, str group_name, *, ScalarType? reduce_dtype=None) -> Tensor",
       uncaptured);
   // This rank's part along dim of the sum of the ranks' products, and the bias: on gloo, a part
-  // travels while the next is computed.
+  // is in flight while the next is computed.
   m.def(
       "matmul_reduce_scatter(Tensor input, Tensor weight, Tensor? bias, int dim, SymInt[] sizes, "
       "int rank, str group_name, *, ScalarType? reduce_dtype=None) -> Tensor",
@@ -415,7 +415,7 @@ TORCH_LIBRARY(deepsp, m) {
 
   // Forward, the tensors themselves; backward, the partial gradients of the ranks become their
   // sum over the group: launched where replicate_wait stands, waited for where replicate_start
-  // does. Composite. The tensors of one call have one dtype and travel in one message.
+  // does. Composite. The tensors of one call have one dtype and are sent in one message.
   m.def(
       "replicate_start(Tensor(a)[] tensors, int rank, int size, str group_name) -> "
       "(Tensor(a)[] tensors, Tensor token)",
@@ -434,8 +434,8 @@ TORCH_LIBRARY(deepsp, m) {
   // fresh buffer. The gradient is reduce_scatter_cast of the output's, which has `dtype`;
   // its sum is kept in reduce_dtype (None: float32, and float64 for float64), in rank
   // order, and becomes the shard's dtype. backend_sums, in place of reduce_dtype: the dtype in
-  // which gradients travel in one reduce-scatter of the group's backend, which sums them in its own
-  // order. Composite: start and wait.
+  // which gradients are sent in one reduce-scatter of the group's backend, which sums them in its
+  // own order. Composite: start and wait.
   m.def(
       "gather_cast(Tensor shard, SymInt[] sizes, ScalarType dtype, int rank, str group_name, *, "
       "ScalarType? reduce_dtype=None, ScalarType? backend_sums=None) -> Tensor",
@@ -470,7 +470,7 @@ TORCH_LIBRARY(deepsp, m) {
       "int[] row_dims, ScalarType[] dtypes, int rank, str group_name, *, "
       "ScalarType? backend_sums=None) -> Tensor(a)[]",
       uncaptured);
-  // The adjoint: input [sum of sizes, ...] travels in the dtype that it has; the sum over
+  // The adjoint: input [sum of sizes, ...] is sent in the dtype that it has; the sum over
   // ranks of this rank's rows, fresh, in `dtype`. The same bytes as the gather. By all-to-all
   // and a local sum on every backend, unless backend_sums is given.
   m.def(
@@ -556,7 +556,7 @@ TORCH_LIBRARY(deepsp, m) {
   m.def("_pool_set_limit(int bytes) -> ()");
   m.def("_pool_clear() -> ()");
 
-  // --- how a group's blocks travel between tensors of a kind of device
+  // --- how a group's blocks are sent between tensors of a kind of device
 
   // By rank: the lowest rank that it shares memory with, or why it shares none. All
   // ranks call this. use: "auto", "mapped" or "messages"; to be given before the group's first

@@ -163,7 +163,7 @@ void cut_alias(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack)
   });
 }
 
-// Linear layers and attention compute in the lower precision under autocast, and so much travels.
+// Linear layers and attention compute in the lower precision under autocast, and so much is sent.
 template <c10::DeviceType device>
 void autocast(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   const c10::impl::ExcludeDispatchKeyGuard guard{

@@ -148,11 +148,7 @@ def scatter(
 
 
 def all_reduce(
-    x: Tensor,
-    group: Group = None,
-    *,
-    grad: str,
-    reduce_dtype: torch.dtype | None = None,
+    x: Tensor, group: Group = None, *, grad: str, reduce_dtype: torch.dtype | None = None
 ) -> Tensor:
     """Sums the tensors of all ranks: ``Partial`` to ``Replicate``.
 
@@ -367,11 +363,7 @@ def scatter_start(
 
 
 def all_reduce_start(
-    x: Tensor,
-    group: Group = None,
-    *,
-    grad: str,
-    reduce_dtype: torch.dtype | None = None,
+    x: Tensor, group: Group = None, *, grad: str, reduce_dtype: torch.dtype | None = None
 ) -> Pending[Tensor]:
     """Launches :func:`all_reduce`; ``.wait()`` returns its result. In backward with
     ``grad="partial"``, the sum is in flight during the backward of the ops between start and wait.

@@ -5,9 +5,7 @@ import torch.distributed as dist
 from reference import draw
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from deepsp.compile import (
-    fuse_gather_cast,
-)
+from deepsp.compile import fuse_gather_cast
 from deepsp.compile.graphs import bytes_of, is_collective
 from deepsp.compile.passes.recognize import find_gathers
 

@@ -126,14 +126,7 @@ def _distributed_attention(ranks):
         if mask.is_floating_point():  # each rank has a part of its gradient
             mask = sum(m / len(masks) for m in masks)
     out = F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        mask,
-        0.0,
-        first["is_causal"],
-        scale=first["scale"],
-        enable_gqa=first["enable_gqa"],
+        q, k, v, mask, 0.0, first["is_causal"], scale=first["scale"], enable_gqa=first["enable_gqa"]
     )
     return out.transpose(1, 2).split(list(first["seq_lens"]), 1)
 

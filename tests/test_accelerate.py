@@ -37,12 +37,7 @@ def _accelerated(size, batch, accumulation, labelled, fsdp=False):
 
         parts = "auto" if accumulation > 1 else size  # heads are whole, or shared by all ranks
         model, optimizer, loader = prepare(
-            accelerator,
-            model,
-            optimizer,
-            loader,
-            sequence_parallel_size=size,
-            query_parts=parts,
+            accelerator, model, optimizer, loader, sequence_parallel_size=size, query_parts=parts
         )
         attention = transformers.AttentionInterface()["deepsp"]
         assert attention.keywords["registration"].query_parts == parts

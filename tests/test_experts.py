@@ -185,8 +185,7 @@ def _in_models(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"),
-    [("Mixtral", 2), pytest.param("Qwen3 MoE", 3), pytest.param("GPT-OSS", 2)],
+    ("name", "ranks"), [("Mixtral", 2), pytest.param("Qwen3 MoE", 3), pytest.param("GPT-OSS", 2)]
 )
 def test_in_models(name, ranks):
     on_ranks(ranks, _in_models, name)
@@ -376,12 +375,7 @@ def _refused_in_wrappers():
 
     def trainer(model=None, cls=SequenceParallelTrainer, size=2, **given):
         args = arguments(eval_strategy="no", **given)
-        return cls(
-            model or dealt(),
-            args,
-            train_dataset=Rows(8),
-            sequence_parallel_size=size,
-        )
+        return cls(model or dealt(), args, train_dataset=Rows(8), sequence_parallel_size=size)
 
     class Sharded(SequenceParallelTrainer):
         def create_accelerator_and_postprocess(self):

@@ -22,9 +22,7 @@ from graphs import (
 from harness import on_ranks
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from deepsp.compile import (
-    fuse_gather_cast,
-)
+from deepsp.compile import fuse_gather_cast
 from deepsp.compile.graphs import bytes_of, is_collective
 from deepsp.compile.passes.recognize import find_gathers
 

@@ -224,10 +224,7 @@ def _errors():
     disagree = [
         (lambda: call(x, 3 + rank, group), "rank 0 passes n 3, rank 1 passes n 4"),
         (lambda: call(x, -3 * rank, group), "rank 0 passes n 0, rank 1 passes n -3"),
-        (
-            lambda: call(x[:, : 4 - rank], 3, group),
-            r"seq_lens \[4, 4\], rank 1 .* \[3, 3",
-        ),
+        (lambda: call(x[:, : 4 - rank], 3, group), r"seq_lens \[4, 4\], rank 1 .* \[3, 3"),
         (lambda: call(x, 3, group, dim=rank), "rank 0 passes dim 0, rank 1 passes dim 1"),
         (lambda: call(x[: 2 - rank], 3, group), r"shape \[2, 'S_r', 3\], rank 1 passes shape \[1"),
         (lambda: call(x.double() if rank else x, 3, group), "float32, rank 1 .* torch.float64"),
@@ -242,10 +239,7 @@ def _errors():
         (lambda: call(x, 2, dim=3), r"dim to be in \[-3, 2\] .* 3 dimensions, got 3"),
         (lambda: call(x.sum(), 2, dim=0), "dim to be in .* 0 dimensions, got 0"),
         (lambda: call(x, 2, seq_lens=[4]), "seq_lens to have one entry .* 2 ranks .*, got 1"),
-        (
-            lambda: call(x, 2, seq_lens=[5, 5]),
-            r"size 5 in dimension 1, .* seq_lens\[\d\], .*4",
-        ),
+        (lambda: call(x, 2, seq_lens=[5, 5]), r"size 5 in dimension 1, .* seq_lens\[\d\], .*4"),
         (lambda: call(x, 2, seq_lens=[4, -4] if rank == 0 else [-4, 4]), ">= 0, got -4"),
         (lambda: call(x.to_sparse(), 2), "input to be a dense tensor, got layout"),
         (

@@ -41,11 +41,7 @@ def _import_with(note: str | None, tmp_path: Path) -> str:
     if note is not None:
         (copy / "_built_for.py").write_text(f'TORCH = "{note}"\nCUDA = None\n')
     done = subprocess.run(
-        [sys.executable, "-c", _IMPORT],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        check=False,
+        [sys.executable, "-c", _IMPORT], capture_output=True, text=True, cwd=tmp_path, check=False
     )
     assert done.returncode != 0
     return done.stderr

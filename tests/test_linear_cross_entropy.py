@@ -199,11 +199,7 @@ def _dtypes():
     hidden, weight, bias, labels = _case(tokens=40, features=32, classes=50)
     labels[0, :7] = 3  # many tokens of one class
     lens = lens_of("skewed", 40, size)
-    for dtype, tolerance in (
-        (torch.float32, 2e-6),
-        (torch.bfloat16, 2e-2),
-        (torch.float16, 3e-3),
-    ):
+    for dtype, tolerance in ((torch.float32, 2e-6), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)):
         low = [(x * 0.5).to(dtype) for x in (hidden, weight, bias)]
         expected = _expected(*low, labels)
         ours = _sharded(*low, labels, lens, chunk_tokens=7)
@@ -390,10 +386,7 @@ def _wrong():
 
     for kwargs, message in [
         ({"labels": labels[:, :2]}, r"shift_labels to have shape .* of hidden .*, got \(2, 2\)"),
-        (
-            {"labels": labels.double()},
-            "shift_labels to be an integer tensor.*, got torch.float64",
-        ),
+        ({"labels": labels.double()}, "shift_labels to be an integer tensor.*, got torch.float64"),
         ({"labels": labels.bool()}, "shift_labels to be an integer tensor.*, got torch.bool"),
         ({"reduction": "none"}, "reduction to be .*, got 'none'"),
         ({"weight": weight.T}, r"weight to have shape \[C, 6\].*, got \[6, 7\]"),
@@ -415,10 +408,7 @@ def _wrong():
         ({"softcap": 0.0}, "softcap to be None or a finite number > 0, got 0"),
         ({"scale": float("inf")}, "scale to be finite, got inf"),
         ({"z_loss": -0.1}, "z_loss to be a finite number >= 0, got -0.1"),
-        (
-            {"token_weights": labels},
-            "token_weights to be a floating-point tensor, got torch.int64",
-        ),
+        ({"token_weights": labels}, "token_weights to be a floating-point tensor, got torch.int64"),
         ({"token_weights": 2.0}, "token_weights to be a floating-point tensor, got float"),
         (
             {"token_weights": torch.ones(2, 1)},

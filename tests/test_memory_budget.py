@@ -29,9 +29,7 @@ def _compiled(model, budget):
         return gm
 
     inner = aot_autograd(
-        fw_compiler=forward,
-        bw_compiler=backward,
-        partition_fn=min_cut_rematerialization_partition,
+        fw_compiler=forward, bw_compiler=backward, partition_fn=min_cut_rematerialization_partition
     )
     options = {"inner": inner, "memory_budget": budget}
     return torch.compile(model, backend="deepsp", fullgraph=True, options=options), seen

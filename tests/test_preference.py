@@ -67,12 +67,7 @@ def _made(name, size, kind="", batch=2, evaluates=True, of="llama", zero=None, f
     )
     if kind == "LoRA":
         more["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
-    return cls, {
-        "model": model,
-        "args": args,
-        "processing_class": tokenizer(splits=True),
-        **more,
-    }
+    return cls, {"model": model, "args": args, "processing_class": tokenizer(splits=True), **more}
 
 
 def _reference(of="llama"):

@@ -229,11 +229,7 @@ def _llama_norm():
             [_step("shard", "weight", 0), _sum],
             _ids(4, 9),
         ),
-        (
-            functools.partial(nn.Embedding, 11, 5),
-            [_step("shard", "weight", 0), _sum],
-            _ids(4),
-        ),
+        (functools.partial(nn.Embedding, 11, 5), [_step("shard", "weight", 0), _sum], _ids(4)),
         (
             functools.partial(nn.Embedding, 11, 5, padding_idx=-1),
             [_step("shard", "weight", 1), _gather_last],

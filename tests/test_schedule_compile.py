@@ -86,8 +86,7 @@ def _plan(family, overlap):
 
 
 @pytest.mark.parametrize(
-    ("family", "overlap"),
-    [("llama", True), pytest.param("gpt2", False, marks=pytest.mark.nightly)],
+    ("family", "overlap"), [("llama", True), pytest.param("gpt2", False, marks=pytest.mark.nightly)]
 )
 def test_plan(family, overlap):
     on_ranks(2, _plan, family, overlap)

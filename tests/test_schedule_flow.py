@@ -67,9 +67,7 @@ _X = torch.randn(2, 7, 6, dtype=f64, generator=torch.Generator().manual_seed(1))
 
 def _tensor_parallel():
     placed = Placed(
-        _mlp(),
-        _TP,
-        [Sync("up", "bwd_post", "all_reduce"), Sync("down", "fwd_post", "all_reduce")],
+        _mlp(), _TP, [Sync("up", "bwd_post", "all_reduce"), Sync("down", "fwd_post", "all_reduce")]
     )
     _same(placed, _X)
     assert partial_of(placed) == set()
@@ -139,10 +137,7 @@ def _refused(text, shards, syncs, model=None, x=_X, **kwargs):
             ],
         ),
         ("would count P times", [Sync("up", "bwd_post", "all_reduce")]),
-        (
-            r"is Shard\(1\).*but.*is Replicate",
-            [Sync("down", "fwd_post", "reduce_scatter", 1)],
-        ),
+        (r"is Shard\(1\).*but.*is Replicate", [Sync("down", "fwd_post", "reduce_scatter", 1)]),
     ],
 )
 def test_refused(size, text, syncs):
@@ -294,8 +289,7 @@ def _detached(how):
 
 
 @pytest.mark.parametrize(
-    "how",
-    ["detach", "compare", "no_grad", "decorated", "enabled again", "after", "in place"],
+    "how", ["detach", "compare", "no_grad", "decorated", "enabled again", "after", "in place"]
 )
 def test_what_carries_no_gradient(how):
     on_ranks(2, _detached, how)

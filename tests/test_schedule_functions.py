@@ -161,12 +161,7 @@ RIGHT = [
     (lambda i, w: F.embedding(i, w), [IDS, W], [None, 1], 2),
     (lambda w, i: w[i], [W, IDS], [None, 1], 1),
     (lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True), [Q], [1], 1),
-    (
-        lambda q, m: F.scaled_dot_product_attention(q, q, q, m),
-        [Q, _x(1, 1, 5, 5)],
-        [1, None],
-        1,
-    ),
+    (lambda q, m: F.scaled_dot_product_attention(q, q, q, m), [Q, _x(1, 1, 5, 5)], [1, None], 1),
     (
         lambda q, k: F.scaled_dot_product_attention(q, k, k, enable_gqa=True),
         [_x(2, 12, 5, 6), _x(2, 6, 5, 6)],

@@ -42,11 +42,7 @@ def _says(make, say, pattern):
 
 
 SAID = {
-    "no such module": (
-        block,
-        lambda s: s["lin"],
-        "name of a module, .*, got 'lin'",
-    ),
+    "no such module": (block, lambda s: s["lin"], "name of a module, .*, got 'lin'"),
     "no module matches": (Mlp, lambda s: s["u.*"], r"name of a module, .*, got 'u\.\*'"),
     "a near name": (Mlp, lambda s: s["dwn"], "name of a module, .*, got 'dwn'; did you mean down"),
     "not a name": (Mlp, lambda s: s[0], "the name of a module, or a pattern, got 0"),
@@ -66,11 +62,7 @@ SAID = {
         lambda s: s["up"].shard("weight", None),
         "axis to be an int, got None",
     ),
-    "a name that is none": (
-        Mlp,
-        lambda s: s["up"].shard(0, 0),
-        r"names to be strings, got \[0\]",
-    ),
+    "a name that is none": (Mlp, lambda s: s["up"].shard(0, 0), r"names to be strings, got \[0\]"),
     "replaced by none": (
         Mlp,
         lambda s: s["up"].replace(None),
@@ -208,11 +200,7 @@ SAID = {
         lambda s: s["0"].parallelize_attention("up", "up", "up", "down"),
         "0: expected Mlp to have num_heads, .* pass num_heads",
     ),
-    "inputs before it is built": (
-        Mlp,
-        lambda s: s.check(data(2, 5)),
-        "the model isn't built yet",
-    ),
+    "inputs before it is built": (Mlp, lambda s: s.check(data(2, 5)), "the model isn't built yet"),
 }
 
 

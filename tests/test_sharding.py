@@ -639,8 +639,7 @@ def _errors():
     with pytest.raises(ValueError, match="weight has a gradient"):
         shard(with_grad)
     with pytest.raises(
-        ValueError,
-        match=r"got weight: .*\[4, 4\].* on rank 0 and weight: .*\[5, 4\].* on rank 1",
+        ValueError, match=r"got weight: .*\[4, 4\].* on rank 0 and weight: .*\[5, 4\].* on rank 1"
     ):
         shard(nn.Linear(4, 4 + rank))
 

@@ -624,11 +624,7 @@ def _model(family):
 
 
 @pytest.mark.parametrize(
-    ("family", "ranks"),
-    [
-        pytest.param("Llama", 7, marks=pytest.mark.nightly),
-        ("Qwen3", 4),
-    ],
+    ("family", "ranks"), [pytest.param("Llama", 7, marks=pytest.mark.nightly), ("Qwen3", 4)]
 )
 def test_models_of_transformers(family, ranks):
     on_ranks(ranks, _model, family)  # with 6 heads

@@ -125,14 +125,7 @@ def test_kv_once(name, ranks):
 
 @pytest.mark.parametrize(
     "tokens, ranks",
-    [
-        (2**15, 8),
-        (2**15, 128),
-        (2**17, 32),
-        (2**17, 64),
-        (2**17, 256),
-        (2**20, 256),
-    ],
+    [(2**15, 8), (2**15, 128), (2**17, 32), (2**17, 64), (2**17, 256), (2**20, 256)],
 )
 def test_levers_never_cost_time(tokens, ranks):
     for model in (SMALL, LARGE, MODELS["llama2-7b"]):

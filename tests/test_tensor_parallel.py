@@ -88,8 +88,7 @@ def test_against_one_process(ranks, dtype):
 
 def _aot_eager():
     _against_one_process(
-        torch.float64,
-        lambda f: torch.compile(f, backend="aot_eager", fullgraph=True, dynamic=True),
+        torch.float64, lambda f: torch.compile(f, backend="aot_eager", fullgraph=True, dynamic=True)
     )
 
 

@@ -321,11 +321,7 @@ def _model(names, size):
 
 @pytest.mark.parametrize(
     ("ranks", "size", "names"),
-    [
-        (2, 2, list(MODELS)),
-        (3, 3, ["logits", "tiles"]),
-        (4, 2, ["without logits"]),
-    ],
+    [(2, 2, list(MODELS)), (3, 3, ["logits", "tiles"]), (4, 2, ["without logits"])],
 )
 def test_transformers(ranks, size, names):
     on_ranks(ranks, _model, names, size)

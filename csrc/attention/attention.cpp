@@ -194,7 +194,8 @@ at::Tensor attend_dealt(
       levels.push_back(level(n + 1, first, width, tokens));
     }
   }
-  // Of one level, all ranks', queries are cut as anywhere; of several, where a level needs it.
+  // With one level, which all ranks share, queries are cut as anywhere else; with several, only
+  // where a level needs it.
   const bool cut = count == 2 && heads < ranks;
   at::Tensor out;
   const at::Tensor back = attend(

@@ -22,7 +22,7 @@ struct Asked : BlockArguments {
         sharded_randomness(asked.sharded_randomness) {}
 };
 
-// Of all tokens and heads.
+// Checks the arguments for all tokens and heads.
 void check_asked(
     const OptionalTensor& attn_mask,
     double dropout_p,

@@ -19,8 +19,8 @@ std::vector<PieceCall> calls_of(
     const at::Tensor& v,
     const Attending& how);
 
-// Of the queries [R, n, h, D] and the keys of a piece: the output [R, n, h, D] and the log-sum-exp
-// [R, h, n] of each query's scores.
+// Returns attention's output [R, n, h, D] of a piece's queries [R, n, h, D] and keys, and the
+// log-sum-exp [R, h, n] of each query's scores.
 std::pair<at::Tensor, at::Tensor> flash_attention(
     const at::Tensor& q,
     const at::Tensor& k,

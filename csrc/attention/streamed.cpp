@@ -75,7 +75,7 @@ struct StreamedCall {
   int64_t heads() const { return plan.heads.num_heads(0); }
   // The number of a cell's queries.
   c10::SymInt queries(size_t n) const { return plan.sections(rank, 0)[n].rows(); }
-  // Of each cell.
+  // How the queries of each cell attend.
   std::vector<Attending> attending() const {
     const int64_t tokens = plan.total().guard_int(__FILE__, __LINE__);
     std::vector<Attending> found;
@@ -153,7 +153,7 @@ class KvStream {
     }
   }
 
-  // Of a part's k or v, or their gradients: for as many of a cell's query heads to read each.
+  // A part's k or v, or their gradients, with a head for each query head of the cell.
   at::Tensor for_cell(const at::Tensor& x, size_t n) const {
     return kv_of_cell(x, call_.cell_of(n));
   }

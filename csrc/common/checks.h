@@ -118,7 +118,7 @@ inline void check_buffers(at::TensorList buffers) {
       !buffers.empty(), "expected buffers to have one entry for each chunk, got an empty list");
 }
 
-// Of a backward: which gradients it is to compute, one entry for each of `inputs`.
+// Checks `wanted`, which says for each of `inputs` whether a backward computes its gradient.
 inline void check_wanted(at::IntArrayRef wanted, size_t entries, const char* inputs) {
   TORCH_CHECK_VALUE(
       wanted.size() == entries, "expected wanted to have ", entries, " entries, for ", inputs,

@@ -34,7 +34,8 @@ void keep_shapes(Call& call) {
   call.keep("tokens_first", lies_tokens_first(call.inputs()[0]));
 }
 
-// Of inputs by heads: queries, one tensor a cell, then the other tensors, if they travel at all.
+// Keeps the shapes of inputs by heads: queries, one tensor a cell, then the other tensors, if they
+// are sent at all.
 void keep_local_shapes(Call& call) {
   const at::TensorList inputs = call.inputs();
   const auto tensors =

@@ -130,7 +130,7 @@ int64_t check_seq_lens(c10::SymIntArrayRef seq_lens, int64_t rank, int64_t level
 
 namespace {
 
-// The heads of tensors that travel by levels: of each level, whole where there are enough.
+// The heads of tensors that are sent by levels: of each level, whole where there are enough.
 HeadLayout layout_of(
     const std::vector<int64_t>& num_heads,
     int64_t ranks,

@@ -30,7 +30,7 @@ Group group_of(
     const at::Tensor& like,
     int64_t chunk = 0);
 
-// The buffers themselves, but for those that never travelled and have other strides.
+// The buffers themselves, but for those that was never sent and have other strides.
 std::vector<at::Tensor> dense(at::TensorList buffers);
 
 // Anomaly mode looks for NaN in every gradient, in buffers on their way too: for
@@ -118,16 +118,16 @@ void place_by_tokens(
 // Whether each head of tensor i is one rank's alone.
 bool has_one_reader_each(const Layout& plan, size_t i);
 // Whether tensor i arrives as it is wanted, [B, S_rank, H_i, D_i], with tokens first or not.
-bool arrives_whole(const Layout& plan, size_t i, Order order, bool tokens_first);
+bool is_received_whole(const Layout& plan, size_t i, Order order, bool tokens_first);
 
 // What a heads_to_seq exchange of whole heads brings, block by block as it arrives.
-class Arrivals {
+class ReceivedBlocks {
  public:
-  // Puts this rank's own block where it would have arrived.
-  Arrivals(const at::Tensor& buffer, const Layout& plan, int64_t chunk);
+  // Puts this rank's own block where it would have been received.
+  ReceivedBlocks(const at::Tensor& buffer, const Layout& plan, int64_t chunk);
   // Waits for rank p's block.
   void wait(int64_t p);
-  // Of rank p's block, `heads` of tensor i: [S_rank·B, heads·D_i].
+  // `heads` of tensor i in rank p's block: [S_rank·B, heads·D_i].
   at::Tensor part(size_t i, int64_t p, Range heads) const;
   // Rank p's whole block: [S_rank·B, X_p]. Of one tensor, or whole().
   at::Tensor block(int64_t p) const;
@@ -144,11 +144,11 @@ class Arrivals {
   std::unique_ptr<Flight> flight_;
 };
 
-// The same as Arrivals::block, of a buffer that was waited for.
-at::Tensor landed_block(const at::Tensor& buffer, const Layout& plan, int64_t chunk, int64_t p);
+// The same as ReceivedBlocks::block, of a buffer that was waited for.
+at::Tensor received_block(const at::Tensor& buffer, const Layout& plan, int64_t chunk, int64_t p);
 
 // Waits for a buffer by tokens, unless that was done already.
-void ensure_landed(const at::Tensor& buffer, const Layout& plan, int64_t chunk);
+void ensure_waited(const at::Tensor& buffer, const Layout& plan, int64_t chunk);
 
 // The sum of what several ranks have for some heads.
 StridedSum sum_of(
@@ -163,9 +163,9 @@ std::vector<at::Tensor> merge_by_tokens(
     const Layout& plan,
     bool tokens_first,
     const std::vector<int64_t>& paddings = {});
-// The same side by side, as a matrix [S_rank·B, Σ H_i·D_i]. landed: nothing is on its way.
+// The same side by side, as a matrix [S_rank·B, Σ H_i·D_i]. waited: nothing is in flight.
 at::Tensor merge_to_rows(
-    const std::vector<at::Tensor>& buffers, const Layout& plan, bool landed = false);
+    const std::vector<at::Tensor>& buffers, const Layout& plan, bool waited = false);
 
 // Waits, and makes the buffer hold all that a wait would find.
 void settle(const at::Tensor& buffer, const Layout& plan, int64_t chunk);
@@ -187,7 +187,7 @@ inline View view_in_block(
       {plan.batch * part.columns, part.columns, plan.head_dims[part.tensor], 1}};
 }
 
-// Of a part's view, some of its heads.
+// Some heads of a part's view.
 inline View heads_of(View view, const Part<int64_t>& part, Range heads, int64_t item) {
   view.data += (heads.begin - part.heads.begin) * view.stride[2] * item;
   return view;
@@ -198,7 +198,7 @@ struct Extent {
   int64_t n[kCopyDims];
 
   Extent(const Layout& plan, const Part<int64_t>& part) : Extent(plan, part, part.heads) {}
-  // Of some of its heads.
+  // The extent of some of its heads.
   Extent(const Layout& plan, const Part<int64_t>& part, Range heads)
       : n{part.tokens(), plan.batch, heads.size(), plan.head_dims[part.tensor]} {}
 };

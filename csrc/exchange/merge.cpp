@@ -6,23 +6,23 @@
 
 namespace deepsp {
 
-// ------------------------------------------------------------------- merging what arrived
+// ------------------------------------------------------------------- merging what was received
 
 namespace {
 
 using Parts = std::vector<Part<int64_t>>;
 
-// What arrived in the buffers of all chunks.
+// What was received in the buffers of all chunks.
 class Received {
  public:
   Received(
       const std::vector<at::Tensor>& buffers,
       const Layout& plan,
-      bool landed,
+      bool waited,
       const std::vector<int64_t>& paddings)
       : buffers_(buffers), plan_(plan) {
     for (int64_t chunk = 0; chunk < plan.chunks(); ++chunk) {
-      flights_.push_back(landed ? nullptr : take_flight(buffers[chunk]));
+      flights_.push_back(waited ? nullptr : take_flight(buffers[chunk]));
       places_.emplace_back(
           plan, plan.rank, chunk, flights_.back() ? flights_.back()->order : Order::packed,
           paddings.empty() ? 0 : paddings[chunk]);
@@ -41,7 +41,7 @@ class Received {
         all.begin(), all.end(), [&](const auto& x) { return x.tensor == i && x.level == level; });
   }
 
-  // Of a part, the heads from `head` on.
+  // The heads of a part from `head` on.
   View view(int64_t chunk, int64_t p, const Part<int64_t>& part, int64_t head) const {
     const Flight* flight = flights_[chunk].get();
     if (flight && p == plan_.rank && !flight->own.empty() && flight->own[part.result].defined()) {
@@ -80,18 +80,18 @@ void merge_into(
     const std::vector<at::Tensor>& outputs,
     const std::vector<at::Tensor>& buffers,
     const Layout& plan,
-    bool landed,
+    bool waited,
     const std::vector<int64_t>& paddings = {}) {
   const c10::Device device = buffers[0].device();
   const int64_t item = item_of(buffers[0]), first = plan.first(plan.rank);
-  const Received received(buffers, plan, landed, paddings);
+  const Received received(buffers, plan, waited, paddings);
 
   std::vector<std::vector<StridedCopy>> copies(plan.chunks() * plan.ranks());  // and by source
   std::vector<StridedSum> sums;
   const auto add_copy = [&](int64_t chunk, int64_t p, const Part<int64_t>& part, Range heads) {
     const View from = received.view(chunk, p, part, heads.begin);
     const View to = view_of(outputs[part.tensor], part.begin - first, heads.begin);
-    if (from.data != to.data) {  // else it has arrived where it is wanted
+    if (from.data != to.data) {  // else it was received where it is wanted
       copies[chunk * plan.ranks() + p].push_back(
           copy_of(from, to, Extent(plan, part, heads).n, item));
     }
@@ -152,7 +152,7 @@ void merge_into(
   }
   std::vector<StridedCopy> all;
   for (int64_t chunk = 0; chunk < plan.chunks(); ++chunk) {
-    // This rank's own block is there while the others travel.
+    // This rank's own block is there while the others are in flight.
     for (int64_t step = 0; step < plan.ranks(); ++step) {
       const int64_t p = (plan.rank - step + plan.ranks()) % plan.ranks();
       received.wait(chunk, p);
@@ -187,7 +187,7 @@ std::vector<at::Tensor> merge_by_tokens(
       std::swap(sizes[0], sizes[1]);
     }
     // Where tensor i lies in the buffer as it is wanted, the result is a view of that.
-    const bool whole = buffers[0].is_cpu() && arrives_whole(plan, i, order, tokens_first);
+    const bool whole = buffers[0].is_cpu() && is_received_whole(plan, i, order, tokens_first);
     const at::Tensor output =
         whole ? tensor_in(
                     buffers[0], places.of(0, plan.parts(plan.rank, 0, 0)[i]).offset * item, sizes,
@@ -195,11 +195,11 @@ std::vector<at::Tensor> merge_by_tokens(
               : empty_buffer(sizes, buffers[0]);
     outputs.push_back(tokens_first ? output.transpose(0, 1) : output);
   }
-  merge_into(outputs, buffers, plan, /*landed=*/false, paddings);
+  merge_into(outputs, buffers, plan, /*waited=*/false, paddings);
   return outputs;
 }
 
-at::Tensor merge_to_rows(const std::vector<at::Tensor>& buffers, const Layout& plan, bool landed) {
+at::Tensor merge_to_rows(const std::vector<at::Tensor>& buffers, const Layout& plan, bool waited) {
   int64_t columns = 0;
   for (size_t i = 0; i < plan.heads.tensors(); ++i) {
     columns += plan.heads.num_heads(i) * plan.head_dims[i];
@@ -214,7 +214,7 @@ at::Tensor merge_to_rows(const std::vector<at::Tensor>& buffers, const Layout& p
                           .transpose(0, 1));
     column += heads * dim;
   }
-  merge_into(outputs, buffers, plan, landed);
+  merge_into(outputs, buffers, plan, waited);
   return rows.view({plan.tokens() * plan.batch, columns});
 }
 
@@ -229,7 +229,7 @@ int64_t row_of(const BlockPlaces::At& at, Order order) {
   return at.sequence;
 }
 
-// This rank's own block, as if it had travelled.
+// This rank's own block, as if it had been sent.
 void place_own(const Flight& flight, const at::Tensor& buffer, const Layout& plan, int64_t chunk) {
   RECORD_FUNCTION("deepsp::own", {});
   std::vector<StridedCopy> copies;
@@ -268,7 +268,7 @@ void settle(const at::Tensor& buffer, const Layout& plan, int64_t chunk) {
   attach(buffer, std::move(settled));
 }
 
-Arrivals::Arrivals(const at::Tensor& buffer, const Layout& plan, int64_t chunk)
+ReceivedBlocks::ReceivedBlocks(const at::Tensor& buffer, const Layout& plan, int64_t chunk)
     : buffer_(buffer), plan_(plan), chunk_(chunk), flight_(take_flight(buffer)) {
   order_ = flight_ ? flight_->order : Order::packed;
   if (flight_ && !flight_->own.empty()) {
@@ -277,13 +277,13 @@ Arrivals::Arrivals(const at::Tensor& buffer, const Layout& plan, int64_t chunk)
   }
 }
 
-void Arrivals::wait(int64_t p) {
+void ReceivedBlocks::wait(int64_t p) {
   if (flight_) {
     flight_->wait_receive(p);
   }
 }
 
-at::Tensor Arrivals::part(size_t i, int64_t p, Range heads) const {
+at::Tensor ReceivedBlocks::part(size_t i, int64_t p, Range heads) const {
   const Part<int64_t> part = plan_.parts(plan_.rank, p, chunk_)[i];
   const BlockPlaces::At at = BlockPlaces(plan_, plan_.rank, chunk_, order_).of(p, part);
   const int64_t dim = plan_.head_dims[i];
@@ -292,24 +292,24 @@ at::Tensor Arrivals::part(size_t i, int64_t p, Range heads) const {
       buffer_.storage_offset() + at.offset + (heads.begin - part.heads.begin) * dim);
 }
 
-void Arrivals::finish() {
+void ReceivedBlocks::finish() {
   if (flight_) {
     flight_->wait_all();
     mark_waited(buffer_, *flight_);
   }
 }
 
-at::Tensor Arrivals::block(int64_t p) const {
+at::Tensor ReceivedBlocks::block(int64_t p) const {
   return block_in(buffer_, plan_, chunk_, p, order_);
 }
 
-void ensure_landed(const at::Tensor& buffer, const Layout& plan, int64_t chunk) {
+void ensure_waited(const at::Tensor& buffer, const Layout& plan, int64_t chunk) {
   if (!was_waited(buffer)) {
-    Arrivals(buffer, plan, chunk).finish();
+    ReceivedBlocks(buffer, plan, chunk).finish();
   }
 }
 
-at::Tensor landed_block(const at::Tensor& buffer, const Layout& plan, int64_t chunk, int64_t p) {
+at::Tensor received_block(const at::Tensor& buffer, const Layout& plan, int64_t chunk, int64_t p) {
   return block_in(buffer, plan, chunk, p, order_of(buffer));
 }
 

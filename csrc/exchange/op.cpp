@@ -128,7 +128,7 @@ c10::IValue heads_to_seq_wait(const Given& given) {
 
 // Where lengths are symbols, so is what of each range lies on which rank, and Inductor takes
 // minutes for the graph of all those slices: kernels make the blocks of a plan that cuts queries,
-// and merge them. The difference in size between the two ways travels from this rank to itself,
+// and merge them. The difference in size between the two ways is sent from this rank to itself,
 // behind its own block.
 
 c10::IValue pack_blocks(const Given& given) {

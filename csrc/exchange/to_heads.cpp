@@ -45,10 +45,10 @@ std::vector<Place> launch_to_heads(
   const int64_t item = item_of(transfer.buffer());
   const auto gives = plan.counts_by_tokens(chunk);
   const auto gets = plan.counts_by_heads(chunk);
-  const auto got_at = prefix_sums(gets);
+  const auto received_at = prefix_sums(gets);
   Moves moves;
   moves.blocks.push_back(
-      {[&](int64_t p) { return Span{got_at[p] * item, gets[p] * item}; },
+      {[&](int64_t p) { return Span{received_at[p] * item, gets[p] * item}; },
        [&](int64_t p) { return Bytes{nullptr, gives[p] * item}; }, make});
   moves.begin = [&](int64_t p) { return plan.elements_before(plan.rank, p, chunk) * item; };
   if (transfer.moves_own() && !copied.empty()) {
@@ -61,7 +61,7 @@ std::vector<Place> launch_to_heads(
   if (transfer.moves_own()) {
     return {};
   }
-  return {{plan.rank, data_of(transfer.buffer()) + got_at[plan.rank] * item}};
+  return {{plan.rank, data_of(transfer.buffer()) + received_at[plan.rank] * item}};
 }
 
 namespace {
@@ -70,7 +70,7 @@ namespace {
 std::vector<at::Tensor> views_of(
     const at::Tensor& buffer, const SymPlan& plan, const Section<c10::SymInt>& section) {
   std::vector<at::Tensor> views;
-  const c10::SymInt step = buffer.sym_stride(0);  // 1, but for a buffer that never travelled
+  const c10::SymInt step = buffer.sym_stride(0);  // 1, but for a buffer that was never sent
   for (const auto& [tensor, heads, column, columns] : section.tensors) {
     const c10::SymInt& dim = plan.head_dims[tensor];
     views.push_back(buffer.as_strided_symint(
@@ -104,7 +104,7 @@ std::vector<at::Tensor> receive_by_heads(
   }
   RECORD_FUNCTION("deepsp::merge", {});
   const Layout layout = concrete(plan);
-  const at::Tensor received = buffer.contiguous();  // but for one that never travelled
+  const at::Tensor received = buffer.contiguous();  // but for one that was never sent
   const int64_t item = item_of(buffer);
   char* block = data_of(received);
   std::vector<StridedCopy> copies;

@@ -7,7 +7,7 @@
 namespace deepsp {
 namespace {
 
-// From here on, dq, dk and dv of one sequence (B = 1) travel one by one, each
+// From here on, dq, dk and dv of one sequence (B = 1) are sent one by one, each
 // straight from where attention's backward left it, instead of packed together:
 // the packing copy saved is then worth more than two more messages' latency.
 // Counted over the whole group, so that every rank decides alike. Measured:
@@ -26,7 +26,7 @@ bool lies_by_tokens(const at::Tensor& x) {
   return true;
 }
 
-bool travels_split(const Layout& plan, int64_t item) {
+bool is_sent_split(const Layout& plan, int64_t item) {
   int64_t per_token = 0;
   for (size_t i = 0; i < plan.heads.tensors(); ++i) {
     per_token += plan.heads.num_heads(i) * plan.head_dims[i];
@@ -44,7 +44,7 @@ bool has_one_reader_each(const Layout& plan, size_t i) {
   });
 }
 
-bool arrives_whole(const Layout& plan, size_t i, Order order, bool tokens_first) {
+bool is_received_whole(const Layout& plan, size_t i, Order order, bool tokens_first) {
   const bool by_token = order == Order::rows, by_sequence = order == Order::batches;
   const bool fits = plan.batch == 1 ? by_token || by_sequence
                     : tokens_first  ? by_token
@@ -190,7 +190,7 @@ void launch_to_seq(
     bool is_expected) {
   const at::Tensor& buffer = transfer.buffer();
   const bool split = !transfer.alone() && !transfer.moves_own() && !transfer.places_all() &&
-                     travels_split(plan, item_of(buffer));
+                     is_sent_split(plan, item_of(buffer));
   const Order order = transfer.places_all() ? reached : split ? Order::apart : Order::packed;
   const BlockPlaces places(plan, plan.rank, chunk, order);
   Moves moves;
@@ -212,8 +212,8 @@ void launch_to_seq(
     // This rank's own block is read from where it is, unless it isn't expected to be copied again.
     std::vector<at::Tensor> placed;
     for (size_t i = 0; i < inputs.size(); ++i) {
-      const bool is_placed =
-          transfer.alone() || arrives_whole(plan, i, order, is_expected && order == Order::rows);
+      const bool is_placed = transfer.alone() ||
+                             is_received_whole(plan, i, order, is_expected && order == Order::rows);
       placed.push_back(is_placed ? inputs[i] : at::Tensor());
       if (!transfer.alone()) {
         flight->own.push_back(is_placed ? at::Tensor() : inputs[i]);

@@ -60,7 +60,7 @@ at::Tensor launch(
   return call(collective, std::move(how));
 }
 
-at::Tensor landed(const at::Tensor& buffer, int64_t parts) {
+at::Tensor waited(const at::Tensor& buffer, int64_t parts) {
   return parts == 1 ? buffer : call("wait_tensor", {buffer});
 }
 

@@ -12,15 +12,15 @@ constexpr const char* kNamespace = "deepsp_inductor";
 // To be called when all schemas and all decompositions are registered.
 void define_decompositions();
 
-// Launches a collective: what it returns is on its way until it has landed. In a group of one it is
-// a copy, for an op never returns its input itself.
+// Launches a collective: what it returns is in flight until waited() is called. In a group of one
+// it is a copy, for an op never returns its input itself.
 at::Tensor launch(
     const char* collective,
     int64_t parts,
     const at::Tensor& sent,
     std::vector<c10::IValue> how,
     std::string_view group_name);
-at::Tensor landed(const at::Tensor& buffer, int64_t parts);
+at::Tensor waited(const at::Tensor& buffer, int64_t parts);
 
 // Whether a size is known to be zero. Not size == 0: that would tie the graph to lengths where it
 // happens to be.

@@ -25,9 +25,9 @@ at::Tensor send(Tensors blocks, const Way& way, std::string_view group_name) {
 
 namespace {
 
-// What arrived, without the padding.
+// What was received, without the padding.
 at::Tensor receive(const at::Tensor& buffer, const Way& way) {
-  const at::Tensor full = landed(buffer, way.parts());
+  const at::Tensor full = waited(buffer, way.parts());
   if (is_zero(way.padding)) {
     return full;
   }
@@ -131,8 +131,8 @@ Tensors pack_by_tokens(at::TensorList inputs, const SymPlan& plan, int64_t chunk
   return blocks;
 }
 
-// Tensor i of what has arrived from all ranks, [P, S_rank, B, X]: [S_rank, B, heads, D]. Heads that
-// several ranks have read are summed.
+// Tensor i of what was received from all ranks, [P, S_rank, B, X]: [S_rank, B, heads, D]. Heads
+// that several ranks have read are summed.
 at::Tensor heads_of(const at::Tensor& all, const SymPlan& plan, size_t i) {
   const int64_t heads = plan.heads.num_heads(i), readers = readers_of(plan, i);
   const int64_t each = heads * readers / plan.ranks();
@@ -171,11 +171,11 @@ c10::IValue seq_to_heads_wait(const Given& given) {
   const int64_t chunk = given["chunk"];
   const SymPlan plan = plan_of_wait({}, given, 0, given["chunks"]);
   const at::Tensor buffer = given["buffer"];
-  // Of several sections, a copy: where this rank holds none of a chunk's, the padding is in
+  // Several sections are copied: where this rank holds none of a chunk's, the padding is in
   // front of all that is received, and Inductor makes what is behind it a view. Views of that by
   // as_strided, as of whole heads, would begin at the padding.
   if (!plan.stacks()) {
-    return merge_to_heads(given, {{"buffer", landed(buffer, plan.ranks())}}).value();
+    return merge_to_heads(given, {{"buffer", waited(buffer, plan.ranks())}}).value();
   }
   return receive_by_heads(receive(buffer, Way(plan, chunk, /*to_heads=*/true)), plan, chunk);
 }
@@ -201,11 +201,11 @@ c10::IValue heads_to_seq_wait(const Given& given) {
   const SymPlan plan = plan_of_wait({}, given, 0, static_cast<int64_t>(buffers.size()));
   Tensors outputs;
   if (!plan.stacks()) {
-    Tensors arrived;
+    Tensors received;
     for (const at::Tensor& buffer : buffers) {
-      arrived.push_back(landed(buffer, plan.ranks()));
+      received.push_back(waited(buffer, plan.ranks()));
     }
-    return merge_to_seq(given, {{"buffers", arrived}}).value();
+    return merge_to_seq(given, {{"buffers", received}}).value();
   }
   const bool even = is_even(plan);
   std::vector<Tensors> blocks;

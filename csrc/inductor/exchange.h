@@ -1,5 +1,5 @@
 #pragma once
-// Blocks that travel between ranks, in terms of aten.
+// Blocks that are sent between ranks, in terms of aten.
 
 #include "../exchange/checks.h"
 #include "decomposition.h"
@@ -13,7 +13,7 @@ struct Way {
   SymInts gets;
   SymInts gives;
   // Both directions' buffers have the size of the larger one: they are each other's gradients. The
-  // difference travels from this rank to itself, behind its own block.
+  // difference is sent from this rank to itself, behind its own block.
   c10::SymInt padding = 0;
   bool is_padded;  // blocks come with it
   int64_t rank;

@@ -102,7 +102,7 @@ c10::IValue project_to_heads_start(const Given& given) {
       given, plan, [&](int64_t chunk) { return project(rows, weights, biases, plan, chunk); });
 }
 
-// All that arrived, as rows [S_rank·B, Σ H_i·D_i].
+// All that was received, as rows [S_rank·B, Σ H_i·D_i].
 at::Tensor rows_by_tokens(at::TensorList buffers, const SymPlan& plan, const Given& given) {
   if (!plan.cuts_queries()) {
     return all_heads_of(blocks_by_tokens(buffers, plan), plan, 0, plan.heads.tensors());

@@ -10,8 +10,8 @@
 namespace deepsp::inductor {
 namespace {
 
-// The blocks that travel: flat, each in a slot that it may not fill, so that one collective of even
-// parts moves them. They hold elements, or bytes where tensors of several dtypes share them.
+// The blocks that are sent: flat, each in a slot that it may not fill, so that one collective of
+// even parts moves them. They hold elements, or bytes where tensors of several dtypes share them.
 struct Blocks {
   SymShards layout;
   std::vector<at::ScalarType> dtypes = {};  // on the wire, of a list
@@ -79,7 +79,7 @@ struct Blocks {
   bool stacks() const { return even() && (parts() == 1 || layout[0].outer == 1); }
 
   at::Tensor slots(const at::Tensor& buffer) const {
-    return as_bytes(landed(buffer, parts())).view_symint({parts(), slot()});
+    return as_bytes(waited(buffer, parts())).view_symint({parts(), slot()});
   }
 
   // Rank p's part of tensor i, of the given shape.
@@ -132,7 +132,7 @@ at::Tensor launch_gather(const at::Tensor& block, const Blocks& blocks, const Gi
       "all_gather_into_tensor", blocks.parts(), block, {blocks.parts()}, given["group_name"]);
 }
 
-// Of slots, or of what lies in them, `count` elements each.
+// Scatters slots, or what lies in them, of `count` elements each.
 at::Tensor launch_scatter(
     const at::Tensor& slots, const c10::SymInt& count, const Blocks& blocks, const Given& given) {
   const SymInts counts(blocks.parts(), count);
@@ -185,7 +185,8 @@ c10::IValue reduce_scatter_cast_coalesced_start(const Given& given) {
     const at::Tensor sums = launch(
         "reduce_scatter_tensor", blocks.parts(), slots.reshape(-1), {"sum", blocks.parts()},
         given["group_name"]);
-    // Of the shape that the buffer's gradient must have, without a copy of what is on its way.
+    // A view of the shape that the buffer's gradient must have: a copy would read what is in
+    // flight.
     return viewed(sums, buffer_dtype(blocks.dtypes))
         .as_strided_symint({buffer_elements(blocks.layout, blocks.dtypes)}, SymInts{0});
   }
@@ -205,7 +206,7 @@ c10::IValue reduce_scatter_cast_coalesced_wait(const Given& given) {
     const c10::SymInt elements =
         even_slot(sent.layout) / static_cast<int64_t>(buffer.element_size());
     const at::Tensor sums =
-        landed(viewed(buffer.as_strided_symint({elements}, SymInts{1}), *dtype), blocks.parts());
+        waited(viewed(buffer.as_strided_symint({elements}, SymInts{1}), *dtype), blocks.parts());
     for (size_t i = 0; i < shapes.size(); ++i) {
       const at::Tensor part = sent.unpack(sums, i, sent.layout.rank, shapes[i]);
       results.push_back(part.to(dtypes[i], /*non_blocking=*/false, /*copy=*/true));
@@ -294,7 +295,7 @@ c10::IValue all_reduce_wait(const Given& given) {
       buffer, given["shapes"], given["dims"], given["grad"], given["rank"], size,
       given["reduce_dtype"]);
   if (!sums_on_arrival(buffer.scalar_type(), given["reduce_dtype"])) {
-    return views_of(landed(buffer, size), sums.of);
+    return views_of(waited(buffer, size), sums.of);
   }
   return views_of(gather_sums(sums, given), sums.of);
 }

@@ -42,7 +42,7 @@ c10::IValue rows_start(const Given& given) {
 c10::IValue rows_wait(const Given& given) {
   const SymRows plan = check_counts(given);
   const bool home = given["home"];
-  const at::Tensor buffer = landed(given["buffer"], plan.ranks());
+  const at::Tensor buffer = waited(given["buffer"], plan.ranks());
   const c10::SymInt begin = plan.total(plan.rank, home, plan.rank + 1);
   const c10::SymInt left = plan.total(plan.rank, home) - begin;
   return joined_parts(

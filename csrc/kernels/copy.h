@@ -27,7 +27,7 @@ struct StridedCopy {
   int64_t bytes() const { return rows() * row_bytes; }
 };
 
-// Of bytes that lie together.
+// The copy of contiguous bytes.
 inline StridedCopy copy_of_bytes(const char* from, char* to, int64_t bytes) {
   return {from, to, {1, 1, 1, 1}, {}, {}, bytes};
 }

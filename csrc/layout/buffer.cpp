@@ -3,7 +3,7 @@
 namespace deepsp {
 namespace {
 
-bool travels_in_place(const Shard<int64_t>& shard, bool point_to_point, bool alone) {
+bool is_sent_in_place(const Shard<int64_t>& shard, bool point_to_point, bool alone) {
   const auto [least, most] = std::minmax_element(shard.sizes.begin(), shard.sizes.end());
   if (shard.outer == 1) {
     return alone || (point_to_point && *most * shard.inner >= kInPlaceBytes);
@@ -19,7 +19,7 @@ BufferLayout::BufferLayout(Shards all, bool p2p)
   int64_t gathered = 0;
   int64_t scattered = 0;
   for (size_t i = 0; i < shards.size(); ++i) {
-    in_place_.push_back(travels_in_place(shards[i], point_to_point, shards.size() == 1));
+    in_place_.push_back(is_sent_in_place(shards[i], point_to_point, shards.size() == 1));
     gathered_.push_back(gathered);
     scattered_.push_back(scattered);
     for (int64_t p = 0; p < parts; ++p) {
@@ -40,8 +40,8 @@ BufferLayout::BufferLayout(Shards all, bool p2p)
 }
 
 int64_t BufferLayout::gathered(size_t i, int64_t p) const {
-  return arrives_whole(i) ? gathered_[i] + shards[i].begin(p) * shards[i].inner
-                          : gathered_blocks_[p] + packed_[p][i];
+  return is_received_whole(i) ? gathered_[i] + shards[i].begin(p) * shards[i].inner
+                              : gathered_blocks_[p] + packed_[p][i];
 }
 
 int64_t BufferLayout::scattered(size_t i, int64_t p) const {

@@ -1,6 +1,6 @@
 #pragma once
 // Where the parts of tensors that are gathered, or scattered, lie in the buffer, and in how many
-// messages they travel. In bytes.
+// messages they are sent. In bytes.
 
 #include "shards.h"
 
@@ -14,30 +14,30 @@ using Shards = ShardLayout<int64_t>;
 // Tensors of which a rank holds so much are sent on their own, straight from where they are to
 // where they go; the others share a message, for one more copy each.
 constexpr int64_t kInPlaceBytes = int64_t(512) << 10;
-// Of tensors shared out along an inner dimension, rows travel one by one: at most so many, each of
-// at least so many bytes on every rank.
+// Rows of a tensor that is sharded along an inner dimension are sent one by one: at most so many,
+// each of at least so many bytes on every rank.
 constexpr int64_t kRows = 8;
 constexpr int64_t kRowBytes = int64_t(64) << 10;
 
 struct BufferLayout {
-  // point_to_point: any piece may go anywhere. Else blocks travel in one collective, those that are
-  // gathered padded to one size.
+  // point_to_point: any piece may go anywhere. Else blocks are sent in one collective, those that
+  // are gathered padded to one size.
   BufferLayout(Shards shards, bool point_to_point);
 
   Shards shards;
   bool point_to_point;
 
-  // Whether tensor i travels on its own, from where it is, or to where it is wanted; rows(i)
+  // Whether tensor i is sent on its own, from where it is, or to where it is wanted; rows(i)
   // messages to each rank then.
   bool in_place(size_t i) const { return in_place_[i]; }
   int64_t rows(size_t i) const { return shards[i].outer; }
   // Whether it is whole where it arrives; else it is copied out.
-  bool arrives_whole(size_t i) const { return in_place_[i] && (point_to_point || even_); }
+  bool is_received_whole(size_t i) const { return in_place_[i] && (point_to_point || even_); }
 
   bool any_packed() const {
     return std::find(in_place_.begin(), in_place_.end(), false) != in_place_.end();
   }
-  // Of rank p's packed block.
+  // The size of rank p's packed block.
   int64_t packed_bytes(int64_t p) const { return packed_[p].back(); }
 
   // Gathering: where rank p's part of tensor i begins, and its packed block.

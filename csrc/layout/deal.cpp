@@ -85,8 +85,8 @@ class Placement {
         at = blocks_.all[at].parent;
         least = std::min(least, double(slack_[at]) / blocks_.all[at].width);
       }
-      // Of equal blocks the last one, which may be in no block of the next width: fewer documents
-      // can use it.
+      // Among equal blocks take the last one, which may be in no block of the next width: fewer
+      // documents can use it.
       if ((!best || std::pair{least, own} >= most) && fits(level, n, document)) {
         best = n;
         most = {least, own};

@@ -36,17 +36,17 @@ struct Cell {
 // the first `total % parts` get one more.
 Range split_range(int64_t total, int64_t parts, int64_t index);
 
-// The heads of tensors that travel together. Tensor 0 is q: its heads are dealt out to the ranks;
+// The heads of tensors that are sent together. Tensor 0 is q: its heads are dealt out to the ranks;
 // head j of q reads head j / (H_0 / H_i) of tensor i. A rank gets all tokens of these.
 //
 // Whole heads (query_parts 1): each rank has consecutive query heads, cut evenly into chunks. A
-// head of another tensor travels to a rank once, with the first chunk whose query heads read it.
+// head of another tensor is sent to a rank once, with the first chunk whose query heads read it.
 //
 // Cut queries: a head's queries are cut into query_parts, which divides the number of ranks; rank r
 // has the heads r % (ranks / query_parts), and of their queries the part r / (ranks / query_parts).
 // kAuto: each rank has num_heads[0] / ranks heads, of which the first and the last may be cut
 // anywhere. Chunks are parts of the sequence then, at most two: the tokens [a, b) of each cell and
-// those mirrored. The other tensors travel with chunk 0.
+// those mirrored. The other tensors are sent with chunk 0.
 class HeadLayout {
  public:
   static constexpr int64_t kAuto = 0;
@@ -74,8 +74,8 @@ class HeadLayout {
   // The number of cells of the rank that has most.
   int64_t most_cells() const;
 
-  // The heads of tensor i that travel to or from `rank` with `chunk`. Queries that are cut travel
-  // by cells; this is the range from the first cell's heads to the last one's.
+  // The heads of tensor i that are sent to or from `rank` with `chunk`. Queries that are cut are
+  // sent by cells; this is the range from the first cell's heads to the last one's.
   Range range(size_t i, int64_t rank, int64_t chunk) const;
   // The same over all chunks.
   Range range(size_t i, int64_t rank) const;

@@ -11,7 +11,7 @@ Range common(Range a, Range b) {
   return {std::max(a.begin, b.begin), std::min(a.end, b.end)};
 }
 
-// Of the queries in a range, `before` tokens behind their numbers.
+// Adds the pieces of the queries in a range, which lie `before` tokens behind their numbers.
 void add_pieces(
     const std::vector<Document>& documents,
     Band band,

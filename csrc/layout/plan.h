@@ -28,7 +28,7 @@ inline int64_t least(int64_t a, int64_t b) {
 inline int64_t most(int64_t a, int64_t b) {
   return std::max(a, b);
 }
-// Of symbolic sizes: no comparison, since a graph is for both answers.
+// Symbolic sizes aren't compared, since a graph is for both answers.
 template <class Int>
 Int least(const Int& a, const Int& b) {
   return a.min(b);
@@ -255,7 +255,7 @@ class Plan {
     return sum;
   }
 
-  // Of each block between this rank and every rank: as the owner of heads, and of tokens.
+  // Elements of the blocks between this rank, as the owner of heads or of tokens, and every rank.
   std::vector<Int> counts_by_heads(int64_t chunk) const {
     return counts([&](int64_t p) { return elements(p, rank, chunk); });
   }
@@ -288,8 +288,8 @@ class Plan {
     return most_columns;
   }
 
-  // Of rank p's buffer of a chunk. The same both ways: a buffer's gradient is the buffer of the
-  // exchange back. by_tokens: columns_by_tokens(chunk).
+  // Elements of rank p's buffer of a chunk, the same both ways: a buffer's gradient is the buffer
+  // of the exchange back. by_tokens: columns_by_tokens(chunk).
   Int buffer_elements(int64_t p, int64_t chunk, const Int& by_tokens) const {
     return most(elements_by_heads(p, chunk), seq_lens[p] * batch * by_tokens);
   }
@@ -335,7 +335,7 @@ class Plan {
     seq_lens = sums;
   }
 
-  // Of one sequence, which ranks share: `layout` says how.
+  // The sections of one sequence that ranks share as `layout` says.
   std::vector<Section<Int>> sections(
       const HeadLayout& layout, const Int& length, int64_t owner, int64_t chunk) const {
     std::vector<Section<Int>> found;

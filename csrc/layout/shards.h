@@ -1,6 +1,6 @@
 #pragma once
 // Tensors that are shared out among ranks, each along one of its dimensions, and the blocks that
-// travel. Seen from that dimension a tensor is [outer, n, inner]; rank p holds
+// are sent. Seen from that dimension a tensor is [outer, n, inner]; rank p holds
 // [outer, sizes[p], inner]. inner counts bytes of the dtype on the wire where tensors share a
 // block, else either bytes or elements. Int is int64_t, or c10::SymInt where shapes are symbolic.
 //

@@ -181,8 +181,8 @@ class Logits {
     }
   }
 
-  // Of the chunk that is visited; what `grad` holds is lost. With `unit`, the gradient of hidden is
-  // that many times this one's.
+  // Adds the gradients of the chunk that is visited, and overwrites `grad`. With `unit`, the
+  // gradient of hidden is that many times this one's.
   void add_gradients(
       int64_t begin, int64_t count, const at::Tensor& grad, const at::Tensor& unit = {}) {
     if (slopes_.defined()) {

@@ -20,7 +20,7 @@ bool any_requires_grad(at::TensorList tensors) {
       tensors.begin(), tensors.end(), [](const at::Tensor& x) { return x.requires_grad(); });
 }
 
-// Of x, weights and biases: x only for a weight's gradient.
+// Keeps x, only for a weight's gradient, weights and biases.
 void keep_factors(Call& call) {
   const at::Tensor& x = call.inputs()[0];
   Tensors kept = call.inputs().slice(1, call.count("weights")).vec();
@@ -43,7 +43,7 @@ Tensors project_to_heads_start_gradients(const Call& call, const Tensors& buffer
   return call.placed(found, wanted);
 }
 
-// Of buffers, weight and bias: buffers only for the weight's gradient.
+// Keeps the buffers, only for the weight's gradient, weight and bias.
 void keep_weight(Call& call) {
   const size_t chunks = call.count("buffers");
   Tensors kept{call.inputs()[chunks]};
@@ -71,7 +71,7 @@ Tensors heads_to_output_wait_gradients(const Call& call, const Tensors& gradient
                {"last_first", true}});
   }
   found.resize(call.count());
-  // While that travels.
+  // While that is in flight.
   if (call.wants(chunks)) {
     found[chunks] = heads_to_output_weight_grad(
         call, {{"grad", grad},

@@ -1,7 +1,7 @@
 #pragma once
 // What both linear layers around the exchange do. A GEMM writes straight into the block that is
-// sent, and reads straight from the block that arrived; while one block travels the next one's GEMM
-// runs.
+// sent, and reads straight from the received block; while one block is in flight, the next
+// one's GEMM runs.
 
 #include "../common/checks.h"
 #include "../exchange/engine.h"
@@ -54,26 +54,26 @@ inline at::Tensor rows_for(at::TensorList of, const Layout& plan, size_t i, Rang
 // ranks have parts of one head.
 inline bool are_merged(const Tensors& buffers, const Layout& plan) {
   return plan.cuts_queries() ||
-         (plan.ranks() > 1 && std::all_of(buffers.begin(), buffers.end(), arrives_at_once));
+         (plan.ranks() > 1 && std::all_of(buffers.begin(), buffers.end(), is_received_at_once));
 }
 
 // Merges buffers that may be read again: in each, this rank's own block lies in its place then.
 inline at::Tensor merge_to_rows_again(const Tensors& buffers, const Layout& plan) {
   for (int64_t chunk = 0; chunk < plan.chunks(); ++chunk) {
-    ensure_landed(buffers[chunk], plan, chunk);
+    ensure_waited(buffers[chunk], plan, chunk);
   }
-  return merge_to_rows(buffers, plan, /*landed=*/true);
+  return merge_to_rows(buffers, plan, /*waited=*/true);
 }
 
 // What arrives in the buffers of all chunks. Calls visit(chunk, p) for every block
 // in the order of arrival: this rank's own, which are there, then the others' as
-// they were sent. Where blocks travel together, so do a chunk's.
-class Landing {
+// they were sent. Where blocks are sent together, so do a chunk's.
+class ReceivedChunks {
  public:
-  Landing(at::TensorList buffers, const Layout& plan, bool last_first)
+  ReceivedChunks(at::TensorList buffers, const Layout& plan, bool last_first)
       : buffers_(buffers), plan_(plan), last_first_(last_first), chunks_(buffers.size()) {}
 
-  Arrivals& operator[](int64_t chunk) {
+  ReceivedBlocks& operator[](int64_t chunk) {
     if (!chunks_[chunk].has_value()) {
       chunks_[chunk].emplace(buffers_[chunk], plan_, chunk);
     }
@@ -110,7 +110,7 @@ class Landing {
   at::TensorList buffers_;
   const Layout& plan_;
   bool last_first_;
-  std::vector<std::optional<Arrivals>> chunks_;
+  std::vector<std::optional<ReceivedBlocks>> chunks_;
 };
 
 }  // namespace deepsp

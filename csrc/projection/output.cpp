@@ -38,16 +38,16 @@ c10::IValue heads_to_output_wait(const Given& given) {
   const Layout plan = concrete(shapes);
   const at::Tensor by_head = weight.t();  // [H·D, features]
   ProductSum sum({plan.tokens() * plan.batch, weight.size(0)}, buffers[0]);
-  const Tensors arriving = dense(buffers);
+  const Tensors dense_buffers = dense(buffers);
   if (plan.cuts_queries()) {
-    sum.add_product(merge_to_rows_again(arriving, plan), by_head);
-  } else if (are_merged(arriving, plan)) {
-    sum.add_product(merge_to_rows(arriving, plan), by_head);
+    sum.add_product(merge_to_rows_again(dense_buffers, plan), by_head);
+  } else if (are_merged(dense_buffers, plan)) {
+    sum.add_product(merge_to_rows(dense_buffers, plan), by_head);
   } else {
-    Landing arrivals(arriving, plan, false);
-    arrivals.in_order([&](int64_t chunk, int64_t p) {
+    ReceivedChunks received(dense_buffers, plan, false);
+    received.in_order([&](int64_t chunk, int64_t p) {
       sum.add_product(
-          arrivals[chunk].block(p), rows_for(by_head, plan, 0, plan.heads.range(0, p, chunk)));
+          received[chunk].block(p), rows_for(by_head, plan, 0, plan.heads.range(0, p, chunk)));
     });
   }
   at::Tensor y = sum.total();
@@ -72,20 +72,20 @@ c10::IValue heads_to_output_weight_grad(const Given& given) {
   }
   const Layout plan = concrete(shapes);
   const at::Tensor rows = rows_of(grad);
-  const Tensors arrived = dense(buffers);
+  const Tensors dense_buffers = dense(buffers);
   const int64_t dim = plan.head_dims[0];
   at::Tensor result = empty_buffer({grad.size(2), plan.heads.num_heads(0) * dim}, grad);
   // A graph that computes the forward again has no use for its output, nor a wait.
-  if (are_merged(arrived, plan)) {
-    at::mm_out(result, rows.t(), merge_to_rows_again(arrived, plan));
+  if (are_merged(dense_buffers, plan)) {
+    at::mm_out(result, rows.t(), merge_to_rows_again(dense_buffers, plan));
     return result;
   }
   for (int64_t chunk = 0; chunk < plan.chunks(); ++chunk) {
-    ensure_landed(arrived[chunk], plan, chunk);
+    ensure_waited(dense_buffers[chunk], plan, chunk);
     for (int64_t p = 0; p < plan.ranks(); ++p) {
       const Range heads = plan.heads.range(0, p, chunk);
       at::Tensor out = result.narrow(1, heads.begin * dim, heads.size() * dim);
-      at::mm_out(out, rows.t(), landed_block(arrived[chunk], plan, chunk, p));
+      at::mm_out(out, rows.t(), received_block(dense_buffers[chunk], plan, chunk, p));
     }
   }
   return result;

@@ -231,7 +231,7 @@ c10::IValue project_to_heads_start(const Given& given) {
       own.emplace_back(chunk, left);
     }
   }
-  // This rank's own blocks, which no other rank waits for, while the others travel.
+  // This rank's own blocks, which no other rank waits for, while the others are in flight.
   for (const auto& [chunk, place] : own) {
     project(chunk, place);
   }
@@ -366,31 +366,31 @@ c10::IValue project_to_heads_backward(const Given& given) {
   // Heads that several ranks read are summed before anything is multiplied.
   std::vector<std::vector<HeadSegment>> segments;
   bool shared = false;
-  const Tensors arriving = dense(buffers);
+  const Tensors dense_buffers = dense(buffers);
   for (size_t i = 0; i < n; ++i) {
     segments.push_back(plan.heads.segments(i));
     shared = shared || !has_one_reader_each(plan, i);
   }
-  if (are_merged(arriving, plan)) {
-    return gradients.of_rows(merge_to_rows(arriving, plan));
+  if (are_merged(dense_buffers, plan)) {
+    return gradients.of_rows(merge_to_rows(dense_buffers, plan));
   }
-  Landing arrivals(arriving, plan, true);
-  arrivals.in_order([&](int64_t chunk, int64_t p) {
+  ReceivedChunks received(dense_buffers, plan, true);
+  received.in_order([&](int64_t chunk, int64_t p) {
     const Slab slab = slabs_of(plan, p, chunk)[0];
-    if (!shared && arrivals[chunk].whole() && narrow(slab, kNarrowSum)) {
+    if (!shared && received[chunk].whole() && narrow(slab, kNarrowSum)) {
       if (gradients.x.has_value()) {
-        gradients.x->add_product(arrivals[chunk].block(p), rows_for(weights, plan, slab.pieces));
+        gradients.x->add_product(received[chunk].block(p), rows_for(weights, plan, slab.pieces));
       }
       for (const auto& piece : slab.pieces) {
         gradients.add_weight(
-            arrivals[chunk].part(piece.tensor, p, piece.heads), piece.tensor, piece.heads);
+            received[chunk].part(piece.tensor, p, piece.heads), piece.tensor, piece.heads);
       }
       return;
     }
     for (size_t i = 0; i < n; ++i) {
       for (const HeadSegment& segment : segments[i]) {
         if (segment.readers.size() == 1 && segment.readers[0] == p && segment.chunks[0] == chunk) {
-          gradients.add(arrivals[chunk].part(i, p, segment.heads), i, segment.heads);
+          gradients.add(received[chunk].part(i, p, segment.heads), i, segment.heads);
         }
       }
     }
@@ -400,7 +400,7 @@ c10::IValue project_to_heads_backward(const Given& given) {
       if (segment.readers.size() > 1) {
         Tensors parts;
         for (size_t r = 0; r < segment.readers.size(); ++r) {
-          parts.push_back(arrivals[segment.chunks[r]].part(i, segment.readers[r], segment.heads));
+          parts.push_back(received[segment.chunks[r]].part(i, segment.readers[r], segment.heads));
         }
         gradients.add(sum_of(parts), i, segment.heads);
       }

@@ -1,6 +1,6 @@
 // The state that a rank's part of a sequence begins with, where a rank's tokens change a state as
 // an affine map: after them it is transition · state + update. Every rank receives the maps of all
-// ranks and folds those of the ranks before it. What travels doesn't depend on the tokens.
+// ranks and folds those of the ranks before it. What is sent doesn't depend on the tokens.
 
 #include "../common/checks.h"
 #include "../common/wide.h"

@@ -58,7 +58,7 @@ at::Tensor Reshard::launch_backend_sums(const Tensors& inputs, const BufferShape
   return buffer;
 }
 
-Tensors Reshard::land_backend_sums(
+Tensors Reshard::finish_backend_sums(
     const at::Tensor& buffer, const Shapes& shapes, at::ScalarType dtype, Dtypes dtypes) const {
   const int64_t slot = even_slot(shards_);
   TORCH_CHECK_VALUE(

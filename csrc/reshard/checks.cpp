@@ -87,7 +87,7 @@ void check_dtypes(Dtypes dtypes, size_t tensors, const char* name, bool single) 
   }
 }
 
-// Of one tensor along any dimension.
+// The layout of one tensor that is sharded along any dimension.
 SymShards layout_along(
     c10::SymIntArrayRef shape, int64_t dim, c10::SymIntArrayRef sizes, int64_t rank) {
   check_fits(entire_shape(shape, dim, sizes), "sizes");

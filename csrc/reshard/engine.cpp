@@ -18,7 +18,7 @@ at::Tensor bytes_of(const at::Tensor& x) {
   return x.as_strided({x.numel()}, {1}).view(at::kByte);  // one element may have any stride
 }
 
-std::unique_ptr<Flight> land_dense(const at::Tensor& buffer) {
+std::unique_ptr<Flight> wait_dense(const at::Tensor& buffer) {
   TORCH_CHECK_VALUE(
       buffer.is_contiguous(),
       "expected the contiguous buffer that the start returned, got strides ", buffer.strides());
@@ -63,7 +63,7 @@ char* Reshard::part_of(const at::Tensor& full, size_t i, int64_t p) const {
 
 StridedCopy Reshard::copy_gathered(const at::Tensor& part, char* buffer) const {
   const int64_t row = shards_[0].row(rank_);
-  const int64_t to_row = at_.arrives_whole(0) ? shards_[0].row() : row;
+  const int64_t to_row = at_.is_received_whole(0) ? shards_[0].row() : row;
   return copy_of(0, rank_, data_of(part), row, buffer + at_.gathered(0, rank_), to_row);
 }
 
@@ -82,7 +82,7 @@ at::Tensor Reshard::launch_gather(const at::Tensor& part, const BufferShape& sha
   if (transfer.moves_own() && shards_.slot() == 0) {
     return buffer;  // nothing is sent
   }
-  const bool whole = at_.arrives_whole(0);
+  const bool whole = at_.is_received_whole(0);
   Moves moves;
   moves.reads = {part};
   const int64_t messages = at_.in_place(0) ? at_.rows(0) : 1;
@@ -105,7 +105,7 @@ at::Tensor Reshard::launch_gather(const at::Tensor& part, const BufferShape& sha
   }
   auto flight = transfer.start(moves);
   if (!transfer.moves_own()) {
-    // While the others travel; or on arrival, where all is copied once more.
+    // While the others are in flight; or on arrival, where all is copied once more.
     if (transfer.alone() || whole || waits_at_once()) {
       place_gathered(part, buffer);
     } else {
@@ -183,14 +183,14 @@ at::Tensor Reshard::launch_gather(const MakeParts& make, const BufferShape& shap
   return buffer;
 }
 
-Tensors Reshard::land_gather(
+Tensors Reshard::finish_gather(
     const at::Tensor& buffer, const Shapes& shapes, Dtypes dtypes, bool fresh) const {
-  const auto flight = land_dense(buffer);
+  const auto flight = wait_dense(buffer);
   Tensors results;
   std::vector<StridedCopy> copies;
   for (size_t i = 0; i < shards_.size(); ++i) {
     const Shard<int64_t>& shard = shards_[i];
-    const bool whole = at_.arrives_whole(i);
+    const bool whole = at_.is_received_whole(i);
     if (whole && !fresh) {
       const bool alike = buffer.scalar_type() == dtypes[i];
       const auto item = static_cast<int64_t>(c10::elementSize(dtypes[i]));
@@ -291,7 +291,7 @@ at::Tensor Reshard::launch_scatter(const Tensors& inputs, const BufferShape& sha
   return buffer;
 }
 
-Tensors Reshard::land_scatter(
+Tensors Reshard::finish_scatter(
     const at::Tensor& buffer,
     const Shapes& shapes,
     Dtypes wire,
@@ -301,16 +301,16 @@ Tensors Reshard::land_scatter(
   for (size_t i = 0; i < shards_.size(); ++i) {
     results.push_back(empty_result(shapes[i], buffer.options().dtype(dtypes[i])));
   }
-  land_scatter(buffer, results, wire, reduce_dtype);
+  finish_scatter(buffer, results, wire, reduce_dtype);
   return results;
 }
 
-void Reshard::land_scatter(
+void Reshard::finish_scatter(
     const at::Tensor& buffer,
     const Tensors& results,
     Dtypes wire,
     OptionalDtype reduce_dtype) const {
-  const auto flight = land_dense(buffer);
+  const auto flight = wait_dense(buffer);
   const bool own_apart = flight && !flight->own.empty();
   RECORD_FUNCTION("deepsp::sum", {});
   std::vector<StridedSum> sums;

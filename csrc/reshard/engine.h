@@ -47,20 +47,20 @@ class Reshard {
   at::Tensor launch_gather(const at::Tensor& part, const BufferShape& shape) const;
   // Waits. Returns the full tensors: views of the buffer where the layout fits, else, or if they
   // must be `fresh`, copies.
-  Tensors land_gather(
+  Tensors finish_gather(
       const at::Tensor& buffer, const Shapes& shapes, Dtypes dtypes, bool fresh = false) const;
 
   // Sends each rank its parts of the inputs, which are contiguous. Returns the buffer.
   at::Tensor launch_scatter(const Tensors& inputs, const BufferShape& shape) const;
   // Waits. Returns the sums, in rank order, of this rank's parts, which were sent in `wire`.
-  Tensors land_scatter(
+  Tensors finish_scatter(
       const at::Tensor& buffer,
       const Shapes& shapes,
       Dtypes wire,
       Dtypes dtypes,
       OptionalDtype reduce_dtype) const;
   // The same into `results`, contiguous.
-  void land_scatter(
+  void finish_scatter(
       const at::Tensor& buffer,
       const Tensors& results,
       Dtypes wire,
@@ -68,7 +68,7 @@ class Reshard {
 
   // backend.cpp. The same by one reduce-scatter of the group's backend, of inputs of one dtype.
   at::Tensor launch_backend_sums(const Tensors& inputs, const BufferShape& shape) const;
-  Tensors land_backend_sums(
+  Tensors finish_backend_sums(
       const at::Tensor& buffer, const Shapes& shapes, at::ScalarType dtype, Dtypes dtypes) const;
 
  private:

@@ -83,7 +83,7 @@ c10::IValue gather_cast_float8_coalesced(const Given& given) {
   // Several views of one buffer would be outputs that alias.
   const bool fresh = shards.size() > 1;
   return std::make_tuple(
-      reshard.land_gather(buffer, concrete(shapes), dtypes, fresh), scales.reciprocal());
+      reshard.finish_gather(buffer, concrete(shapes), dtypes, fresh), scales.reciprocal());
 }
 
 // Calls it: the data of each tensor, and the inverses of their scales.

@@ -129,7 +129,7 @@ c10::IValue gather_cast_coalesced_wait(const Given& given) {
     return meta_full(buffer, layout, shapes, dtypes);
   }
   return reshard_of("gather_cast", layout, 1, kListSizes, buffer, given)
-      .land_gather(buffer, concrete(shapes), dtypes);
+      .finish_gather(buffer, concrete(shapes), dtypes);
 }
 
 c10::IValue reduce_scatter_cast_coalesced_start(const Given& given) {
@@ -172,8 +172,8 @@ c10::IValue reduce_scatter_cast_coalesced_wait(const Given& given) {
   const SymShards sent = backend_sums ? in_dtype(layout, wire_dtypes, *backend_sums) : layout;
   const Reshard reshard = reshard_of("reduce_scatter_cast", sent, 1, kListSizes, buffer, given);
   return backend_sums
-             ? reshard.land_backend_sums(buffer, concrete(shapes), *backend_sums, dtypes)
-             : reshard.land_scatter(buffer, concrete(shapes), wire_dtypes, dtypes, reduce_dtype);
+             ? reshard.finish_backend_sums(buffer, concrete(shapes), *backend_sums, dtypes)
+             : reshard.finish_scatter(buffer, concrete(shapes), wire_dtypes, dtypes, reduce_dtype);
 }
 
 // ------------------------------------------------------------------- one tensor, along a dimension
@@ -233,7 +233,7 @@ c10::IValue all_gather_wait(const Given& given) {
   const auto [buffer, shape, layout] = AlongWait(given);
   if (!buffer.is_meta()) {
     return reshard_along("all_gather", layout, buffer, given)
-        .land_gather(buffer, {ints(shape)}, buffer.scalar_type());
+        .finish_gather(buffer, {ints(shape)}, buffer.scalar_type());
   }
   // As with point to point. Collectives copy uneven parts out of padded blocks, and may return
   // views of long rows, too.
@@ -270,7 +270,7 @@ c10::IValue reduce_scatter_wait(const Given& given) {
     return at::empty_symint(part, wait.buffer.options());
   }
   return reshard_along("reduce_scatter", wait.layout, wait.buffer, given)
-      .land_scatter(wait.buffer, {ints(part)}, dtype, dtype, reduce_dtype)[0];
+      .finish_scatter(wait.buffer, {ints(part)}, dtype, dtype, reduce_dtype)[0];
 }
 
 // Nothing is sent, but its gradient will be. All slots of the buffer are views of this rank's

@@ -200,10 +200,10 @@ at::Tensor finish_sum(const at::Tensor& flat, const GroupOf& group) {
     const at::Tensor all = parts.launch_gather(
         [&](const std::vector<Destination>& place) {
           const at::Tensor to = at::from_blob(place[0].to, {mine}, flat.options());
-          parts.land_scatter(slots, {to}, flat.scalar_type(), std::nullopt);
+          parts.finish_scatter(slots, {to}, flat.scalar_type(), std::nullopt);
         },
         shape);
-    sum = parts.land_gather(all, {std::vector<int64_t>{flat.numel()}}, flat.scalar_type())[0];
+    sum = parts.finish_gather(all, {std::vector<int64_t>{flat.numel()}}, flat.scalar_type())[0];
   } else {
     flight->wait_all();
   }

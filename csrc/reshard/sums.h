@@ -38,7 +38,7 @@ SumShapes check_sum_wait(
     int64_t rank,
     int64_t size,
     OptionalDtype reduce_dtype);
-// Of a wait whose buffer holds what is summed on arrival: the sums of all ranks.
+// Returns the sums of all ranks, for a wait whose buffer holds addends.
 at::Tensor gather_sums(const SumShapes& sums, const Given& given);
 // Views of a flat tensor, one after another.
 Tensors views_of(const at::Tensor& flat, const std::vector<SymInts>& shapes);

@@ -27,7 +27,7 @@ inline SymRows check_halo(const c10::SymInt& n, c10::SymIntArrayRef seq_lens, in
   return {seq_lens.vec(), n, static_cast<int64_t>(seq_lens.size()), rank};
 }
 
-// Of the op's `counts`, `halo` and rank.
+// Checks the op's `counts`, `halo` and rank.
 inline SymRows check_counts(const Given& given) {
   const c10::SymIntArrayRef counts = given["counts"];
   const int64_t rank = given["rank"];

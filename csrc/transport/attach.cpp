@@ -213,7 +213,7 @@ bool was_waited(const at::Tensor& buffer) {
   return peek(buffer, &Flight::waited);
 }
 
-bool arrives_at_once(const at::Tensor& buffer) {
+bool is_received_at_once(const at::Tensor& buffer) {
   return !buffer.is_cpu() || peek(buffer, &Flight::together);
 }
 

@@ -31,7 +31,7 @@ std::unique_ptr<Flight> wait_and_take(const at::Tensor& buffer);
 void mark_waited(const at::Tensor& buffer, const Flight& flight);
 bool was_waited(const at::Tensor& buffer);
 // Whether one collective receives all blocks of the buffer, before and after the wait.
-bool arrives_at_once(const at::Tensor& buffer);
+bool is_received_at_once(const at::Tensor& buffer);
 // How blocks lie in it, before and after the wait; packed if it never had a flight.
 Order order_of(const at::Tensor& buffer);
 

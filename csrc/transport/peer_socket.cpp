@@ -20,7 +20,7 @@
 namespace deepsp {
 namespace {
 
-// A handshake as it is sent; its file travels beside it.
+// A handshake as it is sent; its file is sent beside it.
 struct Message {
   int64_t rank;
   char secret[32];

@@ -186,8 +186,8 @@ def _valid(mask: Tensor | None, batch: Roles, device: torch.device) -> Tensor:
 
 
 def _lengths(positions: Tensor | None, valid: Tensor) -> list[int]:
-    """Of each document, the number of tokens that aren't padding. ``positions``: [B, S], which
-    restart where a document begins; None: each row is one."""
+    """Return the number of tokens of each document that aren't padding. ``positions``: [B, S],
+    which restart where a document begins; None: each row is one."""
     begins = valid.clone()
     begins[:, 1:] &= ~valid[:, :-1]
     if positions is not None:

@@ -26,13 +26,7 @@ from deepsp.data.documents import deal_documents
 from deepsp.data.roles import Path, check_dim, check_shard_at, name_of
 from deepsp.data.sharding import shard_batch
 from deepsp.ranks.agreement import compare_calls, first_difference
-from deepsp.ranks.groups import (
-    Group,
-    device_of,
-    member_of,
-    objects_on_all_ranks,
-    on_all_ranks,
-)
+from deepsp.ranks.groups import Group, device_of, member_of, objects_on_all_ranks, on_all_ranks
 from deepsp.ranks.randomness import align
 
 Sharded = tuple[dict[str, Any], list[int]]

@@ -109,9 +109,7 @@ def convolution(op: Op) -> list[Row]:
     kernel = [("kernel", n) for n in range(len(space))]
     batch = ["batch"] * (len(shape) == len(op.shape(weight)))
     rows = contract(
-        op,
-        [(x, [*batch, "in", *space]), (weight, ["out", "in", *kernel])],
-        [*batch, "out", *space],
+        op, [(x, [*batch, "in", *space]), (weight, ["out", "in", *kernel])], [*batch, "out", *space]
     )
     windows = (len(batch), len(batch) + len(space))
     rows = [

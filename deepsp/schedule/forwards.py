@@ -116,13 +116,7 @@ class ReduceOverlapped(Swapped):
         else:
             sizes = sync.split(x.size(dim), running.member[1])
             out = collectives.matmul_reduce_scatter(
-                x,
-                weight_of(self),
-                None,
-                dim,
-                running.member,
-                sizes,
-                reduce_dtype=sync.reduce_dtype,
+                x, weight_of(self), None, dim, running.member, sizes, reduce_dtype=sync.reduce_dtype
             )
         return out if hook.add is None else add_after(running, sync, self, hook.add, out)
 

@@ -55,11 +55,7 @@ def _side(output: bool, with_bias: bool, attributes: tuple[str, str], summand: t
             "weight are sharded; leave it out"
         )
     return Effect(
-        attributes=attributes[1:],
-        input=_LAST,
-        output=PARTIAL,
-        add_after="bias",
-        forward=summand,
+        attributes=attributes[1:], input=_LAST, output=PARTIAL, add_after="bias", forward=summand
     )
 
 

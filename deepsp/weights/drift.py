@@ -26,7 +26,7 @@ _SAMPLE = 64  # elements
 # Relative to their norm. Different machines may round updates differently.
 _TOLERANCE = 1e-4
 _NODES = 4000
-"""Of autograd's graph, at most, between a loss and a trained weight."""
+"""The most nodes of autograd's graph between a loss and a trained weight."""
 _UPDATES = "_deepsp_updates"  # attribute of the weight: its version, and its number of updates
 _DIFFERS = "_deepsp_differs"  # likewise: that it differed by rank when it was met first
 _AVERAGED = "_deepsp_averaged"  # likewise: the group whose loss averages its gradients, or None

@@ -219,10 +219,7 @@ def _others(graph: fx.Graph) -> list[fx.Node]:
 
 
 def fuse_gather_cast(
-    graph: fx.Graph,
-    *,
-    prefetch_bytes: int = PREFETCH_BYTES,
-    combine_bytes: int = COMBINE_BYTES,
+    graph: fx.Graph, *, prefetch_bytes: int = PREFETCH_BYTES, combine_bytes: int = COMBINE_BYTES
 ) -> Report:
     """Moves casts in front of all-gathers in a functional graph, in place; results don't change.
 

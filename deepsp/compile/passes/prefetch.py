@@ -17,15 +17,7 @@ import bisect
 from torch import fx
 from torch.utils._ordered_set import OrderedSet
 
-from deepsp.compile.graphs import (
-    bytes_of,
-    computes,
-    is_collective,
-    is_wait,
-    tensor_of,
-    tie,
-    writes,
-)
+from deepsp.compile.graphs import bytes_of, computes, is_collective, is_wait, tensor_of, tie, writes
 from deepsp.compile.passes.recognize import Gather, find_gathers, moved, uses_of
 
 

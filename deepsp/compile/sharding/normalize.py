@@ -28,12 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from deepsp.compile.sharding import rules
 from deepsp.compile.sharding.boundary import role_of
-from deepsp.compile.sharding.forms import (
-    copy_of,
-    is_differentiated,
-    is_tensor,
-    values_of,
-)
+from deepsp.compile.sharding.forms import copy_of, is_differentiated, is_tensor, values_of
 from deepsp.compile.sharding.report import CannotShard
 from deepsp.memory.activations.checkpoint import keeps_attention_only
 from deepsp.placement import Op, functional
@@ -299,11 +294,7 @@ def _transpose(base, new, view):
 
 
 # By view: the call that puts the new value of a view into its base.
-_BACK = {
-    _aten.slice.Tensor: _slice,
-    _aten.select.int: _select,
-    _aten.transpose.int: _transpose,
-}
+_BACK = {_aten.slice.Tensor: _slice, _aten.select.int: _select, _aten.transpose.int: _transpose}
 
 
 def storage_of(node: fx.Node) -> int | None:

@@ -56,9 +56,7 @@ class DistributedAttention(nn.Module):
             )
         for layout in ("bshd", "sbhd"):
             check_function(
-                local_attention,
-                layout,
-                "a function that transposes q, k, v and the output",
+                local_attention, layout, "a function that transposes q, k, v and the output"
             )
         if scatter_idx != 2:
             raise ValueError(

@@ -145,7 +145,7 @@ class State:
         self._member, self._averages = member, average_gradients
         self.handles: list[Any] = []
         self.processors: list[tuple[nn.Module, Any, Any]] = []
-        """Of each attention, and its backend before."""
+        """Each attention's processor, and its backend before."""
         self.forwards = 0
         self.totals: list[int] = []  # tokens of the sequences that this forward has sharded
         self.seen: set[tuple[int, ...]] = set()

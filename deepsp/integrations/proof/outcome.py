@@ -32,7 +32,7 @@ _DRAWS = ("drop", "jitter", "noise")
 
 @dataclass
 class Outcome:
-    """Of one run, on this rank.
+    """What one run leaves on this rank.
 
     Attributes:
         loss: of the step; None: it returned none.

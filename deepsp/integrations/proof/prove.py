@@ -163,8 +163,9 @@ class _Models:
             self._keep(model)
 
     def outcome(self, loss: Any, of_copies: Member | None = None) -> Outcome:
-        """Of a run that has just ended. ``of_copies``: of the group whose ranks have all run on the
-        full batch, so that gradients of shards over it are sums of as many equal ones."""
+        """Return the outcome of the run that has just ended. ``of_copies``: the group whose ranks
+        have all run on the full batch, so that gradients of shards over it are sums of as many
+        equal ones."""
         gradients = {}
         for n, model in enumerate(self.models):
             trained = {x: p for x, p in model.named_parameters() if p.requires_grad}

@@ -78,7 +78,7 @@ class Forward:
     has_own_positions: bool = False
     """Whether the model itself has made the positions, of the full sequence."""
     door: Door | None = None
-    """Of a vision-language model, until its decoder runs: what the decoder is to get."""
+    """What the decoder of a vision-language model is to get, until it runs."""
 
     def __init__(self, outer: Forward | None = None, **changes: Any):
         if outer is not None:

@@ -36,7 +36,7 @@ _ROWS = 9
 
 
 class Proof:
-    """Of one trainer.
+    """Prove the batches of one trainer.
 
     Args:
         step: how the trainer runs its model.

@@ -136,11 +136,7 @@ _BY_THE_PASS = (
 
 
 def use_in(
-    model,
-    group: Group,
-    chunks: int = 1,
-    query_parts: int | str = "auto",
-    deal_images: bool = False,
+    model, group: Group, chunks: int = 1, query_parts: int | str = "auto", deal_images: bool = False
 ) -> dict[str, str]:
     """Sets a causal language model's attention over ``group`` and the loss of full sequences, for
     wrappers that average gradients over all ranks, and checks the model. Attention other than

@@ -49,7 +49,7 @@ class _Share:
 
     member: Member
     rows: int
-    """Of this rank's part."""
+    """The rows of this rank's part."""
     lens: list[int]
     deal: Deal | None = None
     valid: Tensor | None = None

@@ -16,14 +16,7 @@ from deepsp import placement
 from deepsp.ranks import randomness
 from deepsp.schedule.flow import drawing, exchanges, lengths, pieces, reshapes, writes
 from deepsp.schedule.flow.rows import place_of
-from deepsp.schedule.flow.values import (
-    Call,
-    Entry,
-    Split,
-    Value,
-    differentiable,
-    tensors_in,
-)
+from deepsp.schedule.flow.values import Call, Entry, Split, Value, differentiable, tensors_in
 from deepsp.schedule.placement import REPLICATE
 
 if TYPE_CHECKING:

@@ -123,7 +123,7 @@ def plan_attention(
     own = [(end - n, end) for n, end in zip(lens, accumulate(lens), strict=True)]
 
     def queries(cells: Sequence[Cell], tokens: tuple[int, int]) -> int:
-        """Of how many of these tokens ``cells`` have the queries, times heads."""
+        """Count the queries of ``cells`` among these tokens, times heads."""
         return sum(_heads(c) * _common(r, tokens) for c in cells for r in c.queries)
 
     found = []

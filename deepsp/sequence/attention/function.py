@@ -257,16 +257,7 @@ def drops(attn_mask=None, dropout_p=0.0, *_, **__) -> bool:
 
 
 def sdpa(
-    q,
-    k,
-    v,
-    attn_mask=None,
-    dropout_p=0.0,
-    is_causal=False,
-    scale=None,
-    *,
-    where: tuple,
-    **pattern,
+    q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, *, where: tuple, **pattern
 ) -> Tensor:
     """Attention of a cell, without a local attention; q, k and v are [B, S, h, D]. ``where``: the
     number of query heads, and the cell as ops take it."""
@@ -286,14 +277,7 @@ def sdpa(
 
 
 def check_sdpa(
-    x,
-    tokens,
-    num_heads,
-    attn_mask=None,
-    dropout_p=0.0,
-    is_causal=False,
-    scale=None,
-    **pattern,
+    x, tokens, num_heads, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **pattern
 ) -> None:
     """Raises for arguments of ``scaled_dot_product_attention`` that don't fit, before anything is
     sent."""

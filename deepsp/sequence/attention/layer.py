@@ -332,17 +332,9 @@ class SequenceParallelAttention(nn.Module):
         if projects:
             projections = (q_proj, k_proj, v_proj)
             weights = [p.weight for p in projections]
+            biased, how = biases(projections), {"query_parts": query_parts}
             arriving = ops._project_to_heads_start(
-                x,
-                weights,
-                biases(projections),
-                heads,
-                lens,
-                chunks,
-                False,
-                rank,
-                name,
-                query_parts=query_parts,
+                x, weights, biased, heads, lens, chunks, False, rank, name, **how
             )
         else:
             arriving = ops.seq_to_heads_start(
@@ -367,16 +359,9 @@ class SequenceParallelAttention(nn.Module):
             on_arrival=lambda heads, which, tokens: self._turned(heads, which, turn, tokens),
         )
         if self.overlap:
+            output, how = (o_proj.weight, o_proj.bias), {"query_parts": query_parts}
             return ops._heads_to_output_wait(
-                leaving,
-                o_proj.weight,
-                o_proj.bias,
-                self.num_heads,
-                x.size(0),
-                lens,
-                rank,
-                name,
-                query_parts=query_parts,
+                leaving, *output, self.num_heads, x.size(0), lens, rank, name, **how
             )
         (x,) = ops.heads_to_seq_wait(
             leaving, heads[:1], [dim], x.size(0), lens, rank, name, query_parts=query_parts
@@ -419,12 +404,7 @@ class SequenceParallelAttention(nn.Module):
             return local.sdpa(*qkv, *args, **kwargs, where=(self.num_heads, *part.where))
         given = local.indices(self._indices, part.q, part.cell)
         return local.attend(
-            self.local_attention,
-            qkv,
-            args,
-            kwargs | given,
-            self._watch,
-            head_dim=self.v_head_dim,
+            self.local_attention, qkv, args, kwargs | given, self._watch, head_dim=self.v_head_dim
         )
 
     def _compare(self, x: Tensor, lens: list[int]) -> None:
@@ -453,25 +433,12 @@ class SequenceParallelAttention(nn.Module):
         _, _, name = self.member
         trains = torch.is_grad_enabled()
         autocast = local.autocasts(x.device)
-        key = (
-            name,
-            self.num_heads,
-            self.num_kv_heads,
-            self.head_dim,
-            self.v_head_dim,
-            tuple(lens),
-            x.size(0),
-            x.size(2),
-            x.dtype,
-            x.device,
-            trains,
-            autocast,
-        )
+        heads = (self.num_heads, self.num_kv_heads, self.head_dim, self.v_head_dim)
+        given = (x.size(0), x.size(2), x.dtype, x.device, trains, autocast)
         used = [p for m in self._used() if m is not None for p in m.parameters()]
         parameters = [p for p in used if p.requires_grad] if trains else []
-
         self.picked = auto_chunks.pick(
-            key,
+            (name, *heads, tuple(lens), *given),
             lambda chunks, inputs: self._run(*inputs, lens, turn, chunks, args, kwargs),
             [x],
             parameters,

@@ -38,10 +38,7 @@ class DistributedExperts(nn.Module):
     """
 
     def __init__(
-        self,
-        function: Callable[[Tensor, Tensor], Tensor],
-        num_experts: int,
-        group: Group = None,
+        self, function: Callable[[Tensor, Tensor], Tensor], num_experts: int, group: Group = None
     ):
         super().__init__()
         rank, size, _ = self.member = member_of(group)

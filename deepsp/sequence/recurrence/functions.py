@@ -184,10 +184,7 @@ def _selective_scan(given: Callable, sharded: Sharded) -> Callable:
             return y.transpose(1, 2).unsqueeze(3)
 
         call = sharded.recurrence(
-            hidden_states.size(1),
-            run,
-            value="x",
-            per_head=("A", "D", "delta_bias"),
+            hidden_states.size(1), run, value="x", per_head=("A", "D", "delta_bias")
         )
         out = call(
             x=hidden_states.transpose(1, 2).unsqueeze(3),

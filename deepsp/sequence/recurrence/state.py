@@ -20,8 +20,8 @@ from deepsp.sequence.recurrence.run import Piece, Recurrence
 
 
 class Decay(NamedTuple):
-    """Of a state that decays by a number a head, the logarithm of the decay [B, S, H], and what
-    reads the state [B, S, H, K]: functions of the recurrence's arguments."""
+    """How a state decays by a number a head: the logarithm of the decay [B, S, H], and what reads
+    the state [B, S, H, K], as functions of the recurrence's arguments."""
 
     log: Callable[..., Tensor]
     read: Callable[..., Tensor]

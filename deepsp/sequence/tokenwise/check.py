@@ -275,7 +275,7 @@ class _TokensBefore(TorchFunctionMode):
     def __init__(self):
         super().__init__()
         self.given: list[Tensor] = []
-        """Of each call, the tokens that it got."""
+        """The tokens that each call got."""
         self.of_all: list[Tensor] = []
         self.begin = 0
 
