@@ -20,10 +20,12 @@ BufferLayout::BufferLayout(Shards all, bool p2p)
   int64_t scattered = 0;
   for (size_t i = 0; i < shards.size(); ++i) {
     in_place_.push_back(is_sent_in_place(shards[i], point_to_point, shards.size() == 1));
+    begins_.push_back({0});
     gathered_.push_back(gathered);
     scattered_.push_back(scattered);
     for (int64_t p = 0; p < parts; ++p) {
       const int64_t piece = shards.piece(i, p);
+      begins_[i].push_back(begins_[i].back() + shards[i].sizes[p]);
       packed_[p].push_back(packed_[p].back() + (in_place_[i] ? 0 : piece));
       gathered += in_place_[i] ? piece : 0;
       even_ = even_ && shards[i].sizes[p] == shards[i].sizes[0];
@@ -40,7 +42,7 @@ BufferLayout::BufferLayout(Shards all, bool p2p)
 }
 
 int64_t BufferLayout::gathered(size_t i, int64_t p) const {
-  return is_received_whole(i) ? gathered_[i] + shards[i].begin(p) * shards[i].inner
+  return is_received_whole(i) ? gathered_[i] + begins_[i][p] * shards[i].inner
                               : gathered_blocks_[p] + packed_[p][i];
 }
 

@@ -31,6 +31,8 @@ struct BufferLayout {
   // messages to each rank then.
   bool in_place(size_t i) const { return in_place_[i]; }
   int64_t rows(size_t i) const { return shards[i].outer; }
+  // Where rank p's part of tensor i begins along n.
+  int64_t begin(size_t i, int64_t p) const { return begins_[i][p]; }
   // Whether it is whole where it arrives; else it is copied out.
   bool is_received_whole(size_t i) const { return in_place_[i] && (point_to_point || even_); }
 
@@ -48,6 +50,7 @@ struct BufferLayout {
   int64_t scattered_block(int64_t p) const { return scattered_blocks_[p]; }
 
  private:
+  std::vector<std::vector<int64_t>> begins_;
   std::vector<bool> in_place_;
   bool even_ = true;                          // of a single tensor
   std::vector<std::vector<int64_t>> packed_;  // [rank]: where tensors begin in its block

@@ -56,7 +56,7 @@ StridedCopy Reshard::copy_of(
 }
 
 char* Reshard::part_of(const at::Tensor& full, size_t i, int64_t p) const {
-  return data_of(full) + shards_[i].begin(p) * shards_[i].inner;
+  return data_of(full) + at_.begin(i, p) * shards_[i].inner;
 }
 
 // ------------------------------------------------------------------- gather
@@ -260,14 +260,12 @@ at::Tensor Reshard::launch_scatter(const Tensors& inputs, const BufferShape& sha
          }});
   }
   for (size_t i = 0; i < shards_.size(); ++i) {
+    const int64_t row = shards_[i].row(), mine = shards_[i].row(rank_);
     for (int64_t m = 0; m < (at_.in_place(i) ? at_.rows(i) : 0); ++m) {
       moves.blocks.push_back(
-          {[this, i, m](int64_t p) {
-             const int64_t row = shards_[i].row(rank_);
-             return Span{at_.scattered(i, p) + m * row, row};
-           },
-           [this, &inputs, i, m](int64_t p) {
-             return Bytes{part_of(inputs[i], i, p) + m * shards_[i].row(), shards_[i].row(p)};
+          {[this, i, m, mine](int64_t p) { return Span{at_.scattered(i, p) + m * mine, mine}; },
+           [this, &inputs, i, m, row](int64_t p) {
+             return Bytes{part_of(inputs[i], i, p) + m * row, shards_[i].row(p)};
            }});
     }
   }

@@ -22,13 +22,16 @@ at::Tensor exchange(
       group, [&](int64_t p) { return plan.buffer(p) * elements; }, {plan.buffer(rank), elements},
       rows.options());
   const auto gives = plan.received(rank, !home), gets = plan.received(rank, home);
+  std::vector<int64_t> sent_at{0}, received_at{0};
+  for (int64_t p = 0; p < plan.ranks(); ++p) {
+    sent_at.push_back(sent_at.back() + gives[p]);
+    received_at.push_back(received_at.back() + gets[p]);
+  }
   Moves moves;
   moves.reads = {rows};
   moves.blocks.push_back(
-      {[&](int64_t p) { return Span{plan.total(rank, home, p) * bytes, gets[p] * bytes}; },
-       [&](int64_t p) {
-         return Bytes{data_of(rows) + plan.total(rank, !home, p) * bytes, gives[p] * bytes};
-       }});
+      {[&](int64_t p) { return Span{received_at[p] * bytes, gets[p] * bytes}; },
+       [&](int64_t p) { return Bytes{data_of(rows) + sent_at[p] * bytes, gives[p] * bytes}; }});
   moves.place = [&](int64_t p, char* buffer, auto& copies) {
     if (const Bytes block = moves.blocks[0].send(p); block.size > 0) {
       char* const to = buffer + plan.total(p, home, rank) * bytes;
