@@ -67,15 +67,15 @@ PATCHES = (
             "torch._inductor.decomposition.fast_random_decomps",
             "torch.compiler.config.cache_key_tag",
         ),
-        "Entries for deepsp's ops, which Inductor then knows as asynchronous collectives. Its copy "
-        "of the table is made anew, and compiled graphs are cached under deepsp's version.",
+        "Entries for deepsp's ops: asynchronous collectives of CUDA tensors. Its copy of the table "
+        "is made anew, and compiled graphs are cached under deepsp's version.",
         "deepsp.compile.lowering.inductor_table",
     ),
     Patch(
         "torch._inductor.lowering",
         ("torch._inductor.lowering.lowerings",),
-        "Entries for calls of deepsp's kernels, the memory of whose results Inductor must not "
-        "reuse.",
+        "Entries for calls of deepsp's kernels: Inductor must not reuse the memory of their "
+        "results, nor of what they read while it is in flight.",
         "deepsp.compile.lowering.calls",
     ),
     Patch(
@@ -236,11 +236,12 @@ ATTRIBUTES = {
     "_deepsp_diffusers": "a model's of diffusers: its sharding",
     "_deepsp_divided": "a module's: the attributes that a schedule has divided",
     "_deepsp_experts": "an experts module's: how experts are dealt out",
-    "_deepsp_held": "a call's in Inductor's graph: the buffers that it reads until its wait",
+    "_deepsp_held": "a graph's of Inductor: how many starts in flight read each buffer",
     "_deepsp_full_rows": "a model's: how it takes full rows",
     "_deepsp_is_tiled": "a module's: it is inside of a tiled one",
     "_deepsp_only_the_loss": "a compiled model's: the hook that leaves out its outputs",
     "_deepsp_prepared": "a model's and its recurrent layers': their functions are replaced",
+    "_deepsp_reads": "a start's in Inductor's graph: the buffers that it reads until its wait",
     "_deepsp_recurrence": "a recurrent layer's: what was compared in its first call",
     "_deepsp_running": "a module's: how a schedule runs it",
     "_deepsp_shards": "a module's: its sharded parameters",

@@ -1,6 +1,7 @@
 """Buffers under Inductor: what a wrong schema does to data, and that ours don't."""
 
 import copy
+import functools
 import time
 
 import pytest
@@ -227,8 +228,19 @@ def _reused():
             y = matrix @ y.cos()
         return [*waited(buffer), y]
 
+    def shared(x, matrix, views=False):
+        """Two starts in flight read one buffer: the first wait doesn't free it."""
+        sent = matrix @ x
+        parts = (sent[:16], sent[16:]) if views else (sent, sent)
+        first, second = (deepsp.collectives.reduce_scatter_start(part, 0) for part in parts)
+        early = first.wait()
+        y = (matrix + early.sum()).cos()
+        for _ in range(3):
+            y = matrix @ y.cos()
+        return early, second.wait(), y
+
     x, matrix = draw(32, 32), draw(32, 32, seed=1) / 6
-    for graph in (used_twice, sums):
+    for graph in (used_twice, sums, shared, functools.partial(shared, views=True)):
         expected = graph(x, matrix)
         for _ in range(3):
             found = torch.compile(graph, fullgraph=True)(x, matrix)

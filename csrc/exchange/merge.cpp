@@ -256,7 +256,7 @@ void settle(const at::Tensor& buffer, const Layout& plan, int64_t chunk) {
     return;
   }
   flight->wait_all();
-  if (flight->own.empty() && flight->order == Order::packed) {
+  if (flight->own.empty() && flight->order == Order::packed && !flight->stream.has_value()) {
     return;
   }
   place_own(*flight, buffer, plan, chunk);

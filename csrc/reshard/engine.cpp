@@ -6,8 +6,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/record_function.h>
 
-#include <numeric>
-
 namespace deepsp {
 namespace {
 
@@ -95,9 +93,14 @@ at::Tensor Reshard::launch_gather(const at::Tensor& part, const BufferShape& sha
          [&part, m, mine](int64_t) { return Bytes{data_of(part) + m * mine, mine}; }});
   }
   moves.place = [&](int64_t, char* theirs, auto& copies) {
-    copies.push_back(copy_gathered(part, theirs));
+    if (moves.slot.defined()) {  // with its padding
+      const int64_t slot = shards_.slot();
+      copies.push_back(copy_of_bytes(data_of(moves.slot), theirs + rank_ * slot, slot));
+    } else {
+      copies.push_back(copy_gathered(part, theirs));
+    }
   };
-  if (transfer.is_collective()) {
+  if (transfer.moves_own()) {
     if (!whole) {
       place_gathered(part, buffer);
     }
@@ -150,8 +153,7 @@ at::Tensor Reshard::launch_gather(const MakeParts& make, const BufferShape& shap
   }
   if (!packed.empty()) {
     add(std::move(packed), [&](int64_t p) {
-      return Span{
-          at_.gathered_block(p), at_.point_to_point ? at_.packed_bytes(p) : shards_.block(p)};
+      return Span{at_.gathered_block(p), at_.point_to_point ? at_.packed_bytes(p) : shards_.slot()};
     });
   }
   for (size_t i = 0; i < shards_.size(); ++i) {

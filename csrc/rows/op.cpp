@@ -70,10 +70,14 @@ c10::IValue start(const Given& given) {
   const Group group = agreed_group(
       op, given["group_name"], plan.rank, plan.ranks(), rows.device(), sizes,
       [&]() -> std::vector<std::string> {
-        return {
-            to_text("n ", plan.halo.value_or(0)), to_text(sizes, " ", plan.counts),
+        std::vector<std::string> arguments{
+            to_text(sizes, " ", plan.counts),
             to_text(halo ? "tokens of " : "rows of ", rows.size(1), " elements"),
             to_text("dtype ", rows.scalar_type())};
+        if (halo) {
+          arguments.insert(arguments.begin(), to_text("n ", *plan.halo));
+        }
+        return arguments;
       });
   return exchange(rows.contiguous(), plan, home, group);
 }

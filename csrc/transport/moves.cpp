@@ -6,6 +6,7 @@
 
 #include <ATen/record_function.h>
 
+#include <algorithm>
 #include <numeric>
 
 namespace deepsp {
@@ -63,7 +64,11 @@ std::unique_ptr<Flight> Transfer::start(const Moves& moves) {
     return flight;
   }
   if (!places_all()) {
-    flight->holds = moves.reads;
+    if (std::any_of(moves.blocks.begin(), moves.blocks.end(), [](const Blocks& blocks) {
+          return !blocks.make;
+        })) {
+      flight->holds = moves.reads;
+    }
     for (const Blocks& blocks : moves.blocks) {
       send(blocks, *flight);
     }

@@ -1,7 +1,7 @@
 #pragma once
 // The mover: one exchange, described by what each rank gives and gets. How blocks get across (not
-// at all, into peers' memory, by staged copies, by a collective, or by messages) is decided here
-// and nowhere else. What the other folders of csrc include.
+// at all, into peers' memory, by staged copies, by a collective, or by messages) is decided here.
+// What the other folders of csrc include.
 //
 // The transport has three floors. A file includes files of its own floor or of lower ones:
 //   agree  moves, choice, handshake, agreement
@@ -77,7 +77,6 @@ class Transfer {
   // Whether start() also moves this rank's block for itself. If not, that is left to the caller,
   // who can read it from where it is.
   bool moves_own() const { return !alone() && !group_->point_to_point; }
-  bool is_collective() const { return moves_own() && staged_ == nullptr; }
 
   // Starts the exchange. The flight isn't attached to the buffer yet. To be called once.
   std::unique_ptr<Flight> start(const Moves& moves);
@@ -86,7 +85,7 @@ class Transfer {
 
  private:
   bool reaches(int64_t p) const { return mapped_ != nullptr && mapped_->reaches(p); }
-  // The blocks for the ranks that `among` takes, made one after another in a new buffer.
+  // The blocks for all ranks, made one after another in a new buffer.
   at::Tensor make_all(const Blocks& blocks) const;
   void send(const Blocks& blocks, Flight& flight) const;
   void write(const Moves& moves, Flight& flight);

@@ -304,6 +304,11 @@ def tensor_of(launch: fx.Node) -> fx.Node:
     return launch if isinstance(value, Tensor) else next(iter(launch.users))
 
 
+def data_of(node: fx.Node) -> list:
+    """A call's arguments, without the nodes that it is tied behind."""
+    return list(node.args[2:] if node.target is control_deps else node.args)
+
+
 def tie(graph: fx.Graph, behind: dict[fx.Node, OrderedSet[fx.Node]]) -> None:
     """Makes Inductor keep nodes behind others, in whatever order it would put them."""
     place = {node: i for i, node in enumerate(graph.nodes)}

@@ -26,12 +26,13 @@ def _lowering(op):
     def lowered(*args, **kwargs):
         before = len(V.graph.operations)
         results = call(*args, **kwargs)
-        for operation in V.graph.operations[before:]:
+        operations = V.graph.operations[before:]
+        for operation in operations:
             operation.has_side_effects = lambda: True
+        calls = [x for x in operations if isinstance(x, ir.FallbackKernel)]
+        _release(calls)
         if op._opname.endswith("_start"):
-            _hold(V.graph.operations[before:])
-        elif op._opname.endswith("_wait"):
-            _release(V.graph.operations[before:])
+            _hold(calls)
         for x in pytree.tree_leaves(results):
             if isinstance(x, ir.IRNode):
                 V.graph.never_reuse_buffers.add(x.get_name())
@@ -40,24 +41,40 @@ def _lowering(op):
     return lowered
 
 
-def _hold(operations: list) -> None:
-    """Keeps Inductor from reusing what a start reads."""
-    for operation in operations:
-        if isinstance(operation, ir.FallbackKernel):
-            read = {dep.name for dep in operation.get_read_writes().reads}
-            operation._deepsp_held = read - V.graph.never_reuse_buffers
-            V.graph.never_reuse_buffers |= operation._deepsp_held
+def _hold(starts: list) -> None:
+    """Keeps Inductor from reusing what starts read."""
+    held, never = _held(), V.graph.never_reuse_buffers
+    for start in starts:
+        start._deepsp_reads = {dep.name for dep in start.get_read_writes().reads}
+        for name in start._deepsp_reads:
+            if name in held or name not in never:  # else it is never reused anyway
+                held[name] = held.get(name, 0) + 1
+                never.add(name)
 
 
-def _release(operations: list) -> None:
-    """Lets Inductor reuse, after a wait, what its starts read."""
-    for wait in operations:
-        if isinstance(wait, ir.FallbackKernel):
-            for buffer in pytree.tree_leaves(wait.inputs):
-                start = buffer.inputs[0] if isinstance(buffer, ir.MultiOutput) else buffer
-                held = getattr(start, "_deepsp_held", set())
-                V.graph.never_reuse_buffers -= held
-                V.graph.additional_star_deps[wait.get_operation_name()] |= held
+def _release(calls: list) -> None:
+    """Lets Inductor reuse, after calls that read what starts have returned, what these starts
+    read, unless another start in flight reads it, too."""
+    held = _held()
+    for call in calls:
+        for buffer in pytree.tree_leaves(call.inputs):
+            start = buffer.inputs[0] if isinstance(buffer, ir.MultiOutput) else buffer
+            reads = getattr(start, "_deepsp_reads", set())
+            V.graph.additional_star_deps[call.get_operation_name()] |= reads
+            for name in reads & held.keys():
+                held[name] -= 1
+                if held[name] == 0:
+                    del held[name]
+                    V.graph.never_reuse_buffers.discard(name)
+            if reads:
+                start._deepsp_reads = set()
+
+
+def _held() -> dict[str, int]:
+    """How many starts in flight read each buffer of the graph that is lowered."""
+    if not hasattr(V.graph, "_deepsp_held"):
+        V.graph._deepsp_held = {}
+    return V.graph._deepsp_held
 
 
 def install() -> None:

@@ -15,8 +15,9 @@ from torch import fx
 from torch._inductor.fx_passes.control_dependencies import control_deps
 from torch.distributed import distributed_c10d
 from torch.utils._ordered_set import OrderedSet
+from torch.utils._pytree import tree_leaves
 
-from deepsp.compile.graphs import WAIT, add, aten, replace, sizes, target_of, tie
+from deepsp.compile.graphs import WAIT, add, aten, data_of, replace, sizes, target_of, tie
 from deepsp.compile.lowering.inductor_table import calls_kernels
 
 _c10d = torch.ops._c10d_functional
@@ -57,7 +58,7 @@ def avoid_gathers(graph: fx.Graph) -> None:
         if not isinstance(rows, int):
             rows = add(aten.sym_size.int, (part, 0), before=node, like=node)
         splits = [rows] * size
-        readers = [n for n in node.users if node in _data(n)]
+        readers = [n for n in node.users if node in tree_leaves(data_of(n))]
         if calls_kernels() and all(target_of(n) is WAIT for n in readers):
             launched = _called(node, part, splits, found, readers)
         else:
@@ -68,11 +69,6 @@ def avoid_gathers(graph: fx.Graph) -> None:
         graph.erase_node(node)
         if behind is not None:
             tie(graph, {launched: OrderedSet(behind)})
-
-
-def _data(node: fx.Node) -> list[fx.Node]:
-    """A call's inputs, without the nodes that it is tied behind."""
-    return list(node.args[2:]) if node.target is control_deps else node.all_input_nodes
 
 
 def _called(node: fx.Node, part: fx.Node, splits: list, group, waits: list[fx.Node]) -> fx.Node:

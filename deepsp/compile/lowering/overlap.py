@@ -21,10 +21,11 @@ import operator
 import sys
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.utils._ordered_set import OrderedSet
+from torch.utils._pytree import tree_leaves
 
 from deepsp.compile.graphs import (
     OURS,
@@ -32,6 +33,7 @@ from deepsp.compile.graphs import (
     WAIT,
     bytes_of,
     computes,
+    data_of,
     forget,
     is_collective,
     is_wait,
@@ -74,8 +76,21 @@ def _is_start(node: fx.Node) -> bool:
 
 def _waited_for(wait: fx.Node) -> list[fx.Node]:
     """The launches that a node waits for: one, or, by a call of a kernel, those of all chunks."""
-    given = wait.args[0] if isinstance(wait.args[0], (list, tuple)) else [wait.args[0]]
+    first = data_of(wait)[0]
+    given = first if isinstance(first, (list, tuple)) else [first]
     return [n.args[0] if n.target is operator.getitem else n for n in given]
+
+
+def _starts_read(node: fx.Node) -> list[fx.Node]:
+    """The calls of starts whose buffers a call of ours reads."""
+    read = [n for n in tree_leaves(data_of(node)) if isinstance(n, fx.Node)]
+    starts = [n.args[0] if n.target is operator.getitem else n for n in read]
+    return [n for n in starts if _is_call(n) and target_of(n)._opname.endswith("_start")]
+
+
+def _is_call(node: fx.Node) -> bool:
+    """Whether the node calls a kernel of ours."""
+    return getattr(target_of(node), "namespace", None) == OURS
 
 
 def _waits(nodes) -> list[fx.Node]:
@@ -177,13 +192,12 @@ def keep_overlap(graph: fx.Graph) -> None:
         # Ranks with uneven shards have different sizes, by which Inductor would sort.
         for first, second in itertools.pairwise(launches):
             after.setdefault(second, OrderedSet()).add(tensor_of(first))
-    for wait in _waits(nodes):
-        if target_of(wait).namespace == OURS:
-            # A call may read its inputs until the wait: nothing may be written there before.
-            read = [n for start in _waited_for(wait) for n in start.all_input_nodes]
-            sent = [n for n in read if isinstance(n.meta.get("val"), torch.Tensor)]
-            if sent:
-                after.setdefault(wait, OrderedSet()).update(sent)
+    for node in filter(_is_call, nodes):
+        # A start may read its inputs until the wait: nothing may be written there before.
+        read = [n for start in _starts_read(node) for n in tree_leaves(data_of(start))]
+        sent = [n for n in read if isinstance(n, fx.Node) and isinstance(n.meta.get("val"), Tensor)]
+        if sent:
+            after.setdefault(node, OrderedSet()).update(sent)
     tie(graph, after)
 
 
