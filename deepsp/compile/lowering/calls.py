@@ -72,9 +72,7 @@ def _release(calls: list) -> None:
 
 def _held() -> dict[str, int]:
     """How many starts in flight read each buffer of the graph that is lowered."""
-    if not hasattr(V.graph, "_deepsp_held"):
-        V.graph._deepsp_held = {}
-    return V.graph._deepsp_held
+    return vars(V.graph).setdefault("_deepsp_held", {})
 
 
 def install() -> None:
