@@ -417,7 +417,7 @@ def _over_gloo(calls):
     for a, b in zip(torch.autograd.grad(compiled(x, *shards), shards), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
     forward, backward = map(_marks_of_code, codes)
-    assert forward == ("ggggwmwmwmwm" if calls else "xwxxxmwmwmwm"), forward
+    assert forward == ("gwgggmwmwmwm" if calls else "xwxxxmwmwmwm"), forward
     # Three weights again; four gradients leave by all-to-all.
     assert backward.count("x") + backward.count("g") == 7, backward
     assert backward.count("g") == (3 if calls else 0), backward

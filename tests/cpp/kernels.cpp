@@ -341,7 +341,7 @@ void buffers() {
       for (size_t i = 0; i < shards.size(); ++i) {
         const Shard<int64_t>& shard = shards[i];
         for (int64_t p = 0; p < parts; ++p) {
-          if (buffer.arrives_whole(i)) {
+          if (buffer.is_received_whole(i)) {
             gathered.claim(buffer.gathered(i, p), shard.row(p), shard.row(), shard.outer);
           } else {
             gathered.claim(buffer.gathered(i, p), shard.part(p));

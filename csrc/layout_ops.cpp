@@ -1,8 +1,8 @@
 // The integer functions of the layout, as ops: a binding would break a full graph.
 
-#include "../common/checks.h"
-#include "../exchange/checks.h"
-#include "deal.h"
+#include "common/checks.h"
+#include "exchange/checks.h"
+#include "layout/deal.h"
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
