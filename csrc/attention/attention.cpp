@@ -85,7 +85,6 @@ at::Tensor attend(const Exchanged& parts, const Given& given, const Meanwhile& m
   meanwhile();
   std::vector<Tensors> ks(parts.levels.size()), vs(parts.levels.size());
   Tensors returning;
-  bool cuts = false;
   for (int64_t chunk = 0; chunk < parts.chunks; ++chunk) {
     const Tensors received = call(
         seq_to_heads_wait, {{"buffer", starts[chunk]},
@@ -100,7 +99,6 @@ at::Tensor attend(const Exchanged& parts, const Given& given, const Meanwhile& m
     for (size_t n = 0; n < parts.levels.size(); ++n) {
       const auto& [heads, rank, asked] = parts.levels[n];
       const size_t cells = heads.cells(rank, chunk).size();
-      cuts = cuts || heads.cuts_queries();
       if (received.size() > next + cells) {
         ks[n].push_back(received[next + cells]);
         vs[n].push_back(received[next + cells + 1]);
@@ -112,7 +110,8 @@ at::Tensor attend(const Exchanged& parts, const Given& given, const Meanwhile& m
       }
       next += cells + 2;
     }
-    if (parts.chunks == 1 && parts.arguments.empty() && !cuts) {
+    const bool stacks = parts.arguments.empty() && !parts.levels[0].heads.cuts_queries();
+    if (parts.chunks == 1 && stacks) {
       const Tensors out =
           call(heads_to_seq, {{"inputs", outputs}, {"num_heads", heads_of_q}, tokens_first});
       return out[0];

@@ -30,7 +30,7 @@ Group group_of(
     const at::Tensor& like,
     int64_t chunk = 0);
 
-// The buffers themselves, but for those that was never sent and have other strides.
+// The buffers themselves, but for those that were never sent and have other strides.
 std::vector<at::Tensor> dense(at::TensorList buffers);
 
 // Anomaly mode looks for NaN in every gradient, in buffers on their way too: for
@@ -202,13 +202,5 @@ struct Extent {
   Extent(const Layout& plan, const Part<int64_t>& part, Range heads)
       : n{part.tokens(), plan.batch, heads.size(), plan.head_dims[part.tensor]} {}
 };
-
-inline std::vector<int64_t> prefix_sums(const std::vector<int64_t>& counts) {
-  std::vector<int64_t> sums{0};
-  for (const int64_t count : counts) {
-    sums.push_back(sums.back() + count);
-  }
-  return sums;
-}
 
 }  // namespace deepsp

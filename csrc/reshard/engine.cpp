@@ -12,10 +12,6 @@ namespace {
 // Smaller ones aren't worth a block of the pool: malloc has them at hand.
 constexpr int64_t kPoolBytes = int64_t(256) << 10;
 
-at::Tensor bytes_of(const at::Tensor& x) {
-  return x.as_strided({x.numel()}, {1}).view(at::kByte);  // one element may have any stride
-}
-
 std::unique_ptr<Flight> wait_dense(const at::Tensor& buffer) {
   TORCH_CHECK_VALUE(
       buffer.is_contiguous(),

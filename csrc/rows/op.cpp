@@ -22,11 +22,7 @@ at::Tensor exchange(
       group, [&](int64_t p) { return plan.buffer(p) * elements; }, {plan.buffer(rank), elements},
       rows.options());
   const auto gives = plan.received(rank, !home), gets = plan.received(rank, home);
-  std::vector<int64_t> sent_at{0}, received_at{0};
-  for (int64_t p = 0; p < plan.ranks(); ++p) {
-    sent_at.push_back(sent_at.back() + gives[p]);
-    received_at.push_back(received_at.back() + gets[p]);
-  }
+  const auto sent_at = prefix_sums(gives), received_at = prefix_sums(gets);
   Moves moves;
   moves.reads = {rows};
   moves.blocks.push_back(

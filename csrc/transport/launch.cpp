@@ -76,6 +76,10 @@ at::Tensor empty_buffer(at::IntArrayRef sizes, const at::TensorOptions& options)
                                    : at::empty(sizes, options);
 }
 
+at::Tensor bytes_of(const at::Tensor& tensor) {
+  return tensor.as_strided({tensor.numel()}, {1}).view(at::kByte);
+}
+
 at::Tensor unowned(const at::Tensor& tensor) {
   return tensor.is_cpu()
              ? tensor_over(

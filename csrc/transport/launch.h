@@ -29,6 +29,9 @@ void exchange_point_to_point(
     const std::function<Bytes(int64_t)>& send,
     Flight& flight);
 
+// The bytes of a dense tensor, flat. One element may have any stride.
+at::Tensor bytes_of(const at::Tensor& tensor);
+
 // A contiguous tensor for a collective that will be attached to the tensor's own memory
 // (attach). On the CPU it doesn't own that memory: a cycle would leak both if wait is never
 // called.

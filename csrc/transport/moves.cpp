@@ -142,10 +142,11 @@ void Transfer::write(const Moves& moves, Flight& flight) {
 }
 
 at::Tensor Transfer::make_all(const Blocks& blocks) const {
-  std::vector<int64_t> begins{0};
+  std::vector<int64_t> sizes;
   for (int64_t p = 0; p < group_->size; ++p) {
-    begins.push_back(begins.back() + blocks.send(p).size);
+    sizes.push_back(blocks.send(p).size);
   }
+  const std::vector<int64_t> begins = prefix_sums(sizes);
   const at::Tensor made = empty_buffer({begins.back()}, buffer_.options().dtype(at::kByte));
   std::vector<Place> places;
   for (int64_t p = 0; p < group_->size; ++p) {
@@ -170,9 +171,6 @@ std::unique_ptr<Flight> Transfer::stage(const Moves& moves) const {
 }
 
 std::unique_ptr<Flight> Transfer::launch_collective(const Moves& moves) const {
-  const auto bytes_of = [](const at::Tensor& x) {  // one element may have any stride
-    return x.as_strided({x.numel()}, {1}).view(at::kByte);
-  };
   const at::Tensor to = bytes_of(buffer_);
   if (moves.slot.defined()) {
     const at::Tensor bytes = bytes_of(moves.slot);

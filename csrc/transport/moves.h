@@ -27,6 +27,15 @@ struct Place {
 };
 using MakeBlocks = std::function<void(c10::ArrayRef<Place>)>;
 
+// Where blocks of these sizes begin, one after another, and where the last one ends.
+inline std::vector<int64_t> prefix_sums(const std::vector<int64_t>& counts) {
+  std::vector<int64_t> sums{0};
+  for (const int64_t count : counts) {
+    sums.push_back(sums.back() + count);
+  }
+  return sums;
+}
+
 // A place in a buffer, in bytes.
 struct Span {
   int64_t begin;

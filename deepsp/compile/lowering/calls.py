@@ -15,6 +15,7 @@ from torch._inductor import ir
 from torch._inductor.lowering import fallback_handler, lowerings
 from torch._inductor.virtualized import V
 from torch.utils import _pytree as pytree
+from torch.utils._ordered_set import OrderedSet
 
 from deepsp.compile.lowering.inductor_table import ops
 
@@ -45,7 +46,8 @@ def _hold(starts: list) -> None:
     """Keeps Inductor from reusing what starts read."""
     held, never = _held(), V.graph.never_reuse_buffers
     for start in starts:
-        start._deepsp_reads = {dep.name for dep in start.get_read_writes().reads}
+        # Ordered, so that all ranks schedule alike.
+        start._deepsp_reads = OrderedSet(dep.name for dep in start.get_read_writes().reads)
         for name in start._deepsp_reads:
             if name in held or name not in never:  # else it is never reused anyway
                 held[name] = held.get(name, 0) + 1
@@ -59,15 +61,16 @@ def _release(calls: list) -> None:
     for call in calls:
         for buffer in pytree.tree_leaves(call.inputs):
             start = buffer.inputs[0] if isinstance(buffer, ir.MultiOutput) else buffer
-            reads = getattr(start, "_deepsp_reads", set())
+            if not (reads := getattr(start, "_deepsp_reads", None)):
+                continue
+            # The first of its buffers is enough: a start of several chunks has read its inputs.
+            start._deepsp_reads = OrderedSet()
             V.graph.additional_star_deps[call.get_operation_name()] |= reads
-            for name in reads & held.keys():
+            for name in [x for x in reads if x in held]:
                 held[name] -= 1
                 if held[name] == 0:
                     del held[name]
                     V.graph.never_reuse_buffers.discard(name)
-            if reads:
-                start._deepsp_reads = set()
 
 
 def _held() -> dict[str, int]:

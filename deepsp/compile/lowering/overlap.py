@@ -76,16 +76,19 @@ def _is_start(node: fx.Node) -> bool:
 
 def _waited_for(wait: fx.Node) -> list[fx.Node]:
     """The launches that a node waits for: one, or, by a call of a kernel, those of all chunks."""
-    first = data_of(wait)[0]
-    given = first if isinstance(first, (list, tuple)) else [first]
-    return [n.args[0] if n.target is operator.getitem else n for n in given]
+    return _launches_of(data_of(wait)[0])
 
 
 def _starts_read(node: fx.Node) -> list[fx.Node]:
     """The calls of starts whose buffers a call of ours reads."""
-    read = [n for n in tree_leaves(data_of(node)) if isinstance(n, fx.Node)]
-    starts = [n.args[0] if n.target is operator.getitem else n for n in read]
-    return [n for n in starts if _is_call(n) and target_of(n)._opname.endswith("_start")]
+    launches = _launches_of(data_of(node))
+    return [n for n in launches if _is_call(n) and target_of(n)._opname.endswith("_start")]
+
+
+def _launches_of(buffers) -> list[fx.Node]:
+    """The nodes that made these buffers, or lists of them."""
+    nodes = [n for n in tree_leaves(buffers) if isinstance(n, fx.Node)]
+    return [n.args[0] if n.target is operator.getitem else n for n in nodes]
 
 
 def _is_call(node: fx.Node) -> bool:

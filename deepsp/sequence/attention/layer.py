@@ -434,11 +434,11 @@ class SequenceParallelAttention(nn.Module):
         trains = torch.is_grad_enabled()
         autocast = local.autocasts(x.device)
         heads = (self.num_heads, self.num_kv_heads, self.head_dim, self.v_head_dim)
-        given = (x.size(0), x.size(2), x.dtype, x.device, trains, autocast)
+        mode = (x.size(0), x.size(2), x.dtype, x.device, trains, autocast)
         used = [p for m in self._used() if m is not None for p in m.parameters()]
         parameters = [p for p in used if p.requires_grad] if trains else []
         self.picked = auto_chunks.pick(
-            (name, *heads, tuple(lens), *given),
+            (name, *heads, tuple(lens), *mode),
             lambda chunks, inputs: self._run(*inputs, lens, turn, chunks, args, kwargs),
             [x],
             parameters,
