@@ -31,10 +31,10 @@ def check_torch(built: str, built_cuda: str | None, version: str, cuda: str | No
     """Raises ImportError if an extension built for one torch can't run under another."""
     if (_series(built), built_cuda) == (_series(version), cuda):
         return
-    ours, theirs = (f"with CUDA {c}" if c else "without CUDA" for c in (built_cuda, cuda))
+    ours, found_torch = (f"with CUDA {c}" if c else "without CUDA" for c in (built_cuda, cuda))
     raise ImportError(
         f"deepsp was built for torch {_series(built)} {ours}, but this is torch {version} "
-        f"{theirs}. Install deepsp's wheel for this torch, or rebuild it in deepsp's folder: "
+        f"{found_torch}. Install deepsp's wheel for this torch, or rebuild it in deepsp's folder: "
         "pip install --no-build-isolation --force-reinstall --no-deps ."
     )
 

@@ -111,13 +111,13 @@ def sync_gradients(module: Parameters, group: Group = None) -> None:
 def _check_experts(module: Parameters, group: str) -> None:
     for n, m in module.named_modules() if isinstance(module, nn.Module) else ():
         if dealt := getattr(m, DEALT, None):
-            own = ranks_of(dealt.experts.member[2])
-            if not set(ranks_of(group)) <= set(own):
+            have = ranks_of(dealt.experts.member[2])
+            if not set(ranks_of(group)) <= set(have):
                 raise ValueError(
-                    f"module: the experts of {n or 'the module'} are sharded over ranks {own}, and "
-                    f"this group has more, {ranks_of(group)}, whose experts would not be summed; "
-                    "call sync_gradients with the group of shard_experts, and average over data "
-                    "ranks by DistributedDataParallel(model, process_group=data_group)"
+                    f"module: the experts of {n or 'the module'} are sharded over ranks {have}, "
+                    f"and this group has more, {ranks_of(group)}, whose experts would not be "
+                    "summed; call sync_gradients with the group of shard_experts, and average over "
+                    "data ranks by DistributedDataParallel(model, process_group=data_group)"
                 )
 
 

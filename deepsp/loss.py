@@ -232,11 +232,11 @@ def token_log_probs(
         temperature=temperature,
         entropy=entropy,
     )
-    found = torch.stack([log_probs, *rest], -1)
+    columns = torch.stack([log_probs, *rest], -1)
     if outputs == "full":
         # One message for both, stacked in a last dimension.
-        found = unshard(found, seq_dim % ids.dim(), group, seq_lens)
-    return tuple(found.unbind(-1)) if entropy else found.squeeze(-1)
+        columns = unshard(columns, seq_dim % ids.dim(), group, seq_lens)
+    return tuple(columns.unbind(-1)) if entropy else columns.squeeze(-1)
 
 
 def _check_linear(
@@ -268,8 +268,8 @@ def _check_reduction(reduction: str) -> None:
 def _classes(labels: Tensor, name: str) -> Tensor:
     """Checks labels, and casts any integer dtype to int64."""
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype == torch.bool:
-        found = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
-        raise ValueError(f"expected {name} to be an integer tensor of classes, got {found}")
+        got = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
+        raise ValueError(f"expected {name} to be an integer tensor of classes, got {got}")
     return labels.long()
 
 
@@ -278,8 +278,8 @@ def _check_weights(token_weights: Tensor | None, labels: Tensor) -> None:
         return
     if not isinstance(token_weights, Tensor) or not token_weights.is_floating_point():
         is_tensor = isinstance(token_weights, Tensor)
-        found = token_weights.dtype if is_tensor else type(token_weights).__name__
-        raise ValueError(f"expected token_weights to be a floating-point tensor, got {found}")
+        got = token_weights.dtype if is_tensor else type(token_weights).__name__
+        raise ValueError(f"expected token_weights to be a floating-point tensor, got {got}")
     if token_weights.shape != labels.shape:
         raise ValueError(
             f"expected token_weights to have the shape of shift_labels {tuple(labels.shape)}, "

@@ -243,14 +243,14 @@ def _compared_lens(
     member = member_of(group)
     lens = lens_or_equal(seq_lens, x.size(dim), member[1])
     if not torch.compiler.is_compiling():
-        known = dist.distributed_c10d._resolve_process_group(member[2])
-        if known not in _compared:
+        process_group = dist.distributed_c10d._resolve_process_group(member[2])
+        if process_group not in _compared:
             shape, dim = list(x.shape), dim % x.dim()
             shape[dim] = "S_r"
             alike = {"n": n, "dim": dim, "seq_lens": lens, "shape": shape, "dtype": x.dtype}
             alike["gradients"] = x.requires_grad and torch.is_grad_enabled()
             if compare_calls("previous_tokens", member, x, **alike):
-                _compared.add(known)
+                _compared.add(process_group)
     return member, lens
 
 

@@ -236,7 +236,7 @@ ATTRIBUTES = {
     "_deepsp_diffusers": "a model's of diffusers: its sharding",
     "_deepsp_divided": "a module's: the attributes that a schedule has divided",
     "_deepsp_experts": "an experts module's: how experts are dealt out",
-    "_deepsp_held": "a graph's of Inductor: how many starts in flight read each buffer",
+    "_deepsp_reads_in_flight": "a graph's of Inductor: how many starts in flight read each buffer",
     "_deepsp_full_rows": "a model's: how it takes full rows",
     "_deepsp_is_tiled": "a module's: it is inside of a tiled one",
     "_deepsp_only_the_loss": "a compiled model's: the hook that leaves out its outputs",

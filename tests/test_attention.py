@@ -312,7 +312,7 @@ def _again(heads, kv_heads, total):
     def compare():
         """Whether sizes were checked."""
         with (
-            mock.patch.object(parts, "Call", side_effect=parts.Call) as checks,
+            mock.patch.object(parts, "AttentionCall", side_effect=parts.AttentionCall) as checks,
             mock.patch.object(module, "_attend", side_effect=module._attend) as by_chunks,
         ):
             _compare(

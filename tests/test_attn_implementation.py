@@ -374,7 +374,7 @@ def _refused():
                 q,
                 k[:, :, :5],
                 v[:, :, :5],
-                masks(1, 6, 6, given=padding),
+                masks(1, 6, 6, user_mask=padding),
                 position_ids=positions,
             ),
             r"key to have .*, got \[5, 5\]",

@@ -7,7 +7,11 @@
 namespace deepsp {
 
 Transfer transfer_of(
-    const Group& group, const Layout& plan, int64_t chunk, const at::Tensor& like, Order order) {
+    const Group& group,
+    const Layout& plan,
+    int64_t chunk,
+    const at::Tensor& like,
+    BlockOrder order) {
   const auto elements = [&, by_tokens = plan.columns_by_tokens(chunk)](int64_t p) {
     return plan.buffer_elements(p, chunk, by_tokens);
   };

@@ -17,7 +17,7 @@ Transfer transfer_of(
     const Layout& plan,
     int64_t chunk,
     const at::Tensor& like,
-    Order order = Order::packed);
+    BlockOrder order = BlockOrder::packed);
 // The buffers of all chunks, on the meta device.
 std::vector<at::Tensor> meta_buffers(const SymPlan& plan, const at::Tensor& like);
 
@@ -43,7 +43,7 @@ struct Extent;
 // computes attention for arrive in the buffer. Returns nothing, or the place of this rank's own
 // block, which the caller makes: no other rank waits for it. `copied`: what `make` copies; none
 // where it computes.
-std::vector<Place> launch_to_heads(
+std::vector<PackedBlock> launch_to_heads(
     const MakeBlocks& make,
     at::TensorList copied,
     const Layout& plan,
@@ -52,7 +52,7 @@ std::vector<Place> launch_to_heads(
 
 // The copies that make blocks of inputs [B, S_rank, H_i, D_i].
 void pack_by_tokens(
-    at::TensorList inputs, const Layout& plan, int64_t chunk, c10::ArrayRef<Place> places);
+    at::TensorList inputs, const Layout& plan, int64_t chunk, c10::ArrayRef<PackedBlock> places);
 
 // What a buffer of all blocks by heads holds of a plan, for this rank: for each section's tensors
 // [B, tokens, h_i, D_i]. Views where the blocks stack to one section; else fresh. `padding`:
@@ -71,17 +71,18 @@ void launch_to_seq(
     const Layout& plan,
     int64_t chunk,
     Transfer& transfer,
-    Order reached,
+    BlockOrder reached,
     bool is_expected);
 
 // The copies that make blocks of inputs by heads.
 void pack_by_heads(
-    at::TensorList inputs, const Layout& plan, int64_t chunk, c10::ArrayRef<Place> places);
+    at::TensorList inputs, const Layout& plan, int64_t chunk, c10::ArrayRef<PackedBlock> places);
 
 // Where the parts of blocks by tokens lie in the buffer of rank `source`.
 class BlockPlaces {
  public:
-  BlockPlaces(const Layout& plan, int64_t source, int64_t chunk, Order order, int64_t padding = 0);
+  BlockPlaces(
+      const Layout& plan, int64_t source, int64_t chunk, BlockOrder order, int64_t padding = 0);
 
   // Rank p's part: of the first element, and how far apart tokens, and sequences of the batch, are.
   struct At {
@@ -100,7 +101,7 @@ class BlockPlaces {
  private:
   const Layout& plan_;
   int64_t tokens_;  // of the source
-  Order order_;
+  BlockOrder order_;
   std::vector<int64_t> before_;              // packed: elements before each rank's block
   std::vector<std::vector<int64_t>> lefts_;  // else: by tensor, columns before each rank's
 };
@@ -112,13 +113,13 @@ void place_by_tokens(
     int64_t chunk,
     int64_t p,
     char* buffer,
-    Order order,
+    BlockOrder order,
     std::vector<StridedCopy>& copies);
 
 // Whether each head of tensor i is one rank's alone.
 bool has_one_reader_each(const Layout& plan, size_t i);
 // Whether tensor i arrives as it is wanted, [B, S_rank, H_i, D_i], with tokens first or not.
-bool is_received_whole(const Layout& plan, size_t i, Order order, bool tokens_first);
+bool is_received_whole(const Layout& plan, size_t i, BlockOrder order, bool tokens_first);
 
 // What a heads_to_seq exchange of whole heads brings, block by block as it arrives.
 class ReceivedBlocks {
@@ -132,7 +133,7 @@ class ReceivedBlocks {
   // Rank p's whole block: [S_rank·B, X_p]. Of one tensor, or whole().
   at::Tensor block(int64_t p) const;
   // Whether a block of several tensors lies in one piece.
-  bool whole() const { return order_ == Order::packed; }
+  bool whole() const { return order_ == BlockOrder::packed; }
   // Waits for what is left. A buffer is waited for once.
   void finish();
 
@@ -140,7 +141,7 @@ class ReceivedBlocks {
   at::Tensor buffer_;
   const Layout& plan_;
   int64_t chunk_;
-  Order order_;
+  BlockOrder order_;
   std::unique_ptr<Flight> flight_;
 };
 

@@ -24,7 +24,7 @@ class Received {
     for (int64_t chunk = 0; chunk < plan.chunks(); ++chunk) {
       flights_.push_back(waited ? nullptr : take_flight(buffers[chunk]));
       places_.emplace_back(
-          plan, plan.rank, chunk, flights_.back() ? flights_.back()->order : Order::packed,
+          plan, plan.rank, chunk, flights_.back() ? flights_.back()->order : BlockOrder::packed,
           paddings.empty() ? 0 : paddings[chunk]);
       for (int64_t p = 0; p < plan.ranks(); ++p) {
         parts_.push_back(plan.parts(plan.rank, p, chunk));
@@ -177,7 +177,7 @@ std::vector<at::Tensor> merge_by_tokens(
     bool tokens_first,
     const std::vector<int64_t>& paddings) {
   const int64_t item = item_of(buffers[0]);
-  const Order order = order_of(buffers[0]);
+  const BlockOrder order = order_of(buffers[0]);
   const BlockPlaces places(plan, plan.rank, 0, order);
   std::vector<at::Tensor> outputs;
   for (size_t i = 0; i < plan.heads.tensors(); ++i) {
@@ -221,9 +221,9 @@ at::Tensor merge_to_rows(const std::vector<at::Tensor>& buffers, const Layout& p
 namespace {
 
 // How far apart rows [tokens x batch] of a part lie.
-int64_t row_of(const BlockPlaces::At& at, Order order) {
+int64_t row_of(const BlockPlaces::At& at, BlockOrder order) {
   TORCH_CHECK_VALUE(
-      order != Order::batches,
+      order != BlockOrder::batches,
       "expected a buffer whose exchange was started without tokens_first, got one that "
       "heads_to_seq_wait is to merge; leave tokens_first out");
   return at.sequence;
@@ -240,7 +240,7 @@ void place_own(const Flight& flight, const at::Tensor& buffer, const Layout& pla
 }
 
 at::Tensor block_in(
-    const at::Tensor& buffer, const Layout& plan, int64_t chunk, int64_t p, Order order) {
+    const at::Tensor& buffer, const Layout& plan, int64_t chunk, int64_t p, BlockOrder order) {
   const BlockPlaces::At at =
       BlockPlaces(plan, plan.rank, chunk, order).of(p, plan.parts(plan.rank, p, chunk)[0]);
   return buffer.as_strided(
@@ -256,7 +256,7 @@ void settle(const at::Tensor& buffer, const Layout& plan, int64_t chunk) {
     return;
   }
   flight->wait_all();
-  if (flight->own.empty() && flight->order == Order::packed && !flight->stream.has_value()) {
+  if (flight->own.empty() && flight->order == BlockOrder::packed && !flight->stream.has_value()) {
     return;
   }
   place_own(*flight, buffer, plan, chunk);
@@ -270,7 +270,7 @@ void settle(const at::Tensor& buffer, const Layout& plan, int64_t chunk) {
 
 ReceivedBlocks::ReceivedBlocks(const at::Tensor& buffer, const Layout& plan, int64_t chunk)
     : buffer_(buffer), plan_(plan), chunk_(chunk), flight_(take_flight(buffer)) {
-  order_ = flight_ ? flight_->order : Order::packed;
+  order_ = flight_ ? flight_->order : BlockOrder::packed;
   if (flight_ && !flight_->own.empty()) {
     place_own(*flight_, buffer_, plan_, chunk_);
     flight_->own.clear();

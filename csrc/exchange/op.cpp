@@ -26,8 +26,10 @@ Tensors meta_by_tokens(const SymPlan& plan, const at::Tensor& like, bool tokens_
 
 // That of results which lie in memory as [S_rank, B, H, D], or as [B, S_rank, H, D]. Blocks of
 // several sections are merged in any case.
-Order order_for(const Layout& plan, bool tokens_first) {
-  return !plan.stacks() ? Order::packed : tokens_first ? Order::rows : Order::batches;
+BlockOrder order_for(const Layout& plan, bool tokens_first) {
+  return !plan.stacks() ? BlockOrder::packed
+         : tokens_first ? BlockOrder::rows
+                        : BlockOrder::batches;
 }
 
 c10::IValue heads_to_seq(const Given& given) {
@@ -39,7 +41,7 @@ c10::IValue heads_to_seq(const Given& given) {
   }
   const Layout plan = concrete(shapes);
   const Group group = group_of("heads_to_seq", given["group_name"], plan, inputs[0]);
-  const Order order = order_for(plan, tokens_first);
+  const BlockOrder order = order_for(plan, tokens_first);
   Transfer transfer = transfer_of(group, plan, 0, inputs[0], order);
   if (group.alone && inputs[0].is_cpu()) {
     // Straight from the inputs to the outputs.
@@ -68,7 +70,7 @@ c10::IValue seq_to_heads_start(const Given& given) {
     Transfer transfer = transfer_of(group, plan, chunk, inputs[0]);
     buffers[chunk] = transfer.buffer();
     RECORD_FUNCTION("deepsp::pack", {});
-    const auto make = [&](c10::ArrayRef<Place> places) {
+    const auto make = [&](c10::ArrayRef<PackedBlock> places) {
       pack_by_tokens(inputs, plan, chunk, places);
     };
     make(launch_to_heads(make, inputs, plan, chunk, transfer));
@@ -99,9 +101,9 @@ c10::IValue heads_to_seq_start(const Given& given) {
   // Unless heads_to_seq_wait follows, one tensor's buffer may be kept for backward
   // (heads_to_output); autograd may save a copy, and a copy doesn't record its order.
   const std::optional<bool> tokens_first = given["tokens_first"];
-  const Order order = tokens_first.has_value() ? order_for(plan, *tokens_first)
-                      : inputs.size() == 1     ? Order::packed
-                                               : order_for(plan, true);
+  const BlockOrder order = tokens_first.has_value() ? order_for(plan, *tokens_first)
+                           : inputs.size() == 1     ? BlockOrder::packed
+                                                    : order_for(plan, true);
   Transfer transfer = transfer_of(group, plan, chunk, inputs[0], order);
   launch_to_seq(inputs, plan, chunk, transfer, order, tokens_first.has_value());
   settle_if_watched(transfer.buffer(), plan, chunk);
@@ -149,7 +151,7 @@ c10::IValue pack_blocks(const Given& given) {
   const Layout plan = concrete(shapes);
   const auto at = prefix_sums(ints(counts));
   const at::Tensor sent = empty_buffer({at.back()}, inputs[0]);
-  std::vector<Place> places;
+  std::vector<PackedBlock> places;
   for (int64_t p = 0; p < plan.ranks(); ++p) {
     places.push_back({p, data_of(sent) + at[p] * item_of(sent)});
   }

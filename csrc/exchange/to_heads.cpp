@@ -15,7 +15,7 @@ void add_block(
     at::TensorList inputs,
     const Layout& plan,
     int64_t chunk,
-    const Place& place,
+    const PackedBlock& place,
     std::vector<StridedCopy>& copies) {
   const int64_t item = item_of(inputs[0]), first = plan.first(plan.rank);
   for (const auto& part : plan.parts(plan.rank, place.p, chunk)) {
@@ -28,15 +28,15 @@ void add_block(
 }  // namespace
 
 void pack_by_tokens(
-    at::TensorList inputs, const Layout& plan, int64_t chunk, c10::ArrayRef<Place> places) {
+    at::TensorList inputs, const Layout& plan, int64_t chunk, c10::ArrayRef<PackedBlock> places) {
   std::vector<StridedCopy> copies;
-  for (const Place& place : places) {
+  for (const PackedBlock& place : places) {
     add_block(inputs, plan, chunk, place, copies);
   }
   run(copies, inputs[0].device());
 }
 
-std::vector<Place> launch_to_heads(
+std::vector<PackedBlock> launch_to_heads(
     const MakeBlocks& make,
     at::TensorList copied,
     const Layout& plan,

@@ -44,8 +44,8 @@ bool has_one_reader_each(const Layout& plan, size_t i) {
   });
 }
 
-bool is_received_whole(const Layout& plan, size_t i, Order order, bool tokens_first) {
-  const bool by_token = order == Order::rows, by_sequence = order == Order::batches;
+bool is_received_whole(const Layout& plan, size_t i, BlockOrder order, bool tokens_first) {
+  const bool by_token = order == BlockOrder::rows, by_sequence = order == BlockOrder::batches;
   const bool fits = plan.batch == 1 ? by_token || by_sequence
                     : tokens_first  ? by_token
                                     : by_sequence;
@@ -55,9 +55,9 @@ bool is_received_whole(const Layout& plan, size_t i, Order order, bool tokens_fi
 // ------------------------------------------------------------------- where blocks lie
 
 BlockPlaces::BlockPlaces(
-    const Layout& plan, int64_t source, int64_t chunk, Order order, int64_t padding)
+    const Layout& plan, int64_t source, int64_t chunk, BlockOrder order, int64_t padding)
     : plan_(plan), tokens_(plan.seq_lens[source]), order_(order) {
-  if (order == Order::packed) {
+  if (order == BlockOrder::packed) {
     before_.push_back(0);
     for (int64_t p = 0; p < plan.ranks(); ++p) {
       const int64_t behind = p == source ? padding : 0;
@@ -74,7 +74,7 @@ BlockPlaces::BlockPlaces(
 }
 
 BlockPlaces::At BlockPlaces::of(int64_t p, const Part<int64_t>& part) const {
-  if (order_ == Order::packed) {
+  if (order_ == BlockOrder::packed) {
     return {before_[p] + part.offset + part.column, plan_.batch * part.columns, part.columns};
   }
   int64_t before = 0;  // columns of the tensors before
@@ -84,11 +84,11 @@ BlockPlaces::At BlockPlaces::of(int64_t p, const Part<int64_t>& part) const {
   const int64_t rows = tokens_ * plan_.batch, left = lefts_[part.tensor][p];
   const int64_t columns = lefts_[part.tensor].back();
   switch (order_) {
-    case Order::apart: {
+    case BlockOrder::apart: {
       const int64_t width = lefts_[part.tensor][p + 1] - left;
       return {rows * (before + left), plan_.batch * width, width};
     }
-    case Order::batches:
+    case BlockOrder::batches:
       return {rows * before + left, columns, tokens_ * columns};
     default:
       return {rows * before + left, plan_.batch * columns, columns};
@@ -101,7 +101,7 @@ void place_by_tokens(
     int64_t chunk,
     int64_t p,
     char* buffer,
-    Order order,
+    BlockOrder order,
     std::vector<StridedCopy>& copies) {
   const BlockPlaces places(plan, p, chunk, order);
   for (const auto& part : plan.parts(p, plan.rank, chunk)) {
@@ -117,7 +117,7 @@ void place_by_tokens(
 }
 
 void pack_by_heads(
-    at::TensorList inputs, const Layout& plan, int64_t chunk, c10::ArrayRef<Place> places) {
+    at::TensorList inputs, const Layout& plan, int64_t chunk, c10::ArrayRef<PackedBlock> places) {
   const int64_t item = item_of(inputs[0]);
   std::vector<StridedCopy> copies;
   for (const auto& [p, block] : places) {
@@ -162,7 +162,7 @@ Blocks blocks_by_heads(
   if ((only || inputs.size() == 1) && lies_by_tokens(x)) {
     return blocks;
   }
-  blocks.make = [&plan, inputs, only, chunk](c10::ArrayRef<Place> made) {
+  blocks.make = [&plan, inputs, only, chunk](c10::ArrayRef<PackedBlock> made) {
     if (!only) {
       return pack_by_heads(inputs, plan, chunk, made);
     }
@@ -186,12 +186,14 @@ void launch_to_seq(
     const Layout& plan,
     int64_t chunk,
     Transfer& transfer,
-    Order reached,
+    BlockOrder reached,
     bool is_expected) {
   const at::Tensor& buffer = transfer.buffer();
   const bool split = !transfer.alone() && !transfer.moves_own() && !transfer.places_all() &&
                      is_sent_split(plan, item_of(buffer));
-  const Order order = transfer.places_all() ? reached : split ? Order::apart : Order::packed;
+  const BlockOrder order = transfer.places_all() ? reached
+                           : split               ? BlockOrder::apart
+                                                 : BlockOrder::packed;
   const BlockPlaces places(plan, plan.rank, chunk, order);
   Moves moves;
   for (size_t m = 0; m < (split ? inputs.size() : 1); ++m) {
@@ -212,8 +214,9 @@ void launch_to_seq(
     // This rank's own block is read from where it is, unless it isn't expected to be copied again.
     std::vector<at::Tensor> placed;
     for (size_t i = 0; i < inputs.size(); ++i) {
-      const bool is_placed = transfer.alone() ||
-                             is_received_whole(plan, i, order, is_expected && order == Order::rows);
+      const bool is_placed =
+          transfer.alone() ||
+          is_received_whole(plan, i, order, is_expected && order == BlockOrder::rows);
       placed.push_back(is_placed ? inputs[i] : at::Tensor());
       if (!transfer.alone()) {
         flight->own.push_back(is_placed ? at::Tensor() : inputs[i]);

@@ -135,10 +135,10 @@ struct Projection {
   }
 
   // Makes the blocks of all ranks, which lie behind one another: by one product, of whole heads.
-  void together(int64_t chunk, c10::ArrayRef<Place> places) const {
+  void together(int64_t chunk, c10::ArrayRef<PackedBlock> places) const {
     std::vector<SectionHeads<int64_t>> pieces;
     std::vector<int64_t> widths;
-    for (const Place& place : places) {
+    for (const PackedBlock& place : places) {
       if (plan.cuts_queries()) {
         (*this)(chunk, place);
         continue;
@@ -180,7 +180,7 @@ struct Projection {
   }
 
   // Makes the block for a rank.
-  void operator()(int64_t chunk, const Place& place) const {
+  void operator()(int64_t chunk, const PackedBlock& place) const {
     for (const Slab& slab : slabs_of(plan, place.p, chunk)) {
       const int64_t tokens = slab.tokens.size() * plan.batch;
       const at::Tensor of =
@@ -216,18 +216,18 @@ c10::IValue project_to_heads_start(const Given& given) {
   const Projection project{rows, weights, biases, plan};
   const int64_t count = plan.chunks();
   Tensors buffers(count);
-  std::vector<std::pair<int64_t, Place>> own;
+  std::vector<std::pair<int64_t, PackedBlock>> own;
   for (int64_t n = 0; n < count; ++n) {
     const int64_t chunk = last_first ? count - 1 - n : n;
     Transfer transfer = transfer_of(group, plan, chunk, x);
     buffers[chunk] = transfer.buffer();
-    const auto make = [&](c10::ArrayRef<Place> places) {
+    const auto make = [&](c10::ArrayRef<PackedBlock> places) {
       if (places.size() > 1) {
         return project.together(chunk, places);
       }
       project(chunk, places[0]);
     };
-    for (const Place& left : launch_to_heads(make, {}, plan, chunk, transfer)) {
+    for (const PackedBlock& left : launch_to_heads(make, {}, plan, chunk, transfer)) {
       own.emplace_back(chunk, left);
     }
   }

@@ -248,7 +248,7 @@ at::Tensor Reshard::launch_scatter(const Tensors& inputs, const BufferShape& sha
     moves.blocks.push_back(
         {[&](int64_t p) { return Span{at_.scattered_block(p), at_.packed_bytes(rank_)}; },
          [&](int64_t p) { return Bytes{nullptr, at_.packed_bytes(p)}; },
-         [&](c10::ArrayRef<Place> places) {
+         [&](c10::ArrayRef<PackedBlock> places) {
            RECORD_FUNCTION("deepsp::pack", {});
            std::vector<StridedCopy> copies;
            for (const auto& [p, block] : places) {

@@ -88,7 +88,7 @@ ScatteredProducts::ScatteredProducts(
   moves.blocks.push_back(
       {[&](int64_t p) { return Span{p * mine, mine}; },
        [&](int64_t p) { return Bytes{nullptr, elements(p) * item_of(x)}; },
-       [&](c10::ArrayRef<Place> places) {
+       [&](c10::ArrayRef<PackedBlock> places) {
          for (const auto& [p, block] : places) {
            make(p, at::for_blob(block, shape(p)).options(x.options()).make_tensor());
          }

@@ -217,7 +217,7 @@ bool is_received_at_once(const at::Tensor& buffer) {
   return !buffer.is_cpu() || peek(buffer, &Flight::together);
 }
 
-Order order_of(const at::Tensor& buffer) {
+BlockOrder order_of(const at::Tensor& buffer) {
   return peek(buffer, &Flight::order);
 }
 

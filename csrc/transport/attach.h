@@ -33,7 +33,7 @@ bool was_waited(const at::Tensor& buffer);
 // Whether one collective receives all blocks of the buffer, before and after the wait.
 bool is_received_at_once(const at::Tensor& buffer);
 // How blocks lie in it, before and after the wait; packed if it never had a flight.
-Order order_of(const at::Tensor& buffer);
+BlockOrder order_of(const at::Tensor& buffer);
 
 // The flights of buffers that aren't the pool's (a GPU's), by their storage. The table owns no
 // storage, so the flights of freed buffers go with the next launch; so do the works and the sent

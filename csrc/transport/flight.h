@@ -22,7 +22,7 @@ using Work = std::shared_ptr<c10d::Work>;
 // How blocks lie in the buffer of a heads_to_seq: packed, one after another by rank; apart, the
 // same for each tensor, one after another; in rows, each tensor's blocks side by side, token by
 // token; in batches, sequence by sequence.
-enum class Order { packed, apart, rows, batches };
+enum class BlockOrder { packed, apart, rows, batches };
 
 struct Block;
 
@@ -57,7 +57,7 @@ struct Flight {
   // heads_to_seq: this rank's own block lies in these inputs, not in the buffer; an undefined one
   // does lie in the buffer.
   std::vector<at::Tensor> own;
-  Order order = Order::packed;
+  BlockOrder order = BlockOrder::packed;
   // Messages: one entry for each exchange, its works by source rank.
   std::vector<std::vector<Work>> receives;
   std::vector<Work> sends;

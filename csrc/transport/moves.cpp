@@ -110,7 +110,7 @@ void Transfer::send(const Blocks& blocks, Flight& flight) const {
         if (blocks.make) {
           block.data = next;
           next += block.size;
-          blocks.make(Place{p, block.data});
+          blocks.make(PackedBlock{p, block.data});
         }
         return block;
       },
@@ -132,7 +132,7 @@ void Transfer::write(const Moves& moves, Flight& flight) {
         moves.place(p, theirs, copies);
         run(copies, buffer_.device());
       } else if (moves.blocks[0].send(p).size > 0) {
-        moves.blocks[0].make(Place{p, theirs + moves.begin(p)});
+        moves.blocks[0].make(PackedBlock{p, theirs + moves.begin(p)});
       }
     });
   } catch (...) {
@@ -148,7 +148,7 @@ at::Tensor Transfer::make_all(const Blocks& blocks) const {
   }
   const std::vector<int64_t> begins = prefix_sums(sizes);
   const at::Tensor made = empty_buffer({begins.back()}, buffer_.options().dtype(at::kByte));
-  std::vector<Place> places;
+  std::vector<PackedBlock> places;
   for (int64_t p = 0; p < group_->size; ++p) {
     places.push_back({p, data_of(made) + begins[p]});
   }

@@ -21,11 +21,11 @@
 namespace deepsp {
 
 // Makes packed blocks: for each rank p, at `block`.
-struct Place {
+struct PackedBlock {
   int64_t p;
   char* block;
 };
-using MakeBlocks = std::function<void(c10::ArrayRef<Place>)>;
+using MakeBlocks = std::function<void(c10::ArrayRef<PackedBlock>)>;
 
 // Where blocks of these sizes begin, one after another, and where the last one ends.
 inline std::vector<int64_t> prefix_sums(const std::vector<int64_t>& counts) {

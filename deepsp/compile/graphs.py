@@ -158,8 +158,8 @@ def cast_to(node: fx.Node) -> torch.dtype | None:
     if node.target is CONVERT:
         return node.args[1]
     if node.target is aten._to_copy.default:
-        given = {k: v for k, v in node.kwargs.items() if v is not None and v is not False}
-        return given.get("dtype") if set(given) == {"dtype"} else None
+        passed = {k: v for k, v in node.kwargs.items() if v is not None and v is not False}
+        return passed.get("dtype") if set(passed) == {"dtype"} else None
     return None
 
 
@@ -331,8 +331,8 @@ def passes(configured) -> list:
     return list(configured) if isinstance(configured, (list, tuple)) else [configured]
 
 
-def uuid_after(before, *own):
+def uuid_after(before, *parts):
     """The uuid, for Inductor's caches, of a pass that runs after others; None if one of those has
     none. deepsp's cache tag covers the passes' own code."""
     others = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in passes(before)]
-    return None if None in others else (*own, *others)
+    return None if None in others else (*parts, *others)

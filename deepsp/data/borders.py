@@ -14,8 +14,8 @@ def ranges_of(documents: Tensor, batch: int, length: int) -> Tensor:
         ValueError: ``documents`` is neither.
     """
     if not isinstance(documents, Tensor) or documents.is_floating_point():
-        found = documents.dtype if isinstance(documents, Tensor) else type(documents).__name__
-        raise ValueError(f"expected documents to be a tensor of integers, got {found}")
+        got = documents.dtype if isinstance(documents, Tensor) else type(documents).__name__
+        raise ValueError(f"expected documents to be a tensor of integers, got {got}")
     tokens = batch * length
     if documents.dim() == 1:
         if not torch.compiler.is_compiling() and (

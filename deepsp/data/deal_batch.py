@@ -66,8 +66,8 @@ def deal_batch(
     member = member_of(group)
     deal = deal_documents(full.lengths, member[1], max_tokens, cost=cost)
     index = deal.tokens(member[0])
-    own = {n: x[index.to(x.device)] for n, x in full.tokens.items()}
-    return dealt_batch(own, full, deal), deal
+    tokens = {n: x[index.to(x.device)] for n, x in full.tokens.items()}
+    return dealt_batch(tokens, full, deal), deal
 
 
 @dataclass
@@ -196,16 +196,16 @@ def _lengths(positions: Tensor | None, valid: Tensor) -> list[int]:
     return torch.bincount(number)[1:].tolist() if number.numel() else []
 
 
-def dealt_batch(own: Mapping[str, Tensor], of: Documents, deal: Deal) -> dict[str, Any]:
+def dealt_batch(tokens: Mapping[str, Tensor], of: Documents, deal: Deal) -> dict[str, Any]:
     """The batch of this rank's tokens, and the deal."""
-    local = {**of.rest, **{n: x.unsqueeze(0) for n, x in own.items()}}
+    local = {**of.rest, **{n: x.unsqueeze(0) for n, x in tokens.items()}}
     last_batch.remember(local, replace(of.roles, length=sum(of.lengths)), deal.seq_lens)
     deal.makes_positions = of.makes_positions
     return {**local, "deal": deal}
 
 
 def exchange_documents(
-    full: Sequence[Documents], deal: Deal, own: Documents, member: Member
+    full: Sequence[Documents], deal: Deal, documents: Documents, member: Member
 ) -> dict[str, Tensor]:
     """This rank's tokens of all ranks' documents, which :class:`Documents` by rank describe (their
     tensors have no elements): one all-to-all.
@@ -213,14 +213,14 @@ def exchange_documents(
     Args:
         full: each rank's documents; ``deal`` deals out all of them, rank after rank.
         deal: for the ranks of the group.
-        own: this rank's documents, with their tokens.
+        documents: this rank's documents, with their tokens.
         member: rank, size and name of the group.
     """
     rank, size, name = member
     device = device_of(member)
     firsts = torch.tensor([0, *(sum(x.lengths) for x in full)]).cumsum(0)
-    known = next(x for x in full if x.tokens).tokens
-    width = {n: x[0:0].new_empty(1, *x.shape[1:]).nbytes for n, x in known.items()}
+    tensors = next(x for x in full if x.tokens).tokens
+    width = {n: x[0:0].new_empty(1, *x.shape[1:]).nbytes for n, x in tensors.items()}
 
     def sources(p: int) -> tuple[Tensor, Tensor]:
         index = deal.tokens(p)
@@ -231,22 +231,22 @@ def exchange_documents(
         index, source = sources(p)
         mine = index[source == rank] - firsts[rank]
         counts.append(len(mine) * sum(width.values()))
-        for n in known if len(mine) else ():
-            part = own.tokens[n].detach()[mine.to(own.tokens[n].device)].contiguous()
+        for n in tensors if len(mine) else ():
+            part = documents.tokens[n].detach()[mine.to(documents.tokens[n].device)].contiguous()
             sent.append(part.view(-1).view(torch.uint8).to(device))
     index, source = sources(rank)
-    held = torch.bincount(source, minlength=size).tolist()
-    received = sent[0].new_empty(sum(held) * sum(width.values()))
+    received_counts = torch.bincount(source, minlength=size).tolist()
+    received = sent[0].new_empty(sum(received_counts) * sum(width.values()))
     group = dist.distributed_c10d._resolve_process_group(name)
-    expected = [n * sum(width.values()) for n in held]
+    expected = [n * sum(width.values()) for n in received_counts]
     dist.all_to_all_single(received, torch.cat(sent), expected, counts, group=group)
     order = source.argsort(stable=True).argsort()
-    found: dict[str, list[Tensor]] = {n: [] for n in known}
-    for count, block in zip(held, received.split(expected), strict=True):
-        parts = block.split([count * width[n] for n in known])
-        for (n, x), part in zip(known.items(), parts, strict=True):
-            found[n].append(part.clone().view(x.dtype).view(count, *x.shape[1:]))
+    columns: dict[str, list[Tensor]] = {n: [] for n in tensors}
+    for count, block in zip(received_counts, received.split(expected), strict=True):
+        parts = block.split([count * width[n] for n in tensors])
+        for (n, x), part in zip(tensors.items(), parts, strict=True):
+            columns[n].append(part.clone().view(x.dtype).view(count, *x.shape[1:]))
     return {
-        n: torch.cat(parts).to(known[n].device)[order.to(known[n].device)]
-        for n, parts in found.items()
+        n: torch.cat(parts).to(tensors[n].device)[order.to(tensors[n].device)]
+        for n, parts in columns.items()
     }

@@ -51,7 +51,7 @@ class Deal:
     row."""
 
     def __post_init__(self):
-        self.seq_lens = [sum(held) for held in zip(*self.lens, strict=True)]
+        self.seq_lens = [sum(tokens) for tokens in zip(*self.lens, strict=True)]
         # By level and block. Made now: compiled code reads them.
         borders = [[[] for _ in range(0, self.ranks, width)] for width in self.widths]
         for n, (level, first) in zip(self.lengths, self.places, strict=True):
@@ -66,7 +66,7 @@ class Deal:
     def __str__(self) -> str:
         """A line for each rank: a digit for a part of its tokens, the width of their blocks."""
         longest = max(self.lengths, default=0)
-        found = [
+        lines = [
             f"{len(self.lengths)} documents, {sum(self.lengths)} tokens, the longest {longest}, on "
             f"{self.ranks} ranks: {100 * self.shared:.1f} % of the tokens are shared, the largest "
             f"cost is {100 * self.imbalance:.1f} % above the mean"
@@ -76,8 +76,8 @@ class Deal:
             bar = ""
             for width, lens in zip(self.widths, self.lens, strict=True):
                 bar += f"{width} " * round(30 * lens[rank] / most)
-            found.append(f"rank {rank}: {total:>8} tokens  {bar.rstrip()}")
-        return "\n".join(found)
+            lines.append(f"rank {rank}: {total:>8} tokens  {bar.rstrip()}")
+        return "\n".join(lines)
 
     def tokens(self, rank: int) -> Tensor:
         """The tokens of a rank, in its order: level by level, each level's part of its block's
@@ -92,7 +92,7 @@ class Deal:
         Raises:
             ValueError: there is no such rank.
         """
-        return self._held(rank)[0]
+        return self._of_rank(rank)[0]
 
     def positions(self, rank: int) -> Tensor:
         """The position of each of a rank's tokens within its document.
@@ -106,7 +106,7 @@ class Deal:
         Raises:
             ValueError: there is no such rank.
         """
-        return self._held(rank)[1]
+        return self._of_rank(rank)[1]
 
     def documents(self, rank: int) -> list[Tensor]:
         """Where documents begin and end in the sequences of a rank's blocks.
@@ -186,8 +186,8 @@ class Deal:
         of its first token."""
         self._check(rank)
         levels, blocks, lengths, firsts = self._table.unbind(1)
-        own = (levels == level) & (blocks == self._first(level, rank)) & (lengths > 0)
-        return lengths[own].cumsum(0), lengths[own], firsts[own]
+        here = (levels == level) & (blocks == self._first(level, rank)) & (lengths > 0)
+        return lengths[here].cumsum(0), lengths[here], firsts[here]
 
     def _check(self, rank: int) -> None:
         if not 0 <= rank < self.ranks:
@@ -199,7 +199,7 @@ class Deal:
         first = rank // width * width
         return first if first + width <= self.ranks else -1
 
-    def _held(self, rank: int) -> tuple[Tensor, Tensor]:
+    def _of_rank(self, rank: int) -> tuple[Tensor, Tensor]:
         """:meth:`tokens` and :meth:`positions` of a rank."""
         tokens, positions = [], []
         for level, lens in enumerate(self.lens):
@@ -260,8 +260,8 @@ def deal_documents(
         raise ValueError(f"expected cost to be two numbers, got {cost!r}") from None
     if sum(lengths) >= 1 << 62:
         raise ValueError(f"expected documents of fewer than 2^62 tokens, got {sum(lengths)}")
-    found = torch.ops.deepsp.deal_documents(lengths, ranks, limit, linear, quadratic)
-    places, lens = found[: 2 * len(lengths)], found[2 * len(lengths) :]
+    numbers = torch.ops.deepsp.deal_documents(lengths, ranks, limit, linear, quadratic)
+    places, lens = numbers[: 2 * len(lengths)], numbers[2 * len(lengths) :]
     widths = [2**level for level in range((ranks - 1).bit_length())] + [ranks]
     return Deal(
         lengths,

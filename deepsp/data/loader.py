@@ -124,12 +124,12 @@ class SequenceLoader:
         compare_calls("SequenceLoader", self._member, torch.empty(0, device=self._device), **passed)
         # Exchange lengths now, while all ranks are here: a progress bar may ask one rank alone.
         try:
-            own = len(loader)
+            batches = len(loader)
         except (TypeError, NotImplementedError):
-            own = -1
-        lengths = [n for (n,) in on_all_ranks([own], self._member, self._device)]
+            batches = -1
+        lengths = [n for (n,) in on_all_ranks([batches], self._member, self._device)]
         total = max(lengths) if mix else sum(lengths)
-        self._length = -1 if min(lengths) < 0 else own if replicated else total
+        self._length = -1 if min(lengths) < 0 else batches if replicated else total
         # accelerate's loaders always have the method, but a state only if this attribute says so.
         self._stateful = getattr(loader, "use_stateful_dataloader", hasattr(loader, "state_dict"))
         self._pins = bool(getattr(loader, "pin_memory", False)) and torch.cuda.is_available()
@@ -197,9 +197,9 @@ class SequenceLoader:
         dropped = before["turn"] if before else 0
         if self._replicated:
             align(self._member)  # samplers and workers draw the same on all ranks
-        own = self._own(before)
+        loader = self._batches(before)
         for rounds in itertools.count(before["rounds"] if before else 0):
-            start, batches = self._round(own)
+            start, batches = self._round(loader)
             if batches is None:
                 break
             # Only after the round was read, so that an error leaves the state of a full round.
@@ -211,7 +211,7 @@ class SequenceLoader:
             dropped = 0
         self._position = None
 
-    def _own(self, before: Mapping[str, Any] | None) -> Iterator[tuple[dict[str, Any], Any]]:
+    def _batches(self, before: Mapping[str, Any] | None) -> Iterator[tuple[dict[str, Any], Any]]:
         """This rank's batches, each with the loader's state before it, and then None forever."""
         start, ended = None, False
         if before:
@@ -237,13 +237,13 @@ class SequenceLoader:
         # A copy: data sets may change the returned state in place.
         return copy.deepcopy(self.loader.state_dict()) if self._stateful else None
 
-    def _round(self, own: Iterator) -> tuple[dict[str, Any] | None, Iterator[Sharded] | None]:
+    def _round(self, batches: Iterator) -> tuple[dict[str, Any] | None, Iterator[Sharded] | None]:
         """The loader's state before a round, and its batches; None: all loaders have ended."""
         rank, size, _ = self._member
-        start, found, status = self._read(own)
+        start, content, status = self._read(batches)
         every = objects_on_all_ranks(status, self._member, self._device)
         for r, (kind, value) in enumerate(every):
-            cause = found if r == rank else None
+            cause = content if r == rank else None
             if kind == "failed":
                 raise RuntimeError(
                     f"the loader of rank {r} of the group failed: {value}"
@@ -262,33 +262,33 @@ class SequenceLoader:
                 )
             if self._mix:
                 how = {n: self._options[n] for n in ("ignore_index", "roles")}
-                return start, iter([deal_batch(found, self._member, **how, **self._limits)])
-            return start, iter([shard_batch(found, self._member, **self._options)])
-        known = [None if r in ended else pickle.loads(every[r][1]) for r in range(size)]
+                return start, iter([deal_batch(content, self._member, **how, **self._limits)])
+            return start, iter([shard_batch(content, self._member, **self._options)])
+        described = [None if r in ended else pickle.loads(every[r][1]) for r in range(size)]
         if not ended and not self._compared:
-            tensors = [((n,), x) for n, x in found.tokens.items()] if self._mix else found
-            self._compare(known, tensors)
+            tensors = [((n,), x) for n, x in content.tokens.items()] if self._mix else content
+            self._compare(described, tensors)
         if self._mix:
-            return start, iter([self._mixed(known, found)])
-        parts = exchange(known, found or [], self._member)
-        return start, self._made(known, parts)
+            return start, iter([self._mixed(described, content)])
+        parts = exchange(described, content or [], self._member)
+        return start, self._local(described, parts)
 
-    def _compare(self, known: list, tensors: list[tuple[Path, torch.Tensor]]) -> None:
+    def _compare(self, every: list, tensors: list[tuple[Path, torch.Tensor]]) -> None:
         """Raises if the first batches of all ranks are the same."""
         self._compared = True
         named = [(name_of(path), x) for path, x in tensors]
         if first_difference(named, self._member) is None:
             raise ValueError(
                 f"expected the loader of each rank to load batches of its own, got the same one on "
-                f"all {len(known)} ranks, on which the group would train {len(known)} times; give "
+                f"all {len(every)} ranks, on which the group would train {len(every)} times; give "
                 "the DataLoader a sampler that counts processes, DistributedSampler(data), or pass "
                 "replicated=True"
             )
 
-    def _mixed(self, known: list[Documents | None], own: Documents | None) -> tuple:
+    def _mixed(self, described: list[Documents | None], documents: Documents | None) -> tuple:
         """This rank's tokens of all ranks' documents, and the deal."""
         nothing = Documents({}, [], None, {}, torch.empty(0), False)
-        everyone = [nothing if x is None else x for x in known]
+        everyone = [nothing if x is None else x for x in described]
         full = next(x for x in everyone if x.tokens)
         for r, x in enumerate(everyone):
             same = {n: (t.dtype, t.shape[1:]) for n, t in x.tokens.items()}
@@ -300,7 +300,7 @@ class SequenceLoader:
                 )
         lengths = [n for x in everyone for n in x.lengths]
         deal = deal_documents(lengths, self._member[1], **self._limits)
-        tokens = exchange_documents(everyone, deal, own or nothing, self._member)
+        tokens = exchange_documents(everyone, deal, documents or nothing, self._member)
         if rows := [n for n, x in full.rest.items() if isinstance(x, torch.Tensor)]:
             raise ValueError(
                 f"expected batches of documents without values for rows, got batch[{rows[0]!r}]: "
@@ -310,19 +310,19 @@ class SequenceLoader:
         full = replace(full, lengths=lengths, makes_positions=positions)
         return dealt_batch(tokens, full, deal), deal
 
-    def _made(self, known: list, parts: list) -> Iterator[Sharded]:
+    def _local(self, described: list, parts: list) -> Iterator[Sharded]:
         """The received batches, each in its turn."""
-        for each, part in zip(known, parts, strict=True):
+        for each, part in zip(described, parts, strict=True):
             if each is not None:
                 batch, lens = local_batch(each, part, self._member, self._pins)
                 last_batch.remember(batch, each.roles, lens)
                 yield batch, lens
 
-    def _read(self, own: Iterator) -> tuple[dict[str, Any] | None, Any, tuple[str, Any]]:
+    def _read(self, batches: Iterator) -> tuple[dict[str, Any] | None, Any, tuple[str, Any]]:
         """The loader's state, its next batch, and the status for the other ranks. Returns an error
         in place of the batch: the others wait for this rank, so it can't raise yet."""
         try:
-            start, batch = next(own)
+            start, batch = next(batches)
         except Exception as error:
             return None, error, ("failed", f"{type(error).__name__}: {error}")
         if start["ended"] or self._replicated:
@@ -330,10 +330,10 @@ class SequenceLoader:
         try:
             if self._mix:
                 how = {n: self._options[n] for n in ("ignore_index", "roles")}
-                found = documents_of(batch, **how)
-                empty = {n: x[:0].clone() for n, x in found.tokens.items()}
-                described = replace(found, tokens=empty, valid=torch.empty(0))
-                return start, found, ("batch", pickle.dumps(described))
+                documents = documents_of(batch, **how)
+                empty = {n: x[:0].clone() for n, x in documents.tokens.items()}
+                described = replace(documents, tokens=empty, valid=torch.empty(0))
+                return start, documents, ("batch", pickle.dumps(described))
             tensors, described = parts_of(batch, **self._options)
             return start, tensors, ("batch", described)
         except Exception as error:

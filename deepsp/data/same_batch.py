@@ -72,8 +72,8 @@ def compare_batches(
     if threading.get_ident() != (batches.thread or threading.main_thread().ident):
         return
     # Values with gradients may be rounded differently on each rank.
-    known = ((name, x.to("meta") if x.requires_grad else x) for name, x in tensors)
-    batches.digests += sorted(digests(known).items())
+    compared = ((name, x.to("meta") if x.requires_grad else x) for name, x in tensors)
+    batches.digests += sorted(digests(compared).items())
     batches.advice = advice
     if may_wait and batches.carried and os.environ.get("DEEPSP_DEBUG") != "1":
         batches.carried = False
@@ -107,6 +107,6 @@ def compare_carried(numbers: Sequence[int], member: Member) -> None:
 
 def _compare(batches: _Batches, member: Member) -> None:
     pending, batches.digests = batches.digests, []
-    found = difference(pending, member)
-    if found is not None:
-        raise found.error(f"{found.name}, a full tensor,", batches.advice)
+    differs = difference(pending, member)
+    if differs is not None:
+        raise differs.error(f"{differs.name}, a full tensor,", batches.advice)

@@ -238,9 +238,9 @@ def as_positions(
         return rest
     index = torch.arange(rows * length, device=device)
     positions = (index - torch.where(begins, index, 0).cummax(0).values).view(rows, length)
-    given = rest.get("position_ids")
-    if given is not None:
-        restarts = given.reshape(-1, length).diff(dim=1) != 1
+    position_ids = rest.get("position_ids")
+    if position_ids is not None:
+        restarts = position_ids.reshape(-1, length).diff(dim=1) != 1
         if not bool((restarts == (positions.diff(dim=1) != 1)).all()):
             raise ValueError(
                 f"expected position_ids to start anew where {next(iter(borders))} has its borders, "

@@ -184,8 +184,8 @@ class _Prepared(GroupedAccelerator):
                 advice = "use SequenceParallelTrainer, or a loop with deepsp.sync_gradients"
                 refuse_dealt(model, "in prepare", advice)
                 take_local_rows(model)
-                own = use_in(base_of(model), self.sequence_group, *self.sequence_attention)
-                before.append(own)
+                attention = use_in(base_of(model), self.sequence_group, *self.sequence_attention)
+                before.append(attention)
         prepared = super().prepare(*objects, **kwargs)
         every = prepared if len(objects) > 1 else [prepared]
         models = [x for x in every if isinstance(x, nn.Module)]
@@ -202,8 +202,10 @@ class _Prepared(GroupedAccelerator):
         if self.sequence_seen.is_new((torch.is_grad_enabled(), frozenset(batch))):
             plugin = getattr(self.state, "fsdp_plugin", None)
             for model, before in self.sequence_models:
-                if (found := model()) is not None:
-                    prove_model(self.unwrap_model(found), before, batch, groups, roles, plugin)
+                if (prepared_model := model()) is not None:
+                    prove_model(
+                        self.unwrap_model(prepared_model), before, batch, groups, roles, plugin
+                    )
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
         return _Sharded(super().prepare_data_loader(*args, **kwargs), self)
@@ -267,8 +269,8 @@ class _Prepared(GroupedAccelerator):
         lens, rows = self.sequence_lens, self.sequence_rows
 
         def has_tokens(x: Tensor) -> bool:
-            known = by_token and rows is not None and x.dim() > 1
-            return known and tuple(x.shape[:2]) == (rows, lens[rank])
+            may = by_token and rows is not None and x.dim() > 1
+            return may and tuple(x.shape[:2]) == (rows, lens[rank])
 
         def counts_tokens(x: Tensor) -> bool:
             return not x.is_floating_point() and (
@@ -278,13 +280,13 @@ class _Prepared(GroupedAccelerator):
         leaves = [x for x in tree_leaves(tensors) if isinstance(x, Tensor)]
         items = [(has_tokens(x), digest_of("", x), counts_tokens(x)) for x in leaves]
         every = objects_on_all_ranks(items, member, device_of(member))
-        if any(len(theirs) != len(items) for theirs in every):
+        if any(len(values) != len(items) for values in every):
             raise ValueError(f"expected {name} of equally many tensors on all ranks of a group")
-        found = {}
+        full = {}
         for x, by_rank in zip(leaves, zip(*every, strict=True), strict=True):
             by_token, numbers, counts = zip(*by_rank, strict=True)
             if all(by_token):
-                found[x] = unshard(x, 1, self.sequence_group, lens)
+                full[x] = unshard(x, 1, self.sequence_group, lens)
             elif any(counts) or len(set(numbers)) > 1:
                 raise ValueError(
                     f"expected {name} of what all ranks of a group have alike, or of [B, S_r, ...] "
@@ -293,4 +295,4 @@ class _Prepared(GroupedAccelerator):
                     "deepsp.collectives.all_reduce(x, grad='replicated'). (An integer that all "
                     "have alike: pass it as a float)"
                 )
-        return tree_map_only(Tensor, lambda x: found.get(x, x), tensors)
+        return tree_map_only(Tensor, lambda x: full.get(x, x), tensors)

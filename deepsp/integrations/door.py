@@ -27,20 +27,20 @@ ADVICE = (
 # ---- subclasses
 
 
-def subclass(own: type, base: type, **attributes: Any) -> type:
-    """A subclass of another library's class, in which ``own`` stands before it.
+def subclass(front: type, base: type, **attributes: Any) -> type:
+    """A subclass of another library's class, in which ``front`` stands before it.
 
     Args:
-        own: its methods replace those of ``base``. Names that it adds begin with ``sequence`` or
+        front: its methods replace those of ``base``. Names that it adds begin with ``sequence`` or
             ``_sequence``.
         base: the class.
         attributes: further ones of the subclass.
 
     Raises:
-        RuntimeError: ``base`` lacks a method that ``own`` replaces, so nothing would call it.
+        RuntimeError: ``base`` lacks a method that ``front`` replaces, so nothing would call it.
     """
     added = ("__", "sequence_", "_sequence_")
-    named = {n for c in own.__mro__[:-1] for n in (*vars(c), *c.__annotations__)}
+    named = {n for c in front.__mro__[:-1] for n in (*vars(c), *c.__annotations__)}
     missing = sorted(n for n in named if not n.startswith(added) and not hasattr(base, n))
     if missing:
         library = base.__module__.split(".")[0]
@@ -49,7 +49,7 @@ def subclass(own: type, base: type, **attributes: Any) -> type:
             f"work over sharded sequences, but this version doesn't; install the version of "
             f"{library} with which deepsp is tested, of its extra 'test'"
         )
-    return type(f"SequenceParallel{base.__name__}", (own, base), attributes)
+    return type(f"SequenceParallel{base.__name__}", (front, base), attributes)
 
 
 # ---- groups

@@ -88,7 +88,8 @@ class GroupedAccelerator:
         leaves, tree = tree_flatten(tensor)
         pairs = zip(leaves, tree_flatten(once)[0], strict=True)
         return tree_unflatten(
-            [x.view_as(own) if isinstance(own, Tensor) else own for own, x in pairs], tree
+            [x.view_as(before) if isinstance(before, Tensor) else before for before, x in pairs],
+            tree,
         )
 
     def sequence_once(self, gathered: Any) -> Any:

@@ -73,8 +73,8 @@ def sequence_parallel(strategy_class: type) -> type:
             that ``self.log(..., sync_dist=True)`` averages or sums differs within a group. Batches
             raise the errors of :func:`deepsp.shard_batch`.
     """
-    found = [p for p in _FABRIC if p in sys.modules]
-    bases = tuple(sys.modules[p].strategies.DDPStrategy for p in found)
+    packages = [p for p in _FABRIC if p in sys.modules]
+    bases = tuple(sys.modules[p].strategies.DDPStrategy for p in packages)
     if not (isinstance(strategy_class, type) and issubclass(strategy_class, bases)):
         raise ValueError(
             "expected strategy_class to be DDPStrategy of lightning.pytorch or pytorch_lightning, "
@@ -84,7 +84,7 @@ def sequence_parallel(strategy_class: type) -> type:
     if issubclass(strategy_class, _OfGroups):
         return strategy_class
     package = next(
-        p for p, base in zip(found, bases, strict=True) if issubclass(strategy_class, base)
+        p for p, base in zip(packages, bases, strict=True) if issubclass(strategy_class, base)
     )
     attributes = {"__doc__": sequence_parallel.__doc__, "_sequence_fabric": _FABRIC[package]}
     return subclass(_OfGroups, strategy_class, **attributes)

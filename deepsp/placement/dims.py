@@ -54,39 +54,39 @@ def listed(value: int | Sequence[int]) -> list[int]:
     return [value] if isinstance(value, int) else list(value)
 
 
-Order = list[int | None]
+DimOrder = list[int | None]
 
 
-def permute(ndim: int, dims: Sequence[int]) -> Order:
+def permute(ndim: int, dims: Sequence[int]) -> DimOrder:
     return [d % ndim for d in dims]
 
 
-def transpose(ndim: int, a: int, b: int) -> Order:
+def transpose(ndim: int, a: int, b: int) -> DimOrder:
     order = list(range(ndim))
     order[a], order[b] = order[b], order[a]
     return order
 
 
-def turn(ndim: int, op: str) -> Order:
+def turn(ndim: int, op: str) -> DimOrder:
     """``T`` and ``numpy_T`` reverse all dimensions; ``t``, ``mT``, ``H``, ... swap the last two."""
     if op in ("T", "numpy_T"):
         return list(reversed(range(ndim)))
     return transpose(ndim, -1, -2) if ndim > 1 else list(range(ndim))
 
 
-def movedim(ndim: int, source: int | Sequence[int], destination: int | Sequence[int]) -> Order:
+def movedim(ndim: int, source: int | Sequence[int], destination: int | Sequence[int]) -> DimOrder:
     pair = [listed(x) for x in (source, destination)]
     moved = {to % ndim: source % ndim for source, to in zip(*pair, strict=True)}
     rest = iter(d for d in range(ndim) if d not in moved.values())
     return [moved[d] if d in moved else next(rest) for d in range(ndim)]
 
 
-def unsqueeze(ndim: int, dim: int) -> Order:
+def unsqueeze(ndim: int, dim: int) -> DimOrder:
     dim %= ndim + 1
     return [*range(dim), None, *range(dim, ndim)]
 
 
-def without(ndim: int, dims: Sequence[int]) -> Order:
+def without(ndim: int, dims: Sequence[int]) -> DimOrder:
     """For ``select``, ``unbind`` and ``squeeze``, which remove these dimensions."""
     gone = [d % ndim for d in dims]
     return [d for d in range(ndim) if d not in gone]

@@ -41,11 +41,11 @@ def index_select(op: Op) -> list[Row]:
 def index(op: Op) -> list[Row]:
     """A replicated table, indexed by sharded indices, or a sharded one, indexed in other
     dimensions."""
-    x, given = op["self"], list(op["indices"])
-    chosen = [n for n in given if n is not None]
-    places = [i for i, n in enumerate(given) if n is not None]
+    x, indices = op["self"], list(op["indices"])
+    chosen = [n for n in indices if n is not None]
+    places = [i for i, n in enumerate(indices) if n is not None]
     if any(not op.dtype(n).is_floating_point and op.dtype(n).itemsize == 1 for n in chosen):
-        return _masked(op, x, given)
+        return _masked(op, x, indices)
     if not places or places != list(range(places[0], places[-1] + 1)):
         return []
     ndim = max(len(op.shape(n)) for n in chosen)
@@ -59,11 +59,11 @@ def index(op: Op) -> list[Row]:
     return rows + row(SUM, (x, SUM), *((n, None) for n in chosen))
 
 
-def _masked(op: Op, x, given) -> list[Row]:
+def _masked(op: Op, x, indices) -> list[Row]:
     """Indexing by one mask; the dimensions after the mask's can be sharded."""
-    if len(given) != 1:
+    if len(indices) != 1:
         return []
-    (mask,) = given
+    (mask,) = indices
     width = len(op.shape(mask))
     rows = [
         r for d in range(width, len(op.shape(x))) for r in row(d - width + 1, (x, d), (mask, None))

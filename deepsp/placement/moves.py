@@ -7,7 +7,7 @@ from deepsp.placement.pointwise import broadcast
 from deepsp.placement.table import SUM, Op, Row, along, row, rule, sharded
 
 
-def moved(op: Op, order: dims.Order) -> list[Row]:
+def moved(op: Op, order: dims.DimOrder) -> list[Row]:
     """``order``: for each dimension of the result, the operand's, or None."""
     x = op.operands[0]
     rows = [r for to, d in enumerate(order) if d is not None for r in row(to, (x, d))]
@@ -46,8 +46,8 @@ def unsqueeze(op: Op) -> list[Row]:
 @rule("squeeze.dim squeeze.dims squeeze.default", "the sharded dimension is squeezed away")
 def squeeze(op: Op) -> list[Row]:
     shape = op.shape(op["self"])
-    given = range(len(shape)) if op["dim"] is None else dims.listed(op["dim"])
-    gone = [d % len(shape) for d in given if shape and op.is_one(shape[d])]
+    wanted = range(len(shape)) if op["dim"] is None else dims.listed(op["dim"])
+    gone = [d % len(shape) for d in wanted if shape and op.is_one(shape[d])]
     return moved(op, dims.without(len(shape), gone))
 
 
@@ -75,15 +75,15 @@ def expand(op: Op) -> list[Row]:
     rows = []
     for d in range(len(size)):
         place = d - behind
-        own = place >= 0 and not op.is_one(shape[place])
+        kept = place >= 0 and not op.is_one(shape[place])
         if like is not None:
             alone = op.is_one(size[d])
             rows += (
                 []
-                if alone and not own
-                else row(d, (x, place if own else None), (like, None if alone else d))
+                if alone and not kept
+                else row(d, (x, place if kept else None), (like, None if alone else d))
             )
-        elif own:
+        elif kept:
             rows += row(d, (x, place))
     return rows + row(SUM, (x, SUM), (like, None))
 

@@ -10,17 +10,17 @@ from deepsp.placement.table import SUM, Op, Row, row, rule, sharded
 def contract(op: Op, operands: list[tuple], output: list) -> list[Row]:
     """``operands``: a tensor and a label for each of its dimensions. Dimensions with the same label
     go together; labels that ``output`` lacks are summed. A size of one broadcasts."""
-    known = []
+    labeled = []
     for x, labels in operands:
         sizes = zip(labels, op.shape(x), strict=True)
-        known.append((x, [None if op.is_one(size) else label for label, size in sizes]))
-    labels = dict.fromkeys(label for _, each in known for label in each if label is not None)
+        labeled.append((x, [None if op.is_one(size) else label for label, size in sizes]))
+    labels = dict.fromkeys(label for _, each in labeled for label in each if label is not None)
     rows = []
     for label in sorted(labels, key=lambda label: label not in output):
-        inputs = [(x, each.index(label) if label in each else None) for x, each in known]
+        inputs = [(x, each.index(label) if label in each else None) for x, each in labeled]
         rows += row(output.index(label) if label in output else SUM, *inputs)
-    for x, _ in known:
-        rows += row(SUM, *((y, SUM if y is x else None) for y, _ in known))
+    for x, _ in labeled:
+        rows += row(SUM, *((y, SUM if y is x else None) for y, _ in labeled))
     return rows
 
 
@@ -32,14 +32,14 @@ def _pair(op: Op, labels_of, a, b) -> list[Row]:
 def _added(op: Op, rows: list[Row], bias, ndim: int) -> list[Row]:
     """The rows of a product plus a bias."""
     shape = op.shape(bias)
-    found = []
+    rows_with_bias = []
     for r in rows:
         place = r.outputs
         if isinstance(place, int):
             dim = place - ndim + len(shape)
             place = None if dim < 0 or op.is_one(shape[dim]) else dim
-        found += row(r.outputs, *r.inputs, (bias, place))
-    return found
+        rows_with_bias += row(r.outputs, *r.inputs, (bias, place))
+    return rows_with_bias
 
 
 @rule("linear")
@@ -122,11 +122,11 @@ def convolution(op: Op) -> list[Row]:
     ]
     if bias is None:
         return rows
-    found = []
+    every = []
     for r in rows:
-        found += row(
+        every += row(
             r.outputs,
             *r.inputs,
             (bias, 0 if r.outputs == len(batch) else SUM if r.outputs == SUM else None),
         )
-    return found
+    return every

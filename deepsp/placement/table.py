@@ -151,9 +151,9 @@ def overloads(names: str) -> Iterable[OpOverload]:
     for name in names.split():
         name, _, overload = name.partition(".")
         packet = getattr(torch.ops.aten, name, None)
-        for known in packet.overloads() if packet is not None else ():
-            if not overload or known == overload:
-                yield getattr(packet, known)
+        for name_of in packet.overloads() if packet is not None else ():
+            if not overload or name_of == overload:
+                yield getattr(packet, name_of)
 
 
 @functools.cache
@@ -161,18 +161,18 @@ def find(op: OpOverload) -> Rule | None:
     """The rule of an op; for ``add_``, ``out=`` and foreach, that of the op they are made from."""
     for family in _FAMILIES:
         importlib.import_module(f"deepsp.placement.{family}")
-    known = _RULES.get(op)
+    rule = _RULES.get(op)
     name = getattr(op, "_opname", "")
-    if known is None and name.startswith("_foreach_"):  # the op on each tensor of the lists
+    if rule is None and name.startswith("_foreach_"):  # the op on each tensor of the lists
         each = next(iter(overloads(name.removeprefix("_foreach_").removesuffix("_"))), None)
-        known = find(each) if each is not None else None
-        return known if known is not None and known.family == "pointwise" else None
-    if known is None and torch.Tag.pointwise in getattr(op, "tags", ()):
-        known = _RULES[torch.ops.aten.relu.default]
-    if known is None:
+        rule = find(each) if each is not None else None
+        return rule if rule is not None and rule.family == "pointwise" else None
+    if rule is None and torch.Tag.pointwise in getattr(op, "tags", ()):
+        rule = _RULES[torch.ops.aten.relu.default]
+    if rule is None:
         out_of_place = functional(op)
-        known = None if out_of_place is None else find(out_of_place)
-    return known
+        rule = None if out_of_place is None else find(out_of_place)
+    return rule
 
 
 def functional(op: OpOverload) -> OpOverload | None:
@@ -185,10 +185,10 @@ def functional(op: OpOverload) -> OpOverload | None:
     packet = getattr(getattr(torch.ops, op.namespace), name, None)
     if name != op._opname and not any(a.kwarg_only and a.alias_info for a in schema.arguments):
         return getattr(packet, op._overloadname, None)
-    given = [(a.name, str(a.type)) for a in schema.arguments if a.alias_info is None]
+    wanted = [(a.name, str(a.type)) for a in schema.arguments if a.alias_info is None]
     # packet.__getattr__ would make a new overload, which no table knows.
     for overload in (getattr(packet, name) for name in packet.overloads()) if packet else ():
-        known = [(a.name, str(a.type)) for a in overload._schema.arguments]
-        if known == given and not overload._schema.is_mutable:
+        arguments = [(a.name, str(a.type)) for a in overload._schema.arguments]
+        if arguments == wanted and not overload._schema.is_mutable:
             return overload
     return None

@@ -143,7 +143,7 @@ def difference(items: Sequence[tuple[str, Any]], group: Group = None) -> Differe
         return None
     every = objects_on_all_ranks(list(items), member, device)
     for n in range(max(map(len, every))):
-        of_ranks = [theirs[n] if n < len(theirs) else None for theirs in every]
+        of_ranks = [of_rank[n] if n < len(of_rank) else None for of_rank in every]
         other = next((r for r, item in enumerate(of_ranks) if item != of_ranks[0]), None)
         if other is not None:
             one, two = of_ranks[0], of_ranks[other]

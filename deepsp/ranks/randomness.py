@@ -39,13 +39,13 @@ def _fake_seed(like, rank, draws=1):
 def _generators(device: torch.device | None = None) -> list[torch.Generator]:
     """The default generators in use: the CPU's, then that of ``device``, which needn't be the
     current one."""
-    found = [torch.default_generator]
+    generators = [torch.default_generator]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         index = device.index if device is not None and device.type == "cuda" else None
-        found.append(
+        generators.append(
             torch.cuda.default_generators[torch.cuda.current_device() if index is None else index]
         )
-    return found
+    return generators
 
 
 def states(device: torch.device | None = None) -> list[torch.Tensor]:
@@ -78,7 +78,7 @@ def inside() -> bool:
     return bool(_stack()) and _stack()[-1] is not None
 
 
-def _own() -> bool:
+def _is_own() -> bool:
     """Whether random numbers differ by rank here: in a fork, or where a checkpoint recomputes code
     of one."""
     return inside() or torch.initial_seed() >> 32 == _OWN
@@ -151,7 +151,7 @@ def randomness_of_a_model(
     model draws nothing, the default generators keep their states, so that samplers draw the same as
     in one process. Data ranks draw different numbers, too. Inside another such context it does
     nothing."""
-    if member[1] == 1 or _own():
+    if member[1] == 1 or _is_own():
         return contextlib.nullcontext()
     return _Fork(dist.get_rank(), device, lazy=True)
 
@@ -213,7 +213,7 @@ def common_randomness(name: str) -> Iterator[None]:
             "runs again; checkpoint the outer module"
         )
     fork = _stack()[-1]
-    own = states(fork.device)
+    before = states(fork.device)
     restore(fork.outer, fork.device)
     _stack().append(None)
     try:
@@ -221,7 +221,7 @@ def common_randomness(name: str) -> Iterator[None]:
     finally:
         _stack().pop()
         fork.outer = states(fork.device)
-        restore(own, fork.device)
+        restore(before, fork.device)
 
 
 def around_forward(module: nn.Module) -> None:
@@ -232,9 +232,9 @@ def around_forward(module: nn.Module) -> None:
     def enter(module, args):
         if not hasattr(entered, "contexts"):
             entered.contexts = []
-        own = _own()
+        is_own = _is_own()
         entered.contexts.append(
-            contextlib.nullcontext() if own else _Fork(dist.get_rank(), lazy=True)
+            contextlib.nullcontext() if is_own else _Fork(dist.get_rank(), lazy=True)
         )
         entered.contexts[-1].__enter__()
 
@@ -252,9 +252,9 @@ def compare(saved: list[torch.Tensor], member: Member) -> None:
     Raises:
         ValueError: their states differ.
     """
-    found = first_difference([(str(n), state) for n, state in enumerate(saved)], member)
-    if found is not None:
-        raise found.error(
+    differs = first_difference([(str(n), state) for n, state in enumerate(saved)], member)
+    if differs is not None:
+        raise differs.error(
             "the state of the random number generators",
             "the model draws the same numbers on every rank for replicated tensors, and seeds for "
             "sharded ones: call torch.manual_seed with the same seed on every rank of the group "

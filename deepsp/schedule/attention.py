@@ -87,8 +87,8 @@ def parallel_attention(
         ValueError: projections or the number of heads weren't found, or don't fit.
     """
     names = {
-        what: _projection_name(name, old, what, given)
-        for what, given in zip("qkvo", (q, k, v, o), strict=True)
+        what: _projection_name(name, old, what, chosen)
+        for what, chosen in zip("qkvo", (q, k, v, o), strict=True)
     }
     if num_heads is None:
         num_heads = _number_of_heads(name, old)
@@ -111,15 +111,15 @@ def parallel_attention(
     return new
 
 
-def _projection_name(name: str, old: nn.Module, what: str, given: str | None) -> str:
-    for candidate in (given,) if given is not None else _NAMES[what]:
+def _projection_name(name: str, old: nn.Module, what: str, chosen: str | None) -> str:
+    for candidate in (chosen,) if chosen is not None else _NAMES[what]:
         with contextlib.suppress(AttributeError):
             if isinstance(old.get_submodule(candidate), nn.Linear):
                 return candidate
     children = [f"{n}: {type(m).__name__}" for n, m in old.named_modules() if n]
     raise ValueError(
         f"{name}: expected a linear layer for {what}, called "
-        + (f"{given!r}" if given is not None else f"{', '.join(_NAMES[what])}")
+        + (f"{chosen!r}" if chosen is not None else f"{', '.join(_NAMES[what])}")
         + f", got none; pass {what}=, the name of one in {type(old).__name__} "
         f"({', '.join(children)})"
     )

@@ -87,8 +87,8 @@ def build(
     if checkpoint is None:
         compare(replicated_tensors(modules), plan.member)
     for name, new in plan.replaced.items():
-        parent, _, own = name.rpartition(".")
-        modules[parent]._modules[own] = new
+        parent, _, child = name.rpartition(".")
+        modules[parent]._modules[child] = new
         if isinstance(new, ScheduledAttention):
             new.build(name, running)
     for name, steps in plan.steps.items():
@@ -138,8 +138,8 @@ def _communicate(name: str, module: nn.Module, steps: Steps, running: Running) -
     add, after = None, None
     if steps.effect is not None and steps.effect.add_after is not None:
         parameter = steps.effect.add_after
-        owner, _, own = parameter.rpartition(".")
-        if getattr(module.get_submodule(owner), own, None) is not None:
+        owner, _, child = parameter.rpartition(".")
+        if getattr(module.get_submodule(owner), child, None) is not None:
             after = added_by(steps)
             add = parameter, Sync(name, "fwd_post", "scatter", 0)
     for sync in steps.syncs:

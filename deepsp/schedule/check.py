@@ -50,19 +50,19 @@ def added_by(steps: Steps) -> Sync | None:
 def _tied(plan: Plan):
     for name, steps in plan.steps.items():
         module = plan.module(name)
-        for own, shard in steps.shards.items():
-            for other, key in plan.owners(_own(module, own)):
-                theirs = plan.steps.get(other, Steps()).shards.get(key)
-                if theirs is None or not shard.alike(theirs):
+        for tensor_name, shard in steps.shards.items():
+            for other, key in plan.owners(_tensor(module, tensor_name)):
+                sharded = plan.steps.get(other, Steps()).shards.get(key)
+                if sharded is None or not shard.alike(sharded):
                     yield (
                         f"{shard.name} ({placement_of(shard)}) is tied to {other}.{key}, which is "
-                        f"{'not sharded' if theirs is None else placement_of(theirs)}; shard it "
+                        f"{'not sharded' if sharded is None else placement_of(sharded)}; shard it "
                         f"alike: axis={shard.axis}, parts={list(shard.parts)}, "
                         f"unit={list(shard.units)}"
                     )
 
 
-def _own(module: nn.Module, name: str):
+def _tensor(module: nn.Module, name: str):
     return module._parameters[name] if name in module._parameters else module._buffers[name]
 
 
@@ -104,8 +104,8 @@ def _biases(plan: Plan):
     for name, steps in plan.steps.items():
         if steps.effect is None or steps.effect.add_after is None:
             continue
-        owner, _, own = steps.effect.add_after.rpartition(".")
-        bias = getattr(plan.module(name).get_submodule(owner), own, None)
+        owner, _, child = steps.effect.add_after.rpartition(".")
+        bias = getattr(plan.module(name).get_submodule(owner), child, None)
         if bias is not None and added_by(steps) is None:
             yield (
                 f"{name or 'the model'}: its output is Partial, and its bias counts once, so it is "
@@ -118,27 +118,27 @@ def _biases(plan: Plan):
 
 
 def _flow(plan: Plan):
-    found: dict[str, None] = {}  # in order, each once
+    problems: dict[str, None] = {}  # in order, each once
     inside: set[str] = set()
     for name, module in plan.walk():
         if name not in inside and isinstance(module, nn.Sequential):
-            _through(plan, name, module, REPLICATE if name == "" else None, found, inside)
+            _through(plan, name, module, REPLICATE if name == "" else None, problems, inside)
     for name in plan.steps:
         if name not in inside:
-            _through(plan, name, plan.module(name), None, found, inside)
-    return found
+            _through(plan, name, plan.module(name), None, problems, inside)
+    return problems
 
 
-def _through(plan, name, module, placement, found, inside) -> Placement | None:
+def _through(plan, name, module, placement, problems, inside) -> Placement | None:
     """From a module's input to its output; None: not known."""
     inside.add(name)
     steps = plan.steps.get(name, Steps())
     try:
         placement = _chain([*steps.of_mode("fwd_pre"), *steps.of_mode("bwd_post")], placement)
-        placement = _across(plan, name, module, steps, placement, found, inside)
+        placement = _across(plan, name, module, steps, placement, problems, inside)
         return _chain(steps.of_mode("fwd_post"), placement)
     except ValueError as error:
-        found[str(error)] = None
+        problems[str(error)] = None
         return None
 
 
@@ -152,7 +152,7 @@ def _chain(syncs: list[Sync], placement: Placement | None) -> Placement | None:
     return placement
 
 
-def _across(plan, name, module, steps, placement, found, inside) -> Placement | None:
+def _across(plan, name, module, steps, placement, problems, inside) -> Placement | None:
     where, effect = name or "the model", steps.effect
     if effect is not None:
         if (
@@ -168,7 +168,7 @@ def _across(plan, name, module, steps, placement, found, inside) -> Placement | 
     if isinstance(module, nn.Sequential):
         for child, submodule in module._modules.items():
             below = f"{name}.{child}" if name else child
-            placement = _through(plan, below, submodule, placement, found, inside)
+            placement = _through(plan, below, submodule, placement, problems, inside)
         return placement
     if placement is None or isinstance(module, nn.Identity):
         return placement
@@ -246,9 +246,9 @@ def _reduces_gradient(sync: Sync) -> bool:
     return sync.op in ("all_gather", "all_reduce") and sync.grad != "replicated"
 
 
-def _serves(container: str, own: bool, name: str, partial: set[str]) -> bool:
-    """Whether a sync at module ``at`` may reduce the partial tensor of module ``name``. ``own``: it
-    reduces a tensor that module ``at`` makes."""
+def _serves(container: str, serves_itself: bool, name: str, partial: set[str]) -> bool:
+    """Whether a sync at module ``at`` may reduce the partial tensor of module ``name``.
+    ``serves_itself``: it reduces a tensor that module ``at`` makes."""
     if is_inside(name, container):
-        return own
-    return not own or not any(is_inside(other, container) for other in partial)
+        return serves_itself
+    return not serves_itself or not any(is_inside(other, container) for other in partial)

@@ -37,19 +37,19 @@ def materialize(
         source = None if checkpoint is None else stack.enter_context(source_of(checkpoint))
         if source is not None:
             _check_names(model, source)
-        made = _make(model, shards, _device(plan, device))
-        _shrink(model, shards, made, optimizer)
+        tensors = _make(model, shards, _device(plan, device))
+        _shrink(model, shards, tensors, optimizer)
         filled = set() if source is None else _fill(model, source)
-    _initialize(plan, made, filled, init)
+    _initialize(plan, tensors, filled, init)
 
 
 def _shards_by_tensor(model: nn.Module) -> dict[int, ParameterShard]:
-    found = {}
+    by_tensor = {}
     for module in model.modules():
         for name, shard in shards_of(module).items():
-            own = module._parameters if name in module._parameters else module._buffers
-            found[id(own[name])] = shard
-    return found
+            tensors = module._parameters if name in module._parameters else module._buffers
+            by_tensor[id(tensors[name])] = shard
+    return by_tensor
 
 
 def _device(plan: Plan, device) -> torch.device:
@@ -64,10 +64,10 @@ def _device(plan: Plan, device) -> torch.device:
 def _make(model: nn.Module, shards: dict[int, ParameterShard], device) -> dict[int, Tensor]:
     """Replaces meta tensors by empty ones of their shard's size; returns the new ones by id."""
     new: dict[int, Tensor] = {}
-    made: dict[int, Tensor] = {}
+    new_tensors: dict[int, Tensor] = {}
     for module in model.modules():
-        for own in (module._parameters, module._buffers):
-            for name, old in own.items():
+        for tensors in (module._parameters, module._buffers):
+            for name, old in tensors.items():
                 if old is None or not old.is_meta:
                     continue
                 if id(old) not in new:
@@ -78,17 +78,19 @@ def _make(model: nn.Module, shards: dict[int, ParameterShard], device) -> dict[i
                         tensor = nn.Parameter(tensor, requires_grad=old.requires_grad)
                         vars(tensor).update(vars(old))
                     new[id(old)] = tensor
-                    made[id(tensor)] = tensor
-                own[name] = new[id(old)]
-    return made
+                    new_tensors[id(tensor)] = tensor
+                tensors[name] = new[id(old)]
+    return new_tensors
 
 
-def _shrink(model, shards: dict[int, ParameterShard], made: dict[int, Tensor], optimizer) -> None:
+def _shrink(
+    model, shards: dict[int, ParameterShard], new_tensors: dict[int, Tensor], optimizer
+) -> None:
     """Replaces each other tensor, and its optimizer state, by this rank's part."""
     state = optimizer.state if isinstance(optimizer, Optimizer) else {}
     for tensor in [*model.parameters(), *model.buffers()]:
         shard = shards.get(id(tensor))
-        if shard is None or id(tensor) in made:
+        if shard is None or id(tensor) in new_tensors:
             continue
         for key, value in state.get(tensor, {}).items():
             if isinstance(value, Tensor) and tuple(value.shape) == shard.shape:
@@ -101,13 +103,13 @@ def _shrink(model, shards: dict[int, ParameterShard], made: dict[int, Tensor], o
 
 def _names(model: nn.Module) -> dict[int, list[str]]:
     """Names of each tensor in the state_dict."""
-    found: dict[int, list[str]] = {}
+    names: dict[int, list[str]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for own in (module._parameters, module._buffers):
-            for name, tensor in own.items():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
                 if tensor is not None and name not in module._non_persistent_buffers_set:
-                    found.setdefault(id(tensor), []).append(f"{prefix}.{name}".lstrip("."))
-    return found
+                    names.setdefault(id(tensor), []).append(f"{prefix}.{name}".lstrip("."))
+    return names
 
 
 def _check_names(model: nn.Module, source: Source) -> None:
@@ -125,8 +127,8 @@ def _fill(model: nn.Module, source: Source) -> set[int]:
     """Reads this rank's part of each tensor. Returns the ids of the filled tensors."""
     names, filled = _names(model), set()
     for module in model.modules():
-        for own in (module._parameters, module._buffers):
-            for name, tensor in own.items():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
                 if tensor is None or id(tensor) not in names or id(tensor) in filled:
                     continue
                 filled.add(id(tensor))
@@ -157,16 +159,16 @@ def _read(source: Source, key: str, shard: ParameterShard | None, tensor: Tensor
 # ---- without a checkpoint
 
 
-def _initialize(plan: Plan, made: dict[int, Tensor], filled: set[int], init) -> None:
-    empty = {key for key in made if key not in filled}
+def _initialize(plan: Plan, new_tensors: dict[int, Tensor], filled: set[int], init) -> None:
+    empty = {key for key in new_tensors if key not in filled}
     if not empty:
         return
-    seeds = _seeds(plan, next(iter(made.values())).device)
+    seeds = _seeds(plan, next(iter(new_tensors.values())).device)
     for name, module in reversed(list(plan.model.named_modules())):  # children first
         names = [
             n
-            for own in (module._parameters, module._buffers)
-            for n, t in own.items()
+            for named in (module._parameters, module._buffers)
+            for n, t in named.items()
             if t is not None and id(t) in empty
         ]
         if not names:
@@ -206,8 +208,8 @@ def _own_initialization(
         "reset_parameters() that fills it; pass init=, a function of a module"
         + ("" if len(buffers) == len(empty) else ", or checkpoint=")
     )
-    known = len(buffers) == len(empty) and all(b.is_floating_point() for b in buffers)
-    if outer is None or not known:
+    fits = len(buffers) == len(empty) and all(b.is_floating_point() for b in buffers)
+    if outer is None or not fits:
         raise error
 
     def fill(module: nn.Module) -> None:

@@ -35,14 +35,14 @@ def pick_input(module: nn.Module, args: tuple, kwargs: dict, key: Key, where: st
 
 def _place_of_input(module, args, kwargs, key, where) -> int | str:
     if key is None:
-        found: list[int | str] = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor)]
-        found += [name for name, x in kwargs.items() if isinstance(x, torch.Tensor)]
-        if len(found) != 1:
+        places: list[int | str] = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor)]
+        places += [name for name, x in kwargs.items() if isinstance(x, torch.Tensor)]
+        if len(places) != 1:
             raise ValueError(
-                f"{where}: expected one tensor in the module's inputs, got {len(found)}, {found}; "
-                "pass tensor=, the position or name of one"
+                f"{where}: expected one tensor in the module's inputs, got {len(places)}, {places}"
+                "; pass tensor=, the position or name of one"
             )
-        return found[0]
+        return places[0]
     if key in kwargs:
         return key
     names = _parameters(module)
@@ -88,13 +88,13 @@ def pick_output(output: Any, key: Key, where: str):
 
 
 def _only(output, where: str):
-    found = [key for key, value in _items(output) if isinstance(value, torch.Tensor)]
-    if len(found) != 1:
+    keys = [key for key, value in _items(output) if isinstance(value, torch.Tensor)]
+    if len(keys) != 1:
         raise ValueError(
             f"{where}: expected an output of one tensor, got a {type(output).__name__} with "
-            f"{len(found)} tensors, {found}; pass tensor=, the position or name of one"
+            f"{len(keys)} tensors, {keys}; pass tensor=, the position or name of one"
         )
-    return found[0]
+    return keys[0]
 
 
 def _items(output) -> list[tuple]:

@@ -71,20 +71,20 @@ class Plan:
         """
         wanted = pattern.split(".") if pattern else []
         first: dict[int, str] = {}
-        found, names = [], []
+        matches, names = [], []
         for name, module in self.walk():
             first.setdefault(id(module), name)
             names.append(name)
             parts = name.split(".") if name else []
             if len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted)):
-                found.append(first[id(module)])
-        if not found:
+                matches.append(first[id(module)])
+        if not matches:
             near = difflib.get_close_matches(pattern, names, 3)
             raise ValueError(
                 f"expected the name of a module, or a pattern that matches one, got {pattern!r}"
                 + (f"; did you mean {', '.join(near)}?" if near else "")
             )
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(matches))
 
     def of(self, name: str) -> Steps:
         return self.steps.setdefault(name, Steps())
@@ -95,14 +95,14 @@ class Plan:
 
     def owners(self, tensor: Tensor) -> list[tuple[str, str]]:
         """(module, name) of every parameter or buffer that is this tensor."""
-        seen, found = set(), []
+        seen, owners = set(), []
         for name, module in self.walk():
             if id(module) in seen:
                 continue
             seen.add(id(module))
-            for own in (module._parameters, module._buffers):
-                found += [(name, key) for key, value in own.items() if value is tensor]
-        return found
+            for tensors in (module._parameters, module._buffers):
+                owners += [(name, key) for key, value in tensors.items() if value is tensor]
+        return owners
 
 
 def is_inside(name: str, container: str) -> bool:
@@ -111,5 +111,5 @@ def is_inside(name: str, container: str) -> bool:
 
 def tensor_of(module: nn.Module, name: str) -> Tensor | None:
     """A parameter or buffer of the module itself."""
-    own = module._parameters if name in module._parameters else module._buffers
-    return own.get(name)
+    tensors = module._parameters if name in module._parameters else module._buffers
+    return tensors.get(name)

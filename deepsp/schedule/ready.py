@@ -153,12 +153,12 @@ def _family(model: nn.Module) -> tuple[str, _Names]:
                 continue
             if _has(module, names.embedding, names.last_norm) and _has(layers[0], *_needed(names)):
                 return base, names
-    known = "; ".join(
+    kinds = "; ".join(
         f"{family}: " + ", ".join([*_needed(names), names.embedding, names.last_norm])
         for family, names in _FAMILIES.items()
     )
     raise ValueError(
-        f"expected model to have the module names of one of {known}, got {type(model).__name__}; "
+        f"expected model to have the module names of one of {kinds}, got {type(model).__name__}; "
         "write its schedule with deepsp.create_schedule"
     )
 

@@ -70,20 +70,20 @@ class Effect:
         """
         values = {}
         for f in fields(self):
-            own, theirs = getattr(self, f.name), getattr(other, f.name)
+            mine, its = getattr(self, f.name), getattr(other, f.name)
             if f.name == "also":
-                values[f.name] = {**own, **theirs}
+                values[f.name] = {**mine, **its}
             elif f.name == "attributes":
-                values[f.name] = tuple(dict.fromkeys((*own, *theirs)))
+                values[f.name] = tuple(dict.fromkeys((*mine, *its)))
             elif f.name == "opaque":
-                values[f.name] = own or theirs
-            elif None not in (own, theirs) and own != theirs and f.name not in ("parts", "unit"):
+                values[f.name] = mine or its
+            elif None not in (mine, its) and mine != its and f.name not in ("parts", "unit"):
                 raise ValueError(
                     f"{name} is sharded in two ways that contradict each other: its {f.name} would "
-                    f"be {own} and {theirs}"
+                    f"be {mine} and {its}"
                 )
             else:
-                values[f.name] = theirs if own is None else own
+                values[f.name] = its if mine is None else mine
         return Effect(**values)
 
 

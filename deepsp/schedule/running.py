@@ -108,21 +108,21 @@ class Running:
             self._dry = Kind()
             try:
                 run = flow.Flow(model, placements, self.member, self.outputs)
-                found = run.run(args, kwargs)
+                followed = run.run(args, kwargs)
                 run.alike.compare()
                 kind = self._dry
             finally:
                 self._dry = None
-            kind.grads = dict(found.grads)
-            kind.streams, kind.nested = dict(found.streams), set(found.nested)
+            kind.grads = dict(followed.grads)
+            kind.streams, kind.nested = dict(followed.streams), set(followed.nested)
             for module in kind.streams:
                 if kind.streams[module] == "sharded" or module in kind.nested:
                     module._deepsp_running = self
                     swap(module, Drawing, type(module).__name__, under=Checkpointed)
             self._check_streams(model, kind)
             names = [(name, id(parameter)) for name, parameter in model.named_parameters()]
-            kind.partial = {n for n, p in names if p in found.partial_parameters}
-            kind.replicated = {n for n, p in names if p in found.replicated_parameters}
+            kind.partial = {n for n, p in names if p in followed.partial_parameters}
+            kind.replicated = {n for n, p in names if p in followed.replicated_parameters}
             self._check_partial(kind)
             self.kinds[key] = kind
         self.now = self.kinds[key]
@@ -193,16 +193,16 @@ class Running:
         else:  # outside a call of the model, another use of the output may follow
             inside = self.inside or torch.compiler.is_compiling()
             kinds = [self.now] if self.now is not None and inside else []
-        found = {kind.grads[sync] for kind in kinds if sync in kind.grads}
-        if len(found) == 1:
-            return found.pop()
+        grads = {kind.grads[sync] for kind in kinds if sync in kind.grads}
+        if len(grads) == 1:
+            return grads.pop()
         if not torch.is_grad_enabled():
             return "replicated"  # there is no backward
         raise ValueError(
             f"{sync.where}: grad isn't given, and "
             + (
                 "it differs between the calls of the model"
-                if found
+                if grads
                 else "it can't be found, since the model itself was not called"
             )
             + ". Pass grad='replicated' if the gradient of its output is the same on every rank, "
@@ -254,8 +254,8 @@ class Running:
             return None
         sizes = self._exchange_sizes(x, dim)
         origin = getattr(placement, "origin", None)
-        known = getattr(origin, "sizes", None)
-        if known is None or 0 in known or sizes != list(known):
+        before = getattr(origin, "sizes", None)
+        if before is None or 0 in before or sizes != list(before):
             origin = None
         if isinstance(origin, Sync) and len(origin.totals) > 1:
             origin = None

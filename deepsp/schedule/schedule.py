@@ -73,10 +73,10 @@ class Schedule:
     def __getitem__(self, pattern: str) -> Schedule:
         if not isinstance(pattern, str):
             raise ValueError(f"expected the name of a module, or a pattern, got {pattern!r}")
-        found: list[str] = []
+        names: list[str] = []
         for name in self.names:
-            found += self.plan.find(f"{name}.{pattern}" if name and pattern else name or pattern)
-        return Schedule(self.plan, list(dict.fromkeys(found)))
+            names += self.plan.find(f"{name}.{pattern}" if name and pattern else name or pattern)
+        return Schedule(self.plan, list(dict.fromkeys(names)))
 
     def __str__(self) -> str:
         return tree.text(self.plan, self.names)
@@ -303,9 +303,9 @@ class Schedule:
                     "expected no inputs, since the model isn't built yet; call check() without "
                     "inputs for what can be found now"
                 )
-            found = problems(self.plan)
-            if found:
-                raise ValueError("\n".join(found))
+            mistakes = problems(self.plan)
+            if mistakes:
+                raise ValueError("\n".join(mistakes))
             return
         if not args and not kwargs:
             raise ValueError("expected inputs, since the model is built; pass those of a call")

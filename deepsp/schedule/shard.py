@@ -46,29 +46,29 @@ def shard(plan: Plan, name: str, names: tuple[str, ...], axis: int, parts, unit)
     for n, how in effect.also.items():
         if not isinstance(how, Follow):
             how = Follow(how, parts, unit)
-        owner, _, own = n.rpartition(".")
-        if tensor_of(module.get_submodule(owner), own) is not None:
+        owner, _, child_name = n.rpartition(".")
+        if tensor_of(module.get_submodule(owner), child_name) is not None:
             wanted[n] = how
-    made: list[tuple[str, str, ParameterShard]] = []
+    shards: list[tuple[str, str, ParameterShard]] = []
     for n, how in wanted.items():
-        child, _, own = n.rpartition(".")
+        child, _, child_name = n.rpartition(".")
         owner = f"{name}.{child}".strip(".") if child else name
-        full = f"{owner}.{own}" if owner else own
-        if own in plan.of(owner).shards:
+        full = f"{owner}.{child_name}" if owner else child_name
+        if child_name in plan.of(owner).shards:
             raise ValueError(f"{full} is sharded already")
-        shape = _tensor(owner, plan.module(owner), own).shape
-        made.append(
-            (owner, own, make_shard(full, shape, how.axis, how.parts, how.unit, plan.member))
+        shape = _tensor(owner, plan.module(owner), child_name).shape
+        shards.append(
+            (owner, child_name, make_shard(full, shape, how.axis, how.parts, how.unit, plan.member))
         )
     steps = plan.of(name)
     merged = effect if steps.effect is None else steps.effect.merged(effect, where)
-    attributes = _shrunk(where, module, effect.attributes, made[0][2])
+    attributes = _shrunk(where, module, effect.attributes, shards[0][2])
     steps.effect = merged
     steps.attributes.update(attributes)
-    for owner, own, shard in made:
-        plan.of(owner).shards[own] = shard
-        if owner != name or own not in names:
-            plan.of(owner).followers.add(own)
+    for owner, child_name, shard in shards:
+        plan.of(owner).shards[child_name] = shard
+        if owner != name or child_name not in names:
+            plan.of(owner).followers.add(child_name)
 
 
 def _together(plan: Plan, name: str, method, names: tuple[str, ...]) -> ValueError | None:
@@ -84,7 +84,7 @@ def _together(plan: Plan, name: str, method, names: tuple[str, ...]) -> ValueErr
     return None
 
 
-def _confirm(plan: Plan, name: str, own: str, tensor: torch.Tensor, axis: int, parts, unit) -> None:
+def _confirm(plan: Plan, name: str, key: str, tensor: torch.Tensor, axis: int, parts, unit) -> None:
     """Accepts a step for a parameter that follows another one: ``shard("weight", 0)``, then
     ``shard("bias", 0)``.
 
@@ -92,7 +92,7 @@ def _confirm(plan: Plan, name: str, own: str, tensor: torch.Tensor, axis: int, p
         ValueError: the step shards it in another way than it follows.
     """
     steps = plan.of(name)
-    have = steps.shards[own]
+    have = steps.shards[key]
     if parts == 1:
         parts, unit = have.parts, have.units if unit == 1 else unit
     wanted = make_shard(have.name, tensor.shape, axis, parts, unit, plan.member)
@@ -103,20 +103,20 @@ def _confirm(plan: Plan, name: str, own: str, tensor: torch.Tensor, axis: int, p
             f"axis={wanted.axis}, parts={list(wanted.parts)}, unit={list(wanted.units)}; remove "
             "this call, or pass the same"
         )
-    steps.followers.discard(own)
+    steps.followers.discard(key)
 
 
 def _tensor(where: str, module: nn.Module, name: str) -> torch.Tensor:
     tensor = tensor_of(module, name)
     if tensor is None:
-        own = [
+        tensors = [
             n
-            for own in (module._parameters, module._buffers)
-            for n, v in own.items()
+            for tensors in (module._parameters, module._buffers)
+            for n, v in tensors.items()
             if v is not None
         ]
         raise ValueError(
-            f"{where}: expected a parameter or buffer of {type(module).__name__}, {own}, got "
+            f"{where}: expected a parameter or buffer of {type(module).__name__}, {tensors}, got "
             f"{name!r}"
         )
     return tensor

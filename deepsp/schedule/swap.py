@@ -18,9 +18,9 @@ class Swapped:
 @functools.cache
 def _class(front: type, base: type) -> type:
     members = {"__module__": base.__module__, "_made_of": (front, *_made_of(base))}
-    made = type(base.__name__, (front, base), members)
-    made.__qualname__ = base.__qualname__
-    return made
+    cls = type(base.__name__, (front, base), members)
+    cls.__qualname__ = base.__qualname__
+    return cls
 
 
 def _made_of(cls: type) -> tuple[type, ...]:

@@ -52,11 +52,11 @@ class Sync:
                     f"{where}: expected sync_op_or_fn to be one of {', '.join(OPS)}, or a "
                     f"function, got {self.function!r}"
                 )
-            given = [k for k in ("axis", "grad", "tensor") if getattr(self, k) is not None]
-            given += ["overlap"] * self.overlap
-            if given:
+            extra = [k for k in ("axis", "grad", "tensor") if getattr(self, k) is not None]
+            extra += ["overlap"] * self.overlap
+            if extra:
                 raise ValueError(
-                    f"{where}: expected no {given[0]}, since sync_op_or_fn is a function; leave it "
+                    f"{where}: expected no {extra[0]}, since sync_op_or_fn is a function; leave it "
                     "out"
                 )
             return

@@ -181,8 +181,8 @@ class ShardedWeight(Tensor):
                 func, args, kwargs = Tensor.copy_, (self, full), {}
             elif not is_by_element(name) or "out" in kwargs:
                 self._refuse(name)
-            given = tree_leaves((args, kwargs))
-            locals_ = {id(x): self._part_of(x, name) for x in given if isinstance(x, Tensor)}
+            leaves = tree_leaves((args, kwargs))
+            locals_ = {id(x): self._part_of(x, name) for x in leaves if isinstance(x, Tensor)}
             if locals_[id(self)] is not None:
                 args, kwargs = tree_map(
                     lambda x: locals_[id(x)] if isinstance(x, Tensor) else x, (args, kwargs)
@@ -191,8 +191,8 @@ class ShardedWeight(Tensor):
 
     def _range(self) -> tuple[int, int]:
         """(begin, end) of this rank's rows in the full parameter."""
-        (own,) = self._shards.infos[self.index].rows.ranges()
-        return own
+        (rows,) = self._shards.infos[self.index].rows.ranges()
+        return rows
 
     def _local_rows(self) -> Tensor | None:
         """This rank's part of these rows; None for a single row of another rank."""

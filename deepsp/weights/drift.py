@@ -118,8 +118,8 @@ class Guard:
         """
         if self.numbers[0] == 0:
             return
-        known, key, keys, value, square, norm = totals.tolist()
-        if known != size or size * keys != key**2:  # the ranks have found different ones
+        ranks, key, keys, value, square, norm = totals.tolist()
+        if ranks != size or size * keys != key**2:  # the ranks have found different ones
             return
         if size * square - value**2 <= _TOLERANCE**2 * norm * size:
             return

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 from deepsp.ranks.agreement import first_difference
 from deepsp.ranks.groups import Group, Member, member_of
 from deepsp.weights.replicated import compare, replicated_tensors
-from deepsp.weights.shards import Shard, Shards
+from deepsp.weights.shards import ShardParametrization, Shards
 
 
 def shard_parameters(
@@ -126,7 +126,7 @@ def shard_parameters(
     indices = {p: shards.add(names[p], p, d) for p, d in chosen.items()}
     shards.owners = [None] * len(indices)
     for owner, name, parameter in owners:
-        shard = Shard(shards, indices[parameter])
+        shard = ShardParametrization(shards, indices[parameter])
         parametrize.register_parametrization(owner, name, shard, unsafe=True)
         shard.home.append(owner.parametrizations[name])
         shards.owners[indices[parameter]] = owner.parametrizations[name]
@@ -175,10 +175,10 @@ def _check_ranks_agree(member: Member, parameters, sums: str) -> None:
         (f"parameter {i}", f"{n}: {p.dtype} {list(p.shape)}, gathered in {d}")
         for i, (n, p, d) in enumerate(parameters)
     ]
-    found = first_difference([*items, ("the sums of gradients", sums)], member)
-    if found is not None:
-        raise found.error(
-            f"module: {found.name}",
+    differs = first_difference([*items, ("the sums of gradients", sums)], member)
+    if differs is not None:
+        raise differs.error(
+            f"module: {differs.name}",
             "make the same model, and pass the same dtype, reduce_dtype, reduction, min_numel and "
             "skip, on all ranks",
         )
@@ -191,7 +191,7 @@ def sharded_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, S
         if not parametrize.is_parametrized(owner):
             continue
         for name, parametrizations in owner.parametrizations.items():
-            if isinstance(parametrizations[0], Shard):
+            if isinstance(parametrizations[0], ShardParametrization):
                 full = f"{prefix}.{name}" if prefix else name
                 shard = parametrizations[0]
                 yield full, parametrizations.original, shard.shards, shard.index
@@ -215,22 +215,22 @@ def full_parameters(module: nn.Module) -> Iterator[None]:
             left by an exception.
         RuntimeError: within a forward, or within another such block.
     """
-    found = {(id(s), i): (s, i) for _, _, s, i in sharded_parameters(module)}.values()
-    for shards, index in found:
+    parameters = {(id(s), i): (s, i) for _, _, s, i in sharded_parameters(module)}.values()
+    for shards, index in parameters:
         if shards.inside or index in shards.full:
             raise RuntimeError(
                 f"full_parameters: {shards.infos[index].name} is gathered already: enter once, "
                 "outside of the module's forward"
             )
-    for shards, index in found:
+    for shards, index in parameters:
         shards.full[index] = shards.gather_to_write(index)
     failed = True
     try:
         yield
         failed = False
     finally:
-        members = {shards.member: None for shards, _ in found}
-        written = [(s, i, s.full.pop(i).detach()) for s, i in found]
+        members = {shards.member: None for shards, _ in parameters}
+        written = [(s, i, s.full.pop(i).detach()) for s, i in parameters]
         for member in members:
             local = [(s.infos[i].name, x) for s, i, x in written if s.member == member]
             differ = first_difference([("", failed), *local], member)

@@ -56,9 +56,9 @@ def check_here(name: str, parameter: Tensor | None) -> None:
 def check_linear_here(name: str, linear: nn.Module, called: bool) -> None:
     """:func:`check_here` for the parameters of a linear layer. ``called``: the layer will be
     called, so that its hooks gather them; otherwise reading gathers them."""
-    for own, parameter in linear._parameters.items():  # doesn't trigger DeepSpeed's gather
+    for key, parameter in linear._parameters.items():  # doesn't trigger DeepSpeed's gather
         if is_partitioned(parameter) and not (called and is_gathered_when_called(linear)):
-            check_here(f"{name}.{own}", parameter if called else getattr(linear, own))
+            check_here(f"{name}.{key}", parameter if called else getattr(linear, key))
 
 
 def gather_as_a_whole(module: nn.Module) -> None:

@@ -43,7 +43,7 @@ class _Bucket:
     arrived: dict[Use, Callable[[], Tensor]] = field(default_factory=dict)
 
 
-class Order:
+class GatherOrder:
     """The uses of one phase of a step, and the gathers in flight for them.
 
     Args:
@@ -72,7 +72,7 @@ class Order:
 
     def __getstate__(self):
         # A copy has nothing in flight, and records again.
-        return Order(self._start, self._size, self._bucket, self._prefetch_bytes).__dict__
+        return GatherOrder(self._start, self._size, self._bucket, self._prefetch_bytes).__dict__
 
     def begin(self) -> None:
         """Begins a step; the last one's order is expected."""

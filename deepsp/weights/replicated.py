@@ -34,13 +34,13 @@ def replicated_tensors(
     for prefix, inner in modules:
         statistics = isinstance(inner, _NormBase)
         shards = shards_of(inner)
-        own = [*inner._parameters.items()]
-        own += [
+        tensors = [*inner._parameters.items()]
+        tensors += [
             (name, buffer)
             for name, buffer in inner._buffers.items()
             if name not in inner._non_persistent_buffers_set and not statistics
         ]
-        for name, tensor in own:
+        for name, tensor in tensors:
             if tensor is None or name in shards or id(tensor) in seen:
                 continue
             seen.add(id(tensor))
@@ -57,9 +57,9 @@ def compare(tensors: Iterable[tuple[str, Tensor]], member: Member) -> None:
     """
     if member[1] == 1:
         return
-    found = first_difference([_local(n, t, member[2]) for n, t in tensors], member)
-    if found is not None:
-        raise found.error(found.name, SEED)
+    differs = first_difference([_local(n, t, member[2]) for n, t in tensors], member)
+    if differs is not None:
+        raise differs.error(differs.name, SEED)
 
 
 def compare_once(tensors: Iterable[tuple[str, Tensor]], member: Member) -> None:

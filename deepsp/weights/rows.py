@@ -59,13 +59,13 @@ class ParameterShard:
     def ranges(self) -> list[tuple[int, int]]:
         """(begin, end) of this rank's piece of each part, in the full parameter."""
         rank, size, _ = self.member
-        found, begin = [], 0
+        ranges, begin = [], 0
         for length, unit in zip(self.parts, self.units, strict=True):
             counts = _split(length // unit, size)
             first = begin + sum(counts[:rank]) * unit
-            found.append((first, first + counts[rank] * unit))
+            ranges.append((first, first + counts[rank] * unit))
             begin += length
-        return found
+        return ranges
 
     def take(self, full: Tensor) -> Tensor:
         """This rank's part of the full tensor: a copy, since a view would keep the full one

@@ -81,20 +81,20 @@ def _mark_of(parameter: Tensor) -> _Mark | None:
 
 def shard_member(parameter: Tensor) -> Member | None:
     """The group over which a parameter is sharded; None: it is replicated."""
-    found = _mark_of(parameter)
-    return None if found is None else found.member
+    mark = _mark_of(parameter)
+    return None if mark is None else mark.member
 
 
 def is_sum(parameter: Tensor) -> bool:
     """Whether a parameter is sharded, and its gradient the sum over the group."""
-    found = _mark_of(parameter)
-    return found is not None and found.member is not None and not found.averaged
+    mark = _mark_of(parameter)
+    return mark is not None and mark.member is not None and not mark.averaged
 
 
 def is_built(parameter: Tensor) -> bool:
     """Whether a schedule built the model of a parameter."""
-    found = _mark_of(parameter)
-    return found is not None and found.built
+    mark = _mark_of(parameter)
+    return mark is not None and mark.built
 
 
 def plain(gradient: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from deepsp.ranks.groups import Member
 from deepsp.weights.access import ShardedWeight, Writes, in_a_forward
 from deepsp.weights.dtypes import check_input_dtype, explain_dtypes
-from deepsp.weights.prefetch import Order, Use, Wait, bucket_bytes
+from deepsp.weights.prefetch import GatherOrder, Use, Wait, bucket_bytes
 from deepsp.weights.rows import ParameterShard, shard_rows
 from deepsp.weights.shard_gradient import mark
 
@@ -48,7 +48,7 @@ class _Info:
         return self.shape.numel() * self.dtype.itemsize
 
 
-class Shard(nn.Module):
+class ShardParametrization(nn.Module):
     """The parametrization of one sharded parameter: from this rank's rows to the full one."""
 
     def __init__(self, shards: Shards, index: int):
@@ -161,8 +161,8 @@ class Shards:
         self._outside: dict[int, ShardedWeight] = {}  # one each: a parameter is always one object
         self._writes = Writes()
 
-        def order() -> Order:
-            return Order(self._start, self._bytes_of, self._bucket_bytes, prefetch_bytes)
+        def order() -> GatherOrder:
+            return GatherOrder(self._start, self._bytes_of, self._bucket_bytes, prefetch_bytes)
 
         self.forward_order = {True: order(), False: order()}  # with and without autograd
         self.backward_order = order()
@@ -223,11 +223,11 @@ class Shards:
             check_input_dtype(self.infos[index].name, self.infos[index].dtype, shard)
         use = Use(index, torch.is_grad_enabled() and shard.requires_grad)
         # Unknown if functional_call has replaced it, for example.
-        known = shard is self.parameters[index]
+        current = shard is self.parameters[index]
         if _in_backward():  # a checkpoint recomputes
-            return self.backward_order.take(use) if known else self.gather_alone(index, shard)
+            return self.backward_order.take(use) if current else self.gather_alone(index, shard)
         if self.inside:
-            full = self._forward.take(use) if known else self.gather_alone(index, shard)
+            full = self._forward.take(use) if current else self.gather_alone(index, shard)
         elif in_a_forward():  # of a part of the module, or of another module that uses it
             full = self.gather_alone(index, shard)
         else:
@@ -334,11 +334,11 @@ class Shards:
     def _view(self, tensor: Tensor) -> _View | None:
         if tensor.layout != torch.strided or not self._gathered:
             return None
-        known = self._gathered.get(tensor.untyped_storage()._cdata)
-        if known is None or _version(tensor) != 0:  # after a write, a gather gives other values
+        gathered = self._gathered.get(tensor.untyped_storage()._cdata)
+        if gathered is None or _version(tensor) != 0:  # after a write, a gather gives other values
             return None
         begin_bytes = tensor.storage_offset() * tensor.element_size()
-        for begin, index in known[1]:
+        for begin, index in gathered[1]:
             info = self.infos[index]
             if begin <= begin_bytes < begin + info.bytes and tensor.dtype == info.dtype:
                 offset = (begin_bytes - begin) // tensor.element_size()

@@ -70,14 +70,14 @@ def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Tensor]) ->
         ValueError: a tensor has another shape than the parameter.
         RuntimeError: names are missing or left over, as ``load_state_dict`` raises.
     """
-    own = dict(state_dict)
+    state = dict(state_dict)
     for key, name, shard in all_shards(module):
         if name in state_dict:
-            full = own.pop(name)
+            full = state.pop(name)
             if tuple(full.shape) != shard.shape:
                 raise ValueError(
                     f"expected state_dict[{name!r}] to have shape {shard.shape}, got "
                     f"{tuple(full.shape)}"
                 )
-            own[key] = shard.take(full)
-    module.load_state_dict(own)
+            state[key] = shard.take(full)
+    module.load_state_dict(state)

@@ -44,20 +44,20 @@ def _lowering(op):
 
 def _hold(starts: list) -> None:
     """Keeps Inductor from reusing what starts read."""
-    held, never = _held(), V.graph.never_reuse_buffers
+    readers, never = _reads_in_flight(), V.graph.never_reuse_buffers
     for start in starts:
         # Ordered, so that all ranks schedule alike.
         start._deepsp_reads = OrderedSet(dep.name for dep in start.get_read_writes().reads)
         for name in start._deepsp_reads:
-            if name in held or name not in never:  # else it is never reused anyway
-                held[name] = held.get(name, 0) + 1
+            if name in readers or name not in never:  # else it is never reused anyway
+                readers[name] = readers.get(name, 0) + 1
                 never.add(name)
 
 
 def _release(calls: list) -> None:
     """Lets Inductor reuse, after calls that read what starts have returned, what these starts
     read, unless another start in flight reads it, too."""
-    held = _held()
+    readers = _reads_in_flight()
     for call in calls:
         for buffer in pytree.tree_leaves(call.inputs):
             start = buffer.inputs[0] if isinstance(buffer, ir.MultiOutput) else buffer
@@ -66,16 +66,16 @@ def _release(calls: list) -> None:
             # The first of its buffers is enough: a start of several chunks has read its inputs.
             start._deepsp_reads = OrderedSet()
             V.graph.additional_star_deps[call.get_operation_name()] |= reads
-            for name in [x for x in reads if x in held]:
-                held[name] -= 1
-                if held[name] == 0:
-                    del held[name]
+            for name in [x for x in reads if x in readers]:
+                readers[name] -= 1
+                if readers[name] == 0:
+                    del readers[name]
                     V.graph.never_reuse_buffers.discard(name)
 
 
-def _held() -> dict[str, int]:
+def _reads_in_flight() -> dict[str, int]:
     """How many starts in flight read each buffer of the graph that is lowered."""
-    return vars(V.graph).setdefault("_deepsp_held", {})
+    return vars(V.graph).setdefault("_deepsp_reads_in_flight", {})
 
 
 def install() -> None:

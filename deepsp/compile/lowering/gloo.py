@@ -51,8 +51,8 @@ def avoid_gathers(graph: fx.Graph) -> None:
         else:
             part, size, group = node.args
         value = part.meta["val"]
-        found = None if size == 1 else gloo_group(group, value.device)
-        if found is None:
+        pair = None if size == 1 else gloo_group(group, value.device)
+        if pair is None:
             continue
         rows = value.size(0)
         if not isinstance(rows, int):
@@ -60,7 +60,7 @@ def avoid_gathers(graph: fx.Graph) -> None:
         splits = [rows] * size
         readers = [n for n in node.users if node in tree_leaves(data_of(n))]
         if calls_kernels() and all(target_of(n) is WAIT for n in readers):
-            launched = _called(node, part, splits, found, readers)
+            launched = _called(node, part, splits, pair, readers)
         else:
             repeats = [size, *[1] * (value.dim() - 1)]
             sent = add(aten.repeat.default, (part, repeats), before=node, like=node)
@@ -82,8 +82,8 @@ def _called(node: fx.Node, part: fx.Node, splits: list, group, waits: list[fx.No
             total = rows * len(splits)
         else:
             total = add(operator.mul, (rows, len(splits)), before=wait, like=wait)
-        given = (launched, 0, splits, [total, *rest], *where)
-        every = add(ours.all_gather_wait.default, given, before=wait, like=wait)
+        arguments = (launched, 0, splits, [total, *rest], *where)
+        every = add(ours.all_gather_wait.default, arguments, before=wait, like=wait)
         replace(wait, add(operator.getitem, (every, 0), before=wait, like=wait))
         if wait.target is control_deps:
             tie(graph, {every: OrderedSet(wait.args[0])})

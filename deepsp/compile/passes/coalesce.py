@@ -38,18 +38,18 @@ NEAR = 8
 def _ahead(node: fx.Node, place: dict[fx.Node, int], after: int) -> list[fx.Node] | None:
     """The inputs of a node that run after place ``after``, in order; None if one of them is more
     than a view, cast or other cheap node."""
-    found, stack = {}, list(node.all_input_nodes)
+    ancestors, stack = {}, list(node.all_input_nodes)
     while stack:
         n = stack.pop()
-        if n in found or place[n] < after:
+        if n in ancestors or place[n] < after:
             continue
         if n.op not in ("call_function", "get_attr"):
             return None
         if computes(n) or is_collective(n) or is_wait(n) or writes(n):
             return None
-        found[n] = None
+        ancestors[n] = None
         stack += n.all_input_nodes
-    return sorted(found, key=place.__getitem__)
+    return sorted(ancestors, key=place.__getitem__)
 
 
 def _key(gather: Gather) -> tuple | None:

@@ -120,15 +120,15 @@ def _split(gather: Gather, casts: list[fx.Node]) -> Gather:
     """A second gather of the same shard, for some of the casts."""
     (root,) = gather.outputs
     start = copy_with(gather.start, {})
-    made = {gather.start: start}
+    copies = {gather.start: start}
     for node in moved(root):
-        made[node] = copy_with(node, made)
+        copies[node] = copy_with(node, copies)
     for cast in casts:
-        cast.replace_input_with(cast.args[0], made[cast.args[0]])
-    forget(list(made.values()))
+        cast.replace_input_with(cast.args[0], copies[cast.args[0]])
+    forget(list(copies.values()))
     forget(moved(root))
     return Gather(
-        start, list(gather.shards), [made[root]], [start, made[root]], gather.ranks, False
+        start, list(gather.shards), [copies[root]], [start, copies[root]], gather.ranks, False
     )
 
 

@@ -82,15 +82,15 @@ class _Launches:
 
     def _ahead(self, start: fx.Node) -> list[fx.Node]:
         """The cheap nodes that compute a shard and may run later."""
-        found, stack = {}, [start]
+        inputs, stack = {}, [start]
         while stack:
             for node in stack.pop().all_input_nodes:
-                if node in found or _is_anchor(node) or node.op != "call_function":
+                if node in inputs or _is_anchor(node) or node.op != "call_function":
                     continue
                 if self._calm(node, start):
-                    found[node] = None
+                    inputs[node] = None
                     stack.append(node)
-        return list(found)
+        return list(inputs)
 
     def _need(self, gather: Gather) -> int:
         needs = [self.needs[root] for root in gather.outputs if root is not None]

@@ -99,13 +99,13 @@ def find_gathers(graph: fx.Graph) -> list[Gather]:
 
 def moved(root: fx.Node) -> list[fx.Node]:
     """The nodes that hold only elements of a node, in order; the node itself is the first."""
-    found, stack = {root}, [root]
+    region, stack = {root}, [root]
     while stack:
         for user in stack.pop().users:
-            if user not in found and moves(user) and found.issuperset(tensor_inputs(user)):
-                found.add(user)
+            if user not in region and moves(user) and region.issuperset(tensor_inputs(user)):
+                region.add(user)
                 stack.append(user)
-    return sorted(found)
+    return sorted(region)
 
 
 def uses_of(root: fx.Node) -> list[fx.Node]:
@@ -116,10 +116,10 @@ def uses_of(root: fx.Node) -> list[fx.Node]:
 
 def views_of(root: fx.Node) -> list[fx.Node]:
     """The nodes that share a node's memory; the node itself is the first."""
-    found, stack = {root: None}, [root]
+    views, stack = {root: None}, [root]
     while stack:
         for user in stack.pop().users:
-            if user not in found and user.target in VIEWS:
-                found[user] = None
+            if user not in views and user.target in VIEWS:
+                views[user] = None
                 stack.append(user)
-    return list(found)
+    return list(views)

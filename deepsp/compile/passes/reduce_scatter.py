@@ -65,10 +65,10 @@ def _widened(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]] | None:
 
 def _narrow_copy(node: fx.Node, between: list[fx.Node], casts: list[fx.Node]) -> fx.Node:
     """The same tensor in the narrow dtype, without the casts."""
-    made = {cast: cast.args[0] for cast in casts}
+    copies = {cast: cast.args[0] for cast in casts}
     for inner in between:
-        made[inner] = copy_with(inner, made)
-    return made[node]
+        copies[inner] = copy_with(inner, copies)
+    return copies[node]
 
 
 def _sum_here(start: fx.Node, wait: fx.Node, x: fx.Node, wide: torch.dtype) -> fx.Node:
@@ -98,11 +98,11 @@ def _sum_here(start: fx.Node, wait: fx.Node, x: fx.Node, wide: torch.dtype) -> f
 
 def _fuse_reduce_scatter(start: fx.Node, report) -> None:
     _, kind, ranks, _ = start.args
-    wait, found = only_user(start, WAIT), _widened(start.args[0])
-    if wait is None or found is None or kind not in ("sum", "avg", "max", "min"):
+    wait, widened = only_user(start, WAIT), _widened(start.args[0])
+    if wait is None or widened is None or kind not in ("sum", "avg", "max", "min"):
         return
     name, wide, received = start.name, start.meta["val"].dtype, bytes_of(start) * (ranks - 1)
-    x = _narrow_copy(start.args[0], *found)
+    x = _narrow_copy(start.args[0], *widened)
     narrow = x.meta["val"].dtype
     if kind in ("sum", "avg"):
         new = _sum_here(start, wait, x, wide)
@@ -110,7 +110,7 @@ def _fuse_reduce_scatter(start: fx.Node, report) -> None:
         new = add(WAIT, (copy_with(start, {start.args[0]: x}),), before=wait, like=wait)
         new = add(CONVERT, (new, wide), before=wait, like=wait)
     replace(wait, new)
-    forget([*sorted([*found[0], *found[1]]), start, wait])
+    forget([*sorted([*widened[0], *widened[1]]), start, wait])
     report.note(
         f"{name}: {kind} of {name_of(wide)}, sent as {name_of(narrow)}",
         received * (wide.itemsize - narrow.itemsize) // wide.itemsize,
@@ -122,18 +122,18 @@ def _fuse_our_reduce_scatter(start: fx.Node, wait: fx.Node, report) -> None:
     inputs, wires = list(start.args[0]), list(wait.args[places["wire_dtypes"]])
     reduce_dtype = wait.args[places["reduce_dtype"]]
     widened = {
-        i: found
+        i: wide
         for i, x in enumerate(inputs)
         # By default, float64 is summed in float64, and anything narrower in float32.
-        if not (reduce_dtype is None and wires[i] == torch.float64) and (found := _widened(x))
+        if not (reduce_dtype is None and wires[i] == torch.float64) and (wide := _widened(x))
     }
     if start.kwargs.get("backend_sums") is not None:  # the dtype that travels
         return
     if not widened or reduce_dtype not in (None, torch.float32, torch.float64):
         return
     before = bytes_of(start)
-    for i, found in widened.items():
-        inputs[i] = _narrow_copy(inputs[i], *found)
+    for i, wide in widened.items():
+        inputs[i] = _narrow_copy(inputs[i], *wide)
         wires[i] = inputs[i].meta["val"].dtype
     start.update_arg(0, inputs)
     wait.update_arg(places["wire_dtypes"], wires)

@@ -20,19 +20,19 @@ _AGAIN = CheckpointPolicy.MUST_RECOMPUTE
 
 def _from_inputs(shards: list[fx.Node]) -> list[fx.Node] | None:
     """The nodes between graph inputs and shards, if they are only casts, views and copies."""
-    found, stack = {}, list(shards)
+    ancestors, stack = {}, list(shards)
     while stack:
         node = stack.pop()
-        if node.op in ("placeholder", "get_attr") or node in found:
+        if node.op in ("placeholder", "get_attr") or node in ancestors:
             if "tangents" in str(node.target):
                 return None
             continue
         constant = not tensor_inputs(node) or node.target is aten.new_zeros.default
         if not (moves(node) or cast_to(node) is not None or (constant and not writes(node))):
             return None
-        found[node] = None
+        ancestors[node] = None
         stack += tensor_inputs(node)
-    return list(found)
+    return list(ancestors)
 
 
 def regather_in_backward(joint_graph: fx.Graph) -> int:

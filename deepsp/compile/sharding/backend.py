@@ -51,11 +51,11 @@ def deepsp(gm: fx.GraphModule, example_inputs, *, options=None, **kwargs):
     options = dict(options or {})
     inner = options.pop("inner", "inductor")
     group: Group = options.pop("group", None)
-    known = {"gradients", "outputs", "memory_budget", "chunks", "query_parts"}
-    if set(options) - known:
+    options_taken = {"gradients", "outputs", "memory_budget", "chunks", "query_parts"}
+    if set(options) - options_taken:
         raise ValueError(
             "expected options to have group, inner, gradients, outputs, memory_budget, chunks and "
-            f"query_parts only, got {sorted(set(options) - known)}"
+            f"query_parts only, got {sorted(set(options) - options_taken)}"
         )
     _settle_floats(gm)
     options["query_parts"] = parts.validate(options.get("query_parts", "auto"), group)

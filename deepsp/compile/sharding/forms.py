@@ -45,10 +45,12 @@ def draws(node: fx.Node) -> bool:
     """Whether a call draws random numbers: dropout with rate 0 or in evaluation doesn't."""
     if node.op != "call_function" or not is_random(node.target):
         return False
-    given = {a.name: x for a, x in zip(node.target._schema.arguments, node.args, strict=False)}
-    given |= node.kwargs
-    rate = given.get("dropout_p", given.get("p", 1.0))
-    return not (isinstance(rate, (int, float)) and rate == 0) and given.get("train") is not False
+    arguments = {a.name: x for a, x in zip(node.target._schema.arguments, node.args, strict=False)}
+    arguments |= node.kwargs
+    rate = arguments.get("dropout_p", arguments.get("p", 1.0))
+    return (
+        not (isinstance(rate, (int, float)) and rate == 0) and arguments.get("train") is not False
+    )
 
 
 def draws_inside(gm: fx.GraphModule) -> bool:
@@ -116,12 +118,12 @@ class Nodes:
             return size
         tracer = GraphAppendingTracer(self.new)
         last = next(iter(reversed(self.new.nodes)), None)
-        known = {}
+        values = {}
         for symbol in size.free_symbols:
             if symbol not in self.symbols:
                 raise CannotShard(f"the origin of the size {symbol} isn't known", self.current)
-            known[symbol] = fx.Proxy(self.symbols[symbol], tracer)
-        result = sympy_interp(PythonReferenceAnalysis, known, size)
+            values[symbol] = fx.Proxy(self.symbols[symbol], tracer)
+        result = sympy_interp(PythonReferenceAnalysis, values, size)
         for node in self.new.nodes if last is None else _behind(last):
             self._run(node)
         return result.node if isinstance(result, fx.Proxy) else int(result)
@@ -227,13 +229,13 @@ class Forms(Nodes):
         # Alias of a parameter with a partial gradient -> the parameter.
         self.parameters: dict[fx.Node, fx.Node] = {}
         # By old node, values that differ by rank because each has its own tokens only.
-        self.own: dict[Any, Any] = {}
+        self.rank_values: dict[Any, Any] = {}
         # Full values with a partial gradient: a gather sums it.
         self.partial_grads: set[fx.Node] = set()
 
     def sequence(self, length: Size) -> Sequence:
-        for known, sequence in self.lengths.items():
-            if same(known, length):
+        for other, sequence in self.lengths.items():
+            if same(other, length):
                 return sequence
         # At most two graphs: for lengths that divide by the ranks, and for all others.
         even = isinstance(length, int) or self.mode.shape_env.evaluate_expr(
@@ -405,19 +407,19 @@ class Forms(Nodes):
 def placed(walk, node: fx.Node, values: list[Value]) -> Tokens | None:
     """The tokens of a full value: in the only dimension whose length is a known sequence's, or
     differs from it by a constant (shifted ids, a mask, an arange)."""
-    found = []
+    dims = []
     for dim, n in enumerate(walk.shape_of(node)):
         if isinstance(n, int):
             # A constant size may be equal by chance: an operand's tokens must be in this dimension.
             if any(isinstance(v.tokens, Tokens) and _only(walk, node, v, dim) for v in values):
-                found.append((dim, n))
+                dims.append((dim, n))
         elif any(same(n, x) for x in walk.lengths) or (
             values and any(_differ_by_some(n, x) for x in walk.lengths)
         ):
-            found.append((dim, n))
-    if len(found) != 1:
+            dims.append((dim, n))
+    if len(dims) != 1:
         return None
-    dim, length = found[0]
+    dim, length = dims[0]
     return Tokens(dim, length, walk.sequence(length))
 
 

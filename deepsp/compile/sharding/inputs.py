@@ -85,8 +85,8 @@ def prepare_inputs(
         _mark(batch[name], name, dim)
     if isinstance(input_ids, Mapping):
         return batch
-    given = tuple(x for x in batch.values() if x is not None)
-    return given if len(given) > 1 else given[0]
+    tensors = tuple(x for x in batch.values() if x is not None)
+    return tensors if len(tensors) > 1 else tensors[0]
 
 
 def _check_lengths(batch: Mapping[str, Any], dims: dict[str, int]) -> None:
@@ -109,10 +109,10 @@ def _gathered(batch: Mapping[str, Any], dims: dict[str, int], group: Group) -> d
         for x in [batch[name]]
     ]
     device = batch[next(iter(dims))].device
-    found = first_difference([(name, rest) for name, *rest in alike], group)
-    if found is not None:
-        raise found.error(
-            f"{found.name} of sharded_inputs, but for its number of tokens S,",
+    difference = first_difference([(name, rest) for name, *rest in alike], group)
+    if difference is not None:
+        raise difference.error(
+            f"{difference.name} of sharded_inputs, but for its number of tokens S,",
             "pass the same sequence dimension, dtype, requires_grad and shape on all ranks",
         )
     lens = on_all_ranks([batch[name].size(dim) for name, dim in dims.items()], group, device)

@@ -13,11 +13,11 @@ aten = torch.ops.aten
 
 def taken(graph, x: fx.Node, dim: int, runs: list) -> fx.Node:
     """Runs of indices of a dimension, by begin and length, one after another."""
-    found = [
+    pieces = [
         graph.call(aten.narrow.default, x, dim, graph.int_(first), graph.int_(many))
         for first, many in runs
     ]
-    return found[0] if len(found) == 1 else graph.call(aten.cat.default, found, dim)
+    return pieces[0] if len(pieces) == 1 else graph.call(aten.cat.default, pieces, dim)
 
 
 def by_rank(graph, x: fx.Node, dim: int, sequence: Sequence) -> fx.Node:
@@ -49,18 +49,18 @@ def part_of(call, x: fx.Node, tokens: Tokens, begin: Size, end: Size):
     """A slice of joined sequences, which must be some of these in full: where its tokens are, and a
     function that makes their node."""
     borders, graph = tokens.sequence.borders(), call.graph
-    found = [
+    spans = [
         (i, j)
         for i in range(len(borders))
         for j in range(i + 1, len(borders))
         if same(borders[i], begin) and same(borders[j], end)
     ]
-    if not found or not tokens.is_whole:
+    if not spans or not tokens.is_whole:
         call.refuse(
             f"it selects tokens {begin} to {end} of sequences that were concatenated, which begin "
             f"and end at {', '.join(map(str, borders))}"
         )
-    i, j = found[0]
+    i, j = spans[0]
     parts = tokens.sequence.joined
     skipped, kept = (
         size_of(sum(part.lens[graph.rank] for _, part in some)) for some in (parts[:i], parts[i:j])
@@ -68,4 +68,4 @@ def part_of(call, x: fx.Node, tokens: Tokens, begin: Size, end: Size):
     one = j - i == 1
     sequence = parts[i][1] if one else Sequence.join(parts[i:j])
     new = Tokens(tokens.dim, size_of(end - begin), sequence, order=None if one else JOINED)
-    return new, lambda: taken(graph, call.given(x), tokens.dim, [(skipped, kept)])
+    return new, lambda: taken(graph, call.operand(x), tokens.dim, [(skipped, kept)])

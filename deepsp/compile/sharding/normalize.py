@@ -40,25 +40,25 @@ def fake_inputs(gm: fx.GraphModule, example_inputs) -> tuple[list, FakeTensorMod
     placeholders = gm.graph.find_nodes(op="placeholder")
     # Dynamo passes real tensors to backends; the fake ones, with symbolic sizes, are in the meta.
     noted = [n.meta.get("example_value", n.meta.get("val")) for n in placeholders]
-    given = [x if y is None else y for x, y in zip(example_inputs, noted, strict=True)]
-    mode = next((x.fake_mode for x in given if isinstance(x, FakeTensor)), None)
+    inputs = [x if y is None else y for x, y in zip(example_inputs, noted, strict=True)]
+    mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None)
     if mode is None:
         mode = FakeTensorMode()
-        given = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in given]
-    return given, mode
+        inputs = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in inputs]
+    return inputs, mode
 
 
 def equate_sizes(gm: fx.GraphModule, inputs: list) -> None:
     """Makes symbols of marked inputs that have the same value one symbol: the rows, and the tokens,
     of ids and labels, say. A product of two symbols doesn't tell that they are."""
-    known: dict[tuple[bool, int], torch.SymInt] = {}
+    first: dict[tuple[bool, int], torch.SymInt] = {}
     for node, x in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
         role = role_of(node)
         for dim in {0, role[1]} if role is not None else ():
             size = x.size(dim)
             if isinstance(size, torch.SymInt) and size.node.has_hint():
                 key = dim == role[1], size.node.hint
-                bool(known.setdefault(key, size) == size)  # a guard, by which symbols are one
+                bool(first.setdefault(key, size) == size)  # a guard, by which symbols are one
 
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
@@ -149,7 +149,7 @@ def _one_op(target, args, kwargs):
 @functools.cache
 def _composite_ops() -> list:
     """The aten ops that are composed of others and return tensors."""
-    found = []
+    ops = []
     for name in torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"):
         namespace, _, name = name.partition("::")
         name, _, overload = name.partition(".")
@@ -157,8 +157,8 @@ def _composite_ops() -> list:
         op = getattr(packet, overload or "default", None)
         schema = getattr(op, "_schema", None)
         if schema and not schema.is_mutable and "Tensor" in str(schema).rpartition("->")[2]:
-            found.append(op)
-    return found
+            ops.append(op)
+    return ops
 
 
 def trace(run: Callable, inputs: list, mode: FakeTensorMode) -> fx.GraphModule:
@@ -198,7 +198,7 @@ def _tell_apart(graph: fx.Graph) -> None:
             continue
         seen = set()
 
-        def own(x, seen=seen, node=node):
+        def separate(x, seen=seen, node=node):
             if x not in seen:
                 seen.add(x)
                 return x
@@ -207,7 +207,7 @@ def _tell_apart(graph: fx.Graph) -> None:
             new.meta = {**node.meta, "val": x.meta["val"]}
             return new
 
-        node.args = fx.node.map_arg(node.args, own)
+        node.args = fx.node.map_arg(node.args, separate)
 
 
 _STEP = {"_vmap_increment_nesting": 1, "_vmap_decrement_nesting": -1}
@@ -245,10 +245,10 @@ def _vmap_step(node: fx.Node) -> str:
 
 def _flatten(gm: fx.GraphModule, region: list[fx.Node], mode) -> None:
     inside = set(region)
-    given = list(dict.fromkeys(x for n in region for x in n.all_input_nodes if x not in inside))
+    outer = list(dict.fromkeys(x for n in region for x in n.all_input_nodes if x not in inside))
     results = [n for n in region if any(user not in inside for user in n.users)]
     body = fx.Graph()
-    copies = {x: body.placeholder(x.name) for x in given}
+    copies = {x: body.placeholder(x.name) for x in outer}
     for node in region:
         copies[node] = body.node_copy(node, copies.__getitem__)
     body.output([copies[n] for n in results])
@@ -258,19 +258,19 @@ def _flatten(gm: fx.GraphModule, region: list[fx.Node], mode) -> None:
         with preserve_node_meta():
             return interpreter.run(*args)
 
-    values = [x.meta["example_value"] for x in given]
+    values = [x.meta["example_value"] for x in outer]
     if any(is_differentiated(x) for x in tree_leaves(values)):
         raise CannotShard("torch.vmap of a tensor that requires grad can't be traced", region[0])
     with mode:
         flat = make_fx(run, tracing_mode="real", _allow_non_fake_inputs=True)(*values)
-    names = dict(zip(flat.graph.find_nodes(op="placeholder"), given, strict=True))
+    names = dict(zip(flat.graph.find_nodes(op="placeholder"), outer, strict=True))
     for node in flat.graph.find_nodes(op="get_attr"):
         name = f"{region[0].name}_{node.target}"
         setattr(gm, name, getattr(flat, node.target))
         node.target = name
     with gm.graph.inserting_before(region[0]):
-        found = gm.graph.graph_copy(flat.graph, names)
-    for node, value in zip(results, found, strict=True):
+        copied = gm.graph.graph_copy(flat.graph, names)
+    for node, value in zip(results, copied, strict=True):
         value.meta["example_value"] = node.meta["example_value"]
         node.replace_all_uses_with(value)
     for node in reversed(region):
@@ -350,9 +350,9 @@ def _add_call(graph: fx.Graph, like: fx.Node, mode, target, args, kwargs=None) -
     """Adds a call, with the line of the user's code of ``like``."""
     new = graph.call_function(target, args, kwargs or {})
     new.meta = {k: v for k, v in like.meta.items() if k != "val"}
-    given, named = fx.node.map_arg((new.args, new.kwargs), lambda n: n.meta["val"])
+    values, named = fx.node.map_arg((new.args, new.kwargs), lambda n: n.meta["val"])
     with mode, torch.no_grad():
-        value = target(*given, **named)
+        value = target(*values, **named)
     if not getattr(getattr(target, "_schema", None), "is_mutable", False):
         tensors = [n.meta["val"] for n in new.all_input_nodes if is_tensor(n.meta["val"])]
         touched = any(x.requires_grad for x in tensors)

@@ -214,8 +214,8 @@ class Rewriter(Forms):
         if tokens is None and take[1] is not None and take[0] is None:
             take = [take[1], None]
         self.values[node] = Value(take[0], take[1], tokens, source.of_parameter, source.of_data)
-        if (node.args[0], index) in self.own:
-            self.own[node] = self.own[node.args[0], index]
+        if (node.args[0], index) in self.rank_values:
+            self.rank_values[node] = self.rank_values[node.args[0], index]
             self.values[node] = Value(None, take[1], None, True, True)
 
     def item(self, node: fx.Node, index: int) -> fx.Node:
@@ -235,10 +235,10 @@ class Rewriter(Forms):
 
     def inline(self, body: fx.GraphModule, inputs: list[fx.Node]):
         """Adds the nodes of a graph for these inputs; returns those of its outputs."""
-        given, nodes = iter(inputs), {}
+        left, nodes = iter(inputs), {}
         for node in body.graph.nodes:
             if node.op == "placeholder":
-                nodes[node] = next(given)
+                nodes[node] = next(left)
             elif node.op == "get_attr":
                 nodes[node] = self.attribute(getattr(body, node.target), node.target)
             elif node.op == "call_function":
@@ -264,12 +264,12 @@ class Rewriter(Forms):
                 return self._full_value(node, target, values, flags)
             local = self._as_written(node, target, call.lower())
         except CannotShard as error:
-            self.own.pop(node, None)
+            self.rank_values.pop(node, None)
             # A value of parameters and tokens must not be computed in full on every rank, silently.
             if only_mine or all(flags.values()):
                 raise (error if error.node else error.at(node)) from error.__cause__
             return self._full_value(node, target, values, flags)
-        if node in self.own:
+        if node in self.rank_values:
             self.report.note(node, "local tokens")
             return Value(None, local, None, **flags)
         if not tokens:

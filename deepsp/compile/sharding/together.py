@@ -61,12 +61,12 @@ def together(
             store.set(f"result/{rank}", json.dumps(f"{type(error).__name__}: {error}"))
             raise
     store.set(f"result/{rank}", json.dumps(local))
-    for other, theirs in _wait(store, rank, size).items():
-        names = [name for name in local if theirs.get(name) != local[name]]
+    for other, hashes in _wait(store, rank, size).items():
+        names = [name for name in local if hashes.get(name) != local[name]]
         if names:
-            found = Difference(names[0], min(rank, other), max(rank, other), (0, 0))
-            raise found.error(
-                found.name,
+            difference = Difference(names[0], min(rank, other), max(rank, other), (0, 0))
+            raise difference.error(
+                difference.name,
                 f"{SEED}, and give every rank of a sequence group the same full batch (a sampler "
                 "that distributes over data-parallel ranks alone)",
             )

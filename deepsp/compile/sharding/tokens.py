@@ -85,10 +85,10 @@ class Sequence:
 
     def borders(self) -> list[Size]:
         """Where joined sequences begin, and where the last one ends."""
-        found: list[Size] = [0]
+        ends: list[Size] = [0]
         for length, _ in self.joined:
-            found.append(size_of(found[-1] + length))
-        return found
+            ends.append(size_of(ends[-1] + length))
+        return ends
 
     def pieces(self, rank: int) -> list[tuple[Size, Size]]:
         """Where a rank's tokens are in the full sequence: begin and length of each run."""
@@ -180,8 +180,8 @@ class Tokens:
             if inner is not None:
                 outer = quotient(new[dim], size_of(self.length * inner))
                 if outer is not None:
-                    found = replace(self, dim=dim, outer=outer, inner=inner)
+                    tokens = replace(self, dim=dim, outer=outer, inner=inner)
                     # A sorted part can't be cut further.
-                    return found if self.order is None or same(found.full, self.full) else None
+                    return tokens if self.order is None or same(tokens.full, self.full) else None
             behind = size_of(behind * new[dim])
         return None

@@ -136,10 +136,10 @@ class DistributedAttention(nn.Module):
 
     @staticmethod
     def _rotary(
-        given: Sequence[Tensor], batch_dim_idx: int, length: int, head_dim: int
+        angles: Sequence[Tensor], batch_dim_idx: int, length: int, head_dim: int
     ) -> list[Tensor]:
         rotary = []
-        for x, name in zip(given, ("cosine", "sine"), strict=True):
+        for x, name in zip(angles, ("cosine", "sine"), strict=True):
             right = [1, length, 1] if batch_dim_idx == 1 else [length, 1, 1]
             fits = x.dim() == 4 and list(x.shape[:3]) == right
             if not fits or x.size(3) % 2 != 0 or not 0 < x.size(3) <= head_dim:

@@ -98,14 +98,14 @@ def _asks(section) -> bool:
 def _refuse_version(config_class: type, version: str) -> None:
     """Makes configs that name the pass raise, and leaves all others of this DeepSpeed alone."""
     original = config_class.__init__
-    known = ".".join(map(str, _VERSION))
+    supported = ".".join(map(str, _VERSION))
 
     @functools.wraps(original)
     def __init__(self, config, *args, **kwargs):
         if isinstance(config, dict) and _asks(config.get("compile")):
             raise RuntimeError(
-                f'expected DeepSpeed {known} for compile.passes ["{PASS}"], got DeepSpeed '
-                f"{version}, to which deepsp can't add a pass; install {known}, or leave "
+                f'expected DeepSpeed {supported} for compile.passes ["{PASS}"], got DeepSpeed '
+                f"{version}, to which deepsp can't add a pass; install {supported}, or leave "
                 "compile.deepcompile and compile.passes out and call "
                 'engine.compile(backend="deepsp", compile_kwargs={"dynamic": True, "options": '
                 '{"group": group, "gradients": "mean"}}), which needs nothing of DeepSpeed'
@@ -201,9 +201,9 @@ def _check_mesh(config: dict, mpu, mesh_device) -> None:
         )
     if mesh_device is not None:
         key = "data_parallel_size" if "data_parallel_size" in config else "mesh_param"
-        given = config.get("data_parallel_size", "given to deepspeed.initialize")
+        mesh = config.get("data_parallel_size", "given to deepspeed.initialize")
         raise ValueError(
-            f"expected no {key}, got {given!r}, a mesh, with which DeepSpeed averages gradients "
+            f"expected no {key}, got {mesh!r}, a mesh, with which DeepSpeed averages gradients "
             "over the data ranks only, and the ranks of a sequence, with partial gradients, would "
             f"drift apart; leave it out: it follows from sequence_parallel_size, {size}"
         )
@@ -247,9 +247,9 @@ def _deepspeed_io(original):
     signature = inspect.signature(original)
 
     def deepspeed_io(self, *args, **kwargs):
-        given = signature.bind(self, *args, **kwargs).arguments
+        arguments = signature.bind(self, *args, **kwargs).arguments
         size = _size(self) if _runs(self) else 1
-        own_sampler = given.get("data_sampler") is not None
+        own_sampler = arguments.get("data_sampler") is not None
         if size > 1 and (not own_sampler or self.curriculum_learning_enabled()):
             raise ValueError(
                 f"expected the same samples on the {size} ranks of a sequence "

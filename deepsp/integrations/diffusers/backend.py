@@ -91,9 +91,9 @@ def check_core(core: str) -> None:
     """Raises unless ``core`` is "sdpa" or a backend of diffusers."""
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Table
 
-    known = ["sdpa", *sorted(name.value for name in Table._backends if name.value != "deepsp")]
-    if core not in known:
-        raise ValueError(f"expected core to be one of {', '.join(known)}, got {core!r}")
+    names = ["sdpa", *sorted(name.value for name in Table._backends if name.value != "deepsp")]
+    if core not in names:
+        raise ValueError(f"expected core to be one of {', '.join(names)}, got {core!r}")
 
 
 def _computed(core, query, key, value, *, mask, scale, gqa) -> Tensor:

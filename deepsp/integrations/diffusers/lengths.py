@@ -21,7 +21,7 @@ class Lengths:
 
     def __init__(self, state: State):
         self.state = state
-        self._known: dict[tuple[int, ...], list[list[int]]] = {}
+        self._lens: dict[tuple[int, ...], list[list[int]]] = {}
         self._forward = 0
 
     @_disable_dynamo
@@ -38,10 +38,10 @@ class Lengths:
             self._forward = state.forwards
         elif len(state.seen) == 1:
             (key,) = state.seen
-        if key is not None and key in self._known:
-            return self._known[key]
+        if key is not None and key in self._lens:
+            return self._lens[key]
         everyone = on_all_ranks(list(sizes), state.member, like.device)
-        found = [list(of_ranks) for of_ranks in zip(*everyone, strict=True)]
+        lens = [list(of_ranks) for of_ranks in zip(*everyone, strict=True)]
         if key is not None:
-            self._known[key] = found
-        return found
+            self._lens[key] = lens
+        return lens

@@ -246,8 +246,8 @@ class State:
                     "it. (The model's set_attention_backend chooses the core)"
                 )
         named = _named(module, args, kwargs)
-        found = [(name, x) for name, x in named.items() if isinstance(x, Tensor)]
-        compare_batches(found, self.member, _ADVICE)
+        tensors = [(name, x) for name, x in named.items() if isinstance(x, Tensor)]
+        compare_batches(tensors, self.member, _ADVICE)
 
     def _local(self, x: Tensor, rule, is_image: bool = False) -> Tensor:
         dims, size = rule.expected_dims, self.member[1]
@@ -266,14 +266,14 @@ class State:
     def _shard_inputs(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], *, rules):
         named = _named(module, args, kwargs)
         for name, rule in rules.items():
-            given = named.get(name)
-            if isinstance(given, Tensor):
-                named[name] = self._local(given, rule, name == "hidden_states")
-            elif isinstance(given, (list, tuple)):
-                of_each = rule if isinstance(rule, (list, tuple)) else [rule] * len(given)
+            value = named.get(name)
+            if isinstance(value, Tensor):
+                named[name] = self._local(value, rule, name == "hidden_states")
+            elif isinstance(value, (list, tuple)):
+                of_each = rule if isinstance(rule, (list, tuple)) else [rule] * len(value)
                 named[name] = [
                     x if x is None else self._local(x, r)
-                    for x, r in zip(given, of_each, strict=True)
+                    for x, r in zip(value, of_each, strict=True)
                 ]
         return (), named
 

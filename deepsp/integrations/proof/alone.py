@@ -25,8 +25,8 @@ def alone(group: Group | Member) -> Iterator[None]:
     each rank runs on a full batch, by itself. Weights and experts that are sharded over the group
     still are. Compiled code runs as it was written."""
     member, rank = member_of(group), dist.get_rank()
-    own = dist.new_group([rank], use_local_synchronization=True, group_desc="deepsp alone")
-    single = member_of(own)
+    alone_group = dist.new_group([rank], use_local_synchronization=True, group_desc="deepsp alone")
+    single = member_of(alone_group)
     changed: set[torch.nn.Module] = set()
 
     def enter(module: torch.nn.Module, args: tuple) -> None:
@@ -53,4 +53,4 @@ def alone(group: Group | Member) -> Iterator[None]:
             handle.remove()
         for module in changed:
             module.member = member
-        dist.destroy_process_group(own)
+        dist.destroy_process_group(alone_group)

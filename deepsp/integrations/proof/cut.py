@@ -25,7 +25,7 @@ _WHOLE = 2048
 
 
 def cut(
-    batch: Mapping[str, Any], roles: Roles, text: Tensor | None = None, whole: bool = False
+    batch: Mapping[str, Any], roles: Roles, text: Tensor | None = None, every_token: bool = False
 ) -> tuple[dict[str, Any], list[int]]:
     """A part of a full batch, with its labels as they were.
 
@@ -36,29 +36,29 @@ def cut(
         batch: the batch, of which ``roles`` are described, with the sequence in dimension 1.
         text: for a vision-language model: [B, S], the tokens that aren't those of images. None:
             the model is another.
-        whole: of all rows and documents, so that a sample has the same part in whatever batch it
-            is. A batch with images isn't cut then.
+        every_token: of all rows and documents, so that a sample has the same part in whatever batch
+            it is. A batch with images isn't cut then.
 
     Returns:
         The cut, and the number of tokens of each document of a packed row (else none).
     """
     if roles.shard_at == "decoder" and text is not None:
-        if roles.rows * roles.length <= _WHOLE or whole:
+        if roles.rows * roles.length <= _WHOLE or every_token:
             return dict(batch), []
         index = text[0].nonzero().flatten()[:TOKENS]
         drop = {path[0] for path, (role, _) in roles.of.items() if role == "other"}
         left = {n: x for n, x in batch.items() if n not in drop}
         return _selected(left, roles, torch.tensor([0]), index[None]), []
     counts = _counted(batch, roles)
-    begins = _begins(batch, roles) if roles.rows == 1 or not whole else None
+    begins = _begins(batch, roles) if roles.rows == 1 or not every_token else None
     if begins is None:
         rows = torch.arange(roles.rows)
-        if not whole and roles.rows > ROWS:
+        if not every_token and roles.rows > ROWS:
             rows = counts.sum(1).argsort(descending=True, stable=True)[:ROWS].sort().values
         length = min(TOKENS, roles.length)
         first = torch.tensor([densest(counts[row], length) for row in rows.tolist()])
         return _selected(batch, roles, rows, first[:, None] + torch.arange(length)), []
-    index, lens = _documents(counts[0], begins, roles.length, whole)
+    index, lens = _documents(counts[0], begins, roles.length, every_token)
     part = _selected(batch, roles, torch.tensor([0]), index[None])
     if part.get("labels") is not None:  # no document predicts the first token of the next
         part["labels"][:, torch.tensor([0, *lens]).cumsum(0)[:-1]] = -100
@@ -66,21 +66,21 @@ def cut(
 
 
 def _documents(
-    counts: Tensor, begins: Tensor, length: int, whole: bool
+    counts: Tensor, begins: Tensor, length: int, every_token: bool
 ) -> tuple[Tensor, list[int]]:
     """Which tokens of a packed row are taken, and how many of each document."""
     ends = torch.cat([begins[1:], begins.new_tensor([length])])
     lens = (ends - begins).tolist()
     parts = counts.split(lens)
     order = range(len(lens))
-    if not whole:
+    if not every_token:
         order = sorted(order, key=lambda n: -int(parts[n].sum()))
         sums = [sum(lens[i] for i in order[:n]) for n in range(len(lens))]
         enough = next((n for n, tokens in enumerate(sums) if tokens >= _LEAST), len(lens))
         order = sorted(order[: max(_DOCUMENTS, enough)])
     taken, left, position = [], TOKENS, -1
     for n, document in enumerate(order):
-        most = _BEGINNING if whole else max(left // (len(order) - n), 1)
+        most = _BEGINNING if every_token else max(left // (len(order) - n), 1)
         size = min(lens[document], most)
         first = densest(parts[document], size)
         if first == position and first > 0:  # positions would go on from the last document's
@@ -158,13 +158,13 @@ def _selected(batch: Mapping[str, Any], roles: Roles, rows: Tensor, index: Tenso
 
     def of_rows(x: Tensor) -> Tensor:
         """[B, S, ...]"""
-        picked, own = x[rows.to(x.device)], index.to(x.device)
-        return picked[torch.arange(len(own), device=x.device)[:, None], own]
+        picked, places = x[rows.to(x.device)], index.to(x.device)
+        return picked[torch.arange(len(places), device=x.device)[:, None], places]
 
     def part(path: Path, x: Tensor) -> Tensor:
-        role, own = _role(path, x, roles), rows.to(x.device)
+        role, chosen = _role(path, x, roles), rows.to(x.device)
         if role == "row":
-            return x[own]
+            return x[chosen]
         if role == "positions":
             if x.dim() < 3:
                 x = x.expand(roles.rows, -1) if x.dim() == 1 or len(x) == 1 else x
@@ -173,7 +173,7 @@ def _selected(batch: Mapping[str, Any], roles: Roles, rows: Tensor, index: Tenso
         if role == "mask" and x.dim() == 2 and len(x) == roles.rows:
             return of_rows(x)
         if role == "mask" and x.dim() > 2:
-            x = x[own] if len(x) == roles.rows else x.expand(len(own), *x.shape[1:])
+            x = x[chosen] if len(x) == roles.rows else x.expand(len(chosen), *x.shape[1:])
             for dim in range(1, x.dim()):
                 if x.size(dim) == roles.length:
                     pairs = zip(x, index.to(x.device), strict=True)
@@ -199,15 +199,15 @@ def _borders(batch: Mapping[str, Any], lens: list[int]) -> dict[str, Any]:
     """A packed batch's own entries that say where documents begin, for such documents."""
     ends = torch.tensor([0, *lens]).cumsum(0)
     numbers = torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(lens))
-    made: dict[str, Any] = {}
+    borders: dict[str, Any] = {}
     for name in DOCUMENTS:
         x = batch.get(name)
         if x is None:
             continue
         if name == "seq_idx":
-            made[name] = numbers.view(1, -1).to(x)
+            borders[name] = numbers.view(1, -1).to(x)
         elif name.startswith("cu_seq_lens"):
-            made[name] = ends.to(x)
+            borders[name] = ends.to(x)
         else:
-            made[name] = x.new_tensor(max(lens)) if isinstance(x, Tensor) else max(lens)
-    return made
+            borders[name] = x.new_tensor(max(lens)) if isinstance(x, Tensor) else max(lens)
+    return borders

@@ -153,11 +153,11 @@ def gradients_of(
     """
     if runs_backward:
         loss.backward()
-        found = [p.grad for p in parameters.values()]
+        gradients = [p.grad for p in parameters.values()]
     else:
-        found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     averaged = {}
-    for (name, p), gradient in zip(parameters.items(), found, strict=True):
+    for (name, p), gradient in zip(parameters.items(), gradients, strict=True):
         local = gradient.to_local() if is_dtensor(gradient) else gradient
         if local is None:
             local = p.to_local() if is_dtensor(p) else p.new_zeros(full_shape(p))

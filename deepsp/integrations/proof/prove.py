@@ -95,7 +95,7 @@ def prove_step(
         stack.enter_context(draws_kept())
         stack.enter_context(precise())
         models = _Models(stack)
-        with models.found(), alone(member):
+        with models.passed_on(), alone(member):
             first = models.outcome(run(), member)
         with draws_kept():
             models.restore()
@@ -111,8 +111,8 @@ def _cut(batch: Any) -> Any:
     """A part of a batch that has ids, and no images."""
     if not isinstance(batch, Mapping) or not any(batch.get(name) is not None for name in TOKENS):
         return batch
-    known = {name: x for name, x in batch.items() if name in NAMED and x is not None}
-    roles = describe(known)
+    named = {name: x for name, x in batch.items() if name in NAMED and x is not None}
+    roles = describe(named)
     others = [x for path, x in leaves_of(batch) if path[0] not in NAMED and x.dim() > 1]
     if any(tuple(x.shape[:2]) != (roles.rows, roles.length) for x in others):
         return batch  # pixels, say
@@ -134,7 +134,7 @@ class _Models:
         self.between = stack.enter_context(contextlib.ExitStack())
 
     @contextlib.contextmanager
-    def found(self) -> Iterator[None]:
+    def passed_on(self) -> Iterator[None]:
         """In this context, models that are called are found."""
         handle = register_module_forward_pre_hook(self._enter)
         try:

@@ -53,21 +53,21 @@ def raise_unless_alike(
         context: what was run, and the table of roles.
         suspects: tried one after another, on a difference of losses.
     """
-    found = None if alone is None else difference(alone, sharded, dtypes)
-    ranks = on_all_ranks([int(found is not None)], everyone, device_of(everyone))
+    differs = None if alone is None else difference(alone, sharded, dtypes)
+    ranks = on_all_ranks([int(differs is not None)], everyone, device_of(everyone))
     if not any(n for (n,) in ranks):
         return
     wrong = _runs(suspects)  # on all ranks, since weights may be sharded over them
-    if found is None:
+    if differs is None:
         first = next(r for r, (n,) in enumerate(ranks) if n)
         raise ValueError(
             f"expected a step over sharded sequences to be that of one process, but rank {first} "
             f"has found a difference; its error says which. {context}"
         )
-    cause = _cause(found, alone, sharded, member[1], wrong)
+    cause = _cause(differs, alone, sharded, member[1], wrong)
     raise ValueError(
         "expected a step over sharded sequences to be that of one process, got another "
-        f"{found.name}: {found.sharded} in place of {found.alone}. Likely: {cause}. {context}"
+        f"{differs.name}: {differs.sharded} in place of {differs.alone}. Likely: {cause}. {context}"
     )
 
 
@@ -130,33 +130,33 @@ def _are_close(x: Tensor, y: Tensor | None, off: float) -> bool:
 
 def _runs(suspects: Suspects) -> list[tuple[str, Tensor | None]]:
     """The loss of each mistake."""
-    found = []
+    losses = []
     for name, run in suspects:
         with contextlib.suppress(Exception):  # the model needs what the mistake leaves out
-            found.append((name, run().loss))
-    return found
+            losses.append((name, run().loss))
+    return losses
 
 
 def _cause(
-    found: Difference,
+    differs: Difference,
     alone: Outcome,
     sharded: Outcome,
     ranks: int,
     wrong: Sequence[tuple[str, Tensor | None]],
 ) -> str:
     """Which of the usual mistakes explains a difference."""
-    if found.kind == "counted":
+    if differs.kind == "counted":
         return "count: labels are shifted or masked twice, or not at all"
-    if found.kind == "buffers":
+    if differs.kind == "buffers":
         return (
             "buffers: each rank writes it from its own tokens; write it from the sum of all ranks' "
             "numbers, deepsp.sum_over_ranks(x, group)"
         )
-    if found.kind == "results":
+    if differs.kind == "results":
         return "count: tokens or rows of some ranks are missing, repeated, or in another order"
     pair = alone.loss, sharded.loss
-    if found.kind == "gradients":
-        key = found.name.removeprefix("gradient of ")
+    if differs.kind == "gradients":
+        key = differs.name.removeprefix("gradient of ")
         pair = alone.gradients[key], sharded.gradients.get(key)
     for factor, text in ((ranks, "multiplied by"), (1 / ranks, "divided by")):
         if None not in pair and _are_close(pair[0] * factor, pair[1], 1e-3):
@@ -164,7 +164,7 @@ def _cause(
                 f"scale: it is {text} the number of ranks. A loss needs average_gradients=True "
                 "where a wrapper averages gradients over the ranks of a sequence, and nowhere else"
             )
-    if found.kind == "gradients":
+    if differs.kind == "gradients":
         return (
             "each rank has the gradient of its own tokens (deepsp.sync_gradients is missing), or "
             "a sum over ranks in a loss of your own drops the gradient of other ranks' tokens"

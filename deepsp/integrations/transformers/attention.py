@@ -62,8 +62,8 @@ def attention(
     length = sum(masks.seq_lens)
     window = masks.local_size
     windowed = sliding_window is not None and sliding_window < length
-    made = masks.given is None and not masks.full
-    if made and windowed and window != sliding_window:
+    built = masks.user_mask is None and not masks.full
+    if built and windowed and window != sliding_window:
         raise ValueError(
             f"expected sliding_window of {type(module).__name__} to be that of its mask "
             f"({window}), got {sliding_window}"
@@ -161,7 +161,7 @@ def masks_of(
     if isinstance(attention_mask, Tensor):
         # The user's mask [B, 1, S, S], passed on by transformers. Each layer exchanges lengths
         # again, since nothing of deepsp's is passed through the model.
-        masks = Masks(query.size(0), query.size(2), query.size(2), given=attention_mask)
+        masks = Masks(query.size(0), query.size(2), query.size(2), user_mask=attention_mask)
     elif isinstance(attention_mask, Masks):
         masks = attention_mask
     else:
@@ -174,10 +174,10 @@ def masks_of(
     if masks.seq_lens is None and (
         position_ids is None or position_ids.dim() != 2 or position_ids.size(1) != query.size(2)
     ):
-        found = "None" if position_ids is None else f"of shape {tuple(position_ids.shape)}"
+        got = "None" if position_ids is None else f"of shape {tuple(position_ids.shape)}"
         raise ValueError(
             f"expected the position_ids that reach the model's attention ({type(module).__name__}) "
-            f"to be those of its {query.size(2)} tokens, [B, {query.size(2)}], got {found}; they "
+            f"to be those of its {query.size(2)} tokens, [B, {query.size(2)}], got {got}; they "
             "show which tokens of the full sequence this rank has"
         )
     return masks, position_ids
@@ -187,8 +187,8 @@ def _check_rope(module: nn.Module, positions: list[Tensor]) -> None:
     """Raises if rotary embeddings are scaled by the length that a rank sees. ``positions``: by
     rank."""
     config = getattr(module, "config", None)
-    given = getattr(config, "rope_parameters", None)
-    for rope in [given, *given.values()] if isinstance(given, dict) else []:
+    parameters = getattr(config, "rope_parameters", None)
+    for rope in [parameters, *parameters.values()] if isinstance(parameters, dict) else []:
         kind = rope.get("rope_type") if isinstance(rope, dict) else None
         if not isinstance(kind, str) or ("dynamic" not in kind and kind != "longrope"):
             continue
@@ -213,8 +213,8 @@ def _check_count(module: nn.Module, positions: list[Tensor], deal: Deal | None) 
     if not getattr(module, COUNTS_OTHERWISE, False):
         return
     full = torch.cat(list(positions), 1)
-    made = deal is None and bool((full == torch.arange(full.size(1), device=full.device)).all())
-    if made or (deal is not None and deal.makes_positions):
+    counts = deal is None and bool((full == torch.arange(full.size(1), device=full.device)).all())
+    if counts or (deal is not None and deal.makes_positions):
         maker = "deepsp.shard_batch" if deal is None else "deepsp.deal_batch"
         raise ValueError(
             f"position_ids are 0, 1, 2, ..., as {maker} makes them, but the model of "
@@ -233,8 +233,8 @@ def _check_arguments(module: nn.Module, arguments: dict[str, Any]) -> None:
                 "expected use_cache to be False, got True: a cache would hold this rank's tokens "
                 "only; set model.config.use_cache = False"
             )
-        found = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        got = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise ValueError(
-            f"expected no {name} in {type(module).__name__}, got {found}: attention over a sharded "
+            f"expected no {name} in {type(module).__name__}, got {got}: attention over a sharded "
             f"sequence doesn't support it; use a model (or a call) without {name}"
         )

@@ -62,13 +62,13 @@ def install() -> None:
         return
     from transformers import PreTrainedModel
 
-    given = PreTrainedModel.get_correct_attn_implementation
+    original = PreTrainedModel.get_correct_attn_implementation
 
-    @functools.wraps(given)
+    @functools.wraps(original)
     def get_correct_attn_implementation(self, requested_attention, *args, **kwargs):
         # Called while a model is made.
-        known = self._supports_attention_backend or self._can_set_attn_implementation()
-        if requested_attention in REGISTRATIONS and not known:
+        takes = self._supports_attention_backend or self._can_set_attn_implementation()
+        if requested_attention in REGISTRATIONS and not takes:
             raise ValueError(
                 f"expected attn_implementation to be one of transformers' own, since "
                 f"{type(self).__name__} computes its attention itself, without the "
@@ -77,9 +77,9 @@ def install() -> None:
             )
         if requested_attention in REGISTRATIONS and multimodal.is_tower(self):
             requested_attention = None  # each rank has its images in full
-        return given(self, requested_attention, *args, **kwargs)
+        return original(self, requested_attention, *args, **kwargs)
 
-    _originals.append((PreTrainedModel, given))
+    _originals.append((PreTrainedModel, original))
     PreTrainedModel.__call__ = _call
     PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
 
@@ -87,9 +87,9 @@ def install() -> None:
 def uninstall() -> None:
     """Undoes :func:`install`: no call is checked."""
     while _originals:
-        cls, given = _originals.pop()
+        cls, original = _originals.pop()
         del cls.__call__
-        cls.get_correct_attn_implementation = given
+        cls.get_correct_attn_implementation = original
 
 
 def registration_of(model: nn.Module) -> Registration | None:
@@ -269,20 +269,20 @@ def named_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> di
 
 
 def check_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    given = named_arguments(model, args, kwargs)
+    arguments = named_arguments(model, args, kwargs)
     cls = type(model).__name__
-    if given.get("labels") is not None:
+    if arguments.get("labels") is not None:
         raise ValueError(
             f"expected no labels in the call of {cls}, whose loss would be that of this rank's "
             "tokens only; pass the shift_labels that deepsp.shard_batch returns in their place"
         )
-    if given.get("use_cache"):
+    if arguments.get("use_cache"):
         raise ValueError(
             "expected use_cache to be False, got True: a cache would hold this rank's tokens only; "
             "set model.config.use_cache = False for training, or call "
             "model.set_attn_implementation('sdpa') for generate()"
         )
-    routes = given.get("output_router_logits")
+    routes = arguments.get("output_router_logits")
     if routes is None:
         routes = getattr(model.config.get_text_config(), "output_router_logits", False)
     if routes and not mixers.is_balanced(model):
@@ -290,16 +290,16 @@ def check_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> No
             "expected output_router_logits to be False, got True: aux_loss of "
             f"{cls} would be that of this rank's tokens only; leave it out"
         )
-    if given.get("logits_to_keep"):
+    if arguments.get("logits_to_keep"):
         raise ValueError(
             "expected no logits_to_keep, since the last tokens of this rank are not those of the "
             "sequence; leave it out, or call model.set_attn_implementation('sdpa') for generate()"
         )
-    known = _KNOWN
+    names = _KNOWN
     if multimodal.decoder_of(model) is not None:
-        known = known | set(inspect.signature(model.forward).parameters)
-    for name, value in given.items():
-        if isinstance(value, Tensor) and name not in known:
+        names = names | set(inspect.signature(model.forward).parameters)
+    for name, value in arguments.items():
+        if isinstance(value, Tensor) and name not in names:
             raise ValueError(
                 f"expected no {name} in the call of {cls}, got shape {tuple(value.shape)}: {cls} "
                 "was checked to work on each token alone without it. Put other modalities into "
@@ -312,9 +312,9 @@ def _check_alone(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     check_alone(model, named_arguments(model, args, kwargs))
 
 
-def check_alone(model: nn.Module, given: dict[str, Any]) -> None:
+def check_alone(model: nn.Module, arguments: dict[str, Any]) -> None:
     """Raises if a model with other attention than deepsp's gets one rank's tokens."""
-    tokens = (given.get(name) for name in ("input_ids", "inputs_embeds"))
+    tokens = (arguments.get(name) for name in ("input_ids", "inputs_embeds"))
     if any(map(last_batch.has_tokens, tokens)) and not implementations(model):
         from deepsp.sequence.attention.layer import SequenceParallelAttention
         from deepsp.sequence.attention.module import DistributedAttention

@@ -181,16 +181,16 @@ def _labels(batch: Mapping[str, Any]) -> Tensor:
 
 def _causal_lm(model: nn.Module, batch: Mapping[str, Any]) -> nn.Module:
     """The model of transformers in its wrappers. Raises if it adds a loss of its own."""
-    found = model_in(model)
-    configs = (found.config, found.config.get_text_config())
+    base = model_in(model)
+    configs = (base.config, base.config.get_text_config())
     wanted = batch.get("output_router_logits")
     if wanted or (wanted is None and any(getattr(c, "output_router_logits", 0) for c in configs)):
         raise ValueError(
-            f"expected output_router_logits of {type(found).__name__} to be False, got True: the "
+            f"expected output_router_logits of {type(base).__name__} to be False, got True: the "
             "auxiliary loss would be that of this rank's tokens only, and isn't part of this loss; "
             "set model.config.get_text_config().output_router_logits = False"
         )
-    return found
+    return base
 
 
 def _head(model: nn.Module) -> nn.Linear:
@@ -273,19 +273,19 @@ def _after_head(model: nn.Module, head: nn.Linear) -> tuple[float | None, float]
     config = model.config.get_text_config()
     named = {n: getattr(config, n, None) for n in (*_CAPS, *_FACTORS)}
     numbers = {n: float(x) for n, x in named.items() if isinstance(x, (int, float)) and x}
-    known = (numbers, full_shape(head.weight))
-    if getattr(model, _AFTER_HEAD, (None, None))[0] == known:
+    key = (numbers, full_shape(head.weight))
+    if getattr(model, _AFTER_HEAD, (None, None))[0] == key:
         return getattr(model, _AFTER_HEAD)[1]
-    given, found = _tried(model, head)
-    eps = max(torch.finfo(x.dtype).eps for x in (given, found))
+    raw, logits = _tried(model, head)
+    eps = max(torch.finfo(x.dtype).eps for x in (raw, logits))
     caps = [None, *(numbers[n] for n in _CAPS if n in numbers)]
     factors = {n: (numbers[n], 1 / numbers[n]) for n in _FACTORS if n in numbers}
     for cap, scale in product(caps, (1.0, *(f for both in factors.values() for f in both))):
-        expected = given.double() * scale
+        expected = raw.double() * scale
         if cap is not None:
             expected = cap * (expected / cap).tanh()
-        if torch.allclose(found.double(), expected, rtol=8 * eps, atol=8 * eps):
-            setattr(model, _AFTER_HEAD, (known, (cap, scale)))
+        if torch.allclose(logits.double(), expected, rtol=8 * eps, atol=8 * eps):
+            setattr(model, _AFTER_HEAD, (key, (cap, scale)))
             return cap, scale
     raise ValueError(
         f"{type(model).__name__} changes its logits in a way that isn't known: not by a softcap or "
@@ -297,7 +297,7 @@ def _after_head(model: nn.Module, head: nn.Linear) -> tuple[float | None, float]
 def _tried(model: nn.Module, head: nn.Linear) -> tuple[Tensor, Tensor]:
     """Numbers in place of the head's output, and the logits that the model returns for them."""
     calls.ensure_checked(model)  # the check runs the layers, which are replaced below
-    cls, given = type(model).__name__, []
+    cls, outputs = type(model).__name__, []
     weight = head.weight  # only its dtype and device; it may be sharded
     generator = torch.Generator().manual_seed(0)
 
@@ -305,8 +305,8 @@ def _tried(model: nn.Module, head: nn.Linear) -> tuple[Tensor, Tensor]:
         # Small and large numbers, on either side of any cap.
         numbers = torch.randn(*hidden.shape[:-1], head.out_features, generator=generator)
         numbers = numbers * torch.tensor([3.0, 60.0])[:, None]
-        given.append(numbers.to(hidden.device, hidden.dtype))
-        return given[-1].clone()
+        outputs.append(numbers.to(hidden.device, hidden.dtype))
+        return outputs[-1].clone()
 
     hidden = torch.randn(1, 2, head.in_features, generator=generator)
     hidden = hidden.to(weight.device, weight.dtype)
@@ -328,10 +328,10 @@ def _tried(model: nn.Module, head: nn.Linear) -> tuple[Tensor, Tensor]:
                 f"{cls} couldn't be run with given hidden states and logits, to see what it does "
                 f"to them: {type(error).__name__}: {error}; use deepsp.cross_entropy on its logits"
             ) from error
-    if len(given) != 1 or given[0].shape != logits.shape:
+    if len(outputs) != 1 or outputs[0].shape != logits.shape:
         raise ValueError(
             f"expected {cls} to return what its head made of its base model's hidden states, got "
-            f"{len(given)} calls of the head, and logits of shape {list(logits.shape)}; use "
+            f"{len(outputs)} calls of the head, and logits of shape {list(logits.shape)}; use "
             "deepsp.cross_entropy on its logits"
         )
-    return given[0], logits
+    return outputs[0], logits

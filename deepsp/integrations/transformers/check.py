@@ -63,34 +63,34 @@ def check(model: nn.Module) -> None:
     """
     from transformers import PreTrainedModel
 
-    found = model_in(model)
-    names = implementations(found)
+    base = model_in(model)
+    names = implementations(base)
     if not names:
         raise ValueError(
-            f"expected attention of {type(found).__name__} to be 'deepsp', got "
-            f"{found.config._attn_implementation!r}; call "
+            f"expected attention of {type(base).__name__} to be 'deepsp', got "
+            f"{base.config._attn_implementation!r}; call "
             "model.set_attn_implementation('deepsp'), or make the model with "
             "attn_implementation='deepsp'"
         )
-    if any(p.is_meta or is_lazy(p) for p in found.parameters()):
+    if any(p.is_meta or is_lazy(p) for p in base.parameters()):
         raise ValueError(
-            f"expected parameters of {type(found).__name__} with data, but some have no data; load "
+            f"expected parameters of {type(base).__name__} with data, but some have no data; load "
             "them first"
         )
-    if any(map(is_away, found.parameters())) and not is_gathered_when_called(found):
+    if any(map(is_away, base.parameters())) and not is_gathered_when_called(base):
         raise ValueError(
-            f"expected parameters of {type(found).__name__} with data, but DeepSpeed's ZeRO 3 has "
+            f"expected parameters of {type(base).__name__} with data, but DeepSpeed's ZeRO 3 has "
             "partitioned them and nothing gathers them yet; pass the model to "
             "deepspeed.initialize: it is checked in the engine's first forward"
         )
-    parts = [m for m in found.modules() if isinstance(m, PreTrainedModel)]
+    parts = [m for m in base.modules() if isinstance(m, PreTrainedModel)]
     before = [getattr(m, CHECKED, None) for m in parts]
     for m in parts:
         # Set before the run, which calls the parts.
         setattr(m, CHECKED, implementation_of(m.config, names))
     try:
-        _Check(found, names).check()
-        setattr(found, CALLED, True)
+        _Check(base, names).check()
+        setattr(base, CALLED, True)
     except BaseException:
         for m, value in zip(parts, before, strict=True):
             setattr(m, CHECKED, value)
@@ -105,29 +105,29 @@ def model_in(module: nn.Module) -> nn.Module:
     """
     from transformers import PreTrainedModel
 
-    found = next((m for m in module.modules() if isinstance(m, PreTrainedModel)), None)
-    if found is None:
+    base = next((m for m in module.modules() if isinstance(m, PreTrainedModel)), None)
+    if base is None:
         raise ValueError(f"expected model to be one of transformers, got {type(module).__name__}")
-    return found
+    return base
 
 
 def implementation_of(config, names: Iterable[str]) -> str:
     """Which of ``names`` a configuration has, or one of its parts; if none, its own."""
     parts = [config, *(getattr(config, key, None) for key in config.sub_configs)]
-    found = (x._attn_implementation for x in parts if x is not None)
-    return next((name for name in found if name in names), config._attn_implementation)
+    names_used = (x._attn_implementation for x in parts if x is not None)
+    return next((name for name in names_used if name in names), config._attn_implementation)
 
 
 def implementations(model: nn.Module) -> set[str]:
     """The names of deepsp's attention in the configurations of a model of transformers."""
     from transformers import PreTrainedModel
 
-    found, configs = set(), [m.config for m in model.modules() if isinstance(m, PreTrainedModel)]
+    used, configs = set(), [m.config for m in model.modules() if isinstance(m, PreTrainedModel)]
     while configs:
         config = configs.pop()
-        found.add(config._attn_implementation)
+        used.add(config._attn_implementation)
         configs += [c for c in (getattr(config, n, None) for n in config.sub_configs) if c]
-    return found & ours()
+    return used & ours()
 
 
 class _Check(Probe):
@@ -176,13 +176,13 @@ class _Check(Probe):
 
     def _counts_otherwise(self, arguments: dict[str, Any], queries: list) -> bool:
         """Whether the model's own positions, with padding at the beginning, are not 0, 1, 2, ..."""
-        own = {n: x for n, x in arguments.items() if n != "position_ids"}
+        shifted = {n: x for n, x in arguments.items() if n != "position_ids"}
         if "attention_mask" in inspect.signature(self.model.forward).parameters:
-            own["attention_mask"] = torch.ones_like(own["input_ids"])
-            own["attention_mask"][:, :2] = 0
+            shifted["attention_mask"] = torch.ones_like(shifted["input_ids"])
+            shifted["attention_mask"][:, :2] = 0
         self.queries = []
         try:
-            self._call(own, poisoned=False)
+            self._call(shifted, poisoned=False)
         except ValueError:  # it makes no positions
             return False
         return self._differs(queries) is not None
@@ -245,8 +245,8 @@ class _Check(Probe):
         from transformers import AttentionInterface
 
         def stand_in(module, query, key, value, attention_mask, position_ids=None, **kwargs):
-            for known in ("dropout", "scaling", "is_causal", "sliding_window", "softcap", "s_aux"):
-                kwargs.pop(known, None)
+            for n in ("dropout", "scaling", "is_causal", "sliding_window", "softcap", "s_aux"):
+                kwargs.pop(n, None)
             try:
                 masks_of(module, query, attention_mask, position_ids, kwargs)
             except ValueError as error:
@@ -277,8 +277,8 @@ class _Check(Probe):
                 f"expected {self.of} to call the same attention for fewer tokens, got other calls"
             )
         for (module, *then), (_, *now) in zip(before, self.queries, strict=True):
-            for expected, found in zip(then, now, strict=True):
+            for expected, output in zip(then, now, strict=True):
                 expected = expected[:, _TAIL:]  # [H, S, D]
-                if self.mostly_differ(expected, found[:, -expected.size(1) :], (0, -1)):
+                if self.mostly_differ(expected, output[:, -expected.size(1) :], (0, -1)):
                     return module
         return None

@@ -15,10 +15,10 @@ def check_core(core: str) -> None:
     """Raises unless ``core`` is "auto" or an implementation that can compute attention."""
     from transformers import AttentionInterface
 
-    known = sorted(set(AttentionInterface._global_mapping) - ours())
-    known = ["auto", *(name for name in known if not name.startswith("paged|"))]
-    if core not in known:
-        raise ValueError(f"expected core to be one of {known}, got {core!r}")
+    names = sorted(set(AttentionInterface._global_mapping) - ours())
+    names = ["auto", *(name for name in names if not name.startswith("paged|"))]
+    if core not in names:
+        raise ValueError(f"expected core to be one of {names}, got {core!r}")
 
 
 class Core:

@@ -54,10 +54,10 @@ class TrainerAccelerator(GroupedAccelerator):
 def prepare_experts(run: Run) -> None:
     """Finds sharded experts of a trainer's model, before any wrapper."""
     trainer, groups = run.trainer, run.groups
-    found = dealt_in(trainer.model)
-    if not found:
+    modules = dealt_in(trainer.model)
+    if not modules:
         return
-    name, kind = found[0][0], trainer.accelerator.distributed_type
+    name, kind = modules[0][0], trainer.accelerator.distributed_type
     if run.base is not trainer.model:
         raise ValueError(
             f"expected a model without adapters, since experts of {name} are sharded and adapters "
@@ -76,11 +76,11 @@ def prepare_experts(run: Run) -> None:
             "train in a loop with deepsp.sync_gradients"
         )
     ranks = ranks_of(groups.member[2])
-    for n, _, dealt in found:
-        if (own := ranks_of(dealt.experts.member[2])) != ranks:
+    for n, _, dealt in modules:
+        if (group_ranks := ranks_of(dealt.experts.member[2])) != ranks:
             raise ValueError(
                 f"expected the experts of {n} to be sharded over the ranks of the sequence, "
-                f"{ranks}, got {own}; call shard_experts with their group, such as "
+                f"{ranks}, got {group_ranks}; call shard_experts with their group, such as "
                 f"init_device_mesh('cpu', ({groups.number}, {groups.size}), "
                 "mesh_dim_names=('data', 'sequence'))['sequence']"
             )
@@ -88,7 +88,7 @@ def prepare_experts(run: Run) -> None:
     check_checkpoints(trainer.args)
     parameters = {
         f"{prefix}.{name}": p
-        for prefix, module, _ in found
+        for prefix, module, _ in modules
         for name, p in module.named_parameters()
     }
     accelerator = trainer.accelerator

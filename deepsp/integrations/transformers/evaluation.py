@@ -78,8 +78,8 @@ def real_rows(run: Run, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], Tens
     if state.end_of_dataloader and state.remainder < 0 and is_stream:
         size = real = find_batch_size(inputs)
         if numbers is not None:  # a repeated row has another number than its place
-            own = int((numbers.cpu() % total == places).sum())
-            counts = on_all_ranks([own], None, trainer.args.device)
+            count = int((numbers.cpu() % total == places).sum())
+            counts = on_all_ranks([count], None, trainer.args.device)
             real = sum(n for (n,) in counts[:: groups.shared])
         # In one process, accelerate dispatches a stream's batches, and knows the size of the last
         # one, unless it is told not to.

@@ -59,15 +59,15 @@ def shard_experts(model: nn.Module, group: Group = None) -> None:
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    found = list(_experts_in(model))
-    if not found:
+    modules = list(_experts_in(model))
+    if not modules:
         raise ValueError(
             f"expected a model with experts whose implementation transformers can choose, got "
             f"{type(model).__name__}, which has none; leave shard_experts out"
         )
     ALL_EXPERTS_FUNCTIONS.register(NAME, _forward)
     member = member_of(group)
-    for name, module in found:
+    for name, module in modules:
         if vars(module).get(SHARDS):
             raise ValueError(f"expected {name} not to be sharded yet; call shard_experts once")
         experts = DistributedExperts(lambda x, expert: x, module.num_experts, member)
@@ -77,19 +77,19 @@ def shard_experts(model: nn.Module, group: Group = None) -> None:
             if p.dim() > 0 and p.size(0) == module.num_experts
         }
         for n, shard in shards.items():
-            given = getattr(module, n)
-            own = nn.Parameter(shard.take(given.detach()), requires_grad=given.requires_grad)
-            mark(own, member)
-            setattr(module, n, own)
+            full = getattr(module, n)
+            part = nn.Parameter(shard.take(full.detach()), requires_grad=full.requires_grad)
+            mark(part, member)
+            setattr(module, n, part)
         vars(module)[SHARDS] = shards
-        own = ALL_EXPERTS_FUNCTIONS.get_interface(
+        function = ALL_EXPERTS_FUNCTIONS.get_interface(
             module.config._experts_implementation, inspect.unwrap(type(module).forward)
         )
-        object.__setattr__(module, DEALT, Dealt(experts, own))
+        object.__setattr__(module, DEALT, Dealt(experts, function))
         module.num_experts = len(experts.experts)
     if hasattr(model, "save_pretrained"):
         model.save_pretrained = functools.partial(_save_pretrained, model)
-    for config in {id(module.config): module.config for _, module in found}.values():
+    for config in {id(module.config): module.config for _, module in modules}.values():
         config._experts_implementation = NAME
 
 
@@ -111,9 +111,9 @@ def refuse_dealt(model: nn.Module, where: str, advice: str) -> None:
     Raises:
         ValueError: experts of the model are sharded.
     """
-    if found := [x for x in dealt_in(model) if x[2].experts.member[1] > 1]:
+    if dealt := [x for x in dealt_in(model) if x[2].experts.member[1] > 1]:
         raise ValueError(
-            f"expected a model whose experts aren't sharded {where}, got {found[0][0]}, which "
+            f"expected a model whose experts aren't sharded {where}, got {dealt[0][0]}, which "
             f"shard_experts has sharded; {advice}"
         )
 

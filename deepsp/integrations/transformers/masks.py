@@ -35,7 +35,7 @@ class Masks:
     """One kind of mask of one forward: the model's arguments for its own tokens, and, from the
     first attention layer on, the mask of the full sequence.
 
-    transformers calls it like its own mask functions. ``given``: the user's full mask.
+    transformers calls it like its own mask functions. ``user_mask``: the user's full mask.
     """
 
     seq_lens: list[int] | None = None
@@ -61,7 +61,7 @@ class Masks:
         allow_is_causal_skip: bool = False,
         allow_is_bidirectional_skip: bool = False,
         use_vmap: bool = False,
-        given: Tensor | None = None,
+        user_mask: Tensor | None = None,
         **_,
     ):
         if int(q_offset) != 0 or int(kv_offset) != 0:
@@ -70,13 +70,13 @@ class Masks:
                 "rank's tokens only; leave it out, and set model.config.use_cache = False"
             )
         self.batch_size, self.padding, self.local_size = batch_size, attention_mask, local_size
-        self.given, self.pattern = given, mask_function
+        self.user_mask, self.pattern = user_mask, mask_function
         call = running.forward
         self.of_call, self.deal = call.positions, call.deal
         self.has_own_positions = call.has_own_positions
         if self.deal is not None and self._hides_nothing(q_length):
             self.padding = None
-        if self.deal is not None and (self.padding is not None or given is not None):
+        if self.deal is not None and (self.padding is not None or user_mask is not None):
             raise ValueError(
                 "expected no attention_mask with a batch that deal_batch made, which has no "
                 "padding, got one; leave it out"
@@ -84,7 +84,7 @@ class Masks:
         # transformers sets these if the mask is this pattern plus padding, and may be left out.
         self.causal, self.bidirectional = allow_is_causal_skip, allow_is_bidirectional_skip
         self.full, self.use_vmap = False, use_vmap
-        if given is None and not self.causal and not self.bidirectional:
+        if user_mask is None and not self.causal and not self.bidirectional:
             # Documents among this rank's tokens; those of the full sequence are found later.
             pattern = None if use_vmap else without_documents(mask_function)
             if pattern is not None:
@@ -113,14 +113,16 @@ class Masks:
             self.padding = None
         width = -1 if self.padding is None else self.padding.size(-1)
         # Compared before tensors of these sizes are sent.
-        known = int(last_batch.has_positions(positions))
+        counted = int(last_batch.has_positions(positions))
         dealt = 0 if self.deal is None else self.deal.digest
         local = [
-            *(query.size(2), key.size(2), width, positions.size(0), known),
+            *(query.size(2), key.size(2), width, positions.size(0), counted),
             *(carried(member), dealt),
         ]
         everyone = on_all_ranks(local, member, query.device)
-        lens, key_lens, widths, rows, made, batches, deals = map(list, zip(*everyone, strict=True))
+        lens, key_lens, widths, rows, makes_positions, batches, deals = map(
+            list, zip(*everyone, strict=True)
+        )
         compare_carried(batches, member)
         if len(set(deals)) != 1:
             raise ValueError(
@@ -141,8 +143,8 @@ class Masks:
         if self.deal is not None:
             self._check_deal(lens)
         positions = torch.ops.deepsp.all_gather(positions, 1, lens, "replicated", rank, name)
-        self.positions, self.seq_lens, self._made = positions, lens, {}
-        if self.deal is None and not all(made):
+        self.positions, self.seq_lens, self._by_implementation = positions, lens, {}
+        if self.deal is None and not all(makes_positions):
             check_positions(positions, lens)
         self.ranges = self._ranges() if self.deal is None else self._ranges_of_deal()
         return positions.split(lens, 1)
@@ -165,7 +167,7 @@ class Masks:
         return Ranges(pattern.right == 0, None, pattern.window_size(longest))
 
     def _ranges(self) -> Ranges | None:
-        if self.given is not None or self.full:
+        if self.user_mask is not None or self.full:
             return None
         pattern = pattern_of(self.pattern)
         if pattern is None:
@@ -186,11 +188,11 @@ class Masks:
     def mask_for(self, implementation: str, like: Tensor, config) -> Tensor | None:
         """The full mask for an attention implementation of transformers: for "sdpa", [B, 1, S, S],
         or None for causal attention or attention to all."""
-        if self.given is not None:
-            return self.given
-        if implementation not in self._made:
-            self._made[implementation] = self._make(implementation, like, config)
-        return self._made[implementation]
+        if self.user_mask is not None:
+            return self.user_mask
+        if implementation not in self._by_implementation:
+            self._by_implementation[implementation] = self._make(implementation, like, config)
+        return self._by_implementation[implementation]
 
     def _make(self, implementation: str, like: Tensor, config):
         from transformers import masking_utils
@@ -241,8 +243,8 @@ def check_padding(widths: list[int], length: int) -> None:
 def check_positions(positions: Tensor, lens: list[int]) -> None:
     """Raises if the positions count each rank's tokens from 0, on more than one rank. Not called
     for positions of shard_batch: there, documents do so."""
-    own = torch.cat([torch.arange(n, device=positions.device) for n in lens])
-    if sum(n > 0 for n in lens) > 1 and bool((positions == own).all()):
+    local = torch.cat([torch.arange(n, device=positions.device) for n in lens])
+    if sum(n > 0 for n in lens) > 1 and bool((positions == local).all()):
         raise ValueError(
             "expected position_ids of the full sequence, but they count from 0 on every rank, as "
             "they do if they are left out; pass the position_ids of deepsp.shard_batch. (Documents "

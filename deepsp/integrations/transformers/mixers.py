@@ -48,15 +48,17 @@ class Sequence:
             return
         rank, _, name = self.member = member_of(self.member)
         width = -1 if self.padding is None else self.padding.size(1)
-        made = int(self.positions is None or last_batch.has_positions(self.positions))
-        known = on_all_ranks([hidden.size(1), width, made], self.member, hidden.device)
-        lens, widths, made = map(list, zip(*known, strict=True))
+        makes_positions = int(self.positions is None or last_batch.has_positions(self.positions))
+        everyone = on_all_ranks(
+            [hidden.size(1), width, makes_positions], self.member, hidden.device
+        )
+        lens, widths, makes_positions = map(list, zip(*everyone, strict=True))
         check_padding(widths, sum(lens))
         if self.positions is not None and self.padding is None:
             positions = torch.ops.deepsp.all_gather(
                 self.positions.contiguous(), 1, lens, "replicated", rank, name
             )
-            if not all(made):
+            if not all(makes_positions):
                 check_positions(positions, lens)
             self.documents = document_ranges(Pattern(right=0), positions, None, hidden.size(0))
         self.lens = lens
@@ -86,11 +88,11 @@ REPLACED = (_MASK, *FUNCTIONS, balance.NAME)
 # ------------------------------------------------------------------- stand-ins of a check
 
 
-def _alone(name: str, given: Callable) -> Callable:
+def _alone(name: str, function: Callable) -> Callable:
     """A function of each token alone, in a check's dry run."""
 
     def stand_in(*args, **kwargs):
-        x = inspect.signature(inspect.unwrap(given)).bind(*args, **kwargs).arguments
+        x = inspect.signature(inspect.unwrap(function)).bind(*args, **kwargs).arguments
         if name == "causal_conv1d_fn":  # [B, C, S]
             return x["hidden_states"] * x["weight"].sum(1)[:, None]
         if "value" in x:  # [B, S, H, V]
@@ -184,31 +186,31 @@ def positions_of(model: nn.Module, kwargs: dict[str, Any]) -> Tensor | None:
 def _replace(space: dict, name: str) -> None:
     if (id(space), name) in _replaced:
         return
-    given = space[name]
-    _replaced[id(space), name] = space, given
+    original = space[name]
+    _replaced[id(space), name] = space, original
 
-    @functools.wraps(given)
+    @functools.wraps(original)
     def replacement(*args, **kwargs):
         if name == _MASK:
-            return _sequence_of(given, *args, **kwargs)
+            return _sequence_of(original, *args, **kwargs)
         if name == balance.NAME:
-            return _balanced(given, *args, **kwargs)
+            return _balanced(original, *args, **kwargs)
         if not running.mixers:
-            return given(*args, **kwargs)
+            return original(*args, **kwargs)
         mixer, sequence = running.mixers[-1]
         if sequence is None:
-            return _alone(name, given)(*args, **kwargs)
-        return FUNCTIONS[name](given, _sharded(mixer, sequence))(*args, **kwargs)
+            return _alone(name, original)(*args, **kwargs)
+        return FUNCTIONS[name](original, _sharded(mixer, sequence))(*args, **kwargs)
 
     space[name] = replacement
 
 
-def _balanced(given: Callable, *args, **kwargs) -> Tensor | int:
+def _balanced(original: Callable, *args, **kwargs) -> Tensor | int:
     call = running.forward
     if call.is_check:
         return 0  # which is no tensor, and isn't looked at
     if call.loss is None:
-        return given(*args, **kwargs)
+        return original(*args, **kwargs)
     return balance.balancing_loss(
         *args,
         **kwargs,
@@ -222,24 +224,24 @@ def _balanced(given: Callable, *args, **kwargs) -> Tensor | int:
 def _sharded(mixer: nn.Module, sequence: Sequence) -> Sharded:
     """What was compared and found out in a mixer's first call, the mixer keeps."""
     key = sequence.member, sequence.state
-    known = getattr(mixer, _KNOWN, (None, {}))
-    known = known[1] if known[0] == key else {}
-    object.__setattr__(mixer, _KNOWN, (key, known))
+    cache = getattr(mixer, _KNOWN, (None, {}))
+    cache = cache[1] if cache[0] == key else {}
+    object.__setattr__(mixer, _KNOWN, (key, cache))
     return Sharded(
         type(mixer).__name__,
         sequence.member,
         sequence.lens,
         sequence.documents,
         sequence.state,
-        known,
+        cache,
     )
 
 
-def _sequence_of(given: Callable, config, inputs_embeds, attention_mask=None, *args, **kwargs):
+def _sequence_of(original: Callable, config, inputs_embeds, attention_mask=None, *args, **kwargs):
     """What a model makes as its mask for recurrent layers."""
     registration, call = REGISTRATIONS.get(config._attn_implementation), running.forward
     if registration is None or call.is_check:
-        return given(config, inputs_embeds, attention_mask, *args, **kwargs)
+        return original(config, inputs_embeds, attention_mask, *args, **kwargs)
     if call.deal is not None:
         raise ValueError(
             "expected no batch of deal_batch in a model with recurrent layers, whose tokens must "
@@ -254,22 +256,22 @@ def _enter(mixer: nn.Module, args: tuple, kwargs: dict[str, Any]):
     if running.forward.is_check:
         running.mixers.append((mixer, None))
         return None
-    found = [x for x in (*args, *kwargs.values()) if isinstance(x, Sequence)]
-    if not found and running.forward.has_mixers:
+    sequences = [x for x in (*args, *kwargs.values()) if isinstance(x, Sequence)]
+    if not sequences and running.forward.has_mixers:
         raise ValueError(
             f"expected {type(mixer).__name__} to get the mask that transformers' {_MASK} makes, "
             "through which deepsp tells it where its tokens are, got none; use "
             "deepsp.DistributedRecurrence in a layer of your own"
         )
-    if not found:
+    if not sequences:
         return None
-    sequence = found[0]
+    sequence = sequences[0]
     hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     sequence.exchange(hidden)
     mask = sequence.mask(hidden)
     running.mixers.append((mixer, sequence))
-    own = [mask if x is sequence else x for x in args]
-    return tuple(own), {n: mask if x is sequence else x for n, x in kwargs.items()}
+    replaced = [mask if x is sequence else x for x in args]
+    return tuple(replaced), {n: mask if x is sequence else x for n, x in kwargs.items()}
 
 
 def _leave(mixer: nn.Module, args: tuple, output: Any) -> None:
@@ -284,6 +286,6 @@ def install() -> None:
 def uninstall() -> None:
     """Puts the functions of modeling files back."""
     _times[0] += 1
-    for (_, name), (space, given) in _replaced.items():
-        space[name] = given
+    for (_, name), (space, original) in _replaced.items():
+        space[name] = original
     _replaced.clear()

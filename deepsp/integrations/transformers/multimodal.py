@@ -66,8 +66,8 @@ def decoder_of(model: nn.Module) -> nn.Module | None:
     config = getattr(model, "config", None)
     if not getattr(config, "sub_configs", None) or config.is_encoder_decoder or is_tower(model):
         return None
-    given = model.input_modalities
-    modalities = {given} if isinstance(given, str) else set(given)
+    declared = model.input_modalities
+    modalities = {declared} if isinstance(declared, str) else set(declared)
     decoder = model.get_decoder()
     inside = decoder is not model and getattr(decoder, "config", config) is not config
     return decoder if inside and "text" in modalities and len(modalities) > 1 else None
@@ -84,7 +84,9 @@ def is_tower(model: nn.Module) -> bool:
     return key in ("vision_config", "audio_config")
 
 
-def open_door(model: nn.Module, group: Group | Member, deals: bool, given: dict[str, Any]) -> Door:
+def open_door(
+    model: nn.Module, group: Group | Member, deals: bool, arguments: dict[str, Any]
+) -> Door:
     """Checks a call of a vision-language model, on every rank, and compares its arguments over the
     group.
 
@@ -92,15 +94,15 @@ def open_door(model: nn.Module, group: Group | Member, deals: bool, given: dict[
         model: the model.
         group: the sequence group.
         deals: whether images are dealt out.
-        given: the arguments of the call, by name.
+        arguments: those of the call, by name.
 
     Raises:
         ValueError: the ids or labels aren't those that the model expects, image tokens have no
             images, or the ranks have different arguments.
     """
     member, cls, decoder = member_of(group), type(model).__name__, decoder_of(model)
-    tokens = given.get("input_ids")
-    tokens = given.get("inputs_embeds") if tokens is None else tokens
+    tokens = arguments.get("input_ids")
+    tokens = arguments.get("inputs_embeds") if tokens is None else tokens
     if tokens is None:
         raise ValueError(f"expected input_ids or inputs_embeds in the call of {cls}, got none")
     # All ranks raise, or none: what one rank was handed out before may look like full ids.
@@ -118,15 +120,15 @@ def open_door(model: nn.Module, group: Group | Member, deals: bool, given: dict[
             f"{tokens.size(1)}; pad them"
         )
     lens = seq_lens(tokens.size(1), member)
-    labels = given.get("shift_labels")
+    labels = arguments.get("shift_labels")
     if labels is not None and labels.size(1) != lens[rank]:
         raise ValueError(
             f"expected shift_labels of this rank's {lens[rank]} tokens out of {tokens.size(1)}, as "
             "deepsp.shard_batch(batch, shard_at='decoder') returns them, got "
             f"{labels.size(1)}; pass it the full batch, with labels"
         )
-    _check_images(model, given)
-    full = [(n, x) for n, x in given.items() if isinstance(x, Tensor) and n != "shift_labels"]
+    _check_images(model, arguments)
+    full = [(n, x) for n, x in arguments.items() if isinstance(x, Tensor) and n != "shift_labels"]
     compare_batches(full, member, ADVICE)
     # Now, and not in the decoder: a rank with other images might not get there.
     numbers = on_all_ranks([carried(member)], member, tokens.device)
@@ -134,17 +136,17 @@ def open_door(model: nn.Module, group: Group | Member, deals: bool, given: dict[
     return Door(model.base_model, decoder, member, lens, deals)
 
 
-def _check_images(model: nn.Module, given: dict[str, Any]) -> None:
+def _check_images(model: nn.Module, arguments: dict[str, Any]) -> None:
     """Raises for image tokens without images."""
-    ids, config = given.get("input_ids"), model.config
-    if ids is None or given.get("mm_encoder_outputs") is not None:
+    ids, config = arguments.get("input_ids"), model.config
+    if ids is None or arguments.get("mm_encoder_outputs") is not None:
         return
     for kind, (pixels, _, _) in _TOWERS.items():
         token = next(
             (x for n in ("_token_id", "_token_index") if (x := getattr(config, kind + n, None))),
             None,
         )
-        if token is None or given.get(pixels) is not None:
+        if token is None or arguments.get(pixels) is not None:
             continue
         if count := int((ids == token).sum()):
             raise ValueError(
@@ -154,10 +156,10 @@ def _check_images(model: nn.Module, given: dict[str, Any]) -> None:
             )
 
 
-def text_tokens(model: nn.Module, given: Mapping[str, Any]) -> Tensor | None:
+def text_tokens(model: nn.Module, arguments: Mapping[str, Any]) -> Tensor | None:
     """The tokens of a batch [B, S] that aren't placeholders of images, videos and sounds; None: the
     model isn't sharded at its decoder, or gets no ids."""
-    ids = given.get("input_ids")
+    ids = arguments.get("input_ids")
     if decoder_of(model) is None or ids is None:
         return None
     config, text = model.config, torch.ones_like(ids, dtype=torch.bool)
@@ -167,22 +169,22 @@ def text_tokens(model: nn.Module, given: Mapping[str, Any]) -> Tensor | None:
     return text
 
 
-def local_arguments(door: Door, given: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
+def local_arguments(door: Door, arguments: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
     """The decoder's arguments for this rank's tokens, and their places in the sequence or in their
     documents, [B, S_r]. ``position_ids`` are among them if the model has made any.
 
     Raises:
         ValueError: the decoder gets a tensor whose meaning isn't known.
     """
-    part, local = door.part, dict(given)
+    part, local = door.part, dict(arguments)
     for name in ("input_ids", "inputs_embeds"):
-        if (tokens := given.get(name)) is not None:
+        if (tokens := arguments.get(name)) is not None:
             # A clone lets the full embeddings be freed.
             local[name] = tokens[:, part].clone(memory_format=torch.contiguous_format)
             rows, length = tokens.shape[:2]
             device = tokens.device
     places = torch.arange(length, device=device).expand(rows, -1)
-    positions = given.get("position_ids")
+    positions = arguments.get("position_ids")
     if positions is None:
         local["position_ids"] = places[:, part]
     else:
@@ -191,17 +193,17 @@ def local_arguments(door: Door, given: dict[str, Any]) -> tuple[dict[str, Any], 
             places = positions[0]
         elif positions.dim() == 2 and not _has_sections(door.decoder):
             places = positions
-    visual = given.get("visual_pos_masks")
+    visual = arguments.get("visual_pos_masks")
     if visual is not None:
-        own = torch.zeros_like(visual)
-        own[:, part] = True
+        here = torch.zeros_like(visual)
+        here[:, part] = True
         local["visual_pos_masks"] = visual[:, part]
         local["deepstack_visual_embeds"] = [
-            x[own[visual]] for x in given["deepstack_visual_embeds"]
+            x[here[visual]] for x in arguments["deepstack_visual_embeds"]
         ]
-    if (inputs := given.get("per_layer_inputs")) is not None:  # [B, S, layers, E], of Gemma 4
+    if (inputs := arguments.get("per_layer_inputs")) is not None:  # [B, S, layers, E], of Gemma 4
         local["per_layer_inputs"] = inputs[:, part]
-    known = {
+    cut = {
         "input_ids",
         "inputs_embeds",
         "position_ids",
@@ -209,8 +211,8 @@ def local_arguments(door: Door, given: dict[str, Any]) -> tuple[dict[str, Any], 
         "visual_pos_masks",
         "per_layer_inputs",
     }
-    for name, x in given.items():
-        if isinstance(x, Tensor) and name not in known | _PASSED_ON:
+    for name, x in arguments.items():
+        if isinstance(x, Tensor) and name not in cut | _PASSED_ON:
             raise ValueError(
                 f"expected no {name} for {type(door.decoder).__name__}, of whose shape "
                 f"{tuple(x.shape)} deepsp doesn't know which dimension is the sequence; use "
@@ -229,26 +231,26 @@ def _has_sections(decoder: nn.Module) -> bool:
 # ------------------------------------------------------------------------------- dealt images
 
 
-def deal_images(base: nn.Module, door: Door, given: dict[str, Any]) -> dict[str, Any]:
+def deal_images(base: nn.Module, door: Door, arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a model with features in the place of its images. Each rank encodes its
     share of the images; gradients go back to the rank that has encoded an image.
 
     Args:
         base: the model whose ``get_image_features`` encodes images.
         door: of the call.
-        given: the arguments of ``base``, by name.
+        arguments: those of ``base``, by name.
 
     Raises:
         ValueError: an argument of the encoder can't be split by image.
     """
-    found = {}
+    outputs = {}
     for kind, (pixels, grids, method) in _TOWERS.items():
-        if given.get(pixels) is not None:
-            found[kind] = _encoded(base, door.member, given, pixels, grids, method)
-    if not found:
-        return given
-    left = {n: x for n, x in given.items() if n not in {t[0] for t in _TOWERS.values()}}
-    return {**left, "mm_encoder_outputs": found}
+        if arguments.get(pixels) is not None:
+            outputs[kind] = _encoded(base, door.member, arguments, pixels, grids, method)
+    if not outputs:
+        return arguments
+    left = {n: x for n, x in arguments.items() if n not in {t[0] for t in _TOWERS.values()}}
+    return {**left, "mm_encoder_outputs": outputs}
 
 
 def shares_of(weights: list[int], size: int) -> list[list[int]]:
@@ -277,10 +279,10 @@ def _encoded(base: nn.Module, member: Member, given, pixels: str, grids: str, me
     images = len(given[pixels]) if counts is None else len(counts)
     _check_by_image(arguments, None if counts is None else pixels, images)
     shares = shares_of([1] * images if counts is None else counts, size)
-    own = shares[rank]
+    mine = shares[rank]
     # A rank without images encodes the smallest one, too, and drops it: wrappers (FSDP, DDP) need
     # the tower's forward and backward on every rank.
-    encoded = own or [min(range(images), key=lambda i: 0 if counts is None else counts[i])]
+    encoded = mine or [min(range(images), key=lambda i: 0 if counts is None else counts[i])]
     index = torch.tensor(encoded)
     for n, x in arguments.items():
         if n == pixels and counts is not None:
@@ -292,7 +294,7 @@ def _encoded(base: nn.Module, member: Member, given, pixels: str, grids: str, me
     try:
         output = encode(**arguments, return_dict=True)
         beside, widths = _features(output, len(encoded))
-        for i, x in zip(own, beside, strict=False):
+        for i, x in zip(mine, beside, strict=False):
             rows[i] = x.numel() // sum(widths)
     except Exception as failure:  # the other ranks wait for the features
         error = failure
@@ -304,7 +306,7 @@ def _encoded(base: nn.Module, member: Member, given, pixels: str, grids: str, me
             "encodes all of them on each rank"
         ) from error
     features = torch.cat([x.flatten(0, -2) for x in beside])
-    if not own:
+    if not mine:
         features = features[:0]
     rows = [max(n) for n in zip(*(of_rank[1:] for of_rank in everyone), strict=True)]
     sizes = [sum(rows[i] for i in share) for share in shares]
@@ -316,10 +318,10 @@ def _encoded(base: nn.Module, member: Member, given, pixels: str, grids: str, me
     )
     if isinstance(output.pooler_output, Tensor):  # images of one shape
         pooled = torch.stack(pooled).unflatten(1, beside[0].shape[:-1])
-    made = type(output)(last_hidden_state=None, pooler_output=pooled)
+    result = type(output)(last_hidden_state=None, pooler_output=pooled)
     if deeper:
-        made.deepstack_features = deeper
-    return made
+        result.deepstack_features = deeper
+    return result
 
 
 def _check_by_image(arguments: dict[str, Any], by_patch: str | None, images: int) -> None:

@@ -96,8 +96,8 @@ def computing(
     """
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    own = vars(model).get("_loss_function")
-    if isinstance(own, _Recorded):
+    replaced = vars(model).get("_loss_function")
+    if isinstance(replaced, _Recorded):
         yield
         return
     if model.loss_function is not ForCausalLMLoss:
@@ -116,7 +116,7 @@ def computing(
                 "leave shift_labels out of the call, and use deepsp.cross_entropy on the logits"
             )
     finally:
-        if own is None:
+        if replaced is None:
             del model._loss_function
         else:
-            model._loss_function = own
+            model._loss_function = replaced

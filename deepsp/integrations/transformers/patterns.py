@@ -40,14 +40,16 @@ def pattern_of(function: Callable) -> Pattern | None:
         return Pattern(right=0)
     if function is known.bidirectional_mask_function:
         return Pattern()
-    if (inside := _made(function, known.and_masks(lambda: None))) is not None:
+    if (inside := _arguments_of(function, known.and_masks(lambda: None))) is not None:
         parts = [pattern_of(part) for part in inside["mask_functions"]]
         return None if None in parts else _both(parts)
-    if (inside := _made(function, known.sliding_window_overlay(1))) is not None:
+    if (inside := _arguments_of(function, known.sliding_window_overlay(1))) is not None:
         return Pattern(left=inside["sliding_window"] - 1)
-    if (inside := _made(function, known.sliding_window_bidirectional_overlay(1))) is not None:
+    if (
+        inside := _arguments_of(function, known.sliding_window_bidirectional_overlay(1))
+    ) is not None:
         return Pattern(inside["sliding_window"], inside["sliding_window"])
-    if (inside := _made(function, known.chunked_overlay(1, None))) is not None:
+    if (inside := _arguments_of(function, known.chunked_overlay(1, None))) is not None:
         return Pattern(chunk=inside["chunk_size"], left_padding=inside["left_padding"])
     return None
 
@@ -57,17 +59,20 @@ def without_documents(function: Callable) -> Callable | None:
     function, or if its pattern isn't known."""
     from transformers import masking_utils as known
 
-    inside = _made(function, known.and_masks(lambda: None))
+    inside = _arguments_of(function, known.and_masks(lambda: None))
     if inside is None or len(inside["mask_functions"]) != 2:
         return None
     documents = known.packed_sequence_mask_function(None)
     # The order of the two differs between versions.
-    others = [f for f in inside["mask_functions"] if _made(f, documents) is None]
+    others = [f for f in inside["mask_functions"] if _arguments_of(f, documents) is None]
     if len(others) != 1:
         return None
     (pattern,) = others
     remap = getattr(known, "remap_positions_for_packed_sequence", None)  # since 5.23
-    if remap is not None and (inside := _made(pattern, remap(lambda: None, None))) is not None:
+    if (
+        remap is not None
+        and (inside := _arguments_of(pattern, remap(lambda: None, None))) is not None
+    ):
         pattern = inside["mask_function"]
     return None if pattern_of(pattern) is None else pattern
 
@@ -135,7 +140,7 @@ def document_ranges(
     return ranges[begin < end].cpu()
 
 
-def _made(function: Callable, like: Callable) -> dict | None:
+def _arguments_of(function: Callable, like: Callable) -> dict | None:
     """A function's closure, if it has the code of ``like``."""
     if getattr(function, "__code__", None) is not like.__code__:
         return None

@@ -74,10 +74,10 @@ class Proof:
                 items = run.count(labels, False).clamp(min=1)
             if items is not None:
                 items = items * run.groups.number
-            own = tree_map_only(Tensor, torch.clone, dict(batch))  # compute_loss may change it
+            copy = tree_map_only(Tensor, torch.clone, dict(batch))  # compute_loss may change it
             muted = replaced(run.trainer, "log", lambda *args, **kwargs: None)
             with attributes_kept(run.trainer), muted:
-                return measure(lambda: loss(compute, inner, own, False, items), context)
+                return measure(lambda: loss(compute, inner, copy, False, items), context)
 
         def one_process(changed: Mapping[str, Any]) -> Outcome:
             return measured(self.step.reference, changed, self.step.one_process)
@@ -111,13 +111,13 @@ class Proof:
     def _cuts(self, inputs: Mapping[str, Any]) -> Iterator[tuple[dict, dict, str]]:
         """A cut of a batch, the same for one process, and a description of it; and then, for a loss
         of the user's own, the batch itself."""
-        own = self.run.has_own_loss or self.run.trainer.compute_loss_func is not None
+        custom = self.run.has_own_loss or self.run.trainer.compute_loss_func is not None
         try:
             yield self.step.cuts(inputs)
         except ValueError:
-            if not own:
+            if not custom:
                 raise
-        if own:
+        if custom:
             yield dict(inputs), dict(inputs), table_of(inputs)
 
     # ---- evaluation
@@ -164,8 +164,8 @@ class Proof:
                 for x in (attributes_kept(trainer), precise(inner), still(models), context):
                     stack.enter_context(x)
                 small = trainer.sequence_loader_of(data)
-                found = evaluate(small, "Evaluation", loss_only, None, "eval")
-            return self._outcome_of(found)
+                output = evaluate(small, "Evaluation", loss_only, None, "eval")
+            return self._outcome_of(output)
 
         together = groups if self.step.evaluates_all_groups else 1
         alone = outcome(rows * together, self._stock_evaluation())
@@ -218,8 +218,8 @@ class Proof:
         except ValueError:  # the loop itself says what is wrong with it
             return batch
 
-    def _outcome_of(self, found: EvalLoopOutput) -> Outcome:
-        loss, labels, logits = found.metrics.get("eval_loss"), found.label_ids, found.predictions
+    def _outcome_of(self, output: EvalLoopOutput) -> Outcome:
+        loss, labels, logits = output.metrics.get("eval_loss"), output.label_ids, output.predictions
         results = {"predictions": logits, "labels": labels}
         arrays = {name_of(p)[5:]: torch.as_tensor(x) for p, x in leaves_of(results, np.ndarray)}
         if isinstance(labels, np.ndarray):  # those of padding may be anything

@@ -139,7 +139,7 @@ def _check_tensor_parallel(run: Run) -> None:
         "without_logits": options.without_logits,
         "average_tokens_across_devices=False": not run.trainer.args.average_tokens_across_devices,
     }
-    for name in (n for n, given in refused.items() if given):
+    for name in (n for n, is_set in refused.items() if is_set):
         raise ValueError(
             f"expected a tensor-parallel model without {name}, which hasn't been made to work "
             f"with one, got tp_size={run.tensor_size}; leave one of them out"

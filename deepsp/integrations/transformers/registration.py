@@ -157,8 +157,8 @@ def use_in(
     calls.check_layerdrop(model)
     # The model's present implementation keeps computing its attention, and that of its towers.
     before = implementations_of(model)
-    own = next(iter(before.values()))
-    core = "auto" if own in ("sdpa", "eager", *ours()) else own
+    implementation = next(iter(before.values()))
+    core = "auto" if implementation in ("sdpa", "eager", *ours()) else implementation
     options = {"query_parts": query_parts, "deal_images": deal_images}
     register(group, chunks, average_gradients=True, core=core, **options)
     model.set_attn_implementation(dict.fromkeys(before, "deepsp"))
@@ -179,11 +179,11 @@ def implementations_of(model) -> dict[str, str]:
     decoder = multimodal.decoder_of(model)
     if decoder is None:
         return {"": model.config._attn_implementation}
-    own = decoder.config
-    names = [n for n in model.config.sub_configs if getattr(model.config, n) is own]
+    config = decoder.config
+    names = [n for n in model.config.sub_configs if getattr(model.config, n) is config]
     if model.config._attn_implementation in ours():
         names.append("")
-    return dict.fromkeys(names, own._attn_implementation)
+    return dict.fromkeys(names, config._attn_implementation)
 
 
 @contextlib.contextmanager

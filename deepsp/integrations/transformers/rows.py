@@ -63,14 +63,14 @@ class _Share:
         """[B, S, ...] from this rank's part, for uses that are alike on all ranks, under a wrapper
         that averages gradients."""
         if self.deal is None:
-            whole = unshard(x, 1, self.member, self.lens)
+            full = unshard(x, 1, self.member, self.lens)
         else:
             tokens = self.deal.unshard(x, self.member)[0]
-            whole = tokens.new_zeros(*self.valid.shape, *tokens.shape[1:])
-            whole = whole.masked_scatter(
+            full = tokens.new_zeros(*self.valid.shape, *tokens.shape[1:])
+            full = full.masked_scatter(
                 self.valid.to(x.device).view(*self.valid.shape, *[1] * (tokens.dim() - 1)), tokens
             )
-        return torch.ops.deepsp._scale_gradient(whole, float(self.member[1]))
+        return torch.ops.deepsp._scale_gradient(full, float(self.member[1]))
 
 
 @dataclass
@@ -219,9 +219,9 @@ class FullRows:
         documents = documents_of(batch, -100, **how)
         deal = deal_documents(documents.lengths, self.member[1])
         index = deal.tokens(self.member[0])
-        own = {n: x[index.to(x.device)] for n, x in documents.tokens.items()}
+        tokens = {n: x[index.to(x.device)] for n, x in documents.tokens.items()}
         share = _Share(self.member, 1, deal.seq_lens, deal, documents.valid)
-        return dealt_batch(own, documents, deal), share
+        return dealt_batch(tokens, documents, deal), share
 
     @_disable_dynamo
     def _leave(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any):
@@ -276,13 +276,13 @@ class FullRows:
         full = call.share.full(stacked)
         if call.labels is not None:  # without shift_labels, the head has nothing for the last token
             full = full[:, :-1]
-        whole = dict(zip(names, full.unbind(-1), strict=True))
-        if "is_top1" in whole:
-            whole["is_top1"] = whole["is_top1"].bool()
+        by_name = dict(zip(names, full.unbind(-1), strict=True))
+        if "is_top1" in by_name:
+            by_name["is_top1"] = by_name["is_top1"].bool()
         mask = call.labels[:, 1:] != -100
         count = mask.sum().clamp(min=1) if call.items is None else call.items
-        loss = -whole["log_probs"].sum() / count
+        loss = -by_name["log_probs"].sum() / count
         if output.aux_loss is not None:
             config = base.config.get_text_config()
             loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * output.aux_loss
-        return type(output)(loss=loss, label_mask=mask, aux_loss=output.aux_loss, **whole)
+        return type(output)(loss=loss, label_mask=mask, aux_loss=output.aux_loss, **by_name)

@@ -74,8 +74,8 @@ class Run:
     def loss_class(self) -> type[Trainer]:
         """The class whose ``compute_loss`` the trainer's own calls."""
         classes = type(self.trainer).__mro__
-        own = next(i for i, c in enumerate(classes) if "sequence_run" in vars(c))
-        return next(c for c in classes[own + 1 :] if "compute_loss" in vars(c))
+        ours = next(i for i, c in enumerate(classes) if "sequence_run" in vars(c))
+        return next(c for c in classes[ours + 1 :] if "compute_loss" in vars(c))
 
     @property
     def has_own_loss(self) -> bool:
@@ -88,8 +88,8 @@ class Run:
     def count(self, labels: Tensor, over_groups: bool = True) -> Tensor:
         """The number of labels that count, as Trainer has it, of all groups or of this one.
         ``labels``: full rows."""
-        own = ((labels[..., 1:] if self.trainer._loss_shifts_labels else labels) != -100).sum()
-        return self.trainer.accelerator.gather(own).sum() if over_groups else own
+        count = ((labels[..., 1:] if self.trainer._loss_shifts_labels else labels) != -100).sum()
+        return self.trainer.accelerator.gather(count).sum() if over_groups else count
 
 
 Compute = Callable[..., Any]
@@ -120,14 +120,14 @@ class FullStep:
 
     def loss(self, compute: Compute, model, inputs, return_outputs: bool, count) -> Any:
         run, trainer = self.run, self.run.trainer
-        own = run.loss_class is Trainer and trainer.compute_loss_func is None
-        wants_outputs = run.returns_outputs or not own
+        stock = run.loss_class is Trainer and trainer.compute_loss_func is None
+        wants_outputs = run.returns_outputs or not stock
         for rows in self.rows:
             rows.mixes_lengths = run.options.mix_lengths
             leaves_out = run.options.without_logits and not run.returns_outputs
             rows.outputs = "all" if wants_outputs and not leaves_out else "loss"
         with contextlib.ExitStack() as stack:
-            if own:  # the model's loss has the smoothing
+            if stock:  # the model's loss has the smoothing
                 stack.enter_context(replaced(trainer, "label_smoother", None))
             if run.base.training or not self.evaluates_all_groups:
                 return compute(model, inputs, return_outputs, count)
@@ -135,12 +135,12 @@ class FullStep:
             count = None if labels is None else run.count(labels)
             for rows in self.rows:
                 stack.enter_context(replaced(rows, "loss_over", run.groups.everyone))
-            if own:
+            if stock:
                 stack.enter_context(trainer.accelerator.sequence_counting("one"))
             stack.enter_context(replaced(trainer.args, "average_tokens_across_devices", True))
             stack.enter_context(replaced(trainer, "current_gradient_accumulation_steps", 1))
             result = compute(model, inputs, return_outputs, count)
-        if own:
+        if stock:
             return result
         loss, *outputs = result if return_outputs else (result,)
         loss = trainer.accelerator.gather(loss.reshape(1)).mean()  # each group has its part
@@ -151,8 +151,8 @@ class FullStep:
         """Whether an evaluation's loss is that of one process with the batches of all groups. Else
         it is that of the group's own, by code that isn't known."""
         run = self.run
-        known = run.loss_class is Trainer or run.is_of_trl
-        return known and not run.compares_rows and run.trainer.compute_loss_func is None
+        loss_is_theirs = run.loss_class is Trainer or run.is_of_trl
+        return loss_is_theirs and not run.compares_rows and run.trainer.compute_loss_func is None
 
     def without_repeats(self, inputs: dict[str, Any], real: Tensor | None) -> dict[str, Any]:
         """A batch of an evaluation in which repeated rows don't count. ``real``: [B]; None: all."""
@@ -185,13 +185,13 @@ class FullStep:
         is_stock = not run.has_own_loss or (run.is_of_trl and not run.compares_rows)
         if not is_stock or not isinstance(labels, Tensor) or local is None:
             return None, None
-        own, member = int((local != -100).sum()), self.run.groups.member
-        ranks = on_all_ranks([own], member, labels.device)
+        count, member = int((local != -100).sum()), self.run.groups.member
+        ranks = on_all_ranks([count], member, labels.device)
         return int((labels[..., 1:] != -100).sum()), sum(n for (n,) in ranks)
 
     def shortened(self, inputs: Mapping[str, Any], is_alone: bool) -> dict[str, Any]:
         """A batch with few tokens of all rows, maybe for one process."""
-        return self._stock.cuts(inputs, whole=True)[int(is_alone)]
+        return self._stock.cuts(inputs, every_token=True)[int(is_alone)]
 
     @property
     def _stock(self) -> Stock:
@@ -265,12 +265,12 @@ class CompiledStep(FullStep):
 
     def prepare(self, model: nn.Module) -> None:
         run = self.run
-        own = run.loss_class is not Trainer or run.trainer.compute_loss_func is not None
-        own |= bool(run.trainer.args.label_smoothing_factor)
+        custom = run.loss_class is not Trainer or run.trainer.compute_loss_func is not None
+        custom |= bool(run.trainer.args.label_smoothing_factor)
 
         def only_the_loss(module, args, output):
             # Where nothing reads the other outputs, they aren't gathered.
-            needed = own or run.returns_outputs or not isinstance(output, Mapping)
+            needed = custom or run.returns_outputs or not isinstance(output, Mapping)
             return output if needed or "loss" not in output else {"loss": output["loss"]}
 
         options = {n: x for n, x in run.options.compiled.items() if n != "seq_dim"}
@@ -347,13 +347,13 @@ class Turns:
     def _batches(self, inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """The full batches of the group's ranks, one after another, or all in one."""
         member, device = self.run.groups.member, self.run.trainer.args.device
-        own = tree_map_only(Tensor, Tensor.cpu, dict(inputs))
+        mine = tree_map_only(Tensor, Tensor.cpu, dict(inputs))
         if not self.run.options.mix_lengths:
             for rank in range(member[1]):
-                sent = own if rank == member[0] else None
+                sent = mine if rank == member[0] else None
                 yield objects_on_all_ranks(sent, member, device)[rank]
             return
-        every = objects_on_all_ranks(packed_batch(own, self.run.options.roles), member, device)
+        every = objects_on_all_ranks(packed_batch(mine, self.run.options.roles), member, device)
         yield {n: torch.cat([x[n] for x in every], 1) for n in every[0]}
 
 

@@ -36,7 +36,7 @@ class Stock:
         self.model, self.roles, self.needs_roles = model, roles, needs_roles
 
     def cuts(
-        self, batch: Mapping[str, Any], whole: bool = False
+        self, batch: Mapping[str, Any], every_token: bool = False
     ) -> tuple[dict[str, Any], dict[str, Any], str]:
         """A cut of a full batch, the same as one process reads it, and what its entries are.
         ``whole``: as in :func:`cut`."""
@@ -45,7 +45,7 @@ class Stock:
         named = {n: x for n, x in batch.items() if self.needs_roles or n in NAMED or n in inputs}
         at = multimodal.shard_at(self.model)
         roles = describe(named, self.roles, shard_at=at, inputs=inputs)
-        part, lens = cut(batch, roles, multimodal.text_tokens(self.model, batch), whole)
+        part, lens = cut(batch, roles, multimodal.text_tokens(self.model, batch), every_token)
         ids = part[roles.tokens]
         if (lens or not set(DOCUMENTS).isdisjoint(part)) and any(mixers.mixers_in(self.model)):
             # State leaks from one document to the next in transformers' own recurrent layers.
@@ -114,8 +114,8 @@ def prove_model(
 
     def sharded() -> Tensor:
         local.update(local_batch(part, member, roles=roles)[0])
-        known = _taken(base, local) | {n: x for n, x in local.items() if n in NAMED}
-        return model(**known).loss
+        arguments = _taken(base, local) | {n: x for n, x in local.items() if n in NAMED}
+        return model(**arguments).loss
 
     def one_process(changed: Mapping[str, Any] = full) -> Outcome:
         return measure(

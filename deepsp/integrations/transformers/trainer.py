@@ -257,8 +257,10 @@ class SequenceParallel:
 
     def _track_num_input_tokens(self, inputs) -> None:
         run = self.sequence_run
-        own = run is not None and run.options.own_batches
-        with self.accelerator.sequence_counting("processes") if own else contextlib.nullcontext():
+        context = contextlib.nullcontext()
+        if run is not None and run.options.own_batches:
+            context = self.accelerator.sequence_counting("processes")
+        with context:
             super()._track_num_input_tokens(inputs)
 
     # ---- steps

@@ -137,5 +137,5 @@ class offload(torch.autograd.graph.saved_tensors_hooks):
         if before is not None:
             before.fetch(back)
         back.await_(saved.ready)
-        found, saved.here = saved.here, None  # a second backward fetches it anew
-        return found
+        tensor, saved.here = saved.here, None  # a second backward fetches it anew
+        return tensor

@@ -27,7 +27,7 @@ class _Live(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.refs: dict[int, weakref.ref] = {}
-        self.known: dict[int, tuple[str, int]] = {}
+        self.storages: dict[int, tuple[str, int]] = {}
         self.live: Counter[str] = Counter()
         self.peaks: dict[str, Counter[str]] = {}
         self.phase, self.part = "set-up", "activations"
@@ -48,24 +48,24 @@ class _Live(TorchDispatchMode):
     def see(self, tensor: Tensor, part: str) -> Tensor:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key not in self.known:
+        if key not in self.storages:
             size = storage.nbytes()
-            self.known[key] = (part, size)
+            self.storages[key] = (part, size)
             self.live[part] += size
             self.refs[key] = weakref.ref(storage, lambda _: self._freed(key))
         return tensor
 
     def _freed(self, key: int) -> None:
-        part, size = self.known.pop(key)
+        part, size = self.storages.pop(key)
         self.live[part] -= size
         del self.refs[key]
 
     def move(self, tensor: Tensor, part: str) -> None:
         """Counts a tensor under another part."""
         key = tensor.untyped_storage()._cdata
-        before, size = self.known.get(key, (None, 0))
+        before, size = self.storages.get(key, (None, 0))
         if before is not None:
-            self.known[key] = (part, size)
+            self.storages[key] = (part, size)
             self.live[before] -= size
             self.live[part] += size
 

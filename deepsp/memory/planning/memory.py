@@ -235,10 +235,10 @@ def _config_of(model):
 
 
 def _bytes(limit: int | str) -> int:
-    found = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]i?B)?\s*", str(limit), re.IGNORECASE)
-    if found is None or isinstance(limit, bool) or not float(found[1]) > 0:
+    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]i?B)?\s*", str(limit), re.IGNORECASE)
+    if match is None or isinstance(limit, bool) or not float(match[1]) > 0:
         raise ValueError(f'expected limit to be bytes or a string such as "80 GB", got {limit!r}')
-    return int(float(found[1]) * _UNITS[(found[2] or "").upper()])
+    return int(float(match[1]) * _UNITS[(match[2] or "").upper()])
 
 
 class _Runs:
@@ -276,7 +276,7 @@ class _Runs:
         parameters = at_full_depth(sum(sizes), sum(more_sizes))
         shards = self.ranks if levers["sharded"] else 1
         gathered = max(block, *sizes) if shards > 1 else 0
-        found = {}
+        phases = {}
         for phase, peak in first.items():
             if phase == "set-up":
                 continue
@@ -292,18 +292,18 @@ class _Runs:
                 # In its backward, one layer's input is on the device.
                 parts["activations"] -= (count - 1) * kept if phase != list(first)[-1] else 0
                 parts["activations"] = max(parts["activations"], kept)
-            found[phase] = parts
+            phases[phase] = parts
         # The update of a parameter makes two temporary tensors.
-        found["the optimizer"] = dict.fromkeys(PARTS, 0.0) | {
+        phases["the optimizer"] = dict.fromkeys(PARTS, 0.0) | {
             "parameters": parameters / shards,
             "gradients": parameters / shards,
             "optimizer states": 2 * parameters / shards,
             "activations": 2 * max(sizes) / shards,
         }
-        buffers = max(parts["exchange buffers"] for parts in found.values())
-        for parts in found.values():
+        buffers = max(parts["exchange buffers"] for parts in phases.values())
+        for parts in phases.values():
             parts["exchange buffers"] = buffers  # the pool keeps them
-        return found
+        return phases
 
     def _peaks(self, layers: int, *how) -> tuple:
         try:
@@ -330,28 +330,28 @@ class _Runs:
         return vocabulary * (tokens * (wide + narrow) + part)
 
     def plan(self, seq_len: int, levers: dict[str, bool]) -> MemoryPlan:
-        found = self.phases(seq_len, levers)
-        phase = max(found, key=lambda name: sum(found[name].values()))
-        parts = {name: round(found[phase][name]) for name in PARTS}
+        phases = self.phases(seq_len, levers)
+        phase = max(phases, key=lambda name: sum(phases[name].values()))
+        parts = {name: round(phases[phase][name]) for name in PARTS}
         return MemoryPlan(parts, dict(levers), seq_len, self.ranks, phase)
 
     def longest(self, seq_len: int, levers: dict[str, bool], limit: int) -> int:
         """Approximately the longest sequence that fits, a multiple of the ranks. Bytes grow almost
         linearly with the tokens; each run improves the estimate."""
-        known: list[tuple[int, float]] = []
+        tried: list[tuple[int, float]] = []
         best, tokens = 0, max(1, seq_len // self.ranks)
         for _ in range(8):
             phases = self.phases(tokens * self.ranks, levers)
             total = max(sum(parts.values()) for parts in phases.values())
             best = max(best, tokens) if total <= limit else best
-            known.append((tokens, total))
-            nearest = sorted(known, key=lambda at: abs(at[1] - limit))[:2]
-            (a, x), (b, y) = nearest if len(known) > 1 else ((0, 0.0), known[0])
+            tried.append((tokens, total))
+            nearest = sorted(tried, key=lambda at: abs(at[1] - limit))[:2]
+            (a, x), (b, y) = nearest if len(tried) > 1 else ((0, 0.0), tried[0])
             if x == y:
                 break
-            found = int(a + (limit - x) * (b - a) / (y - x))
-            near = [n for n, _ in known if abs(found - n) <= n // 100]
-            if found < 1 or any(n <= best for n in near):
+            guess = int(a + (limit - x) * (b - a) / (y - x))
+            near = [n for n, _ in tried if abs(guess - n) <= n // 100]
+            if guess < 1 or any(n <= best for n in near):
                 break
-            tokens = max(1, min(49 * min(near) // 50 if near else found, 16 * tokens, 2**26))
+            tokens = max(1, min(49 * min(near) // 50 if near else guess, 16 * tokens, 2**26))
         return best * self.ranks

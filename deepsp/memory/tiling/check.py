@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from deepsp.memory.tiling.run import Call, Place
+from deepsp.memory.tiling.run import TiledCall, TokenDim
 from deepsp.memory.tiling.run import differ as states_differ
 from deepsp.memory.tiling.weights import Weights
 from deepsp.ranks import randomness
@@ -33,7 +33,7 @@ _FIRST = 5  # tokens in the first tile
 _CHANGED = 3  # the position of the changed token
 
 
-def check(call: Call, weights: Weights, grad: bool) -> list[Place]:
+def check(call: TiledCall, weights: Weights, grad: bool) -> list[TokenDim]:
     """Checks a module, and returns where its outputs have their tokens.
 
     Raises:
@@ -44,12 +44,12 @@ def check(call: Call, weights: Weights, grad: bool) -> list[Place]:
 
 
 class _Check:
-    def __init__(self, call: Call, weights: Weights, grad: bool):
+    def __init__(self, call: TiledCall, weights: Weights, grad: bool):
         self.call, self.weights, self.grad = call, weights, grad
         self.name, self.dim = call.name, call.dim
         self.device = call.inputs[0].device
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[TokenDim]:
         before = randomness.states(self.device)
         leaves = [x.detach().requires_grad_(x.requires_grad) for x in self.weights.tensors]
         real = not any(x.is_meta or isinstance(x, FakeTensor) for x in (*leaves, *self.call.inputs))
@@ -88,7 +88,7 @@ class _Check:
                 f"{type(error).__name__}: {error}"
             ) from error
 
-    def _places(self, leaves: list[Tensor], states: list[Tensor], real: bool) -> list[Place]:
+    def _places(self, leaves: list[Tensor], states: list[Tensor], real: bool) -> list[TokenDim]:
         inputs = self._tokens()
         versions = [version(x) for x in inputs]
         full = self._run(inputs, states)
@@ -130,7 +130,7 @@ class _Check:
         self._check_two_tiles(states, places, random)
         return places
 
-    def _check_two_tiles(self, states, places: list[Place], random) -> None:
+    def _check_two_tiles(self, states, places: list[TokenDim], random) -> None:
         """Compares the call's own first two tiles, together and one by one: a module may treat many
         tokens differently from few."""
         (_, first), (_, second) = (*self.call.tiles[:2], (0, 0), (0, 0))[:2]
@@ -154,27 +154,27 @@ class _Check:
         """The arguments with a few tokens, the same ones in each argument."""
         generator = torch.Generator().manual_seed(0)
         length, count = self.call.length, max(_ORDER) + 1
-        made = []
+        inputs = []
         for x, tiled in zip(self.call.inputs, self.call.tiled, strict=True):
             if not tiled:
-                made.append(x.detach().requires_grad_(x.requires_grad))
+                inputs.append(x.detach().requires_grad_(x.requires_grad))
                 continue
             x = x.detach()
             shape = [count if d == self.dim else n for d, n in enumerate(x.shape)]
             if length == 0:
-                own = x.new_zeros(shape)
+                values = x.new_zeros(shape)
             else:
                 index = torch.arange(count, device=x.device) * max(1, length // count) % length
-                own = x.index_select(self.dim, index)
+                values = x.index_select(self.dim, index)
             if x.is_floating_point():
-                own = own.nan_to_num(0.0, 0.0, 0.0)
-                scale = own.float().std() if own.numel() > 1 else own.new_zeros(())
+                values = values.nan_to_num(0.0, 0.0, 0.0)
+                scale = values.float().std() if values.numel() > 1 else values.new_zeros(())
                 noise = torch.randn(shape, generator=generator).to(x.device)
-                own = own + (noise * torch.where(scale > 0, scale, 1.0)).to(x.dtype)
+                values = values + (noise * torch.where(scale > 0, scale, 1.0)).to(x.dtype)
             order = torch.tensor(_ORDER, device=x.device)
-            needs = self.call.inputs[len(made)].requires_grad
-            made.append(own.index_select(self.dim, order).requires_grad_(needs and self.grad))
-        return made
+            needs = self.call.inputs[len(inputs)].requires_grad
+            inputs.append(values.index_select(self.dim, order).requires_grad_(needs and self.grad))
+        return inputs
 
     def _cut(self, inputs: Sequence[Tensor], start: int, length: int) -> list[Tensor]:
         return [
@@ -195,23 +195,23 @@ class _Check:
             )
         return zip(full, first, strict=True)
 
-    def _place(self, full: Tensor, first: Tensor) -> Place:
+    def _place(self, full: Tensor, first: Tensor) -> TokenDim:
         sizes = list(zip(full.shape, first.shape, strict=False))
         differing = [d for d, (a, b) in enumerate(sizes) if a != b]
         lead = self.call.lead.numel()
         if full.dim() == first.dim() and len(differing) == 1:
             (dim,) = differing
             if sizes[dim] == (len(_ORDER), _FIRST):
-                return Place(dim, False, full.requires_grad)
+                return TokenDim(dim, False, full.requires_grad)
             if sizes[dim] == (len(_ORDER) * lead, _FIRST * lead):
-                return Place(dim, True, full.requires_grad)
+                return TokenDim(dim, True, full.requires_grad)
         raise ValueError(
             f"expected every output of {self.name} to have a dimension for the tokens, got shapes "
             f"{list(full.shape)} for {len(_ORDER)} tokens and {list(first.shape)} for {_FIRST}: "
             "it is computed from several tokens, and can't be tiled; tile a submodule"
         )
 
-    def _by_token(self, x: Tensor, place: Place, length: int = len(_ORDER)) -> Tensor:
+    def _by_token(self, x: Tensor, place: TokenDim, length: int = len(_ORDER)) -> Tensor:
         x, dim = x.detach(), place.dim
         if place.flat:
             x, dim = x.unflatten(dim, (*self.call.lead, length)), dim + len(self.call.lead)
@@ -235,10 +235,10 @@ class _Check:
 
     # ---- gradients, buffers, random numbers
 
-    def _check_leaves(self, outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
+    def _check_leaves(self, outputs: Sequence[Tensor], allowed: Sequence[Tensor]) -> None:
         """Raises if an output depends on a leaf that is neither an input nor a weight: it would get
         no gradient."""
-        identities = {id(x) for x in known}
+        identities = {id(x) for x in allowed}
         nodes = [x.grad_fn for x in outputs if x.grad_fn is not None]
         seen = set(nodes)
         while nodes:

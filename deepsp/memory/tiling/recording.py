@@ -18,8 +18,8 @@ def _collector() -> ContextVar | None:
 def recording() -> tuple[str, ...]:
     """The keys of outputs that the running model records in its submodules."""
     collector = _collector()
-    found = None if collector is None else collector.get()
-    return tuple(key for key, value in (found or {}).items() if isinstance(value, list))
+    lists = None if collector is None else collector.get()
+    return tuple(key for key, value in (lists or {}).items() if isinstance(value, list))
 
 
 @contextlib.contextmanager
@@ -37,8 +37,8 @@ def recorded(keys: tuple[str, ...]) -> Iterator[dict[str, list[Tensor]]]:
         collector.reset(token)
 
 
-def record(found: dict[str, list[Tensor]]) -> None:
+def record(recorded: dict[str, list[Tensor]]) -> None:
     """Adds separately recorded tensors to the model's record."""
-    for key, tensors in found.items():
+    for key, tensors in recorded.items():
         if tensors:
             _collector().get()[key].extend(tensors)

@@ -28,7 +28,7 @@ _LEAST_ROWS = 512
 
 
 @dataclass(frozen=True)
-class Place:
+class TokenDim:
     """The dimension of an output that has the tokens."""
 
     dim: int
@@ -44,7 +44,7 @@ class Settings:
     tokens: int | str
     dim: int
     # Checked call signatures, and the token dimension of each of their outputs.
-    checked: dict[tuple, list[Place]] = field(default_factory=dict)
+    checked: dict[tuple, list[TokenDim]] = field(default_factory=dict)
 
 
 def tile_length(x: Tensor, dim: int, tokens: int | str) -> int:
@@ -59,7 +59,7 @@ def tile_length(x: Tensor, dim: int, tokens: int | str) -> int:
     return math.ceil(length / count)
 
 
-class Call:
+class TiledCall:
     """One call of a tiled module.
 
     Args:
@@ -80,7 +80,7 @@ class Call:
     ):
         self.module, self._forward, self.settings = module, forward, settings
         self.name = settings.name
-        leaves, self._given = tree_flatten((args, kwargs))
+        leaves, self._spec = tree_flatten((args, kwargs))
         self._at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         self.inputs: list[Tensor] = [leaves[i] for i in self._at]
         self.count = len(self.inputs)
@@ -99,7 +99,7 @@ class Call:
         step = tile_length(x, self.dim, settings.tokens)
         self.tiles = [(a, min(step, self.length - a)) for a in range(0, self.length, step)]
         self._keys = recording()
-        self.places: list[Place] = []
+        self.places: list[TokenDim] = []
         self._returned: Any = None
         self._states: list[Tensor] | None = None
         self.gradients: tuple[Tensor | None, ...] = ()
@@ -118,17 +118,17 @@ class Call:
         modes = tuple(m.training for m in self.module.modules())
         shapes = tuple((x.dim(), x.dtype) for x in self.inputs)
         flat = self.lead.numel() == 1
-        return grad, flat, modes, shapes, tuple(self.tiled), self._keys, repr(self._given)
+        return grad, flat, modes, shapes, tuple(self.tiled), self._keys, repr(self._spec)
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The module's outputs for some tokens."""
         leaves = list(self._leaves)
         for i, x in zip(self._at, inputs, strict=True):
             leaves[i] = x
-        args, kwargs = tree_unflatten(leaves, self._given)
-        with recorded(self._keys) as found:
+        args, kwargs = tree_unflatten(leaves, self._spec)
+        with recorded(self._keys) as records:
             result = self._forward(*args, **kwargs)
-        flat, spec = tree_flatten((result, found))
+        flat, spec = tree_flatten((result, records))
         self._returned = spec, [None if isinstance(x, Tensor) else (x,) for x in flat]
         return [x for x in flat if isinstance(x, Tensor)]
 
@@ -137,8 +137,8 @@ class Call:
         spec, others = self._returned
         rest = iter(outputs)
         flat = [next(rest) if other is None else other[0] for other in others]
-        result, found = tree_unflatten(flat, spec)
-        record(found)
+        result, records = tree_unflatten(flat, spec)
+        record(records)
         return result
 
     # ---- all tiles
@@ -149,11 +149,11 @@ class Call:
             for x, tiled in zip(tensors, self.tiled, strict=True)
         ]
 
-    def _by_token(self, tensor: Tensor, place: Place, length: int) -> Tensor:
+    def _by_token(self, tensor: Tensor, place: TokenDim, length: int) -> Tensor:
         """An output for ``length`` tokens, with a separate dimension for the tokens."""
         return tensor.unflatten(place.dim, (*self.lead, length)) if place.flat else tensor
 
-    def _part(self, full: Tensor, place: Place, start: int, length: int) -> Tensor:
+    def _part(self, full: Tensor, place: TokenDim, start: int, length: int) -> Tensor:
         """A tile's part of an output, or of its gradient."""
         dim = place.dim + (len(self.lead) if place.flat else 0)
         return self._by_token(full, place, self.length).narrow(dim, start, length)
@@ -184,7 +184,7 @@ class Call:
         self._states = before if differ(before, after) else None
         return outputs
 
-    def _placed(self, results: Sequence[Tensor]) -> Iterator[tuple[Tensor, Place]]:
+    def _placed(self, results: Sequence[Tensor]) -> Iterator[tuple[Tensor, TokenDim]]:
         if len(results) != len(self.places):
             raise ValueError(
                 f"expected {self.name} to return {len(self.places)} tensors, as it did when it was "
@@ -192,7 +192,7 @@ class Call:
             )
         return zip(results, self.places, strict=True)
 
-    def _empty(self, x: Tensor, place: Place) -> Tensor:
+    def _empty(self, x: Tensor, place: TokenDim) -> Tensor:
         shape = list(x.shape)
         shape[place.dim] = self.length * (self.lead.numel() if place.flat else 1)
         return torch.empty(shape, dtype=x.dtype, device=x.device)
@@ -226,14 +226,14 @@ class Call:
             weights.replaced(leaves[count:]),
         ):
             for start, length in self.tiles:
-                own = [
+                inputs_of_tile = [
                     x.detach().requires_grad_(n) if t else leaves[i]
                     for i, (x, n, t) in enumerate(
                         zip(self.of_tile(saved[:count], start, length), needed, tiled, strict=False)
                     )
                 ]
                 with autocast():
-                    results = self.run(own)
+                    results = self.run(inputs_of_tile)
                 heads = [
                     (self._by_token(x, place, length), self._part(g, place, start, length))
                     for (x, place), g in zip(self._placed(results), gradients, strict=True)
@@ -242,9 +242,9 @@ class Call:
                 del results
                 if heads:
                     # Only these leaves get gradients.
-                    ends = [x for x in (*own, *leaves[count:]) if x.requires_grad]
+                    ends = [x for x in (*inputs_of_tile, *leaves[count:]) if x.requires_grad]
                     torch.autograd.backward(*zip(*heads, strict=True), inputs=ends)
-                for x, part in zip(own, parts, strict=False):
+                for x, part in zip(inputs_of_tile, parts, strict=False):
                     if part is not None:
                         tile = part.narrow(self.dim, start, length)
                         tile.zero_() if x.grad is None else tile.copy_(x.grad)
@@ -323,7 +323,7 @@ class _Inputs(torch.autograd.Function):
     """Saves the inputs and weights; its backward is the call's."""
 
     @staticmethod
-    def forward(ctx, call: Call, backward: Callable, *tensors: Tensor) -> Tensor:
+    def forward(ctx, call: TiledCall, backward: Callable, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
         ctx.run = backward
         return torch.empty(0, device=tensors[0].device)
@@ -338,7 +338,7 @@ class _Outputs(torch.autograd.Function):
     """Runs the tiles."""
 
     @staticmethod
-    def forward(ctx, call: Call, tensors: list[Tensor], run: Callable, _: Tensor):
+    def forward(ctx, call: TiledCall, tensors: list[Tensor], run: Callable, _: Tensor):
         ctx.set_materialize_grads(False)
         ctx.call, ctx.device = call, tensors[0].device
         outputs = run(tensors)
@@ -353,7 +353,7 @@ class _Outputs(torch.autograd.Function):
         return None, None, None, torch.empty(0, device=ctx.device)
 
 
-def run_tiled(call: Call, check: Callable[[Call, Weights, bool], list[Place]]) -> Any:
+def run_tiled(call: TiledCall, check: Callable[[TiledCall, Weights, bool], list[TokenDim]]) -> Any:
     """Runs a call by tiles, and returns its result.
 
     Args:
@@ -373,9 +373,9 @@ def run_tiled(call: Call, check: Callable[[Call, Weights, bool], list[Place]]) -
             call.settings.checked[key] = check(call, weights, grad)
     call.places = call.settings.checked[key]
 
-    def forward(given: Sequence[Tensor]) -> list[Tensor]:
+    def forward(tensors: Sequence[Tensor]) -> list[Tensor]:
         # Detached: autocast would cache casts of weights that require grad, made without grad.
-        plain = [x.detach() for x in given]
+        plain = [x.detach() for x in tensors]
         with torch.no_grad(), children.left_alone(), weights.replaced(plain[count:]):
             return call.forward(plain[:count])
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from deepsp.memory.tiling.check import check
-from deepsp.memory.tiling.run import Call, Settings, run_tiled
+from deepsp.memory.tiling.run import Settings, TiledCall, run_tiled
 from deepsp.weights import partitioned
 
 _SETTINGS, _IS_TILED = "_deepsp_tile", "_deepsp_is_tiled"
@@ -157,7 +157,7 @@ def _tiled_class(cls: type[nn.Module]) -> type[nn.Module]:
     @torch.compiler.disable(reason="deepsp.tile: a tiled module runs outside of compiled graphs")
     def run(self: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         forward = super(tiled, self).forward
-        return run_tiled(Call(self, forward, vars(self)[_SETTINGS], args, kwargs), check)
+        return run_tiled(TiledCall(self, forward, vars(self)[_SETTINGS], args, kwargs), check)
 
     @functools.wraps(cls.forward)
     def forward(self, *args, **kwargs):

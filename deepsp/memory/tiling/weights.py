@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 
 from deepsp.ranks.groups import is_dtensor
 from deepsp.weights.partitioned import check_gathered_as_a_whole
-from deepsp.weights.shards import Shard
+from deepsp.weights.shards import ShardParametrization
 
 _ABSENT = object()
 
@@ -25,14 +25,14 @@ class Weights:
         self.tensors: list[Tensor] = []
         # For each tensor, the dictionaries and keys in which the module finds it.
         self._places: list[list[tuple[dict, str | int]]] = []
-        known: dict[tuple, int] = {}
+        first: dict[tuple, int] = {}
 
         def add(key: tuple, place: tuple[dict, str | int], tensor) -> None:
-            if key not in known:
-                known[key] = len(self.tensors)
+            if key not in first:
+                first[key] = len(self.tensors)
                 self.tensors.append(tensor())
                 self._places.append([])
-            self._places[known[key]].append(place)
+            self._places[first[key]].append(place)
 
         of_shards = set()
         for prefix, owner in module.named_modules():
@@ -46,7 +46,7 @@ class Weights:
                 continue
             for key, parametrizations in owner.parametrizations.items():
                 shard = parametrizations[0]
-                if isinstance(shard, Shard):
+                if isinstance(shard, ShardParametrization):
                     of_shards.add(parametrizations)
                     place = shard.shards.full, shard.index
                     add(

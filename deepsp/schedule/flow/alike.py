@@ -50,10 +50,10 @@ class Alike:
         Raises:
             ValueError: something differs.
         """
-        found = self._first_difference()
-        if found is not None:
-            raise found.error(
-                f"{found.name}, which is computed from replicated tensors,",
+        differs = self._first_difference()
+        if differs is not None:
+            raise differs.error(
+                f"{differs.name}, which is computed from replicated tensors,",
                 "something in the model, or in a hook, depends on the rank: let the schedule split "
                 "tensors (sync with scatter), and leave out hooks that mask by rank, since a "
                 "sharded Embedding takes ids of the full vocabulary",
@@ -62,9 +62,9 @@ class Alike:
     def _first_difference(self) -> Difference | None:
         if self.member[1] == 1:
             return None
-        found = difference(self._digests, self.member)
-        if found is not None or not self._floats:
-            return found
+        differs = difference(self._digests, self.member)
+        if differs is not None or not self._floats:
+            return differs
         rank, size, name = self.member
         local = torch.stack([sums for _, _, sums in self._floats])
         local = local.to(device_of(self.member)).unsqueeze(0)
@@ -87,12 +87,12 @@ def compare_inputs(args: tuple, kwargs: Mapping, member: Member) -> None:
         ValueError: they differ.
     """
     tensors = [(f"tensor {n}", t) for n, t in enumerate(tensors_in((args, kwargs)))]
-    known = (x for x in tree_leaves((args, kwargs)) if type(x) in _NUMBERS)
-    numbers = [(f"number {n}", repr(x)) for n, x in enumerate(known)]
-    found = first_difference([*tensors, *numbers], member)
-    if found is not None:
-        raise found.error(
-            f"the full batch, the model's inputs (for example {found.name}),",
+    plain = (x for x in tree_leaves((args, kwargs)) if type(x) in _NUMBERS)
+    numbers = [(f"number {n}", repr(x)) for n, x in enumerate(plain)]
+    differs = first_difference([*tensors, *numbers], member)
+    if differs is not None:
+        raise differs.error(
+            f"the full batch, the model's inputs (for example {differs.name}),",
             "the schedule splits the batch: DistributedSampler gives each rank a batch of its own "
             "unless it counts data-parallel ranks only (num_replicas=, rank=)",
         )

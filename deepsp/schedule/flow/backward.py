@@ -32,17 +32,17 @@ def walk(tape: list[Entry], outputs: list[Value]) -> dict[Any, str]:
     for value in outputs:
         if value.carries:
             _reach(value, "replicated", end)
-    found: dict[Any, str] = {}
+    states: dict[Any, str] = {}
     for entry in reversed(tape):
         arriving = [o for o in entry.outputs if o.state is not None]
         if entry.sync is not None:
-            _sync(entry, arriving, found)
+            _sync(entry, arriving, states)
             continue
         for out in arriving:
             for value in entry.inputs:
                 if value.carries:
                     _reach(value, out.state if out.replicated else "partial", entry)
-    return found
+    return states
 
 
 def _reach(value: Value, state: str, entry: Entry) -> None:
@@ -65,7 +65,7 @@ def _reach(value: Value, state: str, entry: Entry) -> None:
         )
 
 
-def _sync(entry: Entry, arriving: list[Value], found: dict[Any, str]) -> None:
+def _sync(entry: Entry, arriving: list[Value], states: dict[Any, str]) -> None:
     sync, (value,) = entry.sync, entry.inputs
     grad = getattr(sync, "grad", None)
     out = arriving[0] if arriving else None
@@ -86,21 +86,21 @@ def _sync(entry: Entry, arriving: list[Value], found: dict[Any, str]) -> None:
         return
     if sync.op in ("all_gather", "all_reduce"):
         if out is None:
-            found.setdefault(sync, None)
+            states.setdefault(sync, None)
             return
         if grad is not None and grad != out.state:
             raise ValueError(
                 f"{entry}: expected grad={out.state!r} or None, since the gradient of its output "
                 f"is {_GRADS[out.state]} from {out.why}, got {grad!r}"
             )
-        before = found.get(sync)
+        before = states.get(sync)
         if before is not None and before != out.state:
             raise ValueError(
                 f"{entry}: expected the same gradient in every call, but the gradient of its "
                 f"output is {_GRADS[out.state]} from {out.why}, and {_GRADS[before]} in "
                 "another call"
             )
-        found[sync] = out.state
+        states[sync] = out.state
     if out is not None and value.carries:
         # Only scatter takes a replicated tensor; its backward may gather the parts.
         _reach(value, grad or "replicated", entry)

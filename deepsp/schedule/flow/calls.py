@@ -16,7 +16,7 @@ from deepsp import placement
 from deepsp.ranks import randomness
 from deepsp.schedule.flow import drawing, exchanges, lengths, pieces, reshapes, writes
 from deepsp.schedule.flow.rows import place_of
-from deepsp.schedule.flow.values import Call, Entry, Split, Value, differentiable, tensors_in
+from deepsp.schedule.flow.values import Entry, Split, TracedCall, Value, differentiable, tensors_in
 from deepsp.schedule.placement import REPLICATE
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Ops(SchemaCheckMode):
         with torch._C._DisablePythonDispatcher():
             if self.flow.is_paused:
                 return func(*args, **(kwargs or {}))
-            return follow(self.flow, Call(self.flow, func, args, kwargs or {}))
+            return follow(self.flow, TracedCall(self.flow, func, args, kwargs or {}))
 
 
 class Functions(TorchFunctionMode):
@@ -89,7 +89,7 @@ class Functions(TorchFunctionMode):
         if raw == "_set_grad_enabled" or flow.is_paused:
             return func(*args, **kwargs)
         if raw == "deepsp.DistributedAttention":
-            call = Call(flow, None, args, kwargs, raw)
+            call = TracedCall(flow, None, args, kwargs, raw)
             call.named = dict(zip(("q", "k", "v", "group_name"), args, strict=False))
             return follow(flow, call, lambda: func(*args, **kwargs))
         if raw in _READS:
@@ -109,7 +109,7 @@ def _read(flow: Flow, name: str, args) -> None:
             )
 
 
-def follow(flow: Flow, call: Call, run=None):
+def follow(flow: Flow, call: TracedCall, run=None):
     """Follows an op that the model calls. ``run``: calls it, if not as ``call.target``."""
     name = call.name
     writes_to = list(tensors_in(call.written))
@@ -140,8 +140,8 @@ def follow(flow: Flow, call: Call, run=None):
         flow.note_replicated(call.tensors)
     before = randomness.states()
     out = _run(flow, call, run, refusal)
-    made = list(tensors_in(out))
-    if not made and not writes_to:
+    results = list(tensors_in(out))
+    if not results and not writes_to:
         return out
     if callable(places):
         places = places(out)
@@ -150,16 +150,16 @@ def follow(flow: Flow, call: Call, run=None):
         if places is None:
             raise refusal
     if isinstance(places, Split):
-        _check_length(call, made, places)
+        _check_length(call, results, places)
     random = drawing.note(flow, call, before) or any(v.random for _, v in call.tensors)
-    _record(flow, call, writes_to or made, places, bool(writes_to), random)
+    _record(flow, call, writes_to or results, places, bool(writes_to), random)
     return out
 
 
 _ABOUT = {"is_same_size", "sym_size", "sym_numel", "sym_stride", "result_type", "is_pinned"}
 
 
-def _is_view(call: Call) -> bool:
+def _is_view(call: TracedCall) -> bool:
     """Whether the op only views or copies: its result is compared where it is used."""
     if call.name in _CASTS or call.name in pieces.RULES:
         return True
@@ -167,7 +167,7 @@ def _is_view(call: Call) -> bool:
     return bool(returns) and all(r.alias_info and not r.alias_info.is_write for r in returns)
 
 
-def _run(flow: Flow, call: Call, run, refusal: ValueError | None):
+def _run(flow: Flow, call: TracedCall, run, refusal: ValueError | None):
     try:
         if run is not None:
             with flow.paused():
@@ -189,18 +189,20 @@ def _run(flow: Flow, call: Call, run, refusal: ValueError | None):
         raise
 
 
-def _check_length(call: Call, made: list[Tensor], place: Split) -> None:
+def _check_length(call: TracedCall, results: list[Tensor], place: Split) -> None:
     """Fails if an op's size arguments changed the sharded dimension's length."""
-    for tensor in made:
+    for tensor in results:
         axis = place.axis
         if axis is not None and (axis >= tensor.dim() or tensor.size(axis) != sum(place.parts)):
             value = next(v for _, v in call.tensors if v.split)
             call.fail_split(value, "the sharded dimension is repeated")
 
 
-def _record(flow: Flow, call: Call, made: list[Tensor], places, inplace: bool, random: bool):
+def _record(
+    flow: Flow, call: TracedCall, results: list[Tensor], places, inplace: bool, random: bool
+):
     if not isinstance(places, list):
-        places = [REPLICATE if places is None else places] * len(made)
+        places = [REPLICATE if places is None else places] * len(results)
     inputs = [v for _, v in call.tensors]
     name = call.name
     carries = flow.grad.enabled and any(v.carries for v in inputs) and name not in _STOP
@@ -210,7 +212,7 @@ def _record(flow: Flow, call: Call, made: list[Tensor], places, inplace: bool, r
     since = next((v.since for v in inputs if v.since), "")
     where = flow.where()
     outputs = []
-    for tensor, place in zip(made, places, strict=True):
+    for tensor, place in zip(results, places, strict=True):
         if not inplace and any(tensor is t for t, _ in call.tensors):
             continue  # contiguous() and to() may return their input
         value = Value(place, carries and differentiable(tensor), f"what {name} in {where} makes")
@@ -232,7 +234,7 @@ def _record(flow: Flow, call: Call, made: list[Tensor], places, inplace: bool, r
         writes.pass_to_aliases(flow, call, outputs)
 
 
-def _is_even(call: Call) -> bool:
+def _is_even(call: TracedCall) -> bool:
     """Whether the op keeps uniform tensors uniform."""
     if call.name in _MOVES:
         return True

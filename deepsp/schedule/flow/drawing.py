@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from deepsp.ranks import randomness
-from deepsp.schedule.flow.values import Call
+from deepsp.schedule.flow.values import TracedCall
 
 _DROPOUTS = {
     "dropout",
@@ -26,7 +26,7 @@ def drawn_since(before: list[Tensor]) -> bool:
         return any(not torch.equal(a, b) for a, b in zip(before, after, strict=False))
 
 
-def _draws(call: Call) -> bool:
+def _draws(call: TracedCall) -> bool:
     """Whether an op draws from the default generators, also if it draws no elements here."""
     if call["generator"] is not None or call.target is None:
         return False
@@ -38,7 +38,7 @@ def _draws(call: Call) -> bool:
     return torch.Tag.nondeterministic_seeded in call.target.tags
 
 
-def note(flow, call: Call, before: list[Tensor]) -> bool:
+def note(flow, call: TracedCall, before: list[Tensor]) -> bool:
     """Records that a module draws random numbers; returns whether it does."""
     if not _draws(call) and not drawn_since(before):
         return False
@@ -46,7 +46,7 @@ def note(flow, call: Call, before: list[Tensor]) -> bool:
     return True
 
 
-def _note(flow, call: Call) -> None:
+def _note(flow, call: TracedCall) -> None:
     kind = "sharded" if any(v.split for _, v in call.tensors) else "replicated"
     if randomness.inside():
         if kind == "replicated" and call.tensors and call.name in _DROPOUTS:

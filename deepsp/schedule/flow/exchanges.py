@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NoReturn
 
-from deepsp.schedule.flow.values import Call, Split, Value, tensors_in
+from deepsp.schedule.flow.values import Split, TracedCall, Value, tensors_in
 from deepsp.schedule.placement import REPLICATE
 
 _TOKENS, _HEADS = 1, 2  # dimensions of [B, S, H, D]
@@ -24,11 +24,11 @@ class OpSync:
     mode: str = "op"
 
 
-def _group(call: Call) -> str | None:
+def _group(call: TracedCall) -> str | None:
     return call["group_name"]
 
 
-def _fail_other_group(call: Call, value: Value) -> NoReturn:
+def _fail_other_group(call: TracedCall, value: Value) -> NoReturn:
     call.fail(
         f"expected {value.name} to be Replicate over the schedule's group, since the op is over "
         f"another group, got {value.place}; use {'all_reduce' if value.partial else 'all_gather'} "
@@ -40,7 +40,7 @@ def _exchange(source: int | None, target: int | None):
     """A rule for inputs sharded along ``source`` and outputs along ``target``; None: a buffer in
     flight."""
 
-    def rule(call: Call):
+    def rule(call: TracedCall):
         first = call.values[:3] if call.name in _ATTENTION else call.values[:1]
         moved = list(tensors_in(first))
         if _group(call) not in (None, call.flow.member[2]):
@@ -88,7 +88,7 @@ def _exchange(source: int | None, target: int | None):
 def _collective(op: str):
     """A collective over the schedule's group that a module calls itself, with its own ``grad``."""
 
-    def rule(call: Call):
+    def rule(call: TracedCall):
         x = call.values[0]
         value = call.value(x)
         if _group(call) != call.flow.member[2]:
@@ -126,7 +126,7 @@ def _collective(op: str):
     return rule
 
 
-def _scale_gradient(call: Call):
+def _scale_gradient(call: TracedCall):
     value = call.value(call.values[0])
     if value.carries and call["scale"] != 1.0:
         call.fail(

@@ -24,8 +24,8 @@ from deepsp.schedule.flow.alike import Alike
 from deepsp.schedule.flow.arguments import copied
 from deepsp.schedule.flow.values import (
     Entry,
-    Place,
     Split,
+    TracedPlacement,
     Trusted,
     Value,
     differentiable,
@@ -244,10 +244,10 @@ class Flow:
 
     def value(self, tensor: Tensor) -> Value:
         with torch._C.DisableTorchFunction():
-            known = self.values.get(tensor)
-            if known is None:
-                known = self._leaf(tensor)
-            return known
+            value = self.values.get(tensor)
+            if value is None:
+                value = self._leaf(tensor)
+            return value
 
     def _leaf(self, tensor: Tensor) -> Value:
         """The value of a tensor that no followed op made: a parameter, a buffer, a constant.
@@ -268,7 +268,7 @@ class Flow:
         text = name or f"a tensor of shape {list(tensor.shape)} made elsewhere"
         return self._know(tensor, place, text)
 
-    def _know(self, tensor: Tensor, place: Place, name: str) -> Value:
+    def _know(self, tensor: Tensor, place: TracedPlacement, name: str) -> Value:
         value = Value(place, tensor.requires_grad, name, leaf=tensor)
         self.values[tensor] = value
         self._leaves.append(value)
@@ -306,8 +306,8 @@ class Flow:
         result = sync.result(public(value.place), x.dim())
         if sync.op == "all_gather":
             origin = getattr(value.place, "origin", None)
-            known = self.findings.origins.get(sync, origin)
-            self.findings.origins[sync] = origin if known is origin else None
+            first = self.findings.origins.get(sync, origin)
+            self.findings.origins[sync] = origin if first is origin else None
         if callable(out) and not isinstance(out, Tensor):
             with self.paused():
                 out = out()
@@ -321,14 +321,14 @@ class Flow:
         if place == value.place and isinstance(place, Split):
             place = value.place
         where = sync.module_name or "the model"
-        made = Value(
+        synced = Value(
             place,
             value.carries and self.grad.enabled,
             f"what {sync.op} ({sync.mode}) at {where} makes",
             random=value.random,
         )
-        self.tape.append(Entry(f"{sync.mode} {sync.op}", where, [value], [made], sync))
-        self.values[out] = made
+        self.tape.append(Entry(f"{sync.mode} {sync.op}", where, [value], [synced], sync))
+        self.values[out] = synced
         return out
 
     def trusted(self, x: Tensor) -> Tensor:
@@ -336,12 +336,12 @@ class Flow:
         value = self.value(x)
         with self.paused():
             out = x.view_as(x)
-        made = Value(
+        returned = Value(
             value.place, value.carries and self.grad.enabled, value.name, random=value.random
         )
         sync = Trusted()
-        self.tape.append(Entry("a bwd_post function", self.where(), [value], [made], sync))
-        self.values[out] = made
+        self.tape.append(Entry("a bwd_post function", self.where(), [value], [returned], sync))
+        self.values[out] = returned
         return out
 
     def opaque(self, module_name: str, inputs, output, placement: Placement) -> None:

@@ -111,15 +111,15 @@ def read(flow, func, args, kwargs, out):
 
 def check(flow, func, args, kwargs) -> None:
     """Refuses to compute with a number that :func:`read` marked."""
-    given = [*args, *kwargs.values()]
-    if not any(isinstance(x, _OfRank) for x in given):
+    values = [*args, *kwargs.values()]
+    if not any(isinstance(x, _OfRank) for x in values):
         return
     name = name_of(func)[0]
     if name in _VALUES:
-        given = [*args[_VALUES[name] :], kwargs.get("fill_value")]
+        values = [*args[_VALUES[name] :], kwargs.get("fill_value")]
     elif name not in _COMPUTE:
         return
-    number = next((x for x in given if isinstance(x, _OfRank)), None)
+    number = next((x for x in values if isinstance(x, _OfRank)), None)
     if number is not None:
         flow.fail(
             name,

@@ -6,10 +6,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from deepsp.schedule.flow import reshapes
-from deepsp.schedule.flow.values import Call, Place, Split
+from deepsp.schedule.flow.values import Split, TracedCall, TracedPlacement
 
 
-def _cut(call: Call, begin: int, length: int, dim: int) -> Place:
+def _cut(call: TracedCall, begin: int, length: int, dim: int) -> TracedPlacement:
     """The place of elements [begin, begin + length) along the sharded axis."""
     x = call["self"]
     value = call.value(x)
@@ -20,34 +20,34 @@ def _cut(call: Call, begin: int, length: int, dim: int) -> Place:
         offset += part
     if sum(parts) != length or length == 0:
         parts = value.place.parts
-        known = f" of {', '.join(map(str, parts))} here" if len(parts) > 1 else ""
+        lengths = f" of {', '.join(map(str, parts))} here" if len(parts) > 1 else ""
         call.fail_split(
             value,
             f"[{begin}:{begin + length}] is taken along axis {dim}, along which each rank has its "
-            f"local part only{known} (for a weight of several projections, pass parts= to shard)",
+            f"local part only{lengths} (for a weight of several projections, pass parts= to shard)",
         )
     return Split(dim, tuple(parts), value.place.origin)
 
 
-def _along(call: Call) -> int | None:
+def _along(call: TracedCall) -> int | None:
     """The dimension of a cut, if it is the sharded one."""
     x = call["self"]
     dim = call["dim"] % max(x.dim(), 1)
     return dim if call.value(x).split and call.place(x).axis == dim else None
 
 
-def split(call: Call, outs) -> list[Place] | None:
+def split(call: TracedCall, outs) -> list[TracedPlacement] | None:
     dim = _along(call)
     if dim is None:
         return None
-    found, begin = [], 0
+    cuts, begin = [], 0
     for piece in outs:
-        found.append(_cut(call, begin, piece.size(dim), dim))
+        cuts.append(_cut(call, begin, piece.size(dim), dim))
         begin += piece.size(dim)
-    return found
+    return cuts
 
 
-def piece(call: Call, out: Tensor) -> Place | None:
+def piece(call: TracedCall, out: Tensor) -> TracedPlacement | None:
     """``slice`` and ``narrow``."""
     dim, x = _along(call), call["self"]
     value = call.value(x)
@@ -62,7 +62,7 @@ def piece(call: Call, out: Tensor) -> Place | None:
     return _cut(call, begin, out.size(dim), dim)
 
 
-def cat(call: Call, out: Tensor) -> Place | None:
+def cat(call: TracedCall, out: Tensor) -> TracedPlacement | None:
     """Along the sharded axis, the result has the parts of one tensor after those of the other."""
     tensors = [t for t in call["tensors"] if t.numel() > 0 or t.dim() > 1] or list(call["tensors"])
     dim = call["dim"] % max(out.dim(), 1)
@@ -75,7 +75,7 @@ def cat(call: Call, out: Tensor) -> Place | None:
     return Split(dim, tuple(p for v in values for p in v.place.parts), first.place.origin)
 
 
-def repeat_interleave(call: Call, out: Tensor) -> Place | None:
+def repeat_interleave(call: TracedCall, out: Tensor) -> TracedPlacement | None:
     x = call["self"]
     value = call.value(x)
     if not value.split:

@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor
 
-from deepsp.schedule.flow.values import Call, Place, Split
+from deepsp.schedule.flow.values import Split, TracedCall, TracedPlacement
 
 DIVIDED = "_deepsp_divided"
 """The module attribute with the names of the attributes that the schedule has divided."""
@@ -82,7 +82,7 @@ def _unit(split: Split) -> int | None:
     return units[0]
 
 
-def reshape(call: Call, out: Tensor) -> Place:
+def reshape(call: TracedCall, out: Tensor) -> TracedPlacement:
     x = call["self"]
     place = call.place(x)
     if not isinstance(place, Split):
@@ -111,7 +111,7 @@ def reshape(call: Call, out: Tensor) -> Place:
     return result
 
 
-def _is_divided(call: Call, size: int) -> bool:
+def _is_divided(call: TracedCall, size: int) -> bool:
     """Whether a size can only be an attribute of a running module that the schedule divided."""
     divided, others = set(), set()
     for module in call.flow.stack:
@@ -121,7 +121,7 @@ def _is_divided(call: Call, size: int) -> bool:
     return size in divided - others
 
 
-def _free(call: Call, x: Tensor, out: Tensor) -> int | None:
+def _free(call: TracedCall, x: Tensor, out: Tensor) -> int | None:
     """The dimension whose size was given as -1."""
     begin = call["dim"] % x.dim() if call.name == "unflatten" else 0
     sizes = list(call["size"] or call["shape"] or call["sizes"] or ())

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deepsp import placement
 from deepsp.placement import ANYTHING, MEAN, SUM, Row, Rule
-from deepsp.schedule.flow.values import Call, Place, Value
+from deepsp.schedule.flow.values import TracedCall, TracedPlacement, Value
 from deepsp.schedule.placement import PARTIAL, REPLICATE
 
 _ADVICE = {
@@ -23,7 +23,7 @@ _ADVICE = {
 }
 
 
-def place_of(call: Call) -> Place:
+def place_of(call: TracedCall) -> TracedPlacement:
     """The place of all results.
 
     Raises:
@@ -38,15 +38,15 @@ def place_of(call: Call) -> Place:
             f"before (sync with {fix}), or shard a module around it with a registered method"
         )
     rows = rule.rows(call)
-    found = [r for r in rows if all(_fits(t, v, r) for t, v in call.tensors) and _deciding(call, r)]
-    known = [r for r in found if all(v.place.axis is not None for _, v in call.tensors if v.split)]
-    if known:
-        row = known[0]
+    fits = [r for r in rows if all(_fits(t, v, r) for t, v in call.tensors) and _deciding(call, r)]
+    certain = [r for r in fits if all(v.place.axis is not None for _, v in call.tensors if v.split)]
+    if certain:
+        row = certain[0]
         _check_parts(call, row)
         return _outputs(call, rule, row)
     unknown = [t for t, v in call.tensors if v.split and v.place.axis is None]
-    if unknown and found:
-        return _unknown(call, rule, rows, found, unknown)
+    if unknown and fits:
+        return _unknown(call, rule, rows, fits, unknown)
     _refuse(call, rule, rows)
 
 
@@ -59,13 +59,13 @@ def _fits(tensor: Tensor, value: Value, row: Row) -> bool:
     return place == (SUM if value.partial else None)
 
 
-def _first(call: Call) -> tuple[Tensor, Value]:
+def _first(call: TracedCall) -> tuple[Tensor, Value]:
     """The operand that errors name: a sharded one, with a known axis if possible."""
     sharded = [(t, v) for t, v in call.tensors if v.split]
     return next((x for x in sharded if x[1].place.axis is not None), sharded[0])
 
 
-def _check_parts(call: Call, row: Row) -> None:
+def _check_parts(call: TracedCall, row: Row) -> None:
     sharded = [(t, v) for t, v in call.tensors if v.split and row.place(t) is not ANYTHING]
     for t, v in sharded[1:]:
         first, reference = sharded[0]
@@ -80,7 +80,7 @@ def _check_parts(call: Call, row: Row) -> None:
             )
 
 
-def _deciding(call: Call, row: Row) -> list[Value]:
+def _deciding(call: TracedCall, row: Row) -> list[Value]:
     """The sharded operands from which a row's result takes its parts: not those that may have any
     placement, unless there are no others (a copy's destination)."""
     sharded = [(row.place(t), v) for t, v in call.tensors if v.split]
@@ -92,7 +92,7 @@ def _deciding(call: Call, row: Row) -> list[Value]:
     )
 
 
-def _outputs(call: Call, rule: Rule, row: Row) -> Place:
+def _outputs(call: TracedCall, rule: Rule, row: Row) -> TracedPlacement:
     if row.outputs is None:
         return REPLICATE
     if isinstance(row.outputs, int):
@@ -102,7 +102,7 @@ def _outputs(call: Call, rule: Rule, row: Row) -> Place:
     _refuse_combined(call, rule, row.outputs)
 
 
-def _refuse_combined(call: Call, rule: Rule, place: str) -> NoReturn:
+def _refuse_combined(call: TracedCall, rule: Rule, place: str) -> NoReturn:
     _, value = _first(call)
     if place == MEAN and call["reduction"] is not None:
         call.fail(
@@ -114,16 +114,16 @@ def _refuse_combined(call: Call, rule: Rule, place: str) -> NoReturn:
     call.fail_split(value, f"{rule.why}{more}")
 
 
-def _unknown(call: Call, rule: Rule, rows, found, unknown) -> Place:
+def _unknown(call: TracedCall, rule: Rule, rows, fitting, unknown) -> TracedPlacement:
     """The result of operands sharded along an unknown dimension: unknown, too, if every dimension
     has a row."""
     x = unknown[0]
     value = call.value(x)
     if any(v.split and v.place.axis is not None for _, v in call.tensors):
-        dims = {r.place(x) for r in found if x.size(r.place(x)) > 1}
+        dims = {r.place(x) for r in fitting if x.size(r.place(x)) > 1}
         if len(dims) != 1:
             call.fail_split(value, "it is combined with another sharded tensor")
-        row = next(r for r in found if r.place(x) in dims)
+        row = next(r for r in fitting if r.place(x) in dims)
         return _outputs(call, rule, row)
     if any(y.shape != x.shape for y in unknown):
         call.fail_split(value, "it is combined with another sharded tensor")
@@ -137,7 +137,7 @@ def _unknown(call: Call, rule: Rule, rows, found, unknown) -> Place:
             ones = x.size(dim) == 1 and isinstance(place, int) and t.size(place) > 1
             if v.replicated and not v.uniform and ones:
                 call.fail_split(value, f"it is combined with {v.name}, which is Replicate")
-    places = {r.outputs for r in found}
+    places = {r.outputs for r in fitting}
     if places == {SUM}:
         return PARTIAL
     if any(isinstance(p, str) for p in places):
@@ -145,7 +145,7 @@ def _unknown(call: Call, rule: Rule, rows, found, unknown) -> Place:
     return value.place
 
 
-def _refuse(call: Call, rule: Rule, rows: list[Row]) -> NoReturn:
+def _refuse(call: TracedCall, rule: Rule, rows: list[Row]) -> NoReturn:
     partial = next(((t, v) for t, v in call.tensors if v.partial), None)
     if partial is not None:
         _refuse_partial(call, *partial, rows)
@@ -196,7 +196,7 @@ def _printed(place) -> str:
     return "Replicate" if place is None else "Partial" if place == SUM else f"Shard({place})"
 
 
-def _refuse_partial(call: Call, tensor: Tensor, value: Value, rows: list[Row]) -> NoReturn:
+def _refuse_partial(call: TracedCall, tensor: Tensor, value: Value, rows: list[Row]) -> NoReturn:
     sums = [r for r in rows if r.place(tensor) == SUM]
     others = [(t, v) for t, v in call.tensors if t is not tensor]
     sharded = next((v for _, v in others if v.split), None)
@@ -206,10 +206,10 @@ def _refuse_partial(call: Call, tensor: Tensor, value: Value, rows: list[Row]) -
     if not sums and number is not None and call.name in ("add", "sub", "rsub"):
         call.fail_partial(value, f"{number}, which is Replicate, would count P times")
     if sums:
-        other, held = next((t, v) for t, v in others if not _fits(t, v, sums[0]))
+        other, partial = next((t, v) for t, v in others if not _fits(t, v, sums[0]))
         if sums[0].place(other) == SUM:
             role = call.role(other)
-            what = f"{held.name}" if role in ("self", "other") else f"{role} ({held.name})"
+            what = f"{partial.name}" if role in ("self", "other") else f"{role} ({partial.name})"
             call.fail_partial(value, f"{what}, which is Replicate, would count P times")
-        call.fail_partial(value, f"{held.name} is Partial, too, and this isn't linear in both")
+        call.fail_partial(value, f"{partial.name} is Partial, too, and this isn't linear in both")
     call.fail_partial(value, "this isn't linear")

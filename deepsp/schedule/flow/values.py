@@ -38,10 +38,10 @@ class Split:
         return f"Shard({self.axis}){parts}"
 
 
-Place = Replicate | Partial | Split
+TracedPlacement = Replicate | Partial | Split
 
 
-def internal(placement: Placement, tensor: Tensor, rank: int) -> Place:
+def internal(placement: Placement, tensor: Tensor, rank: int) -> TracedPlacement:
     if not isinstance(placement, Shard):
         return placement
     if placement.axis is None:
@@ -54,7 +54,7 @@ def internal(placement: Placement, tensor: Tensor, rank: int) -> Place:
     return Split(axis, parts, placement.origin)
 
 
-def public(place: Place) -> Placement:
+def public(place: TracedPlacement) -> Placement:
     if not isinstance(place, Split):
         return place
     return Shard(place.axis if len(place.parts) == 1 else None, place.origin)
@@ -73,7 +73,7 @@ class Value:
         tensor, "own" for others, None: it gets none. why: the entry that the gradient is from.
     """
 
-    place: Place
+    place: TracedPlacement
     carries: bool
     name: str
     uniform: bool = False
@@ -118,7 +118,7 @@ class Trusted:
     mode: str = "function"
 
 
-class Call(Op):
+class TracedCall(Op):
     """An op about to be called, on this rank's tensors.
 
     Attributes:
@@ -162,7 +162,7 @@ class Call(Op):
     def value(self, x) -> Value | None:
         return self.flow.value(x) if isinstance(x, Tensor) else None
 
-    def place(self, x) -> Place:
+    def place(self, x) -> TracedPlacement:
         return self.flow.value(x).place if isinstance(x, Tensor) else REPLICATE
 
     def fail(self, text: str) -> NoReturn:

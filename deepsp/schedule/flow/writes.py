@@ -5,23 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepsp.schedule.flow.values import Call, Entry, Split, Value
+from deepsp.schedule.flow.values import Entry, Split, TracedCall, Value
 
 
-def overwrite(flow, call: Call, outputs) -> None:
+def overwrite(flow, call: TracedCall, outputs) -> None:
     """Refuses a write that would change the placement of a parameter or buffer."""
     for tensor, value in outputs:
-        held = flow.value(tensor)
-        if held.place == value.place or held.uniform:
+        old = flow.value(tensor)
+        if old.place == value.place or old.uniform:
             continue
-        if held.leaf is not None and id(held.leaf) in flow.names:
+        if old.leaf is not None and id(old.leaf) in flow.names:
             flow.fail(
                 call.name,
-                f"expected what is written into {held.name} to be {held.place}, got {value.place}",
+                f"expected what is written into {old.name} to be {old.place}, got {value.place}",
             )
 
 
-def pass_to_aliases(flow, call: Call, outputs) -> None:
+def pass_to_aliases(flow, call: TracedCall, outputs) -> None:
     """Gives a written tensor's views and its base new values, too."""
     for tensor, value in outputs:
         with torch._C.DisableTorchFunction():
@@ -33,14 +33,14 @@ def pass_to_aliases(flow, call: Call, outputs) -> None:
                 for t, v in list(flow.values.items())
                 if t is not tensor and v is not value and _storage(t) == storage
             ]
-        for other, held in others:
-            if type(held.place) is not type(value.place) and not held.uniform:
+        for other, alias in others:
+            if type(alias.place) is not type(value.place) and not alias.uniform:
                 flow.fail(
                     call.name,
-                    f"{value.name} is {value.place} and shares memory with {held.name}, which is "
-                    f"{held.place}; use the function that isn't in place",
+                    f"{value.name} is {value.place} and shares memory with {alias.name}, which is "
+                    f"{alias.place}; use the function that isn't in place",
                 )
-            place = held.place
+            place = alias.place
             if type(place) is not type(value.place):
                 if _same_axes(tensor, other):
                     place = value.place
@@ -48,12 +48,12 @@ def pass_to_aliases(flow, call: Call, outputs) -> None:
                     place = Split(None, (), value.place.origin)
                 else:
                     place = value.place
-            new = Value(place, held.carries or value.carries, held.name, since=value.since)
-            new.random = held.random or value.random
+            new = Value(place, alias.carries or value.carries, alias.name, since=value.since)
+            new.random = alias.random or value.random
             if new.carries:
-                inputs = [v for v in (held, value) if v.carries]
+                inputs = [v for v in (alias, value) if v.carries]
                 flow.tape.append(Entry(call.name, flow.where(), inputs, [new]))
-            if not (held.leaf is not None and held.leaf.requires_grad):
+            if not (alias.leaf is not None and alias.leaf.requires_grad):
                 flow.values[other] = new
 
 

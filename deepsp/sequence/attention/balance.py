@@ -120,36 +120,36 @@ def plan_attention(
     parts = resolve(wanted, num_heads, size, by_tiles(torch.device(device), dtype))
     ops.head_split(num_heads, kv, 1, 0)  # checks them
     every = [_cells(num_heads, kv, seq_len, parts, size, rank) for rank in range(size)]
-    own = [(end - n, end) for n, end in zip(lens, accumulate(lens), strict=True)]
+    ranges = [(end - n, end) for n, end in zip(lens, accumulate(lens), strict=True)]
 
     def queries(cells: Sequence[Cell], tokens: tuple[int, int]) -> int:
         """Count the queries of ``cells`` among these tokens, times heads."""
         return sum(_heads(c) * _common(r, tokens) for c in cells for r in c.queries)
 
-    found = []
+    loads = []
     for rank, (cells, (first, last)) in enumerate(every):
         # The ranks of a row hold consecutive tokens, and have all heads of the same queries.
         begin = rank // row * row
-        tokens_of_row = own[begin][0], own[begin + row - 1][1]
-        whole = Cell((0, num_heads), cells[0].queries if rows > 1 else ((0, seq_len),))
+        tokens_of_row = ranges[begin][0], ranges[begin + row - 1][1]
+        row_cell = Cell((0, num_heads), cells[0].queries if rows > 1 else ((0, seq_len),))
         received, at_home, in_row = (
             queries(cells, tokens) + 2 * (last - first) * (tokens[1] - tokens[0]) + returned
             for tokens, returned in (
                 ((0, seq_len), num_heads * lens[rank]),
-                (own[rank], queries(cells, own[rank])),
-                (tokens_of_row, queries([whole], own[rank])),
+                (ranges[rank], queries(cells, ranges[rank])),
+                (tokens_of_row, queries([row_cell], ranges[rank])),
             )
         )
         work = sum(_heads(c) * _pairs(r, seq_len, is_causal) for c in cells for r in c.queries)
-        found.append((work, received - at_home, received - in_row))
-    total = sum(work for work, *_ in found) or 1
+        loads.append((work, received - at_home, received - in_row))
+    total = sum(work for work, *_ in loads) or 1
     item = dtype.itemsize * batch * head_dim
     return AttentionPlan(
         parts,
         _why(parts, num_heads, size),
         [
             RankShare(*shares, work / total, received * item, away * item)
-            for shares, (work, received, away) in zip(every, found, strict=True)
+            for shares, (work, received, away) in zip(every, loads, strict=True)
         ],
         not isinstance(ranks, int),
     )

@@ -104,7 +104,7 @@ def distributed_attention(
     parts.check_layout(layout)
     member = member_of(group)
     wanted = parts.validate(query_parts, group)
-    call = parts.Call(q, k, v, layout, lens_of(deal, seq_lens, member), member, wanted)
+    call = parts.AttentionCall(q, k, v, layout, lens_of(deal, seq_lens, member), member, wanted)
     return attend_over(
         call,
         chunks,
@@ -146,7 +146,7 @@ def lens_of(
 
 
 def attend_over(
-    call: parts.Call,
+    call: parts.AttentionCall,
     chunks: int,
     attn_mask=None,
     dropout_p=0.0,
@@ -179,7 +179,7 @@ def attend_over(
     draws = function.randomness_of(call.member, call.device) if dropout_p > 0 else nullcontext()
     with draws:
         return torch.ops.deepsp.distributed_attention(
-            *call.given,
+            *call.qkv,
             attn_mask,
             dropout_p,
             is_causal,
@@ -198,12 +198,14 @@ def attend_over(
         )
 
 
-def _attend_dealt(call: parts.Call, deal: Deal, *arguments, kv_chunk=None, **options) -> Tensor:
+def _attend_dealt(
+    call: parts.AttentionCall, deal: Deal, *arguments, kv_chunk=None, **options
+) -> Tensor:
     rank, _, name = call.member
     if kv_chunk is not None:
         raise ValueError(f"expected no kv_chunk with deal, got {kv_chunk}; leave it out")
     return torch.ops.deepsp.distributed_attention(
-        *call.given,
+        *call.qkv,
         *arguments[1:],
         arguments[0],
         [n for lens in deal.lens for n in lens],

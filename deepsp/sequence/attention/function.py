@@ -41,8 +41,8 @@ def why_whole(function: Callable | None, wanted: tuple[str, ...]) -> str | None:
 
 def indices(wanted: tuple[str, ...], like: Tensor, cell: parts.Cell) -> dict[str, Tensor]:
     """The wanted arguments: the global indices of a cell's heads and queries."""
-    given = dict(zip(INDICES, (cell.heads, sum(cell.queries, ())), strict=True))
-    return {name: torch.ops.deepsp._indices_in(like, list(given[name])) for name in wanted}
+    values = dict(zip(INDICES, (cell.heads, sum(cell.queries, ())), strict=True))
+    return {name: torch.ops.deepsp._indices_in(like, list(values[name])) for name in wanted}
 
 
 def heads_before_tokens(function: Callable | None) -> str | None:
@@ -60,12 +60,12 @@ def heads_before_tokens(function: Callable | None) -> str | None:
         else:
             break
     op = torch.ops.aten.scaled_dot_product_attention
-    for known, name in (
+    for candidate, name in (
         (F.scaled_dot_product_attention, "scaled_dot_product_attention"),
         (op, "scaled_dot_product_attention"),
         (op.default, "scaled_dot_product_attention"),
     ):
-        if function is known:
+        if function is candidate:
             return name
     flex = sys.modules.get("torch.nn.attention.flex_attention")
     return "flex_attention" if flex is not None and function is flex.flex_attention else None
@@ -111,10 +111,10 @@ def _names_sdpa(function: Callable | None) -> bool:
         return False
     sdpa = F.scaled_dot_product_attention
     try:
-        known = inspect.getclosurevars(function)
+        variables = inspect.getclosurevars(function)
     except (TypeError, ValueError):  # not plain Python, or an unset variable
         return sdpa.__name__ in code.co_names
-    values = (*known.globals.values(), *known.nonlocals.values())
+    values = (*variables.globals.values(), *variables.nonlocals.values())
     return sdpa.__name__ in code.co_names or any(value is sdpa for value in values)
 
 
@@ -162,24 +162,24 @@ PATTERN = ("documents", "window_size", "softcap", "sinks")
 
 
 def check_sdpa_arguments(
-    args: tuple, kwargs: dict, known: tuple[str, ...], named: tuple[str, ...] = PATTERN
+    args: tuple, kwargs: dict, names: tuple[str, ...], named: tuple[str, ...] = PATTERN
 ) -> None:
     """Raises for arguments that attention doesn't take without a local attention. ``named``:
     keyword-only ones."""
-    if len(args) > len(known):
+    if len(args) > len(names):
         raise ValueError(
-            f"expected at most {len(known)} more positional arguments ({', '.join(known)}), got "
+            f"expected at most {len(names)} more positional arguments ({', '.join(names)}), got "
             f"{len(args)}"
         )
     for name in kwargs:
-        if name == "enable_gqa" and name not in known:
+        if name == "enable_gqa" and name not in names:
             raise ValueError(
                 "enable_gqa isn't an argument here: the number of kv heads follows from k_proj; "
                 "leave it out"
             )
-        if name not in (*known, *named):
+        if name not in (*names, *named):
             raise ValueError(
-                f"expected an argument of scaled_dot_product_attention ({', '.join(known)}) or "
+                f"expected an argument of scaled_dot_product_attention ({', '.join(names)}) or "
                 f"{', '.join(named)}, got {name}; pass a local_attention that takes it"
             )
 
@@ -272,7 +272,7 @@ def sdpa(
         scale,
         *where,
         sharded_randomness=sharded,
-        **_given(pattern),
+        **_without_none(pattern),
     )
 
 
@@ -285,9 +285,16 @@ def check_sdpa(
     if attn_mask is not None and autocasts(x.device):
         dtype = attn_mask.dtype  # autocast casts it
     torch.ops.deepsp._check_attention(
-        attn_mask, dropout_p, is_causal, dtype, x.size(0), num_heads, tokens, **_given(pattern)
+        attn_mask,
+        dropout_p,
+        is_causal,
+        dtype,
+        x.size(0),
+        num_heads,
+        tokens,
+        **_without_none(pattern),
     )
 
 
-def _given(pattern: dict) -> dict:
+def _without_none(pattern: dict) -> dict:
     return {name: value for name, value in pattern.items() if value is not None}

@@ -110,14 +110,14 @@ class SequenceParallelAttention(nn.Module):
                 )
             head_dim = hidden_size // num_heads
         kv_size = (num_heads if num_kv_heads is None else num_kv_heads) * head_dim
-        made = {"device": device, "dtype": dtype}
+        factory = {"device": device, "dtype": dtype}
         if out_bias is None:
             out_bias = bias
         projections = (
-            nn.Linear(hidden_size, num_heads * head_dim, bias=bias, **made),
-            nn.Linear(hidden_size, kv_size, bias=bias, **made),
-            nn.Linear(hidden_size, kv_size, bias=bias, **made),
-            nn.Linear(num_heads * head_dim, hidden_size, bias=out_bias, **made),
+            nn.Linear(hidden_size, num_heads * head_dim, bias=bias, **factory),
+            nn.Linear(hidden_size, kv_size, bias=bias, **factory),
+            nn.Linear(hidden_size, kv_size, bias=bias, **factory),
+            nn.Linear(num_heads * head_dim, hidden_size, bias=out_bias, **factory),
         )
         self._set_up(
             projections,
@@ -221,8 +221,8 @@ class SequenceParallelAttention(nn.Module):
         size = self.member[1]
         self._parts = 1
         if self.query_parts != "auto" or num_heads < size:  # whole heads hide more
-            whole = local.why_whole(local_attention, self._indices)
-            self._parts = parts.resolve(self.query_parts, num_heads, size, whole=whole)
+            reason = local.why_whole(local_attention, self._indices)
+            self._parts = parts.resolve(self.query_parts, num_heads, size, why_whole=reason)
         self._compared = False
         self.chunks = chunks
         self.picked: int | None = None  # the last choice of "auto"
@@ -299,8 +299,8 @@ class SequenceParallelAttention(nn.Module):
                 args, kwargs, ("attn_mask", "dropout_p", "is_causal", "scale")
             )
             if kwargs.get("documents") is not None:
-                found = ranges_of(kwargs["documents"], x.size(0), sum(lens))
-                kwargs = {**kwargs, "documents": found}
+                ranges = ranges_of(kwargs["documents"], x.size(0), sum(lens))
+                kwargs = {**kwargs, "documents": ranges}
             local.check_sdpa(x, sum(lens), self.num_heads, *args, **kwargs)
         local.check_kwargs(self._indices, kwargs)
         turn = rope.angles_of(
@@ -341,7 +341,7 @@ class SequenceParallelAttention(nn.Module):
                 self._projected(x), lens, chunks, False, rank, name, query_parts=query_parts
             )
 
-        def attend(part: parts.Part) -> Tensor:
+        def attend(part: parts.CellInputs) -> Tensor:
             out = self._attend(part, args, kwargs)
             if self.overlap and local.autocasts(out.device):  # cast early, as a linear layer would
                 out = out.to(torch.get_autocast_dtype(out.device.type))
@@ -398,13 +398,13 @@ class SequenceParallelAttention(nn.Module):
             ]
         return rope.rotate(x, *turn, self.rope_interleaved)
 
-    def _attend(self, part: parts.Part, args, kwargs) -> Tensor:
+    def _attend(self, part: parts.CellInputs, args, kwargs) -> Tensor:
         qkv = (part.q, part.k, part.v)
         if self.local_attention is None:
             return local.sdpa(*qkv, *args, **kwargs, where=(self.num_heads, *part.where))
-        given = local.indices(self._indices, part.q, part.cell)
+        indices = local.indices(self._indices, part.q, part.cell)
         return local.attend(
-            self.local_attention, qkv, args, kwargs | given, self._watch, head_dim=self.v_head_dim
+            self.local_attention, qkv, args, kwargs | indices, self._watch, head_dim=self.v_head_dim
         )
 
     def _compare(self, x: Tensor, lens: list[int]) -> None:

@@ -103,7 +103,7 @@ class DistributedAttention(nn.Module):
         self.layout = layout
         self.query_parts = parts.validate(query_parts, group)
         self._indices = local.indices_wanted(local_attention)
-        self._whole = local.why_whole(local_attention, self._indices)
+        self._why_whole = local.why_whole(local_attention, self._indices)
         self._watch = local.Watch(local_attention)
         self._compared = False
         self._checked: tuple | None = None  # the sizes of the last plain call
@@ -152,12 +152,14 @@ class DistributedAttention(nn.Module):
                 "attended to at once; leave local_attention out"
             )
         lens = lens_of(deal, seq_lens, self.member)
-        call = parts.Call(q, k, v, self.layout, lens, self.member, self.query_parts, self._whole)
+        call = parts.AttentionCall(
+            q, k, v, self.layout, lens, self.member, self.query_parts, self._why_whole
+        )
         if not self._compared and not torch.compiler.is_compiling():
             self._compare(call, deal)
         if self.local_attention is None:
-            known = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-            local.check_sdpa_arguments(args, kwargs, known, (*local.PATTERN, "kv_chunk", "deal"))
+            names = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+            local.check_sdpa_arguments(args, kwargs, names, (*local.PATTERN, "kv_chunk", "deal"))
         local.check_kwargs(self._indices, kwargs)
         chunks = self.chunks
         if chunks == "auto":  # kv_chunk cuts tokens, not heads
@@ -170,9 +172,9 @@ class DistributedAttention(nn.Module):
             return self._at_once(q, k, v, key[-1], args, kwargs)
         return self._attend(call, chunks, args, kwargs)
 
-    def _is_plain(self, call: parts.Call) -> bool:
+    def _is_plain(self, call: parts.AttentionCall) -> bool:
         """Whether a call with a key is of as many whole heads on each rank."""
-        heads, kv_heads, v_heads = (x.size(2) for x in call.given)
+        heads, kv_heads, v_heads = (x.size(2) for x in call.qkv)
         local.check_heads(heads, kv_heads, v_heads)
         even = heads % self.member[1] == kv_heads % self.member[1] == 0
         return even and call.query_parts == 1
@@ -198,7 +200,7 @@ class DistributedAttention(nn.Module):
             out = local.attend(self.local_attention, qkv, args, kwargs, self._watch)
         return torch.ops.deepsp.heads_to_seq.default([out], [q.size(2)], lens, rank, name)[0]
 
-    def _attend(self, call: parts.Call, chunks: int, args, kwargs) -> Tensor:
+    def _attend(self, call: parts.AttentionCall, chunks: int, args, kwargs) -> Tensor:
         if self.local_attention is None:
             return attend_over(call, chunks, *args, **kwargs)
         run = functools.partial(self._by_function, call, chunks, args, kwargs)
@@ -208,19 +210,19 @@ class DistributedAttention(nn.Module):
         seen = (args, kwargs, list(self.parameters()))
         return _one_call(*qkv, self.member[2], run, *seen).permute(order)
 
-    def _by_function(self, call: parts.Call, chunks: int, args, kwargs, q, k, v) -> Tensor:
+    def _by_function(self, call: parts.AttentionCall, chunks: int, args, kwargs, q, k, v) -> Tensor:
         local.check_heads(*(x.size(2) for x in (q, k, v)))
         (rank, _, name), lens, batch = self.member, call.lens, call.batch
         shape = ([x.size(2) for x in (q, k, v)], [x.size(3) for x in (q, k, v)], batch)
         how = {"query_parts": call.query_parts, "tokens_first": self.layout == "sbhd"}  # in memory
 
-        def attend(part: parts.Part) -> Tensor:
-            given = local.indices(self._indices, part.q, part.cell)
+        def attend(part: parts.CellInputs) -> Tensor:
+            indices = local.indices(self._indices, part.q, part.cell)
             return local.attend(
                 self.local_attention,
                 (part.q, part.k, part.v),
                 args,
-                kwargs | given,
+                kwargs | indices,
                 self._watch,
                 self.layout,
             )
@@ -234,7 +236,7 @@ class DistributedAttention(nn.Module):
             leaving, shape[0][:1], [dim], batch, lens, rank, name, **how
         )[0]
 
-    def _pick_chunks(self, call: parts.Call, args, kwargs) -> int:
+    def _pick_chunks(self, call: parts.AttentionCall, args, kwargs) -> int:
         if torch.compiler.is_compiling():
             return auto_chunks.picked_before(self.picked)
         _, _, name = self.member
@@ -245,7 +247,7 @@ class DistributedAttention(nn.Module):
             self.local_attention is None,
             self.layout,
             tuple(call.lens),
-            *((x.shape, x.dtype) for x in call.given),
+            *((x.shape, x.dtype) for x in call.qkv),
             call.device,
             trains,
             local.autocasts(call.device),
@@ -253,13 +255,13 @@ class DistributedAttention(nn.Module):
 
         def run(chunks: int, inputs: list[Tensor]) -> Tensor:
             again = copy.copy(call)
-            again.given = inputs
+            again.qkv = inputs
             return self._attend(again, chunks, args, kwargs)
 
         self.picked = auto_chunks.pick(
             key,
             run,
-            call.given,
+            call.qkv,
             (),
             self.member,
             num_heads=call.num_heads,
@@ -268,16 +270,16 @@ class DistributedAttention(nn.Module):
         )
         return self.picked
 
-    def _compare(self, call: parts.Call, deal: Deal | None) -> None:
+    def _compare(self, call: parts.AttentionCall, deal: Deal | None) -> None:
         s = self.layout.index("s")
         self._compared = compare_calls(
             "DistributedAttention",
             self.member,
-            call.given[0],
+            call.qkv[0],
             layout=self.layout,
             seq_lens=call.lens,
-            shapes=[[n for d, n in enumerate(x.shape) if d != s] for x in call.given],
-            dtype=call.given[0].dtype,
+            shapes=[[n for d, n in enumerate(x.shape) if d != s] for x in call.qkv],
+            dtype=call.qkv[0].dtype,
             chunks=self.chunks,
             query_parts=self.query_parts,
             gradients=call.needs_gradient(),

@@ -87,7 +87,7 @@ def by_tiles(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def resolve(
-    wanted: int | str, num_heads: int, size: int, slow: bool = False, whole: str | None = None
+    wanted: int | str, num_heads: int, size: int, slow: bool = False, why_whole: str | None = None
 ) -> int:
     """``query_parts`` as ops take it: 1 for whole heads, 0 to split queries as evenly as possible.
 
@@ -96,7 +96,7 @@ def resolve(
         num_heads: the number of query heads.
         size: the number of ranks.
         slow: whether attention of split queries is slow: "auto" then keeps heads whole if it can.
-        whole: why queries can't be split, and what to do; None: they can.
+        why_whole: why queries can't be split, and what to do; None: they can.
     """
     auto = isinstance(wanted, str)  # Dynamo can't compare an int that it traces with a string
     if not auto and wanted == 1 and num_heads < size:
@@ -104,25 +104,25 @@ def resolve(
             f"expected at least as many query heads as ranks ({size}) with query_parts 1, got "
             f"{num_heads}; pass query_parts='auto', or use a group of at most {num_heads} ranks"
         )
-    enough = num_heads >= size and (whole is not None or slow)
+    enough = num_heads >= size and (why_whole is not None or slow)
     if (auto and (num_heads % size == 0 or enough)) or (not auto and wanted == 1):
         return 1
-    if whole is not None:
+    if why_whole is not None:
         problem = (
             f"expected at least as many query heads as ranks ({size}), got {num_heads}"
             if auto
             else "expected query_parts (over a mesh of two dimensions: its rows) to be 1 or "
             f"'auto', got {wanted}"
         )
-        raise ValueError(f"{problem}: {whole}")
+        raise ValueError(f"{problem}: {why_whole}")
     return 0 if auto else wanted
 
 
-class Call:
+class AttentionCall:
     """The arguments of one attention over a group, checked.
 
     Attributes:
-        given: q, k and v in ``layout``.
+        qkv: q, k and v in ``layout``.
         lens: tokens of each rank.
         query_parts: as ops take it.
         member: the group.
@@ -131,8 +131,8 @@ class Call:
         ValueError: they don't fit each other or the group.
     """
 
-    def __init__(self, q, k, v, layout: str, seq_lens, member: Member, wanted, whole=None):
-        self.given, self.layout, self.member = (q, k, v), layout, member
+    def __init__(self, q, k, v, layout: str, seq_lens, member: Member, wanted, why_whole=None):
+        self.qkv, self.layout, self.member = (q, k, v), layout, member
         for x, name in ((q, "q"), (k, "k"), (v, "v")):
             check_four(x, name, layout)
         s, h = layout.index("s"), layout.index("h")
@@ -153,18 +153,18 @@ class Call:
                 f"this rank's entry, got {length}" + (_SWAPPED if swapped else "")
             )
         self.num_heads, self.device = heads, q.device
-        self.query_parts = resolve(wanted, heads, size, by_tiles(q.device, q.dtype), whole)
+        self.query_parts = resolve(wanted, heads, size, by_tiles(q.device, q.dtype), why_whole)
 
     @property
     def batch(self) -> int:
-        return self.given[0].size(self.layout.index("b"))
+        return self.qkv[0].size(self.layout.index("b"))
 
     def by_tokens(self) -> list[Tensor]:
         """q, k and v [B, S_r, H, D]."""
-        return [ordered(x, self.layout) for x in self.given]
+        return [ordered(x, self.layout) for x in self.qkv]
 
     def needs_gradient(self) -> list[bool]:
-        return [torch.is_grad_enabled() and x.requires_grad for x in self.given]
+        return [torch.is_grad_enabled() and x.requires_grad for x in self.qkv]
 
 
 class Cell(NamedTuple):
@@ -191,7 +191,7 @@ def cells_of(
     ]
 
 
-class Part(NamedTuple):
+class CellInputs(NamedTuple):
     """A cell with its received q, k and v."""
 
     q: Tensor  # [B, n, h, D]
@@ -203,7 +203,7 @@ class Part(NamedTuple):
 
 def attend(
     arriving: Sequence[Tensor],
-    function: Callable[[Part], Tensor],
+    function: Callable[[CellInputs], Tensor],
     shape: tuple[list[int], list[int], int],
     lens: list[int],
     member: Member,
@@ -255,7 +255,7 @@ def attend(
             where = (size, rank, chunk, chunks, query_parts, i)
             k, v = (ops._kv_of_cell(x, heads, kv_heads, *where) for x in (ks, vs))
             q = on_arrival(arrived[i], 0, cell.queries)
-            outs.append(function(Part(q, k, v, cell, where)))
+            outs.append(function(CellInputs(q, k, v, cell, where)))
         leaving.append(
             ops.heads_to_seq_start(
                 outs,

@@ -95,12 +95,12 @@ class DistributedExperts(nn.Module):
             )
         rank, size, name = self.member
         each = chosen.size(1)
-        own = torch.bincount(chosen.flatten(), minlength=self.num_experts).tolist()
-        if len(own) != self.num_experts:
+        counted = torch.bincount(chosen.flatten(), minlength=self.num_experts).tolist()
+        if len(counted) != self.num_experts:
             raise ValueError(
-                f"expected chosen to be experts below {self.num_experts}, got {len(own) - 1}"
+                f"expected chosen to be experts below {self.num_experts}, got {len(counted) - 1}"
             )
-        everyone = on_all_ranks(own, self.member, hidden.device)
+        everyone = on_all_ranks(counted, self.member, hidden.device)
         counts = [
             sum(of_rank[a:b])
             for of_rank in everyone
@@ -112,15 +112,19 @@ class DistributedExperts(nn.Module):
         of_rows = torch.arange(len(self.experts), device=hidden.device).repeat(size)
         mine = [n for row in everyone for n in row[self.experts.start : self.experts.stop]]
         expert = of_rows.repeat_interleave(torch.tensor(mine, device=hidden.device))
-        made = self.function(received, expert)
-        if not isinstance(made, Tensor) or made.dim() != 2 or made.size(0) != received.size(0):
-            got = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
+        output = self.function(received, expert)
+        if (
+            not isinstance(output, Tensor)
+            or output.dim() != 2
+            or output.size(0) != received.size(0)
+        ):
+            got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise ValueError(
                 f"expected function to return [{received.size(0)}, E'], a row for each token that "
                 f"it got, got {got}"
             )
-        back = torch.ops.deepsp.expert_combine(made, counts, rank, name)
-        by_token = back.index_select(0, order.argsort()).view(hidden.size(0), each, made.size(1))
+        back = torch.ops.deepsp.expert_combine(output, counts, rank, name)
+        by_token = back.index_select(0, order.argsort()).view(hidden.size(0), each, output.size(1))
         # A product of matrices makes no [T, K, E'] in forward or backward. Autocast would round it.
         dtype = torch.promote_types(by_token.dtype, weights.dtype)
         with torch.autocast(hidden.device.type, enabled=False):

@@ -27,7 +27,7 @@ class Sharded:
         lens: the number of tokens of each rank.
         documents: [N, 2], or None if each row is one.
         state: as in :class:`DistributedRecurrence`. None: by heads, if there is one for each rank.
-        known: what is found out and compared in a first call, kept for later ones.
+        cache: what is found out and compared in a first call, kept for later ones.
     """
 
     def __init__(
@@ -37,11 +37,11 @@ class Sharded:
         lens: Sequence[int],
         documents: Tensor | None = None,
         state: str | None = None,
-        known: dict[str, Any] | None = None,
+        cache: dict[str, Any] | None = None,
     ):
         self.layer, self.member, self.lens, self.documents = layer, member, lens, documents
         self.state = state
-        self.known = {} if known is None else known
+        self.cache = {} if cache is None else cache
 
     def recurrence(self, heads: int, function: Callable, **how) -> Callable:
         """The layer's recurrence, with so many heads; ``how``: further arguments of
@@ -49,16 +49,16 @@ class Sharded:
         function.__name__ = f"the recurrence of {self.layer}"
         state = self.state or ("heads" if heads >= self.member[1] else "pass")
         module = DistributedRecurrence(function, self.member, state=state, **how)
-        module._compared = self.known.setdefault("compared", False)
-        module._state_shapes = self.known.setdefault("state_shapes", {})
-        self.known["compared"] = True
+        module._compared = self.cache.setdefault("compared", False)
+        module._state_shapes = self.cache.setdefault("state_shapes", {})
+        self.cache["compared"] = True
         return functools.partial(module, documents=self.documents, seq_lens=self.lens)
 
 
-def _convolution(given: Callable, sharded: Sharded) -> Callable:
+def _convolution(original: Callable, sharded: Sharded) -> Callable:
     def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **_):
         return causal_convolution(
-            lambda x: given(x, weight, bias, activation=activation),
+            lambda x: original(x, weight, bias, activation=activation),
             hidden_states,
             weight.size(-1),
             sharded.member,
@@ -69,14 +69,14 @@ def _convolution(given: Callable, sharded: Sharded) -> Callable:
     return causal_conv1d_fn
 
 
-def _knows_borders(given: Callable) -> bool:
+def _knows_borders(original: Callable) -> bool:
     """Whether a kernel computes the function, and knows packed documents: torch's own doesn't."""
-    cells = inspect.getclosurevars(given).nonlocals if inspect.isfunction(given) else {}
+    cells = inspect.getclosurevars(original).nonlocals if inspect.isfunction(original) else {}
     kernel = cells.get("implementation") if cells.get("is_new_implementation") else None
     return kernel is not None and "cu_seqlens" in inspect.signature(kernel).parameters
 
 
-def _delta_rule(given: Callable, sharded: Sharded) -> Callable:
+def _delta_rule(original: Callable, sharded: Sharded) -> Callable:
     def chunk_gated_delta_rule(
         query, key, value, g, beta, use_qk_l2norm_in_kernel=False, chunk_size=None, **_
     ):
@@ -93,7 +93,7 @@ def _delta_rule(given: Callable, sharded: Sharded) -> Callable:
             cu_seqlens=None,
         ):
             borders = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
-            return given(
+            return original(
                 query,
                 key,
                 value,
@@ -106,17 +106,17 @@ def _delta_rule(given: Callable, sharded: Sharded) -> Callable:
                 **borders,
             )
 
-        if not _knows_borders(given):
+        if not _knows_borders(original):
             declared = inspect.signature(run)
-            known = [p for p in declared.parameters.values() if p.name != "cu_seqlens"]
-            run.__signature__ = declared.replace(parameters=known)
+            parameters = [p for p in declared.parameters.values() if p.name != "cu_seqlens"]
+            run.__signature__ = declared.replace(parameters=parameters)
         call = sharded.recurrence(value.size(2), run)
         return call(query=query, key=key, value=value, g=g, beta=beta), None
 
     return chunk_gated_delta_rule
 
 
-def _state_space(given: Callable, sharded: Sharded) -> Callable:
+def _state_space(original: Callable, sharded: Sharded) -> Callable:
     def mamba2_chunk_scan(
         hidden_states,
         dt,
@@ -133,7 +133,7 @@ def _state_space(given: Callable, sharded: Sharded) -> Callable:
         how = {"chunk_size": chunk_size, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
 
         def run(x, dt, B, C, A, D, dt_bias, initial_state=None, output_final_state=False):
-            found = given(
+            result = original(
                 x,
                 dt,
                 A,
@@ -145,7 +145,7 @@ def _state_space(given: Callable, sharded: Sharded) -> Callable:
                 return_final_states=output_final_state,
                 **how,
             )
-            return (found[0], found[1].mT) if output_final_state else found
+            return (result[0], result[1].mT) if output_final_state else result
 
         def decay(dt, A, dt_bias, **_):
             dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
@@ -168,7 +168,7 @@ def _state_space(given: Callable, sharded: Sharded) -> Callable:
     return mamba2_chunk_scan
 
 
-def _selective_scan(given: Callable, sharded: Sharded) -> Callable:
+def _selective_scan(original: Callable, sharded: Sharded) -> Callable:
     def mamba_selective_scan(
         hidden_states, dt, A, B, C, D=None, z=None, delta_bias=None, return_last_state=False, **how
     ):
@@ -179,7 +179,7 @@ def _selective_scan(given: Callable, sharded: Sharded) -> Callable:
                 None if t is None else t.transpose(1, 2).contiguous()
                 for t in (x.squeeze(3), dt, B.squeeze(2), C.squeeze(2), z)
             )
-            y = given(x, dt, A, B, C, D=D, z=z, delta_bias=delta_bias, **how)
+            y = original(x, dt, A, B, C, D=D, z=z, delta_bias=delta_bias, **how)
             y = y[0] if isinstance(y, tuple) else y
             return y.transpose(1, 2).unsqueeze(3)
 
@@ -202,7 +202,7 @@ def _selective_scan(given: Callable, sharded: Sharded) -> Callable:
     return mamba_selective_scan
 
 
-def unfused(given: Callable, sharded: Sharded) -> Callable:
+def unfused(original: Callable, sharded: Sharded) -> Callable:
     """Says that there is no fused kernel: the mixer then calls the functions above."""
     return lambda *_, **__: None
 

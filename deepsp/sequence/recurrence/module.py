@@ -150,17 +150,17 @@ class DistributedRecurrence(nn.Module):
                 state=self.state,
                 gradients=[x.requires_grad for x in tokens.values()],
             )
-        whole = Recurrence(self.function, tokens, per_head | rest, self.value)
-        self.chosen = self._choose(whole, lens)
+        call = Recurrence(self.function, tokens, per_head | rest, self.value)
+        self.chosen = self._choose(call, lens)
         if self.chosen == "pass":
             first = sum(lens[: self.member[0]])
             pieces = pieces_of(documents, batch, total, first, first + value.size(1))
-            return by_state(whole, pieces, self.member, self.decay)
-        held = _to_heads(tokens, self.value, lens, self.member)
+            return by_state(call, pieces, self.member, self.decay)
+        by_heads = _to_heads(tokens, self.value, lens, self.member)
         mine = local_heads(value.size(2), self.member)
         run = Recurrence(
             self.function,
-            {n: _of_heads(x, held[n], value.size(2), mine) for n, x in tokens.items()},
+            {n: _of_heads(x, by_heads[n], value.size(2), mine) for n, x in tokens.items()},
             {n: None if x is None else x[mine.start : mine.stop] for n, x in per_head.items()}
             | rest,
             self.value,
@@ -183,10 +183,10 @@ class DistributedRecurrence(nn.Module):
         """
         value = arguments.get(self.value)
         if not isinstance(value, Tensor) or value.dim() != 4:
-            found = f"{value.dim()} dimensions" if isinstance(value, Tensor) else value
+            got = f"{value.dim()} dimensions" if isinstance(value, Tensor) else value
             raise ValueError(
                 f"expected {self.value!r} to be a tensor [batch, sequence, heads, head_dim], got "
-                f"{found}; name the argument whose heads are split: value=..."
+                f"{got}; name the argument whose heads are split: value=..."
             )
         heads = value.size(2)
         tokens, per_head, rest = {}, {}, {}
@@ -210,9 +210,9 @@ class DistributedRecurrence(nn.Module):
                 tokens[name] = x
         return tokens, per_head, rest
 
-    def _choose(self, whole: Recurrence, lens: list[int]) -> str:
+    def _choose(self, call: Recurrence, lens: list[int]) -> str:
         _, size, _ = self.member
-        value = whole.tokens[self.value]
+        value = call.tokens[self.value]
         if self.state == "heads" or not self._passes or size == 1:
             if value.size(2) < size:
                 raise ValueError(
@@ -223,15 +223,15 @@ class DistributedRecurrence(nn.Module):
             return "heads"
         if self.state == "pass" or value.size(2) < size:
             return "pass"
-        shapes = tuple(x.shape[2:] for x in whole.tokens.values())
+        shapes = tuple(x.shape[2:] for x in call.tokens.values())
         if shapes not in self._state_shapes:
-            self._state_shapes[shapes] = state_shape(whole)
+            self._state_shapes[shapes] = state_shape(call)
         keys, values = self._state_shapes[shapes]
         maps = (1 if self.decay else keys * keys) + keys * values
         maps *= 2 if value.is_complex() else 1
         passed = bytes_by_state(value.size(0), value.size(2), maps, size)
         return (
-            "heads" if bytes_by_heads(whole.tokens, self.value, values, lens) <= passed else "pass"
+            "heads" if bytes_by_heads(call.tokens, self.value, values, lens) <= passed else "pass"
         )
 
 
@@ -272,22 +272,24 @@ def _to_heads(
         (buffer,) = torch.ops.deepsp.seq_to_heads_start(inputs, lens, 1, False, rank, name)
         shape = [x.size(2) for x in inputs], [x.size(3) for x in inputs], inputs[0].size(0)
         pending.append((names, buffer, shape))
-    held = {}
+    by_heads = {}
     for names, buffer, shape in pending:
         received = torch.ops.deepsp.seq_to_heads_wait(
             buffer, *shape, lens, 0, 1, rank, name, tokens_first=False
         )
-        held |= dict(zip(names, received, strict=True))
+        by_heads |= dict(zip(names, received, strict=True))
     for name, x in tokens.items():
         if x.is_complex():
-            held[name] = torch.view_as_complex(held[name].unflatten(3, (-1, 2)).contiguous())
-    return held
+            by_heads[name] = torch.view_as_complex(
+                by_heads[name].unflatten(3, (-1, 2)).contiguous()
+            )
+    return by_heads
 
 
-def _of_heads(given: Tensor, held: Tensor, heads: int, mine: range) -> Tensor:
+def _of_heads(full: Tensor, part: Tensor, heads: int, mine: range) -> Tensor:
     """Heads as the function takes them: a number that divides this rank's."""
-    readers = heads // given.size(2)
-    if held.size(2) > 1 and (mine.start % readers or mine.stop % readers):
-        index = torch.arange(mine.start, mine.stop, device=held.device) // readers
-        held = held[:, :, index - mine.start // readers]
-    return held if given.dim() == 4 else held.squeeze(3)
+    readers = heads // full.size(2)
+    if part.size(2) > 1 and (mine.start % readers or mine.stop % readers):
+        index = torch.arange(mine.start, mine.stop, device=part.device) // readers
+        part = part[:, :, index - mine.start // readers]
+    return part if full.dim() == 4 else part.squeeze(3)

@@ -35,17 +35,17 @@ def pieces_of(
         if begin < end:
             row = begin // total
             ends[row] += [begin - row * total, end - row * total]
-    found = []
+    pieces = []
     for row, of_row in enumerate(ends):
         borders = sorted({0, total, *of_row})
-        found.append(
+        pieces.append(
             [
                 Piece(slice(row, row + 1), max(a, first) - first, min(b, last) - first, a < first)
                 for a, b in itertools.pairwise(borders)
                 if max(a, first) < min(b, last)
             ]
         )
-    return found
+    return pieces
 
 
 def name_of(function: Callable) -> str:
@@ -80,8 +80,8 @@ class Recurrence:
         Raises:
             ValueError: the output, or the final state, has another shape than it should have.
         """
-        found = self.function(**tokens, **self.fixed, **more)
-        out = found[0] if isinstance(found, (tuple, list)) else found
+        result = self.function(**tokens, **self.fixed, **more)
+        out = result[0] if isinstance(result, (tuple, list)) else result
         expected = tokens[self.value].shape[:3]
         if not isinstance(out, Tensor) or out.dim() != 4 or out.shape[:3] != expected:
             got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
@@ -91,7 +91,7 @@ class Recurrence:
             )
         if "output_final_state" not in more:
             return (out,)
-        state = found[1] if isinstance(found, (tuple, list)) and len(found) > 1 else None
+        state = result[1] if isinstance(result, (tuple, list)) and len(result) > 1 else None
         if not isinstance(state, Tensor) or state.dim() != 4 or state.shape[:2] != expected[::2]:
             got = tuple(state.shape) if isinstance(state, Tensor) else type(state).__name__
             raise ValueError(

@@ -129,9 +129,9 @@ class _Check(Probe):
             except Exception:  # the model may not take NaN
                 values[self.tokens], ids = ids, None
                 output = self._call(values, ids)
-            given = self.before.given
+            inputs = self.before.inputs
             outputs = self.outputs(
-                output, lambda hooks: self._call(values, ids, hooks), bool(given)
+                output, lambda hooks: self._call(values, ids, hooks), bool(inputs)
             )
             for name, x, of_tokens in outputs:
                 if of_tokens is None:
@@ -141,9 +141,9 @@ class _Check(Probe):
                     )
             names, full = [name for name, _, _ in outputs], [x for _, _, x in outputs]
             half, end = self.length // 2, self.length
-            parts = [(half, end)] if not given else [(half, end), (end // 3, end), (0, half)]
+            parts = [(half, end)] if not inputs else [(half, end), (end // 3, end), (0, half)]
             for part in parts:
-                self.before.of_part(given, part[0])
+                self.before.of_part(inputs, part[0])
                 self._check_part(part, names, full)
         self._check_buffers()
 
@@ -158,13 +158,13 @@ class _Check(Probe):
                 x = [end - begin if p == self.rank else n for p, n in enumerate(x)]
             values.append(x)
         self.length = end - begin
-        found = [self.by_token(x) for _, x in tensors_in(self._call(values, None))]
+        results = [self.by_token(x) for _, x in tensors_in(self._call(values, None))]
         self.length = length
-        for name, then, now in zip(names, full, found, strict=True):
+        for name, then, now in zip(names, full, results, strict=True):
             if now is None or now.shape[2:] != then.shape[2:]:
                 continue
             differs = self.mostly_differ
-            if self.before.given:  # a layer may read a token too few
+            if self.before.inputs:  # a layer may read a token too few
                 differs = self.some_differ
             if differs(then[0, begin:end], now[0]):
                 raise ValueError(
@@ -188,12 +188,12 @@ class _Check(Probe):
                 for owner, name in buffers.written()
                 if (x := owner._buffers[name]) is not None
             ]
-            found = first_difference(written, members[0] if members else None)
-        if found is not None:
+            differs = first_difference(written, members[0] if members else None)
+        if differs is not None:
             raise ValueError(
-                f"expected {self.of} to write the same into buffer {found.name} on every rank, got "
-                f"different values on ranks {found.rank} and {found.other}, each from its own "
-                "tokens; write it from the sum of all ranks' numbers, "
+                f"expected {self.of} to write the same into buffer {differs.name} on every "
+                f"rank, got different values on ranks {differs.rank} and {differs.other}, each "
+                "from its own tokens; write it from the sum of all ranks' numbers, "
                 "deepsp.sum_over_ranks(x, group)"
             )
 
@@ -274,13 +274,13 @@ class _TokensBefore(TorchFunctionMode):
 
     def __init__(self):
         super().__init__()
-        self.given: list[Tensor] = []
+        self.inputs: list[Tensor] = []
         """The tokens that each call got."""
         self.of_all: list[Tensor] = []
         self.begin = 0
 
     def of_part(self, of_all: list[Tensor], begin: int) -> None:
-        self.given, self.of_all, self.begin = [], of_all, begin
+        self.inputs, self.of_all, self.begin = [], of_all, begin
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "").removesuffix(".default")
@@ -289,14 +289,14 @@ class _TokensBefore(TorchFunctionMode):
         if name.endswith("wait"):
             return args[0]
         x, n, dim = args[:3]
-        call, first = len(self.given), max(0, self.begin - n)
-        self.given.append(x)
+        call, first = len(self.inputs), max(0, self.begin - n)
+        self.inputs.append(x)
         shape = list(x.shape)
         shape[dim] = n
         before = x.new_zeros(shape)
         if self.begin > 0:
-            known = self.of_all[call].narrow(dim, first, self.begin - first)
-            before.narrow(dim, n - known.size(dim), known.size(dim)).copy_(known)
+            recorded = self.of_all[call].narrow(dim, first, self.begin - first)
+            before.narrow(dim, n - recorded.size(dim), recorded.size(dim)).copy_(recorded)
         return before
 
 

@@ -109,11 +109,11 @@ class Probe:
         Raises:
             ValueError: an output mixes tokens, and may not.
         """
-        found = [(name, x, self.by_token(x)) for name, x in tensors_in(output)]
-        for name, _, rows in found:
+        outputs = [(name, x, self.by_token(x)) for name, x in tensors_in(output)]
+        for name, _, rows in outputs:
             if rows is not None and not may_mix and self.mixed(rows):
                 raise ValueError(self.who(call, name))
-        return found
+        return outputs
 
     def who(self, call: Callable[[list], Any], output: str) -> str:
         """A text that names the module that mixes tokens. ``call(hooks)`` runs the model, and
@@ -121,7 +121,7 @@ class Probe:
         mixing: list[str] = []
 
         def after(module, args, kwargs, result):
-            given = [
+            inputs = [
                 rows
                 for _, x in tensors_in((args, kwargs))
                 if (rows := self.by_token(x)) is not None
@@ -129,7 +129,7 @@ class Probe:
             returned = [
                 rows for _, x in tensors_in(result) if (rows := self.by_token(x)) is not None
             ]
-            if not mixing and not any(map(self.mixed, given)) and any(map(self.mixed, returned)):
+            if not mixing and not any(map(self.mixed, inputs)) and any(map(self.mixed, returned)):
                 mixing.append(f"{name_in(self.model, module)} ({type(module).__name__})")
 
         call([m.register_forward_hook(after, with_kwargs=True) for m in self.model.modules()])
@@ -212,8 +212,8 @@ def restored(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         buffers.restore()
-        for m, known in zip(modules, remembered, strict=True):
-            vars(m).update(known)
+        for m, attributes in zip(modules, remembered, strict=True):
+            vars(m).update(attributes)
         for value, content in lists:
             value[:] = content
         with torch.no_grad():
@@ -239,7 +239,7 @@ class Buffers:
     """A copy of a model's buffers, to find and undo writes."""
 
     def __init__(self, model: nn.Module):
-        self._known = [
+        self._remembered = [
             (owner, name, x, version(x), x.clone())
             for owner in model.modules()
             for name, x in owner._buffers.items()
@@ -250,13 +250,13 @@ class Buffers:
         """The owners and names of the buffers that were written."""
         return [
             (owner, name)
-            for owner, name, x, then, content in self._known
+            for owner, name, x, then, content in self._remembered
             if owner._buffers[name] is not x or _is_written(x, then, content)
         ]
 
     @torch.no_grad()
     def restore(self) -> None:
-        for owner, name, x, then, content in self._known:
+        for owner, name, x, then, content in self._remembered:
             if _is_written(x, then, content):
                 x.copy_(content)
             owner._buffers[name] = x

@@ -85,7 +85,7 @@ def rule(*ops) -> Callable:
     return register
 
 
-def rule_of_own(function: Callable) -> Callable:
+def rule_of_rank_values(function: Callable) -> Callable:
     """Registers the rule for ops with an operand that each rank has for its own tokens."""
     _OF_OWN.append(function)
     return function
@@ -111,11 +111,11 @@ def is_known(op) -> bool:
 def find(call: Call) -> Callable:
     """The rule for a call, or one that refuses it."""
     _load()
-    if any(n in call.graph.own for n in call.operands):
+    if any(n in call.graph.rank_values for n in call.operands):
         return _OF_OWN[0]
-    known = _RULES.get(captured.get(call.target, call.target))
-    if known is not None:
-        return known
+    exact = _RULES.get(captured.get(call.target, call.target))
+    if exact is not None:
+        return exact
     if call.target not in _REASONS and placement.find(call.target) is not None:
         return by_rows
 
@@ -188,10 +188,10 @@ class Call(placement.Op):
             if node not in nodes and self.tokens(node) is not None:
                 self.refuse(f"{node.name}, an argument that must be replicated, is sharded")
 
-    def given(self, node: fx.Node):
+    def operand(self, node: fx.Node):
         """The new node for an operand, in the wanted form."""
         tokens = self.wants.get(node, self.tokens(node))
-        if node in self.graph.own:
+        if node in self.graph.rank_values:
             return self.graph.values[node].local
         if node in self.gathers:
             return self.graph.gathered(node, tokens)
@@ -200,7 +200,7 @@ class Call(placement.Op):
         return self.graph.for_part(node) if tokens is None else self.graph.part(node, tokens)
 
     def arguments(self) -> tuple[tuple, dict]:
-        return self.graph.mapped((self.node.args, self.node.kwargs), self.given)
+        return self.graph.mapped((self.node.args, self.node.kwargs), self.operand)
 
     def same_op(self):
         args, kwargs = self.arguments()
@@ -212,7 +212,7 @@ class Call(placement.Op):
         for argument in self.target._schema.arguments:
             value = new.get(argument.name, self.named[argument.name])
             if argument.name not in new:
-                value = self.graph.mapped(value, self.given)
+                value = self.graph.mapped(value, self.operand)
             if argument.kwarg_only:
                 kwargs[argument.name] = value
             else:
@@ -221,10 +221,10 @@ class Call(placement.Op):
 
     def one_of(self) -> Tokens:
         """The only tokens among the operands; refuses several that aren't the same."""
-        found = {t.plain: t for t in map(self.tokens, self.operands) if t is not None}
-        if len(found) != 1:
+        kinds = {t.plain: t for t in map(self.tokens, self.operands) if t is not None}
+        if len(kinds) != 1:
             self.refuse("its operands are sharded along different dimensions or sequences")
-        return next(iter(found.values()))
+        return next(iter(kinds.values()))
 
 
 def by_rows(call: Call, rows: list[Row] | None = None):
@@ -278,7 +278,7 @@ def by_rows(call: Call, rows: list[Row] | None = None):
         full = [n for n in call.operands if row.place(n) is None]
         args, kwargs = call.graph.mapped(
             (call.node.args, call.node.kwargs),
-            lambda n: call.graph.full(n) if n in full else call.given(n),
+            lambda n: call.graph.full(n) if n in full else call.operand(n),
         )
         call.lower = lambda: call.graph.call(call.target, *args, **kwargs)
         return None

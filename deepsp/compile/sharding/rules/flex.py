@@ -114,13 +114,13 @@ def _of_cells(call: Call, of_q: Tokens, query_parts: int) -> fx.Node:
                 *(graph.call(ours._kv_of_cell.default, [x], *where) for x in kv),
             )
         ]
-        found, row = [], 0
+        results_of_ranges, row = [], 0
         for begin, end in [r for r in cell.queries if r[0] < r[1]] or cell.queries[:1]:
             queries = graph.call(aten.narrow.default, of_cell[0], 2, row, end - begin)
             row += end - begin
             of_range = (queries, *of_cell[1:])
             if begin == end:
-                found.append(_of_none(call, *of_range))
+                results_of_ranges.append(_of_none(call, *of_range))
                 continue
             out = graph.call(
                 op,
@@ -134,11 +134,11 @@ def _of_cells(call: Call, of_q: Tokens, query_parts: int) -> fx.Node:
                 *graph.mapped(tuple(read), graph.for_part),
             )
             results = range(len(call.node.meta["val"]))
-            found.append([graph.call(operator.getitem, out, n) for n in results])
+            results_of_ranges.append([graph.call(operator.getitem, out, n) for n in results])
         by_cell.append(
             [
                 one[0] if len(one) == 1 else graph.call(aten.cat.default, list(one), 2)
-                for one in zip(*found, strict=True)
+                for one in zip(*results_of_ranges, strict=True)
             ]
         )
     results = [
@@ -164,12 +164,12 @@ class _Blocks:
     def __init__(self, call: Call, block_mask: tuple):
         self.call = call
         names = ("keys", "counts", "indices", "full_counts", "full_indices")
-        self.given = dict(zip(names, block_mask[1:6], strict=True))
+        self.lists = dict(zip(names, block_mask[1:6], strict=True))
         *_, self.q_size, self.kv_size, mask_mod = block_mask
         self.others = block_mask[10:-3]
         function = call.graph.env[call.graph.values[mask_mod].full].graph
         of_key = function.find_nodes(op="placeholder")[3]
-        if not of_key.users and call.shape(self.given["counts"])[-1] > 1:
+        if not of_key.users and call.shape(self.lists["counts"])[-1] > 1:
             call.refuse(
                 "expected a block_mask whose mask_mod says which keys are seen where ranks share "
                 "heads, since a rank's queries may lie across two blocks, got blocks alone; make "
@@ -180,7 +180,7 @@ class _Blocks:
         """The entries of a block mask, without mask_mod."""
         graph = self.call.graph
         seen = self._seen("counts", "indices", heads)
-        if self.given["full_counts"] is not None:
+        if self.lists["full_counts"] is not None:
             full = self._seen("full_counts", "full_indices", heads)
             seen = graph.call(aten.logical_or.default, seen, full)
         first, last = begin // self.q_size, -(-end // self.q_size)
@@ -194,13 +194,13 @@ class _Blocks:
         other = graph.call(aten.transpose.int, rows, 2, 3)
         lists = (*self._listed(rows), None, None, *self._listed(other), None, None)
         none = [None] * len(self.others)
-        return (end - begin, self.given["keys"], *lists, *none, self.q_size, self.kv_size)
+        return (end - begin, self.lists["keys"], *lists, *none, self.q_size, self.kv_size)
 
     def _seen(self, counts: str, indices: str, heads: tuple[int, int]) -> fx.Node:
         """[B, H, blocks of queries, blocks of keys]: whether a key block is listed."""
         call, graph = self.call, self.call.graph
         total = call.shape(call.node.args[0])[1]
-        counts, indices = (_blocks(call, self.given[x], total, *heads) for x in (counts, indices))
+        counts, indices = (_blocks(call, self.lists[x], total, *heads) for x in (counts, indices))
         blocks = graph.env[indices].shape[-1]
         device = graph.env[indices].device
         numbers = graph.call(aten.arange.default, blocks, device=device)

@@ -43,14 +43,14 @@ class Body(Rewriter):
             normal, full, outer.mode, member, outer.gradients, "local", 1, outer.query_parts
         )
         self.lengths = outer.lengths
-        for old, given in zip(self.old.find_nodes(op="placeholder"), inputs, strict=True):
+        for old, value in zip(self.old.find_nodes(op="placeholder"), inputs, strict=True):
             new = self.new.placeholder(old.name)
-            self.env[new] = new.meta["val"] = _detached(given.local)
+            self.env[new] = new.meta["val"] = _detached(value.local)
             self.values[old] = Value(new, of_parameter=True, of_data=True)
-            if given.tokens is not None:
-                self.values[old] = Value(None, new, given.tokens, True, True)
-            if isinstance(given.local, torch.SymInt):
-                self.know(given.local, new)
+            if value.tokens is not None:
+                self.values[old] = Value(None, new, value.tokens, True, True)
+            if isinstance(value.local, torch.SymInt):
+                self.know(value.local, new)
         self.walk()
 
     @property
@@ -82,7 +82,7 @@ def _detached(value):
     return value.detach() if is_tensor(value) else value
 
 
-def _given(graph: Rewriter, node) -> Passed:
+def _argument(graph: Rewriter, node) -> Passed:
     """An argument: this rank's part, if it has tokens, else the full value."""
     if not isinstance(node, fx.Node):
         return Passed(node, node, None, node)
@@ -103,7 +103,7 @@ def function(call: Call):
     if node.kwargs.get("dirty_idx"):
         call.refuse("it is a torch.autograd.Function that writes into its inputs")
     forward, backward = (graph.env[graph.values[n].full] for n in node.args[:2])
-    inputs = [_given(graph, x) for x in node.args[2:]]
+    inputs = [_argument(graph, x) for x in node.args[2:]]
 
     forward_body = Body(graph, forward, inputs)
     outs, saved = tree_map(forward_body.passed, forward_body.results)
@@ -111,8 +111,8 @@ def function(call: Call):
     results = list(outs) if several else [outs]
 
     back = Body(graph, backward, [*results, *saved])
-    found = back.results if isinstance(back.results, (tuple, list)) else (back.results,)
-    found = [back.gradient(x, passed) for x, passed in zip(found, inputs, strict=True)]
+    gradients = back.results if isinstance(back.results, (tuple, list)) else (back.results,)
+    gradients = [back.gradient(x, passed) for x, passed in zip(gradients, inputs, strict=True)]
     if draws_inside(back.gm):
         call.refuse(
             "its backward draws random numbers, which would be the same on all ranks; draw them "
@@ -120,7 +120,7 @@ def function(call: Call):
         )
     bodies = [
         forward_body.returning(tree_map(lambda x: x.node, (outs, tuple(saved)))),
-        back.returning(tuple(found)),
+        back.returning(tuple(gradients)),
     ]
 
     def lower():

@@ -38,7 +38,7 @@ def softmax(call: Call) -> Tokens:
 
     def lower():
         dtype = call.node.meta["val"].dtype
-        logs = log_softmax(graph, graph.call(aten.to.dtype, call.given(x), dtype), tokens.dim)
+        logs = log_softmax(graph, graph.call(aten.to.dtype, call.operand(x), dtype), tokens.dim)
         result = logs if call.target is aten.log_softmax.int else graph.call(aten.exp.default, logs)
         return graph.call(aten.to.dtype, result, dtype)
 
@@ -90,12 +90,12 @@ def _chosen(call: Call, x, indices, tokens: Tokens, ndim: int, first: int) -> No
     begin, count = tokens.sequence.begin(graph.rank), tokens.sequence.lens[graph.rank]
 
     def lower():
-        local, given = call.given(x), [n if n is None else call.given(n) for n in indices]
+        local, chosen = call.operand(x), [n if n is None else call.operand(n) for n in indices]
         # Pad with one token of zeros, at which a rank reads tokens of other ranks.
         padding = [0] * (2 * (len(call.shape(x)) - tokens.dim))
         padding[-1] = 1
         local = graph.call(aten.constant_pad_nd.default, local, padding, 0)
-        position = given[tokens.dim]
+        position = chosen[tokens.dim]
         behind = graph.call(aten.add.Scalar, position, graph.int_(tokens.length))
         position = graph.call(
             aten.where.self, graph.call(aten.lt.Scalar, position, 0), behind, position
@@ -107,8 +107,8 @@ def _chosen(call: Call, x, indices, tokens: Tokens, ndim: int, first: int) -> No
             graph.call(aten.lt.Scalar, position, graph.int_(count)),
         )
         last = graph.call(aten.full_like.default, position, graph.int_(count))
-        given[tokens.dim] = graph.call(aten.where.self, inside, position, last)
-        return graph.all_reduce(graph.call(aten.index.Tensor, local, given))
+        chosen[tokens.dim] = graph.call(aten.where.self, inside, position, last)
+        return graph.all_reduce(graph.call(aten.index.Tensor, local, chosen))
 
     call.lower, call.decision = lower, "some tokens, broadcast to all ranks"
     return None

@@ -47,11 +47,11 @@ def cross_entropy(call: Call, tokens: Tokens) -> None:
         if soft:
             count = graph.int_(product(n for d, n in enumerate(shape) if d != 1))
             return graph.call(aten.to.dtype, graph.call(aten.div.Scalar, total, count), dtype)
-        local = call.given(target)
+        local = call.operand(target)
         counts = graph.call(aten.ne.Scalar, local, call["ignore_index"])
         if call["weight"] is not None:
             classes = graph.call(aten.mul.Tensor, local, counts)  # ignored ones: any number
-            weights = graph.call(aten.index.Tensor, call.given(call["weight"]), [classes])
+            weights = graph.call(aten.index.Tensor, call.operand(call["weight"]), [classes])
             counts = graph.call(aten.mul.Tensor, weights, counts)
         # Counts of tokens are exact in float64.
         counts = graph.call(aten.sum.default, counts, dtype=torch.float64)

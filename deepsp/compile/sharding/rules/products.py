@@ -55,8 +55,8 @@ def convolution(call: Call) -> Tokens:
         return by_rows(call)
 
     def along(name):
-        given = call[name]
-        return given if isinstance(given, str) else given[(tokens.dim - 2) % len(given)]
+        value = call[name]
+        return value if isinstance(value, str) else value[(tokens.dim - 2) % len(value)]
 
     size = call.shape(weight)[tokens.dim]
     full = call.shape(x)[tokens.dim]
@@ -87,8 +87,8 @@ def _causal(call: Call, tokens: Tokens, padding: int | str, before: int) -> Toke
     window = ends.sequence if padding == before else None
     window = window or ends.sequence.window(before - padding, ends.length)
     new = Tokens(dim, call.out[dim], window)
-    known = call.tokens(x.args[0]) if x.target in PADS else tokens
-    if known and same(new.length, known.length) and new.sequence != known.sequence:
+    unshifted = call.tokens(x.args[0]) if x.target in PADS else tokens
+    if unshifted and same(new.length, unshifted.length) and new.sequence != unshifted.sequence:
         call.refuse(_NOT_CAUSAL)
 
     def padded(node, sizes: list[int]):
@@ -97,7 +97,7 @@ def _causal(call: Call, tokens: Tokens, padding: int | str, before: int) -> Toke
 
     def lower():
         graph.settle(ends.sequence, before)
-        rank, local = graph.rank, call.given(x)
+        rank, local = graph.rank, call.operand(x)
         if padding and rank == graph.size - 1:
             local = padded(local, [0, padding])
         args = (local, before, dim, graph.lens(ends), rank, graph.name)
@@ -105,12 +105,12 @@ def _causal(call: Call, tokens: Tokens, padding: int | str, before: int) -> Toke
         local = graph.call(aten.cat.default, [earlier, local], dim)
         kept = graph.int_(new.sequence.lens[rank])
         empty = ends.sequence.lens[rank] == 0
-        given = call["padding"]
-        if not isinstance(given, str):
+        padding_of = call["padding"]
+        if not isinstance(padding_of, str):
             dims = range(len(call.shape(x)) - 2)
-            given = [0 if d == dim - 2 else given[d % len(given)] for d in dims]
+            padding_of = [0 if d == dim - 2 else padding_of[d % len(padding_of)] for d in dims]
         # A rank without tokens convolves one that nobody reads.
-        out = call.replaced(input=padded(local, [0, 1]) if empty else local, padding=given)
+        out = call.replaced(input=padded(local, [0, 1]) if empty else local, padding=padding_of)
         if not empty and new.sequence == ends.sequence:
             return out
         first = graph.int_(size_of(ends.sequence.lens[rank] - new.sequence.lens[rank]))

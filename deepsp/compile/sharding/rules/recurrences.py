@@ -42,10 +42,10 @@ def capture_recurrences(gm: fx.GraphModule) -> None:
     if CompileContext.current_compile_id() is None:
         return
     graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
-    found = {(file, name) for g in graphs for n in g.nodes for file, _, name, _ in frames_of(n)}
+    functions = {(file, name) for g in graphs for n in g.nodes for file, _, name, _ in frames_of(n)}
     again = False
     for module in list(sys.modules.values()):
-        for file, name in found:
+        for file, name in functions:
             function = getattr(module, name, None) if name in RECURRENCES else None
             if getattr(module, "__file__", None) == file and function not in {None, *captured}:
                 capture(function, name)
@@ -56,8 +56,8 @@ def capture_recurrences(gm: fx.GraphModule) -> None:
 
 def recurrence(call: Call):
     graph, name = call.graph, captured[call.target]
-    given = inspect.signature(inspect.unwrap(call.target)).bind(*call.node.args, **call.node.kwargs)
-    kept = [x for n in _STATES if (x := given.arguments.get(n)) not in (None, False)]
+    bound = inspect.signature(inspect.unwrap(call.target)).bind(*call.node.args, **call.node.kwargs)
+    kept = [x for n in _STATES if (x := bound.arguments.get(n)) not in (None, False)]
     if kept:
         call.refuse("it takes or returns a state, a cache; set use_cache = False in the config")
     tokens = call.one_of()
@@ -75,9 +75,9 @@ def recurrence(call: Call):
 
     def lower():
         sharded = Sharded(name, (graph.rank, graph.size, graph.name), graph.lens(tokens))
-        sharded.known["compared"] = True  # ranks compile alike
+        sharded.cache["compared"] = True  # ranks compile alike
         function = FUNCTIONS[name](call.target, sharded)
-        nodes = {n: call.given(n) for n in call.operands}
+        nodes = {n: call.operand(n) for n in call.operands}
         places = {n: i for i, n in enumerate(nodes)}
 
         def run(*tensors):
@@ -89,8 +89,8 @@ def recurrence(call: Call):
 
         values = [graph.env[n] for n in nodes.values()]
         values = [x.detach().requires_grad_(x.requires_grad) for x in values]
-        found = graph.inline(trace(run, values, graph.mode), list(nodes.values()))
-        return graph.call(tuple, found) if isinstance(out, (tuple, list)) else found
+        results = graph.inline(trace(run, values, graph.mode), list(nodes.values()))
+        return graph.call(tuple, results) if isinstance(out, (tuple, list)) else results
 
     call.lower, call.decision = lower, "a recurrence, by heads or by state"
     places = [

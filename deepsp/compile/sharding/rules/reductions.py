@@ -26,7 +26,7 @@ def total(call: Call, tokens: Tokens) -> None:
     def lower():
         dtype = call.node.meta["val"].dtype
         keepdim = bool(call["keepdim"])
-        local = call.given(x)
+        local = call.operand(x)
         # Sum 16-bit values in float32: the sum may overflow before it is divided.
         wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
         local = graph.call(aten.sum.dim_IntList, local, dims, keepdim, dtype=wide)
@@ -46,7 +46,7 @@ def logical(call: Call, tokens: Tokens) -> None:
     graph, every = call.graph, call.target._opname == "all"
 
     def lower():
-        local = graph.call(aten.ne.Scalar, call.given(x), 0)
+        local = graph.call(aten.ne.Scalar, call.operand(x), 0)
         if every:
             local = graph.call(aten.logical_not.default, local)
         keepdim = bool(call["keepdim"])
@@ -65,7 +65,7 @@ def extreme(call: Call, tokens: Tokens) -> None:
     graph, most = call.graph, call.target._opname.endswith("max")
 
     def lower():
-        local, dtype = call.given(x), call.node.meta["val"].dtype
+        local, dtype = call.operand(x), call.node.meta["val"].dtype
         detached = graph.call(aten.detach.default, local)
         if not graph.holds(tokens.sequence.lens[graph.rank] * tokens.inner > 0):  # no tokens
             info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
@@ -74,10 +74,10 @@ def extreme(call: Call, tokens: Tokens) -> None:
             fill = info.min if most else info.max
             detached = graph.call(aten.constant_pad_nd.default, detached, padding, fill)
         op = aten.amax.default if most else aten.amin.default
-        own = graph.call(op, detached, dims, True)
+        extremes = graph.call(op, detached, dims, True)
         every = graph.call(
             torch.ops.deepsp.all_gather.default,
-            own,
+            extremes,
             tokens.dim,
             [1] * graph.size,
             "replicated",
@@ -117,10 +117,10 @@ def cumulative(call: Call) -> Tokens:
     def lower():
         dtype = call.node.meta["val"].dtype
         wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-        local = graph.call(aten.to.dtype, call.given(x), dtype)
+        local = graph.call(aten.to.dtype, call.operand(x), dtype)
         local = graph.call(aten.to.dtype, local, wide)
-        own = graph.call(aten.sum.dim_IntList, local, [dim], True)
-        args = (own, dim, [1] * graph.size, "partial", graph.rank, graph.name)
+        total = graph.call(aten.sum.dim_IntList, local, [dim], True)
+        args = (total, dim, [1] * graph.size, "partial", graph.rank, graph.name)
         sums = graph.call(torch.ops.deepsp.all_gather.default, *args)
         earlier = graph.call(aten.narrow.default, sums, dim, 0, graph.rank)
         earlier = graph.call(aten.sum.dim_IntList, earlier, [dim], True)

@@ -1,8 +1,8 @@
 """Tokens sorted by the expert that they go to, as in mixtures of experts.
 
 Each rank sorts its own tokens. The order, and each expert's number of tokens, differ by rank. Such
-values (:class:`Own`) may only be used to sort tokens, to multiply the sorted ones, and to undo the
-sort. Any other use is refused.
+values (:class:`RankValue`) may only be used to sort tokens, to multiply the sorted ones, and to
+undo the sort. Any other use is refused.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from deepsp.compile.sharding.rules import Call, overloads, rule, rule_of_own
+from deepsp.compile.sharding.rules import Call, overloads, rule, rule_of_rank_values
 from deepsp.compile.sharding.tokens import Tokens, quotient, same
 
 aten = torch.ops.aten
@@ -24,7 +24,7 @@ _ARGSORT = {aten.argsort.default, aten.argsort.stable}
 
 
 @dataclass(frozen=True)
-class Own:
+class RankValue:
     """A value that differs by rank, since it is for the rank's own tokens; ``tokens``: where they
     are once sorted. An order counts groups of ``group`` neighbours."""
 
@@ -41,7 +41,7 @@ def sort(call: Call) -> list[Tokens]:
     if len(call.shape(x)) != 1 or tokens.order is not None:
         call.refuse("along the sequence it depends on all tokens; only a 1-D list can be sorted")
     ordered = replace(tokens, order=call.node.name)
-    call.graph.own[call.node, 1] = Own(ORDER, ordered)
+    call.graph.rank_values[call.node, 1] = RankValue(ORDER, ordered)
     return [ordered, ordered]
 
 
@@ -50,50 +50,50 @@ def count(call: Call) -> None:
     call.one_of()
     if call.target._opname == "bincount" and not call["minlength"]:
         call.refuse("its number of bins depends on the values of all tokens; pass minlength")
-    call.graph.own[call.node] = Own(COUNTS)
+    call.graph.rank_values[call.node] = RankValue(COUNTS)
     call.decision = "local tokens"
     return None
 
 
-@rule_of_own
+@rule_of_rank_values
 def follow(call: Call) -> Tokens | None:
-    """The rule for ops with an :class:`Own` operand."""
+    """The rule for ops with an :class:`RankValue` operand."""
     graph, target = call.graph, call.target
     args = call.node.args
-    own = {n: graph.own[n] for n in call.operands if n in graph.own}
-    first = own.get(args[0]) if isinstance(args[0], fx.Node) else None
+    sorted_by = {n: graph.rank_values[n] for n in call.operands if n in graph.rank_values}
+    first = sorted_by.get(args[0]) if isinstance(args[0], fx.Node) else None
 
-    def becomes(new: Own, lower=None) -> None:
-        graph.own[call.node] = new
+    def becomes(new: RankValue, lower=None) -> None:
+        graph.rank_values[call.node] = new
         call.lower = lower or call.same_op
 
     kind = first.kind if first else None
     if kind and target in _SAME:
         return becomes(first)
     if kind and target in _BLANK:
-        return becomes(Own(BLANK, first.tokens))
+        return becomes(RankValue(BLANK, first.tokens))
     if kind == COUNTS and target is aten.cumsum.default:
         return becomes(first)
     if kind == ORDER and target in _DIVIDE and isinstance(args[1], int):
         return becomes(replace(first, group=first.group * args[1]))
     if kind == ORDER and target in _ARGSORT and first.group == 1:
-        return becomes(Own(INVERSE, first.tokens))
-    if kind == BLANK and target is aten.index_put.default and _is_inverse(call, own, first):
-        return becomes(Own(INVERSE, first.tokens), lambda: _place(call, first.tokens))
+        return becomes(RankValue(INVERSE, first.tokens))
+    if kind == BLANK and target is aten.index_put.default and _is_inverse(call, sorted_by, first):
+        return becomes(RankValue(INVERSE, first.tokens), lambda: _place(call, first.tokens))
     if target is aten.index.Tensor and len(args[1]) == 1:
-        return _moved(call, own)
-    if "grouped_mm" in target._opname and args[0] not in own:
+        return _moved(call, sorted_by)
+    if "grouped_mm" in target._opname and args[0] not in sorted_by:
         tokens = call.tokens(args[0])
-        counts = [n for n, x in own.items() if x.kind == COUNTS]
-        if tokens is not None and tokens.order is not None and len(own) == len(counts) == 1:
+        counts = [n for n, x in sorted_by.items() if x.kind == COUNTS]
+        if tokens is not None and tokens.order is not None and len(sorted_by) == len(counts) == 1:
             return tokens
     call.refuse("it depends on how each rank has sorted its own tokens")
 
 
-def _is_inverse(call: Call, own: dict, blank: Own) -> bool:
+def _is_inverse(call: Call, sorted_by: dict, blank: RankValue) -> bool:
     """``blank[order] = arange(n)``."""
     _, indices, values = call.node.args[:3]
-    order = own.get(indices[0]) if len(indices) == 1 else None
+    order = sorted_by.get(indices[0]) if len(indices) == 1 else None
     counted = values.target is aten.arange.default and same(
         call.shape(values)[0], blank.tokens.full
     )
@@ -112,11 +112,11 @@ def _place(call: Call, tokens: Tokens) -> fx.Node:
     return graph.call(aten.index_put.default, local[0], [local[1]], numbers)
 
 
-def _moved(call: Call, own: dict) -> Tokens:
+def _moved(call: Call, sorted_by: dict) -> Tokens:
     """Sorts tokens, or undoes the sort."""
     x, (index,) = call.node.args[:2]
-    how, tokens = own.get(index), call.tokens(x)
-    if how is not None and x not in own and tokens is not None and tokens.dim == 0:
+    how, tokens = sorted_by.get(index), call.tokens(x)
+    if how is not None and x not in sorted_by and tokens is not None and tokens.dim == 0:
         before = replace(how.tokens, order=None)
         inner = quotient(how.tokens.inner, how.group)
         if how.kind == ORDER and inner is not None and tokens == replace(before, inner=inner):

@@ -45,7 +45,7 @@ def reshape(call: Call) -> Tokens:
     def lower():
         shape = call.graph.shape(new.part(out, call.graph.rank))
         # A local tensor's strides may differ from the full one's.
-        return call.graph.call(aten.reshape.default, call.given(x), shape)
+        return call.graph.call(aten.reshape.default, call.operand(x), shape)
 
     call.lower = lower
     return new
@@ -62,7 +62,7 @@ def squeeze(call: Call) -> Tokens:
     gone = [d % len(shape) for d in ([gone] if isinstance(gone, int) else gone)]
     gone = [d for d in gone if isinstance(shape[d], int) and shape[d] == 1]
     # Sizes of 1 in the full tensor only: a part may have one token.
-    call.lower = lambda: call.graph.call(aten.squeeze.dims, call.given(x), gone)
+    call.lower = lambda: call.graph.call(aten.squeeze.dims, call.operand(x), gone)
     return by_rows(call)
 
 
@@ -80,7 +80,7 @@ def window(call: Call, x, tokens: Tokens, begin, end):
         if graph.mode.shape_env.bound_sympy(sympy.sympify(length)).upper == 0:
             length = 0  # Inductor doesn't compile a sum over symbolic sizes that are 0 for sure
         start, length = graph.int_(size_of(skip)), graph.int_(length)
-        return graph.call(aten.narrow.default, call.given(x), tokens.dim, start, length)
+        return graph.call(aten.narrow.default, call.operand(x), tokens.dim, start, length)
 
     return new, lower
 
@@ -93,7 +93,7 @@ def slice_(call: Call) -> Tokens:
     if dim != tokens.dim:
         return by_rows(call)
     if same(out[dim], shape[dim]) and call["step"] in (None, 1):
-        call.lower = lambda: call.graph.call(aten.alias.default, call.given(x))
+        call.lower = lambda: call.graph.call(aten.alias.default, call.operand(x))
         return tokens
     if call["step"] not in (None, 1):
         call.refuse(f"expected a step of 1 along the sequence, got {call['step']}")
@@ -116,16 +116,16 @@ def split(call: Call) -> list[Tokens]:
         return by_rows(call)
     if call.graph.values[x].full is not None:
         call.refuse("it splits a replicated tensor along the sequence")
-    begin, found, lowered = 0, [], []
+    begin, parts, lowered = 0, [], []
     for piece in call.node.meta["val"]:
         end = size_of(begin + size_of(piece.shape[tokens.dim]))
         select = joined.part_of if tokens.order == JOINED else window
         new, lower = select(call, x, tokens, begin, end)
-        found.append(new)
+        parts.append(new)
         lowered.append(lower)
         begin = end
     call.lower = lambda: call.graph.call(tuple, [lower() for lower in lowered])
-    return found
+    return parts
 
 
 def _index(call: Call, value, length):
@@ -169,7 +169,7 @@ def cat(call: Call) -> Tokens:
     dim = call["dim"] % len(call.out)
     if len(nodes) == 1:  # the others are empty, as a cache at first
         (x,) = nodes
-        call.lower = lambda: call.graph.call(aten.alias.default, call.given(x))
+        call.lower = lambda: call.graph.call(aten.alias.default, call.operand(x))
         return call.one_of()
     if any(t is not None and t.dim == dim for t in map(call.tokens, nodes)):
         return _longer(call, nodes, dim)
@@ -202,7 +202,7 @@ def _longer(call: Call, nodes: list, dim: int) -> Tokens:
     def lower():
         taken = []
         for i, node in enumerate(nodes):
-            new = call.given(node)
+            new = call.operand(node)
             if i != position and graph.rank != (0 if i < position else graph.size - 1):
                 # Take no tokens, but keep the gradient: every rank sums it.
                 new = graph.call(aten.narrow.default, new, dim, 0, 0)
@@ -230,7 +230,7 @@ def pad(call: Call) -> Tokens:
         mine = list(sizes)
         mine[place] *= graph.rank == 0
         mine[place + 1] *= graph.rank == graph.size - 1
-        return call.replaced(pad=graph.mapped(mine, call.given))
+        return call.replaced(pad=graph.mapped(mine, call.operand))
 
     call.lower = lower
     return tokens.extended(*ends)
@@ -256,8 +256,8 @@ def repeat_interleave(call: Call) -> Tokens:
     if call["dim"] is None:
         call.refuse("it repeats the elements of the flattened tensor; pass dim")
     if call["output_size"] is not None:
-        args = call.graph.mapped((call["repeats"], call["dim"]), call.given)
-        call.lower = lambda: call.graph.call(call.target, call.given(x), *args)
+        args = call.graph.mapped((call["repeats"], call["dim"]), call.operand)
+        call.lower = lambda: call.graph.call(call.target, call.operand(x), *args)
     if call["dim"] % len(call.shape(x)) != tokens.dim:
         return tokens
     if tokens.order is not None:
@@ -281,7 +281,7 @@ def expand(call: Call) -> Tokens:
 
     def lower():
         shape = call.graph.shape(place.part(out, call.graph.rank))
-        return call.graph.call(aten.expand.default, call.given(x), shape)
+        return call.graph.call(aten.expand.default, call.operand(x), shape)
 
     call.lower = lower
     return place
