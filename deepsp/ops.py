@@ -257,8 +257,7 @@ def _compared_lens(
 def _length(inputs: Sequence[Tensor]) -> int:
     if len(inputs) == 0:
         raise ValueError("expected inputs to have at least one tensor, got an empty list")
-    for i, x in enumerate(inputs):
-        check_four(x, f"inputs[{i}]", "bshd")
+    check_four({f"inputs[{i}]": x for i, x in enumerate(inputs)}, "bshd")
     return inputs[0].size(1)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -54,7 +56,9 @@ def check_dim(x: Tensor, dim: int) -> None:
 _NAMES = {"b": "batch", "s": "sequence", "h": "heads", "d": "head_dim"}
 
 
-def check_four(x: Tensor, name: str, layout: str) -> None:
-    if x.dim() != 4:
-        dims = ", ".join(_NAMES[d] for d in layout)
-        raise ValueError(f"expected {name} to have 4 dimensions [{dims}], got {x.dim()}")
+def check_four(tensors: Mapping[str, Tensor], layout: str) -> None:
+    """Raises ValueError for a tensor that hasn't 4 dimensions."""
+    for name, x in tensors.items():
+        if x.dim() != 4:
+            dims = ", ".join(_NAMES[d] for d in layout)
+            raise ValueError(f"expected {name} to have 4 dimensions [{dims}], got {x.dim()}")

@@ -8,7 +8,7 @@ too. So code that uses a weight only needs to read it inside an engine. DeepSpee
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -53,12 +53,14 @@ def check_here(name: str, parameter: Tensor | None) -> None:
         )
 
 
-def check_linear_here(name: str, linear: nn.Module, called: bool) -> None:
-    """:func:`check_here` for the parameters of a linear layer. ``called``: the layer will be
-    called, so that its hooks gather them; otherwise reading gathers them."""
-    for key, parameter in linear._parameters.items():  # doesn't trigger DeepSpeed's gather
-        if is_partitioned(parameter) and not (called and is_gathered_when_called(linear)):
-            check_here(f"{name}.{key}", parameter if called else getattr(linear, key))
+def check_linears_here(linears: Mapping[str, nn.Module], called: Sequence[str]) -> None:
+    """:func:`check_here` for the parameters of linear layers. ``called``: those that will be
+    called, so that their hooks gather the parameters; in others, reading gathers them."""
+    for name, linear in linears.items():
+        for key, parameter in linear._parameters.items():  # doesn't trigger DeepSpeed's gather
+            is_called = name in called
+            if is_partitioned(parameter) and not (is_called and is_gathered_when_called(linear)):
+                check_here(f"{name}.{key}", parameter if is_called else getattr(linear, key))
 
 
 def gather_as_a_whole(module: nn.Module) -> None:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from deepsp.ranks.groups import Group
+from deepsp.ranks.lengths import check_four
 from deepsp.sequence.attention import module
 from deepsp.sequence.attention.function import check_function
-from deepsp.sequence.attention.parts import check_four
 
 
 class DistributedAttention(nn.Module):
@@ -110,8 +110,7 @@ class DistributedAttention(nn.Module):
         if batch_dim_idx not in (0, 1):
             raise ValueError(f"expected batch_dim_idx to be 0 or 1, got {batch_dim_idx!r}")
         distributed = self._by_batch_dim[batch_dim_idx]
-        for x, name in ((query, "query"), (key, "key"), (value, "value")):
-            check_four(x, name, distributed.layout)
+        check_four({"query": query, "key": key, "value": value}, distributed.layout)
         ranks = distributed.member[1]
         if query.size(2) < ranks:
             raise ValueError(

@@ -161,21 +161,16 @@ def attend_over(
 ) -> Tensor:
     (rank, _, name), lens = call.member, call.lens
     if deal is not None:
-        return _attend_dealt(
-            call,
-            deal,
-            chunks,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale,
-            enable_gqa,
-            documents=documents,
-            window_size=() if window_size is None else window_size,
-            **options,
-        )
-    if documents is not None:
-        documents = ranges_of(documents, call.batch, sum(lens))
+        if options.get("kv_chunk") is not None:
+            raise ValueError(
+                f"expected no kv_chunk with deal, got {options['kv_chunk']}; leave it out"
+            )
+        lens = [n for lens in deal.lens for n in lens]  # level after level
+        options["dealt"] = deal.documents(rank)
+    else:
+        options["query_parts"] = call.query_parts
+        if documents is not None:
+            documents = ranges_of(documents, call.batch, sum(lens))
     draws = function.randomness_of(call.member, call.device) if dropout_p > 0 else nullcontext()
     with draws:
         return torch.ops.deepsp.distributed_attention(
@@ -193,25 +188,5 @@ def attend_over(
             sharded_randomness=torch.compiler.is_compiling(),
             documents=documents,
             window_size=() if window_size is None else window_size,
-            query_parts=call.query_parts,
             **options,
         )
-
-
-def _attend_dealt(
-    call: parts.AttentionCall, deal: Deal, *arguments, kv_chunk=None, **options
-) -> Tensor:
-    rank, _, name = call.member
-    if kv_chunk is not None:
-        raise ValueError(f"expected no kv_chunk with deal, got {kv_chunk}; leave it out")
-    return torch.ops.deepsp.distributed_attention(
-        *call.qkv,
-        *arguments[1:],
-        arguments[0],
-        [n for lens in deal.lens for n in lens],
-        rank,
-        name,
-        layout=call.layout,
-        dealt=deal.documents(rank),
-        **options,
-    )

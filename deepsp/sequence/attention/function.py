@@ -227,10 +227,12 @@ def attend(
         ValueError: the result isn't a tensor (or a tuple that begins with one), or has the wrong
             shape.
     """
-    shape = qkv[0].shape
-    seen = [shape[d] for d in parts.ORDERS[layout]]
+    shape, order = qkv[0].shape, parts.ORDERS[layout]
+    seen = [shape[d] for d in order]
+    if layout != "bshd":
+        qkv = tuple(x.permute(order) for x in qkv)
     with watch.over(seen, [shape[d] for d in parts.ORDERS["bhsd"]], layout):
-        out = function(*(parts.ordered(x, layout) for x in qkv), *args, **kwargs)
+        out = function(*qkv, *args, **kwargs)
     if isinstance(out, (tuple, list)) and out:
         out = out[0]  # flash attention also returns log-sum-exp
     if not isinstance(out, Tensor):
@@ -248,7 +250,7 @@ def attend(
         raise ValueError(
             f"expected local_attention to return shape {expected}, got {tuple(out.shape)}"
         )
-    return parts.ordered(out, layout)
+    return out if layout == "bshd" else out.permute(order)
 
 
 def drops(attn_mask=None, dropout_p=0.0, *_, **__) -> bool:

@@ -15,8 +15,8 @@ from deepsp.ranks.lengths import lens_or_equal
 from deepsp.sequence.attention import chunks as auto_chunks
 from deepsp.sequence.attention import function as local
 from deepsp.sequence.attention import parts, rope
-from deepsp.sequence.attention.projections import biases, check_linear, head_sizes, is_wide
-from deepsp.weights.partitioned import check_linear_here
+from deepsp.sequence.attention.projections import biases, check_linears, head_sizes, is_wide
+from deepsp.weights.partitioned import check_linears_here
 
 _NAMES = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -199,8 +199,7 @@ class SequenceParallelAttention(nn.Module):
         group=None,
     ) -> None:
         projections = dict(zip(_NAMES, projections, strict=True))
-        for name, linear in projections.items():
-            check_linear(name, linear)
+        check_linears(projections)
         self.member = member_of(group)
         self.num_heads = num_heads
         self.head_dim, self.num_kv_heads, self.v_head_dim = head_sizes(projections, num_heads)
@@ -288,11 +287,11 @@ class SequenceParallelAttention(nn.Module):
             raise ValueError(
                 f"expected x to have 3 dimensions [batch, sequence, hidden_size], got {x.dim()}"
             )
-        for name, linear in zip(_NAMES, self._used()[:4], strict=True):
-            check_linear(name, linear)  # they may have changed
-            if not torch.compiler.is_compiling():
-                called = not self.overlap or (any(self._wide) and name != "o_proj")
-                check_linear_here(name, linear, called)
+        projections = dict(zip(_NAMES, self._used()[:4], strict=True))
+        check_linears(projections)  # they may have changed
+        if not torch.compiler.is_compiling():
+            called = _NAMES if not self.overlap else _NAMES[:3] if any(self._wide) else ()
+            check_linears_here(projections, called)
         lens = lens_or_equal(seq_lens, x.size(1), self.member[1])
         if self.local_attention is None:
             local.check_sdpa_arguments(

@@ -133,8 +133,7 @@ class AttentionCall:
 
     def __init__(self, q, k, v, layout: str, seq_lens, member: Member, wanted, why_whole=None):
         self.qkv, self.layout, self.member = (q, k, v), layout, member
-        for x, name in ((q, "q"), (k, "k"), (v, "v")):
-            check_four(x, name, layout)
+        check_four({"q": q, "k": k, "v": v}, layout)
         s, h = layout.index("s"), layout.index("h")
         length, heads = q.size(s), q.size(h)
         for x, name in ((k, "k"), (v, "v")):

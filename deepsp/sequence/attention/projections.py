@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -16,7 +16,13 @@ def biases(projections: Sequence[nn.Linear]) -> list[Tensor]:
     return [p.weight.new_zeros(p.weight.size(0)) if p.bias is None else p.bias for p in projections]
 
 
-def check_linear(name: str, linear: nn.Module) -> None:
+def check_linears(linears: Mapping[str, nn.Module]) -> None:
+    """Raises ValueError for a module that isn't a plain ``nn.Linear`` without hooks."""
+    for name, linear in linears.items():
+        _check_linear(name, linear)
+
+
+def _check_linear(name: str, linear: nn.Module) -> None:
     if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
         raise ValueError(
             f"expected {name} to be a plain nn.Linear, whose weight is used and whose forward "
