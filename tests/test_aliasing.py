@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import re
 import time
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from harness import on_ranks
 from reference import draw
 from torch import nn
+from torch._inductor.utils import run_and_get_code
 from torch.library import opcheck
 
 import deepsp
@@ -305,3 +307,30 @@ def _written():
 @pytest.mark.parametrize("apart", ["mapped", "messages"])
 def test_what_a_start_sends_stays(apart):
     on_ranks(2, _written, apart=apart)
+
+
+def _freed():
+    """Without gradients, the memory of one layer's exchanges serves the next, though Inductor may
+    not reuse it: compiled code lets go of the buffers and results of each."""
+    torch._dynamo.reset()
+    attention = deepsp.DistributedAttention()
+
+    def layers(x):
+        for _ in range(4):
+            x = x + attention(*(y.unflatten(-1, (4, 8)) for y in (x, x.cos(), x.sin()))).flatten(2)
+        return x * 1
+
+    x = draw(1, 16, 32)
+    found, (code,) = run_and_get_code(torch.compile(layers, fullgraph=True), x)
+    torch.testing.assert_close(found, layers(x), rtol=1e-12, atol=1e-12)
+    calls = set(re.findall(r"^ *(buf\d+) = torch\.ops\.deepsp", code, re.MULTILINE))
+    results = re.findall(r"^ *(buf\d+) = (buf\d+)\[\d+\]", code, re.MULTILINE)
+    results = {result for result, call in results if call in calls}
+    assert len(calls) == 4 * 4 and len(results) == 4 * 5, code
+    freed = re.findall(r"^ *del (.*)", code, re.MULTILINE)
+    kept = results - {name for line in freed for name in line.split(", ")}
+    assert len(kept) <= 1, kept  # of the last layer, which ends with the call
+
+
+def test_results_are_freed():
+    on_ranks(2, _freed)

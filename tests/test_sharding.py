@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deepsp
 from deepsp.weights.parameters import sharded_parameters
-from deepsp.weights.prefetch import Order, Use, bucket_bytes
+from deepsp.weights.prefetch import GatherOrder, Use, bucket_bytes
 
 f64 = torch.float64
 
@@ -285,7 +285,7 @@ def _limit(prefetch, expected, bucket):
         started.extend(uses)
         return lambda: landed.extend(uses) or [lambda: torch.zeros(()) for _ in uses]
 
-    order = Order(start, lambda index: 100, lambda: bucket, prefetch)
+    order = GatherOrder(start, lambda index: 100, lambda: bucket, prefetch)
     uses = [Use(n, False) for n in (0, 1, 0, 2, 3, 4, 5, 0)] + [Use(6, True), Use(7, False)]
     for _ in range(3):
         started.clear()

@@ -31,12 +31,11 @@ def _lowering(op):
         for operation in operations:
             operation.has_side_effects = lambda: True
         calls = [x for x in operations if isinstance(x, ir.FallbackKernel)]
+        for x in calls:
+            x.alias_names = [x.get_name()]  # its results are freed, but not reused
         _release(calls)
         if op._opname.endswith("_start"):
             _hold(calls)
-        for x in pytree.tree_leaves(results):
-            if isinstance(x, ir.IRNode):
-                V.graph.never_reuse_buffers.add(x.get_name())
         return results
 
     return lowered
