@@ -6,6 +6,8 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from attentions import check_compiled_layer
+from graphs import marks_of
 from harness import on_ranks
 from reference import attention, draw, lens_of
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -469,28 +471,6 @@ def test_views_that_leave_the_graph():
     on_ranks(2, _views_escape)
 
 
-def _marks(targets):
-    marks = {
-        "all_to_all_single": "x",
-        "deepsp._project_to_heads_start": "x",
-        "deepsp.seq_to_heads_start": "x",
-        "deepsp.heads_to_seq_start": "x",
-        "wait_tensor": "w",
-        "deepsp.seq_to_heads_wait": "w",
-        "deepsp.heads_to_seq_wait": "w",
-        "scaled_dot_product": "A",
-        "aten.mm": "m",
-        "aten.addmm": "m",
-        "aten.bmm": "m",
-        "extern_kernels.mm(": "m",
-        "extern_kernels.addmm(": "m",
-        "extern_kernels.bmm(": "m",
-    }
-    return "".join(
-        next((mark for part, mark in marks.items() if part in target), "") for target in targets
-    )
-
-
 def _post_grad(called):
     """Inductor's own graph: asynchronous collectives, or calls of kernels, launched, then compute,
     then waited for."""
@@ -514,10 +494,10 @@ def _post_grad(called):
         # waits for both.
         if called:
             assert not any("c10d" in target for target in graph), graph
-            assert _marks(graph) == "xwAxwAxw"
+            assert marks_of(graph) == "xwAxwAxw"
         else:
             assert not any("deepsp" in target for target in graph), graph
-            assert _marks(graph) == "xxwAxwAxww"
+            assert marks_of(graph) == "xxwAxwAxww"
 
 
 @pytest.mark.parametrize("apart", ["messages", "collectives"])
@@ -556,7 +536,7 @@ def _schedule():
     calls = [code[code.index("def call") :].splitlines() for code in codes]
     # Comments and assertions mention kernels, too; attention has a line before its call.
     calls = [[x for x in lines if "(" in x.split("#")[0] and "assert_" not in x] for lines in calls]
-    forwards, backwards = (_marks(lines).replace("AA", "A") for lines in calls)
+    forwards, backwards = (marks_of(lines).replace("AA", "A") for lines in calls)
     assert forwards == _FORWARD * 2, forwards
     assert backwards == _BACKWARDS, backwards
     expected = torch.autograd.grad(model(x).sum(), [x, *model.parameters()])
@@ -635,7 +615,7 @@ def _compiled_checkpoint(launches):
         ours = torch.autograd.grad(compiled(x).square().sum(), [x, *block.parameters()])
     expected = torch.autograd.grad(block(x).square().sum(), [x, *block.parameters()])
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
-    before, after = (_marks(graphs[name][1]) for name in ("before", "after"))
+    before, after = (marks_of(graphs[name][1]) for name in ("before", "after"))
     assert before.count("x") == after.count("x") == launches, (before, after)
     assert after.count("xw") <= before.count("xw"), (before, after)
 
@@ -645,27 +625,6 @@ def test_inductor_under_a_checkpoint(apart, launches):
     on_ranks(2, _compiled_checkpoint, launches, apart=apart)
 
 
-def _compiled_layer(backend, case, norms, lengths):
-    """The whole layer, uneven, with dynamic lengths, against one process in float64."""
-    from test_layer import compare
-
-    heads, kv_heads, chunks, offsets = case
-    size = dist.get_world_size()
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    layer = deepsp.SequenceParallelAttention(
-        12, heads, kv_heads, head_dim=6, bias=True, rope_theta=100.0, rope_interleaved=True,
-        q_norm=torch.nn.RMSNorm(6) if norms else None, chunks=chunks,
-    ).double()  # fmt: skip
-    counter = CompileCounterWithBackend(backend)
-    compiled = torch.compile(layer.forward, fullgraph=True, backend=counter)
-    layer.forward = compiled
-    for base in lengths:
-        lens = [base + offset for offset in offsets[:size]]
-        compare(layer, draw(2, sum(lens), 12), lens, {"is_causal": True})
-    assert counter.frame_count <= 2, counter.frame_count
-
-
 @pytest.mark.parametrize(
     ("backend", "case", "apart"),
     [("aot_eager", (9, 3, 2, (0, 3, 1)), ""), ("aot_eager", (4, 1, 1, (0, 1, 2)), ""),
@@ -673,13 +632,13 @@ def _compiled_layer(backend, case, norms, lengths):
 )  # fmt: skip
 def test_the_layer_compiles(backend, case, apart):
     if backend == "inductor":  # whose C++ compiler takes its time
-        on_ranks(2, _compiled_layer, backend, case, False, (20,), apart=apart)
+        on_ranks(2, check_compiled_layer, backend, case, False, (20,), apart=apart)
     else:
-        on_ranks(3, _compiled_layer, backend, case, True, (20, 13, 31))
+        on_ranks(3, check_compiled_layer, backend, case, True, (20, 13, 31))
 
 
 def test_the_layer_compiles_in_a_group_of_one():
-    on_ranks(1, _compiled_layer, "inductor", (4, 2, 2, (0,)), False, (20,))
+    on_ranks(1, check_compiled_layer, "inductor", (4, 2, 2, (0,)), False, (20,))
 
 
 # ------------------------------------------------------------------- export, import, tables
