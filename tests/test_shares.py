@@ -13,6 +13,7 @@ from attentions import check_shares, compare_attention, draw_qkv
 from harness import on_ranks
 from hypothesis import given
 from hypothesis import strategies as st
+from models import make_lm
 from reference import attention, draw, events, lens_of, names, sent
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
@@ -566,14 +567,12 @@ def test_layer(ranks, heads, kv_heads, parts, norm, own, chunks):
 
 
 def _model(family):
-    from test_attn_implementation import _make as make
-
     from deepsp.integrations.transformers import register
 
     register()
     rank, size, total = dist.get_rank(), dist.get_world_size(), 22
     lens = lens_of("split", total, size)
-    model, reference = make(family, "deepsp"), make(family)
+    model, reference = make_lm(family, "deepsp"), make_lm(family)
     ids = torch.randint(0, 64, (2, total), generator=torch.Generator().manual_seed(0))
     labels = F.pad(ids[:, 1:], (0, 1), value=-100)
     expected = F.cross_entropy(reference(ids).logits.flatten(0, 1), labels.flatten())
