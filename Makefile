@@ -151,7 +151,7 @@ dist: $(VENV)/dist
 		--exclude 'libcud*' --wheel-dir dist build/dist/*.whl
 	cp build/dist/*.tar.gz dist
 	$(BIN)/abi3audit --strict --verbose dist/*.whl
-	$(PYTHON) tests/installed.py dist/*.whl torch==$(TORCH)
+	$(PYTHON) tests/lib/installed.py dist/*.whl torch==$(TORCH)
 
 # Each program once with ASan and UBSan, and, nightly, once with TSan. Only the pool's needs torch, which isn't
 # instrumented itself. The CUDA kernels run on the CPU, where the headers of CUDA are.

@@ -15,7 +15,7 @@ from rich.console import Console
 from tqdm import tqdm
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "lib"))
 
 from architectures import ARCHITECTURES, through_compile_pass, through_register  # noqa: E402
 from harness import Workers  # noqa: E402

@@ -1,10 +1,9 @@
 """Collectives along any dimension, against one process that has everything."""
 
-import itertools
-
 import pytest
 import torch
 import torch.distributed as dist
+from exchanges import check_along_dim
 from harness import on_ranks
 from reference import draw
 
@@ -12,100 +11,22 @@ import deepsp
 from deepsp.ranks.lengths import seq_lens
 
 op = torch.ops.deepsp
-SHAPE = [3, 7, 2, 5]
 
 
 def _where():
     return dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name
 
 
-def _lens(kind, total, size):
-    if kind == "split":
-        return seq_lens(total)
-    return [0] * (size - 1) + [total]  # one has everything
-
-
-def _shape(dim, kind, size):
-    shape = list(SHAPE)
-    if kind == "even":
-        shape[dim] = 2 * size
-    return shape
-
-
-def _check(dtype, dims, kinds):
-    rank, size, _ = _where()
-    tolerance = 1e-12 if dtype == torch.float64 else 2e-2  # a ring sums in an order of its own
-    for dim, kind in itertools.product(dims, kinds):
-        shape = _shape(dim, kind, size)
-        lens = _lens("split" if kind == "even" else kind, shape[dim], size)
-        begin = sum(lens[:rank])
-        each = [draw(*shape, seed=r).to(dtype) for r in range(size)]
-        weights = [draw(*shape, seed=50 + r).to(dtype) for r in range(size)]
-
-        def mine(whole, dim=dim, begin=begin, lens=lens):
-            return whole.narrow(dim, begin, lens[rank])
-
-        def same(a, b, tolerance=tolerance):
-            assert a.shape == b.shape and a.dtype == b.dtype
-            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
-
-        total = sum(x.double() for x in each).to(dtype)
-        for strided in (False, True):
-            # all_gather
-            x = mine(each[0]).clone()
-            if strided:
-                x = x.transpose(0, -1).contiguous().transpose(0, -1)
-            x.requires_grad_()
-            for grad in ("replicated", "partial"):
-                y = deepsp.collectives.all_gather(x, dim, sizes=lens, grad=grad)
-                same(y, each[0])
-                assert y.is_contiguous()
-                w = weights[0 if grad == "replicated" else rank]
-                (g,) = torch.autograd.grad((y * w).sum(), x)
-                summed = sum(w.double() for w in weights).to(dtype)
-                same(g, mine(weights[0] if grad == "replicated" else summed))
-            # reduce_scatter
-            x = each[rank].clone()
-            if strided:
-                x = x.transpose(0, -1).contiguous().transpose(0, -1)
-            x.requires_grad_()
-            y = deepsp.collectives.reduce_scatter(x, dim, sizes=lens)
-            same(y, mine(total))
-            (g,) = torch.autograd.grad((y * mine(weights[0])).sum(), x)
-            same(g, weights[0])
-            # scatter
-            x = each[0].clone().requires_grad_()
-            for grad in ("replicated", "partial"):
-                y = deepsp.collectives.scatter(x, dim, sizes=lens, grad=grad)
-                same(y, mine(each[0]))
-                (g,) = torch.autograd.grad((y * mine(weights[0])).sum(), x)
-                padded = torch.zeros_like(weights[0])
-                mine(padded).copy_(mine(weights[0]))
-                same(g, weights[0] if grad == "replicated" else padded)
-        # all_reduce
-        x = each[rank].clone().requires_grad_()
-        for grad in ("replicated", "partial"):
-            y = deepsp.collectives.all_reduce(x, grad=grad)
-            same(y, total)
-            w = weights[0 if grad == "replicated" else rank]
-            (g,) = torch.autograd.grad((y * w).sum(), x)
-            same(g, w if grad == "replicated" else sum(w.double() for w in weights).to(dtype))
-        y = deepsp.collectives.replicate(x)
-        same(y, x)
-        (g,) = torch.autograd.grad((y * weights[rank]).sum(), x)
-        same(g, sum(w.double() for w in weights).to(dtype))
-
-
 @pytest.mark.messages
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_against_one_process(ranks, dtype):
-    on_ranks(ranks, _check, dtype, [0, 1, 2, -1], ["even", "split", "one"])
+    on_ranks(ranks, check_along_dim, dtype, [0, 1, 2, -1], ["even", "split", "one"])
 
 
 @pytest.mark.messages
 def test_four_ranks():
-    on_ranks(4, _check, torch.float64, [0, 1, -1], ["split"])
+    on_ranks(4, check_along_dim, torch.float64, [0, 1, -1], ["split"])
 
 
 def _rows():

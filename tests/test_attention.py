@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from attentions import TIGHT, check_attention, compare_attention, draw_qkv
 from harness import on_ranks
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,48 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 import deepsp
 from deepsp.sequence.attention import parts
-
-TIGHT = {"rtol": 1e-10, "atol": 1e-11}
-
-
-def _qkv(batch, total, heads, kv_heads, dim, v_dim, dtype=torch.float64):
-    shapes = [(heads, dim), (kv_heads, dim), (kv_heads, v_dim)]
-    return [draw(batch, total, h, d, seed=i).to(dtype) for i, (h, d) in enumerate(shapes)]
-
-
-def _compare(whole, lens, ours, reference, extra=(), **tolerance):
-    """Runs both, and compares outputs and the gradients of q, k, v and whatever is extra."""
-    rank = dist.get_rank()
-    full = [x.clone().requires_grad_() for x in whole]
-    mine = [x.split(lens, 1)[rank].clone().requires_grad_() for x in whole]
-    theirs, extra = list(extra), [x.detach().clone().requires_grad_() for x in extra]
-    expected = reference(*full, *theirs)
-    out = ours(*mine, *extra)
-    grad = draw(*expected.shape, seed=99).to(expected.dtype)
-    g_expected = torch.autograd.grad(expected, full + theirs, grad)
-    g_out = torch.autograd.grad(out, mine + extra, grad.split(lens, 1)[rank])
-    tolerance = tolerance or TIGHT
-    torch.testing.assert_close(out, expected.split(lens, 1)[rank], **tolerance)
-    for n, (a, b) in enumerate(zip(g_out, g_expected, strict=True)):
-        if n < len(whole):
-            b = b.split(lens, 1)[rank]
-        else:  # replicated: this rank has its share of the gradient
-            a = a.clone()
-            dist.all_reduce(a)
-        torch.testing.assert_close(a, b, **tolerance, msg=lambda m, n=n: f"gradient {n}: {m}")
-
-
-def _sdpa(batch, total, heads, kv_heads, dims, causal, chunks, kind, scale):
-    lens = lens_of(kind, total, dist.get_world_size())
-    gqa = heads != kv_heads
-    _compare(
-        _qkv(batch, total, heads, kv_heads, *dims),
-        lens,
-        lambda q, k, v: deepsp.distributed_attention(
-            q, k, v, is_causal=causal, scale=scale, enable_gqa=gqa, seq_lens=lens, chunks=chunks
-        ),
-        lambda q, k, v: attention(q, k, v, is_causal=causal, scale=scale),
-    )
 
 
 @st.composite
@@ -82,7 +41,7 @@ def _cases(draw_):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @given(case=_cases())
 def test_equals_one_process(ranks, case):
-    on_ranks(ranks, _sdpa, *case)
+    on_ranks(ranks, check_attention, *case)
 
 
 def _empty_batch():
@@ -110,11 +69,11 @@ def _masks(kind, chunks):
         "1H1S": (1, heads, 1, total),
     }[kind[1]]
     numbers = draw(*shape, seed=7)
-    whole = _qkv(2, total, heads, 2, 8, 8)
+    whole = draw_qkv(2, total, heads, 2, 8, 8)
     if kind[0] == "bool":
         mask = numbers > -0.5
         mask[..., 0] = True
-        _compare(
+        compare_attention(
             whole,
             lens,
             lambda q, k, v: deepsp.distributed_attention(
@@ -123,7 +82,7 @@ def _masks(kind, chunks):
             lambda q, k, v: attention(q, k, v, attn_mask=mask),
         )
     else:  # additive, learned: it has a gradient, too
-        _compare(
+        compare_attention(
             whole,
             lens,
             lambda q, k, v, m: deepsp.distributed_attention(
@@ -144,7 +103,7 @@ def test_masks_are_global(dtype, shape):
 def _global_gradcheck():
     size = dist.get_world_size()
     lens = lens_of("skewed", 4, size)
-    whole = [x.requires_grad_() for x in _qkv(1, 4, 4, 2, 2, 3)]
+    whole = [x.requires_grad_() for x in draw_qkv(1, 4, 4, 2, 2, 3)]
 
     def function(*x):
         from reference import Whole
@@ -169,7 +128,7 @@ def test_gradcheck(ranks):
 def _chunks_agree():
     size = dist.get_world_size()
     lens = lens_of("split", 12, size)
-    whole = [x.split(lens, 1)[dist.get_rank()] for x in _qkv(2, 12, 12, 6, 8, 8)]
+    whole = [x.split(lens, 1)[dist.get_rank()] for x in draw_qkv(2, 12, 12, 6, 8, 8)]
     results = []
     for chunks in (1, 2, 3, 100):
         x = [t.clone().requires_grad_() for t in whole]
@@ -284,8 +243,8 @@ def _wrapped(heads, kv_heads, chunks):
         return _alibi(q, k, v, slopes)
 
     module = deepsp.DistributedAttention(local, chunks=chunks)
-    _compare(
-        _qkv(2, 10, heads, kv_heads, 8, 6),
+    compare_attention(
+        draw_qkv(2, 10, heads, kv_heads, 8, 6),
         lens,
         lambda q, k, v: module(q, k, v, slopes=slopes[mine.start : mine.stop], seq_lens=lens),
         lambda q, k, v: (
@@ -305,7 +264,7 @@ def _again(heads, kv_heads, total):
     """Even heads go by one exchange each way; later calls of the same sizes make no checks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     lens = lens_of("skewed", total, size)
-    whole = _qkv(2, total, heads, kv_heads, 8, 6)
+    whole = draw_qkv(2, total, heads, kv_heads, 8, 6)
     module = deepsp.DistributedAttention(functools.partial(attention, is_causal=True))
     even = heads % size == 0 and kv_heads % size == 0
 
@@ -315,7 +274,7 @@ def _again(heads, kv_heads, total):
             mock.patch.object(parts, "AttentionCall", side_effect=parts.AttentionCall) as checks,
             mock.patch.object(module, "_attend", side_effect=module._attend) as by_chunks,
         ):
-            _compare(
+            compare_attention(
                 whole,
                 lens,
                 functools.partial(module, seq_lens=lens),
@@ -389,7 +348,7 @@ def _flex():
     i = torch.arange(total)
     mask = (i[:, None] >= i) & (i[:, None] - i < window)
     rank = dist.get_rank()
-    whole = _qkv(1, total, 8, 2, 16, 16, torch.float32)
+    whole = draw_qkv(1, total, 8, 2, 16, 16, torch.float32)
     with torch.no_grad():  # FlexAttention has no backward on the CPU
         out = module(*(x.split(lens, 1)[rank] for x in whole), seq_lens=lens)
     torch.testing.assert_close(
@@ -435,7 +394,7 @@ def test_a_local_attention_in_modes():
 
 def _low(dtype):
     lens = lens_of("split", 33, dist.get_world_size())
-    whole = _qkv(2, 33, 8, 2, 16, 16, dtype)
+    whole = draw_qkv(2, 33, 8, 2, 16, 16, dtype)
     rank = dist.get_rank()
     out = deepsp.distributed_attention(
         *(x.split(lens, 1)[rank] for x in whole), is_causal=True, enable_gqa=True, seq_lens=lens
@@ -451,7 +410,7 @@ def test_sixteen_bits(dtype):
 
 
 def _autocast():
-    x = [t.float().requires_grad_() for t in _qkv(1, 6, 4, 4, 8, 8)]
+    x = [t.float().requires_grad_() for t in draw_qkv(1, 6, 4, 4, 8, 8)]
     with torch.autocast("cpu", torch.bfloat16):
         out = deepsp.distributed_attention(*x)
         expected = deepsp.distributed_attention(*(t.bfloat16() for t in x))
@@ -479,7 +438,7 @@ def _groups():
     """A 2 x 2 mesh: each row is a sequence group of its own."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "seq"))
     row, place = mesh.get_coordinate()
-    whole = [x + row for x in _qkv(1, 7, 4, 2, 8, 8)]
+    whole = [x + row for x in draw_qkv(1, 7, 4, 2, 8, 8)]
     lens = deepsp.ranks.seq_lens(7, mesh["seq"])
     assert lens == [4, 3]
     mine = [x.split(lens, 1)[place] for x in whole]
@@ -501,7 +460,7 @@ def _messages():
     """Tags that nothing of the user's matches; two groups of the same ranks, used in turn."""
     rank = dist.get_rank()
     other = dist.new_group([0, 1])
-    whole = _qkv(1, 8, 4, 4, 8, 8)
+    whole = draw_qkv(1, 8, 4, 4, 8, 8)
     x = [t.split(4, 1)[rank].clone().requires_grad_() for t in whole]
     mine = torch.full((3,), float(rank))
     theirs = torch.empty(3)
@@ -524,7 +483,7 @@ def test_dropout_is_handed_to_sdpa():
 
 
 def _dropout():
-    x = [t.clone() for t in _qkv(1, 4, 4, 4, 8, 8)]
+    x = [t.clone() for t in draw_qkv(1, 4, 4, 4, 8, 8)]
     out = deepsp.distributed_attention(*x, dropout_p=1.0)
     assert not out.any()
     kept = deepsp.distributed_attention(*x, dropout_p=0.5)

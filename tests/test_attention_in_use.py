@@ -1,65 +1,23 @@
 """The three forms of attention under what training does around them: checkpoints, accumulation,
 autocast, saved tensors elsewhere. Against one process: the loss and every gradient."""
 
-import functools
-
 import pytest
 import torch
 import torch.distributed as dist
+from attentions import STACK_DIM, Stack
 from harness import on_ranks
-from reference import attention, draw, lens_of
-from test_layer import make_layer, plain
-from torch import nn
+from reference import draw, lens_of
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
 import deepsp
 
-DIM, HEADS, KV_HEADS = 24, 6, 3
 KINDS = ["function", "module", "layer"]
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
 
-class Stack(nn.Module):
-    """Two layers: by one of our forms, or "plain" in one process."""
-
-    def __init__(self, kind, dtype=torch.float64):
-        super().__init__()
-        self.layers = nn.ModuleList(
-            make_layer(DIM, HEADS, KV_HEADS, bias=True, chunks=2, seed=n, dtype=dtype)
-            for n in (1, 2)
-        )
-        self.kind = kind
-
-    def attend(self, layer, x, lens):
-        if self.kind == "plain":
-            return plain(layer, x, is_causal=True)
-        if self.kind == "layer":
-            return layer(x, is_causal=True, seq_lens=lens)
-        q, k, v = (p(x).unflatten(2, (-1, 4)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
-        if self.kind == "module":
-            local = functools.partial(attention, is_causal=True)
-            out = deepsp.DistributedAttention(local, chunks=2)(q, k, v, seq_lens=lens)
-        else:
-            out = deepsp.distributed_attention(
-                q, k, v, is_causal=True, enable_gqa=True, seq_lens=lens, chunks=2
-            )
-        return layer.o_proj(out.flatten(2))
-
-    def block(self, layer, x, lens):
-        return x + torch.tanh(self.attend(layer, x, lens))
-
-    def forward(self, x, lens=None, reentrant=None):
-        for layer in self.layers:
-            if reentrant is None:
-                x = self.block(layer, x, lens)
-            else:
-                x = checkpoint(self.block, layer, x, lens, use_reentrant=reentrant)
-        return x
-
-
 def _loss(y, seed, lens=None):
-    grad = draw(y.size(0), y.size(1) if lens is None else sum(lens), DIM, seed=seed).to(y.dtype)
+    total = y.size(1) if lens is None else sum(lens)
+    grad = draw(y.size(0), total, STACK_DIM, seed=seed).to(y.dtype)
     return (y * (grad if lens is None else grad.split(lens, 1)[dist.get_rank()])).sum()
 
 
@@ -74,7 +32,7 @@ def _mine(x, lens):
 def _expected(totals, dtype=torch.float64):
     """Of one process: losses, the gradients of each x, and those of the parameters."""
     model = Stack("plain", dtype).double()
-    xs = [draw(2, total, DIM, dtype=dtype).double().requires_grad_() for total in totals]
+    xs = [draw(2, total, STACK_DIM, dtype=dtype).double().requires_grad_() for total in totals]
     losses = [_loss(model(x), seed) for seed, x in enumerate(xs)]
     sum(losses).backward()
     return [x.detach() for x in losses], [x.grad for x in xs], [p.grad for p in model.parameters()]
@@ -94,7 +52,7 @@ def _compare(model, losses, xs, expected):
 
 def _checkpointed(kind, reentrant):
     model, lens = Stack(kind), _lens(9)
-    x = _mine(draw(2, 9, DIM), lens)
+    x = _mine(draw(2, 9, STACK_DIM), lens)
     loss = _loss(model(x, lens, reentrant), 0, lens)
     loss.backward()
     _compare(model, [loss], [x], _expected([9]))
@@ -112,7 +70,7 @@ def _accumulated(kind):
     before the first one's backward."""
     model = Stack(kind)
     totals = [7, 9]
-    xs = [_mine(draw(2, total, DIM), _lens(total)) for total in totals]
+    xs = [_mine(draw(2, total, STACK_DIM), _lens(total)) for total in totals]
     losses = [
         _loss(model(x, _lens(total)), seed, _lens(total))
         for seed, (x, total) in enumerate(zip(xs, totals, strict=True))
@@ -139,13 +97,13 @@ def _elsewhere(kind, reentrant):
         return x.clone()  # on the CPU, save_on_cpu itself copies nothing
 
     for hooks in (save_on_cpu(), saved_tensors_hooks(pack, torch.clone)):
-        x = _mine(draw(2, 9, DIM), lens)
+        x = _mine(draw(2, 9, STACK_DIM), lens)
         model.zero_grad()
         with hooks:
             loss = _loss(model(x, lens, reentrant), 0, lens)
-        nan = torch.full((2, lens[dist.get_rank()], HEADS, 4), float("nan"), dtype=torch.float64)
+        nan = torch.full((2, lens[dist.get_rank()], 6, 4), float("nan"), dtype=torch.float64)
         for _ in range(4):
-            deepsp.heads_to_seq(deepsp.seq_to_heads([nan], seq_lens=lens), [HEADS], seq_lens=lens)
+            deepsp.heads_to_seq(deepsp.seq_to_heads([nan], seq_lens=lens), [6], seq_lens=lens)
         loss.backward()
         _compare(model, [loss], [x], expected)
     assert len(moved) > (4 if reentrant is None else 0)
@@ -164,7 +122,7 @@ def _autocast(kind):
     model, lens = Stack(kind, torch.float32), _lens(24)
     found = []
     for reentrant in (None, True, False):
-        x = _mine(draw(2, 24, DIM, dtype=torch.float32), lens)
+        x = _mine(draw(2, 24, STACK_DIM, dtype=torch.float32), lens)
         model.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
             y = model(x, lens, reentrant)

@@ -8,23 +8,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import on_ranks
+from models import SMALL, make_lm
 from reference import lens_of, names
 from torch import nn
 
 import deepsp
 from deepsp.integrations.transformers import register
-
-VOCAB = 64
-SMALL = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "head_dim": 8,
-}
 
 
 def _plain(module, query, key, value, attention_mask, scaling=None, s_aux=None, softcap=None, **_):
@@ -49,46 +38,6 @@ def _plain_mask(allow_is_causal_skip=False, **kwargs):
     return masking_utils.sdpa_mask(allow_is_causal_skip=False, **kwargs)
 
 
-class _GemmaNorm(nn.Module):
-    def __init__(self, weight, eps):
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(weight.detach()), eps
-
-    def forward(self, x):
-        return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * (1 + self.weight)
-
-
-def _make(family, attention="sdpa", **options):
-    import transformers
-
-    torch.manual_seed(0)
-    if family == "GPT2":
-        sizes = {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 128}
-        off = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
-        tokens = {"bos_token_id": 1, "eos_token_id": 2, "scale_attn_by_inverse_layer_idx": True}
-        config = transformers.GPT2Config(**sizes, **off, **tokens)
-        make = transformers.GPT2LMHeadModel
-    else:
-        if family in ("Mistral", "Gemma2", "GptOss"):
-            options = {"sliding_window": 5} | options
-        if family == "GptOss":
-            options = {"num_local_experts": 2, "num_experts_per_tok": 1} | options
-        config = getattr(transformers, f"{family}Config")(**SMALL, **options)
-        make = getattr(transformers, f"{family}ForCausalLM")
-    config.use_cache = False
-    config._attn_implementation = attention
-    config._experts_implementation = "eager"  # the other one has no float64
-    model = make(config).double()
-    for module in list(model.modules()):  # theirs are computed in float32
-        for name, inner in module.named_children():
-            if hasattr(inner, "variance_epsilon"):
-                norm = nn.RMSNorm(inner.weight.numel(), inner.variance_epsilon, dtype=torch.float64)
-                setattr(module, name, norm)
-            elif type(inner).__name__ == "Gemma2RMSNorm":
-                setattr(module, name, _GemmaNorm(inner.weight, inner.eps))
-    return model.train()
-
-
 def _documents(length, *starts):
     restarts = torch.zeros(length, dtype=torch.int64)
     positions = torch.arange(length)
@@ -100,7 +49,7 @@ def _documents(length, *starts):
 def _batch(kind, length):
     """The whole batch. Labels at documents' borders and of padding don't count."""
     generator = torch.Generator().manual_seed(length)
-    ids = torch.randint(0, VOCAB, (2, length), generator=generator)
+    ids = torch.randint(0, SMALL["vocab_size"], (2, length), generator=generator)
     batch = {"input_ids": ids, "labels": ids.clone()}
     if kind in ("padding", "holes", "whole mask"):
         mask = torch.ones(2, length, dtype=torch.int64)
@@ -163,8 +112,8 @@ def _trained(
     transformers.AttentionInterface.register("reference", _plain)
     transformers.AttentionMaskInterface.register("reference", _plain_mask)
     theirs = "reference" if family in ("Gemma2", "GptOss") else "sdpa"
-    reference = _make(family, theirs, **options)
-    model = _make(family, "deepsp", **options)
+    reference = make_lm(family, theirs, **options)
+    model = make_lm(family, "deepsp", **options)
     assert model.config._attn_implementation == "deepsp"
     given = {name: batch[name] for name in batch if name != "labels"}
     if family == "GptOss" and kind == "documents":
@@ -277,8 +226,8 @@ def _one_after_another():
     ids = torch.randint(3, 60, (2, 13))
     torch._dynamo.reset()
     with torch.no_grad():
-        torch.compile(_make("Llama", "deepsp"), backend="eager")(**part)
-        other = _make("Llama", "sdpa")
+        torch.compile(make_lm("Llama", "deepsp"), backend="eager")(**part)
+        other = make_lm("Llama", "sdpa")
         compiled = torch.compile(other, backend="eager", fullgraph=True)
         torch.testing.assert_close(compiled(ids).logits, other(ids).logits)
 
@@ -292,7 +241,7 @@ def _once():
     register()
     part, _ = deepsp.shard_batch(_batch("documents", 13))
     shifted = part.pop("shift_labels")
-    model = _make("Llama", "deepsp")
+    model = make_lm("Llama", "deepsp")
     model.activation_checkpointing_enable({"use_reentrant": False})
     held = []
     forward = names(lambda: held.append(model(**part).logits))
@@ -315,15 +264,15 @@ def _refused():
     part, _ = deepsp.shard_batch(_batch("padding", 12))
     del part["shift_labels"]
     padding = part.pop("attention_mask")
-    model = _make("Llama", "deepsp")
-    windowed = _make("Mistral", "deepsp")
+    model = make_lm("Llama", "deepsp")
+    windowed = make_lm("Mistral", "deepsp")
     cache = transformers.DynamicCache()
     for layer in range(2):
         cache.update(*torch.zeros(2, 2, 2, 3, 8, dtype=torch.float64), layer)
     register(name="masked", core="sdpa")
-    capped = _make("Gemma2", "masked", attn_logit_softcapping=30.0)
-    sunk = _make("GptOss", "deepsp")
-    dropping = _make("Gemma2", "deepsp", attn_logit_softcapping=30.0, attention_dropout=0.5)
+    capped = make_lm("Gemma2", "masked", attn_logit_softcapping=30.0)
+    sunk = make_lm("GptOss", "deepsp")
+    dropping = make_lm("Gemma2", "deepsp", attn_logit_softcapping=30.0, attention_dropout=0.5)
     attention = transformers.AttentionInterface()["deepsp"]
     masks = transformers.AttentionMaskInterface()["deepsp"]
     q, k, v = torch.zeros(3, 1, 2, 6, 8, dtype=torch.float64)
@@ -431,7 +380,7 @@ def _two_groups():
         import transformers
         from transformers import masking_utils
 
-        config = _make("Llama").config
+        config = make_lm("Llama").config
         config._attn_implementation, config.is_causal = "pair", False
         mask = masking_utils.create_causal_mask(config, q[0], None, None)
         module = nn.Linear(1, 1)
@@ -461,11 +410,11 @@ def _no_masks():
         ):
             part, _ = deepsp.shard_batch(_batch(kind, 13))
             del part["shift_labels"]
-            _make(family, "deepsp")(**part)
+            make_lm(family, "deepsp")(**part)
             assert not made, (family, kind)
         part, _ = deepsp.shard_batch(_batch("holes", 13))
         del part["shift_labels"]
-        _make("Llama", "deepsp")(**part)
+        make_lm("Llama", "deepsp")(**part)
         assert made == ["sdpa"]  # once for all layers
     finally:
         Masks._make = make
@@ -504,7 +453,7 @@ def _cores():
     with pytest.raises(
         ValueError, match=r"no softcap in Gemma2Attention, .*'plain' doesn't take it"
     ):
-        _make("Gemma2", "deepsp", attn_logit_softcapping=30.0)(**part)
+        make_lm("Gemma2", "deepsp", attn_logit_softcapping=30.0)(**part)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -7,20 +7,14 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import test_along_dim
-import test_attention
-import test_compile
-import test_exchange
-import test_gather
-import test_gather_float8
-import test_gradients
-import test_halo
-import test_layer
-import test_shares
 import torch
 import torch.distributed as dist
+from attentions import LAYERS, check_attention, check_compiled_layer, check_layer, check_shares
+from exchanges import EXCHANGES, check_along_dim, check_halo, check_modes
+from graphs import marks_of
 from harness import on_ranks
 from reference import draw, events
+from shards import GATHERS, check_float8_gather, check_gather, check_gradients_of_parameters
 
 import deepsp
 
@@ -92,21 +86,12 @@ def test_what_is_even_is_not_copied():
 
 @RANKS
 def test_exchange_path(ranks):
-    values = test_exchange._values
-    run(
-        ranks,
-        (values, 2, 13, 6, 3, (8, 8, 4), f64, "bshd", "skewed"),
-        (values, 1, 9, 9, 3, (5, 5, 5), bf16, "bhsd", "empty"),
-        (values, 2, 7, 4, 4, (8, 8, 8), f32, "slices", "split"),
-        (test_exchange._pairs,),
-        (test_exchange._fresh,),
-        (test_exchange._modes,),
-    )
+    run(ranks, *EXCHANGES, (check_modes,))
 
 
 @RANKS
 def test_halo_path(ranks):
-    run(ranks, (test_halo._values, f64, [1, -1]), (test_halo._values, bf16, [0]))
+    run(ranks, (check_halo, f64, [1, -1]), (check_halo, bf16, [0]))
 
 
 @RANKS
@@ -114,32 +99,16 @@ def test_attention_path(ranks):
     for chunks, kind in ((1, "skewed"), (2, "empty")):
         run(
             ranks,
-            (test_attention._sdpa, 2, 13, 8, 2, (8, 8), True, chunks, kind, None),
-            (test_shares._shares, 2, 1, kind, "auto", chunks, "causal", (8, 8)),
-            (test_shares._shares, 8, 2, kind, ranks, chunks, "mask", (4, 6)),
+            (check_attention, 2, 13, 8, 2, (8, 8), True, chunks, kind, None),
+            (check_shares, 2, 1, kind, "auto", chunks, "causal", (8, 8)),
+            (check_shares, 8, 2, kind, ranks, chunks, "mask", (4, 6)),
         )
 
 
 @RANKS
 def test_layer_path(ranks):
-    for heads, kv_heads, chunks, overlap in ((8, 2, 2, True), (4, 4, 1, True), (6, 2, 1, False)):
-        case = (
-            2,
-            11,
-            heads,
-            kv_heads,
-            8,
-            16,
-            (True, True),
-            True,
-            "half",
-            1,
-            chunks,
-            overlap,
-            "skewed",
-            True,
-        )
-        run(ranks, (test_layer._equals, case))
+    for case in LAYERS:
+        run(ranks, (check_layer, case))
 
 
 def _products(kv_heads, chunks, forward, backward):
@@ -167,7 +136,7 @@ def test_products():
 
 def _decomposed(*case):
     """What Inductor is given, run as it is."""
-    test_compile._compiled_layer("aot_eager_decomp_partition", case, False, (20, 13))
+    check_compiled_layer("aot_eager_decomp_partition", case, False, (20, 13))
 
 
 @pytest.mark.parametrize(
@@ -221,7 +190,7 @@ def _order():
     def note(graph):
         keep_overlap(graph)
         calls = [n for n in graph.nodes if n.op == "call_function"]
-        orders.append(test_compile._marks(str(target_of(n)) for n in calls))
+        orders.append(marks_of(str(target_of(n)) for n in calls))
 
     compiled = torch.compile(layer, fullgraph=True)
     # Graphs are cached by what they are before decomposition, which doesn't show the switch.
@@ -240,23 +209,15 @@ def test_order_in_compiled_code():
 
 @RANKS
 def test_gather_path(ranks):
-    even, uneven, one = (2, 2, 2, 2), (3, 0, 5, 1), (1, 0, 0, 0)
-    specs = [
-        (rows, shape, source, dtype, layout)
-        for rows, shape, source, dtype, layout in (
-            (even, (4, 3), f32, bf16, "plain"),
-            (uneven, (7,), f64, f32, "transposed"),
-            (one, (), f64, f64, "strided"),
-            (uneven, (5, 2), bf16, bf16, "expanded"),
-        )
-    ]
-    equals = test_gather._equals_one_process
-    run(ranks, (equals, specs, None, False), *((equals, [spec], f64, False) for spec in specs))
+    uneven = (3, 0, 5, 1)
+    specs = [*GATHERS, (uneven, (5, 2), bf16, bf16, "expanded")]
+    alone = [(check_gather, [spec], f64, False) for spec in specs]
+    run(ranks, (check_gather, specs, None, False), *alone)
     run(
         ranks,
-        (test_gather_float8._values, [(uneven, (7,), f32, 1.0)], torch.float8_e4m3fn),
-        (test_along_dim._check, f64, [0, 1, -1], ["even", "split"]),
-        *([(test_gradients._parameters,)] if ranks > 1 else []),
+        (check_float8_gather, [(uneven, (7,), f32, 1.0)], torch.float8_e4m3fn),
+        (check_along_dim, f64, [0, 1, -1], ["even", "split"]),
+        *([(check_gradients_of_parameters,)] if ranks > 1 else []),
     )
 
 

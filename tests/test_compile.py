@@ -6,8 +6,11 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from attentions import check_compiled_layer
+from calls import arguments, leaf
+from graphs import marks_of
 from harness import on_ranks
-from reference import attention, draw, lens_of
+from reference import attention, draw
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
@@ -19,208 +22,11 @@ from deepsp.compile.lowering.overlap import keep_overlap
 op = torch.ops.deepsp
 
 
-def _leaf(*shape, seed=0):
-    return draw(*shape, seed=seed, dtype=torch.float32).requires_grad_()
-
-
 _LISTS_OF_DTYPES = {
     "gather_cast", "gather_cast_start", "gather_cast_wait", "gather_cast_coalesced",
     "_gather_cast_coalesced_start", "_gather_cast_coalesced_wait", "reduce_scatter_cast",
     "_reduce_scatter_cast_coalesced", "_reduce_scatter_cast_coalesced_wait",
 }  # fmt: skip
-
-
-def arguments(kind):
-    """Right arguments for every op, by its name."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    group = dist.group.WORLD.group_name
-    lens = lens_of(kind, 4 * size, size)
-    q, k = _leaf(2, lens[rank], 8, 6), _leaf(2, lens[rank], 2, 6, seed=1)
-    held = [x.detach().requires_grad_() for x in op.seq_to_heads([q, k], lens, rank, group)]
-    shape = ([8, 2], [6, 6], 2)
-    x, weights = _leaf(2, lens[rank], 5), [_leaf(48, 5), _leaf(12, 5)]
-    shards, f32, bf16, e5m2 = [x[0], q[0]], torch.float32, torch.bfloat16, torch.float8_e5m2
-    whole = [_leaf(sum(lens), 5), _leaf(sum(lens), 8, 6).detach().to(bf16).requires_grad_()]
-    rows = [[5, 8, 6], [1, 2]]
-    biases, output = [_leaf(48), _leaf(12)], _leaf(7, 48)
-    labels = torch.arange(2 * lens[rank]).view(2, -1) % 12
-    whole_q, slots = [2, sum(lens), 8, 6], _leaf(size, 2 * max(lens) * 8 * 6)
-
-    def landed(buffers):
-        return [b.detach().requires_grad_() for b in buffers]
-
-    # opcheck reads, copies and compares what is on its way: in anomaly mode, a start returns when
-    # everything has arrived.
-    with torch.autograd.set_detect_anomaly(True, check_nan=False):
-        arriving = landed(op.seq_to_heads_start([q, k], lens, 2, False, rank, group))
-        out = landed([op.heads_to_seq_start(held[:1], [8], lens, 0, 1, rank, group)])
-        leaving = landed([op.heads_to_seq_start(held, [8, 2], lens, 0, 1, rank, group)])
-        chunks = len(arriving)
-        documents = torch.tensor([[0, 3], [3, sum(lens)], [sum(lens) + 1, 2 * sum(lens)]])
-        attended = held[0], held[1], held[1]
-        blocks = op._blockwise_attention(*attended, documents, True, [2, 0], None, None, None)
-        streamed = [y.detach() for y in op._streamed_attention(
-            q, k, k, documents, True, [], None, 2.0, _leaf(8), 3, lens, rank, group)]  # fmt: skip
-        parts = {"query_parts": size}
-        cut = landed(op.seq_to_heads_start([q, k], lens, 2, False, rank, group, **parts))
-        cells = [
-            landed(op.seq_to_heads_wait(b, *shape, lens, n, len(cut), rank, group, **parts))
-            for n, b in enumerate(cut)
-        ]
-        returning = landed([
-            op.heads_to_seq_start(x, [8, 2], lens, n, len(cut), rank, group, **parts)
-            for n, x in enumerate(cells)
-        ])  # fmt: skip
-        cut = landed(op.seq_to_heads_start([q, k], lens, 2, False, rank, group, **parts))
-        shards = [y.detach().requires_grad_() for y in shards]
-        (one,) = landed([op.gather_cast_start(shards[0], lens, bf16, rank, group)])
-        (gathered,) = landed(
-            [op._gather_cast_coalesced_start(shards, lens * 2, [bf16, f32], rank, group)]
-        )
-        before, halo = landed(
-            [op.previous_tokens_start(q, n, 1, lens, rank, group) for n in (3, 1)]
-        )
-        counts = [[(3 * p + r) % 4 for r in range(size)] for p in range(size)]
-        flat = [n for of_rank in counts for n in of_rank]
-        arrive = sum(of_rank[rank] for of_rank in counts)
-        (sent_rows,) = landed([
-            op._rows_start(_leaf(sum(counts[rank]), 5), flat, False, rank, group)
-        ])  # fmt: skip
-        (scattered,) = landed(
-            [op._reduce_scatter_cast_coalesced_start(whole, lens * 2, rank, group)]
-        )
-        return {
-            "seq_to_heads": ([q, k], lens, rank, group),
-            "heads_to_seq": (held, [8, 2], lens, rank, group),
-            "seq_to_heads_start": ([q, k], lens, 2, False, rank, group),
-            "seq_to_heads_wait": (arriving[0], *shape, lens, 0, chunks, rank, group),
-            "heads_to_seq_start": (held, [8, 2], lens, 0, 1, rank, group),
-            "heads_to_seq_wait": (leaving, *shape, lens, rank, group),
-            "previous_tokens": (q, 3, 1, lens, rank, group),
-            "previous_tokens_start": (q, 3, 1, lens, rank, group),
-            "previous_tokens_wait": (before, 3, 1, lens, list(q.shape), rank, group),
-            "expert_dispatch": (_leaf(sum(counts[rank]), 5), flat, rank, group),
-            "expert_combine": (_leaf(arrive, 5), flat, rank, group),
-            "_rows_start": (_leaf(sum(counts[rank]), 5), flat, False, rank, group),
-            "_rows_wait": (sent_rows, flat, False, rank, group),
-            "halo:_rows_start": (_leaf(min(rank, 1), 5), lens, True, rank, group),
-            "halo:_rows_wait": (halo, lens, False, rank, group),
-            "_fold_states": (
-                *(_leaf(1, 2, 3, 3), _leaf(1, 2, 3, 4), [1] * len(lens), rank, group),
-            ),
-            "project_to_heads": (x, weights, biases, [8, 2], lens, rank, group),
-            "heads_to_output": (held[0], output, _leaf(7), 8, lens, rank, group),
-            "_project_to_heads_start": (
-                *(x, weights, biases, [8, 2], lens, 2, False, rank, group),
-            ),
-            "_project_to_heads_backward": (
-                *([b.detach() for b in leaving], x.detach(), [w.detach() for w in weights]),
-                *([8, 2], 2, lens, [1, 1, 0, 0, 1], rank, group),
-            ),
-            "_heads_to_output_wait": (out, output, _leaf(7), 8, 2, lens, rank, group),
-            "_heads_to_output_weight_grad": (
-                *(draw(2, lens[rank], 7, dtype=torch.float32), [b.detach() for b in out]),
-                *(8, 6, lens, rank, group),
-            ),
-            "distributed_attention": (q, k, k, None, 0.0, True, None, True, 1, lens, rank, group),
-            "chunked": (q, k, k, None, 0.0, False, 0.5, True, 2, lens, rank, group),
-            "_kv_of_cell": ([held[1]], 8, 2, size, rank),
-            "_attention_of_cell": (
-                *(held[0], held[1], held[1], None, 0.0, True, None, 8, size, rank),
-            ),
-            "_dropout_seed": (q, rank, 2),
-            "_attention_with_dropout": (
-                *(held[0], held[1], held[1], torch.zeros(sum(lens), sum(lens)).requires_grad_()),
-                *(0.3, False, None, torch.tensor(5)),
-            ),
-            "_attention_with_dropout_backward": (
-                *(draw(*held[0].shape, dtype=torch.float32), held[0].detach()),
-                *(held[1].detach(), held[1].detach(), None, 0.3, True, None),
-                *(torch.tensor(5), [1, 0, 1, 0]),
-            ),
-            "_blockwise_attention": (*attended, documents, True, [2, 0], None, None, None),
-            "_blockwise_attention_backward": (
-                *(torch.ones_like(blocks[0]), *(y.detach() for y in attended), documents, True),
-                *([2, 0], None, None, None, *(y.detach() for y in blocks), [1, 1, 1, 0]),
-            ),
-            "_streamed_attention": (
-                *(q, k, k, documents, True, [], None, 2.0, _leaf(8), 3, lens, rank, group),
-            ),
-            "cut:_streamed_attention": (
-                *(q, k, k, documents, True, [], None, 2.0, _leaf(8), 3, lens, rank, group),
-            ),
-            "_streamed_attention_backward": (
-                *(torch.ones_like(streamed[0]), k.detach(), k.detach(), documents, True, [], None),
-                *(2.0, _leaf(8).detach(), 3, lens, rank, group, streamed[1:]),
-            ),
-            "_check_attention": (*(torch.ones(8, 8).bool(), 0.0, False, torch.float32, 2, 8, 8),),
-            "all_reduce": (_leaf(3, 4), "replicated", rank, size, group),
-            "all_reduce_start": ([_leaf(3, 4), _leaf(5)], "partial", rank, size, group),
-            "all_reduce_wait": (_leaf(17), [3, 4, 5], [2, 1], "partial", rank, size, group),
-            "all_gather": (q, 1, lens, "partial", rank, group),
-            "all_gather_start": (q, 1, lens, "replicated", rank, group),
-            "all_gather_wait": (slots, 1, lens, whole_q, "replicated", rank, group),
-            "reduce_scatter": (_leaf(*whole_q), 1, lens, rank, group),
-            "reduce_scatter_start": (_leaf(*whole_q), 1, lens, rank, group),
-            "reduce_scatter_wait": (slots, 1, lens, whole_q, rank, group),
-            "all_gather_matmul": (x, weights[1], biases[1], 1, lens, rank, group),
-            "_all_gather_matmul_backward": (
-                *(draw(2, sum(lens), 12, dtype=torch.float32), x.detach(), weights[1].detach()),
-                *(1, lens, [1, 1, 1], rank, group),
-            ),
-            "matmul_reduce_scatter": (
-                *(_leaf(2, sum(lens), 5), weights[1], biases[1], 1, lens, rank, group),
-            ),
-            "_matmul_reduce_scatter_backward": (
-                *(draw(2, lens[rank], 12, dtype=torch.float32), _leaf(2, sum(lens), 5).detach()),
-                *(weights[1].detach(), 1, lens, [1, 1, 1], rank, group),
-            ),
-            "scatter": (_leaf(*whole_q), 1, lens, "replicated", rank, group),
-            "scatter_start": (_leaf(*whole_q), 1, lens, rank, group),
-            "scatter_wait": (slots, 1, lens, whole_q, rank, group),
-            "_sum_gradients_": ([torch.ones(3), torch.ones(2, 2)], rank, size, group),
-            "gather_cast": (shards[0], lens, bf16, rank, group),
-            "gather_cast_start": (shards[0], lens, bf16, rank, group),
-            "gather_cast_wait": (one, lens, [5], bf16, rank, group),
-            "gather_cast_coalesced": (shards, lens * 2, [bf16, f32], rank, group),
-            "_gather_cast_coalesced_start": (shards, lens * 2, [bf16, f32], rank, group),
-            "_gather_cast_coalesced_wait": (gathered, lens * 2, *rows, [bf16, f32], rank, group),
-            "reduce_scatter_cast": (whole[0], lens, f32, rank, group),
-            "_reduce_scatter_cast_coalesced": (whole, lens * 2, [f32, f32], rank, group),
-            "_reduce_scatter_cast_coalesced_start": (whole, lens * 2, rank, group),
-            "_reduce_scatter_cast_coalesced_wait": (
-                *(scattered, lens * 2, *rows, [f32, bf16], [f32, f32], None, rank, group),
-            ),
-            "gather_cast_float8": (shards[0].detach(), lens, e5m2, rank, group),
-            "_gather_cast_float8_coalesced": (
-                *([y.detach() for y in shards], lens * 2, e5m2, rank, group),
-            ),
-            "gather_through_float8": (shards, lens * 2, e5m2, bf16, rank, group),
-            "replicate_start": ([_leaf(3, 4), _leaf(5)], rank, size, group),
-            "replicate_wait": ([_leaf(3, 4), _leaf(5)], _leaf(17), rank, size, group),
-            "_scale_gradient": (_leaf(3, 4), 2.0),
-            "linear_cross_entropy": (x, weights[1], biases[1], labels, -100, 0.1, 3, 3.0),
-            "_linear_cross_entropy_gradients": (
-                *(x.detach(), weights[1].detach(), biases[1].detach(), labels),
-                *(1, 0.0, None, [1, 0, 1], None, 0.5, 0.1, labels / 3),
-            ),
-            "token_log_probs": (x, weights[1], biases[1], labels, -100, 3, 3.0, 0.5, 0.7, True),
-            "_token_log_probs_backward": (
-                *([x.detach()[..., 0]] * 3, x.detach(), weights[1].detach(), None, labels),
-                *(x.detach()[..., 0], x.detach()[..., 1], 1, None, 30.0, 0.5, 2.0, [1, 1, 0]),
-            ),
-            "token_split": (13, size),
-            "head_split": (8, 2, size, rank),
-            "deal_documents": ([3, 40, 0, 9], size, 60, 1.0, 0.1),
-            "_indices_in": (q, [2, 5, 7, 7]),
-            "_cells": (3, 13, size, rank, 1 if size > 1 else 0, 2, 0 if size > 1 else 1),
-            "cut:seq_to_heads_start": ([q, k], lens, 2, False, rank, group),
-            "cut:seq_to_heads_wait": (cut[0], *shape, lens, 0, len(cut), rank, group),
-            "cut:heads_to_seq_start": (cells[0], [8, 2], lens, 0, len(cut), rank, group),
-            "cut:heads_to_seq_wait": (returning, *shape, lens, rank, group),
-            "_check_agreement": ("a call", [f"lengths {lens}"], q, rank, size, group),
-            "_chunks_in_force": (8, size, 4),
-        }
 
 
 def _opcheck(name):
@@ -407,7 +213,7 @@ def _functions():
         return loss + again.square().sum() * 1e-3 + extra * 0.1 + heads.start
 
     rank = dist.get_rank()
-    q, k = _leaf(2, 4, 8, 6), _leaf(2, 4, 2, 6, seed=1)
+    q, k = leaf(2, 4, 8, 6), leaf(2, 4, 2, 6, seed=1)
     labels = torch.arange(8).view(2, 4) + rank
     expected = step(q, k, labels)
     g_expected = torch.autograd.grad(expected, [q])
@@ -426,7 +232,7 @@ def _compiled_autograd():
     from torch._dynamo import compiled_autograd
 
     rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name
-    weight, labels = _leaf(11, 8).detach(), torch.arange(2 * 4 * 8).view(2, 4, 8) % 11
+    weight, labels = leaf(11, 8).detach(), torch.arange(2 * 4 * 8).view(2, 4, 8) % 11
     for function in (
         lambda x: deepsp.distributed_attention(x, x, x, is_causal=True, dropout_p=0.0),
         lambda x: deepsp.collectives.all_gather(x, 1, grad="partial"),
@@ -434,7 +240,7 @@ def _compiled_autograd():
         # Rows of no dimension: a list that is empty.
         lambda x: op.gather_cast(x.flatten(), [x.numel()] * size, torch.bfloat16, rank, group),
     ):
-        x = _leaf(2, 4, 8, 8, seed=rank)
+        x = leaf(2, 4, 8, 8, seed=rank)
         (expected,) = torch.autograd.grad(function(x).square().sum(), x)
         out = function(x).square().sum()
         torch._dynamo.reset()
@@ -469,34 +275,12 @@ def test_views_that_leave_the_graph():
     on_ranks(2, _views_escape)
 
 
-def _marks(targets):
-    marks = {
-        "all_to_all_single": "x",
-        "deepsp._project_to_heads_start": "x",
-        "deepsp.seq_to_heads_start": "x",
-        "deepsp.heads_to_seq_start": "x",
-        "wait_tensor": "w",
-        "deepsp.seq_to_heads_wait": "w",
-        "deepsp.heads_to_seq_wait": "w",
-        "scaled_dot_product": "A",
-        "aten.mm": "m",
-        "aten.addmm": "m",
-        "aten.bmm": "m",
-        "extern_kernels.mm(": "m",
-        "extern_kernels.addmm(": "m",
-        "extern_kernels.bmm(": "m",
-    }
-    return "".join(
-        next((mark for part, mark in marks.items() if part in target), "") for target in targets
-    )
-
-
 def _post_grad(called):
     """Inductor's own graph: asynchronous collectives, or calls of kernels, launched, then compute,
     then waited for."""
     torch._dynamo.reset()
     graphs = []
-    x = [_leaf(1, 16, 8, 8, seed=i) for i in range(3)]
+    x = [leaf(1, 16, 8, 8, seed=i) for i in range(3)]
 
     def layer(q, k, v):
         return deepsp.distributed_attention(q, k, v, is_causal=True, chunks=2)
@@ -514,10 +298,10 @@ def _post_grad(called):
         # waits for both.
         if called:
             assert not any("c10d" in target for target in graph), graph
-            assert _marks(graph) == "xwAxwAxw"
+            assert marks_of(graph) == "xwAxwAxw"
         else:
             assert not any("deepsp" in target for target in graph), graph
-            assert _marks(graph) == "xxwAxwAxww"
+            assert marks_of(graph) == "xxwAxwAxww"
 
 
 @pytest.mark.parametrize("apart", ["messages", "collectives"])
@@ -550,13 +334,13 @@ def _schedule():
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[_Block() for _ in range(2)])
-    x = _leaf(1, 16, 32)
+    x = leaf(1, 16, 32)
     compiled = torch.compile(model, fullgraph=True)
     _, codes = run_fw_bw_and_get_code(lambda: compiled(x))
     calls = [code[code.index("def call") :].splitlines() for code in codes]
     # Comments and assertions mention kernels, too; attention has a line before its call.
     calls = [[x for x in lines if "(" in x.split("#")[0] and "assert_" not in x] for lines in calls]
-    forwards, backwards = (_marks(lines).replace("AA", "A") for lines in calls)
+    forwards, backwards = (marks_of(lines).replace("AA", "A") for lines in calls)
     assert forwards == _FORWARD * 2, forwards
     assert backwards == _BACKWARDS, backwards
     expected = torch.autograd.grad(model(x).sum(), [x, *model.parameters()])
@@ -614,7 +398,7 @@ def _compiled_checkpoint(launches):
 
     torch._dynamo.reset()
     torch.manual_seed(0)
-    block, x = _Block(), _leaf(1, 16, 32)
+    block, x = _Block(), leaf(1, 16, 32)
     graphs = {}
 
     def note(name):
@@ -635,7 +419,7 @@ def _compiled_checkpoint(launches):
         ours = torch.autograd.grad(compiled(x).square().sum(), [x, *block.parameters()])
     expected = torch.autograd.grad(block(x).square().sum(), [x, *block.parameters()])
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
-    before, after = (_marks(graphs[name][1]) for name in ("before", "after"))
+    before, after = (marks_of(graphs[name][1]) for name in ("before", "after"))
     assert before.count("x") == after.count("x") == launches, (before, after)
     assert after.count("xw") <= before.count("xw"), (before, after)
 
@@ -645,27 +429,6 @@ def test_inductor_under_a_checkpoint(apart, launches):
     on_ranks(2, _compiled_checkpoint, launches, apart=apart)
 
 
-def _compiled_layer(backend, case, norms, lengths):
-    """The whole layer, uneven, with dynamic lengths, against one process in float64."""
-    from test_layer import compare
-
-    heads, kv_heads, chunks, offsets = case
-    size = dist.get_world_size()
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    layer = deepsp.SequenceParallelAttention(
-        12, heads, kv_heads, head_dim=6, bias=True, rope_theta=100.0, rope_interleaved=True,
-        q_norm=torch.nn.RMSNorm(6) if norms else None, chunks=chunks,
-    ).double()  # fmt: skip
-    counter = CompileCounterWithBackend(backend)
-    compiled = torch.compile(layer.forward, fullgraph=True, backend=counter)
-    layer.forward = compiled
-    for base in lengths:
-        lens = [base + offset for offset in offsets[:size]]
-        compare(layer, draw(2, sum(lens), 12), lens, {"is_causal": True})
-    assert counter.frame_count <= 2, counter.frame_count
-
-
 @pytest.mark.parametrize(
     ("backend", "case", "apart"),
     [("aot_eager", (9, 3, 2, (0, 3, 1)), ""), ("aot_eager", (4, 1, 1, (0, 1, 2)), ""),
@@ -673,13 +436,13 @@ def _compiled_layer(backend, case, norms, lengths):
 )  # fmt: skip
 def test_the_layer_compiles(backend, case, apart):
     if backend == "inductor":  # whose C++ compiler takes its time
-        on_ranks(2, _compiled_layer, backend, case, False, (20,), apart=apart)
+        on_ranks(2, check_compiled_layer, backend, case, False, (20,), apart=apart)
     else:
-        on_ranks(3, _compiled_layer, backend, case, True, (20, 13, 31))
+        on_ranks(3, check_compiled_layer, backend, case, True, (20, 13, 31))
 
 
 def test_the_layer_compiles_in_a_group_of_one():
-    on_ranks(1, _compiled_layer, "inductor", (4, 2, 2, (0,)), False, (20,))
+    on_ranks(1, check_compiled_layer, "inductor", (4, 2, 2, (0,)), False, (20,))
 
 
 # ------------------------------------------------------------------- export, import, tables

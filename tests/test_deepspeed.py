@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from under_deepspeed import DIM, HEADS, VOCAB, draw_batch, launch_deepspeed
 
 import deepsp
 from deepsp.integrations.deepspeed import sequence_group
 
-VOCAB, DIM, HEADS, LR, STEPS = 64, 32, 4, 0.5, 5
+LR, STEPS = 0.5, 5
 ON = {"deepcompile": True, "passes": ["deepsp"]}
 # Of the largest change that training made to a parameter: float32, five steps.
 TOLERANCE = 1e-4
@@ -30,22 +31,6 @@ on_ranks = functools.partial(harness.on_ranks, apart="deepspeed")
 def ended():
     yield
     harness.stop("deepspeed")
-
-
-def launched():
-    """DeepSpeed, in a process that looks to it as if a launcher had started it."""
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, DS_ACCELERATOR="cpu")
-    import deepspeed
-    from deepspeed.utils import logger
-
-    logger.setLevel("ERROR")
-    # An all-reduce for inference, which takes a minute to build.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # ZeRO 3 refuses models in float64, but only where the CPU computes in float16.
-    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: False
-    torch._dynamo.reset()
-    return deepspeed
 
 
 def config_of(**changes):
@@ -64,7 +49,7 @@ def config_of(**changes):
 
 def engine_of(model, **changes):
     parameters = list(model.parameters())
-    return launched().initialize(
+    return launch_deepspeed().initialize(
         model=model, model_parameters=parameters, config=config_of(**changes)
     )[0]
 
@@ -87,24 +72,11 @@ def llama():
     )
 
 
-def batch(step, sequence=0):
-    """One sequence, half of its labels masked, but in step 2 those of rank 0's tokens."""
-    generator = torch.Generator().manual_seed(100 * sequence + step)
-    length = 23 - 2 * (step % 2)  # shards of unequal length
-    ids = torch.randint(VOCAB, (1, length), generator=generator)
-    labels = ids.clone()
-    if step == 2:
-        labels[:, : length // 2 + 1] = -100  # token i learns label i + 1
-    else:
-        labels[torch.rand(1, length, generator=generator) < 0.5] = -100
-    return ids, labels
-
-
 def train_one_process(model, loss_of, sequences=1):
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     losses = []
     for step in range(STEPS):
-        each = [loss_of(model, *batch(step, s)) for s in range(sequences)]
+        each = [loss_of(model, *draw_batch(step, s)) for s in range(sequences)]
         losses.append([loss.item() for loss in each])
         (sum(each) / sequences).backward()
         optimizer.step()
@@ -144,7 +116,7 @@ def _trains(stage, config, sharded_inputs=False):
         # Where Python's floats become symbols, too, Dynamo traces twice: slower.
         engine.compile(backend="aot_eager", compile_kwargs={"dynamic": True} if not stage else {})
     for step in range(STEPS):
-        ids, labels = batch(step, mine)
+        ids, labels = draw_batch(step, mine)
         inputs = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
         given = {}
         if sharded_inputs:
@@ -205,7 +177,7 @@ def _attention_alone(stage):
     )
     attention = deepsp.DistributedAttention()
     for step in range(STEPS):
-        ids, labels = batch(step)
+        ids, labels = draw_batch(step)
         mine, lens = deepsp.shard_batch({"input_ids": ids, "labels": labels})
         attend = functools.partial(attention, is_causal=True, seq_lens=lens)
         logits = engine(mine["input_ids"], attend)
@@ -286,7 +258,7 @@ REFUSED = {
 def _refused(change, given, message):
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=message):
-        launched().initialize(
+        launch_deepspeed().initialize(
             model=model,
             model_parameters=list(model.parameters()),
             config=config_of(**change),
@@ -330,7 +302,7 @@ def test_an_engine_that_is_never_compiled():
 
 
 def _mesh_of_another_engine():
-    deepspeed = launched()
+    deepspeed = launch_deepspeed()
     try:
         engine_of(nn.Linear(2, 2), compile=None, data_parallel_size=1)
         with pytest.raises(RuntimeError, match=r"over 1 of the 2 ranks.*process of its own"):
@@ -347,7 +319,7 @@ def _others_are_left_alone():
     """Without the pass, none of what it refuses is refused."""
     data = torch.utils.data.TensorDataset(torch.ones(4, 2))
     model = nn.Linear(2, 2)
-    engine, _, loader, _ = launched().initialize(
+    engine, _, loader, _ = launch_deepspeed().initialize(
         model=model,
         model_parameters=list(model.parameters()),
         config=config_of(compile=None),

@@ -4,265 +4,14 @@ process that has them all, in float64."""
 import pytest
 import torch
 import torch.distributed as dist
+from diffusion import F64, MODELS, draw_normal, make_diffusion_model
 from harness import on_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import deepsp
 
-F64 = torch.float64
-
-
-def _draw(*shape, seed=0):
-    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
-
-
-def _flux(text=7):
-    from diffusers import FluxTransformer2DModel
-
-    model = FluxTransformer2DModel(
-        patch_size=1,
-        in_channels=4,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=4,
-        joint_attention_dim=32,
-        pooled_projection_dim=32,
-        axes_dims_rope=(4, 4, 8),
-    )
-    inputs = {
-        "hidden_states": _draw(2, 25, 4),
-        "encoder_hidden_states": _draw(2, text, 32, seed=1),
-        "pooled_projections": _draw(2, 32, seed=2),
-        "img_ids": _draw(25, 3, seed=3),
-        "txt_ids": torch.zeros(text, 3, dtype=F64),
-        "timestep": torch.tensor([0.5, 0.2], dtype=F64),
-    }
-    return model, inputs
-
-
-def _flux2():
-    from diffusers import Flux2Transformer2DModel
-
-    model = Flux2Transformer2DModel(
-        patch_size=1,
-        in_channels=4,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        timestep_guidance_channels=32,
-        axes_dims_rope=(4, 4, 4, 4),
-    )
-    inputs = {
-        "hidden_states": _draw(1, 23, 4),
-        "encoder_hidden_states": _draw(1, 8, 32, seed=1),
-        "img_ids": torch.arange(23 * 4).view(1, 23, 4),
-        "txt_ids": torch.zeros(1, 8, 4).long(),
-        "timestep": torch.tensor([0.5], dtype=F64),
-        "guidance": torch.tensor([1.0], dtype=F64),
-    }
-    return model, inputs
-
-
-def _wan():
-    from diffusers import WanTransformer3DModel
-
-    model = WanTransformer3DModel(
-        patch_size=(1, 2, 2),
-        num_attention_heads=2,
-        attention_head_dim=12,
-        in_channels=4,
-        out_channels=4,
-        text_dim=16,
-        freq_dim=32,
-        ffn_dim=32,
-        num_layers=2,
-        cross_attn_norm=True,
-        qk_norm="rms_norm_across_heads",
-        rope_max_seq_len=32,
-    )
-    inputs = {
-        "hidden_states": _draw(1, 4, 3, 10, 6),
-        "timestep": torch.tensor([3]),
-        "encoder_hidden_states": _draw(1, 5, 16, seed=1),
-    }
-    return model, inputs
-
-
-def _qwen_image():
-    from diffusers import QwenImageTransformer2DModel
-
-    model = QwenImageTransformer2DModel(
-        patch_size=2,
-        in_channels=16,
-        out_channels=4,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=3,
-        joint_attention_dim=16,
-        axes_dims_rope=(8, 4, 4),
-    )
-    mask = torch.ones(2, 7, dtype=torch.bool)
-    mask[1, 4:] = False
-    inputs = {
-        "hidden_states": _draw(2, 20, 16),
-        "encoder_hidden_states": _draw(2, 7, 16, seed=1),
-        "encoder_hidden_states_mask": mask,
-        "timestep": torch.tensor([0.5, 0.2], dtype=F64),
-        "img_shapes": [[(1, 4, 5)]] * 2,
-    }
-    return model, inputs
-
-
-def _ltx():
-    from diffusers import LTXVideoTransformer3DModel
-
-    model = LTXVideoTransformer3DModel(
-        in_channels=8,
-        out_channels=8,
-        num_attention_heads=2,
-        attention_head_dim=12,
-        cross_attention_dim=24,
-        num_layers=2,
-        caption_channels=16,
-    )
-    mask = torch.ones(2, 5, dtype=torch.int64)
-    mask[0, 3:] = 0
-    inputs = {
-        "hidden_states": _draw(2, 3 * 3 * 4, 8),
-        "encoder_hidden_states": _draw(2, 5, 16, seed=1),
-        "timestep": torch.tensor([3, 5]),
-        "encoder_attention_mask": mask,
-        "num_frames": 3,
-        "height": 3,
-        "width": 4,
-    }
-    return model, inputs
-
-
-def _sd3():
-    from diffusers import SD3Transformer2DModel
-
-    model = SD3Transformer2DModel(
-        sample_size=8,
-        patch_size=2,
-        in_channels=4,
-        out_channels=4,
-        num_layers=3,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        caption_projection_dim=32,
-        pooled_projection_dim=32,
-        pos_embed_max_size=8,
-        dual_attention_layers=(0,),
-        qk_norm="rms_norm",
-    )
-    inputs = {
-        "hidden_states": _draw(2, 4, 10, 6),
-        "encoder_hidden_states": _draw(2, 7, 32, seed=1),
-        "pooled_projections": _draw(2, 32, seed=2),
-        "timestep": torch.tensor([3, 5]),
-    }
-    return model, inputs
-
-
-def _ltx2(rope="interleaved"):
-    from diffusers import LTX2VideoTransformer3DModel
-
-    model = LTX2VideoTransformer3DModel(
-        in_channels=8,
-        out_channels=8,
-        num_attention_heads=2,
-        attention_head_dim=12,
-        cross_attention_dim=24,
-        audio_in_channels=4,
-        audio_out_channels=4,
-        audio_num_attention_heads=2,
-        audio_attention_head_dim=6,
-        audio_cross_attention_dim=12,
-        num_layers=2,
-        caption_channels=16,
-        rope_type=rope,
-    )
-    mask = torch.ones(2, 5, dtype=torch.int64)
-    mask[0, 3:] = 0
-    inputs = {
-        "hidden_states": _draw(2, 3 * 3 * 4, 8),
-        "audio_hidden_states": _draw(2, 7, 4, seed=3),
-        "encoder_hidden_states": _draw(2, 5, 16, seed=1),
-        "encoder_attention_mask": mask,
-        "audio_encoder_hidden_states": _draw(2, 5, 16, seed=2),
-        "audio_encoder_attention_mask": mask,
-        "timestep": torch.tensor([3, 5]),
-        "num_frames": 3,
-        "height": 3,
-        "width": 4,
-        "audio_num_frames": 7,
-    }
-    return model, inputs
-
-
-def _ltx2_split():
-    model, inputs = _ltx2("split")
-    times = torch.arange(36).expand(2, -1).contiguous()  # one for each token
-    return model, {**inputs, "timestep": times, "audio_timestep": torch.tensor([3, 5])}
-
-
-def _flux_control():
-    """With the residuals of a ControlNet."""
-    model, inputs = _flux()
-    more = {
-        "controlnet_block_samples": [_draw(2, 25, 64, seed=8)],
-        "controlnet_single_block_samples": [_draw(2, 25, 64, seed=9)],
-    }
-    return model, {**inputs, **more}
-
-
-def _qwen_image_control():
-    model, inputs = _qwen_image()
-    return model, {**inputs, "controlnet_block_samples": [_draw(2, 20, 48, seed=8)] * 2}
-
-
-def _sd3_control():
-    model, inputs = _sd3()
-    return model, {**inputs, "block_controlnet_hidden_states": [_draw(2, 15, 32, seed=8)]}
-
-
-def _ltx_times():
-    """With a timestep for each token."""
-    model, inputs = _ltx()
-    return model, {**inputs, "timestep": torch.arange(36).expand(2, -1).contiguous()}
-
-
-MODELS = {
-    "Flux": _flux,
-    "Flux 2": _flux2,
-    "Wan": _wan,
-    "QwenImage": _qwen_image,
-    "LTX": _ltx,
-    "SD3": _sd3,
-    "LTX 2": _ltx2,
-    "LTX 2, split": _ltx2_split,
-    "Flux, control": _flux_control,
-    "QwenImage, control": _qwen_image_control,
-    "SD3, control": _sd3_control,
-    "LTX, times": _ltx_times,
-}
 # Parts of these compute in float32.
 NEAR = {"Wan": 1e-5, "LTX": 1e-5, "LTX, times": 1e-5, "LTX 2": 1e-5, "LTX 2, split": 1e-5}
-
-
-def _made(name, **options):
-    torch.manual_seed(0)
-    model, inputs = MODELS[name](**options)
-    model = model.to(F64).train()
-    with torch.no_grad():  # what begins at 0, too, is random
-        for p in model.parameters():
-            p.add_(0.05 * _draw(*p.shape))
-    return model, inputs
 
 
 def _step(model, inputs):
@@ -295,7 +44,7 @@ def _compare(name, model, inputs, expected, wanted, of_input, average=1):
 def _equals_one_process(name):
     from deepsp.integrations.diffusers import disable, enable
 
-    model, inputs = _made(name)
+    model, inputs = make_diffusion_model(name)
     before = dict(vars(model))
     expected, of_input = _step(model, inputs)
     wanted = {
@@ -325,8 +74,8 @@ def _in_use():
     from deepsp.integrations.diffusers import disable, enable
 
     table = dict(_AttentionBackendRegistry._backends)
-    model, inputs = _made("Flux")
-    other = _made("Flux", text=4)[1]
+    model, inputs = make_diffusion_model("Flux")
+    other = make_diffusion_model("Flux", text=4)[1]
     expected = [_step(model, x)[0] for x in (inputs, other)]
     wanted = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
@@ -375,7 +124,7 @@ def _changed():
 
     from deepsp.integrations.diffusers import disable, enable
 
-    model, inputs = _made("Flux")
+    model, inputs = make_diffusion_model("Flux")
     expected, _ = _step(model, inputs)
     close = {"rtol": 1e-10, "atol": 1e-10}
     enable(model)
@@ -404,7 +153,7 @@ def _changed():
     deepsp.prove(step, inputs)
     with pytest.raises(ValueError, match=r"another gradient of .*sync_gradients is missing"):
         deepsp.prove(lambda batch: step(batch, syncs=False), inputs)
-    few = {**inputs, "hidden_states": _draw(2, 1, 4), "img_ids": _draw(1, 3)}
+    few = {**inputs, "hidden_states": draw_normal(2, 1, 4), "img_ids": draw_normal(1, 3)}
     with pytest.raises(ValueError, match=r"image token for each of 2 ranks in Flux.*larger images"):
         model(**few)
     attention = model.transformer_blocks[0].attn
@@ -416,7 +165,7 @@ def _changed():
     with pytest.raises(ValueError, match=r"processors that Flux.* had when .*call disable before"):
         model(**inputs)
     disable(model)
-    two = _made("Flux 2")[0]
+    two = make_diffusion_model("Flux 2")[0]
     two.transformer_blocks[0].attn.set_processor(transformer_flux2.Flux2KVAttnProcessor())
     with pytest.raises(ValueError, match=r"got a Flux2KVAttnProcessor in Flux2.*leave adapters, c"):
         enable(two)
@@ -430,7 +179,7 @@ def _by_other_cores(name):
     """diffusers' own backends compute attention."""
     from deepsp.integrations.diffusers import disable, enable
 
-    model, inputs = _made(name)
+    model, inputs = make_diffusion_model(name)
     expected, of_input = _step(model, inputs)
     wanted = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
     for core in ("native", "_native_math"):
@@ -452,7 +201,7 @@ def _compiled(name):
     from deepsp.integrations.diffusers import enable
 
     torch._dynamo.reset()
-    model, inputs = _made(name)
+    model, inputs = make_diffusion_model(name)
     expected, of_input = _step(model, inputs)
     wanted = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
     enable(model)
@@ -469,7 +218,7 @@ def _in_bfloat16(name):
     """As far from float64 as one process is."""
     from deepsp.integrations.diffusers import enable
 
-    model, inputs = _made(name)
+    model, inputs = make_diffusion_model(name)
     exact, _ = _step(model, inputs)
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     half = {
@@ -502,7 +251,7 @@ def test_bfloat16(name):
 def _by_the_pass(name, marked):
     """The compile pass: image and text tokens are marked, and concatenated in the model."""
     torch._dynamo.reset()
-    model, inputs = _made(name)
+    model, inputs = make_diffusion_model(name)
     expected, _ = _step(model, inputs)
     wanted = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
@@ -580,7 +329,7 @@ def _of_two(use):
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = _Joint(use).double()
-    a, b = _draw(2, 5, 8), _draw(2, 11, 8, seed=1)
+    a, b = draw_normal(2, 5, 8), draw_normal(2, 11, 8, seed=1)
     deepsp.prepare_inputs({"a": a, "b": b}, seq_dim=1)
     compiled = torch.compile(model, backend="deepsp", fullgraph=True, options={"inner": "eager"})
     if use in _REFUSED:
@@ -588,7 +337,7 @@ def _of_two(use):
             compiled(a, b)
         return
     expected = model(a, b)
-    weights = _draw(*expected.shape, seed=2)
+    weights = draw_normal(*expected.shape, seed=2)
     (expected * weights).sum().backward()
     wanted = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()

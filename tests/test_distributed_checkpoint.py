@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from attentions import STACK_DIM, Stack
 from harness import on_ranks
 from reference import draw, lens_of
-from test_attention_in_use import DIM, Stack
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import deepsp
@@ -17,7 +17,7 @@ TOTAL, STEPS, SAVED = 9, 5, 3
 def _train(model, optimizer, steps):
     lens = None if model.kind == "plain" else lens_of("skewed", TOTAL, dist.get_world_size())
     for step in steps:
-        x, wanted = draw(2, TOTAL, DIM, seed=step), draw(2, TOTAL, DIM, seed=100 + step)
+        x, wanted = draw(2, TOTAL, STACK_DIM, seed=step), draw(2, TOTAL, STACK_DIM, seed=100 + step)
         if lens is not None:
             x, wanted = (t.split(lens, 1)[dist.get_rank()] for t in (x, wanted))
         optimizer.zero_grad()

@@ -14,13 +14,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from architectures import make
+from diffusion import make_diffusion_model
 from harness import on_ranks
+from models import VOCABULARY, Model
 from reference import attention
-from test_model import VOCABULARY, Model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, DistributedSampler
 from trained import Rows, arguments, launched, lists, pairs, tiny, tokenizer
+from under_deepspeed import launch_deepspeed
 
 import deepsp
 
@@ -152,9 +154,7 @@ def _compile():
 
 
 def _deepspeed():
-    from test_deepspeed import launched
-
-    launched()
+    launch_deepspeed()
     torch.manual_seed(0)
     model = make("Llama").float()
     ids = torch.randint(3, 60, (1, 12), generator=torch.Generator().manual_seed(0))
@@ -286,9 +286,7 @@ def _memory():
 
 
 def _diffusers():
-    from test_diffusers import _made
-
-    model, inputs = _made("Flux")
+    model, inputs = make_diffusion_model("Flux")
     reference = copy.deepcopy(model)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
     expected = reference(**inputs).sample

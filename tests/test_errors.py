@@ -2,30 +2,15 @@
 
 import datetime
 import os
-import re
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from calls import all_raise
 from harness import Workers, on_ranks
 
 import deepsp
-
-
-def _all_raise(cases):
-    wrong = []
-    for call, message in cases:
-        try:
-            call()
-        except ValueError as error:
-            if not re.search(message, str(error)):
-                wrong.append(f"{message!r} isn't in {error}")
-        except Exception as error:
-            wrong.append(f"{message!r}: {error!r}"[:300])
-        else:
-            wrong.append(f"{message!r}: went through")
-    assert not wrong, "\n".join(wrong)
 
 
 def _attention_errors():
@@ -121,7 +106,7 @@ def _attention_errors():
         (lambda: deepsp.ranks.seq_lens(-1), "total >= 0, got -1"),
         (lambda: att(q, q, q, attn_mask=torch.ones(q.size(0), 8).bool()), r"mask\[:, None, None"),
     ]
-    _all_raise(cases)
+    all_raise(cases)
     # Nothing was sent: the group is in step.
     out = att(q, q, q)
     assert out.shape == q.shape and size == 2
@@ -203,7 +188,7 @@ def _op_errors():
         ),
         (lambda: op._pool_set_limit(-1), "bytes >= 0, got -1"),
     ]
-    _all_raise(cases)
+    all_raise(cases)
     with pytest.raises(NotImplementedError, match="non-empty list"):  # PyTorch's own
         op.heads_to_seq([], [], [4, 4], rank, name)
     op.seq_to_heads_wait(buffer, [4], [6], 1, [4, 4], 0, 1, rank, name)

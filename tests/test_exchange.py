@@ -3,62 +3,16 @@
 import pytest
 import torch
 import torch.distributed as dist
+from exchanges import check_exchange, check_fresh_outputs, check_modes, check_pairs, with_layout
 from harness import on_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import Take, Whole, draw, heads_of, lens_of, names
-from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.autograd import gradcheck, gradgradcheck
 
 import deepsp
 
 RANKS = [1, 2, 3, 4]
-
-
-def _layouts(x, layout):
-    """The same values with other strides."""
-    if layout == "bhsd":
-        return x.transpose(1, 2).contiguous().transpose(1, 2)
-    if layout == "sbhd":
-        return x.transpose(0, 1).contiguous().transpose(0, 1)
-    if layout == "dfirst":
-        return x.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0)
-    if layout == "slices":
-        wide = x.new_zeros(*x.shape[:3], 2 * x.size(3))
-        wide[..., ::2] = x
-        return wide[..., ::2]
-    return x
-
-
-def _values(batch, total, heads, kv_heads, dims, dtype, layout, kind):
-    """Both directions against indexing on the whole tensors, in any dtype: bit for bit."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    lens = lens_of(kind, total, size)
-    counts = [heads, kv_heads, kv_heads]
-    whole = []
-    for i, (h, d) in enumerate(zip(counts, dims, strict=True)):
-        numbers = draw(batch, total, h, d, seed=i) * 10
-        whole.append(numbers.to(dtype) if dtype != torch.bool else numbers > 0)
-    mine = [_layouts(x.split(lens, 1)[rank], layout) for x in whole]
-    there = deepsp.seq_to_heads(mine, seq_lens=lens)
-    q_heads, my_kv_heads = heads_of(rank, size, heads, kv_heads)
-    for x, y, hs in zip(whole, there, [q_heads, my_kv_heads, my_kv_heads], strict=True):
-        assert torch.equal(y, x[:, :, hs]), (layout, kind)
-        assert y.stride(3) == 1 or y.size(3) <= 1
-    # Back: q alone, whose heads have one owner each, is what it was.
-    (back,) = deepsp.heads_to_seq([_layouts(there[0], layout)], [heads], seq_lens=lens)
-    assert torch.equal(back, mine[0]) and back.is_contiguous()
-    if not dtype.is_floating_point:
-        return
-    # All three: shared kv heads come back as often as they are read.
-    backs = deepsp.heads_to_seq([_layouts(x, layout) for x in there], counts, seq_lens=lens)
-    read = torch.zeros(kv_heads)
-    for p in range(size):
-        for j in heads_of(p, size, heads, kv_heads)[1]:
-            read[j] += 1
-    times = read.to(dtype)[:, None]
-    expected = [mine[0], *((x.double() * times.double()).to(dtype) for x in mine[1:])]
-    for x, y in zip(expected, backs, strict=True):
-        assert torch.equal(x, y) and y.is_contiguous()
 
 
 @st.composite
@@ -92,15 +46,15 @@ def _cases(draw_):
 @pytest.mark.parametrize("ranks", RANKS)
 @given(case=_cases())
 def test_values(ranks, case):
-    on_ranks(ranks, _values, *case)
+    on_ranks(ranks, check_exchange, *case)
 
 
 @pytest.mark.messages
 def test_large_and_streamed():
     """Past every threshold: streaming stores, unpacked gradients, several pool blocks."""
-    on_ranks(2, _values, 1, 8192, 8, 4, (64, 64, 64), torch.float32, "bshd", "skewed")
-    on_ranks(2, _values, 1, 8192, 8, 4, (64, 64, 64), torch.float32, "bhsd", "split")
-    on_ranks(3, _values, 1, 6400, 6, 2, (67, 67, 67), torch.float32, "bshd", "empty")
+    on_ranks(2, check_exchange, 1, 8192, 8, 4, (64, 64, 64), torch.float32, "bshd", "skewed")
+    on_ranks(2, check_exchange, 1, 8192, 8, 4, (64, 64, 64), torch.float32, "bhsd", "split")
+    on_ranks(3, check_exchange, 1, 6400, 6, 2, (67, 67, 67), torch.float32, "bshd", "empty")
 
 
 def _expanded():
@@ -132,20 +86,9 @@ def test_shared_heads_are_summed_in_float32(dtype):
     on_ranks(4, _sum_is_wide, dtype)
 
 
-def _fresh():
-    x = draw(2, 4, 4, 3)
-    y = deepsp.seq_to_heads([x, x])
-    z = deepsp.heads_to_seq(y, [4, 4])
-    storages = {t.untyped_storage().data_ptr() for t in (x, y[0], *z)}
-    assert len(storages) == 4
-    y[0].zero_()
-    assert y[1].any()
-    assert torch.equal(z[0], x) and torch.equal(z[1], x)
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_outputs_are_fresh(ranks):
-    on_ranks(ranks, _fresh)
+    on_ranks(ranks, check_fresh_outputs)
 
 
 # ------------------------------------------------------------------------------ gradients
@@ -245,29 +188,9 @@ def test_undefined_gradients():
     on_ranks(2, _undefined)
 
 
-def _modes():
-    x = draw(1, 2, 4, 3).requires_grad_()
-    with torch.no_grad():
-        (y,) = deepsp.seq_to_heads([x])
-        assert not y.requires_grad
-    with torch.inference_mode():
-        (z,) = deepsp.seq_to_heads([x])
-        (back,) = deepsp.heads_to_seq([z], [4])
-    assert z.is_inference() and torch.equal(y, z) and torch.equal(back, x)
-    with forward_ad.dual_level(), pytest.raises(RuntimeError, match=r"forward|jvp"):
-        deepsp.seq_to_heads([forward_ad.make_dual(x, torch.ones_like(x))])
-    batch = torch.stack([x.detach(), x.detach()])
-    try:
-        out = torch.vmap(lambda t: deepsp.seq_to_heads([t])[0])(batch)
-    except RuntimeError:
-        pass
-    else:
-        assert torch.equal(out, torch.stack([y, y]))
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_no_grad_inference_forward_ad_vmap(ranks):
-    on_ranks(ranks, _modes)
+    on_ranks(ranks, check_modes)
 
 
 def _anomaly():
@@ -291,27 +214,10 @@ def test_anomaly_mode_sees_no_nan_in_buffers_on_their_way():
 # -------------------------------------------------------------------------------- the pairs
 
 
-def _pairs():
-    rank, size = dist.get_rank(), dist.get_world_size()
-    lens = lens_of("split", 7, size)
-    x = [draw(2, 7, h, 3, seed=h).split(lens, 1)[rank] for h in (6, 2)]
-    first = deepsp.seq_to_heads_start(x, seq_lens=lens)
-    second = deepsp.seq_to_heads_start(x[::-1][1:], seq_lens=lens)  # two at once
-    got, other = first.wait(), second.wait()
-    for a, b in zip(deepsp.seq_to_heads(x, seq_lens=lens), got, strict=True):
-        assert torch.equal(a, b)
-    assert torch.equal(other[0], got[0])
-    with pytest.raises(RuntimeError, match="waited for already"):
-        first.wait()
-    back = deepsp.heads_to_seq_start(got, [6, 2], seq_lens=lens).wait()
-    for a, b in zip(deepsp.heads_to_seq(got, [6, 2], seq_lens=lens), back, strict=True):
-        assert torch.equal(a, b)
-
-
 @pytest.mark.messages
 @pytest.mark.parametrize("ranks", RANKS)
 def test_pairs_equal_the_whole(ranks):
-    on_ranks(ranks, _pairs)
+    on_ranks(ranks, check_pairs)
 
 
 def _waited_twice():
@@ -494,7 +400,7 @@ def _memory_differs():
     weights = [draw(2, 11, h, 3, seed=h) for h in (5, 1)]
     for of_rank in (("bshd", "sbhd", "bhsd"), ("sbhd", "sbhd", "sbhd")):
         mine = [w.split(lens, 1)[rank] for w in weights]
-        x = [_layouts(torch.ones_like(w), of_rank[rank]).requires_grad_() for w in mine]
+        x = [with_layout(torch.ones_like(w), of_rank[rank]).requires_grad_() for w in mine]
         for op in (deepsp.seq_to_heads, lambda x, **k: deepsp.seq_to_heads_start(x, **k).wait()):
             got = op(x, seq_lens=lens)
             read = heads_of(rank, size, 5, 1)
@@ -506,7 +412,7 @@ def _memory_differs():
         found = []
         for memory in (of_rank[rank], "sbhd"):
             q, k, v = (
-                _layouts(draw(2, 11, h, 4, seed=h).split(lens, 1)[rank], memory).requires_grad_()
+                with_layout(draw(2, 11, h, 4, seed=h).split(lens, 1)[rank], memory).requires_grad_()
                 for h in (6, 3, 3)
             )
             out = deepsp.distributed_attention(

@@ -12,10 +12,10 @@ from contextlib import suppress
 import pytest
 import torch
 import torch.distributed as dist
+from calls import arguments
 from harness import on_ranks
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from test_compile import arguments
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import deepsp  # noqa: F401  (registers the ops)

@@ -9,141 +9,16 @@ from harness import on_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import Take, Whole, draw, events, flat, names, sent, warm_up
+from shards import DTYPES, Shards, check_gather, same_bits, sum_in_order
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 op = torch.ops.deepsp
 RANKS = [1, 2, 3, 4]
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 IN_PLACE = 512 << 10  # bytes of a rank's piece from which on it travels on its own
 
 
 def _here():
     return dist.get_rank(), dist.group.WORLD.group_name
-
-
-def same(a, b):
-    """Bit for bit, so that zeros have signs; any NaN is like any other."""
-    assert a.dtype == b.dtype and a.shape == b.shape, (a.dtype, b.dtype, a.shape, b.shape)
-    bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}[a.dtype.itemsize]
-    equal = a.contiguous().view(bits) == b.contiguous().view(bits)
-    return bool((equal | (a.isnan() & b.isnan())).all())
-
-
-def summed(parts, dtype, within=None):
-    """One after another; the total is kept in `within`."""
-    within = within or (torch.float64 if parts[0].dtype == torch.float64 else torch.float32)
-    wide = torch.float64 if within == torch.float64 else torch.float32
-    total = torch.zeros(parts[0].shape, dtype=wide)
-    for part in parts:
-        total = (total + part.to(wide)).to(within).to(wide)
-    return total.to(dtype)
-
-
-def laid(x, layout):
-    """Other strides; "expanded" has other values, too."""
-    if layout == "transposed":
-        return x.transpose(0, -1).contiguous().transpose(0, -1)
-    if layout == "strided":
-        wide = x.new_full((*x.shape[:-1], 2 * x.size(-1)), float("nan"))
-        wide[..., ::2] = x
-        return wide[..., ::2]
-    if layout == "expanded":
-        return x[:1].expand(x.shape)
-    return x
-
-
-class Case:
-    """Shards of several tensors, on every rank: rows, trailing shape, dtypes, layout of each."""
-
-    def __init__(self, specs):
-        self.rank, self.group = _here()
-        self.size = dist.get_world_size()
-        self.rows = [list(rows[: self.size]) for rows, *_ in specs]
-        self.sizes = flat(self.rows)
-        self.dtypes = [spec[3] for spec in specs]
-        self.layouts = [spec[4] for spec in specs]
-        self.pieces = [
-            [
-                laid(draw(n, *shape, seed=7 * i + p).mul(10).to(source), layout)
-                for p, n in enumerate(rows)
-            ]
-            for i, ((_, shape, source, _, layout), rows) in enumerate(
-                zip(specs, self.rows, strict=True)
-            )
-        ]
-        self.full = [
-            torch.cat([x.to(dtype) for x in pieces])
-            for pieces, dtype in zip(self.pieces, self.dtypes, strict=True)
-        ]
-
-    def shards(self):
-        return [pieces[self.rank].detach().requires_grad_() for pieces in self.pieces]
-
-    def gradients(self, p):
-        """What rank p's loss says of the gathered tensors."""
-        return [
-            laid(draw(*y.shape, seed=50 + 3 * p + i).to(y.dtype), layout)
-            for i, (y, layout) in enumerate(zip(self.full, self.layouts, strict=True))
-        ]
-
-    def scattered(self, within=None):
-        """This rank's rows of the sum of all ranks' gradients."""
-        everyone = [self.gradients(p) for p in range(self.size)]
-        results = []
-        for i, pieces in enumerate(self.pieces):
-            total = summed([g[i] for g in everyone], pieces[0].dtype, within)
-            results.append(total.split(self.rows[i])[self.rank])
-        return results
-
-    def gather(self, shards, within=None):
-        return op.gather_cast_coalesced(
-            shards, self.sizes, self.dtypes, self.rank, self.group, reduce_dtype=within
-        )
-
-    def halves(self, shards):
-        shapes = [list(x.shape[1:]) for x in shards]
-        where = (self.rank, self.group)
-        if len(shards) == 1:
-            buffer = op.gather_cast_start(shards[0], self.sizes, self.dtypes[0], *where)
-            return [op.gather_cast_wait(buffer, self.sizes, shapes[0], self.dtypes[0], *where)]
-        buffer = op._gather_cast_coalesced_start(shards, self.sizes, self.dtypes, *where)
-        dims = [len(shape) for shape in shapes]
-        return op._gather_cast_coalesced_wait(
-            buffer, self.sizes, flat(shapes), dims, self.dtypes, *where
-        )
-
-
-def _equals_one_process(specs, within, frozen):
-    case = Case(specs)
-    for gather in (case.gather, case.halves):
-        for y, expected in zip(gather(case.shards()), case.full, strict=True):
-            assert same(y, expected) and y.is_contiguous()
-    if len(specs) == 1:
-        y = op.gather_cast(
-            case.shards()[0], case.sizes, case.dtypes[0], case.rank, case.group, reduce_dtype=within
-        )
-        assert same(y, case.full[0])
-    shards = case.shards()
-    shards[0].requires_grad_(not frozen)
-    outputs = case.gather(shards, within)
-    grads = case.gradients(case.rank)
-    expected = case.scattered(within)
-    if shards[-1].requires_grad:
-        for _ in range(2):
-            for x in shards:
-                x.grad = None
-            torch.autograd.backward(outputs, grads, retain_graph=True)
-            for x, g in zip(shards, expected, strict=True):
-                assert torch.equal(x.grad, g) if x.requires_grad else x.grad is None
-    # The adjoint itself, and a single one of it.
-    dtypes = [x.dtype for x in shards]
-    where = (case.rank, case.group)
-    ours = op._reduce_scatter_cast_coalesced(grads, case.sizes, dtypes, *where, reduce_dtype=within)
-    for x, g, dtype in zip(ours, expected, dtypes, strict=True):
-        assert torch.equal(x, g) and x.dtype == dtype and x.is_contiguous()
-    for i, rows in enumerate(case.rows):
-        x = op.reduce_scatter_cast(grads[i], rows, dtypes[i], *where, reduce_dtype=within)
-        assert torch.equal(x, expected[i])
 
 
 @st.composite
@@ -174,7 +49,7 @@ def _specs(draw_):
 @pytest.mark.parametrize("ranks", RANKS)
 @given(case=_specs())
 def test_values_and_gradients(ranks, case):
-    on_ranks(ranks, _equals_one_process, *case)
+    on_ranks(ranks, check_gather, *case)
 
 
 # Ties and neighbours of every limit, as float64.
@@ -227,15 +102,15 @@ def _special():
         pieces = [numbers.roll(p).repeat(n, 1).to(source) for p, n in enumerate(sizes)]
         full = {dtype: torch.cat([x.to(dtype) for x in pieces]) for dtype in DTYPES}
         for dtype in DTYPES:
-            assert same(op.gather_cast(pieces[rank], sizes, dtype, rank, group), full[dtype])
+            assert same_bits(op.gather_cast(pieces[rank], sizes, dtype, rank, group), full[dtype])
             # Sums follow the same rules: infinity, NaN, overflow, subnormals.
             parts = [full[dtype].roll(p, 1) for p in range(size)]
             summed_here = op.reduce_scatter_cast(parts[rank], sizes, source, rank, group)
-            expected = summed(parts, source).split(sizes)[rank]
-            assert same(summed_here + 0, expected + 0), (dtype, source)
+            expected = sum_in_order(parts, source).split(sizes)[rank]
+            assert same_bits(summed_here + 0, expected + 0), (dtype, source)
         ours = op.gather_cast_coalesced([pieces[rank]] * 4, sizes * 4, DTYPES, rank, group)
         for dtype, y in zip(DTYPES, ours, strict=True):
-            assert same(y, full[dtype])
+            assert same_bits(y, full[dtype])
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -259,8 +134,8 @@ def _large():
     large = [False, True, False, True, False, True]
     size = dist.get_world_size()
     for some in (slice(None), slice(3, 4), slice(1, 2), slice(0, 3), slice(3, None)):
-        _equals_one_process(specs[some], None, False)
-    case = Case(specs)
+        check_gather(specs[some], None, False)
+    case = Shards(specs)
     outputs = case.gather(case.shards())
     places = [y.untyped_storage().data_ptr() for y in outputs]
     assert [place == places[1] for place in places] == large
@@ -311,7 +186,7 @@ _OF_BACKEND = {
 
 def _summed_by_the_backend(name, dtype):
     """One reduce-scatter of the backend, of whatever rows and dtypes, and no sum of deepsp's."""
-    case = Case(_OF_BACKEND[name])
+    case = Shards(_OF_BACKEND[name])
     rest = (case.rank, case.group)
     shards, grads = case.shards(), case.gradients(case.rank)
     dtypes = [x.dtype for x in shards]
@@ -420,7 +295,7 @@ def _scatters_gradient():
     ]
     ours = torch.autograd.grad(out, x, [grads[rank] for grads in asked])
     for g, t, grads in zip(ours, x, asked, strict=True):
-        assert same(g, torch.cat([a.to(t.dtype) for a in grads]))
+        assert same_bits(g, torch.cat([a.to(t.dtype) for a in grads]))
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -440,7 +315,7 @@ def _modes():
     with torch.inference_mode():
         y = op.gather_cast(x, *args)
         z = op.reduce_scatter_cast(y, [2] * size, torch.float32, rank, group)
-    assert y.is_inference() and same(y, full.detach())
+    assert y.is_inference() and same_bits(y, full.detach())
     assert torch.equal(z, x.detach().bfloat16().float() * size)
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match=r"forward|jvp"):
         op.gather_cast(forward_ad.make_dual(x, torch.ones_like(x)), *args)

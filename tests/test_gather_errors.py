@@ -5,8 +5,8 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from calls import all_raise
 from harness import on_ranks
-from test_errors import _all_raise
 
 op = torch.ops.deepsp
 f32, bf16, e5m2 = torch.float32, torch.bfloat16, torch.float8_e5m2
@@ -35,7 +35,7 @@ def _gather_errors():
         return op.gather_cast_coalesced(shards, list(sizes), list(dtypes), rank, group)
 
     other = torch.zeros(3, 3)
-    _all_raise([
+    all_raise([
         (lambda: cast(dtype=torch.int32),
          "dtype to be float64, float32, bfloat16 or float16, got int32"),
         (lambda: cast(dtype=torch.complex64), "dtype to be float64.*, got complex64"),
@@ -125,7 +125,7 @@ def _kind(name):
     x, y = _KINDS[name](), torch.zeros(2, 2)
     where = (rank, group)
     sizes, two = [2, 2], [2, 2, 2, 2]
-    _all_raise([
+    all_raise([
         (lambda: op.gather_cast(x, sizes, f32, *where), f"expected shard to be .*{name}"),
         (lambda: op.gather_cast_start(x, sizes, f32, *where), f"expected shard to be .*{name}"),
         (lambda: op.gather_cast_coalesced([y, x], two, [f32] * 2, *where),
@@ -196,14 +196,14 @@ def _wait_errors():
             "dtypes to have one entry .* 1 .*, got 0",
         ),
     ]
-    _all_raise(cases)
+    all_raise(cases)
     full = wait(buffer, sizes, [2, 3], f32, *where)
     assert torch.equal(full[::2, 0, 0], torch.arange(float(size)))
-    _all_raise([(lambda: wait(buffer, sizes, [2, 3], f32, *where), "waited for already")])
+    all_raise([(lambda: wait(buffer, sizes, [2, 3], f32, *where), "waited for already")])
     buffer = op._reduce_scatter_cast_coalesced_start([full], sizes, *where)
     wait = op._reduce_scatter_cast_coalesced_wait
     rest = (None, *where)
-    _all_raise([
+    all_raise([
         (lambda: wait(buffer, sizes, [2, 4], [2], [f32], [f32], *rest),
          "the buffer .*, got float32"),
         (lambda: wait(buffer, sizes, [2, 3], [2], [bf16], [f32], *rest),
@@ -224,7 +224,7 @@ def _wait_errors():
     rest = ([2, 3], [2], [f32], [f32], *rest)
     for sums, others in (({"backend_sums": f32}, {}), ({}, {"backend_sums": f32})):
         buffer = op._reduce_scatter_cast_coalesced_start([full], sizes, *where, **sums)
-        _all_raise([(lambda: wait(buffer, sizes, *rest, **others), "the start returned.*strides")])  # noqa: B023
+        all_raise([(lambda: wait(buffer, sizes, *rest, **others), "the start returned.*strides")])  # noqa: B023
         assert torch.equal(wait(buffer, sizes, *rest, **sums)[0], x * size)
     _still_usable()
 
@@ -245,7 +245,7 @@ def _disagreements():
 
     wide = torch.zeros(2 + last, 6)
     whole = torch.zeros(6, 4)
-    _all_raise([
+    all_raise([
         (lambda: gather(x.double() if last else x), "ranks 0 and 1 .*float32.*rank 2 .*float64"),
         (lambda: gather(dtype=bf16 if last else f32), "ranks 0 and 1 .*float32.*rank 2 .*bfloat16"),
         (lambda: gather(x.view(2, 3, 2) if last else x), r"\[6\].*rank 2 .*\[3, 2\]"),

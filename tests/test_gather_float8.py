@@ -9,58 +9,17 @@ from harness import on_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import draw, flat, names, sent
+from shards import DTYPES, check_float8_gather
 
 import deepsp  # noqa: F401  (it registers the ops)
 
 op = torch.ops.deepsp
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 f32, bf16 = torch.float32, torch.bfloat16
 
 
 def _here():
     return dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name
-
-
-def _reference(whole, dtype):
-    """The whole tensor in one process: (data, inv_scale)."""
-    largest, finite = torch.finfo(dtype).max, torch.finfo(f32).max
-    amax = whole.abs().max().float() if whole.numel() else torch.tensor(0.0)
-    scale = (amax.reciprocal() * largest).clamp(max=finite) if amax > 0 else torch.tensor(1.0)
-    return (whole.float() * scale).clamp(-largest, largest).to(dtype), scale.reciprocal()
-
-
-def _bits(x):
-    return x.view(torch.uint8)
-
-
-def _values(specs, dtype):
-    rank, size, group = _here()
-    rows = [list(lens[:size]) for lens, *_ in specs]
-    whole = [
-        (draw(sum(lens), *shape, seed=i) * scale).to(source)
-        for i, (lens, (_, shape, source, scale)) in enumerate(zip(rows, specs, strict=True))
-    ]
-    shards = [x.split(lens)[rank] for x, lens in zip(whole, rows, strict=True)]
-    shards[0] = shards[0].transpose(0, -1).contiguous().transpose(0, -1)
-    sizes = flat(rows)
-    data, inv_scales = op._gather_cast_float8_coalesced(shards, sizes, dtype, rank, group)
-    assert inv_scales.dtype == f32 and inv_scales.shape == (len(specs),)
-    one, one_inv = op.gather_cast_float8(shards[0], rows[0], dtype, rank, group)
-    assert torch.equal(_bits(one), _bits(data[0])) and torch.equal(one_inv, inv_scales[0])
-    assert one_inv.shape == ()
-    for y, inv, x in zip(data, inv_scales, whole, strict=True):
-        expected, expected_inv = _reference(x, dtype)
-        assert torch.equal(inv, expected_inv)
-        assert y.dtype == dtype and y.shape == x.shape and y.is_contiguous()
-        assert torch.equal(_bits(y), _bits(expected))
-    assert len({y.untyped_storage().data_ptr() for y in data if y.numel()}) == sum(
-        y.numel() > 0 for y in data
-    )
-    for target in DTYPES:
-        through = op.gather_through_float8(shards, sizes, dtype, target, rank, group)
-        for y, d, inv in zip(through, data, inv_scales, strict=True):
-            assert torch.equal(y, (d.float() * inv).to(target)) and y.dtype == target
 
 
 @st.composite
@@ -83,13 +42,13 @@ def test_values(ranks, specs, dtype):
         (lens, shape, source, min(scale, 3e3) if source == torch.float16 else scale)
         for lens, shape, source, scale in specs
     ]
-    on_ranks(ranks, _values, specs, dtype)
+    on_ranks(ranks, check_float8_gather, specs, dtype)
 
 
 def _large():
     for dtype in FLOAT8:
         large = [((700, 1, 900), (1024,), f32, 1.0), ((0, 513, 2), (1024,), bf16, 30.0)]
-        _values([*large, ((5, 0, 3), (7,), bf16, 1e-3)], dtype)
+        check_float8_gather([*large, ((5, 0, 3), (7,), bf16, 1e-3)], dtype)
 
 
 def test_large_ones():

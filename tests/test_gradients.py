@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from harness import on_ranks
 from reference import draw
+from shards import check_gradients_of_parameters, shard_by_schedule
 from torch import nn
 
 import deepsp
@@ -18,16 +19,6 @@ f64 = torch.float64
 def _sharded(reference):
     model = copy.deepcopy(reference)
     deepsp.shard_parameters(model, dtype=f64, reduce_dtype=f64, gradient_reduction="mean")
-    return model, lambda: deepsp.full_state_dict(model)
-
-
-def _scheduled(reference):
-    sch = deepsp.create_schedule(copy.deepcopy(reference))
-    sch["0"].shard("weight", axis=0)
-    sch["2"].shard("weight", axis=1)
-    sch["2"].sync("fwd_post", "all_reduce")
-    sch["0"].sync("bwd_post", "all_reduce")
-    model, _ = deepsp.build(sch)
     return model, lambda: deepsp.full_state_dict(model)
 
 
@@ -87,7 +78,7 @@ OPTIMIZERS = [
 
 
 def _scalers():
-    for make in (_sharded, _scheduled):
+    for make in (_sharded, shard_by_schedule):
         for n, optimizer in enumerate(OPTIMIZERS):
             _scaled(make, optimizer, clip=n < 2)
 
@@ -95,53 +86,6 @@ def _scalers():
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_all_ranks_skip_a_step_together(ranks):
     on_ranks(ranks, _scalers)
-
-
-def _parameters():
-    """sync_gradients and clip_grad_norm_ take parameters, as torch's functions do."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
-    reference = nn.Sequential(nn.Linear(4, 7), nn.ReLU(), nn.Linear(7, 5)).to(f64)
-    sharded = copy.deepcopy(reference)
-    deepsp.shard_parameters(
-        sharded, dtype=f64, reduce_dtype=f64, skip=lambda name, p: name in ("0.bias", "2.weight")
-    )
-    x = draw(3 * size, 4)
-    reference(x).pow(2).sum().backward()
-    norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
-    for model in (copy.deepcopy(reference), sharded):
-        for take in (lambda m: m, lambda m: m.parameters(), lambda m: list(m.parameters())):
-            model.zero_grad()
-            model(x.split(3)[rank]).pow(2).sum().backward()
-            deepsp.sync_gradients(take(model))
-            found = deepsp.clip_grad_norm_(take(model), 0.5)
-            torch.testing.assert_close(found, norm)
-            for name, p, shards, index in deepsp.weights.parameters.sharded_parameters(model):
-                expected = shards.rows_of(index, reference.get_parameter(name).grad)
-                torch.testing.assert_close(p.grad.as_subclass(torch.Tensor), expected)
-            for name in ("0.bias", "2.weight"):
-                grads = [m.get_parameter(name).grad for m in (model, reference)]
-                torch.testing.assert_close(*grads)
-    weight = copy.deepcopy(reference[0].weight)
-    weight.grad = torch.ones_like(weight)
-    deepsp.sync_gradients(weight)  # one tensor, as torch's takes it
-    assert torch.equal(weight.grad, torch.full_like(weight, size))
-    assert deepsp.clip_grad_norm_([], 1.0) == 0
-    # What torch's own would do to parts, each rank by another factor.
-    for foreach in (True, False):
-        with pytest.raises(ValueError, match=r"deepsp\.clip_grad_norm_\(model, max_norm\)"):
-            nn.utils.clip_grad_norm_(sharded.parameters(), 0.5, foreach=foreach)
-    with pytest.raises(ValueError, match="that is sharded: the norm"):
-        sharded[0].parametrizations.weight.original.grad.norm()
-    built, _ = _scheduled(reference)
-    for of in (built, built.parameters(), [built[2].bias], built[0]):
-        with pytest.raises(ValueError, match="was built by a schedule"):
-            deepsp.sync_gradients(of)
-    for wrong in ([1], dict(reference.named_parameters())):
-        with pytest.raises(
-            ValueError, match=r"module or its parameters, .*, got (int|str) as item 0"
-        ):
-            deepsp.sync_gradients(wrong)
 
 
 def _large():
@@ -355,6 +299,6 @@ def _forgotten():
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("case", [_parameters, _sparse, _weights, _forgotten])
+@pytest.mark.parametrize("case", [check_gradients_of_parameters, _sparse, _weights, _forgotten])
 def test_gradients(ranks, case):
     on_ranks(ranks, case)

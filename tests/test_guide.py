@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import on_ranks
+from models import TOTAL, VOCABULARY, Model
 from reference import attention, sent
-from test_model import TOTAL, VOCABULARY, Model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 

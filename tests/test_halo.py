@@ -1,12 +1,12 @@
 """The tokens before a rank's own, and their gradients, against one process that has everything."""
 
-import itertools
 import os
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from exchanges import HALO_LENGTHS, check_halo, halos_of
 from harness import on_ranks
 from reference import draw, events, sent
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -14,63 +14,17 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import deepsp
 
 ops = torch.ops.deepsp
-LENS = {
-    1: [[4], [0]],
-    2: [[5, 3], [0, 6], [6, 0], [1, 1]],
-    3: [[4, 4, 4], [2, 1, 5], [4, 0, 3], [0, 0, 2], [0, 0, 0]],
-    4: [[3, 3, 3, 3], [7, 1, 0, 2], [1, 1, 1, 1]],
-}
-TOKENS = [0, 1, 3, 5, 20]
-
-
-def _halos(whole, lens, n, dim):
-    """Of each rank, from the whole sequence."""
-    shape = [n if d == dim % whole.dim() else size for d, size in enumerate(whole.shape)]
-    padded = torch.cat([whole.new_zeros(shape), whole], dim)
-    return [padded.narrow(dim, sum(lens[:p]), n) for p in range(len(lens))]
-
-
-def _strided(x):
-    return x.transpose(0, -1).contiguous().transpose(0, -1)
-
-
-def _shape(total, dim):
-    shape = [2, 3, 4]
-    shape[dim] = total
-    return shape
-
-
-def _values(dtype, dims, which=LENS, numbers=TOKENS):
-    rank, size = dist.get_rank(), dist.get_world_size()
-    for lens, n, dim in itertools.product(which[size], numbers, dims):
-        whole = (10 * draw(*_shape(sum(lens), dim))).to(dtype)
-        mine = whole.split(lens, dim)[rank]
-        for x in (mine.clone(), _strided(mine)):
-            x.requires_grad_(dtype.is_floating_point)
-            y = deepsp.previous_tokens(x, n, seq_lens=lens, dim=dim)
-            assert torch.equal(y, _halos(whole, lens, n, dim)[rank]), (lens, n, dim)
-            assert y.is_contiguous() and y.dtype == dtype
-            if not dtype.is_floating_point:
-                continue
-            full = whole.double().requires_grad_()
-            halos = _halos(full, lens, n, dim)
-            weights = [draw(*h.shape, seed=p).to(dtype) for p, h in enumerate(halos)]
-            expected = torch.autograd.grad(halos, full, [w.double() for w in weights])[0]
-            (grad,) = torch.autograd.grad(y, x, weights[rank])
-            close = {"rtol": 1e-12 if dtype is torch.float64 else 1e-2, "atol": 1e-6}
-            expected = expected.split(lens, dim)[rank].to(dtype)
-            torch.testing.assert_close(grad, expected, **close, msg=str((lens, n, dim)))
 
 
 @pytest.mark.messages
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_against_one_process(ranks):
-    on_ranks(ranks, _values, torch.float64, [0, 1, 2, -2])
+    on_ranks(ranks, check_halo, torch.float64, [0, 1, 2, -2])
 
 
 def _dtypes():
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
-        _values(dtype, [1], {3: [[2, 1, 5], [4, 0, 3]]}, [3])
+        check_halo(dtype, [1], {3: [[2, 1, 5], [4, 0, 3]]}, [3])
 
 
 def _sums():
@@ -93,7 +47,7 @@ def test_dtypes_and_sums():
 
 
 def test_two_machines():
-    on_ranks(4, _values, torch.float64, [1], LENS, [3, 20], apart="machines")
+    on_ranks(4, check_halo, torch.float64, [1], HALO_LENGTHS, [3, 20], apart="machines")
 
 
 def _bytes():
@@ -139,7 +93,7 @@ def _second_derivative():
     y = deepsp.previous_tokens(part**3, n, seq_lens=lens)
     (grad,) = torch.autograd.grad((y**2 * w).sum(), part, create_graph=True)
     found = torch.autograd.grad((grad * v.split(lens, 1)[rank]).sum(), (part, w))
-    loss = sum((h**2 * w).sum() for h, w in zip(_halos(x**3, lens, n, 1), ws, strict=True))
+    loss = sum((h**2 * w).sum() for h, w in zip(halos_of(x**3, lens, n, 1), ws, strict=True))
     (grad,) = torch.autograd.grad(loss, x, create_graph=True)
     by_x, *by_w = torch.autograd.grad((grad * v).sum(), (x, *ws))
     torch.testing.assert_close(found[0], by_x.split(lens, 1)[rank])
@@ -190,7 +144,7 @@ def _compiled(backend, all_lens):
     compiled = torch.compile(_two_in_flight, fullgraph=True, dynamic=True, backend=counter)
     for lens in all_lens:
         x = draw(2, sum(lens), 3).requires_grad_()
-        far = [_halos(y, lens, 9, 1) for y in (x.sin(), x * 2)]
+        far = [halos_of(y, lens, 9, 1) for y in (x.sin(), x * 2)]
         far = [(a**2 + b**2).mean(1, keepdim=True) for a, b in zip(*far, strict=True)]
         expected = torch.cat([y * f for y, f in zip(x.split(lens, 1), far, strict=True)], 1)
         grad = draw(*expected.shape, seed=2)

@@ -4,112 +4,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from attentions import check_layer, make_layer
 from harness import on_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import Take, Whole, attention, draw, events, heads_of, lens_of, names, sent
-from torch import nn
 from torch.autograd import gradcheck
 
 import deepsp
 
 op = torch.ops.deepsp
-
-
-def _turn(x, positions, theta, interleaved):
-    """RoPE as multiplication of complex numbers, for the reference."""
-    half = x.size(-1) // 2
-    frequency = theta ** -(torch.arange(half, dtype=torch.float64) / half)
-    turn = torch.exp(1j * positions.double()[..., None, None] * frequency)
-    pairs = x.unflatten(-1, (half, 2)) if interleaved else x.unflatten(-1, (2, half)).mT
-    turned = torch.view_as_real(torch.view_as_complex(pairs.double().contiguous()) * turn)
-    return (turned.flatten(-2) if interleaved else turned.mT.flatten(-2)).to(x.dtype)
-
-
-def plain(layer, x, position_ids=None, **kwargs):
-    """The layer in one process, with its parameters and nothing else of it."""
-    q = layer.q_proj(x).unflatten(-1, (layer.num_heads, -1))
-    k = layer.k_proj(x).unflatten(-1, (layer.num_kv_heads, -1))
-    v = layer.v_proj(x).unflatten(-1, (layer.num_kv_heads, -1))
-    q = q if layer.q_norm is None else layer.q_norm(q)
-    k = k if layer.k_norm is None else layer.k_norm(k)
-    if layer.rope_theta is not None:
-        positions = torch.arange(x.size(1)) if position_ids is None else position_ids
-        q, k = (_turn(t, positions, layer.rope_theta, layer.rope_interleaved) for t in (q, k))
-    return layer.o_proj(attention(q, k, v, **kwargs).flatten(2))
-
-
-def make_layer(*args, seed=0, dtype=torch.float64, **kwargs):
-    """The same parameters on every rank."""
-    torch.manual_seed(seed)
-    layer = deepsp.SequenceParallelAttention(*args, dtype=dtype, **kwargs)
-    for norm in (layer.q_norm, layer.k_norm):
-        if norm is not None:
-            nn.init.uniform_(norm.weight, 0.5, 2.0)
-            norm.to(dtype)
-    return layer
-
-
-def compare(layer, x, lens, arguments=None):
-    """Output and all gradients of this rank's part against those of the plain layer."""
-    rank = dist.get_rank()
-    arguments = arguments or {}
-    full = x.clone().requires_grad_()
-    mine = x.split(lens, 1)[rank].clone().requires_grad_()
-    parameters = {n: p for n, p in layer.named_parameters() if p.requires_grad}
-    expected = plain(layer, full, **arguments)
-    grad = draw(*expected.shape, seed=99).to(expected.dtype)
-    g_expected = torch.autograd.grad(expected, [full, *parameters.values()], grad)
-    out = layer(mine, seq_lens=lens, **arguments)
-    g_out = torch.autograd.grad(out, [mine, *parameters.values()], grad.split(lens, 1)[rank])
-    close = {"rtol": 1e-10, "atol": 1e-10}
-    torch.testing.assert_close(out, expected.split(lens, 1)[rank], **close)
-    torch.testing.assert_close(g_out[0], g_expected[0].split(lens, 1)[rank], **close)
-    for name, a, b in zip(parameters, g_out[1:], g_expected[1:], strict=True):
-        a = a.clone()
-        dist.all_reduce(a)
-        torch.testing.assert_close(a, b, **close, msg=lambda m, n=name: f"gradient of {n}: {m}")
-
-
-def _equals(case):
-    (
-        batch,
-        total,
-        heads,
-        kv_heads,
-        dim,
-        hidden,
-        bias,
-        norms,
-        rope,
-        ids,
-        chunks,
-        overlap,
-        kind,
-        causal,
-    ) = case
-    lens = lens_of(kind, total, dist.get_world_size())
-    layer = make_layer(
-        hidden,
-        heads,
-        kv_heads,
-        head_dim=dim,
-        bias=bias[0],
-        out_bias=bias[1],
-        q_norm=nn.RMSNorm(dim) if norms else None,
-        k_norm=nn.RMSNorm(dim) if norms else None,
-        rope_theta=100.0 if rope else None,
-        rope_interleaved=rope == "interleaved",
-        chunks=chunks,
-        overlap=overlap,
-    )
-    arguments = {"is_causal": causal}
-    if rope and ids:
-        positions = torch.arange(total) % 5 + 3
-        arguments["position_ids"] = positions if ids == 1 else torch.stack([positions] * batch)
-        if ids == 2 and batch > 1:
-            arguments["position_ids"][1] += 2
-    compare(layer, draw(batch, total, hidden), lens, arguments)
 
 
 @st.composite
@@ -137,19 +41,18 @@ def _cases(draw_):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @given(case=_cases())
 def test_equals_one_process(ranks, case):
-    on_ranks(ranks, _equals, case)
+    on_ranks(ranks, check_layer, case)
 
 
 @pytest.mark.messages
 def test_wide_heads():
     """Past the width from which weights are no longer put together, uneven, with shared kv heads;
     and unpacked gradients (more than 16 MiB)."""
-    on_ranks(
-        3, _equals, (2, 40, 8, 2, 64, 24, (True, True), False, "half", 0, 2, True, "skewed", True)
-    )
-    on_ranks(
-        2, _equals, (1, 2048, 8, 4, 64, 16, (True, False), False, None, 0, 1, True, "split", True)
-    )
+    for ranks, case in (
+        (3, (2, 40, 8, 2, 64, 24, (True, True), False, "half", 0, 2, True, "skewed", True)),
+        (2, (1, 2048, 8, 4, 64, 16, (True, False), False, None, 0, 1, True, "split", True)),
+    ):
+        on_ranks(ranks, check_layer, case)
 
 
 def _global_gradcheck():

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from attentions import compare_layer, make_layer, run_plain
 from harness import on_ranks
 from reference import attention, draw, heads_of, lens_of, names
-from test_layer import compare, make_layer, plain
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -45,7 +45,7 @@ def _converted():
     assert [n for n, _ in ours.named_parameters()] == [n for n, _ in theirs.named_parameters()]
     assert all(a is b for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
     assert list(ours.state_dict()) == keys
-    compare(ours, draw(2, 7, 12), lens, {"is_causal": True})
+    compare_layer(ours, draw(2, 7, 12), lens, {"is_causal": True})
 
     # The same, owned by the user's layer alone.
     theirs.attend = deepsp.SequenceParallelAttention.from_projections(
@@ -77,7 +77,7 @@ def _frozen(which):
     layer = make_layer(8, 4, bias=True, chunks=2)
     for name in which:
         layer.get_parameter(name).requires_grad_(False)
-    compare(layer, draw(1, 6, 8), lens, {"is_causal": True})
+    compare_layer(layer, draw(1, 6, 8), lens, {"is_causal": True})
     # No product is computed for what needs no gradient; what isn't needed isn't kept.
     layer.requires_grad_(False)
     x = draw(1, lens[dist.get_rank()], 8)
@@ -219,7 +219,7 @@ def _autocast():
     assert mine.grad.dtype == torch.float32
     wide = copy.deepcopy(layer).double()
     full = x.double().requires_grad_()
-    expected = plain(wide, full, is_causal=True)
+    expected = run_plain(wide, full, is_causal=True)
     wide.zero_grad()
     expected.backward(grad.double())
     close = {"rtol": 5e-2, "atol": 5e-2}
@@ -493,7 +493,7 @@ def _wrong(kind):
 
             assert names(raises)["deepsp::exchange"] == 0, message  # nothing was sent
     layer = make_layer(8, 4)  # and the group is in order
-    compare(layer, draw(1, 6, 8), [3, 3])
+    compare_layer(layer, draw(1, 6, 8), [3, 3])
 
 
 @pytest.mark.parametrize("kind", ["sizes", "projections", "calls"])

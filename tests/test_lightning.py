@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import on_ranks
+from models import VOCABULARY, Model
 from reference import attention
-from test_model import VOCABULARY, Model
 from torch.utils.data import DataLoader, DistributedSampler
 from trained import one_process
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import on_ranks
+from models import VOCABULARY, Model
 from reference import attention
-from test_model import VOCABULARY, Model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 from trained import launched

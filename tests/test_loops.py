@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import on_ranks
-from test_pipelining import batch_of, make_stage, one_process
+from pipelined import draw_batch, make_stage, train_in_one_process
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -133,13 +133,13 @@ def test_torchtitan(world, size, summed):
 
 def _stages():
     snippet = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1]
-    batch = batch_of(0)
+    batch = draw_batch(0)
     names = {"deepsp": deepsp, "functools": functools, "init_device_mesh": init_device_mesh}
     names |= {"PipelineStage": PipelineStage, "Schedule1F1B": Schedule1F1B}
     names |= {"stages": 2, "sequence": 2, "microbatches": 3, "device": torch.device("cpu")}
     names |= {"ids": batch["input_ids"], "make_stage": make_stage, "optimizer": mock.Mock()}
     exec(snippet, names)
-    ((loss, gradients),) = one_process([batch])
+    ((loss, gradients),) = train_in_one_process([batch])
     if names["number"] == 1:
         assert sum(x.item() for x in names["losses"]) / 3 == pytest.approx(loss, rel=1e-12)
     for name, p in names["module"].named_parameters():

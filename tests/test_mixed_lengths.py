@@ -146,7 +146,7 @@ def _checked():
     own = sum(deal.lens[level][rank] for level in range(1, len(deal.lens)))
     q, k = (draw(1, own, h, 4, dtype=torch.float32).requires_grad_() for h in (2, 2))
     more = {"levels": len(deal.lens) - 1}
-    with torch.autograd.set_detect_anomaly(True, check_nan=False):  # see tests/test_compile.py
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):  # see tests/lib/calls.py
         (there,) = op.seq_to_heads_start([q, k], lens, 1, False, rank, name, **more)
         there = there.detach().requires_grad_()
         shape = ([2, 2], [4, 4], 1)

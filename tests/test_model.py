@@ -5,43 +5,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import on_ranks, stop
+from models import TOTAL, VOCABULARY, Model
 from reference import attention
-from torch import nn
 
 import deepsp
 
-VOCABULARY, HIDDEN, HEADS, KV_HEADS, DIM, TOTAL, STEPS = 31, 48, 6, 2, 8, 37, 20
-
-
-class Layer(nn.Module):
-    def __init__(self, attend):
-        super().__init__()
-        self.attend = attend
-        self.norm1, self.norm2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
-        self.qkv = nn.Linear(HIDDEN, (HEADS + 2 * KV_HEADS) * DIM)
-        self.out = nn.Linear(HEADS * DIM, HIDDEN)
-        self.up, self.down = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
-
-    def forward(self, x, seq_lens):
-        qkv = self.qkv(self.norm1(x)).unflatten(2, (-1, DIM))
-        q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], 2)
-        x = x + self.out(self.attend(q, k, v, seq_lens).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class Model(nn.Module):
-    def __init__(self, attend):
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, HIDDEN)
-        self.position = nn.Embedding(TOTAL, HIDDEN)
-        self.layers = nn.ModuleList([Layer(attend) for _ in range(2)])
-        self.head = nn.Linear(HIDDEN, VOCABULARY)
-
-    def forward(self, ids, positions, seq_lens=None):
-        x = self.embed(ids) + self.position(positions)
-        for layer in self.layers:
-            x = layer(x, seq_lens)
-        return self.head(x)
+STEPS = 20
 
 
 def _data(step):

@@ -7,9 +7,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import on_ranks
-from lockstep import compare
+from lockstep import BACKEND, compare
 from ordinary import Ordinary
-from test_sequence_compile import BACKEND
 from torch import nn
 from zoo import DIM, LM, batch
 

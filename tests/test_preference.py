@@ -8,7 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import on_ranks
-from trained import arguments, launched, logs, one_process, pairs, tiny, tokenizer, under_fsdp
+from trained import (
+    arguments,
+    launched,
+    logs,
+    one_process,
+    pairs,
+    run_launched,
+    tiny,
+    tokenizer,
+    under_fsdp,
+)
 
 
 def _judged(count, seed=0):
@@ -167,20 +177,15 @@ def _reinforced(size, batch, reference, name="GRPO", kind="", **given):
     return [*logs(trainer), {"completions": " / ".join(kept[1]), "groups": groups}]
 
 
-def _on_rank(function, size, batch, items):
-    with launched():
-        return function(size, batch, **dict(items))
-
-
 def _same(function, world, size, batch=2, digits=1e-4, **given):
     """Every rank of ``world``, in groups of ``size``, logs what ``world // size`` processes do."""
     items = tuple(given.items())
     if world == size:
-        right = one_process(_on_rank, function, 1, batch, items)
+        right = one_process(run_launched, function, 1, batch, items)
     else:
-        right = on_ranks(world // size, _on_rank, function, 1, batch, items)[0]
+        right = on_ranks(world // size, run_launched, function, 1, batch, items)[0]
     assert len(right) > 5
-    for mine in on_ranks(world, _on_rank, function, size, batch, items):
+    for mine in on_ranks(world, run_launched, function, size, batch, items):
         assert len(mine) == len(right)
         for a, b in zip(mine, right, strict=True):
             assert a.keys() == b.keys()

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from harness import on_ranks
-from scheduled import Mlp, compare, data, seeded
+from scheduled import Mlp, compare, compare_transformer, data, make_transformer, seeded
 
 import deepsp
 from deepsp.schedule.ready import tensor_sequence_parallel
@@ -73,16 +73,14 @@ def test_needs_a_call_before():
 
 
 def _plan(family, overlap):
-    from test_plans import _compare, _model
-
     torch._dynamo.reset()
-    model = _model(family)
+    model = make_transformer(family)
     built, _ = deepsp.build(tensor_sequence_parallel(copy.deepcopy(model), overlap=overlap))
     close = dict(rtol=1e-9, atol=1e-9)
-    _compare(model, built, 9, close)
+    compare_transformer(model, built, 9, close)
     built.compile(backend="aot_eager", fullgraph=True)
     for length in (9, 12):
-        _compare(model, built, length, close)
+        compare_transformer(model, built, length, close)
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import on_ranks
-from lockstep import compare, gradients_of
+from lockstep import BACKEND, compare, gradients_of
 from torch import nn
 from zoo import MODELS, VOCAB, Changed, Dropped, OwnDropout, batch, total
 
 import deepsp
 from deepsp.compile import explain, parallelize, rule
-
-BACKEND = {"backend": "deepsp", "fullgraph": True}
-
 
 # -------------------------------------------------------------------------- the two contracts
 

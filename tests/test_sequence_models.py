@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lockstep import alone, compare, on_two_and_three
+from lockstep import BACKEND, alone, compare, on_two_and_three
 from ordinary import ORDINARY, Encoder, Lost, Mixing, Ordinary, Sorted, SortedRows
 from zoo import (
     EQUAL_CASES,
@@ -25,8 +25,6 @@ from zoo import (
 )
 
 import deepsp
-
-BACKEND = {"backend": "deepsp", "fullgraph": True}
 
 
 def _shallow(make, name):

@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from attentions import check_shares, compare_attention, draw_qkv
 from harness import on_ranks
 from hypothesis import given
 from hypothesis import strategies as st
+from models import make_lm
 from reference import attention, draw, events, lens_of, names, sent
-from test_attention import _compare, _qkv
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
@@ -61,40 +62,6 @@ def test_work_is_even(heads, ranks, causal):
 # ---------------------------------------------------------------- numbers
 
 
-def _shares(heads, kv_heads, kind, parts, chunks, more, dims, layout="bshd"):
-    size = dist.get_world_size()
-    total = 19
-    lens = lens_of(kind, total, size)
-    order = deepsp.sequence.attention.parts.ORDERS[layout]
-    own, reference, extra = {}, {}, []
-    if "mask" in more:
-        mask = draw(2, heads, total, total, seed=7)
-        own = reference = {"attn_mask": mask > -0.5 if "bool" in more else mask}
-        if "bool" in more:
-            own["attn_mask"][..., 0] = True
-        else:
-            extra = [mask.requires_grad_()]
-    elif "causal" in more:
-        own = reference = {"is_causal": True}
-
-    def ours(q, k, v, mask=None):
-        given = own if mask is None else {"attn_mask": mask}
-        return deepsp.distributed_attention(
-            *(x.permute(order).contiguous() for x in (q, k, v)),
-            enable_gqa=True,
-            seq_lens=lens,
-            chunks=chunks,
-            query_parts=parts,
-            layout=layout,
-            **given,
-        ).permute(order)
-
-    def theirs(q, k, v, mask=None):
-        return attention(q, k, v, **(reference if mask is None else {"attn_mask": mask}))
-
-    _compare(_qkv(2, total, heads, kv_heads, *dims), lens, ours, theirs, extra)
-
-
 _NIGHTLY = [pytest.param(n, marks=pytest.mark.nightly) for n in (1, 4, 7)]
 
 
@@ -105,12 +72,12 @@ def test_equals_one_process(ranks):
         heads, kv_heads = [(2, 1), (8, 2), (3, 3), (6, 2), (1, 1)][n % 5]
         parts = "auto" if n % 3 or heads < 1 else ranks
         dims, layout = [(8, 8), (4, 6)][n % 2], ["bshd", "sbhd", "bhsd"][n % 3]
-        on_ranks(ranks, _shares, heads, kv_heads, kind, parts, 1 + n % 2, more, dims, layout)
+        on_ranks(ranks, check_shares, heads, kv_heads, kind, parts, 1 + n % 2, more, dims, layout)
 
 
 def _groups():
     for parts in (2, 3):
-        _shares(9, 3, "skewed", parts, 1, "causal", (8, 8))
+        check_shares(9, 3, "skewed", parts, 1, "causal", (8, 8))
 
 
 def test_groups_of_heads():
@@ -137,7 +104,7 @@ def _patterns(options):
         )
         return found[0]
 
-    _compare(_qkv(2, total, 3, 1, 8, 8), lens, ours, theirs, extra)
+    compare_attention(draw_qkv(2, total, 3, 1, 8, 8), lens, ours, theirs, extra)
 
 
 @pytest.mark.parametrize("ranks", [4])
@@ -298,7 +265,7 @@ def _rounding(dtype):
     """No worse than attention of whole heads."""
     size, total = dist.get_world_size(), 300
     lens = lens_of("skewed", total, size)
-    whole = _qkv(1, total, 2, 1, 16, 16)
+    whole = draw_qkv(1, total, 2, 1, 16, 16)
     errors = []
     for heads_alone in (True, False):
         leaves = [x.to(dtype).requires_grad_() for x in whole]
@@ -414,7 +381,7 @@ def _mesh(ranks):
     mine = mesh.mesh.flatten().tolist()
     me, total, heads = mine.index(dist.get_rank()), 13, 2
     lens = lens_of("skewed", total, len(mine))
-    leaves = [x.requires_grad_() for x in _qkv(1, total, heads, 1, 8, 8)]
+    leaves = [x.requires_grad_() for x in draw_qkv(1, total, heads, 1, 8, 8)]
     mine = [x.detach().split(lens, 1)[me].requires_grad_() for x in leaves]
     expected = attention(*leaves, is_causal=True)
     expected.square().sum().backward()
@@ -482,8 +449,8 @@ def _own(heads, kv_heads, chunks):
     size, total = dist.get_world_size(), 13
     lens = lens_of("skewed", total, size)
     module = deepsp.DistributedAttention(_alibi, chunks=chunks)
-    _compare(
-        _qkv(2, total, heads, kv_heads, 8, 8),
+    compare_attention(
+        draw_qkv(2, total, heads, kv_heads, 8, 8),
         lens,
         lambda q, k, v, slopes: module(q, k, v, slopes, seq_lens=lens),
         lambda q, k, v, slopes: _alibi(q, k, v, slopes, torch.arange(heads), torch.arange(total)),
@@ -600,14 +567,12 @@ def test_layer(ranks, heads, kv_heads, parts, norm, own, chunks):
 
 
 def _model(family):
-    from test_attn_implementation import _make as make
-
     from deepsp.integrations.transformers import register
 
     register()
     rank, size, total = dist.get_rank(), dist.get_world_size(), 22
     lens = lens_of("split", total, size)
-    model, reference = make(family, "deepsp"), make(family)
+    model, reference = make_lm(family, "deepsp"), make_lm(family)
     ids = torch.randint(0, 64, (2, total), generator=torch.Generator().manual_seed(0))
     labels = F.pad(ids[:, 1:], (0, 1), value=-100)
     expected = F.cross_entropy(reference(ids).logits.flatten(0, 1), labels.flatten())
@@ -686,8 +651,8 @@ def _fullgraph(backend, heads):
 
     for total in (11, 18):
         lens = lens_of("skewed", total, size)
-        _compare(
-            _qkv(2, total, heads, 1, 8, 8),
+        compare_attention(
+            draw_qkv(2, total, heads, 1, 8, 8),
             lens,
             lambda q, k, v, n=lens: compiled(q, k, v, n),
             lambda q, k, v: attention(q * 2, k + 1, v, is_causal=True).sin(),

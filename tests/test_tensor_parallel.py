@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from exchanges import check_matmuls
 from harness import on_ranks
 from reference import draw
 from torch import nn
@@ -14,80 +14,14 @@ from deepsp.ranks.lengths import seq_lens
 K, M = 4, 5
 
 
-def _lens(kind, size):
-    return {"even": [3] * size, "uneven": seq_lens(3 * size + 1), "one": [0] * (size - 1) + [4]}[
-        kind
-    ]
-
-
-def _against_one_process(dtype, function=lambda f: f):
-    rank, size = dist.get_rank(), dist.get_world_size()
-    close = dict(rtol=1e-9, atol=1e-9) if dtype == torch.float64 else dict(rtol=0.03, atol=0.5)
-    for kind in ("even", "uneven", "one"):
-        for dim, batch in ((0, 2), (1, 1), (1, 3), (-2, 2)):
-            lens = _lens(kind, size)
-            shape = [batch, batch, K]
-            shape[dim] = sum(lens)
-            mine = slice(sum(lens[:rank]), sum(lens[: rank + 1]))
-
-            def part(x, dim=dim, mine=mine):
-                return x.narrow(dim, mine.start, mine.stop - mine.start)
-
-            # gather, then this rank's columns
-            whole = draw(*shape, seed=1).to(dtype).requires_grad_()
-            weights = [draw(M, K, seed=2 + r).to(dtype).requires_grad_() for r in range(size)]
-            biases = [draw(M, seed=20 + r).to(dtype).requires_grad_() for r in range(size)]
-            x = part(whole).detach().clone().requires_grad_()
-            weight, bias = (t[rank].detach().clone().requires_grad_() for t in (weights, biases))
-            gather = function(
-                lambda x, w, b, lens, dim=dim: deepsp.collectives.all_gather_matmul(
-                    x, w, b, dim, sizes=lens
-                )
-            )
-            y = gather(x, weight, bias, lens)
-            wants = [F.linear(whole, w, b) for w, b in zip(weights, biases, strict=True)]
-            torch.testing.assert_close(y, wants[rank], **close)
-            outs = [draw(*y.shape, seed=40 + r).to(dtype) for r in range(size)]
-            (y * outs[rank]).sum().backward()
-            sum(
-                (want.double() * out).sum() for want, out in zip(wants, outs, strict=True)
-            ).backward()
-            torch.testing.assert_close(x.grad, part(whole.grad), **close)
-            torch.testing.assert_close(weight.grad, weights[rank].grad, **close)
-            torch.testing.assert_close(bias.grad, biases[rank].grad, **close)
-
-            # this rank's share of a sum, and its part of it
-            wholes = [draw(*shape, seed=60 + r).to(dtype).requires_grad_() for r in range(size)]
-            bias = draw(M, seed=9).to(dtype).requires_grad_()
-            x, weight = (t[rank].detach().clone().requires_grad_() for t in (wholes, weights))
-            share = bias.detach().clone().requires_grad_()
-            scatter = function(
-                lambda x, w, b, lens, dim=dim: deepsp.collectives.matmul_reduce_scatter(
-                    x, w, b, dim, sizes=lens
-                )
-            )
-            y = scatter(x, weight, share, lens)
-            for w in weights:
-                w.grad = None
-            want = sum(F.linear(a, w) for a, w in zip(wholes, weights, strict=True)) + bias
-            torch.testing.assert_close(y, part(want), **close)
-            out = draw(*want.shape, seed=70).to(dtype)
-            (y * part(out)).sum().backward()
-            (want * out).sum().backward()
-            torch.testing.assert_close(x.grad, wholes[rank].grad, **close)
-            torch.testing.assert_close(weight.grad, weights[rank].grad, **close)
-            total = deepsp.collectives.all_reduce(share.grad, grad="partial")  # its tokens' share
-            torch.testing.assert_close(total, bias.grad, **close)
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_against_one_process(ranks, dtype):
-    on_ranks(ranks, _against_one_process, dtype)
+    on_ranks(ranks, check_matmuls, dtype)
 
 
 def _aot_eager():
-    _against_one_process(
+    check_matmuls(
         torch.float64, lambda f: torch.compile(f, backend="aot_eager", fullgraph=True, dynamic=True)
     )
 

@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from models import MLP, Experts, leaf
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -13,25 +14,6 @@ from torch.utils.checkpoint import checkpoint
 import deepsp
 
 f64 = torch.float64
-
-
-class MLP(nn.Module):
-    """Remembers how many tokens it saw at a time."""
-
-    def __init__(self, hidden=6, inner=10, dropout=0.0):
-        super().__init__()
-        self.up, self.down = nn.Linear(hidden, inner), nn.Linear(inner, hidden, bias=False)
-        self.dropout = dropout
-        self.seen = []
-
-    def forward(self, x):
-        self.seen.append(x.size(-2))
-        return F.dropout(self.down(F.gelu(self.up(x))), self.dropout, self.training)
-
-
-def _x(*shape, dtype=f64, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, dtype=f64, generator=generator).to(dtype).requires_grad_()
 
 
 def _pair(module, **kwargs):
@@ -59,7 +41,7 @@ def _same(reference, module, *args, **kwargs):
             m.zero_grad()
             outputs = _leaves(m(*given[0], **given[1]))
             floats = [x for x in outputs if x.requires_grad]
-            heads = [_x(*x.shape, seed=seed + i).detach() for i, x in enumerate(floats)]
+            heads = [leaf(*x.shape, seed=seed + i).detach() for i, x in enumerate(floats)]
             torch.autograd.backward(floats, heads)
             gradients = [x.grad for x in _leaves(given) if x.requires_grad]
             found.append((outputs, gradients, [p.grad for p in m.parameters()]))
@@ -74,10 +56,10 @@ def test_equals_the_whole(make):
     for tokens in (1, 3, "auto"):
         pair = _pair(make(), tokens=tokens)
         for shape in ((2, 7, 6), (1, 9, 6), (2, 1, 6), (2, 0, 6), (2, 3, 6)):
-            _same(*pair, _x(*shape))
-    _same(*_pair(make(), tokens=2, dim=0), _x(7, 6))
-    _same(*_pair(make(), tokens=2, dim=-2), _x(2, 2, 7, 6))
-    _same(*_pair(make(), tokens=2), _x(2, 6, 7).mT)  # not contiguous
+            _same(*pair, leaf(*shape))
+    _same(*_pair(make(), tokens=2, dim=0), leaf(7, 6))
+    _same(*_pair(make(), tokens=2, dim=-2), leaf(2, 2, 7, 6))
+    _same(*_pair(make(), tokens=2), leaf(2, 6, 7).mT)  # not contiguous
     _same(*_pair(nn.Embedding(9, 4), tokens=2), torch.arange(14).view(2, 7) % 9)
 
 
@@ -106,7 +88,7 @@ def test_arguments_and_outputs():
     torch.manual_seed(0)
     reference, module = _pair(Router(), tokens=3)
     for batch in (2, 1):
-        x, position, scale = _x(batch, 8, 6), _x(1, 8, 6, seed=1), _x(6, seed=2)
+        x, position, scale = leaf(batch, 8, 6), leaf(1, 8, 6, seed=1), leaf(6, seed=2)
         mask = torch.arange(8 * batch).view(batch, 8) % 3 > 0
         _same(reference, module, x, position, scale=scale, mask=mask)
         _same(reference, module, x, position, scale=scale, plain=3.0)
@@ -119,7 +101,7 @@ def test_arguments_and_outputs():
 
 def test_a_tile_at_a_time():
     _, module = _pair(MLP(), tokens=3)
-    x = _x(2, 8, 6)
+    x = leaf(2, 8, 6)
     module(x).sum().backward()
     module.seen.clear()  # the check's runs
     packed = []
@@ -145,7 +127,7 @@ def test_a_tile_at_a_time():
 def test_auto():
     module = deepsp.tile(MLP(16, 4))
     for shape, expected in (((1, 1100, 16), [367, 367, 366]), ((4, 256, 16), [128, 128])):
-        x = _x(*shape, dtype=torch.float32)
+        x = leaf(*shape, dtype=torch.float32)
         module(x)
         module.seen.clear()
         module(x)
@@ -162,7 +144,7 @@ def test_sums_are_wide():
 
 def test_saved_tensors():
     reference, module = _pair(MLP(), tokens=3)
-    x = _x(2, 7, 6)
+    x = leaf(2, 7, 6)
     expected = torch.autograd.grad(reference(x).sum(), x)
     with save_on_cpu():
         y = module(x)
@@ -178,7 +160,7 @@ def test_saved_tensors():
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_in_a_checkpoint(reentrant):
     reference, module = _pair(MLP(dropout=0.5), tokens=3)
-    x = _x(2, 8, 6)
+    x = leaf(2, 8, 6)
 
     class Checkpointed(nn.Module):
         def __init__(self, inner):
@@ -206,7 +188,7 @@ def test_in_a_checkpoint(reentrant):
 
 def test_dropout():
     module = deepsp.tile(nn.Sequential(nn.Dropout(0.5)), tokens=3)
-    x = _x(2, 8, 6)
+    x = leaf(2, 8, 6)
     module(x)
     torch.manual_seed(3)
     first = torch.rand(3)
@@ -227,7 +209,7 @@ def test_autocast():
     module = MLP()
     reference = copy.deepcopy(module)
     deepsp.tile(module, tokens=8)
-    x = _x(1, 8, 6, dtype=torch.float32)
+    x = leaf(1, 8, 6, dtype=torch.float32)
     found = []
     for m in (reference, module):
         with torch.autocast("cpu", torch.bfloat16):
@@ -241,33 +223,11 @@ def test_autocast():
     assert found[1][2].dtype == torch.float32
 
 
-class Experts(nn.Module):
-    """The first ``capacity`` share of an expert's tokens; all of them, for None."""
-
-    def __init__(self, capacity=None):
-        super().__init__()
-        self.gate = nn.Linear(6, 4)
-        self.experts = nn.ModuleList([nn.Linear(6, 6) for _ in range(4)])
-        self.capacity = capacity
-
-    def forward(self, x):
-        flat = x.reshape(-1, 6)
-        best = self.gate(flat).argmax(-1)
-        y = torch.zeros_like(flat)
-        for n, expert in enumerate(self.experts):
-            at = (best == n).nonzero()[:, 0]
-            if self.capacity is not None:
-                at = at[: int(self.capacity * len(flat) / 4) + 1]
-            if len(at):
-                y = y.index_add(0, at, expert(flat[at]))
-        return y.view_as(x)
-
-
 def test_unused_parameters():
     torch.manual_seed(0)
     module = deepsp.tile(Experts(), tokens=2)
     reference = copy.deepcopy(module)
-    x = _x(1, 5, 6, dtype=torch.float32)
+    x = leaf(1, 5, 6, dtype=torch.float32)
     module(x).sum().backward()
     reference.__class__ = Experts
     reference(x).sum().backward()
@@ -331,18 +291,18 @@ def test_refused(case):
 def test_what_branches_on_many_tokens():
     module = deepsp.tile(Whole(lambda m, x: x * 2 if x.size(1) > 16 else x), tokens=10)
     with pytest.raises(ValueError, match="mixes tokens: its outputs for 20 tokens are others"):
-        module(_x(2, 40, 6, dtype=torch.float32))
+        module(leaf(2, 40, 6, dtype=torch.float32))
 
 
 def test_refused_in_one_mode():
     norm = nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(6), nn.Unflatten(0, (2, -1)))
     reference, module = _pair(norm, tokens=3)
     with pytest.raises(ValueError, match="BatchNorm1d writes to its buffer"):
-        module(_x(2, 8, 6))
-    _same(reference.eval(), module.eval(), _x(2, 8, 6))
+        module(leaf(2, 8, 6))
+    _same(reference.eval(), module.eval(), leaf(2, 8, 6))
     module[1].train()  # a mode of a submodule counts, too
     with pytest.raises(ValueError, match="writes to its buffer"):
-        module(_x(2, 8, 6))
+        module(leaf(2, 8, 6))
     in_place = deepsp.tile(_InPlace())
     with pytest.raises(ValueError, match="writes to its input in place"):
         in_place(torch.randn(2, 8, 6))
@@ -406,7 +366,7 @@ def test_names():
 def test_copies():
     module = deepsp.tile(MLP(), tokens=3)
     assert isinstance(module, MLP) and list(module.state_dict()) == list(MLP().state_dict())
-    x = _x(2, 8, 6, dtype=torch.float32)
+    x = leaf(2, 8, 6, dtype=torch.float32)
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert torch.equal(other(x), module(x))
         assert other.seen[-1] == 2 and other.up.weight is not module.up.weight
@@ -415,7 +375,7 @@ def test_copies():
 
 def test_twice_differentiated():
     module = deepsp.tile(MLP(), tokens=3)
-    x = _x(2, 8, 6, dtype=torch.float32)
+    x = leaf(2, 8, 6, dtype=torch.float32)
     (gradient,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
     assert not gradient.requires_grad
     with pytest.raises(RuntimeError, match="does not require grad"):
@@ -431,9 +391,9 @@ def test_compiled_around():
     model = nn.Sequential(nn.LayerNorm(6).to(f64), inner[1])
     expected = nn.Sequential(copy.deepcopy(model[0]), inner[0])
     torch._dynamo.reset()
-    _same(expected, torch.compile(model, backend="aot_eager"), _x(2, 8, 6))
+    _same(expected, torch.compile(model, backend="aot_eager"), leaf(2, 8, 6))
     with pytest.raises(Exception, match="runs outside of compiled graphs"):
-        torch.compile(model, backend="eager", fullgraph=True)(_x(2, 8, 6))
+        torch.compile(model, backend="eager", fullgraph=True)(leaf(2, 8, 6))
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma 2", "Mixtral", "Qwen3 MoE"])

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import on_ranks
-from test_attn_implementation import _make as make
-from test_tile import MLP, Experts, _x
+from models import MLP, Experts, leaf, make_lm
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.fsdp import fully_shard
@@ -19,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from under_deepspeed import launch_deepspeed
 
 import deepsp
 from deepsp.integrations.transformers import register
@@ -37,7 +37,7 @@ def _offloaded(function, *args):
 def _trained(family, lens, offloads=False, **options):
     """transformers' models through deepsp's attention, with their MLPs and heads tiled."""
     register()
-    model, reference = make(family, "deepsp", **options), make(family, **options)
+    model, reference = make_lm(family, "deepsp", **options), make_lm(family, **options)
     for m in (model, reference) if family == "Mixtral" else ():
         m.set_experts_implementation("eager")
     deepsp.tile_(model, tokens=2)
@@ -129,7 +129,7 @@ def _wrapped(wrap):
     wrapped = WRAPS[wrap](model)
     optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (wrapped, reference)]
     for step in range(3):
-        x = [_x(1, n, 6, seed=step) for n in (9, 0, 4)[:size]]
+        x = [leaf(1, n, 6, seed=step) for n in (9, 0, 4)[:size]]
         (sum((reference(one) ** 2).sum() for one in x) / size).backward()
         (wrapped(x[rank]) ** 2).sum().backward()
         for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
@@ -155,7 +155,7 @@ def test_wrapped(kind, ranks):
 def _freed():
     """What is gathered for the tiles isn't kept until backward."""
     torch.manual_seed(0)
-    x = _x(1, 5, 6)
+    x = leaf(1, 5, 6)
     model = MLP().to(f64)
     for child in (model.up, model.down, model):
         fully_shard(child)
@@ -190,7 +190,7 @@ def _communicates():
     module = deepsp.tile(_Reduces(), tokens=2)
     for tokens in (5, 0):
         with pytest.raises(ValueError, match="communicates"):
-            module(_x(1, tokens, 6))
+            module(leaf(1, tokens, 6))
 
 
 def test_communication_is_refused():
@@ -223,7 +223,7 @@ def _sharded(first):
         deepsp.shard_parameters(model, **sharded)
     counts = set()
     for step in range(3):
-        x = [_x(1, n, 6, seed=step) for n in (9, 0, 4)[:size]]
+        x = [leaf(1, n, 6, seed=step) for n in (9, 0, 4)[:size]]
         reference.zero_grad()
         model.zero_grad()
         sum((reference(one) ** 2).sum() for one in x).backward()
@@ -244,9 +244,7 @@ def test_sharded_weights(ranks):
 
 
 def _zero(stage):
-    from test_deepspeed import launched
-
-    deepspeed = launched()
+    deepspeed = launch_deepspeed()
     torch.manual_seed(0)
     reference = Layer()
     model = copy.deepcopy(reference)
@@ -265,7 +263,7 @@ def _zero(stage):
     )
     optimizer = torch.optim.SGD(reference.parameters(), 0.1)
     for step in range(3):
-        x = [_x(1, n, 6, seed=step, dtype=torch.float32) for n in (9, 4)]
+        x = [leaf(1, n, 6, seed=step, dtype=torch.float32) for n in (9, 4)]
         (sum((reference(one) ** 2).sum() for one in x) / 2).backward()
         optimizer.step()
         optimizer.zero_grad()

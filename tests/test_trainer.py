@@ -14,12 +14,15 @@ from trained import (
     LENGTH,
     Rows,
     arguments,
+    compare_logs,
     launched,
     lists,
     logs,
     one_process,
+    run_launched,
     tiny,
     tokenizer,
+    trainer_class,
     under_fsdp,
     wide_loss,
 )
@@ -35,16 +38,6 @@ def _metrics(prediction):
     right = logits.argmax(-1)[:, :-1] == labels[:, 1:]
     size = np.abs(logits[labels != -100]).sum()
     return {"right": float(right.sum()), "rows": len(labels), "size": float(size)}
-
-
-def _class(size):
-    if size > 1:
-        from deepsp.integrations.transformers import SequenceParallelTrainer
-
-        return SequenceParallelTrainer, {"sequence_parallel_size": size}
-    from transformers import Trainer
-
-    return Trainer, {}
 
 
 def _plain(
@@ -71,7 +64,7 @@ def _plain(
         deepsp.tile_(model, tokens=3)
     if size == 1 and dtype == f64 and "label_smoothing_factor" not in given:
         model.loss_function = wide_loss
-    cls, more = _class(size)
+    cls, more = trainer_class(size)
     if size > 1:
         more |= dict(options)
     args = arguments(per_device_train_batch_size=batch, per_device_eval_batch_size=batch, **given)
@@ -91,43 +84,24 @@ def _plain(
     return logs(trainer)
 
 
-def _on_rank(function, size, batch, items):
-    with launched():
-        return function(size, batch, **dict(items))
-
-
-def _same(function, world, size, batch=4, digits=1e-5, **given):
-    """Every rank of ``world``, in groups of ``size``, logs what one process does."""
-    items = tuple(given.items())
-    expected = one_process(_on_rank, function, 1, batch, items)
-    rank_batch = batch // (world // size)
-    for mine in on_ranks(world, _on_rank, function, size, rank_batch, items):
-        assert len(mine) == len(expected) > 3
-        for a, b in zip(mine, expected, strict=True):
-            # transformers adds up the losses of steps in float32.
-            rough = {k: max(digits, 1e-6) if k in ("loss", "train_loss") else digits for k in b}
-            assert a.keys() == b.keys()
-            assert all(a[k] == pytest.approx(b[k], rel=rough[k]) for k in b), (a, b)
-
-
 @pytest.mark.parametrize(
     ("name", "more"), [("qwen3_next", {}), ("nemotron_h", {"activation_checkpointing": True})]
 )
 def test_recurrent_layers(name, more):
-    _same(_plain, 2, 2, name=name, digits=1e-4, **more)
+    compare_logs(_plain, 2, 2, name=name, digits=1e-4, **more)
 
 
 @pytest.mark.parametrize(
     ("world", "size"), [(2, 2), (3, 3), pytest.param(4, 2, marks=pytest.mark.nightly)]
 )
 def test_float64(world, size):
-    _same(_plain, world, size, dtype=f64, digits=1e-10)
+    compare_logs(_plain, world, size, dtype=f64, digits=1e-10)
 
 
 @pytest.mark.nightly  # the random cases of the doors have some
 @pytest.mark.parametrize(("world", "size"), [(2, 2), (4, 2)])
 def test_accumulation(world, size):
-    _same(_plain, world, size, batch=2, name="qwen3", gradient_accumulation_steps=3)
+    compare_logs(_plain, world, size, batch=2, name="qwen3", gradient_accumulation_steps=3)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +125,7 @@ def test_accumulation(world, size):
     ids=lambda given: next(iter(given)),
 )
 def test_arguments(given):
-    _same(_plain, 2, 2, **given)
+    compare_logs(_plain, 2, 2, **given)
 
 
 def _collated(size, batch, collator, length=None, **given):
@@ -163,7 +137,7 @@ def _collated(size, batch, collator, length=None, **given):
             return_position_ids=size == 1, return_flash_attn_kwargs=size > 1
         ),
     }[collator]()
-    cls, more = _class(size)
+    cls, more = trainer_class(size)
     args = arguments(per_device_train_batch_size=batch, per_device_eval_batch_size=batch, **given)
     trainer = cls(
         tiny(),
@@ -179,15 +153,15 @@ def _collated(size, batch, collator, length=None, **given):
 
 @pytest.mark.parametrize(("world", "size"), [_NIGHTLY, (4, 2)])
 def test_padded_rows(world, size):
-    _same(_collated, world, size, collator="padding", prediction_loss_only=True)
+    compare_logs(_collated, world, size, collator="padding", prediction_loss_only=True)
 
 
 def test_packed_rows():
-    _same(_collated, 2, 2, collator="packing", prediction_loss_only=True)
+    compare_logs(_collated, 2, 2, collator="packing", prediction_loss_only=True)
 
 
 def test_documents_that_end_where_the_tokens_of_ranks_do():
-    _same(_collated, 2, 2, batch=2, collator="packing", length=10, prediction_loss_only=True)
+    compare_logs(_collated, 2, 2, batch=2, collator="packing", length=10, prediction_loss_only=True)
 
 
 def _sft(size, batch, packing=False, metrics=None, rows=40, name="qwen3", options=(), **given):
@@ -227,40 +201,40 @@ def _sft(size, batch, packing=False, metrics=None, rows=40, name="qwen3", option
 
 @pytest.mark.parametrize(("world", "size"), [_NIGHTLY, (4, 2)])
 def test_sft(world, size):
-    _same(_sft, world, size, digits=1e-4, gradient_accumulation_steps=3)
+    compare_logs(_sft, world, size, digits=1e-4, gradient_accumulation_steps=3)
 
 
 def test_sft_metrics_of_a_last_batch_with_one_row():
-    _same(_sft, 2, 2, digits=1e-4, rows=9, name="nemotron_h")
+    compare_logs(_sft, 2, 2, digits=1e-4, rows=9, name="nemotron_h")
 
 
 def test_sft_packing():
-    _same(_sft, 2, 2, digits=1e-4, packing=True, options=(("without_logits", True),))
+    compare_logs(_sft, 2, 2, digits=1e-4, packing=True, options=(("without_logits", True),))
 
 
 def test_balanced_experts():
-    experts = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5}
-    _same(_plain, 2, 2, name="mixtral", config=tuple(experts.items()), digits=1e-4, metrics=None)
+    config = ("num_local_experts", 4), ("output_router_logits", True), ("router_aux_loss_coef", 0.5)
+    compare_logs(_plain, 2, 2, name="mixtral", config=config, digits=1e-4, metrics=None)
 
 
 _MIXED = (("mix_lengths", True),)
 
 
 def test_mixed_lengths():
-    _same(_plain, 3, 3, dtype=f64, digits=1e-10, options=_MIXED)
+    compare_logs(_plain, 3, 3, dtype=f64, digits=1e-10, options=_MIXED)
 
 
 @pytest.mark.nightly
 def test_mixed_lengths_by_trl():
-    _same(_sft, 4, 2, digits=1e-4, gradient_accumulation_steps=3, options=_MIXED)
-    _same(_sft, 2, 2, digits=1e-4, packing=True, options=_MIXED)
+    compare_logs(_sft, 4, 2, digits=1e-4, gradient_accumulation_steps=3, options=_MIXED)
+    compare_logs(_sft, 2, 2, digits=1e-4, packing=True, options=_MIXED)
 
 
 def _same_steps(function, world, size, digits, own=(), **given):
     """Every rank has rows of its own: each step is that of one process with all of them."""
-    expected = one_process(_on_rank, function, 1, 2 * world, tuple(given.items()))
+    expected = one_process(run_launched, function, 1, 2 * world, tuple(given.items()))
     items = tuple({**given, "options": (*own, ("own_batches", True))}.items())
-    for mine in on_ranks(world, _on_rank, function, size, 2, items):
+    for mine in on_ranks(world, run_launched, function, size, 2, items):
         for a, b in zip(mine, expected, strict=True):
             for name in (n for n in b if "eval" not in n):  # evaluation shares its batches
                 rough = max(digits, 1e-6) if name in ("loss", "train_loss") else digits
@@ -273,7 +247,7 @@ def test_own_batches():
 
 
 def test_sft_metrics():
-    _same(_sft, 2, 2, digits=1e-4, metrics=_metrics)
+    compare_logs(_sft, 2, 2, digits=1e-4, metrics=_metrics)
 
 
 class _Masked(Rows):
@@ -285,22 +259,22 @@ class _Masked(Rows):
 
 
 def _no_labels(size, batch):
-    cls, more = _class(size)
+    cls, more = trainer_class(size)
     args = arguments(per_device_eval_batch_size=batch, eval_strategy="no")
     trainer = cls(tiny(), args, **more)
     return trainer.evaluate(_Masked(4))["eval_loss"]
 
 
 def test_evaluation_without_labels_is_nan():
-    assert np.isnan(on_ranks(2, _on_rank, _no_labels, 2, 2, ())).all()
-    assert np.isnan(_on_rank(_no_labels, 1, 2, ()))
+    assert np.isnan(on_ranks(2, run_launched, _no_labels, 2, 2, ())).all()
+    assert np.isnan(run_launched(_no_labels, 1, 2, ()))
 
 
 def _lora(size, batch):
     from peft import LoraConfig, get_peft_model
     from transformers import set_seed
 
-    cls, more = _class(size)
+    cls, more = trainer_class(size)
     set_seed(1)
     lora = LoraConfig(
         r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False
@@ -313,11 +287,11 @@ def _lora(size, batch):
 
 
 def test_lora():
-    _same(_lora, 2, 2, batch=2)
+    compare_logs(_lora, 2, 2, batch=2)
 
 
 def _predicts(size, batch):
-    cls, more = _class(size)
+    cls, more = trainer_class(size)
     args = arguments(per_device_eval_batch_size=batch, eval_strategy="no")
     trainer = cls(tiny(dtype=f64), args, **more)
     unlabelled = [{"input_ids": row["input_ids"]} for row in Rows(7)]
@@ -328,8 +302,8 @@ def _predicts(size, batch):
 @pytest.mark.parametrize(("world", "size"), [_NIGHTLY, (4, 2), (3, 3)])
 def test_predict(world, size):
     """The full logits of each row once, also without labels."""
-    expected = one_process(_on_rank, _predicts, 1, 2, ())
-    for mine in on_ranks(world, _on_rank, _predicts, size, 2 // (world // size), ()):
+    expected = one_process(run_launched, _predicts, 1, 2, ())
+    for mine in on_ranks(world, run_launched, _predicts, size, 2 // (world // size), ()):
         for (logits, labels), (full, theirs) in zip(mine, expected, strict=True):
             np.testing.assert_allclose(logits, full, atol=1e-6)
             np.testing.assert_array_equal(labels, theirs)
@@ -339,7 +313,7 @@ def _resumes(size, batch, folder):
     """Four steps; two steps and, from what they saved, two more."""
     from transformers import set_seed
 
-    cls, more = _class(size)
+    cls, more = trainer_class(size)
     found = []
     for steps, again in ((4, False), (2, False), (4, True)):
         set_seed(0)
@@ -358,7 +332,7 @@ def _resumes(size, batch, folder):
 
 
 def _resumes_elsewhere(size, batch, folder):
-    cls, more = _class(size)
+    cls, more = trainer_class(size)
     args = arguments(
         per_device_train_batch_size=batch, max_steps=4, eval_strategy="no", output_dir=folder
     )
@@ -370,17 +344,17 @@ def _resumes_elsewhere(size, batch, folder):
 def test_resumed_training_is_unbroken_training(tmp_path):
     """Also on another number of ranks."""
     items = (("folder", str(tmp_path)),)
-    unbroken, _, resumed = on_ranks(2, _on_rank, _resumes, 2, 2, items)[0]
+    unbroken, _, resumed = on_ranks(2, run_launched, _resumes, 2, 2, items)[0]
     assert resumed[:-1] == unbroken[:-1] and len(resumed) == 5
     for world in (1, 3):
-        call = (_on_rank, _resumes_elsewhere, world, 2, items)
+        call = (run_launched, _resumes_elsewhere, world, 2, items)
         found = on_ranks(world, *call)[0] if world > 1 else call[0](*call[1:])
         for a, b in zip(found[:-1], unbroken[:-1], strict=True):
             assert a == pytest.approx(b, rel=1e-5)
 
 
 def _fsdp(size, batch, without_logits=False):
-    cls, more = _class(size)
+    cls, more = trainer_class(size)
     if size > 1:
         cls = under_fsdp(cls)
         more["without_logits"] = without_logits
@@ -398,14 +372,14 @@ def _fsdp(size, batch, without_logits=False):
     ("world", "size", "options"), [(2, 2, {}), (4, 2, {}), (3, 3, {"without_logits": True})]
 )
 def test_fsdp(world, size, options):
-    _same(_fsdp, world, size, **options)
+    compare_logs(_fsdp, world, size, **options)
 
 
 def _tensor_parallel(size, batch, folder, **given):
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
-    cls, more = _class(size)
+    cls, more = trainer_class(size)
     config = DistributedConfig(tp_size=2, fsdp_size=2) if size > 1 else None
     args = arguments(
         per_device_train_batch_size=batch,
@@ -430,15 +404,15 @@ def test_tensor_and_sequence_parallel(tmp_path):
     """One mesh: two sequence ranks x two tensor ranks."""
     tiny().save_pretrained(tmp_path)
     items = (("folder", str(tmp_path)),)
-    expected = one_process(_on_rank, _tensor_parallel, 1, 4, items)
-    for mine in on_ranks(4, _on_rank, _tensor_parallel, 2, 4, items):
+    expected = one_process(run_launched, _tensor_parallel, 1, 4, items)
+    for mine in on_ranks(4, run_launched, _tensor_parallel, 2, 4, items):
         for a, b in zip(mine, expected, strict=True):
             assert a == pytest.approx(b, rel=2e-6)
-    on_ranks(4, _on_rank, _refuses_tensor_parallel, 2, 4, items)
+    on_ranks(4, run_launched, _refuses_tensor_parallel, 2, 4, items)
 
 
 def _deepspeed(size, batch, stage, saved=None, options=()):
-    cls, more = _class(size)
+    cls, more = trainer_class(size)
     given = {}
     if size > 1:
         given["deepspeed"] = {
@@ -464,7 +438,7 @@ def _deepspeed(size, batch, stage, saved=None, options=()):
     "stage", [*(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 2)), 3]
 )
 def test_deepspeed(stage):
-    _same(_deepspeed, 2, 2, stage=stage)
+    compare_logs(_deepspeed, 2, 2, stage=stage)
 
 
 @pytest.mark.nightly
@@ -475,7 +449,7 @@ def test_deepspeed_with_own_batches(stage):
 
 def test_zero3_from_files(tmp_path):
     tiny().save_pretrained(tmp_path)
-    _same(_deepspeed, 2, 2, stage=3, saved=str(tmp_path))
+    compare_logs(_deepspeed, 2, 2, stage=3, saved=str(tmp_path))
 
 
 def _func(outputs, labels, num_items_in_batch=None):
@@ -485,7 +459,7 @@ def _func(outputs, labels, num_items_in_batch=None):
 
 
 def _loss_of_ones_own(size, batch):
-    cls, more = _class(size)
+    cls, more = trainer_class(size)
     args = arguments(per_device_train_batch_size=batch, per_device_eval_batch_size=batch)
     trainer = cls(
         tiny(),
@@ -500,7 +474,7 @@ def _loss_of_ones_own(size, batch):
 
 
 def test_a_loss_function_gets_the_full_logits_and_labels():
-    _same(_loss_of_ones_own, 3, 3)
+    compare_logs(_loss_of_ones_own, 3, 3)
 
 
 class _Stream(torch.utils.data.IterableDataset):
@@ -513,7 +487,7 @@ class _Stream(torch.utils.data.IterableDataset):
 
 def _stream(size, batch):
     """The last batch of an evaluation is smaller."""
-    cls, more = _class(size)
+    cls, more = trainer_class(size)
     args = arguments(per_device_train_batch_size=batch, per_device_eval_batch_size=batch)
     trainer = cls(
         tiny(),
@@ -530,7 +504,7 @@ def _stream(size, batch):
 
 @pytest.mark.parametrize(("world", "size"), [_NIGHTLY, (4, 2)])
 def test_a_data_set_without_length(world, size):
-    _same(_stream, world, size)
+    compare_logs(_stream, world, size)
 
 
 def _own(size, batch, factor, evaluates, local=False):
@@ -561,7 +535,7 @@ def _own(size, batch, factor, evaluates, local=False):
                 loss = loss * self.accelerator.num_processes
             return (loss, outputs) if return_outputs else loss
 
-    cls, more = (sequence_parallel(Weighted), _class(size)[1]) if size > 1 else (Weighted, {})
+    cls, more = sequence_parallel(Weighted) if size > 1 else Weighted, trainer_class(size)[1]
     if size > 1 and local:
         more |= {"local_loss": True, "roles": {"weights": "label_weights"}}
     rows = [
@@ -587,7 +561,7 @@ def test_a_class_with_a_loss_of_its_own(world, size, factor, local):
     """As it stands, with full rows and logits; or with this rank's, where its weights move as
     labels do, whether it multiplies by the number of processes or not."""
     given = {"digits": 1e-6, "factor": factor, "evaluates": True, "local": local}
-    _same(_own, world, size, **given)
+    compare_logs(_own, world, size, **given)
 
 
 class _Changed(Rows):
@@ -606,7 +580,7 @@ def _alike(kind):
 
     seen = []
 
-    class Trainer(_class(2)[0]):
+    class Trainer(trainer_class(2)[0]):
         def training_step(self, model, inputs, *args, **kwargs):
             seen.append(inputs["input_ids"])
             return super().training_step(model, inputs, *args, **kwargs)

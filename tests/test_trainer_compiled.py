@@ -4,9 +4,19 @@ next to the same Trainer in one process, in float64."""
 import pytest
 import torch
 from harness import on_ranks
-from test_trainer import _class, _same
 from torch import nn
-from trained import LENGTH, VOCABULARY, arguments, launched, lists, logs, tiny, tokenizer
+from trained import (
+    LENGTH,
+    VOCABULARY,
+    arguments,
+    compare_logs,
+    launched,
+    lists,
+    logs,
+    tiny,
+    tokenizer,
+    trainer_class,
+)
 
 nightly = pytest.mark.nightly
 f64 = torch.float64
@@ -90,7 +100,7 @@ def _with_compile_pass(
     model = _model(kind).to(dtype)
     if averaged is not None:
         model.accepts_loss_kwargs = not averaged
-    cls, more = _class(size)
+    cls, more = trainer_class(size)
     if size > 1:
         more["compiled"] = {"inner": inner}
     args = arguments(per_device_train_batch_size=batch, per_device_eval_batch_size=batch, **given)
@@ -118,13 +128,13 @@ def _with_compile_pass(
     ],
 )
 def test_models(ranks, kind):
-    _same(_with_compile_pass, ranks, ranks, kind=kind, digits=1e-7)
+    compare_logs(_with_compile_pass, ranks, ranks, kind=kind, digits=1e-7)
 
 
 def _twice(size, batch):
     """One model in two trainers, of which the first one needs no outputs."""
     torch._dynamo.reset()
-    cls, more = _class(size)
+    cls, more = trainer_class(size)
     if size > 1:
         more["compiled"] = {"inner": "aot_eager"}
     model, found = _model("pooled").to(f64), []
@@ -145,7 +155,7 @@ def _twice(size, batch):
 
 @nightly
 def test_one_model_in_two_trainers():
-    _same(_twice, 2, 2, digits=1e-7)
+    compare_logs(_twice, 2, 2, digits=1e-7)
 
 
 def _their_loss(outputs, labels, num_items_in_batch=None):
@@ -168,14 +178,14 @@ def _their_loss(outputs, labels, num_items_in_batch=None):
     ids=lambda given: next(iter(given)),
 )
 def test_arguments(given):
-    _same(_with_compile_pass, 2, 2, **{"kind": "masked", "digits": 1e-7, **given})
+    compare_logs(_with_compile_pass, 2, 2, **{"kind": "masked", "digits": 1e-7, **given})
 
 
 @nightly
 @pytest.mark.parametrize("kind", ["masked", "pooled"])
 def test_groups(kind):
     # Every row has as many labels, so a mean of the groups' means is that of one process.
-    _same(_with_compile_pass, 4, 2, kind=kind, averaged=True, digits=1e-7)
+    compare_logs(_with_compile_pass, 4, 2, kind=kind, averaged=True, digits=1e-7)
 
 
 class _OtherLabels(_Rows):
@@ -186,7 +196,7 @@ class _OtherLabels(_Rows):
 
 
 def _refused(kind):
-    cls, more = _class(2)
+    cls, more = trainer_class(2)
     with pytest.raises(ValueError, match=r"batch\['labels'\], a full .* leave DistributedSampler"):
         cls(
             _model(kind),

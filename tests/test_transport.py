@@ -13,17 +13,13 @@ import time
 from pathlib import Path
 
 import pytest
-import test_along_dim
-import test_attention
-import test_exchange
-import test_gather
-import test_layer
-import test_shares
-import test_tensor_parallel
 import torch
 import torch.distributed as dist
+from attentions import LAYERS, check_attention, check_layer, check_shares
+from exchanges import EXCHANGES, check_along_dim, check_exchange, check_matmuls
 from harness import Workers, on_ranks
 from reference import draw
+from shards import GATHERS, check_gather
 
 import deepsp
 
@@ -293,53 +289,20 @@ def _is_mixed():
 @MIXED
 def test_machines_mixed(ranks):
     """Ranks 0 and 1 share memory, so do 2 and 3; between them go messages."""
-    values, sdpa = test_exchange._values, test_attention._sdpa
-    layers = [
-        (
-            test_layer._equals,
-            (
-                2,
-                11,
-                heads,
-                kv_heads,
-                8,
-                16,
-                (True, True),
-                True,
-                "half",
-                1,
-                chunks,
-                overlap,
-                "skewed",
-                True,
-            ),
-        )
-        for heads, kv_heads, chunks, overlap in ((8, 2, 2, True), (4, 4, 1, True), (6, 2, 1, False))
-    ]
-    even, uneven, one = (2, 2, 2, 2), (3, 0, 5, 1), (1, 0, 0, 0)
-    specs = [
-        (even, (4, 3), f32, bf16, "plain"),
-        (uneven, (7,), f64, f32, "transposed"),
-        (one, (), f64, f64, "strided"),
-        ((90000, 1, 70000, 5), (2,), bf16, f64, "plain"),
-    ]
+    specs = [*GATHERS, ((90000, 1, 70000, 5), (2,), bf16, f64, "plain")]
     calls = [
         (_is_mixed,),
-        (values, 2, 13, 6, 3, (8, 8, 4), f64, "bshd", "skewed"),
-        (values, 1, 9, 9, 3, (5, 5, 5), bf16, "bhsd", "empty"),
-        (values, 2, 7, 4, 4, (8, 8, 8), f32, "slices", "split"),
-        (values, 1, 64, 8, 8, (8, 8, 8), f64, "bshd", "split"),
-        (test_exchange._pairs,),
-        (test_exchange._fresh,),
-        (sdpa, 2, 13, 8, 2, (8, 8), True, 1, "skewed", None),
-        (sdpa, 2, 13, 8, 2, (8, 8), True, 2, "empty", None),
-        (sdpa, 1, 32, 8, 8, (8, 8), True, 1, "even", None),
-        (test_shares._shares, 2, 1, "skewed", "auto", 1, "causal", (8, 8)),
-        (test_shares._shares, 8, 2, "empty", ranks, 2, "mask", (4, 6)),
-        *layers,
-        (test_gather._equals_one_process, specs, None, False),
-        (test_along_dim._check, f64, [0, 1, -1], ["even", "split"]),
-        (test_tensor_parallel._against_one_process, f64),
+        *EXCHANGES,
+        (check_exchange, 1, 64, 8, 8, (8, 8, 8), f64, "bshd", "split"),
+        (check_attention, 2, 13, 8, 2, (8, 8), True, 1, "skewed", None),
+        (check_attention, 2, 13, 8, 2, (8, 8), True, 2, "empty", None),
+        (check_attention, 1, 32, 8, 8, (8, 8), True, 1, "even", None),
+        (check_shares, 2, 1, "skewed", "auto", 1, "causal", (8, 8)),
+        (check_shares, 8, 2, "empty", ranks, 2, "mask", (4, 6)),
+        *((check_layer, case) for case in LAYERS),
+        (check_gather, specs, None, False),
+        (check_along_dim, f64, [0, 1, -1], ["even", "split"]),
+        (check_matmuls, f64),
     ]
     on_ranks(ranks, _all, calls, apart="machines")
 

@@ -37,6 +37,7 @@ def test_two_machines(tmp_path):
             # What this machine's name stands for is no address of the namespace.
             command += ["--rdzv-conf", f"is_host={int(node == 0)}", "--local-addr", address]
             settings = {"GLOO_SOCKET_IFNAME": link.interface, "OMP_NUM_THREADS": "1"}
+            settings["PYTHONPATH"] = os.pathsep.join(sys.path)
             env = {k: v for k, v in os.environ.items() if not k.startswith("DEEPSP_")} | settings
             with open(tmp_path / str(node), "w") as file:
                 running.append(

@@ -7,9 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import on_ranks
+from models import VOCABULARY, Model, make_lm
 from reference import attention
-from test_attn_implementation import _make as llama
-from test_model import VOCABULARY, Model
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -182,8 +181,8 @@ def _transformers(wrap):
     """A model of transformers with our attention: its masks go through the wrappers' hooks."""
     mesh = init_device_mesh("cpu", (DATA, 2), mesh_dim_names=("dp", "sp"))
     register(mesh["sp"], name="deepsp over sp")
-    reference = llama("Llama")
-    model = llama("Llama", "deepsp over sp")
+    reference = make_lm("Llama")
+    model = make_lm("Llama", "deepsp over sp")
     for layer in model.model.layers if wrap is not _ddp else ():
         fully_shard(layer, mesh=mesh)
     wrapped = DistributedDataParallel(model) if wrap is _ddp else fully_shard(model, mesh=mesh)

@@ -12,13 +12,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from harness import on_ranks as _on_ranks
 from harness import stop
-from test_deepspeed import HEADS, VOCAB, batch, launched
 from torch import nn
+from under_deepspeed import DIM, HEADS, VOCAB, draw_batch, launch_deepspeed
 
 import deepsp
 
 f64 = torch.float64
-DIM, KV, STEPS, LR = 32, 2, 3, 0.5
+KV, STEPS, LR = 2, 3, 0.5
 ROUNDING = 1e-6  # of a parameter's largest element
 
 on_ranks = functools.partial(_on_ranks, apart="zero3")
@@ -32,7 +32,7 @@ def ended():
 
 def engine_of(model, **zero):
     """Nothing stays gathered: each use of a parameter has to gather it."""
-    deepspeed = launched()
+    deepspeed = launch_deepspeed()
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_allow_untested_optimizer": True,
@@ -76,9 +76,9 @@ def trained(engine, model, reference, loss_of, loss_of_one, sequences=1, mine=0)
     start = copy.deepcopy(reference)
     optimizer = torch.optim.SGD(reference.parameters(), lr=LR)
     for step in range(STEPS):
-        each = [loss_of_one(reference, *batch(step, s)) for s in range(sequences)]
+        each = [loss_of_one(reference, *draw_batch(step, s)) for s in range(sequences)]
         (sum(each) / sequences).backward()
-        loss = loss_of(engine, *batch(step, mine))
+        loss = loss_of(engine, *draw_batch(step, mine))
         assert abs(loss.item() - each[mine].item()) < (1e-6 if step else 1e-12), (step, loss, each)
         engine.backward(loss)
         gradients = full_gradients(model)

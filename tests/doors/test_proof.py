@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from cases import VOCABULARY, Case, Rows, run
+from diffusion import make_diffusion_model
 from faults import put_back
 from float64 import in_float64
 from harness import on_ranks
@@ -254,11 +255,10 @@ def test_adapters_of_dealt_experts():
 
 def _processors():
     from diffusers.models.transformers import transformer_flux2 as flux2
-    from test_diffusers import _made
 
     from deepsp.integrations.diffusers import enable
 
-    model, inputs = _made("Flux 2")
+    model, inputs = make_diffusion_model("Flux 2")
     for block in model.transformer_blocks:
         block.attn.set_processor(flux2.Flux2KVAttnProcessor())
     for block in model.single_transformer_blocks:

@@ -235,7 +235,7 @@ def op_checks():
     q = draw(2, lens[rank], 8, 6, dtype=torch.float32).requires_grad_()
     k = draw(2, lens[rank], 2, 6, dtype=torch.float32).requires_grad_()
     held = [x.detach().requires_grad_() for x in op.seq_to_heads([q, k], lens, rank, name)]
-    with torch.autograd.set_detect_anomaly(True, check_nan=False):  # see tests/test_compile.py
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):  # see tests/lib/calls.py
         arriving = op.seq_to_heads_start([q, k], lens, 2, False, rank, name)
         leaving = op.heads_to_seq_start(held, [8, 2], lens, 0, 1, rank, name)
         arriving = [x.detach().requires_grad_() for x in arriving]

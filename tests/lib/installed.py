@@ -1,7 +1,7 @@
 """Installs deepsp into a new environment, and runs README's first program there on one process and
 on two ranks.
 
-    python3.12 tests/installed.py dist/deepsp-*.whl torch==2.13.0
+    python3.12 tests/lib/installed.py dist/deepsp-*.whl torch==2.13.0
 
 The environment's Python is the one that runs this. Give the torch that the wheel was built for, or
 any for an sdist, which is compiled."""
@@ -13,7 +13,7 @@ import tempfile
 import venv
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 WHAT = """
 import sys, torch, deepsp
 print(f"deepsp {deepsp.__version__}, torch {torch.__version__}, Python {sys.version.split()[0]}")

@@ -1,4 +1,4 @@
-"""Graphs with gathers for tests of the passes over them."""
+"""Graphs for tests of the passes over them."""
 
 import torch
 import torch.distributed as dist
@@ -113,3 +113,26 @@ def fuse(function, *inputs, mode="fake", exact=True, **options):
     before = [x.untyped_storage().data_ptr() for x in results[0] if x.numel()]
     assert len(set(storages)) == len(set(before))  # what was apart is apart
     return old.graph, new.graph, report
+
+
+def marks_of(targets):
+    """Writes a letter for each launch, wait, attention and product."""
+    marks = {
+        "all_to_all_single": "x",
+        "deepsp._project_to_heads_start": "x",
+        "deepsp.seq_to_heads_start": "x",
+        "deepsp.heads_to_seq_start": "x",
+        "wait_tensor": "w",
+        "deepsp.seq_to_heads_wait": "w",
+        "deepsp.heads_to_seq_wait": "w",
+        "scaled_dot_product": "A",
+        "aten.mm": "m",
+        "aten.addmm": "m",
+        "aten.bmm": "m",
+        "extern_kernels.mm(": "m",
+        "extern_kernels.addmm(": "m",
+        "extern_kernels.bmm(": "m",
+    }
+    return "".join(
+        next((mark for part, mark in marks.items() if part in target), "") for target in targets
+    )

@@ -52,6 +52,11 @@ def draw(*shape: int, dtype=torch.float64, seed: int = 0) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=generator).to(dtype)
 
 
+def transposed(x: Tensor) -> Tensor:
+    """Returns the same values, with the strides of the first and last dimension swapped."""
+    return x.transpose(0, -1).contiguous().transpose(0, -1)
+
+
 # Test-only helpers that make a sharded function global: every rank holds the whole input and
 # sees the whole output. Each is the other's adjoint.
 

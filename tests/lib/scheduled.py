@@ -1,6 +1,7 @@
 """What the schedule's tests share: the same model in one process, and the comparison with it."""
 
 import copy
+import os
 
 import torch
 from torch import nn
@@ -92,3 +93,74 @@ class GroupedAttention(nn.Module):
             q, k, v, is_causal=True, enable_gqa=True
         )
         return self.out(out.transpose(1, 2).flatten(2))
+
+
+def make_transformer(family, dropout=0.0, **options):
+    """Makes a small model of transformers in float64, with random biases and norms."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import transformers
+
+    torch.manual_seed(0)
+    if family == "gpt2":
+        config = transformers.GPT2Config(
+            n_embd=24,
+            n_layer=2,
+            n_head=6,
+            vocab_size=50,
+            n_positions=32,
+            use_cache=False,
+            resid_pdrop=dropout,
+            embd_pdrop=dropout,
+            attn_pdrop=dropout,
+            **options,
+        )
+        model = transformers.GPT2LMHeadModel(config)
+        model.loss_type = "ForCausalLM"
+    else:
+        kinds = {
+            "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+            "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+            "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+            "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+        }
+        make_config, make = kinds[family]
+        settings = dict(
+            hidden_size=24,
+            intermediate_size=40,
+            num_hidden_layers=2,
+            num_attention_heads=12,
+            num_key_value_heads=6,
+            head_dim=4,
+            vocab_size=50,
+            max_position_embeddings=32,
+            use_cache=False,
+            attention_dropout=dropout,
+        )
+        model = make(make_config(**settings | options))
+    model = model.double().train()
+    with torch.no_grad():  # biases and norms, too, are random
+        for p in model.parameters():
+            p.add_(0.05 * torch.randn_like(p))
+    return model
+
+
+def draw_ids(length=9, batch=2):
+    return torch.randint(50, (batch, length), generator=torch.Generator().manual_seed(3))
+
+
+def compare_transformer(model, built, length, close):
+    """Compares loss, logits and every gradient."""
+    ids = draw_ids(length)
+    for m in (model, built):
+        m.zero_grad(set_to_none=True)
+    want = model(input_ids=ids, labels=ids)
+    got = built(input_ids=ids, labels=ids)
+    torch.testing.assert_close(got.loss, want.loss, **close)
+    torch.testing.assert_close(got.logits, want.logits, **close)
+    want.loss.backward()
+    got.loss.backward()
+    gradients = deepsp.full_state_dict(built, gradients=True)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(
+            gradients[name], p.grad, **close, msg=lambda m, n=name: f"{n}: {m}"
+        )

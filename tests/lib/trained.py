@@ -8,9 +8,11 @@ import os
 import tempfile
 from collections.abc import Iterator
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from harness import on_ranks
 
 VOCABULARY, LENGTH = 97, 21
 
@@ -241,3 +243,33 @@ def wide_loss(logits, labels, vocab_size, num_items_in_batch=None, **kwargs):
 def one_process(function, *args):
     """``function(*args)``, computed once."""
     return function(*args)
+
+
+def trainer_class(size):
+    """Returns a trainer for one process or for groups of ``size`` ranks, and its arguments."""
+    if size > 1:
+        from deepsp.integrations.transformers import SequenceParallelTrainer
+
+        return SequenceParallelTrainer, {"sequence_parallel_size": size}
+    from transformers import Trainer
+
+    return Trainer, {}
+
+
+def run_launched(function, size, batch, items):
+    with launched():
+        return function(size, batch, **dict(items))
+
+
+def compare_logs(function, world, size, batch=4, digits=1e-5, **given):
+    """Compares what every rank of ``world``, in groups of ``size``, logs with one process."""
+    items = tuple(given.items())
+    expected = one_process(run_launched, function, 1, batch, items)
+    rank_batch = batch // (world // size)
+    for mine in on_ranks(world, run_launched, function, size, rank_batch, items):
+        assert len(mine) == len(expected) > 3
+        for a, b in zip(mine, expected, strict=True):
+            # transformers adds up the losses of steps in float32.
+            rough = {k: max(digits, 1e-6) if k in ("loss", "train_loss") else digits for k in b}
+            assert a.keys() == b.keys()
+            assert all(a[k] == pytest.approx(b[k], rel=rough[k]) for k in b), (a, b)
