@@ -2,7 +2,7 @@
 
 A start may read its inputs until the wait, and the result of a wait may be a view of a receive
 buffer, next to others. So Inductor must not reuse what a start reads before the wait, nor a result
-at all. What is written in place waits, too: :mod:`~deepsp.compile.lowering.overlap` ties each wait
+at all, though it may free one: it is told that a result aliases something. What is written in place waits, too: :mod:`~deepsp.compile.lowering.overlap` ties each wait
 to its start's inputs. And Inductor must not leave out a call on a rank whose results are empty,
 since the other ranks make it."""
 
@@ -32,7 +32,7 @@ def _lowering(op):
             operation.has_side_effects = lambda: True
         calls = [x for x in operations if isinstance(x, ir.FallbackKernel)]
         for x in calls:
-            x.alias_names = [x.get_name()]  # its results are freed, but not reused
+            x.alias_names = [x.get_name()]
         _release(calls)
         if op._opname.endswith("_start"):
             _hold(calls)
