@@ -7,11 +7,10 @@ accepted and wrong.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
-from rich.console import Console
+import bench
 from tqdm import tqdm
 
 ROOT = Path(__file__).parent.parent
@@ -41,44 +40,43 @@ def outcome(workers: Workers, function, name: str, length: int, *args) -> str:
     return answers[0][1] or "equal"
 
 
-def cell(found: dict[int, str]) -> str:
-    """What all numbers of ranks have in common, in a line."""
-    texts = dict.fromkeys(found.values())
+def cell(outcomes: dict[int, str]) -> str:
+    """Return what all numbers of ranks have in common, in a line."""
+    texts = dict.fromkeys(outcomes.values())
     return " / ".join("equal" if t == "equal" else f"refused: {t}" for t in texts).replace("|", "/")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3], help="group sizes")
-    parser.add_argument("--inner", default="aot_eager", help="the compiler behind deepsp's pass")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="some models")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="writes the table there")
-    args = parser.parse_args()
+    args = bench.parser_of(
+        __doc__,
+        ranks=([2, 3], "group sizes"),
+        inner=("aot_eager", "the compiler behind deepsp's pass"),
+        only=([], "names of models; without any: all"),
+        write=(Path, "file for the table"),
+    ).parse_args()
     names = args.only or list(ARCHITECTURES)
     doors = {"compile": (through_compile_pass, None, args.inner), "register": (through_register,)}
-    found = {name: {door: {} for door in doors} for name in names}
+    outcomes = {name: {door: {} for door in doors} for name in names}
     bar = tqdm(total=len(names) * len(args.ranks) * len(doors), unit="step")
     for ranks in args.ranks:
         workers = Workers(ranks, timeout=600)
         for name in names:
             for door, (function, *more) in doors.items():
                 bar.set_description(f"{ranks} ranks, {name}, {door}")
-                found[name][door][ranks] = outcome(workers, function, name, 11 + ranks, *more)
+                outcomes[name][door][ranks] = outcome(workers, function, name, 11 + ranks, *more)
                 bar.update()
         workers.stop()
     bar.close()
-    rows = [f"| {n} | {cell(x['compile'])} | {cell(x['register'])} |" for n, x in found.items()]
+    rows = [f"| {n} | {cell(x['compile'])} | {cell(x['register'])} |" for n, x in outcomes.items()]
     table = HEAD.format(
         command=f"benchmarks/architectures.py --inner {args.inner} "
         f"--ranks {' '.join(map(str, args.ranks))}",
         ranks=" and ".join(map(str, args.ranks)),
     )
     text = table + "\n".join(rows) + "\n"
-    Console().print(text, markup=False, highlight=False)
+    print(text)
     for door in doors:
-        equal = sum(set(x[door].values()) == {"equal"} for x in found.values())
+        equal = sum(set(x[door].values()) == {"equal"} for x in outcomes.values())
         print(f"{door}: {equal} of {len(names)} equal")
     if args.write:
         args.write.write_text(text)

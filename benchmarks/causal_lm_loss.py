@@ -10,34 +10,22 @@ that the logits are what takes memory: that is what the ratio is about. The loss
 """
 
 import argparse
-import json
-import statistics
-import subprocess
 import sys
 import time
 
+import bench
 import torch
 
-GOAL = 1 / 10
 WAYS = {"causal_lm_loss": "deepsp.causal_lm_loss", "logits": "all logits, deepsp.cross_entropy"}
 
 
-def status_mib(name: str) -> float:
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith(name)) / 2**10
-
-
-def measure(args: argparse.Namespace) -> dict:
-    """One way, in this process."""
-    import torch.distributed as dist
+def measure(way: str, args: argparse.Namespace) -> dict:
+    """Return MiB, seconds of CPU time, and the loss, of one way."""
     import transformers
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     import deepsp
     from deepsp.integrations.transformers import register
 
-    torch.set_num_threads(1)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     register()
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -57,7 +45,7 @@ def measure(args: argparse.Namespace) -> dict:
     def step(ids: torch.Tensor) -> float:
         batch, _ = deepsp.shard_batch({"input_ids": ids, "labels": ids})
         model.zero_grad()
-        if args.way == "causal_lm_loss":
+        if way == "causal_lm_loss":
             loss = deepsp.causal_lm_loss(model, batch, chunk_tokens=args.chunk_tokens)
         else:
             labels = batch.pop("shift_labels")
@@ -66,49 +54,41 @@ def measure(args: argparse.Namespace) -> dict:
         return loss.item()
 
     step(ids[:, :128])  # whatever is made once: the model's gradients, too
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the peak starts from here
-    before, losses, times = status_mib("VmRSS"), [], []
-    for _ in range(args.steps):
-        began = time.process_time()
-        losses.append(step(ids))
-        times.append(time.process_time() - began)
-    return {"mib": status_mib("VmHWM") - before, "seconds": times, "loss": losses[0]}
+    losses, times = [], []
+
+    def steps() -> None:
+        for _ in range(args.steps):
+            began = time.process_time()
+            losses.append(step(ids))
+            times.append(time.process_time() - began)
+
+    _, mib = bench.growth(steps)
+    return {"mib": mib, "seconds": times, "loss": losses[0]}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--vocab", type=int, default=32000, help="classes (default: 32000)")
-    add("--tokens", type=int, default=8192, help="tokens on the rank (default: 8192)")
-    add("--hidden", type=int, default=64, help="features of a token (default: 64)")
-    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model")
-    add(
-        "--chunk-tokens", type=int, help="tokens whose logits exist at a time (default: for 32 MiB)"
-    )
-    add("--steps", type=int, default=3, help="steps of each way (default: 3)")
-    add("--way", choices=tuple(WAYS), help="measure this one only, and print JSON")
-    args = parser.parse_args()
-    if args.way:
-        print(json.dumps(measure(args)))
-        return
-    found = {}
+    args = bench.parser_of(
+        __doc__,
+        vocab=(32000, "classes"),
+        tokens=(8192, "tokens on the rank"),
+        hidden=(64, "features of a token"),
+        dtype=("float32", "of the model", ("float32", "bfloat16")),
+        chunk_tokens=(int, "tokens whose logits exist at a time; without it: for 32 MiB"),
+        steps=(3, "steps of each way"),
+    ).parse_args()
+    results = {}
     for way in WAYS:
-        command = [sys.executable, __file__, *sys.argv[1:], "--way", way]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        found[way] = json.loads(done.stdout.splitlines()[-1])
+        with bench.ranks_on(bench.LOOPBACK, 1) as ranks:
+            results[way] = ranks(measure, way, args)
     print(f"{args.tokens} tokens, {args.vocab} classes, {args.hidden} features, {args.dtype}:")
     for way, label in WAYS.items():
-        seconds = found[way]["seconds"]
+        x = results[way]
         print(
-            f"{label:34} {found[way]['mib']:7,.0f} MiB   min {min(seconds):.2f} s of CPU, "
-            f"median {statistics.median(seconds):.2f} s   loss {found[way]['loss']:.6f}"
+            f"{label:34} {x['mib']:7,.0f} MiB   {bench.min_median(x['seconds'], '.2f')} s of CPU, "
+            f"min / median   loss {x['loss']:.6f}"
         )
-    ours, theirs = (found[way] for way in WAYS)
-    ratio = ours["mib"] / theirs["mib"]
-    print(f"memory: 1/{1 / ratio:.1f} (goal: at most 1/{1 / GOAL:.0f})")
+    ours, theirs = (results[way] for way in WAYS)
+    print(f"memory: 1/{theirs['mib'] / ours['mib']:.1f}")
     print(
         f"time:   {min(ours['seconds']) / min(theirs['seconds']):.2f} times the CPU time (minima)"
     )

@@ -3,9 +3,9 @@ dimension, forward and backward."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
+import bench
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -20,7 +20,7 @@ MESSAGES = {"gloo:send", "gloo:recv"}  # of which an exchange of ours consists
 
 
 class Gather(torch.autograd.Function):
-    """All-gather along dimension 0 by torch alone, its gradient's reduce-scatter too."""
+    """Gathers along dimension 0 by torch alone, and reduce-scatters the gradient."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -53,30 +53,14 @@ def scatter_transposed(x: Tensor) -> Tensor:
     return Scatter.apply(x.transpose(0, 1).contiguous()).transpose(0, 1).contiguous()
 
 
-def floor(elements: int, dtype: torch.dtype) -> Callable[[], None]:
-    """Forward and backward as bare sends and receives of the same bytes, on warm buffers."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    sent = torch.ones(size, elements, dtype=dtype)
-    received = torch.ones(size, elements, dtype=dtype)
-
-    def call() -> None:
-        for _ in range(2):
-            others = [(rank + step) % size for step in range(1, size)]
-            works = [dist.irecv(received[p], p) for p in others]
-            works += [dist.isend(sent[p], p) for p in others]
-            for work in works:
-                work.wait()
-
-    return call
-
-
-def landed(grad: Tensor, *others: Tensor) -> Tensor:
-    """Functional collectives give tensors that are waited for when they are used."""
+def waited(grad: Tensor, *others: Tensor) -> Tensor:
+    """Wait for a functional collective's tensor, which waits only when it is used."""
     return grad.wait() if isinstance(grad, functional.AsyncCollectiveTensor) else grad
 
 
 def collectives(kind: str, shape: tuple[int, int, int], dtype: torch.dtype) -> dict[str, Callable]:
-    """Name -> forward and backward of one collective along dimension 1. shape: the whole's."""
+    """Return forward and backward of one collective along dimension 1, by name. shape: the
+    whole tensor's."""
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.group.WORLD
     whole = torch.randn(shape, dtype=dtype)
@@ -98,24 +82,23 @@ def collectives(kind: str, shape: tuple[int, int, int], dtype: torch.dtype) -> d
 
     def both(op: Callable[[], Tensor]) -> Callable[[], Tensor]:
         def call() -> Tensor:
-            return landed(*torch.autograd.grad(op(), x, dy))
+            return waited(*torch.autograd.grad(op(), x, dy))
 
         return call
 
     calls = {name: both(op) for name, op in ops.items()}
     reference = calls["deepsp"]()
     for name, call in calls.items():
-        close = (
-            dict(rtol=0.05, atol=0.05) if dtype == torch.bfloat16 else dict(rtol=1e-4, atol=1e-4)
-        )
+        close = 0.05 if dtype == torch.bfloat16 else 1e-4
         torch.testing.assert_close(
-            call(), reference, **close, msg=lambda m, name=name: f"{name}: {m}"
+            call(), reference, rtol=close, atol=close, msg=lambda m, name=name: f"{name}: {m}"
         )
-    return calls | {"floor": floor(part.numel(), dtype)}
+    send = bench.bare_messages(part.nbytes)
+    return calls | {"floor": lambda: (send(), send())}  # forward and backward
 
 
 def linears(shape: tuple[int, int, int], columns: int, dtype: torch.dtype) -> dict[str, Callable]:
-    """all-gather, linear, gelu, linear, reduce-scatter along dimension 1: plain and pipelined."""
+    """Return all-gather, linear, gelu, linear, reduce-scatter along dimension 1, by name."""
     size = dist.get_world_size()
     batch, tokens, hidden = shape
     x = torch.randn(batch, tokens // size, hidden, dtype=dtype).requires_grad_()
@@ -142,7 +125,7 @@ def linears(shape: tuple[int, int, int], columns: int, dtype: torch.dtype) -> di
         return F.linear(F.gelu(F.linear(whole, up)), down)
 
     def both(op: Callable[[], Tensor], of: Tensor, grad: Tensor) -> Callable:
-        return lambda: landed(*torch.autograd.grad(op(), (of, up, down), grad))
+        return lambda: waited(*torch.autograd.grad(op(), (of, up, down), grad))
 
     return {
         "plain": both(plain, x, dy),
@@ -152,32 +135,10 @@ def linears(shape: tuple[int, int, int], columns: int, dtype: torch.dtype) -> di
     }
 
 
-def slowest(seconds: float) -> float:
-    largest = torch.tensor([seconds], dtype=torch.float64)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return largest.item()
-
-
-def timed(calls: dict[str, Callable], repeats: int) -> dict[str, list[float]]:
-    """Milliseconds of the slowest rank, by contender, interleaved."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for repeat in range(repeats + 2):
-        for name, call in calls.items():
-            dist.barrier()
-            begin = time.perf_counter()
-            call()
-            took = slowest(time.perf_counter() - begin)
-            if repeat >= 2:
-                times[name].append(1e3 * took)
-    return times
-
-
 def counted(call: Callable) -> dict[str, int]:
-    """Copies of one call, and what it launches."""
+    """Count the copies of one call, and what it launches."""
     dist.barrier()
-    with torch.profiler.profile() as profile:
-        call()
-    names = [event.name for event in profile.events()]
+    names = [event.name for event in bench.profiled(call)]
     return {
         "copies": sum(name in COPIES for name in names),
         "launches": sum(
@@ -187,11 +148,12 @@ def counted(call: Callable) -> dict[str, int]:
     }
 
 
-def measure_collectives(kind: str, shape: tuple, dtype: torch.dtype, repeats: int) -> dict:
-    calls = collectives(kind, shape, dtype)
-    times = timed(calls, repeats)
+def measure_collectives(kind: str, shape: tuple, dtype: str, repeats: int) -> dict:
+    calls = collectives(kind, shape, getattr(torch, dtype))
+    times = bench.timed(calls, repeats, warmups=2)
     return {name: {"ms": times[name], **counted(call)} for name, call in calls.items()}
 
 
-def measure_linears(shape: tuple, columns: int, dtype: torch.dtype, repeats: int) -> dict:
-    return {n: {"ms": ms} for n, ms in timed(linears(shape, columns, dtype), repeats).items()}
+def measure_linears(shape: tuple, columns: int, repeats: int) -> dict:
+    times = bench.timed(linears(shape, columns, torch.float32), repeats, warmups=2)
+    return {name: {"ms": ms} for name, ms in times.items()}

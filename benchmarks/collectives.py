@@ -17,190 +17,123 @@ Copies are those of whole tensors, aten's and our kernels', as the profiler has 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import itertools
-import json
-import os
-import platform
-import statistics
-import sys
 from pathlib import Path
 
-import torch
+import bench
 from collective_contenders import measure_collectives, measure_linears
-from netlink import Netlink
-from ranks import Ranks
-from rich.console import Console
-from rich.table import Table
 from tensor_parallel_step import measure_step
 from tqdm import tqdm
 
 SHAPES = [(1, 4096, 512), (1, 16384, 1024), (2, 4096, 512), (4, 4096, 512), (32, 512, 512)]
 LINEARS = [((1, 4096, 512), 2048), ((2, 2048, 512), 2048)]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-LOOPBACK = "loopback"
-PARTS = ("collectives", "linears", "step")
+DTYPES = ["float32", "bfloat16"]
+PARTS = ["collectives", "linears", "step"]
 
 
-def both(ms: list[float]) -> str:
-    return f"{min(ms):.1f} / {statistics.median(ms):.1f}"
-
-
-def ratio(ms: list[float], base: list[float]) -> str:
-    median = statistics.median
-    return f"{min(ms) / min(base):.2f} / {median(ms) / median(base):.2f}"
+def tasks_of(args: argparse.Namespace) -> list[tuple[str, dict, tuple]]:
+    """Return (part, what to note of it, function and arguments)."""
+    tasks = []
+    if "collectives" in args.parts:
+        for kind in ("all_gather", "reduce_scatter"):
+            for shape in SHAPES:
+                for dtype in args.dtypes:
+                    note = {"kind": kind, "shape": shape, "dtype": dtype}
+                    task = measure_collectives, kind, shape, dtype, args.repeats
+                    tasks.append(("collectives", note, task))
+    if "linears" in args.parts:
+        for shape, columns in LINEARS:
+            note = {"shape": shape, "columns": columns, "dtype": "float32"}
+            tasks.append(("linears", note, (measure_linears, shape, columns, args.repeats)))
+    if "step" in args.parts:
+        names = ("hidden", "layers", "heads", "vocab", "batch", "seq")
+        shape = {name: getattr(args, name) for name in names}
+        tasks.append(("step", {"shape": shape}, (measure_step, shape, args.steps)))
+    return tasks
 
 
 def run(args: argparse.Namespace) -> dict:
-    found: dict = {part: [] for part in PARTS}
-    shape = {k: getattr(args, k) for k in ("hidden", "layers", "heads", "vocab", "batch", "seq")}
-    for size, rate in itertools.product(args.ranks, args.rates):
-        tasks = []
-        if "collectives" in args.parts:
-            tasks += [
-                (
-                    "collectives",
-                    {"kind": kind, "shape": of, "dtype": dtype},
-                    (measure_collectives, kind, of, DTYPES[dtype], args.repeats),
-                )
-                for kind in ("all_gather", "reduce_scatter")
-                for of in SHAPES
-                for dtype in args.dtypes
-            ]
-        if "linears" in args.parts:
-            tasks += [
-                (
-                    "linears",
-                    {"shape": of, "columns": columns, "dtype": "float32"},
-                    (measure_linears, of, columns, torch.float32, args.repeats),
-                )
-                for of, columns in LINEARS
-            ]
-        if "step" in args.parts:
-            tasks.append(("step", {"shape": shape}, (measure_step, shape, args.steps)))
-        with contextlib.ExitStack() as stack:
-            shaped = rate != LOOPBACK
-            link = stack.enter_context(Netlink(size, rate)) if shaped else None
-            ranks = stack.enter_context(Ranks(link, size))
-            for part, about, task in tqdm(tasks, desc=f"{size} ranks, {rate}", leave=False):
-                found[part].append({"ranks": f"{size}, {rate}", **about, "times": ranks(*task)})
-            if shaped:
-                link.set_rate(None)  # the ranks' good-bye need not wait
-    return found
+    results: dict = {part: [] for part in PARTS}
+    for size in args.ranks:
+        for rate in args.rates:
+            with bench.ranks_on(rate, size) as ranks:
+                for part, note, task in tqdm(tasks_of(args), desc=f"{size} ranks, {rate}"):
+                    case = {"ranks": f"{size}, {rate}", **note, "times": ranks(*task)}
+                    results[part].append(case)
+    return results
 
 
-def tables(found: dict) -> list[tuple[str, list[str], list[list[str]]]]:
-    result = []
+def rows_of(cases: list[dict], title: str, base: str, *more) -> list[list]:
+    """Return a row for each contender: times, also relative to ``base``; and what functions of
+    (contender's results, all results) return."""
     rows = []
-    for case in found["collectives"]:
+    for case in cases:
         times = case["times"]
         for name, of in times.items():
-            rows.append(
-                [
-                    f"{case['ranks']}, {case['kind']}, {tuple(case['shape'])}, {case['dtype']}",
-                    name,
-                    both(of["ms"]),
-                    ratio(of["ms"], times["floor"]["ms"]),
-                    str(of["launches"]),
-                    str(of["copies"]) if name != "floor" else "",
-                ]
-            )
-    columns = ["ranks, link, what, shape", "", "ms, min / median", "× floor", "launches", "copies"]
-    result.append(("One collective along dimension 1, forward and backward", columns, rows))
-    rows = [
-        [
-            f"{case['ranks']}, {tuple(case['shape'])}, {case['columns']} columns",
-            name,
-            both(of["ms"]),
-            ratio(of["ms"], case["times"]["plain"]["ms"]),
-        ]
-        for case in found["linears"]
-        for name, of in case["times"].items()
-    ]
-    columns = ["ranks, link, input, columns", "", "ms, min / median", "× plain"]
-    result.append(("Two linears between them, forward and backward", columns, rows))
-    rows = []
-    for case in found["step"]:
-        times, of_model = case["times"], case["shape"]
-        text = "{layers} layers of {hidden}, {vocab} words, {batch} x {seq} tokens"
-        reference = times["one process"]["losses"]
-        for name, of in times.items():
-            far = max(abs(a - b) for a, b in zip(of["losses"], reference, strict=True))
-            rows.append(
-                [
-                    f"{case['ranks']}, {text.format(**of_model)}",
-                    name,
-                    both(of["ms"]),
-                    ratio(of["ms"], times["torch tensor.parallel"]["ms"]),
-                    f"{far:.1e}",
-                ]
-            )
-    columns = ["ranks, link, model", "", "ms, min / median", "× torch", "loss, largest difference"]
-    result.append(("A training step", columns, rows))
-    return [table for table in result if table[2]]
+            share = bench.ratio(of["ms"], times[base]["ms"])
+            columns = [title.format(**case), name, bench.min_median(of["ms"]), share]
+            rows.append([*columns, *(column(of, times) for column in more)])
+    return rows
 
 
-def markdown(found: dict) -> str:
-    machine = found["machine"]
-    lines = [
-        "# Collectives along a dimension",
-        "",
-        f"`{machine['command']}`: {machine['cpus']} cores, {machine['cpu']}, torch "
-        f"{machine['torch']}, load {machine['load']:.1f} at the start. {__doc__.split('.')[0]}.",
-        "",
+def loss_difference(of: dict, times: dict) -> str:
+    pairs = zip(of["losses"], times["one process"]["losses"], strict=True)
+    return f"{max(abs(a - b) for a, b in pairs):.1e}"
+
+
+def tables(results: dict) -> list[bench.Table]:
+    collectives = rows_of(
+        results["collectives"],
+        "{ranks}, {kind}, {shape}, {dtype}",
+        "floor",
+        lambda of, _: of["launches"],
+        lambda of, times: "" if of is times["floor"] else of["copies"],
+    )
+    linears = rows_of(results["linears"], "{ranks}, {shape}, {columns} columns", "plain")
+    model = "{ranks}, {shape[layers]} layers of {shape[hidden]}, {shape[vocab]} words, "
+    model += "{shape[batch]} x {shape[seq]} tokens"
+    steps = rows_of(results["step"], model, "torch tensor.parallel", loss_difference)
+    ms = "ms, min / median"
+    made = [
+        bench.Table(
+            "One collective along dimension 1, forward and backward",
+            ["ranks, link, what, shape", "", ms, "× floor", "launches", "copies"],
+            collectives,
+        ),
+        bench.Table(
+            "Two linears between them, forward and backward",
+            ["ranks, link, input, columns", "", ms, "× plain"],
+            linears,
+        ),
+        bench.Table(
+            "A training step",
+            ["ranks, link, model", "", ms, "× torch", "loss, largest difference"],
+            steps,
+        ),
     ]
-    for title, columns, rows in tables(found):
-        lines += [f"## {title}", "", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
-        lines += ["| " + " | ".join(row) + " |" for row in rows] + [""]
-    return "\n".join(lines)
+    return [table for table in made if table.rows]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="sizes of the group")
-    parser.add_argument(
-        "--rates",
-        nargs="+",
-        default=[LOOPBACK],
-        help=f"of the link between ranks, 500mbit, say (root, iproute2), or {LOOPBACK}",
-    )
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["float32", "bfloat16"])
-    parser.add_argument("--repeats", type=int, default=15, help="of each collective and layer")
-    parser.add_argument("--steps", type=int, default=7, help="training steps of each contender")
-    for name, default in [
-        ("hidden", 512),
-        ("layers", 4),
-        ("heads", 8),
-        ("vocab", 8192),
-        ("batch", 1),
-        ("seq", 1024),
-    ]:
-        parser.add_argument(f"--{name}", type=int, default=default, help="of the model")
-    parser.add_argument("--results", type=Path, help="folder for collectives[_link].md and .json")
-    args = parser.parse_args()
-    load = os.getloadavg()[0]
-    found = run(args)
-    found["machine"] = {
-        "command": "python benchmarks/collectives.py " + " ".join(sys.argv[1:]),
-        "cpus": os.cpu_count(),
-        "cpu": platform.processor() or platform.machine(),
-        "torch": torch.__version__,
-        "load": load,
-    }
-    console = Console()
-    for title, columns, rows in tables(found):
-        table = Table(*columns, title=title)
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
-    if args.results:
-        args.results.mkdir(parents=True, exist_ok=True)
-        name = "collectives" if args.rates == [LOOPBACK] else "collectives_link"
-        (args.results / f"{name}.json").write_text(json.dumps(found, indent=1))
-        (args.results / f"{name}.md").write_text(markdown(found))
+    args = bench.parser_of(
+        __doc__,
+        parts=(PARTS, "what to measure", PARTS),
+        ranks=([2], "group sizes"),
+        rates=([bench.LOOPBACK], "of the links, 500mbit, say (root, iproute2), or loopback"),
+        dtypes=(DTYPES, "of the collectives", DTYPES),
+        repeats=(15, "of each collective and layer"),
+        steps=(7, "training steps of each contender"),
+        hidden=(512, "features of the model"),
+        layers=(4, "of the model"),
+        heads=(8, "of the model"),
+        vocab=(8192, "of the model"),
+        batch=(1, "sequences of a step"),
+        seq=(1024, "tokens of a sequence"),
+        results=(Path, "folder for collectives[_link].md and .json"),
+    ).parse_args()
+    results = run(args)
+    name = "collectives" if args.rates == [bench.LOOPBACK] else "collectives_link"
+    title, about = "Collectives along a dimension", __doc__.split(". A time")[0].replace("\n", " ")
+    bench.report(args, name, title, [f"{about}."], tables(results), results)
 
 
 if __name__ == "__main__":

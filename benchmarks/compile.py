@@ -28,17 +28,15 @@ all of rank 0's masked.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
-import multiprocessing
 import os
-import resource
-import shlex
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
+
+import bench
+from tqdm import tqdm
 
 ONE, TWO = "one process, 1 thread", "one process, 2 threads"
 OURS, INSIDE, AUTOSP = "deepsp", "deepsp in DeepSpeed", "AutoSP"
@@ -51,16 +49,6 @@ CASES = {
     "half masked": "half masked at random",
     "rank 0 masked": "all of rank 0's masked",
 }
-
-
-def reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_mib() -> float:
-    """Since the last reset; ru_maxrss knows none."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
 def make_model(shape: dict, seq: int, inside: bool):
@@ -86,10 +74,10 @@ def make_model(shape: dict, seq: int, inside: bool):
             )
 
         def forward(self, ids, labels, position_ids, attention_mask):
-            given = {"position_ids": position_ids, "attention_mask": attention_mask}
+            more = {"position_ids": position_ids, "attention_mask": attention_mask}
             if inside:
-                return self.llama(ids, labels=labels, **given).loss
-            return F.cross_entropy(self.llama(ids, **given).logits.flatten(0, 1), labels.flatten())
+                return self.llama(ids, labels=labels, **more).loss
+            return F.cross_entropy(self.llama(ids, **more).logits.flatten(0, 1), labels.flatten())
 
     torch.manual_seed(0)
     return Model()
@@ -110,7 +98,7 @@ def batch_of(shape: dict, seq: int, case: str, step: int, ranks: int):
 
 
 def start(name: str, model, args: argparse.Namespace, sgd: bool):
-    """What computes the loss, and what does the rest of a step."""
+    """Return what computes the loss, and what does the rest of a step."""
     import torch
 
     parameters = list(model.parameters())
@@ -159,66 +147,49 @@ def start(name: str, model, args: argparse.Namespace, sgd: bool):
     return compiled, finish
 
 
-def worker(rank: int, name: str, args: argparse.Namespace, seq: int, case: str, pipe) -> None:
-    """Trains, and sends what was measured: of one step with SGD if a case is given, the gradients
-    of all parameters among it."""
+def train(name: str, args: argparse.Namespace, seq: int, case: str) -> dict:
+    """Return what was measured on the ranks of a group: of one step with SGD if a case is given,
+    the gradients of all parameters among it."""
     import torch
     import torch.distributed as dist
 
-    ranks = 1 if name in (ONE, TWO) else args.ranks
+    ranks = dist.get_world_size()
     torch.set_num_threads(2 if name == TWO else 1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
-    if ranks > 1:
-        dist.init_process_group("gloo")
     model = make_model(vars(args), seq, case == "shifted inside")
     before = {n: p.detach().clone() for n, p in model.named_parameters()} if case else {}
     compute, finish = start(name, model, args, bool(case))
-    if name == AUTOSP:
-        from deepspeed.compile.passes.sp_compile import prepare_autosp_inputs
 
-        def prepare(*tensors):
+    def prepare(*tensors):
+        if name == AUTOSP:
+            from deepspeed.compile.passes.sp_compile import prepare_autosp_inputs
+
             return prepare_autosp_inputs(*tensors, seq_dim=1)
-    elif ranks > 1:
-        from deepsp import prepare_inputs as prepare
-    else:
+        if ranks > 1:
+            from deepsp import prepare_inputs
 
-        def prepare(*tensors):
-            return tensors
+            return prepare_inputs(*tensors)
+        return tensors
 
-    losses, times, whole_peak = [], [], 0.0
+    losses, times, peak_of_first = [], [], 0.0
     for step in range(1 if case else args.steps):
         tensors = batch_of(vars(args), seq, case, step, args.ranks)
-        if ranks > 1:
-            dist.barrier()
+        dist.barrier()
         begin = time.perf_counter()
         loss = compute(*prepare(*tensors))
         finish(loss)
         times.append(time.perf_counter() - begin)
-        value = loss.detach().double().clone()
-        if name == AUTOSP:
-            dist.all_reduce(value)
-            value /= ranks
-        losses.append(value.item())
+        value = loss.item()
+        losses.append(bench.summed(value) / ranks if name == AUTOSP else value)
         if step == 0:
-            whole_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-            reset_peak()
+            peak_of_first = bench.status_mib("VmHWM")
+            bench.reset_peak()
     gradients = {n: (before[n] - p.detach()).numpy() for n, p in model.named_parameters() if case}
-    median = statistics.median(times[2:] or times)
-    pipe.send(
-        {
-            "losses": losses,
-            "ms": [1e3 * t for t in times],
-            "step_ms": 1e3 * median,
-            "compile_s": times[0] - median,
-            "peak_mib": max(whole_peak, peak_mib()),
-            "later_peak_mib": peak_mib(),
-            "gradients": gradients if rank == 0 else None,
-        }
-    )
-    pipe.recv()  # until all have been heard: then good-bye
-    if ranks > 1:
-        dist.barrier()
-        dist.destroy_process_group()
+    median, peak = statistics.median(times[2:] or times), bench.status_mib("VmHWM")
+    names = ("step_ms", "compile_s", "peak_mib", "later_peak_mib")
+    values = bench.largest(1e3 * median, times[0] - median, max(peak_of_first, peak), peak)
+    report = dict(zip(names, values, strict=True))
+    report |= {"losses": losses, "ms": [1e3 * t for t in times]}
+    return report | ({"gradients": gradients} if case and dist.get_rank() == 0 else {})
 
 
 def free_port() -> int:
@@ -230,9 +201,7 @@ def free_port() -> int:
 
 
 def measure(name: str, args: argparse.Namespace, seq: int, case: str = "") -> dict:
-    """Slowest and largest over the ranks; {"error": ...} if one died."""
-    spawn = multiprocessing.get_context("spawn")
-    ranks = 1 if name in (ONE, TWO) else args.ranks
+    """Train in fresh processes, with compile caches of their own; {"error": ...} if one died."""
     with tempfile.TemporaryDirectory() as cache:
         os.environ.update(
             TORCHINDUCTOR_CACHE_DIR=cache,
@@ -241,52 +210,23 @@ def measure(name: str, args: argparse.Namespace, seq: int, case: str = "") -> di
             MASTER_PORT=str(free_port()),
             OMP_NUM_THREADS="2" if name == TWO else "1",
         )
-        pipes, processes = [], []
-        for rank in range(ranks):
-            ours, theirs = spawn.Pipe()
-            job = (rank, name, args, seq, case, theirs)
-            processes.append(spawn.Process(target=worker, args=job, daemon=True))
-            processes[-1].start()
-            theirs.close()
-            pipes.append(ours)
         try:
-            found = [pipe.recv() for pipe in pipes]
-            for pipe in pipes:
-                pipe.send(None)
-        except (EOFError, ConnectionResetError):
-            return {"error": "a rank died; its message is above"}
-        finally:
-            for process in processes:
-                process.join(timeout=20)
-                if process.is_alive():
-                    process.terminate()
-                    process.join()
-    largest = ("step_ms", "compile_s", "peak_mib", "later_peak_mib")
-    return found[0] | {key: max(f[key] for f in found) for key in largest}
+            with bench.Ranks(None, 1 if name in (ONE, TWO) else args.ranks) as ranks:
+                return ranks(train, name, args, seq, case)
+        except bench.RankDied as error:
+            return {"error": str(error)}
 
 
-def relative(losses: list[float], reference: list[float]) -> float:
-    return max(abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True))
+def speed(args: argparse.Namespace, seq: int) -> dict:
+    return {name: measure(name, args, seq) for name in tqdm(SPEED, desc=f"S {seq}")}
 
 
-def speed(args: argparse.Namespace, seq: int, bar) -> dict:
-    found = {}
-    for name in SPEED:
-        bar.set_postfix_str(f"S {seq}, {name}")
-        found[name] = measure(name, args, seq)
-        found[name].pop("gradients", None)
-        bar.update()
-    return found
-
-
-def right(args: argparse.Namespace, seq: int, bar) -> dict:
-    found = {}
+def right(args: argparse.Namespace, seq: int) -> dict:
+    results: dict = {}
     for case in args.cases:
+        results[case] = {}
         reference = measure(ONE, args, seq, case)
-        found[case] = {}
-        bar.update()
-        for name in (OURS, INSIDE, AUTOSP):
-            bar.set_postfix_str(f"{case}, {name}")
+        for name in tqdm((OURS, INSIDE, AUTOSP), desc=case):
             of = measure(name, args, seq, case)
             if "error" not in of:
                 worst = max(
@@ -294,31 +234,20 @@ def right(args: argparse.Namespace, seq: int, bar) -> dict:
                     for n, g in reference["gradients"].items()
                 )
                 of = {
-                    "loss": relative(of["losses"], reference["losses"]),
+                    "loss": bench.relative(of["losses"], reference["losses"]),
                     "gradient": worst[0],
                     "parameter": worst[1],
                 }
-            found[case][name] = of
-            bar.update()
-    return found
+            results[case][name] = of
+    return results
 
 
-def speed_rows(of: dict) -> tuple[list[str], list[list[str]]]:
-    columns = [
-        "",
-        "step, ms",
-        "× AutoSP",
-        "× 2 threads",
-        "× half of 1 thread",
-        "compile, s",
-        "peak MiB",
-        "after compile",
-        "loss, largest difference",
-    ]
-
+def speed_table(seq: int, of: dict) -> bench.Table:
     def share(ms: float, base: dict, parts: int = 1) -> str:
         return f"{ms / (base['step_ms'] / parts):.2f}" if "error" not in base else "–"
 
+    columns = ["", "step, ms", "× AutoSP", "× 2 threads", "× half of 1 thread", "compile, s"]
+    columns += ["peak MiB", "after compile", "loss, largest difference"]
     rows = []
     for name, x in of.items():
         if "error" in x:
@@ -335,116 +264,50 @@ def speed_rows(of: dict) -> tuple[list[str], list[list[str]]]:
                 f"{x['compile_s']:.1f}",
                 f"{x['peak_mib']:.0f}",
                 f"{x['later_peak_mib']:.0f}",
-                f"{relative(x['losses'], of[ONE]['losses']):.1e}",
+                f"{bench.relative(x['losses'], of[ONE]['losses']):.1e}",
             ]
         )
-    return columns, rows
+    return bench.Table(f"S {seq}", columns, rows)
 
 
-def right_rows(found: dict) -> tuple[list[str], list[list[str]]]:
+def right_table(results: dict) -> bench.Table:
     rows = []
-    for case, of in found.items():
+    for case, of in results.items():
         for name, x in of.items():
-            if "error" in x:
-                rows.append([CASES[case], name, x["error"], "", ""])
-            else:
+            numbers = [x["error"], "", ""]
+            if "error" not in x:
                 numbers = [f"{x['loss']:.1e}", f"{x['gradient']:.1e}", x["parameter"]]
-                rows.append([CASES[case], name, *numbers])
-    return ["case", "", "loss", "gradient", "of"], rows
-
-
-def tables(found: dict) -> list[tuple[str, list[str], list[list[str]]]]:
-    made = [(f"S {seq}", *speed_rows(of)) for seq, of in found["speed"].items()]
-    if found["right"]:
-        made.append(("right: differences to one process", *right_rows(found["right"])))
-    return made
-
-
-def markdown(found: dict) -> str:
-    machine = found["machine"]
-    lines = [
-        "# Sharded by a compiler",
-        "",
-        f"`{found['command']}`",
-        "",
-        f"{machine['cpus']} cores, load {machine['load'][0]:.2f} at the start, torch "
-        f"{machine['torch']}, deepspeed {machine['deepspeed']}; {found['minutes']:.1f} minutes in "
-        "all. What the contenders are, and what is counted: `--help`.",
-        "",
-    ]
-    for title, columns, rows in tables(found):
-        lines += [f"## {title}", ""]
-        lines += [f"| {' | '.join(x)} |" for x in (columns, ["---"] * len(columns), *rows)]
-        lines.append("")
-    return "\n".join(lines)
+            rows.append([CASES[case], name, *numbers])
+    columns = ["case", "", "loss", "gradient", "of"]
+    return bench.Table("right: differences to one process", columns, rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add(
-        "--parts",
-        nargs="+",
-        default=["speed", "right"],
-        choices=["speed", "right"],
-        help="what to measure (default: both)",
-    )
-    add("--seqs", type=int, nargs="+", default=[2048, 8192], help="tokens (default: 2048 8192)")
-    add("--right-seq", type=int, default=256, help="tokens, for right (default: 256)")
-    add("--cases", nargs="+", default=list(CASES), choices=CASES, help="of right (default: all)")
-    add("--ranks", type=int, default=2, help="that share a sequence (default: 2)")
-    add("--layers", type=int, default=4, help="the model's layers (default: 4)")
-    add("--dim", type=int, default=256, help="its features (default: 256)")
-    add("--heads", type=int, default=8, help="its heads (default: 8)")
-    add("--vocab", type=int, default=1024, help="its vocabulary (default: 1024)")
-    add("--steps", type=int, default=8, help="of each contender (default: 8)")
-    add("--inner", default="inductor", help="compiler behind each pass (default: inductor)")
-    add("--quick", action="store_true", help="one layer, S 128, 3 steps, eager: does it run?")
-    add("--results", type=Path, metavar="FOLDER", help="writes compile_(parts).md and .json")
-    args = parser.parse_args()
-    if args.quick:
-        args.layers, args.seqs, args.right_seq, args.steps = 1, [128], 64, 3
-        args.inner = "eager"
-
-    from importlib.metadata import version
-
-    from rich.console import Console
-    from rich.table import Table
-    from tqdm import tqdm
-
-    begin, load = time.perf_counter(), os.getloadavg()
-    total = len(SPEED) * len(args.seqs) * ("speed" in args.parts)
-    total += 4 * len(args.cases) * ("right" in args.parts)
-    with tqdm(total=total, unit="run") as bar:
-        measured = {
-            "speed": {s: speed(args, s, bar) for s in args.seqs} if "speed" in args.parts else {},
-            "right": right(args, args.right_seq, bar) if "right" in args.parts else {},
-        }
-    found = {
-        "command": shlex.join(["python", *sys.argv]),
-        "settings": vars(args),
-        "machine": {
-            "cpus": os.cpu_count(),
-            "load": load,
-            "torch": version("torch"),
-            "deepspeed": version("deepspeed"),
-        },
-        "minutes": (time.perf_counter() - begin) / 60,
-    } | measured
-    console = Console(width=140)
-    for title, columns, rows in tables(found):
-        table = Table(*columns, title=title, title_justify="left")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
-    if args.results:
-        args.results.mkdir(parents=True, exist_ok=True)
-        file = args.results / "_".join(["compile", *args.parts])
-        file.with_suffix(".json").write_text(json.dumps(found, indent=1, default=str) + "\n")
-        file.with_suffix(".md").write_text(markdown(found))
-        console.print(f"written: {file}.*")
+    args = bench.parser_of(
+        __doc__,
+        parts=(["speed", "right"], "what to measure", ("speed", "right")),
+        seqs=([2048, 8192], "tokens"),
+        right_seq=(256, "tokens, for right"),
+        cases=(list(CASES), "of right", CASES),
+        ranks=(2, "that share a sequence"),
+        layers=(4, "the model's layers"),
+        dim=(256, "its features"),
+        heads=(8, "its heads"),
+        vocab=(1024, "its vocabulary"),
+        steps=(8, "of each contender"),
+        inner=("inductor", "compiler behind each pass"),
+        results=(Path, "folder for compile_(parts).md and .json"),
+    ).parse_args()
+    tables, results = [], {"settings": vars(args), "speed": {}, "right": {}}
+    if "speed" in args.parts:
+        results["speed"] = {seq: speed(args, seq) for seq in args.seqs}
+        tables += [speed_table(seq, of) for seq, of in results["speed"].items()]
+    if "right" in args.parts:
+        results["right"] = right(args, args.right_seq)
+        tables.append(right_table(results["right"]))
+    about = "What the contenders are, and what is counted: `--help`."
+    name = "_".join(["compile", *args.parts])
+    bench.report(args, name, "Sharded by a compiler", [about], tables, results)
 
 
 if __name__ == "__main__":

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 import time
 from pathlib import Path
 
+import bench
 import timeline
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from ideal import IdealLayer
-from torch import Tensor, nn
+from torch import Tensor
 
 import deepsp
+from deepsp.sequence.attention import rope
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import train as demo
@@ -38,46 +42,45 @@ class Sleep(torch.autograd.Function):
         return grad, k, v, None
 
 
-class Local(nn.Module):
-    """The layer's compute with nothing exchanged: q, k and v of my tokens and all heads are taken
-    for those of all tokens and my heads, which are as many elements."""
+class Local:
+    """The layer's compute with nothing exchanged: q, k and v of this rank's tokens and all heads
+    stand for those of all tokens and its own heads, which are as many elements."""
 
     def __init__(self, layer: deepsp.SequenceParallelAttention):
-        super().__init__()
-        self.layer = [layer]
+        self.layer, self.parameters = layer, layer.parameters
 
-    def forward(self, x: Tensor, **kwargs) -> Tensor:
-        (layer,) = self.layer
+    def __call__(self, x: Tensor, is_causal: bool = False) -> Tensor:
+        layer = self.layer
         counts = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
         q, k, v = (
             p(x).view(x.size(0), RANKS * x.size(1), count // RANKS, -1)
             for p, count in zip((layer.q_proj, layer.k_proj, layer.v_proj), counts, strict=True)
         )
         if layer.rope_theta is not None:
-            turn = layer._angles(x, [x.size(1)] * RANKS, None)
-            q, k = layer._turned(q, k, turn)
-        out = layer._attend(q, [k], [v], 0, 1, (), kwargs)
+            options = {"theta": layer.rope_theta, "head_dim": layer.head_dim}
+            turn = rope.angles_of(
+                x, q.size(1), None, None, **options, interleaved=layer.rope_interleaved, look=False
+            )
+            q, k = (rope.rotate(y, *turn, layer.rope_interleaved) for y in (q, k))
+        if layer.local_attention is not None:
+            out = layer.local_attention(q, k, v)
+        else:
+            q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
+            out = out.transpose(1, 2)
         return layer.o_proj(out.reshape(x.size(0), x.size(1), -1))
 
 
 def bare_exchange(shape: dict) -> dict:
-    """Forward and backward: q, k, v there and the output back; the same in reverse."""
+    """Return forward and backward: q, k, v there and the output back; the same in reverse."""
     rows = shape["seq"] // RANKS
     heads, kv_heads, dim = shape["heads"], shape["kv_heads"], shape["head_dim"]
-    sizes = [rows * (heads + 2 * kv_heads) * dim // RANKS, rows * heads * dim // RANKS]
-    sent, received = ([torch.randn(n) for n in sizes] for _ in range(2))
-    peer = 1 - dist.get_rank()
-
-    def run(order):
-        for i in order:
-            arriving = dist.irecv(received[i], peer)
-            dist.isend(sent[i], peer).wait()
-            arriving.wait()
-
+    sizes = [4 * rows * n * dim // RANKS for n in (heads + 2 * kv_heads, heads)]
+    qkv, output = (bench.bare_messages(size) for size in sizes)
     return {
-        "forward": lambda: run((0, 1)),
-        "backward": lambda: run((1, 0)),
-        "bytes": sum(sizes) * 4,
+        "forward": lambda: (qkv(), output()),
+        "backward": lambda: (output(), qkv()),
+        "bytes": sum(sizes),
     }
 
 
@@ -89,39 +92,28 @@ def layer_of(shape: dict, **kwargs) -> deepsp.SequenceParallelAttention:
 
 
 def steps_of(layer, x: Tensor, dy: Tensor, **kwargs) -> dict:
-    """A layer's forward and backward as two calls."""
-    kept = {}
-    wanted = (
-        [x, *layer.parameters()] if list(layer.parameters()) else [x, *layer.layer[0].parameters()]
-    )
+    """Return a layer's forward and backward as two calls."""
+    outputs = []
 
     def forward():
-        kept["y"] = layer(x, **kwargs)
+        outputs.append(layer(x, **kwargs))
 
     def backward():
-        torch.autograd.grad(kept.pop("y"), wanted, dy)
+        torch.autograd.grad(outputs.pop(), [x, *layer.parameters()], dy)
 
     return {"forward": forward, "backward": backward}
 
 
+def step_of(calls: dict) -> dict:
+    """Return forward and backward as one call."""
+    return {"step": lambda: (calls["forward"](), calls["backward"]())}
+
+
 def timed(contenders: dict, repeats: int, phases=("forward", "backward")) -> dict:
-    """Milliseconds of the slower rank, by contender and phase."""
-    taken = {name: {phase: [] for phase in phases} for name in contenders}
-    for repeat in range(repeats + 1):
-        for name, calls in contenders.items():
-            for phase in phases:
-                dist.barrier()
-                begin = time.perf_counter()
-                calls[phase]()
-                seconds = time.perf_counter() - begin
-                if repeat > 0:  # the first is a warm-up
-                    taken[name][phase].append(seconds)
-    for of_contender in taken.values():
-        for phase, seconds in of_contender.items():
-            slowest = torch.tensor(seconds, dtype=torch.float64)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            of_contender[phase] = [1e3 * s for s in slowest.tolist()]
-    return taken
+    """Return milliseconds of the slower rank, by contender and phase."""
+    calls = {(name, phase): of[phase] for name, of in contenders.items() for phase in phases}
+    ms = bench.timed(calls, repeats)
+    return {name: {phase: ms[name, phase] for phase in phases} for name in contenders}
 
 
 def data(shape: dict) -> tuple[Tensor, Tensor]:
@@ -159,7 +151,7 @@ def measure_layer(shape: dict, chunks: list, repeats: int) -> dict:
 
 
 def check_ideal(ideal: IdealLayer, layer, x: Tensor, dy: Tensor) -> None:
-    """It computes what the layer computes."""
+    """Compare with what the layer computes."""
     close = {"rtol": 1e-3, "atol": 1e-3}
     y = layer(x, is_causal=True)
     torch.testing.assert_close(ideal.forward(x.detach()[0], True), y.detach()[0], **close)
@@ -169,7 +161,8 @@ def check_ideal(ideal: IdealLayer, layer, x: Tensor, dy: Tensor) -> None:
 
 
 def measure_sleep(shape: dict, chunks: list, repeats: int, seconds: list[float]) -> dict:
-    """Attention sleeps for `seconds` forward and backward, over all heads of a rank."""
+    """Time a layer whose attention sleeps for `seconds`, forward and backward, over all heads of a
+    rank."""
     x, dy = data(shape)
     each = [s * RANKS / shape["heads"] for s in seconds]
 
@@ -189,14 +182,15 @@ def measure_sleep(shape: dict, chunks: list, repeats: int, seconds: list[float])
 
 
 def measure_step(seq: int, chunks: int, repeats: int) -> dict:
-    """The demo's training step: forward, backward, gradient sync, optimizer."""
+    """Time the demo's training step: forward, backward, gradient sync, optimizer."""
     torch.manual_seed(0)
     model = demo.ByteTransformer()
-    optimizer = torch.optim.AdamW(model.parameters())
+    alone = copy.deepcopy(model)  # without a sync, its ranks' weights drift apart
     ids = torch.randint(demo.VOCAB, (1, seq))
     batch, lens = deepsp.shard_batch({"input_ids": ids, "labels": ids})
+    labels = batch["shift_labels"]
 
-    def layers(**kwargs):
+    def layers(model, **kwargs):
         return {
             block: deepsp.SequenceParallelAttention.from_projections(
                 block.q_proj,
@@ -210,39 +204,43 @@ def measure_step(seq: int, chunks: int, repeats: int) -> dict:
             for block in model.blocks
         }
 
-    def step(of_block, kwargs, sync=True):
+    def stepper(model, of_block, **kwargs):
+        optimizer = torch.optim.AdamW(model.parameters())
+
         def attend(block, h):
             return of_block[block](h, is_causal=True, **kwargs)
 
-        loss = deepsp.cross_entropy(model(batch["input_ids"], attend), batch["shift_labels"])
-        loss.backward()
-        if sync:
-            deepsp.sync_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
+        def step():
+            logits = model(batch["input_ids"], attend)
+            if model is alone:
+                F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+            else:
+                deepsp.cross_entropy(logits, labels).backward()
+                deepsp.sync_gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
 
-    off, on = layers(overlap=False), layers(chunks=chunks)
-    local = {block: Local(layer) for block, layer in off.items()}
+        return {"step": step}
+
+    off, on = layers(model, overlap=False), layers(model, chunks=chunks)
+    local = {block: Local(layer) for block, layer in layers(alone, overlap=False).items()}
     contenders = {
-        "compute": {"step": lambda: step(local, {}, sync=False)},
-        "off": {"step": lambda: step(off, {"seq_lens": lens})},
-        "on": {"step": lambda: step(on, {"seq_lens": lens})},
+        "compute": stepper(alone, local),
+        "off": stepper(model, off, seq_lens=lens),
+        "on": stepper(model, on, seq_lens=lens),
     }
     # The attention layers alone: what can be hidden.
     shape = demo_shape(seq)
     x, dy = data(shape)
     block = model.blocks[0]
     for name, layer, kwargs in (
-        ("layer compute", local[block], {}),
+        ("layer compute", Local(off[block]), {}),
         ("layer off", off[block], {"seq_lens": lens}),
         ("layer on", on[block], {"seq_lens": lens}),
     ):
-        calls = steps_of(layer, x, dy, is_causal=True, **kwargs)
-        contenders[name] = {"step": lambda calls=calls: (calls["forward"](), calls["backward"]())}
+        contenders[name] = step_of(steps_of(layer, x, dy, is_causal=True, **kwargs))
     calls = bare_exchange(shape)
-    contenders["layer exchange"] = {
-        "step": lambda calls=calls: (calls["forward"](), calls["backward"]())
-    }
+    contenders["layer exchange"] = step_of(calls)
     return timed(contenders, repeats, ("step",)) | {"bytes": calls["bytes"]}
 
 
@@ -257,14 +255,14 @@ def demo_shape(seq: int) -> dict:
 
 
 def record_layer(shape: dict, chunks: int, interface: str) -> dict:
-    """What timeline.draw takes, overlap off and on."""
+    """Return what timeline.draw takes, overlap off and on."""
     x, dy = data(shape)
     unit = shape["seq"] // RANKS * shape["heads"] // RANKS * shape["head_dim"] * 4
     layers = {
         "overlap off": (layer_of(shape, overlap=False), 1),
         f"overlap on, {chunks} chunks": (layer_of(shape, chunks=chunks), chunks),
     }
-    found = {}
+    records = {}
     for name, (layer, n) in layers.items():
         # In one exchange of dq, dk, dv that is large they travel one by one.
         alone = n == 1 and 3 * shape["seq"] * shape["heads"] * shape["head_dim"] * 4 >= 16 << 20
@@ -275,15 +273,16 @@ def record_layer(shape: dict, chunks: int, interface: str) -> dict:
             "dq, dk, dv": [unit] * 3 if alone else [3 * unit // n] * n,
         }
         calls = steps_of(layer, x, dy, is_causal=True)
-        found[name] = timeline.record(calls["forward"], calls["backward"], sizes, interface)
-    return found
+        records[name] = timeline.record(calls["forward"], calls["backward"], sizes, interface)
+    return records
 
 
 def train_curves(variants: dict, steps: int, seq: int) -> dict:
-    """Losses and gradient norms of the demo's model in float64."""
-    found = {}
+    """Return losses and gradient norms of the demo's model in float64."""
+    curves = {}
     for name, options in variants.items():
         args = argparse.Namespace(
+            heads=demo.HEADS,
             steps=steps,
             seq_len=seq,
             dtype="float64",
@@ -294,5 +293,5 @@ def train_curves(variants: dict, steps: int, seq: int) -> dict:
             **options,
         )
         result = demo.train_sharded(args, torch.device("cpu"))
-        found[name] = {key: result[key] for key in ("losses", "gradient_norms")}
-    return found
+        curves[name] = {key: result[key] for key in ("losses", "gradient_norms")}
+    return curves

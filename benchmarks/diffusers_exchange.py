@@ -8,17 +8,12 @@ buffers. Min and median of the slowest rank.
     python benchmarks/diffusers_exchange.py --results benchmarks/results
 """
 
-import argparse
-import json
-import os
 import statistics
-import time
 from pathlib import Path
 
+import bench
 import torch
 import torch.distributed as dist
-from ranks import Ranks, about_machine
-from tqdm import tqdm
 
 
 class Copy(torch.autograd.Function):
@@ -49,78 +44,82 @@ def _diffusers():
     config.setup(dist.get_rank(), size, torch.device("cpu"), mesh)
     config = ParallelConfig(context_parallel_config=config)
 
+    options = (None, 0.0, False, None, False, False, Copy.forward, Copy.backward, config)
+
     def attend(q, k, v):
-        given = (None, 0.0, False, None, False, False, Copy.forward, Copy.backward, config)
-        return TemplatedUlyssesAttention.apply(q, k, v, *given)
+        return TemplatedUlyssesAttention.apply(q, k, v, *options)
 
     return attend
 
 
 CONTENDERS = {"deepsp": _deepsp, "diffusers": _diffusers}
-_made: dict = {}
 
 
-def measure(name: str, shape: tuple[int, ...], seed: int) -> tuple[float, float, float]:
-    """Seconds of a forward and a backward on the slowest rank, and how far results are off."""
-    if name not in _made:
-        _made[name] = CONTENDERS[name]()
-    attend = _made[name]
-    generator = torch.Generator().manual_seed(10 * seed + dist.get_rank())
-    q, k, v = (torch.randn(shape, generator=generator).requires_grad_() for _ in range(3))
-    gradient = torch.randn(shape, generator=generator)
-    dist.barrier()
-    start = time.perf_counter()
-    out = attend(q, k, v)
-    middle = time.perf_counter()
-    torch.autograd.backward(out, gradient)
-    times = torch.tensor([middle - start, time.perf_counter() - middle])
-    dist.all_reduce(times, dist.ReduceOp.MAX)
-    error = (out.detach() - v.detach()).abs().max() + (q.grad - gradient).abs().max()
-    return times[0].item(), times[1].item(), error.item()
+class Contender:
+    """An attention, and the tensors of its latest step."""
+
+    def __init__(self, attend, shape: tuple[int, ...]):
+        self.attend, self.gradient = attend, torch.randn(shape)
+        self.qkv = [torch.randn(shape).requires_grad_() for _ in range(3)]
+
+    def forward(self) -> None:
+        for x in self.qkv:
+            x.grad = None
+        self.out = self.attend(*self.qkv)
+
+    def backward(self) -> None:
+        torch.autograd.backward(self.out, self.gradient)
+
+    def error(self) -> float:
+        q, _, v = self.qkv
+        return ((self.out - v).abs().max() + (q.grad - self.gradient).abs().max()).item()
+
+
+def measure(shape: tuple[int, ...], rounds: int) -> dict:
+    """Return milliseconds of the slowest rank, by contender and direction."""
+    torch.manual_seed(dist.get_rank())
+    contenders = {name: Contender(make(), shape) for name, make in CONTENDERS.items()}
+    calls = {}
+    for name, contender in contenders.items():
+        calls[name, "forward"] = contender.forward
+        calls[name, "backward"] = contender.backward
+    ms = bench.timed(calls, rounds, warmups=3)
+    for name, contender in contenders.items():
+        assert contender.error() == 0, name
+        both = zip(ms[name, "forward"], ms[name, "backward"], strict=True)
+        ms[name, "both"] = [a + b for a, b in both]
+    return ms
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = bench.parser_of(
+        __doc__,
+        ranks=(2, "processes"),
+        tokens=(8192, "of all ranks"),
+        heads=(12, "of q, k and v"),
+        head_dim=(64, "of q, k and v"),
+        rounds=(30, "of both"),
+        note=("", "about the machine, for the results"),
+        results=(Path, "folder for diffusers_exchange.md and .json"),
     )
-    parser.add_argument("--ranks", type=int, default=2, help="processes (default: 2)")
-    parser.add_argument("--tokens", type=int, default=8192, help="of all ranks (default: 8192)")
-    parser.add_argument("--heads", type=int, default=12, help="default: 12")
-    parser.add_argument("--head-dim", type=int, default=64, help="default: 64")
-    parser.add_argument("--rounds", type=int, default=30, help="of both (default: 30)")
-    parser.add_argument("--note", default="", help="about the machine, for the results")
-    parser.add_argument("--results", type=Path, help="a folder for diffusers_exchange.json")
-    options = parser.parse_args()
-    if options.tokens % options.ranks or options.heads % options.ranks:
+    args = parser.parse_args()
+    if args.tokens % args.ranks or args.heads % args.ranks:
         parser.error("expected --tokens and --heads that --ranks divides: diffusers needs it")
-    load = os.getloadavg()[0]
-    shape = (1, options.tokens // options.ranks, options.heads, options.head_dim)
-    found = {name: [] for name in CONTENDERS}
-    with Ranks(None, options.ranks) as ranks:
-        for n in tqdm(range(options.rounds + 3)):
-            for name in CONTENDERS:
-                forward, backward, error = ranks(measure, name, shape, n)
-                assert error == 0, (name, error)
-                if n >= 3:
-                    found[name].append((forward, backward, forward + backward))
-    rows = {}
-    for name, times in found.items():
-        columns = list(zip(*times, strict=True))
-        rows[name] = [[1000 * min(c), 1000 * statistics.median(c)] for c in columns]
-    print("ms, min / median    forward          backward         both")
-    for name, row in rows.items():
-        print(f"{name:18}" + "".join(f"{a:8.2f} / {b:6.2f}" for a, b in row))
-    print(
-        "diffusers / deepsp"
-        + "".join(
-            f"{a / c:8.2f} / {b / d:6.2f}"
-            for (a, b), (c, d) in zip(rows["diffusers"], rows["deepsp"], strict=True)
-        )
-    )
-    if options.results:
-        about = about_machine(load, options.note)
-        path = options.results / "diffusers_exchange.json"
-        path.write_text(json.dumps({"machine": about, "shape": shape, "rows": rows}, indent=1))
+    shape = (1, args.tokens // args.ranks, args.heads, args.head_dim)
+    with bench.ranks_on(bench.LOOPBACK, args.ranks) as ranks:
+        ms = ranks(measure, shape, args.rounds)
+    parts = ("forward", "backward", "both")
+    rows = [[name, *(bench.min_median(ms[name, p], ".2f") for p in parts)] for name in CONTENDERS]
+    shares = [bench.ratio(ms["diffusers", p], ms["deepsp", p]) for p in parts]
+    rows.append(["diffusers / deepsp", *shares])
+    table = bench.Table("ms, min / median", ["", *parts], rows)
+    results = {
+        name: [[min(ms[name, p]), statistics.median(ms[name, p])] for p in parts]
+        for name in CONTENDERS
+    }
+    title, about = "An exchange next to diffusers' Ulysses", f"Shape on each rank: {shape}."
+    record = {"shape": shape, "rows": results}
+    bench.report(args, "diffusers_exchange", title, [about], [table], record)
 
 
 if __name__ == "__main__":

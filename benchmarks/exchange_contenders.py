@@ -3,10 +3,10 @@ an attention that does nothing."""
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from collections.abc import Callable
 
+import bench
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -15,7 +15,7 @@ import deepsp
 
 
 class Nothing(torch.autograd.Function):
-    """An attention that costs nothing: its results were there before."""
+    """An attention that costs nothing: its results exist before."""
 
     @staticmethod
     def forward(ctx, q, k, v, results):
@@ -41,7 +41,7 @@ _kept: dict[str, Tensor] = {}
 
 
 def _keep(name: str, like: Tensor) -> Tensor:
-    """The same tensor for the same shape, at every call."""
+    """Return the same tensor for the same shape, at every call."""
     key = f"{name} {tuple(like.shape)} {like.dtype}"
     if key not in _kept:
         _kept[key] = torch.randn(like.shape, dtype=like.dtype)
@@ -64,7 +64,7 @@ def _contiguous(x: Tensor) -> Tensor:
 
 
 nothing.register_fake(lambda q, k, v: _contiguous(q))
-nothing_backward.register_fake(lambda *given: tuple(map(_contiguous, given)))
+nothing_backward.register_fake(lambda *inputs: tuple(map(_contiguous, inputs)))
 nothing.register_autograd(
     lambda ctx, grad: nothing_backward(grad, *ctx.saved_tensors),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[1:]),
@@ -72,7 +72,7 @@ nothing.register_autograd(
 
 
 class TorchSeqToHeads(torch.autograd.Function):
-    """[B, S/P, H, D] -> [B, S, H/P, D] with torch alone."""
+    """Exchanges [B, S/P, H, D] for [B, S, H/P, D] with torch alone."""
 
     @staticmethod
     def forward(ctx, x):
@@ -84,7 +84,7 @@ class TorchSeqToHeads(torch.autograd.Function):
 
 
 class TorchHeadsToSeq(torch.autograd.Function):
-    """[B, S, H/P, D] -> [B, S/P, H, D] with torch alone."""
+    """Exchanges [B, S, H/P, D] for [B, S/P, H, D] with torch alone."""
 
     @staticmethod
     def forward(ctx, x):
@@ -116,16 +116,8 @@ def torch_alone(q: Tensor, k: Tensor, v: Tensor, attention) -> Tensor:
     return TorchHeadsToSeq.apply(attention(*(TorchSeqToHeads.apply(x) for x in (q, k, v))))
 
 
-@functools.cache
-def without_memory() -> dist.ProcessGroup:
-    """All ranks, in a group where they send messages."""
-    group = dist.new_group()
-    deepsp.transport(group, use="messages")
-    return group
-
-
 def deepspeed(attention) -> Callable[..., Tensor]:
-    """DeepSpeed's own."""
+    """Return DeepSpeed's DistributedAttention."""
     import deepspeed.comm
     from deepspeed.sequence.layer import DistributedAttention
 
@@ -136,7 +128,7 @@ def deepspeed(attention) -> Callable[..., Tensor]:
 
 
 def yunchang(attention) -> Callable[..., Tensor]:
-    """yunchang's Ulysses."""
+    """Return yunchang's Ulysses."""
     from yunchang.kernels import AttnType
     from yunchang.ulysses import UlyssesAttention
 
@@ -146,7 +138,7 @@ def yunchang(attention) -> Callable[..., Tensor]:
 
 
 def floor(shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], None]:
-    """The bare collectives: q, k and v together; the output; and both ways back."""
+    """Return a call of bare collectives: of q, k and v together, the output, and both ways back."""
     b, s, heads, kv_heads, d = shape
     rank, size = dist.get_rank(), dist.get_world_size()
     lens = deepsp.ranks.seq_lens(s)
@@ -183,12 +175,12 @@ def contenders(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Callable
     ours = deepsp.DistributedAttention(attention)
     torch._dynamo.reset()  # each size compiles anew
     compiled = torch.compile(deepsp.DistributedAttention(nothing), fullgraph=True, dynamic=False)
-    messages = deepsp.DistributedAttention(attention, group=without_memory())
+    messages = deepsp.DistributedAttention(attention, group=bench.group_of("messages"))
 
     def train(forward: Callable[[], Tensor]) -> Callable[[], None]:
         return lambda: torch.autograd.grad(forward(), (q, k, v), grad)
 
-    found = {
+    calls = {
         "deepsp": train(lambda: ours(q, k, v)),
         "compiled": train(lambda: compiled(q, k, v)),
         "messages": train(lambda: messages(q, k, v)),
@@ -200,5 +192,5 @@ def contenders(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Callable
         for name, make in (("deepspeed", deepspeed), ("yunchang", yunchang)):
             if importlib.util.find_spec(name):
                 theirs = make(attention)
-                found[name] = train(lambda theirs=theirs: theirs(q, k, v))
-    return found
+                calls[name] = train(lambda theirs=theirs: theirs(q, k, v))
+    return calls

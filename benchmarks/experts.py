@@ -25,17 +25,11 @@ there and one back, in forward and again in backward. The rest are the numbers o
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import statistics
-import time
 from pathlib import Path
 
+import bench
 import torch
 import torch.distributed as dist
-from netlink import Netlink
-from ranks import Ranks, about_machine
-from report import Table, page, ratio, show
 from tqdm import tqdm
 
 import deepsp
@@ -44,7 +38,6 @@ HIDDEN = 512
 KINDS = ("Mixtral", "Qwen3-MoE")
 WAYS = DEALT, REPLICATED = "dealt out", "replicated"
 EXCHANGE, BARE = "exchange alone", "bare collectives"
-PLACES = {"memory": "shared memory", "messages": "messages", "link": "messages on the link"}
 
 
 def make(kind: str, experts: str) -> torch.nn.Module:
@@ -75,17 +68,18 @@ def make(kind: str, experts: str) -> torch.nn.Module:
 class Case:
     """A layer both ways, and this rank's part of its input and output gradient."""
 
-    def __init__(self, kind: str, args, group):
+    def __init__(self, kind: str, args: argparse.Namespace, place: str):
         from deepsp.integrations.transformers import shard_experts
 
         rank, size = dist.get_rank(), dist.get_world_size()
-        self.group, self.layers = group, {name: make(kind, args.experts) for name in WAYS}
+        self.group = bench.group_of(place)
+        self.layers = {name: make(kind, args.experts) for name in WAYS}
         config = self.layers[DEALT].experts.config
         self.num_experts = self.layers[DEALT].experts.num_experts
         # A config of its own: shard_experts changes it.
         self.layers[REPLICATED].experts.config = type(config)(**config.to_dict())
         self.layers[REPLICATED].experts.config._experts_implementation = args.experts
-        shard_experts(self.layers[DEALT], group)
+        shard_experts(self.layers[DEALT], self.group)
         whole = torch.randn(2, 1, args.tokens, HIDDEN)
         x, self.grad = (w.tensor_split(size, 1)[rank].clone() for w in whole)
         self.x = x.requires_grad_()
@@ -111,8 +105,8 @@ class Case:
         layer.zero_grad()
         out = layer(self.x)
         out.backward(self.grad)
-        found, self.x.grad = self.x.grad, None
-        return [out.detach(), found]
+        gradient, self.x.grad = self.x.grad, None
+        return [out.detach(), gradient]
 
     def sum_gradients(self, way: str) -> None:
         deepsp.sync_gradients(self.layers[way], self.group)
@@ -133,230 +127,154 @@ class Case:
             dist.all_to_all_single(far, near, received, mine, group=self.group)
             dist.all_to_all_single(near, far, mine, received, group=self.group)
 
-
-_cases: dict = {}
-
-
-def case_of(kind: str, args, place: str) -> Case:
-    if place not in _cases:
-        _cases[place] = group = dist.new_group()
-        deepsp.transport(group, use="auto" if place == "memory" else "messages")
-    if (kind, place) not in _cases:
-        _cases[kind, place] = Case(kind, args, _cases[place])
-    return _cases[kind, place]
+    def calls(self) -> dict:
+        """Return what is timed, by way and part."""
+        parts = {(EXCHANGE, "exchange"): self.exchange, (BARE, "exchange"): self.bare}
+        for way in WAYS:
+            parts[way, "step"] = lambda way=way: self.step(way)
+            parts[way, "sum"] = lambda way=way: self.sum_gradients(way)
+        return parts
 
 
-def on_ranks(value: float, how: dist.ReduceOp.RedOpType = dist.ReduceOp.MAX) -> float:
-    x = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(x, how)
-    return x.item()
+# ------------------------------------------------------------------------- tasks of the ranks
 
 
-def timed(kind: str, args, place: str, way: str) -> dict[str, float]:
-    """Seconds of one step, and of the sum of its gradients; or of an exchange."""
-    torch.set_num_threads(1)
-    case = case_of(kind, args, place)
-    calls = {"exchange": case.exchange if way == EXCHANGE else case.bare}
-    if way in WAYS:
-        calls = {"step": lambda: case.step(way), "sum": lambda: case.sum_gradients(way)}
-    found = {}
-    for name, call in calls.items():
-        dist.barrier()
-        begin = time.perf_counter()
-        call()
-        found[name] = on_ranks(time.perf_counter() - begin)
-    return found
+def measure_times(kind: str, args: argparse.Namespace, place: str) -> dict:
+    """Return milliseconds by way and part: of a step, of the sum of its gradients, of exchanges."""
+    return bench.timed(Case(kind, args, place).calls(), args.rounds)
 
 
 def sent(call, itemsize: int) -> float:
-    """Bytes that all ranks send in a call, whose all-reduces are of elements of ``itemsize``."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
-    ) as profile:
-        call()
-    events, size = profile.events(), dist.get_world_size()
-    messages = sum(e.input_shapes[0][0] for e in events if e.name == "gloo:send")
-    reduced = sum(e.input_shapes[0][0] for e in events if e.name == "gloo:all_reduce") * itemsize
-    return on_ranks(messages + reduced * 2 * (size - 1) / size, dist.ReduceOp.SUM)
+    """Return the bytes that all ranks send in a call, whose all-reduces are of elements of
+    ``itemsize``."""
+    events, size = bench.profiled(call), dist.get_world_size()
+    reduced = bench.gloo_elements(events, "all_reduce") * itemsize
+    return bench.summed(bench.gloo_elements(events) + reduced * 2 * (size - 1) / size)
 
 
-def described(kind: str, args) -> dict:
-    """Bytes that ranks hold, bytes that they send, and how far results are apart."""
-    torch.set_num_threads(1)
-    case = case_of(kind, args, "messages")
-    size = dist.get_world_size()
-    found: dict = {"experts": case.num_experts, "held": {}, "sent": {}, "summed": {}}
+def describe(kind: str, args: argparse.Namespace) -> dict:
+    """Return bytes that ranks hold, bytes that they send, and how far results are apart."""
+    case, size = Case(kind, args, "messages"), dist.get_world_size()
+    report: dict = {"experts": case.num_experts, "held": {}, "sent": {}, "summed": {}}
     results = {}
     for way in WAYS:
-        held = sum(p.nbytes for p in case.layers[way].experts.parameters())
-        every: list = [None] * size
-        dist.all_gather_object(every, held)
-        found["held"][way] = every
+        report["held"][way] = [None] * size
+        weights = sum(p.nbytes for p in case.layers[way].experts.parameters())
+        dist.all_gather_object(report["held"][way], weights)
         case.step(way)
         case.sum_gradients(way)
-        found["sent"][way] = sent(lambda way=way: case.step(way), 8)  # numbers of tokens
-        found["summed"][way] = sent(lambda way=way: case.sum_gradients(way), 4)
+        report["sent"][way] = sent(lambda way=way: case.step(way), 8)  # numbers of tokens
+        report["summed"][way] = sent(lambda way=way: case.sum_gradients(way), 4)
         results[way] = case.step(way)
         case.sum_gradients(way)
         results[way] += deepsp.full_state_dict(case.layers[way], gradients=True).values()
-    found["off"] = max(
-        on_ranks(((a - b).abs().max() / b.abs().max()).item())
-        for a, b in zip(*results.values(), strict=True)
+    pairs = zip(*results.values(), strict=True)
+    report["off"] = max(
+        bench.largest(*[((a - b).abs().max() / b.abs().max()).item() for a, b in pairs])
     )
     away = sum(n for i, n in enumerate(case.counts) if i // size != i % size)
-    found["rows"], found["away"] = sum(case.counts), away
+    report["rows"], report["away"] = sum(case.counts), away
     # To the expert's rank and back, in forward and in backward.
-    found["must"] = away * HIDDEN * case.x.element_size() * 2 * 2
-    return found
+    report["must"] = away * HIDDEN * case.x.element_size() * 2 * 2
+    return report
 
 
-# ----------------------------------------------------------------------------- what is asked
+# ------------------------------------------------------------------------------------- tables
 
 
-def measure(args) -> dict:
-    found: dict = {"times": [], "kinds": {}}
-
-    def run(ranks: Ranks, place: str) -> None:
-        cases = [
-            {"kind": kind, "place": place, "way": way, "seconds": {}}
-            for kind in KINDS
-            for way in (*WAYS, EXCHANGE, BARE)
-        ]
-        for turn in tqdm(range(args.rounds + 1), desc=PLACES[place]):
-            for case in cases:
-                parts = ranks(timed, case["kind"], args, place, case["way"])
-                if turn:  # the first one warms up
-                    for name, seconds in parts.items():
-                        case["seconds"].setdefault(name, []).append(seconds)
-        found["times"].extend(cases)
-
-    with Ranks(None, args.ranks) as ranks:
-        for kind in KINDS:
-            found["kinds"][kind] = ranks(described, kind, args)
-        for place in ("memory", "messages"):
-            run(ranks, place)
-    if args.rate and os.geteuid() == 0:
-        with Netlink(args.ranks, args.rate) as link, Ranks(link) as ranks:
-            run(ranks, "link")
-    return found
+def measure(args: argparse.Namespace) -> dict:
+    results: dict = {"times": [], "kinds": {}}
+    for ranks, place in bench.in_places(args):
+        for kind in tqdm(KINDS, desc=bench.PLACES[place]):
+            if place == "messages":
+                results["kinds"][kind] = ranks(describe, kind, args)
+            ms = ranks(measure_times, kind, args, place)
+            for way in (*WAYS, EXCHANGE, BARE):
+                parts = {part: ms[name, part] for name, part in ms if name == way}
+                results["times"].append({"kind": kind, "place": place, "way": way, "ms": parts})
+    return results
 
 
-# ----------------------------------------------------------------------------- tables
-
-
-def milliseconds(seconds: list[float]) -> str:
-    return f"{1e3 * min(seconds):.1f} / {1e3 * statistics.median(seconds):.1f}"
-
-
-def tables(found: dict, args) -> list[Table]:
-    rows = []
-    for kind, x in found["kinds"].items():
+def tables(results: dict, args: argparse.Namespace) -> list[bench.Table]:
+    weights, bytes_sent = [], []
+    for kind, x in results["kinds"].items():
         for way in WAYS:
-            held = max(x["held"][way])
-            part = sum(x["held"][way]) / args.ranks / x["held"][REPLICATED][0]
-            rows.append([kind, str(x["experts"]), way, f"{held / 2**20:.2f}", f"{part:.3f}"])
-    columns = ["layer", "experts", "", "MiB on the fullest rank", "mean, of all experts"]
-    result = [("Expert weights that a rank holds", columns, rows)]
-    rows = []
-    for kind, x in found["kinds"].items():
-        for way in WAYS:
-            must = x["must"] / 2**20 if way == DEALT else 0
-            rows.append(
+            held, dealt = x["held"][way], way == DEALT
+            part = sum(held) / args.ranks / x["held"][REPLICATED][0]
+            mib = f"{max(held) / 2**20:.2f}"
+            weights.append([kind, x["experts"], way, mib, f"{part:.3f}"])
+            bytes_sent.append(
                 [
                     kind,
                     way,
                     f"{x['sent'][way] / 2**20:.3f}",
-                    f"{must:.3f}" if must else "–",
+                    f"{x['must'] / 2**20:.3f}" if dealt else "–",
                     f"{x['summed'][way] / 2**20:.1f}",
-                    f"{x['away']} of {x['rows']}" if must else "–",
+                    f"{x['away']} of {x['rows']}" if dealt else "–",
                 ]
             )
+    columns = ["layer", "experts", "", "MiB on the fullest rank", "mean, of all experts"]
+    made = [bench.Table("Expert weights that a rank holds", columns, weights)]
     columns = [
         "layer",
         "",
         "step, MiB",
         "must travel, MiB",
         "sum of gradients, MiB",
-        "rows for other ranks",
+        "rows for others",
     ]
-    result.append((f"What all ranks send, {args.tokens} tokens", columns, rows))
-    for place, title in PLACES.items():
-        named = f"{title[0].upper()}{title[1:]}" + f", {args.rate} a rank" * (place == "link")
-        cases = {(c["kind"], c["way"]): c["seconds"] for c in found["times"] if c["place"] == place}
-        rows, moved = [], []
-        for kind in KINDS if cases else ():
-            both = {}
-            for way in WAYS:
-                x = cases[kind, way]
-                both[way] = [a + b for a, b in zip(x["step"], x["sum"], strict=True)]
-            for way in WAYS:
-                x = cases[kind, way]
-                rows.append(
-                    [
-                        kind,
-                        way,
-                        milliseconds(x["step"]),
-                        milliseconds(x["sum"]),
-                        milliseconds(both[way]),
-                        ratio(x["step"], cases[kind, REPLICATED]["step"]),
-                        ratio(both[way], both[REPLICATED]),
-                    ]
-                )
-            ours, floor = (cases[kind, way]["exchange"] for way in (EXCHANGE, BARE))
-            moved.append([kind, milliseconds(ours), milliseconds(floor), ratio(ours, floor)])
-        if rows:
-            columns = [
-                "layer",
-                "",
-                "step, ms: min / median",
-                "sum of gradients, ms",
-                "both, ms",
-                "step, of replicated",
-                "both, of replicated",
-            ]
-            result.append((named, columns, rows))
-            columns = ["layer", "exchange alone, ms", "floor, ms", "of the floor"]
-            result.append((f"{named}: exchange alone", columns, moved))
-    return result
+    made.append(bench.Table(f"What all ranks send, {args.tokens} tokens", columns, bytes_sent))
+    for place, title in bench.PLACES.items():
+        cases = {(c["kind"], c["way"]): c["ms"] for c in results["times"] if c["place"] == place}
+        if cases:
+            made += tables_of_times(title + f", {args.rate} a rank" * (place == "link"), cases)
+    return made
 
 
-def markdown(found: dict, args) -> str:
-    worst = max(x["off"] for x in found["kinds"].values())
-    return page(
-        "Experts dealt out over the ranks of a sequence",
-        found["machine"],
-        f"{args.ranks} ranks, {args.tokens} tokens, {HIDDEN} features, float32, experts computed "
-        f'by "{args.experts}". What is compared: `--help`.',
-        f"Outputs and gradients of the two differ by at most {worst:.1e} of the largest entry.",
-        tables(found, args),
-    )
+def tables_of_times(title: str, cases: dict) -> list[bench.Table]:
+    steps, exchanges = [], []
+    for kind in KINDS:
+        step = {way: cases[kind, way]["step"] for way in WAYS}
+        sums = {way: cases[kind, way]["sum"] for way in WAYS}
+        both = {w: [a + b for a, b in zip(step[w], sums[w], strict=True)] for w in WAYS}
+        for way in WAYS:
+            times = [bench.min_median(x[way]) for x in (step, sums, both)]
+            shares = [bench.ratio(x[way], x[REPLICATED]) for x in (step, both)]
+            steps.append([kind, way, *times, *shares])
+        ours, floor = (cases[kind, way]["exchange"] for way in (EXCHANGE, BARE))
+        exchanges.append(
+            [kind, bench.min_median(ours), bench.min_median(floor), bench.ratio(ours, floor)]
+        )
+    columns = ["layer", "", "step, ms: min / median", "sum of gradients, ms", "both, ms"]
+    columns += ["step, of replicated", "both, of replicated"]
+    alone = ["layer", "exchange alone, ms", "floor, ms", "of the floor"]
+    return [
+        bench.Table(title, columns, steps),
+        bench.Table(f"{title}: exchange alone", alone, exchanges),
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    args = bench.parser_of(
+        __doc__,
+        tokens=(4096, "of the sequence"),
+        ranks=(2, "group size"),
+        rounds=(5, "timed steps of each contender"),
+        experts=("grouped_mm", "transformers' experts_implementation, of both contenders"),
+        results=(Path, "folder for experts.md and experts.json"),
+        **bench.LINK_OPTIONS,
+    ).parse_args()
+    results = measure(args)
+    worst = max(x["off"] for x in results["kinds"].values())
+    about = (
+        f"{args.ranks} ranks, {args.tokens} tokens, {HIDDEN} features, float32, experts computed by"
     )
-    add = parser.add_argument
-    add("--tokens", type=int, default=4096, help="of the sequence (default: 4096)")
-    add("--ranks", type=int, default=2, help="group size (default: 2)")
-    add("--rounds", type=int, default=5, help="timed steps of each contender (default: 5)")
-    add(
-        "--experts",
-        default="grouped_mm",
-        help="transformers' experts_implementation, of both contenders (default: grouped_mm)",
-    )
-    add("--rate", default="500mbit", help="of the link, as tc writes it; '': no link")
-    add("--note", default="with nothing else running", help="on the load, for the results")
-    add("--results", type=Path, help="folder for experts.md and experts.json")
-    args = parser.parse_args()
-    load = os.getloadavg()[0]
-    found = measure(args)
-    found["machine"] = about_machine(load, args.note)
-    show(tables(found, args))
-    if args.results:
-        args.results.mkdir(parents=True, exist_ok=True)
-        (args.results / "experts.md").write_text(markdown(found, args))
-        (args.results / "experts.json").write_text(json.dumps(found, indent=1) + "\n")
+    paragraphs = [
+        f'{about} "{args.experts}". What is compared: `--help`.',
+        f"Outputs and gradients of the two differ by at most {worst:.1e} of the largest entry.",
+    ]
+    title = "Experts dealt out over the ranks of a sequence"
+    bench.report(args, "experts", title, paragraphs, tables(results, args), results)
 
 
 if __name__ == "__main__":

@@ -38,131 +38,168 @@ grew at most during one call, its result included and with nothing idle kept fro
 from __future__ import annotations
 
 import argparse
-import os
-import shlex
-import sys
-import time
+import itertools
+import statistics
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import gather_report
-import torch
-from gather_contenders import MIXED, measure, missing_ops, single
-from gather_step import measure_step
-from netlink import Netlink
-from ranks import Ranks
-
-import deepsp
+import bench
+from gather_contenders import FIRST, MIXED_PARAMETERS, measure, single
+from gather_step import COMPUTE, FSDP, measure_step
+from tqdm import tqdm
 
 PARTS = ["single", "mixed", "step"]
-LOOPBACK = "loopback"
+MIXED = "100 mixed"
+STYLES = {"ours": {"color": "crimson"}, "floor": {"color": "black", "linestyle": ":"}}
 
 
-def cases_of(args: argparse.Namespace, ranks: int) -> list[tuple[str, list]]:
+def tasks_of(args: argparse.Namespace, size: int) -> list[tuple[dict, tuple]]:
+    """Return what to note of each task of so many ranks, and the task without its interface."""
     cases = []
     if "single" in args.parts:
-        sizes = [s for s in args.sizes if s * (ranks - 1) / ranks <= args.most]
+        sizes = [s for s in args.sizes if s * (size - 1) / size <= args.most]
         cases += [(f"{s:g} MiB", single(s)) for s in sizes]
     if "mixed" in args.parts:
-        cases.append((gather_report.MIXED, MIXED))
-    return cases
-
-
-def tasks_of(args: argparse.Namespace, ranks: int) -> list[tuple[dict, tuple]]:
-    """What to note of each task, and the task without its interface."""
-    tasks = []
-    repeats = (args.at_least, args.repeats)
-    for name, parameters in cases_of(args, ranks):
+        cases.append((MIXED, MIXED_PARAMETERS))
+    tasks, repeats = [], (args.at_least, args.repeats)
+    for name, parameters in cases:
         for direction in ("gather", "reduce"):
             note = {"part": direction, "case": name}
             tasks.append((note, (measure, direction, parameters, args.seconds, repeats)))
-    if "step" in args.parts and ranks in args.step_ranks:
-        shape = {
-            name: getattr(args, name)
-            for name in ("dim", "layers", "heads", "vocab", "batch", "seq", "lr")
-        }
+    if "step" in args.parts and size in args.step_ranks:
+        names = ("dim", "layers", "heads", "vocab", "batch", "seq", "lr")
+        shape = {name: getattr(args, name) for name in names}
         tasks.append(({"part": "step"}, (measure_step, shape, args.step_repeats)))
     return tasks
 
 
 def run(args: argparse.Namespace) -> list[dict]:
-    from tqdm import tqdm
-
-    tasks = {ranks: tasks_of(args, ranks) for ranks in args.ranks}
-    found = []
-    shaped = [rate for rate in args.rates if rate != LOOPBACK]
-    total = len(args.rates) * sum(map(len, tasks.values()))
-    with tqdm(total=total, unit="case") as bar:
-
-        def all_tasks(ranks: Ranks, rate: str) -> None:
+    cases = []
+    for size, rate in itertools.product(args.ranks, args.rates):
+        with bench.ranks_on(rate, size) as ranks:
             interface = ranks.link and ranks.link.interface
-            for note, (function, *arguments) in tasks[ranks.size]:
-                bar.set_postfix_str(f"P {ranks.size}, {rate}, {' '.join(note.values())}")
-                contenders = ranks(function, interface, *arguments)
-                found.append(
-                    {"ranks": ranks.size, "link": rate} | note | {"contenders": contenders}
-                )
-                bar.update()
+            for note, (function, *task) in tqdm(tasks_of(args, size), desc=f"P {size}, {rate}"):
+                contenders = ranks(function, interface, *task)
+                cases.append({"ranks": size, "link": rate} | note | {"contenders": contenders})
+    return cases
 
-        for size in args.ranks:
-            if shaped:
-                with Netlink(size, None) as link, Ranks(link, size) as ranks:
-                    for rate in shaped:
-                        link.set_rate(rate)
-                        all_tasks(ranks, rate)
-                    link.set_rate(None)  # the ranks' good-bye need not wait
-            if LOOPBACK in args.rates:
-                with Ranks(None, size) as ranks:
-                    all_tasks(ranks, LOOPBACK)
-    return found
+
+# ------------------------------------------------------------------------------------- tables
+
+
+def milliseconds(ms: list[float]) -> str:
+    digits = 2 if min(ms) < 10 else 1 if min(ms) < 100 else 0
+    return bench.min_median(ms, f".{digits}f")
+
+
+def mib(count: int) -> str:
+    return f"{count / 2**20:.{2 if count < 10 << 20 else 1}f}"
+
+
+def wire(of: dict) -> str:
+    return mib(of["wire"]) if of["wire"] else "–"  # loopback: a rank has no interface of its own
+
+
+def groups(cases: list[dict], *keys: str) -> Iterator[tuple[tuple, list[dict]]]:
+    """Give the cases of gather and reduce (or step) with these keys in common."""
+    ordered = sorted(cases, key=lambda case: case["part"])  # stable
+    for key, group in itertools.groupby(ordered, lambda case: tuple(case[k] for k in keys)):
+        yield key, list(group)
+
+
+def grid(title: str, cases: list[dict], cell: Callable[[dict, dict], str]) -> bench.Table:
+    """Return a row for each contender, a column for each case."""
+    names = dict.fromkeys(name for case in cases for name in case["contenders"])
+    rows = []
+    for name in sorted(names, key=lambda name: name == "floor"):  # which is last
+        each = [(case["contenders"].get(name), case["contenders"]) for case in cases]
+        rows.append([name, *("" if of is None else cell(of, every) for of, every in each)])
+    return bench.Table(title, ["", *(case["case"] for case in cases)], rows)
+
+
+def step_table(title: str, contenders: dict) -> bench.Table:
+    base, rows = contenders[FSDP], []
+    for name, of in contenders.items():
+        # It doesn't train: only its first loss is that of the others.
+        trained = 1 if name == COMPUTE else None
+        difference = bench.relative(of["losses"][:trained], base["losses"][:trained])
+        times = [milliseconds(of["ms"]), bench.ratio(of["ms"], base["ms"])]
+        rows.append([name, *times, wire(of), mib(of["peak"]), f"{difference:.1e}"])
+    columns = ["", "ms", f"× {FSDP}", "MiB on the wire", "peak MiB"]
+    return bench.Table(title, [*columns, f"loss, largest difference to {FSDP}"], rows)
+
+
+def tables(cases: list[dict]) -> list[bench.Table]:
+    made = []
+    for (part, size, link), group in groups(cases, "part", "ranks", "link"):
+        where = f"P {size}, {link}"
+        if part == "step":
+            made += [step_table(f"training step, {where}", case["contenders"]) for case in group]
+            continue
+        first = FIRST[part]
+        made.append(grid(f"{part}, {where}: ms", group, lambda of, _: milliseconds(of["ms"])))
+        title = f"{part}, {where}: share of {first}'s time"
+
+        def share(of: dict, every: dict, first: str = first) -> str:
+            return bench.ratio(of["ms"], every[first]["ms"])
+
+        made.append(grid(title, group, share))
+    for (part, size), group in groups(cases, "part", "ranks"):
+        if part != "step":
+            # Neither depends on the link.
+            group = [case for case in group if case["link"] == group[0]["link"]]
+            title = f"{part}, P {size}: MiB on the wire, peak MiB"
+            made.append(grid(title, group, lambda of, _: f"{wire(of)}, {mib(of['peak'])}"))
+    return made
+
+
+def draw(cases: list[dict], file: Path) -> None:
+    """Draw times as shares of the first contender's, over the size of single tensors."""
+    singles = [case for case in cases if case["part"] != "step" and case["case"] != MIXED]
+    panels = list(groups(singles, "part", "ranks", "link"))
+    links = list(dict.fromkeys(key[1:] for key, _ in panels))
+    shape = {"figsize": (4 * len(links), 7), "sharex": True, "squeeze": False}
+    with bench.picture(file, 2, len(links), **shape) as (_, axes):
+        for (part, size, link), group in panels:
+            axis = axes[list(FIRST).index(part)][links.index((size, link))]
+            sizes = [float(case["case"].split()[0]) for case in group]
+            for name in group[0]["contenders"]:
+                medians = [
+                    [statistics.median(case["contenders"][n]["ms"]) for n in (name, FIRST[part])]
+                    for case in group
+                ]
+                shares = [median / first for median, first in medians]
+                axis.plot(sizes, shares, marker=".", label=name, **STYLES.get(name, {}))
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(sizes, [f"{size:g}" for size in sizes])
+            axis.set_ylim(0, 1.6)
+            axis.set_title(f"{part}, P {size}, {link}", fontsize=10)
+            axis.set_ylabel("share of the first's median time")
+            axis.set_xlabel("MiB of the whole tensor in float32")
+            axis.legend(fontsize=7)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--parts", nargs="+", default=PARTS, choices=PARTS, help="what to measure (default: all)")
-    add(
-        "--sizes",
-        type=float,
-        nargs="+",
-        default=[1, 4, 16, 64, 256],
-        metavar="MIB",
-        help="of the single tensors (default: 1 4 16 64 256)",
-    )
-    add(
-        "--most",
-        type=float,
-        default=128,
-        metavar="MIB",
-        help="leaves out single tensors of "
-        "which a rank receives more in float32 (default: 128; 256 MiB on 2 ranks)",
-    )
-    add(
-        "--rates",
-        nargs="+",
-        default=["500mbit", LOOPBACK],
-        metavar="RATE",
-        help=f"of the links, as tc writes it, or {LOOPBACK} (default: 500mbit {LOOPBACK})",
-    )
-    add("--ranks", type=int, nargs="+", default=[2, 4], help="group sizes (default: 2 4)")
-    add("--repeats", type=int, default=20, help="of each contender, at most (default: 20)")
-    add("--at-least", type=int, default=3, help="repeats, whatever they take (default: 3)")
-    add("--seconds", type=float, default=4.0, help="for each case, if that is enough (default: 4)")
-    add("--step-repeats", type=int, default=6, help="of the training step (default: 6)")
-    add("--step-ranks", type=int, nargs="+", default=[2], help="of --ranks, with a training step")
-    add("--dim", type=int, default=512, help="the transformer's features (default: 512)")
-    add("--layers", type=int, default=4, help="its blocks (default: 4)")
-    add("--heads", type=int, default=8, help="its heads (default: 8)")
-    add("--vocab", type=int, default=1024, help="its vocabulary (default: 1024)")
-    add("--batch", type=int, default=1, help="sequences of a rank (default: 1)")
-    add("--seq", type=int, default=512, help="tokens of a sequence (default: 512)")
-    add("--lr", type=float, default=1e-3, help="of AdamW (default: 0.001)")
-    add(
-        "--results",
-        type=Path,
-        metavar="FOLDER",
-        help="writes gather_cast.md, .json and .png there, too",
+    parser = bench.parser_of(
+        __doc__,
+        parts=(PARTS, "what to measure", PARTS),
+        sizes=([1.0, 4.0, 16.0, 64.0, 256.0], "MiB of the single tensors"),
+        most=(128.0, "MiB that a rank receives in float32: leaves out larger single tensors"),
+        rates=(["500mbit", bench.LOOPBACK], "of the links, as tc writes it, or loopback"),
+        ranks=([2, 4], "group sizes"),
+        repeats=(20, "of each contender, at most"),
+        at_least=(3, "repeats, whatever they take"),
+        seconds=(4.0, "for each case, if that is enough"),
+        step_repeats=(6, "of the training step"),
+        step_ranks=([2], "of --ranks, with a training step"),
+        dim=(512, "the transformer's features"),
+        layers=(4, "its blocks"),
+        heads=(8, "its heads"),
+        vocab=(1024, "its vocabulary"),
+        batch=(1, "sequences of a rank"),
+        seq=(512, "tokens of a sequence"),
+        lr=(1e-3, "of AdamW"),
+        results=(Path, "folder for gather_cast.md, .json and .png"),
     )
     args = parser.parse_args()
     for size in args.ranks:
@@ -171,27 +208,16 @@ def main() -> None:
                 f"--ranks {size}: torch alone gathers shards of one size only; take ranks "
                 "that divide 16 and the sizes' rows of 4 KiB"
             )
-
-    from rich.console import Console
-
-    console = Console(width=120)
-    missing = missing_ops()
-    if not hasattr(deepsp, "shard_parameters"):
-        missing.append("shard_parameters")
-    begin, load = time.perf_counter(), os.getloadavg()
-    measured = run(args)
-    found = {
-        "command": shlex.join(["python", *sys.argv]),
-        "settings": vars(args),
-        "machine": {"cpus": os.cpu_count(), "load": load, "torch": torch.__version__},
-        "minutes": (time.perf_counter() - begin) / 60,
-        "missing": missing,
-        "measured": measured,
-    }
-    gather_report.show(console, found)
-    if args.results:
-        gather_report.write(args.results, found)
-        console.print(f"written: {args.results}/gather_cast.*")
+    cases = run(args)
+    paragraphs = [
+        "ms, min / median, of the slowest rank, contenders interleaved; gloo, one thread a rank. "
+        "What the contenders are, and what is counted: `--help`."
+    ]
+    pictures = ("gather_cast.png",) if args.results and "single" in args.parts else ()
+    title, made = "Cast, then gather", tables(cases)
+    bench.report(args, "gather_cast", title, paragraphs, made, {"measured": cases}, pictures)
+    for name in pictures:
+        draw(cases, args.results / name)
 
 
 if __name__ == "__main__":

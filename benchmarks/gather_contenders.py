@@ -6,19 +6,16 @@ is counted and can be checked, and is freed outside the clock.
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import itertools
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import bench
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import deepsp
+import deepsp  # noqa: F401  (registers the ops)
 
 # torch 2.13 renames them.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -32,35 +29,20 @@ FIRST = {"gather": "gather, then cast", "reduce": "upcast, then reduce-scatter"}
 BIASES = [(64,), (128,), (256,), (512,), (1024,), (2048,), (4096,)]
 MATRICES = [(64, 64), (128, 64), (64, 256), (16, 512), (128, 128)] * 6
 SHAPES = [shape for i in range(10) for shape in BIASES + MATRICES[3 * i : 3 * i + 3]]
-MIXED = [(shape, FLOAT if i % 5 == 4 else HALF) for i, shape in enumerate(SHAPES)]
+MIXED_PARAMETERS = [(shape, FLOAT if i % 5 == 4 else HALF) for i, shape in enumerate(SHAPES)]
 
 
 def single(mib: float) -> list:
-    """One matrix of so many MiB in float32."""
+    """Return one matrix of so many MiB in float32."""
     return [((int(mib * 2**18) // 1024, 1024), HALF)]
 
 
-# ------------------------------------------------------------------ what a process has used
-
-
-def trim() -> None:
-    """Gives idle memory back, so that what comes next is counted from the start."""
-    deepsp.ranks.buffers.clear()
-    ctypes.CDLL(None).malloc_trim(0)
-
-
-def memory(field: str) -> int:
-    """Bytes: VmRSS is what is resident, VmHWM the most since `reset_peak`."""
-    status = Path("/proc/self/status").read_text()
-    return int(re.search(rf"{field}:\s+(\d+)", status)[1]) << 10
-
-
-def reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
+# ------------------------------------------------------------------ what a call has used
 
 
 def sent_bytes(interface: str | None) -> int:
-    """What an interface of this rank's namespace has sent, headers included; 0 without one."""
+    """Return what an interface of this rank's namespace has sent, headers included; 0 without
+    one."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, fields = line.partition(":")
         if name.strip() == interface:
@@ -68,25 +50,19 @@ def sent_bytes(interface: str | None) -> int:
     return 0
 
 
-def largest(*values: float) -> list[float]:
-    """Each value's largest over the ranks."""
-    tensor = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    return tensor.tolist()
-
-
 def account(call: Callable[[], object], interface: str | None) -> tuple[object, dict]:
-    """A call's result; the bytes that it put on the wire, and by how much memory grew at most."""
-    trim()
-    dist.barrier()
-    wire = sent_bytes(interface)
-    reset_peak()
-    before = memory("VmRSS")
-    result = call()
-    peak = memory("VmHWM") - before
+    """Return a call's result; the bytes that it put on the wire, and by how much memory grew at
+    most."""
+    before = []
+
+    def counted() -> object:
+        before.append(sent_bytes(interface))
+        return call()
+
+    result, mib = bench.growth(counted)
     dist.barrier()  # the peers have received
-    wire, peak = largest(sent_bytes(interface) - wire, peak)
-    return result, {"wire": int(wire), "peak": int(peak)}
+    wire, mib = bench.largest(sent_bytes(interface) - before[0], mib)
+    return result, {"wire": int(wire), "peak": int(mib * 2**20)}
 
 
 # ------------------------------------------------------------------------------ contenders
@@ -99,7 +75,7 @@ class Holder(nn.Module):
 
 
 def fsdp(wholes: list[Tensor], dtypes: list[torch.dtype]) -> tuple[Callable, Callable]:
-    """FSDP2's unshard and reshard: a group of parameters for each dtype."""
+    """Return FSDP2's unshard and reshard: a group of parameters for each dtype."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -126,29 +102,8 @@ def fsdp(wholes: list[Tensor], dtypes: list[torch.dtype]) -> tuple[Callable, Cal
     return unshard, reshard
 
 
-def floor(bytes_each: int) -> Callable[[], list]:
-    """One message of so many bytes to every other rank, on warm buffers."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    # Each its own: two ranks' blocks may travel at once.
-    sent, received = (
-        {p: torch.ones(bytes_each, dtype=torch.uint8) for p in range(size) if p != rank}
-        for _ in range(2)
-    )
-    # From the next rank on, so that not all send to the same one.
-    peers = [(rank + i) % size for i in range(1, size)]
-
-    def run() -> list:
-        arriving = [dist.irecv(received[p], p) for p in reversed(peers)]
-        leaving = [dist.isend(sent[p], p) for p in peers]
-        for work in leaving + arriving:
-            work.wait()
-        return []
-
-    return run
-
-
 def cast_and_copy(pairs: list) -> Callable[[], list]:
-    """A gather's cast, and a copy for every other rank, without any of them, on warm buffers."""
+    """Return a gather's cast and a copy for every other rank, without these, on warm buffers."""
     casts = [torch.ones(s.shape, dtype=d) for s, d in pairs]
     copies = [[torch.ones_like(x) for x in casts] for _ in range(dist.get_world_size() - 1)]
 
@@ -163,13 +118,11 @@ def cast_and_copy(pairs: list) -> Callable[[], list]:
     return run
 
 
-def op(name: str) -> Callable | None:
-    found = getattr(torch.ops.deepsp, name, None)
-    return found or getattr(torch.ops.deepsp, f"_{name}", None)
+def nothing() -> None: ...
 
 
 def shards_of(parameters: list) -> tuple[list[Tensor], list[Tensor]]:
-    """Float32 parameters, the same on every rank, and this rank's shards of them."""
+    """Return float32 parameters, the same on every rank, and this rank's shards of them."""
     generator = torch.Generator().manual_seed(0)
     wholes = [torch.randn(shape, generator=generator) for shape, _ in parameters]
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -177,7 +130,7 @@ def shards_of(parameters: list) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def gathers(parameters: list) -> tuple[dict[str, tuple[Callable, Callable]], Callable]:
-    """Contenders by name, each with what cleans up after it; and the check of a result."""
+    """Return contenders by name, each with what cleans up after it; and the check of a result."""
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.group.WORLD.group_name
     dtypes = [dtype for _, dtype in parameters]
@@ -190,34 +143,32 @@ def gathers(parameters: list) -> tuple[dict[str, tuple[Callable, Callable]], Cal
         all_gather(whole, shard)
         return whole
 
-    def nothing() -> None: ...
-
     pairs = list(zip(shards, dtypes, strict=True))
-    found = {
+    calls = {
         FIRST["gather"]: (lambda: [gathered(s).to(d) for s, d in pairs], nothing),
         "cast, then gather": (lambda: [gathered(s.to(d)) for s, d in pairs], nothing),
         "FSDP2 unshard": fsdp(wholes, dtypes),
     }
-    if one := op("gather_cast"):
-        found["ours, one by one" if len(shards) > 1 else "ours"] = (
-            lambda: [one(s, n, d, rank, group) for (s, d), n in zip(pairs, rows, strict=True)],
-            nothing,
-        )
-    if len(shards) > 1 and (all_at_once := op("gather_cast_coalesced")):
-        found["ours, coalesced"] = (lambda: all_at_once(shards, flat, dtypes, rank, group), nothing)
-    found[ALONE] = (cast_and_copy(pairs), nothing)
-    found["floor"] = (floor(sum(s.numel() * d.itemsize for s, d in pairs)), nothing)
+    one, coalesced = torch.ops.deepsp.gather_cast, torch.ops.deepsp.gather_cast_coalesced
+    calls["ours, one by one" if len(shards) > 1 else "ours"] = (
+        lambda: [one(s, n, d, rank, group) for (s, d), n in zip(pairs, rows, strict=True)],
+        nothing,
+    )
+    if len(shards) > 1:
+        calls["ours, coalesced"] = (lambda: coalesced(shards, flat, dtypes, rank, group), nothing)
+    calls[ALONE] = (cast_and_copy(pairs), nothing)
+    calls["floor"] = (bench.bare_messages(sum(s.numel() * d.itemsize for s, d in pairs)), nothing)
     expected = [w.to(d) for w, d in zip(wholes, dtypes, strict=True)]
 
     def check(result: list[Tensor]) -> None:
         for got, want in zip(result, expected, strict=True):
             torch.testing.assert_close(got.detach(), want, rtol=0, atol=0)
 
-    return found, check
+    return calls, check
 
 
 def reductions(parameters: list) -> tuple[dict[str, tuple[Callable, Callable]], Callable]:
-    """The way back: gradients in the gathered dtypes, summed over the ranks in float32."""
+    """Return the same for the way back: gradients in the gathered dtypes, summed in float32."""
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.group.WORLD.group_name
     of_ranks = []
@@ -242,42 +193,36 @@ def reductions(parameters: list) -> tuple[dict[str, tuple[Callable, Callable]], 
         dist.all_to_all_single(received, grad)
         return received.unflatten(0, (size, -1)).sum(0, dtype=FLOAT)
 
-    def nothing() -> None: ...
-
-    found = {
+    calls = {
         FIRST["reduce"]: (lambda: [scattered(g.float()) for g in grads], nothing),
         "all-to-all, then sum": (lambda: [exchanged(g) for g in grads], nothing),
     }
-    if one := op("reduce_scatter_cast"):
-        found["ours, one by one" if len(grads) > 1 else "ours"] = (
-            lambda: [one(g, n, FLOAT, rank, group) for g, n in zip(grads, rows, strict=True)],
+    one = torch.ops.deepsp.reduce_scatter_cast
+    coalesced = torch.ops.deepsp._reduce_scatter_cast_coalesced
+    calls["ours, one by one" if len(grads) > 1 else "ours"] = (
+        lambda: [one(g, n, FLOAT, rank, group) for g, n in zip(grads, rows, strict=True)],
+        nothing,
+    )
+    if len(grads) > 1:
+        calls["ours, coalesced"] = (
+            lambda: coalesced(grads, flat, [FLOAT] * len(grads), rank, group),
             nothing,
         )
-    if len(grads) > 1 and (all_at_once := op("reduce_scatter_cast_coalesced")):
-        found["ours, coalesced"] = (
-            lambda: all_at_once(grads, flat, [FLOAT] * len(grads), rank, group),
-            nothing,
-        )
-    found["floor"] = (floor(sum(g.nbytes // size for g in grads)), nothing)
+    calls["floor"] = (bench.bare_messages(sum(g.nbytes // size for g in grads)), nothing)
 
     def check(result: list[Tensor]) -> None:
         for got, want in zip(result, expected, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-5)  # another order of sums
 
-    return found, check
+    return calls, check
 
 
 # ------------------------------------------------------------------------- tasks of the ranks
 
 
-def missing_ops() -> list[str]:
-    names = ("gather_cast", "reduce_scatter_cast")
-    return [n for name in names for n in (name, f"{name}_coalesced") if op(n) is None]
-
-
 def calls_in_a_row(parameters: list, interface: str | None) -> int:
-    """On a link of a set speed so many that a time is the link's: after a pause it lets 256 KiB
-    pass at once."""
+    """Return as many calls as make the time the link's: after a pause it lets 256 KiB pass at
+    once."""
     if interface is None:
         return 1
     if len(parameters) > 1:
@@ -290,38 +235,31 @@ def calls_in_a_row(parameters: list, interface: str | None) -> int:
 def measure(
     interface: str | None, direction: str, parameters: list, seconds: float, repeats: tuple
 ) -> dict[str, dict]:
-    """By contender: milliseconds of the slowest rank, bytes on the wire, peak of memory."""
+    """Return ms of the slowest rank, bytes on the wire and peak of memory, by contender."""
     contenders, check = (gathers if direction == "gather" else reductions)(parameters)
-    found = {}
+    results = {}
     for name, (call, after) in contenders.items():
-        result, found[name] = account(call, interface)
+        result, results[name] = account(call, interface)
         if name not in ("floor", ALONE):
             check(result)
         del result
         after()
-    taken = {name: [] for name in contenders}
     in_a_row = calls_in_a_row(parameters, interface)
-    begin = time.perf_counter()
-    for repeat in itertools.count(-1):  # the first is a warm-up
-        late = time.perf_counter() - begin > seconds and repeat >= repeats[0]
-        done = torch.tensor([late or repeat >= repeats[1]])
-        dist.broadcast(done, 0)  # every rank stops at the same repeat
-        if done:
-            break
-        for name, (call, after) in contenders.items():
-            took = 0.0
-            dist.barrier()
-            for _ in range(in_a_row if repeat >= 0 else 1):
-                start = time.perf_counter()
-                result = call()
-                took += time.perf_counter() - start
-                del result
-                after()
-            if repeat >= 0:
-                taken[name].append(1e3 * took / in_a_row)
-    for name, times in taken.items():
-        found[name]["ms"] = largest(*times)
-    del contenders, check
-    gc.collect()  # FSDP2's modules are cycles
-    trim()
-    return found
+
+    def clock(contender: tuple) -> float:
+        """Return the mean seconds of the calls, without what cleans up after each."""
+        call, after = contender
+        took = 0.0
+        dist.barrier()
+        for _ in range(in_a_row):
+            start = time.perf_counter()
+            result = call()
+            took += time.perf_counter() - start
+            del result
+            after()
+        return took / in_a_row
+
+    ms = bench.timed(contenders, repeats[1], seconds=seconds, least=repeats[0], clock=clock)
+    for name in contenders:
+        results[name]["ms"] = ms[name]
+    return results

@@ -4,21 +4,20 @@ contender."""
 from __future__ import annotations
 
 import copy
-import gc
 import itertools
-import time
 from collections.abc import Callable
 
+import bench
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from gather_contenders import FLOAT, HALF, account, all_gather, largest, reduce_scatter, trim
+from gather_contenders import FLOAT, HALF, account, all_gather, reduce_scatter
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import deepsp
 
-FSDP, AHEAD = "FSDP2", "FSDP2, ahead"
+COMPUTE, FSDP, AHEAD = "compute", "FSDP2", "FSDP2, ahead"
 
 
 class Norm(nn.Module):
@@ -136,7 +135,7 @@ def as_unfused(model: Model) -> Model:
 
 
 def as_fsdp(model: Model, ahead: bool = False) -> Model:
-    """FSDP2 by block; `ahead`: with what it offers for overlap without streams."""
+    """Shard by FSDP2, by block; `ahead`: with what it offers for overlap without streams."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -176,51 +175,41 @@ def stepper(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Callab
 def contenders(shape: dict) -> dict[str, Callable]:
     torch.manual_seed(0)
     base = Model(shape["dim"], shape["layers"], shape["heads"], shape["vocab"])
-    shard = {"unfused": as_unfused, FSDP: as_fsdp, AHEAD: lambda model: as_fsdp(model, ahead=True)}
-    if hasattr(deepsp, "shard_parameters"):
-        shard["fused"] = lambda model: as_ours(model, prefetch_bytes=0)
-        shard["fused, prefetch"] = as_ours
+    shard = {
+        "unfused": as_unfused,
+        FSDP: as_fsdp,
+        AHEAD: lambda model: as_fsdp(model, ahead=True),
+        "fused": lambda model: as_ours(model, prefetch_bytes=0),
+        "fused, prefetch": as_ours,
+    }
     # What a rank computes, with weights that are there, and no optimizer.
-    found = {"compute": stepper(copy.deepcopy(base).to(HALF), None)}
+    steps = {COMPUTE: stepper(copy.deepcopy(base).to(HALF), None)}
     for name, make in shard.items():
         model = make(copy.deepcopy(base))
-        found[name] = stepper(model, torch.optim.AdamW(model.parameters(), lr=shape["lr"]))
-    return found
+        steps[name] = stepper(model, torch.optim.AdamW(model.parameters(), lr=shape["lr"]))
+    return steps
 
 
 # ------------------------------------------------------------------------- task of the ranks
 
 
 def measure_step(interface: str | None, shape: dict, repeats: int) -> dict[str, dict]:
-    """By contender: milliseconds of the slowest rank, losses of the whole batch, bytes on the wire
-    and peak of memory of one step."""
+    """Return, by contender, milliseconds of the slowest rank, losses of the whole batch, bytes on
+    the wire and peak of memory of one step."""
     steps = contenders(shape)
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     size = (shape["batch"], shape["seq"] + 1)
-    taken = {name: [] for name in steps}
-    losses = {name: [] for name in steps}
-    found = {}
-    for repeat in range(-3, repeats):
-        ids = torch.randint(shape["vocab"], size, generator=generator)
-        for name, step in steps.items():
-            if repeat == -2:  # between the first, which makes the optimizer's state, and a warm-up
-                loss, found[name] = account(lambda step=step, ids=ids: step(ids), interface)
-            else:
-                dist.barrier()
-                start = time.perf_counter()
-                loss = step(ids)
-                took = time.perf_counter() - start
-                if repeat >= 0:
-                    taken[name].append(1e3 * took)
-            losses[name].append(loss.item())
+    batches = [torch.randint(shape["vocab"], size, generator=generator) for _ in range(3 + repeats)]
+    losses: dict[str, list[float]] = {name: [] for name in steps}
+
+    def step(name: str) -> None:
+        losses[name].append(steps[name](batches[len(losses[name])]).item())
+
+    calls = {name: lambda name=name: step(name) for name in steps}
+    bench.timed(calls, 1, warmups=0)  # makes the optimizers' states
+    results = {name: account(call, interface)[1] for name, call in calls.items()}
+    ms = bench.timed(calls, repeats)
     for name in steps:
-        total = torch.tensor(losses[name], dtype=torch.float64)
-        dist.all_reduce(total)
-        found[name] |= {
-            "ms": largest(*taken[name]),
-            "losses": (total / dist.get_world_size()).tolist(),
-        }
-    del steps, step
-    gc.collect()  # FSDP2's modules are cycles
-    trim()
-    return found
+        mean = [bench.summed(loss) / dist.get_world_size() for loss in losses[name]]
+        results[name] |= {"ms": ms[name], "losses": mean}
+    return results

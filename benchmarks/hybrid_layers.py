@@ -95,13 +95,13 @@ class Layer(nn.Module):
         mixed, *rest = projected.split(self.sections(part), -1)
         mixed = convolve(mixed.transpose(1, 2), part.conv).transpose(1, 2)
         mixed = mixed.split([part.heads[n] * self.dims[n] for n in self.convolved], -1)
-        found = dict(zip(self.heads, [*mixed, *rest], strict=True))
-        found = {n: x.unflatten(-1, (part.heads[n], self.dims[n])) for n, x in found.items()}
-        gate = found.pop("z")
-        return self.gated(run(**self.arguments(found, part)), gate, part.norm).flatten(2)
+        outputs = dict(zip(self.heads, [*mixed, *rest], strict=True))
+        outputs = {n: x.unflatten(-1, (part.heads[n], self.dims[n])) for n, x in outputs.items()}
+        gate = outputs.pop("z")
+        return self.gated(run(**self.arguments(outputs, part)), gate, part.norm).flatten(2)
 
-    def arguments(self, found: dict[str, Tensor], part: Part) -> dict[str, Tensor]:
-        """Of the recurrence."""
+    def arguments(self, outputs: dict[str, Tensor], part: Part) -> dict[str, Tensor]:
+        """Return the arguments of the recurrence."""
         raise NotImplementedError
 
     def gated(self, out: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
@@ -124,10 +124,10 @@ class GatedDeltaNet(Layer):
         self.heads |= {"b": heads, "a": heads}
         super().__init__(hidden)
 
-    def arguments(self, found, part):
-        a, beta = found.pop("a").squeeze(3), found.pop("b").squeeze(3).sigmoid()
+    def arguments(self, outputs, part):
+        a, beta = outputs.pop("a").squeeze(3), outputs.pop("b").squeeze(3).sigmoid()
         g = -part.per_head["A_log"].exp() * F.softplus(a + part.per_head["dt_bias"])
-        return found | {"g": g, "beta": beta}
+        return outputs | {"g": g, "beta": beta}
 
     @staticmethod
     def run(query, key, value, g, beta, initial_state=None, output_final_state=False):
@@ -166,13 +166,13 @@ class Mamba2(Layer):
     def per_head(self):
         return super().per_head() | {"D": self.D}
 
-    def arguments(self, found, part):
+    def arguments(self, outputs, part):
         p = part.per_head
-        found["dt"] = found["dt"].squeeze(3)
-        return found | {"A": -p["A_log"].exp(), "D": p["D"], "dt_bias": p["dt_bias"]}
+        outputs["dt"] = outputs["dt"].squeeze(3)
+        return outputs | {"A": -p["A_log"].exp(), "D": p["D"], "dt_bias": p["dt_bias"]}
 
     def run(self, x, B, C, dt, A, D, dt_bias, initial_state=None, output_final_state=False):
-        found = mamba2_chunk_scan(
+        result = mamba2_chunk_scan(
             x,
             dt,
             A,
@@ -185,7 +185,7 @@ class Mamba2(Layer):
             initial_states=None if initial_state is None else initial_state.mT,
             return_final_states=output_final_state,
         )
-        return (found[0], found[1].mT) if output_final_state else (found,)
+        return (result[0], result[1].mT) if output_final_state else (result,)
 
     def gated(self, out, gate, weight):
         y = (out * F.silu(gate)).flatten(2)  # a norm for each group
@@ -283,8 +283,8 @@ def to_heads_by_deepsp(sections: list[Tensor], layer: Layer) -> Tensor:
     heads = zip(sections, layer.heads.items(), strict=True)
     inputs = {n: x.unflatten(-1, (h, layer.dims[n])) for x, (n, h) in heads}
     order = [layer.value, *(n for n in inputs if n != layer.value)]  # the first one's are dealt out
-    found = dict(zip(order, deepsp.seq_to_heads([inputs[n] for n in order]), strict=True))
-    return torch.cat([found[n].flatten(2) for n in inputs], -1)
+    outputs = dict(zip(order, deepsp.seq_to_heads([inputs[n] for n in order]), strict=True))
+    return torch.cat([outputs[n].flatten(2) for n in inputs], -1)
 
 
 def to_tokens_by_deepsp(out: Tensor, layer: Layer) -> Tensor:
@@ -322,12 +322,12 @@ class Nothing(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, value, *others):
-        ctx.given = value, *others
+        ctx.inputs = value, *others
         return Nothing.of(value)
 
     @staticmethod
     def backward(ctx, grad):
-        return tuple(Nothing.of(x) for x in ctx.given)
+        return tuple(Nothing.of(x) for x in ctx.inputs)
 
 
 def do_nothing(layer: Layer) -> None:

@@ -13,22 +13,17 @@ The machine's memory is what plays the device, so offloading to it isn't among t
 """
 
 import argparse
-import ctypes
-import gc
-import itertools
+import contextlib
 import json
-import os
 import statistics
 import tempfile
 import time
-from pathlib import Path
 
+import bench
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from tqdm import tqdm
 
-HERE = Path(__file__).parent
 MIB = 2**20
 
 # Name: number of ranks, and what is on.
@@ -46,12 +41,6 @@ DEEPSPEED = {
     "DeepSpeed UlyssesSPAttentionHF, 2 ranks": (2, "ulysses"),
     "  + checkpoints, TiledMLP": (2, "ulysses checkpoint ds-tile"),
 }
-
-
-def status(name: str) -> int:
-    """Bytes."""
-    line = Path("/proc/self/status").read_text().split(f"{name}:")[1]
-    return int(line.split()[0]) * 1024
 
 
 def config_of(args: argparse.Namespace, attention: str):
@@ -151,88 +140,58 @@ def _tile_as_deepspeed(model) -> None:
         layer.mlp.forward = tiled.__get__(layer.mlp)
 
 
-def tidy() -> None:
-    """Gives the system back what steps have left."""
-    import deepsp
-
-    deepsp.ranks.buffers.clear()
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-
-
-def taken_by_libraries(args: argparse.Namespace, on: set[str]) -> int:
-    """Bytes of this process once a model has been trained and dropped: code, and what libraries
-    keep."""
+def taken_by_libraries(args: argparse.Namespace, on: set[str]) -> float:
+    """Return the MiB of this process once a model has been trained and dropped: code, and what
+    libraries keep."""
     if "ulysses" in on:  # which can be registered once only
         import deepspeed.runtime.sequence_parallel.ulysses_sp  # noqa: F401
     small = argparse.Namespace(**vars(args) | {"hidden": 64, "layers": 1})
     Way(small, on - {"ulysses"}).step(64)
-    tidy()
-    return status("VmRSS")
+    bench.trim()
+    return bench.status_mib("VmRSS")
 
 
-def serve(rank: int, ranks: int, store: str, args, on: str, asked, answers) -> None:
-    """Answers lengths with the memory, time and loss of a step."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+_way: list = []  # of this rank: the memory that libraries take, and a Way
+
+
+def set_up(args: argparse.Namespace, on: str) -> None:
+    """Make a rank's way."""
     import transformers
-    from transformers import LlamaForCausalLM  # noqa: F401  (before memory is counted)
-
-    import deepsp  # noqa: F401  (before memory is counted)
 
     transformers.logging.set_verbosity_error()
-    before = taken_by_libraries(args, set(on.split()))
-    way = Way(args, set(on.split()))
-    way.step(64)
-    while (length := asked[rank].get()) is not None:
-        tidy()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
-        began = time.perf_counter()
-        torch.manual_seed(0)
-        loss = way.step(length)
-        seconds = time.perf_counter() - began
-        peak = torch.tensor(status("VmHWM") - before)
-        dist.all_reduce(peak, dist.ReduceOp.MAX)
-        if rank == 0:
-            answers.put((peak.item(), seconds, loss))
-    dist.barrier()
-    dist.destroy_process_group()
+    _way.append(taken_by_libraries(args, set(on.split())))
+    _way.append(Way(args, set(on.split())))
+    _way[1].step(64)
 
 
-class Ranks:
-    """Processes that hold one way."""
-
-    def __init__(self, args: argparse.Namespace, ranks: int, on: str):
-        context = mp.get_context("spawn")
-        self.folder = tempfile.TemporaryDirectory()
-        self.asked = [context.SimpleQueue() for _ in range(ranks)]
-        self.answers = context.SimpleQueue()
-        given = (ranks, f"{self.folder.name}/store", args, on, self.asked, self.answers)
-        self.processes = mp.spawn(serve, given, ranks, join=False)
-
-    def step(self, length: int) -> tuple[int, float, float]:
-        length -= length % 4  # DeepSpeed wants ranks to have as many tokens
-        for queue in self.asked:
-            queue.put(length)
-        while self.answers.empty():
-            if self.processes.join(timeout=0.02):
-                raise RuntimeError("the ranks have ended")
-        return self.answers.get()
-
-    def stop(self) -> None:
-        for queue in self.asked:
-            queue.put(None)
-        while not self.processes.join():
-            pass
+def measure(length: int) -> tuple[float, float, float]:
+    """Return the bytes that a step takes, its seconds, and its loss."""
+    before, way = _way
+    length -= length % 4  # DeepSpeed wants ranks to have as many tokens
+    bench.trim()
+    bench.reset_peak()
+    began = time.perf_counter()
+    torch.manual_seed(0)
+    loss = way.step(length)
+    seconds = time.perf_counter() - began
+    return MIB * bench.largest(bench.status_mib("VmHWM") - before)[0], seconds, loss
 
 
-def longest(ranks: Ranks, limit: int, first: int, precision: float, say) -> dict:
-    """The most tokens whose step stays under the limit, to within ``precision``: lengths are tried
-    where a line through the nearest ones says that the limit is, then beside them."""
+@contextlib.contextmanager
+def ranks_of(args: argparse.Namespace, count: int, on: str):
+    """Give a function that measures a step of so many tokens, on ranks that hold one way."""
+    with bench.ranks_on(bench.LOOPBACK, count) as ranks:
+        ranks(set_up, args, on)
+        yield lambda length: ranks(measure, length)
+
+
+def longest(step, limit: int, first: int, precision: float, say) -> dict:
+    """Return the most tokens whose step stays under the limit, to within ``precision``: lengths are
+    tried where a line through the nearest ones says that the limit is, then beside them."""
     tried: dict[int, tuple[int, float]] = {}
     fits, above, length = 0, None, first
     while above is None or above > max(64, fits * (1 + precision)):
-        memory, seconds, _ = ranks.step(length)
+        memory, seconds, _ = step(length)
         tried[length] = memory, seconds
         say(f"{length} tokens: {memory / MIB:.0f} MiB, {seconds:.1f} s")
         if memory <= limit:
@@ -257,128 +216,107 @@ def longest(ranks: Ranks, limit: int, first: int, precision: float, say) -> dict
 
 def table(args: argparse.Namespace) -> None:
     ways = LEVERS | (DEEPSPEED if args.peers else {})
-    found = {}
-    bar = tqdm(ways.items(), desc="ways")
-    for name, (count, on) in bar:
-        ranks = Ranks(args, count, on)
-        loss = ranks.step(args.compare)[2]  # the same weights for all: after one step
-        try:
-            result = longest(
-                ranks,
-                args.limit * MIB,
-                args.compare,
-                args.precision,
-                lambda text, name=name: bar.set_postfix_str(f"{name}, {text}"),
-            )
-        finally:
-            ranks.stop()
-        found[name] = {"ranks": count, "loss": loss} | result
-    plain = found["PyTorch, 1 process"]
-    lines = [
-        f"Limit {args.limit} MiB a rank; hidden {args.hidden}, {args.layers} layers.",
-        "",
-        "| | tokens | times | bytes a token | times lower | step, s | loss off |",
-        "|---|---|---|---|---|---|---|",
+    results = {}
+    for name, (count, on) in (bar := tqdm(ways.items(), desc="ways")):
+        with ranks_of(args, count, on) as step:
+            loss = step(args.compare)[2]  # the same weights for all: after one step
+
+            def say(text: str, name: str = name) -> None:
+                bar.set_postfix_str(f"{name}, {text}")
+
+            result = longest(step, args.limit * MIB, args.compare, args.precision, say)
+        results[name] = {"ranks": count, "loss": loss} | result
+    plain = results["PyTorch, 1 process"]
+    rows = [
+        [
+            name,
+            x["tokens"],
+            f"{x['tokens'] / plain['tokens']:.1f}",
+            f"{x['slope']:.0f}",
+            f"{plain['slope'] / x['slope']:.2f}",
+            f"{x['seconds']:.1f}",
+            f"{abs(x['loss'] - plain['loss']) / plain['loss']:.1e}",
+        ]
+        for name, x in results.items()
     ]
-    for name, x in found.items():
-        off = abs(x["loss"] - plain["loss"]) / plain["loss"]
-        lines.append(
-            f"| {name} | {x['tokens']} | {x['tokens'] / plain['tokens']:.1f} | {x['slope']:.0f} | "
-            f"{plain['slope'] / x['slope']:.2f} | {x['seconds']:.1f} | {off:.1e} |"
-        )
-    text = "\n".join(lines)
+    columns = ["", "tokens", "times", "bytes a token", "times lower", "step, s", "loss off"]
+    title = f"Limit {args.limit} MiB a rank; hidden {args.hidden}, {args.layers} layers."
+    text = "\n".join([title, "", *bench.in_markdown(columns, rows)])
     print(text)
-    (HERE / "results/longest.md").write_text(f"# The longest sequence\n\n{text}\n")
-    (HERE / "results/longest.json").write_text(json.dumps(found, indent=1) + "\n")
-    plot(found)
+    (bench.RESULTS / "longest.md").write_text(f"# The longest sequence\n\n{text}\n")
+    (bench.RESULTS / "longest.json").write_text(json.dumps(results, indent=1) + "\n")
+    plot(results)
 
 
-def plot(found: dict) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 0.5 + 0.45 * len(found)))
-    names = list(found)[::-1]
-    tokens = [found[name]["tokens"] for name in names]
+def plot(results: dict) -> None:
+    names = list(results)[::-1]
+    tokens = [results[name]["tokens"] for name in names]
     others = {*DEEPSPEED, names[-1]}
-    bars = axes.barh(names, tokens, color=["#999999" if n in others else "#33658a" for n in names])
-    base = found["PyTorch, 1 process"]["tokens"]
-    axes.bar_label(bars, [f"{n:,}  ({n / base:.1f} x)" for n in tokens], padding=3)
-    axes.set_xlabel("longest sequence that trains under the limit, tokens")
-    axes.set_xlim(0, 1.35 * max(tokens))  # room for the labels
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(HERE / "results/longest.png", dpi=120)
+    colors = ["#999999" if name in others else "#33658a" for name in names]
+    file, shape = bench.RESULTS / "longest.png", (8, 0.5 + 0.45 * len(names))
+    with bench.picture(file, figsize=shape, dpi=120) as (_, axes):
+        bars = axes.barh(names, tokens, color=colors)
+        axes.bar_label(bars, [f"{n:,}  ({n / tokens[-1]:.1f} x)" for n in tokens], padding=3)
+        axes.set_xlabel("longest sequence that trains under the limit, tokens")
+        axes.set_xlim(0, 1.35 * max(tokens))  # room for the labels
+        axes.spines[["top", "right"]].set_visible(False)
 
 
 def slopes(args: argparse.Namespace) -> None:
-    """Bytes a token on 1, 2 and 4 ranks, with nothing else on."""
-    known = {}
+    """Print bytes a token on 1, 2 and 4 ranks, with nothing else on."""
+    by_count = {}
     for count in tqdm((1, 2, 4), desc="ranks"):
-        ranks = Ranks(args, count, "sp" if count > 1 else "")
-        try:
-            low, high = (ranks.step(n * args.compare)[0] for n in (8, 24))
-        finally:
-            ranks.stop()
-        known[count] = (high - low) / (16 * args.compare)
-    for count, slope in known.items():
-        print(f"{count} ranks: {slope:.0f} bytes a token, {known[1] / slope:.2f} times fewer")
+        with ranks_of(args, count, "sp" if count > 1 else "") as step:
+            low, high = (step(n * args.compare)[0] for n in (8, 24))
+        by_count[count] = (high - low) / (16 * args.compare)
+    for count, slope in by_count.items():
+        print(f"{count} ranks: {slope:.0f} bytes a token, {by_count[1] / slope:.2f} times fewer")
 
 
 def mlp(args: argparse.Namespace) -> None:
-    """What tiles add to checkpoints and a loss without logits: slope and time, in turns."""
+    """Print what tiles add to checkpoints and a loss without logits: slope and time, in turns."""
     ways = {
         "checkpoints": "sp checkpoint loss",
         "tiled": "sp checkpoint loss tile",
         "DeepSpeed's TiledMLP": "sp checkpoint loss ds-tile",
     }
-    all_ranks = {name: Ranks(args, 1, on) for name, on in ways.items()}
     low, high = 16 * args.compare, 48 * args.compare  # from where the loss takes all that it may
-    times = {name: [] for name in ways}
-    memory = {name: {} for name in ways}
-    losses = {}
-    try:
-        rounds = itertools.product(tqdm(range(args.rounds), desc="rounds"), ways, (low, high))
-        for _, name, length in rounds:
-            peak, seconds, loss = all_ranks[name].step(length)
-            memory[name][length] = max(peak, memory[name].get(length, 0))
-            if length == high:
-                times[name].append(seconds)
-                losses[name] = loss
-    finally:
-        for ranks in all_ranks.values():
-            ranks.stop()
-    first = None
+    times, losses = {name: [] for name in ways}, {}
+    memory = {(name, length): [] for name in ways for length in (low, high)}
+    with contextlib.ExitStack() as stack:
+        steps = {n: stack.enter_context(ranks_of(args, 1, on)) for n, on in ways.items()}
+        for _ in tqdm(range(args.rounds), desc="rounds"):
+            for name, length in memory:
+                peak, seconds, losses[name] = steps[name](length)
+                memory[name, length].append(peak)
+                if length == high:
+                    times[name].append(seconds)
+    slopes = {n: (max(memory[n, high]) - max(memory[n, low])) / (high - low) for n in ways}
+    first, *_ = ways
     for name in ways:
-        slope = (memory[name][high] - memory[name][low]) / (high - low)
         least, middle = min(times[name]), statistics.median(times[name])
-        first = first or (slope, least, middle)
         print(
-            f"{name:22}{slope:8.0f} bytes a token ({first[0] / slope:.2f} times fewer) "
-            f"{least:7.2f} s min, {middle:7.2f} s median ({least / first[1]:.2f}, "
-            f"{middle / first[2]:.2f} times) loss {losses[name]:.6f}"
+            f"{name:22}{slopes[name]:8.0f} bytes a token "
+            f"({slopes[first] / slopes[name]:.2f} times fewer) {least:7.2f} s min, {middle:7.2f} s "
+            f"median ({bench.ratio(times[name], times[first])} times) loss {losses[name]:.6f}"
         )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--limit", type=int, default=128, help="MiB a rank (default: 128)")
-    add("--hidden", type=int, default=128, help="features of a token (default: 128)")
-    add("--layers", type=int, default=4, help="(default: 4)")
-    add("--kv-chunk", type=int, default=2048, help="tokens whose keys come at a time")
-    add("--compare", type=int, default=256, help="tokens on which losses are compared")
-    add("--precision", type=float, default=0.03, help="of the longest length (default: 0.03)")
-    add("--rounds", type=int, default=5, help="of --mlp (default: 5)")
-    add("--peers", action="store_true", help="DeepSpeed's attention and tiles, too")
-    add("--slopes", action="store_true", help="bytes a token on 1, 2 and 4 ranks alone")
-    add("--mlp", action="store_true", help="tiled MLPs alone: slope and time")
-    args = parser.parse_args()
-    os.environ |= {f"MALLOC_{name}_THRESHOLD_": str(2**16) for name in ("MMAP", "TRIM")}  # of ranks
+    args = bench.parser_of(
+        __doc__,
+        limit=(128, "MiB a rank"),
+        hidden=(128, "features of a token"),
+        layers=(4, "of the model"),
+        kv_chunk=(2048, "tokens whose keys come at a time"),
+        compare=(256, "tokens on which losses are compared"),
+        precision=(0.03, "of the longest length"),
+        rounds=(5, "of --mlp"),
+        peers=(False, "DeepSpeed's attention and tiles, too"),
+        slopes=(False, "bytes a token on 1, 2 and 4 ranks alone"),
+        mlp=(False, "tiled MLPs alone: slope and time"),
+    ).parse_args()
+    bench.return_freed_memory()
     if args.mlp:
         mlp(args)
     elif args.slopes:

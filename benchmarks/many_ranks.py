@@ -8,25 +8,20 @@ each other on 1024 ranks). Milliseconds, minimum of many calls on one thread.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
+import multiprocessing
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
+import bench
 from tqdm import tqdm
 
-SIZES = (2, 8, 64, 256, 1024)
-RESULTS = Path(__file__).parent / "results"
 TOKENS, DIM = 1, 8  # of a rank; of a head
 
 
 def calls(size: int) -> dict[str, Callable[[], object]]:
-    """By what it is called in the table."""
+    """Return calls by their name in the table."""
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -37,7 +32,7 @@ def calls(size: int) -> dict[str, Callable[[], object]]:
     rank, lens = size // 2, [TOKENS] * size
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     op, name = torch.ops.deepsp, dist.group.WORLD.group_name
-    found = {}
+    by_name = {}
 
     def tensors(heads, kv_heads, grad=False):
         shapes = [(1, TOKENS, h, DIM) for h in (heads, kv_heads, kv_heads)]
@@ -62,7 +57,7 @@ def calls(size: int) -> dict[str, Callable[[], object]]:
         x, with_grad = tensors(heads, kv_heads), tensors(heads, kv_heads, True)
         if heads >= size:
             there = op.seq_to_heads(x, lens, rank, name)
-            found |= {
+            by_name |= {
                 f"seq_to_heads of q, k, v, {kind}": lambda x=x: op.seq_to_heads(
                     x, lens, rank, name
                 ),
@@ -70,7 +65,7 @@ def calls(size: int) -> dict[str, Callable[[], object]]:
                     op.heads_to_seq(t, [h, kv, kv], lens, rank, name)
                 ),
             }
-        found |= {
+        by_name |= {
             f"attention, {kind}": lambda x=x: forward(x),
             f"attention, forward + backward, {kind}": lambda x=with_grad: both(x),
         }
@@ -81,7 +76,7 @@ def calls(size: int) -> dict[str, Callable[[], object]]:
         y = layer(hidden, seq_lens=lens, is_causal=True)
         torch.autograd.grad(y.sum(), [hidden, *layer.parameters()])
 
-    found["layer, forward + backward, H = P"] = through_layer
+    by_name["layer, forward + backward, H = P"] = through_layer
     weights = [torch.randn(4, 8, requires_grad=True) for _ in range(20)]
 
     def gathered(count):
@@ -94,7 +89,7 @@ def calls(size: int) -> dict[str, Callable[[], object]]:
     of_all = torch.randn(TOKENS * size, 8)
     half = rows.bfloat16()
     c = deepsp.collectives
-    found |= {
+    by_name |= {
         "gather_cast, forward + backward": lambda: gathered(1),
         "gather_cast of 20, forward + backward": lambda: gathered(20),
         "all_gather": lambda: c.all_gather(rows, 0, grad="replicated"),
@@ -107,7 +102,7 @@ def calls(size: int) -> dict[str, Callable[[], object]]:
             max(1, size // 4), 1, seq_len=TOKENS * size, ranks=size
         ),
     }
-    return found
+    return by_name
 
 
 def minimum(call: Callable[[], object], budget: float) -> float:
@@ -121,56 +116,42 @@ def minimum(call: Callable[[], object], budget: float) -> float:
 
 
 def measure(size: int, budget: float, only: str) -> dict[str, float]:
-    found = {what: call for what, call in calls(size).items() if only in what}
-    return {what: minimum(call, budget) for what, call in found.items()}
+    return {what: minimum(call, budget) for what, call in calls(size).items() if only in what}
 
 
-def report(found: dict[int, dict[str, float]]) -> str:
-    """A table, and how each call grows from 64 ranks on: 1 is linear."""
-    sizes = sorted(found)
-    lines = [
-        "Host milliseconds a call (`python benchmarks/many_ranks.py`), minimum.",
-        "",
-        "| call | " + " | ".join(f"P = {size}" for size in sizes) + " | grows like |",
-        "|---|" + "--:|" * (len(sizes) + 1),
-    ]
-    for what in found[sizes[0]]:
-        times = [found[size][what] for size in sizes]
-        grows = ""
-        if len(sizes) > 1 and sizes[-1] > 64:
-            first = max(i for i, size in enumerate(sizes) if size <= 64)
-            power = math.log(times[-1] / times[first]) / math.log(sizes[-1] / sizes[first])
+def report(results: dict[int, dict[str, float]]) -> str:
+    """Return a table that also says how each call grows from 64 ranks on: 1 is linear."""
+    sizes = sorted(results)
+    first = max((size for size in sizes if size <= 64), default=sizes[0])
+    rows = []
+    for what in results[sizes[0]]:
+        times, grows = {size: results[size][what] for size in sizes}, ""
+        if sizes[-1] > max(64, first):
+            power = math.log(times[sizes[-1]] / times[first]) / math.log(sizes[-1] / first)
             grows = f"P^{power:.2f}"
-        lines.append(f"| {what} | " + " | ".join(f"{t:.3g}" for t in times) + f" | {grows} |")
-    return "\n".join(lines)
+        rows.append([what, *(f"{t:.3g}" for t in times.values()), grows])
+    columns = ["call", *(f"P = {size}" for size in sizes), "grows like"]
+    text = "Host milliseconds a call (`python benchmarks/many_ranks.py`), minimum."
+    return "\n".join([text, "", *bench.in_markdown(columns, rows)])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="P")
-    parser.add_argument("--only", default="", metavar="TEXT", help="calls whose name has it")
-    parser.add_argument("--seconds", type=float, default=0.5, help="a call, at least")
-    parser.add_argument("--write", action="store_true", help=f"into {RESULTS.name}/")
-    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)  # in a process of its own
-    args = parser.parse_args()
-    if args.one is not None:
-        print(json.dumps(measure(args.one, args.seconds, args.only)))
-        return
-    found = {}
+    args = bench.parser_of(
+        __doc__,
+        sizes=([2, 8, 64, 256, 1024], "of the group"),
+        only=("", "calls whose name has it"),
+        seconds=(0.5, "a call, at least"),
+        write=(False, "writes many_ranks.md into results/"),
+    ).parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    results = {}
     for size in tqdm(args.sizes, unit="size"):
-        command = [sys.executable, __file__, "--one", str(size)]
-        command += ["--only", args.only, "--seconds", str(args.seconds)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        run = subprocess.run(
-            command, env=environment, stdout=subprocess.PIPE, text=True, check=True
-        )
-        found[size] = json.loads(run.stdout.splitlines()[-1])
-    text = report(found)
+        with multiprocessing.get_context("spawn").Pool(1) as process:
+            results[size] = process.apply(measure, (size, args.seconds, args.only))
+    text = report(results)
     print(text)
     if args.write:
-        (RESULTS / "many_ranks.md").write_text(f"# Many ranks\n\n{text}\n")
+        (bench.RESULTS / "many_ranks.md").write_text(f"# Many ranks\n\n{text}\n")
 
 
 if __name__ == "__main__":

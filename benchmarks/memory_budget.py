@@ -19,16 +19,14 @@ relative difference to "by hand, default".
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
-import json
 import os
-import shlex
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
+
+import bench
+from tqdm import tqdm
 
 DEFAULT, BUDGET, CHECKPOINT = "default", "budget", "checkpoint"
 BACKEND, HAND = "backend", "by hand"
@@ -84,10 +82,8 @@ def make_model(args: argparse.Namespace, by_hand: bool, checkpointed: bool):
 
 
 def train(kind: str, mode: str, budget, args: argparse.Namespace) -> dict:
-    """Run by every rank of a group."""
+    """Return the step's time and memory, and the losses; run by every rank of a group."""
     import torch
-    import torch.distributed as dist
-    from compile import peak_mib, reset_peak
 
     import deepsp
 
@@ -105,33 +101,30 @@ def train(kind: str, mode: str, budget, args: argparse.Namespace) -> dict:
         inputs = [deepsp.shard(x, 1).clone() for x in inputs]
     else:
         deepsp.prepare_inputs(*inputs)
-    losses, steps = [], []
-    for _ in range(args.steps):
-        gc.collect()
-        ctypes.CDLL("libc.so.6").malloc_trim(0)  # what is free must not hide what is used next
-        dist.barrier()
-        reset_peak()
-        before = peak_mib()
+
+    def step() -> tuple[float, float]:
         begin = time.perf_counter()
         loss = compiled(*inputs)
         loss.backward()
         if kind == HAND:
             deepsp.sync_gradients(model)
-        steps.append((1e3 * (time.perf_counter() - begin), peak_mib() - before))
+        return 1e3 * (time.perf_counter() - begin), loss.item()
+
+    losses, steps = [], []
+    for _ in range(args.steps):
+        (ms, loss), mib = bench.growth(step)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-    found = torch.tensor([statistics.median(x) for x in zip(*steps[2:], strict=True)])
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return {"step_ms": found[0].item(), "mib": found[1].item(), "losses": losses}
+        losses.append(loss)
+        steps.append((ms, mib))
+    ms, mib = bench.largest(*[statistics.median(x) for x in zip(*steps[2:], strict=True)])
+    return {"step_ms": ms, "mib": mib, "losses": losses}
 
 
 def measure(kind: str, mode: str, budget, args: argparse.Namespace) -> dict:
-    from ranks import Ranks
-
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
-        with Ranks(None, args.ranks) as ranks:
+        with bench.ranks_on(bench.LOOPBACK, args.ranks) as ranks:
             return ranks(train, kind, mode, budget, args)
 
 
@@ -139,12 +132,9 @@ def title_of(kind: str, mode: str, budget) -> str:
     return f"{kind}, {mode} {budget:g}" if mode == BUDGET else f"{kind}, {mode}"
 
 
-COLUMNS = ["", "step, ms", "memory of a step, MiB", "× by hand, default", "loss, difference"]
-
-
-def rows_of(found: dict[str, dict]) -> list[list[str]]:
-    base = found[title_of(HAND, DEFAULT, None)]
-    return [
+def table_of(title: str, results: dict[str, dict]) -> bench.Table:
+    base = results[title_of(HAND, DEFAULT, None)]
+    rows = [
         [
             name,
             f"{x['step_ms']:.0f}",
@@ -152,93 +142,56 @@ def rows_of(found: dict[str, dict]) -> list[list[str]]:
             f"{x['step_ms'] / base['step_ms']:.2f} time, {x['mib'] / base['mib']:.2f} memory",
             f"{abs(x['losses'][0] / base['losses'][0] - 1):.1e}",
         ]
-        for name, x in found.items()
+        for name, x in results.items()
     ]
+    columns = ["", "step, ms", "memory of a step, MiB", "× by hand, default", "loss, difference"]
+    return bench.Table(title, columns, rows)
 
 
-def draw(found: dict[str, dict], file: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    curve = [x for name, x in found.items() if BUDGET in name]
-    axes.plot([x["mib"] for x in curve], [x["step_ms"] for x in curve], "o-", label="memory_budget")
-    for name, x in found.items():
-        if BUDGET in name:
-            label, shift = name.removeprefix(f"{BACKEND}, {BUDGET} "), (6, 6)
-        else:
-            axes.plot(x["mib"], x["step_ms"], "s" if HAND in name else "D", label=name)
-            continue
-        place = (x["mib"], x["step_ms"])
-        axes.annotate(label, place, xytext=shift, textcoords="offset points")
-    right, top = (1.15 * max(x[key] for x in found.values()) for key in ("mib", "step_ms"))
-    axes.set(xlabel="peak memory of a step, MiB", ylabel="step, ms", xlim=(0, right), ylim=(0, top))
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower left")
-    figure.savefig(file, dpi=110)
+def draw(results: dict[str, dict], file: Path) -> None:
+    with bench.picture(file, figsize=(8, 5)) as (_, axes):
+        curve = {name: x for name, x in results.items() if BUDGET in name}
+        mib, ms = ([x[key] for x in curve.values()] for key in ("mib", "step_ms"))
+        axes.plot(mib, ms, "o-", label="memory_budget")
+        for name, *place in zip(curve, mib, ms, strict=True):
+            label = name.removeprefix(f"{BACKEND}, {BUDGET} ")
+            axes.annotate(label, place, xytext=(6, 6), textcoords="offset points")
+        for name, x in results.items():
+            if name not in curve:
+                axes.plot(x["mib"], x["step_ms"], "s" if HAND in name else "D", label=name)
+        most = {key: 1.15 * max(x[key] for x in results.values()) for key in ("mib", "step_ms")}
+        axes.set(xlabel="peak memory of a step, MiB", xlim=(0, most["mib"]))
+        axes.set(ylabel="step, ms", ylim=(0, most["step_ms"]))
+        axes.grid(alpha=0.3)
+        axes.legend(loc="lower left")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add(
-        "--budgets",
-        type=float,
-        nargs="+",
-        default=[0, 0.2, 0.4, 0.6],
-        help="of memory_budget (default: 0 0.2 0.4 0.6)",
-    )
-    add("--seq", type=int, default=4096, help="tokens (default: 4096)")
-    add("--ranks", type=int, default=2, help="that share a sequence (default: 2)")
-    add("--layers", type=int, default=4, help="the model's layers (default: 4)")
-    add("--dim", type=int, default=256, help="its features (default: 256)")
-    add("--heads", type=int, default=8, help="its heads (default: 8)")
-    add("--vocab", type=int, default=512, help="its vocabulary (default: 512)")
-    add("--steps", type=int, default=6, help="of each contender (default: 6)")
-    add("--results", type=Path, metavar="FOLDER", help="writes memory_budget.md, .json and .png")
-    args = parser.parse_args()
-
-    from importlib.metadata import version
-
-    from rich.console import Console
-    from rich.table import Table
-    from tqdm import tqdm
-
-    contenders = [(HAND, DEFAULT, None), (HAND, CHECKPOINT, None), (BACKEND, DEFAULT, None)]
-    contenders += [(BACKEND, CHECKPOINT, None)]
+    args = bench.parser_of(
+        __doc__,
+        budgets=([0.0, 0.2, 0.4, 0.6], "of memory_budget"),
+        seq=(4096, "tokens"),
+        ranks=(2, "that share a sequence"),
+        layers=(4, "the model's layers"),
+        dim=(256, "its features"),
+        heads=(8, "its heads"),
+        vocab=(512, "its vocabulary"),
+        steps=(6, "of each contender"),
+        results=(Path, "folder for memory_budget.md, .json and .png"),
+    ).parse_args()
+    contenders = [(kind, mode, None) for kind in (HAND, BACKEND) for mode in (DEFAULT, CHECKPOINT)]
     contenders += [(BACKEND, BUDGET, b) for b in sorted(args.budgets, reverse=True)]
-    load, found = os.getloadavg()[0], {}
-    with tqdm(contenders, unit="run") as bar:
-        for contender in bar:
-            bar.set_postfix_str(title_of(*contender))
-            found[title_of(*contender)] = measure(*contender, args)
-    rows = rows_of(found)
-    table = Table(*COLUMNS, title=f"S {args.seq}, P {args.ranks}", title_justify="left")
-    for row in rows:
-        table.add_row(*row)
-    console = Console(width=120)
-    console.print(table)
+    results = {}
+    for contender in (bar := tqdm(contenders, unit="run")):
+        bar.set_postfix_str(title_of(*contender))
+        results[title_of(*contender)] = measure(*contender, args)
+    table = table_of(f"S {args.seq}, P {args.ranks}", results)
+    record = {"settings": vars(args), "results": results}
+    title, about = "What backward keeps and computes again", "What the contenders are: `--help`."
+    pictures = ("memory_budget.png",)
+    bench.report(args, "memory_budget", title, [about], [table], record, pictures)
     if args.results:
-        args.results.mkdir(parents=True, exist_ok=True)
-        command = shlex.join(["python", *sys.argv])
-        record = {"command": command, "settings": vars(args), "load": load, "found": found}
-        file = args.results / "memory_budget"
-        file.with_suffix(".json").write_text(json.dumps(record, indent=1, default=str) + "\n")
-        lines = ["# What backward finds kept", "", f"`{command}`", ""]
-        lines += [
-            f"{os.cpu_count()} cores, load {load:.2f} at the start, torch {version('torch')}. What "
-            "the contenders are, and what is counted: `--help`.",
-            "",
-        ]
-        lines += [f"| {' | '.join(x)} |" for x in (COLUMNS, ["---"] * len(COLUMNS), *rows)]
-        lines += ["", "![memory and time](memory_budget.png)"]
-        file.with_suffix(".md").write_text("\n".join(lines) + "\n")
-        draw(found, file.with_suffix(".png"))
-        console.print(f"written: {file}.*")
+        draw(results, args.results / "memory_budget.png")
 
 
 if __name__ == "__main__":

@@ -16,16 +16,12 @@ Nothing of it is measured on a GPU.
 import argparse
 import itertools
 import os
-import tempfile
 from collections import Counter
-from pathlib import Path
 from typing import NamedTuple
 
+import bench
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
-HERE = Path(__file__).parent
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 4096, 32, 8, 128
 LENGTHS = (32, 64)
 PRODUCTS = {"aten::mm": "m", "aten::bmm": "m", "aten::addmm": "m", "aten::addmm_": "m"}
@@ -35,6 +31,11 @@ WAITS = (
     "_heads_to_output_wait",
     "_project_to_heads_backward",
 )
+AMOUNTS = [  # what is counted, its elements or bytes, and the bytes that each moves
+    ("products", "product elements", 2),
+    ("copies", "copied bytes", 2),
+    ("elementwise", "elementwise elements", 2),
+]
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
 
@@ -55,22 +56,22 @@ def sizes_of(event) -> list[int]:
 
 
 def operations(event) -> float:
-    """Of a product of two matrices, or of batches of them."""
+    """Return the operations of a product of two matrices, or of batches of them."""
     a, b = [shape for shape in event.input_shapes if len(shape) > 1][:2]
     return 2.0 * torch.Size(a).numel() * b[-1]
 
 
 def attention_operations(event) -> float:
-    """Causal; its backward has five products where forward has two."""
+    """Return the operations of causal attention: forward has two products, backward five."""
     batch, heads, tokens, dim = next(s for s in event.input_shapes if len(s) == 4)
     forward = 2.0 * batch * heads * tokens**2 * dim
     return forward * (2.5 if "backward" in event.name else 1)
 
 
 def counted(events, tokens: float) -> tuple[Counter, list[Step]]:
-    """Numbers of one forward or backward, and its order, with the amounts of `tokens` times as
-    long a sequence."""
-    found, order = Counter(), []
+    """Return the numbers of one forward or backward, and its order, with the amounts of `tokens`
+    times as long a sequence."""
+    counts, order = Counter(), []
     last = 0
     events = sorted(events, key=lambda e: e.time_range.start)
     sent = iter([e for e in events if e.name == "gloo:all_to_all"])
@@ -80,26 +81,26 @@ def counted(events, tokens: float) -> tuple[Counter, list[Step]]:
             continue  # inside of a product
         if name in PRODUCTS:
             order.append(Step("m", operations(event) * tokens))
-            found["products"] += 1
+            counts["products"] += 1
             a, b = sizes_of(event)[:2]
-            found["product elements"] += a + b
+            counts["product elements"] += a + b
             last = event.time_range.end
         elif name.startswith(ATTENTION):
             order.append(Step("A", attention_operations(event) * tokens**2))
             last = event.time_range.end
         elif name == "deepsp::exchange":
             order.append(Step("E", sum(sizes_of(next(sent))) * tokens))
-            found["exchanges"] += 1
+            counts["exchanges"] += 1
         elif name == "deepsp::copy":
-            found["copies"] += 1
-            found["copied bytes"] += event.concrete_inputs[0] if event.concrete_inputs else 0
+            counts["copies"] += 1
+            counts["copied bytes"] += event.concrete_inputs[0] if event.concrete_inputs else 0
         elif name in ("aten::add_", "aten::copy_", "aten::cat", "aten::sum", "aten::mul"):
-            found["elementwise"] += 1
-            found["elementwise elements"] += sum(sizes_of(event))
+            counts["elementwise"] += 1
+            counts["elementwise elements"] += sum(sizes_of(event))
             last = event.time_range.end
         elif name.removeprefix("deepsp::") in WAITS:
             order.append(Step("W", int(name.removeprefix("deepsp::") == "seq_to_heads_wait")))
-    return found, order
+    return counts, order
 
 
 def written(order: list[Step]) -> str:
@@ -107,13 +108,6 @@ def written(order: list[Step]) -> str:
         f"{n}{what}" if (n := len(list(group))) > 1 else what
         for what, group in itertools.groupby(step.what for step in order)
     )
-
-
-def profiled(call, tokens: float) -> tuple[Counter, list[Step]]:
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, record_shapes=True) as profile:
-        call()
-    return counted(profile.events(), tokens)
 
 
 class Rates(NamedTuple):
@@ -126,7 +120,7 @@ class Rates(NamedTuple):
 
 
 def exposed(order: list[Step], rates: Rates, ranks: int) -> tuple[float, float]:
-    """Seconds in all, and of them those in which the GPU waits for exchanges."""
+    """Return the seconds in all, and those in which the GPU waits for exchanges."""
     clock = busy = free = 0.0  # of compute, how much of it computes, when the link is free
     flying = []
     for step in order:
@@ -146,8 +140,8 @@ def exposed(order: list[Step], rates: Rates, ranks: int) -> tuple[float, float]:
 
 
 def by_tensor(forward: list[Step], backward: list[Step]) -> tuple[list[Step], list[Step]]:
-    """What would be if q, k and v travelled one by one, in one chunk: q while k and v are computed;
-    backward, dW of each as it arrives, and dX of all."""
+    """Return the order if q, k and v were sent one by one, in one chunk: q while k and v are
+    computed; backward, dW of each as it arrives, and dX of all."""
     qkv, there, *rest = forward
     shares = [n / (HEADS + 2 * KV_HEADS) for n in (HEADS, KV_HEADS, KV_HEADS)]
     start = [
@@ -166,58 +160,47 @@ def by_tensor(forward: list[Step], backward: list[Step]) -> tuple[list[Step], li
     return [*start, *rest], [*before, *arriving, *products, of_x]
 
 
-def work(rank: int, ranks: int, store: str, chunks_of, length_of: int, results) -> None:
+def measure(chunks_of: list[int], length_of: int) -> dict:
+    """Return what forward and backward launch, by overlap, chunks and length."""
     import deepsp
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    found = {}
+    launches = {}
     for overlap, chunks in [(False, 1), *((True, n) for n in chunks_of)]:
         layer = deepsp.SequenceParallelAttention(
             HIDDEN, HEADS, KV_HEADS, chunks=chunks, overlap=overlap, dtype=torch.bfloat16
         )
         for length in LENGTHS:
             x = torch.randn(1, length, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
-            out = {}
+            outputs = []
 
-            def forward(layer=layer, x=x, out=out):
-                out["y"] = layer(x, is_causal=True)
+            def forward(layer=layer, x=x, outputs=outputs):
+                outputs.append(layer(x, is_causal=True))
 
-            def backward(out=out):
-                out["y"].backward(torch.ones_like(out["y"]))
+            def backward(outputs=outputs):
+                y = outputs.pop()
+                y.backward(torch.ones_like(y))
 
             forward()
             backward()
-            tokens = length_of / length
-            found[overlap, chunks, length] = profiled(forward, tokens), profiled(backward, tokens)
-            dist.barrier()
-    if rank == 0:
-        results.put(found)
-    dist.barrier()
-    dist.destroy_process_group()
+            launches[overlap, chunks, length] = [
+                counted(bench.profiled(call), length_of / length) for call in (forward, backward)
+            ]
+    return launches
 
 
 def at_length(numbers: list[Counter], what: str, length: int) -> float:
-    """What grows by as much with each token."""
+    """Return what grows by as much with each token."""
     first, second = (n[what] for n in numbers)
     return first + (second - first) * (length - LENGTHS[0]) / (LENGTHS[1] - LENGTHS[0])
 
 
-def waits(found: dict, args) -> list[str]:
-    """A table of how long the GPU waits, by the model."""
+def waits(launches: dict, args: argparse.Namespace) -> list[str]:
+    """Return a table of how long the GPU waits, by the model."""
     schedules = {}
-    for overlap, chunks in dict.fromkeys((o, c) for o, c, _ in found):
-        orders = [order for _, order in found[overlap, chunks, LENGTHS[0]]]
-        if not overlap:  # it waits at once
-            orders = [
-                [
-                    s
-                    for step in order
-                    if step.what != "W"
-                    for s in ([step, Step("W", 0)] if step.what == "E" else [step])
-                ]
-                for order in orders
-            ]
+    for overlap, chunks in dict.fromkeys((o, c) for o, c, _ in launches):
+        orders = [order for _, order in launches[overlap, chunks, LENGTHS[0]]]
+        if not overlap:
+            orders = [waiting_at_once(order) for order in orders]
         schedules[f"{overlap}, {chunks}"] = orders
         if overlap and chunks == 1:
             schedules["(q, k and v one by one, 1)"] = by_tensor(*orders)
@@ -227,44 +210,41 @@ def waits(found: dict, args) -> list[str]:
         f"{args.attention:g} TFLOP/s and 20 us a launch; nothing is measured. The schedule in "
         "brackets isn't built.",
         "",
-        "| overlap, chunks |" + "".join(f" {link:g} GB/s |" for link in args.links),
-        "|---|" + "---|" * len(args.links),
     ]
+    rows = []
     for name, orders in schedules.items():
-        cells = []
+        rows.append([name])
         for link in args.links:
             rates = Rates(args.products * 1e12, args.attention * 1e12, link * 1e9)
             both = [exposed(order, rates, args.ranks) for order in orders]
             whole, waited = (1e3 * sum(part) for part in zip(*both, strict=True))
-            cells.append(f" {waited:.2f} ({whole:.2f}) |")
-        lines.append(f"| {name} |" + "".join(cells))
-    return lines
+            rows[-1].append(f"{waited:.2f} ({whole:.2f})")
+    columns = ["overlap, chunks", *(f"{link:g} GB/s" for link in args.links)]
+    return lines + bench.in_markdown(columns, rows)
+
+
+def waiting_at_once(order: list[Step]) -> list[Step]:
+    """Return the order with a wait after each exchange, and no others."""
+    steps = []
+    for step in order:
+        if step.what != "W":
+            steps += [step, Step("W", 0)] if step.what == "E" else [step]
+    return steps
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, default=8, help="(default: 8)")
-    parser.add_argument("--tokens", type=int, default=8192, help="of a rank (default: 8192)")
-    parser.add_argument("--chunks", type=int, nargs="+", default=[1, 2, 4], help="(default: 1 2 4)")
-    parser.add_argument("--products", type=float, default=600, help="TFLOP/s (default: 600)")
-    parser.add_argument("--attention", type=float, default=400, help="TFLOP/s (default: 400)")
-    parser.add_argument(
-        "--links",
-        type=float,
-        nargs="+",
-        default=[350, 45],
-        help="GB/s out of a GPU in an all-to-all (default: 350, NVLink; 45, a 400 Gbit/s network)",
-    )
-    args = parser.parse_args()
+    args = bench.parser_of(
+        __doc__,
+        ranks=(8, "group size"),
+        tokens=(8192, "of a rank"),
+        chunks=([1, 2, 4], "of heads"),
+        products=(600.0, "TFLOP/s"),
+        attention=(400.0, "TFLOP/s"),
+        links=([350.0, 45.0], "GB/s out of a GPU in an all-to-all: NVLink; 400 Gbit/s network"),
+    ).parse_args()
     os.environ["DEEPSP_TEST_COLLECTIVES"] = "1"
-    results = mp.get_context("spawn").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(
-            work, (args.ranks, f"{folder}/store", args.chunks, args.tokens, results), args.ranks
-        )
-    found = results.get()
+    with bench.ranks_on(bench.LOOPBACK, args.ranks) as ranks:
+        launches = ranks(measure, args.chunks, args.tokens)
     lines = [
         "# What the attention layer launches on NCCL",
         "",
@@ -274,34 +254,30 @@ def main() -> None:
         "products, casts). Copies are calls on the CPU, where a merge is one for each rank; on a "
         "GPU it is one.",
         "",
-        "| overlap, chunks | | products | GiB | copies | GiB | elementwise | GiB | exchanges |",
-        "|---|---|---|---|---|---|---|---|---|",
     ]
-    orders = []
-    for overlap, chunks in dict.fromkeys((o, c) for o, c, _ in found):
+    rows, orders = [], []
+    for overlap, chunks in dict.fromkeys((o, c) for o, c, _ in launches):
         for n, way in enumerate(("forward", "backward")):
-            numbers = [found[overlap, chunks, length][n][0] for length in LENGTHS]
-
-            def count(what, numbers=numbers):
-                return round(at_length(numbers, what, args.tokens))
-
-            def gib(what, item, numbers=numbers):
-                return f"{at_length(numbers, what, args.tokens) * item / 2**30:.2f}"
-
-            name = f"{overlap}, {chunks}"
-            lines.append(
-                f"| {name} | {way} | {count('products')} | {gib('product elements', 2)} | "
-                f"{count('copies')} | {gib('copied bytes', 2)} | {count('elementwise')} | "
-                f"{gib('elementwise elements', 2)} | {count('exchanges')} |"
-            )
-            order = written(found[overlap, chunks, LENGTHS[0]][n][1])
-            orders.append(f"| {name} | {way} | `{order}` |")
+            numbers = [launches[overlap, chunks, length][n][0] for length in LENGTHS]
+            name, row = f"{overlap}, {chunks}", []
+            for what, elements, item in AMOUNTS:
+                row.append(round(at_length(numbers, what, args.tokens)))
+                gib = at_length(numbers, elements, args.tokens) * item / 2**30
+                row.append(f"{gib:.2f}")
+            exchanges = round(at_length(numbers, "exchanges", args.tokens))
+            rows.append([name, way, *row, exchanges])
+            order = written(launches[overlap, chunks, LENGTHS[0]][n][1])
+            orders.append([name, way, f"`{order}`"])
+    columns = ["overlap, chunks", ""]
+    for what, _, _ in AMOUNTS:
+        columns += [what, "GiB"]
+    lines += bench.in_markdown([*columns, "exchanges"], rows)
     lines += ["", "The order: E an exchange, m a product, A attention, W a wait.", ""]
-    lines += ["| overlap, chunks | | order |", "|---|---|---|", *orders, ""]
-    lines += waits(found, args)
+    lines += [*bench.in_markdown(["overlap, chunks", "", "order"], orders), ""]
+    lines += waits(launches, args)
     text = "\n".join(lines) + "\n"
     print(text)
-    (HERE / "results/nccl_schedule.md").write_text(text)
+    (bench.RESULTS / "nccl_schedule.md").write_text(text)
 
 
 if __name__ == "__main__":

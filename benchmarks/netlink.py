@@ -11,7 +11,6 @@ error, Ctrl-C, SIGTERM or SIGHUP. After SIGKILL they stay; `ip netns del` remove
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import os
@@ -29,35 +28,6 @@ CLONE_NEWNET = 0x40000000
 CONGESTION = "/proc/sys/net/ipv4/tcp_congestion_control"
 FATAL = (signal.SIGTERM, signal.SIGHUP)  # by default they end Python without any clean-up
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
-
-EXAMPLES = """examples (as root):
-  python benchmarks/netlink.py --nodes 2 --rate 500mbit --check
-  python benchmarks/netlink.py --nodes 2 --rate 500mbit -- python train.py --steps 10
-  python benchmarks/netlink.py --nodes 4 --rate 1gbit -- python benchmark.py
-
-The command runs once in every node, with RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE,
-MASTER_ADDR and MASTER_PORT as torchrun sets them on one machine, and GLOO_SOCKET_IFNAME. If one
-fails, the others are terminated and its exit code is returned.
-"""
-
-RECEIVE = """
-import socket, sys, time
-server = socket.create_server((sys.argv[1], 0))
-server.settimeout(30)
-print(server.getsockname()[1], flush=True)
-connection, _ = server.accept()
-connection.settimeout(30)
-start, received, buffer = time.perf_counter(), 0, bytearray(1 << 20)
-while size := connection.recv_into(buffer):
-    received += size
-print(received, time.perf_counter() - start)
-"""
-SEND = """
-import socket, sys
-with socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=30) as connection:
-    for _ in range(int(sys.argv[3])):
-        connection.sendall(bytes(1 << 20))
-"""
 
 
 def _run(*argv: str) -> None:
@@ -211,62 +181,3 @@ class Netlink:
             libc = ctypes.CDLL(None, use_errno=True)  # os.setns is there from Python 3.12
             if libc.setns(file.fileno(), CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), "setns failed", file.name)
-
-    def measure(self, mib: int = 16) -> float:
-        """Mbit/s of a TCP transfer of `mib` MiB from node 0 to node 1."""
-        to = self.addresses[1]
-        python = [sys.executable, "-c"]
-        receiver = self.popen(1, [*python, RECEIVE, to], stdout=subprocess.PIPE, text=True)
-        if port := receiver.stdout.readline().strip():
-            self.popen(0, [*python, SEND, to, port, str(mib)]).wait()
-        received, seconds = (receiver.communicate()[0] or "0 0").split()
-        if int(received) != mib << 20:
-            raise SystemExit("netlink: the transfer from node 0 to node 1 failed")
-        return int(received) * 8 / 1e6 / float(seconds)
-
-
-def run(link: Netlink, command: list[str]) -> int:
-    """Runs the command in every node; the exit code of the first that fails, or 0."""
-    size = str(len(link.addresses))
-    env = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GLOO_SOCKET_IFNAME": link.interface}
-    env |= {
-        "MASTER_ADDR": link.addresses[0],
-        "MASTER_PORT": "29500",
-    }  # in a new namespace every port is free
-    running = []
-    for node in range(len(link.addresses)):
-        ranks = {**os.environ, **env, "RANK": str(node), "LOCAL_RANK": str(node)}
-        running.append(link.popen(node, command, env=ranks, stdin=subprocess.DEVNULL))
-    while running:
-        for process in running:
-            if code := process.poll():
-                return code if code > 0 else 128 - code
-        running = [process for process in running if process.returncode is None]
-        time.sleep(0.05)
-    return 0
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--nodes", type=int, default=2, help="2 to 254 (default: 2)")
-    parser.add_argument("--rate", help="of each link, as tc writes it (default: not limited)")
-    parser.add_argument("--check", action="store_true", help="measure the link before the command")
-    parser.add_argument("command", nargs="*", help="what to run in every node, after --")
-    args = parser.parse_args()
-    if not (args.check or args.command):
-        parser.error("give a command after --, or --check")
-    try:
-        with Netlink(args.nodes, args.rate) as link:
-            if args.check:
-                print(f"set {args.rate or 'none'}, measured {link.measure():.0f} Mbit/s of data")
-            return run(link, args.command) if args.command else 0
-    except ValueError as error:
-        parser.error(str(error))
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-
-
-if __name__ == "__main__":
-    sys.exit(main())

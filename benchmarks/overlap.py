@@ -23,12 +23,11 @@ benchmarks/results/overlap.md.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import statistics
 from pathlib import Path
+from statistics import median
 
+import bench
 import timeline
 import torch
 from contenders import (
@@ -41,40 +40,28 @@ from contenders import (
     record_layer,
     train_curves,
 )
-from netlink import Netlink
-from ranks import Ranks
+from tqdm import tqdm
 
 PARTS = ["loopback", "curves", "layer", "sleep", "timeline", "step"]
 
 
-def median(values: list[float]) -> float:
-    return statistics.median(values)
+def rate_of(ms: float, size: int) -> str:
+    """Return the rate at which `size` bytes each way take `ms`, as tc writes it."""
+    return f"{size * 8 / ms / 1e3:.0f}mbit"
 
 
-def mbit(ms: float, size: int) -> float:
-    """The rate at which `size` bytes each way take `ms`."""
-    return size * 8 / ms / 1e3
-
-
-def equal_rate(ranks: Ranks, shape: dict) -> str:
-    """The rate at which a layer's exchange takes as long as its compute, as tc writes it."""
+def equal_rate(ranks: bench.Ranks, shape: dict) -> str:
+    """Return the rate at which a layer's exchange takes as long as its compute."""
     times = ranks(measure_layer, shape, [], 3)
-    return f"{mbit(median(total(times['compute'])), 2 * times['bytes']):.0f}mbit"
+    return rate_of(median(total(times["compute"])), 2 * times["bytes"])
 
 
 def total(times: dict) -> list[float]:
     return [sum(each) for each in zip(*times.values(), strict=True)]
 
 
-def table(title: str, columns: list[str]):
-    from rich.table import Table
-
-    return Table(*columns, title=title, title_justify="left")
-
-
-def show_layer(console, title: str, times: dict) -> list[dict]:
-    rows = []
-    t = table(title, ["phase", "", "min ms", "median ms", "exposed", "hidden of ideal"])
+def show_layer(title: str, times: dict) -> list[dict]:
+    results = []
     for phase in ("forward", "backward", "both"):
         of = {
             name: total(calls) if phase == "both" else calls[phase]
@@ -84,29 +71,28 @@ def show_layer(console, title: str, times: dict) -> list[dict]:
         for name, ms in of.items():
             row = {"phase": phase, "contender": name, "min_ms": min(ms), "median_ms": median(ms)}
             if name.startswith("on"):
-                hidden = median(of["off"]) - median(ms)
-                exchange = median(of["exchange"])
-                row["exposed"] = (median(ms) - median(of["compute"])) / exchange
+                exposed = median(ms) - median(of["compute"])
+                row["exposed"] = exposed / median(of["exchange"])
                 ideal = name.replace("on", "ideal")
                 if ideal in of:
+                    hidden = median(of["off"]) - median(ms)
                     row["hidden"] = hidden / (median(of["off"]) - median(of[ideal]))
-            rows.append(row)
-            t.add_row(
-                phase,
-                name,
-                f"{row['min_ms']:.1f}",
-                f"{row['median_ms']:.1f}",
-                f"{row['exposed']:.2f}" if "exposed" in row else "",
-                f"{row['hidden']:.2f}" if "hidden" in row else "",
-            )
-        t.add_section()
-    console.print(t)
-    return rows
+            results.append(row)
+    columns = ["phase", "contender", "min_ms", "median_ms", "exposed", "hidden"]
+    forms = ["", "", ".1f", ".1f", ".2f", ".2f"]
+    rows = [
+        [format(row[c], form) if c in row else "" for c, form in zip(columns, forms, strict=True)]
+        for row in results
+    ]
+    columns = ["phase", "", "min ms", "median ms", "exposed", "hidden of ideal"]
+    bench.show([bench.Table(title, columns, rows)])
+    return results
 
 
 def fill_of(shape: dict, chunks: int) -> float:
-    """The share of a layer's bytes that no pipeline of so many chunks hides behind attention: the
-    first chunk on its way in (with the kv heads that it reads), the last on its way out."""
+    """Return the share of a layer's bytes that no pipeline of so many chunks hides behind
+    attention: the first chunk on its way in (with the kv heads that it reads), the last on its way
+    out."""
     heads, kv_heads = shape["heads"], shape["kv_heads"]
     q0, q1, kv0, kv1 = torch.ops.deepsp.head_split(heads, kv_heads, RANKS, 0, 0, chunks)
     out0, out1, _, _ = torch.ops.deepsp.head_split(heads, kv_heads, RANKS, 0, chunks - 1, chunks)
@@ -114,18 +100,16 @@ def fill_of(shape: dict, chunks: int) -> float:
     return (q1 - q0 + 2 * (kv1 - kv0) + out1 - out0) / whole
 
 
-def show_step(console, title: str, times: dict, fill: float) -> dict:
-    of = {name: median(calls["step"]) for name, calls in times.items() if name != "bytes"}
+def show_step(title: str, times: dict, fill: float) -> dict:
+    steps = {name: calls["step"] for name, calls in times.items() if name != "bytes"}
+    rows = [[name, f"{min(ms):.0f}", f"{median(ms):.0f}"] for name, ms in steps.items()]
+    bench.show([bench.Table(title, ["", "min ms", "median ms"], rows)])
+    of = {name: median(ms) for name, ms in steps.items()}
     shorter = min(of["layer exchange"], of["layer compute"])
     hidable = demo.LAYERS * min(of["layer exchange"] * (1 - fill), of["layer compute"])
     gain = of["off"] - of["on"]
     exposed = (of["layer on"] - of["layer compute"]) / of["layer exchange"]
-    t = table(title, ["", "min ms", "median ms"])
-    for name, calls in times.items():
-        if name != "bytes":
-            t.add_row(name, f"{min(calls['step']):.0f}", f"{median(calls['step']):.0f}")
-    console.print(t)
-    console.print(
+    print(
         f"on is {of['off'] / of['on']:.2f} times as fast as off. {demo.LAYERS} layers' exchange "
         f"(or compute, if shorter) is {demo.LAYERS * shorter:.0f} ms; without the pipeline's fill "
         f"({fill:.0%} of the bytes) {hidable:.0f} ms can be hidden; {gain:.0f} ms are gained: "
@@ -141,143 +125,123 @@ def show_step(console, title: str, times: dict, fill: float) -> dict:
     }
 
 
-def show_curves(console, file: Path, curves: dict[str, dict]) -> list[dict]:
-    """`curves`: by group and variant; the first variant of a group is what others are compared
-    with."""
-    import matplotlib
+def show_curves(file: Path, curves: dict[str, dict]) -> list[dict]:
+    """Draw and compare curves, by group and variant, with the first variant of each group."""
+    results, panels = [], {"sharex": True, "figsize": (9, 8), "height_ratios": (2, 1, 1)}
+    with bench.picture(file, 3, dpi=130, **panels) as (_, (upper, middle, lower)):
+        for group, variants in curves.items():
+            (_, base), *_ = variants.items()
+            for n, (name, curve) in enumerate(variants.items()):
+                label = f"{group}, {name}"
+                upper.plot(curve["losses"], linewidth=6 - n, alpha=0.6, label=label)
+                middle.plot(curve["gradient_norms"], linewidth=6 - n, alpha=0.6)
+                if n > 0:
+                    both = [
+                        [abs(a - b) / abs(b) for a, b in zip(curve[key], base[key], strict=True)]
+                        for key in ("losses", "gradient_norms")
+                    ]
+                    differences = [max(pair) for pair in zip(*both, strict=True)]
+                    lower.semilogy(differences, ".", label=label)
+                    results.append({"curve": label, "difference": max(differences)})
+        lower.axhline(1e-12, color="gray", linestyle=":", label="accepted")
+        upper.set_ylabel("loss (nats per byte)")
+        middle.set_ylabel("gradient norm")
+        lower.set_ylabel("relative difference\nfrom overlap off")
+        lower.set_xlabel("step")
+        upper.legend(fontsize=8)
+    rows = [[x["curve"], f"{x['difference']:.1e}"] for x in results]
+    columns = ["", "largest relative difference"]
+    bench.show([bench.Table("losses and gradient norms, float64", columns, rows)])
+    print(f"plot: {file}")
+    return results
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
-    figure, (upper, middle, lower) = plt.subplots(
-        3, sharex=True, figsize=(9, 8), height_ratios=(2, 1, 1), layout="constrained"
-    )
-    t = table("losses and gradient norms, float64", ["", "largest relative difference", "equal"])
-    rows = []
-    for group, variants in curves.items():
-        (_, base), *_ = variants.items()
-        for n, (name, found) in enumerate(variants.items()):
-            differences = [
-                max(abs(a - b) / abs(b) for a, b in zip(pair, other, strict=True))
-                for pair, other in zip(
-                    zip(found["losses"], found["gradient_norms"], strict=True),
-                    zip(base["losses"], base["gradient_norms"], strict=True),
-                    strict=True,
-                )
-            ]
-            label = f"{group}, {name}"
-            upper.plot(found["losses"], linewidth=6 - n, alpha=0.6, label=label)
-            middle.plot(found["gradient_norms"], linewidth=6 - n, alpha=0.6)
-            if n > 0:
-                lower.semilogy(differences, ".", label=label)
-                bits = "bit-equal" if max(differences) == 0 else ""
-                t.add_row(label, f"{max(differences):.1e}", bits)
-                rows.append({"curve": label, "difference": max(differences)})
-    lower.axhline(1e-12, color="gray", linestyle=":", label="accepted")
-    upper.set_ylabel("loss (nats per byte)")
-    middle.set_ylabel("gradient norm")
-    lower.set_ylabel("relative difference\nfrom overlap off")
-    lower.set_xlabel("step")
-    upper.legend(fontsize=8)
-    figure.savefig(file, dpi=130)
-    console.print(t)
-    console.print(f"plot: {file}")
-    return rows
+def measure_sleeping(ranks: bench.Ranks, args, shape: dict) -> list[dict]:
+    rate, small = "400mbit", shape | {"hidden": 64}
+    ranks.link.set_rate(rate)
+    times = ranks(measure_sleep, small, [], 3, [0.0, 0.0])
+    seconds = [median(times["exchange"][p]) / 1e3 for p in ("forward", "backward")]
+    times = ranks(measure_sleep, small, args.chunks, args.repeats, seconds)
+    return show_layer(f"attention that sleeps as long as the exchange takes, {rate}", times)
+
+
+def draw_timeline(ranks: bench.Ranks, args, shape: dict) -> None:
+    rate = equal_rate(ranks, shape)
+    ranks.link.set_rate(rate)
+    recorded = ranks(record_layer, shape, max(args.chunks), ranks.link.interface)
+    file = args.output / "overlap_timeline.png"
+    timeline.draw(file, f"One attention layer, rank 0 of {RANKS}, {rate}/s", recorded)
+    print(f"timeline: {file}")
+
+
+def measure_demo(ranks: bench.Ranks, args) -> dict:
+    times = ranks(measure_step, args.step_seq, args.step_chunks, 2)
+    rate = rate_of(median(times["layer compute"]["step"]), 2 * times["bytes"])
+    ranks.link.set_rate(rate)
+    times = ranks(measure_step, args.step_seq, args.step_chunks, args.repeats)
+    fill = fill_of(demo_shape(args.step_seq), args.step_chunks)
+    title = f"training step of the demo, {args.step_seq} tokens, {rate}"
+    return show_step(title, times, fill) | {"rate": rate}
+
+
+def measure_on_link(args, shape: dict, parts: list[str]) -> dict:
+    results = {}
+    with bench.ranks_on(None) as ranks:
+        for part in tqdm(parts, desc="on the link"):
+            if part == "layer":
+                for rate in args.rates or [equal_rate(ranks, shape)]:
+                    ranks.link.set_rate(rate)
+                    times = ranks(measure_layer, shape, args.chunks, args.repeats)
+                    title = f"one layer, {rate}, {times['bytes'] / 2**20:.1f} MiB each way"
+                    results[f"layer {rate}"] = show_layer(title, times)
+            elif part == "sleep":
+                results["sleep"] = measure_sleeping(ranks, args, shape)
+            elif part == "timeline":
+                draw_timeline(ranks, args, shape)
+            else:
+                results["step"] = measure_demo(ranks, args)
+            ranks.link.set_rate(None)
+    return results
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--parts", nargs="+", default=PARTS, choices=PARTS, help="what to measure")
-    add("--seq", type=int, default=2048, help="tokens of the layer's sequence")
-    add("--hidden", type=int, default=1024, help="features of the layer")
-    add("--heads", type=int, default=16, help="heads of the layer, of 64 channels")
-    add("--chunks", type=int, nargs="+", default=[1, 2, 4], help="head chunks")
-    add("--rates", nargs="+", default=[], metavar="RATE", help="like 500mbit; default: see above")
-    add("--step-seq", type=int, default=8192, help="tokens of the training step")
-    add("--step-chunks", type=int, default=4, help="head chunks of the training step")
-    add("--repeats", type=int, default=12, help="of each contender, interleaved")
-    add("--curve-steps", type=int, default=50, help="optimizer steps of each curve")
-    add("--output", type=Path, default=Path("overlap-output"), help="folder for the pictures")
-    add("--json", metavar="FILE", help="writes the figures, too")
-    args = parser.parse_args()
-
-    from rich.console import Console
-    from tqdm import tqdm
-
-    console = Console(width=110)
-    shape = {
-        "seq": args.seq,
-        "hidden": args.hidden,
-        "heads": args.heads,
-        "kv_heads": args.heads,
-        "head_dim": 64,
-    }
-    found: dict = {"settings": vars(args), "load": os.getloadavg(), "torch": torch.__version__}
-    shaped = set(args.parts) - {"loopback", "curves"}
+    args = bench.parser_of(
+        __doc__,
+        parts=(PARTS, "what to measure", PARTS),
+        seq=(2048, "tokens of the layer's sequence"),
+        hidden=(1024, "features of the layer"),
+        heads=(16, "heads of the layer, of 64 channels"),
+        chunks=([1, 2, 4], "head chunks"),
+        rates=([], "like 500mbit; without any: see above"),
+        step_seq=(8192, "tokens of the training step"),
+        step_chunks=(4, "head chunks of the training step"),
+        repeats=(12, "of each contender, interleaved"),
+        curve_steps=(50, "optimizer steps of each curve"),
+        output=(Path("overlap-output"), "folder for the pictures"),
+        json=(Path, "file for the figures"),
+    ).parse_args()
+    shape = {"seq": args.seq, "hidden": args.hidden, "head_dim": 64}
+    shape |= {"heads": args.heads, "kv_heads": args.heads}
+    results: dict = {"settings": vars(args)}
     args.output.mkdir(parents=True, exist_ok=True)
-    bar = tqdm(total=len(args.parts), unit="part")
     if "loopback" in args.parts:
-        with Ranks(None) as ranks:
+        with bench.ranks_on(bench.LOOPBACK) as ranks:
             times = ranks(measure_layer, shape, args.chunks, args.repeats)
-        found["loopback"] = show_layer(console, "one layer, loopback", times)
-        bar.update()
+        results["loopback"] = show_layer("one layer, loopback", times)
     if "curves" in args.parts:
         variants = {"overlap off": {"overlap": False, "chunks": 1}} | {
             f"overlap on, {n} chunks": {"overlap": True, "chunks": n} for n in (1, 2, 4)
         }
         curves = {}
         for size in (2, 3):
-            with Ranks(None, size) as ranks:
+            with bench.ranks_on(bench.LOOPBACK, size) as ranks:
                 curves[f"{size} ranks"] = ranks(train_curves, variants, args.curve_steps, 512)
-        found["curves"] = show_curves(console, args.output / "overlap_curves.png", curves)
-        bar.update()
-    if shaped:
-        with Netlink(RANKS, None) as link, Ranks(link) as ranks:
-            if "layer" in args.parts:
-                for rate in args.rates or [equal_rate(ranks, shape)]:
-                    link.set_rate(rate)
-                    times = ranks(measure_layer, shape, args.chunks, args.repeats)
-                    title = f"one layer, {rate}, {times['bytes'] / 2**20:.1f} MiB each way"
-                    found[f"layer {rate}"] = show_layer(console, title, times)
-                link.set_rate(None)
-                bar.update()
-            if "sleep" in args.parts:
-                rate = "400mbit"
-                link.set_rate(rate)
-                small = shape | {"hidden": 64}
-                times = ranks(measure_sleep, small, [], 3, [0.0, 0.0])
-                seconds = [median(times["exchange"][p]) / 1e3 for p in ("forward", "backward")]
-                times = ranks(measure_sleep, small, args.chunks, args.repeats, seconds)
-                title = f"attention that sleeps as long as the exchange takes, {rate}"
-                found["sleep"] = show_layer(console, title, times)
-                link.set_rate(None)
-                bar.update()
-            if "timeline" in args.parts:
-                rate = equal_rate(ranks, shape)
-                link.set_rate(rate)
-                recorded = ranks(record_layer, shape, max(args.chunks), link.interface)
-                file = args.output / "overlap_timeline.png"
-                title = f"One attention layer, rank 0 of {RANKS}, {rate}/s"
-                timeline.draw(file, title, recorded)
-                console.print(f"timeline: {file}")
-                link.set_rate(None)
-                bar.update()
-            if "step" in args.parts:
-                times = ranks(measure_step, args.step_seq, args.step_chunks, 2)
-                equal = mbit(median(times["layer compute"]["step"]), 2 * times["bytes"])
-                rate = f"{equal:.0f}mbit"
-                link.set_rate(rate)
-                times = ranks(measure_step, args.step_seq, args.step_chunks, args.repeats)
-                title = f"training step of the demo, {args.step_seq} tokens, {rate}"
-                fill = fill_of(demo_shape(args.step_seq), args.step_chunks)
-                found["step"] = show_step(console, title, times, fill) | {"rate": rate}
-                bar.update()
-    bar.close()
+        results["curves"] = show_curves(args.output / "overlap_curves.png", curves)
+    if on_link := [part for part in args.parts if part not in ("loopback", "curves")]:
+        results |= measure_on_link(args, shape, on_link)
     if args.json:
-        Path(args.json).write_text(json.dumps(found, indent=1, default=str))
+        results["machine"] = bench.about_machine()
+        args.json.write_text(json.dumps(results, indent=1, default=str))
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ of it goes to each of them. Dark lines are the borders of the blocks that travel
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
+import bench
 import torch
 
 import deepsp  # noqa: F401  (registers the ops)
@@ -90,21 +90,32 @@ def grid(axes, layout: Layout, title: str) -> None:
 
 
 def draw(layout: Layout, file: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     tokens, heads, kv_heads = layout.sizes()
-    kv_at, columns = heads + GAP, heads + GAP + kv_heads
+    columns = heads + GAP + kv_heads
     cell, middle = 0.3, 5  # inches; columns
-    figure, (before, between, after) = plt.subplots(
-        1,
-        3,
-        figsize=((2 * columns + middle) * cell + 1.9, tokens * cell + 1.5),
-        width_ratios=(columns, middle, columns),
-        layout="constrained",
-    )
+    shape = {
+        "figsize": ((2 * columns + middle) * cell + 1.9, tokens * cell + 1.5),
+        "width_ratios": (columns, middle, columns),
+    }
+    with bench.picture(file, 1, 3, dpi=130, **shape) as (_, (before, between, after)):
+        draw_sides(layout, before, after)
+        between.set(xlim=(0, 1), ylim=(0, 1))
+        between.axis("off")
+        for y, ends, name, what in (
+            (0.65, (0, 1), "seq_to_heads", "q, k, v"),
+            (0.35, (1, 0), "heads_to_seq", "attention's output"),
+        ):
+            arrow = {"arrowstyle": "-|>", "color": "#333333", "linewidth": 1.6}
+            start, end = ((x, y) for x in ends)
+            between.annotate("", xy=end, xytext=start, arrowprops=arrow | {"mutation_scale": 16})
+            look = {"ha": "center", "size": 8.5}
+            between.text(0.5, y + 0.02, name, va="bottom", family="monospace", **look)
+            between.text(0.5, y - 0.03, what, va="top", **look)
+
+
+def draw_sides(layout: Layout, before, after) -> None:
+    tokens, heads, kv_heads = layout.sizes()
+    kv_at = heads + GAP
     for rank, height in enumerate(layout.tokens):
         y = layout.first_token(rank)
         if height == 0:
@@ -127,35 +138,16 @@ def draw(layout: Layout, file: Path) -> None:
             after.text(x, -0.25, str(rank), ha="center", **look)
     grid(before, layout, "before: my tokens, all heads")
     grid(after, layout, "after: all tokens, my heads")
-    between.set(xlim=(0, 1), ylim=(0, 1))
-    between.axis("off")
-    for y, ends, name, what in (
-        (0.65, (0, 1), "seq_to_heads", "q, k, v"),
-        (0.35, (1, 0), "heads_to_seq", "attention's output"),
-    ):
-        arrow = {"arrowstyle": "-|>", "color": "#333333", "linewidth": 1.6, "mutation_scale": 16}
-        start, end = ((x, y) for x in ends)
-        between.annotate("", xy=end, xytext=start, arrowprops=arrow)
-        between.text(0.5, y + 0.02, name, ha="center", va="bottom", family="monospace", size=8.5)
-        between.text(0.5, y - 0.03, what, ha="center", va="top", size=8.5)
-    figure.savefig(file, dpi=130, facecolor="white")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--tokens", type=int, default=11, help="of the whole sequence (default: 11)")
-    add("--heads", type=int, default=6, help="query heads (default: 6)")
-    add("--kv-heads", type=int, default=2, help="key and value heads (default: 2)")
-    add("--ranks", type=int, default=3, help="that share the sequence (default: 3)")
-    add(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        default=Path(__file__).parents[1] / "docs" / "ownership.png",
-        help="the picture (default: docs/ownership.png)",
+    parser = bench.parser_of(
+        __doc__,
+        tokens=(11, "of the whole sequence"),
+        heads=(6, "query heads"),
+        kv_heads=(2, "key and value heads"),
+        ranks=(3, "that share the sequence"),
+        output=(Path(__file__).parents[1] / "docs" / "ownership.png", "the picture"),
     )
     args = parser.parse_args()
     if not 1 <= args.ranks <= len(COLOURS):

@@ -6,14 +6,11 @@ difference of gradients in float64.
 """
 
 import argparse
-import statistics
-import time
 
+import bench
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.profiler import ProfilerActivity, profile
-from tqdm import tqdm
 
 import deepsp
 
@@ -27,19 +24,19 @@ def attention(q, k, v, documents, mask):
 
 
 def peak(run) -> int:
-    """Bytes that tensors made in ``run`` take at most at a time."""
+    """Return the bytes that tensors made in ``run`` take at most at a time."""
     deepsp.ranks.buffers.clear()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         run()
     level = most = 0
-    for event in sorted(_allocations(found), key=lambda event: event.start_time_ns):
+    for event in sorted(_allocations(profiled), key=lambda event: event.start_time_ns):
         level += event.typed[1].alloc_size
         most = max(most, level)
     return most
 
 
-def _allocations(found):
-    pending = list(found.profiler.kineto_results.experimental_event_tree())
+def _allocations(profiled):
+    pending = list(profiled.profiler.kineto_results.experimental_event_tree())
     while pending:
         event = pending.pop()
         pending += event.children
@@ -47,62 +44,54 @@ def _allocations(found):
             yield event
 
 
-def measure(rank: int, ranks: int, store: str, args: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    shape = (1, args.tokens // ranks, args.heads, args.head_dim)
-    documents = torch.arange(0, args.tokens + 1, args.tokens // args.documents)
+def ways(args: argparse.Namespace, tokens: int, dtype: torch.dtype) -> dict:
+    """Return each way's call, on a row of so many tokens."""
+    shape = (1, tokens // dist.get_world_size(), args.heads, args.head_dim)
+    each = tokens // args.documents
+    documents = torch.arange(0, tokens + 1, each)
+    x = [torch.randn(shape, dtype=dtype) for _ in range(3)]
 
     def mask():  # made once a step, as transformers makes it
-        number = torch.arange(args.tokens) // (args.tokens // args.documents)
-        causal = torch.ones(args.tokens, args.tokens, dtype=torch.bool).tril_()
+        number = torch.arange(tokens) // each
+        causal = torch.ones(tokens, tokens, dtype=torch.bool).tril_()
         return causal.logical_and_(number[:, None] == number)
 
-    ways = {"ranges": None, "mask": mask}
-    torch.manual_seed(rank)
-    x = [torch.randn(shape) for _ in range(3)]
-    times = {name: [] for name in ways}
-    rounds = tqdm(range(args.rounds), desc="rounds", disable=rank != 0)
-    for _ in rounds:
-        for name, made in ways.items():
-            dist.barrier()
-            begin = time.perf_counter()
-            attention(*x, documents, made)
-            times[name].append(time.perf_counter() - begin)
-    memory = {
-        name: peak(lambda made=made: attention(*x, documents, made)) for name, made in ways.items()
+    return {
+        "ranges": lambda: attention(*x, documents, None),
+        "mask": lambda: attention(*x, documents, mask),
     }
-    args.tokens //= args.smaller
-    shape = (1, args.tokens // ranks, args.heads, args.head_dim)
-    documents = torch.arange(0, args.tokens + 1, args.tokens // args.documents)
-    x = [torch.randn(shape, dtype=torch.float64) for _ in range(3)]
-    pairs = zip(*(attention(*x, documents, made) for made in ways.values()), strict=True)
-    off = torch.stack([(a - b).abs().max() for a, b in pairs]).max()
-    dist.all_reduce(off, dist.ReduceOp.MAX)
-    if rank == 0:
-        for name in ways:
-            low, mid = min(times[name]), statistics.median(times[name])
-            print(f"{name:8}{low:8.2f} s min {mid:8.2f} s median {memory[name] / 2**20:8.0f} MiB")
-        fast = min(times["mask"]) / min(times["ranges"])
-        print(f"{'ratio':8}{fast:8.1f}{'':20}{memory['mask'] / memory['ranges']:16.1f}")
-        print(f"largest difference of gradients, float64, {args.tokens} tokens: {off.item():.1e}")
-    dist.barrier()
-    dist.destroy_process_group()
+
+
+def measure(args: argparse.Namespace) -> tuple[dict, dict, float]:
+    """Return milliseconds and bytes by way, and the largest difference of gradients."""
+    torch.manual_seed(dist.get_rank())
+    calls = ways(args, args.tokens, torch.float32)
+    ms = bench.timed(calls, args.rounds, warmups=0)
+    memory = {name: peak(call) for name, call in calls.items()}
+    small = ways(args, args.tokens // args.smaller, torch.float64)
+    pairs = zip(*(call() for call in small.values()), strict=True)
+    return ms, memory, max(bench.largest(*[(a - b).abs().max().item() for a, b in pairs]))
 
 
 def main() -> None:
-    import tempfile
-
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tokens", type=int, default=16384, help="of the row")
-    parser.add_argument("--documents", type=int, default=8, help="of equal lengths")
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3, help="timed steps of each way")
-    parser.add_argument("--smaller", type=int, default=4, help="by what, to compare gradients")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(measure, args=(2, f"{folder}/store", args), nprocs=2)
+    args = bench.parser_of(
+        __doc__,
+        tokens=(16384, "of the row"),
+        documents=(8, "of equal lengths"),
+        heads=(4, "of q, k and v"),
+        head_dim=(64, "of q, k and v"),
+        rounds=(3, "timed steps of each way"),
+        smaller=(4, "by what, to compare gradients"),
+    ).parse_args()
+    with bench.ranks_on(bench.LOOPBACK) as ranks:
+        ms, memory, off = ranks(measure, args)
+    for name in ms:
+        times = bench.min_median(ms[name], ".0f")
+        print(f"{name:8}{times:>16} ms, min / median {memory[name] / 2**20:8.0f} MiB")
+    shares = bench.ratio(ms["mask"], ms["ranges"]), memory["mask"] / memory["ranges"]
+    print(f"mask / ranges: {shares[0]} of the time, {shares[1]:.1f} of the memory")
+    tokens = args.tokens // args.smaller
+    print(f"largest difference of gradients, float64, {tokens} tokens: {off:.1e}")
 
 
 if __name__ == "__main__":

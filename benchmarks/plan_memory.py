@@ -8,13 +8,11 @@ the rank that holds most.
 
 from __future__ import annotations
 
-import argparse
-import shlex
-import sys
 from pathlib import Path
 
+import bench
 import torch
-from ranks import Ranks
+from tqdm import tqdm
 
 CASES = [  # model, hidden, intermediate, layers, vocabulary, tokens, ranks, dtype, levers
     ("llama", 256, 688, 4, 2000, 1024, 1, "float32", {}),
@@ -23,17 +21,6 @@ CASES = [  # model, hidden, intermediate, layers, vocabulary, tokens, ranks, dty
     ("qwen3", 128, 384, 6, 16000, 2048, 2, "float32", {"checkpoint": True, "without_logits": True}),
     ("llama", 256, 688, 3, 8000, 1500, 2, "bfloat16", {"without_logits": True}),
     ("qwen2", 192, 512, 8, 1000, 3000, 2, "float64", {"checkpoint": True}),
-]
-HEADER = [
-    "model",
-    "tokens",
-    "ranks",
-    "dtype",
-    "levers",
-    "predicted, MiB",
-    "measured, MiB",
-    "predicted / measured",
-    "peak in",
 ]
 
 
@@ -58,7 +45,7 @@ def config_of(name, hidden, intermediate, layers, vocabulary, tokens):
 
 
 def measured(*case) -> int:
-    """The peak in bytes, the largest over the ranks."""
+    """Return the peak in bytes, the largest over the ranks."""
     import torch.distributed as dist
     from torch.profiler import ProfilerActivity, profile
     from transformers import AutoModelForCausalLM
@@ -93,8 +80,8 @@ def measured(*case) -> int:
 
     step()
     deepsp.ranks.buffers.clear()  # of what ran before
-    held = [*model.parameters()]
-    held += [x for s in optimizer.state.values() for x in s.values() if x.dim() > 0]
+    kept = [*model.parameters()]
+    kept += [x for s in optimizer.state.values() for x in s.values() if x.dim() > 0]
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -104,7 +91,7 @@ def measured(*case) -> int:
         most = max(most, live)
     # The pool of exchange buffers keeps what it once made; torch.profiler does not see it.
     pool = deepsp.ranks.buffers.idle_bytes()
-    peak = torch.tensor(most + sum(x.nbytes for x in held) + pool)
+    peak = torch.tensor(most + sum(x.nbytes for x in kept) + pool)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     return int(peak)
 
@@ -118,41 +105,23 @@ def predicted(*case):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="a folder, for plan_memory.md")
+    parser = bench.parser_of(__doc__, out=(Path, "folder for plan_memory.md and .json"))
     args = parser.parse_args()
-    rows = []
-    for case in CASES:
+    args.results, rows = args.out, []
+    for case in tqdm(CASES):
+        model, *_, tokens, size, dtype, levers = case
         plan = predicted(*case)
-        with Ranks(None, case[6]) as ranks:
-            found = ranks(measured, *case)
-        rows.append(
-            [
-                case[0],
-                case[5],
-                case[6],
-                case[7],
-                ", ".join(case[8]) or "none",
-                f"{plan.total / 2**20:.1f}",
-                f"{found / 2**20:.1f}",
-                f"{plan.total / found:.3f}",
-                plan.phase,
-            ]
-        )
-        print(*rows[-1], sep=" | ", flush=True)
-    lines = [
-        "# Predicted and measured memory of a training step",
-        "",
-        f"`python {shlex.join(sys.argv)}`",
-        "",
-        *__doc__.split("\n\n")[1].splitlines(),
-        "",
-        "| " + " | ".join(HEADER) + " |",
-        "|" + "---|" * len(HEADER),
-    ]
-    lines += ["| " + " | ".join(map(str, row)) + " |" for row in rows]
-    if args.out is not None:
-        (args.out / "plan_memory.md").write_text("\n".join(lines) + "\n")
+        with bench.ranks_on(bench.LOOPBACK, size) as ranks:
+            peak = ranks(measured, *case)
+        mib = [f"{n / 2**20:.1f}" for n in (plan.total, peak)]
+        how = [model, tokens, size, dtype, ", ".join(levers) or "none"]
+        rows.append([*how, *mib, f"{plan.total / peak:.3f}", plan.phase])
+    columns = ["model", "tokens", "ranks", "dtype", "levers", "predicted, MiB", "measured, MiB"]
+    columns += ["predicted / measured", "peak in"]
+    title = "Predicted and measured memory of a training step"
+    paragraphs = [__doc__.split("\n\n")[1]]
+    table = bench.Table("The second step", columns, rows)
+    bench.report(args, "plan_memory", title, paragraphs, [table], {"rows": rows})
 
 
 if __name__ == "__main__":

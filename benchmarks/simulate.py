@@ -37,6 +37,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+import bench
+
 BYTES = 2  # of an element
 
 
@@ -130,15 +132,15 @@ def cells(heads: int, tokens: int, ranks: int, rank: int) -> list[tuple[range, l
     """
     if heads % ranks == 0:
         return [(split(heads, ranks, rank), [range(tokens)])]
-    found, at, end = [], rank * heads, (rank + 1) * heads
+    parts, at, end = [], rank * heads, (rank + 1) * heads
     while at < end:
         head, first = divmod(at, ranks)
         last = min(ranks, first + end - at)
-        begin, stop = (part * tokens // (2 * ranks) for part in (first, last))
+        begin, stop = (n * tokens // (2 * ranks) for n in (first, last))
         mirror = range(stop if last == ranks else tokens - stop, tokens - begin)
-        found.append((range(head, head + 1), [range(begin, stop), mirror]))
+        parts.append((range(head, head + 1), [range(begin, stop), mirror]))
         at += last - first
-    return found
+    return parts
 
 
 class Layout:
@@ -149,7 +151,7 @@ class Layout:
         self.shards = [split(tokens, ranks, rank) for rank in self.ranks]
         self.cells = [cells(model.heads, tokens, ranks, rank) for rank in self.ranks]
         group = model.heads // model.kv_heads
-        heads = [(own[0][0].start, own[-1][0].stop) for own in self.cells]
+        heads = [(of[0][0].start, of[-1][0].stop) for of in self.cells]
         self.kv_heads = [range(first // group, -(-end // group)) for first, end in heads]
 
     def _query_bytes(self, source: int, target: int) -> int:
@@ -272,15 +274,15 @@ def sum_seconds(machines: Machines, size: float, ranks: int, two_level: bool) ->
 
 def compute(model: Model, tokens: int, ranks: int, machines: Machines) -> dict[str, float]:
     """Seconds of a layer's forward, of attention's backward, and of the head and the loss."""
-    own, heads = -(-tokens // ranks), model.heads / ranks
+    rows, heads = -(-tokens // ranks), model.heads / ranks
     attend = 2 * tokens**2 * model.head_dim * heads
-    head = 6 * model.hidden * model.vocab * own / machines.products
+    head = 6 * model.hidden * model.vocab * rows / machines.products
     return {
-        "products": 2 * model.layer_params * own / machines.products,
+        "products": 2 * model.layer_params * rows / machines.products,
         "attend": attend / machines.attend,
         "attend_backward": 2.5 * attend / machines.attend_backward,
-        "elementwise": own * BYTES * (14 * model.hidden + 4 * model.ffn) / machines.memory,
-        "head": head + own * model.vocab * 12 / machines.memory,
+        "elementwise": rows * BYTES * (14 * model.hidden + 4 * model.ffn) / machines.memory,
+        "head": head + rows * model.vocab * 12 / machines.memory,
     }
 
 
@@ -369,8 +371,8 @@ def tables(args: argparse.Namespace) -> dict[str, list[list[str]]]:
         seconds = f"{step.seconds:.{0 if step.seconds >= 100 else 2}f}"
         first = [name, f"{tokens >> 10}k", str(ranks), seconds]
         parts.append([*first, *(shares[x] for x in PARTS), f"{step.mfu:.2f}"])
-        found = [simulate(*case, levers).seconds / step.seconds for levers in ways]
-        ratios.append([*first, *(f"{x:.2f}" for x in found)])
+        shorter = [simulate(*case, levers).seconds / step.seconds for levers in ways]
+        ratios.append([*first, *(f"{x:.2f}" for x in shorter)])
     return {
         "Parts of the step; in brackets, what is hidden behind other parts": parts,
         "The step with one more lever, and with all, divided by the step above": ratios,
@@ -378,79 +380,51 @@ def tables(args: argparse.Namespace) -> dict[str, list[list[str]]]:
 
 
 def draw(args: argparse.Namespace, file: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    size, machines = len(args.model), MACHINES[args.machines]
-    figure, axes = plt.subplots(2, size, figsize=(9, 6), sharex=True, squeeze=False)
-    ways = itertools.product(enumerate(args.model), enumerate(args.tokens), (TODAY, ALL))
-    for (column, name), (color, tokens), levers in ways:
-        above, below = axes[:, column]
-        steps = [simulate(MODELS[name], tokens, p, machines, levers) for p in args.ranks]
-        look = {"color": f"C{color}", "linestyle": "--" if levers is ALL else "-"}
-        label = f"{tokens >> 10}k tokens" + ", all levers" * (levers is ALL)
-        above.loglog(args.ranks, [x.seconds for x in steps], **look)
-        waits = [100 * (x.parts["exchange"] + x.parts["weights"]) / x.seconds for x in steps]
-        below.semilogx(args.ranks, waits, label=label, **look)
-        above.set(title=name, ylabel="step, s")
-        below.set(xlabel="P", ylabel="waiting for communication, %", ylim=(0, 100))
-        below.set_xticks(args.ranks, args.ranks)
-        below.minorticks_off()
-    axes[1][0].legend()
-    figure.tight_layout()
-    figure.savefig(file, dpi=110)
+    machines, shape = MACHINES[args.machines], (2, len(args.model))
+    with bench.picture(file, *shape, figsize=(9, 6), sharex=True, squeeze=False) as (_, axes):
+        ways = itertools.product(enumerate(args.model), enumerate(args.tokens), (TODAY, ALL))
+        for (column, name), (color, tokens), levers in ways:
+            above, below = axes[:, column]
+            steps = [simulate(MODELS[name], tokens, p, machines, levers) for p in args.ranks]
+            look = {"color": f"C{color}", "linestyle": "--" if levers is ALL else "-"}
+            label = f"{tokens >> 10}k tokens" + ", all levers" * (levers is ALL)
+            above.loglog(args.ranks, [x.seconds for x in steps], **look)
+            waits = [100 * (x.parts["exchange"] + x.parts["weights"]) / x.seconds for x in steps]
+            below.semilogx(args.ranks, waits, label=label, **look)
+            above.set(title=name, ylabel="step, s")
+            below.set(xlabel="P", ylabel="waiting for communication, %", ylim=(0, 100))
+            below.set_xticks(args.ranks, args.ranks)
+            below.minorticks_off()
+        axes[1][0].legend()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = bench.parser_of(
+        __doc__,
+        model=(["8b", "70b"], "what is trained", MODELS),
+        tokens=([2**17, 2**20], "of a sequence"),
+        ranks=([2**i for i in range(3, 11)], "that share a sequence"),
+        machines=("h100", "what it runs on", MACHINES),
+        chunks=(4, "at most"),
+        levers=([], "of the first table", NAMES),
+        offload=(False, "checkpoints go to the host, which isn't hidden"),
+        results=(Path, "folder for simulate.md"),
+        figure=(Path, "file for step time and waiting time over P"),
     )
-    add = parser.add_argument
-    add("--model", nargs="+", choices=MODELS, default=["8b", "70b"], help="default: 8b 70b")
-    add(
-        "--tokens",
-        nargs="+",
-        type=int,
-        default=[2**17, 2**20],
-        help="of a sequence (default: 131072 1048576)",
-    )
-    add(
-        "--ranks",
-        nargs="+",
-        type=int,
-        default=[2**i for i in range(3, 11)],
-        help="that share a sequence (default: 8 16 ... 1024)",
-    )
-    add("--machines", choices=MACHINES, default="h100", help="default: h100")
-    add("--chunks", type=int, default=4, help="at most (default: 4)")
-    add("--levers", nargs="+", choices=NAMES, default=[], help="of the first table (default: none)")
-    add("--offload", action="store_true", help="checkpoints go to the host, which isn't hidden")
-    add("--results", type=Path, metavar="FOLDER", help="writes simulate.md")
-    add("--figure", type=Path, metavar="FILE", help="step time and waiting time over P")
     args = parser.parse_args()
 
     import published_steps
-    from rich.console import Console
-    from rich.table import Table
 
     try:
-        found = tables(args) | {"Published steps": published_steps.table()}
+        made = tables(args) | {"Published steps": published_steps.table()}
     except ValueError as error:
         parser.error(str(error))
-    console = Console(width=130)
-    for title, (header, *rows) in found.items():
-        table = Table(*header, title=title, title_justify="left")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+    bench.show([bench.Table(title, header, rows) for title, (header, *rows) in made.items()])
     if args.results:
         lines = ["# A simulated training step", "", f"`{shlex.join(['python', *sys.argv])}`", ""]
         lines += [f"Nothing here is measured. GPUs: {args.machines}. What is simulated: `--help`."]
-        for title, (header, *rows) in found.items():
-            lines += ["", f"{title}:", ""]
-            lines += [f"| {' | '.join(x)} |" for x in (header, ["---"] * len(header), *rows)]
+        for title, (header, *rows) in made.items():
+            lines += ["", f"{title}:", "", *bench.in_markdown(header, rows)]
         lines += ["", published_steps.SOURCES]
         (args.results / "simulate.md").write_text("\n".join(lines) + "\n")
     if args.figure:

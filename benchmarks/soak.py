@@ -10,7 +10,6 @@ descriptors keep growing, or when a kill leaves more than it should.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import datetime
 import faulthandler
@@ -23,11 +22,11 @@ import resource
 import tempfile
 import time
 
+import bench
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from mapped import mapped_files, shared_mib
-from ranks import Ranks
 from tqdm import tqdm
 
 import deepsp
@@ -343,29 +342,19 @@ def slope(seconds: list[float], values: list[float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--minutes", type=float, default=10, help="how long (10)")
-    parser.add_argument("--ranks", type=int, default=3, help="processes (3)")
-    parser.add_argument(
-        "--memory-mib",
-        type=int,
-        default=32,
-        help="growth of a rank's memory, warm, that is an error (32)",
-    )
-    parser.add_argument("--pool-mib", type=int, default=32, help="limit of the buffer pool (32)")
-    parser.add_argument(
-        "--kills", type=float, default=1, help="a minute, the first one at once (1); 0: none"
-    )
-    parser.add_argument(
-        "--first", type=int, default=0, help="number of the first case, and of the first kill (0)"
-    )
-    args = parser.parse_args()
+    args = bench.parser_of(
+        __doc__,
+        minutes=(10.0, "how long"),
+        ranks=(3, "processes"),
+        memory_mib=(32, "growth of a rank's memory, warm, that is an error"),
+        pool_mib=(32, "limit of the buffer pool"),
+        kills=(1.0, "a minute, the first one at once; 0: none"),
+        first=(0, "number of the first case, and of the first kill"),
+    ).parse_args()
     seconds, seen, noticed = [], [], []
     begin, total = time.monotonic(), args.minutes * 60
     with (
-        Ranks(None, args.ranks) as ranks,
+        bench.ranks_on(bench.LOOPBACK, args.ranks) as ranks,
         tqdm(total=round(total), unit="s", bar_format="{l_bar}{bar}| {elapsed}{postfix}") as bar,
     ):
         while len(seconds) < 2 * WARM or time.monotonic() - begin < total:

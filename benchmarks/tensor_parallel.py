@@ -14,22 +14,19 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import statistics
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import bench
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from collective_contenders import timed
-from netlink import Netlink
-from ranks import Ranks
 from torch import Tensor
+from tqdm import tqdm
 
 import deepsp
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = ["float32", "bfloat16"]
 op = torch.ops.deepsp
 
 
@@ -80,7 +77,7 @@ class LinearScatter(torch.autograd.Function):
 
 
 def contenders(kind: str, tokens: int, features: int, dtype: torch.dtype) -> dict[str, Callable]:
-    """Contender -> a call. kind: the collective; features: of the input and of the output."""
+    """Return calls by contender and part. kind: the collective; features: of input and output."""
     size = dist.get_world_size()
     if kind == "all_gather":
         x = torch.randn(1, tokens // size, features)
@@ -105,49 +102,42 @@ def contenders(kind: str, tokens: int, features: int, dtype: torch.dtype) -> dic
         with torch.no_grad():
             call(x, w)
 
-    found = {}
+    parts = {}
     for name, call in calls.items():
-        found[f"{name}, forward"] = lambda call=call: forward(call)
-        found[f"{name}, both"] = lambda call=call: torch.autograd.grad(call(x, w), (x, w), dy)
-    results = [found[f"{name}, both"]() for name in calls]
+        parts[name, "forward"] = lambda call=call: forward(call)
+        parts[name, "both"] = lambda call=call: torch.autograd.grad(call(x, w), (x, w), dy)
+    results = [parts[name, "both"]() for name in calls]
     for result in results[1:]:
         for a, b in zip(result, results[0], strict=True):
             close = 1e-3 if dtype == torch.float32 else 0.05
             torch.testing.assert_close(a, b, rtol=close, atol=close * b.abs().max().item())
-    return found
+    return parts
 
 
-def measure(kind: str, tokens: int, features: int, dtype: torch.dtype, repeats: int) -> dict:
-    return timed(contenders(kind, tokens, features, dtype), repeats)
+def measure(kind: str, tokens: int, features: int, dtype: str, repeats: int) -> dict:
+    calls = contenders(kind, tokens, features, getattr(torch, dtype))
+    return bench.timed(calls, repeats, warmups=2)
 
 
-def rows(args: argparse.Namespace) -> list[list[str]]:
-    found = []
+def run(args: argparse.Namespace) -> list[list[str]]:
+    """Return the rows of the table."""
+    rows = []
+    cases = list(itertools.product(args.sizes, args.dtypes, ("all_gather", "reduce_scatter")))
     ways = ["memory", "messages"] if args.rate is None else ["messages"]
     for size, way in itertools.product(args.ranks, ways):
         os.environ["DEEPSP_TRANSPORT"] = "auto" if way == "memory" else "messages"
-        link = None if args.rate is None else Netlink(size, args.rate).__enter__()
-        with Ranks(link, size) as ranks:
-            for (tokens, features), dtype, kind in itertools.product(
-                args.sizes, args.dtypes, ("all_gather", "reduce_scatter")
-            ):
-                times = ranks(measure, kind, tokens, features, DTYPES[dtype], args.repeats)
+        with bench.ranks_on(args.rate or bench.LOOPBACK, size) as ranks:
+            for (tokens, features), dtype, kind in tqdm(cases, desc=f"{size} ranks, {way}"):
+                ms = ranks(measure, kind, tokens, features, dtype, args.repeats)
                 for part in ("forward", "both"):
-                    row = [f"{size}, {args.rate or way}", kind, f"{tokens} x {features}", dtype]
-                    row.append(part)
-                    base = times[f"fused, {part}"]
-                    for name in ("fused", "plain", "saved"):
-                        ms = times[f"{name}, {part}"]
-                        text = f"{min(ms):.1f} / {statistics.median(ms):.1f}"
-                        if name != "fused":
-                            text += f" ({min(ms) / min(base):.2f} / "
-                            text += f"{statistics.median(ms) / statistics.median(base):.2f})"
-                        row.append(text)
-                    found.append(row)
-                    print("| " + " | ".join(row) + " |", flush=True)
-        if link is not None:
-            link.__exit__(None, None, None)
-    return found
+                    fused = ms["fused", part]
+                    cells = [bench.min_median(fused)]
+                    for name in ("plain", "saved"):
+                        other = ms[name, part]
+                        cells.append(f"{bench.min_median(other)} ({bench.ratio(other, fused)})")
+                    case = [f"{size}, {args.rate or way}", kind, f"{tokens} x {features}", dtype]
+                    rows.append([*case, part, *cells])
+    return rows
 
 
 def size_of(text: str) -> tuple[int, int]:
@@ -156,39 +146,24 @@ def size_of(text: str) -> tuple[int, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = bench.parser_of(
+        __doc__,
+        ranks=([2], "group sizes"),
+        dtypes=(DTYPES, "of tokens and weights", DTYPES),
+        repeats=(7, "of each contender"),
+        rate=(str, "of a link between ranks, 1gbit, say (root, iproute2)"),
+        results=(Path, "folder for tensor_parallel.md and .json"),
     )
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="sizes of the group")
-    parser.add_argument(
-        "--sizes",
-        type=size_of,
-        nargs="+",
-        help="tokens x features",
-        default=[(4096, 1024), (16384, 1024), (4096, 2048)],
-    )
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=[*DTYPES])
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--rate", help="of a link between ranks, 1gbit, say (root, iproute2)")
-    parser.add_argument("--results", type=Path, help="a file for the table, in Markdown")
+    sizes = [(4096, 1024), (16384, 1024), (4096, 2048)]
+    parser.add_argument("--sizes", type=size_of, nargs="+", default=sizes, help="tokens x features")
     args = parser.parse_args()
-    load = os.getloadavg()[0]
-    lines = rows(args)
-    if args.results:
-        columns = ["ranks, way", "collective", "tokens x features", "dtype", ""]
-        columns += ["fused, ms, min / median", "plain (times fused)", "saved (times fused)"]
-        text = [
-            f"`python benchmarks/tensor_parallel.py {' '.join(sys.argv[1:])}`: {os.cpu_count()} "
-            f"cores, torch {torch.__version__}, load {load:.1f} at the start, "
-            f"{os.getloadavg()[0]:.1f} at the end.",
-            "",
-            "| " + " | ".join(columns) + " |",
-            "|---" * len(columns) + "|",
-            *("| " + " | ".join(row) + " |" for row in lines),
-            "",
-        ]
-        args.results.parent.mkdir(parents=True, exist_ok=True)
-        args.results.write_text("\n".join(text))
+    columns = ["ranks, way", "collective", "tokens x features", "dtype", ""]
+    columns += ["fused, ms, min / median", "plain (times fused)", "saved (times fused)"]
+    rows = run(args)
+    title = "A linear layer fused with its collective, and the two in turn"
+    about = "What the contenders are: `--help`."
+    table = bench.Table("One after the other, and fused", columns, rows)
+    bench.report(args, "tensor_parallel", title, [about], [table], {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ import copy
 import os
 from collections.abc import Callable
 
+import bench
 import torch
 import torch.distributed as dist
-from collective_contenders import timed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -46,7 +46,7 @@ def make_model(shape: dict) -> nn.Module:
 
 
 def as_dtensors(model: nn.Module) -> nn.Module:
-    """The same plan in PyTorch's own words."""
+    """Shard a model by the same plan in PyTorch's own words."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole, tokens = Replicate(), Shard(1)
     for i, layer in enumerate(model.model.layers):
@@ -97,7 +97,8 @@ def stepper(model: nn.Module, shape: dict) -> Callable[[], float]:
 
 
 def measure_step(shape: dict, repeats: int) -> dict[str, dict]:
-    """Name -> losses, ms of the slowest rank: whole on each rank, PyTorch's plan, ours."""
+    """Return losses, and ms of the slowest rank, by name: whole on each rank, PyTorch's plan, and
+    deepsp's."""
     model = make_model(shape)
     models = {
         "torch tensor.parallel": as_dtensors(copy.deepcopy(model)),
@@ -112,5 +113,6 @@ def measure_step(shape: dict, repeats: int) -> dict[str, dict]:
     def noted(name: str, step: Callable[[], float]) -> Callable[[], None]:
         return lambda: losses[name].append(step())
 
-    times = timed({name: noted(name, stepper(m, shape)) for name, m in models.items()}, repeats)
+    calls = {name: noted(name, stepper(m, shape)) for name, m in models.items()}
+    times = bench.timed(calls, repeats, warmups=2)
     return {name: {"ms": times[name], "losses": losses[name]} for name in models}

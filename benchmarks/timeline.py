@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import bench
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -65,8 +66,8 @@ class Received:
 
 
 def record(forward: Callable, backward: Callable, sizes: dict[str, list[int]], interface: str):
-    """Bars (row, color, begin, end) in seconds. `sizes`: bytes of each exchange received by this
-    rank, by kind, in the order of the launches."""
+    """Return bars (row, color, begin, end) in seconds. `sizes`: bytes of each exchange received by
+    this rank, by kind, in the order of the launches."""
     for _ in range(3):
         forward()
         backward()
@@ -104,36 +105,29 @@ def record(forward: Callable, backward: Callable, sizes: dict[str, list[int]], i
 
 
 def draw(file: Path, title: str, recorded: dict[str, dict]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
     from matplotlib.patches import Patch
 
-    figure, panels = plt.subplots(
-        len(recorded), sharex=True, figsize=(11, 2.6 * len(recorded)), layout="constrained"
-    )
-    for panel, (name, found) in zip(panels, recorded.items(), strict=True):
-        for row, color, begin, end in found["bars"]:
-            y = len(ROWS) - 1 - ROWS.index(row)
-            panel.barh(
-                y,
-                1e3 * (end - begin),
-                left=1e3 * begin,
-                height=0.7,
-                color=COLORS[color],
-                edgecolor="white",
-                linewidth=0.5,
-                alpha=1 if row == "compute" else 0.75,
-            )
-        panel.axvline(1e3 * found["between"], color="gray", linestyle=":")
-        panel.set_yticks(range(len(ROWS)), ROWS[::-1])
-        panel.set_title(f"{name} (dotted: backward begins)", loc="left", fontsize=10)
-    panels[-1].set_xlabel("ms")
-    figure.legend(
-        handles=[Patch(color=COLORS[n], label=n) for n in ("projections", "attention")],
-        loc="outside upper right",
-        ncols=2,
-    )
-    figure.suptitle(title, x=0.02, ha="left")
-    figure.savefig(file, dpi=130)
+    shape = {"sharex": True, "figsize": (11, 2.6 * len(recorded))}
+    with bench.picture(file, len(recorded), dpi=130, **shape) as (figure, panels):
+        for panel, (name, record) in zip(panels, recorded.items(), strict=True):
+            for row, color, begin, end in record["bars"]:
+                panel.barh(
+                    len(ROWS) - 1 - ROWS.index(row),
+                    1e3 * (end - begin),
+                    left=1e3 * begin,
+                    height=0.7,
+                    color=COLORS[color],
+                    edgecolor="white",
+                    linewidth=0.5,
+                    alpha=1 if row == "compute" else 0.75,
+                )
+            panel.axvline(1e3 * record["between"], color="gray", linestyle=":")
+            panel.set_yticks(range(len(ROWS)), ROWS[::-1])
+            panel.set_title(f"{name} (dotted: backward begins)", loc="left", fontsize=10)
+        panels[-1].set_xlabel("ms")
+        figure.legend(
+            handles=[Patch(color=COLORS[n], label=n) for n in ("projections", "attention")],
+            loc="outside upper right",
+            ncols=2,
+        )
+        figure.suptitle(title, x=0.02, ha="left")

@@ -25,25 +25,20 @@ takes about 10 minutes on two free cores; the three cases of 32768 tokens are mo
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
-import json
 import os
-import platform
-import shlex
 import statistics
 import sys
-import time
 from pathlib import Path
 
+import bench
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from compile import peak_mib, reset_peak
-from ranks import Ranks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
 
 import deepsp
 
@@ -51,22 +46,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from train import HEADS, TOLERANCES, Block, ByteTransformer, load_text
 
 WARM_UP = 2048  # tokens
-COLUMNS = [
-    "S",
-    "P",
-    "checkpoints",
-    "steps",
-    "step, s: min / median",
-    "tokens/s",
-    "× as fast",
-    "peak MiB",
-    "× the memory",
-    "loss",
-]
 
 
 def whole_loss(model: ByteTransformer, ids: Tensor) -> Tensor:
-    """One process, plain PyTorch."""
+    """Return the loss of one process, by plain PyTorch."""
     position_ids = torch.arange(ids.size(1))[None]
 
     def attend(block: Block, h: Tensor) -> Tensor:
@@ -90,12 +73,12 @@ def sharded_loss(model: ByteTransformer, ids: Tensor, attention: torch.nn.Module
 
 
 def train(seq_len: int, seconds: float, checkpoints: str) -> dict:
-    """Run by every rank of a group."""
+    """Return times and losses of steps, and each rank's peak of memory."""
     ids = load_text(None)[None, :seq_len].long()
     attention = deepsp.DistributedAttention()
     sharded = dist.get_world_size() > 1
-    reset_peak()
-    before = peak_mib()
+    bench.reset_peak()
+    before = bench.status_mib("VmHWM")
     torch.manual_seed(0)
     model = ByteTransformer()
     if checkpoints != "none":
@@ -116,18 +99,14 @@ def train(seq_len: int, seconds: float, checkpoints: str) -> dict:
     step(ids[:, :WARM_UP])
     times, losses = [], []
     while not times or sum(times) + times[-1] <= seconds:
-        dist.barrier()
-        begin = time.perf_counter()
-        losses.append(step(ids))
-        taken = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
-        dist.all_reduce(taken, dist.ReduceOp.MAX)  # and so every rank stops at the same step
-        times.append(taken.item())
+        # Every rank takes the slowest one's time, and so stops at the same step.
+        times += bench.largest(bench.clock(lambda: losses.append(step(ids))))
     peaks = [0.0] * dist.get_world_size()
-    dist.all_gather_object(peaks, peak_mib() - before)
+    dist.all_gather_object(peaks, bench.status_mib("VmHWM") - before)
     return {"seconds": times, "peak_mib": peaks, "losses": losses}
 
 
-def rows_of(cases: list[dict]) -> list[list[str]]:
+def table_of(cases: list[dict]) -> bench.Table:
     rows = []
     for seq_len, group in itertools.groupby(cases, lambda case: case["seq_len"]):
         base, *_ = group = list(group)
@@ -135,11 +114,11 @@ def rows_of(cases: list[dict]) -> list[list[str]]:
             median = statistics.median(case["seconds"])
             rows.append(
                 [
-                    str(seq_len),
-                    str(case["ranks"]),
+                    seq_len,
+                    case["ranks"],
                     case["checkpoints"],
-                    str(len(case["seconds"])),
-                    f"{min(case['seconds']):.2f} / {median:.2f}",
+                    len(case["seconds"]),
+                    bench.min_median(case["seconds"], ".2f"),
                     f"{seq_len / median:.0f}",
                     f"{statistics.median(base['seconds']) / median:.2f}",
                     f"{max(case['peak_mib']):.0f}",
@@ -147,7 +126,9 @@ def rows_of(cases: list[dict]) -> list[list[str]]:
                     f"{difference(case, base):.1e}",
                 ]
             )
-    return rows
+    columns = ["S", "P", "checkpoints", "steps", "step, s: min / median", "tokens/s", "× as fast"]
+    columns += ["peak MiB", "× the memory", "loss"]
+    return bench.Table("A training step of the demo's model", columns, rows)
 
 
 def difference(case: dict, base: dict) -> float:
@@ -155,7 +136,7 @@ def difference(case: dict, base: dict) -> float:
 
 
 def notes(ranks: list[int]) -> str:
-    """What a reader must know of this machine."""
+    """Return what a reader must know of this machine."""
     cores = os.cpu_count()
     many = ", ".join(str(p) for p in ranks if p > cores)
     if not many:
@@ -167,12 +148,6 @@ def notes(ranks: list[int]) -> str:
 
 
 def draw(cases: list[dict], folder: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import LogLocator
-
     def curves(axes, value) -> None:
         for ranks in sorted({case["ranks"] for case in cases}):
             of = [case for case in cases if case["ranks"] == ranks]
@@ -188,85 +163,46 @@ def draw(cases: list[dict], folder: Path) -> None:
         axes.grid(alpha=0.3)
         axes.legend()
 
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    curves(axes, lambda case: statistics.median(case["seconds"]))
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.minorticks_off()
-    axes.set(ylabel="step, s", title="A training step")
-    figure.savefig(folder / "train_time.png", dpi=110)
+    from matplotlib.ticker import LogLocator
 
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    curves(axes, lambda case: max(case["peak_mib"]))
-    axes.set(ylabel="peak memory of a rank, MiB", title="What each rank must hold")
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
-    figure.savefig(folder / "train_memory.png", dpi=110)
+    with bench.picture(folder / "train_time.png", figsize=(7, 4.5)) as (_, axes):
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        curves(axes, lambda case: statistics.median(case["seconds"]))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.minorticks_off()
+        axes.set(ylabel="step, s", title="A training step")
+    with bench.picture(folder / "train_memory.png", figsize=(7, 4.5)) as (_, axes):
+        curves(axes, lambda case: max(case["peak_mib"]))
+        axes.set(ylabel="peak memory of a rank, MiB", title="What each rank must hold")
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
 
 
-def write(cases: list[dict], about: dict, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    kinds = {case["checkpoints"] for case in cases}
-    name = "train" if kinds == {"none"} else "checkpoints"
-    (folder / f"{name}.json").write_text(json.dumps(about | {"cases": cases}, indent=1) + "\n")
-    lines = [
-        "# A training step over the length of the sequence",
-        "",
-        f"`{about['command']}`",
-        "",
-        f"{about['cpus']} cores ({about['cpu']}), load {about['load']:.2f} at the start, torch "
-        f"{about['torch']}. What is measured: `--help`. {about['notes']}",
-        "",
-    ]
-    lines += [f"| {' | '.join(x)} |" for x in (COLUMNS, ["---"] * len(COLUMNS), *rows_of(cases))]
-    if name == "train":
-        lines += ["", "![step time](train_time.png)", "", "![peak memory](train_memory.png)"]
-        draw(cases, folder)
-    (folder / f"{name}.md").write_text("\n".join(lines) + "\n")
+def check(cases: list[dict]) -> None:
+    """Raise if losses differ by more than rounding."""
+    tolerance, _ = TOLERANCES["float32"]
+    for seq_len, group in itertools.groupby(cases, lambda case: case["seq_len"]):
+        base, *others = group
+        for case in others:
+            if not difference(case, base) <= tolerance:  # NaN fails too
+                raise SystemExit(
+                    f"S {seq_len}: the loss of {case['ranks']} ranks differs from that of "
+                    f"{base['ranks']} by {difference(case, base):.1e}; at most {tolerance:.0e} is "
+                    "rounding"
+                )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add(
-        "--seq-lens",
-        type=int,
-        nargs="+",
-        default=[4096, 8192, 16384, 32768],
-        metavar="S",
-        help="tokens of the sequence (default: 4096 8192 16384 32768)",
-    )
-    add(
-        "--ranks",
-        type=int,
-        nargs="+",
-        default=[1, 2, 4],
-        metavar="P",
-        help="that share a sequence (default: 1 2 4)",
-    )
-    add(
-        "--checkpoints",
-        nargs="+",
-        default=["none"],
-        choices=["none", "layers", "attention"],
-        help="around each layer (default: none)",
-    )
-    add(
-        "--seconds",
-        type=float,
-        default=8.0,
-        help="for the timed steps of a case; one is always made (default: 8)",
-    )
-    add(
-        "--results",
-        type=Path,
-        metavar="FOLDER",
-        help="writes train.md, train.json, train_time.png and train_memory.png; checkpoints.* "
-        "with --checkpoints",
+    kinds = ["none", "layers", "attention"]
+    parser = bench.parser_of(
+        __doc__,
+        seq_lens=([4096, 8192, 16384, 32768], "tokens of the sequence"),
+        ranks=([1, 2, 4], "that share a sequence"),
+        checkpoints=(["none"], "around each layer", kinds),
+        seconds=(8.0, "for the timed steps of a case; one is always made"),
+        results=(Path, "folder for train.md, .json and pictures; checkpoints.* with --checkpoints"),
     )
     args = parser.parse_args()
     longest = load_text(None).numel()
@@ -274,23 +210,8 @@ def main() -> None:
         parser.error(f"--seq-lens must be between 2 and {longest}, the bytes of text there are")
     if not all(1 <= p <= HEADS for p in args.ranks):
         parser.error(f"--ranks must be between 1 and {HEADS}, the model's number of query heads")
-
-    from rich.console import Console
-    from rich.table import Table
-    from tqdm import tqdm
-
-    about = {
-        "command": shlex.join(["python", *sys.argv]),
-        "settings": vars(args) | {"results": str(args.results)},
-        "cpus": os.cpu_count(),
-        "cpu": platform.processor() or platform.machine(),
-        "torch": torch.__version__,
-        "load": os.getloadavg()[0],
-        "notes": notes(args.ranks),
-    }
-    todo = list(
-        itertools.product(sorted(set(args.seq_lens)), sorted(set(args.ranks)), args.checkpoints)
-    )
+    lengths, sizes = sorted(set(args.seq_lens)), sorted(set(args.ranks))
+    todo = list(itertools.product(lengths, sizes, args.checkpoints))
     # Attention decides, so that a case takes about S² / P, and the remaining time is about right.
     work = [s * s / min(p, os.cpu_count()) for s, p, _ in todo]
     form = "{desc} {percentage:3.0f}%|{bar}| {elapsed}, about {remaining} left"
@@ -299,30 +220,20 @@ def main() -> None:
         for (seq_len, size, kind), amount in zip(todo, work, strict=True):
             bar.set_description_str(f"S {seq_len}, P {size}")
             case = {"seq_len": seq_len, "ranks": size, "checkpoints": kind}
-            with Ranks(None, size) as ranks:
+            with bench.ranks_on(bench.LOOPBACK, size) as ranks:
                 cases.append(case | ranks(train, seq_len, args.seconds, kind))
             bar.update(amount)
-
-    table = Table(*COLUMNS, title="A training step of the demo's model", title_justify="left")
-    for row in rows_of(cases):
-        last = row[1] == str(max(args.ranks)) and row[2] == args.checkpoints[-1]
-        table.add_row(*row, end_section=last)
-    console = Console(width=120)
-    console.print(table)
-    console.print(about["notes"])
-    if args.results:
-        write(cases, about, args.results)
-        console.print(f"written: into {args.results}")
-    tolerance, _ = TOLERANCES["float32"]
-    for _, group in itertools.groupby(cases, lambda case: case["seq_len"]):
-        base, *others = group
-        for case in others:
-            if not difference(case, base) <= tolerance:  # NaN fails too
-                raise SystemExit(
-                    f"S {case['seq_len']}: the loss of {case['ranks']} ranks differs from that of "
-                    f"{base['ranks']} by {difference(case, base):.1e}; at most "
-                    f"{tolerance:.0e} is rounding"
-                )
+    name, pictures = "checkpoints", ()
+    if args.checkpoints == ["none"]:
+        name, pictures = "train", ("train_time.png", "train_memory.png")
+    title = "A training step over the length of the sequence"
+    about = f"What is measured: `--help`. {notes(args.ranks)}"
+    results = {"settings": vars(args), "cases": cases}
+    bench.report(args, name, title, [about], [table_of(cases)], results, pictures)
+    print(notes(args.ranks))
+    if args.results and pictures:
+        draw(cases, args.results)
+    check(cases)
 
 
 if __name__ == "__main__":

@@ -14,16 +14,13 @@ compared. "Logits" is what one copy of a rank's logits would take.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import os
 import sys
 import tempfile
 
+import bench
 import torch
 import torch.distributed as dist
-from compile import peak_mib, reset_peak
-from ranks import Ranks
 from tqdm import tqdm
 
 WAYS = {
@@ -33,39 +30,33 @@ WAYS = {
 }
 
 
-def measure(way: str, args) -> dict:
-    """MiB of the second step, and its loss."""
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    os.environ |= names | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    os.environ["DEEPSP_TRANSPORT"] = "messages"
-    torch.set_num_threads(1)
+def measure(way: str, args: argparse.Namespace) -> dict:
+    """Return the MiB of the second step, and its loss."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "DEEPSP_TRANSPORT": "messages"}
     from transformers import TrainerCallback
 
-    found = {}
+    mib = []
 
     class Peak(TrainerCallback):
         def on_step_begin(self, arguments, state, control, **_):
             if state.global_step == 1:
-                gc.collect()
-                ctypes.CDLL(None).malloc_trim(0)
-                reset_peak()
-                found["before"] = peak_mib()
+                bench.trim()
+                bench.reset_peak()
+                mib.append(bench.status_mib("VmHWM"))
 
         def on_step_end(self, arguments, state, control, **_):
-            found["peak"] = peak_mib()
+            mib.append(bench.status_mib("VmHWM"))
 
     trainer = make(way, args)
     trainer.add_callback(Peak())
     trainer.train()
-    mib = torch.tensor(found["peak"] - found["before"])
-    dist.all_reduce(mib, dist.ReduceOp.MAX)
+    *_, before, after = mib
     loss = next(entry["loss"] for entry in reversed(trainer.state.log_history) if "loss" in entry)
-    return {"mib": mib.item(), "loss": loss}
+    return {"mib": bench.largest(after - before)[0], "loss": loss}
 
 
-def make(way: str, args):
-    """A trainer on rows of random tokens."""
+def make(way: str, args: argparse.Namespace):
+    """Return a trainer on rows of random tokens."""
     from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
     from deepsp.integrations.transformers import SequenceParallelTrainer, sequence_parallel
@@ -84,7 +75,7 @@ def make(way: str, args):
             )
         )
 
-    given = {
+    options = {
         "output_dir": tempfile.mkdtemp(),
         "use_cpu": True,
         "max_steps": 2,
@@ -102,7 +93,7 @@ def make(way: str, args):
         data = [{"input_ids": row, "labels": row} for row in rows]
         more["without_logits"] = way == "without_logits"
         return SequenceParallelTrainer(
-            model(0), TrainingArguments(**given), train_dataset=data, **more
+            model(0), TrainingArguments(**options), train_dataset=data, **more
         )
     from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -128,7 +119,7 @@ def make(way: str, args):
     return sequence_parallel(DPOTrainer)(
         model(0),
         model(0),
-        DPOConfig(max_length=None, bf16=False, **given),
+        DPOConfig(max_length=None, bf16=False, **options),
         train_dataset=Dataset.from_list([pair] * 2),
         processing_class=tokenizer,
         **more,
@@ -136,35 +127,32 @@ def make(way: str, args):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--vocab", type=int, default=32000, help="classes (default: 32000)")
-    add("--tokens", type=int, default=8192, help="of a row, on all ranks (default: 8192)")
-    add("--hidden", type=int, default=128, help="features of a token (default: 128)")
-    add("--ranks", type=int, default=2, help="that share each row (default: 2)")
-    add("--ways", nargs="+", choices=tuple(WAYS), default=tuple(WAYS), help="default: all")
-    args = parser.parse_args()
-    load, found = os.getloadavg()[0], {}
+    args = bench.parser_of(
+        __doc__,
+        vocab=(32000, "classes"),
+        tokens=(8192, "of a row, on all ranks"),
+        hidden=(128, "features of a token"),
+        ranks=(2, "that share each row"),
+        ways=(list(WAYS), "what to measure", WAYS),
+    ).parse_args()
+    results = {}
     for way in tqdm(args.ways):
-        with Ranks(None, args.ranks) as ranks:
-            found[way] = ranks(measure, way, args)
-    here = -(-args.tokens // args.ranks)
+        with bench.ranks_on(bench.LOOPBACK, args.ranks) as ranks:
+            results[way] = ranks(measure, way, args)
     print(
         f"{args.ranks} ranks, rows of {args.tokens} tokens, {args.vocab} classes, {args.hidden} "
-        f"features, float32; load {load:.1f} to {os.getloadavg()[0]:.1f}"
+        f"features, float32; load {bench.LOAD:.1f} to {os.getloadavg()[0]:.1f}"
     )
-    for way in args.ways:
-        label = WAYS[way]
+    here = -(-args.tokens // args.ranks)
+    for way, result in results.items():
         logits = here * args.vocab * 4 / 2**20 * (2 if way == "dpo" else 1)
         print(
-            f"{label:30} {found[way]['mib']:7,.0f} MiB   logits {logits:7,.0f} MiB   "
-            f"loss {found[way]['loss']:.6f}"
+            f"{WAYS[way]:30} {result['mib']:7,.0f} MiB   logits {logits:7,.0f} MiB   "
+            f"loss {result['loss']:.6f}"
         )
-    if not {"logits", "without_logits"} <= found.keys():
+    if not {"logits", "without_logits"} <= results.keys():
         return
-    whole, ours = (found[way] for way in ("logits", "without_logits"))
+    whole, ours = (results[way] for way in ("logits", "without_logits"))
     print(f"without logits: 1/{whole['mib'] / ours['mib']:.1f} of the memory")
     if abs(whole["loss"] - ours["loss"]) > 1e-4:
         sys.exit("FAILED: the losses differ")
