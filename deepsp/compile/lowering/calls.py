@@ -2,9 +2,10 @@
 
 A start may read its inputs until the wait, and the result of a wait may be a view of a receive
 buffer, next to others. So Inductor must not reuse what a start reads before the wait, nor a result
-at all, though it may free one: it is told that a result aliases something. What is written in place waits, too: :mod:`~deepsp.compile.lowering.overlap` ties each wait
-to its start's inputs. And Inductor must not leave out a call on a rank whose results are empty,
-since the other ranks make it."""
+at all, though it may free one: it is told that a result aliases something. What is written in place
+waits, too: :mod:`~deepsp.compile.lowering.overlap` ties each wait to its start's inputs. And
+Inductor must not leave out a call on a rank whose results are empty, since the other ranks make
+it."""
 
 from __future__ import annotations
 
