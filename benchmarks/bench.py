@@ -35,7 +35,7 @@ RESULTS = Path(__file__).parent / "results"
 LOOPBACK = "loopback"
 VERSIONS = ("torch", "deepspeed")  # that results name
 LOAD = os.getloadavg()[0]  # at the start
-# Of those benchmarks that run on a link, too, if they can.
+# Options of benchmarks that also run on a link, if they can.
 LINK_OPTIONS = {
     "rate": ("500mbit", "of the link, as tc writes it; '': no link"),
     "note": ("with nothing else running", "on the load, for the results"),

@@ -95,7 +95,7 @@ MACHINES = {
     "h100-fa2": replace(H100, attend=345e12, attend_backward=290e12),
     "h100-fp8": replace(H100, products=0.88 * 989e12, attend=345e12, attend_backward=290e12),
     "h100-1nic": replace(H100, far=H100.far / 8),  # 400 Gb/s for the machine
-    # Of NVLink 200 GB/s, InfiniBand of 200 Gb/s for each GPU, FlashAttention 2
+    # NVLink of 200 GB/s, InfiniBand of 200 Gb/s for each GPU, FlashAttention 2
     "a800": Machines(**A800, memory=1.6e12, near=0.75 * 200e9, far=0.85 * 25e9),
     # No NVLink, InfiniBand of 200 Gb/s for two GPUs
     "h100-pcie": Machines(**PCIE, memory=1.6e12, near=0.5 * 64e9, far=0.85 * 12.5e9),
@@ -321,7 +321,7 @@ def _step(model, tokens, ranks, machines, levers, once, chunks) -> Step:
     there, back = exchanges(model, tokens, ranks, machines, chunks, once)
     exchange = sum(there) + sum(back)  # of forward, and of backward
     exposed = waited(there, t["attend"], back)
-    # Of backward: the output's gradients come, and those of the first chunk's k and v leave last.
+    # In backward the output's gradients come, and those of the first chunk's k and v leave last.
     exposed_back = waited(back[::-1], t["attend_backward"], there[::-1])
     (one,) = exchanges(model, tokens, ranks, machines, 1, once)[0]
     repeated = (0.0, one, one) if levers.keep_attention else (t["attend"], exchange, exposed)

@@ -183,7 +183,7 @@ def _each_exchange():
     rank = dist.get_rank()
     os.environ["DEEPSP_DEBUG"] = "1"
     try:
-        # Of equal size: without the comparison each rank would be given the other's data.
+        # Their sizes are equal: without the comparison each rank would be given the other's data.
         a, b = torch.zeros(1, 4, 4, 6), torch.ones(1, 4, 6, 4)
         with pytest.raises(ValueError) as error:
             for x in (a, b) if rank == 0 else (b, a):

@@ -21,7 +21,7 @@ from deepsp.integrations.deepspeed import sequence_group
 
 LR, STEPS = 0.5, 5
 ON = {"deepcompile": True, "passes": ["deepsp"]}
-# Of the largest change that training made to a parameter: float32, five steps.
+# Relative to the largest change that training made to a parameter: float32, five steps.
 TOLERANCE = 1e-4
 
 on_ranks = functools.partial(harness.on_ranks, apart="deepspeed")

@@ -113,7 +113,7 @@ def _gradients(reduce_dtype, source):
     )
     for a, b in zip(ours, expected, strict=True):
         assert torch.equal(a, b) and a.dtype == source
-    # Of one alone: the other's travels as zeros.
+    # One output's gradient alone: the other's is sent as zeros.
     a, b = torch.autograd.grad(y[1], x, grads[1])
     assert torch.equal(b, expected[1]) and not a.any()
 

@@ -170,7 +170,7 @@ def _terms_in_low_precision():
     shape = SHAPES[0] | {"z_loss": 1e-2}
     for dtype, tolerance in ((torch.float32, 2e-6), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)):
         low = [(x * 0.5).to(dtype) for x in (hidden, weight, bias)]
-        # Of float16, weights of this size would leave gradients without digits.
+        # Weights of this size in float16 would leave gradients without digits.
         for factor in (1e-7, 1e5):
             weights = draw(2, 40, seed=5).abs().float() * factor
             expected = _shaped(*low, labels, weights, **shape)

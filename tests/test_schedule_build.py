@@ -193,7 +193,7 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("checkpoints")
     state = seeded(Model).state_dict()
     torch.save(state, path / "file.pt")
-    # Of tied tensors, safetensors files have one.
+    # A safetensors file has one of several tied tensors.
     state = {n: t.contiguous() for n, t in state.items() if n != "head.weight"}
     save_file(state, path / "file.safetensors")
     (path / "directory").mkdir()
