@@ -274,10 +274,11 @@ def right_table(results: dict) -> bench.Table:
     rows = []
     for case, of in results.items():
         for name, x in of.items():
-            numbers = [x["error"], "", ""]
-            if "error" not in x:
+            if "error" in x:
+                rows.append([CASES[case], name, x["error"], "", ""])
+            else:
                 numbers = [f"{x['loss']:.1e}", f"{x['gradient']:.1e}", x["parameter"]]
-            rows.append([CASES[case], name, *numbers])
+                rows.append([CASES[case], name, *numbers])
     columns = ["case", "", "loss", "gradient", "of"]
     return bench.Table("right: differences to one process", columns, rows)
 

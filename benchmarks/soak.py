@@ -58,9 +58,9 @@ def lens_of(rng: random.Random, size: int, most: int) -> list[int]:
     return lens if sum(lens) else [1] * size
 
 
-def close(found, expected, dtype) -> None:
+def close(result, expected, dtype) -> None:
     tolerance = {torch.float64: 1e-4, torch.float32: 2e-3, torch.bfloat16: 6e-2}[dtype]
-    torch.testing.assert_close(found.double(), expected.double(), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(result.double(), expected.double(), rtol=tolerance, atol=tolerance)
 
 
 def attention(rng, group, rank, size, seed) -> None:
@@ -99,12 +99,12 @@ def exchange(rng, group, rank, size, seed) -> None:
     kv = part(x[:, :, :kv_heads], lens, 1, rank, False)
     if rng.random() < 0.2:  # started and dropped: nobody waits
         deepsp.seq_to_heads_start([mine.detach(), kv.detach()], seq_lens=lens, group=group)
-    held, held_kv = deepsp.seq_to_heads([mine, kv], seq_lens=lens, group=group)
+    whole_heads, kv_heads_read = deepsp.seq_to_heads([mine, kv], seq_lens=lens, group=group)
     owned = torch.arange(heads).tensor_split(size)[rank]
-    assert torch.equal(held, x[:, :, owned]), "seq_to_heads"
+    assert torch.equal(whole_heads, x[:, :, owned]), "seq_to_heads"
     read = torch.unique(owned // (heads // kv_heads))
-    assert torch.equal(held_kv, x[:, :, read]), "seq_to_heads of a kv head"
-    (back,) = deepsp.heads_to_seq([held], [heads], seq_lens=lens, group=group)
+    assert torch.equal(kv_heads_read, x[:, :, read]), "seq_to_heads of a kv head"
+    (back,) = deepsp.heads_to_seq([whole_heads], [heads], seq_lens=lens, group=group)
     assert torch.equal(back, mine), "heads_to_seq"
     (gradient,) = torch.autograd.grad(back, mine, back)
     assert torch.equal(gradient, mine), "the gradient of both"
