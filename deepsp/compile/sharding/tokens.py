@@ -6,6 +6,7 @@ elements there, and all other dimensions in full. Sizes are ints or sympy expres
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field, replace
 
@@ -99,16 +100,38 @@ class Sequence:
             for first, (_, part) in zip(self.borders(), self.joined, strict=False)
         ]
 
-    def window(self, begin: Size, end: Size) -> Sequence:
-        """The tokens from ``begin`` to ``end``, on the ranks that have them now."""
-        if self.inside and same(begin, self.inside[0]) and same(end, self.inside[1]):
-            return self.inside[2]
-        lens = []
+    def window(
+        self, begin: Size, end: Size, at_most: Callable[[Size, Size], bool | None]
+    ) -> tuple[Sequence, list[Size]]:
+        """Selects the tokens from ``begin`` to ``end``, on the ranks that have them now.
+
+        Args:
+            begin: the first token.
+            end: the token after the last one.
+            at_most: returns whether one size is at most another; None: it isn't known, and the
+                result has a minimum or maximum of both, for which Triton's code generation of
+                torch 2.11 to 2.13 may fail.
+
+        Returns:
+            The selected tokens, and how many tokens before them each rank has.
+        """
+
+        def ordered(a: Size, b: Size) -> tuple[Size, Size]:
+            is_ordered = at_most(a, b)
+            if is_ordered is None:
+                return size_of(sympy.sympify(Min(a, b))), size_of(sympy.sympify(Max(a, b)))
+            return (a, b) if is_ordered else (b, a)
+
+        lens, before = [], []
         for rank, length in enumerate(self.lens):
             first = self.begin(rank)
-            inside = Min(first + length, end) - Max(first, begin)
-            lens.append(size_of(sympy.sympify(Max(inside, 0))))
-        return Sequence(tuple(lens))
+            _, start = ordered(first, begin)
+            stop, _ = ordered(size_of(first + length), end)
+            lens.append(ordered(0, size_of(stop - start))[1])
+            before.append(ordered(size_of(start - first), length)[0])
+        if self.inside and same(begin, self.inside[0]) and same(end, self.inside[1]):
+            return self.inside[2], before
+        return Sequence(tuple(lens)), before
 
 
 @dataclass(frozen=True)

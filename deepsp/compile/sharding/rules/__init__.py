@@ -25,6 +25,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -187,6 +188,13 @@ class Call(placement.Op):
         for node in self.operands:
             if node not in nodes and self.tokens(node) is not None:
                 self.refuse(f"{node.name}, an argument that must be replicated, is sharded")
+
+    def at_most(self, a: Size, b: Size) -> bool | None:
+        """Whether one size is at most another, as a guard, which all ranks have. None where it
+        depends on more than lengths, such as an index that changes from call to call."""
+        relation = sympy.sympify(a) <= b
+        lengths = set().union(*(sympy.sympify(n).free_symbols for n in self.graph.lengths))
+        return self.graph.holds(relation) if relation.free_symbols <= lengths else None
 
     def operand(self, node: fx.Node):
         """The new node for an operand, in the wanted form."""

@@ -85,7 +85,8 @@ def _causal(call: Call, tokens: Tokens, padding: int | str, before: int) -> Toke
         call.refuse(_NOT_CAUSAL if padding == "same" else _BORDERS)
     ends = tokens.extended(0, padding) if padding else tokens
     window = ends.sequence if padding == before else None
-    window = window or ends.sequence.window(before - padding, ends.length)
+    if window is None:
+        window, _ = ends.sequence.window(before - padding, ends.length, call.at_most)
     new = Tokens(dim, call.out[dim], window)
     unshifted = call.tokens(x.args[0]) if x.target in PADS else tokens
     if unshifted and same(new.length, unshifted.length) and new.sequence != unshifted.sequence:

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import sympy
 import torch
-from torch.utils._sympy.functions import Max, Min
 
 from deepsp.compile.sharding import joined
 from deepsp.compile.sharding.rules import Call, by_rows, refused, rule
@@ -70,16 +69,15 @@ def window(call: Call, x, tokens: Tokens, begin, end):
     """This rank's tokens between ``begin`` and ``end``: where they are, and their nodes."""
     if not tokens.alone:
         call.refuse("it selects tokens of a sequence that was merged with another dimension")
-    new = Tokens(tokens.dim, size_of(end - begin), tokens.sequence.window(begin, end))
+    sequence, before = tokens.sequence.window(begin, end, call.at_most)
+    new = Tokens(tokens.dim, size_of(end - begin), sequence)
     rank, graph = call.graph.rank, call.graph
 
     def lower():
-        # Skip this rank's tokens before the window.
-        skip = Min(Max(begin - tokens.sequence.begin(rank), 0), tokens.sequence.lens[rank])
         length = new.sequence.lens[rank]
         if graph.mode.shape_env.bound_sympy(sympy.sympify(length)).upper == 0:
             length = 0  # Inductor doesn't compile a sum over symbolic sizes that are 0 for sure
-        start, length = graph.int_(size_of(skip)), graph.int_(length)
+        start, length = graph.int_(before[rank]), graph.int_(length)
         return graph.call(aten.narrow.default, call.operand(x), tokens.dim, start, length)
 
     return new, lower
