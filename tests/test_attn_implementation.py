@@ -11,6 +11,7 @@ from harness import on_ranks
 from models import SMALL, make_lm
 from reference import lens_of, names
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import deepsp
 from deepsp.integrations.transformers import register
@@ -459,3 +460,31 @@ def _cores():
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_cores(ranks):
     on_ranks(ranks, _cores)
+
+
+class _Reads(TorchDispatchMode):
+    """Counts the numbers that the host reads of tensors: on a GPU it waits for each."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def _read(length):
+    register()
+    model = make_lm("Llama", "deepsp")
+    batch, _ = deepsp.shard_batch(_batch("plain", length))
+    labels = batch.pop("shift_labels")
+    for _ in range(2):  # the first step compares more
+        with _Reads() as reads:
+            logits = model(**batch, use_cache=False).logits
+            deepsp.cross_entropy(logits, labels).backward()
+    # One by transformers (padding), one for documents: as many with any number of layers.
+    assert reads.count == 2, reads.count
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_the_host_waits_for(ranks):
+    on_ranks(ranks, _read, 13)

@@ -142,6 +142,8 @@ def objects_on_all_ranks(value: Any, group: Group | Member, device: torch.device
 def on_all_ranks(values: Sequence[int], group: Group, device: torch.device) -> list[list[int]]:
     """Every rank's numbers, by rank; equally many on each (one small collective on ``device``)."""
     rank, size, name = member_of(group)
+    if size == 1:
+        return [[int(value) for value in values]]
     table = torch.zeros(size, len(values), dtype=torch.int64, device=device)
     table[rank] = torch.tensor(values, device=device)
     return torch.ops.deepsp.all_reduce(table, "replicated", rank, size, name).tolist()

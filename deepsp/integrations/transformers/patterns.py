@@ -113,16 +113,19 @@ def document_ranges(
     counted = torch.arange(length, device=positions.device).expand_as(positions)
     begins = torch.zeros_like(positions, dtype=torch.bool)
     begins[:, :1] = True
+    several = False  # each check makes the host wait for the GPU
     if padding is None:
         begins[:, 1:] |= positions.diff(dim=1) != 1
-        if bool(begins[:, 1:].any()):
+        several = bool(begins[:, 1:].any())
+        if several:
             counted = positions  # chunks restart with each document
     if pattern.chunk is not None and pattern.chunk < length:
         first = 0 if pattern.left_padding is None else pattern.left_padding[:, None]
         chunks = (counted - first) // pattern.chunk
         begins = begins.expand(chunks.size(0), -1).clone()
         begins[:, 1:] |= chunks.diff(dim=1) != 0
-    if padding is None and not bool(begins[:, 1:].any()):
+        several = several or bool(begins[:, 1:].any())
+    if padding is None and not several:
         return None
     begins = begins.expand(batch, -1)
     begin = begins.flatten().nonzero().flatten()
