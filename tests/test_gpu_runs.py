@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 sys.path.append(str(Path(__file__).parent / "gpu"))
 
-from processes import Ranks, Run
+from processes import Ranks, Run, environment_of
 
 
 def fine():
@@ -40,6 +40,16 @@ def _results(size, *tests, **options):
     ranks = Ranks(Run("gloo", size, False, "auto"), lines.append, deadline, **options)
     ranks.all(tests)
     return ranks.passed, ranks.failed, "\n".join(lines)
+
+
+def test_ranks_that_share_a_gpu():
+    """NCCL takes ranks on one GPU for ranks of several hosts, and only those."""
+    shared = [environment_of(rank, Run("nccl", 2, False, "mapped"), 1) for rank in (0, 1)]
+    assert [x.pop("NCCL_HOSTID") for x in shared] == ["host0", "host1"] and shared[0] == shared[1]
+    assert shared[0]["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] == "1"
+    for backend, devices in (("nccl", 2), ("gloo", 1)):
+        alone = environment_of(1, Run(backend, 2, False, "auto"), devices)
+        assert set(alone) == {"DEEPSP_TEST_COLLECTIVES", "DEEPSP_TRANSPORT"}
 
 
 def test_failures_hide_nothing():

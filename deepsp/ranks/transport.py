@@ -1,4 +1,4 @@
-"""How blocks travel in a group: through shared memory of one machine, or as messages."""
+"""How a group sends its blocks: through memory that ranks of a machine share, or as messages."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ class Transport:
         machines: the ranks of the group, by machine: ranks of one tuple write straight into each
             other's memory; all other pairs send messages.
         reasons: for each rank, why it shares memory with none; empty if it does.
+        memory: what ranks of a machine share: "shared memory", or GPUs "symmetric memory".
     """
 
     machines: tuple[tuple[int, ...], ...]
     reasons: tuple[str, ...]
+    memory: str = "shared memory"
 
     def mapped(self, rank: int, other: int) -> bool:
         """Whether two ranks write into each other's memory.
@@ -39,7 +41,7 @@ class Transport:
         lines = []
         for ranks in self.machines:
             if len(ranks) > 1:
-                lines.append(f"ranks {', '.join(map(str, ranks))}: shared memory")
+                lines.append(f"ranks {', '.join(map(str, ranks))}: {self.memory}")
             else:
                 lines.append(f"rank {ranks[0]}: messages, since {self.reasons[ranks[0]]}")
         if len(self.machines) > 1 and any(len(ranks) > 1 for ranks in self.machines):
@@ -50,7 +52,7 @@ class Transport:
 def transport(
     group: Group = None, *, use: Use | None = None, device: torch.device | str | None = None
 ) -> Transport:
-    """Returns how blocks travel in ``group``, and lets you choose it. All ranks of the group make
+    """Returns how ``group`` sends its blocks, and lets you choose it. All ranks of the group make
     this call.
 
     A group's first exchange finds out which ranks share memory; the others send messages through
@@ -59,9 +61,9 @@ def transport(
     Args:
         group: process group, 1-D or 2-D device mesh, or None for the default group.
         use: ``"auto"``: shared memory between CPU ranks that reach each other's, else messages;
-            between GPUs, messages. ``"mapped"``: shared memory between all ranks. ``"messages"``:
-            messages only. None: what the group uses already, else the environment variable
-            ``DEEPSP_TRANSPORT`` (``"auto"`` unless set).
+            between GPUs, messages. ``"mapped"``: shared memory between all ranks, of GPUs
+            PyTorch's symmetric memory. ``"messages"``: messages only. None: what the group uses
+            already, else the environment variable ``DEEPSP_TRANSPORT`` (``"auto"`` unless set).
         device: the kind of tensors: CPU and CUDA tensors have separate transports. None: the CPU if
             the group has a backend for it, else CUDA.
 
@@ -81,4 +83,5 @@ def transport(
     machines = [
         tuple(p for p in range(size) if machine[p] == first) for first in sorted({*machine})
     ]
-    return Transport(tuple(machines), tuple(reasons))
+    memory = "symmetric memory" if device.type == "cuda" else "shared memory"
+    return Transport(tuple(machines), tuple(reasons), memory)

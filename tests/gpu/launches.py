@@ -17,6 +17,7 @@ def is_mapped():
     """Which way the tests behind it go."""
     found = deepsp.transport(device="cuda")
     assert found.machines == (tuple(range(dist.get_world_size())),), str(found)
+    assert found.memory == "symmetric memory"
     return [str(found)]
 
 

@@ -46,11 +46,28 @@ def _device_answers() -> bool:
     return True
 
 
+def environment_of(rank: int, run: Run, devices: int) -> dict[str, str]:
+    """Returns what a rank's environment needs before its group is made."""
+    own = {
+        "DEEPSP_TEST_COLLECTIVES": str(int(run.sends_to_itself)),
+        "DEEPSP_TRANSPORT": run.transport,
+    }
+    if run.backend == "nccl" and run.size > devices:
+        # NCCL refuses two ranks on one GPU of one host, so each rank says that it is on another.
+        # They then really exchange, by NCCL's sockets. Times say nothing about links.
+        own |= {"NCCL_HOSTID": f"host{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+        own |= {
+            f"TORCH_SYMM_MEM_{name}": "1"
+            for name in ("ALLOW_OVERLAPPING_DEVICES", "DISABLE_MULTICAST")
+        }
+    return own
+
+
 def _join(rank: int, run: Run, path: str) -> None:
-    os.environ["DEEPSP_TEST_COLLECTIVES"] = str(int(run.sends_to_itself))
-    os.environ["DEEPSP_TRANSPORT"] = run.transport
-    if torch.cuda.is_available():
-        torch.cuda.set_device(rank if run.backend == "nccl" else 0)
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    os.environ.update(environment_of(rank, run, devices))
+    if devices > 0:
+        torch.cuda.set_device(rank if run.backend == "nccl" and run.size <= devices else 0)
     dist.init_process_group(
         run.backend,
         init_method=f"file://{path}",

@@ -2,9 +2,10 @@
 ``tests/gpu/first.sh`` one at a time.
 
 Ops on CUDA tensors over gloo with two ranks on one GPU; in an NCCL group of one rank, where nothing
-travels, and where it sends to itself by collectives (DEEPSP_TEST_COLLECTIVES), or through symmetric
-memory; on several GPUs, if there are, through each other's memory. opcheck and Inductor on CUDA;
-the kernels' speed against a copy of the same bytes.
+is sent, and where it sends to itself by collectives (DEEPSP_TEST_COLLECTIVES), or through symmetric
+memory; in NCCL groups of 2 and 4 ranks that share the GPU and exchange by NCCL's sockets, or
+through symmetric memory; on several GPUs, if there are, through each other's memory. opcheck,
+Inductor and the compile pass on CUDA; the kernels' speed against a copy of the same bytes.
 
 Results are printed, and written to a folder as they come: ``$OUT``, or one that is named after the
 GPU.
@@ -40,6 +41,7 @@ from speed import cast_bandwidth, kernel_bandwidth, overlap_profile, projection_
 from values import (
     along_dim,
     attention_gradients,
+    compile_pass,
     dropout,
     exchange_values,
     experts,
@@ -78,7 +80,7 @@ STAGES = {
     ],
     "paths": [loss_and_rest, sharded_training, layer_gradients, streams, threads],
     "sanitizer": [odd_rows, along_dim, exchange_values],
-    "compile": [inductor, op_checks, layer_checks, dropout],
+    "compile": [compile_pass, inductor, op_checks, layer_checks, dropout],
     "speed": [kernel_bandwidth, cast_bandwidth, projection_speed, overlap_profile, flash_speed],
 }
 EVERYWHERE = {
@@ -91,6 +93,7 @@ EVERYWHERE = {
     loss_and_rest,
     sharded_training,
     layer_gradients,
+    compile_pass,
     inductor,
     op_checks,
     layer_checks,
@@ -98,6 +101,9 @@ EVERYWHERE = {
     overlap_profile,
     *STAGES["attention"],
 }
+# On ranks that share a GPU. Four of them take longer, and leave out what two ranks tell.
+SHARED = EVERYWHERE - {overlap_profile}
+OF_FOUR = SHARED & {*STAGES["values"], *STAGES["attention"]}
 # Not on several ranks: they compare with this rank's input, or use one group in several threads,
 # whose exchanges would meet in any order.
 ALONE = {large, streams, threads, never_waited_for}
@@ -108,6 +114,11 @@ RUNS = [
     (Run("nccl", 1, False, "auto"), EVERYWHERE | ALONE | SPEED | {capture}),
     (Run("nccl", 1, True, "auto"), EVERYWHERE | ALONE | {capture}),
     (Run("nccl", 1, True, "mapped"), EVERYWHERE | ALONE | {is_mapped}),
+    *(
+        (Run("nccl", size, False, transport), tests | ({is_mapped} & {*of_transport}))
+        for size, tests in ((2, SHARED), (4, OF_FOUR))
+        for transport, of_transport in (("auto", []), ("mapped", [is_mapped]))
+    ),
 ]
 if torch.cuda.device_count() > 1:
     several = Run("nccl", min(torch.cuda.device_count(), 4), False, "mapped")
