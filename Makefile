@@ -225,7 +225,7 @@ ifeq ($(ONLY),)
 	PYTHON=$(PYTHON) tests/gpu/first.sh all
 else
 	PYTHON=$(PYTHON) tests/gpu/first.sh 1
-	PYTHONPATH=build/gpu/lib $(PYTHON) tests/gpu/run.py $(ONLY)
+	PYTHONPATH=build/gpu/lib:tests/lib $(PYTHON) tests/gpu/run.py $(ONLY)
 endif
 
 clean:

@@ -321,8 +321,8 @@ def _freed():
         return x * 1
 
     x = draw(1, 16, 32)
-    found, (code,) = run_and_get_code(torch.compile(layers, fullgraph=True), x)
-    torch.testing.assert_close(found, layers(x), rtol=1e-12, atol=1e-12)
+    out, (code,) = run_and_get_code(torch.compile(layers, fullgraph=True), x)
+    torch.testing.assert_close(out, layers(x), rtol=1e-12, atol=1e-12)
     calls = set(re.findall(r"^ *(buf\d+) = torch\.ops\.deepsp", code, re.MULTILINE))
     results = re.findall(r"^ *(buf\d+) = (buf\d+)\[\d+\]", code, re.MULTILINE)
     results = {result for result, call in results if call in calls}

@@ -1,6 +1,7 @@
 """The compile pass on every rank, in lock step, in this process: models written for one device
 against one process in float64, loss and every gradient; and what it refuses."""
 
+import itertools
 import re
 
 import pytest
@@ -25,6 +26,7 @@ from zoo import (
 )
 
 import deepsp
+from deepsp.compile.sharding.tokens import Sequence
 
 
 def _shallow(make, name):
@@ -118,6 +120,20 @@ def test_gradients(kind):
         return
     check("mean", 2, static=False)  # some weights see no tokens
     check("relative bias", 3)
+
+
+def test_windows_of_tokens():
+    """Settled by guards or by minima and maxima: each rank's tokens of every window."""
+    for lens in itertools.product(range(4), repeat=3):
+        ranks = torch.arange(3).repeat_interleave(torch.tensor(lens))
+        for begin, end in itertools.combinations_with_replacement(range(sum(lens) + 1), 2):
+            expected = tuple(ranks[begin:end].bincount(minlength=3).tolist())
+            skipped = ranks[:begin].bincount(minlength=3).tolist()
+            for holds in (bool, None):
+                window, before = Sequence(lens).window(begin, end, holds)
+                assert window.lens == expected, (lens, begin, end)
+                for n, skip, many in zip(before, skipped, expected, strict=True):
+                    assert many == 0 or n == skip, (lens, begin, end)
 
 
 def test_lengths_share_a_graph():

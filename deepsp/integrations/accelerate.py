@@ -269,8 +269,8 @@ class _Prepared(GroupedAccelerator):
         lens, rows = self.sequence_lens, self.sequence_rows
 
         def has_tokens(x: Tensor) -> bool:
-            may = by_token and rows is not None and x.dim() > 1
-            return may and tuple(x.shape[:2]) == (rows, lens[rank])
+            is_candidate = by_token and rows is not None and x.dim() > 1
+            return is_candidate and tuple(x.shape[:2]) == (rows, lens[rank])
 
         def counts_tokens(x: Tensor) -> bool:
             return not x.is_floating_point() and (

@@ -122,11 +122,11 @@ def convolution(op: Op) -> list[Row]:
     ]
     if bias is None:
         return rows
-    every = []
+    all_rows = []
     for r in rows:
-        every += row(
+        all_rows += row(
             r.outputs,
             *r.inputs,
             (bias, 0 if r.outputs == len(batch) else SUM if r.outputs == SUM else None),
         )
-    return every
+    return all_rows

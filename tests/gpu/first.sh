@@ -24,7 +24,7 @@ build() {
 
 run() {
   echo "== $1"
-  if [ "$1" = build ]; then build; else PYTHONPATH=build/gpu/lib $PYTHON tests/gpu/run.py "$1"; fi
+  if [ "$1" = build ]; then build; else PYTHONPATH=build/gpu/lib:tests/lib $PYTHON tests/gpu/run.py "$1"; fi
 }
 
 failed=()

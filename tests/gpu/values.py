@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from common import TIGHT, attention, draw, uneven
-from torch import nn
 from torch.library import opcheck
+from zoo import LM, batch
 
 import deepsp
 
@@ -331,49 +331,25 @@ def inductor():
 
 
 def compile_pass():
-    """A GPT through backend="deepsp" on full batches of two lengths, the loss cut at the ranks'
-    borders: loss and every gradient of this process's model against one that isn't compiled."""
+    """A model through backend="deepsp" on full batches of two lengths, its loss cut at the ranks'
+    borders: loss and every gradient against the model that isn't compiled."""
     torch._dynamo.reset()
-    width, heads, words = 64, 4, 100
     for dtype, tolerance in ((torch.float64, 1e-9), (torch.bfloat16, 3e-2)):
         torch.manual_seed(0)
-        reference = GPT(width, heads, words).to("cuda", dtype)
+        reference = LM().to("cuda", dtype)
         model = copy.deepcopy(reference)
         compiled = torch.compile(model, backend="deepsp", fullgraph=True)
-        for length in (66, 75):
-            ids = torch.randint(words, (2, length), device="cuda")
-            dist.broadcast(ids, 0)
-            expected = reference(ids, ids)
-            found = compiled(*deepsp.prepare_inputs(ids, labels=ids.clone()))
-            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-            for loss, m in ((expected, reference), (found, model)):
+        for length in (34, 41):
+            inputs = {name: x.to("cuda") for name, x in batch(length).items()}
+            expected = reference(**inputs)
+            loss = compiled(**deepsp.prepare_inputs(inputs))
+            torch.testing.assert_close(loss, expected, rtol=tolerance, atol=tolerance)
+            for m, of_model in ((reference, expected), (model, loss)):
                 m.zero_grad()
-                loss.backward()
+                of_model.backward()
             for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
                 difference = (p.grad - q.grad).double().norm() / q.grad.double().norm()
                 assert difference < 10 * tolerance, (name, length, dtype, float(difference))
-
-
-class GPT(nn.Module):
-    """One block, written for one device."""
-
-    def __init__(self, width, heads, words):
-        super().__init__()
-        self.heads = heads
-        self.embed, self.position = nn.Embedding(words, width), nn.Embedding(256, width)
-        self.norm, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
-        self.out, self.head = nn.Linear(width, width), nn.Linear(width, words)
-
-    def forward(self, ids, labels):
-        x = self.embed(ids) + self.position(torch.arange(ids.size(1), device=ids.device))
-        q, k, v = (
-            y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for y in self.qkv(self.norm(x)).chunk(3, -1)
-        )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).flatten(2))
-        logits = self.head(F.gelu(x))[:, :-1].flatten(0, 1).double()
-        return F.cross_entropy(logits, labels[:, 1:].flatten())
 
 
 def plain_layer(layer, x):

@@ -85,7 +85,7 @@ def _pretended(codes: list[str]):
     from torch._dynamo.device_interface import CudaInterface
 
     hints = torch._inductor.runtime.hints.DeviceProperties
-    known = {n: x for n, x in H100.items() if n in hints._fields}
+    fields = {n: x for n, x in H100.items() if n in hints._fields} | {"index": 0, "cc": 90}
 
     def taken(_, code):
         codes.append(code.value)
@@ -105,7 +105,7 @@ def _pretended(codes: list[str]):
     with contextlib.ExitStack() as stack:
         for module, name, value in (
             (torch._inductor.graph.GraphLowering, "_compile_to_module_lines", taken),
-            (hints, "create", lambda *_: hints(**{**known, "index": 0, "cc": 90})),
+            (hints, "create", lambda *_: hints(**fields)),
             (torch._inductor.scheduler, "has_triton", lambda *_: True),
             (torch.utils._triton, "triton_hash_with_backend", lambda *_: ""),
             *((torch.cuda, name, value) for name, value in answers.items()),

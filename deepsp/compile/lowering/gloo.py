@@ -51,8 +51,8 @@ def avoid_gathers(graph: fx.Graph) -> None:
         else:
             part, size, group = node.args
         value = part.meta["val"]
-        pair = None if size == 1 else gloo_group(group, value.device)
-        if pair is None:
+        over_gloo = None if size == 1 else gloo_group(group, value.device)
+        if over_gloo is None:
             continue
         rows = value.size(0)
         if not isinstance(rows, int):
@@ -60,7 +60,7 @@ def avoid_gathers(graph: fx.Graph) -> None:
         splits = [rows] * size
         readers = [n for n in node.users if node in tree_leaves(data_of(n))]
         if calls_kernels() and all(target_of(n) is WAIT for n in readers):
-            launched = _called(node, part, splits, pair, readers)
+            launched = _called(node, part, splits, over_gloo, readers)
         else:
             repeats = [size, *[1] * (value.dim() - 1)]
             sent = add(aten.repeat.default, (part, repeats), before=node, like=node)

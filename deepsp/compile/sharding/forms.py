@@ -18,7 +18,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from deepsp.compile.sharding import joined
 from deepsp.compile.sharding.report import CannotShard
-from deepsp.compile.sharding.tokens import Sequence, Size, Tokens, same, size_of
+from deepsp.compile.sharding.tokens import Sequence, Size, Tokens, same, size_of, symbols_of
 
 # Meta that new nodes inherit: the user's line, and whether backward recomputes them.
 _PASSED_ON = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom", "seq_nr")
@@ -149,7 +149,7 @@ class Nodes:
 
     def fix(self, sequence: Sequence) -> None:
         """Makes the length of a sequence a constant, on all ranks, and begins anew."""
-        symbols = set().union(*(sympy.sympify(n).free_symbols for n in sequence.lens))
+        symbols = symbols_of(sequence.lens)
         for symbol in symbols:
             int(self.env[self.symbols[symbol]])
         if symbols:

@@ -6,7 +6,7 @@ elements there, and all other dimensions in full. Sizes are ints or sympy expres
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field, replace
 
@@ -33,6 +33,11 @@ def product(sizes) -> Size:
     for size in sizes:
         result = result * size
     return size_of(result)
+
+
+def symbols_of(sizes: Iterable[Size]) -> set[sympy.Symbol]:
+    """The symbols that sizes depend on."""
+    return set().union(*(sympy.sympify(size).free_symbols for size in sizes))
 
 
 def same(a: Size, b: Size) -> bool:
@@ -101,34 +106,38 @@ class Sequence:
         ]
 
     def window(
-        self, begin: Size, end: Size, at_most: Callable[[Size, Size], bool | None]
+        self, begin: Size, end: Size, holds: Callable[[bool | sympy.Basic], bool] | None
     ) -> tuple[Sequence, list[Size]]:
         """Selects the tokens from ``begin`` to ``end``, on the ranks that have them now.
 
         Args:
             begin: the first token.
             end: the token after the last one.
-            at_most: returns whether one size is at most another; None: it isn't known, and the
-                result has a minimum or maximum of both, for which Triton's code generation of
-                torch 2.11 to 2.13 may fail.
+            holds: says whether a relation of sizes holds. None: it isn't known, and the sizes are
+                minima and maxima, for which Triton's code generation of torch 2.11 to 2.13 may
+                fail.
 
         Returns:
             The selected tokens, and how many tokens before them each rank has.
         """
-
-        def ordered(a: Size, b: Size) -> tuple[Size, Size]:
-            is_ordered = at_most(a, b)
-            if is_ordered is None:
-                return size_of(sympy.sympify(Min(a, b))), size_of(sympy.sympify(Max(a, b)))
-            return (a, b) if is_ordered else (b, a)
-
-        lens, before = [], []
-        for rank, length in enumerate(self.lens):
-            first = self.begin(rank)
-            _, start = ordered(first, begin)
-            stop, _ = ordered(size_of(first + length), end)
-            lens.append(ordered(0, size_of(stop - start))[1])
-            before.append(ordered(size_of(start - first), length)[0])
+        ranks = range(len(self.lens))
+        borders = [self.begin(rank) for rank in range(len(ranks) + 1)]
+        if holds is None:
+            starts = [Max(border, begin) for border in borders[:-1]]
+            stops = [Min(border, end) for border in borders[1:]]
+            lens = [Max(stop - start, 0) for start, stop in zip(starts, stops, strict=True)]
+            before = [Min(starts[r] - borders[r], self.lens[r]) for r in ranks]
+        else:  # the ranks between those of the first and of the last token have all of theirs
+            first = next((r for r in ranks if not holds(borders[r + 1] <= begin)), len(ranks))
+            last = next((r for r in reversed(ranks) if not holds(end <= borders[r])), -1)
+            before = [begin - borders[r] if r == first else 0 for r in ranks]
+            lens = [
+                (end if r == last else borders[r + 1]) - borders[r] - before[r]
+                if first <= r <= last
+                else 0
+                for r in ranks
+            ]
+        lens, before = ([size_of(sympy.sympify(n)) for n in sizes] for sizes in (lens, before))
         if self.inside and same(begin, self.inside[0]) and same(end, self.inside[1]):
             return self.inside[2], before
         return Sequence(tuple(lens)), before

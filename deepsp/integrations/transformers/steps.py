@@ -151,8 +151,8 @@ class FullStep:
         """Whether an evaluation's loss is that of one process with the batches of all groups. Else
         it is that of the group's own, by code that isn't known."""
         run = self.run
-        loss_is_theirs = run.loss_class is Trainer or run.is_of_trl
-        return loss_is_theirs and not run.compares_rows and run.trainer.compute_loss_func is None
+        has_stock_loss = run.loss_class is Trainer or run.is_of_trl
+        return has_stock_loss and not run.compares_rows and run.trainer.compute_loss_func is None
 
     def without_repeats(self, inputs: dict[str, Any], real: Tensor | None) -> dict[str, Any]:
         """A batch of an evaluation in which repeated rows don't count. ``real``: [B]; None: all."""

@@ -165,7 +165,7 @@ def attend_over(
             raise ValueError(
                 f"expected no kv_chunk with deal, got {options['kv_chunk']}; leave it out"
             )
-        lens = [n for lens in deal.lens for n in lens]  # level after level
+        lens = [n for of_level in deal.lens for n in of_level]
         options["dealt"] = deal.documents(rank)
     else:
         options["query_parts"] = call.query_parts

@@ -25,14 +25,13 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
 from deepsp import placement
 from deepsp.compile.sharding.forms import has_tensor
 from deepsp.compile.sharding.report import CannotShard
-from deepsp.compile.sharding.tokens import Size, Tokens, same
+from deepsp.compile.sharding.tokens import Sequence, Size, Tokens, same, symbols_of
 from deepsp.placement import SUM, Row
 from deepsp.placement.table import overloads
 from deepsp.sequence.recurrence.functions import captured
@@ -189,12 +188,11 @@ class Call(placement.Op):
             if node not in nodes and self.tokens(node) is not None:
                 self.refuse(f"{node.name}, an argument that must be replicated, is sharded")
 
-    def at_most(self, a: Size, b: Size) -> bool | None:
-        """Whether one size is at most another, as a guard, which all ranks have. None where it
-        depends on more than lengths, such as an index that changes from call to call."""
-        relation = sympy.sympify(a) <= b
-        lengths = set().union(*(sympy.sympify(n).free_symbols for n in self.graph.lengths))
-        return self.graph.holds(relation) if relation.free_symbols <= lengths else None
+    def window(self, sequence: Sequence, begin: Size, end: Size) -> tuple[Sequence, list[Size]]:
+        """:meth:`Sequence.window`, settled by guards, which all ranks have, unless a border
+        depends on more than lengths: an index that changes from call to call."""
+        settled = symbols_of((begin, end)) <= symbols_of(self.graph.lengths)
+        return sequence.window(begin, end, self.graph.holds if settled else None)
 
     def operand(self, node: fx.Node):
         """The new node for an operand, in the wanted form."""

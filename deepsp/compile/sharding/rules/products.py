@@ -86,7 +86,7 @@ def _causal(call: Call, tokens: Tokens, padding: int | str, before: int) -> Toke
     ends = tokens.extended(0, padding) if padding else tokens
     window = ends.sequence if padding == before else None
     if window is None:
-        window, _ = ends.sequence.window(before - padding, ends.length, call.at_most)
+        window, _ = call.window(ends.sequence, before - padding, ends.length)
     new = Tokens(dim, call.out[dim], window)
     unshifted = call.tokens(x.args[0]) if x.target in PADS else tokens
     if unshifted and same(new.length, unshifted.length) and new.sequence != unshifted.sequence:

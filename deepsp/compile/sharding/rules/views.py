@@ -69,7 +69,7 @@ def window(call: Call, x, tokens: Tokens, begin, end):
     """This rank's tokens between ``begin`` and ``end``: where they are, and their nodes."""
     if not tokens.alone:
         call.refuse("it selects tokens of a sequence that was merged with another dimension")
-    sequence, before = tokens.sequence.window(begin, end, call.at_most)
+    sequence, before = call.window(tokens.sequence, begin, end)
     new = Tokens(tokens.dim, size_of(end - begin), sequence)
     rank, graph = call.graph.rank, call.graph
 
