@@ -1,15 +1,18 @@
 """Attention by blocks of scores, documents by their borders, keys in parts: against all scores at
 once, in float64."""
 
+import functools
 import itertools
 import math
 
+import pretended
 import pytest
 import torch
 import torch.distributed as dist
 from harness import on_ranks
 from pretended import on_gpu
 from reference import draw, lens_of, names
+from torch.nn.attention import SDPBackend
 
 import deepsp
 
@@ -130,17 +133,17 @@ ON_GPU = {
     "packed window": (([[0, 70], [70, 200]], True, (30, 0), None, False, [], 1), (2, 2)),
     "short, long": (([[0, 5], [5, 90], [90, 200]], False, (8, 3), None, False, [], 1), (2, 2)),
     "of one": (([[n, n + 1] for n in range(200)], True, (), None, False, [], 1), (2, 2)),
-    "padded": (([[0, 70], [70, 150]], True, (), None, False, [], 1), (6, 12)),
-    "gap": (([[0, 70], [71, 150]], True, (), None, False, [], 1), (8, 16)),
+    "padded": (([[0, 70], [70, 150]], True, (), None, False, [], 1), (6, 9)),
+    "gap": (([[0, 70], [71, 150]], True, (), None, False, [], 1), (8, 13)),
     "rows of documents": (
         ([[0, 70], [70, 200], [200, 300], [300, 400]], True, (), None, False, [], 2),
-        (10, 16),
+        (10, 13),
     ),
     "sinks": (([[0, 70], [70, 200]], True, (), None, True, [], 1), (7, 13)),
-    "cut": ((None, True, (), None, False, [20, 60, 120, 170], 1), (8, 16)),
-    "cut window": ((None, True, (30, 0), None, False, [20, 60, 120, 170], 1), (8, 16)),
-    "cut, both ways": ((None, False, (30, 10), None, False, [20, 60, 120, 200], 1), (11, 21)),
-    "cut documents": (([[0, 70], [70, 200]], True, (), None, False, [20, 90], 1), (8, 16)),
+    "cut": ((None, True, (), None, False, [20, 60, 120, 170], 1), (8, 13)),
+    "cut window": ((None, True, (30, 0), None, False, [20, 60, 120, 170], 1), (8, 13)),
+    "cut, both ways": ((None, False, (30, 10), None, False, [20, 60, 120, 200], 1), (11, 20)),
+    "cut documents": (([[0, 70], [70, 200]], True, (), None, False, [20, 90], 1), (8, 13)),
     "tiles": ((None, True, (), 5.0, False, [], 1), (86, 90)),
 }
 
@@ -171,6 +174,93 @@ def test_flash_on_a_gpu(kind):
     assert out.transpose(0, 1).is_contiguous()
     assert (cap is None) == ("_flash_attention_forward" in forward)
     assert (len(forward), len(backward)) == budget, (forward, backward)
+
+
+# Documents, ranges of queries, tokens; calls of each kernel.
+DENSE = {
+    "a part of one": (
+        [[0, 4200], [4200, 4500]],
+        [],
+        4500,
+        {"_scaled_dot_product_cudnn_attention": 1, "_flash_attention_forward": 2},
+    ),
+    "rows of one length": (
+        [[0, 30], [30, 2930], [2930, 5830]],
+        [],
+        5830,
+        {"_scaled_dot_product_cudnn_attention": 1, "_flash_attention_forward": 1},
+    ),
+    "cut": (None, [4100, 8200], 8200, {"_scaled_dot_product_cudnn_attention": 2}),
+}
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="CUDA itself is asked for a stream")
+@pytest.mark.parametrize("kind", DENSE)
+def test_long_pieces_are_dense_calls_on_a_gpu(kind):
+    borders, queries, length, calls = DENSE[kind]
+    documents = None if borders is None else torch.tensor(borders)
+    q, k, v = _leaves(1, length, 2, 1, 8, 8, False, torch.float16)
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    mine = slice(*queries or (0, length))
+    expected = torch.cat(
+        [
+            torch.nn.functional.scaled_dot_product_attention(
+                *(x[:, begin:end].transpose(1, 2) for x in wide), is_causal=True, enable_gqa=True
+            ).transpose(1, 2)
+            for begin, end in borders or [[0, length]]
+        ],
+        1,
+    )[:, mine]
+    # As an exchange of two rows leaves them: strided.
+    q, k, v = (torch.stack([x, x], 1).transpose(0, 1)[0] for x in (q[:, mine], k, v))
+    call = (q, k, v, documents, True, (), None, None, None)
+    (out, log_sum), forward = on_gpu(BLOCKWISE.default, *call, queries)
+    grad = draw(*out.shape, seed=9, dtype=torch.float16)
+    found, backward = on_gpu(BACKWARD.default, grad, *call, out, log_sum, [1, 1, 1, 0], queries)
+    theirs = list(torch.autograd.grad(expected, wide, grad.double()))
+    theirs[0] = theirs[0][:, mine]
+    for x, y in zip((out, *found), (expected, *theirs), strict=True):
+        assert (x.double() - y).abs().max() <= 4e-3 * max(1, y.abs().max())
+    for name, count in calls.items():
+        assert forward.count(name) == count, forward
+        assert backward.count(name.removesuffix("_forward") + "_backward") == count, backward
+    assert sum("attention" in name for name in forward) == sum(calls.values())
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="CUDA itself is asked for a stream")
+def test_an_activated_flash_attention_is_called():
+    """With nothing but is_causal to take, forward and backward; also for long documents, where the
+    user's choice is flash attention."""
+    calls = []
+
+    def implement():
+        library = torch.library.Library("aten", "IMPL", "CUDA")
+        for direction in ("forward", "backward"):
+            name = f"_flash_attention_{direction}"
+            kernel = pretended.KERNELS[getattr(torch.ops.aten, name).default]
+
+            def impl(*args, kernel=kernel, direction=direction, **kwargs):
+                causal = args[8] if direction == "forward" else args[11]
+                windows = [kwargs.get(f"window_size_{side}") for side in ("left", "right")]
+                calls.append((direction, causal, windows))
+                return kernel(*args, **kwargs)
+
+            library.impl(name, impl, "CUDA")
+        handles.append(library)
+
+    handles = []
+    torch.nn.attention.register_flash_attention_impl("of a test", register_fn=implement)
+    torch.nn.attention.activate_flash_attention_impl("of a test")
+    try:
+        q, k, v = _leaves(1, 4200, 1, 1, 8, 8, False, torch.float16)
+        call = (q, k, v, torch.tensor([[0, 50], [50, 4200]]), True, (), None, None, None)
+        flash = functools.partial(pretended.OnGpu, choice=SDPBackend.FLASH_ATTENTION)
+        (out, log_sum), launched = on_gpu(BLOCKWISE.default, *call, mode=flash)
+        on_gpu(BACKWARD.default, out, *call, out, log_sum, [1, 1, 1, 0], mode=flash)
+    finally:
+        handles[0]._destroy()
+    assert calls == [("forward", True, [None, None]), ("backward", True, [None, None])]
+    assert "_scaled_dot_product_cudnn_attention" not in launched
 
 
 def test_opcheck():

@@ -82,7 +82,7 @@ def _opcheck(name):
      "cut:seq_to_heads_start", "cut:seq_to_heads_wait", "cut:heads_to_seq_start",
      "cut:heads_to_seq_wait", "cut:_streamed_attention", "_cells", "token_split", "head_split",
      "deal_documents", "_indices_in",
-     "_chunks_in_force", "_check_agreement"],
+     "_chunks_in_force", "_dense_tokens", "_check_agreement"],
 )  # fmt: skip
 def test_opcheck(ranks, name):
     on_ranks(ranks, _opcheck, name)

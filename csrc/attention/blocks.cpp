@@ -2,7 +2,7 @@
 
 #include "../common/checks.h"
 #include "../common/wide.h"
-#include "flash.h"
+#include "piece.h"
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/baddbmm.h>
@@ -170,6 +170,7 @@ Attending attending(
   }
   if (!given.documents.has_value()) {
     how.documents.push_back({{0, batch}, {0, tokens}});
+    how.lengths_recur = true;
     return how;
   }
   const at::Tensor borders = given.documents->to(at::kCPU, at::kLong).contiguous();
@@ -225,24 +226,17 @@ void Attended::begin() {
 }
 
 void Attended::add(const at::Tensor& k, const at::Tensor& v, Range keys) {
-  const std::vector<Piece> pieces = pieces_of(how_.documents, how_.band, keys, how_.queries);
-  const std::vector<PieceCall> calls = calls_of(pieces, q_, v, how_);
-  // Those of a document's queries are neighbours.
-  whole_ = whole_ && std::adjacent_find(
-                         calls.begin(), calls.end(), [](const PieceCall& a, const PieceCall& b) {
-                           return a.piece.rows.begin == b.piece.rows.begin &&
-                                  a.piece.queries.begin < b.piece.queries.end &&
-                                  b.piece.queries.begin < a.piece.queries.end;
-                         }) == calls.end();
-  for (const PieceCall& call : calls) {
+  const PieceCalls calls = calls_of(keys, q_, v, how_);
+  whole_ = whole_ && calls.per_query <= 1;
+  for (const PieceCall& call : calls.calls) {
     const Piece& piece = call.piece;
     const Range here = {piece.keys.begin - keys.begin, piece.keys.end - keys.begin};
-    if (!call.by_flash) {
+    if (!call.by_kernel) {
       begin();
       add_tiles(k.narrow(1, here.begin, here.size()), v.narrow(1, here.begin, here.size()), piece);
       continue;
     }
-    const auto [found, log_sum] = flash_attention(
+    const auto [found, log_sum] = attention_of_piece(
         of_queries(q_, piece, piece.queries), part(k, piece.rows, here), part(v, piece.rows, here),
         call, how_.scale);
     if (whole_ && covers(piece, piece.queries, q_)) {
@@ -320,8 +314,9 @@ AttendedGradients::AttendedGradients(
     const at::Tensor& q,
     const at::Tensor& out,
     const at::Tensor& log_sum,
-    const Attending& how)
-    : grad_(grad), q_(q), out_(out), log_sum_(log_sum), how_(how) {
+    const Attending& how,
+    bool at_once)
+    : grad_(grad), q_(q), out_(out), log_sum_(log_sum), how_(how), at_once_(at_once) {
 }
 
 const at::Tensor& AttendedGradients::delta() {
@@ -332,43 +327,43 @@ const at::Tensor& AttendedGradients::delta() {
   return delta_;
 }
 
-at::Tensor& AttendedGradients::dq() {
-  const at::ScalarType wide = log_sum_.scalar_type();
-  dq_ =
-      dq_.defined() ? dq_.to(wide) : tokens_first(q_.sym_sizes(), q_.options().dtype(wide)).zero_();
+at::Tensor& AttendedGradients::dq(at::ScalarType dtype) {
+  dq_ = dq_.defined() ? dq_.to(dtype)
+                      : tokens_first(q_.sym_sizes(), q_.options().dtype(dtype)).zero_();
   return dq_;
 }
 
 std::pair<at::Tensor, at::Tensor> AttendedGradients::add(
     const at::Tensor& k, const at::Tensor& v, Range keys) {
-  const std::vector<Piece> pieces = pieces_of(how_.documents, how_.band, keys, how_.queries);
-  const std::vector<PieceCall> calls = calls_of(pieces, q_, v, how_);
+  const PieceCalls calls = calls_of(keys, q_, v, how_);
+  const at::ScalarType own = q_.scalar_type(), wide = log_sum_.scalar_type();
+  const at::ScalarType q_dtype = at_once_ ? calls.sum_dtype(calls.per_query, own, wide) : wide;
   // What one call gives for all keys needs no sum.
-  const bool alone =
-      calls.size() == 1 && calls[0].by_flash && covers(calls[0].piece, calls[0].piece.keys, k);
+  const bool alone = calls.calls.size() == 1 && calls.by_kernels &&
+                     covers(calls.calls[0].piece, calls.calls[0].piece.keys, k);
   at::Tensor dk, dv;
   if (!alone) {
-    const auto wide = q_.options().dtype(log_sum_.scalar_type());
-    dk = tokens_first(k.sym_sizes(), wide).zero_();
-    dv = tokens_first(v.sym_sizes(), wide).zero_();
+    const auto options = q_.options().dtype(calls.sum_dtype(calls.per_key, own, wide));
+    dk = tokens_first(k.sym_sizes(), options).zero_();
+    dv = tokens_first(v.sym_sizes(), options).zero_();
   }
-  for (const PieceCall& call : calls) {
+  for (const PieceCall& call : calls.calls) {
     const Piece& piece = call.piece;
     const Range here = {piece.keys.begin - keys.begin, piece.keys.end - keys.begin};
     const auto of_keys = [&](const at::Tensor& x) { return part(x, piece.rows, here); };
     const auto of_piece = [&](const at::Tensor& x) { return of_queries(x, piece, piece.queries); };
-    if (!call.by_flash) {
+    if (!call.by_kernel) {
       const auto narrow = [&](const at::Tensor& x) { return x.narrow(1, here.begin, here.size()); };
       add_tiles(narrow(k), narrow(v), piece, narrow(dk), narrow(dv));
       continue;
     }
-    const auto [of_q, of_k, of_v] = flash_attention_backward(
+    const auto [of_q, of_k, of_v] = attention_of_piece_backward(
         of_piece(grad_), of_piece(q_), of_keys(k), of_keys(v), of_piece(out_),
         of_queries(log_sum_, piece, piece.queries, 2), call, how_.scale);
     if (!dq_.defined() && covers(piece, piece.queries, q_)) {
       dq_ = in_order(of_q);
     } else {
-      of_piece(dq()).add_(of_q);
+      of_piece(dq(q_dtype)).add_(of_q);
     }
     if (alone) {
       return {in_order(of_k), in_order(of_v)};
@@ -417,14 +412,14 @@ void AttendedGradients::add_tiles(
     add(dk, at::bmm(of_scores.transpose(1, 2), q));
   };
   const auto end = [&](Range queries) {
-    of_queries(this->dq(), piece, queries)
+    of_queries(this->dq(wide), piece, queries)
         .add_(by_token(dq, rows, kv_heads, queries.size()), how_.scale);
   };
   walk(piece, how_.band, start, visit, end);
 }
 
 at::Tensor AttendedGradients::of_q() {
-  return (dq_.defined() ? dq_ : dq()).to(q_.scalar_type());
+  return (dq_.defined() ? dq_ : dq(q_.scalar_type())).to(q_.scalar_type());
 }
 
 at::Tensor AttendedGradients::of_sinks(const at::Tensor& sinks) {

@@ -16,6 +16,7 @@ struct Attending {
   Band band;
   double scale = 1;
   std::optional<double> softcap;  // scores are softcap * tanh(score / softcap)
+  bool lengths_recur = false;     // from call to call
 };
 
 // What the ops say of that. documents: [N, 2], where each begins and ends among the
@@ -58,7 +59,7 @@ Tensors empty_attended(
 // Forward: the queries [B, S, h, D] attend to keys that are added one range of tokens at a time.
 class Attended {
  public:
-  // at_once: the keys of all tokens are added by one call.
+  // at_once, here and below: the keys of all tokens are added by one call.
   Attended(const at::Tensor& q, int64_t head_dim_v, const Attending& how, bool at_once);
 
   // k, v [B, keys, h_kv, D] of a range of tokens.
@@ -86,7 +87,8 @@ class AttendedGradients {
       const at::Tensor& q,
       const at::Tensor& out,
       const at::Tensor& log_sum,
-      const Attending& how);
+      const Attending& how,
+      bool at_once);
 
   // The gradients of k and v of a range of tokens.
   std::pair<at::Tensor, at::Tensor> add(const at::Tensor& k, const at::Tensor& v, Range keys);
@@ -95,8 +97,8 @@ class AttendedGradients {
   at::Tensor of_sinks(const at::Tensor& sinks);
 
  private:
-  const at::Tensor& delta();  // [B, S, h, 1]: the sum over Dv of grad * out
-  at::Tensor& dq();           // in the wide dtype
+  const at::Tensor& delta();             // [B, S, h, 1]: the sum over Dv of grad * out
+  at::Tensor& dq(at::ScalarType dtype);  // in which to add
   void add_tiles(
       const at::Tensor& k,
       const at::Tensor& v,
@@ -106,6 +108,7 @@ class AttendedGradients {
 
   const at::Tensor grad_, q_, out_, log_sum_;
   const Attending& how_;
+  const bool at_once_;
   at::Tensor delta_, dq_;
 };
 

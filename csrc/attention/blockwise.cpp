@@ -68,7 +68,7 @@ c10::IValue blockwise_attention_backward(const Given& given) {
     found.push_back(wanted[3] ? at::empty_symint(how.sinks->sym_sizes(), how.sinks->options()) : q);
   } else {
     const Attending attending = call.attending();
-    AttendedGradients gradients(grad, q, output, log_sum_exp, attending);
+    AttendedGradients gradients(grad, q, output, log_sum_exp, attending, /*at_once=*/true);
     const auto [dk, dv] = gradients.add(k, v, {0, k.size(1)});
     found = {gradients.of_q(), dk, dv, wanted[3] ? gradients.of_sinks(*how.sinks) : q};
   }

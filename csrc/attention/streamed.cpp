@@ -315,7 +315,8 @@ c10::IValue streamed_attention_backward_kernel(const Given& given) {
   std::vector<AttendedGradients> gradients;
   for (size_t n = 0; n < cells.size(); ++n) {
     gradients.emplace_back(
-        grads[n], saved[kSaved * n], saved[kSaved * n + 1], saved[kSaved * n + 2], attending[n]);
+        grads[n], saved[kSaved * n], saved[kSaved * n + 1], saved[kSaved * n + 2], attending[n],
+        /*at_once=*/false);
   }
   const KvStream stream(call);
   const at::Tensor dk = at::empty(k.sizes(), k.options()), dv = at::empty(v.sizes(), v.options());

@@ -76,15 +76,90 @@ bool is_square(const Piece& piece) {
   return piece.queries.begin == piece.keys.begin && piece.queries.end == piece.keys.end;
 }
 
-FlashCall call_of(const Piece& piece, Band window) {
-  return {piece, {}, static_cast<int32_t>(piece.queries.size()), window};
+KernelCall call_of(const Piece& piece, Band window) {
+  return {piece, {}, static_cast<int32_t>(piece.queries.size()), window, 0};
+}
+
+// How many of the pieces from `at` on are neighbours in a row and as long as the first: 0 if that
+// isn't a square, 1 if it is more than one row's.
+size_t count_alike(const std::vector<Piece>& pieces, size_t at) {
+  const Piece& first = pieces[at];
+  if (!is_square(first)) {
+    return 0;
+  }
+  size_t end = at + 1;
+  for (; end < pieces.size() && first.rows.size() == 1; ++end) {
+    const Piece& piece = pieces[end];
+    if (!is_square(piece) || piece.rows.begin != first.rows.begin ||
+        piece.queries.begin != pieces[end - 1].queries.end || piece.sight != first.sight ||
+        piece.queries.size() != first.queries.size()) {
+      break;
+    }
+  }
+  return end - at;
+}
+
+// The part of so many tokens that is a multiple of a sixteenth of their power of two: 16 lengths
+// between a power of two and the next.
+int64_t rounded_down(int64_t tokens) {
+  int64_t step = 1;
+  while (step * 32 <= tokens) {
+    step *= 2;
+  }
+  return tokens / step * step;
+}
+
+// Adds the dense calls that the pieces from `at` on begin with, and what such a call leaves of a
+// document. Returns how many pieces that are.
+size_t add_dense(
+    const std::vector<Piece>& pieces, size_t at, DenseRule rule, std::vector<KernelCall>& calls) {
+  const auto takes = [&](int64_t work) { return work / rule.from >= rule.from; };
+  const Piece& first = pieces[at];
+  const int64_t n = first.queries.size(), m = first.keys.size();
+  if (first.sight == Sight::kBand) {
+    return 0;
+  }
+  const auto add = [&](Piece piece, size_t count) {
+    calls.push_back(call_of(piece, {}));
+    calls.back().dense = static_cast<int64_t>(count);
+  };
+  const size_t alike = count_alike(pieces, at);
+  if (alike == 0) {
+    if (!rule.lengths_recur || !takes(std::min(n, m) * std::min(n, m))) {
+      return 0;
+    }
+    add(first, 1);
+    return 1;
+  }
+  if (!takes(static_cast<int64_t>(alike) * n * n)) {
+    return 0;
+  }
+  if (alike > 1 || rule.lengths_recur) {
+    Piece joined = first;
+    joined.queries.end = joined.keys.end = pieces[at + alike - 1].queries.end;
+    add(joined, alike);
+    return alike;
+  }
+  const bool sees_more = at + 1 < pieces.size() && pieces[at + 1].rows.begin == first.rows.begin &&
+                         pieces[at + 1].queries.begin == first.queries.begin;
+  if (first.sight != Sight::kCausal || sees_more) {
+    return 0;
+  }
+  Piece square = first, rest = first;
+  square.queries.end = square.keys.end = rest.queries.begin = first.queries.begin + rounded_down(n);
+  add(square, 1);
+  if (rest.queries.size() > 0) {
+    rest.sight = Sight::kBand;
+    calls.push_back(call_of(rest, {kUnlimited, 0}));
+  }
+  return 1;
 }
 
 // Whether a call computes the next piece, too: the keys before its causal square, or one more
 // document in its row.
-bool takes_on(FlashCall& call, const Piece& piece, Band band) {
+bool takes_on(KernelCall& call, const Piece& piece, Band band, bool borders) {
   Piece& last = call.piece;
-  if (piece.rows.begin != last.rows.begin) {
+  if (call.dense > 0 || piece.rows.begin != last.rows.begin) {
     return false;
   }
   if (last.sight == Sight::kCausal && piece.queries.begin == last.queries.begin &&
@@ -92,8 +167,8 @@ bool takes_on(FlashCall& call, const Piece& piece, Band band) {
     last.keys.begin = piece.keys.begin;
     return true;
   }
-  if (!is_square(last) || !is_square(piece) || last.queries.end != piece.queries.begin ||
-      last.rows.size() != 1 || piece.rows.size() != 1) {
+  if (!borders || !is_square(last) || !is_square(piece) ||
+      last.queries.end != piece.queries.begin || last.rows.size() != 1 || piece.rows.size() != 1) {
     return false;
   }
   const int64_t first = last.queries.begin;
@@ -111,7 +186,7 @@ bool takes_on(FlashCall& call, const Piece& piece, Band band) {
 
 // Those of queries that don't see the last key, and those that do: only the former have a limit on
 // the right.
-void add_band(const Piece& piece, Band band, std::vector<FlashCall>& calls) {
+void add_band(const Piece& piece, Band band, std::vector<KernelCall>& calls) {
   const auto add = [&](const Piece& part, int64_t right) {
     const int64_t left =
         band.left == kUnlimited ? kUnlimited : band.left + part.keys.end - part.queries.end;
@@ -132,10 +207,16 @@ void add_band(const Piece& piece, Band band, std::vector<FlashCall>& calls) {
 
 }  // namespace
 
-std::vector<FlashCall> flash_calls(const std::vector<Piece>& pieces, Band band) {
-  std::vector<FlashCall> calls;
-  for (const Piece& piece : pieces) {
-    if (!calls.empty() && takes_on(calls.back(), piece, band)) {
+std::vector<KernelCall> kernel_calls(
+    const std::vector<Piece>& pieces, Band band, DenseRule dense, bool borders) {
+  std::vector<KernelCall> calls;
+  for (size_t at = 0; at < pieces.size();) {
+    if (const size_t count = add_dense(pieces, at, dense, calls)) {
+      at += count;
+      continue;
+    }
+    const Piece& piece = pieces[at++];
+    if (!calls.empty() && takes_on(calls.back(), piece, band, borders)) {
       continue;
     }
     if (piece.sight == Sight::kBand && !is_square(piece)) {

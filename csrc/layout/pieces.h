@@ -5,6 +5,7 @@
 #include "heads.h"
 
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 namespace deepsp {
@@ -45,21 +46,35 @@ std::vector<Piece> pieces_of(
     Range keys,
     const std::vector<Range>& queries);
 
-// What one call of a GPU's flash attention computes: a piece; or neighbours in a row, each of whose
-// queries see keys of their own piece only.
-struct FlashCall {
+// What one call of a GPU's kernels computes: a piece; or neighbours in a row, each of whose queries
+// see keys of their own piece only.
+struct KernelCall {
   Piece piece;  // all of them together
-  // Where each begins among the tokens of `piece`, and where the last ends; empty: there is one.
+  // Flash attention of several: where each begins among the tokens of `piece`, and where the last
+  // ends; empty: there is one.
   std::vector<int32_t> borders;
   int32_t longest = 0;  // of them
   // The lower right corner of a piece of n queries and m keys is on the band's diagonal: query i
   // sees the keys from i + m - n - left to i + m - n + right.
   Band window;
+  // A dense call, which has neither borders nor a window: this many documents of one length, as its
+  // rows. 0: flash attention.
+  int64_t dense = 0;
+};
+
+// Which pieces become dense calls: those of about as much work as a square of `from` tokens.
+// Kernels for dense calls are planned once for each length, for some hundred milliseconds: of a
+// document whose length may be new, the greatest part is taken that few lengths share.
+struct DenseRule {
+  int64_t from = std::numeric_limits<int64_t>::max();
+  bool lengths_recur = false;
 };
 
 // The pieces of one call of pieces_of, in as few calls as possible. band: that of the pieces. Flash
 // attention takes a window that is as wide as there are keys for an unlimited one, which it isn't
-// where there are more queries than keys: a band is cut so that this doesn't matter.
-std::vector<FlashCall> flash_calls(const std::vector<Piece>& pieces, Band band);
+// where there are more queries than keys: a band is cut so that this doesn't matter. borders:
+// whether a call may have some.
+std::vector<KernelCall> kernel_calls(
+    const std::vector<Piece>& pieces, Band band, DenseRule dense, bool borders);
 
 }  // namespace deepsp

@@ -353,8 +353,26 @@ void buffers() {
   }
 }
 
-// Adds to seen[query][key] what PyTorch's flash attention lets a query see.
-void see(const FlashCall& call, std::vector<std::vector<int>>& seen) {
+// Adds to seen[query][key] what PyTorch's kernels let a query see.
+void see(const KernelCall& call, std::vector<std::vector<int>>& seen) {
+  if (call.dense > 0) {
+    const Piece& piece = call.piece;
+    const bool is_causal = piece.sight == Sight::kCausal;
+    const int64_t queries = piece.queries.size() / call.dense;
+    const int64_t keys = piece.keys.size() / call.dense;
+    require(
+        call.borders.empty() && piece.sight != Sight::kBand && (queries == keys || !is_causal) &&
+            queries * call.dense == piece.queries.size() && keys * call.dense == piece.keys.size(),
+        "a dense call has rows of one length, and no window");
+    for (int64_t i = 0; i < piece.queries.size(); ++i) {
+      for (int64_t j = 0; j < keys; ++j) {
+        if (!is_causal || j <= i % queries) {
+          ++seen[piece.queries.begin + i][piece.keys.begin + i / queries * keys + j];
+        }
+      }
+    }
+    return;
+  }
   std::vector<int64_t> q_ends{call.piece.queries.size()}, k_ends{call.piece.keys.size()};
   if (!call.borders.empty()) {
     q_ends.assign(call.borders.begin() + 1, call.borders.end());
@@ -387,18 +405,20 @@ void see(const FlashCall& call, std::vector<std::vector<int>>& seen) {
 
 // Every pair that the documents and the band allow once, and no other.
 void pieces() {
-  size_t joined = 0, cut = 0;
+  size_t joined = 0, cut = 0, rows = 0, shortened = 0, rectangles = 0;
   for (int round = 0; round < 20000; ++round) {
-    const int64_t tokens = draw(1, 24);
+    const int64_t tokens = draw(0, 7) ? draw(1, 24) : draw(60, 90);
     std::vector<Document> documents;
     std::vector<int> number(tokens, -1);
-    for (int64_t at = draw(0, 2); at < tokens;) {
-      const int64_t end = std::min(tokens, at + draw(1, 12));
+    const int64_t longest = draw(0, 3) ? 12 : tokens;
+    for (int64_t at = draw(0, 2), length = draw(1, longest); at < tokens;) {
+      length = draw(0, 3) ? draw(1, longest) : length;
+      const int64_t end = std::min(tokens, at + length);
       std::fill(number.begin() + at, number.begin() + end, static_cast<int>(documents.size()));
       documents.push_back({{0, 1}, {at, end}});
       at = end + (draw(0, 3) ? 0 : draw(1, 3));
     }
-    const auto reach = [] { return draw(0, 2) ? draw(0, 12) : kUnlimited; };
+    const auto reach = [] { return draw(0, 1) ? draw(0, 12) : kUnlimited; };
     const Band band{reach(), draw(0, 1) ? 0 : reach()};
     const auto range = [&](int64_t from) {
       const int64_t begin = draw(from, tokens);
@@ -412,11 +432,31 @@ void pieces() {
     }
     std::vector<std::vector<int>> seen(tokens, std::vector<int>(tokens));
     const std::vector<Piece> found = pieces_of(documents, band, keys, queries);
-    const std::vector<FlashCall> calls = flash_calls(found, band);
+    DenseRule rule;
+    if (draw(0, 1)) {
+      rule = {draw(1, 30), documents.size() == 1};
+    }
+    const bool borders = draw(0, 3) > 0;
+    const std::vector<KernelCall> calls = kernel_calls(found, band, rule, borders);
     joined += calls.size() < found.size();
     cut += calls.size() > found.size();
-    for (const FlashCall& call : calls) {
+    for (const KernelCall& call : calls) {
       see(call, seen);
+      require(borders || call.borders.empty(), "no borders where a call may have none");
+      const int64_t length = call.dense > 0 ? call.piece.queries.size() / call.dense : 0;
+      rows += call.dense > 1;
+      rectangles += call.dense > 0 && length != call.piece.keys.size() / call.dense;
+      const bool is_whole = std::any_of(found.begin(), found.end(), [&](const Piece& piece) {
+        return piece.queries.begin == call.piece.queries.begin && piece.queries.size() == length;
+      });
+      if (call.dense > 0 && !is_whole) {
+        ++shortened;
+        int64_t odd = length;
+        while (odd % 2 == 0) {
+          odd /= 2;
+        }
+        require(odd < 32, "few lengths are planned");
+      }
     }
     for (int64_t i = 0; i < tokens; ++i) {
       const bool is_query =
@@ -428,11 +468,14 @@ void pieces() {
                           number[i] == number[j] &&
                           (band.left == kUnlimited || j >= i - band.left) &&
                           (band.right == kUnlimited || j <= i + band.right);
-        require(seen[i][j] == sees, "flash attention sees what the documents and the band allow");
+        require(seen[i][j] == sees, "kernels see what the documents and the band allow");
       }
     }
   }
   require(joined > 1000 && cut > 100, "calls of several documents, and pieces in several calls");
+  require(
+      rows > 100 && shortened > 10 && rectangles > 20,
+      "dense calls: of several documents, of a part of one, of a rectangle");
 }
 
 }  // namespace

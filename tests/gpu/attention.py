@@ -1,8 +1,11 @@
 """Attention by pieces on a GPU: by which kernel, its values and gradients."""
 
+import functools
+
 import torch
 import torch.distributed as dist
-from common import draw, timed
+import torch.nn.functional as F
+from common import attention, draw, timed
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import deepsp
@@ -74,6 +77,76 @@ def flash_pieces():
                 assert error < 2e-2, (documents[:3], window, queries, dim, sunk, float(error))
 
 
+def dense_pieces():
+    """Long documents by dense calls of cuDNN's, where SDPA takes it: a part of one, several of one
+    length, queries that are cut; against SDPA of each document in float64."""
+    cases = [
+        ([(0, 4200), (4200, 4500)], []),
+        ([(0, 30), (30, 2930), (2930, 5830)], []),
+        ([(0, 8200)], [4100, 8200]),
+    ]
+    chosen = torch._fused_sdp_choice(*(draw(1, 8, 4096, 128, dtype=torch.bfloat16),) * 3)
+    name = "aten::_scaled_dot_product_cudnn_attention"
+    for borders, queries in cases:
+        length = borders[-1][1]
+        q, k, v = (draw(1, length, h, 128, seed=h, dtype=torch.bfloat16) for h in (8, 2, 2))
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        wide = [x.detach().double().requires_grad_() for x in leaves]
+        mine = slice(*queries or (0, length))
+        documents = None if queries else torch.tensor(borders)
+        with torch.profiler.profile() as profile:
+            out, _ = op._blockwise_attention(
+                q[:, mine], k, v, documents, True, [], None, None, None, queries
+            )
+        calls = [e.name for e in profile.events()].count(name)
+        assert (calls > 0) == (chosen == int(SDPBackend.CUDNN_ATTENTION)), (calls, chosen)
+        parts = [
+            attention(*(x[:, begin:end] for x in wide), is_causal=True) for begin, end in borders
+        ]
+        expected = torch.cat(parts, 1)[:, mine]
+        grad = draw(*out.shape, seed=3, dtype=torch.bfloat16)
+        found = torch.autograd.grad(out, leaves, grad)
+        wanted = torch.autograd.grad(expected, wide, grad.double())
+        for x, y in zip((out, *found), (expected, *wanted), strict=True):
+            error = (x.double() - y).abs().max() / max(1, y.abs().max())
+            assert error < 2e-2, (borders, queries, float(error))
+    return [f"SDPA takes {SDPBackend(chosen).name if chosen >= 0 else 'nothing'}"]
+
+
+def activated_flash():
+    """What the user activates in place of PyTorch's flash attention is called, forward and
+    backward."""
+    called = []
+
+    def implement():
+        library = torch.library.Library("aten", "IMPL", "CUDA")
+
+        def forward(q, k, v, cum_q, cum_k, *args, **kwargs):
+            called.append("forward")
+            sums = torch.zeros(q.size(1), q.size(0), device="cuda")
+            return torch.zeros_like(q), sums, sums, sums, sums
+
+        def backward(grad, q, k, v, *args, **kwargs):
+            called.append("backward")
+            return torch.ones_like(q), torch.ones_like(k), torch.ones_like(v)
+
+        library.impl("_flash_attention_forward", forward, "CUDA")
+        library.impl("_flash_attention_backward", backward, "CUDA")
+        libraries.append(library)
+
+    libraries = []
+    torch.nn.attention.register_flash_attention_impl("of a test", register_fn=implement)
+    torch.nn.attention.activate_flash_attention_impl("of a test")
+    try:
+        q = draw(1, 300, 4, 64, dtype=torch.bfloat16).requires_grad_()
+        documents = torch.tensor([[0, 100], [100, 300]])
+        out, _ = op._blockwise_attention(q, q, q, documents, True, [], None, None, None)
+        (found,) = torch.autograd.grad(out.sum(), q)
+    finally:
+        libraries[0]._destroy()
+    assert called == ["forward", "backward"] and bool((found == 3).all()), called
+
+
 def mixed_lengths():
     """Documents that one rank has, and some that all share, one call of flash attention each;
     against each alone in float64."""
@@ -98,6 +171,29 @@ def mixed_lengths():
     return [f"of all tokens {deal.shared:.2f} are shared"]
 
 
+def dense_border():
+    """From how many tokens on a document is faster by a dense call of cuDNN's than by flash
+    attention: to be compared with the length that deepsp takes."""
+    lines = []
+    for length in (1024, 2048, 4096, 8192, 16384):
+        x = [draw(1, h, length, 128, seed=h, dtype=torch.bfloat16) for h in (8, 2, 2)]
+        x = [t.requires_grad_() for t in x]
+        times = []
+        for kernel in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+            attend = functools.partial(F.scaled_dot_product_attention, *x, is_causal=True)
+            with sdpa_kernel(kernel):
+                out = attend(enable_gqa=True)
+                times.append(timed(functools.partial(attend, enable_gqa=True)))
+            grad = functools.partial(torch.autograd.grad, out, x, out.detach(), retain_graph=True)
+            times.append(timed(grad))
+        dense, dense_back, flash, flash_back = (f"{t * 1e3:.3f}" for t in times)
+        lines.append(
+            f"{length} tokens: forward {dense} ms, flash attention {flash} ms; backward "
+            f"{dense_back} ms, {flash_back} ms"
+        )
+    return [*lines, f"deepsp: dense from {op._dense_tokens()} tokens on"]
+
+
 def flash_speed():
     """Documents of 16 k tokens among 64 k: all in one launch, against causal SDPA of each, by the
     same kernel and by the one that SDPA chooses."""
@@ -112,7 +208,7 @@ def flash_speed():
 
     def theirs():
         for x, y, z in zip(*(x.split(each, 1) for x in (q, k, v)), strict=True):
-            torch.nn.functional.scaled_dot_product_attention(
+            F.scaled_dot_product_attention(
                 *(t.transpose(1, 2) for t in (x, y, z)), is_causal=True, enable_gqa=True
             )
 

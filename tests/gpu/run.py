@@ -24,7 +24,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from attention import flash_pieces, flash_speed, mixed_lengths
+from attention import (
+    activated_flash,
+    dense_border,
+    dense_pieces,
+    flash_pieces,
+    flash_speed,
+    mixed_lengths,
+)
 from gather import gathered, sharded_training, summed_by_nccl
 from launches import (
     capture,
@@ -72,6 +79,8 @@ STAGES = {
     ],
     "attention": [
         flash_pieces,
+        dense_pieces,
+        activated_flash,
         attention_gradients,
         sixteen_bits,
         recurrences,
@@ -81,7 +90,14 @@ STAGES = {
     "paths": [loss_and_rest, sharded_training, layer_gradients, streams, threads],
     "sanitizer": [odd_rows, along_dim, exchange_values],
     "compile": [compile_pass, inductor, op_checks, layer_checks, dropout],
-    "speed": [kernel_bandwidth, cast_bandwidth, projection_speed, overlap_profile, flash_speed],
+    "speed": [
+        kernel_bandwidth,
+        cast_bandwidth,
+        projection_speed,
+        overlap_profile,
+        flash_speed,
+        dense_border,
+    ],
 }
 EVERYWHERE = {
     exchange_values,
@@ -107,7 +123,7 @@ OF_FOUR = SHARED & {*STAGES["values"], *STAGES["attention"]}
 # Not on several ranks: they compare with this rank's input, or use one group in several threads,
 # whose exchanges would meet in any order.
 ALONE = {large, streams, threads, never_waited_for}
-SPEED = {kernel_bandwidth, projection_speed, cast_bandwidth, flash_speed}
+SPEED = {kernel_bandwidth, projection_speed, cast_bandwidth, flash_speed, dense_border}
 # Through symmetric memory: what is captured in a graph goes by NCCL, and is tested there.
 RUNS = [
     (Run("gloo", 2, False, "auto"), EVERYWHERE),

@@ -203,6 +203,7 @@ def arguments(kind):
             "cut:heads_to_seq_wait": (returning, *shape, lens, rank, group),
             "_check_agreement": ("a call", [f"lengths {lens}"], q, rank, size, group),
             "_chunks_in_force": (8, size, 4),
+            "_dense_tokens": (),
         }
 
 

@@ -1,12 +1,13 @@
 """Tensors that say that they are on a GPU, where there is none: the C++ runs that a GPU would run,
-with values of the CPU, and every launch is counted. Flash attention is computed by its definition,
-with what PyTorch's kernel makes of its arguments."""
+with values of the CPU, and every launch is counted. Flash attention and cuDNN's are computed by
+their definition, with what PyTorch's kernels make of their arguments."""
 
 from __future__ import annotations
 
 import math
 
 import torch
+from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -75,7 +76,8 @@ def _forward(
     window_size_left=None,
     window_size_right=None,
 ):
-    assert not dropout and not causal and q.dtype in (torch.bfloat16, torch.float16)
+    assert not dropout and q.dtype in (torch.bfloat16, torch.float16)
+    window_size_right = 0 if causal else window_size_right
     out = torch.full(q.shape, math.nan, dtype=q.dtype)
     heads, tokens = q.size(-2), q.size(-3)
     log_sum = torch.full((*q.shape[:-3], heads, tokens), math.nan)
@@ -106,7 +108,8 @@ def _backward(
     window_size_left=None,
     window_size_right=None,
 ):
-    assert log_sum.is_contiguous() and not dropout and not causal
+    assert log_sum.is_contiguous() and not dropout
+    window_size_right = 0 if causal else window_size_right
     log_sum = log_sum.as_strided(  # by its address
         (*q.shape[:-3], q.size(-2), q.size(-3)), log_sum.stride(), log_sum.storage_offset()
     )
@@ -131,39 +134,72 @@ def _backward(
     return dq, dk, dv
 
 
-FLASH = {
+def _cudnn(q, k, v, bias, with_sums, dropout=0.0, causal=False, debug=False, *, scale=None):
+    assert bias is None and with_sums and (not causal or q.size(2) == k.size(2))
+    by_token = (x.transpose(1, 2) for x in (q, k, v))
+    none = (None, None, 0, 0, 0.0, causal, False)
+    out, log_sum, *_ = _forward(*by_token, *none[:2], 0, k.size(2), *none[4:], scale=scale)
+    planned = torch.empty_like(q).copy_(out.transpose(1, 2))
+    seed, offset = torch.empty(2, dtype=torch.long)
+    return planned, log_sum[..., None], None, None, q.size(2), k.size(2), seed, offset, None
+
+
+def _cudnn_backward(grad, q, k, v, out, log_sum, seed, offset, *others, scale):
+    *none, _, _, _, causal = others
+    assert none == [None] * 3  # a bias, borders
+    assert log_sum.is_contiguous() and log_sum.shape == (*q.shape[:3], 1)
+    # Plans are kept by the strides of q, k and v alone.
+    assert grad.stride() == out.stride() == torch.empty_like(q).stride()
+    by_token = [x.transpose(1, 2) for x in (grad, q, k, v, out)]
+    gradients = _backward(
+        *by_token, log_sum[..., 0], None, None, 0, 0, 0.0, causal, seed, offset, scale=scale
+    )
+    return tuple(x.transpose(1, 2) for x in gradients)
+
+
+KERNELS = {
     aten._flash_attention_forward.default: _forward,
     aten._flash_attention_backward.default: _backward,
+    aten._scaled_dot_product_cudnn_attention.default: _cudnn,
+    aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
 }
-NO_LAUNCH = ("empty", "empty_like", "empty_strided", "detach")
+CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+NO_LAUNCH = ("empty", "empty_like", "empty_strided", "detach", "_fused_sdp_choice")
 
 
 class OnGpu(TorchDispatchMode):
-    """Runs what is called with Pretended tensors. ``launched``: the names of ops, but for views."""
+    """Runs what is called with Pretended tensors. ``launched``: the names of ops, but for views.
+    ``choice``: the kernel that SDPA would take."""
 
-    def __init__(self):
+    def __init__(self, choice=SDPBackend.CUDNN_ATTENTION):
         super().__init__()
         self.launched: list[str] = []
+        self.choice = choice
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         returned = func._schema.returns
         alias = returned[0].alias_info if returned else None
         if func.overloadpacket.__name__ not in NO_LAUNCH and (alias is None or alias.is_write):
             self.launched.append(func.overloadpacket.__name__)
+        if func is aten._fused_sdp_choice.default:
+            return int(self.choice)
         args, kwargs = tree_map_only(Pretended, lambda x: x.inner, (args, kwargs or {}))
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu")
-        found = FLASH.get(func, func)(*args, **kwargs)
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CUDA"):
+            found = func.redispatch(CUDA, *args, **kwargs)  # what a user registered
+        else:
+            found = KERNELS.get(func, func)(*args, **kwargs)
         return tree_map_only(torch.Tensor, Pretended, found)
 
 
-def on_gpu(op: torch._ops.OpOverload, *args):
+def on_gpu(op: torch._ops.OpOverload, *args, mode=OnGpu):
     """Calls the op's kernel with floating-point CPU tensors as if they were a GPU's; what it
     returns, and the names of what it launches."""
     args = tree_map_only(
         torch.Tensor, lambda x: Pretended(x.detach()) if x.is_floating_point() else x, args
     )
     cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)  # the same function as the GPU's key
-    with OnGpu() as mode, torch.no_grad():
+    with mode() as mode, torch.no_grad():
         found = op.redispatch(cpu, *args)
     return tree_map_only(Pretended, lambda x: x.inner, found), mode.launched

@@ -37,6 +37,10 @@ class AttentionPlan:
     ranks: list[RankShare]
     is_mesh: bool
     """Whether ``ranks`` described a mesh."""
+    dense_tokens: int | None = None
+    """On a GPU, in 16 bits: documents of so many tokens are dense calls of cuDNN's attention where
+    ``scaled_dot_product_attention`` would take it, as are all of one length together if they are
+    as much work; others are flash attention, one call for all. None: there is no such choice."""
 
     @property
     def imbalance(self) -> float:
@@ -59,7 +63,13 @@ class AttentionPlan:
             "  ".join(text.ljust(n) for text, n in zip(row, widths, strict=True)).rstrip()
             for row in rows
         ]
-        return "\n".join([self.why, *lines, f"largest share / mean: {self.imbalance:.3f}"])
+        lines = [self.why, *lines, f"largest share / mean: {self.imbalance:.3f}"]
+        if self.dense_tokens:
+            lines.append(
+                f"kernels: cuDNN's from documents of {self.dense_tokens} tokens on, where "
+                "scaled_dot_product_attention takes it; else flash attention"
+            )
+        return "\n".join(lines)
 
 
 def plan_attention(
@@ -117,7 +127,9 @@ def plan_attention(
             f"expected seq_lens to have {size} entries that sum to {seq_len}, got {lens}"
         )
     wanted = query_parts if rows == 1 else rows
-    parts = resolve(wanted, num_heads, size, by_tiles(torch.device(device), dtype))
+    device = torch.device(device)
+    not_by_flash = by_tiles(device, dtype)
+    parts = resolve(wanted, num_heads, size, not_by_flash)
     ops.head_split(num_heads, kv, 1, 0)  # checks them
     every = [_cells(num_heads, kv, seq_len, parts, size, rank) for rank in range(size)]
     ranges = [(end - n, end) for n, end in zip(lens, accumulate(lens), strict=True)]
@@ -152,6 +164,7 @@ def plan_attention(
             for shares, (work, received, away) in zip(every, loads, strict=True)
         ],
         not isinstance(ranks, int),
+        None if not_by_flash or device.type != "cuda" else ops._dense_tokens(),
     )
 
 
