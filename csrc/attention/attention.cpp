@@ -3,6 +3,7 @@
 
 #include "../common/checks.h"
 #include "../exchange/ops.h"
+#include "../transport/group.h"
 #include "cell.h"
 
 #include <ATen/ops/cat.h>
@@ -210,6 +211,11 @@ at::Tensor attend_dealt(
   return at::cat({out, back}, 1);
 }
 
+// [B, S, H, D] as a merge of blocks leaves it.
+at::Tensor in_memory_order(const at::Tensor& x, bool tokens_first) {
+  return tokens_first ? x.transpose(0, 1).contiguous().transpose(0, 1) : x.contiguous();
+}
+
 c10::IValue distributed_attention(const Given& given) {
   const DimOrder order = order_of(given["layout"]);
   Tensors inputs;  // [B, S_rank, H_i, D_i]
@@ -235,6 +241,14 @@ c10::IValue distributed_attention(const Given& given) {
   // caller joins the heads without a copy.
   const bool tokens_first = static_cast<std::string_view>(given["layout"]) == "sbhd";
   const std::optional<int64_t> kv_chunk = given["kv_chunk"];
+  if (!kv_chunk.has_value() && plan.heads.ranks() == 1 && !sends_to_itself()) {
+    const HeadLayout heads =
+        head_layout({plan.heads.num_heads(0), plan.heads.num_heads(1)}, 1, 1, 1, kNames);
+    const CellOf cell{heads, 0, 0, 0};
+    const at::Tensor out = attention_of_cell(
+        inputs[0], kv_of_cell({inputs[1]}, cell), kv_of_cell({inputs[2]}, cell), asked, cell);
+    return in_memory_order(out, tokens_first).permute(order.dims);
+  }
   if (!kv_chunk.has_value()) {
     const Exchanged parts{
         inputs,
@@ -252,8 +266,7 @@ c10::IValue distributed_attention(const Given& given) {
   const Tensors found =
       streamed_attention(given, {{"q", inputs[0]}, {"k", inputs[1]}, {"v", inputs[2]}});
   const at::Tensor& out = found[0];
-  return (tokens_first ? out.transpose(0, 1).contiguous().transpose(0, 1) : out)
-      .permute(order.dims);  // each order is its own inverse
+  return in_memory_order(out, tokens_first).permute(order.dims);  // each is its own inverse
 }
 
 }  // namespace

@@ -28,6 +28,10 @@ bool debugging() {
   return is_switched_on("DEEPSP_DEBUG");
 }
 
+bool sends_to_itself() {
+  return is_switched_on("DEEPSP_TEST_COLLECTIVES");
+}
+
 Group resolve_group(
     const char* op,
     std::string_view name,
@@ -52,9 +56,7 @@ Group resolve_group(
   TORCH_CHECK_VALUE(
       pg->getRank() == rank, "expected rank to be ", pg->getRank(),
       ", the rank of this process in group '", name, "', got ", rank);
-  // For tests: gloo, too, and groups of one rank exchange blocks by collectives, as NCCL does, so
-  // that one process, or one GPU, runs NCCL's path.
-  const bool collectives = is_switched_on("DEEPSP_TEST_COLLECTIVES");
+  const bool collectives = sends_to_itself();
   const bool point_to_point =
       !collectives && device.is_cpu() && is_backend("gloo", *pg, device.type());
   const bool nccl = is_backend("nccl", *pg, device.type());

@@ -30,6 +30,9 @@ struct Group {
 
 // Whether an environment variable is 1.
 bool is_switched_on(const char* variable);
+// For tests: gloo, too, and groups of one rank exchange blocks by collectives, as NCCL does, so
+// that one process, or one GPU, runs NCCL's path.
+bool sends_to_itself();
 // DEEPSP_DEBUG=1.
 bool debugging();
 

@@ -21,6 +21,8 @@ class _Last:
     is_part: bool = False
     """Whether they are fewer than those of the full batch."""
     positions: Tensor | None = None
+    counts: bool = False
+    """Whether they count each row's tokens from 0."""
     lens: Sequence[int] = ()
     """The number of tokens of each rank."""
 
@@ -39,13 +41,17 @@ def kept() -> Iterator[None]:
         vars(_last).update(before)
 
 
-def remember(local: Mapping[str, Any], roles: Roles, lens: Sequence[int]) -> None:
-    """Called with each local batch that is handed out. ``roles``: of the full batch."""
+def remember(
+    local: Mapping[str, Any], roles: Roles, lens: Sequence[int], *, counts: bool = False
+) -> None:
+    """Called with each local batch that is handed out. ``roles``: of the full batch; ``counts``:
+    whether its positions are known to count each row's tokens from 0."""
     part = local[roles.tokens]
     _last.is_part, _last.tokens = part.size(roles.dim) < roles.length, None
     if _last.is_part or 0 in lens:
         _last.tokens = part if roles.tokens == "input_ids" else weakref.ref(part)
-        _last.positions, _last.lens = local["position_ids"], lens
+        _last.lens = lens
+    _last.positions, _last.counts = local.get("position_ids"), counts
 
 
 def has_positions(positions: Tensor) -> bool:
@@ -56,6 +62,11 @@ def has_positions(positions: Tensor) -> bool:
         return True
     last = _last.positions.to(positions.device)
     return last.shape[-1:] == positions.shape[-1:] and bool((last == positions).all())
+
+
+def has_counts(positions: Tensor) -> bool:
+    """Whether these are the positions of the last batch, and count each row's tokens from 0."""
+    return _last.counts and has_positions(positions)
 
 
 def has_tokens(tokens: Tensor | None) -> bool:

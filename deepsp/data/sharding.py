@@ -155,6 +155,7 @@ def split_batch(
     """:func:`shard_batch`, with its own ``advice`` for different batches. ``how``: further
     arguments of :func:`describe`."""
     batch = named_values(batch, dim)
+    counts = pad_to is None and all(batch.get(n) is None for n in ("position_ids", *DOCUMENTS))
     compare_batches([(name_of(path), x) for path, x in leaves_of(batch)], group, advice)
     full, roles = full_batch(batch, pad_to, ignore_index, dim=dim, **how)
 
@@ -163,7 +164,7 @@ def split_batch(
         return x if place is None else shard(x, place, group)
 
     local_batch, lens = map_leaves(local, full), lens_of(roles.length, group)
-    last_batch.remember(local_batch, roles, lens)
+    last_batch.remember(local_batch, roles, lens, counts=counts)
     return local_batch, lens
 
 

@@ -113,14 +113,15 @@ class Masks:
             self.padding = None
         width = -1 if self.padding is None else self.padding.size(-1)
         # Compared before tensors of these sizes are sent.
-        counted = int(last_batch.has_positions(positions))
+        makes_positions = int(last_batch.has_positions(positions))
+        counts = int(last_batch.has_counts(positions))
         dealt = 0 if self.deal is None else self.deal.digest
         local = [
-            *(query.size(2), key.size(2), width, positions.size(0), counted),
+            *(query.size(2), key.size(2), width, positions.size(0), makes_positions, counts),
             *(carried(member), dealt),
         ]
         everyone = on_all_ranks(local, member, query.device)
-        lens, key_lens, widths, rows, makes_positions, batches, deals = map(
+        lens, key_lens, widths, rows, makes_positions, counts, batches, deals = map(
             list, zip(*everyone, strict=True)
         )
         compare_carried(batches, member)
@@ -146,7 +147,8 @@ class Masks:
         self.positions, self.seq_lens, self._by_implementation = positions, lens, {}
         if self.deal is None and not all(makes_positions):
             check_positions(positions, lens)
-        self.ranges = self._ranges() if self.deal is None else self._ranges_of_deal()
+        deal = self.deal
+        self.ranges = self._ranges(all(counts)) if deal is None else self._ranges_of_deal()
         return positions.split(lens, 1)
 
     def _check_deal(self, lens: list[int]) -> None:
@@ -166,7 +168,8 @@ class Masks:
         longest = max(self.deal.lengths, default=0)
         return Ranges(pattern.right == 0, None, pattern.window_size(longest))
 
-    def _ranges(self) -> Ranges | None:
+    def _ranges(self, counts: bool) -> Ranges | None:
+        """``counts``: whether all positions count each row's tokens from 0."""
         if self.user_mask is not None or self.full:
             return None
         pattern = pattern_of(self.pattern)
@@ -180,7 +183,9 @@ class Masks:
         )
         padding = None if self.padding is None or bool(self.padding.all()) else ~self.padding.bool()
         try:
-            documents = document_ranges(pattern, positions, padding, self.batch_size)
+            documents = document_ranges(
+                pattern, positions, padding, self.batch_size, counts=counts or not packed
+            )
         except LookupError:
             return None
         return Ranges(pattern.right == 0, documents, pattern.window_size(positions.size(1)))

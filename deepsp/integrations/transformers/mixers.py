@@ -49,12 +49,13 @@ class Sequence:
         rank, _, name = self.member = member_of(self.member)
         width = -1 if self.padding is None else self.padding.size(1)
         makes_positions = int(self.positions is None or last_batch.has_positions(self.positions))
+        counts = int(self.positions is not None and last_batch.has_counts(self.positions))
         everyone = on_all_ranks(
-            [hidden.size(1), width, makes_positions], self.member, hidden.device
+            [hidden.size(1), width, makes_positions, counts], self.member, hidden.device
         )
-        lens, widths, makes_positions = map(list, zip(*everyone, strict=True))
+        lens, widths, makes_positions, counts = map(list, zip(*everyone, strict=True))
         check_padding(widths, sum(lens))
-        if self.positions is not None and self.padding is None:
+        if self.positions is not None and self.padding is None and not all(counts):
             positions = torch.ops.deepsp.all_gather(
                 self.positions.contiguous(), 1, lens, "replicated", rank, name
             )

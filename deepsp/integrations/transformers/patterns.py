@@ -94,7 +94,7 @@ def with_documents(function: Callable, positions: Tensor, documents: Tensor) -> 
 
 
 def document_ranges(
-    pattern: Pattern, positions: Tensor, padding: Tensor | None, batch: int
+    pattern: Pattern, positions: Tensor, padding: Tensor | None, batch: int, *, counts: bool = False
 ) -> Tensor | None:
     """Begin and end [N, 2] of each document among the tokens of ``batch`` rows, on the CPU; None:
     each row is one document.
@@ -105,6 +105,7 @@ def document_ranges(
             begins, unless there is padding.
         padding: [B, S], bool, True for padding; or None.
         batch: the number of rows.
+        counts: whether the positions are known to count each row's tokens from 0.
 
     Raises:
         LookupError: a row has padding between its tokens, so they aren't a range.
@@ -114,7 +115,7 @@ def document_ranges(
     begins = torch.zeros_like(positions, dtype=torch.bool)
     begins[:, :1] = True
     several = False  # each check makes the host wait for the GPU
-    if padding is None:
+    if padding is None and not counts:
         begins[:, 1:] |= positions.diff(dim=1) != 1
         several = bool(begins[:, 1:].any())
         if several:
