@@ -146,3 +146,46 @@ class Changing(LM):
 
 def test_skipped_code_is_an_error():
     on_ranks(2, _skips)
+
+
+class Mixing(torch.nn.Module):
+    def forward(self, ids, labels):
+        return ids.cumsum(1).double().softmax(1) * labels
+
+
+def _lengths(marked, sizes, dynamic=None):
+    """Which lengths compile, and whether the inner compiler gets constants."""
+    torch._dynamo.reset()
+    compiled = []
+
+    def inner(gm, inputs):
+        lengths = [
+            node.meta["example_value"].size(1)
+            for node in gm.graph.find_nodes(op="placeholder")
+            if "tensor_dict" in node.meta and node.meta["tensor_dict"].get("tag")
+        ]
+        compiled.append(all(isinstance(n, int) or n.node.expr.is_number for n in lengths))
+        return gm
+
+    model = Mixing()
+    options = {"inner": inner}
+    run = torch.compile(model, backend="deepsp", fullgraph=True, dynamic=dynamic, options=options)
+    for size in sizes:
+        inputs = {name: batch(size)[name] for name in ("ids", "labels")}
+        if marked:
+            torch._dynamo.mark_dynamic(inputs["ids"], 1)
+        wanted = copy.deepcopy(model)(**inputs)
+        found = run(**deepsp.prepare_inputs(inputs))
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+    return compiled
+
+
+def _first_length():
+    assert _lengths(False, (12, 12)) == [True]
+    assert _lengths(False, (12, 18, 24, 12)) == [True, False]
+    assert _lengths(True, (12, 18)) == [False]
+    assert _lengths(False, (12, 18), dynamic=True) == [False]
+
+
+def test_the_first_length_is_a_constant():
+    on_ranks(2, _first_length)

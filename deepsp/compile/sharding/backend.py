@@ -66,6 +66,8 @@ def deepsp(gm: fx.GraphModule, example_inputs, *, options=None, **kwargs):
 
     def work():
         new = parallelize(gm, example_inputs, member, drop_caches=True, **options)
+        if config.assume_static_by_default and _is_first_compilation():
+            _settle_lengths(gm)
         alike.extend(new.meta.get("alike", ()))
         compiler = lookup_backend(inner) if isinstance(inner, str) else inner
         if inner == "inductor" and any(node.target in GATHERS for node in new.graph.nodes):
@@ -140,12 +142,33 @@ def _fuse_gathers(patches: dict | None) -> dict:
     return patches
 
 
+def _is_first_compilation() -> bool:
+    """Of a frame."""
+    compilation = CompileContext.current_compile_id()
+    return compilation is not None and not compilation.frame_compile_id
+
+
+def _settle_lengths(gm: fx.GraphModule) -> None:
+    """Makes the number of tokens a constant, unless the user marked it dynamic. The pass needed a
+    symbol, to tell tokens from other sizes; the inner compiler is faster without, and a second
+    length is a symbol there, too."""
+    lengths = []
+    for node in gm.graph.find_nodes(op="placeholder"):
+        role = role_of(node)
+        if role:
+            example = getattr(node.meta.get("grapharg"), "example", None)
+            if role[1] in getattr(example, "_dynamo_dynamic_indices", ()):
+                return  # the others are as long
+            lengths.append(node.meta["example_value"].size(role[1]))
+    for length in lengths:
+        int(length)  # a guard
+
+
 def _settle_floats(gm: fx.GraphModule) -> None:
     """Makes a module's floats (an epsilon, a scale) constants, until one changes. With
     ``dynamic=True`` they are inputs, and AOTAutograd asks Dynamo, late, to restart with those that
     are used as numbers as constants. Asking now repeats only Dynamo's work."""
-    compilation = CompileContext.current_compile_id()
-    if config.assume_static_by_default or compilation is None or compilation.frame_compile_id:
+    if config.assume_static_by_default or not _is_first_compilation():
         return
     names = set()
     for node in gm.graph.find_nodes(op="placeholder"):
