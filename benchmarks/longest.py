@@ -80,7 +80,7 @@ class Way:
         if "checkpoint" in on:
             self.model.activation_checkpointing_enable({"use_reentrant": False})
         if "tile" in on:
-            deepsp.tile_(self.model, "*.mlp")
+            deepsp.tile_(self.model, "*.mlp", *(["*norm"] if "norms" in on else []))
         if "ds-tile" in on:
             _tile_as_deepspeed(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
@@ -278,6 +278,7 @@ def mlp(args: argparse.Namespace) -> None:
     ways = {
         "checkpoints": "sp checkpoint loss",
         "tiled": "sp checkpoint loss tile",
+        "tiled, norms, too": "sp checkpoint loss tile norms",
         "DeepSpeed's TiledMLP": "sp checkpoint loss ds-tile",
     }
     low, high = 16 * args.compare, 48 * args.compare  # from where the loss takes all that it may

@@ -32,6 +32,7 @@ import argparse
 import itertools
 import shlex
 import sys
+import tomllib
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -71,35 +72,33 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Machines:
-    """What a GPU reaches: FLOPs and bytes a second (in each direction), seconds."""
+    """What a GPU reaches, as machines.toml says: FLOPs and bytes a second (in each direction),
+    seconds."""
 
-    peak: float = 989e12  # by the data sheet, for MFU
-    products: float = 0.62 * 989e12
-    attend: float = 0.60 * 989e12  # FLOPs of the causal half only
-    attend_backward: float = 0.50 * 989e12
-    memory: float = 2.6e12
-    near: float = 0.78 * 450e9  # to GPUs of the same machine
-    far: float = 0.88 * 50e9  # to other machines
-    host: float = 20e9
-    size: int = 8  # GPUs of a machine
-    launch: float = 8e-6
-    near_peer: float = 0.7e-6  # for each peer in an exchange
-    far_peer: float = 1.6e-6
+    peak: float
+    products: float
+    attend: float
+    attend_backward: float
+    memory: float
+    near: float
+    far: float
+    host: float
+    size: int
+    launch: float
+    near_peer: float
+    far_peer: float
 
 
-H100 = Machines()
-A800 = {"peak": 312e12, "products": 0.68 * 312e12, "attend": 200e12, "attend_backward": 172e12}
-PCIE = {"peak": 756e12, "products": 0.55 * 756e12, "attend": 270e12, "attend_backward": 225e12}
-MACHINES = {
-    "h100": H100,  # NVLink, InfiniBand of 400 Gb/s for each GPU, FlashAttention 3
-    "h100-fa2": replace(H100, attend=345e12, attend_backward=290e12),
-    "h100-fp8": replace(H100, products=0.88 * 989e12, attend=345e12, attend_backward=290e12),
-    "h100-1nic": replace(H100, far=H100.far / 8),  # 400 Gb/s for the machine
-    # NVLink of 200 GB/s, InfiniBand of 200 Gb/s for each GPU, FlashAttention 2
-    "a800": Machines(**A800, memory=1.6e12, near=0.75 * 200e9, far=0.85 * 25e9),
-    # No NVLink, InfiniBand of 200 Gb/s for two GPUs
-    "h100-pcie": Machines(**PCIE, memory=1.6e12, near=0.5 * 64e9, far=0.85 * 12.5e9),
-}
+def read_machines(file: Path, base: dict[str, Machines] | None = None) -> dict[str, Machines]:
+    """The tables of a file. A table is ``like`` one before it, or of ``base``, else like h100."""
+    found = dict(base or {})
+    for name, table in tomllib.loads(file.read_text()).items():
+        like = found.get(table.pop("like", "h100"))
+        found[name] = Machines(**table) if like is None else replace(like, **table)
+    return found
+
+
+MACHINES = read_machines(Path(__file__).with_name("machines.toml"))
 
 
 @dataclass(frozen=True)
@@ -304,7 +303,11 @@ class Step(NamedTuple):
 
 
 def simulate(
-    model: Model, tokens: int, ranks: int, machines: Machines = H100, levers: Levers = TODAY
+    model: Model,
+    tokens: int,
+    ranks: int,
+    machines: Machines = MACHINES["h100"],
+    levers: Levers = TODAY,
 ) -> Step:
     """The fastest step over the numbers of chunks, and over kv once or not."""
     if ranks > machines.size and ranks % machines.size:
@@ -355,6 +358,12 @@ def _step(model, tokens, ranks, machines, levers, once, chunks) -> Step:
     return Step(parts, hidden, mfu)
 
 
+def machines_of(args: argparse.Namespace) -> Machines:
+    if args.rates is None:
+        return MACHINES[args.machines]
+    return list(read_machines(args.rates, MACHINES).values())[-1]
+
+
 def tables(args: argparse.Namespace) -> dict[str, list[list[str]]]:
     """Rows by title, headers first."""
     start, names = ["model", "tokens", "P", "step, s"], [x.replace("_", " ") for x in NAMES]
@@ -363,7 +372,7 @@ def tables(args: argparse.Namespace) -> dict[str, list[list[str]]]:
     base = replace(base, **dict.fromkeys(args.levers, True))
     ways = [replace(base, **dict.fromkeys(x, True)) for x in (*([name] for name in NAMES), NAMES)]
     for name, tokens, ranks in itertools.product(args.model, args.tokens, args.ranks):
-        case = MODELS[name], tokens, ranks, MACHINES[args.machines]
+        case = MODELS[name], tokens, ranks, machines_of(args)
         step = simulate(*case, base)
         shares = {part: f"{x / step.seconds:.0%}" for part, x in step.parts.items()}
         for part, hidden in step.hidden.items():
@@ -380,7 +389,7 @@ def tables(args: argparse.Namespace) -> dict[str, list[list[str]]]:
 
 
 def draw(args: argparse.Namespace, file: Path) -> None:
-    machines, shape = MACHINES[args.machines], (2, len(args.model))
+    machines, shape = machines_of(args), (2, len(args.model))
     with bench.picture(file, *shape, figsize=(9, 6), sharex=True, squeeze=False) as (_, axes):
         ways = itertools.product(enumerate(args.model), enumerate(args.tokens), (TODAY, ALL))
         for (column, name), (color, tokens), levers in ways:
@@ -405,6 +414,7 @@ def main() -> None:
         tokens=([2**17, 2**20], "of a sequence"),
         ranks=([2**i for i in range(3, 11)], "that share a sequence"),
         machines=("h100", "what it runs on", MACHINES),
+        rates=(Path, "file with a table as in machines.toml, instead of --machines"),
         chunks=(4, "at most"),
         levers=([], "of the first table", NAMES),
         offload=(False, "checkpoints go to the host, which isn't hidden"),
@@ -422,7 +432,8 @@ def main() -> None:
     bench.show([bench.Table(title, header, rows) for title, (header, *rows) in made.items()])
     if args.results:
         lines = ["# A simulated training step", "", f"`{shlex.join(['python', *sys.argv])}`", ""]
-        lines += [f"Nothing here is measured. GPUs: {args.machines}. What is simulated: `--help`."]
+        lines += ["Nothing here is measured. What is simulated: `--help`."]
+        lines += [f"GPUs: {args.rates or args.machines}."]
         for title, (header, *rows) in made.items():
             lines += ["", f"{title}:", "", *bench.in_markdown(header, rows)]
         lines += ["", published_steps.SOURCES]

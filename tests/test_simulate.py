@@ -4,6 +4,7 @@ runs, and docs/scale.md has its numbers."""
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -197,6 +198,13 @@ def test_streams():
 def test_machines_that_are_not_full():
     with pytest.raises(ValueError, match="expected ranks that fill all machines of 8, got 12"):
         simulate(SMALL, 2**17, 12)
+
+
+def test_rates_of_ones_own(tmp_path):
+    (tmp_path / "one.toml").write_text('[a]\nlike = "a800"\nsize = 4\n[b]\nproducts = 1e14\n')
+    read = simulator.read_machines(tmp_path / "one.toml", MACHINES)
+    assert read["a"] == replace(MACHINES["a800"], size=4)
+    assert list(read)[-1] == "b" and read["b"] == replace(MACHINES["h100"], products=1e14)
 
 
 def test_results_are_current(tmp_path, monkeypatch, capsys):
