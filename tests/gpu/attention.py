@@ -109,7 +109,7 @@ def dense_pieces():
         wanted = torch.autograd.grad(expected, wide, grad.double())
         for x, y in zip((out, *found), (expected, *wanted), strict=True):
             error = (x.double() - y).abs().max() / max(1, y.abs().max())
-            assert error < 2e-2, (borders, queries, float(error))
+            assert error < 3e-2, (borders, queries, float(error))
     return [f"SDPA takes {SDPBackend(chosen).name if chosen >= 0 else 'nothing'}"]
 
 

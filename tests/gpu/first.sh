@@ -3,7 +3,7 @@
 #
 #   tests/gpu/first.sh        lists them
 #   tests/gpu/first.sh 1      builds, for the GPU that is there
-#   tests/gpu/first.sh 2      tests; each of 2 to 8 needs the build, and no other
+#   tests/gpu/first.sh 2      tests; each of 2 to 9 needs the build, and no other
 #   tests/gpu/first.sh all    all of them, one after another, also after one that failed
 #
 # Each prints its results, and writes them to the folder that it names: $OUT, or one in
@@ -12,7 +12,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-python3}
-COMMANDS=(build values attention paths sanitizer compile speed train)
+COMMANDS=(build values attention paths sanitizer compile speed train memory)
 
 build() {
   mkdir -p build/gpu

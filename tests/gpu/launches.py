@@ -3,10 +3,11 @@ started and never waited for."""
 
 import os
 import threading
+import warnings
 
 import torch
 import torch.distributed as dist
-from common import TIGHT, draw
+from common import TIGHT, draw, uneven
 
 import deepsp
 
@@ -133,6 +134,102 @@ def capture():
         x.copy_(draw(1, 64, 4, 16, seed=n, dtype=torch.float32))
         graph.replay()
         torch.testing.assert_close(y, call())
+
+
+def capture_layer():
+    """A CUDA graph of a whole layer, forward and backward, which NCCL sends in, replayed with other
+    inputs."""
+    rank = dist.get_rank()
+    lens = uneven(256)
+    torch.manual_seed(0)
+    layer = deepsp.SequenceParallelAttention(
+        64, 8, 2, head_dim=16, chunks=2, device="cuda", dtype=torch.float32
+    )
+
+    def part(seed):
+        return draw(1, 256, 64, seed=seed, dtype=torch.float32).split(lens, 1)[rank]
+
+    x = part(0).clone().requires_grad_()
+    weights = [x, *layer.parameters()]
+
+    def step():
+        out = layer(x, seq_lens=lens, is_causal=True)
+        return [out, *torch.autograd.grad(out.square().sum(), weights)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for n in range(3):
+        with torch.no_grad():
+            x.copy_(part(n))
+        graph.replay()
+        torch.testing.assert_close(found, step())
+
+
+def host_waits():
+    """The host waits for the GPU nowhere in attention and a loss, and in a model of transformers'
+    as often with two layers as with six."""
+
+    def step(lens, layers, weight):
+        x = draw(1, lens[dist.get_rank()], 64, dtype=torch.bfloat16).requires_grad_()
+        documents = torch.tensor([[0, 100], [100, sum(lens)]])
+        y = x
+        for layer in layers:
+            q = layer(y).unflatten(2, (8, 16))
+            y = deepsp.distributed_attention(
+                q, q, q, is_causal=True, documents=documents, seq_lens=lens
+            ).flatten(2)
+        labels = torch.arange(x.size(1), device="cuda")[None] % weight.size(0)
+        deepsp.linear_cross_entropy(y, weight, labels).backward()
+
+    lens = uneven(512)
+    layers = [torch.nn.Linear(64, 128, device="cuda", dtype=torch.bfloat16)]
+    layers.append(torch.nn.Linear(128, 128, device="cuda", dtype=torch.bfloat16))
+    weight = draw(100, 128, dtype=torch.bfloat16)
+    step(lens, layers, weight)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(lens, layers, weight)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    try:
+        from transformers import LlamaConfig, LlamaModel
+
+        from deepsp.integrations.transformers import register
+    except ImportError:
+        return ["transformers isn't here: its models weren't tried"]
+    register()
+    counts = []
+    for count in (2, 6):
+        config = LlamaConfig(
+            vocab_size=100,
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=count,
+            num_attention_heads=8,
+            attn_implementation="deepsp",
+            use_cache=False,
+        )
+        model = LlamaModel(config).to("cuda", torch.bfloat16)
+        ids = torch.arange(512, device="cuda")[None] % 100
+        for _ in range(3):  # the first ones compare more
+            batch, _ = deepsp.shard_batch({"input_ids": ids})
+            torch.cuda.synchronize()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                torch.cuda.set_sync_debug_mode("warn")
+                model(**batch).last_hidden_state.sum().backward()
+                torch.cuda.set_sync_debug_mode("default")
+        counts.append(sum("synchronizing CUDA operation" in str(w.message) for w in caught))
+    assert counts[0] == counts[1] <= 2, counts
+    return [f"the host waits {counts[0]} times in a step of transformers' Llama"]
 
 
 def never_waited_for():

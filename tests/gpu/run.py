@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -35,6 +36,8 @@ from attention import (
 from gather import gathered, sharded_training, summed_by_nccl
 from launches import (
     capture,
+    capture_layer,
+    host_waits,
     is_mapped,
     large,
     never_waited_for,
@@ -43,7 +46,8 @@ from launches import (
     threads,
     waited_for_twice,
 )
-from processes import Ranks, Run
+from links import rates, transports_by_size
+from processes import Ranks, Run, environment_of
 from speed import cast_bandwidth, kernel_bandwidth, overlap_profile, projection_speed
 from values import (
     along_dim,
@@ -87,7 +91,15 @@ STAGES = {
         mixed_lengths,
         experts,
     ],
-    "paths": [loss_and_rest, sharded_training, layer_gradients, streams, threads],
+    "paths": [
+        loss_and_rest,
+        sharded_training,
+        layer_gradients,
+        host_waits,
+        capture_layer,
+        streams,
+        threads,
+    ],
     "sanitizer": [odd_rows, along_dim, exchange_values],
     "compile": [compile_pass, inductor, op_checks, layer_checks, dropout],
     "speed": [
@@ -98,6 +110,7 @@ STAGES = {
         flash_speed,
         dense_border,
     ],
+    "links": [rates, transports_by_size, overlap_profile],
 }
 EVERYWHERE = {
     exchange_values,
@@ -123,22 +136,30 @@ OF_FOUR = SHARED & {*STAGES["values"], *STAGES["attention"]}
 # Not on several ranks: they compare with this rank's input, or use one group in several threads,
 # whose exchanges would meet in any order.
 ALONE = {large, streams, threads, never_waited_for}
-SPEED = {kernel_bandwidth, projection_speed, cast_bandwidth, flash_speed, dense_border}
+SPEED = {kernel_bandwidth, projection_speed, cast_bandwidth, flash_speed, dense_border, rates}
+# Where nothing waits on the host.
+BY_NCCL = {capture_layer, host_waits}
 # Through symmetric memory: what is captured in a graph goes by NCCL, and is tested there.
 RUNS = [
     (Run("gloo", 2, False, "auto"), EVERYWHERE),
-    (Run("nccl", 1, False, "auto"), EVERYWHERE | ALONE | SPEED | {capture}),
-    (Run("nccl", 1, True, "auto"), EVERYWHERE | ALONE | {capture}),
+    (Run("nccl", 1, False, "auto"), EVERYWHERE | ALONE | SPEED | BY_NCCL | {capture}),
+    (Run("nccl", 1, True, "auto"), EVERYWHERE | ALONE | BY_NCCL | {capture}),
     (Run("nccl", 1, True, "mapped"), EVERYWHERE | ALONE | {is_mapped}),
     *(
-        (Run("nccl", size, False, transport), tests | ({is_mapped} & {*of_transport}))
-        for size, tests in ((2, SHARED), (4, OF_FOUR))
-        for transport, of_transport in (("auto", []), ("mapped", [is_mapped]))
+        (Run("nccl", size, False, transport), tests | of_transport)
+        for size, tests, by_nccl in ((2, SHARED, BY_NCCL), (4, OF_FOUR, set()))
+        for transport, of_transport in (("auto", by_nccl), ("mapped", {is_mapped}))
     ),
 ]
 if torch.cuda.device_count() > 1:
-    several = Run("nccl", min(torch.cuda.device_count(), 4), False, "mapped")
-    RUNS.append((several, EVERYWHERE | {is_mapped}))
+    several = [
+        Run("nccl", min(torch.cuda.device_count(), 8), False, transport)
+        for transport in ("auto", "mapped")
+    ]
+    RUNS += [
+        (several[0], EVERYWHERE | BY_NCCL | {rates, transports_by_size}),
+        (several[1], EVERYWHERE | {is_mapped}),
+    ]
 
 Report = Callable[[str], None]
 
@@ -192,14 +213,31 @@ def run_sanitizer(deadline: float, report: Report) -> bool:
 
 
 def run_training(deadline: float, report: Report) -> bool:
-    """The example's training against one process, by NCCL that sends to itself."""
+    """The example's training against one process: on one rank, by NCCL that sends to itself, and on
+    two that share it; on each GPU, if there are several."""
     example = [sys.executable, str(ROOT / "examples" / "train.py"), "--device", "cuda"]
-    options = ["--dtype", "bfloat16", "--ranks", str(max(1, torch.cuda.device_count()))]
-    output = ["--output", str(results_folder() / "train")]
-    return run_program([*example, *options, *output], deadline, report, DEEPSP_TEST_COLLECTIVES="1")
+    example += ["--dtype", "bfloat16", "--output", str(results_folder() / "train")]
+    count = torch.cuda.device_count()
+    if count > 1:
+        return run_program([*example, "--ranks", str(count)], deadline, report)
+    alone = [*example, "--ranks", "1"]
+    fine = run_program(alone, deadline, report, DEEPSP_TEST_COLLECTIVES="1")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    shared = environment_of(0, Run("nccl", 2, False, "auto"), 1)
+    del shared["NCCL_HOSTID"]  # each rank's own
+    each = ["--no-python", "bash", "-c", 'NCCL_HOSTID=host$RANK exec "$@"', "rank"]
+    return run_program([*torchrun, *each, *example], deadline, report, **shared) and fine
 
 
-PROGRAMS = {"sanitizer": run_sanitizer, "train": run_training}
+def run_memory(deadline: float, report: Report) -> bool:
+    """Time and peak memory of a step, setting by setting."""
+    if importlib.util.find_spec("transformers") is None:
+        report("transformers isn't here: memory wasn't measured")
+        return True
+    return run_program([sys.executable, str(ROOT / "tests/gpu/memory.py")], deadline, report)
+
+
+PROGRAMS = {"sanitizer": run_sanitizer, "train": run_training, "memory": run_memory}
 
 
 def main() -> None:
