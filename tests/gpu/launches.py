@@ -111,6 +111,21 @@ def threads():
         raise errors[0]
 
 
+def _captured(call):
+    """A CUDA graph of a call, after three others, and what replays of it write."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = call()
+    return graph, results
+
+
 def capture():
     """A CUDA graph of an attention in a group of one. With collectives it isn't captured: their ops
     say so (cudagraph_unsafe)."""
@@ -121,15 +136,7 @@ def capture():
     def call():
         return deepsp.distributed_attention(x, x, x, is_causal=True)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = call()
+    graph, y = _captured(call)
     for n in range(3):
         x.copy_(draw(1, 64, 4, 16, seed=n, dtype=torch.float32))
         graph.replay()
@@ -156,16 +163,7 @@ def capture_layer():
         out = layer(x, seq_lens=lens, is_causal=True)
         return [out, *torch.autograd.grad(out.square().sum(), weights)]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
+    graph, found = _captured(step)
     for n in range(3):
         with torch.no_grad():
             x.copy_(part(n))
