@@ -18,6 +18,8 @@
 #include <c10/util/env.h>
 
 #include <algorithm>
+#include <deque>
+#include <mutex>
 #include <tuple>
 
 namespace deepsp {
@@ -55,6 +57,40 @@ bool takes_cudnn(const at::Tensor& q, const at::Tensor& v, double scale) {
              q.size(2) != v.size(2)) == static_cast<int64_t>(at::SDPBackend::cudnn_attention);
 }
 
+// Borders of documents on a GPU. The layers of a model, forward and backward, ask for the same ones
+// one after another: the last few are kept.
+at::Tensor on_device(const std::vector<int32_t>& borders, c10::Device device) {
+  struct Copied {
+    std::vector<int32_t> borders;
+    c10::Device device;
+    int64_t stream;
+    at::Tensor copy;
+  };
+  constexpr size_t kKept = 16;
+  static auto* const mutex = new std::mutex;
+  static auto* const kept = new std::deque<Copied>;  // outlives the GPU's runtime
+  const int64_t stream = current_stream(device);
+  {
+    const std::lock_guard<std::mutex> lock(*mutex);
+    for (const Copied& one : *kept) {
+      if (one.device == device && one.stream == stream && one.borders == borders) {
+        return one.copy;
+      }
+    }
+  }
+  // The driver copies pageable memory before it returns.
+  at::Tensor copy =
+      at::from_blob(
+          const_cast<int32_t*>(borders.data()), static_cast<int64_t>(borders.size()), at::kInt)
+          .to(device, at::kInt, /*non_blocking=*/true);
+  const std::lock_guard<std::mutex> lock(*mutex);
+  kept->push_front({borders, device, stream, copy});
+  if (kept->size() > kKept) {
+    kept->pop_back();
+  }
+  return copy;
+}
+
 // What flash attention takes for a call: x [1, n, h, D] of several documents as [n, h, D], with
 // their borders on the device; x of one as it is.
 struct Packed {
@@ -70,11 +106,7 @@ struct Packed {
         longest_k(k.size(1)),
         is_causal(call.window.left == kUnlimited && call.window.right == 0) {
     if (!call.borders.empty()) {
-      // The driver copies pageable memory before it returns.
-      borders = at::from_blob(
-                    const_cast<int32_t*>(call.borders.data()),
-                    static_cast<int64_t>(call.borders.size()), at::kInt)
-                    .to(q.device(), at::kInt, /*non_blocking=*/true);
+      borders = on_device(call.borders, q.device());
       longest_q = longest_k = call.longest;
     }
     if (!is_causal && call.window.left != kUnlimited) {

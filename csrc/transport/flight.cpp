@@ -33,6 +33,15 @@ bool capturing([[maybe_unused]] c10::Device device) {
   return false;
 }
 
+int64_t current_stream([[maybe_unused]] c10::Device device) {
+#ifdef DEEPSP_CUDA
+  if (device.is_cuda()) {
+    return c10::cuda::getCurrentCUDAStream(device.index()).id();
+  }
+#endif
+  return 0;
+}
+
 Flight::~Flight() {
   if (failed_ || stream.has_value()) {
     return;

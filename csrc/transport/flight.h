@@ -109,5 +109,7 @@ void clear_if_waiting_at_once(const at::Tensor& buffer);
 // Whether the device's current stream is being captured in a CUDA graph: no query or
 // synchronization is allowed then.
 bool capturing(c10::Device device);
+// The number of a GPU's current stream.
+int64_t current_stream(c10::Device device);
 
 }  // namespace deepsp
