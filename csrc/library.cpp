@@ -156,14 +156,15 @@ TORCH_LIBRARY(deepsp, m) {
       "expert_combine(Tensor rows, SymInt[] counts, int rank, str group_name) -> Tensor",
       uncaptured);
   // The exchange of both; home: the way back. halo: of previous_tokens, whose n it is; counts are
-  // seq_lens then, rows are tokens for each rank behind, and become those of the ranks before.
+  // seq_lens then, rows are tokens for each rank behind, and become those of the ranks before. op:
+  // what errors call it.
   m.def(
       "_rows_start(Tensor rows, SymInt[] counts, bool home, int rank, str group_name, *, "
-      "SymInt? halo=None) -> Tensor",
+      "SymInt? halo=None, str? op=None) -> Tensor",
       uncaptured);
   m.def(
       "_rows_wait(Tensor buffer, SymInt[] counts, bool home, int rank, str group_name, *, "
-      "SymInt? halo=None) -> Tensor",
+      "SymInt? halo=None, str? op=None) -> Tensor",
       uncaptured);
 
   // --- linear layers around the exchange
@@ -229,7 +230,8 @@ TORCH_LIBRARY(deepsp, m) {
       "str group_name, *, str layout='bshd', bool sharded_randomness=False, "
       "Tensor? documents=None, int[] window_size=[], "
       "float? softcap=None, Tensor? sinks=None, "
-      "int? kv_chunk=None, int query_parts=1, Tensor[]? dealt=None) -> Tensor",
+      "int? kv_chunk=None, int query_parts=1, Tensor[]? dealt=None, str exchange='heads') -> "
+      "Tensor",
       uncaptured);
   // What the query heads of a cell read of k or v: `received` is what each wait so far has given,
   // [B, S, h, D], the first chunk's first. Each head is repeated for its query heads where their

@@ -3,7 +3,6 @@ once, in float64."""
 
 import functools
 import itertools
-import math
 
 import pretended
 import pytest
@@ -11,46 +10,13 @@ import torch
 import torch.distributed as dist
 from harness import on_ranks
 from pretended import on_gpu
-from reference import draw, lens_of, names
+from reference import draw, everything, lens_of, names
 from torch.nn.attention import SDPBackend
 
 import deepsp
 
 BLOCKWISE = torch.ops.deepsp._blockwise_attention
 BACKWARD = torch.ops.deepsp._blockwise_attention_backward
-
-
-def everything(
-    q, k, v, documents=None, is_causal=False, window=None, softcap=None, sinks=None, scale=None
-):
-    """The definition: all scores, a mask of all pairs of tokens."""
-    batch, length, heads, dim = q.shape
-    k, v = (x.repeat_interleave(heads // k.size(2), 2) for x in (k, v))
-    scores = torch.einsum("bihd,bjhd->bhij", q, k) * (scale or 1 / math.sqrt(dim))
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    i, j = torch.arange(length)[:, None], torch.arange(length)
-    seen = torch.ones(batch, length, length, dtype=torch.bool)
-    if is_causal:
-        seen &= j <= i
-    left, right = window or (-1, -1)
-    if left >= 0:
-        seen &= j >= i - left
-    if right >= 0:
-        seen &= j <= i + right
-    if documents is not None:
-        number = torch.full((batch * length,), -1)
-        for n, (begin, end) in enumerate(documents.tolist()):
-            number[begin:end] = n
-        number = number.view(batch, length)
-        seen &= (number[:, :, None] == number[:, None]) & (number >= 0)[:, None]
-    scores = scores.masked_fill(~seen[:, None], -math.inf)
-    if sinks is not None:
-        more = sinks.view(1, heads, 1, 1).expand(batch, heads, length, 1)
-        scores = torch.cat([scores, more], -1)
-    nothing = scores.isneginf().all(-1, keepdim=True)
-    weights = scores.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0)
-    return torch.einsum("bhij,bjhd->bihd", weights[..., :length], v)
 
 
 def _leaves(batch, length, heads, kv_heads, dim, dim_v, with_sinks, dtype=torch.float64):

@@ -4,6 +4,7 @@
 #include "../common/checks.h"
 #include "../exchange/ops.h"
 #include "../transport/group.h"
+#include "by_keys.h"
 #include "cell.h"
 
 #include <ATen/ops/cat.h>
@@ -225,6 +226,14 @@ c10::IValue distributed_attention(const Given& given) {
     inputs.push_back(x.permute(order.dims));
   }
   const Asked asked(given);
+  const std::string_view exchange = given["exchange"];
+  TORCH_CHECK_VALUE(
+      exchange == "heads" || exchange == "keys", "expected exchange to be 'heads' or 'keys', got '",
+      exchange, "'");
+  const bool by_keys = exchange == "keys";
+  if (by_keys) {
+    check_by_keys(asked, given);
+  }
   if (const auto dealt = given.optional<std::vector<at::Tensor>>("dealt")) {
     check_heads(inputs[0], inputs[1], inputs[2], given["enable_gqa"]);
     return attend_dealt(inputs, *dealt, asked, given).permute(order.dims);
@@ -248,6 +257,10 @@ c10::IValue distributed_attention(const Given& given) {
     const at::Tensor out = attention_of_cell(
         inputs[0], kv_of_cell({inputs[1]}, cell), kv_of_cell({inputs[2]}, cell), asked, cell);
     return in_memory_order(out, tokens_first).permute(order.dims);
+  }
+  if (by_keys) {
+    return in_memory_order(attend_by_keys(inputs, plan, asked, given), tokens_first)
+        .permute(order.dims);
   }
   if (!kv_chunk.has_value()) {
     const Exchanged parts{

@@ -14,7 +14,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
-#include <ATen/native/transformers/sdp_utils_cpp.h>
 #include <c10/util/env.h>
 
 #include <algorithm>

@@ -60,8 +60,10 @@ c10::IValue start(const Given& given) {
       ints(shapes.counts),
       halo ? std::make_optional(shapes.halo->guard_int(__FILE__, __LINE__)) : std::nullopt,
       shapes.size, shapes.rank};
-  const char* const op = halo ? (home ? "previous_tokens_backward" : "previous_tokens")
-                              : (home ? "expert_combine" : "expert_dispatch");
+  const std::optional<std::string> name = given.optional<std::string>("op");
+  const char* const op = name   ? name->c_str()
+                         : halo ? (home ? "previous_tokens_backward" : "previous_tokens")
+                                : (home ? "expert_combine" : "expert_dispatch");
   const char* const sizes = halo ? "seq_lens" : "counts";
   const Group group = agreed_group(
       op, given["group_name"], plan.rank, plan.ranks(), rows.device(), sizes,

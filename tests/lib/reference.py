@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 
@@ -19,6 +20,39 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **kwargs) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(readers, 1) for x in (k, v))
     return F.scaled_dot_product_attention(q, k, v, **kwargs).transpose(1, 2)
+
+
+def everything(
+    q, k, v, documents=None, is_causal=False, window=None, softcap=None, sinks=None, scale=None
+):
+    """Attention by its definition: all scores, and a mask of all pairs of tokens."""
+    batch, length, heads, dim = q.shape
+    k, v = (x.repeat_interleave(heads // k.size(2), 2) for x in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * (scale or 1 / math.sqrt(dim))
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    i, j = torch.arange(length)[:, None], torch.arange(length)
+    seen = torch.ones(batch, length, length, dtype=torch.bool)
+    if is_causal:
+        seen &= j <= i
+    left, right = window or (-1, -1)
+    if left >= 0:
+        seen &= j >= i - left
+    if right >= 0:
+        seen &= j <= i + right
+    if documents is not None:
+        number = torch.full((batch * length,), -1)
+        for n, (begin, end) in enumerate(documents.tolist()):
+            number[begin:end] = n
+        number = number.view(batch, length)
+        seen &= (number[:, :, None] == number[:, None]) & (number >= 0)[:, None]
+    scores = scores.masked_fill(~seen[:, None], -math.inf)
+    if sinks is not None:
+        more = sinks.view(1, heads, 1, 1).expand(batch, heads, length, 1)
+        scores = torch.cat([scores, more], -1)
+    nothing = scores.isneginf().all(-1, keepdim=True)
+    weights = scores.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0)
+    return torch.einsum("bhij,bjhd->bihd", weights[..., :length], v)
 
 
 def heads_of(rank: int, size: int, num_heads: int, num_kv_heads: int) -> tuple[list, list]:

@@ -35,6 +35,7 @@ def distributed_attention(
     kv_chunk: int | None = None,
     query_parts: int | str = "auto",
     deal: Deal | None = None,
+    exchange: str = "heads",
 ) -> Tensor:
     """``scaled_dot_product_attention`` over a sequence that is sharded over a group.
 
@@ -91,6 +92,13 @@ def distributed_attention(
             document; what ranks don't share isn't exchanged. ``seq_lens`` and ``documents`` follow
             from it, and heads' queries are split where a document has more ranks than there are
             heads.
+        exchange: "heads": each rank gets all tokens of some heads. "keys": queries stay, and each
+            rank gets the keys and values, of all heads, that its queries see: with a window those
+            of the window's tokens, with documents none of other documents (in compiled code, where
+            borders aren't known, they count as one). That is less where there are few kv heads for
+            many ranks, or a short window; but causal attention without a window leaves the last
+            rank twice the mean work. Not with ``attn_mask``, dropout, ``chunks``, ``kv_chunk``,
+            ``query_parts`` or ``deal``.
 
     Returns:
         [B, S_r, Hq, Dv], contiguous; in the layout "bhsd" a transposed view of that, as
@@ -119,6 +127,7 @@ def distributed_attention(
         sinks=sinks,
         kv_chunk=kv_chunk,
         deal=deal,
+        exchange=exchange,
     )
 
 

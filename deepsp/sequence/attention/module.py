@@ -159,13 +159,13 @@ class DistributedAttention(nn.Module):
             self._compare(call, deal)
         if self.local_attention is None:
             names = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-            local.check_sdpa_arguments(args, kwargs, names, (*local.PATTERN, "kv_chunk", "deal"))
+            rest = (*local.PATTERN, "kv_chunk", "deal", "exchange")
+            local.check_sdpa_arguments(args, kwargs, names, rest)
         local.check_kwargs(self._indices, kwargs)
         chunks = self.chunks
-        if chunks == "auto":  # kv_chunk cuts tokens, not heads
-            streams = deal is not None or (
-                self.local_attention is None and kwargs.get("kv_chunk") is not None
-            )
+        if chunks == "auto":  # these cut tokens, not heads
+            by_tokens = kwargs.get("kv_chunk") is not None or kwargs.get("exchange") == "keys"
+            streams = deal is not None or (self.local_attention is None and by_tokens)
             chunks = 1 if streams else self._pick_chunks(call, args, kwargs)
         if key is not None and self._is_plain(call):
             self._checked = key if self._compared else None

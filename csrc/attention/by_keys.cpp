@@ -1,0 +1,188 @@
+#include "by_keys.h"
+
+#include "../common/checks.h"
+
+#include <ATen/TensorSubclassLikeUtils.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/floor_divide.h>
+
+namespace deepsp {
+namespace {
+
+const Op rows_start("_rows_start");
+const Op rows_wait("_rows_wait");
+
+// Guards, not expressions: a graph is for one of the two, and its shapes stay polynomials.
+const c10::SymInt& least(const c10::SymInt& a, const c10::SymInt& b) {
+  return a < b ? a : b;
+}
+const c10::SymInt& most(const c10::SymInt& a, const c10::SymInt& b) {
+  return a < b ? b : a;
+}
+
+// Tokens of the full sequence.
+struct Tokens {
+  c10::SymInt begin = 0, end = 0;
+
+  bool empty() const { return !(begin < end); }
+  c10::SymInt size() const { return empty() ? c10::SymInt(0) : end - begin; }
+  Tokens common(const Tokens& other) const {
+    return {most(begin, other.begin), least(end, other.end)};
+  }
+  // What these queries see of a document.
+  Tokens seen(const Tokens& document, Band band) const {
+    const Tokens queries = common(document);
+    if (queries.empty()) {
+      return {};
+    }
+    return {
+        band.left == kUnlimited ? document.begin : most(document.begin, queries.begin - band.left),
+        band.right == kUnlimited ? document.end : least(document.end, queries.end + band.right)};
+  }
+  // The least range with both.
+  Tokens with(const Tokens& other) const {
+    return other.empty() ? *this
+           : empty()     ? other
+                         : Tokens{least(begin, other.begin), most(end, other.end)};
+  }
+};
+
+struct KeyPlan {
+  std::vector<Tokens> own, seen;  // by rank
+  SymInts counts;                 // tokens that a rank sends to another, by source
+
+  KeyPlan(const SymPlan& plan, const Asked& asked) {
+    const int64_t ranks = plan.heads.ranks();
+    c10::SymInt first = 0;
+    for (const c10::SymInt& count : plan.seq_lens) {
+      own.push_back({first, first + count});
+      first = first + count;
+    }
+    const Tokens all{0, first};
+    Band band;
+    if (!asked.window_size.empty()) {
+      band = {
+          std::max(asked.window_size[0], kUnlimited), std::max(asked.window_size[1], kUnlimited)};
+    }
+    if (asked.is_causal) {
+      band.right = 0;
+    }
+    // Where a graph is traced, documents aren't known.
+    if (asked.documents.has_value() &&
+        !asked.documents->key_set().has_any(at::kTensorSubclassLike)) {
+      see_documents(*asked.documents, first.guard_int(__FILE__, __LINE__), band);
+    } else {
+      for (const Tokens& queries : own) {
+        seen.push_back(queries.seen(all, band));
+      }
+    }
+    for (int64_t r = 0; r < ranks; ++r) {
+      // Tokens outside of documents, too. Of no tokens the range is empty, where they would be.
+      seen[r] = own[r].with(seen[r]);
+    }
+    for (const Tokens& source : own) {
+      for (int64_t r = 0; r < ranks; ++r) {
+        counts.push_back(source.common(seen[r]).size());
+      }
+    }
+  }
+
+ private:
+  // A range for each rank: what its queries see in any row.
+  void see_documents(const at::Tensor& documents, int64_t length, Band band) {
+    seen.resize(own.size());
+    const at::Tensor borders = documents.to(at::kCPU, at::kLong).contiguous();
+    const int64_t* const data = borders.const_data_ptr<int64_t>();
+    for (int64_t n = 0; n < borders.size(0); ++n) {
+      const int64_t begin = data[2 * n], end = data[2 * n + 1];
+      if (begin < end) {
+        const int64_t row = begin / length * length;
+        const Tokens document{begin - row, end - row};
+        for (size_t r = 0; r < own.size(); ++r) {
+          seen[r] = seen[r].with(own[r].seen(document, band));
+        }
+      }
+    }
+  }
+};
+
+// documents among the tokens of a range in each row, numbered anew.
+at::Tensor within(const at::Tensor& documents, const c10::SymInt& length, const Tokens& range) {
+  const at::Tensor borders = documents.to(at::kLong);
+  const at::Tensor row = at::floor_divide(borders.narrow(1, 0, 1), c10::Scalar(length));
+  return borders.sub(row, c10::Scalar(length))
+      .clamp(c10::Scalar(range.begin), c10::Scalar(range.end))
+      .sub(c10::Scalar(range.begin))
+      .add(row, c10::Scalar(range.size()));
+}
+
+// [B, n, h, D] as [n, B, h * D].
+at::Tensor as_rows(const at::Tensor& x) {
+  return x.transpose(0, 1).flatten(2);
+}
+
+}  // namespace
+
+void check_by_keys(const Asked& asked, const Given& given) {
+  const auto check = [](bool fine, const char* name, const auto& got) {
+    TORCH_CHECK_VALUE(
+        fine, "expected no ", name, " with exchange 'keys', got ", got,
+        "; leave it out, or pass exchange='heads'");
+  };
+  const int64_t chunks = given["chunks"], query_parts = given["query_parts"];
+  check(!asked.attn_mask.has_value(), "attn_mask", "one");
+  check(asked.dropout_p == 0, "dropout_p", asked.dropout_p);
+  check(chunks == 1, "chunks", chunks);
+  check(given["kv_chunk"].value().isNone(), "kv_chunk", "one");
+  check(query_parts <= 1, "query_parts", query_parts);
+  check(given["dealt"].value().isNone(), "deal", "one");
+}
+
+at::Tensor attend_by_keys(
+    const Tensors& inputs, const SymPlan& plan, const Asked& asked, const Given& given) {
+  const at::Tensor &q = inputs[0], &k = inputs[1], &v = inputs[2];
+  const KeyPlan keys(plan, asked);
+  const int64_t rank = plan.rank, ranks = plan.heads.ranks();
+  const Tokens &own = keys.own[rank], &seen = keys.seen[rank];
+  const at::ScalarType dtype = k.scalar_type();
+  // Gradients of 16 bits are added in float32.
+  const bool widens = dtype == at::kHalf || dtype == at::kBFloat16;
+  at::Tensor rows = at::cat({as_rows(k), as_rows(v)}, 2).flatten(1);
+  rows = widens ? rows.to(at::kFloat) : rows;
+  Tensors sent;
+  for (int64_t r = 0; r < ranks; ++r) {
+    const Tokens part = own.common(keys.seen[r]);
+    sent.push_back(
+        rows.narrow_symint(0, part.empty() ? c10::SymInt(0) : part.begin - own.begin, part.size())
+            .to(dtype));
+  }
+  const With counts{"counts", keys.counts}, there{"home", false}, name{"op", "keys of attention"};
+  const at::Tensor buffer = rows_start(given, {{"rows", at::cat(sent)}, counts, there, name});
+  const at::Tensor received = rows_wait(given, {{"buffer", buffer}, counts, there, name});
+  const c10::SymInt of_k = k.sym_size(2) * k.sym_size(3), of_v = v.sym_size(2) * v.sym_size(3);
+  const at::Tensor by_token = received.view_symint({seen.size(), plan.batch, of_k + of_v});
+  const auto heads = [&](const at::Tensor& x, const c10::SymInt& at, const c10::SymInt& features) {
+    return by_token.narrow_symint(2, at, features)
+        .unflatten_symint(2, {x.sym_size(2), x.sym_size(3)})
+        .transpose(0, 1);
+  };
+  OptionalTensor documents;
+  if (asked.documents.has_value()) {
+    documents = within(*asked.documents, plan.total(), seen);
+  }
+  const Tensors found = blockwise_attention({
+      {"q", q},
+      {"k", heads(k, 0, of_k)},
+      {"v", heads(v, of_k, of_v)},
+      {"documents", documents},
+      {"is_causal", asked.is_causal},
+      {"window_size", asked.window_size},
+      {"scale", asked.scale},
+      {"softcap", asked.softcap},
+      {"sinks", asked.sinks},
+      {"queries", SymInts{own.begin - seen.begin, own.end - seen.begin}},
+  });
+  return found[0];
+}
+
+}  // namespace deepsp

@@ -1,0 +1,197 @@
+"""Attention for which keys travel and queries stay: against all scores in one process, float64."""
+
+import contextlib
+import itertools
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import on_ranks
+from reference import draw, everything, lens_of
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import deepsp
+
+CAUSAL = {"is_causal": True}
+
+
+class _Sent(TorchDispatchMode):
+    """How many tokens each rank sends to each, and the numbers of each."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.deepsp._rows_start.default:
+            size = dist.get_world_size()
+            self.counts = [args[1][r * size : (r + 1) * size] for r in range(size)]
+            self.numbers = args[0].size(1)
+        return func(*args, **(kwargs or {}))
+
+
+def _compare(shape, lens, documents, options, *, sunk=False, layout="bshd", attend=None):
+    """shape: B, S, Hq, Hkv, D, Dv. Returns what was sent."""
+    rank = dist.get_rank()
+    batch, length, heads, kv_heads, dim, dim_v = shape
+    sizes = [(heads, dim), (kv_heads, dim), (kv_heads, dim_v)]
+    q, k, v = (draw(batch, length, *s, seed=n) for n, s in enumerate(sizes))
+    sinks = [draw(heads, seed=7)] * sunk
+    leaves = [x.requires_grad_() for x in (q, k, v, *sinks)]
+    here = slice(sum(lens[:rank]), sum(lens[: rank + 1]))
+    order = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}[layout]
+    sent = _Sent()
+    with contextlib.nullcontext() if attend else sent:
+        out = (attend or deepsp.distributed_attention)(
+            *(x[:, here].permute(order) for x in (q, k, v)),
+            enable_gqa=True,
+            seq_lens=lens,
+            documents=documents,
+            sinks=sinks[0] if sunk else None,
+            layout=layout,
+            exchange="keys",
+            **options,
+        ).permute(order)
+        window, cap = options.get("window_size"), options.get("softcap")
+        expected = everything(
+            q, k, v, documents, options.get("is_causal", False), window, cap, *(sinks or [None])
+        )
+        grad = draw(*expected.shape, seed=9)
+        torch.testing.assert_close(out, expected[:, here], rtol=0, atol=1e-12)
+        mine = torch.autograd.grad(out, leaves, grad[:, here])
+        theirs = torch.autograd.grad(expected, leaves, grad)
+        for x, y in zip(mine, theirs, strict=True):
+            x = x.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(x)
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
+    return sent
+
+
+def _random(seed, count):
+    """Uneven lengths, also of 0; documents with padding, of one token, across any border."""
+    draws = random.Random(seed)
+    for _ in range(count):
+        size, kv_heads = dist.get_world_size(), draws.choice([1, 2])
+        lens = [draws.choice([0, 1, 2, 5, 9]) for _ in range(size)]
+        lens[draws.randrange(size)] += 3
+        length, batch = sum(lens), draws.choice([1, 2])
+        documents = None
+        if draws.random() < 0.6:
+            cuts = sorted(draws.sample(range(batch * length + 1), min(5, length)))
+            cuts = sorted({*cuts, *(row * length for row in range(batch + 1))})
+            ranges = [list(x) for x in itertools.pairwise(cuts) if draws.random() < 0.8]
+            documents = torch.tensor(ranges or [[0, 1]])
+        options = dict(draws.choice([CAUSAL, {}]))
+        if draws.random() < 0.5:
+            right = 0 if options else draws.choice([-1, 0, 3])
+            options["window_size"] = (draws.choice([-1, 0, 1, 4, 30]), right)
+        if draws.random() < 0.3:
+            options["softcap"] = 3.0
+        shape = batch, length, kv_heads * draws.choice([1, 3]), kv_heads, 8, draws.choice([8, 4])
+        sunk, layout = draws.random() < 0.3, draws.choice(["bshd", "sbhd", "bhsd"])
+        _compare(shape, lens, documents, options, sunk=sunk, layout=layout)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_equals_one_process(ranks):
+    on_ranks(ranks, _random, ranks, 25)
+
+
+def _bytes():
+    """A rank receives the tokens that its queries see, and no others."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    lens = lens_of("skewed", 40, size)
+    first = sum(lens[:rank])
+    shape = 2, 40, 4, 2, 8, 4
+
+    def received(documents, options):
+        sent = _compare(shape, lens, documents, options)
+        assert sent.numbers == 2 * 2 * (8 + 4)  # rows, kv heads, features
+        return sum(counts[rank] for r, counts in enumerate(sent.counts) if r != rank)
+
+    assert received(None, CAUSAL) == first
+    assert received(None, {}) == 40 - lens[rank]
+    assert received(None, CAUSAL | {"window_size": (6, 0)}) == min(6, first)
+    last = first + lens[rank]
+    both = min(4, first) + min(3, 40 - last)
+    assert received(None, {"window_size": (4, 3)}) == both
+    # In both rows there are documents of ten tokens.
+    documents = torch.tensor([[n, n + 10] for n in range(0, 80, 10)])
+    assert received(documents, CAUSAL) == first % 10
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_travels(ranks):
+    on_ranks(ranks, _bytes)
+
+
+def _module():
+    size = dist.get_world_size()
+    for chunks in (1, "auto"):
+
+        def attend(*x, layout, chunks=chunks, **options):
+            return deepsp.DistributedAttention(layout=layout, chunks=chunks)(*x, **options)
+
+        options = CAUSAL | {"window_size": (5, 0)}
+        lens = lens_of("skewed", 23, size)
+        _compare((2, 23, 4, 2, 8, 8), lens, None, options, layout="bhsd", attend=attend)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_module(ranks):
+    on_ranks(ranks, _module)
+
+
+def _compiled():
+    torch._dynamo.reset()
+    size = dist.get_world_size()
+    documents = torch.tensor([[0, 7], [7, 30], [33, 40]])
+    for backend in ("aot_eager", "inductor"):
+        attend = torch.compile(deepsp.distributed_attention, fullgraph=True, backend=backend)
+        for total in (40, 44):
+            options = CAUSAL | {"window_size": (9, 0)}
+            shape = 1, total, 4, 2, 8, 8
+            _compare(shape, lens_of("skewed", total, size), documents, options, attend=attend)
+
+
+def test_compiled_code():
+    on_ranks(2, _compiled)
+
+
+def _sixteen_bits():
+    """Gradients from several ranks are added in float32: in bfloat16, 256 + 1 is 256."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16)
+    for large in range(size):
+        v = x.clone().requires_grad_()
+        out = deepsp.distributed_attention(x, x, v, exchange="keys")  # the mean of all tokens
+        (found,) = torch.autograd.grad(out, v, torch.full_like(out, 1024 if rank == large else 4))
+        assert bool((found == 260).all()), (large, found)
+
+
+def test_sixteen_bits():
+    on_ranks(4, _sixteen_bits)
+
+
+def _errors():
+    q = draw(1, 6, 2, 4)
+    total = 6 * dist.get_world_size()
+    mask = torch.ones(total, total, dtype=torch.bool)
+    wrong = [
+        ({"attn_mask": mask}, "no attn_mask with exchange 'keys', got one; leave it out"),
+        ({"dropout_p": 0.5}, r"no dropout_p with exchange 'keys', got 0.5"),
+        ({"chunks": 2}, "no chunks with exchange 'keys', got 2"),
+        ({"kv_chunk": 4}, "no kv_chunk with exchange 'keys'"),
+        ({"query_parts": 2}, "no query_parts with exchange 'keys', got 2"),
+        ({"exchange": "values"}, "expected exchange to be 'heads' or 'keys', got 'values'"),
+    ]
+    for arguments, match in wrong:
+        with pytest.raises(ValueError, match=match):
+            deepsp.distributed_attention(q, q, q, **{"exchange": "keys"} | arguments)
+    deal = deepsp.deal_documents([6] * dist.get_world_size(), dist.get_world_size(), 6)
+    with pytest.raises(ValueError, match="expected no deal with exchange 'keys', got one"):
+        deepsp.DistributedAttention()(q, q, q, exchange="keys", deal=deal)
+    with pytest.raises(ValueError, match="expected exchange to be 'heads' or 'keys', got 'values'"):
+        deepsp.DistributedAttention()(q, q, q, exchange="values")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_errors(ranks):
+    on_ranks(ranks, _errors)
