@@ -49,7 +49,8 @@ TORCH_LIBRARY(deepsp, m) {
       pure);
   // The number of chunks in force when `chunks` are asked for.
   m.def("_chunks_in_force(int num_heads, int ranks, int chunks, int query_parts=1) -> int", pure);
-  // From how many tokens on a causal document is a dense call on a GPU (attention/piece.cpp).
+  // From how many tokens on a causal document, or what is as much work, is a dense call on a GPU
+  // (attention/piece.cpp).
   m.def("_dense_tokens() -> int", pure);
   // The numbers in ranges, begin and end of each: int64 on the device of `like`. An op, not an
   // arange in a graph: Inductor's FlexAttention reads tensors that are there, not what it would

@@ -488,3 +488,31 @@ def _read(length):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_the_host_waits_for(ranks):
     on_ranks(ranks, _read, 13)
+
+
+def _changed_positions():
+    """Positions of shard_batch that were changed in place, or belong to other groups, are searched
+    for documents."""
+    rank = dist.get_rank()
+    register()
+    model, reference = make_lm("Llama", "deepsp"), make_lm("Llama", "sdpa")
+    ids = torch.arange(12)[None] % 7
+    positions = torch.arange(12)[None] % 4
+    wanted = reference(input_ids=ids, position_ids=positions, use_cache=False).logits
+    part, lens = deepsp.shard_batch({"input_ids": ids})
+    here = slice(sum(lens[:rank]), sum(lens[: rank + 1]))
+    part["position_ids"].remainder_(4)
+    found = model(**part, use_cache=False).logits
+    torch.testing.assert_close(found, wanted[:, here], rtol=1e-9, atol=1e-9)
+
+    alone = [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
+    part, _ = deepsp.shard_batch({"input_ids": ids[:, here]}, alone)
+    positions = torch.cat([torch.arange(n) for n in lens])[None]
+    wanted = reference(input_ids=ids, position_ids=positions, use_cache=False).logits
+    found = model(**part, use_cache=False).logits
+    torch.testing.assert_close(found, wanted[:, here], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("ranks", [2])
+def test_changed_positions(ranks):
+    on_ranks(ranks, _changed_positions)

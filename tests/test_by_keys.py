@@ -143,12 +143,16 @@ def _compiled():
     torch._dynamo.reset()
     size = dist.get_world_size()
     documents = torch.tensor([[0, 7], [7, 30], [33, 40]])
-    for backend in ("aot_eager", "inductor"):
+    for backend, totals in (("aot_eager", (40, 44)), ("inductor", (40,))):
         attend = torch.compile(deepsp.distributed_attention, fullgraph=True, backend=backend)
-        for total in (40, 44):
+        for total in totals:
             options = CAUSAL | {"window_size": (9, 0)}
             shape = 1, total, 4, 2, 8, 8
             _compare(shape, lens_of("skewed", total, size), documents, options, attend=attend)
+    q = draw(2, 20 // size, 2, 4)
+    attend = torch.compile(deepsp.distributed_attention, fullgraph=True, backend="aot_eager")
+    with pytest.raises(ValueError, match="each in one row"):
+        attend(q, q, q, documents=torch.tensor([0, 30, 40]), exchange="keys")
 
 
 def test_compiled_code():
@@ -179,7 +183,6 @@ def _errors():
         ({"dropout_p": 0.5}, r"no dropout_p with exchange 'keys', got 0.5"),
         ({"chunks": 2}, "no chunks with exchange 'keys', got 2"),
         ({"kv_chunk": 4}, "no kv_chunk with exchange 'keys'"),
-        ({"query_parts": 2}, "no query_parts with exchange 'keys', got 2"),
         ({"exchange": "values"}, "expected exchange to be 'heads' or 'keys', got 'values'"),
     ]
     for arguments, match in wrong:

@@ -148,6 +148,17 @@ BlockArguments::BlockArguments(const Given& given)
       softcap(given.optional<double>("softcap")) {
 }
 
+Band band_of(const BlockArguments& how) {
+  Band band;
+  if (!how.window_size.empty()) {
+    band = {std::max(how.window_size[0], kUnlimited), std::max(how.window_size[1], kUnlimited)};
+  }
+  if (how.is_causal) {
+    band.right = 0;
+  }
+  return band;
+}
+
 Attending attending(
     const BlockArguments& given,
     int64_t batch,
@@ -161,13 +172,7 @@ Attending attending(
   const double root = std::sqrt(static_cast<double>(std::max<int64_t>(head_dim, 1)));
   how.scale = given.scale.value_or(1 / root);
   how.softcap = given.softcap;
-  if (!given.window_size.empty()) {
-    const at::IntArrayRef window = given.window_size;
-    how.band = {std::max(window[0], kUnlimited), std::max(window[1], kUnlimited)};
-  }
-  if (given.is_causal) {
-    how.band.right = 0;
-  }
+  how.band = band_of(given);
   if (!given.documents.has_value()) {
     how.documents.push_back({{0, batch}, {0, tokens}});
     how.lengths_recur = true;

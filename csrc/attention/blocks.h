@@ -38,6 +38,7 @@ struct BlockArguments {
         softcap(how.softcap) {}
   Pattern pattern() const { return {documents, window_size, softcap, sinks}; }
 };
+Band band_of(const BlockArguments& how);
 // queries: begin and end of each range.
 Attending attending(
     const BlockArguments& how,

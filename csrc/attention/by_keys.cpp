@@ -59,18 +59,19 @@ struct KeyPlan {
       first = first + count;
     }
     const Tokens all{0, first};
-    Band band;
-    if (!asked.window_size.empty()) {
-      band = {
-          std::max(asked.window_size[0], kUnlimited), std::max(asked.window_size[1], kUnlimited)};
-    }
-    if (asked.is_causal) {
-      band.right = 0;
-    }
+    const Band band = band_of(asked);
     // Where a graph is traced, documents aren't known.
-    if (asked.documents.has_value() &&
-        !asked.documents->key_set().has_any(at::kTensorSubclassLike)) {
-      see_documents(*asked.documents, first.guard_int(__FILE__, __LINE__), band);
+    const OptionalTensor& documents = asked.documents;
+    if (documents.has_value() && !documents->key_set().has_any(at::kTensorSubclassLike)) {
+      const Attending among = attending(
+          asked, plan.batch.guard_int(__FILE__, __LINE__), first.guard_int(__FILE__, __LINE__), 1);
+      seen.resize(ranks);  // a range for each rank: what its queries see in any row
+      for (const Document& document : among.documents) {
+        const Tokens tokens{document.tokens.begin, document.tokens.end};
+        for (int64_t r = 0; r < ranks; ++r) {
+          seen[r] = seen[r].with(own[r].seen(tokens, band));
+        }
+      }
     } else {
       for (const Tokens& queries : own) {
         seen.push_back(queries.seen(all, band));
@@ -86,33 +87,18 @@ struct KeyPlan {
       }
     }
   }
-
- private:
-  // A range for each rank: what its queries see in any row.
-  void see_documents(const at::Tensor& documents, int64_t length, Band band) {
-    seen.resize(own.size());
-    const at::Tensor borders = documents.to(at::kCPU, at::kLong).contiguous();
-    const int64_t* const data = borders.const_data_ptr<int64_t>();
-    for (int64_t n = 0; n < borders.size(0); ++n) {
-      const int64_t begin = data[2 * n], end = data[2 * n + 1];
-      if (begin < end) {
-        const int64_t row = begin / length * length;
-        const Tokens document{begin - row, end - row};
-        for (size_t r = 0; r < own.size(); ++r) {
-          seen[r] = seen[r].with(own[r].seen(document, band));
-        }
-      }
-    }
-  }
 };
 
 // documents among the tokens of a range in each row, numbered anew.
 at::Tensor within(const at::Tensor& documents, const c10::SymInt& length, const Tokens& range) {
   const at::Tensor borders = documents.to(at::kLong);
   const at::Tensor row = at::floor_divide(borders.narrow(1, 0, 1), c10::Scalar(length));
-  return borders.sub(row, c10::Scalar(length))
-      .clamp(c10::Scalar(range.begin), c10::Scalar(range.end))
+  const at::Tensor tokens = borders.sub(row, c10::Scalar(length));
+  // What ends in another row stays wrong, for attention to see.
+  const at::Tensor beyond = tokens.sub(c10::Scalar(length)).clamp_min(0);
+  return tokens.clamp(c10::Scalar(range.begin), c10::Scalar(range.end))
       .sub(c10::Scalar(range.begin))
+      .add(beyond, c10::Scalar(length))
       .add(row, c10::Scalar(range.size()));
 }
 
@@ -129,12 +115,11 @@ void check_by_keys(const Asked& asked, const Given& given) {
         fine, "expected no ", name, " with exchange 'keys', got ", got,
         "; leave it out, or pass exchange='heads'");
   };
-  const int64_t chunks = given["chunks"], query_parts = given["query_parts"];
+  const int64_t chunks = given["chunks"];
   check(!asked.attn_mask.has_value(), "attn_mask", "one");
   check(asked.dropout_p == 0, "dropout_p", asked.dropout_p);
   check(chunks == 1, "chunks", chunks);
   check(given["kv_chunk"].value().isNone(), "kv_chunk", "one");
-  check(query_parts <= 1, "query_parts", query_parts);
   check(given["dealt"].value().isNone(), "deal", "one");
 }
 

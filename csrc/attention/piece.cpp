@@ -128,8 +128,10 @@ struct Dense {
   explicit Dense(const PieceCall& call)
       : documents(call.dense), is_causal(call.piece.sight == Sight::kCausal) {}
 
+  // Plans are kept by strides: that of one row, whatever it is, would tell a plan from another.
   at::Tensor pack(const at::Tensor& x) const {
-    return (documents == 1 ? x : x.squeeze(0).unflatten(0, {documents, -1})).transpose(1, 2);
+    const at::Tensor rows = x.size(0) > 1 ? x : x.squeeze(0).unflatten(0, {documents, -1});
+    return rows.transpose(1, 2);
   }
   at::Tensor unpack(const at::Tensor& x) const {
     const at::Tensor by_token = x.transpose(1, 2);

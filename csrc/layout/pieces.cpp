@@ -99,6 +99,8 @@ size_t count_alike(const std::vector<Piece>& pieces, size_t at) {
   return end - at;
 }
 
+constexpr size_t kMostRows = 32768;  // of a call of cuDNN's
+
 // The part of so many tokens that is a multiple of a sixteenth of their power of two: 16 lengths
 // between a power of two and the next.
 int64_t rounded_down(int64_t tokens) {
@@ -135,10 +137,14 @@ size_t add_dense(
     return 0;
   }
   if (alike > 1 || rule.lengths_recur) {
+    size_t count = 1;  // few numbers of documents are planned, too
+    while (count * 2 <= alike && count < kMostRows) {
+      count *= 2;
+    }
     Piece joined = first;
-    joined.queries.end = joined.keys.end = pieces[at + alike - 1].queries.end;
-    add(joined, alike);
-    return alike;
+    joined.queries.end = joined.keys.end = pieces[at + count - 1].queries.end;
+    add(joined, count);
+    return count;
   }
   const bool sees_more = at + 1 < pieces.size() && pieces[at + 1].rows.begin == first.rows.begin &&
                          pieces[at + 1].queries.begin == first.queries.begin;

@@ -21,8 +21,10 @@ class _Last:
     is_part: bool = False
     """Whether they are fewer than those of the full batch."""
     positions: Tensor | None = None
-    counts: bool = False
-    """Whether they count each row's tokens from 0."""
+    version: int = 0
+    """That of ``positions``, which counts changes in place."""
+    first: int = -1
+    """The first of them, where they count the full sequence's tokens; -1: not known."""
     lens: Sequence[int] = ()
     """The number of tokens of each rank."""
 
@@ -42,16 +44,19 @@ def kept() -> Iterator[None]:
 
 
 def remember(
-    local: Mapping[str, Any], roles: Roles, lens: Sequence[int], *, counts: bool = False
+    local: Mapping[str, Any], roles: Roles, lens: Sequence[int], *, first: int = -1
 ) -> None:
-    """Called with each local batch that is handed out. ``roles``: of the full batch; ``counts``:
-    whether its positions are known to count each row's tokens from 0."""
+    """Called with each local batch that is handed out. ``roles``: of the full batch; ``first``:
+    this rank's first position, if they are known to count the full sequence's tokens."""
     part = local[roles.tokens]
     _last.is_part, _last.tokens = part.size(roles.dim) < roles.length, None
     if _last.is_part or 0 in lens:
         _last.tokens = part if roles.tokens == "input_ids" else weakref.ref(part)
         _last.lens = lens
-    _last.positions, _last.counts = local.get("position_ids"), counts
+    positions = _last.positions = local.get("position_ids")
+    _last.first = -1
+    if positions is not None and not positions.is_inference():
+        _last.first, _last.version = first, positions._version
 
 
 def has_positions(positions: Tensor) -> bool:
@@ -64,9 +69,11 @@ def has_positions(positions: Tensor) -> bool:
     return last.shape[-1:] == positions.shape[-1:] and bool((last == positions).all())
 
 
-def has_counts(positions: Tensor) -> bool:
-    """Whether these are the positions of the last batch, and count each row's tokens from 0."""
-    return _last.counts and has_positions(positions)
+def first_of(positions: Tensor | None) -> int:
+    """The first of these positions, if they are the last batch's and count the tokens of its full
+    sequence; else -1. Nothing is read of the tensor."""
+    is_last = positions is not None and _last.positions is positions
+    return _last.first if is_last and _last.version == positions._version else -1
 
 
 def has_tokens(tokens: Tensor | None) -> bool:

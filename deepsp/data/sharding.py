@@ -164,7 +164,8 @@ def split_batch(
         return x if place is None else shard(x, place, group)
 
     local_batch, lens = map_leaves(local, full), lens_of(roles.length, group)
-    last_batch.remember(local_batch, roles, lens, counts=counts)
+    first = sum(lens[: member_of(group)[0]]) if counts else -1
+    last_batch.remember(local_batch, roles, lens, first=first)
     return local_batch, lens
 
 

@@ -114,14 +114,14 @@ class Masks:
         width = -1 if self.padding is None else self.padding.size(-1)
         # Compared before tensors of these sizes are sent.
         makes_positions = int(last_batch.has_positions(positions))
-        counts = int(last_batch.has_counts(positions))
+        first = last_batch.first_of(positions)
         dealt = 0 if self.deal is None else self.deal.digest
         local = [
-            *(query.size(2), key.size(2), width, positions.size(0), makes_positions, counts),
+            *(query.size(2), key.size(2), width, positions.size(0), makes_positions, first),
             *(carried(member), dealt),
         ]
         everyone = on_all_ranks(local, member, query.device)
-        lens, key_lens, widths, rows, makes_positions, counts, batches, deals = map(
+        lens, key_lens, widths, rows, makes_positions, firsts, batches, deals = map(
             list, zip(*everyone, strict=True)
         )
         compare_carried(batches, member)
@@ -147,8 +147,8 @@ class Masks:
         self.positions, self.seq_lens, self._by_implementation = positions, lens, {}
         if self.deal is None and not all(makes_positions):
             check_positions(positions, lens)
-        deal = self.deal
-        self.ranges = self._ranges(all(counts)) if deal is None else self._ranges_of_deal()
+        counts = count_on(firsts, lens)
+        self.ranges = self._ranges(counts) if self.deal is None else self._ranges_of_deal()
         return positions.split(lens, 1)
 
     def _check_deal(self, lens: list[int]) -> None:
@@ -234,6 +234,11 @@ def mask_of(*args, **kwargs) -> Masks:
     """What transformers calls to make a mask: one of a model within another, which has made it
     already, is that one."""
     return running.forward.mask or Masks(*args, **kwargs)
+
+
+def count_on(firsts: list[int], lens: list[int]) -> bool:
+    """Whether the ranks' positions, which begin with these, count the full sequence's tokens."""
+    return firsts == [sum(lens[:rank]) for rank in range(len(lens))]
 
 
 def check_padding(widths: list[int], length: int) -> None:

@@ -21,7 +21,7 @@ from torch._compile import _disable_dynamo
 from deepsp.data import last_batch
 from deepsp.integrations.transformers import balance
 from deepsp.integrations.transformers.forward import REGISTRATIONS, running
-from deepsp.integrations.transformers.masks import check_padding, check_positions
+from deepsp.integrations.transformers.masks import check_padding, check_positions, count_on
 from deepsp.integrations.transformers.patterns import Pattern, document_ranges
 from deepsp.ranks.groups import member_of, on_all_ranks
 from deepsp.sequence.recurrence.functions import FUNCTIONS, Sharded, unfused
@@ -49,13 +49,13 @@ class Sequence:
         rank, _, name = self.member = member_of(self.member)
         width = -1 if self.padding is None else self.padding.size(1)
         makes_positions = int(self.positions is None or last_batch.has_positions(self.positions))
-        counts = int(self.positions is not None and last_batch.has_counts(self.positions))
+        first = last_batch.first_of(self.positions)
         everyone = on_all_ranks(
-            [hidden.size(1), width, makes_positions, counts], self.member, hidden.device
+            [hidden.size(1), width, makes_positions, first], self.member, hidden.device
         )
-        lens, widths, makes_positions, counts = map(list, zip(*everyone, strict=True))
+        lens, widths, makes_positions, firsts = map(list, zip(*everyone, strict=True))
         check_padding(widths, sum(lens))
-        if self.positions is not None and self.padding is None and not all(counts):
+        if self.positions is not None and self.padding is None and not count_on(firsts, lens):
             positions = torch.ops.deepsp.all_gather(
                 self.positions.contiguous(), 1, lens, "replicated", rank, name
             )

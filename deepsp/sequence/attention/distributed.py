@@ -97,8 +97,8 @@ def distributed_attention(
             of the window's tokens, with documents none of other documents (in compiled code, where
             borders aren't known, they count as one). That is less where there are few kv heads for
             many ranks, or a short window; but causal attention without a window leaves the last
-            rank twice the mean work. Not with ``attn_mask``, dropout, ``chunks``, ``kv_chunk``,
-            ``query_parts`` or ``deal``.
+            rank twice the mean work. ``query_parts`` has no meaning then. Not with ``attn_mask``,
+            dropout, ``chunks``, ``kv_chunk`` or ``deal``.
 
     Returns:
         [B, S_r, Hq, Dv], contiguous; in the layout "bhsd" a transposed view of that, as

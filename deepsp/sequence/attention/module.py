@@ -156,7 +156,7 @@ class DistributedAttention(nn.Module):
             q, k, v, self.layout, lens, self.member, self.query_parts, self._why_whole
         )
         if not self._compared and not torch.compiler.is_compiling():
-            self._compare(call, deal)
+            self._compare(call, deal, kwargs.get("exchange", "heads"))
         if self.local_attention is None:
             names = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
             rest = (*local.PATTERN, "kv_chunk", "deal", "exchange")
@@ -270,7 +270,7 @@ class DistributedAttention(nn.Module):
         )
         return self.picked
 
-    def _compare(self, call: parts.AttentionCall, deal: Deal | None) -> None:
+    def _compare(self, call: parts.AttentionCall, deal: Deal | None, exchange: str) -> None:
         s = self.layout.index("s")
         self._compared = compare_calls(
             "DistributedAttention",
@@ -284,4 +284,5 @@ class DistributedAttention(nn.Module):
             query_parts=self.query_parts,
             gradients=call.needs_gradient(),
             deal=None if deal is None else deal.digest,
+            exchange=exchange,
         )
