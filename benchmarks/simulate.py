@@ -91,11 +91,11 @@ class Machines:
 
 def read_machines(file: Path, base: dict[str, Machines] | None = None) -> dict[str, Machines]:
     """The tables of a file. A table is ``like`` one before it, or of ``base``, else like h100."""
-    found = dict(base or {})
+    machines = dict(base or {})
     for name, table in tomllib.loads(file.read_text()).items():
-        like = found.get(table.pop("like", "h100"))
-        found[name] = Machines(**table) if like is None else replace(like, **table)
-    return found
+        like = machines.get(table.pop("like", "h100"))
+        machines[name] = Machines(**table) if like is None else replace(like, **table)
+    return machines
 
 
 MACHINES = read_machines(Path(__file__).with_name("machines.toml"))

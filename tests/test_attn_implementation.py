@@ -498,19 +498,19 @@ def _changed_positions():
     model, reference = make_lm("Llama", "deepsp"), make_lm("Llama", "sdpa")
     ids = torch.arange(12)[None] % 7
     positions = torch.arange(12)[None] % 4
-    wanted = reference(input_ids=ids, position_ids=positions, use_cache=False).logits
+    expected = reference(input_ids=ids, position_ids=positions, use_cache=False).logits
     part, lens = deepsp.shard_batch({"input_ids": ids})
     here = slice(sum(lens[:rank]), sum(lens[: rank + 1]))
     part["position_ids"].remainder_(4)
-    found = model(**part, use_cache=False).logits
-    torch.testing.assert_close(found, wanted[:, here], rtol=1e-9, atol=1e-9)
+    logits = model(**part, use_cache=False).logits
+    torch.testing.assert_close(logits, expected[:, here], rtol=1e-9, atol=1e-9)
 
     alone = [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
     part, _ = deepsp.shard_batch({"input_ids": ids[:, here]}, alone)
     positions = torch.cat([torch.arange(n) for n in lens])[None]
-    wanted = reference(input_ids=ids, position_ids=positions, use_cache=False).logits
-    found = model(**part, use_cache=False).logits
-    torch.testing.assert_close(found, wanted[:, here], rtol=1e-9, atol=1e-9)
+    expected = reference(input_ids=ids, position_ids=positions, use_cache=False).logits
+    logits = model(**part, use_cache=False).logits
+    torch.testing.assert_close(logits, expected[:, here], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("ranks", [2])

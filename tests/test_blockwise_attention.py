@@ -183,10 +183,10 @@ def test_long_pieces_are_dense_calls_on_a_gpu(kind):
     call = (q, k, v, documents, True, (), None, None, None)
     (out, log_sum), forward = on_gpu(BLOCKWISE.default, *call, queries)
     grad = draw(*out.shape, seed=9, dtype=torch.float16)
-    found, backward = on_gpu(BACKWARD.default, grad, *call, out, log_sum, [1, 1, 1, 0], queries)
-    theirs = list(torch.autograd.grad(expected, wide, grad.double()))
-    theirs[0] = theirs[0][:, mine]
-    for x, y in zip((out, *found), (expected, *theirs), strict=True):
+    gradients, backward = on_gpu(BACKWARD.default, grad, *call, out, log_sum, [1, 1, 1, 0], queries)
+    expected_gradients = list(torch.autograd.grad(expected, wide, grad.double()))
+    expected_gradients[0] = expected_gradients[0][:, mine]
+    for x, y in zip((out, *gradients), (expected, *expected_gradients), strict=True):
         assert (x.double() - y).abs().max() <= 4e-3 * max(1, y.abs().max())
     for name, count in calls.items():
         assert forward.count(name) == count, forward

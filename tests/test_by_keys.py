@@ -55,9 +55,9 @@ def _compare(shape, lens, documents, options, *, sunk=False, layout="bshd", atte
         )
         grad = draw(*expected.shape, seed=9)
         torch.testing.assert_close(out, expected[:, here], rtol=0, atol=1e-12)
-        mine = torch.autograd.grad(out, leaves, grad[:, here])
-        theirs = torch.autograd.grad(expected, leaves, grad)
-        for x, y in zip(mine, theirs, strict=True):
+        gradients = torch.autograd.grad(out, leaves, grad[:, here])
+        expected_gradients = torch.autograd.grad(expected, leaves, grad)
+        for x, y in zip(gradients, expected_gradients, strict=True):
             x = x.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(x)
             torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
@@ -166,8 +166,10 @@ def _sixteen_bits():
     for large in range(size):
         v = x.clone().requires_grad_()
         out = deepsp.distributed_attention(x, x, v, exchange="keys")  # the mean of all tokens
-        (found,) = torch.autograd.grad(out, v, torch.full_like(out, 1024 if rank == large else 4))
-        assert bool((found == 260).all()), (large, found)
+        (gradient,) = torch.autograd.grad(
+            out, v, torch.full_like(out, 1024 if rank == large else 4)
+        )
+        assert bool((gradient == 260).all()), (large, gradient)
 
 
 def test_sixteen_bits():

@@ -174,9 +174,9 @@ def _lengths(marked, sizes, dynamic=None):
         inputs = {name: batch(size)[name] for name in ("ids", "labels")}
         if marked:
             torch._dynamo.mark_dynamic(inputs["ids"], 1)
-        wanted = copy.deepcopy(model)(**inputs)
-        found = run(**deepsp.prepare_inputs(inputs))
-        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+        expected = copy.deepcopy(model)(**inputs)
+        out = run(**deepsp.prepare_inputs(inputs))
+        torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
     return compiled
 
 

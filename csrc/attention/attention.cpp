@@ -131,6 +131,14 @@ at::Tensor attend(const Exchanged& parts, const Given& given, const Meanwhile& m
   return out[0];
 }
 
+// Attention of a rank that nobody shares tokens with.
+at::Tensor attend_alone(
+    const Tensors& inputs, int64_t heads, int64_t kv_heads, const Asked& asked) {
+  const CellOf cell{head_layout({heads, kv_heads}, 1, 1, 1, kNames), 0, 0, 0};
+  return attention_of_cell(
+      inputs[0], kv_of_cell({inputs[1]}, cell), kv_of_cell({inputs[2]}, cell), asked, cell);
+}
+
 // Attention to documents that blocks of ranks share, or that one rank has alone: while it works on
 // the latter, the others are in flight.
 at::Tensor attend_dealt(
@@ -175,13 +183,8 @@ at::Tensor attend_dealt(
     shared.push_back(x.narrow_symint(1, own, x.sym_size(1) - own));
   }
   const LevelCells of_one = level(0, rank, 1, own);
-  const auto attend_alone = [&] {
-    const CellOf cell{of_one.heads, 0, 0, 0};
-    return attention_of_cell(
-        alone[0], kv_of_cell({alone[1]}, cell), kv_of_cell({alone[2]}, cell), of_one.asked, cell);
-  };
   if (ranks == 1) {
-    return attend_alone();
+    return attend_alone(alone, heads, kv_heads, of_one.asked);
   }
   std::vector<LevelCells> levels;
   const std::vector<int64_t> widths = level_widths(ranks);
@@ -208,13 +211,8 @@ at::Tensor attend_dealt(
        {{"seq_lens", lens.slice(ranks).vec()},
         {"levels", count - 1},
         {"query_parts", cut ? HeadLayout::kAuto : 1}}},
-      given, [&] { out = attend_alone(); });
+      given, [&] { out = attend_alone(alone, heads, kv_heads, of_one.asked); });
   return at::cat({out, back}, 1);
-}
-
-// [B, S, H, D] as a merge of blocks leaves it.
-at::Tensor in_memory_order(const at::Tensor& x, bool tokens_first) {
-  return tokens_first ? x.transpose(0, 1).contiguous().transpose(0, 1) : x.contiguous();
 }
 
 c10::IValue distributed_attention(const Given& given) {
@@ -249,18 +247,17 @@ c10::IValue distributed_attention(const Given& given) {
   // "bhsd" returns what SDPA does: a transposed view of memory with the tokens first, so that the
   // caller joins the heads without a copy.
   const bool tokens_first = static_cast<std::string_view>(given["layout"]) == "sbhd";
+  // In memory as a merge of blocks leaves it. Each order is its own inverse.
+  const auto returned = [&](const at::Tensor& x) {
+    return (tokens_first ? x.transpose(0, 1).contiguous().transpose(0, 1) : x.contiguous())
+        .permute(order.dims);
+  };
   const std::optional<int64_t> kv_chunk = given["kv_chunk"];
   if (!kv_chunk.has_value() && plan.heads.ranks() == 1 && !sends_to_itself()) {
-    const HeadLayout heads =
-        head_layout({plan.heads.num_heads(0), plan.heads.num_heads(1)}, 1, 1, 1, kNames);
-    const CellOf cell{heads, 0, 0, 0};
-    const at::Tensor out = attention_of_cell(
-        inputs[0], kv_of_cell({inputs[1]}, cell), kv_of_cell({inputs[2]}, cell), asked, cell);
-    return in_memory_order(out, tokens_first).permute(order.dims);
+    return returned(attend_alone(inputs, plan.heads.num_heads(0), plan.heads.num_heads(1), asked));
   }
   if (by_keys) {
-    return in_memory_order(attend_by_keys(inputs, plan, asked, given), tokens_first)
-        .permute(order.dims);
+    return returned(attend_by_keys(inputs, plan, asked, given));
   }
   if (!kv_chunk.has_value()) {
     const Exchanged parts{
@@ -279,7 +276,7 @@ c10::IValue distributed_attention(const Given& given) {
   const Tensors found =
       streamed_attention(given, {{"q", inputs[0]}, {"k", inputs[1]}, {"v", inputs[2]}});
   const at::Tensor& out = found[0];
-  return in_memory_order(out, tokens_first).permute(order.dims);  // each is its own inverse
+  return returned(out);
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 #include "by_keys.h"
 
 #include "../common/checks.h"
+#include "../rows/ops.h"
 
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/ops/cat.h>
@@ -8,9 +9,6 @@
 
 namespace deepsp {
 namespace {
-
-const Op rows_start("_rows_start");
-const Op rows_wait("_rows_wait");
 
 // Guards, not expressions: a graph is for one of the two, and its shapes stay polynomials.
 const c10::SymInt& least(const c10::SymInt& a, const c10::SymInt& b) {
@@ -127,22 +125,16 @@ at::Tensor attend_by_keys(
     const Tensors& inputs, const SymPlan& plan, const Asked& asked, const Given& given) {
   const at::Tensor &q = inputs[0], &k = inputs[1], &v = inputs[2];
   const KeyPlan keys(plan, asked);
-  const int64_t rank = plan.rank, ranks = plan.heads.ranks();
-  const Tokens &own = keys.own[rank], &seen = keys.seen[rank];
-  const at::ScalarType dtype = k.scalar_type();
-  // Gradients of 16 bits are added in float32.
-  const bool widens = dtype == at::kHalf || dtype == at::kBFloat16;
-  at::Tensor rows = at::cat({as_rows(k), as_rows(v)}, 2).flatten(1);
-  rows = widens ? rows.to(at::kFloat) : rows;
-  Tensors sent;
-  for (int64_t r = 0; r < ranks; ++r) {
-    const Tokens part = own.common(keys.seen[r]);
-    sent.push_back(
-        rows.narrow_symint(0, part.empty() ? c10::SymInt(0) : part.begin - own.begin, part.size())
-            .to(dtype));
+  const Tokens &own = keys.own[plan.rank], &seen = keys.seen[plan.rank];
+  const at::Tensor rows = at::cat({as_rows(k), as_rows(v)}, 2).flatten(1);
+  std::vector<RowRange> sent;
+  for (const Tokens& seen_there : keys.seen) {
+    const Tokens part = own.common(seen_there);
+    sent.push_back({part.empty() ? c10::SymInt(0) : part.begin - own.begin, part.size()});
   }
   const With counts{"counts", keys.counts}, there{"home", false}, name{"op", "keys of attention"};
-  const at::Tensor buffer = rows_start(given, {{"rows", at::cat(sent)}, counts, there, name});
+  const at::Tensor buffer =
+      rows_start(given, {{"rows", joined_ranges(rows, sent)}, counts, there, name});
   const at::Tensor received = rows_wait(given, {{"buffer", buffer}, counts, there, name});
   const c10::SymInt of_k = k.sym_size(2) * k.sym_size(3), of_v = v.sym_size(2) * v.sym_size(3);
   const at::Tensor by_token = received.view_symint({seen.size(), plan.batch, of_k + of_v});
@@ -155,19 +147,9 @@ at::Tensor attend_by_keys(
   if (asked.documents.has_value()) {
     documents = within(*asked.documents, plan.total(), seen);
   }
-  const Tensors found = blockwise_attention({
-      {"q", q},
-      {"k", heads(k, 0, of_k)},
-      {"v", heads(v, of_k, of_v)},
-      {"documents", documents},
-      {"is_causal", asked.is_causal},
-      {"window_size", asked.window_size},
-      {"scale", asked.scale},
-      {"softcap", asked.softcap},
-      {"sinks", asked.sinks},
-      {"queries", SymInts{own.begin - seen.begin, own.end - seen.begin}},
-  });
-  return found[0];
+  return attention_by_blocks(
+      q, heads(k, 0, of_k), heads(v, of_k, of_v), BlockArguments(asked, documents), asked.sinks,
+      {own.begin - seen.begin, own.end - seen.begin});
 }
 
 }  // namespace deepsp

@@ -177,6 +177,28 @@ at::Tensor kv_of_cell(at::TensorList received, const CellOf& of) {
   return for_readers(pieces, readers);
 }
 
+at::Tensor attention_by_blocks(
+    const at::Tensor& q,
+    const at::Tensor& k,
+    const at::Tensor& v,
+    const BlockArguments& how,
+    const OptionalTensor& sinks,
+    const SymInts& queries) {
+  const Tensors results = blockwise_attention({
+      {"q", q},
+      {"k", k},
+      {"v", v},
+      {"documents", how.documents},
+      {"is_causal", how.is_causal},
+      {"window_size", how.window_size},
+      {"scale", how.scale},
+      {"softcap", how.softcap},
+      {"sinks", sinks},
+      {"queries", queries},
+  });
+  return results[0];
+}
+
 at::Tensor attention_of_cell(
     const at::Tensor& q,
     const at::Tensor& k,
@@ -188,20 +210,7 @@ at::Tensor attention_of_cell(
   const bool cut = !queries.empty();
   const Pattern pattern = asked.pattern();
   if (pattern.given() || (cut && asked.is_causal && asked.dropout_p == 0)) {
-    const OptionalTensor sinks = sinks_of(asked.sinks, cell.heads);
-    const Tensors found = blockwise_attention({
-        {"q", q},
-        {"k", k},
-        {"v", v},
-        {"documents", asked.documents},
-        {"is_causal", asked.is_causal},
-        {"window_size", asked.window_size},
-        {"scale", asked.scale},
-        {"softcap", asked.softcap},
-        {"sinks", sinks},
-        {"queries", queries},
-    });
-    return found[0];
+    return attention_by_blocks(q, k, v, asked, sinks_of(asked.sinks, cell.heads), queries);
   }
   OptionalTensor mask;
   if (cut && asked.is_causal) {

@@ -68,6 +68,16 @@ struct CellOf {
 // head to head; else a view.
 at::Tensor kv_of_cell(at::TensorList received, const CellOf& of);
 
+// q [B, n, h, D] of `queries`, begin and end of each range of k's tokens (none: all); k and v [B,
+// S, h_kv, D]. sinks: those of q's heads.
+at::Tensor attention_by_blocks(
+    const at::Tensor& q,
+    const at::Tensor& k,
+    const at::Tensor& v,
+    const BlockArguments& how,
+    const OptionalTensor& sinks,
+    const SymInts& queries);
+
 // q [B, n, h, D], k and v [B, S, h_kv, D] as kv_of_cell gives them.
 at::Tensor attention_of_cell(
     const at::Tensor& q,

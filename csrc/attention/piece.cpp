@@ -182,7 +182,7 @@ c10::IValue dense_tokens(const Given&) {
 PieceCalls calls_of(Range keys, const at::Tensor& q, const at::Tensor& v, const Attending& how) {
   const std::vector<Piece> pieces = pieces_of(how.documents, how.band, keys, how.queries);
   const bool taken = takes(q, v, how);
-  PieceCalls found;
+  PieceCalls result;
   if (taken && q.is_cuda()) {
     DenseRule dense;
     if (takes_cudnn(q, v, how.scale)) {
@@ -190,18 +190,18 @@ PieceCalls calls_of(Range keys, const at::Tensor& q, const at::Tensor& v, const 
     }
     // A graph would copy borders from memory that is gone.
     for (KernelCall& call : kernel_calls(pieces, how.band, dense, !capturing(q.device()))) {
-      found.calls.push_back({std::move(call), true});
+      result.calls.push_back({std::move(call), true});
     }
   } else {
     for (const Piece& piece : pieces) {
       const bool by_kernel = taken && piece.sight != Sight::kBand;
-      found.calls.push_back({{piece, {}, 0, {}, 0}, by_kernel});
-      found.by_kernels &= by_kernel;
+      result.calls.push_back({{piece, {}, 0, {}, 0}, by_kernel});
+      result.by_kernels &= by_kernel;
     }
   }
-  found.per_query = most_calls(found.calls, &Piece::queries);
-  found.per_key = most_calls(found.calls, &Piece::keys);
-  return found;
+  result.per_query = most_calls(result.calls, &Piece::queries);
+  result.per_key = most_calls(result.calls, &Piece::keys);
+  return result;
 }
 
 std::pair<at::Tensor, at::Tensor> attention_of_piece(

@@ -115,7 +115,7 @@ int64_t rounded_down(int64_t tokens) {
 // document. Returns how many pieces that are.
 size_t add_dense(
     const std::vector<Piece>& pieces, size_t at, DenseRule rule, std::vector<KernelCall>& calls) {
-  const auto takes = [&](int64_t work) { return work / rule.from >= rule.from; };
+  const auto is_enough = [&](int64_t work) { return work / rule.from >= rule.from; };
   const Piece& first = pieces[at];
   const int64_t n = first.queries.size(), m = first.keys.size();
   if (first.sight == Sight::kBand) {
@@ -127,13 +127,13 @@ size_t add_dense(
   };
   const size_t alike = count_alike(pieces, at);
   if (alike == 0) {
-    if (!rule.lengths_recur || !takes(std::min(n, m) * std::min(n, m))) {
+    if (!rule.lengths_recur || !is_enough(std::min(n, m) * std::min(n, m))) {
       return 0;
     }
     add(first, 1);
     return 1;
   }
-  if (!takes(static_cast<int64_t>(alike) * n * n)) {
+  if (!is_enough(static_cast<int64_t>(alike) * n * n)) {
     return 0;
   }
   if (alike > 1 || rule.lengths_recur) {

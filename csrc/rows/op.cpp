@@ -4,14 +4,12 @@
 #include "../transport/agreement.h"
 #include "../transport/moves.h"
 #include "checks.h"
+#include "ops.h"
 
 #include <ATen/ops/empty.h>
 
 namespace deepsp {
 namespace {
-
-const Op rows_start("_rows_start");
-const Op rows_wait("_rows_wait");
 
 // rows [n, elements], those for rank 0 first. Blocks lie one after another, by rank, in what is
 // sent and in what is received, and are sent from where they are.

@@ -4,15 +4,12 @@
 #include "../op.h"
 #include "../reshard/checks.h"
 #include "checks.h"
+#include "ops.h"
 
-#include <ATen/ops/cat.h>
 #include <ATen/ops/constant_pad_nd.h>
 
 namespace deepsp {
 namespace {
-
-const Op rows_start("_rows_start");
-const Op rows_wait("_rows_wait");
 
 SymRows plan_of(const Given& given) {
   return check_halo(given["n"], given["seq_lens"], given["rank"]);
@@ -42,14 +39,11 @@ c10::IValue previous_tokens_start(const Given& given) {
                         .movedim(dim, 0)
                         .reshape_symint({longest, token});
   if (blocks.size() > 1) {
-    // Gradients of 16 bits are added in float32, in rank order: autograd begins with the last op.
-    const at::ScalarType dtype = input.scalar_type();
-    rows = dtype == at::kHalf || dtype == at::kBFloat16 ? rows.to(at::kFloat) : rows;
-    Tensors parts(blocks.size());
-    for (size_t i = blocks.size(); i-- > 0;) {
-      parts[i] = rows.narrow_symint(0, longest - blocks[i], blocks[i]).to(dtype);
+    std::vector<RowRange> ranges;
+    for (const c10::SymInt& block : blocks) {
+      ranges.push_back({longest - block, block});
     }
-    rows = at::cat(parts);
+    rows = joined_ranges(rows, ranges);
   }
   return rows_start(
              given,

@@ -85,7 +85,8 @@ def dense_pieces():
         ([(0, 30), (30, 2930), (2930, 5830)], []),
         ([(0, 8200)], [4100, 8200]),
     ]
-    chosen = torch._fused_sdp_choice(*(draw(1, 8, 4096, 128, dtype=torch.bfloat16),) * 3)
+    long = draw(1, 8, 4096, 128, dtype=torch.bfloat16)
+    chosen = torch._fused_sdp_choice(long, long, long)
     name = "aten::_scaled_dot_product_cudnn_attention"
     for borders, queries in cases:
         length = borders[-1][1]
@@ -105,9 +106,9 @@ def dense_pieces():
         ]
         expected = torch.cat(parts, 1)[:, mine]
         grad = draw(*out.shape, seed=3, dtype=torch.bfloat16)
-        found = torch.autograd.grad(out, leaves, grad)
+        gradients = torch.autograd.grad(out, leaves, grad)
         wanted = torch.autograd.grad(expected, wide, grad.double())
-        for x, y in zip((out, *found), (expected, *wanted), strict=True):
+        for x, y in zip((out, *gradients), (expected, *wanted), strict=True):
             error = (x.double() - y).abs().max() / max(1, y.abs().max())
             assert error < 3e-2, (borders, queries, float(error))
     return [f"SDPA takes {SDPBackend(chosen).name if chosen >= 0 else 'nothing'}"]
@@ -141,10 +142,10 @@ def activated_flash():
         q = draw(1, 300, 4, 64, dtype=torch.bfloat16).requires_grad_()
         documents = torch.tensor([[0, 100], [100, 300]])
         out, _ = op._blockwise_attention(q, q, q, documents, True, [], None, None, None)
-        (found,) = torch.autograd.grad(out.sum(), q)
+        (gradient,) = torch.autograd.grad(out.sum(), q)
     finally:
         libraries[0]._destroy()
-    assert called == ["forward", "backward"] and bool((found == 3).all()), called
+    assert called == ["forward", "backward"] and bool((gradient == 3).all()), called
 
 
 def mixed_lengths():

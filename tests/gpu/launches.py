@@ -163,12 +163,12 @@ def capture_layer():
         out = layer(x, seq_lens=lens, is_causal=True)
         return [out, *torch.autograd.grad(out.square().sum(), weights)]
 
-    graph, found = _captured(step)
+    graph, results = _captured(step)
     for n in range(3):
         with torch.no_grad():
             x.copy_(part(n))
         graph.replay()
-        torch.testing.assert_close(found, step())
+        torch.testing.assert_close(results, step())
 
 
 def host_waits():

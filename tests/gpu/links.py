@@ -56,7 +56,7 @@ def rates():
     memory = 2 * flat.numel() / timed(lambda: to.copy_(flat))
     host = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
     to_host = host.numel() / timed(lambda: host.copy_(flat[: host.numel()], non_blocking=True))
-    found = {
+    measured = {
         "products": products,
         "attend": attend,
         "attend_backward": back,
@@ -66,8 +66,12 @@ def rates():
     if size > 1:
         group = dist.group.WORLD
         launch, long = _exchange(group, 256), _exchange(group, 1 << 27)
-        found |= {"near": (size - 1) * (1 << 27) / (long - launch), "launch": launch, "size": size}
-    lines = [f"{name} = {value:.3g}" for name, value in found.items()]
+        measured |= {
+            "near": (size - 1) * (1 << 27) / (long - launch),
+            "launch": launch,
+            "size": size,
+        }
+    lines = [f"{name} = {value:.3g}" for name, value in measured.items()]
     name = torch.cuda.get_device_name()
     header = f"# One {name}, torch {torch.__version__}, {size} ranks: make gpu-test ONLY=links"
     return [header, "[measured]", *lines] if dist.get_rank() == 0 else []

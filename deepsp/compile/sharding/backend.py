@@ -143,7 +143,7 @@ def _fuse_gathers(patches: dict | None) -> dict:
 
 
 def _is_first_compilation() -> bool:
-    """Of a frame."""
+    """Whether Dynamo compiles this frame for the first time."""
     compilation = CompileContext.current_compile_id()
     return compilation is not None and not compilation.frame_compile_id
 
