@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from deepsp.data.documents import Deal
-from deepsp.integrations.transformers.cores import Core
+from deepsp.integrations.transformers import indexers
+from deepsp.integrations.transformers.cores import Core, core_of_chosen
 from deepsp.integrations.transformers.forward import Registration, running
 from deepsp.integrations.transformers.masks import Masks, Ranges
-from deepsp.ranks.groups import member_of
+from deepsp.integrations.transformers.selected import Selected, attend
+from deepsp.ranks.groups import Member, member_of
 from deepsp.sequence.attention.distributed import distributed_attention
 from deepsp.sequence.attention.module import DistributedAttention
 
@@ -50,15 +52,19 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Called by transformers: query [B, Hq, S_r, D], key and value [B, Hkv, S_r, D] to [B, S_r, Hq,
     D]."""
-    masks, positions = masks_of(module, query, attention_mask, position_ids, kwargs)
-    member, core = member_of(registration.member), registration.core
+    keys, core = indexers.keys_in(module), registration.core
+    if keys is not None:
+        chosen = {name: kwargs.pop(name, None) for name in indexers.CHOSEN}
+        _check_arguments(module, kwargs)
+        if core not in ("auto", "sdpa"):
+            more = {"dropout": dropout, "scaling": scaling, "s_aux": s_aux, **chosen}
+            return core_of_chosen(core, keys, query, key, value, more), None
+        mask = Selected(keys, attention_mask, query, key.size(2), **chosen)
+        return attend(query, key, value, mask, dropout, scaling, s_aux), None
+    member = member_of(registration.member)
+    masks = settle(module, query, attention_mask, position_ids, member, kwargs, key)
     chunks, query_parts = registration.chunks, registration.query_parts
     kv_chunk = registration.kv_chunk
-    if masks.seq_lens is None:  # the first layer
-        parts = masks.exchange(query, key, positions, member)
-        _check_rope(module, parts)
-        if not masks.has_own_positions:
-            _check_count(module, parts, masks.deal)
     length = sum(masks.seq_lens)
     window = masks.local_size
     windowed = sliding_window is not None and sliding_window < length
@@ -137,6 +143,26 @@ def _check_masked(module, core, dropout, masks, softcap, s_aux, kv_chunk) -> Non
                 "of rows isn't supported with it; pass position_ids and a padding mask [B, S]"
             )
         raise ValueError(f"expected no {name} in {type(module).__name__}, got one: {why}")
+
+
+def settle(
+    module: nn.Module,
+    query: Tensor,
+    attention_mask: Masks | Tensor | None,
+    position_ids: Tensor | None,
+    member: Member,
+    arguments: dict[str, Any] | None = None,
+    key: Tensor | None = None,
+) -> Masks:
+    """The model's mask, with the lengths and positions of all ranks, which the first layer
+    exchanges. ``query``: [B, ..., S_r, D]."""
+    masks, positions = masks_of(module, query, attention_mask, position_ids, arguments or {})
+    if masks.seq_lens is None:
+        parts = masks.exchange(query, query if key is None else key, positions, member)
+        _check_rope(module, parts)
+        if not masks.has_own_positions:
+            _check_count(module, parts, masks.deal)
+    return masks
 
 
 def masks_of(

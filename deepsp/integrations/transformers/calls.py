@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable would import Dynamo now
 
 from deepsp.data import last_batch
-from deepsp.integrations.transformers import mixers, multimodal
+from deepsp.integrations.transformers import indexers, mixers, multimodal
 from deepsp.integrations.transformers.check import (
     CALLED,
     CHECKED,
@@ -161,6 +161,8 @@ def _prepared(
     # PaliGemma's decoder gets a mask, and asks transformers for one of its own.
     if isinstance(kwargs.get("attention_mask"), Masks):
         call.mask = kwargs.pop("attention_mask")
+    if call.door is None:
+        indexers.prepare(model)
     if call.door is None and mixers.prepare(model):
         positions = mixers.positions_of(model, kwargs)
         call.has_mixers = True

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from deepsp.integrations.transformers import mixers, multimodal
+from deepsp.integrations.transformers import indexers, mixers, multimodal
 from deepsp.integrations.transformers.attention import COUNTS_OTHERWISE, masks_of
 from deepsp.integrations.transformers.forward import calling
 from deepsp.integrations.transformers.masks import ours
@@ -37,6 +37,8 @@ CHECKED, CALLED = "_deepsp_checked", "_deepsp_called"
 """Attributes of a model and its parts: the attention with which they were checked, and, on the
 model only, that it was checked."""
 
+_TAKEN = ("dropout", "scaling", "is_causal", "sliding_window", "softcap", "s_aux")
+"""Arguments that deepsp's attention takes."""
 _PLACES = (0, 4, 10)  # the changed tokens: the first, and often the last
 _ROWS = 1 + 2 * len(_PLACES)
 _TAIL = 5  # where the last tokens begin
@@ -149,6 +151,7 @@ class _Check(Probe):
 
     def check(self) -> None:
         self.has_mixers = mixers.prepare(self.model)
+        indexers.prepare(self.model)
         self.has_door = multimodal.decoder_of(self.model) is not None
         arguments = self._arguments()
         self.check_batch_norms()
@@ -245,8 +248,11 @@ class _Check(Probe):
         from transformers import AttentionInterface
 
         def stand_in(module, query, key, value, attention_mask, position_ids=None, **kwargs):
-            for n in ("dropout", "scaling", "is_causal", "sliding_window", "softcap", "s_aux"):
+            keys = indexers.keys_in(module)
+            for n in _TAKEN if keys is None else (*_TAKEN, *indexers.CHOSEN):
                 kwargs.pop(n, None)
+            if keys is not None:
+                attention_mask, position_ids = keys.masks, keys.positions
             try:
                 masks_of(module, query, attention_mask, position_ids, kwargs)
             except ValueError as error:

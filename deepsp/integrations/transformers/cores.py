@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from deepsp.integrations.transformers.indexers import Keys
 from deepsp.integrations.transformers.masks import Masks, ours
 
 
@@ -51,6 +52,31 @@ class Core:
         seen = _Seen(self.module, q.size(1) // k.size(1))
         out = self.function(seen, q, k, v, mask, position_ids=self.masks.positions, **arguments)[0]
         return out.transpose(1, 2)
+
+
+def core_of_chosen(
+    name: str,
+    keys: Keys,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    arguments: dict[str, Any],
+) -> Tensor:
+    """Attention of local queries to all keys, [B, H, S, D] each, by the implementation ``name``,
+    which gets what an indexer chose."""
+    from transformers import AttentionInterface
+
+    function = AttentionInterface._global_mapping[name]
+    taken, arguments = _declared(function), {n: x for n, x in arguments.items() if x is not None}
+    missing = [n for n in arguments if n not in taken and n not in ("dropout", "scaling")]
+    if missing:
+        raise ValueError(
+            f"expected a core that takes {missing[0]} with {type(keys.module).__name__}, which "
+            f"computes attention by it, got {name!r}; register with core='auto'"
+        )
+    mask = keys.masks.rows(keys.first, keys.count, query.device, implementation=name)
+    how = {n: x for n, x in arguments.items() if n in taken}
+    return function(keys.module, query, key, value, mask, position_ids=keys.positions, **how)[0]
 
 
 class _Seen:

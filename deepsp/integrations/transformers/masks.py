@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,7 +88,11 @@ class Masks:
         self.full, self.use_vmap = False, use_vmap
         if user_mask is None and not self.causal and not self.bidirectional:
             # Documents among this rank's tokens; those of the full sequence are found later.
-            pattern = None if use_vmap else without_documents(mask_function)
+            # A model whose indexer reads its mask never lets it be left out.
+            known = not use_vmap and pattern_of(mask_function) is not None
+            pattern = mask_function if known else None
+            if not known and not use_vmap:
+                pattern = without_documents(mask_function)
             if pattern is not None:
                 self.pattern, self.causal = pattern, True
             elif call.door is not None:
@@ -205,29 +211,69 @@ class Masks:
         make = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.get(implementation)
         if make is None:  # as in transformers: it needs no mask
             return None
-        pattern, documents, positions = self.pattern, None, self.positions
-        if self.causal and self.padding is None:
-            documents = masking_utils.find_packed_sequence_indices(positions)
-        if documents is not None:
-            of_rows = (x.expand(self.batch_size, -1) for x in (positions, documents))
-            pattern = with_documents(pattern, *of_rows)
-        length = positions.size(1)
+        length = self.positions.size(1)
         return make(
-            batch_size=self.batch_size,
-            q_length=length,
-            kv_length=length,
-            q_offset=0,
-            kv_offset=0,
-            mask_function=pattern,
-            attention_mask=self.padding,
-            local_size=self.local_size,
-            allow_is_causal_skip=self.causal and documents is None,
+            **self._described(range(length), range(length)),
+            allow_is_causal_skip=self.causal and not self.is_packed,
             allow_is_bidirectional_skip=self.bidirectional,
             dtype=like.dtype,
             config=config,
-            use_vmap=self.full and self.use_vmap,
             device=like.device,
         )
+
+    def rows(
+        self,
+        first: int,
+        count: int,
+        device: torch.device,
+        seen: range | None = None,
+        implementation: str = "sdpa",
+    ) -> Tensor | None:
+        """The mask of some queries, [B, 1, count, S], from the ``first`` of the full sequence on, for
+        an attention implementation. ``seen``: of these keys only."""
+        from transformers import masking_utils
+
+        seen = range(self.positions.size(1)) if seen is None else seen
+        if self.user_mask is not None:
+            return self.user_mask[:, :, first : first + count, seen.start : seen.stop]
+        make = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.get(implementation)
+        return make and make(
+            **self._described(range(first, first + count), seen),
+            allow_is_causal_skip=False,
+            device=device,
+        )
+
+    @functools.cached_property
+    def _documents(self) -> Tensor | None:
+        """[B, S]: to which document of its row each token belongs, as transformers finds them."""
+        from transformers import masking_utils
+
+        if not self.causal or self.padding is not None or self.user_mask is not None:
+            return None
+        return masking_utils.find_packed_sequence_indices(self.positions)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether rows have several documents; known once ranks have exchanged positions."""
+        return self._documents is not None
+
+    def _described(self, queries: range, keys: range) -> dict[str, Any]:
+        """The arguments by which transformers' mask functions make the mask."""
+        pattern = self.pattern
+        if self.is_packed:
+            of_rows = (x.expand(self.batch_size, -1) for x in (self.positions, self._documents))
+            pattern = with_documents(pattern, *of_rows)
+        return {
+            "batch_size": self.batch_size,
+            "q_length": len(queries),
+            "kv_length": len(keys),
+            "q_offset": queries.start,
+            "kv_offset": keys.start,
+            "mask_function": pattern,
+            "attention_mask": self.padding,
+            "local_size": self.local_size,
+            "use_vmap": self.full and self.use_vmap,
+        }
 
 
 def mask_of(*args, **kwargs) -> Masks:

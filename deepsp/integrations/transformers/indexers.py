@@ -1,0 +1,364 @@
+"""Attention of transformers' models that choose keys by an indexer (DeepSeek's sparse attention and
+what was made after it): keys travel instead of heads.
+
+Such an attention writes keys into the cache that it is given, while they are compressed, and goes
+on with what the cache returns, which may have more tokens than its queries. So while one runs in a
+model with deepsp's attention, it gets :class:`Keys` in the place of a cache: an update returns the
+keys of all ranks' tokens. Queries stay where they are; the scores of a query, the choice of its
+keys and its attention are computed on its rank, from the numbers that one process has. In backward,
+the gradients of a key are added on its rank.
+
+No mask or scores [S_r, S] are made in full: indexers and attention run for some queries at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.utils._pytree import tree_map_only
+
+from deepsp.integrations.transformers.forward import REGISTRATIONS, Registration, running
+from deepsp.integrations.transformers.masks import Masks
+from deepsp.ranks.groups import Member, member_of
+
+ENTRIES = 2**26
+"""How many scores of an indexer, or entries of a mask, are computed at a time."""
+CHOSEN = ("indices", "block_indices")
+"""The arguments that an attention gets from its indexer: the tokens, or blocks of tokens, that each
+query sees."""
+
+_PREPARED = "_deepsp_keys_travel"
+"""The attribute of attentions that have hooks."""
+_FROM_THE_ROWS_BEGINNING = ("block_size", "compress_rate")
+"""Attributes of indexers and compressors that count blocks of tokens from a row's beginning."""
+
+
+class Rows:
+    """The mask of this rank's queries, [B, 1, S_r, S] of bools, or [B, S_r, S], made where it is
+    read."""
+
+    dtype = torch.bool
+
+    def __init__(self, masks: Masks, first: int, count: int, device: torch.device, dims: int = 4):
+        self.masks, self.first, self.count = masks, first, count
+        self.device, self.dims = device, dims
+
+    def __getitem__(self, index: tuple) -> Rows:
+        """As ``mask[:, 0]``, which models write to take the dimension of heads away."""
+        return Rows(self.masks, self.first, self.count, self.device, 3)
+
+    def part(self, queries: range) -> Tensor:
+        mask = self.masks.rows(self.first + queries.start, len(queries), self.device)
+        return mask if self.dims == 4 else mask[:, 0]
+
+
+class _KeysKnown(Exception):
+    """Ends a call of an indexer that was made for its keys."""
+
+
+class Keys:
+    """What an attention gets in the place of a cache, in one call.
+
+    Args:
+        module: the attention.
+        masks: the sequence.
+        member: the sequence group; None: in a check's dry run, in which nothing is sent.
+        hidden: [B, S_r, D].
+        positions: [B, S_r], of these tokens.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        masks: Masks,
+        member: Member | None,
+        hidden: Tensor,
+        positions: Tensor | None,
+    ):
+        self.module, self.masks, self.member, self.positions = module, masks, member, positions
+        self.is_check = member is None
+        self.batch_size, self.count = hidden.shape[:2]
+        self.lens = [self.count] if self.is_check else masks.seq_lens
+        self.first = 0 if self.is_check else sum(self.lens[: member[0]])
+        self.queries = range(self.count)
+        """Those for which an indexer runs."""
+        self.indexed: Tensor | None = None
+        """The indexer's keys, once they are known and it runs for some queries at a time."""
+        self._wants_keys = False
+
+    # ---- as a cache of transformers
+
+    @property
+    def layers(self) -> Keys:
+        return self
+
+    def __getitem__(self, layer_idx: int) -> Keys:
+        return self
+
+    @property
+    def keys(self) -> Tensor:
+        """Of the size of all keys, which some indexers read."""
+        return torch.empty(0).expand(1, 1, sum(self.lens), 0)
+
+    def get_seq_length(self, *_, **__) -> int:
+        """The place after the last query."""
+        return self.first + self.queries.stop
+
+    def update(self, k: Tensor, v: Tensor, layer_idx: int, *_, **__) -> tuple[Tensor, Tensor]:
+        """[B, H, S_r, D] to [B, H, S, D], in one message."""
+        if v is k:  # DeepSeek V4
+            k = self._with_window(k)
+            return k, k
+        if k.shape[:-1] != v.shape[:-1] or k.dtype != v.dtype:
+            return self._gathered(k, 2), self._gathered(v, 2)
+        both = self._gathered(torch.cat([k, v], -1), 2)
+        k, v = both.split([k.size(-1), v.size(-1)], -1)
+        return k, v
+
+    def update_indexer(self, k: Tensor, layer_idx: int) -> Tensor:
+        """[B, S_r, D] to [B, S, D]."""
+        return self._of_indexer(k, 1)
+
+    def update_index(self, k: Tensor) -> Tensor:
+        """[B, H, S_r, D] to [B, H, S, D]."""
+        return self._of_indexer(k, 2)
+
+    def _of_indexer(self, k: Tensor, dim: int, lens: Sequence[int] | None = None) -> Tensor:
+        if self.indexed is not None:
+            return self.indexed
+        k = self._gathered(k, dim, lens)
+        if self._wants_keys:
+            self.indexed = k
+            raise _KeysKnown
+        return k
+
+    def _gathered(self, x: Tensor, dim: int, lens: Sequence[int] | None = None) -> Tensor:
+        if self.is_check:
+            return x
+        rank, _, name = self.member
+        lens = self.lens if lens is None else lens
+        return torch.ops.deepsp.all_gather(x.contiguous(), dim, lens, "partial", rank, name)
+
+    def _with_previous(self, x: Tensor, n: int, dim: int) -> Tensor:
+        rank, _, name = self.member
+        x = x.contiguous()
+        before = torch.ops.deepsp.previous_tokens(x, n, dim, self.lens, rank, name)
+        return torch.cat([before, x], dim)
+
+    # ---- as DeepSeek V4's caches, whose compressors make one entry of a window of tokens
+
+    @property
+    def _compressor(self) -> nn.Module:
+        return self.module.compressor
+
+    @property
+    def window(self) -> range:
+        """The tokens of :meth:`update`'s keys that DeepSeek V4's queries see, besides entries."""
+        first = max(0, self.first - self.module.sliding_window + 1)
+        return range(first, self.first + self.count)
+
+    def _with_window(self, k: Tensor) -> Tensor:
+        if self.is_check:
+            return k
+        k = self._with_previous(k, self.module.sliding_window - 1, 2)
+        return k[:, :, -len(self.window) :]
+
+    def _entries(self) -> list[range]:
+        """The windows whose last token each rank has."""
+        rate, ends = self._compressor.compress_rate, [0]
+        for count in self.lens:
+            ends.append(ends[-1] + count)
+        return [range(a // rate, b // rate) for a, b in zip(ends, ends[1:], strict=False)]
+
+    def store_compression_weights(
+        self, name: str, kv: Tensor, gate: Tensor
+    ) -> tuple[Tensor, Tensor, int]:
+        """[B, S_r, D] each to the tokens of this rank's windows, and the place of the first.
+
+        Where windows overlap, the window before them is the first; its entry is left out later.
+        """
+        if self.is_check or (name == "indexer" and self.indexed is not None):
+            return kv[:, :0], gate[:, :0], 0
+        rate, overlap = self._compressor.compress_rate, hasattr(self._compressor, "indexer")
+        windows, n = self._entries()[self.member[0]], (2 * rate if overlap else rate) - 1
+        self._before = int(overlap and windows.start > 0)
+        both = self._with_previous(torch.cat([kv, gate], -1), n, 1)
+        self._anchor = both
+        if len(windows) == 0:
+            return kv[:, :0], gate[:, :0], 0
+        begin, end = (windows.start - self._before) * rate, windows.stop * rate
+        both = both[:, n + begin - self.first : n + end - self.first]
+        return *both.split([kv.size(-1), gate.size(-1)], -1), begin
+
+    def update_overlap_state(self, *_) -> tuple[None, None]:
+        return None, None
+
+    def update_compressor_states(self, name: str, entries: Tensor) -> Tensor:
+        """[B, n, D] to the entries of all ranks."""
+        if self.is_check:
+            return entries
+        if name == "indexer" and self.indexed is not None:
+            return self.indexed
+        # Backward sends, so it runs on ranks without an entry, too.
+        entries = entries[:, self._before :] if entries.size(1) > 0 else entries
+        entries = torch.cat([self._anchor[:, :0, : entries.size(2)].to(entries.dtype), entries], 1)
+        counts = [len(windows) for windows in self._entries()]
+        if name == "indexer":
+            return self._of_indexer(entries, 1, counts)
+        return self._gathered(entries, 1, counts)
+
+    # ---- some queries at a time
+
+    def choose(self, forward: Callable, *args, **kwargs) -> Any:
+        """Calls an indexer's forward."""
+        step = self.step(_heads_of(self.module.config))
+        if self.is_check or step >= self.count:
+            args, kwargs = self._for_queries((args, kwargs))
+            return forward(*args, **kwargs)
+        parts, self._wants_keys = [], True
+        try:
+            with contextlib.suppress(_KeysKnown):
+                forward(*args, **kwargs)
+            for self.queries in self.parts(step):
+                cut_args, cut_kwargs = self._for_queries((args, kwargs))
+                parts.append(forward(*cut_args, **cut_kwargs))
+        finally:
+            self.queries, self.indexed, self._wants_keys = range(self.count), None, False
+        return torch.cat(parts, parts[0].dim() - 2)
+
+    def step(self, heads: int) -> int:
+        """For how many queries as many heads have scores at a time."""
+        return max(1, ENTRIES // (self.batch_size * heads * sum(self.lens)))
+
+    def parts(self, step: int) -> Iterator[range]:
+        for begin in range(0, self.count, step):
+            yield range(begin, min(begin + step, self.count))
+
+    def _for_queries(self, arguments: Any) -> Any:
+        """Arguments, [B, S_r, ...] each, for those queries."""
+
+        def part(x: Any) -> Any:
+            if isinstance(x, Rows):
+                return x.part(self.queries)
+            if len(self.queries) < self.count and x.dim() > 1 and x.size(1) == self.count:
+                return x[:, self.queries.start : self.queries.stop]
+            return x
+
+        return tree_map_only((Rows, Tensor), part, arguments)
+
+
+def _heads_of(config: Any) -> int:
+    return max(getattr(config, name, 1) or 1 for name in ("index_n_heads", "indexer_n_heads"))
+
+
+# ------------------------------------------------------------------- in a model
+
+
+def keys_travel(module: nn.Module) -> bool:
+    """Whether a module is an attention that chooses among compressed keys, of its own or as the
+    attention before did."""
+    forward = inspect.unwrap(type(module).forward)
+    names = set(getattr(getattr(forward, "__code__", None), "co_names", ()))
+    if "update" not in names or names.isdisjoint({"indexer", "compressor"}):
+        return False
+    # Layers of some models choose as the layer before did, and DeepSeek V4's may have windows only.
+    may_have_none = "prev_topk_indices" in inspect.signature(forward).parameters
+    return may_have_none or "compressor" in names or module.indexer is not None
+
+
+def prepare(model: nn.Module) -> None:
+    """Gives those attentions of a model hooks, which do nothing with other attention than
+    deepsp's."""
+    for module in model.modules():
+        if not hasattr(module, _PREPARED) and keys_travel(module):
+            module.register_forward_pre_hook(_enter, with_kwargs=True)
+            module.register_forward_hook(_leave, always_call=True)
+            object.__setattr__(module, _PREPARED, True)
+
+
+def keys_in(module: nn.Module) -> Keys | None:
+    """What an attention that runs has as its cache, if its keys travel."""
+    if running.keys and running.keys[-1].module is module:
+        return running.keys[-1]
+    return None
+
+
+def _indexer_of(module: nn.Module) -> nn.Module | None:
+    holder = getattr(module, "compressor", module)
+    return getattr(holder, "indexer", None)
+
+
+@_disable_dynamo
+def _enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]):
+    from deepsp.integrations.transformers.attention import settle
+
+    registration = REGISTRATIONS.get(module.config._attn_implementation)
+    if registration is None:
+        return None
+    hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    given, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    if running.forward.is_check:
+        ones = torch.ones(hidden.size(1), hidden.size(1), dtype=torch.bool, device=hidden.device)
+        keys = Keys(module, given, None, hidden, positions)
+        mask = ones.tril().expand(hidden.size(0), 1, -1, -1)
+    else:
+        member = member_of(registration.member)
+        masks = settle(module, hidden[:, None], given, positions, member)
+        positions = masks.of_call if positions is None else positions
+        keys = Keys(module, masks, member, hidden, positions)
+        _check(keys, registration)
+        mask = Rows(masks, keys.first, keys.count, hidden.device)
+        if hasattr(module, "compressor"):
+            mask = _float_mask(keys, hidden)
+    running.keys.append(keys)
+    indexer = _indexer_of(module)
+    if indexer is not None:
+        # For this call only: a copy of the module must not keep it.
+        vars(indexer)["forward"] = partial(keys.choose, indexer.forward)
+    return args, {**kwargs, "attention_mask": mask, "cache": keys}
+
+
+def _float_mask(keys: Keys, hidden: Tensor) -> Tensor:
+    """[B, 1, S_r, window]: the mask to which DeepSeek V4 appends its entries'."""
+    seen = keys.masks.rows(keys.first, keys.count, hidden.device, keys.window)
+    mask = torch.zeros(seen.shape, dtype=hidden.dtype, device=hidden.device)
+    return mask.masked_fill(~seen, torch.finfo(hidden.dtype).min)
+
+
+def _check(keys: Keys, registration: Registration) -> None:
+    masks, cls = keys.masks, type(keys.module).__name__
+    if masks.deal is not None or registration.kv_chunk is not None:
+        name, advice = "deal", "use shard_batch"
+        if masks.deal is None:
+            name, advice = "kv_chunk", "leave it out: its attention runs for some queries at a time"
+        raise ValueError(
+            f"expected no {name} with {cls}, whose keys travel instead of heads, got one; {advice}"
+        )
+    blocks = getattr(keys.module, "compressor", None) or _indexer_of(keys.module)
+    counts = next((n for n in _FROM_THE_ROWS_BEGINNING if hasattr(blocks, n)), None)
+    if counts is not None and masks.is_packed:
+        raise ValueError(
+            f"expected one document in each row with {cls}, whose {counts} counts tokens from the "
+            "beginning of a row, got position_ids that start again; give each document a row of "
+            "its own"
+        )
+    if counts == "compress_rate" and min(keys.lens) < 2:
+        raise ValueError(
+            f"expected two tokens or more on each rank with {cls}, which takes one token for a "
+            f"step of generation, got {keys.lens} by rank; pad the batch"
+        )
+
+
+def _leave(module: nn.Module, args: tuple, output: Any) -> None:
+    if keys_in(module) is not None:
+        running.keys.pop()
+        indexer = _indexer_of(module)
+        if indexer is not None:
+            vars(indexer).pop("forward", None)

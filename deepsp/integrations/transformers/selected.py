@@ -1,0 +1,111 @@
+"""Attention of this rank's queries to the keys that an indexer chose among all tokens'."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from deepsp.integrations.transformers.indexers import Keys, Rows
+
+
+class Selected:
+    """The mask of this rank's queries: what the model's mask, and its indexer, let them see.
+
+    Args:
+        keys: the call.
+        mask: [B, 1, S_r, K], bools or what is added to scores.
+        like: a query, [B, H, S_r, D].
+        length: K.
+        indices: [B, S_r, k], the tokens that each query sees; those below 0 are none.
+        block_indices: [B, H, S_r, k], likewise blocks of tokens, by the indexer's heads.
+    """
+
+    has_sinks = False
+    """Whether a last key is seen by all."""
+
+    def __init__(
+        self,
+        keys: Keys,
+        mask: Rows | Tensor,
+        like: Tensor,
+        length: int,
+        indices: Tensor | None = None,
+        block_indices: Tensor | None = None,
+    ):
+        self.keys, self.mask, self.dtype, self.length = keys, mask, like.dtype, length
+        self.indices, self.block_indices = indices, block_indices
+
+    def part(self, queries: range) -> Tensor:
+        mask = self._seen(queries)
+        return F.pad(mask, (0, 1), value=mask.dtype == torch.bool) if self.has_sinks else mask
+
+    def _seen(self, queries: range) -> Tensor:
+        here, mask = slice(queries.start, queries.stop), self.mask
+        mask = mask.part(queries) if isinstance(mask, Rows) else mask[:, :, here]
+        if self.block_indices is not None:
+            positions = self.keys.positions.expand(mask.size(0), -1)[:, here]
+            blocks = self.block_indices[:, :, here]
+            make = self.keys.module.indexer.build_block_mask
+            return make(blocks, mask, self.length, self.dtype, mask.device, positions)
+        if self.indices is None:
+            return mask
+        indices = self.indices[:, here].long()
+        indices = torch.where(indices < 0, self.length, indices)
+        chosen = indices.new_zeros(*indices.shape[:2], self.length + 1, dtype=torch.bool)
+        chosen = chosen.scatter_(-1, indices, True)[:, None, :, : self.length]
+        if mask.dtype == torch.bool:
+            return mask & chosen
+        return mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Selected,
+    dropout: float,
+    scaling: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """query [B, H, S_r, D], key and value [B, Hkv, K, D] to [B, S_r, H, Dv]. ``sinks``: [H].
+
+    Runs for some queries at a time, and again in backward, so that no mask and no scores [S_r, K]
+    are kept."""
+    scaling = query.size(-1) ** -0.5 if scaling is None else scaling
+    heads = query.size(1)
+    if sinks is not None:
+        query, key, value = _with_sinks(query, key, value, sinks / scaling)
+        mask.has_sinks = True
+
+    def some(q: Tensor, k: Tensor, v: Tensor, queries: range) -> Tensor:
+        return F.scaled_dot_product_attention(
+            q, k, v, mask.part(queries), dropout, scale=scaling, enable_gqa=heads != k.size(1)
+        )
+
+    # On CPU, and in masks by heads, all heads have scores.
+    by_heads = query.device.type == "cpu" or mask.block_indices is not None
+    step = mask.keys.step(heads if by_heads else 1)
+    if step >= query.size(2):
+        return some(query, key, value, range(query.size(2))).transpose(1, 2)
+    parts = []
+    for queries in mask.keys.parts(step):
+        q = query[:, :, queries.start : queries.stop]
+        how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": dropout > 0}
+        parts.append(checkpoint(some, q, key, value, queries, **how))
+    return torch.cat(parts, 2).transpose(1, 2)
+
+
+def _with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One more key, whose score is each head's sink, and whose value is 0: in features of their own
+    (8, as kernels want them), queries have the sink and that key has 1."""
+    sinks = sinks.to(query.dtype).view(1, -1, 1, 1).expand(*query.shape[:3], 1)
+    query = torch.cat([query, F.pad(sinks, (0, 7))], -1)
+    last = F.pad(key.new_ones(*key.shape[:2], 1, 1), (key.size(-1), 7))
+    key = torch.cat([F.pad(key, (0, 8)), last], 2)
+    return query, key, F.pad(value, (0, 0, 0, 1))
