@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from deepsp.integrations.transformers import indexers, mixers, multimodal
-from deepsp.integrations.transformers.attention import COUNTS_OTHERWISE, masks_of
+from deepsp.integrations.transformers.arguments import COUNTS_OTHERWISE, masks_of
 from deepsp.integrations.transformers.forward import calling
 from deepsp.integrations.transformers.masks import ours
 from deepsp.sequence.tokenwise import probe
@@ -252,7 +252,8 @@ class _Check(Probe):
             for n in _TAKEN if keys is None else (*_TAKEN, *indexers.CHOSEN):
                 kwargs.pop(n, None)
             if keys is not None:
-                attention_mask, position_ids = keys.masks, keys.positions
+                attention_mask, position_ids = keys.sequence, keys.positions
+                value = value + keys.by_token()
             try:
                 masks_of(module, query, attention_mask, position_ids, kwargs)
             except ValueError as error:

@@ -55,12 +55,7 @@ class Core:
 
 
 def core_of_chosen(
-    name: str,
-    keys: Keys,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    arguments: dict[str, Any],
+    name: str, keys: Keys, query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]
 ) -> Tensor:
     """Attention of local queries to all keys, [B, H, S, D] each, by the implementation ``name``,
     which gets what an indexer chose."""
@@ -74,7 +69,7 @@ def core_of_chosen(
             f"expected a core that takes {missing[0]} with {type(keys.module).__name__}, which "
             f"computes attention by it, got {name!r}; register with core='auto'"
         )
-    mask = keys.masks.rows(keys.first, keys.count, query.device, implementation=name)
+    mask = keys.sequence.rows(keys.first, keys.count, query.device, implementation=name)
     how = {n: x for n, x in arguments.items() if n in taken}
     return function(keys.module, query, key, value, mask, position_ids=keys.positions, **how)[0]
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -24,8 +25,10 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_map_only
 
+from deepsp.integrations.transformers.arguments import settle
 from deepsp.integrations.transformers.forward import REGISTRATIONS, Registration, running
 from deepsp.integrations.transformers.masks import Masks
+from deepsp.integrations.transformers.mixers import Sequence
 from deepsp.ranks.groups import Member, member_of
 
 ENTRIES = 2**26
@@ -36,6 +39,10 @@ query sees."""
 
 _PREPARED = "_deepsp_keys_travel"
 """The attribute of attentions that have hooks."""
+_ONE_DOCUMENT = (
+    "expected one document in each row with {}, {}, got position_ids that start again; give each "
+    "document a row of its own"
+)
 _FROM_THE_ROWS_BEGINNING = ("block_size", "compress_rate")
 """Attributes of indexers and compressors that count blocks of tokens from a row's beginning."""
 
@@ -68,7 +75,8 @@ class Keys:
 
     Args:
         module: the attention.
-        masks: the sequence.
+        sequence: the sequence, as the model's mask; in a hybrid's, that of recurrent layers.
+        lens: the number of tokens of each rank.
         member: the sequence group; None: in a check's dry run, in which nothing is sent.
         hidden: [B, S_r, D].
         positions: [B, S_r], of these tokens.
@@ -77,16 +85,17 @@ class Keys:
     def __init__(
         self,
         module: nn.Module,
-        masks: Masks,
+        sequence: Masks | Sequence | Tensor,
+        lens: list[int],
         member: Member | None,
         hidden: Tensor,
         positions: Tensor | None,
     ):
-        self.module, self.masks, self.member, self.positions = module, masks, member, positions
-        self.is_check = member is None
+        self.module, self.sequence, self.lens, self.member = module, sequence, lens, member
+        self.positions = positions
+        self.is_check, self.device = member is None, hidden.device
         self.batch_size, self.count = hidden.shape[:2]
-        self.lens = [self.count] if self.is_check else masks.seq_lens
-        self.first = 0 if self.is_check else sum(self.lens[: member[0]])
+        self.first = 0 if self.is_check else sum(lens[: member[0]])
         self.queries = range(self.count)
         """Those for which an indexer runs."""
         self.indexed: Tensor | None = None
@@ -130,7 +139,7 @@ class Keys:
         """[B, H, S_r, D] to [B, H, S, D]."""
         return self._of_indexer(k, 2)
 
-    def _of_indexer(self, k: Tensor, dim: int, lens: Sequence[int] | None = None) -> Tensor:
+    def _of_indexer(self, k: Tensor, dim: int, lens: list[int] | None = None) -> Tensor:
         if self.indexed is not None:
             return self.indexed
         k = self._gathered(k, dim, lens)
@@ -139,7 +148,7 @@ class Keys:
             raise _KeysKnown
         return k
 
-    def _gathered(self, x: Tensor, dim: int, lens: Sequence[int] | None = None) -> Tensor:
+    def _gathered(self, x: Tensor, dim: int, lens: list[int] | None = None) -> Tensor:
         if self.is_check:
             return x
         rank, _, name = self.member
@@ -175,7 +184,7 @@ class Keys:
         rate, ends = self._compressor.compress_rate, [0]
         for count in self.lens:
             ends.append(ends[-1] + count)
-        return [range(a // rate, b // rate) for a, b in zip(ends, ends[1:], strict=False)]
+        return [range(a // rate, b // rate) for a, b in itertools.pairwise(ends)]
 
     def store_compression_weights(
         self, name: str, kv: Tensor, gate: Tensor
@@ -214,19 +223,51 @@ class Keys:
             return self._of_indexer(entries, 1, counts)
         return self._gathered(entries, 1, counts)
 
+    def by_token(self) -> Tensor | int:
+        """In a check: a number for each token, [B, 1, S, 1], that depends on the indexer's keys."""
+        if self.indexed is None:
+            return 0
+        return self.indexed.view(self.batch_size, -1, self.count, self.indexed.size(-1)).mean(
+            (1, 3), keepdim=True
+        )
+
+    # ---- the mask of this rank's queries
+
+    def mask(self, hidden: Tensor) -> Rows | Tensor:
+        """What the model gets as its mask."""
+        if isinstance(self.sequence, Sequence):  # [B, S_r]
+            padding = self.sequence.mask(hidden)
+            shape, device = hidden.shape[:2], hidden.device
+            return torch.ones(shape, device=device).bool() if padding is None else padding.bool()
+        if isinstance(self.sequence, Tensor):
+            return self.sequence
+        rows = Rows(self.sequence, self.first, self.count, hidden.device)
+        if self.is_check or not hasattr(self.module, "compressor"):
+            return rows
+        # DeepSeek V4 appends that of its entries.
+        seen = self.sequence.rows(self.first, self.count, hidden.device, self.window)
+        mask = torch.zeros(seen.shape, dtype=hidden.dtype, device=hidden.device)
+        return mask.masked_fill(~seen, torch.finfo(hidden.dtype).min)
+
     # ---- some queries at a time
 
     def choose(self, forward: Callable, *args, **kwargs) -> Any:
         """Calls an indexer's forward."""
         step = self.step(_heads_of(self.module.config))
-        if self.is_check or step >= self.count:
+        if self.is_check:
+            with contextlib.suppress(_KeysKnown):
+                self._wants_keys = True
+                return forward(*args, **kwargs)
+            return torch.zeros(self.batch_size, self.count, 1, dtype=torch.long, device=self.device)
+        if step >= self.count:
             args, kwargs = self._for_queries((args, kwargs))
             return forward(*args, **kwargs)
         parts, self._wants_keys = [], True
         try:
             with contextlib.suppress(_KeysKnown):
                 forward(*args, **kwargs)
-            for self.queries in self.parts(step):
+            for queries in self.parts(step):
+                self.queries = queries
                 cut_args, cut_kwargs = self._for_queries((args, kwargs))
                 parts.append(forward(*cut_args, **cut_kwargs))
         finally:
@@ -297,43 +338,42 @@ def _indexer_of(module: nn.Module) -> nn.Module | None:
 
 @_disable_dynamo
 def _enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]):
-    from deepsp.integrations.transformers.attention import settle
-
-    registration = REGISTRATIONS.get(module.config._attn_implementation)
+    registration, is_check = (
+        REGISTRATIONS.get(module.config._attn_implementation),
+        running.forward.is_check,
+    )
     if registration is None:
         return None
     hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     given, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-    if running.forward.is_check:
-        ones = torch.ones(hidden.size(1), hidden.size(1), dtype=torch.bool, device=hidden.device)
-        keys = Keys(module, given, None, hidden, positions)
-        mask = ones.tril().expand(hidden.size(0), 1, -1, -1)
-    else:
+    if isinstance(positions, Tensor) and positions.dim() != 2:
+        positions = None  # of several axes: the mask knows the tokens' places
+    member, lens = None, [hidden.size(1)]
+    if not is_check:
         member = member_of(registration.member)
-        masks = settle(module, hidden[:, None], given, positions, member)
-        positions = masks.of_call if positions is None else positions
-        keys = Keys(module, masks, member, hidden, positions)
+        if isinstance(given, Sequence):
+            given.exchange(hidden)
+            lens = given.lens
+        else:
+            given = settle(module, hidden[:, None], given, positions, member)
+            positions, lens = given.of_call if positions is None else positions, given.seq_lens
+    keys = Keys(module, given, lens, member, hidden, positions)
+    if not is_check:
         _check(keys, registration)
-        mask = Rows(masks, keys.first, keys.count, hidden.device)
-        if hasattr(module, "compressor"):
-            mask = _float_mask(keys, hidden)
     running.keys.append(keys)
     indexer = _indexer_of(module)
     if indexer is not None:
         # For this call only: a copy of the module must not keep it.
         vars(indexer)["forward"] = partial(keys.choose, indexer.forward)
-    return args, {**kwargs, "attention_mask": mask, "cache": keys}
-
-
-def _float_mask(keys: Keys, hidden: Tensor) -> Tensor:
-    """[B, 1, S_r, window]: the mask to which DeepSeek V4 appends its entries'."""
-    seen = keys.masks.rows(keys.first, keys.count, hidden.device, keys.window)
-    mask = torch.zeros(seen.shape, dtype=hidden.dtype, device=hidden.device)
-    return mask.masked_fill(~seen, torch.finfo(hidden.dtype).min)
+    return args, {**kwargs, "attention_mask": keys.mask(hidden), "cache": keys}
 
 
 def _check(keys: Keys, registration: Registration) -> None:
-    masks, cls = keys.masks, type(keys.module).__name__
+    masks, cls = keys.sequence, type(keys.module).__name__
+    if isinstance(masks, Sequence):
+        if masks.documents is not None:
+            raise ValueError(_ONE_DOCUMENT.format(cls, "which sees all of a row's tokens before"))
+        return
     if masks.deal is not None or registration.kv_chunk is not None:
         name, advice = "deal", "use shard_batch"
         if masks.deal is None:
@@ -344,11 +384,7 @@ def _check(keys: Keys, registration: Registration) -> None:
     blocks = getattr(keys.module, "compressor", None) or _indexer_of(keys.module)
     counts = next((n for n in _FROM_THE_ROWS_BEGINNING if hasattr(blocks, n)), None)
     if counts is not None and masks.is_packed:
-        raise ValueError(
-            f"expected one document in each row with {cls}, whose {counts} counts tokens from the "
-            "beginning of a row, got position_ids that start again; give each document a row of "
-            "its own"
-        )
+        raise ValueError(_ONE_DOCUMENT.format(cls, f"whose {counts} counts tokens from its first"))
     if counts == "compress_rate" and min(keys.lens) < 2:
         raise ValueError(
             f"expected two tokens or more on each rank with {cls}, which takes one token for a "

@@ -229,8 +229,8 @@ class Masks:
         seen: range | None = None,
         implementation: str = "sdpa",
     ) -> Tensor | None:
-        """The mask of some queries, [B, 1, count, S], from the ``first`` of the full sequence on, for
-        an attention implementation. ``seen``: of these keys only."""
+        """The mask of some queries, [B, 1, count, S], from the ``first`` of the full sequence on,
+        for an attention implementation. ``seen``: of these keys only."""
         from transformers import masking_utils
 
         seen = range(self.positions.size(1)) if seen is None else seen

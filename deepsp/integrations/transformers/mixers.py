@@ -64,6 +64,10 @@ class Sequence:
             self.documents = document_ranges(Pattern(right=0), positions, None, hidden.size(0))
         self.lens = lens
 
+    def bool(self) -> Sequence:
+        """GLM-5.3 wants its mask to be one of bools."""
+        return self
+
     @property
     def first(self) -> int:
         return sum(self.lens[: self.member[0]])

@@ -17,7 +17,7 @@ class Selected:
 
     Args:
         keys: the call.
-        mask: [B, 1, S_r, K], bools or what is added to scores.
+        mask: [B, 1, S_r, K]; a tensor, which the model made, is 0 where tokens are seen, or True.
         like: a query, [B, H, S_r, D].
         length: K.
         indices: [B, S_r, k], the tokens that each query sees; those below 0 are none.
@@ -45,7 +45,11 @@ class Selected:
 
     def _seen(self, queries: range) -> Tensor:
         here, mask = slice(queries.start, queries.stop), self.mask
-        mask = mask.part(queries) if isinstance(mask, Rows) else mask[:, :, here]
+        if isinstance(mask, Rows):
+            mask = mask.part(queries)
+        else:
+            mask = mask[:, :, here]
+            mask = mask if mask.dtype == torch.bool else mask == 0
         if self.block_indices is not None:
             positions = self.keys.positions.expand(mask.size(0), -1)[:, here]
             blocks = self.block_indices[:, :, here]
