@@ -101,6 +101,8 @@ class Keys:
         self.indexed: Tensor | None = None
         """The indexer's keys, once they are known and it runs for some queries at a time."""
         self._wants_keys = False
+        # Qwen4's indexer takes its last keys for those of its queries, and reads all positions.
+        self.ends_with_queries = hasattr(_indexer_of(module), "compress_ratio")
 
     # ---- as a cache of transformers
 
@@ -153,7 +155,12 @@ class Keys:
             return x
         rank, _, name = self.member
         lens = self.lens if lens is None else lens
-        return torch.ops.deepsp.all_gather(x.contiguous(), dim, lens, "partial", rank, name)
+        x = torch.ops.deepsp.all_gather(x.contiguous(), dim, lens, "partial", rank, name)
+        return x.narrow(dim, 0, self.first + self.count) if self.ends_with_queries else x
+
+    def positions_of_all(self, embeddings: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """[B or 1, S_r, D] each to [B, K, D]."""
+        return tuple(self._gathered(x, 1).expand(self.batch_size, -1, -1) for x in embeddings)
 
     def _with_previous(self, x: Tensor, n: int, dim: int) -> Tensor:
         rank, _, name = self.member
@@ -242,6 +249,11 @@ class Keys:
         if isinstance(self.sequence, Tensor):
             return self.sequence
         rows = Rows(self.sequence, self.first, self.count, hidden.device)
+        if self.ends_with_queries:
+            last = self.first + self.count
+            if self.is_check:
+                return torch.ones(last, last, device=hidden.device).tril().bool()[None, None]
+            return self.sequence.rows(self.first, self.count, hidden.device, range(last))
         if self.is_check or not hasattr(self.module, "compressor"):
             return rows
         # DeepSeek V4 appends that of its entries.
@@ -259,7 +271,7 @@ class Keys:
                 self._wants_keys = True
                 return forward(*args, **kwargs)
             return torch.zeros(self.batch_size, self.count, 1, dtype=torch.long, device=self.device)
-        if step >= self.count:
+        if step >= self.count or self.ends_with_queries:
             args, kwargs = self._for_queries((args, kwargs))
             return forward(*args, **kwargs)
         parts, self._wants_keys = [], True
@@ -344,7 +356,9 @@ def _enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]):
     )
     if registration is None:
         return None
-    hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    names = inspect.signature(inspect.unwrap(type(module).forward)).parameters
+    kwargs |= zip([*names][1:], args, strict=False)
+    hidden = kwargs["hidden_states"]
     given, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     if isinstance(positions, Tensor) and positions.dim() != 2:
         positions = None  # of several axes: the mask knows the tokens' places
@@ -365,7 +379,9 @@ def _enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]):
     if indexer is not None:
         # For this call only: a copy of the module must not keep it.
         vars(indexer)["forward"] = partial(keys.choose, indexer.forward)
-    return args, {**kwargs, "attention_mask": keys.mask(hidden), "cache": keys}
+    if keys.ends_with_queries:
+        kwargs["position_embeddings"] = keys.positions_of_all(kwargs["position_embeddings"])
+    return (), {**kwargs, "attention_mask": keys.mask(hidden), "cache": keys}
 
 
 def _check(keys: Keys, registration: Registration) -> None:
